@@ -1,0 +1,24 @@
+#!/usr/bin/env python3
+"""Record the DeepSpeed JSON of every recipe (2 ranks, 1000 steps) for the snapshot test; look at `git diff` after."""
+
+import json
+from pathlib import Path
+
+from toolkit.config.load import known_recipes, load
+from toolkit.engine.ds_config import build_ds_config
+
+FOLDER = Path(__file__).parents[1] / "tests" / "golden" / "ds_config"
+
+
+def main() -> None:
+    """Write one file per recipe and delete those of recipes that are gone."""
+    FOLDER.mkdir(parents=True, exist_ok=True)
+    for old in FOLDER.glob("*.json"):
+        old.unlink()
+    for recipe in known_recipes():
+        values = build_ds_config(load([f"recipe={recipe}"]).cfg, 2, 1000).values
+        (FOLDER / f"{recipe}.json").write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

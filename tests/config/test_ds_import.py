@@ -1,0 +1,274 @@
+"""Importing a DeepSpeed JSON: the usual tutorial file, "auto", contradictions, and every way to get it wrong."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from toolkit.config.load import Loaded, known_recipes, load
+from toolkit.config.schema import Device, Dtype, OptimizerName, RunConfig, ScheduleName, WarmupType
+from toolkit.engine.ds_config import build_ds_config
+from toolkit.engine.ds_import import import_json
+from toolkit.errors import ConfigError
+
+TUTORIAL: dict[str, Any] = {
+    "train_batch_size": "auto",
+    "train_micro_batch_size_per_gpu": "auto",
+    "gradient_accumulation_steps": "auto",
+    "steps_per_print": 2000,
+    "gradient_clipping": 0.5,
+    "optimizer": {"type": "Adam", "params": {"lr": 3e-5, "betas": [0.8, 0.999], "eps": 1e-8, "weight_decay": 3e-7}},
+    "scheduler": {"type": "WarmupLR", "params": {"warmup_min_lr": 0, "warmup_max_lr": 3e-5, "warmup_num_steps": 500}},
+    "activation_checkpointing": {
+        "partition_activations": True,
+        "cpu_checkpointing": True,
+        "contiguous_memory_optimization": False,
+        "number_checkpoints": None,
+        "synchronize_checkpoint_boundary": False,
+        "profile": False,
+    },
+    "fp16": {
+        "enabled": True,
+        "auto_cast": False,
+        "loss_scale": 0,
+        "initial_scale_power": 16,
+        "loss_scale_window": 1000,
+        "hysteresis": 2,
+        "consecutive_hysteresis": False,
+        "min_loss_scale": 1,
+    },
+    "zero_optimization": {
+        "stage": 3,
+        "offload_optimizer": {"device": "cpu", "pin_memory": True},
+        "offload_param": {"device": "cpu", "pin_memory": True},
+        "overlap_comm": True,
+        "contiguous_gradients": True,
+        "sub_group_size": 1e9,
+        "reduce_bucket_size": "auto",
+        "stage3_prefetch_bucket_size": "auto",
+        "stage3_param_persistence_threshold": "auto",
+        "stage3_max_live_parameters": 1e9,
+        "stage3_max_reuse_distance": 1e9,
+        "stage3_gather_16bit_weights_on_model_save": True,
+    },
+    "wall_clock_breakdown": False,
+}
+
+
+def recipe(**where: str) -> Loaded:
+    """A small recipe; keyword arguments name explicit keys (with __ for dots) and their places."""
+    cfg = RunConfig()
+    cfg.batch.global_size, cfg.batch.micro_per_gpu = 64, 4
+    places = {key.replace("__", "."): place for key, place in where.items()}
+    return Loaded(cfg=cfg, where=places, explicit=set(places))
+
+
+def write(folder: Path, values: object) -> str:
+    path = folder / "ds.json"
+    path.write_text(values if isinstance(values, str) else json.dumps(values, indent=1), encoding="utf-8")
+    return str(path)
+
+
+def refused(folder: Path, values: object, loaded: Loaded | None = None, world_size: int | None = 8) -> str:
+    with pytest.raises(ConfigError) as caught:
+        import_json(write(folder, values), loaded or recipe(), world_size)
+    return str(caught.value).replace(f"{folder}/", "")
+
+
+def test_tutorial_file(tmp_path: Path) -> None:
+    loaded, notes = import_json(write(tmp_path, TUTORIAL), recipe(batch__micro_per_gpu="recipes/x.yaml:7"), 8)
+    cfg = loaded.cfg
+    assert (cfg.batch.global_size, cfg.batch.micro_per_gpu) == (64, 4)
+    assert (cfg.precision.dtype, cfg.precision.loss_scale, cfg.precision.initial_scale_power) == (Dtype.fp16, 0, 16)
+    assert (cfg.optim.name, cfg.optim.lr, cfg.optim.betas) == (OptimizerName.adamw, 3e-5, [0.8, 0.999])
+    assert (cfg.schedule.name, cfg.schedule.warmup_type) == (ScheduleName.constant, WarmupType.log)
+    assert cfg.schedule.warmup_steps == 500
+    assert cfg.train.activation_checkpointing.enabled and cfg.train.activation_checkpointing.cpu_checkpointing
+    assert cfg.train.gradient_clipping == 0.5
+    assert (cfg.zero.stage, cfg.zero.offload_param.device) == (3, Device.cpu)
+    assert type(cfg.zero.sub_group_size) is int and cfg.zero.stage3_max_live_parameters == 10**9
+    assert loaded.where["zero.stage"].endswith("ds.json:46")
+    text = "\n".join(notes).replace(f"{tmp_path}/", "")
+    assert "ds.json:3: train_micro_batch_size_per_gpu: auto -> 4 (batch.micro_per_gpu, recipes/x.yaml:7)" in text
+    assert "gradient_accumulation_steps: auto -> 2 (" in text
+    assert "zero_optimization.reduce_bucket_size: auto -> 500000000 (zero.reduce_bucket_size, schema default)" in text
+    assert "partition_activations has no effect" in text
+    assert "steps_per_print has no effect" in text
+    assert 'ds.json:8: "Adam" without "adam_w_mode": false means AdamW' in text
+
+
+def test_export_of_import_keeps_every_value(tmp_path: Path) -> None:
+    values = build_ds_config(import_json(write(tmp_path, TUTORIAL), recipe(), 8)[0].cfg, 8).values
+    assert values["scheduler"] == {
+        "type": "WarmupLR",
+        "params": {"warmup_min_lr": 0.0, "warmup_max_lr": 3e-5, "warmup_num_steps": 500, "warmup_type": "log"},
+    }
+    assert values["optimizer"]["params"]["weight_decay"] == 3e-7
+    assert values["zero_optimization"]["offload_optimizer"]["pin_memory"] is True
+
+
+def test_other_keys_go_to_ds_extra(tmp_path: Path) -> None:
+    extra = {"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 4}, "prescale_gradients": True}
+    cfg = import_json(write(tmp_path, extra), recipe(), 8)[0].cfg
+    assert cfg.ds_extra == {"zero_optimization": {"zero_hpz_partition_size": 4}, "prescale_gradients": True}
+    assert build_ds_config(cfg, 8).values["zero_optimization"]["zero_hpz_partition_size"] == 4
+
+
+def test_silence_means_deepspeeds_default(tmp_path: Path) -> None:
+    loaded = recipe(zero__reduce_bucket_size="recipes/x.yaml:3")
+    loaded.cfg.zero.offload_optimizer.device, loaded.cfg.zero.reduce_bucket_size = Device.cpu, 77
+    result, notes = import_json(write(tmp_path, {"zero_optimization": {"stage": 3}}), loaded, 8)
+    assert result.cfg.zero.offload_optimizer.device is Device.none
+    assert result.cfg.zero.reduce_bucket_size == 77
+    assert result.cfg.zero.overlap_comm is True
+    assert result.cfg.precision.dtype is Dtype.fp32
+    text = "\n".join(notes)
+    assert "zero.offload_optimizer.device = none" in text
+    assert "gradient_clipping is not given; used is train.gradient_clipping = 1.0 (schema default)" in text
+
+
+def test_contradictions_are_all_listed(tmp_path: Path) -> None:
+    loaded = recipe(zero__stage="recipes/x.yaml:4", optim__lr="command line", precision__dtype="recipes/x.yaml:9")
+    text = refused(tmp_path, TUTORIAL, loaded)
+    assert len(text.splitlines()) == 3
+    assert "ds.json:46: zero_optimization.stage gives zero.stage = 3, but recipes/x.yaml:4 says 2." in text
+    assert "gives optim.lr = 3e-05, but command line says 2e-05" in text
+    assert "gives precision.dtype = fp16, but recipes/x.yaml:9 says bf16" in text
+    assert 'write "auto" in the JSON' in text
+
+
+def test_batch_sizes(tmp_path: Path) -> None:
+    cfg = import_json(
+        write(tmp_path, {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 3}), recipe(), 8
+    )[0].cfg
+    assert (cfg.batch.global_size, cfg.batch.micro_per_gpu) == (48, 2)
+    wrong = {"train_batch_size": 64, "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 3}
+    assert "train_batch_size = 64 is not" in refused(tmp_path, wrong)
+    assert "Give world_size=N" in refused(tmp_path, {"gradient_accumulation_steps": 3}, world_size=None)
+
+
+@pytest.mark.parametrize(
+    ("scheduler", "name", "ratios"),
+    [
+        ({"type": "WarmupDecayLR", "params": {"total_num_steps": 90, "warmup_max_lr": 2e-5}}, "linear", (0.0, 0.0)),
+        (
+            {
+                "type": "WarmupCosineLR",
+                "params": {"total_num_steps": 90, "warmup_min_ratio": 0.1, "warmup_num_steps": 9},
+            },
+            "cosine",
+            (0.1, 0.0001),
+        ),
+    ],
+)
+def test_schedulers(tmp_path: Path, scheduler: dict[str, Any], name: str, ratios: tuple[float, float]) -> None:
+    cfg = import_json(write(tmp_path, {"scheduler": scheduler}), recipe(), 8)[0].cfg
+    assert cfg.schedule.name.value == name
+    assert cfg.train.max_steps == 90
+    assert cfg.schedule.warmup_steps == scheduler["params"].get("warmup_num_steps", 1000)
+    assert (cfg.schedule.warmup_min_ratio, cfg.schedule.min_lr_ratio) == ratios
+    assert cfg.schedule.warmup_type is WarmupType.log
+
+
+def test_auto_everywhere(tmp_path: Path) -> None:
+    auto = {
+        "fp16": {"enabled": "auto"},
+        "bf16": {"enabled": "auto"},
+        "optimizer": {"type": "AdamW", "params": {name: "auto" for name in ("lr", "betas", "eps", "weight_decay")}},
+        "scheduler": {
+            "type": "WarmupDecayLR",
+            "params": {
+                name: "auto" for name in ("total_num_steps", "warmup_min_lr", "warmup_max_lr", "warmup_num_steps")
+            },
+        },
+        "gradient_clipping": "auto",
+        "zero_optimization": {"stage": "auto", "offload_optimizer": {"device": "auto"}},
+    }
+    loaded = recipe()
+    loaded.cfg.schedule.name, loaded.cfg.schedule.warmup_steps = ScheduleName.linear, 5
+    loaded.cfg.train.max_steps = 50
+    result, notes = import_json(write(tmp_path, auto), loaded, 8)
+    assert result.cfg.precision.dtype is Dtype.bf16
+    assert result.cfg.zero.stage == 2
+    assert result.cfg.optim == loaded.cfg.optim
+    assert sum(": auto -> " in note for note in notes) == 13
+    assert any("bf16.enabled: auto -> True (precision.dtype, schema default)" in note for note in notes)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ("{\n ,", "ds.json:2:2: this is not JSON: Expecting property name enclosed in double quotes"),
+        ("[1]", "ds.json: a DeepSpeed JSON must be an object, {...}."),
+        ('{"fp16": {},\n "fp16": {}}', "ds.json:2: 'fp16' stands twice, first at"),
+        (
+            '{\n"zero_optimisation": {"stage": 3}}',
+            "ds.json:2: DeepSpeed has no key 'zero_optimisation'. Did you mean 'zero_optimization'?",
+        ),
+        ({"gradient_cliping": 1.0}, "Did you mean 'gradient_clipping'?"),
+        (
+            {"stage3_gather_16bit_weights_on_model_save": True},
+            "ds.json:2: 'stage3_gather_16bit_weights_on_model_save' stands in the wrong place. "
+            "It belongs to 'zero_optimization.stage3_gather_16bit_weights_on_model_save'.",
+        ),
+        (
+            {"activation_checkpointing": {"partition_activation": True}},
+            "'activation_checkpointing.partition_activations'",
+        ),
+        ({"optimizer": {"type": "AdamW", "params": {"learning_rate": 1}}}, "Did you mean 'optimizer.params.lr'?"),
+        ({"zero_optimization": {"cpu_offload": True}}, "Write 'zero_optimization.offload_optimizer'."),
+        (
+            {"zero_optimization": {"stage3_gather_fp16_weights_on_model_save": True}},
+            "Write 'zero_optimization.stage3_gather_16bit_weights_on_model_save'.",
+        ),
+        ({"elasticity": {"enabled": True}}, "'elasticity' belongs to a feature that was removed from DeepSpeed."),
+        ({"optimizer": {"type": "OneBitAdam", "params": {}}}, "OneBitAdam was removed from DeepSpeed."),
+        ({"optimizer": {"type": "Lamb", "params": {}}}, "Lamb is not available. There are AdamW and Adam."),
+        ({"scheduler": {"type": "OneCycle", "params": {}}}, "There are WarmupLR, WarmupDecayLR, WarmupCosineLR."),
+        ({"fp16": {"enabled": True}, "bf16": {"enabled": True}}, "fp16 and bf16 are both enabled."),
+        ({"communication_data_type": "auto"}, 'no setting of the recipe can replace "auto"'),
+        ({"zero_optimization": {"stage": 3, "reduce_bucket_size": 0.5}}, "must be of type int"),
+        ({"zero_optimization": {"offload_optimizer": {"device": "gpu"}}}, "must be one of none, cpu, nvme"),
+        ({"zero_optimization": {"overlap_comm": "true"}}, "= 'true' must be of type bool"),
+        ({"zero_optimization": True}, "'zero_optimization' is a section"),
+        ({"train_batch_size": "64"}, "train_batch_size = '64' must be a whole number of at least 1."),
+        ({"gradient_accumulation_steps": 0}, "must be a whole number of at least 1."),
+        (
+            {"scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 1}}},
+            "warmup_max_lr = 1, but the optimizer's lr",
+        ),
+        ({"scheduler": {"type": "WarmupDecayLR", "params": {}}}, "warmup_max_lr = 0.001, but the optimizer's lr"),
+    ],
+)
+def test_refused(tmp_path: Path, values: object, message: str) -> None:
+    assert message in refused(tmp_path, values)
+
+
+def test_missing_file(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"nowhere.json cannot be read: No such file"):
+        import_json(str(tmp_path / "nowhere.json"), recipe(), 8)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("dtype", list(Dtype))
+@pytest.mark.parametrize("schedule", list(ScheduleName))
+def test_round_trip_of_every_kind(tmp_path: Path, stage: int, dtype: Dtype, schedule: ScheduleName) -> None:
+    cfg = recipe().cfg
+    cfg.zero.stage, cfg.precision.dtype, cfg.optim.name = stage, dtype, OptimizerName.adam
+    cfg.schedule.name, cfg.schedule.warmup_steps, cfg.schedule.warmup_min_ratio = schedule, 7, 0.03
+    cfg.zero.offload_optimizer.device = Device.nvme if stage == 3 else Device.cpu if stage else Device.none
+    cfg.zero.offload_optimizer.nvme_path = "/nvme" if stage == 3 else ""
+    cfg.train.activation_checkpointing.enabled = cfg.track.csv.enabled = cfg.profile.flops.enabled = True
+    cfg.train.gradient_clipping, cfg.ds_extra = 0.0, {"prescale_gradients": True}
+    exported = build_ds_config(cfg, 8, 1000).values
+    result, _ = import_json(write(tmp_path, exported), recipe(), 8)
+    assert build_ds_config(result.cfg, 8, 1000).values == exported
+
+
+@pytest.mark.parametrize("name", known_recipes())
+def test_round_trip(name: str, tmp_path: Path) -> None:
+    loaded = load([f"recipe={name}"])
+    exported = build_ds_config(loaded.cfg, 2, 1000).values
+    result, _ = import_json(write(tmp_path, exported), loaded, 2)
+    assert build_ds_config(result.cfg, 2, 1000).values == exported

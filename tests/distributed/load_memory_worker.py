@@ -1,0 +1,56 @@
+"""Run on every rank: load a folder under ZeRO-3 and print by how much this process's memory grew, in MB."""
+
+import json
+import os
+import re
+import sys
+from pathlib import Path
+
+import torch
+
+from toolkit.config.schema import DistributedConfig
+from toolkit.distributed import process_group
+from toolkit.launch import environment
+from toolkit.models.stream import load_partitioned
+
+DS_CONFIG = {
+    "train_batch_size": 2,
+    "train_micro_batch_size_per_gpu": 1,
+    "gradient_accumulation_steps": 1,
+    "zero_optimization": {"stage": 3},
+}
+
+
+def memory_mb() -> dict[str, float]:
+    """Return resident memory now and at its highest since the last reset."""
+    status = Path("/proc/self/status").read_text()
+    return {name: int(re.search(rf"{name}:\s+(\d+)", status)[1]) / 1000 for name in ("VmRSS", "VmHWM")}
+
+
+def main() -> None:
+    """Load and report."""
+    path = environment.strip_launcher_arguments(sys.argv[1:])[0]
+    process_group.start(DistributedConfig())
+    torch.ones(8, 8) @ torch.ones(8, 8)
+    Path("/proc/self/clear_refs").write_text("5")
+    before = memory_mb()
+    model = load_partitioned(path, torch.float32, DS_CONFIG)
+    after = memory_mb()
+    partitioned = sum(parameter.ds_tensor.numel() for parameter in model.parameters())
+    print(
+        "MEMORY "
+        + json.dumps(
+            {
+                "rank": int(os.environ["RANK"]),
+                "grown": after["VmRSS"] - before["VmRSS"],
+                "peak": after["VmHWM"] - before["VmRSS"],
+                "partitioned": partitioned,
+            }
+        ),
+        flush=True,
+    )
+    process_group.stop()
+
+
+if __name__ == "__main__":
+    main()

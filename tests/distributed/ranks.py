@@ -1,0 +1,74 @@
+"""Start real ranks under real launchers, with a timeout, and clean up after them."""
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+REPOSITORY = Path(__file__).parents[2]
+BIN = Path(sys.executable).parent
+TIMEOUT_S = 240
+
+
+@dataclass(frozen=True)
+class Finished:
+    """A command that has ended."""
+
+    code: int
+    output: str
+    """stdout and stderr as they came, interleaved."""
+
+
+def free_port() -> int:
+    """Return a port that nobody listens on right now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def deepspeed(num_ranks: int, *words: str) -> list[str]:
+    """Return the command that starts `words` on `num_ranks` ranks of this machine."""
+    return [str(BIN / "deepspeed"), "--num_gpus", str(num_ranks), "--master_port", str(free_port()), *words]
+
+
+def environment(**extra: str) -> dict[str, str]:
+    """Return the environment of a launch: CPU ranks, one thread each, this interpreter's scripts first."""
+    env = {name: value for name, value in os.environ.items() if name not in ("RANK", "LOCAL_RANK", "WORLD_SIZE")}
+    env |= {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "LANG": "C.UTF-8", "PYTHONPATH": str(REPOSITORY)}
+    env["PATH"] = f"{BIN}{os.pathsep}{env['PATH']}"
+    return env | extra
+
+
+def start(command: Sequence[str], cwd: Path, **extra: str) -> "subprocess.Popen[str]":
+    """Start a command in a session of its own, so that `kill_session` reaches all its ranks."""
+    return subprocess.Popen(
+        command,
+        cwd=cwd,
+        env=environment(**extra),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        stdin=subprocess.DEVNULL,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def kill_session(process: "subprocess.Popen[str]") -> None:
+    """Kill whatever is left of a command's session."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+
+
+def run(command: Sequence[str], cwd: Path, timeout_s: float = TIMEOUT_S, **extra: str) -> Finished:
+    """Run a command to its end."""
+    process = start(command, cwd, **extra)
+    try:
+        output, _ = process.communicate(timeout=timeout_s)
+    finally:
+        kill_session(process)
+    return Finished(process.returncode, output)

@@ -1,0 +1,42 @@
+"""Run on every rank: several training sessions one after another in one process group, so that a launch is paid once.
+
+Arguments: a JSON file with [{"overrides": [...]}, …]. Everything else is the product's own code.
+"""
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+
+from toolkit.config.checks import check
+from toolkit.config.load import load
+from toolkit.launch import environment
+from toolkit.messages import set_language
+
+
+def main() -> None:
+    """Run every case."""
+    set_language("en")
+    words = environment.strip_launcher_arguments(sys.argv[1:])
+    cases = json.loads(Path(words[0]).read_text())
+    ranks = environment.detect(os.environ)
+    environment.apply(ranks, os.environ)
+
+    from toolkit.cli.session import run_session
+    from toolkit.distributed import failure, process_group
+    from toolkit.train.prepared import prepare_data
+
+    for index, case in enumerate(cases):
+        loaded = load(case["overrides"])
+        check(loaded, ranks.world_size)
+        prepared = prepare_data(loaded.cfg, speaks=False)
+        if index == 0:
+            process_group.start(loaded.cfg.distributed)
+        run_session(loaded.cfg, ranks, prepared, time.monotonic())
+    failure.end_watch()
+    process_group.stop()
+
+
+if __name__ == "__main__":
+    main()

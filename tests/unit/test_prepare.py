@@ -1,0 +1,220 @@
+"""From files to a store: hand-checked ids, splits, length rules, counts, and when a store is used again."""
+
+import json
+import multiprocessing
+import pickle
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.unit.data_tools import END, ByteEncoder, UntrainedEncoder, pairs, run_config, write_rows
+from toolkit.config.schema import OnBadRow, RunConfig, SourceConfig, TooLong
+from toolkit.data.prepare import prepare, split_rows
+from toolkit.data.store import Store
+from toolkit.errors import DataError
+
+
+def answers(store: Store) -> list[str]:
+    """Return the trained text of each sample."""
+    texts = []
+    for index in range(len(store)):
+        ids, trained = store[index]
+        kept = ids[trained].tolist()
+        assert kept[-1] == END
+        texts.append(bytes(token - 2 for token in kept[:-1]).decode())
+    return texts
+
+
+def made(tmp_path: Path, rows: Sequence[object], **data: object) -> RunConfig:
+    cfg = run_config(tmp_path, write_rows(tmp_path / "d.jsonl", rows))
+    cfg.data.validation_fraction = 0.0
+    for name, value in data.items():
+        setattr(cfg.data, name, value)
+    return cfg
+
+
+def test_ids_and_masks_by_hand(tmp_path: Path) -> None:
+    cfg = made(tmp_path, [{"prompt": "ab", "response": "c"}, {"prompt": "d", "response": "ef"}])
+    train, validation, report = prepare(cfg, ByteEncoder())
+    assert validation is None
+    assert [train[index][0].tolist() for index in range(2)] == [[99, 100, 101, 1], [102, 103, 104, 1]]
+    assert [train[index][1].tolist() for index in range(2)] == [[False, False, True, True], [False, True, True, True]]
+    assert train.lengths.tolist() == [4, 4]
+    assert (train.num_tokens, train.num_trained_tokens) == (8, 5)
+    assert (report.rows_read, report.train_rows, report.tokens, report.trained_tokens) == (2, 2, 8, 5)
+    assert train[0][0].base is not None and train[0][0].dtype == np.uint16
+
+
+@pytest.mark.parametrize(("vocab_size", "dtype"), [(65536, np.uint16), (65537, np.uint32)])
+def test_smallest_width(tmp_path: Path, vocab_size: int, dtype: type) -> None:
+    cfg = made(tmp_path, pairs(1))
+    assert prepare(cfg, ByteEncoder(vocab_size)).train.ids.dtype == dtype
+
+
+def test_split_by_fraction(tmp_path: Path) -> None:
+    cfg = made(tmp_path, pairs(1200, length=5), validation_fraction=0.1)
+    train, validation, report = prepare(cfg, ByteEncoder())
+    assert validation is not None
+    assert (len(train), len(validation), report.train_rows, report.validation_rows) == (1080, 120, 1080, 120)
+    assert sorted(answers(train) + answers(validation)) == [f"{number:05d}" for number in range(1200)]
+    assert train.num_tokens + validation.num_tokens == len(train.ids)
+    cfg.run.seed += 1
+    other = prepare(cfg, ByteEncoder()).validation
+    assert other is not None
+    assert answers(other) != answers(validation)
+
+
+@pytest.mark.parametrize(
+    ("rows", "fraction", "count"), [(1, 0.5, 0), (2, 0.01, 1), (2, 0.99, 1), (10, 0, 0), (10, 0.25, 2)]
+)
+def test_split_sizes(rows: int, fraction: float, count: int) -> None:
+    splits = split_rows(rows, fraction, 5)
+    assert len(splits["validation"]) == count
+    assert sorted([*splits["train"], *splits["validation"]]) == list(range(rows))
+
+
+def test_split_by_file(tmp_path: Path) -> None:
+    cfg = made(tmp_path, pairs(3), validation_fraction=0.5)
+    cfg.data.validation = [SourceConfig(path=write_rows(tmp_path / "v.jsonl", [{"prompt": "p", "response": "v"}]))]
+    cfg.data.max_samples = 2
+    train, validation, report = prepare(cfg, ByteEncoder())
+    assert validation is not None
+    assert (answers(train), answers(validation), report.rows_read) == (["000", "001"], ["v"], 3)
+
+
+LONG = [
+    {"prompt": "p" * 5, "response": "a" * 5},  # 11 tokens
+    {"prompt": "p", "response": "b" * 8},  # 10
+    {"prompt": "p", "response": "c" * 9},  # 11, answer and end 10
+    {"prompt": "p" * 50, "response": "d" * 8},  # 59, answer and end 9
+    {"prompt": "p", "response": "e" * 40},
+]
+
+
+def test_too_long_is_dropped(tmp_path: Path) -> None:
+    cfg = made(tmp_path, LONG, max_length=10)
+    train, _, report = prepare(cfg, ByteEncoder())
+    assert answers(train) == ["b" * 8]
+    assert report.dropped == {"longer than data.max_length = 10": 4}
+    assert report.examples["longer than data.max_length = 10"][0] == f"{tmp_path}/d.jsonl:1"
+
+
+def test_too_long_is_truncated(tmp_path: Path) -> None:
+    cfg = made(tmp_path, LONG, max_length=10, too_long=TooLong.truncate)
+    train, _, report = prepare(cfg, ByteEncoder())
+    assert answers(train) == ["a" * 5, "b" * 8, "d" * 8]
+    assert train.lengths.tolist() == [10, 10, 10]
+    assert train[2][0].tolist() == [ord("p") + 2, *[ord("d") + 2] * 8, END]
+    assert report.truncated == 2
+    assert report.dropped == {"answer alone longer than data.max_length = 10": 2}
+
+
+def test_too_long_is_an_error(tmp_path: Path) -> None:
+    cfg = made(tmp_path, LONG[1:], max_length=10, too_long=TooLong.error)
+    with pytest.raises(DataError) as error:
+        prepare(cfg, ByteEncoder())
+    assert str(error.value) == (
+        f"{tmp_path}/d.jsonl:2: 11 tokens, more than data.max_length = 10. Raise it, or choose what happens to long "
+        "rows with data.too_long=drop or data.too_long=truncate."
+    )
+
+
+def test_nothing_trained(tmp_path: Path) -> None:
+    cfg = made(tmp_path, pairs(2))
+    with pytest.raises(DataError) as error:
+        prepare(cfg, UntrainedEncoder())
+    assert str(error.value) == (
+        "No trained tokens: none of the 2 rows of data.sources can be used.\n"
+        f"  2 x no token the loss covers ({tmp_path}/d.jsonl:1, {tmp_path}/d.jsonl:2)"
+    )
+    assert not list((tmp_path / "cache" / "stores").glob("*.tmp-*"))
+
+
+def test_rows_the_encoder_refuses(tmp_path: Path) -> None:
+    cfg = made(tmp_path, [*pairs(2), {"prompt": "p", "response": "REFUSED"}, {"prompt": "p"}])
+    with pytest.raises(DataError) as error:
+        cfg.data.max_samples = 3
+        prepare(cfg, ByteEncoder())
+    assert str(error.value) == f"{tmp_path}/d.jsonl:3: refused by the encoder."
+    cfg.data.on_bad_row, cfg.data.max_samples = OnBadRow.skip, 0
+    train, _, report = prepare(cfg, ByteEncoder())
+    assert len(train) == 2
+    assert report.dropped == {"cannot be used": 2}
+    assert report.examples["cannot be used"] == [
+        f"{tmp_path}/d.jsonl:4: no key 'response'; the row has 'prompt'. Add it or remove the row.",
+        f"{tmp_path}/d.jsonl:3: refused by the encoder.",
+    ]
+
+
+def test_store_is_reused_until_something_changes(tmp_path: Path) -> None:
+    cfg, encoder = made(tmp_path, pairs(6)), ByteEncoder()
+    first = prepare(cfg, encoder).report
+    second = prepare(cfg, encoder).report
+    assert (first.built, second.built, encoder.calls) == (True, False, 1)
+    second.built = True
+    assert second == first
+
+    changes = [("max_length", 9), ("too_long", TooLong.truncate), ("max_samples", 3), ("validation_fraction", 0.3)]
+    for name, value in changes:
+        setattr(cfg.data, name, value)
+        assert prepare(cfg, encoder).report.built, name
+    encoder.fingerprint = "other"
+    assert prepare(cfg, encoder).report.built
+    write_rows(tmp_path / "d.jsonl", pairs(7))
+    assert prepare(cfg, encoder).report.built
+    assert not prepare(cfg, encoder).report.built
+
+
+def test_moved_file_is_the_same_data(tmp_path: Path) -> None:
+    cfg = made(tmp_path, pairs(6))
+    prepare(cfg, ByteEncoder())
+    (tmp_path / "d.jsonl").rename(tmp_path / "moved.jsonl")
+    cfg.data.sources[0].path = str(tmp_path / "moved.jsonl")
+    assert not prepare(cfg, ByteEncoder()).report.built
+
+
+@pytest.mark.parametrize("name", ["ids.bin", "manifest.json", "train.npy"])
+def test_damaged_store_is_built_again(tmp_path: Path, name: str) -> None:
+    cfg = made(tmp_path, pairs(6))
+    folder = Path(prepare(cfg, ByteEncoder()).report.folder)
+    content = (folder / name).read_bytes()
+    (folder / name).write_bytes(content[:-3])
+    train, _, report = prepare(cfg, ByteEncoder())
+    assert report.built
+    assert len(train) == 6
+
+
+def prepare_in_process(cfg: RunConfig, results: "multiprocessing.Queue[tuple[bool, int]]") -> None:
+    train, _, report = prepare(cfg, ByteEncoder())
+    results.put((report.built, int(train.ids.sum())))
+
+
+def test_two_processes_at_once(tmp_path: Path) -> None:
+    cfg = made(tmp_path, pairs(3000))
+    context = multiprocessing.get_context("spawn")
+    results: multiprocessing.Queue[tuple[bool, int]] = context.Queue()
+    processes = [context.Process(target=prepare_in_process, args=(cfg, results)) for _ in range(2)]
+    for process in processes:
+        process.start()
+    answers_ = [results.get(timeout=30) for _ in processes]
+    for process in processes:
+        process.join(30)
+    assert sorted(built for built, _ in answers_) == [False, True]
+    assert len({total for _, total in answers_}) == 1
+
+
+def test_store_travels_as_a_path(tmp_path: Path) -> None:
+    train = prepare(made(tmp_path, pairs(500)), ByteEncoder()).train
+    data = pickle.dumps(train)
+    assert len(data) < 500
+    assert answers(pickle.loads(data)) == answers(train)
+
+
+def test_manifest_says_what_the_store_is(tmp_path: Path) -> None:
+    cfg = made(tmp_path, pairs(4), validation_fraction=0.25)
+    manifest = json.loads((Path(prepare(cfg, ByteEncoder()).report.folder) / "manifest.json").read_text())
+    assert manifest["inputs"]["encoder"] == "bytes"
+    assert manifest["splits"]["train"] == {"samples": 3, "tokens": 18, "trained_tokens": 12}
+    assert manifest["splits"]["validation"] == {"samples": 1, "tokens": 6, "trained_tokens": 4}

@@ -1,0 +1,85 @@
+"""Our schedules against DeepSpeed's classes, step by step on a real optimizer."""
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from deepspeed.runtime import lr_schedules
+
+from toolkit.config.schema import RunConfig, ScheduleName, WarmupType
+from toolkit.engine.ds_config import build_ds_config, warmup_steps
+from toolkit.train.schedule import Schedule, learning_rate
+
+STEPS = 60
+TOTAL = 40  # fewer than STEPS, so that the end of each curve and what follows are compared too
+
+
+def make_config(name: ScheduleName, kind: WarmupType, warmup: int, lowest: float, floor: float) -> RunConfig:
+    cfg = RunConfig()
+    cfg.optim.lr = 3.7e-4
+    cfg.schedule.name, cfg.schedule.warmup_type, cfg.schedule.warmup_steps = name, kind, warmup
+    cfg.schedule.warmup_min_ratio, cfg.schedule.min_lr_ratio = lowest, floor
+    return cfg
+
+
+def make_optimizer(lr: float) -> torch.optim.Optimizer:
+    groups = [{"params": [torch.nn.Parameter(torch.zeros(1))]} for _ in range(2)]
+    return torch.optim.AdamW(groups, lr=lr)
+
+
+def rates(optimizer: torch.optim.Optimizer, scheduler: Any) -> list[float]:
+    seen = []
+    for _ in range(STEPS):
+        seen.append(optimizer.param_groups[1]["lr"])
+        optimizer.step()
+        scheduler.step()
+    return seen
+
+
+COMBINATIONS = list(itertools.product(ScheduleName, WarmupType, (1, 2, 7, TOTAL, TOTAL + 5), (0.0, 0.1), (0.0, 0.1)))
+
+
+@pytest.mark.parametrize(("name", "kind", "warmup", "lowest", "floor"), COMBINATIONS)
+def test_equal_to_deepspeed(name: ScheduleName, kind: WarmupType, warmup: int, lowest: float, floor: float) -> None:
+    cfg = make_config(name, kind, warmup, lowest, floor)
+    exported = build_ds_config(cfg, 8, TOTAL).values["scheduler"]
+    theirs, ours = make_optimizer(cfg.optim.lr), make_optimizer(cfg.optim.lr)
+    expected = rates(theirs, getattr(lr_schedules, exported["type"])(theirs, **exported["params"]))
+    actual = rates(ours, Schedule(ours, cfg.schedule, cfg.optim.lr, TOTAL, warmup))
+    assert actual == pytest.approx(expected, rel=1e-15, abs=0)
+
+
+def test_without_warmup_starts_at_the_peak() -> None:
+    cfg = RunConfig()
+    for name, last in ((ScheduleName.constant, 1.0), (ScheduleName.linear, 0.1), (ScheduleName.cosine, 0.0244717)):
+        cfg.schedule.name = name
+        curve = [learning_rate(cfg.schedule, 1.0, done, 10, 0) for done in range(10)]
+        assert curve[0] == 1.0
+        assert curve[-1] == pytest.approx(last, abs=1e-6)
+        assert curve == sorted(curve, reverse=True)
+
+
+def test_state_continues_and_is_deepspeeds() -> None:
+    cfg = make_config(ScheduleName.cosine, WarmupType.linear, 5, 0.0, 0.1)
+    whole = rates(optimizer := make_optimizer(1e-3), Schedule(optimizer, cfg.schedule, 1e-3, TOTAL, 5))
+    first = Schedule(make_optimizer(1e-3), cfg.schedule, 1e-3, TOTAL, 5)
+    for _ in range(13):
+        first.step()
+    state = first.state_dict()
+    second = Schedule(resumed := make_optimizer(1e-3), cfg.schedule, 1e-3, TOTAL, 5)
+    second.load_state_dict(state)
+    assert second.get_last_lr() == [whole[13]] * 2
+    assert rates(resumed, second)[: STEPS - 13] == whole[13:]
+    exported = build_ds_config(cfg, 8, TOTAL).values["scheduler"]
+    theirs = lr_schedules.WarmupCosineLR(make_optimizer(1e-3), **exported["params"])
+    theirs.load_state_dict(state)
+    theirs.step()
+    assert theirs.get_last_lr()[0] == whole[14]
+
+
+@pytest.mark.parametrize(("ratio", "total", "steps"), [(0.07, 100, 7), (0.03, 100, 3), (0.031, 100, 4), (0.1, 5, 1)])
+def test_warmup_ratio_rounds_up(ratio: float, total: int, steps: int) -> None:
+    cfg = RunConfig()
+    cfg.schedule.warmup_ratio = ratio
+    assert warmup_steps(cfg, total) == steps

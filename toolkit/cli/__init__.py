@@ -1,0 +1,65 @@
+"""The command line: `toolkit COMMAND …`, and `run.py`, which is `toolkit train`."""
+
+import sys
+from collections.abc import Callable, Sequence
+from importlib import import_module
+
+from toolkit.cli.failures import guarded
+from toolkit.config.suggest import did_you_mean
+from toolkit.errors import ConfigError
+from toolkit.messages import tr
+
+# Command -> module with `run(arguments)` and a docstring that is its help. Imported when called: help needs no torch.
+COMMANDS = {
+    "train": "toolkit.cli.train",
+    "check": "toolkit.cli.check",
+    "prepare": "toolkit.cli.prepare",
+    "export-config": "toolkit.cli.export_config",
+    "generate": "toolkit.cli.generate",
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command.
+
+    Args:
+        arguments: the words after the program's name; None takes them from the command line.
+
+    Returns:
+        The exit code; see docs/commands.md.
+    """
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    if not words or words[0] in ("-h", "--help"):
+        print(_overview())
+        return 0 if words else 2
+    return guarded(lambda: _dispatch(words))
+
+
+def _dispatch(words: list[str]) -> int:
+    command, rest = words[0], words[1:]
+    if command not in COMMANDS:
+        raise ConfigError(
+            tr("unknown command '{command}'.", command=command)
+            + did_you_mean(command, COMMANDS)
+            + " "
+            + tr("Known: {commands}.", commands=", ".join(COMMANDS))
+        )
+    module = import_module(COMMANDS[command])
+    if any(word in ("-h", "--help") for word in rest):
+        print((module.__doc__ or "").strip())
+        return 0
+    run: Callable[[list[str]], int] = module.run
+    return run(rest)
+
+
+def _overview() -> str:
+    lines = [tr("usage: toolkit COMMAND recipe=NAME [key=value …]"), ""]
+    for name, module in COMMANDS.items():
+        lines.append(f"  {name:15}{(import_module(module).__doc__ or '').strip().splitlines()[0]}")
+    return "\n".join(
+        [
+            *lines,
+            "",
+            tr("`toolkit COMMAND --help` says more. docs/config.md lists every key."),
+        ]
+    )

@@ -1,0 +1,39 @@
+"""Check a recipe without training: config, files, model folder. Nothing is loaded or built.
+
+toolkit check recipe=NAME [world_size=8] [key=value …]
+
+  world_size=8     number of ranks that the batch sizes are checked for
+"""
+
+from toolkit.cli.compose import compose, positive_int
+from toolkit.config.checks import accumulation, check
+from toolkit.config.schema import Init
+from toolkit.engine.ds_config import build_ds_config
+from toolkit.messages import tr
+from toolkit.models.folder import read_config
+
+
+def run(words: list[str]) -> int:
+    """Check."""
+    composed = compose(words, world_size=None, arguments=("world_size",))
+    world_size = positive_int(composed.arguments, "world_size")
+    cfg = composed.loaded.cfg
+    check(composed.loaded, world_size)
+    if cfg.model.init is Init.pretrained:
+        read_config(cfg.model.path)
+    for note in composed.notes:
+        print(note)
+    if world_size:
+        for sentence in build_ds_config(cfg, world_size, cfg.train.max_steps or None).missing:
+            print(sentence)
+        print(
+            tr(
+                "{size} samples per step = {micro} x {times} x {world_size} (micro-batch x accumulation x ranks).",
+                size=cfg.batch.global_size,
+                micro=cfg.batch.micro_per_gpu,
+                times=accumulation(cfg, world_size),
+                world_size=world_size,
+            )
+        )
+    print(tr("{recipe}: config and files are in order.", recipe=cfg.recipe))
+    return 0

@@ -1,0 +1,95 @@
+"""From the words on the command line to a checked config; the same for every command."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from toolkit.config.load import Loaded, load
+from toolkit.errors import ConfigError
+from toolkit.messages import set_language, tr
+
+
+@dataclass(kw_only=True, slots=True)
+class Composed:
+    """A command's arguments and the config."""
+
+    loaded: Loaded
+    """The config and where each value comes from."""
+    arguments: dict[str, str]
+    """The command's own arguments."""
+    flags: set[str]
+    """The command's own flags, such as --explain."""
+    notes: list[str] = field(default_factory=list)
+    """What was resolved from a DeepSpeed JSON."""
+
+
+def compose(
+    words: Sequence[str],
+    *,
+    world_size: int | None,
+    arguments: Sequence[str] = (),
+    flags: Sequence[str] = (),
+) -> Composed:
+    """Compose the config, translate a DeepSpeed JSON if one is given, choose the language.
+
+    Args:
+        words: command line after the command's name.
+        world_size: number of ranks; None where unknown.
+        arguments: names of the command's own `name=value` words.
+        flags: the command's own `--flags`.
+
+    Raises:
+        ConfigError: anything wrong with recipe, overrides or JSON.
+    """
+    own, seen, config_dir, overrides = _sort(words, arguments, flags)
+    loaded = load(overrides, config_dir=config_dir)
+    set_language(loaded.cfg.language)
+    composed = Composed(loaded=loaded, arguments=own, flags=seen)
+    if loaded.cfg.deepspeed_json:
+        from toolkit.engine.ds_import import import_json
+
+        composed.loaded, composed.notes = import_json(loaded.cfg.deepspeed_json, loaded, world_size)
+    return composed
+
+
+def _sort(
+    words: Sequence[str], arguments: Sequence[str], flags: Sequence[str]
+) -> tuple[dict[str, str], set[str], str, list[str]]:
+    """Split words into the command's arguments, its flags, --config-dir and Hydra overrides."""
+    own: dict[str, str] = {}
+    seen: set[str] = set()
+    config_dir, overrides = "", []
+    rest = iter(words)
+    for word in rest:
+        name, equals, value = word.partition("=")
+        if word in flags:
+            seen.add(word)
+        elif name in ("--config-dir", "-cd"):
+            config_dir = value if equals else next(rest, "")
+        elif equals and name in arguments:
+            own[name] = value
+        elif word.startswith("-"):
+            known = ", ".join([*flags, "--config-dir DIR"])
+            raise ConfigError(
+                tr(
+                    "unknown option {word}. Known here: {known}.",
+                    word=word,
+                    known=known,
+                )
+            )
+        else:
+            overrides.append(word)
+    return own, seen, config_dir, overrides
+
+
+def positive_int(arguments: dict[str, str], name: str) -> int | None:
+    """Return an argument as a positive integer, None if it was not given.
+
+    Raises:
+        ConfigError: it is something else.
+    """
+    if name not in arguments:
+        return None
+    text = arguments[name]
+    if not text.isdecimal() or int(text) == 0:
+        raise ConfigError(tr("{name} = {text} is not a positive whole number.", name=name, text=text))
+    return int(text)

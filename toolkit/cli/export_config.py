@@ -1,0 +1,69 @@
+"""Write the DeepSpeed JSON of a recipe: exactly what the engine receives, no "auto".
+
+toolkit export-config recipe=NAME [world_size=8] [total_steps=N] [output=ds_config.json] [--explain] [key=value …]
+
+  world_size=8     number of ranks that the batch sizes are for (default 1)
+  total_steps=N    optimizer steps, for the scheduler's section; train.max_steps where the recipe has it
+  output=FILE      where to write; without it the JSON is printed
+  --explain        print for each value the YAML line or the formula that it comes from
+"""
+
+import json
+import sys
+from pathlib import Path
+
+from toolkit.cli.compose import compose, positive_int
+from toolkit.config.checks import check
+from toolkit.engine.ds_config import build_ds_config, explain
+from toolkit.errors import ConfigError
+from toolkit.messages import tr
+
+
+def run(words: list[str]) -> int:
+    """Export."""
+    size_given = next((word.partition("=")[2] for word in words if word.startswith("world_size=")), "")
+    world_size = int(size_given) if size_given.isdecimal() and int(size_given) else 1
+    composed = compose(
+        words,
+        world_size=world_size,
+        arguments=("world_size", "total_steps", "output"),
+        flags=("--explain",),
+    )
+    world_size = positive_int(composed.arguments, "world_size") or 1
+    cfg = composed.loaded.cfg
+    check(composed.loaded, world_size, files=False)
+    total_steps = cfg.train.max_steps or positive_int(composed.arguments, "total_steps")
+    ds = build_ds_config(cfg, world_size, total_steps)
+    text = json.dumps(ds.values, indent=2) + "\n"
+    output = composed.arguments.get("output")
+    for note in [*composed.notes, *ds.missing]:
+        sys.stderr.write(note + "\n")
+    if output:
+        _write(Path(output), text)
+        print(
+            tr(
+                "wrote {file} for {world_size} ranks.",
+                file=output,
+                world_size=world_size,
+            )
+        )
+    if "--explain" in composed.flags:
+        print(explain(ds, composed.loaded.where))
+    elif not output:
+        print(text, end="")
+    return 0
+
+
+def _write(file: Path, text: str) -> None:
+    """Write without ever overwriting what is not the same already."""
+    try:
+        if file.exists() and file.read_text(encoding="utf-8") != text:
+            raise ConfigError(
+                tr(
+                    "{file} exists and says something else; it is not overwritten. Move it away first.",
+                    file=file,
+                )
+            )
+        file.write_text(text, encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(tr("cannot write {file}: {reason}", file=file, reason=error)) from error

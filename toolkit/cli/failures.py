@@ -1,0 +1,80 @@
+"""From an exception to one message and an exit code."""
+
+import os
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Callable
+
+from toolkit.errors import Stopped, ToolkitError
+from toolkit.messages import tr
+
+# A launcher ends every rank as soon as one has failed, so a rank that fails a moment before rank 0 must not deprive it
+# of its word. After this long without having been ended, the error is this rank's own and it speaks.
+OTHER_RANKS_WAIT_S = 5.0
+
+
+def guarded(function: Callable[[], int]) -> int:
+    """Run a command; report whatever it raises, once over all ranks, and return the exit code."""
+    try:
+        return function()
+    except ToolkitError as error:
+        _report(f"{_kind(error)}: {error}", trace="", agreed=isinstance(error, Stopped))
+        code = error.exit_code
+    except KeyboardInterrupt:
+        _report(tr("interrupted."), trace="", agreed=False)
+        code = 130
+    except Exception as error:  # the last resort: whatever it is, it is told once, with its traceback
+        where = tr(
+            "rank {rank} on {host}",
+            rank=os.environ.get("RANK", "0"),
+            host=socket.gethostname(),
+        )
+        _report(
+            f"{type(error).__name__} ({where}): {error}",
+            trace=traceback.format_exc(),
+            agreed=False,
+        )
+        code = 1
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1 and "torch" in sys.modules:
+        # Other ranks may be gone: leaving the process group in the ordinary way could wait for them for ever.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    return code
+
+
+def _kind(error: ToolkitError) -> str:
+    return type(error).__name__
+
+
+def _report(message: str, trace: str, agreed: bool) -> None:
+    """Say it, unless another rank has said it already.
+
+    Args:
+        message: one message.
+        trace: the traceback of what is not the user's mistake, else "".
+        agreed: every rank knows the same (a stop by signal): rank 0 speaks, and nothing has failed.
+    """
+    rank = int(os.environ.get("RANK", "0"))
+    if agreed:
+        if rank == 0:
+            _say(message, trace)
+        return
+    from toolkit.distributed import failure  # imports no torch
+
+    if not failure.announce(rank, message + ("\n" + trace if trace else "")):
+        return
+    if not failure.is_watching() and int(os.environ.get("LOCAL_RANK", "0")) != 0:
+        time.sleep(OTHER_RANKS_WAIT_S)
+        message = f"[rank {rank}] {message}"
+    _say(message, trace)
+
+
+def _say(message: str, trace: str) -> None:
+    sys.stdout.flush()
+    if trace:
+        sys.stderr.write(trace)
+    sys.stderr.write(message + "\n")
+    sys.stderr.flush()

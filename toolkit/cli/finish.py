@@ -1,0 +1,135 @@
+"""After the last step: answers, export, DONE, and the last lines that are printed."""
+
+import json
+import time
+from typing import TYPE_CHECKING
+
+from toolkit.data.baselines import ngram_baselines
+from toolkit.distributed import process_group
+from toolkit.evaluate.generate import answer
+from toolkit.export.hf import export
+from toolkit.messages import tr
+from toolkit.train import run_folder
+from toolkit.train.loop import Outcome
+
+if TYPE_CHECKING:
+    from toolkit.cli.session import Session
+
+
+def finish(session: "Session", outcome: Outcome, total_steps: int) -> None:
+    """Answer the recipe's questions, export, mark the run done and say what was achieved. A collective."""
+    samples = _answers(session)
+    exported = session.folder / "export"
+    if session.cfg.checkpoint.export:
+        export(session.engine, session.prepared.tokenizer, exported)
+    summary = _summary(session, outcome, total_steps)
+    process_group.barrier()
+    if process_group.rank() == 0:
+        _print_achievement(session, outcome, summary, samples)
+        run_folder.mark_done(session.folder, summary)
+
+
+def _answers(session: "Session") -> list[dict[str, str]]:
+    cfg, tokenizer = session.cfg.evaluate, session.prepared.tokenizer
+    samples = [
+        {
+            "prompt": prompt,
+            "answer": answer(
+                session.engine.module,
+                tokenizer,
+                prompt,
+                cfg.max_new_tokens,
+                session.engine.device,
+            ),
+        }
+        for prompt in cfg.prompts
+    ]
+    if samples and process_group.rank() == 0:
+        lines = [json.dumps(sample, ensure_ascii=False) for sample in samples]
+        (session.folder / "samples.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return samples
+
+
+def _summary(session: "Session", outcome: Outcome, total_steps: int) -> dict[str, object]:
+    summary: dict[str, object] = {
+        "steps": total_steps,
+        "skipped_steps": outcome.skipped_steps,
+        "trained_tokens": outcome.trained_tokens,
+        "first_loss": outcome.first_loss,
+        "last_loss": outcome.last_loss,
+        "seconds": round(time.monotonic() - session.started, 1),
+    }
+    if outcome.evaluations:
+        summary["first_eval_loss"] = outcome.evaluations[0]["eval_loss"]
+        summary["last_eval_loss"] = outcome.evaluations[-1]["eval_loss"]
+    validation = session.prepared.validation
+    if session.cfg.evaluate.ngram_baselines and validation is not None and process_group.rank() == 0:
+        counted = ngram_baselines(session.prepared.train, validation, len(session.prepared.tokenizer))
+        summary |= {"unigram_loss": counted.unigram, "bigram_loss": counted.bigram}
+    return summary
+
+
+def _print_achievement(
+    session: "Session",
+    outcome: Outcome,
+    summary: dict[str, object],
+    samples: list[dict[str, str]],
+) -> None:
+    folder = session.display_folder
+    print()
+    print(
+        tr(
+            "Done: {steps} steps in {seconds} s, training loss {first} -> {last} nats/token.",
+            steps=summary["steps"],
+            seconds=summary["seconds"],
+            first=f"{outcome.first_loss:.3f}",
+            last=f"{outcome.last_loss:.3f}",
+        )
+    )
+    if outcome.skipped_steps:
+        print(
+            tr(
+                "{count} steps were skipped because gradients overflowed.",
+                count=outcome.skipped_steps,
+            )
+        )
+    if outcome.evaluations:
+        print(
+            tr(
+                "Validation loss {first} -> {last} nats/token.",
+                first=f"{summary['first_eval_loss']:.3f}",
+                last=f"{summary['last_eval_loss']:.3f}",
+            )
+        )
+    if "unigram_loss" in summary:
+        print(
+            tr(
+                "For comparison, on the same tokens: unigram {unigram}, bigram {bigram}.",
+                unigram=f"{summary['unigram_loss']:.3f}",
+                bigram=f"{summary['bigram_loss']:.3f}",
+            )
+        )
+    for sample in samples:
+        print(tr("  Q: {prompt}\n  A: {answer}", **sample))
+    print(
+        tr(
+            "Everything is in {folder}: metrics.jsonl, config.yaml, ds_config.json, checkpoints/.",
+            folder=folder,
+        )
+    )
+    if session.cfg.checkpoint.export:
+        print(
+            tr(
+                "The model, for any program that uses transformers: {folder}/export",
+                folder=folder,
+            )
+        )
+        prompt = samples[0]["prompt"] if samples else "Hello"
+        print(
+            tr(
+                "Ask it:  {command}",
+                command=f'toolkit generate model.path={folder}/export prompt="{prompt}"',
+            )
+        )
+    else:
+        print(tr("See the curve:  {command}", command=f"less {folder}/metrics.jsonl"))

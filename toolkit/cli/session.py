@@ -1,0 +1,183 @@
+"""One training session: data, process group, run folder, engine, loop, export, and what is said at the end."""
+
+import logging
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from deepspeed import DeepSpeedEngine
+
+from toolkit.cli.finish import finish
+from toolkit.config.checks import accumulation
+from toolkit.config.load import Loaded, to_yaml
+from toolkit.config.schema import RunConfig
+from toolkit.distributed import failure, process_group, signals
+from toolkit.engine.ds_config import DsConfig, build_ds_config, warmup_steps
+from toolkit.engine.initialize import initialize
+from toolkit.evaluate.loss import evaluate_loss
+from toolkit.launch.environment import Ranks
+from toolkit.messages import tr
+from toolkit.models.build import build_model
+from toolkit.track.progress import Progress
+from toolkit.train import run_folder
+from toolkit.train.batches import evaluation_batches, training_batches
+from toolkit.train.loop import Job
+from toolkit.train.loop import train as run_loop
+from toolkit.train.prepared import Prepared, prepare_data
+from toolkit.train.schedule import Schedule
+
+
+@dataclass(kw_only=True, slots=True)
+class Session:
+    """What stays the same for the whole session."""
+
+    cfg: RunConfig
+    """The config."""
+    ranks: Ranks
+    """Who this process is."""
+    prepared: Prepared
+    """Tokenizer and stores."""
+    folder: Path
+    """The run folder."""
+    ds: DsConfig
+    """What DeepSpeed receives."""
+    engine: DeepSpeedEngine
+    """The engine."""
+    started: float
+    """time.monotonic() at the command's start."""
+
+    @property
+    def display_folder(self) -> str:
+        """Return the run folder as a user would type it from here."""
+        here = Path.cwd()
+        return str(self.folder.relative_to(here)) if self.folder.is_relative_to(here) else str(self.folder)
+
+
+def train(loaded: Loaded, ranks: Ranks, started: float) -> int:
+    """Join the process group, run one session, leave.
+
+    Args:
+        loaded: checked config.
+        ranks: who this process is; the environment is set accordingly.
+        started: time.monotonic() at the command's start.
+
+    Returns:
+        The exit code.
+    """
+    signals.install()
+    # Before the process group exists: however long tokenising takes, no collective can time out over it.
+    prepared = prepare_data(loaded.cfg, speaks=ranks.rank == 0)
+    process_group.start(loaded.cfg.distributed)
+    run_session(loaded.cfg, ranks, prepared, started)
+    failure.end_watch()
+    process_group.stop()
+    return 0
+
+
+def run_session(cfg: RunConfig, ranks: Ranks, prepared: Prepared, started: float) -> Path:
+    """Train one run from its folder to its DONE marker. A collective.
+
+    Args:
+        cfg: checked config.
+        ranks: who this process is.
+        prepared: tokenizer and stores.
+        started: time.monotonic() at the command's start.
+
+    Returns:
+        The run folder.
+    """
+    torch.manual_seed(cfg.run.seed + ranks.rank)
+    folder = Path(process_group.on_rank0(lambda: str(run_folder.create(cfg))))
+    failure.watch(folder)
+    _log_to_files(folder, ranks.rank)
+    times = accumulation(cfg, ranks.world_size)
+    steps_per_epoch = -(-len(prepared.train) // cfg.batch.global_size)
+    total_steps = cfg.train.max_steps or cfg.train.epochs * steps_per_epoch
+    ds = build_ds_config(cfg, ranks.world_size, total_steps)
+    config_yaml = to_yaml(cfg)
+    process_group.on_rank0(lambda: run_folder.record_start(folder, config_yaml, ds.values, ranks.world_size))
+    engine = _build_engine(cfg, prepared, ds, total_steps)
+    session = Session(
+        cfg=cfg,
+        ranks=ranks,
+        prepared=prepared,
+        folder=folder,
+        ds=ds,
+        engine=engine,
+        started=started,
+    )
+    job = Job(
+        cfg=cfg,
+        engine=engine,
+        batches=training_batches(cfg, prepared, ranks, total_steps),
+        accumulation=times,
+        steps_per_epoch=steps_per_epoch,
+        total_steps=total_steps,
+        folder=folder,
+        evaluate=_evaluation(session) if prepared.validation is not None else None,
+    )
+    progress = Progress(total_steps, shown=ranks.rank == 0)
+    if ranks.rank == 0:
+        progress.say(_start_line(session, total_steps, steps_per_epoch))
+    try:
+        outcome = run_loop(job, progress)
+    finally:
+        progress.close()
+    finish(session, outcome, total_steps)
+    return folder
+
+
+def _build_engine(cfg: RunConfig, prepared: Prepared, ds: DsConfig, total_steps: int) -> DeepSpeedEngine:
+    model = build_model(cfg.model, cfg.precision.dtype, prepared.tokenizer, cfg.run.seed, ds.values)
+    warmup = warmup_steps(cfg, total_steps)
+
+    def make_schedule(optimizer: torch.optim.Optimizer) -> Any:
+        return Schedule(optimizer, cfg.schedule, cfg.optim.lr, total_steps, warmup)
+
+    return initialize(model, ds.values, cfg.train.activation_checkpointing, make_schedule)
+
+
+def _evaluation(session: Session) -> Any:
+    """Return the function that the loop calls to evaluate."""
+
+    def evaluate() -> dict[str, float]:
+        batches = evaluation_batches(session.cfg, session.prepared, session.ranks)
+        result = evaluate_loss(session.engine, batches)
+        return {
+            "eval_loss": result.loss,
+            "eval_perplexity": result.perplexity,
+            "eval_tokens": result.tokens,
+        }
+
+    return evaluate
+
+
+def _start_line(session: Session, total_steps: int, steps_per_epoch: int) -> str:
+    store = session.prepared.train
+    parameters = sum(getattr(p, "ds_numel", p.numel()) for p in session.engine.module.parameters())
+    return tr(
+        "{parameters} parameters, {samples} samples with {tokens} tokens ({trained} trained), {steps} steps "
+        "({per_epoch} per epoch). Ready after {seconds} s. Run folder: {folder}",
+        parameters=f"{parameters:,}",
+        samples=f"{len(store):,}",
+        tokens=f"{store.num_tokens:,}",
+        trained=f"{store.num_trained_tokens:,}",
+        steps=f"{total_steps:,}",
+        per_epoch=f"{steps_per_epoch:,}",
+        seconds=f"{time.monotonic() - session.started:.0f}",
+        folder=session.display_folder,
+    )
+
+
+def _log_to_files(folder: Path, rank: int) -> None:
+    """Send the libraries' own messages to logs/rank_N.log; their warnings stay on the terminal of rank 0 too."""
+    handler = logging.FileHandler(folder / "logs" / f"rank_{rank}.log", encoding="utf-8")
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    for name in ("DeepSpeed", "transformers"):
+        logger = logging.getLogger(name)
+        for existing in logger.handlers:
+            existing.setLevel(logging.WARNING if rank == 0 else logging.ERROR)
+        logger.addHandler(handler)
+        logger.setLevel(logging.INFO)

@@ -1,0 +1,78 @@
+"""Train a recipe; run.py is this command.
+
+toolkit train recipe=NAME [key=value …] [--config-dir DIR] [--cfg job]
+
+  recipe=NAME       a recipe by name (recipes/), or a path to a .yaml
+  key=value         any key of docs/config.md, or a group: zero=stage3, model=glm_tiny
+  deepspeed_json=F  take DeepSpeed's settings from your own JSON
+  --cfg job         print the resolved config and stop
+
+Under several processes: deepspeed run.py …, torchrun … run.py …, mpirun … python run.py …
+"""
+
+import os
+import sys
+import time
+from pathlib import Path
+
+from toolkit.cli.compose import Composed, compose
+from toolkit.config.checks import check
+from toolkit.config.load import to_yaml
+from toolkit.launch import ancestors, environment
+from toolkit.messages import tr
+
+
+def run(words: list[str]) -> int:
+    """Train, evaluate, save and export."""
+    words = environment.strip_launcher_arguments(words)
+    ranks = environment.detect(os.environ)
+    if "--cfg" in words:
+        print(
+            to_yaml(compose(_without_cfg(words), world_size=ranks.world_size).loaded.cfg),
+            end="",
+        )
+        return 0
+    composed = compose(words, world_size=ranks.world_size)
+    cfg = composed.loaded.cfg
+    check(composed.loaded, ranks.world_size)
+    ancestors.check_launcher(cfg.launch.num_nodes, ranks)
+    environment.apply(ranks, os.environ)
+    if cfg.distributed.interface:
+        environment.set_interface(cfg.distributed.interface, os.environ)
+    environment.check_port(os.environ)
+    if ranks.rank == 0:
+        _greet(composed, ranks)
+    # Only now is torch imported: whatever is wrong so far was told within seconds.
+    from toolkit.cli.session import train
+
+    return train(composed.loaded, ranks, started=time.monotonic())
+
+
+def _without_cfg(words: list[str]) -> list[str]:
+    place = words.index("--cfg")
+    return words[:place] + words[place + 2 :]
+
+
+def _greet(composed: Composed, ranks: environment.Ranks) -> None:
+    from toolkit.config.checks import accumulation
+
+    cfg = composed.loaded.cfg
+    for note in composed.notes:
+        print(note)
+    times = accumulation(cfg, ranks.world_size)
+    print(
+        tr(
+            "{recipe}: {model}, ZeRO-{stage}, {dtype}, {world} ranks ({launcher}). Batch: {micro} x {times} x {world} = {size} "
+            "samples per step (micro-batch x accumulation x ranks).",
+            recipe=cfg.recipe,
+            model=cfg.model.name or Path(cfg.model.path).name or "?",
+            stage=cfg.zero.stage,
+            dtype=cfg.precision.dtype.value,
+            launcher=ranks.launcher,
+            micro=cfg.batch.micro_per_gpu,
+            times=times,
+            world=ranks.world_size,
+            size=cfg.batch.global_size,
+        )
+    )
+    sys.stdout.flush()

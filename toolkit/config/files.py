@@ -1,0 +1,119 @@
+"""YAML files read as data, with the line of every key; and where conf/ and recipes/ lie."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+from omegaconf._utils import get_yaml_loader
+
+from toolkit.errors import ConfigError
+from toolkit.messages import tr
+
+PACKAGE = Path(__file__).resolve().parents[1]
+LARGEST_FILE_BYTES = 1_000_000
+DEEPEST_NESTING = 50
+
+
+@dataclass(frozen=True, slots=True)
+class Document:
+    """One YAML file."""
+
+    shown: str
+    """The file as messages name it."""
+    values: dict[str, Any]
+    """Its content, scalars as OmegaConf reads them (5e-5 is a number)."""
+    lines: dict[str, int]
+    """Line of each key and list item, by its path within the file: "zero.stage", "data.sources[0].path"."""
+
+    def place(self, path: str) -> str:
+        """Return "file:line" of a path, or the file alone where the path is not in it."""
+        line = self.lines.get(path)
+        return f"{self.shown}:{line}" if line else self.shown
+
+
+def conf_folder() -> Path:
+    """Return the folder of the Hydra groups: conf/ beside the package, else the installed copy."""
+    return _beside_or_installed("conf")
+
+
+def recipe_folders() -> list[Path]:
+    """Return where recipes are looked for, in order: beside run.py or installed, then the working folder's recipes/."""
+    return [folder for folder in (_beside_or_installed("recipes"), Path.cwd() / "recipes") if folder.is_dir()]
+
+
+def _beside_or_installed(name: str) -> Path:
+    beside = PACKAGE.parent / name
+    return beside if (PACKAGE.parent / "run.py").is_file() and beside.is_dir() else PACKAGE / f"_{name}"
+
+
+def show(path: Path) -> str:
+    """Return a path as messages name it: relative where it lies below the working folder or beside the package."""
+    for base in (Path.cwd(), PACKAGE.parent):
+        if path.resolve().is_relative_to(base):
+            return str(path.resolve().relative_to(base))
+    return str(path)
+
+
+def read(path: Path) -> Document:
+    """Read a recipe or a group file. Nothing in it is executed, and aliases, which can explode, are refused.
+
+    Raises:
+        ConfigError: unreadable, no YAML, no mapping, too large, too deep, a key twice.
+    """
+    shown = show(path)
+    try:
+        if path.stat().st_size > LARGEST_FILE_BYTES:
+            raise ConfigError(
+                tr("{file} is larger than {limit} bytes: not a recipe.", file=shown, limit=LARGEST_FILE_BYTES)
+            )
+        text = path.read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(tr("cannot read {file}: {reason}", file=shown, reason=error)) from error
+    return parse(text, shown)
+
+
+def parse(text: str, shown: str) -> Document:
+    """Parse YAML text; see `read`."""
+    try:
+        _vet_events(text, shown)
+        loader = get_yaml_loader()(text)
+        node = loader.get_single_node()
+        values = loader.construct_document(node) if node is not None else {}
+    except yaml.MarkedYAMLError as error:
+        line = error.problem_mark.line + 1 if error.problem_mark else 1
+        raise ConfigError(tr("{file}:{line}: {reason}", file=shown, line=line, reason=error.problem)) from error
+    except yaml.YAMLError as error:
+        raise ConfigError(tr("{file}: {reason}", file=shown, reason=error)) from error
+    if not isinstance(values, dict):
+        raise ConfigError(tr("{file} must hold `key: value` lines, not a list or a single value.", file=shown))
+    lines: dict[str, int] = {}
+    if node is not None:
+        _note_lines(node, "", lines)
+    return Document(shown, values, lines)
+
+
+def _vet_events(text: str, shown: str) -> None:
+    depth = 0
+    for event in yaml.parse(text, Loader=yaml.SafeLoader):
+        if isinstance(event, yaml.AliasEvent):
+            line = event.start_mark.line + 1
+            raise ConfigError(tr("{file}:{line}: YAML aliases (*name) are not allowed.", file=shown, line=line))
+        if isinstance(event, yaml.CollectionStartEvent):
+            depth += 1
+        elif isinstance(event, yaml.CollectionEndEvent):
+            depth -= 1
+        if depth > DEEPEST_NESTING:
+            raise ConfigError(tr("{file} nests deeper than {limit} levels.", file=shown, limit=DEEPEST_NESTING))
+
+
+def _note_lines(node: yaml.Node, path: str, lines: dict[str, int]) -> None:
+    if isinstance(node, yaml.MappingNode):
+        for key, value in node.value:
+            inner = f"{path}.{key.value}" if path else str(key.value)
+            lines[inner] = key.start_mark.line + 1
+            _note_lines(value, inner, lines)
+    elif isinstance(node, yaml.SequenceNode):
+        for index, item in enumerate(node.value):
+            lines[f"{path}[{index}]"] = item.start_mark.line + 1
+            _note_lines(item, f"{path}[{index}]", lines)

@@ -1,0 +1,182 @@
+"""A tree of values held against the schema: unknown keys, wrong types."""
+
+import dataclasses
+import re
+import typing
+from collections.abc import Callable, Iterator
+from enum import Enum
+from typing import Any
+
+from omegaconf.errors import ValidationError
+from omegaconf.nodes import BooleanNode, FloatNode, IntegerNode, StringNode
+
+from toolkit.config.schema import RunConfig
+from toolkit.config.suggest import did_you_mean
+from toolkit.errors import ConfigError
+from toolkit.messages import tr
+
+Place = Callable[[str], str]
+"""From a dotted path to where it stands: "recipes/x.yaml:3" or "command line"."""
+
+_NODES: dict[Any, Any] = {int: IntegerNode, float: FloatNode, bool: BooleanNode, str: StringNode}
+
+
+def field_type(path: str) -> Any:
+    """Return the type of a dotted key of the schema, None where there is no such key. Below `ds_extra` it is Any."""
+    kind: Any = RunConfig
+    for part in path.split("."):
+        if dataclasses.is_dataclass(kind):
+            kind = typing.get_type_hints(kind).get(part)
+        elif typing.get_origin(kind) is list and part.isdecimal():
+            kind = typing.get_args(kind)[0]
+        elif kind is Any or typing.get_origin(kind) is dict:
+            kind = Any
+        else:
+            return None
+    return kind
+
+
+def all_keys(kind: type = RunConfig, prefix: str = "") -> Iterator[str]:
+    """Yield every dotted key of the schema, sections included."""
+    for name, inner in typing.get_type_hints(kind).items():
+        yield prefix + name
+        if dataclasses.is_dataclass(inner):
+            yield from all_keys(typing.cast("type", inner), f"{prefix}{name}.")
+
+
+def check_tree(value: Any, kind: Any, path: str, place: Place) -> Iterator[tuple[str, Any]]:
+    """Check values against their type and yield each leaf's path and value.
+
+    Args:
+        value: what YAML or the command line gave.
+        kind: its type in the schema.
+        path: dotted key of `value`; "" for the whole config.
+        place: tells where a path stands.
+
+    Raises:
+        ConfigError: unknown key or wrong type.
+    """
+    if isinstance(value, str) and _is_interpolation(value, path, place):
+        yield path, value
+    elif dataclasses.is_dataclass(kind):
+        yield from _check_section(value, typing.cast("type", kind), path, place)
+    elif typing.get_origin(kind) is list:
+        if not isinstance(value, list):
+            raise _wrong(path, value, tr("a list, for example [a, b]"), place)
+        for index, item in enumerate(value):
+            list(check_tree(item, typing.get_args(kind)[0], f"{path}[{index}]", place))
+        yield path, value
+    elif typing.get_origin(kind) is dict:
+        if not isinstance(value, dict):
+            raise _wrong(path, value, tr("a section of keys"), place)
+        _check_free(value, path, place)
+        yield from ((f"{path}.{key}", inner) for key, inner in value.items())
+        yield path, value
+    elif kind is Any:
+        _check_free(value, path, place)
+        yield path, value
+    else:
+        _check_scalar(value, kind, path, place)
+        yield path, value
+
+
+def unknown_key(path: str, place: Place) -> ConfigError:
+    """Return the error for a key that the schema does not have, with the nearest one at its level or anywhere."""
+    shown = re.sub(r"\[\d+\]", "", path)
+    section, _, name = shown.rpartition(".")
+    siblings = _members(section)
+    close = did_you_mean(name, siblings)
+    if close:
+        prefix = path.rpartition(".")[0]
+        close = close.replace("'", f"'{prefix}." if prefix else "'", 1)
+    else:
+        leaf = {key.rpartition(".")[2]: key for key in reversed(list(all_keys()))}
+        close = did_you_mean(shown, all_keys()) or (
+            " " + tr("Did you mean '{name}'?", name=leaf[name]) if name in leaf else ""
+        )
+    if not close and siblings:
+        close = " " + tr("Known here: {keys}.", keys=", ".join(siblings))
+    return ConfigError(tr("{place}: unknown key '{key}'.", place=place(path), key=path) + close)
+
+
+def _members(section: str) -> list[str]:
+    kind = field_type(section) if section else RunConfig
+    if typing.get_origin(kind) is list:
+        kind = typing.get_args(kind)[0]
+    return list(typing.get_type_hints(kind)) if dataclasses.is_dataclass(kind) else []
+
+
+def _check_section(value: Any, kind: type, path: str, place: Place) -> Iterator[tuple[str, Any]]:
+    if not isinstance(value, dict):
+        raise _wrong(path, value, tr("a section of keys"), place)
+    types = typing.get_type_hints(kind)
+    for key, inner in value.items():
+        below = f"{path}.{key}" if path else str(key)
+        if key == "_target_":
+            raise ConfigError(
+                tr("{place}: '_target_' is not allowed: a config never names code to run.", place=place(below))
+            )
+        if key not in types:
+            raise unknown_key(below, place)
+        yield from check_tree(inner, types[key], below, place)
+
+
+def _check_free(value: Any, path: str, place: Place) -> None:
+    """In a free section too nothing may name code or call a resolver."""
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            if key == "_target_":
+                raise ConfigError(
+                    tr("{place}: '_target_' is not allowed: a config never names code to run.", place=place(path))
+                )
+            _check_free(inner, f"{path}.{key}", place)
+    elif isinstance(value, list):
+        for index, inner in enumerate(value):
+            _check_free(inner, f"{path}[{index}]", place)
+    elif isinstance(value, str):
+        _is_interpolation(value, path, place)
+
+
+def _is_interpolation(value: str, path: str, place: Place) -> bool:
+    """Return whether the value refers to another key; refuse `${resolver:…}`, which could read the environment."""
+    if re.search(r"\$\{[^}]*:", value):
+        raise ConfigError(
+            tr("{place}: '{key}' = {value}: only ${{other.key}} is allowed.", place=place(path), key=path, value=value)
+        )
+    return "${" in value
+
+
+def _check_scalar(value: Any, kind: Any, path: str, place: Place) -> None:
+    if isinstance(kind, type) and issubclass(kind, Enum):
+        if not isinstance(value, str) or value not in kind.__members__:
+            choices = ", ".join(kind.__members__)
+            error = tr(
+                "{place}: '{key}' = {value} must be one of: {choices}.",
+                place=place(path),
+                key=path,
+                value=value,
+                choices=choices,
+            )
+            raise ConfigError(error + did_you_mean(str(value), kind.__members__))
+        return
+    if value is None or isinstance(value, (dict, list)):
+        raise _wrong(path, value, _described(kind), place)
+    try:
+        _NODES[kind](value=value)
+    except ValidationError as error:
+        wanted = _described(kind)
+        if kind is int and isinstance(value, float) and value.is_integer():
+            wanted += " " + tr("(write {number})", number=int(value))
+        raise _wrong(path, value, wanted, place) from error
+
+
+def _described(kind: Any) -> str:
+    words = {int: tr("a whole number"), float: tr("a number"), bool: tr("true or false"), str: tr("a text")}
+    return words.get(kind) or ", ".join(kind.__members__)
+
+
+def _wrong(path: str, value: Any, wanted: str, place: Place) -> ConfigError:
+    shown = "null" if value is None else value
+    return ConfigError(
+        tr("{place}: '{key}' = {value} must be {wanted}.", place=place(path), key=path, value=shown, wanted=wanted)
+    )

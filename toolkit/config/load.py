@@ -1,0 +1,317 @@
+"""From a command line to a RunConfig, through Hydra's compose API; the only place that sees Hydra.
+
+`@hydra.main` is not used: it would run what a recipe puts under `hydra.callbacks` before our first line, and it rejects
+the launcher's --local_rank. Every file is held against the schema, with its line numbers, before Hydra merges anything.
+"""
+
+import dataclasses
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+from hydra import compose, initialize_config_dir
+from hydra.core.config_store import ConfigStore
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
+from hydra.errors import HydraException
+from hydra.types import RunMode
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from toolkit.config import files
+from toolkit.config.files import Document
+from toolkit.config.keys import check_tree, field_type, unknown_key
+from toolkit.config.schema import RunConfig
+from toolkit.config.suggest import did_you_mean
+from toolkit.errors import ConfigError
+from toolkit.messages import tr
+
+HYDRA_KEYS = ("defaults",)
+
+
+@dataclass(kw_only=True, slots=True)
+class Loaded:
+    """A config and where its values come from."""
+
+    cfg: RunConfig
+    """The config."""
+    where: dict[str, str] = field(default_factory=dict)
+    """Dotted key -> "recipes/x.yaml:12", "conf/zero/stage2.yaml:3" or "command line"; absent: the schema's default."""
+    explicit: set[str] = field(default_factory=set)
+    """Keys that somebody chose: set by the recipe, by one that it builds on, by a group's file that the recipe or the
+    command line picked, or on the command line."""
+
+
+def known_recipes() -> dict[str, Path]:
+    """Return every recipe that `recipe=NAME` can name; the first folder of `files.recipe_folders` wins."""
+    found: dict[str, Path] = {}
+    for folder in files.recipe_folders():
+        for path in sorted(folder.glob("*.yaml")):
+            found.setdefault(path.stem, path)
+    return found
+
+
+def load(overrides: Sequence[str], *, config_dir: str = "") -> Loaded:
+    """Compose a config.
+
+    Args:
+        overrides: words in Hydra's grammar: recipe=NAME|PATH, zero=stage3, zero.stage=3, +known.key=value.
+        config_dir: a further folder of groups, beside conf/; "" none.
+
+    Raises:
+        ConfigError: anything wrong with recipe, group files or overrides.
+    """
+    if config_dir and not Path(config_dir).is_dir():
+        raise ConfigError(tr("--config-dir {folder} is not a folder.", folder=config_dir))
+    groups = _groups(config_dir)
+    parsed = [_parse(word) for word in overrides]
+    recipe, recipes = _choose_recipe(parsed)
+    words, values = [f"recipe={recipe}"], {}
+    for override in parsed:
+        if override.key_or_group == "recipe":
+            continue
+        if override.key_or_group in groups and isinstance(override.value(), str):
+            _check_choice(override.key_or_group, str(override.value()), groups)
+            words.append(str(override.input_line).lstrip("+"))
+        else:
+            words.append(_value_override(override, values))
+    if config_dir:
+        words.append(f"hydra.searchpath=[file://{Path(config_dir).absolute()}]")
+    loaded = _compose(words, recipes, groups)
+    for key in values:
+        loaded.where[key] = tr("command line")
+        loaded.explicit.add(key)
+    loaded.cfg.recipe = recipe
+    return loaded
+
+
+def replace(loaded: Loaded, values: dict[str, tuple[object, str]]) -> Loaded:
+    """Return a copy with other values.
+
+    Args:
+        loaded: what is copied.
+        values: dotted key -> (value, where it comes from).
+
+    Raises:
+        ConfigError: unknown key or wrong type.
+    """
+    tree = OmegaConf.structured(loaded.cfg)
+    for key, (value, place) in values.items():
+        kind = field_type(key)
+        if kind is None:
+            raise unknown_key(key, lambda _, place=place: place)  # type: ignore[misc]
+        plain = value.name if isinstance(value, Enum) else value
+        list(check_tree(plain, kind, key, lambda _, place=place: place))  # type: ignore[misc]
+        OmegaConf.update(tree, key, plain, merge=False, force_add=key.startswith("ds_extra."))
+    cfg = OmegaConf.to_object(tree)
+    assert isinstance(cfg, RunConfig)
+    return Loaded(
+        cfg=cfg,
+        where=loaded.where | {key: place for key, (_, place) in values.items()},
+        explicit=set(loaded.explicit),
+    )
+
+
+def to_yaml(cfg: RunConfig) -> str:
+    """Return the whole config as YAML; it is a recipe itself (`recipe=runs/NAME/config.yaml`)."""
+    return str(OmegaConf.to_yaml(OmegaConf.create(_plain(cfg))))
+
+
+def _plain(value: Any) -> Any:
+    if dataclasses.is_dataclass(value):
+        return {item.name: _plain(getattr(value, item.name)) for item in dataclasses.fields(value)}
+    if isinstance(value, list):
+        return [_plain(item) for item in value]
+    return value.name if isinstance(value, Enum) else value
+
+
+def _groups(config_dir: str) -> dict[str, dict[str, Path]]:
+    """Return each group's choices; a user's own folder adds to ours."""
+    found: dict[str, dict[str, Path]] = {}
+    for base in filter(None, (str(files.conf_folder()), config_dir)):
+        for path in sorted(Path(base).glob("*/*.yaml")):
+            found.setdefault(path.parent.name, {}).setdefault(path.stem, path)
+    return found
+
+
+def _parse(word: str) -> Override:
+    try:
+        override = OverridesParser.create().parse_override(word)
+    except HydraException as error:
+        raise ConfigError(
+            tr(
+                "command line: cannot read '{word}': write key=value (quote spaces and brackets for the shell).",
+                word=word,
+            )
+        ) from error
+    key = override.key_or_group
+    if key == "hydra" or key.startswith("hydra."):
+        raise ConfigError(tr("command line: '{word}': Hydra's own settings cannot be changed here.", word=word))
+    if override.is_delete():
+        raise ConfigError(tr("command line: '{word}': keys cannot be removed; set a value instead.", word=word))
+    if override.is_sweep_override():
+        raise ConfigError(tr("command line: '{word}' names several values; one run takes one.", word=word))
+    return override
+
+
+def _choose_recipe(parsed: list[Override]) -> tuple[str, dict[str, Path]]:
+    """Return the recipe's name and all recipes by name; one given as a path joins them under its stem."""
+    recipes = known_recipes()
+    chosen = [str(override.value()) for override in parsed if override.key_or_group == "recipe"]
+    listing = tr("Known: {recipes}.", recipes=", ".join(sorted(recipes)))
+    if not chosen:
+        raise ConfigError(tr("no recipe is chosen: add recipe=NAME or recipe=PATH.yaml.") + " " + listing)
+    name = chosen[-1]
+    if name.endswith((".yaml", ".yml")) or os.sep in name:
+        path = Path(name)
+        if not path.is_file():
+            raise ConfigError(tr("command line: there is no recipe file {path}.", path=name) + " " + listing)
+        return path.stem, {**recipes, path.stem: path.resolve()}
+    if name not in recipes:
+        raise ConfigError(
+            tr("command line: unknown recipe '{name}'.", name=name) + did_you_mean(name, recipes) + " " + listing
+        )
+    return name, recipes
+
+
+def _check_choice(group: str, name: str, groups: dict[str, dict[str, Path]], place: str = "") -> None:
+    if name not in groups[group]:
+        raise ConfigError(
+            tr("{place}: unknown choice '{group}={name}'.", place=place or tr("command line"), group=group, name=name)
+            + did_you_mean(name, groups[group])
+            + " "
+            + tr("Known: {choices}.", choices=", ".join(groups[group]))
+        )
+
+
+def _value_override(override: Override, values: dict[str, Any]) -> str:
+    """Check one key=value word, note it in `values` and return it as Hydra should get it."""
+    key = override.key_or_group
+
+    def place(_: str) -> str:
+        return tr("command line")
+
+    kind = field_type(key)
+    if kind is None or "_target_" in key.split("."):
+        raise unknown_key(key, place)
+    for path, value in check_tree(override.value(), kind, key, place):
+        values[path] = value
+    # `+` on a known key adds nothing and, with a plain dataclass, would lose the value; below ds_extra it is needed.
+    prefix = "++" if key.startswith("ds_extra.") else ""
+    return prefix + str(override.input_line).lstrip("+")
+
+
+def _compose(words: list[str], recipes: dict[str, Path], groups: dict[str, dict[str, Path]]) -> Loaded:
+    store = ConfigStore.instance()
+    store.store(name="run_schema", node=RunConfig)
+    documents = _register_recipes(store, words[0].removeprefix("recipe="), recipes, groups)
+    GlobalHydra.instance().clear()
+    where: dict[str, str] = {}
+    explicit: set[str] = set()
+    try:
+        with initialize_config_dir(str(files.conf_folder()), version_base="1.3"):
+            loader = GlobalHydra.instance().config_loader()
+            order = loader.compute_defaults_list("config", words, RunMode.RUN).defaults
+            for document, package, chosen in _documents(order, documents, groups):
+                for path, place in _check_document(document, package):
+                    where[path] = place
+                    (explicit.add if chosen else explicit.discard)(path)
+            cfg = OmegaConf.to_object(compose("config", overrides=words))
+    except (HydraException, OmegaConfBaseException) as error:
+        raise ConfigError(tr("cannot compose the config: {reason}", reason=" ".join(str(error).split()))) from error
+    if not isinstance(cfg, RunConfig):
+        raise TypeError("conf/config.yaml must list run_schema first")
+    return Loaded(cfg=cfg, where=where, explicit=explicit)
+
+
+def _register_recipes(
+    store: ConfigStore, chosen: str, recipes: dict[str, Path], groups: dict[str, dict[str, Path]]
+) -> dict[str, Document]:
+    """Hand the chosen recipe, and those it builds on, to Hydra as the group `recipe`; return what was read."""
+    documents: dict[str, Document] = {}
+    waiting = [chosen]
+    while waiting:
+        name = waiting.pop()
+        document = documents[name] = files.read(recipes[name])
+        defaults = document.values.get("defaults", [])
+        if not isinstance(defaults, list):
+            raise ConfigError(tr("{place}: 'defaults' must be a list.", place=document.place("defaults")))
+        for index, item in enumerate(defaults):
+            place = document.place(f"defaults[{index}]")
+            base = _check_default(item, place, recipes, groups)
+            if base and base not in documents:
+                waiting.append(base)
+        store.store(group="recipe", name=name, node=OmegaConf.create(document.values), package="_global_")
+    return documents
+
+
+def _check_default(item: Any, place: str, recipes: dict[str, Path], groups: dict[str, dict[str, Path]]) -> str:
+    """Check an item of a recipe's defaults list; return the name of the recipe that it builds on, or ""."""
+    if item == "_self_":
+        return ""
+    if isinstance(item, str):
+        if item not in recipes:
+            raise ConfigError(
+                tr("{place}: unknown recipe '{name}'.", place=place, name=item) + did_you_mean(item, recipes)
+            )
+        return item
+    if isinstance(item, dict) and len(item) == 1:
+        [(key, value)] = item.items()
+        group = str(key).removeprefix("override").strip().lstrip("/")
+        if str(key).startswith("override /") and group in groups and isinstance(value, str):
+            _check_choice(group, value, groups, place)
+            return ""
+        if str(key).startswith("override /") and group not in groups:
+            raise ConfigError(
+                tr("{place}: unknown group '{group}'.", place=place, group=group)
+                + did_you_mean(group, groups)
+                + " "
+                + tr("Known: {choices}.", choices=", ".join(groups))
+            )
+    raise ConfigError(
+        tr(
+            "{place}: '{item}': write `- override /GROUP: CHOICE`, or the name of another recipe.",
+            place=place,
+            item=item,
+        )
+    )
+
+
+def _documents(
+    order: Sequence[Any], recipes: dict[str, Document], groups: dict[str, dict[str, Path]]
+) -> Iterator[tuple[Document, str, bool]]:
+    """Yield the YAML files in the order in which Hydra merges them, with their package and whether somebody chose them.
+
+    A recipe is chosen, and a group's file when it is not the one that conf/config.yaml takes anyway.
+    """
+    config = files.read(files.conf_folder() / "config.yaml")
+    ordinary = {
+        f"{key}/{value}" for item in config.values["defaults"] if isinstance(item, dict) for key, value in item.items()
+    }
+    for item in order:
+        path = item.config_path or ""
+        group, _, name = path.rpartition("/")
+        if group == "recipe":
+            yield recipes[name], "", True
+        elif group in groups:
+            yield files.read(groups[group][name]), item.package or "", path not in ordinary
+        elif path == "config":
+            yield config, "", False
+
+
+def _check_document(document: Document, package: str) -> Iterator[tuple[str, str]]:
+    """Hold one file against the schema; yield each of its leaves and where it stands."""
+
+    def place(path: str) -> str:
+        return document.place(path.removeprefix(f"{package}.") if package else path)
+
+    values = {key: value for key, value in document.values.items() if key not in HYDRA_KEYS}
+    kind = field_type(package) if package else RunConfig
+    if "hydra" in values and not package:
+        raise ConfigError(tr("{place}: a 'hydra:' section is not allowed in a recipe.", place=document.place("hydra")))
+    for path, _ in check_tree(values, kind, package, place):
+        yield path, place(path)

@@ -1,0 +1,601 @@
+"""Every setting of a run: its type, its default and one sentence about it. Defaults live here and nowhere else.
+
+Keyword-only, slotted dataclasses: a stray attribute raises instead of being lost. Plain enums instead of `Literal`,
+which OmegaConf 2.3 does not know. Enum members are named as users write them. `docs/config.md` is generated from this
+file: the string under a field is its documentation, so it says unit, allowed values and what 0 or "" means.
+"""
+
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+
+class Init(str, Enum):
+    """Where the weights come from."""
+
+    pretrained = "pretrained"
+    random = "random"
+
+
+class TuningMethod(str, Enum):
+    """Which parameters are trained."""
+
+    full = "full"
+
+
+class RowFormat(str, Enum):
+    """How one row of a data file is read."""
+
+    auto = "auto"
+    prompt_response = "prompt_response"
+    instruction = "instruction"
+    docstrings = "docstrings"
+
+
+class OnBadRow(str, Enum):
+    """What happens at a row that cannot be used."""
+
+    error = "error"
+    skip = "skip"
+
+
+class TooLong(str, Enum):
+    """What happens to a conversation longer than `data.max_length`."""
+
+    drop = "drop"
+    truncate = "truncate"
+    error = "error"
+
+
+class OptimizerName(str, Enum):
+    """The optimizer."""
+
+    adamw = "adamw"
+    adam = "adam"
+
+
+class ScheduleName(str, Enum):
+    """The shape of the learning rate after warm-up."""
+
+    constant = "constant"
+    linear = "linear"
+    cosine = "cosine"
+
+
+class WarmupType(str, Enum):
+    """The shape of the warm-up."""
+
+    linear = "linear"
+    log = "log"
+
+
+class Dtype(str, Enum):
+    """The arithmetic of the model."""
+
+    fp32 = "fp32"
+    bf16 = "bf16"
+    fp16 = "fp16"
+
+
+class Device(str, Enum):
+    """Where something is offloaded to."""
+
+    none = "none"
+    cpu = "cpu"
+    nvme = "nvme"
+
+
+class Backend(str, Enum):
+    """The library that carries the collectives."""
+
+    auto = "auto"
+    nccl = "nccl"
+    gloo = "gloo"
+    mpi = "mpi"
+    ccl = "ccl"
+
+
+@dataclass(kw_only=True, slots=True)
+class RunFolderConfig:
+    """`run`: the name and place of this run."""
+
+    name: str = ""
+    """Name of the run folder below `run.dir`; "" makes one from recipe and time. A folder is never used twice."""
+    dir: str = "runs"
+    """Folder that holds the run folders; relative to the folder where the command was typed."""
+    seed: int = 42
+    """Seed of everything random: weights of a random model, order of the samples, validation split, dropout."""
+
+
+@dataclass(kw_only=True, slots=True)
+class ShapeConfig:
+    """`model.shape`: sizes of a randomly initialised GLM (`model.init=random`)."""
+
+    vocab_size: int = 4096
+    """Size of the vocabulary in tokens; also the size to which a tokenizer is fitted."""
+    hidden_size: int = 128
+    """Width of the residual stream."""
+    intermediate_size: int = 384
+    """Width inside the feed-forward layer."""
+    num_layers: int = 2
+    """Number of decoder layers."""
+    num_heads: int = 4
+    """Number of attention heads."""
+    num_kv_heads: int = 2
+    """Number of key/value heads (multi-query groups)."""
+    max_positions: int = 2048
+    """Longest sequence in tokens that the position encoding is made for."""
+
+
+@dataclass(kw_only=True, slots=True)
+class ModelConfig:
+    """`model`: what is trained."""
+
+    name: str = ""
+    """Name shown in messages; the group's file sets it."""
+    path: str = ""
+    """Local folder with the weights in transformers' layout (config.json, *.safetensors); needed with init=pretrained."""
+    tokenizer: str = ""
+    """Local folder of the tokenizer; "" takes `model.path`; with init=random and "" one is fitted to the training data."""
+    chat_template: str = ""
+    """File with a Jinja chat template that replaces the tokenizer's own; "" keeps its own."""
+    init: Init = Init.pretrained
+    """pretrained: read the weights in `model.path`; random: a small GLM of `model.shape` with random weights."""
+    shape: ShapeConfig = field(default_factory=ShapeConfig)
+    """Sizes of a random model."""
+    hub_id: str = ""
+    """Where the weights can be had on Hugging Face; only shown in messages, nothing is downloaded."""
+    modelscope_id: str = ""
+    """Where the weights can be had on ModelScope; only shown in messages, nothing is downloaded."""
+
+
+@dataclass(kw_only=True, slots=True)
+class TuningConfig:
+    """`tuning`: which parameters are trained."""
+
+    method: TuningMethod = TuningMethod.full
+    """full: every parameter."""
+
+
+@dataclass(kw_only=True, slots=True)
+class SourceConfig:
+    """One item of `data.sources` or `data.validation`: a file and how its rows are read."""
+
+    path: str = ""
+    """A .json (array) or .jsonl file; relative to the folder where the command was typed. Unused with format=docstrings."""
+    format: RowFormat = RowFormat.auto
+    """auto: by the first row's keys; prompt_response: prompt, response, history; instruction: instruction, input, output; docstrings: questions and answers made from the docstrings of the running Python's standard library."""
+
+
+@dataclass(kw_only=True, slots=True)
+class DataConfig:
+    """`data`: what is learned from."""
+
+    sources: list[SourceConfig] = field(default_factory=list)
+    """Training files, read one after another."""
+    validation: list[SourceConfig] = field(default_factory=list)
+    """Validation files; empty: `data.validation_fraction` is split off the training rows."""
+    validation_fraction: float = 0.05
+    """Fraction of the training rows, chosen by `run.seed`, kept for validation when `data.validation` is empty; 0 keeps none."""
+    max_length: int = 1024
+    """Longest conversation in tokens, prompt and answer together."""
+    too_long: TooLong = TooLong.drop
+    """drop: leave out and count; truncate: cut the beginning of the prompt (the answer stays whole, else the row is dropped); error: stop."""
+    on_bad_row: OnBadRow = OnBadRow.error
+    """error: stop at the first row that cannot be used, with file and line; skip: leave out, count and report them."""
+    max_samples: int = 0
+    """Use only the first so many rows of all sources together; 0 uses all."""
+    num_workers: int = 0
+    """Data-loader processes per rank; 0 loads in the training process."""
+
+
+@dataclass(kw_only=True, slots=True)
+class PrepareConfig:
+    """`prepare`: the tokenised store."""
+
+    dir: str = ".cache/toolkit"
+    """Folder for tokenised data and fitted tokenizers, shared by all ranks of a node; relative to the folder where the command was typed."""
+
+
+@dataclass(kw_only=True, slots=True)
+class BatchConfig:
+    """`batch`: samples per step. Gradient accumulation is derived: global_size / (micro_per_gpu x ranks)."""
+
+    global_size: int = 32
+    """Samples per optimizer step over all ranks."""
+    micro_per_gpu: int = 1
+    """Samples of one rank per forward pass."""
+
+
+@dataclass(kw_only=True, slots=True)
+class OptimConfig:
+    """`optim`: the optimizer."""
+
+    name: OptimizerName = OptimizerName.adamw
+    """adamw: decoupled weight decay; adam: weight decay added to the gradient."""
+    lr: float = 2e-5
+    """Peak learning rate."""
+    betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
+    """The two decay rates of Adam's moving averages."""
+    eps: float = 1e-8
+    """Term added to Adam's denominator."""
+    weight_decay: float = 0.0
+    """Weight decay, applied to every trained parameter."""
+    torch: bool = False
+    """true: PyTorch's own Adam; false: DeepSpeed's fused one (FusedAdam, or DeepSpeedCPUAdam when offloaded), which is compiled once at first use."""
+
+
+@dataclass(kw_only=True, slots=True)
+class ScheduleConfig:
+    """`schedule`: the learning rate over the steps. Equal to DeepSpeed's WarmupLR, WarmupDecayLR and WarmupCosineLR."""
+
+    name: ScheduleName = ScheduleName.cosine
+    """constant: stays at the peak; linear: falls to 0 at the last step; cosine: falls to `schedule.min_lr_ratio` of the peak."""
+    warmup_steps: int = 0
+    """Optimizer steps of warm-up; 0 starts at the peak."""
+    warmup_ratio: float = 0.0
+    """Warm-up as a fraction of all steps, rounded up; give this or `schedule.warmup_steps`."""
+    warmup_type: WarmupType = WarmupType.linear
+    """linear or log: how the learning rate rises during warm-up."""
+    min_lr_ratio: float = 0.0
+    """cosine: last learning rate as a fraction of the peak."""
+    warmup_min_ratio: float = 0.0
+    """First learning rate of the warm-up as a fraction of the peak."""
+
+
+@dataclass(kw_only=True, slots=True)
+class PrecisionConfig:
+    """`precision`: the arithmetic of the model. Gradients are reduced and the loss is summed in the same way for all."""
+
+    dtype: Dtype = Dtype.bf16
+    """fp32, bf16 or fp16. With bf16 and fp16 the optimizer keeps fp32 master weights."""
+    loss_scale: float = 0.0
+    """fp16: fixed loss scale; 0 scales dynamically."""
+    initial_scale_power: int = 16
+    """fp16: the dynamic loss scale starts at 2 to this power."""
+    loss_scale_window: int = 1000
+    """fp16: steps without overflow after which the dynamic scale doubles."""
+    hysteresis: int = 2
+    """fp16: overflows that are tolerated before the scale is halved."""
+    consecutive_hysteresis: bool = False
+    """fp16: refill the hysteresis after each step without overflow."""
+    min_loss_scale: int = 1
+    """fp16: smallest dynamic loss scale."""
+    auto_cast: bool = False
+    """fp16: cast floating-point inputs of the model to fp16; token ids are never cast."""
+
+
+@dataclass(kw_only=True, slots=True)
+class OffloadOptimizerConfig:
+    """`zero.offload_optimizer`: optimizer states (and their step) outside the GPU; stages 1, 2 and 3."""
+
+    device: Device = Device.none
+    """none, cpu, or nvme (stage 3 only)."""
+    nvme_path: str = ""
+    """Folder on the NVMe disk, made by you; needed with device=nvme."""
+    pin_memory: bool = True
+    """Page-locked host memory: faster, not swappable."""
+    buffer_count: int = 4
+    """nvme: number of buffers; at least the number of states per parameter (4 for Adam)."""
+    fast_init: bool = False
+    """nvme: faster start."""
+    pipeline_read: bool = False
+    """nvme: read the next tile while this one is computed."""
+    pipeline_write: bool = False
+    """nvme: write the last tile while this one is computed."""
+    ratio: float = 1.0
+    """cpu, stage 3: fraction of the parameters whose optimizer step runs on the CPU."""
+
+
+@dataclass(kw_only=True, slots=True)
+class OffloadParamConfig:
+    """`zero.offload_param`: parameters outside the GPU; stage 3 only."""
+
+    device: Device = Device.none
+    """none, cpu or nvme."""
+    nvme_path: str = ""
+    """Folder on the NVMe disk, made by you; needed with device=nvme."""
+    pin_memory: bool = True
+    """Page-locked host memory: faster, not swappable."""
+    buffer_count: int = 5
+    """nvme: number of buffers."""
+    buffer_size: int = 100000000
+    """nvme: elements per buffer; the largest parameter must fit."""
+    max_in_cpu: int = 1000000000
+    """nvme: elements that may stay in host memory."""
+
+
+@dataclass(kw_only=True, slots=True)
+class AioConfig:
+    """`zero.aio`: asynchronous input/output of NVMe offload."""
+
+    block_size: int = 1048576
+    """Bytes per request."""
+    queue_depth: int = 8
+    """Requests under way at once per thread."""
+    intra_op_parallelism: int = 1
+    """Threads per read or write."""
+    single_submit: bool = False
+    """Hand requests over one by one instead of in a batch."""
+    overlap_events: bool = True
+    """Hand over new requests while waiting for earlier ones."""
+    use_gds: bool = False
+    """NVIDIA GPUDirect Storage."""
+
+
+@dataclass(kw_only=True, slots=True)
+class ZeroConfig:
+    """`zero`: DeepSpeed's ZeRO, what is split over the ranks. Sizes are in elements, not bytes."""
+
+    stage: int = 2
+    """0: nothing; 1: optimizer states; 2: and gradients; 3: and parameters."""
+    contiguous_gradients: bool = True
+    """Stages 2, 3: copy gradients into one buffer as they appear, against fragmentation."""
+    overlap_comm: bool = False
+    """Overlap gradient reduction with the backward pass: faster on GPUs, needs 4.5 x reduce_bucket_size more memory."""
+    reduce_scatter: bool = True
+    """Stages 1, 2: average gradients with reduce-scatter instead of all-reduce."""
+    reduce_bucket_size: int = 500000000
+    """Elements that are reduced at once."""
+    allgather_partitions: bool = True
+    """Stages 1, 2: collect updated parameters with all-gather instead of broadcasts."""
+    allgather_bucket_size: int = 500000000
+    """Stages 1, 2: elements that are gathered at once."""
+    round_robin_gradients: bool = False
+    """Stages 1, 2 with CPU offload: spread the copying of gradients evenly over the ranks."""
+    sub_group_size: int = 1000000000
+    """Stage 3: elements of one optimizer tile."""
+    stage3_prefetch_bucket_size: int = 50000000
+    """Stage 3: elements fetched ahead of their use."""
+    stage3_param_persistence_threshold: int = 100000
+    """Stage 3: parameters smaller than this stay whole on every rank."""
+    stage3_max_live_parameters: int = 1000000000
+    """Stage 3: elements that may be gathered at once on one rank."""
+    stage3_max_reuse_distance: int = 1000000000
+    """Stage 3: keep a gathered parameter if it is used again within so many elements."""
+    stage3_gather_16bit_weights_on_model_save: bool = False
+    """Stage 3: for other programs that call DeepSpeed's save_16bit_model; our own export gathers in any case."""
+    offload_optimizer: OffloadOptimizerConfig = field(default_factory=OffloadOptimizerConfig)
+    """Optimizer states outside the GPU."""
+    offload_param: OffloadParamConfig = field(default_factory=OffloadParamConfig)
+    """Parameters outside the GPU."""
+    aio: AioConfig = field(default_factory=AioConfig)
+    """Disk access of NVMe offload."""
+
+
+@dataclass(kw_only=True, slots=True)
+class ActivationCheckpointingConfig:
+    """`train.activation_checkpointing`: recompute activations in the backward pass instead of keeping them."""
+
+    enabled: bool = False
+    """Recompute each decoder layer; keeps one hidden state per layer."""
+    partition_activations: bool = False
+    """Split the kept hidden states over model-parallel ranks; without model parallelism it has no effect."""
+    cpu_checkpointing: bool = False
+    """Keep the hidden states in host memory; no effect on CPU ranks."""
+    contiguous_memory_optimization: bool = False
+    """Copy the kept hidden states into one buffer; needs partition_activations and number_checkpoints."""
+    number_checkpoints: int = 0
+    """Number of kept hidden states (the number of layers); 0 leaves it out; needed with contiguous_memory_optimization."""
+    synchronize_checkpoint_boundary: bool = False
+    """Synchronise the device at each layer's beginning and end."""
+    profile: bool = False
+    """Log forward and backward time of each checkpointed layer."""
+
+
+@dataclass(kw_only=True, slots=True)
+class TrainConfig:
+    """`train`: how long, and what each step does beside the arithmetic."""
+
+    epochs: int = 1
+    """Passes over the training data; unused when `train.max_steps` is given."""
+    max_steps: int = 0
+    """Optimizer steps; 0 trains `train.epochs` epochs."""
+    gradient_clipping: float = 1.0
+    """Largest norm of the whole gradient; 0 does not clip."""
+    log_every: int = 10
+    """Steps between two log lines; each step is in metrics.jsonl that is a multiple of it, and the first and last."""
+    max_skipped_steps: int = 20
+    """Stop (exit code 70) when so many steps in a row were skipped for overflow or a loss that is no number."""
+    activation_checkpointing: ActivationCheckpointingConfig = field(default_factory=ActivationCheckpointingConfig)
+    """Trade computation for memory."""
+
+
+@dataclass(kw_only=True, slots=True)
+class CheckpointConfig:
+    """`checkpoint`: what is kept on disk."""
+
+    every: int = 0
+    """Steps between two checkpoints; 0 saves at the end only."""
+    keep: int = 2
+    """Newest checkpoints kept; 0 keeps all. An older one is deleted only after its successor is complete."""
+    at_end: bool = True
+    """Save a checkpoint after the last step."""
+    export: bool = True
+    """Write the trained model in transformers' layout (safetensors) to export/ at the end."""
+
+
+@dataclass(kw_only=True, slots=True)
+class EvaluateConfig:
+    """`evaluate`: loss and perplexity on the validation split, exact over all its tokens."""
+
+    every: int = 0
+    """Steps between two evaluations; 0 evaluates at the end only."""
+    at_start: bool = True
+    """Evaluate before the first step too."""
+    ngram_baselines: bool = False
+    """Print the loss of a unigram and a bigram model fitted to the training split, for comparison."""
+    prompts: list[str] = field(default_factory=list)
+    """Questions that the model answers at the end (greedy); shown and written to samples.jsonl."""
+    max_new_tokens: int = 64
+    """Longest such answer in tokens."""
+
+
+@dataclass(kw_only=True, slots=True)
+class TensorboardConfig:
+    """`track.tensorboard`: DeepSpeed's own TensorBoard monitor."""
+
+    enabled: bool = False
+    """Write events; needs the package tensorboard."""
+    output_path: str = ""
+    """Folder for the events; "" lets DeepSpeed choose."""
+    job_name: str = "DeepSpeedJobName"
+    """Name of the folder below output_path."""
+
+
+@dataclass(kw_only=True, slots=True)
+class CsvConfig:
+    """`track.csv`: DeepSpeed's own CSV monitor."""
+
+    enabled: bool = False
+    """Write CSV files."""
+    output_path: str = ""
+    """Folder for the files; "" lets DeepSpeed choose."""
+    job_name: str = "DeepSpeedJobName"
+    """Name of the folder below output_path."""
+
+
+@dataclass(kw_only=True, slots=True)
+class WandbConfig:
+    """`track.wandb`: DeepSpeed's own Weights & Biases monitor. Its key comes from the environment, never from here."""
+
+    enabled: bool = False
+    """Send metrics; needs the package wandb and a login."""
+    group: str = ""
+    """Group of runs; "" none."""
+    team: str = ""
+    """Team; "" none."""
+    project: str = "deepspeed"
+    """Project."""
+
+
+@dataclass(kw_only=True, slots=True)
+class TrackConfig:
+    """`track`: DeepSpeed's monitors, beside metrics.jsonl, which is always written."""
+
+    tensorboard: TensorboardConfig = field(default_factory=TensorboardConfig)
+    """TensorBoard."""
+    csv: CsvConfig = field(default_factory=CsvConfig)
+    """CSV files."""
+    wandb: WandbConfig = field(default_factory=WandbConfig)
+    """Weights & Biases."""
+
+
+@dataclass(kw_only=True, slots=True)
+class FlopsProfilerConfig:
+    """`profile.flops`: DeepSpeed's flops profiler."""
+
+    enabled: bool = False
+    """Profile one step."""
+    profile_step: int = 1
+    """The step that is profiled."""
+    module_depth: int = -1
+    """Depth of modules in the table; -1 the innermost."""
+    top_modules: int = 1
+    """Modules shown per depth."""
+    detailed: bool = True
+    """Print the whole model's table."""
+    output_file: str = ""
+    """File for the table; "" prints it."""
+
+
+@dataclass(kw_only=True, slots=True)
+class CommsLoggerConfig:
+    """`profile.comms`: DeepSpeed's log of collectives."""
+
+    enabled: bool = False
+    """Log collectives."""
+    verbose: bool = False
+    """Print each call."""
+    prof_all: bool = True
+    """Log every operation; false: only `prof_ops`."""
+    prof_ops: list[str] = field(default_factory=list)
+    """Operations that are logged when prof_all is false, for example all_reduce."""
+    debug: bool = False
+    """Name the calling function beside each operation."""
+
+
+@dataclass(kw_only=True, slots=True)
+class ProfileConfig:
+    """`profile`: DeepSpeed's measuring tools; they cost time."""
+
+    wall_clock_breakdown: bool = False
+    """Time forward, backward and step; synchronises the device."""
+    memory_breakdown: bool = False
+    """Log memory at several points of a step."""
+    dump_state: bool = False
+    """Print DeepSpeed's state at start."""
+    flops: FlopsProfilerConfig = field(default_factory=FlopsProfilerConfig)
+    """Flops profiler."""
+    comms: CommsLoggerConfig = field(default_factory=CommsLoggerConfig)
+    """Communication logging."""
+
+
+@dataclass(kw_only=True, slots=True)
+class LaunchConfig:
+    """`launch`: what the launcher is expected to have started."""
+
+    num_nodes: int = 0
+    """Machines that must take part; a run on fewer or more is refused; 0 takes what the launcher gives."""
+
+
+@dataclass(kw_only=True, slots=True)
+class DistributedConfig:
+    """`distributed`: how ranks talk to each other."""
+
+    backend: Backend = Backend.auto
+    """auto: nccl on NVIDIA GPUs, gloo on CPUs."""
+    interface: str = ""
+    """Network interface of the collectives, for example eth0 (sets NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME); "" lets the library choose."""
+    timeout_s: int = 1800
+    """Seconds after which a collective that does not finish ends the run."""
+    cpu_shared_memory: bool = False
+    """CPU ranks: compile and use DeepSpeed's shared-memory all-reduce (1-3 minutes once, 66 MiB of /dev/shm per rank)."""
+
+
+@dataclass(kw_only=True, slots=True)
+class RunConfig:
+    """A whole run. Everything below `toolkit/config/` hands this over; no other part sees Hydra or YAML."""
+
+    recipe: str = ""
+    """Name of the recipe, set by the loader."""
+    language: str = ""
+    """Language of messages: en or zh; "" takes the locale's."""
+    deepspeed_json: str = ""
+    """A DeepSpeed JSON of your own that replaces the recipe's DeepSpeed settings; "auto" in it takes the recipe's value."""
+    run: RunFolderConfig = field(default_factory=RunFolderConfig)
+    """Name, place and seed."""
+    model: ModelConfig = field(default_factory=ModelConfig)
+    """What is trained."""
+    tuning: TuningConfig = field(default_factory=TuningConfig)
+    """Which parameters are trained."""
+    data: DataConfig = field(default_factory=DataConfig)
+    """What is learned from."""
+    prepare: PrepareConfig = field(default_factory=PrepareConfig)
+    """The tokenised store."""
+    batch: BatchConfig = field(default_factory=BatchConfig)
+    """Samples per step."""
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    """Optimizer."""
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    """Learning rate over the steps."""
+    precision: PrecisionConfig = field(default_factory=PrecisionConfig)
+    """Arithmetic of the model."""
+    zero: ZeroConfig = field(default_factory=ZeroConfig)
+    """What is split over the ranks."""
+    train: TrainConfig = field(default_factory=TrainConfig)
+    """How long, and how."""
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    """What is kept on disk."""
+    evaluate: EvaluateConfig = field(default_factory=EvaluateConfig)
+    """Validation."""
+    track: TrackConfig = field(default_factory=TrackConfig)
+    """Monitors."""
+    profile: ProfileConfig = field(default_factory=ProfileConfig)
+    """Measuring tools."""
+    launch: LaunchConfig = field(default_factory=LaunchConfig)
+    """Expectations of the launcher."""
+    distributed: DistributedConfig = field(default_factory=DistributedConfig)
+    """Collectives."""
+    ds_extra: dict[str, Any] = field(default_factory=dict)
+    """Further DeepSpeed keys, nested as in its JSON; unknown names and keys that a section above owns are refused."""

@@ -1,0 +1,70 @@
+"""One error, told once: the first rank that fails says why, the others end quietly within seconds.
+
+The first to create the marker FAILED in the run folder is the one that speaks. The others notice the marker, either
+when their own collective breaks or through a thread that looks for it (a rank inside a collective runs no Python).
+"""
+
+import os
+import socket
+import threading
+import time
+from pathlib import Path
+
+_marker: Path | None = None
+_is_mine = False
+_over = threading.Event()
+
+CHECK_EVERY_S = 0.5
+GRACE_S = 2.0
+
+
+def watch(folder: Path) -> None:
+    """From now on this process ends itself soon after another rank has put FAILED into `folder`."""
+    global _marker
+    first, _marker = _marker is None, folder / "FAILED"
+    if not first:
+        return
+    threading.Thread(target=_wait_for_marker, name="failure-watch", daemon=True).start()
+
+
+def is_watching() -> bool:
+    """Return whether `watch` has been called: from then on the marker decides who speaks."""
+    return _marker is not None
+
+
+def announce(rank: int, text: str) -> bool:
+    """Claim the failure.
+
+    Args:
+        rank: this rank.
+        text: what went wrong, for the marker.
+
+    Returns:
+        True if this rank was the first and should tell the user; False if another rank has already spoken.
+    """
+    global _is_mine
+    if _marker is None:
+        return True
+    try:
+        handle = os.open(_marker, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+    except FileExistsError:
+        return _is_mine
+    except OSError:
+        return True  # the folder is gone or full: better told twice than not at all
+    _is_mine = True
+    with os.fdopen(handle, "w", encoding="utf-8") as file:
+        file.write(f"rank {rank} on {socket.gethostname()} (pid {os.getpid()})\n{text}\n")
+    return True
+
+
+def end_watch() -> None:
+    """The run is over: no more looking."""
+    _over.set()
+
+
+def _wait_for_marker() -> None:
+    while not _over.wait(CHECK_EVERY_S):
+        if _marker is not None and _marker.exists() and not _is_mine:
+            time.sleep(GRACE_S)  # let this rank's own unwinding finish if it can
+            if not _over.is_set():
+                os._exit(1)

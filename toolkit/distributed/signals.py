@@ -1,0 +1,55 @@
+"""SIGINT and SIGTERM: noted at once, acted on by all ranks together at the next step boundary.
+
+Launchers signal ranks one by one, DeepSpeed's up to 30 s apart, so a rank must never act on a signal alone: its peers
+would wait for it in a collective. The flag rides on the sum that each step needs anyway.
+"""
+
+import os
+import signal
+from types import FrameType
+
+from toolkit.errors import Stopped
+from toolkit.messages import tr
+
+_received = ""
+_deferred = False
+
+
+def install() -> None:
+    """Catch SIGINT and SIGTERM. Before `defer` they end this process; afterwards they only raise the flag."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, _handle)
+
+
+def defer() -> None:
+    """From now on (the training loop) a signal only raises the flag, which the loop looks at."""
+    global _deferred
+    _deferred = True
+
+
+def act_at_once() -> None:
+    """From now on (after the loop) a signal ends this process again."""
+    global _deferred
+    _deferred = False
+
+
+def received() -> str:
+    """Return the name of the signal that has come, or ""."""
+    return _received
+
+
+def _handle(number: int, frame: FrameType | None) -> None:
+    global _received
+    again = bool(_received)
+    _received = signal.Signals(number).name
+    if not _deferred:
+        if again:
+            # The first one is already unwinding; the launcher's SIGTERM after a Ctrl-C must not disturb that.
+            return
+        raise Stopped(
+            tr(
+                "stopped by {signal} outside of training steps (pid {pid}): nothing was saved by this process.",
+                signal=_received,
+                pid=os.getpid(),
+            )
+        )

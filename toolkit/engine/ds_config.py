@@ -1,0 +1,335 @@
+"""A run's DeepSpeed JSON, and for each of its values where it comes from. Pure: imports neither torch nor deepspeed.
+
+Two dictionaries say which key of the schema owns which DeepSpeed key: `SAME` for values that pass unchanged,
+`DERIVED` for the others. Import (ds_import) reads the same tables backwards, so both directions cannot drift apart.
+"""
+
+import json
+import math
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from toolkit.config.checks import accumulation
+from toolkit.config.schema import (
+    ActivationCheckpointingConfig,
+    AioConfig,
+    CommsLoggerConfig,
+    CsvConfig,
+    Device,
+    Dtype,
+    FlopsProfilerConfig,
+    OffloadOptimizerConfig,
+    OffloadParamConfig,
+    OptimizerName,
+    PrecisionConfig,
+    RunConfig,
+    ScheduleName,
+    TensorboardConfig,
+    WandbConfig,
+    ZeroConfig,
+)
+from toolkit.engine.ds_names import check_extra
+from toolkit.messages import tr
+
+STAGE3_ONLY = (
+    "sub_group_size",
+    "stage3_prefetch_bucket_size",
+    "stage3_param_persistence_threshold",
+    "stage3_max_live_parameters",
+    "stage3_max_reuse_distance",
+    "stage3_gather_16bit_weights_on_model_save",
+)
+# DeepSpeed prints its own progress line every so many steps, and its default was 10 in older versions.
+SILENT = 2_000_000_000
+
+
+def _names(kind: type, *without: str) -> tuple[str, ...]:
+    return tuple(item.name for item in fields(kind) if item.name not in without)
+
+
+# DeepSpeed section -> (schema section, the names that both share)
+SECTIONS: dict[str, tuple[str, tuple[str, ...]]] = {
+    "zero_optimization": ("zero", _names(ZeroConfig, "offload_optimizer", "offload_param", "aio")),
+    "zero_optimization.offload_optimizer": ("zero.offload_optimizer", _names(OffloadOptimizerConfig)),
+    "zero_optimization.offload_param": ("zero.offload_param", _names(OffloadParamConfig)),
+    "aio": ("zero.aio", _names(AioConfig)),
+    "fp16": ("precision", _names(PrecisionConfig, "dtype")),
+    "optimizer.params": ("optim", ("lr", "betas", "eps", "weight_decay")),
+    "activation_checkpointing": ("train.activation_checkpointing", _names(ActivationCheckpointingConfig, "enabled")),
+    "tensorboard": ("track.tensorboard", _names(TensorboardConfig)),
+    "csv_monitor": ("track.csv", _names(CsvConfig)),
+    "wandb": ("track.wandb", _names(WandbConfig)),
+    "flops_profiler": ("profile.flops", _names(FlopsProfilerConfig)),
+    "comms_logger": ("profile.comms", _names(CommsLoggerConfig)),
+}
+SAME: dict[str, str] = {
+    "train_batch_size": "batch.global_size",
+    "train_micro_batch_size_per_gpu": "batch.micro_per_gpu",
+    "gradient_clipping": "train.gradient_clipping",
+    "wall_clock_breakdown": "profile.wall_clock_breakdown",
+    "memory_breakdown": "profile.memory_breakdown",
+    "dump_state": "profile.dump_state",
+    "optimizer.params.torch_adam": "optim.torch",
+} | {f"{theirs}.{name}": f"{ours}.{name}" for theirs, (ours, names) in SECTIONS.items() for name in names}
+DERIVED: dict[str, str] = {
+    "gradient_accumulation_steps": "batch.global_size",
+    "fp16.enabled": "precision.dtype",
+    "bf16.enabled": "precision.dtype",
+    "optimizer.type": "optim.name",
+    "optimizer.params.adam_w_mode": "optim.name",
+    "scheduler.type": "schedule.name",
+    "scheduler.params.warmup_min_lr": "schedule.warmup_min_ratio",
+    "scheduler.params.warmup_max_lr": "optim.lr",
+    "scheduler.params.warmup_num_steps": "schedule.warmup_steps",
+    "scheduler.params.warmup_type": "schedule.warmup_type",
+    "scheduler.params.total_num_steps": "train.max_steps",
+    "scheduler.params.warmup_min_ratio": "schedule.warmup_min_ratio",
+    "scheduler.params.cos_min_ratio": "schedule.min_lr_ratio",
+}
+OWNED: dict[str, str] = SAME | DERIVED
+
+
+@dataclass(kw_only=True, slots=True)
+class DsConfig:
+    """What DeepSpeed receives, and why."""
+
+    values: dict[str, Any] = field(default_factory=dict)
+    """The nested dictionary: JSON-able, nothing left to DeepSpeed's defaults, no "auto", no null."""
+    why: dict[str, str] = field(default_factory=dict)
+    """Dotted DeepSpeed key -> the schema key that holds the value, or "= formula"."""
+    missing: list[str] = field(default_factory=list)
+    """Sentences about what this JSON cannot say to another program; our own training does it all the same."""
+
+    def put(self, key: str, value: Any, why: str) -> None:
+        """Set a dotted DeepSpeed key."""
+        section = self.values
+        *parents, name = key.split(".")
+        for parent in parents:
+            section = section.setdefault(parent, {})
+        section[name] = value
+        self.why[key] = why
+
+
+def read_key(cfg: RunConfig, key: str) -> Any:
+    """Return the value of a dotted schema key, with enums as their plain strings."""
+    value: Any = cfg
+    for name in key.split("."):
+        value = getattr(value, name)
+    return getattr(value, "value", list(value) if isinstance(value, list) else value)
+
+
+def warmup_steps(cfg: RunConfig, total_steps: int) -> int:
+    """Return the optimizer steps of warm-up: `schedule.warmup_steps`, or `schedule.warmup_ratio` of all, rounded up."""
+    if cfg.schedule.warmup_ratio:
+        # 0.07 x 100 is 7.000000000000001 in floating point: that is 7 steps, not 8.
+        return math.ceil(round(cfg.schedule.warmup_ratio * total_steps, 6))
+    return cfg.schedule.warmup_steps
+
+
+def build_ds_config(cfg: RunConfig, world_size: int, total_steps: int | None = None) -> DsConfig:
+    """Write a run's settings as DeepSpeed's JSON.
+
+    Args:
+        cfg: the run.
+        world_size: ranks over all nodes.
+        total_steps: optimizer steps of the whole run; None takes `train.max_steps`, and where that is 0 too and the
+            scheduler depends on it, the scheduler section is left out and `missing` says so.
+
+    Raises:
+        ConfigError: the batch cannot be divided, or ds_extra holds an unknown or owned key.
+    """
+    check_extra(cfg.ds_extra, OWNED)
+    ds = DsConfig()
+    _batch(ds, cfg, world_size)
+    _precision(ds, cfg)
+    _zero(ds, cfg)
+    _optimizer(ds, cfg)
+    _scheduler(ds, cfg, total_steps or cfg.train.max_steps or None)
+    if cfg.train.activation_checkpointing.enabled:
+        _copy(ds, cfg, "activation_checkpointing")
+        # 0 stands for DeepSpeed's null; it is read only with contiguous_memory_optimization.
+        _drop(ds, "activation_checkpointing.number_checkpoints", 0)
+    _observers(ds, cfg)
+    for key, value in leaves(cfg.ds_extra):
+        ds.put(key, value, f"ds_extra.{key}")
+    return ds
+
+
+def leaves(section: dict[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
+    """Return (dotted key, value) of everything below `section` that is no non-empty dictionary."""
+    found: list[tuple[str, Any]] = []
+    for name, value in section.items():
+        if isinstance(value, dict) and value:
+            found += leaves(value, f"{prefix}{name}.")
+        else:
+            found.append((prefix + name, value))
+    return found
+
+
+def explain(ds: DsConfig, where: dict[str, str]) -> str:
+    """Return a table: each DeepSpeed key, its value, the schema key or formula and the place that set it.
+
+    Args:
+        ds: from build_ds_config.
+        where: schema key -> "file:line" or "command line", from config.load.
+    """
+    rows = []
+    for key, value in leaves(ds.values):
+        why = ds.why[key]
+        rows.append((key, json.dumps(value), why if why.startswith("=") else f"{why}  ({_place(why, where)})"))
+    widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
+    return "\n".join(f"{key:<{widths[0]}}  {value:<{widths[1]}}  {why}" for key, value, why in rows)
+
+
+def _place(key: str, where: dict[str, str]) -> str:
+    while key:
+        if key in where:
+            return where[key]
+        key = key.rpartition(".")[0]
+    return tr("schema default")
+
+
+def _same(ds: DsConfig, cfg: RunConfig, *keys: str) -> None:
+    for key in keys:
+        ds.put(key, read_key(cfg, SAME[key]), SAME[key])
+
+
+def _copy(ds: DsConfig, cfg: RunConfig, section: str, *without: str) -> None:
+    _same(ds, cfg, *(f"{section}.{name}" for name in SECTIONS[section][1] if name not in without))
+
+
+def _drop(ds: DsConfig, key: str, unset: object) -> None:
+    """Take a key out again when its value is the schema's word for "not given"."""
+    *parents, name = key.split(".")
+    section = ds.values
+    for parent in parents:
+        section = section[parent]
+    if section[name] == unset:
+        del section[name], ds.why[key]
+
+
+def _batch(ds: DsConfig, cfg: RunConfig, world_size: int) -> None:
+    _same(ds, cfg, "train_batch_size", "train_micro_batch_size_per_gpu")
+    ds.put(
+        "gradient_accumulation_steps",
+        accumulation(cfg, world_size),
+        f"= batch.global_size {cfg.batch.global_size} / "
+        f"(batch.micro_per_gpu {cfg.batch.micro_per_gpu} x {world_size} ranks)",
+    )
+    # Always written: what DeepSpeed does without it changed from no clipping to 1.0 in 2026.
+    ds.put("gradient_clipping", float(cfg.train.gradient_clipping), "train.gradient_clipping")
+    ds.put("steps_per_print", SILENT, f"= {SILENT}: DeepSpeed's own progress lines are off, see train.log_every")
+
+
+def _precision(ds: DsConfig, cfg: RunConfig) -> None:
+    dtype = cfg.precision.dtype
+    ds.put("fp16.enabled", dtype is Dtype.fp16, "precision.dtype")
+    ds.put("bf16.enabled", dtype is Dtype.bf16, "precision.dtype")
+    if dtype is Dtype.fp16:
+        _copy(ds, cfg, "fp16")
+    ds.put("data_types.grad_accum_dtype", *_accumulation_dtype(cfg))
+
+
+def _accumulation_dtype(cfg: RunConfig) -> tuple[str, str]:
+    """Return the type in which micro-batches' gradients are added up, and why (read in DeepSpeed 0.19.8).
+
+    bf16 keeps 8 bits, so sums over many micro-batches lose the small ones; fp32 is right wherever DeepSpeed can:
+    stages 1 (it then takes its BF16_Optimizer), 2 and 3. Stage 0 raises "unsupported mix" unless both types agree.
+    Stages 1 and 2 with an offloaded optimizer add up in host buffers of the model's type, whatever is asked here.
+    fp16 gradients are scaled against loss of small values and checked for overflow, and stay fp16.
+    """
+    dtype, stage = cfg.precision.dtype, cfg.zero.stage
+    offloaded = cfg.zero.offload_optimizer.device is not Device.none
+    if dtype is Dtype.bf16 and (stage == 3 or (stage in (1, 2) and not offloaded)):
+        return ("fp32", f"= fp32: bf16 sums lose small gradients, and stage {stage} can add up in fp32")
+    return (dtype.value, f"= precision.dtype {dtype.value}: stage {stage} adds up in the model's own type")
+
+
+def _zero(ds: DsConfig, cfg: RunConfig) -> None:
+    zero = cfg.zero
+    if zero.stage == 0:
+        _same(ds, cfg, "zero_optimization.stage")
+        return
+    _copy(ds, cfg, "zero_optimization", *(() if zero.stage == 3 else STAGE3_ONLY))
+    for name, offload in (("offload_optimizer", zero.offload_optimizer), ("offload_param", zero.offload_param)):
+        if offload.device is not Device.none:
+            _copy(ds, cfg, f"zero_optimization.{name}", *(() if offload.device is Device.nvme else ("nvme_path",)))
+    if Device.nvme in (zero.offload_optimizer.device, zero.offload_param.device):
+        _copy(ds, cfg, "aio")
+
+
+def _optimizer(ds: DsConfig, cfg: RunConfig) -> None:
+    adamw = cfg.optim.name is OptimizerName.adamw
+    ds.put("optimizer.type", "AdamW" if adamw else "Adam", "optim.name")
+    _copy(ds, cfg, "optimizer.params")
+    # DeepSpeed reads type "Adam" as AdamW unless adam_w_mode is false.
+    ds.put("optimizer.params.adam_w_mode", adamw, "optim.name")
+    # No zero_force_ds_cpu_optimizer or zero_allow_untested_optimizer is needed: the first concerns optimizers handed
+    # to deepspeed.initialize as objects, and torch's Adam is on DeepSpeed's list of tested ones, offloaded too.
+    _same(ds, cfg, "optimizer.params.torch_adam")
+
+
+def _scheduler(ds: DsConfig, cfg: RunConfig, total_steps: int | None) -> None:
+    """Name DeepSpeed's scheduler that is equal to ours (train/schedule.py), or say that there is none."""
+    schedule = cfg.schedule
+    constant = schedule.name is ScheduleName.constant
+    if total_steps is None and (not constant or schedule.warmup_ratio):
+        ds.missing.append(
+            tr(
+                "The scheduler is left out, because it depends on the number of steps, which comes from the data: "
+                "give train.max_steps to have it in the file."
+            )
+        )
+        return
+    steps = warmup_steps(cfg, total_steps or 0)
+    if steps == 0:
+        if not constant:  # Without warm-up a constant rate needs no scheduler.
+            ds.missing.append(
+                tr(
+                    "The scheduler is left out: schedule.name = {name} without warm-up has no equal in DeepSpeed, "
+                    "whose schedulers warm up for at least 2 steps. A plain deepspeed.initialize keeps the learning "
+                    "rate constant.",
+                    name=schedule.name.value,
+                )
+            )
+        return
+    _named_scheduler(ds, cfg, steps, total_steps)
+
+
+def _named_scheduler(ds: DsConfig, cfg: RunConfig, steps: int, total_steps: int | None) -> None:
+    schedule, params = cfg.schedule, "scheduler.params."
+    names = {
+        ScheduleName.constant: "WarmupLR",
+        ScheduleName.linear: "WarmupDecayLR",
+        ScheduleName.cosine: "WarmupCosineLR",
+    }
+    ds.put("scheduler.type", names[schedule.name], "schedule.name")
+    if schedule.name is ScheduleName.cosine:
+        ds.put(params + "warmup_min_ratio", schedule.warmup_min_ratio, "schedule.warmup_min_ratio")
+        ds.put(params + "cos_min_ratio", schedule.min_lr_ratio, "schedule.min_lr_ratio")
+    else:
+        ds.put(
+            params + "warmup_min_lr",
+            schedule.warmup_min_ratio * cfg.optim.lr,
+            f"= schedule.warmup_min_ratio {schedule.warmup_min_ratio} x optim.lr {cfg.optim.lr}",
+        )
+        ds.put(params + "warmup_max_lr", cfg.optim.lr, "optim.lr")
+    ratio = f"= schedule.warmup_ratio {schedule.warmup_ratio} x {total_steps} steps, rounded up"
+    ds.put(params + "warmup_num_steps", steps, ratio if schedule.warmup_ratio else "schedule.warmup_steps")
+    ds.put(params + "warmup_type", schedule.warmup_type.value, "schedule.warmup_type")
+    if schedule.name is not ScheduleName.constant:
+        given = total_steps == cfg.train.max_steps
+        why = "train.max_steps" if given else f"= train.epochs {cfg.train.epochs} x steps of one pass over the data"
+        ds.put(params + "total_num_steps", total_steps, why)
+
+
+def _observers(ds: DsConfig, cfg: RunConfig) -> None:
+    """Monitors and measuring tools; a section that is off says only so."""
+    for section in ("tensorboard", "csv_monitor", "wandb", "flops_profiler", "comms_logger"):
+        if read_key(cfg, f"{SECTIONS[section][0]}.enabled"):
+            _copy(ds, cfg, section)
+    for key in ("wandb.group", "wandb.team", "flops_profiler.output_file"):
+        section, name = key.split(".")
+        if name in ds.values.get(section, {}):
+            _drop(ds, key, "")
+    _same(ds, cfg, "wall_clock_breakdown", "memory_breakdown", "dump_state")

@@ -1,0 +1,148 @@
+"""Somebody's DeepSpeed JSON, taken instead of the recipe's DeepSpeed settings.
+
+Each value is translated to the schema's key; what the schema does not own goes to ds_extra. At the end the JSON that
+the result makes is held against the file, so a setting is either kept, or a note says what became of it.
+"""
+
+from typing import Any
+
+from toolkit.config.load import Loaded, replace
+from toolkit.config.schema import RunConfig
+from toolkit.engine.ds_config import OWNED, SAME, build_ds_config, leaves, read_key
+from toolkit.engine.ds_json import read_json
+from toolkit.engine.ds_translate import (
+    Translation,
+    equal,
+    translate_activation_checkpointing,
+    translate_batch,
+    translate_optimizer,
+    translate_precision,
+    translate_scheduler,
+    translate_steps_per_print,
+)
+from toolkit.errors import ConfigError
+from toolkit.messages import tr
+
+# DeepSpeed's own Adam where the file is silent; the schema's defaults differ.
+ADAM_DEFAULTS: dict[str, Any] = {
+    "optimizer.params.betas": [0.9, 0.999],
+    "optimizer.params.eps": 1e-8,
+    "optimizer.params.weight_decay": 0.0,
+    "optimizer.params.torch_adam": False,
+}
+
+
+def import_json(path: str, loaded: Loaded, world_size: int | None) -> tuple[Loaded, list[str]]:
+    """Translate a DeepSpeed JSON into the run's settings.
+
+    Args:
+        path: the JSON file.
+        loaded: the recipe.
+        world_size: ranks over all nodes; None when unknown.
+
+    Returns:
+        The settings with the file's values in them, and notes: what "auto" became, what has no effect, what is renamed.
+
+    Raises:
+        ConfigError: the file cannot be read or names unknown keys, has no counterpart here, or contradicts the recipe.
+    """
+    values, where = read_json(path)
+    task = Translation(path=path, loaded=loaded, world_size=world_size, given=dict(leaves(values)), where=where)
+    _defaults(task, values)
+    for key in task.given:
+        if task.has(key) and key in SAME and key not in ("train_batch_size", "train_micro_batch_size_per_gpu"):
+            task.take(SAME[key], task.given[key], key)
+    translate_batch(task)
+    translate_precision(task)
+    translate_optimizer(task)
+    translate_scheduler(task)
+    translate_activation_checkpointing(task, values)
+    translate_steps_per_print(task)
+    if task.contradictions:
+        raise ConfigError("\n".join(task.contradictions))
+    extra = _extra(task)
+    result = replace(loaded, task.taken | ({"ds_extra": (extra, path)} if extra else {}))
+    return result, task.notes + _compare(task, result)
+
+
+def _defaults(task: Translation, values: dict[str, Any]) -> None:
+    """Where the file is silent, DeepSpeed's own defaults hold, except for keys that the recipe sets explicitly."""
+    plain, stage = RunConfig(), task.given.get("zero_optimization.stage", 0)
+    silent = {key: read_key(plain, ours) for key, ours in SAME.items() if ours.startswith(("zero.", "precision."))}
+    silent |= {"zero_optimization.stage": 0, "zero_optimization.overlap_comm": stage == 3}
+    if "optimizer" in values:
+        silent |= ADAM_DEFAULTS
+    changed = []
+    for key, value in silent.items():
+        ours = SAME[key]
+        if key in task.given or ours in task.loaded.explicit or read_key(task.loaded.cfg, ours) == value:
+            continue
+        changed.append(f"{ours} = {value}")
+        task.taken[ours] = (value, task.path)
+    if changed:
+        task.notes.append(
+            tr(
+                "{path}: what it does not name is as in DeepSpeed: {changed}.",
+                path=task.path,
+                changed=", ".join(changed),
+            )
+        )
+    for key, schema_key in (("gradient_clipping", "train.gradient_clipping"), ("scheduler", "schedule.name")):
+        if key not in values:
+            task.notes.append(
+                tr(
+                    "{path}: {key} is not given; used is {schema} = {value} ({origin}).",
+                    path=task.path,
+                    key=key,
+                    schema=schema_key,
+                    value=read_key(task.loaded.cfg, schema_key),
+                    origin=task.origin(schema_key),
+                )
+            )
+
+
+def _extra(task: Translation) -> dict[str, Any]:
+    """Return the recipe's ds_extra with everything of the file that the schema does not own."""
+    merged: dict[str, Any] = {}
+    foreign = {key: value for key, value in task.given.items() if key not in OWNED and key != "steps_per_print"}
+    for key, value in (dict(leaves(task.loaded.cfg.ds_extra)) | foreign).items():
+        if value == "auto":
+            raise task.fail(key, tr('{key}: no setting of the recipe can replace "auto". Write a value.', key=key))
+        if value == {}:
+            continue
+        *parents, name = key.split(".")
+        section = merged
+        for parent in parents:
+            section = section.setdefault(parent, {})
+        section[name] = value
+    return merged
+
+
+def _compare(task: Translation, result: Loaded) -> list[str]:
+    """Hold the JSON that the result makes against the file; say what "auto" became and what falls away."""
+    ranks = task.world_size or max(1, result.cfg.batch.global_size // result.cfg.batch.micro_per_gpu)
+    made = dict(leaves(build_ds_config(result.cfg, ranks).values))
+    notes = []
+    for key, value in task.given.items():
+        if value == {} or key in task.noted or (key == "gradient_accumulation_steps" and task.world_size is None):
+            continue
+        schema_key = OWNED.get(key, f"ds_extra.{key}")
+        if value == "auto":
+            shown = made.get(key, read_key(result.cfg, schema_key))
+            if schema_key == "train.max_steps" and not shown:
+                shown = tr("as many as the data gives")
+            notes.append(
+                tr(
+                    "{place}: {key}: auto -> {value} ({schema}, {origin})",
+                    place=task.place(key),
+                    key=key,
+                    value=shown,
+                    schema=schema_key,
+                    origin=task.origin(schema_key),
+                )
+            )
+        elif key not in made and key in OWNED:
+            notes.append(tr("{place}: {key} has no effect beside the other settings.", place=task.place(key), key=key))
+        elif not equal(made.get(key), value):
+            raise AssertionError(f"{task.place(key)}: {key} = {value!r} became {made.get(key)!r}")
+    return notes

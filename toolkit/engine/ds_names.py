@@ -1,0 +1,86 @@
+"""Which names DeepSpeed knows. It accepts many others in silence, so they are refused here, with the right one."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from toolkit.config.suggest import nearest
+from toolkit.engine.ds_keys import KEYS, REMOVED, RENAMED
+from toolkit.errors import ConfigError
+from toolkit.messages import tr
+
+# Names that people write and that DeepSpeed never had at that place, or refuses there.
+ELSEWHERE = {
+    "optimizer.params.max_grad_norm": "gradient_clipping",
+    "optimizer.params.learning_rate": "optimizer.params.lr",
+}
+
+
+def dotted_keys(tree: dict[str, Any] | None = None, prefix: str = "") -> Iterator[str]:
+    """Yield every key of DeepSpeed's JSON as a dotted path, sections included."""
+    for name, children in (KEYS if tree is None else tree).items():
+        yield prefix + name
+        if children:
+            yield from dotted_keys(children, f"{prefix}{name}.")
+
+
+def name_problems(section: dict[str, Any], tree: dict[str, Any] | None = None, prefix: str = "") -> dict[str, str]:
+    """Return dotted key -> sentence for every name below `section` that DeepSpeed does not know."""
+    known: dict[str, Any] = KEYS if tree is None else tree
+    problems: dict[str, str] = {}
+    for name, value in section.items():
+        key = prefix + name
+        if name not in known:
+            problems[key] = _unknown(key, known, prefix)
+        elif isinstance(value, dict) and known[name]:
+            problems |= name_problems(value, known[name], f"{key}.")
+        elif known[name] and value is not None and not isinstance(value, dict):
+            problems[key] = tr("'{key}' is a section, so it needs {{...}}, not a value.", key=key)
+    return problems
+
+
+def _unknown(key: str, siblings: dict[str, Any], prefix: str) -> str:
+    name = key.removeprefix(prefix)
+    if key in REMOVED:
+        return tr("'{key}' belongs to a feature that was removed from DeepSpeed. Take it out.", key=key)
+    if key in RENAMED:
+        return tr("'{key}' is an old name. Write '{today}'.", key=key, today=RENAMED[key])
+    places = [other for other in dotted_keys() if other.rpartition(".")[2] == name]
+    close = nearest(name, list(siblings))
+    guess = ELSEWHERE.get(key) or (places[0] if places else None) or (prefix + close if close else None)
+    if guess is None:
+        guess = nearest(key, list(dotted_keys()))
+    if guess is None:
+        return tr("DeepSpeed has no key '{key}'.", key=key)
+    if guess in places:
+        return tr("'{key}' stands in the wrong place. It belongs to '{guess}'.", key=key, guess=guess)
+    return tr("DeepSpeed has no key '{key}'. Did you mean '{guess}'?", key=key, guess=guess)
+
+
+def check_extra(extra: dict[str, Any], owned: dict[str, str]) -> None:
+    """Refuse unknown names in ds_extra, and keys that the schema owns.
+
+    Args:
+        extra: the recipe's ds_extra.
+        owned: dotted DeepSpeed key -> the schema's key for it.
+
+    Raises:
+        ConfigError: with every such key.
+    """
+    problems = name_problems(extra) | _owned(extra, owned)
+    if problems:
+        raise ConfigError("\n".join(f"ds_extra.{key}: {sentence}" for key, sentence in problems.items()))
+
+
+def _owned(section: dict[str, Any], owned: dict[str, str], prefix: str = "") -> dict[str, str]:
+    problems: dict[str, str] = {}
+    for name, value in section.items():
+        key = prefix + name
+        if key in owned:
+            problems[key] = tr("set {schema} instead; ds_extra is for keys that have no own place.", schema=owned[key])
+        elif isinstance(value, dict):
+            problems |= _owned(value, owned, f"{key}.")
+        elif value is None or value == "auto":
+            problems[key] = tr(
+                "needs a value; {value} would be read as something else by DeepSpeed.", value=repr(value)
+            )
+    return problems

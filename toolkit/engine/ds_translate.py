@@ -1,0 +1,290 @@
+"""The sections of a DeepSpeed JSON that need more than a new name: batch, precision, optimizer, scheduler."""
+
+import math
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+from toolkit.config.load import Loaded
+from toolkit.engine.ds_config import read_key
+from toolkit.errors import ConfigError
+from toolkit.messages import tr
+
+REMOVED_OPTIMIZERS = ("onebitadam", "zerooneadam", "onebitlamb")
+SCHEDULERS = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
+# What DeepSpeed's schedulers take where the file is silent.
+WARMUP_DEFAULTS: dict[str, Any] = {
+    "warmup_num_steps": 1000,
+    "warmup_type": "log",
+    "warmup_min_lr": 0.0,
+    "warmup_min_ratio": 0.0,
+    "cos_min_ratio": 0.0001,
+}
+
+
+@dataclass(kw_only=True, slots=True)
+class Translation:
+    """One file on its way into the schema: what it gives, what was taken from it, what there is to say."""
+
+    path: str
+    loaded: Loaded
+    world_size: int | None
+    given: dict[str, Any]
+    """Dotted DeepSpeed key -> value, without nulls."""
+    where: dict[str, str]
+    taken: dict[str, tuple[object, str]] = field(default_factory=dict)
+    """Schema key -> (value, place)."""
+    contradictions: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    noted: set[str] = field(default_factory=set)
+    """DeepSpeed keys that the result need not repeat, because a note explains them."""
+
+    def has(self, key: str) -> bool:
+        """Say whether the file gives a value of its own, not "auto"."""
+        return key in self.given and self.given[key] != "auto"
+
+    def place(self, key: str) -> str:
+        """Return "file:line" of a DeepSpeed key, or the file."""
+        return self.where.get(key, self.path)
+
+    def origin(self, schema_key: str) -> str:
+        """Return where the recipe's value comes from."""
+        return self.loaded.where.get(schema_key, tr("schema default"))
+
+    def now(self, schema_key: str) -> Any:
+        """Return the value of a schema key as it will be."""
+        return self.taken[schema_key][0] if schema_key in self.taken else read_key(self.loaded.cfg, schema_key)
+
+    def fail(self, key: str, sentence: str) -> ConfigError:
+        """Return the error that points at a key of the file."""
+        return ConfigError(f"{self.place(key)}: {sentence}")
+
+    def note(self, key: str, sentence: str, *, dropped: bool = False) -> None:
+        """Tell the user something about a key; `dropped` when the result does not repeat it."""
+        self.notes.append(f"{self.place(key)}: {sentence}")
+        if dropped:
+            self.noted.add(key)
+
+    def take(self, schema_key: str, value: Any, key: str) -> None:
+        """Set a schema key from a DeepSpeed key, unless the recipe says explicitly something else."""
+        value = self._typed(schema_key, value, key)
+        mine = read_key(self.loaded.cfg, schema_key)
+        if schema_key in self.loaded.explicit and not equal(mine, value):
+            self.contradictions.append(
+                tr(
+                    "{place}: {key} gives {schema} = {theirs}, but {origin} says {mine}. "
+                    'Change one of them, or write "auto" in the JSON to take the recipe\'s.',
+                    place=self.place(key),
+                    key=key,
+                    schema=schema_key,
+                    theirs=value,
+                    origin=self.origin(schema_key),
+                    mine=mine,
+                )
+            )
+        self.taken[schema_key] = (value, self.place(key))
+
+    def _typed(self, schema_key: str, value: Any, key: str) -> Any:
+        """Return the value as the schema's type; 1e9 is a whole number, "true" is no boolean."""
+        mine = self.loaded.cfg
+        for name in schema_key.split("."):
+            mine = getattr(mine, name)
+        kind: type = type(mine)
+        if kind is int and isinstance(value, float) and value.is_integer():
+            return int(value)
+        if kind is float and isinstance(value, int) and not isinstance(value, bool):
+            return float(value)
+        if isinstance(mine, Enum):
+            members = [member.value for member in type(mine)]
+            if value not in members:
+                names = ", ".join(members)
+                raise self.fail(key, tr("{key} = {value} must be one of {names}.", key=key, value=value, names=names))
+        elif type(value) is not kind:
+            raise self.fail(
+                key, tr("{key} = {value} must be of type {kind}.", key=key, value=repr(value), kind=kind.__name__)
+            )
+        return value
+
+
+def translate_batch(task: Translation) -> None:
+    """Two of the three sizes determine the third, once the number of ranks is known."""
+    total, micro, steps = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+    for key in (total, micro, steps):
+        size = task.given.get(key, 1)
+        if size != "auto" and (type(size) not in (int, float) or size != int(size) or size < 1):
+            raise task.fail(key, tr("{key} = {value} must be a whole number of at least 1.", key=key, value=repr(size)))
+    if task.has(micro):
+        task.take("batch.micro_per_gpu", task.given[micro], micro)
+    if task.has(total):
+        task.take("batch.global_size", task.given[total], total)
+    if not task.has(steps):
+        return
+    if task.world_size is None:
+        if not (task.has(total) and task.has(micro)):
+            raise task.fail(
+                steps,
+                tr(
+                    "{key} = {value} says nothing without the number of ranks. Give world_size=N, or write "
+                    "train_batch_size and train_micro_batch_size_per_gpu into the JSON.",
+                    key=steps,
+                    value=task.given[steps],
+                ),
+            )
+        return
+    expected = task.given[steps] * task.world_size * task.now("batch.micro_per_gpu")
+    if not task.has(total):
+        task.take("batch.global_size", int(expected), steps)
+    elif not task.has(micro) and "batch.micro_per_gpu" not in task.loaded.explicit:
+        task.take("batch.micro_per_gpu", task.given[total] // (task.given[steps] * task.world_size), steps)
+        expected = task.given[steps] * task.world_size * task.now("batch.micro_per_gpu")
+    if task.now("batch.global_size") != expected and not task.contradictions:
+        raise task.fail(
+            total,
+            tr(
+                "train_batch_size = {total} is not train_micro_batch_size_per_gpu {micro} x "
+                "gradient_accumulation_steps {steps} x {ranks} ranks = {expected}.",
+                total=task.now("batch.global_size"),
+                micro=task.now("batch.micro_per_gpu"),
+                steps=task.given[steps],
+                ranks=task.world_size,
+                expected=expected,
+            ),
+        )
+
+
+def translate_precision(task: Translation) -> None:
+    """fp16 and bf16 sections become precision.dtype; neither of them means fp32."""
+    fp16, bf16 = (task.given.get("fp16.enabled", False), task.given.get("bf16.enabled", False))
+    if fp16 is True and bf16 is True:
+        raise task.fail("bf16.enabled", tr("fp16 and bf16 are both enabled. Keep one of them."))
+    for key, value in (("fp16.enabled", fp16), ("bf16.enabled", bf16)):
+        if value not in (True, False, "auto"):
+            raise task.fail(key, tr("{key} = {value} must be true or false.", key=key, value=repr(value)))
+    if fp16 is True or bf16 is True:
+        dtype = "fp16" if fp16 is True else "bf16"
+        task.take("precision.dtype", dtype, f"{dtype}.enabled")
+    elif "auto" not in (fp16, bf16):
+        stated = [key for key in ("fp16.enabled", "bf16.enabled") if key in task.given]
+        if stated or "precision.dtype" not in task.loaded.explicit:
+            task.take("precision.dtype", "fp32", (stated or ["fp16.enabled"])[0])
+
+
+def translate_optimizer(task: Translation) -> None:
+    """DeepSpeed's type "Adam" is AdamW unless adam_w_mode is false."""
+    key, mode = "optimizer.type", "optimizer.params.adam_w_mode"
+    if not task.has(key):
+        return
+    name = str(task.given[key]).lower()
+    if name in REMOVED_OPTIMIZERS:
+        raise task.fail(key, tr("{value} was removed from DeepSpeed. Use AdamW or Adam.", value=task.given[key]))
+    if name not in ("adam", "adamw"):
+        raise task.fail(key, tr("{value} is not available. There are AdamW and Adam.", value=task.given[key]))
+    plain = name == "adam" and task.given.get(mode) is False
+    task.take("optim.name", "adam" if plain else "adamw", key)
+    if name == "adam" and not plain:
+        task.note(
+            key, tr('"Adam" without "adam_w_mode": false means AdamW in DeepSpeed: optim.name = adamw.'), dropped=True
+        )
+    if name == "adamw" and task.given.get(mode) is False:
+        task.note(mode, tr('"adam_w_mode": false has no effect with type AdamW.'), dropped=True)
+
+
+def translate_scheduler(task: Translation) -> None:
+    """The three warm-up schedulers have equals here; what they leave out is DeepSpeed's default, not ours."""
+    key = "scheduler.type"
+    if not task.has(key):
+        return
+    name = str(task.given[key])
+    if name not in SCHEDULERS:
+        raise task.fail(
+            key, tr("scheduler {value} is not available. There are {names}.", value=name, names=", ".join(SCHEDULERS))
+        )
+    task.take("schedule.name", SCHEDULERS[name], key)
+    cosine = name == "WarmupCosineLR"
+    rate = task.now("optim.lr")
+    _peak(task, name, rate)
+    lowest, lowest_key = _param(task, "warmup_min_ratio" if cosine else "warmup_min_lr")
+    if lowest is not None:
+        task.take("schedule.warmup_min_ratio", float(lowest) if cosine else lowest / (rate or 1.0), lowest_key)
+    if cosine:
+        floor, floor_key = _param(task, "cos_min_ratio")
+        if floor is not None:
+            task.take("schedule.min_lr_ratio", floor, floor_key)
+    kind, kind_key = _param(task, "warmup_type")
+    if kind is not None:
+        task.take("schedule.warmup_type", kind, kind_key)
+    steps, steps_key = _param(task, "warmup_num_steps")
+    total = task.given.get("scheduler.params.total_num_steps") or task.now("train.max_steps")
+    as_ratio = isinstance(total, int) and math.ceil(round(task.now("schedule.warmup_ratio") * total, 6)) == steps
+    if steps is not None and not as_ratio:  # the recipe's fraction may say the same in other words
+        task.take("schedule.warmup_steps", steps, steps_key)
+        task.take("schedule.warmup_ratio", 0.0, steps_key)
+    if task.has("scheduler.params.total_num_steps") and name != "WarmupLR":
+        task.take("train.max_steps", task.given["scheduler.params.total_num_steps"], "scheduler.params.total_num_steps")
+
+
+def _param(task: Translation, name: str) -> tuple[Any, str]:
+    """Return a scheduler parameter, or DeepSpeed's default for it, or None for "auto"; and the key to point at."""
+    key = f"scheduler.params.{name}"
+    if task.given.get(key) == "auto":
+        return None, key
+    value = task.given.get(key, WARMUP_DEFAULTS[name])
+    if name != "warmup_type" and (isinstance(value, bool) or not isinstance(value, (int, float))):
+        raise task.fail(key, tr("{key} = {value} must be a number.", key=key, value=repr(value)))
+    return value, key
+
+
+def _peak(task: Translation, name: str, rate: float) -> None:
+    """A schedule that warms up to another rate than the optimizer's has no counterpart here."""
+    key = "scheduler.params.warmup_max_lr"
+    if name == "WarmupCosineLR" or task.given.get(key) == "auto":
+        return
+    peak = task.given.get(key, 0.001 if name == "WarmupDecayLR" else rate)
+    if not equal(peak, rate):
+        raise task.fail(
+            key,
+            tr(
+                "{name} warms up to warmup_max_lr = {peak}, but the optimizer's lr is {rate}. Make them equal "
+                "(without warmup_max_lr, DeepSpeed's WarmupDecayLR takes 0.001).",
+                name=name,
+                peak=peak,
+                rate=rate,
+            ),
+        )
+
+
+def translate_activation_checkpointing(task: Translation, values: dict[str, Any]) -> None:
+    """A section that is present switches it on; DeepSpeed's own section has no such key."""
+    section = "activation_checkpointing"
+    if section not in values:
+        return
+    task.take("train.activation_checkpointing.enabled", True, section)
+    if task.given.get(f"{section}.partition_activations") is True:
+        task.note(
+            f"{section}.partition_activations",
+            tr("partition_activations has no effect: there is no model parallelism."),
+        )
+    if task.given.get(f"{section}.cpu_checkpointing") is True:
+        task.note(
+            f"{section}.cpu_checkpointing",
+            tr("cpu_checkpointing moves the kept activations to host memory; on CPU ranks it has no effect."),
+        )
+
+
+def translate_steps_per_print(task: Translation) -> None:
+    """DeepSpeed's progress lines stay off."""
+    if "steps_per_print" in task.given:
+        task.note(
+            "steps_per_print",
+            tr("steps_per_print has no effect; the progress lines are ours, see train.log_every."),
+            dropped=True,
+        )
+
+
+def equal(left: Any, right: Any) -> bool:
+    """Compare values of two JSONs; 1, 1.0 and a product of ratios that rounds to it are one number, true is none."""
+    if isinstance(left, list) and isinstance(right, list):
+        return len(left) == len(right) and all(equal(a, b) for a, b in zip(left, right, strict=True))
+    if isinstance(left, (int, float)) and isinstance(right, (int, float)) and bool not in (type(left), type(right)):
+        return abs(left - right) <= 1e-12 * max(abs(left), abs(right))
+    return bool(left == right)

@@ -1,0 +1,18 @@
+"""Whole parameters from a partitioned model, one after another."""
+
+from collections.abc import Iterator
+
+import deepspeed
+import torch
+
+
+def gathered_parameters(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield each parameter's name and whole value on rank 0 (CPU); on other ranks the value is an empty tensor.
+
+    A collective under stage 3: every rank must iterate to the end. At most one parameter is whole at a time.
+    """
+    is_rank0 = torch.distributed.get_rank() == 0
+    for name, parameter in module.named_parameters():
+        with deepspeed.zero.GatheredParameters([parameter], modifier_rank=None):
+            value = parameter.detach().to("cpu", copy=True) if is_rank0 else torch.empty(0)
+        yield name, value

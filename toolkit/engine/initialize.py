@@ -1,0 +1,93 @@
+"""The one call of `deepspeed.initialize`."""
+
+from collections.abc import Callable
+from typing import Any
+
+import deepspeed
+import torch
+from transformers import PreTrainedModel
+
+from toolkit.config.schema import ActivationCheckpointingConfig
+from toolkit.errors import ConfigError
+from toolkit.messages import tr
+
+
+def initialize(
+    model: PreTrainedModel,
+    ds_config: dict[str, Any],
+    activation_checkpointing: ActivationCheckpointingConfig,
+    make_schedule: Callable[[torch.optim.Optimizer], Any],
+) -> deepspeed.DeepSpeedEngine:
+    """Build the engine: optimizer, partitioning and precision come from `ds_config` alone.
+
+    Args:
+        model: the model, already partitioned under stage 3.
+        ds_config: what ds_config.build_ds_config made.
+        activation_checkpointing: which activations are recomputed.
+        make_schedule: gets the optimizer, returns the learning-rate schedule.
+
+    Raises:
+        ConfigError: DeepSpeed refuses the combination.
+    """
+    if activation_checkpointing.enabled:
+        _checkpoint_activations(model, activation_checkpointing)
+    frequencies = _rotary_frequencies(model)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    try:
+        engine, *_ = deepspeed.initialize(
+            model=model,
+            model_parameters=trained,
+            config=ds_config,
+            lr_scheduler=make_schedule,
+            dist_init_required=False,
+        )
+    except (AssertionError, ValueError, NotImplementedError) as error:
+        raise ConfigError(
+            tr(
+                "DeepSpeed refuses this configuration: {reason}",
+                reason=str(error) or type(error).__name__,
+            )
+        ) from error
+    _assert_frequencies_kept(engine.module, frequencies)
+    return engine
+
+
+def _checkpoint_activations(model: PreTrainedModel, config: ActivationCheckpointingConfig) -> None:
+    """Route the model's layers through DeepSpeed's checkpoint function, so that its settings take effect.
+
+    transformers would use torch's function and leave DeepSpeed's section unread.
+    """
+    deepspeed.checkpointing.configure(
+        None,
+        partition_activations=config.partition_activations,
+        contiguous_checkpointing=config.contiguous_memory_optimization,
+        num_checkpoints=config.number_checkpoints or None,
+        checkpoint_in_cpu=config.cpu_checkpointing,
+        synchronize=config.synchronize_checkpoint_boundary,
+        profile=config.profile,
+    )
+    if not model.supports_gradient_checkpointing:
+        raise ConfigError(
+            tr(
+                "train.activation_checkpointing.enabled = true, but {architecture} does not support it.",
+                architecture=type(model).__name__,
+            )
+        )
+    model._set_gradient_checkpointing(enable=True, gradient_checkpointing_func=_checkpoint)
+
+
+def _checkpoint(function: Callable[..., Any], *inputs: Any) -> Any:
+    """DeepSpeed's checkpoint during training; looked up late, so that tests can count its calls."""
+    return deepspeed.checkpointing.checkpoint(function, *inputs)
+
+
+def _rotary_frequencies(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    return {name: buffer.detach().clone() for name, buffer in model.named_buffers() if name.endswith("inv_freq")}
+
+
+def _assert_frequencies_kept(model: torch.nn.Module, before: dict[str, torch.Tensor]) -> None:
+    """Rotary frequencies in half precision turn positions beyond a few hundred into noise; DeepSpeed 0.18.9 cast them."""
+    for name, buffer in _rotary_frequencies(model).items():
+        expected = before[name].to(buffer.device)
+        if buffer.dtype is not torch.float32 or not torch.equal(buffer, expected):
+            raise RuntimeError(f"{name} is {buffer.dtype} after deepspeed.initialize; it must stay the float32 it was")

@@ -1,0 +1,49 @@
+"""The errors that are the user's or the machine's, and the exit code of each.
+
+Whatever raises one of these ends as a single message without traceback; any other exception is a defect of ours
+and keeps its traceback.
+"""
+
+
+class ToolkitError(Exception):
+    """Base of all errors that are shown to the user as one message. `exit_code` is the process's exit status."""
+
+    exit_code = 2
+
+
+class ConfigError(ToolkitError):
+    """A recipe, an override or a DeepSpeed JSON says something that cannot be."""
+
+
+class DataError(ToolkitError):
+    """A data file cannot be read, or holds rows that cannot be used: the user's to mend, so exit code 2."""
+
+
+class ModelError(ToolkitError):
+    """A model or tokenizer folder is missing, incomplete or of a kind that cannot be trained."""
+
+
+class LaunchError(ToolkitError):
+    """The processes were not started as the user asked: hostfile, ranks, ports."""
+
+
+class RunFolderError(ToolkitError):
+    """The run folder cannot be made, or belongs to another run."""
+
+
+class CheckpointError(ToolkitError):
+    """A checkpoint or an export could not be written or read."""
+
+    exit_code = 74
+
+
+class Diverged(ToolkitError):
+    """The loss is no number any more, or no step could be taken for many steps in a row."""
+
+    exit_code = 70
+
+
+class Stopped(ToolkitError):
+    """The run was stopped by a signal, at a step boundary, with a checkpoint saved."""
+
+    exit_code = 75

@@ -1,0 +1,135 @@
+"""What DeepSpeed's launcher was asked for, read from its command line: it forgets a missing hostfile in silence."""
+
+import base64
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from toolkit.errors import LaunchError
+from toolkit.launch import hostfile
+from toolkit.launch.environment import Ranks
+from toolkit.messages import tr
+
+PROC = Path("/proc")
+# Options of `deepspeed` that take a value; needed to tell its own words from the training program's.
+WITH_VALUE = re.compile(
+    r"--?(?:H|i|e|hostfile|include|exclude|num_nodes|num_gpus|master_port|master_addr|node_rank|launcher"
+    r"|launcher_args|ssh_port|save_pid|enable_each_rank_log|autotuning|bind_core_list|elastic_training"
+    r"|min_elastic_nodes|max_elastic_nodes|venv_script|log_level)"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Process:
+    """An ancestor."""
+
+    pid: int
+    words: list[str]
+
+
+def check_launcher(num_nodes: int, ranks: Ranks, proc: Path = PROC, pid: str = "self") -> None:
+    """Compare what was asked for with what was started.
+
+    Args:
+        num_nodes: `launch.num_nodes`; 0 expects nothing.
+        ranks: who this process is.
+        proc: the process file system (for tests).
+        pid: this process in it.
+
+    Raises:
+        LaunchError: the hostfile that was asked for is missing or malformed, or other machines take part than it says,
+            or than `launch.num_nodes` says.
+    """
+    chain = list(_ancestors(proc, pid))
+    nodes = _nodes_started(chain, ranks)
+    if num_nodes and nodes and num_nodes != nodes:
+        raise LaunchError(
+            tr(
+                "launch.num_nodes = {asked}, but {nodes} machines were started. Check the hostfile and the launcher's "
+                "options, or set launch.num_nodes={nodes}.",
+                asked=num_nodes,
+                nodes=nodes,
+            )
+        )
+    for process in chain:
+        options = deepspeed_options(process.words)
+        path = options.get("--hostfile") or options.get("-H")
+        if path is None:
+            continue
+        hosts = hostfile.read(_working_folder(proc, process.pid) / path)
+        expected = _hosts_asked_for(hosts, options)
+        if nodes and expected is not None and expected != nodes:
+            raise LaunchError(
+                tr(
+                    "the hostfile {path} names {expected} machines ({hosts}), but {nodes} were started.",
+                    path=path,
+                    expected=expected,
+                    hosts=", ".join(hosts),
+                    nodes=nodes,
+                )
+            )
+        return
+
+
+def deepspeed_options(words: list[str]) -> dict[str, str]:
+    """Return the options of a `deepspeed` command line, without those of the program that it starts; {} for others."""
+    start = next((i for i, word in enumerate(words[:4]) if _is_front_end(word)), None)
+    if start is None:
+        return {}
+    options: dict[str, str] = {}
+    rest = iter(words[start + 1 :])
+    for word in rest:
+        name, equals, value = word.partition("=")
+        if not word.startswith("-"):
+            break
+        options[name] = value if equals else (next(rest, "") if WITH_VALUE.fullmatch(name) else "")
+    return options
+
+
+def _is_front_end(word: str) -> bool:
+    return Path(word).name in ("deepspeed", "ds") or word == "deepspeed.launcher.runner"
+
+
+def _ancestors(proc: Path, pid: str) -> Iterator[Process]:
+    """Yield the parents upwards; nothing where there is no /proc."""
+    for _ in range(64):
+        try:
+            status = (proc / pid / "status").read_text()
+            pid = re.search(r"^PPid:\s*(\d+)", status, re.MULTILINE)[1]  # type: ignore[index]
+            words = (proc / pid / "cmdline").read_bytes().decode(errors="replace").rstrip("\0").split("\0")
+        except (OSError, TypeError):
+            return
+        yield Process(int(pid), words)
+
+
+def _working_folder(proc: Path, pid: int) -> Path:
+    try:
+        return (proc / str(pid) / "cwd").readlink()
+    except OSError:
+        return Path.cwd()
+
+
+def _nodes_started(chain: list[Process], ranks: Ranks) -> int:
+    """Return how many machines take part; 0 where it cannot be told."""
+    for process in chain:
+        for word in process.words:
+            if word.startswith("--world_info="):
+                world = json.loads(base64.urlsafe_b64decode(word.partition("=")[2]))
+                return len(world)
+    if ranks.local_world_size:
+        return max(1, ranks.world_size // ranks.local_world_size)
+    return 0
+
+
+def _hosts_asked_for(hosts: dict[str, int], options: dict[str, str]) -> int | None:
+    """Return how many hosts the options leave of the hostfile; None for filters that only DeepSpeed can resolve."""
+    if options.get("--num_nodes", "-1").isdecimal():
+        return min(len(hosts), int(options["--num_nodes"]))
+    include = options.get("--include") or options.get("-i")
+    if include:
+        return len(include.split("@"))
+    if options.get("--exclude") or options.get("-e"):
+        return None
+    return len(hosts)

@@ -1,0 +1,186 @@
+"""Who this process is, told by whichever launcher started it, and the variables that the process group needs."""
+
+import os
+import socket
+from collections.abc import Mapping, MutableMapping, Sequence
+from dataclasses import dataclass
+
+from toolkit.errors import LaunchError
+from toolkit.messages import tr
+
+# Launcher -> its variables for rank, local rank, world size, ranks on this machine. The first whose rank is set wins.
+VARIABLES = {
+    "torch": ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"),
+    "openmpi": (
+        "OMPI_COMM_WORLD_RANK",
+        "OMPI_COMM_WORLD_LOCAL_RANK",
+        "OMPI_COMM_WORLD_SIZE",
+        "OMPI_COMM_WORLD_LOCAL_SIZE",
+    ),
+    "mpich": ("PMI_RANK", "MPI_LOCALRANKID", "PMI_SIZE", "MPI_LOCALNRANKS"),
+    "slurm": ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NTASKS", "SLURM_NTASKS_PER_NODE"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Ranks:
+    """This process among all."""
+
+    rank: int
+    """Number over all machines, from 0."""
+    local_rank: int
+    """Number on this machine, from 0."""
+    world_size: int
+    """Processes over all machines."""
+    local_world_size: int
+    """Processes on this machine; 0 where the launcher does not say."""
+    launcher: str
+    """deepspeed, torchrun, openmpi, mpich, slurm or single."""
+
+
+def detect(environ: Mapping[str, str]) -> Ranks:
+    """Return who this process is.
+
+    Raises:
+        LaunchError: variables that are no numbers or do not fit together.
+    """
+    for launcher, (rank, local_rank, world_size, local_world_size) in VARIABLES.items():
+        if rank not in environ:
+            continue
+        if launcher == "slurm" and environ.get("SLURM_STEP_NUM_TASKS", environ.get(world_size, "1")) == "1":
+            continue  # inside an allocation, but not started by srun for several tasks
+        found = Ranks(
+            rank=_number(environ, rank),
+            local_rank=_number(environ, local_rank, "0"),
+            world_size=_number(environ, world_size),
+            local_world_size=_number(environ, local_world_size, "0"),
+            launcher=_torch_launcher(environ) if launcher == "torch" else launcher,
+        )
+        if not (0 <= found.rank < found.world_size and 0 <= found.local_rank < found.world_size):
+            raise LaunchError(
+                tr(
+                    "the launcher's variables do not fit together: {rank_name}={rank}, {size_name}={size}. Unset them, or "
+                    "start with deepspeed or torchrun.",
+                    rank_name=rank,
+                    rank=found.rank,
+                    size_name=world_size,
+                    size=found.world_size,
+                )
+            )
+        return found
+    return Ranks(rank=0, local_rank=0, world_size=1, local_world_size=1, launcher="single")
+
+
+def _torch_launcher(environ: Mapping[str, str]) -> str:
+    if "TORCHELASTIC_RUN_ID" in environ:
+        return "torchrun"
+    return "deepspeed" if "CROSS_SIZE" in environ else "environment"
+
+
+def _number(environ: Mapping[str, str], name: str, default: str | None = None) -> int:
+    text = environ.get(name, default)
+    if text is None:
+        raise LaunchError(tr("{name} is not set although this process was started as one of several ranks.", name=name))
+    if not text.isdecimal():
+        raise LaunchError(tr("{name}={text} is not a number.", name=name, text=text))
+    return int(text)
+
+
+def apply(ranks: Ranks, environ: MutableMapping[str, str]) -> None:
+    """Set what the process group reads: RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT, and a thread count.
+
+    Raises:
+        LaunchError: several ranks without an address to meet at.
+    """
+    environ["RANK"] = str(ranks.rank)
+    environ["LOCAL_RANK"] = str(ranks.local_rank)
+    environ["WORLD_SIZE"] = str(ranks.world_size)
+    if ranks.world_size == 1:
+        environ.setdefault("MASTER_ADDR", "127.0.0.1")
+        if "MASTER_PORT" not in environ:
+            with socket.socket() as probe:
+                probe.bind(("127.0.0.1", 0))
+                environ["MASTER_PORT"] = str(probe.getsockname()[1])
+    elif "MASTER_ADDR" not in environ or "MASTER_PORT" not in environ:
+        raise LaunchError(
+            tr(
+                "{size} ranks need MASTER_ADDR (the first machine) and MASTER_PORT (a free port on it) in the environment; "
+                "{launcher} does not set them.",
+                size=ranks.world_size,
+                launcher=ranks.launcher,
+            )
+        )
+    if ranks.local_world_size > 1:
+        # Without this each CPU rank starts a thread per core and they fight; torchrun sets 1 for the same reason.
+        environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // ranks.local_world_size)))
+
+
+def strip_launcher_arguments(words: Sequence[str]) -> list[str]:
+    """Drop --local_rank, which DeepSpeed's and older torch launchers put in front of the user's words.
+
+    Raises:
+        LaunchError: --deepspeed or --deepspeed_config, the habit of argparse scripts; the message names our key.
+    """
+    kept = []
+    rest = iter(words)
+    for word in rest:
+        name, equals, value = word.partition("=")
+        if name in ("--local_rank", "--local-rank"):
+            if not equals:
+                next(rest, None)
+        elif name in ("--deepspeed", "--deepspeed_config", "--deepspeed-config"):
+            file = value if equals else next((other for other in rest if other.endswith(".json")), "ds_config.json")
+            raise LaunchError(
+                tr(
+                    "{word}: DeepSpeed is always on here. Take your JSON with deepspeed_json={file}.",
+                    word=name,
+                    file=file,
+                )
+            )
+        else:
+            kept.append(word)
+    return kept
+
+
+def set_interface(name: str, environ: MutableMapping[str, str]) -> None:
+    """Let NCCL and gloo use one network interface.
+
+    Raises:
+        LaunchError: this machine has no such interface.
+    """
+    existing = [interface for _, interface in socket.if_nameindex()]
+    if name not in existing:
+        raise LaunchError(
+            tr(
+                "distributed.interface = {name}: {host} has no such network interface, only {existing}.",
+                name=name,
+                host=socket.gethostname(),
+                existing=", ".join(existing),
+            )
+        )
+    environ["NCCL_SOCKET_IFNAME"] = environ["GLOO_SOCKET_IFNAME"] = name
+
+
+def check_port(environ: Mapping[str, str]) -> None:
+    """On rank 0, see that nobody listens on the port where the ranks are to meet.
+
+    Raises:
+        LaunchError: somebody does; two runs on one machine with DeepSpeed's default port, most of the time.
+    """
+    # torchrun's agent itself holds the store, and with it the port.
+    if environ.get("RANK") != "0" or environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        return
+    address, port = environ["MASTER_ADDR"], int(environ["MASTER_PORT"])
+    try:
+        with socket.create_connection((address, port), timeout=1):
+            pass
+    except OSError:
+        return  # refused, or not reachable this way: free, as far as can be told
+    raise LaunchError(
+        tr(
+            "port {port} on {address} is taken, probably by another run. Choose another: `deepspeed --master_port N run.py "
+            "…` or `torchrun --master-port N run.py …`.",
+            port=port,
+            address=address,
+        )
+    )

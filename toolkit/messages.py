@@ -1,0 +1,50 @@
+"""Every sentence that a user reads goes through `tr`: the English text is the key, the Chinese one is looked up.
+
+The language is decided once: `set_language` (from the recipe's `language`), else the locale. Tests pin English.
+"""
+
+import os
+import string
+
+_language = ""
+
+
+def set_language(language: str) -> None:
+    """Choose the language of all later messages.
+
+    Args:
+        language: "en", "zh", or "" for the locale's (LC_ALL, LC_MESSAGES, LANG in that order).
+    """
+    global _language
+    _language = language
+
+
+def current_language() -> str:
+    """Return "zh" or "en": what `set_language` chose, else what the locale's variables say."""
+    if _language:
+        return _language
+    for name in ("LC_ALL", "LC_MESSAGES", "LANG"):
+        value = os.environ.get(name, "")
+        if value:
+            return "zh" if value.lower().startswith("zh") else "en"
+    return "en"
+
+
+def tr(english: str, /, **values: object) -> str:
+    """Return the message in the user's language with its `{placeholders}` filled in.
+
+    Args:
+        english: the English template, written out at the call so that a test can find it and its translation.
+        **values: what the placeholders stand for.
+    """
+    template = english
+    if current_language() == "zh":
+        from toolkit.messages_zh import CHINESE
+
+        template = CHINESE.get(english, english)
+    return template.format(**values)
+
+
+def placeholders(template: str) -> set[str]:
+    """Return the names of a template's placeholders (for the test that compares both languages)."""
+    return {name for _, name, _, _ in string.Formatter().parse(template) if name}

@@ -1,0 +1,45 @@
+"""The sum of token losses of one micro-batch. B batch, S sequence, V vocabulary."""
+
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+UNTRAINED = -100
+
+
+def token_loss_sum(engine: torch.nn.Module, batch: dict[str, torch.Tensor], **model_arguments: Any) -> torch.Tensor:
+    """Run the model forward and return the sum (not the mean) of the trained tokens' cross entropies.
+
+    The sum, because a mean of micro-batch means weighs tokens unequally (transformers#34191 and others); the caller
+    divides by the number of trained tokens of the whole global batch.
+
+    Args:
+        engine: the DeepSpeed engine, or a transformers model.
+        batch: `input_ids`, `labels` (-100 where untrained), `attention_mask`, `position_ids`, each `[B, S]`, on the
+            engine's device.
+        **model_arguments: passed on to the model.
+
+    Returns:
+        float32 scalar on the engine's device, of this rank alone; 0 (with a zero gradient) without trained tokens.
+    """
+    logits = engine(
+        input_ids=batch["input_ids"],
+        attention_mask=batch["attention_mask"],
+        position_ids=batch["position_ids"],
+        use_cache=False,
+        **model_arguments,
+    ).logits
+    # Position s predicts token s + 1. The labels are shifted, not the logits: [B, S, V] is never copied.
+    targets = functional.pad(batch["labels"][:, 1:], (0, 1), value=UNTRAINED)
+    return functional.cross_entropy(
+        logits.view(-1, logits.size(-1)).float(),
+        targets.reshape(-1),
+        ignore_index=UNTRAINED,
+        reduction="sum",
+    )
+
+
+def num_trained_tokens(batch: dict[str, torch.Tensor]) -> int:
+    """Return how many tokens `token_loss_sum` sums over (the first of a row is never predicted)."""
+    return int((batch["labels"][:, 1:] != UNTRAINED).sum())

@@ -1,0 +1,213 @@
+"""Tokenizers: fit a small one to the data, or load one that lies in a folder."""
+
+import hashlib
+import json
+import logging
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from toolkit.distributed.build_once import build_once
+from toolkit.errors import ModelError
+from toolkit.messages import tr
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+CODE_VERSION = 1
+"""Part of a fitted tokenizer's fingerprint; raise it when fitting gives something else."""
+
+_log = logging.getLogger(__name__).info
+
+END, PAD = "<|endoftext|>", "<|pad|>"
+_ROLES = ["<|system|>", "<|user|>", "<|assistant|>", "<|observation|>"]
+SPECIAL_TOKENS = [END, PAD, "[gMASK]", "<sop>", *_ROLES]
+
+# GLM-4's form. An answer ends with the end token, also in earlier turns, so that all answers look alike.
+_CHAT_TEMPLATE = (
+    "{{ '[gMASK]<sop>' }}"
+    "{% for message in messages %}"
+    "{{ '<|' + message['role'] + '|>\\n' + message['content'] }}"
+    "{% if message['role'] == 'assistant' %}{{ '<|endoftext|>' }}{% endif %}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>\\n' }}{% endif %}"
+)
+
+_TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "vocab.json",
+    "vocab.txt",
+    "spiece.model",
+    "tekken.json",
+)
+
+
+def fit_tokenizer(
+    texts: Callable[[], Iterable[str]],
+    vocab_size: int,
+    folder: Path,
+    say: Callable[[str], None] = _log,
+) -> "PreTrainedTokenizerFast":
+    """Return a byte-level BPE tokenizer fitted to the texts, with GLM's special tokens and chat form.
+
+    Fitted once per content of the texts; later calls, and other processes, load what was written.
+
+    Args:
+        texts: gives the texts anew at each call: they are read once for their fingerprint, and again for fitting.
+        vocab_size: most tokens of the vocabulary, the special ones included; texts that are too short give fewer.
+        folder: `prepare.dir`; the tokenizer is kept in tokenizers/FINGERPRINT below it.
+        say: receives messages about waiting for another process.
+
+    Raises:
+        ModelError: the vocabulary is too small to hold all bytes and the special tokens.
+        DataError: the folder cannot be written.
+    """
+    least = 256 + len(SPECIAL_TOKENS)
+    if vocab_size < least:
+        raise ModelError(
+            tr(
+                "model.shape.vocab_size = {size} is too small for a fitted tokenizer: all bytes and the special tokens "
+                "need {least}.",
+                size=vocab_size,
+                least=least,
+            )
+        )
+    target = folder / "tokenizers" / _fingerprint(texts(), vocab_size)
+
+    def build(building: Path) -> None:
+        _fit(texts(), vocab_size).save_pretrained(building)
+
+    build_once(target, build, lambda found: (found / "tokenizer.json").is_file(), say)
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer: PreTrainedTokenizerFast = PreTrainedTokenizerFast.from_pretrained(target, local_files_only=True)
+    return tokenizer
+
+
+def load_tokenizer(folder: str, chat_template: str = "") -> "PreTrainedTokenizerBase":
+    """Return the tokenizer in a local folder. Nothing is downloaded, and no code in the folder is executed.
+
+    Args:
+        folder: `model.tokenizer`, or `model.path` where that is empty.
+        chat_template: file with a Jinja template that replaces the tokenizer's own; "" keeps its own.
+
+    Raises:
+        ModelError: the folder or file is missing, or is of a kind that cannot be read.
+    """
+    path = Path(folder)
+    if not folder or not path.is_dir():
+        raise ModelError(
+            tr(
+                "There is no tokenizer folder '{folder}'. Point model.tokenizer to a local folder with the tokenizer's "
+                "files.",
+                folder=folder,
+            )
+        )
+    _refuse_own_code(path)
+    if not any((path / name).is_file() for name in _TOKENIZER_FILES):
+        raise ModelError(
+            tr(
+                "The folder '{folder}' holds no tokenizer (tokenizer.json or tokenizer.model). Point model.tokenizer "
+                "to a folder that does.",
+                folder=folder,
+            )
+        )
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+            path, trust_remote_code=False, local_files_only=True
+        )
+    except Exception as error:  # whatever a damaged folder makes the library raise, the folder is what must be mended
+        raise ModelError(
+            tr(
+                "The tokenizer in '{folder}' cannot be read ({reason}). Point model.tokenizer to another folder, or "
+                "fetch the files again.",
+                folder=folder,
+                reason=f"{type(error).__name__}: {error}".splitlines()[0],
+            )
+        ) from error
+    if chat_template:
+        tokenizer.chat_template = _read_template(chat_template)
+    return tokenizer
+
+
+def _refuse_own_code(folder: Path) -> None:
+    """Refuse folders whose tokenizer comes as code of its own, which is never executed."""
+    config = _read_config(folder / "tokenizer_config.json")
+    classes = f"{config.get('auto_map', '')} {config.get('tokenizer_class', '')}"
+    if (folder / "tokenization_chatglm.py").exists() or "chatglm" in classes.lower():
+        raise ModelError(
+            tr(
+                "'{folder}' is an official ChatGLM folder, whose tokenizer this version cannot read yet. Point "
+                "model.tokenizer to a tokenizer in transformers' own layout (tokenizer.json), such as those of the "
+                "models whose names end in -hf.",
+                folder=folder,
+            )
+        )
+    if "AutoTokenizer" in str(config.get("auto_map", "")) and not (folder / "tokenizer.json").is_file():
+        raise ModelError(
+            tr(
+                "The tokenizer in '{folder}' needs Python code from that folder (auto_map), which is never executed. "
+                "Point model.tokenizer to one in transformers' own layout (tokenizer.json).",
+                folder=folder,
+            )
+        )
+
+
+def _read_config(path: Path) -> dict[str, Any]:
+    """Return a JSON object, {} if there is none; a damaged one is reported by the library that needs it."""
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return config if isinstance(config, dict) else {}
+
+
+def _read_template(path: str) -> str:
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ModelError(
+            tr(
+                "The chat template '{path}' cannot be read ({reason}). Correct model.chat_template.",
+                path=path,
+                reason=getattr(error, "strerror", None) or error,
+            )
+        ) from error
+
+
+def _fit(texts: Iterable[str], vocab_size: int) -> "PreTrainedTokenizerFast":
+    """Fit byte-level BPE, which needs no unknown token: any text can be written in bytes."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    backend = Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=SPECIAL_TOKENS,
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    backend.train_from_iterator(texts, trainer)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        eos_token=END,
+        pad_token=PAD,
+        additional_special_tokens=[token for token in SPECIAL_TOKENS if token not in (END, PAD)],
+        chat_template=_CHAT_TEMPLATE,
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def _fingerprint(texts: Iterable[str], vocab_size: int) -> str:
+    """Return a hash of the texts and of all that decides how they are fitted."""
+    digest = hashlib.sha256(f"{CODE_VERSION} {vocab_size} {SPECIAL_TOKENS} {_CHAT_TEMPLATE}".encode())
+    for text in texts:
+        encoded = text.encode()
+        digest.update(len(encoded).to_bytes(8, "little"))
+        digest.update(encoded)
+    return digest.hexdigest()[:32]

@@ -1,0 +1,65 @@
+"""What rank 0 shows while training: a bar on a terminal, plain lines elsewhere."""
+
+import sys
+import time
+
+from tqdm import tqdm
+
+from toolkit.messages import tr
+
+
+class Progress:
+    """One line of live state. Ranks other than 0 make none (`shown=False`)."""
+
+    def __init__(self, total_steps: int, shown: bool) -> None:
+        """Start.
+
+        Args:
+            total_steps: optimizer steps of the run.
+            shown: whether this rank speaks.
+        """
+        self.total_steps = total_steps
+        self.shown = shown
+        self.started = time.monotonic()
+        self.bar = tqdm(total=total_steps, unit="step", dynamic_ncols=True) if shown and sys.stderr.isatty() else None
+
+    def advance(self) -> None:
+        """One step is done."""
+        if self.bar is not None:
+            self.bar.update(1)
+
+    def show(self, row: dict[str, float]) -> None:
+        """Show a logged step."""
+        if not self.shown:
+            return
+        figures = "loss {loss:.4f}  lr {lr:.2e}  grad-norm {grad_norm:.3f}  {tokens_per_s:,.0f} tokens/s".format(**row)
+        if row.get("skipped_steps"):
+            figures += "  " + tr("skipped {count}", count=int(row["skipped_steps"]))
+        if "loss_scale" in row:
+            figures += f"  loss scale {row['loss_scale']:g}"
+        if self.bar is not None:
+            self.bar.set_postfix_str(figures)
+            return
+        step = int(row["step"])
+        remaining_s = (time.monotonic() - self.started) / step * (self.total_steps - step)
+        self.say(f"step {step}/{self.total_steps}  {figures}  ETA {_clock(remaining_s)}")
+
+    def say(self, line: str) -> None:
+        """Write a line beside the bar."""
+        if not self.shown:
+            return
+        if self.bar is not None:
+            self.bar.write(line, file=sys.stdout)
+        else:
+            sys.stdout.write(line + "\n")
+            sys.stdout.flush()
+
+    def close(self) -> None:
+        """Take the bar away."""
+        if self.bar is not None:
+            self.bar.close()
+
+
+def _clock(seconds: float) -> str:
+    whole = int(seconds)
+    return f"{whole // 3600}:{whole % 3600 // 60:02d}:{whole % 60:02d}"

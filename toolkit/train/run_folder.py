@@ -1,0 +1,133 @@
+"""The folder of one run: chosen once, by rank 0; never a folder that holds something."""
+
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import time
+from importlib import metadata
+from pathlib import Path
+
+from toolkit.config.schema import RunConfig
+from toolkit.errors import RunFolderError
+from toolkit.messages import tr
+
+RECORDED_PACKAGES = (
+    "torch",
+    "deepspeed",
+    "transformers",
+    "tokenizers",
+    "hydra-core",
+    "omegaconf",
+    "numpy",
+    "safetensors",
+)
+
+
+def create(cfg: RunConfig) -> Path:
+    """Make the run folder and return its absolute path. For rank 0 only.
+
+    Raises:
+        RunFolderError: the named folder exists, or the place is not writable.
+    """
+    parent = Path(cfg.run.dir).absolute()
+    try:
+        parent.mkdir(parents=True, exist_ok=True)
+        if cfg.run.name:
+            folder = parent / cfg.run.name
+            folder.mkdir()
+        else:
+            folder = _make_dated(parent, Path(cfg.recipe).stem or "run")
+        (folder / "logs").mkdir()
+    except FileExistsError as error:
+        raise RunFolderError(
+            tr(
+                "the run folder {folder} exists already and is not touched. Choose another run.name, or move it away.",
+                folder=error.filename,
+            )
+        ) from error
+    except OSError as error:
+        raise RunFolderError(
+            tr(
+                "cannot make a run folder below {folder}: {reason}. Set run.dir to a folder that you may write to.",
+                folder=parent,
+                reason=error.strerror,
+            )
+        ) from error
+    return folder
+
+
+def _make_dated(parent: Path, recipe: str) -> Path:
+    """Make RECIPE-DATE-TIME, with -2, -3, … when runs start in the same second."""
+    stamp = f"{recipe}-{time.strftime('%Y%m%d-%H%M%S')}"
+    for attempt in range(1, 1000):
+        folder = parent / (stamp if attempt == 1 else f"{stamp}-{attempt}")
+        try:
+            folder.mkdir()
+        except FileExistsError:
+            continue
+        return folder
+    raise FileExistsError(17, "File exists", str(parent / stamp))
+
+
+def record_start(folder: Path, config_yaml: str, ds_config: dict[str, object], world_size: int) -> None:
+    """Write config.yaml, ds_config.json and environment.json. For rank 0 only.
+
+    Args:
+        folder: the run folder.
+        config_yaml: the whole resolved config.
+        ds_config: exactly what `deepspeed.initialize` receives.
+        world_size: number of ranks.
+    """
+    (folder / "config.yaml").write_text(config_yaml, encoding="utf-8")
+    (folder / "ds_config.json").write_text(json.dumps(ds_config, indent=2) + "\n", encoding="utf-8")
+    (folder / "environment.json").write_text(json.dumps(environment(world_size), indent=2) + "\n", encoding="utf-8")
+
+
+def environment(world_size: int) -> dict[str, object]:
+    """Return versions, machine and commit; no environment variables, so no secrets."""
+    versions = {}
+    for name in RECORDED_PACKAGES:
+        try:
+            versions[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            versions[name] = "not installed"
+    return {
+        "python": sys.version.split()[0],
+        "platform": platform.platform(),
+        "processors": os.cpu_count(),
+        "world_size": world_size,
+        "packages": versions,
+        "commit": _commit(),
+        "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+    }
+
+
+def _commit() -> str:
+    """Return the commit of this toolkit's checkout, with "+changes" when files differ, or "" outside a checkout."""
+    git = shutil.which("git")
+    if not git:
+        return ""
+    here = Path(__file__).resolve().parents[2]
+    if not (here / "run.py").is_file():
+        return ""  # installed from a wheel: a repository around it would be somebody else's
+    head, changes = _git(git, here, "rev-parse", "HEAD"), _git(git, here, "status", "--porcelain", "-uno")
+    return head + ("+changes" if head and changes else "")
+
+
+def _git(git: str, folder: Path, *words: str) -> str:
+    command = [git, "-C", str(folder), *words]
+    try:
+        found = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)  # noqa: S603
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    return found.stdout.strip()
+
+
+def mark_done(folder: Path, summary: dict[str, object]) -> None:
+    """Write the DONE marker, the only proof that a run has finished. For rank 0 only, last of all."""
+    temporary = folder / "DONE.tmp"
+    temporary.write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+    temporary.replace(folder / "DONE")

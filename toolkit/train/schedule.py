@@ -1,0 +1,116 @@
+"""The learning rate over the steps, numerically equal to DeepSpeed's WarmupLR, WarmupDecayLR and WarmupCosineLR.
+
+Equal on purpose, their first steps included, so that an exported JSON trains the same in plain DeepSpeed.
+"""
+
+import math
+from typing import Any, Protocol
+
+from toolkit.config.schema import ScheduleConfig, ScheduleName, WarmupType
+
+
+class HasGroups(Protocol):
+    """What is needed of an optimizer."""
+
+    param_groups: list[dict[str, Any]]
+
+
+def learning_rate(schedule: ScheduleConfig, peak: float, done: int, total_steps: int, warmup_steps: int) -> float:
+    """Return the learning rate of the next optimizer step.
+
+    DeepSpeed counts from -1: the first two steps of a warm-up are both taken at its lowest rate (0 for a cosine at the
+    very first step, whatever its minimum), and no warm-up is shorter than 2 steps. Without warm-up DeepSpeed has no
+    such schedule; ours then starts at the peak and would reach the end of its curve after `total_steps`.
+
+    Args:
+        schedule: shape and ratios.
+        peak: the peak learning rate.
+        done: optimizer steps taken so far; steps skipped for overflow do not count.
+        total_steps: steps of the whole run.
+        warmup_steps: steps of warm-up, 0 for none.
+    """
+    if warmup_steps == 0:
+        return peak * _decay(schedule, done, max(1, total_steps))
+    warmup, index = max(2, warmup_steps), done - 1
+    cosine = schedule.name is ScheduleName.cosine
+    lowest = schedule.warmup_min_ratio
+    if index < 0:
+        return 0.0 if cosine else lowest * peak
+    if index < warmup:
+        log = schedule.warmup_type is WarmupType.log
+        gamma = (1.0 / math.log(warmup)) * math.log(index + 1) if log else index / warmup
+    elif cosine:
+        return peak * _decay(schedule, index - warmup + 1, max(1, total_steps - warmup))
+    elif schedule.name is ScheduleName.linear:
+        gamma = max(0.0, float(total_steps - index) / float(max(1.0, total_steps - warmup)))
+    else:
+        gamma = 1.0
+    if cosine:
+        return peak * (lowest + gamma * (1.0 - lowest))
+    return lowest * peak + (peak - lowest * peak) * gamma
+
+
+def _decay(schedule: ScheduleConfig, step: int, length: int) -> float:
+    """Return the share of the peak after `step` of `length` steps of decay."""
+    progress = min(1.0, step / length)
+    if schedule.name is ScheduleName.linear:
+        return 1.0 - progress
+    if schedule.name is ScheduleName.cosine:
+        half = (1 + math.cos(math.pi * progress)) / 2
+        return max(0.0, schedule.min_lr_ratio + (1.0 - schedule.min_lr_ratio) * half)
+    return 1.0
+
+
+class Schedule:
+    """The scheduler that the engine drives.
+
+    `deepspeed.initialize(lr_scheduler=callable)` hands the basic optimizer to the callable. The engine calls `step()`
+    after each optimizer step that was applied: when fp16 overflows (or bf16 gradients are no numbers) it counts a
+    skipped step and leaves the scheduler alone, so the schedule does not advance. Its state has the name that
+    DeepSpeed's own schedulers use, so plain DeepSpeed can continue from our checkpoints.
+    """
+
+    def __init__(
+        self, optimizer: HasGroups, schedule: ScheduleConfig, lr: float, total_steps: int, warmup_steps: int
+    ) -> None:
+        """Set the first learning rate.
+
+        Args:
+            optimizer: its groups' "lr" is written.
+            schedule: shape and ratios.
+            lr: the peak learning rate.
+            total_steps: optimizer steps of the whole run.
+            warmup_steps: from ds_config.warmup_steps.
+        """
+        self.optimizer = optimizer
+        self.done = 0
+        self._shape = (schedule, lr, total_steps, warmup_steps)
+        self._write()
+
+    def get_lr(self) -> list[float]:
+        """Return the learning rate of the next step, once per parameter group."""
+        schedule, lr, total_steps, warmup_steps = self._shape
+        rate = learning_rate(schedule, lr, self.done, total_steps, warmup_steps)
+        return [rate for _ in self.optimizer.param_groups]
+
+    def get_last_lr(self) -> list[float]:
+        """Return what stands in the parameter groups: the rate of the next step."""
+        return [group["lr"] for group in self.optimizer.param_groups]
+
+    def step(self) -> None:
+        """Go on by one optimizer step."""
+        self.done += 1
+        self._write()
+
+    def state_dict(self) -> dict[str, int]:
+        """Return how far the schedule is."""
+        return {"last_batch_iteration": self.done - 1}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Continue where `state_dict` was taken."""
+        self.done = state["last_batch_iteration"] + 1
+        self._write()
+
+    def _write(self) -> None:
+        for group, rate in zip(self.optimizer.param_groups, self.get_lr(), strict=True):
+            group["lr"] = rate
