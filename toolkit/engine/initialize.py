@@ -57,12 +57,15 @@ def _checkpoint_activations(model: PreTrainedModel, config: ActivationCheckpoint
 
     transformers would use torch's function and leave DeepSpeed's section unread.
     """
+    # On CPU ranks the activations are in host memory already, and DeepSpeed 0.19.8 would empty them there: its copy to
+    # the CPU is the same tensor (checkpointing.py, get_cpu_activations_for_backward).
+    in_host_memory = deepspeed.accelerator.get_accelerator().device_name() == "cpu"
     deepspeed.checkpointing.configure(
         None,
         partition_activations=config.partition_activations,
         contiguous_checkpointing=config.contiguous_memory_optimization,
         num_checkpoints=config.number_checkpoints or None,
-        checkpoint_in_cpu=config.cpu_checkpointing,
+        checkpoint_in_cpu=config.cpu_checkpointing and not in_host_memory,
         synchronize=config.synchronize_checkpoint_boundary,
         profile=config.profile,
     )
@@ -90,4 +93,4 @@ def _assert_frequencies_kept(model: torch.nn.Module, before: dict[str, torch.Ten
     for name, buffer in _rotary_frequencies(model).items():
         expected = before[name].to(buffer.device)
         if buffer.dtype is not torch.float32 or not torch.equal(buffer, expected):
-            raise RuntimeError(f"{name} is {buffer.dtype} after deepspeed.initialize; it must stay the float32 it was")
+            raise RuntimeError(f"{name} is {buffer.dtype} after deepspeed.initialize; it must stay as it was, float32")
