@@ -58,7 +58,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory, rows_file: Path) -> Path:
 
 @pytest.fixture(scope="session")
 def reference(tmp_path_factory: pytest.TempPathFactory, rows_file: Path) -> tuple[list[float], list[float]]:
-    """A plain PyTorch loop, written without any of our training code: training losses, first and last validation loss."""
+    """A plain PyTorch loop without any of our training code: training losses; first and last validation loss."""
     from toolkit.config.load import load
     from toolkit.data.collate import collate
     from toolkit.data.sampler import GlobalBatchSampler

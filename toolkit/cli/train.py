@@ -62,8 +62,8 @@ def _greet(composed: Composed, ranks: environment.Ranks) -> None:
     times = accumulation(cfg, ranks.world_size)
     print(
         tr(
-            "{recipe}: {model}, ZeRO-{stage}, {dtype}, {world} ranks ({launcher}). Batch: {micro} x {times} x {world} = "
-            "{size} samples per step (micro-batch x accumulation x ranks).",
+            "{recipe}: {model}, ZeRO-{stage}, {dtype}, {world} ranks ({launcher}). Batch: "
+            "{micro} x {times} x {world} = {size} samples per step (micro-batch x accumulation x ranks).",
             recipe=cfg.recipe,
             model=cfg.model.name or Path(cfg.model.path).name or "?",
             stage=cfg.zero.stage,

@@ -277,7 +277,7 @@ def _scheduler(ds: DsConfig, cfg: RunConfig, total_steps: int | None) -> None:
         ds.missing.append(
             tr(
                 "The scheduler is left out, because it depends on the number of steps, which comes from the data: "
-                "give train.max_steps to have it in the file."
+                "give train.max_steps, or total_steps=N to `toolkit export-config`, to have it in the file."
             )
         )
         return

@@ -89,7 +89,7 @@ def _rotary_frequencies(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 def _assert_frequencies_kept(model: torch.nn.Module, before: dict[str, torch.Tensor]) -> None:
-    """Rotary frequencies in half precision turn positions beyond a few hundred into noise; DeepSpeed 0.18.9 cast them."""
+    """In half precision, positions beyond a few hundred turn into noise; DeepSpeed 0.18.9 cast the frequencies."""
     for name, buffer in _rotary_frequencies(model).items():
         expected = before[name].to(buffer.device)
         if buffer.dtype is not torch.float32 or not torch.equal(buffer, expected):

@@ -43,10 +43,10 @@ def build_model(
         model = _random_glm(config.shape, tokenizer, seed)
     else:
         torch_dtype = TORCH_DTYPES[dtype]
-        stage3 = ds_config is not None and ds_config["zero_optimization"]["stage"] == 3
-        model = (
-            load_partitioned(config.path, torch_dtype, ds_config) if stage3 else _pretrained(config.path, torch_dtype)
-        )
+        if ds_config is not None and ds_config["zero_optimization"]["stage"] == 3:
+            model = load_partitioned(config.path, torch_dtype, ds_config)
+        else:
+            model = _pretrained(config.path, torch_dtype)
     _check_vocabulary(model, tokenizer)
     model.config.use_cache = False
     return model

@@ -1,0 +1,120 @@
+"""Run on every rank: what the engine does with a model folder under ZeRO-3, and with activation checkpointing.
+
+Arguments: a model folder. Each finding is asserted here, on every rank; a failing assertion fails the launch.
+"""
+
+import sys
+from pathlib import Path
+
+import deepspeed
+import torch
+import transformers
+
+from toolkit.config.schema import ActivationCheckpointingConfig, DistributedConfig
+from toolkit.distributed import process_group
+from toolkit.engine.gather import gathered_parameters
+from toolkit.engine.initialize import initialize
+from toolkit.errors import ModelError
+from toolkit.launch import environment
+from toolkit.models.stream import load_partitioned
+
+LAYERS = 2
+DS_CONFIG = {
+    "train_batch_size": 4,
+    "train_micro_batch_size_per_gpu": 1,
+    "gradient_accumulation_steps": 2,
+    "bf16": {"enabled": True},
+    "zero_optimization": {"stage": 3},
+    "optimizer": {"type": "AdamW", "params": {"lr": 0.001, "torch_adam": True}},
+}
+
+
+def no_schedule(optimizer: torch.optim.Optimizer) -> object:
+    """Return a schedule that changes nothing."""
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
+
+
+def check_loading(path: str) -> None:
+    """A partitioned load gives the same bits as transformers' ordinary one, rotary frequencies in fp32 included."""
+    model = load_partitioned(path, torch.bfloat16, DS_CONFIG)
+    assert all(parameter.numel() == 0 for parameter in model.parameters()), "not partitioned"
+    expected = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16)
+    wanted = dict(expected.named_parameters())
+    seen = 0
+    for name, value in gathered_parameters(model):
+        if torch.distributed.get_rank() == 0:
+            assert value.dtype is torch.bfloat16
+            assert torch.equal(value, wanted[name]), name
+            seen += 1
+    assert seen == (len(wanted) if torch.distributed.get_rank() == 0 else 0)
+    buffers = dict(expected.named_buffers())
+    for name, buffer in model.named_buffers():
+        assert buffer.dtype is torch.float32
+        assert torch.equal(buffer, buffers[name]), name
+    engine = initialize(model, DS_CONFIG, ActivationCheckpointingConfig(), no_schedule)
+    for name, buffer in engine.module.named_buffers():
+        assert torch.equal(buffer, buffers[name]), name
+
+
+def check_recomputation(path: str) -> None:
+    """DeepSpeed's checkpoint function runs once per layer and forward pass when it is on, and never when it is off."""
+    calls = []
+    real = deepspeed.checkpointing.checkpoint
+
+    def counted(function: object, *inputs: object) -> object:
+        calls.append(1)
+        return real(function, *inputs)
+
+    deepspeed.checkpointing.checkpoint = counted
+    batch = torch.arange(8).reshape(1, 8)
+    for enabled in (True, False):
+        model = transformers.AutoModelForCausalLM.from_pretrained(path)
+        config = {**DS_CONFIG, "zero_optimization": {"stage": 1}}
+        recompute = ActivationCheckpointingConfig(enabled=enabled, synchronize_checkpoint_boundary=enabled)
+        engine = initialize(model, config, recompute, no_schedule)
+        engine.train()
+        for _ in range(3):
+            engine.backward(engine(input_ids=batch, labels=batch, use_cache=False).loss)
+            engine.step()
+        assert len(calls) == (3 * LAYERS if enabled else 0), (enabled, len(calls))
+        assert not enabled or deepspeed.runtime.activation_checkpointing.checkpointing.SYNCHRONIZE is True
+        calls.clear()
+    deepspeed.checkpointing.checkpoint = real
+
+
+def check_refusals(path: str) -> None:
+    """Weights of another shape are refused on every rank, by name."""
+    from safetensors.torch import load_file, save_file
+
+    spoilt = Path(path).with_name("spoilt")
+    if torch.distributed.get_rank() == 0:
+        spoilt.mkdir()
+        (spoilt / "config.json").write_bytes((Path(path) / "config.json").read_bytes())
+        tensors = load_file(Path(path) / "model.safetensors")
+        tensors["model.norm.weight"] = torch.ones(5)
+        tensors["stray"] = torch.ones(1)
+        del tensors["model.embed_tokens.weight"]
+        save_file(tensors, spoilt / "model.safetensors", metadata={"format": "pt"})
+    torch.distributed.barrier()
+    try:
+        load_partitioned(str(spoilt), torch.float32, DS_CONFIG)
+    except ModelError as error:
+        for part in ("model.embed_tokens.weight", "stray", "model.norm.weight (5,) instead of (32,)"):
+            assert part in str(error), error
+    else:
+        raise AssertionError("not refused")
+
+
+def main() -> None:
+    """Run all checks."""
+    path = environment.strip_launcher_arguments(sys.argv[1:])[0]
+    process_group.start(DistributedConfig())
+    check_loading(path)
+    check_recomputation(path)
+    check_refusals(path)
+    print("ALL CHECKED", flush=True)
+    process_group.stop()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,161 @@
+"""What users get wrong: one message that says what, where and what to do; exit code 2; nothing made, nothing lost."""
+
+import json
+import re
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from ranks import REPOSITORY, run
+from shared import tiny
+
+RUN = [sys.executable, str(REPOSITORY / "run.py")]
+GOOD = '{"prompt": "red", "response": "blue"}\n'
+
+
+def rows(text: str | bytes) -> Callable[[Path], list[str]]:
+    """Return a maker of overrides that train on a file with this content."""
+
+    def make(folder: Path) -> list[str]:
+        file = folder / "bad.jsonl"
+        file.write_bytes(text if isinstance(text, bytes) else text.encode())
+        return [f"data.sources=[{{path: {file}}}]"]
+
+    return make
+
+
+def words(*overrides: str) -> Callable[[Path], list[str]]:
+    """Return a maker of these overrides, {folder} filled in."""
+    return lambda folder: [word.replace("{folder}", str(folder)) for word in overrides]
+
+
+def model_folder(change: Callable[[Path], None]) -> Callable[[Path], list[str]]:
+    """Return a maker of a tiny model folder that is then spoilt."""
+
+    def make(folder: Path) -> list[str]:
+        import transformers
+
+        target = folder / "model"
+        config = transformers.LlamaConfig(
+            vocab_size=300, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=1
+        )
+        transformers.LlamaForCausalLM(config).save_pretrained(target)
+        change(target)
+        return ["model=hf", f"model.path={target}"]
+
+    return make
+
+
+def official(folder: Path) -> None:
+    (folder / "config.json").write_text(json.dumps({"model_type": "chatglm", "padded_vocab_size": 65024}))
+
+
+def without_weights(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+
+
+def half_downloaded(folder: Path) -> None:
+    content = (folder / "model.safetensors").read_bytes()
+    (folder / "model.safetensors").write_bytes(content[: len(content) // 2])
+
+
+def read_only(folder: Path) -> list[str]:
+    (folder / "file").write_text("not a folder")
+    return [f"run.dir={folder}/file"]
+
+
+def existing(folder: Path) -> list[str]:
+    (folder / "runs" / "tiny").mkdir(parents=True)
+    return []
+
+
+CASES: dict[str, tuple[Callable[[Path], list[str]], str]] = {
+    "typo": (words("optim.learning=1"), r"command line: unknown key 'optim\.learning'"),
+    "wrong type": (words("train.max_steps=ten"), r"'train\.max_steps' = ten must be a whole number"),
+    "unknown recipe": (
+        words("recipe=chatgml"),
+        r"unknown recipe 'chatgml'\. Did you mean 'chatglm'\? Known: chatglm, fp16",
+    ),
+    "missing data file": (words("data.sources=[{path: nosuch.jsonl}]"), r"nosuch\.jsonl: there is no such file"),
+    "empty data file": (rows(""), r"bad\.jsonl' is empty"),
+    "broken JSON": (rows(GOOD * 2 + '{"prompt": "x", \n'), r"bad\.jsonl:3"),
+    "row without response": (rows(GOOD + '{"prompt": "x"}\n'), r"bad\.jsonl:2: .*response"),
+    "not UTF-8": (
+        rows(GOOD.encode() + '{"prompt": "你好", "response": "x"}\n'.encode("gbk")),
+        r"bad\.jsonl:2: .*(UTF-8|utf-8)",
+    ),
+    "batch": (
+        words("batch.global_size=6", "batch.micro_per_gpu=4"),
+        r"6 is not a multiple of batch\.micro_per_gpu \(4\).*Use 4 or 8",
+    ),
+    "nvme path missing": (words("zero=stage3_nvme"), r"needs zero\.offload_optimizer\.nvme_path=FOLDER"),
+    "nvme path wrong": (
+        words("zero=stage3_nvme", "zero.offload_optimizer.nvme_path={folder}/nosuch"),
+        r"nosuch is not a folder that can be written to",
+    ),
+    "stage 3 key under stage 1": (
+        words("zero=stage1", "zero.stage3_max_live_parameters=5"),
+        r"zero\.stage3_max_live_parameters = 5 has no effect: zero\.stage is 1",
+    ),
+    "parameters offloaded under stage 1": (
+        words("zero=stage1", "zero.offload_param.device=cpu"),
+        r"zero\.offload_param\.device = cpu needs zero\.stage = 3, but it is 1",
+    ),
+    "run folder exists": (existing, r"runs/tiny exists already and is not touched"),
+    "run.dir is a file": (read_only, r"run\.dir = .*file: .*cannot be written to"),
+    "model path missing": (words("model=hf"), r"model\.path is empty"),
+    "no weights for chatglm": (
+        words("model=chatglm3_6b"),
+        r"hf download zai-org/chatglm3-6b .*modelscope download .*model\.path=DIR",
+    ),
+    "hub name": (words("model=hf", "model.path=zai-org/chatglm3-6b"), r"looks like a hub name"),
+    "official ChatGLM folder": (model_folder(official), r"is an official ChatGLM folder"),
+    "model without weights": (model_folder(without_weights), r"holds no weights"),
+    "half a download": (model_folder(half_downloaded), r"bytes where its header says \d+: download it again|cut short"),
+    "tokenizer missing": (model_folder(lambda folder: None), r"tokenizer"),
+    "nothing fits": (words("data.max_length=8"), r"longer than data\.max_length"),
+    "nodes": (words("launch.num_nodes=2"), r"launch\.num_nodes = 2, but 1 machines were started"),
+    "old habit": (words("--deepspeed", "--deepspeed_config", "ds.json"), r"deepspeed_json=ds\.json"),
+    "interface": (words("distributed.interface=nosuch0"), r"no such network interface"),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_bad_input(name: str, rows_file: Path, tmp_path: Path) -> None:
+    make, expected = CASES[name]
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    finished = run([*RUN, *tiny(rows_file, tmp_path, "tiny"), *make(tmp_path)], cwd=tmp_path, timeout_s=60)
+    assert finished.code == 2, finished.output
+    assert "Traceback" not in finished.output
+    last = finished.output.strip().splitlines()[-1]
+    assert re.search(r"^\w+Error: ", finished.output, re.MULTILINE)
+    assert re.search(expected, finished.output), finished.output
+    assert len(last) < 1000
+    assert not list(tmp_path.glob("runs/tiny/*"))
+    assert all(path.read_bytes() == content for path, content in before.items())
+
+
+def test_a_bad_row_can_be_skipped_and_is_counted(rows_file: Path, tmp_path: Path) -> None:
+    bad = tmp_path / "bad.jsonl"
+    shutil.copy(rows_file, bad)
+    with bad.open("a") as handle:
+        handle.write('{"prompt": "x"}\nnot json\n')
+    command = [
+        *RUN,
+        *tiny(rows_file, tmp_path, "skips"),
+        f"data.sources=[{{path: {bad}}}]",
+        "data.on_bad_row=skip",
+        "train.max_steps=2",
+    ]
+    finished = run([word for word in command if word != "train.max_steps=20"], cwd=tmp_path)
+    assert finished.code == 0, finished.output
+    assert re.search(r"Left out 2 rows: .*bad\.jsonl:38", finished.output)
+
+
+def test_fp16_and_bf16_together(rows_file: Path, tmp_path: Path) -> None:
+    (tmp_path / "both.json").write_text(json.dumps({"fp16": {"enabled": True}, "bf16": {"enabled": True}}))
+    finished = run([*RUN, *tiny(rows_file, tmp_path, "both"), "deepspeed_json=both.json"], cwd=tmp_path)
+    assert finished.code == 2
+    assert re.search(r"both\.json.*fp16.*bf16|both\.json.*bf16.*fp16", finished.output)
