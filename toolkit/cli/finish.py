@@ -75,7 +75,6 @@ def _print_achievement(
     summary: dict[str, object],
     samples: list[dict[str, str]],
 ) -> None:
-    folder = session.display_folder
     print()
     print(
         tr(
@@ -109,6 +108,11 @@ def _print_achievement(
                 bigram=f"{summary['bigram_loss']:.3f}",
             )
         )
+    _print_next_steps(session, samples)
+
+
+def _print_next_steps(session: "Session", samples: list[dict[str, str]]) -> None:
+    folder = session.display_folder
     for sample in samples:
         print(tr("  Q: {prompt}\n  A: {answer}", **sample))
     print(

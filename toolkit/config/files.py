@@ -97,7 +97,7 @@ def _vet_events(text: str, shown: str) -> None:
     depth = 0
     for event in yaml.parse(text, Loader=yaml.SafeLoader):
         if isinstance(event, yaml.AliasEvent):
-            line = event.start_mark.line + 1
+            line = event.start_mark.line + 1 if event.start_mark else 1
             raise ConfigError(tr("{file}:{line}: YAML aliases (*name) are not allowed.", file=shown, line=line))
         if isinstance(event, yaml.CollectionStartEvent):
             depth += 1

@@ -70,7 +70,8 @@ def load(overrides: Sequence[str], *, config_dir: str = "") -> Loaded:
     groups = _groups(config_dir)
     parsed = [_parse(word) for word in overrides]
     recipe, recipes = _choose_recipe(parsed)
-    words, values = [f"recipe={recipe}"], {}
+    words = [f"recipe={recipe}"]
+    values: dict[str, Any] = {}
     for override in parsed:
         if override.key_or_group == "recipe":
             continue

@@ -59,8 +59,8 @@ def detect(environ: Mapping[str, str]) -> Ranks:
         if not (0 <= found.rank < found.world_size and 0 <= found.local_rank < found.world_size):
             raise LaunchError(
                 tr(
-                    "the launcher's variables do not fit together: {rank_name}={rank}, {size_name}={size}. Unset them, or "
-                    "start with deepspeed or torchrun.",
+                    "the launcher's variables do not fit together: {rank_name}={rank}, {size_name}={size}. "
+                    "Unset them, or start with deepspeed or torchrun.",
                     rank_name=rank,
                     rank=found.rank,
                     size_name=world_size,
@@ -104,8 +104,8 @@ def apply(ranks: Ranks, environ: MutableMapping[str, str]) -> None:
     elif "MASTER_ADDR" not in environ or "MASTER_PORT" not in environ:
         raise LaunchError(
             tr(
-                "{size} ranks need MASTER_ADDR (the first machine) and MASTER_PORT (a free port on it) in the environment; "
-                "{launcher} does not set them.",
+                "{size} ranks need MASTER_ADDR (the first machine) and MASTER_PORT (a free port on it) in the "
+                "environment; {launcher} does not set them.",
                 size=ranks.world_size,
                 launcher=ranks.launcher,
             )
@@ -178,8 +178,8 @@ def check_port(environ: Mapping[str, str]) -> None:
         return  # refused, or not reachable this way: free, as far as can be told
     raise LaunchError(
         tr(
-            "port {port} on {address} is taken, probably by another run. Choose another: `deepspeed --master_port N run.py "
-            "…` or `torchrun --master-port N run.py …`.",
+            "port {port} on {address} is taken, probably by another run. Choose another: `deepspeed "
+            "--master_port N run.py …` or `torchrun --master-port N run.py …`.",
             port=port,
             address=address,
         )

@@ -39,7 +39,8 @@ class Job:
     folder: Path
     """The run folder."""
     evaluate: Callable[[], dict[str, float]] | None
-    """Evaluates on all ranks and returns `eval_loss`, `eval_perplexity`, `eval_tokens`; None without validation data."""
+    """Evaluates on all ranks and returns `eval_loss`, `eval_perplexity`, `eval_tokens`; None without "
+    "validation data."""
 
 
 @dataclass(kw_only=True, slots=True)

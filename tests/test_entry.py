@@ -1,0 +1,68 @@
+"""The entry points: short, quick, helpful."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from toolkit.cli import COMMANDS
+
+ROOT = Path(__file__).parents[1]
+
+
+def run(*words: str) -> "subprocess.CompletedProcess[str]":
+    """Run Python from another folder than the checkout."""
+    command = [sys.executable, *words]
+    return subprocess.run(command, cwd="/", capture_output=True, text=True, timeout=60, env={"PYTHONPATH": str(ROOT)})
+
+
+def test_run_py_is_short() -> None:
+    assert len((ROOT / "run.py").read_text().splitlines()) <= 25
+
+
+def test_scripts_are_thin() -> None:
+    for path in (ROOT / "scripts").iterdir():
+        if path.is_file():
+            limit = 100 if path.name == "generate_ds_keys.py" else 60
+            assert len(path.read_text().splitlines()) <= limit, path.name
+
+
+def test_overview_names_every_command() -> None:
+    finished = run("-m", "toolkit", "--help")
+    assert finished.returncode == 0
+    assert all(f"\n  {name} " in finished.stdout for name in COMMANDS)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_each_command_explains_itself(command: str) -> None:
+    finished = run("-m", "toolkit", command, "--help")
+    assert finished.returncode == 0
+    assert f"toolkit {command} " in finished.stdout
+
+
+def test_run_py_explains_itself() -> None:
+    finished = run(str(ROOT / "run.py"), "--help")
+    assert finished.returncode == 0
+    assert "recipe=NAME" in finished.stdout
+
+
+def test_cfg_prints_a_config_that_is_a_recipe(tmp_path: Path) -> None:
+    printed = run(str(ROOT / "run.py"), "recipe=zero1", "optim.lr=0.5", "--cfg", "job")
+    assert printed.returncode == 0
+    (tmp_path / "again.yaml").write_text(printed.stdout)
+    again = run(str(ROOT / "run.py"), f"recipe={tmp_path}/again.yaml", "--cfg", "job")
+    assert again.stdout.replace("recipe: again", "recipe: zero1") == printed.stdout
+    assert "lr: 0.5" in again.stdout
+
+
+def test_unknown_command() -> None:
+    finished = run("-m", "toolkit", "trian")
+    assert finished.returncode == 2
+    assert finished.stderr.startswith("ConfigError: unknown command 'trian'. Did you mean 'train'?")
+
+
+def test_no_command_shows_the_overview() -> None:
+    finished = run("-m", "toolkit")
+    assert finished.returncode == 2
+    assert "export-config" in finished.stdout

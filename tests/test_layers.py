@@ -1,0 +1,142 @@
+"""The house holds: who may import whom, no torch where none is needed, nothing too large to read."""
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "toolkit"
+# Longest matching prefix wins. A module may import from its own package and from any lower layer.
+LAYERS = {
+    "toolkit": 0,
+    "toolkit.errors": 0,
+    "toolkit.messages": 0,
+    "toolkit.messages_zh": 0,
+    "toolkit.config": 0,
+    "toolkit.launch": 1,
+    "toolkit.engine.ds_config": 1,
+    "toolkit.engine.ds_import": 1,
+    "toolkit.engine.ds_json": 1,
+    "toolkit.engine.ds_keys": 1,
+    "toolkit.engine.ds_names": 1,
+    "toolkit.engine.ds_translate": 1,
+    "toolkit.distributed": 2,
+    "toolkit.models": 3,
+    "toolkit.data": 3,
+    "toolkit.track": 3,
+    "toolkit.engine": 3,
+    "toolkit.train": 4,
+    "toolkit.evaluate": 4,
+    "toolkit.export": 4,
+    "toolkit.bench": 5,
+    "toolkit.cli": 6,
+    "toolkit.__main__": 7,
+}
+STRANGERS = [("models", "data"), ("train", "evaluate"), ("train", "export"), ("evaluate", "export")]
+# distributed/build_once.py and failure.py serve processes that have no torch yet; the rest of the layer needs it.
+LARGEST_FILE, LARGEST_FUNCTION = 400, 60
+GENERATED = {"ds_keys.py", "messages_zh.py"}
+
+
+def module_name(path: Path) -> str:
+    """Return the dotted name of a file."""
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def files() -> list[Path]:
+    """Return every module of the package."""
+    return sorted(path for path in PACKAGE.rglob("*.py") if "__pycache__" not in path.parts)
+
+
+def imports(path: Path) -> Iterator[str]:
+    """Yield the toolkit modules that a file imports, inside functions too, but not for type checking only."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    typing_only = {
+        inner
+        for node in ast.walk(tree)
+        if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
+        for statement in node.body
+        for inner in ast.walk(statement)
+    }
+    for node in ast.walk(tree):
+        if node in typing_only:
+            continue
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names if alias.name.split(".")[0] == "toolkit")
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "toolkit":
+            for alias in node.names:
+                submodule = ROOT.joinpath(*f"{node.module}.{alias.name}".split(".")).with_suffix(".py")
+                yield f"{node.module}.{alias.name}" if submodule.is_file() else str(node.module)
+        assert not (isinstance(node, ast.ImportFrom) and node.level), f"{path}: relative imports hide the direction"
+
+
+def layer(name: str) -> int:
+    """Return a module's layer."""
+    return LAYERS[max((key for key in LAYERS if name == key or name.startswith(f"{key}.")), key=len)]
+
+
+def package(name: str) -> str:
+    """Return the package below toolkit that a module belongs to."""
+    return ".".join(name.split(".")[:2])
+
+
+@pytest.mark.parametrize("path", files(), ids=module_name)
+def test_imports_run_downwards(path: Path) -> None:
+    name = module_name(path)
+    for target in imports(path):
+        same_package = package(name) == package(target)
+        assert layer(target) < layer(name) or (same_package and layer(target) <= layer(name)) or layer(name) == 0, (
+            f"{name} (layer {layer(name)}) imports {target} (layer {layer(target)})"
+        )
+        if layer(name) == 0:
+            assert layer(target) == 0, f"{name} imports {target}"
+        for left, right in STRANGERS:
+            pair = {package(name), package(target)}
+            assert pair != {f"toolkit.{left}", f"toolkit.{right}"}, f"{name} imports {target}"
+
+
+def test_every_package_is_in_the_table() -> None:
+    packages = {module_name(path) for path in PACKAGE.glob("*/__init__.py")}
+    assert packages <= set(LAYERS)
+
+
+def test_nothing_is_called_utils() -> None:
+    assert not [path for path in PACKAGE.rglob("*") if path.stem in ("utils", "util", "common", "helpers", "misc")]
+
+
+@pytest.mark.parametrize("path", files(), ids=module_name)
+def test_sizes(path: Path) -> None:
+    if path.name in GENERATED:
+        return
+    text = path.read_text(encoding="utf-8")
+    if path.name != "schema.py":  # a list of fields, most of it documentation
+        assert len(text.splitlines()) <= LARGEST_FILE
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            lines = (node.end_lineno or 0) - node.lineno + 1
+            assert lines <= LARGEST_FUNCTION, f"{node.name} has {lines} lines"
+
+
+def test_planning_needs_no_torch() -> None:
+    """Config, launch and the DeepSpeed dict answer without torch, deepspeed or transformers."""
+    modules = [name for name in map(module_name, files()) if layer(name) <= 1]
+    modules += [
+        "toolkit.cli",
+        "toolkit.cli.train",
+        "toolkit.cli.check",
+        "toolkit.cli.export_config",
+        "toolkit.cli.prepare",
+    ]
+    code = (
+        f"import importlib, sys\nfor name in {modules!r}: importlib.import_module(name)\n"
+        "heavy = {'torch', 'deepspeed', 'transformers', 'datasets'} & set(sys.modules)\n"
+        "sys.exit(f'imported: {heavy}' if heavy else 0)"
+    )
+    finished = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert finished.returncode == 0, finished.stderr
+    assert len(modules) > 20

@@ -1,0 +1,148 @@
+"""Rules about files and folders that a config names, found out before anything is loaded."""
+
+import os
+import tempfile
+from pathlib import Path
+
+from toolkit.config.load import Loaded
+from toolkit.config.places import fail, value_of
+from toolkit.config.schema import Device, Init, RowFormat, RunConfig, SourceConfig
+from toolkit.messages import tr
+
+
+def check_files(loaded: Loaded) -> None:
+    """Apply every rule.
+
+    Raises:
+        ConfigError: the first file or folder that is not there or not usable.
+    """
+    for rule in (_nvme_folders, _model, _sources, _run_dir):
+        rule(loaded)
+
+
+def _nvme_folders(loaded: Loaded) -> None:
+    """An nvme path must be a folder that can be written to, found out by writing."""
+    for section in ("zero.offload_optimizer", "zero.offload_param"):
+        if value_of(loaded.cfg, f"{section}.device") is not Device.nvme:
+            continue
+        key = f"{section}.nvme_path"
+        path = str(value_of(loaded.cfg, key))
+        if not path:
+            raise fail(
+                loaded,
+                f"{section}.device",
+                tr("{section}.device = nvme needs {key}=FOLDER on the NVMe disk.", section=section, key=key),
+            )
+        try:
+            with tempfile.TemporaryFile(dir=path):
+                pass
+        except OSError as error:
+            raise fail(
+                loaded,
+                key,
+                tr(
+                    "{key} = {path} is not a folder that can be written to: {reason}.",
+                    key=key,
+                    path=path,
+                    reason=error.strerror,
+                ),
+            ) from error
+
+
+def _model(loaded: Loaded) -> None:
+    model = loaded.cfg.model
+    if model.init is Init.random:
+        shape = model.shape
+        if shape.hidden_size % shape.num_heads or shape.num_heads % shape.num_kv_heads:
+            raise fail(
+                loaded,
+                "model.shape.num_heads",
+                tr(
+                    "model.shape: hidden_size {hidden} must be a multiple of num_heads {heads}, and that of "
+                    "num_kv_heads {kv_heads}.",
+                    hidden=shape.hidden_size,
+                    heads=shape.num_heads,
+                    kv_heads=shape.num_kv_heads,
+                ),
+            )
+    elif not model.path:
+        raise fail(loaded, "model.path", _how_to_get(loaded.cfg))
+    elif not Path(model.path).is_dir():
+        sentence = tr("model.path = {path} is not a folder here.", path=model.path)
+        raise fail(loaded, "model.path", sentence + " " + _download_hint(model.path))
+    for key in ("model.tokenizer", "model.chat_template"):
+        path = str(value_of(loaded.cfg, key))
+        if path and not Path(path).exists():
+            raise fail(loaded, key, tr("{key} = {path} does not exist.", key=key, path=path))
+
+
+def _how_to_get(cfg: RunConfig) -> str:
+    if not cfg.model.hub_id:
+        return tr("model.path is empty: set model.path=DIR to a folder with a model in transformers' layout.")
+    return tr(
+        "the weights of {name} are not there: model.path is empty. Get them with `hf download {hub_id} "
+        "--local-dir DIR` (Hugging Face) or `modelscope download --model {modelscope_id} --local_dir DIR` "
+        "(ModelScope), then add model.path=DIR. To try the recipe without weights: model=glm_tiny.",
+        name=cfg.model.name,
+        hub_id=cfg.model.hub_id,
+        modelscope_id=cfg.model.modelscope_id,
+    )
+
+
+def _download_hint(path: str) -> str:
+    if path.count("/") == 1 and not path.startswith((".", "/", "~")):
+        return tr(
+            "It looks like a hub name: get it with `hf download {path} --local-dir DIR` and set model.path=DIR.",
+            path=path,
+        )
+    return tr("Nothing is downloaded by itself: it must be the folder that holds config.json and the weights.")
+
+
+def _sources(loaded: Loaded) -> None:
+    data = loaded.cfg.data
+    if not data.sources:
+        raise fail(
+            loaded,
+            "data.sources",
+            tr("data.sources is empty: add 'data.sources=[{{path: FILE.jsonl}}]', or data=docstrings to try."),
+        )
+    for name, sources in (("data.sources", data.sources), ("data.validation", data.validation)):
+        for index, source in enumerate(sources):
+            _source(loaded, name, index, source)
+
+
+def _source(loaded: Loaded, name: str, index: int, source: SourceConfig) -> None:
+    key = f"{name}[{index}].path"
+    if source.format is RowFormat.docstrings:
+        if source.path:
+            raise fail(
+                loaded,
+                name,
+                tr("{key} = {path} has no effect with format docstrings. Remove it.", key=key, path=source.path),
+            )
+    elif not source.path:
+        raise fail(loaded, name, tr("{key} is empty: name a .json or .jsonl file.", key=key))
+    elif not Path(source.path).is_file():
+        raise fail(
+            loaded,
+            name,
+            tr(
+                "{key} = {path}: there is no such file (looked in {folder}).",
+                key=key,
+                path=source.path,
+                folder=Path.cwd(),
+            ),
+        )
+
+
+def _run_dir(loaded: Loaded) -> None:
+    """The run folder's parent must be writable, found out before anything is loaded."""
+    existing = Path(loaded.cfg.run.dir).absolute()
+    while not existing.exists():
+        existing = existing.parent
+    if not existing.is_dir() or not os.access(existing, os.W_OK):
+        raise fail(
+            loaded,
+            "run.dir",
+            tr("run.dir = {dir}: {folder} cannot be written to.", dir=loaded.cfg.run.dir, folder=existing),
+        )

@@ -1,0 +1,114 @@
+"""Settings that a configuration does not read: a changed value without effect is an error, never silence."""
+
+from collections.abc import Iterator
+
+from toolkit.config.keys import all_keys
+from toolkit.config.load import Loaded
+from toolkit.config.places import fail, value_of
+from toolkit.config.schema import Device, Dtype, Init, RunConfig, ScheduleName
+from toolkit.messages import tr
+
+FP16_KNOBS = (
+    "loss_scale",
+    "initial_scale_power",
+    "loss_scale_window",
+    "hysteresis",
+    "consecutive_hysteresis",
+    "min_loss_scale",
+    "auto_cast",
+)
+STAGE3_KEYS = (
+    "sub_group_size",
+    "stage3_prefetch_bucket_size",
+    "stage3_param_persistence_threshold",
+    "stage3_max_live_parameters",
+    "stage3_max_reuse_distance",
+    "stage3_gather_16bit_weights_on_model_save",
+)
+STAGE12_KEYS = ("allgather_partitions", "allgather_bucket_size", "round_robin_gradients")
+ZERO_KEYS = ("contiguous_gradients", "overlap_comm", "reduce_scatter", "reduce_bucket_size")
+
+
+def check_effect(loaded: Loaded) -> None:
+    """Refuse any key that was changed but is not read in this configuration.
+
+    Raises:
+        ConfigError: the first such key, and why it is not read.
+    """
+    default = RunConfig()
+    for key, reason in _unread(loaded.cfg):
+        value = value_of(loaded.cfg, key)
+        if value != value_of(default, key) and key in loaded.where:
+            shown = value.value if isinstance(value, (Device, Dtype)) else value
+            raise fail(
+                loaded,
+                key,
+                tr("{key} = {value} has no effect: {reason}. Remove it.", key=key, value=shown, reason=reason),
+            )
+
+
+def _unread(cfg: RunConfig) -> Iterator[tuple[str, str]]:
+    """Yield the keys that this configuration does not read, and why."""
+    zero, train, schedule = cfg.zero, cfg.train, cfg.schedule
+    if cfg.precision.dtype is not Dtype.fp16:
+        reason = tr("precision.dtype is {dtype}, not fp16", dtype=cfg.precision.dtype.value)
+        yield from ((f"precision.{name}", reason) for name in FP16_KNOBS)
+    elif cfg.precision.loss_scale:
+        reason = tr("precision.loss_scale = {scale} is fixed", scale=cfg.precision.loss_scale)
+        yield from ((f"precision.{name}", reason) for name in FP16_KNOBS[1:-1])
+    stage = tr("zero.stage is {stage}", stage=zero.stage)
+    if zero.stage != 3:
+        yield from ((f"zero.{name}", stage) for name in STAGE3_KEYS)
+    if zero.stage not in (1, 2):
+        yield from ((f"zero.{name}", stage) for name in STAGE12_KEYS)
+    if zero.stage == 0:
+        yield from ((f"zero.{name}", stage) for name in ZERO_KEYS)
+    yield from _unread_offload(cfg)
+    if not train.activation_checkpointing.enabled:
+        reason = tr("train.activation_checkpointing.enabled is false")
+        for key in all_keys():
+            if key.startswith("train.activation_checkpointing.") and not key.endswith(".enabled"):
+                yield key, reason
+    if schedule.name is not ScheduleName.cosine:
+        yield "schedule.min_lr_ratio", tr("schedule.name is {name}, not cosine", name=schedule.name.value)
+    if not (schedule.warmup_steps or schedule.warmup_ratio):
+        reason = tr("there is no warm-up")
+        yield from ((f"schedule.{name}", reason) for name in ("warmup_type", "warmup_min_ratio"))
+    if cfg.profile.comms.prof_all:
+        yield "profile.comms.prof_ops", tr("profile.comms.prof_all is true")
+    if cfg.model.init is Init.random:
+        yield "model.path", tr("model.init is random")
+    else:
+        for key in all_keys():
+            if key.startswith("model.shape."):
+                yield key, tr("model.init is pretrained")
+
+
+def _unread_offload(cfg: RunConfig) -> Iterator[tuple[str, str]]:
+    for name in ("offload_optimizer", "offload_param"):
+        section = f"zero.{name}"
+        device = getattr(cfg.zero, name).device
+        reason = tr("{section}.device is {device}", section=section, device=device.value)
+        nvme_only = {
+            "nvme_path",
+            "buffer_count",
+            "buffer_size",
+            "max_in_cpu",
+            "fast_init",
+            "pipeline_read",
+            "pipeline_write",
+        }
+        for key in all_keys():
+            last = key.rpartition(".")[2]
+            if not key.startswith(f"{section}.") or last == "device":
+                continue
+            # The optimizer's path may name the place of the parameters too (conf/zero/stage3_nvme.yaml).
+            if device is Device.none or (device is Device.cpu and last in nvme_only):
+                yield key, reason
+    ratio = cfg.zero.offload_optimizer
+    if ratio.device is Device.cpu and cfg.zero.stage != 3:
+        yield "zero.offload_optimizer.ratio", tr("zero.stage is {stage}", stage=cfg.zero.stage)
+    if Device.nvme not in (cfg.zero.offload_optimizer.device, cfg.zero.offload_param.device):
+        for key in all_keys():
+            if key.startswith("zero.aio."):
+                yield key, tr("nothing is offloaded to nvme")
