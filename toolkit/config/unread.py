@@ -1,6 +1,7 @@
 """Settings that a configuration does not read: a changed value without effect is an error, never silence."""
 
 from collections.abc import Iterator
+from enum import Enum
 
 from toolkit.config.keys import all_keys
 from toolkit.config.load import Loaded
@@ -39,7 +40,7 @@ def check_effect(loaded: Loaded) -> None:
     for key, reason in _unread(loaded.cfg):
         value = value_of(loaded.cfg, key)
         if value != value_of(default, key) and key in loaded.where:
-            shown = value.value if isinstance(value, (Device, Dtype)) else value
+            shown = value.value if isinstance(value, Enum) else value
             raise fail(
                 loaded,
                 key,

@@ -1,0 +1,145 @@
+"""Cross-field rules: both values, the place, the mend."""
+
+from pathlib import Path
+
+import pytest
+
+from toolkit.config.checks import accumulation, check
+from toolkit.config.load import load
+from toolkit.errors import ConfigError
+
+CONTIGUOUS = "train.activation_checkpointing.contiguous_memory_optimization"
+# Words after `recipe=zero1 model=glm_tiny` -> message; {tmp} is a writable folder.
+REFUSED = {
+    "batch.global_size=100 batch.micro_per_gpu=4": (
+        "batch.global_size = 100 is not a multiple of batch.micro_per_gpu (4) x 8 ranks = 32. Use 96 or 128."
+    ),
+    "batch.global_size=2": "batch.global_size = 2 is not a multiple of batch.micro_per_gpu (1) x 8 ranks = 8. Use 8.",
+    "batch.micro_per_gpu=0": "batch.micro_per_gpu = 0 must be at least 1.",
+    "optim.lr=0": "optim.lr = 0.0 must be greater than 0.",
+    "optim.lr=nan": "optim.lr = nan must be greater than 0.",
+    "optim.betas=[0.9]": "optim.betas = [0.9] must be two numbers from 0 to below 1.",
+    "optim.betas=[0.9,1.0]": "optim.betas = [0.9, 1.0] must be two numbers from 0 to below 1.",
+    "data.validation_fraction=1.5": "data.validation_fraction = 1.5 must be from 0 to below 1.",
+    "data.max_length=2": "data.max_length = 2 must be at least 8.",
+    "train.gradient_clipping=-1": "train.gradient_clipping = -1.0 must be at least 0.",
+    "zero.stage=4": "zero.stage = 4 must be 0, 1, 2 or 3.",
+    "zero.offload_param.device=cpu": (
+        "zero.offload_param.device = cpu needs zero.stage = 3, but it is 1. Use zero.stage=3, or "
+        "zero.offload_param.device=none."
+    ),
+    "zero=stage0 zero.offload_optimizer.device=cpu": (
+        "zero.offload_optimizer.device = cpu needs zero.stage 1, 2 or 3, but it is 0."
+    ),
+    "zero=stage2 zero.offload_optimizer.device=nvme": (
+        "zero.offload_optimizer.device = nvme needs zero.stage = 3, but it is 2. Use cpu."
+    ),
+    "zero.stage3_prefetch_bucket_size=7": (
+        "zero.stage3_prefetch_bucket_size = 7 has no effect: zero.stage is 1. Remove it."
+    ),
+    "zero=stage0 zero.overlap_comm=true": "zero.overlap_comm = True has no effect: zero.stage is 0. Remove it.",
+    "zero=stage3 zero.allgather_bucket_size=7": (
+        "zero.allgather_bucket_size = 7 has no effect: zero.stage is 3. Remove it."
+    ),
+    "zero.offload_optimizer.pin_memory=false": (
+        "zero.offload_optimizer.pin_memory = False has no effect: zero.offload_optimizer.device is none. Remove it."
+    ),
+    "zero=stage3_offload zero.offload_param.buffer_count=7": (
+        "zero.offload_param.buffer_count = 7 has no effect: zero.offload_param.device is cpu. Remove it."
+    ),
+    "zero=stage2_offload zero.offload_optimizer.ratio=0.5": (
+        "zero.offload_optimizer.ratio = 0.5 has no effect: zero.stage is 2. Remove it."
+    ),
+    "zero=stage3_offload zero.offload_optimizer.ratio=2": "zero.offload_optimizer.ratio = 2.0 must be from 0 to 1.",
+    "zero.aio.queue_depth=16": "zero.aio.queue_depth = 16 has no effect: nothing is offloaded to nvme. Remove it.",
+    "precision.loss_scale=128": "precision.loss_scale = 128.0 has no effect: precision.dtype is bf16, not "
+    "fp16. Remove it.",
+    "precision=fp16 precision.loss_scale=128 precision.hysteresis=3": (
+        "precision.hysteresis = 3 has no effect: precision.loss_scale = 128.0 is fixed. Remove it."
+    ),
+    "train.activation_checkpointing.profile=true": (
+        "train.activation_checkpointing.profile = True has no effect: train.activation_checkpointing.enabled is false. "
+        "Remove it."
+    ),
+    f"train.activation_checkpointing.enabled=true {CONTIGUOUS}=true": (
+        f"{CONTIGUOUS} = true needs partition_activations = true (it is false) and number_checkpoints, the number of "
+        "layers (it is 0)."
+    ),
+    "schedule=linear schedule.min_lr_ratio=0.1": (
+        "schedule.min_lr_ratio = 0.1 has no effect: schedule.name is linear, not cosine. Remove it."
+    ),
+    "schedule.warmup_ratio=0 schedule.warmup_type=log": (
+        "schedule.warmup_type = log has no effect: there is no warm-up. Remove it."
+    ),
+    "schedule.warmup_steps=5": (
+        "schedule.warmup_steps = 5 and schedule.warmup_ratio = 0.03 are both given: keep one of them. Set the "
+        "other to 0."
+    ),
+    "schedule.warmup_ratio=0 schedule.warmup_steps=9 train.max_steps=5": (
+        "schedule.warmup_steps = 9 is more than train.max_steps = 5: the run would end while the learning rate "
+        "still rises."
+    ),
+    "train.max_steps=5 train.epochs=2": "train.max_steps = 5 and train.epochs = 2 are both given: keep one of them.",
+    "profile.comms.prof_ops=[all_reduce]": (
+        "profile.comms.prof_ops = ['all_reduce'] has no effect: profile.comms.prof_all is true. Remove it."
+    ),
+    "model.path=/x": "model.path = /x has no effect: model.init is random. Remove it.",
+    "model.shape.num_heads=3": (
+        "model.shape: hidden_size 128 must be a multiple of num_heads 3, and that of num_kv_heads 2."
+    ),
+    "model=hf model.path=/nosuch": (
+        "model.path = /nosuch is not a folder here. Nothing is downloaded by itself: it must be the folder that holds "
+        "config.json and the weights."
+    ),
+    "model=hf model.shape.num_layers=9": "model.shape.num_layers = 9 has no effect: model.init is pretrained. "
+    "Remove it.",
+    "model.tokenizer=/nosuch": "model.tokenizer = /nosuch does not exist.",
+    "language=de": "language = de must be en, zh or empty.",
+    "run.name=a/b": "run.name = a/b must be a plain folder name; the folder around it is run.dir.",
+    "run.name=-a": "run.name = -a must be a plain folder name; the folder around it is run.dir.",
+    "data.sources=[]": ("data.sources is empty: add 'data.sources=[{path: FILE.jsonl}]', or data=docstrings to try."),
+    "data.sources=[{path:''}]": "data.sources[0].path is empty: name a .json or .jsonl file.",
+    "data.sources=[{format:docstrings,path:x}]": (
+        "data.sources[0].path = x has no effect with format docstrings. Remove it."
+    ),
+    "zero=stage3_nvme": (
+        "zero.offload_optimizer.device = nvme needs zero.offload_optimizer.nvme_path=FOLDER on the NVMe disk."
+    ),
+    "zero=stage3_nvme zero.offload_optimizer.nvme_path=/nosuch": (
+        "zero.offload_optimizer.nvme_path = /nosuch is not a folder that can be written to: No such file or directory."
+    ),
+}
+
+
+@pytest.mark.parametrize("words", REFUSED)
+def test_refused(words: str, tmp_path: Path) -> None:
+    loaded = load(["recipe=zero1", "model=glm_tiny", f"run.dir={tmp_path}", *words.split()])
+    with pytest.raises(ConfigError) as caught:
+        check(loaded, world_size=8)
+    place, _, sentence = str(caught.value).partition(": ")
+    assert place == "command line" or place.startswith("conf/")
+    assert sentence == REFUSED[words]
+
+
+def test_the_place_is_file_and_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("r.yaml").write_text("defaults:\n  - zero1\n  - _self_\nbatch:\n  global_size: 12\n")
+    with pytest.raises(ConfigError, match=r"^r\.yaml:5: batch\.global_size = 12 is not .* Use 8 or 16\.$"):
+        check(load(["recipe=r.yaml", "model=glm_tiny"]), world_size=8)
+
+
+def test_accumulation_is_derived() -> None:
+    assert accumulation(load(["recipe=zero1"]).cfg, 8) == 4
+
+
+def test_unknown_world_size_and_absent_files_can_be_left_out() -> None:
+    loaded = load(["recipe=chatglm"])
+    check(loaded, files=False)
+    with pytest.raises(ConfigError, match="the weights of ChatGLM3-6B are not there"):
+        check(loaded)
+
+
+def test_a_recipes_own_steps_can_be_overridden_by_epochs_of_the_command_line(tmp_path: Path) -> None:
+    """max_steps from one place and epochs from another is an override, not a contradiction."""
+    (tmp_path / "r.yaml").write_text("defaults:\n  - zero1\n  - _self_\ntrain:\n  epochs: 3\n")
+    check(load([f"recipe={tmp_path}/r.yaml", "model=glm_tiny", "train.max_steps=5", f"run.dir={tmp_path}"]), 8)

@@ -1,0 +1,53 @@
+"""A recipe from a stranger can do nothing: refused at once, nothing executed."""
+
+import time
+from pathlib import Path
+
+import pytest
+
+from toolkit.config.load import load
+from toolkit.errors import ConfigError
+
+CODE = "{_target_: os.system, command: 'touch CANARY'}"
+RECIPES = {
+    "target": f"model: {CODE}\n",
+    "target in a list": f"data:\n  sources:\n    - {CODE}\n",
+    "target in a free section": f"ds_extra:\n  deep:\n    - {CODE}\n",
+    "hydra callbacks": f"hydra:\n  callbacks:\n    x: {CODE}\n",
+    "hydra logging": "hydra:\n  job_logging:\n    handlers:\n      x: {'()': os.system, command: 'touch CANARY'}\n",
+    "defaults into hydra": "defaults:\n  - override /hydra/launcher: basic\n",
+    "environment": "run:\n  name: ${oc.env:HOME}\n",
+    "environment in a free section": "ds_extra:\n  x: ${oc.env:HOME}\n",
+    "python tag": "run:\n  name: !!python/object/apply:os.system ['touch CANARY']\n",
+    "alias bomb": "a: &a [x,x,x,x,x,x,x,x,x]\nb: &b [*a,*a,*a,*a,*a,*a,*a,*a]\nc: [*b,*b,*b,*b,*b,*b,*b,*b]\n",
+    "deep": "ds_extra:\n  x: " + "[" * 100 + "]" * 100 + "\n",
+    "large": "run:\n  name: '" + "x" * 2_000_000 + "'\n",
+    "class": "run:\n  __class__: x\n",
+}
+WORDS = [
+    "+model._target_=os.system",
+    "ds_extra._target_=os.system",
+    "ds_extra.x={_target_: os.system}",
+    "data.sources=[{_target_: os.system}]",
+    "+hydra.callbacks.x._target_=os.system",
+    "hydra/launcher=basic",
+    "run.name=${oc.env:HOME}",
+    "ds_extra.x=[a,'${oc.env:HOME}']",
+]
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_hostile_recipe(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("r.yaml").write_text(RECIPES[name])
+    started = time.monotonic()
+    with pytest.raises(ConfigError, match=r"^r\.yaml"):
+        load(["recipe=r.yaml"])
+    assert time.monotonic() - started < 2
+    assert not Path("CANARY").exists()
+
+
+@pytest.mark.parametrize("word", WORDS)
+def test_hostile_word(word: str) -> None:
+    with pytest.raises(ConfigError, match=r"^command line: "):
+        load(["recipe=quickstart", word])

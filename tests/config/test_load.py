@@ -1,0 +1,209 @@
+"""Composition: who beats whom, where each value stands, and what every mistake is answered with, to the letter."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from toolkit.config.load import load, replace, to_yaml
+from toolkit.config.schema import Dtype
+from toolkit.errors import ConfigError
+
+KNOWN = "Known: chatglm, fp16, quickstart, zero1, zero2_offload, zero3_nvme, zero3_offload."
+
+# Words on the command line (after recipe=quickstart) -> the whole message.
+COMMAND_LINE = {
+    "zero.stag=3": "command line: unknown key 'zero.stag'. Did you mean 'zero.stage'?",
+    "+zero.stag=3": "command line: unknown key 'zero.stag'. Did you mean 'zero.stage'?",
+    "++zero.stag=3": "command line: unknown key 'zero.stag'. Did you mean 'zero.stage'?",
+    "zero.offload_param.devise=cpu": (
+        "command line: unknown key 'zero.offload_param.devise'. Did you mean 'zero.offload_param.device'?"
+    ),
+    "gradient_clipping=1": "command line: unknown key 'gradient_clipping'. Did you mean 'train.gradient_clipping'?",
+    "learning_rate=1": "command line: unknown key 'learning_rate'. Known here: ",
+    "data.sources=[{pth: x}]": "command line: unknown key 'data.sources[0].pth'. Did you mean 'data.sources[0].path'?",
+    "data.sources=[{path: a},{path: b, fromat: auto}]": (
+        "command line: unknown key 'data.sources[1].fromat'. Did you mean 'data.sources[1].format'?"
+    ),
+    "data.sources=x.jsonl": "command line: 'data.sources' = x.jsonl must be a list, for example [a, b].",
+    "data.sources=[x.jsonl]": "command line: 'data.sources[0]' = x.jsonl must be a section of keys.",
+    "train.max_steps=many": "command line: 'train.max_steps' = many must be a whole number.",
+    "train.max_steps=1.5": "command line: 'train.max_steps' = 1.5 must be a whole number.",
+    "zero.reduce_bucket_size=5e8": (
+        "command line: 'zero.reduce_bucket_size' = 500000000.0 must be a whole number (write 500000000)."
+    ),
+    "optim.lr=fast": "command line: 'optim.lr' = fast must be a number.",
+    "optim.betas=[0.9,x]": "command line: 'optim.betas[1]' = x must be a number.",
+    "zero.overlap_comm=maybe": "command line: 'zero.overlap_comm' = maybe must be true or false.",
+    "run.name=null": "command line: 'run.name' = null must be a text.",
+    "run.name=[a]": "command line: 'run.name' = ['a'] must be a text.",
+    "zero=[3]": "command line: 'zero' = [3] must be a section of keys.",
+    "precision.dtype=bf61": "command line: 'precision.dtype' = bf61 must be one of: fp32, bf16, fp16. Did you "
+    "mean 'bf16'?",
+    "zero=stage9": (
+        "command line: unknown choice 'zero=stage9'. Did you mean 'stage3'? Known: stage0, stage1, stage2, "
+        "stage2_offload, stage3, stage3_nvme, stage3_offload."
+    ),
+    "recipe=chatgml": f"command line: unknown recipe 'chatgml'. Did you mean 'chatglm'? {KNOWN}",
+    "recipe=nosuch.yaml": f"command line: there is no recipe file nosuch.yaml. {KNOWN}",
+    "~zero.stage": "command line: '~zero.stage': keys cannot be removed; set a value instead.",
+    "optim.lr=1e-4,2e-4": "command line: 'optim.lr=1e-4,2e-4' names several values; one run takes one.",
+    "zero": "command line: cannot read 'zero': write key=value (quote spaces and brackets for the shell).",
+    "hydra.run.dir=/x": "command line: 'hydra.run.dir=/x': Hydra's own settings cannot be changed here.",
+}
+
+# Content of a recipe -> the message after "recipe.yaml"
+IN_A_FILE = {
+    "zero:\n  stag: 3\n": ":2: unknown key 'zero.stag'. Did you mean 'zero.stage'?",
+    "optim:\n  lr: 1\n\nzerro:\n  stage: 3\n": ":4: unknown key 'zerro'. Did you mean 'zero'?",
+    "data:\n  sources:\n    - path: a\n    - pth: b\n": (
+        ":4: unknown key 'data.sources[1].pth'. Did you mean 'data.sources[1].path'?"
+    ),
+    "train:\n  activation_checkpointing:\n    enable: true\n": (
+        ":3: unknown key 'train.activation_checkpointing.enable'. "
+        "Did you mean 'train.activation_checkpointing.enabled'?"
+    ),
+    "train:\n  steps: 5\n": ":2: unknown key 'train.steps'. Did you mean 'train.max_steps'?",
+    "zero:\n  stage: three\n": ":2: 'zero.stage' = three must be a whole number.",
+    "zero:\n  reduce_bucket_size: 2.0e8\n": ":2: 'zero.reduce_bucket_size' = 200000000.0 must be a whole "
+    "number (write 200000000).",
+    "zero: 3\n": ":1: 'zero' = 3 must be a section of keys.",
+    "optim:\n  lr:\n": ":2: 'optim.lr' = null must be a number.",
+    "precision:\n  dtype: int8\n": ":2: 'precision.dtype' = int8 must be one of: fp32, bf16, fp16.",
+    "defaults:\n  - override /zero: stage5\n": (
+        ":2: unknown choice 'zero=stage5'. Did you mean 'stage3'? Known: stage0, stage1, stage2, stage2_offload, "
+        "stage3, stage3_nvme, stage3_offload."
+    ),
+    "defaults:\n  - override /zeroo: stage3\n": (
+        ":2: unknown group 'zeroo'. Did you mean 'zero'? Known: data, model, optim, precision, schedule, tuning, zero."
+    ),
+    "defaults:\n  - chatgml\n": ":2: unknown recipe 'chatgml'. Did you mean 'chatglm'?",
+    "defaults:\n  - zero: stage3\n": (
+        ":2: '{'zero': 'stage3'}': write `- override /GROUP: CHOICE`, or the name of another recipe."
+    ),
+    "zero:\n  stage: 3\nzero:\n  stage: 2\n": ":3: found duplicate key zero",
+    "zero:\n\tstage: 3\n": ":2: found character '\\t' that cannot start any token",
+    "zero: {stage: 3\n": ":2: expected ',' or '}', but got '<stream end>'",
+    "- a\n- b\n": " must hold `key: value` lines, not a list or a single value.",
+}
+
+
+def message(*words: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load(list(words))
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("word", COMMAND_LINE)
+def test_mistakes_on_the_command_line(word: str) -> None:
+    found = message("recipe=quickstart", word)
+    expected = COMMAND_LINE[word]
+    assert found.startswith(expected) if expected.endswith(": ") else found == expected
+
+
+@pytest.mark.parametrize("content", IN_A_FILE)
+def test_mistakes_in_a_recipe(content: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("recipe.yaml").write_text(content)
+    assert message("recipe=recipe.yaml") == f"recipe.yaml{IN_A_FILE[content]}"
+
+
+def test_no_recipe() -> None:
+    assert message() == f"no recipe is chosen: add recipe=NAME or recipe=PATH.yaml. {KNOWN}"
+
+
+def test_not_utf8(tmp_path: Path) -> None:
+    file = tmp_path / "r.yaml"
+    file.write_bytes("run:\n  name: 你好\n".encode("gbk"))
+    assert re.match(r"cannot read .*r\.yaml: 'utf-8' codec can't decode", message(f"recipe={file}"))
+
+
+def write(folder: Path, name: str, content: str) -> str:
+    (folder / f"{name}.yaml").write_text(content)
+    return f"recipe={folder}/{name}.yaml"
+
+
+def test_command_line_beats_recipe_beats_group_beats_default(tmp_path: Path) -> None:
+    recipe = write(tmp_path, "mine", "defaults:\n  - override /zero: stage3\n  - _self_\nzero:\n  overlap_comm: true\n")
+    cfg = load([recipe, "model=glm_tiny"]).cfg
+    assert (cfg.zero.stage, cfg.zero.overlap_comm, cfg.recipe) == (3, True, "mine")
+    assert cfg.model.name == "glm-tiny"
+    cfg = load([recipe, "zero=stage1", "zero.overlap_comm=false"]).cfg
+    assert (cfg.zero.stage, cfg.zero.overlap_comm) == (1, False)
+    # conf/config.yaml takes bf16; the recipe's own value beats it.
+    assert load([write(tmp_path, "other", "precision:\n  dtype: fp32\n")]).cfg.precision.dtype is Dtype.fp32
+
+
+def test_a_recipe_can_build_on_another(tmp_path: Path) -> None:
+    loaded = load([write(tmp_path, "mine", "defaults:\n  - chatglm\n  - _self_\noptim:\n  lr: 1e-6\n")])
+    assert loaded.cfg.zero.stage == 3
+    assert loaded.cfg.optim.lr == 1e-6
+    assert loaded.where["checkpoint.every"].startswith("recipes/chatglm.yaml:")
+
+
+def test_where_each_value_stands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("mine.yaml").write_text("# comment\noptim:\n  lr: 1e-6\ndata:\n  sources:\n    - path: x\n")
+    loaded = load(["recipe=mine.yaml", "zero=stage1", "train.max_steps=3"])
+    assert loaded.where["optim.lr"] == "mine.yaml:3"
+    assert loaded.where["data.sources"] == "mine.yaml:5"
+    assert loaded.where["zero.stage"] == "conf/zero/stage1.yaml:2"
+    assert loaded.where["train.max_steps"] == "command line"
+    assert "optim.eps" not in loaded.where
+    assert {"optim.lr", "zero.stage", "train.max_steps"} <= loaded.explicit
+    assert "precision.dtype" not in loaded.explicit, "conf/config.yaml chose it, nobody else"
+
+
+def test_plus_on_a_known_key_is_taken_and_ds_extra_is_free() -> None:
+    cfg = load(["recipe=quickstart", "+train.max_steps=7", "+ds_extra.a.b=1", "ds_extra.c=2"]).cfg
+    assert cfg.train.max_steps == 7
+    assert cfg.ds_extra == {"a": {"b": 1}, "c": 2}
+
+
+def test_interpolation_of_another_key(tmp_path: Path) -> None:
+    cfg = load([write(tmp_path, "mine", "evaluate:\n  every: ${checkpoint.every}\ncheckpoint:\n  every: 9\n")]).cfg
+    assert cfg.evaluate.every == 9
+
+
+def test_own_groups(tmp_path: Path) -> None:
+    (tmp_path / "optim").mkdir()
+    (tmp_path / "optim" / "mine.yaml").write_text("name: adam\nlr: 0.25\n")
+    loaded = load(["recipe=quickstart", "optim=mine", "optim.torch=true"], config_dir=str(tmp_path))
+    assert loaded.where["optim.name"].endswith("optim/mine.yaml:1")
+    assert message_with_dir(str(tmp_path / "nosuch")) == f"--config-dir {tmp_path}/nosuch is not a folder."
+
+
+def message_with_dir(folder: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load(["recipe=quickstart"], config_dir=folder)
+    return str(caught.value)
+
+
+def test_replace_is_typed() -> None:
+    loaded = load(["recipe=quickstart"])
+    changed = replace(loaded, {"zero.stage": (3, "ds.json:4"), "precision.dtype": (Dtype.fp16, "ds.json:9")})
+    assert (changed.cfg.zero.stage, changed.cfg.precision.dtype) == (3, Dtype.fp16)
+    assert changed.where["zero.stage"] == "ds.json:4"
+    assert loaded.cfg.zero.stage == 2, "the original stays"
+    with pytest.raises(ConfigError, match=r"ds\.json:1: 'zero\.stage' = x must be a whole number"):
+        replace(loaded, {"zero.stage": ("x", "ds.json:1")})
+
+
+@pytest.mark.parametrize("recipe", ["quickstart", "chatglm", "zero3_nvme"])
+def test_a_resolved_config_is_a_recipe_again(recipe: str, tmp_path: Path) -> None:
+    cfg = load([f"recipe={recipe}", "ds_extra.communication_data_type=fp32"]).cfg
+    again = load([write(tmp_path, recipe, to_yaml(cfg))]).cfg
+    assert again == cfg
+
+
+def test_no_torch_and_quick() -> None:
+    code = (
+        "import sys; from toolkit.config.load import load; load(['recipe=chatglm']);"
+        "sys.exit(bool({'torch', 'deepspeed', 'transformers'} & set(sys.modules)))"
+    )
+    assert (
+        subprocess.run([sys.executable, "-c", code], timeout=60, check=False, cwd=Path(__file__).parents[2]).returncode
+        == 0
+    )

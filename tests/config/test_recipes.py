@@ -1,0 +1,104 @@
+"""Every shipped YAML composes, says only what it must, and every recipe runs anywhere with model=glm_tiny."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from toolkit.config.checks import check
+from toolkit.config.files import read
+from toolkit.config.load import known_recipes, load
+from toolkit.config.schema import RunConfig
+
+ROOT = Path(__file__).parents[2]
+GROUP_FILES = sorted((ROOT / "conf").glob("*/*.yaml"))
+RECIPES = sorted(known_recipes())
+
+
+def leaves(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return dotted key -> value."""
+    found: dict[str, Any] = {}
+    for key, value in tree.items():
+        if isinstance(value, dict):
+            found |= leaves(value, f"{prefix}{key}.")
+        else:
+            found[prefix + key] = value
+    return found
+
+
+def plain_leaves(cfg: RunConfig) -> dict[str, Any]:
+    """Return a config's dotted keys and plain values."""
+    tree = dataclasses.asdict(cfg)
+    return {key: getattr(value, "value", value) for key, value in leaves(tree).items()}
+
+
+def test_every_yaml_file_is_known() -> None:
+    known = {*GROUP_FILES, ROOT / "conf" / "config.yaml", *known_recipes().values()}
+    assert set((ROOT / "conf").rglob("*.yaml")) | set((ROOT / "recipes").rglob("*.yaml")) == known
+    assert not list(ROOT.glob("conf/**/*.yml"))
+
+
+@pytest.mark.parametrize("path", GROUP_FILES, ids=lambda path: f"{path.parent.name}={path.stem}")
+def test_every_group_choice_composes(path: Path) -> None:
+    loaded = load(["recipe=zero1", f"{path.parent.name}={path.stem}"])
+    text = path.read_text()
+    assert text.startswith("# "), "a comment says what it is for"
+    assert 1 <= len([line for line in text.splitlines() if line and not line.startswith("#")]) <= 15
+    assert any(place.startswith(f"conf/{path.parent.name}/{path.stem}.yaml:") for place in loaded.where.values())
+
+
+@pytest.mark.parametrize("path", GROUP_FILES, ids=lambda path: f"{path.parent.name}={path.stem}")
+def test_group_files_do_not_repeat_defaults(path: Path) -> None:
+    """The first key names the choice (`stage: 2`) and may equal the default; the others only say what differs."""
+    own = leaves(yaml.safe_load(path.read_text()), f"{path.parent.name}.")
+    defaults = plain_leaves(RunConfig())
+    for key, value in list(own.items())[1:]:
+        assert value != defaults.get(key), f"{key} = {value} is the default"
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_recipes_say_only_what_differs(recipe: str, tmp_path: Path) -> None:
+    path = known_recipes()[recipe]
+    own = {key: value for key, value in read(path).values.items() if key != "defaults"}
+    bare = tmp_path / f"{recipe}.yaml"
+    bare.write_text(yaml.safe_dump({"defaults": read(path).values["defaults"]}))
+    without = plain_leaves(load([f"recipe={bare}"]).cfg)
+    for key, value in leaves(own).items():
+        assert without[key] != value, f"{key} = {value} is what the groups give anyway"
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_every_recipe_is_introduced(recipe: str) -> None:
+    lines = known_recipes()[recipe].read_text().splitlines()
+    header = "\n".join(line for line in lines[: lines.index("defaults:")])
+    assert lines[0] == "# @package _global_"
+    assert "# Hardware" in header
+    assert f"run.py recipe={recipe}" in header
+    for document in ("README.md", "README_zh.md"):
+        assert f"| `{recipe}` |" in (ROOT / document).read_text()
+    assert f"| {recipe} |" in (ROOT / "recipes" / "README.md").read_text()
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_every_recipe_runs_anywhere_with_glm_tiny(recipe: str, tmp_path: Path) -> None:
+    nvme = [f"zero.offload_optimizer.nvme_path={tmp_path}"] if recipe == "zero3_nvme" else []
+    for precision in ([], ["precision=fp32"]):
+        if recipe == "fp16" and precision:
+            continue  # its own loss-scale key would have no effect, which is an error; test_checks has it
+        loaded = load([f"recipe={recipe}", "model=glm_tiny", f"run.dir={tmp_path}", *nvme, *precision])
+        check(loaded, world_size=2)
+
+
+def test_every_recipe_keeps_its_own_zero_group() -> None:
+    stages = {name: load([f"recipe={name}"]).cfg.zero.stage for name in RECIPES}
+    assert stages == {
+        "quickstart": 2,
+        "chatglm": 3,
+        "zero1": 1,
+        "zero2_offload": 2,
+        "zero3_offload": 3,
+        "zero3_nvme": 3,
+        "fp16": 2,
+    }
