@@ -1,0 +1,72 @@
+"""Every message exists in both languages, with the same placeholders, filled in at the call."""
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from toolkit.messages import current_language, placeholders, set_language, tr
+from toolkit.messages_zh import CHINESE
+
+ROOT = Path(__file__).parents[1]
+
+
+def calls() -> Iterator[tuple[str, ast.Call]]:
+    """Yield each call of tr with the place where it stands."""
+    for path in sorted((ROOT / "toolkit").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "tr":
+                yield f"{path.relative_to(ROOT)}:{node.lineno}", node
+
+
+def test_each_call_has_a_literal_template_and_fills_it() -> None:
+    found = 0
+    for place, call in calls():
+        assert len(call.args) == 1, place
+        assert isinstance(call.args[0], ast.Constant), f"{place}: write the template out at the call"
+        if not any(keyword.arg is None for keyword in call.keywords):  # **values cannot be seen here
+            given = {keyword.arg for keyword in call.keywords}
+            assert given == placeholders(str(call.args[0].value)), place
+        found += 1
+    assert found > 200
+
+
+def test_the_chinese_catalogue_is_complete_and_has_nothing_else() -> None:
+    templates = {str(call.args[0].value) for _, call in calls()}  # type: ignore[attr-defined]
+    assert templates - set(CHINESE) == set(), "without Chinese"
+    assert set(CHINESE) - templates == set(), "no longer used"
+
+
+@pytest.mark.parametrize("english", CHINESE)
+def test_both_languages_have_the_same_placeholders(english: str) -> None:
+    assert placeholders(CHINESE[english]) == placeholders(english)
+
+
+def test_most_chinese_is_chinese() -> None:
+    without = [text for text in CHINESE.values() if not any("\u4e00" <= letter <= "\u9fff" for letter in text)]
+    assert set(without) <= {"{file}: {reason}", "{file}:{line}: {reason}"} | {
+        text for text in without if "auto ->" in text
+    }
+
+
+def test_language_follows_the_locale(monkeypatch: pytest.MonkeyPatch) -> None:
+    set_language("")
+    for name in ("LC_ALL", "LC_MESSAGES", "LANG"):
+        monkeypatch.delenv(name, raising=False)
+    assert current_language() == "en"
+    monkeypatch.setenv("LANG", "zh_CN.UTF-8")
+    assert tr("none") == "无"
+    monkeypatch.setenv("LC_ALL", "C")
+    assert tr("none") == "none"
+
+
+def test_a_chinese_user_reads_chinese() -> None:
+    command = [sys.executable, "-m", "toolkit", "check", "recipe=quickstart", "zero.stag=3"]
+    finished = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, timeout=60, env={"LANG": "zh_CN.UTF-8", "PYTHONUTF8": "1"}
+    )
+    assert finished.returncode == 2
+    assert finished.stderr == "ConfigError: 命令行: 未知的键 'zero.stag'。 是不是想写 'zero.stage'？\n"

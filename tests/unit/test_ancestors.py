@@ -1,0 +1,91 @@
+"""What DeepSpeed's launcher was asked for, on a made-up process tree."""
+
+import base64
+import json
+from pathlib import Path
+
+import pytest
+
+from toolkit.errors import LaunchError
+from toolkit.launch.ancestors import check_launcher, deepspeed_options
+from toolkit.launch.environment import Ranks
+
+RANKS = Ranks(0, 0, 2, 0, "deepspeed")
+TWO_HOSTS = "a slots=1\nb slots=1\n"
+
+
+def tree(folder: Path, front_end: str, nodes: int) -> Path:
+    """Make a /proc with front end (10), launch.py (20) and a rank (30); the front end works in folder/work."""
+    world = base64.urlsafe_b64encode(json.dumps({f"n{i}": [0] for i in range(nodes)}).encode()).decode()
+    launch = f"/bin/python -u -m deepspeed.launcher.launch --world_info={world} --master_addr=x run.py recipe=x"
+    (folder / "work").mkdir(exist_ok=True)
+    for pid, parent, command in ((10, 1, front_end), (20, 10, launch), (30, 20, "python -u run.py --local_rank=0")):
+        place = folder / "proc" / str(pid)
+        place.mkdir(parents=True)
+        (place / "status").write_text(f"Name:\tx\nPPid:\t{parent}\n")
+        (place / "cmdline").write_bytes(b"\0".join(word.encode() for word in command.split()) + b"\0")
+        (place / "cwd").symlink_to(folder / "work")
+    return folder / "proc"
+
+
+def refused(folder: Path, front_end: str, nodes: int, num_nodes: int = 0) -> str:
+    with pytest.raises(LaunchError) as caught:
+        check_launcher(num_nodes, RANKS, tree(folder, front_end, nodes), "30")
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("option", ["--hostfile hosts", "--hostfile=hosts", "-H hosts"])
+def test_missing_hostfile(option: str, tmp_path: Path) -> None:
+    message = refused(tmp_path, f"/venv/bin/python /venv/bin/deepspeed {option} run.py recipe=x", 1)
+    assert message.startswith(f"the hostfile {tmp_path}/work/hosts cannot be read: No such file")
+
+
+def test_malformed_hostfile(tmp_path: Path) -> None:
+    proc_command = "deepspeed --hostfile hosts run.py"
+    (tmp_path / "work").mkdir()
+    (tmp_path / "work" / "hosts").write_text("a slots=1\nb 8\n")
+    assert refused(tmp_path, proc_command, 1).startswith(f"{tmp_path}/work/hosts:2: 'b 8': write")
+
+
+def test_fewer_machines_than_the_hostfile(tmp_path: Path) -> None:
+    (tmp_path / "work").mkdir()
+    (tmp_path / "work" / "hosts").write_text(TWO_HOSTS)
+    message = refused(tmp_path, "deepspeed --hostfile hosts run.py", 1)
+    assert message == "the hostfile hosts names 2 machines (a, b), but 1 were started."
+
+
+@pytest.mark.parametrize(
+    ("front_end", "nodes"),
+    [
+        ("deepspeed --hostfile hosts run.py", 2),
+        ("deepspeed --hostfile hosts --num_nodes 1 run.py", 1),
+        ("deepspeed --hostfile hosts --include a run.py", 1),
+        ("deepspeed --hostfile hosts --include a@b:0 run.py", 2),
+        ("deepspeed --hostfile hosts --exclude a run.py", 1),
+        ("deepspeed --num_gpus 2 run.py --hostfile nosuch", 1),
+        ("torchrun --nproc-per-node 2 run.py", 1),
+        ("python -m deepspeed.launcher.runner --hostfile hosts run.py", 2),
+    ],
+)
+def test_what_fits_passes(front_end: str, nodes: int, tmp_path: Path) -> None:
+    (tmp_path / "work").mkdir()
+    (tmp_path / "work" / "hosts").write_text(TWO_HOSTS)
+    check_launcher(0, RANKS, tree(tmp_path, front_end, nodes), "30")
+
+
+def test_num_nodes(tmp_path: Path) -> None:
+    message = refused(tmp_path, "deepspeed run.py", 1, num_nodes=4)
+    assert message.startswith("launch.num_nodes = 4, but 1 machines were started.")
+    check_launcher(2, Ranks(0, 0, 8, 4, "torchrun"), Path("/nosuch"), "30")
+    with pytest.raises(LaunchError):
+        check_launcher(3, Ranks(0, 0, 8, 4, "torchrun"), Path("/nosuch"), "30")
+
+
+def test_no_proc_file_system_is_no_error() -> None:
+    check_launcher(0, RANKS, Path("/nosuch"), "30")
+
+
+def test_only_the_launchers_own_words_count() -> None:
+    words = ["/usr/bin/deepspeed", "--num_gpus", "2", "--launcher_args", "-x", "run.py", "--hostfile", "mine"]
+    assert deepspeed_options(words) == {"--num_gpus": "2", "--launcher_args": "-x"}
+    assert deepspeed_options(["vim", "deepspeed.md"]) == {}

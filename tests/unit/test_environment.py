@@ -1,0 +1,120 @@
+"""Who this process is, from every launcher's variables."""
+
+import socket
+
+import pytest
+
+from toolkit.errors import LaunchError
+from toolkit.launch.environment import Ranks, apply, check_port, detect, set_interface, strip_launcher_arguments
+
+TORCH = {"RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "4"}
+STARTED_BY = {
+    "deepspeed": (TORCH | {"CROSS_SIZE": "2"}, Ranks(3, 1, 4, 0, "deepspeed")),
+    "torchrun": (
+        TORCH | {"LOCAL_WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "x"},
+        Ranks(3, 1, 4, 2, "torchrun"),
+    ),
+    "openmpi": (
+        {
+            "OMPI_COMM_WORLD_RANK": "1",
+            "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+            "OMPI_COMM_WORLD_SIZE": "2",
+            "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+        },
+        Ranks(1, 1, 2, 2, "openmpi"),
+    ),
+    "mpich": ({"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "0"}, Ranks(1, 0, 2, 0, "mpich")),
+    "slurm": (
+        {"SLURM_PROCID": "5", "SLURM_LOCALID": "1", "SLURM_NTASKS": "8", "SLURM_NTASKS_PER_NODE": "4"},
+        Ranks(5, 1, 8, 4, "slurm"),
+    ),
+    "a shell inside a Slurm allocation": (
+        {"SLURM_PROCID": "0", "SLURM_NTASKS": "8", "SLURM_STEP_NUM_TASKS": "1"},
+        Ranks(0, 0, 1, 1, "single"),
+    ),
+    "python": ({}, Ranks(0, 0, 1, 1, "single")),
+}
+
+
+@pytest.mark.parametrize("name", STARTED_BY)
+def test_detect(name: str) -> None:
+    environ, expected = STARTED_BY[name]
+    assert detect(environ) == expected
+
+
+@pytest.mark.parametrize(
+    ("environ", "message"),
+    [
+        ({"RANK": "4", "LOCAL_RANK": "0", "WORLD_SIZE": "4"}, r"do not fit together: RANK=4, WORLD_SIZE=4"),
+        ({"RANK": "x", "LOCAL_RANK": "0", "WORLD_SIZE": "4"}, r"RANK=x is not a number"),
+        ({"RANK": "0", "LOCAL_RANK": "0"}, r"WORLD_SIZE is not set although"),
+    ],
+)
+def test_variables_that_do_not_fit(environ: dict[str, str], message: str) -> None:
+    with pytest.raises(LaunchError, match=message):
+        detect(environ)
+
+
+def test_apply_gives_a_single_process_a_free_port() -> None:
+    environ: dict[str, str] = {}
+    apply(detect(environ), environ)
+    assert (environ["RANK"], environ["WORLD_SIZE"], environ["MASTER_ADDR"]) == ("0", "1", "127.0.0.1")
+    assert int(environ["MASTER_PORT"]) > 1023
+    assert "OMP_NUM_THREADS" not in environ
+
+
+def test_apply_shares_the_cores_and_asks_for_an_address() -> None:
+    environ = {"MASTER_ADDR": "a", "MASTER_PORT": "1"}
+    apply(Ranks(0, 0, 1000, 1000, "torchrun"), environ)
+    assert environ["OMP_NUM_THREADS"] == "1"
+    with pytest.raises(LaunchError, match="2 ranks need MASTER_ADDR"):
+        apply(Ranks(0, 0, 2, 2, "openmpi"), {})
+
+
+@pytest.mark.parametrize(
+    ("words", "kept"),
+    [
+        (["--local_rank=3", "recipe=x"], ["recipe=x"]),
+        (["--local_rank", "3", "recipe=x"], ["recipe=x"]),
+        (["--local-rank=3", "recipe=x", "--cfg", "job"], ["recipe=x", "--cfg", "job"]),
+    ],
+)
+def test_local_rank_is_swallowed(words: list[str], kept: list[str]) -> None:
+    assert strip_launcher_arguments(words) == kept
+
+
+@pytest.mark.parametrize(
+    "words",
+    [["--deepspeed", "--deepspeed_config", "my.json"], ["--deepspeed_config=my.json"], ["--deepspeed", "my.json"]],
+)
+def test_the_old_habit_is_told_our_key(words: list[str]) -> None:
+    with pytest.raises(
+        LaunchError, match=r"DeepSpeed is always on here\. Take your JSON with deepspeed_json=my\.json\."
+    ):
+        strip_launcher_arguments(words)
+
+
+def test_interface() -> None:
+    environ: dict[str, str] = {}
+    set_interface("lo", environ)
+    assert environ == {"NCCL_SOCKET_IFNAME": "lo", "GLOO_SOCKET_IFNAME": "lo"}
+    with pytest.raises(
+        LaunchError, match=r"distributed\.interface = eth99: .* has no such network interface, only .*lo"
+    ):
+        set_interface("eth99", environ)
+
+
+def test_port() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        environ = {"RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        with pytest.raises(LaunchError, match=rf"port {port} on 127\.0\.0\.1 is taken.*--master_port N"):
+            check_port(environ)
+        check_port(environ | {"RANK": "1"})
+        check_port(environ | {"TORCHELASTIC_USE_AGENT_STORE": "True"})
+        # A connection that was just closed leaves the port in TIME_WAIT, which is not taken.
+        with socket.create_connection(("127.0.0.1", int(port))):
+            pass
+    check_port(environ)

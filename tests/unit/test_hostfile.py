@@ -1,0 +1,55 @@
+"""The hostfile, read strictly."""
+
+from pathlib import Path
+
+import pytest
+
+from toolkit.errors import LaunchError
+from toolkit.launch.hostfile import parse, read
+
+WRONG = {
+    "node1 slots=8\nnode1 slots=8\n": "h:2: node1 is listed twice: give all its slots in one line.",
+    "node1\n": "h:1: 'node1': write `HOST slots=N`, for example `node1 slots=8`.",
+    "node1:8\n": "h:1: 'node1:8': write `HOST slots=N`, for example `node1 slots=8`.",
+    "node1 slots: 8\n": "h:1: 'node1 slots: 8': write `HOST slots=N`, for example `node1 slots=8`.",
+    "node1 slots=8 max=9\n": "h:1: 'node1 slots=8 max=9': write `HOST slots=N`, for example `node1 slots=8`.",
+    "\nnode1 slots=8O\n": "h:2: slots=8O is no positive whole number of GPUs.",
+    "node1 slots=0\n": "h:1: slots=0 is no positive whole number of GPUs.",
+    "-oProxyCommand=x slots=8\n": (
+        "h:1: '-oProxyCommand=x' is no host name: letters, digits, '.', '_' and '-' only, and no '-' in front."
+    ),
+    "h;id slots=8\n": "h:1: 'h;id' is no host name: letters, digits, '.', '_' and '-' only, and no '-' in front.",
+    "node1 slots=8\r\n": "h:1: Windows line end: convert the file with `dos2unix h`.",
+    "\ufeffnode1 slots=8\n": "h:1: begins with a byte-order mark: save it as plain UTF-8.",
+    "# only a comment\n\n": "h lists no host: write lines like `node1 slots=8`.",
+    "": "h lists no host: write lines like `node1 slots=8`.",
+}
+
+
+@pytest.mark.parametrize("text", WRONG)
+def test_each_mistake_has_its_line_and_mend(text: str) -> None:
+    with pytest.raises(LaunchError) as caught:
+        parse(text, "h")
+    assert str(caught.value) == WRONG[text]
+
+
+def test_what_deepspeed_reads() -> None:
+    """The same file gives the same hosts in DeepSpeed's own parser."""
+    text = "# cluster\nnode1 slots=8\n\n  node-2.x   slots=4  # half\nnode_3 slots=16"
+    assert parse(text, "h") == {"node1": 8, "node-2.x": 4, "node_3": 16}
+    from deepspeed.launcher.runner import _parse_hostfile
+
+    assert dict(_parse_hostfile(text.splitlines())) == parse(text, "h")
+
+
+def test_the_example_is_right() -> None:
+    assert read(Path(__file__).parents[2] / "hostfile.example") == {"node1": 8, "node2": 8}
+
+
+@pytest.mark.parametrize("content", [None, b"node\xff slots=8"])
+def test_unreadable(content: bytes | None, tmp_path: Path) -> None:
+    file = tmp_path / "hosts"
+    if content is not None:
+        file.write_bytes(content)
+    with pytest.raises(LaunchError, match=r"hosts cannot be read: .* DeepSpeed alone would train on this machine only"):
+        read(file)
