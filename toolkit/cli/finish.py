@@ -1,6 +1,7 @@
 """After the last step: answers, export, DONE, and the last lines that are printed."""
 
 import json
+import shlex
 import time
 from typing import TYPE_CHECKING
 
@@ -132,7 +133,7 @@ def _print_next_steps(session: "Session", samples: list[dict[str, str]]) -> None
         print(
             tr(
                 "Ask it:  {command}",
-                command=f'toolkit generate model.path={folder}/export prompt="{prompt}"',
+                command=shlex.join(["toolkit", "generate", f"model.path={folder}/export", f"prompt={prompt}"]),
             )
         )
     else:

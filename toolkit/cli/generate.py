@@ -46,12 +46,14 @@ def run(words: list[str]) -> int:
 
 def _answer(path: str, prompt: str, max_new_tokens: int) -> str:
     import torch
+    import transformers
 
     from toolkit.config.schema import Dtype, ModelConfig
     from toolkit.evaluate.generate import answer
     from toolkit.models.build import build_model
     from toolkit.models.tokenizer import load_tokenizer
 
+    transformers.utils.logging.disable_progress_bar()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     tokenizer = load_tokenizer(path)
     dtype = Dtype.bf16 if device.type == "cuda" else Dtype.fp32

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from deepspeed import DeepSpeedEngine
 
 from toolkit.cli.finish import finish
@@ -181,3 +182,9 @@ def _log_to_files(folder: Path, rank: int) -> None:
             existing.setLevel(logging.WARNING if rank == 0 else logging.ERROR)
         logger.addHandler(handler)
         logger.setLevel(logging.INFO)
+    # Deprecations inside DeepSpeed and transformers are for developers: into the file, not between the progress lines.
+    logging.captureWarnings(True)
+    warnings = logging.getLogger("py.warnings")
+    warnings.addHandler(handler)
+    warnings.propagate = False
+    transformers.utils.logging.disable_progress_bar()

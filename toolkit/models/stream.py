@@ -15,7 +15,6 @@ import transformers
 from safetensors import safe_open
 from transformers import PreTrainedModel
 from transformers.initialization import no_init_weights
-from transformers.integrations.deepspeed import prevent_arange_dtype_change
 
 from toolkit.errors import ModelError
 from toolkit.messages import tr
@@ -33,14 +32,10 @@ def load_partitioned(path: str, dtype: torch.dtype, ds_config: dict[str, Any]) -
         ModelError: the files lack a parameter, or hold one that the architecture has not, or in another shape.
     """
     config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=False, local_files_only=True)
-    # zero.Init casts whatever a constructor makes, rotary frequencies too; transformers' guard keeps those in float32.
-    with (
-        no_init_weights(),
-        prevent_arange_dtype_change(),
-        deepspeed.zero.Init(config_dict_or_path=ds_config, dtype=dtype),
-    ):
+    with no_init_weights(), deepspeed.zero.Init(config_dict_or_path=ds_config, dtype=dtype):
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
     model.tie_weights()
+    _restore_rotary_frequencies(model)
     parameters = dict(model.named_parameters())
     shapes = {name: tuple(parameter.ds_shape) for name, parameter in parameters.items()}
     files = _files_of_tensors(Path(path))
@@ -54,6 +49,17 @@ def load_partitioned(path: str, dtype: torch.dtype, ds_config: dict[str, Any]) -
     if generation.is_file():
         model.generation_config = transformers.GenerationConfig.from_pretrained(path, local_files_only=True)
     return model
+
+
+def _restore_rotary_frequencies(model: PreTrainedModel) -> None:
+    """Compute the frequencies anew: zero.Init casts whatever a constructor makes, and in half precision they "
+    "are noise.
+    """
+    for module in model.modules():
+        if "inv_freq" in dict(module.named_buffers(recurse=False)):
+            fresh = type(module)(config=module.config)
+            for name, buffer in fresh.named_buffers(recurse=False):
+                setattr(module, name, buffer.to(getattr(module, name).device))
 
 
 def _files_of_tensors(folder: Path) -> dict[str, Path]:
@@ -117,13 +123,16 @@ def refuse_other_weights(
 
 
 def _tensors(files: dict[str, Path], wanted: dict[str, tuple[int, ...]]) -> Iterator[tuple[str, torch.Tensor | None]]:
-    """Yield each wanted tensor: its value on rank 0, None elsewhere, in the same order on every rank."""
+    """Yield each wanted tensor: its value on rank 0, None elsewhere, in the same order on every rank.
+
+    The file is opened for each tensor: pages that were read would count as this process's memory until it is closed.
+    """
     is_rank0 = torch.distributed.get_rank() == 0
-    for file in dict.fromkeys(files.values()):
-        names = [name for name, place in files.items() if place == file and name in wanted]
+    for name, file in files.items():
+        if name not in wanted:
+            continue
         if not is_rank0:
-            yield from ((name, None) for name in names)
+            yield name, None
             continue
         with safe_open(file, framework="pt") as tensors:
-            for name in names:
-                yield name, tensors.get_tensor(name)
+            yield name, tensors.get_tensor(name)
