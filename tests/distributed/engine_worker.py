@@ -11,13 +11,16 @@ import pytest
 import torch
 import transformers
 
-from toolkit.config.schema import ActivationCheckpointingConfig, DistributedConfig
+from toolkit.config.schema import ActivationCheckpointingConfig, DistributedConfig, ScheduleConfig, ScheduleName
 from toolkit.distributed import process_group
 from toolkit.engine.gather import gathered_parameters
 from toolkit.engine.initialize import initialize
-from toolkit.errors import ModelError
+from toolkit.errors import Diverged, ModelError
 from toolkit.launch import environment
 from toolkit.models.stream import load_partitioned
+from toolkit.train import step
+from toolkit.train.loop import SkipWatch
+from toolkit.train.schedule import Schedule
 
 LAYERS = 2
 DS_CONFIG = {
@@ -83,6 +86,41 @@ def check_recomputation(path: str) -> None:
     deepspeed.checkpointing.checkpoint = real
 
 
+def check_skipped_steps(path: str) -> None:
+    """A NaN on one rank skips the step on all: counted, weights finite, learning rate not advanced; too many "
+    "end the run."""
+    config = {**DS_CONFIG, "zero_optimization": {"stage": 2}}
+    schedule = ScheduleConfig(name=ScheduleName.linear, warmup_steps=2, warmup_min_ratio=0.1)
+    model = transformers.AutoModelForCausalLM.from_pretrained(path)
+    engine = initialize(
+        model, config, ActivationCheckpointingConfig(), lambda optimizer: Schedule(optimizer, schedule, 0.001, 20, 2)
+    )
+    ids = torch.arange(8).reshape(1, 8)
+    batch = {"input_ids": ids, "labels": ids, "attention_mask": ids * 0 + 1, "position_ids": ids}
+    watch, rates = SkipWatch(engine, most=2), []
+    real, poisoned = step.token_loss_sum, [False]
+
+    def poison(*arguments: object) -> torch.Tensor:
+        bad = poisoned[0] and torch.distributed.get_rank() == 1
+        return real(*arguments) * (float("nan") if bad else 1.0)
+
+    step.token_loss_sum = poison
+    for number, bad in enumerate([False, False, False, True, False, True, True], start=1):
+        poisoned[0] = bad
+        rates.append(engine.get_lr()[0])
+        step.train_step(engine, [batch, batch], 2)
+        if number == 7:
+            with pytest.raises(Diverged, match="2 steps in a row up to step 7 were skipped"):
+                watch.check(number)
+        else:
+            watch.check(number)
+    assert engine.skipped_steps == 3
+    assert rates[4] == rates[3], "the schedule advanced on a skipped step"
+    assert rates[5] != rates[4]
+    assert all(bool(torch.isfinite(parameter).all()) for parameter in engine.module.parameters())
+    step.token_loss_sum = real
+
+
 def check_refusals(path: str) -> None:
     """Weights of another shape are refused on every rank, by name."""
     from safetensors.torch import load_file, save_file
@@ -109,6 +147,7 @@ def main() -> None:
     process_group.start(DistributedConfig())
     check_loading(path)
     check_recomputation(path)
+    check_skipped_steps(path)
     check_refusals(path)
     print("ALL CHECKED", flush=True)
     process_group.stop()

@@ -1,15 +1,17 @@
 """Every launcher with the same command line; and how runs end that cannot go on."""
 
+import contextlib
 import json
 import os
 import re
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
 
 import pytest
-from ranks import BIN, REPOSITORY, deepspeed, free_port, kill_session, run, start
+from ranks import BIN, REPOSITORY, deepspeed, environment, free_port, kill_session, run, start
 from shared import losses, tiny
 
 RUN = str(REPOSITORY / "run.py")
@@ -183,3 +185,37 @@ def test_metrics_have_the_promised_names(rows_file: Path, tmp_path: Path) -> Non
     assert [row["step"] for row in logged] == [1, 2, 3]
     assert all({"step", "loss", "lr", "grad_norm", "tokens_per_s", "skipped_steps"} <= set(row) for row in logged)
     assert all({"eval_loss", "eval_perplexity"} <= set(row) for row in rows if "loss" not in row)
+
+
+def test_a_diverging_run_ends_with_70(rows_file: Path, tmp_path: Path) -> None:
+    extra = ["optim.lr=1e30", "train.gradient_clipping=0", "schedule=constant", "schedule.warmup_steps=0"]
+    command = [word for word in words(rows_file, tmp_path, "diverges", *extra) if word != "schedule=linear"]
+    finished = run([sys.executable, *command], cwd=tmp_path)
+    assert finished.code == 70, finished.output[-3000:]
+    assert re.search(r"Diverged: the loss became (nan|inf) at or before step \d", finished.output)
+    assert not (tmp_path / "runs" / "diverges" / "DONE").exists()
+    rows = [json.loads(line) for line in (tmp_path / "runs" / "diverges" / "metrics.jsonl").read_text().splitlines()]
+    assert rows[-1]["loss"] in ("nan", "inf"), "the step that matters is in the file, as strict JSON"
+
+
+def test_a_terminal_gets_a_bar(rows_file: Path, tmp_path: Path) -> None:
+    """Through a pseudo-terminal: one live line instead of many."""
+    import fcntl
+    import pty
+    import struct
+    import termios
+
+    command = [sys.executable, *words(rows_file, tmp_path, "bar", "train.max_steps=6")]
+    parent, child = pty.openpty()
+    fcntl.ioctl(child, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 200, 0, 0))
+    process = subprocess.Popen(command, cwd=tmp_path, env=environment(), stdin=child, stdout=child, stderr=child)
+    os.close(child)
+    shown = b""
+    with contextlib.suppress(OSError):  # the terminal closes with the process
+        while chunk := os.read(parent, 65536):
+            shown += chunk
+    os.close(parent)
+    assert process.wait(timeout=120) == 0, shown[-2000:]
+    text = shown.decode()
+    assert re.search(r"100%.*6/6.*loss \d", text)
+    assert "step 3/6" not in text

@@ -57,13 +57,14 @@ def _report(message: str, trace: str, agreed: bool) -> None:
         trace: the traceback of what is not the user's mistake, else "".
         agreed: every rank knows the same (a stop by signal): rank 0 speaks, and nothing has failed.
     """
-    rank = int(os.environ.get("RANK", "0"))
-    if agreed:
-        if rank == 0:
-            _say(message, trace)
-        return
     from toolkit.distributed import failure  # imports no torch
 
+    rank = int(os.environ.get("RANK", "0"))
+    if agreed:
+        # A launcher signals the ranks that are left when one has failed: that one has the last word.
+        if rank == 0 and not failure.another_has_failed():
+            _say(message, trace)
+        return
     if not failure.announce(rank, message + ("\n" + trace if trace else "")):
         return
     if not failure.is_watching() and int(os.environ.get("LOCAL_RANK", "0")) != 0:

@@ -174,6 +174,7 @@ def _start_line(session: Session, total_steps: int, steps_per_epoch: int) -> str
 
 def _log_to_files(folder: Path, rank: int) -> None:
     """Send the libraries' own messages to logs/rank_N.log; their warnings stay on the terminal of rank 0 too."""
+    (folder / "logs").mkdir(parents=True, exist_ok=True)  # another machine may not share rank 0's disk
     handler = logging.FileHandler(folder / "logs" / f"rank_{rank}.log", encoding="utf-8")
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     for name in ("DeepSpeed", "transformers"):

@@ -32,6 +32,11 @@ def is_watching() -> bool:
     return _marker is not None
 
 
+def another_has_failed() -> bool:
+    """Return whether another rank has put its error into the marker."""
+    return _marker is not None and not _is_mine and _marker.exists()
+
+
 def announce(rank: int, text: str) -> bool:
     """Claim the failure.
 
@@ -64,7 +69,7 @@ def end_watch() -> None:
 
 def _wait_for_marker() -> None:
     while not _over.wait(CHECK_EVERY_S):
-        if _marker is not None and _marker.exists() and not _is_mine:
+        if another_has_failed():
             time.sleep(GRACE_S)  # let this rank's own unwinding finish if it can
             if not _over.is_set():
                 os._exit(1)

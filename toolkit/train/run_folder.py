@@ -96,7 +96,7 @@ def environment(world_size: int) -> dict[str, object]:
             versions[name] = "not installed"
     return {
         "python": sys.version.split()[0],
-        "platform": platform.platform(),
+        "platform": f"{platform.system()} {platform.machine()}",
         "processors": os.cpu_count(),
         "world_size": world_size,
         "packages": versions,
