@@ -3,8 +3,8 @@
 import json
 import shlex
 import time
-from typing import TYPE_CHECKING
 
+from toolkit.cli.context import Session
 from toolkit.data.baselines import ngram_baselines
 from toolkit.distributed import process_group
 from toolkit.evaluate.generate import answer
@@ -13,11 +13,8 @@ from toolkit.messages import tr
 from toolkit.train import run_folder
 from toolkit.train.loop import Outcome
 
-if TYPE_CHECKING:
-    from toolkit.cli.session import Session
 
-
-def finish(session: "Session", outcome: Outcome, total_steps: int) -> None:
+def finish(session: Session, outcome: Outcome, total_steps: int) -> None:
     """Answer the recipe's questions, export, mark the run done and say what was achieved. A collective."""
     samples = _answers(session)
     exported = session.folder / "export"
@@ -30,7 +27,7 @@ def finish(session: "Session", outcome: Outcome, total_steps: int) -> None:
         run_folder.mark_done(session.folder, summary)
 
 
-def _answers(session: "Session") -> list[dict[str, str]]:
+def _answers(session: Session) -> list[dict[str, str]]:
     cfg, tokenizer = session.cfg.evaluate, session.prepared.tokenizer
     samples = [
         {
@@ -51,7 +48,7 @@ def _answers(session: "Session") -> list[dict[str, str]]:
     return samples
 
 
-def _summary(session: "Session", outcome: Outcome, total_steps: int) -> dict[str, object]:
+def _summary(session: Session, outcome: Outcome, total_steps: int) -> dict[str, object]:
     summary: dict[str, object] = {
         "steps": total_steps,
         "skipped_steps": outcome.skipped_steps,
@@ -71,7 +68,7 @@ def _summary(session: "Session", outcome: Outcome, total_steps: int) -> dict[str
 
 
 def _print_achievement(
-    session: "Session",
+    session: Session,
     outcome: Outcome,
     summary: dict[str, object],
     samples: list[dict[str, str]],
@@ -112,7 +109,7 @@ def _print_achievement(
     _print_next_steps(session, samples)
 
 
-def _print_next_steps(session: "Session", samples: list[dict[str, str]]) -> None:
+def _print_next_steps(session: Session, samples: list[dict[str, str]]) -> None:
     folder = session.display_folder
     for sample in samples:
         print(tr("  Q: {prompt}\n  A: {answer}", **sample))

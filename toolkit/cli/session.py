@@ -2,7 +2,6 @@
 
 import logging
 import time
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +9,7 @@ import torch
 import transformers
 from deepspeed import DeepSpeedEngine
 
+from toolkit.cli.context import Session
 from toolkit.cli.finish import finish
 from toolkit.config.checks import accumulation
 from toolkit.config.load import Loaded, to_yaml
@@ -28,32 +28,6 @@ from toolkit.train.loop import Job
 from toolkit.train.loop import train as run_loop
 from toolkit.train.prepared import Prepared, prepare_data
 from toolkit.train.schedule import Schedule
-
-
-@dataclass(kw_only=True, slots=True)
-class Session:
-    """What stays the same for the whole session."""
-
-    cfg: RunConfig
-    """The config."""
-    ranks: Ranks
-    """Who this process is."""
-    prepared: Prepared
-    """Tokenizer and stores."""
-    folder: Path
-    """The run folder."""
-    ds: DsConfig
-    """What DeepSpeed receives."""
-    engine: DeepSpeedEngine
-    """The engine."""
-    started: float
-    """time.monotonic() at the command's start."""
-
-    @property
-    def display_folder(self) -> str:
-        """Return the run folder as a user would type it from here."""
-        here = Path.cwd()
-        return str(self.folder.relative_to(here)) if self.folder.is_relative_to(here) else str(self.folder)
 
 
 def train(loaded: Loaded, ranks: Ranks, started: float) -> int:

@@ -28,17 +28,10 @@ from toolkit.config.schema import (
     WandbConfig,
     ZeroConfig,
 )
+from toolkit.config.unread import STAGE3_KEYS
 from toolkit.engine.ds_names import check_extra
 from toolkit.messages import tr
 
-STAGE3_ONLY = (
-    "sub_group_size",
-    "stage3_prefetch_bucket_size",
-    "stage3_param_persistence_threshold",
-    "stage3_max_live_parameters",
-    "stage3_max_reuse_distance",
-    "stage3_gather_16bit_weights_on_model_save",
-)
 # DeepSpeed prints its own progress line every so many steps, and its default was 10 in older versions.
 SILENT = 2_000_000_000
 
@@ -250,7 +243,7 @@ def _zero(ds: DsConfig, cfg: RunConfig) -> None:
     if zero.stage == 0:
         _same(ds, cfg, "zero_optimization.stage")
         return
-    _copy(ds, cfg, "zero_optimization", *(() if zero.stage == 3 else STAGE3_ONLY))
+    _copy(ds, cfg, "zero_optimization", *(() if zero.stage == 3 else STAGE3_KEYS))
     for name, offload in (("offload_optimizer", zero.offload_optimizer), ("offload_param", zero.offload_param)):
         if offload.device is not Device.none:
             _copy(ds, cfg, f"zero_optimization.{name}", *(() if offload.device is Device.nvme else ("nvme_path",)))

@@ -1,0 +1,37 @@
+"""What the parts of a training session share."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from deepspeed import DeepSpeedEngine
+
+from toolkit.config.schema import RunConfig
+from toolkit.engine.ds_config import DsConfig
+from toolkit.launch.environment import Ranks
+from toolkit.train.prepared import Prepared
+
+
+@dataclass(kw_only=True, slots=True)
+class Session:
+    """What stays the same for the whole session."""
+
+    cfg: RunConfig
+    """The config."""
+    ranks: Ranks
+    """Who this process is."""
+    prepared: Prepared
+    """Tokenizer and stores."""
+    folder: Path
+    """The run folder."""
+    ds: DsConfig
+    """What DeepSpeed receives."""
+    engine: DeepSpeedEngine
+    """The engine."""
+    started: float
+    """time.monotonic() at the command's start."""
+
+    @property
+    def display_folder(self) -> str:
+        """Return the run folder as a user would type it from here."""
+        here = Path.cwd()
+        return str(self.folder.relative_to(here)) if self.folder.is_relative_to(here) else str(self.folder)
