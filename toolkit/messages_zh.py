@@ -1,6 +1,7 @@
 """The Chinese of every message: English template -> Chinese template with the same placeholders."""
 
 CHINESE: dict[str, str] = {
+    "Such rows are left out and counted with data.on_bad_row=skip.": "用 data.on_bad_row=skip 可以舍弃这样的行并计数。",
     "  Q: {prompt}\n  A: {answer}": "  问：{prompt}\n  答：{answer}",
     '"Adam" without "adam_w_mode": false means AdamW in DeepSpeed: optim.name = adamw.': '没有 "adam_w_mode": false 的 "Adam" 在 DeepSpeed 中就是 AdamW：optim.name = adamw。',
     '"adam_w_mode": false has no effect with type AdamW.': '"adam_w_mode": false 对 AdamW 类型不起作用。',

@@ -227,7 +227,8 @@ class _FileReader:
     def _refuse(self, number: int, error: RowError) -> None:
         """Stop at the row or count it, as `data.on_bad_row` says."""
         if self.on_bad_row is OnBadRow.error:
-            self._stop(number, error)
+            mend = tr("Such rows are left out and counted with data.on_bad_row=skip.")
+            raise DataError(f"{self.path}:{number}: {error}. {mend}")
         self.bad_rows.add(f"{self.path}:{number}: {error}.")
 
     def _stop(self, number: int, error: RowError) -> NoReturn:
