@@ -219,3 +219,18 @@ def test_a_terminal_gets_a_bar(rows_file: Path, tmp_path: Path) -> None:
     text = shown.decode()
     assert re.search(r"100%.*6/6.*loss \d", text)
     assert "step 3/6" not in text
+
+
+@pytest.mark.parametrize("hosts", ["localhost slots=2\n", "localhost slots=2O\n"])
+def test_a_hostfile_is_read_strictly(hosts: str, rows_file: Path, tmp_path: Path) -> None:
+    """DeepSpeed reads `slots=2O` as 2 and goes on; we name the line. `--no_ssh_check` because no sshd runs here."""
+    (tmp_path / "hosts").write_text(hosts)
+    command = [str(BIN / "deepspeed"), "--hostfile", "hosts", "--no_ssh_check", "--master_addr", "127.0.0.1"]
+    command += ["--master_port", str(free_port())]
+    finished = run([*command, *words(rows_file, tmp_path, "hosts", "launch.num_nodes=1")], cwd=tmp_path)
+    if hosts.endswith("2\n"):
+        assert finished.code == 0, finished.output[-3000:]
+        assert json.loads((tmp_path / "runs" / "hosts" / "environment.json").read_text())["world_size"] == 2
+    else:
+        assert finished.code == 2
+        assert last_line_of_ours(finished.output).endswith("hosts:1: slots=2O is no positive whole number of GPUs.")

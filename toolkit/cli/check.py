@@ -24,8 +24,7 @@ def run(words: list[str]) -> int:
     for note in composed.notes:
         print(note)
     if world_size:
-        for sentence in build_ds_config(cfg, world_size, cfg.train.max_steps or None).missing:
-            print(sentence)
+        build_ds_config(cfg, world_size, cfg.train.max_steps or None)  # refuses unknown names in ds_extra
         print(
             tr(
                 "{size} samples per step = {micro} x {times} x {world_size} (micro-batch x accumulation x ranks).",
