@@ -11,6 +11,8 @@ from toolkit.errors import ConfigError
 from toolkit.messages import tr
 
 LEAST_LENGTH = 8
+# What Adam keeps per parameter on NVMe: parameter, gradient, two moments; with fewer DeepSpeed runs out of buffers.
+ADAM_STATES = 4
 LEAST = {
     "batch.global_size": 1,
     "batch.micro_per_gpu": 1,
@@ -38,6 +40,30 @@ LEAST = {
     "precision.hysteresis": 1,
     "run.seed": 0,
     "model.shape.num_layers": 1,
+    "model.shape.vocab_size": 1,
+    "model.shape.hidden_size": 1,
+    "model.shape.intermediate_size": 1,
+    "model.shape.num_heads": 1,
+    "model.shape.num_kv_heads": 1,
+    "model.shape.max_positions": LEAST_LENGTH,
+    "optim.eps": 0,
+    "zero.allgather_bucket_size": 1,
+    "zero.sub_group_size": 1,
+    "zero.stage3_prefetch_bucket_size": 0,
+    "zero.stage3_param_persistence_threshold": 0,
+    "zero.stage3_max_live_parameters": 0,
+    "zero.stage3_max_reuse_distance": 0,
+    "zero.offload_optimizer.buffer_count": ADAM_STATES,
+    "zero.offload_param.buffer_count": 1,
+    "zero.offload_param.buffer_size": 1,
+    "zero.offload_param.max_in_cpu": 0,
+    "zero.aio.block_size": 1,
+    "zero.aio.queue_depth": 1,
+    "zero.aio.intra_op_parallelism": 1,
+    "train.activation_checkpointing.number_checkpoints": 0,
+    "profile.flops.profile_step": 1,
+    "profile.flops.module_depth": -1,
+    "profile.flops.top_modules": 1,
 }
 
 
@@ -236,7 +262,7 @@ def _names(loaded: Loaded) -> None:
     if cfg.language not in ("", "en", "zh"):
         raise fail(loaded, "language", tr("language = {value} must be en, zh or empty.", value=cfg.language))
     name = cfg.run.name
-    if name and (Path(name).name != name or name.startswith((".", "-"))):
+    if name and (Path(name).name != name or name.startswith((".", "-")) or not name.isprintable()):
         raise fail(
             loaded,
             "run.name",

@@ -129,17 +129,22 @@ def _check_free(value: Any, path: str, place: Place) -> None:
                 raise ConfigError(
                     tr("{place}: '_target_' is not allowed: a config never names code to run.", place=place(path))
                 )
+            if not isinstance(key, str):
+                raise unknown_key(f"{path}.{key}", place)
             _check_free(inner, f"{path}.{key}", place)
     elif isinstance(value, list):
         for index, inner in enumerate(value):
             _check_free(inner, f"{path}[{index}]", place)
     elif isinstance(value, str):
         _is_interpolation(value, path, place)
+    elif value is not None and not isinstance(value, (bool, int, float)):
+        raise _wrong(path, value, tr("a text"), place)
 
 
 def _is_interpolation(value: str, path: str, place: Place) -> bool:
     """Return whether the value refers to another key; refuse `${resolver:…}`, which could read the environment."""
-    if re.search(r"\$\{[^}]*:", value):
+    # What is left without every plain ${other.key} may hold no "${": `${${x}:HOME}` would be a resolver too.
+    if "${" in re.sub(r"\$\{[\w.\[\]]+\}", "", value):
         raise ConfigError(
             tr("{place}: '{key}' = {value}: only ${{other.key}} is allowed.", place=place(path), key=path, value=value)
         )

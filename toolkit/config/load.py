@@ -6,6 +6,7 @@ the launcher's --local_rank. Every file is held against the schema, with its lin
 
 import dataclasses
 import os
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
@@ -30,6 +31,9 @@ from toolkit.config.suggest import did_you_mean
 from toolkit.errors import ConfigError
 from toolkit.messages import tr
 
+CHOSEN = "chosen"
+"""The name under which Hydra knows the chosen recipe: its own may hold what Hydra's grammar refuses, or be the name of
+the recipe that it builds on."""
 HYDRA_KEYS = ("defaults",)
 
 
@@ -69,24 +73,29 @@ def load(overrides: Sequence[str], *, config_dir: str = "") -> Loaded:
         raise ConfigError(tr("--config-dir {folder} is not a folder.", folder=config_dir))
     groups = _groups(config_dir)
     parsed = [_parse(word) for word in overrides]
-    recipe, recipes = _choose_recipe(parsed)
-    words = [f"recipe={recipe}"]
+    recipe, path, recipes = _choose_recipe(parsed)
+    words = [f"recipe={CHOSEN}"]
+    own = _groups("")
     values: dict[str, Any] = {}
     for override in parsed:
         if override.key_or_group == "recipe":
             continue
         if override.key_or_group in groups and isinstance(override.value(), str):
             _check_choice(override.key_or_group, str(override.value()), groups)
-            words.append(str(override.input_line).lstrip("+"))
+            # Hydra wants the + for a group that conf/config.yaml does not list, and only for that.
+            added = "" if override.key_or_group in own else "+"
+            words.append(added + str(override.input_line).lstrip("+"))
         else:
             words.append(_value_override(override, values))
     if config_dir:
-        words.append(f"hydra.searchpath=[file://{Path(config_dir).absolute()}]")
-    loaded = _compose(words, recipes, groups)
+        folder = str(Path(config_dir).absolute()).replace("'", "\\'")
+        words.append(f"hydra.searchpath=['file://{folder}']")
+    loaded = _compose(words, path, recipes, groups)
     for key in values:
         loaded.where[key] = tr("command line")
         loaded.explicit.add(key)
-    loaded.cfg.recipe = recipe
+    # A resolved config (runs/NAME/config.yaml) keeps the name of the recipe that it was made from.
+    loaded.cfg.recipe = loaded.cfg.recipe or recipe
     return loaded
 
 
@@ -141,8 +150,10 @@ def _groups(config_dir: str) -> dict[str, dict[str, Path]]:
 
 def _parse(word: str) -> Override:
     try:
-        override = OverridesParser.create().parse_override(word)
-    except HydraException as error:
+        override = OverridesParser.create().parse_override(_quoted(word))
+        if override.package is not None:
+            raise HydraException("no packages")
+    except (HydraException, RecursionError) as error:
         raise ConfigError(
             tr(
                 "command line: cannot read '{word}': write key=value (quote spaces and brackets for the shell).",
@@ -159,8 +170,19 @@ def _parse(word: str) -> Override:
     return override
 
 
-def _choose_recipe(parsed: list[Override]) -> tuple[str, dict[str, Path]]:
-    """Return the recipe's name and all recipes by name; one given as a path joins them under its stem."""
+def _quoted(word: str) -> str:
+    """Quote the texts that are not plain ASCII, which Hydra's grammar takes in quotes only."""
+    key, equals, value = word.partition("=")
+    if value.isascii() or re.search(r"""['"\\]""", value):
+        return word
+    text = r"[^\s\[\]{}(),:][^\[\]{}(),:]*"
+    return (
+        key + equals + re.sub(text, lambda found: found[0] if found[0].isascii() else f"'{found[0].rstrip()}'", value)
+    )
+
+
+def _choose_recipe(parsed: list[Override]) -> tuple[str, Path, dict[str, Path]]:
+    """Return the recipe's name, its file, and all recipes by name."""
     recipes = known_recipes()
     chosen = [str(override.value()) for override in parsed if override.key_or_group == "recipe"]
     listing = tr("Known: {recipes}.", recipes=", ".join(sorted(recipes)))
@@ -171,12 +193,12 @@ def _choose_recipe(parsed: list[Override]) -> tuple[str, dict[str, Path]]:
         path = Path(name)
         if not path.is_file():
             raise ConfigError(tr("command line: there is no recipe file {path}.", path=name) + " " + listing)
-        return path.stem, {**recipes, path.stem: path.resolve()}
+        return path.stem, path.resolve(), recipes
     if name not in recipes:
         raise ConfigError(
             tr("command line: unknown recipe '{name}'.", name=name) + did_you_mean(name, recipes) + " " + listing
         )
-    return name, recipes
+    return name, recipes[name], recipes
 
 
 def _check_choice(group: str, name: str, groups: dict[str, dict[str, Path]], place: str = "") -> None:
@@ -201,15 +223,15 @@ def _value_override(override: Override, values: dict[str, Any]) -> str:
         raise unknown_key(key, place)
     for path, value in check_tree(override.value(), kind, key, place):
         values[path] = value
-    # `+` on a known key adds nothing and, with a plain dataclass, would lose the value; below ds_extra it is needed.
-    prefix = "++" if key.startswith("ds_extra.") else ""
+    # `+` on a known key adds nothing and, with a plain dataclass, would lose the value; in ds_extra it is needed.
+    prefix = "++" if key.split(".")[0] == "ds_extra" else ""
     return prefix + str(override.input_line).lstrip("+")
 
 
-def _compose(words: list[str], recipes: dict[str, Path], groups: dict[str, dict[str, Path]]) -> Loaded:
+def _compose(words: list[str], recipe: Path, recipes: dict[str, Path], groups: dict[str, dict[str, Path]]) -> Loaded:
     store = ConfigStore.instance()
     store.store(name="run_schema", node=RunConfig)
-    documents = _register_recipes(store, words[0].removeprefix("recipe="), recipes, groups)
+    documents = _register_recipes(store, recipe, recipes, groups)
     GlobalHydra.instance().clear()
     where: dict[str, str] = {}
     explicit: set[str] = set()
@@ -230,22 +252,26 @@ def _compose(words: list[str], recipes: dict[str, Path], groups: dict[str, dict[
 
 
 def _register_recipes(
-    store: ConfigStore, chosen: str, recipes: dict[str, Path], groups: dict[str, dict[str, Path]]
+    store: ConfigStore, chosen: Path, recipes: dict[str, Path], groups: dict[str, dict[str, Path]]
 ) -> dict[str, Document]:
     """Hand the chosen recipe, and those it builds on, to Hydra as the group `recipe`; return what was read."""
     documents: dict[str, Document] = {}
-    waiting = [chosen]
+    # Name, file, and the files that build on it: a recipe cannot build on itself.
+    waiting: list[tuple[str, Path, tuple[Path, ...]]] = [(CHOSEN, chosen, ())]
     while waiting:
-        name = waiting.pop()
-        document = documents[name] = files.read(recipes[name])
+        name, path, above = waiting.pop()
+        document = documents[name] = files.read(path)
         defaults = document.values.get("defaults", [])
         if not isinstance(defaults, list):
             raise ConfigError(tr("{place}: 'defaults' must be a list.", place=document.place("defaults")))
         for index, item in enumerate(defaults):
             place = document.place(f"defaults[{index}]")
             base = _check_default(item, place, recipes, groups)
-            if base and base not in documents:
-                waiting.append(base)
+            if base:
+                if recipes[base].resolve() in (path.resolve(), *above):
+                    raise _wrong_default(item, place)
+                waiting.append((base, recipes[base], (path.resolve(), *above)))
+        list(_check_document(document, ""))
         store.store(group="recipe", name=name, node=OmegaConf.create(document.values), package="_global_")
     return documents
 
@@ -273,7 +299,11 @@ def _check_default(item: Any, place: str, recipes: dict[str, Path], groups: dict
                 + " "
                 + tr("Known: {choices}.", choices=", ".join(groups))
             )
-    raise ConfigError(
+    raise _wrong_default(item, place)
+
+
+def _wrong_default(item: Any, place: str) -> ConfigError:
+    return ConfigError(
         tr(
             "{place}: '{item}': write `- override /GROUP: CHOICE`, or the name of another recipe.",
             place=place,
@@ -314,5 +344,7 @@ def _check_document(document: Document, package: str) -> Iterator[tuple[str, str
     kind = field_type(package) if package else RunConfig
     if "hydra" in values and not package:
         raise ConfigError(tr("{place}: a 'hydra:' section is not allowed in a recipe.", place=document.place("hydra")))
+    if kind is None:  # a group of --config-dir whose name is no section, without `# @package _global_`
+        raise unknown_key(package, lambda _: document.shown)
     for path, _ in check_tree(values, kind, package, place):
         yield path, place(path)
