@@ -139,7 +139,7 @@ CHINESE: dict[str, str] = {
     "step {step}  validation loss {loss} nats/token, perplexity {perplexity} over {tokens} tokens": "第 {step} 步  验证损失 {loss} nats/token，困惑度 {perplexity}，共 {tokens} 个 token",
     "steps_per_print has no effect; the progress lines are ours, see train.log_every.": "steps_per_print 不起作用；进度行由我们输出，见 train.log_every。",
     "stopped by {signal} after step {step} of {total}, as all ranks agreed. Saved: {checkpoint}. There is no DONE marker: the run is unfinished.": "被 {signal} 停止，在第 {step} 步（共 {total} 步）之后，所有 rank 一致同意。已保存：{checkpoint}。没有 DONE 标记：运行尚未完成。",
-    "stopped by {signal} outside of training steps (pid {pid}): nothing was saved by this process.": "在训练步之外被 {signal} 停止（进程 {pid}）：该进程没有保存任何东西。",
+    "stopped by {signal} outside of training steps (pid {pid}). There is no DONE marker: the run is unfinished.": "在训练步之外被 {signal} 停止（进程 {pid}）。没有 DONE 标记：运行尚未完成。",
     "the JSON is nested too deeply. Correct or remove the row": "JSON 嵌套过深。请改正或删除该行",
     "the answer holds the text of the end token, '{end}', and would be cut there. Correct or remove the row": "回答中含有结束 token 的文本 '{end}'，会在那里被截断。请改正或删除该行",
     "the chat template refuses the conversation: {reason}": "对话模板拒绝这段对话：{reason}",

@@ -94,6 +94,12 @@ REFUSED = {
     "model=hf model.shape.num_layers=9": "model.shape.num_layers = 9 has no effect: model.init is pretrained. "
     "Remove it.",
     "model.tokenizer=/nosuch": "model.tokenizer = /nosuch does not exist.",
+    "model.shape.num_heads=0": "model.shape.num_heads = 0 must be at least 1.",
+    "model.shape.num_kv_heads=0": "model.shape.num_kv_heads = 0 must be at least 1.",
+    "optim.eps=nan": "optim.eps = nan must be at least 0.",
+    "zero=stage3_nvme zero.offload_optimizer.buffer_count=3": (
+        "zero.offload_optimizer.buffer_count = 3 must be at least 4."
+    ),
     "language=de": "language = de must be en, zh or empty.",
     "run.name=a/b": "run.name = a/b must be a plain folder name; the folder around it is run.dir.",
     "run.name=-a": "run.name = -a must be a plain folder name; the folder around it is run.dir.",
@@ -109,6 +115,11 @@ REFUSED = {
         "zero.offload_optimizer.nvme_path = /nosuch is not a folder that can be written to: No such file or directory."
     ),
 }
+
+
+def test_a_run_name_is_printable() -> None:
+    with pytest.raises(ConfigError, match="must be a plain folder name"):
+        check(load(["recipe=zero1", "model=glm_tiny", "run.name='a\nb'"]))
 
 
 @pytest.mark.parametrize("words", REFUSED)

@@ -18,6 +18,14 @@ RECIPES = {
     "defaults into hydra": "defaults:\n  - override /hydra/launcher: basic\n",
     "environment": "run:\n  name: ${oc.env:HOME}\n",
     "environment in a free section": "ds_extra:\n  x: ${oc.env:HOME}\n",
+    "resolver named by another key": "run:\n  dir: oc.env\n  name: ${${run.dir}:HOME}\n",
+    "resolver put together": "run:\n  dir: env\n  name: ${oc.${run.dir}:HOME}\n",
+    "resolver put together in a free section": "ds_extra:\n  x: [{y: '${oc.${run.dir}:HOME}'}]\n",
+    "key that is no text": "null: x\n",
+    "number as a key in a free section": "ds_extra:\n  1: x\n",
+    "set": "run: !!set {a}\n",
+    "set in a free section": "ds_extra:\n  x: !!set {a}\n",
+    "bytes in a free section": "ds_extra:\n  x: !!binary aGk=\n",
     "python tag": "run:\n  name: !!python/object/apply:os.system ['touch CANARY']\n",
     "alias bomb": "a: &a [x,x,x,x,x,x,x,x,x]\nb: &b [*a,*a,*a,*a,*a,*a,*a,*a]\nc: [*b,*b,*b,*b,*b,*b,*b,*b]\n",
     "deep": "ds_extra:\n  x: " + "[" * 100 + "]" * 100 + "\n",
@@ -33,6 +41,9 @@ WORDS = [
     "hydra/launcher=basic",
     "run.name=${oc.env:HOME}",
     "ds_extra.x=[a,'${oc.env:HOME}']",
+    "'run.name=${oc.${run.dir}:HOME}'",
+    "zero@model=stage3",
+    "ds_extra.x=" + "[" * 3000 + "]" * 3000,
 ]
 
 
@@ -51,3 +62,8 @@ def test_hostile_recipe(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPat
 def test_hostile_word(word: str) -> None:
     with pytest.raises(ConfigError, match=r"^command line: "):
         load(["recipe=quickstart", word])
+
+
+def test_deep_word() -> None:
+    with pytest.raises(ConfigError):
+        load(["recipe=quickstart", "ds_extra.x=" + "[" * 300 + "]" * 300])

@@ -80,6 +80,10 @@ IN_A_FILE = {
         ":2: unknown group 'zeroo'. Did you mean 'zero'? Known: data, model, optim, precision, schedule, tuning, zero."
     ),
     "defaults:\n  - chatgml\n": ":2: unknown recipe 'chatgml'. Did you mean 'chatglm'?",
+    "defaults:\n  - chatglm\n  - override /zero@model: stage3\n": (
+        ":3: unknown group 'zero@model'. Did you mean 'model'? Known: data, model, optim, precision, schedule, tuning, "
+        "zero."
+    ),
     "defaults:\n  - zero: stage3\n": (
         ":2: '{'zero': 'stage3'}': write `- override /GROUP: CHOICE`, or the name of another recipe."
     ),
@@ -143,6 +147,34 @@ def test_a_recipe_can_build_on_another(tmp_path: Path) -> None:
     assert loaded.where["checkpoint.every"].startswith("recipes/chatglm.yaml:")
 
 
+def test_a_recipe_may_have_the_name_of_the_one_it_builds_on(tmp_path: Path) -> None:
+    loaded = load([write(tmp_path, "chatglm", "defaults:\n  - chatglm\n  - _self_\noptim:\n  lr: 1e-6\n")])
+    assert (loaded.cfg.recipe, loaded.cfg.zero.stage, loaded.cfg.optim.lr) == ("chatglm", 3, 1e-6)
+
+
+@pytest.mark.parametrize("second", ["first", "second"])
+def test_recipes_in_a_circle(second: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("recipes").mkdir()
+    Path("recipes/first.yaml").write_text(f"defaults:\n  - {second}\n")
+    Path("recipes/second.yaml").write_text("# this one\ndefaults:\n  - first\n")
+    place = "recipes/first.yaml:2" if second == "first" else "recipes/second.yaml:3"
+    expected = f"{place}: 'first': write `- override /GROUP: CHOICE`, or the name of another recipe."
+    assert message("recipe=first") == expected
+
+
+def test_texts_that_are_not_ascii_need_no_quotes(tmp_path: Path) -> None:
+    recipe = write(tmp_path, "我的 配方,1", "zero:\n  stage: 1\n")
+    words = [
+        "run.name=测试",
+        "data.sources=[{path: 数据 1/对话.jsonl}, {path: b.jsonl}]",
+        "evaluate.prompts=['你好,吗']",
+    ]
+    cfg = load([recipe.replace("recipe=", "recipe='") + "'", *words]).cfg
+    assert (cfg.recipe, cfg.run.name, cfg.evaluate.prompts) == ("我的 配方,1", "测试", ["你好,吗"])
+    assert [source.path for source in cfg.data.sources] == ["数据 1/对话.jsonl", "b.jsonl"]
+
+
 def test_where_each_value_stands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("mine.yaml").write_text("# comment\noptim:\n  lr: 1e-6\ndata:\n  sources:\n    - path: x\n")
@@ -157,9 +189,10 @@ def test_where_each_value_stands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 
 def test_plus_on_a_known_key_is_taken_and_ds_extra_is_free() -> None:
-    cfg = load(["recipe=quickstart", "+train.max_steps=7", "+ds_extra.a.b=1", "ds_extra.c=2"]).cfg
-    assert cfg.train.max_steps == 7
-    assert cfg.ds_extra == {"a": {"b": 1}, "c": 2}
+    words = ["+train.max_steps=7", "+ds_extra.a.b=1", "ds_extra.c=2", "ds_extra={d: 3}", "+zero=stage3"]
+    cfg = load(["recipe=quickstart", *words]).cfg
+    assert (cfg.train.max_steps, cfg.zero.stage) == (7, 3)
+    assert cfg.ds_extra == {"a": {"b": 1}, "c": 2, "d": 3}
 
 
 def test_interpolation_of_another_key(tmp_path: Path) -> None:
@@ -173,6 +206,19 @@ def test_own_groups(tmp_path: Path) -> None:
     loaded = load(["recipe=quickstart", "optim=mine", "optim.torch=true"], config_dir=str(tmp_path))
     assert loaded.where["optim.name"].endswith("optim/mine.yaml:1")
     assert message_with_dir(str(tmp_path / "nosuch")) == f"--config-dir {tmp_path}/nosuch is not a folder."
+
+
+def test_own_groups_of_any_name_in_any_folder(tmp_path: Path) -> None:
+    folder = tmp_path / "my own, 配置's"
+    (folder / "habit").mkdir(parents=True)
+    (folder / "habit" / "often.yaml").write_text("# @package _global_\ncheckpoint:\n  every: 3\n")
+    (folder / "habit" / "lost.yaml").write_text("every: 3\n")
+    for word in ("habit=often", "+habit=often"):
+        loaded = load(["recipe=chatglm", word], config_dir=str(folder))
+        assert loaded.cfg.checkpoint.every == 3, "the recipe says 500; the command line beats it"
+        assert loaded.where["checkpoint.every"].endswith("habit/often.yaml:3")
+    with pytest.raises(ConfigError, match=r"habit/lost\.yaml: unknown key 'habit'"):
+        load(["recipe=chatglm", "habit=lost"], config_dir=str(folder))
 
 
 def message_with_dir(folder: str) -> str:
@@ -194,7 +240,7 @@ def test_replace_is_typed() -> None:
 @pytest.mark.parametrize("recipe", ["quickstart", "chatglm", "zero3_nvme"])
 def test_a_resolved_config_is_a_recipe_again(recipe: str, tmp_path: Path) -> None:
     cfg = load([f"recipe={recipe}", "ds_extra.communication_data_type=fp32"]).cfg
-    again = load([write(tmp_path, recipe, to_yaml(cfg))]).cfg
+    again = load([write(tmp_path, "config", to_yaml(cfg))]).cfg
     assert again == cfg
 
 

@@ -26,6 +26,7 @@ def run(words: list[str]) -> int:
     """Train, evaluate, save and export."""
     words = environment.strip_launcher_arguments(words)
     ranks = environment.detect(os.environ)
+    environment.apply(ranks, os.environ)  # from here on an error knows which rank it speaks for
     if "--cfg" in words:
         print(
             to_yaml(compose(_without_cfg(words), world_size=ranks.world_size).loaded.cfg),
@@ -36,7 +37,6 @@ def run(words: list[str]) -> int:
     cfg = composed.loaded.cfg
     check(composed.loaded, ranks.world_size)
     ancestors.check_launcher(cfg.launch.num_nodes, ranks)
-    environment.apply(ranks, os.environ)
     if cfg.distributed.interface:
         environment.set_interface(cfg.distributed.interface, os.environ)
     environment.check_port(os.environ)

@@ -244,7 +244,7 @@ def _compose(words: list[str], recipe: Path, recipes: dict[str, Path], groups: d
                     where[path] = place
                     (explicit.add if chosen else explicit.discard)(path)
             cfg = OmegaConf.to_object(compose("config", overrides=words))
-    except (HydraException, OmegaConfBaseException) as error:
+    except (HydraException, OmegaConfBaseException, RecursionError) as error:
         raise ConfigError(tr("cannot compose the config: {reason}", reason=" ".join(str(error).split()))) from error
     if not isinstance(cfg, RunConfig):
         raise TypeError("conf/config.yaml must list run_schema first")

@@ -48,7 +48,8 @@ def _handle(number: int, frame: FrameType | None) -> None:
             return
         raise Stopped(
             tr(
-                "stopped by {signal} outside of training steps (pid {pid}): nothing was saved by this process.",
+                "stopped by {signal} outside of training steps (pid {pid}). There is no DONE marker: the run is "
+                "unfinished.",
                 signal=_received,
                 pid=os.getpid(),
             )
