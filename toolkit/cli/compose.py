@@ -33,7 +33,7 @@ def compose(
 
     Args:
         words: command line after the command's name.
-        world_size: number of ranks; None where unknown.
+        world_size: number of ranks; None where unknown; an argument `world_size=N` of the command wins.
         arguments: names of the command's own `name=value` words.
         flags: the command's own `--flags`.
 
@@ -41,6 +41,7 @@ def compose(
         ConfigError: anything wrong with recipe, overrides or JSON.
     """
     own, seen, config_dir, overrides = _sort(words, arguments, flags)
+    world_size = positive_int(own, "world_size") or world_size
     loaded = load(overrides, config_dir=config_dir)
     set_language(loaded.cfg.language)
     composed = Composed(loaded=loaded, arguments=own, flags=seen)

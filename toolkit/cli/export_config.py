@@ -21,11 +21,9 @@ from toolkit.messages import tr
 
 def run(words: list[str]) -> int:
     """Export."""
-    size_given = next((word.partition("=")[2] for word in words if word.startswith("world_size=")), "")
-    world_size = int(size_given) if size_given.isdecimal() and int(size_given) else 1
     composed = compose(
         words,
-        world_size=world_size,
+        world_size=1,
         arguments=("world_size", "total_steps", "output"),
         flags=("--explain",),
     )
