@@ -24,8 +24,7 @@ def test_run_py_is_short() -> None:
 def test_scripts_are_thin() -> None:
     for path in (ROOT / "scripts").iterdir():
         if path.is_file():
-            limit = 100 if path.name == "generate_ds_keys.py" else 60
-            assert len(path.read_text().splitlines()) <= limit, path.name
+            assert len(path.read_text().splitlines()) <= 60, path.name
 
 
 def test_overview_names_every_command() -> None:

@@ -33,6 +33,7 @@ LAYERS = {
     "toolkit.evaluate": 4,
     "toolkit.export": 4,
     "toolkit.bench": 5,
+    "toolkit.testing": 5,
     "toolkit.cli": 6,
     "toolkit.__main__": 7,
 }
