@@ -35,41 +35,50 @@ REFUSED = {
         "zero.offload_optimizer.device = nvme needs zero.stage = 3, but it is 2. Use cpu."
     ),
     "zero.stage3_prefetch_bucket_size=7": (
-        "zero.stage3_prefetch_bucket_size = 7 has no effect: zero.stage is 1. Remove it."
+        "zero.stage3_prefetch_bucket_size = 7 has no effect: zero.stage is 1. Remove it, or set "
+        "zero.stage3_prefetch_bucket_size=50000000."
     ),
-    "zero=stage0 zero.overlap_comm=true": "zero.overlap_comm = True has no effect: zero.stage is 0. Remove it.",
+    "zero=stage0 zero.overlap_comm=true": "zero.overlap_comm = true has no effect: zero.stage is 0. Remove it, "
+    "or set zero.overlap_comm=false.",
     "zero=stage3 zero.allgather_bucket_size=7": (
-        "zero.allgather_bucket_size = 7 has no effect: zero.stage is 3. Remove it."
+        "zero.allgather_bucket_size = 7 has no effect: zero.stage is 3. Remove it, or set "
+        "zero.allgather_bucket_size=500000000."
     ),
     "zero.offload_optimizer.pin_memory=false": (
-        "zero.offload_optimizer.pin_memory = False has no effect: zero.offload_optimizer.device is none. Remove it."
+        "zero.offload_optimizer.pin_memory = false has no effect: zero.offload_optimizer.device is none. "
+        "Remove it, or set zero.offload_optimizer.pin_memory=true."
     ),
     "zero=stage3_offload zero.offload_param.buffer_count=7": (
-        "zero.offload_param.buffer_count = 7 has no effect: zero.offload_param.device is cpu. Remove it."
+        "zero.offload_param.buffer_count = 7 has no effect: zero.offload_param.device is cpu. Remove it, or "
+        "set zero.offload_param.buffer_count=5."
     ),
     "zero=stage2_offload zero.offload_optimizer.ratio=0.5": (
-        "zero.offload_optimizer.ratio = 0.5 has no effect: zero.stage is 2. Remove it."
+        "zero.offload_optimizer.ratio = 0.5 has no effect: zero.stage is 2. Remove it, or set "
+        "zero.offload_optimizer.ratio=1.0."
     ),
     "zero=stage3_offload zero.offload_optimizer.ratio=2": "zero.offload_optimizer.ratio = 2.0 must be from 0 to 1.",
-    "zero.aio.queue_depth=16": "zero.aio.queue_depth = 16 has no effect: nothing is offloaded to nvme. Remove it.",
+    "zero.aio.queue_depth=16": "zero.aio.queue_depth = 16 has no effect: nothing is offloaded to nvme. Remove "
+    "it, or set zero.aio.queue_depth=8.",
     "precision.loss_scale=128": "precision.loss_scale = 128.0 has no effect: precision.dtype is bf16, not "
-    "fp16. Remove it.",
+    "fp16. Remove it, or set precision.loss_scale=0.0.",
     "precision=fp16 precision.loss_scale=128 precision.hysteresis=3": (
-        "precision.hysteresis = 3 has no effect: precision.loss_scale = 128.0 is fixed. Remove it."
+        "precision.hysteresis = 3 has no effect: precision.loss_scale = 128.0 is fixed. Remove it, or set "
+        "precision.hysteresis=2."
     ),
     "train.activation_checkpointing.profile=true": (
-        "train.activation_checkpointing.profile = True has no effect: train.activation_checkpointing.enabled is false. "
-        "Remove it."
+        "train.activation_checkpointing.profile = true has no effect: train.activation_checkpointing.enabled is false. "
+        "Remove it, or set train.activation_checkpointing.profile=false."
     ),
     f"train.activation_checkpointing.enabled=true {CONTIGUOUS}=true": (
         f"{CONTIGUOUS} = true needs partition_activations = true (it is false) and number_checkpoints, the number of "
         "layers (it is 0)."
     ),
     "schedule=linear schedule.min_lr_ratio=0.1": (
-        "schedule.min_lr_ratio = 0.1 has no effect: schedule.name is linear, not cosine. Remove it."
+        "schedule.min_lr_ratio = 0.1 has no effect: schedule.name is linear, not cosine. Remove it, or set "
+        "schedule.min_lr_ratio=0.0."
     ),
     "schedule.warmup_ratio=0 schedule.warmup_type=log": (
-        "schedule.warmup_type = log has no effect: there is no warm-up. Remove it."
+        "schedule.warmup_type = log has no effect: there is no warm-up. Remove it, or set schedule.warmup_type=linear."
     ),
     "schedule.warmup_steps=5": (
         "schedule.warmup_steps = 5 and schedule.warmup_ratio = 0.03 are both given: keep one of them. Set the "
@@ -80,10 +89,24 @@ REFUSED = {
         "still rises."
     ),
     "train.max_steps=5 train.epochs=2": "train.max_steps = 5 and train.epochs = 2 are both given: keep one of them.",
-    "profile.comms.prof_ops=[all_reduce]": (
-        "profile.comms.prof_ops = ['all_reduce'] has no effect: profile.comms.prof_all is true. Remove it."
+    "profile.comms.enabled=true profile.comms.prof_ops=[all_reduce]": (
+        "profile.comms.prof_ops = ['all_reduce'] has no effect: profile.comms.prof_all is true. Remove it, or "
+        "set profile.comms.prof_ops=[]."
     ),
-    "model.path=/x": "model.path = /x has no effect: model.init is random. Remove it.",
+    "track.csv.output_path=/x": (
+        "track.csv.output_path = /x has no effect: track.csv.enabled is false. Remove it, or set "
+        "track.csv.output_path=."
+    ),
+    "profile.flops.detailed=false": (
+        "profile.flops.detailed = false has no effect: profile.flops.enabled is false. Remove it, or set "
+        "profile.flops.detailed=true."
+    ),
+    "optim.weight_decay=inf": "optim.weight_decay = inf must be at least 0.",
+    "model.shape.hidden_size=126 model.shape.num_heads=6": (
+        "model.shape: hidden_size 126 / num_heads 6 = 21 must be a multiple of 4, because half of a head is rotated in "
+        "pairs."
+    ),
+    "model.path=/x": "model.path = /x has no effect: model.init is random. Remove it, or set model.path=.",
     "model.shape.num_heads=3": (
         "model.shape: hidden_size 128 must be a multiple of num_heads 3, and that of num_kv_heads 2."
     ),
@@ -92,7 +115,7 @@ REFUSED = {
         "config.json and the weights."
     ),
     "model=hf model.shape.num_layers=9": "model.shape.num_layers = 9 has no effect: model.init is pretrained. "
-    "Remove it.",
+    "Remove it, or set model.shape.num_layers=2.",
     "model.tokenizer=/nosuch": "model.tokenizer = /nosuch does not exist.",
     "model.shape.num_heads=0": "model.shape.num_heads = 0 must be at least 1.",
     "model.shape.num_kv_heads=0": "model.shape.num_kv_heads = 0 must be at least 1.",

@@ -1,5 +1,6 @@
 """Rules that join several keys. Each message says both values and the mend."""
 
+import math
 from pathlib import Path
 
 from toolkit.config.checks_files import check_files
@@ -118,7 +119,7 @@ def _numbers(loaded: Loaded) -> None:
     """Ranges of single values."""
     for key, bound in LEAST.items():
         value = value_of(loaded.cfg, key)
-        if isinstance(value, (int, float)) and not value >= bound:
+        if isinstance(value, (int, float)) and not bound <= value < math.inf:
             raise fail(loaded, key, tr("{key} = {value} must be at least {least}.", key=key, value=value, least=bound))
     cfg = loaded.cfg
     if not 0 < cfg.optim.lr < float("inf"):

@@ -65,6 +65,18 @@ def _model(loaded: Loaded) -> None:
                     kv_heads=shape.num_kv_heads,
                 ),
             )
+        if shape.hidden_size // shape.num_heads % 4:
+            raise fail(
+                loaded,
+                "model.shape.num_heads",
+                tr(
+                    "model.shape: hidden_size {hidden} / num_heads {heads} = {size} must be a multiple of 4, "
+                    "because half of a head is rotated in pairs.",
+                    hidden=shape.hidden_size,
+                    heads=shape.num_heads,
+                    size=shape.hidden_size // shape.num_heads,
+                ),
+            )
     elif not model.path:
         raise fail(loaded, "model.path", _how_to_get(loaded.cfg))
     elif not Path(model.path).is_dir():

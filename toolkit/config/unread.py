@@ -40,12 +40,24 @@ def check_effect(loaded: Loaded) -> None:
     for key, reason in _unread(loaded.cfg):
         value = value_of(loaded.cfg, key)
         if value != value_of(default, key) and key in loaded.where:
-            shown = value.value if isinstance(value, Enum) else value
             raise fail(
                 loaded,
                 key,
-                tr("{key} = {value} has no effect: {reason}. Remove it.", key=key, value=shown, reason=reason),
+                tr(
+                    "{key} = {value} has no effect: {reason}. Remove it, or set {key}={default}.",
+                    key=key,
+                    value=_as_written(value),
+                    reason=reason,
+                    default=_as_written(value_of(default, key)),
+                ),
             )
+
+
+def _as_written(value: object) -> str:
+    """Return a value as one writes it on the command line."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    return str(value.value if isinstance(value, Enum) else value)
 
 
 def _unread(cfg: RunConfig) -> Iterator[tuple[str, str]]:
@@ -75,7 +87,8 @@ def _unread(cfg: RunConfig) -> Iterator[tuple[str, str]]:
     if not (schedule.warmup_steps or schedule.warmup_ratio):
         reason = tr("there is no warm-up")
         yield from ((f"schedule.{name}", reason) for name in ("warmup_type", "warmup_min_ratio"))
-    if cfg.profile.comms.prof_all:
+    yield from _unread_observers(cfg)
+    if cfg.profile.comms.enabled and cfg.profile.comms.prof_all:
         yield "profile.comms.prof_ops", tr("profile.comms.prof_all is true")
     if cfg.model.init is Init.random:
         yield "model.path", tr("model.init is random")
@@ -83,6 +96,15 @@ def _unread(cfg: RunConfig) -> Iterator[tuple[str, str]]:
         for key in all_keys():
             if key.startswith("model.shape."):
                 yield key, tr("model.init is pretrained")
+
+
+def _unread_observers(cfg: RunConfig) -> Iterator[tuple[str, str]]:
+    """Settings of monitors and profilers that are switched off."""
+    for section in ("track.tensorboard", "track.csv", "track.wandb", "profile.flops", "profile.comms"):
+        if not value_of(cfg, f"{section}.enabled"):
+            for key in all_keys():
+                if key.startswith(f"{section}.") and not key.endswith(".enabled"):
+                    yield key, tr("{section}.enabled is false", section=section)
 
 
 def _unread_offload(cfg: RunConfig) -> Iterator[tuple[str, str]]:
