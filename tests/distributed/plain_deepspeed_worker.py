@@ -31,7 +31,7 @@ for _ in range(6):
         engine.backward(loss)
         rates.append(engine.get_lr()[0])
         engine.step()
-    losses.append(float(loss))
+    losses.append(float(loss.detach()))
 if torch.distributed.get_rank() == 0:
     print(
         "TRAINED",
@@ -41,3 +41,6 @@ if torch.distributed.get_rank() == 0:
         rates[:: engine.gradient_accumulation_steps()],
         flush=True,
     )
+# Without this, gloo's threads are now and then still there when the interpreter ends, and abort it.
+torch.distributed.barrier()
+torch.distributed.destroy_process_group()
