@@ -11,10 +11,11 @@ from ranks import REPOSITORY, deepspeed, run
 from shared import eval_losses, losses, tiny
 
 WORKER = str(REPOSITORY / "tests" / "distributed" / "sessions_worker.py")
-# fp32 on one machine: the only difference left is the order of additions. Measured: 3e-6 after 10 steps.
-TOLERANCE = 2e-5
-# bf16 keeps 8 bits; stage 0 takes another numeric path than ZeRO (deepspeed 0.19.8). Measured: 0.02 after 10 steps.
-BF16_TOLERANCE = 0.1
+# fp32 on one machine: the only difference left is the order of additions. Measured: at most 6.4e-7 over 10 steps.
+TOLERANCE = 5e-6
+# bf16 keeps 8 bits. Stage 0 adds gradients up in bf16, stages 1-3 in fp32 (deepspeed 0.19.8). Measured over 10 steps:
+# 0.066 and 0.002.
+BF16_TOLERANCE, BF16_TOLERANCE_STAGE0 = 0.01, 0.1
 
 # name -> overrides; two ranks
 FP32_CELLS = {
@@ -120,7 +121,7 @@ def test_fp32_follows_the_plain_loop(name: str, runs: Path, reference: tuple[lis
 @pytest.mark.parametrize("name", BF16_CELLS)
 def test_bf16_stays_near_fp32(name: str, runs: Path, reference: tuple[list[float], list[float]]) -> None:
     found = losses(runs / name)
-    assert furthest(found, reference[0]) < BF16_TOLERANCE
+    assert furthest(found, reference[0]) < (BF16_TOLERANCE_STAGE0 if name == "bf16-stage0" else BF16_TOLERANCE)
     assert found != losses(runs / "stage2"), "bf16 that equals fp32 to the last bit was not bf16"
 
 
