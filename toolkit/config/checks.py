@@ -151,6 +151,11 @@ def _batch(loaded: Loaded) -> None:
         accumulation(loaded.cfg, 1, prefix(loaded, "batch.global_size"))
 
 
+def _from_one_place(loaded: Loaded, *keys: str) -> bool:
+    """Return whether one file, or the command line, set all the keys: a contradiction rather than an override."""
+    return len({loaded.where.get(key, "").split(":")[0] for key in keys}) == 1
+
+
 def _length_of_run(loaded: Loaded) -> None:
     train = loaded.cfg.train
     if (
@@ -158,27 +163,22 @@ def _length_of_run(loaded: Loaded) -> None:
         and train.epochs != 1
         and "train.epochs" in loaded.explicit
         and "train.max_steps" in loaded.explicit
-    ):
-        both_from_one = loaded.where["train.max_steps"].split(":")[0] == loaded.where["train.epochs"].split(":")[0]
-        if both_from_one:
-            raise fail(
-                loaded,
-                "train.max_steps",
-                tr(
-                    "train.max_steps = {steps} and train.epochs = {epochs} are both given: keep one of them.",
-                    steps=train.max_steps,
-                    epochs=train.epochs,
-                ),
-            )
+    ) and _from_one_place(loaded, "train.max_steps", "train.epochs"):
+        raise fail(
+            loaded,
+            "train.max_steps",
+            tr(
+                "train.max_steps = {steps} and train.epochs = {epochs} are both given: keep one of them.",
+                steps=train.max_steps,
+                epochs=train.epochs,
+            ),
+        )
 
 
 def _schedule(loaded: Loaded) -> None:
     schedule = loaded.cfg.schedule
     if schedule.warmup_steps and schedule.warmup_ratio:
-        both_from_one = (
-            loaded.where.get("schedule.warmup_steps", "").split(":")[0]
-            == loaded.where.get("schedule.warmup_ratio", "").split(":")[0]
-        )
+        both_from_one = _from_one_place(loaded, "schedule.warmup_steps", "schedule.warmup_ratio")
         raise fail(
             loaded,
             "schedule.warmup_steps",

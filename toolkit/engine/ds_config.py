@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from toolkit.config.checks import accumulation
+from toolkit.config.places import value_of
 from toolkit.config.schema import (
     ActivationCheckpointingConfig,
     AioConfig,
@@ -105,9 +106,7 @@ class DsConfig:
 
 def read_key(cfg: RunConfig, key: str) -> Any:
     """Return the value of a dotted schema key, with enums as their plain strings."""
-    value: Any = cfg
-    for name in key.split("."):
-        value = getattr(value, name)
+    value = value_of(cfg, key)
     return getattr(value, "value", list(value) if isinstance(value, list) else value)
 
 
