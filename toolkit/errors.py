@@ -23,6 +23,10 @@ class ModelError(ToolkitError):
     """A model or tokenizer folder is missing, incomplete or of a kind that cannot be trained."""
 
 
+class RowError(Exception):
+    """One row cannot be used; the text says why and what to do. Whoever reads rows adds where it stands."""
+
+
 class LaunchError(ToolkitError):
     """The processes were not started as the user asked: hostfile, ranks, ports."""
 

@@ -96,6 +96,9 @@ def test_every_recipe_keeps_its_own_zero_group() -> None:
     assert stages == {
         "quickstart": 2,
         "chatglm": 3,
+        "chatglm_6b": 3,
+        "chatglm2_6b": 3,
+        "glm4_9b": 3,
         "zero1": 1,
         "zero2_offload": 2,
         "zero3_offload": 3,

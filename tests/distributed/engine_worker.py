@@ -17,7 +17,7 @@ from toolkit.engine.gather import gathered_parameters
 from toolkit.engine.initialize import initialize
 from toolkit.errors import Diverged, ModelError
 from toolkit.launch import environment
-from toolkit.models.stream import load_partitioned
+from toolkit.models import load_model
 from toolkit.train import step
 from toolkit.train.loop import SkipWatch
 from toolkit.train.schedule import Schedule
@@ -40,7 +40,7 @@ def no_schedule(optimizer: torch.optim.Optimizer) -> object:
 
 def check_loading(path: str) -> None:
     """A partitioned load gives the same bits as transformers' ordinary one, rotary frequencies in fp32 included."""
-    model = load_partitioned(path, torch.bfloat16, DS_CONFIG)
+    model = load_model(path, dtype=torch.bfloat16, ds_config=DS_CONFIG)
     assert all(parameter.numel() == 0 for parameter in model.parameters()), "not partitioned"
     expected = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16)
     wanted = dict(expected.named_parameters())
@@ -136,7 +136,7 @@ def check_refusals(path: str) -> None:
         save_file(tensors, spoilt / "model.safetensors", metadata={"format": "pt"})
     torch.distributed.barrier()
     with pytest.raises(ModelError) as refusal:
-        load_partitioned(str(spoilt), torch.float32, DS_CONFIG)
+        load_model(spoilt, dtype=torch.float32, ds_config=DS_CONFIG)
     for part in ("model.embed_tokens.weight", "stray", "model.norm.weight (5,) instead of (32,)"):
         assert part in str(refusal.value), refusal.value
 

@@ -6,12 +6,13 @@ import re
 import sys
 from pathlib import Path
 
+import deepspeed  # noqa: F401 -- a library's code is not what is measured
 import torch
 
 from toolkit.config.schema import DistributedConfig
 from toolkit.distributed import process_group
 from toolkit.launch import environment
-from toolkit.models.stream import load_partitioned
+from toolkit.models import load_model
 
 DS_CONFIG = {
     "train_batch_size": 2,
@@ -34,7 +35,7 @@ def main() -> None:
     torch.ones(8, 8) @ torch.ones(8, 8)
     Path("/proc/self/clear_refs").write_text("5")
     before = memory_mb()
-    model = load_partitioned(path, torch.float32, DS_CONFIG)
+    model = load_model(path, dtype=torch.float32, ds_config=DS_CONFIG)
     after = memory_mb()
     partitioned = sum(parameter.ds_tensor.numel() for parameter in model.parameters())
     print(
@@ -45,6 +46,7 @@ def main() -> None:
                 "grown": after["VmRSS"] - before["VmRSS"],
                 "peak": after["VmHWM"] - before["VmRSS"],
                 "partitioned": partitioned,
+                "bytes": sum(p.ds_tensor.numel() * p.ds_tensor.element_size() for p in model.parameters()),
             }
         ),
         flush=True,

@@ -2,6 +2,7 @@
 
 import json
 import random
+from itertools import islice
 from pathlib import Path
 
 import pytest
@@ -74,3 +75,59 @@ def losses(run_folder: Path) -> list[float]:
 def eval_losses(run_folder: Path) -> list[float]:
     """Return the validation losses in order."""
     return [row["eval_loss"] for row in rows_of(run_folder) if "eval_loss" in row]
+
+
+def plain_loop(overrides: list[str], steps: int) -> tuple[list[float], list[float]]:
+    """Train in a plain PyTorch loop without any of our training code.
+
+    Args:
+        overrides: of a `tiny` run: fp32, global batch 4, linear schedule with two warm-up steps.
+        steps: train.max_steps of the run.
+
+    Returns:
+        The training losses; first and last validation loss.
+    """
+    import torch
+
+    from toolkit.config.load import load
+    from toolkit.data.collate import collate
+    from toolkit.data.sampler import GlobalBatchSampler
+    from toolkit.models.build import build_model
+    from toolkit.train.prepared import prepare_data
+
+    cfg = load(overrides).cfg
+    data = prepare_data(cfg, speaks=False)
+    assert data.validation is not None
+    model = build_model(cfg.model, cfg.precision.dtype, data.tokenizer, cfg.run.seed)
+
+    def mean_loss(samples: list[tuple]) -> torch.Tensor:
+        batch = collate(samples, data.pad_id)
+        logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
+        return torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten())
+
+    def validation_loss() -> float:
+        with torch.no_grad():
+            return float(mean_loss([data.validation[i] for i in range(len(data.validation))]))
+
+    optimizer = torch.optim.AdamW(
+        model.parameters(),
+        lr=cfg.optim.lr,
+        betas=tuple(cfg.optim.betas),
+        eps=cfg.optim.eps,
+        weight_decay=cfg.optim.weight_decay,
+    )
+    sampler = GlobalBatchSampler(len(data.train), 4, 4, rank=0, world_size=1, seed=cfg.run.seed)
+    found, before = [], validation_loss()
+    for step, indices in enumerate(islice(sampler, steps)):
+        # DeepSpeed's WarmupDecayLR: two steps at 0 (before and at its iteration 0), then up over 2 steps, then down.
+        iteration = max(step - 1, 0)
+        factor = iteration / 2 if iteration < 2 else (steps - iteration) / (steps - 2)
+        for group in optimizer.param_groups:
+            group["lr"] = cfg.optim.lr * factor
+        loss = mean_loss([data.train[i] for i in indices])
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), cfg.train.gradient_clipping)
+        optimizer.step()
+        found.append(float(loss.detach()))
+    return found, [before, validation_loss()]

@@ -49,7 +49,11 @@ def model_folder(change: Callable[[Path], None]) -> Callable[[Path], list[str]]:
 
 
 def official(folder: Path) -> None:
-    (folder / "config.json").write_text(json.dumps({"model_type": "chatglm", "padded_vocab_size": 65024}))
+    (folder / "config.json").write_text(json.dumps({"model_type": "chatglm", "quantization_bit": 4, "rmsnorm": True}))
+
+
+def plain_tokenizer(folder: Path) -> None:
+    (folder / "tokenizer.json").write_text("{}")
 
 
 def without_weights(folder: Path) -> None:
@@ -76,7 +80,7 @@ CASES: dict[str, tuple[Callable[[Path], list[str]], str]] = {
     "wrong type": (words("train.max_steps=ten"), r"'train\.max_steps' = ten must be a whole number"),
     "unknown recipe": (
         words("recipe=chatgml"),
-        r"unknown recipe 'chatgml'\. Did you mean 'chatglm'\? Known: chatglm, fp16",
+        r"unknown recipe 'chatgml'\. Did you mean 'chatglm'\? Known: chatglm, chatglm2_6b, chatglm_6b, fp16",
     ),
     "missing data file": (words("data.sources=[{path: nosuch.jsonl}]"), r"nosuch\.jsonl: there is no such file"),
     "empty data file": (rows(""), r"bad\.jsonl' is empty"),
@@ -111,7 +115,11 @@ CASES: dict[str, tuple[Callable[[Path], list[str]], str]] = {
         r"hf download zai-org/chatglm3-6b .*modelscope download .*model\.path=DIR",
     ),
     "hub name": (words("model=hf", "model.path=zai-org/chatglm3-6b"), r"looks like a hub name"),
-    "official ChatGLM folder": (model_folder(official), r"is an official ChatGLM folder"),
+    "unknown ChatGLM": (model_folder(official), r"has model_type chatglm, but the keys of no known ChatGLM"),
+    "family without official tokenizer": (
+        lambda folder: [*model_folder(plain_tokenizer)(folder), "model.family=chatglm3"],
+        r"model\.family = chatglm3 has no effect: the tokenizer in",
+    ),
     "model without weights": (model_folder(without_weights), r"holds no weights"),
     "half a download": (model_folder(half_downloaded), r"bytes where its header says \d+: download it again|cut short"),
     "tokenizer missing": (model_folder(lambda folder: None), r"tokenizer"),

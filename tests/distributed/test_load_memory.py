@@ -1,21 +1,22 @@
-"""Under ZeRO-3 no rank ever holds the whole model: measured on a 400 MB one."""
+"""Under ZeRO-3 no rank ever holds the whole model: measured on 400 MB, in transformers' layout and in official ones."""
 
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 import transformers
+from official import write
 from ranks import REPOSITORY, deepspeed, run
 
 WORKER = str(REPOSITORY / "tests" / "distributed" / "load_memory_worker.py")
+SIZES = {"hidden_size": 768, "num_layers": 13, "num_attention_heads": 12, "torch_dtype": "float32", "shards": 3}
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A GLM of 400 MB in fp32, in several files."""
-    path = tmp_path_factory.mktemp("model")
+def transformers_layout(path: Path) -> None:
+    """A GLM in several files."""
     config = transformers.GlmConfig(
         vocab_size=8000,
         hidden_size=768,
@@ -30,11 +31,24 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     torch.manual_seed(0)
     transformers.GlmForCausalLM(config).save_pretrained(path, max_shard_size="150MB")
-    return path
 
 
-def test_each_rank_grows_by_half_the_model_at_most(folder: Path, tmp_path: Path) -> None:
-    model_mb = sum(file.stat().st_size for file in folder.glob("*.safetensors")) / 1e6
+def official_pickles(path: Path) -> None:
+    """ChatGLM2's layout in .bin files."""
+    write(path, "v2", pickled=True, ffn_hidden_size=2304, kv_channels=64, padded_vocab_size=8000, **SIZES)
+
+
+def first_chatglm(path: Path) -> None:
+    """ChatGLM-6B's layout in .bin files."""
+    write(path, "v1", pickled=True, inner_hidden_size=3072, vocab_size=8000, **SIZES)
+
+
+@pytest.mark.parametrize("make", [transformers_layout, official_pickles, first_chatglm])
+def test_each_rank_grows_by_half_the_model_at_most(make: Callable[[Path], None], tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    make(folder)
+    files = [*folder.glob("*.safetensors"), *folder.glob("*.bin")]
+    model_mb = sum(file.stat().st_size for file in files) / 1e6
     assert model_mb > 390
     largest_mb = 8000 * 768 * 4 / 1e6
     finished = run(deepspeed(2, WORKER, str(folder)), cwd=tmp_path)
@@ -45,5 +59,6 @@ def test_each_rank_grows_by_half_the_model_at_most(folder: Path, tmp_path: Path)
     print(f"model {model_mb:.0f} MB", reports)
     for report in reports:
         assert report["partitioned"] * 4 / 1e6 == pytest.approx(model_mb / 2, rel=0.01)
+        assert report["bytes"] == report["partitioned"] * 4, "fp32 that is not fp32"
         assert report["grown"] <= model_mb / 2 + largest_mb + 200, report
         assert report["peak"] <= model_mb / 2 + largest_mb + 200, report

@@ -2,13 +2,12 @@
 
 import json
 import sys
-from itertools import islice
 from pathlib import Path
 
 import pytest
 import torch
 from ranks import REPOSITORY, deepspeed, run
-from shared import eval_losses, losses, tiny
+from shared import eval_losses, losses, plain_loop, tiny
 
 WORKER = str(REPOSITORY / "tests" / "distributed" / "sessions_worker.py")
 # fp32 on one machine: the only difference left is the order of additions. Measured: at most 6.4e-7 over 10 steps.
@@ -60,49 +59,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory, rows_file: Path) -> Path:
 @pytest.fixture(scope="session")
 def reference(tmp_path_factory: pytest.TempPathFactory, rows_file: Path) -> tuple[list[float], list[float]]:
     """A plain PyTorch loop without any of our training code: training losses; first and last validation loss."""
-    from toolkit.config.load import load
-    from toolkit.data.collate import collate
-    from toolkit.data.sampler import GlobalBatchSampler
-    from toolkit.models.build import build_model
-    from toolkit.train.prepared import prepare_data
-
     folder = tmp_path_factory.mktemp("reference")
-    cfg = load(tiny(rows_file, folder, "reference")).cfg
-    data = prepare_data(cfg, speaks=False)
-    assert data.validation is not None
-    model = build_model(cfg.model, cfg.precision.dtype, data.tokenizer, cfg.run.seed)
-
-    def mean_loss(samples: list[tuple]) -> torch.Tensor:
-        batch = collate(samples, data.pad_id)
-        logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
-        return torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten())
-
-    def validation_loss() -> float:
-        with torch.no_grad():
-            return float(mean_loss([data.validation[i] for i in range(len(data.validation))]))
-
-    optimizer = torch.optim.AdamW(
-        model.parameters(),
-        lr=cfg.optim.lr,
-        betas=tuple(cfg.optim.betas),
-        eps=cfg.optim.eps,
-        weight_decay=cfg.optim.weight_decay,
-    )
-    sampler = GlobalBatchSampler(len(data.train), 4, 4, rank=0, world_size=1, seed=cfg.run.seed)
-    found, before = [], validation_loss()
-    for step, indices in enumerate(islice(sampler, SEED_STEPS)):
-        # DeepSpeed's WarmupDecayLR: two steps at 0 (before and at its iteration 0), then up over 2 steps, then down.
-        iteration = max(step - 1, 0)
-        factor = iteration / 2 if iteration < 2 else (SEED_STEPS - iteration) / (SEED_STEPS - 2)
-        for group in optimizer.param_groups:
-            group["lr"] = cfg.optim.lr * factor
-        loss = mean_loss([data.train[i] for i in indices])
-        optimizer.zero_grad()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), cfg.train.gradient_clipping)
-        optimizer.step()
-        found.append(float(loss.detach()))
-    return found, [before, validation_loss()]
+    return plain_loop(tiny(rows_file, folder, "reference"), SEED_STEPS)
 
 
 def furthest(left: list[float], right: list[float]) -> float:

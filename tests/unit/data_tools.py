@@ -5,8 +5,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from toolkit.config.schema import RunConfig, SourceConfig
-from toolkit.data.conversation import Message, RowError
+from toolkit.data.conversation import Message
 from toolkit.data.encode import Encoded
+from toolkit.errors import RowError
 
 END = 1
 

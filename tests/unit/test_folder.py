@@ -42,14 +42,20 @@ def pickled(folder: Path) -> None:
 WRONG = {
     "no config": (lambda folder: (folder / "config.json").unlink(), "holds no config.json"),
     "broken config": (config("{"), "config.json is not JSON"),
-    "chatglm by type": (config('{"model_type": "chatglm"}'), "is an official ChatGLM folder"),
-    "chatglm 2, 3 and glm-4": (config('{"padded_vocab_size": 65024}'), "is an official ChatGLM folder"),
-    "chatglm 1": (config('{"position_encoding_2d": true}'), "is an official ChatGLM folder"),
+    "not an object": (config("[]"), "config.json is not a JSON object"),
+    "chatglm by name only": (
+        config('{"model_type": "chatglm"}'),
+        "has model_type chatglm, but the keys of no known ChatGLM",
+    ),
+    "shards without index": (
+        lambda folder: (folder / "model.safetensors").rename(folder / "model-00001-of-00002.safetensors"),
+        "holds shards (model-00001-of-00002.safetensors …) but not the index that lists them",
+    ),
     "remote code": (config('{"model_type": "x", "auto_map": {}}'), "names Python code to run (auto_map)"),
     "hidden remote code": (config('{"_attn_implementation_internal": "x/y"}'), "names Python code to run"),
     "missing shard": (index(["a.safetensors", "model.safetensors"]), "lacks ['a.safetensors'], which its index lists"),
     "index that leaves": (index(["../x.safetensors"]), "names files outside of its folder"),
-    "pickle": (pickled, "pytorch_model.bin, a pickle; only safetensors are read"),
+    "pickle": (pickled, "pytorch_model.bin, a pickle; of other models than ChatGLM only safetensors are read"),
     "no weights": (lambda folder: (folder / "model.safetensors").unlink(), "holds no weights"),
     "lfs pointer": (
         weights(b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n"),

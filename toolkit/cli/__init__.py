@@ -16,6 +16,7 @@ COMMANDS = {
     "prepare": "toolkit.cli.prepare",
     "export-config": "toolkit.cli.export_config",
     "generate": "toolkit.cli.generate",
+    "export-model": "toolkit.cli.export_model",
 }
 
 

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from toolkit.config.load import Loaded, load
+from toolkit.config.schema import Family
 from toolkit.errors import ConfigError
 from toolkit.messages import set_language, tr
 
@@ -80,6 +81,41 @@ def _sort(
         else:
             overrides.append(word)
     return own, seen, config_dir, overrides
+
+
+def named_arguments(
+    words: Sequence[str], *, required: Sequence[str], optional: Sequence[str], usage: str
+) -> dict[str, str]:
+    """Return the `name=value` words of a command that takes no recipe.
+
+    Raises:
+        ConfigError: an unknown word, a missing one, or a family that does not exist.
+    """
+    given = {}
+    for word in words:
+        name, equals, value = word.partition("=")
+        if not equals or name not in (*required, *optional):
+            raise ConfigError(
+                tr(
+                    "unknown argument '{word}'. Known: {known}.",
+                    word=word,
+                    known=", ".join([*required, *optional]),
+                )
+            )
+        given[name] = value
+    for name in required:
+        if not given.get(name):
+            raise ConfigError(tr("{name} is missing: {usage}", name=name, usage=usage))
+    families = [family.value for family in Family]
+    if given.get("model.family", "auto") not in families:
+        raise ConfigError(
+            tr(
+                "unknown model.family '{family}'. Known: {known}.",
+                family=given["model.family"],
+                known=", ".join(families),
+            )
+        )
+    return given
 
 
 def positive_int(arguments: dict[str, str], name: str) -> int | None:

@@ -8,7 +8,7 @@ from toolkit.cli.context import Session
 from toolkit.data.baselines import ngram_baselines
 from toolkit.distributed import process_group
 from toolkit.evaluate.generate import answer
-from toolkit.export.hf import export
+from toolkit.export.folder import export
 from toolkit.messages import tr
 from toolkit.train import run_folder
 from toolkit.train.loop import Outcome
@@ -19,7 +19,7 @@ def finish(session: Session, outcome: Outcome, total_steps: int) -> None:
     samples = _answers(session)
     exported = session.folder / "export"
     if session.cfg.checkpoint.export:
-        export(session.engine, session.prepared.tokenizer, exported)
+        export(session.engine, session.prepared.encoder, exported)
     summary = _summary(session, outcome, total_steps)
     process_group.barrier()
     if process_group.rank() == 0:
@@ -28,13 +28,13 @@ def finish(session: Session, outcome: Outcome, total_steps: int) -> None:
 
 
 def _answers(session: Session) -> list[dict[str, str]]:
-    cfg, tokenizer = session.cfg.evaluate, session.prepared.tokenizer
+    cfg = session.cfg.evaluate
     samples = [
         {
             "prompt": prompt,
             "answer": answer(
                 session.engine.module,
-                tokenizer,
+                session.prepared.encoder,
                 prompt,
                 cfg.max_new_tokens,
                 session.engine.device,

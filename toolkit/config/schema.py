@@ -17,6 +17,16 @@ class Init(str, Enum):
     random = "random"
 
 
+class Family(str, Enum):
+    """Whose way of writing conversations an official ChatGLM folder has."""
+
+    auto = "auto"
+    chatglm = "chatglm"
+    chatglm2 = "chatglm2"
+    chatglm3 = "chatglm3"
+    glm4 = "glm4"
+
+
 class TuningMethod(str, Enum):
     """Which parameters are trained."""
 
@@ -134,9 +144,11 @@ class ModelConfig:
     name: str = ""
     """Name shown in messages; the group's file sets it."""
     path: str = ""
-    """Local folder with the weights in transformers' layout (config.json, *.safetensors); needed with init=pretrained."""
+    """Local folder with the weights, an official ChatGLM folder or transformers' layout; needed with init=pretrained."""
     tokenizer: str = ""
     """Local folder of the tokenizer; "" takes `model.path`; with init=random and "" one is fitted to the training data."""
+    family: Family = Family.auto
+    """Chat format of an official ChatGLM tokenizer; auto finds it in the folder, and asks where ChatGLM2 and ChatGLM3 cannot be told apart."""
     chat_template: str = ""
     """File with a Jinja chat template that replaces the tokenizer's own; "" keeps its own."""
     init: Init = Init.pretrained

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from toolkit.config.schema import RowFormat
+from toolkit.errors import RowError
 from toolkit.messages import tr
 
 Message = dict[str, str]
@@ -18,10 +19,6 @@ class Row:
 
     messages: list[Message]
     where: str
-
-
-class RowError(Exception):
-    """One row cannot be used; the text says why and what to do. Whoever reads rows adds where it stands."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from toolkit.config.schema import DataConfig, OnBadRow, RunConfig, SourceConfig, TooLong
-from toolkit.data.conversation import Row, RowError
+from toolkit.data.conversation import Row
 from toolkit.data.encode import ChatEncoder, Encoded
 from toolkit.data.sources import (
     BadRows,
@@ -29,7 +29,7 @@ from toolkit.data.sources import (
 )
 from toolkit.data.store import Store, StoreWriter, is_complete, read_manifest
 from toolkit.distributed.build_once import build_once
-from toolkit.errors import DataError
+from toolkit.errors import DataError, RowError
 from toolkit.messages import tr
 
 CODE_VERSION = 1

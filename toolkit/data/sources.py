@@ -17,12 +17,11 @@ from toolkit.config.schema import DataConfig, OnBadRow, RowFormat, SourceConfig
 from toolkit.data import docstrings
 from toolkit.data.conversation import (
     Row,
-    RowError,
     as_object,
     detect_format,
     to_messages,
 )
-from toolkit.errors import DataError
+from toolkit.errors import DataError, RowError
 from toolkit.messages import tr
 
 _BOM = b"\xef\xbb\xbf"

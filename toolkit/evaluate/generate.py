@@ -1,12 +1,33 @@
 """Greedy answers to a few questions."""
 
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 
+class Speaker(Protocol):
+    """What is needed of a chat encoder."""
+
+    @property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        """Return the tokenizer."""
+        ...
+
+    @property
+    def stop_ids(self) -> list[int]:
+        """Return the ids at which an answer ends."""
+        ...
+
+    def prompt(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+        """Return the ids that generation starts from."""
+        ...
+
+
 def answer(
     model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
+    encoder: Speaker,
     question: str,
     max_new_tokens: int,
     device: torch.device,
@@ -17,17 +38,13 @@ def answer(
 
     Args:
         model: the model, `engine.module` included.
-        tokenizer: with a chat template.
+        encoder: turns the question into the prompt, and knows where answers end.
         question: what the user says.
         max_new_tokens: longest answer in tokens.
         device: where the model lives.
     """
-    text = tokenizer.apply_chat_template(
-        [{"role": "user", "content": question}],
-        add_generation_prompt=True,
-        tokenize=False,
-    )
-    ids = torch.tensor([tokenizer(text, add_special_tokens=False)["input_ids"]], device=device)
+    tokenizer = encoder.tokenizer
+    ids = torch.tensor([encoder.prompt([{"role": "user", "content": question}])], device=device)
     was_training = model.training
     model.eval()
     with torch.no_grad():
@@ -37,7 +54,7 @@ def answer(
             max_new_tokens=max_new_tokens,
             do_sample=False,
             use_cache=True,
-            eos_token_id=tokenizer.eos_token_id,
+            eos_token_id=encoder.stop_ids,
             pad_token_id=tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id,
         )
     model.train(was_training)

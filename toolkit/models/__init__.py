@@ -1,0 +1,28 @@
+"""Models, tokenizers and chat formats: the functions for use from other programs.
+
+    from toolkit.models import load_model, load_tokenizer, load_chat_encoder, save_model
+
+Looked up when first used, so that what needs no torch does not import it.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from toolkit.models.chat import load_chat_encoder as load_chat_encoder
+    from toolkit.models.load import load_model as load_model
+    from toolkit.models.save import save_model as save_model
+    from toolkit.models.tokenizer import load_tokenizer as load_tokenizer
+
+_HOMES = {
+    "load_chat_encoder": "toolkit.models.chat",
+    "load_model": "toolkit.models.load",
+    "load_tokenizer": "toolkit.models.tokenizer",
+    "save_model": "toolkit.models.save",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name]), name)

@@ -9,7 +9,9 @@ from transformers import GlmConfig, PreTrainedModel, PreTrainedTokenizerBase
 from toolkit.config.schema import Dtype, Init, ModelConfig, ShapeConfig
 from toolkit.errors import ModelError
 from toolkit.messages import tr
-from toolkit.models.stream import load_partitioned, refuse_other_weights
+from toolkit.models.chatglm.modeling import ChatGLMForConditionalGeneration
+from toolkit.models.chatglm.tokenizers import GlmTokenizer
+from toolkit.models.load import load_model
 
 TORCH_DTYPES = {
     Dtype.fp32: torch.float32,
@@ -42,11 +44,7 @@ def build_model(
         # Built whole even under stage 3: random models are small, and every stage then starts from the same bits.
         model = _random_glm(config.shape, tokenizer, seed)
     else:
-        torch_dtype = TORCH_DTYPES[dtype]
-        if ds_config is not None and ds_config["zero_optimization"]["stage"] == 3:
-            model = load_partitioned(config.path, torch_dtype, ds_config)
-        else:
-            model = _pretrained(config.path, torch_dtype)
+        model = load_model(config.path, dtype=TORCH_DTYPES[dtype], ds_config=ds_config)
     _check_vocabulary(model, tokenizer)
     model.config.use_cache = False
     return model
@@ -75,36 +73,8 @@ def _random_glm(shape: ShapeConfig, tokenizer: PreTrainedTokenizerBase, seed: in
     return model
 
 
-def _pretrained(path: str, dtype: torch.dtype) -> PreTrainedModel:
-    try:
-        model, report = transformers.AutoModelForCausalLM.from_pretrained(
-            path,
-            dtype=dtype,
-            trust_remote_code=False,
-            local_files_only=True,
-            use_safetensors=True,
-            output_loading_info=True,
-        )
-    except (OSError, ValueError, RuntimeError) as error:
-        raise ModelError(
-            tr(
-                "cannot load the model in {path}: {reason}",
-                path=path,
-                reason=str(error).splitlines()[0],
-            )
-        ) from error
-    # A head that is tied to the embedding is in no file, and rightly so.
-    tied = set(getattr(model, "all_tied_weights_keys", None) or ())
-    names = {
-        kind: sorted(map(str, report.get(kind) or ()))
-        for kind in ("missing_keys", "unexpected_keys", "mismatched_keys")
-    }
-    missing = [name for name in names["missing_keys"] if name not in tied]
-    refuse_other_weights(path, model, missing, names["unexpected_keys"], names["mismatched_keys"])
-    return model
-
-
 def _check_vocabulary(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Refuse a tokenizer whose ids mean something else to the model."""
     if len(tokenizer) > model.config.vocab_size:
         raise ModelError(
             tr(
@@ -114,3 +84,34 @@ def _check_vocabulary(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
                 rows=model.config.vocab_size,
             )
         )
+    if isinstance(model, ChatGLMForConditionalGeneration):
+        names = {"bos_token_id": "<sop>", "eos_token_id": "<eop>", "gmask_token_id": "[gMASK]"}
+    else:
+        names = {}
+    for key, token in names.items():
+        expected, found = getattr(model.config, key), tokenizer.convert_tokens_to_ids(token)
+        if found != expected:
+            raise ModelError(
+                tr(
+                    "the tokenizer's {token} is {found}, the model's {expected} ({key} in config.json): they are of "
+                    "different revisions. Download tokenizer and model from the same revision.",
+                    token=token,
+                    found=found,
+                    expected=expected,
+                    key=key,
+                )
+            )
+    if isinstance(tokenizer, GlmTokenizer):
+        ends = model.config.eos_token_id
+        ends = ends if isinstance(ends, list) else [ends]
+        stops = tokenizer.format.stop_ids
+        if not set(ends) & set(stops):
+            raise ModelError(
+                tr(
+                    "the model ends its answers with {ends} (eos_token_id in config.json), the tokenizer's format of "
+                    "{family} with {stops}: they do not belong together (model.tokenizer, model.path).",
+                    ends=ends,
+                    family=tokenizer.family.value,
+                    stops=stops,
+                )
+            )

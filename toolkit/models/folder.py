@@ -1,52 +1,59 @@
 """What a model folder on disk holds, found out without torch and without running anything in it."""
 
 import json
+import zipfile
 from pathlib import Path
 from typing import Any
 
 from toolkit.errors import ModelError
 from toolkit.messages import tr
+from toolkit.models.chatglm.family import Architecture, architecture_of, check_supported
 
 LFS_POINTER = b"version https://git-lfs"
+_INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 
 
 def read_config(path: str) -> dict[str, Any]:
-    """Return config.json of a folder that transformers can load without remote code.
+    """Return config.json of a folder that can be loaded without remote code: transformers' layout, or an official
+    ChatGLM folder, whose *.py files are ignored.
 
     Args:
         path: local folder.
 
     Raises:
-        ModelError: no folder, no config.json, an official ChatGLM folder, code instead of a known architecture,
-            missing, half-downloaded or pickled weights.
+        ModelError: no folder, no config.json, code instead of a known architecture, an official variant that cannot
+            be expressed, missing, half-downloaded or pickled weights.
     """
     folder = Path(path)
     config_file = folder / "config.json"
     if not config_file.is_file():
-        raise ModelError(
-            tr(
-                "model.path = {path} holds no config.json: it is not a model folder in transformers' layout.",
-                path=path,
-            )
-        )
-    try:
-        config = json.loads(config_file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ModelError(tr("{file} is not JSON: {reason}", file=config_file, reason=error)) from error
-    _refuse_remote_code(folder, config)
-    _check_weights(folder)
+        raise ModelError(tr("model.path = {path} holds no config.json: it is not a model folder.", path=path))
+    config = _read_json(config_file)
+    architecture = architecture_of(config)
+    if architecture is not None:
+        check_supported(config, architecture, folder)
+    else:
+        _refuse_unknown(folder, config)
+    _check_weights(folder, architecture)
     return config
 
 
-def _refuse_remote_code(folder: Path, config: dict[str, Any]) -> None:
-    """Official ChatGLM folders must not reach transformers: `GlmForCausalLM.from_pretrained` on one raises nothing
-    and builds a random 40-layer model, `AutoConfig` asks a question on stdin (transformers 5.23).
-    """
-    if config.get("model_type") == "chatglm" or "padded_vocab_size" in config or "position_encoding_2d" in config:
+def _read_json(file: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ModelError(tr("{file} is not JSON: {reason}", file=file, reason=error)) from error
+    if not isinstance(value, dict):
+        raise ModelError(tr("{file} is not a JSON object.", file=file))
+    return value
+
+
+def _refuse_unknown(folder: Path, config: dict[str, Any]) -> None:
+    if config.get("model_type") == "chatglm":
         raise ModelError(
             tr(
-                "{folder} is an official ChatGLM folder, whose weights need their own loader; this version reads "
-                "transformers' layout only (model_type glm, for example zai-org/glm-4-9b-chat-hf). Nothing was loaded.",
+                "{folder}/config.json has model_type chatglm, but the keys of no known ChatGLM: neither "
+                "position_encoding_2d (ChatGLM-6B) nor padded_vocab_size (ChatGLM2, ChatGLM3, glm-4-9b).",
                 folder=folder,
             )
         )
@@ -60,15 +67,42 @@ def _refuse_remote_code(folder: Path, config: dict[str, Any]) -> None:
         )
 
 
-def _check_weights(folder: Path) -> None:
-    index = folder / "model.safetensors.index.json"
-    if index.is_file():
-        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+def weight_files(folder: Path) -> list[Path]:
+    """Return the files that hold the weights: those that an index lists, else the one that holds everything.
+
+    Safetensors before pickles; [] if there are none.
+
+    Raises:
+        ModelError: the index is damaged or names files elsewhere, or there are shards without an index.
+    """
+    for name in _INDEXES:
+        index = folder / name
+        if not index.is_file():
+            continue
+        weight_map = _read_json(index).get("weight_map")
+        if not isinstance(weight_map, dict):
+            raise ModelError(tr("{file} has no weight_map: download it again.", file=index))
+        names = sorted(set(map(str, weight_map.values())))
         if any(Path(name).name != name for name in names):
             raise ModelError(tr("{file} names files outside of its folder: refused.", file=index))
-        files = [folder / name for name in names]
-    else:
-        files = sorted(folder.glob("*.safetensors"))
+        return [folder / name for name in names]
+    for name in ("model.safetensors", "pytorch_model.bin"):
+        if (folder / name).is_file():
+            return [folder / name]
+    shards = sorted(file.name for file in folder.glob("*-of-*") if file.suffix in (".safetensors", ".bin"))
+    if shards:
+        raise ModelError(
+            tr(
+                "{folder} holds shards ({file} …) but not the index that lists them (*.index.json): download it again.",
+                folder=folder,
+                file=shards[0],
+            )
+        )
+    return []
+
+
+def _check_weights(folder: Path, architecture: Architecture | None) -> None:
+    files = weight_files(folder)
     missing = [file.name for file in files if not file.is_file()]
     if missing:
         raise ModelError(
@@ -79,54 +113,63 @@ def _check_weights(folder: Path) -> None:
             )
         )
     if not files:
-        pickled = sorted(folder.glob("*.bin"))
-        if pickled:
-            raise ModelError(
-                tr(
-                    "{folder} has its weights in {file}, a pickle; only safetensors are read. Convert it once with "
-                    "transformers: AutoModelForCausalLM.from_pretrained(...).save_pretrained(...).",
-                    folder=folder,
-                    file=pickled[0].name,
-                )
+        raise ModelError(
+            tr(
+                "{folder} holds no weights (model.safetensors or pytorch_model.bin, or shards with an index).",
+                folder=folder,
             )
-        raise ModelError(tr("{folder} holds no weights (*.safetensors).", folder=folder))
+        )
     for file in files:
-        with file.open("rb") as handle:
-            start = handle.read(len(LFS_POINTER))
-        if start == LFS_POINTER:
+        _refuse_pointer(file, folder)
+        if file.suffix == ".safetensors":
+            _check_safetensors(file)
+        elif architecture is None:
             raise ModelError(
                 tr(
-                    "{file} is a git-lfs pointer, not the weights: run `git lfs pull` in {folder}.",
-                    file=file,
+                    "{folder} has its weights in {file}, a pickle; of other models than ChatGLM only safetensors are "
+                    "read. Convert it once with transformers: "
+                    "AutoModelForCausalLM.from_pretrained(...).save_pretrained(...).",
                     folder=folder,
+                    file=file.name,
                 )
             )
-        _check_complete(file)
+        else:
+            _check_pickle(file)
 
 
-def _check_complete(file: Path) -> None:
+def _refuse_pointer(file: Path, folder: Path) -> None:
+    with file.open("rb") as handle:
+        start = handle.read(len(LFS_POINTER))
+    if start == LFS_POINTER:
+        raise ModelError(
+            tr(
+                "{file} is a git-lfs pointer, not the weights: run `git lfs pull` in {folder}.",
+                file=file,
+                folder=folder,
+            )
+        )
+
+
+def _check_pickle(file: Path) -> None:
+    """A torch file is a zip archive, whose table of contents stands at the end: half a download has none."""
+    with file.open("rb") as handle:
+        is_archive = handle.read(4) == b"PK\x03\x04"
+    size = file.stat().st_size
+    if size == 0 or (is_archive and not zipfile.is_zipfile(file)):
+        raise ModelError(tr("{file} is cut short ({size} bytes): download it again.", file=file, size=size))
+
+
+def _check_safetensors(file: Path) -> None:
     """Compare a safetensors file's length with what its header says, so that half a download is told at once."""
     size = file.stat().st_size
     with file.open("rb") as handle:
         header_bytes = int.from_bytes(handle.read(8), "little")
         if size < 8 or header_bytes > size - 8:
-            raise ModelError(
-                tr(
-                    "{file} is cut short ({size} bytes): download it again.",
-                    file=file,
-                    size=size,
-                )
-            )
+            raise ModelError(tr("{file} is cut short ({size} bytes): download it again.", file=file, size=size))
         try:
             header = json.loads(handle.read(header_bytes))
         except ValueError as error:
-            raise ModelError(
-                tr(
-                    "{file} is not a safetensors file: {reason}",
-                    file=file,
-                    reason=error,
-                )
-            ) from error
+            raise ModelError(tr("{file} is not a safetensors file: {reason}", file=file, reason=error)) from error
     ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
     expected = 8 + header_bytes + max(ends, default=0)
     if size != expected:

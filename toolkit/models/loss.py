@@ -23,10 +23,12 @@ def token_loss_sum(engine: torch.nn.Module, batch: dict[str, torch.Tensor], **mo
     Returns:
         float32 scalar on the engine's device, of this rank alone; 0 (with a zero gradient) without trained tokens.
     """
+    # ChatGLM-6B's two position channels come from where <sop> stands; the model makes them itself.
+    builds_positions = getattr(getattr(engine, "module", engine), "builds_positions", False)
     logits = engine(
         input_ids=batch["input_ids"],
         attention_mask=batch["attention_mask"],
-        position_ids=batch["position_ids"],
+        position_ids=None if builds_positions else batch["position_ids"],
         use_cache=False,
         **model_arguments,
     ).logits

@@ -1,15 +1,16 @@
 """Tokenizers: fit a small one to the data, or load one that lies in a folder."""
 
 import hashlib
-import json
 import logging
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from toolkit.config.schema import Family
 from toolkit.distributed.build_once import build_once
 from toolkit.errors import ModelError
 from toolkit.messages import tr
+from toolkit.models.chatglm.detect import family_of, image_tokens, official_vocabulary, read_json
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
@@ -85,32 +86,80 @@ def fit_tokenizer(
     return tokenizer
 
 
-def load_tokenizer(folder: str, chat_template: str = "") -> "PreTrainedTokenizerBase":
+def load_tokenizer(
+    path: str | Path, *, family: Family | str = Family.auto, chat_template: str = ""
+) -> "PreTrainedTokenizerBase":
     """Return the tokenizer in a local folder. Nothing is downloaded, and no code in the folder is executed.
 
     Args:
-        folder: `model.tokenizer`, or `model.path` where that is empty.
-        chat_template: file with a Jinja template that replaces the tokenizer's own; "" keeps its own.
+        path: an official ChatGLM folder, whose vocabulary file alone is read, or one in transformers' layout.
+        family: whose an official tokenizer is; auto finds it in the folder's files.
+        chat_template: file with a Jinja template that replaces the tokenizer's own; "" keeps its own. With an official
+            tokenizer, special tokens that stand in a text are parsed then, as with any other tokenizer.
 
     Raises:
         ModelError: the folder or file is missing, or is of a kind that cannot be read.
     """
-    path = Path(folder)
-    if not folder or not path.is_dir():
+    folder, family = Path(path), Family(family)
+    if not str(path) or not folder.is_dir():
         raise ModelError(
             tr(
                 "There is no tokenizer folder '{folder}'. Point model.tokenizer to a local folder with the tokenizer's "
                 "files.",
+                folder=path,
+            )
+        )
+    vocabulary = official_vocabulary(folder)
+    if vocabulary is None and family is not Family.auto:
+        raise ModelError(
+            tr(
+                "model.family = {family} has no effect: the tokenizer in '{folder}' is not an official ChatGLM one. "
+                "Remove it.",
+                family=family.value,
                 folder=folder,
             )
         )
+    tokenizer = _load_other(folder) if vocabulary is None else _load_official(vocabulary, family)
+    if chat_template:
+        tokenizer.chat_template = _read_template(chat_template)
+        tokenizer.split_special_tokens = False
+    return tokenizer
+
+
+def _load_official(vocabulary: Path, family: Family) -> "PreTrainedTokenizerBase":
+    from toolkit.models.chatglm.tokenizers import ChatGLMTokenizer, GlmTokenizer
+
+    found = family_of(vocabulary)
+    shared = (Family.chatglm2, Family.chatglm3, Family.auto)
+    if family is Family.auto or (family in shared and found in shared):
+        known = found if family is Family.auto else family
+    elif family is found:
+        known = family
+    else:
+        raise ModelError(
+            tr(
+                "model.family = {family}, but {file} is the vocabulary of {found}.",
+                family=family.value,
+                file=vocabulary,
+                found=found.value,
+            )
+        )
+    if known is Family.chatglm:
+        return ChatGLMTokenizer(vocabulary, image_tokens(vocabulary))
+    # Undecided: ChatGLM3's special tokens are ChatGLM2's and four more.
+    return GlmTokenizer(
+        Family.chatglm3 if known is Family.auto else known, vocabulary, has_chat_format=known is not Family.auto
+    )
+
+
+def _load_other(path: Path) -> "PreTrainedTokenizerBase":
     _refuse_own_code(path)
     if not any((path / name).is_file() for name in _TOKENIZER_FILES):
         raise ModelError(
             tr(
                 "The folder '{folder}' holds no tokenizer (tokenizer.json or tokenizer.model). Point model.tokenizer "
                 "to a folder that does.",
-                folder=folder,
+                folder=path,
             )
         )
     from transformers import AutoTokenizer
@@ -124,28 +173,16 @@ def load_tokenizer(folder: str, chat_template: str = "") -> "PreTrainedTokenizer
             tr(
                 "The tokenizer in '{folder}' cannot be read ({reason}). Point model.tokenizer to another folder, or "
                 "fetch the files again.",
-                folder=folder,
+                folder=path,
                 reason=f"{type(error).__name__}: {error}".splitlines()[0],
             )
         ) from error
-    if chat_template:
-        tokenizer.chat_template = _read_template(chat_template)
     return tokenizer
 
 
 def _refuse_own_code(folder: Path) -> None:
     """Refuse folders whose tokenizer comes as code of its own, which is never executed."""
-    config = _read_config(folder / "tokenizer_config.json")
-    classes = f"{config.get('auto_map', '')} {config.get('tokenizer_class', '')}"
-    if (folder / "tokenization_chatglm.py").exists() or "chatglm" in classes.lower():
-        raise ModelError(
-            tr(
-                "'{folder}' is an official ChatGLM folder, whose tokenizer this version cannot read yet. Point "
-                "model.tokenizer to a tokenizer in transformers' own layout (tokenizer.json), such as those of the "
-                "models whose names end in -hf.",
-                folder=folder,
-            )
-        )
+    config = read_json(folder / "tokenizer_config.json")
     if "AutoTokenizer" in str(config.get("auto_map", "")) and not (folder / "tokenizer.json").is_file():
         raise ModelError(
             tr(
@@ -154,15 +191,6 @@ def _refuse_own_code(folder: Path) -> None:
                 folder=folder,
             )
         )
-
-
-def _read_config(path: Path) -> dict[str, Any]:
-    """Return a JSON object, {} if there is none; a damaged one is reported by the library that needs it."""
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return config if isinstance(config, dict) else {}
 
 
 def _read_template(path: str) -> str:

@@ -7,12 +7,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from toolkit.config.schema import Init, RunConfig
-from toolkit.data.encode import TemplateChatEncoder
 from toolkit.data.prepare import PrepareReport, prepare
 from toolkit.data.sources import BadRows, read_training_rows
 from toolkit.data.store import Store
 from toolkit.messages import tr
+from toolkit.models.chat import FamilyChatEncoder, chat_encoder
 from toolkit.models.folder import read_config
+from toolkit.models.template_chat import TemplateChatEncoder
 from toolkit.models.tokenizer import fit_tokenizer, load_tokenizer
 
 if TYPE_CHECKING:
@@ -23,14 +24,19 @@ if TYPE_CHECKING:
 class Prepared:
     """What all ranks of a node read together."""
 
-    tokenizer: "PreTrainedTokenizerBase"
-    """The tokenizer."""
+    encoder: FamilyChatEncoder | TemplateChatEncoder
+    """Turns conversations into ids."""
     train: Store
     """Tokenised training split."""
     validation: Store | None
     """Tokenised validation split."""
     report: PrepareReport
     """What became of the rows."""
+
+    @property
+    def tokenizer(self) -> "PreTrainedTokenizerBase":
+        """Return the encoder's tokenizer."""
+        return self.encoder.tokenizer
 
     @property
     def pad_id(self) -> int:
@@ -58,16 +64,16 @@ def prepare_data(cfg: RunConfig, speaks: bool) -> Prepared:
 
     if cfg.model.init is Init.pretrained:
         read_config(cfg.model.path)
-    tokenizer = _tokenizer(cfg, say)
-    train, validation, report = prepare(cfg, TemplateChatEncoder(tokenizer), say)
+    encoder = chat_encoder(_tokenizer(cfg, say))
+    train, validation, report = prepare(cfg, encoder, say)
     _tell(report, say)
-    return Prepared(tokenizer=tokenizer, train=train, validation=validation, report=report)
+    return Prepared(encoder=encoder, train=train, validation=validation, report=report)
 
 
 def _tokenizer(cfg: RunConfig, say: Callable[[str], None]) -> "PreTrainedTokenizerBase":
     folder = cfg.model.tokenizer or cfg.model.path
     if folder:
-        return load_tokenizer(folder, cfg.model.chat_template)
+        return load_tokenizer(folder, family=cfg.model.family, chat_template=cfg.model.chat_template)
     cache_dir = Path(cfg.prepare.dir)
 
     def texts() -> Iterator[str]:

@@ -1,0 +1,41 @@
+#!/usr/bin/env python3
+"""Time our encoding of conversations against the bare library's, and append to benchmarks/DATE-encode.json.
+
+scripts/bench_encode.py recipe=chatglm model.tokenizer=DIR [model.family=chatglm3] 'data.sources=[{path: chat.jsonl}]'
+Words of its own: repeats=20 rows=10000 output=FILE; everything else is as for `toolkit prepare`. Short files are
+repeated until there are enough rows.
+"""
+
+import json
+import sys
+import time
+from itertools import cycle, islice
+from pathlib import Path
+
+from toolkit.cli.compose import compose, positive_int
+
+
+def main() -> None:
+    """Measure and write."""
+    composed = compose(sys.argv[1:], world_size=1, arguments=("repeats", "rows", "output"))
+    cfg, given = composed.loaded.cfg, composed.arguments
+    from toolkit.bench.encode import compare
+    from toolkit.data.sources import BadRows, read_training_rows
+    from toolkit.models.chat import FamilyChatEncoder, load_chat_encoder
+    from toolkit.train.run_folder import environment
+
+    encoder = load_chat_encoder(cfg.model.tokenizer or cfg.model.path, family=cfg.model.family)
+    if not isinstance(encoder, FamilyChatEncoder):
+        sys.exit("only official ChatGLM tokenizers have a bare library to compare with")
+    rows = [row.messages for row in read_training_rows(cfg.data, Path(cfg.prepare.dir), print, BadRows())]
+    conversations = list(islice(cycle(rows), positive_int(given, "rows") or 10000))
+    result = compare(encoder, conversations, positive_int(given, "repeats") or 20)
+    result = {"command": " ".join(["scripts/bench_encode.py", *sys.argv[1:]]), **result, "environment": environment(1)}
+    file = Path(given.get("output") or f"benchmarks/{time.strftime('%Y-%m-%d')}-encode.json")
+    earlier = json.loads(file.read_text(encoding="utf-8")) if file.exists() else []
+    file.write_text(json.dumps([*earlier, result], indent=2) + "\n", encoding="utf-8")
+    print(json.dumps(result, indent=2))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,81 @@
+"""Our encoding of conversations against the bare library's batch call on the same texts, in turns on one machine."""
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from toolkit.models.chat import FamilyChatEncoder
+from toolkit.models.chatglm.tokenizers import ChatGLMTokenizer
+
+CHUNK = 1000
+"""Conversations per call, as `data.prepare` makes them."""
+
+
+def compare(
+    encoder: FamilyChatEncoder, conversations: Sequence[Sequence[dict[str, Any]]], repeats: int
+) -> dict[str, Any]:
+    """Time both.
+
+    The floor tokenises the same texts (those that the format tokenises one by one) with the library's own batch call:
+    tokenizers' `encode_batch_fast`, or sentencepiece's `encode` for ChatGLM-6B. Ours splits conversations into texts,
+    tokenises them, and joins ids and mask.
+
+    Args:
+        encoder: a ChatGLM's.
+        conversations: messages of each.
+        repeats: interleaved rounds; one more warms up.
+
+    Returns:
+        Seconds and tokens per second, and medians of the ratio to the floor, taken round by round: of our tokenizer on
+        the texts, and of whole conversations.
+    """
+    chunks = [conversations[start : start + CHUNK] for start in range(0, len(conversations), CHUNK)]
+    texts = [
+        [content for messages in chunk for content, _ in encoder.format.example(messages) if isinstance(content, str)]
+        for chunk in chunks
+    ]
+    library = _library(encoder.tokenizer)
+    assert [encoder.tokenizer.encode_texts(part) for part in texts[:1]] == [library(part) for part in texts[:1]] or (
+        isinstance(encoder.tokenizer, ChatGLMTokenizer)  # sentencepiece alone does not know ChatGLM-6B's white space
+    )
+    seconds: dict[str, list[float]] = {"floor": [], "texts": [], "ours": []}
+    sides: list[tuple[str, Callable[[Any], Any], list[Any]]] = [
+        ("floor", library, texts),
+        ("texts", encoder.tokenizer.encode_texts, texts),
+        ("ours", encoder.encode_many, list(chunks)),
+    ]
+    for turn in range(repeats + 1):
+        for name, call, parts in sides if turn % 2 else sides[::-1]:
+            started = time.perf_counter()
+            for part in parts:
+                call(part)
+            if turn:
+                seconds[name].append(time.perf_counter() - started)
+    num_tokens = sum(len(ids) for chunk in chunks for ids, _ in encoder.encode_many(chunk))
+    ratios = {
+        side: [took / floor for took, floor in zip(seconds[side], seconds["floor"], strict=True)]
+        for side in ("texts", "ours")
+    }
+    return {
+        "family": encoder.tokenizer.family.value,
+        "conversations": len(conversations),
+        "tokens": num_tokens,
+        "floor_s": statistics.median(seconds["floor"]),
+        "ours_s": statistics.median(seconds["ours"]),
+        "ours_tokens_per_s": num_tokens / statistics.median(seconds["ours"]),
+        "texts_ratio_median": statistics.median(ratios["texts"]),
+        "ratio_median": statistics.median(ratios["ours"]),
+        "ratio_min": min(ratios["ours"]),
+        "ratio_max": max(ratios["ours"]),
+        "repeats": repeats,
+    }
+
+
+def _library(tokenizer: Any) -> Callable[[list[str]], list[list[int]]]:
+    if isinstance(tokenizer, ChatGLMTokenizer):
+        pieces = tokenizer.ice.pieces
+        return lambda texts: list(pieces.encode(texts, num_threads=-1))
+    backend = tokenizer.backend_tokenizer
+    backend.encode_special_tokens = True
+    return lambda texts: [found.ids for found in backend.encode_batch_fast(texts, add_special_tokens=False)]

@@ -1,0 +1,105 @@
+"""Which way of writing conversations belongs to a folder."""
+
+import gc
+import hashlib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from toolkit.config.schema import Family
+from toolkit.errors import ModelError
+from toolkit.messages import tr
+from toolkit.models.chatglm.formats import Piece
+from toolkit.models.chatglm.tokenizers import ChatGLMTokenizer, GlmTokenizer
+from toolkit.models.template_chat import TemplateChatEncoder
+from toolkit.models.tokenizer import load_tokenizer
+
+CODE_VERSION = 1
+"""Part of the fingerprint; raise it when ids or masks change."""
+
+Message = Mapping[str, Any]
+Encoded = tuple[list[int], list[bool]]
+
+
+class FamilyChatEncoder:
+    """A ChatGLM's own format, exactly as the original builds it; control strings in messages stay text.
+
+    Args:
+        tokenizer: what `load_tokenizer` gives for an official folder.
+
+    Raises:
+        ModelError: the folder does not tell ChatGLM2 from ChatGLM3.
+    """
+
+    def __init__(self, tokenizer: GlmTokenizer | ChatGLMTokenizer) -> None:
+        if not tokenizer.has_chat_format:
+            raise ModelError(
+                tr(
+                    "nothing in {folder} tells whether its tokenizer is ChatGLM2's or ChatGLM3's, whose vocabulary is "
+                    "the same. Say model.family=chatglm2 or model.family=chatglm3.",
+                    folder=tokenizer.name_or_path,
+                )
+            )
+        self.tokenizer = tokenizer
+        self.format = tokenizer.format
+        self.vocab_size = len(tokenizer)
+        digest = hashlib.sha256(f"{CODE_VERSION} {tokenizer.family.value} {len(tokenizer)}".encode())
+        digest.update(tokenizer.vocabulary.read_bytes())
+        self.fingerprint = digest.hexdigest()
+
+    def encode(self, messages: Sequence[Message], tools: Sequence[Any] | None = None) -> Encoded:
+        """Return ids and mask of one conversation; see `toolkit.data.encode.ChatEncoder`."""
+        return self.format.encode([self.format.example(_with_tools(messages, tools))])[0]
+
+    def encode_many(self, conversations: Sequence[Sequence[Message]]) -> list[Encoded]:
+        """Return ids and mask of several conversations; see `toolkit.data.encode.ChatEncoder`."""
+        # Thousands of lists are made and none of them in a cycle; looking for cycles takes a third of the time.
+        collects = gc.isenabled()
+        gc.disable()
+        try:
+            return self.format.encode([self.format.example(messages) for messages in conversations])
+        finally:
+            if collects:
+                gc.enable()
+
+    def prompt(self, messages: Sequence[Message], tools: Sequence[Any] | None = None) -> list[int]:
+        """Return the ids that generation starts from."""
+        pieces: list[Piece] = self.format.prompt(_with_tools(messages, tools))
+        return self.format.encode([pieces])[0][0]
+
+    @property
+    def stop_ids(self) -> list[int]:
+        """Return the ids at which an answer ends."""
+        return self.format.stop_ids
+
+
+def _with_tools(messages: Sequence[Message], tools: Sequence[Any] | None) -> Sequence[Message]:
+    """Put tools where the family's format has them: in the system message, which is added where there is none."""
+    if not tools:
+        return messages
+    if messages and messages[0]["role"] == "system":
+        return [{**messages[0], "tools": list(tools)}, *messages[1:]]
+    return [{"role": "system", "content": "", "tools": list(tools)}, *messages]
+
+
+def load_chat_encoder(
+    path: str | Path, *, family: Family | str = Family.auto, chat_template: str = ""
+) -> FamilyChatEncoder | TemplateChatEncoder:
+    """Return a folder's way of turning conversations into ids and the mask of what is trained.
+
+    Args:
+        path: an official ChatGLM folder, or any folder with a tokenizer that has a chat template.
+        family: see `load_tokenizer`.
+        chat_template: file with a Jinja template to use instead.
+
+    Raises:
+        ModelError: the folder cannot be read, or has no chat format.
+    """
+    return chat_encoder(load_tokenizer(path, family=family, chat_template=chat_template))
+
+
+def chat_encoder(tokenizer: Any) -> FamilyChatEncoder | TemplateChatEncoder:
+    """Return the way of a tokenizer that is loaded already."""
+    if isinstance(tokenizer, GlmTokenizer | ChatGLMTokenizer) and tokenizer.has_own_template:
+        return FamilyChatEncoder(tokenizer)
+    return TemplateChatEncoder(tokenizer)

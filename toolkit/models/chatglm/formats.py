@@ -1,0 +1,319 @@
+"""How each generation of ChatGLM writes a conversation, as ids and as what is trained; and the same as templates.
+
+A conversation becomes a list of pieces: special tokens by id, and texts, each tokenised for itself. Messages have
+`role` and `content`; ChatGLM3's assistant messages may have `metadata` (a tool's name), system messages `tools`.
+"""
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
+
+from toolkit.config.schema import Family
+from toolkit.errors import RowError
+from toolkit.messages import tr
+from toolkit.models.chatglm.vocabulary import SOP
+
+Message = Mapping[str, Any]
+
+
+class Piece(NamedTuple):
+    """A special token or a text."""
+
+    content: int | str
+    """An id, or text to be tokenised for itself."""
+    trained: bool = False
+    """Whether the loss covers it."""
+
+
+class Vocabulary(Protocol):
+    """What formats need of a tokenizer."""
+
+    def encode_texts(self, texts: list[str]) -> list[list[int]]:
+        """Return the ids of each text, no special tokens added or parsed."""
+        ...
+
+    def convert_tokens_to_ids(self, tokens: Any) -> Any:
+        """Return a token's id."""
+        ...
+
+    def describe_tools(self, tools: Sequence[Any]) -> str | None:
+        """Return what the system says of tools in the words of the tokenizer's own template; None if it has none."""
+        ...
+
+
+class Format:
+    """One family's way. Subclasses say how; here pieces become ids.
+
+    Args:
+        tokenizer: gives ids.
+    """
+
+    stops: tuple[str, ...]
+    """Tokens at which an answer ends."""
+
+    def __init__(self, tokenizer: Vocabulary) -> None:
+        self.tokenizer = tokenizer
+        self._tokens: dict[tuple[str, bool], Piece] = {}
+        self.stop_ids: list[int] = [int(self.token(token).content) for token in self.stops]
+
+    def token(self, name: str, trained: bool = False) -> Piece:
+        """Return a special token."""
+        known = self._tokens.get((name, trained))
+        if known is None:
+            known = self._tokens[name, trained] = Piece(int(self.tokenizer.convert_tokens_to_ids(name)), trained)
+        return known
+
+    def prompt(self, messages: Sequence[Message]) -> list[Piece]:
+        """Return what generation starts from: the conversation so far, and what makes the assistant speak."""
+        raise NotImplementedError
+
+    def example(self, messages: Sequence[Message]) -> list[Piece]:
+        """Return a whole conversation, whose last message is the assistant's, for training."""
+        raise NotImplementedError
+
+    def whole(self, messages: Sequence[Message]) -> list[Piece]:
+        """Return a conversation without what would make the assistant speak; for training formats, the example."""
+        return self.example(messages) if messages[-1]["role"] == "assistant" else self.prompt(messages)
+
+    def encode(self, conversations: Iterable[list[Piece]]) -> list[tuple[list[int], list[bool]]]:
+        """Return ids and mask of each conversation; all texts are tokenised in one call."""
+        listed = list(conversations)
+        texts = [content for pieces in listed for content, _ in pieces if isinstance(content, str)]
+        encoded = iter(self.tokenizer.encode_texts(texts))
+        result = []
+        for pieces in listed:
+            ids: list[int] = []
+            mask: list[bool] = []
+            for content, trained in pieces:
+                if isinstance(content, int):
+                    ids.append(content)
+                    mask.append(trained)
+                else:
+                    part = next(encoded)
+                    ids += part
+                    mask += [trained] * len(part)
+            result.append((ids, mask))
+        return result
+
+    def render(self, conversations: Iterable[Sequence[Message]], add_generation_prompt: bool) -> list[list[int]]:
+        """Return the ids of each conversation, for `apply_chat_template`."""
+        pieces = self.prompt if add_generation_prompt else self.whole
+        return [ids for ids, _ in self.encode(pieces(messages) for messages in conversations)]
+
+
+class _Rounds(Format):
+    """ChatGLM-6B and ChatGLM2-6B: numbered rounds of question and answer as one text, no system message.
+
+    Only the last answer is trained, as in the original: the earlier ones are part of the question's text.
+    """
+
+    def _text(self, messages: Sequence[Message]) -> str:
+        """Return the prompt for a conversation that ends with a question."""
+        if len(messages) == 1 and messages[0]["role"] == "user":
+            return self._join([], str(messages[0]["content"]))
+        turns = [message for message in messages if message["role"] != "system"]
+        roles = [message["role"] for message in turns]
+        if roles != ["user", "assistant"] * (len(turns) // 2) + ["user"]:
+            raise RowError(
+                tr(
+                    "this model's format knows questions and answers in turn only, not {roles}",
+                    roles=", ".join(roles) or "none",
+                )
+            )
+        contents = [str(message["content"]) for message in turns]
+        return self._join(list(zip(contents[::2], contents[1::2], strict=False)), contents[-1])
+
+    def _join(self, history: list[tuple[str, str]], question: str) -> str:
+        raise NotImplementedError
+
+
+class ChatGLMFormat(_Rounds):
+    """ChatGLM-6B: `prompt [gMASK] <sop> answer <eop>`; <sop> is trained too, as in the original."""
+
+    stops = ("<eop>",)
+
+    def prompt(self, messages: Sequence[Message]) -> list[Piece]:
+        """Return the prompt; see `Format`."""
+        return [Piece(self._text(messages)), self.token("[gMASK]"), self.token("<sop>")]
+
+    def example(self, messages: Sequence[Message]) -> list[Piece]:
+        """Return the example; see `Format`."""
+        question, answer = Piece(self._text(messages[:-1])), Piece(str(messages[-1]["content"]), True)
+        return [question, self.token("[gMASK]"), self.token("<sop>", True), answer, self.token("<eop>", True)]
+
+    def _join(self, history: list[tuple[str, str]], question: str) -> str:
+        if not history:
+            return question
+        rounds = [f"[Round {number}]\n问：{q}\n答：{a}\n" for number, (q, a) in enumerate(history)]
+        return "".join(rounds) + f"[Round {len(history)}]\n问：{question}\n答："
+
+
+class ChatGLM2Format(_Rounds):
+    """ChatGLM2-6B: `[gMASK] sop prompt answer </s>`."""
+
+    stops = ("</s>",)
+
+    def prompt(self, messages: Sequence[Message]) -> list[Piece]:
+        """Return the prompt; see `Format`."""
+        return [self.token("[gMASK]"), self.token(SOP), Piece(self._text(messages))]
+
+    def example(self, messages: Sequence[Message]) -> list[Piece]:
+        """Return the example; see `Format`."""
+        answer = str(messages[-1]["content"])
+        return [*self.prompt(messages[:-1]), Piece(answer, True), self.token("</s>", True)]
+
+    def _join(self, history: list[tuple[str, str]], question: str) -> str:
+        rounds = [f"[Round {number}]\n\n问：{q}\n\n答：{a}\n\n" for number, (q, a) in enumerate(history, start=1)]
+        return "".join(rounds) + f"[Round {len(history) + 1}]\n\n问：{question}\n\n答："
+
+
+_ROLE_TOKENS = {
+    "system": "<|system|>",
+    "user": "<|user|>",
+    "assistant": "<|assistant|>",
+    "observation": "<|observation|>",
+    "tool": "<|observation|>",
+}
+
+
+class _Roles(Format):
+    """ChatGLM3 and glm-4: each message after its role's token.
+
+    Everything but system and user messages is trained, and with each the token that ends it: the next role's. The
+    role's own token is not. So it is in the original; a tool's observations are trained, too.
+    """
+
+    sop: str
+    """Name of the token after [gMASK]."""
+    end: str
+    """Token that ends the last message."""
+
+    def prompt(self, messages: Sequence[Message]) -> list[Piece]:
+        """Return the prompt; see `Format`."""
+        return [*self._body(messages), self.token("<|assistant|>")]
+
+    def example(self, messages: Sequence[Message]) -> list[Piece]:
+        """Return the example; see `Format`."""
+        return [*self._body(messages), self.token(self.end, True)]
+
+    def whole(self, messages: Sequence[Message]) -> list[Piece]:
+        """Return the messages alone: what follows the last one depends on who speaks next."""
+        return self._body(messages)
+
+    def _body(self, messages: Sequence[Message]) -> list[Piece]:
+        pieces = [self.token("[gMASK]"), self.token(self.sop)]
+        after_trained = False
+        for message in messages:
+            token = _ROLE_TOKENS.get(message["role"])
+            if token is None:
+                raise RowError(tr("this model's format knows no role '{role}'", role=message["role"]))
+            trained = token in ("<|assistant|>", "<|observation|>")
+            for texts in self._turns(message):
+                pieces.append(self.token(token, after_trained))
+                pieces += [Piece(text, trained) for text in texts]
+                after_trained = trained
+        return pieces
+
+    def _turns(self, message: Message) -> list[list[str]]:
+        """Return the texts of each turn that a message becomes; more than one if tools take their own."""
+        raise NotImplementedError
+
+
+class ChatGLM3Format(_Roles):
+    """ChatGLM3-6B: `<|role|>`, metadata and a line break, content; tools as JSON below the system message."""
+
+    sop, end = SOP, "</s>"
+    stops = ("</s>", "<|user|>", "<|observation|>")
+
+    def _turns(self, message: Message) -> list[list[str]]:
+        content = str(message["content"])
+        if message.get("tools"):
+            content += "\n" + json.dumps(message["tools"], indent=4, ensure_ascii=False)
+        return [[f"{message.get('metadata') or ''}\n", content]]
+
+
+class Glm4Format(_Roles):
+    """glm-4-9b: `<|role|>`, then metadata, a line break and the content as one text; a turn without content is none.
+
+    Tools take a system turn of their own, in the words of the official chat template.
+    """
+
+    sop, end = "<sop>", "<|user|>"
+    stops = ("<|endoftext|>", "<|user|>", "<|observation|>")
+
+    def _turns(self, message: Message) -> list[list[str]]:
+        turns = []
+        if message.get("tools"):
+            described = self.tokenizer.describe_tools(message["tools"])
+            if described is None:
+                raise RowError(
+                    tr(
+                        "the tokenizer's folder has no chat template that says how glm-4 is told of tools: write them "
+                        "out in the content of the system message, or add the official tokenizer_config.json"
+                    )
+                )
+            turns.append([described])
+        if message["content"]:
+            turns.append([f"{message.get('metadata') or ''}\n{message['content']}"])
+        return turns
+
+
+_FORMATS: dict[Family, type[Format]] = {
+    Family.chatglm: ChatGLMFormat,
+    Family.chatglm2: ChatGLM2Format,
+    Family.chatglm3: ChatGLM3Format,
+    Family.glm4: Glm4Format,
+}
+
+
+def format_of(family: Family, tokenizer: Vocabulary) -> Format:
+    """Return a family's format over a tokenizer."""
+    return _FORMATS[family](tokenizer)
+
+
+_ROUNDS = (
+    "{{%- set turns = namespace(round={first}, open=false) -%}}"
+    "{{%- for message in messages if message['role'] != 'system' -%}}"
+    "{{%- if message['role'] == 'user' -%}}{question}{{%- set turns.open = true -%}}"
+    "{{%- else -%}}{answer}{{%- set turns.round = turns.round + 1 -%}}{{%- set turns.open = false -%}}{{%- endif -%}}"
+    "{{%- endfor -%}}"
+)
+_CHATGLM2_QUESTION = "{{ '[Round ' ~ turns.round ~ ']\\n\\n问：' ~ message['content'] ~ '\\n\\n答：' }}"
+_CHATGLM2_ANSWER = "{{ message['content'] }}{% if not loop.last %}{{ '\\n\\n' }}{% else %}{{ '</s>' }}{% endif %}"
+_CHATGLM_QUESTION = (
+    "{% if messages | rejectattr('role', 'equalto', 'system') | list | length <= 2 %}{{ message['content'] }}"
+    "{% else %}{{ '[Round ' ~ turns.round ~ ']\\n问：' ~ message['content'] ~ '\\n答：' }}{% endif %}"
+    "{% if loop.last or loop.index == loop.length - 1 and loop.nextitem['role'] == 'assistant' %}"
+    "{{ '[gMASK]<sop>' }}{% endif %}"
+)
+_CHATGLM_ANSWER = "{{ message['content'] }}{% if not loop.last %}{{ '\\n' }}{% else %}{{ '<eop>' }}{% endif %}"
+_ROLE = (
+    "{{ '<|' ~ (message['role'] if message['role'] != 'tool' else 'observation') ~ '|>' "
+    "~ (message['metadata'] or '') ~ '\\n' }}"
+)
+# Between the line break and the content stands a blank: sentencepiece's own, before each text tokenised for itself.
+_CHATGLM3_BODY = (
+    _ROLE + "{%- set text = message['content'] -%}"
+    "{%- if message['tools'] -%}"
+    "{%- set text = text ~ '\\n' ~ (message['tools'] | tojson(indent=4)) -%}"
+    "{%- endif -%}"
+    "{%- if text -%}{{ ' ' ~ text }}{%- endif -%}"
+)
+_PROMPT = "{%- if add_generation_prompt -%}{{ '<|assistant|>' }}{%- endif -%}"
+
+TEMPLATES: dict[Family, str] = {
+    Family.chatglm: _ROUNDS.format(first=0, question=_CHATGLM_QUESTION, answer=_CHATGLM_ANSWER),
+    Family.chatglm2: f"{{{{ '[gMASK]{SOP}' }}}}"
+    + _ROUNDS.format(first=1, question=_CHATGLM2_QUESTION, answer=_CHATGLM2_ANSWER),
+    Family.chatglm3: f"{{{{ '[gMASK]{SOP}' }}}}{{%- for message in messages -%}}"
+    + _CHATGLM3_BODY
+    + "{%- endfor -%}"
+    + _PROMPT,
+    Family.glm4: "{{ '[gMASK]<sop>' }}{%- for message in messages -%}"
+    + "{%- if message['content'] -%}"
+    + _ROLE
+    + "{{ message['content'] }}{%- endif -%}{%- endfor -%}"
+    + _PROMPT,
+}
+"""Jinja templates for programs without this package. They write text, in which control strings that users type are
+parsed as special tokens; this package never goes that way."""

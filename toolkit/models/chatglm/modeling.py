@@ -1,0 +1,374 @@
+"""ChatGLM-6B, the first one: post-norm blocks, prefix attention, two-dimensional rotary positions.
+
+Modules carry the official names, so a state dict is in the official layout (except `*.rotary_emb.inv_freq`, which is
+computed). B batch, S sequence, H hidden, N heads, D head size. `positions` says which token sees which.
+"""
+
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+from torch.nn import functional
+from transformers import GenerationMixin, PreTrainedConfig, PreTrainedModel
+from transformers.cache_utils import Cache, DynamicCache
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_outputs import CausalLMOutputWithPast
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from toolkit.errors import ModelError
+from toolkit.messages import tr
+from toolkit.models.chatglm.positions import build_mask, build_positions, count_on, rotary_tables, rotate
+
+# The published weights were trained with sqrt(2 * 28); the original block never learns of another number of layers.
+_RESIDUAL_SCALE = (2 * 28) ** 0.5
+
+
+class ChatGLMConfig(PreTrainedConfig):
+    """The keys of the official config.json.
+
+    Args:
+        hidden_size: H.
+        inner_hidden_size: width of the MLP.
+        num_layers: blocks.
+        num_attention_heads: N; H / N must be a multiple of 4.
+        vocab_size: rows of the embedding and of lm_head.
+        max_sequence_length: longest row that the published model has seen, in tokens.
+        layernorm_epsilon: of every LayerNorm.
+        position_encoding_2d: always true; marks the architecture.
+        mask_token_id: [MASK].
+        gmask_token_id: [gMASK].
+        use_cache: whether `forward` returns keys and values unless told otherwise.
+        **kwargs: what every transformers config takes, such as `bos_token_id` (<sop>) and `eos_token_id` (<eop>).
+    """
+
+    model_type = "chatglm"
+    attribute_map: ClassVar = {"num_hidden_layers": "num_layers", "max_position_embeddings": "max_sequence_length"}
+
+    def __init__(
+        self,
+        hidden_size: int = 4096,
+        inner_hidden_size: int = 16384,
+        num_layers: int = 28,
+        num_attention_heads: int = 32,
+        vocab_size: int = 130528,
+        max_sequence_length: int = 2048,
+        layernorm_epsilon: float = 1e-5,
+        position_encoding_2d: bool = True,
+        mask_token_id: int = 130000,
+        gmask_token_id: int = 130001,
+        bos_token_id: int = 130004,
+        eos_token_id: int = 130005,
+        pad_token_id: int = 3,
+        use_cache: bool = True,
+        **kwargs: Any,
+    ) -> None:
+        self.hidden_size = hidden_size
+        self.inner_hidden_size = inner_hidden_size
+        self.num_layers = num_layers
+        self.num_attention_heads = num_attention_heads
+        self.vocab_size = vocab_size
+        self.max_sequence_length = max_sequence_length
+        self.layernorm_epsilon = layernorm_epsilon
+        self.position_encoding_2d = position_encoding_2d
+        self.mask_token_id = mask_token_id
+        self.gmask_token_id = gmask_token_id
+        self.use_cache = use_cache
+        kwargs["tie_word_embeddings"] = False
+        super().__init__(bos_token_id=bos_token_id, eos_token_id=eos_token_id, pad_token_id=pad_token_id, **kwargs)
+
+
+def _eager_attention(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float,
+    dropout: float = 0.0,
+    **_: Any,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    scores = query @ key.transpose(2, 3) * scaling
+    if attention_mask is not None:
+        scores = scores + attention_mask
+    weights = functional.softmax(scores, dim=-1, dtype=torch.float32).to(query.dtype)
+    weights = functional.dropout(weights, p=dropout, training=module.training)
+    return (weights @ value).transpose(1, 2).contiguous(), weights
+
+
+class ChatGLMAttention(nn.Module):
+    """Multi-head attention; `query_key_value` holds q, k and v of one head after another."""
+
+    def __init__(self, config: ChatGLMConfig, layer: int) -> None:
+        super().__init__()
+        self.config = config
+        self.layer = layer
+        self.head_size = config.hidden_size // config.num_attention_heads
+        self.is_causal = False  # the mask says everything
+        self.query_key_value = nn.Linear(config.hidden_size, 3 * config.hidden_size)
+        self.dense = nn.Linear(config.hidden_size, config.hidden_size)
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        rotary: tuple[torch.Tensor, torch.Tensor],
+        attention_mask: torch.Tensor,
+        past_key_values: Cache | None,
+    ) -> torch.Tensor:
+        """Attend. `hidden_states` and the result are `[B, S, H]`, `attention_mask` `[B, 1, S, S + past]`."""
+        batch, size, hidden = hidden_states.shape
+        mixed = self.query_key_value(hidden_states).view(batch, size, -1, 3 * self.head_size).transpose(1, 2)
+        query, key, value = mixed.chunk(3, dim=-1)  # [B, N, S, D]
+        query, key = rotate(query, *rotary), rotate(key, *rotary)
+        if past_key_values is not None:
+            key, value = past_key_values.update(key, value, self.layer)
+        # The original divides by sqrt(D) * (layer + 1) and multiplies the scores again: mathematically 1 / sqrt(D).
+        attend: Callable[..., Any] = ALL_ATTENTION_FUNCTIONS.get_interface(
+            self.config._attn_implementation, _eager_attention
+        )
+        output, _ = attend(self, query, key, value, attention_mask, scaling=self.head_size**-0.5, dropout=0.0)
+        return self.dense(output.reshape(batch, size, hidden))
+
+
+class ChatGLMMLP(nn.Module):
+    """Two linear layers with biases around a tanh-approximated GELU."""
+
+    def __init__(self, config: ChatGLMConfig) -> None:
+        super().__init__()
+        self.dense_h_to_4h = nn.Linear(config.hidden_size, config.inner_hidden_size)
+        self.dense_4h_to_h = nn.Linear(config.inner_hidden_size, config.hidden_size)
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """Return `[B, S, H]` for `[B, S, H]`."""
+        return self.dense_4h_to_h(functional.gelu(self.dense_h_to_4h(hidden_states), approximate="tanh"))
+
+
+class ChatGLMLayerNorm(nn.LayerNorm):
+    """LayerNorm whose weights may be float32 in a half-precision model, as they are in the published files."""
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """Return the normalised states, in the input's precision."""
+        return super().forward(hidden_states.to(self.weight.dtype)).to(hidden_states.dtype)
+
+
+class ChatGLMBlock(GradientCheckpointingLayer):
+    """One layer. What is added to each branch is its *normalised* input, scaled, not its input."""
+
+    def __init__(self, config: ChatGLMConfig, layer: int) -> None:
+        super().__init__()
+        self.input_layernorm = ChatGLMLayerNorm(config.hidden_size, eps=config.layernorm_epsilon)
+        self.attention = ChatGLMAttention(config, layer)
+        self.post_attention_layernorm = ChatGLMLayerNorm(config.hidden_size, eps=config.layernorm_epsilon)
+        self.mlp = ChatGLMMLP(config)
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        rotary: tuple[torch.Tensor, torch.Tensor],
+        attention_mask: torch.Tensor,
+        past_key_values: Cache | None = None,
+    ) -> torch.Tensor:
+        """Return `[B, S, H]` for `[B, S, H]`."""
+        normed = self.input_layernorm(hidden_states)
+        hidden_states = normed * _RESIDUAL_SCALE + self.attention(normed, rotary, attention_mask, past_key_values)
+        normed = self.post_attention_layernorm(hidden_states)
+        return normed * _RESIDUAL_SCALE + self.mlp(normed)
+
+
+class ChatGLMPreTrainedModel(PreTrainedModel):
+    """What transformers needs to know of the architecture."""
+
+    config_class = ChatGLMConfig
+    config: ChatGLMConfig
+    base_model_prefix = "transformer"
+    supports_gradient_checkpointing = True
+    _no_split_modules: ClassVar = ["ChatGLMBlock"]
+    _skip_keys_device_placement: ClassVar = ["past_key_values"]
+    _supports_sdpa = True
+
+
+class ChatGLMModel(ChatGLMPreTrainedModel):
+    """Embedding, blocks and final norm."""
+
+    def __init__(self, config: ChatGLMConfig) -> None:
+        super().__init__(config)
+        self.word_embeddings = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList([ChatGLMBlock(config, layer) for layer in range(config.num_layers)])
+        self.final_layernorm = ChatGLMLayerNorm(config.hidden_size, eps=config.layernorm_epsilon)
+        self.gradient_checkpointing = False
+        self.post_init()
+
+    def get_input_embeddings(self) -> nn.Embedding:
+        """Return the embedding."""
+        return self.word_embeddings
+
+    def set_input_embeddings(self, value: nn.Embedding) -> None:
+        """Replace the embedding."""
+        self.word_embeddings = value
+
+    def forward(
+        self,
+        input_ids: torch.Tensor | None,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.Tensor | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Return the hidden states `[B, S, H]`; arguments as `ChatGLMForConditionalGeneration.forward`."""
+        if input_ids is not None and (attention_mask is None or attention_mask.dim() == 2 or position_ids is None):
+            attention_mask, position_ids = self._complete(input_ids, attention_mask, position_ids, past_key_values)
+        if attention_mask is None or position_ids is None:
+            raise ValueError("with inputs_embeds, attention_mask [B, 1, S, S] and position_ids [B, 2, S] are needed")
+        states = self.word_embeddings(input_ids) if inputs_embeds is None else inputs_embeds
+        rotary = rotary_tables(position_ids, self.config.hidden_size // self.config.num_attention_heads, states.dtype)
+        # Keys that precede the mask are a P-Tuning prefix, which everyone sees.
+        past = 0 if past_key_values is None else past_key_values.get_seq_length()
+        missing = past + states.size(1) - attention_mask.size(-1)
+        masked = functional.pad(attention_mask, (max(missing, 0), 0))
+        # The smallest number instead of -inf: a padding query may see nothing at all, and must not become NaN.
+        bias = torch.zeros(masked.shape, dtype=states.dtype, device=states.device)
+        bias = bias.masked_fill(masked, torch.finfo(states.dtype).min)
+        for layer in self.layers:
+            states = layer(states, rotary, bias, past_key_values)
+        return self.final_layernorm(states)
+
+    def _complete(
+        self,
+        input_ids: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        position_ids: torch.Tensor | None,
+        past_key_values: Cache | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Build what the caller left to the model; whole rows only, a prefix in the cache does not count."""
+        if attention_mask is not None and attention_mask.dim() == 2 and attention_mask.size(1) != input_ids.size(1):
+            raise ValueError(
+                "a 2-D attention mask must be as long as input_ids; with cached tokens give [B, 1, S, S + cached]"
+            )
+        has_sop = (input_ids == self.config.bos_token_id).any(dim=1)
+        is_filler = (input_ids == self.config.pad_token_id).all(dim=1)  # a rank that has no sample left
+        if not (has_sop | is_filler).all():
+            raise ModelError(
+                tr(
+                    "a row holds no <sop> (id {sop}): it was cut off, or the tokenizer belongs to another revision of "
+                    "the model (130,528 or 150,528 tokens).",
+                    sop=self.config.bos_token_id,
+                )
+            )
+        padded = None
+        if attention_mask is not None and attention_mask.dim() == 2:
+            padded = attention_mask == 0
+        if attention_mask is None or padded is not None:
+            attention_mask = build_mask(input_ids, self.config, padded)
+        if position_ids is None:
+            position_ids = build_positions(input_ids, self.config, padded)
+        return attention_mask, position_ids
+
+
+class ChatGLMForConditionalGeneration(ChatGLMPreTrainedModel, GenerationMixin):
+    """ChatGLM-6B with its output layer."""
+
+    builds_positions = True
+    """Callers that know only `[B, S]` positions should pass none: the model makes both channels itself."""
+
+    def __init__(self, config: ChatGLMConfig) -> None:
+        super().__init__(config)
+        self.transformer = ChatGLMModel(config)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.post_init()
+
+    def get_output_embeddings(self) -> nn.Linear:
+        """Return the output layer."""
+        return self.lm_head
+
+    def forward(
+        self,
+        input_ids: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.Tensor | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+        labels: torch.Tensor | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int | torch.Tensor = 0,
+        **_: Any,
+    ) -> CausalLMOutputWithPast:
+        """Run the model.
+
+        Args:
+            input_ids: `[B, S]`.
+            attention_mask: bool `[B, 1, S, S + cached]`, True where attention is *forbidden* (the original's
+                convention); or `[B, S]`, 0 on padding, from which and from <sop> the model builds it; or None.
+            position_ids: `[B, 2, S]`, built by the model when None.
+            past_key_values: keys and values of earlier tokens; whatever precedes the mask's columns is a prefix.
+            inputs_embeds: `[B, S, H]` in place of ids.
+            labels: `[B, S]`, -100 where untrained, at their own token's place; gives `loss`, their mean.
+            use_cache: return the keys and values; by default as the config says.
+            logits_to_keep: compute logits of the last so many positions, or of these; 0: of all.
+
+        Raises:
+            ModelError: a row without <sop>.
+        """
+        use_cache = self.config.use_cache if use_cache is None else use_cache
+        if use_cache and past_key_values is None and not (self.training and self.transformer.gradient_checkpointing):
+            past_key_values = DynamicCache(config=self.config)
+        states = self.transformer(input_ids, attention_mask, position_ids, past_key_values, inputs_embeds)
+        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) and logits_to_keep else logits_to_keep
+        if not (isinstance(kept, int) and kept == 0):
+            states = states[:, kept]
+        logits = self.lm_head(states)
+        loss = None
+        if labels is not None:
+            loss = functional.cross_entropy(logits[:, :-1].float().flatten(0, 1), labels[:, 1:].flatten())
+        return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=past_key_values)
+
+    def _prepare_position_ids_for_generation(
+        self, inputs_tensor: torch.Tensor, model_kwargs: dict[str, Any]
+    ) -> torch.Tensor:
+        """Build `[B, 2, S]` positions of the prompts, and turn a 2-D mask into the 4-D one that grows with them."""
+        ids = model_kwargs.get("input_ids", inputs_tensor)
+        mask, positions = self.transformer._complete(ids, model_kwargs.get("attention_mask"), None, None)
+        model_kwargs["attention_mask"] = mask
+        return positions
+
+    def prepare_inputs_for_generation(
+        self,
+        input_ids: torch.Tensor,
+        next_sequence_length: int | None = None,
+        past_key_values: Cache | None = None,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.Tensor | None = None,
+        **kwargs: Any,
+    ) -> dict[str, Any]:
+        """Cut ids, positions and the mask's rows to the tokens that are not cached yet."""
+        if attention_mask is None or attention_mask.dim() == 2 or position_ids is None:
+            attention_mask, position_ids = self.transformer._complete(input_ids, attention_mask, position_ids, None)
+        size = input_ids.size(1) if next_sequence_length is None else next_sequence_length
+        return {
+            "input_ids": input_ids[:, -size:],
+            "attention_mask": attention_mask[:, :, -size:],
+            "position_ids": position_ids[..., -size:],
+            "past_key_values": past_key_values,
+            "use_cache": kwargs.get("use_cache"),
+            "logits_to_keep": kwargs.get("logits_to_keep", 0),
+        }
+
+    def _update_model_kwargs_for_generation(
+        self, outputs: Any, model_kwargs: dict[str, Any], is_encoder_decoder: bool = False, num_new_tokens: int = 1
+    ) -> dict[str, Any]:
+        """Append new tokens: they see what the last one saw and what came since; channel 1 counts on."""
+        mask, positions = model_kwargs.pop("attention_mask", None), model_kwargs.pop("position_ids", None)
+        model_kwargs = super()._update_model_kwargs_for_generation(
+            outputs, model_kwargs, is_encoder_decoder, num_new_tokens
+        )
+        cached = model_kwargs.get("use_cache", True)
+        for _ in range(num_new_tokens):
+            if mask.dim() == 2:  # positions came from the caller: `prepare_inputs_for_generation` builds the mask
+                mask = functional.pad(mask, (0, 1), value=1)
+                positions = count_on(positions)
+                continue
+            row = functional.pad(mask[:, :, -1:], (0, 1), value=False)
+            # Earlier tokens are cached: their rows of the mask are never needed again. They do not see the new one.
+            mask = row if cached else torch.cat((functional.pad(mask, (0, 1), value=True), row), dim=2)
+            positions = count_on(positions)
+        model_kwargs |= {"attention_mask": mask, "position_ids": positions}
+        return model_kwargs

@@ -1,0 +1,258 @@
+"""The family's tokenizers, from the official vocabulary file alone.
+
+In memory, special tokens that stand in a text are text (`split_special_tokens`): what a user types can never end a turn
+or start another role's. `save_pretrained` writes a folder for programs without this package, which do parse them.
+"""
+
+import json
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+from transformers import PreTrainedTokenizer, PreTrainedTokenizerFast
+
+from toolkit.config.schema import Family
+from toolkit.models.chatglm.detect import read_json
+from toolkit.models.chatglm.formats import TEMPLATES, Format, format_of
+from toolkit.models.chatglm.vocabulary import (
+    EOP,
+    SOP,
+    IceText,
+    sentencepiece_bpe,
+    tiktoken_bpe,
+)
+
+_OFFICIAL_NAMES = {"sop": SOP, "eop": EOP, "<bos>": "<s>", "<eos>": "</s>", "<pad>": "<unk>"}
+
+
+class _Chats:
+    """Chats to ids without a detour over text, so that control strings in messages stay text."""
+
+    family: Family
+    has_chat_format: bool
+    vocabulary: Path
+    own_template: str | None
+
+    def describe_tools(self, tools: Sequence[Any]) -> str | None:
+        """Return what the system says of tools, where the official template has words for them."""
+        return None
+
+    def encode_texts(self, texts: list[str]) -> list[list[int]]:
+        """Return the ids of each text as the bare vocabulary gives them: no special tokens, none parsed."""
+        raise NotImplementedError
+
+    @property
+    def format(self) -> Format:
+        """Return the family's chat format over this tokenizer."""
+        return format_of(self.family, self)  # type: ignore[arg-type]
+
+    @property
+    def has_own_template(self) -> bool:
+        """Return whether nobody put another chat template in the place of the family's."""
+        return bool(self.chat_template == self.own_template)  # type: ignore[attr-defined]
+
+    def apply_chat_template(self, conversation: Any, *args: Any, **options: Any) -> Any:
+        """Return a conversation's ids exactly as the original builds them; arguments as transformers' own.
+
+        Rendering as text (`tokenize=False`), tools given separately and other templates go transformers' way.
+        """
+        known = {"add_generation_prompt", "tokenize", "return_dict", "return_tensors", "padding", "padding_side"}
+        is_plain = options.get("tokenize", True) and not args and set(options) <= known and self.has_chat_format
+        if not is_plain or not self.has_own_template:
+            return super().apply_chat_template(conversation, *args, **options)  # type: ignore[misc]
+        is_batch = bool(conversation) and not isinstance(conversation[0], dict)
+        prompt = options.get("add_generation_prompt", False)
+        ids = self.format.render(conversation if is_batch else [conversation], prompt)
+        tensors = options.get("return_tensors")
+        out = self.pad(  # type: ignore[attr-defined]
+            {"input_ids": ids if is_batch or tensors else ids[0]},
+            padding=options.get("padding", False),
+            padding_side=options.get("padding_side"),
+            return_tensors=tensors,
+        )
+        return out if options.get("return_dict", True) else out["input_ids"]
+
+
+class GlmTokenizer(_Chats, PreTrainedTokenizerFast):
+    """ChatGLM2, ChatGLM3 and glm-4.
+
+    Args:
+        family: which.
+        vocab_file: the official tokenizer.model.
+        has_chat_format: False where the vocabulary alone does not tell ChatGLM2 from ChatGLM3.
+    """
+
+    def __init__(self, family: Family, vocab_file: Path, has_chat_format: bool = True) -> None:
+        self.family, self.vocabulary = family, vocab_file
+        self.has_chat_format = has_chat_format
+        self.own_template = TEMPLATES[family] if has_chat_format else None
+        if family is Family.glm4:
+            # The official one says the same, and knows the words for tools. ChatGLM3's would write `sop` as text.
+            official = read_json(vocab_file.parent / "tokenizer_config.json").get("chat_template")
+            self.own_template = official if isinstance(official, str) else self.own_template
+        if family is Family.glm4:
+            backend = tiktoken_bpe(vocab_file)
+            named = {"eos_token": "<|endoftext|>", "pad_token": "<|endoftext|>"}
+        else:
+            backend = sentencepiece_bpe(vocab_file, roles=family is Family.chatglm3)
+            named = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<unk>"}
+        super().__init__(
+            tokenizer_object=backend,
+            **named,
+            chat_template=self.own_template,
+            additional_special_tokens=_unnamed(backend, named),
+            padding_side="left",
+            clean_up_tokenization_spaces=False,
+            split_special_tokens=True,
+            model_input_names=["input_ids", "attention_mask"],
+            name_or_path=str(vocab_file.parent),
+        )
+
+    def __reduce__(self) -> Any:
+        return type(self), (self.family, self.vocabulary, self.has_chat_format)
+
+    def encode_texts(self, texts: list[str]) -> list[list[int]]:
+        """Return the ids of each text; see `_Chats`."""
+        self._tokenizer.encode_special_tokens = True
+        self._tokenizer.no_padding()
+        self._tokenizer.no_truncation()
+        return [found.ids for found in self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
+
+    def describe_tools(self, tools: Sequence[Any]) -> str | None:
+        """Return what follows <|system|>; see `_Chats`."""
+        before = "[gMASK]<sop><|system|>"
+        message = {"role": "system", "content": "", "tools": list(tools)}
+        text = PreTrainedTokenizerFast.apply_chat_template(self, [message], tokenize=False)
+        assert isinstance(text, str)
+        return text.removeprefix(before) if text.startswith(before) and len(text) > len(before) else None
+
+    def convert_tokens_to_ids(self, tokens: Any) -> Any:
+        """Return the ids of tokens; ChatGLM2's and 3's special tokens by their original names too (`sop`, `<eos>`)."""
+        if isinstance(tokens, str):
+            return super().convert_tokens_to_ids(self._official(tokens))
+        return super().convert_tokens_to_ids([self._official(token) for token in tokens])
+
+    def _official(self, token: str) -> str:
+        return token if self.family is Family.glm4 else _OFFICIAL_NAMES.get(token, token)
+
+    def save_pretrained(self, save_directory: Any, **options: Any) -> Any:
+        """Save for programs without this package: tokenizer.json and tokenizer_config.json with a chat template."""
+        plain = PreTrainedTokenizerFast(
+            tokenizer_object=self._tokenizer,
+            **(named := {name: str(t) for name, t in self.special_tokens_map.items() if isinstance(t, str)}),
+            additional_special_tokens=_unnamed(self._tokenizer, named),
+            chat_template=self.chat_template,
+            padding_side=self.padding_side,
+            clean_up_tokenization_spaces=False,
+            model_input_names=["input_ids", "attention_mask"],
+        )
+        written = plain.save_pretrained(save_directory, **options)
+        config = Path(save_directory) / "tokenizer_config.json"
+        values = json.loads(config.read_text(encoding="utf-8"))
+        # Names that every release since 4.0 knows; what transformers 5 writes, 4.57 cannot read.
+        values["tokenizer_class"] = "PreTrainedTokenizerFast"
+        values["additional_special_tokens"] = values.pop("extra_special_tokens", [])
+        values.pop("backend", None)
+        config.write_text(json.dumps(values, ensure_ascii=False, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+        return written
+
+
+def _unnamed(backend: Any, named: dict[str, str]) -> list[str]:
+    """Return the special tokens that have no name such as eos_token."""
+    added = [token.content for _, token in sorted(backend.get_added_tokens_decoder().items())]
+    return [token for token in added if token not in named.values()]
+
+
+class ChatGLMTokenizer(_Chats, PreTrainedTokenizer):
+    """ChatGLM-6B, through sentencepiece.
+
+    Args:
+        vocab_file: the official ice_text.model.
+        offset: see `IceText`.
+    """
+
+    vocab_files_names: ClassVar = {"vocab_file": "ice_text.model"}
+    family = Family.chatglm
+    has_chat_format = True
+
+    def __init__(self, vocab_file: Path, offset: int = 0) -> None:
+        self.ice, self.vocabulary = IceText(vocab_file, offset), vocab_file
+        self.own_template = TEMPLATES[Family.chatglm]
+        super().__init__(
+            bos_token="<sop>",
+            eos_token="<eop>",
+            unk_token="<unk>",
+            pad_token="<pad>",
+            mask_token="[MASK]",
+            additional_special_tokens=["[gMASK]", "[sMASK]"],
+            chat_template=self.own_template,
+            padding_side="left",
+            clean_up_tokenization_spaces=False,
+            split_special_tokens=True,
+            model_input_names=["input_ids", "attention_mask"],
+            name_or_path=str(vocab_file.parent),
+        )
+
+    def __reduce__(self) -> Any:
+        return type(self), (self.vocabulary, self.ice.offset)
+
+    @property
+    def vocab_size(self) -> int:
+        """Return one more than the highest id."""
+        return int(self.ice.pieces.get_piece_size()) + self.ice.offset
+
+    def __len__(self) -> int:
+        return self.vocab_size
+
+    def get_vocab(self) -> dict[str, int]:
+        """Return token -> id."""
+        return dict(self.ice.vocab)
+
+    def encode_texts(self, texts: list[str]) -> list[list[int]]:
+        """Return the ids of each text; see `_Chats`."""
+        return self.ice.encode(texts)
+
+    def build_inputs_with_special_tokens(
+        self, token_ids_0: list[int], token_ids_1: list[int] | None = None
+    ) -> list[int]:
+        """Return `context [gMASK] <sop>`, and `answer <eop>` after it if a second text is given."""
+        gmask, sop, eop = (self.ice.vocab[token] for token in ("[gMASK]", "<sop>", "<eop>"))
+        ids = [*token_ids_0, gmask, sop]
+        return ids if token_ids_1 is None else [*ids, *token_ids_1, eop]
+
+    def save_vocabulary(self, save_directory: str, filename_prefix: str | None = None) -> tuple[str]:
+        """Copy ice_text.model."""
+        prefix = f"{filename_prefix}-" if filename_prefix else ""
+        target = Path(save_directory) / f"{prefix}ice_text.model"
+        shutil.copyfile(self.vocabulary, target)
+        return (str(target),)
+
+    def save_pretrained(self, save_directory: Any, **options: Any) -> Any:
+        """Save in the official layout, the only one there is: no other program reads this vocabulary rightly."""
+        folder = Path(save_directory)
+        folder.mkdir(parents=True, exist_ok=True)
+        files = self.save_vocabulary(str(folder))
+        config = {
+            "tokenizer_class": "ChatGLMTokenizer",
+            "name_or_path": "chatglm-6b",
+            "num_image_tokens": self.ice.offset,
+            "chat_template": self.chat_template,
+            **{name: str(token) for name, token in self.special_tokens_map.items() if isinstance(token, str)},
+        }
+        path = folder / "tokenizer_config.json"
+        path.write_text(json.dumps(config, ensure_ascii=False, indent=2) + "\n", encoding="utf-8")
+        return (*files, str(path))
+
+    def convert_tokens_to_string(self, tokens: Sequence[str]) -> str:
+        """Return the text of tokens; padding is none."""
+        return self.ice.join([token for token in tokens if token != "<pad>"])
+
+    def _tokenize(self, text: str, **_: Any) -> list[str]:
+        return self.ice.tokens(text)
+
+    def _convert_token_to_id(self, token: str) -> int:
+        return self.ice.vocab.get(token, self.ice.offset)
+
+    def _convert_id_to_token(self, index: int) -> str:
+        return self.ice.names.get(index, "<unk>")

@@ -1,0 +1,198 @@
+"""Empty models, and weights into their parameters, partitioned or not.
+
+transformers' own loading (5.23) holds the whole checkpoint on rank 0 under ZeRO-3 and needs accelerate; here no rank
+ever holds more than its part and one tensor.
+"""
+
+import contextlib
+import ctypes
+import sys
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from tqdm import tqdm
+from transformers import PreTrainedModel
+from transformers.initialization import no_init_weights
+
+from toolkit.errors import ModelError
+from toolkit.messages import tr
+from toolkit.models.layout import Layout, Shapes
+from toolkit.models.weights import WeightFiles
+
+
+def empty_model(build: Callable[[], PreTrainedModel], ds_config: dict[str, Any] | None) -> PreTrainedModel:
+    """Return a model whose parameters hold nothing yet, but whose rotary frequencies are computed.
+
+    Args:
+        build: makes it.
+        ds_config: with it the parameters are partitioned over the ranks, in the precision that it says; else they are
+            on the meta device.
+    """
+    place: AbstractContextManager[Any]
+    if ds_config is None:
+        place = torch.device("meta")
+    else:
+        import deepspeed
+
+        # Its argument dtype is not used: DeepSpeed 0.19.8 makes bfloat16 of any on CPU ranks.
+        place = deepspeed.zero.Init(config_dict_or_path=ds_config)
+    with no_init_weights(), place:
+        model = build()
+    model.tie_weights()
+    restore_rotary_frequencies(model)
+    return model
+
+
+def restore_rotary_frequencies(model: PreTrainedModel) -> None:
+    """Compute the frequencies anew in float32: the meta device leaves them empty, and zero.Init casts whatever a
+    constructor makes; in half precision they are noise beyond a few hundred positions.
+    """
+    for module in model.modules():
+        if "inv_freq" in dict(module.named_buffers(recurse=False)):
+            fresh = type(module)(config=module.config)
+            for name, buffer in fresh.named_buffers(recurse=False):
+                old = getattr(module, name).device
+                setattr(module, name, buffer if old.type == "meta" else buffer.to(old))
+
+
+def read_weights(
+    model: PreTrainedModel, files: WeightFiles, layout: Layout, folder: Path, dtype: torch.dtype | None
+) -> None:
+    """Fill every parameter and stored buffer.
+
+    A collective if the model is partitioned: rank 0 reads, every rank keeps its part.
+
+    Raises:
+        ModelError: the files lack a parameter, or hold one that the architecture has not, or in another shape.
+    """
+    held = {name: value for name, value in model.state_dict(keep_vars=True).items() if name in _stored(model)}
+    shapes = shapes_of(model)
+    _compare(model, files, layout, shapes, folder)
+    is_partitioned = any(hasattr(value, "ds_shape") for value in held.values())
+    is_rank0 = not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0
+    groups: dict[tuple[str, ...], list[str]] = {}
+    for name in files:
+        # Tied copies, and buffers that are computed, stand in some files; they are not read.
+        groups.setdefault(tuple(target for target in layout.parameters(name) if target in held), []).append(name)
+    groups.pop((), None)
+    with _progress(sum(files[name].num_bytes for names in groups.values() for name in names), is_rank0) as bar:
+        for targets, names in groups.items():
+            partitioned = [held[target] for target in targets if hasattr(held[target], "ds_shape")]
+            with _gathered(partitioned):
+                for name in names:
+                    if is_rank0 or not partitioned:
+                        with files.open(name) as value:
+                            parts = layout.split(name, value)
+                            if is_partitioned:
+                                for target, part in zip(targets, parts, strict=True):
+                                    held[target].data[layout.place(name)].copy_(part)
+                            else:
+                                for target, part in zip(targets, parts, strict=True):
+                                    _set(model, target, part.to(dtype or part.dtype, copy=True).contiguous())
+                    bar.update(files[name].num_bytes)
+            if partitioned:
+                _return_memory()
+
+
+def shapes_of(model: PreTrainedModel) -> Shapes:
+    """Return the whole shape of every parameter and stored buffer, also of partitioned ones."""
+    held = model.state_dict(keep_vars=True)
+    return {name: tuple(getattr(held[name], "ds_shape", held[name].shape)) for name in _stored(model)}
+
+
+def _stored(model: PreTrainedModel) -> list[str]:
+    """Return the names of what a checkpoint must hold: parameters, each once, and persistent buffers."""
+    known = {name for name, _ in model.named_parameters()} | {name for name, _ in model.named_buffers()}
+    return [name for name in model.state_dict(keep_vars=True) if name in known]
+
+
+def _gathered(parameters: list[torch.nn.Parameter]) -> AbstractContextManager[Any]:
+    """Make partitioned parameters whole; what rank 0 writes into them is what all keep."""
+    if not parameters:
+        return nullcontext()
+    import deepspeed
+
+    gathered: AbstractContextManager[Any] = deepspeed.zero.GatheredParameters(parameters, modifier_rank=0)
+    return gathered
+
+
+def _return_memory() -> None:
+    """Give freed memory back to the system: glibc would keep what was gathered, in all about half the model again."""
+    with contextlib.suppress(AttributeError, OSError):  # another C library
+        ctypes.CDLL(None).malloc_trim(0)
+
+
+def _set(model: PreTrainedModel, name: str, value: torch.Tensor) -> None:
+    """Put a value in an empty parameter's place."""
+    module, _, leaf = name.rpartition(".")
+    setattr(model.get_submodule(module), leaf, torch.nn.Parameter(value, requires_grad=value.is_floating_point()))
+
+
+def _progress(num_bytes: int, shown: bool) -> "tqdm[Any]":
+    """Return a bar over the bytes that appears once loading takes more than two seconds."""
+    return tqdm(
+        total=num_bytes,
+        desc=tr("Loading weights"),
+        unit="B",
+        unit_scale=True,
+        unit_divisor=1024,
+        delay=2,
+        mininterval=0.5 if sys.stderr.isatty() else 30,
+        disable=not shown,
+    )
+
+
+def _compare(model: PreTrainedModel, files: WeightFiles, layout: Layout, shapes: Shapes, folder: Path) -> None:
+    """Refuse anything but an exact match. Buffers and tied copies may stand in the files; they are not read."""
+    extra = {name for name, _ in model.named_buffers(remove_duplicate=False)}
+    extra |= {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    filled = dict.fromkeys(shapes, 0)
+    unexpected, mismatched = [], []
+    for name, info in files.items():
+        targets = layout.parameters(name)
+        if any(target not in shapes for target in targets):
+            unexpected += [name] if any(target not in extra for target in targets) else []
+        elif targets and info.shape != layout.stored_shape(name, shapes):
+            mismatched.append(f"{name} {info.shape} instead of {layout.stored_shape(name, shapes)}")
+            filled |= {target: torch.Size(shapes[target]).numel() for target in targets}
+        else:
+            for target in targets:
+                whole = torch.Size(shapes[target]).numel()
+                filled[target] += whole if layout.place(name) is ... else torch.Size(info.shape).numel()
+    missing = [name for name, count in filled.items() if count < torch.Size(shapes[name]).numel()]
+    refuse_other_weights(folder, model, sorted(missing), sorted(unexpected), mismatched)
+
+
+def refuse_other_weights(
+    folder: Path,
+    model: PreTrainedModel,
+    missing: list[str],
+    unexpected: list[str],
+    mismatched: list[str],
+) -> None:
+    """Raise if files and architecture differ.
+
+    Raises:
+        ModelError: any of the lists is not empty.
+    """
+    if missing or unexpected or mismatched:
+        raise ModelError(
+            tr(
+                "the weights in {path} are not those of {architecture}: missing {missing}, unexpected {unexpected}, of "
+                "another shape {mismatched}. Nothing was trained.",
+                path=folder,
+                architecture=type(model).__name__,
+                missing=_listed(missing),
+                unexpected=_listed(unexpected),
+                mismatched=_listed(mismatched),
+            )
+        )
+
+
+def _listed(names: list[str]) -> str:
+    """Return the first few and how many there are."""
+    more = f" … ({len(names)})" if len(names) > 5 else ""
+    return "[" + ", ".join(names[:5]) + more + "]"

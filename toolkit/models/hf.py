@@ -1,0 +1,85 @@
+"""Models in transformers' own layout."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers import PreTrainedModel
+
+from toolkit.errors import ModelError
+from toolkit.messages import tr
+from toolkit.models.fill import empty_model, read_weights, refuse_other_weights, shapes_of
+from toolkit.models.layout import FusedExperts
+from toolkit.models.official import recall_origin
+from toolkit.models.weights import WeightFiles
+
+
+def load_hf(folder: Path, dtype: torch.dtype | None, ds_config: dict[str, Any] | None) -> PreTrainedModel:
+    """Load a folder that transformers knows; with `ds_config` partitioned over the ranks. See `load_model`."""
+    config = _known_config(folder)
+    if ds_config is None:
+        model = _whole(folder, dtype)
+    else:
+        model = empty_model(
+            lambda: transformers.AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False),
+            ds_config,
+        )
+        read_weights(model, WeightFiles(folder), FusedExperts(shapes_of(model)), folder, dtype)
+        if (folder / "generation_config.json").is_file():
+            model.generation_config = transformers.GenerationConfig.from_pretrained(folder, local_files_only=True)
+    # A padding id freezes its row of the embedding (torch.nn.Embedding's padding_idx), also where it is the end
+    # token's, as in glm-4-9b-chat-hf. Padding itself is never attended to, so its row needs no such care.
+    model.get_input_embeddings().padding_idx = None
+    recall_origin(model, folder)
+    return model.eval()
+
+
+def _known_config(folder: Path) -> Any:
+    """Return the config of an architecture that transformers has, and import the architecture.
+
+    It must be imported before zero.Init begins: DeepSpeed 0.19.8 undoes what decorators make of the constructors of
+    classes that are defined meanwhile (transformers' experts would lose their config).
+    """
+    try:
+        config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+    except (OSError, ValueError) as error:
+        raise _refusal(folder, error) from error
+    if transformers.MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None) is None:
+        raise ModelError(
+            tr(
+                "{folder} holds a {kind}, which is no causal language model that transformers {version} knows.",
+                folder=folder,
+                kind=config.model_type,
+                version=transformers.__version__,
+            )
+        )
+    return config
+
+
+def _refusal(folder: Path, error: Exception) -> ModelError:
+    return ModelError(tr("cannot load the model in {path}: {reason}", path=folder, reason=str(error).splitlines()[0]))
+
+
+def _whole(folder: Path, dtype: torch.dtype | None) -> PreTrainedModel:
+    try:
+        model, report = transformers.AutoModelForCausalLM.from_pretrained(
+            folder,
+            dtype=dtype or "auto",
+            trust_remote_code=False,
+            local_files_only=True,
+            use_safetensors=True,
+            output_loading_info=True,
+        )
+    except (OSError, ValueError, RuntimeError) as error:
+        raise _refusal(folder, error) from error
+    # A head that is tied to the embedding is in no file, and rightly so.
+    tied = set(getattr(model, "all_tied_weights_keys", None) or ())
+    names = {
+        kind: sorted(map(str, report.get(kind) or ()))
+        for kind in ("missing_keys", "unexpected_keys", "mismatched_keys")
+    }
+    missing = [name for name in names["missing_keys"] if name not in tied]
+    refuse_other_weights(folder, model, missing, names["unexpected_keys"], names["mismatched_keys"])
+    loaded: PreTrainedModel = model
+    return loaded

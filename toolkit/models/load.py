@@ -1,0 +1,79 @@
+"""From a model folder to a transformers model: official ChatGLM folders and transformers' own layout alike."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers import GenerationConfig, PreTrainedModel
+
+from toolkit.models.chatglm.family import Architecture, architecture_of
+from toolkit.models.chatglm.glm import glm_config
+from toolkit.models.chatglm.modeling import ChatGLMConfig, ChatGLMForConditionalGeneration
+from toolkit.models.fill import empty_model, read_weights
+from toolkit.models.folder import read_config
+from toolkit.models.hf import load_hf
+from toolkit.models.layout import GlmLayout, Layout, SameNames
+from toolkit.models.official import remember_origin
+from toolkit.models.weights import WeightFiles
+
+
+def load_model(
+    path: str | Path, *, dtype: torch.dtype | None = None, ds_config: dict[str, Any] | None = None
+) -> PreTrainedModel:
+    """Load a model from a local folder; nothing in it is executed, nothing is downloaded.
+
+    Args:
+        path: an official ChatGLM folder (ChatGLM-6B, ChatGLM2-6B, ChatGLM3-6B, CodeGeeX2-6B, glm-4-9b), or any
+            causal language model in transformers' layout.
+        dtype: precision of the parameters; None keeps what each tensor has in its file. Rotary frequencies are
+            float32 in any case.
+        ds_config: the DeepSpeed dict. With stage 3 the parameters are partitioned as they are read: a collective, in
+            which rank 0 reads and every rank keeps its part, in the precision that the dict says.
+
+    Returns:
+        The model in evaluation mode, on the CPU: a GlmForCausalLM for ChatGLM2 and later, a
+        `chatglm.modeling.ChatGLMForConditionalGeneration` for ChatGLM-6B, what transformers has for anything else.
+
+    Raises:
+        ModelError: the folder cannot be loaded; the message says why.
+    """
+    folder = Path(path)
+    config = read_config(str(folder))
+    architecture = architecture_of(config)
+    partitioned = ds_config is not None and ds_config["zero_optimization"]["stage"] == 3
+    if architecture is None:
+        return load_hf(folder, dtype, ds_config if partitioned else None)
+    model, layout = _build_official(folder, config, architecture, ds_config if partitioned else None)
+    files = WeightFiles(folder)
+    read_weights(model, files, layout, folder, dtype)
+    remember_origin(model, folder, config, files, layout)
+    return model.eval()
+
+
+def _build_official(
+    folder: Path,
+    config: dict[str, Any],
+    architecture: Architecture,
+    ds_config: dict[str, Any] | None,
+) -> tuple[PreTrainedModel, Layout]:
+    generation_file = folder / "generation_config.json"
+    generation = json.loads(generation_file.read_text(encoding="utf-8")) if generation_file.is_file() else {}
+    layout: Layout
+    if architecture is Architecture.v1:
+        # `_name_or_path` names a hub repository, which other libraries (peft 0.21) would ask for its config.
+        foreign = ("auto_map", "architectures", "_name_or_path")
+        wanted = {key: value for key, value in config.items() if key not in foreign}
+        model_config: Any = ChatGLMConfig(**wanted)
+        model = empty_model(lambda: ChatGLMForConditionalGeneration(model_config), ds_config)
+        layout = SameNames(ignored=(".rotary_emb.inv_freq",))
+    else:
+        model_config = glm_config(config, generation)
+        model = empty_model(lambda: transformers.GlmForCausalLM(model_config), ds_config)
+        layout = GlmLayout(model_config, interleaved=not config.get("multi_query_attention"))
+    model.generation_config = GenerationConfig(
+        eos_token_id=model_config.eos_token_id,
+        pad_token_id=config.get("pad_token_id", generation.get("pad_token_id", 0)),
+    )
+    return model, layout
