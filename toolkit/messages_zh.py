@@ -288,4 +288,5 @@ CHINESE: dict[str, str] = {
     "{file} is a pickle that wants to run code, which is refused: {reason}. Nothing was executed. Get the weights from a source you trust, as safetensors if there are any.": "{file} 是想要执行代码的 pickle，已拒绝：{reason}。没有执行任何代码。请从可信来源获取权重，最好是 safetensors。",
     "{file} cannot be read ({reason}): download it again.": "无法读取 {file}（{reason}）：请重新下载。",
     "{folder} holds a {kind}, which is no causal language model that transformers {version} knows.": "{folder} 中是 {kind}，transformers {version} 没有对应的因果语言模型。",
+    "model.original_labels = false has no effect: the tokenizer '{name}' does not use a ChatGLM's own chat format. Remove it.": "model.original_labels = false 不起作用：分词器 '{name}' 使用的不是 ChatGLM 自己的对话格式。请删除该设置。",
 }

@@ -325,6 +325,30 @@ def test_chatglm3_tools_and_observations() -> None:
     assert encoder.prompt(messages[1:2], tools=TOOLS)[2] == tokens("<|system|>")
 
 
+def test_labels_without_the_originals_oddities() -> None:
+    """Only what the assistant says and the token that ends it."""
+    messages = [
+        {"role": "user", "content": "price?"},
+        {"role": "assistant", "metadata": "track", "content": "call()"},
+        {"role": "observation", "content": "12"},
+        {"role": "assistant", "content": "It is 12."},
+    ]
+    whole, own = (
+        load_chat_encoder(GOLDEN / "tok_v3", original_labels=original).encode(messages) for original in (True, False)
+    )
+    assert whole[0] == own[0]
+    token = load_chat_encoder(GOLDEN / "tok_v3").tokenizer.convert_tokens_to_ids("<|observation|>")
+    start, end = own[0].index(token), len(own[0]) - own[0][::-1].index(1007)
+    assert own[1][start] is True, "ends the call"
+    assert not any(own[1][start + 1 : end])
+    assert all(own[1][end:])
+    assert all(whole[1][start:])
+    chat = vocabulary("v1")["train"][0]["messages"]
+    ids, mask = load_chat_encoder(GOLDEN / "tok_v1", original_labels=False).encode(chat)
+    assert mask[ids.index(704)] is False
+    assert mask[ids.index(704) + 1 :] == [True] * (len(ids) - ids.index(704) - 1)
+
+
 def test_glm4_tools_are_told_in_the_words_of_the_official_template(tmp_path: Path) -> None:
     encoder = load_chat_encoder(GOLDEN / "tok_glm4")
     tools = [{"type": "function", "function": TOOLS[0]}]

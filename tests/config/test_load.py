@@ -11,7 +11,10 @@ from toolkit.config.load import load, replace, to_yaml
 from toolkit.config.schema import Dtype
 from toolkit.errors import ConfigError
 
-KNOWN = "Known: chatglm, chatglm2_6b, chatglm_6b, fp16, glm4_9b, quickstart, zero1, zero2_offload, zero3_nvme, zero3_offload."
+KNOWN = (
+    "Known: chatglm, chatglm2_6b, chatglm_6b, fp16, glm4_9b, quickstart, zero1, zero2_offload, zero3_nvme, "
+    "zero3_offload."
+)
 
 # Words on the command line (after recipe=quickstart) -> the whole message.
 COMMAND_LINE = {

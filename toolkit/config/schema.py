@@ -149,6 +149,8 @@ class ModelConfig:
     """Local folder of the tokenizer; "" takes `model.path`; with init=random and "" one is fitted to the training data."""
     family: Family = Family.auto
     """Chat format of an official ChatGLM tokenizer; auto finds it in the folder, and asks where ChatGLM2 and ChatGLM3 cannot be told apart."""
+    original_labels: bool = True
+    """With a ChatGLM's own chat format: train exactly what the original trains; false leaves out ChatGLM-6B's <sop> and tools' observations."""
     chat_template: str = ""
     """File with a Jinja chat template that replaces the tokenizer's own; "" keeps its own."""
     init: Init = Init.pretrained

@@ -9,7 +9,7 @@ from typing import Any
 from toolkit.config.schema import Family
 from toolkit.errors import ModelError
 from toolkit.messages import tr
-from toolkit.models.chatglm.formats import Piece
+from toolkit.models.chatglm.formats import Piece, format_of
 from toolkit.models.chatglm.tokenizers import ChatGLMTokenizer, GlmTokenizer
 from toolkit.models.template_chat import TemplateChatEncoder
 from toolkit.models.tokenizer import load_tokenizer
@@ -26,12 +26,13 @@ class FamilyChatEncoder:
 
     Args:
         tokenizer: what `load_tokenizer` gives for an official folder.
+        original_labels: train exactly what the original trains; False leaves out ChatGLM-6B's <sop> and observations.
 
     Raises:
         ModelError: the folder does not tell ChatGLM2 from ChatGLM3.
     """
 
-    def __init__(self, tokenizer: GlmTokenizer | ChatGLMTokenizer) -> None:
+    def __init__(self, tokenizer: GlmTokenizer | ChatGLMTokenizer, original_labels: bool = True) -> None:
         if not tokenizer.has_chat_format:
             raise ModelError(
                 tr(
@@ -41,9 +42,9 @@ class FamilyChatEncoder:
                 )
             )
         self.tokenizer = tokenizer
-        self.format = tokenizer.format
+        self.format = format_of(tokenizer.family, tokenizer, original_labels)
         self.vocab_size = len(tokenizer)
-        digest = hashlib.sha256(f"{CODE_VERSION} {tokenizer.family.value} {len(tokenizer)}".encode())
+        digest = hashlib.sha256(f"{CODE_VERSION} {tokenizer.family.value} {len(tokenizer)} {original_labels}".encode())
         digest.update(tokenizer.vocabulary.read_bytes())
         self.fingerprint = digest.hexdigest()
 
@@ -83,7 +84,7 @@ def _with_tools(messages: Sequence[Message], tools: Sequence[Any] | None) -> Seq
 
 
 def load_chat_encoder(
-    path: str | Path, *, family: Family | str = Family.auto, chat_template: str = ""
+    path: str | Path, *, family: Family | str = Family.auto, chat_template: str = "", original_labels: bool = True
 ) -> FamilyChatEncoder | TemplateChatEncoder:
     """Return a folder's way of turning conversations into ids and the mask of what is trained.
 
@@ -91,15 +92,24 @@ def load_chat_encoder(
         path: an official ChatGLM folder, or any folder with a tokenizer that has a chat template.
         family: see `load_tokenizer`.
         chat_template: file with a Jinja template to use instead.
+        original_labels: see `FamilyChatEncoder`.
 
     Raises:
         ModelError: the folder cannot be read, or has no chat format.
     """
-    return chat_encoder(load_tokenizer(path, family=family, chat_template=chat_template))
+    return chat_encoder(load_tokenizer(path, family=family, chat_template=chat_template), original_labels)
 
 
-def chat_encoder(tokenizer: Any) -> FamilyChatEncoder | TemplateChatEncoder:
-    """Return the way of a tokenizer that is loaded already."""
+def chat_encoder(tokenizer: Any, original_labels: bool = True) -> FamilyChatEncoder | TemplateChatEncoder:
+    """Return the way of a tokenizer that is loaded already; see `load_chat_encoder`."""
     if isinstance(tokenizer, GlmTokenizer | ChatGLMTokenizer) and tokenizer.has_own_template:
-        return FamilyChatEncoder(tokenizer)
+        return FamilyChatEncoder(tokenizer, original_labels)
+    if not original_labels:
+        raise ModelError(
+            tr(
+                "model.original_labels = false has no effect: the tokenizer '{name}' does not use a ChatGLM's own chat "
+                "format. Remove it.",
+                name=tokenizer.name_or_path,
+            )
+        )
     return TemplateChatEncoder(tokenizer)

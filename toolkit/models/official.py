@@ -5,6 +5,7 @@ travels in the folder `official/` of everything that is saved in transformers' l
 """
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
@@ -22,7 +23,10 @@ from toolkit.models.weights import WeightFiles, index_of
 
 ORIGIN_DIR = "official"
 _RECORD = "layout.json"
-_WEIGHT_SUFFIXES = {".bin", ".safetensors", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".gguf", ".onnx"}
+# The weights themselves, also in formats that were not read, and what trainers leave behind.
+_WEIGHTS = re.compile(
+    r"(pytorch_model|model)(-\d+-of-\d+)?\.(bin|safetensors)(\.index\.json)?|.+\.(pt|pth|ckpt|h5|msgpack|gguf|onnx)"
+)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -152,10 +156,9 @@ def _copy_other_files(origin: Origin, target: Path) -> None:
     """Copy all but weights: index, config, tokenizer, licence, and the *.py that other programs may want."""
     for file in sorted(Path(origin.folder).iterdir()):
         is_left_out = (
-            file.suffix in _WEIGHT_SUFFIXES
+            (_WEIGHTS.fullmatch(file.name) and file.name != origin.index)
             or file.name == _RECORD
             or file.name.startswith(".")
-            or (file.name.endswith(".index.json") and file.name != origin.index)
         )
         if file.is_file() and not is_left_out:
             shutil.copyfile(file, target / file.name)

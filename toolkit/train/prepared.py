@@ -64,7 +64,7 @@ def prepare_data(cfg: RunConfig, speaks: bool) -> Prepared:
 
     if cfg.model.init is Init.pretrained:
         read_config(cfg.model.path)
-    encoder = chat_encoder(_tokenizer(cfg, say))
+    encoder = chat_encoder(_tokenizer(cfg, say), cfg.model.original_labels)
     train, validation, report = prepare(cfg, encoder, say)
     _tell(report, say)
     return Prepared(encoder=encoder, train=train, validation=validation, report=report)

@@ -46,13 +46,15 @@ class Format:
 
     Args:
         tokenizer: gives ids.
+        original: train exactly what the original trains; False: only what the assistant says and the token that ends
+            it.
     """
 
     stops: tuple[str, ...]
     """Tokens at which an answer ends."""
 
-    def __init__(self, tokenizer: Vocabulary) -> None:
-        self.tokenizer = tokenizer
+    def __init__(self, tokenizer: Vocabulary, original: bool = True) -> None:
+        self.tokenizer, self.original = tokenizer, original
         self._tokens: dict[tuple[str, bool], Piece] = {}
         self.stop_ids: list[int] = [int(self.token(token).content) for token in self.stops]
 
@@ -139,7 +141,7 @@ class ChatGLMFormat(_Rounds):
     def example(self, messages: Sequence[Message]) -> list[Piece]:
         """Return the example; see `Format`."""
         question, answer = Piece(self._text(messages[:-1])), Piece(str(messages[-1]["content"]), True)
-        return [question, self.token("[gMASK]"), self.token("<sop>", True), answer, self.token("<eop>", True)]
+        return [question, self.token("[gMASK]"), self.token("<sop>", self.original), answer, self.token("<eop>", True)]
 
     def _join(self, history: list[tuple[str, str]], question: str) -> str:
         if not history:
@@ -207,7 +209,7 @@ class _Roles(Format):
             token = _ROLE_TOKENS.get(message["role"])
             if token is None:
                 raise RowError(tr("this model's format knows no role '{role}'", role=message["role"]))
-            trained = token in ("<|assistant|>", "<|observation|>")
+            trained = token == "<|assistant|>" or (token == "<|observation|>" and self.original)
             for texts in self._turns(message):
                 pieces.append(self.token(token, after_trained))
                 pieces += [Piece(text, trained) for text in texts]
@@ -266,9 +268,9 @@ _FORMATS: dict[Family, type[Format]] = {
 }
 
 
-def format_of(family: Family, tokenizer: Vocabulary) -> Format:
-    """Return a family's format over a tokenizer."""
-    return _FORMATS[family](tokenizer)
+def format_of(family: Family, tokenizer: Vocabulary, original: bool = True) -> Format:
+    """Return a family's format over a tokenizer; `original` as for `Format`."""
+    return _FORMATS[family](tokenizer, original)
 
 
 _ROUNDS = (
