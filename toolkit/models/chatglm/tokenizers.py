@@ -19,6 +19,7 @@ from toolkit.models.chatglm.vocabulary import (
     EOP,
     SOP,
     IceText,
+    no_cycles,
     sentencepiece_bpe,
     tiktoken_bpe,
 )
@@ -117,7 +118,8 @@ class GlmTokenizer(_Chats, PreTrainedTokenizerFast):
         self._tokenizer.encode_special_tokens = True
         self._tokenizer.no_padding()
         self._tokenizer.no_truncation()
-        return [found.ids for found in self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
+        with no_cycles():
+            return [found.ids for found in self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
 
     def describe_tools(self, tools: Sequence[Any]) -> str | None:
         """Return what follows <|system|>; see `_Chats`."""
