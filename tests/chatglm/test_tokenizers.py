@@ -167,14 +167,14 @@ def official_training(name: str, case: dict[str, Any], form: Format) -> tuple[li
         if name == "v1":
             text, *special = before
             [(prompt, _)] = form.encode([[text]])
-            context, answer_ids = [*prompt[: source - 1], special[0].content], answer_ids[: target - 2]
-            ids = [*context, special[1].content, *answer_ids, end.content]
+            context, answer_ids = [*prompt[: source - 1], *special[0].content], answer_ids[: target - 2]
+            ids = [*context, *special[1].content, *answer_ids, *end.content]
             assert special[1].trained
             mask = [index >= len(context) for index in range(len(ids))]
         else:
             [(prompt, _)] = form.encode([before])
             prompt = prompt[:source]
-            ids = [*prompt, *answer_ids[:target], end.content]
+            ids = [*prompt, *answer_ids[:target], *end.content]
             mask = [index >= len(prompt) for index in range(len(ids))]
     return ids, [index if trained else -100 for index, trained in zip(ids, mask, strict=True)]
 
@@ -456,6 +456,6 @@ def test_another_template_on_an_official_tokenizer(tmp_path: Path) -> None:
 
 def test_pieces_are_tokenised_each_for_itself() -> None:
     form = load_chat_encoder(GOLDEN / "tok_v3").format
-    [(ids, mask)] = form.encode([[Piece("你"), Piece(7, True), Piece("", True), Piece("好")]])
+    [(ids, mask)] = form.encode([[Piece("你"), Piece((7,), True), Piece("", True), Piece("好")]])
     assert ids == [*form.tokenizer.encode_texts(["你"])[0], 7, *form.tokenizer.encode_texts(["好"])[0]]
     assert mask.count(True) == 1

@@ -17,10 +17,10 @@ Message = Mapping[str, Any]
 
 
 class Piece(NamedTuple):
-    """A special token or a text."""
+    """Special tokens or a text."""
 
-    content: int | str
-    """An id, or text to be tokenised for itself."""
+    content: tuple[int, ...] | str
+    """Ids, or text to be tokenised for itself."""
     trained: bool = False
     """Whether the loss covers it."""
 
@@ -55,14 +55,22 @@ class Format:
 
     def __init__(self, tokenizer: Vocabulary, original: bool = True) -> None:
         self.tokenizer, self.original = tokenizer, original
-        self._tokens: dict[tuple[str, bool], Piece] = {}
-        self.stop_ids: list[int] = [int(self.token(token).content) for token in self.stops]
+        self._known: dict[tuple[str, bool], Piece] = {}
+        self.stop_ids: list[int] = [int(tokenizer.convert_tokens_to_ids(token)) for token in self.stops]
 
     def token(self, name: str, trained: bool = False) -> Piece:
         """Return a special token."""
-        known = self._tokens.get((name, trained))
+        known = self._known.get((name, trained))
         if known is None:
-            known = self._tokens[name, trained] = Piece(int(self.tokenizer.convert_tokens_to_ids(name)), trained)
+            known = Piece((int(self.tokenizer.convert_tokens_to_ids(name)),), trained)
+            self._known[name, trained] = known
+        return known
+
+    def line_break(self, trained: bool) -> Piece:
+        """Return a line break that is tokenised for itself, once and for all."""
+        known = self._known.get(("\n", trained))
+        if known is None:
+            known = self._known["\n", trained] = Piece(tuple(self.tokenizer.encode_texts(["\n"])[0]), trained)
         return known
 
     def prompt(self, messages: Sequence[Message]) -> list[Piece]:
@@ -87,13 +95,9 @@ class Format:
             ids: list[int] = []
             mask: list[bool] = []
             for content, trained in pieces:
-                if isinstance(content, int):
-                    ids.append(content)
-                    mask.append(trained)
-                else:
-                    part = next(encoded)
-                    ids += part
-                    mask += [trained] * len(part)
+                part = next(encoded) if isinstance(content, str) else content
+                ids += part
+                mask += [trained] * len(part)
             result.append((ids, mask))
         return result
 
@@ -210,13 +214,13 @@ class _Roles(Format):
             if token is None:
                 raise RowError(tr("this model's format knows no role '{role}'", role=message["role"]))
             trained = token == "<|assistant|>" or (token == "<|observation|>" and self.original)
-            for texts in self._turns(message):
+            for turn in self._turns(message, trained):
                 pieces.append(self.token(token, after_trained))
-                pieces += [Piece(text, trained) for text in texts]
+                pieces += turn
                 after_trained = trained
         return pieces
 
-    def _turns(self, message: Message) -> list[list[str]]:
+    def _turns(self, message: Message, trained: bool) -> list[list[Piece]]:
         """Return the texts of each turn that a message becomes; more than one if tools take their own."""
         raise NotImplementedError
 
@@ -227,11 +231,13 @@ class ChatGLM3Format(_Roles):
     sop, end = SOP, "</s>"
     stops = ("</s>", "<|user|>", "<|observation|>")
 
-    def _turns(self, message: Message) -> list[list[str]]:
+    def _turns(self, message: Message, trained: bool) -> list[list[Piece]]:
         content = str(message["content"])
         if message.get("tools"):
             content += "\n" + json.dumps(message["tools"], indent=4, ensure_ascii=False)
-        return [[f"{message.get('metadata') or ''}\n", content]]
+        metadata = message.get("metadata")
+        heading = Piece(f"{metadata}\n", trained) if metadata else self.line_break(trained)
+        return [[heading, Piece(content, trained)]]
 
 
 class Glm4Format(_Roles):
@@ -243,7 +249,7 @@ class Glm4Format(_Roles):
     sop, end = "<sop>", "<|user|>"
     stops = ("<|endoftext|>", "<|user|>", "<|observation|>")
 
-    def _turns(self, message: Message) -> list[list[str]]:
+    def _turns(self, message: Message, trained: bool) -> list[list[Piece]]:
         turns = []
         if message.get("tools"):
             described = self.tokenizer.describe_tools(message["tools"])
@@ -254,9 +260,9 @@ class Glm4Format(_Roles):
                         "out in the content of the system message, or add the official tokenizer_config.json"
                     )
                 )
-            turns.append([described])
+            turns.append([Piece(described, trained)])
         if message["content"]:
-            turns.append([f"{message.get('metadata') or ''}\n{message['content']}"])
+            turns.append([Piece(f"{message.get('metadata') or ''}\n{message['content']}", trained)])
         return turns
 
 
