@@ -289,4 +289,5 @@ CHINESE: dict[str, str] = {
     "{file} cannot be read ({reason}): download it again.": "无法读取 {file}（{reason}）：请重新下载。",
     "{folder} holds a {kind}, which is no causal language model that transformers {version} knows.": "{folder} 中是 {kind}，transformers {version} 没有对应的因果语言模型。",
     "model.original_labels = false has no effect: the tokenizer '{name}' does not use a ChatGLM's own chat format. Remove it.": "model.original_labels = false 不起作用：分词器 '{name}' 使用的不是 ChatGLM 自己的对话格式。请删除该设置。",
+    "The model: {folder}/export (transformers itself does not know ChatGLM-6B)": "模型：{folder}/export（transformers 本身不认识 ChatGLM-6B）",
 }

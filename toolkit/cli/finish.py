@@ -120,12 +120,10 @@ def _print_next_steps(session: Session, samples: list[dict[str, str]]) -> None:
         )
     )
     if session.cfg.checkpoint.export:
-        print(
-            tr(
-                "The model, for any program that uses transformers: {folder}/export",
-                folder=folder,
-            )
-        )
+        if session.engine.module.config.model_type == "chatglm":
+            print(tr("The model: {folder}/export (transformers itself does not know ChatGLM-6B)", folder=folder))
+        else:
+            print(tr("The model, for any program that uses transformers: {folder}/export", folder=folder))
         prompt = samples[0]["prompt"] if samples else "Hello"
         print(
             tr(
