@@ -97,6 +97,23 @@ def test_trained_weights_go_back_in_the_official_precision(tmp_path: Path) -> No
         assert torch.equal(right[48:], left[48:])
 
 
+def test_both_formats_in_one_folder(tmp_path: Path) -> None:
+    """As in chatglm3-6b's repository: safetensors are read; where only the pickles were downloaded, those."""
+    folder = write(tmp_path / "in", "v3", seed=1)
+    write(folder, "v3", seed=2, pickled=True, shards=3)
+    safe, pickled = (load_model(write(tmp_path / f"{seed}", "v3", seed=seed)).state_dict() for seed in (1, 2))
+    name = "lm_head.weight"
+    model = load_model(folder)
+    assert torch.equal(model.state_dict()[name], safe[name])
+    save_model(model, tmp_path / "out", "official")
+    assert not list((tmp_path / "out").glob("*.bin*")), "other weights than the model's"
+    (folder / "model-00002-of-00002.safetensors").unlink()
+    model = load_model(folder)
+    assert torch.equal(model.state_dict()[name], pickled[name])
+    save_model(model, tmp_path / "out2", "official")
+    assert sorted(file.name for file in (tmp_path / "out2").glob("*.index.json")) == ["pytorch_model.bin.index.json"]
+
+
 def test_values_without_room_are_refused(tmp_path: Path) -> None:
     model = load_model(write(tmp_path / "in", "v2"), dtype=torch.float32)
     with torch.no_grad():

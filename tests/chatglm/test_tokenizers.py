@@ -16,7 +16,7 @@ from official import write
 
 from toolkit.config.schema import Family
 from toolkit.errors import ModelError, RowError
-from toolkit.models import load_chat_encoder, load_tokenizer
+from toolkit.models import load_chat_encoder, load_model, load_tokenizer
 from toolkit.models.chatglm.formats import Format, Piece
 
 NAMES = ["v1", "v2", "v3", "glm4"]
@@ -431,6 +431,12 @@ def test_v1_of_the_first_months_has_image_tokens(tmp_path: Path) -> None:
     assert found.encode_texts(lines()) == [[index + 20000 for index in ids] for ids in wanted["lines"]]
     assert found.decode(found.encode_texts(["你好 x"])[0]) == "你好 x"
     assert found.bos_token_id == 20704
+    model_config = json.loads((folder / "config.json").read_text())
+    for key in ("mask_token_id", "gmask_token_id"):
+        del model_config[key]
+    (folder / "config.json").write_text(json.dumps(model_config))
+    first = load_model(folder).config
+    assert (first.mask_token_id, first.gmask_token_id) == tuple(found.convert_tokens_to_ids(["[MASK]", "[gMASK]"]))
     assert len(found) == 20000 + wanted["len"]
 
 

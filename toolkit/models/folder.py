@@ -10,7 +10,6 @@ from toolkit.messages import tr
 from toolkit.models.chatglm.family import Architecture, architecture_of, check_supported
 
 LFS_POINTER = b"version https://git-lfs"
-_INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 
 
 def read_config(path: str) -> dict[str, Any]:
@@ -70,14 +69,17 @@ def _refuse_unknown(folder: Path, config: dict[str, Any]) -> None:
 def weight_files(folder: Path) -> list[Path]:
     """Return the files that hold the weights: those that an index lists, else the one that holds everything.
 
-    Safetensors before pickles; [] if there are none.
+    Safetensors before pickles, but what is complete before what is not: repositories have both, and people download
+    one. [] if there are none.
 
     Raises:
         ModelError: the index is damaged or names files elsewhere, or there are shards without an index.
     """
-    for name in _INDEXES:
-        index = folder / name
+    listed: list[list[Path]] = []
+    for single in ("model.safetensors", "pytorch_model.bin"):
+        index = folder / f"{single}.index.json"
         if not index.is_file():
+            listed += [[folder / single]] if (folder / single).is_file() else []
             continue
         weight_map = _read_json(index).get("weight_map")
         if not isinstance(weight_map, dict):
@@ -85,10 +87,10 @@ def weight_files(folder: Path) -> list[Path]:
         names = sorted(set(map(str, weight_map.values())))
         if any(Path(name).name != name for name in names):
             raise ModelError(tr("{file} names files outside of its folder: refused.", file=index))
-        return [folder / name for name in names]
-    for name in ("model.safetensors", "pytorch_model.bin"):
-        if (folder / name).is_file():
-            return [folder / name]
+        listed.append([folder / name for name in names])
+    complete = [files for files in listed if all(file.is_file() for file in files)]
+    if listed:
+        return (complete or listed)[0]
     shards = sorted(file.name for file in folder.glob("*-of-*") if file.suffix in (".safetensors", ".bin"))
     if shards:
         raise ModelError(

@@ -147,8 +147,9 @@ def _reason(error: Exception) -> str:
 
 
 def index_of(folder: Path) -> Path | None:
-    """Return the folder's index file, None where one file holds everything."""
-    for name in ("model.safetensors.index.json", "pytorch_model.bin.index.json"):
-        if (folder / name).is_file():
-            return folder / name
-    return None
+    """Return the index of the files that are read, None where one file holds everything."""
+    files = weight_files(folder)
+    if len(files) == 1 and files[0].name in ("model.safetensors", "pytorch_model.bin"):
+        return None
+    stem = "model.safetensors" if files[0].suffix == ".safetensors" else "pytorch_model.bin"
+    return folder / f"{stem}.index.json"

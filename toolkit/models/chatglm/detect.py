@@ -22,7 +22,7 @@ def official_vocabulary(folder: Path) -> Path | None:
     Raises:
         ModelError: an official tokenizer whose vocabulary is missing.
     """
-    if (folder / "official").is_dir():
+    if (folder / "official" / "layout.json").is_file():
         return official_vocabulary(folder / "official")
     for name in ("ice_text.model", "tokenizer.model"):
         if (folder / name).is_file() and (name == "ice_text.model" or _is_official(folder)):

@@ -36,8 +36,8 @@ class ChatGLMConfig(PreTrainedConfig):
         max_sequence_length: longest row that the published model has seen, in tokens.
         layernorm_epsilon: of every LayerNorm.
         position_encoding_2d: always true; marks the architecture.
-        mask_token_id: [MASK].
-        gmask_token_id: [gMASK].
+        mask_token_id: [MASK]; None: four below <sop>.
+        gmask_token_id: [gMASK]; None: three below <sop>.
         use_cache: whether `forward` returns keys and values unless told otherwise.
         **kwargs: what every transformers config takes, such as `bos_token_id` (<sop>) and `eos_token_id` (<eop>).
     """
@@ -55,8 +55,8 @@ class ChatGLMConfig(PreTrainedConfig):
         max_sequence_length: int = 2048,
         layernorm_epsilon: float = 1e-5,
         position_encoding_2d: bool = True,
-        mask_token_id: int = 130000,
-        gmask_token_id: int = 130001,
+        mask_token_id: int | None = None,
+        gmask_token_id: int | None = None,
         bos_token_id: int = 130004,
         eos_token_id: int = 130005,
         pad_token_id: int = 3,
@@ -71,8 +71,9 @@ class ChatGLMConfig(PreTrainedConfig):
         self.max_sequence_length = max_sequence_length
         self.layernorm_epsilon = layernorm_epsilon
         self.position_encoding_2d = position_encoding_2d
-        self.mask_token_id = mask_token_id
-        self.gmask_token_id = gmask_token_id
+        # [MASK] [gMASK] [sMASK] <unused_0> <sop> <eop> follow each other; the first months' config.json names two.
+        self.mask_token_id = bos_token_id - 4 if mask_token_id is None else mask_token_id
+        self.gmask_token_id = bos_token_id - 3 if gmask_token_id is None else gmask_token_id
         self.use_cache = use_cache
         kwargs["tie_word_embeddings"] = False
         super().__init__(bos_token_id=bos_token_id, eos_token_id=eos_token_id, pad_token_id=pad_token_id, **kwargs)
