@@ -89,6 +89,40 @@ def test_v1_generates_with_the_callers_positions_and_without_a_mask() -> None:
         assert torch.equal(found, wanted)
 
 
+def test_v1_searches_with_beams_samples_and_fills_a_static_cache() -> None:
+    model, ids = load("v1"), inputs("v1", "gen")["input_ids"]
+    mask = (ids != 3).long()
+    options = {"attention_mask": mask, "max_new_tokens": 10, "do_sample": False}
+    found = model.generate(ids, **options, num_beams=3)
+    assert torch.equal(found, model.generate(ids, **options, num_beams=3, use_cache=False))
+    for row in range(3):
+        alone = model.generate(ids[row][mask[row].bool()][None], max_new_tokens=10, do_sample=False, num_beams=3)
+        new = alone[0, int(mask[row].sum()) :]
+        assert torch.equal(new, found[row, ids.size(1) :][: len(new)])
+    wanted = expected("v1", "gen")["sequences"][:, : ids.size(1) + 10]
+    assert torch.equal(model.generate(ids, **options, cache_implementation="static"), wanted)
+    sampled = model.generate(ids, attention_mask=mask, max_new_tokens=2, do_sample=True, num_return_sequences=2)
+    assert sampled.shape == (6, ids.size(1) + 2)
+
+
+def test_v1_generates_after_a_prefix() -> None:
+    """One forward pass per token without a cache gives the same; positions do not count the prefix."""
+    model = load("v1")
+    prefix = load_prefix(GOLDEN / "v1" / "ptuning.safetensors", model).float()
+    with torch.no_grad():
+        prefix.embedding.weight *= 20  # strong enough to change the answer
+    ids = inputs("v1", "gen")["input_ids"]
+    ids = ids[:1][:, ids[0] != 3]
+    wanted = ids
+    with torch.no_grad():
+        for _ in range(6):
+            logits = model(wanted, past_key_values=prefix(1), use_cache=False).logits
+            wanted = torch.cat((wanted, logits[:, -1].argmax(-1, keepdim=True)), dim=1)
+    assert not torch.equal(wanted, model.generate(ids, max_new_tokens=6, do_sample=False))
+    found = model.generate(ids, past_key_values=prefix(1), max_new_tokens=6, do_sample=False)
+    assert torch.equal(found, wanted)
+
+
 def test_v1_builds_the_mask_of_a_padded_batch() -> None:
     given = inputs("v1", "left")
     mask = (given["input_ids"] != 3).long()

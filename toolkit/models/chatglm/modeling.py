@@ -123,6 +123,8 @@ class ChatGLMAttention(nn.Module):
         query, key = rotate(query, *rotary), rotate(key, *rotary)
         if past_key_values is not None:
             key, value = past_key_values.update(key, value, self.layer)
+            free = key.size(2) - attention_mask.size(-1)  # places of a static cache that nothing stands in yet
+            attention_mask = functional.pad(attention_mask, (0, free), value=torch.finfo(attention_mask.dtype).min)
         # The original divides by sqrt(D) * (layer + 1) and multiplies the scores again: mathematically 1 / sqrt(D).
         attend: Callable[..., Any] = ALL_ATTENTION_FUNCTIONS.get_interface(
             self.config._attn_implementation, _eager_attention
@@ -224,7 +226,7 @@ class ChatGLMModel(ChatGLMPreTrainedModel):
         rotary = rotary_tables(position_ids, self.config.hidden_size // self.config.num_attention_heads, states.dtype)
         # Keys that precede the mask are a P-Tuning prefix, which everyone sees.
         past = 0 if past_key_values is None else past_key_values.get_seq_length()
-        missing = past + states.size(1) - attention_mask.size(-1)
+        missing = int(past) + states.size(1) - attention_mask.size(-1)
         masked = functional.pad(attention_mask, (max(missing, 0), 0))
         # The smallest number instead of -inf: a padding query may see nothing at all, and must not become NaN.
         bias = torch.zeros(masked.shape, dtype=states.dtype, device=states.device)
@@ -330,6 +332,22 @@ class ChatGLMForConditionalGeneration(ChatGLMPreTrainedModel, GenerationMixin):
         mask, positions = self.transformer._complete(ids, model_kwargs.get("attention_mask"), None, None)
         model_kwargs["attention_mask"] = mask
         return positions
+
+    def _expand_inputs_for_generation(
+        self,
+        expand_size: int = 1,
+        is_encoder_decoder: bool = False,
+        input_ids: torch.Tensor | None = None,
+        **model_kwargs: Any,
+    ) -> tuple[torch.Tensor, dict[str, Any]]:
+        """Repeat rows for beams; transformers takes three-dimensional positions for those of images, batch second."""
+        positions = model_kwargs.pop("position_ids", None)
+        input_ids, model_kwargs = super()._expand_inputs_for_generation(
+            expand_size, is_encoder_decoder, input_ids, **model_kwargs
+        )
+        if positions is not None:
+            model_kwargs["position_ids"] = positions.repeat_interleave(expand_size, dim=0)
+        return input_ids, model_kwargs
 
     def prepare_inputs_for_generation(
         self,
