@@ -290,4 +290,6 @@ CHINESE: dict[str, str] = {
     "{folder} holds a {kind}, which is no causal language model that transformers {version} knows.": "{folder} 中是 {kind}，transformers {version} 没有对应的因果语言模型。",
     "model.original_labels = false has no effect: the tokenizer '{name}' does not use a ChatGLM's own chat format. Remove it.": "model.original_labels = false 不起作用：分词器 '{name}' 使用的不是 ChatGLM 自己的对话格式。请删除该设置。",
     "The model: {folder}/export (transformers itself does not know ChatGLM-6B)": "模型：{folder}/export（transformers 本身不认识 ChatGLM-6B）",
+    "{file} is damaged ({reason}): without the folder {folder} the model loads, but cannot go back to the official layout.": "{file} 已损坏（{reason}）：删去文件夹 {folder} 后模型可以加载，但不能写回官方布局。",
+    "the official layout needs {name}, which this model has not: its record is of another model.": "官方布局需要 {name}，该模型没有：这份记录属于另一个模型。",
 }

@@ -132,6 +132,30 @@ def test_what_was_never_official_has_no_official_layout(tmp_path: Path) -> None:
         save_model(load_model(tmp_path / "hf"), tmp_path / "out", "official")
 
 
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda record: record["tensors"]["transformer.output_layer.weight"].update(file="../x.bin"), "is damaged"),
+        (lambda record: record["tensors"]["transformer.output_layer.weight"].update(dtype="load"), "is damaged"),
+        (lambda record: record.pop("tensors"), "is damaged"),
+        (
+            lambda record: record["tensors"].update({"transformer.x": {"file": "a.bin", "dtype": "half"}}),
+            "needs transf",
+        ),
+    ],
+)
+def test_a_record_from_elsewhere_is_not_trusted(change, message: str, tmp_path: Path) -> None:
+    """It travels with an export; nothing is written outside of the folder that was asked for."""
+    save_model(load("v3"), tmp_path / "hf")
+    file = tmp_path / "hf" / "official" / "layout.json"
+    record = json.loads(file.read_text())
+    change(record)
+    file.write_text(json.dumps(record))
+    with pytest.raises(ModelError, match=message):
+        save_model(load_model(tmp_path / "hf"), tmp_path / "out" / "deep", "official")
+    assert not list(tmp_path.rglob("x.bin"))
+
+
 def test_nothing_is_overwritten(tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     for format in ("hf", "official"):

@@ -73,12 +73,32 @@ def remember_origin(
 
 
 def recall_origin(model: PreTrainedModel, folder: Path) -> bool:
-    """Read the origin that was saved beside a model; return whether there is one."""
+    """Read the origin that was saved beside a model; return whether there is one.
+
+    Raises:
+        ModelError: the record is damaged, or names files outside of its folder.
+    """
     record = folder / ORIGIN_DIR / _RECORD
     if not record.is_file():
         return False
-    known = json.loads(record.read_text(encoding="utf-8"))
-    model.origin = Origin(**known | {"folder": str(folder / ORIGIN_DIR)})
+    try:
+        known = json.loads(record.read_text(encoding="utf-8"))
+        origin = Origin(**known | {"folder": str(folder / ORIGIN_DIR)})
+        for entry in origin.tensors.values():
+            # The record may come from elsewhere: its names must stay inside the folder that is written.
+            if Path(entry["file"]).name != entry["file"] or not isinstance(getattr(torch, entry["dtype"]), torch.dtype):
+                raise ValueError(f"{entry}")
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise ModelError(
+            tr(
+                "{file} is damaged ({reason}): without the folder {folder} the model loads, but cannot go back to the "
+                "official layout.",
+                file=record,
+                reason=error,
+                folder=record.parent,
+            )
+        ) from error
+    model.origin = origin
     return True
 
 
@@ -138,7 +158,12 @@ def _stored(name: str, dtype: str, origin: Origin, layout: Layout, get: Callable
     precision: torch.dtype = getattr(torch, dtype)
     if name in origin.computed:
         return torch.tensor(origin.computed[name], dtype=torch.float64).to(precision)
-    value = layout.join(name, [get(parameter).cpu() for parameter in layout.parameters(name)])
+    try:
+        value = layout.join(name, [get(parameter).cpu() for parameter in layout.parameters(name)])
+    except KeyError as error:
+        raise ModelError(
+            tr("the official layout needs {name}, which this model has not: its record is of another model.", name=name)
+        ) from error
     stored = value.to(precision).contiguous()
     if stored.isinf().sum() > value.isinf().sum():
         raise CheckpointError(
