@@ -223,6 +223,28 @@ def load_chat_encoder_once(name: str) -> Any:
     return load_chat_encoder(GOLDEN / f"tok_{name}")
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_apply_chat_template_in_all_its_forms(name: str) -> None:
+    encoder = load_chat_encoder_once(name)
+    chats = [chat["messages"] for chat in vocabulary(name)["chat"]]
+    found = encoder.tokenizer.apply_chat_template
+    prompts = [encoder.prompt(messages) for messages in chats]
+    batch = found(chats, add_generation_prompt=True, padding=True, return_tensors="pt")
+    for row, mask, prompt in zip(batch["input_ids"], batch["attention_mask"], prompts, strict=True):
+        assert row[mask.bool()].tolist() == prompt
+        assert int(mask[-1]) == 1, "padded on the left"
+    assert found(chats[0], add_generation_prompt=True, return_dict=False) == prompts[0]
+    # An option that only transformers' own way knows: the template's special tokens are special there too.
+    assert found(chats[1], add_generation_prompt=True, truncation=True, max_length=500)["input_ids"] == prompts[1]
+    whole = [*chats[0], {"role": "assistant", "content": "ok"}]
+    if name in ("v1", "v2"):
+        assert found(whole)["input_ids"] == encoder.encode(whole)[0]
+    else:
+        assert found(whole)["input_ids"] == encoder.encode(whole)[0][:-1]
+    if name == "v3":
+        assert found(chats[0], tools=TOOLS, add_generation_prompt=True)["input_ids"] == encoder.prompt(chats[0], TOOLS)
+
+
 PLAIN_TEXT = st.lists(
     st.one_of(
         st.text(alphabet=st.characters(codec="utf-8", exclude_characters="<>[]▁\0"), min_size=1, max_size=20),

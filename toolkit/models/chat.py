@@ -8,7 +8,7 @@ from typing import Any
 from toolkit.config.schema import Family
 from toolkit.errors import ModelError
 from toolkit.messages import tr
-from toolkit.models.chatglm.formats import Piece, format_of
+from toolkit.models.chatglm.formats import Piece, format_of, with_tools
 from toolkit.models.chatglm.tokenizers import ChatGLMTokenizer, GlmTokenizer
 from toolkit.models.chatglm.vocabulary import no_cycles
 from toolkit.models.template_chat import TemplateChatEncoder
@@ -50,7 +50,7 @@ class FamilyChatEncoder:
 
     def encode(self, messages: Sequence[Message], tools: Sequence[Any] | None = None) -> Encoded:
         """Return ids and mask of one conversation; see `toolkit.data.encode.ChatEncoder`."""
-        return self.format.encode([self.format.example(_with_tools(messages, tools))])[0]
+        return self.format.encode([self.format.example(with_tools(messages, tools))])[0]
 
     def encode_many(self, conversations: Sequence[Sequence[Message]]) -> list[Encoded]:
         """Return ids and mask of several conversations; see `toolkit.data.encode.ChatEncoder`."""
@@ -59,22 +59,13 @@ class FamilyChatEncoder:
 
     def prompt(self, messages: Sequence[Message], tools: Sequence[Any] | None = None) -> list[int]:
         """Return the ids that generation starts from."""
-        pieces: list[Piece] = self.format.prompt(_with_tools(messages, tools))
+        pieces: list[Piece] = self.format.prompt(with_tools(messages, tools))
         return self.format.encode([pieces])[0][0]
 
     @property
     def stop_ids(self) -> list[int]:
         """Return the ids at which an answer ends."""
         return self.format.stop_ids
-
-
-def _with_tools(messages: Sequence[Message], tools: Sequence[Any] | None) -> Sequence[Message]:
-    """Put tools where the family's format has them: in the system message, which is added where there is none."""
-    if not tools:
-        return messages
-    if messages and messages[0]["role"] == "system":
-        return [{**messages[0], "tools": list(tools)}, *messages[1:]]
-    return [{"role": "system", "content": "", "tools": list(tools)}, *messages]
 
 
 def load_chat_encoder(

@@ -20,14 +20,14 @@ from toolkit.models.weights import WeightFiles
 
 
 def load_model(
-    path: str | Path, *, dtype: torch.dtype | None = None, ds_config: dict[str, Any] | None = None
+    path: str | Path, *, dtype: torch.dtype | str | None = None, ds_config: dict[str, Any] | None = None
 ) -> PreTrainedModel:
     """Load a model from a local folder; nothing in it is executed, nothing is downloaded.
 
     Args:
         path: an official ChatGLM folder (ChatGLM-6B, ChatGLM2-6B, ChatGLM3-6B, CodeGeeX2-6B, glm-4-9b), or any
             causal language model in transformers' layout.
-        dtype: precision of the parameters; None keeps what each tensor has in its file. Rotary frequencies are
+        dtype: precision of the parameters, by name too ("bfloat16"); None or "auto" keeps what each tensor has in its file. Rotary frequencies are
             float32 in any case.
         ds_config: the DeepSpeed dict. With stage 3 the parameters are partitioned as they are read: a collective, in
             which rank 0 reads and every rank keeps its part, in the precision that the dict says.
@@ -40,6 +40,8 @@ def load_model(
         ModelError: the folder cannot be loaded; the message says why.
     """
     folder = Path(path)
+    if isinstance(dtype, str):
+        dtype = None if dtype == "auto" else getattr(torch, dtype)
     config = read_config(str(folder))
     architecture = architecture_of(config)
     partitioned = ds_config is not None and ds_config["zero_optimization"]["stage"] == 3

@@ -279,6 +279,15 @@ def format_of(family: Family, tokenizer: Vocabulary, original: bool = True) -> F
     return _FORMATS[family](tokenizer, original)
 
 
+def with_tools(messages: Sequence[Message], tools: Sequence[Any] | None) -> Sequence[Message]:
+    """Put tools where the family's format has them: in the system message, which is added where there is none."""
+    if not tools:
+        return messages
+    if messages and messages[0]["role"] == "system":
+        return [{**messages[0], "tools": list(tools)}, *messages[1:]]
+    return [{"role": "system", "content": "", "tools": list(tools)}, *messages]
+
+
 _ROUNDS = (
     "{{%- set turns = namespace(round={first}, open=false) -%}}"
     "{{%- for message in messages if message['role'] != 'system' -%}}"

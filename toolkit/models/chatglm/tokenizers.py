@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizer, PreTrainedTokenizerFast
 
 from toolkit.config.schema import Family
 from toolkit.models.chatglm.detect import read_json
-from toolkit.models.chatglm.formats import TEMPLATES, Format, format_of
+from toolkit.models.chatglm.formats import TEMPLATES, Format, format_of, with_tools
 from toolkit.models.chatglm.vocabulary import (
     EOP,
     SOP,
@@ -56,15 +56,28 @@ class _Chats:
     def apply_chat_template(self, conversation: Any, *args: Any, **options: Any) -> Any:
         """Return a conversation's ids exactly as the original builds them; arguments as transformers' own.
 
-        Rendering as text (`tokenize=False`), tools given separately and other templates go transformers' way.
+        Rendering as text (`tokenize=False`), other templates and rarer options go transformers' way, by which control
+        strings in messages are parsed like the template's own.
         """
-        known = {"add_generation_prompt", "tokenize", "return_dict", "return_tensors", "padding", "padding_side"}
+        known = {
+            "add_generation_prompt",
+            "padding",
+            "padding_side",
+            "return_dict",
+            "return_tensors",
+            "tokenize",
+            "tools",
+        }
         is_plain = options.get("tokenize", True) and not args and set(options) <= known and self.has_chat_format
         if not is_plain or not self.has_own_template:
-            return super().apply_chat_template(conversation, *args, **options)  # type: ignore[misc]
+            tokenizer_options = {"split_special_tokens": False, **(options.pop("tokenizer_kwargs", None) or {})}
+            return super().apply_chat_template(  # type: ignore[misc]
+                conversation, *args, **options, tokenizer_kwargs=tokenizer_options
+            )
         is_batch = bool(conversation) and not isinstance(conversation[0], dict)
-        prompt = options.get("add_generation_prompt", False)
-        ids = self.format.render(conversation if is_batch else [conversation], prompt)
+        prompt, tools = options.get("add_generation_prompt", False), options.get("tools")
+        chats = [with_tools(chat, tools) for chat in (conversation if is_batch else [conversation])]
+        ids = self.format.render(chats, prompt)
         tensors = options.get("return_tensors")
         out = self.pad(  # type: ignore[attr-defined]
             {"input_ids": ids if is_batch or tensors else ids[0]},
