@@ -27,8 +27,8 @@ def load_model(
     Args:
         path: an official ChatGLM folder (ChatGLM-6B, ChatGLM2-6B, ChatGLM3-6B, CodeGeeX2-6B, glm-4-9b), or any
             causal language model in transformers' layout.
-        dtype: precision of the parameters, by name too ("bfloat16"); None or "auto" keeps what each tensor has in its file. Rotary frequencies are
-            float32 in any case.
+        dtype: precision of the parameters, by name too ("bfloat16"); None or "auto" keeps what each tensor has in its
+            file. Rotary frequencies are float32 in any case.
         ds_config: the DeepSpeed dict. With stage 3 the parameters are partitioned as they are read: a collective, in
             which rank 0 reads and every rank keeps its part, in the precision that the dict says.
 
