@@ -416,6 +416,10 @@ def test_the_vocabulary_alone(tmp_path: Path) -> None:
         encoder = load_chat_encoder(tmp_path / "v3", family=family)
         chat = vocabulary(name)["chat"][1]
         assert encoder.prompt(chat["messages"]) == chat["input_ids"]
+    with pytest.raises(
+        ModelError, match=r"unknown model.family 'chatglm4'. Known: auto, chatglm, chatglm2, chatglm3, glm4"
+    ):
+        load_tokenizer(tmp_path / "v3", family="chatglm4")
     with pytest.raises(ModelError, match=r"model.family = glm4, but .*tokenizer.model is the vocabulary of auto"):
         load_tokenizer(tmp_path / "v3", family="glm4")
     with pytest.raises(ModelError, match=r"model.family = chatglm3, but .*ice_text.model is the vocabulary of chatglm"):

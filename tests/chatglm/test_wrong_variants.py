@@ -121,21 +121,16 @@ GLM: list[tuple[Patch, str]] = [
 ]
 
 
-@pytest.mark.parametrize(("wrong", "case"), V1, ids=lambda value: getattr(value, "__name__", value))
-def test_v1_done_wrong_is_caught(wrong: Patch, case: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = load("v1")
-    assert is_right(distance(model, "v1", case))
+@pytest.mark.parametrize(
+    ("name", "wrong", "case"),
+    [*(("v1", *variant) for variant in V1), *(("glm4", *variant) for variant in GLM)],
+    ids=lambda value: getattr(value, "__name__", value),
+)
+def test_what_is_done_wrong_is_caught(name: str, wrong: Patch, case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = load(name)
+    assert is_right(distance(model, name, case))
     wrong(monkeypatch, model)
-    found = distance(model, "v1", case)
-    assert not is_right(found), found
-
-
-@pytest.mark.parametrize(("wrong", "case"), GLM, ids=lambda value: getattr(value, "__name__", value))
-def test_glm_done_wrong_is_caught(wrong: Patch, case: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = load("glm4")
-    assert is_right(distance(model, "glm4", case))
-    wrong(monkeypatch, model)
-    found = distance(model, "glm4", case)
+    found = distance(model, name, case)
     assert not is_right(found), found
 
 

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import torch
+from engine_worker import DS_CONFIG, no_schedule
 
 from toolkit.config.schema import ActivationCheckpointingConfig, DistributedConfig
 from toolkit.distributed import process_group
@@ -14,15 +15,6 @@ from toolkit.engine.gather import gathered_parameters
 from toolkit.engine.initialize import initialize
 from toolkit.launch import environment
 from toolkit.models import load_model, save_model
-
-DS_CONFIG = {
-    "train_batch_size": 2,
-    "train_micro_batch_size_per_gpu": 1,
-    "gradient_accumulation_steps": 1,
-    "bf16": {"enabled": True},
-    "zero_optimization": {"stage": 3},
-    "optimizer": {"type": "AdamW", "params": {"lr": 0.001, "torch_adam": True}},
-}
 
 
 def check(folder: Path) -> None:
@@ -38,12 +30,7 @@ def check(folder: Path) -> None:
             state[name] = value
     buffers = dict(expected.named_buffers())
     assert set(buffers) == {name for name, _ in model.named_buffers()}
-    engine = initialize(
-        model,
-        DS_CONFIG,
-        ActivationCheckpointingConfig(),
-        lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0),
-    )
+    engine = initialize(model, DS_CONFIG, ActivationCheckpointingConfig(), no_schedule)
     for name, buffer in engine.module.named_buffers():
         assert torch.equal(buffer, buffers[name]), name
         assert buffer.dtype is torch.float32, name

@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from toolkit.config.load import Loaded, load
-from toolkit.config.schema import Family
 from toolkit.errors import ConfigError
 from toolkit.messages import set_language, tr
 
@@ -89,7 +88,7 @@ def named_arguments(
     """Return the `name=value` words of a command that takes no recipe.
 
     Raises:
-        ConfigError: an unknown word, a missing one, or a family that does not exist.
+        ConfigError: an unknown word, or a missing one.
     """
     given = {}
     for word in words:
@@ -106,15 +105,6 @@ def named_arguments(
     for name in required:
         if not given.get(name):
             raise ConfigError(tr("{name} is missing: {usage}", name=name, usage=usage))
-    families = [family.value for family in Family]
-    if given.get("model.family", "auto") not in families:
-        raise ConfigError(
-            tr(
-                "unknown model.family '{family}'. Known: {known}.",
-                family=given["model.family"],
-                known=", ".join(families),
-            )
-        )
     return given
 
 

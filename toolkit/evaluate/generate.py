@@ -1,33 +1,14 @@
 """Greedy answers to a few questions."""
 
-from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
-
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel
 
-
-class Speaker(Protocol):
-    """What is needed of a chat encoder."""
-
-    @property
-    def tokenizer(self) -> PreTrainedTokenizerBase:
-        """Return the tokenizer."""
-        ...
-
-    @property
-    def stop_ids(self) -> list[int]:
-        """Return the ids at which an answer ends."""
-        ...
-
-    def prompt(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
-        """Return the ids that generation starts from."""
-        ...
+from toolkit.models.chat import AnyChatEncoder
 
 
 def answer(
     model: PreTrainedModel,
-    encoder: Speaker,
+    encoder: AnyChatEncoder,
     question: str,
     max_new_tokens: int,
     device: torch.device,

@@ -85,22 +85,7 @@ def _check_vocabulary(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
             )
         )
     if isinstance(model, ChatGLMForConditionalGeneration):
-        names = {"bos_token_id": "<sop>", "eos_token_id": "<eop>", "gmask_token_id": "[gMASK]"}
-    else:
-        names = {}
-    for key, token in names.items():
-        expected, found = getattr(model.config, key), tokenizer.convert_tokens_to_ids(token)
-        if found != expected:
-            raise ModelError(
-                tr(
-                    "the tokenizer's {token} is {found}, the model's {expected} ({key} in config.json): they are of "
-                    "different revisions. Download tokenizer and model from the same revision.",
-                    token=token,
-                    found=found,
-                    expected=expected,
-                    key=key,
-                )
-            )
+        _check_special_ids(model, tokenizer)
     if isinstance(tokenizer, GlmTokenizer):
         ends = model.config.eos_token_id
         ends = ends if isinstance(ends, list) else [ends]
@@ -113,5 +98,22 @@ def _check_vocabulary(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
                     ends=ends,
                     family=tokenizer.family.value,
                     stops=stops,
+                )
+            )
+
+
+def _check_special_ids(model: ChatGLMForConditionalGeneration, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Refuse a ChatGLM-6B tokenizer of another revision, which would put <sop> where the model never looks."""
+    for key, token in (("bos_token_id", "<sop>"), ("eos_token_id", "<eop>"), ("gmask_token_id", "[gMASK]")):
+        expected, found = getattr(model.config, key), tokenizer.convert_tokens_to_ids(token)
+        if found != expected:
+            raise ModelError(
+                tr(
+                    "the tokenizer's {token} is {found}, the model's {expected} ({key} in config.json): they are of "
+                    "different revisions. Download tokenizer and model from the same revision.",
+                    token=token,
+                    found=found,
+                    expected=expected,
+                    key=key,
                 )
             )

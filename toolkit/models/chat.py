@@ -1,7 +1,7 @@
 """Which way of writing conversations belongs to a folder."""
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,14 +11,11 @@ from toolkit.messages import tr
 from toolkit.models.chatglm.formats import Piece, format_of, with_tools
 from toolkit.models.chatglm.tokenizers import ChatGLMTokenizer, GlmTokenizer
 from toolkit.models.chatglm.vocabulary import no_cycles
-from toolkit.models.template_chat import TemplateChatEncoder
+from toolkit.models.template_chat import Encoded, Message, TemplateChatEncoder
 from toolkit.models.tokenizer import load_tokenizer
 
 CODE_VERSION = 1
 """Part of the fingerprint; raise it when ids or masks change."""
-
-Message = Mapping[str, Any]
-Encoded = tuple[list[int], list[bool]]
 
 
 class FamilyChatEncoder:
@@ -68,9 +65,13 @@ class FamilyChatEncoder:
         return self.format.stop_ids
 
 
+AnyChatEncoder = FamilyChatEncoder | TemplateChatEncoder
+"""What turns conversations into ids, for training and for generation."""
+
+
 def load_chat_encoder(
     path: str | Path, *, family: Family | str = Family.auto, chat_template: str = "", original_labels: bool = True
-) -> FamilyChatEncoder | TemplateChatEncoder:
+) -> AnyChatEncoder:
     """Return a folder's way of turning conversations into ids and the mask of what is trained.
 
     Args:
@@ -85,7 +86,7 @@ def load_chat_encoder(
     return chat_encoder(load_tokenizer(path, family=family, chat_template=chat_template), original_labels)
 
 
-def chat_encoder(tokenizer: Any, original_labels: bool = True) -> FamilyChatEncoder | TemplateChatEncoder:
+def chat_encoder(tokenizer: Any, original_labels: bool = True) -> AnyChatEncoder:
     """Return the way of a tokenizer that is loaded already; see `load_chat_encoder`."""
     if isinstance(tokenizer, GlmTokenizer | ChatGLMTokenizer) and tokenizer.has_own_template:
         return FamilyChatEncoder(tokenizer, original_labels)

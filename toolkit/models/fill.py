@@ -42,11 +42,11 @@ def empty_model(build: Callable[[], PreTrainedModel], ds_config: dict[str, Any] 
     with no_init_weights(), place:
         model = build()
     model.tie_weights()
-    restore_rotary_frequencies(model)
+    _restore_rotary_frequencies(model)
     return model
 
 
-def restore_rotary_frequencies(model: PreTrainedModel) -> None:
+def _restore_rotary_frequencies(model: PreTrainedModel) -> None:
     """Compute the frequencies anew in float32: the meta device leaves them empty, and zero.Init casts whatever a
     constructor makes; in half precision they are noise beyond a few hundred positions.
     """
@@ -68,7 +68,7 @@ def read_weights(
     Raises:
         ModelError: the files lack a parameter, or hold one that the architecture has not, or in another shape.
     """
-    held = {name: value for name, value in model.state_dict(keep_vars=True).items() if name in _stored(model)}
+    held = _stored(model)
     shapes = shapes_of(model)
     _compare(model, files, layout, shapes, folder)
     is_partitioned = any(hasattr(value, "ds_shape") for value in held.values())
@@ -99,17 +99,16 @@ def read_weights(
 
 def shapes_of(model: PreTrainedModel) -> Shapes:
     """Return the whole shape of every parameter and stored buffer, also of partitioned ones."""
-    held = model.state_dict(keep_vars=True)
-    return {name: tuple(getattr(held[name], "ds_shape", held[name].shape)) for name in _stored(model)}
+    return {name: tuple(getattr(value, "ds_shape", value.shape)) for name, value in _stored(model).items()}
 
 
-def _stored(model: PreTrainedModel) -> list[str]:
-    """Return the names of what a checkpoint must hold: parameters, each once, and persistent buffers."""
+def _stored(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    """Return what a checkpoint must hold, by name: parameters, each once, and persistent buffers."""
     known = {name for name, _ in model.named_parameters()} | {name for name, _ in model.named_buffers()}
-    return [name for name in model.state_dict(keep_vars=True) if name in known]
+    return {name: value for name, value in model.state_dict(keep_vars=True).items() if name in known}
 
 
-def _gathered(parameters: list[torch.nn.Parameter]) -> AbstractContextManager[Any]:
+def _gathered(parameters: list[torch.Tensor]) -> AbstractContextManager[Any]:
     """Make partitioned parameters whole; what rank 0 writes into them is what all keep."""
     if not parameters:
         return nullcontext()

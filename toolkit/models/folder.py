@@ -27,7 +27,7 @@ def read_config(path: str) -> dict[str, Any]:
     config_file = folder / "config.json"
     if not config_file.is_file():
         raise ModelError(tr("model.path = {path} holds no config.json: it is not a model folder.", path=path))
-    config = _read_json(config_file)
+    config = read_object(config_file)
     architecture = architecture_of(config)
     if architecture is not None:
         check_supported(config, architecture, folder)
@@ -37,7 +37,12 @@ def read_config(path: str) -> dict[str, Any]:
     return config
 
 
-def _read_json(file: Path) -> dict[str, Any]:
+def read_object(file: Path) -> dict[str, Any]:
+    """Return the JSON object in a file.
+
+    Raises:
+        ModelError: it holds anything else.
+    """
     try:
         value = json.loads(file.read_text(encoding="utf-8"))
     except ValueError as error:
@@ -81,7 +86,7 @@ def weight_files(folder: Path) -> list[Path]:
         if not index.is_file():
             listed += [[folder / single]] if (folder / single).is_file() else []
             continue
-        weight_map = _read_json(index).get("weight_map")
+        weight_map = read_object(index).get("weight_map")
         if not isinstance(weight_map, dict):
             raise ModelError(tr("{file} has no weight_map: download it again.", file=index))
         names = sorted(set(map(str, weight_map.values())))
@@ -139,10 +144,14 @@ def _check_weights(folder: Path, architecture: Architecture | None) -> None:
             _check_pickle(file)
 
 
-def _refuse_pointer(file: Path, folder: Path) -> None:
+def is_lfs_pointer(file: Path) -> bool:
+    """Return whether a file is what git leaves in place of a large one that was not fetched."""
     with file.open("rb") as handle:
-        start = handle.read(len(LFS_POINTER))
-    if start == LFS_POINTER:
+        return handle.read(len(LFS_POINTER)) == LFS_POINTER
+
+
+def _refuse_pointer(file: Path, folder: Path) -> None:
+    if is_lfs_pointer(file):
         raise ModelError(
             tr(
                 "{file} is a git-lfs pointer, not the weights: run `git lfs pull` in {folder}.",

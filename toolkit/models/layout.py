@@ -9,8 +9,6 @@ from toolkit.models.chatglm.glm import GlmLayout
 
 Shapes = dict[str, tuple[int, ...]]
 
-__all__ = ["FusedExperts", "GlmLayout", "Layout", "SameNames", "Shapes"]
-
 
 class Layout(Protocol):
     """The names and shapes of one kind of folder."""
@@ -65,6 +63,18 @@ class SameNames:
     def stored_shape(self, name: str, shapes: Shapes) -> tuple[int, ...]:
         """Return the parameter's own shape; see `Layout`."""
         return shapes[name]
+
+
+def official_layout(config: Any, interleaved: bool) -> Layout:
+    """Return the official layout of a ChatGLM.
+
+    Args:
+        config: the model's, a ChatGLMConfig or a GlmConfig.
+        interleaved: see `GlmLayout`.
+    """
+    if config.model_type == "glm":
+        return GlmLayout(config, interleaved)
+    return SameNames(ignored=(".rotary_emb.inv_freq",))
 
 
 class FusedExperts(SameNames):

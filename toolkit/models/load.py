@@ -1,6 +1,5 @@
 """From a model folder to a transformers model: official ChatGLM folders and transformers' own layout alike."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +11,9 @@ from toolkit.models.chatglm.family import Architecture, architecture_of
 from toolkit.models.chatglm.glm import glm_config
 from toolkit.models.chatglm.modeling import ChatGLMConfig, ChatGLMForConditionalGeneration
 from toolkit.models.fill import empty_model, read_weights
-from toolkit.models.folder import read_config
+from toolkit.models.folder import read_config, read_object
 from toolkit.models.hf import load_hf
-from toolkit.models.layout import GlmLayout, Layout, SameNames
+from toolkit.models.layout import official_layout
 from toolkit.models.official import remember_origin
 from toolkit.models.weights import WeightFiles
 
@@ -47,10 +46,11 @@ def load_model(
     partitioned = ds_config is not None and ds_config["zero_optimization"]["stage"] == 3
     if architecture is None:
         return load_hf(folder, dtype, ds_config if partitioned else None)
-    model, layout = _build_official(folder, config, architecture, ds_config if partitioned else None)
-    files = WeightFiles(folder)
+    model = _build_official(folder, config, architecture, ds_config if partitioned else None)
+    interleaved = architecture is Architecture.glm and not config.get("multi_query_attention")
+    layout, files = official_layout(model.config, interleaved), WeightFiles(folder)
     read_weights(model, files, layout, folder, dtype)
-    remember_origin(model, folder, config, files, layout)
+    remember_origin(model, folder, files, layout, interleaved)
     return model.eval()
 
 
@@ -59,23 +59,20 @@ def _build_official(
     config: dict[str, Any],
     architecture: Architecture,
     ds_config: dict[str, Any] | None,
-) -> tuple[PreTrainedModel, Layout]:
+) -> PreTrainedModel:
     generation_file = folder / "generation_config.json"
-    generation = json.loads(generation_file.read_text(encoding="utf-8")) if generation_file.is_file() else {}
-    layout: Layout
+    generation = read_object(generation_file) if generation_file.is_file() else {}
     if architecture is Architecture.v1:
         # `_name_or_path` names a hub repository, which other libraries (peft 0.21) would ask for its config.
         foreign = ("auto_map", "architectures", "_name_or_path")
         wanted = {key: value for key, value in config.items() if key not in foreign}
         model_config: Any = ChatGLMConfig(**wanted)
         model = empty_model(lambda: ChatGLMForConditionalGeneration(model_config), ds_config)
-        layout = SameNames(ignored=(".rotary_emb.inv_freq",))
     else:
         model_config = glm_config(config, generation)
         model = empty_model(lambda: transformers.GlmForCausalLM(model_config), ds_config)
-        layout = GlmLayout(model_config, interleaved=not config.get("multi_query_attention"))
     model.generation_config = GenerationConfig(
         eos_token_id=model_config.eos_token_id,
         pad_token_id=config.get("pad_token_id", generation.get("pad_token_id", 0)),
     )
-    return model, layout
+    return model

@@ -10,7 +10,6 @@ import shutil
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -18,7 +17,7 @@ from transformers import PreTrainedModel
 
 from toolkit.errors import CheckpointError, ModelError
 from toolkit.messages import tr
-from toolkit.models.layout import GlmLayout, Layout, SameNames
+from toolkit.models.layout import Layout, official_layout
 from toolkit.models.weights import WeightFiles, index_of
 
 ORIGIN_DIR = "official"
@@ -46,7 +45,7 @@ class Origin:
 
 
 def remember_origin(
-    model: PreTrainedModel, folder: Path, config: dict[str, Any], files: WeightFiles, layout: Layout
+    model: PreTrainedModel, folder: Path, files: WeightFiles, layout: Layout, interleaved: bool
 ) -> None:
     """Note on a model where it came from, so that it can go back.
 
@@ -68,7 +67,7 @@ def remember_origin(
             for name, info in files.items()
         },
         computed=computed,
-        interleaved=isinstance(layout, GlmLayout) and not config.get("multi_query_attention"),
+        interleaved=interleaved,
     )
 
 
@@ -137,9 +136,7 @@ def write_official(model: PreTrainedModel, folder: Path, value_of: Callable[[str
         )
     parameters = dict(model.named_parameters())
     get = value_of or (lambda name: parameters[name].detach())
-    layout: Layout = SameNames((".rotary_emb.inv_freq",))
-    if model.config.model_type == "glm":
-        layout = GlmLayout(model.config, origin.interleaved)
+    layout = official_layout(model.config, origin.interleaved)
     folder.mkdir(parents=True)
     for file in dict.fromkeys(entry["file"] for entry in origin.tensors.values()):
         tensors = {

@@ -53,10 +53,7 @@ class TemplateChatEncoder:
 
     def encode(self, messages: Sequence[Message], tools: Sequence[Any] | None = None) -> Encoded:
         """Return ids and mask of one conversation; see `toolkit.data.encode.ChatEncoder`."""
-        prompt, answer = self.tokenizer(list(self._split(messages, tools)), add_special_tokens=False, verbose=False)[
-            "input_ids"
-        ]
-        return self._join(prompt, answer)
+        return self._encode([self._split(messages, tools)])[0]
 
     def prompt(self, messages: Sequence[Message], tools: Sequence[Any] | None = None) -> list[int]:
         """Return the ids that generation starts from."""
@@ -76,9 +73,13 @@ class TemplateChatEncoder:
             RowError: the template refuses one of them.
             ModelError: the template gives earlier turns another form once an answer follows.
         """
-        if not conversations:
+        return self._encode([self._split(messages, None) for messages in conversations])
+
+    def _encode(self, pairs: list[tuple[str, str]]) -> list[Encoded]:
+        """Return ids and mask of prompts and answers, tokenised in one call."""
+        if not pairs:
             return []
-        texts = [text for messages in conversations for text in self._split(messages, None)]
+        texts = [text for pair in pairs for text in pair]
         # verbose=False: no warning about the model's longest input; data.max_length rules.
         ids: list[list[int]] = self.tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
         return [self._join(prompt, answer) for prompt, answer in zip(ids[::2], ids[1::2], strict=True)]

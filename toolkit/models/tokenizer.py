@@ -100,6 +100,11 @@ def load_tokenizer(
     Raises:
         ModelError: the folder or file is missing, or is of a kind that cannot be read.
     """
+    families = [known.value for known in Family]
+    if family not in families:
+        raise ModelError(
+            tr("unknown model.family '{family}'. Known: {known}.", family=family, known=", ".join(families))
+        )
     folder, family = Path(path), Family(family)
     if not str(path) or not folder.is_dir():
         raise ModelError(

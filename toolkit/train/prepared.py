@@ -11,9 +11,8 @@ from toolkit.data.prepare import PrepareReport, prepare
 from toolkit.data.sources import BadRows, read_training_rows
 from toolkit.data.store import Store
 from toolkit.messages import tr
-from toolkit.models.chat import FamilyChatEncoder, chat_encoder
+from toolkit.models.chat import AnyChatEncoder, chat_encoder
 from toolkit.models.folder import read_config
-from toolkit.models.template_chat import TemplateChatEncoder
 from toolkit.models.tokenizer import fit_tokenizer, load_tokenizer
 
 if TYPE_CHECKING:
@@ -24,7 +23,7 @@ if TYPE_CHECKING:
 class Prepared:
     """What all ranks of a node read together."""
 
-    encoder: FamilyChatEncoder | TemplateChatEncoder
+    encoder: AnyChatEncoder
     """Turns conversations into ids."""
     train: Store
     """Tokenised training split."""

@@ -219,7 +219,7 @@ class ChatGLMModel(ChatGLMPreTrainedModel):
     ) -> torch.Tensor:
         """Return the hidden states `[B, S, H]`; arguments as `ChatGLMForConditionalGeneration.forward`."""
         if input_ids is not None and (attention_mask is None or attention_mask.dim() == 2 or position_ids is None):
-            attention_mask, position_ids = self._complete(input_ids, attention_mask, position_ids, past_key_values)
+            attention_mask, position_ids = self._complete(input_ids, attention_mask, position_ids)
         if attention_mask is None or position_ids is None:
             raise ValueError("with inputs_embeds, attention_mask [B, 1, S, S] and position_ids [B, 2, S] are needed")
         states = self.word_embeddings(input_ids) if inputs_embeds is None else inputs_embeds
@@ -240,7 +240,6 @@ class ChatGLMModel(ChatGLMPreTrainedModel):
         input_ids: torch.Tensor,
         attention_mask: torch.Tensor | None,
         position_ids: torch.Tensor | None,
-        past_key_values: Cache | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Build what the caller left to the model; whole rows only, a prefix in the cache does not count."""
         if attention_mask is not None and attention_mask.dim() == 2 and attention_mask.size(1) != input_ids.size(1):
@@ -329,7 +328,7 @@ class ChatGLMForConditionalGeneration(ChatGLMPreTrainedModel, GenerationMixin):
     ) -> torch.Tensor:
         """Build `[B, 2, S]` positions of the prompts, and turn a 2-D mask into the 4-D one that grows with them."""
         ids = model_kwargs.get("input_ids", inputs_tensor)
-        mask, positions = self.transformer._complete(ids, model_kwargs.get("attention_mask"), None, None)
+        mask, positions = self.transformer._complete(ids, model_kwargs.get("attention_mask"), None)
         model_kwargs["attention_mask"] = mask
         return positions
 
@@ -360,7 +359,7 @@ class ChatGLMForConditionalGeneration(ChatGLMPreTrainedModel, GenerationMixin):
     ) -> dict[str, Any]:
         """Cut ids, positions and the mask's rows to the tokens that are not cached yet."""
         if attention_mask is None or attention_mask.dim() == 2 or position_ids is None:
-            attention_mask, position_ids = self.transformer._complete(input_ids, attention_mask, position_ids, None)
+            attention_mask, position_ids = self.transformer._complete(input_ids, attention_mask, position_ids)
         size = input_ids.size(1) if next_sequence_length is None else next_sequence_length
         return {
             "input_ids": input_ids[:, -size:],

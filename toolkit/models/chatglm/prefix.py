@@ -15,6 +15,7 @@ from transformers.cache_utils import DynamicCache
 
 from toolkit.errors import ModelError
 from toolkit.messages import tr
+from toolkit.models.weights import unpickle
 
 _PREFIX = "transformer.prefix_encoder."
 
@@ -139,6 +140,4 @@ def _read(file: Path) -> dict[str, torch.Tensor]:
     if file.suffix == ".safetensors":
         with safe_open(file, framework="pt") as tensors:
             return {name: tensors.get_tensor(name) for name in tensors.keys()}  # noqa: SIM118 -- not a dict
-    from toolkit.models.weights import unpickle
-
     return unpickle(file, mapped=False)

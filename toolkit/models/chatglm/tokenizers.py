@@ -25,6 +25,11 @@ from toolkit.models.chatglm.vocabulary import (
 )
 
 _OFFICIAL_NAMES = {"sop": SOP, "eop": EOP, "<bos>": "<s>", "<eos>": "</s>", "<pad>": "<unk>"}
+_SETTINGS: dict[str, Any] = {
+    "padding_side": "left",
+    "clean_up_tokenization_spaces": False,
+    "model_input_names": ["input_ids", "attention_mask"],
+}
 
 
 class _Chats:
@@ -105,7 +110,6 @@ class GlmTokenizer(_Chats, PreTrainedTokenizerFast):
             # The official one says the same, and knows the words for tools. ChatGLM3's would write `sop` as text.
             official = read_json(vocab_file.parent / "tokenizer_config.json").get("chat_template")
             self.own_template = official if isinstance(official, str) else self.own_template
-        if family is Family.glm4:
             backend = tiktoken_bpe(vocab_file)
             named = {"eos_token": "<|endoftext|>", "pad_token": "<|endoftext|>"}
         else:
@@ -116,11 +120,9 @@ class GlmTokenizer(_Chats, PreTrainedTokenizerFast):
             **named,
             chat_template=self.own_template,
             additional_special_tokens=_unnamed(backend, named),
-            padding_side="left",
-            clean_up_tokenization_spaces=False,
             split_special_tokens=True,
-            model_input_names=["input_ids", "attention_mask"],
             name_or_path=str(vocab_file.parent),
+            **_SETTINGS,
         )
 
     def __reduce__(self) -> Any:
@@ -158,9 +160,7 @@ class GlmTokenizer(_Chats, PreTrainedTokenizerFast):
             **(named := {name: str(t) for name, t in self.special_tokens_map.items() if isinstance(t, str)}),
             additional_special_tokens=_unnamed(self._tokenizer, named),
             chat_template=self.chat_template,
-            padding_side=self.padding_side,
-            clean_up_tokenization_spaces=False,
-            model_input_names=["input_ids", "attention_mask"],
+            **_SETTINGS | {"padding_side": self.padding_side},
         )
         written = plain.save_pretrained(save_directory, **options)
         config = Path(save_directory) / "tokenizer_config.json"
@@ -202,11 +202,9 @@ class ChatGLMTokenizer(_Chats, PreTrainedTokenizer):
             mask_token="[MASK]",
             additional_special_tokens=["[gMASK]", "[sMASK]"],
             chat_template=self.own_template,
-            padding_side="left",
-            clean_up_tokenization_spaces=False,
             split_special_tokens=True,
-            model_input_names=["input_ids", "attention_mask"],
             name_or_path=str(vocab_file.parent),
+            **_SETTINGS,
         )
 
     def __reduce__(self) -> Any:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from toolkit.errors import ModelError
 from toolkit.messages import tr
+from toolkit.models.folder import is_lfs_pointer
 
 if TYPE_CHECKING:
     from sentencepiece import SentencePieceProcessor
@@ -156,9 +157,7 @@ def _merges(ranks: dict[str, int]) -> list[tuple[str, str]]:
 
 
 def _unreadable(file: Path, error: Exception) -> ModelError:
-    with file.open("rb") as handle:
-        is_pointer = handle.read(23) == b"version https://git-lfs"
-    if is_pointer:
+    if is_lfs_pointer(file):
         return ModelError(
             tr(
                 "{file} is a git-lfs pointer, not the vocabulary: run `git lfs pull` in {folder}.",
