@@ -170,10 +170,13 @@ def test_the_command_converts_both_ways(
 ) -> None:
     folder = write(tmp_path / "in", name, tokenizer=True)
     monkeypatch.setattr("sys.stdin", None)  # whoever asks a question there fails
+    (tmp_path / "hf.tmp").mkdir()
+    (tmp_path / "hf.tmp" / "mine").write_text("the user's")
     assert main(["export-model", f"model.path={folder}", "format=hf", f"output={tmp_path}/hf"]) == 0
+    assert (tmp_path / "hf.tmp" / "mine").read_text() == "the user's"
     assert main(["export-model", f"model.path={tmp_path}/hf", "format=official", f"output={tmp_path}/back"]) == 0
     assert_same_folder(folder, tmp_path / "back")
-    assert not list(tmp_path.glob("*.tmp"))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["back", "hf", "hf.tmp", "in"]
     capsys.readouterr()
     assert main(["export-model", f"model.path={folder}", "format=hf", f"output={tmp_path}/hf"]) == 2
     assert "exists already" in capsys.readouterr().err

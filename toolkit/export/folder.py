@@ -1,9 +1,8 @@
 """A model as a folder that other programs load: weights, config, tokenizer, all checked before it gets its name."""
 
 import json
-import shutil
 from pathlib import Path
-from typing import Any, Protocol
+from tempfile import TemporaryDirectory
 
 import torch
 from deepspeed import DeepSpeedEngine
@@ -11,24 +10,14 @@ from transformers import PreTrainedModel
 
 from toolkit.distributed.process_group import on_rank0
 from toolkit.engine.gather import gathered_parameters
-from toolkit.errors import CheckpointError, ToolkitError
+from toolkit.errors import CheckpointError
 from toolkit.messages import tr
+from toolkit.models.chat import AnyChatEncoder
 from toolkit.models.save import Format, save_model
 from toolkit.models.weights import WeightFiles
 
 
-class Speaker(Protocol):
-    """What is needed of a chat encoder."""
-
-    tokenizer: Any
-
-    @property
-    def stop_ids(self) -> list[int]:
-        """Return the ids at which an answer ends."""
-        ...
-
-
-def export(engine: DeepSpeedEngine, encoder: Speaker, folder: Path) -> None:
+def export(engine: DeepSpeedEngine, encoder: AnyChatEncoder, folder: Path) -> None:
     """Write what was trained, in transformers' layout. A collective; rank 0 holds the whole model in host memory.
 
     Args:
@@ -45,7 +34,7 @@ def export(engine: DeepSpeedEngine, encoder: Speaker, folder: Path) -> None:
 
 def write_folder(
     model: PreTrainedModel,
-    encoder: Speaker | None,
+    encoder: AnyChatEncoder | None,
     folder: Path,
     format: Format,
     state: dict[str, torch.Tensor] | None = None,
@@ -62,17 +51,18 @@ def write_folder(
     Raises:
         CheckpointError: the disk is full, or what was written is not what was in memory.
     """
-    temporary = folder.with_name(folder.name + ".tmp")
-    shutil.rmtree(temporary, ignore_errors=True)  # what an earlier attempt left; only ever written by this function
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        if encoder is not None:
-            _add_stops(model, encoder.stop_ids)
-        save_model(model, temporary, format, state=state)
-        if format == "hf" and encoder is not None:
-            encoder.tokenizer.save_pretrained(temporary)
-        _verify(model, temporary, format, state)
-        temporary.rename(folder)
+        # A name that nobody else has: whatever stands beside the folder is the user's.
+        with TemporaryDirectory(prefix=f".{folder.name}.", suffix=".tmp", dir=folder.parent) as parent:
+            temporary = Path(parent) / folder.name
+            if encoder is not None:
+                _add_stops(model, encoder.stop_ids)
+            save_model(model, temporary, format, state=state)
+            if format == "hf" and encoder is not None:
+                encoder.tokenizer.save_pretrained(temporary)
+            _verify(model, temporary, format, state)
+            temporary.rename(folder)
     except OSError as error:
         raise CheckpointError(
             tr(
@@ -81,9 +71,6 @@ def write_folder(
                 reason=error,
             )
         ) from error
-    except ToolkitError:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise
 
 
 def _add_stops(model: PreTrainedModel, stop_ids: list[int]) -> None:
