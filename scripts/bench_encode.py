@@ -20,14 +20,17 @@ def main() -> None:
     composed = compose(sys.argv[1:], world_size=1, arguments=("repeats", "rows", "output"))
     cfg, given = composed.loaded.cfg, composed.arguments
     from toolkit.bench.encode import compare
-    from toolkit.data.sources import BadRows, read_training_rows
+    from toolkit.data.sources import read_conversations
     from toolkit.models.chat import FamilyChatEncoder, load_chat_encoder
     from toolkit.train.run_folder import environment
 
     encoder = load_chat_encoder(cfg.model.tokenizer or cfg.model.path, family=cfg.model.family)
     if not isinstance(encoder, FamilyChatEncoder):
         sys.exit("only official ChatGLM tokenizers have a bare library to compare with")
-    rows = [row.messages for row in read_training_rows(cfg.data, Path(cfg.prepare.dir), print, BadRows())]
+    rows = [
+        [dict(message) for message in found.messages]
+        for found in read_conversations(cfg.data, Path(cfg.prepare.dir), print)
+    ]
     conversations = list(islice(cycle(rows), positive_int(given, "rows") or 10000))
     result = compare(encoder, conversations, positive_int(given, "repeats") or 20)
     result = {"command": " ".join(["scripts/bench_encode.py", *sys.argv[1:]]), **result, "environment": environment(1)}

@@ -127,7 +127,28 @@ REFUSED = {
     "run.name=a/b": "run.name = a/b must be a plain folder name; the folder around it is run.dir.",
     "run.name=-a": "run.name = -a must be a plain folder name; the folder around it is run.dir.",
     "data.sources=[]": ("data.sources is empty: add 'data.sources=[{path: FILE.jsonl}]', or data=docstrings to try."),
-    "data.sources=[{path:''}]": "data.sources[0].path is empty: name a .json or .jsonl file.",
+    "data.sources=[{path:''}]": (
+        "data.sources[0] needs one of path (a file, folder or pattern) and hub (a name on Hugging Face)."
+    ),
+    "data.sources=[{path:x,hub:y/z}]": (
+        "data.sources[0] needs one of path (a file, folder or pattern) and hub (a name on Hugging Face)."
+    ),
+    "data.sources=[{path:.,subset:zh}]": "data.sources[0].subset has an effect with hub only. Remove it.",
+    "data.sources=[{path:.,weight:0}]": "data.sources[0].weight = 0.0 must be above 0; remove the source instead.",
+    "data.sources=[{path:.,columns:{promt:q}}]": (
+        "data.sources[0].columns: no format reads 'promt'. Did you mean 'prompt'?"
+    ),
+    "data.sources=[{path:.,format:text,columns:{prompt:q}}]": "data.sources[0].columns: no format reads 'prompt'.",
+    "prepare.shard=4/3": "prepare.shard = 4/3 must be i/n, such as 1/4 to 4/4 for four machines.",
+    "prepare.shard=1": "prepare.shard = 1 must be i/n, such as 1/4 to 4/4 for four machines.",
+    "data.max_bad_fraction=0.5": (
+        "data.max_bad_fraction = 0.5 has no effect: data.on_bad_row is error, not skip. Remove it, or set "
+        "data.max_bad_fraction=0.01."
+    ),
+    "data.packing_window=10": (
+        "data.packing_window = 10 has no effect: data.packing is none, not packed. Remove it, or set "
+        "data.packing_window=0."
+    ),
     "data.sources=[{format:docstrings,path:x}]": (
         "data.sources[0].path = x has no effect with format docstrings. Remove it."
     ),

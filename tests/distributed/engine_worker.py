@@ -96,7 +96,7 @@ def check_skipped_steps(path: str) -> None:
         model, config, ActivationCheckpointingConfig(), lambda optimizer: Schedule(optimizer, schedule, 0.001, 20, 2)
     )
     ids = torch.arange(8).reshape(1, 8)
-    batch = {"input_ids": ids, "labels": ids, "attention_mask": ids * 0 + 1, "position_ids": ids}
+    batch = {"input_ids": ids, "labels": ids, "segment_ids": ids * 0 + 1, "position_ids": ids}
     watch, rates = SkipWatch(engine, most=2), []
     real, poisoned = step.token_loss_sum, [False]
 

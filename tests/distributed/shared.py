@@ -78,7 +78,7 @@ def eval_losses(run_folder: Path) -> list[float]:
 
 
 def plain_loop(overrides: list[str], steps: int) -> tuple[list[float], list[float]]:
-    """Train in a plain PyTorch loop without any of our training code.
+    """Train in a plain PyTorch loop without any of our training code; every sample on a padded row of its own.
 
     Args:
         overrides: of a `tiny` run: fp32, global batch 4, linear schedule with two warm-up steps.
@@ -93,6 +93,7 @@ def plain_loop(overrides: list[str], steps: int) -> tuple[list[float], list[floa
     from toolkit.data.collate import collate
     from toolkit.data.sampler import GlobalBatchSampler
     from toolkit.models.build import build_model
+    from toolkit.train.batches import rows_per_step
     from toolkit.train.prepared import prepare_data
 
     cfg = load(overrides).cfg
@@ -101,8 +102,8 @@ def plain_loop(overrides: list[str], steps: int) -> tuple[list[float], list[floa
     model = build_model(cfg.model, cfg.precision.dtype, data.tokenizer, cfg.run.seed)
 
     def mean_loss(samples: list[tuple]) -> torch.Tensor:
-        batch = collate(samples, data.pad_id)
-        logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
+        batch = collate([[sample] for sample in samples], data.pad_id)
+        logits = model(input_ids=batch["input_ids"], attention_mask=(batch["segment_ids"] > 0).long()).logits
         return torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten())
 
     def validation_loss() -> float:
@@ -116,15 +117,16 @@ def plain_loop(overrides: list[str], steps: int) -> tuple[list[float], list[floa
         eps=cfg.optim.eps,
         weight_decay=cfg.optim.weight_decay,
     )
-    sampler = GlobalBatchSampler(len(data.train), 4, 4, rank=0, world_size=1, seed=cfg.run.seed)
+    plan, size = data.train_plan, rows_per_step(cfg, data.packing)[0]
+    sampler = GlobalBatchSampler(len(plan), size, size, 0, 1, f"{cfg.run.seed} {data.train.fingerprint}")
     found, before = [], validation_loss()
-    for step, indices in enumerate(islice(sampler, steps)):
+    for step, rows in enumerate(islice(sampler, steps)):
         # DeepSpeed's WarmupDecayLR: two steps at 0 (before and at its iteration 0), then up over 2 steps, then down.
         iteration = max(step - 1, 0)
         factor = iteration / 2 if iteration < 2 else (steps - iteration) / (steps - 2)
         for group in optimizer.param_groups:
             group["lr"] = cfg.optim.lr * factor
-        loss = mean_loss([data.train[i] for i in indices])
+        loss = mean_loss([data.train[sample] for row in rows for sample in plan[row]])
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), cfg.train.gradient_clipping)

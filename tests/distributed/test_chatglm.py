@@ -90,7 +90,13 @@ def cells(folders: dict[str, Path]) -> dict[str, list[str]]:
     }
     made["v1-recompute"] = ["model=hf", f"model.path={folders['v1']}", "train.activation_checkpointing.enabled=true"]
     made |= {kind: ["model=hf", f"model.path={folders[kind]}", "zero=stage3"] for kind in NEWER}
-    return {name: [*words, f"train.max_steps={STEPS}"] for name, words in made.items()}
+    packing = {
+        "v3packed": [*made["v3-stage2"], "data.packing=packed"],
+        "glm4packed": [*made["glm4"], "data.packing=packed"],
+        "glm4_moepacked": [*made["glm4_moe"], "data.packing=packed"],
+        "v1packed": [*made["v1-stage2"], "data.packing=packed"],  # cannot: rows of like length instead
+    }
+    return {name: [*words, f"train.max_steps={STEPS}"] for name, words in {**made, **packing}.items()}
 
 
 @pytest.fixture(scope="module")
@@ -105,7 +111,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory, rows_file: Path, cells: dict[
     return folder / "runs"
 
 
-@pytest.mark.parametrize("model", ["v1", "v3", *NEWER])
+@pytest.mark.parametrize("model", ["v1", "v3", *NEWER, "v3packed", "glm4packed", "glm4_moepacked", "v1packed"])
 def test_training_follows_the_plain_loop(
     model: str, runs: Path, rows_file: Path, cells: dict[str, list[str]], tmp_path: Path
 ) -> None:
@@ -136,12 +142,12 @@ def test_what_is_exported_answers_and_is_what_was_trained(name: str, runs: Path)
     stores = [Store(file.parent, "validation") for file in (runs.parent / "cache" / "stores").glob("*/manifest.json")]
     found = []
     for store in stores:
-        batch = collate([store[i] for i in range(len(store))], 3 if name.startswith("v1") else 0)
+        batch = collate([[store[i]] for i in range(len(store))], 3 if name.startswith("v1") else 0)
         for model in models:
             if name.startswith("v1") and not (batch["input_ids"] == 704).any(dim=1).all():
                 continue  # another tokenizer's store
             with torch.no_grad():
-                logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
+                logits = model(input_ids=batch["input_ids"], attention_mask=(batch["segment_ids"] > 0).long()).logits
             targets = batch["labels"][:, 1:].flatten()
             found.append(float(torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), targets)))
     wanted = eval_losses(runs / name)[-1]

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from toolkit.config.schema import RunConfig, SourceConfig
 from toolkit.data.conversation import Message
@@ -13,33 +14,53 @@ END = 1
 
 
 class ByteEncoder:
-    """Each byte is its value + 2, an end token follows the answer; the last message is trained."""
+    """Each byte is its value + 2, an end token follows each answer; what the assistant says is trained."""
 
-    def __init__(self, vocab_size: int = 258) -> None:
-        self.fingerprint, self.vocab_size = "bytes", vocab_size
+    drops_system = False
+    can_cut = True
+
+    def __init__(self, vocab_size: int = 258, only_last: bool = False) -> None:
+        self.fingerprint, self.vocab_size, self.only_last = "bytes", vocab_size, only_last
         self.calls = 0
+        self.seen: list[tuple[list[Message], Any]] = []
+        """Messages and tools of every conversation encoded."""
 
-    def encode(self, messages: Sequence[Message]) -> Encoded:
+    def encode(self, messages: Sequence[Message], tools: Sequence[Any] | None = None) -> Encoded:
         """Return ids and mask."""
         if "REFUSED" in messages[-1]["content"]:
             raise RowError("refused by the encoder")
-        prompt = [byte + 2 for message in messages[:-1] for byte in message["content"].encode()]
-        answer = [byte + 2 for byte in messages[-1]["content"].encode()] + [END]
-        return prompt + answer, [False] * len(prompt) + [True] * len(answer)
+        self.seen.append((list(messages), tools))
+        ids: list[int] = []
+        mask: list[bool] = []
+        for message in messages:
+            part = [byte + 2 for byte in message["content"].encode()]
+            answers = message["role"] in ("assistant", "text")
+            part += [END] * answers
+            ids += part
+            mask += [bool(message.get("loss", answers))] * len(part)
+        return ids, mask
 
-    def encode_many(self, conversations: Sequence[Sequence[Message]]) -> list[Encoded]:
+    def encode_many(
+        self, conversations: Sequence[Sequence[Message]], tools: Sequence[Sequence[Any] | None] | None = None
+    ) -> list[Encoded]:
         """Return `encode` of each."""
         self.calls += 1
-        return [self.encode(messages) for messages in conversations]
+        given = tools or [None] * len(conversations)
+        return [self.encode(*one) for one in zip(conversations, given, strict=True)]
 
 
 class UntrainedEncoder(ByteEncoder):
     """Marks nothing as trained."""
 
-    def encode(self, messages: Sequence[Message]) -> Encoded:
+    def encode(self, messages: Sequence[Message], tools: Sequence[Any] | None = None) -> Encoded:
         """Return ids and an empty mask."""
-        ids, trained = super().encode(messages)
+        ids, trained = super().encode(messages, tools)
         return ids, [False] * len(trained)
+
+
+def text_of(ids: Sequence[int]) -> str:
+    """Return the text of a `ByteEncoder`'s ids, with $ for the end token."""
+    return b"".join(b"$" if token == END else bytes([token - 2]) for token in ids).decode(errors="replace")
 
 
 def write_rows(path: Path, rows: Sequence[object]) -> str:
@@ -54,8 +75,9 @@ def pairs(count: int, length: int = 3) -> list[dict[str, str]]:
 
 
 def run_config(folder: Path, *paths: str) -> RunConfig:
-    """Return a run over data files, with its cache in the folder."""
+    """Return a run over data files, with its cache in the folder and no validation split."""
     cfg = RunConfig()
     cfg.prepare.dir = str(folder / "cache")
     cfg.data.sources = [SourceConfig(path=path) for path in paths]
+    cfg.data.validation_fraction = 0.0
     return cfg

@@ -7,8 +7,10 @@ import pytest
 import torch
 
 from tests.unit.data_tools import ByteEncoder, pairs, run_config, write_rows
+from toolkit.config.schema import Packing
 from toolkit.data.collate import collate
 from toolkit.data.loader import build_loader
+from toolkit.data.plan import Plan, plan_rows
 from toolkit.data.prepare import prepare
 from toolkit.data.sampler import GlobalBatchSampler, sequential
 from toolkit.data.store import Sample, Store
@@ -21,52 +23,75 @@ def sample(ids: list[int], trained: list[int]) -> Sample:
 @pytest.fixture
 def store(tmp_path: Path) -> Store:
     cfg = run_config(tmp_path, write_rows(tmp_path / "d.jsonl", pairs(21)))
-    cfg.data.validation_fraction = 0.0
     return prepare(cfg, ByteEncoder()).train
 
 
+def as_lists(batch: dict[str, torch.Tensor]) -> dict[str, list[list[int]]]:
+    return {name: tensor.tolist() for name, tensor in batch.items()}
+
+
 def test_collate_by_hand() -> None:
-    batch = collate([sample([5, 6, 7], [0, 1, 1]), sample([8], [0])], pad_id=9, pad_multiple=4)
-    assert {name: tensor.tolist() for name, tensor in batch.items()} == {
-        "input_ids": [[5, 6, 7, 9], [8, 9, 9, 9]],
-        "labels": [[-100, 6, 7, -100], [-100, -100, -100, -100]],
-        "attention_mask": [[1, 1, 1, 0], [1, 0, 0, 0]],
-        "position_ids": [[0, 1, 2, 3], [0, 1, 2, 3]],
+    batch = collate([[sample([5, 6, 7], [0, 1, 1])], [sample([8], [0])]], pad_id=9)
+    assert as_lists(batch) == {
+        "input_ids": [[5, 6, 7, 9, 9, 9, 9, 9], [8, 9, 9, 9, 9, 9, 9, 9]],
+        "labels": [[-100, 6, 7, *[-100] * 5], [-100] * 8],
+        "segment_ids": [[1, 1, 1, 0, 0, 0, 0, 0], [1, 0, 0, 0, 0, 0, 0, 0]],
+        "position_ids": [list(range(8))] * 2,
     }
     assert {tensor.dtype for tensor in batch.values()} == {torch.int64}
 
 
+def test_packed_by_hand() -> None:
+    rows = [[sample([5, 6, 7], [0, 1, 1]), sample([8, 3], [0, 1])], [sample([1] * 8, [0] * 8)]]
+    assert as_lists(collate(rows, pad_id=9, packed=True)) == {
+        "input_ids": [[5, 6, 7, 8, 3, 9, 9, 9], [1] * 8],
+        "labels": [[-100, 6, 7, -100, 3, -100, -100, -100], [-100] * 8],
+        "segment_ids": [[1, 1, 1, 2, 2, 0, 0, 0], [1] * 8],
+        "position_ids": [[0, 1, 2, 0, 1, 5, 6, 7], list(range(8))],
+        "cu_seq_lens": [0, 3, 5, 8, 16],
+    }
+
+
 @pytest.mark.parametrize(("length", "padded"), [(1, 8), (8, 8), (9, 16)])
 def test_rounding_up(length: int, padded: int) -> None:
-    batch = collate([sample([3] * length, [0] * length)], pad_id=0)
+    batch = collate([[sample([3] * length, [0] * length)]], pad_id=0)
     assert {tuple(tensor.shape) for tensor in batch.values()} == {(1, padded)}
 
 
-def test_filler_is_untrained_and_attends_to_itself() -> None:
-    batch = collate([], pad_id=4)
+@pytest.mark.parametrize("packed", [False, True])
+def test_filler_is_untrained_and_attends_to_itself(packed: bool) -> None:
+    batch = collate([], pad_id=4, packed=packed)
     assert batch["input_ids"].tolist() == [[4] * 8]
     assert batch["labels"].tolist() == [[-100] * 8]
-    assert batch["attention_mask"].tolist() == [[1] * 8]
+    assert batch["segment_ids"].tolist() == [[1] * 8]
+    assert batch.get("cu_seq_lens", torch.tensor([0, 8])).tolist() == [0, 8]
 
 
 def test_largest_ids_survive() -> None:
-    batch = collate([(np.array([65535], dtype=np.uint16), np.array([True]))], pad_id=0)
+    batch = collate([[(np.array([65535], dtype=np.uint16), np.array([True]))]], pad_id=0)
     assert batch["labels"][0, 0] == 65535
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_loader_gives_each_sample_once(store: Store, num_workers: int) -> None:
-    trained = 0
+@pytest.mark.parametrize("packing", list(Packing))
+def test_loader_gives_each_sample_once(store: Store, tmp_path: Path, packing: Packing, num_workers: int) -> None:
+    plan = plan_rows(
+        store, packing, max_length=32, micro_per_gpu=2, seed=3, sources=[], cache_dir=tmp_path, say=pytest.fail
+    )
+    trained, seen = 0, 0
     for rank in range(2):
-        sampler = GlobalBatchSampler(len(store), 8, 2, rank, 2, 0, end_step=3)
-        batches = list(build_loader(store, sampler, 0, seed=1, num_workers=num_workers))
-        assert len(batches) == 6
+        sampler = GlobalBatchSampler(len(plan), 8, 2, rank, 2, "k", num_steps=-(-len(plan) // 8))
+        batches = list(build_loader(store, plan, sampler, 0, packing, seed=1, num_workers=num_workers))
+        assert len(batches) == 2 * -(-len(plan) // 8)
         trained += sum(int((batch["labels"] != -100).sum()) for batch in batches)
+        seen += sum(int((batch["input_ids"] != 0).sum()) for batch in batches)
     assert trained == store.num_trained_tokens
+    assert seen == store.num_tokens
 
 
 def test_loader_leaves_the_global_generator_alone(store: Store) -> None:
     before = torch.get_rng_state()
-    batches = list(build_loader(store, sequential(len(store), 4, 0, 1), 0, seed=1))
+    shares = sequential(len(store), 4, 0, 1)
+    batches = list(build_loader(store, Plan(len(store)), shares, 0, Packing.none, seed=1))
     assert len(batches) == 6
     assert torch.equal(torch.get_rng_state(), before)

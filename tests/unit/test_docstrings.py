@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from toolkit.config.schema import OnBadRow, RowFormat, SourceConfig
+from toolkit.config.schema import DataConfig, RowFormat, SourceConfig
 from toolkit.data.docstrings import derive_pairs, pairs_file
-from toolkit.data.sources import read_rows
+from toolkit.data.sources import read_conversations
 
 MODULE = '''
 """Tools for doing things in the right order.
@@ -80,6 +80,6 @@ def test_pairs_of_the_running_python(tmp_path: Path) -> None:
     assert pairs_file(tmp_path, pytest.fail) == path
     assert path.stat().st_mtime_ns == written
 
-    source = SourceConfig(format=RowFormat.docstrings)
-    read = list(read_rows([source], OnBadRow.error, tmp_path, pytest.fail))
+    data = DataConfig(sources=[SourceConfig(format=RowFormat.docstrings)])
+    read = list(read_conversations(data, tmp_path, pytest.fail))
     assert [row.messages[0]["content"] for row in read] == [row["prompt"] for row in rows]

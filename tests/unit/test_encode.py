@@ -6,8 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from toolkit.errors import ModelError, RowError
+from toolkit.models.span_tokens import SpanTokenizer
 from toolkit.models.template_chat import TemplateChatEncoder
 from toolkit.models.tokenizer import END, PAD, SPECIAL_TOKENS, fit_tokenizer, load_tokenizer
 
@@ -79,15 +82,21 @@ def test_glm_form_by_hand(tokenizer: Any) -> None:
     end, _, gmask, sop, _, user, assistant, _ = range(8)
     turn = [user, newline, letter["a"], assistant, newline, letter["b"], end]
     assert ids == [gmask, sop, *turn, user, newline, letter["c"], assistant, newline, letter["d"], end]
-    assert trained == [False] * (len(ids) - 2) + [True, True]
+    # Every answer with its end token; the templates' words are not.
+    assert [ids[place] for place in range(len(ids)) if trained[place]] == [letter["b"], end, letter["d"], end]
+    assert trained.index(True) == ids.index(letter["b"])
 
 
 def test_prompt_is_what_generation_sees(tokenizer: Any) -> None:
     messages = [{"role": "system", "content": "be kind"}, *chat("hello", "world", "the fox", "quick brown")]
-    ids, trained = TemplateChatEncoder(tokenizer).encode(messages)
+    ids, trained = TemplateChatEncoder(tokenizer).encode([*messages[:-1], {**messages[-1], "loss": True}])
     prompt = tokenizer.apply_chat_template(messages[:-1], add_generation_prompt=True, return_dict=False)
     assert ids[: len(prompt)] == prompt
-    assert trained == [False] * len(prompt) + [True] * (len(ids) - len(prompt))
+    assert trained[len(prompt) :] == [True] * (len(ids) - len(prompt))
+    first = tokenizer.apply_chat_template(messages[:2], add_generation_prompt=True, return_dict=False)
+    earlier = [place for place in range(len(prompt)) if trained[place]]
+    assert earlier == list(range(len(first), len(first) + len(earlier)))
+    assert text_of(tokenizer, [ids[place] for place in earlier]) == "world" + END
     assert text_of(tokenizer, ids[len(prompt) :]) == "quick brown" + END
 
 
@@ -189,3 +198,156 @@ def test_folders_that_cannot_be_loaded(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").unlink()
     config.write_text('{"auto_map": {"AutoTokenizer": ["tokenization_x.XTokenizer", null]}}')
     refused(r"needs Python code from that folder \(auto_map\), which is never executed")
+
+
+MARKED = (
+    "{% for m in messages %}{% if m['role'] == 'assistant' %}<|assistant|>{% generation %}{{ m['content'] }}"
+    "<|endoftext|>{% endgeneration %}{% else %}<|user|>{{ m['content'] }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+
+def spoken(tokenizer: Any, encoded: tuple[list[int], list[bool]]) -> list[str]:
+    """Return the trained stretches as text."""
+    parts: list[list[int]] = []
+    before = False
+    for token, kept in zip(*encoded, strict=True):
+        if kept and not before:
+            parts.append([])
+        if kept:
+            parts[-1].append(token)
+        before = kept
+    return [text_of(tokenizer, part) for part in parts]
+
+
+@pytest.mark.parametrize(
+    "template",
+    [CHATML, MARKED, MARKED.replace("<|endoftext|>{% endgeneration %}", "{% endgeneration %}<|endoftext|>")],
+    ids=["compared", "marked", "end-unmarked"],
+)
+def test_every_answer_or_the_chosen_ones(tokenizer: Any, template: str) -> None:
+    tokenizer.chat_template = template
+    encoder = TemplateChatEncoder(tokenizer)
+    assert not encoder.only_last
+    messages = chat("hello", "one", "fox", "two two", "world", "three")
+    assert spoken(tokenizer, encoder.encode(messages)) == ["one" + END, "two two" + END, "three" + END]
+    flagged: list[dict[str, Any]] = [dict(message) for message in messages]
+    flagged[1]["loss"] = flagged[5]["loss"] = False
+    ids, trained = encoder.encode(flagged)
+    assert spoken(tokenizer, (ids, trained)) == ["two two" + END]
+    whole = tokenizer.apply_chat_template(messages, return_dict=False)
+    assert ids == whole[: len(ids)]
+    flagged[0]["loss"] = True
+    assert "hello" in spoken(tokenizer, encoder.encode(flagged))[0]
+
+
+@pytest.mark.parametrize("template", [CHATML, MARKED, NO_END])
+@given(contents=st.lists(st.text("ab 你🙂\n", min_size=1, max_size=12), min_size=2, max_size=6))
+@settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_ids_are_the_templates_own(tokenizer: Any, template: str, contents: list[str]) -> None:
+    tokenizer.chat_template = template
+    messages = chat(*contents[: len(contents) // 2 * 2])
+    ids, trained = TemplateChatEncoder(tokenizer).encode(messages)
+    whole = tokenizer.apply_chat_template(messages, return_dict=False)
+    end = tokenizer.eos_token_id
+    # Up to the last end token, which is put there if the template has none.
+    assert ids == (whole[: len(ids)] if end in whole else [*whole, end])
+    assert trained[-1] and ids[-1] == end
+
+
+@pytest.fixture
+def joining(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """A tokenizer that joins two newlines, so that an answer's first token can begin before the answer."""
+    fitted = fit_tokenizer(lambda: [*TEXTS, *["fox\n\n\nfox"] * 20], 300, tmp_path_factory.mktemp("j"), pytest.fail)
+    assert fitted.tokenize("\n\n") == ["ĊĊ"]
+    return fitted
+
+
+PIECES = ["a", "b ", " ", "\n", "\n\n", "你", "🙂", "<|assistant|>", "<|user|>", "<|assistant|>\n", "assistant", "Two?"]
+
+
+@pytest.mark.parametrize("template", [None, CHATML, MARKED, NO_END], ids=["fitted", "chatml", "marked", "no-end"])
+@given(
+    contents=st.lists(st.lists(st.sampled_from(PIECES), min_size=1, max_size=5).map("".join), min_size=2, max_size=6),
+    untrained=st.sets(st.integers(0, 5)),
+)
+@settings(deadline=None, max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_the_quick_way_to_masks_equals_the_tokenizers_offsets(
+    joining: Any, template: str | None, contents: list[str], untrained: set[int]
+) -> None:
+    if template:
+        joining.chat_template = template
+    encoder = TemplateChatEncoder(joining)
+    messages: list[dict[str, Any]] = chat(*contents[: len(contents) // 2 * 2])
+    for index in untrained & set(range(1, len(messages), 2)):
+        messages[index]["loss"] = False
+    quick = encoder.encode_many([messages])
+    encoder.span_tokenizer = SpanTokenizer(joining, None)
+    assert quick == encoder.encode_many([messages])
+
+
+def test_the_quick_way_is_taken(joining: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The offsets are asked for only where an answer's first token reaches into what precedes it."""
+    encoder = TemplateChatEncoder(joining)
+    asked: list[str] = []
+
+    def by_offsets(self: SpanTokenizer, encoding: Any, text: str, spans: Any) -> Any:
+        asked.append(text)
+        return [], []
+
+    monkeypatch.setattr(SpanTokenizer, "_by_offsets", by_offsets)
+    encoder.encode_many([chat("hello", "fox", "<|assistant|>", "two"), [{"role": "text", "content": "fox"}]])
+    assert not asked
+    encoder.encode(chat("hello", "\n\nfox"))
+    assert len(asked) == 1
+
+
+def test_marks_that_are_wrong(tokenizer: Any) -> None:
+    tokenizer.chat_template = MARKED.replace(
+        "<|user|>{{ m['content'] }}", "{% generation %}{{ m['content'] }}{% endgeneration %}"
+    )
+    with pytest.raises(ModelError, match=r"marks \['One\?', 'First answer\.', 'Two\?', 'Second answer\.'\] as what"):
+        TemplateChatEncoder(tokenizer)
+
+
+def test_a_template_that_drops_earlier_reasoning_trains_the_last(tokenizer: Any) -> None:
+    tokenizer.chat_template = CHATML.replace(
+        "{{ m['content'] }}",
+        "{{ m['content'] if loop.last or m['role'] == 'user' else m['content'].split('</think>')[-1] }}",
+    )
+    encoder = TemplateChatEncoder(tokenizer)
+    assert not encoder.only_last  # it changes nothing where there is no reasoning
+    assert len(spoken(tokenizer, encoder.encode(chat("hello", "one", "fox", "two")))) == 2
+    reasoned: list[dict[str, Any]] = chat("hello", "x</think>one", "fox", "two")
+    with pytest.raises(RowError, match=r"Train last answers only: data\.train_on=last"):
+        encoder.encode(reasoned)
+    assert spoken(tokenizer, encoder.encode([reasoned[0], {**reasoned[1], "loss": False}, *reasoned[2:]])) == [
+        "two" + END
+    ]
+    tokenizer.chat_template = CHATML.replace(
+        "{{ m['content'] }}", "{{ m['content'] ~ ('!' if loop.last and m['role'] == 'assistant' else '') }}"
+    )
+    encoder = TemplateChatEncoder(tokenizer)
+    assert encoder.only_last
+    assert spoken(tokenizer, encoder.encode(chat("hello", "one", "fox", "two"))) == ["two!" + END]
+
+
+def test_plain_text_is_trained_whole(tokenizer: Any) -> None:
+    ids, trained = TemplateChatEncoder(tokenizer).encode([{"role": "text", "content": "hello fox"}])
+    assert text_of(tokenizer, ids) == "hello fox" + END
+    assert all(trained)
+
+
+def test_tools_reach_the_template(tokenizer: Any) -> None:
+    tokenizer.chat_template = "{% if tools %}{{ tools[0]['function']['name'] }}{% endif %}" + CHATML
+    tools = [{"type": "function", "function": {"name": "weather", "parameters": {}}}]
+    encoder = TemplateChatEncoder(tokenizer)
+    plain, with_tools = encoder.encode_many([chat("a", "b")] * 2, [None, tools])
+    assert text_of(tokenizer, with_tools[0]) == "weather" + text_of(tokenizer, plain[0])
+
+
+def test_slow_tokenizer_finds_the_same(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    messages = chat("hello 你", "one two", "fox", "three 🙂")
+    expected = TemplateChatEncoder(tokenizer).encode(messages)
+    monkeypatch.setattr(type(tokenizer), "is_fast", False)
+    assert TemplateChatEncoder(tokenizer).encode(messages) == expected

@@ -3,16 +3,17 @@
 import json
 import multiprocessing
 import pickle
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from tests.unit.data_tools import END, ByteEncoder, UntrainedEncoder, pairs, run_config, write_rows
-from toolkit.config.schema import OnBadRow, RunConfig, SourceConfig, TooLong
+from tests.unit.data_tools import END, ByteEncoder, UntrainedEncoder, pairs, run_config, text_of, write_rows
+from toolkit.config.schema import OnBadRow, RunConfig, SourceConfig, TooLong, TrainOn
 from toolkit.data.prepare import prepare, split_rows
-from toolkit.data.store import Store
+from toolkit.data.store import Store, damaged_files
 from toolkit.errors import DataError
 
 
@@ -29,7 +30,6 @@ def answers(store: Store) -> list[str]:
 
 def made(tmp_path: Path, rows: Sequence[object], **data: object) -> RunConfig:
     cfg = run_config(tmp_path, write_rows(tmp_path / "d.jsonl", rows))
-    cfg.data.validation_fraction = 0.0
     for name, value in data.items():
         setattr(cfg.data, name, value)
     return cfg
@@ -41,25 +41,26 @@ def test_ids_and_masks_by_hand(tmp_path: Path) -> None:
     assert validation is None
     assert [train[index][0].tolist() for index in range(2)] == [[99, 100, 101, 1], [102, 103, 104, 1]]
     assert [train[index][1].tolist() for index in range(2)] == [[False, False, True, True], [False, True, True, True]]
-    assert train.lengths.tolist() == [4, 4]
+    assert train.lengths().tolist() == [4, 4]
     assert (train.num_tokens, train.num_trained_tokens) == (8, 5)
-    assert (report.rows_read, report.train_rows, report.tokens, report.trained_tokens) == (2, 2, 8, 5)
+    assert (report.rows_read, report.train_samples, report.tokens, report.trained_tokens) == (2, 2, 8, 5)
     assert train[0][0].base is not None and train[0][0].dtype == np.uint16
 
 
 @pytest.mark.parametrize(("vocab_size", "dtype"), [(65536, np.uint16), (65537, np.uint32)])
 def test_smallest_width(tmp_path: Path, vocab_size: int, dtype: type) -> None:
     cfg = made(tmp_path, pairs(1))
-    assert prepare(cfg, ByteEncoder(vocab_size)).train.ids.dtype == dtype
+    assert prepare(cfg, ByteEncoder(vocab_size)).train[0][0].dtype == dtype
 
 
 def test_split_by_fraction(tmp_path: Path) -> None:
     cfg = made(tmp_path, pairs(1200, length=5), validation_fraction=0.1)
     train, validation, report = prepare(cfg, ByteEncoder())
     assert validation is not None
-    assert (len(train), len(validation), report.train_rows, report.validation_rows) == (1080, 120, 1080, 120)
+    assert (len(train), len(validation), report.train_samples, report.validation_samples) == (1080, 120, 1080, 120)
     assert sorted(answers(train) + answers(validation)) == [f"{number:05d}" for number in range(1200)]
-    assert train.num_tokens + validation.num_tokens == len(train.ids)
+    assert train.num_tokens + validation.num_tokens == train.offsets[-1]
+    assert sorted([*train.members, *validation.members]) == list(range(1200))
     cfg.run.seed += 1
     other = prepare(cfg, ByteEncoder()).validation
     assert other is not None
@@ -101,14 +102,109 @@ def test_too_long_is_dropped(tmp_path: Path) -> None:
     assert report.examples["longer than data.max_length = 10"][0] == f"{tmp_path}/d.jsonl:1"
 
 
-def test_too_long_is_truncated(tmp_path: Path) -> None:
-    cfg = made(tmp_path, LONG, max_length=10, too_long=TooLong.truncate)
+def chat(*contents: str, system: str = "") -> dict[str, object]:
+    messages = [{"role": ("user", "assistant")[number % 2], "content": text} for number, text in enumerate(contents)]
+    return {"messages": [{"role": "system", "content": system}] * bool(system) + messages}
+
+
+def texts(store: Store) -> list[str]:
+    """Return each sample as text, $ for end tokens, what is trained in upper case."""
+    found = []
+    for index in range(len(store)):
+        ids, trained = store[index]
+        found.append("".join(text_of([i]).upper() if t else text_of([i]) for i, t in zip(ids, trained, strict=True)))
+    return found
+
+
+CHATS = [
+    chat("q", "a", "r", "b", "s", "c", system="_"),  # 1 + 3 x 3 = 10 tokens
+    chat("q", "a" * 4, "r", "b" * 4, "s", "c" * 3, system="_"),  # turns of 6, 6, 5
+    chat("q", "a", "r", "b" * 12, "s", "c" * 3),  # turns of 3, 14, 5
+    chat("q" * 9, "b" * 4),
+]
+
+
+def test_truncation_keeps_the_newest_whole_turns(tmp_path: Path) -> None:
+    cfg = made(tmp_path, CHATS, max_length=10, too_long=TooLong.truncate)
     train, _, report = prepare(cfg, ByteEncoder())
-    assert answers(train) == ["a" * 5, "b" * 8, "d" * 8]
-    assert train.lengths.tolist() == [10, 10, 10]
-    assert train[2][0].tolist() == [ord("p") + 2, *[ord("d") + 2] * 8, END]
+    assert texts(train) == ["_qA$rB$sC$", "_sCCC$", "sCCC$"]
     assert report.truncated == 2
-    assert report.dropped == {"answer alone longer than data.max_length = 10": 2}
+    assert report.dropped == {"newest turn alone longer than data.max_length = 10": 1}
+    cfg.data.max_length = 12
+    assert texts(prepare(cfg, ByteEncoder()).train) == ["_qA$rB$sC$", "_rBBBB$sCCC$", "sCCC$"]
+
+
+def test_splitting_trains_every_token_once(tmp_path: Path) -> None:
+    cfg = made(tmp_path, [*CHATS, {"text": "x" * 25}], max_length=10, too_long=TooLong.split)
+    cfg.data.sources.append(SourceConfig(path=write_rows(tmp_path / "t.jsonl", [{"text": "0123456789abcdefghijk"}])))
+    write_rows(tmp_path / "d.jsonl", CHATS)
+    train, _, report = prepare(cfg, ByteEncoder())
+    assert texts(train) == [
+        "_qA$rB$sC$",
+        "_qAAAA$",
+        "_rBBBB$",
+        "_sCCC$",
+        "qA$",
+        "rBBBBBBBBB",
+        "bBBB$",  # begins with the last token before it, as context
+        "sCCC$",
+        "qqqqqqqqqB",
+        "bBBB$",
+        "0123456789",
+        "9ABCDEFGHI",
+        "iJK$",
+    ]
+    assert report.split == 4
+    assert report.dropped == {}
+    assert [train.where(index) for index in (4, 5, 6, 7)] == [f"{tmp_path}/d.jsonl:3"] * 4
+
+
+def test_windows_without_a_trained_token_are_left_out(tmp_path: Path) -> None:
+    cfg = made(tmp_path, [chat("q" * 25, "ab"), chat("q", "abc" * 5)], max_length=10, too_long=TooLong.split)
+    assert texts(prepare(cfg, ByteEncoder()).train) == ["qqqqqqqAB$", "qABCABCABC", "cABCABC$"]
+    whole_only = ByteEncoder()
+    whole_only.can_cut, whole_only.fingerprint = False, "uncut"
+    with pytest.raises(DataError, match=r"none of the 2 rows.*\n  2 x longer than data.max_length = 10"):
+        prepare(cfg, whole_only)
+
+
+def test_a_format_that_trains_last_answers(tmp_path: Path) -> None:
+    cfg = made(tmp_path, CHATS[:2], max_length=12, train_on=TrainOn.all, too_long=TooLong.truncate)
+    train, _, report = prepare(cfg, ByteEncoder(only_last=True))
+    assert [text.replace("$", "") for text in texts(train)][:3] == ["_qA", "_qArB", "_qArBsC"]
+    assert report.rows_read == 2
+    assert train.num_tokens == sum(map(len, texts(train)))
+    cfg.data.validation_fraction = 0.5
+    train, validation, _ = prepare(cfg, ByteEncoder(only_last=True))
+    assert validation is not None
+    lines = [{store.where(index) for index in range(len(store))} for store in (train, validation)]
+    assert not lines[0] & lines[1]  # samples of one row are never on both sides
+
+
+def test_plain_text_is_cut_at_its_end(tmp_path: Path) -> None:
+    cfg = made(tmp_path, [{"text": "abcdefghijklm"}, {"text": "xy"}], max_length=8, too_long=TooLong.truncate)
+    train, _, report = prepare(cfg, ByteEncoder())
+    assert texts(train) == ["aBCDEFGH", "xY$"]
+    assert report.truncated == 1
+
+
+def test_flags_at_messages(tmp_path: Path) -> None:
+    row = chat("q", "a", "r", "b")
+    row["messages"][1]["loss"] = False  # type: ignore[index]
+    cfg = made(tmp_path, [row, chat("q", "a")])
+    for train_on, expected in (
+        (TrainOn.auto, ["qa$rB$", "qA$"]),
+        (TrainOn.all, ["qa$rB$", "qA$"]),
+        (TrainOn.last, ["qa$rB$", "qA$"]),
+    ):
+        cfg.data.train_on = train_on
+        assert texts(prepare(cfg, ByteEncoder()).train) == expected
+    cfg.data.train_on = TrainOn.marked
+    with pytest.raises(DataError, match="2 x no token the loss covers"):
+        prepare(cfg, ByteEncoder())
+    row["messages"][3]["loss"] = True  # type: ignore[index]
+    write_rows(tmp_path / "d.jsonl", [row, chat("q", "a")])
+    assert texts(prepare(cfg, ByteEncoder()).train) == ["qa$rB$"]
 
 
 def test_too_long_is_an_error(tmp_path: Path) -> None:
@@ -117,7 +213,7 @@ def test_too_long_is_an_error(tmp_path: Path) -> None:
         prepare(cfg, ByteEncoder())
     assert str(error.value) == (
         f"{tmp_path}/d.jsonl:2: 11 tokens, more than data.max_length = 10. Raise it, or choose what happens to long "
-        "rows with data.too_long=drop or data.too_long=truncate."
+        "rows with data.too_long=drop, truncate or split."
     )
 
 
@@ -132,12 +228,22 @@ def test_nothing_trained(tmp_path: Path) -> None:
     assert not list((tmp_path / "cache" / "stores").glob("*.tmp-*"))
 
 
+def test_seven_of_eight(tmp_path: Path) -> None:
+    """The mask is kept as bits: samples begin anywhere in a byte."""
+    rows = [{"prompt": "p" * (number % 11 + 1), "response": "a" * (number * 7 % 13 + 1)} for number in range(300)]
+    train = prepare(made(tmp_path, rows), ByteEncoder()).train
+    for row, text in zip(rows, texts(train), strict=True):
+        assert text == row["prompt"] + row["response"].upper() + "$"
+
+
 def test_rows_the_encoder_refuses(tmp_path: Path) -> None:
     cfg = made(tmp_path, [*pairs(2), {"prompt": "p", "response": "REFUSED"}, {"prompt": "p"}])
     with pytest.raises(DataError) as error:
         cfg.data.max_samples = 3
         prepare(cfg, ByteEncoder())
-    assert str(error.value) == f"{tmp_path}/d.jsonl:3: refused by the encoder."
+    assert str(error.value) == (
+        f"{tmp_path}/d.jsonl:3: refused by the encoder. Such rows are left out and counted with data.on_bad_row=skip."
+    )
     cfg.data.on_bad_row, cfg.data.max_samples = OnBadRow.skip, 0
     train, _, report = prepare(cfg, ByteEncoder())
     assert len(train) == 2
@@ -175,7 +281,7 @@ def test_moved_file_is_the_same_data(tmp_path: Path) -> None:
     assert not prepare(cfg, ByteEncoder()).report.built
 
 
-@pytest.mark.parametrize("name", ["ids.bin", "manifest.json", "train.npy"])
+@pytest.mark.parametrize("name", ["ids.bin", "trained.bin", "manifest.json", "train.npy", "offsets.npy"])
 def test_damaged_store_is_built_again(tmp_path: Path, name: str) -> None:
     cfg = made(tmp_path, pairs(6))
     folder = Path(prepare(cfg, ByteEncoder()).report.folder)
@@ -186,9 +292,42 @@ def test_damaged_store_is_built_again(tmp_path: Path, name: str) -> None:
     assert len(train) == 6
 
 
+def test_a_flipped_bit_is_found(tmp_path: Path) -> None:
+    folder = prepare(made(tmp_path, pairs(6)), ByteEncoder()).train.folder
+    assert damaged_files(folder) == []
+    for name in ("ids.bin", "trained.bin", "offsets.npy", "lines.npy"):
+        content = (folder / name).read_bytes()
+        (folder / name).write_bytes(content[:-1] + bytes([content[-1] ^ 64]))
+        assert damaged_files(folder) == [name]
+        (folder / name).write_bytes(content)
+
+
+def test_what_changed_is_said(tmp_path: Path) -> None:
+    cfg, said = made(tmp_path, pairs(6)), list[str]()
+    first = prepare(cfg, ByteEncoder(), said.append).train
+    assert said == []
+    cfg.data.max_length = 9
+    prepare(cfg, ByteEncoder(), said.append)
+    write_rows(tmp_path / "d.jsonl", pairs(7))
+    second = prepare(cfg, ByteEncoder(), said.append).train
+    changes = [line.partition("this changed: ")[2] for line in said]
+    assert changes == ["max_length 1024 -> 9.", "the content, format or columns of the data files."]
+    assert first.fingerprint[:8] in said[0] and second.fingerprint != first.fingerprint
+
+
+def test_a_foreign_store_is_not_used(tmp_path: Path) -> None:
+    cfg = made(tmp_path, pairs(6))
+    ours = prepare(cfg, ByteEncoder()).train.folder
+    cfg.data.max_length = 9
+    other = prepare(cfg, ByteEncoder()).train.folder
+    shutil.rmtree(other)
+    shutil.copytree(ours, other)  # whole, but not what its name says
+    assert prepare(cfg, ByteEncoder()).report.built
+
+
 def prepare_in_process(cfg: RunConfig, results: "multiprocessing.Queue[tuple[bool, int]]") -> None:
     train, _, report = prepare(cfg, ByteEncoder())
-    results.put((report.built, int(train.ids.sum())))
+    results.put((report.built, int(train.read_ids(0, int(train.offsets[-1])).sum())))
 
 
 def test_two_processes_at_once(tmp_path: Path) -> None:

@@ -1,14 +1,21 @@
-"""Reading data files: every format, and every kind of row that cannot be used."""
+"""Reading data files: every kind of file, and every kind of row that cannot be used."""
 
+import csv
+import gzip
+import io
 import json
 from pathlib import Path
+from typing import Any
 
+import pyarrow
+import pyarrow.parquet
 import pytest
 
-from tests.unit.data_tools import pairs, write_rows
-from toolkit.config.schema import DataConfig, OnBadRow, RowFormat, SourceConfig
-from toolkit.data.conversation import Row
-from toolkit.data.sources import BadRows, read_rows, read_training_rows
+from tests.unit.data_tools import ByteEncoder, pairs, run_config, write_rows
+from toolkit.config.schema import OnBadRow, RowFormat, SourceConfig
+from toolkit.data import files as files_module
+from toolkit.data import sources
+from toolkit.data.prepare import Prepared, prepare
 from toolkit.errors import DataError
 
 GOOD = b'{"prompt": "a", "response": "b"}\n'
@@ -16,11 +23,19 @@ ONE_OF = "A file holds one {…} per line, or one list [{…}, …]"
 HISTORY = "Write it as a list of [question, answer] pairs of texts that are not empty"
 
 
-def read(
-    path: Path, row_format: RowFormat = RowFormat.auto, skip: bool = False, bad: BadRows | None = None
-) -> list[Row]:
-    on_bad_row = OnBadRow.skip if skip else OnBadRow.error
-    return list(read_rows([SourceConfig(path=str(path), format=row_format)], on_bad_row, path.parent, pytest.fail, bad))
+def prepared(folder: Path, *given: SourceConfig, skip: bool = False) -> tuple[Prepared, ByteEncoder]:
+    """Prepare sources; the encoder has seen their conversations in order."""
+    cfg, encoder = run_config(folder), ByteEncoder()
+    cfg.data.sources = list(given)
+    cfg.data.on_bad_row = OnBadRow.skip if skip else OnBadRow.error
+    cfg.data.max_bad_fraction = 0.999
+    return prepare(cfg, encoder), encoder
+
+
+def read(path: Path, row_format: RowFormat = RowFormat.auto, skip: bool = False, **source: Any) -> list[Any]:
+    """Return messages and place of each row."""
+    result, encoder = prepared(path.parent, SourceConfig(path=str(path), format=row_format, **source), skip=skip)
+    return [(messages, result.train.where(index)) for index, (messages, _) in enumerate(encoder.seen)]
 
 
 def written(folder: Path, content: bytes, name: str = "d.jsonl") -> Path:
@@ -57,7 +72,7 @@ def assistant(text: str) -> dict[str, str]:
 def test_formats(tmp_path: Path, row: dict[str, object], messages: list[dict[str, str]]) -> None:
     path = tmp_path / "d.jsonl"
     write_rows(path, [row])
-    assert read(path) == [Row(messages, f"{path}:1")]
+    assert read(path) == [(messages, f"{path}:1")]
 
 
 def test_lines_keep_their_numbers(tmp_path: Path) -> None:
@@ -69,15 +84,15 @@ def test_lines_keep_their_numbers(tmp_path: Path) -> None:
     )
     path = written(tmp_path, content)
     rows = read(path)
-    assert [row.where for row in rows] == [f"{path}:2", f"{path}:5"]
-    assert rows[1].messages[0]["content"] == "x\u2028y"
+    assert [where for _, where in rows] == [f"{path}:2", f"{path}:5"]
+    assert rows[1][0][0]["content"] == "x\u2028y"
 
 
 @pytest.mark.parametrize("name", ["d.json", "d.jsonl"])
 def test_array_rows_have_the_line_they_begin_on(tmp_path: Path, name: str) -> None:
     content = b"\xef\xbb\xbf[\r\n" + GOOD.strip() + b',\n\n{"prompt": "a\\n",\n "response": "b"}, ' + GOOD + b"]\n"
     path = written(tmp_path, content, name)
-    assert [row.where for row in read(path)] == [f"{path}:2", f"{path}:4", f"{path}:5"]
+    assert [where for _, where in read(path)] == [f"{path}:2", f"{path}:4", f"{path}:5"]
 
 
 def test_json_file_may_hold_lines(tmp_path: Path) -> None:
@@ -137,15 +152,41 @@ def test_bad_line_stops_with_its_number(tmp_path: Path, line: bytes, reason: str
 
 @pytest.mark.parametrize(("line", "reason"), BAD_LINES, ids=range(len(BAD_LINES)))
 def test_bad_line_is_skipped_and_reported(tmp_path: Path, line: bytes, reason: str) -> None:
-    path, bad = written(tmp_path, GOOD + line + b"\n" + GOOD), BadRows()
-    assert [row.where for row in read(path, skip=True, bad=bad)] == [f"{path}:1", f"{path}:3"]
-    assert (bad.count, bad.examples) == (1, [f"{path}:2: {reason}."])
+    path = written(tmp_path, GOOD + line + b"\n" + GOOD)
+    result, _ = prepared(tmp_path, SourceConfig(path=str(path)), skip=True)
+    assert [result.train.where(index) for index in range(2)] == [f"{path}:1", f"{path}:3"]
+    assert result.report.dropped == {"cannot be used": 1}
+    assert result.report.examples == {"cannot be used": [f"{path}:2: {reason}."]}
+    listed = (Path(result.report.folder) / "bad_rows.jsonl").read_text(encoding="utf-8").splitlines()
+    assert [json.loads(text) for text in listed] == [
+        {"file": str(path), "line": 2, "reason": reason, "excerpt": line.decode("utf-8", "replace").strip()[:200]}
+    ]
 
 
 def test_skip_keeps_only_the_first_examples(tmp_path: Path) -> None:
-    path, bad = written(tmp_path, GOOD + b"{\n" * 50), BadRows()
-    assert len(read(path, skip=True, bad=bad)) == 1
-    assert (bad.count, len(bad.examples)) == (50, 5)
+    path = written(tmp_path, GOOD + b"{\n" * 50)
+    report = prepared(tmp_path, SourceConfig(path=str(path)), skip=True)[0].report
+    assert (report.bad_rows, len(report.examples["cannot be used"])) == (50, 5)
+    assert len((Path(report.folder) / "bad_rows.jsonl").read_text().splitlines()) == 50
+
+
+def test_too_many_bad_rows_stop_even_skip(tmp_path: Path) -> None:
+    path = written(tmp_path, GOOD * 500 + b"{\n" * 12)
+    cfg = run_config(tmp_path, str(path))
+    cfg.data.on_bad_row, cfg.data.max_bad_fraction = OnBadRow.skip, 0.02
+    with pytest.raises(DataError) as error:
+        prepare(cfg, ByteEncoder())
+    listed = tmp_path / "cache" / "bad_rows.jsonl"
+    assert str(error.value).startswith(
+        f"12 of 512 rows cannot be used, more than data.max_bad_fraction = 0.02 allows. They are listed in {listed}. \n"
+        f"{path}:501: broken JSON"
+    )
+    assert len(listed.read_text().splitlines()) == 12
+    cfg.data.max_bad_fraction = 0.03
+    assert prepare(cfg, ByteEncoder()).report.bad_rows == 12
+    write_rows(path, [*pairs(3), *[{}] * 10])  # ten are tolerated whatever the fraction
+    cfg.data.max_bad_fraction = 0.0
+    assert prepare(cfg, ByteEncoder()).report.bad_rows == 10
 
 
 @pytest.mark.parametrize(
@@ -190,16 +231,17 @@ def test_unknown_keys_name_the_known_formats(tmp_path: Path, skip: bool) -> None
     with pytest.raises(DataError) as error:
         read(path, skip=skip)
     assert str(error.value) == (
-        f"{path}:1: the keys 'question', 'answer' belong to no known format. Known are prompt, response (history) and "
-        "instruction, output (input, history); rename the keys accordingly."
+        f"{path}:1: the keys 'question', 'answer' belong to no known format. Known are prompt, response (history); "
+        "instruction, output (input, history); conversations; messages; text. Say which is which with `columns`, for "
+        "example columns: {prompt: question, response: …}."
     )
 
 
 def test_given_format_is_not_guessed(tmp_path: Path) -> None:
     path = tmp_path / "d.jsonl"
     write_rows(path, [{"prompt": "p", "response": "r", "instruction": "i", "output": "o"}])
-    assert read(path, RowFormat.instruction)[0].messages == [user("i"), assistant("o")]
-    assert read(path)[0].messages == [user("p"), assistant("r")]
+    assert read(path, RowFormat.instruction)[0][0] == [user("i"), assistant("o")]
+    assert read(path)[0][0] == [user("p"), assistant("r")]
 
 
 def test_missing_folder_and_empty_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -210,24 +252,227 @@ def test_missing_folder_and_empty_files(tmp_path: Path, monkeypatch: pytest.Monk
         f"There is no data file 'no.jsonl' (looked in {tmp_path}). Correct `path` under data.sources or "
         "data.validation."
     )
-    with pytest.raises(DataError, match="is a folder, not a file"):
+    with pytest.raises(DataError, match=r"The folder '.*' holds no data file\. Known are \.jsonl, \.json, "):
         read(tmp_path)
     with pytest.raises(DataError, match=r"The data file '.*e\.jsonl' is empty\."):
         read(written(tmp_path, b"", "e.jsonl"))
     for content in (b"\n\n", b"[]", b"[\n]\n"):
-        with pytest.raises(DataError, match="holds no row that can be used"):
+        with pytest.raises(DataError, match=r"d\.jsonl holds no row\."):
             read(written(tmp_path, content))
-    with pytest.raises(DataError, match=r"(?s)\(2 were refused\).*d\.jsonl:1: the row is 3"):
+    with pytest.raises(DataError, match=r"(?s)none of the 2 rows.*2 x cannot be used \(.*d\.jsonl:1: the row is 3"):
         read(written(tmp_path, b"3\n4\n"), skip=True)
 
 
 def test_several_sources_and_max_samples(tmp_path: Path) -> None:
     first, second = tmp_path / "1.jsonl", tmp_path / "2.jsonl"
     write_rows(first, pairs(3))
-    second.write_text(json.dumps([{"instruction": "i", "output": "o"}]))
-    data = DataConfig(sources=[SourceConfig(path=str(first)), SourceConfig(path=str(second))])
-    assert len(list(read_training_rows(data, tmp_path, pytest.fail))) == 4
-    data.max_samples = 2
-    assert [row.where for row in read_training_rows(data, tmp_path, pytest.fail)] == [f"{first}:1", f"{first}:2"]
+    second.write_text(json.dumps([{"instruction": "i", "output": "o"}] * 3))
+    cfg = run_config(tmp_path, str(first), str(second))
+    train, _, report = prepare(cfg, ByteEncoder())
+    assert [train.where(index) for index in range(6)] == [f"{first}:{n}" for n in (1, 2, 3)] + [f"{second}:1"] * 3
+    assert [(source["name"], source["rows"], source["samples"]) for source in report.sources] == [
+        (str(first), 3, 3),
+        (str(second), 3, 3),
+    ]
+    for most in (2, 3, 5, 6, 9):
+        cfg.data.max_samples = most
+        assert len(prepare(cfg, ByteEncoder()).train) == min(most, 6)
+    cfg.data.sources = []
     with pytest.raises(DataError, match=r"data\.sources is empty"):
-        list(read_training_rows(DataConfig(), tmp_path, pytest.fail))
+        prepare(cfg, ByteEncoder())
+
+
+ROWS = [{"prompt": f"问 {number}\n", "response": 'a "b", c'} for number in range(5)]
+
+
+def csv_bytes(rows: list[dict[str, str]], delimiter: str = ",") -> bytes:
+    file = io.StringIO(newline="")
+    writer = csv.DictWriter(file, list(rows[0]), delimiter=delimiter)
+    writer.writeheader()
+    writer.writerows(rows)
+    return b"\xef\xbb\xbf" + file.getvalue().encode()
+
+
+def lines_bytes() -> bytes:
+    return "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in ROWS).encode()
+
+
+def arrow_bytes(kind: Any) -> bytes:
+    file = io.BytesIO()
+    table = pyarrow.Table.from_pylist(ROWS)
+    with kind(file, table.schema) as writer:
+        writer.write_table(table, max_chunksize=2)
+    return file.getvalue()
+
+
+def parquet_bytes() -> bytes:
+    file = io.BytesIO()
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(ROWS), file, row_group_size=2)
+    return file.getvalue()
+
+
+def compressed(content: bytes) -> bytes:
+    return pyarrow.compress(content, codec="zstd", asbytes=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "numbers"),
+    [
+        ("d.jsonl", lines_bytes(), [1, 2, 3, 4, 5]),
+        ("d.jsonl.gz", gzip.compress(lines_bytes()), [1, 2, 3, 4, 5]),
+        ("two.gz", gzip.compress(lines_bytes()[:100]) + gzip.compress(lines_bytes()[100:]), [1, 2, 3, 4, 5]),
+        ("d.jsonl.zst", compressed(lines_bytes()), [1, 2, 3, 4, 5]),
+        ("d.json", json.dumps(ROWS, indent=1).encode(), [2, 6, 10, 14, 18]),
+        ("d.json.gz", gzip.compress(json.dumps(ROWS).encode()), [1] * 5),
+        ("d.csv", csv_bytes(ROWS), [2, 4, 6, 8, 10]),
+        ("d.csv.gz", gzip.compress(csv_bytes(ROWS)), [2, 4, 6, 8, 10]),
+        ("d.tsv", csv_bytes(ROWS, "\t"), [2, 4, 6, 8, 10]),
+        ("d.parquet", parquet_bytes(), [1, 2, 3, 4, 5]),
+        ("d.arrow", arrow_bytes(pyarrow.ipc.new_stream), [1, 2, 3, 4, 5]),
+        ("d.arrow", arrow_bytes(pyarrow.ipc.new_file), [1, 2, 3, 4, 5]),
+    ],
+)
+def test_kinds_of_files(tmp_path: Path, name: str, content: bytes, numbers: list[int]) -> None:
+    path = written(tmp_path, content, name)
+    rows = [
+        ([user(row["prompt"]), assistant(row["response"])], number) for row, number in zip(ROWS, numbers, strict=True)
+    ]
+    assert read(path) == [(messages, f"{path}:{number}") for messages, number in rows]
+
+
+def test_folder_and_pattern(tmp_path: Path) -> None:
+    data = tmp_path / "data"
+    (data / "sub").mkdir(parents=True)
+    (data / ".hidden").mkdir()
+    written(data, GOOD, "b.jsonl")
+    written(data / "sub", gzip.compress(GOOD * 2), "a.jsonl.gz")
+    written(data, GOOD, "readme.txt")
+    written(data / ".hidden", GOOD, "x.jsonl")
+    result, _ = prepared(tmp_path, SourceConfig(path=str(data)))
+    assert [result.train.where(n) for n in range(3)] == [
+        f"{data}/b.jsonl:1",
+        f"{data}/sub/a.jsonl.gz:1",
+        f"{data}/sub/a.jsonl.gz:2",
+    ]
+    assert len(prepared(tmp_path, SourceConfig(path=str(data / "**" / "*.gz")))[0].train) == 2
+
+
+def test_folders_that_datasets_saved(tmp_path: Path) -> None:
+    import datasets
+
+    data = datasets.Dataset.from_list(ROWS)
+    data.shuffle(seed=1).save_to_disk(str(tmp_path / "one"))
+    datasets.DatasetDict({"train": data, "test": data.select([1, 3])}).save_to_disk(str(tmp_path / "dict"))
+    expected = {row["prompt"] for row in ROWS}
+    assert {messages[0]["content"] for messages, _ in read(tmp_path / "one")} == expected
+    assert [messages[0]["content"] for messages, _ in read(tmp_path / "dict", split="test")] == ["问 1\n", "问 3\n"]
+    with pytest.raises(DataError, match=r"has no split 'dev'; it has train, test\. Choose one with `split`"):
+        read(tmp_path / "dict", split="dev")
+
+
+def test_hub_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import datasets
+
+    datasets.Dataset.from_list(ROWS).save_to_disk(str(tmp_path / "cached"))
+    asked: list[Any] = []
+
+    def load(*words: Any, **options: Any) -> Any:
+        asked.append((words, options))
+        return datasets.load_from_disk(str(tmp_path / "cached"))
+
+    monkeypatch.setattr(datasets, "load_dataset", load)
+    result, _ = prepared(tmp_path, SourceConfig(hub="me/chats", subset="zh", split="dev", revision="abc"))
+    assert len(result.train) == 5
+    assert asked == [(("me/chats", "zh"), {"split": "dev", "revision": "abc"})]
+    assert result.report.sources[0]["name"] == "me/chats"
+    monkeypatch.setattr(datasets, "load_dataset", lambda *words, **options: 1 / 0)
+    with pytest.raises(
+        DataError, match=r"'me/chats' cannot be had from Hugging Face \(ZeroDivisionError: division by zero"
+    ):
+        prepared(tmp_path, SourceConfig(hub="me/chats"))
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("d.jsonl.gz", gzip.compress(lines_bytes() * 500)[:-20], r"Cannot read '.*d\.jsonl\.gz': .+"),
+        ("d.parquet", parquet_bytes()[:-30], r"Cannot read '.*d\.parquet': .+"),
+        ("d.arrow", b"nonsense" * 10, r"Cannot read '.*d\.arrow': .+"),
+        ("d.csv", b'prompt,response\na,"b\n', r"d\.csv:2: broken CSV: unexpected end of data\. Correct the file\."),
+        ("d.csv", b"prompt,response\na,b\n\xb0,b\n", r"d\.csv:\d: not UTF-8: byte 0xb0"),
+    ],
+)
+def test_broken_files(tmp_path: Path, name: str, content: bytes, message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        read(written(tmp_path, content, name), skip=True)
+
+
+def test_csv_row_with_too_few_or_many_fields(tmp_path: Path) -> None:
+    path = written(tmp_path, b"prompt,response\na,b\nc\nd,e,f\n", "d.csv")
+    result, encoder = prepared(tmp_path, SourceConfig(path=str(path)), skip=True)
+    assert [messages for messages, _ in encoder.seen] == [[user("a"), assistant("b")]]
+    assert result.report.examples["cannot be used"] == [
+        f"{path}:3: 'response' is null, not a text. Correct or remove the row.",
+        f"{path}:4: the row has more fields than the first line names. Correct or remove the row.",
+    ]
+
+
+def test_long_array_is_read_piece_by_piece(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from toolkit.data import json_rows
+
+    monkeypatch.setattr(json_rows, "_CHUNK_BYTES", 7)
+    rows = [{"prompt": f"é{'x' * (number % 90)}", "response": "\\u4f60 你好 \\n"} for number in range(200)]
+    for indent in (None, 2):
+        path = written(tmp_path, json.dumps(rows, indent=indent, ensure_ascii=indent is None).encode(), "d.json")
+        found = read(path)
+        assert [messages for messages, _ in found] == [
+            [user(row["prompt"]), assistant(row["response"])] for row in rows
+        ]
+        if indent:
+            assert [where for _, where in found] == [f"{path}:{2 + 4 * number}" for number in range(200)]
+    broken = json.dumps(rows[:50])[:-1] + ', {"prompt": "a" "response"}, ' + json.dumps(rows)[1:]
+    with pytest.raises(
+        DataError, match=rf":1: broken JSON at column {broken.index('a' + chr(34) + ' ') + 4}: Expecting ','"
+    ):
+        read(written(tmp_path, broken.encode(), "d.json"))
+
+
+def test_long_lines_and_line_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    long = {"prompt": "p" * (10 << 20), "response": "r"}
+    path = tmp_path / "d.jsonl"
+    write_rows(path, [*pairs(2), long, *pairs(2)])
+    result, _ = prepared(tmp_path, SourceConfig(path=str(path)))
+    assert len(result.train) == 4
+    assert result.report.dropped == {"longer than data.max_length = 1024": 1}
+    monkeypatch.setattr(files_module, "_LARGEST_LINE_BYTES", 1 << 20)
+    with pytest.raises(DataError, match=r"d\.jsonl:3: a line of more than 1 MiB"):
+        list(files_module.blocks(path, 1 << 20))
+
+
+def test_an_edit_moves_few_blocks(tmp_path: Path) -> None:
+    rows = pairs(4000, length=30)
+    path = tmp_path / "d.jsonl"
+    write_rows(path, rows)
+    before = [block.content for block in files_module.blocks(path, 4096)]
+    del rows[1234]
+    rows[3000]["prompt"] = "mended"
+    write_rows(path, rows)
+    after = [block.content for block in files_module.blocks(path, 4096)]
+    assert len(before) > 20
+    assert len(set(after) - set(before)) <= 4
+    assert b"".join(after) == path.read_bytes()  # type: ignore[arg-type]
+
+
+def test_hash_is_remembered_until_the_file_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = written(tmp_path, GOOD)
+    first = sources.content_hash(path, tmp_path)
+    assert not (tmp_path / "hashes").exists()  # too young to be trusted: a change within the clock's resolution
+    monkeypatch.setattr(sources, "_SETTLED_S", -1.0)
+    assert sources.content_hash(path, tmp_path) == first
+    kept = next((tmp_path / "hashes").iterdir())
+    kept.write_text(kept.read_text().replace(first, "remembered"))
+    assert sources.content_hash(path, tmp_path) == "remembered"
+    written(tmp_path, GOOD.replace(b"a", b"z"))
+    assert sources.content_hash(path, tmp_path) not in ("remembered", first)
+    kept.write_text("[broken")
+    assert sources.content_hash(path, tmp_path) not in ("remembered", first)

@@ -14,9 +14,11 @@ COMMANDS = {
     "train": "toolkit.cli.train",
     "check": "toolkit.cli.check",
     "prepare": "toolkit.cli.prepare",
+    "show": "toolkit.cli.show",
     "export-config": "toolkit.cli.export_config",
     "generate": "toolkit.cli.generate",
     "export-model": "toolkit.cli.export_model",
+    "bench": "toolkit.cli.bench",
 }
 
 

@@ -120,3 +120,15 @@ def positive_int(arguments: dict[str, str], name: str) -> int | None:
     if not text.isdecimal() or int(text) == 0:
         raise ConfigError(tr("{name} = {text} is not a positive whole number.", name=name, text=text))
     return int(text)
+
+
+def non_negative_int(arguments: dict[str, str], name: str, default: int) -> int:
+    """Return an argument as a whole number from 0, the default if it was not given.
+
+    Raises:
+        ConfigError: it is something else.
+    """
+    text = arguments.get(name, str(default))
+    if not text.isdecimal():
+        raise ConfigError(tr("{name} = {text} is not a whole number from 0.", name=name, text=text))
+    return int(text)

@@ -1,10 +1,17 @@
 """Tokenise a recipe's data now, so that training finds it ready.
 
 toolkit prepare recipe=NAME [key=value …]
+
+  prepare.shard=i/n   do one of n parts, for n machines that share prepare.dir; then run it once without
+
+An interrupted run goes on where it stopped. Data that is prepared already is verified: every byte is read.
 """
+
+import sys
 
 from toolkit.cli.compose import compose
 from toolkit.config.checks import check
+from toolkit.errors import DataError
 from toolkit.messages import tr
 
 
@@ -12,16 +19,48 @@ def run(words: list[str]) -> int:
     """Prepare."""
     composed = compose(words, world_size=None)
     check(composed.loaded)
-    from toolkit.train.prepared import prepare_data
+    cfg = composed.loaded.cfg
+    from toolkit.cli.sample_view import filled_line
+    from toolkit.data.prepare import prepare_shard
+    from toolkit.data.store import damaged_files
+    from toolkit.train.prepared import build_encoder, prepare_data
 
-    prepared = prepare_data(composed.loaded.cfg, speaks=True)
-    print(
+    if cfg.prepare.shard:
+        total, new = prepare_shard(cfg, build_encoder(cfg, _say), _say)
+        _say(
+            tr(
+                "Part {shard} is done: {total} pieces, {new} of them made now. When all parts are, run the same "
+                "command without prepare.shard to join them.",
+                shard=cfg.prepare.shard,
+                total=f"{total:,}",
+                new=f"{new:,}",
+            )
+        )
+        return 0
+    prepared = prepare_data(cfg, speaks=True)
+    folder = prepared.train.folder
+    if not prepared.report.built and (damaged := damaged_files(folder)):
+        raise DataError(
+            tr(
+                "The prepared data in {folder} is damaged ({files}). Remove the folder, and prepare anew.",
+                folder=folder,
+                files=", ".join(damaged),
+            )
+        )
+    _say(
         tr(
             "{samples} training samples, {tokens} tokens ({trained} trained), in {folder}.",
             samples=f"{len(prepared.train):,}",
             tokens=f"{prepared.train.num_tokens:,}",
             trained=f"{prepared.train.num_trained_tokens:,}",
-            folder=prepared.train.folder,
+            folder=folder,
         )
     )
+    if line := filled_line(cfg, prepared.packing, prepared.train, prepared.train_plan):
+        _say(line)
     return 0
+
+
+def _say(line: str) -> None:
+    sys.stdout.write(line + "\n")
+    sys.stdout.flush()

@@ -13,17 +13,18 @@ from toolkit.cli.context import Session
 from toolkit.cli.finish import finish
 from toolkit.config.checks import accumulation
 from toolkit.config.load import Loaded, to_yaml
-from toolkit.config.schema import RunConfig
+from toolkit.config.schema import Packing, RunConfig
 from toolkit.distributed import failure, process_group, signals
 from toolkit.engine.ds_config import DsConfig, build_ds_config, warmup_steps
 from toolkit.engine.initialize import initialize
 from toolkit.evaluate.loss import evaluate_loss
 from toolkit.launch.environment import Ranks
 from toolkit.messages import tr
+from toolkit.models.attention import check_isolation
 from toolkit.models.build import build_model
 from toolkit.track.progress import Progress
 from toolkit.train import run_folder
-from toolkit.train.batches import evaluation_batches, training_batches
+from toolkit.train.batches import epoch_steps, evaluation_batches, training_batches
 from toolkit.train.loop import Job
 from toolkit.train.loop import train as run_loop
 from toolkit.train.prepared import Prepared, prepare_data
@@ -68,7 +69,7 @@ def run_session(cfg: RunConfig, ranks: Ranks, prepared: Prepared, started: float
     failure.watch(folder)
     _log_to_files(folder, ranks.rank)
     times = accumulation(cfg, ranks.world_size)
-    steps_per_epoch = -(-len(prepared.train) // cfg.batch.global_size)
+    steps_per_epoch = epoch_steps(cfg, prepared)
     total_steps = cfg.train.max_steps or cfg.train.epochs * steps_per_epoch
     ds = build_ds_config(cfg, ranks.world_size, total_steps)
     config_yaml = to_yaml(cfg)
@@ -105,13 +106,17 @@ def run_session(cfg: RunConfig, ranks: Ranks, prepared: Prepared, started: float
 
 
 def _build_engine(cfg: RunConfig, prepared: Prepared, ds: DsConfig, total_steps: int) -> DeepSpeedEngine:
-    model = build_model(cfg.model, cfg.precision.dtype, prepared.tokenizer, cfg.run.seed, ds.values)
+    packed = prepared.packing is Packing.packed
+    model = build_model(cfg.model, cfg.precision.dtype, prepared.tokenizer, cfg.run.seed, ds.values, packed)
     warmup = warmup_steps(cfg, total_steps)
 
     def make_schedule(optimizer: torch.optim.Optimizer) -> Any:
         return Schedule(optimizer, cfg.schedule, cfg.optim.lr, total_steps, warmup)
 
-    return initialize(model, ds.values, cfg.train.activation_checkpointing, make_schedule)
+    engine = initialize(model, ds.values, cfg.train.activation_checkpointing, make_schedule)
+    if packed:
+        check_isolation(engine, len(prepared.tokenizer), engine.device, cfg.model.name or cfg.model.path)
+    return engine
 
 
 def _evaluation(session: Session) -> Any:

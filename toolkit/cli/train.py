@@ -18,6 +18,7 @@ from pathlib import Path
 from toolkit.cli.compose import Composed, compose
 from toolkit.config.checks import check
 from toolkit.config.load import to_yaml
+from toolkit.errors import ConfigError
 from toolkit.launch import ancestors, environment
 from toolkit.messages import tr
 
@@ -36,6 +37,8 @@ def run(words: list[str]) -> int:
     composed = compose(words, world_size=ranks.world_size)
     cfg = composed.loaded.cfg
     check(composed.loaded, ranks.world_size)
+    if cfg.prepare.shard:
+        raise ConfigError(tr("prepare.shard is for `toolkit prepare` alone: training needs all parts. Remove it."))
     ancestors.check_launcher(cfg.launch.num_nodes, ranks)
     if cfg.distributed.interface:
         environment.set_interface(cfg.distributed.interface, os.environ)

@@ -1,6 +1,7 @@
 """Rules that join several keys. Each message says both values and the mend."""
 
 import math
+import re
 from pathlib import Path
 
 from toolkit.config.checks_files import check_files
@@ -20,6 +21,8 @@ LEAST = {
     "data.max_length": LEAST_LENGTH,
     "data.max_samples": 0,
     "data.num_workers": 0,
+    "data.packing_window": 0,
+    "prepare.num_workers": 0,
     "train.epochs": 1,
     "train.max_steps": 0,
     "train.gradient_clipping": 0,
@@ -132,6 +135,7 @@ def _numbers(loaded: Loaded) -> None:
         )
     for key in (
         "data.validation_fraction",
+        "data.max_bad_fraction",
         "schedule.warmup_ratio",
         "schedule.min_lr_ratio",
         "schedule.warmup_min_ratio",
@@ -268,4 +272,11 @@ def _names(loaded: Loaded) -> None:
             loaded,
             "run.name",
             tr("run.name = {name} must be a plain folder name; the folder around it is run.dir.", name=name),
+        )
+    shard = cfg.prepare.shard
+    if shard and not ((match := re.fullmatch(r"(\d+)/(\d+)", shard)) and 0 < int(match[1]) <= int(match[2])):
+        raise fail(
+            loaded,
+            "prepare.shard",
+            tr("prepare.shard = {value} must be i/n, such as 1/4 to 4/4 for four machines.", value=shard),
         )

@@ -1,12 +1,15 @@
 """Rules about files and folders that a config names, found out before anything is loaded."""
 
+import glob
+import math
 import os
 import tempfile
 from pathlib import Path
 
 from toolkit.config.load import Loaded
 from toolkit.config.places import fail, value_of
-from toolkit.config.schema import Device, Init, RowFormat, RunConfig, SourceConfig
+from toolkit.config.schema import ROW_FIELDS, Device, Init, RowFormat, RunConfig, SourceConfig
+from toolkit.config.suggest import did_you_mean
 from toolkit.messages import tr
 
 
@@ -124,25 +127,56 @@ def _sources(loaded: Loaded) -> None:
 
 
 def _source(loaded: Loaded, name: str, index: int, source: SourceConfig) -> None:
-    key = f"{name}[{index}].path"
+    place = f"{name}[{index}]"
     if source.format is RowFormat.docstrings:
-        if source.path:
-            raise fail(
-                loaded,
-                name,
-                tr("{key} = {path} has no effect with format docstrings. Remove it.", key=key, path=source.path),
-            )
-    elif not source.path:
-        raise fail(loaded, name, tr("{key} is empty: name a .json or .jsonl file.", key=key))
-    elif not Path(source.path).is_file():
+        for key in ("path", "hub"):
+            if value := getattr(source, key):
+                raise fail(
+                    loaded,
+                    name,
+                    tr(
+                        "{key} = {path} has no effect with format docstrings. Remove it.",
+                        key=f"{place}.{key}",
+                        path=value,
+                    ),
+                )
+    elif bool(source.path) == bool(source.hub):
+        raise fail(
+            loaded,
+            name,
+            tr("{place} needs one of path (a file, folder or pattern) and hub (a name on Hugging Face).", place=place),
+        )
+    elif source.path and not Path(source.path).exists() and not glob.glob(source.path, recursive=True):
         raise fail(
             loaded,
             name,
             tr(
                 "{key} = {path}: there is no such file (looked in {folder}).",
-                key=key,
+                key=f"{place}.path",
                 path=source.path,
                 folder=Path.cwd(),
+            ),
+        )
+    for key in ("subset", "revision"):
+        if getattr(source, key) and not source.hub:
+            raise fail(loaded, name, tr("{place}.{key} has an effect with hub only. Remove it.", place=place, key=key))
+    fields = ROW_FIELDS.get(source.format) or tuple(field for names in ROW_FIELDS.values() for field in names)
+    for column in source.columns:
+        if column not in fields:
+            raise fail(
+                loaded,
+                name,
+                tr("{place}.columns: no format reads '{column}'.", place=place, column=column)
+                + did_you_mean(column, fields),
+            )
+    if not 0 < source.weight < math.inf:
+        raise fail(
+            loaded,
+            name,
+            tr(
+                "{place}.weight = {weight} must be above 0; remove the source instead.",
+                place=place,
+                weight=source.weight,
             ),
         )
 

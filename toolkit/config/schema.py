@@ -39,7 +39,29 @@ class RowFormat(str, Enum):
     auto = "auto"
     prompt_response = "prompt_response"
     instruction = "instruction"
+    sharegpt = "sharegpt"
+    messages = "messages"
+    text = "text"
     docstrings = "docstrings"
+
+
+ROW_FIELDS = {
+    RowFormat.prompt_response: ("prompt", "response", "history", "system", "tools"),
+    RowFormat.instruction: ("instruction", "input", "output", "history", "system", "tools"),
+    RowFormat.sharegpt: ("conversations", "system", "tools", "from", "value", "role", "content"),
+    RowFormat.messages: ("messages", "system", "tools", "from", "value", "role", "content"),
+    RowFormat.text: ("text",),
+}
+"""What each format reads of a row, and of the messages in it; the names that `columns` may give other ones."""
+
+
+class TrainOn(str, Enum):
+    """Which messages of a conversation the loss covers."""
+
+    auto = "auto"
+    all = "all"
+    last = "last"
+    marked = "marked"
 
 
 class OnBadRow(str, Enum):
@@ -54,7 +76,25 @@ class TooLong(str, Enum):
 
     drop = "drop"
     truncate = "truncate"
+    split = "split"  # type: ignore[assignment]  # also the name of a method of str
     error = "error"
+
+
+class Packing(str, Enum):
+    """How samples fill the rows of a micro-batch."""
+
+    none = "none"
+    packed = "packed"
+    grouped = "grouped"
+
+
+class Attention(str, Enum):
+    """How attention is computed."""
+
+    auto = "auto"
+    sdpa = "sdpa"
+    eager = "eager"
+    varlen = "varlen"
 
 
 class OptimizerName(str, Enum):
@@ -153,6 +193,8 @@ class ModelConfig:
     """With a ChatGLM's own chat format: train exactly what the original trains; false leaves out ChatGLM-6B's <sop> and tools' observations."""
     chat_template: str = ""
     """File with a Jinja chat template that replaces the tokenizer's own; "" keeps its own."""
+    attention: Attention = Attention.auto
+    """auto: varlen for packed rows, else PyTorch's scaled_dot_product_attention; sdpa: the latter, with a mask of blocks for packed rows; eager: written out; varlen: each sample of a packed row for itself (PyTorch's kernel for variable lengths on GPUs)."""
     init: Init = Init.pretrained
     """pretrained: read the weights in `model.path`; random: a small GLM of `model.shape` with random weights."""
     shape: ShapeConfig = field(default_factory=ShapeConfig)
@@ -173,12 +215,24 @@ class TuningConfig:
 
 @dataclass(kw_only=True, slots=True)
 class SourceConfig:
-    """One item of `data.sources` or `data.validation`: a file and how its rows are read."""
+    """One item of `data.sources` or `data.validation`: files of one kind and how their rows are read."""
 
     path: str = ""
-    """A .json (array) or .jsonl file; relative to the folder where the command was typed. Unused with format=docstrings."""
+    """File, folder or pattern (data/*.jsonl.gz): JSONL, a JSON array, CSV, TSV, Parquet or Arrow, plain or as .gz or .zst; a folder of such files, or one that `datasets` has saved; relative to the folder where the command was typed. Unused with format=docstrings."""
+    hub: str = ""
+    """Instead of `path`: name of a data set on Hugging Face, such as owner/name; downloaded once into its own cache."""
+    subset: str = ""
+    """hub: the configuration of the data set; "" its only one."""
+    revision: str = ""
+    """hub: commit or branch of the data set; "" the newest."""
+    split: str = "train"
+    """hub, and folders that `datasets` has saved: which split is read."""
     format: RowFormat = RowFormat.auto
-    """auto: by the first row's keys; prompt_response: prompt, response, history; instruction: instruction, input, output; docstrings: questions and answers made from the docstrings of the running Python's standard library."""
+    """auto: by the first row's keys; prompt_response: prompt, response, history; instruction: instruction, input, output, history; sharegpt: conversations with from and value; messages: OpenAI's messages with role and content; text: plain text, all of it trained; docstrings: questions and answers made from the docstrings of the running Python's standard library. Each also takes system and tools."""
+    columns: dict[str, str] = field(default_factory=dict)
+    """Names in the file where they differ from the format's: {prompt: content, response: summary}; also from, value, role and content inside conversations."""
+    weight: float = 1.0
+    """How often each of its samples comes per epoch: 2 is twice, 0.5 takes half of them (chosen by `run.seed`); validation ignores it."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -186,19 +240,27 @@ class DataConfig:
     """`data`: what is learned from."""
 
     sources: list[SourceConfig] = field(default_factory=list)
-    """Training files, read one after another."""
+    """Training data; several sources are mixed according to their weights."""
     validation: list[SourceConfig] = field(default_factory=list)
-    """Validation files; empty: `data.validation_fraction` is split off the training rows."""
+    """Validation data; empty: `data.validation_fraction` is split off the training rows."""
     validation_fraction: float = 0.05
     """Fraction of the training rows, chosen by `run.seed`, kept for validation when `data.validation` is empty; 0 keeps none."""
+    train_on: TrainOn = TrainOn.auto
+    """auto: what the model family's own fine-tuning trains (ChatGLM-6B and ChatGLM2: the last answer; all others: every answer); all: every answer; last: the last answer; marked: messages with "loss": true. In all of them "loss": true or false at a message decides for it. With ChatGLM-6B and ChatGLM2 each trained answer becomes a sample of its own."""
     max_length: int = 1024
-    """Longest conversation in tokens, prompt and answer together."""
+    """Longest sample in tokens, prompt and answer together; also the length of a packed row."""
     too_long: TooLong = TooLong.drop
-    """drop: leave out and count; truncate: cut the beginning of the prompt (the answer stays whole, else the row is dropped); error: stop."""
+    """drop: leave out and count; truncate: leave out the oldest turns (dropped if the newest turn alone is too long); split: make several samples, of whole turns where they fit, else of windows of tokens; error: stop."""
     on_bad_row: OnBadRow = OnBadRow.error
-    """error: stop at the first row that cannot be used, with file and line; skip: leave out, count and report them."""
+    """error: stop at the first row that cannot be used, with file and line; skip: leave out, count and list them in a file."""
+    max_bad_fraction: float = 0.01
+    """skip: stop all the same when more than this fraction of the rows (and more than 10) cannot be used."""
     max_samples: int = 0
     """Use only the first so many rows of all sources together; 0 uses all."""
+    packing: Packing = Packing.none
+    """none: a row per sample, padded to the longest of its micro-batch; packed: rows of `data.max_length` filled with several samples that do not see each other; grouped: micro-batches of samples of like length, as many as fit into `batch.micro_per_gpu` rows of `data.max_length`. With packed and grouped `batch.global_size` counts rows of `data.max_length`."""
+    packing_window: int = 0
+    """packed: fill rows from so many samples at a time; 0 from the whole epoch, which wastes least."""
     num_workers: int = 0
     """Data-loader processes per rank; 0 loads in the training process."""
 
@@ -209,16 +271,20 @@ class PrepareConfig:
 
     dir: str = ".cache/toolkit"
     """Folder for tokenised data and fitted tokenizers, shared by all ranks of a node; relative to the folder where the command was typed."""
+    num_workers: int = 0
+    """Processes that tokenise; 0 takes as many as this process may use cores."""
+    shard: str = ""
+    """i/n: do the i-th of n parts only, for several machines that share `prepare.dir`; run once more without it to join the parts."""
 
 
 @dataclass(kw_only=True, slots=True)
 class BatchConfig:
-    """`batch`: samples per step. Gradient accumulation is derived: global_size / (micro_per_gpu x ranks)."""
+    """`batch`: rows per step. Gradient accumulation is derived: global_size / (micro_per_gpu x ranks)."""
 
     global_size: int = 32
-    """Samples per optimizer step over all ranks."""
+    """Rows per optimizer step over all ranks; a row is a sample, or with `data.packing` packed or grouped up to `data.max_length` tokens of several."""
     micro_per_gpu: int = 1
-    """Samples of one rank per forward pass."""
+    """Rows of one rank per forward pass."""
 
 
 @dataclass(kw_only=True, slots=True)

@@ -6,7 +6,7 @@ from enum import Enum
 from toolkit.config.keys import all_keys
 from toolkit.config.load import Loaded
 from toolkit.config.places import fail, value_of
-from toolkit.config.schema import Device, Dtype, Init, RunConfig, ScheduleName
+from toolkit.config.schema import Device, Dtype, Init, OnBadRow, Packing, RunConfig, ScheduleName
 from toolkit.messages import tr
 
 FP16_KNOBS = (
@@ -87,6 +87,7 @@ def _unread(cfg: RunConfig) -> Iterator[tuple[str, str]]:
     if not (schedule.warmup_steps or schedule.warmup_ratio):
         reason = tr("there is no warm-up")
         yield from ((f"schedule.{name}", reason) for name in ("warmup_type", "warmup_min_ratio"))
+    yield from _unread_data(cfg)
     yield from _unread_observers(cfg)
     if cfg.profile.comms.enabled and cfg.profile.comms.prof_all:
         yield "profile.comms.prof_ops", tr("profile.comms.prof_all is true")
@@ -96,6 +97,17 @@ def _unread(cfg: RunConfig) -> Iterator[tuple[str, str]]:
         for key in all_keys():
             if key.startswith("model.shape."):
                 yield key, tr("model.init is pretrained")
+
+
+def _unread_data(cfg: RunConfig) -> Iterator[tuple[str, str]]:
+    """Settings of data that other settings of it switch off."""
+    data = cfg.data
+    if data.on_bad_row is not OnBadRow.skip:
+        yield "data.max_bad_fraction", tr("data.on_bad_row is {value}, not skip", value=data.on_bad_row.value)
+    if data.packing is not Packing.packed:
+        yield "data.packing_window", tr("data.packing is {value}, not packed", value=data.packing.value)
+    if data.validation:
+        yield "data.validation_fraction", tr("data.validation is given")
 
 
 def _unread_observers(cfg: RunConfig) -> Iterator[tuple[str, str]]:

@@ -51,5 +51,14 @@ def ngram_baselines(train: Store, validation: Store, vocab_size: int) -> Baselin
 
 def _pairs(store: Store) -> tuple[NDArray[Any], NDArray[Any]]:
     """Return the token before each trained one, and the trained one, int64 each."""
-    positions = store.trained_positions()
-    return store.ids[positions - 1].astype(np.int64), store.ids[positions].astype(np.int64)
+    positions = _trained_positions(store)
+    ids = store.read_ids(0, int(store.offsets[-1]))
+    return ids[positions - 1].astype(np.int64), ids[positions].astype(np.int64)
+
+
+def _trained_positions(store: Store) -> NDArray[np.int64]:
+    """Return the positions in `ids` of the tokens of this split that the loss covers, ascending."""
+    member = np.zeros(len(store.offsets) - 1, dtype=np.bool_)
+    member[store.members] = True
+    positions = np.flatnonzero(store.read_trained(0, int(store.offsets[-1])))
+    return positions[member[np.searchsorted(store.offsets, positions, side="right") - 1]]

@@ -1,46 +1,56 @@
-"""Samples to one rectangular batch of tensors. B: samples of the micro-batch; S: padded length."""
+"""Samples to one rectangular batch of tensors. B: rows of the micro-batch; S: padded length."""
 
 from collections.abc import Sequence
 
 import torch
 
+from toolkit.data.plan import PAD_MULTIPLE
 from toolkit.data.store import Sample
 
 Batch = dict[str, torch.Tensor]
-"""input_ids, labels, attention_mask, position_ids, each int64 [B, S]."""
+"""input_ids, labels, position_ids, segment_ids, each int64 [B, S]; for packed rows also cu_seq_lens, int32 [segments+1]
+over the B x S tokens, padding as segments of its own."""
 
 UNTRAINED = -100
 """Label of a token that the loss does not cover."""
 
 
-def collate(samples: Sequence[Sample], pad_id: int, pad_multiple: int = 8) -> Batch:
-    """Pad on the right to the longest sample, rounded up.
+def collate(rows: Sequence[Sequence[Sample]], pad_id: int, packed: bool = False) -> Batch:
+    """Lay samples out side by side and pad on the right to the longest row, rounded up.
 
     Args:
-        samples: ids and mask of each; none gives a filler of one row that is wholly untrained, for ranks that have
-            nothing left but must take part in the step.
+        rows: samples of each row, ids and mask each; no rows give a filler of one that is wholly untrained, for ranks
+            that have nothing left but must take part in the step.
         pad_id: id that fills up.
-        pad_multiple: S is a multiple of it, so that there are few different shapes.
+        packed: whether rows may hold several samples.
 
     Returns:
-        The batch. `labels` stand at their own token's position (not shifted): -100 where the loss does not cover it.
-        `attention_mask` is 1 on real tokens; on a filler everywhere, as attention over nothing would give NaN.
+        The batch. `labels` stand at their own token's position (not shifted): -100 where the loss does not cover it,
+        the first token of each sample always. `position_ids` begin anew with each sample. `segment_ids` number a row's
+        samples from 1; 0 is padding. A filler is one sample, as attention over nothing would give NaN.
     """
-    longest = max((len(ids) for ids, _ in samples), default=1)
-    size = (max(len(samples), 1), -(-longest // pad_multiple) * pad_multiple)
+    longest = max((sum(len(ids) for ids, _ in row) for row in rows), default=1)
+    size = (max(len(rows), 1), -(-longest // PAD_MULTIPLE) * PAD_MULTIPLE)
     input_ids = torch.full(size, pad_id, dtype=torch.int64)
     labels = torch.full(size, UNTRAINED, dtype=torch.int64)
-    attention_mask = torch.zeros(size, dtype=torch.int64) if samples else torch.ones(size, dtype=torch.int64)
-    for row, (ids, trained) in enumerate(samples):
-        # Copies: torch has no uint32 arithmetic, and the mapped file is read-only.
-        tokens = torch.from_numpy(ids.astype("int64"))
-        input_ids[row, : len(ids)] = tokens
-        labels[row, : len(ids)] = tokens.masked_fill(~torch.from_numpy(trained.copy()), UNTRAINED)
-        attention_mask[row, : len(ids)] = 1
-    position_ids = torch.arange(size[1]).expand(size).contiguous()
-    return {
-        "input_ids": input_ids,
-        "labels": labels,
-        "attention_mask": attention_mask,
-        "position_ids": position_ids,
-    }
+    position_ids = torch.arange(size[1]).repeat(size[0], 1)
+    segment_ids = torch.zeros(size, dtype=torch.int64) if rows else torch.ones(size, dtype=torch.int64)
+    bounds = [0]
+    for number, row in enumerate(rows):
+        begin = 0
+        for segment, (ids, trained) in enumerate(row, start=1):
+            end = begin + len(ids)
+            # Copies: torch has no uint32 arithmetic, and the mapped file is read-only.
+            tokens = torch.from_numpy(ids.astype("int64"))
+            input_ids[number, begin:end] = tokens
+            labels[number, begin:end] = tokens.masked_fill(~torch.from_numpy(trained.copy()), UNTRAINED)
+            position_ids[number, begin:end] = torch.arange(len(ids))
+            segment_ids[number, begin:end] = segment
+            bounds.append(number * size[1] + end)
+            begin = end
+        if begin < size[1]:
+            bounds.append((number + 1) * size[1])
+    batch = {"input_ids": input_ids, "labels": labels, "position_ids": position_ids, "segment_ids": segment_ids}
+    if packed:
+        batch["cu_seq_lens"] = torch.tensor(bounds if rows else [0, size[1]], dtype=torch.int32)
+    return batch

@@ -1,202 +1,91 @@
-"""What a row of a data file becomes: a list of messages, and the rules that turn each format into them."""
+"""A conversation, its turns, and which of its messages are trained."""
 
-import difflib
-import json
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
-from toolkit.config.schema import RowFormat
-from toolkit.errors import RowError
-from toolkit.messages import tr
+from toolkit.config.schema import TrainOn
 
-Message = dict[str, str]
-"""One turn: `role` (system, user or assistant) and `content`."""
+Message = Mapping[str, Any]
+"""One turn: `role` and `content`; an assistant's may have `tool_calls` (as OpenAI writes them, arguments as an object)
+and `metadata`; `loss`, if there, says whether it is trained. Roles: system, user, assistant, tool; and text, a plain
+text that is a conversation's only message."""
+
+TEXT = "text"
+ROLES = ("system", "user", "assistant", "tool", TEXT)
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
-    """One conversation; `where` is "file:line" of its beginning."""
+class Conversation:
+    """Messages, and the tools that the assistant may call."""
 
     messages: list[Message]
-    where: str
+    tools: list[Any] | None = None
+
+    @property
+    def is_text(self) -> bool:
+        """Return whether this is a plain text."""
+        return bool(self.messages) and self.messages[0]["role"] == TEXT
+
+    def with_messages(self, messages: Sequence[Message]) -> "Conversation":
+        """Return the same with other messages."""
+        return replace(self, messages=list(messages))
 
 
-@dataclass(frozen=True, slots=True)
-class _Keys:
-    """The keys of a format: the parts that are joined to the question, and the answer."""
-
-    question: str
-    question_more: str
-    answer: str
-
-
-_FORMATS = {
-    RowFormat.prompt_response: _Keys("prompt", "", "response"),
-    RowFormat.instruction: _Keys("instruction", "input", "output"),
-}
-
-
-def detect_format(row: Mapping[str, object]) -> RowFormat:
-    """Return the format of a file from the keys of its first row.
-
-    Raises:
-        RowError: no known format has these keys.
-    """
-    for complete in (True, False):
-        for row_format, keys in _FORMATS.items():
-            found = [key in row for key in (keys.question, keys.answer)]
-            if all(found) if complete else any(found):
-                return row_format
-    raise RowError(
-        tr(
-            "the keys {keys} belong to no known format. Known are prompt, response (history) and instruction, output "
-            "(input, history); rename the keys accordingly",
-            keys=_quoted(row),
-        )
-    )
+def turns(messages: Sequence[Message]) -> tuple[list[Message], list[list[Message]]]:
+    """Return the system messages at the beginning, and the rest cut before each user's message."""
+    start = next((index for index, message in enumerate(messages) if message["role"] != "system"), len(messages))
+    parts: list[list[Message]] = []
+    for message in messages[start:]:
+        if message["role"] == "user" or not parts:
+            # Several messages of the user in a row are one turn.
+            if parts and parts[-1][-1]["role"] == "user":
+                parts[-1].append(message)
+                continue
+            parts.append([])
+        parts[-1].append(message)
+    return list(messages[:start]), parts
 
 
-def to_messages(row: object, row_format: RowFormat) -> list[Message]:
-    """Return the messages of one parsed row; the last one is the assistant's.
+def marked(conversation: Conversation, train_on: TrainOn, only_last: bool) -> Iterator[Conversation]:
+    """Yield what is learned from a conversation, with `loss` set at its messages as `data.train_on` says.
 
     Args:
-        row: the parsed JSON value.
-        row_format: prompt_response or instruction.
-
-    Raises:
-        RowError: the row lacks something, or holds something of the wrong type.
+        conversation: as read; a `loss` at a message decides for it.
+        train_on: for messages without one. auto leaves them to the encoder.
+        only_last: the model's format can train a conversation's last message only: one conversation for each trained
+            answer is yielded, which ends with it.
     """
-    mapping = as_object(row)
-    keys = _FORMATS[row_format]
-    messages: list[Message] = []
-    for question, answer in _history(mapping.get("history")):
-        messages += [_message("user", question), _message("assistant", answer)]
-    question = _text(mapping, keys.question)
-    more = mapping.get(keys.question_more)
-    if keys.question_more and more not in (None, ""):
-        question += "\n" + _text(mapping, keys.question_more)
-    return [
-        *messages,
-        _message("user", question),
-        _message("assistant", _text(mapping, keys.answer)),
-    ]
-
-
-def as_object(row: object) -> dict[str, object]:
-    """Return the row if it is a JSON object.
-
-    Raises:
-        RowError: it is something else.
-    """
-    if isinstance(row, dict):
-        return row
-    raise RowError(
-        tr(
-            'the row is {kind}, not an object. Each row must look like {{"prompt": …, "response": …}}',
-            kind=_kind(row),
+    if conversation.is_text:
+        yield conversation
+        return
+    messages = _without_tail(conversation.messages)
+    if train_on is TrainOn.auto and not any("loss" in message for message in messages):
+        yield conversation if len(messages) == len(conversation.messages) else conversation.with_messages(messages)
+        return
+    answers = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
+    chosen: dict[int, bool] = {}
+    if train_on is not TrainOn.auto:
+        default = {TrainOn.all: answers, TrainOn.last: answers[-1:], TrainOn.marked: []}[train_on]
+        chosen = {index: index in default for index in range(len(messages))}
+    chosen.update({index: bool(message["loss"]) for index, message in enumerate(messages) if "loss" in message})
+    if not only_last:
+        yield conversation.with_messages(
+            [
+                {**message, "loss": chosen[index]} if index in chosen else message
+                for index, message in enumerate(messages)
+            ]
         )
-    )
+        return
+    trained = [index for index in answers if chosen.get(index, train_on is TrainOn.auto and index == answers[-1])]
+    plain = [{name: value for name, value in message.items() if name != "loss"} for message in messages]
+    for index in trained:
+        yield conversation.with_messages(plain[: index + 1])
 
 
-def _message(role: str, content: str) -> Message:
-    return {"role": role, "content": content}
-
-
-def _history(history: object) -> list[tuple[str, str]]:
-    """Return earlier turns as pairs; absent, null and [] mean none."""
-    if history in (None, []):
-        return []
-    mend = tr("Write it as a list of [question, answer] pairs of texts that are not empty")
-    if not isinstance(history, list):
-        raise RowError(tr("'history' is {kind}. {mend}", kind=_kind(history), mend=mend))
-    pairs = []
-    for number, pair in enumerate(history, start=1):
-        if not isinstance(pair, list) or len(pair) != 2:
-            raise RowError(
-                tr(
-                    "item {number} of 'history' is no pair. {mend}",
-                    number=number,
-                    mend=mend,
-                )
-            )
-        for text in pair:
-            if not isinstance(text, str) or not text.strip():
-                kind = _kind(text)
-                raise RowError(
-                    tr(
-                        "item {number} of 'history' holds {kind}. {mend}",
-                        number=number,
-                        kind=kind,
-                        mend=mend,
-                    )
-                )
-            _check_characters(text, "history")
-        pairs.append((pair[0], pair[1]))
-    return pairs
-
-
-def _text(row: Mapping[str, object], key: str) -> str:
-    """Return the text under a key that must be there and not be empty."""
-    if key not in row:
-        near = difflib.get_close_matches(key, [name for name in row if isinstance(name, str)], n=1)
-        if near:
-            raise RowError(
-                tr(
-                    "no key '{key}'; the row has {keys}. Rename '{near}' to '{key}'",
-                    key=key,
-                    keys=_quoted(row),
-                    near=near[0],
-                )
-            )
-        raise RowError(
-            tr(
-                "no key '{key}'; the row has {keys}. Add it or remove the row",
-                key=key,
-                keys=_quoted(row),
-            )
-        )
-    value = row[key]
-    if not isinstance(value, str):
-        raise RowError(
-            tr(
-                "'{key}' is {kind}, not a text. Correct or remove the row",
-                key=key,
-                kind=_kind(value),
-            )
-        )
-    if not value.strip():
-        raise RowError(tr("'{key}' is empty. Fill it in or remove the row", key=key))
-    _check_characters(value, key)
-    return value
-
-
-def _check_characters(text: str, key: str) -> None:
-    r"""Refuse halves of surrogate pairs (an escape such as \ud83d alone), which no tokenizer can encode."""
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError as error:
-        raise RowError(
-            tr(
-                "'{key}' holds half of a character (\\u{code} at position {position}). Correct or remove the row",
-                key=key,
-                code=f"{ord(text[error.start]):04x}",
-                position=error.start + 1,
-            )
-        ) from None
-
-
-def _kind(value: object) -> str:
-    """Return what a JSON value is, as a person would say it."""
-    if value is None:
-        return "null"
-    if isinstance(value, str):
-        return tr("a text") if value.strip() else tr("an empty text")
-    if isinstance(value, bool | int | float):
-        return json.dumps(value)
-    return tr("a list") if isinstance(value, list) else tr("an object")
-
-
-def _quoted(row: Mapping[str, object]) -> str:
-    """Return the keys of a row for a message, not more than a screen line of them."""
-    names = [f"'{name[:40]}'" for name in list(row)[:8]]
-    return ", ".join(names + ["…"] * (len(row) > 8)) or tr("no keys at all")
+def _without_tail(messages: Sequence[Message]) -> list[Message]:
+    """Leave out what follows the last answer: nothing is learned from a question that nobody answers."""
+    end = len(messages)
+    while end and messages[end - 1]["role"] != "assistant":
+        end -= 1
+    return list(messages[:end])

@@ -1,43 +1,38 @@
 """Tokenise once: from the recipe's data section to a finished store that all processes map.
 
 The store's name is a fingerprint of everything it depends on, so a stale one is never found. It is made before any
-process group exists; whoever comes second waits at the lock (see `build_once`).
+process group exists; whoever comes second waits at the lock (see `build_once`). An interrupted build goes on from the
+parts that it finished.
 """
 
 import hashlib
 import json
 import logging
+import shutil
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
-from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from toolkit.config.schema import DataConfig, OnBadRow, RunConfig, SourceConfig, TooLong
-from toolkit.data.conversation import Row
-from toolkit.data.encode import ChatEncoder, Encoded
-from toolkit.data.sources import (
-    BadRows,
-    content_hash,
-    locate,
-    read_rows,
-    read_training_rows,
-)
-from toolkit.data.store import Store, StoreWriter, is_complete, read_manifest
+from toolkit.config.schema import OnBadRow, RunConfig
+from toolkit.data.changes import what_changed
+from toolkit.data.encode import ChatEncoder
+from toolkit.data.files import Block, block_bytes
+from toolkit.data.parts import CODE_VERSION, EXAMPLES, Part, Rules, id_dtype, read_part
+from toolkit.data.pool import LEAST_BYTES_FOR_PROCESSES, Made, Pace, cores, make_parts
+from toolkit.data.sources import DataFile, content_hash, locate_all, read_blocks, total_bytes
+from toolkit.data.store import BAD_ROWS, Index, Store, StoreWriter, is_complete, read_manifest
 from toolkit.distributed.build_once import build_once
-from toolkit.errors import DataError, RowError
+from toolkit.errors import DataError
 from toolkit.messages import tr
 
-CODE_VERSION = 1
-"""Part of the fingerprint; raise it when a store would come out differently."""
-
 _log = logging.getLogger(__name__).info
-_BATCH_ROWS = 512
-_EXAMPLES = 5
+_TOLERATED_BAD_ROWS = 10
+_OLD_PARTS_S = 7 * 24 * 3600
 
 
 @dataclass(slots=True)
@@ -45,32 +40,37 @@ class PrepareReport:
     """What became of the rows; kept in the manifest, so that a later run can show it too."""
 
     rows_read: int = 0
-    """Rows that could be read, of training and validation files together."""
-    train_rows: int = 0
-    validation_rows: int = 0
+    """Rows of training and validation files together, blank lines excepted."""
+    train_samples: int = 0
+    validation_samples: int = 0
     dropped: dict[str, int] = field(default_factory=dict)
-    """Rows left out, by reason."""
+    """Rows of which nothing, or not all, was used, by reason."""
     examples: dict[str, list[str]] = field(default_factory=dict)
     """For each reason the first few places, "file:line"; for unusable rows with what is wrong."""
+    bad_rows: int = 0
+    """Rows that could not be used; all are listed in bad_rows.jsonl of the store."""
     truncated: int = 0
-    """Rows whose prompt lost its beginning."""
+    """Samples that lost their oldest turns (a plain text: its end)."""
+    split: int = 0
+    """Conversations that became several samples for their length."""
+    systems: int = 0
+    """Rows whose system message was left out because the model's format has no place for it."""
+    unused: list[str] = field(default_factory=list)
+    """Columns that were not read."""
     tokens: int = 0
     """Tokens in the training split."""
     trained_tokens: int = 0
     """Tokens in the training split that the loss covers."""
+    sources: list[dict[str, Any]] = field(default_factory=list)
+    """For each source: name, split, rows, samples, tokens, trained_tokens."""
     seconds: float = 0.0
     """Time the build took; of the earlier build if the store is reused."""
+    parts_kept: int = 0
+    """Parts of an interrupted build that were used."""
     built: bool = False
     """Whether this process built the store."""
     folder: str = ""
     """The store."""
-
-    def drop(self, reason: str, where: str) -> None:
-        """Count a row that is left out."""
-        self.dropped[reason] = self.dropped.get(reason, 0) + 1
-        examples = self.examples.setdefault(reason, [])
-        if len(examples) < _EXAMPLES:
-            examples.append(where)
 
 
 class Prepared(NamedTuple):
@@ -87,41 +87,61 @@ def prepare(cfg: RunConfig, encoder: ChatEncoder, say: Callable[[str], None] = _
     Args:
         cfg: the run; its sections data and prepare and `run.seed` are used.
         encoder: turns messages into ids and mask.
-        say: receives messages about waiting for another process.
+        say: receives messages about progress and about waiting for another process.
 
     Raises:
         DataError: a file or a row cannot be used, nothing is left to train on, or the store cannot be written.
     """
-    cache_dir = Path(cfg.prepare.dir)
-    inputs = _inputs(cfg, encoder, say)
+    stores = Path(cfg.prepare.dir) / "stores"
+    files = locate_all(cfg.data, Path(cfg.prepare.dir), say)
+    inputs = _inputs(cfg, encoder, files)
     fingerprint = hashlib.sha256(json.dumps(inputs, sort_keys=True).encode()).hexdigest()[:32]
-    folder = cache_dir / "stores" / fingerprint
+    folder = stores / fingerprint
+    builder = _Builder(cfg, encoder, files, say)
 
     def build(building: Path) -> None:
-        _Builder(cfg, encoder, say).build(building, {"fingerprint": fingerprint, "inputs": inputs})
+        if changes := what_changed(stores, inputs):
+            say(changes)
+        builder.build(building, {"fingerprint": fingerprint, "inputs": inputs})
+        if _inputs(cfg, encoder, files)["files"] != inputs["files"]:
+            raise DataError(tr("A data file was changed while it was being tokenised. Start the same command again."))
 
-    built = build_once(folder, build, is_complete, say)
+    built = build_once(folder, build, is_complete, say, builder.pace.status)
+    if built:
+        builder.remove_parts()
     manifest = read_manifest(folder)
     report = PrepareReport(**{**manifest["report"], "built": built, "folder": str(folder)})
-    validation = Store(folder, "validation") if report.validation_rows else None
+    validation = Store(folder, "validation") if report.validation_samples else None
     return Prepared(Store(folder, "train"), validation, report)
 
 
-def _inputs(cfg: RunConfig, encoder: ChatEncoder, say: Callable[[str], None]) -> dict[str, Any]:
+def prepare_shard(cfg: RunConfig, encoder: ChatEncoder, say: Callable[[str], None] = _log) -> tuple[int, int]:
+    """Make the parts of `prepare.shard` only; `prepare` joins them once all are there.
+
+    Returns:
+        How many parts this shard has, and how many of them had to be made now.
+
+    Raises:
+        DataError: see `prepare`.
+    """
+    number, count = (int(text) for text in cfg.prepare.shard.split("/"))
+    builder = _Builder(cfg, encoder, locate_all(cfg.data, Path(cfg.prepare.dir), say), say)
+    return builder.make_shard(number - 1, count)
+
+
+def _inputs(cfg: RunConfig, encoder: ChatEncoder, files: list[DataFile]) -> dict[str, Any]:
     """Return everything the store depends on."""
     data, cache_dir = cfg.data, Path(cfg.prepare.dir)
-
-    def contents(sources: list[SourceConfig]) -> list[list[str]]:
-        located = [locate(source, cache_dir, say) for source in sources]
-        return [[content_hash(path), row_format.name] for path, row_format in located]
-
     return {
         "code_version": CODE_VERSION,
         "encoder": encoder.fingerprint,
-        "sources": contents(data.sources),
-        "validation": contents(data.validation),
+        "files": [
+            [content_hash(file.path, cache_dir), file.source, file.row_format.name, file.columns] for file in files
+        ],
+        "training_sources": len(data.sources),
         "validation_fraction": 0.0 if data.validation else data.validation_fraction,
         "seed": cfg.run.seed,
+        "train_on": data.train_on.name,
         "max_length": data.max_length,
         "too_long": data.too_long.name,
         "on_bad_row": data.on_bad_row.name,
@@ -132,112 +152,192 @@ def _inputs(cfg: RunConfig, encoder: ChatEncoder, say: Callable[[str], None]) ->
 class _Builder:
     """Fills one store."""
 
-    def __init__(self, cfg: RunConfig, encoder: ChatEncoder, say: Callable[[str], None]) -> None:
-        self.data: DataConfig = cfg.data
-        self.seed, self.cache_dir = cfg.run.seed, Path(cfg.prepare.dir)
-        self.encoder, self.say = encoder, say
+    def __init__(self, cfg: RunConfig, encoder: ChatEncoder, files: list[DataFile], say: Callable[[str], None]) -> None:
+        self.data, self.seed = cfg.data, cfg.run.seed
+        self.encoder, self.files, self.say = encoder, files, say
+        if len(files) > np.iinfo(np.uint16).max:
+            raise DataError(tr("{count} data files are more than 65,535. Join some.", count=f"{len(files):,}"))
+        self.bytes = total_bytes(files)
+        self.num_workers = cfg.prepare.num_workers or cores()
+        if self.bytes < LEAST_BYTES_FOR_PROCESSES:
+            self.num_workers = 1
+        self.parts = Path(cfg.prepare.dir) / "parts"
+        self.rules = Rules(cfg.data.max_length, cfg.data.too_long, cfg.data.train_on)
+        self.pace = Pace(self.bytes, say)
         self.report = PrepareReport()
+        self.used: list[Path] = []
+        self.source_rows = [0] * (len(cfg.data.sources) + len(cfg.data.validation))
+        self.bad_rows_file = Path(cfg.prepare.dir) / BAD_ROWS
 
     def build(self, folder: Path, manifest: dict[str, Any]) -> None:
         """Write the store into an empty folder."""
-        started, data = time.monotonic(), self.data
-        with StoreWriter(folder, self.encoder.vocab_size) as writer:
-            bad_rows = BadRows()
-            self._write(
-                read_training_rows(data, self.cache_dir, self.say, bad_rows),
-                bad_rows,
-                writer,
-            )
-            num_train = len(writer)
-            self._check_not_empty(num_train, "data.sources")
-            if data.validation:
-                bad_rows = BadRows()
-                rows = read_rows(data.validation, data.on_bad_row, self.cache_dir, self.say, bad_rows)
-                self._write(rows, bad_rows, writer)
-                self._check_not_empty(len(writer) - num_train, "data.validation")
-                splits = {
-                    "train": np.arange(num_train),
-                    "validation": np.arange(num_train, len(writer)),
-                }
-            else:
-                splits = split_rows(num_train, data.validation_fraction, self.seed)
-            report = self.report
-            report.train_rows, report.validation_rows = (
-                len(splits["train"]),
-                len(splits["validation"]),
-            )
-            counts, lengths = np.array(writer.trained_counts), np.diff(writer.offsets)
-            report.tokens = int(lengths[splits["train"]].sum())
-            report.trained_tokens = int(counts[splits["train"]].sum())
-            report.seconds = time.monotonic() - started
-            writer.finish(splits, {**manifest, "report": asdict(report)})
+        started = time.monotonic()
+        with StoreWriter(folder, id_dtype(self.encoder.vocab_size)) as writer:
+            self._join(writer, folder / BAD_ROWS)
+            index = writer.index()
+            splits = self._splits(index)
+            self._count(index, splits)
+            self.report.seconds = time.monotonic() - started
+            files = [{"path": str(file.path), "source": file.source} for file in self.files]
+            writer.finish(splits, {**manifest, "files": files, "report": asdict(self.report)})
 
-    def _write(self, rows: Iterator[Row], bad_rows: BadRows, writer: StoreWriter) -> None:
-        """Encode rows in batches and append those that can be used."""
-        while batch := list(islice(rows, _BATCH_ROWS)):
-            self.report.rows_read += len(batch)
-            for row, encoded in self._encode(batch, bad_rows):
-                kept = self._fit(row, *encoded)
-                if kept:
-                    writer.append(*kept)
-        if bad_rows.count:
-            reason = tr("cannot be used")
-            self.report.dropped[reason] = self.report.dropped.get(reason, 0) + bad_rows.count
-            self.report.examples.setdefault(reason, []).extend(bad_rows.examples)
+    def make_shard(self, number: int, count: int) -> tuple[int, int]:
+        """Make every count-th part, beginning with `number`; return how many there are and how many were new."""
+        mine = ((n, f, b) for place, (n, f, b) in enumerate(self._blocks()) if place % count == number)
+        total = new = 0
+        for made in make_parts(mine, self.encoder, self.rules, self.parts, self.num_workers):
+            self._check(made, self._read(made))
+            total, new = total + 1, new + made.is_new
+        return total, new
 
-    def _encode(self, batch: list[Row], bad_rows: BadRows) -> list[tuple[Row, Encoded]]:
-        """Encode a batch at once; if a row of it cannot be encoded, one by one to find which."""
-        try:
-            return list(
-                zip(
-                    batch,
-                    self.encoder.encode_many([row.messages for row in batch]),
-                    strict=True,
+    def remove_parts(self) -> None:
+        """Remove the parts that are in the store now, and forgotten ones."""
+        for path in self.used:
+            path.unlink(missing_ok=True)
+        for path in self.parts.glob("*"):
+            if time.time() - path.stat().st_mtime > _OLD_PARTS_S:
+                path.unlink(missing_ok=True)
+
+    def _blocks(self) -> Iterator[tuple[int, DataFile, Block]]:
+        data = self.data
+        limits = [data.max_samples if file.source < len(data.sources) else 0 for file in self.files]
+        return read_blocks(self.files, limits, block_bytes(self.bytes))
+
+    def _join(self, writer: StoreWriter, bad_rows_file: Path) -> None:
+        """Append all parts, in order, while later ones are being made."""
+        before = new_bytes = new_tokens = position = 0
+        file_number = -1
+        for made in make_parts(self._blocks(), self.encoder, self.rules, self.parts, self.num_workers):
+            if made.file_number != file_number:
+                file_number, position = made.file_number, 0
+                before = total_bytes(self.files[:file_number])
+            part = self._read(made)
+            self._check(made, part)
+            self._account(made, part, bad_rows_file)
+            writer.append(part, made.file_number, made.first)
+            self.used.append(made.path)
+            new_bytes += made.is_new * (made.position - position)
+            new_tokens += made.is_new * len(part.ids)
+            self.report.parts_kept += not made.is_new
+            position = made.position
+            self.pace.update(before + position, self.report.rows_read, new_bytes, new_tokens)
+            self._check_limit(before + position, bad_rows_file)
+        self._check_limit(self.bytes, bad_rows_file)
+
+    def _read(self, made: Made) -> Part:
+        part = read_part(made.path)
+        if part is None:
+            raise DataError(
+                tr(
+                    "{path} was changed or removed while it was being used. Start the same command again; what is "
+                    "whole is kept.",
+                    path=made.path,
                 )
             )
-        except RowError:
-            pass
-        encoded = []
-        for row in batch:
-            try:
-                encoded.append((row, self.encoder.encode(row.messages)))
-            except RowError as error:
-                if self.data.on_bad_row is OnBadRow.error:
-                    raise DataError(f"{row.where}: {error}.") from None
-                bad_rows.add(f"{row.where}: {error}.")
-        return encoded
+        return part
 
-    def _fit(self, row: Row, ids: list[int], trained: list[bool]) -> Encoded | None:
-        """Return what of a row goes into the store, None if it is left out."""
-        # The first token has nothing before it to be predicted from; unmarking it keeps every count exact.
-        trained = [False, *trained[1:]]
-        if not any(trained):
-            self.report.drop(tr("no token the loss covers"), row.where)
-            return None
-        limit = self.data.max_length
-        if len(ids) <= limit:
-            return ids, trained
-        if self.data.too_long is TooLong.error:
+    def _check(self, made: Made, part: Part) -> None:
+        """Stop at the first row that must not be there."""
+        account, path = part.account, made.file.path
+        if account.bad and self.data.on_bad_row is OnBadRow.error:
+            row, reason, _ = account.bad[0]
+            mend = tr("Such rows are left out and counted with data.on_bad_row=skip.")
+            raise DataError(f"{path}:{made.first + row}: {reason}. {mend}")
+        if account.too_long:
+            row, length = account.too_long[0]
             raise DataError(
                 tr(
                     "{where}: {length} tokens, more than data.max_length = {limit}. Raise it, or choose what happens "
-                    "to long rows with data.too_long=drop or data.too_long=truncate.",
-                    where=row.where,
-                    length=len(ids),
-                    limit=limit,
+                    "to long rows with data.too_long=drop, truncate or split.",
+                    where=f"{path}:{made.first + row}",
+                    length=length,
+                    limit=self.data.max_length,
                 )
             )
-        if self.data.too_long is TooLong.drop:
-            self.report.drop(tr("longer than data.max_length = {limit}", limit=limit), row.where)
-            return None
-        if len(ids) - trained.index(True) >= limit:  # at least one token of the prompt must stay
-            self.report.drop(
-                tr("answer alone longer than data.max_length = {limit}", limit=limit),
-                row.where,
+
+    def _account(self, made: Made, part: Part, bad_rows_file: Path) -> None:
+        """Add a part's account to the report."""
+        report, account, path = self.report, part.account, made.file.path
+        report.rows_read += account.rows
+        self.source_rows[made.file.source] += account.rows
+        report.truncated += account.truncated
+        report.split += account.split
+        report.systems += account.systems
+        report.unused += [name for name in account.unused if name not in report.unused]
+        for reason, count in account.dropped.items():
+            report.dropped[reason] = report.dropped.get(reason, 0) + count
+            self._examples(reason, [f"{path}:{made.first + row}" for row in account.dropped_rows[reason]])
+        if account.bad:
+            reason = tr("cannot be used")
+            report.bad_rows += len(account.bad)
+            report.dropped[reason] = report.bad_rows
+            self._examples(reason, [f"{path}:{made.first + row}: {why}." for row, why, _ in account.bad])
+            with open(bad_rows_file, "a", encoding="utf-8") as file:
+                for row, why, excerpt in account.bad:
+                    line = {"file": str(path), "line": made.first + row, "reason": why, "excerpt": excerpt}
+                    file.write(json.dumps(line, ensure_ascii=False) + "\n")
+
+    def _examples(self, reason: str, places: list[str]) -> None:
+        examples = self.report.examples.setdefault(reason, [])
+        examples.extend(places[: EXAMPLES - len(examples)])
+
+    def _check_limit(self, done: int, bad_rows_file: Path) -> None:
+        """Stop when so many rows are bad that skipping them would hide a mistake in the data."""
+        report = self.report
+        expected = report.rows_read * self.bytes / max(done, 1)
+        if report.bad_rows <= max(_TOLERATED_BAD_ROWS, self.data.max_bad_fraction * expected):
+            return
+        shutil.copyfile(bad_rows_file, self.bad_rows_file)
+        raise DataError(
+            tr(
+                "{bad} of {rows} rows cannot be used, more than data.max_bad_fraction = {fraction} allows. They are "
+                "listed in {file}. {examples}",
+                bad=f"{report.bad_rows:,}",
+                rows=f"{report.rows_read:,}",
+                fraction=self.data.max_bad_fraction,
+                file=self.bad_rows_file,
+                examples="\n".join(["", *report.examples[tr("cannot be used")]]),
+            ).rstrip()
+        )
+
+    def _splits(self, index: Index) -> dict[str, NDArray[np.int64]]:
+        """Return the samples of both splits. All samples of a row are on one side, or validation would be known."""
+        num_training = len(self.data.sources)
+        for file in self.files:
+            if not self.source_rows[file.source] and not self.data.max_samples:
+                raise DataError(tr("{path} holds no row.", path=file.path))
+        of_file = np.array([file.source < num_training for file in self.files])
+        is_training = of_file[index.files]
+        self._check_not_empty(int(is_training.sum()), "data.sources")
+        if self.data.validation:
+            self._check_not_empty(int((~is_training).sum()), "data.validation")
+            return {"train": np.flatnonzero(is_training), "validation": np.flatnonzero(~is_training)}
+        rows = index.rows()
+        of_rows = split_rows(int(rows[-1]) + 1, self.data.validation_fraction, self.seed)
+        chosen = np.zeros(int(rows[-1]) + 1, dtype=np.bool_)
+        chosen[of_rows["validation"]] = True
+        return {"train": np.flatnonzero(~chosen[rows]), "validation": np.flatnonzero(chosen[rows])}
+
+    def _count(self, index: Index, splits: dict[str, NDArray[np.int64]]) -> None:
+        """Fill in the report what is known at the end only."""
+        report, train = self.report, splits["train"]
+        report.train_samples, report.validation_samples = len(train), len(splits["validation"])
+        report.tokens, report.trained_tokens = int(index.lengths[train].sum()), int(index.trained[train].sum())
+        sources = [*self.data.sources, *self.data.validation]
+        of_file = np.array([file.source for file in self.files])
+        of_sample = of_file[index.files]
+        for number, source in enumerate(sources):
+            mine = of_sample == number
+            report.sources.append(
+                {
+                    "name": source.path or source.hub or source.format.value,
+                    "split": "train" if number < len(self.data.sources) else "validation",
+                    "rows": self.source_rows[number],
+                    "samples": int(mine.sum()),
+                    "tokens": int(index.lengths[mine].sum()),
+                    "trained_tokens": int(index.trained[mine].sum()),
+                }
             )
-            return None
-        self.report.truncated += 1
-        return ids[-limit:], trained[-limit:]
 
     def _check_not_empty(self, usable: int, key: str) -> None:
         """Refuse data of which nothing is left."""

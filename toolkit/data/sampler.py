@@ -1,96 +1,114 @@
-"""Which samples make up each step, and which of them each rank takes: a pure function of seed, epoch and step."""
+"""Which rows make up each step, and which of them each rank takes: a function of seed, data, epoch and position."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+
+from toolkit.data.permutation import Permutation
+
+
+class Position(NamedTuple):
+    """A place in the training data, the same whatever the number of ranks."""
+
+    epoch: int = 0
+    row: int = 0
+    """Rows of this epoch that are done."""
+
+
+BEGINNING = Position()
+
+
+def steps_per_epoch(num_rows: int, global_size: int) -> int:
+    """Return the steps of an epoch, the last one possibly short."""
+    return -(-num_rows // global_size)
 
 
 class GlobalBatchSampler:
     """Yields one rank's micro-batches, step after step, epoch after epoch.
 
-    Within an epoch each sample comes once over all ranks. The last step of an epoch takes what is left, spread evenly:
+    Within an epoch each row comes once over all ranks. The last step of an epoch takes what is left, spread evenly:
     it is neither dropped nor filled up with repeats. Every rank gets exactly `accumulation` micro-batches per step, so
     that collectives match; some of a short step may be empty lists, which `collate` turns into untrained filler.
 
+    Any place is reached at once: the order is computed for a step's rows only, nothing is kept and nothing skipped.
+
     Args:
-        num_samples: samples in the training split.
-        global_size: samples per step over all ranks.
-        micro_per_gpu: most samples in one micro-batch.
+        num_rows: rows of an epoch.
+        global_size: rows per step over all ranks.
+        micro_per_gpu: most rows in one micro-batch.
         rank: this process.
         world_size: number of processes.
-        seed: decides the order of every epoch.
-        shuffle: False takes the samples in the store's order.
-        start_step: step (from 0, over all epochs) to begin with; any step is reached in the same time.
-        end_step: step before which to stop; None never stops.
+        key: decides the order of every epoch: seed and fingerprint of the data.
+        shuffle: False takes the rows as they come.
+        start: place to begin with.
+        num_steps: steps after which to stop; None never stops.
+        lengths: tokens of some rows. If given, a step's rows are dealt out by length, so that those of a micro-batch
+            are alike: the same step for the model, as its loss is a sum over all its tokens, with less padding.
     """
 
     def __init__(
         self,
-        num_samples: int,
+        num_rows: int,
         global_size: int,
         micro_per_gpu: int,
         rank: int,
         world_size: int,
-        seed: int,
+        key: str,
+        *,
         shuffle: bool = True,
-        start_step: int = 0,
-        end_step: int | None = None,
+        start: Position = BEGINNING,
+        num_steps: int | None = None,
+        lengths: Callable[[NDArray[np.int64]], NDArray[np.int64]] | None = None,
     ) -> None:
-        if num_samples < 1:
-            raise ValueError("a sampler needs at least one sample")
+        if num_rows < 1:
+            raise ValueError("a sampler needs at least one row")
         if global_size < 1 or global_size % (micro_per_gpu * world_size):
             raise ValueError(f"{global_size} is not a multiple of {micro_per_gpu} x {world_size}")
-        self.num_samples, self.global_size, self.seed, self.shuffle = (
-            num_samples,
-            global_size,
-            seed,
-            shuffle,
-        )
+        self.num_rows, self.global_size, self.key, self.shuffle = num_rows, global_size, key, shuffle
         self.rank, self.world_size = rank, world_size
-        self.start_step, self.end_step = start_step, end_step
+        self.start, self.num_steps, self.lengths = start, num_steps, lengths
         self.accumulation = global_size // (micro_per_gpu * world_size)
         """Micro-batches per rank and step."""
-        self.steps_per_epoch = -(-num_samples // global_size)
-        """Steps per epoch, the last one possibly short."""
 
     def __iter__(self) -> Iterator[list[int]]:
-        step = self.start_step
-        epoch, order = -1, np.empty(0, dtype=np.int64)
-        while self.end_step is None or step < self.end_step:
-            if step // self.steps_per_epoch != epoch:
-                epoch = step // self.steps_per_epoch
-                order = self.order(epoch)
-            begin = step % self.steps_per_epoch * self.global_size
-            yield from self._share(order[begin : begin + self.global_size])
-            step += 1
+        place, done = self.start, 0
+        while self.num_steps is None or done < self.num_steps:
+            yield from self._share(self.step_rows(place))
+            place, done = self.after(place), done + 1
 
-    def order(self, epoch: int) -> NDArray[np.int64]:
-        """Return the order of the samples in an epoch, [num_samples], the same on all ranks."""
-        if not self.shuffle:
-            return np.arange(self.num_samples)
-        seeds = np.random.SeedSequence([self.seed, epoch])
-        return np.random.Generator(np.random.PCG64(seeds)).permutation(self.num_samples)
+    def after(self, place: Position) -> Position:
+        """Return the place after the step that begins at a place."""
+        row = place.row + self.global_size
+        return Position(place.epoch, row) if row < self.num_rows else Position(place.epoch + 1, 0)
+
+    def step_rows(self, place: Position) -> NDArray[np.int64]:
+        """Return the rows of the step that begins at a place, over all ranks; fewer than global_size at the end."""
+        positions = np.arange(place.row, min(place.row + self.global_size, self.num_rows))
+        return Permutation(self.num_rows, f"{self.key} {place.epoch}")(positions) if self.shuffle else positions
 
     def _share(self, batch: NDArray[np.int64]) -> Iterator[list[int]]:
         """Deal a global batch to the ranks, and a rank's part to its micro-batches: sizes differ by one at most."""
+        if self.lengths is not None:
+            batch = batch[np.argsort(-self.lengths(batch), kind="stable")]
         mine = batch[self.rank :: self.world_size]
-        for micro_batch in range(self.accumulation):
-            yield mine[micro_batch :: self.accumulation].tolist()
+        for part in np.array_split(mine, self.accumulation):
+            yield part.tolist()
 
 
-def sequential(num_samples: int, micro_per_gpu: int, rank: int, world_size: int) -> list[list[int]]:
-    """Return one rank's micro-batches for an evaluation: each sample once over all ranks, in the store's order.
+def sequential(num_rows: int, micro_per_gpu: int, rank: int, world_size: int) -> list[list[int]]:
+    """Return one rank's micro-batches for an evaluation: each row once over all ranks, in their order.
 
     Args:
-        num_samples: samples in the split.
-        micro_per_gpu: most samples in one micro-batch.
+        num_rows: rows of the split.
+        micro_per_gpu: most rows in one micro-batch.
         rank: this process.
         world_size: number of processes.
 
     Returns:
-        As many micro-batches on every rank; [] where a rank has run out of samples.
+        As many micro-batches on every rank; [] where a rank has run out of rows.
     """
-    mine = list(range(rank, num_samples, world_size))
-    most = -(-num_samples // world_size)
+    mine = list(range(rank, num_rows, world_size))
+    most = -(-num_rows // world_size)
     return [mine[begin : begin + micro_per_gpu] for begin in range(0, most, micro_per_gpu)]

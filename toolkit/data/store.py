@@ -1,33 +1,47 @@
-"""The tokenised data as flat files that every rank maps into memory: nothing is read before it is used, all share it.
+"""The tokenised data as flat files: nothing is read before it is used, and all processes of a machine share it.
 
-Files: ids.bin and trained.bin hold the tokens of all conversations one after another (smallest fitting unsigned
-integer; one byte 0/1), offsets.npy [conversations + 1] where each begins, train.npy and validation.npy which of them
-belong to the split, manifest.json (written last) what it all is.
+The index is mapped into memory, 18 bytes a sample. Tokens are read from their place when a sample is asked for: the
+system's file cache keeps them once for all processes, as it would if they were mapped, but they count as no process's
+own memory, and a file that is cut short or a disk that fails is an error with a name instead of a SIGBUS.
+
+Files: ids.bin holds the tokens of all samples one after another (two or four bytes each, as the vocabulary needs),
+trained.bin a bit for each; offsets.npy [samples + 1] where each sample begins, files.npy and lines.npy [samples] where
+it comes from, train.npy and validation.npy which samples belong to the split; bad_rows.jsonl what could not be used;
+manifest.json (written last) what it all is, with the size and checksum of every file.
 """
 
 import json
-from array import array
+import os
+import weakref
+import zlib
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-IDS, TRAINED, OFFSETS, MANIFEST = (
+from toolkit.data.parts import Part
+from toolkit.errors import DataError
+from toolkit.messages import tr
+
+IDS, TRAINED, OFFSETS, FILES, LINES, MANIFEST = (
     "ids.bin",
     "trained.bin",
     "offsets.npy",
+    "files.npy",
+    "lines.npy",
     "manifest.json",
 )
+BAD_ROWS = "bad_rows.jsonl"
 
 Sample = tuple[NDArray[Any], NDArray[np.bool_]]
-"""Ids (unsigned integers) and mask of one conversation, views of the mapped files."""
+"""Ids (unsigned integers) and mask of one sample."""
 
 
 class Store:
-    """One split of a finished store. Costs next to no memory of its own; pickled as a path, so workers map it too.
+    """One split of a finished store. Costs next to no memory of its own; pickled as a path, so workers open it again.
 
     Args:
         folder: the store.
@@ -37,56 +51,94 @@ class Store:
     def __init__(self, folder: Path, split: str) -> None:
         self.folder, self.split = folder, split
         manifest = read_manifest(folder)
-        self.ids: NDArray[Any] = _mapped(folder / IDS, np.dtype(manifest["dtype"]))
-        """Tokens of all splits, [total tokens]."""
-        self.trained: NDArray[np.bool_] = _mapped(folder / TRAINED, np.dtype(np.bool_))
-        """Whether the loss covers each of `ids`; never true for the first token of a conversation."""
-        self.offsets: NDArray[np.int64] = np.load(folder / OFFSETS, mmap_mode="r").view(np.ndarray)
-        """Where each conversation of all splits begins in `ids`, and the end, [conversations + 1]."""
-        self.rows: NDArray[np.int64] = np.load(folder / f"{split}.npy", mmap_mode="r").view(np.ndarray)
-        """Which conversations belong to this split, ascending, [len(self)]."""
+        self.fingerprint: str = manifest["fingerprint"]
+        """Name of the store; changes with everything in it."""
+        self.dtype = np.dtype(manifest["dtype"])
+        """Of the ids."""
+        self._ids, self._trained = _opened(self, folder / IDS), _opened(self, folder / TRAINED)
+        self.offsets: NDArray[np.int64] = _loaded(folder / OFFSETS)
+        """Where each sample of all splits begins in `ids`, and the end, [samples + 1]."""
+        self.files: NDArray[np.uint16] = _loaded(folder / FILES)
+        """File that each sample of all splits comes from, an index of the manifest's `files`, [samples]."""
+        self.lines: NDArray[np.uint32] = _loaded(folder / LINES)
+        """Line of that file, [samples]."""
+        self.members: NDArray[np.uint32] = _loaded(folder / f"{split}.npy")
+        """Which samples belong to this split, ascending, [len(self)]."""
         self.num_tokens: int = manifest["splits"][split]["tokens"]
         """Tokens of this split."""
         self.num_trained_tokens: int = manifest["splits"][split]["trained_tokens"]
         """Tokens of this split that the loss covers."""
 
     def __len__(self) -> int:
-        return len(self.rows)
+        return len(self.members)
 
     def __getitem__(self, index: int) -> Sample:
-        """Return ids and mask of the conversation at `index` of this split, [length] each."""
-        row = self.rows[index]
-        begin, end = self.offsets[row], self.offsets[row + 1]
-        return self.ids[begin:end], self.trained[begin:end]
+        """Return ids and mask of the sample at `index` of this split, [length] each."""
+        member = self.members[index]
+        begin, end = int(self.offsets[member]), int(self.offsets[member + 1])
+        return self.read_ids(begin, end), self.read_trained(begin, end)
 
-    @property
-    def lengths(self) -> NDArray[np.int64]:
-        """Tokens of each conversation of this split, [len(self)]."""
-        return self.offsets[self.rows + 1] - self.offsets[self.rows]
+    def read_ids(self, begin: int, end: int) -> NDArray[Any]:
+        """Return the tokens at some places of all splits, [end - begin].
 
-    def trained_positions(self) -> NDArray[np.int64]:
-        """Return the positions in `ids` of the tokens of this split that the loss covers, ascending."""
-        member = np.zeros(len(self.offsets) - 1, dtype=np.bool_)
-        member[self.rows] = True
-        positions = np.flatnonzero(self.trained)
-        return positions[member[np.searchsorted(self.offsets, positions, side="right") - 1]]
+        Raises:
+            DataError: the file cannot be read.
+        """
+        size = self.dtype.itemsize
+        return np.frombuffer(self._read(self._ids, IDS, begin * size, end * size), self.dtype)
+
+    def read_trained(self, begin: int, end: int) -> NDArray[np.bool_]:
+        """Return whether the loss covers each of the tokens at some places of all splits, [end - begin].
+
+        Kept eight to a byte (np.packbits). Never true for the first of a sample.
+
+        Raises:
+            DataError: the file cannot be read.
+        """
+        first = begin // 8
+        bits = np.unpackbits(np.frombuffer(self._read(self._trained, TRAINED, first, -(-end // 8)), np.uint8))
+        return bits[begin - 8 * first : end - 8 * first].view(np.bool_)
+
+    def _read(self, file: int, name: str, begin: int, end: int) -> bytes:
+        try:
+            content = os.pread(file, end - begin, begin)
+            while len(content) < end - begin:  # one call reads at most 2 GiB
+                more = os.pread(file, end - begin - len(content), begin + len(content))
+                if not more:
+                    raise OSError(tr("it is shorter than when it was written"))
+                content += more
+        except OSError as error:
+            path = self.folder / name
+            raise DataError(tr("Cannot read '{path}': {reason}.", path=path, reason=error.strerror or error)) from error
+        return content
+
+    def lengths(self, indices: NDArray[Any] | None = None) -> NDArray[np.int64]:
+        """Return the tokens of some samples of this split, or of all (8 bytes of memory each)."""
+        members = self.members if indices is None else self.members[indices]
+        return self.offsets[members.astype(np.int64) + 1] - self.offsets[members]
+
+    def where(self, index: int) -> str:
+        """Return "file:line" of a sample of this split."""
+        member = self.members[index]
+        return f"{read_manifest(self.folder)['files'][self.files[member]]['path']}:{self.lines[member]}"
 
     def __reduce__(self) -> tuple[type["Store"], tuple[Path, str]]:
         return Store, (self.folder, self.split)
 
 
 class StoreWriter:
-    """Writes conversations one after another into an empty folder. Use as a context manager, then `finish`."""
+    """Joins parts in an empty folder. Use as a context manager, then `finish`."""
 
-    def __init__(self, folder: Path, vocab_size: int) -> None:
-        self.folder = folder
-        self.dtype = np.dtype(np.uint16 if vocab_size <= 1 << 16 else np.uint32)
-        self.offsets = array("q", [0])
-        self.trained_counts = array("q")
-        self._ids, self._trained = (
-            open(folder / IDS, "wb"),
-            open(folder / TRAINED, "wb"),
-        )
+    def __init__(self, folder: Path, dtype: np.dtype[Any]) -> None:
+        self.folder, self.dtype = folder, dtype
+        self.num_samples = self.num_tokens = 0
+        self._lengths: list[NDArray[np.uint32]] = []
+        self._lines: list[NDArray[np.uint32]] = []
+        self._files: list[NDArray[np.uint16]] = []
+        self._trained_counts: list[NDArray[np.uint32]] = []
+        self._checksums: dict[str, int] = {IDS: 0, TRAINED: 0}
+        self._rest = np.empty(0, np.bool_)  # of the mask, less than a byte
+        self._out: dict[str, IO[bytes]] = {name: open(folder / name, "wb") for name in (IDS, TRAINED)}
 
     def __enter__(self) -> "StoreWriter":
         return self
@@ -97,50 +149,109 @@ class StoreWriter:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._ids.close()
-        self._trained.close()
+        for file in self._out.values():
+            file.close()
 
-    def __len__(self) -> int:
-        return len(self.trained_counts)
+    def append(self, part: Part, file: int, first_line: int) -> None:
+        """Add the samples of a part.
 
-    def append(self, ids: Sequence[int], trained: Sequence[bool]) -> None:
-        """Add one conversation."""
-        self._ids.write(np.asarray(ids, dtype=self.dtype).tobytes())
-        self._trained.write(np.asarray(trained, dtype=np.bool_).tobytes())
-        self.offsets.append(self.offsets[-1] + len(ids))
-        self.trained_counts.append(sum(trained))
+        Args:
+            part: as read.
+            file: number of its file.
+            first_line: line of that file where its block begins.
+        """
+        self._write(IDS, part.ids.astype(self.dtype, copy=False))
+        trained = np.concatenate((self._rest, part.trained))
+        whole = len(trained) // 8 * 8
+        self._write(TRAINED, np.packbits(trained[:whole]))
+        self._rest = trained[whole:].copy()
+        self._lengths.append(part.lengths)
+        self._lines.append(part.rows + np.uint32(first_line))
+        self._files.append(np.full(len(part.lengths), file, np.uint16))
+        if len(part.lengths):
+            starts = np.concatenate(([0], np.cumsum(part.lengths[:-1], dtype=np.int64)))
+            self._trained_counts.append(np.add.reduceat(part.trained, starts, dtype=np.uint32))
+        self.num_samples += len(part.lengths)
+        self.num_tokens += len(part.ids)
+
+    def index(self) -> "Index":
+        """Return what is known of each sample so far."""
+        return Index(
+            lengths=_joined(self._lengths, np.uint32),
+            trained=_joined(self._trained_counts, np.uint32),
+            files=_joined(self._files, np.uint16),
+            lines=_joined(self._lines, np.uint32),
+        )
 
     def finish(self, splits: dict[str, NDArray[np.int64]], manifest: dict[str, Any]) -> None:
         """Write the index files and, last, the manifest.
 
         Args:
-            splits: ascending conversation numbers of each split.
-            manifest: what else to write into manifest.json; the splits' counts are added.
+            splits: ascending sample numbers of each split.
+            manifest: what else to write into manifest.json; splits, sizes and checksums are added.
         """
-        self._ids.close()
-        self._trained.close()
-        offsets = np.array(self.offsets, dtype=np.int64)
-        np.save(self.folder / OFFSETS, offsets)
-        lengths, trained_counts = (
-            np.diff(offsets),
-            np.array(self.trained_counts, dtype=np.int64),
-        )
-        counts = {}
-        for split, rows in splits.items():
-            np.save(self.folder / f"{split}.npy", rows.astype(np.int64))
-            counts[split] = {
-                "samples": len(rows),
-                "tokens": int(lengths[rows].sum()),
-                "trained_tokens": int(trained_counts[rows].sum()),
+        self._write(TRAINED, np.packbits(self._rest))
+        for file in self._out.values():
+            file.close()
+        index = self.index()
+        offsets = np.concatenate(([0], np.cumsum(index.lengths, dtype=np.int64)))
+        arrays = {OFFSETS: offsets, FILES: index.files, LINES: index.lines}
+        for split, members in splits.items():
+            arrays[f"{split}.npy"] = members.astype(np.uint32)
+        for name, values in arrays.items():
+            np.save(self.folder / name, values)
+        counts = {
+            split: {
+                "samples": len(members),
+                "tokens": int(index.lengths[members].sum()),
+                "trained_tokens": int(index.trained[members].sum()),
             }
-        sizes = {file.name: file.stat().st_size for file in sorted(self.folder.iterdir())}
+            for split, members in splits.items()
+        }
+        paths = sorted(self.folder.iterdir())
+        for path in paths:
+            self._checksums[path.name] = self._checksums.get(path.name) or checksum(path)
         whole = {
             **manifest,
             "dtype": self.dtype.name,
             "splits": counts,
-            "sizes_bytes": sizes,
+            "sizes_bytes": {path.name: path.stat().st_size for path in paths},
+            "crc32": self._checksums,
         }
         (self.folder / MANIFEST).write_text(json.dumps(whole, indent=2, ensure_ascii=False), encoding="utf-8")
+
+    def _write(self, name: str, values: NDArray[Any]) -> None:
+        content = values.tobytes()
+        self._checksums[name] = zlib.crc32(content, self._checksums[name])
+        self._out[name].write(content)
+
+
+class Index:
+    """What a store knows of each sample, [samples] each.
+
+    Args:
+        lengths: tokens.
+        trained: tokens that the loss covers.
+        files: number of the file.
+        lines: line in it.
+    """
+
+    def __init__(
+        self,
+        *,
+        lengths: NDArray[np.uint32],
+        trained: NDArray[np.uint32],
+        files: NDArray[np.uint16],
+        lines: NDArray[np.uint32],
+    ) -> None:
+        self.lengths, self.trained, self.files, self.lines = lengths, trained, files, lines
+
+    def rows(self) -> NDArray[np.int64]:
+        """Return the number of the row that each sample comes from, counting only rows that gave one, [samples]."""
+        if not len(self.lines):
+            return np.empty(0, np.int64)
+        new = (self.lines[1:] != self.lines[:-1]) | (self.files[1:] != self.files[:-1])
+        return np.concatenate(([0], np.cumsum(new)))
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
@@ -150,14 +261,43 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 
 
 def is_complete(folder: Path) -> bool:
-    """Whether a store is there, with files of the sizes its manifest states."""
+    """Whether a store is there under its own name, with files of the sizes its manifest states."""
     try:
-        sizes = read_manifest(folder)["sizes_bytes"]
-        return all((folder / name).stat().st_size == size for name, size in sizes.items())
-    except (OSError, ValueError, KeyError):
+        manifest = read_manifest(folder)
+        sizes = manifest["sizes_bytes"]
+        return manifest["fingerprint"] == folder.name and all(
+            (folder / name).stat().st_size == size for name, size in sizes.items()
+        )
+    except (OSError, ValueError, KeyError, AttributeError):
         return False
 
 
-def _mapped(path: Path, dtype: np.dtype[Any]) -> NDArray[Any]:
-    """Map a file; as a plain array, whose slices cost less than numpy.memmap's."""
-    return np.memmap(path, dtype=dtype, mode="r").view(np.ndarray)
+def damaged_files(folder: Path) -> list[str]:
+    """Return the files of a complete store whose content is not what was written; reads it all."""
+    checksums: dict[str, int] = read_manifest(folder)["crc32"]
+    return [name for name, known in checksums.items() if checksum(folder / name) != known]
+
+
+def checksum(path: Path) -> int:
+    """Return the CRC-32 of a file."""
+    value = 0
+    with open(path, "rb") as file:
+        while block := file.read(1 << 22):
+            value = zlib.crc32(block, value)
+    return value
+
+
+def _joined(arrays: Sequence[NDArray[Any]], dtype: Any) -> NDArray[Any]:
+    return np.concatenate(arrays) if arrays else np.empty(0, dtype)
+
+
+def _loaded(path: Path) -> NDArray[Any]:
+    array: NDArray[Any] = np.load(path, mmap_mode="r").view(np.ndarray)
+    return array
+
+
+def _opened(owner: object, path: Path) -> int:
+    """Return a file's descriptor, closed when its owner is gone."""
+    descriptor = os.open(path, os.O_RDONLY)
+    weakref.finalize(owner, os.close, descriptor)
+    return descriptor

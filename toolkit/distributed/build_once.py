@@ -3,25 +3,37 @@
 A file lock beside the folder elects one builder; the others wait for it and use what it made. It works before any
 process group exists, so a build of hours can make no collective time out, and it needs no torch. The kernel drops
 the lock of a process that dies, so a killed builder blocks nobody.
+
+Some network file systems keep such locks per machine, or have none. So the holder also signs the lock file, with a
+heartbeat: who finds the signature of another machine beating waits for it, who sees it stand still takes over.
 """
 
 import errno
 import fcntl
+import json
 import os
 import shutil
 import socket
 import tempfile
+import threading
 import time
+import uuid
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from toolkit.errors import DataError
 from toolkit.messages import tr
 
 NOTICE_AFTER_S = 5.0
 _POLL_S = 0.1
+_BEAT_S = 2.0
+_SILENT_S = 20.0
+"""A heartbeat of another machine that stands still for so long belongs to a process that is gone."""
+_CLAIM_S = 0.25
+"""Time in which another machine that signs at the same moment is noticed; the later signature counts."""
+_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
 
 def build_once(
@@ -29,6 +41,7 @@ def build_once(
     build: Callable[[Path], None],
     is_complete: Callable[[Path], bool],
     say: Callable[[str], None],
+    status: Callable[[], str] = str,
 ) -> bool:
     """Make `target` with `build`, unless it is complete or another process is making it.
 
@@ -39,6 +52,7 @@ def build_once(
         build: fills the empty folder it is given.
         is_complete: whether a folder found at `target` can be used; one that cannot is replaced.
         say: receives the message shown while waiting for another process.
+        status: says in a few words how far the build is; shown to those who wait.
 
     Returns:
         True if this process built the folder, False if it was there or another process built it.
@@ -50,17 +64,17 @@ def build_once(
         return False
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        with _locked(target.with_name(target.name + ".lock"), say):
+        with _locked(target.with_name(target.name + ".lock"), say, status):
             if is_complete(target):
                 return False
             _remove_leftovers(target)
-            _build_and_rename(target, build)
+            _build_and_rename(target, build, is_complete)
             return True
     except OSError as error:
         raise _explained(error, target.parent) from error
 
 
-def _build_and_rename(target: Path, build: Callable[[Path], None]) -> None:
+def _build_and_rename(target: Path, build: Callable[[Path], None], is_complete: Callable[[Path], bool]) -> None:
     """Build under a temporary name beside `target`, flush, rename."""
     building = Path(tempfile.mkdtemp(prefix=target.name + ".tmp-", dir=target.parent))
     try:
@@ -69,7 +83,12 @@ def _build_and_rename(target: Path, build: Callable[[Path], None]) -> None:
         building.chmod(0o777 & ~_umask())
         for path in [*building.rglob("*"), building]:
             _flush(path)
-        building.rename(target)
+        try:
+            building.rename(target)
+        except OSError:
+            # On a file system without locks another machine may have finished the same build first.
+            if not is_complete(target):
+                raise
         _flush(target.parent)
     finally:
         shutil.rmtree(building, ignore_errors=True)
@@ -84,37 +103,128 @@ def _remove_leftovers(target: Path) -> None:
 
 
 @contextmanager
-def _locked(path: Path, say: Callable[[str], None]) -> Iterator[None]:
-    """Hold the lock file, which names its holder; never deleted, as deleting it would let two processes in."""
+def _locked(path: Path, say: Callable[[str], None], status: Callable[[], str]) -> Iterator[None]:
+    """Hold the lock file; never deleted, as deleting it would let two processes in."""
     with open(path, "a+", encoding="utf-8") as file:
-        _wait_for_lock(file, say)
-        file.truncate(0)
-        file.write(f"{os.getpid()} {socket.gethostname()}\n")
-        file.flush()
-        yield
+        signature = _Signature(path, status)
+        _wait(file, signature, say)
+        try:
+            with signature.beating():
+                yield
+        finally:
+            file.truncate(0)
 
 
-def _wait_for_lock(file: IO[str], say: Callable[[str], None]) -> None:
+class _Signature:
+    """The holder's name in the lock file, with a number that grows as long as the holder lives."""
+
+    def __init__(self, path: Path, status: Callable[[], str]) -> None:
+        self.path, self.status = path, status
+        self.me = {"pid": os.getpid(), "host": socket.gethostname(), "token": uuid.uuid4().hex}
+        self.beats = 0
+
+    def write(self) -> None:
+        """Sign."""
+        self.beats += 1
+        content = json.dumps({**self.me, "beat": self.beats, "doing": self.status()}, ensure_ascii=False)
+        with suppress(OSError), open(self.path, "r+", encoding="utf-8") as file:  # a full disk stops the build itself
+            file.write(content + "\n")
+            file.truncate()
+
+    def read(self) -> dict[str, Any]:
+        """Return whose signature stands there; opened anew, as network file systems look again only then."""
+        try:
+            value = json.loads(self.path.read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return {}
+        return value if isinstance(value, dict) else {}
+
+    def is_mine(self) -> bool:
+        """Whether nobody has signed since."""
+        return self.read().get("token", self.me["token"]) == self.me["token"]
+
+    def another_lives(self, trusted: bool) -> bool:
+        """Whether the signature found is of a process that still beats.
+
+        Args:
+            trusted: the lock was granted, so a holder on this machine is gone.
+        """
+        found = self.read()
+        if not found or found.get("token") == self.me["token"]:
+            return False
+        if trusted and found.get("host") == self.me["host"]:
+            return False
+        deadline = time.monotonic() + _SILENT_S
+        while time.monotonic() < deadline:
+            time.sleep(_POLL_S)
+            now = self.read()
+            if not now:
+                return False
+            if now.get("beat") != found.get("beat") or now.get("token") != found.get("token"):
+                return True
+        return False
+
+    @contextmanager
+    def beating(self) -> Iterator[None]:
+        """Sign every few seconds."""
+        stop = threading.Event()
+
+        def beat() -> None:
+            while not stop.wait(_BEAT_S):
+                self.write()
+
+        thread = threading.Thread(target=beat, daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            stop.set()
+            thread.join()
+
+
+def _wait(file: IO[str], signature: _Signature, say: Callable[[str], None]) -> None:
+    """Return as the holder of the lock, signed."""
     started, told = time.monotonic(), False
     while True:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return
-        except BlockingIOError:
-            pass
+        granted, trusted = _try_lock(file)
+        if granted and not signature.another_lives(trusted):
+            signature.write()
+            time.sleep(_CLAIM_S)
+            if signature.is_mine():
+                return
+        if granted:
+            _unlock(file)
         if not told and time.monotonic() - started > NOTICE_AFTER_S:
             told = True
-            file.seek(0)
-            pid, _, host = file.read().strip().partition(" ")
+            found = signature.read()
             say(
                 tr(
-                    "Waiting for process {pid} on {host}, which is preparing {folder}.",
-                    pid=pid or "?",
-                    host=host or "?",
+                    "Waiting for process {pid} on {host}, which is preparing {folder}. {doing}",
+                    pid=found.get("pid", "?"),
+                    host=found.get("host", "?"),
                     folder=file.name.removesuffix(".lock"),
-                )
+                    doing=found.get("doing", ""),
+                ).rstrip()
             )
         time.sleep(_POLL_S)
+
+
+def _try_lock(file: IO[str]) -> tuple[bool, bool]:
+    """Return whether the lock was granted, and whether that means anything on this machine."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False, True
+    except OSError as error:
+        if error.errno in _NO_LOCKS:
+            return True, False
+        raise
+    return True, True
+
+
+def _unlock(file: IO[str]) -> None:
+    with suppress(OSError):
+        fcntl.flock(file, fcntl.LOCK_UN)
 
 
 def _flush(path: Path) -> None:

@@ -9,6 +9,7 @@ from transformers import GlmConfig, PreTrainedModel, PreTrainedTokenizerBase
 from toolkit.config.schema import Dtype, Init, ModelConfig, ShapeConfig
 from toolkit.errors import ModelError
 from toolkit.messages import tr
+from toolkit.models.attention import choose_attention
 from toolkit.models.chatglm.modeling import ChatGLMForConditionalGeneration
 from toolkit.models.chatglm.tokenizers import GlmTokenizer
 from toolkit.models.load import load_model
@@ -26,6 +27,7 @@ def build_model(
     tokenizer: PreTrainedTokenizerBase,
     seed: int,
     ds_config: dict[str, Any] | None = None,
+    packed: bool = False,
 ) -> PreTrainedModel:
     """Build the model that is trained.
 
@@ -36,6 +38,7 @@ def build_model(
         seed: for the weights of a random model; every rank gets the same.
         ds_config: the DeepSpeed dict; with stage 3 the parameters are partitioned as they are read, so that no rank
             ever holds the whole model. Needs a process group.
+        packed: whether rows will hold several samples.
 
     Raises:
         ModelError: the weights do not fit the architecture, or the tokenizer does not fit the model.
@@ -46,6 +49,7 @@ def build_model(
     else:
         model = load_model(config.path, dtype=TORCH_DTYPES[dtype], ds_config=ds_config)
     _check_vocabulary(model, tokenizer)
+    choose_attention(model, config.attention, packed, TORCH_DTYPES[dtype])
     model.config.use_cache = False
     return model
 

@@ -11,10 +11,11 @@ from toolkit.messages import tr
 from toolkit.models.chatglm.formats import Piece, format_of, with_tools
 from toolkit.models.chatglm.tokenizers import ChatGLMTokenizer, GlmTokenizer
 from toolkit.models.chatglm.vocabulary import no_cycles
-from toolkit.models.template_chat import Encoded, Message, TemplateChatEncoder
+from toolkit.models.span_tokens import Encoded
+from toolkit.models.template_chat import Message, TemplateChatEncoder
 from toolkit.models.tokenizer import load_tokenizer
 
-CODE_VERSION = 1
+CODE_VERSION = 2
 """Part of the fingerprint; raise it when ids or masks change."""
 
 
@@ -41,6 +42,10 @@ class FamilyChatEncoder:
         self.tokenizer = tokenizer
         self.format = format_of(tokenizer.family, tokenizer, original_labels)
         self.vocab_size = len(tokenizer)
+        self.only_last = self.format.only_last
+        self.drops_system = self.format.only_last
+        # ChatGLM-6B finds its positions from the <sop> of each sample.
+        self.can_cut = tokenizer.family is not Family.chatglm
         digest = hashlib.sha256(f"{CODE_VERSION} {tokenizer.family.value} {len(tokenizer)} {original_labels}".encode())
         digest.update(tokenizer.vocabulary.read_bytes())
         self.fingerprint = digest.hexdigest()
@@ -49,10 +54,15 @@ class FamilyChatEncoder:
         """Return ids and mask of one conversation; see `toolkit.data.encode.ChatEncoder`."""
         return self.format.encode([self.format.example(with_tools(messages, tools))])[0]
 
-    def encode_many(self, conversations: Sequence[Sequence[Message]]) -> list[Encoded]:
+    def encode_many(
+        self, conversations: Sequence[Sequence[Message]], tools: Sequence[Sequence[Any] | None] | None = None
+    ) -> list[Encoded]:
         """Return ids and mask of several conversations; see `toolkit.data.encode.ChatEncoder`."""
+        given = tools or [None] * len(conversations)
         with no_cycles():
-            return self.format.encode([self.format.example(messages) for messages in conversations])
+            return self.format.encode(
+                [self.format.example(with_tools(*one)) for one in zip(conversations, given, strict=True)]
+            )
 
     def prompt(self, messages: Sequence[Message], tools: Sequence[Any] | None = None) -> list[int]:
         """Return the ids that generation starts from."""

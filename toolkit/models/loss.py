@@ -5,6 +5,8 @@ from typing import Any
 import torch
 from torch.nn import functional
 
+from toolkit.models.attention import attention_arguments
+
 UNTRAINED = -100
 
 
@@ -16,20 +18,21 @@ def token_loss_sum(engine: torch.nn.Module, batch: dict[str, torch.Tensor], **mo
 
     Args:
         engine: the DeepSpeed engine, or a transformers model.
-        batch: `input_ids`, `labels` (-100 where untrained), `attention_mask`, `position_ids`, each `[B, S]`, on the
-            engine's device.
+        batch: `input_ids`, `labels` (-100 where untrained), `position_ids`, `segment_ids`, each `[B, S]`, on the
+            engine's device; packed with `cu_seq_lens`, see `attention_arguments`.
         **model_arguments: passed on to the model.
 
     Returns:
         float32 scalar on the engine's device, of this rank alone; 0 (with a zero gradient) without trained tokens.
     """
     # ChatGLM-6B's two position channels come from where <sop> stands; the model makes them itself.
-    builds_positions = getattr(getattr(engine, "module", engine), "builds_positions", False)
+    module = getattr(engine, "module", engine)
+    builds_positions = getattr(module, "builds_positions", False)
     logits = engine(
         input_ids=batch["input_ids"],
-        attention_mask=batch["attention_mask"],
         position_ids=None if builds_positions else batch["position_ids"],
         use_cache=False,
+        **attention_arguments(module, batch),
         **model_arguments,
     ).logits
     # Position s predicts token s + 1. The labels are shifted, not the logits: [B, S, V] is never copied.

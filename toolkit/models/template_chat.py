@@ -2,34 +2,47 @@
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from toolkit.errors import ModelError, RowError
 from toolkit.messages import tr
+from toolkit.models.span_tokens import Encoded, Span, SpanTokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-CODE_VERSION = 1
+CODE_VERSION = 2
 """Part of the fingerprint; raise it when ids or masks change."""
 
 Message = Mapping[str, Any]
-Encoded = tuple[list[int], list[bool]]
+
+_OTHERS = "additional_special_tokens"
+_PROBE: list[dict[str, Any]] = [
+    {"role": "user", "content": "One?"},
+    {"role": "assistant", "content": "First answer."},
+    {"role": "user", "content": "Two?"},
+    {"role": "assistant", "content": "Second answer."},
+]
 
 
 class TemplateChatEncoder:
-    """Encodes through a tokenizer's own chat template; the loss covers the last answer and its end token only.
+    """Encodes through a tokenizer's own chat template. The ids are the template's; the mask says what is trained.
 
-    Prompt and answer are tokenised apart, so the ids of the prompt are exactly those that generation will see, and
-    no token straddles the border between what is trained and what is not.
+    Where answers stand in the text is found by comparison: what the template writes for the conversation up to an
+    answer, against what it writes with the answer. A template that marks answers itself ({% generation %}) says so; the
+    two must agree on a conversation to begin with. Some templates write earlier answers otherwise once another turn
+    follows (without their reasoning, for example): without marks, these train the last answer only.
 
     Args:
         tokenizer: any transformers tokenizer with a chat template and an end-of-sequence token.
 
     Raises:
-        ModelError: the tokenizer lacks one of the two.
+        ModelError: the tokenizer lacks one of the two, or its template marks other tokens than it writes for answers.
     """
+
+    drops_system = False
+    can_cut = True
 
     def __init__(self, tokenizer: "PreTrainedTokenizerBase") -> None:
         if not tokenizer.chat_template:
@@ -48,16 +61,48 @@ class TemplateChatEncoder:
                 )
             )
         self.tokenizer = tokenizer
+        self.end = str(tokenizer.eos_token)  # looked up once: a tokenizer takes microseconds to say
         self.vocab_size = len(tokenizer)
         self.fingerprint = _fingerprint(tokenizer)
+        self.template = tokenizer.get_chat_template()
+        self.tokens = {name: str(token) for name, token in tokenizer.special_tokens_map.items() if name != _OTHERS}
+        self.has_marks = "{% generation" in self.template or "{%- generation" in self.template
+        self.only_last = False
+        self.frame: tuple[str, str] | None = None
+        """What the template writes between a question and an answer, and after it, where both are always the same."""
+        self._probe()
+        self.span_tokenizer = SpanTokenizer(tokenizer, self.frame)
 
     def encode(self, messages: Sequence[Message], tools: Sequence[Any] | None = None) -> Encoded:
         """Return ids and mask of one conversation; see `toolkit.data.encode.ChatEncoder`."""
-        return self._encode([self._split(messages, tools)])[0]
+        return self.encode_many([messages], [tools])[0]
+
+    def encode_many(
+        self, conversations: Sequence[Sequence[Message]], tools: Sequence[Sequence[Any] | None] | None = None
+    ) -> list[Encoded]:
+        """Return ids and mask of several conversations; see `toolkit.data.encode.ChatEncoder`.
+
+        Raises:
+            RowError: the template refuses one of them, or an answer holds the text of the end token.
+            ModelError: the template gives the last question another form once its answer follows.
+        """
+        if not conversations:
+            return []
+        texts: list[str] = []
+        spans: list[list[Span]] = []
+        for messages, given in zip(conversations, tools or [None] * len(conversations), strict=True):
+            if messages[0]["role"] == "text":
+                texts.append(self._plain(str(messages[0]["content"])))
+                spans.append([(0, len(texts[-1]))])
+                continue
+            text, found = self._spans(messages, given)
+            texts.append(text)
+            spans.append(found)
+        return self.span_tokenizer.encode_many(texts, spans)
 
     def prompt(self, messages: Sequence[Message], tools: Sequence[Any] | None = None) -> list[int]:
         """Return the ids that generation starts from."""
-        text = self._render(messages, tools, add_generation_prompt=True)
+        text = self.render(messages, tools, add_generation_prompt=True)
         ids: list[int] = self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
         return ids
 
@@ -66,73 +111,173 @@ class TemplateChatEncoder:
         """Return the ids at which an answer ends."""
         return [int(self.tokenizer.eos_token_id)]
 
-    def encode_many(self, conversations: Sequence[Sequence[Message]]) -> list[Encoded]:
-        """Return ids and mask of several conversations; see `toolkit.data.encode.ChatEncoder`.
+    def _probe(self) -> None:
+        """Look at how the template writes answers."""
+        try:
+            compared = self._compared(_PROBE, None)
+        except RowError:  # it knows other conversations only; each is looked at by itself
+            return
+        if compared is None:
+            self.only_last = not self.has_marks
+            return
+        self.frame = self._find_frame(compared)
+        if self.has_marks:
+            self._check_marks(compared)
 
-        Raises:
-            RowError: the template refuses one of them.
-            ModelError: the template gives earlier turns another form once an answer follows.
-        """
-        return self._encode([self._split(messages, None) for messages in conversations])
+    def _find_frame(self, compared: tuple[str, list[Span]]) -> tuple[str, str] | None:
+        text, spans = compared
+        asks = self.render(_PROBE[:3], None, True).removeprefix(self.render(_PROBE[:3], None, False))
+        answers = [text[begin:end] for begin, end in spans]
+        endings = {answer.removeprefix(m["content"]) for answer, m in zip(answers, _PROBE[1::2], strict=True)}
+        framed = all(answer.startswith(m["content"]) for answer, m in zip(answers, _PROBE[1::2], strict=True))
+        return (asks, endings.pop()) if framed and asks and len(endings) == 1 else None
 
-    def _encode(self, pairs: list[tuple[str, str]]) -> list[Encoded]:
-        """Return ids and mask of prompts and answers, tokenised in one call."""
-        if not pairs:
-            return []
-        texts = [text for pair in pairs for text in pair]
-        # verbose=False: no warning about the model's longest input; data.max_length rules.
-        ids: list[list[int]] = self.tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
-        return [self._join(prompt, answer) for prompt, answer in zip(ids[::2], ids[1::2], strict=True)]
+    def _plain(self, text: str) -> str:
+        """Return a plain text between the tokens that begin and end one."""
+        begin = self.tokenizer.bos_token if getattr(self.tokenizer, "add_bos_token", False) else ""
+        return f"{begin or ''}{text}{self.tokenizer.eos_token}"
 
-    def _split(self, messages: Sequence[Message], tools: Sequence[Any] | None) -> tuple[str, str]:
-        """Return the prompt as generation sees it, and what the template adds for the last answer."""
-        end = self.tokenizer.eos_token
-        if end in messages[-1]["content"]:
+    def _spans(self, messages: Sequence[Message], tools: Sequence[Any] | None) -> tuple[str, list[Span]]:
+        """Return the text of a conversation and where its trained messages stand."""
+        end = self.end
+        trained = [bool(message.get("loss", message["role"] == "assistant")) for message in messages]
+        for message, is_trained in zip(messages, trained, strict=True):
+            if is_trained and end in str(message["content"]):
+                raise RowError(
+                    tr(
+                        "the answer holds the text of the end token, '{end}', and would be cut there. Correct or "
+                        "remove the row",
+                        end=end,
+                    )
+                )
+        if self.has_marks:
+            answers = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
+            text, marks = self._marked(messages, tools)
+            # A template that joins messages marks fewer answers than there are.
+            if len(marks) == len(answers) and not any(trained[i] for i in range(len(messages)) if i not in answers):
+                return text, [mark for index, mark in zip(answers, marks, strict=True) if trained[index]]
+        wanted = [index for index, is_trained in enumerate(trained) if is_trained]
+        if self.only_last:
+            wanted = [len(messages) - 1]
+        compared = self._compared(messages, tools, wanted)
+        if compared is None and wanted != [len(messages) - 1]:
             raise RowError(
                 tr(
-                    "the answer holds the text of the end token, '{end}', and would be cut there. Correct or "
-                    "remove the row",
-                    end=end,
+                    "the chat template writes an earlier answer of this conversation otherwise once another turn "
+                    "follows, so it cannot be trained with the rest. Train last answers only: data.train_on=last"
                 )
             )
-        prompt = self._render(messages[:-1], tools, add_generation_prompt=True)
-        whole = self._render(messages, tools, add_generation_prompt=False)
-        if not whole.startswith(prompt):
+        if compared is None:
             raise ModelError(
                 tr(
                     "The chat template of '{name}' cannot be trained with: the conversation with its answer does not "
-                    "begin with the prompt that generation would see (…{prompt}). Give a template whose turns do not "
-                    "depend on later ones: model.chat_template=FILE.",
+                    "begin with the prompt that generation would see. Give a template whose turns do not depend on "
+                    "later ones: model.chat_template=FILE.",
                     name=self.tokenizer.name_or_path,
-                    prompt=repr(prompt[-60:]),
                 )
             )
-        return prompt, whole[len(prompt) :]
+        return compared
 
-    def _render(self, messages: Sequence[Message], tools: Sequence[Any] | None, add_generation_prompt: bool) -> str:
+    def _compared(
+        self, messages: Sequence[Message], tools: Sequence[Any] | None, wanted: Iterable[int] | None = None
+    ) -> tuple[str, list[Span]] | None:
+        """Return a conversation's text and where some messages stand in it, None if the template rewrites turns.
+
+        Args:
+            messages: the conversation.
+            tools: its tools.
+            wanted: the messages; None takes the assistant's.
+        """
+        if wanted is None:
+            wanted = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
+        whole = self.render(messages, tools, add_generation_prompt=False)
+        spans = []
+        for index in wanted:
+            last = index == len(messages) - 1
+            after = whole if last else self.render(messages[: index + 1], tools, add_generation_prompt=False)
+            if not last and not whole.startswith(after):
+                return None
+            begin = self._begin(messages[index], after)
+            if begin is None:
+                is_answer = messages[index]["role"] == "assistant"
+                before = self.render(messages[:index], tools, add_generation_prompt=is_answer)
+                if not whole.startswith(before):
+                    return None
+                begin = len(before)
+            spans.append((begin, len(after)))
+        return whole, spans
+
+    def _begin(self, message: Message, text: str) -> int | None:
+        """Return where an answer begins in the text that ends with it, if it stands there as in the probe.
+
+        That is: after the same words that ask for an answer, before the same ending. Spares a rendering.
+        """
+        if not self.frame or message["role"] != "assistant" or message.get("tool_calls"):
+            return None
+        asks, ending = self.frame
+        begin = len(text) - len(ending) - len(message["content"])
+        is_framed = begin >= 0 and text.endswith(message["content"] + ending) and text.endswith(asks, 0, begin)
+        return begin if is_framed else None
+
+    def _marked(self, messages: Sequence[Message], tools: Sequence[Any] | None) -> tuple[str, list[Span]]:
+        """Return a conversation's text and what the template marks in it."""
         from jinja2 import TemplateError
+        from transformers.utils.chat_template_utils import render_jinja_template
 
+        listed = list(tools) if tools else None
         try:
-            text = self.tokenizer.apply_chat_template(
-                list(messages),
-                tools=None if tools is None else list(tools),
-                add_generation_prompt=add_generation_prompt,
-                tokenize=False,
+            texts, marks = render_jinja_template(
+                conversations=[list(messages)],
+                tools=listed,
+                chat_template=self.tokenizer.get_chat_template(tools=listed),
+                return_assistant_tokens_mask=True,
+                **self.tokens,
             )
         except TemplateError as error:
             raise RowError(tr("the chat template refuses the conversation: {reason}", reason=error)) from None
-        assert isinstance(text, str)
-        return text
+        return texts[0], [(int(begin), int(end)) for begin, end in marks[0]]
 
-    def _join(self, prompt: list[int], answer: list[int]) -> Encoded:
-        """Return ids and mask: the answer ends with exactly one end token.
+    def _check_marks(self, compared: tuple[str, list[Span]]) -> None:
+        """Refuse a template whose marks are not what generation would write; the end token may be unmarked."""
+        text, marks = self._marked(_PROBE, None)
+        end = self.tokenizer.eos_token
 
-        What a template writes after the end token (a newline, mostly) is dropped: generation has stopped by then, so
-        the model never sees it there, and as the last tokens of the row they could not even serve as context.
+        def said(spans: list[Span]) -> list[str]:
+            return [text[begin:stop].split(end)[0].strip() for begin, stop in spans]
+
+        if said(marks) != said(compared[1]):
+            raise ModelError(
+                tr(
+                    "The chat template of '{name}' marks {marked} as what the assistant says, but generation would "
+                    "write {written}. Correct its {{% generation %}} marks, or give another: model.chat_template=FILE.",
+                    name=self.tokenizer.name_or_path,
+                    marked=said(marks),
+                    written=said(compared[1]),
+                )
+            )
+
+    def render(self, messages: Sequence[Message], tools: Sequence[Any] | None, add_generation_prompt: bool) -> str:
+        """Return the template's text, through transformers' own sandbox.
+
+        Its public function copies every message first, lest a template get at objects with methods; messages of data
+        files are plain JSON, and the copy costs more than the rendering (transformers 5.23).
         """
-        end = self.tokenizer.eos_token_id
-        answer = [*(answer[: answer.index(end)] if end in answer else answer), end]
-        return [*prompt, *answer], [False] * len(prompt) + [True] * len(answer)
+        from jinja2 import TemplateError
+        from transformers.utils.chat_template_utils import _compile_jinja_template
+
+        listed = list(tools) if tools else None
+        template = self.template if listed is None else self.tokenizer.get_chat_template(tools=listed)
+        try:
+            text: str = _compile_jinja_template(template).render(
+                messages=messages,
+                tools=listed,
+                documents=None,
+                add_generation_prompt=add_generation_prompt,
+                **self.tokens,
+            )
+        except TemplateError as error:
+            raise RowError(tr("the chat template refuses the conversation: {reason}", reason=error)) from None
+        return text
 
 
 def _fingerprint(tokenizer: "PreTrainedTokenizerBase") -> str:

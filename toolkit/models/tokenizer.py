@@ -24,11 +24,16 @@ END, PAD = "<|endoftext|>", "<|pad|>"
 _ROLES = ["<|system|>", "<|user|>", "<|assistant|>", "<|observation|>"]
 SPECIAL_TOKENS = [END, PAD, "[gMASK]", "<sop>", *_ROLES]
 
-# GLM-4's form. An answer ends with the end token, also in earlier turns, so that all answers look alike.
+# GLM-4's form. An answer ends with the end token, also in earlier turns, so that all answers look alike. A call of a
+# tool is the assistant's: its name, then its arguments.
 _CHAT_TEMPLATE = (
     "{{ '[gMASK]<sop>' }}"
+    "{% if tools %}{{ '<|system|>\\n' + tools | tojson }}{% endif %}"
     "{% for message in messages %}"
-    "{{ '<|' + message['role'] + '|>\\n' + message['content'] }}"
+    "{{ '<|' + ('observation' if message['role'] == 'tool' else message['role']) + '|>' }}"
+    "{% for call in message['tool_calls'] or [] %}"
+    "{{ call['function']['name'] + '\\n' + call['function']['arguments'] | tojson }}"
+    "{% else %}{{ '\\n' + message['content'] }}{% endfor %}"
     "{% if message['role'] == 'assistant' %}{{ '<|endoftext|>' }}{% endif %}"
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|assistant|>\\n' }}{% endif %}"

@@ -4,38 +4,59 @@ from collections.abc import Iterable, Iterator
 
 import torch
 
-from toolkit.config.schema import RunConfig
+from toolkit.config.schema import Packing, RunConfig
 from toolkit.data.loader import build_loader
-from toolkit.data.sampler import GlobalBatchSampler, sequential
+from toolkit.data.sampler import BEGINNING, GlobalBatchSampler, Position, sequential, steps_per_epoch
 from toolkit.launch.environment import Ranks
 from toolkit.train.prepared import Prepared
 
 Batch = dict[str, torch.Tensor]
 
 
-def training_batches(cfg: RunConfig, prepared: Prepared, ranks: Ranks, total_steps: int) -> Iterator[Batch]:
+def rows_per_step(cfg: RunConfig, packing: Packing) -> tuple[int, int]:
+    """Return the plan's rows per step over all ranks and per micro-batch; a row of a grouped plan is a micro-batch."""
+    if packing is Packing.grouped:
+        return cfg.batch.global_size // cfg.batch.micro_per_gpu, 1
+    return cfg.batch.global_size, cfg.batch.micro_per_gpu
+
+
+def epoch_steps(cfg: RunConfig, prepared: Prepared) -> int:
+    """Return the optimizer steps of one pass over the training data."""
+    return steps_per_epoch(len(prepared.train_plan), rows_per_step(cfg, prepared.packing)[0])
+
+
+def training_batches(
+    cfg: RunConfig, prepared: Prepared, ranks: Ranks, total_steps: int, start: Position = BEGINNING
+) -> Iterator[Batch]:
     """Return the training micro-batches, accumulation x total_steps of them.
 
     Args:
         cfg: checked config.
-        prepared: tokenizer and stores.
+        prepared: tokenizer, stores and plans.
         ranks: who this process is.
         total_steps: optimizer steps.
+        start: where in the data to begin.
     """
+    global_size, micro = rows_per_step(cfg, prepared.packing)
+    store = prepared.train
     sampler = GlobalBatchSampler(
-        num_samples=len(prepared.train),
-        global_size=cfg.batch.global_size,
-        micro_per_gpu=cfg.batch.micro_per_gpu,
+        num_rows=len(prepared.train_plan),
+        global_size=global_size,
+        micro_per_gpu=micro,
         rank=ranks.rank,
         world_size=ranks.world_size,
-        seed=cfg.run.seed,
-        end_step=total_steps,
+        key=f"{cfg.run.seed} {store.fingerprint}",
+        start=start,
+        num_steps=total_steps,
+        lengths=prepared.train_lengths,
     )
     return iter(
         build_loader(
-            prepared.train,
+            store,
+            prepared.train_plan,
             sampler,
             prepared.pad_id,
+            prepared.packing,
             seed=cfg.run.seed,
             num_workers=cfg.data.num_workers,
             pin_memory=torch.cuda.is_available(),
@@ -45,6 +66,7 @@ def training_batches(cfg: RunConfig, prepared: Prepared, ranks: Ranks, total_ste
 
 def evaluation_batches(cfg: RunConfig, prepared: Prepared, ranks: Ranks) -> Iterable[Batch]:
     """Return the validation micro-batches of this rank: each sample once over all ranks."""
-    assert prepared.validation is not None
-    shares = sequential(len(prepared.validation), cfg.batch.micro_per_gpu, ranks.rank, ranks.world_size)
-    return build_loader(prepared.validation, shares, prepared.pad_id, seed=cfg.run.seed)
+    assert prepared.validation is not None and prepared.validation_plan is not None
+    plan = prepared.validation_plan
+    shares = sequential(len(plan), rows_per_step(cfg, prepared.packing)[1], ranks.rank, ranks.world_size)
+    return build_loader(prepared.validation, plan, shares, prepared.pad_id, prepared.packing, seed=cfg.run.seed)

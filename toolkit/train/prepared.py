@@ -6,13 +6,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from toolkit.config.schema import Init, RunConfig
+import numpy as np
+from numpy.typing import NDArray
+
+from toolkit.config.schema import Init, Packing, RunConfig, SourceConfig
+from toolkit.data.plan import Plan, plan_rows
 from toolkit.data.prepare import PrepareReport, prepare
-from toolkit.data.sources import BadRows, read_training_rows
-from toolkit.data.store import Store
+from toolkit.data.sources import read_conversations
+from toolkit.data.store import BAD_ROWS, Store
 from toolkit.messages import tr
 from toolkit.models.chat import AnyChatEncoder, chat_encoder
 from toolkit.models.folder import read_config
+from toolkit.models.packing import why_not_packed
 from toolkit.models.tokenizer import fit_tokenizer, load_tokenizer
 
 if TYPE_CHECKING:
@@ -29,8 +34,22 @@ class Prepared:
     """Tokenised training split."""
     validation: Store | None
     """Tokenised validation split."""
+    packing: Packing
+    """How rows are made; not what the recipe says where the model cannot be trained on packed rows."""
+    train_plan: Plan
+    """Rows of the training split."""
+    validation_plan: Plan | None
+    """Rows of the validation split."""
     report: PrepareReport
     """What became of the rows."""
+
+    @property
+    def train_lengths(self) -> Callable[[NDArray[np.int64]], NDArray[np.int64]] | None:
+        """Return what tells the tokens of some rows; None where rows are alike already."""
+        plan, store = self.train_plan, self.train
+        if self.packing is not Packing.none:
+            return None
+        return lambda rows: store.lengths(rows if plan.members is None else plan.members[rows])
 
     @property
     def tokenizer(self) -> "PreTrainedTokenizerBase":
@@ -61,12 +80,65 @@ def prepare_data(cfg: RunConfig, speaks: bool) -> Prepared:
             sys.stdout.write(line + "\n")
             sys.stdout.flush()
 
-    if cfg.model.init is Init.pretrained:
-        read_config(cfg.model.path)
-    encoder = chat_encoder(_tokenizer(cfg, say), cfg.model.original_labels)
+    return prepare_with(cfg, build_encoder(cfg, say), say)
+
+
+def prepare_with(cfg: RunConfig, encoder: AnyChatEncoder, say: Callable[[str], None]) -> Prepared:
+    """Do the same with an encoder that is there already."""
     train, validation, report = prepare(cfg, encoder, say)
     _tell(report, say)
-    return Prepared(encoder=encoder, train=train, validation=validation, report=report)
+    packing = _packing(cfg, say)
+
+    def plan(store: Store, sources: list[SourceConfig]) -> Plan:
+        return plan_rows(
+            store,
+            packing,
+            max_length=cfg.data.max_length,
+            micro_per_gpu=cfg.batch.micro_per_gpu,
+            window=cfg.data.packing_window,
+            seed=cfg.run.seed,
+            sources=sources,
+            cache_dir=Path(cfg.prepare.dir),
+            say=say,
+        )
+
+    return Prepared(
+        encoder=encoder,
+        train=train,
+        validation=validation,
+        packing=packing,
+        train_plan=plan(train, cfg.data.sources),
+        validation_plan=None if validation is None else plan(validation, []),
+        report=report,
+    )
+
+
+def build_encoder(cfg: RunConfig, say: Callable[[str], None]) -> AnyChatEncoder:
+    """Return what turns the recipe's conversations into ids.
+
+    Raises:
+        ModelError: model or tokenizer folder unusable.
+    """
+    if cfg.model.init is Init.pretrained:
+        read_config(cfg.model.path)
+    return chat_encoder(_tokenizer(cfg, say), cfg.model.original_labels)
+
+
+def _packing(cfg: RunConfig, say: Callable[[str], None]) -> Packing:
+    """Return how rows are made: as asked for, or grouped where the model cannot be trained on packed rows."""
+    if cfg.data.packing is not Packing.packed:
+        return cfg.data.packing
+    reason = why_not_packed(cfg.model, cfg.data.max_length)
+    if not reason:
+        return Packing.packed
+    say(
+        tr(
+            "This model cannot be trained on packed rows: {reason}. Samples of like length share micro-batches instead "
+            "(data.packing=grouped).",
+            reason=reason,
+        )
+    )
+    return Packing.grouped
 
 
 def _tokenizer(cfg: RunConfig, say: Callable[[str], None]) -> "PreTrainedTokenizerBase":
@@ -76,9 +148,8 @@ def _tokenizer(cfg: RunConfig, say: Callable[[str], None]) -> "PreTrainedTokeniz
     cache_dir = Path(cfg.prepare.dir)
 
     def texts() -> Iterator[str]:
-        # Bad rows are reported when the store is built; here they are passed over under `skip`, or stop it at once.
-        for row in read_training_rows(cfg.data, cache_dir, say, BadRows()):
-            yield from (message["content"] for message in row.messages)
+        for conversation in read_conversations(cfg.data, cache_dir, say):
+            yield from (str(message["content"]) for message in conversation.messages)
 
     return fit_tokenizer(texts, cfg.model.shape.vocab_size, cache_dir, say)
 
@@ -102,10 +173,24 @@ def _tell(report: PrepareReport, say: Callable[[str], None]) -> None:
                 examples="; ".join(report.examples.get(reason, [])),
             )
         )
-    if report.truncated:
-        say(
+    for count, sentence in (
+        (
+            report.truncated,
+            tr("{count} samples lost their oldest turns to data.max_length.", count=f"{report.truncated:,}"),
+        ),
+        (report.split, tr("{count} conversations became several samples.", count=f"{report.split:,}")),
+        (
+            report.systems,
             tr(
-                "Cut the beginning of {count} prompts to data.max_length.",
-                count=f"{report.truncated:,}",
-            )
-        )
+                "{count} rows have a system message or tools, which this model's format has no place for: left out.",
+                count=f"{report.systems:,}",
+            ),
+        ),
+        (len(report.unused), tr("Columns that are not read: {names}.", names=", ".join(report.unused))),
+        (
+            report.bad_rows,
+            tr("The rows that cannot be used are listed in {file}.", file=Path(report.folder) / BAD_ROWS),
+        ),
+    ):
+        if count:
+            say(sentence)

@@ -48,7 +48,7 @@ def train_step(engine: DeepSpeedEngine, micro_batches: list[Batch], world_size: 
     counts = sum_over_ranks(
         [
             sum(num_trained_tokens(batch) for batch in micro_batches),
-            sum(int(batch["attention_mask"].sum()) for batch in micro_batches),
+            sum(int((batch["segment_ids"] > 0).sum()) for batch in micro_batches),
             sum(batch["input_ids"].numel() for batch in micro_batches),
             bool(signals.received()),
         ],

@@ -1,7 +1,8 @@
 """How each generation of ChatGLM writes a conversation, as ids and as what is trained; and the same as templates.
 
 A conversation becomes a list of pieces: special tokens by id, and texts, each tokenised for itself. Messages have
-`role` and `content`; ChatGLM3's assistant messages may have `metadata` (a tool's name), system messages `tools`.
+`role` and `content`; assistant messages may have `metadata` (a tool's name) or `tool_calls`, system messages `tools`;
+`loss` at a message says whether it is trained. A message of the role `text` is a plain text, trained as a whole.
 """
 
 import json
@@ -14,6 +15,7 @@ from toolkit.messages import tr
 from toolkit.models.chatglm.vocabulary import SOP
 
 Message = Mapping[str, Any]
+TEXT = "text"
 
 
 class Piece(NamedTuple):
@@ -52,6 +54,8 @@ class Format:
 
     stops: tuple[str, ...]
     """Tokens at which an answer ends."""
+    only_last = False
+    """Whether only the last answer of a conversation can be trained."""
 
     def __init__(self, tokenizer: Vocabulary, original: bool = True) -> None:
         self.tokenizer, self.original = tokenizer, original
@@ -113,12 +117,14 @@ class _Rounds(Format):
     Only the last answer is trained, as in the original: the earlier ones are part of the question's text.
     """
 
+    only_last = True
+
     def _text(self, messages: Sequence[Message]) -> str:
         """Return the prompt for a conversation that ends with a question."""
         if len(messages) == 1 and messages[0]["role"] == "user":
             return self._join([], str(messages[0]["content"]))
         turns = [message for message in messages if message["role"] != "system"]
-        roles = [message["role"] for message in turns]
+        roles = ["tool" if message.get("tool_calls") else message["role"] for message in turns]
         if roles != ["user", "assistant"] * (len(turns) // 2) + ["user"]:
             raise RowError(
                 tr(
@@ -133,6 +139,12 @@ class _Rounds(Format):
         raise NotImplementedError
 
 
+def _said(message: Message) -> str:
+    if message.get("tool_calls"):
+        raise RowError(tr("this model's format knows no calls of tools"))
+    return str(message["content"])
+
+
 class ChatGLMFormat(_Rounds):
     """ChatGLM-6B: `prompt [gMASK] <sop> answer <eop>`; <sop> is trained too, as in the original."""
 
@@ -144,7 +156,10 @@ class ChatGLMFormat(_Rounds):
 
     def example(self, messages: Sequence[Message]) -> list[Piece]:
         """Return the example; see `Format`."""
-        question, answer = Piece(self._text(messages[:-1])), Piece(str(messages[-1]["content"]), True)
+        answer = Piece(_said(messages[-1]), True)
+        if messages[-1]["role"] == TEXT:
+            return [self.token("[gMASK]"), self.token("<sop>"), answer, self.token("<eop>", True)]
+        question = Piece(self._text(messages[:-1]))
         return [question, self.token("[gMASK]"), self.token("<sop>", self.original), answer, self.token("<eop>", True)]
 
     def _join(self, history: list[tuple[str, str]], question: str) -> str:
@@ -165,8 +180,10 @@ class ChatGLM2Format(_Rounds):
 
     def example(self, messages: Sequence[Message]) -> list[Piece]:
         """Return the example; see `Format`."""
-        answer = str(messages[-1]["content"])
-        return [*self.prompt(messages[:-1]), Piece(answer, True), self.token("</s>", True)]
+        answer = [Piece(_said(messages[-1]), True), self.token("</s>", True)]
+        if messages[-1]["role"] == TEXT:
+            return [self.token("[gMASK]"), self.token(SOP), *answer]
+        return [*self.prompt(messages[:-1]), *answer]
 
     def _join(self, history: list[tuple[str, str]], question: str) -> str:
         rounds = [f"[Round {number}]\n\n问：{q}\n\n答：{a}\n\n" for number, (q, a) in enumerate(history, start=1)]
@@ -193,6 +210,8 @@ class _Roles(Format):
     """Name of the token after [gMASK]."""
     end: str
     """Token that ends the last message."""
+    text_end: str
+    """Token that ends a plain text."""
 
     def prompt(self, messages: Sequence[Message]) -> list[Piece]:
         """Return the prompt; see `Format`."""
@@ -200,7 +219,10 @@ class _Roles(Format):
 
     def example(self, messages: Sequence[Message]) -> list[Piece]:
         """Return the example; see `Format`."""
-        return [*self._body(messages), self.token(self.end, True)]
+        if messages[0]["role"] == TEXT:
+            beginning = [self.token("[gMASK]"), self.token(self.sop)]
+            return [*beginning, Piece(str(messages[0]["content"]), True), self.token(self.text_end, True)]
+        return [*self._body(messages), self.token(self.end, bool(messages[-1].get("loss", True)))]
 
     def whole(self, messages: Sequence[Message]) -> list[Piece]:
         """Return the messages alone: what follows the last one depends on who speaks next."""
@@ -213,22 +235,37 @@ class _Roles(Format):
             token = _ROLE_TOKENS.get(message["role"])
             if token is None:
                 raise RowError(tr("this model's format knows no role '{role}'", role=message["role"]))
-            trained = token == "<|assistant|>" or (token == "<|observation|>" and self.original)
-            for turn in self._turns(message, trained):
+            own = token == "<|assistant|>" or (token == "<|observation|>" and self.original)
+            trained = bool(message.get("loss", own))
+            for turn in self._all_turns(message, trained):
                 pieces.append(self.token(token, after_trained))
                 pieces += turn
                 after_trained = trained
         return pieces
 
+    def _all_turns(self, message: Message, trained: bool) -> list[list[Piece]]:
+        """Return the texts of each turn that a message becomes; each call of a tool is a turn under its name."""
+        calls = message.get("tool_calls") or []
+        turns = self._turns(message, trained) if message["content"] or not calls else []
+        for call in calls:
+            function = call.get("function", call)
+            called = {"content": self._call(function["arguments"]), "metadata": function["name"]}
+            turns += self._turns(called, trained)
+        return turns
+
     def _turns(self, message: Message, trained: bool) -> list[list[Piece]]:
-        """Return the texts of each turn that a message becomes; more than one if tools take their own."""
+        """Return the texts of each turn that a message without calls becomes; more than one if tools take their own."""
         raise NotImplementedError
+
+    def _call(self, arguments: Any) -> str:
+        """Return how a tool is called with arguments."""
+        return json.dumps(arguments, ensure_ascii=False)
 
 
 class ChatGLM3Format(_Roles):
     """ChatGLM3-6B: `<|role|>`, metadata and a line break, content; tools as JSON below the system message."""
 
-    sop, end = SOP, "</s>"
+    sop, end, text_end = SOP, "</s>", "</s>"
     stops = ("</s>", "<|user|>", "<|observation|>")
 
     def _turns(self, message: Message, trained: bool) -> list[list[Piece]]:
@@ -239,6 +276,11 @@ class ChatGLM3Format(_Roles):
         heading = Piece(f"{metadata}\n", trained) if metadata else self.line_break(trained)
         return [[heading, Piece(content, trained)]]
 
+    def _call(self, arguments: Any) -> str:
+        """Python that calls, as in the README of ChatGLM3's tools_using_demo."""
+        given = ", ".join(f"{name}={value!r}" for name, value in arguments.items())
+        return f"```python\ntool_call({given})\n```"
+
 
 class Glm4Format(_Roles):
     """glm-4-9b: `<|role|>`, then metadata, a line break and the content as one text; a turn without content is none.
@@ -246,7 +288,7 @@ class Glm4Format(_Roles):
     Tools take a system turn of their own, in the words of the official chat template.
     """
 
-    sop, end = "<sop>", "<|user|>"
+    sop, end, text_end = "<sop>", "<|user|>", "<|endoftext|>"
     stops = ("<|endoftext|>", "<|user|>", "<|observation|>")
 
     def _turns(self, message: Message, trained: bool) -> list[list[Piece]]:

@@ -1,0 +1,193 @@
+"""Packed rows: per-token losses and gradients are those of each sample alone, in every implementation and family."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+
+from toolkit.config.schema import Attention, Init, ModelConfig
+from toolkit.data.collate import collate
+from toolkit.data.store import Sample
+from toolkit.errors import ModelError
+from toolkit.models.attention import attention_arguments, check_isolation, choose_attention
+from toolkit.models.packing import why_not_packed
+
+SIZES = {
+    "vocab_size": 128,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "pad_token_id": None,
+    "bos_token_id": None,
+    "eos_token_id": 1,
+}
+MOE = {
+    "moe_intermediate_size": 16,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+}
+CONFIGS: dict[str, Any] = {
+    "glm": lambda: transformers.GlmConfig(**SIZES, attention_bias=True),
+    "glm4": lambda: transformers.Glm4Config(**SIZES),
+    "glm4_moe": lambda: transformers.Glm4MoeConfig(**SIZES, **MOE),
+    "llama": lambda: transformers.LlamaConfig(**SIZES),
+    "qwen3": lambda: transformers.Qwen3Config(**SIZES),
+}
+# fp32: what is left is the order of additions.
+TOLERANCE = 2e-5
+
+
+def build(family: str) -> transformers.PreTrainedModel:
+    torch.manual_seed(5)
+    model: transformers.PreTrainedModel = transformers.AutoModelForCausalLM.from_config(CONFIGS[family]())
+    return model.train()
+
+
+def samples(count: int = 7) -> list[Sample]:
+    draw = np.random.default_rng(3)
+    made = []
+    for _ in range(count):
+        length = int(draw.integers(2, 14))
+        trained = draw.random(length) < 0.7
+        trained[0] = False
+        made.append((draw.integers(2, 128, length).astype(np.uint32), trained))
+    return made
+
+
+def losses(model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    """Return the loss at each token, 0 where untrained, [B, S]."""
+    logits = model(
+        input_ids=batch["input_ids"], position_ids=batch["position_ids"], **attention_arguments(model, batch)
+    ).logits
+    targets = torch.nn.functional.pad(batch["labels"][:, 1:], (0, 1), value=-100)
+    return torch.nn.functional.cross_entropy(logits.transpose(1, 2), targets, reduction="none")
+
+
+def gradients(model: Any) -> dict[str, torch.Tensor]:
+    found = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    return found
+
+
+@pytest.mark.parametrize("attention", [Attention.varlen, Attention.sdpa, Attention.eager])
+@pytest.mark.parametrize("family", CONFIGS)
+def test_packed_equals_alone(family: str, attention: Attention) -> None:
+    model, given = build(family), samples()
+    alone = []
+    for sample in given:
+        batch = collate([[sample]], 0)
+        token_losses = losses(model, batch)
+        token_losses.sum().backward()
+        alone.append(token_losses[0, : len(sample[0])].detach())
+    expected = gradients(model)
+    choose_attention(model, attention, True, torch.float32)
+    rows = [given[:3], given[3:4], given[4:]]
+    batch = collate(rows, 0, packed=True)
+    token_losses = losses(model, batch)
+    token_losses.sum().backward()
+    found = gradients(model)
+    for number, row in enumerate(rows):
+        begin = 0
+        for sample in row:
+            end = begin + len(sample[0])
+            torch.testing.assert_close(token_losses[number, begin:end].detach(), alone.pop(0), rtol=0, atol=TOLERANCE)
+            begin = end
+        assert token_losses[number, begin:].sum() == 0
+    assert set(found) == set(expected)
+    for name, gradient in found.items():
+        torch.testing.assert_close(gradient, expected[name], rtol=0, atol=TOLERANCE, msg=name)
+
+
+def test_generation_is_untouched() -> None:
+    model = build("glm").eval()
+    ids = torch.randint(2, 128, (2, 9))
+    mask = torch.ones_like(ids)
+    mask[0, :4] = 0
+    options = {"attention_mask": mask, "max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
+    before = model.generate(ids, **options)
+    choose_attention(model, Attention.varlen, True, torch.float32)
+    assert torch.equal(model.generate(ids, **options), before)
+
+
+def test_nothing_of_it_is_saved(tmp_path: Any) -> None:
+    model = build("glm")
+    choose_attention(model, Attention.varlen, True, torch.float32)
+    model.save_pretrained(tmp_path)
+    assert "varlen" not in (tmp_path / "config.json").read_text()
+
+
+@pytest.mark.parametrize("attention", [Attention.auto, Attention.sdpa])
+def test_isolation_is_measured(attention: Attention, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = build("glm")
+    choose_attention(model, attention, True, torch.float32)
+    check_isolation(model, 128, torch.device("cpu"), "glm")
+    assert model.training
+    with monkeypatch.context() as patched:
+        # Attention over the whole row, as if packing were concatenation.
+        everything = {"attention_mask": torch.ones(3, 32, dtype=torch.long)}
+        patched.setattr("toolkit.models.attention.attention_arguments", lambda module, batch: everything)
+        with pytest.raises(ModelError, match=r"the samples of a row influence each other .*data\.packing=grouped"):
+            check_isolation(model, 128, torch.device("cpu"), "glm")
+    original = model.forward
+    # Positions that run on over the row.
+    model.forward = lambda **given: original(**{**given, "position_ids": torch.arange(32).repeat(3, 1)})
+    if attention is Attention.auto:
+        check_isolation(model, 128, torch.device("cpu"), "glm")  # rotary attention sees distances only
+    torch.manual_seed(0)
+    gpt2 = transformers.GPT2LMHeadModel(
+        transformers.GPT2Config(vocab_size=128, n_embd=32, n_layer=2, n_head=4, n_positions=64)
+    )
+    choose_attention(gpt2, attention, True, torch.float32)
+    check_isolation(gpt2, 128, torch.device("cpu"), "gpt2")
+    forward = gpt2.forward
+    gpt2.forward = lambda **given: forward(**{**given, "position_ids": torch.arange(32).repeat(3, 1)})
+    with pytest.raises(ModelError, match="gpt2 cannot be trained on packed rows"):
+        check_isolation(gpt2, 128, torch.device("cpu"), "gpt2")
+
+
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        ({"model_type": "llama"}, ""),
+        ({"model_type": "qwen2", "sliding_window": 32, "use_sliding_window": False}, ""),
+        ({"model_type": "mistral", "sliding_window": 64}, ""),
+        (
+            {"model_type": "mistral", "sliding_window": 32},
+            "its attention reaches back 32 tokens only, less than data.max_length = 64",
+        ),
+        (
+            {"layer_types": ["full_attention", "sliding_attention"], "sliding_window": 32},
+            "its attention reaches back 32 tokens only, less than data.max_length = 64",
+        ),
+        ({"layer_types": ["full_attention", "sliding_attention"], "sliding_window": 64}, ""),
+        (
+            {"layer_types": ["linear_attention", "full_attention"]},
+            "it has layers that mix a whole row: linear_attention",
+        ),
+        (
+            {"model_type": "chatglm", "architectures": ["ChatGLMModel"], "position_encoding_2d": True},
+            "ChatGLM-6B finds the positions of a whole row from its one <sop>",
+        ),
+    ],
+)
+def test_models_that_cannot(config: dict[str, Any], reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("toolkit.models.packing.read_config", lambda path: config)
+    assert why_not_packed(ModelConfig(path="x"), 64) == reason
+    assert why_not_packed(ModelConfig(init=Init.random), 64) == ""
+
+
+def test_unknown_attention() -> None:
+    class Alone(transformers.GlmForCausalLM):
+        _supports_sdpa = False
+
+    model = Alone(CONFIGS["glm"]())
+    with pytest.raises(ModelError, match=r"model\.attention = sdpa is nothing that a Alone has"):
+        choose_attention(model, Attention.sdpa, False, None)

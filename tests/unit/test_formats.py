@@ -1,0 +1,272 @@
+"""Rows of every format to conversations, by hand; and the real files of each where they are at hand."""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from toolkit.config.schema import RowFormat, TrainOn
+from toolkit.data.conversation import Conversation, marked, turns
+from toolkit.data.formats import RowReader, detect_format
+from toolkit.errors import RowError
+
+
+def user(text: str) -> dict[str, Any]:
+    return {"role": "user", "content": text}
+
+
+def assistant(text: str, **more: Any) -> dict[str, Any]:
+    return {"role": "assistant", "content": text, **more}
+
+
+def system(text: str) -> dict[str, Any]:
+    return {"role": "system", "content": text}
+
+
+def tool(text: str) -> dict[str, Any]:
+    return {"role": "tool", "content": text}
+
+
+def call(name: str, **arguments: Any) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def read(row: dict[str, Any], row_format: RowFormat = RowFormat.auto, **columns: str) -> Conversation:
+    if row_format is RowFormat.auto:
+        row_format = detect_format(row, columns)
+    return RowReader(row_format, columns).read(row)
+
+
+WEATHER = {"name": "weather", "parameters": {"type": "object"}}
+
+
+@pytest.mark.parametrize(
+    ("row", "messages"),
+    [
+        ({"prompt": "p", "response": "r", "system": "s"}, [system("s"), user("p"), assistant("r")]),
+        ({"prompt": "p", "response": "r", "system": ""}, [user("p"), assistant("r")]),
+        (
+            {"instruction": "i", "input": "x", "output": "o", "system": "s", "history": '[["a", "b"]]'},
+            [system("s"), user("a"), assistant("b"), user("i\nx"), assistant("o")],
+        ),
+        (
+            {
+                "conversations": [
+                    {"from": "system", "value": "s"},
+                    {"from": "human", "value": "q"},
+                    {"from": "function_call", "value": '{"name": "weather", "arguments": {"city": "北京"}}'},
+                    {"from": "observation", "value": '{"t": 3}'},
+                    {"from": "gpt", "value": "cold"},
+                ],
+            },
+            [
+                system("s"),
+                user("q"),
+                assistant("", tool_calls=[call("weather", city="北京")]),
+                tool('{"t": 3}'),
+                assistant("cold"),
+            ],
+        ),
+        (
+            {"system": "s", "conversations": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]},
+            [system("s"), user("q"), assistant("a")],
+        ),
+        (  # ChatGLM3's own
+            {
+                "conversations": [
+                    {"role": "user", "content": "q"},
+                    {"role": "tool", "name": "weather", "parameters": {"city": "x"}, "observation": {"t": 1}},
+                    {"role": "assistant", "content": "a"},
+                ]
+            },
+            [user("q"), assistant("", tool_calls=[call("weather", city="x")]), tool('{"t": 1}'), assistant("a")],
+        ),
+        (  # OpenAI's
+            {
+                "messages": [
+                    {"role": "user", "content": [{"type": "text", "text": "q1"}, {"type": "text", "text": "q2"}]},
+                    {
+                        "role": "assistant",
+                        "content": None,
+                        "tool_calls": [
+                            {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}},
+                            {"id": "2", "type": "function", "function": {"name": "g", "arguments": "{}"}},
+                        ],
+                    },
+                    {"role": "tool", "tool_call_id": "1", "content": "one"},
+                    {"role": "assistant", "content": "a", "loss": False},
+                    {"role": "user", "content": "q"},
+                    {"role": "assistant", "content": "b", "weight": 1},
+                ]
+            },
+            [
+                user("q1q2"),
+                assistant("", tool_calls=[call("f", a=1), call("g")]),
+                tool("one"),
+                assistant("a", loss=False),
+                user("q"),
+                assistant("b", loss=True),
+            ],
+        ),
+        ({"text": "plain"}, [{"role": "text", "content": "plain"}]),
+    ],
+)
+def test_messages_by_hand(row: dict[str, Any], messages: list[dict[str, Any]]) -> None:
+    assert read(row).messages == messages
+
+
+def test_columns() -> None:
+    assert read({"content": "c", "summary": "s"}, prompt="content", response="summary").messages == [
+        user("c"),
+        assistant("s"),
+    ]
+    row = {"dialog": [{"who": "human", "what": "q"}, {"who": "gpt", "what": "a"}]}
+    found = read(row, conversations="dialog", **{"from": "who", "value": "what"})
+    assert found.messages == [user("q"), assistant("a")]
+    assert RowReader(RowFormat.prompt_response, {"prompt": "q"}).unused({"q": 1, "prompt": 2, "id": 3}) == [
+        "prompt",
+        "id",
+    ]
+
+
+@pytest.mark.parametrize("tools", [[WEATHER], json.dumps([WEATHER]), [{"type": "function", "function": WEATHER}]])
+def test_tools(tools: Any) -> None:
+    row = {"conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}], "tools": tools}
+    assert read(row).tools == [{"type": "function", "function": WEATHER}]
+    for none in (None, "", [], "[]"):
+        assert read({**row, "tools": none}).tools is None
+
+
+TURN = {"from": "human", "value": "q"}
+ANSWER = {"from": "gpt", "value": "a"}
+
+
+@pytest.mark.parametrize(
+    ("row", "reason"),
+    [
+        ({"conversations": []}, "'conversations' is a list, not a list of messages. Correct or remove the row"),
+        ({"conversations": "x"}, "'conversations' is a text, not a list of messages. Correct or remove the row"),
+        ({"conversations": [TURN]}, "'conversations' holds no answer of the assistant. Correct or remove the row"),
+        ({"messages": [TURN, 3]}, "message 2 of 'messages': it is 3, not an object. Correct or remove the row"),
+        (
+            {"conversations": [{"from": "narrator", "value": "x"}, ANSWER]},
+            "message 1 of 'conversations': nobody is called 'narrator'. Known are system, user, human, assistant, gpt, "
+            "chatgpt, bing, bard, model, function_call, tool_call, observation, function_response, tool_response, "
+            "function, tool",
+        ),
+        (
+            {"conversations": [TURN, {"from": "gpt", "value": ""}]},
+            "message 2 of 'conversations': 'value' is empty. Fill it in or remove the row",
+        ),
+        (
+            {"conversations": [TURN, {"from": "function_call", "value": "weather()"}, ANSWER]},
+            "message 2 of 'conversations': a call of a tool must look like "
+            '{"name": …, "arguments": {…}}, and this is a text',
+        ),
+        (
+            {"conversations": [TURN, {"from": "function_call", "value": '{"name": "f", "arguments": 3}'}, ANSWER]},
+            "message 2 of 'conversations': the arguments of 'f' are 3, not an object",
+        ),
+        (
+            {"messages": [TURN, {**ANSWER, "loss": "yes"}]},
+            "message 2 of 'messages': 'loss' is a text, neither true nor false",
+        ),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url"}]}, ANSWER]},
+            "message 1 of 'messages': 'content' holds something that is no text: only text can be trained on",
+        ),
+        (
+            {"system": "s", "conversations": [{"from": "system", "value": "t"}, TURN, ANSWER]},
+            "the row has a system message twice: under 'system' and in the list. Remove one",
+        ),
+        ({"prompt": "p", "response": "r", "tools": "x"}, "'tools' is a text, not a list of tools"),
+        ({"prompt": "p", "response": "r", "tools": [3]}, "'tools' is a list, not a list of tools"),
+    ],
+)
+def test_what_is_wrong(row: dict[str, Any], reason: str) -> None:
+    with pytest.raises(RowError) as error:
+        read(row)
+    assert str(error.value) == reason
+
+
+CHAT = [
+    system("s"),
+    user("1"),
+    assistant("a"),
+    user("2"),
+    assistant("b", loss=False),
+    user("3"),
+    assistant("c"),
+    user("4"),
+]
+
+
+def test_turns() -> None:
+    before, parts = turns(CHAT)
+    assert before == CHAT[:1]
+    assert parts == [CHAT[1:3], CHAT[3:5], CHAT[5:7], CHAT[7:]]
+    greeting = [
+        assistant("hi"),
+        user("1"),
+        user("more"),
+        assistant("", tool_calls=[call("f")]),
+        tool("x"),
+        assistant("a"),
+    ]
+    assert turns(greeting) == ([], [greeting[:1], greeting[1:]])
+    assert turns([]) == ([], [])
+
+
+@pytest.mark.parametrize(
+    ("train_on", "flags"),
+    [
+        (TrainOn.auto, [None, None, None, None, False, None, None]),
+        (TrainOn.all, [False, False, True, False, False, False, True]),
+        (TrainOn.last, [False, False, False, False, False, False, True]),
+        (TrainOn.marked, [False] * 7),
+    ],
+)
+def test_what_is_trained(train_on: TrainOn, flags: list[bool | None]) -> None:
+    (found,) = marked(Conversation(CHAT), train_on, only_last=False)
+    assert [message.get("loss") for message in found.messages] == flags  # the question without an answer is gone
+
+
+@pytest.mark.parametrize(
+    ("train_on", "ends"), [(TrainOn.auto, [7]), (TrainOn.all, [3, 7]), (TrainOn.last, [7]), (TrainOn.marked, [])]
+)
+def test_formats_that_train_the_last_answer_only(train_on: TrainOn, ends: list[int]) -> None:
+    found = list(marked(Conversation(CHAT), train_on, only_last=True))
+    assert [len(conversation.messages) for conversation in found] == ends
+    assert all("loss" not in message for conversation in found for message in conversation.messages)
+
+
+SHARED = Path(os.environ.get("TOOLKIT_REAL_DATA") or Path(__file__).parents[3] / "shared" / "data")
+
+
+@pytest.mark.skipif(not SHARED.is_dir(), reason="no folder with real data sets (TOOLKIT_REAL_DATA)")
+def test_real_files() -> None:
+    for name, row_format, columns, unusable in (
+        ("alpaca_zh_demo.json", RowFormat.instruction, {}, 0),
+        ("sharegpt_toolcall_zh.json", RowFormat.sharegpt, {}, 0),
+        ("spo_train.jsonl", RowFormat.instruction, {}, 22),
+        ("adgen_sample.jsonl", RowFormat.prompt_response, {"prompt": "content", "response": "summary"}, 0),
+    ):
+        text = (SHARED / name).read_text(encoding="utf-8")
+        rows = json.loads(text) if name.endswith(".json") else [json.loads(line) for line in text.splitlines()]
+        assert detect_format(rows[0], columns) is row_format
+        reader, found, refused = RowReader(row_format, columns), [], []
+        for row in rows:
+            try:
+                found.append(reader.read(row))
+            except RowError as error:
+                refused.append(str(error))
+        assert len(refused) == unusable, (name, refused)
+        assert set(refused) <= {"'output' is empty. Fill it in or remove the row"}
+        assert all(conversation.messages[-1]["role"] == "assistant" for conversation in found), name
+        if row_format is RowFormat.sharegpt:
+            messages = [message for conversation in found for message in conversation.messages]
+            assert sum(bool(message.get("tool_calls")) for message in messages) == 216
+            assert sum(message["role"] == "tool" for message in messages) == 218
+            assert any(conversation.tools for conversation in found)

@@ -1,0 +1,126 @@
+"""Samples and counts as text for a terminal: what is trained, what is context, what is padding."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from toolkit.config.schema import Packing, RunConfig
+from toolkit.data.plan import Plan
+from toolkit.data.store import Store
+from toolkit.messages import tr
+
+_BAR = 40
+
+
+@dataclass(frozen=True, slots=True)
+class Style:
+    """How stretches of tokens are told apart: by colour, or by brackets where there is none."""
+
+    trained: tuple[str, str]
+    special: tuple[str, str]
+    padding: tuple[str, str]
+    context: tuple[str, str]
+
+
+COLOURS = Style(
+    trained=("\x1b[1;32m", "\x1b[0m"),
+    special=("\x1b[36m", "\x1b[0m"),
+    padding=("\x1b[90m", "\x1b[0m"),
+    context=("", ""),
+)
+BRACKETS = Style(trained=("⟦", "⟧"), special=("", ""), padding=("", ""), context=("", ""))
+
+
+def legend(style: Style) -> str:
+    """Return what the colours mean."""
+    words = (
+        (style.trained, tr("trained")),
+        (style.context, tr("context")),
+        (style.special, tr("special token")),
+        (style.padding, tr("padding")),
+    )
+    return " · ".join(f"{begin}{word}{end}" for (begin, end), word in words)
+
+
+def sample_text(tokenizer: Any, ids: Sequence[int], trained: Sequence[bool], style: Style) -> str:
+    """Return a sample as a person reads it: every token is there, special ones by their names.
+
+    Args:
+        tokenizer: of the ids.
+        ids: the sample.
+        trained: whether the loss covers each.
+        style: how that is shown.
+    """
+    special = set(tokenizer.all_special_ids) | set(getattr(tokenizer, "added_tokens_decoder", {}))
+    text = ""
+    pairs = [(int(token), bool(kept)) for token, kept in zip(ids, trained, strict=True)]
+    for kept, stretch in groupby(pairs, key=lambda pair: pair[1]):
+        shown = ""
+        for is_special, group in groupby((token for token, _ in stretch), key=special.__contains__):
+            tokens = list(group)
+            if is_special:
+                names = "".join(map(str, tokenizer.convert_ids_to_tokens(tokens)))
+                begin, end = style.special
+                # A trained end token keeps the colour of what is trained.
+                shown += names if kept else f"{begin}{names}{end}"
+            else:
+                shown += tokenizer.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        begin, end = style.trained if kept else style.context
+        text += f"{begin}{shown}{end}"
+    return text
+
+
+def padding_text(count: int, style: Style) -> str:
+    """Return a stretch of padding."""
+    begin, end = style.padding
+    return f"{begin}{tr('padding x {count}', count=count)}{end}" if count else ""
+
+
+def histogram(lengths: NDArray[np.int64], longest: int, bins: int = 10) -> list[str]:
+    """Return lines with how many samples have how many tokens.
+
+    Args:
+        lengths: tokens of each.
+        longest: upper end of the last bin.
+        bins: lines.
+    """
+    edges = np.unique(np.linspace(0, longest, bins + 1).round().astype(np.int64))
+    counts, _ = np.histogram(lengths, edges)
+    most = max(int(counts.max(initial=0)), 1)
+    width = len(f"{longest:,}")
+    return [
+        f"  {begin + 1:>{width},} - {end:>{width},}  {count:>10,}  {'█' * round(_BAR * count / most)}"
+        for begin, end, count in zip(edges[:-1], edges[1:], counts.tolist(), strict=True)
+    ]
+
+
+def table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    """Return lines of a table, numbers to the right."""
+    listed = [list(heads), *map(list, rows)]
+    widths = [max(len(row[column]) for row in listed) for column in range(len(heads))]
+    return [
+        "  "
+        + "  ".join(
+            cell.ljust(w) if not n else cell.rjust(w) for n, (cell, w) in enumerate(zip(row, widths, strict=True))
+        )
+        for row in listed
+    ]
+
+
+def filled_line(cfg: RunConfig, packing: Packing, store: Store, plan: Plan) -> str:
+    """Return how much of the planned rows is tokens, "" where each sample is a row of its own."""
+    if packing is Packing.none:
+        return ""
+    room = cfg.data.max_length * (cfg.batch.micro_per_gpu if packing is Packing.grouped else 1)
+    taken = int(store.lengths(plan.members).sum())
+    return tr(
+        "{rows} rows of {room} tokens ({packing}), {percent} % of them filled.",
+        rows=f"{len(plan):,}",
+        room=f"{room:,}",
+        packing=packing.value,
+        percent=f"{100 * taken / (len(plan) * room):.1f}",
+    )

@@ -1,0 +1,128 @@
+"""Show samples as training sees them: which tokens are trained, what was left out, how long they are.
+
+toolkit show recipe=NAME [n=5] [split=train] [color=auto] [key=value …]
+
+  n=5          samples to show (rows, where data.packing fills rows with several); 0 shows the counts only
+  split=train  train or validation
+  color=auto   always, never, or auto: colour on a terminal (unless NO_COLOR is set), brackets elsewhere
+"""
+
+import os
+import sys
+from typing import TYPE_CHECKING
+
+from toolkit.cli.compose import compose, non_negative_int
+from toolkit.config.checks import check
+from toolkit.config.schema import Packing, RunConfig
+from toolkit.errors import ConfigError
+from toolkit.messages import tr
+
+if TYPE_CHECKING:
+    from toolkit.cli.sample_view import Style
+    from toolkit.data.plan import Plan
+    from toolkit.data.store import Store
+    from toolkit.train.prepared import Prepared
+
+
+def run(words: list[str]) -> int:
+    """Show."""
+    composed = compose(words, world_size=None, arguments=("n", "split", "color"))
+    count = non_negative_int(composed.arguments, "n", 5)
+    split = _choice(composed.arguments, "split", ("train", "validation"))
+    color = _choice(composed.arguments, "color", ("auto", "always", "never"))
+    check(composed.loaded)
+    cfg = composed.loaded.cfg
+    from toolkit.cli.sample_view import BRACKETS, COLOURS
+    from toolkit.train.prepared import prepare_data
+
+    prepared = prepare_data(cfg, speaks=True)
+    store, plan = prepared.train, prepared.train_plan
+    if split == "validation":
+        if prepared.validation is None or prepared.validation_plan is None:
+            raise ConfigError(tr("this recipe has no validation data: show split=train."))
+        store, plan = prepared.validation, prepared.validation_plan
+    on_terminal = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
+    style = COLOURS if color == "always" or (color == "auto" and on_terminal) else BRACKETS
+    _say(_counts(cfg, prepared, store, plan))
+    _say(_samples(cfg, prepared, store, plan, count, style))
+    return 0
+
+
+def _counts(cfg: RunConfig, prepared: "Prepared", store: "Store", plan: "Plan") -> list[str]:
+    from toolkit.cli.sample_view import filled_line, histogram, table
+
+    heads = (tr("source"), tr("split"), tr("rows"), tr("samples"), tr("tokens"), tr("trained"))
+    rows = [
+        (
+            str(source["name"]),
+            str(source["split"]),
+            *(f"{source[key]:,}" for key in ("rows", "samples", "tokens", "trained_tokens")),
+        )
+        for source in prepared.report.sources
+    ]
+    report, lengths = prepared.report, store.lengths()
+    left_out = sum(report.dropped.values())
+    lines = [
+        *table(heads, rows),
+        tr(
+            "Left out: {dropped} rows. Truncated: {truncated} samples. Split for their length: {split} rows.",
+            dropped=f"{left_out:,}",
+            truncated=f"{report.truncated:,}",
+            split=f"{report.split:,}",
+        ),
+        "",
+        tr(
+            "Tokens per sample: {least} to {most}, median {median}.",
+            least=f"{lengths.min():,}",
+            most=f"{lengths.max():,}",
+            median=f"{int(sorted(lengths)[len(lengths) // 2]):,}",
+        ),
+        *histogram(lengths, cfg.data.max_length),
+    ]
+    if line := filled_line(cfg, prepared.packing, store, plan):
+        lines.append(line)
+    return [*lines, ""]
+
+
+def _samples(
+    cfg: RunConfig, prepared: "Prepared", store: "Store", plan: "Plan", count: int, style: "Style"
+) -> list[str]:
+    import numpy as np
+
+    from toolkit.cli.sample_view import legend, padding_text, sample_text
+    from toolkit.data.permutation import Permutation
+
+    chosen = Permutation(len(plan), f"show {cfg.run.seed}")(np.arange(min(count, len(plan))))
+    lines = [legend(style), ""] if len(chosen) else []
+    for row in sorted(chosen.tolist()):
+        filled = 0
+        for sample in plan[row]:
+            ids, trained = store[sample]
+            filled += len(ids)
+            lines += [
+                tr(
+                    "── row {row}: sample {sample} from {where}, {tokens} tokens, {trained} trained",
+                    row=row,
+                    sample=sample,
+                    where=store.where(sample),
+                    tokens=len(ids),
+                    trained=int(trained.sum()),
+                ),
+                sample_text(prepared.tokenizer, ids.tolist(), trained.tolist(), style),
+            ]
+        if prepared.packing is Packing.packed:
+            lines.append(padding_text(cfg.data.max_length - filled, style))
+        lines.append("")
+    return lines
+
+
+def _choice(arguments: dict[str, str], name: str, known: tuple[str, ...]) -> str:
+    value = arguments.get(name, known[0])
+    if value not in known:
+        raise ConfigError(tr("{name} = {value} is none of {known}.", name=name, value=value, known=", ".join(known)))
+    return value
+
+
+def _say(lines: list[str]) -> None:
+    sys.stdout.write("".join(f"{line}\n" for line in lines))
+    sys.stdout.flush()

@@ -1,0 +1,297 @@
+"""Which files a source means, and their rows in blocks. A file is never held as a whole, however it is written.
+
+Every row keeps the number of its line (of its row in Parquet and Arrow), so that it can be found in an editor.
+"""
+
+import csv
+import glob
+import io
+import json
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+from toolkit.config.schema import SourceConfig
+from toolkit.data.json_rows import BOM, BrokenArray, array_rows, parse_line, reason
+from toolkit.errors import DataError, RowError
+from toolkit.messages import tr
+
+SUFFIXES = (".jsonl", ".json", ".ndjson", ".csv", ".tsv", ".parquet", ".arrow")
+_COMPRESSED = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd"}
+_LARGEST_LINE_BYTES = 1 << 28
+_LEAST_BLOCK_BYTES = 1 << 20
+_MOST_BLOCKS = 2048
+_ROWS_PER_BLOCK = 2048
+
+csv.field_size_limit(_LARGEST_LINE_BYTES)
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """Some rows that follow each other in a file."""
+
+    first: int
+    """Line (or row) number of the first."""
+    content: bytes | list[tuple[int, Any]]
+    """Lines of JSON as they stand in the file; or parsed rows, each with its line number minus `first`."""
+    position: int
+    """Bytes of the file that were read so far, for the progress."""
+
+
+def files_of(source: SourceConfig) -> list[Path]:
+    """Return the files of a source with a path, in a fixed order.
+
+    Raises:
+        DataError: there is none, or one is empty.
+    """
+    path = Path(source.path)
+    if path.is_dir():
+        files = _saved_by_datasets(path, source.split) or _known_files(path)
+        if not files:
+            raise DataError(
+                tr(
+                    "The folder '{path}' holds no data file. Known are {suffixes}, also with .gz or .zst.",
+                    path=path,
+                    suffixes=", ".join(SUFFIXES),
+                )
+            )
+    elif path.is_file():
+        files = [path]
+    else:
+        files = sorted(Path(name) for name in glob.glob(source.path, recursive=True) if Path(name).is_file())
+        if not files or not source.path:
+            raise DataError(
+                tr(
+                    "There is no data file '{path}' (looked in {folder}). Correct `path` under data.sources or "
+                    "data.validation.",
+                    path=source.path,
+                    folder=Path.cwd(),
+                )
+            )
+    for file in files:
+        if file.stat().st_size == 0:
+            raise DataError(tr("The data file '{path}' is empty.", path=file))
+    return files
+
+
+def _known_files(folder: Path) -> list[Path]:
+    return sorted(
+        path
+        for path in folder.rglob("*")
+        if path.is_file()
+        and not any(part.startswith(".") for part in path.relative_to(folder).parts)
+        and path.name.removesuffix(".gz").removesuffix(".zst").endswith(SUFFIXES)
+    )
+
+
+def _saved_by_datasets(folder: Path, split: str) -> list[Path]:
+    """Return the Arrow files of a folder that `datasets` has saved (save_to_disk), [] if it is no such folder."""
+    if (folder / "dataset_dict.json").is_file():
+        splits = json.loads((folder / "dataset_dict.json").read_text(encoding="utf-8"))["splits"]
+        if split not in splits:
+            raise DataError(
+                tr(
+                    "The data set '{path}' has no split '{split}'; it has {splits}. Choose one with `split`.",
+                    path=folder,
+                    split=split,
+                    splits=", ".join(splits),
+                )
+            )
+        folder = folder / split
+    if not (folder / "state.json").is_file():
+        return []
+    state = json.loads((folder / "state.json").read_text(encoding="utf-8"))
+    return [folder / item["filename"] for item in state["_data_files"]]
+
+
+def block_bytes(total_bytes: int) -> int:
+    """Return the least size of a block for sources of so many bytes: a power of two, so it seldom changes with them."""
+    size = _LEAST_BLOCK_BYTES
+    while total_bytes > size * _MOST_BLOCKS:
+        size *= 2
+    return size
+
+
+def blocks(path: Path, least_bytes: int) -> Iterator[Block]:
+    """Yield a file's rows, the same blocks whenever the content is the same.
+
+    Args:
+        path: the file; how it is written is decided by its content and, for tables, by its name.
+        least_bytes: see `block_bytes`.
+
+    Raises:
+        DataError: the file cannot be read on.
+    """
+    name = path.name.removesuffix(".gz").removesuffix(".zst")
+    if name.endswith((".parquet", ".arrow")):
+        yield from _table_blocks(path)
+        return
+    with opened(path) as (file, raw):
+        try:
+            if name.endswith((".csv", ".tsv")):
+                rows = _csv_rows(file, path, "\t" if name.endswith(".tsv") else ",")
+            elif file.peek(4096)[:4096].removeprefix(BOM).lstrip()[:1] == b"[":
+                # Decided by content, not by name: JSONL in a .json file is common, and so is the opposite.
+                rows = array_rows(file)
+            else:
+                yield from _line_blocks(file, raw, path, least_bytes)
+                return
+            yield from _row_blocks(rows, raw)
+        except BrokenArray as error:
+            raise DataError(f"{path}:{error.line}: {error.error}.") from None
+
+
+@contextmanager
+def opened(path: Path) -> Iterator[tuple[io.BufferedReader, IO[bytes]]]:
+    """Open a data file, unpacked if it is compressed; the second file tells how much of it has been read.
+
+    Raises:
+        DataError: it cannot be read.
+    """
+    try:
+        with open(path, "rb") as raw:
+            magic = raw.read(4)
+            raw.seek(0)
+            codec = next((name for mark, name in _COMPRESSED.items() if magic.startswith(mark)), None)
+            if codec is None:
+                yield raw, raw
+            else:
+                import pyarrow
+
+                with pyarrow.CompressedInputStream(pyarrow.PythonFile(raw, "r"), codec) as unpacked:
+                    yield io.BufferedReader(unpacked, 1 << 20), raw
+    except OSError as error:
+        raise DataError(
+            tr("Cannot read '{path}': {reason}.", path=path, reason=error.strerror or error),
+        ) from error
+
+
+def _line_blocks(file: io.BufferedReader, raw: IO[bytes], path: Path, least_bytes: int) -> Iterator[Block]:
+    """Cut between lines, at lines whose checksum says so: a row put in or taken out moves the cuts around it only."""
+    lines: list[bytes] = []
+    size, first, number = 0, 1, 0
+    while line := file.readline(_LARGEST_LINE_BYTES):
+        number += 1
+        if len(line) == _LARGEST_LINE_BYTES and not line.endswith(b"\n"):
+            raise DataError(
+                tr(
+                    "{path}:{line}: a line of more than {size} MiB. A file holds one {{…}} per line, or one list "
+                    "[{{…}}, …].",
+                    path=path,
+                    line=number,
+                    size=_LARGEST_LINE_BYTES >> 20,
+                )
+            )
+        lines.append(line.removeprefix(BOM) if number == 1 else line)
+        size += len(line)
+        if size >= 4 * least_bytes or (size >= least_bytes and zlib.crc32(line) % 256 == 0):
+            yield Block(first, b"".join(lines), raw.tell())
+            lines, size, first = [], 0, number + 1
+    if lines:
+        yield Block(first, b"".join(lines), raw.tell())
+
+
+def _row_blocks(rows: Iterator[tuple[int, Any]], raw: IO[bytes]) -> Iterator[Block]:
+    content: list[tuple[int, Any]] = []
+    first = 1
+    for number, value in rows:
+        if not content:
+            first = number
+        content.append((number - first, value))
+        if len(content) == _ROWS_PER_BLOCK:
+            yield Block(first, content, raw.tell())
+            content = []
+    if content:
+        yield Block(first, content, raw.tell())
+
+
+def _csv_rows(file: io.BufferedReader, path: Path, delimiter: str) -> Iterator[tuple[int, Any]]:
+    """Yield rows as objects whose keys are the first line's."""
+    text = io.TextIOWrapper(file, encoding="utf-8-sig", newline="")
+    reader = csv.DictReader(text, delimiter=delimiter, strict=True)
+    line = 1
+    try:
+        reader.fieldnames  # noqa: B018  reads the first line
+        line = reader.line_num
+        for row in reader:
+            yield line + 1, row
+            line = reader.line_num
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path}:{line + 1}: {reason(error)}.") from None
+    except csv.Error as error:
+        raise DataError(
+            tr("{path}:{line}: broken CSV: {reason}. Correct the file.", path=path, line=line + 1, reason=error)
+        ) from None
+    finally:
+        text.detach()  # or it would close the file that is not its own
+
+
+def _table_blocks(path: Path) -> Iterator[Block]:
+    """Yield the rows of a Parquet or Arrow file; their numbers count from 1."""
+    import pyarrow
+    import pyarrow.parquet
+
+    size, first = path.stat().st_size, 1
+    try:
+        if path.suffix == ".parquet":
+            with pyarrow.parquet.ParquetFile(path) as file:
+                total = max(file.metadata.num_rows, 1)
+                for batch in file.iter_batches(_ROWS_PER_BLOCK):
+                    yield Block(first, list(enumerate(batch.to_pylist())), size * (first - 1) // total)
+                    first += batch.num_rows
+            return
+        with pyarrow.memory_map(str(path)) as mapped:
+            for batch in _arrow_batches(mapped):
+                for start in range(0, batch.num_rows, _ROWS_PER_BLOCK):
+                    rows = batch.slice(start, _ROWS_PER_BLOCK).to_pylist()
+                    yield Block(first, list(enumerate(rows)), mapped.tell())
+                    first += len(rows)
+    except pyarrow.ArrowException as error:
+        raise DataError(
+            tr("Cannot read '{path}': {reason}.", path=path, reason=str(error).splitlines()[0] if str(error) else error)
+        ) from error
+
+
+def _arrow_batches(mapped: Any) -> Iterator[Any]:
+    """Yield the batches of an Arrow file in either of its two forms (`datasets` writes streams)."""
+    import pyarrow
+
+    try:
+        reader = pyarrow.ipc.open_file(mapped)
+    except pyarrow.ArrowInvalid:
+        mapped.seek(0)
+        yield from pyarrow.ipc.open_stream(mapped)
+        return
+    for number in range(reader.num_record_batches):
+        yield reader.get_batch(number)
+
+
+def rows_of(block: Block) -> Iterator[tuple[int, bytes | Any]]:
+    """Yield each row that is not blank, with its line number minus `first`; lines are not parsed yet."""
+    if isinstance(block.content, list):
+        yield from block.content
+        return
+    # Split at the newline byte only: U+2028 may stand inside a text.
+    for offset, line in enumerate(block.content.split(b"\n")):
+        if line.strip():
+            yield offset, line
+
+
+def first_row(block: Block) -> object:
+    """Return the first row of a block that can be parsed.
+
+    Raises:
+        RowError: none can.
+    """
+    failure: RowError | None = None
+    for _, row in rows_of(block):
+        if not isinstance(row, bytes):
+            return row
+        try:
+            return parse_line(row)
+        except RowError as error:
+            failure = failure or error
+    raise failure or RowError(tr("no key at all"))

@@ -1,0 +1,368 @@
+"""What a row of a data file becomes: a conversation; and the rules that turn each format into one."""
+
+import difflib
+import json
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from toolkit.config.schema import ROW_FIELDS, RowFormat
+from toolkit.data.conversation import TEXT, Conversation, Message
+from toolkit.data.json_rows import parse_line
+from toolkit.errors import RowError
+from toolkit.messages import tr
+
+_ROLE_NAMES = {
+    "system": "system",
+    "user": "user",
+    "human": "user",
+    "assistant": "assistant",
+    "gpt": "assistant",
+    "chatgpt": "assistant",
+    "bing": "assistant",
+    "bard": "assistant",
+    "model": "assistant",
+    "function_call": "function_call",
+    "tool_call": "function_call",
+    "observation": "tool",
+    "function_response": "tool",
+    "tool_response": "tool",
+    "function": "tool",
+    "tool": "tool",
+}
+
+_PAIR_FIELDS = {
+    RowFormat.prompt_response: ("prompt", "response"),
+    RowFormat.instruction: ("instruction", "output"),
+}
+_LIST_FIELDS = {RowFormat.sharegpt: "conversations", RowFormat.messages: "messages"}
+
+
+class RowReader:
+    """Turns parsed rows of one source into conversations.
+
+    Args:
+        row_format: not `auto` and not `docstrings`; `detect_format` finds it.
+        columns: the format's name -> the file's.
+    """
+
+    def __init__(self, row_format: RowFormat, columns: Mapping[str, str]) -> None:
+        self.row_format = row_format
+        fields = {field for names in ROW_FIELDS.values() for field in names}
+        self.names = {field: columns.get(field, field) for field in fields}
+        readers: dict[RowFormat, Callable[[Mapping[str, Any]], list[Message]]] = {
+            RowFormat.sharegpt: self._listed,
+            RowFormat.messages: self._listed,
+            RowFormat.text: self._plain,
+        }
+        self._read = readers.get(row_format, self._pair)
+
+    def read(self, row: object) -> Conversation:
+        """Return the conversation of one parsed row.
+
+        Raises:
+            RowError: the row lacks something, or holds something of the wrong type.
+        """
+        mapping = as_object(row)
+        messages = self._read(mapping)
+        if self.row_format is RowFormat.text:
+            return Conversation(messages)
+        system = mapping.get(self.names["system"])
+        if system not in (None, ""):
+            if messages[0]["role"] == "system":
+                raise RowError(
+                    tr("the row has a system message twice: under '{key}' and in the list. Remove one", key="system")
+                )
+            messages = [_message("system", _text(mapping, self.names["system"])), *messages]
+        return Conversation(messages, _tools(mapping.get(self.names["tools"]), self.names["tools"]))
+
+    def unused(self, row: Mapping[str, object]) -> list[str]:
+        """Return the keys of a row that this format does not read."""
+        used = {self.names[field] for field in ROW_FIELDS[self.row_format]}
+        return [str(key) for key in row if key not in used]
+
+    def _pair(self, row: Mapping[str, Any]) -> list[Message]:
+        """Question and answer, after what was said before."""
+        asked, answered = (self.names[field] for field in _PAIR_FIELDS[self.row_format])
+        messages: list[Message] = []
+        key = self.names["history"]
+        for question, answer in _history(row.get(key), key):
+            messages += [_message("user", question), _message("assistant", answer)]
+        more = self.names["input"]
+        if self.row_format is not RowFormat.instruction or row.get(more) in (None, ""):
+            question = _text(row, asked)
+        else:
+            question = _text(row, asked) + "\n" + _text(row, more)
+        return [*messages, _message("user", question), _message("assistant", _text(row, answered))]
+
+    def _plain(self, row: Mapping[str, Any]) -> list[Message]:
+        return [_message(TEXT, _text(row, self.names["text"]))]
+
+    def _listed(self, row: Mapping[str, Any]) -> list[Message]:
+        """A list of messages, each with from and value, or role and content."""
+        key = self.names[_LIST_FIELDS[self.row_format]]
+        listed = _parsed(row[key]) if key in row else _missing(row, key)
+        if not isinstance(listed, list) or not listed:
+            raise RowError(
+                tr("'{key}' is {kind}, not a list of messages. Correct or remove the row", key=key, kind=_kind(listed))
+            )
+        messages: list[Message] = []
+        for number, item in enumerate(listed, start=1):
+            try:
+                messages += self._item(item)
+            except RowError as error:
+                raise RowError(
+                    tr("message {number} of '{key}': {reason}", number=number, key=key, reason=error)
+                ) from None
+        if not any(message["role"] == "assistant" for message in messages):
+            raise RowError(tr("'{key}' holds no answer of the assistant. Correct or remove the row", key=key))
+        return messages
+
+    def _item(self, item: object) -> list[Message]:
+        """Return the messages of one item; ChatGLM3's `tool` items are a call and what came back."""
+        if not isinstance(item, dict):
+            raise RowError(tr("it is {kind}, not an object. Correct or remove the row", kind=_kind(item)))
+        speaker, said = self.names["from"], self.names["value"]
+        if speaker not in item:
+            speaker, said = self.names["role"], self.names["content"]
+        name = _text(item, speaker)
+        role = _ROLE_NAMES.get(name)
+        if role is None:
+            raise RowError(
+                tr("nobody is called '{name}'. Known are {names}", name=name[:40], names=", ".join(_ROLE_NAMES))
+            )
+        extra = _loss(item)
+        if role == "function_call":
+            return [{**_message("assistant", ""), "tool_calls": _calls(_parsed(item.get(said))), **extra}]
+        if role == "tool" and "parameters" in item:
+            call = {"name": item.get("name"), "arguments": item["parameters"]}
+            observation = _as_text(item.get("observation"), "observation")
+            return [
+                {**_message("assistant", ""), "tool_calls": _calls(call), **extra},
+                {**_message("tool", observation)},
+            ]
+        message = {**_message(role, ""), **extra}
+        if role == "assistant" and item.get("tool_calls"):
+            message["tool_calls"] = _calls(_parsed(item["tool_calls"]))
+            message["content"] = "" if item.get(said) in (None, "") else _content(item, said)
+        else:
+            # What a tool gives back may be an object, and may be nothing.
+            message["content"] = _as_text(item.get(said), said) if role == "tool" else _content(item, said)
+        if role == "assistant" and isinstance(item.get("metadata"), str):
+            message["metadata"] = item["metadata"]
+        return [message]
+
+
+def detect_format(row: Mapping[str, object], columns: Mapping[str, str]) -> RowFormat:
+    """Return the format of a file from the keys of its first row.
+
+    Raises:
+        RowError: no known format has these keys.
+    """
+
+    def there(field: str) -> bool:
+        return columns.get(field, field) in row
+
+    for row_format, field in _LIST_FIELDS.items():
+        if there(field):
+            return row_format
+    for complete in (True, False):
+        for row_format, fields in _PAIR_FIELDS.items():
+            if all(map(there, fields)) if complete else any(map(there, fields)):
+                return row_format
+    if there("text"):
+        return RowFormat.text
+    raise RowError(
+        tr(
+            "the keys {keys} belong to no known format. Known are prompt, response (history); instruction, output "
+            "(input, history); conversations; messages; text. Say which is which with `columns`, for example "
+            "columns: {{prompt: {first}, response: …}}",
+            keys=_quoted(row),
+            first=next(iter(row), "…"),
+        )
+    )
+
+
+def parse_row(row: object) -> object:
+    """Return the value of a row, which may be a line of JSON still.
+
+    Raises:
+        RowError: it cannot be read.
+    """
+    return parse_line(row) if isinstance(row, bytes) else row
+
+
+def as_object(row: object) -> dict[str, Any]:
+    """Return the row if it is a JSON object.
+
+    Raises:
+        RowError: it is something else.
+    """
+    if isinstance(row, dict):
+        if None in row:  # what csv.DictReader does with fields beyond the first line's
+            raise RowError(tr("the row has more fields than the first line names. Correct or remove the row"))
+        return row
+    raise RowError(
+        tr('the row is {kind}, not an object. Each row must look like {{"prompt": …, "response": …}}', kind=_kind(row))
+    )
+
+
+def _message(role: str, content: str) -> dict[str, Any]:
+    return {"role": role, "content": content}
+
+
+def _loss(item: Mapping[str, Any]) -> dict[str, bool]:
+    """Return whether a message is trained: `loss`, or OpenAI's `weight` of 0 or 1; {} where nothing is said."""
+    for key in ("loss", "weight"):
+        value = item.get(key)
+        if value is None:
+            continue
+        if value not in (0, 1, True, False) or isinstance(value, str):
+            raise RowError(tr("'{key}' is {kind}, neither true nor false", key=key, kind=_kind(value)))
+        return {"loss": bool(value)}
+    return {}
+
+
+def _calls(value: object) -> list[dict[str, Any]]:
+    """Return tool calls as OpenAI writes them, with the arguments as an object."""
+    calls = []
+    for item in value if isinstance(value, list) else [value]:
+        call = item.get("function", item) if isinstance(item, dict) else item
+        if not isinstance(call, dict) or not isinstance(call.get("name"), str) or not call["name"]:
+            raise RowError(
+                tr(
+                    'a call of a tool must look like {{"name": …, "arguments": {{…}}}}, and this is {kind}',
+                    kind=_kind(item),
+                )
+            )
+        arguments = _parsed(call.get("arguments", call.get("parameters", {})))
+        if not isinstance(arguments, dict):
+            raise RowError(
+                tr("the arguments of '{name}' are {kind}, not an object", name=call["name"], kind=_kind(arguments))
+            )
+        calls.append({"type": "function", "function": {"name": call["name"], "arguments": arguments}})
+    return calls
+
+
+def _tools(value: object, key: str) -> list[Any] | None:
+    """Return tools as OpenAI writes them; absent, null, "" and [] mean none."""
+    value = _parsed(value)
+    if value in (None, "", []):
+        return None
+    if not isinstance(value, list) or not all(isinstance(tool, dict) for tool in value):
+        raise RowError(tr("'{key}' is {kind}, not a list of tools", key=key, kind=_kind(value)))
+    return [tool if "function" in tool else {"type": "function", "function": tool} for tool in value]
+
+
+def _history(history: object, key: str) -> list[tuple[str, str]]:
+    """Return earlier turns as pairs; absent, null and [] mean none."""
+    history = _parsed(history)
+    if history in (None, [], ""):
+        return []
+    mend = tr("Write it as a list of [question, answer] pairs of texts that are not empty")
+    if not isinstance(history, list):
+        raise RowError(tr("'{key}' is {kind}. {mend}", key=key, kind=_kind(history), mend=mend))
+    pairs = []
+    for number, pair in enumerate(history, start=1):
+        if not isinstance(pair, list) or len(pair) != 2:
+            raise RowError(tr("item {number} of '{key}' is no pair. {mend}", number=number, key=key, mend=mend))
+        for text in pair:
+            if not isinstance(text, str) or not text.strip():
+                raise RowError(
+                    tr(
+                        "item {number} of '{key}' holds {kind}. {mend}",
+                        number=number,
+                        key=key,
+                        kind=_kind(text),
+                        mend=mend,
+                    )
+                )
+            _check_characters(text, key)
+        pairs.append((pair[0], pair[1]))
+    return pairs
+
+
+def _content(item: Mapping[str, Any], key: str) -> str:
+    """Return a message's text; OpenAI's lists of parts are joined."""
+    value = item.get(key)
+    if not isinstance(value, list):
+        return _text(item, key)
+    for part in value:
+        if not isinstance(part, dict) or part.get("type") != "text":
+            raise RowError(tr("'{key}' holds something that is no text: only text can be trained on", key=key))
+    return _text({key: "".join(_text(part, "text") for part in value)}, key)
+
+
+def _as_text(value: object, key: str) -> str:
+    """Return a tool's result as text: as it is, or as JSON."""
+    if value is None:
+        return ""
+    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    _check_characters(text, key)
+    return text
+
+
+def _parsed(value: object) -> object:
+    """Return what a text holds if it is a JSON list or object, as many data sets write them; else the value."""
+    if isinstance(value, str) and value.lstrip()[:1] in ("[", "{"):
+        try:
+            return json.loads(value)
+        except (ValueError, RecursionError):
+            return value
+    return value
+
+
+def _text(row: Mapping[str, Any], key: str) -> str:
+    """Return the text under a key that must be there and not be empty."""
+    value = row[key] if key in row else _missing(row, key)
+    if not isinstance(value, str):
+        raise RowError(tr("'{key}' is {kind}, not a text. Correct or remove the row", key=key, kind=_kind(value)))
+    if not value.strip():
+        raise RowError(tr("'{key}' is empty. Fill it in or remove the row", key=key))
+    _check_characters(value, key)
+    return value
+
+
+def _missing(row: Mapping[str, Any], key: str) -> Any:
+    near = difflib.get_close_matches(key, [name for name in row if isinstance(name, str)], n=1)
+    if near:
+        raise RowError(
+            tr(
+                "no key '{key}'; the row has {keys}. Rename '{near}' to '{key}'",
+                key=key,
+                keys=_quoted(row),
+                near=near[0],
+            )
+        )
+    raise RowError(tr("no key '{key}'; the row has {keys}. Add it or remove the row", key=key, keys=_quoted(row)))
+
+
+def _check_characters(text: str, key: str) -> None:
+    r"""Refuse halves of surrogate pairs (an escape such as \ud83d alone), which no tokenizer can encode."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise RowError(
+            tr(
+                "'{key}' holds half of a character (\\u{code} at position {position}). Correct or remove the row",
+                key=key,
+                code=f"{ord(text[error.start]):04x}",
+                position=error.start + 1,
+            )
+        ) from None
+
+
+def _kind(value: object) -> str:
+    """Return what a JSON value is, as a person would say it."""
+    if value is None:
+        return "null"
+    if isinstance(value, str):
+        return tr("a text") if value.strip() else tr("an empty text")
+    if isinstance(value, bool | int | float):
+        return json.dumps(value)
+    return tr("a list") if isinstance(value, list) else tr("an object")
+
+
+def _quoted(row: Mapping[str, Any]) -> str:
+    """Return the keys of a row for a message, not more than a screen line of them."""
+    names = [f"'{name[:40]}'" for name in list(row)[:8]]
+    return ", ".join(names + ["…"] * (len(row) > 8)) or tr("no keys at all")

@@ -1,0 +1,259 @@
+"""A block of rows to a part: ids, mask and an account of every row. What the tokenising processes do.
+
+A part's name is a hash of the block's content and of every rule that made it. So parts of an interrupted build are
+found again, also after a row was mended or the file has grown, and one that was made under other rules never is.
+"""
+
+import hashlib
+import json
+import os
+import pickle
+import zipfile
+from array import array
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass, field
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from toolkit.config.schema import RowFormat, TooLong, TrainOn
+from toolkit.data.conversation import Conversation, marked
+from toolkit.data.encode import ChatEncoder, Encoded
+from toolkit.data.files import Block, rows_of
+from toolkit.data.formats import RowReader, parse_row
+from toolkit.data.lengths import LengthRule
+from toolkit.errors import RowError
+from toolkit.messages import current_language, tr
+
+CODE_VERSION = 1
+"""Part of a part's and of a store's name; raise it when ids, masks or counts would come out differently."""
+
+EXAMPLES = 5
+_BATCH_ROWS = 512
+_EXCERPT_CHARS = 200
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """Everything beside rows, formats and encoder that decides what a part holds."""
+
+    max_length: int
+    too_long: TooLong
+    train_on: TrainOn
+
+
+@dataclass(slots=True)
+class Account:
+    """What became of the rows of a part. Rows are named by their line number minus the block's first."""
+
+    rows: int = 0
+    """Rows that are not blank."""
+    bad: list[tuple[int, str, str]] = field(default_factory=list)
+    """Rows that cannot be used: row, reason, excerpt."""
+    dropped: dict[str, int] = field(default_factory=dict)
+    """Rows of which nothing, or not all, was used, by reason."""
+    dropped_rows: dict[str, list[int]] = field(default_factory=dict)
+    """The first few of them."""
+    too_long: list[tuple[int, int]] = field(default_factory=list)
+    """With too_long=error: the first row that is too long, and its tokens."""
+    truncated: int = 0
+    split: int = 0
+    systems: int = 0
+    """Rows whose system message the model's format leaves out."""
+    unused: list[str] = field(default_factory=list)
+    """Columns that are not read."""
+
+    def drop(self, reason: str, row: int) -> None:
+        """Count a row that is left out."""
+        self.dropped[reason] = self.dropped.get(reason, 0) + 1
+        rows = self.dropped_rows.setdefault(reason, [])
+        if len(rows) < EXAMPLES:
+            rows.append(row)
+
+
+@dataclass(slots=True)
+class Part:
+    """The samples of a block."""
+
+    ids: NDArray[Any]
+    """Unsigned integers, [tokens]."""
+    trained: NDArray[np.bool_]
+    """Whether the loss covers each, [tokens]."""
+    lengths: NDArray[np.uint32]
+    """Tokens of each sample, [samples]."""
+    rows: NDArray[np.uint32]
+    """Row that each sample comes from, [samples]; several samples of a row follow each other."""
+    account: Account
+
+
+class PartMaker:
+    """Makes parts and keeps them in a folder.
+
+    Args:
+        encoder: turns conversations into ids and mask.
+        rules: see `Rules`.
+        folder: where parts are kept.
+    """
+
+    def __init__(self, encoder: ChatEncoder, rules: Rules, folder: Path) -> None:
+        self.encoder, self.rules, self.folder = encoder, rules, folder
+        self.dtype = id_dtype(encoder.vocab_size)
+        self.length_rule = LengthRule(encoder, rules.max_length, rules.too_long)
+        key = [CODE_VERSION, encoder.fingerprint, *asdict(rules).values(), current_language()]
+        self._key = repr(key).encode()
+
+    def path(self, block: Block, row_format: RowFormat, columns: dict[str, str]) -> Path:
+        """Return where the part of a block is kept."""
+        digest = hashlib.sha256(self._key + repr((row_format, sorted(columns.items()))).encode())
+        digest.update(block.content if isinstance(block.content, bytes) else pickle.dumps(block.content, 4))
+        return self.folder / f"{digest.hexdigest()[:40]}.npz"
+
+    def make(self, block: Block, row_format: RowFormat, columns: dict[str, str]) -> tuple[Path, bool]:
+        """Make a part unless an undamaged one is kept already.
+
+        Returns:
+            Where it is, and whether it had to be made.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        path = self.path(block, row_format, columns)
+        if read_part(path) is not None:
+            return path, False
+        part = self._encode(block, RowReader(_definite(row_format), columns))
+        write_part(path, part)
+        return path, True
+
+    def _encode(self, block: Block, reader: RowReader) -> Part:
+        account, ids, trained = Account(), array("I"), bytearray()
+        lengths, rows_of_samples = array("I"), array("I")
+        rows = rows_of(block)
+        while batch := list(islice(rows, _BATCH_ROWS)):
+            for row, (sample_ids, mask) in self._batch(batch, reader, account):
+                ids.extend(sample_ids)
+                trained.extend(mask)
+                lengths.append(len(sample_ids))
+                rows_of_samples.append(row)
+        return Part(
+            np.frombuffer(ids, np.uint32).astype(self.dtype, copy=False),
+            np.frombuffer(trained, np.bool_),
+            np.frombuffer(lengths, np.uint32),
+            np.frombuffer(rows_of_samples, np.uint32),
+            account,
+        )
+
+    def _batch(
+        self, batch: list[tuple[int, Any]], reader: RowReader, account: Account
+    ) -> Iterator[tuple[int, Encoded]]:
+        """Yield the samples of some rows, each with its row."""
+        account.rows += len(batch)
+        read: list[tuple[int, Conversation]] = []
+        for row, value in batch:
+            try:
+                parsed = parse_row(value)
+                whole = reader.read(parsed)
+            except RowError as error:
+                account.bad.append((row, str(error), _excerpt(value)))
+                continue
+            if not account.unused and isinstance(parsed, dict):
+                account.unused = reader.unused(parsed)
+            if self.encoder.drops_system and any(message["role"] == "system" for message in whole.messages):
+                account.systems += 1
+            found = list(marked(whole, self.rules.train_on, self.encoder.only_last))
+            if not found:
+                account.drop(tr("no token the loss covers"), row)
+            read += [(row, conversation) for conversation in found]
+        values = dict(batch)
+        for row, conversation, encoded in self._encoded(read, values, account):
+            yield from self._fitted(row, conversation, encoded, account, values)
+
+    def _encoded(
+        self, read: list[tuple[int, Conversation]], values: dict[int, Any], account: Account
+    ) -> Iterator[tuple[int, Conversation, Encoded]]:
+        """Encode a batch at once; if a row of it cannot be encoded, one by one to find which."""
+        try:
+            encoded: Iterable[Encoded] = self.encoder.encode_many(
+                [conversation.messages for _, conversation in read], [conversation.tools for _, conversation in read]
+            )
+            yield from ((row, conversation, one) for (row, conversation), one in zip(read, encoded, strict=True))
+            return
+        except RowError:
+            pass
+        for row, conversation in read:
+            try:
+                yield row, conversation, self.encoder.encode(conversation.messages, conversation.tools)
+            except RowError as error:
+                account.bad.append((row, str(error), _excerpt(values[row])))
+
+    def _fitted(
+        self, row: int, conversation: Conversation, encoded: Encoded, account: Account, values: dict[int, Any]
+    ) -> Iterator[tuple[int, Encoded]]:
+        if self.rules.too_long is TooLong.error and len(encoded[0]) > self.rules.max_length:
+            account.too_long = account.too_long or [(row, len(encoded[0]))]
+            return
+        try:
+            fitted = self.length_rule.fit(conversation, encoded)
+        except RowError as error:
+            account.bad.append((row, str(error), _excerpt(values[row])))
+            return
+        if fitted.left_out:
+            account.drop(fitted.left_out, row)
+        account.truncated += fitted.truncated
+        account.split += fitted.split
+        yield from ((row, sample) for sample in fitted.samples)
+
+
+def id_dtype(vocab_size: int) -> np.dtype[Any]:
+    """Return the smallest unsigned integer that holds every id."""
+    return np.dtype(np.uint16 if vocab_size <= 1 << 16 else np.uint32)
+
+
+def write_part(path: Path, part: Part) -> None:
+    """Write a part at once or not at all."""
+    building = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    try:
+        with open(building, "wb") as file:
+            np.savez(
+                file,
+                ids=part.ids,
+                trained=np.packbits(part.trained),
+                lengths=part.lengths,
+                rows=part.rows,
+                account=np.frombuffer(_to_json(part.account), np.uint8),
+            )
+        os.replace(building, path)
+    finally:
+        building.unlink(missing_ok=True)
+
+
+def read_part(path: Path) -> Part | None:
+    """Return a part, None if it is not there or damaged: its container has a checksum for everything in it."""
+    try:
+        with np.load(path, allow_pickle=False) as stored:
+            ids, lengths, rows = stored["ids"], stored["lengths"], stored["rows"]
+            trained = np.unpackbits(stored["trained"], count=len(ids)).view(np.bool_)
+            account = _from_json(stored["account"].tobytes())
+    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile):
+        return None
+    return Part(ids, trained, lengths, rows, account) if int(lengths.sum()) == len(ids) else None
+
+
+def _to_json(account: Account) -> bytes:
+    return json.dumps(asdict(account)).encode()
+
+
+def _from_json(text: bytes) -> Account:
+    return Account(**json.loads(text))
+
+
+def _definite(row_format: RowFormat) -> RowFormat:
+    """A block of which no row can be parsed has no format; all its rows are refused before one is needed."""
+    return RowFormat.prompt_response if row_format is RowFormat.auto else row_format
+
+
+def _excerpt(value: object) -> str:
+    text = value.decode("utf-8", "replace") if isinstance(value, bytes) else repr(value)
+    return text.strip()[:_EXCERPT_CHARS]

@@ -1,0 +1,221 @@
+"""Attention over rows that hold several samples: none of them sees another.
+
+`varlen` is an attention implementation for transformers' models: it treats each sample of a packed row for itself, on
+GPUs with PyTorch's kernel for variable lengths, elsewhere one after another. `sdpa` and `eager` take a mask of blocks
+instead: right everywhere, but they compute all pairs of a row.
+"""
+
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch.nn import functional
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+from toolkit.config.schema import Attention
+from toolkit.errors import ModelError
+from toolkit.messages import tr
+
+VARLEN = "varlen"
+_LEAK = 0.02
+"""Largest change, as a fraction of the logits' spread, that rounding may cause; a leak causes several times as much."""
+
+
+def choose_attention(model: PreTrainedModel, attention: Attention, packed: bool, dtype: torch.dtype | None) -> None:
+    """Set how a model computes attention; see `model.attention` in the schema.
+
+    Args:
+        model: as loaded.
+        attention: what was asked for.
+        packed: whether rows hold several samples.
+        dtype: of the arithmetic; PyTorch's kernel for variable lengths knows half precision only.
+
+    Raises:
+        ModelError: this model does not have it.
+    """
+    name = attention.value
+    if attention is Attention.auto:
+        if not packed:
+            return
+        has_kernel = not torch.cuda.is_available() or dtype in (torch.float16, torch.bfloat16)
+        name = VARLEN if has_kernel else Attention.sdpa.value
+    try:
+        model.set_attn_implementation(name)
+    except (ValueError, ImportError, KeyError) as error:
+        raise ModelError(
+            tr(
+                "model.attention = {name} is nothing that a {model} has ({reason}). Leave it at auto.",
+                name=name,
+                model=type(model).__name__,
+                reason=str(error).splitlines()[0],
+            )
+        ) from error
+
+
+def check_isolation(engine: torch.nn.Module, vocab_size: int, device: torch.device, name: str) -> None:
+    """Make sure, on the model as it is, that samples of a packed row do not see each other. A collective under ZeRO-3.
+
+    Three rows in one forward pass: [a b], [c b] and [b]. The logits of b must be the same in all.
+
+    Args:
+        engine: the engine, or the model.
+        vocab_size: ids are below it.
+        device: where the model lives.
+        name: of the model, for the message.
+
+    Raises:
+        ModelError: they do see each other, or positions do not begin anew.
+    """
+    first, second = 12, 20
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(vocab_size, (3, first + second), generator=generator)
+    ids[1, first:] = ids[0, first:]
+    ids[2, :second] = ids[0, first:]
+    segments = torch.ones_like(ids)
+    segments[:2, first:] = 2
+    segments[2, second:] = 0
+    positions = torch.cat((torch.arange(first), torch.arange(second))).repeat(3, 1)
+    positions[2] = torch.arange(first + second)
+    width = first + second
+    bounds = [0, first, width, width + first, 2 * width, 2 * width + second, 3 * width]
+    batch = {
+        "input_ids": ids,
+        "segment_ids": segments,
+        "cu_seq_lens": torch.tensor(bounds, dtype=torch.int32),
+    }
+    on_device = {key: tensor.to(device) for key, tensor in batch.items()}
+    module = getattr(engine, "module", engine)
+    was_training = module.training
+    module.eval()
+    with torch.no_grad():
+        logits = engine(
+            input_ids=on_device["input_ids"],
+            position_ids=positions.to(device),
+            use_cache=False,
+            **attention_arguments(module, on_device),
+        ).logits.float()
+    module.train(was_training)
+    after_other, after_third, alone = logits[0, first:], logits[1, first:], logits[2, :second]
+    change = max(float((after_other - other).abs().max()) for other in (after_third, alone))
+    if change > _LEAK * float(after_other.std()):
+        raise ModelError(
+            tr(
+                "{name} cannot be trained on packed rows: the samples of a row influence each other (logits change by "
+                "{change}). Use data.packing=grouped.",
+                name=name,
+                change=f"{change:.3g}",
+            )
+        )
+
+
+def attention_arguments(module: Any, batch: dict[str, torch.Tensor]) -> dict[str, Any]:
+    """Return what a model's forward takes so that no token sees padding or another sample.
+
+    Args:
+        module: a transformers model, or ChatGLM-6B's.
+        batch: see `toolkit.data.collate.Batch`; packed if it holds `cu_seq_lens`.
+    """
+    segments = batch["segment_ids"]
+    if "cu_seq_lens" not in batch:
+        return {"attention_mask": (segments > 0).long()}
+    implementation = module.config._attn_implementation
+    if implementation == VARLEN:
+        bounds, longest = batch["cu_seq_lens"], segments.size(1)
+        return {
+            # transformers passes masks of four dimensions on as they are; this one is never looked at.
+            "attention_mask": torch.ones(1, 1, 1, 1, dtype=torch.bool, device=segments.device),
+            "cu_seq_lens_q": bounds,
+            "cu_seq_lens_k": bounds,
+            "max_length_q": longest,
+            "max_length_k": longest,
+        }
+    size = segments.size(1)
+    causal = torch.ones(size, size, dtype=torch.bool, device=segments.device).tril()
+    blocks = ((segments[:, :, None] == segments[:, None, :]) & causal)[:, None]  # [B, 1, S, S]
+    if implementation == "eager":
+        dtype = next(module.parameters()).dtype
+        return {"attention_mask": torch.zeros_like(blocks, dtype=dtype).masked_fill(~blocks, torch.finfo(dtype).min)}
+    return {"attention_mask": blocks}
+
+
+def varlen_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    **options: Any,
+) -> tuple[torch.Tensor, None]:
+    """Return attention within the segments of `cu_seq_lens_q`; without them (generation) that of `sdpa`.
+
+    B rows, H heads (key and value may have fewer), S tokens, D width of a head.
+
+    Args:
+        module: the attention module; unused.
+        query: [B, H, S, D].
+        key: [B, heads of keys, S, D].
+        value: as `key`.
+        attention_mask: used without segments only.
+        dropout: of the attention's weights.
+        scaling: of the scores; None is 1 / sqrt(D).
+        **options: `cu_seq_lens_q`, int32 [segments + 1] over the B x S tokens, and `max_length_q`.
+
+    Returns:
+        [B, S, H, D] and None.
+    """
+    bounds = options.get("cu_seq_lens_q")
+    if bounds is None:
+        return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **options)
+    rows, _, size, width = query.shape
+    flat = tuple(states.transpose(1, 2).reshape(rows * size, -1, width) for states in (query, key, value))
+    if query.is_cuda and not dropout:
+        mixed = _kernel(flat, bounds, int(options["max_length_q"]), scaling)
+    else:
+        mixed = _one_by_one(flat, bounds, dropout, scaling)
+    return mixed.view(rows, size, -1, width), None
+
+
+def _kernel(
+    states: tuple[torch.Tensor, ...], bounds: torch.Tensor, longest: int, scaling: float | None
+) -> torch.Tensor:
+    """Flash attention over segments; query, key and value, [tokens, heads, D] each."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    query, key, value = states
+    mixed = varlen_attn(
+        query,
+        key,
+        value,
+        bounds,
+        bounds,
+        longest,
+        longest,
+        scale=scaling,
+        window_size=(-1, 0),  # causal
+        enable_gqa=key.size(1) != query.size(1),
+    )
+    assert isinstance(mixed, torch.Tensor)
+    return mixed
+
+
+def _one_by_one(
+    states: tuple[torch.Tensor, ...], bounds: torch.Tensor, dropout: float, scaling: float | None
+) -> torch.Tensor:
+    """The same without the kernel: a segment at a time."""
+    groups = states[0].size(1) // states[1].size(1)
+    parts = []
+    for begin, end in pairwise(bounds.tolist()):
+        q, k, v = (state[begin:end].transpose(0, 1)[None] for state in states)
+        mixed = functional.scaled_dot_product_attention(
+            q, repeat_kv(k, groups), repeat_kv(v, groups), dropout_p=dropout, is_causal=True, scale=scaling
+        )
+        parts.append(mixed[0].transpose(0, 1))
+    return torch.cat(parts)
+
+
+AttentionInterface.register(VARLEN, varlen_attention)
+AttentionMaskInterface.register(VARLEN, sdpa_mask)
