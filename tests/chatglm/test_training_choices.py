@@ -1,6 +1,9 @@
 """What a row can say about its training, in each family's format: chosen answers, calls of tools, plain texts."""
 
+import json
+import shutil
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -145,3 +148,16 @@ def test_plain_text_by_hand(name: str, before: list[str], end: str) -> None:
     text = encoder(name).tokenizer.encode_texts(["Once upon a time <|user|>"])[0]
     assert ids == [*map(tokens, before), *text, tokens(end)]
     assert mask == [False, False] + [True] * (len(text) + 1)
+
+
+def test_the_words_for_tools_are_part_of_the_fingerprint(tmp_path: Path) -> None:
+    folder = shutil.copytree(GOLDEN / "tok_glm4", tmp_path / "glm4")
+    before = load_chat_encoder(folder)
+    file = folder / "tokenizer_config.json"
+    config = json.loads(file.read_text(encoding="utf-8"))
+    assert before.fingerprint == encoder("glm4").fingerprint
+    config["chat_template"] = config["chat_template"].replace("ChatGLM", "Somebody")
+    file.write_text(json.dumps(config), encoding="utf-8")
+    assert load_chat_encoder(folder).fingerprint != before.fingerprint
+    file.unlink()
+    assert load_chat_encoder(folder).fingerprint != before.fingerprint

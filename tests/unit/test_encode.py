@@ -351,3 +351,46 @@ def test_slow_tokenizer_finds_the_same(tokenizer: Any, monkeypatch: pytest.Monke
     expected = TemplateChatEncoder(tokenizer).encode(messages)
     monkeypatch.setattr(type(tokenizer), "is_fast", False)
     assert TemplateChatEncoder(tokenizer).encode(messages) == expected
+
+
+CALLS: list[dict[str, Any]] = [
+    {"role": "user", "content": "hello"},
+    {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [{"type": "function", "function": {"name": "fox", "arguments": {"a": "你"}}}],
+    },
+    {"role": "tool", "content": "two"},
+    {"role": "assistant", "content": "world"},
+]
+
+
+def test_calls_are_trained_in_the_fitted_form(tokenizer: Any) -> None:
+    encoder = TemplateChatEncoder(tokenizer)
+    said = ['fox\n{"a": "你"}' + END, "world" + END]
+    assert spoken(tokenizer, encoder.encode(CALLS)) == said
+    assert spoken(tokenizer, encoder.encode(CALLS[:2])) == said[:1]
+
+
+def test_templates_that_want_arguments_as_text_get_them(tokenizer: Any) -> None:
+    tokenizer.chat_template = CHATML.replace(
+        "{{ m['content'] }}",
+        "{% for call in m['tool_calls'] or [] %}{{ call['function']['name'] + ' ' + call['function']['arguments'] }}"
+        "{% endfor %}{{ m['content'] }}",
+    )
+    assert spoken(tokenizer, TemplateChatEncoder(tokenizer).encode(CALLS)) == ['fox {"a": "你"}' + END, "world" + END]
+
+
+def test_a_template_that_fails_is_the_rows_trouble(tokenizer: Any) -> None:
+    tokenizer.chat_template = CHATML.replace("{{ m['content'] }}", "{{ m['content'] + (m['extra'] or '') }}")
+    encoder = TemplateChatEncoder(tokenizer)
+    broken: list[dict[str, Any]] = [{"role": "user", "content": "a", "extra": 3}, {"role": "assistant", "content": "b"}]
+    with pytest.raises(RowError, match="the chat template refuses the conversation: "):
+        encoder.encode(broken)
+    # One conversation that is written otherwise says nothing against the template.
+    tokenizer.chat_template = CHATML.replace(
+        "{{ m['content'] }}", "{{ 'X' if m['content'] == 'odd' and loop.last else '' }}{{ m['content'] }}"
+    ).replace("'<|assistant|>' }}{{", "'<|assistant|>' }}{% if m['content'] == 'odd' %}?{% endif %}{{")
+    encoder = TemplateChatEncoder(tokenizer)
+    with pytest.raises(RowError, match="writes the answer of this conversation otherwise than the prompt"):
+        encoder.encode([{"role": "user", "content": "odd"}, {"role": "assistant", "content": "odd"}])

@@ -1,5 +1,6 @@
 """From an exception to one message and an exit code."""
 
+import io
 import os
 import socket
 import sys
@@ -17,6 +18,9 @@ OTHER_RANKS_WAIT_S = 5.0
 
 def guarded(function: Callable[[], int]) -> int:
     """Run a command; report whatever it raises, once over all ranks, and return the exit code."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # Names of files need not be UTF-8, and a terminal need not know Chinese: never a reason to end a run.
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         return function()
     except ToolkitError as error:

@@ -89,7 +89,7 @@ def histogram(lengths: NDArray[np.int64], longest: int, bins: int = 10) -> list[
         bins: lines.
     """
     edges = np.unique(np.linspace(0, longest, bins + 1).round().astype(np.int64))
-    counts, _ = np.histogram(lengths, edges)
+    counts, _ = np.histogram(lengths, edges + 1)  # NumPy's bins begin with their edge, these end with it
     most = max(int(counts.max(initial=0)), 1)
     width = len(f"{longest:,}")
     return [

@@ -7,24 +7,29 @@ import csv
 import glob
 import io
 import json
+import os
 import zlib
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Collection, Generator, Iterator
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from toolkit.config.schema import SourceConfig
-from toolkit.data.json_rows import BOM, BrokenArray, array_rows, parse_line, reason
+from toolkit.config.schema import ROW_FIELDS, SourceConfig
+from toolkit.data.json_rows import BOM, BrokenArray, array_rows, parse_line
 from toolkit.errors import DataError, RowError
 from toolkit.messages import tr
 
 SUFFIXES = (".jsonl", ".json", ".ndjson", ".csv", ".tsv", ".parquet", ".arrow")
+_TABLES = (".parquet", ".arrow")
+_PACKED = (".gz", ".zst")
 _COMPRESSED = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd"}
 _LARGEST_LINE_BYTES = 1 << 28
 _LEAST_BLOCK_BYTES = 1 << 20
 _MOST_BLOCKS = 2048
 _ROWS_PER_BLOCK = 2048
+
+_FIELDS = {field for fields in ROW_FIELDS.values() for field in fields}
 
 csv.field_size_limit(_LARGEST_LINE_BYTES)
 
@@ -39,6 +44,8 @@ class Block:
     """Lines of JSON as they stand in the file; or parsed rows, each with its line number minus `first`."""
     position: int
     """Bytes of the file that were read so far, for the progress."""
+    first_item: int = 0
+    """Number of the first among the items of a JSON array, several of which may share a line; 0 for other files."""
 
 
 def files_of(source: SourceConfig) -> list[Path]:
@@ -72,19 +79,49 @@ def files_of(source: SourceConfig) -> list[Path]:
                 )
             )
     for file in files:
+        suffixes = file.suffixes[-2:]
+        if len(suffixes) == 2 and suffixes[0].lower() in _TABLES and suffixes[1].lower() in _PACKED:
+            raise DataError(
+                tr("'{path}' is packed twice: Parquet and Arrow compress by themselves. Unpack it.", path=file)
+            )
         if file.stat().st_size == 0:
             raise DataError(tr("The data file '{path}' is empty.", path=file))
     return files
 
 
 def _known_files(folder: Path) -> list[Path]:
-    return sorted(
-        path
-        for path in folder.rglob("*")
-        if path.is_file()
-        and not any(part.startswith(".") for part in path.relative_to(folder).parts)
-        and path.name.removesuffix(".gz").removesuffix(".zst").endswith(SUFFIXES)
-    )
+    """Return the data files below a folder, behind links too; hidden ones are left out.
+
+    Raises:
+        DataError: part of it cannot be read, which would leave files out without a word.
+    """
+
+    def stop(error: OSError) -> None:
+        raise DataError(
+            tr("Cannot read '{path}': {reason}.", path=error.filename, reason=error.strerror or error)
+        ) from error
+
+    found: list[Path] = []
+    seen: set[str] = set()
+    for place, folders, names in os.walk(folder, onerror=stop, followlinks=True):
+        real = os.path.realpath(place)
+        folders[:] = [] if real in seen else [name for name in folders if not name.startswith(".")]
+        found += [Path(place, name) for name in names if real not in seen and _is_data(name)]
+        seen.add(real)
+    for path in found:
+        if not path.exists():
+            raise DataError(tr("Cannot read '{path}': {reason}.", path=path, reason=tr("the link leads nowhere")))
+    return sorted(path for path in found if path.is_file())
+
+
+def _is_data(name: str) -> bool:
+    return not name.startswith(".") and _bare(name).endswith(SUFFIXES)
+
+
+def _bare(name: str) -> str:
+    """Return a file's name in lower case, without the suffix of its compression."""
+    name = name.lower()
+    return name.removesuffix(".gz").removesuffix(".zst")
 
 
 def _saved_by_datasets(folder: Path, split: str) -> list[Path]:
@@ -104,6 +141,8 @@ def _saved_by_datasets(folder: Path, split: str) -> list[Path]:
     if not (folder / "state.json").is_file():
         return []
     state = json.loads((folder / "state.json").read_text(encoding="utf-8"))
+    if not state["_data_files"]:
+        raise DataError(tr("{path} holds no row.", path=folder))
     return [folder / item["filename"] for item in state["_data_files"]]
 
 
@@ -115,31 +154,35 @@ def block_bytes(total_bytes: int) -> int:
     return size
 
 
-def blocks(path: Path, least_bytes: int) -> Iterator[Block]:
+def blocks(path: Path, least_bytes: int, columns: Collection[str] = ()) -> Iterator[Block]:
     """Yield a file's rows, the same blocks whenever the content is the same.
 
     Args:
         path: the file; how it is written is decided by its content and, for tables, by its name.
         least_bytes: see `block_bytes`.
+        columns: names that are read beside those of the formats; others of a Parquet or Arrow file are null in its
+            rows, as they may hold anything.
 
     Raises:
         DataError: the file cannot be read on.
     """
-    name = path.name.removesuffix(".gz").removesuffix(".zst")
-    if name.endswith((".parquet", ".arrow")):
-        yield from _table_blocks(path)
+    name = _bare(path.name)
+    if name.endswith(_TABLES):
+        yield from _table_blocks(path, {*_FIELDS, *columns})
         return
     with opened(path) as (file, raw):
+        items = 0
         try:
             if name.endswith((".csv", ".tsv")):
                 rows = _csv_rows(file, path, "\t" if name.endswith(".tsv") else ",")
             elif file.peek(4096)[:4096].removeprefix(BOM).lstrip()[:1] == b"[":
                 # Decided by content, not by name: JSONL in a .json file is common, and so is the opposite.
-                rows = array_rows(file)
+                rows, items = array_rows(file), 1
             else:
                 yield from _line_blocks(file, raw, path, least_bytes)
                 return
-            yield from _row_blocks(rows, raw)
+            with closing(rows):  # before the file that it reads
+                yield from _row_blocks(rows, raw, items)
         except BrokenArray as error:
             raise DataError(f"{path}:{error.line}: {error.error}.") from None
 
@@ -194,7 +237,8 @@ def _line_blocks(file: io.BufferedReader, raw: IO[bytes], path: Path, least_byte
         yield Block(first, b"".join(lines), raw.tell())
 
 
-def _row_blocks(rows: Iterator[tuple[int, Any]], raw: IO[bytes]) -> Iterator[Block]:
+def _row_blocks(rows: Iterator[tuple[int, Any]], raw: IO[bytes], item: int) -> Iterator[Block]:
+    """Put rows into blocks; `item` is the number of the first item, 0 if they are none."""
     content: list[tuple[int, Any]] = []
     first = 1
     for number, value in rows:
@@ -202,57 +246,78 @@ def _row_blocks(rows: Iterator[tuple[int, Any]], raw: IO[bytes]) -> Iterator[Blo
             first = number
         content.append((number - first, value))
         if len(content) == _ROWS_PER_BLOCK:
-            yield Block(first, content, raw.tell())
+            yield Block(first, content, raw.tell(), item)
+            item += len(content) if item else 0
             content = []
     if content:
-        yield Block(first, content, raw.tell())
+        yield Block(first, content, raw.tell(), item)
 
 
-def _csv_rows(file: io.BufferedReader, path: Path, delimiter: str) -> Iterator[tuple[int, Any]]:
+def _csv_rows(file: io.BufferedReader, path: Path, delimiter: str) -> Generator[tuple[int, Any]]:
     """Yield rows as objects whose keys are the first line's."""
-    text = io.TextIOWrapper(file, encoding="utf-8-sig", newline="")
-    reader = csv.DictReader(text, delimiter=delimiter, strict=True)
+    read = 0
+
+    def lines() -> Iterator[str]:
+        nonlocal read
+        for content in file:
+            read += 1
+            # A byte that is not UTF-8 becomes half of a character, which is refused row by row.
+            yield (content.removeprefix(BOM) if read == 1 else content).decode("utf-8", "surrogateescape")
+
+    reader = csv.DictReader(lines(), delimiter=delimiter, strict=True)
     line = 1
     try:
-        reader.fieldnames  # noqa: B018  reads the first line
-        line = reader.line_num
+        names = list(reader.fieldnames or ())
+        if len(set(names)) != len(names):
+            twice = next(name for name in names if names.count(name) > 1)
+            raise DataError(tr("{path}:1: two columns are called '{name}'. Rename one.", path=path, name=twice))
+        line = read
         for row in reader:
             yield line + 1, row
-            line = reader.line_num
-    except UnicodeDecodeError as error:
-        raise DataError(f"{path}:{line + 1}: {reason(error)}.") from None
+            line = read
     except csv.Error as error:
         raise DataError(
             tr("{path}:{line}: broken CSV: {reason}. Correct the file.", path=path, line=line + 1, reason=error)
         ) from None
-    finally:
-        text.detach()  # or it would close the file that is not its own
 
 
-def _table_blocks(path: Path) -> Iterator[Block]:
+def _table_blocks(path: Path, columns: Collection[str]) -> Iterator[Block]:
     """Yield the rows of a Parquet or Arrow file; their numbers count from 1."""
     import pyarrow
     import pyarrow.parquet
 
     size, first = path.stat().st_size, 1
     try:
-        if path.suffix == ".parquet":
+        if path.suffix.lower() == ".parquet":
             with pyarrow.parquet.ParquetFile(path) as file:
                 total = max(file.metadata.num_rows, 1)
-                for batch in file.iter_batches(_ROWS_PER_BLOCK):
-                    yield Block(first, list(enumerate(batch.to_pylist())), size * (first - 1) // total)
+                names = file.schema_arrow.names
+                for batch in file.iter_batches(_ROWS_PER_BLOCK, columns=[name for name in names if name in columns]):
+                    rows = _table_rows(batch, names)
+                    yield Block(first, list(enumerate(rows)), size * (first - 1) // total)
                     first += batch.num_rows
             return
         with pyarrow.memory_map(str(path)) as mapped:
             for batch in _arrow_batches(mapped):
+                names = batch.schema.names
+                chosen = batch.select([name for name in names if name in columns])
                 for start in range(0, batch.num_rows, _ROWS_PER_BLOCK):
-                    rows = batch.slice(start, _ROWS_PER_BLOCK).to_pylist()
+                    rows = _table_rows(chosen.slice(start, _ROWS_PER_BLOCK), names)
                     yield Block(first, list(enumerate(rows)), mapped.tell())
                     first += len(rows)
-    except pyarrow.ArrowException as error:
+    # Arrow says OSError of damaged pages too, and Python's own errors of values that it cannot hold.
+    except (OSError, ValueError, OverflowError, KeyError, pyarrow.ArrowException) as error:
         raise DataError(
             tr("Cannot read '{path}': {reason}.", path=path, reason=str(error).splitlines()[0] if str(error) else error)
         ) from error
+
+
+def _table_rows(batch: Any, names: list[str]) -> list[dict[str, Any]]:
+    """Return rows in which columns that were not read are null."""
+    if len(set(names)) != len(names):
+        raise ValueError(tr("two columns are called '{name}'", name=next(n for n in names if names.count(n) > 1)))
+    others = dict.fromkeys(names)
+    return [{**others, **row} for row in batch.to_pylist()] if batch.num_columns else [others] * batch.num_rows
 
 
 def _arrow_batches(mapped: Any) -> Iterator[Any]:
@@ -280,18 +345,23 @@ def rows_of(block: Block) -> Iterator[tuple[int, bytes | Any]]:
             yield offset, line
 
 
-def first_row(block: Block) -> object:
-    """Return the first row of a block that can be parsed.
+def first_row(block: Block) -> tuple[int, object]:
+    """Return the first row of a block that is an object, else the first that can be parsed, with its line.
 
     Raises:
-        RowError: none can.
+        RowError: none can be parsed.
     """
     failure: RowError | None = None
-    for _, row in rows_of(block):
-        if not isinstance(row, bytes):
-            return row
+    other: tuple[int, object] | None = None
+    for offset, row in rows_of(block):
         try:
-            return parse_line(row)
+            value = parse_line(row) if isinstance(row, bytes) else row
         except RowError as error:
             failure = failure or error
+            continue
+        if isinstance(value, dict):
+            return block.first + offset, value
+        other = other or (block.first + offset, value)
+    if other:
+        return other
     raise failure or RowError(tr("no key at all"))

@@ -7,7 +7,7 @@ from typing import Any
 
 from toolkit.config.schema import ROW_FIELDS, RowFormat
 from toolkit.data.conversation import TEXT, Conversation, Message
-from toolkit.data.json_rows import parse_line
+from toolkit.data.json_rows import DECODER, check_characters, parse_line
 from toolkit.errors import RowError
 from toolkit.messages import tr
 
@@ -188,7 +188,10 @@ def parse_row(row: object) -> object:
     Raises:
         RowError: it cannot be read.
     """
-    return parse_line(row) if isinstance(row, bytes) else row
+    if isinstance(row, bytes):
+        return parse_line(row)
+    check_characters(row)
+    return row
 
 
 def as_object(row: object) -> dict[str, Any]:
@@ -276,7 +279,6 @@ def _history(history: object, key: str) -> list[tuple[str, str]]:
                         mend=mend,
                     )
                 )
-            _check_characters(text, key)
         pairs.append((pair[0], pair[1]))
     return pairs
 
@@ -296,18 +298,18 @@ def _as_text(value: object, key: str) -> str:
     """Return a tool's result as text: as it is, or as JSON."""
     if value is None:
         return ""
-    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-    _check_characters(text, key)
-    return text
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
 def _parsed(value: object) -> object:
     """Return what a text holds if it is a JSON list or object, as many data sets write them; else the value."""
     if isinstance(value, str) and value.lstrip()[:1] in ("[", "{"):
         try:
-            return json.loads(value)
+            found = DECODER.decode(value)
         except (ValueError, RecursionError):
             return value
+        check_characters(found)
+        return found
     return value
 
 
@@ -318,7 +320,6 @@ def _text(row: Mapping[str, Any], key: str) -> str:
         raise RowError(tr("'{key}' is {kind}, not a text. Correct or remove the row", key=key, kind=_kind(value)))
     if not value.strip():
         raise RowError(tr("'{key}' is empty. Fill it in or remove the row", key=key))
-    _check_characters(value, key)
     return value
 
 
@@ -334,21 +335,6 @@ def _missing(row: Mapping[str, Any], key: str) -> Any:
             )
         )
     raise RowError(tr("no key '{key}'; the row has {keys}. Add it or remove the row", key=key, keys=_quoted(row)))
-
-
-def _check_characters(text: str, key: str) -> None:
-    r"""Refuse halves of surrogate pairs (an escape such as \ud83d alone), which no tokenizer can encode."""
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError as error:
-        raise RowError(
-            tr(
-                "'{key}' holds half of a character (\\u{code} at position {position}). Correct or remove the row",
-                key=key,
-                code=f"{ord(text[error.start]):04x}",
-                position=error.start + 1,
-            )
-        ) from None
 
 
 def _kind(value: object) -> str:

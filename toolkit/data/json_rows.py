@@ -3,7 +3,7 @@
 import codecs
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Generator
 from typing import IO, Any, NoReturn
 
 from toolkit.errors import RowError
@@ -13,6 +13,7 @@ BOM = b"\xef\xbb\xbf"
 _CHUNK_BYTES = 1 << 20
 _LARGEST_ITEM_CHARS = 1 << 26
 _SPACE = re.compile(r"[ \t\n\r]*")
+_HALF = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
 def parse_line(line: bytes) -> object:
@@ -22,12 +23,45 @@ def parse_line(line: bytes) -> object:
         RowError: it is not UTF-8, not JSON, or names a key twice.
     """
     try:
-        return DECODER.decode(line.decode("utf-8"))
+        value = DECODER.decode(line.decode("utf-8"))
     except (ValueError, RecursionError) as error:
+        raise reason(error) from None
+    if _HALF.search(line):
+        check_characters(value)
+    return value
+
+
+def check_characters(value: object) -> None:
+    r"""Refuse halves of characters (an escape such as \ud83d alone), which no tokenizer can encode, in texts and keys.
+
+    Raises:
+        RowError: there is one; or a byte that was not UTF-8, which Python calls by such a half.
+    """
+    try:
+        json.dumps(value, ensure_ascii=False, default=str).encode("utf-8")
+    except UnicodeEncodeError as error:
+        code, around = ord(error.object[error.start]), error.object[max(error.start - 20, 0) : error.start]
+        if 0xDC80 <= code <= 0xDCFF:
+            raise RowError(
+                tr(
+                    "not UTF-8: byte 0x{byte} after '{around}'. If the file is in GBK, convert it with `iconv -f GBK "
+                    "-t UTF-8`",
+                    byte=f"{code - 0xDC00:02x}",
+                    around=around,
+                )
+            ) from None
+        raise RowError(
+            tr(
+                "half of a character (\\u{code}) after '{around}'. Correct or remove the row",
+                code=f"{code:04x}",
+                around=around,
+            )
+        ) from None
+    except RecursionError as error:
         raise reason(error) from None
 
 
-def array_rows(file: IO[bytes]) -> Iterator[tuple[int, object]]:
+def array_rows(file: IO[bytes]) -> Generator[tuple[int, object]]:
     """Yield line number and value of each item of a JSON array, holding no more of it than an item and a megabyte.
 
     Raises:
@@ -58,7 +92,7 @@ class _ArrayReader:
         self.text, self.at, self.at_end = "", 0, False
         self.line, self.column = 1, 0  # of text[0]
 
-    def items(self) -> Iterator[tuple[int, object]]:
+    def items(self) -> Generator[tuple[int, object]]:
         """Yield line number and value of each item."""
         self._more()
         self.text = self.text.removeprefix("\ufeff")

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,7 +28,7 @@ from toolkit.data.lengths import LengthRule
 from toolkit.errors import RowError
 from toolkit.messages import current_language, tr
 
-CODE_VERSION = 1
+CODE_VERSION = 2
 """Part of a part's and of a store's name; raise it when ids, masks or counts would come out differently."""
 
 EXAMPLES = 5
@@ -45,33 +45,52 @@ class Rules:
     train_on: TrainOn
 
 
+class RowPlace(NamedTuple):
+    """Where a row stands, wherever its block stands."""
+
+    offset: int
+    """Its line minus the first of the block."""
+    ordinal: int
+    """Rows of the block before it; several items of a JSON array can share a line."""
+
+
 @dataclass(slots=True)
 class Account:
-    """What became of the rows of a part. Rows are named by their line number minus the block's first."""
+    """What became of the rows of a part."""
 
     rows: int = 0
     """Rows that are not blank."""
-    bad: list[tuple[int, str, str]] = field(default_factory=list)
-    """Rows that cannot be used: row, reason, excerpt."""
+    bad: list[tuple[RowPlace, str, str]] = field(default_factory=list)
+    """Rows that cannot be used: place, reason, excerpt."""
     dropped: dict[str, int] = field(default_factory=dict)
     """Rows of which nothing, or not all, was used, by reason."""
-    dropped_rows: dict[str, list[int]] = field(default_factory=dict)
+    dropped_rows: dict[str, list[RowPlace]] = field(default_factory=dict)
     """The first few of them."""
-    too_long: list[tuple[int, int]] = field(default_factory=list)
+    too_long: list[tuple[RowPlace, int]] = field(default_factory=list)
     """With too_long=error: the first row that is too long, and its tokens."""
     truncated: int = 0
     split: int = 0
     systems: int = 0
-    """Rows whose system message the model's format leaves out."""
+    """Rows whose system message or tools the model's format leaves out."""
     unused: list[str] = field(default_factory=list)
     """Columns that are not read."""
 
-    def drop(self, reason: str, row: int) -> None:
-        """Count a row that is left out."""
+    _last: dict[str, RowPlace] = field(default_factory=dict)
+
+    def drop(self, reason: str, row: RowPlace) -> None:
+        """Count a row that is left out; once, however many of its samples are."""
+        if self._last.get(reason) == row:
+            return
+        self._last[reason] = row
         self.dropped[reason] = self.dropped.get(reason, 0) + 1
         rows = self.dropped_rows.setdefault(reason, [])
         if len(rows) < EXAMPLES:
             rows.append(row)
+
+    def refuse(self, row: RowPlace, reason: RowError, value: object) -> None:
+        """Count a row that cannot be used; once, however many samples it would have given."""
+        if not self.bad or self.bad[-1][0] != row:
+            self.bad.append((row, str(reason), _excerpt(value)))
 
 
 @dataclass(slots=True)
@@ -84,8 +103,10 @@ class Part:
     """Whether the loss covers each, [tokens]."""
     lengths: NDArray[np.uint32]
     """Tokens of each sample, [samples]."""
+    lines: NDArray[np.uint32]
+    """Line of the row that each sample comes from, minus the block's first, [samples]."""
     rows: NDArray[np.uint32]
-    """Row that each sample comes from, [samples]; several samples of a row follow each other."""
+    """Ordinal of that row in the block, [samples]; several samples of a row follow each other."""
     account: Account
 
 
@@ -129,38 +150,40 @@ class PartMaker:
 
     def _encode(self, block: Block, reader: RowReader) -> Part:
         account, ids, trained = Account(), array("I"), bytearray()
-        lengths, rows_of_samples = array("I"), array("I")
-        rows = rows_of(block)
+        lengths, lines, ordinals = array("I"), array("I"), array("I")
+        rows = ((RowPlace(offset, number), value) for number, (offset, value) in enumerate(rows_of(block)))
         while batch := list(islice(rows, _BATCH_ROWS)):
             for row, (sample_ids, mask) in self._batch(batch, reader, account):
                 ids.extend(sample_ids)
                 trained.extend(mask)
                 lengths.append(len(sample_ids))
-                rows_of_samples.append(row)
+                lines.append(row.offset)
+                ordinals.append(row.ordinal)
         return Part(
             np.frombuffer(ids, np.uint32).astype(self.dtype, copy=False),
             np.frombuffer(trained, np.bool_),
             np.frombuffer(lengths, np.uint32),
-            np.frombuffer(rows_of_samples, np.uint32),
+            np.frombuffer(lines, np.uint32),
+            np.frombuffer(ordinals, np.uint32),
             account,
         )
 
     def _batch(
-        self, batch: list[tuple[int, Any]], reader: RowReader, account: Account
-    ) -> Iterator[tuple[int, Encoded]]:
+        self, batch: list[tuple[RowPlace, Any]], reader: RowReader, account: Account
+    ) -> Iterator[tuple[RowPlace, Encoded]]:
         """Yield the samples of some rows, each with its row."""
         account.rows += len(batch)
-        read: list[tuple[int, Conversation]] = []
+        read: list[tuple[RowPlace, Conversation]] = []
         for row, value in batch:
             try:
                 parsed = parse_row(value)
                 whole = reader.read(parsed)
             except RowError as error:
-                account.bad.append((row, str(error), _excerpt(value)))
+                account.refuse(row, error, value)
                 continue
             if not account.unused and isinstance(parsed, dict):
                 account.unused = reader.unused(parsed)
-            if self.encoder.drops_system and any(message["role"] == "system" for message in whole.messages):
+            if self.encoder.drops_system and (whole.tools or any(m["role"] == "system" for m in whole.messages)):
                 account.systems += 1
             found = list(marked(whole, self.rules.train_on, self.encoder.only_last))
             if not found:
@@ -171,8 +194,8 @@ class PartMaker:
             yield from self._fitted(row, conversation, encoded, account, values)
 
     def _encoded(
-        self, read: list[tuple[int, Conversation]], values: dict[int, Any], account: Account
-    ) -> Iterator[tuple[int, Conversation, Encoded]]:
+        self, read: list[tuple[RowPlace, Conversation]], values: dict[RowPlace, Any], account: Account
+    ) -> Iterator[tuple[RowPlace, Conversation, Encoded]]:
         """Encode a batch at once; if a row of it cannot be encoded, one by one to find which."""
         try:
             encoded: Iterable[Encoded] = self.encoder.encode_many(
@@ -186,18 +209,18 @@ class PartMaker:
             try:
                 yield row, conversation, self.encoder.encode(conversation.messages, conversation.tools)
             except RowError as error:
-                account.bad.append((row, str(error), _excerpt(values[row])))
+                account.refuse(row, error, values[row])
 
     def _fitted(
-        self, row: int, conversation: Conversation, encoded: Encoded, account: Account, values: dict[int, Any]
-    ) -> Iterator[tuple[int, Encoded]]:
+        self, row: RowPlace, conversation: Conversation, encoded: Encoded, account: Account, values: dict[RowPlace, Any]
+    ) -> Iterator[tuple[RowPlace, Encoded]]:
         if self.rules.too_long is TooLong.error and len(encoded[0]) > self.rules.max_length:
             account.too_long = account.too_long or [(row, len(encoded[0]))]
             return
         try:
             fitted = self.length_rule.fit(conversation, encoded)
         except RowError as error:
-            account.bad.append((row, str(error), _excerpt(values[row])))
+            account.refuse(row, error, values[row])
             return
         if fitted.left_out:
             account.drop(fitted.left_out, row)
@@ -221,6 +244,7 @@ def write_part(path: Path, part: Part) -> None:
                 ids=part.ids,
                 trained=np.packbits(part.trained),
                 lengths=part.lengths,
+                lines=part.lines,
                 rows=part.rows,
                 account=np.frombuffer(_to_json(part.account), np.uint8),
             )
@@ -233,20 +257,24 @@ def read_part(path: Path) -> Part | None:
     """Return a part, None if it is not there or damaged: its container has a checksum for everything in it."""
     try:
         with np.load(path, allow_pickle=False) as stored:
-            ids, lengths, rows = stored["ids"], stored["lengths"], stored["rows"]
+            ids, lengths, lines, rows = stored["ids"], stored["lengths"], stored["lines"], stored["rows"]
             trained = np.unpackbits(stored["trained"], count=len(ids)).view(np.bool_)
             account = _from_json(stored["account"].tobytes())
     except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile):
         return None
-    return Part(ids, trained, lengths, rows, account) if int(lengths.sum()) == len(ids) else None
+    return Part(ids, trained, lengths, lines, rows, account) if int(lengths.sum()) == len(ids) else None
 
 
 def _to_json(account: Account) -> bytes:
-    return json.dumps(asdict(account)).encode()
+    return json.dumps({name: value for name, value in asdict(account).items() if name != "_last"}).encode()
 
 
 def _from_json(text: bytes) -> Account:
-    return Account(**json.loads(text))
+    found = json.loads(text)
+    found["bad"] = [(RowPlace(*row), reason, excerpt) for row, reason, excerpt in found["bad"]]
+    found["too_long"] = [(RowPlace(*row), length) for row, length in found["too_long"]]
+    found["dropped_rows"] = {reason: [RowPlace(*row) for row in rows] for reason, rows in found["dropped_rows"].items()}
+    return Account(**found)
 
 
 def _definite(row_format: RowFormat) -> RowFormat:

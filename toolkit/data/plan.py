@@ -121,6 +121,8 @@ def weighted_samples(store: Store, weights: list[float], seed: int) -> NDArray[n
         mine = everything[source_of == number]
         chosen += [mine] * int(weight)
         part = round((weight - int(weight)) * len(mine))
+        if not part and weight < 1:
+            part = min(1, len(mine))  # a source that was named is never left out
         if part:
             chosen.append(mine[Permutation(len(mine), f"weight {seed} {number}")(np.arange(part))])
     return np.concatenate(chosen) if chosen else everything[:0]
@@ -152,7 +154,6 @@ def _pack(lengths: NDArray[np.int64], capacity: int, rows: NDArray[np.int64], nu
         raise ValueError(f"a sample of {lengths.max()} tokens does not fit into rows of {capacity}")
     order = np.argsort(-lengths, kind="stable")
     stacks: list[list[int]] = [[] for _ in range(capacity + 1)]
-    bits = [1 << room for room in range(capacity + 1)]
     rooms = 0
     for start in range(0, len(order), _SLICE):
         part = order[start : start + _SLICE]
@@ -164,14 +165,14 @@ def _pack(lengths: NDArray[np.int64], capacity: int, rows: NDArray[np.int64], nu
                 stack = stacks[room]
                 row = stack.pop()
                 if not stack:
-                    rooms ^= bits[room]
+                    rooms ^= 1 << room
             else:
                 room, row = capacity, num_rows
                 num_rows += 1
             left = room - length
             if left:
                 stacks[left].append(row)
-                rooms |= bits[left]
+                rooms |= 1 << left
             placed.append(row)
         rows[part] = placed
     return num_rows

@@ -29,10 +29,8 @@ class Made(NamedTuple):
 
     file_number: int
     file: DataFile
-    first: int
-    """Line of the file where the block begins."""
-    position: int
-    """See `Block`."""
+    block: Block
+    """What the part is made of."""
     path: Path
     """The part."""
     is_new: bool
@@ -60,7 +58,7 @@ def make_parts(
         maker = PartMaker(encoder, rules, folder)
         for number, file, block in blocks:
             path, is_new = maker.make(block, file.row_format, file.columns)
-            yield Made(number, file, block.first, block.position, path, is_new)
+            yield Made(number, file, block, path, is_new)
         return
     # spawn: a forked copy of a process that runs threads (tokenizers', torch's) may hang.
     executor = ProcessPoolExecutor(
@@ -86,15 +84,15 @@ def make_parts(
 def _in_order(
     executor: ProcessPoolExecutor, blocks: Iterable[tuple[int, DataFile, Block]], most: int
 ) -> Iterator[Made]:
-    waiting: deque[tuple[int, DataFile, int, int, Future[tuple[Path, bool]]]] = deque()
+    waiting: deque[tuple[int, DataFile, Block, Future[tuple[Path, bool]]]] = deque()
 
     def oldest() -> Made:
-        number, file, first, position, future = waiting.popleft()
-        return Made(number, file, first, position, *future.result())
+        number, file, block, future = waiting.popleft()
+        return Made(number, file, block, *future.result())
 
     for number, file, block in blocks:
         future = executor.submit(_make, block, file.row_format, file.columns)
-        waiting.append((number, file, block.first, block.position, future))
+        waiting.append((number, file, block, future))
         if len(waiting) >= most:
             yield oldest()
     while waiting:

@@ -11,6 +11,7 @@ import logging
 import shutil
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,11 +23,11 @@ from toolkit.config.schema import OnBadRow, RunConfig
 from toolkit.data.changes import what_changed
 from toolkit.data.encode import ChatEncoder
 from toolkit.data.files import Block, block_bytes
-from toolkit.data.parts import CODE_VERSION, EXAMPLES, Part, Rules, id_dtype, read_part
+from toolkit.data.parts import CODE_VERSION, EXAMPLES, Part, PartMaker, RowPlace, Rules, id_dtype, read_part
 from toolkit.data.pool import LEAST_BYTES_FOR_PROCESSES, Made, Pace, cores, make_parts
 from toolkit.data.sources import DataFile, content_hash, locate_all, read_blocks, total_bytes
 from toolkit.data.store import BAD_ROWS, Index, Store, StoreWriter, is_complete, read_manifest
-from toolkit.distributed.build_once import build_once
+from toolkit.distributed.build_once import build_once, explained
 from toolkit.errors import DataError
 from toolkit.messages import tr
 
@@ -126,7 +127,10 @@ def prepare_shard(cfg: RunConfig, encoder: ChatEncoder, say: Callable[[str], Non
     """
     number, count = (int(text) for text in cfg.prepare.shard.split("/"))
     builder = _Builder(cfg, encoder, locate_all(cfg.data, Path(cfg.prepare.dir), say), say)
-    return builder.make_shard(number - 1, count)
+    try:
+        return builder.make_shard(number - 1, count)
+    except OSError as error:
+        raise explained(error, builder.parts) from error
 
 
 def _inputs(cfg: RunConfig, encoder: ChatEncoder, files: list[DataFile]) -> dict[str, Any]:
@@ -195,8 +199,9 @@ class _Builder:
         for path in self.used:
             path.unlink(missing_ok=True)
         for path in self.parts.glob("*"):
-            if time.time() - path.stat().st_mtime > _OLD_PARTS_S:
-                path.unlink(missing_ok=True)
+            with suppress(OSError):  # another build may remove it at the same time
+                if time.time() - path.stat().st_mtime > _OLD_PARTS_S:
+                    path.unlink()
 
     def _blocks(self) -> Iterator[tuple[int, DataFile, Block]]:
         data = self.data
@@ -206,26 +211,29 @@ class _Builder:
     def _join(self, writer: StoreWriter, bad_rows_file: Path) -> None:
         """Append all parts, in order, while later ones are being made."""
         before = new_bytes = new_tokens = position = 0
-        file_number = -1
+        file_number = 0
         for made in make_parts(self._blocks(), self.encoder, self.rules, self.parts, self.num_workers):
-            if made.file_number != file_number:
-                file_number, position = made.file_number, 0
-                before = total_bytes(self.files[:file_number])
+            while file_number < made.file_number:
+                before += self.files[file_number].path.stat().st_size
+                file_number, position = file_number + 1, 0
             part = self._read(made)
             self._check(made, part)
             self._account(made, part, bad_rows_file)
-            writer.append(part, made.file_number, made.first)
+            writer.append(part, made.file_number, made.block.first)
             self.used.append(made.path)
-            new_bytes += made.is_new * (made.position - position)
+            new_bytes += made.is_new * (made.block.position - position)
             new_tokens += made.is_new * len(part.ids)
             self.report.parts_kept += not made.is_new
-            position = made.position
+            position = made.block.position
             self.pace.update(before + position, self.report.rows_read, new_bytes, new_tokens)
             self._check_limit(before + position, bad_rows_file)
         self._check_limit(self.bytes, bad_rows_file)
 
     def _read(self, made: Made) -> Part:
         part = read_part(made.path)
+        if part is None:  # another build that has it too was finished, and removed it
+            maker = PartMaker(self.encoder, self.rules, self.parts)
+            part = read_part(maker.make(made.block, made.file.row_format, made.file.columns)[0])
         if part is None:
             raise DataError(
                 tr(
@@ -238,18 +246,18 @@ class _Builder:
 
     def _check(self, made: Made, part: Part) -> None:
         """Stop at the first row that must not be there."""
-        account, path = part.account, made.file.path
+        account = part.account
         if account.bad and self.data.on_bad_row is OnBadRow.error:
             row, reason, _ = account.bad[0]
             mend = tr("Such rows are left out and counted with data.on_bad_row=skip.")
-            raise DataError(f"{path}:{made.first + row}: {reason}. {mend}")
+            raise DataError(f"{_place(made, row)}: {reason}. {mend}")
         if account.too_long:
             row, length = account.too_long[0]
             raise DataError(
                 tr(
                     "{where}: {length} tokens, more than data.max_length = {limit}. Raise it, or choose what happens "
                     "to long rows with data.too_long=drop, truncate or split.",
-                    where=f"{path}:{made.first + row}",
+                    where=_place(made, row),
                     length=length,
                     limit=self.data.max_length,
                 )
@@ -266,15 +274,19 @@ class _Builder:
         report.unused += [name for name in account.unused if name not in report.unused]
         for reason, count in account.dropped.items():
             report.dropped[reason] = report.dropped.get(reason, 0) + count
-            self._examples(reason, [f"{path}:{made.first + row}" for row in account.dropped_rows[reason]])
+            self._examples(reason, [_place(made, row) for row in account.dropped_rows[reason]])
         if account.bad:
             reason = tr("cannot be used")
             report.bad_rows += len(account.bad)
             report.dropped[reason] = report.bad_rows
-            self._examples(reason, [f"{path}:{made.first + row}: {why}." for row, why, _ in account.bad])
-            with open(bad_rows_file, "a", encoding="utf-8") as file:
+            self._examples(reason, [f"{_place(made, row)}: {why}." for row, why, _ in account.bad])
+            # A file's name need not be UTF-8; such bytes become escapes, which JSON reads back.
+            with open(bad_rows_file, "a", encoding="utf-8", errors="backslashreplace") as file:
                 for row, why, excerpt in account.bad:
-                    line = {"file": str(path), "line": made.first + row, "reason": why, "excerpt": excerpt}
+                    place = {"file": str(path), "line": made.block.first + row.offset}
+                    if made.block.first_item:
+                        place["item"] = made.block.first_item + row.ordinal
+                    line = {**place, "reason": why, "excerpt": excerpt}
                     file.write(json.dumps(line, ensure_ascii=False) + "\n")
 
     def _examples(self, reason: str, places: list[str]) -> None:
@@ -312,7 +324,7 @@ class _Builder:
         if self.data.validation:
             self._check_not_empty(int((~is_training).sum()), "data.validation")
             return {"train": np.flatnonzero(is_training), "validation": np.flatnonzero(~is_training)}
-        rows = index.rows()
+        rows = index.used_rows()
         of_rows = split_rows(int(rows[-1]) + 1, self.data.validation_fraction, self.seed)
         chosen = np.zeros(int(rows[-1]) + 1, dtype=np.bool_)
         chosen[of_rows["validation"]] = True
@@ -355,6 +367,14 @@ class _Builder:
                 reasons=reasons,
             )
         )
+
+
+def _place(made: Made, row: RowPlace) -> str:
+    """Return "file:line" of a row; of an item of a JSON array also which it is, as a line may hold them all."""
+    place = f"{made.file.path}:{made.block.first + row.offset}"
+    if made.block.first_item:
+        place += " " + tr("(item {number})", number=f"{made.block.first_item + row.ordinal:,}")
+    return place
 
 
 def split_rows(num_rows: int, fraction: float, seed: int) -> dict[str, NDArray[np.int64]]:

@@ -6,7 +6,7 @@ import os
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +57,14 @@ def locate(source: SourceConfig, number: int, cache_dir: Path, say: Callable[[st
 
 def _from_hub(source: SourceConfig) -> list[Path]:
     """Return the Arrow files that `datasets` makes of a data set on Hugging Face; no code of it is executed."""
+    if "[" in source.split:
+        raise DataError(
+            tr(
+                "`split` = {split} selects rows, which is not known here: the files are read whole. Name a whole "
+                "split, or save the selection with `datasets` (save_to_disk) and give its folder as `path`.",
+                split=source.split,
+            )
+        )
     try:
         import datasets
     except ImportError as error:
@@ -108,14 +116,13 @@ def read_blocks(
     taken = 0
     for number, file in enumerate(files):
         known: DataFile | None = None
-        for block in blocks(file.path, least_bytes):
+        for block in blocks(file.path, least_bytes, file.columns.values()):
             limit = limits[number]
             if limit:
-                block = _first_rows(block, limit - taken)
-                count = sum(1 for _ in rows_of(block))
-                if not count:
+                if taken >= limit:
                     break
-                taken += count
+                block = _first_rows(block, limit - taken)
+                taken += sum(1 for _ in rows_of(block))
             if known is None:
                 known = _with_format(file, block)
             yield number, known or file, block
@@ -125,9 +132,9 @@ def _first_rows(block: Block, count: int) -> Block:
     """Return the block with its first so many rows only."""
     rows = [row for _, row in zip(range(max(count, 0)), rows_of(block), strict=False)]
     if isinstance(block.content, list):
-        return Block(block.first, rows, block.position)
+        return replace(block, content=rows)
     end = rows[-1][0] + 1 if rows else 0
-    return Block(block.first, b"".join(line + b"\n" for line in block.content.split(b"\n")[:end]), block.position)
+    return replace(block, content=b"".join(line + b"\n" for line in block.content.split(b"\n")[:end]))
 
 
 def _with_format(file: DataFile, block: Block) -> DataFile | None:
@@ -135,17 +142,16 @@ def _with_format(file: DataFile, block: Block) -> DataFile | None:
     if file.row_format is not RowFormat.auto:
         return file
     try:
-        row = first_row(block)
+        line, row = first_row(block)
     except RowError:
         return None
-    offset = next(offset for offset, _ in rows_of(block))
     if not isinstance(row, dict):
         # Not an object: the row's own complaint is the clearest.
         return DataFile(file.path, file.source, RowFormat.prompt_response, file.columns)
     try:
         found = detect_format(row, file.columns)
     except RowError as error:  # the whole file is meant, so skipping rows would not help
-        raise DataError(f"{file.path}:{block.first + offset}: {error}.") from None
+        raise DataError(f"{file.path}:{line}: {error}.") from None
     return DataFile(file.path, file.source, found, file.columns)
 
 

@@ -135,6 +135,8 @@ class StoreWriter:
         self._lengths: list[NDArray[np.uint32]] = []
         self._lines: list[NDArray[np.uint32]] = []
         self._files: list[NDArray[np.uint16]] = []
+        self._rows: list[NDArray[np.int64]] = []
+        self._num_rows = 0
         self._trained_counts: list[NDArray[np.uint32]] = []
         self._checksums: dict[str, int] = {IDS: 0, TRAINED: 0}
         self._rest = np.empty(0, np.bool_)  # of the mask, less than a byte
@@ -166,7 +168,9 @@ class StoreWriter:
         self._write(TRAINED, np.packbits(trained[:whole]))
         self._rest = trained[whole:].copy()
         self._lengths.append(part.lengths)
-        self._lines.append(part.rows + np.uint32(first_line))
+        self._lines.append(part.lines + np.uint32(first_line))
+        self._rows.append(part.rows + np.int64(self._num_rows))
+        self._num_rows += part.account.rows
         self._files.append(np.full(len(part.lengths), file, np.uint16))
         if len(part.lengths):
             starts = np.concatenate(([0], np.cumsum(part.lengths[:-1], dtype=np.int64)))
@@ -181,6 +185,7 @@ class StoreWriter:
             trained=_joined(self._trained_counts, np.uint32),
             files=_joined(self._files, np.uint16),
             lines=_joined(self._lines, np.uint32),
+            rows=_joined(self._rows, np.int64),
         )
 
     def finish(self, splits: dict[str, NDArray[np.int64]], manifest: dict[str, Any]) -> None:
@@ -218,7 +223,9 @@ class StoreWriter:
             "sizes_bytes": {path.name: path.stat().st_size for path in paths},
             "crc32": self._checksums,
         }
-        (self.folder / MANIFEST).write_text(json.dumps(whole, indent=2, ensure_ascii=False), encoding="utf-8")
+        # A file's name need not be UTF-8; such bytes become escapes, which JSON reads back.
+        text = json.dumps(whole, indent=2, ensure_ascii=False)
+        (self.folder / MANIFEST).write_text(text, encoding="utf-8", errors="backslashreplace")
 
     def _write(self, name: str, values: NDArray[Any]) -> None:
         content = values.tobytes()
@@ -234,6 +241,7 @@ class Index:
         trained: tokens that the loss covers.
         files: number of the file.
         lines: line in it.
+        rows: number of the row over all files; also of rows that gave no sample.
     """
 
     def __init__(
@@ -243,15 +251,15 @@ class Index:
         trained: NDArray[np.uint32],
         files: NDArray[np.uint16],
         lines: NDArray[np.uint32],
+        rows: NDArray[np.int64],
     ) -> None:
-        self.lengths, self.trained, self.files, self.lines = lengths, trained, files, lines
+        self.lengths, self.trained, self.files, self.lines, self.rows = lengths, trained, files, lines, rows
 
-    def rows(self) -> NDArray[np.int64]:
+    def used_rows(self) -> NDArray[np.int64]:
         """Return the number of the row that each sample comes from, counting only rows that gave one, [samples]."""
-        if not len(self.lines):
+        if not len(self.rows):
             return np.empty(0, np.int64)
-        new = (self.lines[1:] != self.lines[:-1]) | (self.files[1:] != self.files[:-1])
-        return np.concatenate(([0], np.cumsum(new)))
+        return np.concatenate(([0], np.cumsum(self.rows[1:] != self.rows[:-1])))
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:

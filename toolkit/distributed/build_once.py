@@ -71,7 +71,7 @@ def build_once(
             _build_and_rename(target, build, is_complete)
             return True
     except OSError as error:
-        raise _explained(error, target.parent) from error
+        raise explained(error, target.parent) from error
 
 
 def _build_and_rename(target: Path, build: Callable[[Path], None], is_complete: Callable[[Path], bool]) -> None:
@@ -132,11 +132,17 @@ class _Signature:
             file.truncate()
 
     def read(self) -> dict[str, Any]:
-        """Return whose signature stands there; opened anew, as network file systems look again only then."""
+        """Return whose signature stands there, {} if none; opened anew, as network file systems look only then.
+
+        What is being written at this moment cannot be read: it is somebody's, and unlike anything before.
+        """
         try:
-            value = json.loads(self.path.read_text(encoding="utf-8"))
-        except (OSError, ValueError):
+            text = self.path.read_text(encoding="utf-8")
+            value = json.loads(text) if text.strip() else {}
+        except OSError:
             return {}
+        except ValueError:
+            return {"beat": uuid.uuid4().hex}
         return value if isinstance(value, dict) else {}
 
     def is_mine(self) -> bool:
@@ -242,7 +248,7 @@ def _umask() -> int:
     return mask
 
 
-def _explained(error: OSError, folder: Path) -> DataError:
+def explained(error: OSError, folder: Path) -> DataError:
     """Return the message for a folder that cannot be written."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return DataError(

@@ -15,7 +15,7 @@ from toolkit.models.span_tokens import Encoded
 from toolkit.models.template_chat import Message, TemplateChatEncoder
 from toolkit.models.tokenizer import load_tokenizer
 
-CODE_VERSION = 2
+CODE_VERSION = 3
 """Part of the fingerprint; raise it when ids or masks change."""
 
 
@@ -48,6 +48,7 @@ class FamilyChatEncoder:
         self.can_cut = tokenizer.family is not Family.chatglm
         digest = hashlib.sha256(f"{CODE_VERSION} {tokenizer.family.value} {len(tokenizer)} {original_labels}".encode())
         digest.update(tokenizer.vocabulary.read_bytes())
+        digest.update((tokenizer.own_template or "").encode())  # glm-4 is told of tools in its words
         self.fingerprint = digest.hexdigest()
 
     def encode(self, messages: Sequence[Message], tools: Sequence[Any] | None = None) -> Encoded:

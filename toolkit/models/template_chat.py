@@ -2,8 +2,9 @@
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from toolkit.errors import ModelError, RowError
 from toolkit.messages import tr
@@ -12,7 +13,7 @@ from toolkit.models.span_tokens import Encoded, Span, SpanTokenizer
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-CODE_VERSION = 2
+CODE_VERSION = 3
 """Part of the fingerprint; raise it when ids or masks change."""
 
 Message = Mapping[str, Any]
@@ -68,6 +69,8 @@ class TemplateChatEncoder:
         self.tokens = {name: str(token) for name, token in tokenizer.special_tokens_map.items() if name != _OTHERS}
         self.has_marks = "{% generation" in self.template or "{%- generation" in self.template
         self.only_last = False
+        self.knows_probe = False
+        """Whether it writes an ordinary conversation as training needs it."""
         self.frame: tuple[str, str] | None = None
         """What the template writes between a question and an answer, and after it, where both are always the same."""
         self._probe()
@@ -120,7 +123,7 @@ class TemplateChatEncoder:
         if compared is None:
             self.only_last = not self.has_marks
             return
-        self.frame = self._find_frame(compared)
+        self.knows_probe, self.frame = True, self._find_frame(compared)
         if self.has_marks:
             self._check_marks(compared)
 
@@ -165,6 +168,13 @@ class TemplateChatEncoder:
                 tr(
                     "the chat template writes an earlier answer of this conversation otherwise once another turn "
                     "follows, so it cannot be trained with the rest. Train last answers only: data.train_on=last"
+                )
+            )
+        if compared is None and self.knows_probe:
+            raise RowError(
+                tr(
+                    "the chat template writes the answer of this conversation otherwise than the prompt that "
+                    "generation would see asks for it"
                 )
             )
         if compared is None:
@@ -221,20 +231,19 @@ class TemplateChatEncoder:
 
     def _marked(self, messages: Sequence[Message], tools: Sequence[Any] | None) -> tuple[str, list[Span]]:
         """Return a conversation's text and what the template marks in it."""
-        from jinja2 import TemplateError
         from transformers.utils.chat_template_utils import render_jinja_template
 
         listed = list(tools) if tools else None
-        try:
-            texts, marks = render_jinja_template(
-                conversations=[list(messages)],
+        texts, marks = _rendered(
+            lambda given: render_jinja_template(
+                conversations=[given],
                 tools=listed,
                 chat_template=self.tokenizer.get_chat_template(tools=listed),
                 return_assistant_tokens_mask=True,
                 **self.tokens,
-            )
-        except TemplateError as error:
-            raise RowError(tr("the chat template refuses the conversation: {reason}", reason=error)) from None
+            ),
+            messages,
+        )
         return texts[0], [(int(begin), int(end)) for begin, end in marks[0]]
 
     def _check_marks(self, compared: tuple[str, list[Span]]) -> None:
@@ -262,22 +271,59 @@ class TemplateChatEncoder:
         Its public function copies every message first, lest a template get at objects with methods; messages of data
         files are plain JSON, and the copy costs more than the rendering (transformers 5.23).
         """
-        from jinja2 import TemplateError
         from transformers.utils.chat_template_utils import _compile_jinja_template
 
         listed = list(tools) if tools else None
         template = self.template if listed is None else self.tokenizer.get_chat_template(tools=listed)
-        try:
-            text: str = _compile_jinja_template(template).render(
-                messages=messages,
+        text: str = _rendered(
+            lambda given: _compile_jinja_template(template).render(
+                messages=given,
                 tools=listed,
                 documents=None,
                 add_generation_prompt=add_generation_prompt,
                 **self.tokens,
-            )
-        except TemplateError as error:
-            raise RowError(tr("the chat template refuses the conversation: {reason}", reason=error)) from None
+            ),
+            messages,
+        )
         return text
+
+
+_Rendering = TypeVar("_Rendering")
+
+
+def _rendered(render: Callable[[Sequence[Message]], _Rendering], messages: Sequence[Message]) -> _Rendering:
+    """Return what a template makes of messages. Some want the arguments of a call as text: then they get it.
+
+    Raises:
+        RowError: the template refuses them, or fails.
+    """
+    from jinja2 import TemplateError
+
+    try:
+        return render(messages)
+    except TemplateError as error:
+        failure: Exception = error
+    except (TypeError, ValueError, AttributeError, KeyError) as error:
+        failure = error
+        if any(message.get("tool_calls") for message in messages):
+            with suppress(TemplateError, TypeError, ValueError, AttributeError, KeyError):
+                return render([_with_text_arguments(message) for message in messages])
+    raise RowError(tr("the chat template refuses the conversation: {reason}", reason=failure)) from None
+
+
+def _with_text_arguments(message: Message) -> Message:
+    """Return a message whose calls have their arguments as JSON text, the form of OpenAI's API."""
+    calls = [
+        {
+            **call,
+            "function": {
+                **call["function"],
+                "arguments": json.dumps(call["function"]["arguments"], ensure_ascii=False),
+            },
+        }
+        for call in message.get("tool_calls") or []
+    ]
+    return {**message, "tool_calls": calls} if calls else message
 
 
 def _fingerprint(tokenizer: "PreTrainedTokenizerBase") -> str:

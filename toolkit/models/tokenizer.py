@@ -32,7 +32,7 @@ _CHAT_TEMPLATE = (
     "{% for message in messages %}"
     "{{ '<|' + ('observation' if message['role'] == 'tool' else message['role']) + '|>' }}"
     "{% for call in message['tool_calls'] or [] %}"
-    "{{ call['function']['name'] + '\\n' + call['function']['arguments'] | tojson }}"
+    "{{ '\\n' + call['function']['name'] + '\\n' + call['function']['arguments'] | tojson }}"
     "{% else %}{{ '\\n' + message['content'] }}{% endfor %}"
     "{% if message['role'] == 'assistant' %}{{ '<|endoftext|>' }}{% endif %}"
     "{% endfor %}"

@@ -1,0 +1,253 @@
+"""Files as they come: nothing is left out without a word, nothing ends in a traceback, each message names the file."""
+
+import gzip
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from tests.unit.data_tools import ByteEncoder, pairs, run_config, write_rows
+from toolkit.config.schema import OnBadRow, RunConfig, SourceConfig, TooLong, TrainOn
+from toolkit.data.plan import pack, weighted_samples
+from toolkit.data.prepare import Prepared, prepare
+from toolkit.data.sources import locate
+from toolkit.errors import DataError
+
+GOOD = {"prompt": "a", "response": "b"}
+
+
+def made(cfg: RunConfig, encoder: ByteEncoder | None = None) -> Prepared:
+    """Prepare; rows that cannot be used are skipped."""
+    cfg.data.on_bad_row, cfg.data.max_bad_fraction = OnBadRow.skip, 0.9
+    return prepare(cfg, encoder or ByteEncoder(), lambda line: None)
+
+
+def message(cfg: RunConfig) -> str:
+    """Return what preparing says that does not succeed."""
+    with pytest.raises(DataError) as error:
+        prepare(cfg, ByteEncoder(), lambda line: None)
+    return str(error.value)
+
+
+def parquet(path: Path, **columns: Any) -> str:
+    """Write a Parquet file."""
+    pyarrow.parquet.write_table(pyarrow.table(columns), path)
+    return str(path)
+
+
+@pytest.mark.parametrize("indent", [None, 1])
+def test_items_on_one_line_are_rows_of_their_own(tmp_path: Path, indent: int | None) -> None:
+    rows: list[dict[str, Any]] = [*pairs(100)]
+    rows[29] = {"prompt": "the 30th", "response": ""}
+    file = tmp_path / "d.json"
+    file.write_text(json.dumps(rows, indent=indent), encoding="utf-8")
+    cfg = run_config(tmp_path, str(file))
+    cfg.data.validation_fraction = 0.1
+    train, validation, report = made(cfg)
+    assert validation is not None
+    assert (len(train), len(validation)) == (89, 10)
+    line = 1 if indent is None else 29 * 4 + 2
+    assert report.examples["cannot be used"] == [
+        f"{file}:{line} (item 30): 'response' is empty. Fill it in or remove the row."
+    ]
+    (bad,) = [json.loads(text) for text in (train.folder / "bad_rows.jsonl").read_text(encoding="utf-8").splitlines()]
+    assert bad["item"] == 30
+    assert "the 30th" in bad["excerpt"]
+
+
+def test_samples_of_a_row_stay_together_on_one_line(tmp_path: Path) -> None:
+    """Items of one line are told apart, several samples of an item are not."""
+    rows = [{"prompt": "q", "response": f"r{n}", "history": [["h", f"a{n}"]]} for n in range(40)]
+    file = tmp_path / "d.json"
+    file.write_text(json.dumps(rows), encoding="utf-8")
+    cfg = run_config(tmp_path, str(file))
+    cfg.data.validation_fraction, cfg.data.train_on = 0.25, TrainOn.all
+    train, validation, _ = made(cfg, ByteEncoder(only_last=True))
+    assert validation is not None
+    assert (len(train), len(validation)) == (60, 20)
+    # Both samples of a row are on the same side: the shorter is the beginning of the longer.
+    whole = {bytes((ids - 2).astype(np.uint8)) for ids, _ in (validation[i] for i in range(20))}
+    assert sum(any(one.startswith(two[:-1]) and one != two for one in whole) for two in whole) == 10
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        '{"\\ud83d": 1, "prompt": "a", "response": "b"}',
+        '{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}], "tools": '
+        '[{"name": "\\ud83d", "parameters": {}}]}',
+        '{"conversations": [{"from": "human", "value": "a"}, {"from": "function_call", "value": '
+        '"{\\"name\\": \\"f\\", \\"arguments\\": {\\"x\\": \\"\\\\ud83d\\"}}"}]}',
+    ],
+    ids=["key", "tools", "text in a text"],
+)
+@pytest.mark.parametrize("form", ["{}\n", "[{}]"])
+def test_half_characters_anywhere_are_a_bad_row(tmp_path: Path, row: str, form: str) -> None:
+    (tmp_path / "d.json").write_text(form.format(row), encoding="utf-8")
+    write_rows(tmp_path / "good.jsonl", [GOOD])
+    cfg = run_config(tmp_path, str(tmp_path / "d.json"), str(tmp_path / "good.jsonl"))
+    train, _, report = made(cfg)
+    assert (len(train), report.bad_rows) == (1, 1)
+    assert "half of a character (\\ud83d)" in report.examples["cannot be used"][0]
+
+
+def test_names_that_are_no_utf8(tmp_path: Path) -> None:
+    file = os.fsencode(tmp_path) + b"/x\xff.jsonl"
+    with open(file, "wb") as out:
+        out.write(json.dumps(GOOD).encode() + b"\nbroken\n")
+    train, _, report = made(run_config(tmp_path, os.fsdecode(file)))
+    assert train.where(0) == os.fsdecode(file) + ":1"
+    assert report.bad_rows == 1
+
+
+def test_columns_that_nobody_reads_may_hold_anything(tmp_path: Path) -> None:
+    when = pyarrow.array([1, 2], pyarrow.timestamp("ns"))
+    broken = pyarrow.Array.from_buffers(
+        pyarrow.string(), 2, [None, pyarrow.py_buffer(np.array([0, 1, 2], np.int32)), pyarrow.py_buffer(b"\xff\xfe")]
+    )
+    far = pyarrow.array([4_000_000, 5_000_000], pyarrow.date32())
+    path = parquet(tmp_path / "D.PARQUET", prompt=["a", "b"], response=["c", "d"], when=when, broken=broken, far=far)
+    train, _, report = made(run_config(tmp_path, path))
+    assert len(train) == 2
+    assert report.unused == ["when", "broken", "far"]
+    arrow = tmp_path / "d.arrow"
+    table = pyarrow.table({"q": ["a"], "response": ["c"], "far": far[:1]})
+    with pyarrow.OSFile(str(arrow), "wb") as file, pyarrow.ipc.new_file(file, table.schema) as writer:
+        writer.write_table(table)
+    cfg = run_config(tmp_path / "arrow")
+    cfg.data.sources = [SourceConfig(path=str(arrow), columns={"prompt": "q"})]
+    assert len(made(cfg).train) == 1
+
+
+def test_columns_that_are_read_must_be_readable(tmp_path: Path) -> None:
+    broken = pyarrow.Array.from_buffers(
+        pyarrow.string(), 1, [None, pyarrow.py_buffer(np.array([0, 2], np.int32)), pyarrow.py_buffer(b"\xff\xfe")]
+    )
+    path = parquet(tmp_path / "d.parquet", prompt=["a"], response=broken)
+    assert message(run_config(tmp_path, path)).startswith(f"Cannot read '{path}': 'utf-8' codec")
+    path = parquet(tmp_path / "e.parquet", prompt=["a" * 100] * 5000, response=["b" * 100] * 5000)
+    content = bytearray(Path(path).read_bytes())
+    content[40:400] = os.urandom(360)
+    Path(path).write_bytes(content)
+    assert message(run_config(tmp_path, path)).startswith(f"Cannot read '{path}': ")
+    packed = tmp_path / "e.parquet.gz"
+    packed.write_bytes(gzip.compress(b"PAR1"))
+    assert message(run_config(tmp_path, str(packed))) == (
+        f"'{packed}' is packed twice: Parquet and Arrow compress by themselves. Unpack it."
+    )
+
+
+def test_folders_lose_no_file(tmp_path: Path) -> None:
+    folder, outside = tmp_path / "data", tmp_path / "outside"
+    (folder / "deep" / "er").mkdir(parents=True)
+    outside.mkdir()
+    for number, place in enumerate((folder / "a.jsonl", folder / "deep" / "er" / "B.JSONL", outside / "c.ndjson")):
+        write_rows(place, [{"prompt": "q", "response": f"from {number}"}])
+    (folder / "linked").symlink_to(outside)
+    (outside / "back").symlink_to(folder)  # a circle
+    (folder / ".hidden").mkdir()
+    write_rows(folder / ".hidden" / "d.jsonl", [GOOD])
+    (folder / "notes.txt").write_text("not data")
+    cfg = run_config(tmp_path, str(folder))
+    assert len(made(cfg).train) == 3
+    (folder / "gone.jsonl").symlink_to(tmp_path / "nowhere")
+    assert message(cfg) == f"Cannot read '{folder}/gone.jsonl': the link leads nowhere."
+
+
+def test_csv_troubles(tmp_path: Path) -> None:
+    file = tmp_path / "d.csv"
+    file.write_text("prompt,response,response\na,b,c\n")
+    assert message(run_config(tmp_path, str(file))) == f"{file}:1: two columns are called 'response'. Rename one."
+    lines = [f"q{n},r{n}".encode() for n in range(3000)]
+    lines[2000] = "q,答案".encode("gbk")
+    file.write_bytes(b"prompt,response\n" + b"\n".join(lines) + b"\n")
+    train, _, report = made(run_config(tmp_path, str(file)))
+    assert (len(train), report.bad_rows) == (2999, 1)
+    assert report.examples["cannot be used"][0].startswith(f"{file}:2002: not UTF-8: byte 0xb4 after")
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_csv_that_is_left_early_says_nothing(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "d.csv"
+    file.write_text("prompt,response\n" + "".join(f"q{n},r{n}\n" for n in range(9000)))
+    cfg = run_config(tmp_path, str(file))
+    cfg.data.max_samples = 10
+    assert len(made(cfg).train) == 10
+    assert "Exception" not in capfd.readouterr().err
+
+
+def test_first_rows_that_say_nothing(tmp_path: Path) -> None:
+    chat = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
+    file = tmp_path / "d.jsonl"
+    file.write_text("null\n[1]\n" + (json.dumps(chat) + "\n") * 20)
+    train, _, report = made(run_config(tmp_path, str(file)))
+    assert (len(train), report.bad_rows) == (20, 2)
+    file.write_text("\n" * (1 << 20) + (json.dumps(chat) + "\n") * 20)
+    cfg = run_config(tmp_path, str(file))
+    cfg.data.max_samples = 5
+    assert len(made(cfg).train) == 5
+
+
+def test_a_row_is_counted_once(tmp_path: Path) -> None:
+    history = [["q", "x" * 50] for _ in range(4)]
+    rows: list[dict[str, Any]] = [{"prompt": "q", "response": "x" * 50, "history": history}, *pairs(20)]
+    rows.append({"prompt": "q", "response": "REFUSED", "history": [["q", "REFUSED"]]})
+    cfg = run_config(tmp_path, write_rows(tmp_path / "d.jsonl", rows))
+    cfg.data.max_length, cfg.data.too_long, cfg.data.train_on = 30, TooLong.drop, TrainOn.all
+    report = made(cfg, ByteEncoder(only_last=True)).report
+    assert report.dropped["longer than data.max_length = 30"] == 1
+    assert (report.bad_rows, report.dropped["cannot be used"]) == (1, 1)
+
+
+def test_tools_without_a_place_are_counted(tmp_path: Path) -> None:
+    class NoPlace(ByteEncoder):
+        drops_system = True
+
+    rows = [{**row, "tools": [{"name": "f", "parameters": {}}]} for row in pairs(3)] + pairs(2)
+    assert made(run_config(tmp_path, write_rows(tmp_path / "d.jsonl", rows)), NoPlace()).report.systems == 3
+
+
+def test_slices_of_a_split_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"`split` = train\[:10\] selects rows, which is not known here"):
+        locate(SourceConfig(hub="owner/name", split="train[:10]"), 0, tmp_path, print)
+
+
+def test_a_small_weight_leaves_a_sample(tmp_path: Path) -> None:
+    store = made(run_config(tmp_path, write_rows(tmp_path / "d.jsonl", pairs(20)))).train
+    assert len(weighted_samples(store, [0.01], seed=1)) == 1
+    assert len(weighted_samples(store, [2.5], seed=1)) == 50
+
+
+def test_long_rows_cost_no_memory_by_themselves() -> None:
+    import tracemalloc
+
+    tracemalloc.start()
+    rows = pack(np.full(100, 60_000), 1 << 17)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert rows.max() == 49
+    assert peak < 64 << 20
+
+
+def test_parts_that_another_build_removed_are_made_again(tmp_path: Path) -> None:
+    from toolkit.data import pool
+    from toolkit.data import prepare as module
+
+    cfg = run_config(tmp_path, write_rows(tmp_path / "d.jsonl", pairs(50)))
+    real = pool.make_parts
+
+    def removed(*arguments: Any) -> Any:
+        for one in real(*arguments):
+            one.path.unlink()
+            yield one
+
+    module.make_parts = removed  # type: ignore[assignment]
+    try:
+        assert len(made(cfg).train) == 50
+    finally:
+        module.make_parts = real
