@@ -351,7 +351,9 @@ def test_a_lock_left_by_a_dead_machine_is_taken_over(tmp_path: Path, monkeypatch
                 lock.write_text("")
                 return
             content = {"pid": 1, "host": "busy", "token": "y", "beat": number, "doing": "Tokenising: 3 %"}
-            lock.write_text(json.dumps(content))
+            with open(lock, "r+", encoding="utf-8") as file:  # never empty in between, as a builder writes it
+                file.write(json.dumps(content) + "\n")
+                file.truncate()
 
     monkeypatch.setattr(build_once, "NOTICE_AFTER_S", 0.2)
     said: list[str] = []
