@@ -25,6 +25,7 @@ LAYERS = {
     "toolkit.engine.ds_names": 1,
     "toolkit.engine.ds_translate": 1,
     "toolkit.distributed": 2,
+    "toolkit.checkpoint": 3,
     "toolkit.models": 3,
     "toolkit.data": 3,
     "toolkit.track": 3,

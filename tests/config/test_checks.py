@@ -145,6 +145,14 @@ REFUSED = {
         "data.max_bad_fraction = 0.5 has no effect: data.on_bad_row is error, not skip. Remove it, or set "
         "data.max_bad_fraction=0.01."
     ),
+    "checkpoint.keep_best=true data.validation_fraction=0": (
+        "checkpoint.keep_best = true has no effect: there is no validation data. Remove it, or set "
+        "checkpoint.keep_best=false."
+    ),
+    "checkpoint.keep_best=true checkpoint.keep=0": (
+        "checkpoint.keep_best = true has no effect: all checkpoints are kept. Remove it, or set "
+        "checkpoint.keep_best=false."
+    ),
     "data.packing_window=10": (
         "data.packing_window = 10 has no effect: data.packing is none, not packed. Remove it, or set "
         "data.packing_window=0."

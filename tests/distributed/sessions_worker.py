@@ -1,18 +1,31 @@
 """Run on every rank: several training sessions one after another in one process group, so that a launch is paid once.
 
-Arguments: a JSON file with [{"overrides": [...]}, …]. Everything else is the product's own code.
+Arguments: a JSON file with [{"overrides": [...]}, …]. A case with "died" begins with a run folder as a run leaves it
+that died some steps after a checkpoint: {"of": RUN, "step": CHECKPOINT, "as": NAME}. Everything else is the product's
+own code.
 """
 
 import json
 import os
+import shutil
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 from toolkit.config.checks import check
 from toolkit.config.load import load
 from toolkit.launch import environment
 from toolkit.messages import set_language
+
+
+def die(of: str, step: int, folder: str) -> None:
+    """Copy a finished run, without what it did after a checkpoint but for the log."""
+    shutil.copytree(of, folder)
+    (Path(folder) / "DONE").unlink()
+    for checkpoint in (Path(folder) / "checkpoints").glob("step-*"):
+        if int(checkpoint.name.removeprefix("step-")) > step:
+            shutil.rmtree(checkpoint)
 
 
 def main() -> None:
@@ -28,6 +41,8 @@ def main() -> None:
     from toolkit.train.prepared import prepare_data
 
     for index, case in enumerate(cases):
+        if "died" in case:
+            process_group.on_rank0(partial(die, **{"folder" if k == "as" else k: v for k, v in case["died"].items()}))
         loaded = load(case["overrides"])
         check(loaded, ranks.world_size)
         prepared = prepare_data(loaded.cfg, speaks=False)

@@ -53,7 +53,7 @@ def test_deepspeed_torchrun_and_python_train_the_same(rows_file: Path, tmp_path:
     before = (tmp_path / "runs" / "by-python" / "metrics.jsonl").read_bytes()
     again = run([sys.executable, *words(rows_file, tmp_path, "by-python")], cwd=tmp_path)
     assert again.code == 2
-    assert "exists already and is not touched" in last_line_of_ours(again.output)
+    assert "has finished already (DONE)" in last_line_of_ours(again.output)
     assert "Traceback" not in again.output
     assert (tmp_path / "runs" / "by-python" / "metrics.jsonl").read_bytes() == before
 

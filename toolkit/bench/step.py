@@ -52,8 +52,8 @@ def compare(
     loader = training_batches(cfg, prepared, ranks, steps)
     windows = [list(islice(loader, times)) for _ in range(steps)]
     ours, bare = (
-        _ours(_engine(cfg, prepared), cfg, folder),
-        _bare(_engine(cfg, prepared)),
+        _ours(build_bare_engine(cfg, prepared), cfg, folder),
+        _bare(build_bare_engine(cfg, prepared)),
     )
     seconds: dict[str, list[float]] = {"ours": [], "bare": []}
     for pair in range(pairs + 1):
@@ -80,7 +80,8 @@ def compare(
     }
 
 
-def _engine(cfg: RunConfig, prepared: Prepared) -> deepspeed.DeepSpeedEngine:
+def build_bare_engine(cfg: RunConfig, prepared: Prepared) -> deepspeed.DeepSpeedEngine:
+    """Return an engine as DeepSpeed's getting-started page makes it, from the recipe's settings."""
     ds = build_ds_config(cfg, world_size(), 1_000_000)
     values = {key: value for key, value in ds.values.items() if key != "scheduler"}
     model = build_model(cfg.model, cfg.precision.dtype, prepared.tokenizer, cfg.run.seed, values)

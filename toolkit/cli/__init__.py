@@ -18,6 +18,7 @@ COMMANDS = {
     "export-config": "toolkit.cli.export_config",
     "generate": "toolkit.cli.generate",
     "export-model": "toolkit.cli.export_model",
+    "verify": "toolkit.cli.verify",
     "bench": "toolkit.cli.bench",
 }
 

@@ -1,7 +1,10 @@
 """One training session: data, process group, run folder, engine, loop, export, and what is said at the end."""
 
 import logging
+import socket
+import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -9,25 +12,32 @@ import torch
 import transformers
 from deepspeed import DeepSpeedEngine
 
+from toolkit.checkpoint import random_state
+from toolkit.checkpoint.run_state import RunState
 from toolkit.cli.context import Session
 from toolkit.cli.finish import finish
 from toolkit.config.checks import accumulation
 from toolkit.config.load import Loaded, to_yaml
 from toolkit.config.schema import Packing, RunConfig
-from toolkit.distributed import failure, process_group, signals
+from toolkit.data.sampler import Position
+from toolkit.distributed import failure, orphans, process_group, signals
+from toolkit.distributed.watchdog import Watchdog
 from toolkit.engine.ds_config import DsConfig, build_ds_config, warmup_steps
 from toolkit.engine.initialize import initialize
+from toolkit.errors import RunFolderError
 from toolkit.evaluate.loss import evaluate_loss
 from toolkit.launch.environment import Ranks
 from toolkit.messages import tr
 from toolkit.models.attention import check_isolation
 from toolkit.models.build import build_model
 from toolkit.track.progress import Progress
-from toolkit.train import run_folder
-from toolkit.train.batches import epoch_steps, evaluation_batches, training_batches
+from toolkit.train import resume, run_folder
+from toolkit.train.batches import epoch_steps, evaluation_batches, position_after, training_batches
+from toolkit.train.checkpoint import Saver
 from toolkit.train.loop import Job
 from toolkit.train.loop import train as run_loop
 from toolkit.train.prepared import Prepared, prepare_data
+from toolkit.train.resume import go_on, starting_state
 from toolkit.train.schedule import Schedule
 
 
@@ -43,6 +53,7 @@ def train(loaded: Loaded, ranks: Ranks, started: float) -> int:
         The exit code.
     """
     signals.install()
+    orphans.watch(ranks)
     # Before the process group exists: however long tokenising takes, no collective can time out over it.
     prepared = prepare_data(loaded.cfg, speaks=ranks.rank == 0)
     process_group.start(loaded.cfg.distributed)
@@ -64,15 +75,21 @@ def run_session(cfg: RunConfig, ranks: Ranks, prepared: Prepared, started: float
     Returns:
         The run folder.
     """
-    torch.manual_seed(cfg.run.seed + ranks.rank)
-    folder = Path(process_group.on_rank0(lambda: str(run_folder.create(cfg))))
+    random_state.seed_all(cfg.run.seed + ranks.rank)
+
+    def say(line: str) -> None:
+        sys.stdout.write(line + "\n")
+        sys.stdout.flush()
+
+    origin = process_group.on_rank0(lambda: resume.choose(cfg, say))
+    folder = origin.folder
+    _check_shared(folder)
     failure.watch(folder)
     _log_to_files(folder, ranks.rank)
-    times = accumulation(cfg, ranks.world_size)
-    steps_per_epoch = epoch_steps(cfg, prepared)
-    total_steps = cfg.train.max_steps or cfg.train.epochs * steps_per_epoch
+    total_steps = cfg.train.max_steps or cfg.train.epochs * epoch_steps(cfg, prepared)
     ds = build_ds_config(cfg, ranks.world_size, total_steps)
     config_yaml = to_yaml(cfg)
+    start = process_group.on_rank0(lambda: starting_state(cfg, prepared, ranks, origin, say))
     process_group.on_rank0(lambda: run_folder.record_start(folder, config_yaml, ds.values, ranks.world_size))
     engine = _build_engine(cfg, prepared, ds, total_steps)
     session = Session(
@@ -84,25 +101,60 @@ def run_session(cfg: RunConfig, ranks: Ranks, prepared: Prepared, started: float
         engine=engine,
         started=started,
     )
-    job = Job(
-        cfg=cfg,
-        engine=engine,
-        batches=training_batches(cfg, prepared, ranks, total_steps),
-        accumulation=times,
-        steps_per_epoch=steps_per_epoch,
-        total_steps=total_steps,
-        folder=folder,
-        evaluate=_evaluation(session) if prepared.validation is not None else None,
-    )
-    progress = Progress(total_steps, shown=ranks.rank == 0)
+    progress = Progress(total_steps, shown=ranks.rank == 0, done=start.step)
+    saver = Saver(engine, folder / "checkpoints", cfg.checkpoint, progress.say)
+    if origin.checkpoint is not None:
+        go_on(saver, origin.checkpoint, start, ranks, cfg.run.seed)
+    job = _job(session, saver, start, total_steps)
     if ranks.rank == 0:
-        progress.say(_start_line(session, total_steps, steps_per_epoch))
+        progress.say(_start_line(session, total_steps, job.steps_per_epoch))
     try:
         outcome = run_loop(job, progress)
     finally:
         progress.close()
+        job.watchdog.stop()
     finish(session, outcome, total_steps)
+    resume.release()
     return folder
+
+
+def _job(session: Session, saver: Saver, start: RunState, total_steps: int) -> Job:
+    cfg, ranks, prepared = session.cfg, session.ranks, session.prepared
+    place = Position(start.epoch, start.row)
+    return Job(
+        cfg=cfg,
+        engine=session.engine,
+        batches=training_batches(cfg, prepared, ranks, total_steps - start.step, place),
+        accumulation=accumulation(cfg, ranks.world_size),
+        steps_per_epoch=epoch_steps(cfg, prepared),
+        total_steps=total_steps,
+        folder=session.folder,
+        evaluate=_evaluation(session) if prepared.validation is not None else None,
+        saver=saver,
+        start=start,
+        position_after=partial(position_after, cfg, prepared),
+        watchdog=Watchdog(
+            session.folder, ranks.rank, ranks.world_size, cfg.distributed.hang_after_s, float(cfg.distributed.timeout_s)
+        ),
+    )
+
+
+def _check_shared(folder: Path) -> None:
+    """Refuse a run folder that some rank does not see: its part of a checkpoint would be lost to the others.
+
+    Raises:
+        RunFolderError: on every rank.
+    """
+    blind = [host for host, sees in process_group.gather((socket.gethostname(), folder.is_dir())) if not sees]
+    if blind:
+        raise RunFolderError(
+            tr(
+                "the run folder {folder} is not there on {hosts}: checkpoints need a disk that all machines share. Set "
+                "run.dir to a folder on one.",
+                folder=folder,
+                hosts=", ".join(sorted(set(blind))),
+            )
+        )
 
 
 def _build_engine(cfg: RunConfig, prepared: Prepared, ds: DsConfig, total_steps: int) -> DeepSpeedEngine:
@@ -153,7 +205,7 @@ def _start_line(session: Session, total_steps: int, steps_per_epoch: int) -> str
 
 def _log_to_files(folder: Path, rank: int) -> None:
     """Send the libraries' own messages to logs/rank_N.log; their warnings stay on the terminal of rank 0 too."""
-    (folder / "logs").mkdir(parents=True, exist_ok=True)  # another machine may not share rank 0's disk
+    (folder / "logs").mkdir(exist_ok=True)
     handler = logging.FileHandler(folder / "logs" / f"rank_{rank}.log", encoding="utf-8")
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     for name in ("DeepSpeed", "transformers"):

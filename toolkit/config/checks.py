@@ -30,6 +30,7 @@ LEAST = {
     "train.max_skipped_steps": 1,
     "checkpoint.every": 0,
     "checkpoint.keep": 0,
+    "checkpoint.max_gib": 0,
     "evaluate.every": 0,
     "evaluate.max_new_tokens": 1,
     "schedule.warmup_steps": 0,

@@ -128,14 +128,15 @@ def replace(loaded: Loaded, values: dict[str, tuple[object, str]]) -> Loaded:
 
 def to_yaml(cfg: RunConfig) -> str:
     """Return the whole config as YAML; it is a recipe itself (`recipe=runs/NAME/config.yaml`)."""
-    return str(OmegaConf.to_yaml(OmegaConf.create(_plain(cfg))))
+    return str(OmegaConf.to_yaml(OmegaConf.create(plain(cfg))))
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
+    """Return a config as dicts, lists and plain values."""
     if dataclasses.is_dataclass(value):
-        return {item.name: _plain(getattr(value, item.name)) for item in dataclasses.fields(value)}
+        return {item.name: plain(getattr(value, item.name)) for item in dataclasses.fields(value)}
     if isinstance(value, list):
-        return [_plain(item) for item in value]
+        return [plain(item) for item in value]
     return value.name if isinstance(value, Enum) else value
 
 

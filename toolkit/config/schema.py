@@ -150,7 +150,7 @@ class RunFolderConfig:
     """`run`: the name and place of this run."""
 
     name: str = ""
-    """Name of the run folder below `run.dir`; "" makes one from recipe and time. A folder is never used twice."""
+    """Name of the run folder below `run.dir`; the same name goes on with the same run (see `resume`). "" makes a new folder from recipe and time."""
     dir: str = "runs"
     """Folder that holds the run folders; relative to the folder where the command was typed."""
     seed: int = 42
@@ -489,8 +489,16 @@ class CheckpointConfig:
     """Steps between two checkpoints; 0 saves at the end only."""
     keep: int = 2
     """Newest checkpoints kept; 0 keeps all. An older one is deleted only after its successor is complete."""
+    keep_best: bool = False
+    """Keep the checkpoint with the lowest validation loss as well."""
+    max_gib: float = 0.0
+    """GiB that the checkpoints of a run may take together; the oldest go first, the newest never. 0 is no limit."""
     at_end: bool = True
     """Save a checkpoint after the last step."""
+    asynchronous: bool = False
+    """Copy what is saved to host memory and write it beside training: a shorter pause for as much host memory per rank as its part of a checkpoint."""
+    allow_changes: list[str] = field(default_factory=list)
+    """Keys or sections that may differ from those of the checkpoint although they change what is computed, such as [optim.lr, train.epochs]; data allows other data."""
     export: bool = True
     """Write the trained model in transformers' layout (safetensors) to export/ at the end."""
 
@@ -628,7 +636,9 @@ class DistributedConfig:
     interface: str = ""
     """Network interface of the collectives, for example eth0 (sets NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME); "" lets the library choose."""
     timeout_s: int = 1800
-    """Seconds after which a collective that does not finish ends the run."""
+    """Seconds after which a collective that does not finish ends the run; also the patience with evaluations, checkpoints and first steps."""
+    hang_after_s: float = 0.0
+    """Seconds after which a step counts as hanging: all ranks write their stacks to logs/ and the run ends with code 124. 0 takes five times the slowest of the last 100 steps, at least 60; -1 never."""
     cpu_shared_memory: bool = False
     """CPU ranks: compile and use DeepSpeed's shared-memory all-reduce (1-3 minutes once, 66 MiB of /dev/shm per rank)."""
 
@@ -641,6 +651,8 @@ class RunConfig:
     """Name of the recipe, set by the loader."""
     language: str = ""
     """Language of messages: en or zh; "" takes the locale's."""
+    resume: str = "auto"
+    """auto: a named run goes on from its newest whole checkpoint, a new one begins; must: there has to be such a checkpoint; never: the run has to be new; or the path of a checkpoint or run folder to go on from, in a folder of its own."""
     deepspeed_json: str = ""
     """A DeepSpeed JSON of your own that replaces the recipe's DeepSpeed settings; "auto" in it takes the recipe's value."""
     run: RunFolderConfig = field(default_factory=RunFolderConfig)

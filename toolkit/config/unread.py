@@ -88,6 +88,10 @@ def _unread(cfg: RunConfig) -> Iterator[tuple[str, str]]:
         reason = tr("there is no warm-up")
         yield from ((f"schedule.{name}", reason) for name in ("warmup_type", "warmup_min_ratio"))
     yield from _unread_data(cfg)
+    if not (cfg.data.validation or cfg.data.validation_fraction):
+        yield "checkpoint.keep_best", tr("there is no validation data")
+    elif not (cfg.checkpoint.keep or cfg.checkpoint.max_gib):
+        yield "checkpoint.keep_best", tr("all checkpoints are kept")
     yield from _unread_observers(cfg)
     if cfg.profile.comms.enabled and cfg.profile.comms.prof_all:
         yield "profile.comms.prof_ops", tr("profile.comms.prof_all is true")

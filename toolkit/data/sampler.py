@@ -20,6 +20,12 @@ class Position(NamedTuple):
 BEGINNING = Position()
 
 
+def after(place: Position, num_rows: int, global_size: int) -> Position:
+    """Return the place after the step that begins at a place."""
+    row = place.row + global_size
+    return Position(place.epoch, row) if row < num_rows else Position(place.epoch + 1, 0)
+
+
 def steps_per_epoch(num_rows: int, global_size: int) -> int:
     """Return the steps of an epoch, the last one possibly short."""
     return -(-num_rows // global_size)
@@ -80,8 +86,7 @@ class GlobalBatchSampler:
 
     def after(self, place: Position) -> Position:
         """Return the place after the step that begins at a place."""
-        row = place.row + self.global_size
-        return Position(place.epoch, row) if row < self.num_rows else Position(place.epoch + 1, 0)
+        return after(place, self.num_rows, self.global_size)
 
     def step_rows(self, place: Position) -> NDArray[np.int64]:
         """Return the rows of the step that begins at a place, over all ranks; fewer than global_size at the end."""

@@ -103,6 +103,15 @@ def sum_over_ranks(values: list[float] | torch.Tensor, device: torch.device) -> 
     return total
 
 
+def gather(value: T) -> list[T]:
+    """Return the values of all ranks, in their order, on every rank. For small things: they travel pickled."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return [value]
+    values: list[T] = [value] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
 def barrier() -> None:
     """Wait until every rank is here."""
     if dist.is_initialized():

@@ -1,4 +1,4 @@
-"""SIGINT and SIGTERM: noted at once, acted on by all ranks together at the next step boundary.
+"""SIGINT, SIGTERM and SIGUSR1 (Slurm's warning): noted at once, acted on by all ranks at the next step boundary.
 
 Launchers signal ranks one by one, DeepSpeed's up to 30 s apart, so a rank must never act on a signal alone: its peers
 would wait for it in a collective. The flag rides on the sum that each step needs anyway.
@@ -16,8 +16,8 @@ _deferred = False
 
 
 def install() -> None:
-    """Catch SIGINT and SIGTERM. Before `defer` they end this process; afterwards they only raise the flag."""
-    for number in (signal.SIGINT, signal.SIGTERM):
+    """Catch them. Before `defer` they end this process; afterwards they only raise the flag."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, _handle)
 
 

@@ -11,17 +11,20 @@ from toolkit.messages import tr
 class Progress:
     """One line of live state. Ranks other than 0 make none (`shown=False`)."""
 
-    def __init__(self, total_steps: int, shown: bool) -> None:
+    def __init__(self, total_steps: int, shown: bool, done: int = 0) -> None:
         """Start.
 
         Args:
             total_steps: optimizer steps of the run.
             shown: whether this rank speaks.
+            done: steps that an earlier session has done.
         """
         self.total_steps = total_steps
         self.shown = shown
+        self.done = done
         self.started = time.monotonic()
-        self.bar = tqdm(total=total_steps, unit="step", dynamic_ncols=True) if shown and sys.stderr.isatty() else None
+        with_bar = shown and sys.stderr.isatty()
+        self.bar = tqdm(total=total_steps, initial=done, unit="step", dynamic_ncols=True) if with_bar else None
 
     def advance(self) -> None:
         """One step is done."""
@@ -41,7 +44,7 @@ class Progress:
             self.bar.set_postfix_str(figures)
             return
         step = int(row["step"])
-        remaining_s = (time.monotonic() - self.started) / step * (self.total_steps - step)
+        remaining_s = (time.monotonic() - self.started) / max(step - self.done, 1) * (self.total_steps - step)
         self.say(f"step {step}/{self.total_steps}  {figures}  ETA {_clock(remaining_s)}")
 
     def say(self, line: str) -> None:

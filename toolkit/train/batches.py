@@ -6,7 +6,7 @@ import torch
 
 from toolkit.config.schema import Packing, RunConfig
 from toolkit.data.loader import build_loader
-from toolkit.data.sampler import BEGINNING, GlobalBatchSampler, Position, sequential, steps_per_epoch
+from toolkit.data.sampler import BEGINNING, GlobalBatchSampler, Position, after, sequential, steps_per_epoch
 from toolkit.launch.environment import Ranks
 from toolkit.train.prepared import Prepared
 
@@ -23,6 +23,11 @@ def rows_per_step(cfg: RunConfig, packing: Packing) -> tuple[int, int]:
 def epoch_steps(cfg: RunConfig, prepared: Prepared) -> int:
     """Return the optimizer steps of one pass over the training data."""
     return steps_per_epoch(len(prepared.train_plan), rows_per_step(cfg, prepared.packing)[0])
+
+
+def position_after(cfg: RunConfig, prepared: Prepared, place: Position) -> Position:
+    """Return the place in the training data after the step that begins at a place."""
+    return after(place, len(prepared.train_plan), rows_per_step(cfg, prepared.packing)[0])
 
 
 def training_batches(

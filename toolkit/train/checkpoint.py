@@ -1,83 +1,238 @@
-"""Checkpoints of the engine: written beside their place, renamed when whole, then named in `latest`."""
+"""Saving a run while it trains: written at once, proven in the background, published when every rank has done its part.
 
-import os
+A save goes through three states. *Written*: every rank has handed its files to the system; training goes on. (With
+`checkpoint.asynchronous` it has copied them to host memory, and its thread writes them.) *Proven*:
+a thread of each rank has flushed its files to the disk, read them back and compared them with the checksums that were
+taken of them in memory. *Published*: at a step boundary at which all ranks have got so far, rank 0 writes the manifest,
+renames the folder and names it in `latest`. Killed before that, by whatever, the checkpoint before is untouched.
+"""
+
 import shutil
+import threading
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 from deepspeed import DeepSpeedEngine
 
-from toolkit.distributed.process_group import barrier, on_rank0, sum_over_ranks
+from toolkit.checkpoint import engine_files, folders, manifest, random_state, universal
+from toolkit.checkpoint.manifest import FileRecord
+from toolkit.checkpoint.run_state import RunState
+from toolkit.config.schema import CheckpointConfig
+from toolkit.distributed.process_group import barrier, gather, on_rank0, rank
 from toolkit.errors import CheckpointError
 from toolkit.messages import tr
 
+_ROOM = 1.1
+"""Free space that a save wants, as a multiple of the last checkpoint's size."""
+_FIRST_BYTES_PER_PARAMETER = 12
+"""What a checkpoint takes at least: fp32 weights and two moments. Where that has no room it need not be tried."""
 
-def save(
-    engine: DeepSpeedEngine,
-    folder: Path,
-    step: int,
-    state: dict[str, object],
-    keep: int,
-) -> Path:
-    """Save `checkpoints/step-N`. A collective.
 
-    DeepSpeed's own `latest` is never used: rank 0 writes it before the others have finished (deepspeed 0.19.8,
-    engine.save_checkpoint).
+class Saver:
+    """All checkpoints of one run. Every method but `is_proven` is a collective.
 
     Args:
         engine: the engine.
         folder: checkpoints/ of the run.
-        step: optimizer step.
-        state: plain numbers and strings that go along (`client_state`).
-        keep: newest checkpoints that stay; 0 keeps all.
-
-    Returns:
-        The checkpoint's folder.
-
-    Raises:
-        CheckpointError: the disk is full or not writable.
+        config: how many are kept.
+        say: tells the user; called on every rank.
     """
-    target = folder / f"step-{step}"
-    temporary = folder / f"step-{step}.tmp"
-    failure = ""
-    try:
-        engine.save_checkpoint(str(folder), tag=temporary.name, client_state=state, save_latest=False)
-    except (
-        OSError,
-        RuntimeError,
-    ) as error:  # torch.save reports a full disk as RuntimeError
-        failure = str(error).splitlines()[0]
-    _agree_on_success(engine, temporary, failure)
-    on_rank0(lambda: _publish(temporary, target, keep))
-    barrier()
-    return target
 
+    def __init__(
+        self, engine: DeepSpeedEngine, folder: Path, config: CheckpointConfig, say: Callable[[str], None]
+    ) -> None:
+        self.engine, self.folder, self.config, self.say = engine, folder, config, say
+        self.files = engine_files.install(engine, config.asynchronous)
+        self.newest: Path | None = None
+        """The last checkpoint that was published."""
+        self.failed = False
+        """Whether the last save came to nothing, and is to be tried again."""
+        self.pause_s = 0.0
+        """How long the last save kept training waiting."""
+        self._pending: _Pending | None = None
+        self._last_bytes = 0
 
-def _agree_on_success(engine: DeepSpeedEngine, temporary: Path, failure: str) -> None:
-    """Raise on every rank if any rank failed: none may go on alone into the next collective."""
-    if float(sum_over_ranks([float(bool(failure))], engine.device)[0]) > 0:
-        raise CheckpointError(
+    def begin(self, state: RunState) -> None:
+        """Write a checkpoint; the one before is published first if it is not yet."""
+        self.finish()
+        started = time.monotonic()
+        name = folders.name_of(state.step)
+        temporary = self.folder / f"{name}.tmp"
+        parameters = sum(getattr(p, "ds_numel", p.numel()) for p in self.engine.module.parameters())
+        refusal = on_rank0(lambda: self._make_room(temporary, parameters))
+        if refusal:
+            self._give_up(name, refusal)
+            return
+        self.failed = False
+        self.files.begin()
+        self.engine.save_checkpoint(str(self.folder), tag=temporary.name, save_latest=False)
+        pending = _Pending(state.step, temporary, self.files, state.evaluations)
+        try:
+            if not self.files.failure:
+                path = temporary / random_state.file_name(rank())
+                random_state.save(path)
+                pending.mine.append(path)
+                swapped = temporary / "offloaded_tensors" / f"rank{rank():02d}"
+                pending.mine += [path for path in swapped.rglob("*") if path.is_file()]
+            if rank() == 0:
+                pending.mine.append(state.write(temporary))
+        except (OSError, RuntimeError) as error:
+            pending.failure = pending.failure or str(error)
+        pending.start()
+        self._pending = pending
+        self.pause_s = time.monotonic() - started
+
+    def load(self, checkpoint: Path) -> None:
+        """Put the engine into the state of a checkpoint that was saved by as many ranks.
+
+        Raises:
+            CheckpointError: it cannot be read.
+        """
+        self._load(checkpoint)
+        self.newest = checkpoint
+
+    def load_universal(self, checkpoint: Path) -> None:
+        """The same for one that was saved by other ranks or under another ZeRO stage.
+
+        Raises:
+            CheckpointError: it cannot be read or converted.
+        """
+        converted = universal.make(checkpoint, self.folder, self.say)
+        config = self.engine._config
+        config.load_universal_checkpoint = True
+        try:
+            self._load(converted)
+        finally:
+            config.load_universal_checkpoint = False
+        barrier()
+        on_rank0(lambda: universal.remove(converted))
+        self.newest = checkpoint
+
+    def _load(self, folder: Path) -> None:
+        basic = self.engine.basic_optimizer
+        own = [{name: value for name, value in group.items() if name != "params"} for group in basic.param_groups]
+        found, _ = self.engine.load_checkpoint(str(folder.parent), tag=folder.name)
+        if found is None:
+            reason = tr("it holds no engine state")
+            raise CheckpointError(tr("{file} cannot be read: {reason}.", file=folder, reason=reason))
+        # DeepSpeed puts the saved groups in the place of these; another Adam (offload, optim.torch) has other settings.
+        for group, settings in zip(basic.param_groups, own, strict=True):
+            for name, value in settings.items():
+                group.setdefault(name, value)
+
+    def is_proven(self) -> bool:
+        """Whether this rank has done its part of a save that is not published yet. No collective."""
+        return self._pending is not None and self._pending.is_done()
+
+    def finish(self) -> None:
+        """Publish what was begun; waits until every rank has done its part."""
+        pending, self._pending = self._pending, None
+        if pending is None:
+            return
+        pending.wait()
+        parts: list[tuple[str, dict[str, FileRecord]]] = gather((pending.failure, pending.records))
+        failure = next((reason for reason, _ in parts if reason), "")
+        name = pending.folder.name.removesuffix(".tmp")
+        if failure:
+            on_rank0(lambda: shutil.rmtree(pending.folder, ignore_errors=True))
+            self._give_up(name, failure)
+            return
+        records = {name: one for _, part in parts for name, one in part.items()}
+        target = self.folder / name
+        try:
+            on_rank0(lambda: self._publish(pending, target, records))
+        except CheckpointError as error:
+            on_rank0(lambda: shutil.rmtree(pending.folder, ignore_errors=True))
+            self._give_up(name, str(error))
+            return
+        self.newest, self.failed = target, False
+        self._last_bytes = sum(one.size_bytes for one in records.values())
+
+    def _make_room(self, temporary: Path, parameters: int) -> str:
+        """Make an empty folder; return why not, if there is no room for what will be in it."""
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            shutil.rmtree(temporary, ignore_errors=True)
+            temporary.mkdir()
+            needed = int(_ROOM * (self._last_bytes or parameters * _FIRST_BYTES_PER_PARAMETER))
+            free = shutil.disk_usage(self.folder).free
+        except OSError as error:
+            return error.strerror or str(error)
+        if free >= needed:
+            return ""
+        shutil.rmtree(temporary, ignore_errors=True)
+        return tr(
+            "it takes {needed} MB and {free} MB are free", needed=f"{needed / 1e6:,.0f}", free=f"{free / 1e6:,.0f}"
+        )
+
+    def _publish(self, pending: "_Pending", target: Path, records: dict[str, FileRecord]) -> None:
+        try:
+            manifest.flush(pending.folder)
+            manifest.write(pending.folder, records, {"step": pending.step})
+            folders.publish(pending.folder, target)
+            folders.remove_old(self.folder, self.config.keep, self._best(pending), self.config.max_gib * 2**30)
+        except OSError as error:
+            raise CheckpointError(error.strerror or str(error)) from error
+
+    def _best(self, pending: "_Pending") -> list[Path]:
+        """Return the checkpoint with the lowest validation loss so far, if `checkpoint.keep_best` wants it kept."""
+        if not self.config.keep_best:
+            return []
+        there = {folders.step_of(path): path for path in folders.published(self.folder)}
+        rated = [
+            (one["eval_loss"], there[int(one["step"])]) for one in pending.evaluations if int(one["step"]) in there
+        ]
+        return [min(rated)[1]] if rated else []
+
+    def _give_up(self, name: str, reason: str) -> None:
+        """Go on without this checkpoint; the caller decides whether the run may."""
+        self.failed = True
+        self.say(
             tr(
-                "cannot save the checkpoint {folder}: {reason}. Earlier checkpoints are untouched.",
-                folder=temporary,
-                reason=failure or tr("another rank could not write its part"),
+                "WARNING: the checkpoint {name} could not be saved: {reason}. Earlier ones are untouched, and training "
+                "goes on. It is tried again soon.",
+                name=name,
+                reason=reason,
             )
         )
+        barrier()
 
 
-def _publish(temporary: Path, target: Path, keep: int) -> None:
-    temporary.rename(target)
-    latest = target.parent / "latest"
-    latest_new = target.parent / "latest.tmp"
-    latest_new.write_text(target.name + "\n", encoding="utf-8")
-    latest_new.replace(latest)
-    descriptor = os.open(target.parent, os.O_RDONLY)
-    os.fsync(descriptor)
-    os.close(descriptor)
-    if keep > 0:
-        # By step, never by time: clocks jump.
-        existing = sorted(
-            target.parent.glob("step-*[0-9]"),
-            key=lambda path: int(path.name.removeprefix("step-")),
-        )
-        for old in existing[:-keep]:
-            shutil.rmtree(old)
+class _Pending:
+    """One rank's part of a save that is written but not published."""
+
+    def __init__(
+        self, step: int, folder: Path, files: engine_files.EngineFiles, evaluations: list[dict[str, float]]
+    ) -> None:
+        self.step, self.folder, self.files = step, folder, files
+        self.evaluations = list(evaluations)
+        """Those up to this step."""
+        self.mine: list[Path] = []
+        """Files of this rank beside the engine's."""
+        self.failure = ""
+        self.records: dict[str, FileRecord] = {}
+        self._thread = threading.Thread(target=self._prove, name="checkpoint", daemon=True)
+
+    def start(self) -> None:
+        """Prove the files beside training."""
+        self._thread.start()
+
+    def is_done(self) -> bool:
+        """Whether that has come to an end, good or bad."""
+        return not self._thread.is_alive()
+
+    def wait(self) -> None:
+        """Wait for it."""
+        self._thread.join()
+
+    def _prove(self) -> None:
+        self.files.write()
+        self.failure = self.failure or self.files.failure
+        try:
+            for path in [] if self.failure else [*self.files.written, *self.mine]:
+                manifest.flush(path)
+                manifest.prove(path)
+                self.records[path.relative_to(self.folder).as_posix()] = manifest.record(path)
+        except OSError as error:
+            self.failure = f"{error.filename or ''} {error.strerror or error}".strip()

@@ -1,21 +1,25 @@
 """The loop: steps, and when to log, evaluate, save and stop. What one step does stands in step.py."""
 
 import math
+import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
 
 from deepspeed import DeepSpeedEngine
 
+from toolkit.checkpoint.run_state import RunState
 from toolkit.config.schema import RunConfig
+from toolkit.data.sampler import Position
 from toolkit.distributed import signals
 from toolkit.distributed.process_group import rank, world_size
-from toolkit.errors import Diverged, Stopped
+from toolkit.distributed.watchdog import STEP, Watchdog
+from toolkit.errors import CheckpointError, Diverged, Stopped
 from toolkit.messages import tr
 from toolkit.track.metrics import append_row
 from toolkit.track.progress import Progress
-from toolkit.train import checkpoint
+from toolkit.train.checkpoint import Saver
 from toolkit.train.meter import Meter
 from toolkit.train.step import Batch, train_step
 
@@ -39,8 +43,15 @@ class Job:
     folder: Path
     """The run folder."""
     evaluate: Callable[[], dict[str, float]] | None
-    """Evaluates on all ranks and returns `eval_loss`, `eval_perplexity`, `eval_tokens`; None without "
-    "validation data."""
+    """Evaluates on all ranks: `eval_loss`, `eval_perplexity`, `eval_tokens`; None without validation data."""
+    saver: Saver
+    """Saves checkpoints."""
+    start: RunState
+    """Where the run begins, and what is the same in all its checkpoints."""
+    position_after: Callable[[Position], Position]
+    """Returns the place in the training data after the step that begins at a place."""
+    watchdog: Watchdog
+    """Notices what does not come to an end."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -65,58 +76,102 @@ def train(job: Job, progress: Progress) -> Outcome:
     """Train. A collective; returns the same on every rank.
 
     Raises:
-        Stopped: a signal came; a checkpoint was saved at the step boundary that all ranks agreed on.
+        Stopped: a signal came, or a file `stop`; a checkpoint was saved at the step boundary that all ranks agreed on.
         Diverged: the loss is no number, or too many steps in a row were skipped.
+        CheckpointError: the last checkpoint cannot be saved.
     """
-    cfg, engine = job.cfg, job.engine
-    outcome, meter = Outcome(), Meter(engine)
-    skips = SkipWatch(engine, cfg.train.max_skipped_steps)
+    cfg, engine, start = job.cfg, job.engine, job.start
+    outcome = Outcome(evaluations=list(start.evaluations), checkpoint=job.saver.newest)
+    outcome.first_loss = math.nan if start.first_loss is None else start.first_loss
+    outcome.last_loss = math.nan if start.last_loss is None else start.last_loss
+    meter = Meter(engine, start.trained_tokens)
+    skips = SkipWatch(engine, cfg.train.max_skipped_steps, start.skips_in_a_row)
+    place, stop_file = Position(start.epoch, start.row), StopFile(job.folder)
     engine.train()
-    if job.evaluate and cfg.evaluate.at_start:
+    if job.evaluate and cfg.evaluate.at_start and not start.step:
         _evaluate(job, outcome, progress, step=0)
         meter = Meter(engine)
     signals.defer()
-    for step in range(1, job.total_steps + 1):
+    for step in range(start.step + 1, job.total_steps + 1):
         lr = float(engine.get_lr()[0])
         window = list(islice(job.batches, job.accumulation))
-        result = train_step(engine, window, world_size())
+        votes = (bool(signals.received()) or stop_file.is_there(), job.saver.is_proven())
+        job.watchdog.enter(STEP, step, f"rows x tokens: {[tuple(batch['input_ids'].shape) for batch in window]}")
+        result = train_step(engine, window, world_size(), votes)
+        place = job.position_after(place)
         meter.add(result)
         skips.check(step)
         progress.advance()
-        last = step == job.total_steps
-        save = result.stop_requested or _due(step, cfg.checkpoint.every) or (last and cfg.checkpoint.at_end)
-        evaluate = job.evaluate is not None and (_due(step, cfg.evaluate.every) or last) and not result.stop_requested
+        if result.votes[1] == world_size():
+            _publish(job, meter, outcome)
+        stops, last = result.votes[0] > 0, step == job.total_steps
+        save = stops or _due(step, cfg.checkpoint.every) or (last and cfg.checkpoint.at_end) or _again(job, step)
+        evaluate = job.evaluate is not None and (_due(step, cfg.evaluate.every) or last) and not stops
         if save or evaluate or last or step == 1 or step % cfg.train.log_every == 0:
             _log(job, meter, outcome, progress, step, lr)
         meter.pause()
         if evaluate:
+            job.watchdog.enter("evaluation", step)
             _evaluate(job, outcome, progress, step)
+        if save or last:
+            job.watchdog.enter("checkpoint", step)
         if save:
-            _save(job, meter, outcome, step)
+            state = _state(job, meter, outcome, place, step, skips.in_a_row)
+            job.saver.begin(state)
+        if (stops and save) or last:
+            job.saver.finish()
+            outcome.checkpoint = job.saver.newest
+            if save and job.saver.failed:
+                raise CheckpointError(tr("the last checkpoint could not be saved; the reason is told above."))
         meter.resume()
-        if result.stop_requested:
-            raise _stopped(job, outcome, step)
+        if stops:
+            raise _stopped(job, outcome, step, stop_file)
+    job.watchdog.enter("", job.total_steps)
     signals.act_at_once()
-    outcome.trained_tokens, outcome.skipped_steps = (
-        meter.trained_tokens_so_far,
-        engine.skipped_steps,
-    )
+    outcome.trained_tokens, outcome.skipped_steps = meter.trained_tokens_so_far, engine.skipped_steps
     return outcome
+
+
+class StopFile:
+    """A file `stop` in the run folder, by which a run is stopped by hand where no signal can be sent.
+
+    Args:
+        folder: the run folder.
+    """
+
+    EVERY_S = 1.0
+
+    def __init__(self, folder: Path) -> None:
+        self.path, self.next = folder / "stop", 0.0
+        self.found = False
+
+    def is_there(self) -> bool:
+        """Whether rank 0 sees the file; asked at most once a second, as the folder may be far away."""
+        if rank() == 0 and not self.found and time.monotonic() >= self.next:
+            self.next = time.monotonic() + self.EVERY_S
+            self.found = self.path.exists()
+        return self.found
+
+    def remove(self) -> None:
+        """Remove the file once it has been obeyed, or the run could never go on."""
+        if self.found:
+            self.path.unlink(missing_ok=True)
 
 
 class SkipWatch:
     """Counts skipped steps in a row: DeepSpeed alone would go on for ever and exit 0 (measured on 0.19.8)."""
 
-    def __init__(self, engine: DeepSpeedEngine, most: int) -> None:
+    def __init__(self, engine: DeepSpeedEngine, most: int, in_a_row: int = 0) -> None:
         """Start.
 
         Args:
             engine: whose `skipped_steps` is watched.
             most: skipped steps in a row that end the run.
+            in_a_row: those just before.
         """
         self.engine, self.most = engine, most
         self.seen = engine.skipped_steps
-        self.in_a_row = 0
+        self.in_a_row = in_a_row
 
     def check(self, step: int) -> None:
         """Look at the step just done.
@@ -179,21 +234,42 @@ def _evaluate(job: Job, outcome: Outcome, progress: Progress, step: int) -> None
     )
 
 
-def _save(job: Job, meter: Meter, outcome: Outcome, step: int) -> None:
-    state: dict[str, object] = {
-        "step": step,
-        "trained_tokens": meter.trained_tokens_so_far,
-        "seed": job.cfg.run.seed,
-    }
-    outcome.checkpoint = checkpoint.save(job.engine, job.folder / "checkpoints", step, state, job.cfg.checkpoint.keep)
+def _again(job: Job, step: int) -> bool:
+    """Whether a save that failed is due again: ten times as often as saves are."""
+    return job.saver.failed and step % max(1, job.cfg.checkpoint.every // 10) == 0
 
 
-def _stopped(job: Job, outcome: Outcome, step: int) -> Stopped:
+def _state(job: Job, meter: Meter, outcome: Outcome, place: Position, step: int, skips_in_a_row: int) -> RunState:
+    metrics = job.folder / "metrics.jsonl"
+    return replace(
+        job.start,
+        step=step,
+        epoch=place.epoch,
+        row=place.row,
+        trained_tokens=meter.trained_tokens_so_far,
+        first_loss=outcome.first_loss,
+        last_loss=outcome.last_loss,
+        skips_in_a_row=skips_in_a_row,
+        evaluations=outcome.evaluations,
+        metrics_bytes=metrics.stat().st_size if rank() == 0 else 0,
+    )
+
+
+def _publish(job: Job, meter: Meter, outcome: Outcome) -> None:
+    """Publish the checkpoint that all ranks have proven."""
+    meter.pause()
+    job.saver.finish()
+    outcome.checkpoint = job.saver.newest
+    meter.resume()
+
+
+def _stopped(job: Job, outcome: Outcome, step: int, stop_file: StopFile) -> Stopped:
+    stop_file.remove()
     return Stopped(
         tr(
             "stopped by {signal} after step {step} of {total}, as all ranks agreed. Saved: {checkpoint}. "
-            "There is no DONE marker: the run is unfinished.",
-            signal=signals.received() or tr("a signal to another rank"),
+            "There is no DONE marker: the run is unfinished. With a run.name the same command goes on with it.",
+            signal=tr("the file 'stop'") if stop_file.found else signals.received() or tr("a signal to another rank"),
             step=step,
             total=job.total_steps,
             checkpoint=outcome.checkpoint,

@@ -13,14 +13,15 @@ from toolkit.train.step import StepResult
 class Meter:
     """Adds up steps; nothing is read from the device before `row`."""
 
-    def __init__(self, engine: DeepSpeedEngine) -> None:
+    def __init__(self, engine: DeepSpeedEngine, trained_tokens: int = 0) -> None:
         """Start counting.
 
         Args:
             engine: asked for its gradient norm, loss scale and skipped steps.
+            trained_tokens: those of the run so far.
         """
         self.engine = engine
-        self.trained_tokens_so_far = 0
+        self.trained_tokens_so_far = trained_tokens
         self.grad_norm: torch.Tensor | None = None
         self.paused = 0.0
         self._reset()

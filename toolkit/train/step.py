@@ -1,11 +1,11 @@
 """One optimizer step of data-parallel training."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from deepspeed import DeepSpeedEngine
 
-from toolkit.distributed import signals
 from toolkit.distributed.process_group import sum_over_ranks
 from toolkit.models.loss import num_trained_tokens, token_loss_sum
 
@@ -24,13 +24,15 @@ class StepResult:
     """Tokens that are not padding, over all ranks."""
     computed_tokens: int
     """Tokens including padding, over all ranks."""
-    stop_requested: bool
-    """Whether any rank has received a signal."""
+    votes: list[int]
+    """How many ranks voted for each question."""
     grad_norm: torch.Tensor | None
     """Gradient norm before clipping where the engine does not know it (fp32 without ZeRO), else None."""
 
 
-def train_step(engine: DeepSpeedEngine, micro_batches: list[Batch], world_size: int) -> StepResult:
+def train_step(
+    engine: DeepSpeedEngine, micro_batches: list[Batch], world_size: int, votes: Sequence[bool] = ()
+) -> StepResult:
     """Do one optimizer step whose loss is exactly sum(token losses) / N over the global batch.
 
     N, the number of trained tokens of all ranks, is known before the first backward pass. The engine averages
@@ -41,6 +43,7 @@ def train_step(engine: DeepSpeedEngine, micro_batches: list[Batch], world_size: 
         engine: the DeepSpeed engine.
         micro_batches: this rank's accumulation window, CPU tensors `[B, S]`; as many on every rank.
         world_size: number of data-parallel ranks.
+        votes: this rank's answers to questions on which all must act alike; they ride on the sum that is needed anyway.
 
     Raises:
         ValueError: no token of the global batch is trained.
@@ -50,7 +53,7 @@ def train_step(engine: DeepSpeedEngine, micro_batches: list[Batch], world_size: 
             sum(num_trained_tokens(batch) for batch in micro_batches),
             sum(int((batch["segment_ids"] > 0).sum()) for batch in micro_batches),
             sum(batch["input_ids"].numel() for batch in micro_batches),
-            bool(signals.received()),
+            *map(float, votes),
         ],
         engine.device,
     ).tolist()
@@ -73,7 +76,7 @@ def train_step(engine: DeepSpeedEngine, micro_batches: list[Batch], world_size: 
         trained_tokens=trained_tokens,
         total_tokens=int(counts[1]),
         computed_tokens=int(counts[2]),
-        stop_requested=counts[3] > 0,
+        votes=[int(count) for count in counts[3:]],
         grad_norm=grad_norm,
     )
 

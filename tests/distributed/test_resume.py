@@ -1,0 +1,164 @@
+"""A run that died and goes on is the run that never died: losses, weights, optimizer and random states, bit for bit."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ranks import REPOSITORY, deepspeed, run
+from safetensors.torch import load_file
+from shared import rows_of, tiny
+
+from toolkit.checkpoint.engine_files import EngineFiles
+from toolkit.checkpoint.manifest import problems
+
+WORKER = str(REPOSITORY / "tests" / "distributed" / "sessions_worker.py")
+STEPS, EVERY = 10, 4
+ASYNC = "checkpoint.asynchronous=true"
+# 30 training rows in steps of 4: an epoch is 8 steps. Step 4 is in the middle of one, step 8 its end.
+CELLS: dict[str, tuple[int, list[str]]] = {
+    "stage0-fp32": (4, ["zero=stage0"]),
+    "stage0-bf16-packed": (4, ["zero=stage0", "precision=bf16", "data.packing=packed", "batch.global_size=2"]),
+    "stage1-fp32-grouped": (4, ["zero=stage1", "data.packing=grouped", "batch.global_size=2", "data.num_workers=1"]),
+    "stage1-bf16": (8, ["zero=stage1", "precision=bf16", "data.num_workers=2"]),
+    "stage2-fp32-offload": (4, ["zero=stage2_offload", "optim.torch=false"]),
+    "stage2-bf16-packed": (8, ["zero=stage2", "precision=bf16", "data.packing=packed", "batch.global_size=2", ASYNC]),
+    "stage3-fp32-packed": (4, ["zero=stage3", "data.packing=packed", "batch.global_size=2", "data.num_workers=1"]),
+    "stage3-bf16-offload": (4, ["zero=stage3_offload", "optim.torch=false", "precision=bf16"]),
+    "stage3-fp32": (8, ["zero=stage3", ASYNC]),
+    "stage2-fp32": (4, ["zero=stage2"]),
+}
+
+
+# name -> (straight run, its ranks, ranks that go on, overrides)
+OTHERS: dict[str, tuple[str, int, list[str]]] = {
+    "2-to-1-stage1": ("stage1-fp32-grouped", 1, ["zero=stage1", "data.packing=grouped", "batch.global_size=2"]),
+    "2-to-1-stage3": ("stage3-fp32", 1, ["zero=stage3"]),
+    "2-to-1-stage0": ("stage0-fp32", 1, ["zero=stage0"]),
+    "2-to-1-stage2-micro4": ("stage2-fp32", 1, ["zero=stage2", "batch.micro_per_gpu=4"]),
+    "2-to-4-stage2": ("stage2-fp32", 4, ["zero=stage2"]),
+    "2-to-4-stage3": ("stage3-fp32", 4, ["zero=stage3"]),
+    "4-to-2-stage2": ("stage2-fp32-4", 2, ["zero=stage2"]),
+    "stage2-to-1": ("stage2-fp32", 2, ["zero=stage1"]),
+    "stage1-to-2": ("stage1-fp32-grouped", 2, ["zero=stage2", "data.packing=grouped", "batch.global_size=2"]),
+    "stage3-to-offload": ("stage3-fp32", 2, ["zero=stage3_offload", "optim.torch=false"]),
+    "stage2-to-offload": ("stage2-fp32", 2, ["zero=stage2_offload", "optim.torch=false"]),
+}
+
+
+@pytest.fixture(scope="session")
+def runs(tmp_path_factory: pytest.TempPathFactory, rows_file: Path) -> Path:
+    """Every cell straight, and again from a checkpoint; all in one launch on two ranks."""
+    folder = tmp_path_factory.mktemp("resume")
+    cases: list[dict[str, Any]] = []
+    common = [f"checkpoint.every={EVERY}", "checkpoint.keep=0", f"train.max_steps={STEPS}", "checkpoint.export=false"]
+    for name, (step, overrides) in CELLS.items():
+        cases.append({"overrides": tiny(rows_file, folder, name, *common, *overrides)})
+        again = f"{name}-again"
+        died = {"of": f"{folder}/runs/{name}", "step": step, "as": f"{folder}/runs/{again}"}
+        cases.append({"overrides": tiny(rows_file, folder, again, *common, *overrides), "died": died})
+    launch(folder, 2, cases)
+    return folder / "runs"
+
+
+def launch(folder: Path, num_ranks: int, cases: list[dict[str, Any]]) -> None:
+    """Run cases one after another on some ranks."""
+    listing = folder / f"cases-{num_ranks}-{len(cases)}.json"
+    listing.write_text(json.dumps(cases))
+    finished = run([*deepspeed(num_ranks, WORKER), str(listing)], cwd=folder, timeout_s=500)
+    assert finished.code == 0, finished.output[-6000:]
+
+
+@pytest.fixture(scope="session")
+def others(runs: Path, rows_file: Path) -> Path:
+    """What was saved at step 4 goes on with other ranks, or under another stage."""
+    folder = runs.parent
+    common = [f"checkpoint.every={EVERY}", "checkpoint.keep=0", f"train.max_steps={STEPS}", "checkpoint.export=false"]
+    whole = tiny(rows_file, folder, "stage2-fp32-4", *common, "zero=stage2")
+    by_ranks: dict[int, list[dict[str, Any]]] = {4: [{"overrides": whole}], 2: [], 1: []}
+    for name, (straight, num_ranks, overrides) in OTHERS.items():
+        died = {"of": f"{runs}/{straight}", "step": EVERY, "as": f"{runs}/{name}"}
+        by_ranks[num_ranks].append({"overrides": tiny(rows_file, folder, name, *common, *overrides), "died": died})
+    for num_ranks, cases in by_ranks.items():
+        launch(folder, num_ranks, cases)
+    return runs
+
+
+def differences(left: Any, right: Any, place: str = "") -> list[str]:
+    """Return where two values of a checkpoint differ, to the last bit."""
+    if isinstance(left, torch.Tensor):
+        same = left.dtype == right.dtype and torch.equal(left, right)
+        return [] if same else [f"{place}: {(left.float() - right.float()).abs().max() if left.numel() else left}"]
+    if isinstance(left, dict):
+        if set(left) != set(right):
+            return [f"{place}: {set(left) ^ set(right)}"]
+        return [found for key in left for found in differences(left[key], right[key], f"{place}/{key}")]
+    if isinstance(left, list | tuple):
+        if len(left) != len(right):
+            return [f"{place}: {len(left)} and {len(right)}"]
+        return [
+            found
+            for i, pair in enumerate(zip(left, right, strict=True))
+            for found in differences(*pair, f"{place}/{i}")
+        ]
+    if hasattr(left, "__dict__") and not isinstance(left, type):
+        return differences(vars(left), vars(right), f"{place}.")
+    return [] if left == right else [f"{place}: {left} and {right}"]
+
+
+@pytest.mark.parametrize("name", CELLS)
+def test_the_rest_of_the_run_is_the_same(name: str, runs: Path) -> None:
+    straight, again = rows_of(runs / name), rows_of(runs / f"{name}-again")
+    timed = ("tokens_per_s", "step_s")
+    assert [{k: v for k, v in row.items() if k not in timed} for row in again] == [
+        {k: v for k, v in row.items() if k not in timed} for row in straight
+    ]
+    losses = [row["loss"] for row in straight if "loss" in row]
+    assert len(losses) == STEPS
+    assert len(set(losses)) > STEPS - 3, "losses that do not move prove nothing"
+    # It did go on, and did the steps again that were lost.
+    step = CELLS[name][0]
+    lost = [json.loads(line) for line in (runs / f"{name}-again/logs/metrics-lost.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in lost if "loss" in row] == list(range(step + 1, STEPS + 1))
+
+
+@pytest.mark.parametrize("name", CELLS)
+def test_the_last_checkpoint_is_the_same(name: str, runs: Path) -> None:
+    straight, again = (runs / one / "checkpoints" / f"step-{STEPS}" for one in (name, f"{name}-again"))
+    assert not problems(straight)
+    assert not problems(again)
+    files = sorted(path.name for path in straight.glob("*.pt"))
+    assert files == sorted(path.name for path in again.glob("*.pt"))
+    for file in files:
+        left, right = (EngineFiles().load(str(folder / file)) for folder in (straight, again))
+        for one in (left, right):
+            one.pop("ds_config", None)  # holds the run folder's name
+        assert not differences(left, right, file)
+    for file in straight.glob("*.safetensors"):
+        assert not differences(load_file(file), load_file(again / file.name), file.name)
+    state, other = (json.loads((folder / "state.json").read_text()) for folder in (straight, again))
+    assert state["config"]["run"].pop("name") != other["config"]["run"].pop("name")
+    for one in (state, other):
+        one.pop("metrics_bytes"), one.pop("versions")
+    assert state == other
+    assert state["step"] == STEPS
+    if "packed" not in name and "grouped" not in name:
+        assert (state["epoch"], state["row"]) == (1, 8)
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_ranks_and_stages_compute_the_same(name: str, others: Path) -> None:
+    straight, again = rows_of(others / OTHERS[name][0]), rows_of(others / name)
+    for key in ("loss", "eval_loss", "lr", "epoch", "trained_tokens"):
+        left, right = ([row[key] for row in rows if key in row] for rows in (straight, again))
+        assert len(left) == len(right) > 1, key
+        assert max(abs(a - b) for a, b in zip(left, right, strict=True)) < (1e-5 if "loss" in key else 1e-12), key
+    losses = [row["loss"] for row in straight if "loss" in row]
+    assert losses[4] - losses[-1] > 0.01, "losses that do not move prove nothing"
+    assert not list((others / name).rglob("*.universal*"))
+
+
+def test_nothing_unfinished_is_left(runs: Path) -> None:
+    assert not list(runs.rglob("*.tmp"))
+    assert not list(runs.rglob("zero_to_fp32.py"))

@@ -1,0 +1,242 @@
+"""Checkpoints on disk: whole or passed over, never half-made, never a way out of their folder, never code."""
+
+import json
+import os
+import pickle
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from toolkit.checkpoint import changes, engine_files, folders, manifest, random_state
+from toolkit.checkpoint.manifest import problems, record, write
+from toolkit.checkpoint.run_state import RunState
+from toolkit.checkpoint.run_state import read as read_state
+from toolkit.errors import CheckpointError, ConfigError
+
+
+def checkpoint(folder: Path, step: int) -> Path:
+    """Make a small checkpoint under its name."""
+    made = folder / folders.name_of(step)
+    made.mkdir(parents=True)
+    torch.save({"weights": torch.arange(1000.0), "step": step}, made / "model.pt")
+    RunState(step=step).write(made)
+    write(made, {path.name: record(path) for path in sorted(made.iterdir())}, {"step": step})
+    return made
+
+
+def test_a_whole_one_has_no_problems(tmp_path: Path) -> None:
+    made = checkpoint(tmp_path, 3)
+    assert problems(made) == []
+    assert read_state(made).step == 3
+
+
+@pytest.mark.parametrize("file", ["model.pt", "state.json"])
+def test_every_flipped_bit_is_found(tmp_path: Path, file: str) -> None:
+    path = checkpoint(tmp_path, 3) / file
+    whole = path.read_bytes()
+    for place in random.Random(1).sample(range(len(whole)), 20):
+        content = bytearray(whole)
+        content[place] ^= 1 << (place % 8)
+        path.write_bytes(content)
+        assert problems(path.parent) == [f"{file}: its content is not what was written"], place
+    path.write_bytes(whole)
+    assert problems(path.parent) == []
+
+
+@pytest.mark.parametrize("size", [0, 100])
+def test_cut_off_and_missing_files_are_found_without_reading(tmp_path: Path, size: int) -> None:
+    path = checkpoint(tmp_path, 3) / "model.pt"
+    whole = path.stat().st_size
+    os.truncate(path, size)
+    assert problems(path.parent, read_content=False) == [f"model.pt: {size} bytes instead of {whole}"]
+    path.unlink()
+    assert problems(path.parent) == ["model.pt: No such file or directory"]
+
+
+def test_foreign_files_are_found(tmp_path: Path) -> None:
+    made = checkpoint(tmp_path, 3)
+    (made / "notes.txt").write_text("nobody loads this")
+    assert problems(made) == []
+    torch.save({}, made / "zero_pp_rank_0_mp_rank_00_optim_states.pt")
+    assert problems(made) == ["zero_pp_rank_0_mp_rank_00_optim_states.pt: the manifest does not know it"]
+
+
+@pytest.mark.parametrize("name", ["../model.pt", "/etc/passwd", "a/../../model.pt", "", "linked.pt", "away/model.pt"])
+def test_no_path_leads_out(tmp_path: Path, name: str) -> None:
+    made, outside = checkpoint(tmp_path, 3), checkpoint(tmp_path, 4)
+    (made / "linked.pt").symlink_to(outside / "model.pt")
+    (made / "away").symlink_to(outside)
+    found = json.loads((made / "manifest.json").read_text())
+    found["files"][name] = found["files"]["model.pt"]
+    (made / "manifest.json").write_text(json.dumps(found))
+    assert f"{name}: this path leads out of the checkpoint" in problems(made)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"files": 3}', '{"format": 99, "files": {}}', '{"files": {"a": 1}}'])
+def test_a_broken_manifest_is_no_checkpoint(tmp_path: Path, text: str) -> None:
+    made = checkpoint(tmp_path, 3)
+    (made / "manifest.json").write_text(text)
+    assert len(problems(made)) >= 1
+    (made / "manifest.json").unlink()
+    assert problems(made) == [f"{made} is no whole checkpoint: No such file or directory."]
+
+
+def test_the_newest_whole_one_is_found(tmp_path: Path) -> None:
+    for step in (2, 10, 9):
+        checkpoint(tmp_path, step)
+    os.utime(tmp_path / "step-2", (2e9, 2e9))  # a clock that jumped
+    (tmp_path / "step-11.tmp").mkdir()
+    (tmp_path / "step-x").mkdir()
+    said: list[str] = []
+    assert folders.newest_whole(tmp_path, said.append) == tmp_path / "step-10"
+    assert not said
+    os.truncate(tmp_path / "step-10" / "model.pt", 50)
+    (tmp_path / "step-9" / "manifest.json").unlink()
+    assert folders.newest_whole(tmp_path, said.append) == tmp_path / "step-2"
+    assert [line.split(" is damaged")[0] for line in said] == [
+        f"Warning: the checkpoint {tmp_path}/step-10",
+        f"Warning: the checkpoint {tmp_path}/step-9",
+    ]
+    assert {path.name for path in tmp_path.iterdir()} == {
+        *("step-2", "step-9.damaged", "step-10.damaged", "step-11.tmp", "step-x")
+    }
+    assert folders.newest_whole(tmp_path / "nowhere", said.append) is None
+
+
+def test_publishing_names_the_newest_and_removes_the_oldest(tmp_path: Path) -> None:
+    for step in (1, 2, 3):
+        made = checkpoint(tmp_path / "elsewhere", step)
+        temporary = tmp_path / f"step-{step}.tmp"
+        made.rename(temporary)
+        folders.publish(temporary, tmp_path / f"step-{step}")
+        assert (tmp_path / "latest").read_text() == f"step-{step}\n"
+        folders.remove_old(tmp_path, 2, also={tmp_path / "step-1"} if step == 3 else ())
+    assert [path.name for path in folders.published(tmp_path)] == ["step-3", "step-2", "step-1"]
+    folders.remove_old(tmp_path, 1)
+    assert [path.name for path in folders.published(tmp_path)] == ["step-3"]
+    folders.remove_old(tmp_path, 0)
+    assert [path.name for path in folders.published(tmp_path)] == ["step-3"]
+    # A step that was there already is kept beside.
+    checkpoint(tmp_path / "elsewhere", 3).rename(tmp_path / "step-3.tmp")
+    folders.publish(tmp_path / "step-3.tmp", tmp_path / "step-3")
+    assert (tmp_path / "step-3.replaced").is_dir()
+    (tmp_path / "step-9.tmp").mkdir()
+    folders.remove_unfinished(tmp_path)
+    assert not list(tmp_path.glob("*.tmp"))
+
+
+def test_a_budget_removes_the_oldest_but_never_the_newest(tmp_path: Path) -> None:
+    for step in (1, 2, 3, 4):
+        checkpoint(tmp_path, step)
+    size = sum(path.stat().st_size for path in (tmp_path / "step-1").iterdir())
+    folders.remove_old(tmp_path, 0, also={tmp_path / "step-1"}, most_bytes=2.5 * size)
+    assert [path.name for path in folders.published(tmp_path)] == ["step-4", "step-3", "step-1"]
+    folders.remove_old(tmp_path, 0, most_bytes=1)
+    assert [path.name for path in folders.published(tmp_path)] == ["step-4"]
+
+
+def test_what_torch_wrote_is_proven(tmp_path: Path) -> None:
+    path = tmp_path / "model.pt"
+    torch.save({"weights": torch.arange(5000.0)}, path)
+    manifest.prove(path)
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(OSError, match=r"model\.pt"):
+        manifest.prove(path)
+
+
+class Evil:
+    """Touches a file when it is unpickled."""
+
+    def __init__(self, canary: Path) -> None:
+        self.canary = canary
+
+    def __reduce__(self) -> Any:
+        return (os.mkdir, (str(self.canary),))
+
+
+@pytest.mark.parametrize("wrap", [lambda evil: evil, lambda evil: {"module": {"a": [evil]}}], ids=["bare", "deep"])
+def test_pickles_with_code_are_refused(tmp_path: Path, wrap: Any) -> None:
+    path, canary = tmp_path / "zero_pp_rank_0.pt", tmp_path / "canary"
+    torch.save(wrap(Evil(canary)), path)
+    with pytest.raises(
+        CheckpointError, match=r"a pickle that wants to run code, which is refused: .*Nothing was executed"
+    ):
+        engine_files.EngineFiles().load(str(path))
+    path.write_bytes(pickle.dumps(wrap(Evil(canary))))
+    with pytest.raises(CheckpointError):
+        engine_files.EngineFiles().load(str(path))
+    assert not canary.exists()
+
+
+def test_errors_of_writing_are_kept(tmp_path: Path) -> None:
+    files = engine_files.EngineFiles()
+    files.save({"a": torch.ones(3)}, str(tmp_path / "a.pt"))
+    assert files.written == [tmp_path / "a.pt"]
+    files.save({"a": torch.ones(3)}, str(tmp_path / "no such folder" / "b.pt"))
+    assert files.failure
+    files.save({"a": torch.ones(3)}, str(tmp_path / "c.pt"))
+    assert not (tmp_path / "c.pt").exists(), "after a failure nothing more is written"
+    files.begin()
+    assert not files.failure
+    assert not files.written
+
+
+def test_random_generators_go_on_where_they_were(tmp_path: Path) -> None:
+    random_state.seed_all(5)
+    random.gauss(0, 1), np.random.normal(), torch.rand(3)
+    random_state.save(tmp_path / "r.safetensors")
+
+    def draw() -> list[Any]:
+        return [random.random(), random.gauss(0, 1), np.random.normal(), np.random.randint(99), torch.rand(2).tolist()]
+
+    first = draw()
+    assert draw() != first
+    random_state.restore(tmp_path / "r.safetensors")
+    assert draw() == first
+    random_state.seed_all(5)
+    before = draw()
+    random_state.seed_all(6)
+    assert all(a != b for a, b in zip(before, draw(), strict=True))
+
+
+CONFIG = {"run": {"seed": 1, "name": "a"}, "optim": {"lr": 0.1}, "zero": {"stage": 2}, "data": {"sources": ["x"]}}
+
+
+def test_changes_that_move_work_about_are_told() -> None:
+    now = {"run": {"seed": 1, "name": "b"}, "optim": {"lr": 0.1}, "zero": {"stage": 2}, "data": {"sources": ["y"]}}
+    lines = changes.check(CONFIG, now, {"store": "s"}, {"store": "s"}, [])
+    assert lines == ["  run.name: a -> b", "  data.sources: ['x'] -> ['y']"]
+    assert changes.check(CONFIG, CONFIG, {}, {}, []) == []
+
+
+def test_changes_that_change_the_mathematics_are_refused() -> None:
+    now = {**CONFIG, "optim": {"lr": 0.2}, "run": {"seed": 2, "name": "a"}}
+    with pytest.raises(ConfigError) as error:
+        changes.check(CONFIG, now, {"store": "s"}, {"store": "t"}, [])
+    assert str(error.value) == (
+        "the checkpoint belongs to a run that computes something else:\n"
+        "  run.seed: 1 -> 2\n  optim.lr: 0.1 -> 0.2\n  the prepared data: store is another one\n"
+        "Undo this, or allow it: checkpoint.allow_changes=[run.seed,optim.lr,data]; or start anew under another "
+        "run.name."
+    )
+    lines = changes.check(CONFIG, now, {"store": "s"}, {"store": "t"}, ["run.seed", "optim", "data"])
+    assert len(lines) == 3
+    with pytest.raises(ConfigError):
+        changes.check(CONFIG, {**CONFIG, "new": 1}, {}, {}, [])
+
+
+def test_every_key_is_free_or_decides_something() -> None:
+    """A free key that no longer exists would hide that another one took its place."""
+    from toolkit.config.keys import all_keys
+
+    keys = [*all_keys()]
+    for name in changes.FREE:
+        assert any(key == name or key.startswith(f"{name}.") for key in keys), name
+    for key in ("optim.lr", "run.seed", "batch.global_size", "model.path", "data.max_length", "train.epochs"):
+        assert not changes.is_free(key)

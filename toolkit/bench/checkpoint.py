@@ -1,0 +1,95 @@
+"""What saving costs: how long training waits, beside a bare `engine.save_checkpoint` of the same engine, in turns."""
+
+import os
+import shutil
+import statistics
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from deepspeed import DeepSpeedEngine
+from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
+
+from toolkit.bench.step import build_bare_engine
+from toolkit.checkpoint.run_state import RunState
+from toolkit.config.schema import RunConfig
+from toolkit.distributed.process_group import barrier, rank, world_size
+from toolkit.launch.environment import Ranks
+from toolkit.train.batches import training_batches
+from toolkit.train.checkpoint import Saver
+from toolkit.train.prepared import Prepared
+from toolkit.train.step import train_step
+
+
+def compare(cfg: RunConfig, prepared: Prepared, ranks: Ranks, repeats: int, folder: Path) -> dict[str, Any]:
+    """Time the three ways. A collective.
+
+    Args:
+        cfg: checked config.
+        prepared: tokenizer and stores.
+        ranks: who this process is.
+        repeats: of each; one more warms up.
+        folder: where checkpoints are written; the caller removes it.
+
+    Returns:
+        Seconds that training waits, of the bare engine, ours and ours asynchronous, medians and ratios to the bare
+        engine pair by pair; seconds until ours is published; bytes of both.
+    """
+    engine = build_bare_engine(cfg, prepared)
+    times = cfg.batch.global_size // (cfg.batch.micro_per_gpu * world_size())
+    batches = training_batches(cfg, prepared, ranks, 1)
+    train_step(engine, [next(batches) for _ in range(times)], world_size())  # optimizer states exist from here on
+    savers = {
+        name: Saver(engine, folder / name, replace(cfg.checkpoint, asynchronous=name == "asynchronous", keep=1), print)
+        for name in ("ours", "asynchronous")
+    }
+    seconds, sizes = _in_turns(engine, savers, folder, repeats)
+    bare = seconds["bare"]
+    return {
+        "parameters": sum(getattr(p, "ds_numel", p.numel()) for p in engine.module.parameters()),
+        "seconds": {name: [round(one, 4) for one in found] for name, found in seconds.items()},
+        **{f"{name}_s": statistics.median(found) for name, found in seconds.items()},
+        **{
+            f"{name}_ratio": statistics.median(a / b for a, b in zip(seconds[name], bare, strict=True))
+            for name in ("ours", "asynchronous")
+        },
+        "bytes": sizes,
+        "repeats": repeats,
+    }
+
+
+def _in_turns(
+    engine: DeepSpeedEngine, savers: dict[str, Saver], folder: Path, repeats: int
+) -> tuple[dict[str, list[float]], dict[str, int]]:
+    """Return the seconds of each save, and the bytes of a checkpoint (rank 0 only), by name."""
+    seconds: dict[str, list[float]] = {name: [] for name in ("bare", "ours", "asynchronous", "published")}
+    sizes: dict[str, int] = {}
+    for turn in range(repeats + 1):
+        for name in ("bare", "ours", "asynchronous"):
+            if rank() == 0:
+                os.sync()  # what the one before left unwritten is not this one's to wait for
+            barrier()
+            started = time.perf_counter()
+            if name == "bare":
+                engine.checkpoint_engine = TorchCheckpointEngine()
+                engine.save_checkpoint(str(folder / "bare"), tag=f"t{turn}", save_latest=False)
+            else:
+                engine.checkpoint_engine = savers[name].files
+                savers[name].begin(RunState(step=turn))
+            barrier()
+            took = time.perf_counter() - started
+            if name != "bare":
+                savers[name].finish()
+            if turn:
+                seconds[name].append(took)
+                if name == "ours":
+                    seconds["published"].append(time.perf_counter() - started)
+            written = folder / "bare" / f"t{turn}" if name == "bare" else savers[name].newest
+            assert written is not None
+            if rank() == 0:
+                sizes[name] = sum(path.stat().st_size for path in written.rglob("*") if path.is_file())
+                if name == "bare":
+                    shutil.rmtree(written)
+            barrier()
+    return seconds, sizes

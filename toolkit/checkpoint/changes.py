@@ -1,0 +1,109 @@
+"""What differs between the run that saved and the run that goes on; and which differences change the mathematics."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from toolkit.errors import ConfigError
+from toolkit.messages import tr
+
+# Anything not named here decides about losses. A new key is therefore refused until somebody thinks about it.
+FREE = (
+    "recipe",
+    "language",
+    "resume",
+    "run.name",
+    "run.dir",
+    "prepare",
+    "data.num_workers",
+    "batch.micro_per_gpu",
+    "optim.torch",
+    "zero",
+    "train.log_every",
+    "train.max_skipped_steps",
+    "train.activation_checkpointing",
+    "checkpoint",
+    "evaluate",
+    "track",
+    "profile",
+    "launch",
+    "distributed",
+)
+"""Keys, and sections, that may change: they move work about or say what is written, but not what is computed."""
+
+_BY_CONTENT = ("data.sources", "data.validation")
+"""The fingerprint of the tokenised data stands for these: a file may have moved."""
+
+
+def flat(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the leaves of a config as dotted key and value; lists are leaves."""
+    for name, value in config.items():
+        if isinstance(value, Mapping) and value:
+            yield from flat(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
+
+
+def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
+    """Return key, old and new value of everything that differs, in the order of the config."""
+    old, new = dict(flat(before)), dict(flat(now))
+    keys = [*new, *(key for key in old if key not in new)]
+    return [(key, old.get(key), new.get(key)) for key in keys if old.get(key) != new.get(key)]
+
+
+def is_free(key: str) -> bool:
+    """Whether a key may change without changing what is computed."""
+    return any(key == name or key.startswith(f"{name}.") for name in (*FREE, *_BY_CONTENT))
+
+
+def check(
+    before: Mapping[str, Any],
+    now: Mapping[str, Any],
+    data_before: Mapping[str, str],
+    data_now: Mapping[str, str],
+    allowed: Sequence[str],
+) -> list[str]:
+    """Return a line for each difference.
+
+    Args:
+        before: config of the checkpoint.
+        now: config of this run.
+        data_before: fingerprints of the checkpoint.
+        data_now: fingerprints of this run.
+        allowed: `checkpoint.allow_changes`: keys and sections that may change all the same; `data` for the data.
+
+    Raises:
+        ConfigError: something differs that changes what is computed, and is not allowed.
+    """
+    found = differences(before, now)
+    lines = [f"  {key}: {_shown(old)} -> {_shown(new)}" for key, old, new in found]
+    refused = [
+        (key, line)
+        for (key, _, _), line in zip(found, lines, strict=True)
+        if not is_free(key) and not _is_allowed(key, allowed)
+    ]
+    for name, fingerprint in data_now.items():
+        if data_before.get(name) != fingerprint:
+            line = tr("  the prepared data: {name} is another one", name=name)
+            lines.append(line)
+            if not _is_allowed("data", allowed):
+                refused.append(("data", line))
+    if refused:
+        keys = list(dict.fromkeys(key for key, _ in refused))
+        raise ConfigError(
+            tr(
+                "the checkpoint belongs to a run that computes something else:\n{changes}\nUndo this, or allow it: "
+                "checkpoint.allow_changes=[{keys}]; or start anew under another run.name.",
+                changes="\n".join(dict.fromkeys(line for _, line in refused)),
+                keys=",".join(keys),
+            )
+        )
+    return lines
+
+
+def _is_allowed(key: str, allowed: Sequence[str]) -> bool:
+    return any(key == name or key.startswith(f"{name}.") for name in allowed)
+
+
+def _shown(value: Any) -> str:
+    text = str(value)
+    return text if len(text) <= 80 else text[:77] + "..."

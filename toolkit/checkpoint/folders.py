@@ -1,0 +1,114 @@
+"""Where checkpoints lie: names, publishing, choosing the newest whole one, and removing old ones."""
+
+import shutil
+from collections.abc import Callable, Collection
+from pathlib import Path
+
+from toolkit.checkpoint.manifest import flush, problems
+from toolkit.messages import tr
+
+LATEST = "latest"
+_PREFIX = "step-"
+
+
+def name_of(step: int) -> str:
+    """Return the name of a step's checkpoint."""
+    return f"{_PREFIX}{step}"
+
+
+def step_of(folder: Path) -> int | None:
+    """Return the step of a published checkpoint's name, None for anything else."""
+    digits = folder.name.removeprefix(_PREFIX)
+    return int(digits) if folder.name.startswith(_PREFIX) and digits.isdecimal() else None
+
+
+def published(checkpoints: Path) -> list[Path]:
+    """Return the checkpoints that are there, newest step first. By step, never by time: clocks jump."""
+    if not checkpoints.is_dir():
+        return []
+    found = [(step, path) for path in checkpoints.iterdir() if (step := step_of(path)) is not None and path.is_dir()]
+    return [path for _, path in sorted(found, reverse=True)]
+
+
+def newest_whole(checkpoints: Path, say: Callable[[str], None]) -> Path | None:
+    """Return the newest checkpoint that is exactly what was written; every byte of it is read.
+
+    A damaged one is left where it is, under another name, so that it cannot be taken for a whole one again.
+
+    Args:
+        checkpoints: checkpoints/ of a run.
+        say: is told of each that was passed over.
+    """
+    for folder in published(checkpoints):
+        wrong = problems(folder)
+        if not wrong:
+            return folder
+        aside = _unused(folder.with_name(folder.name + ".damaged"))
+        try:
+            folder.rename(aside)
+        except OSError:
+            aside = folder
+        say(
+            tr(
+                "Warning: the checkpoint {folder} is damaged and is passed over ({reason}). It is kept as {aside}.",
+                folder=folder,
+                reason="; ".join(wrong[:3]),
+                aside=aside.name,
+            )
+        )
+    return None
+
+
+def publish(temporary: Path, target: Path) -> None:
+    """Give a finished checkpoint its name, then name it in `latest`; a reader always finds a whole one.
+
+    Raises:
+        OSError: it cannot be renamed.
+    """
+    if target.exists():  # of this step there was one that could not be used, or that another session went on from
+        target.rename(_unused(target.with_name(target.name + ".replaced")))
+    temporary.rename(target)
+    flush(target.parent)
+    latest = target.parent / LATEST
+    latest_new = target.parent / f"{LATEST}.tmp"
+    latest_new.write_text(target.name + "\n", encoding="utf-8")
+    flush(latest_new)
+    latest_new.replace(latest)
+    flush(target.parent)
+
+
+def remove_old(checkpoints: Path, keep: int, also: Collection[Path] = (), most_bytes: float = 0) -> None:
+    """Remove all but the newest checkpoints.
+
+    Args:
+        checkpoints: checkpoints/ of a run.
+        keep: how many stay; 0 keeps all.
+        also: those that stay as well, such as the best one.
+        most_bytes: room for all of them together; the oldest go first, the newest and `also` never. 0 is no limit.
+    """
+    taken = 0
+    for place, folder in enumerate(published(checkpoints)):
+        size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file()) if most_bytes else 0
+        is_old = (keep and place >= keep) or (most_bytes and taken + size > most_bytes)
+        if place and is_old and folder not in also:
+            # Under the name of something unfinished first: killed half-way, it must not look like a damaged one.
+            going = folder.with_name(folder.name + ".tmp")
+            folder.rename(going)
+            shutil.rmtree(going)
+        else:
+            taken += size
+
+
+def remove_unfinished(checkpoints: Path) -> None:
+    """Remove what a save left that did not come to its end. Only whoever holds the run's lock may."""
+    for path in checkpoints.glob(f"{_PREFIX}*.tmp") if checkpoints.is_dir() else []:
+        shutil.rmtree(path)
+
+
+def _unused(path: Path) -> Path:
+    """Return the path, or with a number if it is taken."""
+    number, free = 1, path
+    while free.exists():
+        number += 1
+        free = path.with_name(f"{path.name}-{number}")
+    return free

@@ -1,0 +1,184 @@
+"""What a checkpoint consists of, and the proof that it is whole: sizes and SHA-256 of every file, written last.
+
+No torch is needed here, so that `toolkit verify` and the choice of a checkpoint are quick.
+"""
+
+import hashlib
+import json
+import os
+import zipfile
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from toolkit.errors import CheckpointError
+from toolkit.messages import tr
+
+MANIFEST = "manifest.json"
+FORMAT = 1
+"""Of the manifest; raise it when an older one can no longer be read."""
+
+_BLOCK = 1 << 22
+_LOADED = (".pt", ".safetensors", ".json", ".swp")
+"""Endings of what is read when a checkpoint is loaded: such files must all be in the manifest."""
+
+
+@dataclass(frozen=True, slots=True)
+class FileRecord:
+    """A file of a checkpoint."""
+
+    size_bytes: int
+    sha256: str
+
+
+def record(path: Path) -> FileRecord:
+    """Return size and hash of a file.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    digest = hashlib.sha256()
+    with open(path, "rb") as file:
+        while block := file.read(_BLOCK):
+            digest.update(block)
+        return FileRecord(file.tell(), digest.hexdigest())
+
+
+def prove(path: Path) -> None:
+    """Compare what is on the disk with the checksums that torch.save took of it in memory.
+
+    Raises:
+        OSError: they differ.
+    """
+    if path.suffix != ".pt":
+        return
+    try:
+        with zipfile.ZipFile(path) as archive:
+            wrong = archive.testzip()
+    except zipfile.BadZipFile as error:
+        raise OSError(f"{path.name}: {error}") from None
+    if wrong:
+        raise OSError(f"{path.name}: {wrong}")
+
+
+def flush(path: Path) -> None:
+    """Make sure that a file or a folder is on the disk, not only on its way."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write(folder: Path, files: Mapping[str, FileRecord], facts: Mapping[str, Any]) -> None:
+    """Write the manifest, last of all.
+
+    Args:
+        folder: the checkpoint.
+        files: its files by their path in the folder.
+        facts: what else is known of it.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    whole = {
+        "format": FORMAT,
+        **facts,
+        "files": {name: {"size_bytes": files[name].size_bytes, "sha256": files[name].sha256} for name in sorted(files)},
+    }
+    path = folder / MANIFEST
+    path.write_text(json.dumps(whole, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    flush(path)
+
+
+def read(folder: Path) -> dict[str, Any]:
+    """Return the manifest of a checkpoint.
+
+    Raises:
+        CheckpointError: there is none that can be read.
+    """
+    try:
+        found = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(
+            tr("{folder} is no whole checkpoint: {reason}.", folder=folder, reason=_why(error))
+        ) from None
+    if not isinstance(found, dict) or not isinstance(found.get("files"), dict):
+        raise CheckpointError(
+            tr("{folder} is no whole checkpoint: {reason}.", folder=folder, reason=tr("its manifest lists no files"))
+        )
+    if found.get("format") != FORMAT:
+        raise CheckpointError(
+            tr(
+                "{folder} was written by another version of this toolkit (format {found}, here {known}).",
+                folder=folder,
+                found=found.get("format"),
+                known=FORMAT,
+            )
+        )
+    return found
+
+
+def problems(folder: Path, *, read_content: bool = True) -> list[str]:
+    """Return what is wrong with a checkpoint, nothing if it is exactly what was written.
+
+    Args:
+        folder: the checkpoint.
+        read_content: False compares sizes only.
+    """
+    try:
+        files = read(folder)["files"]
+    except CheckpointError as error:
+        return [str(error)]
+    wrong = []
+    listed = []
+    for name, known in files.items():
+        if not _stays_inside(folder, name):
+            wrong.append(tr("{name}: this path leads out of the checkpoint", name=name))
+        elif not isinstance(known, dict):
+            wrong.append(tr("{name}: the manifest says nothing of it", name=name))
+        else:
+            listed.append((name, known))
+    workers = min(8, os.cpu_count() or 1)
+    with ThreadPoolExecutor(workers) as pool:  # hashing lets other threads run
+        found = pool.map(lambda one: _problem(folder, one[0], one[1], read_content), listed)
+        wrong += [problem for problem in found if problem]
+    for path in folder.rglob("*"):
+        name = path.relative_to(folder).as_posix()
+        if path.suffix in _LOADED and name != MANIFEST and name not in files:
+            wrong.append(tr("{name}: the manifest does not know it", name=name))
+    return wrong
+
+
+def _problem(folder: Path, name: str, known: Mapping[str, Any], read_content: bool) -> str:
+    path = folder / name
+    try:
+        size = path.stat().st_size
+        if size != known.get("size_bytes"):
+            return tr(
+                "{name}: {size} bytes instead of {expected}", name=name, size=size, expected=known.get("size_bytes")
+            )
+        if read_content and record(path).sha256 != known.get("sha256"):
+            return tr("{name}: its content is not what was written", name=name)
+    except OSError as error:
+        return f"{name}: {_why(error)}"
+    return ""
+
+
+def _stays_inside(folder: Path, name: str) -> bool:
+    """Whether a name of a manifest is that of a file in the folder: no way up, no link that somebody placed."""
+    path = PurePosixPath(name)
+    if path.is_absolute() or ".." in path.parts or not path.parts or "\0" in name:
+        return False
+    place = folder
+    for part in path.parts:
+        place = place / part
+        if place.is_symlink():
+            return False
+    return True
+
+
+def _why(error: Exception) -> str:
+    return (error.strerror if isinstance(error, OSError) else None) or str(error)

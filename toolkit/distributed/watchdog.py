@@ -1,0 +1,153 @@
+"""Notices a step that does not come to an end, says which rank holds it up, and ends the job, so that it can restart.
+
+A collective that one rank never joins waits for ever: the timeout of the process group does not reach ZeRO's groups
+(deepspeed 0.19.8, utils/groups.py), and a stopped process is no dead one. So every rank has a thread that runs whatever
+its collectives do: it counts into a file and looks at the clock. A rank whose count stands still is the one that hangs.
+"""
+
+import faulthandler
+import json
+import os
+import signal
+import socket
+import statistics
+import sys
+import threading
+import time
+from collections import deque
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from toolkit.distributed import failure
+from toolkit.messages import tr
+
+EXIT_CODE = 124
+_EVERY_S = 1.0
+_LEAST_S, _TIMES = 60.0, 5.0
+_LOOK_S = 4.0
+STEP = "step"
+
+
+class Watchdog:
+    """One rank's. `enter` is called by the loop, everything else happens in the thread.
+
+    Args:
+        folder: the run folder.
+        rank: this rank.
+        world_size: number of ranks.
+        hang_after_s: `distributed.hang_after_s`; below 0 nothing is watched.
+        patience_s: for what is no step (evaluation, a checkpoint) and for the first steps.
+    """
+
+    def __init__(self, folder: Path, rank: int, world_size: int, hang_after_s: float, patience_s: float) -> None:
+        self.folder, self.rank, self.world_size = folder / "logs", rank, world_size
+        self.hang_after_s, self.patience_s = hang_after_s, patience_s
+        self.phase, self.step, self.detail = "", 0, ""
+        self.since = time.monotonic()
+        self.taken: deque[float] = deque(maxlen=100)
+        """Seconds of the last steps."""
+        self.beats = 0
+        self._over = threading.Event()
+        if hang_after_s >= 0:
+            self._beat()
+            threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
+
+    def enter(self, phase: str, step: int, detail: str = "") -> None:
+        """Say what this rank does from now on.
+
+        Args:
+            phase: "step", or a word for anything else; "" is not watched.
+            step: number of the step.
+            detail: what helps to find the cause, such as shapes.
+        """
+        now = time.monotonic()
+        if self.phase == STEP:
+            self.taken.append(now - self.since)
+        self.phase, self.step, self.detail, self.since = phase, step, detail, now
+
+    def stop(self) -> None:
+        """The run is over."""
+        self._over.set()
+
+    def limit(self) -> float:
+        """Return the seconds after which the present phase counts as hanging."""
+        if self.hang_after_s > 0:
+            return self.hang_after_s
+        if self.phase != STEP or len(self.taken) < 3:
+            return self.patience_s
+        return max(_LEAST_S, _TIMES * statistics.quantiles(self.taken, n=100, method="inclusive")[98])
+
+    def _watch(self) -> None:
+        while not self._over.wait(_EVERY_S):
+            self._beat()
+            waited = time.monotonic() - self.since
+            if self.phase and waited > self.limit():
+                self._end(waited)
+
+    def _path(self, rank: int) -> Path:
+        return self.folder / f"heartbeat-rank-{rank}.json"
+
+    def _beat(self) -> None:
+        self.beats += 1
+        me = {"pid": os.getpid(), "host": socket.gethostname(), "beats": self.beats, "phase": self.phase}
+        with suppress(OSError):  # a full disk is no hang
+            self._path(self.rank).write_text(json.dumps({**me, "step": self.step}), encoding="utf-8")
+
+    def _read(self) -> dict[int, dict[str, Any]]:
+        found = {}
+        for rank in range(self.world_size):
+            with suppress(OSError, ValueError):
+                found[rank] = json.loads(self._path(rank).read_text(encoding="utf-8"))
+        return found
+
+    def _end(self, waited: float) -> None:
+        """Write down where this rank is, find out who hangs, say so once, and end."""
+        self._write_stacks(waited)
+        before, started = self._read(), time.monotonic()
+        while time.monotonic() - started < _LOOK_S:
+            time.sleep(_EVERY_S / 2)
+            self._beat()
+        after = self._read()
+        others = [rank for rank in range(self.world_size) if rank != self.rank]
+        silent = [rank for rank in others if after.get(rank) == before.get(rank)]
+        behind = [
+            rank for rank in after if after[rank].get("step", 0) < max(one.get("step", 0) for one in after.values())
+        ]
+        text = tr(
+            "{phase} {step} has taken {seconds} s (limit {limit} s). {who} Python's stacks of all ranks that can still "
+            "write them: {files}.",
+            phase=self.phase,
+            step=self.step,
+            seconds=f"{waited:.0f}",
+            limit=f"{self.limit():.0f}",
+            who=self._accuse(silent, behind, after),
+            files=self.folder / "hang-rank-*.txt",
+        )
+        if failure.announce(self.rank, text):
+            sys.stderr.write(f"Hang: {text}\n")
+            sys.stderr.flush()
+            for rank in silent:  # a stopped process heeds nothing else, and the launcher would wait half a minute
+                if after.get(rank, {}).get("host") == socket.gethostname():
+                    with suppress(OSError):
+                        os.kill(int(after[rank]["pid"]), signal.SIGKILL)
+        os._exit(EXIT_CODE)
+
+    def _accuse(self, silent: list[int], behind: list[int], ranks: dict[int, dict[str, Any]]) -> str:
+        def named(found: list[int]) -> str:
+            known = [(rank, ranks.get(rank, {})) for rank in found]
+            return ", ".join(f"{rank} (pid {one.get('pid', '?')}, {one.get('host', '?')})" for rank, one in known)
+
+        if silent:
+            return tr("No sign of life from rank {ranks}.", ranks=named(silent))
+        if behind:
+            return tr("Rank {ranks} is behind the others.", ranks=named(behind))
+        return tr("All ranks are alive and in the same step: one of them does not come to its end.")
+
+    def _write_stacks(self, waited: float) -> None:
+        with suppress(OSError), open(self.folder / f"hang-rank-{self.rank}.txt", "a", encoding="utf-8") as file:
+            stamp = time.strftime("%Y-%m-%dT%H:%M:%S%z")
+            file.write(f"{stamp} {self.phase} {self.step} for {waited:.0f} s. {self.detail}\n")
+            file.flush()
+            faulthandler.dump_traceback(file, all_threads=True)
+            file.write("\n")

@@ -1,0 +1,265 @@
+"""Which folder a run works in, and from which checkpoint it goes on. Decided once, by rank 0."""
+
+import errno
+import fcntl
+import json
+import os
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import IO, Any
+
+from toolkit.checkpoint import changes, engine_files, folders, manifest, random_state, run_state, universal
+from toolkit.checkpoint.run_state import RunState
+from toolkit.config.load import plain
+from toolkit.config.schema import RunConfig
+from toolkit.errors import CheckpointError, ConfigError, RunFolderError
+from toolkit.launch.environment import Ranks
+from toolkit.messages import tr
+from toolkit.train import run_folder
+from toolkit.train.checkpoint import Saver
+from toolkit.train.prepared import Prepared
+
+NEVER, AUTO, MUST = "never", "auto", "must"
+_LOCK = "run.lock"
+_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """Where a run works and what it goes on from."""
+
+    folder: Path
+    """The run folder."""
+    checkpoint: Path | None
+    """Verified; None begins anew."""
+
+
+def choose(cfg: RunConfig, say: Callable[[str], None]) -> Origin:
+    """Return where to work, with the folder made and locked. For rank 0 only.
+
+    Raises:
+        RunFolderError: the run has finished already, somebody else works in it, or it cannot be made.
+        CheckpointError: there is nothing to go on from although there should be.
+        ConfigError: `resume` says something that cannot be.
+    """
+    named = Path(cfg.run.dir).absolute() / cfg.run.name if cfg.run.name else None
+    checkpoint: Path | None
+    if cfg.resume not in (NEVER, AUTO, MUST):
+        checkpoint = _checkpoint_at(Path(cfg.resume), say)
+        if named is None or checkpoint.parent.parent != named:
+            return Origin(_new(cfg), checkpoint)
+        _reopen(named)
+        return Origin(named, checkpoint)
+    is_run = named is not None and any((named / name).exists() for name in (_LOCK, "config.yaml"))
+    if named is None or not is_run or cfg.resume == NEVER:  # a folder that is no run is refused as it always was
+        if cfg.resume == MUST:
+            raise CheckpointError(
+                tr(
+                    "resume = must, but there is no run {folder}. Check run.name and run.dir.",
+                    folder=named or cfg.run.dir,
+                )
+            )
+        return Origin(_new(cfg), None)
+    _reopen(named)
+    checkpoints = named / "checkpoints"
+    were_there = bool(folders.published(checkpoints))
+    checkpoint = folders.newest_whole(checkpoints, say)
+    folders.remove_unfinished(checkpoints)
+    if checkpoint is None and (were_there or cfg.resume == MUST):
+        raise CheckpointError(
+            tr(
+                "{folder} holds no checkpoint that is whole. To begin anew, choose another run.name.",
+                folder=checkpoints,
+            )
+        )
+    if checkpoint is None:
+        say(tr("The run {folder} was stopped before its first checkpoint: it begins anew.", folder=named))
+    return Origin(named, checkpoint)
+
+
+def _checkpoint_at(path: Path, say: Callable[[str], None]) -> Path:
+    """Return the checkpoint that a path means: itself, or the newest of a run."""
+    path = path.absolute()
+    if (path / manifest.MANIFEST).is_file():
+        if wrong := manifest.problems(path):
+            raise CheckpointError(
+                tr("the checkpoint {folder} is damaged: {reason}.", folder=path, reason="; ".join(wrong[:3]))
+            )
+        return path
+    found = folders.newest_whole(path / "checkpoints", say) if path.is_dir() else None
+    if found is None:
+        raise ConfigError(
+            tr(
+                "resume = {path} is not auto, must or never, nor a checkpoint or a run folder that holds a whole one.",
+                path=path,
+            )
+        )
+    return found
+
+
+def _new(cfg: RunConfig) -> Path:
+    folder = run_folder.create(cfg)
+    _lock(folder)
+    return folder
+
+
+def _reopen(folder: Path) -> None:
+    """Make an existing run folder ready for going on: locked, and what would be overwritten is put aside."""
+    if (folder / "DONE").exists():
+        raise RunFolderError(
+            tr("the run {folder} has finished already (DONE). For another one choose another run.name.", folder=folder)
+        )
+    _lock(folder)
+    try:
+        (folder / "logs").mkdir(exist_ok=True)
+        for name in ("config.yaml", "ds_config.json", "environment.json", "FAILED"):
+            path = folder / name
+            if path.exists():
+                path.rename(_numbered(folder / "logs", path))
+    except OSError as error:
+        raise RunFolderError(
+            tr("cannot go on in {folder}: {reason}.", folder=folder, reason=error.strerror or error)
+        ) from error
+
+
+def _numbered(folder: Path, path: Path) -> Path:
+    number = 1
+    while (target := folder / f"{path.stem}-{number}{path.suffix}").exists():
+        number += 1
+    return target
+
+
+_held: list[IO[str]] = []
+"""Kept open for as long as this process lives: the system lets go of the lock with it."""
+
+
+def _lock(folder: Path) -> None:
+    """Keep all others out of a run folder.
+
+    Raises:
+        RunFolderError: somebody works in it.
+    """
+    file = open(folder / _LOCK, "a+", encoding="utf-8")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.seek(0)
+        who = file.read().strip()
+        file.close()
+        raise RunFolderError(
+            tr("another process works in {folder}: {who}. Wait for it, or stop it.", folder=folder, who=who or "?")
+        ) from None
+    except OSError as error:
+        if error.errno not in _NO_LOCKS:
+            raise
+    file.truncate(0)
+    me = {"pid": os.getpid(), "host": socket.gethostname(), "since": time.strftime("%Y-%m-%dT%H:%M:%S%z")}
+    file.write(json.dumps(me))
+    file.flush()
+    _held.append(file)
+
+
+def release() -> None:
+    """Let go of the run folder, for a process that does several runs."""
+    while _held:
+        _held.pop().close()
+
+
+def trim_metrics(folder: Path, length: int) -> None:
+    """Put aside the rows of steps that are done again. For rank 0 only.
+
+    Args:
+        folder: the run folder.
+        length: bytes of metrics.jsonl when the checkpoint was saved.
+    """
+    path = folder / "metrics.jsonl"
+    if not path.exists() or path.stat().st_size <= length:
+        return
+    content = path.read_bytes()
+    with open(folder / "logs" / "metrics-lost.jsonl", "ab") as lost:
+        lost.write(content[length:])
+    os.truncate(path, length)
+
+
+def starting_state(
+    cfg: RunConfig, prepared: Prepared, ranks: Ranks, origin: Origin, say: Callable[[str], None]
+) -> RunState:
+    """Return where the run begins, with everything in it that stays the same; put aside what is done again.
+
+    For rank 0 only.
+
+    Raises:
+        ConfigError: the run computes something else than the one that saved the checkpoint.
+        CheckpointError: the checkpoint cannot be read, or not by so many ranks.
+    """
+    config = json.loads(json.dumps(plain(cfg)))
+    plan = prepared.train_plan.folder
+    data = {"store": prepared.train.fingerprint, "rows": plan.name if plan else prepared.packing.value}
+    same: dict[str, Any] = {
+        "world_size": ranks.world_size,
+        "data": data,
+        "config": config,
+        "versions": run_folder.environment(ranks.world_size),
+    }
+    if origin.checkpoint is None:
+        trim_metrics(origin.folder, 0)
+        return RunState(**same)
+    state = run_state.read(origin.checkpoint)
+    changed = changes.check(state.config, config, state.data, data, cfg.checkpoint.allow_changes)
+    _check_stages(_stage(state), config["zero"]["stage"])
+    same_run = origin.checkpoint.parent.parent == origin.folder
+    if same_run:
+        trim_metrics(origin.folder, state.metrics_bytes)
+    say(tr("Going on after step {step} from {checkpoint}.", step=f"{state.step:,}", checkpoint=origin.checkpoint))
+    if changed:
+        say(tr("Changed since then:") + "\n" + "\n".join(changed))
+    return replace(state, **same)
+
+
+def _stage(state: RunState) -> int:
+    return int(state.config["zero"]["stage"])
+
+
+def _check_stages(before: int, now: int) -> None:
+    """Refuse a ZeRO stage that the files of a checkpoint cannot be brought into."""
+    if before != now and not universal.can_convert(before, now):
+        raise CheckpointError(
+            tr(
+                "the checkpoint was saved under ZeRO-{before}, which cannot go on under ZeRO-{now}: only the stages 1 "
+                "and 2 can change into each other. Start with zero.stage={before}, with any number of ranks.",
+                before=before,
+                now=now,
+            )
+        )
+
+
+def go_on(saver: Saver, checkpoint: Path, state: RunState, ranks: Ranks, seed: int) -> None:
+    """Put engine and random generators into the state of a checkpoint. A collective.
+
+    Args:
+        saver: of the run's engine.
+        checkpoint: verified.
+        state: of `starting_state`.
+        ranks: who this process is.
+        seed: `run.seed`.
+
+    Raises:
+        CheckpointError: it cannot be read.
+    """
+    saved = run_state.read(checkpoint)
+    stages = _stage(saved), _stage(state)
+    if stages[0] == stages[1] and (saved.world_size == ranks.world_size or stages[0] == 0):
+        saver.load(checkpoint)
+    else:
+        saver.load_universal(checkpoint)
+    path = checkpoint / random_state.file_name(ranks.rank)
+    if saved.world_size == ranks.world_size:
+        try:
+            random_state.restore(path)
+        except (OSError, KeyError, ValueError, RuntimeError) as error:
+            raise engine_files.unreadable(path, error) from error
+    else:  # other ranks, other streams: dropout differs, the mathematics do not
+        random_state.seed_all(seed + 1_000_003 * state.step + ranks.rank)
