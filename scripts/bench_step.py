@@ -5,46 +5,20 @@ DS_ACCELERATOR=cpu OMP_NUM_THREADS=1 deepspeed --num_gpus 2 scripts/bench_step.p
 Words of its own: pairs=20 steps=5 output=FILE; everything else is as for run.py.
 """
 
-import json
-import os
-import sys
-import tempfile
-import time
 from pathlib import Path
+from typing import Any
 
-from toolkit.cli.compose import compose, positive_int
-from toolkit.config.checks import check
-from toolkit.launch import environment
-from toolkit.train.run_folder import environment as versions
+from toolkit.cli.compose import positive_int
+from toolkit.cli.on_ranks import measure_on_ranks
 
 
-def main() -> None:
-    """Measure on all ranks; rank 0 writes."""
-    ranks = environment.detect(os.environ)
-    words = environment.strip_launcher_arguments(sys.argv[1:])
-    composed = compose(words, world_size=ranks.world_size, arguments=("pairs", "steps", "output"))
-    check(composed.loaded, ranks.world_size)
-    environment.apply(ranks, os.environ)
+def measure(cfg: Any, prepared: Any, ranks: Any, given: dict[str, str], folder: Path) -> dict[str, Any]:
+    """Measure."""
     from toolkit.bench.step import compare
-    from toolkit.distributed import process_group
-    from toolkit.train.prepared import prepare_data
 
-    cfg = composed.loaded.cfg
-    prepared = prepare_data(cfg, speaks=False)
-    process_group.start(cfg.distributed)
-    pairs = positive_int(composed.arguments, "pairs") or 20
-    steps = positive_int(composed.arguments, "steps") or 5
-    with tempfile.TemporaryDirectory() as folder:
-        result = compare(cfg, prepared, ranks, pairs, steps, Path(folder))
-    if ranks.rank == 0:
-        command = " ".join(["deepspeed", "--num_gpus", str(ranks.world_size), "scripts/bench_step.py", *words])
-        result = {"command": command, **result, "environment": versions(ranks.world_size)}
-        text = json.dumps(result, indent=2) + "\n"
-        output = composed.arguments.get("output") or f"benchmarks/{time.strftime('%Y-%m-%d')}-step.json"
-        Path(output).write_text(text, encoding="utf-8")
-        print(text)
-    process_group.stop()
+    pairs, steps = positive_int(given, "pairs") or 20, positive_int(given, "steps") or 5
+    return compare(cfg, prepared, ranks, pairs, steps, folder)
 
 
 if __name__ == "__main__":
-    main()
+    measure_on_ranks("step", ["pairs", "steps"], measure)

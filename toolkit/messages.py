@@ -5,6 +5,7 @@ The language is decided once: `set_language` (from the recipe's `language`), els
 
 import os
 import string
+import sys
 
 _language = ""
 
@@ -43,6 +44,12 @@ def tr(english: str, /, **values: object) -> str:
 
         template = CHINESE.get(english, english)
     return template.format(**values)
+
+
+def say(line: str) -> None:
+    """Write a line to the user at once, as stdout may be a pipe that somebody watches."""
+    sys.stdout.write(line + "\n")
+    sys.stdout.flush()
 
 
 def placeholders(template: str) -> set[str]:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from golden import GOLDEN
 
+from tests.unit.data_tools import trained_stretches
 from toolkit.config.schema import TrainOn
 from toolkit.data.conversation import Conversation, marked
 from toolkit.errors import RowError
@@ -42,19 +43,6 @@ def samples(name: str, messages: list[dict[str, Any]], train_on: TrainOn) -> lis
     return [encoder(name).encode(one.messages) for one in found]
 
 
-def trained_stretches(name: str, sample: tuple[list[int], list[bool]]) -> list[list[int]]:
-    """Return the ids of each stretch that is trained."""
-    stretches: list[list[int]] = []
-    before = False
-    for token, kept in zip(*sample, strict=True):
-        if kept and not before:
-            stretches.append([])
-        if kept:
-            stretches[-1].append(token)
-        before = kept
-    return stretches
-
-
 def answer(name: str, content: str, end: str) -> list[int]:
     """Return the ids of an answer after its role's token, up to the token that ends it."""
     texts = ["\n", content] if name == "v3" else [f"\n{content}"]
@@ -75,12 +63,12 @@ def test_answers_are_chosen_where_each_has_its_turn(name: str) -> None:
     ):
         (found,) = samples(name, CHAT, train_on)
         assert found[0] == whole[0]
-        assert trained_stretches(name, found) == wanted, train_on
+        assert trained_stretches(*found) == wanted, train_on
     flagged = [CHAT[0], {**CHAT[1], "loss": True}, CHAT[2], {**CHAT[3], "loss": False}]
     for train_on in TrainOn:
         (found,) = samples(name, flagged, train_on)
         assert found[0] == whole[0]
-        assert trained_stretches(name, found) == [first], train_on
+        assert trained_stretches(*found) == [first], train_on
 
 
 @pytest.mark.parametrize("name", ["v1", "v2"])
@@ -91,7 +79,7 @@ def test_each_trained_answer_is_a_sample_where_only_the_last_can_be(name: str) -
     assert samples(name, CHAT, TrainOn.marked) == []
     flagged = [CHAT[0], {**CHAT[1], "loss": True}, *CHAT[2:]]
     assert samples(name, flagged, TrainOn.marked) == [beginning]
-    assert len(trained_stretches(name, whole)) == 1
+    assert len(trained_stretches(*whole)) == 1
 
 
 def test_chatglm3_calls_tools_in_python() -> None:
@@ -109,7 +97,7 @@ def test_chatglm3_calls_tools_in_python() -> None:
     # As in the original the observation is trained too; data.train_on=all leaves it out.
     assert mask == [False] * (len(beginning) + 1) + [True] * (len(ids) - len(beginning) - 1)
     (chosen,) = samples("v3", TOOL_CHAT, TrainOn.all)
-    assert trained_stretches("v3", chosen) == [[*call, observation], answer("v3", "It is 12.", "</s>")]
+    assert trained_stretches(*chosen) == [[*call, observation], answer("v3", "It is 12.", "</s>")]
 
 
 def test_glm4_calls_tools_in_json() -> None:

@@ -2,6 +2,8 @@
 
 import json
 from collections.abc import Sequence
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +58,12 @@ class UntrainedEncoder(ByteEncoder):
         """Return ids and an empty mask."""
         ids, trained = super().encode(messages, tools)
         return ids, [False] * len(trained)
+
+
+def trained_stretches(ids: Sequence[int], trained: Sequence[bool]) -> list[list[int]]:
+    """Return the ids of each stretch that is trained."""
+    pairs = zip(ids, trained, strict=True)
+    return [[token for token, _ in stretch] for kept, stretch in groupby(pairs, itemgetter(1)) if kept]
 
 
 def text_of(ids: Sequence[int]) -> str:

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from tests.unit.data_tools import trained_stretches
 from toolkit.errors import ModelError, RowError
 from toolkit.models.span_tokens import SpanTokenizer
 from toolkit.models.template_chat import TemplateChatEncoder
@@ -209,15 +210,7 @@ MARKED = (
 
 def spoken(tokenizer: Any, encoded: tuple[list[int], list[bool]]) -> list[str]:
     """Return the trained stretches as text."""
-    parts: list[list[int]] = []
-    before = False
-    for token, kept in zip(*encoded, strict=True):
-        if kept and not before:
-            parts.append([])
-        if kept:
-            parts[-1].append(token)
-        before = kept
-    return [text_of(tokenizer, part) for part in parts]
+    return [text_of(tokenizer, part) for part in trained_stretches(*encoded)]
 
 
 @pytest.mark.parametrize(

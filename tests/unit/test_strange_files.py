@@ -14,6 +14,7 @@ import pytest
 from tests.unit.data_tools import ByteEncoder, pairs, run_config, write_rows
 from toolkit.config.schema import OnBadRow, RunConfig, SourceConfig, TooLong, TrainOn
 from toolkit.data.plan import pack, weighted_samples
+from toolkit.data.pool import make_parts
 from toolkit.data.prepare import Prepared, prepare
 from toolkit.data.sources import locate
 from toolkit.errors import DataError
@@ -234,20 +235,13 @@ def test_long_rows_cost_no_memory_by_themselves() -> None:
     assert peak < 64 << 20
 
 
-def test_parts_that_another_build_removed_are_made_again(tmp_path: Path) -> None:
-    from toolkit.data import pool
-    from toolkit.data import prepare as module
-
+def test_parts_that_another_build_removed_are_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cfg = run_config(tmp_path, write_rows(tmp_path / "d.jsonl", pairs(50)))
-    real = pool.make_parts
 
     def removed(*arguments: Any) -> Any:
-        for one in real(*arguments):
+        for one in make_parts(*arguments):
             one.path.unlink()
             yield one
 
-    module.make_parts = removed  # type: ignore[assignment]
-    try:
-        assert len(made(cfg).train) == 50
-    finally:
-        module.make_parts = real
+    monkeypatch.setattr("toolkit.data.prepare.make_parts", removed)
+    assert len(made(cfg).train) == 50

@@ -11,13 +11,13 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from copy import deepcopy
-from functools import partial
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from toolkit.bench.library import fresh, library_calls, texts_of
 from toolkit.bench.processes import children, measure, uss
 from toolkit.bench.rows import rows_file
 from toolkit.config.schema import Packing, RunConfig, SourceConfig
@@ -26,8 +26,6 @@ from toolkit.data.plan import Plan, pack
 from toolkit.data.sampler import Position
 from toolkit.data.sources import read_conversations
 from toolkit.launch.environment import Ranks
-from toolkit.models.chat import AnyChatEncoder, FamilyChatEncoder
-from toolkit.models.chatglm.tokenizers import ChatGLMTokenizer
 from toolkit.train.batches import epoch_steps, training_batches
 from toolkit.train.prepared import build_encoder, prepare_with
 
@@ -118,35 +116,16 @@ def library_alone(cfg: RunConfig, start: int, stop: int) -> dict[str, float]:
     """Return the seconds that the tokenizer's library takes for the texts of some rows, with and without offsets."""
     encoder = build_encoder(cfg, lambda line: None)
     conversations = read_conversations(cfg.data, Path(cfg.prepare.dir), lambda line: None)
-    texts = _texts(encoder, islice(conversations, start, stop))
-    library, fast_library = _library(encoder)
+    texts = chain.from_iterable(
+        texts_of(encoder, one.messages, one.tools) for one in islice(conversations, start, stop)
+    )
+    library, fast_library = library_calls(encoder)
     seconds = fast_seconds = 0.0
     while part := list(islice(texts, _READ_AHEAD)):
-        again = [text.encode().decode() for text in part]  # Python keeps a text's UTF-8 once it was asked for
+        again = [fresh(text) for text in part]
         seconds += _time(library, part)
         fast_seconds += _time(fast_library, again)
     return {"seconds": seconds, "fast_seconds": fast_seconds}
-
-
-def _library(encoder: AnyChatEncoder) -> tuple[Callable[[list[str]], Any], Callable[[list[str]], Any]]:
-    """Return the library's own calls; sentencepiece has only one."""
-    if isinstance(encoder.tokenizer, ChatGLMTokenizer):
-        encode = partial(encoder.tokenizer.ice.pieces.encode, num_threads=-1)
-        return encode, encode
-    backend = encoder.tokenizer.backend_tokenizer
-    backend.encode_special_tokens = isinstance(encoder, FamilyChatEncoder)
-    return (
-        partial(backend.encode_batch, add_special_tokens=False),
-        partial(backend.encode_batch_fast, add_special_tokens=False),
-    )
-
-
-def _texts(encoder: AnyChatEncoder, conversations: Iterator[Any]) -> Iterator[str]:
-    for conversation in conversations:
-        if isinstance(encoder, FamilyChatEncoder):
-            yield from (text for text, _ in encoder.format.example(conversation.messages) if isinstance(text, str))
-        else:
-            yield encoder.render(conversation.messages, conversation.tools, add_generation_prompt=False)
 
 
 def _time(call: Callable[[list[str]], Any], texts: list[str]) -> float:

@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from toolkit.bench.library import fresh, library_calls, texts_of
 from toolkit.models.chat import FamilyChatEncoder
 from toolkit.models.chatglm.tokenizers import ChatGLMTokenizer
 
@@ -31,11 +32,8 @@ def compare(
         the texts, and of whole conversations.
     """
     chunks = [conversations[start : start + CHUNK] for start in range(0, len(conversations), CHUNK)]
-    texts = [
-        [content for messages in chunk for content, _ in encoder.format.example(messages) if isinstance(content, str)]
-        for chunk in chunks
-    ]
-    library = _library(encoder.tokenizer)
+    texts = [[text for messages in chunk for text in texts_of(encoder, messages)] for chunk in chunks]
+    library = _library(encoder)
     assert [encoder.tokenizer.encode_texts(part) for part in texts[:1]] == [library(part) for part in texts[:1]] or (
         isinstance(encoder.tokenizer, ChatGLMTokenizer)  # sentencepiece alone does not know ChatGLM-6B's white space
     )
@@ -74,18 +72,16 @@ def compare(
 
 
 def _fresh(value: Any) -> Any:
-    """Copy texts: Python keeps a text's UTF-8 form once a library has asked for it; data that is read once has none."""
+    """Copy all texts in a value."""
     if isinstance(value, str):
-        return value.encode().decode()
+        return fresh(value)
     if isinstance(value, dict):
         return {key: _fresh(item) for key, item in value.items()}
     return [_fresh(item) for item in value]
 
 
-def _library(tokenizer: Any) -> Callable[[list[str]], list[list[int]]]:
-    if isinstance(tokenizer, ChatGLMTokenizer):
-        pieces = tokenizer.ice.pieces
-        return lambda texts: list(pieces.encode(texts, num_threads=-1))
-    backend = tokenizer.backend_tokenizer
-    backend.encode_special_tokens = True
-    return lambda texts: [found.ids for found in backend.encode_batch_fast(texts, add_special_tokens=False)]
+def _library(encoder: FamilyChatEncoder) -> Callable[[list[str]], list[list[int]]]:
+    _, encode = library_calls(encoder)
+    if isinstance(encoder.tokenizer, ChatGLMTokenizer):
+        return encode
+    return lambda texts: [found.ids for found in encode(texts)]

@@ -4,7 +4,8 @@ import shutil
 from collections.abc import Callable, Collection
 from pathlib import Path
 
-from toolkit.checkpoint.manifest import flush, problems
+from toolkit.checkpoint.manifest import problems
+from toolkit.disk import flush
 from toolkit.messages import tr
 
 LATEST = "latest"

@@ -3,7 +3,6 @@
 No torch is needed here, so that `toolkit verify` and the choice of a checkpoint are quick.
 """
 
-import hashlib
 import json
 import os
 import zipfile
@@ -13,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from toolkit.disk import flush, sha256
 from toolkit.errors import CheckpointError
 from toolkit.messages import tr
 
@@ -20,7 +20,6 @@ MANIFEST = "manifest.json"
 FORMAT = 1
 """Of the manifest; raise it when an older one can no longer be read."""
 
-_BLOCK = 1 << 22
 _LOADED = (".pt", ".safetensors", ".json", ".swp")
 """Endings of what is read when a checkpoint is loaded: such files must all be in the manifest."""
 
@@ -39,11 +38,7 @@ def record(path: Path) -> FileRecord:
     Raises:
         OSError: it cannot be read.
     """
-    digest = hashlib.sha256()
-    with open(path, "rb") as file:
-        while block := file.read(_BLOCK):
-            digest.update(block)
-        return FileRecord(file.tell(), digest.hexdigest())
+    return FileRecord(path.stat().st_size, sha256(path))
 
 
 def prove(path: Path) -> None:
@@ -61,15 +56,6 @@ def prove(path: Path) -> None:
         raise OSError(f"{path.name}: {error}") from None
     if wrong:
         raise OSError(f"{path.name}: {wrong}")
-
-
-def flush(path: Path) -> None:
-    """Make sure that a file or a folder is on the disk, not only on its way."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def write(folder: Path, files: Mapping[str, FileRecord], facts: Mapping[str, Any]) -> None:
@@ -121,13 +107,8 @@ def read(folder: Path) -> dict[str, Any]:
     return found
 
 
-def problems(folder: Path, *, read_content: bool = True) -> list[str]:
-    """Return what is wrong with a checkpoint, nothing if it is exactly what was written.
-
-    Args:
-        folder: the checkpoint.
-        read_content: False compares sizes only.
-    """
+def problems(folder: Path) -> list[str]:
+    """Return what is wrong with a checkpoint, nothing if it is exactly what was written; reads every byte of it."""
     try:
         files = read(folder)["files"]
     except CheckpointError as error:
@@ -143,7 +124,7 @@ def problems(folder: Path, *, read_content: bool = True) -> list[str]:
             listed.append((name, known))
     workers = min(8, os.cpu_count() or 1)
     with ThreadPoolExecutor(workers) as pool:  # hashing lets other threads run
-        found = pool.map(lambda one: _problem(folder, one[0], one[1], read_content), listed)
+        found = pool.map(lambda one: _problem(folder, *one), listed)
         wrong += [problem for problem in found if problem]
     for path in folder.rglob("*"):
         name = path.relative_to(folder).as_posix()
@@ -152,7 +133,7 @@ def problems(folder: Path, *, read_content: bool = True) -> list[str]:
     return wrong
 
 
-def _problem(folder: Path, name: str, known: Mapping[str, Any], read_content: bool) -> str:
+def _problem(folder: Path, name: str, known: Mapping[str, Any]) -> str:
     path = folder / name
     try:
         size = path.stat().st_size
@@ -160,7 +141,7 @@ def _problem(folder: Path, name: str, known: Mapping[str, Any], read_content: bo
             return tr(
                 "{name}: {size} bytes instead of {expected}", name=name, size=size, expected=known.get("size_bytes")
             )
-        if read_content and record(path).sha256 != known.get("sha256"):
+        if sha256(path) != known.get("sha256"):
             return tr("{name}: its content is not what was written", name=name)
     except OSError as error:
         return f"{name}: {_why(error)}"

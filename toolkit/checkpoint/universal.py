@@ -44,7 +44,9 @@ def make(checkpoint: Path, folder: Path, say: Callable[[str], None]) -> Path:
         DataError: the disk is full or not writable.
     """
     target = folder / (checkpoint.name + SUFFIX)
-    build_once(target, partial(_convert, checkpoint, say), lambda folder: (folder / "zero").is_dir(), say)
+    build_once(
+        target, partial(_convert, checkpoint, say), lambda made: (made / "zero").is_dir(), say, setting="run.dir"
+    )
     return target
 
 

@@ -10,13 +10,12 @@ Works in prepare.dir/bench. Linux only.
 """
 
 import json
-import sys
 from pathlib import Path
 
 from toolkit.cli.compose import compose, positive_int
 from toolkit.config.checks import check
 from toolkit.errors import ConfigError
-from toolkit.messages import tr
+from toolkit.messages import say, tr
 
 
 def run(words: list[str]) -> int:
@@ -32,9 +31,9 @@ def run(words: list[str]) -> int:
     from toolkit.bench.data import compare
     from toolkit.train.run_folder import environment
 
-    found = compare(cfg, rows, Path(cfg.prepare.dir) / "bench", _say)
+    found = compare(cfg, rows, Path(cfg.prepare.dir) / "bench", say)
     result = {"command": " ".join(["toolkit bench", *words]), **found, "environment": environment(1)}
-    _say(json.dumps(result, indent=2))
+    say(json.dumps(result, indent=2))
     if output:
         output.write_text(json.dumps([*earlier, result], indent=2) + "\n", encoding="utf-8")
     return 0
@@ -51,8 +50,3 @@ def _earlier(file: Path) -> list[object]:
     if not isinstance(found, list):
         raise ConfigError(tr("output = {file} is not a list of results. Choose another file.", file=file))
     return found
-
-
-def _say(line: str) -> None:
-    sys.stdout.write(line + "\n")
-    sys.stdout.flush()

@@ -7,12 +7,10 @@ toolkit prepare recipe=NAME [key=value …]
 An interrupted run goes on where it stopped. Data that is prepared already is verified: every byte is read.
 """
 
-import sys
-
 from toolkit.cli.compose import compose
 from toolkit.config.checks import check
 from toolkit.errors import DataError
-from toolkit.messages import tr
+from toolkit.messages import say, tr
 
 
 def run(words: list[str]) -> int:
@@ -26,8 +24,8 @@ def run(words: list[str]) -> int:
     from toolkit.train.prepared import build_encoder, prepare_data
 
     if cfg.prepare.shard:
-        total, new = prepare_shard(cfg, build_encoder(cfg, _say), _say)
-        _say(
+        total, new = prepare_shard(cfg, build_encoder(cfg, say), say)
+        say(
             tr(
                 "Part {shard} is done: {total} pieces, {new} of them made now. When all parts are, run the same "
                 "command without prepare.shard to join them.",
@@ -47,7 +45,7 @@ def run(words: list[str]) -> int:
                 files=", ".join(damaged),
             )
         )
-    _say(
+    say(
         tr(
             "{samples} training samples, {tokens} tokens ({trained} trained), in {folder}.",
             samples=f"{len(prepared.train):,}",
@@ -57,10 +55,5 @@ def run(words: list[str]) -> int:
         )
     )
     if line := filled_line(cfg, prepared.packing, prepared.train, prepared.train_plan):
-        _say(line)
+        say(line)
     return 0
-
-
-def _say(line: str) -> None:
-    sys.stdout.write(line + "\n")
-    sys.stdout.flush()

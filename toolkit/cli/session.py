@@ -2,7 +2,6 @@
 
 import logging
 import socket
-import sys
 import time
 from functools import partial
 from pathlib import Path
@@ -27,7 +26,7 @@ from toolkit.engine.initialize import initialize
 from toolkit.errors import RunFolderError
 from toolkit.evaluate.loss import evaluate_loss
 from toolkit.launch.environment import Ranks
-from toolkit.messages import tr
+from toolkit.messages import say, tr
 from toolkit.models.attention import check_isolation
 from toolkit.models.build import build_model
 from toolkit.track.progress import Progress
@@ -76,11 +75,6 @@ def run_session(cfg: RunConfig, ranks: Ranks, prepared: Prepared, started: float
         The run folder.
     """
     random_state.seed_all(cfg.run.seed + ranks.rank)
-
-    def say(line: str) -> None:
-        sys.stdout.write(line + "\n")
-        sys.stdout.flush()
-
     origin = process_group.on_rank0(lambda: resume.choose(cfg, say))
     folder = origin.folder
     _check_shared(folder)

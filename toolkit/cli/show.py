@@ -15,7 +15,7 @@ from toolkit.cli.compose import compose, non_negative_int
 from toolkit.config.checks import check
 from toolkit.config.schema import Packing, RunConfig
 from toolkit.errors import ConfigError
-from toolkit.messages import tr
+from toolkit.messages import say, tr
 
 if TYPE_CHECKING:
     from toolkit.cli.sample_view import Style
@@ -43,8 +43,7 @@ def run(words: list[str]) -> int:
         store, plan = prepared.validation, prepared.validation_plan
     on_terminal = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
     style = COLOURS if color == "always" or (color == "auto" and on_terminal) else BRACKETS
-    _say(_counts(cfg, prepared, store, plan))
-    _say(_samples(cfg, prepared, store, plan, count, style))
+    say("\n".join([*_counts(cfg, prepared, store, plan), *_samples(cfg, prepared, store, plan, count, style)]))
     return 0
 
 
@@ -121,8 +120,3 @@ def _choice(arguments: dict[str, str], name: str, known: tuple[str, ...]) -> str
     if value not in known:
         raise ConfigError(tr("{name} = {value} is none of {known}.", name=name, value=value, known=", ".join(known)))
     return value
-
-
-def _say(lines: list[str]) -> None:
-    sys.stdout.write("".join(f"{line}\n" for line in lines))
-    sys.stdout.flush()

@@ -40,7 +40,7 @@ def collate(rows: Sequence[Sequence[Sample]], pad_id: int, packed: bool = False)
         begin = 0
         for segment, (ids, trained) in enumerate(row, start=1):
             end = begin + len(ids)
-            # Copies: torch has no uint32 arithmetic, and the mapped file is read-only.
+            # Copies: torch has no uint32 arithmetic, and what a store gives is read-only.
             tokens = torch.from_numpy(ids.astype("int64"))
             input_ids[number, begin:end] = tokens
             labels[number, begin:end] = tokens.masked_fill(~torch.from_numpy(trained.copy()), UNTRAINED)

@@ -12,7 +12,6 @@ and `metadata`; `loss`, if there, says whether it is trained. Roles: system, use
 text that is a conversation's only message."""
 
 TEXT = "text"
-ROLES = ("system", "user", "assistant", "tool", TEXT)
 
 
 @dataclass(frozen=True, slots=True)

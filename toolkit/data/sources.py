@@ -15,6 +15,7 @@ from toolkit.data import docstrings
 from toolkit.data.conversation import Conversation
 from toolkit.data.files import Block, block_bytes, blocks, files_of, first_row, rows_of
 from toolkit.data.formats import RowReader, detect_format, parse_row
+from toolkit.disk import sha256
 from toolkit.errors import DataError, RowError
 from toolkit.messages import tr
 
@@ -200,17 +201,14 @@ def content_hash(path: Path, cache_dir: Path) -> str:
         remembered = _read_json(kept)
         if remembered.get("stamp") == stamp:
             return str(remembered["sha256"])
-        digest = hashlib.sha256()
-        with open(path, "rb") as file:
-            while block := file.read(1 << 20):
-                digest.update(block)
+        digest = sha256(path)
     except OSError as error:
         raise DataError(
             tr("Cannot read '{path}': {reason}.", path=path, reason=error.strerror or error),
         ) from error
     if time.time() - max(found.st_mtime, found.st_ctime) > _SETTLED_S:
-        _write_json(kept, {"path": str(path), "stamp": stamp, "sha256": digest.hexdigest()})
-    return digest.hexdigest()
+        _write_json(kept, {"path": str(path), "stamp": stamp, "sha256": digest})
+    return digest
 
 
 def _read_json(path: Path) -> dict[str, Any]:

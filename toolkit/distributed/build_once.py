@@ -23,6 +23,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
+from toolkit.disk import flush
 from toolkit.errors import DataError
 from toolkit.messages import tr
 
@@ -42,6 +43,7 @@ def build_once(
     is_complete: Callable[[Path], bool],
     say: Callable[[str], None],
     status: Callable[[], str] = str,
+    setting: str = "prepare.dir",
 ) -> bool:
     """Make `target` with `build`, unless it is complete or another process is making it.
 
@@ -53,6 +55,7 @@ def build_once(
         is_complete: whether a folder found at `target` can be used; one that cannot is replaced.
         say: receives the message shown while waiting for another process.
         status: says in a few words how far the build is; shown to those who wait.
+        setting: the key by which the user chooses another folder.
 
     Returns:
         True if this process built the folder, False if it was there or another process built it.
@@ -71,7 +74,7 @@ def build_once(
             _build_and_rename(target, build, is_complete)
             return True
     except OSError as error:
-        raise explained(error, target.parent) from error
+        raise explained(error, target.parent, setting) from error
 
 
 def _build_and_rename(target: Path, build: Callable[[Path], None], is_complete: Callable[[Path], bool]) -> None:
@@ -82,14 +85,14 @@ def _build_and_rename(target: Path, build: Callable[[Path], None], is_complete: 
         # mkdtemp makes the folder private; other users of a shared cache must be able to read it.
         building.chmod(0o777 & ~_umask())
         for path in [*building.rglob("*"), building]:
-            _flush(path)
+            flush(path)
         try:
             building.rename(target)
         except OSError:
             # On a file system without locks another machine may have finished the same build first.
             if not is_complete(target):
                 raise
-        _flush(target.parent)
+        flush(target.parent)
     finally:
         shutil.rmtree(building, ignore_errors=True)
 
@@ -192,7 +195,7 @@ def _wait(file: IO[str], signature: _Signature, say: Callable[[str], None]) -> N
     """Return as the holder of the lock, signed."""
     started, told = time.monotonic(), False
     while True:
-        granted, trusted = _try_lock(file)
+        granted, trusted = try_lock(file)
         if granted and not signature.another_lives(trusted):
             signature.write()
             time.sleep(_CLAIM_S)
@@ -215,8 +218,14 @@ def _wait(file: IO[str], signature: _Signature, say: Callable[[str], None]) -> N
         time.sleep(_POLL_S)
 
 
-def _try_lock(file: IO[str]) -> tuple[bool, bool]:
-    """Return whether the lock was granted, and whether that means anything on this machine."""
+def try_lock(file: IO[str]) -> tuple[bool, bool]:
+    """Return whether the lock on a file was granted, and whether that means anything on this machine.
+
+    The system lets go of it when the file is closed, or its process ends.
+
+    Raises:
+        OSError: the file system fails.
+    """
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -233,35 +242,28 @@ def _unlock(file: IO[str]) -> None:
         fcntl.flock(file, fcntl.LOCK_UN)
 
 
-def _flush(path: Path) -> None:
-    """Write a file's or a folder's content through to the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 def _umask() -> int:
     mask = os.umask(0)
     os.umask(mask)
     return mask
 
 
-def explained(error: OSError, folder: Path) -> DataError:
+def explained(error: OSError, folder: Path, setting: str = "prepare.dir") -> DataError:
     """Return the message for a folder that cannot be written."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return DataError(
             tr(
                 "No space left while writing below '{folder}'. Free some, or choose another folder with "
-                "prepare.dir=FOLDER.",
+                "{setting}=FOLDER.",
                 folder=folder,
+                setting=setting,
             )
         )
     return DataError(
         tr(
-            "Cannot write below '{folder}': {reason}. Choose another folder with prepare.dir=FOLDER.",
+            "Cannot write below '{folder}': {reason}. Choose another folder with {setting}=FOLDER.",
             folder=folder,
+            setting=setting,
             reason=error.strerror or error,
         )
     )

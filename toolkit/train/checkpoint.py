@@ -9,7 +9,6 @@ renames the folder and names it in `latest`. Killed before that, by whatever, th
 
 import shutil
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -19,6 +18,7 @@ from toolkit.checkpoint import engine_files, folders, manifest, random_state, un
 from toolkit.checkpoint.manifest import FileRecord
 from toolkit.checkpoint.run_state import RunState
 from toolkit.config.schema import CheckpointConfig
+from toolkit.disk import flush
 from toolkit.distributed.process_group import barrier, gather, on_rank0, rank
 from toolkit.errors import CheckpointError
 from toolkit.messages import tr
@@ -48,15 +48,12 @@ class Saver:
         """The last checkpoint that was published."""
         self.failed = False
         """Whether the last save came to nothing, and is to be tried again."""
-        self.pause_s = 0.0
-        """How long the last save kept training waiting."""
         self._pending: _Pending | None = None
         self._last_bytes = 0
 
     def begin(self, state: RunState) -> None:
         """Write a checkpoint; the one before is published first if it is not yet."""
         self.finish()
-        started = time.monotonic()
         name = folders.name_of(state.step)
         temporary = self.folder / f"{name}.tmp"
         parameters = sum(getattr(p, "ds_numel", p.numel()) for p in self.engine.module.parameters())
@@ -81,7 +78,6 @@ class Saver:
             pending.failure = pending.failure or str(error)
         pending.start()
         self._pending = pending
-        self.pause_s = time.monotonic() - started
 
     def load(self, checkpoint: Path) -> None:
         """Put the engine into the state of a checkpoint that was saved by as many ranks.
@@ -134,17 +130,16 @@ class Saver:
         parts: list[tuple[str, dict[str, FileRecord]]] = gather((pending.failure, pending.records))
         failure = next((reason for reason, _ in parts if reason), "")
         name = pending.folder.name.removesuffix(".tmp")
+        records = {file: one for _, part in parts for file, one in part.items()}
+        target = self.folder / name
+        if not failure:
+            try:
+                on_rank0(lambda: self._publish(pending, target, records))
+            except CheckpointError as error:
+                failure = str(error)
         if failure:
             on_rank0(lambda: shutil.rmtree(pending.folder, ignore_errors=True))
             self._give_up(name, failure)
-            return
-        records = {name: one for _, part in parts for name, one in part.items()}
-        target = self.folder / name
-        try:
-            on_rank0(lambda: self._publish(pending, target, records))
-        except CheckpointError as error:
-            on_rank0(lambda: shutil.rmtree(pending.folder, ignore_errors=True))
-            self._give_up(name, str(error))
             return
         self.newest, self.failed = target, False
         self._last_bytes = sum(one.size_bytes for one in records.values())
@@ -168,7 +163,7 @@ class Saver:
 
     def _publish(self, pending: "_Pending", target: Path, records: dict[str, FileRecord]) -> None:
         try:
-            manifest.flush(pending.folder)
+            flush(pending.folder)
             manifest.write(pending.folder, records, {"step": pending.step})
             folders.publish(pending.folder, target)
             folders.remove_old(self.folder, self.config.keep, self._best(pending), self.config.max_gib * 2**30)
@@ -196,7 +191,6 @@ class Saver:
                 reason=reason,
             )
         )
-        barrier()
 
 
 class _Pending:
@@ -231,7 +225,7 @@ class _Pending:
         self.failure = self.failure or self.files.failure
         try:
             for path in [] if self.failure else [*self.files.written, *self.mine]:
-                manifest.flush(path)
+                flush(path)
                 manifest.prove(path)
                 self.records[path.relative_to(self.folder).as_posix()] = manifest.record(path)
         except OSError as error:

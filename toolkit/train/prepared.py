@@ -1,6 +1,5 @@
 """Tokenizer, chat encoder and tokenised stores of a config: what `prepare` and `train` both need. No process group."""
 
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +13,7 @@ from toolkit.data.plan import Plan, plan_rows
 from toolkit.data.prepare import PrepareReport, prepare
 from toolkit.data.sources import read_conversations
 from toolkit.data.store import BAD_ROWS, Store
-from toolkit.messages import tr
+from toolkit.messages import say, tr
 from toolkit.models.chat import AnyChatEncoder, chat_encoder
 from toolkit.models.folder import read_config
 from toolkit.models.packing import why_not_packed
@@ -74,13 +73,12 @@ def prepare_data(cfg: RunConfig, speaks: bool) -> Prepared:
         ModelError: model or tokenizer folder unusable.
         DataError: data unusable.
     """
+    tell = say if speaks else _silent
+    return prepare_with(cfg, build_encoder(cfg, tell), tell)
 
-    def say(line: str) -> None:
-        if speaks:
-            sys.stdout.write(line + "\n")
-            sys.stdout.flush()
 
-    return prepare_with(cfg, build_encoder(cfg, say), say)
+def _silent(line: str) -> None:
+    """Say nothing."""
 
 
 def prepare_with(cfg: RunConfig, encoder: AnyChatEncoder, say: Callable[[str], None]) -> Prepared:

@@ -1,7 +1,5 @@
 """Which folder a run works in, and from which checkpoint it goes on. Decided once, by rank 0."""
 
-import errno
-import fcntl
 import json
 import os
 import socket
@@ -15,6 +13,7 @@ from toolkit.checkpoint import changes, engine_files, folders, manifest, random_
 from toolkit.checkpoint.run_state import RunState
 from toolkit.config.load import plain
 from toolkit.config.schema import RunConfig
+from toolkit.distributed.build_once import try_lock
 from toolkit.errors import CheckpointError, ConfigError, RunFolderError
 from toolkit.launch.environment import Ranks
 from toolkit.messages import tr
@@ -24,7 +23,6 @@ from toolkit.train.prepared import Prepared
 
 NEVER, AUTO, MUST = "never", "auto", "must"
 _LOCK = "run.lock"
-_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,18 +141,14 @@ def _lock(folder: Path) -> None:
         RunFolderError: somebody works in it.
     """
     file = open(folder / _LOCK, "a+", encoding="utf-8")
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
+    granted, _ = try_lock(file)
+    if not granted:
         file.seek(0)
         who = file.read().strip()
         file.close()
         raise RunFolderError(
             tr("another process works in {folder}: {who}. Wait for it, or stop it.", folder=folder, who=who or "?")
-        ) from None
-    except OSError as error:
-        if error.errno not in _NO_LOCKS:
-            raise
+        )
     file.truncate(0)
     me = {"pid": os.getpid(), "host": socket.gethostname(), "since": time.strftime("%Y-%m-%dT%H:%M:%S%z")}
     file.write(json.dumps(me))
