@@ -3,6 +3,7 @@
 Arguments: a model folder. Each finding is asserted here, on every rank; a failing assertion fails the launch.
 """
 
+import math
 import sys
 from pathlib import Path
 
@@ -11,7 +12,13 @@ import pytest
 import torch
 import transformers
 
-from toolkit.config.schema import ActivationCheckpointingConfig, DistributedConfig, ScheduleConfig, ScheduleName
+from toolkit.config.schema import (
+    ActivationCheckpointingConfig,
+    DistributedConfig,
+    ScheduleConfig,
+    ScheduleName,
+    TrainConfig,
+)
 from toolkit.distributed import process_group
 from toolkit.engine.gather import gathered_parameters
 from toolkit.engine.initialize import initialize
@@ -19,7 +26,7 @@ from toolkit.errors import Diverged, ModelError
 from toolkit.launch import environment
 from toolkit.models import load_model
 from toolkit.train import step
-from toolkit.train.loop import SkipWatch
+from toolkit.train.guard import Guard, Kind
 from toolkit.train.schedule import Schedule
 
 LAYERS = 2
@@ -97,7 +104,7 @@ def check_skipped_steps(path: str) -> None:
     )
     ids = torch.arange(8).reshape(1, 8)
     batch = {"input_ids": ids, "labels": ids, "segment_ids": ids * 0 + 1, "position_ids": ids}
-    watch, rates = SkipWatch(engine, most=2), []
+    guard, rates = Guard(engine, TrainConfig(max_skipped_steps=2)), []
     real, poisoned = step.token_loss_sum, [False]
 
     def poison(*arguments: object) -> torch.Tensor:
@@ -108,12 +115,15 @@ def check_skipped_steps(path: str) -> None:
     for number, bad in enumerate([False, False, False, True, False, True, True], start=1):
         poisoned[0] = bad
         rates.append(engine.get_lr()[0])
-        step.train_step(engine, [batch, batch], 2)
+        result = step.train_step(engine, [batch, batch], 2, guard)
+        trouble = guard.check()
+        assert (trouble is not None and trouble.kind is Kind.loss) == bad
+        assert math.isinf(result.grad_norm) == bad
         if number == 7:
             with pytest.raises(Diverged, match="2 steps in a row up to step 7 were skipped"):
-                watch.check(number)
+                guard.check_patience(number)
         else:
-            watch.check(number)
+            guard.check_patience(number)
     assert engine.skipped_steps == 3
     assert rates[4] == rates[3], "the schedule advanced on a skipped step"
     assert rates[5] != rates[4]

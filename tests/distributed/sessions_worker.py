@@ -1,8 +1,9 @@
 """Run on every rank: several training sessions one after another in one process group, so that a launch is paid once.
 
 Arguments: a JSON file with [{"overrides": [...]}, …]. A case with "died" begins with a run folder as a run leaves it
-that died some steps after a checkpoint: {"of": RUN, "step": CHECKPOINT, "as": NAME}. Everything else is the product's
-own code.
+that died some steps after a checkpoint: {"of": RUN, "step": CHECKPOINT, "as": NAME}. One with "spoil" gets wrong
+numbers on the last rank: {"steps": see spoil.py, "note": FILE}; it may end with Diverged, which is noted too. fp16 is
+made possible on CPUs, where DeepSpeed refuses it. Everything else is the product's own code.
 """
 
 import json
@@ -36,10 +37,18 @@ def main() -> None:
     ranks = environment.detect(os.environ)
     environment.apply(ranks, os.environ)
 
+    import torch
+    from deepspeed.accelerator import get_accelerator
+    from spoil import spoilt
+
     from toolkit.cli.session import run_session
     from toolkit.distributed import failure, process_group
+    from toolkit.errors import Diverged
+    from toolkit.train import resume
     from toolkit.train.prepared import prepare_data
 
+    get_accelerator().is_fp16_supported = lambda: True
+    get_accelerator().supported_dtypes = lambda: [torch.float32, torch.bfloat16, torch.float16]
     for index, case in enumerate(cases):
         if "died" in case:
             process_group.on_rank0(partial(die, **{"folder" if k == "as" else k: v for k, v in case["died"].items()}))
@@ -48,7 +57,18 @@ def main() -> None:
         prepared = prepare_data(loaded.cfg, speaks=False)
         if index == 0:
             process_group.start(loaded.cfg.distributed)
-        run_session(loaded.cfg, ranks, prepared, time.monotonic())
+        spoil = case.get("spoil", {"steps": {}, "note": os.devnull})
+        note, is_last = Path(spoil["note"]), ranks.rank == ranks.world_size - 1
+        try:
+            with spoilt(spoil["steps"], is_last, note):
+                run_session(loaded.cfg, ranks, prepared, time.monotonic())
+        except Diverged as error:
+            if not spoil["steps"]:
+                raise
+            resume.release()
+            if is_last:
+                with note.open("a", encoding="utf-8") as lines:
+                    lines.write(f"Diverged: {error}\n")
     failure.end_watch()
     process_group.stop()
 

@@ -2,6 +2,7 @@
 
 import json
 import random
+from collections.abc import Collection, Sequence
 from itertools import islice
 from pathlib import Path
 
@@ -77,12 +78,16 @@ def eval_losses(run_folder: Path) -> list[float]:
     return [row["eval_loss"] for row in rows_of(run_folder) if "eval_loss" in row]
 
 
-def plain_loop(overrides: list[str], steps: int) -> tuple[list[float], list[float]]:
+def plain_loop(
+    overrides: list[str], steps: int, data: Sequence[int] = (), without: Collection[int] = ()
+) -> tuple[list[float], list[float]]:
     """Train in a plain PyTorch loop without any of our training code; every sample on a padded row of its own.
 
     Args:
         overrides: of a `tiny` run: fp32, global batch 4, linear schedule with two warm-up steps.
         steps: train.max_steps of the run.
+        data: whose data each step takes, from 1, where that is not its own.
+        without: steps, from 1, that do not update anything; the schedule does not advance either.
 
     Returns:
         The training losses; first and last validation loss.
@@ -97,18 +102,18 @@ def plain_loop(overrides: list[str], steps: int) -> tuple[list[float], list[floa
     from toolkit.train.prepared import prepare_data
 
     cfg = load(overrides).cfg
-    data = prepare_data(cfg, speaks=False)
-    assert data.validation is not None
-    model = build_model(cfg.model, cfg.precision.dtype, data.tokenizer, cfg.run.seed)
+    prepared = prepare_data(cfg, speaks=False)
+    assert prepared.validation is not None
+    model = build_model(cfg.model, cfg.precision.dtype, prepared.tokenizer, cfg.run.seed)
 
     def mean_loss(samples: list[tuple]) -> torch.Tensor:
-        batch = collate([[sample] for sample in samples], data.pad_id)
+        batch = collate([[sample] for sample in samples], prepared.pad_id)
         logits = model(input_ids=batch["input_ids"], attention_mask=(batch["segment_ids"] > 0).long()).logits
         return torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten())
 
     def validation_loss() -> float:
         with torch.no_grad():
-            return float(mean_loss([data.validation[i] for i in range(len(data.validation))]))
+            return float(mean_loss([prepared.validation[i] for i in range(len(prepared.validation))]))
 
     optimizer = torch.optim.AdamW(
         model.parameters(),
@@ -117,19 +122,24 @@ def plain_loop(overrides: list[str], steps: int) -> tuple[list[float], list[floa
         eps=cfg.optim.eps,
         weight_decay=cfg.optim.weight_decay,
     )
-    plan, size = data.train_plan, rows_per_step(cfg, data.packing)[0]
-    sampler = GlobalBatchSampler(len(plan), size, size, 0, 1, f"{cfg.run.seed} {data.train.fingerprint}")
-    found, before = [], validation_loss()
-    for step, rows in enumerate(islice(sampler, steps)):
+    plan, size = prepared.train_plan, rows_per_step(cfg, prepared.packing)[0]
+    sampler = GlobalBatchSampler(len(plan), size, size, 0, 1, f"{cfg.run.seed} {prepared.train.fingerprint}")
+    data = data or range(1, steps + 1)
+    batches = list(islice(sampler, max(data)))
+    found, before, updates = [], validation_loss(), 0
+    for step, rows in enumerate((batches[number - 1] for number in data), start=1):
         # DeepSpeed's WarmupDecayLR: two steps at 0 (before and at its iteration 0), then up over 2 steps, then down.
-        iteration = max(step - 1, 0)
+        iteration = max(updates - 1, 0)
         factor = iteration / 2 if iteration < 2 else (steps - iteration) / (steps - 2)
         for group in optimizer.param_groups:
             group["lr"] = cfg.optim.lr * factor
-        loss = mean_loss([data.train[sample] for row in rows for sample in plan[row]])
+        loss = mean_loss([prepared.train[sample] for row in rows for sample in plan[row]])
+        found.append(float(loss.detach()))
+        if step in without:
+            continue
+        updates += 1
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), cfg.train.gradient_clipping)
         optimizer.step()
-        found.append(float(loss.detach()))
     return found, [before, validation_loss()]

@@ -18,6 +18,7 @@ from toolkit.distributed.process_group import barrier, rank, world_size
 from toolkit.launch.environment import Ranks
 from toolkit.train.batches import training_batches
 from toolkit.train.checkpoint import Saver
+from toolkit.train.guard import Guard
 from toolkit.train.prepared import Prepared
 from toolkit.train.step import train_step
 
@@ -39,7 +40,8 @@ def compare(cfg: RunConfig, prepared: Prepared, ranks: Ranks, repeats: int, fold
     engine = build_bare_engine(cfg, prepared)
     times = cfg.batch.global_size // (cfg.batch.micro_per_gpu * world_size())
     batches = training_batches(cfg, prepared, ranks, 1)
-    train_step(engine, [next(batches) for _ in range(times)], world_size())  # optimizer states exist from here on
+    window = [next(batches) for _ in range(times)]
+    train_step(engine, window, world_size(), Guard(engine, cfg.train))  # optimizer states exist from here on
     savers = {
         name: Saver(engine, folder / name, replace(cfg.checkpoint, asynchronous=name == "asynchronous", keep=1), print)
         for name in ("ours", "asynchronous")

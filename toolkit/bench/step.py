@@ -22,6 +22,7 @@ from toolkit.launch.environment import Ranks
 from toolkit.models.build import build_model
 from toolkit.track.metrics import append_row
 from toolkit.train.batches import training_batches
+from toolkit.train.guard import Guard
 from toolkit.train.meter import Meter
 from toolkit.train.prepared import Prepared
 from toolkit.train.step import Batch, train_step
@@ -97,13 +98,14 @@ def build_bare_engine(cfg: RunConfig, prepared: Prepared) -> deepspeed.DeepSpeed
 
 def _ours(engine: deepspeed.DeepSpeedEngine, cfg: RunConfig, folder: Path) -> Callable[[list[list[Batch]]], None]:
     """Our step with what the loop does around it: counting, and a log line every `train.log_every` steps."""
-    meter = Meter(engine)
+    meter, guard = Meter(engine), Guard(engine, cfg.train)
     done = 0
 
     def block(windows: list[list[Batch]]) -> None:
         nonlocal done
         for window in windows:
-            meter.add(train_step(engine, window, world_size()))
+            meter.add(train_step(engine, window, world_size(), guard))
+            guard.check()
             done += 1
             if done % cfg.train.log_every == 0:
                 row = meter.row(done, 0.0, cfg.optim.lr)

@@ -23,12 +23,22 @@ class RunState:
     """Rows of this pass that are done, over all ranks."""
     trained_tokens: int = 0
     """Tokens whose loss counted so far."""
+    total_tokens: int = 0
+    """Tokens so far, padding left out."""
     first_loss: float | None = None
     """Training loss of the first step, nats per token."""
     last_loss: float | None = None
     """Training loss of the last logged step."""
     skips_in_a_row: int = 0
     """Steps skipped just before."""
+    bad_steps: int = 0
+    """Steps whose numbers went wrong."""
+    rewinds: int = 0
+    """Times that the run went back to a checkpoint for them."""
+    losses: list[float] = field(default_factory=list)
+    """Of the last good steps, by which spikes are known."""
+    grad_norms: list[float] = field(default_factory=list)
+    """Of the last good steps."""
     evaluations: list[dict[str, float]] = field(default_factory=list)
     """Each evaluation with its step."""
     metrics_bytes: int = 0

@@ -27,7 +27,7 @@ def run(words: list[str]) -> int:
         build_ds_config(cfg, world_size, cfg.train.max_steps or None)  # refuses unknown names in ds_extra
         print(
             tr(
-                "{size} samples per step = {micro} x {times} x {world_size} (micro-batch x accumulation x ranks).",
+                "{size} rows per step = {micro} x {times} x {world_size} (micro-batch x accumulation x ranks).",
                 size=cfg.batch.global_size,
                 micro=cfg.batch.micro_per_gpu,
                 times=accumulation(cfg, world_size),

@@ -52,7 +52,10 @@ def _summary(session: Session, outcome: Outcome, total_steps: int) -> dict[str, 
     summary: dict[str, object] = {
         "steps": total_steps,
         "skipped_steps": outcome.skipped_steps,
+        "bad_steps": outcome.bad_steps,
+        "rewinds": outcome.rewinds,
         "trained_tokens": outcome.trained_tokens,
+        "total_tokens": outcome.total_tokens,
         "first_loss": outcome.first_loss,
         "last_loss": outcome.last_loss,
         "seconds": round(time.monotonic() - session.started, 1),
@@ -83,11 +86,14 @@ def _print_achievement(
             last=f"{outcome.last_loss:.3f}",
         )
     )
-    if outcome.skipped_steps:
+    if outcome.skipped_steps or outcome.rewinds:
         print(
             tr(
-                "{count} steps were skipped because gradients overflowed.",
-                count=outcome.skipped_steps,
+                "{skipped} steps left out; {bad} went wrong (logs/bad-step-*.jsonl); "
+                "{rewinds} times back to a checkpoint.",
+                skipped=outcome.skipped_steps,
+                bad=outcome.bad_steps,
+                rewinds=outcome.rewinds,
             )
         )
     if outcome.evaluations:

@@ -46,32 +46,38 @@ def legend(style: Style) -> str:
     return " · ".join(f"{begin}{word}{end}" for (begin, end), word in words)
 
 
-def sample_text(tokenizer: Any, ids: Sequence[int], trained: Sequence[bool], style: Style) -> str:
+def stretches(tokenizer: Any, ids: Sequence[int], trained: Sequence[bool]) -> list[tuple[str, str]]:
     """Return a sample as a person reads it: every token is there, special ones by their names.
 
     Args:
         tokenizer: of the ids.
         ids: the sample.
         trained: whether the loss covers each.
-        style: how that is shown.
+
+    Returns:
+        Stretches of one kind and their text; kinds are named as in `Style`.
     """
     special = set(tokenizer.all_special_ids) | set(getattr(tokenizer, "added_tokens_decoder", {}))
-    text = ""
+    found: list[tuple[str, str]] = []
     pairs = [(int(token), bool(kept)) for token, kept in zip(ids, trained, strict=True)]
     for kept, stretch in groupby(pairs, key=lambda pair: pair[1]):
-        shown = ""
+        parts = []
         for is_special, group in groupby((token for token, _ in stretch), key=special.__contains__):
             tokens = list(group)
             if is_special:
-                names = "".join(map(str, tokenizer.convert_ids_to_tokens(tokens)))
-                begin, end = style.special
-                # A trained end token keeps the colour of what is trained.
-                shown += names if kept else f"{begin}{names}{end}"
+                parts.append(("special", "".join(map(str, tokenizer.convert_ids_to_tokens(tokens)))))
             else:
-                shown += tokenizer.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-        begin, end = style.trained if kept else style.context
-        text += f"{begin}{shown}{end}"
-    return text
+                text = tokenizer.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+                parts.append(("context", text))
+        # A trained end token keeps the colour of what is trained.
+        found += [("trained", "".join(text for _, text in parts))] if kept else parts
+    return found
+
+
+def marked(text: Iterable[tuple[str, str]], style: Style) -> str:
+    """Return the stretches of a sample with their kinds shown."""
+    marks = {kind: getattr(style, kind) for kind in ("trained", "special", "context")}
+    return "".join(f"{marks[kind][0]}{part}{marks[kind][1]}" for kind, part in text)
 
 
 def padding_text(count: int, style: Style) -> str:

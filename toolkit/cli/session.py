@@ -15,6 +15,7 @@ from toolkit.checkpoint import random_state
 from toolkit.checkpoint.run_state import RunState
 from toolkit.cli.context import Session
 from toolkit.cli.finish import finish
+from toolkit.cli.sample_view import stretches
 from toolkit.config.checks import accumulation
 from toolkit.config.load import Loaded, to_yaml
 from toolkit.config.schema import Packing, RunConfig
@@ -31,12 +32,13 @@ from toolkit.models.attention import check_isolation
 from toolkit.models.build import build_model
 from toolkit.track.progress import Progress
 from toolkit.train import resume, run_folder
-from toolkit.train.batches import epoch_steps, evaluation_batches, position_after, training_batches
+from toolkit.train.bad_steps import Samples
+from toolkit.train.batches import epoch_steps, evaluation_batches, position_after, step_samples, training_batches
 from toolkit.train.checkpoint import Saver
 from toolkit.train.loop import Job
 from toolkit.train.loop import train as run_loop
 from toolkit.train.prepared import Prepared, prepare_data
-from toolkit.train.resume import go_on, starting_state
+from toolkit.train.resume import go_back, go_on, starting_state
 from toolkit.train.schedule import Schedule
 
 
@@ -114,11 +116,10 @@ def run_session(cfg: RunConfig, ranks: Ranks, prepared: Prepared, started: float
 
 def _job(session: Session, saver: Saver, start: RunState, total_steps: int) -> Job:
     cfg, ranks, prepared = session.cfg, session.ranks, session.prepared
-    place = Position(start.epoch, start.row)
     return Job(
         cfg=cfg,
         engine=session.engine,
-        batches=training_batches(cfg, prepared, ranks, total_steps - start.step, place),
+        batches_from=lambda place, steps: training_batches(cfg, prepared, ranks, steps, place),
         accumulation=accumulation(cfg, ranks.world_size),
         steps_per_epoch=epoch_steps(cfg, prepared),
         total_steps=total_steps,
@@ -127,6 +128,8 @@ def _job(session: Session, saver: Saver, start: RunState, total_steps: int) -> J
         saver=saver,
         start=start,
         position_after=partial(position_after, cfg, prepared),
+        samples_at=partial(_samples_at, session),
+        go_back=lambda checkpoint: go_back(saver, checkpoint, start, session.folder, ranks, cfg.run.seed),
         watchdog=Watchdog(
             session.folder, ranks.rank, ranks.world_size, cfg.distributed.hang_after_s, float(cfg.distributed.timeout_s)
         ),
@@ -178,6 +181,19 @@ def _evaluation(session: Session) -> Any:
         }
 
     return evaluate
+
+
+def _samples_at(session: Session, place: Position) -> Samples:
+    """Return the samples of the step that begins at a place, as `toolkit show` prints them."""
+    store, tokenizer = session.prepared.train, session.prepared.tokenizer
+
+    def shown(sample: int) -> dict[str, Any]:
+        ids, trained = store[sample]
+        text = stretches(tokenizer, ids.tolist(), trained.tolist())
+        return {"where": store.where(sample), "tokens": len(ids), "trained_tokens": int(trained.sum()), "text": text}
+
+    by_rank = step_samples(session.cfg, session.prepared, session.ranks.world_size, place)
+    return [[[shown(sample) for sample in samples] for samples in micro_batches] for micro_batches in by_rank]
 
 
 def _start_line(session: Session, total_steps: int, steps_per_epoch: int) -> str:

@@ -1,20 +1,23 @@
 """Show samples as training sees them: which tokens are trained, what was left out, how long they are.
 
 toolkit show recipe=NAME [n=5] [split=train] [color=auto] [key=value …]
+toolkit show runs/NAME/logs/bad-step-N.jsonl [n=5] [color=auto]    the samples of a step that went wrong
 
   n=5          samples to show (rows, where data.packing fills rows with several); 0 shows the counts only
   split=train  train or validation
   color=auto   always, never, or auto: colour on a terminal (unless NO_COLOR is set), brackets elsewhere
 """
 
+import json
 import os
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from toolkit.cli.compose import compose, non_negative_int
+from toolkit.cli.compose import compose, named_arguments, non_negative_int
 from toolkit.config.checks import check
 from toolkit.config.schema import Packing, RunConfig
-from toolkit.errors import ConfigError
+from toolkit.errors import ConfigError, DataError
 from toolkit.messages import say, tr
 
 if TYPE_CHECKING:
@@ -23,16 +26,19 @@ if TYPE_CHECKING:
     from toolkit.data.store import Store
     from toolkit.train.prepared import Prepared
 
+COLORS = ("auto", "always", "never")
+
 
 def run(words: list[str]) -> int:
     """Show."""
+    if words and "=" not in words[0]:
+        return _show_step(Path(words[0]), words[1:])
     composed = compose(words, world_size=None, arguments=("n", "split", "color"))
     count = non_negative_int(composed.arguments, "n", 5)
     split = _choice(composed.arguments, "split", ("train", "validation"))
-    color = _choice(composed.arguments, "color", ("auto", "always", "never"))
+    color = _choice(composed.arguments, "color", COLORS)
     check(composed.loaded)
     cfg = composed.loaded.cfg
-    from toolkit.cli.sample_view import BRACKETS, COLOURS
     from toolkit.train.prepared import prepare_data
 
     prepared = prepare_data(cfg, speaks=True)
@@ -41,9 +47,48 @@ def run(words: list[str]) -> int:
         if prepared.validation is None or prepared.validation_plan is None:
             raise ConfigError(tr("this recipe has no validation data: show split=train."))
         store, plan = prepared.validation, prepared.validation_plan
-    on_terminal = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
-    style = COLOURS if color == "always" or (color == "auto" and on_terminal) else BRACKETS
+    style = _style(color)
     say("\n".join([*_counts(cfg, prepared, store, plan), *_samples(cfg, prepared, store, plan, count, style)]))
+    return 0
+
+
+def _style(color: str) -> "Style":
+    from toolkit.cli.sample_view import BRACKETS, COLOURS
+
+    on_terminal = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
+    return COLOURS if color == "always" or (color == "auto" and on_terminal) else BRACKETS
+
+
+def _show_step(file: Path, words: list[str]) -> int:
+    """Show the samples of a step that went wrong, from the file that the run wrote."""
+    from toolkit.cli.sample_view import legend, marked
+
+    usage = "toolkit show runs/NAME/logs/bad-step-N.jsonl n=5 color=auto"
+    given = named_arguments(words, required=(), optional=("n", "color"), usage=usage)
+    count, style = non_negative_int(given, "n", 5), _style(_choice(given, "color", COLORS))
+    try:
+        step, *rows = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+        lines = [tr("Step {step}: {what}.", step=step["step"], what=step["text"]), legend(style), ""]
+        for row in rows[: count or None]:
+            lines += [
+                tr(
+                    "── {where}: rank {rank}, micro-batch {micro_batch} with loss {loss}, {tokens} tokens, "
+                    "{trained} trained",
+                    where=row["where"],
+                    rank=row["rank"],
+                    micro_batch=row["micro_batch"],
+                    loss=row["loss"],
+                    tokens=row["tokens"],
+                    trained=row["trained_tokens"],
+                ),
+                marked(row["text"], style),
+                "",
+            ]
+        if len(rows) > len(rows[: count or None]):
+            lines.append(tr("{count} more; n=0 shows all.", count=len(rows) - count))
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise DataError(tr("{file} is no file of a step's samples: {reason}.", file=file, reason=error)) from None
+    say("\n".join(lines))
     return 0
 
 
@@ -88,7 +133,7 @@ def _samples(
 ) -> list[str]:
     import numpy as np
 
-    from toolkit.cli.sample_view import legend, padding_text, sample_text
+    from toolkit.cli.sample_view import legend, marked, padding_text, stretches
     from toolkit.data.permutation import Permutation
 
     chosen = Permutation(len(plan), f"show {cfg.run.seed}")(np.arange(min(count, len(plan))))
@@ -107,7 +152,7 @@ def _samples(
                     tokens=len(ids),
                     trained=int(trained.sum()),
                 ),
-                sample_text(prepared.tokenizer, ids.tolist(), trained.tolist(), style),
+                marked(stretches(prepared.tokenizer, ids.tolist(), trained.tolist()), style),
             ]
         if prepared.packing is Packing.packed:
             lines.append(padding_text(cfg.data.max_length - filled, style))

@@ -66,7 +66,7 @@ def _greet(composed: Composed, ranks: environment.Ranks) -> None:
     print(
         tr(
             "{recipe}: {model}, ZeRO-{stage}, {dtype}, {world} ranks ({launcher}). Batch: "
-            "{micro} x {times} x {world} = {size} samples per step (micro-batch x accumulation x ranks).",
+            "{micro} x {times} x {world} = {size} rows per step (micro-batch x accumulation x ranks).",
             recipe=cfg.recipe,
             model=cfg.model.name or Path(cfg.model.path).name or "?",
             stage=cfg.zero.stage,

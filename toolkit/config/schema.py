@@ -97,6 +97,14 @@ class Attention(str, Enum):
     varlen = "varlen"
 
 
+class OnBadStep(str, Enum):
+    """What happens at a step whose numbers go wrong."""
+
+    skip = "skip"
+    stop = "stop"
+    rewind = "rewind"
+
+
 class OptimizerName(str, Enum):
     """The optimizer."""
 
@@ -475,8 +483,14 @@ class TrainConfig:
     """Largest norm of the whole gradient; 0 does not clip."""
     log_every: int = 10
     """Steps between two log lines; each step is in metrics.jsonl that is a multiple of it, and the first and last."""
+    on_bad_step: OnBadStep = OnBadStep.skip
+    """What happens at a step whose loss or gradient is no number, or a spike; its samples are named and saved, its update is left out on all ranks. skip: go on; stop: end the run (exit code 70); rewind: go back to the last checkpoint, and on from there with the data after this step."""
+    max_loss_ratio: float = 0.0
+    """A loss more than so many times the median of the last 100 good steps is a spike; 0 never."""
+    max_grad_norm_ratio: float = 0.0
+    """A gradient norm more than so many times the median of the last 100 good steps is a spike; 0 never."""
     max_skipped_steps: int = 20
-    """Stop (exit code 70) when so many steps in a row were skipped for overflow or a loss that is no number."""
+    """Stop (exit code 70) when so many steps in a row were skipped."""
     activation_checkpointing: ActivationCheckpointingConfig = field(default_factory=ActivationCheckpointingConfig)
     """Trade computation for memory."""
 

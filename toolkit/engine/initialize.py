@@ -49,7 +49,18 @@ def initialize(
             )
         ) from error
     _assert_frequencies_kept(engine.module, frequencies)
+    _scale_fp16_loss(engine)
     return engine
+
+
+def _scale_fp16_loss(engine: deepspeed.DeepSpeedEngine) -> None:
+    """Without ZeRO, fp16 gradients are divided by a loss scale that DeepSpeed never multiplied the loss by.
+
+    Clipping then has no effect and small gradients are lost (0.19.8, engine.backward; DeepSpeed pull request 8393).
+    """
+    if engine.fp16_enabled() and not engine.zero_optimization():
+        backward = engine.backward
+        engine.backward = lambda loss, **options: backward(loss * engine.optimizer.loss_scale, **options)
 
 
 def _checkpoint_activations(model: PreTrainedModel, config: ActivationCheckpointingConfig) -> None:

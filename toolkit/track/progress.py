@@ -31,6 +31,11 @@ class Progress:
         if self.bar is not None:
             self.bar.update(1)
 
+    def back_to(self, step: int) -> None:
+        """The steps after this one are done again."""
+        if self.bar is not None:
+            self.bar.update(step - self.bar.n)
+
     def show(self, row: dict[str, float]) -> None:
         """Show a logged step."""
         if not self.shown:

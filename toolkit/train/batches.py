@@ -42,30 +42,48 @@ def training_batches(
         total_steps: optimizer steps.
         start: where in the data to begin.
     """
-    global_size, micro = rows_per_step(cfg, prepared.packing)
-    store = prepared.train
-    sampler = GlobalBatchSampler(
-        num_rows=len(prepared.train_plan),
-        global_size=global_size,
-        micro_per_gpu=micro,
-        rank=ranks.rank,
-        world_size=ranks.world_size,
-        key=f"{cfg.run.seed} {store.fingerprint}",
-        start=start,
-        num_steps=total_steps,
-        lengths=prepared.train_lengths,
-    )
     return iter(
         build_loader(
-            store,
+            prepared.train,
             prepared.train_plan,
-            sampler,
+            _sampler(cfg, prepared, ranks.rank, ranks.world_size, start, total_steps),
             prepared.pad_id,
             prepared.packing,
             seed=cfg.run.seed,
             num_workers=cfg.data.num_workers,
             pin_memory=torch.cuda.is_available(),
         )
+    )
+
+
+def step_samples(cfg: RunConfig, prepared: Prepared, world_size: int, start: Position) -> list[list[list[int]]]:
+    """Return the samples of one step: of each rank, of each micro-batch, their numbers in the training split.
+
+    Args:
+        cfg: checked config.
+        prepared: stores and plans.
+        world_size: number of ranks.
+        start: the place at which the step begins.
+    """
+    plan = prepared.train_plan
+    by_rank = [_sampler(cfg, prepared, rank, world_size, start, 1) for rank in range(world_size)]
+    return [[[sample for row in rows for sample in plan[row]] for rows in sampler] for sampler in by_rank]
+
+
+def _sampler(
+    cfg: RunConfig, prepared: Prepared, rank: int, world_size: int, start: Position, num_steps: int
+) -> GlobalBatchSampler:
+    global_size, micro = rows_per_step(cfg, prepared.packing)
+    return GlobalBatchSampler(
+        num_rows=len(prepared.train_plan),
+        global_size=global_size,
+        micro_per_gpu=micro,
+        rank=rank,
+        world_size=world_size,
+        key=f"{cfg.run.seed} {prepared.train.fingerprint}",
+        start=start,
+        num_steps=num_steps,
+        lengths=prepared.train_lengths,
     )
 
 

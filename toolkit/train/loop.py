@@ -1,7 +1,8 @@
-"""The loop: steps, and when to log, evaluate, save and stop. What one step does stands in step.py."""
+"""The loop: steps, and when to log, evaluate, save, go back and stop. What one step does stands in step.py."""
 
 import math
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from itertools import islice
@@ -10,7 +11,7 @@ from pathlib import Path
 from deepspeed import DeepSpeedEngine
 
 from toolkit.checkpoint.run_state import RunState
-from toolkit.config.schema import RunConfig
+from toolkit.config.schema import OnBadStep, RunConfig
 from toolkit.data.sampler import Position
 from toolkit.distributed import signals
 from toolkit.distributed.process_group import rank, world_size
@@ -19,9 +20,14 @@ from toolkit.errors import CheckpointError, Diverged, Stopped
 from toolkit.messages import tr
 from toolkit.track.metrics import append_row
 from toolkit.track.progress import Progress
+from toolkit.train import bad_steps
 from toolkit.train.checkpoint import Saver
+from toolkit.train.guard import Guard, Trouble
 from toolkit.train.meter import Meter
-from toolkit.train.step import Batch, train_step
+from toolkit.train.step import Batch, StepResult, train_step
+
+MOST_REWINDS = 3
+"""Times that a run goes back to one and the same checkpoint."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -32,8 +38,8 @@ class Job:
     """The run's config."""
     engine: DeepSpeedEngine
     """The engine."""
-    batches: Iterator[Batch]
-    """This rank's micro-batches, `accumulation` of them per step, without end."""
+    batches_from: Callable[[Position, int], Iterator[Batch]]
+    """Returns this rank's micro-batches from a place on, `accumulation` of them for each of so many steps."""
     accumulation: int
     """Micro-batches of one rank per step."""
     steps_per_epoch: int
@@ -50,6 +56,10 @@ class Job:
     """Where the run begins, and what is the same in all its checkpoints."""
     position_after: Callable[[Position], Position]
     """Returns the place in the training data after the step that begins at a place."""
+    samples_at: Callable[[Position], bad_steps.Samples]
+    """Returns the samples of the step that begins at a place, to be shown."""
+    go_back: Callable[[Path], RunState]
+    """Puts engine, random generators and metrics into the state of a checkpoint of this run. A collective."""
     watchdog: Watchdog
     """Notices what does not come to an end."""
 
@@ -66,8 +76,14 @@ class Outcome:
     """Each evaluation with its step."""
     trained_tokens: int = 0
     """Trained tokens in all."""
+    total_tokens: int = 0
+    """Tokens in all, padding left out."""
     skipped_steps: int = 0
-    """Steps whose update was skipped for overflow."""
+    """Steps without an update: gradients overflowed, or the step went wrong."""
+    bad_steps: int = 0
+    """Steps whose numbers went wrong."""
+    rewinds: int = 0
+    """Times that the run went back to a checkpoint for them."""
     checkpoint: Path | None = None
     """The last checkpoint."""
 
@@ -77,59 +93,221 @@ def train(job: Job, progress: Progress) -> Outcome:
 
     Raises:
         Stopped: a signal came, or a file `stop`; a checkpoint was saved at the step boundary that all ranks agreed on.
-        Diverged: the loss is no number, or too many steps in a row were skipped.
+        Diverged: a step went wrong and the config says to stop, or there is no way around it, or too many steps in a
+            row were skipped.
         CheckpointError: the last checkpoint cannot be saved.
     """
-    cfg, engine, start = job.cfg, job.engine, job.start
-    outcome = Outcome(evaluations=list(start.evaluations), checkpoint=job.saver.newest)
-    outcome.first_loss = math.nan if start.first_loss is None else start.first_loss
-    outcome.last_loss = math.nan if start.last_loss is None else start.last_loss
-    meter = Meter(engine, start.trained_tokens)
-    skips = SkipWatch(engine, cfg.train.max_skipped_steps, start.skips_in_a_row)
-    place, stop_file = Position(start.epoch, start.row), StopFile(job.folder)
-    engine.train()
-    if job.evaluate and cfg.evaluate.at_start and not start.step:
-        _evaluate(job, outcome, progress, step=0)
-        meter = Meter(engine)
-    signals.defer()
-    for step in range(start.step + 1, job.total_steps + 1):
-        lr = float(engine.get_lr()[0])
-        window = list(islice(job.batches, job.accumulation))
-        votes = (bool(signals.received()) or stop_file.is_there(), job.saver.is_proven())
-        job.watchdog.enter(STEP, step, f"rows x tokens: {[tuple(batch['input_ids'].shape) for batch in window]}")
-        result = train_step(engine, window, world_size(), votes)
-        place = job.position_after(place)
-        meter.add(result)
-        skips.check(step)
-        progress.advance()
+    return _Run(job, progress).train()
+
+
+class _Run:
+    """The loop's state between two steps."""
+
+    def __init__(self, job: Job, progress: Progress) -> None:
+        self.job, self.progress, self.cfg, self.engine = job, progress, job.cfg, job.engine
+        self.guard = Guard(job.engine, job.cfg.train)
+        self.stop_file = StopFile(job.folder)
+        self.outcome = Outcome(bad_steps=job.start.bad_steps, rewinds=job.start.rewinds, checkpoint=job.saver.newest)
+        self.rewound_to: Counter[Path] = Counter()
+        self.begin_at(job.start, Position(job.start.epoch, job.start.row))
+
+    def begin_at(self, state: RunState, place: Position) -> None:
+        """Go on after the step of a state, with the data at a place."""
+        self.step, self.place = state.step, place
+        self.meter = Meter(self.engine, state.trained_tokens, state.total_tokens)
+        self.guard.restart(state.losses, state.grad_norms, state.skips_in_a_row)
+        self.outcome.evaluations = list(state.evaluations)
+        self.outcome.first_loss = math.nan if state.first_loss is None else state.first_loss
+        self.outcome.last_loss = math.nan if state.last_loss is None else state.last_loss
+        self.batches = self.job.batches_from(place, self.job.total_steps - state.step)
+
+    def train(self) -> Outcome:
+        """Do all steps."""
+        self.engine.train()
+        if self.job.evaluate and self.cfg.evaluate.at_start and not self.step:
+            self.meter.pause()
+            self._evaluate()
+            self.meter.resume()
+        signals.defer()
+        while self.step < self.job.total_steps:
+            self._take_step()
+        self.job.watchdog.enter("", self.step)
+        signals.act_at_once()
+        self.outcome.trained_tokens = self.meter.trained_tokens_so_far
+        self.outcome.total_tokens = self.meter.total_tokens_so_far
+        self.outcome.skipped_steps = self.engine.skipped_steps
+        return self.outcome
+
+    def _take_step(self) -> None:
+        job, saver = self.job, self.job.saver
+        self.step += 1
+        lr = float(self.engine.get_lr()[0])
+        window = list(islice(self.batches, job.accumulation))
+        votes = (bool(signals.received()) or self.stop_file.is_there(), saver.is_proven())
+        shapes = [tuple(batch["input_ids"].shape) for batch in window]
+        job.watchdog.enter(STEP, self.step, f"rows x tokens: {shapes}")
+        result = train_step(self.engine, window, world_size(), self.guard, votes)
+        began, self.place = self.place, job.position_after(self.place)
+        self.meter.add(result)
+        self.progress.advance()
         if result.votes[1] == world_size():
-            _publish(job, meter, outcome)
-        stops, last = result.votes[0] > 0, step == job.total_steps
-        save = stops or _due(step, cfg.checkpoint.every) or (last and cfg.checkpoint.at_end) or _again(job, step)
+            self._publish()
+        trouble = self.guard.check()
+        if trouble and self._is_rewound(trouble, result, began, lr):
+            return
+        self._step_done(result.votes[0] > 0, lr, log=trouble is not None)
+        self.guard.check_patience(self.step)
+
+    def _step_done(self, stops: bool, lr: float, log: bool) -> None:
+        """Do what is due after a step."""
+        cfg, job, step = self.cfg, self.job, self.step
+        last = step == job.total_steps
+        save = stops or _due(step, cfg.checkpoint.every) or (last and cfg.checkpoint.at_end) or self._again()
         evaluate = job.evaluate is not None and (_due(step, cfg.evaluate.every) or last) and not stops
-        if save or evaluate or last or step == 1 or step % cfg.train.log_every == 0:
-            _log(job, meter, outcome, progress, step, lr)
-        meter.pause()
+        if log or save or evaluate or last or step == 1 or step % cfg.train.log_every == 0:
+            self._log(lr)
+        self.meter.pause()
         if evaluate:
             job.watchdog.enter("evaluation", step)
-            _evaluate(job, outcome, progress, step)
+            self._evaluate()
         if save or last:
             job.watchdog.enter("checkpoint", step)
         if save:
-            state = _state(job, meter, outcome, place, step, skips.in_a_row)
-            job.saver.begin(state)
+            job.saver.begin(self._state())
         if (stops and save) or last:
             job.saver.finish()
-            outcome.checkpoint = job.saver.newest
+            self.outcome.checkpoint = job.saver.newest
             if save and job.saver.failed:
                 raise CheckpointError(tr("the last checkpoint could not be saved; the reason is told above."))
-        meter.resume()
+        self.meter.resume()
         if stops:
-            raise _stopped(job, outcome, step, stop_file)
-    job.watchdog.enter("", job.total_steps)
-    signals.act_at_once()
-    outcome.trained_tokens, outcome.skipped_steps = meter.trained_tokens_so_far, engine.skipped_steps
-    return outcome
+            raise self._stopped()
+
+    def _is_rewound(self, trouble: Trouble, result: StepResult, began: Position, lr: float) -> bool:
+        """Tell of a step that went wrong, and do as the config says; return whether the run went back."""
+        self.outcome.bad_steps += 1
+        what, file = bad_steps.record(self.job.folder, self.step, trouble, result, lambda: self.job.samples_at(began))
+        self.progress.say(
+            tr(
+                "WARNING: {what}. It did not change the weights. See the samples of this step:  toolkit show {file}",
+                what=what,
+                file=file,
+            )
+        )
+        policy = self.cfg.train.on_bad_step
+        if policy is OnBadStep.skip:
+            return False
+        self._log(lr)
+        if policy is OnBadStep.stop:
+            raise Diverged(
+                tr(
+                    "{what}. train.on_bad_step=skip goes on without such steps, rewind goes back to the last "
+                    "checkpoint and around them. The last checkpoint is {checkpoint}.",
+                    what=what,
+                    checkpoint=self.outcome.checkpoint or tr("none"),
+                )
+            )
+        self._rewind(what)
+        return True
+
+    def _rewind(self, what: str) -> None:
+        self.job.watchdog.enter("rewind", self.step)
+        self._publish()
+        checkpoint = self.outcome.checkpoint
+        if checkpoint is None:
+            raise Diverged(tr("{what}; there is no checkpoint to go back to: set checkpoint.every.", what=what))
+        self.rewound_to[checkpoint] += 1
+        if self.rewound_to[checkpoint] > MOST_REWINDS:
+            raise Diverged(
+                tr(
+                    "{what}; going back to {checkpoint} has been of no use {count} times.",
+                    what=what,
+                    checkpoint=checkpoint,
+                    count=MOST_REWINDS,
+                )
+            )
+        state = self.job.go_back(checkpoint)
+        self.outcome.rewinds += 1
+        self.progress.back_to(state.step)
+        self.progress.say(
+            tr(
+                "Went back to step {step}; the data of the steps up to {bad} is passed over.",
+                step=state.step,
+                bad=self.step,
+            )
+        )
+        self.begin_at(state, self.place)
+
+    def _log(self, lr: float) -> None:
+        row = self.meter.row(self.step, self.step / self.job.steps_per_epoch, lr)
+        row |= {"bad_steps": self.outcome.bad_steps, "rewinds": self.outcome.rewinds}
+        if rank() == 0:
+            append_row(self.job.folder / "metrics.jsonl", dict(row))
+        self.progress.show(row)
+        if math.isnan(self.outcome.first_loss):
+            self.outcome.first_loss = row["loss"]
+        self.outcome.last_loss = row["loss"]
+
+    def _evaluate(self) -> None:
+        assert self.job.evaluate is not None
+        row: dict[str, float] = {"step": self.step, **self.job.evaluate()}
+        self.outcome.evaluations.append(row)
+        if rank() == 0:
+            append_row(self.job.folder / "metrics.jsonl", dict(row))
+        self.progress.say(
+            tr(
+                "step {step}  validation loss {loss} nats/token, perplexity {perplexity} over {tokens} tokens",
+                step=self.step,
+                loss=f"{row['eval_loss']:.4f}",
+                perplexity=f"{row['eval_perplexity']:.2f}",
+                tokens=f"{int(row['eval_tokens']):,}",
+            )
+        )
+
+    def _again(self) -> bool:
+        """Whether a save that failed is due again: ten times as often as saves are."""
+        return self.job.saver.failed and self.step % max(1, self.cfg.checkpoint.every // 10) == 0
+
+    def _state(self) -> RunState:
+        metrics, outcome = self.job.folder / "metrics.jsonl", self.outcome
+        return replace(
+            self.job.start,
+            step=self.step,
+            epoch=self.place.epoch,
+            row=self.place.row,
+            trained_tokens=self.meter.trained_tokens_so_far,
+            total_tokens=self.meter.total_tokens_so_far,
+            first_loss=outcome.first_loss,
+            last_loss=outcome.last_loss,
+            skips_in_a_row=self.guard.skips_in_a_row,
+            bad_steps=outcome.bad_steps,
+            rewinds=outcome.rewinds,
+            losses=list(self.guard.losses),
+            grad_norms=list(self.guard.grad_norms),
+            evaluations=outcome.evaluations,
+            metrics_bytes=metrics.stat().st_size if rank() == 0 else 0,
+        )
+
+    def _publish(self) -> None:
+        """Publish the checkpoint that all ranks have proven."""
+        self.meter.pause()
+        self.job.saver.finish()
+        self.outcome.checkpoint = self.job.saver.newest
+        self.meter.resume()
+
+    def _stopped(self) -> Stopped:
+        self.stop_file.remove()
+        by_file = tr("the file 'stop'") if self.stop_file.found else ""
+        return Stopped(
+            tr(
+                "stopped by {signal} after step {step} of {total}, as all ranks agreed. Saved: {checkpoint}. "
+                "There is no DONE marker: the run is unfinished. With a run.name the same command goes on with it.",
+                signal=by_file or signals.received() or tr("a signal to another rank"),
+                step=self.step,
+                total=self.job.total_steps,
+                checkpoint=self.outcome.checkpoint,
+            )
+        )
 
 
 class StopFile:
@@ -158,120 +336,5 @@ class StopFile:
             self.path.unlink(missing_ok=True)
 
 
-class SkipWatch:
-    """Counts skipped steps in a row: DeepSpeed alone would go on for ever and exit 0 (measured on 0.19.8)."""
-
-    def __init__(self, engine: DeepSpeedEngine, most: int, in_a_row: int = 0) -> None:
-        """Start.
-
-        Args:
-            engine: whose `skipped_steps` is watched.
-            most: skipped steps in a row that end the run.
-            in_a_row: those just before.
-        """
-        self.engine, self.most = engine, most
-        self.seen = engine.skipped_steps
-        self.in_a_row = in_a_row
-
-    def check(self, step: int) -> None:
-        """Look at the step just done.
-
-        Raises:
-            Diverged: too many in a row.
-        """
-        self.in_a_row = self.in_a_row + 1 if self.engine.skipped_steps > self.seen else 0
-        self.seen = self.engine.skipped_steps
-        if self.in_a_row >= self.most:
-            raise Diverged(
-                tr(
-                    "{count} steps in a row up to step {step} were skipped because gradients overflowed or were no "
-                    "numbers: nothing is being learned. Lower optim.lr, or use precision=bf16 or precision=fp32.",
-                    count=self.in_a_row,
-                    step=step,
-                )
-            )
-
-
 def _due(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
-
-
-def _log(job: Job, meter: Meter, outcome: Outcome, progress: Progress, step: int, lr: float) -> None:
-    row = meter.row(step, step / job.steps_per_epoch, lr)
-    if rank() == 0:
-        append_row(job.folder / "metrics.jsonl", dict(row))
-    progress.show(row)
-    if math.isnan(outcome.first_loss):
-        outcome.first_loss = row["loss"]
-    outcome.last_loss = row["loss"]
-    # With fp16 and bf16 DeepSpeed skips such a step and SkipWatch counts it; in fp32 the weights are spoilt already.
-    if not math.isfinite(row["loss"]) and not (job.engine.fp16_enabled() or job.engine.bfloat16_enabled()):
-        raise Diverged(
-            tr(
-                "the loss became {loss} at or before step {step}. The last checkpoint before it is {checkpoint}. Lower "
-                "optim.lr or train.gradient_clipping, or look for broken samples.",
-                loss=row["loss"],
-                step=step,
-                checkpoint=outcome.checkpoint or tr("none"),
-            )
-        )
-
-
-def _evaluate(job: Job, outcome: Outcome, progress: Progress, step: int) -> None:
-    assert job.evaluate is not None
-    row: dict[str, float] = {"step": step, **job.evaluate()}
-    outcome.evaluations.append(row)
-    if rank() == 0:
-        append_row(job.folder / "metrics.jsonl", dict(row))
-    progress.say(
-        tr(
-            "step {step}  validation loss {loss} nats/token, perplexity {perplexity} over {tokens} tokens",
-            step=step,
-            loss=f"{row['eval_loss']:.4f}",
-            perplexity=f"{row['eval_perplexity']:.2f}",
-            tokens=f"{int(row['eval_tokens']):,}",
-        )
-    )
-
-
-def _again(job: Job, step: int) -> bool:
-    """Whether a save that failed is due again: ten times as often as saves are."""
-    return job.saver.failed and step % max(1, job.cfg.checkpoint.every // 10) == 0
-
-
-def _state(job: Job, meter: Meter, outcome: Outcome, place: Position, step: int, skips_in_a_row: int) -> RunState:
-    metrics = job.folder / "metrics.jsonl"
-    return replace(
-        job.start,
-        step=step,
-        epoch=place.epoch,
-        row=place.row,
-        trained_tokens=meter.trained_tokens_so_far,
-        first_loss=outcome.first_loss,
-        last_loss=outcome.last_loss,
-        skips_in_a_row=skips_in_a_row,
-        evaluations=outcome.evaluations,
-        metrics_bytes=metrics.stat().st_size if rank() == 0 else 0,
-    )
-
-
-def _publish(job: Job, meter: Meter, outcome: Outcome) -> None:
-    """Publish the checkpoint that all ranks have proven."""
-    meter.pause()
-    job.saver.finish()
-    outcome.checkpoint = job.saver.newest
-    meter.resume()
-
-
-def _stopped(job: Job, outcome: Outcome, step: int, stop_file: StopFile) -> Stopped:
-    stop_file.remove()
-    return Stopped(
-        tr(
-            "stopped by {signal} after step {step} of {total}, as all ranks agreed. Saved: {checkpoint}. "
-            "There is no DONE marker: the run is unfinished. With a run.name the same command goes on with it.",
-            signal=tr("the file 'stop'") if stop_file.found else signals.received() or tr("a signal to another rank"),
-            step=step,
-            total=job.total_steps,
-            checkpoint=outcome.checkpoint,
-        )
-    )

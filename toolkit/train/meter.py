@@ -3,46 +3,50 @@
 import math
 import time
 
-import torch
 from deepspeed import DeepSpeedEngine
 
-from toolkit.distributed.process_group import sum_over_ranks
 from toolkit.train.step import StepResult
 
 
 class Meter:
-    """Adds up steps; nothing is read from the device before `row`."""
+    """Adds up steps."""
 
-    def __init__(self, engine: DeepSpeedEngine, trained_tokens: int = 0) -> None:
+    def __init__(self, engine: DeepSpeedEngine, trained_tokens: int = 0, total_tokens: int = 0) -> None:
         """Start counting.
 
         Args:
-            engine: asked for its gradient norm, loss scale and skipped steps.
+            engine: asked for its loss scale and skipped steps.
             trained_tokens: those of the run so far.
+            total_tokens: those of the run so far.
         """
         self.engine = engine
-        self.trained_tokens_so_far = trained_tokens
-        self.grad_norm: torch.Tensor | None = None
+        self.trained_tokens_so_far, self.total_tokens_so_far = trained_tokens, total_tokens
+        self.grad_norm = math.nan
         self.paused = 0.0
         self._reset()
 
     def _reset(self) -> None:
-        self.loss_sum = torch.zeros((), dtype=torch.float64, device=self.engine.device)
+        self.loss_sum = 0.0
         self.trained_tokens = self.total_tokens = self.computed_tokens = self.steps = 0
+        self.bad_loss = math.nan
         self.started = time.perf_counter()
 
     def add(self, result: StepResult) -> None:
         """Count one step."""
-        self.loss_sum += result.loss_sum.double()
-        self.trained_tokens += result.trained_tokens
+        if math.isfinite(result.loss):
+            self.loss_sum += result.loss * result.trained_tokens
+            self.trained_tokens += result.trained_tokens
+        else:
+            self.bad_loss = result.loss
         self.total_tokens += result.total_tokens
         self.computed_tokens += result.computed_tokens
         self.trained_tokens_so_far += result.trained_tokens
+        self.total_tokens_so_far += result.total_tokens
         self.steps += 1
         self.grad_norm = result.grad_norm
 
     def row(self, step: int, epoch: float, lr: float) -> dict[str, float]:
-        """Return the row of metrics.jsonl and start anew. A collective.
+        """Return the row of metrics.jsonl and start anew.
 
         Args:
             step: the last step counted.
@@ -50,19 +54,20 @@ class Meter:
             lr: learning rate that this step used.
 
         Returns:
-            `loss` is exact: sum of token losses / trained tokens over all ranks and all steps since the last row.
+            `loss` is exact: sum of token losses / trained tokens over all ranks and all steps since the last row whose
+            loss is a number.
         """
-        loss_sum = float(sum_over_ranks(self.loss_sum.reshape(1), self.engine.device)[0])
         seconds = time.perf_counter() - self.started
         row = {
             "step": step,
             "epoch": round(epoch, 6),
-            "loss": loss_sum / self.trained_tokens,
+            "loss": self.loss_sum / self.trained_tokens if self.trained_tokens else self.bad_loss,
             "lr": lr,
-            "grad_norm": self._read_grad_norm(),
+            "grad_norm": self.grad_norm,
             "tokens_per_s": self.total_tokens / seconds,
             "step_s": seconds / self.steps,
             "trained_tokens": self.trained_tokens_so_far,
+            "total_tokens": self.total_tokens_so_far,
             "padding_fraction": 1 - self.total_tokens / self.computed_tokens,
             "skipped_steps": self.engine.skipped_steps,
         }
@@ -78,7 +83,3 @@ class Meter:
     def resume(self) -> None:
         """Count time again."""
         self.started += time.perf_counter() - self.paused
-
-    def _read_grad_norm(self) -> float:
-        norm = self.engine.get_global_grad_norm() if self.grad_norm is None else self.grad_norm
-        return math.nan if norm is None else float(norm)

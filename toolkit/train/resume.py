@@ -14,6 +14,7 @@ from toolkit.checkpoint.run_state import RunState
 from toolkit.config.load import plain
 from toolkit.config.schema import RunConfig
 from toolkit.distributed.build_once import try_lock
+from toolkit.distributed.process_group import on_rank0
 from toolkit.errors import CheckpointError, ConfigError, RunFolderError
 from toolkit.launch.environment import Ranks
 from toolkit.messages import tr
@@ -257,3 +258,26 @@ def go_on(saver: Saver, checkpoint: Path, state: RunState, ranks: Ranks, seed: i
             raise engine_files.unreadable(path, error) from error
     else:  # other ranks, other streams: dropout differs, the mathematics do not
         random_state.seed_all(seed + 1_000_003 * state.step + ranks.rank)
+
+
+def go_back(saver: Saver, checkpoint: Path, start: RunState, folder: Path, ranks: Ranks, seed: int) -> RunState:
+    """Put a running run into the state of an earlier checkpoint, its metrics since then aside. A collective.
+
+    Args:
+        saver: of the run's engine.
+        checkpoint: that the run saved or began with.
+        start: where the run began, with its config.
+        folder: the run folder.
+        ranks: who this process is.
+        seed: `run.seed`.
+
+    Returns:
+        The state of the checkpoint.
+
+    Raises:
+        CheckpointError: it cannot be read.
+    """
+    state = replace(run_state.read(checkpoint), config=start.config)
+    on_rank0(lambda: trim_metrics(folder, state.metrics_bytes if checkpoint.parent.parent == folder else 0))
+    go_on(saver, checkpoint, state, ranks, seed)
+    return state

@@ -7,31 +7,38 @@ import torch
 from deepspeed import DeepSpeedEngine
 
 from toolkit.distributed.process_group import sum_over_ranks
+from toolkit.errors import Diverged
+from toolkit.messages import tr
 from toolkit.models.loss import num_trained_tokens, token_loss_sum
+from toolkit.train.guard import Guard
 
 Batch = dict[str, torch.Tensor]
 
 
 @dataclass(kw_only=True, slots=True)
 class StepResult:
-    """What one step did. Counts are global; the loss is this rank's, left on the device to avoid a synchronisation."""
+    """What one step did. Loss and counts are those of the global batch, the same on every rank."""
 
-    loss_sum: torch.Tensor
-    """Sum of the token losses of this rank, float32 scalar on the device."""
+    loss: float
+    """Sum of the token losses / trained tokens, nats per token."""
     trained_tokens: int
-    """Tokens whose loss counted, over all ranks."""
+    """Tokens whose loss counted."""
     total_tokens: int
-    """Tokens that are not padding, over all ranks."""
+    """Tokens that are not padding."""
     computed_tokens: int
-    """Tokens including padding, over all ranks."""
+    """Tokens including padding."""
+    grad_norm: float
+    """Norm of the gradient before clipping; inf where it overflowed."""
     votes: list[int]
     """How many ranks voted for each question."""
-    grad_norm: torch.Tensor | None
-    """Gradient norm before clipping where the engine does not know it (fp32 without ZeRO), else None."""
+    micro_losses: torch.Tensor
+    """Sums of the token losses of this rank's micro-batches, float32 [accumulation] on the device."""
+    micro_tokens: list[int]
+    """Trained tokens of this rank's micro-batches."""
 
 
 def train_step(
-    engine: DeepSpeedEngine, micro_batches: list[Batch], world_size: int, votes: Sequence[bool] = ()
+    engine: DeepSpeedEngine, micro_batches: list[Batch], world_size: int, guard: Guard, votes: Sequence[bool] = ()
 ) -> StepResult:
     """Do one optimizer step whose loss is exactly sum(token losses) / N over the global batch.
 
@@ -43,14 +50,17 @@ def train_step(
         engine: the DeepSpeed engine.
         micro_batches: this rank's accumulation window, CPU tensors `[B, S]`; as many on every rank.
         world_size: number of data-parallel ranks.
+        guard: judges loss and gradient before the weights change.
         votes: this rank's answers to questions on which all must act alike; they ride on the sum that is needed anyway.
 
     Raises:
         ValueError: no token of the global batch is trained.
+        Diverged: fp16's loss scale cannot be lowered any more.
     """
+    micro_tokens = [num_trained_tokens(batch) for batch in micro_batches]
     counts = sum_over_ranks(
         [
-            sum(num_trained_tokens(batch) for batch in micro_batches),
+            sum(micro_tokens),
             sum(int((batch["segment_ids"] > 0).sum()) for batch in micro_batches),
             sum(batch["input_ids"].numel() for batch in micro_batches),
             *map(float, votes),
@@ -60,27 +70,39 @@ def train_step(
     trained_tokens = int(counts[0])
     if trained_tokens == 0:
         raise ValueError("no token of this global batch is trained")
-    loss_sum, grad_norm = torch.zeros((), device=engine.device), None
-    for batch in micro_batches:
+    micro_losses = torch.zeros(len(micro_batches), device=engine.device)
+    for place, batch in enumerate(micro_batches):
         on_device = {name: tensor.to(engine.device, non_blocking=True) for name, tensor in batch.items()}
         micro_sum = token_loss_sum(engine, on_device)
         engine.backward(micro_sum * (world_size / trained_tokens), scale_wrt_gas=False)
-        if batch is micro_batches[-1] and not _engine_knows_grad_norm(engine):
-            grad_norm = torch.nn.utils.get_total_norm(
-                [p.grad for p in engine.module.parameters() if p.grad is not None]
-            )
-        engine.step()
-        loss_sum += micro_sum.detach()
+        micro_losses[place] = micro_sum.detach()
+        if place == len(micro_batches) - 1:
+            # The one wait for the device in a step; DeepSpeed's own check of the gradients follows at once.
+            loss = float(sum_over_ranks(micro_losses.sum().reshape(1), engine.device)) / trained_tokens
+            guard.see_loss(loss)
+        _step(engine)
     return StepResult(
-        loss_sum=loss_sum,
+        loss=loss,
         trained_tokens=trained_tokens,
         total_tokens=int(counts[1]),
         computed_tokens=int(counts[2]),
+        grad_norm=guard.gate.grad_norm,
         votes=[int(count) for count in counts[3:]],
-        grad_norm=grad_norm,
+        micro_losses=micro_losses,
+        micro_tokens=micro_tokens,
     )
 
 
-def _engine_knows_grad_norm(engine: DeepSpeedEngine) -> bool:
-    """In fp32 without ZeRO the engine clips but keeps no norm (deepspeed 0.19.8, engine.clip_fp32_gradients)."""
-    return bool(engine.zero_optimization() or engine.fp16_enabled() or engine.bfloat16_enabled())
+def _step(engine: DeepSpeedEngine) -> None:
+    try:
+        engine.step()
+    except Exception as error:
+        if "loss scale already at minimum" not in str(error):  # DeepSpeed raises a bare Exception (0.19.8)
+            raise
+        raise Diverged(
+            tr(
+                "fp16: gradients overflow even at the smallest loss scale ({scale}): these weights or this learning "
+                "rate do not fit into fp16. Use precision=bf16 or precision=fp32, or lower optim.lr.",
+                scale=engine.optimizer.loss_scale,
+            )
+        ) from error

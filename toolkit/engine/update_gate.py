@@ -1,0 +1,87 @@
+"""Whether an update may happen is asked just before it, when its gradient norm is known and the weights are untouched.
+
+A refusal takes DeepSpeed's own way of skipping a step whose gradients overflowed, so that all its books agree: the step
+is counted in `skipped_steps`, the schedule does not advance, gradients are dropped. (Seen in deepspeed 0.19.8.)
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from deepspeed import DeepSpeedEngine
+from deepspeed.runtime.utils import combine_grad_norm_groups
+
+
+class UpdateGate:
+    """Stands before the optimizer of one engine.
+
+    Args:
+        engine: the engine.
+        may_update: gets the norm of the whole gradient before clipping, the same on every rank; called inside
+            `engine.step` unless DeepSpeed has found an overflow already. Must answer alike on all ranks.
+    """
+
+    def __init__(self, engine: DeepSpeedEngine, may_update: Callable[[float], bool]) -> None:
+        self.engine, self.optimizer, self.may_update = engine, engine.optimizer, may_update
+        self.grad_norm = math.inf
+        """Norm before clipping of the step in progress or just done; inf where gradients overflowed."""
+        self.refused = False
+        """Whether this gate stopped the step in progress or just done."""
+        if hasattr(self.optimizer, "_update_scale"):  # a refusal is no overflow: fp16's loss scale stays as it is
+            update_scale = self.optimizer._update_scale
+            self.optimizer._update_scale = lambda overflow=False: update_scale(overflow and not self.refused)
+        stage = engine.zero_optimization_stage() if hasattr(self.optimizer, "averaged_gradients") else 0
+        if stage == 3:
+            self._replace("_get_norm_groups", self._stage3_norms)
+        elif stage:
+            self._replace("scaled_global_norm", self._stage2_norm)
+        else:  # no ZeRO, or BF16_Optimizer (stage 1 in bf16)
+            take_model_step = engine._take_model_step
+            engine._take_model_step = lambda lr_kwargs: self._take_model_step(take_model_step, lr_kwargs)
+            if not hasattr(self.optimizer, "overflow"):  # PyTorch's own or a fused one, in fp32
+                self._replace("step", self._plain_step)
+
+    def begin(self) -> None:
+        """A new step: nothing is known of it yet."""
+        self.grad_norm, self.refused = math.inf, False
+
+    def _ask(self, scaled_norm: Any) -> bool:
+        """Return whether the update is refused."""
+        scale = float(getattr(self.optimizer, "loss_scale", 1.0))
+        norm = float(scaled_norm) / scale
+        # DeepSpeed's helpers say -1 for what is not finite.
+        self.grad_norm = norm if math.isfinite(norm) and norm >= 0 else math.inf
+        self.refused = not self.may_update(self.grad_norm)
+        return self.refused
+
+    def _replace(self, name: str, function: Callable[..., Any]) -> None:
+        real = getattr(self.optimizer, name)
+        setattr(self.optimizer, name, lambda *arguments, **options: function(real, *arguments, **options))
+
+    def _stage3_norms(self, real: Callable[[], list[Any]]) -> list[Any]:
+        norms = real()
+        return [torch.full((), math.inf)] if self._ask(combine_grad_norm_groups(norms)) else norms
+
+    def _stage2_norm(self, real: Callable[..., Any], *arguments: Any) -> Any:
+        norm = real(*arguments)
+        return torch.full((), math.inf) if self._ask(norm) else norm
+
+    def _take_model_step(self, real: Callable[[Any], None], lr_kwargs: Any) -> None:
+        gradients = self._gradients()
+        # In fp32: the squares of fp16 gradients that are in order would overflow.
+        norms = [torch.linalg.vector_norm(gradient, dtype=torch.float32) for gradient in gradients]
+        if self._ask(torch.stack(norms).norm() if norms else 0.0) and gradients:
+            gradients[0].view(-1)[0] = math.inf  # which DeepSpeed's optimizers skip themselves
+        real(lr_kwargs)
+
+    def _gradients(self) -> list[torch.Tensor]:
+        if hasattr(self.optimizer, "get_grads_for_norm"):
+            gradients: list[torch.Tensor] = self.optimizer.get_grads_for_norm()[0]
+            return gradients
+        return [p.grad for p in self.engine.module.parameters() if p.grad is not None]
+
+    def _plain_step(self, real: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+        """Without ZeRO in fp32 DeepSpeed looks for no overflow, but heeds the attribute."""
+        self.optimizer.overflow = self.refused
+        return None if self.refused else real(*arguments, **options)

@@ -1,0 +1,139 @@
+"""Steps whose numbers go wrong: noticed before the weights change, alike on all ranks, and named."""
+
+import math
+import statistics
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+from deepspeed import DeepSpeedEngine
+
+from toolkit.config.schema import TrainConfig
+from toolkit.engine.update_gate import UpdateGate
+from toolkit.errors import Diverged
+from toolkit.messages import tr
+
+WINDOW = 100
+"""Good steps whose median a step is compared with."""
+FEWEST = 10
+"""Good steps that have to be known before anything is called a spike."""
+
+
+class Kind(Enum):
+    """What is wrong with a step."""
+
+    loss = "loss"
+    gradient = "gradient"
+    loss_spike = "loss spike"
+    gradient_spike = "gradient spike"
+
+
+@dataclass(frozen=True, slots=True)
+class Trouble:
+    """A step that went wrong and did not change the weights."""
+
+    kind: Kind
+    value: float
+    """The loss in nats per token, or the norm of the gradient."""
+    median: float
+    """Of the good steps before; nan where none is known."""
+
+    def text(self) -> str:
+        """Return it as a sentence without its end."""
+        figures = {"value": f"{self.value:.4g}", "median": f"{self.median:.4g}"}
+        if self.kind is Kind.loss:
+            return tr("the loss is {value}", **figures)
+        if self.kind is Kind.gradient:
+            return tr("the gradient is not finite")
+        if self.kind is Kind.loss_spike:
+            return tr("the loss is {value}, while the median of the last steps is {median}", **figures)
+        return tr("the gradient norm is {value}, while the median of the last steps is {median}", **figures)
+
+
+class Guard:
+    """Judges every step of an engine. All it goes by is the same on every rank.
+
+    Args:
+        engine: the engine.
+        config: how much is a spike, and how many skipped steps in a row are too many.
+        losses: of the last good steps.
+        grad_norms: of the last good steps.
+        skips_in_a_row: skipped steps just before.
+    """
+
+    def __init__(
+        self,
+        engine: DeepSpeedEngine,
+        config: TrainConfig,
+        losses: Sequence[float] = (),
+        grad_norms: Sequence[float] = (),
+        skips_in_a_row: int = 0,
+    ) -> None:
+        self.engine, self.config = engine, config
+        self.gate = UpdateGate(engine, self._may_update)
+        self.restart(losses, grad_norms, skips_in_a_row)
+
+    def restart(self, losses: Sequence[float], grad_norms: Sequence[float], skips_in_a_row: int) -> None:
+        """Forget all but what is given; after a checkpoint was loaded into the engine."""
+        self.losses, self.grad_norms = deque(losses, WINDOW), deque(grad_norms, WINDOW)
+        self.skips_in_a_row, self._skipped = skips_in_a_row, self.engine.skipped_steps
+        self.loss = math.nan
+        self.trouble: Trouble | None = None
+
+    def see_loss(self, loss: float) -> None:
+        """Take note of a step's loss before its update.
+
+        Args:
+            loss: over the global batch, nats per token.
+        """
+        self.gate.begin()
+        self.loss, self.trouble = loss, None
+        if not math.isfinite(loss):
+            self.trouble = Trouble(Kind.loss, loss, _median(self.losses))
+        elif _is_spike(loss, self.losses, self.config.max_loss_ratio):
+            self.trouble = Trouble(Kind.loss_spike, loss, _median(self.losses))
+
+    def _may_update(self, grad_norm: float) -> bool:
+        if self.trouble is None and not math.isfinite(grad_norm):
+            return self.engine.fp16_enabled()  # an overflow belongs to finding the loss scale, and DeepSpeed skips it
+        if self.trouble is None and _is_spike(grad_norm, self.grad_norms, self.config.max_grad_norm_ratio):
+            self.trouble = Trouble(Kind.gradient_spike, grad_norm, _median(self.grad_norms))
+        return self.trouble is None
+
+    def check(self) -> Trouble | None:
+        """Return what was wrong with the step just done."""
+        skipped = self.engine.skipped_steps > self._skipped
+        self._skipped = self.engine.skipped_steps
+        self.skips_in_a_row = self.skips_in_a_row + 1 if skipped else 0
+        if skipped and self.trouble is None and not self.engine.fp16_enabled():
+            self.trouble = Trouble(Kind.gradient, self.gate.grad_norm, _median(self.grad_norms))
+        if not skipped:
+            self.losses.append(self.loss)
+            self.grad_norms.append(self.gate.grad_norm)
+        return self.trouble
+
+    def check_patience(self, step: int) -> None:
+        """See whether anything is still being learned: DeepSpeed alone would go on for ever and exit 0 (0.19.8).
+
+        Raises:
+            Diverged: too many steps in a row were skipped.
+        """
+        if self.skips_in_a_row >= self.config.max_skipped_steps:
+            raise Diverged(
+                tr(
+                    "{count} steps in a row up to step {step} were skipped because gradients overflowed, or loss or "
+                    "gradient was no number or a spike: nothing is being learned. Lower optim.lr, look at the samples "
+                    "that were named, or use precision=bf16 or precision=fp32.",
+                    count=self.skips_in_a_row,
+                    step=step,
+                )
+            )
+
+
+def _is_spike(value: float, before: Sequence[float], ratio: float) -> bool:
+    return bool(ratio) and len(before) >= FEWEST and value > ratio * _median(before)
+
+
+def _median(values: Sequence[float]) -> float:
+    return statistics.median(values) if values else math.nan
