@@ -428,4 +428,8 @@ CHINESE: dict[str, str] = {
     "{what}; going back to {checkpoint} has been of no use {count} times.": "{what}；已 {count} 次回到 {checkpoint}，没有用。",
     "{what}; there is no checkpoint to go back to: set checkpoint.every.": "{what}；没有可以回到的检查点：请设置 checkpoint.every。",
     "── {where}: rank {rank}, micro-batch {micro_batch} with loss {loss}, {tokens} tokens, {trained} trained": "── {where}：rank {rank}，微批 {micro_batch}，损失 {loss}，{tokens} 个 token，训练 {trained} 个",
+    "WARNING: {file} cannot be written: {reason}. Training goes on; its rows wait in memory.": "警告：无法写入 {file}：{reason}。训练继续；它的行在内存中等待。",
+    "{file} cannot be written: {reason}. The last {count} rows are lost.": "无法写入 {file}：{reason}。最后 {count} 行丢失。",
+    "cannot write {file}: {reason}.": "无法写入 {file}：{reason}。",
+    "{lock} was left {minutes} minutes ago by a build that did not come to its end, and nobody builds there now on this machine: this run would wait for it for ever. Remove it:  rm {lock}": "{lock} 是 {minutes} 分钟前一次没有完成的编译留下的，而本机上现在没有进程在那里编译：这次运行会永远等待它。请删除它：  rm {lock}",
 }

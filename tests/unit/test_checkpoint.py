@@ -12,10 +12,13 @@ import pytest
 import torch
 
 from toolkit.checkpoint import changes, engine_files, folders, manifest, random_state
+from toolkit.checkpoint.engine_files import EngineFiles
 from toolkit.checkpoint.manifest import problems, record, write
 from toolkit.checkpoint.run_state import RunState
 from toolkit.checkpoint.run_state import read as read_state
+from toolkit.config.schema import CheckpointConfig
 from toolkit.errors import CheckpointError, ConfigError
+from toolkit.train.checkpoint import Saver, _Pending
 
 
 def checkpoint(folder: Path, step: int) -> Path:
@@ -240,3 +243,46 @@ def test_every_key_is_free_or_decides_something() -> None:
         assert any(key == name or key.startswith(f"{name}.") for key in keys), name
     for key in ("optim.lr", "run.seed", "batch.global_size", "model.path", "data.max_length", "train.epochs"):
         assert not changes.is_free(key)
+
+
+def test_nothing_is_named_before_it_is_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a power loss needs: every file flushed, then the folder, then its name, then `latest`."""
+    order: list[str] = []
+    real_fsync, real_rename, real_replace = os.fsync, os.rename, os.replace
+
+    def fsync(descriptor: int) -> None:
+        order.append("flush " + os.readlink(f"/proc/self/fd/{descriptor}").removeprefix(f"{tmp_path}/"))
+        real_fsync(descriptor)
+
+    def named(kind: str, real: Any) -> Any:
+        def function(source: Any, target: Any) -> None:
+            order.append(f"{kind} {Path(target).name}")
+            real(source, target)
+
+        return function
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    monkeypatch.setattr(os, "rename", named("name", real_rename))
+    monkeypatch.setattr(os, "replace", named("name", real_replace))
+    folder = tmp_path / "step-3.tmp"
+    folder.mkdir()
+    saver = Saver.__new__(Saver)
+    saver.folder, saver.config = tmp_path, CheckpointConfig()
+    pending = _Pending(3, folder, EngineFiles(), [])
+    torch.save({"weights": torch.arange(10.0)}, folder / "model.pt")
+    pending.files.written.append(folder / "model.pt")
+    pending.mine.append(RunState(step=3).write(folder))
+    pending._prove()
+    assert not pending.failure
+    saver._publish(pending, tmp_path / "step-3", pending.records)
+    assert order == [
+        "flush step-3.tmp/model.pt",
+        "flush step-3.tmp/state.json",
+        "flush step-3.tmp/manifest.json",
+        "flush step-3.tmp",
+        "name step-3",
+        f"flush {tmp_path}",
+        "flush latest.tmp",
+        "name latest",
+        f"flush {tmp_path}",
+    ]

@@ -20,7 +20,7 @@ from toolkit.distributed.process_group import barrier, rank, world_size
 from toolkit.engine.ds_config import build_ds_config
 from toolkit.launch.environment import Ranks
 from toolkit.models.build import build_model
-from toolkit.track.metrics import append_row
+from toolkit.track.metrics import MetricsLog
 from toolkit.train.batches import training_batches
 from toolkit.train.guard import Guard
 from toolkit.train.meter import Meter
@@ -99,7 +99,7 @@ def build_bare_engine(cfg: RunConfig, prepared: Prepared) -> deepspeed.DeepSpeed
 def _ours(engine: deepspeed.DeepSpeedEngine, cfg: RunConfig, folder: Path) -> Callable[[list[list[Batch]]], None]:
     """Our step with what the loop does around it: counting, and a log line every `train.log_every` steps."""
     meter, guard = Meter(engine), Guard(engine, cfg.train)
-    done = 0
+    metrics, done = MetricsLog(folder / "metrics.jsonl", print), 0
 
     def block(windows: list[list[Batch]]) -> None:
         nonlocal done
@@ -110,7 +110,7 @@ def _ours(engine: deepspeed.DeepSpeedEngine, cfg: RunConfig, folder: Path) -> Ca
             if done % cfg.train.log_every == 0:
                 row = meter.row(done, 0.0, cfg.optim.lr)
                 if rank() == 0:
-                    append_row(folder / "metrics.jsonl", dict(row))
+                    metrics.append(row)
 
     return block
 

@@ -19,7 +19,7 @@ from toolkit.cli.compose import Composed, compose
 from toolkit.config.checks import check
 from toolkit.config.load import to_yaml
 from toolkit.errors import ConfigError
-from toolkit.launch import ancestors, environment
+from toolkit.launch import ancestors, build_locks, environment
 from toolkit.messages import tr
 
 
@@ -43,6 +43,7 @@ def run(words: list[str]) -> int:
     if cfg.distributed.interface:
         environment.set_interface(cfg.distributed.interface, os.environ)
     environment.check_port(os.environ)
+    build_locks.check(os.environ)
     if ranks.rank == 0:
         _greet(composed, ranks)
     # Only now is torch imported: whatever is wrong so far was told within seconds.

@@ -2,22 +2,89 @@
 
 import json
 import math
+import os
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from toolkit.errors import CheckpointError
+from toolkit.messages import tr
 
-def append_row(file: Path, row: dict[str, object]) -> None:
-    """Append one row. For rank 0 only.
 
-    Numbers that are not finite are written as strings ("nan", "inf"): JSON has no such numbers, and a row that a strict
-    reader refuses would hide just the step that matters.
+class MetricsLog:
+    """Appends rows to metrics.jsonl of a run. For rank 0 only.
+
+    A disk that is full is no reason to end a run: rows wait in memory until there is room.
 
     Args:
-        file: metrics.jsonl of the run folder.
-        row: names and values.
+        file: metrics.jsonl.
+        say: tells the user.
     """
-    clean = {
-        key: str(value) if isinstance(value, float) and not math.isfinite(value) else value
-        for key, value in row.items()
-    }
-    with file.open("a", encoding="utf-8") as handle:
-        handle.write(json.dumps(clean, ensure_ascii=False) + "\n")
+
+    def __init__(self, file: Path, say: Callable[[str], None]) -> None:
+        self.file, self.say = file, say
+        self._waiting: list[str] = []
+
+    def append(self, row: Mapping[str, object]) -> None:
+        """Append one row.
+
+        Numbers that are not finite are written as strings ("nan", "inf"): JSON has no such numbers, and a row that a
+        strict reader refuses would hide just the step that matters.
+
+        Args:
+            row: names and values.
+        """
+        clean = {
+            key: str(value) if isinstance(value, float) and not math.isfinite(value) else value
+            for key, value in row.items()
+        }
+        told = bool(self._waiting)
+        self._waiting.append(json.dumps(clean, ensure_ascii=False) + "\n")
+        try:
+            self._write()
+        except OSError as error:
+            if not told:
+                self.say(
+                    tr(
+                        "WARNING: {file} cannot be written: {reason}. Training goes on; its rows wait in memory.",
+                        file=self.file,
+                        reason=error.strerror or error,
+                    )
+                )
+
+    def forget(self) -> None:
+        """Drop the rows that wait: the run has gone back to before them."""
+        self._waiting.clear()
+
+    def finish(self) -> None:
+        """Write what still waits.
+
+        Raises:
+            CheckpointError: there is still no room.
+        """
+        try:
+            self._write()
+        except OSError as error:
+            raise CheckpointError(
+                tr(
+                    "{file} cannot be written: {reason}. The last {count} rows are lost.",
+                    file=self.file,
+                    reason=error.strerror or error,
+                    count=len(self._waiting),
+                )
+            ) from error
+
+    def _write(self) -> None:
+        """Write all that waits, or nothing of it: half a row would be no row for any reader."""
+        if not self._waiting:
+            return
+        with self.file.open("ab", buffering=0) as handle:
+            before = os.fstat(handle.fileno()).st_size
+            content = "".join(self._waiting).encode()
+            try:
+                written = handle.write(content)
+                while written < len(content):
+                    written += handle.write(content[written:])
+            except OSError:
+                os.truncate(self.file, before)
+                raise
+        self._waiting.clear()

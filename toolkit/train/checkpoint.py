@@ -163,8 +163,8 @@ class Saver:
 
     def _publish(self, pending: "_Pending", target: Path, records: dict[str, FileRecord]) -> None:
         try:
-            flush(pending.folder)
             manifest.write(pending.folder, records, {"step": pending.step})
+            flush(pending.folder)
             folders.publish(pending.folder, target)
             folders.remove_old(self.folder, self.config.keep, self._best(pending), self.config.max_gib * 2**30)
         except OSError as error:

@@ -14,11 +14,11 @@ from toolkit.checkpoint.run_state import RunState
 from toolkit.config.schema import OnBadStep, RunConfig
 from toolkit.data.sampler import Position
 from toolkit.distributed import signals
-from toolkit.distributed.process_group import rank, world_size
+from toolkit.distributed.process_group import on_rank0, rank, world_size
 from toolkit.distributed.watchdog import STEP, Watchdog
 from toolkit.errors import CheckpointError, Diverged, Stopped
 from toolkit.messages import tr
-from toolkit.track.metrics import append_row
+from toolkit.track.metrics import MetricsLog
 from toolkit.track.progress import Progress
 from toolkit.train import bad_steps
 from toolkit.train.checkpoint import Saver
@@ -107,6 +107,7 @@ class _Run:
         self.job, self.progress, self.cfg, self.engine = job, progress, job.cfg, job.engine
         self.guard = Guard(job.engine, job.cfg.train)
         self.stop_file = StopFile(job.folder)
+        self.metrics = MetricsLog(job.folder / "metrics.jsonl", progress.say)
         self.outcome = Outcome(bad_steps=job.start.bad_steps, rewinds=job.start.rewinds, checkpoint=job.saver.newest)
         self.rewound_to: Counter[Path] = Counter()
         self.begin_at(job.start, Position(job.start.epoch, job.start.row))
@@ -131,6 +132,7 @@ class _Run:
         signals.defer()
         while self.step < self.job.total_steps:
             self._take_step()
+        on_rank0(self.metrics.finish)
         self.job.watchdog.enter("", self.step)
         signals.act_at_once()
         self.outcome.trained_tokens = self.meter.trained_tokens_so_far
@@ -226,6 +228,7 @@ class _Run:
                     count=MOST_REWINDS,
                 )
             )
+        self.metrics.forget()
         state = self.job.go_back(checkpoint)
         self.outcome.rewinds += 1
         self.progress.back_to(state.step)
@@ -242,7 +245,7 @@ class _Run:
         row = self.meter.row(self.step, self.step / self.job.steps_per_epoch, lr)
         row |= {"bad_steps": self.outcome.bad_steps, "rewinds": self.outcome.rewinds}
         if rank() == 0:
-            append_row(self.job.folder / "metrics.jsonl", dict(row))
+            self.metrics.append(row)
         self.progress.show(row)
         if math.isnan(self.outcome.first_loss):
             self.outcome.first_loss = row["loss"]
@@ -253,7 +256,7 @@ class _Run:
         row: dict[str, float] = {"step": self.step, **self.job.evaluate()}
         self.outcome.evaluations.append(row)
         if rank() == 0:
-            append_row(self.job.folder / "metrics.jsonl", dict(row))
+            self.metrics.append(row)
         self.progress.say(
             tr(
                 "step {step}  validation loss {loss} nats/token, perplexity {perplexity} over {tokens} tokens",
@@ -269,7 +272,7 @@ class _Run:
         return self.job.saver.failed and self.step % max(1, self.cfg.checkpoint.every // 10) == 0
 
     def _state(self) -> RunState:
-        metrics, outcome = self.job.folder / "metrics.jsonl", self.outcome
+        metrics, outcome = self.metrics.file, self.outcome
         return replace(
             self.job.start,
             step=self.step,
@@ -285,7 +288,7 @@ class _Run:
             losses=list(self.guard.losses),
             grad_norms=list(self.guard.grad_norms),
             evaluations=outcome.evaluations,
-            metrics_bytes=metrics.stat().st_size if rank() == 0 else 0,
+            metrics_bytes=metrics.stat().st_size if metrics.exists() else 0,
         )
 
     def _publish(self) -> None:

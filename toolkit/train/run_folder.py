@@ -11,7 +11,7 @@ from importlib import metadata
 from pathlib import Path
 
 from toolkit.config.schema import RunConfig
-from toolkit.errors import RunFolderError
+from toolkit.errors import CheckpointError, RunFolderError
 from toolkit.messages import tr
 
 RECORDED_PACKAGES = (
@@ -127,7 +127,16 @@ def _git(git: str, folder: Path, *words: str) -> str:
 
 
 def mark_done(folder: Path, summary: dict[str, object]) -> None:
-    """Write the DONE marker, the only proof that a run has finished. For rank 0 only, last of all."""
+    """Write the DONE marker, the only proof that a run has finished. For rank 0 only, last of all.
+
+    Raises:
+        CheckpointError: it cannot be written.
+    """
     temporary = folder / "DONE.tmp"
-    temporary.write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
-    temporary.replace(folder / "DONE")
+    try:
+        temporary.write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+        temporary.replace(folder / "DONE")
+    except OSError as error:
+        raise CheckpointError(
+            tr("cannot write {file}: {reason}.", file=folder / "DONE", reason=error.strerror or error)
+        ) from error

@@ -1,0 +1,62 @@
+"""Locks that a killed build of DeepSpeed's ops has left: every later run would wait for them for ever, in silence."""
+
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from toolkit.errors import LaunchError
+from toolkit.messages import tr
+
+OPS = ("fused_adam", "cpu_adam", "async_io", "gds", "deepspeed_shm_comm", "deepspeed_ccl_comm", "utils")
+"""Names under which DeepSpeed 0.19.8 builds what a run may use."""
+YOUNG_S = 30.0
+"""A lock so young may belong to a build that has not started its compiler yet."""
+
+
+def check(environ: Mapping[str, str], proc: Path = Path("/proc")) -> None:
+    """Refuse to start beside a lock that nobody holds.
+
+    PyTorch's builder makes a file `lock` and polls for its end without a limit (torch 2.13, utils/file_baton.py). While
+    it works, ninja and the compiler have the build's folder as their working folder.
+
+    Args:
+        environ: the environment; TORCH_EXTENSIONS_DIR says where ops are built.
+        proc: the process file system (for tests).
+
+    Raises:
+        LaunchError: there is such a lock.
+    """
+    for lock in _locks(environ):
+        try:
+            age_s = time.time() - lock.stat().st_mtime
+        except OSError:  # it has just been released
+            continue
+        if age_s > YOUNG_S and not _is_being_built(lock.parent, proc):
+            raise LaunchError(
+                tr(
+                    "{lock} was left {minutes} minutes ago by a build that did not come to its end, and nobody builds "
+                    "there now on this machine: this run would wait for it for ever. Remove it:  rm {lock}",
+                    lock=lock,
+                    minutes=f"{age_s / 60:,.0f}",
+                )
+            )
+
+
+def _locks(environ: Mapping[str, str]) -> Iterator[Path]:
+    named = environ.get("TORCH_EXTENSIONS_DIR")
+    cache = Path(environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    roots = [Path(named)] if named else sorted((cache / "torch_extensions").glob("py*"))
+    for root in roots:
+        for name in OPS:
+            if (root / name / "lock").exists():
+                yield root / name / "lock"
+
+
+def _is_being_built(folder: Path, proc: Path) -> bool:
+    for process in proc.glob("[0-9]*"):
+        try:
+            if (process / "cwd").readlink() == folder.resolve():
+                return True
+        except OSError:  # gone, or somebody else's
+            continue
+    return False
