@@ -133,6 +133,7 @@ def test_planning_needs_no_torch() -> None:
         "toolkit.cli.check",
         "toolkit.cli.export_config",
         "toolkit.cli.prepare",
+        "toolkit.cli.launch",
     ]
     code = (
         f"import importlib, sys\nfor name in {modules!r}: importlib.import_module(name)\n"

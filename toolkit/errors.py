@@ -51,3 +51,9 @@ class Stopped(ToolkitError):
     """The run was stopped by a signal, at a step boundary, with a checkpoint saved."""
 
     exit_code = 75
+
+
+class RepeatedDeath(ToolkitError):
+    """The run died twice without getting any further: to start it again would not help."""
+
+    exit_code = 1

@@ -1,7 +1,8 @@
 """run.py with one fault, put in at a chosen rank, step and place, and noted when it happens.
 
 FAULT: JSON with `at` (a place below), `rank`, `step` (from 1; for saves: of the checkpoint), `do` (kill, killall, stop,
-hang, fail, nan), `note` (file that gets a line when the fault happens). Everything else is the product's own.
+hang, fail, nan), `note` (file that gets a line when the fault happens), `once` (not again where the note is there
+already). Everything else is the product's own.
 """
 
 import json
@@ -51,6 +52,21 @@ def before(module: Any, name: str, when: Callable[..., bool]) -> None:
     setattr(module, name, faulty)
 
 
+def in_step(step: int) -> Callable[..., bool]:
+    """Return whether the loop is in a step, by what it tells its watchdog."""
+    from toolkit.distributed.watchdog import Watchdog
+
+    entered: list[int] = []
+    real = Watchdog.enter
+
+    def enter(watchdog: Any, phase: str, number: int, detail: str = "") -> None:
+        real(watchdog, phase, number, detail)
+        entered.append(number)
+
+    Watchdog.enter = enter
+    return lambda *_: bool(entered) and entered[-1] == step
+
+
 def install() -> None:
     """Put the fault in its place."""
     from toolkit.checkpoint import engine_files, folders, manifest
@@ -67,7 +83,11 @@ def install() -> None:
     def of_step(path: Any) -> bool:
         return f"step-{step}" in str(path)
 
-    if at == "step":
+    if FAULT.get("once") and Path(FAULT["note"]).exists():
+        return
+    if at == "each life":  # the step's number, where "step" counts those of this life
+        before(loop, "train_step", in_step(step))
+    elif at == "step":
         before(loop, "train_step", nth)
     elif at == "save.shard":
         before(engine_files.torch, "save", lambda _state, path: of_step(path))

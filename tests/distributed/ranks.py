@@ -6,7 +6,8 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -72,3 +73,35 @@ def run(command: Sequence[str], cwd: Path, timeout_s: float = TIMEOUT_S, **extra
     finally:
         kill_session(process)
     return Finished(process.returncode, output)
+
+
+def alive(marker: str) -> list[int]:
+    """Return the processes whose command line holds a text."""
+    found = []
+    for folder in Path("/proc").iterdir():
+        if folder.name.isdecimal() and int(folder.name) != os.getpid():
+            try:
+                line = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+                state = (folder / "stat").read_text().rpartition(")")[2].split()[0]
+            except OSError:
+                continue
+            if marker in line and state != "Z":
+                found.append(int(folder.name))
+    return found
+
+
+def gone(marker: str, within_s: float) -> float:
+    """Wait until no process is left; return the seconds that took."""
+    started = time.monotonic()
+    while alive(marker):
+        assert time.monotonic() - started < within_s, f"still there after {within_s} s"
+        time.sleep(0.2)
+    return time.monotonic() - started
+
+
+def wait_for(condition: Callable[[], object], within_s: float = 120) -> None:
+    """Wait until something is so."""
+    started = time.monotonic()
+    while not condition():
+        assert time.monotonic() - started < within_s
+        time.sleep(0.1)

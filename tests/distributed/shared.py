@@ -7,6 +7,7 @@ from itertools import islice
 from pathlib import Path
 
 import pytest
+from ranks import REPOSITORY, deepspeed, run
 
 WORDS = [
     "red",
@@ -143,3 +144,31 @@ def plain_loop(
         torch.nn.utils.clip_grad_norm_(model.parameters(), cfg.train.gradient_clipping)
         optimizer.step()
     return found, [before, validation_loss()]
+
+
+FAULTY = str(REPOSITORY / "tests" / "distributed" / "faulty_run.py")
+STEPS = 8
+
+
+def faulty_words(rows_file: Path, folder: Path, name: str, *overrides: str) -> list[str]:
+    """Return the arguments of a run of 8 steps that saves at every second."""
+    return tiny(
+        rows_file,
+        folder,
+        name,
+        f"train.max_steps={STEPS}",
+        "checkpoint.every=2",
+        "checkpoint.export=false",
+        "zero=stage2",
+        "evaluate.at_start=false",
+        *overrides,
+    )
+
+
+@pytest.fixture(scope="session")
+def straight(tmp_path_factory: pytest.TempPathFactory, rows_file: Path) -> list[float]:
+    """Losses of the run that nothing happens to."""
+    folder = tmp_path_factory.mktemp("straight")
+    finished = run(deepspeed(2, FAULTY, *faulty_words(rows_file, folder, "straight")), cwd=folder, FAULT="{}")
+    assert finished.code == 0, finished.output[-4000:]
+    return losses(folder / "runs" / "straight")

@@ -9,63 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ranks import REPOSITORY, deepspeed, free_port, kill_session, run, start
-from shared import losses, rows_of, tiny
+from ranks import deepspeed, free_port, gone, kill_session, run, start, wait_for
+from shared import FAULTY, faulty_words, losses, rows_of
 
 from toolkit.checkpoint.folders import published
 from toolkit.checkpoint.manifest import problems
-
-FAULTY = str(REPOSITORY / "tests" / "distributed" / "faulty_run.py")
-STEPS = 8
-
-
-def words(rows_file: Path, folder: Path, name: str, *overrides: str) -> list[str]:
-    """Return the arguments of a run of 8 steps that saves at every second."""
-    return tiny(
-        rows_file,
-        folder,
-        name,
-        f"train.max_steps={STEPS}",
-        "checkpoint.every=2",
-        "checkpoint.export=false",
-        "zero=stage2",
-        "evaluate.at_start=false",
-        *overrides,
-    )
-
-
-@pytest.fixture(scope="session")
-def straight(tmp_path_factory: pytest.TempPathFactory, rows_file: Path) -> list[float]:
-    """Losses of the run that nothing happens to."""
-    folder = tmp_path_factory.mktemp("straight")
-    finished = run(deepspeed(2, FAULTY, *words(rows_file, folder, "straight")), cwd=folder, FAULT="{}")
-    assert finished.code == 0, finished.output[-4000:]
-    return losses(folder / "runs" / "straight")
-
-
-def alive(marker: str) -> list[int]:
-    """Return the processes whose command line holds a text."""
-    found = []
-    for folder in Path("/proc").iterdir():
-        if folder.name.isdecimal() and int(folder.name) != os.getpid():
-            try:
-                line = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-                state = (folder / "stat").read_text().rpartition(")")[2].split()[0]
-            except OSError:
-                continue
-            if marker in line and state != "Z":
-                found.append(int(folder.name))
-    return found
-
-
-def gone(marker: str, within_s: float) -> float:
-    """Wait until no process is left; return the seconds that took."""
-    started = time.monotonic()
-    while alive(marker):
-        assert time.monotonic() - started < within_s, f"still there after {within_s} s"
-        time.sleep(0.2)
-    return time.monotonic() - started
-
 
 KILLS: list[dict[str, Any]] = [
     {"at": "step", "step": 1, "rank": 1, "do": "kill"},
@@ -87,7 +35,7 @@ def test_the_same_command_goes_on_to_the_same_end(
     fault: dict[str, Any], rows_file: Path, tmp_path: Path, straight: list[float]
 ) -> None:
     note = tmp_path / "note"
-    command = words(rows_file, tmp_path, "run")
+    command = faulty_words(rows_file, tmp_path, "run")
     killed = run(deepspeed(2, FAULTY, *command), cwd=tmp_path, FAULT=json.dumps({**fault, "note": str(note)}))
     assert note.read_text() == f"{fault['at']} {fault['rank']}\n", "the fault did not happen"
     folder = tmp_path / "runs" / "run"
@@ -115,7 +63,7 @@ def test_the_same_command_goes_on_to_the_same_end(
 
 @pytest.mark.parametrize("victim", ["launcher", "front end"])
 def test_no_rank_outlives_its_launcher(victim: str, rows_file: Path, tmp_path: Path) -> None:
-    command = words(rows_file, tmp_path, "orphans", "train.max_steps=1000000", "checkpoint.every=0")
+    command = faulty_words(rows_file, tmp_path, "orphans", "train.max_steps=1000000", "checkpoint.every=0")
     process = start(deepspeed(2, FAULTY, *command), cwd=tmp_path, FAULT="{}")
     metrics = tmp_path / "runs" / "orphans" / "metrics.jsonl"
     try:
@@ -132,18 +80,10 @@ def test_no_rank_outlives_its_launcher(victim: str, rows_file: Path, tmp_path: P
     assert not (metrics.parent / "DONE").exists()
 
 
-def wait_for(condition: Any, within_s: float = 120) -> None:
-    """Wait until something is so."""
-    started = time.monotonic()
-    while not condition():
-        assert time.monotonic() - started < within_s
-        time.sleep(0.1)
-
-
 def test_a_file_stops_the_run_and_only_one_process_may_work_in_it(
     rows_file: Path, tmp_path: Path, straight: list[float]
 ) -> None:
-    endless = words(rows_file, tmp_path, "run", "train.max_steps=1000000", "checkpoint.every=0")
+    endless = faulty_words(rows_file, tmp_path, "run", "train.max_steps=1000000", "checkpoint.every=0")
     process = start(deepspeed(2, FAULTY, *endless), cwd=tmp_path, FAULT="{}")
     folder = tmp_path / "runs" / "run"
     try:
@@ -160,7 +100,7 @@ def test_a_file_stops_the_run_and_only_one_process_may_work_in_it(
     [newest] = published(folder / "checkpoints")
     assert not problems(newest)
     # A run of another length is another run; the key that says so is named.
-    shorter = run(deepspeed(2, FAULTY, *words(rows_file, tmp_path, "run")), cwd=tmp_path, FAULT="{}")
+    shorter = run(deepspeed(2, FAULTY, *faulty_words(rows_file, tmp_path, "run")), cwd=tmp_path, FAULT="{}")
     assert shorter.code != 0
     assert "train.max_steps: 1000000 -> 8" in shorter.output
     assert "checkpoint.allow_changes=[train.max_steps]" in shorter.output
@@ -168,7 +108,7 @@ def test_a_file_stops_the_run_and_only_one_process_may_work_in_it(
 
 def test_a_damaged_checkpoint_is_passed_over(rows_file: Path, tmp_path: Path, straight: list[float]) -> None:
     note = tmp_path / "note"
-    command = words(rows_file, tmp_path, "run")
+    command = faulty_words(rows_file, tmp_path, "run")
     fault = {"at": "step", "step": 8, "rank": 0, "do": "killall", "note": str(note)}
     run(deepspeed(2, FAULTY, *command), cwd=tmp_path, FAULT=json.dumps(fault))
     assert note.exists()
@@ -194,7 +134,7 @@ def test_a_full_disk_costs_a_checkpoint_and_not_the_run(
 ) -> None:
     note = tmp_path / "note"
     fault = {"at": at, "step": 4, "rank": 1 if at == "save.shard" else 0, "do": "fail", "note": str(note)}
-    command = words(rows_file, tmp_path, "run", "checkpoint.keep=0", "checkpoint.every=4")
+    command = faulty_words(rows_file, tmp_path, "run", "checkpoint.keep=0", "checkpoint.every=4")
     finished = run(deepspeed(2, FAULTY, *command), cwd=tmp_path, FAULT=json.dumps(fault))
     assert note.exists()
     assert finished.code == 0, finished.output[-3000:]
@@ -215,7 +155,7 @@ def test_a_rank_that_hangs_is_noticed_and_named(
     """A stopped process, and one that is alive but never comes to the collective that the other waits in."""
     note = tmp_path / "note"
     fault = {"at": "step", "step": 6, "rank": 1, "do": do, "note": str(note)}
-    command = words(rows_file, tmp_path, "run", "distributed.hang_after_s=10")
+    command = faulty_words(rows_file, tmp_path, "run", "distributed.hang_after_s=10")
     started = time.monotonic()
     finished = run(deepspeed(2, FAULTY, *command), cwd=tmp_path, FAULT=json.dumps(fault))
     assert note.exists()
@@ -238,7 +178,7 @@ def test_a_rank_that_hangs_is_noticed_and_named(
 
 
 def test_two_runs_started_at_once(rows_file: Path, tmp_path: Path) -> None:
-    command = words(rows_file, tmp_path, "run")
+    command = faulty_words(rows_file, tmp_path, "run")
     both = [
         subprocess.Popen(
             [*deepspeed(1, FAULTY), *command],

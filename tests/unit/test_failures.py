@@ -43,9 +43,9 @@ from toolkit.distributed import failure
 folder = Path(sys.argv[1])
 failure.watch(folder)
 if sys.argv[2] == "announce":
-    print(failure.announce(3, "first"), failure.announce(3, "again"), flush=True)
+    print(failure.announce(3, "first", 70), failure.announce(3, "again", 1), flush=True)
 else:
-    print(failure.announce(4, "second") if sys.argv[2] == "late" else "waits", flush=True)
+    print(failure.announce(4, "second", 1) if sys.argv[2] == "late" else "waits", flush=True)
     time.sleep(30)
 """
 
@@ -69,4 +69,6 @@ def test_the_first_speaks_and_the_others_end_within_seconds(tmp_path: Path) -> N
     with child(tmp_path, "late") as late:
         assert late.communicate(timeout=20)[0] == "False\n"
         assert late.returncode == 1
-    assert (tmp_path / "FAILED").read_text().splitlines()[-1] == "first"
+    head, last = (tmp_path / "FAILED").read_text().splitlines()
+    assert head.startswith("rank 3 on ") and head.endswith("), exit code 70")
+    assert last == "first"

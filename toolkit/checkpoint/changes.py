@@ -13,6 +13,7 @@ FREE = (
     "resume",
     "run.name",
     "run.dir",
+    "run.max_restarts",
     "prepare",
     "data.num_workers",
     "batch.micro_per_gpu",

@@ -12,6 +12,7 @@ from toolkit.messages import tr
 # Command -> module with `run(arguments)` and a docstring that is its help. Imported when called: help needs no torch.
 COMMANDS = {
     "train": "toolkit.cli.train",
+    "launch": "toolkit.cli.launch",
     "check": "toolkit.cli.check",
     "prepare": "toolkit.cli.prepare",
     "show": "toolkit.cli.show",

@@ -9,6 +9,7 @@ import traceback
 from collections.abc import Callable
 
 from toolkit.errors import Stopped, ToolkitError
+from toolkit.launch import report
 from toolkit.messages import tr
 
 # A launcher ends every rank as soon as one has failed, so a rank that fails a moment before rank 0 must not deprive it
@@ -24,23 +25,24 @@ def guarded(function: Callable[[], int]) -> int:
     try:
         return function()
     except ToolkitError as error:
-        _report(f"{_kind(error)}: {error}", trace="", agreed=isinstance(error, Stopped))
         code = error.exit_code
+        _report(f"{_kind(error)}: {error}", trace="", code=code, agreed=isinstance(error, Stopped))
     except KeyboardInterrupt:
-        _report(tr("interrupted."), trace="", agreed=False)
         code = 130
+        _report(tr("interrupted."), trace="", code=code, agreed=False)
     except Exception as error:  # the last resort: whatever it is, it is told once, with its traceback
         where = tr(
             "rank {rank} on {host}",
             rank=os.environ.get("RANK", "0"),
             host=socket.gethostname(),
         )
+        code = 1
         _report(
             f"{type(error).__name__} ({where}): {error}",
             trace=traceback.format_exc(),
+            code=code,
             agreed=False,
         )
-        code = 1
     if int(os.environ.get("WORLD_SIZE", "1")) > 1 and "torch" in sys.modules:
         # Other ranks may be gone: leaving the process group in the ordinary way could wait for them for ever.
         sys.stdout.flush()
@@ -53,12 +55,13 @@ def _kind(error: ToolkitError) -> str:
     return type(error).__name__
 
 
-def _report(message: str, trace: str, agreed: bool) -> None:
+def _report(message: str, trace: str, code: int, agreed: bool) -> None:
     """Say it, unless another rank has said it already.
 
     Args:
         message: one message.
         trace: the traceback of what is not the user's mistake, else "".
+        code: exit code of this process.
         agreed: every rank knows the same (a stop by signal): rank 0 speaks, and nothing has failed.
     """
     from toolkit.distributed import failure  # imports no torch
@@ -67,9 +70,10 @@ def _report(message: str, trace: str, agreed: bool) -> None:
     if agreed:
         # A launcher signals the ranks that are left when one has failed: that one has the last word.
         if rank == 0 and not failure.another_has_failed():
+            report.note(code=code)
             _say(message, trace)
         return
-    if not failure.announce(rank, message + ("\n" + trace if trace else "")):
+    if not failure.announce(rank, message + ("\n" + trace if trace else ""), code):
         return
     if not failure.is_watching() and int(os.environ.get("LOCAL_RANK", "0")) != 0:
         time.sleep(OTHER_RANKS_WAIT_S)

@@ -26,6 +26,7 @@ from toolkit.engine.ds_config import DsConfig, build_ds_config, warmup_steps
 from toolkit.engine.initialize import initialize
 from toolkit.errors import RunFolderError
 from toolkit.evaluate.loss import evaluate_loss
+from toolkit.launch import report
 from toolkit.launch.environment import Ranks
 from toolkit.messages import say, tr
 from toolkit.models.attention import check_isolation
@@ -97,7 +98,9 @@ def run_session(cfg: RunConfig, ranks: Ranks, prepared: Prepared, started: float
         engine=engine,
         started=started,
     )
-    progress = Progress(total_steps, shown=ranks.rank == 0, done=start.step)
+    progress = Progress(
+        total_steps, ranks.rank == 0, start.step, on_first_step=partial(report.note, first_step=start.step + 1)
+    )
     saver = Saver(engine, folder / "checkpoints", cfg.checkpoint, progress.say)
     if origin.checkpoint is not None:
         go_on(saver, origin.checkpoint, start, ranks, cfg.run.seed)

@@ -19,7 +19,7 @@ from toolkit.cli.compose import Composed, compose
 from toolkit.config.checks import check
 from toolkit.config.load import to_yaml
 from toolkit.errors import ConfigError
-from toolkit.launch import ancestors, build_locks, environment
+from toolkit.launch import ancestors, build_locks, environment, restarts
 from toolkit.messages import tr
 
 
@@ -40,6 +40,7 @@ def run(words: list[str]) -> int:
     if cfg.prepare.shard:
         raise ConfigError(tr("prepare.shard is for `toolkit prepare` alone: training needs all parts. Remove it."))
     ancestors.check_launcher(cfg.launch.num_nodes, ranks)
+    restarts.check(cfg.run.max_restarts, ranks, words)
     if cfg.distributed.interface:
         environment.set_interface(cfg.distributed.interface, os.environ)
     environment.check_port(os.environ)

@@ -44,6 +44,7 @@ LEAST = {
     "precision.loss_scale_window": 1,
     "precision.hysteresis": 1,
     "run.seed": 0,
+    "run.max_restarts": 0,
     "model.shape.num_layers": 1,
     "model.shape.vocab_size": 1,
     "model.shape.hidden_size": 1,
@@ -84,7 +85,7 @@ def check(loaded: Loaded, world_size: int | None = None, *, files: bool = True) 
     Raises:
         ConfigError: the first rule that does not hold.
     """
-    for rule in (_numbers, _batch, _length_of_run, _schedule, _zero, _offload, check_effect, _names):
+    for rule in (_numbers, _batch, _length_of_run, _schedule, _zero, _offload, check_effect, _names, _restarts):
         rule(loaded)
     if world_size is not None:
         accumulation(loaded.cfg, world_size, prefix(loaded, "batch.global_size"))
@@ -280,4 +281,25 @@ def _names(loaded: Loaded) -> None:
             loaded,
             "prepare.shard",
             tr("prepare.shard = {value} must be i/n, such as 1/4 to 4/4 for four machines.", value=shard),
+        )
+
+
+def _restarts(loaded: Loaded) -> None:
+    """A run that is started again has to go on, not to begin anew or to be refused."""
+    cfg = loaded.cfg
+    words = {
+        "run.name=NAME": not cfg.run.name,
+        "checkpoint.every=100": not cfg.checkpoint.every,
+        "resume=auto": cfg.resume not in ("auto", "must"),
+    }
+    missing = [word for word, is_missing in words.items() if is_missing]
+    if cfg.run.max_restarts and missing:
+        raise fail(
+            loaded,
+            "run.max_restarts",
+            tr(
+                "run.max_restarts = {most} needs a run that can go on from its checkpoints. Add {words}.",
+                most=cfg.run.max_restarts,
+                words=" ".join(missing),
+            ),
         )

@@ -163,6 +163,8 @@ class RunFolderConfig:
     """Folder that holds the run folders; relative to the folder where the command was typed."""
     seed: int = 42
     """Seed of everything random: weights of a random model, order of the samples, validation split, dropout."""
+    max_restarts: int = 0
+    """How often a run that died or hung is started again from its last checkpoint, by `toolkit launch` or by torchrun (whose --max-restarts must be the same); needs `run.name` and `checkpoint.every`."""
 
 
 @dataclass(kw_only=True, slots=True)

@@ -10,6 +10,8 @@ import threading
 import time
 from pathlib import Path
 
+from toolkit.launch import report
+
 _marker: Path | None = None
 _is_mine = False
 _over = threading.Event()
@@ -37,28 +39,29 @@ def another_has_failed() -> bool:
     return _marker is not None and not _is_mine and _marker.exists()
 
 
-def announce(rank: int, text: str) -> bool:
+def announce(rank: int, text: str, code: int) -> bool:
     """Claim the failure.
 
     Args:
         rank: this rank.
         text: what went wrong, for the marker.
+        code: exit code of this rank, for the marker and for `toolkit launch`.
 
     Returns:
         True if this rank was the first and should tell the user; False if another rank has already spoken.
     """
     global _is_mine
-    if _marker is None:
-        return True
     try:
-        handle = os.open(_marker, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+        file = open(_marker, "x", encoding="utf-8") if _marker else None
     except FileExistsError:
         return _is_mine
     except OSError:
-        return True  # the folder is gone or full: better told twice than not at all
-    _is_mine = True
-    with os.fdopen(handle, "w", encoding="utf-8") as file:
-        file.write(f"rank {rank} on {socket.gethostname()} (pid {os.getpid()})\n{text}\n")
+        file = None  # the folder is gone or full: better told twice than not at all
+    report.note(code=code, died=time.time())
+    if file:
+        _is_mine = True
+        with file:
+            file.write(f"rank {rank} on {socket.gethostname()} (pid {os.getpid()}), exit code {code}\n{text}\n")
     return True
 
 

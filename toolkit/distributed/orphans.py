@@ -7,11 +7,15 @@ launcher (deepspeed 0.19.8, measured).
 import ctypes
 import os
 import signal
+import socket
 import threading
 import time
 from contextlib import suppress
 from pathlib import Path
 
+import psutil
+
+from toolkit.launch import report
 from toolkit.launch.environment import Ranks
 
 CHECK_EVERY_S = 1.0
@@ -26,17 +30,36 @@ def watch(ranks: Ranks) -> None:
     """
     if ranks.launcher not in ("deepspeed", "torchrun"):
         return
+    end_with_parent()
     parent = os.getppid()
-    with suppress(OSError, AttributeError):  # Linux alone has it; the thread serves everywhere
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
     grandparent = _parent_of(parent) if ranks.launcher == "deepspeed" else 0
-    threading.Thread(target=_look, args=(parent, grandparent), name="orphan-watch", daemon=True).start()
+    told = report.read()
+    front_end = told["pid"] if told.get("host") == socket.gethostname() else 0
+    threading.Thread(target=_look, args=(parent, grandparent, front_end), name="orphan-watch", daemon=True).start()
 
 
-def _look(parent: int, grandparent: int) -> None:
-    while os.getppid() == parent and (grandparent <= 1 or _parent_of(parent) == grandparent):
+def end_with_parent() -> None:
+    """Let the system send this process a SIGTERM when its parent ends. Linux alone has it."""
+    with suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+def _look(parent: int, grandparent: int, front_end: int) -> None:
+    """Wait until one of them is gone; 0 for what there is not. The front end is `toolkit launch`."""
+    while (
+        os.getppid() == parent
+        and (grandparent <= 1 or _parent_of(parent) == grandparent)
+        and (not front_end or _is_running(front_end))
+    ):
         time.sleep(CHECK_EVERY_S)
     os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _is_running(pid: int) -> bool:
+    try:
+        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
+    except psutil.Error:
+        return False
 
 
 def _parent_of(pid: int) -> int:

@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from toolkit import errors
 from toolkit.config.schema import Backend, DistributedConfig
+from toolkit.distributed import rendezvous
 from toolkit.messages import tr
 
 T = TypeVar("T")
@@ -44,6 +45,7 @@ def start(config: DistributedConfig) -> torch.device:
         deepspeed.init_distributed(
             dist_backend=backend,
             timeout=timedelta(seconds=config.timeout_s),
+            init_method=rendezvous.init_method(),
             auto_mpi_discovery=False,
             verbose=False,
         )

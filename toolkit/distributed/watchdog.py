@@ -29,6 +29,11 @@ _LOOK_S = 4.0
 STEP = "step"
 
 
+def heartbeat_file(rank: int | str) -> str:
+    """Return the name of a rank's file in logs/."""
+    return f"heartbeat-rank-{rank}.json"
+
+
 class Watchdog:
     """One rank's. `enter` is called by the loop, everything else happens in the thread.
 
@@ -64,7 +69,10 @@ class Watchdog:
         now = time.monotonic()
         if self.phase == STEP:
             self.taken.append(now - self.since)
-        self.phase, self.step, self.detail, self.since = phase, step, detail, now
+        is_new, self.phase = phase != self.phase, phase
+        self.step, self.detail, self.since = step, detail, now
+        if is_new and self.hang_after_s >= 0:  # where a run died within a second of it is known too
+            self._beat()
 
     def stop(self) -> None:
         """The run is over."""
@@ -86,7 +94,7 @@ class Watchdog:
                 self._end(waited)
 
     def _path(self, rank: int) -> Path:
-        return self.folder / f"heartbeat-rank-{rank}.json"
+        return self.folder / heartbeat_file(rank)
 
     def _beat(self) -> None:
         self.beats += 1
@@ -124,7 +132,7 @@ class Watchdog:
             who=self._accuse(silent, behind, after),
             files=self.folder / "hang-rank-*.txt",
         )
-        if failure.announce(self.rank, text):
+        if failure.announce(self.rank, text, EXIT_CODE):
             sys.stderr.write(f"Hang: {text}\n")
             sys.stderr.flush()
             for rank in silent:  # a stopped process heeds nothing else, and the launcher would wait half a minute

@@ -3,7 +3,7 @@
 import base64
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,7 +15,7 @@ from toolkit.messages import tr
 PROC = Path("/proc")
 # Options of `deepspeed` that take a value; needed to tell its own words from the training program's.
 WITH_VALUE = re.compile(
-    r"--?(?:H|i|e|hostfile|include|exclude|num_nodes|num_gpus|master_port|master_addr|node_rank|launcher"
+    r"--?(?:H|i|e|hostfile|include|exclude|num_nodes|num_gpus|num_accelerators|master_port|master_addr|node_rank|launcher"
     r"|launcher_args|ssh_port|save_pid|enable_each_rank_log|autotuning|bind_core_list|elastic_training"
     r"|min_elastic_nodes|max_elastic_nodes|venv_script|log_level)"
 )
@@ -75,17 +75,34 @@ def check_launcher(num_nodes: int, ranks: Ranks, proc: Path = PROC, pid: str = "
 
 def deepspeed_options(words: list[str]) -> dict[str, str]:
     """Return the options of a `deepspeed` command line, without those of the program that it starts; {} for others."""
-    start = next((i for i, word in enumerate(words[:4]) if _is_front_end(word)), None)
-    if start is None:
-        return {}
+    return split(_after_front_end(words))[0]
+
+
+def launcher_options(proc: Path = PROC, pid: str = "self") -> list[str]:
+    """Return the options of the `deepspeed` command that started this process, as they were typed; [] without one."""
+    for process in _ancestors(proc, pid):
+        if words := _after_front_end(process.words):
+            return words[: len(words) - len(split(words)[1])]
+    return []
+
+
+def split(words: Sequence[str]) -> tuple[dict[str, str], list[str]]:
+    """Return the options that the words begin with, "" where they have no value, and the words after them."""
     options: dict[str, str] = {}
-    rest = iter(words[start + 1 :])
-    for word in rest:
-        name, equals, value = word.partition("=")
-        if not word.startswith("-"):
-            break
-        options[name] = value if equals else (next(rest, "") if WITH_VALUE.fullmatch(name) else "")
-    return options
+    place = 0
+    while place < len(words) and words[place].startswith("-"):
+        name, equals, value = words[place].partition("=")
+        place += 1
+        if not equals and WITH_VALUE.fullmatch(name):
+            value = "".join(words[place : place + 1])
+            place += 1
+        options[name] = value
+    return options, list(words[place:])
+
+
+def _after_front_end(words: list[str]) -> list[str]:
+    start = next((i for i, word in enumerate(words[:4]) if _is_front_end(word)), None)
+    return [] if start is None else words[start + 1 :]
 
 
 def _is_front_end(word: str) -> bool:

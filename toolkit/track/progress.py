@@ -2,6 +2,7 @@
 
 import sys
 import time
+from collections.abc import Callable
 
 from tqdm import tqdm
 
@@ -11,23 +12,30 @@ from toolkit.messages import tr
 class Progress:
     """One line of live state. Ranks other than 0 make none (`shown=False`)."""
 
-    def __init__(self, total_steps: int, shown: bool, done: int = 0) -> None:
+    def __init__(
+        self, total_steps: int, shown: bool, done: int = 0, on_first_step: Callable[[], None] = lambda: None
+    ) -> None:
         """Start.
 
         Args:
             total_steps: optimizer steps of the run.
             shown: whether this rank speaks.
             done: steps that an earlier session has done.
+            on_first_step: called once this session has done a step, on the rank that speaks.
         """
         self.total_steps = total_steps
         self.shown = shown
         self.done = done
+        self.on_first_step: Callable[[], None] | None = on_first_step if shown else None
         self.started = time.monotonic()
         with_bar = shown and sys.stderr.isatty()
         self.bar = tqdm(total=total_steps, initial=done, unit="step", dynamic_ncols=True) if with_bar else None
 
     def advance(self) -> None:
         """One step is done."""
+        if self.on_first_step:
+            self.on_first_step()
+            self.on_first_step = None
         if self.bar is not None:
             self.bar.update(1)
 

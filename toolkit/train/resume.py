@@ -18,7 +18,7 @@ from toolkit.distributed.process_group import on_rank0
 from toolkit.errors import CheckpointError, ConfigError, RunFolderError
 from toolkit.launch.environment import Ranks
 from toolkit.messages import tr
-from toolkit.train import run_folder
+from toolkit.train import run_folder, starts
 from toolkit.train.checkpoint import Saver
 from toolkit.train.prepared import Prepared
 
@@ -41,6 +41,7 @@ def choose(cfg: RunConfig, say: Callable[[str], None]) -> Origin:
 
     Raises:
         RunFolderError: the run has finished already, somebody else works in it, or it cannot be made.
+        RepeatedDeath: it died twice in one place.
         CheckpointError: there is nothing to go on from although there should be.
         ConfigError: `resume` says something that cannot be.
     """
@@ -49,8 +50,9 @@ def choose(cfg: RunConfig, say: Callable[[str], None]) -> Origin:
     if cfg.resume not in (NEVER, AUTO, MUST):
         checkpoint = _checkpoint_at(Path(cfg.resume), say)
         if named is None or checkpoint.parent.parent != named:
-            return Origin(_new(cfg), checkpoint)
-        _reopen(named)
+            return Origin(_new(cfg, checkpoint), checkpoint)
+        _claim(named)
+        _put_aside(named, checkpoint)
         return Origin(named, checkpoint)
     is_run = named is not None and any((named / name).exists() for name in (_LOCK, "config.yaml"))
     if named is None or not is_run or cfg.resume == NEVER:  # a folder that is no run is refused as it always was
@@ -61,8 +63,8 @@ def choose(cfg: RunConfig, say: Callable[[str], None]) -> Origin:
                     folder=named or cfg.run.dir,
                 )
             )
-        return Origin(_new(cfg), None)
-    _reopen(named)
+        return Origin(_new(cfg, None), None)
+    _claim(named)
     checkpoints = named / "checkpoints"
     were_there = bool(folders.published(checkpoints))
     checkpoint = folders.newest_whole(checkpoints, say)
@@ -74,6 +76,7 @@ def choose(cfg: RunConfig, say: Callable[[str], None]) -> Origin:
                 folder=checkpoints,
             )
         )
+    _put_aside(named, checkpoint)
     if checkpoint is None:
         say(tr("The run {folder} was stopped before its first checkpoint: it begins anew.", folder=named))
     return Origin(named, checkpoint)
@@ -99,21 +102,30 @@ def _checkpoint_at(path: Path, say: Callable[[str], None]) -> Path:
     return found
 
 
-def _new(cfg: RunConfig) -> Path:
+def _new(cfg: RunConfig, checkpoint: Path | None) -> Path:
     folder = run_folder.create(cfg)
     _lock(folder)
+    starts.record(folder, _step(checkpoint))
     return folder
 
 
-def _reopen(folder: Path) -> None:
-    """Make an existing run folder ready for going on: locked, and what would be overwritten is put aside."""
+def _step(checkpoint: Path | None) -> int:
+    return run_state.read(checkpoint).step if checkpoint else 0
+
+
+def _claim(folder: Path) -> None:
+    """Keep an existing run folder to this process, unless the run has finished."""
     if (folder / "DONE").exists():
         raise RunFolderError(
             tr("the run {folder} has finished already (DONE). For another one choose another run.name.", folder=folder)
         )
     _lock(folder)
+
+
+def _put_aside(folder: Path, checkpoint: Path | None) -> None:
+    """Make an existing run folder ready for going on: what would be overwritten is put aside."""
     try:
-        (folder / "logs").mkdir(exist_ok=True)
+        starts.record(folder, _step(checkpoint))
         for name in ("config.yaml", "ds_config.json", "environment.json", "FAILED"):
             path = folder / name
             if path.exists():

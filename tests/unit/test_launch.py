@@ -1,0 +1,185 @@
+"""`toolkit launch` without ranks: words, exit codes, what is worth a restart, and when starting again is pointless."""
+
+import json
+import signal
+import threading
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch.distributed import HashStore
+
+from toolkit.cli import launch
+from toolkit.distributed.rendezvous import agree
+from toolkit.errors import LaunchError, RepeatedDeath
+from toolkit.launch import ancestors, report, restarts
+from toolkit.launch.environment import Ranks
+from toolkit.train import starts
+
+SPLIT: dict[str, tuple[list[str], list[str]]] = {
+    "none": ([], ["recipe=x"]),
+    "values": (["--hostfile", "h", "-i", "a@b:0,1", "--master_port=3", "--num_accelerators", "2"], ["recipe=x"]),
+    "flags": (["--no_ssh_check", "--bind_cores_to_rank"], ["recipe=x", "--config-dir", "c"]),
+    "a value that looks like ours": (["--launcher_args", "a=b"], ["recipe=x"]),
+    "a value that looks like an option": (["--launcher_args", "-x A"], ["a.b=c"]),
+}
+
+
+@pytest.mark.parametrize("name", SPLIT)
+def test_words(name: str) -> None:
+    options, rest = SPLIT[name]
+    found, left = ancestors.split([*options, *rest])
+    assert left == rest
+    assert set(found) == {word.partition("=")[0] for word in options if word.startswith("--") or word == "-i"}
+    if name == "values":
+        assert found == {"--hostfile": "h", "-i": "a@b:0,1", "--master_port": "3", "--num_accelerators": "2"}
+
+
+HERE: dict[str, Any] = {"folder": "/nowhere"}
+# What the ranks told, the launcher's exit code, whether somebody asked for a stop -> exit code, worth a restart
+VERDICTS: list[tuple[dict[str, Any], int, bool, int, bool]] = [
+    ({**HERE, "code": 1}, 1, False, 1, True),
+    ({**HERE, "code": 1}, 247, False, 1, True),
+    (HERE, 247, False, 1, True),  # all ranks killed at once
+    (HERE, 0, False, 1, True),  # lost launcher, and 0 without DONE
+    ({**HERE, "code": 75}, 0, False, 1, True),  # its ranks stopped because it was gone
+    ({**HERE, "code": 75}, -signal.SIGKILL, False, 1, True),
+    ({**HERE, "code": 75}, 247, False, 1, True),  # a rank was killed, the others were stopped for that
+    ({**HERE, "code": 75}, 75, False, 75, False),
+    ({**HERE, "code": 75}, 1, False, 75, False),  # the launcher itself got the signal
+    ({**HERE, "code": 75}, -signal.SIGTERM, True, 75, False),
+    ({**HERE, "code": 124}, 247, False, 124, True),
+    ({**HERE, "code": 124}, 1, True, 124, False),
+    ({**HERE, "code": 70}, 70, False, 70, False),
+    ({**HERE, "code": 74}, 74, False, 74, False),
+    ({**HERE, "code": 2}, 2, False, 2, False),
+    ({**HERE, "code": 3}, 3, False, 1, True),
+    ({"code": 2}, 2, False, 2, False),
+    ({"code": 1}, 1, False, 1, False),  # nothing to go on with
+    ({}, 2, False, 2, False),  # an option that the launcher does not know
+    ({}, 1, False, 1, False),
+    ({}, -signal.SIGTERM, True, 75, False),  # stopped before there were ranks
+    ({"code": 130}, 130, True, 75, False),
+    ({**HERE}, 241, True, 1, False),
+]
+
+
+@pytest.mark.parametrize(("told", "child", "asked", "code", "again"), VERDICTS)
+def test_verdict(told: dict[str, Any], child: int, asked: bool, code: int, again: bool) -> None:
+    assert launch.verdict(told, child, asked) == code
+    assert launch.is_worth_a_restart(code, told, asked) is again
+
+
+def test_done_decides(tmp_path: Path) -> None:
+    (tmp_path / "DONE").touch()
+    assert launch.verdict({"folder": str(tmp_path)}, 0, False) == 0
+    assert launch.verdict({"code": 2}, 2, False) == 2, "a finished run that is refused is not this one's success"
+
+
+def test_the_first_word_counts(tmp_path: Path) -> None:
+    environ = {report.VARIABLE: str(report.begin(tmp_path, restart=3))}
+    report.note(environ, code=70)
+    report.note(environ, code=1, folder="f")
+    told = report.read(environ)
+    assert (told["code"], told["folder"], told["restart"]) == (70, "f", 3)
+    assert restarts.number(environ) == 3
+    Path(environ[report.VARIABLE]).unlink()
+    report.note(environ, code=1)
+    assert not list(tmp_path.iterdir()), "its reader is gone: nothing is made anew"
+    assert report.read({}) == {}
+
+
+def test_who_starts_again_has_to_agree() -> None:
+    torchrun, deepspeed = Ranks(0, 0, 2, 2, "torchrun"), Ranks(0, 0, 2, 0, "deepspeed")
+    restarts.check(0, deepspeed, [], {})
+    restarts.check(2, torchrun, [], {"TORCHELASTIC_MAX_RESTARTS": "2"})
+    for most, given in ((2, "0"), (0, "3")):
+        with pytest.raises(
+            LaunchError, match=rf"torchrun starts again {given} times. Type `torchrun --max-restarts={most} "
+        ):
+            restarts.check(most, torchrun, [], {"TORCHELASTIC_MAX_RESTARTS": given})
+    for launcher in ("deepspeed", "single", "openmpi", "slurm"):
+        with pytest.raises(LaunchError, match=rf"\({launcher}\). Type: toolkit launch 'a=\[b\]'$"):
+            restarts.check(1, Ranks(0, 0, 2, 0, launcher), ["a=[b]"], {})
+
+
+def test_the_command_that_is_shown_has_the_options_that_were_typed(tmp_path: Path) -> None:
+    words = ["/x/python3", "/x/deepspeed", "--num_gpus", "2", "--master_port=7", "run.py", "recipe=x"]
+    for pid, parent, line in (("9", "8", ["python3", "run.py"]), ("8", "1", words)):
+        (tmp_path / pid).mkdir()
+        (tmp_path / pid / "status").write_text(f"PPid:\t{parent}\n")
+        (tmp_path / pid / "cmdline").write_bytes("\0".join(line).encode() + b"\0")
+    assert ancestors.launcher_options(tmp_path, "9") == ["--num_gpus", "2", "--master_port=7"]
+
+
+def write(path: Path, *rows: dict[str, Any]) -> None:
+    path.parent.mkdir(exist_ok=True)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def test_two_deaths_without_a_checkpoint_are_enough(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As under torchrun, which starts again whatever we say: every further start is refused."""
+    metrics = tmp_path / "metrics.jsonl"
+    starts.record(tmp_path, 0)
+    write(metrics, *({"step": step} for step in (1, 2, 3, 4)))
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    starts.record(tmp_path, 2)
+    write(metrics, *({"step": step} for step in (1, 2, 3, 4, 5)))
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "2")
+    starts.record(tmp_path, 4)  # a checkpoint was gained
+    for _ in range(2):
+        with pytest.raises(
+            RepeatedDeath, match=r"at step 6 and, started again, at step 6, .*last is of step 4"
+        ):
+            starts.record(tmp_path, 4)
+    rows = [json.loads(line) for line in (tmp_path / "logs" / "starts.jsonl").read_text().splitlines()]
+    assert [(row["from_step"], row["restart"], row["reached_step"]) for row in rows] == [
+        (0, 0, 0),
+        (2, 1, 5),
+        (4, 2, 6),
+    ]
+    monkeypatch.delenv("TORCHELASTIC_RESTART_COUNT")
+    starts.record(tmp_path, 4)  # somebody typed the command again
+
+
+REACHED: list[tuple[int, list[tuple[int, str]], int]] = [
+    (0, [], 1),
+    (0, [(0, "")], 1),
+    (4, [], 5),
+    (4, [(4, "step"), (4, "step")], 5),
+    (4, [(5, "step"), (4, "checkpoint")], 5),
+    (10, [(17, "step")], 17),  # not every step is logged
+    (8, [(8, "checkpoint"), (8, "checkpoint")], 8),
+]
+
+
+@pytest.mark.parametrize(("logged", "beats", "expected"), REACHED)
+def test_where_a_run_died(logged: int, beats: list[tuple[int, str]], expected: int, tmp_path: Path) -> None:
+    if logged:
+        write(tmp_path / "metrics.jsonl", {"step": 1}, {"step": logged})
+    for rank, (step, phase) in enumerate(beats):
+        write(tmp_path / "logs" / f"heartbeat-rank-{rank}.json", {"step": step, "phase": phase})
+    assert starts.reached(tmp_path) == expected
+
+
+def test_ranks_that_start_again_agree_on_something_new() -> None:
+    store, timeout = HashStore(), timedelta(seconds=20)
+    seen = set()
+    for size in (3, 3, 2):
+        found: dict[int, str] = {}
+
+        def meet(rank: int, size: int = size, found: dict[int, str] = found) -> None:
+            found[rank] = agree(store, rank, size, timeout)
+
+        threads = [threading.Thread(target=meet, args=(rank,)) for rank in reversed(range(size))]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(30)
+        assert len(found) == size
+        assert len(set(found.values())) == 1
+        seen |= set(found.values())
+    assert len(seen) == 3
+    with pytest.raises(RuntimeError, match=r"no sign of rank \[1\]"):
+        agree(store, 0, 2, timedelta(seconds=0.2))

@@ -1,0 +1,168 @@
+"""Train under DeepSpeed's launcher; pass on the ranks' exit code, and start again what died.
+
+toolkit launch [launcher options] recipe=NAME [key=value …]
+
+  --hostfile FILE, --num_gpus N, --include …   options of `deepspeed`, before the first key=value
+  recipe=NAME, key=value                       as for `toolkit train`
+  run.max_restarts=N                           start again, up to N times, a run that died or hung
+"""
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from toolkit.cli.compose import compose
+from toolkit.config.checks import check
+from toolkit.config.schema import RunConfig
+from toolkit.distributed import launched
+from toolkit.errors import CheckpointError, Diverged, LaunchError, RunFolderError, Stopped, ToolkitError
+from toolkit.launch import ancestors, environment, hostfile, report
+from toolkit.messages import say, tr
+from toolkit.train import starts
+
+HANG = 124
+MISTAKE, DIVERGED, IO, STOPPED = (kind.exit_code for kind in (ToolkitError, Diverged, CheckpointError, Stopped))
+_KILLED = 128
+"""Launchers add it to the number of the signal that killed a rank."""
+
+
+def run(words: list[str]) -> int:
+    """Launch, and launch again as often as that can help and is asked for."""
+    options, rest = ancestors.split(words)
+    cfg = _checked(options, rest)
+    folder = Path(cfg.run.dir).absolute()
+    command = [sys.executable, "-m", "deepspeed.launcher.runner", *_quiet(options)]
+    command += [*words[: len(words) - len(rest)], *program(), *rest]
+    requests, most = launched.Requests(), cfg.run.max_restarts
+    restart, died = 0, 0.0
+    while True:
+        life = _Life(folder, restart, most, died)
+        try:
+            child = launched.run(
+                command, life.environ, len(rest), requests, life.look, float(cfg.distributed.timeout_s)
+            )
+            told = life.read()
+        finally:
+            life.path.unlink(missing_ok=True)
+        code = verdict(told, child, asked=bool(requests.last))
+        restart += 1
+        if not is_worth_a_restart(code, told, asked=bool(requests.last)) or restart > most:
+            return code
+        died = told.get("died", time.time())
+        _say_restart(Path(told["folder"]), code, restart, most)
+
+
+def verdict(told: Mapping[str, Any], child: int, asked: bool) -> int:
+    """Return the exit code of a run.
+
+    Args:
+        told: what the ranks told.
+        child: exit code of their launcher; negative if a signal killed it.
+        asked: whether this process was asked to stop, and has passed that on.
+    """
+    if "folder" in told and (Path(told["folder"]) / "DONE").exists():
+        return 0
+    code = told.get("code")
+    if asked and (code == 130 or (code is None and "folder" not in told)):
+        return STOPPED  # before the ranks could say so
+    if code == STOPPED and not asked:
+        # Ranks are stopped as well when one of them was killed, or their launcher was: nobody asked for that.
+        is_stop = 0 < child <= _KILLED or child in (-signal.SIGINT, -signal.SIGTERM)
+        return STOPPED if is_stop else 1
+    if code is None and child == MISTAKE:
+        return MISTAKE  # options that the launcher does not know
+    return code if code in (MISTAKE, DIVERGED, IO, STOPPED, HANG) else 1
+
+
+def is_worth_a_restart(code: int, told: Mapping[str, Any], asked: bool) -> bool:
+    """Return whether a run that ended like this may go on by itself: after a crash, a kill, a hang, a lost launcher.
+
+    Not after a disk error (74): the next checkpoint would fail too, and the steps up to it be lost again. Not when it
+    died before it had a run folder: nothing can be gone on with.
+    """
+    return code in (1, HANG) and "folder" in told and not asked
+
+
+def program() -> list[str]:
+    """Return the words by which the launcher starts us: run.py of the checkout, or the installed package's command."""
+    script = Path(__file__).parents[2] / "run.py"
+    return [str(script)] if script.is_file() else ["--module", "toolkit", "train"]
+
+
+def _checked(options: Mapping[str, str], rest: Sequence[str]) -> RunConfig:
+    """Refuse before anything is started what the ranks would refuse within their first second."""
+    ranks = environment.detect(os.environ)
+    if ranks.launcher != "single":
+        raise LaunchError(
+            tr("toolkit launch starts the ranks itself: type it once, without {launcher}.", launcher=ranks.launcher)
+        )
+    composed = compose(rest, world_size=None)
+    check(composed.loaded, files=False)
+    if path := options.get("--hostfile") or options.get("-H"):
+        hostfile.read(Path(path))
+    folder = Path(composed.loaded.cfg.run.dir)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise RunFolderError(
+            tr(
+                "cannot make a run folder below {folder}: {reason}. Set run.dir to a folder that you may write to.",
+                folder=folder,
+                reason=error.strerror,
+            )
+        ) from error
+    return composed.loaded.cfg
+
+
+def _quiet(options: Mapping[str, str]) -> list[str]:
+    """Return what keeps the launcher from writing whole command lines, with what is in them, into logs."""
+    chosen = {"--log_level", "-q", "--quiet"} & set(options)
+    return [] if chosen else ["--log_level", "critical"]
+
+
+class _Life:
+    """One start of the ranks."""
+
+    def __init__(self, folder: Path, restart: int, most: int, died: float) -> None:
+        self.path = report.begin(folder, restart)
+        self.environ = {**os.environ, report.VARIABLE: str(self.path)}
+        self.restart, self.most, self.died = restart, most, died
+
+    def read(self) -> dict[str, Any]:
+        """Return what the ranks have told."""
+        return report.read(self.environ)
+
+    def look(self) -> None:
+        """Say once how long it took until a run that was started again has done a new step."""
+        if self.died and (step := self.read().get("first_step")):
+            say(
+                tr(
+                    "Restart {restart} of {most}: {seconds} s from the death to the first new step (step {step}).",
+                    restart=self.restart,
+                    most=self.most,
+                    seconds=f"{time.time() - self.died:.1f}",
+                    step=step,
+                )
+            )
+            self.died = 0.0
+
+
+def _say_restart(folder: Path, code: int, restart: int, most: int) -> None:
+    """Say that a run is started again, or raise if that would be for ever the same."""
+    step = starts.newest_step(folder)
+    starts.check(folder, step)
+    say(
+        tr(
+            "The run died at step {step} (exit code {code}). Restart {restart} of {most}, from the checkpoint of step "
+            "{saved}.",
+            step=starts.reached(folder),
+            code=code,
+            restart=restart,
+            most=most,
+            saved=step,
+        )
+    )

@@ -1,0 +1,52 @@
+"""What ranks tell `toolkit launch` beside their launcher, which swallows it: exit code, run folder, first step.
+
+A file of JSON lines in `run.dir`, which all machines see. Its name is in a variable that begins with PYTHON, as
+DeepSpeed's launcher hands on to other machines nothing else of ours (deepspeed 0.19.8, runner.py, EXPORT_ENVS).
+"""
+
+import json
+import os
+import socket
+import tempfile
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+VARIABLE = "PYTHON_TOOLKIT_REPORT"
+
+
+def begin(folder: Path, restart: int) -> Path:
+    """Make the file for one start of the ranks, with who reads it.
+
+    Args:
+        folder: `run.dir`.
+        restart: how often the run has been started again by now.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    handle, name = tempfile.mkstemp(prefix=".launch-", suffix=".jsonl", dir=folder)
+    with os.fdopen(handle, "w", encoding="utf-8") as file:
+        file.write(json.dumps({"host": socket.gethostname(), "pid": os.getpid(), "restart": restart}) + "\n")
+    return Path(name)
+
+
+def note(environ: Mapping[str, str] = os.environ, **facts: Any) -> None:
+    """Tell something; nothing happens where no `toolkit launch` listens."""
+    path = environ.get(VARIABLE)
+    if not path:
+        return
+    with suppress(OSError):  # it is gone with its reader
+        handle = os.open(path, os.O_WRONLY | os.O_APPEND)
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(json.dumps(facts) + "\n")
+
+
+def read(environ: Mapping[str, str] = os.environ) -> dict[str, Any]:
+    """Return what has been told, {} where no `toolkit launch` listens. Of several words on a thing the first counts."""
+    found: dict[str, Any] = {}
+    with suppress(OSError, ValueError):
+        for line in Path(environ.get(VARIABLE) or os.devnull).read_text(encoding="utf-8").splitlines():
+            found = {**json.loads(line), **found}
+    return found
