@@ -16,6 +16,7 @@ LAYERS = {
     "toolkit.errors": 0,
     "toolkit.messages": 0,
     "toolkit.messages_zh": 0,
+    "toolkit.secrets": 0,
     "toolkit.config": 0,
     "toolkit.launch": 1,
     "toolkit.engine.ds_config": 1,

@@ -7,6 +7,8 @@ import os
 import string
 import sys
 
+from toolkit.secrets import hide
+
 _language = ""
 
 
@@ -32,7 +34,7 @@ def current_language() -> str:
 
 
 def tr(english: str, /, **values: object) -> str:
-    """Return the message in the user's language with its `{placeholders}` filled in.
+    """Return the message in the user's language with its `{placeholders}` filled in, and secrets left out.
 
     Args:
         english: the English template, written out at the call so that a test can find it and its translation.
@@ -43,7 +45,7 @@ def tr(english: str, /, **values: object) -> str:
         from toolkit.messages_zh import CHINESE
 
         template = CHINESE.get(english, english)
-    return template.format(**values)
+    return hide(template.format(**values))
 
 
 def say(line: str) -> None:

@@ -1,7 +1,7 @@
 """run.py with one fault, put in at a chosen rank, step and place, and noted when it happens.
 
 FAULT: JSON with `at` (a place below), `rank`, `step` (from 1; for saves: of the checkpoint), `do` (kill, killall, stop,
-hang, fail, nan), `note` (file that gets a line when the fault happens), `once` (not again where the note is there
+hang, fail, tell), `note` (file that gets a line when the fault happens), `once` (not again where the note is there
 already). Everything else is the product's own.
 """
 
@@ -36,6 +36,8 @@ def strike() -> None:
         time.sleep(10_000)
     elif kind == "fail":
         raise OSError(28, "No space left on device")
+    elif kind == "tell":
+        raise RuntimeError(FAULT["tell"])
 
 
 def before(module: Any, name: str, when: Callable[..., bool]) -> None:

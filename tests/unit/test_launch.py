@@ -129,9 +129,7 @@ def test_two_deaths_without_a_checkpoint_are_enough(tmp_path: Path, monkeypatch:
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "2")
     starts.record(tmp_path, 4)  # a checkpoint was gained
     for _ in range(2):
-        with pytest.raises(
-            RepeatedDeath, match=r"at step 6 and, started again, at step 6, .*last is of step 4"
-        ):
+        with pytest.raises(RepeatedDeath, match=r"at step 6 and, started again, at step 6, .*last is of step 4"):
             starts.record(tmp_path, 4)
     rows = [json.loads(line) for line in (tmp_path / "logs" / "starts.jsonl").read_text().splitlines()]
     assert [(row["from_step"], row["restart"], row["reached_step"]) for row in rows] == [

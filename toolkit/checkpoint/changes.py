@@ -5,6 +5,7 @@ from typing import Any
 
 from toolkit.errors import ConfigError
 from toolkit.messages import tr
+from toolkit.secrets import are_same
 
 # Anything not named here decides about losses. A new key is therefore refused until somebody thinks about it.
 FREE = (
@@ -48,10 +49,10 @@ def flat(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any
 
 
 def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
-    """Return key, old and new value of everything that differs, in the order of the config."""
+    """Return key, old and new value of everything that differs, in the order of the config; secrets do not."""
     old, new = dict(flat(before)), dict(flat(now))
     keys = [*new, *(key for key in old if key not in new)]
-    return [(key, old.get(key), new.get(key)) for key in keys if old.get(key) != new.get(key)]
+    return [(key, old.get(key), new.get(key)) for key in keys if not are_same(old.get(key), new.get(key))]
 
 
 def is_free(key: str) -> bool:

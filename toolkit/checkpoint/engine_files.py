@@ -14,6 +14,7 @@ from deepspeed.utils.tensor_fragment import fragment_address
 
 from toolkit.errors import CheckpointError
 from toolkit.messages import tr
+from toolkit.secrets import hide_all
 
 # Everything beside tensors and plain values that DeepSpeed's files name (deepspeed 0.19.8, measured).
 SAFE = [LossScaler, DynamicLossScaler, ZeroStageEnum, fragment_address]
@@ -58,7 +59,9 @@ class EngineFiles(CheckpointEngine):
             self._fail(error)
 
     def save(self, state_dict: Any, path: str) -> None:
-        """Write one file, or copy what will be in it to host memory."""
+        """Write one file, or copy what will be in it to host memory; DeepSpeed puts its config into each."""
+        if "ds_config" in state_dict:
+            state_dict = {**state_dict, "ds_config": hide_all(state_dict["ds_config"])}
         if self.asynchronous:
             copies = self.copies.setdefault(Path(path).name, _HostCopies())
             self.copied.append((copies.copy(state_dict), path))

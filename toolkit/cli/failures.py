@@ -11,6 +11,7 @@ from collections.abc import Callable
 from toolkit.errors import Stopped, ToolkitError
 from toolkit.launch import report
 from toolkit.messages import tr
+from toolkit.secrets import hide
 
 # A launcher ends every rank as soon as one has failed, so a rank that fails a moment before rank 0 must not deprive it
 # of its word. After this long without having been ended, the error is this rank's own and it speaks.
@@ -66,6 +67,7 @@ def _report(message: str, trace: str, code: int, agreed: bool) -> None:
     """
     from toolkit.distributed import failure  # imports no torch
 
+    message, trace = hide(message), hide(trace)
     rank = int(os.environ.get("RANK", "0"))
     if agreed:
         # A launcher signals the ranks that are left when one has failed: that one has the last word.

@@ -10,6 +10,7 @@ from toolkit.distributed import process_group
 from toolkit.evaluate.generate import answer
 from toolkit.export.folder import export
 from toolkit.messages import tr
+from toolkit.secrets import hide
 from toolkit.train import run_folder
 from toolkit.train.loop import Outcome
 
@@ -31,7 +32,7 @@ def _answers(session: Session) -> list[dict[str, str]]:
     cfg = session.cfg.evaluate
     samples = [
         {
-            "prompt": prompt,
+            "prompt": hide(prompt),
             "answer": answer(
                 session.engine.module,
                 session.prepared.encoder,

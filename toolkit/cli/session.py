@@ -31,6 +31,7 @@ from toolkit.launch.environment import Ranks
 from toolkit.messages import say, tr
 from toolkit.models.attention import check_isolation
 from toolkit.models.build import build_model
+from toolkit.secrets import HidingFilter
 from toolkit.track.progress import Progress
 from toolkit.train import resume, run_folder
 from toolkit.train.bad_steps import Samples
@@ -221,10 +222,12 @@ def _log_to_files(folder: Path, rank: int) -> None:
     (folder / "logs").mkdir(exist_ok=True)
     handler = logging.FileHandler(folder / "logs" / f"rank_{rank}.log", encoding="utf-8")
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    handler.addFilter(HidingFilter())
     for name in ("DeepSpeed", "transformers"):
         logger = logging.getLogger(name)
         for existing in logger.handlers:
             existing.setLevel(logging.WARNING if rank == 0 else logging.ERROR)
+            existing.addFilter(HidingFilter())
         logger.addHandler(handler)
         logger.setLevel(logging.INFO)
     # Deprecations inside DeepSpeed and transformers are for developers: into the file, not between the progress lines.

@@ -30,6 +30,7 @@ from toolkit.config.schema import RunConfig
 from toolkit.config.suggest import did_you_mean
 from toolkit.errors import ConfigError
 from toolkit.messages import tr
+from toolkit.secrets import hide_all
 
 CHOSEN = "chosen"
 """The name under which Hydra knows the chosen recipe: its own may hold what Hydra's grammar refuses, or be the name of
@@ -128,7 +129,12 @@ def replace(loaded: Loaded, values: dict[str, tuple[object, str]]) -> Loaded:
 
 def to_yaml(cfg: RunConfig) -> str:
     """Return the whole config as YAML; it is a recipe itself (`recipe=runs/NAME/config.yaml`)."""
-    return str(OmegaConf.to_yaml(OmegaConf.create(plain(cfg))))
+    return str(OmegaConf.to_yaml(OmegaConf.create(recorded(cfg))))
+
+
+def recorded(cfg: RunConfig) -> dict[str, Any]:
+    """Return a config as dicts, lists and plain values, as it may be written down: without secrets."""
+    return dict(hide_all(plain(cfg)))
 
 
 def plain(value: Any) -> Any:

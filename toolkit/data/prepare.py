@@ -30,6 +30,7 @@ from toolkit.data.store import BAD_ROWS, Index, Store, StoreWriter, is_complete,
 from toolkit.distributed.build_once import build_once, explained
 from toolkit.errors import DataError
 from toolkit.messages import tr
+from toolkit.secrets import hide
 
 _log = logging.getLogger(__name__).info
 _TOLERATED_BAD_ROWS = 10
@@ -342,7 +343,7 @@ class _Builder:
             mine = of_sample == number
             report.sources.append(
                 {
-                    "name": source.path or source.hub or source.format.value,
+                    "name": hide(source.path or source.hub or source.format.value),
                     "split": "train" if number < len(self.data.sources) else "validation",
                     "rows": self.source_rows[number],
                     "samples": int(mine.sum()),

@@ -11,13 +11,14 @@ from typing import IO, Any
 
 from toolkit.checkpoint import changes, engine_files, folders, manifest, random_state, run_state, universal
 from toolkit.checkpoint.run_state import RunState
-from toolkit.config.load import plain
+from toolkit.config.load import recorded
 from toolkit.config.schema import RunConfig
 from toolkit.distributed.build_once import try_lock
 from toolkit.distributed.process_group import on_rank0
 from toolkit.errors import CheckpointError, ConfigError, RunFolderError
 from toolkit.launch.environment import Ranks
 from toolkit.messages import tr
+from toolkit.secrets import hide_all
 from toolkit.train import run_folder, starts
 from toolkit.train.checkpoint import Saver
 from toolkit.train.prepared import Prepared
@@ -202,7 +203,7 @@ def starting_state(
         ConfigError: the run computes something else than the one that saved the checkpoint.
         CheckpointError: the checkpoint cannot be read, or not by so many ranks.
     """
-    config = json.loads(json.dumps(plain(cfg)))
+    config = json.loads(json.dumps(recorded(cfg)))
     plan = prepared.train_plan.folder
     data = {"store": prepared.train.fingerprint, "rows": plan.name if plan else prepared.packing.value}
     same: dict[str, Any] = {
@@ -215,7 +216,7 @@ def starting_state(
         trim_metrics(origin.folder, 0)
         return RunState(**same)
     state = run_state.read(origin.checkpoint)
-    changed = changes.check(state.config, config, state.data, data, cfg.checkpoint.allow_changes)
+    changed = changes.check(hide_all(state.config), config, state.data, data, cfg.checkpoint.allow_changes)
     _check_stages(_stage(state), config["zero"]["stage"])
     same_run = origin.checkpoint.parent.parent == origin.folder
     if same_run:

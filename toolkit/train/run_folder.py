@@ -13,6 +13,7 @@ from pathlib import Path
 from toolkit.config.schema import RunConfig
 from toolkit.errors import CheckpointError, RunFolderError
 from toolkit.messages import tr
+from toolkit.secrets import hide_all
 
 RECORDED_PACKAGES = (
     "torch",
@@ -73,17 +74,18 @@ def _make_dated(parent: Path, recipe: str) -> Path:
 
 
 def record_start(folder: Path, config_yaml: str, ds_config: dict[str, object], world_size: int) -> None:
-    """Write config.yaml, ds_config.json and environment.json. For rank 0 only.
+    """Write config.yaml, ds_config.json and environment.json, without secrets. For rank 0 only.
 
     Args:
         folder: the run folder.
-        config_yaml: the whole resolved config.
-        ds_config: exactly what `deepspeed.initialize` receives.
+        config_yaml: the whole resolved config, of `to_yaml`.
+        ds_config: what `deepspeed.initialize` receives.
         world_size: number of ranks.
     """
     (folder / "config.yaml").write_text(config_yaml, encoding="utf-8")
-    (folder / "ds_config.json").write_text(json.dumps(ds_config, indent=2) + "\n", encoding="utf-8")
-    (folder / "environment.json").write_text(json.dumps(environment(world_size), indent=2) + "\n", encoding="utf-8")
+    for name, values in (("ds_config", ds_config), ("environment", environment(world_size))):
+        text = json.dumps(hide_all(values), indent=2) + "\n"
+        (folder / f"{name}.json").write_text(text, encoding="utf-8")
 
 
 def environment(world_size: int) -> dict[str, object]:

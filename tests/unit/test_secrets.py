@@ -1,0 +1,87 @@
+"""What is hidden, and what is not."""
+
+import logging
+from pathlib import Path
+
+import pytest
+
+from toolkit.checkpoint.changes import check, differences
+from toolkit.errors import ConfigError
+from toolkit.messages import tr
+from toolkit.secrets import HidingFilter, are_same, hide, hide_all
+
+PASSWORD = "pa\"ss\\wörd'1"
+
+
+@pytest.fixture(autouse=True)
+def secrets(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("SOME_API_KEY", "abc-12345")
+    monkeypatch.setenv("db_password", PASSWORD)
+    monkeypatch.setenv("MY_TOKEN", "abc-12345-and-more")
+    monkeypatch.setenv("SHORT_KEY", "short")
+    monkeypatch.setenv("COMMON_SECRET", "disabled")
+    monkeypatch.setenv("KEY_FILE", str(tmp_path))
+    monkeypatch.setenv("HARMLESS", "not-a-secret-at-all")
+
+
+TEXTS = {
+    "nothing here": "nothing here",
+    "x=abc-12345!": "x=***!",
+    "abc-12345-and-more": "***",
+    f"it is {PASSWORD}": "it is ***",
+    "a short one, disabled, not-a-secret-at-all": "a short one, disabled, not-a-secret-at-all",
+    "https://me:pass@word@host/x and ssh://git@host": "https://***@host/x and ssh://git@host",
+    "ftp://:only@h": "ftp://***@h",
+    "http://host:80/a@b 12:30 me@host": "http://host:80/a@b 12:30 me@host",
+    "hf_abcdefghijklmnopqrst, sk-abcdefghijklmnop1234": "***, ***",
+    "AKIAIOSFODNN7EXAMPLE ghp_abcdefghijklmnopqrstuvwx": "*** ***",
+    "task-with-a-very-long-name hf_home AKIA": "task-with-a-very-long-name hf_home AKIA",
+}
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_texts(text: str) -> None:
+    assert hide(text) == TEXTS[text]
+
+
+def test_what_is_written_with_escapes_is_found_too() -> None:
+    import json
+
+    assert hide(json.dumps({"a": PASSWORD})) == '{"a": "***"}'
+    assert "ss" not in hide(repr([PASSWORD]))
+
+
+def test_paths_stay(tmp_path: Path) -> None:
+    assert hide(f"{tmp_path}/x") == f"{tmp_path}/x"
+
+
+def test_messages_hide_what_they_are_given() -> None:
+    assert tr("{file} cannot be read: {reason}.", file="abc-12345", reason="x") == "*** cannot be read: x."
+
+
+def test_a_config_keeps_its_form_and_its_secrets_are_remembered() -> None:
+    config = {"a": [1, None, {"comet": {"api_key": "only-in-the-config"}}], "tokenizer": "a/tokenizer"}
+    assert hide_all(config) == {"a": [1, None, {"comet": {"api_key": "***"}}], "tokenizer": "a/tokenizer"}
+    assert hide("and only-in-the-config later") == "and *** later"
+
+
+def test_a_secret_that_changed_refuses_no_resume() -> None:
+    assert are_same("https://***@h/a", "https://x:y@h/a")
+    assert are_same("new-token", "***")
+    assert not are_same("https://***@h/a", "https://***@h/b")
+    assert not are_same("*** b", "x c")
+    before, now = {"model": {"hub_id": "***", "path": "https://***@h/a"}}, {"model": {"hub_id": "t", "path": "h/b"}}
+    assert [key for key, *_ in differences(before, now)] == ["model.path"]
+    with pytest.raises(ConfigError, match=r"model\.path"):
+        check(before, now, {}, {}, [])
+
+
+def test_logs_hide_arguments_and_tracebacks(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.handler.addFilter(HidingFilter())
+    try:
+        raise ValueError("abc-12345")
+    except ValueError:
+        logging.getLogger("x").exception("found %s", "abc-12345")
+    assert "found ***" in caplog.text
+    assert "ValueError: ***" in caplog.text
+    assert "12345" not in caplog.text

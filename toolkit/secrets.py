@@ -1,0 +1,82 @@
+"""Secrets stay where they are: what goes into a file, a log or a message is passed through here first.
+
+A secret is the value of an environment variable, or of a key of the config, whose name says so, the user and password
+of a URL, and what has the form of a well-known key. Nothing that a run writes needs them, and all of it gets copied,
+uploaded and shown.
+"""
+
+import json
+import logging
+import os
+import re
+import traceback
+from collections.abc import Iterator
+from typing import Any
+
+MASK = "***"
+_learned: set[str] = set()
+"""Secrets that were found in configs: from then on they are known wherever else they come up."""
+_NAME = re.compile(r"KEY|TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIAL", re.IGNORECASE)
+_CONFIG_NAME = re.compile(r"(?:^|_)(?:api_?key|token|secret|password|passwd|credentials?)$", re.IGNORECASE)
+"""Of the config's own keys none is one of these; such as ds_extra.comet.api_key."""
+_LEAST_LENGTH = 8
+_COMMON = {"disabled", "required", "optional", "password", "changeme", "undefined", "localhost"}
+"""Values that hide nothing, and would be missed everywhere."""
+_URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*://)[^\s/:@\"']*:[^\s/\"']+@")
+_FORMS = re.compile(
+    r"(?<![A-Za-z0-9])(?:hf_[A-Za-z0-9]{16,}|sk-[A-Za-z0-9_-]{16,}|AKIA[A-Z0-9]{12,}|gh[pousr]_[A-Za-z0-9]{20,})"
+)
+
+
+def hide(text: str) -> str:
+    """Return a text with `***` in the place of every secret."""
+    for secret in sorted(_values(), key=len, reverse=True):
+        text = text.replace(secret, MASK)
+    return _FORMS.sub(MASK, _URL.sub(rf"\1{MASK}@", text))
+
+
+def hide_all(value: Any) -> Any:
+    """Return a value of dicts, lists and plain values with the secrets hidden in all its texts."""
+    if isinstance(value, str):
+        return hide(value)
+    if isinstance(value, dict):
+        for name, item in value.items():
+            if isinstance(item, str) and _CONFIG_NAME.search(str(name)) and _is_secret(item):
+                _learned.add(item)
+        return {hide_all(name): hide_all(item) for name, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(hide_all(item) for item in value)
+    return value
+
+
+def are_same(left: Any, right: Any) -> bool:
+    """Whether two values, of which either may have its secrets hidden, can be the same."""
+    return left == right or any(_fits(*pair) for pair in ((str(left), str(right)), (str(right), str(left))))
+
+
+def _fits(hidden: str, text: str) -> bool:
+    pattern = re.escape(hidden).replace(re.escape(MASK), ".+")
+    return MASK in hidden and re.fullmatch(pattern, text, re.DOTALL) is not None
+
+
+def _values() -> Iterator[str]:
+    """Yield the known secrets, in each form in which they may be written."""
+    named = {value for name, value in os.environ.items() if _NAME.search(name) and _is_secret(value)}
+    for value in named | _learned:
+        yield from {value, json.dumps(value)[1:-1], repr(value)[1:-1]}
+
+
+def _is_secret(value: str) -> bool:
+    """Whether a value under such a name is one; where one lies is none."""
+    return len(value) >= _LEAST_LENGTH and value.lower() not in _COMMON and not os.path.exists(value)
+
+
+class HidingFilter(logging.Filter):
+    """Hides secrets in what a log handler writes."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Replace the record's message, and its traceback, by what may be seen."""
+        record.msg, record.args = hide(record.getMessage()), ()
+        if record.exc_info:
+            record.exc_text = hide("".join(traceback.format_exception(*record.exc_info)).rstrip("\n"))
+        return True
