@@ -13,6 +13,29 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Two options for the fault battery."""
+    parser.addoption("--nightly", action="store_true", help="also the tests that take minutes each")
+    parser.addoption("--faults", default="", help="only the faults with these identifiers, such as 'K1 K2'")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out what takes long, and say in reports which fault a test puts in."""
+    wanted = set(config.getoption("--faults").split())
+    kept, left_out = [], []
+    for item in items:
+        faults = [name for mark in item.iter_markers("fault") for name in mark.args]
+        if faults:
+            item.user_properties.append(("fault", " ".join(faults)))
+            text = getattr(getattr(item, "function", None), "__doc__", None) or ""
+            item.user_properties.append(("text", text.split("\n")[0]))
+        is_nightly = item.get_closest_marker("nightly") and not config.getoption("--nightly")
+        (left_out if is_nightly or (wanted and not wanted & set(faults)) else kept).append(item)
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = kept
+
+
 @pytest.fixture(autouse=True)
 def english() -> Iterator[None]:
     """Pin the language of messages."""

@@ -439,4 +439,9 @@ CHINESE: dict[str, str] = {
     "{file} cannot be written: {reason}. The last {count} rows are lost.": "无法写入 {file}：{reason}。最后 {count} 行丢失。",
     "cannot write {file}: {reason}.": "无法写入 {file}：{reason}。",
     "{lock} was left {minutes} minutes ago by a build that did not come to its end, and nobody builds there now on this machine: this run would wait for it for ever. Remove it:  rm {lock}": "{lock} 是 {minutes} 分钟前一次没有完成的编译留下的，而本机上现在没有进程在那里编译：这次运行会永远等待它。请删除它：  rm {lock}",
+    "cases": "案例",
+    "fault": "故障",
+    "no fault is called {only}.": "没有名为 {only} 的故障。",
+    "passed": "通过",
+    "the fault battery needs a checkout of this toolkit: there is no {folder}.": "故障测试集需要本工具包的源码检出：没有 {folder}。",
 }

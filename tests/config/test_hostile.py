@@ -47,6 +47,7 @@ WORDS = [
 ]
 
 
+@pytest.mark.fault("S2")
 @pytest.mark.parametrize("name", RECIPES)
 def test_hostile_recipe(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
@@ -58,6 +59,7 @@ def test_hostile_recipe(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert not Path("CANARY").exists()
 
 
+@pytest.mark.fault("S2")
 @pytest.mark.parametrize("word", WORDS)
 def test_hostile_word(word: str) -> None:
     with pytest.raises(ConfigError, match=r"^command line: "):

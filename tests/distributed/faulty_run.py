@@ -1,18 +1,25 @@
 """run.py with one fault, put in at a chosen rank, step and place, and noted when it happens.
 
 FAULT: JSON with `at` (a place below), `rank`, `step` (from 1; for saves: of the checkpoint), `do` (kill, killall, stop,
-hang, fail, tell), `note` (file that gets a line when the fault happens), `once` (not again where the note is there
-already). Everything else is the product's own.
+hang, fail, tell, term, memory, fill), `note` (file that gets a line when the fault happens), `once` (not again where
+the note is there already). `back_at`: the clock goes back a year after this step; `ballast`: file that fills the disk,
+gone again after step `free_at`. Everything else is the product's own.
 """
 
+import contextlib
+import itertools
 import json
 import os
+import resource
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+import torch
 
 FAULT: dict[str, Any] = json.loads(os.environ["FAULT"])
 RANK = int(os.environ.get("RANK", "0"))
@@ -34,6 +41,19 @@ def strike() -> None:
         os.kill(os.getpid(), signal.SIGSTOP)
     elif kind == "hang":
         time.sleep(10_000)
+    elif kind == "term":  # twice in a row
+        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGTERM)
+    elif kind == "memory":  # less may be allocated than is allocated already
+        used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (used - 1, resource.RLIM_INFINITY))
+        torch.empty(1 << 28)
+    elif kind == "fill":
+        with open(FAULT["ballast"], "wb", buffering=0) as ballast:
+            for block in (1 << 20, 1 << 10, 1):
+                with contextlib.suppress(OSError):
+                    while True:
+                        ballast.write(b"x" * block)
     elif kind == "fail":
         raise OSError(28, "No space left on device")
     elif kind == "tell":
@@ -69,6 +89,30 @@ def in_step(step: int) -> Callable[..., bool]:
     return lambda *_: bool(entered) and entered[-1] == step
 
 
+def after_step(loop: Any, number: int, do: Callable[[], object]) -> None:
+    """Do something after the n-th step of this life."""
+    real, calls = loop.train_step, itertools.count(1)
+
+    def train_step(*arguments: Any, **options: Any) -> Any:
+        result = real(*arguments, **options)
+        if next(calls) == number:
+            do()
+        return result
+
+    loop.train_step = train_step
+
+
+def turn_back_the_clock(loop: Any) -> None:
+    """After some step, let this process believe that it is a year earlier."""
+    real_time = time.time
+
+    def back() -> None:
+        time.time = lambda: real_time() - 365 * 86400
+        time.time_ns = lambda: int(time.time() * 1e9)
+
+    after_step(loop, FAULT["back_at"], back)
+
+
 def install() -> None:
     """Put the fault in its place."""
     from toolkit.checkpoint import engine_files, folders, manifest
@@ -87,12 +131,25 @@ def install() -> None:
 
     if FAULT.get("once") and Path(FAULT["note"]).exists():
         return
+    if "back_at" in FAULT:
+        turn_back_the_clock(loop)
+    if FAULT.get("free_at") and RANK == 0:
+        after_step(loop, FAULT["free_at"], lambda: Path(FAULT["ballast"]).unlink())
     if at == "each life":  # the step's number, where "step" counts those of this life
         before(loop, "train_step", in_step(step))
     elif at == "step":
         before(loop, "train_step", nth)
     elif at == "save.shard":
         before(engine_files.torch, "save", lambda _state, path: of_step(path))
+    elif at == "save.random":
+        real_begin = loop.Saver.begin
+
+        def begin(saver: Any, state: Any) -> None:
+            if nth() and FAULT["rank"] == RANK:
+                threading.Timer(FAULT["after_s"], strike).start()
+            real_begin(saver, state)
+
+        loop.Saver.begin = begin
     elif at == "save.prove":
         before(manifest, "prove", of_step)
     elif at == "save.manifest":

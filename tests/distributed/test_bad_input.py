@@ -130,6 +130,7 @@ CASES: dict[str, tuple[Callable[[Path], list[str]], str]] = {
 }
 
 
+@pytest.mark.fault("D1", "D2", "D3")
 @pytest.mark.parametrize("name", CASES)
 def test_bad_input(name: str, rows_file: Path, tmp_path: Path) -> None:
     make, expected = CASES[name]

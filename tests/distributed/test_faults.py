@@ -28,6 +28,7 @@ KILLS: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.fault("K1", "K2")
 @pytest.mark.parametrize(
     "fault", KILLS, ids=lambda fault: f"{fault['at']}-{fault['step']}-{fault['do']}{fault['rank']}"
 )
@@ -61,6 +62,7 @@ def test_the_same_command_goes_on_to_the_same_end(
     assert "has finished already (DONE)" in again.output
 
 
+@pytest.mark.fault("K3")
 @pytest.mark.parametrize("victim", ["launcher", "front end"])
 def test_no_rank_outlives_its_launcher(victim: str, rows_file: Path, tmp_path: Path) -> None:
     command = faulty_words(rows_file, tmp_path, "orphans", "train.max_steps=1000000", "checkpoint.every=0")
@@ -80,6 +82,7 @@ def test_no_rank_outlives_its_launcher(victim: str, rows_file: Path, tmp_path: P
     assert not (metrics.parent / "DONE").exists()
 
 
+@pytest.mark.fault("P1", "X1", "R2")
 def test_a_file_stops_the_run_and_only_one_process_may_work_in_it(
     rows_file: Path, tmp_path: Path, straight: list[float]
 ) -> None:
@@ -106,6 +109,7 @@ def test_a_file_stops_the_run_and_only_one_process_may_work_in_it(
     assert "checkpoint.allow_changes=[train.max_steps]" in shorter.output
 
 
+@pytest.mark.fault("C2")
 def test_a_damaged_checkpoint_is_passed_over(rows_file: Path, tmp_path: Path, straight: list[float]) -> None:
     note = tmp_path / "note"
     command = faulty_words(rows_file, tmp_path, "run")
@@ -128,6 +132,7 @@ def test_a_damaged_checkpoint_is_passed_over(rows_file: Path, tmp_path: Path, st
     assert (folder / "checkpoints" / f"{newest.name}.damaged").is_dir()
 
 
+@pytest.mark.fault("E1")
 @pytest.mark.parametrize("at", ["save.shard", "save.manifest"])
 def test_a_full_disk_costs_a_checkpoint_and_not_the_run(
     at: str, rows_file: Path, tmp_path: Path, straight: list[float]
@@ -148,6 +153,7 @@ def test_a_full_disk_costs_a_checkpoint_and_not_the_run(
     assert not list(folder.rglob("*.tmp"))
 
 
+@pytest.mark.fault("H1", "H2")
 @pytest.mark.parametrize("do", ["stop", "hang"])
 def test_a_rank_that_hangs_is_noticed_and_named(
     do: str, rows_file: Path, tmp_path: Path, straight: list[float]
@@ -177,6 +183,7 @@ def test_a_rank_that_hangs_is_noticed_and_named(
     assert losses(folder) == straight
 
 
+@pytest.mark.fault("X1")
 def test_two_runs_started_at_once(rows_file: Path, tmp_path: Path) -> None:
     command = faulty_words(rows_file, tmp_path, "run")
     both = [

@@ -114,6 +114,7 @@ def test_a_failing_rank_ends_the_others_and_has_the_last_word(rows_file: Path, t
     assert not (folder / "DONE").exists()
 
 
+@pytest.mark.fault("P1")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_saves_and_leaves_a_clear_state(number: signal.Signals, rows_file: Path, tmp_path: Path) -> None:
     command = words(rows_file, tmp_path, "stopped", "train.max_steps=100000", "train.log_every=5")
@@ -148,6 +149,7 @@ def _children(pid: int) -> list[str]:
     return Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
 
 
+@pytest.mark.fault("X2")
 def test_a_taken_port_is_named(rows_file: Path, tmp_path: Path) -> None:
     import socket
 

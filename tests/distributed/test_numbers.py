@@ -70,6 +70,7 @@ def noted(folder: Path, name: str) -> list[str]:
     return (folder / f"{name}.note").read_text().splitlines()
 
 
+@pytest.mark.fault("N1", "N4")
 @pytest.mark.parametrize("name", [name for name in CELLS if name.startswith("skip")])
 def test_a_bad_step_changes_nothing(name: str, folder: Path, rows_file: Path) -> None:
     assert len(noted(folder, name)) == 4, "the faults did not happen"
@@ -102,6 +103,7 @@ def test_the_norms_without_zero_are_those_with_it(folder: Path) -> None:
     assert norms[0] == pytest.approx(norms[1], rel=0.05)
 
 
+@pytest.mark.fault("N4")
 @pytest.mark.parametrize("name", ["rewind-stage0", "rewind-stage3-offload", "rewind-spike"])
 def test_a_rewound_run_goes_around_the_data(name: str, folder: Path, rows_file: Path) -> None:
     spike = name == "rewind-spike"
@@ -152,6 +154,7 @@ def test_what_went_wrong_is_shown(folder: Path, rows_file: Path, capsys: pytest.
     assert capsys.readouterr().out.count("── ") == 4
 
 
+@pytest.mark.fault("N2", "N3")
 @pytest.mark.parametrize(
     ("name", "text"),
     [

@@ -19,6 +19,7 @@ def lock(root: Path, age_s: float) -> Path:
     return path
 
 
+@pytest.mark.fault("H4")
 def test_a_lock_that_nobody_holds_is_told(tmp_path: Path) -> None:
     path = lock(tmp_path, 2000)
     with pytest.raises(LaunchError, match=rf"{path} was left 33 minutes ago .* rm {path}"):

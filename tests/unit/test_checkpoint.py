@@ -37,6 +37,7 @@ def test_a_whole_one_has_no_problems(tmp_path: Path) -> None:
     assert read_state(made).step == 3
 
 
+@pytest.mark.fault("C2")
 @pytest.mark.parametrize("file", ["model.pt", "state.json"])
 def test_every_flipped_bit_is_found(tmp_path: Path, file: str) -> None:
     path = checkpoint(tmp_path, 3) / file
@@ -50,6 +51,7 @@ def test_every_flipped_bit_is_found(tmp_path: Path, file: str) -> None:
     assert problems(path.parent) == []
 
 
+@pytest.mark.fault("C1")
 @pytest.mark.parametrize("size", [0, 100])
 def test_cut_off_and_missing_files_are_found(tmp_path: Path, size: int) -> None:
     path = checkpoint(tmp_path, 3) / "model.pt"
@@ -68,6 +70,7 @@ def test_foreign_files_are_found(tmp_path: Path) -> None:
     assert problems(made) == ["zero_pp_rank_0_mp_rank_00_optim_states.pt: the manifest does not know it"]
 
 
+@pytest.mark.fault("C3", "S1")
 @pytest.mark.parametrize("name", ["../model.pt", "/etc/passwd", "a/../../model.pt", "", "linked.pt", "away/model.pt"])
 def test_no_path_leads_out(tmp_path: Path, name: str) -> None:
     made, outside = checkpoint(tmp_path, 3), checkpoint(tmp_path, 4)
@@ -79,6 +82,7 @@ def test_no_path_leads_out(tmp_path: Path, name: str) -> None:
     assert f"{name}: this path leads out of the checkpoint" in problems(made)
 
 
+@pytest.mark.fault("C3")
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"files": 3}', '{"format": 99, "files": {}}', '{"files": {"a": 1}}'])
 def test_a_broken_manifest_is_no_checkpoint(tmp_path: Path, text: str) -> None:
     made = checkpoint(tmp_path, 3)
@@ -163,6 +167,7 @@ class Evil:
         return (os.mkdir, (str(self.canary),))
 
 
+@pytest.mark.fault("S1")
 @pytest.mark.parametrize("wrap", [lambda evil: evil, lambda evil: {"module": {"a": [evil]}}], ids=["bare", "deep"])
 def test_pickles_with_code_are_refused(tmp_path: Path, wrap: Any) -> None:
     path, canary = tmp_path / "zero_pp_rank_0.pt", tmp_path / "canary"
@@ -218,6 +223,7 @@ def test_changes_that_move_work_about_are_told() -> None:
     assert changes.check(CONFIG, CONFIG, {}, {}, []) == []
 
 
+@pytest.mark.fault("R2")
 def test_changes_that_change_the_mathematics_are_refused() -> None:
     now = {**CONFIG, "optim": {"lr": 0.2}, "run": {"seed": 2, "name": "a"}}
     with pytest.raises(ConfigError) as error:
@@ -245,6 +251,7 @@ def test_every_key_is_free_or_decides_something() -> None:
         assert not changes.is_free(key)
 
 
+@pytest.mark.fault("K4")
 def test_nothing_is_named_before_it_is_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What a power loss needs: every file flushed, then the folder, then its name, then `latest`."""
     order: list[str] = []

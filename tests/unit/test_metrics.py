@@ -48,6 +48,7 @@ class Disk:
         return str(self.path)
 
 
+@pytest.mark.fault("E1")
 def test_rows_wait_for_room_and_none_is_half_written(tmp_path: Path) -> None:
     said: list[str] = []
     disk = Disk(tmp_path / "metrics.jsonl")

@@ -97,6 +97,7 @@ def run_prepare(cfg: RunConfig) -> None:
     prepare(cfg, SlowEncoder(), lambda line: None)
 
 
+@pytest.mark.fault("K1")
 @pytest.mark.parametrize("deadly", [signal.SIGKILL, signal.SIGTERM])
 def test_killed_build_goes_on_where_it_stopped(tmp_path: Path, cfg: RunConfig, deadly: signal.Signals) -> None:
     process = SPAWN.Process(target=run_prepare, args=(cfg,))
@@ -120,6 +121,7 @@ def test_killed_build_goes_on_where_it_stopped(tmp_path: Path, cfg: RunConfig, d
     assert parts(cfg) == []
 
 
+@pytest.mark.fault("K1")
 def test_killed_worker_is_named_and_nothing_lost(tmp_path: Path, cfg: RunConfig) -> None:
     rows = long_rows()
     rows[-1]["response"] += " kill"
@@ -197,6 +199,7 @@ def test_shards_of_several_machines(tmp_path: Path, cfg: RunConfig) -> None:
     assert content(train) == expected(tmp_path, cfg)
 
 
+@pytest.mark.fault("D5")
 def test_file_that_changes_while_it_is_read(tmp_path: Path, cfg: RunConfig) -> None:
     cfg.prepare.num_workers = 1
     file = tmp_path / "d.jsonl"
@@ -265,6 +268,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
         subprocess.run(["umount", "-l", str(folder)], check=True)
 
 
+@pytest.mark.fault("E1")
 def test_full_disk(tmp_path: Path, small_disk: Path) -> None:
     data = tmp_path / "d.jsonl"
     write_rows(data, long_rows(12_000))  # 11 MB, of which parts and store take 25 MB each
@@ -328,6 +332,7 @@ def test_two_machines_without_common_locks(cfg: RunConfig, no_locks: bool) -> No
     assert len({total for _, total in answers}) == 1
 
 
+@pytest.mark.fault("H4")
 def test_a_lock_left_by_a_dead_machine_is_taken_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from toolkit.distributed import build_once
 

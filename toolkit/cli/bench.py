@@ -1,18 +1,23 @@
 """Measure on this machine what a part of the toolkit costs, beside what it costs at least.
 
 toolkit bench data recipe=NAME [rows=1000000] [output=FILE] [key=value …]
+toolkit bench faults [only="K1 K2"] [output=FILE]
 
   data             tokenising, the store's size, opening it, packing; with made-up Chinese and English rows
   rows=1000000     rows of the large data set
+  faults           kills, full disks, signals, broken files …: what must hold after each; in a checkout, takes an hour
+  only=IDS         these faults only
   output=FILE      JSON list that the result is appended to; without it the result is shown only
 
-Works in prepare.dir/bench. Linux only.
+`data` works in prepare.dir/bench. Linux only.
 """
 
 import json
+import shlex
 from pathlib import Path
+from typing import Any
 
-from toolkit.cli.compose import compose, positive_int
+from toolkit.cli.compose import compose, named_arguments, positive_int
 from toolkit.config.checks import check
 from toolkit.errors import ConfigError
 from toolkit.messages import say, tr
@@ -20,28 +25,54 @@ from toolkit.messages import say, tr
 
 def run(words: list[str]) -> int:
     """Measure."""
-    if not words or words[0] != "data":
-        raise ConfigError(tr("what is to be measured? Known: {known}. For example: toolkit bench data", known="data"))
+    measures = {"data": _data, "faults": _faults}
+    if not words or words[0] not in measures:
+        known = ", ".join(measures)
+        raise ConfigError(tr("what is to be measured? Known: {known}. For example: toolkit bench data", known=known))
+    return measures[words[0]](words)
+
+
+def _data(words: list[str]) -> int:
     composed = compose(words[1:], world_size=1, arguments=("rows", "output"))
     check(composed.loaded)
     cfg, arguments = composed.loaded.cfg, composed.arguments
     rows = positive_int(arguments, "rows") or 1_000_000
-    output = Path(arguments["output"]) if arguments.get("output") else None
-    earlier = _earlier(output) if output else []
+    earlier = _earlier(arguments)
     from toolkit.bench.data import compare
-    from toolkit.train.run_folder import environment
 
     found = compare(cfg, rows, Path(cfg.prepare.dir) / "bench", say)
-    result = {"command": " ".join(["toolkit bench", *words]), **found, "environment": environment(1)}
-    say(json.dumps(result, indent=2))
-    if output:
-        output.write_text(json.dumps([*earlier, result], indent=2) + "\n", encoding="utf-8")
+    say(json.dumps(_keep(words, found, arguments, earlier), indent=2))
     return 0
 
 
-def _earlier(file: Path) -> list[object]:
-    """Return what the file holds, which must be kept; before hours of measuring, not after."""
-    if not file.exists():
+def _faults(words: list[str]) -> int:
+    from toolkit.bench.faults import run_battery
+    from toolkit.cli.sample_view import table
+
+    arguments = named_arguments(words[1:], required=(), optional=("only", "output"), usage="toolkit bench faults")
+    earlier = _earlier(arguments)
+    found = run_battery(arguments.get("only", ""))
+    _keep(words, found, arguments, earlier)
+    rows = [(name, str(one["passed"]), str(one["cases"])) for name, one in found["faults"].items()]
+    say("\n".join(table((tr("fault"), tr("passed"), tr("cases")), rows)))
+    return 0 if found["passed"] else 1
+
+
+def _keep(words: list[str], found: dict[str, Any], arguments: dict[str, str], earlier: list[object]) -> dict[str, Any]:
+    """Return a result with where it comes from, appended to the output if there is one."""
+    from toolkit.train.run_folder import environment
+
+    result = {"command": shlex.join(["toolkit", "bench", *words]), **found, "environment": environment(1)}
+    if arguments.get("output"):
+        content = json.dumps([*earlier, result], indent=2, ensure_ascii=False)
+        Path(arguments["output"]).write_text(content + "\n", encoding="utf-8")
+    return result
+
+
+def _earlier(arguments: dict[str, str]) -> list[object]:
+    """Return what the output holds, which must be kept; before hours of measuring, not after."""
+    file = Path(arguments.get("output", ""))
+    if not arguments.get("output") or not file.exists():
         return []
     try:
         found = json.loads(file.read_text(encoding="utf-8"))
