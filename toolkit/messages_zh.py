@@ -444,4 +444,7 @@ CHINESE: dict[str, str] = {
     "no fault is called {only}.": "没有名为 {only} 的故障。",
     "passed": "通过",
     "the fault battery needs a checkout of this toolkit: there is no {folder}.": "故障测试集需要本工具包的源码检出：没有 {folder}。",
+    "pair {number} of {pairs}": "第 {number} 对，共 {pairs} 对",
+    "the launch to be timed has failed:\n{output}": "要计时的启动失败了：\n{output}",
+    "a run that saves": "一个会保存的运行",
 }

@@ -1,15 +1,19 @@
 """Measure on this machine what a part of the toolkit costs, beside what it costs at least.
 
 toolkit bench data recipe=NAME [rows=1000000] [output=FILE] [key=value …]
+toolkit bench resume recipe=NAME [ranks=2] [pairs=5] [output=FILE] [key=value …]
 toolkit bench faults [only="K1 K2"] [output=FILE]
 
   data             tokenising, the store's size, opening it, packing; with made-up Chinese and English rows
   rows=1000000     rows of the large data set
+  resume           seconds to the first step, fresh and from a checkpoint, in turns
+  ranks=2          ranks of each launch, on this machine
+  pairs=5          launches of each
   faults           kills, full disks, signals, broken files …: what must hold after each; in a checkout, takes an hour
   only=IDS         these faults only
   output=FILE      JSON list that the result is appended to; without it the result is shown only
 
-`data` works in prepare.dir/bench. Linux only.
+`data` and `resume` work in prepare.dir/bench. Linux only.
 """
 
 import json
@@ -25,7 +29,7 @@ from toolkit.messages import say, tr
 
 def run(words: list[str]) -> int:
     """Measure."""
-    measures = {"data": _data, "faults": _faults}
+    measures = {"data": _data, "resume": _resume, "faults": _faults}
     if not words or words[0] not in measures:
         known = ", ".join(measures)
         raise ConfigError(tr("what is to be measured? Known: {known}. For example: toolkit bench data", known=known))
@@ -41,6 +45,24 @@ def _data(words: list[str]) -> int:
     from toolkit.bench.data import compare
 
     found = compare(cfg, rows, Path(cfg.prepare.dir) / "bench", say)
+    say(json.dumps(_keep(words, found, arguments, earlier), indent=2))
+    return 0
+
+
+def _resume(words: list[str]) -> int:
+    own = ("ranks", "pairs", "output")
+    composed = compose(words[1:], world_size=None, arguments=own)
+    arguments = composed.arguments
+    earlier = _earlier(arguments)
+    from toolkit.bench.resume import compare
+
+    found = compare(
+        [word for word in words[1:] if word.partition("=")[0] not in own],
+        positive_int(arguments, "ranks") or 2,
+        positive_int(arguments, "pairs") or 5,
+        Path(composed.loaded.cfg.prepare.dir).absolute() / "bench" / "resume",
+        say,
+    )
     say(json.dumps(_keep(words, found, arguments, earlier), indent=2))
     return 0
 

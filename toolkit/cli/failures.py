@@ -65,7 +65,7 @@ def _report(message: str, trace: str, code: int, agreed: bool) -> None:
         code: exit code of this process.
         agreed: every rank knows the same (a stop by signal): rank 0 speaks, and nothing has failed.
     """
-    from toolkit.distributed import failure  # imports no torch
+    from toolkit.distributed import failure, signals  # import no torch
 
     message, trace = hide(message), hide(trace)
     rank = int(os.environ.get("RANK", "0"))
@@ -78,6 +78,7 @@ def _report(message: str, trace: str, code: int, agreed: bool) -> None:
     if not failure.announce(rank, message + ("\n" + trace if trace else ""), code):
         return
     if not failure.is_watching() and int(os.environ.get("LOCAL_RANK", "0")) != 0:
+        signals.end_in_silence()
         time.sleep(OTHER_RANKS_WAIT_S)
         message = f"[rank {rank}] {message}"
     _say(message, trace)

@@ -11,14 +11,21 @@ from types import FrameType
 from toolkit.errors import Stopped
 from toolkit.messages import tr
 
+_CAUGHT = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 _received = ""
 _deferred = False
 
 
 def install() -> None:
     """Catch them. Before `defer` they end this process; afterwards they only raise the flag."""
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+    for number in _CAUGHT:
         signal.signal(number, _handle)
+
+
+def end_in_silence() -> None:
+    """From now on they end this process without a word: it is only waiting for whether it has to speak."""
+    for number in _CAUGHT:
+        signal.signal(number, signal.SIG_DFL)
 
 
 def defer() -> None:
