@@ -447,4 +447,5 @@ CHINESE: dict[str, str] = {
     "pair {number} of {pairs}": "第 {number} 对，共 {pairs} 对",
     "the launch to be timed has failed:\n{output}": "要计时的启动失败了：\n{output}",
     "a run that saves": "一个会保存的运行",
+    "the last {count} steps had a loss that is no number: the weights are of no use. Lower optim.lr; the last checkpoints are older than that.": "最后 {count} 步的损失不是数：权重已经没有用处。请降低 optim.lr；最后的检查点比这更早。",
 }

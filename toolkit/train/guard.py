@@ -113,6 +113,29 @@ class Guard:
             self.grad_norms.append(self.gate.grad_norm)
         return self.trouble
 
+    @property
+    def is_spoilt(self) -> bool:
+        """Whether the weights themselves seem to be of no use: not one sample, but one step after the other."""
+        return self.skips_in_a_row > 1 and self.trouble is not None and self.trouble.kind is Kind.loss
+
+    def check_end(self, eval_loss: float | None) -> None:
+        """See whether the run has ended with weights that are of no use.
+
+        Args:
+            eval_loss: of the last step; None without validation.
+
+        Raises:
+            Diverged: it has.
+        """
+        if self.is_spoilt and (eval_loss is None or not math.isfinite(eval_loss)):
+            raise Diverged(
+                tr(
+                    "the last {count} steps had a loss that is no number: the weights are of no use. Lower optim.lr; "
+                    "the last checkpoints are older than that.",
+                    count=self.skips_in_a_row,
+                )
+            )
+
     def check_patience(self, step: int) -> None:
         """See whether anything is still being learned: DeepSpeed alone would go on for ever and exit 0 (0.19.8).
 

@@ -133,6 +133,8 @@ class _Run:
         while self.step < self.job.total_steps:
             self._take_step()
         on_rank0(self.metrics.finish)
+        evaluations = self.outcome.evaluations if self.job.evaluate else []
+        self.guard.check_end(evaluations[-1]["eval_loss"] if evaluations else None)
         self.job.watchdog.enter("", self.step)
         signals.act_at_once()
         self.outcome.trained_tokens = self.meter.trained_tokens_so_far
@@ -164,7 +166,8 @@ class _Run:
         """Do what is due after a step."""
         cfg, job, step = self.cfg, self.job, self.step
         last = step == job.total_steps
-        save = stops or _due(step, cfg.checkpoint.every) or (last and cfg.checkpoint.at_end) or self._again()
+        save = _due(step, cfg.checkpoint.every) or (last and cfg.checkpoint.at_end) or self._again()
+        save = stops or (save and not self.guard.is_spoilt)
         evaluate = job.evaluate is not None and (_due(step, cfg.evaluate.every) or last) and not stops
         if log or save or evaluate or last or step == 1 or step % cfg.train.log_every == 0:
             self._log(lr)
