@@ -2,7 +2,15 @@
 
 import hashlib
 import os
+import pwd
+import re
+import stat
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
+
+from toolkit.errors import ToolkitError
+from toolkit.messages import tr
 
 _BLOCK_BYTES = 1 << 22
 
@@ -40,3 +48,76 @@ def unused(path: Path) -> Path:
         number += 1
         free = path.with_name(f"{path.stem}-{number}{path.suffix}")
     return free
+
+
+def grant(path: Path) -> None:
+    """Give a file or folder the mode that the user's umask leaves: temporary ones, and safetensors, come out private.
+
+    Raises:
+        OSError: it is not there, or somebody else's.
+    """
+    mode = path.stat().st_mode
+    asked = 0o777 if stat.S_ISDIR(mode) else 0o666
+    path.chmod(asked & ~umask() | mode & stat.S_ISGID)  # a folder keeps handing its group on
+
+
+def umask() -> int:
+    """Return the umask of this process."""
+    with suppress(OSError):
+        # Asking the system means changing it for a moment, in which another thread may make a file.
+        found = re.search(r"^Umask:\s*(\d+)", Path("/proc/self/status").read_text(encoding="utf-8"), re.MULTILINE)
+        if found:
+            return int(found[1], 8)
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
+
+
+def refuse_links(folder: Path, error: type[ToolkitError], names: Sequence[str] | None = None) -> None:
+    """Refuse a folder in which writing would follow a symbolic link of somebody else to wherever that leads.
+
+    This user and root are trusted. Looked at are the folder, what it holds, and what its folders hold.
+
+    Args:
+        folder: need not exist.
+        error: what is raised.
+        names: what in the folder is ours; None is all of it.
+
+    Raises:
+        ToolkitError: of the kind `error`, with the link and its owner.
+    """
+    for path in _places(folder, names):
+        try:
+            found = path.lstat()
+        except OSError:
+            continue
+        if stat.S_ISLNK(found.st_mode) and found.st_uid not in (0, os.getuid()):
+            raise error(
+                tr(
+                    "{path} is a symbolic link that belongs to {owner}, and writing through it would change {target}. "
+                    "Remove it, or choose another folder.",
+                    path=path,
+                    owner=_user(found.st_uid),
+                    target=path.resolve(),
+                )
+            )
+
+
+def _places(folder: Path, names: Sequence[str] | None) -> Iterator[Path]:
+    """Yield a folder before what is in it, so that no link is followed that has not been looked at."""
+    yield folder
+    for path in _entries(folder) if names is None else [folder / name for name in names]:
+        yield path
+        yield from _entries(path)
+
+
+def _entries(folder: Path) -> list[Path]:
+    with suppress(OSError):
+        return sorted(folder.iterdir())
+    return []
+
+
+def _user(number: int) -> str:
+    with suppress(KeyError):
+        return pwd.getpwuid(number).pw_name
+    return f"user {number}"

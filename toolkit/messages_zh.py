@@ -181,6 +181,7 @@ CHINESE: dict[str, str] = {
     "{key} = {path} is not a folder that can be written to: {reason}.": "{key} = {path} 不是可写的文件夹：{reason}。",
     "{key} = {path}: there is no such file (looked in {folder}).": "{key} = {path}：没有这个文件（在 {folder} 中查找）。",
     "{key} = {value} has no effect: {reason}. Remove it, or set {key}={default}.": "{key} = {value} 不起作用：{reason}。请删除它，或设为 {key}={default}。",
+    "{path} is a symbolic link that belongs to {owner}, and writing through it would change {target}. Remove it, or choose another folder.": "{path} 是属于 {owner} 的符号链接，通过它写入会改变 {target}。请删除它，或选择另一个文件夹。",
     "{section}.enabled is false": "{section}.enabled 为 false",
     "model.shape: hidden_size {hidden} / num_heads {heads} = {size} must be a multiple of 4, because half of a head is rotated in pairs.": "model.shape：hidden_size {hidden} / num_heads {heads} = {size} 必须是 4 的倍数，因为每个头有一半成对旋转。",
     "{key} = {value} must be a number.": "{key} = {value} 必须是数字。",

@@ -8,6 +8,8 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from safetensors.torch import load_file, save_file
 
+from toolkit.disk import grant
+
 
 def file_name(rank: int) -> str:
     """Return the name of a rank's file."""
@@ -33,6 +35,7 @@ def save(path: Path) -> None:
     if get_accelerator().device_name() != "cpu":
         tensors["device"] = get_accelerator().get_rng_state().cpu()
     save_file(tensors, path)
+    grant(path)
 
 
 def restore(path: Path) -> None:

@@ -32,6 +32,8 @@ from toolkit.errors import DataError
 from toolkit.messages import tr
 from toolkit.secrets import hide
 
+FOLDERS = ("stores", "parts", "plans", "tokenizers", "hashes", "docstrings", BAD_ROWS)
+"""What `prepare.dir` holds; it may hold other things beside them."""
 _log = logging.getLogger(__name__).info
 _TOLERATED_BAD_ROWS = 10
 _OLD_PARTS_S = 7 * 24 * 3600

@@ -15,7 +15,7 @@ from toolkit.data import docstrings
 from toolkit.data.conversation import Conversation
 from toolkit.data.files import Block, block_bytes, blocks, files_of, first_row, rows_of
 from toolkit.data.formats import RowReader, detect_format, parse_row
-from toolkit.disk import sha256
+from toolkit.disk import grant, sha256
 from toolkit.errors import DataError, RowError
 from toolkit.messages import tr
 
@@ -225,6 +225,7 @@ def _write_json(path: Path, value: dict[str, Any]) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False, encoding="utf-8") as file:
             json.dump(value, file)
+        grant(Path(file.name))
         os.replace(file.name, path)
     except OSError:
         pass

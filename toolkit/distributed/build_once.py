@@ -23,7 +23,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
-from toolkit.disk import flush
+from toolkit.disk import flush, grant
 from toolkit.errors import DataError
 from toolkit.messages import tr
 
@@ -82,9 +82,8 @@ def _build_and_rename(target: Path, build: Callable[[Path], None], is_complete: 
     building = Path(tempfile.mkdtemp(prefix=target.name + ".tmp-", dir=target.parent))
     try:
         build(building)
-        # mkdtemp makes the folder private; other users of a shared cache must be able to read it.
-        building.chmod(0o777 & ~_umask())
         for path in [*building.rglob("*"), building]:
+            grant(path)  # mkdtemp's folder is private; other users of a shared cache must be able to read it
             flush(path)
         try:
             building.rename(target)
@@ -240,12 +239,6 @@ def try_lock(file: IO[str]) -> tuple[bool, bool]:
 def _unlock(file: IO[str]) -> None:
     with suppress(OSError):
         fcntl.flock(file, fcntl.LOCK_UN)
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
 
 
 def explained(error: OSError, folder: Path, setting: str = "prepare.dir") -> DataError:

@@ -8,6 +8,7 @@ import torch
 from deepspeed import DeepSpeedEngine
 from transformers import PreTrainedModel
 
+from toolkit.disk import grant
 from toolkit.distributed.process_group import on_rank0
 from toolkit.engine.gather import gathered_parameters
 from toolkit.errors import CheckpointError
@@ -62,6 +63,8 @@ def write_folder(
             if format == "hf" and encoder is not None:
                 encoder.tokenizer.save_pretrained(temporary)
             _verify(model, temporary, format, state)
+            for path in temporary.rglob("*"):
+                grant(path)
             temporary.rename(folder)
     except OSError as error:
         raise CheckpointError(

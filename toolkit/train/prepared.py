@@ -10,9 +10,11 @@ from numpy.typing import NDArray
 
 from toolkit.config.schema import Init, Packing, RunConfig, SourceConfig
 from toolkit.data.plan import Plan, plan_rows
-from toolkit.data.prepare import PrepareReport, prepare
+from toolkit.data.prepare import FOLDERS, PrepareReport, prepare
 from toolkit.data.sources import read_conversations
 from toolkit.data.store import BAD_ROWS, Store
+from toolkit.disk import refuse_links
+from toolkit.errors import DataError
 from toolkit.messages import say, tr
 from toolkit.models.chat import AnyChatEncoder, chat_encoder
 from toolkit.models.folder import read_config
@@ -116,7 +118,9 @@ def build_encoder(cfg: RunConfig, say: Callable[[str], None]) -> AnyChatEncoder:
 
     Raises:
         ModelError: model or tokenizer folder unusable.
+        DataError: the folder for prepared data is not this user's to write to.
     """
+    refuse_links(Path(cfg.prepare.dir), DataError, FOLDERS)
     if cfg.model.init is Init.pretrained:
         read_config(cfg.model.path)
     return chat_encoder(_tokenizer(cfg, say), cfg.model.original_labels)

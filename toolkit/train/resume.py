@@ -13,6 +13,7 @@ from toolkit.checkpoint import changes, engine_files, folders, manifest, random_
 from toolkit.checkpoint.run_state import RunState
 from toolkit.config.load import recorded
 from toolkit.config.schema import RunConfig
+from toolkit.disk import refuse_links
 from toolkit.distributed.build_once import try_lock
 from toolkit.distributed.process_group import on_rank0
 from toolkit.errors import CheckpointError, ConfigError, RunFolderError
@@ -115,7 +116,8 @@ def _step(checkpoint: Path | None) -> int:
 
 
 def _claim(folder: Path) -> None:
-    """Keep an existing run folder to this process, unless the run has finished."""
+    """Keep an existing run folder to this process, unless the run has finished, or is not this user's to write to."""
+    refuse_links(folder, RunFolderError)
     if (folder / "DONE").exists():
         raise RunFolderError(
             tr("the run {folder} has finished already (DONE). For another one choose another run.name.", folder=folder)

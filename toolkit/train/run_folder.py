@@ -11,6 +11,7 @@ from importlib import metadata
 from pathlib import Path
 
 from toolkit.config.schema import RunConfig
+from toolkit.disk import refuse_links
 from toolkit.errors import CheckpointError, RunFolderError
 from toolkit.messages import tr
 from toolkit.secrets import hide_all
@@ -31,9 +32,10 @@ def create(cfg: RunConfig) -> Path:
     """Make the run folder and return its absolute path. For rank 0 only.
 
     Raises:
-        RunFolderError: the named folder exists, or the place is not writable.
+        RunFolderError: the named folder exists, or the place is not writable, or not this user's to write to.
     """
     parent = Path(cfg.run.dir).absolute()
+    refuse_links(parent, RunFolderError, [cfg.run.name] if cfg.run.name else [])
     try:
         parent.mkdir(parents=True, exist_ok=True)
         if cfg.run.name:
