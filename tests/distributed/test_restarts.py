@@ -120,8 +120,9 @@ def size_at_start(folder: Path) -> int:
 
 
 def test_no_rank_outlives_a_killed_toolkit_launch(rows_file: Path, tmp_path: Path) -> None:
+    """Which runs here as where there is no checkout with a run.py."""
     endless = ["train.max_steps=1000000", "checkpoint.every=0"]
-    process = start(launch(*faulty_words(rows_file, tmp_path, "run", *endless)), cwd=tmp_path, FAULT="{}")
+    process = start(launch(*faulty_words(rows_file, tmp_path, "run", *endless)), cwd=tmp_path, AS_MODULE="1")
     folder = tmp_path / "runs" / "run"
     try:
         wait_for(lambda: (folder / "metrics.jsonl").exists() and len(rows_of(folder)) > 2)

@@ -24,6 +24,8 @@ from toolkit.launch import ancestors, environment, hostfile, report
 from toolkit.messages import say, tr
 from toolkit.train import starts
 
+SCRIPT = Path(__file__).parents[2] / "run.py"
+"""There in a checkout, not in an installed package."""
 HANG = 124
 MISTAKE, DIVERGED, IO, STOPPED = (kind.exit_code for kind in (ToolkitError, Diverged, CheckpointError, Stopped))
 _KILLED = 128
@@ -89,8 +91,10 @@ def is_worth_a_restart(code: int, told: Mapping[str, Any], asked: bool) -> bool:
 
 def program() -> list[str]:
     """Return the words by which the launcher starts us: run.py of the checkout, or the installed package's command."""
-    script = Path(__file__).parents[2] / "run.py"
-    return [str(script)] if script.is_file() else ["--module", "toolkit", "train"]
+    if SCRIPT.is_file():
+        return [str(SCRIPT)]
+    # The launcher would put --local_rank between `toolkit` and `train`; the variable says the same.
+    return ["--module", "--no_local_rank", "toolkit", "train"]
 
 
 def _checked(options: Mapping[str, str], rest: Sequence[str]) -> RunConfig:
