@@ -30,6 +30,7 @@ def starts_of(folder: Path) -> list[tuple[int, int, str]]:
     return [(row["from_step"], row["restart"], row["by"]) for row in rows]
 
 
+@pytest.mark.fault("K1", "G1")
 def test_a_killed_rank_costs_a_restart_and_nothing_else(rows_file: Path, tmp_path: Path, straight: list[float]) -> None:
     fault = {"at": "each life", "step": 5, "rank": 1, "do": "kill", "note": str(tmp_path / "note"), "once": True}
     command = launch(*faulty_words(rows_file, tmp_path, "run", "run.max_restarts=2"))
@@ -53,6 +54,7 @@ def test_a_killed_rank_costs_a_restart_and_nothing_else(rows_file: Path, tmp_pat
     assert "Restart" not in again.output
 
 
+@pytest.mark.fault("K1")
 def test_a_crash_in_one_place_ends_after_the_second_time(rows_file: Path, tmp_path: Path) -> None:
     fault = {"at": "each life", "step": 5, "rank": 0, "do": "fail", "note": str(tmp_path / "note")}
     command = launch(*faulty_words(rows_file, tmp_path, "run", "run.max_restarts=9", "checkpoint.every=5"))
@@ -69,6 +71,7 @@ def test_a_crash_in_one_place_ends_after_the_second_time(rows_file: Path, tmp_pa
     assert ", exit code 1\n" in (folder / "FAILED").read_text()
 
 
+@pytest.mark.fault("K1")
 def test_torchrun_starts_a_run_again_too(rows_file: Path, tmp_path: Path, straight: list[float]) -> None:
     fault = {"at": "each life", "step": 5, "rank": 1, "do": "kill", "note": str(tmp_path / "note"), "once": True}
     torchrun = [str(BIN / "torchrun"), "--nproc-per-node", "2", "--master-port", str(free_port()), "--max-restarts=1"]
@@ -83,6 +86,7 @@ def test_torchrun_starts_a_run_again_too(rows_file: Path, tmp_path: Path, straig
     assert not (folder / "FAILED").exists()
 
 
+@pytest.mark.fault("K3", "P1")
 def test_a_lost_launcher_is_replaced_and_a_request_to_stop_is_obeyed(rows_file: Path, tmp_path: Path) -> None:
     endless = ["train.max_steps=1000000", "checkpoint.every=100000", "run.max_restarts=2"]
     process = start(launch(*faulty_words(rows_file, tmp_path, "run", *endless)), cwd=tmp_path, FAULT="{}")
@@ -119,6 +123,7 @@ def size_at_start(folder: Path) -> int:
     return int(json.loads((newest / "state.json").read_text())["metrics_bytes"])
 
 
+@pytest.mark.fault("K3")
 def test_no_rank_outlives_a_killed_toolkit_launch(rows_file: Path, tmp_path: Path) -> None:
     """Which runs here as where there is no checkout with a run.py."""
     endless = ["train.max_steps=1000000", "checkpoint.every=0"]

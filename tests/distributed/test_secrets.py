@@ -4,6 +4,7 @@ import json
 import sys
 from pathlib import Path
 
+import pytest
 from ranks import REPOSITORY, free_port, run
 from shared import faulty_words, losses
 
@@ -31,6 +32,7 @@ def recipe(folder: Path, token: str) -> str:
     return f"recipe={path}"
 
 
+@pytest.mark.fault("S4")
 def test_secrets_stay_where_they_are(rows_file: Path, tmp_path: Path) -> None:
     fault = {"at": "each life", "step": 5, "rank": 1, "do": "tell", "note": str(tmp_path / "note"), "once": True}
     words = [
