@@ -70,3 +70,11 @@ def test_a_chinese_user_reads_chinese() -> None:
     )
     assert finished.returncode == 2
     assert finished.stderr == "ConfigError: 命令行: 未知的键 'zero.stag'。 是不是想写 'zero.stage'？\n"
+
+
+@pytest.mark.fault("S6")
+def test_nothing_in_a_message_moves_the_terminal() -> None:
+    hostile = "a\x1b[2J\x1b]0;title\x07b\rc\x9b31m\u202egnp.exe\u2066\x00 中文 😀\tx\ny"
+    said = tr("{file} cannot be read: {reason}.", file=Path(hostile.replace("\x00", "")), reason=ValueError(hostile))
+    assert not set(said) & set("\x1b\x07\r\x9b\u202e\u2066\x00")
+    assert said.count("\\x1b[2J") == 2 and "中文 😀\tx\ny" in said

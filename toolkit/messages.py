@@ -4,11 +4,13 @@ The language is decided once: `set_language` (from the recipe's `language`), els
 """
 
 import os
+import re
 import string
 import sys
 
 from toolkit.secrets import hide
 
+_CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 _language = ""
 
 
@@ -45,7 +47,15 @@ def tr(english: str, /, **values: object) -> str:
         from toolkit.messages_zh import CHINESE
 
         template = CHINESE.get(english, english)
-    return hide(template.format(**values))
+    return hide(printable(template.format(**values)))
+
+
+def printable(text: str) -> str:
+    """Return a text without what moves a terminal's cursor, changes its colours or turns the direction of writing.
+
+    Names of files and texts of samples come from elsewhere; lines and tabs stay.
+    """
+    return _CONTROLS.sub(lambda found: found[0].encode("unicode_escape").decode("ascii"), text)
 
 
 def say(line: str) -> None:

@@ -1,12 +1,16 @@
 """Faults that need a whole run: signals, clocks, disks, memory, paths, changed data; each notes that it happened."""
 
+import contextlib
 import json
 import os
 import random
+import re
 import shutil
 import signal
+import statistics
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -263,6 +267,77 @@ def both_say(processes: list["subprocess.Popen[str]"]) -> list[str]:
     for process in processes:
         say(process)
     return [str(process.stdout and process.stdout.readline()) for process in processes]
+
+
+SOAK_STEPS = 1500
+
+
+@NIGHTLY
+@pytest.mark.fault("G1")
+@pytest.mark.timeout(1500)
+def test_a_run_that_is_hit_again_and_again(rows_file: Path, tmp_path: Path, record_property: Any) -> None:
+    """Ranks, both ranks or the launcher killed, or a rank stopped, some seconds after each start, until the end."""
+    words = ["train.log_every=1", f"train.max_steps={SOAK_STEPS}", "checkpoint.every=20", "distributed.hang_after_s=10"]
+    launch = [sys.executable, "-m", "toolkit", "launch", "--num_gpus", "2"]
+    whole = [*launch, *faulty_words(rows_file, tmp_path, "whole", *words)]
+    began = time.monotonic()
+    assert run(whole, cwd=tmp_path, timeout_s=600).code == 0
+    undisturbed_s = time.monotonic() - began
+
+    draw, hits = random.Random(1), dict.fromkeys(("rank", "ranks", "stopped", "launcher"), 0)
+    began = time.monotonic()
+    command = [*launch, *faulty_words(rows_file, tmp_path, "hit", *words, "run.max_restarts=99")]
+    output = (tmp_path / "output").open("w+")
+    process = subprocess.Popen(
+        command, cwd=tmp_path, env=environment(), stdout=output, stderr=output, start_new_session=True
+    )
+    folder = tmp_path / "runs" / "hit"
+    seen: set[int] = set()
+    try:
+        while process.poll() is None:
+            assert time.monotonic() - began < 900
+            ranks = [rank for rank in pids(folder) if rank not in seen]
+            if len(ranks) < 2:
+                time.sleep(0.2)
+                continue
+            time.sleep(draw.uniform(1, 8))
+            kind = draw.choice(sorted(hits))
+            launcher = int(Path(f"/proc/{ranks[0]}/stat").read_text().rpartition(")")[2].split()[1])
+            victims = {"rank": [draw.choice(ranks)], "ranks": ranks, "stopped": [draw.choice(ranks)]}
+            for victim in victims.get(kind, [launcher]):
+                os.kill(victim, signal.SIGSTOP if kind == "stopped" else signal.SIGKILL)
+            hits[kind] += 1
+            seen.update(ranks)
+    except (ProcessLookupError, FileNotFoundError):  # it has just come to its end
+        process.wait(60)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+    seconds = time.monotonic() - began
+    output.seek(0)
+    said = output.read()
+    output.close()
+    assert process.returncode == 0, said[-4000:]
+    assert sum(hits.values()) >= 3, "too few faults happened"
+    assert losses(folder) == losses(tmp_path / "runs" / "whole")
+    assert not [path for path in published(folder / "checkpoints") if problems(path)]
+    waits = [float(found) for found in re.findall(r"(\d+\.\d) s from the death to the first new step", said)]
+    lost = (folder / "logs" / "metrics-lost.jsonl").read_text().count("\n")
+    record_property("hits", ", ".join(f"{kind} {count}" for kind, count in hits.items()))
+    record_property("seconds to a new step", f"median {statistics.median(waits)}, most {max(waits)}")
+    record_property("steps done twice", lost)
+    record_property("goodput", f"{undisturbed_s / seconds:.0%} with a fault every {seconds / sum(hits.values()):.0f} s")
+
+
+def pids(folder: Path) -> list[int]:
+    """Return the ranks that say they are alive, and in a step."""
+    found = []
+    for path in sorted((folder / "logs").glob("heartbeat-rank-*.json")):
+        with contextlib.suppress(OSError, ValueError):
+            beat = json.loads(path.read_text())
+            if beat["phase"] == "step" and Path(f"/proc/{beat['pid']}").exists():
+                found.append(int(beat["pid"]))
+    return found
 
 
 assert STEPS == 8  # the steps of the faults above are chosen for it

@@ -9,6 +9,7 @@ toolkit generate model.path=DIR prompt="…" [max_new_tokens=64] [model.family=c
 """
 
 from toolkit.cli.compose import named_arguments, positive_int
+from toolkit.messages import printable
 
 
 def run(words: list[str]) -> int:
@@ -23,7 +24,7 @@ def run(words: list[str]) -> int:
     from toolkit.models.folder import read_config
 
     read_config(given["model.path"])
-    print(_answer(given["model.path"], given.get("model.family", "auto"), given["prompt"], max_new_tokens))
+    print(printable(_answer(given["model.path"], given.get("model.family", "auto"), given["prompt"], max_new_tokens)))
     return 0
 
 

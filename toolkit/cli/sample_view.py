@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from toolkit.config.schema import Packing, RunConfig
 from toolkit.data.plan import Plan
 from toolkit.data.store import Store
-from toolkit.messages import tr
+from toolkit.messages import printable, tr
 
 _BAR = 40
 
@@ -71,7 +71,7 @@ def stretches(tokenizer: Any, ids: Sequence[int], trained: Sequence[bool]) -> li
                 parts.append(("context", text))
         # A trained end token keeps the colour of what is trained.
         found += [("trained", "".join(text for _, text in parts))] if kept else parts
-    return found
+    return [(kind, printable(text)) for kind, text in found]
 
 
 def marked(text: Iterable[tuple[str, str]], style: Style) -> str:
