@@ -41,6 +41,10 @@ class CheckpointError(ToolkitError):
     exit_code = 74
 
 
+class NotExportable(CheckpointError):
+    """A checkpoint is whole, but its model cannot be taken out of it."""
+
+
 class Diverged(ToolkitError):
     """The loss is no number any more, or no step could be taken for many steps in a row."""
 

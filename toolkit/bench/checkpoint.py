@@ -15,9 +15,12 @@ from toolkit.bench.step import build_bare_engine
 from toolkit.checkpoint.run_state import RunState
 from toolkit.config.schema import RunConfig
 from toolkit.distributed.process_group import barrier, rank, world_size
+from toolkit.export.checkpoint import export_beside
 from toolkit.launch.environment import Ranks
+from toolkit.models import probe
+from toolkit.models.save import describe
 from toolkit.train.batches import training_batches
-from toolkit.train.checkpoint import Saver
+from toolkit.train.checkpoint import Described, Saver
 from toolkit.train.guard import Guard
 from toolkit.train.prepared import Prepared
 from toolkit.train.step import train_step
@@ -42,8 +45,16 @@ def compare(cfg: RunConfig, prepared: Prepared, ranks: Ranks, repeats: int, fold
     batches = training_batches(cfg, prepared, ranks, 1)
     window = [next(batches) for _ in range(times)]
     train_step(engine, window, world_size(), Guard(engine, cfg.train))  # optimizer states exist from here on
+    files = describe(engine.module, prepared.encoder) if rank() == 0 else {}
+    described = Described(files, probe.ids_of([prepared.train[0][0].tolist()], engine.module.config), export_beside)
     savers = {
-        name: Saver(engine, folder / name, replace(cfg.checkpoint, asynchronous=name == "asynchronous", keep=1), print)
+        name: Saver(
+            engine,
+            folder / name,
+            replace(cfg.checkpoint, asynchronous=name == "asynchronous", keep=1, keep_weights=0),
+            described,
+            print,
+        )
         for name in ("ours", "asynchronous")
     }
     seconds, sizes = _in_turns(engine, savers, folder, repeats)

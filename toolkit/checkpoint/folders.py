@@ -2,6 +2,7 @@
 
 import shutil
 from collections.abc import Callable, Collection
+from contextlib import suppress
 from pathlib import Path
 
 from toolkit.checkpoint.manifest import problems
@@ -10,6 +11,7 @@ from toolkit.messages import tr
 
 LATEST = "latest"
 _PREFIX = "step-"
+_WEIGHTS = "-weights"
 
 
 def name_of(step: int) -> str:
@@ -29,6 +31,23 @@ def published(checkpoints: Path) -> list[Path]:
         return []
     found = [(step, path) for path in checkpoints.iterdir() if (step := step_of(path)) is not None and path.is_dir()]
     return [path for _, path in sorted(found, reverse=True)]
+
+
+def weights_of(checkpoint: Path) -> Path:
+    """Return the place of the weights that stay when a checkpoint goes: an export, nothing to go on from."""
+    return checkpoint.with_name(checkpoint.name + _WEIGHTS)
+
+
+def weights_only(checkpoints: Path) -> list[Path]:
+    """Return those that are there, newest step first."""
+    found = [(step, path) for path in checkpoints.glob(f"{_PREFIX}*{_WEIGHTS}") if (step := step_of_any(path)) >= 0]
+    return [path for _, path in sorted(found, reverse=True)]
+
+
+def step_of_any(folder: Path) -> int:
+    """Return the step of a checkpoint or of its weights, -1 for anything else."""
+    step = step_of(folder.with_name(folder.name.removesuffix(_WEIGHTS)))
+    return -1 if step is None else step
 
 
 def newest_whole(checkpoints: Path, say: Callable[[str], None]) -> Path | None:
@@ -78,32 +97,50 @@ def publish(temporary: Path, target: Path) -> None:
     flush(target.parent)
 
 
-def remove_old(checkpoints: Path, keep: int, also: Collection[Path] = (), most_bytes: float = 0) -> None:
+def outdated(checkpoints: Path, keep: int, also: Collection[Path] = ()) -> list[Path]:
+    """Return the checkpoints beyond the newest `keep` that are not among `also`, newest first; 0 keeps all."""
+    return [path for path in published(checkpoints)[keep:] if path not in also] if keep else []
+
+
+def remove_old(
+    checkpoints: Path, keep: int, also: Collection[Path] = (), most_bytes: float = 0, keep_weights: int = 0
+) -> None:
     """Remove all but the newest checkpoints.
 
     Args:
         checkpoints: checkpoints/ of a run.
         keep: how many stay; 0 keeps all.
         also: those that stay as well, such as the best one.
-        most_bytes: room for all of them together; the oldest go first, the newest and `also` never. 0 is no limit.
+        most_bytes: room for all of them together, weights alone included; the oldest go first, the newest and `also`
+            never. 0 is no limit.
+        keep_weights: how many weights alone stay; 0 and -1 remove none.
     """
+    whole, light = published(checkpoints), weights_only(checkpoints)
+    old = {*outdated(checkpoints, keep, also), *(light[keep_weights:] if keep_weights > 0 else ())}
     taken = 0
-    for place, folder in enumerate(published(checkpoints)):
+    for folder in sorted([*whole, *light], key=step_of_any, reverse=True):
         size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file()) if most_bytes else 0
-        is_old = (keep and place >= keep) or (most_bytes and taken + size > most_bytes)
-        if place and is_old and folder not in also:
-            # Under the name of something unfinished first: killed half-way, it must not look like a damaged one.
-            going = folder.with_name(folder.name + ".tmp")
-            folder.rename(going)
-            shutil.rmtree(going)
+        has_no_room = most_bytes and taken + size > most_bytes and folder not in (*whole[:1], *also)
+        if folder in old or has_no_room:
+            remove(folder)
         else:
             taken += size
 
 
+def remove(folder: Path) -> None:
+    """Remove a checkpoint, if it is still there."""
+    # Under the name of something unfinished first: killed half-way, it must not look like a damaged one.
+    going = folder.with_name(folder.name + ".tmp")
+    with suppress(FileNotFoundError):
+        folder.rename(going)
+        shutil.rmtree(going)
+
+
 def remove_unfinished(checkpoints: Path) -> None:
     """Remove what a save left that did not come to its end. Only whoever holds the run's lock may."""
-    for path in checkpoints.glob(f"{_PREFIX}*.tmp") if checkpoints.is_dir() else []:
-        shutil.rmtree(path)
+    for pattern in (f"{_PREFIX}*.tmp", f".{_PREFIX}*.tmp"):  # of a checkpoint, and of weights
+        for path in checkpoints.glob(pattern) if checkpoints.is_dir() else []:
+            shutil.rmtree(path)
 
 
 def _unused(path: Path) -> Path:

@@ -1,6 +1,6 @@
-"""What a checkpoint consists of, and the proof that it is whole: sizes and SHA-256 of every file, written last.
+"""What a checkpoint or an export consists of, and the proof that it is whole: sizes and SHA-256 of all files.
 
-No torch is needed here, so that `toolkit verify` and the choice of a checkpoint are quick.
+Written last. No torch is needed here, so that `toolkit verify` and the choice of a checkpoint are quick.
 """
 
 import json
@@ -20,7 +20,7 @@ MANIFEST = "manifest.json"
 FORMAT = 1
 """Of the manifest; raise it when an older one can no longer be read."""
 
-_LOADED = (".pt", ".safetensors", ".json", ".swp")
+_LOADED = (".pt", ".safetensors", ".json", ".swp", ".bin")
 """Endings of what is read when a checkpoint is loaded: such files must all be in the manifest."""
 
 

@@ -7,13 +7,13 @@ its own, and its output is for developers.
 import argparse
 import os
 import shutil
-import subprocess
 import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
 from toolkit.distributed.build_once import build_once
+from toolkit.distributed.own_process import run_module
 from toolkit.errors import CheckpointError
 from toolkit.messages import tr
 
@@ -58,14 +58,8 @@ def remove(universal: Path) -> None:
 
 def _convert(checkpoint: Path, say: Callable[[str], None], target: Path) -> None:
     say(tr("Converting {checkpoint} for other ranks or another ZeRO stage …", checkpoint=checkpoint))
-    # Nothing of the launch may reach it: it is no rank.
-    launch = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-    env = {name: value for name, value in os.environ.items() if name not in launch}
-    command = [sys.executable, "-m", "toolkit.checkpoint.universal", str(checkpoint), str(target)]
-    finished = subprocess.run(command, capture_output=True, text=True, env=env, check=False)  # noqa: S603
-    if finished.returncode:
-        lines = [line for line in finished.stderr.splitlines() if line.strip()] or ["?"]
-        raise CheckpointError(tr("cannot convert {folder}: {reason}.", folder=checkpoint, reason=lines[-1]))
+    if reason := run_module("toolkit.checkpoint.universal", str(checkpoint), str(target)):
+        raise CheckpointError(tr("cannot convert {folder}: {reason}.", folder=checkpoint, reason=reason))
 
 
 def main() -> None:

@@ -8,6 +8,7 @@ from deepspeed import DeepSpeedEngine
 from toolkit.config.schema import RunConfig
 from toolkit.engine.ds_config import DsConfig
 from toolkit.launch.environment import Ranks
+from toolkit.train.checkpoint import Described
 from toolkit.train.prepared import Prepared
 
 
@@ -27,6 +28,8 @@ class Session:
     """What DeepSpeed receives."""
     engine: DeepSpeedEngine
     """The engine."""
+    described: Described
+    """What checkpoints and export hold of the model beside its weights."""
     started: float
     """time.monotonic() at the command's start."""
 

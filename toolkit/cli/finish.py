@@ -20,7 +20,7 @@ def finish(session: Session, outcome: Outcome, total_steps: int) -> None:
     samples = _answers(session)
     exported = session.folder / "export"
     if session.cfg.checkpoint.export:
-        export(session.engine, session.prepared.encoder, exported)
+        export(session.engine, session.described.files, session.described.probe_ids, exported)
     summary = _summary(session, outcome, total_steps)
     process_group.barrier()
     if process_group.rank() == 0:

@@ -26,17 +26,20 @@ from toolkit.engine.ds_config import DsConfig, build_ds_config, warmup_steps
 from toolkit.engine.initialize import initialize
 from toolkit.errors import RunFolderError
 from toolkit.evaluate.loss import evaluate_loss
+from toolkit.export.checkpoint import export_beside
 from toolkit.launch import report
 from toolkit.launch.environment import Ranks
 from toolkit.messages import say, tr
+from toolkit.models import probe
 from toolkit.models.attention import check_isolation
 from toolkit.models.build import build_model
+from toolkit.models.save import describe
 from toolkit.secrets import HidingFilter
 from toolkit.track.progress import Progress
 from toolkit.train import resume, run_folder
 from toolkit.train.bad_steps import Samples
 from toolkit.train.batches import epoch_steps, evaluation_batches, position_after, step_samples, training_batches
-from toolkit.train.checkpoint import Saver
+from toolkit.train.checkpoint import Described, Saver
 from toolkit.train.loop import Job
 from toolkit.train.loop import train as run_loop
 from toolkit.train.prepared import Prepared, prepare_data
@@ -97,12 +100,13 @@ def run_session(cfg: RunConfig, ranks: Ranks, prepared: Prepared, started: float
         folder=folder,
         ds=ds,
         engine=engine,
+        described=_describe(engine, prepared),
         started=started,
     )
     progress = Progress(
         total_steps, ranks.rank == 0, start.step, on_first_step=partial(report.note, first_step=start.step + 1)
     )
-    saver = Saver(engine, folder / "checkpoints", cfg.checkpoint, progress.say)
+    saver = Saver(engine, folder / "checkpoints", cfg.checkpoint, session.described, progress.say)
     if origin.checkpoint is not None:
         go_on(saver, origin.checkpoint, start, ranks, cfg.run.seed)
     job = _job(session, saver, start, total_steps)
@@ -113,9 +117,19 @@ def run_session(cfg: RunConfig, ranks: Ranks, prepared: Prepared, started: float
     finally:
         progress.close()
         job.watchdog.stop()
+    saver.end()
     finish(session, outcome, total_steps)
     resume.release()
     return folder
+
+
+def _describe(engine: DeepSpeedEngine, prepared: Prepared) -> Described:
+    """Return what checkpoints hold of the model. Now, while its folder is there, and not hours later."""
+    files: dict[str, bytes] = {}
+    process_group.on_rank0(lambda: files.update(describe(engine.module, prepared.encoder)))
+    store = prepared.train
+    rows = [store[row][0].tolist() for row in range(min(probe.ROWS, len(store)))]
+    return Described(files, probe.ids_of(rows, engine.module.config), export_beside)
 
 
 def _job(session: Session, saver: Saver, start: RunState, total_steps: int) -> Job:

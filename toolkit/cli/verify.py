@@ -1,9 +1,14 @@
-"""Prove that a checkpoint, or every checkpoint of a run, is exactly what was written.
+"""Prove that a checkpoint or an export is exactly what was written, and still gives the logits that it gave then.
 
-toolkit verify PATH
+toolkit verify PATH [forward=yes|no]
 
-Reads every byte: sizes and SHA-256 of all files, nothing missing, nothing foreign, no path that leads out. Exit code 0
-if all is whole, 74 if anything is not.
+  PATH           a checkpoint (step-N), weights alone (step-N-weights), an export, or a run folder: everything in it
+  forward=yes    load the model, compare every shape with its config, and run it once on the CPU: the logits must be
+                 those in probe/ but for rounding. Memory holds the weights once
+  forward=no     only the files: sizes and SHA-256 of every byte, nothing missing, nothing foreign, no empty tensors, no
+                 path that leads out; quick, and without PyTorch
+
+Exit code 0 if all is whole, 74 if anything is not.
 """
 
 import sys
@@ -11,40 +16,81 @@ import time
 from pathlib import Path
 
 from toolkit.checkpoint import folders, manifest
-from toolkit.errors import CheckpointError, ConfigError
+from toolkit.errors import CheckpointError, ConfigError, ToolkitError
 from toolkit.messages import tr
+from toolkit.models.folder import read_config
 
 
 def run(words: list[str]) -> int:
     """Verify."""
-    if len(words) != 1:
+    options = [word for word in words if word.startswith("forward=")]
+    paths = [word for word in words if word not in options]
+    if len(paths) != 1:
         raise ConfigError(tr("which checkpoint? toolkit verify PATH"))
-    path = Path(words[0])
-    found = [path] if (path / manifest.MANIFEST).exists() else folders.published(path / "checkpoints")
-    found = found or folders.published(path)
+    forward = options[-1].removeprefix("forward=") if options else "yes"
+    if forward not in ("yes", "no"):
+        raise ConfigError(tr("forward = {value} is neither yes nor no.", value=forward))
+    found = _found(Path(paths[0]))
     if not found:
-        raise ConfigError(tr("{path} is no checkpoint and holds none.", path=path))
-    damaged = 0
-    for folder in reversed(found):
-        started = time.monotonic()
-        wrong = manifest.problems(folder)
-        seconds = max(time.monotonic() - started, 1e-9)
-        damaged += bool(wrong)
-        if wrong:
-            sys.stdout.write(tr("{folder}: DAMAGED", folder=folder) + "".join(f"\n  {one}" for one in wrong) + "\n")
-            continue
+        raise ConfigError(tr("{path} is no checkpoint and holds none.", path=paths[0]))
+    damaged = sum(not _is_whole(folder, forward == "yes") for folder in found)
+    if damaged:
+        raise CheckpointError(tr("{count} of {total} are damaged.", count=damaged, total=len(found)))
+    return 0
+
+
+def _found(path: Path) -> list[Path]:
+    """Return what there is to verify, oldest first."""
+    if (path / manifest.MANIFEST).exists() or (path / "config.json").exists():
+        return [path]
+    checkpoints = path / "checkpoints" if (path / "checkpoints").is_dir() else path
+    both = [*folders.published(checkpoints), *folders.weights_only(checkpoints)]
+    exports = [path / "export"] if (path / "export").is_dir() else []
+    return [*sorted(both, key=folders.step_of_any), *exports]
+
+
+def _is_whole(folder: Path, forward: bool) -> bool:
+    """Verify one, say what was found, and return whether it is good."""
+    started = time.monotonic()
+    has_manifest = (folder / manifest.MANIFEST).exists()
+    is_model = (folder / "config.json").exists()
+    wrong = manifest.problems(folder) if has_manifest or not is_model else []
+    seconds = max(time.monotonic() - started, 1e-9)
+    note = ""
+    try:
+        if is_model and not wrong:
+            read_config(str(folder))
+        if forward and not wrong:
+            note = _forward(folder)
+    except ToolkitError as error:
+        wrong.append(str(error))
+    if wrong:
+        sys.stdout.write(tr("{folder}: DAMAGED", folder=folder) + "".join(f"\n  {one}" for one in wrong) + "\n")
+        return False
+    if has_manifest:
         files = manifest.read(folder)["files"].values()
         size = sum(one["size_bytes"] for one in files) / 1e6
-        sys.stdout.write(
-            tr(
-                "{folder}: whole, {count} files, {size} MB ({rate} MB/s).",
-                folder=folder,
-                count=len(files),
-                size=f"{size:,.1f}",
-                rate=f"{size / seconds:,.0f}",
-            )
-            + "\n"
+        line = tr(
+            "{folder}: whole, {count} files, {size} MB ({rate} MB/s).",
+            folder=folder,
+            count=len(files),
+            size=f"{size:,.1f}",
+            rate=f"{size / seconds:,.0f}",
         )
-    if damaged:
-        raise CheckpointError(tr("{count} of {total} checkpoints are damaged.", count=damaged, total=len(found)))
-    return 0
+    else:
+        line = tr(
+            "{folder}: it has no manifest (an older version, or another program, wrote it), so damage within its files "
+            "cannot be seen; they are there and as long as they say.",
+            folder=folder,
+        )
+    sys.stdout.write(line + (f"\n  {note}" if note else "") + "\n")
+    return True
+
+
+def _forward(folder: Path) -> str:
+    import transformers
+
+    from toolkit.export.prove import run_forward
+
+    transformers.utils.logging.disable_progress_bar()
+    return run_forward(folder)

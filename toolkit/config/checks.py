@@ -30,6 +30,7 @@ LEAST = {
     "train.max_skipped_steps": 1,
     "checkpoint.every": 0,
     "checkpoint.keep": 0,
+    "checkpoint.keep_weights": -1,
     "checkpoint.max_gib": 0,
     "evaluate.every": 0,
     "evaluate.max_new_tokens": 1,
@@ -245,6 +246,18 @@ def _offload(loaded: Loaded) -> None:
             loaded,
             key,
             tr("{key} = nvme needs zero.stage = 3, but it is {stage}. Use cpu.", key=key, stage=zero.stage),
+        )
+    if optimizer is Device.nvme and loaded.cfg.checkpoint.keep_weights:
+        key = "checkpoint.keep_weights"
+        raise fail(
+            loaded,
+            key,
+            tr(
+                "{key} = {value} cannot be: the weights of a run whose optimizer is offloaded to NVMe cannot be taken "
+                "from its checkpoints. Set it to 0.",
+                key=key,
+                value=loaded.cfg.checkpoint.keep_weights,
+            ),
         )
     checkpointing = loaded.cfg.train.activation_checkpointing
     if checkpointing.contiguous_memory_optimization and not (

@@ -505,10 +505,12 @@ class CheckpointConfig:
     """Steps between two checkpoints; 0 saves at the end only."""
     keep: int = 2
     """Newest checkpoints kept; 0 keeps all. An older one is deleted only after its successor is complete."""
+    keep_weights: int = 0
+    """Checkpoints beyond checkpoint.keep that stay as weights only (step-N-weights, a model folder, nothing to resume from); 0 makes none, -1 keeps all."""
     keep_best: bool = False
     """Keep the checkpoint with the lowest validation loss as well."""
     max_gib: float = 0.0
-    """GiB that the checkpoints of a run may take together; the oldest go first, the newest never. 0 is no limit."""
+    """GiB that the checkpoints of a run, weights only included, may take together; the oldest go first, the newest never. 0 is no limit."""
     at_end: bool = True
     """Save a checkpoint after the last step."""
     asynchronous: bool = False

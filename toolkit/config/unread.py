@@ -92,6 +92,8 @@ def _unread(cfg: RunConfig) -> Iterator[tuple[str, str]]:
         yield "checkpoint.keep_best", tr("there is no validation data")
     elif not (cfg.checkpoint.keep or cfg.checkpoint.max_gib):
         yield "checkpoint.keep_best", tr("all checkpoints are kept")
+    if not cfg.checkpoint.keep:
+        yield "checkpoint.keep_weights", tr("all checkpoints are kept")
     yield from _unread_observers(cfg)
     if cfg.profile.comms.enabled and cfg.profile.comms.prof_all:
         yield "profile.comms.prof_ops", tr("profile.comms.prof_all is true")

@@ -1,53 +1,65 @@
-"""A model as a folder that other programs load: weights, config, tokenizer, all checked before it gets its name."""
+"""A model as a folder that other programs load: weights, config, tokenizer, all checked before it gets its name.
+
+Beside them lie manifest.json, with size and SHA-256 of every file, and a probe; `toolkit verify` reads both.
+"""
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import torch
 from deepspeed import DeepSpeedEngine
+from safetensors import SafetensorError
 from transformers import PreTrainedModel
 
-from toolkit.disk import grant
+from toolkit.checkpoint import manifest
+from toolkit.disk import flush, grant
 from toolkit.distributed.process_group import on_rank0
 from toolkit.engine.gather import gathered_parameters
 from toolkit.errors import CheckpointError
 from toolkit.messages import tr
-from toolkit.models.chat import AnyChatEncoder
+from toolkit.models import probe
+from toolkit.models.fill import tied_names
+from toolkit.models.probe import Probe
 from toolkit.models.save import Format, save_model
 from toolkit.models.weights import WeightFiles
 
 
-def export(engine: DeepSpeedEngine, encoder: AnyChatEncoder, folder: Path) -> None:
+def export(engine: DeepSpeedEngine, files: Mapping[str, bytes], probe_ids: torch.Tensor, folder: Path) -> None:
     """Write what was trained, in transformers' layout. A collective; rank 0 holds the whole model in host memory.
 
     Args:
         engine: the engine whose module is exported, in its training precision.
-        encoder: its tokenizer is saved beside the weights.
+        files: of `toolkit.models.save.describe`; rank 0 alone needs them.
+        probe_ids: of `toolkit.models.probe`.
         folder: must not exist.
 
     Raises:
         CheckpointError: the disk is full, or what was written is not what was in memory.
     """
+    taken = probe.take(engine.module, probe_ids, engine.device)
     state = {name: value for name, value in gathered_parameters(engine.module) if value.numel()}
-    on_rank0(lambda: write_folder(engine.module, encoder, folder, "hf", state))
+    on_rank0(lambda: write_folder(engine.module, files, folder, "hf", taken, state))
 
 
 def write_folder(
     model: PreTrainedModel,
-    encoder: AnyChatEncoder | None,
+    files: Mapping[str, bytes],
     folder: Path,
     format: Format,
+    taken: Probe,
     state: dict[str, torch.Tensor] | None = None,
 ) -> None:
     """Write a folder and check what was written: beside its place first, so that `folder` is whole or absent.
 
     Args:
         model: the model.
-        encoder: its tokenizer is saved too; None without one. The official layout brings its own.
+        files: of `toolkit.models.save.describe`. The official layout brings its own.
         folder: must not exist.
         format: see `save_model`.
-        state: whole parameters by name, where the model's own are partitioned.
+        taken: what this model makes of a few ids.
+        state: whole parameters by name, where the model's own are partitioned or empty.
 
     Raises:
         CheckpointError: the disk is full, or what was written is not what was in memory.
@@ -57,16 +69,18 @@ def write_folder(
         # A name that nobody else has: whatever stands beside the folder is the user's.
         with TemporaryDirectory(prefix=f".{folder.name}.", suffix=".tmp", dir=folder.parent) as parent:
             temporary = Path(parent) / folder.name
-            if encoder is not None:
-                _add_stops(model, encoder.stop_ids)
             save_model(model, temporary, format, state=state)
-            if format == "hf" and encoder is not None:
-                encoder.tokenizer.save_pretrained(temporary)
+            for name, content in files.items() if format == "hf" else ():
+                (temporary / name).parent.mkdir(exist_ok=True)
+                (temporary / name).write_bytes(content)
+            probe.write(taken, temporary)
             _verify(model, temporary, format, state)
+            _seal(temporary)
             for path in temporary.rglob("*"):
                 grant(path)
             temporary.rename(folder)
-    except OSError as error:
+            flush(folder.parent)
+    except (OSError, SafetensorError) as error:
         raise CheckpointError(
             tr(
                 "cannot write the export to {folder}: {reason}. Nothing else was touched.",
@@ -76,17 +90,18 @@ def write_folder(
         ) from error
 
 
-def _add_stops(model: PreTrainedModel, stop_ids: list[int]) -> None:
-    """Let programs that know nothing of the chat format stop where answers end (GLM-4#297: they never did)."""
-    known = model.generation_config.eos_token_id
-    known = [known] if isinstance(known, int) else list(known or [])
-    if not set(stop_ids) <= set(known):
-        model.generation_config.eos_token_id = [*known, *(index for index in stop_ids if index not in known)]
+def _seal(folder: Path) -> None:
+    """Write the manifest of what is on the disk."""
+    paths = sorted(path for path in folder.rglob("*") if path.is_file())
+    for path in paths:
+        flush(path)
+    manifest.write(folder, {path.relative_to(folder).as_posix(): manifest.record(path) for path in paths}, {})
+    flush(folder)
 
 
 def _verify(model: PreTrainedModel, folder: Path, format: Format, state: dict[str, torch.Tensor] | None) -> None:
     """Read back every header: nothing missing, nothing empty (a known fate under ZeRO-3), every shape whole."""
-    tied = set(getattr(model, "all_tied_weights_keys", None) or ())
+    tied = tied_names(model)
     held = state if state is not None else model.state_dict()
     held = {name: value for name, value in held.items() if name not in tied}
     written = {name: info.shape for name, info in WeightFiles(folder).items()}

@@ -7,7 +7,7 @@ ever holds more than its part and one tensor.
 import contextlib
 import ctypes
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -95,6 +95,30 @@ def read_weights(
                     bar.update(files[name].num_bytes)
             if partitioned:
                 _return_memory()
+
+
+def put(model: PreTrainedModel, state: Mapping[str, torch.Tensor]) -> None:
+    """Make a state's tensors, without copying them, the parameters and buffers of an empty model."""
+    model.load_state_dict(state, strict=False, assign=True)
+    model.tie_weights()
+
+
+def tied_names(model: PreTrainedModel) -> set[str]:
+    """Return the names of parameters that are others under a second name."""
+    return set(getattr(model, "all_tied_weights_keys", None) or ())
+
+
+def differences(model: PreTrainedModel, state: Mapping[str, torch.Tensor]) -> list[str]:
+    """Return what a state lacks, has too much or has in another shape than a model's config says; [] if it fits."""
+    shapes = shapes_of(model)
+    wrong = [tr("{name}: missing", name=name) for name in shapes if name not in state]
+    for name, value in state.items():
+        expected, found = shapes.get(name), tuple(value.shape)
+        if expected is None:
+            wrong.append(tr("{name}: the model has no such tensor", name=name))
+        elif expected is not None and found != expected:
+            wrong.append(tr("{name}: {found} instead of {expected}", name=name, found=found, expected=expected))
+    return wrong
 
 
 def shapes_of(model: PreTrainedModel) -> Shapes:

@@ -12,12 +12,13 @@ from toolkit.models.chatglm.family import Architecture, architecture_of, check_s
 LFS_POINTER = b"version https://git-lfs"
 
 
-def read_config(path: str) -> dict[str, Any]:
+def read_config(path: str, *, with_weights: bool = True) -> dict[str, Any]:
     """Return config.json of a folder that can be loaded without remote code: transformers' layout, or an official
     ChatGLM folder, whose *.py files are ignored.
 
     Args:
         path: local folder.
+        with_weights: False for one whose weights lie elsewhere.
 
     Raises:
         ModelError: no folder, no config.json, code instead of a known architecture, an official variant that cannot
@@ -33,7 +34,8 @@ def read_config(path: str) -> dict[str, Any]:
         check_supported(config, architecture, folder)
     else:
         _refuse_unknown(folder, config)
-    _check_weights(folder, architecture)
+    if with_weights:
+        _check_weights(folder, architecture)
     return config
 
 
@@ -181,8 +183,8 @@ def _check_safetensors(file: Path) -> None:
             header = json.loads(handle.read(header_bytes))
         except ValueError as error:
             raise ModelError(tr("{file} is not a safetensors file: {reason}", file=file, reason=error)) from error
-    ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
-    expected = 8 + header_bytes + max(ends, default=0)
+    tensors = {name: entry for name, entry in header.items() if name != "__metadata__"}
+    expected = 8 + header_bytes + max((entry["data_offsets"][1] for entry in tensors.values()), default=0)
     if size != expected:
         raise ModelError(
             tr(
@@ -191,4 +193,8 @@ def _check_safetensors(file: Path) -> None:
                 size=size,
                 expected=expected,
             )
+        )
+    if empty := [name for name, entry in tensors.items() if 0 in entry["shape"]]:
+        raise ModelError(
+            tr("{file} holds tensors without content: {names}. Export it again.", file=file, names=empty[:5])
         )

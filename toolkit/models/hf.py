@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 
 from toolkit.errors import ModelError
 from toolkit.messages import tr
-from toolkit.models.fill import empty_model, read_weights, refuse_other_weights, shapes_of
+from toolkit.models.fill import empty_model, read_weights, refuse_other_weights, shapes_of, tied_names
 from toolkit.models.layout import FusedExperts
 from toolkit.models.official import recall_origin
 from toolkit.models.weights import WeightFiles
@@ -21,13 +21,27 @@ def load_hf(folder: Path, dtype: torch.dtype | None, ds_config: dict[str, Any] |
     if ds_config is None:
         model = _whole(folder, dtype)
     else:
-        model = empty_model(
-            lambda: transformers.AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False),
-            ds_config,
-        )
+        model = _empty(folder, config, dtype, ds_config)
         read_weights(model, WeightFiles(folder), FusedExperts(shapes_of(model)), folder, dtype)
-        if (folder / "generation_config.json").is_file():
-            model.generation_config = transformers.GenerationConfig.from_pretrained(folder, local_files_only=True)
+    return _finished(model, folder)
+
+
+def empty_hf(folder: Path) -> PreTrainedModel:
+    """Build what a folder's config says, with nothing in the parameters; see `toolkit.models.load.empty`."""
+    return _finished(_empty(folder, _known_config(folder), None, None), folder)
+
+
+def _empty(folder: Path, config: Any, dtype: torch.dtype | None, ds_config: dict[str, Any] | None) -> PreTrainedModel:
+    model = empty_model(
+        lambda: transformers.AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False),
+        ds_config,
+    )
+    if (folder / "generation_config.json").is_file():
+        model.generation_config = transformers.GenerationConfig.from_pretrained(folder, local_files_only=True)
+    return model
+
+
+def _finished(model: PreTrainedModel, folder: Path) -> PreTrainedModel:
     # A padding id freezes its row of the embedding (torch.nn.Embedding's padding_idx), also where it is the end
     # token's, as in glm-4-9b-chat-hf. Padding itself is never attended to, so its row needs no such care.
     model.get_input_embeddings().padding_idx = None
@@ -74,7 +88,7 @@ def _whole(folder: Path, dtype: torch.dtype | None) -> PreTrainedModel:
     except (OSError, ValueError, RuntimeError) as error:
         raise _refusal(folder, error) from error
     # A head that is tied to the embedding is in no file, and rightly so.
-    tied = set(getattr(model, "all_tied_weights_keys", None) or ())
+    tied = tied_names(model)
     names = {
         kind: sorted(map(str, report.get(kind) or ()))
         for kind in ("missing_keys", "unexpected_keys", "mismatched_keys")

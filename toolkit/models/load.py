@@ -12,9 +12,9 @@ from toolkit.models.chatglm.glm import glm_config
 from toolkit.models.chatglm.modeling import ChatGLMConfig, ChatGLMForConditionalGeneration
 from toolkit.models.fill import empty_model, read_weights
 from toolkit.models.folder import read_config, read_object
-from toolkit.models.hf import load_hf
+from toolkit.models.hf import empty_hf, load_hf
 from toolkit.models.layout import official_layout
-from toolkit.models.official import remember_origin
+from toolkit.models.official import recall_origin, remember_origin
 from toolkit.models.weights import WeightFiles
 
 
@@ -51,6 +51,25 @@ def load_model(
     layout, files = official_layout(model.config, interleaved), WeightFiles(folder)
     read_weights(model, files, layout, folder, dtype)
     remember_origin(model, folder, files, layout, interleaved)
+    return model.eval()
+
+
+def empty(path: str | Path) -> PreTrainedModel:
+    """Build the model that a folder describes, with nothing in its parameters (on the meta device) and no weights read.
+
+    Args:
+        path: a folder in transformers' layout, weights or not.
+
+    Raises:
+        ModelError: the folder describes no model that can be built.
+    """
+    folder = Path(path)
+    config = read_config(str(folder), with_weights=False)
+    architecture = architecture_of(config)
+    if architecture is None:
+        return empty_hf(folder)
+    model = _build_official(folder, config, architecture, None)
+    recall_origin(model, folder)
     return model.eval()
 
 

@@ -179,7 +179,7 @@ def _copy_other_files(origin: Origin, target: Path) -> None:
     for file in sorted(Path(origin.folder).iterdir()):
         is_left_out = (
             (_WEIGHTS.fullmatch(file.name) and file.name != origin.index)
-            or file.name == _RECORD
+            or file.name in (_RECORD, "manifest.json")  # of an export: of its own files
             or file.name.startswith(".")
         )
         if file.is_file() and not is_left_out:

@@ -1,6 +1,7 @@
 """Models to disk."""
 
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Literal
 
 import torch
@@ -8,9 +9,13 @@ from transformers import PreTrainedModel
 
 from toolkit.errors import ModelError
 from toolkit.messages import tr
+from toolkit.models.chat import AnyChatEncoder
+from toolkit.models.fill import tied_names
 from toolkit.models.official import write_official, write_origin
 
 Format = Literal["hf", "official"]
+MODEL_DIR = "model"
+"""Where a checkpoint keeps what `describe` gives."""
 
 
 def save_model(
@@ -40,9 +45,44 @@ def save_model(
     if format == "official":
         write_official(model, folder, None if state is None else state.__getitem__)
     elif format == "hf":
-        tied = set(getattr(model, "all_tied_weights_keys", None) or ())
+        tied = tied_names(model)
         known = None if state is None else {name: value for name, value in state.items() if name not in tied}
         model.save_pretrained(folder, state_dict=known)
         write_origin(model, folder)
     else:
         raise ModelError(tr("unknown format '{format}'. Known: {known}.", format=format, known="hf, official"))
+
+
+def describe(model: PreTrainedModel, encoder: AnyChatEncoder | None) -> dict[str, bytes]:
+    """Return the files of a folder in transformers' layout that are no weights, by their path in it.
+
+    Config, generation config, tokenizer, and what it takes to go back to the official layout: with the weights all that
+    an export needs. Some megabytes, mostly tokenizer.
+
+    Args:
+        model: the model; its parameters may be partitioned or empty.
+        encoder: its tokenizer; None without one.
+
+    Raises:
+        OSError: the official folder, or the place for temporary files, cannot be used.
+    """
+    with TemporaryDirectory() as place:
+        folder = Path(place)
+        if encoder is not None:
+            _add_stops(model, encoder.stop_ids)
+            encoder.tokenizer.save_pretrained(folder)
+        # As `save_pretrained` does before it writes them.
+        model.config.dtype = str(model.dtype).removeprefix("torch.")
+        model.config.architectures = [type(model).__name__]
+        model.config.save_pretrained(folder)
+        model.generation_config.save_pretrained(folder)
+        write_origin(model, folder)
+        return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def _add_stops(model: PreTrainedModel, stop_ids: list[int]) -> None:
+    """Let programs that know nothing of the chat format stop where answers end (GLM-4#297: they never did)."""
+    known = model.generation_config.eos_token_id
+    known = [known] if isinstance(known, int) else list(known or [])
+    if not set(stop_ids) <= set(known):
+        model.generation_config.eos_token_id = [*known, *(index for index in stop_ids if index not in known)]

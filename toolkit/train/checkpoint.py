@@ -5,13 +5,18 @@ A save goes through three states. *Written*: every rank has handed its files to 
 a thread of each rank has flushed its files to the disk, read them back and compared them with the checksums that were
 taken of them in memory. *Published*: at a step boundary at which all ranks have got so far, rank 0 writes the manifest,
 renames the folder and names it in `latest`. Killed before that, by whatever, the checkpoint before is untouched.
+
+Beside the engine's files a checkpoint holds what the model is (config, tokenizer) and a probe, so that it can be turned
+into a model, and that be proven, without the run.
 """
 
 import shutil
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 from deepspeed import DeepSpeedEngine
 
 from toolkit.checkpoint import engine_files, folders, manifest, random_state, universal
@@ -22,6 +27,9 @@ from toolkit.disk import flush
 from toolkit.distributed.process_group import barrier, gather, on_rank0, rank
 from toolkit.errors import CheckpointError
 from toolkit.messages import tr
+from toolkit.models import probe
+from toolkit.models.save import MODEL_DIR
+from toolkit.train.thinning import Thinning
 
 _ROOM = 1.1
 """Free space that a save wants, as a multiple of the last checkpoint's size."""
@@ -29,26 +37,45 @@ _FIRST_BYTES_PER_PARAMETER = 12
 """What a checkpoint takes at least: fp32 weights and two moments. Where that has no room it need not be tried."""
 
 
+@dataclass(frozen=True, slots=True)
+class Described:
+    """What a checkpoint holds of the model beside the engine's files."""
+
+    files: Mapping[str, bytes]
+    """Of `toolkit.models.save.describe`; rank 0 alone has them."""
+    probe_ids: torch.Tensor
+    """Of `toolkit.models.probe`; the same on every rank."""
+    export: Callable[[Path, Path], None]
+    """Makes an export of a checkpoint: what stays of it under `checkpoint.keep_weights`. Raises CheckpointError."""
+
+
 class Saver:
-    """All checkpoints of one run. Every method but `is_proven` is a collective.
+    """All checkpoints of one run. Every method but `is_proven` and `end` is a collective.
 
     Args:
         engine: the engine.
         folder: checkpoints/ of the run.
         config: how many are kept.
+        described: what is written of the model.
         say: tells the user; called on every rank.
     """
 
     def __init__(
-        self, engine: DeepSpeedEngine, folder: Path, config: CheckpointConfig, say: Callable[[str], None]
+        self,
+        engine: DeepSpeedEngine,
+        folder: Path,
+        config: CheckpointConfig,
+        described: Described,
+        say: Callable[[str], None],
     ) -> None:
-        self.engine, self.folder, self.config, self.say = engine, folder, config, say
+        self.engine, self.folder, self.config, self.described, self.say = engine, folder, config, described, say
         self.files = engine_files.install(engine, config.asynchronous)
         self.newest: Path | None = None
         """The last checkpoint that was published."""
         self.failed = False
         """Whether the last save came to nothing, and is to be tried again."""
         self._pending: _Pending | None = None
+        self._thinning = Thinning(folder, config.keep_weights, described.export, say)
         self._last_bytes = 0
 
     def begin(self, state: RunState) -> None:
@@ -62,6 +89,7 @@ class Saver:
             self._give_up(name, refusal)
             return
         self.failed = False
+        taken = probe.take(self.engine.module, self.described.probe_ids, self.engine.device)
         self.files.begin()
         self.engine.save_checkpoint(str(self.folder), tag=temporary.name, save_latest=False)
         pending = _Pending(state.step, temporary, self.files, state.evaluations)
@@ -73,11 +101,21 @@ class Saver:
                 swapped = temporary / "offloaded_tensors" / f"rank{rank():02d}"
                 pending.mine += [path for path in swapped.rglob("*") if path.is_file()]
             if rank() == 0:
-                pending.mine.append(state.write(temporary))
+                pending.mine += [state.write(temporary), *self._describe(temporary, taken)]
         except (OSError, RuntimeError) as error:
             pending.failure = pending.failure or str(error)
         pending.start()
         self._pending = pending
+
+    def _describe(self, folder: Path, taken: probe.Probe) -> list[Path]:
+        """Write what the model is, and what it makes of a few ids; return the files."""
+        written = [probe.write(taken, folder)]
+        for name, content in self.described.files.items():
+            path = folder / MODEL_DIR / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(content)
+            written.append(path)
+        return written
 
     def load(self, checkpoint: Path) -> None:
         """Put the engine into the state of a checkpoint that was saved by as many ranks.
@@ -144,6 +182,10 @@ class Saver:
         self.newest, self.failed = target, False
         self._last_bytes = sum(one.size_bytes for one in records.values())
 
+    def end(self) -> None:
+        """Wait for what is done beside training with checkpoints that are published."""
+        self._thinning.wait()
+
     def _make_room(self, temporary: Path, parameters: int) -> str:
         """Make an empty folder; return why not, if there is no room for what will be in it."""
         try:
@@ -166,7 +208,11 @@ class Saver:
             manifest.write(pending.folder, records, {"step": pending.step})
             flush(pending.folder)
             folders.publish(pending.folder, target)
-            folders.remove_old(self.folder, self.config.keep, self._best(pending), self.config.max_gib * 2**30)
+            best = self._best(pending)
+            waiting = self._thinning.waiting(folders.outdated(self.folder, self.config.keep, best))
+            most_bytes = self.config.max_gib * 2**30
+            folders.remove_old(self.folder, self.config.keep, [*best, *waiting], most_bytes, self.config.keep_weights)
+            self._thinning.start(waiting)
         except OSError as error:
             raise CheckpointError(error.strerror or str(error)) from error
 

@@ -87,6 +87,14 @@ def choose(cfg: RunConfig, say: Callable[[str], None]) -> Origin:
 def _checkpoint_at(path: Path, say: Callable[[str], None]) -> Path:
     """Return the checkpoint that a path means: itself, or the newest of a run."""
     path = path.absolute()
+    if (path / "config.json").is_file():
+        raise ConfigError(
+            tr(
+                "resume = {path} is a model alone, without what training needs to go on. Ask it (toolkit generate "
+                "model.path={path}), or begin another training with it: model.path={path}.",
+                path=path,
+            )
+        )
     if (path / manifest.MANIFEST).is_file():
         if wrong := manifest.problems(path):
             raise CheckpointError(

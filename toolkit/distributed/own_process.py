@@ -1,0 +1,27 @@
+"""Work in a process of its own, beside the ranks."""
+
+import os
+import subprocess
+import sys
+
+# Nothing of the launch may reach it: it is no rank.
+_LAUNCH = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+def run_module(module: str, *words: str) -> str:
+    """Run a module of this package as a program and wait for it.
+
+    Args:
+        module: its dotted name.
+        *words: its arguments.
+
+    Returns:
+        "" if it succeeded, else the last line that it said.
+    """
+    env = {name: value for name, value in os.environ.items() if name not in _LAUNCH}
+    command = [sys.executable, "-m", module, *words]
+    finished = subprocess.run(command, capture_output=True, text=True, env=env, check=False)  # noqa: S603
+    if not finished.returncode:
+        return ""
+    lines = [line for line in finished.stderr.splitlines() if line.strip()] or ["?"]
+    return lines[-1]

@@ -1,0 +1,128 @@
+"""A model out of a checkpoint, without the ranks that saved it: as an export, or to be run.
+
+As a program it exports (`python -m toolkit.export.checkpoint FROM TO`): writing weights holds Python's lock, which
+training beside it needs.
+"""
+
+import sys
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import PreTrainedModel
+
+from toolkit.checkpoint import manifest
+from toolkit.checkpoint.weights import is_partitioned, weights
+from toolkit.distributed.own_process import run_module
+from toolkit.errors import CheckpointError, NotExportable, ToolkitError
+from toolkit.export.folder import write_folder
+from toolkit.messages import tr
+from toolkit.models import fill, probe
+from toolkit.models.folder import read_object
+from toolkit.models.load import empty
+from toolkit.models.save import MODEL_DIR, Format
+
+
+@dataclass(frozen=True, slots=True)
+class Rebuilt:
+    """What a checkpoint holds of the model."""
+
+    model: PreTrainedModel
+    """Its architecture, with nothing in the parameters."""
+    state: dict[str, torch.Tensor]
+    """Its weights by name, tied ones once."""
+
+
+def rebuild(checkpoint: Path, scratch: Path | None = None) -> Rebuilt:
+    """Return the model of a checkpoint.
+
+    Args:
+        checkpoint: verified.
+        scratch: an empty folder for the weights of a partitioned model, so that memory holds one at a time; None
+            holds them all in memory. Those of other models are mapped from the checkpoint in any case.
+
+    Raises:
+        CheckpointError: the weights cannot be read, or are not those of the model that the checkpoint describes.
+        NotExportable: it was saved by an older version, or its weights lie on an NVMe disk.
+        ModelError: the model that it describes cannot be built.
+    """
+    described = checkpoint / MODEL_DIR
+    if not described.is_dir():
+        raise NotExportable(
+            tr(
+                "{folder} does not say what its model is: it was saved by an older version. Go on with the run "
+                "(resume={folder}) to its end: it writes export/.",
+                folder=checkpoint,
+            )
+        )
+    model = empty(described)
+    values = weights(checkpoint, getattr(torch, read_object(described / "config.json")["dtype"]))
+    wanted = fill.shapes_of(model)
+    held = ((name, value) for name, value in values if name in wanted or name not in fill.tied_names(model))
+    state = _mapped(held, scratch) if scratch is not None and is_partitioned(checkpoint) else dict(held)
+    if wrong := fill.differences(model, state):
+        raise CheckpointError(
+            tr("{folder} does not hold its model: {reason}.", folder=checkpoint, reason="; ".join(wrong[:5]))
+        )
+    return Rebuilt(model, state)
+
+
+def _mapped(values: Iterable[tuple[str, torch.Tensor]], folder: Path) -> dict[str, torch.Tensor]:
+    mapped = {}
+    for number, (name, value) in enumerate(values):
+        file = folder / f"{number}.safetensors"
+        save_file({"value": value.contiguous()}, file)
+        mapped[name] = load_file(file)["value"]
+    return mapped
+
+
+def export_checkpoint(checkpoint: Path, folder: Path, format: Format = "hf") -> None:
+    """Write the model of a checkpoint. Bit for bit what the run would have exported at that step.
+
+    Args:
+        checkpoint: verified.
+        folder: must not exist.
+        format: see `toolkit.models.save.save_model`.
+
+    Raises:
+        CheckpointError: the weights cannot be read, or the export cannot be written.
+        ModelError: there is no official layout to go back to.
+    """
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with TemporaryDirectory(prefix=f".{folder.name}.", suffix=".tmp", dir=folder.parent) as scratch:
+        rebuilt = rebuild(checkpoint, Path(scratch))
+        described = checkpoint / MODEL_DIR
+        files = {
+            path.relative_to(described).as_posix(): path.read_bytes() for path in described.rglob("*") if path.is_file()
+        }
+        taken = probe.read(checkpoint)
+        assert taken is not None  # it came with the description
+        write_folder(rebuilt.model, files, folder, format, taken, rebuilt.state)
+
+
+def export_beside(checkpoint: Path, folder: Path) -> None:
+    """Verify a checkpoint and export it in transformers' layout, in a process of its own, beside training.
+
+    Raises:
+        CheckpointError: it came to nothing; the message says why.
+    """
+    if reason := run_module("toolkit.export.checkpoint", str(checkpoint), str(folder)):
+        raise CheckpointError(reason)
+
+
+def main() -> None:
+    """Export."""
+    source, target = map(Path, sys.argv[1:])
+    if wrong := manifest.problems(source):
+        sys.exit("; ".join(wrong[:3]))
+    try:
+        export_checkpoint(source, target)
+    except (ToolkitError, OSError) as error:
+        sys.exit(str(error))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,55 @@
+"""The last proof of a checkpoint or an export: it loads, and gives the logits that it gave when it was saved."""
+
+from pathlib import Path
+
+from toolkit.errors import CheckpointError, NotExportable
+from toolkit.export.checkpoint import rebuild
+from toolkit.messages import tr
+from toolkit.models import fill, probe
+from toolkit.models.load import load_model
+
+
+def run_forward(folder: Path) -> str:
+    """Load the model of a checkpoint or an export and run it once, on the CPU, in the precision of its weights.
+
+    Memory holds the weights once.
+
+    Args:
+        folder: one whose files are what the manifest says.
+
+    Returns:
+        What was found, for the user.
+
+    Raises:
+        CheckpointError: weights are missing, empty, of another shape, or others than were saved.
+        ModelError: the same, of an export.
+    """
+    saved = probe.read(folder)
+    if (folder / "config.json").is_file():
+        model = load_model(folder)
+    else:
+        try:
+            rebuilt = rebuild(folder)
+        except NotExportable as error:
+            return tr("no forward: {reason}", reason=error)
+        model = rebuilt.model
+        fill.put(model, rebuilt.state)
+    if saved is None:
+        return tr("it loads; there is no probe to compare its logits with")
+    if not saved.logits.isfinite().all():
+        return tr("it loads; its logits were no numbers when it was saved: the model had diverged")
+    difference, tolerance = probe.compare(model, saved)
+    if not difference <= tolerance:  # nan too
+        raise CheckpointError(
+            tr(
+                "other weights than were saved: the logits differ by {difference} of their spread (tolerance "
+                "{tolerance})",
+                difference=f"{difference:.2g}",
+                tolerance=tolerance,
+            )
+        )
+    return tr(
+        "forward: the logits are those of the save (difference {difference} of their spread, tolerance {tolerance})",
+        difference=f"{difference:.1e}",
+        tolerance=tolerance,
+    )
