@@ -135,6 +135,8 @@ def test_planning_needs_no_torch() -> None:
         "toolkit.cli.export_config",
         "toolkit.cli.prepare",
         "toolkit.cli.launch",
+        "toolkit.cli.verify",
+        "toolkit.cli.export_model",
     ]
     code = (
         f"import importlib, sys\nfor name in {modules!r}: importlib.import_module(name)\n"

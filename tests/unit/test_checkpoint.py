@@ -4,6 +4,9 @@ import json
 import os
 import pickle
 import random
+import subprocess
+import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +19,11 @@ from toolkit.checkpoint.engine_files import EngineFiles
 from toolkit.checkpoint.manifest import problems, record, write
 from toolkit.checkpoint.run_state import RunState
 from toolkit.checkpoint.run_state import read as read_state
+from toolkit.checkpoint.weights import weights
 from toolkit.config.schema import CheckpointConfig
 from toolkit.errors import CheckpointError, ConfigError
 from toolkit.train.checkpoint import Saver, _Pending
+from toolkit.train.thinning import Thinning
 
 
 def checkpoint(folder: Path, step: int) -> Path:
@@ -146,6 +151,89 @@ def test_a_budget_removes_the_oldest_but_never_the_newest(tmp_path: Path) -> Non
     assert [path.name for path in folders.published(tmp_path)] == ["step-4"]
 
 
+def names(folder: Path) -> list[str]:
+    """Return what lies in a folder."""
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_weights_alone_are_no_checkpoints(tmp_path: Path) -> None:
+    for step in (1, 2, 3, 10):
+        checkpoint(tmp_path, step)
+    for step in (1, 2, 3):
+        (tmp_path / f"step-{step}").rename(tmp_path / f"step-{step}-weights")
+    (tmp_path / "step-x-weights").mkdir()
+    assert [path.name for path in folders.published(tmp_path)] == ["step-10"]
+    assert [path.name for path in folders.weights_only(tmp_path)] == [
+        "step-3-weights",
+        "step-2-weights",
+        "step-1-weights",
+    ]
+    assert folders.newest_whole(tmp_path, print) == tmp_path / "step-10"
+    (tmp_path / ".step-4-weights.abc.tmp").mkdir()
+    folders.remove_unfinished(tmp_path)
+    assert not (tmp_path / ".step-4-weights.abc.tmp").exists()
+    size = sum(path.stat().st_size for path in (tmp_path / "step-10").iterdir())
+    folders.remove_old(tmp_path, 1)
+    assert len(names(tmp_path)) == 5, "0 makes none and removes none"
+    folders.remove_old(tmp_path, 1, most_bytes=3.5 * size)
+    assert names(tmp_path) == ["step-10", "step-2-weights", "step-3-weights", "step-x-weights"]
+    folders.remove_old(tmp_path, 1, keep_weights=1)
+    assert names(tmp_path) == ["step-10", "step-3-weights", "step-x-weights"]
+    folders.remove_old(tmp_path, 1, most_bytes=1)
+    assert names(tmp_path) == ["step-10", "step-x-weights"]
+
+
+@pytest.mark.parametrize(("keep", "left"), [(-1, [1, 2, 3]), (1, [3]), (2, [2, 3])])
+def test_only_weights_stay_of_what_goes(keep: int, left: list[int], tmp_path: Path) -> None:
+    for step in (2, 3, 10):
+        checkpoint(tmp_path, step)
+    (tmp_path / "step-1-weights").mkdir()
+    made: list[str] = []
+
+    def export(source: Path, target: Path) -> None:
+        assert source.is_dir(), "it goes only afterwards"
+        made.append(source.name)
+        target.mkdir()
+
+    thinning = Thinning(tmp_path, keep, export, print)
+    waiting = thinning.waiting(folders.outdated(tmp_path, 1))
+    folders.remove_old(tmp_path, 1, waiting, keep_weights=keep)
+    thinning.start(waiting)
+    thinning.wait()
+    assert made == [f"step-{step}" for step in (2, 3) if step in left]
+    assert names(tmp_path) == sorted([*(f"step-{step}-weights" for step in left), "step-10"])
+    assert thinning.waiting(folders.outdated(tmp_path, 1)) == []
+
+
+def test_without_room_for_its_weights_a_checkpoint_stays(tmp_path: Path) -> None:
+    for step in (1, 2, 3):
+        checkpoint(tmp_path, step)
+    said: list[str] = []
+    begun, go_on = threading.Event(), threading.Event()
+
+    def export(source: Path, target: Path) -> None:
+        begun.set()
+        assert go_on.wait(30)
+        raise CheckpointError("No space left on device")
+
+    thinning = Thinning(tmp_path, 1, export, said.append)
+    waiting = thinning.waiting(folders.outdated(tmp_path, 1))
+    assert waiting == [tmp_path / "step-2"], "of the older one nothing is wanted"
+    thinning.start(waiting)
+    assert begun.wait(30)
+    outdated = folders.outdated(tmp_path, 1)
+    assert thinning.waiting(outdated) == outdated, "while it works nothing is removed beside it"
+    thinning.start(outdated)
+    go_on.set()
+    thinning.wait()
+    assert names(tmp_path) == ["step-1", "step-2", "step-3"]
+    assert said == [
+        "WARNING: the weights of the checkpoint step-2 could not be put aside: No space left on device. It stays as it "
+        "is, and it is tried again at the next save."
+    ]
+    assert thinning.waiting(folders.outdated(tmp_path, 1)) == waiting
+
+
 def test_what_torch_wrote_is_proven(tmp_path: Path) -> None:
     path = tmp_path / "model.pt"
     torch.save({"weights": torch.arange(5000.0)}, path)
@@ -182,6 +270,20 @@ def test_pickles_with_code_are_refused(tmp_path: Path, wrap: Any) -> None:
     assert not canary.exists()
 
 
+@pytest.mark.parametrize("stage", [2, 3])
+def test_no_code_in_a_checkpoint_is_run_for_its_weights(stage: int, tmp_path: Path) -> None:
+    evil = Evil(tmp_path / "canary")
+    if stage == 2:
+        torch.save({"module": {"a": evil}}, tmp_path / "mp_rank_00_model_states.pt")
+    else:
+        state = {"buffer_names": [], "module": {}, "param_shapes": [], "shared_params": {}}
+        torch.save(state, tmp_path / "zero_pp_rank_0_mp_rank_00_model_states.pt")
+        torch.save({"optimizer_state_dict": evil}, tmp_path / "zero_pp_rank_0_mp_rank_00_optim_states.pt")
+    with pytest.raises(CheckpointError, match="a pickle that wants to run code, which is refused"):
+        list(weights(tmp_path, torch.bfloat16))
+    assert not (tmp_path / "canary").exists()
+
+
 def test_errors_of_writing_are_kept(tmp_path: Path) -> None:
     files = engine_files.EngineFiles()
     files.save({"a": torch.ones(3)}, str(tmp_path / "a.pt"))
@@ -211,6 +313,19 @@ def test_random_generators_go_on_where_they_were(tmp_path: Path) -> None:
     before = draw()
     random_state.seed_all(6)
     assert all(a != b for a, b in zip(before, draw(), strict=True))
+
+
+def test_verifying_files_needs_no_torch(tmp_path: Path) -> None:
+    made = checkpoint(tmp_path, 3)
+    code = (
+        "import sys\nfrom toolkit.cli import main\n"
+        f"assert main(['verify', {str(made)!r}, 'forward=no']) == 0\n"
+        f"open({str(made / 'state.json')!r}, 'a').write(' ')\n"
+        f"assert main(['verify', {str(made)!r}, 'forward=no']) == 74\n"
+        "assert not {'torch', 'transformers', 'deepspeed'} & set(sys.modules)"
+    )
+    finished = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert finished.returncode == 0, finished.stderr
 
 
 CONFIG = {"run": {"seed": 1, "name": "a"}, "optim": {"lr": 0.1}, "zero": {"stage": 2}, "data": {"sources": ["x"]}}

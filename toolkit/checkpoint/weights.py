@@ -20,11 +20,6 @@ from toolkit.messages import tr
 _WHOLE, _FIRST_PART = "mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt"
 
 
-def is_partitioned(checkpoint: Path) -> bool:
-    """Whether the parameters were partitioned (ZeRO-3), so that each value is computed when it is asked for."""
-    return not (checkpoint / _WHOLE).is_file()
-
-
 def weights(checkpoint: Path, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield name and value of every parameter and stored buffer as the run held them; tied ones may come twice.
 
@@ -36,10 +31,10 @@ def weights(checkpoint: Path, dtype: torch.dtype) -> Iterator[tuple[str, torch.T
         CheckpointError: a file is missing, damaged or wants to run code.
         NotExportable: the weights lie in the files of an offload to NVMe.
     """
-    if is_partitioned(checkpoint):
-        yield from _put_together(checkpoint, dtype)
-    else:
+    if (checkpoint / _WHOLE).is_file():
         yield from _load(checkpoint / _WHOLE)["module"].items()
+    else:
+        yield from _put_together(checkpoint, dtype)
 
 
 def _load(path: Path) -> dict[str, Any]:

@@ -5,17 +5,15 @@ training beside it needs.
 """
 
 import sys
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import torch
-from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
 from toolkit.checkpoint import manifest
-from toolkit.checkpoint.weights import is_partitioned, weights
+from toolkit.checkpoint.weights import weights
 from toolkit.distributed.own_process import run_module
 from toolkit.errors import CheckpointError, NotExportable, ToolkitError
 from toolkit.export.folder import write_folder
@@ -41,8 +39,8 @@ def rebuild(checkpoint: Path, scratch: Path | None = None) -> Rebuilt:
 
     Args:
         checkpoint: verified.
-        scratch: an empty folder for the weights of a partitioned model, so that memory holds one at a time; None
-            holds them all in memory. Those of other models are mapped from the checkpoint in any case.
+        scratch: an empty folder for the weights, so that memory holds one at a time; None holds those of ZeRO-3 in
+            memory, and maps others from the checkpoint.
 
     Raises:
         CheckpointError: the weights cannot be read, or are not those of the model that the checkpoint describes.
@@ -59,10 +57,13 @@ def rebuild(checkpoint: Path, scratch: Path | None = None) -> Rebuilt:
             )
         )
     model = empty(described)
-    values = weights(checkpoint, getattr(torch, read_object(described / "config.json")["dtype"]))
-    wanted = fill.shapes_of(model)
-    held = ((name, value) for name, value in values if name in wanted or name not in fill.tied_names(model))
-    state = _mapped(held, scratch) if scratch is not None and is_partitioned(checkpoint) else dict(held)
+    wanted, tied = fill.shapes_of(model), fill.tied_names(model)
+    state: dict[str, torch.Tensor] = {}
+    for name, value in weights(checkpoint, getattr(torch, read_object(described / "config.json")["dtype"])):
+        if name in wanted or name not in tied:
+            state[name] = value if scratch is None else _mapped(value, scratch / f"{len(state)}.pt")
+        del value
+        fill.return_memory()
     if wrong := fill.differences(model, state):
         raise CheckpointError(
             tr("{folder} does not hold its model: {reason}.", folder=checkpoint, reason="; ".join(wrong[:5]))
@@ -70,12 +71,19 @@ def rebuild(checkpoint: Path, scratch: Path | None = None) -> Rebuilt:
     return Rebuilt(model, state)
 
 
-def _mapped(values: Iterable[tuple[str, torch.Tensor]], folder: Path) -> dict[str, torch.Tensor]:
-    mapped = {}
-    for number, (name, value) in enumerate(values):
-        file = folder / f"{number}.safetensors"
-        save_file({"value": value.contiguous()}, file)
-        mapped[name] = load_file(file)["value"]
+def _mapped(value: torch.Tensor, file: Path) -> torch.Tensor:
+    """Put a value into a file and return it mapped from there."""
+    try:
+        torch.save(value.clone(), file)  # the value alone, not all that lies in memory with it
+    except (OSError, RuntimeError) as error:  # torch.save reports a full disk as RuntimeError
+        raise CheckpointError(
+            tr(
+                "cannot write the export to {folder}: {reason}. Nothing else was touched.",
+                folder=file.parent,
+                reason=error,
+            )
+        ) from error
+    mapped: torch.Tensor = torch.load(file, weights_only=True, mmap=True)
     return mapped
 
 

@@ -94,13 +94,20 @@ def read_weights(
                                     _set(model, target, part.to(dtype or part.dtype, copy=True).contiguous())
                     bar.update(files[name].num_bytes)
             if partitioned:
-                _return_memory()
+                return_memory()
 
 
 def put(model: PreTrainedModel, state: Mapping[str, torch.Tensor]) -> None:
     """Make a state's tensors, without copying them, the parameters and buffers of an empty model."""
     model.load_state_dict(state, strict=False, assign=True)
     model.tie_weights()
+    computed = [name for name, buffer in model.named_buffers() if buffer.is_meta]
+    if computed:  # masks, scales, frequencies by kind of layer: the constructor knows them
+        with no_init_weights():  # its parameters are never written to, and so take no memory
+            fresh = dict(type(model)(model.config).named_buffers())
+        for name in computed:
+            module, _, leaf = name.rpartition(".")
+            setattr(model.get_submodule(module), leaf, fresh[name])
 
 
 def tied_names(model: PreTrainedModel) -> set[str]:
@@ -142,7 +149,7 @@ def _gathered(parameters: list[torch.Tensor]) -> AbstractContextManager[Any]:
     return gathered
 
 
-def _return_memory() -> None:
+def return_memory() -> None:
     """Give freed memory back to the system: glibc would keep what was gathered, in all about half the model again."""
     with contextlib.suppress(AttributeError, OSError):  # another C library
         ctypes.CDLL(None).malloc_trim(0)

@@ -47,8 +47,9 @@ def ids_of(samples: Sequence[Sequence[int]], config: PreTrainedConfig) -> torch.
         config: the model's; for ChatGLM-6B, which finds its positions from <sop>, a row ends with what an answer
             begins after.
     """
+    samples = samples[:ROWS]
     length = min(LENGTH, *map(len, samples))
-    rows = [[int(token) for token in sample[:length]] for sample in samples[:ROWS]]
+    rows = [[int(token) for token in sample[:length]] for sample in samples]
     if isinstance(config, ChatGLMConfig):
         rows = [[*row[:-2], config.gmask_token_id, config.bos_token_id] for row in rows]
     return torch.tensor(rows)

@@ -1,0 +1,77 @@
+"""The probe: the same ids, the same logits, and nothing else touched."""
+
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from transformers import GlmConfig
+
+from toolkit.errors import CheckpointError
+from toolkit.models import probe
+from toolkit.models.chatglm.modeling import ChatGLMConfig
+
+
+@pytest.fixture
+def model() -> transformers.GlmForCausalLM:
+    """A tiny model in training mode, with dropout."""
+    config = GlmConfig(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=16,
+        attention_dropout=0.5,
+        pad_token_id=None,
+        eos_token_id=1,
+    )
+    torch.manual_seed(1)
+    return transformers.GlmForCausalLM(config).train()
+
+
+def test_rows_are_the_beginning_of_two_samples(model: transformers.GlmForCausalLM) -> None:
+    ids = probe.ids_of([range(50), range(40, 60), range(9)], model.config)
+    assert ids.tolist() == [[*range(20)], [*range(40, 60)]]
+    assert probe.ids_of([range(50)], model.config).tolist() == [[*range(32)]]
+    spread = probe.spread_ids(model.config)
+    assert spread.shape == (2, 32)
+    assert 0 <= int(spread.min()) < int(spread.max()) < 64
+    old = ChatGLMConfig(gmask_token_id=7, bos_token_id=8)
+    assert probe.ids_of([range(50), range(5)], old).tolist() == [[0, 1, 2, 7, 8]] * 2
+
+
+def test_nothing_else_is_touched(model: transformers.GlmForCausalLM, tmp_path: Path) -> None:
+    ids = probe.ids_of([range(50), range(40, 60)], model.config)
+    before = torch.get_rng_state()
+    taken = probe.take(model, ids)
+    assert torch.equal(before, torch.get_rng_state())
+    assert model.training
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert taken.logits.shape == (2, 64)
+    file = probe.write(taken, tmp_path)
+    assert file.parent.name == "probe", "vLLM takes every *.safetensors beside config.json for weights"
+    again = probe.read(tmp_path)
+    assert again is not None
+    assert torch.equal(again.ids, ids)
+    assert torch.equal(again.logits, taken.logits)
+    assert again.dtype == "float32"
+    assert probe.compare(model, again) == (0.0, 1e-4)
+
+
+def test_other_weights_give_other_logits(model: transformers.GlmForCausalLM, tmp_path: Path) -> None:
+    taken = probe.take(model, probe.spread_ids(model.config))
+    half = model.bfloat16()
+    difference, tolerance = probe.compare(half, taken)
+    assert 0 < difference < tolerance == probe.TOLERANCES["bfloat16"], "the coarser precision of the two decides"
+    with torch.no_grad():
+        half.lm_head.weight[3] *= -9  # one row of one tensor
+    assert probe.compare(half, taken)[0] > tolerance
+    with torch.no_grad():
+        half.lm_head.weight[3] *= float("nan")
+    assert not probe.compare(half, taken)[0] <= tolerance
+    assert probe.read(tmp_path) is None
+    probe.write(taken, tmp_path).write_bytes(b"no tensors")
+    with pytest.raises(CheckpointError, match=r"probe\.safetensors cannot be read"):
+        probe.read(tmp_path)
