@@ -466,6 +466,7 @@ CHINESE: dict[str, str] = {
     "{folder} holds no checkpoint that is whole.": "{folder} 中没有完整的检查点。",
     "{folder}: it has no manifest (an older version, or another program, wrote it), so damage within its files cannot be seen; they are there and as long as they say.": "{folder}：没有清单（由较早的版本或其他程序写出），因此看不出文件内部的损坏；文件都在，长度与其自述一致。",
     "{key} = {value} cannot be: the weights of a run whose optimizer is offloaded to NVMe cannot be taken from its checkpoints. Set it to 0.": "{key} = {value} 不可行：优化器卸载到 NVMe 的运行，其权重无法从检查点中取出。请设为 0。",
+    "generation_config.json of the model contradicts itself, so transformers would not write it again: {reason} Correct it in the model's folder.": "模型的 generation_config.json 自相矛盾，transformers 不会再写出它：{reason} 请在模型的文件夹中改正。",
     "{name}: missing": "{name}：缺失",
     "{name}: the model has no such tensor": "{name}：模型没有这样的张量",
     "{name}: {found} instead of {expected}": "{name}：是 {found} 而不是 {expected}",

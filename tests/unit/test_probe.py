@@ -1,4 +1,4 @@
-"""The probe: the same ids, the same logits, and nothing else touched."""
+"""What is written beside weights. The probe: the same ids, the same logits, and nothing else touched."""
 
 from pathlib import Path
 
@@ -7,9 +7,10 @@ import torch
 import transformers
 from transformers import GlmConfig
 
-from toolkit.errors import CheckpointError
+from toolkit.errors import CheckpointError, ModelError
 from toolkit.models import probe
 from toolkit.models.chatglm.modeling import ChatGLMConfig
+from toolkit.models.save import describe
 
 
 @pytest.fixture
@@ -75,3 +76,10 @@ def test_other_weights_give_other_logits(model: transformers.GlmForCausalLM, tmp
     probe.write(taken, tmp_path).write_bytes(b"no tensors")
     with pytest.raises(CheckpointError, match=r"probe\.safetensors cannot be read"):
         probe.read(tmp_path)
+
+
+def test_what_could_not_be_exported_at_the_end_is_told_at_the_start(model: transformers.GlmForCausalLM) -> None:
+    assert set(describe(model, None)) == {"config.json", "generation_config.json"}
+    model.generation_config.temperature = 0.6  # as in some published folders: without do_sample
+    with pytest.raises(ModelError, match=r"generation_config\.json of the model contradicts itself.*temperature"):
+        describe(model, None)

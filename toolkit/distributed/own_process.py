@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 # Nothing of the launch may reach it: it is no rank.
 _LAUNCH = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -19,6 +20,8 @@ def run_module(module: str, *words: str) -> str:
         "" if it succeeded, else the last line that it said.
     """
     env = {name: value for name, value in os.environ.items() if name not in _LAUNCH}
+    here = str(Path(__file__).resolve().parents[2])  # run.py of a checkout serves from any working folder
+    env["PYTHONPATH"] = os.pathsep.join([here, *filter(None, [env.get("PYTHONPATH")])])
     command = [sys.executable, "-m", module, *words]
     finished = subprocess.run(command, capture_output=True, text=True, env=env, check=False)  # noqa: S603
     if not finished.returncode:

@@ -64,6 +64,7 @@ def describe(model: PreTrainedModel, encoder: AnyChatEncoder | None) -> dict[str
         encoder: its tokenizer; None without one.
 
     Raises:
+        ModelError: the generation config cannot be written.
         OSError: the official folder, or the place for temporary files, cannot be used.
     """
     with TemporaryDirectory() as place:
@@ -75,7 +76,16 @@ def describe(model: PreTrainedModel, encoder: AnyChatEncoder | None) -> dict[str
         model.config.dtype = str(model.dtype).removeprefix("torch.")
         model.config.architectures = [type(model).__name__]
         model.config.save_pretrained(folder)
-        model.generation_config.save_pretrained(folder)
+        try:
+            model.generation_config.save_pretrained(folder)
+        except ValueError as error:  # transformers loads such a file, but does not write it
+            raise ModelError(
+                tr(
+                    "generation_config.json of the model contradicts itself, so transformers would not write it again: "
+                    "{reason} Correct it in the model's folder.",
+                    reason=" ".join(str(error).split())[:300],
+                )
+            ) from error
         write_origin(model, folder)
         return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
