@@ -206,7 +206,8 @@ class Saver:
     def _publish(self, pending: "_Pending", target: Path, records: dict[str, FileRecord]) -> None:
         try:
             manifest.write(pending.folder, records, {"step": pending.step})
-            flush(pending.folder)
+            for folder in {pending.folder, *((pending.folder / name).parent for name in records)}:
+                flush(folder)
             folders.publish(pending.folder, target)
             best = self._best(pending)
             waiting = self._thinning.waiting(folders.outdated(self.folder, self.config.keep, best))
