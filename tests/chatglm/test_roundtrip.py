@@ -10,9 +10,11 @@ import torch
 import transformers
 from golden import GOLDEN, SETS, inputs, load
 from official import write
+from safetensors import SafetensorError
 
 from toolkit.cli import main
 from toolkit.errors import CheckpointError, ModelError
+from toolkit.export import folder as folder_module
 from toolkit.models import load_model, load_tokenizer, save_model
 from toolkit.models.weights import WeightFiles
 
@@ -183,6 +185,23 @@ def test_the_command_converts_both_ways(
     before, after = load_tokenizer(folder), load_tokenizer(tmp_path / "hf")
     text = "def f(x):\n\treturn  x  # 你好 <|user|> philosophy"
     assert before(text)["input_ids"] == after(text)["input_ids"]
+
+
+def test_a_full_disk_leaves_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """safetensors reports it as an error of its own, after some files were written."""
+    real = folder_module.save_model
+
+    def full(model: object, path: Path, *rest: object, **options: object) -> None:
+        real(model, path, *rest, **options)
+        raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+
+    monkeypatch.setattr(folder_module, "save_model", full)
+    source = write(tmp_path / "in", "v3", tokenizer=True)
+    assert main(["export-model", f"model.path={source}", "format=hf", f"output={tmp_path}/hf"]) == 74
+    assert "No space left on device" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["in"]
 
 
 PLAIN = """

@@ -31,6 +31,15 @@ REFUSED = {
     "zero=stage0 zero.offload_optimizer.device=cpu": (
         "zero.offload_optimizer.device = cpu needs zero.stage 1, 2 or 3, but it is 0."
     ),
+    "zero=stage3 zero.offload_optimizer.device=nvme zero.offload_optimizer.nvme_path=/nvme checkpoint.keep_weights=1": (
+        "checkpoint.keep_weights = 1 cannot be: the weights of a run whose optimizer is offloaded to NVMe cannot be "
+        "taken from its checkpoints. Set it to 0."
+    ),
+    "checkpoint.keep=0 checkpoint.keep_weights=3": (
+        "checkpoint.keep_weights = 3 has no effect: all checkpoints are kept. Remove it, or set "
+        "checkpoint.keep_weights=0."
+    ),
+    "checkpoint.keep_weights=-2": "checkpoint.keep_weights = -2 must be at least -1.",
     "zero=stage2 zero.offload_optimizer.device=nvme": (
         "zero.offload_optimizer.device = nvme needs zero.stage = 3, but it is 2. Use cpu."
     ),
