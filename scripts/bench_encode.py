@@ -12,6 +12,7 @@ import time
 from itertools import cycle, islice
 from pathlib import Path
 
+from toolkit.cli import results
 from toolkit.cli.compose import compose, positive_int
 
 
@@ -22,8 +23,9 @@ def main() -> None:
     from toolkit.bench.encode import compare
     from toolkit.data.sources import read_conversations
     from toolkit.models.chat import FamilyChatEncoder, load_chat_encoder
-    from toolkit.train.run_folder import environment
 
+    output = given.get("output") or f"benchmarks/{time.strftime('%Y-%m-%d')}-encode.json"
+    before = results.earlier(output)
     encoder = load_chat_encoder(cfg.model.tokenizer or cfg.model.path, family=cfg.model.family)
     if not isinstance(encoder, FamilyChatEncoder):
         sys.exit("only official ChatGLM tokenizers have a bare library to compare with")
@@ -33,11 +35,8 @@ def main() -> None:
     ]
     conversations = list(islice(cycle(rows), positive_int(given, "rows") or 10000))
     result = compare(encoder, conversations, positive_int(given, "repeats") or 20)
-    result = {"command": " ".join(["scripts/bench_encode.py", *sys.argv[1:]]), **result, "environment": environment(1)}
-    file = Path(given.get("output") or f"benchmarks/{time.strftime('%Y-%m-%d')}-encode.json")
-    earlier = json.loads(file.read_text(encoding="utf-8")) if file.exists() else []
-    file.write_text(json.dumps([*earlier, result], indent=2) + "\n", encoding="utf-8")
-    print(json.dumps(result, indent=2))
+    command = ["scripts/bench_encode.py", *sys.argv[1:]]
+    print(json.dumps(results.keep(output, before, command, result, 1), indent=2))
 
 
 if __name__ == "__main__":

@@ -409,3 +409,19 @@ def test_nothing_is_named_before_it_is_on_the_disk(tmp_path: Path, monkeypatch: 
         "name latest",
         f"flush {tmp_path}",
     ]
+
+
+def test_a_slow_probe_is_not_taken_at_every_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [1000.0]
+    monkeypatch.setattr("toolkit.train.checkpoint.time.monotonic", lambda: clock[0])
+    saver = Saver.__new__(Saver)
+    saver._probe_s, saver._probed_at = 0.0, 0.0
+    assert saver._may_probe()
+    saver._probe_s, saver._probed_at = 0.19, 1000.0
+    assert saver._may_probe(), "a quick one always"
+    saver._probe_s = 3.0
+    assert not saver._may_probe()
+    clock[0] += 299
+    assert not saver._may_probe()
+    clock[0] += 2
+    assert saver._may_probe(), "1 % of the time since"

@@ -17,10 +17,9 @@ toolkit bench faults [only="K1 K2"] [output=FILE]
 """
 
 import json
-import shlex
 from pathlib import Path
-from typing import Any
 
+from toolkit.cli import results
 from toolkit.cli.compose import compose, named_arguments, positive_int
 from toolkit.config.checks import check
 from toolkit.errors import ConfigError
@@ -41,11 +40,12 @@ def _data(words: list[str]) -> int:
     check(composed.loaded)
     cfg, arguments = composed.loaded.cfg, composed.arguments
     rows = positive_int(arguments, "rows") or 1_000_000
-    earlier = _earlier(arguments)
+    output = arguments.get("output", "")
+    before = results.earlier(output)
     from toolkit.bench.data import compare
 
     found = compare(cfg, rows, Path(cfg.prepare.dir) / "bench", say)
-    say(json.dumps(_keep(words, found, arguments, earlier), indent=2))
+    say(json.dumps(results.keep(output, before, ["toolkit", "bench", *words], found, 1), indent=2))
     return 0
 
 
@@ -53,7 +53,8 @@ def _resume(words: list[str]) -> int:
     own = ("ranks", "pairs", "output")
     composed = compose(words[1:], world_size=None, arguments=own)
     arguments = composed.arguments
-    earlier = _earlier(arguments)
+    output = arguments.get("output", "")
+    before = results.earlier(output)
     from toolkit.bench.resume import compare
 
     found = compare(
@@ -63,7 +64,7 @@ def _resume(words: list[str]) -> int:
         Path(composed.loaded.cfg.prepare.dir).absolute() / "bench" / "resume",
         say,
     )
-    say(json.dumps(_keep(words, found, arguments, earlier), indent=2))
+    say(json.dumps(results.keep(output, before, ["toolkit", "bench", *words], found, 1), indent=2))
     return 0
 
 
@@ -72,34 +73,10 @@ def _faults(words: list[str]) -> int:
     from toolkit.cli.sample_view import table
 
     arguments = named_arguments(words[1:], required=(), optional=("only", "output"), usage="toolkit bench faults")
-    earlier = _earlier(arguments)
+    output = arguments.get("output", "")
+    before = results.earlier(output)
     found = run_battery(arguments.get("only", ""))
-    _keep(words, found, arguments, earlier)
+    results.keep(output, before, ["toolkit", "bench", *words], found, 1)
     rows = [(name, str(one["passed"]), str(one["cases"])) for name, one in found["faults"].items()]
     say("\n".join(table((tr("fault"), tr("passed"), tr("cases")), rows)))
     return 0 if found["passed"] else 1
-
-
-def _keep(words: list[str], found: dict[str, Any], arguments: dict[str, str], earlier: list[object]) -> dict[str, Any]:
-    """Return a result with where it comes from, appended to the output if there is one."""
-    from toolkit.train.run_folder import environment
-
-    result = {"command": shlex.join(["toolkit", "bench", *words]), **found, "environment": environment(1)}
-    if arguments.get("output"):
-        content = json.dumps([*earlier, result], indent=2, ensure_ascii=False)
-        Path(arguments["output"]).write_text(content + "\n", encoding="utf-8")
-    return result
-
-
-def _earlier(arguments: dict[str, str]) -> list[object]:
-    """Return what the output holds, which must be kept; before hours of measuring, not after."""
-    file = Path(arguments.get("output", ""))
-    if not arguments.get("output") or not file.exists():
-        return []
-    try:
-        found = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        found = None
-    if not isinstance(found, list):
-        raise ConfigError(tr("output = {file} is not a list of results. Choose another file.", file=file))
-    return found

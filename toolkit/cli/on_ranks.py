@@ -10,11 +10,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from toolkit.cli import results
 from toolkit.cli.compose import compose
 from toolkit.config.checks import check
 from toolkit.config.schema import RunConfig
 from toolkit.launch import environment
-from toolkit.train.run_folder import environment as versions
 
 if TYPE_CHECKING:
     from toolkit.train.prepared import Prepared
@@ -24,7 +24,7 @@ Measure = Callable[[RunConfig, "Prepared", environment.Ranks, dict[str, str], Pa
 
 
 def measure_on_ranks(name: str, arguments: Sequence[str], measure: Measure) -> None:
-    """Measure on all ranks; rank 0 writes benchmarks/DATE-NAME.json, or the word `output`.
+    """Measure on all ranks; rank 0 writes to benchmarks/DATE-NAME.json, or the word `output`.
 
     Args:
         name: of the script, scripts/bench_NAME.py.
@@ -40,16 +40,14 @@ def measure_on_ranks(name: str, arguments: Sequence[str], measure: Measure) -> N
     from toolkit.train.prepared import prepare_data
 
     cfg = composed.loaded.cfg
+    output = composed.arguments.get("output") or f"benchmarks/{time.strftime('%Y-%m-%d')}-{name}.json"
+    before = results.earlier(output)
     prepared = prepare_data(cfg, speaks=False)
     process_group.start(cfg.distributed)
     folder = Path(process_group.on_rank0(lambda: tempfile.mkdtemp(dir=".")))
     result = measure(cfg, prepared, ranks, composed.arguments, folder)
     if ranks.rank == 0:
         shutil.rmtree(folder)
-        command = " ".join(["deepspeed", "--num_gpus", str(ranks.world_size), f"scripts/bench_{name}.py", *words])
-        result = {"command": command, **result, "environment": versions(ranks.world_size)}
-        text = json.dumps(result, indent=2) + "\n"
-        output = composed.arguments.get("output") or f"benchmarks/{time.strftime('%Y-%m-%d')}-{name}.json"
-        Path(output).write_text(text, encoding="utf-8")
-        print(text)
+        command = ["deepspeed", "--num_gpus", str(ranks.world_size), f"scripts/bench_{name}.py", *words]
+        print(json.dumps(results.keep(output, before, command, result, ranks.world_size), indent=2))
     process_group.stop()

@@ -107,7 +107,6 @@ def export_checkpoint(checkpoint: Path, folder: Path, format: Format = "hf") -> 
             path.relative_to(described).as_posix(): path.read_bytes() for path in described.rglob("*") if path.is_file()
         }
         taken = probe.read(checkpoint)
-        assert taken is not None  # it came with the description
         write_folder(rebuilt.model, files, folder, format, taken, rebuilt.state)
 
 

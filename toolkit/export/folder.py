@@ -48,7 +48,7 @@ def write_folder(
     files: Mapping[str, bytes],
     folder: Path,
     format: Format,
-    taken: Probe,
+    taken: Probe | None,
     state: dict[str, torch.Tensor] | None = None,
 ) -> None:
     """Write a folder and check what was written: beside its place first, so that `folder` is whole or absent.
@@ -58,7 +58,7 @@ def write_folder(
         files: of `toolkit.models.save.describe`. The official layout brings its own.
         folder: must not exist.
         format: see `save_model`.
-        taken: what this model makes of a few ids.
+        taken: what this model makes of a few ids; None where that is not known.
         state: whole parameters by name, where the model's own are partitioned or empty.
 
     Raises:
@@ -73,7 +73,8 @@ def write_folder(
             for name, content in files.items() if format == "hf" else ():
                 (temporary / name).parent.mkdir(exist_ok=True)
                 (temporary / name).write_bytes(content)
-            probe.write(taken, temporary)
+            if taken is not None:
+                probe.write(taken, temporary)
             _verify(model, temporary, format, state)
             _seal(temporary)
             for path in temporary.rglob("*"):

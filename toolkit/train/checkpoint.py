@@ -12,6 +12,7 @@ into a model, and that be proven, without the run.
 
 import shutil
 import threading
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,6 +34,8 @@ from toolkit.train.thinning import Thinning
 
 _ROOM = 1.1
 """Free space that a save wants, as a multiple of the last checkpoint's size."""
+_PROBE_S, _PROBE_SHARE = 0.2, 0.01
+"""A probe may take so many seconds, or so much of the time since the last: under ZeRO-3 it gathers all parameters."""
 _FIRST_BYTES_PER_PARAMETER = 12
 """What a checkpoint takes at least: fp32 weights and two moments. Where that has no room it need not be tried."""
 
@@ -77,6 +80,7 @@ class Saver:
         self._pending: _Pending | None = None
         self._thinning = Thinning(folder, config.keep_weights, described.export, say)
         self._last_bytes = 0
+        self._probe_s, self._probed_at = 0.0, 0.0
 
     def begin(self, state: RunState) -> None:
         """Write a checkpoint; the one before is published first if it is not yet."""
@@ -84,12 +88,12 @@ class Saver:
         name = folders.name_of(state.step)
         temporary = self.folder / f"{name}.tmp"
         parameters = sum(getattr(p, "ds_numel", p.numel()) for p in self.engine.module.parameters())
-        refusal = on_rank0(lambda: self._make_room(temporary, parameters))
+        refusal, has_probe = on_rank0(lambda: (self._make_room(temporary, parameters), self._may_probe()))
         if refusal:
             self._give_up(name, refusal)
             return
         self.failed = False
-        taken = probe.take(self.engine.module, self.described.probe_ids, self.engine.device)
+        taken = self._probe() if has_probe else None
         self.files.begin()
         self.engine.save_checkpoint(str(self.folder), tag=temporary.name, save_latest=False)
         pending = _Pending(state.step, temporary, self.files, state.evaluations)
@@ -107,9 +111,20 @@ class Saver:
         pending.start()
         self._pending = pending
 
-    def _describe(self, folder: Path, taken: probe.Probe) -> list[Path]:
+    def _may_probe(self) -> bool:
+        """Whether the last probe was quick, or long enough ago: saves that follow each other closely do without."""
+        return self._probe_s <= max(_PROBE_S, _PROBE_SHARE * (time.monotonic() - self._probed_at))
+
+    def _probe(self) -> probe.Probe:
+        started = time.monotonic()
+        taken = probe.take(self.engine.module, self.described.probe_ids, self.engine.device)
+        self._probed_at = time.monotonic()
+        self._probe_s = self._probed_at - started
+        return taken
+
+    def _describe(self, folder: Path, taken: probe.Probe | None) -> list[Path]:
         """Write what the model is, and what it makes of a few ids; return the files."""
-        written = [probe.write(taken, folder)]
+        written = [probe.write(taken, folder)] if taken else []
         for name, content in self.described.files.items():
             path = folder / MODEL_DIR / name
             path.parent.mkdir(parents=True, exist_ok=True)
