@@ -470,4 +470,6 @@ CHINESE: dict[str, str] = {
     "{name}: missing": "{name}：缺失",
     "{name}: the model has no such tensor": "{name}：模型没有这样的张量",
     "{name}: {found} instead of {expected}": "{name}：是 {found} 而不是 {expected}",
+    "cannot be false: every step is judged by the norm of its gradient before it changes the weights (train.on_bad_step). Take it out.": "不能为 false：每一步在改变权重之前都要按梯度范数判断（train.on_bad_step）。请删除它。",
+    "{what}, and {optimizer} has updated the weights all the same.": "{what}，而 {optimizer} 仍然更新了权重。",
 }

@@ -159,6 +159,8 @@ def test_explain_covers_every_leaf() -> None:
         ({"stage3_max_live_parameters": 1}, "It belongs to 'zero_optimization.stage3_max_live_parameters'."),
         ({"communication_data_type": "auto"}, "needs a value"),
         ({"data_types": "fp32"}, "'data_types' is a section"),
+        ({"bf16": {"check_grad_overflow": False}}, "bf16.check_grad_overflow: cannot be false"),
+        ({"zero_optimization": {"compute_grad_norm": False}}, "is judged by the norm of its gradient"),
     ],
 )
 def test_extra_is_checked(extra: dict[str, Any], message: str) -> None:

@@ -13,6 +13,8 @@ ELSEWHERE = {
     "optimizer.params.max_grad_norm": "gradient_clipping",
     "optimizer.params.learning_rate": "optimizer.params.lr",
 }
+# Without these DeepSpeed (0.19.8) does not look at a step's gradient norm, or goes on if it is not finite.
+NEEDED = ("zero_optimization.compute_grad_norm", "bf16.check_grad_overflow")
 
 
 def dotted_keys(tree: dict[str, Any] | None = None, prefix: str = "") -> Iterator[str]:
@@ -79,6 +81,11 @@ def _owned(section: dict[str, Any], owned: dict[str, str], prefix: str = "") -> 
             problems[key] = tr("set {schema} instead; ds_extra is for keys that have no own place.", schema=owned[key])
         elif isinstance(value, dict):
             problems |= _owned(value, owned, f"{key}.")
+        elif key in NEEDED and value is False:
+            problems[key] = tr(
+                "cannot be false: every step is judged by the norm of its gradient before it changes the weights "
+                "(train.on_bad_step). Take it out."
+            )
         elif value is None or value == "auto":
             problems[key] = tr(
                 "needs a value; {value} would be read as something else by DeepSpeed.", value=repr(value)

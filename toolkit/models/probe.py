@@ -23,7 +23,8 @@ ROWS, LENGTH = 2, 8
 # Largest difference of a logit as a fraction of the logits' spread (standard deviation), by the coarser precision of
 # the two. Another machine, kernel or attention adds up in another order. Measured between sdpa, eager and float32 with
 # random GLMs of 2 to 40 layers and up to 65,024 tokens, weights spread 0.02 to 0.05: float32 up to 3e-5, float16 up to
-# 0.03, bfloat16 up to 0.25; allowed is at least the double. (Spread 0.1, bfloat16 reached 0.67.) Weights that have nothing to do with each other differ by about 6.
+# 0.03, bfloat16 up to 0.25; allowed is at least the double. (Spread 0.1, bfloat16 reached 0.67.) Weights that have
+# nothing to do with each other differ by about 6.
 TOLERANCES = {"float32": 1e-4, "float16": 0.1, "bfloat16": 0.5}
 
 

@@ -102,12 +102,24 @@ class Guard:
         return self.trouble is None
 
     def check(self) -> Trouble | None:
-        """Return what was wrong with the step just done."""
+        """Return what was wrong with the step just done.
+
+        Raises:
+            Diverged: something was, and the optimizer did not heed it.
+        """
         skipped = self.engine.skipped_steps > self._skipped
         self._skipped = self.engine.skipped_steps
         self.skips_in_a_row = self.skips_in_a_row + 1 if skipped else 0
         if skipped and self.trouble is None and not self.engine.fp16_enabled():
             self.trouble = Trouble(Kind.gradient, self.gate.grad_norm, _median(self.grad_norms))
+        if self.trouble is not None and not skipped:  # a class of DeepSpeed's that the gate does not know
+            raise Diverged(
+                tr(
+                    "{what}, and {optimizer} has updated the weights all the same.",
+                    what=self.trouble.text(),
+                    optimizer=type(self.engine.optimizer).__name__,
+                )
+            )
         if not skipped:
             self.losses.append(self.loss)
             self.grad_norms.append(self.gate.grad_norm)
