@@ -30,7 +30,7 @@ def tree(folder: Path, front_end: str, nodes: int) -> Path:
 
 def refused(folder: Path, front_end: str, nodes: int, num_nodes: int = 0) -> str:
     with pytest.raises(LaunchError) as caught:
-        check_launcher(num_nodes, RANKS, tree(folder, front_end, nodes), "30")
+        check_launcher(num_nodes, RANKS, tree(folder, front_end, nodes), "30", is_here="a".__eq__)
     return str(caught.value)
 
 
@@ -70,7 +70,15 @@ def test_fewer_machines_than_the_hostfile(tmp_path: Path) -> None:
 def test_what_fits_passes(front_end: str, nodes: int, tmp_path: Path) -> None:
     (tmp_path / "work").mkdir()
     (tmp_path / "work" / "hosts").write_text(TWO_HOSTS)
-    check_launcher(0, RANKS, tree(tmp_path, front_end, nodes), "30")
+    check_launcher(0, RANKS, tree(tmp_path, front_end, nodes), "30", is_here=lambda host: True)
+
+
+def test_another_machine_alone_would_be_forgotten(tmp_path: Path) -> None:
+    """DeepSpeed 0.19.8 trains on the machine where it was typed if one host is left, whatever its name."""
+    (tmp_path / "work").mkdir()
+    (tmp_path / "work" / "hosts").write_text(TWO_HOSTS)
+    message = refused(tmp_path, "deepspeed --hostfile hosts --include b run.py", 1)
+    assert message.startswith("the hostfile leaves b alone, which is not this machine")
 
 
 def test_num_nodes(tmp_path: Path) -> None:

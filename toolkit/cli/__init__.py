@@ -20,6 +20,7 @@ COMMANDS = {
     "generate": "toolkit.cli.generate",
     "export-model": "toolkit.cli.export_model",
     "verify": "toolkit.cli.verify",
+    "hostfile": "toolkit.cli.hostfile",
     "bench": "toolkit.cli.bench",
 }
 

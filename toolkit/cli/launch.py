@@ -8,6 +8,7 @@ toolkit launch [launcher options] recipe=NAME [key=value …]
 """
 
 import os
+import shlex
 import signal
 import sys
 import time
@@ -20,7 +21,7 @@ from toolkit.config.checks import check
 from toolkit.config.schema import RunConfig
 from toolkit.distributed import launched
 from toolkit.errors import CheckpointError, Diverged, LaunchError, RunFolderError, Stopped, ToolkitError
-from toolkit.launch import ancestors, environment, hostfile, report
+from toolkit.launch import ancestors, env_files, environment, hostfile, report, resources
 from toolkit.messages import say, tr
 from toolkit.train import starts
 
@@ -39,6 +40,7 @@ def run(words: list[str]) -> int:
     folder = Path(cfg.run.dir).absolute()
     command = [sys.executable, "-m", "deepspeed.launcher.runner", *_quiet(options)]
     command += [*words[: len(words) - len(rest)], *program(), *rest]
+    say(tr("Starts:  {command}", command=shlex.join(["deepspeed", *command[3:]])))
     requests, most = launched.Requests(), cfg.run.max_restarts
     restart, died = 0, 0.0
     while True:
@@ -107,7 +109,10 @@ def _checked(options: Mapping[str, str], rest: Sequence[str]) -> RunConfig:
     composed = compose(rest, world_size=None)
     check(composed.loaded, files=False)
     if path := options.get("--hostfile") or options.get("-H"):
-        hostfile.read(Path(path))
+        hosts = resources.used(hostfile.read(Path(path)), options)
+        resources.check_names(hosts)
+        ancestors.check_machines(hosts, options, Path.cwd(), resources.is_here)
+        _say_machines(hosts)
     folder = Path(composed.loaded.cfg.run.dir)
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -120,6 +125,25 @@ def _checked(options: Mapping[str, str], rest: Sequence[str]) -> RunConfig:
             )
         ) from error
     return composed.loaded.cfg
+
+
+def _say_machines(hosts: resources.Resources) -> None:
+    """Say which rank runs where, and which files set variables on all machines."""
+    rows = resources.rank_table(hosts)
+    widths = [max(len(row[column]) for row in rows) for column in range(3)]
+    for host, gpus, ranks in rows:
+        say(
+            tr(
+                "{host}  GPUs {gpus}  ranks {ranks}",
+                host=host.ljust(widths[0]),
+                gpus=gpus.ljust(widths[1]),
+                ranks=ranks,
+            )
+        )
+    if len({len(gpus) for gpus in hosts.values()}) > 1:
+        say(tr("Note: the machines take part with different numbers of GPUs."))
+    for file, names in env_files.passed_on(Path.cwd()).items() if len(hosts) > 1 else ():
+        say(tr("{file} sets on all machines: {names}", file=file, names=", ".join(names)))
 
 
 def _quiet(options: Mapping[str, str]) -> list[str]:

@@ -3,12 +3,13 @@
 import base64
 import json
 import re
-from collections.abc import Iterator, Sequence
+import socket
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from toolkit.errors import LaunchError
-from toolkit.launch import hostfile
+from toolkit.launch import env_files, hostfile, resources
 from toolkit.launch.environment import Ranks
 from toolkit.messages import tr
 
@@ -29,7 +30,13 @@ class Process:
     words: list[str]
 
 
-def check_launcher(num_nodes: int, ranks: Ranks, proc: Path = PROC, pid: str = "self") -> None:
+def check_launcher(
+    num_nodes: int,
+    ranks: Ranks,
+    proc: Path = PROC,
+    pid: str = "self",
+    is_here: Callable[[str], bool] = resources.is_here,
+) -> None:
     """Compare what was asked for with what was started.
 
     Args:
@@ -37,6 +44,7 @@ def check_launcher(num_nodes: int, ranks: Ranks, proc: Path = PROC, pid: str = "
         ranks: who this process is.
         proc: the process file system (for tests).
         pid: this process in it.
+        is_here: whether a name means this machine (for tests).
 
     Raises:
         LaunchError: the hostfile that was asked for is missing or malformed, or other machines take part than it says,
@@ -58,19 +66,48 @@ def check_launcher(num_nodes: int, ranks: Ranks, proc: Path = PROC, pid: str = "
         path = options.get("--hostfile") or options.get("-H")
         if path is None:
             continue
-        hosts = hostfile.read(_working_folder(proc, process.pid) / path)
-        expected = _hosts_asked_for(hosts, options)
-        if nodes and expected is not None and expected != nodes:
+        folder = _working_folder(proc, process.pid)
+        hosts = resources.used(hostfile.read(folder / path), options)
+        if nodes and len(hosts) != nodes:
             raise LaunchError(
                 tr(
                     "the hostfile {path} names {expected} machines ({hosts}), but {nodes} were started.",
                     path=path,
-                    expected=expected,
+                    expected=len(hosts),
                     hosts=", ".join(hosts),
                     nodes=nodes,
                 )
             )
+        check_machines(hosts, options, folder, is_here)
         return
+
+
+def check_machines(
+    hosts: resources.Resources, options: Mapping[str, str], folder: Path, is_here: Callable[[str], bool]
+) -> None:
+    """Refuse what DeepSpeed would do in silence: train here although another machine was named, take anybody's file.
+
+    Args:
+        hosts: those that take part.
+        options: of `deepspeed`.
+        folder: where it was typed.
+        is_here: whether a name means this machine.
+
+    Raises:
+        LaunchError: it would.
+    """
+    only = next(iter(hosts)) if len(hosts) == 1 else ""
+    if only and "--force_multi" not in options and "--no_ssh" not in options and not is_here(only):
+        raise LaunchError(
+            tr(
+                "the hostfile leaves {host} alone, which is not this machine ({here}): DeepSpeed would train here all "
+                "the same. Add --force_multi to train there, or type the command on {host}.",
+                host=only,
+                here=socket.gethostname(),
+            )
+        )
+    if len(hosts) > 1:
+        env_files.passed_on(folder)
 
 
 def deepspeed_options(words: list[str]) -> dict[str, str]:
@@ -138,15 +175,3 @@ def _nodes_started(chain: list[Process], ranks: Ranks) -> int:
     if ranks.local_world_size:
         return max(1, ranks.world_size // ranks.local_world_size)
     return 0
-
-
-def _hosts_asked_for(hosts: dict[str, int], options: dict[str, str]) -> int | None:
-    """Return how many hosts the options leave of the hostfile; None for filters that only DeepSpeed can resolve."""
-    if options.get("--num_nodes", "-1").isdecimal():
-        return min(len(hosts), int(options["--num_nodes"]))
-    include = options.get("--include") or options.get("-i")
-    if include:
-        return len(include.split("@"))
-    if options.get("--exclude") or options.get("-e"):
-        return None
-    return len(hosts)

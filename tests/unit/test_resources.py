@@ -1,0 +1,142 @@
+"""Which GPUs take part: the same as DeepSpeed's launcher takes, and what it would do in silence refused."""
+
+import os
+import socket
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from toolkit.cli import main
+from toolkit.errors import LaunchError
+from toolkit.launch import env_files, slurm
+from toolkit.launch.resources import check_names, is_here, rank_table, used
+
+HOSTS = {"node1": 4, "node2": 4, "gpu-3": 2}
+WRONG = {
+    ("--include", "gpu3"): "--include gpu3: the hostfile has no gpu3. Did you mean 'gpu-3'?",
+    ("--include", "node1:4"): "--include node1:4: node1 has no GPU 4; its slots are 0 to 3. Write HOST or HOST:0,1.",
+    ("--exclude", "node1:a"): "--exclude node1:a: node1 has no GPU a; its slots are 0 to 3. Write HOST or HOST:0,1.",
+    ("--exclude", "node1@node2@gpu-3"): "the launcher's options leave no machine of the hostfile.",
+    ("--num_nodes", "4"): "--num_nodes 4, but the hostfile names 3: node1, node2, gpu-3.",
+    ("--num_nodes", "0"): "--num_nodes 0: write a positive whole number.",
+    ("--num_gpus", "3"): "--num_gpus 3, but gpu-3 has 2 slots.",
+}
+
+
+@pytest.mark.parametrize("option", WRONG)
+def test_what_deepspeed_would_misread(option: tuple[str, str]) -> None:
+    with pytest.raises(LaunchError) as caught:
+        used(HOSTS, dict([option]))
+    assert str(caught.value) == WRONG[option]
+
+
+def test_contradictions() -> None:
+    for options in ({"--include": "node1", "--exclude": "node2"}, {"-i": "node1", "--num_gpus": "1"}):
+        with pytest.raises(LaunchError, match="give one of --include"):
+            used(HOSTS, options)
+
+
+def parts() -> st.SearchStrategy[str]:
+    """Node specifications that are right for HOSTS."""
+    one = st.sampled_from(sorted(HOSTS)).flatmap(
+        lambda host: st.lists(st.integers(0, HOSTS[host] - 1), max_size=4).map(
+            lambda gpus: host + (":" + ",".join(map(str, gpus)) if gpus else "")
+        )
+    )
+    return st.lists(one, min_size=1, max_size=4).map("@".join)
+
+
+@settings(deadline=None)  # DeepSpeed is imported in the first round
+@given(parts(), st.sampled_from(["--include", "--exclude"]))
+def test_filters_are_deepspeeds(specification: str, option: str) -> None:
+    from deepspeed.launcher.runner import parse_inclusion_exclusion
+
+    include, exclude = (specification, "") if option == "--include" else ("", specification)
+    theirs = dict(parse_inclusion_exclusion(HOSTS, include, exclude))
+    try:
+        ours = used(HOSTS, {option: specification})
+    except LaunchError:
+        ours = {}
+    assert list(ours.items()) == list(theirs.items())
+
+
+@pytest.mark.parametrize(("nodes", "gpus"), [(-1, -1), (2, -1), (-1, 2), (1, 3), (3, 1)])
+def test_numbers_are_deepspeeds(nodes: int, gpus: int) -> None:
+    from deepspeed.launcher.runner import apply_num_nodes_and_gpus, parse_inclusion_exclusion
+
+    theirs = apply_num_nodes_and_gpus(parse_inclusion_exclusion(HOSTS, "", ""), nodes, gpus)
+    assert used(HOSTS, {"--num_nodes": str(nodes), "--num_gpus": str(gpus)}) == dict(theirs)
+
+
+def test_ranks_are_counted_in_the_order_of_the_hostfile() -> None:
+    resources = used(HOSTS, {"--include": "gpu-3@node1:0,2,3"})
+    assert rank_table(resources) == [("node1", "0,2-3", "0-2"), ("gpu-3", "0-1", "3-4")]
+
+
+def test_names() -> None:
+    assert is_here("localhost") and is_here(socket.gethostname()) and is_here("127.0.0.1")
+    assert not is_here("nosuch.invalid")
+    check_names({"localhost": [0]})
+    with pytest.raises(LaunchError, match=r"names nosuch\.invalid, which no name service here knows"):
+        check_names({"localhost": [0], "nosuch.invalid": [0]})
+
+
+@pytest.mark.parametrize(
+    ("nodes", "hosts"),
+    [
+        ("login1", ["login1"]),
+        ("gpu[01-03,07],login1", ["gpu01", "gpu02", "gpu03", "gpu07", "login1"]),
+        ("r[1-2]n[09-10]x", ["r1n09x", "r1n10x", "r2n09x", "r2n10x"]),
+        ("a[8-11]", ["a8", "a9", "a10", "a11"]),
+    ],
+)
+def test_slurms_nodes(nodes: str, hosts: list[str]) -> None:
+    assert slurm.expand(nodes) == hosts
+
+
+@pytest.mark.parametrize("nodes", ["", "gpu[1-", "gpu[]", "gpu[3-1]", "gpu[a-b]", "a b", "a,,b", "a,"])
+def test_what_is_no_list_of_nodes(nodes: str) -> None:
+    with pytest.raises(LaunchError, match="is no list of nodes"):
+        slurm.expand(nodes)
+
+
+def test_a_hostfile_from_slurm(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "hosts"
+    assert main(["hostfile", f"output={file}"]) == 2
+    assert "this is no Slurm job that says nodes and GPUs" in capsys.readouterr().err
+    monkeypatch.setenv("SLURM_JOB_NODELIST", "gpu[1-2]")
+    monkeypatch.setenv("SLURM_GPUS_ON_NODE", "8")
+    assert main(["hostfile", f"output={file}"]) == 0
+    assert file.read_text() == "gpu1 slots=8\ngpu2 slots=8\n"
+    assert main(["hostfile", f"output={file}", "slots=4"]) == 2
+    assert "exists already" in capsys.readouterr().err
+    assert file.read_text() == "gpu1 slots=8\ngpu2 slots=8\n"
+
+
+def test_files_with_variables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    home, here = tmp_path / "home", tmp_path / "here"
+    for folder in (home, here):
+        folder.mkdir()
+    monkeypatch.setenv("HOME", str(home))
+    assert env_files.passed_on(here) == {}
+    file = here / ".deepspeed_env"
+    file.write_text("NCCL_DEBUG=INFO\nA=b=c\n")
+    file.chmod(0o644)
+    assert env_files.passed_on(here) == {file: ["NCCL_DEBUG", "A"]}
+    file.chmod(0o664)
+    with pytest.raises(LaunchError, match="others than you can write it"):
+        env_files.passed_on(here)
+    file.chmod(0o644)
+    monkeypatch.setattr(os, "getuid", lambda: file.stat().st_uid + 1000)
+    if file.stat().st_uid:
+        with pytest.raises(LaunchError, match="others than you can write it"):
+            env_files.passed_on(here)
+    monkeypatch.undo()
+    monkeypatch.setenv("HOME", str(home))
+    file.write_text("A=1\n\n# note\n")
+    with pytest.raises(LaunchError, match=r"deepspeed_env:2: DeepSpeed wants NAME=value in every line"):
+        env_files.passed_on(here)

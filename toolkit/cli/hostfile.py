@@ -1,0 +1,40 @@
+"""Write a hostfile from Slurm's list of nodes.
+
+toolkit hostfile output=FILE [nodes=LIST] [slots=N]
+
+  output=FILE    must not exist
+  nodes=LIST     such as gpu[01-03,07]; by default the job's, SLURM_JOB_NODELIST
+  slots=N        GPUs of each; by default the job's, SLURM_GPUS_ON_NODE
+"""
+
+import os
+from pathlib import Path
+
+from toolkit.cli.compose import named_arguments, positive_int
+from toolkit.errors import LaunchError
+from toolkit.launch import hostfile, slurm
+from toolkit.messages import say, tr
+
+
+def run(words: list[str]) -> int:
+    """Write it."""
+    usage = "toolkit hostfile output=hostfile nodes=gpu[01-04] slots=8"
+    given = named_arguments(words, required=("output",), optional=("nodes", "slots"), usage=usage)
+    defaults = {"nodes": os.environ.get("SLURM_JOB_NODELIST", ""), "slots": os.environ.get("SLURM_GPUS_ON_NODE", "")}
+    given = {**{name: value for name, value in defaults.items() if value}, **given}
+    slots = positive_int(given, "slots")
+    if not given.get("nodes") or not slots:
+        raise LaunchError(tr("this is no Slurm job that says nodes and GPUs: give both. {usage}", usage=usage))
+    text = "".join(f"{host} slots={slots}\n" for host in slurm.expand(given["nodes"]))
+    hosts = hostfile.parse(text, given["output"])
+    try:
+        with Path(given["output"]).open("x", encoding="utf-8") as file:
+            file.write(text)
+    except FileExistsError as error:
+        raise LaunchError(
+            tr("{file} exists already: nothing was written. Name another file.", file=given["output"])
+        ) from error
+    except OSError as error:
+        raise LaunchError(tr("cannot write {file}: {reason}.", file=given["output"], reason=error.strerror)) from error
+    say(tr("{file}: {count} machines, {slots} GPUs each.", file=given["output"], count=len(hosts), slots=slots))
+    return 0

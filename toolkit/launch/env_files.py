@@ -1,0 +1,58 @@
+"""`.deepspeed_env`, from which DeepSpeed sets variables on all machines: in the home folder, and in the working one."""
+
+import os
+import stat
+from collections.abc import Mapping
+from pathlib import Path
+
+from toolkit.errors import LaunchError
+from toolkit.messages import tr
+
+
+def passed_on(folder: Path, environ: Mapping[str, str] = os.environ) -> dict[Path, list[str]]:
+    """Return the files that DeepSpeed reads when it starts several machines, and the variables that each sets.
+
+    Args:
+        folder: the folder where the command was typed.
+        environ: the environment; DS_ENV_FILE names the file.
+
+    Raises:
+        LaunchError: somebody else could have written it (whoever clones a repository gets its files), or DeepSpeed
+            0.19.8 would fail on a line of it.
+    """
+    name = environ.get("DS_ENV_FILE", ".deepspeed_env")
+    found = {}
+    for place in dict.fromkeys((Path.home(), folder)):
+        file = place / name
+        if file.is_file():
+            _check_owner(file)
+            found[file] = _names(file)
+    return found
+
+
+def _check_owner(file: Path) -> None:
+    status = file.stat()
+    if status.st_uid not in (0, os.getuid()) or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise LaunchError(
+            tr(
+                "{file} sets variables on all machines, and others than you can write it. Look at it, then:  chmod "
+                "go-w {file}  (and chown it, if it is not yours), or remove it.",
+                file=file,
+            )
+        )
+
+
+def _names(file: Path) -> list[str]:
+    names = []
+    for number, line in enumerate(file.read_text(encoding="utf-8", errors="replace").splitlines(), start=1):
+        name, equals, _ = line.partition("=")
+        if not equals or not name.isidentifier():
+            raise LaunchError(
+                tr(
+                    "{file}:{line}: DeepSpeed wants NAME=value in every line, without blank lines and comments.",
+                    file=file,
+                    line=number,
+                )
+            )
+        names.append(name)
+    return names
