@@ -491,4 +491,9 @@ CHINESE: dict[str, str] = {
     "{name} {value}: write a positive whole number.": "{name} {value}：请写一个正整数。",
     "{option} {part}: the hostfile has no {host}.": "{option} {part}：hostfile 中没有 {host}。",
     "{option} {part}: {host} has no GPU {wrong}; its slots are 0 to {last}. Write HOST or HOST:0,1.": "{option} {part}：{host} 没有 GPU {wrong}；它的 slot 是 0 到 {last}。请写 HOST 或 HOST:0,1。",
+    "several machines need {program}, which is not installed here:  {source}  (or choose another --launcher).": "多台机器需要 {program}，而这里没有安装：  {source}  （或选择其他 --launcher）。",
+    "{count} of {total} machines cannot be reached through ssh without a password:\n{refused}\nTry  ssh HOST hostname ; ssh-copy-id HOST gives it your key.": "{total} 台机器中有 {count} 台无法通过免密码 ssh 到达：\n{refused}\n请试  ssh HOST hostname ；ssh-copy-id HOST 会把你的密钥交给它。",
+    "ssh is not installed here": "这里没有安装 ssh",
+    "no answer in {seconds} s": "{seconds} 秒内没有回应",
+    "ssh ended with code {code}": "ssh 以代码 {code} 结束",
 }

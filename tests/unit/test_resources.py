@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from toolkit.cli import main
 from toolkit.errors import LaunchError
-from toolkit.launch import env_files, slurm
+from toolkit.launch import env_files, reach, slurm
 from toolkit.launch.resources import check_names, is_here, rank_table, used
 
 HOSTS = {"node1": 4, "node2": 4, "gpu-3": 2}
@@ -140,3 +140,38 @@ def test_files_with_variables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     file.write_text("A=1\n\n# note\n")
     with pytest.raises(LaunchError, match=r"deepspeed_env:2: DeepSpeed wants NAME=value in every line"):
         env_files.passed_on(here)
+
+
+SSH = """#!/bin/sh
+for last; do :; done
+case "$*" in
+  *good*) exit 0 ;;
+  *strange*) echo "Host key verification failed." >&2; exit 255 ;;
+  *) echo "warning: x" >&2; echo "$USER@bad: Permission denied (publickey)." >&2; exit 255 ;;
+esac
+"""
+
+
+def test_machines_that_cannot_be_reached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hosts = {"good1": [0], "strange": [0], "bad": [0]}
+    monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
+    with pytest.raises(LaunchError, match="several machines need pdsh, which is not installed here"):
+        reach.check(hosts, {})
+    for name, text in (("ssh", SSH), ("pdsh", "#!/bin/sh\n")):
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o755)
+    with pytest.raises(LaunchError) as caught:
+        reach.check(hosts, {"--ssh_port": "2222"})
+    lines = str(caught.value).splitlines()
+    assert lines[0] == "2 of 3 machines cannot be reached through ssh without a password:"
+    assert lines[1] == "  strange: Host key verification failed."
+    assert lines[2].startswith("  bad: ") and lines[2].endswith("@bad: Permission denied (publickey).")
+    reach.check({"good1": [0], "good2": [0]}, {})
+    reach.check(hosts, {"--no_ssh_check": ""})
+
+
+def test_this_machine_alone_needs_no_ssh() -> None:
+    assert reach.options_for({"here": [0]}, {}) == ["--no_ssh_check", "--master_addr", "127.0.0.1"]
+    assert reach.options_for({"here": [0]}, {"--master_addr": "10.0.0.1"}) == ["--no_ssh_check"]
+    assert reach.options_for({"here": [0]}, {"--force_multi": ""}) == []
+    assert reach.options_for({"here": [0], "there": [0]}, {}) == []

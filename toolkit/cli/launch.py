@@ -21,7 +21,7 @@ from toolkit.config.checks import check
 from toolkit.config.schema import RunConfig
 from toolkit.distributed import launched
 from toolkit.errors import CheckpointError, Diverged, LaunchError, RunFolderError, Stopped, ToolkitError
-from toolkit.launch import ancestors, env_files, environment, hostfile, report, resources
+from toolkit.launch import ancestors, env_files, environment, hostfile, reach, report, resources
 from toolkit.messages import say, tr
 from toolkit.train import starts
 
@@ -36,9 +36,9 @@ _KILLED = 128
 def run(words: list[str]) -> int:
     """Launch, and launch again as often as that can help and is asked for."""
     options, rest = ancestors.split(words)
-    cfg = _checked(options, rest)
+    cfg = _checked(rest)
     folder = Path(cfg.run.dir).absolute()
-    command = [sys.executable, "-m", "deepspeed.launcher.runner", *_quiet(options)]
+    command = [sys.executable, "-m", "deepspeed.launcher.runner", *_quiet(options), *_machines(options)]
     command += [*words[: len(words) - len(rest)], *program(), *rest]
     say(tr("Starts:  {command}", command=shlex.join(["deepspeed", *command[3:]])))
     requests, most = launched.Requests(), cfg.run.max_restarts
@@ -99,7 +99,7 @@ def program() -> list[str]:
     return ["--module", "--no_local_rank", "toolkit", "train"]
 
 
-def _checked(options: Mapping[str, str], rest: Sequence[str]) -> RunConfig:
+def _checked(rest: Sequence[str]) -> RunConfig:
     """Refuse before anything is started what the ranks would refuse within their first second."""
     ranks = environment.detect(os.environ)
     if ranks.launcher != "single":
@@ -108,11 +108,6 @@ def _checked(options: Mapping[str, str], rest: Sequence[str]) -> RunConfig:
         )
     composed = compose(rest, world_size=None)
     check(composed.loaded, files=False)
-    if path := options.get("--hostfile") or options.get("-H"):
-        hosts = resources.used(hostfile.read(Path(path)), options)
-        resources.check_names(hosts)
-        ancestors.check_machines(hosts, options, Path.cwd(), resources.is_here)
-        _say_machines(hosts)
     folder = Path(composed.loaded.cfg.run.dir)
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -127,23 +122,25 @@ def _checked(options: Mapping[str, str], rest: Sequence[str]) -> RunConfig:
     return composed.loaded.cfg
 
 
-def _say_machines(hosts: resources.Resources) -> None:
-    """Say which rank runs where, and which files set variables on all machines."""
+def _machines(options: Mapping[str, str]) -> list[str]:
+    """Check the machines of a hostfile, say which rank runs where, and return further options for the launcher."""
+    path = options.get("--hostfile") or options.get("-H")
+    if not path:
+        return []
+    hosts = resources.used(hostfile.read(Path(path)), options)
+    resources.check_names(hosts)
+    ancestors.check_machines(hosts, options, Path.cwd(), resources.is_here)
+    reach.check(hosts, options)
     rows = resources.rank_table(hosts)
     widths = [max(len(row[column]) for row in rows) for column in range(3)]
-    for host, gpus, ranks in rows:
-        say(
-            tr(
-                "{host}  GPUs {gpus}  ranks {ranks}",
-                host=host.ljust(widths[0]),
-                gpus=gpus.ljust(widths[1]),
-                ranks=ranks,
-            )
-        )
+    for row in rows:
+        host, gpus, ranks = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
+        say(tr("{host}  GPUs {gpus}  ranks {ranks}", host=host, gpus=gpus, ranks=ranks).rstrip())
     if len({len(gpus) for gpus in hosts.values()}) > 1:
         say(tr("Note: the machines take part with different numbers of GPUs."))
     for file, names in env_files.passed_on(Path.cwd()).items() if len(hosts) > 1 else ():
         say(tr("{file} sets on all machines: {names}", file=file, names=", ".join(names)))
+    return reach.options_for(hosts, options)
 
 
 def _quiet(options: Mapping[str, str]) -> list[str]:
