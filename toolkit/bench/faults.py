@@ -31,7 +31,9 @@ def run_battery(only: str = "") -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
         command = [sys.executable, "-m", "pytest", str(TESTS), "-m", "fault", "--nightly", f"--junitxml={report}"]
-        subprocess.run([*command, f"--faults={only}"], check=False, cwd=TESTS.parent)  # noqa: S603
+        # A place of its own: pytest removes that of its last run but three, and others may run tests meanwhile.
+        command += [f"--basetemp={folder}/tests", f"--faults={only}"]
+        subprocess.run(command, check=False, cwd=TESTS.parent)  # noqa: S603
         cases = [_case(case) for case in ElementTree.parse(report).iter("testcase")]  # noqa: S314 -- written just now
     if not cases:
         raise ConfigError(tr("no fault is called {only}.", only=only))
