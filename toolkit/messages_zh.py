@@ -479,7 +479,6 @@ CHINESE: dict[str, str] = {
     "Starts:  {command}": "启动：  {command}",
     "give one of --include, --exclude, or --num_nodes and --num_gpus, not several.": "--include、--exclude 或 --num_nodes 与 --num_gpus 只能给一种，不能同时给几种。",
     "the hostfile leaves {host} alone, which is not this machine ({here}): DeepSpeed would train here all the same. Add --force_multi to train there, or type the command on {host}.": "hostfile 只剩下 {host}，而它不是本机（{here}）：DeepSpeed 仍会在本机训练。请加上 --force_multi 以在那里训练，或在 {host} 上输入命令。",
-    "the hostfile names {hosts}, which no name service here knows. Check the spelling, /etc/hosts and DNS.": "hostfile 中的 {hosts} 在这里无法解析。请检查拼写、/etc/hosts 和 DNS。",
     "the launcher's options leave no machine of the hostfile.": "启动器的选项没有留下 hostfile 中的任何机器。",
     "this is no Slurm job that says nodes and GPUs: give both. {usage}": "这里不是能给出节点和 GPU 数的 Slurm 作业：请两者都给出。{usage}",
     "{file} exists already: nothing was written. Name another file.": "{file} 已经存在：没有写入。请换一个文件名。",
@@ -496,4 +495,6 @@ CHINESE: dict[str, str] = {
     "ssh is not installed here": "这里没有安装 ssh",
     "no answer in {seconds} s": "{seconds} 秒内没有回应",
     "ssh ended with code {code}": "ssh 以代码 {code} 结束",
+    "WARNING: older checkpoints could not be removed: {reason}.": "警告：无法删除较早的检查点：{reason}。",
+    "WARNING: the disk of {folder} has no locks: see to it that nobody else works in this run folder.": "警告：{folder} 所在的磁盘没有文件锁：请确保没有别的进程在这个运行文件夹中工作。",
 }

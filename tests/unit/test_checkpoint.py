@@ -20,8 +20,9 @@ from toolkit.checkpoint.manifest import problems, record, write
 from toolkit.checkpoint.run_state import RunState
 from toolkit.checkpoint.run_state import read as read_state
 from toolkit.checkpoint.weights import weights
-from toolkit.config.schema import CheckpointConfig
+from toolkit.config.schema import CheckpointConfig, RunConfig
 from toolkit.errors import CheckpointError, ConfigError
+from toolkit.train import resume
 from toolkit.train.checkpoint import Saver, _Pending
 from toolkit.train.thinning import Thinning
 
@@ -425,3 +426,64 @@ def test_a_slow_probe_is_not_taken_at_every_save(tmp_path: Path, monkeypatch: py
     assert not saver._may_probe()
     clock[0] += 2
     assert saver._may_probe(), "1 % of the time since"
+
+
+def test_going_back_in_a_run_puts_aside_what_came_after(tmp_path: Path) -> None:
+    """Rotation and the next start go by step: what another way has saved later must not count any more."""
+    cfg = RunConfig()
+    cfg.run.dir, cfg.run.name = str(tmp_path), "mine"
+    resume.choose(cfg, print)
+    resume.release()
+    run = tmp_path / "mine"
+    for step in (2, 4, 6):
+        checkpoint(run / "checkpoints", step)
+    for name in ("export", ".export.abc.tmp", "checkpoints/step-4.universal", "checkpoints/step-6-weights"):
+        (run / name).mkdir()
+    (run / "FAILED").touch()
+    cfg.resume = str(run / "checkpoints" / "step-2")
+    assert resume.choose(cfg, print) == resume.Origin(run, run / "checkpoints" / "step-2")
+    resume.release()
+    assert sorted(path.name for path in (run / "checkpoints").iterdir()) == [
+        "step-2",
+        "step-4.replaced",
+        "step-6-weights.replaced",
+        "step-6.replaced",
+    ]
+    assert sorted(path.name for path in run.iterdir()) == ["checkpoints", "export.replaced", "logs", "run.lock"]
+    assert (run / "logs" / "FAILED").exists()
+    cfg.resume = "auto"
+    assert resume.choose(cfg, print).checkpoint == run / "checkpoints" / "step-2"
+    resume.release()
+
+
+def test_links_and_files_that_would_be_loaded_are_foreign(tmp_path: Path) -> None:
+    made = checkpoint(tmp_path, 3)
+    for name in ("chat_template.jinja", "modeling_x.py", "merges.txt"):
+        (made / name).touch()
+    (made / "notes.md").symlink_to("/etc/passwd")
+    found = "; ".join(problems(made))
+    for name in ("chat_template.jinja", "modeling_x.py", "merges.txt", "notes.md"):
+        assert f"{name}: the manifest does not know it" in found
+
+
+def test_whatever_a_proof_raises_nothing_is_published(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "step-3.tmp"
+    folder.mkdir()
+    pending = _Pending(3, folder, EngineFiles(), [])
+    pending.mine.append(RunState(step=3).write(folder))
+
+    def fail(path: Path) -> None:
+        raise MemoryError("no room")
+
+    monkeypatch.setattr(manifest, "prove", fail)
+    pending._prove()
+    assert pending.failure == "MemoryError: no room"
+
+
+def test_an_evaluation_that_is_no_number_is_not_the_best(tmp_path: Path) -> None:
+    for step in (2, 4, 6):
+        checkpoint(tmp_path, step)
+    saver = Saver.__new__(Saver)
+    saver.folder, saver.config = tmp_path, CheckpointConfig(keep_best=True)
+    rated = [{"step": 2, "eval_loss": float("nan")}, {"step": 4, "eval_loss": 1.0}, {"step": 6, "eval_loss": 2.0}]
+    assert saver._best(_Pending(6, tmp_path, EngineFiles(), rated)) == [tmp_path / "step-4"]

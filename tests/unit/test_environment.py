@@ -25,8 +25,18 @@ STARTED_BY = {
     ),
     "mpich": ({"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "0"}, Ranks(1, 0, 2, 0, "mpich")),
     "slurm": (
-        {"SLURM_PROCID": "5", "SLURM_LOCALID": "1", "SLURM_NTASKS": "8", "SLURM_NTASKS_PER_NODE": "4"},
+        {
+            "SLURM_PROCID": "5",
+            "SLURM_LOCALID": "1",
+            "SLURM_NTASKS": "8",
+            "SLURM_NTASKS_PER_NODE": "4",
+            "SLURM_STEP_NUM_TASKS": "8",
+        },
         Ranks(5, 1, 8, 4, "slurm"),
+    ),
+    "a batch script": (
+        {"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NTASKS": "2", "SLURM_NTASKS_PER_NODE": "1"},
+        Ranks(0, 0, 1, 1, "single"),
     ),
     "a shell inside a Slurm allocation": (
         {"SLURM_PROCID": "0", "SLURM_NTASKS": "8", "SLURM_STEP_NUM_TASKS": "1"},

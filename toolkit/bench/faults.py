@@ -32,6 +32,7 @@ def run_battery(only: str = "") -> dict[str, Any]:
         report = Path(folder) / "report.xml"
         command = [sys.executable, "-m", "pytest", str(TESTS), "-m", "fault", "--nightly", f"--junitxml={report}"]
         # A place of its own: pytest removes that of its last run but three, and others may run tests meanwhile.
+        command += ["-o", "junit_family=legacy"]  # the newer one has no properties of cases
         command += [f"--basetemp={folder}/tests", f"--faults={only}"]
         subprocess.run(command, check=False, cwd=TESTS.parent)  # noqa: S603
         cases = [_case(case) for case in ElementTree.parse(report).iter("testcase")]  # noqa: S314 -- written just now

@@ -79,7 +79,7 @@ class EngineFiles(CheckpointEngine):
         try:
             torch.save(state_dict, path)
             self.written.append(Path(path))
-        except (OSError, RuntimeError) as error:  # torch.save reports a full disk as RuntimeError
+        except Exception as error:  # torch.save reports a full disk as RuntimeError, others as they like
             self._fail(error)
 
     def load(self, path: str, map_location: Any = None) -> Any:

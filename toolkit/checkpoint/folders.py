@@ -6,7 +6,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from toolkit.checkpoint.manifest import problems
-from toolkit.disk import flush
+from toolkit.disk import flush, unused
 from toolkit.messages import tr
 
 LATEST = "latest"
@@ -63,7 +63,7 @@ def newest_whole(checkpoints: Path, say: Callable[[str], None]) -> Path | None:
         wrong = problems(folder)
         if not wrong:
             return folder
-        aside = _unused(folder.with_name(folder.name + ".damaged"))
+        aside = unused(folder.with_name(folder.name + ".damaged"))
         try:
             folder.rename(aside)
         except OSError:
@@ -86,7 +86,7 @@ def publish(temporary: Path, target: Path) -> None:
         OSError: it cannot be renamed.
     """
     if target.exists():  # of this step there was one that could not be used, or that another session went on from
-        target.rename(_unused(target.with_name(target.name + ".replaced")))
+        target.rename(unused(target.with_name(target.name + ".replaced")))
     temporary.rename(target)
     flush(target.parent)
     latest = target.parent / LATEST
@@ -119,12 +119,21 @@ def remove_old(
     old = {*outdated(checkpoints, keep, also), *(light[keep_weights:] if keep_weights > 0 else ())}
     taken = 0
     for folder in sorted([*whole, *light], key=step_of_any, reverse=True):
-        size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file()) if most_bytes else 0
+        size = _size(folder) if most_bytes else 0
         has_no_room = most_bytes and taken + size > most_bytes and folder not in (*whole[:1], *also)
         if folder in old or has_no_room:
             remove(folder)
         else:
             taken += size
+
+
+def _size(folder: Path) -> int:
+    """Return the bytes in a folder, which may be going away."""
+    total = 0
+    for path in folder.rglob("*"):
+        with suppress(FileNotFoundError):
+            total += path.stat().st_size if path.is_file() else 0
+    return total
 
 
 def remove(folder: Path) -> None:
@@ -136,17 +145,20 @@ def remove(folder: Path) -> None:
         shutil.rmtree(going)
 
 
+def put_aside_after(checkpoint: Path) -> None:
+    """Rename what a run has saved after a checkpoint, from which it now goes another way.
+
+    Raises:
+        OSError: it cannot be renamed.
+    """
+    for path in [*published(checkpoint.parent), *weights_only(checkpoint.parent)]:
+        if step_of_any(path) > step_of_any(checkpoint):
+            path.rename(unused(path.with_name(path.name + ".replaced")))
+
+
 def remove_unfinished(checkpoints: Path) -> None:
     """Remove what a save left that did not come to its end. Only whoever holds the run's lock may."""
-    for pattern in (f"{_PREFIX}*.tmp", f".{_PREFIX}*.tmp"):  # of a checkpoint, and of weights
+    # Of a checkpoint, and of weights; one converted for other ranks may be that of an earlier checkpoint of its name.
+    for pattern in (f"{_PREFIX}*.tmp", f".{_PREFIX}*.tmp", f"{_PREFIX}*.universal*"):
         for path in checkpoints.glob(pattern) if checkpoints.is_dir() else []:
             shutil.rmtree(path)
-
-
-def _unused(path: Path) -> Path:
-    """Return the path, or with a number if it is taken."""
-    number, free = 1, path
-    while free.exists():
-        number += 1
-        free = path.with_name(f"{path.name}-{number}")
-    return free

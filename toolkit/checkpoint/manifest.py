@@ -20,8 +20,8 @@ MANIFEST = "manifest.json"
 FORMAT = 1
 """Of the manifest; raise it when an older one can no longer be read."""
 
-_LOADED = (".pt", ".safetensors", ".json", ".swp", ".bin")
-"""Endings of what is read when a checkpoint is loaded: such files must all be in the manifest."""
+_LOADED = (".pt", ".safetensors", ".json", ".swp", ".bin", ".model", ".txt", ".jinja", ".py")
+"""Endings of what is read when a checkpoint or an export is loaded: such files, and links, must be in the manifest."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +128,7 @@ def problems(folder: Path) -> list[str]:
         wrong += [problem for problem in found if problem]
     for path in folder.rglob("*"):
         name = path.relative_to(folder).as_posix()
-        if path.suffix in _LOADED and name != MANIFEST and name not in files:
+        if (path.suffix in _LOADED or path.is_symlink()) and name != MANIFEST and name not in files:
             wrong.append(tr("{name}: the manifest does not know it", name=name))
     return wrong
 

@@ -71,9 +71,11 @@ def _report(message: str, trace: str, code: int, agreed: bool) -> None:
     rank = int(os.environ.get("RANK", "0"))
     if agreed:
         # A launcher signals the ranks that are left when one has failed: that one has the last word.
-        if rank == 0 and not failure.another_has_failed():
-            report.note(code=code)
-            _say(message, trace)
+        if not failure.another_has_failed():
+            if int(os.environ.get("LOCAL_RANK", "0")) == 0:
+                report.note(code=code)
+            if rank == 0:
+                _say(message, trace)
         return
     if not failure.announce(rank, message + ("\n" + trace if trace else ""), code):
         return

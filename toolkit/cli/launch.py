@@ -38,8 +38,9 @@ def run(words: list[str]) -> int:
     options, rest = ancestors.split(words)
     cfg = _checked(rest)
     folder = Path(cfg.run.dir).absolute()
-    command = [sys.executable, "-m", "deepspeed.launcher.runner", *_quiet(options), *_machines(options)]
-    command += [*words[: len(words) - len(rest)], *program(), *rest]
+    hosts = _machines(options)
+    command = [sys.executable, "-m", "deepspeed.launcher.runner", *_quiet(options), *reach.options_for(hosts, options)]
+    command += [*words[: len(words) - len(rest)], *program(), *reach.words_for(hosts, options, rest)]
     say(tr("Starts:  {command}", command=shlex.join(["deepspeed", *command[3:]])))
     requests, most = launched.Requests(), cfg.run.max_restarts
     restart, died = 0, 0.0
@@ -49,7 +50,7 @@ def run(words: list[str]) -> int:
             child = launched.run(
                 command, life.environ, len(rest), requests, life.look, float(cfg.distributed.timeout_s)
             )
-            told = life.read()
+            told = life.last_words(float(cfg.distributed.timeout_s) if requests.last and len(hosts) > 1 else 0.0)
         finally:
             life.path.unlink(missing_ok=True)
         code = verdict(told, child, asked=bool(requests.last))
@@ -122,13 +123,12 @@ def _checked(rest: Sequence[str]) -> RunConfig:
     return composed.loaded.cfg
 
 
-def _machines(options: Mapping[str, str]) -> list[str]:
-    """Check the machines of a hostfile, say which rank runs where, and return further options for the launcher."""
+def _machines(options: Mapping[str, str]) -> resources.Resources:
+    """Check the machines of a hostfile, say which rank runs where, and return them; without one this machine."""
     path = options.get("--hostfile") or options.get("-H")
     if not path:
-        return []
+        return {"localhost": []}
     hosts = resources.used(hostfile.read(Path(path)), options)
-    resources.check_names(hosts)
     ancestors.check_machines(hosts, options, Path.cwd(), resources.is_here)
     reach.check(hosts, options)
     rows = resources.rank_table(hosts)
@@ -140,7 +140,7 @@ def _machines(options: Mapping[str, str]) -> list[str]:
         say(tr("Note: the machines take part with different numbers of GPUs."))
     for file, names in env_files.passed_on(Path.cwd()).items() if len(hosts) > 1 else ():
         say(tr("{file} sets on all machines: {names}", file=file, names=", ".join(names)))
-    return reach.options_for(hosts, options)
+    return hosts
 
 
 def _quiet(options: Mapping[str, str]) -> list[str]:
@@ -154,12 +154,23 @@ class _Life:
 
     def __init__(self, folder: Path, restart: int, most: int, died: float) -> None:
         self.path = report.begin(folder, restart)
-        self.environ = {**os.environ, report.VARIABLE: str(self.path)}
+        self.environ = {**os.environ, **report.variables(self.path)}
         self.restart, self.most, self.died = restart, most, died
 
     def read(self) -> dict[str, Any]:
         """Return what the ranks have told."""
         return report.read(self.environ)
+
+    def last_words(self, patience_s: float) -> dict[str, Any]:
+        """Return what the ranks have told when their launcher has ended.
+
+        Args:
+            patience_s: how long ranks of other machines, which may still be saving, are given to tell their code.
+        """
+        until = time.monotonic() + patience_s
+        while "folder" in (told := self.read()) and "code" not in told and time.monotonic() < until:
+            time.sleep(0.5)
+        return told
 
     def look(self) -> None:
         """Say once how long it took until a run that was started again has done a new step."""

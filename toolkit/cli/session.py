@@ -84,6 +84,8 @@ def run_session(cfg: RunConfig, ranks: Ranks, prepared: Prepared, started: float
     random_state.seed_all(cfg.run.seed + ranks.rank)
     origin = process_group.on_rank0(lambda: resume.choose(cfg, say))
     folder = origin.folder
+    if ranks.rank and ranks.local_rank == 0:  # rank 0 has told it; a `toolkit launch` of another machine has no other
+        report.note(folder=str(folder))
     _check_shared(folder)
     failure.watch(folder)
     _log_to_files(folder, ranks.rank)
@@ -117,8 +119,8 @@ def run_session(cfg: RunConfig, ranks: Ranks, prepared: Prepared, started: float
     finally:
         progress.close()
         job.watchdog.stop()
-    saver.end()
     finish(session, outcome, total_steps)
+    saver.end()  # not before: the other ranks would wait for it in a collective
     resume.release()
     return folder
 

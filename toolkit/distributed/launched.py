@@ -45,7 +45,7 @@ def run(
     look: Callable[[], None],
     patience_s: float,
 ) -> int:
-    """Run a launcher until neither it nor a rank of it on this machine is left.
+    """Run a launcher until nothing of it is left on this machine.
 
     Args:
         command: the launcher with everything that it gets.
@@ -53,7 +53,7 @@ def run(
         num_words: how many of the last words are the ranks' own, by which they are known.
         requests: signals; they are passed on to all ranks at once.
         look: called several times a second.
-        patience_s: how long ranks may take to end that have lost their launcher, until they are killed.
+        patience_s: how long what has lost its launcher may take to end, until it is killed.
 
     Returns:
         The launcher's exit code; negative if a signal killed it.
@@ -64,19 +64,19 @@ def run(
     )
     words = list(command[len(command) - num_words :])
     passed = ended = 0.0
-    while (code := process.poll()) is None or _ranks(process.pid, words):
+    while (code := process.poll()) is None or _session(process.pid):
         now = time.monotonic()
         if requests.is_new or (requests.last and now - passed > _AGAIN_S):
             ranks = _ranks(process.pid, words)
             for rank in ranks:
                 _send(rank, requests.last)
-            if requests.is_new and not ranks and code is None:
-                process.send_signal(signal.SIGTERM)  # still starting, or all ranks are on other machines
+            for launcher in _launchers(process.pid) if not ranks else []:
+                _send(launcher, signal.SIGTERM)  # still starting, or all ranks are on other machines
             requests.is_new, passed = False, now
         if code is not None:
             ended = ended or now
-            for rank in _ranks(process.pid, words) if now - ended > patience_s else []:
-                _send(rank, signal.SIGKILL)
+            for left in _session(process.pid) if now - ended > patience_s else []:
+                _send(left, signal.SIGKILL)
         look()
         time.sleep(_POLL_S)
     return code
@@ -87,14 +87,31 @@ def _send(process: psutil.Process, number: int) -> None:
         process.send_signal(number)
 
 
+def _session(session: int) -> list[psutil.Process]:
+    """Return what is alive of a session."""
+    found = []
+    for pid in psutil.pids():
+        with suppress(OSError, psutil.Error):
+            if os.getsid(pid) == session and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+                found.append(psutil.Process(pid))
+    return found
+
+
+def _launchers(session: int) -> list[psutil.Process]:
+    """Return the front end and the launcher of this machine; not a pdsh, in whose words the launcher's name stands."""
+    found = []
+    for process in _session(session):
+        with suppress(psutil.Error):
+            if {"deepspeed.launcher.runner", "deepspeed.launcher.launch"} & set(process.cmdline()):
+                found.append(process)
+    return found
+
+
 def _ranks(session: int, words: list[str]) -> list[psutil.Process]:
     """Return the ranks of a session: they have a rank and the run's words, and are no children of a rank."""
     found = {}
-    for pid in psutil.pids():
-        with suppress(OSError, psutil.Error):
-            if os.getsid(pid) != session:
-                continue
-            process = psutil.Process(pid)
+    for process in _session(session):
+        with suppress(psutil.Error):
             if process.cmdline()[-len(words) :] == words and "LOCAL_RANK" in process.environ():
-                found[pid] = process.ppid()
+                found[process.pid] = process.ppid()
     return [psutil.Process(pid) for pid, parent in found.items() if parent not in found and psutil.pid_exists(pid)]

@@ -7,7 +7,6 @@ launcher (deepspeed 0.19.8, measured).
 import ctypes
 import os
 import signal
-import socket
 import threading
 import time
 from contextlib import suppress
@@ -33,8 +32,7 @@ def watch(ranks: Ranks) -> None:
     end_with_parent()
     parent = os.getppid()
     grandparent = _parent_of(parent) if ranks.launcher == "deepspeed" else 0
-    told = report.read()
-    front_end = told["pid"] if told.get("host") == socket.gethostname() else 0
+    front_end = report.front_end()
     threading.Thread(target=_look, args=(parent, grandparent, front_end), name="orphan-watch", daemon=True).start()
 
 

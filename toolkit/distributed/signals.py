@@ -36,8 +36,8 @@ def defer() -> None:
 
 def act_at_once() -> None:
     """From now on (after the loop) a signal ends this process again."""
-    global _deferred
-    _deferred = False
+    global _deferred, _received
+    _deferred, _received = False, ""
 
 
 def received() -> str:

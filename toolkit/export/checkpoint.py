@@ -6,7 +6,7 @@ training beside it needs.
 
 import sys
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from tempfile import TemporaryDirectory
 
 import torch
@@ -103,9 +103,9 @@ def export_checkpoint(checkpoint: Path, folder: Path, format: Format = "hf") -> 
     with TemporaryDirectory(prefix=f".{folder.name}.", suffix=".tmp", dir=folder.parent) as scratch:
         rebuilt = rebuild(checkpoint, Path(scratch))
         described = checkpoint / MODEL_DIR
-        files = {
-            path.relative_to(described).as_posix(): path.read_bytes() for path in described.rglob("*") if path.is_file()
-        }
+        names = [PurePosixPath(name) for name in manifest.read(checkpoint)["files"]]
+        mine = [name.relative_to(MODEL_DIR) for name in names if name.is_relative_to(MODEL_DIR)]
+        files = {name.as_posix(): (described / name).read_bytes() for name in mine}
         taken = probe.read(checkpoint)
         write_folder(rebuilt.model, files, folder, format, taken, rebuilt.state)
 

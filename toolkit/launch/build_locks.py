@@ -9,8 +9,8 @@ from toolkit.messages import tr
 
 OPS = ("fused_adam", "cpu_adam", "async_io", "gds", "deepspeed_shm_comm", "deepspeed_ccl_comm", "utils")
 """Names under which DeepSpeed 0.19.8 builds what a run may use."""
-YOUNG_S = 30.0
-"""A lock so young may belong to a build that has not started its compiler yet."""
+YOUNG_S = 120.0
+"""Where something was written so recently somebody may be building: here, or on a machine that shares the folder."""
 
 
 def check(environ: Mapping[str, str], proc: Path = Path("/proc")) -> None:
@@ -28,7 +28,8 @@ def check(environ: Mapping[str, str], proc: Path = Path("/proc")) -> None:
     """
     for lock in _locks(environ):
         try:
-            age_s = time.time() - lock.stat().st_mtime
+            # Another machine may be building in a folder that is shared: then something in it is new.
+            age_s = time.time() - max(path.stat().st_mtime for path in (lock, *lock.parent.iterdir()))
         except OSError:  # it has just been released
             continue
         if age_s > YOUNG_S and not _is_being_built(lock.parent, proc):

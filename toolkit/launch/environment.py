@@ -47,8 +47,8 @@ def detect(environ: Mapping[str, str]) -> Ranks:
     for launcher, (rank, local_rank, world_size, local_world_size) in VARIABLES.items():
         if rank not in environ:
             continue
-        if launcher == "slurm" and environ.get("SLURM_STEP_NUM_TASKS", environ.get(world_size, "1")) == "1":
-            continue  # inside an allocation, but not started by srun for several tasks
+        if launcher == "slurm" and environ.get("SLURM_STEP_NUM_TASKS", "1") == "1":
+            continue  # inside an allocation, such as in a batch script, but not started by srun for several tasks
         found = Ranks(
             rank=_number(environ, rank),
             local_rank=_number(environ, local_rank, "0"),

@@ -1,8 +1,10 @@
 """Whether the launcher can reach the machines: told for all of them at once, and before it is started."""
 
+import re
+import shlex
 import shutil
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from toolkit.errors import LaunchError
@@ -18,13 +20,32 @@ def options_for(hosts: Resources, options: Mapping[str, str]) -> list[str]:
     """Return options by which DeepSpeed's launcher needs no ssh to this machine, if it is the only one.
 
     Args:
-        hosts: those that take part; one alone is this machine, see `ancestors.check_machines`.
+        hosts: those that take part; one alone is this machine, see `ancestors.check_machines`, without GPUs where no
+            hostfile names it.
         options: of `deepspeed`.
     """
-    if len(hosts) > 1 or "--force_multi" in options or "--no_ssh" in options:
+    if len(hosts) > 1 or not next(iter(hosts.values())) or "--force_multi" in options or "--no_ssh" in options:
         return []
     more = [] if "--no_ssh_check" in options else ["--no_ssh_check"]
     return more if "--master_addr" in options else [*more, "--master_addr", "127.0.0.1"]
+
+
+def words_for(hosts: Resources, options: Mapping[str, str], words: Sequence[str]) -> list[str]:
+    """Return the program's words in the form in which they arrive as they are.
+
+    pdsh hands them to a shell on each machine, bare, or between double quotes if there is a space in them (DeepSpeed
+    0.19.8, PDSHRunner.parse_user_args): braces, `$`, globs and quotes would not survive.
+
+    Args:
+        hosts: those that take part.
+        options: of `deepspeed`.
+        words: recipe and overrides.
+    """
+    if (len(hosts) == 1 and "--force_multi" not in options) or options.get("--launcher", "pdsh").lower() != "pdsh":
+        return list(words)
+    if "--no_ssh" in options:
+        return list(words)
+    return [re.sub(r"([\\$`])", r"\\\1", word) if " " in word else shlex.quote(word) for word in words]
 
 
 def check(hosts: Resources, options: Mapping[str, str]) -> None:

@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import Any
 
 VARIABLE = "PYTHON_TOOLKIT_REPORT"
+_FRONT_END = "PYTHON_TOOLKIT_LAUNCHED_BY"
+"""Host and process of `toolkit launch`: in the environment, as the file is gone with it."""
 
 
 def begin(folder: Path, restart: int) -> Path:
@@ -30,6 +32,17 @@ def begin(folder: Path, restart: int) -> Path:
     with os.fdopen(handle, "w", encoding="utf-8") as file:
         file.write(json.dumps({"host": socket.gethostname(), "pid": os.getpid(), "restart": restart}) + "\n")
     return Path(name)
+
+
+def variables(file: Path) -> dict[str, str]:
+    """Return what `toolkit launch` adds to its ranks' environment."""
+    return {VARIABLE: str(file), _FRONT_END: f"{socket.gethostname()} {os.getpid()}"}
+
+
+def front_end(environ: Mapping[str, str] = os.environ) -> int:
+    """Return the process of the `toolkit launch` on this machine that started this rank; 0 without one."""
+    host, _, pid = environ.get(_FRONT_END, "").partition(" ")
+    return int(pid) if host == socket.gethostname() and pid.isdecimal() else 0
 
 
 def note(environ: Mapping[str, str] = os.environ, **facts: Any) -> None:

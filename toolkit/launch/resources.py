@@ -1,5 +1,6 @@
 """Which GPUs of a hostfile's machines take part, as DeepSpeed's launcher chooses them, and which rank runs where."""
 
+import ipaddress
 import socket
 from collections.abc import Mapping
 
@@ -117,32 +118,17 @@ def _ranges(numbers: list[int]) -> str:
     return ",".join(str(s[0]) if len(s) == 1 else f"{s[0]}-{s[-1]}" for s in stretches)
 
 
-def check_names(resources: Resources) -> None:
-    """Refuse hosts whose names nobody knows here.
-
-    Raises:
-        LaunchError: with all of them.
-    """
-    unknown = [host for host in resources if not _addresses(host)]
-    if unknown:
-        raise LaunchError(
-            tr(
-                "the hostfile names {hosts}, which no name service here knows. Check the spelling, /etc/hosts and DNS.",
-                hosts=", ".join(unknown),
-            )
-        )
-
-
 def is_here(host: str) -> bool:
     """Whether a name means this machine."""
     if host in ("localhost", socket.gethostname()):
         return True
     mine = {one.address.partition("%")[0] for found in psutil.net_if_addrs().values() for one in found}
-    return bool(_addresses(host) & mine)
+    found = _addresses(host)
+    return bool(found & mine) or any(ipaddress.ip_address(one).is_loopback for one in found)
 
 
 def _addresses(host: str) -> set[str]:
     try:
-        return {str(found[4][0]) for found in socket.getaddrinfo(host, None)}
+        return {str(found[4][0]).partition("%")[0] for found in socket.getaddrinfo(host, None)}
     except OSError:
         return set()

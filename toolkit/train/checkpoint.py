@@ -10,6 +10,7 @@ Beside the engine's files a checkpoint holds what the model is (config, tokenize
 into a model, and that be proven, without the run.
 """
 
+import math
 import shutil
 import threading
 import time
@@ -224,13 +225,20 @@ class Saver:
             for folder in {pending.folder, *((pending.folder / name).parent for name in records)}:
                 flush(folder)
             folders.publish(pending.folder, target)
-            best = self._best(pending)
-            waiting = self._thinning.waiting(folders.outdated(self.folder, self.config.keep, best))
-            most_bytes = self.config.max_gib * 2**30
-            folders.remove_old(self.folder, self.config.keep, [*best, *waiting], most_bytes, self.config.keep_weights)
-            self._thinning.start(waiting)
         except OSError as error:
             raise CheckpointError(error.strerror or str(error)) from error
+        try:
+            self._rotate(self._best(pending))
+        except OSError as error:  # the new one is safe; what is too much goes at the next save
+            self.say(
+                tr("WARNING: older checkpoints could not be removed: {reason}.", reason=error.strerror or str(error))
+            )
+
+    def _rotate(self, best: list[Path]) -> None:
+        waiting = self._thinning.waiting(folders.outdated(self.folder, self.config.keep, best))
+        most_bytes = self.config.max_gib * 2**30
+        folders.remove_old(self.folder, self.config.keep, [*best, *waiting], most_bytes, self.config.keep_weights)
+        self._thinning.start(waiting)
 
     def _best(self, pending: "_Pending") -> list[Path]:
         """Return the checkpoint with the lowest validation loss so far, if `checkpoint.keep_best` wants it kept."""
@@ -238,7 +246,9 @@ class Saver:
             return []
         there = {folders.step_of(path): path for path in folders.published(self.folder)}
         rated = [
-            (one["eval_loss"], there[int(one["step"])]) for one in pending.evaluations if int(one["step"]) in there
+            (one["eval_loss"], there[int(one["step"])])
+            for one in pending.evaluations
+            if int(one["step"]) in there and math.isfinite(one["eval_loss"])
         ]
         return [min(rated)[1]] if rated else []
 
@@ -292,3 +302,5 @@ class _Pending:
                 self.records[path.relative_to(self.folder).as_posix()] = manifest.record(path)
         except OSError as error:
             self.failure = f"{error.filename or ''} {error.strerror or error}".strip()
+        except Exception as error:  # whatever it is: a save that has not been proven must not be published
+            self.failure = f"{type(error).__name__}: {error}"

@@ -126,9 +126,14 @@ class Guard:
         return self.trouble
 
     @property
+    def has_bad_loss(self) -> bool:
+        """Whether the loss of the step just done is no number."""
+        return self.trouble is not None and self.trouble.kind is Kind.loss
+
+    @property
     def is_spoilt(self) -> bool:
         """Whether the weights themselves seem to be of no use: not one sample, but one step after the other."""
-        return self.skips_in_a_row > 1 and self.trouble is not None and self.trouble.kind is Kind.loss
+        return self.skips_in_a_row > 1 and self.has_bad_loss
 
     def check_end(self, eval_loss: float | None) -> None:
         """See whether the run has ended with weights that are of no use.

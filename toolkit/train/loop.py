@@ -110,6 +110,8 @@ class _Run:
         self.metrics = MetricsLog(job.folder / "metrics.jsonl", progress.say)
         self.outcome = Outcome(bad_steps=job.start.bad_steps, rewinds=job.start.rewinds, checkpoint=job.saver.newest)
         self.rewound_to: Counter[Path] = Counter()
+        self.postponed = False
+        """Whether a checkpoint is due as soon as a step is good again."""
         self.begin_at(job.start, Position(job.start.epoch, job.start.row))
 
     def begin_at(self, state: RunState, place: Position) -> None:
@@ -166,8 +168,10 @@ class _Run:
         """Do what is due after a step."""
         cfg, job, step = self.cfg, self.job, self.step
         last = step == job.total_steps
-        save = _due(step, cfg.checkpoint.every) or (last and cfg.checkpoint.at_end) or self._again()
-        save = stops or (save and not self.guard.is_spoilt)
+        save = _due(step, cfg.checkpoint.every) or (last and cfg.checkpoint.at_end) or self._again() or self.postponed
+        # The loss of the step after an update is what shows whether the update has spoilt the weights.
+        self.postponed = save and not last and self.guard.has_bad_loss
+        save = stops or (save and not self.postponed and not self.guard.is_spoilt)
         evaluate = job.evaluate is not None and (_due(step, cfg.evaluate.every) or last) and not stops
         if log or save or evaluate or last or step == 1 or step % cfg.train.log_every == 0:
             self._log(lr)

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import socket
 import time
 from collections.abc import Callable
@@ -13,7 +14,7 @@ from toolkit.checkpoint import changes, engine_files, folders, manifest, random_
 from toolkit.checkpoint.run_state import RunState
 from toolkit.config.load import recorded
 from toolkit.config.schema import RunConfig
-from toolkit.disk import refuse_links
+from toolkit.disk import refuse_links, unused
 from toolkit.distributed.build_once import try_lock
 from toolkit.distributed.process_group import on_rank0
 from toolkit.errors import CheckpointError, ConfigError, RunFolderError
@@ -52,8 +53,9 @@ def choose(cfg: RunConfig, say: Callable[[str], None]) -> Origin:
     if cfg.resume not in (NEVER, AUTO, MUST):
         checkpoint = _checkpoint_at(Path(cfg.resume), say)
         if named is None or checkpoint.parent.parent != named:
-            return Origin(_new(cfg, checkpoint), checkpoint)
-        _claim(named)
+            return Origin(_new(cfg, checkpoint, say), checkpoint)
+        _claim(named, say)
+        folders.remove_unfinished(checkpoint.parent)
         _put_aside(named, checkpoint)
         return Origin(named, checkpoint)
     is_run = named is not None and any((named / name).exists() for name in (_LOCK, "config.yaml"))
@@ -65,8 +67,8 @@ def choose(cfg: RunConfig, say: Callable[[str], None]) -> Origin:
                     folder=named or cfg.run.dir,
                 )
             )
-        return Origin(_new(cfg, None), None)
-    _claim(named)
+        return Origin(_new(cfg, None, say), None)
+    _claim(named, say)
     checkpoints = named / "checkpoints"
     were_there = bool(folders.published(checkpoints))
     checkpoint = folders.newest_whole(checkpoints, say)
@@ -112,9 +114,9 @@ def _checkpoint_at(path: Path, say: Callable[[str], None]) -> Path:
     return found
 
 
-def _new(cfg: RunConfig, checkpoint: Path | None) -> Path:
+def _new(cfg: RunConfig, checkpoint: Path | None, say: Callable[[str], None]) -> Path:
     folder = run_folder.create(cfg)
-    _lock(folder)
+    _lock(folder, say)
     starts.record(folder, _step(checkpoint))
     return folder
 
@@ -123,14 +125,14 @@ def _step(checkpoint: Path | None) -> int:
     return run_state.read(checkpoint).step if checkpoint else 0
 
 
-def _claim(folder: Path) -> None:
+def _claim(folder: Path, say: Callable[[str], None]) -> None:
     """Keep an existing run folder to this process, unless the run has finished, or is not this user's to write to."""
     refuse_links(folder, RunFolderError)
     if (folder / "DONE").exists():
         raise RunFolderError(
             tr("the run {folder} has finished already (DONE). For another one choose another run.name.", folder=folder)
         )
-    _lock(folder)
+    _lock(folder, say)
 
 
 def _put_aside(folder: Path, checkpoint: Path | None) -> None:
@@ -138,34 +140,39 @@ def _put_aside(folder: Path, checkpoint: Path | None) -> None:
     try:
         starts.record(folder, _step(checkpoint))
         for name in ("config.yaml", "ds_config.json", "environment.json", "FAILED"):
-            path = folder / name
-            if path.exists():
-                path.rename(_numbered(folder / "logs", path))
+            if (folder / name).exists():
+                (folder / name).rename(unused(folder / "logs" / name))
+        if (folder / "export").exists():  # of a run that died before it was DONE
+            (folder / "export").rename(unused(folder / "export.replaced"))
+        for path in folder.glob(".export.*.tmp"):
+            shutil.rmtree(path)
+        if checkpoint is not None:
+            folders.put_aside_after(checkpoint)
     except OSError as error:
         raise RunFolderError(
             tr("cannot go on in {folder}: {reason}.", folder=folder, reason=error.strerror or error)
         ) from error
 
 
-def _numbered(folder: Path, path: Path) -> Path:
-    number = 1
-    while (target := folder / f"{path.stem}-{number}{path.suffix}").exists():
-        number += 1
-    return target
-
-
 _held: list[IO[str]] = []
 """Kept open for as long as this process lives: the system lets go of the lock with it."""
 
 
-def _lock(folder: Path) -> None:
+def _lock(folder: Path, say: Callable[[str], None]) -> None:
     """Keep all others out of a run folder.
 
     Raises:
         RunFolderError: somebody works in it.
     """
     file = open(folder / _LOCK, "a+", encoding="utf-8")
-    granted, _ = try_lock(file)
+    granted, is_trusted = try_lock(file)
+    if not is_trusted:
+        say(
+            tr(
+                "WARNING: the disk of {folder} has no locks: see to it that nobody else works in this run folder.",
+                folder=folder,
+            )
+        )
     if not granted:
         file.seek(0)
         who = file.read().strip()
