@@ -70,7 +70,7 @@ def test_cut_off_and_missing_files_are_found(tmp_path: Path, size: int) -> None:
 
 def test_foreign_files_are_found(tmp_path: Path) -> None:
     made = checkpoint(tmp_path, 3)
-    (made / "notes.txt").write_text("nobody loads this")
+    (made / "notes.md").write_text("nobody loads this")
     assert problems(made) == []
     torch.save({}, made / "zero_pp_rank_0_mp_rank_00_optim_states.pt")
     assert problems(made) == ["zero_pp_rank_0_mp_rank_00_optim_states.pt: the manifest does not know it"]
