@@ -20,6 +20,7 @@ from toolkit.checkpoint.manifest import problems, record, write
 from toolkit.checkpoint.run_state import RunState
 from toolkit.checkpoint.run_state import read as read_state
 from toolkit.checkpoint.weights import weights
+from toolkit.cli import main
 from toolkit.config.schema import CheckpointConfig, RunConfig
 from toolkit.errors import CheckpointError, ConfigError
 from toolkit.train import resume
@@ -487,3 +488,11 @@ def test_an_evaluation_that_is_no_number_is_not_the_best(tmp_path: Path) -> None
     saver.folder, saver.config = tmp_path, CheckpointConfig(keep_best=True)
     rated = [{"step": 2, "eval_loss": float("nan")}, {"step": 4, "eval_loss": 1.0}, {"step": 6, "eval_loss": 2.0}]
     assert saver._best(_Pending(6, tmp_path, EngineFiles(), rated)) == [tmp_path / "step-4"]
+
+
+def test_a_checkpoint_without_its_manifest_is_damaged(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    made = checkpoint(tmp_path, 3)
+    (made / manifest.MANIFEST).unlink()
+    assert main(["verify", str(made), "forward=no"]) == 74
+    assert "DAMAGED" in capsys.readouterr().out
+    assert main(["verify", str(tmp_path / "nosuch"), "forward=no"]) == 2

@@ -41,7 +41,10 @@ def run(words: list[str]) -> int:
 
 def _found(path: Path) -> list[Path]:
     """Return what there is to verify, oldest first."""
-    if (path / manifest.MANIFEST).exists() or (path / "config.json").exists():
+    if not path.is_dir():
+        return []
+    is_one = folders.step_of_any(path.absolute()) >= 0  # by its name, though it has lost its manifest
+    if is_one or (path / manifest.MANIFEST).exists() or (path / "config.json").exists():
         return [path]
     checkpoints = path / "checkpoints" if (path / "checkpoints").is_dir() else path
     both = [*folders.published(checkpoints), *folders.weights_only(checkpoints)]

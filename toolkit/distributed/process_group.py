@@ -135,5 +135,5 @@ def on_rank0(function: Callable[[], T]) -> T:
         dist.broadcast_object_list(outcome, src=0)
     result, kind, message = outcome[0]
     if kind:
-        raise getattr(errors, kind, errors.RunFolderError)(message)
+        raise getattr(errors, kind, errors.CheckpointError)(message)  # the system's own: input or output has failed
     return result  # type: ignore[return-value]
