@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ranks import BIN, REPOSITORY, free_port, gone, kill_session, run, start, wait_for
+from ranks import BIN, REPOSITORY, alive, free_port, gone, kill_session, run, start, wait_for
 from shared import FAULTY, faulty_words, losses, rows_of, tiny
 
 from toolkit.checkpoint.folders import published
@@ -121,6 +121,32 @@ def size_at_start(folder: Path) -> int:
     """Return the length of metrics.jsonl from which the last start goes on."""
     newest = published(folder / "checkpoints")[0]
     return int(json.loads((newest / "state.json").read_text())["metrics_bytes"])
+
+
+@pytest.mark.fault("P1")
+def test_stopped_in_its_first_seconds_it_leaves_nothing(rows_file: Path, tmp_path: Path) -> None:
+    """When the launcher is there already, and no rank yet."""
+    process = start(
+        launch(*faulty_words(rows_file, tmp_path, "run", "train.max_steps=1000000")), cwd=tmp_path, FAULT="{}"
+    )
+    marker = f"run.dir={tmp_path}/runs"
+    try:
+        wait_for(lambda: any("deepspeed.launcher.launch" in words_of(pid) for pid in alive(marker)))
+        os.kill(process.pid, signal.SIGINT)
+        process.communicate(timeout=60)
+        assert process.returncode == 75
+        gone(marker, 30)
+        assert not (tmp_path / "runs" / "run" / "metrics.jsonl").exists(), "it was not in its first seconds"
+    finally:
+        kill_session(process)
+
+
+def words_of(pid: int) -> list[str]:
+    """Return the command line of a process, [] if it is gone."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_text(errors="replace").split("\0")
+    except OSError:
+        return []
 
 
 @pytest.mark.fault("K3")
