@@ -497,4 +497,5 @@ CHINESE: dict[str, str] = {
     "ssh ended with code {code}": "ssh 以代码 {code} 结束",
     "WARNING: older checkpoints could not be removed: {reason}.": "警告：无法删除较早的检查点：{reason}。",
     "WARNING: the disk of {folder} has no locks: see to it that nobody else works in this run folder.": "警告：{folder} 所在的磁盘没有文件锁：请确保没有别的进程在这个运行文件夹中工作。",
+    "CUDA_VISIBLE_DEVICES={chosen} has no effect beside a hostfile: DeepSpeed writes over it on every machine. Unset it, and choose GPUs with --include {included}.": "CUDA_VISIBLE_DEVICES={chosen} 在使用 hostfile 时不起作用：DeepSpeed 会在每台机器上覆盖它。请取消设置，并用 --include {included} 选择 GPU。",
 }

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from toolkit.cli import main
 from toolkit.errors import LaunchError
 from toolkit.launch import env_files, reach, slurm
-from toolkit.launch.resources import is_here, rank_table, used
+from toolkit.launch.resources import check_visible_devices, is_here, rank_table, used
 
 HOSTS = {"node1": 4, "node2": 4, "gpu-3": 2}
 WRONG = {
@@ -75,6 +75,12 @@ def test_numbers_are_deepspeeds(nodes: int, gpus: int) -> None:
 def test_ranks_are_counted_in_the_order_of_the_hostfile() -> None:
     resources = used(HOSTS, {"--include": "gpu-3@node1:0,2,3"})
     assert rank_table(resources) == [("node1", "0,2-3", "0-2"), ("gpu-3", "0-1", "3-4")]
+
+
+def test_a_choice_that_would_be_written_over() -> None:
+    check_visible_devices({"a": [0]}, {"CUDA_VISIBLE_DEVICES": ""})
+    with pytest.raises(LaunchError, match=r"CUDA_VISIBLE_DEVICES=2,3 has no effect .* --include a:2,3@b:2,3\."):
+        check_visible_devices({"a": [0], "b": [0]}, {"CUDA_VISIBLE_DEVICES": "2,3"})
 
 
 def test_names() -> None:

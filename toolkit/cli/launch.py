@@ -129,6 +129,7 @@ def _machines(options: Mapping[str, str]) -> resources.Resources:
     if not path:
         return {"localhost": []}
     hosts = resources.used(hostfile.read(Path(path)), options)
+    resources.check_visible_devices(hosts)
     ancestors.check_machines(hosts, options, Path.cwd(), resources.is_here)
     reach.check(hosts, options)
     rows = resources.rank_table(hosts)

@@ -1,6 +1,7 @@
 """Which GPUs of a hostfile's machines take part, as DeepSpeed's launcher chooses them, and which rank runs where."""
 
 import ipaddress
+import os
 import socket
 from collections.abc import Mapping
 
@@ -96,6 +97,27 @@ def _named(specification: str, there: Resources, option: str) -> Resources:
             )
         named[host] = sorted({*named.get(host, []), *map(int, numbers)})
     return named
+
+
+def check_visible_devices(hosts: Resources, environ: Mapping[str, str] = os.environ) -> None:
+    """Refuse a choice of GPUs that DeepSpeed's launcher (0.19.8, launch.py) writes over beside a hostfile.
+
+    Args:
+        hosts: those that take part.
+        environ: where the command was typed.
+
+    Raises:
+        LaunchError: CUDA_VISIBLE_DEVICES is set.
+    """
+    if chosen := environ.get("CUDA_VISIBLE_DEVICES"):
+        raise LaunchError(
+            tr(
+                "CUDA_VISIBLE_DEVICES={chosen} has no effect beside a hostfile: DeepSpeed writes over it on every "
+                "machine. Unset it, and choose GPUs with --include {included}.",
+                chosen=chosen,
+                included="@".join(f"{host}:{chosen}" for host in hosts),
+            )
+        )
 
 
 def rank_table(resources: Resources) -> list[tuple[str, str, str]]:
