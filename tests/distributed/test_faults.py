@@ -183,6 +183,7 @@ def test_a_rank_that_hangs_is_noticed_and_named(
     assert losses(folder) == straight
 
 
+@pytest.mark.nightly  # test_battery.py holds the lock to it twenty times without whole runs
 @pytest.mark.fault("X1")
 def test_two_runs_started_at_once(rows_file: Path, tmp_path: Path) -> None:
     command = faulty_words(rows_file, tmp_path, "run")
