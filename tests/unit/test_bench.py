@@ -42,4 +42,4 @@ def test_results_are_never_overwritten(tmp_path: Path, capsys: pytest.CaptureFix
     assert "is not a list of results" in capsys.readouterr().err
     assert output.read_text(encoding="utf-8") == "{}"
     assert main(["bench", "everything"]) == 2
-    assert "Known: data." in capsys.readouterr().err
+    assert "Known: data, resume, faults." in capsys.readouterr().err
