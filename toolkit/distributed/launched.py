@@ -19,7 +19,7 @@ from toolkit.distributed.orphans import end_with_parent
 _POLL_S = 0.2
 _AGAIN_S = 1.0
 """Ranks that start while a signal is passed on get it a moment later."""
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 
 
 class Requests:
@@ -31,7 +31,8 @@ class Requests:
         self.is_new = False
         """Whether it has not been passed on yet."""
         for number in SIGNALS:
-            signal.signal(number, self._note)
+            if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:  # as nohup has it
+                signal.signal(number, self._note)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         self.last, self.is_new = number, True

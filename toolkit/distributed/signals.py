@@ -1,4 +1,5 @@
-"""SIGINT, SIGTERM and SIGUSR1 (Slurm's warning): noted at once, acted on by all ranks at the next step boundary.
+"""SIGINT, SIGTERM, SIGUSR1 (Slurm's warning) and SIGHUP (a closed terminal): noted at once, acted on by all ranks at
+the next step boundary.
 
 Launchers signal ranks one by one, DeepSpeed's up to 30 s apart, so a rank must never act on a signal alone: its peers
 would wait for it in a collective. The flag rides on the sum that each step needs anyway.
@@ -11,7 +12,7 @@ from types import FrameType
 from toolkit.errors import Stopped
 from toolkit.messages import tr
 
-_CAUGHT = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+_CAUGHT = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 _received = ""
 _deferred = False
 
@@ -19,7 +20,8 @@ _deferred = False
 def install() -> None:
     """Catch them. Before `defer` they end this process; afterwards they only raise the flag."""
     for number in _CAUGHT:
-        signal.signal(number, _handle)
+        if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:  # as nohup has it
+            signal.signal(number, _handle)
 
 
 def end_in_silence() -> None:
