@@ -44,9 +44,10 @@ def main() -> None:
     from toolkit.cli.session import run_session
     from toolkit.distributed import failure, process_group
     from toolkit.errors import Diverged
-    from toolkit.train import resume
+    from toolkit.train import checkpoint, resume
     from toolkit.train.prepared import prepare_data
 
+    checkpoint._PROBE_S = 60.0  # a probe in every checkpoint, though these follow each other within a second
     get_accelerator().is_fp16_supported = lambda: True
     get_accelerator().supported_dtypes = lambda: [torch.float32, torch.bfloat16, torch.float16]
     for index, case in enumerate(cases):

@@ -419,7 +419,7 @@ def test_a_slow_probe_is_not_taken_at_every_save(tmp_path: Path, monkeypatch: py
     saver = Saver.__new__(Saver)
     saver._probe_s, saver._probed_at = 0.0, 0.0
     assert saver._may_probe()
-    saver._probe_s, saver._probed_at = 0.19, 1000.0
+    saver._probe_s, saver._probed_at = 0.019, 1000.0
     assert saver._may_probe(), "a quick one always"
     saver._probe_s = 3.0
     assert not saver._may_probe()

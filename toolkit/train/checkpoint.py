@@ -35,7 +35,7 @@ from toolkit.train.thinning import Thinning
 
 _ROOM = 1.1
 """Free space that a save wants, as a multiple of the last checkpoint's size."""
-_PROBE_S, _PROBE_SHARE = 0.2, 0.01
+_PROBE_S, _PROBE_SHARE = 0.02, 0.01
 """A probe may take so many seconds, or so much of the time since the last: under ZeRO-3 it gathers all parameters."""
 _FIRST_BYTES_PER_PARAMETER = 12
 """What a checkpoint takes at least: fp32 weights and two moments. Where that has no room it need not be tried."""
