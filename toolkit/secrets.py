@@ -10,7 +10,6 @@ import logging
 import os
 import re
 import traceback
-from collections.abc import Iterator
 from typing import Any
 
 MASK = "***"
@@ -30,23 +29,37 @@ _FORMS = re.compile(
 
 def hide(text: str) -> str:
     """Return a text with `***` in the place of every secret."""
-    for secret in sorted(_values(), key=len, reverse=True):
-        text = text.replace(secret, MASK)
-    return _FORMS.sub(MASK, _URL.sub(rf"\1{MASK}@", text))
+    return str(_hidden(text, _secrets()))
 
 
 def hide_all(value: Any) -> Any:
     """Return a value of dicts, lists and plain values with the secrets hidden in all its texts."""
+    _learn(value)
+    return _hidden(value, _secrets())
+
+
+def _hidden(value: Any, secrets: list[str]) -> Any:
     if isinstance(value, str):
-        return hide(value)
+        for secret in secrets:
+            value = value.replace(secret, MASK)
+        return _FORMS.sub(MASK, _URL.sub(rf"\1{MASK}@", value))
+    if isinstance(value, dict):
+        return {_hidden(name, secrets): _hidden(item, secrets) for name, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(_hidden(item, secrets) for item in value)
+    return value
+
+
+def _learn(value: Any) -> None:
+    """Take note of the secrets among a config's keys."""
     if isinstance(value, dict):
         for name, item in value.items():
             if isinstance(item, str) and _CONFIG_NAME.search(str(name)) and _is_secret(item):
                 _learned.add(item)
-        return {hide_all(name): hide_all(item) for name, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return type(value)(hide_all(item) for item in value)
-    return value
+            _learn(item)
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            _learn(item)
 
 
 def are_same(left: Any, right: Any) -> bool:
@@ -59,11 +72,11 @@ def _fits(hidden: str, text: str) -> bool:
     return MASK in hidden and re.fullmatch(pattern, text, re.DOTALL) is not None
 
 
-def _values() -> Iterator[str]:
-    """Yield the known secrets, in each form in which they may be written."""
+def _secrets() -> list[str]:
+    """Return the known secrets, in each form in which they may be written, the longest first."""
     named = {value for name, value in os.environ.items() if _NAME.search(name) and _is_secret(value)}
-    for value in named | _learned:
-        yield from {value, json.dumps(value)[1:-1], repr(value)[1:-1]}
+    forms = {form for value in named | _learned for form in (value, json.dumps(value)[1:-1], repr(value)[1:-1])}
+    return sorted(forms, key=len, reverse=True)
 
 
 def _is_secret(value: str) -> bool:

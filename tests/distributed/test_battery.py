@@ -11,7 +11,6 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -77,28 +76,17 @@ def test_a_hard_life_in_a_strange_place(rows_file: Path, tmp_path: Path, straigh
     assert (run_folder / "DONE").exists()
 
 
-@pytest.fixture
-def disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 48 MB."""
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=48m", "tmpfs", str(folder)], capture_output=True)
-    if mounted.returncode:
-        pytest.skip("mounting a small file system is not allowed here")
-    try:
-        yield folder
-    finally:
-        subprocess.run(["umount", "-l", str(folder)], check=True)
-
-
 @pytest.mark.fault("E1")
-def test_a_disk_that_is_full_for_a_while(rows_file: Path, disk: Path, straight: list[float], tmp_path: Path) -> None:
+@pytest.mark.parametrize("small_disk", ["48m"], indirect=True)
+def test_a_disk_that_is_full_for_a_while(
+    rows_file: Path, small_disk: Path, straight: list[float], tmp_path: Path
+) -> None:
     """Full from step 3 on, before a save at step 4; there is room again in step 6."""
-    words = [*faulty_words(rows_file, tmp_path, "run"), f"run.dir={disk}/runs", "checkpoint.every=4"]
-    fault = {"at": "step", "step": 3, "rank": 0, "do": "fill", "free_at": 6, "ballast": str(disk / "ballast")}
+    words = [*faulty_words(rows_file, tmp_path, "run"), f"run.dir={small_disk}/runs", "checkpoint.every=4"]
+    fault = {"at": "step", "step": 3, "rank": 0, "do": "fill", "free_at": 6, "ballast": str(small_disk / "ballast")}
     finished = life(tmp_path, words, fault)
     assert finished.code == 0, finished.output[-3000:]
-    folder = disk / "runs" / "run"
+    folder = small_disk / "runs" / "run"
     assert "WARNING: the checkpoint step-4 could not be saved: " in finished.output, finished.output[-5000:]
     assert losses(folder) == straight
     found = published(folder / "checkpoints")
@@ -108,20 +96,25 @@ def test_a_disk_that_is_full_for_a_while(rows_file: Path, disk: Path, straight: 
 
 
 @pytest.mark.fault("E1", "E3")
-def test_a_disk_that_stays_full_and_one_that_cannot_be_written(rows_file: Path, disk: Path, tmp_path: Path) -> None:
-    words = [*faulty_words(rows_file, tmp_path, "run"), f"run.dir={disk}/runs"]
-    fault = {"at": "step", "step": 7, "rank": 0, "do": "fill", "free_at": 0, "ballast": str(disk / "ballast")}
+@pytest.mark.parametrize("small_disk", ["48m"], indirect=True)
+def test_a_disk_that_stays_full_and_one_that_cannot_be_written(
+    rows_file: Path, small_disk: Path, tmp_path: Path
+) -> None:
+    words = [*faulty_words(rows_file, tmp_path, "run"), f"run.dir={small_disk}/runs"]
+    fault = {"at": "step", "step": 7, "rank": 0, "do": "fill", "free_at": 0, "ballast": str(small_disk / "ballast")}
     finished = life(tmp_path, words, fault)
     assert finished.code != 0
     assert "CheckpointError: the last checkpoint could not be saved" in finished.output, finished.output[-3000:]
-    assert not (disk / "runs" / "run" / "DONE").exists()
-    newest = newest_whole(disk / "runs" / "run" / "checkpoints", print)
+    assert not (small_disk / "runs" / "run" / "DONE").exists()
+    newest = newest_whole(small_disk / "runs" / "run" / "checkpoints", print)
     assert newest is not None and newest.name in ("step-4", "step-6")
-    (disk / "ballast").unlink()
-    subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)
+    (small_disk / "ballast").unlink()
+    subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
     refused = life(tmp_path, words, {}, num_ranks=1)
     assert refused.code != 0
-    assert f"run.dir = {disk}/runs: {disk}/runs cannot be written to" in refused.output, refused.output[-2000:]
+    assert f"run.dir = {small_disk}/runs: {small_disk}/runs cannot be written to" in refused.output, refused.output[
+        -2000:
+    ]
     assert "Traceback" not in refused.output
 
 

@@ -440,6 +440,7 @@ def test_going_back_in_a_run_puts_aside_what_came_after(tmp_path: Path) -> None:
         checkpoint(run / "checkpoints", step)
     for name in ("export", ".export.abc.tmp", "checkpoints/step-4.universal", "checkpoints/step-6-weights"):
         (run / name).mkdir()
+    (run / "checkpoints" / "step-4.universal.lock").touch()
     (run / "FAILED").touch()
     cfg.resume = str(run / "checkpoints" / "step-2")
     assert resume.choose(cfg, print) == resume.Origin(run, run / "checkpoints" / "step-2")

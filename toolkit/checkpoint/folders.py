@@ -161,4 +161,7 @@ def remove_unfinished(checkpoints: Path) -> None:
     # Of a checkpoint, and of weights; one converted for other ranks may be that of an earlier checkpoint of its name.
     for pattern in (f"{_PREFIX}*.tmp", f".{_PREFIX}*.tmp", f"{_PREFIX}*.universal*"):
         for path in checkpoints.glob(pattern) if checkpoints.is_dir() else []:
-            shutil.rmtree(path)
+            if path.is_dir():
+                shutil.rmtree(path)
+            else:  # the lock beside what is converted
+                path.unlink()

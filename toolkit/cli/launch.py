@@ -20,10 +20,10 @@ from toolkit.cli.compose import compose
 from toolkit.config.checks import check
 from toolkit.config.schema import RunConfig
 from toolkit.distributed import launched
-from toolkit.errors import CheckpointError, Diverged, LaunchError, RunFolderError, Stopped, ToolkitError
+from toolkit.errors import CheckpointError, Diverged, LaunchError, Stopped, ToolkitError
 from toolkit.launch import ancestors, env_files, environment, hostfile, reach, report, resources
 from toolkit.messages import say, tr
-from toolkit.train import starts
+from toolkit.train import run_folder, starts
 
 SCRIPT = Path(__file__).parents[2] / "run.py"
 """There in a checkout, not in an installed package."""
@@ -37,8 +37,7 @@ def run(words: list[str]) -> int:
     """Launch, and launch again as often as that can help and is asked for."""
     options, rest = ancestors.split(words)
     cfg = _checked(rest)
-    folder = Path(cfg.run.dir).absolute()
-    hosts = _machines(options)
+    folder, hosts = run_folder.make_parent(cfg), _machines(options)
     command = [sys.executable, "-m", "deepspeed.launcher.runner", *_quiet(options), *reach.options_for(hosts, options)]
     command += [*words[: len(words) - len(rest)], *program(), *reach.words_for(hosts, options, rest)]
     say(tr("Starts:  {command}", command=shlex.join(["deepspeed", *command[3:]])))
@@ -47,9 +46,7 @@ def run(words: list[str]) -> int:
     while True:
         life = _Life(folder, restart, most, died)
         try:
-            child = launched.run(
-                command, life.environ, len(rest), requests, life.look, float(cfg.distributed.timeout_s)
-            )
+            child = launched.run(command, life.environ, rest, requests, life.look, float(cfg.distributed.timeout_s))
             told = life.last_words(float(cfg.distributed.timeout_s) if requests.last and len(hosts) > 1 else 0.0)
         finally:
             life.path.unlink(missing_ok=True)
@@ -109,28 +106,17 @@ def _checked(rest: Sequence[str]) -> RunConfig:
         )
     composed = compose(rest, world_size=None)
     check(composed.loaded, files=False)
-    folder = Path(composed.loaded.cfg.run.dir)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise RunFolderError(
-            tr(
-                "cannot make a run folder below {folder}: {reason}. Set run.dir to a folder that you may write to.",
-                folder=folder,
-                reason=error.strerror,
-            )
-        ) from error
     return composed.loaded.cfg
 
 
 def _machines(options: Mapping[str, str]) -> resources.Resources:
-    """Check the machines of a hostfile, say which rank runs where, and return them; without one this machine."""
+    """Check the machines of a hostfile, say which rank runs where, and return them; {} without one."""
     path = options.get("--hostfile") or options.get("-H")
     if not path:
-        return {"localhost": []}
+        return {}
     hosts = resources.used(hostfile.read(Path(path)), options)
     resources.check_visible_devices(hosts)
-    ancestors.check_machines(hosts, options, Path.cwd(), resources.is_here)
+    ancestors.check_machines(hosts, options, resources.is_here)
     reach.check(hosts, options)
     rows = resources.rank_table(hosts)
     widths = [max(len(row[column]) for row in rows) for column in range(3)]

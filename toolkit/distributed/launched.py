@@ -41,7 +41,7 @@ class Requests:
 def run(
     command: Sequence[str],
     environ: Mapping[str, str],
-    num_words: int,
+    words: Sequence[str],
     requests: Requests,
     look: Callable[[], None],
     patience_s: float,
@@ -51,7 +51,7 @@ def run(
     Args:
         command: the launcher with everything that it gets.
         environ: the environment.
-        num_words: how many of the last words are the ranks' own, by which they are known.
+        words: the ranks' own, recipe and overrides, by which they are known.
         requests: signals; they are passed on to all ranks at once.
         look: called several times a second.
         patience_s: how long what has lost its launcher may take to end, until it is killed.
@@ -63,7 +63,6 @@ def run(
     process = subprocess.Popen(  # noqa: S603
         command, env=environ, stdin=subprocess.DEVNULL, start_new_session=True, preexec_fn=end_with_parent
     )
-    words = list(command[len(command) - num_words :])
     passed = ended = 0.0
     while (code := process.poll()) is None or _session(process.pid):
         now = time.monotonic()
@@ -108,11 +107,11 @@ def _launchers(session: int) -> list[psutil.Process]:
     return found
 
 
-def _ranks(session: int, words: list[str]) -> list[psutil.Process]:
+def _ranks(session: int, words: Sequence[str]) -> list[psutil.Process]:
     """Return the ranks of a session: they have a rank and the run's words, and are no children of a rank."""
     found = {}
     for process in _session(session):
         with suppress(psutil.Error):
-            if process.cmdline()[-len(words) :] == words and "LOCAL_RANK" in process.environ():
+            if process.cmdline()[-len(words) :] == list(words) and "LOCAL_RANK" in process.environ():
                 found[process.pid] = process.ppid()
     return [psutil.Process(pid) for pid, parent in found.items() if parent not in found and psutil.pid_exists(pid)]

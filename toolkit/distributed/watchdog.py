@@ -99,8 +99,11 @@ class Watchdog:
     def _beat(self) -> None:
         self.beats += 1
         me = {"pid": os.getpid(), "host": socket.gethostname(), "beats": self.beats, "phase": self.phase}
+        path = self._path(self.rank)
+        new = path.with_name(f".{path.name}.{threading.current_thread().name}")
         with suppress(OSError):  # a full disk is no hang
-            self._path(self.rank).write_text(json.dumps({**me, "step": self.step}), encoding="utf-8")
+            new.write_text(json.dumps({**me, "step": self.step}), encoding="utf-8")
+            os.replace(new, path)  # ranks beat and read in lockstep: a file cut off for writing is often seen
 
     def _read(self) -> dict[int, dict[str, Any]]:
         found = {}

@@ -78,19 +78,18 @@ def check_launcher(
                     nodes=nodes,
                 )
             )
-        check_machines(hosts, options, folder, is_here)
+        check_machines(hosts, options, is_here)
+        if len(hosts) > 1:
+            env_files.passed_on(folder)
         return
 
 
-def check_machines(
-    hosts: resources.Resources, options: Mapping[str, str], folder: Path, is_here: Callable[[str], bool]
-) -> None:
-    """Refuse what DeepSpeed would do in silence: train here although another machine was named, take anybody's file.
+def check_machines(hosts: resources.Resources, options: Mapping[str, str], is_here: Callable[[str], bool]) -> None:
+    """Refuse what DeepSpeed would do in silence: train here although another machine was named.
 
     Args:
         hosts: those that take part.
         options: of `deepspeed`.
-        folder: where it was typed.
         is_here: whether a name means this machine.
 
     Raises:
@@ -106,8 +105,6 @@ def check_machines(
                 here=socket.gethostname(),
             )
         )
-    if len(hosts) > 1:
-        env_files.passed_on(folder)
 
 
 def deepspeed_options(words: list[str]) -> dict[str, str]:

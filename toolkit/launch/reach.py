@@ -17,14 +17,13 @@ _BACKENDS = {"pdsh": ("pdsh", "apt install pdsh"), "openmpi": ("ompi_info", "apt
 
 
 def options_for(hosts: Resources, options: Mapping[str, str]) -> list[str]:
-    """Return options by which DeepSpeed's launcher needs no ssh to this machine, if it is the only one.
+    """Return options by which DeepSpeed's launcher needs no ssh to this machine, if a hostfile leaves it alone.
 
     Args:
-        hosts: those that take part; one alone is this machine, see `ancestors.check_machines`, without GPUs where no
-            hostfile names it.
+        hosts: those that take part; one alone is this machine, see `ancestors.check_machines`; {} without a hostfile.
         options: of `deepspeed`.
     """
-    if len(hosts) > 1 or not next(iter(hosts.values())) or "--force_multi" in options or "--no_ssh" in options:
+    if not hosts or _logs_in(hosts, options) or "--no_ssh" in options:
         return []
     more = [] if "--no_ssh_check" in options else ["--no_ssh_check"]
     return more if "--master_addr" in options else [*more, "--master_addr", "127.0.0.1"]
@@ -37,15 +36,22 @@ def words_for(hosts: Resources, options: Mapping[str, str], words: Sequence[str]
     0.19.8, PDSHRunner.parse_user_args): braces, `$`, globs and quotes would not survive.
 
     Args:
-        hosts: those that take part.
+        hosts: those that take part; {} without a hostfile.
         options: of `deepspeed`.
         words: recipe and overrides.
     """
-    if (len(hosts) == 1 and "--force_multi" not in options) or options.get("--launcher", "pdsh").lower() != "pdsh":
-        return list(words)
-    if "--no_ssh" in options:
+    if not _logs_in(hosts, options) or _launcher(options) != "pdsh":
         return list(words)
     return [re.sub(r"([\\$`])", r"\\\1", word) if " " in word else shlex.quote(word) for word in words]
+
+
+def _logs_in(hosts: Resources, options: Mapping[str, str]) -> bool:
+    """Whether DeepSpeed's launcher starts ranks through other machines' shells."""
+    return (len(hosts) > 1 or "--force_multi" in options) and "--no_ssh" not in options
+
+
+def _launcher(options: Mapping[str, str]) -> str:
+    return options.get("--launcher", "pdsh").lower()
 
 
 def check(hosts: Resources, options: Mapping[str, str]) -> None:
@@ -58,9 +64,9 @@ def check(hosts: Resources, options: Mapping[str, str]) -> None:
     Raises:
         LaunchError: some cannot be reached, with what ssh said, or the launcher's own program is not installed.
     """
-    if options_for(hosts, options) or "--no_ssh" in options:
+    if not _logs_in(hosts, options):
         return
-    program, source = _BACKENDS.get(options.get("--launcher", "pdsh").lower(), ("", ""))
+    program, source = _BACKENDS.get(_launcher(options), ("", ""))
     if program and not shutil.which(program):
         raise LaunchError(
             tr(

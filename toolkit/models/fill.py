@@ -123,7 +123,7 @@ def differences(model: PreTrainedModel, state: Mapping[str, torch.Tensor]) -> li
         expected, found = shapes.get(name), tuple(value.shape)
         if expected is None:
             wrong.append(tr("{name}: the model has no such tensor", name=name))
-        elif expected is not None and found != expected:
+        elif found != expected:
             wrong.append(tr("{name}: {found} instead of {expected}", name=name, found=found, expected=expected))
     return wrong
 

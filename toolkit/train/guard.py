@@ -57,25 +57,21 @@ class Guard:
     Args:
         engine: the engine.
         config: how much is a spike, and how many skipped steps in a row are too many.
-        losses: of the last good steps.
-        grad_norms: of the last good steps.
-        skips_in_a_row: skipped steps just before.
     """
 
-    def __init__(
-        self,
-        engine: DeepSpeedEngine,
-        config: TrainConfig,
-        losses: Sequence[float] = (),
-        grad_norms: Sequence[float] = (),
-        skips_in_a_row: int = 0,
-    ) -> None:
+    def __init__(self, engine: DeepSpeedEngine, config: TrainConfig) -> None:
         self.engine, self.config = engine, config
         self.gate = UpdateGate(engine, self._may_update)
-        self.restart(losses, grad_norms, skips_in_a_row)
+        self.restart((), (), 0)
 
     def restart(self, losses: Sequence[float], grad_norms: Sequence[float], skips_in_a_row: int) -> None:
-        """Forget all but what is given; after a checkpoint was loaded into the engine."""
+        """Forget all but what is given; at the beginning, and after a checkpoint was loaded into the engine.
+
+        Args:
+            losses: of the last good steps.
+            grad_norms: of the last good steps.
+            skips_in_a_row: skipped steps just before.
+        """
         self.losses, self.grad_norms = deque(losses, WINDOW), deque(grad_norms, WINDOW)
         self.skips_in_a_row, self._skipped = skips_in_a_row, self.engine.skipped_steps
         self.loss = math.nan

@@ -170,8 +170,8 @@ class _Run:
         last = step == job.total_steps
         save = _due(step, cfg.checkpoint.every) or (last and cfg.checkpoint.at_end) or self._again() or self.postponed
         # The loss of the step after an update is what shows whether the update has spoilt the weights.
-        self.postponed = save and not last and self.guard.has_bad_loss
-        save = stops or (save and not self.postponed and not self.guard.is_spoilt)
+        self.postponed = save and (self.guard.is_spoilt if last else self.guard.has_bad_loss)
+        save = stops or (save and not self.postponed)
         evaluate = job.evaluate is not None and (_due(step, cfg.evaluate.every) or last) and not stops
         if log or save or evaluate or last or step == 1 or step % cfg.train.log_every == 0:
             self._log(lr)

@@ -34,10 +34,9 @@ def create(cfg: RunConfig) -> Path:
     Raises:
         RunFolderError: the named folder exists, or the place is not writable, or not this user's to write to.
     """
-    parent = Path(cfg.run.dir).absolute()
-    refuse_links(parent, RunFolderError, [cfg.run.name] if cfg.run.name else [])
+    refuse_links(Path(cfg.run.dir).absolute(), RunFolderError, [cfg.run.name] if cfg.run.name else [])
+    parent = make_parent(cfg)
     try:
-        parent.mkdir(parents=True, exist_ok=True)
         if cfg.run.name:
             folder = parent / cfg.run.name
             folder.mkdir()
@@ -52,14 +51,32 @@ def create(cfg: RunConfig) -> Path:
             )
         ) from error
     except OSError as error:
-        raise RunFolderError(
-            tr(
-                "cannot make a run folder below {folder}: {reason}. Set run.dir to a folder that you may write to.",
-                folder=parent,
-                reason=error.strerror,
-            )
-        ) from error
+        raise _refused(parent, error) from error
     return folder
+
+
+def make_parent(cfg: RunConfig) -> Path:
+    """Make the folder that holds the run folders and return its absolute path.
+
+    Raises:
+        RunFolderError: the place is not writable.
+    """
+    parent = Path(cfg.run.dir).absolute()
+    try:
+        parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise _refused(parent, error) from error
+    return parent
+
+
+def _refused(parent: Path, error: OSError) -> RunFolderError:
+    return RunFolderError(
+        tr(
+            "cannot make a run folder below {folder}: {reason}. Set run.dir to a folder that you may write to.",
+            folder=parent,
+            reason=error.strerror,
+        )
+    )
 
 
 def _make_dated(parent: Path, recipe: str) -> Path:
