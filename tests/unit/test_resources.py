@@ -159,12 +159,13 @@ esac
 
 def test_machines_that_cannot_be_reached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     hosts = {"good1": [0], "strange": [0], "bad": [0]}
-    monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
+    monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(LaunchError, match="several machines need pdsh, which is not installed here"):
         reach.check(hosts, {})
     for name, text in (("ssh", SSH), ("pdsh", "#!/bin/sh\n")):
         (tmp_path / name).write_text(text)
         (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
     with pytest.raises(LaunchError) as caught:
         reach.check(hosts, {"--ssh_port": "2222"})
     lines = str(caught.value).splitlines()

@@ -26,31 +26,35 @@ def check(environ: Mapping[str, str], proc: Path = Path("/proc")) -> None:
     Raises:
         LaunchError: there is such a lock.
     """
-    for lock in _locks(environ):
-        try:
-            # Another machine may be building in a folder that is shared: then something in it is new.
-            age_s = time.time() - max(path.stat().st_mtime for path in (lock, *lock.parent.iterdir()))
-        except OSError:  # it has just been released
-            continue
-        if age_s > YOUNG_S and not _is_being_built(lock.parent, proc):
-            raise LaunchError(
-                tr(
-                    "{lock} was left {minutes} minutes ago by a build that did not come to its end, and nobody builds "
-                    "there now on this machine: this run would wait for it for ever. Remove it:  rm {lock}",
-                    lock=lock,
-                    minutes=f"{age_s / 60:,.0f}",
-                )
+    for lock, age_s in stale(environ, proc):
+        raise LaunchError(
+            tr(
+                "{lock} was left {minutes} minutes ago by a build that did not come to its end, and nobody builds "
+                "there now on this machine: this run would wait for it for ever. Remove it:  rm {lock}",
+                lock=lock,
+                minutes=f"{age_s / 60:,.0f}",
             )
+        )
 
 
-def _locks(environ: Mapping[str, str]) -> Iterator[Path]:
+def stale(environ: Mapping[str, str], proc: Path = Path("/proc")) -> Iterator[tuple[Path, float]]:
+    """Yield the locks that nobody holds, and the seconds since anything happened beside them."""
+    for root in roots(environ):
+        for lock in (root / name / "lock" for name in OPS):
+            try:
+                # Another machine may be building in a folder that is shared: then something in it is new.
+                age_s = time.time() - max(path.stat().st_mtime for path in (lock, *lock.parent.iterdir()))
+            except OSError:  # there is none, or it has just been released
+                continue
+            if age_s > YOUNG_S and not _is_being_built(lock.parent, proc):
+                yield lock, age_s
+
+
+def roots(environ: Mapping[str, str]) -> list[Path]:
+    """Return the folders in which PyTorch builds ops, one folder each."""
     named = environ.get("TORCH_EXTENSIONS_DIR")
     cache = Path(environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    roots = [Path(named)] if named else sorted((cache / "torch_extensions").glob("py*"))
-    for root in roots:
-        for name in OPS:
-            if (root / name / "lock").exists():
-                yield root / name / "lock"
+    return [Path(named)] if named else sorted((cache / "torch_extensions").glob("py*"))
 
 
 def _is_being_built(folder: Path, proc: Path) -> bool:
