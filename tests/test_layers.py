@@ -35,6 +35,7 @@ LAYERS = {
     "toolkit.evaluate": 4,
     "toolkit.export": 4,
     "toolkit.bench": 5,
+    "toolkit.doctor": 5,
     "toolkit.testing": 5,
     "toolkit.cli": 6,
     "toolkit.__main__": 7,
@@ -135,6 +136,7 @@ def test_planning_needs_no_torch() -> None:
         "toolkit.cli.export_config",
         "toolkit.cli.prepare",
         "toolkit.cli.launch",
+        "toolkit.cli.doctor",
         "toolkit.cli.verify",
         "toolkit.cli.export_model",
     ]

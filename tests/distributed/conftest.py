@@ -1,9 +1,23 @@
 """Fixtures of this folder."""
 
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+
+import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parents[1] / "chatglm"))
 
+from cluster import HOSTS, Cluster, down, up
 from shared import rows_file, straight  # noqa: F401
+
+
+@pytest.fixture(scope="session")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """Three machines, see scripts/fake_cluster; skipped, with the reason, where they may not be made."""
+    found, reason = up(tmp_path_factory.mktemp("cluster") / "fake", len(HOSTS))
+    if found is None:
+        pytest.skip(reason)
+    yield found
+    down(found)

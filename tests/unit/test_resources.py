@@ -147,33 +147,15 @@ def test_files_with_variables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         env_files.passed_on(here)
 
 
-SSH = """#!/bin/sh
-for last; do :; done
-case "$*" in
-  *good*) exit 0 ;;
-  *strange*) echo "Host key verification failed." >&2; exit 255 ;;
-  *) echo "warning: x" >&2; echo "$USER@bad: Permission denied (publickey)." >&2; exit 255 ;;
-esac
-"""
-
-
-def test_machines_that_cannot_be_reached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    hosts = {"good1": [0], "strange": [0], "bad": [0]}
+def test_the_launchers_program_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hosts = {"good1": [0], "good2": [0]}
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(LaunchError, match="several machines need pdsh, which is not installed here"):
-        reach.check(hosts, {})
-    for name, text in (("ssh", SSH), ("pdsh", "#!/bin/sh\n")):
-        (tmp_path / name).write_text(text)
-        (tmp_path / name).chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
-    with pytest.raises(LaunchError) as caught:
-        reach.check(hosts, {"--ssh_port": "2222"})
-    lines = str(caught.value).splitlines()
-    assert lines[0] == "2 of 3 machines cannot be reached through ssh without a password:"
-    assert lines[1] == "  strange: Host key verification failed."
-    assert lines[2].startswith("  bad: ") and lines[2].endswith("@bad: Permission denied (publickey).")
-    reach.check({"good1": [0], "good2": [0]}, {})
-    reach.check(hosts, {"--no_ssh_check": ""})
+        reach.check_program(hosts, {})
+    reach.check_program({"good1": [0]}, {})
+    (tmp_path / "pdsh").write_text("#!/bin/sh\n")
+    (tmp_path / "pdsh").chmod(0o755)
+    reach.check_program(hosts, {})
 
 
 def test_this_machine_alone_needs_no_ssh() -> None:

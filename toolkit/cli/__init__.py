@@ -21,6 +21,7 @@ COMMANDS = {
     "export-model": "toolkit.cli.export_model",
     "verify": "toolkit.cli.verify",
     "hostfile": "toolkit.cli.hostfile",
+    "doctor": "toolkit.cli.doctor",
     "bench": "toolkit.cli.bench",
 }
 

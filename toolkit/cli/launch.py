@@ -1,8 +1,9 @@
 """Train under DeepSpeed's launcher; pass on the ranks' exit code, and start again what died.
 
-toolkit launch [launcher options] recipe=NAME [key=value …]
+toolkit launch [launcher options] recipe=NAME [hostfile=FILE] [key=value …]
 
-  --hostfile FILE, --num_gpus N, --include …   options of `deepspeed`, before the first key=value
+  --num_gpus N, --include …   options of `deepspeed`, before the first key=value
+  hostfile=FILE               several machines, examined as by `toolkit doctor quick=true`; --no_ssh_check leaves that
   recipe=NAME, key=value                       as for `toolkit train`
   run.max_restarts=N                           start again, up to N times, a run that died or hung
 """
@@ -16,10 +17,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from toolkit.cli import doctor
 from toolkit.cli.compose import compose
 from toolkit.config.checks import check
 from toolkit.config.schema import RunConfig
 from toolkit.distributed import launched
+from toolkit.doctor.examine import Examination
+from toolkit.doctor.judge import ERROR, WARNING
 from toolkit.errors import CheckpointError, Diverged, LaunchError, Stopped, ToolkitError
 from toolkit.launch import ancestors, env_files, environment, hostfile, reach, report, resources
 from toolkit.messages import say, tr
@@ -35,11 +39,11 @@ _KILLED = 128
 
 def run(words: list[str]) -> int:
     """Launch, and launch again as often as that can help and is asked for."""
-    options, rest = ancestors.split(words)
+    mine, options, rest = ancestors.typed(words)
     cfg = _checked(rest)
-    folder, hosts = run_folder.make_parent(cfg), _machines(options)
+    folder, hosts = run_folder.make_parent(cfg), _machines(options, rest, cfg)
     command = [sys.executable, "-m", "deepspeed.launcher.runner", *_quiet(options), *reach.options_for(hosts, options)]
-    command += [*words[: len(words) - len(rest)], *program(), *reach.words_for(hosts, options, rest)]
+    command += [*mine, *program(), *reach.words_for(hosts, options, rest)]
     say(tr("Starts:  {command}", command=shlex.join(["deepspeed", *command[3:]])))
     requests, most = launched.Requests(), cfg.run.max_restarts
     restart, died = 0, 0.0
@@ -109,7 +113,7 @@ def _checked(rest: Sequence[str]) -> RunConfig:
     return composed.loaded.cfg
 
 
-def _machines(options: Mapping[str, str]) -> resources.Resources:
+def _machines(options: Mapping[str, str], words: Sequence[str], cfg: RunConfig) -> resources.Resources:
     """Check the machines of a hostfile, say which rank runs where, and return them; {} without one."""
     path = options.get("--hostfile") or options.get("-H")
     if not path:
@@ -117,7 +121,9 @@ def _machines(options: Mapping[str, str]) -> resources.Resources:
     hosts = resources.used(hostfile.read(Path(path)), options)
     resources.check_visible_devices(hosts)
     ancestors.check_machines(hosts, options, resources.is_here)
-    reach.check(hosts, options)
+    reach.check_program(hosts, options)
+    if reach.logs_in(hosts, options) and "--no_ssh_check" not in options:
+        _examine(doctor.examination(options, hosts, words, cfg))
     rows = resources.rank_table(hosts)
     widths = [max(len(row[column]) for row in rows) for column in range(3)]
     for row in rows:
@@ -128,6 +134,26 @@ def _machines(options: Mapping[str, str]) -> resources.Resources:
     for file, names in env_files.passed_on(Path.cwd()).items() if len(hosts) > 1 else ():
         say(tr("{file} sets on all machines: {names}", file=file, names=", ".join(names)))
     return hosts
+
+
+def _examine(machines: Examination) -> None:
+    """Ask all machines about themselves, and say what may hurt the run.
+
+    Raises:
+        LaunchError: something would break it.
+    """
+    machines.run(quick=True)
+    wrong = doctor.lines(machines, ERROR)
+    if wrong:
+        raise LaunchError(
+            tr(
+                "this would break the run:\n{lines}\n`toolkit doctor` looks closer; --no_ssh_check launches all the "
+                "same.",
+                lines="\n".join(wrong),
+            )
+        )
+    for line in doctor.lines(machines, WARNING):
+        say(tr("Note: {line}", line=line.strip()))
 
 
 def _quiet(options: Mapping[str, str]) -> list[str]:

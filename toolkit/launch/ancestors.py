@@ -134,6 +134,20 @@ def split(words: Sequence[str]) -> tuple[dict[str, str], list[str]]:
     return options, list(words[place:])
 
 
+def typed(words: Sequence[str]) -> tuple[list[str], dict[str, str], list[str]]:
+    """Return the words of `toolkit launch` and `toolkit doctor` as the launcher's, its options by name, and the rest.
+
+    `hostfile=FILE` stands for --hostfile FILE.
+    """
+    options, rest = split(words)
+    mine = list(words[: len(words) - len(rest)])
+    for word in [word for word in rest if word.startswith("hostfile=")]:
+        rest.remove(word)
+        options["--hostfile"] = word.removeprefix("hostfile=")
+        mine += ["--hostfile", options["--hostfile"]]
+    return mine, options, rest
+
+
 def _after_front_end(words: list[str]) -> list[str]:
     start = next((i for i, word in enumerate(words[:4]) if _is_front_end(word)), None)
     return [] if start is None else words[start + 1 :]

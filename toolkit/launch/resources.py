@@ -4,6 +4,7 @@ import ipaddress
 import os
 import socket
 from collections.abc import Mapping
+from pathlib import Path
 
 import psutil
 
@@ -61,6 +62,14 @@ def used(hosts: Mapping[str, int], options: Mapping[str, str]) -> Resources:
     if not found:
         raise LaunchError(tr("the launcher's options leave no machine of the hostfile."))
     return found
+
+
+def local(environ: Mapping[str, str] = os.environ) -> list[int]:
+    """Return the GPUs of this machine that processes started here see; [0], one CPU rank, without any."""
+    chosen = environ.get("CUDA_VISIBLE_DEVICES")
+    if chosen is not None:
+        return [int(number) for number in chosen.split(",") if number.strip().isdecimal()] or [0]
+    return [int(path.name.removeprefix("nvidia")) for path in sorted(Path("/dev").glob("nvidia[0-9]*"))] or [0]
 
 
 def _number(options: Mapping[str, str], name: str) -> int | None:

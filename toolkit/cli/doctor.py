@@ -1,0 +1,125 @@
+"""Examine the machines of a run before it: what would break it, and what to type against that.
+
+toolkit doctor [launcher options] [recipe=NAME] [hostfile=FILE] [key=value …]
+
+  hostfile=FILE, --include …, --master_port N   as for `toolkit launch`; without a hostfile this machine alone
+  recipe=NAME, key=value   look also at what this recipe needs: files, disks, ops
+  quick=true       ask each machine about itself, without trying the network
+  timeout_s=30     patience with each answer of a machine
+"""
+
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from toolkit.cli.compose import compose, positive_int
+from toolkit.config.schema import RunConfig
+from toolkit.doctor import agent
+from toolkit.doctor.examine import Examination
+from toolkit.doctor.judge import ERROR, NOTE, WARNING
+from toolkit.errors import ConfigError
+from toolkit.launch import ancestors, hostfile, reach, resources
+from toolkit.messages import say, tr
+
+CHECKS = (
+    "ssh",
+    "clocks",
+    "code",
+    "recipe",
+    "versions",
+    "GPUs",
+    "ops",
+    "files",
+    "disks",
+    "limits",
+    "environment",
+    "network",
+    "all-reduce",
+)
+_OWN = ("quick", "timeout_s")
+_SIGNS = {ERROR: "FAIL", WARNING: "warn", NOTE: "note", "": "ok"}
+
+
+def run(words: list[str]) -> int:
+    """Examine."""
+    if words == ["--agent"]:
+        agent.serve(lambda asked: compose(asked, world_size=None).loaded.cfg)
+        return 0
+    started = time.monotonic()
+    _, options, rest = ancestors.typed(words)
+    own = dict(word.split("=", 1) for word in rest if word.partition("=")[0] in _OWN and "=" in word)
+    overrides = [word for word in rest if word.partition("=")[0] not in _OWN]
+    if own.get("quick", "true") not in ("true", "false"):
+        raise ConfigError(tr("quick = {value}: write true or false.", value=own["quick"]))
+    cfg = compose(overrides, world_size=None).loaded.cfg if overrides else RunConfig()
+    path = options.get("--hostfile") or options.get("-H")
+    hosts = resources.used(hostfile.read(Path(path)), options) if path else {"localhost": resources.local()}
+    found = examination(options, hosts, overrides, cfg)
+    found.limit_s = float(positive_int(own, "timeout_s") or found.limit_s)
+    quick = own.get("quick") == "true"
+    found.run(quick)
+    _tell(found, quick, time.monotonic() - started)
+    return ConfigError.exit_code if found.has_errors() else 0
+
+
+def examination(
+    options: Mapping[str, str], hosts: resources.Resources, words: Sequence[str], cfg: RunConfig
+) -> Examination:
+    """Return what is to be examined.
+
+    Args:
+        options: of `deepspeed`.
+        hosts: those that take part.
+        words: recipe and overrides; [] for the machines alone.
+        cfg: what they mean.
+    """
+    return Examination(
+        resources=hosts,
+        words=words,
+        cfg=cfg,
+        through_ssh="localhost" not in hosts and reach.logs_in(hosts, options),
+        ssh_port=options.get("--ssh_port", ""),
+        master_addr=options.get("--master_addr", ""),
+        master_port=int(options.get("--master_port", "29500")),
+    )
+
+
+def lines(found: Examination, level: str) -> list[str]:
+    """Return what was found of one level."""
+    return [f"  {one.check}: {one.text}" for one in found.findings if one.level == level]
+
+
+def _tell(found: Examination, quick: bool, seconds: float) -> None:
+    """Print a table, and below it what is wrong, the worst first."""
+    checks = [check for check in CHECKS if check in _looked_at(found, quick)]
+    width = max(map(len, checks))
+    for check in checks:
+        levels = {one.level for one in found.findings if one.check == check}
+        worst = next((level for level in (ERROR, WARNING, NOTE) if level in levels), "")
+        say(f"{check:{width}}  {_SIGNS[worst]:4}  {found.summaries.get(check, '')}".rstrip())
+    for level, heading in ((ERROR, tr("Would break the run:")), (WARNING, tr("May hurt it:")), (NOTE, tr("Notes:"))):
+        if texts := lines(found, level):
+            say("\n".join(["", heading, *texts]))
+    say("")
+    errors = sum(one.level == ERROR for one in found.findings)
+    say(
+        tr(
+            "{hosts} machines, {errors} errors, {warnings} warnings in {seconds} s.",
+            hosts=len(found.resources),
+            errors=errors,
+            warnings=sum(one.level == WARNING for one in found.findings),
+            seconds=f"{seconds:.1f}",
+        )
+    )
+    sys.stdout.flush()
+
+
+def _looked_at(found: Examination, quick: bool) -> set[str]:
+    """Return the checks that were made, so that no check is called good that nobody made."""
+    checks = {one.check for one in found.findings} | set(found.summaries)
+    if found.through_ssh:
+        checks |= {"ssh", *(("clocks", "environment") if found.facts else ())}
+    if found.facts:
+        checks |= {"limits", *(("recipe", "files") if found.words else ())}
+    return checks if found.words else checks - {"ops"} | {one.check for one in found.findings}

@@ -1,0 +1,129 @@
+"""What runs on each machine: reads requests as JSON lines, answers with JSON lines, ends with its input."""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from toolkit.config.schema import RunConfig
+from toolkit.doctor import facts, network
+from toolkit.errors import ToolkitError
+from toolkit.messages import set_language
+
+MARK = "toolkit-doctor "
+"""Begins each answer: what a shell greets with is none."""
+
+
+class Agent:
+    """One machine's.
+
+    Args:
+        compose: makes a config of recipe and overrides.
+    """
+
+    def __init__(self, compose: Callable[[Sequence[str]], RunConfig]) -> None:
+        self.compose = compose
+        self.listener: network.Listener | None = None
+        self.marks: list[Path] = []
+
+    def facts(self, words: Sequence[str], language: str) -> dict[str, Any]:
+        """Return everything that can be told without the other machines."""
+        set_language(language)
+        found = facts.of_machine(os.environ)
+        if words:
+            try:
+                found |= facts.of_recipe(self.compose(words), os.environ)
+            except ToolkitError as error:
+                found["wrong"] = str(error)
+        return found
+
+    def clock(self) -> dict[str, Any]:
+        """Return this machine's time."""
+        return {"time": time.time()}
+
+    def listen(self, address: str, port: int, folders: Mapping[str, str]) -> dict[str, Any]:
+        """Answer the others from now on; put a file into the folders that they may share with this machine."""
+        found: dict[str, Any] = {"marks": {}}
+        for name, folder in folders.items():
+            mark = facts.nearest(Path(folder)) / f".doctor-{uuid.uuid4().hex}"
+            with suppress(OSError):
+                mark.touch()
+                self.marks.append(mark)
+                found["marks"][name] = str(mark)
+        try:
+            self.listener = network.Listener(address, port)
+        except OSError as error:
+            return {**found, "error": error.strerror or str(error)}
+        return {**found, "address": address, "tcp": self.listener.tcp, "udp": self.listener.udp}
+
+    def reach(self, address: str, mtu: int, peers: Mapping[str, Any], marks: Mapping[str, str]) -> dict[str, Any]:
+        """Try the others, and look for their files."""
+        shared = {name: Path(mark).exists() for name, mark in marks.items()}
+        return {"peers": network.reach(address, mtu, peers), "shared": shared}
+
+    def speed(self, address: str, peer: Mapping[str, Any]) -> dict[str, Any]:
+        """Measure how fast another machine sends to this one."""
+        return {"mb_s": network.speed(address, peer)}
+
+    def collective(self, environments: Sequence[Mapping[str, str]], backend: str, seconds: float) -> dict[str, Any]:
+        """Start this machine's ranks of a real all-reduce, and return what each of them told."""
+        self.close()  # the ranks meet at the port
+        command = [sys.executable, "-m", "toolkit.doctor.collective", backend]
+        with tempfile.TemporaryFile("w+") as errors:
+            ranks = [
+                subprocess.Popen(  # noqa: S603
+                    command,
+                    env={**os.environ, **environ},
+                    stdout=subprocess.PIPE,
+                    stderr=errors,
+                    stdin=subprocess.DEVNULL,
+                    text=True,
+                )
+                for environ in environments
+            ]
+            found = []
+            for rank in ranks:
+                try:
+                    output, _ = rank.communicate(timeout=seconds)
+                    found.append(json.loads(output.strip().splitlines()[-1]))
+                except (subprocess.TimeoutExpired, ValueError, IndexError) as error:
+                    rank.kill()
+                    errors.seek(0)
+                    lines = [line.strip() for line in errors.read().splitlines() if line.strip()]
+                    late = isinstance(error, subprocess.TimeoutExpired)
+                    found.append({"error": f"no answer in {seconds:.0f} s" if late else (lines or ["?"])[-1]})
+        return {"ranks": found}
+
+    def close(self) -> None:
+        """Leave nothing behind."""
+        if self.listener:
+            self.listener.close()
+        for mark in self.marks:
+            mark.unlink(missing_ok=True)
+        self.marks.clear()
+
+
+def serve(compose: Callable[[Sequence[str]], RunConfig]) -> None:
+    """Answer until the input ends.
+
+    Args:
+        compose: makes a config of recipe and overrides.
+    """
+    agent = Agent(compose)
+    verbs = (agent.facts, agent.clock, agent.listen, agent.reach, agent.speed, agent.collective)
+    named = {verb.__name__: verb for verb in verbs}
+    try:
+        for line in sys.stdin:
+            request = json.loads(line)
+            answer = named[request.pop("do")](**request)
+            sys.stdout.write(MARK + json.dumps(answer) + "\n")
+            sys.stdout.flush()
+    finally:
+        agent.close()

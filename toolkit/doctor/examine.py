@@ -1,0 +1,249 @@
+"""The examination: asks every machine, lets them try each other, and collects what is wrong."""
+
+import os
+import socket
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from toolkit.config.schema import Backend, RunConfig
+from toolkit.doctor import judge, links, network
+from toolkit.doctor.facts import MATTERING, hashed
+from toolkit.doctor.hosts import Hosts
+from toolkit.doctor.judge import ERROR, NOTE, Finding
+from toolkit.launch.resources import Resources
+from toolkit.messages import current_language, tr
+
+_COLLECTIVE_S = 60.0
+
+
+@dataclass(kw_only=True)
+class Examination:
+    """One look at the machines of a run; `run` fills it.
+
+    Args:
+        resources: host -> its GPUs that take part.
+        words: recipe and overrides; [] looks at the machines alone.
+        cfg: the config of these words, or the defaults.
+        through_ssh: whether ranks are started through ssh.
+        ssh_port: of the machines' sshd; "" for ssh's own.
+        master_addr: where ranks meet; "" takes the first machine's first address, as DeepSpeed does.
+        master_port: where ranks meet.
+        handed_on: names of variables that the launcher hands on beside its own.
+        limit_s: for each answer of a machine.
+    """
+
+    resources: Resources
+    words: Sequence[str]
+    cfg: RunConfig
+    through_ssh: bool
+    ssh_port: str = ""
+    master_addr: str = ""
+    master_port: int = 29500
+    handed_on: frozenset[str] = frozenset()
+    limit_s: float = 30.0
+    findings: list[Finding] = field(default_factory=list)
+    facts: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """Of the machines that answered."""
+    summaries: dict[str, str] = field(default_factory=dict)
+    """Check -> what is usual, or was measured."""
+
+    def run(self, quick: bool) -> None:
+        """Examine.
+
+        Args:
+            quick: ask each machine about itself only.
+        """
+        with Hosts(self.resources, self.ssh_port, self.through_ssh) as hosts:
+            self._ask(hosts)
+            if self.facts and not quick:
+                chosen = self._cards()
+                if len(self.facts) > 1 and not self.has_errors("network"):
+                    self._try_each_other(hosts, chosen)
+                if not self.has_errors("ssh", "network", "versions", "GPUs"):
+                    self._all_reduce(hosts)
+
+    def has_errors(self, *checks: str) -> bool:
+        """Whether anything would break the run; of these checks, or of all."""
+        return any(one.level == ERROR and (not checks or one.check in checks) for one in self.findings)
+
+    @property
+    def backend(self) -> str:
+        """Return nccl or gloo."""
+        chosen = self.cfg.distributed.backend
+        if chosen is not Backend.auto:
+            return chosen.value
+        return "nccl" if any(one["gpus"]["cards"] for one in self.facts.values()) else "gloo"
+
+    def _ask(self, hosts: Hosts) -> None:
+        request = {"words": list(self.words), "language": current_language()}
+        for host, answer in hosts.ask("facts", self.limit_s, dict.fromkeys(self.resources, request)).items():
+            if "error" in answer:
+                self.findings.append(Finding("ssh", ERROR, _explained(host, answer["error"])))
+            else:
+                self.facts[host] = answer
+        here = {
+            name: hashed(value)
+            for name, value in os.environ.items()
+            if self.through_ssh and name.startswith(MATTERING) and name not in self.handed_on
+        }
+        self.findings += judge.all_of(self.facts, self.resources, here)
+        if self.through_ssh and self.facts:
+            asked = {host: self._offset(hosts, host) for host in self.facts}
+            self.findings += judge.clocks(asked)
+        self._summarise()
+
+    def _offset(self, hosts: Hosts, host: str) -> float:
+        before = time.time()
+        answer = hosts.hosts[host].ask("clock", self.limit_s)
+        return float(answer.get("time", before)) - (before + time.time()) / 2
+
+    def _summarise(self) -> None:
+        if not self.facts:
+            return
+        one = next(iter(self.facts.values()))
+        cards = [card["name"] for card in one["gpus"]["cards"]]
+        disks = [disks for one in self.facts.values() for disks in one.get("disks", {}).items()]
+        free = {name: min(disk["free"] for other, disk in disks if other == name) for name, _ in disks}
+        self.summaries |= {
+            "code": tr("commit {commit}", commit=one["code"]["commit"] or "?"),
+            "versions": "Python {}, torch {}, deepspeed {}, transformers {}".format(
+                one["python"], *(one["packages"][name] or "-" for name in ("torch", "deepspeed", "transformers"))
+            ),
+            "GPUs": f"{len(cards)} x {cards[0]}, {one['gpus']['driver']}" if cards else tr("none: CPU ranks (gloo)"),
+            "ops": ", ".join(one.get("ops", {}).get("built", [])),
+            "disks": ", ".join(f"{name} {least / judge.GIB:.0f} GiB" for name, least in free.items()),
+        }
+
+    def _cards(self) -> dict[str, tuple[str, dict[str, Any]]]:
+        backend, interface = self.backend, self.cfg.distributed.interface
+        chosen = {host: network.chosen(one["network"], interface, backend) for host, one in self.facts.items()}
+        if len(chosen) > 1:
+            self.findings += links.cards(chosen, self.facts, interface, backend)
+        first, card = next(iter(chosen.values()))
+        self.summaries["network"] = f"{first} {card.get('address', '')}, MTU {card.get('mtu', '')}"
+        return chosen
+
+    def _try_each_other(self, hosts: Hosts, chosen: Mapping[str, tuple[str, dict[str, Any]]]) -> None:
+        names, first = list(chosen), next(iter(chosen))
+        requests: dict[str, dict[str, Any]] = {
+            host: {"address": card["address"], "port": 0, "folders": {}} for host, (_, card) in chosen.items()
+        }
+        folders = {"run.dir": self.cfg.run.dir, "prepare.dir": self.cfg.prepare.dir} if self.words else {}
+        requests[first] |= {"port": self.master_port, "folders": folders}
+        peers = hosts.ask("listen", self.limit_s, requests)
+        for host, answer in peers.items():
+            if "error" in answer:
+                text = tr(
+                    "{host} cannot listen: {reason}. Is port {port} taken? --master_port N chooses another.",
+                    host=host,
+                    reason=answer["error"],
+                    port=self.master_port,
+                )
+                self.findings.append(Finding("network", ERROR, text))
+        peers = {host: answer for host, answer in peers.items() if "error" not in answer}
+        marks = peers.get(first, {}).pop("marks", {})
+        if first in peers:
+            peers[first]["meet"] = [self._master(), self.master_port]
+        asked = {
+            host: {
+                "address": card["address"],
+                "mtu": card["mtu"],
+                "peers": {other: peer for other, peer in peers.items() if other != host},
+                "marks": {} if host == first else marks,
+            }
+            for host, (_, card) in chosen.items()
+        }
+        answers = hosts.ask("reach", self.limit_s, asked)
+        results = {(a, b): one for a, answer in answers.items() for b, one in answer.get("peers", {}).items()}
+        self.findings += [
+            Finding("network", ERROR, f"{a}: {one['error']}") for a, one in answers.items() if "error" in one
+        ]
+        self.findings += links.reached(results, self.master_port)
+        self._folders({host: one["shared"] for host, one in answers.items() if host != first and "shared" in one})
+        if not self.has_errors("network"):
+            self._measure(hosts, names, peers, chosen)
+
+    def _folders(self, shared: Mapping[str, Mapping[str, bool]]) -> None:
+        apart = [host for host, seen in shared.items() if not seen.get("run.dir", True)]
+        if apart:
+            text = tr(
+                "run.dir = {dir} is another folder on {hosts} than on the first machine. Put it on a disk that all "
+                "machines share.",
+                dir=self.cfg.run.dir,
+                hosts=", ".join(apart),
+            )
+            self.findings.append(Finding("disks", ERROR, text))
+        own = [host for host, seen in shared.items() if not seen.get("prepare.dir", True)]
+        if own:
+            text = tr(
+                "prepare.dir = {dir} is each machine's own ({hosts}): each prepares the data once.",
+                dir=self.cfg.prepare.dir,
+                hosts=", ".join(own),
+            )
+            self.findings.append(Finding("disks", NOTE, text))
+
+    def _measure(self, hosts: Hosts, names: list[str], peers: Mapping[str, Any], chosen: Mapping[str, Any]) -> None:
+        """Let each machine receive from the one before it, then from the one after it: two rounds, however many."""
+        rates: dict[tuple[str, str], float | str] = {}
+        for step in (1, -1) if len(names) > 2 else (1,):
+            senders = {host: names[(place - step) % len(names)] for place, host in enumerate(names)}
+            asked = {host: {"address": chosen[host][1]["address"], "peer": peers[senders[host]]} for host in names}
+            for host, answer in hosts.ask("speed", self.limit_s, asked).items():
+                rates[senders[host], host] = answer.get("mb_s", answer.get("error", "?"))
+        self.findings += links.speeds(rates)
+        numbers = [rate for rate in rates.values() if not isinstance(rate, str)]
+        if numbers:
+            self.summaries["network"] += tr(", at least {rate} MB/s", rate=f"{min(numbers):.0f}")
+
+    def _master(self) -> str:
+        first = self.facts[next(iter(self.facts))]["network"]
+        return self.master_addr or (first["first"] if self.through_ssh else "127.0.0.1")
+
+    def _all_reduce(self, hosts: Hosts) -> None:
+        used = {host: gpus for host, gpus in self.resources.items() if host in self.facts}
+        size = sum(len(gpus) for gpus in used.values())
+        requests: dict[str, dict[str, Any]] = {}
+        where: dict[int, str] = {}
+        port = self.master_port if self.through_ssh else _free_port()
+        for host, gpus in used.items():
+            environments = []
+            for local in range(len(gpus)):
+                environ = {"RANK": str(len(where)), "LOCAL_RANK": str(local), "WORLD_SIZE": str(size)}
+                environ |= {"MASTER_ADDR": self._master(), "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
+                if self.backend == "nccl":
+                    environ |= {"CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus))}
+                if interface := self.cfg.distributed.interface:
+                    environ |= {"NCCL_SOCKET_IFNAME": interface, "GLOO_SOCKET_IFNAME": interface}
+                where[len(where)] = host
+                environments.append(environ)
+            requests[host] = {"environments": environments, "backend": self.backend, "seconds": _COLLECTIVE_S}
+        ranks: dict[int, dict[str, Any]] = {}
+        answers = hosts.ask("collective", _COLLECTIVE_S + self.limit_s, requests)
+        for host, request in requests.items():
+            told = answers[host].get(
+                "ranks", [{"error": answers[host].get("error", "?")}] * len(request["environments"])
+            )
+            for environ, one in zip(request["environments"], told, strict=True):
+                ranks[int(environ["RANK"])] = one
+        found, self.summaries["all-reduce"] = links.collective(ranks, where)
+        self.findings += found
+
+
+def _explained(host: str, said: str) -> str:
+    """Return why a machine does not answer, with what helps."""
+    text = f"{host}: {said.rstrip('.')}."
+    if "Permission denied" in said:
+        return text + " " + tr("Give it your key:  ssh-copy-id {host}", host=host)
+    if "Host key verification failed" in said:
+        return text + " " + tr("Log in once and accept its key:  ssh {host} hostname", host=host)
+    if "No module named toolkit" in said or "not found" in said:
+        return text + " " + tr("Install the toolkit there, in the same place.")
+    return text
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

@@ -1,0 +1,236 @@
+"""What one machine is like: versions, code, recipe, GPUs, disks, network cards, limits. `judge` compares."""
+
+import hashlib
+import os
+import platform
+import resource
+import shutil
+import socket
+import subprocess
+import sys
+import sysconfig
+import tempfile
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from toolkit.config.load import recorded
+from toolkit.config.schema import Device, Init, RunConfig
+from toolkit.doctor import bandwidth
+from toolkit.errors import ToolkitError
+from toolkit.launch import build_locks
+
+PACKAGES = ("torch", "deepspeed", "transformers", "datasets", "hydra-core", "numpy", "tokenizers", "safetensors")
+FORWARDED = ("PYTHON", "MLFLOW", "MV2", "UCX", "NCCL")
+"""Beginnings of the variables that DeepSpeed 0.19.8 hands on to other machines (runner.py; NCCL on NVIDIA GPUs)."""
+MATTERING = ("CUDA_", "DS_", "GLOO_", "HF_", "LD_", "NCCL_", "OMP_", "TOKENIZERS_", "TORCH_", "TRANSFORMERS_", "XDG_")
+"""Beginnings of the variables by which runs differ."""
+ROOT = Path(__file__).parents[2]
+_BLOCK, _BLOCKS = 1 << 16, 16
+
+
+def of_machine(environ: Mapping[str, str]) -> dict[str, Any]:
+    """Return what does not depend on a recipe."""
+    return {
+        "hostname": socket.gethostname(),
+        "folder": os.getcwd(),
+        "python": platform.python_version(),
+        "packages": {name: _version(name) for name in PACKAGES},
+        "nccl": next((v for d in ("nvidia-nccl-cu13", "nvidia-nccl-cu12") if (v := _version(d))), ""),
+        "code": _code(),
+        "gpus": _gpus(),
+        "cores": len(os.sched_getaffinity(0)),
+        "memory": psutil.virtual_memory().available,
+        "network": _network(environ),
+        "limits": _limits(),
+        "locks": [str(path) for path, _ in build_locks.stale(environ)],
+        "environment": {name: hashed(value) for name, value in environ.items() if name.startswith(MATTERING)},
+    }
+
+
+def of_recipe(cfg: RunConfig, environ: Mapping[str, str]) -> dict[str, Any]:
+    """Return what depends on a recipe.
+
+    Args:
+        cfg: a config; nothing in it needs to exist.
+        environ: the environment.
+    """
+    nvme = {
+        getattr(cfg.zero, section).nvme_path
+        for section in ("offload_optimizer", "offload_param")
+        if getattr(cfg.zero, section).device is Device.nvme
+    }
+    shm = {"/dev/shm": "shm"}  # noqa: S108 -- DataLoader workers, NCCL and DeepSpeed share memory through it
+    folders = {cfg.run.dir: "run.dir", cfg.prepare.dir: "prepare.dir", **shm, **dict.fromkeys(nvme, "nvme")}
+    return {
+        "recipe": _flat(recorded(cfg)),
+        "files": _files(cfg),
+        "disks": {name: _disk(Path(folder)) for folder, name in folders.items()},
+        "nvme": {folder: bandwidth.disk(Path(folder)) for folder in nvme},
+        "ops": _ops(cfg, environ),
+    }
+
+
+def _version(name: str) -> str:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return ""
+
+
+def _run(*command: str) -> str:
+    """Return what a command prints, "" if it fails or is not there."""
+    with suppress(OSError, subprocess.SubprocessError):
+        done = subprocess.run(command, capture_output=True, text=True, timeout=10, stdin=subprocess.DEVNULL)  # noqa: S603
+        return done.stdout.strip() if done.returncode == 0 else ""
+    return ""
+
+
+def _code() -> dict[str, Any]:
+    """Return the commit, and a hash of each file that a run is made of: copies need not be repositories."""
+    found = [*ROOT.glob("toolkit/**/*.py"), *ROOT.glob("conf/**/*.yaml"), *ROOT.glob("run.py")]
+    files = {str(path.relative_to(ROOT)): hashed(path.read_bytes()) for path in sorted(found)}
+    return {"commit": _run("git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"), "files": files}
+
+
+def hashed(content: bytes | str) -> str:
+    """Return enough of a hash to compare contents by."""
+    return hashlib.sha256(content.encode() if isinstance(content, str) else content).hexdigest()[:16]
+
+
+def _gpus() -> dict[str, Any]:
+    """Return driver, and of each NVIDIA GPU name, memory in MiB, and how many processes use it."""
+    fields = "index,uuid,name,driver_version,memory.total,memory.free"
+    rows = [
+        [cell.strip() for cell in line.split(",")]
+        for line in _run("nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader,nounits").splitlines()
+    ]
+    rows = [row for row in rows if len(row) == len(fields.split(",")) and row[4].isdecimal() and row[5].isdecimal()]
+    using = _run("nvidia-smi", "--query-compute-apps=gpu_uuid", "--format=csv,noheader").split() if rows else []
+    cards = [
+        {"index": row[0], "name": row[2], "mib": int(row[4]), "free_mib": int(row[5]), "used_by": using.count(row[1])}
+        for row in rows
+    ]
+    return {"driver": rows[0][3] if rows else "", "cards": cards}
+
+
+def _network(environ: Mapping[str, str]) -> dict[str, Any]:
+    """Return the cards, and the addresses that the collectives would choose where nothing is set."""
+    stats = psutil.net_if_stats()
+    cards = {}
+    for name, addresses in psutil.net_if_addrs().items():
+        own = [one.address for one in addresses if one.family is socket.AF_INET]
+        if own and name in stats:
+            found = stats[name]
+            cards[name] = {"address": own[0], "up": found.isup, "mtu": found.mtu, "mbit_s": found.speed}
+    try:
+        # gloo takes the address of the machine's own name (torch 2.13, ProcessGroupGloo::createDefaultDevice).
+        own_name = socket.gethostbyname(socket.gethostname())
+    except OSError:
+        own_name = ""
+    return {
+        "cards": cards,
+        "own_name": own_name,
+        "first": next(iter(_run("hostname", "-I").split()), ""),
+        "asked": {name: environ.get(f"{name.upper()}_SOCKET_IFNAME", "") for name in ("gloo", "nccl")},
+    }
+
+
+def _limits() -> dict[str, int]:
+    names = {"open files": "RLIMIT_NOFILE", "locked memory": "RLIMIT_MEMLOCK", "processes": "RLIMIT_NPROC"}
+    return {name: resource.getrlimit(getattr(resource, limit))[0] for name, limit in names.items()}
+
+
+def _flat(value: Any, prefix: str = "") -> dict[str, str]:
+    if isinstance(value, Mapping) and value:
+        return {
+            key: text
+            for name, item in value.items()
+            for key, text in _flat(item, f"{prefix}.{name}" if prefix else name).items()
+        }
+    return {prefix: str(value)}
+
+
+def _files(cfg: RunConfig) -> dict[str, Any]:
+    """Return of each file or folder that the recipe reads what it holds, or why it cannot be read."""
+    from toolkit.data.files import files_of
+
+    found = {}
+    if cfg.model.init is Init.pretrained:
+        found["model.path"] = _fingerprint(cfg.model.path, lambda: Path(cfg.model.path).rglob("*"))
+    for number, source in enumerate([*cfg.data.sources, *cfg.data.validation]):
+        if source.path:
+            found[f"data {number}"] = _fingerprint(source.path, lambda source=source: files_of(source))
+    return found
+
+
+def _fingerprint(path: str, files: Any) -> dict[str, Any]:
+    """Return names, sizes and a hash of samples: reading whole weights on each machine would take minutes."""
+    digest, total = hashlib.sha256(), 0
+    try:
+        names: Iterable[Path] = sorted(file for file in files() if file.is_file())
+        for file in names:
+            size = file.stat().st_size
+            total += size
+            digest.update(f"{file.name} {size}\n".encode())
+            with file.open("rb") as handle:
+                for place in sorted({size * number // _BLOCKS for number in range(_BLOCKS)}):
+                    handle.seek(place)
+                    digest.update(handle.read(_BLOCK))
+    except (OSError, ToolkitError) as error:
+        return {"path": path, "error": str(error)}
+    if not names:
+        return {"path": path, "error": "No such file or directory"}
+    return {"path": path, "hash": digest.hexdigest()[:16], "bytes": total}
+
+
+def _disk(folder: Path) -> dict[str, Any]:
+    """Return free bytes of where a folder is or would be made, and whether it may be written to, found by writing."""
+    existing = nearest(folder)
+    try:
+        with tempfile.TemporaryFile(dir=existing) as file:
+            file.write(b"x" * 4096)
+            file.flush()
+        error = ""
+    except OSError as caught:
+        error = caught.strerror or str(caught)
+    return {"path": str(folder.absolute()), "free": shutil.disk_usage(existing).free, "error": error}
+
+
+def nearest(folder: Path) -> Path:
+    """Return the folder, or the nearest above it that exists."""
+    folder = folder.absolute()
+    while not folder.exists():
+        folder = folder.parent
+    return folder
+
+
+def _ops(cfg: RunConfig, environ: Mapping[str, str]) -> dict[str, Any]:
+    """Return the ops that DeepSpeed would build for this recipe, which are built, and what building lacks here."""
+    offloads = {cfg.zero.offload_optimizer.device, cfg.zero.offload_param.device}
+    has_gpu = bool(shutil.which("nvidia-smi"))
+    needed = []
+    if not cfg.optim.torch:
+        needed.append("fused_adam" if cfg.zero.offload_optimizer.device is Device.none and has_gpu else "cpu_adam")
+    if Device.nvme in offloads:
+        needed.append("async_io")
+    if cfg.distributed.cpu_shared_memory and not has_gpu:
+        needed.append("deepspeed_shm_comm")
+    built = [
+        name for name in needed if any((root / name / f"{name}.so").exists() for root in build_locks.roots(environ))
+    ]
+    beside = Path(sys.executable).parent
+    tools = {
+        "g++": shutil.which(environ.get("CXX", "g++")),
+        "ninja": shutil.which("ninja") or ((beside / "ninja").exists() or None),
+        "Python.h": Path(sysconfig.get_path("include"), "Python.h").exists(),
+    }
+    if "async_io" in needed:
+        tools["libaio.h"] = any(Path(folder, "libaio.h").exists() for folder in ("/usr/include", "/usr/local/include"))
+    if "fused_adam" in needed:
+        tools["nvcc"] = shutil.which("nvcc") or Path(environ.get("CUDA_HOME", "/usr/local/cuda"), "bin/nvcc").exists()
+    return {"needed": needed, "built": built, "lacking": [name for name, found in tools.items() if not found]}

@@ -1,0 +1,322 @@
+"""From the facts of all machines to what would break or slow a run, each with what to type. Asks no machine."""
+
+import statistics
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from toolkit.doctor.facts import FORWARDED
+from toolkit.launch.resources import Resources
+from toolkit.messages import tr
+
+ERROR, WARNING, NOTE = "error", "warning", "note"
+Facts = Mapping[str, Mapping[str, Any]]
+"""Host -> what `facts` says of it."""
+GIB = 1 << 30
+_BREAKING = ("python", "torch", "deepspeed", "transformers")
+_TRAINING_BYTES = 7
+"""A checkpoint with Adam holds 14 bytes for each parameter, of which 2 are the weights in half precision."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """Something that a user should know."""
+
+    check: str
+    """Name of the check, in English."""
+    level: str
+    """error: would break the run; warning: may, or slows it; note: good to know."""
+    text: str
+    """What, where, and what to do."""
+
+
+def odd(values: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+    """Return a host with what most have (the first in a tie), and what the others have."""
+    if not values:
+        return "", {}
+    counted = Counter(map(str, values.values()))
+    most = max(counted.values())
+    usual = next(host for host, value in values.items() if counted[str(value)] == most)
+    return usual, {host: value for host, value in values.items() if value != values[usual]}
+
+
+def all_of(facts: Facts, resources: Resources, here: Mapping[str, str]) -> list[Finding]:
+    """Judge what machines say of themselves.
+
+    Args:
+        facts: of the machines that answered.
+        resources: host -> its GPUs that take part.
+        here: variables of this shell by which runs differ, as hashes, without those that the launcher or the recipe
+            hands on; {} where ranks are started from this shell itself.
+    """
+    rules: list[Callable[[], Iterable[Finding]]] = [
+        lambda: _code(facts),
+        lambda: _recipe(facts),
+        lambda: _versions(facts),
+        lambda: _gpus(facts, resources),
+        lambda: _ops(facts),
+        lambda: _files(facts),
+        lambda: _disks(facts),
+        lambda: _limits(facts),
+        lambda: _environment(facts, here),
+    ]
+    return [finding for rule in rules for finding in rule()]
+
+
+def _code(facts: Facts) -> Iterable[Finding]:
+    usual, others = odd({host: one["code"]["files"] for host, one in facts.items()})
+    for host, files in others.items():
+        expected = facts[usual]["code"]["files"]
+        differing = sorted(name for name in expected.keys() | files.keys() if expected.get(name) != files.get(name))
+        yield Finding(
+            "code",
+            ERROR,
+            tr(
+                "{host} has other code than {usual} (commit {commit}, not {expected}): {files}. Bring it to the same "
+                "commit.",
+                host=host,
+                usual=usual,
+                commit=facts[host]["code"]["commit"] or "?",
+                expected=facts[usual]["code"]["commit"] or "?",
+                files=_few(differing),
+            ),
+        )
+
+
+def _recipe(facts: Facts) -> Iterable[Finding]:
+    for host, one in facts.items():
+        if "wrong" in one:
+            yield Finding("recipe", ERROR, f"{host}: {one['wrong']}")
+    usual, others = odd({host: one["recipe"] for host, one in facts.items() if "recipe" in one})
+    for host, values in others.items():
+        expected = facts[usual]["recipe"]
+        keys = sorted(key for key in expected.keys() | values.keys() if expected.get(key) != values.get(key))
+        yield Finding(
+            "recipe",
+            ERROR,
+            tr(
+                "the recipe means something else on {host} than on {usual}: {keys}.",
+                host=host,
+                usual=usual,
+                keys=_few([f"{key} = {values.get(key)} ({expected.get(key)})" for key in keys]),
+            ),
+        )
+
+
+def _versions(facts: Facts) -> Iterable[Finding]:
+    names = {"python", "nccl", "driver", *(name for one in facts.values() for name in one["packages"])}
+    for name in sorted(names):
+        found = {host: _version(one, name) for host, one in facts.items()}
+        usual, others = odd(found)
+        for host, version in others.items():
+            yield Finding(
+                "versions",
+                ERROR if name in (*_BREAKING, "nccl") else WARNING,
+                tr(
+                    "{host} has {name} {version}, {usual} has {expected}. Install the same.",
+                    host=host,
+                    name=name,
+                    version=version or tr("not at all"),
+                    usual=usual,
+                    expected=found[usual] or tr("not at all"),
+                ),
+            )
+
+
+def _version(one: Mapping[str, Any], name: str) -> str:
+    if name == "driver":
+        return str(one["gpus"]["driver"])
+    return str(one[name] if name in ("python", "nccl") else one["packages"].get(name, ""))
+
+
+def _gpus(facts: Facts, resources: Resources) -> Iterable[Finding]:
+    if not any(one["gpus"]["cards"] for one in facts.values()):
+        for host, one in facts.items():
+            if len(resources[host]) > one["cores"]:
+                yield Finding(
+                    "GPUs",
+                    WARNING,
+                    tr(
+                        "{host}: {slots} slots on {cores} CPU cores, and no GPU: ranks would wait for each other.",
+                        host=host,
+                        slots=len(resources[host]),
+                        cores=one["cores"],
+                    ),
+                )
+        return
+    for host, one in facts.items():
+        cards = one["gpus"]["cards"]
+        if max(resources[host], default=-1) >= len(cards):
+            yield Finding(
+                "GPUs",
+                ERROR,
+                tr(
+                    "{host}: the hostfile gives it {slots} slots, nvidia-smi shows {count} GPUs there. Correct slots=, "
+                    "or look at  nvidia-smi  there.",
+                    host=host,
+                    slots=max(resources[host]) + 1,
+                    count=len(cards),
+                ),
+            )
+        for card in (card for number, card in enumerate(cards) if number in resources[host]):
+            if card["used_by"] or card["free_mib"] < 0.9 * card["mib"]:
+                yield Finding(
+                    "GPUs",
+                    ERROR if card["free_mib"] < 0.5 * card["mib"] else WARNING,
+                    tr(
+                        "{host}: GPU {index} has {free} of {all} MiB free; {count} other processes use it. See "
+                        "nvidia-smi  there.",
+                        host=host,
+                        index=card["index"],
+                        free=card["free_mib"],
+                        all=card["mib"],
+                        count=card["used_by"],
+                    ),
+                )
+    kinds = {card["name"] for one in facts.values() for card in one["gpus"]["cards"]}
+    if len(kinds) > 1:
+        yield Finding(
+            "GPUs", WARNING, tr("different GPUs take part: {kinds}. All wait for the slowest.", kinds=_few(kinds))
+        )
+
+
+def _ops(facts: Facts) -> Iterable[Finding]:
+    for host, one in facts.items():
+        for lock in one["locks"]:
+            yield Finding(
+                "ops",
+                ERROR,
+                tr(
+                    "{host}: {lock} was left by a build that died; a run would wait for it for ever. On {host}:  rm "
+                    "{lock}",
+                    host=host,
+                    lock=lock,
+                ),
+            )
+        ops = one.get("ops", {"needed": [], "built": [], "lacking": []})
+        missing = [name for name in ops["needed"] if name not in ops["built"]]
+        if missing and ops["lacking"]:
+            text = tr(
+                "{host} has to build DeepSpeed's {ops} and lacks {lacking}. Install that there, or set "
+                "optim.torch=true.",
+                host=host,
+                ops=", ".join(missing),
+                lacking=", ".join(ops["lacking"]),
+            )
+            yield Finding("ops", ERROR, text)
+        elif missing:
+            text = tr(
+                "{host} will build DeepSpeed's {ops} at the first start: 1-3 minutes.", host=host, ops=_few(missing)
+            )
+            yield Finding("ops", NOTE, text)
+
+
+def _files(facts: Facts) -> Iterable[Finding]:
+    labels = {label: None for one in facts.values() for label in one.get("files", {})}
+    for label in labels:
+        found = {host: one["files"][label] for host, one in facts.items() if label in one.get("files", {})}
+        for host, file in found.items():
+            if "error" in file:
+                text = f"{host}: {label} {file['path']}: {file['error']}"
+                yield Finding("files", ERROR, text)
+        usual, others = odd({host: file["hash"] for host, file in found.items() if "hash" in file})
+        for host in others:
+            yield Finding(
+                "files",
+                ERROR,
+                tr(
+                    "{host}: {label} {path} holds something else than on {usual}. Copy it again.",
+                    host=host,
+                    label=label,
+                    path=found[host]["path"],
+                    usual=usual,
+                ),
+            )
+
+
+def _disks(facts: Facts) -> Iterable[Finding]:
+    for host, one in facts.items():
+        weights = one.get("files", {}).get("model.path", {}).get("bytes", 0)
+        for name, disk in one.get("disks", {}).items():
+            place = {"host": host, "name": name, "path": disk["path"], "gib": f"{disk['free'] / GIB:.1f}"}
+            if disk["error"]:
+                yield Finding("disks", ERROR, f"{host}: {name} {disk['path']}: {disk['error']}.")
+            elif disk["free"] < (GIB >> 4 if name == "shm" else GIB):
+                yield Finding("disks", ERROR, tr("{host}: {name} {path} has {gib} GiB free.", **place))
+            elif name == "run.dir" and disk["free"] < _TRAINING_BYTES * weights:
+                need = f"{_TRAINING_BYTES * weights / GIB:.1f}"
+                text = tr("{host}: {name} {path} has {gib} GiB free; a checkpoint may take {need}.", need=need, **place)
+                yield Finding("disks", WARNING, text)
+        for folder, found in one.get("nvme", {}).items():
+            if "error" in found:
+                text = f"{host}: nvme {folder}: {found['error']}."
+                yield Finding("disks", ERROR, text)
+            elif min(found.values()) < 1000:
+                text = tr(
+                    "{host}: {path} writes {write} and reads {read} MB/s: offloading to it will hold the GPUs up.",
+                    host=host,
+                    path=folder,
+                    write=f"{found['write_mb_s']:.0f}",
+                    read=f"{found['read_mb_s']:.0f}",
+                )
+                yield Finding("disks", WARNING, text)
+
+
+def _limits(facts: Facts) -> Iterable[Finding]:
+    for host, one in facts.items():
+        for name, least, option in (("open files", 4096, "-n 65536"), ("processes", 4096, "-u unlimited")):
+            limit = one["limits"][name]
+            if 0 <= limit < least:
+                text = tr(
+                    "{host}: the limit of {name} is {limit}. Raise it:  ulimit {option}  (for good: "
+                    "/etc/security/limits.conf)",
+                    host=host,
+                    name=name,
+                    limit=limit,
+                    option=option,
+                )
+                yield Finding("limits", WARNING, text)
+
+
+def _environment(facts: Facts, here: Mapping[str, str]) -> Iterable[Finding]:
+    lost: dict[str, list[str]] = {}
+    for host, one in facts.items():
+        for name, value in here.items():
+            if not name.startswith(FORWARDED) and one["environment"].get(name) != value:
+                lost.setdefault(name, []).append(host)
+    if lost:
+        text = tr(
+            "set in this shell, but not handed on by the launcher, and not so on the machines: {names}. If the run "
+            "needs them, put them into launch.env.",
+            names=_few([f"{name} ({_few(hosts)})" for name, hosts in sorted(lost.items())], 12),
+        )
+        yield Finding("environment", WARNING, text)
+
+
+def clocks(offsets: Mapping[str, float]) -> list[Finding]:
+    """Judge how far clocks are from the middle one.
+
+    Args:
+        offsets: host -> seconds ahead of this machine's.
+    """
+    middle = statistics.median_low(offsets.values())
+    return [
+        Finding(
+            "clocks",
+            ERROR if abs(offset - middle) > 60 else WARNING,
+            tr(
+                "{host}'s clock is {seconds} s off: locks, logs and certificates go by it. Set it, for example with "
+                "chrony.",
+                host=host,
+                seconds=f"{offset - middle:+.0f}",
+            ),
+        )
+        for host, offset in offsets.items()
+        if abs(offset - middle) > 5
+    ]
+
+
+def _few(names: Iterable[str], most: int = 6) -> str:
+    listed = list(names)
+    return ", ".join(listed[:most]) + (f", … ({len(listed)})" if len(listed) > most else "")
