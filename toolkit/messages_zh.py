@@ -545,4 +545,7 @@ CHINESE: dict[str, str] = {
     "{host}: {path} writes {write} and reads {read} MB/s: offloading to it will hold the GPUs up.": "{host}：{path} 写 {write} MB/s、读 {read} MB/s：卸载到它上面会拖慢 GPU。",
     "{host}: {slots} slots on {cores} CPU cores, and no GPU: ranks would wait for each other.": "{host}：{cores} 个 CPU 核上有 {slots} 个 slots，且没有 GPU：各进程会互相等待。",
     "{ranks} ranks, {mib} MiB, {rate} MB/s on each link": "{ranks} 个进程，{mib} MiB，每条链路 {rate} MB/s",
+    "{who} Its machine, or the network to it, is gone ({phase} {step}).": "{who} 它所在的机器或到它的网络断了（{phase} {step}）。",
+    "The first error:  {text}": "最先出现的错误：  {text}",
+    "DeepSpeed's launcher gives the folder {folder} to the machines' shells unquoted. Type this in a folder without spaces and special characters (a link to this one will do).": "DeepSpeed 的启动器会把目录 {folder} 不加引号地交给各机器的 shell。请在不含空格和特殊字符的目录中输入命令（指向它的链接也可以）。",
 }

@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import IO
 
 from ranks import REPOSITORY, Finished
 
@@ -30,11 +31,10 @@ class Cluster:
 
     def run(self, host: str, *words: str, cwd: Path = REPOSITORY, timeout_s: float = 120, **extra: str) -> Finished:
         """Run a command on a machine to its end."""
-        environ = {name: value for name, value in os.environ.items() if not name.startswith(_OURS)}
         done = subprocess.run(
             self.command(host, *words),
             cwd=cwd,
-            env={**environ, "LANG": "C.UTF-8", **extra},
+            env={**_environment(), **extra},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             stdin=subprocess.DEVNULL,
@@ -44,6 +44,17 @@ class Cluster:
         )
         return Finished(done.returncode, done.stdout)
 
+    def start(self, host: str, *words: str, cwd: Path, output: IO[str]) -> "subprocess.Popen[bytes]":
+        """Start a command on a machine."""
+        command = self.command(host, *words)
+        return subprocess.Popen(
+            command, cwd=cwd, env=_environment(), stdout=output, stderr=output, stdin=subprocess.DEVNULL
+        )
+
+    def off(self, host: str) -> None:
+        """Cut a machine's power."""
+        subprocess.run([str(FAKE), "off", str(self.folder), host], check=True, timeout=60)
+
     def do(self, host: str, script: str) -> None:
         """Run a shell script on a machine that has to succeed."""
         done = self.run(host, "sh", "-ec", script)
@@ -52,7 +63,7 @@ class Cluster:
     def toolkit(self, *words: str, cwd: Path = REPOSITORY, timeout_s: float = 120, **extra: str) -> Finished:
         """Run `toolkit …` on the first machine."""
         command = (sys.executable, "-m", "toolkit", *words)
-        return self.run("node1", *command, cwd=cwd, timeout_s=timeout_s, PYTHONPATH=str(REPOSITORY), **extra)
+        return self.run("node1", *command, cwd=cwd, timeout_s=timeout_s, **extra)
 
     def configure(self, host: str, *lines: str) -> str:
         """Put lines before a machine's sshd settings (the first of a name counts), let it read them; return the old."""
@@ -66,6 +77,11 @@ class Cluster:
         """Give a machine's sshd the old settings."""
         (self.folder / f"{host}.sshd_config").write_text(settings)
         self.do(host, "kill -HUP 1")
+
+
+def _environment() -> dict[str, str]:
+    environ = {name: value for name, value in os.environ.items() if not name.startswith(_OURS)}
+    return {**environ, "LANG": "C.UTF-8", "PYTHONPATH": str(REPOSITORY)}
 
 
 def up(folder: Path, hosts: int) -> tuple[Cluster | None, str]:

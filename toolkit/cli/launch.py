@@ -57,6 +57,8 @@ def run(words: list[str]) -> int:
         code = verdict(told, child, asked=bool(requests.last))
         restart += 1
         if not is_worth_a_restart(code, told, asked=bool(requests.last)) or restart > most:
+            if len(hosts) > 1:
+                _say_first_error(told)
             return code
         died = told.get("died", time.time())
         _say_restart(Path(told["folder"]), code, restart, most)
@@ -167,7 +169,7 @@ class _Life:
 
     def __init__(self, folder: Path, restart: int, most: int, died: float) -> None:
         self.path = report.begin(folder, restart)
-        self.environ = {**os.environ, **report.variables(self.path)}
+        self.environ = {**os.environ, **reach.ssh_variables(), **report.variables(self.path)}
         self.restart, self.most, self.died = restart, most, died
 
     def read(self) -> dict[str, Any]:
@@ -198,6 +200,13 @@ class _Life:
                 )
             )
             self.died = 0.0
+
+
+def _say_first_error(told: Mapping[str, Any]) -> None:
+    """Repeat the error of the rank that failed first: what other machines print comes in any order."""
+    marker = Path(told.get("folder", "")) / "FAILED"
+    if "folder" in told and marker.is_file():
+        say(tr("The first error:  {text}", text=marker.read_text(encoding="utf-8", errors="replace").strip()))
 
 
 def _say_restart(folder: Path, code: int, restart: int, most: int) -> None:

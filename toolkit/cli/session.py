@@ -1,7 +1,9 @@
 """One training session: data, process group, run folder, engine, loop, export, and what is said at the end."""
 
 import logging
+import os
 import socket
+import sys
 import time
 from functools import partial
 from pathlib import Path
@@ -234,11 +236,18 @@ def _start_line(session: Session, total_steps: int, steps_per_epoch: int) -> str
 
 
 def _log_to_files(folder: Path, rank: int) -> None:
-    """Send the libraries' own messages to logs/rank_N.log; their warnings stay on the terminal of rank 0 too."""
+    """Send the libraries' own messages to logs/rank_N.log, and what else ranks but the first would print.
+
+    Warnings stay on the terminal of rank 0 too, and errors of all ranks.
+    """
     (folder / "logs").mkdir(exist_ok=True)
-    handler = logging.FileHandler(folder / "logs" / f"rank_{rank}.log", encoding="utf-8")
+    file = open(folder / "logs" / f"rank_{rank}.log", "a", encoding="utf-8")
+    handler = logging.StreamHandler(file)
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     handler.addFilter(HidingFilter())
+    if rank:  # what libraries print by themselves, as NCCL does with NCCL_DEBUG, is in C and knows no sys.stdout
+        sys.stdout.flush()
+        os.dup2(file.fileno(), 1)
     for name in ("DeepSpeed", "transformers"):
         logger = logging.getLogger(name)
         for existing in logger.handlers:

@@ -1,8 +1,9 @@
 """Notices a step that does not come to an end, says which rank holds it up, and ends the job, so that it can restart.
 
 A collective that one rank never joins waits for ever: the timeout of the process group does not reach ZeRO's groups
-(deepspeed 0.19.8, utils/groups.py), and a stopped process is no dead one. So every rank has a thread that runs whatever
-its collectives do: it counts into a file and looks at the clock. A rank whose count stands still is the one that hangs.
+(deepspeed 0.19.8, utils/groups.py), a stopped process is no dead one, and a machine that is gone tells nobody. So every
+rank has threads that run whatever its collectives do: one counts into a file and looks whether the other machines'
+ranks still count, one looks at the clock. A rank whose count stands still is the one that hangs.
 """
 
 import faulthandler
@@ -15,6 +16,7 @@ import sys
 import threading
 import time
 from collections import deque
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -26,6 +28,10 @@ EXIT_CODE = 124
 _EVERY_S = 1.0
 _LEAST_S, _TIMES = 60.0, 5.0
 _LOOK_S = 4.0
+_LOST_BEATS, _LOOK_EVERY = 40, 5
+"""A machine is lost when its ranks do not count while this one does so often, counts and not seconds, because a file
+server that stands still for a minute stops everybody's."""
+_WRITING_S = 30.0
 STEP = "step"
 
 
@@ -56,7 +62,8 @@ class Watchdog:
         self._over = threading.Event()
         if hang_after_s >= 0:
             self._beat()
-            threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
+            for target in (self._count, self._watch):
+                threading.Thread(target=target, name=f"watchdog{target.__name__}", daemon=True).start()
 
     def enter(self, phase: str, step: int, detail: str = "") -> None:
         """Say what this rank does from now on.
@@ -86,12 +93,40 @@ class Watchdog:
             return self.patience_s
         return max(_LEAST_S, _TIMES * statistics.quantiles(self.taken, n=100, method="inclusive")[98])
 
-    def _watch(self) -> None:
+    def _count(self) -> None:
+        """Count, and look after the other machines: the first rank after all, the others after the first."""
+        counts: dict[int, tuple[int, int]] = {}
+        times = 0
+        others = range(1, self.world_size) if self.rank == 0 else (0,)
         while not self._over.wait(_EVERY_S):
             self._beat()
+            times += 1
+            if times % _LOOK_EVERY:
+                continue
+            found = self._read(others)
+            for rank, one in found.items():
+                if one.get("host") != socket.gethostname() and counts.get(rank, (-1, 0))[0] != one["beats"]:
+                    counts[rank] = one["beats"], times
+            lost = [rank for rank, (_, when) in counts.items() if times - when >= _LOST_BEATS]
+            if self.phase and lost:
+                self._tell(
+                    tr(
+                        "{who} Its machine, or the network to it, is gone ({phase} {step}).",
+                        who=self._accuse(lost, [], found),
+                        phase=self.phase,
+                        step=self.step,
+                    ),
+                    (),
+                )
+
+    def _watch(self) -> None:
+        """Look at the clock; touches no file, as a file server may be what hangs."""
+        while not self._over.wait(_EVERY_S):
             waited = time.monotonic() - self.since
             if self.phase and waited > self.limit():
-                self._end(waited)
+                threading.Thread(target=self._end, args=(waited,), daemon=True).start()
+                time.sleep(_LOOK_S + _WRITING_S)
+                os._exit(EXIT_CODE)
 
     def _path(self, rank: int) -> Path:
         return self.folder / heartbeat_file(rank)
@@ -105,9 +140,9 @@ class Watchdog:
             new.write_text(json.dumps({**me, "step": self.step}), encoding="utf-8")
             os.replace(new, path)  # ranks beat and read in lockstep: a file cut off for writing is often seen
 
-    def _read(self) -> dict[int, dict[str, Any]]:
+    def _read(self, ranks: Iterable[int]) -> dict[int, dict[str, Any]]:
         found = {}
-        for rank in range(self.world_size):
+        for rank in ranks:
             with suppress(OSError, ValueError):
                 found[rank] = json.loads(self._path(rank).read_text(encoding="utf-8"))
         return found
@@ -115,11 +150,10 @@ class Watchdog:
     def _end(self, waited: float) -> None:
         """Write down where this rank is, find out who hangs, say so once, and end."""
         self._write_stacks(waited)
-        before, started = self._read(), time.monotonic()
-        while time.monotonic() - started < _LOOK_S:
-            time.sleep(_EVERY_S / 2)
-            self._beat()
-        after = self._read()
+        everybody = range(self.world_size)
+        before = self._read(everybody)
+        time.sleep(_LOOK_S)
+        after = self._read(everybody)
         others = [rank for rank in range(self.world_size) if rank != self.rank]
         silent = [rank for rank in others if after.get(rank) == before.get(rank)]
         behind = [
@@ -135,13 +169,17 @@ class Watchdog:
             who=self._accuse(silent, behind, after),
             files=self.folder / "hang-rank-*.txt",
         )
+        here = [after[rank] for rank in silent if after.get(rank, {}).get("host") == socket.gethostname()]
+        self._tell(text, [int(one["pid"]) for one in here])
+
+    def _tell(self, text: str, stopped: Iterable[int]) -> None:
+        """Say it if no other rank has, and end."""
         if failure.announce(self.rank, text, EXIT_CODE):
             sys.stderr.write(f"Hang: {text}\n")
             sys.stderr.flush()
-            for rank in silent:  # a stopped process heeds nothing else, and the launcher would wait half a minute
-                if after.get(rank, {}).get("host") == socket.gethostname():
-                    with suppress(OSError):
-                        os.kill(int(after[rank]["pid"]), signal.SIGKILL)
+            for pid in stopped:  # a stopped process heeds nothing else, and the launcher would wait half a minute
+                with suppress(OSError):
+                    os.kill(pid, signal.SIGKILL)
         os._exit(EXIT_CODE)
 
     def _accuse(self, silent: list[int], behind: list[int], ranks: dict[int, dict[str, Any]]) -> str:

@@ -1,5 +1,6 @@
 """What DeepSpeed's launcher needs to start ranks on other machines: its program, options, words quoted for shells."""
 
+import os
 import re
 import shlex
 import shutil
@@ -42,6 +43,16 @@ def words_for(hosts: Resources, options: Mapping[str, str], words: Sequence[str]
     return [re.sub(r"([\\$`])", r"\\\1", word) if " " in word else shlex.quote(word) for word in words]
 
 
+def ssh_variables(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """Return what lets pdsh notice that a machine is gone: ssh alone waits for it for hours.
+
+    Args:
+        environ: the environment, whose own arguments for ssh come first, as the first counts.
+    """
+    alive = "-o ServerAliveInterval=10 -o ServerAliveCountMax=3"
+    return {"PDSH_SSH_ARGS_APPEND": f"{environ.get('PDSH_SSH_ARGS_APPEND', '')} {alive}".strip()}
+
+
 def logs_in(hosts: Resources, options: Mapping[str, str]) -> bool:
     """Return whether DeepSpeed's launcher starts ranks through ssh."""
     return (len(hosts) > 1 or "--force_multi" in options) and "--no_ssh" not in options
@@ -59,8 +70,17 @@ def check_program(hosts: Resources, options: Mapping[str, str]) -> None:
         options: of `deepspeed`.
 
     Raises:
-        LaunchError: it is not installed.
+        LaunchError: it is not installed, or could not go into this folder there.
     """
+    folder = os.getcwd()
+    if logs_in(hosts, options) and _launcher(options) == "pdsh" and shlex.quote(folder) != folder:
+        raise LaunchError(
+            tr(
+                "DeepSpeed's launcher gives the folder {folder} to the machines' shells unquoted. Type this in a "
+                "folder without spaces and special characters (a link to this one will do).",
+                folder=folder,
+            )
+        )
     program, source = _BACKENDS.get(_launcher(options), ("", ""))
     if logs_in(hosts, options) and program and not shutil.which(program):
         raise LaunchError(
