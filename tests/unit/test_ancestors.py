@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from toolkit.errors import LaunchError
-from toolkit.launch.ancestors import check_launcher, deepspeed_options
+from toolkit.launch.ancestors import check_launcher, deepspeed_options, typed
 from toolkit.launch.environment import Ranks
 
 RANKS = Ranks(0, 0, 2, 0, "deepspeed")
@@ -97,3 +97,11 @@ def test_only_the_launchers_own_words_count() -> None:
     words = ["/usr/bin/deepspeed", "--num_gpus", "2", "--launcher_args", "-x", "run.py", "--hostfile", "mine"]
     assert deepspeed_options(words) == {"--num_gpus": "2", "--launcher_args": "-x"}
     assert deepspeed_options(["vim", "deepspeed.md"]) == {}
+
+
+def test_a_hostfile_may_be_named_among_the_overrides() -> None:
+    words = ["hostfile=h", "--include", "a:0", "recipe=x", "b=1"]
+    expected = ["--include", "a:0", "--hostfile", "h"], {"--include": "a:0", "--hostfile": "h"}, ["recipe=x", "b=1"]
+    assert typed(words) == expected
+    assert typed([*words[1:], words[0]]) == expected
+    assert typed(["-H", "h", "recipe=x"]) == (["-H", "h"], {"-H": "h"}, ["recipe=x"])

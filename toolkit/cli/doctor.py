@@ -122,4 +122,5 @@ def _looked_at(found: Examination, quick: bool) -> set[str]:
         checks |= {"ssh", *(("clocks", "environment") if found.facts else ())}
     if found.facts:
         checks |= {"limits", *(("recipe", "files") if found.words else ())}
-    return checks if found.words else checks - {"ops"} | {one.check for one in found.findings}
+    without = set() if found.words else {"ops", "disks"}
+    return (checks - without) | {one.check for one in found.findings}

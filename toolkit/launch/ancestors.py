@@ -139,12 +139,13 @@ def typed(words: Sequence[str]) -> tuple[list[str], dict[str, str], list[str]]:
 
     `hostfile=FILE` stands for --hostfile FILE.
     """
-    options, rest = split(words)
-    mine = list(words[: len(words) - len(rest)])
-    for word in [word for word in rest if word.startswith("hostfile=")]:
-        rest.remove(word)
-        options["--hostfile"] = word.removeprefix("hostfile=")
-        mine += ["--hostfile", options["--hostfile"]]
+    named = [word.removeprefix("hostfile=") for word in words if word.startswith("hostfile=")]
+    others = [word for word in words if not word.startswith("hostfile=")]
+    options, rest = split(others)
+    mine = others[: len(others) - len(rest)]
+    for file in named:
+        options["--hostfile"] = file
+        mine += ["--hostfile", file]
     return mine, options, rest
 
 
