@@ -69,6 +69,7 @@ def of_recipe(cfg: RunConfig, environ: Mapping[str, str]) -> dict[str, Any]:
     return {
         "recipe": _flat(recorded(cfg)),
         "files": _files(cfg),
+        "stores": sorted(path.parent.name for path in Path(cfg.prepare.dir).glob("stores/*/manifest.json")),
         "disks": {name: _disk(Path(folder)) for folder, name in folders.items()},
         "nvme": {folder: bandwidth.disk(Path(folder)) for folder in nvme},
         "ops": _ops(cfg, environ),

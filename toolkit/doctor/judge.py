@@ -57,6 +57,7 @@ def all_of(facts: Facts, resources: Resources, here: Mapping[str, str]) -> list[
         lambda: _gpus(facts, resources),
         lambda: _ops(facts),
         lambda: _files(facts),
+        lambda: _stores(facts),
         lambda: _disks(facts),
         lambda: _limits(facts),
         lambda: _environment(facts, here),
@@ -233,6 +234,20 @@ def _files(facts: Facts) -> Iterable[Finding]:
                     usual=usual,
                 ),
             )
+
+
+def _stores(facts: Facts) -> Iterable[Finding]:
+    """A store's name is a fingerprint of all that it is made of: equal names, equal contents."""
+    found = {host: set(one.get("stores", [])) for host, one in facts.items()}
+    everywhere = set[str]().union(*found.values())
+    lacking = [host for host, names in found.items() if names < everywhere]
+    if lacking:
+        text = tr(
+            "not all prepared data of prepare.dir is on {hosts}: what the run needs and is not there is prepared first. "
+            "`toolkit prepare` there does it beforehand.",
+            hosts=_few(lacking),
+        )
+        yield Finding("files", NOTE, text)
 
 
 def _disks(facts: Facts) -> Iterable[Finding]:
