@@ -548,5 +548,5 @@ CHINESE: dict[str, str] = {
     "{who} Its machine, or the network to it, is gone ({phase} {step}).": "{who} 它所在的机器或到它的网络断了（{phase} {step}）。",
     "The first error:  {text}": "最先出现的错误：  {text}",
     "DeepSpeed's launcher gives the folder {folder} to the machines' shells unquoted. Type this in a folder without spaces and special characters (a link to this one will do).": "DeepSpeed 的启动器会把目录 {folder} 不加引号地交给各机器的 shell。请在不含空格和特殊字符的目录中输入命令（指向它的链接也可以）。",
-    "not all prepared data of prepare.dir is on {hosts}: what the run needs and is not there is prepared first. `toolkit prepare` there does it beforehand.": "{hosts} 上没有 prepare.dir 里的全部已处理数据：运行所需而缺少的部分会先处理。可在那里用 `toolkit prepare` 提前完成。",
+    "not all prepared data of prepare.dir is on {hosts}: what the run needs and lacks is prepared first. `toolkit prepare` there does it beforehand.": "{hosts} 上没有 prepare.dir 里的全部已处理数据：运行所需而缺少的部分会先处理。可在那里用 `toolkit prepare` 提前完成。",
 }

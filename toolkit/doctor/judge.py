@@ -243,7 +243,7 @@ def _stores(facts: Facts) -> Iterable[Finding]:
     lacking = [host for host, names in found.items() if names < everywhere]
     if lacking:
         text = tr(
-            "not all prepared data of prepare.dir is on {hosts}: what the run needs and is not there is prepared first. "
+            "not all prepared data of prepare.dir is on {hosts}: what the run needs and lacks is prepared first. "
             "`toolkit prepare` there does it beforehand.",
             hosts=_few(lacking),
         )
