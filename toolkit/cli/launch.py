@@ -113,10 +113,12 @@ def _machines(options: Mapping[str, str]) -> resources.Resources:
     """Check the machines of a hostfile, say which rank runs where, and return them; {} without one."""
     path = options.get("--hostfile") or options.get("-H")
     if not path:
+        reach.check_binding({}, options)
         return {}
     hosts = resources.used(hostfile.read(Path(path)), options)
     resources.check_visible_devices(hosts)
     ancestors.check_machines(hosts, options, resources.is_here)
+    reach.check_binding(hosts, options)
     reach.check(hosts, options)
     rows = resources.rank_table(hosts)
     widths = [max(len(row[column]) for row in rows) for column in range(3)]
