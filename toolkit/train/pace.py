@@ -3,7 +3,8 @@
 A rank's own work is what lies between two places where ranks wait for one another, so that the time it takes says
 something of this rank: from the end of a step to the first sum over the ranks in the next (data, logging, whatever else
 the host does), and the forward passes. Of the backward passes nothing is counted, as gradients are reduced in them.
-Under ZeRO-3 ranks wait for one another in the forward passes too: what is seen is slow data and a slow host alone.
+Under ZeRO-3 ranks wait for one another in the forward passes too, which hides most of a slow processor or GPU, but
+neither slow data nor a slow host.
 """
 
 import statistics
@@ -24,8 +25,8 @@ IN_A_ROW = 3
 """Comparisons one after the other in which a rank has to be slow."""
 SLOWER = 1.2
 """A slow rank's own work to the median of the ranks."""
-LEAST_SHARE = 0.05
-"""Of a step's time that the others wait, below which it is not worth telling."""
+LEAST_SHARE = 0.03
+"""Of a step's time by which its own work has to be longer: less is not worth telling."""
 
 
 class Stopwatch:
