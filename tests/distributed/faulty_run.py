@@ -3,7 +3,8 @@
 FAULT: JSON with `at` (a place below), `rank`, `step` (from 1; for saves: of the checkpoint), `do` (kill, killall, stop,
 hang, fail, tell, term, memory, fill), `note` (file that gets a line when the fault happens), `once` (not again where
 the note is there already). `back_at`: the clock goes back a year after this step; `ballast`: file that fills the disk,
-gone again after step `free_at`. Everything else is the product's own.
+gone again after step `free_at`. At `slow`, `naps` says who sleeps before what: `ranks`, `steps` (first and last),
+`before` (data, step, forward), `seconds`. Everything else is the product's own.
 """
 
 import contextlib
@@ -102,6 +103,31 @@ def after_step(loop: Any, number: int, do: Callable[[], object]) -> None:
     loop.train_step = train_step
 
 
+def slow_down(loop: Any) -> None:
+    """Let ranks sleep before they fetch a step's data, before the step, or in its forward pass."""
+    from toolkit.train import step
+
+    steps = 0  # their data is what they begin with
+
+    def sleepy(place: str, real: Callable[..., Any]) -> Callable[..., Any]:
+        def function(*arguments: Any, **options: Any) -> Any:
+            nonlocal steps
+            steps += place == "data"
+            for nap in FAULT["naps"]:
+                first, last = nap["steps"]
+                if nap["before"] == place and RANK in nap["ranks"] and first <= steps <= last:
+                    with open(FAULT["note"], "a", encoding="utf-8") as note:
+                        note.write(f"{place} {RANK}\n")
+                    time.sleep(nap["seconds"])
+            return real(*arguments, **options)
+
+        return function
+
+    loop.islice = sleepy("data", loop.islice)
+    loop.train_step = sleepy("step", loop.train_step)
+    step.token_loss_sum = sleepy("forward", step.token_loss_sum)
+
+
 def turn_back_the_clock(loop: Any) -> None:
     """After some step, let this process believe that it is a year earlier."""
     real_time = time.time
@@ -118,7 +144,7 @@ def install() -> None:
     from toolkit.checkpoint import engine_files, folders, manifest
     from toolkit.train import loop
 
-    at, step = FAULT["at"], FAULT["step"]
+    at, step = FAULT["at"], FAULT.get("step")
     count = 0
 
     def nth(*arguments: Any, **options: Any) -> bool:
@@ -166,6 +192,8 @@ def install() -> None:
             real(temporary, target)
 
         folders.publish = publish
+    elif at == "slow":
+        slow_down(loop)
     elif at == "rotate":
         before(folders, "remove_old", nth)
     else:

@@ -7,10 +7,12 @@ import random
 import re
 import shutil
 import signal
+import socket
 import statistics
 import subprocess
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -116,6 +118,41 @@ def test_a_disk_that_stays_full_and_one_that_cannot_be_written(
         -2000:
     ]
     assert "Traceback" not in refused.output
+
+
+@pytest.mark.fault("H3")
+def test_a_rank_that_is_slow(rows_file: Path, tmp_path: Path, record_property: Any) -> None:
+    """Both ranks are slow alike for 60 steps; then rank 1's forward passes are, then rank 0's data."""
+    naps = [
+        {"ranks": [0, 1], "steps": [1, 60], "before": "step", "seconds": 0.2},
+        {"ranks": [1], "steps": [61, 120], "before": "forward", "seconds": 0.07},
+        {"ranks": [0], "steps": [121, 180], "before": "data", "seconds": 0.14},
+    ]
+    words = [*faulty_words(rows_file, tmp_path, "run"), "train.max_steps=180", "train.log_every=20"]
+    finished = life(tmp_path, [*words, "checkpoint.every=0"], {"at": "slow", "naps": naps})
+    assert finished.code == 0, finished.output[-3000:]
+    slept = Counter((tmp_path / "note").read_text().splitlines())
+    # There are two micro-batches in a step.
+    assert slept == {"step 0": 60, "step 1": 60, "forward 1": 120, "data 0": 60}
+
+    rows = [row for row in rows_of(tmp_path / "runs" / "run") if "loss" in row]
+    told = [line for line in finished.output.splitlines() if "WARNING: all ranks wait for rank " in line]
+    host = socket.gethostname()
+    assert [re.sub(r"[\d.]+ s\b|[\d.]+ times", "N", line) for line in told] == [
+        f"WARNING: all ranks wait for rank 1 on {host}: its own work takes N per step, N that of the median rank (N). "
+        f"It is not the data: look at what else runs on {host}, and at the clocks and the temperature of its "
+        "processors and GPUs (top, nvidia-smi).",
+        f"WARNING: all ranks wait for rank 0 on {host}: its own work takes N per step, N that of the median rank (N). "
+        f"Most of that it waits for its data: look at the disk or the network that {host} reads from; more "
+        "data.num_workers may hide it.",
+    ], "each once, and none while both were slow"
+    for steps, slow in (([80, 100, 120], 1), ([140, 160, 180], 0)):
+        found = [row for row in rows if row["step"] in steps]
+        assert [row["slowest_rank"] for row in found] == [slow] * 3
+        assert all(row["slowest_rank_s"] >= 0.14 for row in found), found
+        times = found[-1]["slowest_rank_s"] / found[-1]["median_rank_s"]
+        record_property(f"rank {slow}", f"{times:.1f} times the median")
+    assert all(row["data_wait_rank"] == 0 and row["data_wait_s"] >= 0.14 for row in found), found
 
 
 @NIGHTLY

@@ -81,6 +81,18 @@ def test_another_machine_alone_would_be_forgotten(tmp_path: Path) -> None:
     assert message.startswith("the hostfile leaves b alone, which is not this machine")
 
 
+def test_ranks_that_are_not_bound_to_cores(tmp_path: Path) -> None:
+    (tmp_path / "work").mkdir()
+    (tmp_path / "work" / "hosts").write_text(TWO_HOSTS)
+    front_end = "deepspeed --hostfile hosts --launcher openmpi --bind_cores_to_rank run.py"
+    assert refused(tmp_path, front_end, 2).startswith("--bind_cores_to_rank: DeepSpeed does not hand this on")
+
+
+def test_cores_without_binding(tmp_path: Path) -> None:
+    message = refused(tmp_path, "deepspeed --bind_core_list 0-1 run.py", 1)
+    assert message == "--bind_core_list does nothing alone: add --bind_cores_to_rank."
+
+
 def test_num_nodes(tmp_path: Path) -> None:
     message = refused(tmp_path, "deepspeed run.py", 1, num_nodes=4)
     assert message.startswith("launch.num_nodes = 4, but 1 machines were started.")

@@ -158,6 +158,34 @@ def test_the_launchers_program_is_missing(tmp_path: Path, monkeypatch: pytest.Mo
     reach.check_program(hosts, {})
 
 
+def test_ranks_that_would_not_be_bound_to_cores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Through DeepSpeed's own runner: what is refused is what it drops."""
+    from deepspeed.launcher.multinode_runner import PDSHRunner
+    from deepspeed.launcher.runner import encode_world_info, parse_args
+
+    here, both, bind = {"a": [0]}, {"a": [0], "b": [0]}, {"--bind_cores_to_rank": ""}
+    arguments = parse_args(["--bind_cores_to_rank", "--bind_core_list=0-1", "--master_addr=a", "run.py"])
+    command, *_ = PDSHRunner(arguments, encode_world_info(both)).get_cmd({}, both)
+    assert "deepspeed.launcher.launch" in command and "bind" not in " ".join(command)
+
+    monkeypatch.setenv("PATH", str(tmp_path))
+    for hosts in ({}, here):
+        with pytest.raises(LaunchError, match="--bind_cores_to_rank needs numactl, which is not installed here:  apt"):
+            reach.check_binding(hosts, bind)
+    (tmp_path / "numactl").write_text("#!/bin/sh\n")
+    (tmp_path / "numactl").chmod(0o755)
+    for hosts, options in ((both, {}), ({}, bind), (here, bind), (both, {**bind, "--no_ssh": ""})):
+        reach.check_binding(hosts, options)
+    reach.check_binding(both, {**bind, "--bind_core_list": "0-1", "--launcher": "impi"})
+    for options, launcher in (({}, "pdsh"), ({"--launcher": "OpenMPI"}, "openmpi")):
+        with pytest.raises(LaunchError, match=f"machines that it starts through {launcher}; their ranks"):
+            reach.check_binding(both, {**bind, **options})
+    with pytest.raises(LaunchError, match="through pdsh"):
+        reach.check_binding(here, {**bind, "--force_multi": ""})
+    with pytest.raises(LaunchError, match="--bind_core_list does nothing alone: add --bind_cores_to_rank"):
+        reach.check_binding({}, {"--bind_core_list": "0-1"})
+
+
 def test_this_machine_alone_needs_no_ssh() -> None:
     assert reach.options_for({"here": [0]}, {}) == ["--no_ssh_check", "--master_addr", "127.0.0.1"]
     assert reach.options_for({"here": [0]}, {"--master_addr": "10.0.0.1"}) == ["--no_ssh_check"]

@@ -108,7 +108,7 @@ def _ours(engine: deepspeed.DeepSpeedEngine, cfg: RunConfig, folder: Path) -> Ca
             guard.check()
             done += 1
             if done % cfg.train.log_every == 0:
-                row = meter.row(done, 0.0, cfg.optim.lr)
+                row = meter.row(done, 0.0, cfg.optim.lr, meter.pace())
                 if rank() == 0:
                     metrics.append(row)
 

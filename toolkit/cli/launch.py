@@ -119,11 +119,13 @@ def _machines(options: Mapping[str, str], words: Sequence[str], cfg: RunConfig) 
     """Check the machines of a hostfile, say which rank runs where, and return them; {} without one."""
     path = options.get("--hostfile") or options.get("-H")
     if not path:
+        reach.check_binding({}, options)
         return {}
     hosts = resources.used(hostfile.read(Path(path)), options)
     resources.check_visible_devices(hosts)
     ancestors.check_machines(hosts, options, resources.is_here)
     reach.check_program(hosts, options)
+    reach.check_binding(hosts, options)
     if reach.logs_in(hosts, options) and "--no_ssh_check" not in options:
         _examine(doctor.examination(options, hosts, words, cfg))
     rows = resources.rank_table(hosts)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from toolkit.errors import LaunchError
-from toolkit.launch import env_files, hostfile, resources
+from toolkit.launch import env_files, hostfile, reach, resources
 from toolkit.launch.environment import Ranks
 from toolkit.messages import tr
 
@@ -48,7 +48,7 @@ def check_launcher(
 
     Raises:
         LaunchError: the hostfile that was asked for is missing or malformed, or other machines take part than it says,
-            or than `launch.num_nodes` says.
+            or than `launch.num_nodes` says, or ranks are not bound to cores as asked.
     """
     chain = list(_ancestors(proc, pid))
     nodes = _nodes_started(chain, ranks)
@@ -65,6 +65,7 @@ def check_launcher(
         options = deepspeed_options(process.words)
         path = options.get("--hostfile") or options.get("-H")
         if path is None:
+            reach.check_binding({}, options)
             continue
         folder = _working_folder(proc, process.pid)
         hosts = resources.used(hostfile.read(folder / path), options)
@@ -79,6 +80,7 @@ def check_launcher(
                 )
             )
         check_machines(hosts, options, is_here)
+        reach.check_binding(hosts, options)
         if len(hosts) > 1:
             env_files.passed_on(folder)
         return

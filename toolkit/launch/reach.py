@@ -1,4 +1,4 @@
-"""What DeepSpeed's launcher needs to start ranks on other machines: its program, options, words quoted for shells."""
+"""What DeepSpeed's launcher needs to start ranks: its program, options, words quoted for other machines' shells."""
 
 import os
 import re
@@ -90,4 +90,35 @@ def check_program(hosts: Resources, options: Mapping[str, str]) -> None:
                 program=program,
                 source=source,
             )
+        )
+
+
+def check_binding(hosts: Resources, options: Mapping[str, str]) -> None:
+    """Refuse to bind ranks to cores where DeepSpeed's launcher would not do it in silence, or fail (0.19.8).
+
+    Args:
+        hosts: those that take part; {} without a hostfile.
+        options: of `deepspeed`.
+
+    Raises:
+        LaunchError: it would.
+    """
+    asked = [name for name in options if name.startswith("--bind_core")]
+    if not asked:
+        return
+    if asked == ["--bind_core_list"]:
+        raise LaunchError(tr("--bind_core_list does nothing alone: add --bind_cores_to_rank."))
+    if logs_in(hosts, options) and _launcher(options) != "impi":
+        raise LaunchError(
+            tr(
+                "{option}: DeepSpeed does not hand this on to machines that it starts through {launcher}; their ranks "
+                "would not be bound. Leave it out, or type the command on every machine with --no_ssh --node_rank=N "
+                "--master_addr=HOST, N from 0 in the order of the hostfile.",
+                option=asked[0],
+                launcher=_launcher(options),
+            )
+        )
+    if not shutil.which("numactl"):
+        raise LaunchError(
+            tr("{option} needs numactl, which is not installed here:  apt install numactl", option=asked[0])
         )

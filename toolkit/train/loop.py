@@ -1,6 +1,7 @@
 """The loop: steps, and when to log, evaluate, save, go back and stop. What one step does stands in step.py."""
 
 import math
+import socket
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -14,7 +15,7 @@ from toolkit.checkpoint.run_state import RunState
 from toolkit.config.schema import OnBadStep, RunConfig
 from toolkit.data.sampler import Position
 from toolkit.distributed import signals
-from toolkit.distributed.process_group import on_rank0, rank, world_size
+from toolkit.distributed.process_group import gather, on_rank0, rank, world_size
 from toolkit.distributed.watchdog import STEP, Watchdog
 from toolkit.errors import CheckpointError, Diverged, Stopped
 from toolkit.messages import tr
@@ -24,6 +25,7 @@ from toolkit.train import bad_steps
 from toolkit.train.checkpoint import Saver
 from toolkit.train.guard import Guard, Trouble
 from toolkit.train.meter import Meter
+from toolkit.train.pace import SlowRanks
 from toolkit.train.step import Batch, StepResult, train_step
 
 MOST_REWINDS = 3
@@ -106,6 +108,7 @@ class _Run:
     def __init__(self, job: Job, progress: Progress) -> None:
         self.job, self.progress, self.cfg, self.engine = job, progress, job.cfg, job.engine
         self.guard = Guard(job.engine, job.cfg.train)
+        self.slow_ranks = SlowRanks(gather(socket.gethostname()))
         self.stop_file = StopFile(job.folder)
         self.metrics = MetricsLog(job.folder / "metrics.jsonl", progress.say)
         self.outcome = Outcome(bad_steps=job.start.bad_steps, rewinds=job.start.rewinds, checkpoint=job.saver.newest)
@@ -148,7 +151,9 @@ class _Run:
         job, saver = self.job, self.job.saver
         self.step += 1
         lr = float(self.engine.get_lr()[0])
+        asked = time.perf_counter()
         window = list(islice(self.batches, job.accumulation))
+        self.meter.data_wait_s += time.perf_counter() - asked
         votes = (bool(signals.received()) or self.stop_file.is_there(), saver.is_proven())
         shapes = [tuple(batch["input_ids"].shape) for batch in window]
         job.watchdog.enter(STEP, self.step, f"rows x tokens: {shapes}")
@@ -249,11 +254,14 @@ class _Run:
         self.begin_at(state, self.place)
 
     def _log(self, lr: float) -> None:
-        row = self.meter.row(self.step, self.step / self.job.steps_per_epoch, lr)
+        pace = self.meter.pace()
+        row = self.meter.row(self.step, self.step / self.job.steps_per_epoch, lr, pace)
         row |= {"bad_steps": self.outcome.bad_steps, "rewinds": self.outcome.rewinds}
         if rank() == 0:
             self.metrics.append(row)
         self.progress.show(row)
+        if slow := self.slow_ranks.see(pace):
+            self.progress.say(slow)
         if math.isnan(self.outcome.first_loss):
             self.outcome.first_loss = row["loss"]
         self.outcome.last_loss = row["loss"]

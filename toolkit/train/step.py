@@ -1,5 +1,6 @@
 """One optimizer step of data-parallel training."""
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -11,6 +12,7 @@ from toolkit.errors import Diverged
 from toolkit.messages import tr
 from toolkit.models.loss import num_trained_tokens, token_loss_sum
 from toolkit.train.guard import Guard
+from toolkit.train.pace import Stopwatch
 
 Batch = dict[str, torch.Tensor]
 
@@ -35,6 +37,12 @@ class StepResult:
     """Sums of the token losses of this rank's micro-batches, float32 [accumulation] on the device."""
     micro_tokens: list[int]
     """Trained tokens of this rank's micro-batches."""
+    rank_tokens: int
+    """Tokens of this rank, including padding."""
+    arrived: float
+    """Seconds of `time.perf_counter` when this rank came to where ranks first wait for one another."""
+    forward_s: float
+    """Seconds of this rank's forward passes."""
 
 
 def train_step(
@@ -58,22 +66,19 @@ def train_step(
         Diverged: fp16's loss scale cannot be lowered any more.
     """
     micro_tokens = [num_trained_tokens(batch) for batch in micro_batches]
-    counts = sum_over_ranks(
-        [
-            sum(micro_tokens),
-            sum(int((batch["segment_ids"] > 0).sum()) for batch in micro_batches),
-            sum(batch["input_ids"].numel() for batch in micro_batches),
-            *map(float, votes),
-        ],
-        engine.device,
-    ).tolist()
+    rank_tokens = sum(batch["input_ids"].numel() for batch in micro_batches)
+    not_padding = sum(int((batch["segment_ids"] > 0).sum()) for batch in micro_batches)
+    arrived, forward = time.perf_counter(), Stopwatch(engine.device)
+    counts = sum_over_ranks([sum(micro_tokens), not_padding, rank_tokens, *map(float, votes)], engine.device).tolist()
     trained_tokens = int(counts[0])
     if trained_tokens == 0:
         raise ValueError("no token of this global batch is trained")
     micro_losses = torch.zeros(len(micro_batches), device=engine.device)
     for place, batch in enumerate(micro_batches):
+        forward.mark()
         on_device = {name: tensor.to(engine.device, non_blocking=True) for name, tensor in batch.items()}
         micro_sum = token_loss_sum(engine, on_device)
+        forward.mark()
         engine.backward(micro_sum * (world_size / trained_tokens), scale_wrt_gas=False)
         micro_losses[place] = micro_sum.detach()
         if place == len(micro_batches) - 1:
@@ -90,6 +95,9 @@ def train_step(
         votes=[int(count) for count in counts[3:]],
         micro_losses=micro_losses,
         micro_tokens=micro_tokens,
+        rank_tokens=rank_tokens,
+        arrived=arrived,
+        forward_s=forward.seconds(),
     )
 
 
