@@ -27,7 +27,10 @@ from toolkit.launch import build_locks
 PACKAGES = ("torch", "deepspeed", "transformers", "datasets", "hydra-core", "numpy", "tokenizers", "safetensors")
 FORWARDED = ("PYTHON", "MLFLOW", "MV2", "UCX", "NCCL")
 """Beginnings of the variables that DeepSpeed 0.19.8 hands on to other machines (runner.py; NCCL on NVIDIA GPUs)."""
-MATTERING = ("CUDA_", "DS_", "GLOO_", "HF_", "LD_", "NCCL_", "OMP_", "TOKENIZERS_", "TORCH_", "TRANSFORMERS_", "XDG_")
+MATTERING = (
+    *("CUDA_", "DS_", "GLOO_", "HF_", "LD_", "MODELSCOPE_", "NCCL_", "OMP_", "TOKENIZERS_", "TORCH_", "TRANSFORMERS_"),
+    *("WANDB_", "XDG_CACHE_HOME", "http_proxy", "https_proxy"),
+)
 """Beginnings of the variables by which runs differ."""
 ROOT = Path(__file__).parents[2]
 _BLOCK, _BLOCKS = 1 << 16, 16
