@@ -159,9 +159,10 @@ esac
 
 def test_machines_that_cannot_be_reached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     hosts = {"good1": [0], "strange": [0], "bad": [0]}
-    monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
+    monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(LaunchError, match="several machines need pdsh, which is not installed here"):
         reach.check(hosts, {})
+    monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
     for name, text in (("ssh", SSH), ("pdsh", "#!/bin/sh\n")):
         (tmp_path / name).write_text(text)
         (tmp_path / name).chmod(0o755)
@@ -180,6 +181,9 @@ def test_this_machine_alone_needs_no_ssh() -> None:
     assert reach.options_for({"here": [0]}, {"--master_addr": "10.0.0.1"}) == ["--no_ssh_check"]
     assert reach.options_for({"here": [0]}, {"--force_multi": ""}) == []
     assert reach.options_for({"here": [0], "there": [0]}, {}) == []
+    mpirun = {"--force_multi": "", "--launcher": "mpich"}
+    assert reach.options_for({"localhost": [0]}, mpirun) == ["--no_ssh_check", "--master_addr", "127.0.0.1"]
+    assert reach.options_for({"localhost": [0], "there.invalid": [0]}, mpirun) == []
 
 
 WORDS = [

@@ -8,11 +8,16 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from toolkit.errors import LaunchError
-from toolkit.launch.resources import Resources
+from toolkit.launch import mpi
+from toolkit.launch.resources import Resources, is_here
 from toolkit.messages import tr
 
 LIMIT_S = 10
-_BACKENDS = {"pdsh": ("pdsh", "apt install pdsh"), "openmpi": ("ompi_info", "apt install openmpi-bin")}
+_BACKENDS = {
+    "pdsh": ("pdsh", "apt install pdsh"),
+    "openmpi": ("ompi_info", "apt install openmpi-bin"),
+    "mpich": ("mpirun", "apt install mpich"),
+}
 """Of DeepSpeed's --launcher: the program that it looks for (0.19.8), and where it comes from."""
 
 
@@ -40,18 +45,26 @@ def words_for(hosts: Resources, options: Mapping[str, str], words: Sequence[str]
         options: of `deepspeed`.
         words: recipe and overrides.
     """
-    if not _logs_in(hosts, options) or _launcher(options) != "pdsh":
+    if backend(hosts, options) != "pdsh":
         return list(words)
     return [re.sub(r"([\\$`])", r"\\\1", word) if " " in word else shlex.quote(word) for word in words]
 
 
+def backend(hosts: Resources, options: Mapping[str, str]) -> str:
+    """Return the --launcher through which DeepSpeed starts the ranks, "" where it starts them itself, on this machine.
+
+    Args:
+        hosts: those that take part; {} without a hostfile.
+        options: of `deepspeed`.
+    """
+    is_used = (len(hosts) > 1 or "--force_multi" in options) and "--no_ssh" not in options
+    return options.get("--launcher", "pdsh").lower() if is_used else ""
+
+
 def _logs_in(hosts: Resources, options: Mapping[str, str]) -> bool:
-    """Whether DeepSpeed's launcher starts ranks through other machines' shells."""
-    return (len(hosts) > 1 or "--force_multi" in options) and "--no_ssh" not in options
-
-
-def _launcher(options: Mapping[str, str]) -> str:
-    return options.get("--launcher", "pdsh").lower()
+    """Whether ssh is needed. An mpirun starts ranks on its own machine without."""
+    used = backend(hosts, options)
+    return bool(used) and not (used in mpi.LAUNCHERS and all(map(is_here, hosts)))
 
 
 def check(hosts: Resources, options: Mapping[str, str]) -> None:
@@ -64,9 +77,8 @@ def check(hosts: Resources, options: Mapping[str, str]) -> None:
     Raises:
         LaunchError: some cannot be reached, with what ssh said, or the launcher's own program is not installed.
     """
-    if not _logs_in(hosts, options):
-        return
-    program, source = _BACKENDS.get(_launcher(options), ("", ""))
+    used = backend(hosts, options)
+    program, source = _BACKENDS.get(used, ("", ""))
     if program and not shutil.which(program):
         raise LaunchError(
             tr(
@@ -76,7 +88,9 @@ def check(hosts: Resources, options: Mapping[str, str]) -> None:
                 source=source,
             )
         )
-    if "--no_ssh_check" in options:
+    if used in mpi.LAUNCHERS:
+        mpi.check_program(used)
+    if "--no_ssh_check" in options or not _logs_in(hosts, options):
         return
     with ThreadPoolExecutor(max_workers=64) as pool:
         answers = pool.map(lambda host: _try(host, options.get("--ssh_port", "")), hosts)
