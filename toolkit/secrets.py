@@ -14,13 +14,15 @@ from typing import Any
 
 MASK = "***"
 _learned: set[str] = set()
-"""Secrets that were found in configs: from then on they are known wherever else they come up."""
+"""Secrets that were found in configs, or named there: from then on they are known wherever else they come up."""
 _NAME = re.compile(r"KEY|TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIAL", re.IGNORECASE)
 _CONFIG_NAME = re.compile(r"(?:^|_)(?:api_?key|token|secret|password|passwd|credentials?)$", re.IGNORECASE)
 """Of the config's own keys none is one of these; such as ds_extra.comet.api_key."""
 _LEAST_LENGTH = 8
 _COMMON = {"disabled", "required", "optional", "password", "changeme", "undefined", "localhost"}
 """Values that hide nothing, and would be missed everywhere."""
+_SWITCHES = {"", "0", "1", "true", "false", "yes", "no", "on", "off"}
+"""TOKENIZERS_PARALLELISM=false is no secret."""
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*://)[^\s/:@\"']*:[^\s/\"']+@")
 _FORMS = re.compile(
     r"(?<![A-Za-z0-9])(?:hf_[A-Za-z0-9]{16,}|sk-[A-Za-z0-9_-]{16,}|AKIA[A-Z0-9]{12,}|gh[pousr]_[A-Za-z0-9]{20,})"
@@ -36,6 +38,17 @@ def hide_all(value: Any) -> Any:
     """Return a value of dicts, lists and plain values with the secrets hidden in all its texts."""
     _learn(value)
     return _hidden(value, _secrets())
+
+
+def learn(value: str) -> None:
+    """From now on hide a value, whatever its variable's name; not one that is short, or says where something lies."""
+    if _is_secret(value):
+        _learned.add(value)
+
+
+def is_under_secret_name(name: str, value: str) -> bool:
+    """Whether a variable's name says that its value is a secret, and the value is no switch and no path that exists."""
+    return bool(_NAME.search(name)) and value.lower() not in _SWITCHES and not os.path.exists(value)
 
 
 def _hidden(value: Any, secrets: list[str]) -> Any:

@@ -1,4 +1,4 @@
-"""`toolkit launch` with faulty_run.py in the place of run.py, or AS_MODULE as if there were none of either.
+"""`toolkit launch` with faulty_run.py, or another SCRIPT, in the place of run.py; AS_MODULE as if there were none.
 
 Everything else is the product's own.
 """
@@ -9,5 +9,6 @@ from pathlib import Path
 
 from toolkit.cli import launch, main
 
-launch.SCRIPT = Path(__file__).with_name("nowhere" if os.environ.get("AS_MODULE") else "faulty_run.py")
+script = "nowhere" if os.environ.get("AS_MODULE") else os.environ.get("SCRIPT", "faulty_run.py")
+launch.SCRIPT = Path(__file__).with_name(script)
 sys.exit(main(["launch", *sys.argv[1:]]))

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 FAULT: dict[str, Any] = json.loads(os.environ["FAULT"])
-RANK = int(os.environ.get("RANK", "0"))
+RANK = int(os.environ.get("RANK") or os.environ.get("OMPI_COMM_WORLD_RANK", "0"))
 
 
 def strike() -> None:

@@ -191,6 +191,9 @@ def test_this_machine_alone_needs_no_ssh() -> None:
     assert reach.options_for({"here": [0]}, {"--master_addr": "10.0.0.1"}) == ["--no_ssh_check"]
     assert reach.options_for({"here": [0]}, {"--force_multi": ""}) == []
     assert reach.options_for({"here": [0], "there": [0]}, {}) == []
+    mpirun = {"--force_multi": "", "--launcher": "mpich"}
+    assert reach.options_for({"localhost": [0]}, mpirun) == ["--no_ssh_check", "--master_addr", "127.0.0.1"]
+    assert reach.options_for({"localhost": [0], "there.invalid": [0]}, mpirun) == []
 
 
 WORDS = [

@@ -19,7 +19,7 @@ from toolkit.doctor import agent
 from toolkit.doctor.examine import Examination
 from toolkit.doctor.judge import ERROR, NOTE, WARNING
 from toolkit.errors import ConfigError
-from toolkit.launch import ancestors, hostfile, reach, resources
+from toolkit.launch import ancestors, env_files, hostfile, reach, resources
 from toolkit.messages import say, tr
 
 CHECKS = (
@@ -74,12 +74,14 @@ def examination(
         words: recipe and overrides; [] for the machines alone.
         cfg: what they mean.
     """
+    files = env_files.passed_on(Path.cwd()) if len(hosts) > 1 else {}
     return Examination(
         resources=hosts,
         words=words,
         cfg=cfg,
         through_ssh="localhost" not in hosts and reach.logs_in(hosts, options),
         ssh_port=options.get("--ssh_port", ""),
+        handed_on=frozenset([*cfg.launch.env, *(name for names in files.values() for name in names)]),
         master_addr=options.get("--master_addr", ""),
         master_port=int(options.get("--master_port", "29500")),
     )

@@ -19,13 +19,14 @@ from typing import Any
 
 from toolkit.cli import doctor
 from toolkit.cli.compose import compose
+from toolkit.config import variables
 from toolkit.config.checks import check
 from toolkit.config.schema import RunConfig
 from toolkit.distributed import launched
 from toolkit.doctor.examine import Examination
 from toolkit.doctor.judge import ERROR, WARNING
 from toolkit.errors import CheckpointError, Diverged, LaunchError, Stopped, ToolkitError
-from toolkit.launch import ancestors, env_files, environment, hostfile, reach, report, resources
+from toolkit.launch import ancestors, env_files, environment, forward, hostfile, mpi, reach, report, resources
 from toolkit.messages import say, tr
 from toolkit.train import run_folder, starts
 
@@ -42,13 +43,22 @@ def run(words: list[str]) -> int:
     mine, options, rest = ancestors.typed(words)
     cfg = _checked(rest)
     folder, hosts = run_folder.make_parent(cfg), _machines(options, rest, cfg)
+    if "--launcher" in options and not reach.backend(hosts, options):
+        say(
+            tr(
+                "Note: --launcher {launcher} has no effect on this machine alone: DeepSpeed's own launcher starts the "
+                "ranks. With a hostfile, --force_multi uses it here too.",
+                launcher=options["--launcher"],
+            )
+        )
     command = [sys.executable, "-m", "deepspeed.launcher.runner", *_quiet(options), *reach.options_for(hosts, options)]
-    command += [*mine, *program(), *reach.words_for(hosts, options, rest)]
+    environ, more = _forwarded(cfg, hosts, options)
+    command += [*mine, *more, *program(), *reach.words_for(hosts, options, rest)]
     say(tr("Starts:  {command}", command=shlex.join(["deepspeed", *command[3:]])))
     requests, most = launched.Requests(), cfg.run.max_restarts
     restart, died = 0, 0.0
     while True:
-        life = _Life(folder, restart, most, died)
+        life = _Life(folder, environ, restart, most, died)
         try:
             child = launched.run(command, life.environ, rest, requests, life.look, float(cfg.distributed.timeout_s))
             told = life.last_words(float(cfg.distributed.timeout_s) if requests.last and len(hosts) > 1 else 0.0)
@@ -160,6 +170,27 @@ def _examine(machines: Examination) -> None:
         say(tr("Note: {line}", line=line.strip()))
 
 
+def _forwarded(
+    cfg: RunConfig, hosts: resources.Resources, options: Mapping[str, str]
+) -> tuple[dict[str, str], list[str]]:
+    """Say which variables of `launch.env` the ranks get; return the launcher's environment and options for that.
+
+    Raises:
+        LaunchError: a secret is not set here.
+    """
+    backend, env = reach.backend(hosts, options), cfg.launch.env
+    names = variables.names(env)
+    files = env_files.passed_on(Path.cwd()) if backend and names else {}
+    here = [name for name in names if os.environ.get(name)]
+    forward.remember([os.environ[name] for name in here])
+    if missing := sorted(set(names).difference(here, *files.values())):
+        raise forward.without_value(missing)
+    if env:
+        say(tr("Variables of the ranks: {names}", names=", ".join(env)))
+    environ, exported = forward.for_launcher(here, backend, os.environ) if backend else (dict(os.environ), [])
+    return environ, mpi.launcher_args(hosts, options, exported) if backend == "openmpi" else []
+
+
 def _quiet(options: Mapping[str, str]) -> list[str]:
     """Return what keeps the launcher from writing whole command lines, with what is in them, into logs."""
     chosen = {"--log_level", "-q", "--quiet"} & set(options)
@@ -169,9 +200,9 @@ def _quiet(options: Mapping[str, str]) -> list[str]:
 class _Life:
     """One start of the ranks."""
 
-    def __init__(self, folder: Path, restart: int, most: int, died: float) -> None:
+    def __init__(self, folder: Path, environ: Mapping[str, str], restart: int, most: int, died: float) -> None:
         self.path = report.begin(folder, restart)
-        self.environ = {**os.environ, **reach.ssh_variables(), **report.variables(self.path)}
+        self.environ = {**environ, **reach.ssh_variables(environ), **report.variables(self.path)}
         self.restart, self.most, self.died = restart, most, died
 
     def read(self) -> dict[str, Any]:

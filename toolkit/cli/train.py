@@ -19,13 +19,14 @@ from toolkit.cli.compose import Composed, compose
 from toolkit.config.checks import check
 from toolkit.config.load import to_yaml
 from toolkit.errors import ConfigError
-from toolkit.launch import ancestors, build_locks, environment, restarts
+from toolkit.launch import ancestors, build_locks, environment, forward, mpi, restarts
 from toolkit.messages import tr
 
 
 def run(words: list[str]) -> int:
     """Train, evaluate, save and export."""
     words = environment.strip_launcher_arguments(words)
+    inherited = dict(os.environ)
     ranks = environment.detect(os.environ)
     environment.apply(ranks, os.environ)  # from here on an error knows which rank it speaks for
     if "--cfg" in words:
@@ -37,6 +38,7 @@ def run(words: list[str]) -> int:
     composed = compose(words, world_size=ranks.world_size)
     cfg = composed.loaded.cfg
     check(composed.loaded, ranks.world_size)
+    forward.apply(cfg.launch.env, ranks, os.environ, inherited)
     if cfg.prepare.shard:
         raise ConfigError(tr("prepare.shard is for `toolkit prepare` alone: training needs all parts. Remove it."))
     ancestors.check_launcher(cfg.launch.num_nodes, ranks)
@@ -62,7 +64,7 @@ def _greet(composed: Composed, ranks: environment.Ranks) -> None:
     from toolkit.config.checks import accumulation
 
     cfg = composed.loaded.cfg
-    for note in composed.notes:
+    for note in [*composed.notes, *mpi.notes(ranks.launcher, ranks.local_world_size, os.environ)]:
         print(note)
     times = accumulation(cfg, ranks.world_size)
     print(

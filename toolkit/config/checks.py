@@ -9,6 +9,7 @@ from toolkit.config.load import Loaded
 from toolkit.config.places import fail, prefix, value_of
 from toolkit.config.schema import Device, RunConfig
 from toolkit.config.unread import check_effect
+from toolkit.config.variables import check_variables
 from toolkit.errors import ConfigError
 from toolkit.messages import tr
 
@@ -86,7 +87,8 @@ def check(loaded: Loaded, world_size: int | None = None, *, files: bool = True) 
     Raises:
         ConfigError: the first rule that does not hold.
     """
-    for rule in (_numbers, _batch, _length_of_run, _schedule, _zero, _offload, check_effect, _names, _restarts):
+    rules = (_numbers, _batch, _length_of_run, _schedule, _zero, _offload, _names, _restarts)
+    for rule in (*rules, check_effect, check_variables):
         rule(loaded)
     if world_size is not None:
         accumulation(loaded.cfg, world_size, prefix(loaded, "batch.global_size"))

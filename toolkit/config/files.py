@@ -13,6 +13,7 @@ from toolkit.messages import tr
 PACKAGE = Path(__file__).resolve().parents[1]
 LARGEST_FILE_BYTES = 1_000_000
 DEEPEST_NESTING = 50
+_TEXT = "tag:yaml.org,2002:str"
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +80,7 @@ def parse(text: str, shown: str) -> Document:
         _vet_events(text, shown)
         loader = get_yaml_loader()(text)
         node = loader.get_single_node()
+        _keep_as_typed(node)
         values = loader.construct_document(node) if node is not None else {}
     except yaml.MarkedYAMLError as error:
         line = error.problem_mark.line + 1 if error.problem_mark else 1
@@ -91,6 +93,17 @@ def parse(text: str, shown: str) -> Document:
     if node is not None:
         _note_lines(node, "", lines)
     return Document(shown, values, lines)
+
+
+def _keep_as_typed(node: yaml.Node | None, section: tuple[str, ...] = ("launch", "env")) -> None:
+    """Let the values of environment variables be texts: YAML makes false of `off`, and 10 of `012`."""
+    for key, value in node.value if isinstance(node, yaml.MappingNode) else ():
+        if section and key.value == section[0]:
+            _keep_as_typed(value, section[1:])
+        elif not section:
+            key.tag = _TEXT
+            if isinstance(value, yaml.ScalarNode) and value.tag != "tag:yaml.org,2002:null":
+                value.tag = _TEXT
 
 
 def _vet_events(text: str, shown: str) -> None:

@@ -21,7 +21,7 @@ from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 from hydra.types import RunMode
 from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf.errors import InterpolationResolutionError, OmegaConfBaseException
 
 from toolkit.config import files
 from toolkit.config.files import Document
@@ -36,6 +36,8 @@ CHOSEN = "chosen"
 """The name under which Hydra knows the chosen recipe: its own may hold what Hydra's grammar refuses, or be the name of
 the recipe that it builds on."""
 HYDRA_KEYS = ("defaults",)
+FREE = ("ds_extra", "launch.env")
+"""Sections whose keys the schema does not name."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -110,14 +112,14 @@ def replace(loaded: Loaded, values: dict[str, tuple[object, str]]) -> Loaded:
     Raises:
         ConfigError: unknown key or wrong type.
     """
-    tree = OmegaConf.structured(loaded.cfg)
+    tree = OmegaConf.merge(OmegaConf.structured(RunConfig), _escaped(plain(loaded.cfg)))
     for key, (value, place) in values.items():
         kind = field_type(key)
         if kind is None:
             raise unknown_key(key, lambda _, place=place: place)  # type: ignore[misc]
-        plain = value.name if isinstance(value, Enum) else value
-        list(check_tree(plain, kind, key, lambda _, place=place: place))  # type: ignore[misc]
-        OmegaConf.update(tree, key, plain, merge=False, force_add=key.startswith("ds_extra."))
+        named = value.name if isinstance(value, Enum) else value
+        list(check_tree(named, kind, key, lambda _, place=place: place))  # type: ignore[misc]
+        OmegaConf.update(tree, key, named, merge=False, force_add=key.startswith(FREE))
     cfg = OmegaConf.to_object(tree)
     assert isinstance(cfg, RunConfig)
     return Loaded(
@@ -129,7 +131,7 @@ def replace(loaded: Loaded, values: dict[str, tuple[object, str]]) -> Loaded:
 
 def to_yaml(cfg: RunConfig) -> str:
     """Return the whole config as YAML; it is a recipe itself (`recipe=runs/NAME/config.yaml`)."""
-    return str(OmegaConf.to_yaml(OmegaConf.create(recorded(cfg))))
+    return str(OmegaConf.to_yaml(OmegaConf.create(_escaped(recorded(cfg)))))
 
 
 def recorded(cfg: RunConfig) -> dict[str, Any]:
@@ -144,6 +146,15 @@ def plain(value: Any) -> Any:
     if isinstance(value, list):
         return [plain(item) for item in value]
     return value.name if isinstance(value, Enum) else value
+
+
+def _escaped(value: Any) -> Any:
+    """Return a value in which no text refers to a key: read by OmegaConf, it is the same again."""
+    if isinstance(value, dict):
+        return {name: _escaped(item) for name, item in value.items()}
+    if isinstance(value, list):
+        return [_escaped(item) for item in value]
+    return re.sub(r"(\\*)\$\{", r"\1\1\\${", value) if isinstance(value, str) else value
 
 
 def _groups(config_dir: str) -> dict[str, dict[str, Path]]:
@@ -230,9 +241,12 @@ def _value_override(override: Override, values: dict[str, Any]) -> str:
         raise unknown_key(key, place)
     for path, value in check_tree(override.value(), kind, key, place):
         values[path] = value
-    # `+` on a known key adds nothing and, with a plain dataclass, would lose the value; in ds_extra it is needed.
-    prefix = "++" if key.split(".")[0] == "ds_extra" else ""
-    return prefix + str(override.input_line).lstrip("+")
+    word = str(override.input_line).lstrip("+")
+    if key.startswith("launch.env.") and isinstance(override.value(), (bool, int, float)):
+        name, _, typed = word.partition("=")
+        word = f"{name}='{typed.strip()}'"  # as it was typed: 1e3, not 1000.0
+    # `+` on a known key adds nothing and, with a plain dataclass, would lose the value; in free sections it is needed.
+    return ("++" if key.startswith(FREE) else "") + word
 
 
 def _compose(words: list[str], recipe: Path, recipes: dict[str, Path], groups: dict[str, dict[str, Path]]) -> Loaded:
@@ -252,7 +266,10 @@ def _compose(words: list[str], recipe: Path, recipes: dict[str, Path], groups: d
                     (explicit.add if chosen else explicit.discard)(path)
             cfg = OmegaConf.to_object(compose("config", overrides=words))
     except (HydraException, OmegaConfBaseException, RecursionError) as error:
-        raise ConfigError(tr("cannot compose the config: {reason}", reason=" ".join(str(error).split()))) from error
+        reason = tr("cannot compose the config: {reason}", reason=" ".join(str(error).split()))
+        if isinstance(error, InterpolationResolutionError):
+            reason += " " + tr("Where ${{ is meant as it stands, write \\${{.")
+        raise ConfigError(reason) from error
     if not isinstance(cfg, RunConfig):
         raise TypeError("conf/config.yaml must list run_schema first")
     return Loaded(cfg=cfg, where=where, explicit=explicit)

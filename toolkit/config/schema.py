@@ -639,10 +639,12 @@ class ProfileConfig:
 
 @dataclass(kw_only=True, slots=True)
 class LaunchConfig:
-    """`launch`: what the launcher is expected to have started."""
+    """`launch`: what the launcher is expected to have started, and the ranks' environment."""
 
     num_nodes: int = 0
     """Machines that must take part; a run on fewer or more is refused; 0 takes what the launcher gives."""
+    env: dict[str, Any] = field(default_factory=dict)
+    """Environment variables of every rank on every machine: {NCCL_DEBUG: INFO, HF_TOKEN: }. A value is set as it is typed and wins over the environment; a name without one (null) has to be set where the command is typed: for secrets, which are handed on and never written down. In recipes and configs \\${ stands for ${."""
 
 
 @dataclass(kw_only=True, slots=True)

@@ -10,15 +10,18 @@ import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from pathlib import Path
 from types import FrameType
 
 import psutil
 
 from toolkit.distributed.orphans import end_with_parent
+from toolkit.launch import report
 
 _POLL_S = 0.2
 _AGAIN_S = 1.0
 """Ranks that start while a signal is passed on get it a moment later."""
+_RANK = {"LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK"}
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 
 
@@ -50,7 +53,7 @@ def run(
 
     Args:
         command: the launcher with everything that it gets.
-        environ: the environment.
+        environ: the environment, with `report.variables`, by which ranks are known that are in a session of their own.
         words: the ranks' own, recipe and overrides, by which they are known.
         requests: signals; they are passed on to all ranks at once.
         look: called several times a second.
@@ -64,18 +67,20 @@ def run(
         command, env=environ, stdin=subprocess.DEVNULL, start_new_session=True, preexec_fn=end_with_parent
     )
     passed = ended = 0.0
-    while (code := process.poll()) is None or _session(process.pid):
+    told, seen = environ[report.VARIABLE], False
+    while (code := process.poll()) is None or _session(process.pid) or _ranks(words, told):
         now = time.monotonic()
         if requests.is_new or (requests.last and now - passed > _AGAIN_S):
-            ranks = _ranks(process.pid, words)
+            ranks = _ranks(words, told)
             for rank in ranks:
                 _send(rank, requests.last)
-            for launcher in _launchers(process.pid) if not ranks else []:
-                _send(launcher, signal.SIGTERM)  # still starting, or all ranks are on other machines
+            seen = seen or bool(ranks)
+            if not ranks and (requests.is_new or not seen):  # still starting, or all of them are on other machines
+                _stop_launchers(process.pid)
             requests.is_new, passed = False, now
         if code is not None:
             ended = ended or now
-            for left in _session(process.pid) if now - ended > patience_s else []:
+            for left in _session(process.pid) + _ranks(words, told) if now - ended > patience_s else []:
                 _send(left, signal.SIGKILL)
         look()
         time.sleep(_POLL_S)
@@ -97,21 +102,33 @@ def _session(session: int) -> list[psutil.Process]:
     return found
 
 
-def _launchers(session: int) -> list[psutil.Process]:
-    """Return the front end and the launcher of this machine; not a pdsh, in whose words the launcher's name stands."""
-    found = []
+def _stop_launchers(session: int) -> None:
+    """End the front end and the launcher of this machine; an mpirun passes SIGUSR1 on, and waits for its ranks.
+
+    Not a pdsh, in whose words the launcher's name stands.
+    """
+    launchers, mpiruns = [], []
     for process in _session(session):
         with suppress(psutil.Error):
-            if {"deepspeed.launcher.runner", "deepspeed.launcher.launch"} & set(process.cmdline()):
-                found.append(process)
-    return found
+            words = process.cmdline()
+            if Path(words[0]).name.startswith("mpirun"):
+                mpiruns.append(process)
+            elif {"deepspeed.launcher.runner", "deepspeed.launcher.launch"} & set(words):
+                launchers.append(process)
+    for process in mpiruns or launchers:
+        _send(process, signal.SIGUSR1 if mpiruns else signal.SIGTERM)
 
 
-def _ranks(session: int, words: Sequence[str]) -> list[psutil.Process]:
-    """Return the ranks of a session: they have a rank and the run's words, and are no children of a rank."""
+def _ranks(words: Sequence[str], told: str) -> list[psutil.Process]:
+    """Return the ranks on this machine: they have a rank, the run's words and report, and are no children of a rank.
+
+    MPICH's, and those that were started through ssh, are in a session of their own.
+    """
     found = {}
-    for process in _session(session):
+    for process in psutil.process_iter():
         with suppress(psutil.Error):
-            if process.cmdline()[-len(words) :] == list(words) and "LOCAL_RANK" in process.environ():
-                found[process.pid] = process.ppid()
+            if process.cmdline()[-len(words) :] == list(words) and process.status() != psutil.STATUS_ZOMBIE:
+                environ = process.environ()
+                if _RANK & environ.keys() and told in environ.get(report.VARIABLE, ""):
+                    found[process.pid] = process.ppid()
     return [psutil.Process(pid) for pid, parent in found.items() if parent not in found and psutil.pid_exists(pid)]

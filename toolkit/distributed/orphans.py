@@ -27,7 +27,7 @@ def watch(ranks: Ranks) -> None:
     Args:
         ranks: who this process is; nothing is done for one that no launcher started.
     """
-    if ranks.launcher not in ("deepspeed", "torchrun"):
+    if ranks.launcher not in ("deepspeed", "torchrun", "openmpi", "mpich"):
         return
     end_with_parent()
     parent = os.getppid()

@@ -12,6 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from toolkit.config import variables
 from toolkit.config.schema import RunConfig
 from toolkit.doctor import facts, network
 from toolkit.errors import ToolkitError
@@ -36,13 +37,14 @@ class Agent:
     def facts(self, words: Sequence[str], language: str) -> dict[str, Any]:
         """Return everything that can be told without the other machines."""
         set_language(language)
-        found = facts.of_machine(os.environ)
-        if words:
-            try:
-                found |= facts.of_recipe(self.compose(words), os.environ)
-            except ToolkitError as error:
-                found["wrong"] = str(error)
-        return found
+        if not words:
+            return facts.of_machine(os.environ)
+        try:
+            cfg = self.compose(words)
+        except ToolkitError as error:
+            return {**facts.of_machine(os.environ), "wrong": str(error)}
+        os.environ.update(variables.values(cfg.launch.env))  # as the ranks do
+        return {**facts.of_machine(os.environ), **facts.of_recipe(cfg, os.environ)}
 
     def clock(self) -> dict[str, Any]:
         """Return this machine's time."""

@@ -9,7 +9,7 @@ from typing import Any
 
 from toolkit.config.schema import Backend, RunConfig
 from toolkit.doctor import judge, links, network
-from toolkit.doctor.facts import MATTERING, hashed
+from toolkit.doctor.facts import FORWARDED, MATTERING, hashed
 from toolkit.doctor.hosts import Hosts
 from toolkit.doctor.judge import ERROR, NOTE, Finding
 from toolkit.launch.resources import Resources
@@ -89,6 +89,9 @@ class Examination:
             if self.through_ssh and name.startswith(MATTERING) and name not in self.handed_on
         }
         self.findings += judge.all_of(self.facts, self.resources, here)
+        if self.through_ssh:
+            names = {*self.handed_on, *(name for name in os.environ if name.startswith(FORWARDED))}
+            self.summaries["environment"] = tr("handed on: {names}", names=", ".join(sorted(names)) or "-")
         if self.through_ssh and self.facts:
             asked = {host: self._offset(hosts, host) for host in self.facts}
             self.findings += judge.clocks(asked)

@@ -6,6 +6,7 @@ from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 
 from toolkit.errors import LaunchError
+from toolkit.launch import mpi
 from toolkit.messages import tr
 
 # Launcher -> its variables for rank, local rank, world size, ranks on this machine. The first whose rank is set wins.
@@ -49,12 +50,14 @@ def detect(environ: Mapping[str, str]) -> Ranks:
             continue
         if launcher == "slurm" and environ.get("SLURM_STEP_NUM_TASKS", "1") == "1":
             continue  # inside an allocation, such as in a batch script, but not started by srun for several tasks
+        if launcher == "torch" and (launcher := _torch_launcher(environ)) in VARIABLES:
+            local_world_size = VARIABLES[launcher][3]
         found = Ranks(
             rank=_number(environ, rank),
             local_rank=_number(environ, local_rank, "0"),
             world_size=_number(environ, world_size),
             local_world_size=_number(environ, local_world_size, "0"),
-            launcher=_torch_launcher(environ) if launcher == "torch" else launcher,
+            launcher=launcher,
         )
         if not (0 <= found.rank < found.world_size and 0 <= found.local_rank < found.world_size):
             raise LaunchError(
@@ -74,7 +77,10 @@ def detect(environ: Mapping[str, str]) -> Ranks:
 def _torch_launcher(environ: Mapping[str, str]) -> str:
     if "TORCHELASTIC_RUN_ID" in environ:
         return "torchrun"
-    return "deepspeed" if "CROSS_SIZE" in environ else "environment"
+    if "CROSS_SIZE" in environ:
+        return "deepspeed"
+    # Between MPICH's mpirun and its ranks DeepSpeed sets RANK; for the others `apply` does.
+    return next((name for name in mpi.LAUNCHERS if environ.get(VARIABLES[name][0]) == environ["RANK"]), "environment")
 
 
 def _number(environ: Mapping[str, str], name: str, default: str | None = None) -> int:
@@ -101,6 +107,9 @@ def apply(ranks: Ranks, environ: MutableMapping[str, str]) -> None:
             with socket.socket() as probe:
                 probe.bind(("127.0.0.1", 0))
                 environ["MASTER_PORT"] = str(probe.getsockname()[1])
+    elif ranks.launcher in VARIABLES and ranks.local_world_size == ranks.world_size:
+        environ.setdefault("MASTER_ADDR", "127.0.0.1")
+        environ.setdefault("MASTER_PORT", str(mpi.meeting_port(VARIABLES[ranks.launcher][0])))
     elif "MASTER_ADDR" not in environ or "MASTER_PORT" not in environ:
         raise LaunchError(
             tr(
@@ -112,7 +121,9 @@ def apply(ranks: Ranks, environ: MutableMapping[str, str]) -> None:
         )
     if ranks.local_world_size > 1:
         # Without this each CPU rank starts a thread per core and they fight; torchrun sets 1 for the same reason.
-        environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // ranks.local_world_size)))
+        # Open MPI holds a rank on one core, Slurm on those that were asked for.
+        share = min((os.cpu_count() or 1) // ranks.local_world_size, len(os.sched_getaffinity(0)))
+        environ.setdefault("OMP_NUM_THREADS", str(max(1, share)))
 
 
 def strip_launcher_arguments(words: Sequence[str]) -> list[str]:
@@ -179,7 +190,7 @@ def check_port(environ: Mapping[str, str]) -> None:
     raise LaunchError(
         tr(
             "port {port} on {address} is taken, probably by another run. Choose another: `deepspeed "
-            "--master_port N run.py …` or `torchrun --master-port N run.py …`.",
+            "--master_port N run.py …`, `torchrun --master-port N run.py …` or `MASTER_PORT=N mpirun …`.",
             port=port,
             address=address,
         )

@@ -7,10 +7,15 @@ import shutil
 from collections.abc import Mapping, Sequence
 
 from toolkit.errors import LaunchError
-from toolkit.launch.resources import Resources
+from toolkit.launch import mpi
+from toolkit.launch.resources import Resources, is_here
 from toolkit.messages import tr
 
-_BACKENDS = {"pdsh": ("pdsh", "apt install pdsh"), "openmpi": ("ompi_info", "apt install openmpi-bin")}
+_BACKENDS = {
+    "pdsh": ("pdsh", "apt install pdsh"),
+    "openmpi": ("ompi_info", "apt install openmpi-bin"),
+    "mpich": ("mpirun", "apt install mpich"),
+}
 """Of DeepSpeed's --launcher: the program that it looks for (0.19.8), and where it comes from."""
 
 
@@ -38,7 +43,7 @@ def words_for(hosts: Resources, options: Mapping[str, str], words: Sequence[str]
         options: of `deepspeed`.
         words: recipe and overrides.
     """
-    if not logs_in(hosts, options) or _launcher(options) != "pdsh":
+    if backend(hosts, options) != "pdsh":
         return list(words)
     return [re.sub(r"([\\$`])", r"\\\1", word) if " " in word else shlex.quote(word) for word in words]
 
@@ -53,13 +58,21 @@ def ssh_variables(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
     return {"PDSH_SSH_ARGS_APPEND": f"{environ.get('PDSH_SSH_ARGS_APPEND', '')} {alive}".strip()}
 
 
+def backend(hosts: Resources, options: Mapping[str, str]) -> str:
+    """Return the --launcher through which DeepSpeed starts the ranks, "" where it starts them itself, on this machine.
+
+    Args:
+        hosts: those that take part; {} without a hostfile.
+        options: of `deepspeed`.
+    """
+    is_used = (len(hosts) > 1 or "--force_multi" in options) and "--no_ssh" not in options
+    return options.get("--launcher", "pdsh").lower() if is_used else ""
+
+
 def logs_in(hosts: Resources, options: Mapping[str, str]) -> bool:
-    """Return whether DeepSpeed's launcher starts ranks through ssh."""
-    return (len(hosts) > 1 or "--force_multi" in options) and "--no_ssh" not in options
-
-
-def _launcher(options: Mapping[str, str]) -> str:
-    return options.get("--launcher", "pdsh").lower()
+    """Return whether ssh is needed. An mpirun starts ranks on its own machine without."""
+    used = backend(hosts, options)
+    return bool(used) and not (used in mpi.LAUNCHERS and all(map(is_here, hosts)))
 
 
 def check_program(hosts: Resources, options: Mapping[str, str]) -> None:
@@ -72,8 +85,8 @@ def check_program(hosts: Resources, options: Mapping[str, str]) -> None:
     Raises:
         LaunchError: it is not installed, or could not go into this folder there.
     """
-    folder = os.getcwd()
-    if logs_in(hosts, options) and _launcher(options) == "pdsh" and shlex.quote(folder) != folder:
+    used, folder = backend(hosts, options), os.getcwd()
+    if used == "pdsh" and shlex.quote(folder) != folder:
         raise LaunchError(
             tr(
                 "DeepSpeed's launcher gives the folder {folder} to the machines' shells unquoted. Type this in a "
@@ -81,8 +94,8 @@ def check_program(hosts: Resources, options: Mapping[str, str]) -> None:
                 folder=folder,
             )
         )
-    program, source = _BACKENDS.get(_launcher(options), ("", ""))
-    if logs_in(hosts, options) and program and not shutil.which(program):
+    program, source = _BACKENDS.get(used, ("", ""))
+    if program and not shutil.which(program):
         raise LaunchError(
             tr(
                 "several machines need {program}, which is not installed here:  {source}  (or choose another "
@@ -91,6 +104,8 @@ def check_program(hosts: Resources, options: Mapping[str, str]) -> None:
                 source=source,
             )
         )
+    if used in mpi.LAUNCHERS:
+        mpi.check_program(used)
 
 
 def check_binding(hosts: Resources, options: Mapping[str, str]) -> None:
@@ -108,14 +123,15 @@ def check_binding(hosts: Resources, options: Mapping[str, str]) -> None:
         return
     if asked == ["--bind_core_list"]:
         raise LaunchError(tr("--bind_core_list does nothing alone: add --bind_cores_to_rank."))
-    if logs_in(hosts, options) and _launcher(options) != "impi":
+    used = backend(hosts, options)
+    if used not in ("", "impi"):
         raise LaunchError(
             tr(
                 "{option}: DeepSpeed does not hand this on to machines that it starts through {launcher}; their ranks "
                 "would not be bound. Leave it out, or type the command on every machine with --no_ssh --node_rank=N "
                 "--master_addr=HOST, N from 0 in the order of the hostfile.",
                 option=asked[0],
-                launcher=_launcher(options),
+                launcher=used,
             )
         )
     if not shutil.which("numactl"):

@@ -1,7 +1,9 @@
 """What ranks tell `toolkit launch` beside their launcher, which swallows it: exit code, run folder, first step.
 
 A file of JSON lines in `run.dir`, which all machines see. Its name is in a variable that begins with PYTHON, as
-DeepSpeed's launcher hands on to other machines nothing else of ours (deepspeed 0.19.8, runner.py, EXPORT_ENVS).
+DeepSpeed's launcher hands on to other machines nothing else of ours (deepspeed 0.19.8, runner.py, EXPORT_ENVS). To
+an mpirun it hands values with a space, and others, between quotes that nobody takes away (multinode_runner.py,
+add_export).
 """
 
 import json
@@ -36,18 +38,18 @@ def begin(folder: Path, restart: int) -> Path:
 
 def variables(file: Path) -> dict[str, str]:
     """Return what `toolkit launch` adds to its ranks' environment."""
-    return {VARIABLE: str(file), _FRONT_END: f"{socket.gethostname()} {os.getpid()}"}
+    return {VARIABLE: str(file), _FRONT_END: f"{socket.gethostname()}:{os.getpid()}"}
 
 
 def front_end(environ: Mapping[str, str] = os.environ) -> int:
     """Return the process of the `toolkit launch` on this machine that started this rank; 0 without one."""
-    host, _, pid = environ.get(_FRONT_END, "").partition(" ")
+    host, _, pid = environ.get(_FRONT_END, "").rpartition(":")
     return int(pid) if host == socket.gethostname() and pid.isdecimal() else 0
 
 
 def note(environ: Mapping[str, str] = os.environ, **facts: Any) -> None:
     """Tell something; nothing happens where no `toolkit launch` listens."""
-    path = environ.get(VARIABLE)
+    path = _file(environ)
     if not path:
         return
     with suppress(OSError):  # it is gone with its reader
@@ -60,6 +62,10 @@ def read(environ: Mapping[str, str] = os.environ) -> dict[str, Any]:
     """Return what has been told, {} where no `toolkit launch` listens. Of several words on a thing the first counts."""
     found: dict[str, Any] = {}
     with suppress(OSError, ValueError):
-        for line in Path(environ.get(VARIABLE) or os.devnull).read_text(encoding="utf-8").splitlines():
+        for line in Path(_file(environ) or os.devnull).read_text(encoding="utf-8").splitlines():
             found = {**json.loads(line), **found}
     return found
+
+
+def _file(environ: Mapping[str, str]) -> str:
+    return environ.get(VARIABLE, "").strip('"')

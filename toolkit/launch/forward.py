@@ -1,0 +1,138 @@
+"""`launch.env` on the ranks: variables with a value, which every rank sets itself, and secrets, which are handed on.
+
+Every rank composes the same recipe, so the values need no launcher, and no shell changes them on the way. Secrets are
+in the environment where the command was typed. Launchers of several machines get them from `toolkit launch` in ways in
+which no command line, log or file has them.
+"""
+
+import json
+import os
+import re
+import socket
+import sys
+from collections.abc import Callable, Collection, Mapping, MutableMapping, Sequence
+from typing import Any
+
+from toolkit import secrets
+from toolkit.config import variables
+from toolkit.errors import LaunchError
+from toolkit.launch.environment import Ranks
+from toolkit.messages import tr
+
+PACKED = "LC_TOOLKIT_ENV"
+"""Secrets as JSON, name -> value. Debian's, Ubuntu's and Red Hat's sshd take variables LC_* from a client."""
+_ANEW = "PYTHON_TOOLKIT_STARTED_ANEW"
+_READ_AT_START = re.compile(r"(?:LD_|PYTHON|MALLOC_|LC_)\w*|GLIBC_TUNABLES|LANG|LANGUAGE|TZ")
+"""Variables that the loader, the C library or Python read when a process starts, and not again."""
+_ON_COMMAND_LINES = (
+    *("MLFLOW", "PYTHON", "MV2", "UCX", "PATH", "LD_LIBRARY"),
+    *("NCCL", "HCCL", "CNCL", "BKCL", "BCCL", "ASCEND", "BIREN", "SUPA", "XPU", "XMLIR", "NEUWARE_HOME"),
+)
+"""Beginnings of names that DeepSpeed writes with their values into the command of several machines (0.19.8: runner.py,
+EXPORT_ENVS, and its accelerators' export_envs)."""
+
+
+def apply(
+    env: Mapping[str, Any],
+    ranks: Ranks,
+    environ: MutableMapping[str, str],
+    inherited: Mapping[str, str],
+    replace_process: Callable[[str, list[str], dict[str, str]], object] = os.execve,
+) -> None:
+    """Set the variables of this rank; start this process anew where some of them are read at its start only.
+
+    Args:
+        env: `launch.env`.
+        ranks: who this process is.
+        environ: the environment.
+        inherited: the environment that this process was started with.
+        replace_process: os.execve; the process stays the same for its launcher (for tests).
+
+    Raises:
+        LaunchError: a secret is missing.
+    """
+    sent = json.loads(environ.pop(PACKED, "{}"))
+    found = {name: environ.get(name) or sent.get(name, "") for name in variables.names(dict(env))}
+    if missing := [name for name, value in found.items() if not value]:
+        raise without_value(missing, _mend(ranks, environ))
+    remember(found.values())
+    wanted = {**found, **variables.values(dict(env))}
+    changed = {name for name, value in wanted.items() if environ.get(name) != value}
+    environ.update(wanted)
+    is_new = environ.pop(_ANEW, "")  # what does not stay as it is set must not start the process for ever
+    if any(map(_READ_AT_START.fullmatch, changed)) and not is_new:
+        sys.stdout.flush()
+        kept = {name: value for name, value in inherited.items() if name != PACKED}
+        replace_process(sys.executable, [sys.executable, *sys.orig_argv[1:]], {**kept, **wanted, _ANEW: "1"})
+
+
+def remember(values: Collection[str]) -> None:
+    """Let messages, logs and files of this process leave out the values of secrets."""
+    for value in values:
+        secrets.learn(value)
+
+
+def without_value(names: Collection[str], mend: str = "") -> LaunchError:
+    """Return the error about secrets that are not set on this machine.
+
+    Args:
+        names: of the secrets.
+        mend: what to do; "" to set them here.
+    """
+    return LaunchError(
+        tr(
+            "launch.env: {names}: no value in the recipe, and none in the environment on {host}. {mend}",
+            names=", ".join(names),
+            host=socket.gethostname(),
+            mend=mend or tr("Set it where you type the command:  export NAME=value"),
+        )
+    )
+
+
+def _mend(ranks: Ranks, environ: Mapping[str, str]) -> str:
+    """Return what to do about a missing secret where it is not enough to set it, by who started this rank."""
+    if ranks.launcher == "deepspeed" and environ.get("CROSS_SIZE", "1") != "1":
+        return tr(
+            "`toolkit launch` sends it through ssh, if sshd_config there has the line `AcceptEnv LC_*`; `deepspeed` "
+            "alone does not. Or write NAME=value into ~/.deepspeed_env, which all machines are sent."
+        )
+    if ranks.launcher == "openmpi":
+        return tr("Set it where you type the command, and add `-x NAME` to mpirun, or use `toolkit launch`.")
+    if ranks.launcher in ("torchrun", "slurm"):
+        return tr("Set it on each machine where you type torchrun, or where you type srun or sbatch.")
+    return ""
+
+
+def for_launcher(names: Sequence[str], launcher: str, environ: Mapping[str, str]) -> tuple[dict[str, str], list[str]]:
+    """Return the environment of DeepSpeed's launcher for several machines, and options that it gets for secrets.
+
+    Args:
+        names: of the secrets.
+        launcher: of `deepspeed`: pdsh, openmpi, mpich or slurm.
+        environ: the environment, in which all of them are set.
+
+    Raises:
+        LaunchError: nobody knows how this launcher hands them on.
+    """
+    if not names:
+        return dict(environ), []
+    if launcher not in ("pdsh", "openmpi", "mpich", "slurm"):
+        raise LaunchError(
+            tr(
+                "launch.env: {names}: how --launcher {launcher} hands on variables is not tested. Use pdsh, openmpi, "
+                "mpich or slurm.",
+                names=", ".join(names),
+                launcher=launcher,
+            )
+        )
+    written = {name for name in names if name.startswith(_ON_COMMAND_LINES)}
+    packed = [name for name in names if launcher == "pdsh" or name in written]
+    changed = {name: value for name, value in environ.items() if name not in written}
+    by_name = [name for name in names if name not in packed]
+    if packed:
+        changed[PACKED] = json.dumps({name: environ[name] for name in packed})
+        by_name.append(PACKED)
+    if launcher == "pdsh":
+        changed["PDSH_SSH_ARGS_APPEND"] = f"{environ.get('PDSH_SSH_ARGS_APPEND', '')} -o SendEnv={PACKED}".strip()
+    # mpich and slurm hand the whole environment on.
+    return changed, [word for name in by_name for word in ("-x", name)] if launcher == "openmpi" else []
