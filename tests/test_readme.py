@@ -19,6 +19,7 @@ ELSEWHERE = (
     "scripts/",
     "source ",
     "deepspeed --hostfile",
+    "toolkit launch recipe=NAME hostfile=hostfile",
     "torchrun --nproc-per-node 8",
 )
 SMALL = ["model=glm_tiny", "data.max_samples=40", "train.max_steps=1", "schedule.warmup_ratio=0", "evaluate.prompts=[]"]

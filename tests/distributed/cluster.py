@@ -44,11 +44,15 @@ class Cluster:
         )
         return Finished(done.returncode, done.stdout)
 
-    def start(self, host: str, *words: str, cwd: Path, output: IO[str]) -> "subprocess.Popen[bytes]":
+    def start(self, host: str, *words: str, cwd: Path, output: IO[str], **extra: str) -> "subprocess.Popen[bytes]":
         """Start a command on a machine."""
-        command = self.command(host, *words)
         return subprocess.Popen(
-            command, cwd=cwd, env=_environment(), stdout=output, stderr=output, stdin=subprocess.DEVNULL
+            self.command(host, *words),
+            cwd=cwd,
+            env={**_environment(), **extra},
+            stdout=output,
+            stderr=output,
+            stdin=subprocess.DEVNULL,
         )
 
     def off(self, host: str) -> None:

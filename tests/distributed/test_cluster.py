@@ -61,14 +61,13 @@ def test_the_headline(cluster: Cluster, typed: Path, rows_file: Path, four: list
 
 def test_a_machine_that_is_lost(typed: Path, rows_file: Path, pair: Cluster) -> None:
     """Its power is cut: the others end within a minute, and the run goes on without it, from its last checkpoint."""
-    steps = 60
-    words = tiny(
-        rows_file, typed, "跑 1", "checkpoint.every=2", f"train.max_steps={steps}", f"evaluate.prompts=[{TYPED}]"
-    )
+    steps, secret = 60, {"CLUSTER_TOKEN": "s3cr3t-of-the-cluster"}
+    words = tiny(rows_file, typed, "跑 1", "checkpoint.every=2", f"train.max_steps={steps}")
+    words += [f"evaluate.prompts=[{TYPED}]", "launch.env.CLUSTER_TOKEN=null"]  # refused by ranks that it does not reach
     launch = [sys.executable, "-m", "toolkit", "launch"]
     folder = typed / "runs" / "跑 1"
     with (typed / "output").open("w+") as output:
-        process = pair.start("node1", *launch, "hostfile=hostfile", *words, cwd=typed, output=output)
+        process = pair.start("node1", *launch, "hostfile=hostfile", *words, cwd=typed, output=output, **secret)
         try:
             wait_for(lambda: process.poll() is not None or len(list((folder / "checkpoints").glob("step-*[0-9]"))) > 1)
             pair.off("node2")
@@ -90,10 +89,14 @@ def test_a_machine_that_is_lost(typed: Path, rows_file: Path, pair: Cluster) -> 
     saved = len(losses(folder))
     assert saved < steps, "the run was over before"
     command = [*launch, "--exclude", "node2", "hostfile=hostfile", *words]
-    again = pair.run("node1", *command, cwd=typed, timeout_s=300)
+    again = pair.run("node1", *command, cwd=typed, timeout_s=300, **secret)
     assert again.code == 0, again.output[-3000:]
     assert "node1  GPUs 0-1  ranks 0-1" in again.output
     assert f"  Q: {PROMPT}\n" in again.output
     assert [row["step"] for row in rows_of(folder) if "loss" in row] == list(range(1, steps + 1))
+    told = [
+        path for path in typed.rglob("*") if path.is_file() and secret["CLUSTER_TOKEN"].encode() in path.read_bytes()
+    ]
+    assert not told
     first, *_, last = eval_losses(folder)
     assert last < first
