@@ -1,6 +1,7 @@
 """The house holds: who may import whom, no torch where none is needed, nothing too large to read."""
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -107,6 +108,8 @@ def test_imports_run_downwards(path: Path) -> None:
 def test_every_package_is_in_the_table() -> None:
     packages = {module_name(path) for path in PACKAGE.glob("*/__init__.py")}
     assert packages <= set(LAYERS)
+    listed = re.findall(r'^    "(toolkit[a-z.]*)",$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
+    assert sorted(listed) == sorted({module_name(path) for path in PACKAGE.glob("**/__init__.py")}), "for a wheel"
 
 
 def test_nothing_is_called_utils() -> None:

@@ -202,3 +202,14 @@ def test_port() -> None:
         with socket.create_connection(("127.0.0.1", int(port))):
             pass
     check_port(environ)
+
+
+def test_programs_beside_this_python_are_found() -> None:
+    """A shell that ssh starts on another machine knows no virtual environment, and DeepSpeed needs its ninja."""
+    scripts = str(Path(sys.executable).parent)
+    ranks = Ranks(rank=0, local_rank=0, world_size=1, local_world_size=1, launcher="single")
+    environ = {"PATH": "/usr/bin:/bin"}
+    apply(ranks, environ)
+    assert environ["PATH"] == f"{scripts}:/usr/bin:/bin"
+    apply(ranks, environ)
+    assert environ["PATH"] == f"{scripts}:/usr/bin:/bin"

@@ -3,6 +3,7 @@
 import hashlib
 import os
 import platform
+import re
 import resource
 import shutil
 import socket
@@ -205,6 +206,14 @@ def _disk(folder: Path) -> dict[str, Any]:
     return {"path": str(folder.absolute()), "free": shutil.disk_usage(existing).free, "error": error}
 
 
+def _installed_ops() -> str:
+    """Return what DeepSpeed says of the ops that were built when it was installed; importing it takes seconds."""
+    with suppress(OSError, metadata.PackageNotFoundError):
+        file = metadata.distribution("deepspeed").locate_file("deepspeed/git_version_info_installed.py")
+        return Path(str(file)).read_text(encoding="utf-8")
+    return ""
+
+
 def nearest(folder: Path) -> Path:
     """Return the folder, or the nearest above it that exists."""
     folder = folder.absolute()
@@ -224,13 +233,11 @@ def _ops(cfg: RunConfig, environ: Mapping[str, str]) -> dict[str, Any]:
         needed.append("async_io")
     if cfg.distributed.cpu_shared_memory and not has_gpu:
         needed.append("deepspeed_shm_comm")
-    built = [
-        name for name in needed if any((root / name / f"{name}.so").exists() for root in build_locks.roots(environ))
-    ]
-    beside = Path(sys.executable).parent
+    roots, shipped = build_locks.roots(environ), re.findall(r"'(\w+)': True", _installed_ops())
+    built = [name for name in needed if name in shipped or any((root / name / f"{name}.so").exists() for root in roots)]
     tools = {
         "g++": shutil.which(environ.get("CXX", "g++")),
-        "ninja": shutil.which("ninja") or ((beside / "ninja").exists() or None),
+        "ninja": shutil.which("ninja") or (Path(sys.executable).parent / "ninja").exists(),
         "Python.h": Path(sysconfig.get_path("include"), "Python.h").exists(),
     }
     if "async_io" in needed:

@@ -2,8 +2,10 @@
 
 import os
 import socket
+import sys
 from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from toolkit.errors import LaunchError
 from toolkit.launch import mpi
@@ -93,7 +95,7 @@ def _number(environ: Mapping[str, str], name: str, default: str | None = None) -
 
 
 def apply(ranks: Ranks, environ: MutableMapping[str, str]) -> None:
-    """Set what the process group reads: RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT, and a thread count.
+    """Set what the process group reads: RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT; threads, PATH.
 
     Raises:
         LaunchError: several ranks without an address to meet at.
@@ -119,6 +121,11 @@ def apply(ranks: Ranks, environ: MutableMapping[str, str]) -> None:
                 launcher=ranks.launcher,
             )
         )
+    # What lies beside this Python, such as ninja, which builds DeepSpeed's ops: a shell that ssh starts on another
+    # machine knows no virtual environment.
+    scripts, found = str(Path(sys.executable).parent), environ.get("PATH", os.defpath)
+    if scripts not in found.split(os.pathsep):
+        environ["PATH"] = f"{scripts}{os.pathsep}{found}"
     if ranks.local_world_size > 1:
         # Without this each CPU rank starts a thread per core and they fight; torchrun sets 1 for the same reason.
         # Open MPI holds a rank on one core, Slurm on those that were asked for.
