@@ -574,4 +574,10 @@ CHINESE: dict[str, str] = {
     "DeepSpeed's launcher gives the folder {folder} to the machines' shells unquoted. Type this in a folder without spaces and special characters (a link to this one will do).": "DeepSpeed 的启动器会把文件夹 {folder} 不加引号地交给各机器的 shell。请在不含空格和特殊字符的文件夹中输入命令（指向它的链接也可以）。",
     "not all prepared data of prepare.dir is on {hosts}: what the run needs and lacks is prepared first. `toolkit prepare` there does it beforehand.": "{hosts} 上没有 prepare.dir 里的全部已处理数据：运行所需而缺少的部分会先处理。可在那里用 `toolkit prepare` 提前完成。",
     "handed on: {names}": "会转发：{names}",
+    "{host} has no IPv4 address: its network was not examined.": "{host} 没有 IPv4 地址：未检查它的网络。",
+    "{host}: nvidia-smi gave no answer.  nvidia-smi -pm 1  may help.": "{host}：nvidia-smi 没有应答。  nvidia-smi -pm 1  或许有用。",
+    "the sshd of {hosts} does not take {variable}, so {names} would not arrive. Add to /etc/ssh/sshd_config there: AcceptEnv {variable}   or write NAME=value into ~/.deepspeed_env.": "{hosts} 的 sshd 不接受 {variable}，所以 {names} 传不过去。请在那里的 /etc/ssh/sshd_config 中加入：AcceptEnv {variable}   或把 NAME=value 写进 ~/.deepspeed_env。",
+    "cannot start {program}: {reason}.": "无法启动 {program}：{reason}。",
+    "--no_ssh: other machines are asked through ssh. Type this on each, without a hostfile.": "--no_ssh：其他机器要通过 ssh 询问。请在每台机器上输入本命令，不带 hostfile。",
+    "--launcher {launcher} takes all machines and slots of the hostfile (DeepSpeed 0.19.8): leave out {options}, and write a hostfile of what takes part.": "--launcher {launcher} 会使用 hostfile 中的所有机器和 slots（DeepSpeed 0.19.8）：请去掉 {options}，并写一个只含参与机器的 hostfile。",
 }

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from toolkit.cli import main
-from toolkit.doctor import judge, links, network
+from toolkit.config.schema import Init, ModelConfig, RunConfig
+from toolkit.doctor import facts, judge, links, network
 from toolkit.doctor.judge import ERROR, NOTE, WARNING
 
 CARD = {"index": "0", "name": "H200", "mib": 141000, "free_mib": 140000, "used_by": 0}
@@ -19,7 +20,8 @@ ONE: dict[str, Any] = {
     "packages": {"torch": "2.13.0", "deepspeed": "0.19.8", "transformers": "5.23.0", "numpy": "2.0"},
     "nccl": "2.27",
     "code": {"commit": "abc", "files": {"run.py": "1", "toolkit/x.py": "2"}},
-    "gpus": {"driver": "570", "cards": [CARD, CARD]},
+    "gpus": {"driver": "570", "cards": [CARD, CARD], "late": False},
+    "takes_secrets": True,
     "cores": 8,
     "memory": 1 << 35,
     "network": {
@@ -60,6 +62,23 @@ PATHS: dict[str, tuple[str, Any, str, str, str]] = {
     "wrong": ("wrong", "no such key", "recipe", ERROR, "b: no such key"),
     "torch": ("packages.torch", "2.12.0", "versions", ERROR, "b has torch 2.12.0, a has 2.13.0."),
     "no transformers": ("packages.transformers", "", "versions", ERROR, "b has transformers not at all, a has 5.23.0."),
+    "python": ("python", "3.12.1", "versions", ERROR, "b has python 3.12.1, a has 3.11.7."),
+    "a later Python": ("python", "3.11.9", "versions", WARNING, "b has python 3.11.9, a has 3.11.7."),
+    "late": ("gpus", {"driver": "570", "cards": [], "late": True}, "GPUs", WARNING, "b: nvidia-smi gave no answer."),
+    "memory unknown": (
+        "gpus.cards",
+        [CARD, {**CARD, "mib": 0, "free_mib": 0, "used_by": 1}],
+        "GPUs",
+        WARNING,
+        "1 other",
+    ),
+    "cache": (
+        "disks",
+        {"prepare.dir": {"path": "/c", "free": 0, "error": "Read-only"}},
+        "disks",
+        WARNING,
+        "b: prepare.dir /c: Read-only.",
+    ),
     "numpy": ("packages.numpy", "1.9", "versions", WARNING, "b has numpy 1.9, a has 2.0."),
     "nccl": ("nccl", "2.20", "versions", ERROR, "b has nccl 2.20, a has 2.27."),
     "driver": ("gpus.driver", "560", "versions", WARNING, "b has driver 560, a has 570."),
@@ -116,13 +135,13 @@ PATHS: dict[str, tuple[str, Any, str, str, str]] = {
 
 def facts_with(path: str, value: Any) -> dict[str, dict[str, Any]]:
     """Return three machines of which b is different; names of parts may have dots."""
-    facts = {host: copy.deepcopy(ONE) for host in "abc"}
-    place, rest = facts["b"], path
+    machines = {host: copy.deepcopy(ONE) for host in "abc"}
+    place, rest = machines["b"], path
     while rest not in place and "." in rest:
         name = next(name for name in place if rest.startswith(name + "."))
         place, rest = place[name], rest.removeprefix(name + ".")
     place[rest] = value
-    return facts
+    return machines
 
 
 RESOURCES = {"a": [0, 1], "b": [0, 1], "c": [0, 1]}
@@ -142,16 +161,53 @@ def test_what_is_different_is_found(case: str) -> None:
 
 
 def test_of_two_machines_the_first_is_the_usual_one() -> None:
-    facts = facts_with("packages.torch", "2.12.0")
-    del facts["a"]
-    assert judge.all_of(facts, RESOURCES, {})[0].text.startswith("c has torch 2.13.0, b has 2.12.0.")
+    machines = facts_with("packages.torch", "2.12.0")
+    del machines["a"]
+    assert judge.all_of(machines, RESOURCES, {})[0].text.startswith("c has torch 2.13.0, b has 2.12.0.")
 
 
 def test_cpu_ranks_need_cores() -> None:
-    facts = {host: {**ONE, "gpus": {"driver": "", "cards": []}, "cores": 1} for host in "ab"}
-    found = judge.all_of(facts, RESOURCES, {})
+    machines = {host: {**ONE, "gpus": {"driver": "", "cards": [], "late": False}, "cores": 1} for host in "ab"}
+    found = judge.all_of(machines, RESOURCES, {})
     assert [one.level for one in found] == [WARNING, WARNING]
     assert found[1].text.startswith("b: 2 slots on 1 CPU cores, and no GPU")
+
+
+def test_secrets_that_would_not_arrive() -> None:
+    machines = facts_with("takes_secrets", False)
+    assert judge.secrets(machines, []) == []
+    assert judge.secrets({"a": ONE}, ["HF_TOKEN"]) == []
+    (found,) = judge.secrets(machines, ["HF_TOKEN"])
+    assert found.level == ERROR
+    assert found.text.startswith("the sshd of b does not take LC_TOOLKIT_ENV, so HF_TOKEN would not arrive.")
+
+
+def test_what_is_hidden_is_no_part_of_a_model(tmp_path: Path) -> None:
+    shape = RunConfig().model.shape
+    found = []
+    for number in range(3):
+        folder = tmp_path / str(number) / "model"
+        (folder / ".cache" / "huggingface").mkdir(parents=True)
+        (folder / "weights").write_bytes(bytes(100_000) + (b"x" if number == 2 else b"y"))
+        (folder / ".cache" / "huggingface" / "weights.metadata").write_text(str(number))
+        cfg = RunConfig(model=ModelConfig(path=str(folder), init=Init.pretrained, shape=shape))
+        found.append(facts.of_recipe(cfg, {})["files"]["model.path"])
+    assert found[0]["hash"] == found[1]["hash"] != found[2]["hash"]
+    assert found[0]["bytes"] == 100_001
+    gone = RunConfig(model=ModelConfig(path="/nowhere", init=Init.pretrained, shape=shape))
+    assert "error" in facts.of_recipe(gone, {})["files"]["model.path"]
+
+
+def test_a_firewall_for_datagrams_is_no_small_mtu() -> None:
+    listener = network.Listener("127.0.0.1")
+    peer = {"address": "127.0.0.1", "tcp": listener.tcp, "udp": listener.udp}
+    try:
+        assert network.reach("127.0.0.1", 1500, {"a": peer}) == {"a": {"error": "", "meet": "", "mtu": True}}
+        assert network.reach("127.0.0.1", 1500, {"a": {**peer, "udp": 9}})["a"]["mtu"] is None
+        assert network.reach("127.0.0.1", 1500, {"a": {**peer, "tcp": 9}})["a"]["error"] == "Connection refused"
+        assert isinstance(network.speed("127.0.0.1", peer), float)
+    finally:
+        listener.close()
 
 
 def test_clocks() -> None:
@@ -184,14 +240,17 @@ def test_the_card_that_a_backend_takes(change: dict[str, Any], interface: str, b
 
 def test_cards() -> None:
     lo, eth0 = (ONE["network"]["cards"][name] for name in ("lo", "eth0"))
-    facts = {host: ONE for host in "abcd"}
+    machines = {host: ONE for host in "abcd"}
     found = links.cards(
-        {"a": ("eth0", eth0), "b": ("lo", lo), "c": ("", {}), "d": ("eth0", {**eth0, "up": False})}, facts, "", "gloo"
+        {"a": ("eth0", eth0), "b": ("lo", lo), "c": ("", {}), "d": ("eth0", {**eth0, "up": False})},
+        machines,
+        "",
+        "gloo",
     )
     assert [one.level for one in found] == [ERROR] * 3
     assert "Set distributed.interface to one of docker0, eth0, or" in found[0].text
     assert found[2].text.startswith("d: the network card eth0 is down.")
-    found = links.cards({"a": ("", {})}, facts, "ib0", "gloo")
+    found = links.cards({"a": ("", {})}, machines, "ib0", "gloo")
     assert found[0].text.startswith("a has no network card ib0, only docker0, eth0.")
 
 
@@ -228,7 +287,7 @@ def test_the_all_reduce_names_the_slow_pair() -> None:
 SSH = """#!/bin/sh
 for last; do host=$previous; previous=$last; done
 case "$host" in
-  good*) exec sh -c "$last" ;;
+  good*) printf "a greeting> "; exec sh -c "$last" ;;
   strange) echo "Host key verification failed." >&2; exit 255 ;;
   bare) exec sh -c "cd /; exec /nowhere/python -m toolkit" ;;
   *) echo "warning: x" >&2; echo "me@bad: Permission denied (publickey)." >&2; exit 255 ;;

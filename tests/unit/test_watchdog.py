@@ -2,21 +2,25 @@
 
 import json
 import threading
+import time
 from pathlib import Path
 
+import pytest
+
+from toolkit.distributed import watchdog
 from toolkit.distributed.watchdog import Watchdog, heartbeat_file
 
 
 def test_a_heartbeat_is_whole_whenever_it_is_read(tmp_path: Path) -> None:
     """Ranks beat and read in lockstep; one that read a file cut off for writing took the other for silent."""
     (tmp_path / "logs").mkdir()
-    watchdog = Watchdog(tmp_path, 0, 1, hang_after_s=3600.0, patience_s=3600.0)
+    one = Watchdog(tmp_path, 0, 1, hang_after_s=3600.0, patience_s=3600.0)
     path = tmp_path / "logs" / heartbeat_file(0)
     over = threading.Event()
 
     def beat() -> None:
         for number in range(2000):
-            watchdog.enter(f"phase {number}", number)
+            one.enter(f"phase {number}", number)
         over.set()
 
     writer = threading.Thread(target=beat)
@@ -26,5 +30,39 @@ def test_a_heartbeat_is_whole_whenever_it_is_read(tmp_path: Path) -> None:
         assert json.loads(path.read_text(encoding="utf-8"))["pid"]
         read += 1
     writer.join()
-    watchdog.stop()
+    one.stop()
     assert read > 100
+
+
+@pytest.mark.parametrize(
+    ("is_waiting", "can_write", "is_lost"), [(True, True, True), (False, True, False), (True, False, False)]
+)
+def test_a_machine_is_lost_only_for_who_waits_and_can_write(
+    is_waiting: bool, can_write: bool, is_lost: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file server that stands still, or a full disk, is no lost machine; nor is one that nobody waits for."""
+    for name, value in (("_EVERY_S", 0.002), ("_LOST_BEATS", 20), ("_LOOK_EVERY", 2)):
+        monkeypatch.setattr(watchdog, name, value)
+    told: list[str] = []
+    monkeypatch.setattr(Watchdog, "_tell", lambda self, text, _: (told.append(text), self.stop()))
+    logs = tmp_path / "logs"
+    logs.mkdir()
+    (logs / heartbeat_file(1)).write_text(
+        json.dumps({"pid": 7, "host": "far", "machine": "far", "beats": 3, "step": 5})
+    )
+    one = Watchdog(tmp_path, 0, 2, hang_after_s=3600.0, patience_s=3600.0)
+    one.enter(watchdog.STEP, 5)
+    time.sleep(0.02)  # both have counted
+    if not can_write:
+        logs.rename(tmp_path / "gone")
+    until = time.monotonic() + (5 if is_lost else 0.5)
+    while time.monotonic() < until and not told:
+        if not is_waiting:
+            one.enter(watchdog.STEP, 5)
+        time.sleep(0.001)
+    one.stop()
+    assert bool(told) is is_lost
+    if is_lost:
+        assert told == [
+            "No sign of life from rank 1 (pid 7, far). Its machine, or the network to it, is gone (step 5)."
+        ]

@@ -8,17 +8,23 @@ toolkit doctor [launcher options] [recipe=NAME] [hostfile=FILE] [key=value …]
   timeout_s=30     patience with each answer of a machine
 """
 
+import itertools
+import os
+import shlex
 import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from toolkit.cli.compose import compose, positive_int
+from toolkit.config import variables
 from toolkit.config.schema import RunConfig
 from toolkit.doctor import agent
 from toolkit.doctor.examine import Examination
+from toolkit.doctor.facts import FORWARDED
+from toolkit.doctor.hosts import Way
 from toolkit.doctor.judge import ERROR, NOTE, WARNING
-from toolkit.errors import ConfigError
+from toolkit.errors import ConfigError, LaunchError
 from toolkit.launch import ancestors, env_files, hostfile, reach, resources
 from toolkit.messages import say, tr
 
@@ -53,8 +59,7 @@ def run(words: list[str]) -> int:
     if own.get("quick", "true") not in ("true", "false"):
         raise ConfigError(tr("quick = {value}: write true or false.", value=own["quick"]))
     cfg = compose(overrides, world_size=None).loaded.cfg if overrides else RunConfig()
-    path = options.get("--hostfile") or options.get("-H")
-    hosts = resources.used(hostfile.read(Path(path)), options) if path else {"localhost": resources.local()}
+    hosts = _hosts(options)
     found = examination(options, hosts, overrides, cfg)
     found.limit_s = float(positive_int(own, "timeout_s") or found.limit_s)
     quick = own.get("quick") == "true"
@@ -74,17 +79,55 @@ def examination(
         words: recipe and overrides; [] for the machines alone.
         cfg: what they mean.
     """
-    files = env_files.passed_on(Path.cwd()) if len(hosts) > 1 else {}
+    used = reach.backend(hosts, options)
+    through_ssh = reach.logs_in(hosts, options)
+    files = env_files.passed_on(Path.cwd()) if through_ssh else {}
+    forwarded = {
+        name: value for name, value in os.environ.items() if name.startswith(FORWARDED) and name != "PYTHONPATH"
+    }
+    port = options.get("--master_port", "29500")
+    if not port.isdecimal():
+        raise LaunchError(tr("{name} {value}: write a positive whole number.", name="--master_port", value=port))
     return Examination(
         resources=hosts,
         words=words,
         cfg=cfg,
-        through_ssh="localhost" not in hosts and reach.logs_in(hosts, options),
-        ssh_port=options.get("--ssh_port", ""),
-        handed_on=frozenset([*cfg.launch.env, *(name for names in files.values() for name in names)]),
+        way=Way(through_ssh=through_ssh, arguments=_ssh_arguments(options), script=options.get("--venv_script", "")),
+        environ={**forwarded, **env_files.values(files)} if through_ssh else {},
+        secrets=variables.names(cfg.launch.env) if used == "pdsh" else (),
         master_addr=options.get("--master_addr", ""),
-        master_port=int(options.get("--master_port", "29500")),
+        master_port=int(port),
     )
+
+
+def _hosts(options: Mapping[str, str]) -> resources.Resources:
+    """Return the machines that are to be examined.
+
+    Raises:
+        LaunchError: not all of them can be asked from here.
+    """
+    path = options.get("--hostfile") or options.get("-H")
+    if not path:
+        return resources.used({"localhost": resources.count_here()}, options)
+    hosts = resources.used(hostfile.read(Path(path)), options)
+    if "--no_ssh" in options and len(hosts) > 1:
+        raise LaunchError(tr("--no_ssh: other machines are asked through ssh. Type this on each, without a hostfile."))
+    ancestors.check_machines(hosts, options, resources.is_here)
+    return hosts
+
+
+def _ssh_arguments(options: Mapping[str, str]) -> list[str]:
+    """Return what DeepSpeed's launcher gives to ssh through pdsh."""
+    given = shlex.split(os.environ.get("PDSH_SSH_ARGS_APPEND", ""))
+    if port := options.get("--ssh_port"):
+        given += ["-p", port]
+    words = (
+        shlex.split(options.get("--launcher_args", "")) if options.get("--launcher", "pdsh").lower() == "pdsh" else []
+    )
+    for word, value in itertools.pairwise([*words, ""]):
+        if word == "-l":
+            given += ["-l", value]
+    return given
 
 
 def lines(found: Examination, level: str) -> list[str]:
@@ -120,7 +163,7 @@ def _tell(found: Examination, quick: bool, seconds: float) -> None:
 def _looked_at(found: Examination, quick: bool) -> set[str]:
     """Return the checks that were made, so that no check is called good that nobody made."""
     checks = {one.check for one in found.findings} | set(found.summaries)
-    if found.through_ssh:
+    if found.way.through_ssh:
         checks |= {"ssh", *(("clocks", "environment") if found.facts else ())}
     if found.facts:
         checks |= {"limits", *(("recipe", "files") if found.words else ())}

@@ -8,6 +8,7 @@ import os
 import socket
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 
 from toolkit.launch import report
@@ -60,7 +61,7 @@ def announce(rank: int, text: str, code: int) -> bool:
     report.note(code=code, died=time.time())
     if file:
         _is_mine = True
-        with file:
+        with suppress(OSError), file:  # a full disk leaves it empty, which still ends the others
             file.write(f"rank {rank} on {socket.gethostname()} (pid {os.getpid()}), exit code {code}\n{text}\n")
     return True
 

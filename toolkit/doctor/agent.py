@@ -8,7 +8,7 @@ import tempfile
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,8 @@ from toolkit.config import variables
 from toolkit.config.schema import RunConfig
 from toolkit.doctor import facts, network
 from toolkit.errors import ToolkitError
-from toolkit.messages import set_language
+from toolkit.launch.forward import PACKED
+from toolkit.messages import set_language, tr
 
 MARK = "toolkit-doctor "
 """Begins each answer: what a shell greets with is none."""
@@ -34,17 +35,19 @@ class Agent:
         self.listener: network.Listener | None = None
         self.marks: list[Path] = []
 
-    def facts(self, words: Sequence[str], language: str) -> dict[str, Any]:
-        """Return everything that can be told without the other machines."""
+    def facts(self, words: Sequence[str], language: str, environ: Mapping[str, str]) -> dict[str, Any]:
+        """Return everything that can be told without the other machines, with the variables that ranks will have."""
         set_language(language)
+        os.environ.update(environ)
+        takes = {"takes_secrets": os.environ.pop(PACKED, None) is not None}
         if not words:
-            return facts.of_machine(os.environ)
+            return {**facts.of_machine(os.environ), **takes}
         try:
             cfg = self.compose(words)
         except ToolkitError as error:
-            return {**facts.of_machine(os.environ), "wrong": str(error)}
-        os.environ.update(variables.values(cfg.launch.env))  # as the ranks do
-        return {**facts.of_machine(os.environ), **facts.of_recipe(cfg, os.environ)}
+            return {**facts.of_machine(os.environ), **takes, "wrong": str(error)}
+        os.environ.update(variables.values(cfg.launch.env))
+        return {**facts.of_machine(os.environ), **takes, **facts.of_recipe(cfg, os.environ)}
 
     def clock(self) -> dict[str, Any]:
         """Return this machine's time."""
@@ -75,33 +78,22 @@ class Agent:
         return {"mb_s": network.speed(address, peer)}
 
     def collective(self, environments: Sequence[Mapping[str, str]], backend: str, seconds: float) -> dict[str, Any]:
-        """Start this machine's ranks of a real all-reduce, and return what each of them told."""
+        """Start this machine's ranks of a real all-reduce, and return what each of them told before the time was up."""
         self.close()  # the ranks meet at the port
-        command = [sys.executable, "-m", "toolkit.doctor.collective", backend]
-        with tempfile.TemporaryFile("w+") as errors:
-            ranks = [
-                subprocess.Popen(  # noqa: S603
-                    command,
-                    env={**os.environ, **environ},
-                    stdout=subprocess.PIPE,
-                    stderr=errors,
-                    stdin=subprocess.DEVNULL,
-                    text=True,
+        until = time.monotonic() + seconds
+        with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+            ranks = []
+            for number, environ in enumerate(environments):
+                # NCCL writes to stdout what it is told to by NCCL_DEBUG, so that the answer has a file of its own.
+                answer, log = Path(folder, f"{number}.json"), Path(folder, f"{number}.log")
+                out = stack.enter_context(log.open("wb"))
+                command = [sys.executable, "-m", "toolkit.doctor.collective", backend, str(seconds), str(answer)]
+                rank = subprocess.Popen(  # noqa: S603
+                    command, env={**os.environ, **environ}, stdout=out, stderr=out, stdin=subprocess.DEVNULL
                 )
-                for environ in environments
-            ]
-            found = []
-            for rank in ranks:
-                try:
-                    output, _ = rank.communicate(timeout=seconds)
-                    found.append(json.loads(output.strip().splitlines()[-1]))
-                except (subprocess.TimeoutExpired, ValueError, IndexError) as error:
-                    rank.kill()
-                    errors.seek(0)
-                    lines = [line.strip() for line in errors.read().splitlines() if line.strip()]
-                    late = isinstance(error, subprocess.TimeoutExpired)
-                    found.append({"error": f"no answer in {seconds:.0f} s" if late else (lines or ["?"])[-1]})
-        return {"ranks": found}
+                stack.callback(_end, rank)
+                ranks.append((rank, answer, log))
+            return {"ranks": [_told(*rank, until, seconds) for rank in ranks]}
 
     def close(self) -> None:
         """Leave nothing behind."""
@@ -110,6 +102,23 @@ class Agent:
         for mark in self.marks:
             mark.unlink(missing_ok=True)
         self.marks.clear()
+
+
+def _told(rank: "subprocess.Popen[bytes]", answer: Path, log: Path, until: float, seconds: float) -> dict[str, Any]:
+    """Return what a rank has written, or the last thing that it has said."""
+    with suppress(subprocess.TimeoutExpired):
+        rank.wait(timeout=max(0.0, until - time.monotonic()))
+    if answer.exists():
+        return dict(json.loads(answer.read_text(encoding="utf-8")))
+    if rank.poll() is None:
+        return {"error": tr("no answer in {seconds} s", seconds=f"{seconds:.0f}")}
+    lines = [line.strip() for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
+    return {"error": lines[-1] if lines else tr("ended with code {code}", code=rank.returncode)}
+
+
+def _end(rank: "subprocess.Popen[bytes]") -> None:
+    rank.kill()
+    rank.wait()
 
 
 def serve(compose: Callable[[Sequence[str]], RunConfig]) -> None:
@@ -125,7 +134,7 @@ def serve(compose: Callable[[Sequence[str]], RunConfig]) -> None:
         for line in sys.stdin:
             request = json.loads(line)
             answer = named[request.pop("do")](**request)
-            sys.stdout.write(MARK + json.dumps(answer) + "\n")
+            sys.stdout.write("\n" + MARK + json.dumps(answer) + "\n")
             sys.stdout.flush()
     finally:
         agent.close()

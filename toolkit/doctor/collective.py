@@ -1,6 +1,6 @@
-"""One rank of a real all-reduce: python -m toolkit.doctor.collective BACKEND, with a rank's variables set.
+"""One rank of a real all-reduce: python -m toolkit.doctor.collective BACKEND SECONDS FILE, with a rank's variables set.
 
-Prints, as one JSON line, seconds and sizes; a program of its own because it needs torch, and may hang or die.
+Writes seconds and sizes as JSON; a program of its own because it needs torch, and may hang or die.
 """
 
 import json
@@ -8,32 +8,33 @@ import os
 import sys
 import time
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-_LIMIT_S = 20.0
 _ENOUGH_S = 0.2
 _FIRST, _MOST = 1 << 18, 1 << 28
 _FLOAT_BYTES = 4
 
 
-def main(backend: str) -> int:
+def main(backend: str, limit_s: float, file: Path) -> int:
     """Join, sum, pass around, tell."""
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     device = torch.device("cpu")
     if backend == "nccl":
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
-    dist.init_process_group(backend, timeout=timedelta(seconds=_LIMIT_S))
+    dist.init_process_group(backend, timeout=timedelta(seconds=limit_s))
     found: dict[str, Any] = {"rank": rank, **_sum(device, rank, size)}
     if size > 1:
         found["pair_bytes"] = found["bytes"] // 4
         found["pair_s"] = _pass_on(device, rank, size, found["pair_bytes"])
     dist.barrier()
     dist.destroy_process_group()
-    sys.stdout.write(json.dumps(found) + "\n")
+    file.with_suffix(".new").write_text(json.dumps(found), encoding="utf-8")
+    file.with_suffix(".new").replace(file)
     return 0
 
 
@@ -75,4 +76,4 @@ def _pass_on(device: torch.device, rank: int, size: int, nbytes: int) -> float:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1]))
+    sys.exit(main(sys.argv[1], float(sys.argv[2]), Path(sys.argv[3])))

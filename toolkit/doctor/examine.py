@@ -9,13 +9,13 @@ from typing import Any
 
 from toolkit.config.schema import Backend, RunConfig
 from toolkit.doctor import judge, links, network
-from toolkit.doctor.facts import FORWARDED, MATTERING, hashed
-from toolkit.doctor.hosts import Hosts
-from toolkit.doctor.judge import ERROR, NOTE, Finding
+from toolkit.doctor.facts import MATTERING, hashed
+from toolkit.doctor.hosts import Hosts, Way
+from toolkit.doctor.judge import ERROR, NOTE, WARNING, Finding
 from toolkit.launch.resources import Resources
 from toolkit.messages import current_language, tr
 
-_COLLECTIVE_S = 60.0
+_COLLECTIVE_S, _ENDING_S = 60.0, 10.0
 
 
 @dataclass(kw_only=True)
@@ -26,22 +26,22 @@ class Examination:
         resources: host -> its GPUs that take part.
         words: recipe and overrides; [] looks at the machines alone.
         cfg: the config of these words, or the defaults.
-        through_ssh: whether ranks are started through ssh.
-        ssh_port: of the machines' sshd; "" for ssh's own.
+        way: to the machines.
+        environ: variables that the launcher hands on, with their values.
+        secrets: names of variables that it hands on through ssh.
         master_addr: where ranks meet; "" takes the first machine's first address, as DeepSpeed does.
         master_port: where ranks meet.
-        handed_on: names of variables that the launcher hands on beside its own.
         limit_s: for each answer of a machine.
     """
 
     resources: Resources
     words: Sequence[str]
     cfg: RunConfig
-    through_ssh: bool
-    ssh_port: str = ""
+    way: Way
+    environ: Mapping[str, str] = field(default_factory=dict)
+    secrets: Sequence[str] = ()
     master_addr: str = ""
     master_port: int = 29500
-    handed_on: frozenset[str] = frozenset()
     limit_s: float = 30.0
     findings: list[Finding] = field(default_factory=list)
     facts: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -55,13 +55,14 @@ class Examination:
         Args:
             quick: ask each machine about itself only.
         """
-        with Hosts(self.resources, self.ssh_port, self.through_ssh) as hosts:
-            self._ask(hosts)
+        with Hosts(list(self.resources), self.way) as hosts:
+            self._ask(hosts, ERROR if not quick else WARNING)
             if self.facts and not quick:
                 chosen = self._cards()
-                if len(self.facts) > 1 and not self.has_errors("network"):
+                if len(self.facts) > 1 and all(card for _, card in chosen.values()) and not self.has_errors("network"):
                     self._try_each_other(hosts, chosen)
-                if not self.has_errors("ssh", "network", "versions", "GPUs"):
+                ranks = sum(len(gpus) for gpus in self.resources.values())
+                if ranks > 1 and not self.has_errors("ssh", "network", "versions", "GPUs"):
                     self._all_reduce(hosts)
 
     def has_errors(self, *checks: str) -> bool:
@@ -76,23 +77,24 @@ class Examination:
             return chosen.value
         return "nccl" if any(one["gpus"]["cards"] for one in self.facts.values()) else "gloo"
 
-    def _ask(self, hosts: Hosts) -> None:
-        request = {"words": list(self.words), "language": current_language()}
+    def _ask(self, hosts: Hosts, late: str) -> None:
+        request = {"words": list(self.words), "language": current_language(), "environ": dict(self.environ)}
         for host, answer in hosts.ask("facts", self.limit_s, dict.fromkeys(self.resources, request)).items():
             if "error" in answer:
-                self.findings.append(Finding("ssh", ERROR, _explained(host, answer["error"])))
+                level = late if "late" in answer else ERROR
+                self.findings.append(Finding("ssh", level, _explained(host, answer["error"])))
             else:
                 self.facts[host] = answer
+        handed_on = {*self.environ, *self.cfg.launch.env}
         here = {
             name: hashed(value)
             for name, value in os.environ.items()
-            if self.through_ssh and name.startswith(MATTERING) and name not in self.handed_on
+            if self.way.through_ssh and name.startswith(MATTERING) and name not in handed_on
         }
         self.findings += judge.all_of(self.facts, self.resources, here)
-        if self.through_ssh:
-            names = {*self.handed_on, *(name for name in os.environ if name.startswith(FORWARDED))}
-            self.summaries["environment"] = tr("handed on: {names}", names=", ".join(sorted(names)) or "-")
-        if self.through_ssh and self.facts:
+        if self.way.through_ssh and self.facts:
+            self.findings += judge.secrets(self.facts, self.secrets)
+            self.summaries["environment"] = tr("handed on: {names}", names=", ".join(sorted(handed_on)) or "-")
             asked = {host: self._offset(hosts, host) for host in self.facts}
             self.findings += judge.clocks(asked)
         self._summarise()
@@ -202,14 +204,15 @@ class Examination:
 
     def _master(self) -> str:
         first = self.facts[next(iter(self.facts))]["network"]
-        return self.master_addr or (first["first"] if self.through_ssh else "127.0.0.1")
+        return self.master_addr or (first["first"] if self.way.through_ssh else "127.0.0.1")
 
     def _all_reduce(self, hosts: Hosts) -> None:
         used = {host: gpus for host, gpus in self.resources.items() if host in self.facts}
         size = sum(len(gpus) for gpus in used.values())
         requests: dict[str, dict[str, Any]] = {}
         where: dict[int, str] = {}
-        port = self.master_port if self.through_ssh else _free_port()
+        limit_s = max(_COLLECTIVE_S, 2 * self.limit_s)
+        port = self.master_port if self.way.through_ssh else _free_port()
         for host, gpus in used.items():
             environments = []
             for local in range(len(gpus)):
@@ -221,9 +224,9 @@ class Examination:
                     environ |= {"NCCL_SOCKET_IFNAME": interface, "GLOO_SOCKET_IFNAME": interface}
                 where[len(where)] = host
                 environments.append(environ)
-            requests[host] = {"environments": environments, "backend": self.backend, "seconds": _COLLECTIVE_S}
+            requests[host] = {"environments": environments, "backend": self.backend, "seconds": limit_s}
         ranks: dict[int, dict[str, Any]] = {}
-        answers = hosts.ask("collective", _COLLECTIVE_S + self.limit_s, requests)
+        answers = hosts.ask("collective", limit_s + _ENDING_S, requests)
         for host, request in requests.items():
             told = answers[host].get(
                 "ranks", [{"error": answers[host].get("error", "?")}] * len(request["environments"])

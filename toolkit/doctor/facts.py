@@ -11,8 +11,9 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -34,7 +35,8 @@ MATTERING = (
 )
 """Beginnings of the variables by which runs differ."""
 ROOT = Path(__file__).parents[2]
-_BLOCK, _BLOCKS = 1 << 16, 16
+_COMMAND_S = 20.0
+_BLOCK, _BLOCKS, _BLOCKS_OF_ALL = 1 << 16, 16, 4096
 
 
 def of_machine(environ: Mapping[str, str]) -> dict[str, Any]:
@@ -87,19 +89,22 @@ def _version(name: str) -> str:
         return ""
 
 
-def _run(*command: str) -> str:
-    """Return what a command prints, "" if it fails or is not there."""
-    with suppress(OSError, subprocess.SubprocessError):
-        done = subprocess.run(command, capture_output=True, text=True, timeout=10, stdin=subprocess.DEVNULL)  # noqa: S603
-        return done.stdout.strip() if done.returncode == 0 else ""
-    return ""
+def _run(*command: str) -> str | None:
+    """Return what a command prints, "" if it fails or is not there, None if it does not come to its end."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_COMMAND_S, stdin=subprocess.DEVNULL)  # noqa: S603
+    except subprocess.TimeoutExpired:
+        return None
+    except OSError:
+        return ""
+    return done.stdout.strip() if done.returncode == 0 else ""
 
 
 def _code() -> dict[str, Any]:
     """Return the commit, and a hash of each file that a run is made of: copies need not be repositories."""
     found = [*ROOT.glob("toolkit/**/*.py"), *ROOT.glob("conf/**/*.yaml"), *ROOT.glob("run.py")]
     files = {str(path.relative_to(ROOT)): hashed(path.read_bytes()) for path in sorted(found)}
-    return {"commit": _run("git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"), "files": files}
+    return {"commit": _run("git", "-C", str(ROOT), "rev-parse", "--short", "HEAD") or "", "files": files}
 
 
 def hashed(content: bytes | str) -> str:
@@ -108,19 +113,28 @@ def hashed(content: bytes | str) -> str:
 
 
 def _gpus() -> dict[str, Any]:
-    """Return driver, and of each NVIDIA GPU name, memory in MiB, and how many processes use it."""
+    """Return driver, and of each NVIDIA GPU name, memory in MiB (0 if unknown), and how many processes use it.
+
+    `late` where nvidia-smi gives no answer: without its persistence mode that may take long.
+    """
     fields = "index,uuid,name,driver_version,memory.total,memory.free"
-    rows = [
-        [cell.strip() for cell in line.split(",")]
-        for line in _run("nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader,nounits").splitlines()
-    ]
-    rows = [row for row in rows if len(row) == len(fields.split(",")) and row[4].isdecimal() and row[5].isdecimal()]
-    using = _run("nvidia-smi", "--query-compute-apps=gpu_uuid", "--format=csv,noheader").split() if rows else []
+    found = _run("nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader,nounits")
+    if found is None:
+        return {"driver": "", "cards": [], "late": True}
+    using = (
+        (_run("nvidia-smi", "--query-compute-apps=gpu_uuid", "--format=csv,noheader") or "").split() if found else []
+    )
+    rows = [[cell.strip() for cell in line.split(",")] for line in found.splitlines()]
     cards = [
-        {"index": row[0], "name": row[2], "mib": int(row[4]), "free_mib": int(row[5]), "used_by": using.count(row[1])}
+        {"index": row[0], "name": row[2], "mib": _mib(row[4]), "free_mib": _mib(row[5]), "used_by": using.count(row[1])}
         for row in rows
+        if len(row) == len(fields.split(","))
     ]
-    return {"driver": rows[0][3] if rows else "", "cards": cards}
+    return {"driver": rows[0][3] if cards else "", "cards": cards, "late": False}
+
+
+def _mib(text: str) -> int:
+    return int(text) if text.isdecimal() else 0
 
 
 def _network(environ: Mapping[str, str]) -> dict[str, Any]:
@@ -140,7 +154,7 @@ def _network(environ: Mapping[str, str]) -> dict[str, Any]:
     return {
         "cards": cards,
         "own_name": own_name,
-        "first": next(iter(_run("hostname", "-I").split()), ""),
+        "first": next(iter((_run("hostname", "-I") or "").split()), ""),
         "asked": {name: environ.get(f"{name.upper()}_SOCKET_IFNAME", "") for name in ("gloo", "nccl")},
     }
 
@@ -166,24 +180,31 @@ def _files(cfg: RunConfig) -> dict[str, Any]:
 
     found = {}
     if cfg.model.init is Init.pretrained:
-        found["model.path"] = _fingerprint(cfg.model.path, lambda: Path(cfg.model.path).rglob("*"))
+        found["model.path"] = _fingerprint(cfg.model.path, partial(_shown, Path(cfg.model.path)))
     for number, source in enumerate([*cfg.data.sources, *cfg.data.validation]):
         if source.path:
-            found[f"data {number}"] = _fingerprint(source.path, lambda source=source: files_of(source))
+            found[f"data {number}"] = _fingerprint(source.path, partial(files_of, source))
     return found
 
 
-def _fingerprint(path: str, files: Any) -> dict[str, Any]:
+def _shown(folder: Path) -> list[Path]:
+    """Return all that is in a folder but what is hidden: notes of downloads and repositories differ everywhere."""
+    found = [(path, path.relative_to(folder).parts) for path in folder.rglob("*")]
+    return [path for path, parts in found if not any(part[0] == "." or part == "__pycache__" for part in parts)]
+
+
+def _fingerprint(path: str, files: Callable[[], Iterable[Path]]) -> dict[str, Any]:
     """Return names, sizes and a hash of samples: reading whole weights on each machine would take minutes."""
     digest, total = hashlib.sha256(), 0
     try:
-        names: Iterable[Path] = sorted(file for file in files() if file.is_file())
+        names = sorted(file for file in files() if file.is_file())
+        blocks = max(1, min(_BLOCKS, _BLOCKS_OF_ALL // max(1, len(names))))
         for file in names:
             size = file.stat().st_size
             total += size
             digest.update(f"{file.name} {size}\n".encode())
             with file.open("rb") as handle:
-                for place in sorted({size * number // _BLOCKS for number in range(_BLOCKS)}):
+                for place in sorted({size * number // blocks for number in range(blocks)}):
                     handle.seek(place)
                     digest.update(handle.read(_BLOCK))
     except (OSError, ToolkitError) as error:

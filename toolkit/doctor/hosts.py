@@ -3,17 +3,22 @@
 import json
 import os
 import queue
+import resource
 import shlex
+import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import IO, Any
 
 from toolkit.doctor.agent import MARK
+from toolkit.errors import LaunchError
+from toolkit.launch.forward import PACKED
 from toolkit.messages import tr
 
 NO_FOLDER = 121
@@ -21,24 +26,38 @@ _AGENT = ("-m", "toolkit", "doctor", "--agent")
 _SSH_S = 10
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Way:
+    """How ranks are started on machines, as far as it matters who is to see what they will see."""
+
+    through_ssh: bool
+    """False for this machine itself."""
+    arguments: Sequence[str] = ()
+    """Of ssh, before all others: the first counts."""
+    script: str = ""
+    """Sourced before Python starts."""
+
+
 class Host:
     """One machine.
 
     Args:
         name: as the hostfile has it.
-        port: of its sshd; "" for ssh's own.
-        through_ssh: False for this machine itself.
+        way: to it.
     """
 
-    def __init__(self, name: str, port: str, through_ssh: bool) -> None:
+    def __init__(self, name: str, way: Way) -> None:
         self.name = name
         command = [sys.executable, *_AGENT]
-        if through_ssh:
-            folder = shlex.quote(os.getcwd())
-            # As DeepSpeed's launcher starts ranks: the same folder, the same Python, the folder on its path.
-            inside = f"cd {folder} || exit {NO_FOLDER}; PYTHONPATH={folder} exec {shlex.join(command)}"
-            options = ["-o", "BatchMode=yes", "-o", f"ConnectTimeout={_SSH_S}", *(["-p", port] if port else [])]
-            command = ["ssh", *options, name, inside]
+        if way.through_ssh:
+            # As DeepSpeed's launcher starts ranks (0.19.8, PDSHRunner): the same folder, first on the path of the same
+            # Python. Other variables are sent later, where no list of processes shows them.
+            folder = os.getcwd()
+            path = os.pathsep.join([folder, *filter(None, [os.environ.get("PYTHONPATH")])])
+            source = f"source {shlex.quote(way.script)}; " if way.script else ""
+            inside = f"{source}cd {shlex.quote(folder)} || exit {NO_FOLDER}; PYTHONPATH={shlex.quote(path)} exec "
+            options = ["-o", "BatchMode=yes", "-o", f"ConnectTimeout={_SSH_S}", "-o", f"SendEnv={PACKED}"]
+            command = ["ssh", *way.arguments, *options, name, inside + shlex.join(command)]
         self.answers: queue.Queue[str] = queue.Queue()
         self.complaints: list[str] = []
         self.process = subprocess.Popen(  # noqa: S603 -- the name has passed hostfile.HOST
@@ -48,6 +67,7 @@ class Host:
             stderr=subprocess.PIPE,
             text=True,
             errors="replace",
+            env={**os.environ, PACKED: "{}"},
             start_new_session=True,  # an interrupt is for this process, which then ends them
         )
         streams = ((self.process.stdout, self.answers.put), (self.process.stderr, self.complaints.append))
@@ -56,7 +76,7 @@ class Host:
             pump.start()
 
     def ask(self, verb: str, limit_s: float, **arguments: Any) -> dict[str, Any]:
-        """Return what the machine answers, or {"error": why it does not}."""
+        """Return what the machine answers, or {"error": why it does not}, with "late" where it may still do so."""
         with suppress(OSError):
             assert self.process.stdin
             self.process.stdin.write(json.dumps({"do": verb, **arguments}) + "\n")
@@ -65,12 +85,12 @@ class Host:
         while (left := until - time.monotonic()) > 0:
             with suppress(queue.Empty):
                 line = self.answers.get(timeout=min(left, 0.1))
-                if line.startswith(MARK):
-                    return dict(json.loads(line.removeprefix(MARK)))
+                if MARK in line:  # behind a greeting without an end of line, perhaps
+                    return dict(json.loads(line.partition(MARK)[2]))
                 continue
             if self.process.poll() is not None and self.answers.empty():
                 return {"error": self._last_words()}
-        return {"error": tr("no answer in {seconds} s", seconds=f"{limit_s:.0f}")}
+        return {"error": tr("no answer in {seconds} s", seconds=f"{limit_s:.0f}"), "late": True}
 
     def _last_words(self) -> str:
         time.sleep(0.1)  # for the thread that reads them
@@ -85,15 +105,15 @@ class Host:
             assert self.process.stdin
             self.process.stdin.close()
 
-    def kill(self) -> None:
-        """End what is still there."""
+    def kill(self, until: float) -> None:
+        """End what is still there at a time of time.monotonic()."""
         with suppress(subprocess.TimeoutExpired):
-            self.process.wait(timeout=1)
+            self.process.wait(timeout=max(0.0, until - time.monotonic()))
         if self.process.poll() is None:
-            self.process.kill()
+            os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
         for pump in self.pumps:
-            pump.join(timeout=1)  # longer only if something that it has started still writes
+            pump.join(timeout=max(0.0, until + 1 - time.monotonic()))
 
 
 class Hosts:
@@ -101,12 +121,26 @@ class Hosts:
 
     Args:
         names: as the hostfile has them.
-        port: of their sshd.
-        through_ssh: False for this machine alone.
+        way: to them.
+
+    Raises:
+        LaunchError: there is no ssh here, or too few files may be open.
     """
 
-    def __init__(self, names: Iterable[str], port: str, through_ssh: bool) -> None:
-        self.hosts = {name: Host(name, port, through_ssh) for name in names}
+    def __init__(self, names: Sequence[str], way: Way) -> None:
+        self.hosts: dict[str, Host] = {}
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        needed = 100 + 8 * len(names)
+        if soft < needed and (hard == resource.RLIM_INFINITY or hard >= needed):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
+        try:
+            for name in names:
+                self.hosts[name] = Host(name, way)
+        except OSError as error:
+            self.close()
+            raise LaunchError(
+                tr("cannot start {program}: {reason}.", program="ssh", reason=error.strerror or error)
+            ) from error
         self.pool = ThreadPoolExecutor(max_workers=max(1, len(self.hosts)))
 
     def ask(self, verb: str, limit_s: float, requests: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
@@ -126,11 +160,16 @@ class Hosts:
     def __enter__(self) -> "Hosts":
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def close(self) -> None:
+        """Let all agents end, and end those that do not."""
         for host in self.hosts.values():
             host.close()
+        until = time.monotonic() + 2
         for host in self.hosts.values():
-            host.kill()
+            host.kill(until)
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
         self.pool.shutdown(wait=False, cancel_futures=True)
 
 

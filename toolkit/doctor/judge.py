@@ -2,11 +2,12 @@
 
 import statistics
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from toolkit.doctor.facts import FORWARDED
+from toolkit.launch.forward import PACKED
 from toolkit.launch.resources import Resources
 from toolkit.messages import tr
 
@@ -14,7 +15,7 @@ ERROR, WARNING, NOTE = "error", "warning", "note"
 Facts = Mapping[str, Mapping[str, Any]]
 """Host -> what `facts` says of it."""
 GIB = 1 << 30
-_BREAKING = ("python", "torch", "deepspeed", "transformers")
+_BREAKING = ("torch", "deepspeed", "transformers", "nccl")
 _TRAINING_BYTES = 7
 """A checkpoint with Adam holds 14 bytes for each parameter, of which 2 are the weights in half precision."""
 
@@ -113,7 +114,7 @@ def _versions(facts: Facts) -> Iterable[Finding]:
         for host, version in others.items():
             yield Finding(
                 "versions",
-                ERROR if name in (*_BREAKING, "nccl") else WARNING,
+                ERROR if _breaks(name, version, found[usual]) else WARNING,
                 tr(
                     "{host} has {name} {version}, {usual} has {expected}. Install the same.",
                     host=host,
@@ -125,6 +126,13 @@ def _versions(facts: Facts) -> Iterable[Finding]:
             )
 
 
+def _breaks(name: str, version: str, other: str) -> bool:
+    """Whether ranks of these versions cannot be expected to understand each other; of Python all 3.11 do."""
+    if name == "python":
+        return version.split(".")[:2] != other.split(".")[:2]
+    return name in _BREAKING
+
+
 def _version(one: Mapping[str, Any], name: str) -> str:
     if name == "driver":
         return str(one["gpus"]["driver"])
@@ -132,7 +140,7 @@ def _version(one: Mapping[str, Any], name: str) -> str:
 
 
 def _gpus(facts: Facts, resources: Resources) -> Iterable[Finding]:
-    if not any(one["gpus"]["cards"] for one in facts.values()):
+    if not any(one["gpus"]["cards"] or one["gpus"]["late"] for one in facts.values()):
         for host, one in facts.items():
             if len(resources[host]) > one["cores"]:
                 yield Finding(
@@ -148,6 +156,11 @@ def _gpus(facts: Facts, resources: Resources) -> Iterable[Finding]:
         return
     for host, one in facts.items():
         cards = one["gpus"]["cards"]
+        if one["gpus"]["late"]:
+            yield Finding(
+                "GPUs", WARNING, tr("{host}: nvidia-smi gave no answer.  nvidia-smi -pm 1  may help.", host=host)
+            )
+            continue
         if max(resources[host], default=-1) >= len(cards):
             yield Finding(
                 "GPUs",
@@ -161,7 +174,7 @@ def _gpus(facts: Facts, resources: Resources) -> Iterable[Finding]:
                 ),
             )
         for card in (card for number, card in enumerate(cards) if number in resources[host]):
-            if card["used_by"] or card["free_mib"] < 0.9 * card["mib"]:
+            if card["used_by"] or (card["mib"] and card["free_mib"] < 0.9 * card["mib"]):
                 yield Finding(
                     "GPUs",
                     ERROR if card["free_mib"] < 0.5 * card["mib"] else WARNING,
@@ -255,10 +268,11 @@ def _disks(facts: Facts) -> Iterable[Finding]:
         weights = one.get("files", {}).get("model.path", {}).get("bytes", 0)
         for name, disk in one.get("disks", {}).items():
             place = {"host": host, "name": name, "path": disk["path"], "gib": f"{disk['free'] / GIB:.1f}"}
+            level = WARNING if name == "prepare.dir" else ERROR  # nothing is written where all is prepared
             if disk["error"]:
-                yield Finding("disks", ERROR, f"{host}: {name} {disk['path']}: {disk['error']}.")
+                yield Finding("disks", level, f"{host}: {name} {disk['path']}: {disk['error']}.")
             elif disk["free"] < (GIB >> 4 if name == "shm" else GIB):
-                yield Finding("disks", ERROR, tr("{host}: {name} {path} has {gib} GiB free.", **place))
+                yield Finding("disks", level, tr("{host}: {name} {path} has {gib} GiB free.", **place))
             elif name == "run.dir" and disk["free"] < _TRAINING_BYTES * weights:
                 need = f"{_TRAINING_BYTES * weights / GIB:.1f}"
                 text = tr("{host}: {name} {path} has {gib} GiB free; a checkpoint may take {need}.", need=need, **place)
@@ -307,6 +321,26 @@ def _environment(facts: Facts, here: Mapping[str, str]) -> Iterable[Finding]:
             names=_few([f"{name} ({_few(hosts)})" for name, hosts in sorted(lost.items())], 12),
         )
         yield Finding("environment", WARNING, text)
+
+
+def secrets(facts: Facts, names: Sequence[str]) -> list[Finding]:
+    """Judge whether the secrets of launch.env would arrive.
+
+    Args:
+        facts: of the machines.
+        names: of the secrets.
+    """
+    deaf = [host for host, one in facts.items() if names and not one["takes_secrets"]]
+    if not deaf:
+        return []
+    text = tr(
+        "the sshd of {hosts} does not take {variable}, so {names} would not arrive. Add to /etc/ssh/sshd_config there: "
+        "AcceptEnv {variable}   or write NAME=value into ~/.deepspeed_env.",
+        hosts=_few(deaf),
+        variable=PACKED,
+        names=", ".join(names),
+    )
+    return [Finding("environment", ERROR, text)]
 
 
 def clocks(offsets: Mapping[str, float]) -> list[Finding]:

@@ -4,7 +4,7 @@ import statistics
 from collections.abc import Mapping
 from typing import Any
 
-from toolkit.doctor.judge import ERROR, WARNING, Facts, Finding
+from toolkit.doctor.judge import ERROR, NOTE, WARNING, Facts, Finding
 from toolkit.messages import tr
 
 SLOW_MB_S = 12.5
@@ -29,7 +29,11 @@ def cards(
         own = facts[host]["network"]["own_name"]
         names = ", ".join(one for one in facts[host]["network"]["cards"] if one != "lo")
         asked = interface or facts[host]["network"]["asked"][backend]
-        if not name and asked:
+        if not name and not names:
+            found.append(
+                Finding("network", NOTE, tr("{host} has no IPv4 address: its network was not examined.", host=host))
+            )
+        elif not name and asked:
             text = tr(
                 "{host} has no network card {asked}, only {names}. Correct distributed.interface.",
                 host=host,

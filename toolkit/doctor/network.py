@@ -16,6 +16,7 @@ _FIRST, _MOST = 1 << 16, 1 << 28
 # Linux' numbers, which Python's socket module does not name: never split a packet on its way.
 _IP_MTU_DISCOVER, _IP_PMTUDISC_PROBE = 10, 3
 _IP_AND_UDP_HEADERS = 28
+_BRIDGES = ("lo", "docker", "virbr")
 
 
 class Listener:
@@ -120,31 +121,40 @@ def reach(address: str, mtu: int, peers: Mapping[str, Mapping[str, Any]]) -> dic
 
 def _try(address: str, mtu: int, peer: Mapping[str, Any]) -> dict[str, Any]:
     error = _hello(address, peer["address"], peer["tcp"])
-    meet = _hello(address, *peer["meet"]) if "meet" in peer else ""
+    meet = _hello("", *peer["meet"]) if "meet" in peer else ""  # PyTorch's store takes whichever card leads there
     return {"error": error, "meet": meet, "mtu": None if error else _full_size(address, mtu, peer)}
 
 
 def _hello(address: str, other: str, port: int) -> str:
+    source = (address, 0) if address else None
     try:
-        with socket.create_connection((other, port), timeout=LIMIT_S, source_address=(address, 0)) as connection:
+        with socket.create_connection((other, port), timeout=LIMIT_S, source_address=source) as connection:
             connection.sendall(_SIZE.pack(0))
             return "" if _receive(connection, _SIZE.size) else "somebody else answers"
     except OSError as error:
         return error.strerror or str(error)
 
 
-def _full_size(address: str, mtu: int, peer: Mapping[str, Any]) -> bool:
-    """Whether a packet as large as the card takes comes back unsplit."""
+def _full_size(address: str, mtu: int, peer: Mapping[str, Any]) -> bool | None:
+    """Whether a packet as large as the card takes comes back unsplit; None where not even a small one does.
+
+    These are datagrams, which a firewall may drop that lets the collectives' connections pass.
+    """
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as udp:
         udp.bind((address, 0))
         udp.setsockopt(socket.IPPROTO_IP, _IP_MTU_DISCOVER, _IP_PMTUDISC_PROBE)
         udp.settimeout(LIMIT_S / 6)
-        data = bytes(min(mtu, 65535) - _IP_AND_UDP_HEADERS)
-        for _ in range(3):
-            with contextlib.suppress(OSError):
-                udp.sendto(data, (peer["address"], peer["udp"]))
-                if len(udp.recv(1 << 16)) == len(data):
-                    return True
+        if not _comes_back(udp, 64, peer):
+            return None
+        return _comes_back(udp, min(mtu, 65535) - _IP_AND_UDP_HEADERS, peer)
+
+
+def _comes_back(udp: socket.socket, size: int, peer: Mapping[str, Any]) -> bool:
+    for _ in range(3):
+        with contextlib.suppress(OSError):
+            udp.sendto(bytes(size), (peer["address"], peer["udp"]))
+            if len(udp.recv(1 << 16)) == size:
+                return True
     return False
 
 
@@ -181,7 +191,7 @@ def chosen(network: Mapping[str, Any], interface: str, backend: str) -> tuple[st
     """Return the network card that a backend would take on a machine, and its facts; ("", {}) where there is none.
 
     gloo takes the one with the address of the machine's own name, NCCL an InfiniBand card, else the first that is no
-    loopback and no docker bridge (NCCL 2.27, socket.cc, ncclFindInterfaces; torch 2.13, ProcessGroupGloo).
+    loopback and no bridge (NCCL 2.27, socket.cc, ncclFindInterfaces; torch 2.13, ProcessGroupGloo).
 
     Args:
         network: of `facts`.
@@ -199,7 +209,7 @@ def chosen(network: Mapping[str, Any], interface: str, backend: str) -> tuple[st
     else:
         up = [name for name, card in cards.items() if card["up"]]
         names = [name for name in up if name.startswith("ib")]
-        names = names or [name for name in up if not name.startswith(("lo", "docker"))] or up
+        names = names or [name for name in up if not name.startswith(_BRIDGES)] or up
     return (names[0], cards[names[0]]) if names else ("", {})
 
 

@@ -2,7 +2,7 @@
 
 import os
 import stat
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from toolkit.errors import LaunchError
@@ -28,6 +28,12 @@ def passed_on(folder: Path, environ: Mapping[str, str] = os.environ) -> dict[Pat
             _check_owner(file)
             found[file] = _names(file)
     return found
+
+
+def values(files: Iterable[Path]) -> dict[str, str]:
+    """Return what files of `passed_on` set, the last one winning."""
+    lines = [line for file in files for line in file.read_text(encoding="utf-8", errors="replace").splitlines()]
+    return {name.strip(): value.strip() for name, _, value in (line.partition("=") for line in lines)}
 
 
 def _check_owner(file: Path) -> None:

@@ -20,7 +20,7 @@ from toolkit.launch.environment import Ranks
 from toolkit.messages import tr
 
 PACKED = "LC_TOOLKIT_ENV"
-"""Secrets as JSON, name -> value. Debian's, Ubuntu's and Red Hat's sshd take variables LC_* from a client."""
+"""Secrets as JSON, name -> value. Debian's and Ubuntu's sshd take variables LC_* from a client, Red Hat's a few."""
 _ANEW = "PYTHON_TOOLKIT_STARTED_ANEW"
 _READ_AT_START = re.compile(r"(?:LD_|PYTHON|MALLOC_|LC_)\w*|GLIBC_TUNABLES|LANG|LANGUAGE|TZ")
 """Variables that the loader, the C library or Python read when a process starts, and not again."""

@@ -83,7 +83,7 @@ def check_program(hosts: Resources, options: Mapping[str, str]) -> None:
         options: of `deepspeed`.
 
     Raises:
-        LaunchError: it is not installed, or could not go into this folder there.
+        LaunchError: it is not installed, could not go into this folder, or cannot choose among machines.
     """
     used, folder = backend(hosts, options), os.getcwd()
     if used == "pdsh" and shlex.quote(folder) != folder:
@@ -92,6 +92,16 @@ def check_program(hosts: Resources, options: Mapping[str, str]) -> None:
                 "DeepSpeed's launcher gives the folder {folder} to the machines' shells unquoted. Type this in a "
                 "folder without spaces and special characters (a link to this one will do).",
                 folder=folder,
+            )
+        )
+    chosen = {"--include", "-i", "--exclude", "-e", "--num_nodes", "--num_gpus", "--num_accelerators"} & set(options)
+    if chosen and used in ("openmpi", "mpich", "impi"):
+        raise LaunchError(
+            tr(
+                "--launcher {launcher} takes all machines and slots of the hostfile (DeepSpeed 0.19.8): leave out "
+                "{options}, and write a hostfile of what takes part.",
+                launcher=used,
+                options=", ".join(sorted(chosen)),
             )
         )
     program, source = _BACKENDS.get(used, ("", ""))

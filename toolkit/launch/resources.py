@@ -64,12 +64,11 @@ def used(hosts: Mapping[str, int], options: Mapping[str, str]) -> Resources:
     return found
 
 
-def local(environ: Mapping[str, str] = os.environ) -> list[int]:
-    """Return the GPUs of this machine that processes started here see; [0], one CPU rank, without any."""
+def count_here(environ: Mapping[str, str] = os.environ) -> int:
+    """Return how many GPUs processes started here see; 1, one CPU rank, without any."""
     chosen = environ.get("CUDA_VISIBLE_DEVICES")
-    if chosen is not None:
-        return [int(number) for number in chosen.split(",") if number.strip().isdecimal()] or [0]
-    return [int(path.name.removeprefix("nvidia")) for path in sorted(Path("/dev").glob("nvidia[0-9]*"))] or [0]
+    names = chosen.split(",") if chosen else list(Path("/dev").glob("nvidia[0-9]*"))
+    return max(1, len(names))
 
 
 def _number(options: Mapping[str, str], name: str) -> int | None:
@@ -116,9 +115,11 @@ def check_visible_devices(hosts: Resources, environ: Mapping[str, str] = os.envi
         environ: where the command was typed.
 
     Raises:
-        LaunchError: CUDA_VISIBLE_DEVICES is set.
+        LaunchError: CUDA_VISIBLE_DEVICES names other GPUs than those of this machine that take part.
     """
-    if chosen := environ.get("CUDA_VISIBLE_DEVICES"):
+    chosen = environ.get("CUDA_VISIBLE_DEVICES")
+    mine = [gpus for host, gpus in hosts.items() if is_here(host)]
+    if chosen and [",".join(map(str, gpus)) for gpus in mine] != [chosen]:
         raise LaunchError(
             tr(
                 "CUDA_VISIBLE_DEVICES={chosen} has no effect beside a hostfile: DeepSpeed writes over it on every "
