@@ -94,9 +94,12 @@ class Saver:
             self._give_up(name, refusal)
             return
         self.failed = False
-        taken = self._probe() if has_probe else None
+        # Only a partitioned model needs all ranks for it, and rank 0 writes it.
+        runs_probe = has_probe and (rank() == 0 or self.engine.zero_optimization_partition_weights())
+        taken = self._probe() if runs_probe else None
         self.files.begin()
-        self.engine.save_checkpoint(str(self.folder), tag=temporary.name, save_latest=False)
+        with engine_files.gathered(self.engine.optimizer):
+            self.engine.save_checkpoint(str(self.folder), tag=temporary.name, save_latest=False)
         pending = _Pending(state.step, temporary, self.files, state.evaluations)
         try:
             if not self.files.failure:
@@ -293,9 +296,9 @@ class _Pending:
         self._thread.join()
 
     def _prove(self) -> None:
-        self.files.write()
-        self.failure = self.failure or self.files.failure
         try:
+            self.files.write()
+            self.failure = self.failure or self.files.failure
             for path in [] if self.failure else [*self.files.written, *self.mine]:
                 flush(path)
                 manifest.prove(path)
