@@ -1,10 +1,11 @@
 """Saving a run while it trains: written at once, proven in the background, published when every rank has done its part.
 
 A save goes through three states. *Written*: every rank has handed its files to the system; training goes on. (With
-`checkpoint.asynchronous` it has copied them to host memory, and its thread writes them.) *Proven*:
-a thread of each rank has flushed its files to the disk, read them back and compared them with the checksums that were
-taken of them in memory. *Published*: at a step boundary at which all ranks have got so far, rank 0 writes the manifest,
-renames the folder and names it in `latest`. Killed before that, by whatever, the checkpoint before is untouched.
+`checkpoint.asynchronous` it has noted what they will hold; its thread copies that, for which the next update waits, and
+writes them.) *Proven*: a thread of each rank has flushed its files to the disk, read them back and compared them with
+the checksums that were taken of them in memory. *Published*: at a step boundary at which all ranks have got so far,
+rank 0 writes the manifest, renames the folder and names it in `latest`. Killed before that, by whatever, the checkpoint
+before is untouched.
 
 Beside the engine's files a checkpoint holds what the model is (config, tokenizer) and a probe, so that it can be turned
 into a model, and that be proven, without the run.
