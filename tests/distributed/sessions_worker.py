@@ -3,13 +3,15 @@
 Arguments: a JSON file with [{"overrides": [...]}, …]. A case with "died" begins with a run folder as a run leaves it
 that died some steps after a checkpoint: {"of": RUN, "step": CHECKPOINT, "as": NAME}. One with "spoil" gets wrong
 numbers on the last rank: {"steps": see spoil.py, "note": FILE}; it may end with Diverged, which is noted too. fp16 is
-made possible on CPUs, where DeepSpeed refuses it. Everything else is the product's own code.
+made possible on CPUs, where DeepSpeed refuses it. What is saved asynchronously is copied as late as can be: when the
+next update asks for it. Everything else is the product's own code.
 """
 
 import json
 import os
 import shutil
 import sys
+import threading
 import time
 from functools import partial
 from pathlib import Path
@@ -27,6 +29,39 @@ def die(of: str, step: int, folder: str) -> None:
     for checkpoint in (Path(folder) / "checkpoints").glob("step-*"):
         if int(checkpoint.name.removeprefix("step-")) > step:
             shutil.rmtree(checkpoint)
+
+
+def copy_late() -> list[int]:
+    """Make asynchronous saves copy only when somebody waits for the copies; return a list with the updates that did."""
+    from toolkit.checkpoint.engine_files import EngineFiles
+    from toolkit.checkpoint.host_copies import HostCopies
+    from toolkit.train.checkpoint import _Pending
+
+    begin, update, finish, complete = EngineFiles.begin, EngineFiles.wait_for_copies, _Pending.wait, HostCopies.complete
+    asked = threading.Event()
+    updates: list[int] = []
+
+    def on_begin(files: EngineFiles) -> None:
+        asked.clear()
+        begin(files)
+
+    def on_update(files: EngineFiles) -> None:
+        if not files.copied.is_set():
+            updates.append(len(files.copies.waiting))
+        asked.set()
+        update(files)
+
+    def on_finish(pending: _Pending) -> None:
+        asked.set()
+        finish(pending)
+
+    def on_complete(copies: HostCopies) -> None:
+        assert not copies.waiting or asked.wait(120)
+        complete(copies)
+
+    EngineFiles.begin, EngineFiles.wait_for_copies = on_begin, on_update  # type: ignore[method-assign]
+    _Pending.wait, HostCopies.complete = on_finish, on_complete  # type: ignore[method-assign]
+    return updates
 
 
 def main() -> None:
@@ -48,6 +83,7 @@ def main() -> None:
     from toolkit.train.prepared import prepare_data
 
     checkpoint._PROBE_S = 60.0  # a probe in every checkpoint, though these follow each other within a second
+    updates = copy_late()
     get_accelerator().is_fp16_supported = lambda: True
     get_accelerator().supported_dtypes = lambda: [torch.float32, torch.bfloat16, torch.float16]
     for index, case in enumerate(cases):
@@ -60,6 +96,7 @@ def main() -> None:
             process_group.start(loaded.cfg.distributed)
         spoil = case.get("spoil", {"steps": {}, "note": os.devnull})
         note, is_last = Path(spoil["note"]), ranks.rank == ranks.world_size - 1
+        updates.clear()
         try:
             with spoilt(spoil["steps"], is_last, note):
                 run_session(loaded.cfg, ranks, prepared, time.monotonic())
@@ -70,6 +107,11 @@ def main() -> None:
             if is_last:
                 with note.open("a", encoding="utf-8") as lines:
                     lines.write(f"Diverged: {error}\n")
+        assert all(updates)
+        if (
+            ranks.rank == 0 and "died" not in case
+        ):  # without ZeRO the others save nothing; those that died save at the end
+            assert bool(updates) == loaded.cfg.checkpoint.asynchronous
     failure.end_watch()
     process_group.stop()
 

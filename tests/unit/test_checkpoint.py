@@ -413,6 +413,59 @@ def test_nothing_is_named_before_it_is_on_the_disk(tmp_path: Path, monkeypatch: 
     ]
 
 
+def test_what_a_forward_pass_may_change_is_copied_at_once(tmp_path: Path) -> None:
+    files = EngineFiles(asynchronous=True)
+    weight, buffer, scale, counts = torch.ones(4), torch.ones(3), torch.tensor(2.0), [1]
+    files.begin()
+    module = {"weight": weight, "again": weight, "buffer": buffer}
+    files.save({"module": module, "buffer_names": ["buffer"], "scale": scale, "counts": counts}, f"{tmp_path}/a.pt")
+    assert not files.copied.is_set()
+    assert not list(tmp_path.iterdir())
+    for tensor in (buffer, scale):
+        tensor.zero_()
+    counts.append(2)
+    files.write()
+    files.wait_for_copies()
+    found = files.load(f"{tmp_path}/a.pt")
+    assert found["module"]["weight"].tolist() == [1.0] * 4
+    assert found["module"]["weight"].data_ptr() == found["module"]["again"].data_ptr()
+    assert (found["module"]["buffer"].tolist(), found["scale"].item(), found["counts"]) == ([1.0] * 3, 2.0, [1])
+    held = [tensor.data_ptr() for tensor in files.copies.kept]
+    files.begin()
+    files.save({"module": module, "buffer_names": ["buffer"]}, f"{tmp_path}/b.pt")
+    files.write()
+    assert [tensor.data_ptr() for tensor in files.copies.kept] == held, "memory is used again"
+
+
+def test_with_states_that_move_everything_is_copied_at_once(tmp_path: Path) -> None:
+    files = EngineFiles(asynchronous=True, copies_at_once=True)
+    weight = torch.ones(4)
+    files.begin()
+    files.save({"optimizer_state_dict": {"weight": weight}}, f"{tmp_path}/a.pt")
+    weight.zero_()
+    files.write()
+    assert files.load(f"{tmp_path}/a.pt")["optimizer_state_dict"]["weight"].tolist() == [1.0] * 4
+
+
+def test_a_copy_that_fails_costs_the_checkpoint_and_keeps_no_update_waiting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = EngineFiles(asynchronous=True)
+    files.begin()
+    files.save({"weight": torch.ones(4)}, f"{tmp_path}/a.pt")
+
+    def fail(copies: object) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr("toolkit.checkpoint.host_copies.HostCopies.complete", fail)
+    pending = _Pending(3, tmp_path, files, [])
+    pending.start()
+    files.wait_for_copies()
+    pending.wait()
+    assert pending.failure == "MemoryError: "
+    assert not pending.records
+
+
 def test_a_slow_probe_is_not_taken_at_every_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = [1000.0]
     monkeypatch.setattr("toolkit.train.checkpoint.time.monotonic", lambda: clock[0])

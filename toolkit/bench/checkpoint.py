@@ -1,9 +1,15 @@
-"""What saving costs: how long training waits, beside a bare `engine.save_checkpoint` of the same engine, in turns."""
+"""What saving costs: how long training waits, beside a bare `engine.save_checkpoint` of the same engine, in turns.
+
+An asynchronous save makes training wait twice: until it has begun, and in the next step, whose update waits for what is
+not copied yet. Both are counted.
+"""
 
 import os
 import shutil
 import statistics
 import time
+from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +20,7 @@ from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchChe
 from toolkit.bench.step import build_bare_engine
 from toolkit.checkpoint.run_state import RunState
 from toolkit.config.schema import RunConfig
-from toolkit.distributed.process_group import barrier, rank, world_size
+from toolkit.distributed.process_group import barrier, gather, rank, world_size
 from toolkit.export.checkpoint import export_beside
 from toolkit.launch.environment import Ranks
 from toolkit.models import probe
@@ -44,7 +50,12 @@ def compare(cfg: RunConfig, prepared: Prepared, ranks: Ranks, repeats: int, fold
     times = cfg.batch.global_size // (cfg.batch.micro_per_gpu * world_size())
     batches = training_batches(cfg, prepared, ranks, 1)
     window = [next(batches) for _ in range(times)]
-    train_step(engine, window, world_size(), Guard(engine, cfg.train))  # optimizer states exist from here on
+    guard = Guard(engine, cfg.train)
+
+    def step() -> None:
+        train_step(engine, window, world_size(), guard)
+
+    step()  # optimizer states exist from here on
     files = describe(engine.module, prepared.encoder) if rank() == 0 else {}
     described = Described(files, probe.ids_of([prepared.train[0][0].tolist()], engine.module.config), export_beside)
     savers = {
@@ -57,7 +68,7 @@ def compare(cfg: RunConfig, prepared: Prepared, ranks: Ranks, repeats: int, fold
         )
         for name in ("ours", "asynchronous")
     }
-    seconds, sizes = _in_turns(engine, savers, folder, repeats)
+    seconds, sizes = _in_turns(engine, step, savers, folder, repeats)
     bare = seconds["bare"]
     return {
         "parameters": sum(getattr(p, "ds_numel", p.numel()) for p in engine.module.parameters()),
@@ -73,10 +84,10 @@ def compare(cfg: RunConfig, prepared: Prepared, ranks: Ranks, repeats: int, fold
 
 
 def _in_turns(
-    engine: DeepSpeedEngine, savers: dict[str, Saver], folder: Path, repeats: int
+    engine: DeepSpeedEngine, step: Callable[[], None], savers: dict[str, Saver], folder: Path, repeats: int
 ) -> tuple[dict[str, list[float]], dict[str, int]]:
     """Return the seconds of each save, and the bytes of a checkpoint (rank 0 only), by name."""
-    seconds: dict[str, list[float]] = {name: [] for name in ("bare", "ours", "asynchronous", "published")}
+    seconds: dict[str, list[float]] = defaultdict(list)
     sizes: dict[str, int] = {}
     for turn in range(repeats + 1):
         for name in ("bare", "ours", "asynchronous"):
@@ -91,13 +102,17 @@ def _in_turns(
                 engine.checkpoint_engine = savers[name].files
                 savers[name].begin(RunState(step=turn))
             barrier()
-            took = time.perf_counter() - started
+            took = {name: time.perf_counter() - started}
+            if name == "asynchronous":
+                took["step_beside"] = _timed(step)
+                took[name] += max(gather(savers[name].files.waited_s))
             if name != "bare":
                 savers[name].finish()
-            if turn:
-                seconds[name].append(took)
-                if name == "ours":
-                    seconds["published"].append(time.perf_counter() - started)
+            if name == "ours":
+                took["published"] = time.perf_counter() - started
+                took["step"] = _timed(step)
+            for what, one in took.items() if turn else ():
+                seconds[what].append(one)
             written = folder / "bare" / f"t{turn}" if name == "bare" else savers[name].newest
             assert written is not None
             if rank() == 0:
@@ -106,3 +121,10 @@ def _in_turns(
                     shutil.rmtree(written)
             barrier()
     return seconds, sizes
+
+
+def _timed(step: Callable[[], None]) -> float:
+    started = time.perf_counter()
+    step()
+    barrier()
+    return time.perf_counter() - started

@@ -1,7 +1,10 @@
 """How the engine's own files are written and read: errors are kept for all ranks to see, and nothing in them is run."""
 
-import copy
 import os
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +13,10 @@ from deepspeed import DeepSpeedEngine
 from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointCommitInfo, CheckpointEngine
 from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
 from deepspeed.runtime.zero.config import ZeroStageEnum
+from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from deepspeed.utils.tensor_fragment import fragment_address
 
+from toolkit.checkpoint.host_copies import HostCopies
 from toolkit.errors import CheckpointError
 from toolkit.messages import tr
 from toolkit.secrets import hide_all
@@ -30,14 +35,20 @@ class EngineFiles(CheckpointEngine):
     one reads tensors, plain values and four known classes.
     """
 
-    def __init__(self, asynchronous: bool = False) -> None:
+    def __init__(self, asynchronous: bool = False, copies_at_once: bool = False) -> None:
         super().__init__()
         self.name = "EngineFiles"
         self.asynchronous = asynchronous
-        """Whether `save` copies only, and `write` does the rest."""
-        self.copies: dict[str, _HostCopies] = {}
-        """By the name of the file."""
-        self.copied: list[tuple[Any, str]] = []
+        """Whether `save` only notes what is to be copied to host memory, and `write` does the rest."""
+        self.copies_at_once = copies_at_once
+        """Whether `save` does the copying too."""
+        self.copies = HostCopies()
+        self.copied = threading.Event()
+        """Set while nothing of the engine is still to be copied."""
+        self.copied.set()
+        self.waited_s = 0.0
+        """Seconds that updates have waited for copies since `begin`."""
+        self.unwritten: list[tuple[Any, str]] = []
         """What is to be written, and where."""
         self.written: list[Path] = []
         """Files of the save in progress."""
@@ -46,7 +57,8 @@ class EngineFiles(CheckpointEngine):
 
     def begin(self) -> None:
         """Forget the save before."""
-        self.written, self.copied, self.failure = [], [], ""
+        self.written, self.unwritten, self.failure, self.waited_s = [], [], "", 0.0
+        self.copies.begin()
 
     def create(self, info: CheckpointCommitInfo) -> None:
         """Called by DeepSpeed before the first file."""
@@ -59,19 +71,36 @@ class EngineFiles(CheckpointEngine):
             self._fail(error)
 
     def save(self, state_dict: Any, path: str) -> None:
-        """Write one file, or copy what will be in it to host memory; DeepSpeed puts its config into each."""
+        """Write one file, or note what will be in it; DeepSpeed puts its config into each."""
         if "ds_config" in state_dict:
             state_dict = {**state_dict, "ds_config": hide_all(state_dict["ds_config"])}
         if self.asynchronous:
-            copies = self.copies.setdefault(Path(path).name, _HostCopies())
-            self.copied.append((copies.copy(state_dict), path))
+            self.copied.clear()
+            buffers = {state_dict["module"][name].data_ptr() for name in state_dict.get("buffer_names", ())}
+            self.unwritten.append((self.copies.copy(state_dict, buffers), path))
+            if self.copies_at_once:
+                self.copies.complete()
         else:
             self._write(state_dict, path)
 
     def write(self) -> None:
-        """Write what was copied. May run beside training: it touches no tensor of the model."""
-        while self.copied:
-            self._write(*self.copied.pop(0))
+        """Copy what was noted and write it. Runs beside training.
+
+        Raises:
+            Exception: of a copy that failed.
+        """
+        try:
+            self.copies.complete()
+        finally:
+            self.copied.set()
+        while self.unwritten:
+            self._write(*self.unwritten.pop(0))
+
+    def wait_for_copies(self) -> None:
+        """Wait until `write`, in another thread, has copied everything: an update changes what it copies."""
+        started = time.perf_counter()
+        self.copied.wait()
+        self.waited_s += time.perf_counter() - started
 
     def _write(self, state_dict: Any, path: str) -> None:
         if self.failure:
@@ -101,44 +130,6 @@ class EngineFiles(CheckpointEngine):
         self.failure = self.failure or (getattr(error, "strerror", None) or str(error).splitlines()[0])
 
 
-class _HostCopies:
-    """Copies of what one file holds, in memory that is used again at the next save: new memory costs as much as the
-    copying.
-    """
-
-    def __init__(self) -> None:
-        self.kept: list[torch.Tensor] = []
-        self.used = 0
-        self.copies: dict[tuple[Any, ...], torch.Tensor] = {}
-
-    def copy(self, value: Any) -> Any:
-        """Return a copy that later steps do not change; tensors that are one stay one."""
-        self.used, self.copies = 0, {}
-        return self._copy(value)
-
-    def _copy(self, value: Any) -> Any:
-        if isinstance(value, torch.Tensor):
-            key = (value.data_ptr(), value.dtype, value.shape, value.stride())
-            if not value.numel():
-                return value.detach().to("cpu", copy=True)
-            if key not in self.copies:
-                self.copies[key] = self._kept_like(value).copy_(value.detach())
-            return self.copies[key]
-        if isinstance(value, dict):
-            return type(value)((name, self._copy(item)) for name, item in value.items())
-        if type(value) in (list, tuple):
-            return type(value)(self._copy(item) for item in value)
-        return copy.deepcopy(value)
-
-    def _kept_like(self, value: torch.Tensor) -> torch.Tensor:
-        place, self.used = self.used, self.used + 1
-        if place == len(self.kept):
-            self.kept.append(torch.empty_like(value, device="cpu"))
-        elif self.kept[place].shape != value.shape or self.kept[place].dtype != value.dtype:
-            self.kept[place] = torch.empty_like(value, device="cpu")
-        return self.kept[place]
-
-
 def unreadable(path: str | Path, error: Exception) -> CheckpointError:
     """Return what to say of a file that cannot be read."""
     text = str(error)
@@ -156,10 +147,37 @@ def unreadable(path: str | Path, error: Exception) -> CheckpointError:
 
 def install(engine: DeepSpeedEngine, asynchronous: bool = False) -> EngineFiles:
     """Make the engine write and read through `EngineFiles`."""
-    files = EngineFiles(asynchronous)
+    # With these, optimizer states are moved or changed outside the optimizer's step as well (deepspeed 0.19.8).
+    moves = engine.zero_nvme_offload_optimizer() or engine.zenflow or engine.super_offload()
+    files = EngineFiles(asynchronous, copies_at_once=moves)
     engine.checkpoint_engine = files
+    engine.basic_optimizer.register_step_pre_hook(lambda *_: files.wait_for_copies())
     # DeepSpeed puts executable scripts beside every checkpoint (0.19.8, engine._copy_recovery_script).
     engine._copy_recovery_script = lambda save_path: None
     # Its converters and universal loaders call torch.load themselves; PyTorch heeds this over their arguments.
     os.environ["TORCH_FORCE_WEIGHTS_ONLY_LOAD"] = "1"
     return files
+
+
+@contextmanager
+def gathered(optimizer: Any) -> Iterator[None]:
+    """Spare a save a collective: ZeRO-3 drops the small parameters that every rank holds, and gathers them again.
+
+    (deepspeed 0.19.8.) They are the same after a save as before it, so they are put back instead.
+    """
+    small = getattr(optimizer, "persistent_parameters", ())
+    if not small or any(one.ds_status is not ZeroParamStatus.AVAILABLE for one in small):
+        yield
+        return
+    whole = [one.data for one in small]
+
+    def put_back() -> None:
+        optimizer.invalidate_secondary_tensor()
+        for parameter, data in zip(small, whole, strict=True):
+            parameter.data, parameter.ds_status = data, ZeroParamStatus.AVAILABLE
+
+    optimizer.checkpoint_event_epilogue = put_back
+    try:
+        yield
+    finally:
+        del optimizer.checkpoint_event_epilogue

@@ -514,7 +514,7 @@ class CheckpointConfig:
     at_end: bool = True
     """Save a checkpoint after the last step."""
     asynchronous: bool = False
-    """Copy what is saved to host memory and write it beside training: a shorter pause for as much host memory per rank as its part of a checkpoint."""
+    """Copy what is saved to host memory and write it beside the next steps: a short pause for as much host memory per rank as its part of a checkpoint."""
     allow_changes: list[str] = field(default_factory=list)
     """Keys or sections that may differ from those of the checkpoint although they change what is computed, such as [optim.lr, train.epochs]; data allows other data."""
     export: bool = True

@@ -1,10 +1,11 @@
 """Saving a run while it trains: written at once, proven in the background, published when every rank has done its part.
 
 A save goes through three states. *Written*: every rank has handed its files to the system; training goes on. (With
-`checkpoint.asynchronous` it has copied them to host memory, and its thread writes them.) *Proven*:
-a thread of each rank has flushed its files to the disk, read them back and compared them with the checksums that were
-taken of them in memory. *Published*: at a step boundary at which all ranks have got so far, rank 0 writes the manifest,
-renames the folder and names it in `latest`. Killed before that, by whatever, the checkpoint before is untouched.
+`checkpoint.asynchronous` it has noted what they will hold; its thread copies that, for which the next update waits, and
+writes them.) *Proven*: a thread of each rank has flushed its files to the disk, read them back and compared them with
+the checksums that were taken of them in memory. *Published*: at a step boundary at which all ranks have got so far,
+rank 0 writes the manifest, renames the folder and names it in `latest`. Killed before that, by whatever, the checkpoint
+before is untouched.
 
 Beside the engine's files a checkpoint holds what the model is (config, tokenizer) and a probe, so that it can be turned
 into a model, and that be proven, without the run.
@@ -94,9 +95,12 @@ class Saver:
             self._give_up(name, refusal)
             return
         self.failed = False
-        taken = self._probe() if has_probe else None
+        # Only a partitioned model needs all ranks for it, and rank 0 writes it.
+        runs_probe = has_probe and (rank() == 0 or self.engine.zero_optimization_partition_weights())
+        taken = self._probe() if runs_probe else None
         self.files.begin()
-        self.engine.save_checkpoint(str(self.folder), tag=temporary.name, save_latest=False)
+        with engine_files.gathered(self.engine.optimizer):
+            self.engine.save_checkpoint(str(self.folder), tag=temporary.name, save_latest=False)
         pending = _Pending(state.step, temporary, self.files, state.evaluations)
         try:
             if not self.files.failure:
@@ -293,9 +297,9 @@ class _Pending:
         self._thread.join()
 
     def _prove(self) -> None:
-        self.files.write()
-        self.failure = self.failure or self.files.failure
         try:
+            self.files.write()
+            self.failure = self.failure or self.files.failure
             for path in [] if self.failure else [*self.files.written, *self.mine]:
                 flush(path)
                 manifest.prove(path)
