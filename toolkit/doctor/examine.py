@@ -126,8 +126,8 @@ class Examination:
         chosen = {host: network.chosen(one["network"], interface, backend) for host, one in self.facts.items()}
         if len(chosen) > 1:
             self.findings += links.cards(chosen, self.facts, interface, backend)
-        first, card = next(iter(chosen.values()))
-        self.summaries["network"] = f"{first} {card.get('address', '')}, MTU {card.get('mtu', '')}"
+            first, card = next(iter(chosen.values()))
+            self.summaries["network"] = f"{first} {card.get('address', '')}, MTU {card.get('mtu', '')}"
         return chosen
 
     def _try_each_other(self, hosts: Hosts, chosen: Mapping[str, tuple[str, dict[str, Any]]]) -> None:
