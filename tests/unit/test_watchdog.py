@@ -41,7 +41,7 @@ def test_a_machine_is_lost_only_for_who_waits_and_can_write(
     is_waiting: bool, can_write: bool, is_lost: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A file server that stands still, or a full disk, is no lost machine; nor is one that nobody waits for."""
-    for name, value in (("_EVERY_S", 0.002), ("_LOST_BEATS", 20), ("_LOOK_EVERY", 2)):
+    for name, value in (("_EVERY_S", 0.01), ("_LOST_BEATS", 50), ("_LOOK_EVERY", 2)):
         monkeypatch.setattr(watchdog, name, value)
     told: list[str] = []
     monkeypatch.setattr(Watchdog, "_tell", lambda self, text, _: (told.append(text), self.stop()))
@@ -52,10 +52,10 @@ def test_a_machine_is_lost_only_for_who_waits_and_can_write(
     )
     one = Watchdog(tmp_path, 0, 2, hang_after_s=3600.0, patience_s=3600.0)
     one.enter(watchdog.STEP, 5)
-    time.sleep(0.02)  # both have counted
+    time.sleep(0.1)  # both have counted
     if not can_write:
         logs.rename(tmp_path / "gone")
-    until = time.monotonic() + (5 if is_lost else 0.5)
+    until = time.monotonic() + (10 if is_lost else 1.5)
     while time.monotonic() < until and not told:
         if not is_waiting:
             one.enter(watchdog.STEP, 5)
