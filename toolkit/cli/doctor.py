@@ -25,7 +25,7 @@ from toolkit.doctor.facts import FORWARDED
 from toolkit.doctor.hosts import Way
 from toolkit.doctor.judge import ERROR, NOTE, WARNING
 from toolkit.errors import ConfigError, LaunchError
-from toolkit.launch import ancestors, env_files, hostfile, reach, resources
+from toolkit.launch import ancestors, env_files, hostfile, mpi, reach, resources
 from toolkit.messages import say, tr
 
 CHECKS = (
@@ -85,7 +85,7 @@ def examination(
     forwarded = {
         name: value for name, value in os.environ.items() if name.startswith(FORWARDED) and name != "PYTHONPATH"
     }
-    port = options.get("--master_port", "29500")
+    port = options.get("--master_port", mpi.DEFAULT_PORT)
     if not port.isdecimal():
         raise LaunchError(tr("{name} {value}: write a positive whole number.", name="--master_port", value=port))
     return Examination(
@@ -106,7 +106,7 @@ def _hosts(options: Mapping[str, str]) -> resources.Resources:
     Raises:
         LaunchError: not all of them can be asked from here.
     """
-    path = options.get("--hostfile") or options.get("-H")
+    path = ancestors.hostfile_of(options)
     if not path:
         return resources.used({"localhost": resources.count_here()}, options)
     hosts = resources.used(hostfile.read(Path(path)), options)

@@ -127,7 +127,7 @@ def _checked(rest: Sequence[str]) -> RunConfig:
 
 def _machines(options: Mapping[str, str], words: Sequence[str], cfg: RunConfig) -> resources.Resources:
     """Check the machines of a hostfile, say which rank runs where, and return them; {} without one."""
-    path = options.get("--hostfile") or options.get("-H")
+    path = ancestors.hostfile_of(options)
     if not path:
         reach.check_binding({}, options)
         return {}

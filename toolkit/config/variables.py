@@ -16,7 +16,8 @@ _OWNED = re.compile(
     r"|(?:PYTHON|LC)_TOOLKIT_\w+"
 )
 """What says which rank a process is, and on which GPU: launchers set it for each one, and we."""
-_INTERFACES = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
+INTERFACES = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
+"""What `distributed.interface` sets."""
 _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 
 
@@ -47,7 +48,7 @@ def _reason(name: str, value: Any, interface: str) -> str:
         return tr("this is no name of a variable: letters, digits and _ only, and no digit in front.")
     if _OWNED.fullmatch(name):
         return tr("the launcher sets this variable for each rank. Remove it.")
-    if name in _INTERFACES and interface:
+    if name in INTERFACES and interface:
         return tr("distributed.interface = {interface} sets this variable. Keep one of the two.", interface=interface)
     if isinstance(value, (dict, list)):
         return tr("write a text, a number, true or false, or nothing behind the name.")

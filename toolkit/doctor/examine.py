@@ -1,17 +1,18 @@
 """The examination: asks every machine, lets them try each other, and collects what is wrong."""
 
 import os
-import socket
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from toolkit.config.schema import Backend, RunConfig
+from toolkit.config.variables import INTERFACES
 from toolkit.doctor import judge, links, network
 from toolkit.doctor.facts import MATTERING, hashed
 from toolkit.doctor.hosts import Hosts, Way
 from toolkit.doctor.judge import ERROR, NOTE, WARNING, Finding
+from toolkit.launch import environment, mpi
 from toolkit.launch.resources import Resources
 from toolkit.messages import current_language, tr
 
@@ -41,7 +42,7 @@ class Examination:
     environ: Mapping[str, str] = field(default_factory=dict)
     secrets: Sequence[str] = ()
     master_addr: str = ""
-    master_port: int = 29500
+    master_port: int = int(mpi.DEFAULT_PORT)
     limit_s: float = 30.0
     findings: list[Finding] = field(default_factory=list)
     facts: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -212,7 +213,7 @@ class Examination:
         requests: dict[str, dict[str, Any]] = {}
         where: dict[int, str] = {}
         limit_s = max(_COLLECTIVE_S, 2 * self.limit_s)
-        port = self.master_port if self.way.through_ssh else _free_port()
+        port = self.master_port if self.way.through_ssh else environment.free_port()
         for host, gpus in used.items():
             environments = []
             for local in range(len(gpus)):
@@ -221,7 +222,7 @@ class Examination:
                 if self.backend == "nccl":
                     environ |= {"CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus))}
                 if interface := self.cfg.distributed.interface:
-                    environ |= {"NCCL_SOCKET_IFNAME": interface, "GLOO_SOCKET_IFNAME": interface}
+                    environ |= dict.fromkeys(INTERFACES, interface)
                 where[len(where)] = host
                 environments.append(environ)
             requests[host] = {"environments": environments, "backend": self.backend, "seconds": limit_s}
@@ -247,9 +248,3 @@ def _explained(host: str, said: str) -> str:
     if "No module named toolkit" in said or "not found" in said:
         return text + " " + tr("Install the toolkit there, in the same place.")
     return text
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

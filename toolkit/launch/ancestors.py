@@ -63,8 +63,8 @@ def check_launcher(
         )
     for process in chain:
         options = deepspeed_options(process.words)
-        path = options.get("--hostfile") or options.get("-H")
-        if path is None:
+        path = hostfile_of(options)
+        if not path:
             reach.check_binding({}, options)
             continue
         folder = _working_folder(proc, process.pid)
@@ -134,6 +134,11 @@ def split(words: Sequence[str]) -> tuple[dict[str, str], list[str]]:
             place += 1
         options[name] = value
     return options, list(words[place:])
+
+
+def hostfile_of(options: Mapping[str, str]) -> str:
+    """Return the hostfile that was asked for, "" without one."""
+    return options.get("--hostfile") or options.get("-H") or ""
 
 
 def typed(words: Sequence[str]) -> tuple[list[str], dict[str, str], list[str]]:

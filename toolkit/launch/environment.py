@@ -7,6 +7,7 @@ from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from toolkit.config.variables import INTERFACES
 from toolkit.errors import LaunchError
 from toolkit.launch import mpi
 from toolkit.messages import tr
@@ -106,9 +107,7 @@ def apply(ranks: Ranks, environ: MutableMapping[str, str]) -> None:
     if ranks.world_size == 1:
         environ.setdefault("MASTER_ADDR", "127.0.0.1")
         if "MASTER_PORT" not in environ:
-            with socket.socket() as probe:
-                probe.bind(("127.0.0.1", 0))
-                environ["MASTER_PORT"] = str(probe.getsockname()[1])
+            environ["MASTER_PORT"] = str(free_port())
     elif ranks.launcher in VARIABLES and ranks.local_world_size == ranks.world_size:
         environ.setdefault("MASTER_ADDR", "127.0.0.1")
         environ.setdefault("MASTER_PORT", str(mpi.meeting_port(VARIABLES[ranks.launcher][0])))
@@ -131,6 +130,13 @@ def apply(ranks: Ranks, environ: MutableMapping[str, str]) -> None:
         # Open MPI holds a rank on one core, Slurm on those that were asked for.
         share = min((os.cpu_count() or 1) // ranks.local_world_size, len(os.sched_getaffinity(0)))
         environ.setdefault("OMP_NUM_THREADS", str(max(1, share)))
+
+
+def free_port() -> int:
+    """Return a port of this machine that nobody listens on right now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
 
 
 def strip_launcher_arguments(words: Sequence[str]) -> list[str]:
@@ -176,7 +182,7 @@ def set_interface(name: str, environ: MutableMapping[str, str]) -> None:
                 existing=", ".join(existing),
             )
         )
-    environ["NCCL_SOCKET_IFNAME"] = environ["GLOO_SOCKET_IFNAME"] = name
+    environ.update(dict.fromkeys(INTERFACES, name))
 
 
 def check_port(environ: Mapping[str, str]) -> None:

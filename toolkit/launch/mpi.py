@@ -18,7 +18,7 @@ from toolkit.messages import tr
 
 LAUNCHERS = {"openmpi": "hydra", "mpich": "open mpi|openrte|prrte"}
 """DeepSpeed's names of the launchers, and what `mpirun --version` of the other one says of itself."""
-_DEFAULT_PORT = "29500"
+DEFAULT_PORT = "29500"
 """DeepSpeed's own."""
 _FIRST_PORT, _PORTS = 10_000, 20_000
 """Below those that the system gives to outgoing connections."""
@@ -65,7 +65,7 @@ def launcher_args(hosts: Resources, options: Mapping[str, str], exported: Sequen
     ours = {
         "bind-to|binding_policy|cpu-set": ["--bind-to", "none"],
         "MASTER_ADDR": ["-x", f"MASTER_ADDR={options.get('--master_addr', first)}"],
-        "MASTER_PORT": ["-x", f"MASTER_PORT={options.get('--master_port', _DEFAULT_PORT)}"],
+        "MASTER_PORT": ["-x", f"MASTER_PORT={options.get('--master_port', DEFAULT_PORT)}"],
     }
     missing = [word for theirs, words in ours.items() if not re.search(theirs, typed) for word in words]
     return ["--launcher_args", f"{typed} {shlex.join([*missing, *exported])}".strip()]
