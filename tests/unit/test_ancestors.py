@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from toolkit.cli import main
 from toolkit.errors import LaunchError
-from toolkit.launch.ancestors import check_launcher, deepspeed_options, typed
+from toolkit.launch.ancestors import check_launcher, deepspeed_options, hostfile_of, typed
 from toolkit.launch.environment import Ranks
 
 RANKS = Ranks(0, 0, 2, 0, "deepspeed")
@@ -117,3 +118,12 @@ def test_a_hostfile_may_be_named_among_the_overrides() -> None:
     assert typed(words) == expected
     assert typed([*words[1:], words[0]]) == expected
     assert typed(["-H", "h", "recipe=x"]) == (["-H", "h"], {"-H": "h"}, ["recipe=x"])
+
+
+def test_a_hostfile_without_a_name_is_one_that_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`hostfile=$UNSET`: DeepSpeed would train here without a word."""
+    assert hostfile_of({}) is None
+    assert hostfile_of({"-H": "h"}) == "h"
+    monkeypatch.chdir(tmp_path)
+    assert main(["doctor", "hostfile="]) == 2
+    assert main(["launch", "hostfile=", "recipe=quickstart"]) == 2

@@ -107,7 +107,7 @@ def _hosts(options: Mapping[str, str]) -> resources.Resources:
         LaunchError: not all of them can be asked from here.
     """
     path = ancestors.hostfile_of(options)
-    if not path:
+    if path is None:
         return resources.used({"localhost": resources.count_here()}, options)
     hosts = resources.used(hostfile.read(Path(path)), options)
     if "--no_ssh" in options and len(hosts) > 1:

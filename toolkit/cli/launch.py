@@ -128,7 +128,7 @@ def _checked(rest: Sequence[str]) -> RunConfig:
 def _machines(options: Mapping[str, str], words: Sequence[str], cfg: RunConfig) -> resources.Resources:
     """Check the machines of a hostfile, say which rank runs where, and return them; {} without one."""
     path = ancestors.hostfile_of(options)
-    if not path:
+    if path is None:
         reach.check_binding({}, options)
         return {}
     hosts = resources.used(hostfile.read(Path(path)), options)

@@ -64,7 +64,7 @@ def check_launcher(
     for process in chain:
         options = deepspeed_options(process.words)
         path = hostfile_of(options)
-        if not path:
+        if path is None:
             reach.check_binding({}, options)
             continue
         folder = _working_folder(proc, process.pid)
@@ -136,9 +136,9 @@ def split(words: Sequence[str]) -> tuple[dict[str, str], list[str]]:
     return options, list(words[place:])
 
 
-def hostfile_of(options: Mapping[str, str]) -> str:
-    """Return the hostfile that was asked for, "" without one."""
-    return options.get("--hostfile") or options.get("-H") or ""
+def hostfile_of(options: Mapping[str, str]) -> str | None:
+    """Return the hostfile that was asked for, None without one. An empty name asks for one too, which is not there."""
+    return options.get("--hostfile", options.get("-H"))
 
 
 def typed(words: Sequence[str]) -> tuple[list[str], dict[str, str], list[str]]:
