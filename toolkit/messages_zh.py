@@ -580,4 +580,6 @@ CHINESE: dict[str, str] = {
     "cannot start {program}: {reason}.": "无法启动 {program}：{reason}。",
     "--no_ssh: other machines are asked through ssh. Type this on each, without a hostfile.": "--no_ssh：其他机器要通过 ssh 询问。请在每台机器上输入本命令，不带 hostfile。",
     "--launcher {launcher} takes all machines and slots of the hostfile (DeepSpeed 0.19.8): leave out {options}, and write a hostfile of what takes part.": "--launcher {launcher} 会使用 hostfile 中的所有机器和 slots（DeepSpeed 0.19.8）：请去掉 {options}，并写一个只含参与机器的 hostfile。",
+    "a prompt of {prompt} tokens and max_new_tokens = {new} are more than the {most} positions that the model has. Shorten the prompt, or set max_new_tokens to {left} at most.": "提示有 {prompt} 个 token，加上 max_new_tokens = {new}，超过了模型的 {most} 个位置。请缩短提示，或把 max_new_tokens 设为不超过 {left}。",
+    "the run {folder} has no export/ yet: make one with `toolkit export-model {folder}`.": "运行 {folder} 还没有 export/：请用 `toolkit export-model {folder}` 生成。",
 }

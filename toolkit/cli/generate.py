@@ -21,25 +21,13 @@ def run(words: list[str]) -> int:
         usage='toolkit generate model.path=DIR prompt="…"',
     )
     max_new_tokens = positive_int(given, "max_new_tokens") or 64
-    from toolkit.models.folder import read_config
-
-    read_config(given["model.path"])
     print(printable(_answer(given["model.path"], given.get("model.family", "auto"), given["prompt"], max_new_tokens)))
     return 0
 
 
 def _answer(path: str, family: str, prompt: str, max_new_tokens: int) -> str:
-    import torch
-    import transformers
-
-    from toolkit.config.schema import Dtype, ModelConfig
+    from toolkit.cli.usable import load_usable
     from toolkit.evaluate.generate import answer
-    from toolkit.models.build import build_model
-    from toolkit.models.chat import load_chat_encoder
 
-    transformers.utils.logging.disable_progress_bar()
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    encoder = load_chat_encoder(path, family=family)
-    dtype = Dtype.bf16 if device.type == "cuda" else Dtype.fp32
-    model = build_model(ModelConfig(path=path), dtype, encoder.tokenizer, seed=0).to(device)
-    return answer(model, encoder, prompt, max_new_tokens, device)
+    usable = load_usable(path, family=family)
+    return answer(usable.model, usable.encoder, prompt, max_new_tokens, usable.model.device)

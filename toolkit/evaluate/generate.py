@@ -1,42 +1,135 @@
-"""Greedy answers to a few questions."""
+"""Answers of a model: batched, padded on the left, with a cache of keys and values, greedy or sampled by a seed."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
-from transformers import PreTrainedModel
+from transformers import GenerationConfig, PreTrainedModel
 
+from toolkit.errors import ModelError
+from toolkit.messages import tr
 from toolkit.models.chat import AnyChatEncoder
 
 
-def answer(
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sampling:
+    """How the next token is chosen, and how many."""
+
+    max_new_tokens: int = 64
+    """Longest answer in tokens, its end token included."""
+    temperature: float = 0.0
+    """0: greedy, the likeliest token; else the logits are divided by it and a token is drawn."""
+    top_p: float = 1.0
+    """Draw among the likeliest tokens that hold this share of the probability together."""
+    top_k: int = 0
+    """Draw among so many tokens; 0 among all."""
+    seed: int = 0
+    """Of what is drawn: the same seed and batch give the same answers."""
+
+
+def generate(
     model: PreTrainedModel,
     encoder: AnyChatEncoder,
-    question: str,
-    max_new_tokens: int,
+    prompts: Sequence[Sequence[int]],
+    sampling: Sampling,
     device: torch.device,
-) -> str:
-    """Return the model's greedy answer to one question.
-
-    Under ZeRO-3 a collective: every rank asks the same question, so all take the same number of forward passes.
+    *,
+    in_step: bool = False,
+    **options: Any,
+) -> list[list[int]]:
+    """Return the new tokens of each prompt, up to the end token and without it.
 
     Args:
-        model: the model, `engine.module` included.
-        encoder: turns the question into the prompt, and knows where answers end.
-        question: what the user says.
-        max_new_tokens: longest answer in tokens.
-        device: where the model lives.
+        model: the model, `engine.module` included; left in its mode. B prompts are one batch.
+        encoder: knows where answers end.
+        prompts: ids of `encoder.prompt`, of any lengths.
+        sampling: how to choose tokens.
+        device: where the model computes; under ZeRO-3 with offload its parameters are elsewhere.
+        in_step: the model is partitioned over ranks (ZeRO-3), whose prompts differ: every rank runs forward until the
+            last has ended. A collective then; every rank must give as many batches.
+        **options: for `transformers`' generate, such as `streamer`.
+
+    Raises:
+        ModelError: prompt and answer are longer than the model's positions.
     """
-    tokenizer = encoder.tokenizer
-    ids = torch.tensor([encoder.prompt([{"role": "user", "content": question}])], device=device)
+    longest = max(map(len, prompts))
+    check_length(model, longest, sampling.max_new_tokens)
+    pad = _pad_id(encoder)
+    ids = torch.tensor([[pad] * (longest - len(prompt)) + list(prompt) for prompt in prompts], device=device)
+    mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts], device=device)
     was_training = model.training
     model.eval()
-    with torch.no_grad():
+    devices = [device] if device.type == "cuda" else []
+    with torch.no_grad(), torch.random.fork_rng(devices=devices):
+        torch.manual_seed(sampling.seed)
         output = model.generate(
             input_ids=ids,
-            attention_mask=torch.ones_like(ids),
-            max_new_tokens=max_new_tokens,
-            do_sample=False,
-            use_cache=True,
-            eos_token_id=encoder.stop_ids,
-            pad_token_id=tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id,
+            attention_mask=mask,
+            generation_config=_config(encoder, sampling),
+            synced_gpus=in_step,
+            **options,
         )
     model.train(was_training)
-    return str(tokenizer.decode(output[0, ids.size(1) :], skip_special_tokens=True)).strip()
+    stops = set(encoder.stop_ids)
+    return [_until_stop(row, stops) for row in output[:, longest:].tolist()]
+
+
+def answer(
+    model: PreTrainedModel, encoder: AnyChatEncoder, question: str, max_new_tokens: int, device: torch.device
+) -> str:
+    """Return the model's greedy answer to one question; under ZeRO-3 every rank asks the same one."""
+    prompt = encoder.prompt([{"role": "user", "content": question}])
+    [ids] = generate(model, encoder, [prompt], Sampling(max_new_tokens=max_new_tokens), device)
+    return text_of(encoder, ids)
+
+
+def text_of(encoder: AnyChatEncoder, ids: Sequence[int]) -> str:
+    """Return generated tokens as text, without special tokens and the blanks around it."""
+    return str(encoder.tokenizer.decode(list(ids), skip_special_tokens=True)).strip()
+
+
+def check_length(model: PreTrainedModel, prompt_tokens: int, max_new_tokens: int) -> None:
+    """Refuse what the model has no positions for.
+
+    Raises:
+        ModelError: the answer could become too long.
+    """
+    most = getattr(model.config, "max_position_embeddings", None)
+    if most is not None and prompt_tokens + max_new_tokens > most:
+        raise ModelError(
+            tr(
+                "a prompt of {prompt} tokens and max_new_tokens = {new} are more than the {most} positions that the "
+                "model has. Shorten the prompt, or set max_new_tokens to {left} at most.",
+                prompt=prompt_tokens,
+                new=max_new_tokens,
+                most=most,
+                left=max(most - prompt_tokens, 0),
+            )
+        )
+
+
+def _config(encoder: AnyChatEncoder, sampling: Sampling) -> GenerationConfig:
+    """Return all settings: what is left out would come from the model's own generation_config.json."""
+    drawn = sampling.temperature > 0
+    return GenerationConfig(
+        max_new_tokens=sampling.max_new_tokens,
+        do_sample=drawn,
+        temperature=sampling.temperature if drawn else 1.0,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        num_beams=1,
+        repetition_penalty=1.0,
+        use_cache=True,
+        eos_token_id=encoder.stop_ids,
+        pad_token_id=_pad_id(encoder),
+    )
+
+
+def _pad_id(encoder: AnyChatEncoder) -> int:
+    pad = encoder.tokenizer.pad_token_id
+    return int(encoder.tokenizer.eos_token_id if pad is None else pad)
+
+
+def _until_stop(ids: list[int], stops: set[int]) -> list[int]:
+    return ids[: next((place for place, token in enumerate(ids) if token in stops), len(ids))]
