@@ -1,12 +1,10 @@
-"""The original numbers: logits, losses, gradients, generated tokens and P-Tuning of all four generations."""
+"""The original numbers: logits, losses, gradients and generated tokens of all four generations."""
 
 import pytest
 import torch
 from golden import (
     GOLDEN,
     GRAD_NORM,
-    LOGITS,
-    LOSS,
     SETS,
     cases,
     distance,
@@ -17,11 +15,9 @@ from golden import (
     norm,
     official_grad_norms,
 )
-from safetensors.torch import load_file
 from transformers import PreTrainedModel
 
 from toolkit.errors import ModelError
-from toolkit.models.chatglm.prefix import load_prefix, save_prefix
 
 ALL_CASES = [(name, case) for name in SETS for case in cases(name)]
 BOTH = pytest.mark.parametrize("attention", ["sdpa", "eager"])
@@ -105,24 +101,6 @@ def test_v1_searches_with_beams_samples_and_fills_a_static_cache() -> None:
     assert sampled.shape == (6, ids.size(1) + 2)
 
 
-def test_v1_generates_after_a_prefix() -> None:
-    """One forward pass per token without a cache gives the same; positions do not count the prefix."""
-    model = load("v1")
-    prefix = load_prefix(GOLDEN / "v1" / "ptuning.safetensors", model).float()
-    with torch.no_grad():
-        prefix.embedding.weight *= 20  # strong enough to change the answer
-    ids = inputs("v1", "gen")["input_ids"]
-    ids = ids[:1][:, ids[0] != 3]
-    wanted = ids
-    with torch.no_grad():
-        for _ in range(6):
-            logits = model(wanted, past_key_values=prefix(1), use_cache=False).logits
-            wanted = torch.cat((wanted, logits[:, -1].argmax(-1, keepdim=True)), dim=1)
-    assert not torch.equal(wanted, model.generate(ids, max_new_tokens=6, do_sample=False))
-    found = model.generate(ids, past_key_values=prefix(1), max_new_tokens=6, do_sample=False)
-    assert torch.equal(found, wanted)
-
-
 def test_v1_builds_the_mask_of_a_padded_batch() -> None:
     given = inputs("v1", "left")
     mask = (given["input_ids"] != 3).long()
@@ -132,47 +110,6 @@ def test_v1_builds_the_mask_of_a_padded_batch() -> None:
 def test_v1_says_what_is_wrong_with_a_row_without_sop() -> None:
     with pytest.raises(ModelError, match=r"a row holds no <sop> \(id 308\): it was cut off, or the tokenizer"):
         load("v1")(torch.tensor([[5, 6, 7]]))
-
-
-@pytest.mark.parametrize("case", ["plain", "left"])
-@pytest.mark.parametrize("kind", ["ptuning", "ptuning_proj"])
-@pytest.mark.parametrize("name", ["v1", "v2", "v3"])
-def test_prefixes(name: str, kind: str, case: str) -> None:
-    model = load(name).requires_grad_(False)
-    prefix = load_prefix(GOLDEN / name / f"{kind}.safetensors", model).float()
-    # The original of ChatGLM-6B freezes `transformer` only, its successors everything.
-    trained = [*prefix.parameters(), *(model.lm_head.requires_grad_().parameters() if name == "v1" else [])]
-    given, wanted = inputs(name, case), expected(name, f"{kind}.{case}")
-    batch, size = given["input_ids"].shape
-    if name != "v1":
-        seen = given.get("attention_mask", torch.ones(batch, size, dtype=torch.long))
-        given["attention_mask"] = torch.cat((seen.new_ones(batch, prefix.num_tokens), seen), dim=1)
-        given.setdefault("position_ids", torch.arange(size).expand(batch, size))
-    found = model(**given, past_key_values=prefix(batch), use_cache=False)
-    found.loss.backward()
-    valid = expected(name, case)["valid"]
-    assert float((found.logits.detach() - wanted["logits"]).abs().amax(-1)[valid].max()) <= LOGITS
-    assert abs(float(found.loss.detach()) - float(wanted["loss"])) <= LOSS
-    assert norm(prefix.parameters()) == pytest.approx(float(wanted["grad_norm_prefix_encoder"]), rel=GRAD_NORM)
-    assert norm(trained) == pytest.approx(float(wanted["grad_norm"]), rel=GRAD_NORM)
-
-
-@pytest.mark.parametrize("kind", ["ptuning", "ptuning_proj"])
-@pytest.mark.parametrize("name", ["v1", "v2", "v3"])
-def test_prefixes_are_saved_as_they_came(name: str, kind: str, tmp_path) -> None:
-    file = GOLDEN / name / f"{kind}.safetensors"
-    save_prefix(load_prefix(file, load(name)), tmp_path / "prefix.safetensors")
-    before, after = load_file(file), load_file(tmp_path / "prefix.safetensors")
-    assert set(before) == set(after)
-    assert all(torch.equal(before[key], after[key]) and before[key].dtype == after[key].dtype for key in before)
-
-
-def test_a_prefix_of_another_model_is_refused(tmp_path) -> None:
-    file = GOLDEN / "v1" / "ptuning.safetensors"
-    with pytest.raises(ModelError, match=r"does not fit the model: it has .*\(6, 384\).* the model needs .*\(6, 192\)"):
-        load_prefix(file, load("v2"))
-    with pytest.raises(ModelError, match="holds no prefix"):
-        load_prefix(GOLDEN / "v3" / "model.safetensors", load("v3"))
 
 
 @pytest.mark.parametrize("name", SETS)

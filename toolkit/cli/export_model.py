@@ -1,107 +1,137 @@
-"""Convert a model between the official ChatGLM layout and transformers' own, or take it out of a checkpoint.
+"""Export a run's model, merge an adapter, or convert between the official ChatGLM layout and transformers' own.
 
-toolkit export-model model.path=PATH format=hf|official output=DIR [model.family=chatglm2|chatglm3]
+toolkit export-model PATH [merge=true] [format=hf|official] [dtype=bf16] [max_shard_size=5GB] [output=DIR]
 
-  model.path=PATH     an official ChatGLM folder; a folder that was exported from one, such as runs/NAME/export; a
-                      checkpoint, such as runs/NAME/checkpoints/step-500; or a run folder: its newest whole checkpoint
+  PATH                a run folder: its newest whole checkpoint; a checkpoint, such as runs/NAME/checkpoints/step-500;
+                      an adapter, such as runs/NAME/export; or a model folder, official or in transformers' layout
+                      (model.path=PATH says the same)
+  adapter=DIR         an adapter that was trained on the model folder PATH
+  merge=true          put the adapter into the weights of its base: a model of its own; without it the adapter alone
   format=hf           safetensors, config and tokenizer that transformers, vLLM and others load without remote code
   format=official     the official files: names, precisions and shards as they came, the other files copied
-  output=DIR          must not exist
+  dtype=bf16          precision of the weights: fp32, bf16 or fp16; without it that of the training, or of the files
+  max_shard_size=5GB  largest file of weights in transformers' layout
+  base=DIR            where the base lies now, if not where it was when the adapter was trained
+  output=DIR          must not exist; without it, of a run folder: RUN/export, RUN/merged or RUN/official
+  forward=no          do not load what was written to compare its logits with those of the run (needs memory for it)
   model.family=NAME   only where nothing in the folder tells ChatGLM2 from ChatGLM3
 
-A checkpoint of any number of ranks under ZeRO 0 to 3 is exported by this one process, without a GPU, and without the
-base model's folder: it holds what it takes. No more than a part of the weights is in memory at a time.
+A checkpoint of any number of ranks under ZeRO 0 to 3 is exported by this one process, without a GPU. No more than a
+part of the weights is in memory at a time; the comparison afterwards holds them once.
 """
 
+import shutil
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from toolkit.checkpoint import folders, manifest
+from toolkit.cli.checkpoints import checkpoint_at
 from toolkit.cli.compose import named_arguments
 from toolkit.errors import CheckpointError, ConfigError
-from toolkit.messages import say, tr
+from toolkit.messages import tr
 
 if TYPE_CHECKING:
+    from toolkit.export.checkpoint import Wanted
     from toolkit.models.save import Format
 
 FORMATS: "tuple[Format, ...]" = ("hf", "official")
+DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+_USAGE = "toolkit export-model PATH output=DIR"
+_OPTIONAL = ("adapter", "merge", "format", "dtype", "max_shard_size", "base", "output", "forward", "model.family")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Asked:
+    """The command's words."""
+
+    path: Path
+    adapter: str
+    base: str
+    family: str
+    output: Path
 
 
 def run(words: list[str]) -> int:
-    """Convert."""
-    usage = "toolkit export-model model.path=DIR format=hf output=DIR"
-    given = named_arguments(
-        words,
-        required=("model.path", "format", "output"),
-        optional=("model.family",),
-        usage=usage,
+    """Export."""
+    words = [f"model.path={word}" if "=" not in word and not word.startswith("-") else word for word in words]
+    given = named_arguments(words, required=("model.path",), optional=_OPTIONAL, usage=_USAGE)
+    format, dtype = _one_of(given, "format", FORMATS, "hf"), _one_of(given, "dtype", tuple(DTYPES), "")
+    merge, forward = (
+        _one_of(given, "merge", ("true", "false"), "false"),
+        _one_of(given, "forward", ("yes", "no"), "yes"),
     )
-    format = next((known for known in FORMATS if known == given["format"]), None)
-    if format is None:
-        raise ConfigError(
-            tr("unknown format '{format}'. Known: {known}.", format=given["format"], known=", ".join(FORMATS))
-        )
-    output = Path(given["output"])
-    if output.exists():
-        raise ConfigError(tr("{folder} exists already: nothing was written. Name another folder.", folder=output))
-    checkpoint = _checkpoint_at(Path(given["model.path"]))
-    if checkpoint is None:
-        _convert(given["model.path"], given.get("model.family", "auto"), output, format)
-    elif "model.family" in given:
-        raise ConfigError(tr("model.family has no effect: a checkpoint knows its tokenizer. Remove it."))
-    else:
-        _quiet()
-        from toolkit.export.checkpoint import export_checkpoint
+    asked = _Asked(
+        path=Path(given["model.path"]),
+        adapter=given.get("adapter", ""),
+        base=given.get("base", ""),
+        family=given.get("model.family", "auto"),
+        output=_output(Path(given["model.path"]), given.get("output", ""), format, merge == "true"),
+    )
+    if asked.output.exists():
+        raise ConfigError(tr("{folder} exists already: nothing was written. Name another folder.", folder=asked.output))
+    from toolkit.export.checkpoint import Wanted
 
-        export_checkpoint(checkpoint, output, format)
-    print(tr("wrote {folder}.", folder=output))
+    _quiet()
+    shards = {"max_shard_size": given["max_shard_size"]} if "max_shard_size" in given else {}
+    layout: Format = "official" if format == "official" else "hf"
+    _export(asked, Wanted(format=layout, merge=merge == "true", dtype=DTYPES.get(dtype, ""), **shards))
+    print(tr("wrote {folder}.", folder=asked.output))
+    if forward == "yes":
+        print("  " + _proven(asked.output))
     return 0
 
 
-def _checkpoint_at(path: Path) -> Path | None:
-    """Return the checkpoint that a path means: itself, or the newest whole one of a run; None for a model folder.
+def _one_of(given: dict[str, str], name: str, known: tuple[str, ...], default: str) -> str:
+    value = given.get(name, default)
+    if value != default and value not in known:
+        raise ConfigError(
+            tr("unknown {name} '{value}'. Known: {known}.", name=name, value=value, known=", ".join(known))
+        )
+    return value
 
-    Raises:
-        CheckpointError: a run none of whose checkpoints is whole.
-    """
-    if (path / "config.json").is_file():
-        return None
-    is_one = (path / manifest.MANIFEST).is_file()
-    found = [path] if is_one else folders.published(path / "checkpoints") or folders.published(path)
-    for folder in found:
-        wrong = manifest.problems(folder)
-        if not wrong:
-            if not is_one:
-                say(tr("Exporting {folder}.", folder=folder))
-            return folder
-        say(tr("{folder}: DAMAGED", folder=folder) + "".join(f"\n  {one}" for one in wrong[:3]))
-    if found:
-        raise CheckpointError(tr("{folder} holds no checkpoint that is whole.", folder=path))
-    return None
+
+def _output(path: Path, output: str, format: str, merge: bool) -> Path:
+    if output:
+        return Path(output)
+    if not (path / "config.yaml").is_file():
+        raise ConfigError(tr("{name} is missing: {usage}", name="output", usage=_USAGE))
+    return path / ("official" if format == "official" else "merged" if merge else "export")
+
+
+def _export(asked: _Asked, wanted: "Wanted") -> None:
+    from toolkit.models.tuning.adapter import is_adapter
+
+    adapter = asked.adapter or (str(asked.path) if is_adapter(asked.path) else "")
+    checkpoint = None if adapter else checkpoint_at(asked.path)
+    if checkpoint is not None and asked.family != "auto":
+        raise ConfigError(tr("model.family has no effect: a checkpoint knows its tokenizer. Remove it."))
+    if checkpoint is not None:
+        from toolkit.export.checkpoint import export_checkpoint
+
+        export_checkpoint(checkpoint, asked.output, wanted, asked.base)
+    elif adapter:
+        from toolkit.export.convert import export_adapter_folder
+
+        base = str(asked.path) if asked.adapter else asked.base
+        export_adapter_folder(Path(adapter), asked.output, wanted, base, asked.family)
+    else:
+        from toolkit.export.convert import convert
+
+        convert(asked.path, asked.output, wanted, asked.family)
+
+
+def _proven(folder: Path) -> str:
+    """Load what was written and compare it with what it was written from; what is wrong does not stay."""
+    from toolkit.export.prove import run_forward
+
+    try:
+        return run_forward(folder)
+    except CheckpointError:
+        shutil.rmtree(folder)
+        raise
 
 
 def _quiet() -> None:
     import transformers
 
     transformers.utils.logging.disable_progress_bar()
-
-
-def _convert(path: str, family: str, output: Path, format: "Format") -> None:
-    from toolkit.models.folder import read_config
-
-    read_config(path)
-    _quiet()
-    from toolkit.export.folder import write_folder
-    from toolkit.models import probe
-    from toolkit.models.chat import load_chat_encoder
-    from toolkit.models.chatglm.detect import official_vocabulary
-    from toolkit.models.load import load_model
-    from toolkit.models.save import describe
-
-    folder = Path(path)
-    has_tokenizer = official_vocabulary(folder) is not None or (folder / "tokenizer.json").is_file()
-    encoder = load_chat_encoder(path, family=family) if has_tokenizer else None
-    model = load_model(path)
-    before = probe.read(folder)
-    ids = probe.spread_ids(model.config) if before is None else before.ids
-    write_folder(model, describe(model, encoder), output, format, probe.take(model, ids))

@@ -8,7 +8,11 @@ from toolkit.cli.context import Session
 from toolkit.data.baselines import ngram_baselines
 from toolkit.distributed import process_group
 from toolkit.evaluate.generate import answer
+from toolkit.export.adapter import export_adapter
+from toolkit.export.card import FILE as CARD
+from toolkit.export.card import card
 from toolkit.export.folder import export
+from toolkit.export.prove import run_forward
 from toolkit.messages import tr
 from toolkit.secrets import hide
 from toolkit.train import run_folder
@@ -18,14 +22,24 @@ from toolkit.train.loop import Outcome
 def finish(session: Session, outcome: Outcome, total_steps: int) -> None:
     """Answer the recipe's questions, export, mark the run done and say what was achieved. A collective."""
     samples = _answers(session)
-    exported = session.folder / "export"
     if session.cfg.checkpoint.export:
-        export(session.engine, session.described.files, session.described.probe_ids, exported)
+        _export(session, outcome)
     summary = _summary(session, outcome, total_steps)
     process_group.barrier()
     if process_group.rank() == 0:
         _print_achievement(session, outcome, summary, samples)
         run_folder.mark_done(session.folder, summary)
+
+
+def _export(session: Session, outcome: Outcome) -> None:
+    """Write export/, and load it again: it gives the logits that the run gives, or it is no export."""
+    tuned = getattr(session.engine.module, "tuned", None)
+    is_adapter = tuned is not None and bool(tuned.settings)
+    files = {**session.described.files, CARD: card(outcome.state, is_adapter)}
+    folder = session.folder / "export"
+    (export_adapter if is_adapter else export)(session.engine, files, session.described.probe_ids, folder)
+    if session.cfg.checkpoint.verify_export:
+        process_group.on_rank0(lambda: run_forward(folder))
 
 
 def _answers(session: Session) -> list[dict[str, str]]:

@@ -9,23 +9,22 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 import transformers
 from deepspeed import DeepSpeedEngine
 
 from toolkit.checkpoint import random_state
 from toolkit.checkpoint.run_state import RunState
+from toolkit.cli.building import build_engine
 from toolkit.cli.context import Session
 from toolkit.cli.finish import finish
 from toolkit.cli.sample_view import stretches
 from toolkit.config.checks import accumulation
 from toolkit.config.load import Loaded, to_yaml
-from toolkit.config.schema import Packing, RunConfig
+from toolkit.config.schema import RunConfig
 from toolkit.data.sampler import Position
 from toolkit.distributed import failure, orphans, process_group, signals
 from toolkit.distributed.watchdog import Watchdog
-from toolkit.engine.ds_config import DsConfig, build_ds_config, warmup_steps
-from toolkit.engine.initialize import initialize
+from toolkit.engine.ds_config import build_ds_config
 from toolkit.errors import RunFolderError
 from toolkit.evaluate.loss import evaluate_loss
 from toolkit.export.checkpoint import export_beside
@@ -33,9 +32,8 @@ from toolkit.launch import report
 from toolkit.launch.environment import Ranks
 from toolkit.messages import say, tr
 from toolkit.models import probe
-from toolkit.models.attention import check_isolation
-from toolkit.models.build import build_model
 from toolkit.models.save import describe
+from toolkit.models.tuning.count import count_parameters
 from toolkit.secrets import HidingFilter
 from toolkit.track.progress import Progress
 from toolkit.train import resume, run_folder
@@ -46,7 +44,6 @@ from toolkit.train.loop import Job
 from toolkit.train.loop import train as run_loop
 from toolkit.train.prepared import Prepared, prepare_data
 from toolkit.train.resume import go_back, go_on, starting_state
-from toolkit.train.schedule import Schedule
 
 
 def train(loaded: Loaded, ranks: Ranks, started: float) -> int:
@@ -96,7 +93,7 @@ def run_session(cfg: RunConfig, ranks: Ranks, prepared: Prepared, started: float
     config_yaml = to_yaml(cfg)
     start = process_group.on_rank0(lambda: starting_state(cfg, prepared, ranks, origin, say))
     process_group.on_rank0(lambda: run_folder.record_start(folder, config_yaml, ds.values, ranks.world_size))
-    engine = _build_engine(cfg, prepared, ds, total_steps)
+    engine = build_engine(cfg, prepared, ds, total_steps, origin)
     session = Session(
         cfg=cfg,
         ranks=ranks,
@@ -131,6 +128,8 @@ def _describe(engine: DeepSpeedEngine, prepared: Prepared) -> Described:
     """Return what checkpoints hold of the model. Now, while its folder is there, and not hours later."""
     files: dict[str, bytes] = {}
     process_group.on_rank0(lambda: files.update(describe(engine.module, prepared.encoder)))
+    if tuned := getattr(engine.module, "tuned", None):
+        files |= tuned.describe()
     store = prepared.train
     rows = [store[row][0].tolist() for row in range(min(probe.ROWS, len(store)))]
     return Described(files, probe.ids_of(rows, engine.module.config), export_beside)
@@ -176,20 +175,6 @@ def _check_shared(folder: Path) -> None:
         )
 
 
-def _build_engine(cfg: RunConfig, prepared: Prepared, ds: DsConfig, total_steps: int) -> DeepSpeedEngine:
-    packed = prepared.packing is Packing.packed
-    model = build_model(cfg.model, cfg.precision.dtype, prepared.tokenizer, cfg.run.seed, ds.values, packed)
-    warmup = warmup_steps(cfg, total_steps)
-
-    def make_schedule(optimizer: torch.optim.Optimizer) -> Any:
-        return Schedule(optimizer, cfg.schedule, cfg.optim.lr, total_steps, warmup)
-
-    engine = initialize(model, ds.values, cfg.train.activation_checkpointing, make_schedule)
-    if packed:
-        check_isolation(engine, len(prepared.tokenizer), engine.device, cfg.model.name or cfg.model.path)
-    return engine
-
-
 def _evaluation(session: Session) -> Any:
     """Return the function that the loop calls to evaluate."""
 
@@ -220,14 +205,23 @@ def _samples_at(session: Session, place: Position) -> Samples:
 
 def _start_line(session: Session, total_steps: int, steps_per_epoch: int) -> str:
     store = session.prepared.train
-    parameters = sum(getattr(p, "ds_numel", p.numel()) for p in session.engine.module.parameters())
+    counts = count_parameters(session.engine.module)
+    trained, total = sum(one.trained for one in counts.values()), sum(one.total for one in counts.values())
+    parts = [
+        f"{group} {one.trained:,} / {one.total:,}" if one.trained not in (0, one.total) else f"{group} {one.total:,}"
+        for group, one in counts.items()
+        if one.trained
+    ]
     return tr(
-        "{parameters} parameters, {samples} samples with {tokens} tokens ({trained} trained), {steps} steps "
-        "({per_epoch} per epoch). Ready after {seconds} s. Run folder: {folder}",
-        parameters=f"{parameters:,}",
+        "{trained} of {parameters} parameters are trained ({parts}). {samples} samples with {tokens} tokens "
+        "({trained_tokens} trained), {steps} steps ({per_epoch} per epoch). Ready after {seconds} s. Run folder: "
+        "{folder}",
+        trained=f"{trained:,}",
+        parameters=f"{total:,}",
+        parts=", ".join(parts),
         samples=f"{len(store):,}",
         tokens=f"{store.num_tokens:,}",
-        trained=f"{store.num_trained_tokens:,}",
+        trained_tokens=f"{store.num_trained_tokens:,}",
         steps=f"{total_steps:,}",
         per_epoch=f"{steps_per_epoch:,}",
         seconds=f"{time.monotonic() - session.started:.0f}",

@@ -1,4 +1,4 @@
-"""A model to be asked, from whatever a user has: a model folder, an export, a run folder, or a base and an adapter."""
+"""A model to be asked, from whatever a user has: a model folder, an export, a run, a checkpoint, base and adapter."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -7,11 +7,19 @@ import torch
 import transformers
 from transformers import PreTrainedModel
 
+from toolkit.checkpoint import manifest
+from toolkit.cli.checkpoints import checkpoint_at
 from toolkit.config.schema import Dtype, ModelConfig
 from toolkit.errors import ConfigError
+from toolkit.export.checkpoint import rebuild
+from toolkit.export.tuned import loaded, part_of_checkpoint
 from toolkit.messages import tr
-from toolkit.models.build import build_model
+from toolkit.models import fill
+from toolkit.models.build import TORCH_DTYPES, build_model
 from toolkit.models.chat import AnyChatEncoder, load_chat_encoder
+from toolkit.models.save import MODEL_DIR
+from toolkit.models.tuning.adapter import is_adapter, load_adapter
+from toolkit.models.tuning.base import base_of, find_base
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -28,32 +36,60 @@ def load_usable(path: str, *, adapter: str = "", family: str = "auto", dtype: st
     """Load a model for generation.
 
     Args:
-        path: a model folder (official or transformers' layout), or a run folder: its export/. "" with an adapter: the
-            base that the adapter names.
-        adapter: folder of an adapter that was trained on it; "" none.
+        path: a model folder (official or transformers' layout); an adapter; a run folder: its export/, else its newest
+            checkpoint; or a checkpoint. "" with an adapter: the base that the adapter names.
+        adapter: folder of an adapter that was trained on the model in `path`; "" none.
         family: see `load_chat_encoder`.
         dtype: fp32, bf16 or fp16; auto: bf16 on a GPU, fp32 on CPUs.
         device: such as cuda:1; "" takes the GPU if there is one.
 
     Raises:
         ConfigError: nothing there that could be asked.
-        ModelError: the folder cannot be loaded.
+        ModelError: the folder cannot be loaded, or the adapter is of another model.
+        CheckpointError: the checkpoint is damaged.
     """
     transformers.utils.logging.disable_progress_bar()
-    folder = _model_folder(Path(path))
     place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     precision = Dtype(dtype) if dtype != "auto" else Dtype.fp32 if place.type == "cpu" else Dtype.bf16
-    encoder = load_chat_encoder(folder, family=family)
+    folder = Path(path)
+    if not adapter:
+        folder = _of_run(folder)
+        if (folder / manifest.MANIFEST).is_file() and (folder / MODEL_DIR).is_dir():
+            return _of_checkpoint(folder, family, precision, place)
+    if is_adapter(folder):
+        folder, adapter = Path(), str(folder)
+    if adapter:
+        folder = find_base(Path(adapter), str(folder) if folder != Path() else "")
+    own_tokenizer = bool(adapter) and (Path(adapter) / "tokenizer_config.json").is_file()
+    encoder = load_chat_encoder(adapter if own_tokenizer else folder, family=family)
     model = build_model(ModelConfig(path=str(folder)), precision, encoder.tokenizer, seed=0)
-    return Usable(model=model.to(place), encoder=encoder)
+    if adapter:
+        load_adapter(model, Path(adapter), base_of(model, folder))
+    return Usable(model=model.eval().to(place), encoder=encoder)
 
 
-def _model_folder(path: Path) -> Path:
-    """Return the model folder that a path means: itself, or a run folder's export."""
-    if (path / "config.json").is_file() or not (path / "config.yaml").is_file():
+def _of_run(path: Path) -> Path:
+    """Return what is to be asked of a run: its export, else its newest whole checkpoint; of others the path itself."""
+    if not (path / "config.yaml").is_file():
         return path
-    if (path / "export" / "config.json").is_file():
-        return path / "export"
-    raise ConfigError(
-        tr("the run {folder} has no export/ yet: make one with `toolkit export-model {folder}`.", folder=path)
-    )
+    export = path / "export"
+    if (export / "config.json").is_file() or is_adapter(export):
+        return export
+    newest = checkpoint_at(path)
+    if newest is None:
+        raise ConfigError(tr("the run {folder} has neither export/ nor a checkpoint yet.", folder=path))
+    return newest
+
+
+def _of_checkpoint(checkpoint: Path, family: str, precision: Dtype, place: torch.device) -> Usable:
+    encoder = load_chat_encoder(checkpoint / MODEL_DIR, family=family)
+    part = part_of_checkpoint(checkpoint)
+    if part is not None:
+        model = loaded(part)
+    else:
+        rebuilt = rebuild(checkpoint)
+        model = rebuilt.model
+        fill.put(model, rebuilt.state)
+    for parameter in model.parameters():  # not the rotary frequencies, which have to stay float32
+        parameter.data = parameter.data.to(TORCH_DTYPES[precision])
+    return Usable(model=model.eval().to(place), encoder=encoder)

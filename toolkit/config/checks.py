@@ -5,6 +5,7 @@ import re
 from pathlib import Path
 
 from toolkit.config.checks_files import check_files
+from toolkit.config.checks_tuning import check_tuning, check_tuning_here
 from toolkit.config.load import Loaded
 from toolkit.config.places import fail, prefix, value_of
 from toolkit.config.schema import Device, RunConfig
@@ -24,6 +25,9 @@ LEAST = {
     "data.num_workers": 0,
     "data.packing_window": 0,
     "prepare.num_workers": 0,
+    "tuning.rank": 1,
+    "tuning.num_tokens": 1,
+    "tuning.last_layers": 0,
     "train.epochs": 1,
     "train.max_steps": 0,
     "train.gradient_clipping": 0,
@@ -88,12 +92,13 @@ def check(loaded: Loaded, world_size: int | None = None, *, files: bool = True) 
         ConfigError: the first rule that does not hold.
     """
     rules = (_numbers, _batch, _length_of_run, _schedule, _zero, _offload, _names, _restarts)
-    for rule in (*rules, check_effect, check_variables):
+    for rule in (*rules, check_tuning, check_effect, check_variables):
         rule(loaded)
     if world_size is not None:
         accumulation(loaded.cfg, world_size, prefix(loaded, "batch.global_size"))
     if files:
         check_files(loaded)
+        check_tuning_here(loaded)
 
 
 def accumulation(cfg: RunConfig, world_size: int, where: str = "") -> int:

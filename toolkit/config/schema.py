@@ -31,6 +31,11 @@ class TuningMethod(str, Enum):
     """Which parameters are trained."""
 
     full = "full"
+    freeze = "freeze"
+    lora = "lora"
+    qlora = "qlora"
+    ptuning_v2 = "ptuning_v2"
+    prompt = "prompt"
 
 
 class RowFormat(str, Enum):
@@ -220,7 +225,33 @@ class TuningConfig:
     """`tuning`: which parameters are trained."""
 
     method: TuningMethod = TuningMethod.full
-    """full: every parameter."""
+    """full: every parameter; freeze: those of some layers; lora: low-rank additions to linear layers; qlora: the same on weights of 4 bits (GPU); ptuning_v2: learned keys and values before every layer's own, as in the ChatGLM repositories; prompt: learned embeddings before the first token."""
+    adapter: str = ""
+    """Folder of an adapter to go on from: peft's (lora, qlora, prompt), or a P-Tuning v2 checkpoint, the original's too. It decides what the other settings of its method are. "" begins anew."""
+    rank: int = 8
+    """lora, qlora: rank of the additions."""
+    alpha: float = 16.0
+    """lora, qlora: the additions are scaled by alpha / rank (rslora: alpha / sqrt(rank))."""
+    dropout: float = 0.0
+    """lora, qlora: dropout before the additions; ptuning_v2: of the prefix (the original: 0.1)."""
+    rslora: bool = False
+    """lora, qlora: rank-stabilised scaling."""
+    dora: bool = False
+    """lora, qlora: train the length of each weight row apart from its direction (DoRA)."""
+    target_modules: list[str] = field(default_factory=list)
+    """lora, qlora: which linear layers: names or ends of names (q_proj), patterns (*.mlp.*), or all-linear; [] takes the family's attention: query, key and value."""
+    save_modules: list[str] = field(default_factory=list)
+    """lora, qlora: modules that are trained whole beside the additions and saved with them, such as lm_head."""
+    num_tokens: int = 128
+    """ptuning_v2, prompt: length of what is learned, in tokens (the original's pre_seq_len)."""
+    projection: bool = False
+    """ptuning_v2: compute the prefix by a two-layer network from smaller embeddings (the original's prefix_projection)."""
+    init_text: str = ""
+    """prompt: begin with the embeddings of this text, repeated to the length; "" begins with tokens drawn from the vocabulary."""
+    last_layers: int = 0
+    """freeze: train so many of the last layers."""
+    patterns: list[str] = field(default_factory=list)
+    """freeze: train the parameters whose names match one of these patterns too, such as lm_head.* or *.mlp.*."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -518,7 +549,9 @@ class CheckpointConfig:
     allow_changes: list[str] = field(default_factory=list)
     """Keys or sections that may differ from those of the checkpoint although they change what is computed, such as [optim.lr, train.epochs]; data allows other data."""
     export: bool = True
-    """Write the trained model in transformers' layout (safetensors) to export/ at the end."""
+    """Write what was trained to export/ at the end: the model in transformers' layout (safetensors), or the adapter."""
+    verify_export: bool = True
+    """Load export/ again on the first rank's CPU and compare its logits with the run's; takes the model's size of host memory."""
 
 
 @dataclass(kw_only=True, slots=True)

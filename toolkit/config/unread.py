@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from enum import Enum
 
+from toolkit.config.checks_tuning import unread_tuning
 from toolkit.config.keys import all_keys
 from toolkit.config.load import Loaded
 from toolkit.config.places import fail, value_of
@@ -88,12 +89,15 @@ def _unread(cfg: RunConfig) -> Iterator[tuple[str, str]]:
         reason = tr("there is no warm-up")
         yield from ((f"schedule.{name}", reason) for name in ("warmup_type", "warmup_min_ratio"))
     yield from _unread_data(cfg)
+    yield from unread_tuning(cfg)
     if not (cfg.data.validation or cfg.data.validation_fraction):
         yield "checkpoint.keep_best", tr("there is no validation data")
     elif not (cfg.checkpoint.keep or cfg.checkpoint.max_gib):
         yield "checkpoint.keep_best", tr("all checkpoints are kept")
     if not cfg.checkpoint.keep:
         yield "checkpoint.keep_weights", tr("all checkpoints are kept")
+    if not cfg.checkpoint.export:
+        yield "checkpoint.verify_export", tr("checkpoint.export is false")
     yield from _unread_observers(cfg)
     if cfg.profile.comms.enabled and cfg.profile.comms.prof_all:
         yield "profile.comms.prof_ops", tr("profile.comms.prof_all is true")

@@ -87,12 +87,23 @@ def _checkpoint_activations(model: PreTrainedModel, config: ActivationCheckpoint
                 architecture=type(model).__name__,
             )
         )
-    model._set_gradient_checkpointing(enable=True, gradient_checkpointing_func=_checkpoint)
+    is_frozen = not all(parameter.requires_grad for parameter in model.parameters())
+    model._set_gradient_checkpointing(
+        enable=True, gradient_checkpointing_func=_checkpoint_frozen if is_frozen else _checkpoint
+    )
 
 
 def _checkpoint(function: Callable[..., Any], *inputs: Any) -> Any:
     """DeepSpeed's checkpoint during training; looked up late, so that tests can count its calls."""
     return deepspeed.checkpointing.checkpoint(function, *inputs)
+
+
+def _checkpoint_frozen(function: Callable[..., Any], *inputs: Any) -> Any:
+    """The same where a layer's inputs need no gradient (frozen embedding) or what it adds is not among them (prefix).
+
+    DeepSpeed's other function would find nothing to go back to then, and leave the layer without gradients.
+    """
+    return deepspeed.checkpointing.non_reentrant_checkpoint(function, *inputs)
 
 
 def _rotary_frequencies(model: torch.nn.Module) -> dict[str, torch.Tensor]:

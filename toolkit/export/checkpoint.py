@@ -4,7 +4,9 @@ As a program it exports (`python -m toolkit.export.checkpoint FROM TO`): writing
 training beside it needs.
 """
 
+import json
 import sys
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from tempfile import TemporaryDirectory
@@ -12,16 +14,22 @@ from tempfile import TemporaryDirectory
 import torch
 from transformers import PreTrainedModel
 
-from toolkit.checkpoint import manifest
+from toolkit.checkpoint import manifest, run_state
 from toolkit.checkpoint.weights import weights
 from toolkit.distributed.own_process import run_module
 from toolkit.errors import CheckpointError, NotExportable, ToolkitError
+from toolkit.export.adapter import write_adapter
+from toolkit.export.card import FILE as CARD
+from toolkit.export.card import card
 from toolkit.export.folder import write_folder
+from toolkit.export.tuned import Part, merged, part_of_checkpoint
 from toolkit.messages import tr
 from toolkit.models import fill, probe
 from toolkit.models.folder import read_object
 from toolkit.models.load import empty
-from toolkit.models.save import MODEL_DIR, Format
+from toolkit.models.save import MAX_SHARD_SIZE, MODEL_DIR, Format
+from toolkit.models.tuning.adapter import CONFIG as ADAPTER_FILE
+from toolkit.models.tuning.base import FILE as BASE_FILE
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,17 +42,21 @@ class Rebuilt:
     """Its weights by name, tied ones once."""
 
 
-def rebuild(checkpoint: Path, scratch: Path | None = None) -> Rebuilt:
-    """Return the model of a checkpoint.
+def rebuild(
+    checkpoint: Path, scratch: Path | None = None, part: Part | None = None, dtype: torch.dtype | None = None
+) -> Rebuilt:
+    """Return the whole model of a checkpoint.
 
     Args:
         checkpoint: verified.
-        scratch: an empty folder for the weights, so that memory holds one at a time; None holds those of ZeRO-3 in
-            memory, and maps others from the checkpoint.
+        scratch: an empty folder for the weights, so that memory holds one at a time; None holds those of ZeRO-3, and
+            those of a base, in memory, and maps others from the checkpoint.
+        part: what the checkpoint holds, if that is not all.
+        dtype: precision of the weights; None that of the training.
 
     Raises:
         CheckpointError: the weights cannot be read, or are not those of the model that the checkpoint describes.
-        NotExportable: it was saved by an older version, or its weights lie on an NVMe disk.
+        NotExportable: it was saved by an older version, its weights lie on an NVMe disk, or it cannot be merged.
         ModelError: the model that it describes cannot be built.
     """
     described = checkpoint / MODEL_DIR
@@ -56,17 +68,43 @@ def rebuild(checkpoint: Path, scratch: Path | None = None) -> Rebuilt:
                 folder=checkpoint,
             )
         )
-    model = empty(described)
+    trained_in: torch.dtype = getattr(torch, read_object(described / "config.json")["dtype"])
+    if part is None:
+        return collect(empty(described), weights(checkpoint, trained_in), checkpoint, dtype, scratch)
+    return collect(*merged(part), checkpoint, dtype or trained_in, scratch)
+
+
+def collect(
+    model: PreTrainedModel,
+    values: Iterator[tuple[str, torch.Tensor]],
+    source: Path,
+    dtype: torch.dtype | None,
+    scratch: Path | None,
+) -> Rebuilt:
+    """Return a model and its weights, all of them and in the right shapes.
+
+    Args:
+        model: with nothing in its parameters.
+        values: by name; tied ones may come twice.
+        source: where they come from, for messages.
+        dtype: precision in which they are kept; None their own.
+        scratch: see `rebuild`.
+
+    Raises:
+        CheckpointError: they are not those of the model.
+    """
     wanted, tied = fill.shapes_of(model), fill.tied_names(model)
     state: dict[str, torch.Tensor] = {}
-    for name, value in weights(checkpoint, getattr(torch, read_object(described / "config.json")["dtype"])):
+    for name, value in values:
         if name in wanted or name not in tied:
-            state[name] = value if scratch is None else _mapped(value, scratch / f"{len(state)}.pt")
+            kept = value.to(dtype) if dtype is not None and value.is_floating_point() else value
+            state[name] = kept if scratch is None else _mapped(kept, scratch / f"{len(state)}.pt")
+            del kept
         del value
         fill.return_memory()
     if wrong := fill.differences(model, state):
         raise CheckpointError(
-            tr("{folder} does not hold its model: {reason}.", folder=checkpoint, reason="; ".join(wrong[:5]))
+            tr("{folder} does not hold its model: {reason}.", folder=source, reason="; ".join(wrong[:5]))
         )
     return Rebuilt(model, state)
 
@@ -87,27 +125,97 @@ def _mapped(value: torch.Tensor, file: Path) -> torch.Tensor:
     return mapped
 
 
-def export_checkpoint(checkpoint: Path, folder: Path, format: Format = "hf") -> None:
-    """Write the model of a checkpoint. Bit for bit what the run would have exported at that step.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Wanted:
+    """How an export is to be."""
+
+    format: Format = "hf"
+    """See `toolkit.models.save.save_model`."""
+    merge: bool = False
+    """Put an adapter into the weights of its base, instead of writing it alone."""
+    dtype: str = ""
+    """Precision of the weights, such as bfloat16; "" that of the training."""
+    max_shard_size: str = MAX_SHARD_SIZE
+    """See `toolkit.models.save.save_model`."""
+
+    @property
+    def precision(self) -> torch.dtype | None:
+        """Return `dtype` as torch's."""
+        return getattr(torch, self.dtype) if self.dtype else None
+
+
+def export_checkpoint(checkpoint: Path, folder: Path, wanted: Wanted | None = None, base: str = "") -> None:
+    """Write the model of a checkpoint, or its adapter. Bit for bit what the run would have exported at that step.
 
     Args:
         checkpoint: verified.
         folder: must not exist.
-        format: see `toolkit.models.save.save_model`.
+        wanted: how; None: as a run does.
+        base: folder of the model that a part was trained of; "" finds it.
 
     Raises:
         CheckpointError: the weights cannot be read, or the export cannot be written.
-        ModelError: there is no official layout to go back to.
+        NotExportable: there is nothing to be merged, or it cannot be.
+        ModelError: there is no official layout to go back to, or the base is not there.
     """
+    wanted = wanted or Wanted()
+    described, part = checkpoint / MODEL_DIR, part_of_checkpoint(checkpoint, base)
+    names = [PurePosixPath(name) for name in manifest.read(checkpoint)["files"]]
+    mine = [name.relative_to(MODEL_DIR) for name in names if name.is_relative_to(MODEL_DIR)]
+    files = {name.as_posix(): (described / name).read_bytes() for name in mine}
+    state = run_state.read(checkpoint)
+    is_adapter = part is not None and bool(part.settings) and not wanted.merge
+    files[CARD] = card(state, is_adapter)
+    taken = probe.read(checkpoint)
+    export_part(
+        part, folder, wanted, files, taken, lambda scratch: rebuild(checkpoint, scratch, part, wanted.precision)
+    )
+
+
+def export_part(
+    part: Part | None,
+    folder: Path,
+    wanted: Wanted,
+    files: Mapping[str, bytes],
+    taken: probe.Probe | None,
+    build: Callable[[Path], Rebuilt],
+) -> None:
+    """Write a model, or an adapter alone.
+
+    Args:
+        part: what was trained, if that is not all.
+        folder: must not exist.
+        wanted: how.
+        files: of `toolkit.models.save.describe`, and of `Tuned.describe`.
+        taken: what the model makes of a few ids.
+        build: makes the whole model, given an empty folder for its weights.
+
+    Raises:
+        CheckpointError: the export cannot be written.
+        NotExportable: there is nothing to be merged.
+    """
+    is_adapter = part is not None and bool(part.settings)
+    if wanted.merge and not is_adapter:
+        raise nothing_to_merge()
+    if part is not None and is_adapter and not wanted.merge:
+        if wanted.format != "hf" or wanted.dtype:
+            raise NotExportable(tr("format=official and dtype= are for whole models: add merge=true."))
+        write_adapter(part.values, files, folder, taken)
+        return
     folder.parent.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(prefix=f".{folder.name}.", suffix=".tmp", dir=folder.parent) as scratch:
-        rebuilt = rebuild(checkpoint, Path(scratch))
-        described = checkpoint / MODEL_DIR
-        names = [PurePosixPath(name) for name in manifest.read(checkpoint)["files"]]
-        mine = [name.relative_to(MODEL_DIR) for name in names if name.is_relative_to(MODEL_DIR)]
-        files = {name.as_posix(): (described / name).read_bytes() for name in mine}
-        taken = probe.read(checkpoint)
-        write_folder(rebuilt.model, files, folder, format, taken, rebuilt.state)
+        rebuilt = build(Path(scratch))
+        own = {name: content for name, content in files.items() if name not in (BASE_FILE, ADAPTER_FILE)}
+        if wanted.dtype:
+            own["config.json"] = json.dumps(json.loads(own["config.json"]) | {"dtype": wanted.dtype}, indent=2).encode()
+        write_folder(
+            rebuilt.model, own, folder, wanted.format, taken, rebuilt.state, max_shard_size=wanted.max_shard_size
+        )
+
+
+def nothing_to_merge() -> NotExportable:
+    """Return the error about merging what is whole."""
+    return NotExportable(tr("this is a whole model already: there is nothing to merge. Leave merge=true out."))
 
 
 def export_beside(checkpoint: Path, folder: Path) -> None:

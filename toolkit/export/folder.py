@@ -4,7 +4,8 @@ Beside them lie manifest.json, with size and SHA-256 of every file, and a probe;
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -22,7 +23,7 @@ from toolkit.messages import tr
 from toolkit.models import probe
 from toolkit.models.fill import tied_names
 from toolkit.models.probe import Probe
-from toolkit.models.save import Format, save_model
+from toolkit.models.save import MAX_SHARD_SIZE, Format, save_model
 from toolkit.models.weights import WeightFiles
 
 
@@ -50,8 +51,9 @@ def write_folder(
     format: Format,
     taken: Probe | None,
     state: dict[str, torch.Tensor] | None = None,
+    max_shard_size: str = MAX_SHARD_SIZE,
 ) -> None:
-    """Write a folder and check what was written: beside its place first, so that `folder` is whole or absent.
+    """Write a model folder and check what was written: `folder` is whole or absent.
 
     Args:
         model: the model.
@@ -60,22 +62,35 @@ def write_folder(
         format: see `save_model`.
         taken: what this model makes of a few ids; None where that is not known.
         state: whole parameters by name, where the model's own are partitioned or empty.
+        max_shard_size: see `save_model`.
 
     Raises:
         CheckpointError: the disk is full, or what was written is not what was in memory.
+    """
+    with whole_or_absent(folder) as temporary:
+        save_model(model, temporary, format, state=state, max_shard_size=max_shard_size)
+        write_files(files if format == "hf" else {}, temporary)
+        if taken is not None:
+            probe.write(taken, temporary)
+        _verify(model, temporary, format, state)
+
+
+@contextmanager
+def whole_or_absent(folder: Path) -> Iterator[Path]:
+    """Give a place beside a folder to write to; sealed, it gets the folder's name.
+
+    Args:
+        folder: must not exist.
+
+    Raises:
+        CheckpointError: it cannot be written.
     """
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         # A name that nobody else has: whatever stands beside the folder is the user's.
         with TemporaryDirectory(prefix=f".{folder.name}.", suffix=".tmp", dir=folder.parent) as parent:
             temporary = Path(parent) / folder.name
-            save_model(model, temporary, format, state=state)
-            for name, content in files.items() if format == "hf" else ():
-                (temporary / name).parent.mkdir(exist_ok=True)
-                (temporary / name).write_bytes(content)
-            if taken is not None:
-                probe.write(taken, temporary)
-            _verify(model, temporary, format, state)
+            yield temporary
             _seal(temporary)
             for path in temporary.rglob("*"):
                 grant(path)
@@ -89,6 +104,13 @@ def write_folder(
                 reason=error,
             )
         ) from error
+
+
+def write_files(files: Mapping[str, bytes], folder: Path) -> None:
+    """Write files by their path in a folder."""
+    for name, content in files.items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_bytes(content)
 
 
 def _seal(folder: Path) -> None:

@@ -4,9 +4,11 @@ from pathlib import Path
 
 from toolkit.errors import CheckpointError, NotExportable
 from toolkit.export.checkpoint import rebuild
+from toolkit.export.tuned import loaded, part_of_adapter, part_of_checkpoint
 from toolkit.messages import tr
 from toolkit.models import fill, probe
 from toolkit.models.load import load_model
+from toolkit.models.tuning.adapter import CONFIG
 
 
 def run_forward(folder: Path) -> str:
@@ -27,6 +29,10 @@ def run_forward(folder: Path) -> str:
     saved = probe.read(folder)
     if (folder / "config.json").is_file():
         model = load_model(folder)
+    elif (folder / CONFIG).is_file():
+        model = loaded(part_of_adapter(folder))
+    elif part := part_of_checkpoint(folder):
+        model = loaded(part)
     else:
         try:
             rebuilt = rebuild(folder)

@@ -7,7 +7,7 @@ ever holds more than its part and one tensor.
 import contextlib
 import ctypes
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -73,11 +73,7 @@ def read_weights(
     _compare(model, files, layout, shapes, folder)
     is_partitioned = any(hasattr(value, "ds_shape") for value in held.values())
     is_rank0 = not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0
-    groups: dict[tuple[str, ...], list[str]] = {}
-    for name in files:
-        # Tied copies, and buffers that are computed, stand in some files; they are not read.
-        groups.setdefault(tuple(target for target in layout.parameters(name) if target in held), []).append(name)
-    groups.pop((), None)
+    groups = _by_target(files, layout, held)
     with _progress(sum(files[name].num_bytes for names in groups.values() for name in names), is_rank0) as bar:
         for targets, names in groups.items():
             partitioned = [held[target] for target in targets if hasattr(held[target], "ds_shape")]
@@ -95,6 +91,45 @@ def read_weights(
                     bar.update(files[name].num_bytes)
             if partitioned:
                 return_memory()
+
+
+def stream(
+    model: PreTrainedModel, files: WeightFiles, layout: Layout, folder: Path
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield name and value of each parameter and stored buffer of a folder, in its own precision, one after another.
+
+    Args:
+        model: what they belong to; nothing is put into it.
+        files: of the folder.
+        layout: how tensors become parameters.
+        folder: for messages.
+
+    Raises:
+        ModelError: as `read_weights`.
+    """
+    shapes = shapes_of(model)
+    _compare(model, files, layout, shapes, folder)
+    for targets, names in _by_target(files, layout, shapes).items():
+        if all(layout.place(name) is ... for name in names):
+            for name in names:
+                with files.open(name) as value:
+                    yield from zip(targets, layout.split(name, value), strict=True)
+            continue
+        joint = {target: torch.empty(shapes[target], dtype=files[names[0]].dtype) for target in targets}
+        for name in names:
+            with files.open(name) as value:
+                for target, part in zip(targets, layout.split(name, value), strict=True):
+                    joint[target][layout.place(name)] = part
+        yield from joint.items()
+
+
+def _by_target(files: WeightFiles, layout: Layout, held: Container[str]) -> dict[tuple[str, ...], list[str]]:
+    """Return the stored tensors of each set of parameters; tied copies and what is computed are left out."""
+    groups: dict[tuple[str, ...], list[str]] = {}
+    for name in files:
+        groups.setdefault(tuple(target for target in layout.parameters(name) if target in held), []).append(name)
+    groups.pop((), None)
+    return groups
 
 
 def put(model: PreTrainedModel, state: Mapping[str, torch.Tensor]) -> None:

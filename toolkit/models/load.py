@@ -1,5 +1,6 @@
 """From a model folder to a transformers model: official ChatGLM folders and transformers' own layout alike."""
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -7,13 +8,14 @@ import torch
 import transformers
 from transformers import GenerationConfig, PreTrainedModel
 
+from toolkit.models import fill
 from toolkit.models.chatglm.family import Architecture, architecture_of
 from toolkit.models.chatglm.glm import glm_config
 from toolkit.models.chatglm.modeling import ChatGLMConfig, ChatGLMForConditionalGeneration
 from toolkit.models.fill import empty_model, read_weights
 from toolkit.models.folder import read_config, read_object
 from toolkit.models.hf import empty_hf, load_hf
-from toolkit.models.layout import official_layout
+from toolkit.models.layout import FusedExperts, official_layout
 from toolkit.models.official import recall_origin, remember_origin
 from toolkit.models.weights import WeightFiles
 
@@ -52,6 +54,29 @@ def load_model(
     read_weights(model, files, layout, folder, dtype)
     remember_origin(model, folder, files, layout, interleaved)
     return model.eval()
+
+
+def stream(path: str | Path) -> tuple[PreTrainedModel, Iterator[tuple[str, torch.Tensor]]]:
+    """Return a folder's model with nothing in its parameters, and their values one after another.
+
+    Args:
+        path: see `load_model`.
+
+    Raises:
+        ModelError: the folder cannot be loaded; some of it while the values are read.
+    """
+    folder = Path(path)
+    config = read_config(str(folder))
+    architecture = architecture_of(config)
+    files = WeightFiles(folder)
+    if architecture is None:
+        model = empty_hf(folder)
+        return model, fill.stream(model, files, FusedExperts(fill.shapes_of(model)), folder)
+    model = _build_official(folder, config, architecture, None)
+    interleaved = architecture is Architecture.glm and not config.get("multi_query_attention")
+    layout = official_layout(model.config, interleaved)
+    remember_origin(model, folder, files, layout, interleaved)
+    return model.eval(), fill.stream(model, files, layout, folder)
 
 
 def empty(path: str | Path) -> PreTrainedModel:

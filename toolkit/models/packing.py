@@ -1,6 +1,6 @@
 """Which models can be trained on packed rows, known from their config before anything is loaded."""
 
-from toolkit.config.schema import Init, ModelConfig
+from toolkit.config.schema import Init, ModelConfig, TuningMethod
 from toolkit.messages import tr
 from toolkit.models.chatglm.family import Architecture, architecture_of
 from toolkit.models.folder import read_config
@@ -8,7 +8,7 @@ from toolkit.models.folder import read_config
 _WHOLE = "full_attention"
 
 
-def why_not_packed(model: ModelConfig, max_length: int) -> str:
+def why_not_packed(model: ModelConfig, max_length: int, tuning: TuningMethod = TuningMethod.full) -> str:
     """Return why a model cannot be trained on packed rows, "" if nothing speaks against it.
 
     Whether samples really do not see each other is measured on the loaded model; see `attention.check_isolation`.
@@ -16,10 +16,13 @@ def why_not_packed(model: ModelConfig, max_length: int) -> str:
     Args:
         model: the recipe's section.
         max_length: tokens of a row.
+        tuning: which parameters are trained.
 
     Raises:
         ModelError: the model folder cannot be read.
     """
+    if tuning in (TuningMethod.ptuning_v2, TuningMethod.prompt):
+        return tr("what tuning={method} learns stands before a row, not before each sample in it", method=tuning.value)
     if model.init is Init.random:
         return ""
     config = read_config(model.path)

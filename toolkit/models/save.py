@@ -14,6 +14,7 @@ from toolkit.models.fill import tied_names
 from toolkit.models.official import write_official, write_origin
 
 Format = Literal["hf", "official"]
+MAX_SHARD_SIZE = "5GB"
 MODEL_DIR = "model"
 """Where a checkpoint keeps what `describe` gives."""
 
@@ -24,6 +25,7 @@ def save_model(
     format: Format = "hf",
     *,
     state: dict[str, torch.Tensor] | None = None,
+    max_shard_size: str = MAX_SHARD_SIZE,
 ) -> None:
     """Save a model that is whole in this process.
 
@@ -34,6 +36,7 @@ def save_model(
             `load_model`); "official": the official files, each tensor in its own shard and precision, the other files
             copied.
         state: whole parameters by name, in place of the model's own, which may be partitioned.
+        max_shard_size: largest safetensors file, such as 5GB; the official files have the official sizes.
 
     Raises:
         ModelError: the folder exists, the format is unknown, or there is no official layout to go back to.
@@ -47,7 +50,7 @@ def save_model(
     elif format == "hf":
         tied = tied_names(model)
         known = None if state is None else {name: value for name, value in state.items() if name not in tied}
-        model.save_pretrained(folder, state_dict=known)
+        model.save_pretrained(folder, state_dict=known, max_shard_size=max_shard_size)
         write_origin(model, folder)
     else:
         raise ModelError(tr("unknown format '{format}'. Known: {known}.", format=format, known="hf, official"))

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 
 from toolkit.errors import ModelError
 from toolkit.messages import tr
@@ -106,6 +106,21 @@ class WeightFiles(Mapping[str, TensorInfo]):
         if not mapped:
             self._legacy = (file, values)
         return values
+
+
+def read_tensors(file: Path) -> dict[str, torch.Tensor]:
+    """Return all tensors of a small file, safetensors or pickled; nothing in it is executed.
+
+    Raises:
+        ModelError: it cannot be read.
+    """
+    if file.suffix != ".safetensors":
+        return unpickle(file, mapped=False)
+    try:
+        with safe_open(file, framework="pt") as tensors:
+            return {name: tensors.get_tensor(name) for name in tensors.keys()}  # noqa: SIM118 -- not a dict
+    except (OSError, SafetensorError) as error:
+        raise ModelError(tr("{file} cannot be read ({reason}): download it again.", file=file, reason=error)) from error
 
 
 def unpickle(file: Path, mapped: bool) -> dict[str, torch.Tensor]:

@@ -80,6 +80,7 @@ class Saver:
         self.failed = False
         """Whether the last save came to nothing, and is to be tried again."""
         self._pending: _Pending | None = None
+        self._is_part = not all(parameter.requires_grad for parameter in engine.module.parameters())
         self._thinning = Thinning(folder, config.keep_weights, described.export, say)
         self._last_bytes = 0
         self._probe_s, self._probed_at = 0.0, 0.0
@@ -89,7 +90,8 @@ class Saver:
         self.finish()
         name = folders.name_of(state.step)
         temporary = self.folder / f"{name}.tmp"
-        parameters = sum(getattr(p, "ds_numel", p.numel()) for p in self.engine.module.parameters())
+        trained = [p for p in self.engine.module.parameters() if p.requires_grad]
+        parameters = sum(getattr(p, "ds_numel", p.numel()) for p in trained)
         refusal, has_probe = on_rank0(lambda: (self._make_room(temporary, parameters), self._may_probe()))
         if refusal:
             self._give_up(name, refusal)
@@ -100,7 +102,9 @@ class Saver:
         taken = self._probe() if runs_probe else None
         self.files.begin()
         with engine_files.gathered(self.engine.optimizer):
-            self.engine.save_checkpoint(str(self.folder), tag=temporary.name, save_latest=False)
+            self.engine.save_checkpoint(
+                str(self.folder), tag=temporary.name, save_latest=False, exclude_frozen_parameters=self._is_part
+            )
         pending = _Pending(state.step, temporary, self.files, state.evaluations)
         try:
             if not self.files.failure:
@@ -166,7 +170,10 @@ class Saver:
     def _load(self, folder: Path) -> None:
         basic = self.engine.basic_optimizer
         own = [{name: value for name, value in group.items() if name != "params"} for group in basic.param_groups]
-        found, _ = self.engine.load_checkpoint(str(folder.parent), tag=folder.name)
+        # What is frozen is not in it.
+        found, _ = self.engine.load_checkpoint(
+            str(folder.parent), tag=folder.name, load_module_strict=not self._is_part
+        )
         if found is None:
             reason = tr("it holds no engine state")
             raise CheckpointError(tr("{file} cannot be read: {reason}.", file=folder, reason=reason))

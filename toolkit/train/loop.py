@@ -88,6 +88,8 @@ class Outcome:
     """Times that the run went back to a checkpoint for them."""
     checkpoint: Path | None = None
     """The last checkpoint."""
+    state: RunState = field(default_factory=RunState)
+    """Of the run's end."""
 
 
 def train(job: Job, progress: Progress) -> Outcome:
@@ -145,6 +147,7 @@ class _Run:
         self.outcome.trained_tokens = self.meter.trained_tokens_so_far
         self.outcome.total_tokens = self.meter.total_tokens_so_far
         self.outcome.skipped_steps = self.engine.skipped_steps
+        self.outcome.state = self._state()
         return self.outcome
 
     def _take_step(self) -> None:

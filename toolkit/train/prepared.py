@@ -130,7 +130,7 @@ def _packing(cfg: RunConfig, say: Callable[[str], None]) -> Packing:
     """Return how rows are made: as asked for, or grouped where the model cannot be trained on packed rows."""
     if cfg.data.packing is not Packing.packed:
         return cfg.data.packing
-    reason = why_not_packed(cfg.model, cfg.data.max_length)
+    reason = why_not_packed(cfg.model, cfg.data.max_length, cfg.tuning.method)
     if not reason:
         return Packing.packed
     say(

@@ -4,20 +4,13 @@ Liu et al. 2021, https://arxiv.org/abs/2110.07602. P prefix length, L layers, W 
 keys.
 """
 
-from pathlib import Path
-
 import torch
-from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import nn
+from torch.nn import functional
 from transformers import PreTrainedModel
-from transformers.cache_utils import DynamicCache
 
-from toolkit.errors import ModelError
-from toolkit.messages import tr
-from toolkit.models.weights import unpickle
-
-_PREFIX = "transformer.prefix_encoder."
+PREFIX = "transformer.prefix_encoder."
+"""What the names of its tensors begin with in official checkpoints."""
 
 
 class PrefixEncoder(nn.Module):
@@ -30,6 +23,7 @@ class PrefixEncoder(nn.Module):
         head_size: width of a head.
         embedding_size: width of the embedding under `projection_size`.
         projection_size: width of the MLP between the embedding and the keys; 0: no MLP, the embedding is `[P, W]`.
+        dropout: of keys and values in training; the original's is 0.1.
     """
 
     def __init__(
@@ -40,8 +34,10 @@ class PrefixEncoder(nn.Module):
         head_size: int,
         embedding_size: int = 0,
         projection_size: int = 0,
+        dropout: float = 0.0,
     ) -> None:
         super().__init__()
+        self.dropout = dropout
         self.num_tokens, self.num_layers = num_tokens, num_layers
         self.num_heads, self.head_size = num_heads, head_size
         width = 2 * num_layers * num_heads * head_size
@@ -54,28 +50,34 @@ class PrefixEncoder(nn.Module):
         else:
             self.embedding = nn.Embedding(num_tokens, width)
 
-    def forward(self, batch_size: int) -> DynamicCache:
-        """Return the prefix as a cache for `batch_size` rows: keys and values `[B, heads, P, head_size]` per layer.
+    def forward(self) -> torch.Tensor:
+        """Return keys and values of all layers, [2 * L, heads, P, head_size]."""
+        places = torch.arange(self.num_tokens, device=self.embedding.weight.device)
+        states = self.embedding(places)  # looked up, so that ZeRO-3 fetches it
+        if self.trans is not None:
+            states = self.trans(states)  # [P, W]
+        states = states.view(self.num_tokens, 2 * self.num_layers, self.num_heads, self.head_size)
+        return states.permute(1, 2, 0, 3)
+
+    def states(self, batch_size: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Return each layer's keys and values for so many rows, [B, heads, P, head_size] each.
 
         The keys are not rotated. Positions of the tokens that follow start at 0, not at P; a `[B, S]` attention mask
         gets P ones in front.
         """
-        states = self.embedding.weight if self.trans is None else self.trans(self.embedding.weight)  # [P, W]
-        states = states.view(self.num_tokens, 2 * self.num_layers, self.num_heads, self.head_size)
-        states = states.permute(1, 2, 0, 3)[:, None].expand(-1, batch_size, -1, -1, -1)  # [2L, B, heads, P, size]
-        cache = DynamicCache()
-        for layer in range(self.num_layers):
-            cache.update(states[2 * layer], states[2 * layer + 1], layer)
-        return cache
+        states = self()[:, None].expand(-1, batch_size, -1, -1, -1)
+        states = functional.dropout(states, self.dropout, self.training)  # of each row for itself, as the original's
+        return [(states[2 * layer], states[2 * layer + 1]) for layer in range(self.num_layers)]
 
 
-def prefix_for(model: PreTrainedModel, num_tokens: int, projection: bool) -> PrefixEncoder:
+def prefix_for(model: PreTrainedModel, num_tokens: int, projection: bool, dropout: float = 0.0) -> PrefixEncoder:
     """Return an untrained prefix with the official sizes for a ChatGLM model.
 
     Args:
         model: what `load_model` returns.
         num_tokens: P.
         projection: with the MLP.
+        dropout: see `PrefixEncoder`.
     """
     config = model.config
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
@@ -89,55 +91,5 @@ def prefix_for(model: PreTrainedModel, num_tokens: int, projection: bool) -> Pre
         # ChatGLM-6B embeds in the hidden width, its successors in the full one.
         embedding_size=config.hidden_size if config.model_type == "chatglm" else width,
         projection_size=config.hidden_size if projection else 0,
+        dropout=dropout,
     )
-
-
-def load_prefix(path: str | Path, model: PreTrainedModel) -> PrefixEncoder:
-    """Load a prefix that was trained for a model.
-
-    Args:
-        path: safetensors, or a pickled file of tensors such as an official checkpoint's pytorch_model.bin; other
-            tensors in it are not read (ChatGLM-6B's own training also saved lm_head).
-        model: the model it belongs to.
-
-    Raises:
-        ModelError: the file holds no prefix, or one for a model of another size.
-    """
-    values = {
-        name.removeprefix(_PREFIX): value for name, value in _read(Path(path)).items() if name.startswith(_PREFIX)
-    }
-    if "embedding.weight" not in values:
-        raise ModelError(tr("{file} holds no prefix ({name}).", file=path, name=_PREFIX + "embedding.weight"))
-    encoder = prefix_for(model, len(values["embedding.weight"]), "trans.0.weight" in values)
-    expected = {name: tuple(value.shape) for name, value in encoder.state_dict().items()}
-    found = {name: tuple(value.shape) for name, value in values.items()}
-    if found != expected:
-        raise ModelError(
-            tr(
-                "the prefix in {file} does not fit the model: it has {found}, the model needs {expected}.",
-                file=path,
-                found=found,
-                expected=expected,
-            )
-        )
-    encoder.load_state_dict(values, assign=True)
-    return encoder
-
-
-def save_prefix(encoder: PrefixEncoder, path: str | Path) -> None:
-    """Save a prefix under the official names, in its own precision, as safetensors.
-
-    Raises:
-        ModelError: the file exists.
-    """
-    if Path(path).exists():
-        raise ModelError(tr("{folder} exists already: nothing was written. Name another folder.", folder=path))
-    state = {_PREFIX + name: value.detach().contiguous() for name, value in encoder.state_dict().items()}
-    save_file(state, path, metadata={"format": "pt"})
-
-
-def _read(file: Path) -> dict[str, torch.Tensor]:
-    if file.suffix == ".safetensors":
-        with safe_open(file, framework="pt") as tensors:
-            return {name: tensors.get_tensor(name) for name in tensors.keys()}  # noqa: SIM118 -- not a dict
-    return unpickle(file, mapped=False)

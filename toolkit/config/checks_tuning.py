@@ -1,0 +1,104 @@
+"""Rules about `tuning`, and which of its settings each method reads. No torch."""
+
+import importlib.util
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+from toolkit.config.load import Loaded
+from toolkit.config.places import fail
+from toolkit.config.schema import RunConfig, TuningMethod
+from toolkit.messages import tr
+
+_LORA = (TuningMethod.lora, TuningMethod.qlora)
+_SHAPE = {
+    "rank": _LORA,
+    "alpha": _LORA,
+    "rslora": _LORA,
+    "dora": _LORA,
+    "target_modules": _LORA,
+    "save_modules": _LORA,
+    "num_tokens": (TuningMethod.ptuning_v2, TuningMethod.prompt),
+    "projection": (TuningMethod.ptuning_v2,),
+    "init_text": (TuningMethod.prompt,),
+}
+"""What an adapter is, and which methods read it."""
+READS = _SHAPE | {
+    "adapter": (*_LORA, TuningMethod.ptuning_v2, TuningMethod.prompt),
+    "dropout": (*_LORA, TuningMethod.ptuning_v2),
+    "last_layers": (TuningMethod.freeze,),
+    "patterns": (TuningMethod.freeze,),
+}
+
+
+def unread_tuning(cfg: RunConfig) -> Iterator[tuple[str, str]]:
+    """Yield the settings of `tuning` that its method does not read, and why."""
+    tuning = cfg.tuning
+    for name, methods in READS.items():
+        if tuning.method not in methods:
+            yield f"tuning.{name}", tr("tuning.method is {method}", method=tuning.method.value)
+        elif tuning.adapter and (name in _SHAPE or (name == "dropout" and tuning.method in _LORA)):
+            yield f"tuning.{name}", tr("tuning.adapter decides it")
+
+
+def check_tuning(loaded: Loaded) -> None:
+    """Apply the rules that need no file.
+
+    Raises:
+        ConfigError: the first that does not hold.
+    """
+    tuning = loaded.cfg.tuning
+    if not 0 <= tuning.dropout < 1:
+        raise fail(
+            loaded,
+            "tuning.dropout",
+            tr("{key} = {value} must be from 0 to below 1.", key="tuning.dropout", value=tuning.dropout),
+        )
+    if not 0 < tuning.alpha < float("inf"):
+        raise fail(
+            loaded, "tuning.alpha", tr("{key} = {value} must be above 0.", key="tuning.alpha", value=tuning.alpha)
+        )
+    if tuning.method is TuningMethod.freeze and not (tuning.last_layers or tuning.patterns):
+        raise fail(
+            loaded,
+            "tuning.last_layers",
+            tr("tuning.method = freeze trains nothing: set tuning.last_layers or tuning.patterns."),
+        )
+    if tuning.method is TuningMethod.qlora and loaded.cfg.zero.stage == 3:
+        raise fail(
+            loaded,
+            "tuning.method",
+            tr(
+                "tuning.method = qlora and zero.stage = 3 do not go together: ZeRO-3 cuts weights into flat pieces of "
+                "the training precision and gathers them again, by which numbers of 4 bits lose what they mean. Use "
+                "zero=stage2, or tuning=lora."
+            ),
+        )
+
+
+def check_tuning_here(loaded: Loaded) -> None:
+    """Apply the rules about this machine.
+
+    Raises:
+        ConfigError: the first that does not hold.
+    """
+    tuning = loaded.cfg.tuning
+    if tuning.adapter and not Path(tuning.adapter).is_dir():
+        raise fail(
+            loaded,
+            "tuning.adapter",
+            tr("tuning.adapter = {path} is not a folder here.", path=tuning.adapter),
+        )
+    if tuning.method is not TuningMethod.qlora:
+        return
+    missing = ""
+    if importlib.util.find_spec("bitsandbytes") is None:
+        missing = tr("the package bitsandbytes (pip install bitsandbytes)")
+    elif shutil.which("nvidia-smi") is None:
+        missing = tr("an NVIDIA GPU")
+    if missing:
+        raise fail(
+            loaded,
+            "tuning.method",
+            tr("tuning.method = qlora needs {missing}, which is not here. Use tuning=lora.", missing=missing),
+        )

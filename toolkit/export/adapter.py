@@ -1,0 +1,74 @@
+"""An adapter as a folder: what was trained, what it stands on, its tokenizer, all checked before it gets its name."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from deepspeed import DeepSpeedEngine
+from safetensors.torch import save_file
+
+from toolkit.distributed.process_group import on_rank0
+from toolkit.engine.gather import gathered_parameters
+from toolkit.errors import CheckpointError
+from toolkit.export.folder import whole_or_absent, write_files
+from toolkit.messages import tr
+from toolkit.models import probe
+from toolkit.models.official import ORIGIN_DIR
+from toolkit.models.probe import Probe
+from toolkit.models.tuning.adapter import WEIGHTS, stored_names
+from toolkit.models.weights import read_tensors
+
+_OF_MODELS = ("config.json", "generation_config.json")
+"""Files by which a folder is a model of its own."""
+
+
+def export_adapter(engine: DeepSpeedEngine, files: Mapping[str, bytes], probe_ids: torch.Tensor, folder: Path) -> None:
+    """Write what was trained of a tuned model, and nothing else. A collective.
+
+    Args:
+        engine: its module has `tuned`.
+        files: of `toolkit.models.save.describe` and `Tuned.describe`; rank 0 alone needs them.
+        probe_ids: of `toolkit.models.probe`.
+        folder: must not exist.
+
+    Raises:
+        CheckpointError: the disk is full, or what was written is not what was in memory.
+    """
+    taken = probe.take(engine.module, probe_ids, engine.device)
+    names = stored_names(engine.module)
+    state = {names[name]: value for name, value in gathered_parameters(engine.module, names)}
+    on_rank0(lambda: write_adapter(state, files, folder, taken))
+
+
+def write_adapter(
+    state: dict[str, torch.Tensor], files: Mapping[str, bytes], folder: Path, taken: Probe | None
+) -> None:
+    """Write an adapter's folder: it is whole or absent.
+
+    Args:
+        state: by stored name.
+        files: as above.
+        folder: must not exist.
+        taken: what the model with it makes of a few ids.
+
+    Raises:
+        CheckpointError: the disk is full, a tensor is empty, or what was written is not what was in memory.
+    """
+    with whole_or_absent(folder) as temporary:
+        temporary.mkdir()
+        empty = [name for name, value in state.items() if not value.numel()]
+        save_file({name: value.contiguous() for name, value in state.items()}, temporary / WEIGHTS, {"format": "pt"})
+        own = {name: content for name, content in files.items() if not _is_of_models(name)}
+        write_files(own, temporary)
+        if taken is not None:
+            probe.write(taken, temporary)
+        read = read_tensors(temporary / WEIGHTS)
+        wrong = empty + [name for name, value in state.items() if name not in read or not value.equal(read[name])]
+        if wrong or not state:
+            raise CheckpointError(
+                tr("the export in {folder} does not hold what was trained: {names}", folder=folder, names=wrong[:5])
+            )
+
+
+def _is_of_models(name: str) -> bool:
+    return name in _OF_MODELS or name.startswith(f"{ORIGIN_DIR}/")

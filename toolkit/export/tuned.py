@@ -1,0 +1,172 @@
+"""What a run trained of a model, put together with the rest of it: one parameter in memory at a time."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft.tuners.lora import LoraLayer
+from peft.utils import ModulesToSaveWrapper
+from transformers import PreTrainedModel
+
+from toolkit.checkpoint.weights import weights
+from toolkit.config.schema import TuningMethod
+from toolkit.errors import CheckpointError, NotExportable
+from toolkit.messages import tr
+from toolkit.models.folder import read_object
+from toolkit.models.load import empty, load_model, stream
+from toolkit.models.save import MODEL_DIR
+from toolkit.models.tuning import adapter, lora
+from toolkit.models.tuning.base import Base, base_of, check_base, find_base, read_base
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Trained parameters, and the model that the others are of."""
+
+    source: Path
+    """Checkpoint or adapter, for messages."""
+    settings: dict[str, Any]
+    """Content of adapter_config.json; {} where parameters of the model itself were trained."""
+    known: Base | None
+    """What tells the model; None where an adapter of other programs says nothing."""
+    base: Path
+    """Folder of the model."""
+    values: dict[str, torch.Tensor]
+    """By name: in the model, or of an adapter in its file."""
+
+    @property
+    def can_merge(self) -> bool:
+        """Whether it can become a part of the model's own weights."""
+        return not self.settings or adapter.method_of(self.settings) is TuningMethod.lora
+
+
+def part_of_checkpoint(checkpoint: Path, given: str = "") -> Part | None:
+    """Return what a checkpoint holds, None if that is the whole model.
+
+    Args:
+        checkpoint: verified.
+        given: folder of the base; "" finds it.
+
+    Raises:
+        ModelError: the base is not there.
+        CheckpointError: the weights cannot be read.
+    """
+    described = checkpoint / MODEL_DIR
+    known = read_base(described)
+    if known is None:
+        return None
+    settings = read_object(described / adapter.CONFIG) if (described / adapter.CONFIG).is_file() else {}
+    dtype = getattr(torch, read_object(described / "config.json")["dtype"])
+    values = dict(weights(checkpoint, dtype))
+    if settings:
+        shell = _shell(described, settings, known)
+        stored = adapter.stored_names(shell)
+        if wrong := sorted({*values} ^ {*stored}):
+            raise CheckpointError(
+                tr("{folder} does not hold its model: {reason}.", folder=checkpoint, reason=wrong[:5])
+            )
+        values = {stored[name]: value for name, value in values.items()}
+    return Part(checkpoint, settings, known, find_base(described, given), values)
+
+
+def part_of_adapter(folder: Path, given: str = "") -> Part:
+    """Return an adapter.
+
+    Raises:
+        ModelError: it is none, or the base is not there.
+    """
+    settings = adapter.read_settings(folder)
+    if not given and read_base(folder) is None:  # peft's own file names the base too
+        given = str(settings.get("base_model_name_or_path") or "")
+    return Part(folder, settings, read_base(folder), find_base(folder, given), adapter.read_weights(folder))
+
+
+def loaded(part: Part) -> PreTrainedModel:
+    """Return the model with what was trained in it or added to it, on the CPU.
+
+    Raises:
+        ModelError: the base is another one, or cannot be loaded.
+    """
+    dtype = next(iter(part.values.values())).dtype
+    model = load_model(part.base, dtype=dtype)
+    found = base_of(model, part.base)
+    if part.known is not None:
+        check_base(part.known, found, part.source)
+    if not part.settings:
+        model.load_state_dict(part.values, strict=False)
+        return model
+    adapter.attach(model, part.settings, found)
+    adapter.fill(model, part.values, part.source)
+    return model.eval()
+
+
+def merged(part: Part) -> tuple[PreTrainedModel, Iterator[tuple[str, torch.Tensor]]]:
+    """Return the model with nothing in its parameters, and their values, trained ones included, one after another.
+
+    Values are in the precision of the base's files, or float32 where something was added to them.
+
+    Raises:
+        NotExportable: a prefix or a prompt, which stands before the tokens and not in the weights.
+        ModelError: the base is another one, or cannot be loaded.
+        CheckpointError: (while the values are read) what was trained is not of this model, or no numbers.
+    """
+    if not part.can_merge:
+        raise NotExportable(
+            tr(
+                "what {folder} holds stands before the tokens, not in the weights: it cannot be merged. Use it as an "
+                "adapter: adapter={folder}.",
+                folder=part.source,
+            )
+        )
+    model, values = stream(part.base)
+    return model, _with_trained(part, values)
+
+
+def _with_trained(part: Part, values: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+    layers: dict[str, tuple[Any, dict[str, torch.Tensor]]] = {}
+    whole = dict(part.values)
+    if part.settings:
+        shell = _shell(part.base, part.settings, part.known or Base(str(part.base), {}))
+        layers, whole = _by_weight(shell, part)
+    unused = {*layers, *whole}
+    for name, value in values:
+        unused.discard(name)
+        if name in layers:
+            layer, added = layers[name]
+            try:
+                yield name, lora.merged(layer, value, added)
+            except ValueError as error:  # peft looks for what is no number
+                raise CheckpointError(tr("{name} is no number: the run had diverged.", name=name)) from error
+        else:
+            yield name, whole.get(name, value)
+    if unused:
+        raise CheckpointError(
+            tr("{folder} does not hold its model: {reason}.", folder=part.source, reason=sorted(unused)[:5])
+        )
+
+
+def _shell(folder: Path, settings: dict[str, Any], base: Base) -> PreTrainedModel:
+    """Return a folder's model with an adapter, both without anything in their parameters."""
+    model = empty(folder)
+    adapter.attach(model, settings, base)
+    return model
+
+
+def _by_weight(
+    shell: PreTrainedModel, part: Part
+) -> tuple[dict[str, tuple[Any, dict[str, torch.Tensor]]], dict[str, torch.Tensor]]:
+    """Return LoRA's layers with their additions, and what replaces weights, by the name of the weight."""
+    stored = adapter.stored_names(shell)
+    values = {name: part.values[stored_name] for name, stored_name in stored.items() if stored_name in part.values}
+    layers: dict[str, tuple[Any, dict[str, torch.Tensor]]] = {}
+    whole: dict[str, torch.Tensor] = {}
+    for name, module in shell.named_modules():
+        own = {key.removeprefix(f"{name}."): value for key, value in values.items() if key.startswith(f"{name}.")}
+        if isinstance(module, LoraLayer):
+            layers[f"{name}.weight"] = (module, own)
+        elif isinstance(module, ModulesToSaveWrapper):
+            prefix = f"modules_to_save.{lora.ADAPTER}."
+            whole |= {f"{name}.{key.removeprefix(prefix)}": value for key, value in own.items()}
+    return layers, whole

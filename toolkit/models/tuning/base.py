@@ -1,0 +1,141 @@
+"""Which model an adapter, or a checkpoint without frozen weights, stands on; told again by a few of its numbers.
+
+The numbers are taken from parameters under transformers' names, so they are the same for an official folder and for one
+that was converted from it, and but for rounding in any precision.
+"""
+
+import json
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from toolkit.errors import ModelError
+from toolkit.messages import tr
+
+FILE = "base.json"
+RUN_BASE = "base"
+"""Folder of a run that holds its base where that was random and so is nowhere else."""
+_PARAMETERS, _NUMBERS = 8, 8
+_ROUNDING = 0.02
+"""Largest difference as a fraction of the number; bfloat16 rounds by 0.004."""
+
+
+@dataclass(frozen=True, slots=True)
+class Base:
+    """A model that something was trained on."""
+
+    path: str
+    """Folder where it lay; absolute."""
+    numbers: dict[str, list[float]]
+    """By name of a parameter, eight of its numbers."""
+
+    def write(self) -> bytes:
+        """Return the content of base.json."""
+        return (json.dumps(asdict(self), indent=1, ensure_ascii=False) + "\n").encode()
+
+
+def base_of(model: PreTrainedModel, path: Path) -> Base:
+    """Return what tells a model again. A collective under ZeRO-3.
+
+    Args:
+        model: as loaded, before anything is added to it.
+        path: its folder.
+    """
+    parameters = sorted(model.named_parameters(), key=lambda one: one[0])
+    chosen = _spread(parameters, _PARAMETERS)
+    return Base(str(path.absolute()), {name: _numbers(parameter) for name, parameter in chosen})
+
+
+def _spread(values: Sequence[Any], count: int) -> list[Any]:
+    """Return some of a sequence, from the first to the last."""
+    places = torch.linspace(0, len(values) - 1, min(count, len(values))).round().long().tolist()
+    return [values[place] for place in dict.fromkeys(places)]
+
+
+def _numbers(parameter: torch.Tensor) -> list[float]:
+    gathered: AbstractContextManager[Any] = nullcontext()
+    if hasattr(parameter, "ds_shape"):
+        import deepspeed
+
+        gathered = deepspeed.zero.GatheredParameters([parameter])
+    with gathered:
+        flat = parameter.detach().flatten()
+        places = torch.linspace(0, flat.numel() - 1, _NUMBERS, dtype=torch.float64).long()
+        return [float(value) for value in flat[places.to(flat.device)].float()]
+
+
+def read_base(folder: Path) -> Base | None:
+    """Return what an adapter or a checkpoint says of its base, None if it says nothing.
+
+    Raises:
+        ModelError: it is damaged.
+    """
+    file = folder / FILE
+    if not file.is_file():
+        return None
+    try:
+        return Base(**json.loads(file.read_text(encoding="utf-8")))
+    except (ValueError, TypeError) as error:
+        raise ModelError(tr("{file} is not JSON: {reason}", file=file, reason=error)) from error
+
+
+def check_base(known: Base, found: Base, folder: object) -> None:
+    """Refuse a model that is not the one that was trained on.
+
+    Args:
+        known: what was trained on.
+        found: what is to be used now.
+        folder: what was trained, for the message.
+
+    Raises:
+        ModelError: they differ.
+    """
+    for name, numbers in known.numbers.items():
+        others = found.numbers.get(name, [])
+        if len(others) != len(numbers) or not all(map(_close, numbers, others)):
+            raise ModelError(
+                tr(
+                    "{folder} was trained on another model than {path}: {name} differs. It was trained on {known}; set "
+                    "model.path to that model.",
+                    folder=folder,
+                    path=found.path,
+                    name=name,
+                    known=known.path,
+                )
+            )
+
+
+def _close(one: float, other: float) -> bool:
+    return abs(one - other) <= _ROUNDING * max(abs(one), abs(other)) + 1e-6
+
+
+def find_base(folder: Path, given: str = "") -> Path:
+    """Return the folder of the model that something was trained on.
+
+    Args:
+        folder: an adapter or a checkpoint's description, with base.json.
+        given: where the user says that it is; "" looks where it was, and in the run folder.
+
+    Raises:
+        ModelError: it is nowhere.
+    """
+    if given:
+        return Path(given)
+    known = read_base(folder)
+    recorded = None if known is None else known.path
+    near = [parent / RUN_BASE for parent in folder.absolute().parents[:4]]
+    for path in [*([Path(recorded)] if recorded else []), *near]:
+        if (path / "config.json").is_file():
+            return path
+    raise ModelError(
+        tr(
+            "{folder} is to be added to a model that is not there: {path}. Say where it is: model.path=DIR.",
+            folder=folder,
+            path=recorded or "?",
+        )
+    )

@@ -1,0 +1,45 @@
+"""Training a part of the model itself."""
+
+from transformers import PreTrainedModel
+
+from toolkit.config.schema import TuningConfig
+from toolkit.config.suggest import did_you_mean
+from toolkit.errors import ConfigError
+from toolkit.messages import tr
+from toolkit.models.tuning.layers import decoder_layers, decoder_layers_name, matches
+
+
+def freeze(model: PreTrainedModel, config: TuningConfig) -> None:
+    """Leave trainable the last layers, and the parameters that the patterns name.
+
+    Raises:
+        ConfigError: more layers than there are, or a pattern that matches nothing.
+    """
+    number = len(decoder_layers(model))
+    if config.last_layers > number:
+        raise ConfigError(
+            tr(
+                "tuning.last_layers = {value}, but the model has {number} layers.",
+                value=config.last_layers,
+                number=number,
+            )
+        )
+    names = [name for name, _ in model.named_parameters()]
+    layers = decoder_layers_name(model)
+    chosen = {
+        name
+        for name in names
+        for place in range(number - config.last_layers, number)
+        if name.startswith(f"{layers}.{place}.")
+    }
+    for pattern in config.patterns:
+        found = {name for name in names if matches(name, pattern)}
+        if not found:
+            key = "tuning.patterns"
+            raise ConfigError(
+                tr("{key}: nothing in this model is called '{pattern}'.", key=key, pattern=pattern)
+                + did_you_mean(pattern, names)
+            )
+        chosen |= found
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name in chosen)
