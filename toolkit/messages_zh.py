@@ -594,7 +594,7 @@ CHINESE: dict[str, str] = {
     "tuning.method = qlora needs {missing}, which is not here. Use tuning=lora.": "tuning.method = qlora 需要{missing}，这里没有。请使用 tuning=lora。",
     "tuning.method is {method}": "tuning.method 为 {method}",
     "what tuning={method} learns stands before a row, not before each sample in it": "tuning={method} 学到的内容位于整行之前，而不是行内每个样本之前",
-    "what {folder} holds stands before the tokens, not in the weights: it cannot be merged. Use it as an adapter: adapter={folder}.": "{folder} 中的内容位于 token 之前而不在权重里，无法合并。请作为适配器使用：adapter={folder}。",
+    "what {folder} holds stands before the tokens, not in the weights: it cannot be merged. Export it without merge=true, and use it as an adapter of its base.": "{folder} 中的内容位于 token 之前而不在权重里，无法合并。请不加 merge=true 导出，并作为基础模型的适配器使用。",
     "{file} is of the kind {kind}, which is not known here. Known: {known}.": "{file} 的类型是 {kind}，这里不支持。支持：{known}。",
     "{folder} holds no adapter: there is no {file}.": "{folder} 中没有适配器：缺少 {file}。",
     "{folder} is to be added to a model that is not there: {path}. Say where it is: model.path=DIR.": "{folder} 要加到的模型不在：{path}。请指明它在哪里：model.path=DIR。",

@@ -1,4 +1,4 @@
-"""P-Tuning v2: the original's numbers, its checkpoints, and the same prefix in training, generation and recomputation."""
+"""P-Tuning v2: the original's numbers, its checkpoints, the same prefix in training, generation and recomputation."""
 
 import json
 import shutil
@@ -80,7 +80,7 @@ def test_prefixes_have_the_originals_names(name: str, kind: str, tmp_path: Path)
 
 @NAMES
 def test_it_generates_after_a_prefix(name: str, tmp_path: Path) -> None:
-    """A forward pass per token without a cache gives the same, also beside a longer row; positions do not count it."""
+    """A forward pass per token without a cache gives the same, also beside a longer row."""
     model = prefixed(name, ours(tmp_path / "prefix", name, "ptuning"))
     with torch.no_grad():
         model.prefix_encoder.embedding.weight *= 20  # strong enough to change the answer

@@ -59,6 +59,8 @@ def export_adapter_folder(path: Path, folder: Path, wanted: Wanted, base: str = 
     files = describe(model, _encoder(path if own_tokenizer else part.base, family))
     if (path / CARD).is_file():
         files[CARD] = (path / CARD).read_bytes()
+        if wanted.merge:
+            files[CARD] = files[CARD].replace(b'library_name: "peft"', b'library_name: "transformers"', 1)
     export_part(
         part,
         folder,

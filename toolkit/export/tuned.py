@@ -115,8 +115,8 @@ def merged(part: Part) -> tuple[PreTrainedModel, Iterator[tuple[str, torch.Tenso
     if not part.can_merge:
         raise NotExportable(
             tr(
-                "what {folder} holds stands before the tokens, not in the weights: it cannot be merged. Use it as an "
-                "adapter: adapter={folder}.",
+                "what {folder} holds stands before the tokens, not in the weights: it cannot be merged. Export it "
+                "without merge=true, and use it as an adapter of its base.",
                 folder=part.source,
             )
         )

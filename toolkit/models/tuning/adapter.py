@@ -64,7 +64,8 @@ def stored_names(model: PreTrainedModel) -> dict[str, str]:
         return {_SOFT_PROMPT: _PROMPT}
     stand_ins = {name: torch.empty(0) for name in names}
     name_of = {id(value): name for name, value in stand_ins.items()}
-    found = get_peft_model_state_dict(model, state_dict=stand_ins, adapter_name=lora.ADAPTER)
+    # Else it would ask a hub for the base's config.
+    found = get_peft_model_state_dict(model, stand_ins, lora.ADAPTER, save_embedding_layers=False)
     return {name_of[id(value)]: _PEFT_MODEL + stored for stored, value in found.items()}
 
 

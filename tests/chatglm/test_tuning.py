@@ -1,0 +1,234 @@
+"""LoRA, prompt tuning and freezing: what is trained, peft's own numbers and files, and merging without a difference."""
+
+import json
+from pathlib import Path
+
+import peft
+import pytest
+import torch
+from golden import GOLDEN, SETS, inputs, load
+from safetensors.torch import load_file, save_file
+
+from toolkit.cli import main
+from toolkit.config.schema import TuningConfig, TuningMethod
+from toolkit.errors import ConfigError, ModelError
+from toolkit.export.adapter import write_adapter
+from toolkit.models import load_tokenizer, probe
+from toolkit.models.tuning.adapter import load_adapter, stored_names, trained_names
+from toolkit.models.tuning.apply import tune
+from toolkit.models.tuning.base import base_of
+from toolkit.models.tuning.count import count_parameters
+
+LORA = TuningMethod.lora
+
+
+def tuned(name: str, **settings):
+    """Return a golden model with what a method adds to it, as if it had been trained: all that is new is drawn."""
+    model = load(name)
+    config = TuningConfig(**{"method": LORA, **settings})
+    tune(model, config, GOLDEN / name, tokenizer=range(50), seed=1)
+    torch.manual_seed(5)
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.data += 0.05 * torch.randn_like(parameter)
+    return model.eval()
+
+
+def logits(model, name: str) -> torch.Tensor:
+    """Return the logits of the plain case."""
+    given = inputs(name, "plain")
+    with torch.no_grad():
+        return model(input_ids=given["input_ids"], use_cache=False).logits
+
+
+def put(name: str, adapter: Path):
+    """Return a golden model with an adapter in it."""
+    model = load(name)
+    load_adapter(model, adapter, base_of(model, GOLDEN / name))
+    return model.eval()
+
+
+def written(model, folder: Path) -> Path:
+    """Write an adapter's folder as a run does."""
+    state = {stored: model.get_parameter(name).detach() for name, stored in stored_names(model).items()}
+    ids = probe.spread_ids(model.config)
+    write_adapter(state, model.tuned.describe(), folder, probe.take(model, ids))
+    return folder
+
+
+VARIANTS = {
+    "plain": {},
+    "rslora": {"rslora": True, "rank": 4, "alpha": 3.5},
+    "dora": {"dora": True, "target_modules": ["all-linear"]},
+    "saved": {"save_modules": ["lm_head"], "dropout": 0.5},
+}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("name", SETS)
+def test_merged_exported_and_loaded_it_is_the_same_model(name: str, variant: str, tmp_path: Path) -> None:
+    """The export's own comparison runs too; float32: nothing but the order of additions differs."""
+    model = tuned(name, **VARIANTS[variant])
+    before = logits(model, name)
+    assert not torch.allclose(before, logits(load(name), name), atol=1e-2)
+    adapter = written(model, tmp_path / "adapter")
+    assert main(["verify", str(adapter)]) == 0
+    assert torch.equal(logits(put(name, adapter), name), before)
+    words = ["merge=true", f"output={tmp_path}/merged", "dtype=fp32"]
+    assert main(["export-model", str(adapter), *words]) == 0
+    from toolkit.models import load_model
+
+    merged = load_model(tmp_path / "merged")
+    assert torch.allclose(logits(merged, name), before, atol=2e-5)
+    official = [f"model.path={GOLDEN / name}", f"adapter={adapter}", "merge=true", "format=official"]
+    assert main(["export-model", *official, f"output={tmp_path}/official", "forward=no"]) == 0
+    assert torch.allclose(logits(load_model(tmp_path / "official", dtype="float32"), name), before, atol=0.3)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_peft_itself_loads_what_is_written(variant: str, tmp_path: Path) -> None:
+    model = tuned("v3", **VARIANTS[variant])
+    adapter = written(model, tmp_path / "adapter")
+    theirs = peft.PeftModel.from_pretrained(load("v3"), adapter).eval()
+    assert torch.allclose(logits(theirs, "v3"), logits(model, "v3"), atol=1e-6)
+
+
+@pytest.mark.parametrize("variant", ["lora", "dora", "saved"])
+def test_a_stranger_s_peft_adapter_goes_on(variant: str, tmp_path: Path) -> None:
+    options = {"dora": {"use_dora": True}, "saved": {"modules_to_save": ["lm_head"]}}.get(variant, {})
+    config = peft.LoraConfig(
+        r=4, lora_alpha=8, target_modules=["q_proj", "down_proj"], task_type="CAUSAL_LM", **options
+    )
+    theirs = peft.get_peft_model(load("glm4"), config).eval()
+    torch.manual_seed(5)
+    for parameter in theirs.parameters():
+        if parameter.requires_grad:
+            parameter.data += 0.05 * torch.randn_like(parameter)
+    theirs.save_pretrained(tmp_path / "adapter")
+    model = load("glm4")
+    tune(model, TuningConfig(method=LORA, adapter=str(tmp_path / "adapter")), GOLDEN / "glm4", None, seed=1)
+    assert torch.allclose(logits(model.eval(), "glm4"), logits(theirs, "glm4"), atol=1e-6)
+    assert len(trained_names(model)) == len([one for one in theirs.parameters() if one.requires_grad])
+
+
+def test_prompts_are_pefts(tmp_path: Path) -> None:
+    """Its files, its numbers, also where rows are padded and while generating."""
+    model = tuned("v2", method=TuningMethod.prompt, num_tokens=5)
+    adapter = written(model, tmp_path / "adapter")
+    assert {name: tuple(value.shape) for name, value in load_file(adapter / "adapter_model.safetensors").items()} == {
+        "prompt_embeddings": (5, model.config.hidden_size)
+    }
+    theirs = peft.PeftModel.from_pretrained(load("v2"), adapter).eval()
+    given = inputs("v2", "right")
+    mask = given["attention_mask"]
+    with torch.no_grad():
+        found = model(input_ids=given["input_ids"], attention_mask=mask, use_cache=False).logits
+        wanted = theirs(input_ids=given["input_ids"], attention_mask=mask, use_cache=False).logits[:, 5:]
+    assert found.shape[:2] == mask.shape
+    assert torch.allclose(found[mask.bool()], wanted[mask.bool()], atol=2e-5)
+    given = inputs("v2", "gen")
+    ids, mask, options = given["input_ids"], given["attention_mask"], {"max_new_tokens": 6, "do_sample": False}
+    together = model.generate(ids, attention_mask=mask, **options)
+    for row in range(len(ids)):
+        wanted = ids[row][mask[row].bool()][None]
+        with torch.no_grad():
+            for _ in range(6):
+                last = model(wanted, use_cache=False).logits[:, -1].argmax(-1, keepdim=True)
+                wanted = torch.cat((wanted, last), dim=1)
+        assert torch.equal(together[row, -6:], wanted[0, -6:])
+
+
+def test_a_prompt_begins_with_words(tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(GOLDEN / "tok_v3")
+    model = load("v3")
+    config = TuningConfig(method=TuningMethod.prompt, num_tokens=5, init_text="广告")
+    with pytest.raises(ModelError, match="use ptuning_v2"):
+        tune(load("v1"), config, GOLDEN / "v1", tokenizer, seed=1)
+    size = model.config.vocab_size
+    model.resize_token_embeddings(len(tokenizer))
+    tune(model, config, GOLDEN / "v3", tokenizer, seed=1)
+    ids = tokenizer("广告", add_special_tokens=False)["input_ids"]
+    wanted = model.get_input_embeddings().weight[torch.tensor((ids * 5)[:5])]
+    assert torch.equal(model.soft_prompt.embedding.weight, wanted)
+    assert size != len(tokenizer)
+
+
+def test_what_is_trained_and_counted() -> None:
+    total = sum(parameter.numel() for parameter in load("glm4").parameters())
+    model = tuned("glm4")
+    config = model.config
+    hidden, heads = config.hidden_size, config.head_dim * config.num_attention_heads
+    keys = config.head_dim * config.num_key_value_heads
+    added = config.num_hidden_layers * 8 * (3 * hidden + heads + 2 * keys)
+    counts = count_parameters(model)
+    assert (counts["attention"].trained, sum(one.trained for one in counts.values())) == (added, added)
+    assert sum(one.total for one in counts.values()) == total + added
+    assert {name.split(".")[4] for name in trained_names(model)} == {"q_proj", "k_proj", "v_proj"}
+    assert {name.split(".")[4] for name in trained_names(tuned("v1"))} == {"query_key_value"}
+    last = config.num_hidden_layers - 1
+    frozen = tuned("glm4", method=TuningMethod.freeze, last_layers=1, patterns=["lm_head.*", "*.mlp.down_proj.*"])
+    names = trained_names(frozen)
+    assert all(name.startswith((f"model.layers.{last}.", "lm_head.")) or "down_proj" in name for name in names), names
+    assert f"model.layers.{last}.input_layernorm.weight" in names
+    assert "model.layers.0.mlp.down_proj.weight" in names
+    assert "model.layers.0.input_layernorm.weight" not in names
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"target_modules": ["q_prj"]}, r"tuning.target_modules: nothing .* called 'q_prj'.*Did you mean 'q_proj'"),
+        ({"target_modules": ["*.mpl.*"]}, r"nothing in this model is called '\*.mpl.\*'.*Known: .*down_proj"),
+        ({"save_modules": ["head"]}, r"tuning.save_modules: nothing .* 'head'.*'lm_head'"),
+        ({"method": TuningMethod.freeze, "last_layers": 9}, r"tuning.last_layers = 9, but the model has \d layers"),
+        ({"method": TuningMethod.freeze, "patterns": ["lm_haed.*"]}, r"tuning.patterns: nothing .*'lm_haed"),
+    ],
+)
+def test_names_that_match_nothing(settings: dict, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        tuned("v2", **settings)
+
+
+def test_patterns_choose_layers() -> None:
+    model = tuned("v2", target_modules=["model.layers.0.*.o_proj", "lm_head"])
+    assert {name.split(".lora")[0] for name in trained_names(model)} == {"model.layers.0.self_attn.o_proj", "lm_head"}
+
+
+def test_an_adapter_of_another_model_is_refused(tmp_path: Path) -> None:
+    """ChatGLM2 and ChatGLM3 have the same shapes: only the numbers tell. Rounding and layout do not matter."""
+    adapter = written(tuned("v2"), tmp_path / "adapter")
+    with pytest.raises(ModelError, match=rf"{adapter} was trained on another model than .*v3: .* differs.*v2; set"):
+        put("v3", adapter)
+    assert main(["export-model", f"model.path={GOLDEN / 'v3'}", f"adapter={adapter}", f"output={tmp_path}/x"]) == 2
+    assert main(["export-model", str(GOLDEN / "v2"), "dtype=bf16", f"output={tmp_path}/hf", "forward=no"]) == 0
+    assert main(["export-model", f"model.path={tmp_path}/hf", f"adapter={adapter}", f"output={tmp_path}/y"]) == 0
+    (tmp_path / "adapter" / "base.json").write_text(json.dumps({"path": "/gone", "numbers": {}}))
+    assert main(["export-model", str(adapter), "merge=true", f"output={tmp_path}/z"]) == 2
+
+
+def test_damaged_adapters_are_refused(tmp_path: Path) -> None:
+    adapter = written(tuned("v2"), tmp_path / "adapter")
+    file = adapter / "adapter_model.safetensors"
+    values = load_file(file)
+    name = next(iter(values))
+    save_file({key: value for key, value in values.items() if key != name}, file)
+    with pytest.raises(ModelError, match=f"does not fit the model: {name}"):
+        put("v2", adapter)
+    save_file(values | {name: values[name][:, :3].contiguous()}, file)
+    with pytest.raises(ModelError, match="does not fit the model"):
+        put("v2", adapter)
+    (adapter / "adapter_config.json").write_text('{"peft_type": "IA3"}')
+    with pytest.raises(ModelError, match="is of the kind IA3, which is not known here"):
+        put("v2", adapter)
+
+
+def test_what_cannot_be_merged(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    adapter = written(tuned("v2", method=TuningMethod.prompt, num_tokens=3), tmp_path / "adapter")
+    words = ["merge=true", f"output={tmp_path}/out"]
+    assert main(["export-model", str(adapter), *words]) == 2
+    assert "it cannot be merged" in capsys.readouterr().err
+    assert main(["export-model", str(GOLDEN / "v2"), *words]) == 2
+    assert "a whole model already" in capsys.readouterr().err
+    assert main(["export-model", str(adapter), "format=official", f"output={tmp_path}/out"]) == 2
+    assert main(["export-model", str(adapter), f"output={tmp_path}/adapter"]) == 2
+    assert not (tmp_path / "out").exists()
