@@ -619,4 +619,6 @@ CHINESE: dict[str, str] = {
     "Taking {folder}.": "使用 {folder}。",
     "unknown {name} '{value}'. Known: {known}.": "未知的 {name} '{value}'。可用：{known}。",
     "checkpoint.export is false": "checkpoint.export 为 false",
+    "tuning.dora = true and zero.stage = 3 do not go together: DoRA measures whole weights, also where ZeRO-3 has not gathered them. Use zero=stage2, or leave dora out.": "tuning.dora = true 与 zero.stage = 3 不能同用：DoRA 要量整个权重，而 ZeRO-3 并不总已收集它们。请使用 zero=stage2，或不用 dora。",
+    "The adapter: {folder}/export": "适配器：{folder}/export",
 }

@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
+from toolkit.cli import main
 from toolkit.config.schema import TuningConfig, TuningMethod
 from toolkit.errors import ModelError
 from toolkit.models.tuning.adapter import attach, load_adapter, prefix_settings, stored_names
@@ -145,3 +146,17 @@ def test_a_new_prefix_has_the_originals_sizes() -> None:
         tune(model, config, GOLDEN / name, tokenizer=None, seed=1)
         wanted = {key: value.shape for key, value in load_file(GOLDEN / name / f"{kind}.safetensors").items()}
         assert {stored: model.get_parameter(own).shape for own, stored in stored_names(model).items()} == wanted
+
+
+@NAMES
+def test_back_to_the_originals_layout(name: str, tmp_path: Path) -> None:
+    folder = ours(tmp_path / "prefix", name, "ptuning_proj")
+    out = tmp_path / "out"
+    assert main(["export-model", str(folder), "format=official", f"output={out}"]) == 0
+    wanted = load_file(folder / "adapter_model.safetensors")
+    found = torch.load(out / "pytorch_model.bin", weights_only=True)
+    assert set(found) == set(wanted)
+    assert all(torch.equal(found[key], wanted[key]) for key in wanted)
+    with torch.no_grad():
+        one, other = (prefixed(name, path)(**inputs(name, "plain"), use_cache=False).logits for path in (folder, out))
+    assert torch.equal(one, other)

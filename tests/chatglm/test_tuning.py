@@ -199,9 +199,17 @@ def test_an_adapter_of_another_model_is_refused(tmp_path: Path) -> None:
     adapter = written(tuned("v2"), tmp_path / "adapter")
     with pytest.raises(ModelError, match=rf"{adapter} was trained on another model than .*v3: .* differs.*v2; set"):
         put("v3", adapter)
-    assert main(["export-model", f"model.path={GOLDEN / 'v3'}", f"adapter={adapter}", f"output={tmp_path}/x"]) == 2
+    assert (
+        main(
+            ["export-model", f"model.path={GOLDEN / 'v3'}", f"adapter={adapter}", "merge=true", f"output={tmp_path}/x"]
+        )
+        == 2
+    )
     assert main(["export-model", str(GOLDEN / "v2"), "dtype=bf16", f"output={tmp_path}/hf", "forward=no"]) == 0
-    assert main(["export-model", f"model.path={tmp_path}/hf", f"adapter={adapter}", f"output={tmp_path}/y"]) == 0
+    assert (
+        main(["export-model", f"model.path={tmp_path}/hf", f"adapter={adapter}", "merge=true", f"output={tmp_path}/y"])
+        == 0
+    )
     (tmp_path / "adapter" / "base.json").write_text(json.dumps({"path": "/gone", "numbers": {}}))
     assert main(["export-model", str(adapter), "merge=true", f"output={tmp_path}/z"]) == 2
 

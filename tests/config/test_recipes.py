@@ -87,7 +87,8 @@ def test_every_recipe_runs_anywhere_with_glm_tiny(recipe: str, tmp_path: Path) -
     for precision in ([], ["precision=fp32"]):
         if recipe == "fp16" and precision:
             continue  # its own loss-scale key would have no effect, which is an error; test_checks has it
-        loaded = load([f"recipe={recipe}", "model=glm_tiny", f"run.dir={tmp_path}", *nvme, *precision])
+        data = ["data=docstrings"] if recipe.endswith("_adgen") else []
+        loaded = load([f"recipe={recipe}", "model=glm_tiny", f"run.dir={tmp_path}", *data, *nvme, *precision])
         check(loaded, world_size=2)
 
 
@@ -99,6 +100,9 @@ def test_every_recipe_keeps_its_own_zero_group() -> None:
         "chatglm_6b": 3,
         "chatglm2_6b": 3,
         "glm4_9b": 3,
+        "chatglm_full_adgen": 3,
+        "chatglm_lora_adgen": 2,
+        "chatglm_ptuning_adgen": 2,
         "zero1": 1,
         "zero2_offload": 2,
         "zero3_offload": 3,

@@ -33,6 +33,7 @@ def overrides(recipe: str, rows_file: Path, folder: Path) -> list[str]:
         f"recipe={recipe}",
         "model=glm_tiny",
         f"data.sources=[{{path: {rows_file}}}]",
+        "data.validation=[]",
         f"prepare.dir={folder}/cache",
         f"run.dir={folder}/runs",
         f"run.name={recipe}",

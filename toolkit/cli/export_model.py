@@ -76,7 +76,9 @@ def run(words: list[str]) -> int:
     layout: Format = "official" if format == "official" else "hf"
     _export(asked, Wanted(format=layout, merge=merge == "true", dtype=DTYPES.get(dtype, ""), **shards))
     print(tr("wrote {folder}.", folder=asked.output))
-    if forward == "yes":
+    from toolkit.models.tuning.adapter import is_original_prefix
+
+    if forward == "yes" and not is_original_prefix(asked.output):
         print("  " + _proven(asked.output))
     return 0
 

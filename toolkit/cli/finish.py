@@ -14,6 +14,7 @@ from toolkit.export.card import card
 from toolkit.export.folder import export
 from toolkit.export.prove import run_forward
 from toolkit.messages import tr
+from toolkit.models.tuning.count import count_parameters
 from toolkit.secrets import hide
 from toolkit.train import run_folder
 from toolkit.train.loop import Outcome
@@ -64,7 +65,10 @@ def _answers(session: Session) -> list[dict[str, str]]:
 
 
 def _summary(session: Session, outcome: Outcome, total_steps: int) -> dict[str, object]:
+    counts = count_parameters(session.engine.module).values()
     summary: dict[str, object] = {
+        "parameters": sum(one.total for one in counts),
+        "trained_parameters": sum(one.trained for one in counts),
         "steps": total_steps,
         "skipped_steps": outcome.skipped_steps,
         "bad_steps": outcome.bad_steps,
@@ -141,7 +145,10 @@ def _print_next_steps(session: Session, samples: list[dict[str, str]]) -> None:
         )
     )
     if session.cfg.checkpoint.export:
-        if session.engine.module.config.model_type == "chatglm":
+        tuned = getattr(session.engine.module, "tuned", None)
+        if tuned is not None and tuned.settings:
+            print(tr("The adapter: {folder}/export", folder=folder))
+        elif session.engine.module.config.model_type == "chatglm":
             print(tr("The model: {folder}/export (transformers itself does not know ChatGLM-6B)", folder=folder))
         else:
             print(tr("The model, for any program that uses transformers: {folder}/export", folder=folder))

@@ -64,7 +64,15 @@ def check_tuning(loaded: Loaded) -> None:
             "tuning.last_layers",
             tr("tuning.method = freeze trains nothing: set tuning.last_layers or tuning.patterns."),
         )
-    if tuning.method is TuningMethod.qlora and loaded.cfg.zero.stage == 3:
+    _check_stage3(loaded)
+
+
+def _check_stage3(loaded: Loaded) -> None:
+    """What ZeRO-3's pieces of weights do not go together with."""
+    tuning = loaded.cfg.tuning
+    if loaded.cfg.zero.stage != 3:
+        return
+    if tuning.method is TuningMethod.qlora:
         raise fail(
             loaded,
             "tuning.method",
@@ -72,6 +80,16 @@ def check_tuning(loaded: Loaded) -> None:
                 "tuning.method = qlora and zero.stage = 3 do not go together: ZeRO-3 cuts weights into flat pieces of "
                 "the training precision and gathers them again, by which numbers of 4 bits lose what they mean. Use "
                 "zero=stage2, or tuning=lora."
+            ),
+        )
+    # peft 0.21, tuners/lora/dora.py: `lora_A.weight.shape[1]` of a weight that is not gathered (IndexError, measured).
+    if tuning.dora:
+        raise fail(
+            loaded,
+            "tuning.dora",
+            tr(
+                "tuning.dora = true and zero.stage = 3 do not go together: DoRA measures whole weights, also where "
+                "ZeRO-3 has not gathered them. Use zero=stage2, or leave dora out."
             ),
         )
 

@@ -6,6 +6,7 @@ from typing import Any
 import deepspeed
 import torch
 from transformers import PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from toolkit.config.schema import ActivationCheckpointingConfig
 from toolkit.errors import ConfigError
@@ -87,10 +88,23 @@ def _checkpoint_activations(model: PreTrainedModel, config: ActivationCheckpoint
                 architecture=type(model).__name__,
             )
         )
-    is_frozen = not all(parameter.requires_grad for parameter in model.parameters())
-    model._set_gradient_checkpointing(
-        enable=True, gradient_checkpointing_func=_checkpoint_frozen if is_frozen else _checkpoint
-    )
+    layers = [part for part in model.modules() if isinstance(part, GradientCheckpointingLayer)]
+    reads_more = any(layer._can_checkpoint_with_cache for layer in layers)
+    function = _checkpoint_all if reads_more else _checkpoint
+    model._set_gradient_checkpointing(enable=True, gradient_checkpointing_func=function)
+    trained = (layer for layer in layers if any(parameter.requires_grad for parameter in layer.parameters()))
+    first = next(trained, None)
+    if first is not None:
+        first.register_forward_pre_hook(_want_gradient)
+
+
+def _want_gradient(_: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
+    """Let the first layer that is trained have inputs with a gradient, also where all before it is frozen.
+
+    The layer is computed again from its inputs; from what has no gradient nothing would lead back to its parameters.
+    """
+    if torch.is_grad_enabled() and not inputs[0].requires_grad:
+        inputs[0].requires_grad_()
 
 
 def _checkpoint(function: Callable[..., Any], *inputs: Any) -> Any:
@@ -98,10 +112,10 @@ def _checkpoint(function: Callable[..., Any], *inputs: Any) -> Any:
     return deepspeed.checkpointing.checkpoint(function, *inputs)
 
 
-def _checkpoint_frozen(function: Callable[..., Any], *inputs: Any) -> Any:
-    """The same where a layer's inputs need no gradient (frozen embedding) or what it adds is not among them (prefix).
+def _checkpoint_all(function: Callable[..., Any], *inputs: Any) -> Any:
+    """The same where a layer reads more than its inputs that has a gradient: a learned prefix.
 
-    DeepSpeed's other function would find nothing to go back to then, and leave the layer without gradients.
+    Not for trained layers: their pieces under ZeRO-3 are gone when this function's gradients come (deepspeed 0.19.8).
     """
     return deepspeed.checkpointing.non_reentrant_checkpoint(function, *inputs)
 

@@ -1,7 +1,9 @@
 """An adapter as a folder: what was trained, what it stands on, its tokenizer, all checked before it gets its name."""
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from deepspeed import DeepSpeedEngine
@@ -13,6 +15,7 @@ from toolkit.errors import CheckpointError
 from toolkit.export.folder import whole_or_absent, write_files
 from toolkit.messages import tr
 from toolkit.models import probe
+from toolkit.models.folder import read_object
 from toolkit.models.official import ORIGIN_DIR
 from toolkit.models.probe import Probe
 from toolkit.models.tuning.adapter import WEIGHTS, stored_names
@@ -68,6 +71,28 @@ def write_adapter(
             raise CheckpointError(
                 tr("the export in {folder} does not hold what was trained: {names}", folder=folder, names=wrong[:5])
             )
+
+
+def write_original_prefix(
+    state: dict[str, torch.Tensor], settings: Mapping[str, Any], base: Path, folder: Path
+) -> None:
+    """Write a P-Tuning v2 prefix as the ChatGLM repositories' training leaves it, for programs that are theirs.
+
+    Args:
+        state: by stored name, which is the original's.
+        settings: content of adapter_config.json.
+        base: the model's folder, whose config.json is taken.
+        folder: must not exist.
+
+    Raises:
+        CheckpointError: it cannot be written.
+    """
+    with whole_or_absent(folder) as temporary:
+        temporary.mkdir()
+        torch.save({name: value.clone() for name, value in state.items()}, temporary / "pytorch_model.bin")
+        own = {key: settings[key] for key in ("pre_seq_len", "prefix_projection")}
+        config = json.dumps(read_object(base / "config.json") | own, indent=2, ensure_ascii=False)
+        (temporary / "config.json").write_text(config + "\n", encoding="utf-8")
 
 
 def _is_of_models(name: str) -> bool:

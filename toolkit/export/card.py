@@ -71,7 +71,7 @@ def _losses(state: RunState) -> list[str]:
         )
         lines += [line, ""]
     if state.evaluations:
-        names = [name for name in state.evaluations[-1] if name != "step"]
+        names = [name for name in state.evaluations[-1] if name != "step" and "/" not in name]  # not each source's
         lines += [f"| step | {' | '.join(names)} |", "|" + " --- |" * (len(names) + 1)]
         lines += [
             f"| {int(row['step'])} | {' | '.join(f'{row[name]:.4g}' if name in row else '' for name in names)} |"

@@ -16,9 +16,10 @@ from transformers import PreTrainedModel
 
 from toolkit.checkpoint import manifest, run_state
 from toolkit.checkpoint.weights import weights
+from toolkit.config.schema import TuningMethod
 from toolkit.distributed.own_process import run_module
-from toolkit.errors import CheckpointError, NotExportable, ToolkitError
-from toolkit.export.adapter import write_adapter
+from toolkit.errors import CheckpointError, ConfigError, NotExportable, ToolkitError
+from toolkit.export.adapter import write_adapter, write_original_prefix
 from toolkit.export.card import FILE as CARD
 from toolkit.export.card import card
 from toolkit.export.folder import write_folder
@@ -28,6 +29,7 @@ from toolkit.models import fill, probe
 from toolkit.models.folder import read_object
 from toolkit.models.load import empty
 from toolkit.models.save import MAX_SHARD_SIZE, MODEL_DIR, Format
+from toolkit.models.tuning import adapter
 from toolkit.models.tuning.adapter import CONFIG as ADAPTER_FILE
 from toolkit.models.tuning.base import FILE as BASE_FILE
 
@@ -56,7 +58,8 @@ def rebuild(
 
     Raises:
         CheckpointError: the weights cannot be read, or are not those of the model that the checkpoint describes.
-        NotExportable: it was saved by an older version, its weights lie on an NVMe disk, or it cannot be merged.
+        NotExportable: it was saved by an older version, or its weights lie on an NVMe disk.
+        ConfigError: it cannot be merged.
         ModelError: the model that it describes cannot be built.
     """
     described = checkpoint / MODEL_DIR
@@ -155,7 +158,7 @@ def export_checkpoint(checkpoint: Path, folder: Path, wanted: Wanted | None = No
 
     Raises:
         CheckpointError: the weights cannot be read, or the export cannot be written.
-        NotExportable: there is nothing to be merged, or it cannot be.
+        ConfigError: there is nothing to be merged, or it cannot be.
         ModelError: there is no official layout to go back to, or the base is not there.
     """
     wanted = wanted or Wanted()
@@ -192,14 +195,17 @@ def export_part(
 
     Raises:
         CheckpointError: the export cannot be written.
-        NotExportable: there is nothing to be merged.
+        ConfigError: there is nothing to be merged.
     """
     is_adapter = part is not None and bool(part.settings)
     if wanted.merge and not is_adapter:
         raise nothing_to_merge()
     if part is not None and is_adapter and not wanted.merge:
+        if wanted.format == "official" and adapter.method_of(part.settings) is TuningMethod.ptuning_v2:
+            write_original_prefix(part.values, part.settings, part.base, folder)
+            return
         if wanted.format != "hf" or wanted.dtype:
-            raise NotExportable(tr("format=official and dtype= are for whole models: add merge=true."))
+            raise ConfigError(tr("format=official and dtype= are for whole models: add merge=true."))
         write_adapter(part.values, files, folder, taken)
         return
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -213,9 +219,9 @@ def export_part(
         )
 
 
-def nothing_to_merge() -> NotExportable:
+def nothing_to_merge() -> ConfigError:
     """Return the error about merging what is whole."""
-    return NotExportable(tr("this is a whole model already: there is nothing to merge. Leave merge=true out."))
+    return ConfigError(tr("this is a whole model already: there is nothing to merge. Leave merge=true out."))
 
 
 def export_beside(checkpoint: Path, folder: Path) -> None:

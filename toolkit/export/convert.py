@@ -23,7 +23,7 @@ def convert(path: Path, folder: Path, wanted: Wanted, family: str = "auto") -> N
         family: see `load_chat_encoder`.
 
     Raises:
-        NotExportable: there is nothing to be merged.
+        ConfigError: there is nothing to be merged.
         ModelError: the model cannot be loaded, or there is no official layout to go back to.
         CheckpointError: it cannot be written.
     """
@@ -47,7 +47,7 @@ def export_adapter_folder(path: Path, folder: Path, wanted: Wanted, base: str = 
         family: see `load_chat_encoder`.
 
     Raises:
-        NotExportable: it cannot be merged.
+        ConfigError: it cannot be merged.
         ModelError: the base is not there, or another one.
         CheckpointError: it cannot be written.
     """

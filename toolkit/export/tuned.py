@@ -12,13 +12,13 @@ from transformers import PreTrainedModel
 
 from toolkit.checkpoint.weights import weights
 from toolkit.config.schema import TuningMethod
-from toolkit.errors import CheckpointError, NotExportable
+from toolkit.errors import CheckpointError, ConfigError
 from toolkit.messages import tr
 from toolkit.models.folder import read_object
 from toolkit.models.load import empty, load_model, stream
 from toolkit.models.save import MODEL_DIR
 from toolkit.models.tuning import adapter, lora
-from toolkit.models.tuning.base import Base, base_of, check_base, find_base, read_base
+from toolkit.models.tuning.base import Base, base_of, check_base, check_numbers, find_base, numbers_of, read_base
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,12 +108,12 @@ def merged(part: Part) -> tuple[PreTrainedModel, Iterator[tuple[str, torch.Tenso
     Values are in the precision of the base's files, or float32 where something was added to them.
 
     Raises:
-        NotExportable: a prefix or a prompt, which stands before the tokens and not in the weights.
+        ConfigError: a prefix or a prompt, which stands before the tokens and not in the weights.
         ModelError: the base is another one, or cannot be loaded.
         CheckpointError: (while the values are read) what was trained is not of this model, or no numbers.
     """
     if not part.can_merge:
-        raise NotExportable(
+        raise ConfigError(
             tr(
                 "what {folder} holds stands before the tokens, not in the weights: it cannot be merged. Export it "
                 "without merge=true, and use it as an adapter of its base.",
@@ -133,6 +133,8 @@ def _with_trained(part: Part, values: Iterator[tuple[str, torch.Tensor]]) -> Ite
     unused = {*layers, *whole}
     for name, value in values:
         unused.discard(name)
+        if part.known is not None and name in part.known.numbers:
+            check_numbers(part.known, name, numbers_of(value), part.base, part.source)
         if name in layers:
             layer, added = layers[name]
             try:

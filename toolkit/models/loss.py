@@ -38,7 +38,7 @@ def token_loss_sum(engine: torch.nn.Module, batch: dict[str, torch.Tensor], **mo
     # Position s predicts token s + 1. The labels are shifted, not the logits: [B, S, V] is never copied.
     targets = functional.pad(batch["labels"][:, 1:], (0, 1), value=UNTRAINED)
     return functional.cross_entropy(
-        logits.view(-1, logits.size(-1)).float(),
+        logits.reshape(-1, logits.size(-1)).float(),  # a view, but for a prompt's, which are cut
         targets.reshape(-1),
         ignore_index=UNTRAINED,
         reduction="sum",

@@ -71,10 +71,10 @@ def stored_names(model: PreTrainedModel) -> dict[str, str]:
 
 def is_adapter(path: Path) -> bool:
     """Whether a path is an adapter's folder, or a P-Tuning v2 checkpoint of the ChatGLM repositories."""
-    return (path / CONFIG).is_file() or _is_original(path)
+    return (path / CONFIG).is_file() or is_original_prefix(path)
 
 
-def _is_original(path: Path) -> bool:
+def is_original_prefix(path: Path) -> bool:
     """Their Trainer writes the prefix into a pytorch_model.bin beside a config.json with pre_seq_len."""
     return (path / "config.json").is_file() and bool(read_object(path / "config.json").get("pre_seq_len"))
 
@@ -86,7 +86,7 @@ def read_settings(folder: Path) -> dict[str, Any]:
         ModelError: no adapter is there, or one of a kind that is not known here.
     """
     if not (folder / CONFIG).is_file():
-        if not _is_original(folder):
+        if not is_original_prefix(folder):
             raise ModelError(tr("{folder} holds no adapter: there is no {file}.", folder=folder, file=CONFIG))
         original = read_object(folder / "config.json")
         return prefix_settings(int(original["pre_seq_len"]), bool(original.get("prefix_projection")), "")

@@ -48,7 +48,7 @@ def base_of(model: PreTrainedModel, path: Path) -> Base:
     """
     parameters = sorted(model.named_parameters(), key=lambda one: one[0])
     chosen = _spread(parameters, _PARAMETERS)
-    return Base(str(path.absolute()), {name: _numbers(parameter) for name, parameter in chosen})
+    return Base(str(path.absolute()), {name: numbers_of(parameter) for name, parameter in chosen})
 
 
 def _spread(values: Sequence[Any], count: int) -> list[Any]:
@@ -57,7 +57,8 @@ def _spread(values: Sequence[Any], count: int) -> list[Any]:
     return [values[place] for place in dict.fromkeys(places)]
 
 
-def _numbers(parameter: torch.Tensor) -> list[float]:
+def numbers_of(parameter: torch.Tensor) -> list[float]:
+    """Return some of a parameter's numbers, from all over it."""
     gathered: AbstractContextManager[Any] = nullcontext()
     if hasattr(parameter, "ds_shape"):
         import deepspeed
@@ -95,19 +96,35 @@ def check_base(known: Base, found: Base, folder: object) -> None:
     Raises:
         ModelError: they differ.
     """
-    for name, numbers in known.numbers.items():
-        others = found.numbers.get(name, [])
-        if len(others) != len(numbers) or not all(map(_close, numbers, others)):
-            raise ModelError(
-                tr(
-                    "{folder} was trained on another model than {path}: {name} differs. It was trained on {known}; set "
-                    "model.path to that model.",
-                    folder=folder,
-                    path=found.path,
-                    name=name,
-                    known=known.path,
-                )
+    for name in known.numbers:
+        check_numbers(known, name, found.numbers.get(name, []), found.path, folder)
+
+
+def check_numbers(known: Base, name: str, found: list[float], path: object, folder: object) -> None:
+    """Refuse a model of which one parameter differs; see `check_base`.
+
+    Args:
+        known: what was trained on.
+        name: of the parameter.
+        found: of `numbers_of`.
+        path: the model's folder.
+        folder: what was trained, for the message.
+
+    Raises:
+        ModelError: it differs.
+    """
+    numbers = known.numbers[name]
+    if len(found) != len(numbers) or not all(map(_close, numbers, found)):
+        raise ModelError(
+            tr(
+                "{folder} was trained on another model than {path}: {name} differs. It was trained on {known}; set "
+                "model.path to that model.",
+                folder=folder,
+                path=path,
+                name=name,
+                known=known.path,
             )
+        )
 
 
 def _close(one: float, other: float) -> bool:

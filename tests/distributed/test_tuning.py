@@ -1,0 +1,162 @@
+"""Every way of tuning through the one loop: under ZeRO 0, 2 and 3, saved, gone on with bit by bit, exported, loaded."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from official import write
+from ranks import REPOSITORY, deepspeed, run
+from safetensors.torch import load_file
+from shared import losses, tiny
+
+from toolkit.checkpoint.weights import weights
+from toolkit.cli import main
+from toolkit.cli.usable import load_usable
+from toolkit.models import probe
+from toolkit.models.tuning.adapter import CONFIG, WEIGHTS
+
+WORKER = str(REPOSITORY / "tests" / "distributed" / "sessions_worker.py")
+ALL = "zero.stage3_param_persistence_threshold=0"  # every parameter in pieces, as a real model's are
+RECOMPUTE = "train.activation_checkpointing.enabled=true"
+CELLS: dict[str, list[str]] = {
+    "lora-zero0": ["tuning=lora", "zero=stage0", "tuning.save_modules=[lm_head]", "tuning.dropout=0.2"],
+    "lora-zero2-bf16": ["tuning=lora", "zero=stage2", "precision=bf16", "tuning.dora=true", RECOMPUTE],
+    "lora-zero3": [
+        "tuning=lora",
+        "zero=stage3",
+        ALL,
+        "tuning.target_modules=[all-linear]",
+        "tuning.dropout=0.2",
+        RECOMPUTE,
+    ],
+    "lora-v1-zero3-bf16": ["tuning=lora", "zero=stage3", ALL, "precision=bf16", "tuning.rslora=true"],
+    "lora-v3-zero2": ["tuning=lora", "zero=stage2", "data.packing=packed", "checkpoint.asynchronous=true"],
+    "freeze-zero0-bf16": ["tuning=freeze", "tuning.last_layers=1", "zero=stage0", "precision=bf16"],
+    "freeze-zero2": ["tuning=freeze", "tuning.last_layers=0", "tuning.patterns=[*.mlp.*]", "zero=stage2", RECOMPUTE],
+    "freeze-v3-zero3": ["tuning=freeze", "tuning.last_layers=1", "zero=stage3", ALL],
+    "ptuning-v1-zero0": ["tuning=ptuning_v2", "tuning.num_tokens=4", "zero=stage0", RECOMPUTE],
+    "ptuning-zero2-bf16": ["tuning=ptuning_v2", "tuning.num_tokens=4", "zero=stage2", "precision=bf16"],
+    "ptuning-v3-zero3": [
+        "tuning=ptuning_v2",
+        "tuning.num_tokens=4",
+        "tuning.projection=true",
+        "zero=stage3",
+        ALL,
+        RECOMPUTE,
+    ],
+    "prompt-zero0-bf16": [
+        "tuning=prompt",
+        "tuning.num_tokens=4",
+        "tuning.init_text=red apple",
+        "zero=stage0",
+        "precision=bf16",
+    ],
+    "prompt-zero3": ["tuning=prompt", "tuning.num_tokens=4", "zero=stage3", ALL, RECOMPUTE],
+}
+LATE = ["checkpoint.asynchronous=false"]  # the worker wants an update after an asynchronous save
+TO_ONE_RANK = ["lora-zero3", "lora-v3-zero2", "ptuning-v3-zero3", "freeze-zero2", "prompt-zero0-bf16"]
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory, rows_file: Path) -> Path:
+    """Each cell once through, and once more from its checkpoint at step 3, in one launch on two ranks."""
+    folder = tmp_path_factory.mktemp("tuning")
+    models = {
+        "v1": write(folder / "v1", "v1", pickled=True, tokenizer=True),
+        "v3": write(folder / "v3", "v3", tokenizer=True),
+    }
+
+    def words(name: str, as_name: str, *more: str) -> list[str]:
+        model = models.get(name.split("-")[1])
+        own = ["model=hf", f"model.path={model}"] if model else []
+        wanted = ["train.max_steps=6", "checkpoint.every=3", "schedule=constant", "schedule.warmup_steps=0", *more]
+        return tiny(rows_file, folder, as_name, *wanted, *own, *CELLS[name])
+
+    cases: list[dict] = [{"overrides": words(name, name)} for name in CELLS]
+    for name in CELLS:
+        died = {"of": f"{folder}/runs/{name}", "step": 3, "as": f"{folder}/runs/{name}-again"}
+        cases.append({"overrides": words(name, f"{name}-again"), "died": died})
+    (folder / "cases.json").write_text(json.dumps(cases))
+    finished = run([*deepspeed(2, WORKER), str(folder / "cases.json")], cwd=folder, timeout_s=580)
+    assert finished.code == 0, finished.output[-6000:]
+    one = [
+        {"overrides": words(name, f"{name}-one", f"resume={folder}/runs/{name}/checkpoints/step-3", *LATE)}
+        for name in TO_ONE_RANK
+    ]
+    (folder / "one.json").write_text(json.dumps(one))
+    finished = run([*deepspeed(1, WORKER), str(folder / "one.json")], cwd=folder, timeout_s=300)
+    assert finished.code == 0, finished.output[-6000:]
+    return folder / "runs"
+
+
+@pytest.mark.parametrize("name", CELLS)
+def test_it_learns_and_goes_on_bit_by_bit(name: str, runs: Path) -> None:
+    found = losses(runs / name)
+    assert len(found) == 6
+    assert found[5] < found[0]
+    assert losses(runs / f"{name}-again") == found
+    first, again = (weights_of(runs / one / "checkpoints" / "step-6") for one in (name, f"{name}-again"))
+    assert set(first) == set(again)
+    assert all(torch.equal(first[key], again[key]) for key in first)
+
+
+@pytest.mark.parametrize("name", TO_ONE_RANK)
+def test_one_rank_goes_on_where_two_stopped(name: str, runs: Path) -> None:
+    """Dropout is drawn anew."""
+    tolerance = 0.2 if "tuning.dropout=0.2" in CELLS[name] else 0.03 if "bf16" in name else 1e-5
+    assert losses(runs / f"{name}-one") == pytest.approx(losses(runs / name)[3:], abs=tolerance)
+
+
+def weights_of(checkpoint: Path) -> dict[str, torch.Tensor]:
+    """Return what a checkpoint holds of the model."""
+    return dict(weights(checkpoint, torch.float32))
+
+
+@pytest.mark.parametrize("name", CELLS)
+def test_only_what_is_trained_is_kept(name: str, runs: Path) -> None:
+    """Nothing empty, nothing frozen, and no optimizer states for it: 12 bytes per trained parameter in float32."""
+    checkpoint = runs / name / "checkpoints" / "step-6"
+    held = weights_of(checkpoint)
+    trained = sum(value.numel() for value in held.values())
+    total = json.loads((runs / name / "DONE").read_text())["parameters"]
+    assert json.loads((runs / name / "DONE").read_text())["trained_parameters"] == trained
+    assert 0 < trained < total / 2
+    assert all(value.numel() for value in held.values())
+    states = [path.stat().st_size for path in checkpoint.glob("*optim_states.pt")]
+    if states:
+        per_parameter = sum(states) / trained
+        assert per_parameter < 12.5 + len(states) * 40_000 / trained, per_parameter
+    assert "frozen_param_shapes" not in json.dumps(sorted(held))
+    exported = runs / name / "export"
+    assert (exported / CONFIG).is_file() == ("freeze" not in name)
+    assert (exported / "README.md").is_file()
+    if "freeze" not in name:
+        values = load_file(exported / WEIGHTS)
+        assert sum(value.numel() for value in values.values()) == trained
+
+
+@pytest.mark.parametrize("name", CELLS)
+def test_everything_kept_proves_itself(
+    name: str, runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Checkpoints and export, the export out of the checkpoint, and the same merged and loaded as a plain model."""
+    assert main(["verify", str(runs / name)]) == 0
+    assert capsys.readouterr().out.count("forward: the logits are those of the save") == 3
+    copy = shutil.copytree(runs / name, tmp_path / "run", ignore=shutil.ignore_patterns("export"))
+    assert main(["export-model", str(copy)]) == 0
+    made = {path.name: path.read_bytes() for path in (copy / "export").iterdir() if path.is_file()}
+    before = {path.name: path.read_bytes() for path in (runs / name / "export").iterdir() if path.is_file()}
+    assert [file for file in before if made.get(file) != before[file]] == []
+    mergeable = name.startswith("lora")
+    assert main(["export-model", str(copy), "merge=true"]) == (0 if mergeable else 2)
+    if mergeable:
+        saved = probe.read(copy / "merged")
+        assert saved is not None
+        usable = load_usable(str(copy / "merged"))
+        difference, tolerance = probe.compare(usable.model, saved)
+        assert difference <= tolerance
+        assert not list((copy / "merged").glob("adapter*"))
+    elif "freeze" not in name:
+        assert load_usable(str(copy)).model.tuned.method.value == CELLS[name][0].removeprefix("tuning=")
