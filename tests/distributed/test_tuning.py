@@ -71,8 +71,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory, rows_file: Path) -> Path:
     def words(name: str, as_name: str, *more: str) -> list[str]:
         model = models.get(name.split("-")[1])
         own = ["model=hf", f"model.path={model}"] if model else []
-        wanted = ["train.max_steps=6", "checkpoint.every=3", "schedule=constant", "schedule.warmup_steps=0", *more]
-        return tiny(rows_file, folder, as_name, *wanted, *own, *CELLS[name])
+        wanted = ["train.max_steps=6", "checkpoint.every=3", "schedule=constant", "schedule.warmup_steps=0"]
+        return tiny(rows_file, folder, as_name, *wanted, *own, *CELLS[name], *more)
 
     cases: list[dict] = [{"overrides": words(name, name)} for name in CELLS]
     for name in CELLS:
