@@ -643,7 +643,6 @@ CHINESE: dict[str, str] = {
     "servers take what follows the @ in {folder} for a revision. Rename the folder.": "服务器会把 {folder} 中 @ 之后的部分当作修订版本。请给文件夹改名。",
     "the chat format of {name} has no system message: the model would not see it. Leave it out, or put it into the question.": "{name} 的对话格式没有系统消息：模型看不到它。请去掉，或写进问题里。",
     "the chat template makes nothing of the conversation": "对话模板对这段对话没有给出任何内容",
-    "transformers' server needs {packages}:  pip install 'transformers[serving]'": "transformers 的服务器需要 {packages}：  pip install 'transformers[serving]'",
     "transformers' server takes no adapter. Export base and adapter as one model, or take backend=vllm.": "transformers 的服务器不接受适配器。请把基础模型和适配器导出为一个模型，或使用 backend=vllm。",
     "wrote {file}: {rows} rows.": "已写出 {file}：{rows} 行。",
     "{commands}; Ctrl-C stops an answer, Ctrl-D ends.": "{commands}；Ctrl-C 停止回答，Ctrl-D 结束。",
@@ -660,4 +659,5 @@ CHINESE: dict[str, str] = {
     "{name} has an effect with input=FILE only. Remove it.": "{name} 只有与 input=FILE 一起才起作用。请删除它。",
     "{name} has no effect without temperature: the likeliest token is taken. Remove it.": "没有 temperature 时 {name} 不起作用：总是取最可能的 token。请删除它。",
     "{path}: rows of plain text hold no questions.": "{path}：纯文本的行中没有问题。",
+    "transformers' server needs packages that are not installed:  pip install {packages}": "transformers 的服务器需要尚未安装的包：  pip install {packages}",
 }

@@ -22,6 +22,7 @@ import contextlib
 import io
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from toolkit.cli.asking import MODEL, SAMPLING, check_model, check_system, sampling_of
@@ -66,6 +67,8 @@ class Chat:
     def __init__(self, usable: "Usable", sampling: "Sampling", is_terminal: bool) -> None:
         self.usable, self.sampling, self.is_terminal = usable, sampling, is_terminal
         self.system = ""
+        self.asked = 0
+        """Questions so far, those that were undone too: each draws from a seed of its own."""
         self.history: list[Message] = []
         """Question, answer, question, answer …"""
 
@@ -152,7 +155,9 @@ class Chat:
         stream = AnswerStream(usable.encoder, _show)
         try:
             prompt, device = self._prompt(question), usable.model.device
-            [ids] = generate(usable.model, usable.encoder, [prompt], self.sampling, device, streamer=stream)
+            drawn = replace(self.sampling, seed=self.sampling.seed + self.asked)
+            self.asked += 1
+            [ids] = generate(usable.model, usable.encoder, [prompt], drawn, device, streamer=stream)
             answer = text_of(usable.encoder, ids)
             print(flush=True)
         except KeyboardInterrupt:

@@ -4,7 +4,7 @@ toolkit serve PATH [port=8000] [host=127.0.0.1] [backend=auto] [adapter=DIR] [--
 
   PATH             (or model.path=PATH) a run folder with an export, or a folder in transformers' layout; of an official
                    ChatGLM folder make one with `toolkit export-model`
-  backend=auto     vllm where it is installed, else transformers (pip install 'transformers[serving]')
+  backend=auto     vllm where it is installed, else transformers (pip install fastapi uvicorn openai)
   host=127.0.0.1   where to listen: this machine alone; 0.0.0.0 lets everybody in who can reach it, as neither server
                    asks who is there
   adapter=DIR      a LoRA adapter in peft's layout (vllm)
@@ -120,8 +120,8 @@ def server(backend: str) -> list[str]:
     if missing:
         raise ConfigError(
             tr(
-                "transformers' server needs {packages}:  pip install 'transformers[serving]'",
-                packages=", ".join(missing),
+                "transformers' server needs packages that are not installed:  pip install {packages}",
+                packages=" ".join(missing),
             )
         )
     return [sys.executable, "-m", "transformers.cli.transformers"]
