@@ -108,6 +108,10 @@ def test_refusals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytes
     official = write(tmp_path / "v3", "v3", tokenizer=True)
     assert f"toolkit export-model model.path={official} format=hf" in refused(official)
     assert "it is not a model folder" in refused(tmp_path / "nothing")
+    adapter = tmp_path / "lora-run" / "export"
+    adapter.mkdir(parents=True)
+    (adapter / "adapter_config.json").write_text("{}")
+    assert f"toolkit export-model {adapter} merge=true" in refused(tmp_path / "lora-run")
     model = write_random(tmp_path / "model")
     assert "there is no vllm here:  pip install vllm" in refused(model, "backend=vllm")
     monkeypatch.setattr(serve, "_NEEDED", ("json", "no_such_package"))

@@ -4,6 +4,7 @@ Arguments: those of `toolkit generate` for a file, which is asked in the end.
 """
 
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -73,6 +74,10 @@ def check_refusals() -> None:
         split(model("gpt2"))
     with pytest.raises(ModelError, match="1 heads of keys and values cannot be split over 2 ranks"):
         split(model("glm", num_key_value_heads=1))
+    adapted = model("glm")
+    adapted.tuned = SimpleNamespace(settings={"peft_type": "LORA"})
+    with pytest.raises(ModelError, match="Merge the adapter first"):
+        split(adapted)
 
 
 process_group.start(DistributedConfig())

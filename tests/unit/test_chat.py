@@ -1,6 +1,7 @@
 """`toolkit chat`, in a terminal and through a pipe."""
 
 import fcntl
+import io
 import os
 import select
 import subprocess
@@ -13,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.unit.speaker import SAYS, write_random, write_speaker
+from toolkit.cli import main
 from toolkit.cli.chat import Chat
 from toolkit.cli.usable import Usable, load_usable
 from toolkit.errors import ModelError
@@ -127,19 +129,26 @@ def test_ctrl_c_stops_the_answer_alone(tmp_path: Path, terminals: list[Terminal]
     assert terminal.end() == 0
 
 
-def pipe(model: Path, text: str, *words: str) -> "subprocess.CompletedProcess[str]":
-    """Run `toolkit chat` with its questions on stdin."""
-    command = [sys.executable, "-m", "toolkit", "chat", str(model), *words]
-    return subprocess.run(command, input=text, capture_output=True, text=True, env=ENVIRONMENT, timeout=TIMEOUT_S)
+def test_questions_through_a_pipe(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Answers alone on stdout; a question that cannot be asked ends it with an error."""
+    model = write_speaker(tmp_path / "model", positions=100)
 
+    def pipe(content: bytes) -> int:
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(content), encoding="ascii"))
+        return main(["chat", str(model), "max_new_tokens=30"])
 
-def test_questions_through_a_pipe(tmp_path: Path) -> None:
-    finished = pipe(write_speaker(tmp_path / "model", positions=100), "你好\n\n/undo\n再来\n", "max_new_tokens=30")
-    assert (finished.returncode, finished.stdout) == (0, f"{SAYS}\n{SAYS}\n")
-    assert "Forgotten: 你好" in finished.stderr
-    finished = pipe(tmp_path / "model", "x\n" + "y" * 100 + "\nz\n", "max_new_tokens=30")
-    assert (finished.returncode, finished.stdout) == (2, f"{SAYS}\n")
-    assert "more than the 100 positions" in finished.stderr
+    assert pipe("你好\n\n/undo\n".encode() + b"half a character \xe4\xbd\n") == 0
+    found = capsys.readouterr()
+    assert found.out == f"{SAYS}\n{SAYS}\n"
+    assert "Forgotten: 你好" in found.err
+    assert pipe(b"x\n" + b"y" * 100 + b"\nz\n") == 2
+    found = capsys.readouterr()
+    assert found.out == f"{SAYS}\n"
+    assert "more than the 100 positions" in found.err
+    assert main(["chat"]) == 2
+    assert "model.path is missing: toolkit chat PATH" in capsys.readouterr().err
 
 
 @pytest.fixture(scope="module")

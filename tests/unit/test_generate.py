@@ -159,7 +159,6 @@ def test_one_process_writes_a_file(tmp_path: Path, random_model: Path, capsys: p
         (["input=x", "output=y", "format=text"], "format = text holds no questions."),
         (["input=x", "output=y", "columns=[a]"], "columns = [a] is not of the form"),
         (["input=x", "output=y", "columns={promt: a}"], "no format reads 'promt'. Did you mean 'prompt'?"),
-        (["prompt=x", "engine=deepspeed", "adapter=a"], "engine = deepspeed splits whole models only"),
         (["propmt=x"], "unknown argument 'propmt=x'"),
     ],
 )

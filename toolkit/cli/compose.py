@@ -93,16 +93,17 @@ def named_arguments(
         required: names that must be given.
         optional: names that may be given.
         usage: an example, shown where something is missing.
-        bare: what the first word means if it is a value alone, such as a path; "" nothing.
+        bare: what a word means that is a value alone, such as a path; "" nothing.
 
     Raises:
         ConfigError: an unknown word, or a missing one.
     """
-    given = {}
-    if bare and words and "=" not in words[0]:
-        given[bare], words = words[0], words[1:]
+    given: dict[str, str] = {}
     for word in words:
         name, equals, value = word.partition("=")
+        if bare and bare not in given and not equals and not word.startswith("-"):
+            given[bare] = word
+            continue
         if not equals or name not in (*required, *optional):
             raise ConfigError(
                 tr(

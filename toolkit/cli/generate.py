@@ -60,8 +60,6 @@ def run(words: list[str]) -> int:
     is_split = one_of(given, "engine", ENGINES) == "deepspeed"
     if bool(given.get("prompt")) == bool(given.get("input")):
         raise ConfigError(tr('either prompt="…", or input=FILE and output=FILE.'))
-    if is_split and given.get("adapter"):
-        raise ConfigError(tr("engine = deepspeed splits whole models only: export base and adapter as one first."))
     sampling = sampling_of(given, max_new_tokens=64)
     if given.get("input"):
         _ask_file(given, sampling, is_split)
@@ -164,7 +162,11 @@ def _load(given: dict[str, str], is_split: bool) -> "Usable":
             process_group.start(DistributedConfig())
         # In host memory until it is split: a part may fit onto a GPU where the whole does not.
         usable = load_usable(
-            path, family=family or "auto", dtype="bf16" if torch.cuda.is_available() else "fp32", device="cpu"
+            path,
+            adapter=adapter,
+            family=family or "auto",
+            dtype="bf16" if torch.cuda.is_available() else "fp32",
+            device="cpu",
         )
         split(usable.model)
     else:

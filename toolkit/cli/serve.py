@@ -76,6 +76,14 @@ def servable(path: Path) -> Path:
         ModelError: it is no model folder, or one that no server knows.
     """
     folder = (path if (path / "config.json").is_file() or not (path / "export").is_dir() else path / "export").resolve()
+    if (folder / "adapter_config.json").is_file():
+        raise ConfigError(
+            tr(
+                "{folder} is an adapter, not a whole model. Merge it: toolkit export-model {folder} merge=true "
+                "output=DIR. Or serve its base, with backend=vllm adapter={folder}.",
+                folder=folder,
+            )
+        )
     config = read_config(str(folder))
     architecture = architecture_of(config)
     if architecture is Architecture.v1:

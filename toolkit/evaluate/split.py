@@ -38,6 +38,11 @@ def split(model: PreTrainedModel) -> PreTrainedModel:
                 known=", ".join(FAMILIES),
             )
         )
+    tuned = getattr(model, "tuned", None)
+    if tuned is not None and tuned.settings:
+        raise ModelError(
+            tr("engine = deepspeed splits whole models only. Merge the adapter first: toolkit export-model merge=true")
+        )
     groups = model.config.num_key_value_heads
     if groups % ranks:
         raise ModelError(
