@@ -18,6 +18,8 @@ COMMANDS = {
     "show": "toolkit.cli.show",
     "export-config": "toolkit.cli.export_config",
     "generate": "toolkit.cli.generate",
+    "chat": "toolkit.cli.chat",
+    "serve": "toolkit.cli.serve",
     "export-model": "toolkit.cli.export_model",
     "verify": "toolkit.cli.verify",
     "hostfile": "toolkit.cli.hostfile",

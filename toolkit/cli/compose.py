@@ -1,5 +1,6 @@
 """From the words on the command line to a checked config; the same for every command."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -83,16 +84,26 @@ def _sort(
 
 
 def named_arguments(
-    words: Sequence[str], *, required: Sequence[str], optional: Sequence[str], usage: str
+    words: Sequence[str], *, required: Sequence[str], optional: Sequence[str], usage: str, bare: str = ""
 ) -> dict[str, str]:
     """Return the `name=value` words of a command that takes no recipe.
+
+    Args:
+        words: command line after the command's name.
+        required: names that must be given.
+        optional: names that may be given.
+        usage: an example, shown where something is missing.
+        bare: what a word means that is a value alone, such as a path; "" nothing.
 
     Raises:
         ConfigError: an unknown word, or a missing one.
     """
-    given = {}
+    given: dict[str, str] = {}
     for word in words:
         name, equals, value = word.partition("=")
+        if bare and bare not in given and not equals and not word.startswith("-"):
+            given[bare] = word
+            continue
         if not equals or name not in (*required, *optional):
             raise ConfigError(
                 tr(
@@ -132,3 +143,35 @@ def non_negative_int(arguments: dict[str, str], name: str, default: int) -> int:
     if not text.isdecimal():
         raise ConfigError(tr("{name} = {text} is not a whole number from 0.", name=name, text=text))
     return int(text)
+
+
+def number(arguments: dict[str, str], name: str, default: float, most: float = math.inf) -> float:
+    """Return an argument as a number from 0 to `most`, the default if it was not given.
+
+    Raises:
+        ConfigError: it is something else.
+    """
+    text = arguments.get(name, str(default))
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not (0 <= value <= most and value < math.inf):
+        raise ConfigError(
+            tr("{name} = {text} is not a number from 0.", name=name, text=text)
+            if most == math.inf
+            else tr("{name} = {text} is not a number from 0 to {most}.", name=name, text=text, most=f"{most:g}")
+        )
+    return value
+
+
+def one_of(arguments: dict[str, str], name: str, known: Sequence[str]) -> str:
+    """Return an argument that has a few known values, the first of them if it was not given.
+
+    Raises:
+        ConfigError: it is something else.
+    """
+    value = arguments.get(name, known[0])
+    if value not in known:
+        raise ConfigError(tr("{name} = {value} is none of {known}.", name=name, value=value, known=", ".join(known)))
+    return value

@@ -53,8 +53,7 @@ class _Asked:
 
 def run(words: list[str]) -> int:
     """Export."""
-    words = [f"model.path={word}" if "=" not in word and not word.startswith("-") else word for word in words]
-    given = named_arguments(words, required=("model.path",), optional=_OPTIONAL, usage=_USAGE)
+    given = named_arguments(words, required=("model.path",), optional=_OPTIONAL, usage=_USAGE, bare="model.path")
     format, dtype = _one_of(given, "format", FORMATS, "hf"), _one_of(given, "dtype", tuple(DTYPES), "")
     merge, forward = (
         _one_of(given, "merge", ("true", "false"), "false"),

@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from toolkit.cli.compose import compose, named_arguments, non_negative_int
+from toolkit.cli.compose import compose, named_arguments, non_negative_int, one_of
 from toolkit.config.checks import check
 from toolkit.config.schema import Packing, RunConfig
 from toolkit.errors import ConfigError, DataError
@@ -35,8 +35,8 @@ def run(words: list[str]) -> int:
         return _show_step(Path(words[0]), words[1:])
     composed = compose(words, world_size=None, arguments=("n", "split", "color"))
     count = non_negative_int(composed.arguments, "n", 5)
-    split = _choice(composed.arguments, "split", ("train", "validation"))
-    color = _choice(composed.arguments, "color", COLORS)
+    split = one_of(composed.arguments, "split", ("train", "validation"))
+    color = one_of(composed.arguments, "color", COLORS)
     check(composed.loaded)
     cfg = composed.loaded.cfg
     from toolkit.train.prepared import prepare_data
@@ -65,7 +65,7 @@ def _show_step(file: Path, words: list[str]) -> int:
 
     usage = "toolkit show runs/NAME/logs/bad-step-N.jsonl n=5 color=auto"
     given = named_arguments(words, required=(), optional=("n", "color"), usage=usage)
-    count, style = non_negative_int(given, "n", 5), _style(_choice(given, "color", COLORS))
+    count, style = non_negative_int(given, "n", 5), _style(one_of(given, "color", COLORS))
     try:
         step, *rows = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
         lines = [tr("Step {step}: {what}.", step=step["step"], what=step["text"]), legend(style), ""]
@@ -158,10 +158,3 @@ def _samples(
             lines.append(padding_text(cfg.data.max_length - filled, style))
         lines.append("")
     return lines
-
-
-def _choice(arguments: dict[str, str], name: str, known: tuple[str, ...]) -> str:
-    value = arguments.get(name, known[0])
-    if value not in known:
-        raise ConfigError(tr("{name} = {value} is none of {known}.", name=name, value=value, known=", ".join(known)))
-    return value

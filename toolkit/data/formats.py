@@ -43,10 +43,11 @@ class RowReader:
     Args:
         row_format: not `auto` and not `docstrings`; `detect_format` finds it.
         columns: the format's name -> the file's.
+        answered: refuse rows without an answer; False where they are questions for a model.
     """
 
-    def __init__(self, row_format: RowFormat, columns: Mapping[str, str]) -> None:
-        self.row_format = row_format
+    def __init__(self, row_format: RowFormat, columns: Mapping[str, str], answered: bool = True) -> None:
+        self.row_format, self.answered = row_format, answered
         fields = {field for names in ROW_FIELDS.values() for field in names}
         self.names = {field: columns.get(field, field) for field in fields}
         readers: dict[RowFormat, Callable[[Mapping[str, Any]], list[Message]]] = {
@@ -92,7 +93,10 @@ class RowReader:
             question = _text(row, asked)
         else:
             question = _text(row, asked) + "\n" + _text(row, more)
-        return [*messages, _message("user", question), _message("assistant", _text(row, answered))]
+        messages.append(_message("user", question))
+        if self.answered or row.get(answered) not in (None, ""):
+            messages.append(_message("assistant", _text(row, answered)))
+        return messages
 
     def _plain(self, row: Mapping[str, Any]) -> list[Message]:
         return [_message(TEXT, _text(row, self.names["text"]))]
@@ -113,7 +117,7 @@ class RowReader:
                 raise RowError(
                     tr("message {number} of '{key}': {reason}", number=number, key=key, reason=error)
                 ) from None
-        if not any(message["role"] == "assistant" for message in messages):
+        if self.answered and not any(message["role"] == "assistant" for message in messages):
             raise RowError(tr("'{key}' holds no answer of the assistant. Correct or remove the row", key=key))
         return messages
 

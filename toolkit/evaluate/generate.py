@@ -117,7 +117,7 @@ def _config(encoder: AnyChatEncoder, sampling: Sampling) -> GenerationConfig:
         do_sample=drawn,
         temperature=sampling.temperature if drawn else 1.0,
         top_p=sampling.top_p,
-        top_k=sampling.top_k,
+        top_k=sampling.top_k if drawn else 50,  # its default: it warns of any other, though greedy asks for none
         num_beams=1,
         repetition_penalty=1.0,
         use_cache=True,

@@ -1,0 +1,174 @@
+"""`toolkit serve`: whom it starts, whom it refuses, and that the server answers as we do."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import threading
+import urllib.request
+from itertools import takewhile
+from pathlib import Path
+from typing import Any
+
+import pytest
+from official import write
+
+from tests.distributed.ranks import free_port
+from tests.unit.speaker import write_random
+from toolkit.cli import main, serve
+from toolkit.cli.usable import load_usable
+from toolkit.evaluate.generate import Sampling, generate, text_of
+
+ROOT = Path(__file__).parents[2]
+
+
+class Started(Exception):
+    """A process that would have become another one."""
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Put what would be started here."""
+    found: list[Any] = []
+
+    def become(program: str, command: list[str], environment: dict[str, str]) -> None:
+        found.extend([program, command, environment])
+        raise Started
+
+    monkeypatch.setattr(os, "execve", become)
+    monkeypatch.setattr(serve, "_NEEDED", ())
+    return found
+
+
+@pytest.fixture
+def vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A program called vllm on PATH."""
+    program = tmp_path / "bin" / "vllm"
+    program.parent.mkdir()
+    program.write_text("#!/bin/sh\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{program.parent}:{os.environ['PATH']}")
+    return str(program)
+
+
+def command(started: list[Any], *words: str) -> list[str]:
+    """Return the command that would be started."""
+    started.clear()
+    assert main(["serve", *words]) == 1  # the exception of this file
+    program, found, environment = started
+    assert program == found[0]
+    assert environment["HF_HUB_OFFLINE"] == "1"
+    return list(found)
+
+
+def test_the_command(started: list[Any], vllm: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = write_random(tmp_path / "run" / "export")
+    by_transformers = [sys.executable, "-m", "transformers.cli.transformers", "serve", str(model)]
+    assert command(started, f"{tmp_path}/run", "backend=transformers") == [
+        *by_transformers, "--host", "127.0.0.1", "--port", "8000"
+    ]  # fmt: skip
+    said = capsys.readouterr().out
+    assert "curl http://127.0.0.1:8000/v1/chat/completions" in said
+    asked = json.loads(re.search(r"-d '(.*)'", said)[1])  # type: ignore[index]
+    assert asked == {"model": str(model), "messages": [{"role": "user", "content": "你好"}]}
+    words = [f"model.path={model}", "port=9", "host=0.0.0.0", "backend=transformers", "--device", "cpu"]
+    assert command(started, *words) == [*by_transformers, "--host", "0.0.0.0", "--port", "9", "--device", "cpu"]
+    assert command(started, str(model)) == [vllm, "serve", str(model), "--host", "127.0.0.1", "--port", "8000"]
+
+
+def test_adapters(started: list[Any], vllm: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model, adapter = write_random(tmp_path / "model"), tmp_path / "mine"
+    adapter.mkdir()
+    config = {"peft_type": "LORA", "r": 8, "rank_pattern": {"q_proj": 24}}
+    (adapter / "adapter_config.json").write_text(json.dumps(config))
+    found = command(started, str(model), f"adapter={adapter}")
+    assert found[-5:] == ["--enable-lora", "--max-lora-rank", "32", "--lora-modules", f"mine={adapter}"]
+    assert '"model": "mine"' in capsys.readouterr().out
+    assert main(["serve", str(model), f"adapter={adapter}", "backend=transformers"]) == 2
+    assert "transformers' server takes no adapter" in capsys.readouterr().err
+    (adapter / "adapter_config.json").write_text('{"peft_type": "PREFIX_TUNING"}')
+    assert main(["serve", str(model), f"adapter={adapter}"]) == 2
+    assert f"{adapter} is no LoRA adapter" in capsys.readouterr().err
+
+
+def test_refusals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("PATH", "/nowhere")
+
+    def refused(path: Path, *words: str) -> str:
+        assert main(["serve", str(path), *words]) == 2
+        return capsys.readouterr().err
+
+    first = write(tmp_path / "v1", "v1", tokenizer=True)
+    assert main(["export-model", f"model.path={first}", "format=hf", f"output={tmp_path}/v1-hf"]) == 0
+    for folder in (first, tmp_path / "v1-hf"):
+        said = refused(folder)
+        assert "holds a ChatGLM-6B, which neither transformers' server nor vLLM knows" in said
+        assert "`toolkit chat`" in said and "Traceback" not in said
+    official = write(tmp_path / "v3", "v3", tokenizer=True)
+    assert f"toolkit export-model model.path={official} format=hf" in refused(official)
+    assert "it is not a model folder" in refused(tmp_path / "nothing")
+    adapter = tmp_path / "lora-run" / "export"
+    adapter.mkdir(parents=True)
+    (adapter / "adapter_config.json").write_text("{}")
+    assert f"toolkit export-model {adapter} merge=true" in refused(tmp_path / "lora-run")
+    model = write_random(tmp_path / "model")
+    assert "there is no vllm here:  pip install vllm" in refused(model, "backend=vllm")
+    monkeypatch.setattr(serve, "_NEEDED", ("json", "no_such_package"))
+    assert "needs packages that are not installed:  pip install no_such_package" in refused(model)
+    assert "the @ in" in refused(write_random(tmp_path / "me@home"))
+    (model / "chat_template.jinja").unlink()
+    assert "has no chat template" in refused(model)
+
+
+def post(url: str, body: dict[str, Any]) -> dict[str, Any]:
+    """Return the answer to a request."""
+    request = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request, timeout=60) as answer:
+        return dict(json.loads(answer.read()))
+
+
+@pytest.mark.parametrize("kind", ["quickstart", "v3"])
+def test_transformers_server_answers_as_generate_does(kind: str, tmp_path: Path) -> None:
+    for package in ("fastapi", "uvicorn", "openai"):
+        pytest.importorskip(package, reason=f"pip install {package}")
+    model = tmp_path / "model"
+    if kind == "quickstart":
+        write_random(model)
+    else:
+        official = write(tmp_path / "official", kind, tokenizer=True)
+        assert main(["export-model", f"model.path={official}", "format=hf", f"output={model}"]) == 0
+    messages = [
+        {"role": "system", "content": "简短"},
+        {"role": "user", "content": "你好 hello"},
+        {"role": "assistant", "content": "好"},
+        {"role": "user", "content": "为什么？"},
+    ]
+    usable = load_usable(str(model))
+    prompt = usable.encoder.prompt(messages)
+    [ids] = generate(usable.model, usable.encoder, [prompt], Sampling(max_new_tokens=12), usable.model.device)
+
+    port = free_port()
+    words = [sys.executable, "-m", "toolkit", "serve", str(model), f"port={port}", "backend=transformers"]
+    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    server = subprocess.Popen(
+        [*words, "--device", "cpu", "--dtype", "float32"],
+        env=os.environ | {"PYTHONPATH": path, "PYTHONUNBUFFERED": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    too_long = threading.Timer(120, server.kill)
+    too_long.start()
+    try:
+        assert server.stdout is not None
+        said = list(takewhile(lambda line: "Uvicorn running" not in line, server.stdout))
+        assert server.poll() is None, "".join(said)
+        body = {"model": str(model), "messages": messages, "max_tokens": 12, "temperature": 0}
+        answer = post(f"http://127.0.0.1:{port}/v1/chat/completions", body)
+    finally:
+        too_long.cancel()
+        server.kill()
+        server.communicate()
+    assert answer["choices"][0]["message"]["content"].strip() == text_of(usable.encoder, ids)
+    assert answer["usage"]["prompt_tokens"] == len(prompt)

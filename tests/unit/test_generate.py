@@ -1,0 +1,183 @@
+"""`toolkit generate`: one question, and files of them."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.unit.speaker import SAYS, write_random, write_speaker
+from toolkit.cli import main
+from toolkit.evaluate import answers
+from toolkit.evaluate.answer_file import AnswerFile
+
+
+@pytest.fixture(scope="module")
+def random_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_random(tmp_path_factory.mktemp("models") / "random")
+
+
+def ask(model: Path, *words: str, code: int = 0) -> None:
+    """Run the command."""
+    assert main(["generate", str(model), *words]) == code
+
+
+def rows(file: Path) -> list[dict[str, Any]]:
+    """Return the lines of a file."""
+    return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+
+
+def write(file: Path, *lines: Any) -> Path:
+    """Write JSON lines; texts as they are."""
+    text = "".join((line if isinstance(line, str) else json.dumps(line, ensure_ascii=False)) + "\n" for line in lines)
+    file.write_text(text, encoding="utf-8")
+    return file
+
+
+def test_one_question(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = write_speaker(tmp_path / "model")
+    ask(model, "prompt=你好")
+    assert capsys.readouterr().out == SAYS + "\n"
+    assert main(["generate", f"model.path={model}", "prompt=x", "max_new_tokens=6", "system=be short"]) == 0
+    assert capsys.readouterr().out == "你吗\n", "three bytes each: a token is a byte"
+
+
+def test_a_file_of_all_that_can_happen(tmp_path: Path, random_model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    asked = write(
+        tmp_path / "in.jsonl",
+        {"messages": [{"role": "user", "content": "你好"}, {"role": "assistant", "content": "再见", "loss": True}]},
+        {"messages": [{"role": "system", "content": "own"}, {"role": "user", "content": "and so on " * 3}]},
+        "no JSON",
+        "",
+        {"messages": [{"role": "user", "content": "x" * 300}]},
+        {"messages": [{"role": "assistant", "content": "nobody asked"}]},
+        {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"},
+                      {"role": "user", "content": "c"}]},
+    )  # fmt: skip
+    output = tmp_path / "out.jsonl"
+    ask(random_model, f"input={asked}", f"output={output}", "max_new_tokens=8", "batch_size=2", "system=general")
+    found = rows(output)
+    assert [row["where"] for row in found] == [f"{asked}:{line}" for line in (1, 2, 3, 5, 6, 7)]
+    assert found[0]["messages"] == [{"role": "system", "content": "general"}, {"role": "user", "content": "你好"}]
+    assert [row.get("reference") for row in found] == ["再见", None, None, None, None, None]
+    assert found[1]["messages"][0]["content"] == "own"
+    assert "broken JSON at column 1" in found[2]["error"]
+    assert "more than the 256 positions" in found[3]["error"]
+    assert "nothing is asked before the answer" in found[4]["error"]
+    assert len(found[5]["messages"]) == 4
+    for row in (found[0], found[1], found[5]):
+        assert row["tokens"] <= 8 and row["finish"] == ("length" if row["tokens"] == 8 else "stop")
+    assert not list(tmp_path.glob("*.part*"))
+    said = capsys.readouterr().out
+    assert f"wrote {output}: 6 rows." in said
+    assert "3 of the 6 now asked have no answer: their lines hold the error." in said
+
+    # A batch is as good as one after another, and neither order nor company changes an answer.
+    ask(random_model, f"input={asked}", f"output={tmp_path}/one", "max_new_tokens=8", "batch_size=1", "system=general")
+    assert rows(tmp_path / "one") == found
+    before = output.read_bytes()
+    ask(random_model, f"input={asked}", f"output={output}", code=2)
+    assert output.read_bytes() == before
+
+
+def test_the_end_token_is_a_stop(tmp_path: Path) -> None:
+    model = write_speaker(tmp_path / "model")
+    asked = write(tmp_path / "in.csv", "question,answer", "你好,再见", "好,")
+    words = [f"input={asked}", "columns={prompt: question, response: answer}"]
+    ask(model, *words, f"output={tmp_path}/out")
+    found = rows(tmp_path / "out")
+    assert [(row["answer"], row["finish"], row.get("reference")) for row in found] == [
+        (SAYS, "stop", "再见"),
+        (SAYS, "stop", None),
+    ]
+    ask(model, *words, f"output={tmp_path}/short", f"max_new_tokens={found[0]['tokens']}")
+    assert {row["finish"] for row in rows(tmp_path / "short")} == {"length"}
+
+
+def test_what_was_stopped_goes_on(
+    tmp_path: Path, random_model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The same command continues a file, and writes what it would have written in one go; another does not."""
+    monkeypatch.setattr(answers, "BATCHES", 2)
+    asked = write(tmp_path / "in.jsonl", *({"prompt": "the same"} for _ in range(11)))
+    drawn = [f"input={asked}", "max_new_tokens=8", "batch_size=2", "temperature=5", "seed=3"]
+    ask(random_model, *drawn, f"output={tmp_path}/whole")
+    whole = (tmp_path / "whole").read_bytes()
+    assert len({row["answer"] for row in rows(tmp_path / "whole")}) > 6, "drawn anew for each row"
+
+    output, part = tmp_path / "out", tmp_path / "out.part"
+    written: list[int] = []
+    write_as_it_is = AnswerFile.write
+
+    def stop(self: AnswerFile, window: Any) -> None:
+        if len(written) == 2:
+            self.file.write(b'{"half a li')
+            raise KeyboardInterrupt
+        written.append(len(window))
+        write_as_it_is(self, window)
+
+    monkeypatch.setattr(AnswerFile, "write", stop)
+    ask(random_model, *drawn, f"output={output}", code=130)
+    assert written == [4, 4] and not output.exists()
+    assert whole.startswith(part.read_bytes().removesuffix(b'{"half a li'))
+    assert part.read_bytes().endswith(b'{"half a li')
+    assert f"What is there so far is in {part}" in capsys.readouterr().out
+
+    monkeypatch.setattr(AnswerFile, "write", write_as_it_is)
+    ask(random_model, *drawn, f"output={output}", "top_p=0.5", code=2)
+    assert f"{part} was begun with something else (top_p)" in capsys.readouterr().err
+    ask(random_model, *drawn[:-1], "seed=4", f"output={output}", code=2)
+    assert "(seed)" in capsys.readouterr().err
+    ask(random_model, *drawn, f"output={output}")
+    assert f"Going on after the 8 lines in {part}." in capsys.readouterr().out
+    assert output.read_bytes() == whole
+    assert not list(tmp_path.glob("*.part*"))
+
+
+def test_one_process_writes_a_file(tmp_path: Path, random_model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    asked = write(tmp_path / "in.jsonl", {"prompt": "x"})
+    with pytest.raises(KeyboardInterrupt), AnswerFile(tmp_path / "out", {}, 4):
+        ask(random_model, f"input={asked}", f"output={tmp_path}/out", "max_new_tokens=8", code=2)
+        raise KeyboardInterrupt
+    assert "another process is writing" in capsys.readouterr().err
+    assert not list(tmp_path.glob("out*")), "nothing was written, so nothing is left"
+    ask(random_model, f"input={asked}", f"output={tmp_path}/no/such/folder", code=74)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], 'either prompt="…", or input=FILE and output=FILE.'),
+        (["prompt=x", "input=y"], 'either prompt="…", or input=FILE and output=FILE.'),
+        (["input=x"], "output is missing"),
+        (["input=nowhere.jsonl", "output=out"], "There is no data file 'nowhere.jsonl'"),
+        (["prompt=x", "batch_size=4"], "batch_size has an effect with input=FILE only"),
+        (["prompt=x", "top_p=0.5"], "top_p has no effect without temperature"),
+        (["prompt=x", "temperature=hot"], "temperature = hot is not a number from 0."),
+        (["prompt=x", "temperature=1", "top_p=1.5"], "top_p = 1.5 is not a number from 0 to 1."),
+        (["prompt=x", "engine=vllm"], "engine = vllm is none of transformers, deepspeed."),
+        (["input=x", "output=y", "format=text"], "format = text holds no questions."),
+        (["input=x", "output=y", "columns=[a]"], "columns = [a] is not of the form"),
+        (["input=x", "output=y", "columns={promt: a}"], "no format reads 'promt'. Did you mean 'prompt'?"),
+        (["propmt=x"], "unknown argument 'propmt=x'"),
+    ],
+)
+def test_mistakes(words: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    ask(tmp_path, *words, code=2)
+    assert message in capsys.readouterr().err
+
+
+def test_no_model_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["generate", "prompt=x"]) == 2
+    assert "model.path is missing" in capsys.readouterr().err
+
+
+def test_plain_texts_ask_nothing(tmp_path: Path, random_model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    asked = write(tmp_path / "in.jsonl", {"text": "once upon a time"})
+    ask(random_model, f"input={asked}", f"output={tmp_path}/out", code=2)
+    assert "rows of plain text hold no questions" in capsys.readouterr().err
+
+
+def test_one_rank_of_deepspeeds_engine(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    ask(write_speaker(tmp_path / "model"), "prompt=x", "engine=deepspeed")
+    assert capsys.readouterr().out == SAYS + "\n"
