@@ -110,7 +110,9 @@ def run_session(cfg: RunConfig, ranks: Ranks, prepared: Prepared, started: float
     progress = Progress(
         total_steps, ranks.rank == 0, start.step, on_first_step=partial(report.note, first_step=start.step + 1)
     )
-    saver = Saver(engine, folder / "checkpoints", cfg.checkpoint, session.described, progress.say)
+    saver = Saver(
+        engine, folder / "checkpoints", cfg.checkpoint, session.described, progress.say, cfg.evaluate.keep_best
+    )
     if origin.checkpoint is not None:
         go_on(saver, origin.checkpoint, start, ranks, cfg.run.seed)
     job = _job(session, saver, start, total_steps)
