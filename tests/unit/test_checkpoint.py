@@ -392,7 +392,7 @@ def test_nothing_is_named_before_it_is_on_the_disk(tmp_path: Path, monkeypatch: 
     folder = tmp_path / "step-3.tmp"
     folder.mkdir()
     saver = Saver.__new__(Saver)
-    saver.folder, saver.config = tmp_path, CheckpointConfig()
+    saver.folder, saver.config, saver.keep_best = tmp_path, CheckpointConfig(), ""
     saver._thinning = Thinning(tmp_path, 0, lambda source, target: None, print)
     pending = _Pending(3, folder, EngineFiles(), [])
     torch.save({"weights": torch.arange(10.0)}, folder / "model.pt")
