@@ -136,6 +136,7 @@ def test_planning_needs_no_torch() -> None:
         "toolkit.cli",
         "toolkit.cli.train",
         "toolkit.cli.check",
+        "toolkit.cli.eval",
         "toolkit.cli.export_config",
         "toolkit.cli.prepare",
         "toolkit.cli.launch",

@@ -37,7 +37,8 @@ def test_both_languages_show_the_same_commands_and_structure() -> None:
     for pattern in (r"^#+ ", r"^\| ", r"^```", r"^- \*\*"):
         count = [len(re.findall(pattern, text, re.MULTILINE)) for text in (english, chinese)]
         assert count[0] == count[1], pattern
-    for name in ("chatglm", "commands", "data", "deepspeed", "multinode", "reliability", "tuning", "using"):
+    pages = {path.stem for path in (ROOT / "docs").glob("*.md")} - {"config"}
+    for name in sorted(page for page in pages if not page.endswith("_zh")):
         pair = [(ROOT / "docs" / f"{name}{tail}.md").read_text(encoding="utf-8") for tail in ("", "_zh")]
         for pattern in (r"^#+ ", r"^\| ", r"^- \*\*", r"`engine/[a-z_]+\.py`"):
             assert len(re.findall(pattern, pair[0], re.MULTILINE)) == len(re.findall(pattern, pair[1], re.MULTILINE))

@@ -11,8 +11,8 @@ from golden import GOLDEN, lines
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from toolkit.evaluate.answers import hears_system
 from toolkit.evaluate.generate import text_of
+from toolkit.evaluate.row_answers import hears_system
 from toolkit.evaluate.stream import AnswerStream
 from toolkit.models import load_chat_encoder
 from toolkit.models.template_chat import TemplateChatEncoder

@@ -207,7 +207,16 @@ def test_an_adapter_of_another_model_is_refused(tmp_path: Path) -> None:
     )
     assert main(["export-model", str(GOLDEN / "v2"), "dtype=bf16", f"output={tmp_path}/hf", "forward=no"]) == 0
     assert (
-        main(["export-model", f"model.path={tmp_path}/hf", f"adapter={adapter}", "merge=true", f"output={tmp_path}/y"])
+        main(
+            [
+                "export-model",
+                f"model.path={tmp_path}/hf",
+                f"adapter={adapter}",
+                "merge=true",
+                f"output={tmp_path}/y",
+                "forward=no",
+            ]
+        )
         == 0
     )
     (tmp_path / "adapter" / "base.json").write_text(json.dumps({"path": "/gone", "numbers": {}}))

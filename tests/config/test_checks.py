@@ -99,12 +99,12 @@ REFUSED = {
     ),
     "train.max_steps=5 train.epochs=2": "train.max_steps = 5 and train.epochs = 2 are both given: keep one of them.",
     "profile.comms.enabled=true profile.comms.prof_ops=[all_reduce]": (
-        "profile.comms.prof_ops = ['all_reduce'] has no effect: profile.comms.prof_all is true. Remove it, or "
+        "profile.comms.prof_ops = [all_reduce] has no effect: profile.comms.prof_all is true. Remove it, or "
         "set profile.comms.prof_ops=[]."
     ),
     "track.csv.output_path=/x": (
         "track.csv.output_path = /x has no effect: track.csv.enabled is false. Remove it, or set "
-        "track.csv.output_path=."
+        'track.csv.output_path="".'
     ),
     "profile.flops.detailed=false": (
         "profile.flops.detailed = false has no effect: profile.flops.enabled is false. Remove it, or set "
@@ -115,7 +115,7 @@ REFUSED = {
         "model.shape: hidden_size 126 / num_heads 6 = 21 must be a multiple of 4, because half of a head is rotated in "
         "pairs."
     ),
-    "model.path=/x": "model.path = /x has no effect: model.init is random. Remove it, or set model.path=.",
+    "model.path=/x": 'model.path = /x has no effect: model.init is random. Remove it, or set model.path="".',
     "model.shape.num_heads=3": (
         "model.shape: hidden_size 128 must be a multiple of num_heads 3, and that of num_kv_heads 2."
     ),
@@ -154,13 +154,36 @@ REFUSED = {
         "data.max_bad_fraction = 0.5 has no effect: data.on_bad_row is error, not skip. Remove it, or set "
         "data.max_bad_fraction=0.01."
     ),
-    "checkpoint.keep_best=true data.validation_fraction=0": (
-        "checkpoint.keep_best = true has no effect: there is no validation data. Remove it, or set "
-        "checkpoint.keep_best=false."
+    "evaluate.keep_best=eval_loss data.validation_fraction=0": (
+        "evaluate.keep_best = eval_loss has no effect: there is no validation data. Remove it, or set "
+        'evaluate.keep_best="".'
     ),
-    "checkpoint.keep_best=true checkpoint.keep=0": (
-        "checkpoint.keep_best = true has no effect: all checkpoints are kept. Remove it, or set "
-        "checkpoint.keep_best=false."
+    "evaluate.keep_best=eval_loss checkpoint.keep=0": (
+        "evaluate.keep_best = eval_loss has no effect: all checkpoints are kept. Remove it, or set "
+        'evaluate.keep_best="".'
+    ),
+    "evaluate.keep_best=eval_los": ("evaluate.keep_best = eval_los is none of eval_loss. Did you mean 'eval_loss'?"),
+    "evaluate.keep_best=eval_chrf": (
+        "evaluate.keep_best = eval_chrf is none of eval_loss. Add it to evaluate.metrics."
+    ),
+    "evaluate.keep_best=bleu evaluate.metrics=[bleu]": (
+        "evaluate.keep_best = bleu is none of eval_loss, eval_bleu. Did you mean 'eval_bleu'?"
+    ),
+    "evaluate.keep_best=eval_length evaluate.metrics=[length,chrf]": (
+        "evaluate.keep_best = eval_length is none of eval_loss, eval_chrf. Did you mean 'eval_loss'?"
+    ),
+    "evaluate.metrics=[bleu] data.validation_fraction=0": (
+        "evaluate.metrics = [bleu] has no effect: there is no validation data. Remove it, or set evaluate.metrics=[]."
+    ),
+    "evaluate.batch_size=2": (
+        "evaluate.batch_size = 2 has no effect: evaluate.metrics is empty. Remove it, or set evaluate.batch_size=8."
+    ),
+    "evaluate.metrics=[bleu] evaluate.seed=2": (
+        "evaluate.seed = 2 has no effect: evaluate.temperature is 0, so nothing is drawn. Remove it, or set "
+        "evaluate.seed=0."
+    ),
+    "evaluate.metrics=[bleu] evaluate.temperature=1 evaluate.top_p=0": (
+        "evaluate.top_p = 0.0 must be above 0 and at most 1."
     ),
     "data.packing_window=10": (
         "data.packing_window = 10 has no effect: data.packing is none, not packed. Remove it, or set "

@@ -43,6 +43,9 @@ COMMAND_LINE = {
     "run.name=null": "command line: 'run.name' = null must be a text.",
     "run.name=[a]": "command line: 'run.name' = ['a'] must be a text.",
     "zero=[3]": "command line: 'zero' = [3] must be a section of keys.",
+    "evaluate.metrics=[rouge_L]": "command line: 'evaluate.metrics[0]' = rouge_L must be one of: bleu, chrf, rouge_1, "
+    "rouge_2, rouge_l, exact_match, distinct_1, distinct_2, length, chatglm_bleu_4, chatglm_rouge_1, chatglm_rouge_2, "
+    "chatglm_rouge_l. Did you mean 'rouge_l'?",
     "precision.dtype=bf61": "command line: 'precision.dtype' = bf61 must be one of: fp32, bf16, fp16. Did you "
     "mean 'bf16'?",
     "zero=stage9": (

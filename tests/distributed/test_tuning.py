@@ -9,7 +9,7 @@ import torch
 from official import write
 from ranks import REPOSITORY, deepspeed, run
 from safetensors.torch import load_file
-from shared import losses, tiny
+from shared import eval_losses, losses, tiny
 
 from toolkit.checkpoint.weights import weights
 from toolkit.cli import main
@@ -42,6 +42,7 @@ CELLS: dict[str, list[str]] = {
         "tuning=ptuning_v2",
         "tuning.num_tokens=4",
         "tuning.projection=true",
+        "tuning.dropout=0.0",
         "zero=stage3",
         ALL,
         RECOMPUTE,
@@ -95,7 +96,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory, rows_file: Path) -> Path:
 def test_it_learns_and_goes_on_bit_by_bit(name: str, runs: Path) -> None:
     found = losses(runs / name)
     assert len(found) == 6
-    assert found[5] < found[0]
+    before, *_, after = eval_losses(runs / name)
+    assert after < before
     assert losses(runs / f"{name}-again") == found
     first, again = (weights_of(runs / one / "checkpoints" / "step-6") for one in (name, f"{name}-again"))
     assert set(first) == set(again)
@@ -122,7 +124,7 @@ def test_only_what_is_trained_is_kept(name: str, runs: Path) -> None:
     trained = sum(value.numel() for value in held.values())
     total = json.loads((runs / name / "DONE").read_text())["parameters"]
     assert json.loads((runs / name / "DONE").read_text())["trained_parameters"] == trained
-    assert 0 < trained < total / 2
+    assert 0 < trained < 0.65 * total
     assert all(value.numel() for value in held.values())
     states = [path.stat().st_size for path in checkpoint.glob("*optim_states.pt")]
     if states:

@@ -1,6 +1,7 @@
 """Checkpoints on disk: whole or passed over, never half-made, never a way out of their folder, never code."""
 
 import json
+import math
 import os
 import pickle
 import random
@@ -391,7 +392,7 @@ def test_nothing_is_named_before_it_is_on_the_disk(tmp_path: Path, monkeypatch: 
     folder = tmp_path / "step-3.tmp"
     folder.mkdir()
     saver = Saver.__new__(Saver)
-    saver.folder, saver.config = tmp_path, CheckpointConfig()
+    saver.folder, saver.config, saver.keep_best = tmp_path, CheckpointConfig(), ""
     saver._thinning = Thinning(tmp_path, 0, lambda source, target: None, print)
     pending = _Pending(3, folder, EngineFiles(), [])
     torch.save({"weights": torch.arange(10.0)}, folder / "model.pt")
@@ -535,13 +536,29 @@ def test_whatever_a_proof_raises_nothing_is_published(tmp_path: Path, monkeypatc
     assert pending.failure == "MemoryError: no room"
 
 
-def test_an_evaluation_that_is_no_number_is_not_the_best(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("keep_best", "values", "best"),
+    [
+        ("eval_loss", [math.nan, 1.0, 2.0], 4),
+        ("eval_rouge_l", [10.0, 30.0, 20.0], 4),
+        ("eval_rouge_l", [0.0, 0.0, 0.0], 2),
+        ("eval_rouge_l", [None, 5.0, 5.0], 4),
+        ("eval_rouge_l", [None, None, None], None),
+        ("", [1.0, 2.0, 3.0], None),
+    ],
+)
+def test_the_best_checkpoint(keep_best: str, values: list[float | None], best: int | None, tmp_path: Path) -> None:
+    """By the lowest loss or the highest of a metric, which may be missing or no number; of equal ones the first."""
     for step in (2, 4, 6):
         checkpoint(tmp_path, step)
     saver = Saver.__new__(Saver)
-    saver.folder, saver.config = tmp_path, CheckpointConfig(keep_best=True)
-    rated = [{"step": 2, "eval_loss": float("nan")}, {"step": 4, "eval_loss": 1.0}, {"step": 6, "eval_loss": 2.0}]
-    assert saver._best(_Pending(6, tmp_path, EngineFiles(), rated)) == [tmp_path / "step-4"]
+    saver.folder, saver.keep_best = tmp_path, keep_best
+    rows = [
+        {"step": step} | ({} if value is None else {keep_best or "eval_loss": value})
+        for step, value in zip((0, 2, 4, 6), [9e9 if keep_best != "eval_loss" else -9e9, *values], strict=True)
+    ]
+    found = saver._best(_Pending(6, tmp_path, EngineFiles(), rows))
+    assert found == ([] if best is None else [tmp_path / f"step-{best}"])
 
 
 def test_a_checkpoint_without_its_manifest_is_damaged(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -17,6 +17,7 @@ COMMANDS = {
     "prepare": "toolkit.cli.prepare",
     "show": "toolkit.cli.show",
     "export-config": "toolkit.cli.export_config",
+    "eval": "toolkit.cli.eval",
     "generate": "toolkit.cli.generate",
     "chat": "toolkit.cli.chat",
     "serve": "toolkit.cli.serve",
@@ -38,6 +39,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         The exit code; see docs/commands.md.
     """
     words = list(sys.argv[1:] if arguments is None else arguments)
+    if words and words[0].startswith("--local_rank="):  # `deepspeed --module toolkit eval …` puts it before the command
+        del words[0]
     if not words or words[0] in ("-h", "--help"):
         print(_overview())
         return 0 if words else 2

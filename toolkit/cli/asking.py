@@ -57,7 +57,7 @@ def check_system(encoder: "AnyChatEncoder", system: str) -> None:
     Raises:
         ConfigError: its chat format has no place for one.
     """
-    from toolkit.evaluate.answers import hears_system
+    from toolkit.evaluate.row_answers import hears_system
 
     if system and not hears_system(encoder):
         family = getattr(encoder.tokenizer, "family", None)

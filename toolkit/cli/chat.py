@@ -175,8 +175,8 @@ class Chat:
         Raises:
             ModelError: the question alone is too long.
         """
-        from toolkit.evaluate.answers import with_system
         from toolkit.evaluate.generate import check_length
+        from toolkit.evaluate.row_answers import with_system
 
         left_out = 0
         while True:

@@ -7,6 +7,7 @@ from deepspeed import DeepSpeedEngine
 
 from toolkit.config.schema import RunConfig
 from toolkit.engine.ds_config import DsConfig
+from toolkit.evaluate.questions import Question
 from toolkit.launch.environment import Ranks
 from toolkit.train.checkpoint import Described
 from toolkit.train.prepared import Prepared
@@ -22,6 +23,8 @@ class Session:
     """Who this process is."""
     prepared: Prepared
     """Tokenizer and stores."""
+    questions: list[Question]
+    """What the model is asked at each evaluation."""
     folder: Path
     """The run folder."""
     ds: DsConfig

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from toolkit.cli.checkpoints import checkpoint_at
-from toolkit.cli.compose import named_arguments
+from toolkit.cli.compose import named_arguments, one_of
 from toolkit.errors import CheckpointError, ConfigError
 from toolkit.messages import tr
 
@@ -54,11 +54,9 @@ class _Asked:
 def run(words: list[str]) -> int:
     """Export."""
     given = named_arguments(words, required=("model.path",), optional=_OPTIONAL, usage=_USAGE, bare="model.path")
-    format, dtype = _one_of(given, "format", FORMATS, "hf"), _one_of(given, "dtype", tuple(DTYPES), "")
-    merge, forward = (
-        _one_of(given, "merge", ("true", "false"), "false"),
-        _one_of(given, "forward", ("yes", "no"), "yes"),
-    )
+    format, merge = one_of(given, "format", FORMATS), one_of(given, "merge", ("false", "true"))
+    dtype = DTYPES[one_of(given, "dtype", tuple(DTYPES))] if "dtype" in given else ""
+    forward = one_of(given, "forward", ("yes", "no"))
     asked = _Asked(
         path=Path(given["model.path"]),
         adapter=given.get("adapter", ""),
@@ -73,22 +71,13 @@ def run(words: list[str]) -> int:
     _quiet()
     shards = {"max_shard_size": given["max_shard_size"]} if "max_shard_size" in given else {}
     layout: Format = "official" if format == "official" else "hf"
-    _export(asked, Wanted(format=layout, merge=merge == "true", dtype=DTYPES.get(dtype, ""), **shards))
+    _export(asked, Wanted(format=layout, merge=merge == "true", dtype=dtype, **shards))
     print(tr("wrote {folder}.", folder=asked.output))
     from toolkit.models.tuning.adapter import is_original_prefix
 
     if forward == "yes" and not is_original_prefix(asked.output):
         print("  " + _proven(asked.output))
     return 0
-
-
-def _one_of(given: dict[str, str], name: str, known: tuple[str, ...], default: str) -> str:
-    value = given.get(name, default)
-    if value != default and value not in known:
-        raise ConfigError(
-            tr("unknown {name} '{value}'. Known: {known}.", name=name, value=value, known=", ".join(known))
-        )
-    return value
 
 
 def _output(path: Path, output: str, format: str, merge: bool) -> Path:

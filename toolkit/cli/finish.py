@@ -14,6 +14,7 @@ from toolkit.export.card import card
 from toolkit.export.folder import export
 from toolkit.export.prove import run_forward
 from toolkit.messages import tr
+from toolkit.models.tuning.base import FILE as BASE_FILE
 from toolkit.models.tuning.count import count_parameters
 from toolkit.secrets import hide
 from toolkit.train import run_folder
@@ -36,7 +37,8 @@ def _export(session: Session, outcome: Outcome) -> None:
     """Write export/, and load it again: it gives the logits that the run gives, or it is no export."""
     tuned = getattr(session.engine.module, "tuned", None)
     is_adapter = tuned is not None and bool(tuned.settings)
-    files = {**session.described.files, CARD: card(outcome.state, is_adapter)}
+    files = {name: content for name, content in session.described.files.items() if is_adapter or name != BASE_FILE}
+    files[CARD] = card(outcome.state, is_adapter)
     folder = session.folder / "export"
     (export_adapter if is_adapter else export)(session.engine, files, session.described.probe_ids, folder)
     if session.cfg.checkpoint.verify_export:

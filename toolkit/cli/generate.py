@@ -78,8 +78,8 @@ def _ask(given: dict[str, str], sampling: "Sampling", is_split: bool) -> None:
             raise ConfigError(tr("{name} has an effect with input=FILE only. Remove it.", name=name))
     usable = _load(given, is_split)
     from toolkit.distributed import process_group
-    from toolkit.evaluate.answers import with_system
     from toolkit.evaluate.generate import generate, text_of
+    from toolkit.evaluate.row_answers import with_system
 
     messages = with_system([{"role": "user", "content": given["prompt"]}], given.get("system", ""))
     [ids] = generate(usable.model, usable.encoder, [usable.encoder.prompt(messages)], sampling, usable.model.device)
@@ -97,7 +97,7 @@ def _ask_file(given: dict[str, str], sampling: "Sampling", is_split: bool) -> No
     total = sum(1 for _ in read_questions(source))  # a broken file is told before the model loads
     from toolkit.distributed import process_group
     from toolkit.evaluate.answer_file import AnswerFile
-    from toolkit.evaluate.answers import BATCHES, answers
+    from toolkit.evaluate.row_answers import BATCHES, answers
 
     settings = _settings(given, question_files(source), batch_size)
     first = process_group.rank() == 0  # all ranks of engine=deepspeed compute the same; one writes

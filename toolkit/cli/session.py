@@ -5,6 +5,7 @@ import os
 import socket
 import sys
 import time
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from toolkit.checkpoint import random_state
 from toolkit.checkpoint.run_state import RunState
 from toolkit.cli.building import build_engine
 from toolkit.cli.context import Session
+from toolkit.cli.evaluation import Evaluation, questions_of
 from toolkit.cli.finish import finish
 from toolkit.cli.sample_view import stretches
 from toolkit.config.checks import accumulation
@@ -26,7 +28,6 @@ from toolkit.distributed import failure, orphans, process_group, signals
 from toolkit.distributed.watchdog import Watchdog
 from toolkit.engine.ds_config import build_ds_config
 from toolkit.errors import RunFolderError
-from toolkit.evaluate.loss import evaluate_loss
 from toolkit.export.checkpoint import export_beside
 from toolkit.launch import report
 from toolkit.launch.environment import Ranks
@@ -38,7 +39,7 @@ from toolkit.secrets import HidingFilter
 from toolkit.track.progress import Progress
 from toolkit.train import resume, run_folder
 from toolkit.train.bad_steps import Samples
-from toolkit.train.batches import epoch_steps, evaluation_batches, position_after, step_samples, training_batches
+from toolkit.train.batches import epoch_steps, position_after, step_samples, training_batches
 from toolkit.train.checkpoint import Described, Saver
 from toolkit.train.loop import Job
 from toolkit.train.loop import train as run_loop
@@ -81,6 +82,7 @@ def run_session(cfg: RunConfig, ranks: Ranks, prepared: Prepared, started: float
         The run folder.
     """
     random_state.seed_all(cfg.run.seed + ranks.rank)
+    questions = questions_of(cfg, prepared, say if ranks.rank == 0 else lambda line: None)
     origin = process_group.on_rank0(lambda: resume.choose(cfg, say))
     folder = origin.folder
     if ranks.rank and ranks.local_rank == 0:  # rank 0 has told it; a `toolkit launch` of another machine has no other
@@ -98,6 +100,7 @@ def run_session(cfg: RunConfig, ranks: Ranks, prepared: Prepared, started: float
         cfg=cfg,
         ranks=ranks,
         prepared=prepared,
+        questions=questions,
         folder=folder,
         ds=ds,
         engine=engine,
@@ -107,7 +110,9 @@ def run_session(cfg: RunConfig, ranks: Ranks, prepared: Prepared, started: float
     progress = Progress(
         total_steps, ranks.rank == 0, start.step, on_first_step=partial(report.note, first_step=start.step + 1)
     )
-    saver = Saver(engine, folder / "checkpoints", cfg.checkpoint, session.described, progress.say)
+    saver = Saver(
+        engine, folder / "checkpoints", cfg.checkpoint, session.described, progress.say, cfg.evaluate.keep_best
+    )
     if origin.checkpoint is not None:
         go_on(saver, origin.checkpoint, start, ranks, cfg.run.seed)
     job = _job(session, saver, start, total_steps)
@@ -145,7 +150,7 @@ def _job(session: Session, saver: Saver, start: RunState, total_steps: int) -> J
         steps_per_epoch=epoch_steps(cfg, prepared),
         total_steps=total_steps,
         folder=session.folder,
-        evaluate=_evaluation(session) if prepared.validation is not None else None,
+        evaluate=_evaluation(session, saver.say) if prepared.validation is not None else None,
         saver=saver,
         start=start,
         position_after=partial(position_after, cfg, prepared),
@@ -175,19 +180,21 @@ def _check_shared(folder: Path) -> None:
         )
 
 
-def _evaluation(session: Session) -> Any:
+def _evaluation(session: Session, tell: Callable[[str], None]) -> Callable[[int, Callable[[], None]], dict[str, float]]:
     """Return the function that the loop calls to evaluate."""
-
-    def evaluate() -> dict[str, float]:
-        batches = evaluation_batches(session.cfg, session.prepared, session.ranks)
-        result = evaluate_loss(session.engine, batches)
-        return {
-            "eval_loss": result.loss,
-            "eval_perplexity": result.perplexity,
-            "eval_tokens": result.tokens,
-        }
-
-    return evaluate
+    engine, folder = session.engine, session.folder / "evaluations"
+    evaluation = Evaluation(
+        cfg=session.cfg,
+        prepared=session.prepared,
+        ranks=session.ranks,
+        questions=session.questions,
+        model=engine,
+        device=engine.device,
+        in_step=engine.zero_optimization_partition_weights(),
+        say=tell,
+    )
+    evaluation.leave_out_too_long()
+    return lambda step, alive: evaluation.run(folder / f"step-{step}.jsonl", alive)
 
 
 def _samples_at(session: Session, place: Position) -> Samples:

@@ -8,7 +8,8 @@ from toolkit.config.checks_files import check_files
 from toolkit.config.checks_tuning import check_tuning, check_tuning_here
 from toolkit.config.load import Loaded
 from toolkit.config.places import fail, prefix, value_of
-from toolkit.config.schema import Device, RunConfig
+from toolkit.config.schema import EVAL_LOSS, Device, Metric, RunConfig
+from toolkit.config.suggest import did_you_mean
 from toolkit.config.unread import check_effect
 from toolkit.config.variables import check_variables
 from toolkit.errors import ConfigError
@@ -38,7 +39,12 @@ LEAST = {
     "checkpoint.keep_weights": -1,
     "checkpoint.max_gib": 0,
     "evaluate.every": 0,
+    "evaluate.max_samples": 0,
+    "evaluate.batch_size": 1,
     "evaluate.max_new_tokens": 1,
+    "evaluate.temperature": 0,
+    "evaluate.top_k": 0,
+    "evaluate.seed": 0,
     "schedule.warmup_steps": 0,
     "optim.weight_decay": 0,
     "zero.reduce_bucket_size": 1,
@@ -91,7 +97,7 @@ def check(loaded: Loaded, world_size: int | None = None, *, files: bool = True) 
     Raises:
         ConfigError: the first rule that does not hold.
     """
-    rules = (_numbers, _batch, _length_of_run, _schedule, _zero, _offload, _names, _restarts)
+    rules = (_numbers, _batch, _length_of_run, _schedule, _zero, _offload, _names, _restarts, _evaluate)
     for rule in (*rules, check_tuning, check_effect, check_variables):
         rule(loaded)
     if world_size is not None:
@@ -154,6 +160,9 @@ def _numbers(loaded: Loaded) -> None:
         assert isinstance(value, float)
         if not 0 <= value < 1:
             raise fail(loaded, key, tr("{key} = {value} must be from 0 to below 1.", key=key, value=value))
+    if not 0 < cfg.evaluate.top_p <= 1:
+        key, number = "evaluate.top_p", cfg.evaluate.top_p
+        raise fail(loaded, key, tr("{key} = {value} must be above 0 and at most 1.", key=key, value=number))
     if not 0 <= cfg.zero.offload_optimizer.ratio <= 1:
         key, value = "zero.offload_optimizer.ratio", cfg.zero.offload_optimizer.ratio
         raise fail(loaded, key, tr("{key} = {value} must be from 0 to 1.", key=key, value=value))
@@ -323,3 +332,20 @@ def _restarts(loaded: Loaded) -> None:
                 words=" ".join(missing),
             ),
         )
+
+
+def _evaluate(loaded: Loaded) -> None:
+    """The best checkpoint can be chosen by what is measured only, and only where more or less of it is better."""
+    evaluate = loaded.cfg.evaluate
+    known = [EVAL_LOSS, *(f"eval_{metric.value}" for metric in evaluate.metrics if metric is not Metric.length)]
+    name = evaluate.keep_best
+    if not name or name in known:
+        return
+    key = "evaluate.keep_best"
+    could_be = name in {f"eval_{metric.value}" for metric in Metric if metric is not Metric.length}
+    raise fail(
+        loaded,
+        key,
+        tr("{key} = {value} is none of {known}.", key=key, value=name, known=", ".join(known))
+        + (" " + tr("Add it to evaluate.metrics.") if could_be else did_you_mean(name, known)),
+    )

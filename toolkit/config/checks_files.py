@@ -1,6 +1,7 @@
 """Rules about files and folders that a config names, found out before anything is loaded."""
 
 import glob
+import importlib.util
 import math
 import os
 import tempfile
@@ -19,7 +20,7 @@ def check_files(loaded: Loaded) -> None:
     Raises:
         ConfigError: the first file or folder that is not there or not usable.
     """
-    for rule in (_nvme_folders, _model, _sources, _run_dir):
+    for rule in (_nvme_folders, _model, _sources, _run_dir, _packages):
         rule(loaded)
 
 
@@ -191,4 +192,21 @@ def _run_dir(loaded: Loaded) -> None:
             loaded,
             "run.dir",
             tr("run.dir = {dir}: {folder} cannot be written to.", dir=loaded.cfg.run.dir, folder=existing),
+        )
+
+
+def _packages(loaded: Loaded) -> None:
+    """What the metrics of the ChatGLM repositories need is no part of this package: it is old, and few need it."""
+    wanted = [metric.value for metric in loaded.cfg.evaluate.metrics if metric.value.startswith("chatglm_")]
+    packages = {"jieba": "jieba", "rouge_chinese": "rouge-chinese", "nltk": "nltk"}
+    missing = [package for name, package in packages.items() if wanted and importlib.util.find_spec(name) is None]
+    if missing:
+        raise fail(
+            loaded,
+            "evaluate.metrics",
+            tr(
+                "evaluate.metrics: {metrics} needs what is not installed: pip install {packages}",
+                metrics=", ".join(wanted),
+                packages=" ".join(missing),
+            ),
         )

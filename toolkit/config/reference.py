@@ -80,7 +80,9 @@ def _type(kind: Any) -> str:
     words = {int: "whole number", float: "number", bool: "true, false", str: "text"}
     if typing.get_origin(kind) is list:
         inner = typing.get_args(kind)[0]
-        return "list of " + (words[inner] + "s" if inner in words else "sources")
+        if inner in words:
+            return f"list of {words[inner]}s"
+        return "list of sources" if dataclasses.is_dataclass(inner) else f"list of {_type(inner)}"
     return words.get(kind, "section")
 
 

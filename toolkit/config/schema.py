@@ -148,6 +148,28 @@ class Device(str, Enum):
     nvme = "nvme"
 
 
+class Metric(str, Enum):
+    """What the model's answers to validation samples are scored by."""
+
+    bleu = "bleu"
+    chrf = "chrf"
+    rouge_1 = "rouge_1"
+    rouge_2 = "rouge_2"
+    rouge_l = "rouge_l"
+    exact_match = "exact_match"
+    distinct_1 = "distinct_1"
+    distinct_2 = "distinct_2"
+    length = "length"
+    chatglm_bleu_4 = "chatglm_bleu_4"
+    chatglm_rouge_1 = "chatglm_rouge_1"
+    chatglm_rouge_2 = "chatglm_rouge_2"
+    chatglm_rouge_l = "chatglm_rouge_l"
+
+
+EVAL_LOSS = "eval_loss"
+"""Name of the validation loss in metrics.jsonl, beside eval_ and the name of each metric. Less of it is better."""
+
+
 class Backend(str, Enum):
     """The library that carries the collectives."""
 
@@ -538,8 +560,6 @@ class CheckpointConfig:
     """Newest checkpoints kept; 0 keeps all. An older one is deleted only after its successor is complete."""
     keep_weights: int = 0
     """Checkpoints beyond checkpoint.keep that stay as weights only (step-N-weights, a model folder, nothing to resume from); 0 makes none, -1 keeps all."""
-    keep_best: bool = False
-    """Keep the checkpoint with the lowest validation loss as well."""
     max_gib: float = 0.0
     """GiB that the checkpoints of a run, weights only included, may take together; the oldest go first, the newest never. 0 is no limit."""
     at_end: bool = True
@@ -556,18 +576,34 @@ class CheckpointConfig:
 
 @dataclass(kw_only=True, slots=True)
 class EvaluateConfig:
-    """`evaluate`: loss and perplexity on the validation split, exact over all its tokens."""
+    """`evaluate`: loss and perplexity on the validation split, exact over all its tokens, and the model's answers to it."""
 
     every: int = 0
     """Steps between two evaluations; 0 evaluates at the end only."""
     at_start: bool = True
     """Evaluate before the first step too."""
+    metrics: list[Metric] = field(default_factory=list)
+    """At each evaluation the model also answers validation samples, and the answers are scored by these (docs/evaluation.md); [] leaves it out. Those that begin with chatglm_ are what the ChatGLM repositories computed, and need the packages jieba, rouge-chinese and nltk."""
+    max_samples: int = 200
+    """Answer so many validation samples, evenly spread over the split; 0 answers all. Loss and perplexity are always of all."""
+    batch_size: int = 8
+    """Samples that a rank answers at once."""
+    max_new_tokens: int = 64
+    """Longest answer in tokens, to a validation sample or to a question of `evaluate.prompts`."""
+    temperature: float = 0.0
+    """0: the likeliest token each time; else the logits are divided by it and tokens are drawn."""
+    top_p: float = 1.0
+    """Draw among the likeliest tokens that hold this share of the probability together; 1 among all."""
+    top_k: int = 0
+    """Draw among so many of the likeliest tokens; 0 among all."""
+    seed: int = 0
+    """Of what is drawn: the same seed gives the same answers, on any number of ranks."""
+    keep_best: str = ""
+    """Keep the checkpoint that is the best by this name in metrics.jsonl as well: eval_loss, or eval_ and one of `evaluate.metrics`, such as eval_rouge_l; "" keeps the newest only. Rated are checkpoints of steps that were evaluated."""
     ngram_baselines: bool = False
     """Print the loss of a unigram and a bigram model fitted to the training split, for comparison."""
     prompts: list[str] = field(default_factory=list)
     """Questions that the model answers at the end (greedy); shown and written to samples.jsonl."""
-    max_new_tokens: int = 64
-    """Longest such answer in tokens."""
 
 
 @dataclass(kw_only=True, slots=True)

@@ -58,7 +58,9 @@ def _as_written(value: object) -> str:
     """Return a value as one writes it on the command line."""
     if isinstance(value, bool):
         return str(value).lower()
-    return str(value.value if isinstance(value, Enum) else value)
+    if isinstance(value, list):
+        return f"[{','.join(map(_as_written, value))}]"
+    return str(value.value if isinstance(value, Enum) else value) or '""'
 
 
 def _unread(cfg: RunConfig) -> Iterator[tuple[str, str]]:
@@ -90,10 +92,7 @@ def _unread(cfg: RunConfig) -> Iterator[tuple[str, str]]:
         yield from ((f"schedule.{name}", reason) for name in ("warmup_type", "warmup_min_ratio"))
     yield from _unread_data(cfg)
     yield from unread_tuning(cfg)
-    if not (cfg.data.validation or cfg.data.validation_fraction):
-        yield "checkpoint.keep_best", tr("there is no validation data")
-    elif not (cfg.checkpoint.keep or cfg.checkpoint.max_gib):
-        yield "checkpoint.keep_best", tr("all checkpoints are kept")
+    yield from _unread_evaluate(cfg)
     if not cfg.checkpoint.keep:
         yield "checkpoint.keep_weights", tr("all checkpoints are kept")
     if not cfg.checkpoint.export:
@@ -118,6 +117,21 @@ def _unread_data(cfg: RunConfig) -> Iterator[tuple[str, str]]:
         yield "data.packing_window", tr("data.packing is {value}, not packed", value=data.packing.value)
     if data.validation:
         yield "data.validation_fraction", tr("data.validation is given")
+
+
+def _unread_evaluate(cfg: RunConfig) -> Iterator[tuple[str, str]]:
+    """Settings of evaluation, where there is nothing to evaluate, to draw or to choose from."""
+    evaluate = cfg.evaluate
+    if not (cfg.data.validation or cfg.data.validation_fraction):
+        yield from ((f"evaluate.{name}", tr("there is no validation data")) for name in ("metrics", "keep_best"))
+    elif not (cfg.checkpoint.keep or cfg.checkpoint.max_gib):
+        yield "evaluate.keep_best", tr("all checkpoints are kept")
+    if not evaluate.metrics:
+        names = ("max_samples", "batch_size", "temperature", "top_p", "top_k", "seed")
+        yield from ((f"evaluate.{name}", tr("evaluate.metrics is empty")) for name in names)
+    elif not evaluate.temperature:
+        reason = tr("evaluate.temperature is 0, so nothing is drawn")
+        yield from ((f"evaluate.{name}", reason) for name in ("top_p", "top_k", "seed"))
 
 
 def _unread_observers(cfg: RunConfig) -> Iterator[tuple[str, str]]:

@@ -122,6 +122,11 @@ class Store:
         member = self.members[index]
         return f"{read_manifest(self.folder)['files'][self.files[member]]['path']}:{self.lines[member]}"
 
+    def sources(self) -> NDArray[np.int64]:
+        """Return the number of each sample's source, those of validation after those of training, [len(self)]."""
+        of_file = np.array([file["source"] for file in read_manifest(self.folder)["files"]], np.int64)
+        return of_file[self.files[self.members]]
+
     def __reduce__(self) -> tuple[type["Store"], tuple[Path, str]]:
         return Store, (self.folder, self.split)
 

@@ -43,15 +43,36 @@ def initialize(
             dist_init_required=False,
         )
     except (AssertionError, ValueError, NotImplementedError) as error:
-        raise ConfigError(
-            tr(
-                "DeepSpeed refuses this configuration: {reason}",
-                reason=str(error) or type(error).__name__,
-            )
-        ) from error
+        raise _refusal(error) from error
     _assert_frequencies_kept(engine.module, frequencies)
     _scale_fp16_loss(engine)
     return engine
+
+
+def initialize_untrained(model: PreTrainedModel, ds_config: dict[str, Any]) -> deepspeed.DeepSpeedEngine:
+    """Build an engine that only runs a partitioned model forward: without an optimizer, and what belongs to one.
+
+    Args:
+        model: the model, already partitioned under stage 3.
+        ds_config: what ds_config.build_ds_config made.
+
+    Raises:
+        ConfigError: DeepSpeed refuses the combination.
+    """
+    values = {name: value for name, value in ds_config.items() if name not in ("optimizer", "scheduler")}
+    zero = ds_config["zero_optimization"]
+    values["zero_optimization"] = {name: value for name, value in zero.items() if name != "offload_optimizer"}
+    frequencies = _rotary_frequencies(model)
+    try:
+        engine, *_ = deepspeed.initialize(model=model, config=values, dist_init_required=False)
+    except (AssertionError, ValueError, NotImplementedError) as error:
+        raise _refusal(error) from error
+    _assert_frequencies_kept(engine.module, frequencies)
+    return engine
+
+
+def _refusal(error: Exception) -> ConfigError:
+    return ConfigError(tr("DeepSpeed refuses this configuration: {reason}", reason=str(error) or type(error).__name__))
 
 
 def _scale_fp16_loss(engine: deepspeed.DeepSpeedEngine) -> None:

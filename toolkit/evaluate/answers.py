@@ -1,115 +1,82 @@
-"""Answers to many questions: in batches of like length, given back in the order of the questions."""
+"""Answers to many questions: every rank takes its part of the batches, and all ranks get all answers."""
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
-from itertools import islice
-from typing import Any
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 
 import torch
 from transformers import PreTrainedModel
 
-from toolkit.data.conversation import Message
-from toolkit.data.questions import Question
-from toolkit.errors import ModelError, RowError
-from toolkit.evaluate.generate import Sampling, check_length, generate, text_of
-from toolkit.messages import tr
+from toolkit.distributed.process_group import barrier, gather, rank, world_size
+from toolkit.errors import Stopped
+from toolkit.evaluate.generate import Sampling, generate
 from toolkit.models.chat import AnyChatEncoder
 
-BATCHES = 8
-"""In a window, whose questions are sorted by length and whose answers are given back together."""
+
+@dataclass(kw_only=True, slots=True)
+class Answers:
+    """What came of it, the same on every rank."""
+
+    ids: dict[int, list[int]] = field(default_factory=dict)
+    """Number of the question -> tokens of its answer; without those that failed."""
+    failures: list[str] = field(default_factory=list)
+    """Why batches failed, each reason once."""
+    seconds: float = 0.0
+    """From the first batch to the last, over all ranks."""
 
 
-def answers(
+def answer_all(
     model: PreTrainedModel,
     encoder: AnyChatEncoder,
-    questions: Iterable[Question],
+    prompts: Sequence[Sequence[int]],
     sampling: Sampling,
+    batch_size: int,
     device: torch.device,
     *,
-    batch_size: int,
-    system: str = "",
-    done: int = 0,
-) -> Iterator[list[dict[str, Any]]]:
-    """Yield what is known of each question after asking the model, a window of `batch_size * BATCHES` at a time.
+    in_step: bool,
+    alive: Callable[[], None],
+) -> Answers:
+    """Answer every prompt once over all ranks. A collective.
 
-    Each is an object with `messages` (`tools`), `answer`, `reference`, `prompt_tokens`, `tokens`, `finish` (stop, or
-    length: cut at max_new_tokens) and `where`; one that could not be asked has `error` in place of an answer.
+    Prompts of like length share a batch. Which do, and what is drawn for them, is the same on any number of ranks.
 
     Args:
-        model: the model.
-        encoder: its way of writing conversations.
-        questions: all of them.
-        sampling: how to choose tokens. Batches draw from seeds of their own, so that a question that comes several
-            times gets several answers.
-        device: where the model computes.
-        batch_size: questions in a forward.
-        system: system message for questions without one.
-        done: leave out so many of the first, whole windows: the others get the answers that they would have got.
+        model: see `generate`.
+        encoder: see `generate`.
+        prompts: the same on every rank; those too long for the model are left out already.
+        sampling: how to choose tokens.
+        batch_size: prompts that a rank answers at once.
+        device: see `generate`.
+        in_step: see `generate`. A batch that fails then ends the run, as the other ranks are in the middle of theirs;
+            otherwise it is counted, and the others go on.
+        alive: called after each batch.
     """
-    rows = islice(questions, done, None)
-    while window := list(islice(rows, batch_size * BATCHES)):
-        results: list[dict[str, Any]] = []
-        prompts: dict[int, list[int]] = {}
-        for place, question in enumerate(window):
-            messages = with_system(question.messages, system)
-            results.append(_known(question, messages))
+    order = sorted(range(len(prompts)), key=lambda number: (len(prompts[number]), number))
+    batches = [order[begin : begin + batch_size] for begin in range(0, len(order), batch_size)]
+    mine: dict[int, list[int]] = {}
+    failures: set[str] = set()
+    started = time.perf_counter()
+    for first in range(0, len(batches), world_size()):
+        place = first + rank()
+        has_one = place < len(batches)
+        # A rank without a batch takes part in the others' forward passes all the same, with the shortest prompt.
+        batch = batches[place] if has_one else order[:1]
+        if has_one or in_step:
             try:
-                prompts[place] = _prompt(model, encoder, question, messages, sampling.max_new_tokens)
-            except (RowError, ModelError) as error:
-                results[place]["error"] = str(error)
-        # The longest first: what does not fit into memory fails at once.
-        order = sorted(prompts, key=lambda place: -len(prompts[place]))
-        for begin in range(0, len(order), batch_size):
-            places = order[begin : begin + batch_size]
-            drawn = replace(sampling, seed=sampling.seed + done + begin)
-            found = generate(model, encoder, [prompts[place] for place in places], drawn, device)
-            for place, ids in zip(places, found, strict=True):
-                results[place] |= {
-                    "answer": text_of(encoder, ids),
-                    "prompt_tokens": len(prompts[place]),
-                    "tokens": len(ids),
-                    "finish": "stop" if len(ids) < sampling.max_new_tokens else "length",
-                }
-        done += len(window)
-        yield results
-
-
-def with_system(messages: Sequence[Message], system: str) -> list[Message]:
-    """Return a conversation with a system message, if one is wanted and it has none."""
-    if not system or (messages and messages[0]["role"] == "system"):
-        return list(messages)
-    return [{"role": "system", "content": system}, *messages]
-
-
-def hears_system(encoder: AnyChatEncoder) -> bool:
-    """Return whether a system message changes what the model is given."""
-    asked = [{"role": "user", "content": "?"}]
-    try:
-        return encoder.prompt(with_system(asked, "!")) != encoder.prompt(asked)
-    except RowError:
-        return False
-
-
-def _prompt(
-    model: PreTrainedModel,
-    encoder: AnyChatEncoder,
-    question: Question,
-    messages: Sequence[Message],
-    max_new_tokens: int,
-) -> list[int]:
-    if question.error:
-        raise RowError(question.error)
-    prompt = encoder.prompt(messages, question.tools)
-    if not prompt:
-        raise RowError(tr("the chat template makes nothing of the conversation"))
-    check_length(model, len(prompt), max_new_tokens)
-    return prompt
-
-
-def _known(question: Question, messages: list[Message]) -> dict[str, Any]:
-    known: dict[str, Any] = {"messages": messages} if question.messages else {}
-    if question.tools:
-        known["tools"] = question.tools
-    if question.reference is not None:
-        known["reference"] = question.reference
-    return known | {"where": question.where}
+                asked = [prompts[number] for number in batch]
+                own = replace(sampling, seed=sampling.seed + place)
+                found = generate(model, encoder, asked, own, device, in_step=in_step)
+                mine |= dict(zip(batch, found, strict=True)) if has_one else {}
+            except Stopped:
+                raise
+            except Exception as error:  # whatever it is, most likely a lack of memory: no reason to end a training run
+                if in_step:
+                    raise
+                failures.add(f"{type(error).__name__}: {error}".splitlines()[0])
+        barrier()  # no rank gets so far behind that the others' next collective takes it for dead
+        alive()
+    answers = Answers(seconds=time.perf_counter() - started)
+    for ids, reasons in gather((mine, failures)):
+        answers.ids |= ids
+        answers.failures += sorted(reasons - set(answers.failures))
+    return answers

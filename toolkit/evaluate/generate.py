@@ -1,5 +1,6 @@
 """Answers of a model: batched, padded on the left, with a cache of keys and values, greedy or sampled by a seed."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -58,21 +59,20 @@ def generate(
     pad = _pad_id(encoder)
     ids = torch.tensor([[pad] * (longest - len(prompt)) + list(prompt) for prompt in prompts], device=device)
     mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts], device=device)
-    was_training = model.training
+    was_training, own = model.training, model.generation_config
     model.eval()
+    # In its place, as transformers takes from it whatever a config that is handed over leaves out.
+    model.generation_config = _config(encoder, sampling)
     devices = [device] if device.type == "cuda" else []
-    with torch.no_grad(), torch.random.fork_rng(devices=devices):
-        torch.manual_seed(sampling.seed)
-        output = model.generate(
-            input_ids=ids,
-            attention_mask=mask,
-            generation_config=_config(encoder, sampling),
-            synced_gpus=in_step,
-            **options,
-        )
-    model.train(was_training)
+    try:
+        with torch.no_grad(), torch.random.fork_rng(devices=devices):
+            torch.manual_seed(sampling.seed)
+            output = model.generate(input_ids=ids, attention_mask=mask, synced_gpus=in_step, **options)
+    finally:
+        model.generation_config = own
+        model.train(was_training)
     stops = set(encoder.stop_ids)
-    return [_until_stop(row, stops) for row in output[:, longest:].tolist()]
+    return [until_stop(row, stops) for row in output[:, longest:].tolist()]
 
 
 def answer(
@@ -95,8 +95,8 @@ def check_length(model: PreTrainedModel, prompt_tokens: int, max_new_tokens: int
     Raises:
         ModelError: the answer could become too long.
     """
-    most = getattr(model.config, "max_position_embeddings", None)
-    if most is not None and prompt_tokens + max_new_tokens > most:
+    most = most_tokens(model)
+    if prompt_tokens + max_new_tokens > most:
         raise ModelError(
             tr(
                 "a prompt of {prompt} tokens and max_new_tokens = {new} are more than the {most} positions that the "
@@ -109,20 +109,22 @@ def check_length(model: PreTrainedModel, prompt_tokens: int, max_new_tokens: int
         )
 
 
+def most_tokens(model: PreTrainedModel) -> float:
+    """Return how many tokens prompt and answer may have together: the model's positions, infinite where it has none."""
+    return getattr(model.config, "max_position_embeddings", None) or math.inf
+
+
 def _config(encoder: AnyChatEncoder, sampling: Sampling) -> GenerationConfig:
-    """Return all settings: what is left out would come from the model's own generation_config.json."""
-    drawn = sampling.temperature > 0
+    drawn: dict[str, Any] = {}
+    if sampling.temperature > 0:  # beside greedy ones, transformers warns of them
+        drawn = {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k}
     return GenerationConfig(
         max_new_tokens=sampling.max_new_tokens,
-        do_sample=drawn,
-        temperature=sampling.temperature if drawn else 1.0,
-        top_p=sampling.top_p,
-        top_k=sampling.top_k if drawn else 50,  # its default: it warns of any other, though greedy asks for none
-        num_beams=1,
-        repetition_penalty=1.0,
+        do_sample=bool(drawn),
         use_cache=True,
         eos_token_id=encoder.stop_ids,
         pad_token_id=_pad_id(encoder),
+        **drawn,
     )
 
 
@@ -131,5 +133,6 @@ def _pad_id(encoder: AnyChatEncoder) -> int:
     return int(encoder.tokenizer.eos_token_id if pad is None else pad)
 
 
-def _until_stop(ids: list[int], stops: set[int]) -> list[int]:
+def until_stop(ids: list[int], stops: set[int]) -> list[int]:
+    """Return the ids before the first that ends an answer."""
     return ids[: next((place for place, token in enumerate(ids) if token in stops), len(ids))]

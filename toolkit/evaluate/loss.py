@@ -1,49 +1,62 @@
 """Loss and perplexity of the validation split, exact over all its tokens."""
 
 import math
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
 
 import torch
 from deepspeed import DeepSpeedEngine
+from transformers import PreTrainedModel
 
+from toolkit.config.schema import EVAL_LOSS
 from toolkit.distributed.process_group import sum_over_ranks
-from toolkit.models.loss import num_trained_tokens, token_loss_sum
+from toolkit.models.loss import UNTRAINED, token_losses
 
 
-@dataclass(frozen=True, slots=True)
-class Evaluation:
-    """Result over all ranks."""
-
-    loss: float
-    """Nats per trained token."""
-    tokens: int
-    """Trained tokens."""
-
-    @property
-    def perplexity(self) -> float:
-        """Return exp(loss), infinite where that overflows."""
-        return math.exp(self.loss) if self.loss < 700 else math.inf
-
-
-def evaluate_loss(engine: DeepSpeedEngine, micro_batches: Iterable[dict[str, torch.Tensor]]) -> Evaluation:
-    """Evaluate the model as it stands. A collective.
+def evaluate_loss(
+    model: DeepSpeedEngine | PreTrainedModel,
+    micro_batches: Iterable[dict[str, torch.Tensor]],
+    names: Sequence[str],
+    device: torch.device,
+) -> dict[str, float]:
+    """Evaluate a model as it stands. A collective.
 
     Args:
-        engine: the engine; left in training mode.
+        model: the engine, or the model where there is none; left in its mode.
         micro_batches: this rank's part of the split, CPU tensors `[B, S]`; as many on every rank, fillers included.
+            `sources` tells of each token the number of its source.
+        names: of the sources, by number.
+        device: where the model computes.
+
+    Returns:
+        As in metrics.jsonl: `eval_loss` in nats per trained token, `eval_perplexity`, `eval_tokens`, the trained
+        tokens; where the split has several sources also `eval_loss/SOURCE`.
     """
-    loss_sum = torch.zeros((), dtype=torch.float64, device=engine.device)
-    tokens = 0
-    engine.eval()
+    sums = torch.zeros(len(names), 2, dtype=torch.float64, device=device)
+    was_training = getattr(model, "module", model).training
+    model.eval()
     with torch.no_grad():
         for batch in micro_batches:
-            tokens += num_trained_tokens(batch)
-            on_device = {name: tensor.to(engine.device, non_blocking=True) for name, tensor in batch.items()}
-            loss_sum += token_loss_sum(engine, on_device).double()
-    engine.train()
-    totals = sum_over_ranks(
-        torch.stack([loss_sum, torch.tensor(float(tokens), dtype=torch.float64).to(loss_sum)]),
-        engine.device,
-    )
-    return Evaluation(loss=float(totals[0] / totals[1]), tokens=int(totals[1]))
+            on_device = {name: tensor.to(device, non_blocking=True) for name, tensor in batch.items()}
+            losses = token_losses(model, on_device)
+            is_trained = on_device["labels"][:, 1:] != UNTRAINED
+            for number in set(batch["sources"].unique().tolist()) - {-1}:
+                # One by one, as sums by index are not the same each time on GPUs. A token's loss stands before it.
+                mine = is_trained & (on_device["sources"][:, 1:] == number)
+                sums[number, 0] += losses[:, :-1][mine].sum(dtype=torch.float64)
+                sums[number, 1] += mine.sum()
+    model.train(was_training)
+    totals = sum_over_ranks(sums.flatten(), device).view(-1, 2)
+    by_name: dict[str, torch.Tensor] = {}
+    for name, total in zip(names, totals, strict=True):
+        by_name[name] = by_name.get(name, 0) + total
+    loss, tokens = (float(value) for value in totals.sum(dim=0))
+    found = {EVAL_LOSS: loss / tokens, "eval_perplexity": perplexity(loss / tokens), "eval_tokens": int(tokens)}
+    parts = {name: float(total[0] / total[1]) for name, total in sorted(by_name.items()) if total[1]}
+    if len(parts) > 1:
+        found |= {f"{EVAL_LOSS}/{name}": part for name, part in parts.items()}
+    return found
+
+
+def perplexity(loss: float) -> float:
+    """Return exp(loss), infinite where that overflows."""
+    return math.exp(loss) if loss < 700 else math.inf

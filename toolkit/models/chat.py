@@ -75,6 +75,11 @@ class FamilyChatEncoder:
         """Return the ids at which an answer ends."""
         return self.format.stop_ids
 
+    @property
+    def answer_ids(self) -> list[int]:
+        """Return the ids after which the assistant speaks, where a token of its own says so."""
+        return [int(self.tokenizer.convert_tokens_to_ids(token)) for token in self.format.asks]
+
 
 AnyChatEncoder = FamilyChatEncoder | TemplateChatEncoder
 """What turns conversations into ids, for training and for generation."""

@@ -25,6 +25,21 @@ def token_loss_sum(engine: torch.nn.Module, batch: dict[str, torch.Tensor], **mo
     Returns:
         float32 scalar on the engine's device, of this rank alone; 0 (with a zero gradient) without trained tokens.
     """
+    return _cross_entropy(engine, batch, "sum", **model_arguments)
+
+
+def token_losses(engine: torch.nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    """Return each trained token's cross entropy, at the position before it; 0 elsewhere. Arguments as above.
+
+    Returns:
+        float32 `[B, S]`.
+    """
+    return _cross_entropy(engine, batch, "none").view(batch["labels"].shape)
+
+
+def _cross_entropy(
+    engine: torch.nn.Module, batch: dict[str, torch.Tensor], reduction: str, **model_arguments: Any
+) -> torch.Tensor:
     # ChatGLM-6B's two position channels come from where <sop> stands; the model makes them itself.
     module = getattr(engine, "module", engine)
     builds_positions = getattr(module, "builds_positions", False)
@@ -41,7 +56,7 @@ def token_loss_sum(engine: torch.nn.Module, batch: dict[str, torch.Tensor], **mo
         logits.reshape(-1, logits.size(-1)).float(),  # a view, but for a prompt's, which are cut
         targets.reshape(-1),
         ignore_index=UNTRAINED,
-        reduction="sum",
+        reduction=reduction,
     )
 
 

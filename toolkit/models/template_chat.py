@@ -114,6 +114,11 @@ class TemplateChatEncoder:
         """Return the ids at which an answer ends."""
         return [int(self.tokenizer.eos_token_id)]
 
+    @property
+    def answer_ids(self) -> list[int]:
+        """Return none: what is trained begins where the assistant speaks."""
+        return []
+
     def _probe(self) -> None:
         """Look at how the template writes answers."""
         try:

@@ -1,6 +1,6 @@
 """This rank's micro-batches of a config."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
 import torch
 
@@ -87,9 +87,21 @@ def _sampler(
     )
 
 
-def evaluation_batches(cfg: RunConfig, prepared: Prepared, ranks: Ranks) -> Iterable[Batch]:
-    """Return the validation micro-batches of this rank: each sample once over all ranks."""
+def evaluation_batches(cfg: RunConfig, prepared: Prepared, ranks: Ranks) -> Iterator[Batch]:
+    """Yield the validation micro-batches of this rank: each sample once over all ranks.
+
+    Beside what training has they hold `sources`, int64 [B, S]: of each token the number of its source, -1 for padding.
+    """
     assert prepared.validation is not None and prepared.validation_plan is not None
-    plan = prepared.validation_plan
+    store, plan = prepared.validation, prepared.validation_plan
     shares = sequential(len(plan), rows_per_step(cfg, prepared.packing)[1], ranks.rank, ranks.world_size)
-    return build_loader(prepared.validation, plan, shares, prepared.pad_id, prepared.packing, seed=cfg.run.seed)
+    loader = build_loader(store, plan, shares, prepared.pad_id, prepared.packing, seed=cfg.run.seed)
+    sources = store.sources()
+    for rows, batch in zip(shares, loader, strict=True):
+        samples = [plan[row] for row in rows]
+        if prepared.packing is not Packing.packed:  # then each sample is a row of the batch by itself
+            samples = [[sample] for row in samples for sample in row]
+        of_segment = torch.full((len(batch["segment_ids"]), int(batch["segment_ids"].max()) + 1), -1)
+        for row, listed in enumerate(samples):
+            of_segment[row, 1 : len(listed) + 1] = torch.from_numpy(sources[listed])
+        yield {**batch, "sources": of_segment.gather(1, batch["segment_ids"])}

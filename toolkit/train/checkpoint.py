@@ -25,7 +25,7 @@ from deepspeed import DeepSpeedEngine
 from toolkit.checkpoint import engine_files, folders, manifest, random_state, universal
 from toolkit.checkpoint.manifest import FileRecord
 from toolkit.checkpoint.run_state import RunState
-from toolkit.config.schema import CheckpointConfig
+from toolkit.config.schema import EVAL_LOSS, CheckpointConfig
 from toolkit.disk import flush
 from toolkit.distributed.process_group import barrier, gather, on_rank0, rank
 from toolkit.errors import CheckpointError
@@ -63,6 +63,7 @@ class Saver:
         config: how many are kept.
         described: what is written of the model.
         say: tells the user; called on every rank.
+        keep_best: what the best checkpoint is chosen by, see `evaluate.keep_best`; "" keeps none for that.
     """
 
     def __init__(
@@ -72,8 +73,10 @@ class Saver:
         config: CheckpointConfig,
         described: Described,
         say: Callable[[str], None],
+        keep_best: str = "",
     ) -> None:
         self.engine, self.folder, self.config, self.described, self.say = engine, folder, config, described, say
+        self.keep_best = keep_best
         self.files = engine_files.install(engine, config.asynchronous)
         self.newest: Path | None = None
         """The last checkpoint that was published."""
@@ -252,16 +255,16 @@ class Saver:
         self._thinning.start(waiting)
 
     def _best(self, pending: "_Pending") -> list[Path]:
-        """Return the checkpoint with the lowest validation loss so far, if `checkpoint.keep_best` wants it kept."""
-        if not self.config.keep_best:
-            return []
+        """Return the best checkpoint so far, of equal ones the first, if `evaluate.keep_best` wants it kept."""
         there = {folders.step_of(path): path for path in folders.published(self.folder)}
+        sign = 1 if self.keep_best == EVAL_LOSS else -1
         rated = [
-            (one["eval_loss"], there[int(one["step"])])
+            (sign * one[self.keep_best], int(one["step"]))
             for one in pending.evaluations
-            if int(one["step"]) in there and math.isfinite(one["eval_loss"])
+            # A metric that failed at a step is missing from its row.
+            if int(one["step"]) in there and math.isfinite(one.get(self.keep_best, math.nan))
         ]
-        return [min(rated)[1]] if rated else []
+        return [there[min(rated)[1]]] if rated else []
 
     def _give_up(self, name: str, reason: str) -> None:
         """Go on without this checkpoint; the caller decides whether the run may."""

@@ -12,7 +12,7 @@ from pathlib import Path
 from deepspeed import DeepSpeedEngine
 
 from toolkit.checkpoint.run_state import RunState
-from toolkit.config.schema import OnBadStep, RunConfig
+from toolkit.config.schema import Metric, OnBadStep, RunConfig
 from toolkit.data.sampler import Position
 from toolkit.distributed import signals
 from toolkit.distributed.process_group import gather, on_rank0, rank, world_size
@@ -50,8 +50,9 @@ class Job:
     """Optimizer steps of the run."""
     folder: Path
     """The run folder."""
-    evaluate: Callable[[], dict[str, float]] | None
-    """Evaluates on all ranks: `eval_loss`, `eval_perplexity`, `eval_tokens`; None without validation data."""
+    evaluate: Callable[[int, Callable[[], None]], dict[str, float]] | None
+    """Evaluates on all ranks after a step, calling back now and then: `eval_loss`, `eval_perplexity`, `eval_tokens`,
+    `eval_` and the name of each metric; None without validation data."""
     saver: Saver
     """Saves checkpoints."""
     start: RunState
@@ -185,7 +186,6 @@ class _Run:
             self._log(lr)
         self.meter.pause()
         if evaluate:
-            job.watchdog.enter("evaluation", step)
             self._evaluate()
         if save or last:
             job.watchdog.enter("checkpoint", step)
@@ -271,19 +271,33 @@ class _Run:
 
     def _evaluate(self) -> None:
         assert self.job.evaluate is not None
-        row: dict[str, float] = {"step": self.step, **self.job.evaluate()}
+        step, watchdog = self.step, self.job.watchdog
+        watchdog.enter("evaluation", step)
+        row: dict[str, float] = {"step": step, **self.job.evaluate(step, lambda: watchdog.enter("evaluation", step))}
         self.outcome.evaluations.append(row)
         if rank() == 0:
             self.metrics.append(row)
         self.progress.say(
             tr(
                 "step {step}  validation loss {loss} nats/token, perplexity {perplexity} over {tokens} tokens",
-                step=self.step,
+                step=step,
                 loss=f"{row['eval_loss']:.4f}",
                 perplexity=f"{row['eval_perplexity']:.2f}",
                 tokens=f"{int(row['eval_tokens']):,}",
             )
         )
+        if "eval_answers" in row:
+            whole = {name.removeprefix("eval_"): value for name, value in row.items() if "/" not in name}
+            figures = [f"{metric.value} {whole[metric.value]:.2f}" for metric in Metric if metric.value in whole]
+            self.progress.say(
+                tr(
+                    "step {step}  {count} answers, {pace} tokens/s: {figures}",
+                    step=step,
+                    count=f"{whole['answers']:,}",
+                    pace=f"{whole['tokens_per_s']:,.0f}",
+                    figures=", ".join(figures),
+                )
+            )
 
     def _again(self) -> bool:
         """Whether a save that failed is due again: ten times as often as saves are."""

@@ -53,6 +53,11 @@ class Prepared:
         return lambda rows: store.lengths(rows if plan.members is None else plan.members[rows])
 
     @property
+    def source_names(self) -> list[str]:
+        """Return the names of all sources by their numbers, as `toolkit show` has them; several may be the same."""
+        return [str(source["name"]) for source in self.report.sources]
+
+    @property
     def tokenizer(self) -> "PreTrainedTokenizerBase":
         """Return the encoder's tokenizer."""
         return self.encoder.tokenizer

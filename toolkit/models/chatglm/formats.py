@@ -54,6 +54,8 @@ class Format:
 
     stops: tuple[str, ...]
     """Tokens at which an answer ends."""
+    asks: tuple[str, ...] = ()
+    """Tokens after which the assistant speaks, where there are such."""
     only_last = False
     """Whether only the last answer of a conversation can be trained."""
 
@@ -149,6 +151,7 @@ class ChatGLMFormat(_Rounds):
     """ChatGLM-6B: `prompt [gMASK] <sop> answer <eop>`; <sop> is trained too, as in the original."""
 
     stops = ("<eop>",)
+    asks = ("<sop>",)
 
     def prompt(self, messages: Sequence[Message]) -> list[Piece]:
         """Return the prompt; see `Format`."""
@@ -206,6 +209,7 @@ class _Roles(Format):
     role's own token is not. So it is in the original; a tool's observations are trained, too.
     """
 
+    asks = (_ROLE_TOKENS["assistant"],)
     sop: str
     """Name of the token after [gMASK]."""
     end: str

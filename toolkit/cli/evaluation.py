@@ -1,0 +1,203 @@
+"""An evaluation of the validation split: its loss, the model's answers, their scores, and the files that keep them."""
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from deepspeed import DeepSpeedEngine
+from transformers import PreTrainedModel
+
+from toolkit.config.load import recorded
+from toolkit.config.schema import RunConfig
+from toolkit.distributed.process_group import on_rank0
+from toolkit.errors import DataError, ModelError
+from toolkit.evaluate.answers import Answers, answer_all
+from toolkit.evaluate.generate import Sampling, most_tokens
+from toolkit.evaluate.loss import evaluate_loss
+from toolkit.evaluate.questions import Question, choose_questions
+from toolkit.evaluate.results import Results, judge
+from toolkit.launch.environment import Ranks
+from toolkit.messages import tr
+from toolkit.train.batches import Batch, evaluation_batches
+from toolkit.train.prepared import Prepared
+
+Say = Callable[[str], None]
+
+
+def questions_of(cfg: RunConfig, prepared: Prepared, say: Say) -> list[Question]:
+    """Return the validation samples that the model is to answer; before it is loaded, as this may fail.
+
+    Args:
+        cfg: checked config.
+        prepared: encoder and stores.
+        say: is told of samples that are left out.
+
+    Raises:
+        DataError: answers are wanted, or the best checkpoint, and there is nothing to evaluate.
+    """
+    evaluate = cfg.evaluate
+    if prepared.validation is None:
+        if evaluate.metrics or evaluate.keep_best:
+            raise DataError(
+                tr(
+                    "the validation split is empty: there is no row left for it. Give data.validation, more rows, or "
+                    "a larger data.validation_fraction (it is {fraction}).",
+                    fraction=cfg.data.validation_fraction,
+                )
+            )
+        return []
+    if not evaluate.metrics:
+        return []
+    names = prepared.source_names
+    questions, others = choose_questions(prepared.validation, prepared.encoder, names, evaluate.max_samples)
+    if not questions:
+        raise DataError(
+            tr(
+                "evaluate.metrics: none of {count} validation samples has a question and an answer. Leave the metrics "
+                "out, or give conversations in data.validation.",
+                count=others,
+            )
+        )
+    if others:
+        say(
+            tr(
+                "evaluate.metrics: {count} of {all} validation samples are plain texts or pieces without a question, "
+                "and are not answered.",
+                count=others,
+                all=others + len(questions),
+            )
+        )
+    return questions
+
+
+@dataclass(kw_only=True, slots=True)
+class Evaluation:
+    """Evaluates a model as often as wanted, each time in the same way."""
+
+    cfg: RunConfig
+    """Checked config."""
+    prepared: Prepared
+    """Encoder and stores; the validation split is there."""
+    ranks: Ranks
+    """Who this process is."""
+    questions: list[Question]
+    """Of `questions_of`."""
+    model: DeepSpeedEngine | PreTrainedModel
+    """The engine, or where there is none the model."""
+    device: torch.device
+    """Where it computes."""
+    in_step: bool
+    """Whether it is partitioned over the ranks."""
+    say: Say
+    """Tells the user; called on every rank."""
+
+    def leave_out_too_long(self) -> None:
+        """Drop the questions whose answers could become longer than the model's positions, and say so.
+
+        Raises:
+            ModelError: that is so for all of them.
+        """
+        most, new = most_tokens(self._module), self.cfg.evaluate.max_new_tokens
+        fitting = [question for question in self.questions if len(question.prompt) + new <= most]
+        dropped = len(self.questions) - len(fitting)
+        if dropped:
+            sentence = tr(
+                "evaluate.max_new_tokens = {new}: with {count} of {all} validation prompts that is more than the "
+                "{most} positions of the model.",
+                new=new,
+                count=dropped,
+                all=len(self.questions),
+                most=most,
+            )
+            if not fitting:
+                raise ModelError(sentence + " " + tr("Set it lower."))
+            self.say(sentence + " " + tr("They are not answered."))
+        self.questions = fitting
+
+    def run(self, file: Path, alive: Callable[[], None] = lambda: None) -> dict[str, float]:
+        """Evaluate. A collective, which leaves no trace in the model or in random generators.
+
+        Args:
+            file: gets a line for each answer; beside it, as .json, comes what is true of all.
+            alive: called now and then.
+
+        Returns:
+            The figures as they are written into metrics.jsonl, the same on every rank.
+        """
+        cfg, prepared = self.cfg, self.prepared
+        batches = _watched(evaluation_batches(cfg, prepared, self.ranks), alive)
+        figures = evaluate_loss(self.model, batches, prepared.source_names, self.device)
+        if not self.questions:
+            return figures
+        answers = answer_all(
+            self._module,
+            prepared.encoder,
+            [question.prompt for question in self.questions],
+            self._sampling(),
+            cfg.evaluate.batch_size,
+            self.device,
+            in_step=self.in_step,
+            alive=alive,
+        )
+        return figures | on_rank0(lambda: self._judge(answers, file, figures))
+
+    @property
+    def _module(self) -> PreTrainedModel:
+        return getattr(self.model, "module", self.model)
+
+    def _sampling(self) -> Sampling:
+        evaluate = self.cfg.evaluate
+        return Sampling(
+            max_new_tokens=evaluate.max_new_tokens,
+            temperature=evaluate.temperature,
+            top_p=evaluate.top_p,
+            top_k=evaluate.top_k,
+            seed=evaluate.seed,
+        )
+
+    def _judge(self, answers: Answers, file: Path, figures: dict[str, float]) -> dict[str, float]:
+        """Score and keep the answers; whatever goes wrong is told, and ends nothing."""
+        missing = len(self.questions) - len(answers.ids)
+        if missing:
+            self.say(
+                tr(
+                    "WARNING: {count} of {all} validation samples could not be answered: {reason}.",
+                    count=missing,
+                    all=len(self.questions),
+                    reason="; ".join(answers.failures),
+                )
+            )
+        if not answers.ids:
+            return {}
+        results = judge(self.questions, answers, self.cfg.evaluate.metrics, self.prepared.encoder)
+        for name, reason in results.failures.items():
+            self.say(tr("WARNING: the metric {name} failed and is left out: {reason}.", name=name, reason=reason))
+        try:
+            self._write(results, file, figures | results.values)
+        except OSError as error:
+            self.say(tr("WARNING: {file} cannot be written: {reason}.", file=file, reason=error.strerror or str(error)))
+        return results.values
+
+    def _write(self, results: Results, file: Path, figures: dict[str, float]) -> None:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in results.rows]
+        file.write_text("".join(lines), encoding="utf-8", errors="backslashreplace")
+        config = recorded(self.cfg)
+        whole = {
+            "figures": figures,
+            "tokenization": results.tokenize,
+            "signatures": results.signatures,
+            "failures": results.failures,
+            "model": config["model"],
+            "evaluate": config["evaluate"],
+        }
+        text = json.dumps(whole, indent=2, ensure_ascii=False) + "\n"
+        file.with_suffix(".json").write_text(text, encoding="utf-8", errors="backslashreplace")
+
+
+def _watched(batches: Iterator[Batch], alive: Callable[[], None]) -> Iterator[Batch]:
+    for batch in batches:
+        yield batch
+        alive()
