@@ -206,19 +206,8 @@ def test_an_adapter_of_another_model_is_refused(tmp_path: Path) -> None:
         == 2
     )
     assert main(["export-model", str(GOLDEN / "v2"), "dtype=bf16", f"output={tmp_path}/hf", "forward=no"]) == 0
-    assert (
-        main(
-            [
-                "export-model",
-                f"model.path={tmp_path}/hf",
-                f"adapter={adapter}",
-                "merge=true",
-                f"output={tmp_path}/y",
-                "forward=no",
-            ]
-        )
-        == 0
-    )
+    words = ["merge=true", f"output={tmp_path}/y", "forward=no"]
+    assert main(["export-model", f"model.path={tmp_path}/hf", f"adapter={adapter}", *words]) == 0
     (tmp_path / "adapter" / "base.json").write_text(json.dumps({"path": "/gone", "numbers": {}}))
     assert main(["export-model", str(adapter), "merge=true", f"output={tmp_path}/z"]) == 2
 
