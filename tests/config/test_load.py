@@ -12,8 +12,8 @@ from toolkit.config.schema import Dtype
 from toolkit.errors import ConfigError
 
 KNOWN = (
-    "Known: chatglm, chatglm2_6b, chatglm_6b, chatglm_full_adgen, chatglm_lora_adgen, chatglm_ptuning_adgen, fp16, glm4_9b, quickstart, zero1, zero2_offload, zero3_nvme, "
-    "zero3_offload."
+    "Known: chatglm, chatglm2_6b, chatglm_6b, chatglm_full_adgen, chatglm_lora_adgen, chatglm_ptuning_adgen, fp16, "
+    "glm4_9b, quickstart, zero1, zero2_offload, zero3_nvme, zero3_offload."
 )
 
 # Words on the command line (after recipe=quickstart) -> the whole message.
