@@ -683,4 +683,5 @@ CHINESE: dict[str, str] = {
     "{name} has no effect without temperature: the likeliest token is taken. Remove it.": "没有 temperature 时 {name} 不起作用：总是取最可能的 token。请删除它。",
     "{path}: rows of plain text hold no questions.": "{path}：纯文本的行中没有问题。",
     "transformers' server needs packages that are not installed:  pip install {packages}": "transformers 的服务器需要尚未安装的包：  pip install {packages}",
+    "no free port was found among {ports}.": "在 {ports} 中没有找到空闲端口。",
 }

@@ -3,13 +3,14 @@
 import contextlib
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+from toolkit.launch.environment import free_port
 
 REPOSITORY = Path(__file__).parents[2]
 BIN = Path(sys.executable).parent
@@ -23,13 +24,6 @@ class Finished:
     code: int
     output: str
     """stdout and stderr as they came, interleaved."""
-
-
-def free_port() -> int:
-    """Return a port that nobody listens on right now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def deepspeed(num_ranks: int, *words: str) -> list[str]:

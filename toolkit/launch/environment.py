@@ -1,6 +1,8 @@
 """Who this process is, told by whichever launcher started it, and the variables that the process group needs."""
 
+import contextlib
 import os
+import random
 import socket
 import sys
 from collections.abc import Mapping, MutableMapping, Sequence
@@ -133,10 +135,16 @@ def apply(ranks: Ranks, environ: MutableMapping[str, str]) -> None:
 
 
 def free_port() -> int:
-    """Return a port of this machine that nobody listens on right now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """Return a port of this machine that nobody listens on right now.
+
+    Below those that Linux gives to outgoing connections (from 32768 on): one of these could take it before it is used.
+    """
+    ports = random.SystemRandom().sample(range(20_000, 32_768), 100)  # leaves the seeded generator alone
+    for port in ports:
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise LaunchError(tr("no free port was found among {ports}.", ports=", ".join(map(str, ports[:3])) + " …"))
 
 
 def strip_launcher_arguments(words: Sequence[str]) -> list[str]:
