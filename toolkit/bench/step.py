@@ -20,6 +20,7 @@ from toolkit.distributed.process_group import barrier, rank, world_size
 from toolkit.engine.ds_config import build_ds_config
 from toolkit.launch.environment import Ranks
 from toolkit.models.build import build_model
+from toolkit.models.tuning.apply import tune
 from toolkit.track.metrics import MetricsLog
 from toolkit.train.batches import training_batches
 from toolkit.train.guard import Guard
@@ -86,9 +87,10 @@ def build_bare_engine(cfg: RunConfig, prepared: Prepared) -> deepspeed.DeepSpeed
     ds = build_ds_config(cfg, world_size(), 1_000_000)
     values = {key: value for key, value in ds.values.items() if key != "scheduler"}
     model = build_model(cfg.model, cfg.precision.dtype, prepared.tokenizer, cfg.run.seed, values)
+    tune(model, cfg.tuning, Path(cfg.model.path), prepared.tokenizer, cfg.run.seed, values)
     engine, *_ = deepspeed.initialize(
         model=model,
-        model_parameters=model.parameters(),
+        model_parameters=[parameter for parameter in model.parameters() if parameter.requires_grad],
         config=values,
         dist_init_required=False,
     )
