@@ -20,6 +20,7 @@ LAYERS = {
     "toolkit.secrets": 0,
     "toolkit.config": 0,
     "toolkit.launch": 1,
+    "toolkit.plan": 1,
     "toolkit.engine.ds_config": 1,
     "toolkit.engine.ds_import": 1,
     "toolkit.engine.ds_json": 1,

@@ -18,6 +18,7 @@ from toolkit.models.tuning.adapter import load_adapter, stored_names, trained_na
 from toolkit.models.tuning.apply import tune
 from toolkit.models.tuning.base import base_of
 from toolkit.models.tuning.count import count_parameters
+from toolkit.plan.parameters import count, shapes_of_config
 
 LORA = TuningMethod.lora
 
@@ -151,6 +152,35 @@ def test_a_prompt_begins_with_words(tmp_path: Path) -> None:
     wanted = model.get_input_embeddings().weight[torch.tensor((ids * 5)[:5])]
     assert torch.equal(model.soft_prompt.embedding.weight, wanted)
     assert size != len(tokenizer)
+
+
+PLANNED = [
+    {"method": TuningMethod.full},
+    {},
+    {"dora": True, "rank": 3, "target_modules": ["all-linear"]},
+    {"target_modules": ["*.mlp.*", "lm_head"]},
+    {"save_modules": ["lm_head", "input_layernorm"]},
+    {"method": TuningMethod.freeze, "last_layers": 1, "patterns": ["lm_head.*"]},
+    {"method": TuningMethod.ptuning_v2, "num_tokens": 5},
+    {"method": TuningMethod.ptuning_v2, "num_tokens": 5, "projection": True},
+    {"method": TuningMethod.prompt, "num_tokens": 5},
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "settings"),  # ChatGLM-6B has no prompt tuning
+    [(name, one) for name in SETS for one in PLANNED if name != "v1" or one.get("method") is not TuningMethod.prompt],
+)
+def test_what_is_planned_is_what_is_trained(name: str, settings: dict) -> None:
+    """Counted from config.json alone, in either layout."""
+    config = TuningConfig(**{"method": LORA, **settings})
+    counts = count_parameters(tuned(name, **settings)).values()
+    wanted = sum(one.trained for one in counts), sum(one.total for one in counts)
+    official = json.loads((GOLDEN / name / "config.json").read_text())
+    for known in (official, load(name).config.to_dict()):
+        found = shapes_of_config(known)
+        assert found is not None
+        assert count(*found, config) == wanted
 
 
 def test_what_is_trained_and_counted() -> None:

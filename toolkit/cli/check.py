@@ -11,6 +11,7 @@ from toolkit.config.schema import Init
 from toolkit.engine.ds_config import build_ds_config
 from toolkit.messages import tr
 from toolkit.models.folder import read_config
+from toolkit.plan.parameters import count, shapes_of_config
 
 
 def run(words: list[str]) -> int:
@@ -19,8 +20,8 @@ def run(words: list[str]) -> int:
     world_size = positive_int(composed.arguments, "world_size")
     cfg = composed.loaded.cfg
     check(composed.loaded, world_size)
-    if cfg.model.init is Init.pretrained:
-        read_config(cfg.model.path)
+    # The vocabulary of a random model is known once its tokenizer has been fitted.
+    known = shapes_of_config(read_config(cfg.model.path)) if cfg.model.init is Init.pretrained else None
     for note in composed.notes:
         print(note)
     if world_size:
@@ -34,5 +35,8 @@ def run(words: list[str]) -> int:
                 world_size=world_size,
             )
         )
+    if known and not cfg.tuning.adapter:
+        trained, total = count(*known, cfg.tuning)
+        print(tr("{trained} of {total} parameters are trained.", trained=f"{trained:,}", total=f"{total:,}"))
     print(tr("{recipe}: config and files are in order.", recipe=cfg.recipe))
     return 0

@@ -3,10 +3,10 @@
 from transformers import PreTrainedModel
 
 from toolkit.config.schema import TuningConfig
-from toolkit.config.suggest import did_you_mean
 from toolkit.errors import ConfigError
 from toolkit.messages import tr
-from toolkit.models.tuning.layers import decoder_layers, decoder_layers_name, matches
+from toolkit.models.tuning.layers import decoder_layers, decoder_layers_name
+from toolkit.plan.names import check_matches
 
 
 def freeze(model: PreTrainedModel, config: TuningConfig) -> None:
@@ -26,20 +26,13 @@ def freeze(model: PreTrainedModel, config: TuningConfig) -> None:
         )
     names = [name for name, _ in model.named_parameters()]
     layers = decoder_layers_name(model)
-    chosen = {
+    trained = {
         name
         for name in names
         for place in range(number - config.last_layers, number)
         if name.startswith(f"{layers}.{place}.")
     }
     for pattern in config.patterns:
-        found = {name for name in names if matches(name, pattern)}
-        if not found:
-            key = "tuning.patterns"
-            raise ConfigError(
-                tr("{key}: nothing in this model is called '{pattern}'.", key=key, pattern=pattern)
-                + did_you_mean(pattern, names)
-            )
-        chosen |= found
+        trained.update(check_matches("tuning.patterns", pattern, names))
     for name, parameter in model.named_parameters():
-        parameter.requires_grad_(name in chosen)
+        parameter.requires_grad_(name in trained)

@@ -1,7 +1,6 @@
 """The parts of a model that ways of tuning choose among."""
 
 import inspect
-from fnmatch import fnmatchcase
 from typing import Any
 
 from torch import nn
@@ -25,8 +24,3 @@ def by_name(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     """Return all arguments of a forward pass by name."""
     names = list(inspect.signature(type(model).forward).parameters)[1:]
     return dict(zip(names, args, strict=False)) | kwargs
-
-
-def matches(name: str, pattern: str) -> bool:
-    """Whether a name, or its end from a dot on, is what a pattern (`*`, `?`) says."""
-    return fnmatchcase(name, pattern) or fnmatchcase(name, f"*.{pattern}")

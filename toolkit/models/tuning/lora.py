@@ -14,17 +14,10 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from toolkit.config.schema import TuningConfig
-from toolkit.config.suggest import did_you_mean
-from toolkit.errors import ConfigError
-from toolkit.messages import tr
-from toolkit.models.tuning.layers import decoder_layers_name, matches
+from toolkit.models.tuning.layers import decoder_layers_name
+from toolkit.plan.names import ALL_LINEAR, check_matches, chosen, default_targets
 
 ADAPTER = "default"
-ALL_LINEAR = "all-linear"
-_ATTENTION = {"chatglm": ["query_key_value"], "glm": ["q_proj", "k_proj", "v_proj"]}
-"""By model type, what the ChatGLM repositories train: query, key and value, one matrix in their own code."""
-_USUAL = (["q_proj", "k_proj", "v_proj"], ["query_key_value"], ["qkv_proj"], ["c_attn"], ["Wqkv"])
-"""What query, key and value are called elsewhere."""
 
 
 def lora_config(model: PreTrainedModel, config: TuningConfig, base: str) -> LoraConfig:
@@ -91,36 +84,22 @@ def _targets(model: PreTrainedModel, patterns: list[str]) -> list[str]:
     """Return the names, or ends of names, of the layers that get additions."""
     layers = f"{decoder_layers_name(model)}."
     linear = {name for name, part in model.named_modules() if isinstance(part, nn.Linear) and name.startswith(layers)}
-    if not patterns:
-        patterns = _ATTENTION.get(model.config.model_type, [])
-        usual = (names for names in _USUAL if all(any(matches(one, name) for one in linear) for name in names))
-        patterns = patterns or next(usual, [ALL_LINEAR])
+    patterns = patterns or default_targets(model.config.model_type, linear)
     if ALL_LINEAR in patterns:
         return sorted({name.rpartition(".")[2] for name in linear})
     fitting = {name for name, part in model.named_modules() if isinstance(part, nn.Linear | nn.Embedding)}
     for pattern in patterns:
-        _check_matches("tuning.target_modules", pattern, fitting)
+        check_matches("tuning.target_modules", pattern, fitting)
     if not any(sign in pattern for pattern in patterns for sign in "*?["):
         return patterns
-    return sorted(name for name in fitting if any(matches(name, pattern) for pattern in patterns))
+    return sorted(chosen(fitting, patterns))
 
 
 def _saved(model: PreTrainedModel, names: list[str]) -> list[str]:
     modules = {name for name, part in model.named_modules() if next(part.parameters(recurse=False), None) is not None}
     for name in names:
-        _check_matches("tuning.save_modules", name, modules)
+        check_matches("tuning.save_modules", name, modules)
     return names
-
-
-def _check_matches(key: str, pattern: str, names: set[str]) -> None:
-    if not any(matches(name, pattern) for name in names):
-        ends = sorted({name.rpartition(".")[2] for name in names})
-        raise ConfigError(
-            tr("{key}: nothing in this model is called '{pattern}'.", key=key, pattern=pattern)
-            + did_you_mean(pattern, ends)
-            + " "
-            + tr("Known: {names}.", names=", ".join(ends))
-        )
 
 
 def merged(layer: Any, weight: torch.Tensor, trained: dict[str, torch.Tensor]) -> torch.Tensor:
