@@ -59,6 +59,8 @@ CELLS: dict[str, list[str]] = {
 LATE = ["checkpoint.asynchronous=false"]  # the worker wants an update after an asynchronous save
 TO_ONE_RANK = ["lora-zero3", "lora-v3-zero2", "ptuning-v3-zero3", "freeze-zero2", "prompt-zero0-bf16"]
 
+REWOUND = ["lora-v3-zero2", "ptuning-v3-zero3", "freeze-zero0-bf16"]
+
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory, rows_file: Path) -> Path:
@@ -79,6 +81,10 @@ def runs(tmp_path_factory: pytest.TempPathFactory, rows_file: Path) -> Path:
     for name in CELLS:
         died = {"of": f"{folder}/runs/{name}", "step": 3, "as": f"{folder}/runs/{name}-again"}
         cases.append({"overrides": words(name, f"{name}-again"), "died": died})
+    for name in REWOUND:
+        spoil = {"steps": {"5": ["loss", "nan"]}, "note": f"{folder}/{name}.note"}
+        rewound = words(name, f"{name}-rewound", "train.on_bad_step=rewind", *LATE)
+        cases.append({"overrides": rewound, "spoil": spoil})
     (folder / "cases.json").write_text(json.dumps(cases))
     finished = run([*deepspeed(2, WORKER), str(folder / "cases.json")], cwd=folder, timeout_s=580)
     assert finished.code == 0, finished.output[-6000:]
@@ -109,6 +115,14 @@ def test_one_rank_goes_on_where_two_stopped(name: str, runs: Path) -> None:
     """Dropout is drawn anew."""
     tolerance = 0.2 if "tuning.dropout=0.2" in CELLS[name] else 0.03 if "bf16" in name else 1e-5
     assert losses(runs / f"{name}-one") == pytest.approx(losses(runs / name)[3:], abs=tolerance)
+
+
+@pytest.mark.parametrize("name", REWOUND)
+def test_a_bad_step_goes_back_to_a_checkpoint_without_the_frozen(name: str, runs: Path) -> None:
+    assert (runs.parent / f"{name}.note").read_text().splitlines() == ["5 loss nan"]
+    done = json.loads((runs / f"{name}-rewound" / "DONE").read_text())
+    assert (done["bad_steps"], done["rewinds"], done["steps"]) == (1, 1, 6)
+    assert losses(runs / f"{name}-rewound")[:3] == losses(runs / name)[:3]
 
 
 def weights_of(checkpoint: Path) -> dict[str, torch.Tensor]:
