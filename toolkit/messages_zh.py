@@ -198,6 +198,7 @@ CHINESE: dict[str, str] = {
     "{file}: {reason}": "{file}: {reason}",
     "{file}:{line}: YAML aliases (*name) are not allowed.": "{file}:{line}: 不允许使用 YAML 别名（*name）。",
     "{file}:{line}: {reason}": "{file}:{line}: {reason}",
+    "{folder} changes {names} alone, which in the model is one with another weight (tie_word_embeddings): merged, both would change. Use it as an adapter of its base.": "{folder} 只改变 {names}，而它在模型中与另一个权重是同一个（tie_word_embeddings）：合并后两者都会改变。请作为基础模型的适配器使用。",
     "{folder} lacks {files}, which its index lists: download them again.": "{folder} 缺少 {files}，而它的索引列出了它们：请重新下载。",
     "{folder}/config.json names Python code to run (auto_map): such models are not loaded. Use a folder whose architecture is part of transformers.": "{folder}/config.json 指定了要运行的 Python 代码（auto_map）：不加载这样的模型。请使用 transformers 自带架构的文件夹。",
     "{key} = nvme needs zero.stage = 3, but it is {stage}. Use cpu.": "{key} = nvme 需要 zero.stage = 3，而现在是 {stage}。请用 cpu。",
