@@ -41,6 +41,13 @@ class Part:
         """Whether it can become a part of the model's own weights."""
         return not self.settings or adapter.method_of(self.settings) is TuningMethod.lora
 
+    def describe(self) -> dict[str, bytes]:
+        """Return the files that say what an adapter is, and where its base lies now."""
+        path = str(self.base.absolute())
+        base = Base(path, {} if self.known is None else self.known.numbers)
+        settings = self.settings | {"base_model_name_or_path": path}
+        return adapter.Tuned(adapter.method_of(self.settings), settings, base).describe()
+
 
 def part_of_checkpoint(checkpoint: Path, given: str = "") -> Part | None:
     """Return what a checkpoint holds, None if that is the whole model.
