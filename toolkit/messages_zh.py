@@ -200,6 +200,7 @@ CHINESE: dict[str, str] = {
     "{file}:{line}: YAML aliases (*name) are not allowed.": "{file}:{line}: 不允许使用 YAML 别名（*name）。",
     "{file}:{line}: {reason}": "{file}:{line}: {reason}",
     "{folder} changes {names} alone, which in the model is one with another weight (tie_word_embeddings): merged, both would change. Use it as an adapter of its base.": "{folder} 只改变 {names}，而它在模型中与另一个权重是同一个（tie_word_embeddings）：合并后两者都会改变。请作为基础模型的适配器使用。",
+    "{folder} is an adapter itself: {other} cannot be added to it.": "{folder} 本身就是适配器：不能再加上 {other}。",
     "{folder} is to be added to a model that is not there: {path}. Say where it is: toolkit export-model PATH base=DIR output=OUT writes an adapter that knows; toolkit generate, chat and eval take model.path=DIR adapter={folder}.": "{folder} 要加到的模型不在：{path}。请指明它在哪里：toolkit export-model PATH base=DIR output=OUT 会写出知道它位置的适配器；toolkit generate、chat 和 eval 接受 model.path=DIR adapter={folder}。",
     "{folder} lacks {files}, which its index lists: download them again.": "{folder} 缺少 {files}，而它的索引列出了它们：请重新下载。",
     "{folder}/config.json names Python code to run (auto_map): such models are not loaded. Use a folder whose architecture is part of transformers.": "{folder}/config.json 指定了要运行的 Python 代码（auto_map）：不加载这样的模型。请使用 transformers 自带架构的文件夹。",

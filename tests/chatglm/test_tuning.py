@@ -11,11 +11,12 @@ from golden import GOLDEN, SETS, inputs, load
 from safetensors.torch import load_file, save_file
 
 from toolkit.cli import main
+from toolkit.cli.usable import load_usable
 from toolkit.config.schema import TuningConfig, TuningMethod
 from toolkit.errors import ConfigError, ModelError
 from toolkit.export.adapter import write_adapter
 from toolkit.models import load_tokenizer, probe
-from toolkit.models.tuning.adapter import load_adapter, stored_names, trained_names
+from toolkit.models.tuning.adapter import base_of_adapter, load_adapter, stored_names, trained_names
 from toolkit.models.tuning.apply import tune
 from toolkit.models.tuning.base import base_of
 from toolkit.models.tuning.count import count_parameters
@@ -236,6 +237,22 @@ def test_a_copy_of_an_adapter_is_one_and_knows_where_its_base_is_now(
     }
     assert json.loads((copy / "adapter_config.json").read_text())["base_model_name_or_path"] == str(GOLDEN / "v2")
     assert torch.equal(logits(put("v2", copy), "v2"), logits(model, "v2"))
+
+
+def test_one_adapter_is_asked_and_its_base_is_found(tmp_path: Path) -> None:
+    adapter, other = (written(tuned("v2"), tmp_path / name) for name in ("adapter", "other"))
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.yaml").write_text("")
+    written(tuned("v2"), tmp_path / "run" / "export")
+    for path in (adapter, tmp_path / "run"):
+        with pytest.raises(ConfigError, match=f"is an adapter itself: {other} cannot be added to it"):
+            load_usable(str(path), adapter=str(other))
+    with pytest.raises(ModelError, match=f"{tmp_path} holds no adapter: there is no adapter_config.json"):
+        load_usable("", adapter=str(tmp_path))
+    with pytest.raises(ModelError, match="there is no folder nowhere"):
+        load_usable("nowhere")
+    (adapter / "base.json").unlink()  # as peft writes it
+    assert base_of_adapter(adapter) == GOLDEN / "v2"
 
 
 def test_damaged_adapters_are_refused(tmp_path: Path) -> None:

@@ -87,10 +87,8 @@ def part_of_adapter(folder: Path, given: str = "") -> Part:
     Raises:
         ModelError: it is none, or the base is not there.
     """
-    settings = adapter.read_settings(folder)
-    if not given and read_base(folder) is None:  # peft's own file names the base too
-        given = str(settings.get("base_model_name_or_path") or "")
-    return Part(folder, settings, read_base(folder), find_base(folder, given), adapter.read_weights(folder))
+    base = adapter.base_of_adapter(folder, given)
+    return Part(folder, adapter.read_settings(folder), read_base(folder), base, adapter.read_weights(folder))
 
 
 def loaded(part: Part) -> PreTrainedModel:
