@@ -155,6 +155,7 @@ CHINESE: dict[str, str] = {
     "the JSON is nested too deeply. Correct or remove the row": "JSON 嵌套过深。请改正或删除该行",
     "the answer holds the text of the end token, '{end}', and would be cut there. Correct or remove the row": "回答中含有结束 token 的文本 '{end}'，会在那里被截断。请改正或删除该行",
     "the chat template refuses the conversation: {reason}": "对话模板拒绝这段对话：{reason}",
+    "the checkpoint belongs to a run that trains other parameters:\n{changes}\nUndo this, or start anew under another run.name; from an adapter: tuning.adapter=RUN/export.": "该检查点所属的运行训练的是别的参数：\n{changes}\n请撤销这些改动，或者用另一个 run.name 重新开始；从适配器开始：tuning.adapter=RUN/export。",
     "the export in {folder} does not hold what was trained: {names}": "{folder} 中的导出与训练的内容不符：{names}",
     "the hostfile {path} cannot be read: {reason}. DeepSpeed alone would train on this machine only. hostfile.example shows the form.": "无法读取 hostfile {path}：{reason}。DeepSpeed 自己会只在这台机器上训练。格式见 hostfile.example。",
     "the hostfile {path} names {expected} machines ({hosts}), but {nodes} were started.": "hostfile {path} 列出了 {expected} 台机器（{hosts}），但启动了 {nodes} 台。",
