@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
@@ -171,6 +172,24 @@ def test_everything_kept_proves_itself(
         assert not list((copy / "merged").glob("adapter*"))
     elif "freeze" not in name:
         assert load_usable(str(copy)).model.tuned.method.value == CELLS[name][0].removeprefix("tuning=")
+
+
+def test_the_command_evaluates_an_adapter_and_says_which(runs: Path, rows_file: Path, tmp_path: Path) -> None:
+    """On the base that it names, and as `tuning.adapter` of a recipe."""
+    metrics = ["evaluate.metrics=[bleu]", "evaluate.max_new_tokens=2"]
+    exports = {name: str(runs / name / "export") for name in ("lora-zero0", "prompt-zero3")}
+    words = [
+        [f"adapter={exports['lora-zero0']}", f"output={tmp_path}/0.jsonl"],
+        ["tuning=prompt", f"tuning.adapter={exports['prompt-zero3']}", f"output={tmp_path}/1.jsonl"],
+    ]
+    commands = [["eval", *tiny(rows_file, runs.parent, "", *metrics, *more)] for more in words]
+    code = f"import sys; from toolkit.cli import main; sys.exit(any([main(words) for words in {commands!r}]))"
+    finished = run([sys.executable, "-c", code], cwd=tmp_path)
+    assert finished.code == 0, finished.output[-4000:]
+    for number, (name, export) in enumerate(exports.items()):
+        found = json.loads((tmp_path / f"{number}.json").read_text())
+        assert found["adapter"] == export
+        assert found["figures"]["eval_loss"] == pytest.approx(eval_losses(runs / name)[-1], abs=1e-5)
 
 
 @pytest.mark.filterwarnings("ignore:.*keys did not match any targeted module", "ignore:.*tie_word_embeddings")

@@ -53,7 +53,7 @@ def run(words: list[str]) -> int:
         environment.set_interface(cfg.distributed.interface, os.environ)
     environment.check_port(os.environ)
     build_locks.check(os.environ)
-    _evaluate(cfg, ranks, file, composed.arguments.get("adapter", ""))
+    _evaluate(cfg, ranks, file, composed.arguments.get("adapter", "") or cfg.tuning.adapter)
     return 0
 
 
@@ -111,6 +111,7 @@ def _evaluate(cfg: RunConfig, ranks: environment.Ranks, file: Path, adapter: str
         device=device,
         in_step=cfg.zero.stage == 3,
         say=tell,
+        adapter=adapter,
     )
     evaluation.leave_out_too_long()
     figures = evaluation.run(file)
