@@ -23,6 +23,10 @@ class ModelError(ToolkitError):
     """A model or tokenizer folder is missing, incomplete or of a kind that cannot be trained."""
 
 
+class BaseMissing(ModelError):
+    """An adapter or a checkpoint without frozen weights is whole, but the model that it stands on is not there."""
+
+
 class RowError(Exception):
     """One row cannot be used; the text says why and what to do. Whoever reads rows adds where it stands."""
 

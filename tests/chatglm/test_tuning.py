@@ -1,6 +1,7 @@
 """LoRA, prompt tuning and freezing: what is trained, peft's own numbers and files, and merging without a difference."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import peft
@@ -10,11 +11,12 @@ from golden import GOLDEN, SETS, inputs, load
 from safetensors.torch import load_file, save_file
 
 from toolkit.cli import main
+from toolkit.cli.usable import load_usable
 from toolkit.config.schema import TuningConfig, TuningMethod
 from toolkit.errors import ConfigError, ModelError
 from toolkit.export.adapter import write_adapter
 from toolkit.models import load_tokenizer, probe
-from toolkit.models.tuning.adapter import load_adapter, stored_names, trained_names
+from toolkit.models.tuning.adapter import base_of_adapter, load_adapter, stored_names, trained_names
 from toolkit.models.tuning.apply import tune
 from toolkit.models.tuning.base import base_of
 from toolkit.models.tuning.count import count_parameters
@@ -240,6 +242,47 @@ def test_an_adapter_of_another_model_is_refused(tmp_path: Path) -> None:
     assert main(["export-model", f"model.path={tmp_path}/hf", f"adapter={adapter}", *words]) == 0
     (tmp_path / "adapter" / "base.json").write_text(json.dumps({"path": "/gone", "numbers": {}}))
     assert main(["export-model", str(adapter), "merge=true", f"output={tmp_path}/z"]) == 2
+
+
+@pytest.mark.parametrize("method", [LORA, TuningMethod.ptuning_v2, TuningMethod.prompt])
+def test_a_copy_of_an_adapter_is_one_and_knows_where_its_base_is_now(
+    method: TuningMethod, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = tuned("v2", method=method, num_tokens=3)
+    model.tuned = replace(model.tuned, base=replace(model.tuned.base, path="/gone"))
+    adapter = written(model, tmp_path / "adapter")
+    assert main(["verify", str(adapter)]) == 0
+    assert "no forward" in capsys.readouterr().out
+    copy = tmp_path / "copy"
+    assert main(["export-model", str(adapter), f"output={copy}"]) == 2
+    assert "a model that is not there: /gone" in capsys.readouterr().err
+    assert main(["export-model", str(adapter), f"output={copy}", f"base={tmp_path}"]) == 2
+    assert main(["export-model", str(adapter), f"output={copy}", f"base={GOLDEN / 'v3'}"]) == 2
+    assert not copy.exists()
+    assert main(["export-model", str(adapter), f"output={copy}", f"base={GOLDEN / 'v2'}"]) == 0
+    assert "forward: the logits are those of the save" in capsys.readouterr().out
+    assert json.loads((copy / "base.json").read_text()) == {
+        "path": str(GOLDEN / "v2"),
+        "numbers": model.tuned.base.numbers,
+    }
+    assert json.loads((copy / "adapter_config.json").read_text())["base_model_name_or_path"] == str(GOLDEN / "v2")
+    assert torch.equal(logits(put("v2", copy), "v2"), logits(model, "v2"))
+
+
+def test_one_adapter_is_asked_and_its_base_is_found(tmp_path: Path) -> None:
+    adapter, other = (written(tuned("v2"), tmp_path / name) for name in ("adapter", "other"))
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.yaml").write_text("")
+    written(tuned("v2"), tmp_path / "run" / "export")
+    for path in (adapter, tmp_path / "run"):
+        with pytest.raises(ConfigError, match=f"is an adapter itself: {other} cannot be added to it"):
+            load_usable(str(path), adapter=str(other))
+    with pytest.raises(ModelError, match=f"{tmp_path} holds no adapter: there is no adapter_config.json"):
+        load_usable("", adapter=str(tmp_path))
+    with pytest.raises(ModelError, match="there is no folder nowhere"):
+        load_usable("nowhere")
+    (adapter / "base.json").unlink()  # as peft writes it
+    assert base_of_adapter(adapter) == GOLDEN / "v2"
 
 
 def test_damaged_adapters_are_refused(tmp_path: Path) -> None:

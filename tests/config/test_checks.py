@@ -115,6 +115,16 @@ REFUSED = {
         "model.shape: hidden_size 126 / num_heads 6 = 21 must be a multiple of 4, because half of a head is rotated in "
         "pairs."
     ),
+    "tuning.rank=4": "tuning.rank = 4 has no effect: tuning.method is full. Remove it, or set tuning.rank=8.",
+    "tuning=lora tuning.adapter=/x tuning.rank=4": (
+        "tuning.rank = 4 has no effect: tuning.adapter decides it. Remove it, or set tuning.rank=8."
+    ),
+    "tuning=lora tuning.dropout=1": "tuning.dropout = 1.0 must be from 0 to below 1.",
+    "tuning=lora tuning.alpha=nan": "tuning.alpha = nan must be above 0.",
+    "tuning=lora tuning.adapter=/nowhere": "tuning.adapter = /nowhere is not a folder here.",
+    "tuning=freeze tuning.last_layers=0": (
+        "tuning.method = freeze trains nothing: set tuning.last_layers or tuning.patterns."
+    ),
     "model.path=/x": 'model.path = /x has no effect: model.init is random. Remove it, or set model.path="".',
     "model.shape.num_heads=3": (
         "model.shape: hidden_size 128 must be a multiple of num_heads 3, and that of num_kv_heads 2."
@@ -225,6 +235,12 @@ def test_the_place_is_file_and_line(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 def test_accumulation_is_derived() -> None:
     assert accumulation(load(["recipe=zero1"]).cfg, 8) == 4
+
+
+@pytest.mark.parametrize("method", ["lora", "ptuning_v2", "prompt"])
+def test_every_method_goes_on_from_an_adapter(method: str, tmp_path: Path) -> None:
+    """Nothing that its group sets stands against what the adapter decides."""
+    check(load(["recipe=zero1", "model=glm_tiny", f"tuning={method}", f"tuning.adapter={tmp_path}"]))
 
 
 def test_unknown_world_size_and_absent_files_can_be_left_out() -> None:

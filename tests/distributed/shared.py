@@ -64,6 +64,40 @@ def tiny(rows_file: Path, folder: Path, name: str, *overrides: str) -> list[str]
     ]
 
 
+def experts(folder: Path) -> Path:
+    """Write a tiny GLM-4.5 whose head is its embedding: experts in one tensor, a stored buffer, tied weights."""
+    import torch
+    import transformers
+    from official import write
+
+    from toolkit.models import load_tokenizer
+
+    config = transformers.Glm4MoeConfig(
+        vocab_size=1024,
+        hidden_size=32,
+        intermediate_size=48,
+        moe_intermediate_size=16,
+        num_hidden_layers=2,
+        first_k_dense_replace=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=16,
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        n_group=1,
+        topk_group=1,
+        num_nextn_predict_layers=0,
+        tie_word_embeddings=True,
+        eos_token_id=956,
+        pad_token_id=956,
+        bos_token_id=None,
+    )
+    torch.manual_seed(3)
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    load_tokenizer(write(folder.with_name("vocabulary"), "glm4", tokenizer=True)).save_pretrained(folder)
+    return folder
+
+
 def rows_of(run_folder: Path) -> list[dict[str, float]]:
     """Return metrics.jsonl of a run."""
     return [json.loads(line) for line in (run_folder / "metrics.jsonl").read_text().splitlines()]

@@ -6,17 +6,16 @@ from pathlib import Path
 
 import pytest
 import torch
-import transformers
 from official import write
 from ranks import REPOSITORY, deepspeed, run
 from safetensors.torch import load_file, save_file
-from shared import tiny
+from shared import experts, tiny
 
 from toolkit.checkpoint import folders, manifest
 from toolkit.cli import main
 from toolkit.config.load import load
 from toolkit.errors import ConfigError
-from toolkit.models import load_tokenizer, probe
+from toolkit.models import probe
 from toolkit.train import resume
 
 WORKER = str(REPOSITORY / "tests" / "distributed" / "sessions_worker.py")
@@ -29,34 +28,6 @@ CELLS: dict[str, list[str]] = {
     "tied-experts-zero3": ["zero=stage3", "precision=bf16"],
     "tied-experts-zero1": ["zero=stage1", "precision=bf16"],
 }
-
-
-def experts(folder: Path) -> Path:
-    """Write a tiny GLM-4.5 whose head is its embedding: experts in one tensor, a stored buffer, tied weights."""
-    config = transformers.Glm4MoeConfig(
-        vocab_size=1024,
-        hidden_size=32,
-        intermediate_size=48,
-        moe_intermediate_size=16,
-        num_hidden_layers=2,
-        first_k_dense_replace=1,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=16,
-        n_routed_experts=4,
-        num_experts_per_tok=2,
-        n_group=1,
-        topk_group=1,
-        num_nextn_predict_layers=0,
-        tie_word_embeddings=True,
-        eos_token_id=956,
-        pad_token_id=956,
-        bos_token_id=None,
-    )
-    torch.manual_seed(3)
-    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
-    load_tokenizer(write(folder.with_name("vocabulary"), "glm4", tokenizer=True)).save_pretrained(folder)
-    return folder
 
 
 @pytest.fixture(scope="module")

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from official import write
 from ranks import REPOSITORY, deepspeed, run
 from safetensors.torch import load_file
-from shared import eval_losses, losses, tiny
+from shared import eval_losses, experts, losses, tiny
 
 from toolkit.checkpoint.weights import weights
 from toolkit.cli import main
@@ -56,6 +57,13 @@ CELLS: dict[str, list[str]] = {
     ],
     "prompt-zero3": ["tuning=prompt", "tuning.num_tokens=4", "zero=stage3", ALL, RECOMPUTE],
 }
+TIED: dict[str, list[str]] = {
+    "lora-tied-all": ["tuning=lora", "tuning.target_modules=[all-linear]", "zero=stage0"],
+    "lora-tied-zero3": ["tuning=lora", "zero=stage3", ALL],
+    "lora-tied-embedding": ["tuning=lora", "tuning.target_modules=[embed_tokens]", "zero=stage0"],
+    "lora-tied-head": ["tuning=lora", "tuning.save_modules=[lm_head]", "zero=stage0"],
+    "freeze-tied": ["tuning=freeze", "tuning.last_layers=0", "tuning.patterns=[embed_tokens.*]", "zero=stage0"],
+}
 LATE = ["checkpoint.asynchronous=false"]  # the worker wants an update after an asynchronous save
 TO_ONE_RANK = ["lora-zero3", "lora-v3-zero2", "ptuning-v3-zero3", "freeze-zero2", "prompt-zero0-bf16"]
 
@@ -69,13 +77,14 @@ def runs(tmp_path_factory: pytest.TempPathFactory, rows_file: Path) -> Path:
     models = {
         "v1": write(folder / "v1", "v1", pickled=True, tokenizer=True),
         "v3": write(folder / "v3", "v3", tokenizer=True),
+        "tied": experts(folder / "experts"),
     }
 
     def words(name: str, as_name: str, *more: str) -> list[str]:
         model = models.get(name.split("-")[1])
         own = ["model=hf", f"model.path={model}"] if model else []
         wanted = ["train.max_steps=6", "checkpoint.every=3", "schedule=constant", "schedule.warmup_steps=0"]
-        return tiny(rows_file, folder, as_name, *wanted, *own, *CELLS[name], *more)
+        return tiny(rows_file, folder, as_name, *wanted, *own, *(CELLS | TIED)[name], *more)
 
     cases: list[dict] = [{"overrides": words(name, name)} for name in CELLS]
     for name in CELLS:
@@ -92,6 +101,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory, rows_file: Path) -> Path:
         {"overrides": words(name, f"{name}-one", f"resume={folder}/runs/{name}/checkpoints/step-3", *LATE)}
         for name in TO_ONE_RANK
     ]
+    one += [{"overrides": words(name, name)} for name in TIED]
     (folder / "one.json").write_text(json.dumps(one))
     finished = run([*deepspeed(1, WORKER), str(folder / "one.json")], cwd=folder, timeout_s=300)
     assert finished.code == 0, finished.output[-6000:]
@@ -176,3 +186,42 @@ def test_everything_kept_proves_itself(
         assert not list((copy / "merged").glob("adapter*"))
     elif "freeze" not in name:
         assert load_usable(str(copy)).model.tuned.method.value == CELLS[name][0].removeprefix("tuning=")
+
+
+def test_the_command_evaluates_an_adapter_and_says_which(runs: Path, rows_file: Path, tmp_path: Path) -> None:
+    """On the base that it names, and as `tuning.adapter` of a recipe."""
+    metrics = ["evaluate.metrics=[bleu]", "evaluate.max_new_tokens=2"]
+    exports = {name: str(runs / name / "export") for name in ("lora-zero0", "prompt-zero3")}
+    words = [
+        [f"adapter={exports['lora-zero0']}", f"output={tmp_path}/0.jsonl"],
+        ["tuning=prompt", f"tuning.adapter={exports['prompt-zero3']}", f"output={tmp_path}/1.jsonl"],
+    ]
+    commands = [["eval", *tiny(rows_file, runs.parent, "", *metrics, *more)] for more in words]
+    code = f"import sys; from toolkit.cli import main; sys.exit(any([main(words) for words in {commands!r}]))"
+    finished = run([sys.executable, "-c", code], cwd=tmp_path)
+    assert finished.code == 0, finished.output[-4000:]
+    for number, (name, export) in enumerate(exports.items()):
+        found = json.loads((tmp_path / f"{number}.json").read_text())
+        assert found["adapter"] == export
+        assert found["figures"]["eval_loss"] == pytest.approx(eval_losses(runs / name)[-1], abs=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore:.*keys did not match any targeted module", "ignore:.*tie_word_embeddings")
+@pytest.mark.parametrize("name", TIED)
+def test_tied_weights_buffers_and_experts(
+    name: str, runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What is saved beside the trained parameters is no damage; one of two tied weights cannot be merged alone."""
+    assert main(["verify", str(runs / name)]) == 0
+    assert main(["export-model", str(runs / name), f"output={tmp_path / 'same'}"]) == 0
+    file = WEIGHTS if "lora" in name else "model.safetensors"
+    assert (tmp_path / "same" / file).read_bytes() == (runs / name / "export" / file).read_bytes()
+    capsys.readouterr()
+    code = main(["export-model", str(runs / name), "merge=true", f"output={tmp_path / 'merged'}"])
+    if name in ("lora-tied-all", "lora-tied-zero3"):
+        assert code == 0
+        assert "forward: the logits are those of the save" in capsys.readouterr().out
+    else:
+        assert code == 2
+        assert ("merged, both would change" in capsys.readouterr().err) == ("lora" in name)
+        assert not (tmp_path / "merged").exists()

@@ -358,12 +358,21 @@ def test_changes_that_change_the_mathematics_are_refused() -> None:
         changes.check(CONFIG, {**CONFIG, "new": 1}, {}, {}, [])
 
 
+def test_what_is_trained_never_changes() -> None:
+    """A checkpoint holds the trained parameters alone. One of a version without a key says nothing about it."""
+    before, now = ({**CONFIG, "tuning": {"method": "lora", "rank": rank}} for rank in (8, 4))
+    with pytest.raises(ConfigError, match=r"trains other parameters:\n  tuning.rank: 8 -> 4\nUndo this, or start anew"):
+        changes.check(before, now, {}, {}, ["tuning"])
+    older = {**CONFIG, "tuning": {"method": "lora"}}
+    assert changes.check(older, now, {}, {}, ["tuning"]) == ["  tuning.rank: None -> 4"]
+
+
 def test_every_key_is_free_or_decides_something() -> None:
     """A free key that no longer exists would hide that another one took its place."""
     from toolkit.config.keys import all_keys
 
     keys = [*all_keys()]
-    for name in changes.FREE:
+    for name in (*changes.FREE, *changes._TRAINED):
         assert any(key == name or key.startswith(f"{name}.") for key in keys), name
     for key in ("optim.lr", "run.seed", "batch.global_size", "model.path", "data.max_length", "train.epochs"):
         assert not changes.is_free(key)

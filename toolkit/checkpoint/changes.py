@@ -35,6 +35,19 @@ FREE = (
 )
 """Keys, and sections, that may change: they move work about or say what is written, but not what is computed."""
 
+_TRAINED = (
+    "tuning.method",
+    "tuning.rank",
+    "tuning.dora",
+    "tuning.target_modules",
+    "tuning.save_modules",
+    "tuning.num_tokens",
+    "tuning.projection",
+    "tuning.last_layers",
+    "tuning.patterns",
+)
+"""Which parameters are trained: a checkpoint holds those and no others, so nothing else can go on from it."""
+
 _BY_CONTENT = ("data.sources", "data.validation")
 """The fingerprint of the tokenised data stands for these: a file may have moved."""
 
@@ -77,7 +90,7 @@ def check(
         allowed: `checkpoint.allow_changes`: keys and sections that may change all the same; `data` for the data.
 
     Raises:
-        ConfigError: something differs that changes what is computed, and is not allowed.
+        ConfigError: something differs that changes what is computed, and is not allowed; or what is trained.
     """
     found = differences(before, now)
     lines = [f"  {key}: {_shown(old)} -> {_shown(new)}" for key, old, new in found]
@@ -86,6 +99,15 @@ def check(
         for (key, _, _), line in zip(found, lines, strict=True)
         if not is_free(key) and not _is_allowed(key, allowed)
     ]
+    other = [line for (key, old, _), line in zip(found, lines, strict=True) if key in _TRAINED and old is not None]
+    if other:
+        raise ConfigError(
+            tr(
+                "the checkpoint belongs to a run that trains other parameters:\n{changes}\nUndo this, or start anew "
+                "under another run.name; from an adapter: tuning.adapter=RUN/export.",
+                changes="\n".join(other),
+            )
+        )
     for name, fingerprint in data_now.items():
         if data_before.get(name) != fingerprint:
             line = tr("  the prepared data: {name} is another one", name=name)

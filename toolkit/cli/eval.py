@@ -53,7 +53,7 @@ def run(words: list[str]) -> int:
         environment.set_interface(cfg.distributed.interface, os.environ)
     environment.check_port(os.environ)
     build_locks.check(os.environ)
-    _evaluate(cfg, ranks, file, composed.arguments.get("adapter", ""))
+    _evaluate(cfg, ranks, file, composed.arguments.get("adapter", "") or cfg.tuning.adapter)
     return 0
 
 
@@ -62,12 +62,11 @@ def _with_base(words: list[str]) -> list[str]:
     adapter = next((word.removeprefix("adapter=") for word in words if word.startswith("adapter=")), "")
     if not adapter:
         return words
-    from toolkit.models.tuning.adapter import method_of, read_settings
-    from toolkit.models.tuning.base import find_base
+    from toolkit.models.tuning.adapter import base_of_adapter, method_of, read_settings
 
     own = [f"tuning={method_of(read_settings(Path(adapter))).value}"]
     if not any(word.startswith("model.path=") for word in words):
-        own += ["model=hf", f"model.path={find_base(Path(adapter))}"]
+        own += ["model=hf", f"model.path={base_of_adapter(Path(adapter))}"]
     return [*words, *own]
 
 
@@ -112,6 +111,7 @@ def _evaluate(cfg: RunConfig, ranks: environment.Ranks, file: Path, adapter: str
         device=device,
         in_step=cfg.zero.stage == 3,
         say=tell,
+        adapter=adapter,
     )
     evaluation.leave_out_too_long()
     figures = evaluation.run(file)

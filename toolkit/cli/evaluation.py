@@ -92,6 +92,8 @@ class Evaluation:
     """Whether it is partitioned over the ranks."""
     say: Say
     """Tells the user; called on every rank."""
+    adapter: str = ""
+    """Folder of what was put on the model for this; a run's own is its own."""
 
     def leave_out_too_long(self) -> None:
         """Drop the questions whose answers could become longer than the model's positions, and say so.
@@ -191,6 +193,7 @@ class Evaluation:
             "signatures": results.signatures,
             "failures": results.failures,
             "model": config["model"],
+            "adapter": self.adapter,
             "evaluate": config["evaluate"],
         }
         text = json.dumps(whole, indent=2, ensure_ascii=False) + "\n"

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING
 
 from toolkit.cli.checkpoints import checkpoint_at
 from toolkit.cli.compose import named_arguments, one_of
-from toolkit.errors import CheckpointError, ConfigError
+from toolkit.errors import ConfigError, ToolkitError
 from toolkit.messages import tr
 
 if TYPE_CHECKING:
@@ -73,9 +73,7 @@ def run(words: list[str]) -> int:
     layout: Format = "official" if format == "official" else "hf"
     _export(asked, Wanted(format=layout, merge=merge == "true", dtype=dtype, **shards))
     print(tr("wrote {folder}.", folder=asked.output))
-    from toolkit.models.tuning.adapter import is_original_prefix
-
-    if forward == "yes" and not is_original_prefix(asked.output):
+    if forward == "yes":
         print("  " + _proven(asked.output))
     return 0
 
@@ -116,7 +114,7 @@ def _proven(folder: Path) -> str:
 
     try:
         return run_forward(folder)
-    except CheckpointError:
+    except ToolkitError:
         shutil.rmtree(folder)
         raise
 

@@ -1,5 +1,7 @@
 """A model to be asked, from whatever a user has: a model folder, an export, a run, a checkpoint, base and adapter."""
 
+import sys
+from contextlib import redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,16 +12,14 @@ from transformers import PreTrainedModel
 from toolkit.checkpoint import manifest
 from toolkit.cli.checkpoints import checkpoint_at
 from toolkit.config.schema import Dtype, ModelConfig
-from toolkit.errors import ConfigError
-from toolkit.export.checkpoint import rebuild
-from toolkit.export.tuned import loaded, part_of_checkpoint
+from toolkit.errors import ConfigError, ModelError
 from toolkit.messages import tr
 from toolkit.models import fill
 from toolkit.models.build import TORCH_DTYPES, build_model
 from toolkit.models.chat import AnyChatEncoder, load_chat_encoder
 from toolkit.models.save import MODEL_DIR
-from toolkit.models.tuning.adapter import is_adapter, load_adapter
-from toolkit.models.tuning.base import base_of, find_base
+from toolkit.models.tuning.adapter import base_of_adapter, is_adapter, load_adapter
+from toolkit.models.tuning.base import base_of
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,15 +51,19 @@ def load_usable(path: str, *, adapter: str = "", family: str = "auto", dtype: st
     transformers.utils.logging.disable_progress_bar()
     place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     precision = Dtype(dtype) if dtype != "auto" else Dtype.fp32 if place.type == "cpu" else Dtype.bf16
-    folder = Path(path)
-    if not adapter:
-        folder = _of_run(folder)
-        if (folder / manifest.MANIFEST).is_file() and (folder / MODEL_DIR).is_dir():
-            return _of_checkpoint(folder, family, precision, place)
-    if is_adapter(folder):
-        folder, adapter = Path(), str(folder)
+    folder = _of_run(Path(path)) if path else Path(adapter)
+    if not folder.is_dir():
+        raise ModelError(tr("there is no folder {folder}", folder=folder))
+    if path and is_adapter(folder):
+        if adapter:
+            raise ConfigError(
+                tr("{folder} is an adapter itself: {other} cannot be added to it.", folder=folder, other=adapter)
+            )
+        path, adapter = "", str(folder)
     if adapter:
-        folder = find_base(Path(adapter), str(folder) if folder != Path() else "")
+        folder = base_of_adapter(Path(adapter), str(folder) if path else "")
+    elif (folder / manifest.MANIFEST).is_file() and (folder / MODEL_DIR).is_dir():
+        return _of_checkpoint(folder, family, precision, place)
     own_tokenizer = bool(adapter) and (Path(adapter) / "tokenizer_config.json").is_file()
     encoder = load_chat_encoder(adapter if own_tokenizer else folder, family=family)
     model = build_model(ModelConfig(path=str(folder)), precision, encoder.tokenizer, seed=0)
@@ -82,6 +86,11 @@ def _of_run(path: Path) -> Path:
 
 
 def _of_checkpoint(checkpoint: Path, family: str, precision: Dtype, place: torch.device) -> Usable:
+    # What DeepSpeed has to say when it is imported goes to where messages go: stdout is for answers alone.
+    with redirect_stdout(sys.stderr):
+        from toolkit.export.checkpoint import rebuild
+        from toolkit.export.tuned import loaded, part_of_checkpoint
+
     encoder = load_chat_encoder(checkpoint / MODEL_DIR, family=family)
     part = part_of_checkpoint(checkpoint)
     if part is not None:

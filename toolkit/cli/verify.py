@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 
 from toolkit.checkpoint import folders, manifest
-from toolkit.errors import CheckpointError, ConfigError, ToolkitError
+from toolkit.errors import BaseMissing, CheckpointError, ConfigError, ToolkitError
 from toolkit.messages import tr
 from toolkit.models.folder import read_config
 
@@ -48,8 +48,8 @@ def _found(path: Path) -> list[Path]:
         return [path]
     checkpoints = path / "checkpoints" if (path / "checkpoints").is_dir() else path
     both = [*folders.published(checkpoints), *folders.weights_only(checkpoints)]
-    exports = [path / "export"] if (path / "export").is_dir() else []
-    return [*sorted(both, key=folders.step_of_any), *exports]
+    models = [path / name for name in ("base", "export", "merged", "official") if (path / name).is_dir()]
+    return [*sorted(both, key=folders.step_of_any), *models]
 
 
 def _is_whole(folder: Path, forward: bool) -> bool:
@@ -96,4 +96,7 @@ def _forward(folder: Path) -> str:
     from toolkit.export.prove import run_forward
 
     transformers.utils.logging.disable_progress_bar()
-    return run_forward(folder)
+    try:
+        return run_forward(folder)
+    except BaseMissing as error:
+        return tr("no forward: {reason}", reason=error)

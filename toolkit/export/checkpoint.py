@@ -189,7 +189,7 @@ def export_part(
         part: what was trained, if that is not all.
         folder: must not exist.
         wanted: how.
-        files: of `toolkit.models.save.describe`, and of `Tuned.describe`.
+        files: of `toolkit.models.save.describe`, and the card.
         taken: what the model makes of a few ids.
         build: makes the whole model, given an empty folder for its weights.
 
@@ -201,12 +201,13 @@ def export_part(
     if wanted.merge and not is_adapter:
         raise nothing_to_merge()
     if part is not None and is_adapter and not wanted.merge:
-        if wanted.format == "official" and adapter.method_of(part.settings) is TuningMethod.ptuning_v2:
-            write_original_prefix(part.values, part.settings, part.base, folder)
-            return
-        if wanted.format != "hf" or wanted.dtype:
+        is_prefix = adapter.method_of(part.settings) is TuningMethod.ptuning_v2
+        if wanted.dtype or (wanted.format != "hf" and not is_prefix):
             raise ConfigError(tr("format=official and dtype= are for whole models: add merge=true."))
-        write_adapter(part.values, files, folder, taken)
+        if wanted.format == "official":
+            write_original_prefix(part.values, part.settings, part.base, folder)
+        else:
+            write_adapter(part.values, {**files, **part.describe()}, folder, taken)
         return
     folder.parent.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(prefix=f".{folder.name}.", suffix=".tmp", dir=folder.parent) as scratch:

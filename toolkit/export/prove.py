@@ -8,7 +8,7 @@ from toolkit.export.tuned import loaded, part_of_adapter, part_of_checkpoint
 from toolkit.messages import tr
 from toolkit.models import fill, probe
 from toolkit.models.load import load_model
-from toolkit.models.tuning.adapter import CONFIG
+from toolkit.models.tuning.adapter import CONFIG, is_original_prefix
 
 
 def run_forward(folder: Path) -> str:
@@ -26,6 +26,9 @@ def run_forward(folder: Path) -> str:
         CheckpointError: weights are missing, empty, of another shape, or others than were saved.
         ModelError: the same, of an export.
     """
+    if is_original_prefix(folder):
+        reason = tr("the layout of the ChatGLM repositories does not say of which model a prefix is")
+        return tr("no forward: {reason}", reason=reason)
     saved = probe.read(folder)
     if (folder / "config.json").is_file():
         model = load_model(folder)

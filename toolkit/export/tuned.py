@@ -1,6 +1,6 @@
 """What a run trained of a model, put together with the rest of it: one parameter in memory at a time."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -41,6 +41,13 @@ class Part:
         """Whether it can become a part of the model's own weights."""
         return not self.settings or adapter.method_of(self.settings) is TuningMethod.lora
 
+    def describe(self) -> dict[str, bytes]:
+        """Return the files that say what an adapter is, and where its base lies now."""
+        path = str(self.base.absolute())
+        base = Base(path, {} if self.known is None else self.known.numbers)
+        settings = self.settings | {"base_model_name_or_path": path}
+        return adapter.Tuned(adapter.method_of(self.settings), settings, base).describe()
+
 
 def part_of_checkpoint(checkpoint: Path, given: str = "") -> Part | None:
     """Return what a checkpoint holds, None if that is the whole model.
@@ -63,6 +70,9 @@ def part_of_checkpoint(checkpoint: Path, given: str = "") -> Part | None:
     if settings:
         shell = _shell(described, settings, known)
         stored = adapter.stored_names(shell)
+        # Beside it stand buffers, and what is tied under its second name: DeepSpeed takes neither for frozen.
+        frozen = {*shell.state_dict()} - {*stored}
+        values = {name: value for name, value in values.items() if name not in frozen}
         if wrong := sorted({*values} ^ {*stored}):
             raise CheckpointError(
                 tr("{folder} does not hold its model: {reason}.", folder=checkpoint, reason=wrong[:5])
@@ -77,10 +87,8 @@ def part_of_adapter(folder: Path, given: str = "") -> Part:
     Raises:
         ModelError: it is none, or the base is not there.
     """
-    settings = adapter.read_settings(folder)
-    if not given and read_base(folder) is None:  # peft's own file names the base too
-        given = str(settings.get("base_model_name_or_path") or "")
-    return Part(folder, settings, read_base(folder), find_base(folder, given), adapter.read_weights(folder))
+    base = adapter.base_of_adapter(folder, given)
+    return Part(folder, adapter.read_settings(folder), read_base(folder), base, adapter.read_weights(folder))
 
 
 def loaded(part: Part) -> PreTrainedModel:
@@ -108,7 +116,8 @@ def merged(part: Part) -> tuple[PreTrainedModel, Iterator[tuple[str, torch.Tenso
     Values are in the precision of the base's files, or float32 where something was added to them.
 
     Raises:
-        ConfigError: a prefix or a prompt, which stands before the tokens and not in the weights.
+        ConfigError: a prefix or a prompt, which stands before the tokens and not in the weights; (while the values are
+            read) an addition to one of two tied weights.
         ModelError: the base is another one, or cannot be loaded.
         CheckpointError: (while the values are read) what was trained is not of this model, or no numbers.
     """
@@ -121,16 +130,27 @@ def merged(part: Part) -> tuple[PreTrainedModel, Iterator[tuple[str, torch.Tenso
             )
         )
     model, values = stream(part.base)
-    return model, _with_trained(part, values)
+    return model, _with_trained(part, values, getattr(model, "all_tied_weights_keys", None) or {})
 
 
-def _with_trained(part: Part, values: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+def _with_trained(
+    part: Part, values: Iterator[tuple[str, torch.Tensor]], tied: Mapping[str, str]
+) -> Iterator[tuple[str, torch.Tensor]]:
     layers: dict[str, tuple[Any, dict[str, torch.Tensor]]] = {}
     whole = dict(part.values)
     if part.settings:
         shell = _shell(part.base, part.settings, part.known or Base(str(part.base), {}))
         layers, whole = _by_weight(shell, part)
-    unused = {*layers, *whole}
+        if apart := sorted({*layers, *whole} & {*tied, *tied.values()}):
+            raise ConfigError(
+                tr(
+                    "{folder} changes {names} alone, which in the model is one with another weight "
+                    "(tie_word_embeddings): merged, both would change. Use it as an adapter of its base.",
+                    folder=part.source,
+                    names=", ".join(apart),
+                )
+            )
+    unused = {*layers, *whole} - {*tied}
     for name, value in values:
         unused.discard(name)
         if part.known is not None and name in part.known.numbers:
@@ -167,7 +187,9 @@ def _by_weight(
     for name, module in shell.named_modules():
         own = {key.removeprefix(f"{name}."): value for key, value in values.items() if key.startswith(f"{name}.")}
         if isinstance(module, LoraLayer):
-            layers[f"{name}.weight"] = (module, own)
+            # Of experts in one tensor each parameter has a layer around the layer of the one before.
+            added = {key: value for key, value in own.items() if not key.startswith("base_layer.")}
+            layers[f"{name.replace('.base_layer', '')}.{lora.parameter_of(module)}"] = (module, added)
         elif isinstance(module, ModulesToSaveWrapper):
             prefix = f"modules_to_save.{lora.ADAPTER}."
             whole |= {f"{name}.{key.removeprefix(prefix)}": value for key, value in own.items()}

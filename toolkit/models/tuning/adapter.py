@@ -19,7 +19,7 @@ from toolkit.messages import tr
 from toolkit.models.chatglm.prefix import PREFIX, prefix_for
 from toolkit.models.folder import read_object
 from toolkit.models.tuning import lora
-from toolkit.models.tuning.base import Base, check_base, read_base
+from toolkit.models.tuning.base import Base, check_base, find_base, read_base
 from toolkit.models.tuning.prefix import attach_prefix
 from toolkit.models.tuning.prompt import SoftPrompt, attach_prompt
 from toolkit.models.weights import read_tensors
@@ -101,6 +101,19 @@ def read_settings(folder: Path) -> dict[str, Any]:
             )
         )
     return settings
+
+
+def base_of_adapter(folder: Path, given: str = "") -> Path:
+    """Return the folder of the model that an adapter was trained on; see `find_base`.
+
+    Raises:
+        ModelError: there is no adapter.
+        BaseMissing: the model is nowhere.
+    """
+    settings = read_settings(folder)
+    if not given and read_base(folder) is None:  # peft's own file names the base too
+        given = str(settings.get("base_model_name_or_path") or "")
+    return find_base(folder, given)
 
 
 def method_of(settings: dict[str, Any]) -> TuningMethod:

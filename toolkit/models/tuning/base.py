@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from toolkit.errors import ModelError
+from toolkit.errors import BaseMissing, ModelError
 from toolkit.messages import tr
 
 FILE = "base.json"
@@ -139,19 +139,19 @@ def find_base(folder: Path, given: str = "") -> Path:
         given: where the user says that it is; "" looks where it was, and in the run folder.
 
     Raises:
-        ModelError: it is nowhere.
+        BaseMissing: it is nowhere.
     """
-    if given:
-        return Path(given)
     known = read_base(folder)
-    recorded = None if known is None else known.path
-    near = [parent / RUN_BASE for parent in folder.absolute().parents[:4]]
+    recorded = given or ("" if known is None else known.path)
+    near = [] if given else [parent / RUN_BASE for parent in folder.absolute().parents[:4]]
     for path in [*([Path(recorded)] if recorded else []), *near]:
         if (path / "config.json").is_file():
             return path
-    raise ModelError(
+    raise BaseMissing(
         tr(
-            "{folder} is to be added to a model that is not there: {path}. Say where it is: model.path=DIR.",
+            "{folder} is to be added to a model that is not there: {path}. Say where it is: toolkit export-model PATH "
+            "base=DIR output=OUT writes an adapter that knows; toolkit generate, chat and eval take model.path=DIR "
+            "adapter={folder}.",
             folder=folder,
             path=recorded or "?",
         )

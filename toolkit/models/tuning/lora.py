@@ -102,6 +102,12 @@ def _saved(model: PreTrainedModel, names: list[str]) -> list[str]:
     return names
 
 
+def parameter_of(layer: Any) -> str:
+    """Return what the parameter is called that one of peft's layers adds to."""
+    name: str = getattr(layer, "parameter_name", "weight")
+    return name
+
+
 def merged(layer: Any, weight: torch.Tensor, trained: dict[str, torch.Tensor]) -> torch.Tensor:
     """Return a layer's weight with its additions in it, computed in float32.
 
@@ -110,16 +116,16 @@ def merged(layer: Any, weight: torch.Tensor, trained: dict[str, torch.Tensor]) -
         weight: its own weight.
         trained: the additions, by their names in the layer.
     """
-    base = layer.get_base_layer()
-    empty = base.weight
-    base.weight = nn.Parameter(weight.float(), requires_grad=False)
+    base, own = layer.get_base_layer(), parameter_of(layer)
+    empty = base.get_parameter(own)
+    setattr(base, own, nn.Parameter(weight.float(), requires_grad=False))
     before = {name: layer.get_parameter(name) for name in trained}
     for name, value in trained.items():
         _set(layer, name, nn.Parameter(value.float(), requires_grad=False))
     layer.merge(safe_merge=True)
-    found: torch.Tensor = base.weight.detach()
+    found = base.get_parameter(own).detach()
     layer.merged_adapters.clear()
-    base.weight = empty
+    setattr(base, own, empty)
     for name, parameter in before.items():
         _set(layer, name, parameter)
     return found
