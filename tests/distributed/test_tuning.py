@@ -2,13 +2,14 @@
 
 import json
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
 from official import write
-from ranks import REPOSITORY, deepspeed, run
+from ranks import BIN, REPOSITORY, deepspeed, environment, run
 from safetensors.torch import load_file
 from shared import eval_losses, experts, losses, tiny
 
@@ -225,3 +226,13 @@ def test_tied_weights_buffers_and_experts(
         assert code == 2
         assert ("merged, both would change" in capsys.readouterr().err) == ("lora" in name)
         assert not (tmp_path / "merged").exists()
+
+
+@pytest.mark.parametrize("place", ["", "checkpoints/step-6"])
+def test_answers_alone_reach_stdout(place: str, runs: Path) -> None:
+    """Where DeepSpeed has to find out by itself what it runs on, it says so."""
+    command = [str(BIN / "toolkit"), "generate", str(runs / "lora-zero0" / place), "prompt=red", "max_new_tokens=3"]
+    env = {name: value for name, value in environment().items() if name != "DS_ACCELERATOR"}
+    finished = subprocess.run(command, env=env, capture_output=True, text=True, timeout=100, check=False)
+    assert finished.returncode == 0, finished.stderr
+    assert len(finished.stdout.splitlines()) == 1, finished.stdout
