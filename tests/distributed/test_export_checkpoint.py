@@ -177,7 +177,7 @@ def test_a_run_folder_gives_its_newest_whole_checkpoint(
     assert main(["export-model", f"model.path={folder}", "format=hf", f"output={tmp_path}/hf"]) == 0
     said = capsys.readouterr().out
     assert f"{folder}/checkpoints/step-7: DAMAGED" in said
-    assert f"Exporting {folder}/checkpoints/step-6." in said
+    assert f"Taking {folder}/checkpoints/step-6." in said
     assert (folder / "checkpoints" / "step-7").is_dir()
     shutil.rmtree(folder / "checkpoints" / "step-6")
     assert main(["export-model", f"model.path={folder}", "format=hf", f"output={tmp_path}/again"]) == 74
