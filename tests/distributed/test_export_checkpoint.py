@@ -101,7 +101,7 @@ def test_weights_of_an_old_checkpoint_stay(
     assert said.count("forward: the logits are those of the save") == 3
     assert main(["generate", f"model.path={weights}", "prompt=red apple", "max_new_tokens=2"]) == 0
     cfg = load(["recipe=quickstart", f"run.dir={tmp_path}", f"resume={weights}"]).cfg
-    with pytest.raises(ConfigError, match=rf"resume = {weights} is a model alone.*model\.path={weights}"):
+    with pytest.raises(ConfigError, match=rf"resume = {weights} is a model or an adapter alone.*model\.path={weights}"):
         resume.choose(cfg, print)
     assert list(tmp_path.iterdir()) == []
 

@@ -158,7 +158,10 @@ def test_only_what_is_trained_is_kept(name: str, runs: Path) -> None:
     assert "frozen_param_shapes" not in json.dumps(sorted(held))
     exported = runs / name / "export"
     assert (exported / CONFIG).is_file() == ("freeze" not in name)
-    assert (exported / "README.md").is_file()
+    card = (exported / "README.md").read_text()
+    library = "transformers" if "freeze" in name else "" if "ptuning" in name else "peft"  # which can load it
+    assert f'library_name: "{library}"' in card or (not library and "library_name" not in card)
+    assert "- peft " in card
     if "freeze" not in name:
         values = load_file(exported / WEIGHTS)
         assert sum(value.numel() for value in values.values()) == trained

@@ -521,6 +521,33 @@ def test_going_back_in_a_run_puts_aside_what_came_after(tmp_path: Path) -> None:
     resume.release()
 
 
+def test_a_run_that_begins_anew_has_a_base_of_its_own(tmp_path: Path) -> None:
+    """The random model that a start left may be of another seed or shape; a checkpoint stands on it."""
+    cfg = RunConfig()
+    cfg.run.dir, cfg.run.name = str(tmp_path), "mine"
+    resume.choose(cfg, print)
+    resume.release()
+    run = tmp_path / "mine"
+    for name in ("base", ".base.abc.tmp"):
+        (run / name).mkdir()
+    resume.choose(cfg, print)
+    resume.release()
+    assert sorted(path.name for path in run.iterdir()) == ["base.replaced", "logs", "run.lock"]
+    (run / "base").mkdir()
+    checkpoint(run / "checkpoints", 2)
+    resume.choose(cfg, print)
+    resume.release()
+    assert (run / "base").is_dir()
+
+
+def test_an_adapter_is_nothing_to_go_on_from(tmp_path: Path) -> None:
+    made = checkpoint(tmp_path / "run" / "checkpoints", 3)
+    (made / "adapter_config.json").touch()
+    cfg = RunConfig(resume=str(made))
+    with pytest.raises(ConfigError, match=rf"resume = {made} is a model or an adapter alone.*tuning\.adapter={made}"):
+        resume.choose(cfg, print)
+
+
 def test_links_and_files_that_would_be_loaded_are_foreign(tmp_path: Path) -> None:
     made = checkpoint(tmp_path, 3)
     for name in ("chat_template.jinja", "modeling_x.py", "merges.txt"):

@@ -78,6 +78,24 @@ def test_other_weights_give_other_logits(model: transformers.GlmForCausalLM, tmp
         probe.read(tmp_path)
 
 
+def test_weights_of_4_bits_are_told_again_by_whole_ones(model: transformers.GlmForCausalLM) -> None:
+    """A run of QLoRA computes with rounded weights; its adapter is loaded on those that were not rounded."""
+    ids = probe.spread_ids(model.config)
+    whole = {name: value.clone() for name, value in model.state_dict().items()}
+    for layer in model.model.layers.modules():
+        if isinstance(layer, torch.nn.Linear):  # 16 even steps from -max to max
+            step = layer.weight.data.abs().max() / 7.5
+            layer.weight.data = (layer.weight.data / step).round() * step
+    model.is_loaded_in_4bit = True
+    taken = probe.take(model, ids)
+    model.is_loaded_in_4bit = False
+    model.load_state_dict(whole)
+    difference, tolerance = probe.compare(model, taken)
+    assert probe.TOLERANCES["float32"] < difference <= tolerance
+    model.lm_head.weight.data = torch.randn_like(model.lm_head.weight)
+    assert probe.compare(model, taken)[0] > tolerance
+
+
 def test_what_could_not_be_exported_at_the_end_is_told_at_the_start(model: transformers.GlmForCausalLM) -> None:
     assert set(describe(model, None)) == {"config.json", "generation_config.json"}
     model.generation_config.temperature = 0.6  # as in some published folders: without do_sample

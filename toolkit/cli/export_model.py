@@ -20,6 +20,7 @@ A checkpoint of any number of ranks under ZeRO 0 to 3 is exported by this one pr
 part of the weights is in memory at a time; the comparison afterwards holds them once.
 """
 
+import re
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -57,6 +58,9 @@ def run(words: list[str]) -> int:
     format, merge = one_of(given, "format", FORMATS), one_of(given, "merge", ("false", "true"))
     dtype = DTYPES[one_of(given, "dtype", tuple(DTYPES))] if "dtype" in given else ""
     forward = one_of(given, "forward", ("yes", "no"))
+    size = given.get("max_shard_size", "")
+    if size and not re.fullmatch("[1-9][0-9]*[KMGT]B", size):
+        raise ConfigError(tr("max_shard_size = {size} is no size such as 500MB or 5GB.", size=size))
     asked = _Asked(
         path=Path(given["model.path"]),
         adapter=given.get("adapter", ""),
@@ -69,7 +73,7 @@ def run(words: list[str]) -> int:
     from toolkit.export.checkpoint import Wanted
 
     _quiet()
-    shards = {"max_shard_size": given["max_shard_size"]} if "max_shard_size" in given else {}
+    shards = {"max_shard_size": size} if size else {}
     layout: Format = "official" if format == "official" else "hf"
     _export(asked, Wanted(format=layout, merge=merge == "true", dtype=dtype, **shards))
     print(tr("wrote {folder}.", folder=asked.output))

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from toolkit.checkpoint.run_state import RunState
+from toolkit.config.schema import TuningMethod
 from toolkit.messages import tr
 from toolkit.secrets import hide_all
 
@@ -22,11 +23,9 @@ def card(state: RunState, is_adapter: bool) -> bytes:
     config: Mapping[str, Any] = hide_all(state.config)
     model, tuning = config["model"], config["tuning"]
     base = model["name"] or model["path"] or "?"
-    front = {
-        "library_name": "peft" if is_adapter else "transformers",
-        "pipeline_tag": "text-generation",
-        "tags": ["deepspeed", f"tuning-{tuning['method']}"],
-    }
+    front = {"pipeline_tag": "text-generation", "tags": ["deepspeed", f"tuning-{tuning['method']}"]}
+    if not (is_adapter and tuning["method"] == TuningMethod.ptuning_v2.value):  # which no library loads
+        front["library_name"] = "peft" if is_adapter else "transformers"
     if model["hub_id"]:
         front["base_model"] = model["hub_id"]
     lines = ["---", *(f"{key}: {json.dumps(value, ensure_ascii=False)}" for key, value in front.items()), "---", ""]

@@ -89,11 +89,12 @@ def choose(cfg: RunConfig, say: Callable[[str], None]) -> Origin:
 def _checkpoint_at(path: Path, say: Callable[[str], None]) -> Path:
     """Return the checkpoint that a path means: itself, or the newest of a run."""
     path = path.absolute()
-    if (path / "config.json").is_file():
+    if any((path / name).is_file() for name in ("config.json", "adapter_config.json")):
         raise ConfigError(
             tr(
-                "resume = {path} is a model alone, without what training needs to go on. Ask it (toolkit generate "
-                "model.path={path}), or begin another training with it: model.path={path}.",
+                "resume = {path} is a model or an adapter alone, without what training needs to go on. Ask it (toolkit "
+                "generate {path}), or begin another training with it: model.path={path}, of an adapter "
+                "tuning.adapter={path}.",
                 path=path,
             )
         )
@@ -144,10 +145,12 @@ def _put_aside(folder: Path, checkpoint: Path | None) -> None:
                 (folder / name).rename(unused(folder / "logs" / name))
         if (folder / "export").exists():  # of a run that died before it was DONE
             (folder / "export").rename(unused(folder / "export.replaced"))
-        for path in folder.glob(".export.*.tmp"):
+        for path in [*folder.glob(".export.*.tmp"), *folder.glob(".base.*.tmp")]:
             shutil.rmtree(path)
         if checkpoint is not None:
             folders.put_aside_after(checkpoint)
+        elif (folder / "base").exists():  # the random model of another config, maybe
+            (folder / "base").rename(unused(folder / "base.replaced"))
     except OSError as error:
         raise RunFolderError(
             tr("cannot go on in {folder}: {reason}.", folder=folder, reason=error.strerror or error)

@@ -20,6 +20,7 @@ RECORDED_PACKAGES = (
     "torch",
     "deepspeed",
     "transformers",
+    "peft",
     "tokenizers",
     "hydra-core",
     "omegaconf",
