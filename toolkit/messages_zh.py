@@ -690,4 +690,5 @@ CHINESE: dict[str, str] = {
     "transformers' server needs packages that are not installed:  pip install {packages}": "transformers 的服务器需要尚未安装的包：  pip install {packages}",
     "no free port was found among {ports}.": "在 {ports} 中没有找到空闲端口。",
     "{trained} of {total} parameters are trained.": "共 {total} 个参数，训练其中 {trained} 个。",
+    "WARNING: the export was not compared with the run: {reason}": "警告：导出没有与运行比较：{reason}",
 }
