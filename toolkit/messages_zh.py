@@ -609,7 +609,6 @@ CHINESE: dict[str, str] = {
     "ChatGLM-6B finds its positions from its tokens, among which a learned prompt has none: use ptuning_v2.": "ChatGLM-6B 的位置由其 token 得出，而学到的提示不是 token：请使用 ptuning_v2。",
     "Known: {names}.": "可用：{names}。",
     "an NVIDIA GPU": "一块 NVIDIA GPU",
-    "format=official and dtype= are for whole models: add merge=true.": "format=official 和 dtype= 用于完整模型：请加上 merge=true。",
     "the adapter in {folder} does not fit the model: {names}.": "{folder} 中的适配器与模型不符：{names}。",
     "the package bitsandbytes (pip install bitsandbytes)": "软件包 bitsandbytes（pip install bitsandbytes）",
     "this is a whole model already: there is nothing to merge. Leave merge=true out.": "这已经是完整模型，没有可合并的内容。请去掉 merge=true。",
@@ -691,4 +690,6 @@ CHINESE: dict[str, str] = {
     "no free port was found among {ports}.": "在 {ports} 中没有找到空闲端口。",
     "{trained} of {total} parameters are trained.": "共 {total} 个参数，训练其中 {trained} 个。",
     "WARNING: the export was not compared with the run: {reason}": "警告：导出没有与运行比较：{reason}",
+    "format=official, dtype= and max_shard_size= are for whole models: add merge=true.": "format=official、dtype= 和 max_shard_size= 用于完整模型：请加上 merge=true。",
+    "format=official, dtype= and max_shard_size= are for whole models, and what {folder} holds cannot be merged into one: leave them out.": "format=official、dtype= 和 max_shard_size= 用于完整模型，而 {folder} 中的内容无法合并成完整模型：请去掉它们。",
 }

@@ -309,6 +309,10 @@ def test_what_cannot_be_merged(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert main(["export-model", str(GOLDEN / "v2"), *words]) == 2
     assert "a whole model already" in capsys.readouterr().err
     assert main(["export-model", str(adapter), "format=official", f"output={tmp_path}/out"]) == 2
+    assert "cannot be merged into one: leave them out" in capsys.readouterr().err
+    lora = written(tuned("v2"), tmp_path / "lora")
+    assert main(["export-model", str(lora), "max_shard_size=1GB", f"output={tmp_path}/out"]) == 2
+    assert "are for whole models: add merge=true" in capsys.readouterr().err
     assert main(["export-model", str(adapter), f"output={tmp_path}/adapter"]) == 2
     assert main(["export-model", str(GOLDEN / "v2"), f"output={tmp_path}/out", "max_shard_size=much"]) == 2
     assert "max_shard_size = much is no size such as 500MB or 5GB." in capsys.readouterr().err

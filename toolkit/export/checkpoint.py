@@ -202,8 +202,17 @@ def export_part(
         raise nothing_to_merge()
     if part is not None and is_adapter and not wanted.merge:
         is_prefix = adapter.method_of(part.settings) is TuningMethod.ptuning_v2
-        if wanted.dtype or (wanted.format != "hf" and not is_prefix):
-            raise ConfigError(tr("format=official and dtype= are for whole models: add merge=true."))
+        whole = wanted.dtype or wanted.max_shard_size != MAX_SHARD_SIZE or (wanted.format != "hf" and not is_prefix)
+        if whole and part.can_merge:
+            raise ConfigError(tr("format=official, dtype= and max_shard_size= are for whole models: add merge=true."))
+        if whole:
+            raise ConfigError(
+                tr(
+                    "format=official, dtype= and max_shard_size= are for whole models, and what {folder} holds cannot "
+                    "be merged into one: leave them out.",
+                    folder=part.source,
+                )
+            )
         if wanted.format == "official":
             write_original_prefix(part.values, part.settings, part.base, folder)
         else:
