@@ -358,6 +358,15 @@ def test_changes_that_change_the_mathematics_are_refused() -> None:
         changes.check(CONFIG, {**CONFIG, "new": 1}, {}, {}, [])
 
 
+def test_the_base_of_a_tuned_run_may_have_moved() -> None:
+    """That it is the same one is told by its numbers, when it is loaded; with all of it trained, nothing tells."""
+    old, new = {**CONFIG, "model": {"path": "/old"}}, {**CONFIG, "model": {"path": "/new"}}
+    lora, full = {"tuning": {"method": "lora"}}, {"tuning": {"method": "full"}}
+    assert changes.check(old | lora, new | lora, {}, {}, []) == ["  model.path: /old -> /new"]
+    with pytest.raises(ConfigError, match=r"allow_changes=\[model.path\]"):
+        changes.check(old | full, new | full, {}, {}, [])
+
+
 def test_what_is_trained_never_changes() -> None:
     """A checkpoint holds the trained parameters alone. One of a version without a key says nothing about it."""
     before, now = ({**CONFIG, "tuning": {"method": "lora", "rank": rank}} for rank in (8, 4))

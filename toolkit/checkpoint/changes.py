@@ -97,7 +97,7 @@ def check(
     refused = [
         (key, line)
         for (key, _, _), line in zip(found, lines, strict=True)
-        if not is_free(key) and not _is_allowed(key, allowed)
+        if not is_free(key) and not _is_allowed(key, allowed) and not (key == "model.path" and _is_part(now))
     ]
     other = [line for (key, old, _), line in zip(found, lines, strict=True) if key in _TRAINED and old is not None]
     if other:
@@ -125,6 +125,11 @@ def check(
             )
         )
     return lines
+
+
+def _is_part(config: Mapping[str, Any]) -> bool:
+    """Whether only a part of the model is trained: base.json in the checkpoint tells then whether it is the same one."""
+    return bool(config.get("tuning", {}).get("method", "full") != "full")
 
 
 def _is_allowed(key: str, allowed: Sequence[str]) -> bool:
