@@ -128,7 +128,7 @@ def check(
 
 
 def _is_part(config: Mapping[str, Any]) -> bool:
-    """Whether only a part of the model is trained: base.json in the checkpoint tells then whether it is the same one."""
+    """Whether a part of the model is trained: base.json in the checkpoint tells then whether the rest is the same."""
     return bool(config.get("tuning", {}).get("method", "full") != "full")
 
 
