@@ -16,6 +16,7 @@ from toolkit.export.card import card
 from toolkit.export.folder import export
 from toolkit.export.prove import run_forward
 from toolkit.messages import tr
+from toolkit.models.tuning.adapter import has_adapter
 from toolkit.models.tuning.base import FILE as BASE_FILE
 from toolkit.models.tuning.count import count_parameters
 from toolkit.secrets import hide
@@ -37,8 +38,7 @@ def finish(session: Session, outcome: Outcome, total_steps: int) -> None:
 
 def _export(session: Session, outcome: Outcome) -> None:
     """Write export/, and load it again: it gives the logits that the run gives, or it is no export."""
-    tuned = getattr(session.engine.module, "tuned", None)
-    is_adapter = tuned is not None and bool(tuned.settings)
+    is_adapter = has_adapter(session.engine.module)
     files = {name: content for name, content in session.described.files.items() if is_adapter or name != BASE_FILE}
     files[CARD] = card(outcome.state, is_adapter)
     folder = session.folder / "export"
@@ -157,8 +157,7 @@ def _print_next_steps(session: Session, samples: list[dict[str, str]]) -> None:
         )
     )
     if session.cfg.checkpoint.export:
-        tuned = getattr(session.engine.module, "tuned", None)
-        if tuned is not None and tuned.settings:
+        if has_adapter(session.engine.module):
             print(tr("The adapter: {folder}/export", folder=folder))
         elif session.engine.module.config.model_type == "chatglm":
             print(tr("The model: {folder}/export (transformers itself does not know ChatGLM-6B)", folder=folder))

@@ -30,8 +30,8 @@ from typing import TYPE_CHECKING, Any
 
 from toolkit.cli.asking import MODEL, SAMPLING, check_model, check_system, sampling_of
 from toolkit.cli.compose import named_arguments, one_of, positive_int
-from toolkit.config.schema import ROW_FIELDS, RowFormat, SourceConfig
-from toolkit.config.suggest import did_you_mean
+from toolkit.config.checks_files import unread_column
+from toolkit.config.schema import RowFormat, SourceConfig
 from toolkit.errors import ConfigError
 from toolkit.messages import printable, say, tr
 
@@ -193,14 +193,10 @@ def _source(given: dict[str, str]) -> SourceConfig:
         raise ConfigError(
             tr("columns = {text} is not of the form {{prompt: question, response: answer}}.", text=given["columns"])
         )
-    fields = ROW_FIELDS.get(row_format) or tuple(field for names in ROW_FIELDS.values() for field in names)
-    for column in columns:
-        if column not in fields:
-            raise ConfigError(
-                tr("{place}.columns: no format reads '{column}'.", place="input", column=column)
-                + did_you_mean(str(column), fields)
-            )
-    return SourceConfig(path=given["input"], format=row_format, columns=columns)
+    source = SourceConfig(path=given["input"], format=row_format, columns=columns)
+    if sentence := unread_column(source, "input"):
+        raise ConfigError(sentence)
+    return source
 
 
 def _settings(given: dict[str, str], files: list[Path], batch_size: int) -> dict[str, Any]:

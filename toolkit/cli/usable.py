@@ -14,7 +14,6 @@ from toolkit.cli.checkpoints import checkpoint_at
 from toolkit.config.schema import Dtype, ModelConfig
 from toolkit.errors import ConfigError, ModelError
 from toolkit.messages import tr
-from toolkit.models import fill
 from toolkit.models.build import TORCH_DTYPES, build_model
 from toolkit.models.chat import AnyChatEncoder, load_chat_encoder
 from toolkit.models.save import MODEL_DIR
@@ -88,17 +87,10 @@ def _of_run(path: Path) -> Path:
 def _of_checkpoint(checkpoint: Path, family: str, precision: Dtype, place: torch.device) -> Usable:
     # What DeepSpeed has to say when it is imported goes to where messages go: stdout is for answers alone.
     with redirect_stdout(sys.stderr):
-        from toolkit.export.checkpoint import rebuild
-        from toolkit.export.tuned import loaded, part_of_checkpoint
+        from toolkit.export.checkpoint import load_checkpoint
 
     encoder = load_chat_encoder(checkpoint / MODEL_DIR, family=family)
-    part = part_of_checkpoint(checkpoint)
-    if part is not None:
-        model = loaded(part)
-    else:
-        rebuilt = rebuild(checkpoint)
-        model = rebuilt.model
-        fill.put(model, rebuilt.state)
+    model = load_checkpoint(checkpoint)
     for parameter in model.parameters():  # not the rotary frequencies, which have to stay float32
         parameter.data = parameter.data.to(TORCH_DTYPES[precision])
     return Usable(model=model.eval().to(place), encoder=encoder)

@@ -161,15 +161,8 @@ def _source(loaded: Loaded, name: str, index: int, source: SourceConfig) -> None
     for key in ("subset", "revision"):
         if getattr(source, key) and not source.hub:
             raise fail(loaded, name, tr("{place}.{key} has an effect with hub only. Remove it.", place=place, key=key))
-    fields = ROW_FIELDS.get(source.format) or tuple(field for names in ROW_FIELDS.values() for field in names)
-    for column in source.columns:
-        if column not in fields:
-            raise fail(
-                loaded,
-                name,
-                tr("{place}.columns: no format reads '{column}'.", place=place, column=column)
-                + did_you_mean(column, fields),
-            )
+    if sentence := unread_column(source, place):
+        raise fail(loaded, name, sentence)
     if not 0 < source.weight < math.inf:
         raise fail(
             loaded,
@@ -180,6 +173,21 @@ def _source(loaded: Loaded, name: str, index: int, source: SourceConfig) -> None
                 weight=source.weight,
             ),
         )
+
+
+def unread_column(source: SourceConfig, place: str) -> str:
+    """Return what is wrong with a source's `columns`: a name that its format does not read; "" if nothing is.
+
+    Args:
+        source: its format and columns.
+        place: where it stands, for the message.
+    """
+    fields = ROW_FIELDS.get(source.format) or tuple(field for names in ROW_FIELDS.values() for field in names)
+    for column in source.columns:
+        if column not in fields:
+            sentence = tr("{place}.columns: no format reads '{column}'.", place=place, column=column)
+            return sentence + did_you_mean(str(column), fields)
+    return ""
 
 
 def _run_dir(loaded: Loaded) -> None:

@@ -9,6 +9,7 @@ from transformers import PreTrainedModel
 
 from toolkit.errors import ModelError
 from toolkit.messages import tr
+from toolkit.models.tuning.adapter import has_adapter
 
 FAMILIES = ("glm", "glm4", "llama", "mistral", "qwen2", "qwen3")
 """Of which a test shows that two ranks answer as one does; DeepSpeed 0.19.8 splits others too, some of them wrongly."""
@@ -38,8 +39,7 @@ def split(model: PreTrainedModel) -> PreTrainedModel:
                 known=", ".join(FAMILIES),
             )
         )
-    tuned = getattr(model, "tuned", None)
-    if tuned is not None and tuned.settings:
+    if has_adapter(model):
         raise ModelError(
             tr("engine = deepspeed splits whole models only. Merge the adapter first: toolkit export-model merge=true")
         )

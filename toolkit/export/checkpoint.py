@@ -23,7 +23,7 @@ from toolkit.export.adapter import write_adapter, write_original_prefix
 from toolkit.export.card import FILE as CARD
 from toolkit.export.card import card
 from toolkit.export.folder import write_folder
-from toolkit.export.tuned import Part, merged, part_of_checkpoint
+from toolkit.export.tuned import Part, loaded, merged, part_of_checkpoint
 from toolkit.messages import tr
 from toolkit.models import fill, probe
 from toolkit.models.folder import read_object
@@ -75,6 +75,22 @@ def rebuild(
     if part is None:
         return collect(empty(described), weights(checkpoint, trained_in), checkpoint, dtype, scratch)
     return collect(*merged(part), checkpoint, dtype or trained_in, scratch)
+
+
+def load_checkpoint(checkpoint: Path) -> PreTrainedModel:
+    """Return the model of a checkpoint on the CPU, with what was trained in it or added to it, in its precision.
+
+    Raises:
+        CheckpointError: the weights cannot be read.
+        NotExportable: see `rebuild`.
+        ModelError: the model, or the one that a part was trained of, cannot be loaded.
+    """
+    part = part_of_checkpoint(checkpoint)
+    if part is not None:
+        return loaded(part)
+    rebuilt = rebuild(checkpoint)
+    fill.put(rebuilt.model, rebuilt.state)
+    return rebuilt.model
 
 
 def collect(

@@ -3,10 +3,10 @@
 from pathlib import Path
 
 from toolkit.errors import CheckpointError, NotExportable
-from toolkit.export.checkpoint import rebuild
-from toolkit.export.tuned import loaded, part_of_adapter, part_of_checkpoint
+from toolkit.export.checkpoint import load_checkpoint
+from toolkit.export.tuned import loaded, part_of_adapter
 from toolkit.messages import tr
-from toolkit.models import fill, probe
+from toolkit.models import probe
 from toolkit.models.load import load_model
 from toolkit.models.tuning.adapter import CONFIG, is_original_prefix
 
@@ -34,15 +34,11 @@ def run_forward(folder: Path) -> str:
         model = load_model(folder)
     elif (folder / CONFIG).is_file():
         model = loaded(part_of_adapter(folder))
-    elif part := part_of_checkpoint(folder):
-        model = loaded(part)
     else:
         try:
-            rebuilt = rebuild(folder)
+            model = load_checkpoint(folder)
         except NotExportable as error:
             return tr("no forward: {reason}", reason=error)
-        model = rebuilt.model
-        fill.put(model, rebuilt.state)
     if saved is None:
         return tr("it loads; there is no probe to compare its logits with")
     if not saved.logits.isfinite().all():

@@ -185,12 +185,14 @@ def _by_weight(
     layers: dict[str, tuple[Any, dict[str, torch.Tensor]]] = {}
     whole: dict[str, torch.Tensor] = {}
     for name, module in shell.named_modules():
+        if not isinstance(module, LoraLayer | ModulesToSaveWrapper):
+            continue
         own = {key.removeprefix(f"{name}."): value for key, value in values.items() if key.startswith(f"{name}.")}
         if isinstance(module, LoraLayer):
             # Of experts in one tensor each parameter has a layer around the layer of the one before.
             added = {key: value for key, value in own.items() if not key.startswith("base_layer.")}
             layers[f"{name.replace('.base_layer', '')}.{lora.parameter_of(module)}"] = (module, added)
-        elif isinstance(module, ModulesToSaveWrapper):
+        else:
             prefix = f"modules_to_save.{lora.ADAPTER}."
             whole |= {f"{name}.{key.removeprefix(prefix)}": value for key, value in own.items()}
     return layers, whole

@@ -7,7 +7,7 @@ ever holds more than its part and one tensor.
 import contextlib
 import ctypes
 import sys
-from collections.abc import Callable, Container, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -77,7 +77,7 @@ def read_weights(
     with _progress(sum(files[name].num_bytes for names in groups.values() for name in names), is_rank0) as bar:
         for targets, names in groups.items():
             partitioned = [held[target] for target in targets if hasattr(held[target], "ds_shape")]
-            with _gathered(partitioned):
+            with whole(partitioned, modifier_rank=0):  # what rank 0 writes is what all keep
                 for name in names:
                     if is_rank0 or not partitioned:
                         with files.open(name) as value:
@@ -174,13 +174,19 @@ def _stored(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     return {name: value for name, value in model.state_dict(keep_vars=True).items() if name in known}
 
 
-def _gathered(parameters: list[torch.Tensor]) -> AbstractContextManager[Any]:
-    """Make partitioned parameters whole; what rank 0 writes into them is what all keep."""
-    if not parameters:
+def whole(parameters: Sequence[torch.Tensor], modifier_rank: int | None = None) -> AbstractContextManager[Any]:
+    """Make parameters whole that are partitioned; a collective if any is.
+
+    Args:
+        parameters: of a model.
+        modifier_rank: whose changes all ranks keep; None: they are only read.
+    """
+    partitioned = [parameter for parameter in parameters if hasattr(parameter, "ds_shape")]
+    if not partitioned:
         return nullcontext()
     import deepspeed
 
-    gathered: AbstractContextManager[Any] = deepspeed.zero.GatheredParameters(parameters, modifier_rank=0)
+    gathered: AbstractContextManager[Any] = deepspeed.zero.GatheredParameters(partitioned, modifier_rank=modifier_rank)
     return gathered
 
 

@@ -19,6 +19,7 @@ from toolkit.messages import tr
 from toolkit.models.chatglm.prefix import PREFIX, prefix_for
 from toolkit.models.folder import read_object
 from toolkit.models.tuning import lora
+from toolkit.models.tuning.base import FILE as BASE_FILE
 from toolkit.models.tuning.base import Base, check_base, find_base, read_base
 from toolkit.models.tuning.prefix import attach_prefix
 from toolkit.models.tuning.prompt import SoftPrompt, attach_prompt
@@ -44,10 +45,16 @@ class Tuned:
 
     def describe(self) -> dict[str, bytes]:
         """Return the files that say what an adapter, or a checkpoint without frozen weights, is."""
-        files = {"base.json": self.base.write()}
+        files = {BASE_FILE: self.base.write()}
         if self.settings:
             files[CONFIG] = (json.dumps(self.settings, indent=2, ensure_ascii=False) + "\n").encode()
         return files
+
+
+def has_adapter(model: PreTrainedModel) -> bool:
+    """Whether what is trained of a model is an adapter, and no part of its own parameters."""
+    tuned: Tuned | None = getattr(model, "tuned", None)
+    return tuned is not None and bool(tuned.settings)
 
 
 def trained_names(model: PreTrainedModel) -> list[str]:

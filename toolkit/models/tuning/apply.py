@@ -9,6 +9,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from toolkit.config.schema import TuningConfig, TuningMethod
 from toolkit.errors import ConfigError, ModelError
 from toolkit.messages import tr
+from toolkit.models.fill import whole
 from toolkit.models.tuning import adapter, lora
 from toolkit.models.tuning.adapter import Tuned
 from toolkit.models.tuning.base import Base, base_of
@@ -97,9 +98,5 @@ def _prompt_values(model: PreTrainedModel, config: TuningConfig, tokenizer: PreT
         places = torch.tensor((ids * (number // len(ids) + 1))[:number])
     else:
         places = torch.randint(len(tokenizer), (number,))
-    if not hasattr(embedding.weight, "ds_shape"):
-        return embedding.weight.detach()[places].clone()
-    import deepspeed
-
-    with deepspeed.zero.GatheredParameters([embedding.weight]):
-        return embedding.weight.detach()[places.to(embedding.weight.device)].clone().cpu()
+    with whole([embedding.weight]):
+        return embedding.weight.detach()[places.to(embedding.weight.device)].cpu()

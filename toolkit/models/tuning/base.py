@@ -6,7 +6,6 @@ that was converted from it, and but for rounding in any precision.
 
 import json
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from transformers import PreTrainedModel
 
 from toolkit.errors import BaseMissing, ModelError
 from toolkit.messages import tr
+from toolkit.models.fill import whole
 
 FILE = "base.json"
 RUN_BASE = "base"
@@ -59,12 +59,7 @@ def _spread(values: Sequence[Any], count: int) -> list[Any]:
 
 def numbers_of(parameter: torch.Tensor) -> list[float]:
     """Return some of a parameter's numbers, from all over it."""
-    gathered: AbstractContextManager[Any] = nullcontext()
-    if hasattr(parameter, "ds_shape"):
-        import deepspeed
-
-        gathered = deepspeed.zero.GatheredParameters([parameter])
-    with gathered:
+    with whole([parameter]):
         flat = parameter.detach().flatten()
         places = torch.linspace(0, flat.numel() - 1, _NUMBERS, dtype=torch.float64).long()
         return [float(value) for value in flat[places.to(flat.device)].float()]

@@ -26,12 +26,8 @@ def freeze(model: PreTrainedModel, config: TuningConfig) -> None:
         )
     names = [name for name, _ in model.named_parameters()]
     layers = decoder_layers_name(model)
-    trained = {
-        name
-        for name in names
-        for place in range(number - config.last_layers, number)
-        if name.startswith(f"{layers}.{place}.")
-    }
+    last = tuple(f"{layers}.{place}." for place in range(number - config.last_layers, number))
+    trained = {name for name in names if name.startswith(last)}
     for pattern in config.patterns:
         trained.update(check_matches("tuning.patterns", pattern, names))
     for name, parameter in model.named_parameters():

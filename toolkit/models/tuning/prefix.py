@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache
 
 from toolkit.models.chatglm.prefix import PrefixEncoder
-from toolkit.models.tuning.layers import by_name, decoder_layers
+from toolkit.models.tuning.layers import by_name, decoder_layers, mask_and_positions, num_cached
 
 
 class FixedCache(DynamicCache):
@@ -45,23 +45,14 @@ def _begin_with_prefix(
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     kwargs = by_name(model, args, kwargs)
     ids = kwargs["input_ids"] if kwargs.get("inputs_embeds") is None else kwargs["inputs_embeds"]
-    rows, size = ids.shape[:2]
     cache: Cache | None = kwargs.get("past_key_values")
-    cached = 0 if cache is None else int(cache.get_seq_length())
-    if not cached:
-        keys_and_values = prefix.states(rows)
+    if not getattr(model, "builds_positions", False):  # to ChatGLM-6B, what precedes the mask is a prefix
+        mask, kwargs["position_ids"] = mask_and_positions(kwargs, ids, prefix.num_tokens)
+        kwargs["attention_mask"] = mask
+    if not num_cached(kwargs):
         if cache is None:
             cache = DynamicCache() if kwargs.get("use_cache") else FixedCache()
-        for layer, (keys, values) in enumerate(keys_and_values):
+        for layer, (keys, values) in enumerate(prefix.states(len(ids))):
             DynamicCache.update(cache, keys, values, layer)
     kwargs["past_key_values"] = cache
-    if getattr(model, "builds_positions", False):  # ChatGLM-6B: what precedes the mask is a prefix
-        return (), kwargs
-    mask = kwargs.get("attention_mask")
-    if mask is None:
-        earlier = max(cached - prefix.num_tokens, 0)
-        mask = torch.ones(rows, earlier + size, dtype=torch.long, device=ids.device)
-    if kwargs.get("position_ids") is None:
-        kwargs["position_ids"] = (mask.long().cumsum(dim=1) - 1).clamp(min=0)[:, -size:]
-    kwargs["attention_mask"] = torch.cat((mask.new_ones(rows, prefix.num_tokens), mask), dim=1)
     return (), kwargs

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from toolkit.models.tuning.layers import by_name
+from toolkit.models.tuning.layers import by_name, mask_and_positions, num_cached
 
 
 class SoftPrompt(nn.Module):
@@ -51,23 +51,14 @@ def _make_room(
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     kwargs = by_name(model, args, kwargs)
     ids = kwargs["input_ids"]
-    rows, size = ids.shape
-    cache = kwargs.get("past_key_values")
-    cached = 0 if cache is None else int(cache.get_seq_length())
-    mask = kwargs.get("attention_mask")
-    if mask is None:
-        mask = torch.ones(rows, max(cached - prompt.num_tokens, 0) + size, dtype=torch.long, device=ids.device)
-    positions = kwargs.get("position_ids")
-    if positions is None:
-        positions = (mask.long().cumsum(dim=1) - 1).clamp(min=0)[:, -size:]
+    kwargs["attention_mask"], positions = mask_and_positions(kwargs, ids, prompt.num_tokens)
     positions = positions + prompt.num_tokens
-    prompt.is_due = not cached
+    prompt.is_due = not num_cached(kwargs)
     if prompt.is_due:
-        kwargs["input_ids"] = torch.cat((ids.new_zeros(rows, prompt.num_tokens), ids), dim=1)
+        kwargs["input_ids"] = torch.cat((ids.new_zeros(len(ids), prompt.num_tokens), ids), dim=1)
         own = torch.arange(prompt.num_tokens, device=ids.device).expand(len(positions), -1)
         positions = torch.cat((own, positions), dim=1)
     kwargs["position_ids"] = positions
-    kwargs["attention_mask"] = torch.cat((mask.new_ones(rows, prompt.num_tokens), mask), dim=1)
     return (), kwargs
 
 
