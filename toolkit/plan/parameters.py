@@ -62,7 +62,14 @@ def _glm(
         shapes[f"{at}mlp.down_proj.weight"] = (hidden, inner)
         shapes[f"{at}input_layernorm.weight"] = shapes[f"{at}post_attention_layernorm.weight"] = (hidden,)
     shapes |= {"model.norm.weight": (hidden,), "lm_head.weight": (vocab, hidden)}
-    return shapes, {"layers": layers, "hidden": hidden, "keys": groups * size, "prefix": 2 * layers * groups * size}
+    return shapes, {
+        "layers": layers,
+        "hidden": hidden,
+        "keys": groups * size,
+        "prefix": 2 * layers * groups * size,
+        "heads": heads,
+        "head_size": size,
+    }
 
 
 def _v1(config: Mapping[str, Any]) -> tuple[Shapes, dict[str, int]]:
@@ -83,7 +90,14 @@ def _v1(config: Mapping[str, Any]) -> tuple[Shapes, dict[str, int]]:
         shapes[f"transformer.final_layernorm.{end}"] = (hidden,)
     shapes["lm_head.weight"] = (config["vocab_size"], hidden)
     # The original's prefix network begins with embeddings of the hidden width.
-    return shapes, {"layers": layers, "hidden": hidden, "keys": hidden, "prefix": hidden}
+    return shapes, {
+        "layers": layers,
+        "hidden": hidden,
+        "keys": hidden,
+        "prefix": hidden,
+        "heads": config["num_attention_heads"],
+        "head_size": hidden // config["num_attention_heads"],
+    }
 
 
 def count(shapes: Shapes, sizes: Mapping[str, int], tuning: TuningConfig) -> tuple[int, int]:
