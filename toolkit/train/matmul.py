@@ -23,7 +23,7 @@ def matmul_flops_per_s(device: torch.device, dtype: torch.dtype) -> float:
     """
     is_cpu = device.type == "cpu"
     size, seconds, times = (_CPU_SIZE, _CPU_S, 1) if is_cpu else (_GPU_SIZE, _GPU_S, _AT_ONCE)
-    # Random: products of equal numbers take less power, so a GPU does them faster. A generator of its own: the run's stay.
+    # Equal numbers would take less power, so a GPU would be faster. A generator of its own: the run's stays as it is.
     random = torch.Generator(device).manual_seed(0)
     left, right = (torch.randn(size, size, generator=random, device=device, dtype=dtype) for _ in range(2))
     out = left @ right  # warms up: libraries are loaded, kernels are chosen
