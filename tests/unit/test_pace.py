@@ -68,13 +68,14 @@ def test_row() -> None:
     assert steps([0.3, 0.5, 0.25], [0.1, 0.0, 0.05]).row() == pytest.approx(
         {
             "data_wait_s": 0.1,
+            "data_wait_fraction": 0.1,
             "data_wait_rank": 0,
             "slowest_rank": 1,
             "slowest_rank_s": 0.5,
             "median_rank_s": 0.3,
         }
     )
-    assert steps([0.3], [0.1]).row() == pytest.approx({"data_wait_s": 0.1})
+    assert steps([0.3], [0.1]).row() == pytest.approx({"data_wait_s": 0.1, "data_wait_fraction": 0.1})
 
 
 def test_the_watch_of_a_gpu_is_not_that_of_the_host(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,6 +22,7 @@ from toolkit.launch.environment import Ranks
 from toolkit.models.build import build_model
 from toolkit.models.tuning.apply import tune
 from toolkit.track.metrics import MetricsLog
+from toolkit.train.account import account_of
 from toolkit.train.batches import training_batches
 from toolkit.train.guard import Guard
 from toolkit.train.meter import Meter
@@ -100,7 +101,8 @@ def build_bare_engine(cfg: RunConfig, prepared: Prepared) -> deepspeed.DeepSpeed
 
 def _ours(engine: deepspeed.DeepSpeedEngine, cfg: RunConfig, folder: Path) -> Callable[[list[list[Batch]]], None]:
     """Our step with what the loop does around it: counting, and a log line every `train.log_every` steps."""
-    meter, guard = Meter(engine), Guard(engine, cfg.train)
+    meter = Meter(engine, account_of(engine, cfg.tuning, cfg.train.activation_checkpointing.enabled))
+    guard = Guard(engine, cfg.train)
     metrics, done = MetricsLog(folder / "metrics.jsonl", print), 0
 
     def block(windows: list[list[Batch]]) -> None:

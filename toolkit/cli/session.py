@@ -38,6 +38,7 @@ from toolkit.models.tuning.count import count_parameters
 from toolkit.secrets import HidingFilter
 from toolkit.track.progress import Progress
 from toolkit.train import resume, run_folder
+from toolkit.train.account import account_of
 from toolkit.train.bad_steps import Samples
 from toolkit.train.batches import epoch_steps, position_after, step_samples, training_batches
 from toolkit.train.checkpoint import Described, Saver
@@ -118,6 +119,7 @@ def run_session(cfg: RunConfig, ranks: Ranks, prepared: Prepared, started: float
     job = _job(session, saver, start, total_steps)
     if ranks.rank == 0:
         progress.say(_start_line(session, total_steps, job.steps_per_epoch))
+        progress.say(job.account.describe())
     try:
         outcome = run_loop(job, progress)
     finally:
@@ -159,6 +161,7 @@ def _job(session: Session, saver: Saver, start: RunState, total_steps: int) -> J
         watchdog=Watchdog(
             session.folder, ranks.rank, ranks.world_size, cfg.distributed.hang_after_s, float(cfg.distributed.timeout_s)
         ),
+        account=account_of(session.engine, cfg.tuning, cfg.train.activation_checkpointing.enabled),
     )
 
 

@@ -8,6 +8,10 @@ from tqdm import tqdm
 
 from toolkit.messages import tr
 
+WORTH_TELLING = 0.05
+"""Share of time, or of tokens, that a line mentions."""
+_GIB = 1 << 30
+
 
 class Progress:
     """One line of live state. Ranks other than 0 make none (`shown=False`)."""
@@ -49,6 +53,7 @@ class Progress:
         if not self.shown:
             return
         figures = "loss {loss:.4f}  lr {lr:.2e}  grad-norm {grad_norm:.3f}  {tokens_per_s:,.0f} tokens/s".format(**row)
+        figures += "".join(f"  {part}" for part in _speed(row))
         if row.get("skipped_steps"):
             figures += "  " + tr("skipped {count}", count=int(row["skipped_steps"]))
         if "loss_scale" in row:
@@ -74,6 +79,28 @@ class Progress:
         """Take the bar away."""
         if self.bar is not None:
             self.bar.close()
+
+
+def _speed(row: dict[str, float]) -> list[str]:
+    """Return what a line says of speed and memory; what costs next to nothing is left to metrics.jsonl."""
+    parts = []
+    if "mfu" in row:
+        parts.append(f"MFU {row['mfu']:.0%}")
+    elif "mfu_matmul" in row:
+        parts.append(tr("{share} of matmul", share=f"{row['mfu_matmul']:.0%}"))
+    if row.get("data_wait_fraction", 0) >= WORTH_TELLING:
+        parts.append(tr("waits {share} for data", share=f"{row['data_wait_fraction']:.0%}"))
+    if row.get("padding_fraction", 0) >= WORTH_TELLING:
+        parts.append(tr("{share} padding", share=f"{row['padding_fraction']:.0%}"))
+    if "communication_fraction" in row:
+        parts.append(tr("{share} communication", share=f"{row['communication_fraction']:.0%}"))
+    peak = row.get("device_memory_peak_bytes", row.get("host_memory_peak_bytes"))
+    if peak and "planned_memory_bytes" in row:
+        planned = row["planned_memory_bytes"] / _GIB
+        parts.append(tr("memory {peak} of {planned} GiB planned", peak=f"{peak / _GIB:.1f}", planned=f"{planned:.1f}"))
+    elif peak:
+        parts.append(tr("memory {peak} GiB", peak=f"{peak / _GIB:.1f}"))
+    return parts
 
 
 def _clock(seconds: float) -> str:

@@ -22,6 +22,7 @@ from toolkit.messages import tr
 from toolkit.track.metrics import MetricsLog
 from toolkit.track.progress import Progress
 from toolkit.train import bad_steps
+from toolkit.train.account import Account
 from toolkit.train.checkpoint import Saver
 from toolkit.train.guard import Guard, Trouble
 from toolkit.train.meter import Meter
@@ -65,6 +66,8 @@ class Job:
     """Puts engine, random generators and metrics into the state of a checkpoint of this run. A collective."""
     watchdog: Watchdog
     """Notices what does not come to an end."""
+    account: Account
+    """What speed and memory are compared with."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -123,7 +126,7 @@ class _Run:
     def begin_at(self, state: RunState, place: Position) -> None:
         """Go on after the step of a state, with the data at a place."""
         self.step, self.place = state.step, place
-        self.meter = Meter(self.engine, state.trained_tokens, state.total_tokens)
+        self.meter = Meter(self.engine, self.job.account, state.trained_tokens, state.total_tokens)
         self.guard.restart(state.losses, state.grad_norms, state.skips_in_a_row)
         self.outcome.evaluations = list(state.evaluations)
         self.outcome.first_loss = math.nan if state.first_loss is None else state.first_loss

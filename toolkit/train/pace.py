@@ -77,7 +77,10 @@ class Pace:
     def row(self) -> dict[str, float]:
         """Return what metrics.jsonl says of it, in seconds per step."""
         data_rank = _slowest(self.data_wait_s)
-        row: dict[str, float] = {"data_wait_s": self.data_wait_s[data_rank] / self.steps}
+        row: dict[str, float] = {
+            "data_wait_s": self.data_wait_s[data_rank] / self.steps,
+            "data_wait_fraction": self.data_wait_s[data_rank] / self.seconds,
+        }
         if len(self.own_s) > 1:
             slowest = _slowest(self.own_s)
             row |= {
@@ -103,20 +106,17 @@ class Pace:
         )
 
 
-def exchange(steps: int, seconds: float, own_s: float, data_wait_s: float, tokens: float, device: torch.device) -> Pace:
-    """Return what all ranks have measured since the last time. A collective.
+def exchange(mine: Sequence[float], device: torch.device) -> list[list[float]]:
+    """Return what all ranks have measured: of each value, that of each rank. A collective.
 
     Args:
-        steps: done since.
-        seconds: since.
-        own_s: of this rank's own work.
-        data_wait_s: that this rank waited for its data.
-        tokens: of this rank, padding included.
+        mine: this rank's values; as many on every rank.
         device: where the backend needs its tensors.
     """
-    mine = torch.zeros(3, world_size(), dtype=torch.float64)  # sums of tokens are too large for float32
-    mine[:, rank()] = torch.tensor([own_s, data_wait_s, tokens], dtype=torch.float64)
-    return Pace(steps, seconds, *sum_over_ranks(mine.flatten(), device).view(3, -1).tolist())
+    values = torch.zeros(len(mine), world_size(), dtype=torch.float64)  # sums of tokens are too large for float32
+    values[:, rank()] = torch.tensor(mine, dtype=torch.float64)
+    found: list[list[float]] = sum_over_ranks(values.flatten(), device).view(len(mine), -1).tolist()
+    return found
 
 
 class SlowRanks:

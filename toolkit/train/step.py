@@ -29,6 +29,8 @@ class StepResult:
     """Tokens that are not padding."""
     computed_tokens: int
     """Tokens including padding."""
+    pairs: int
+    """Pairs of a token and one of its sample that is not behind it."""
     grad_norm: float
     """Norm of the gradient before clipping; inf where it overflowed."""
     votes: list[int]
@@ -68,8 +70,11 @@ def train_step(
     micro_tokens = [num_trained_tokens(batch) for batch in micro_batches]
     rank_tokens = sum(batch["input_ids"].numel() for batch in micro_batches)
     not_padding = sum(int((batch["segment_ids"] > 0).sum()) for batch in micro_batches)
+    # A sample's tokens are numbered from 0, also in a packed row: each sees itself and those before it.
+    pairs = sum(int(((batch["position_ids"] + 1) * (batch["segment_ids"] > 0)).sum()) for batch in micro_batches)
     arrived, forward = time.perf_counter(), Stopwatch(engine.device)
-    counts = sum_over_ranks([sum(micro_tokens), not_padding, rank_tokens, *map(float, votes)], engine.device).tolist()
+    mine = [sum(micro_tokens), not_padding, rank_tokens, pairs, *map(float, votes)]
+    counts = sum_over_ranks(mine, engine.device).tolist()
     trained_tokens = int(counts[0])
     if trained_tokens == 0:
         raise ValueError("no token of this global batch is trained")
@@ -91,8 +96,9 @@ def train_step(
         trained_tokens=trained_tokens,
         total_tokens=int(counts[1]),
         computed_tokens=int(counts[2]),
+        pairs=int(counts[3]),
         grad_norm=guard.gate.grad_norm,
-        votes=[int(count) for count in counts[3:]],
+        votes=[int(count) for count in counts[4:]],
         micro_losses=micro_losses,
         micro_tokens=micro_tokens,
         rank_tokens=rank_tokens,

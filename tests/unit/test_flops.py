@@ -1,0 +1,198 @@
+"""The FLOP formula against what torch counts while real models run."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from peft import LoraConfig, inject_adapter_in_model
+from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
+
+from toolkit.engine.initialize import _want_gradient
+from toolkit.models.chatglm.modeling import ChatGLMConfig, ChatGLMForConditionalGeneration
+from toolkit.plan.cards import CARDS, find_card
+from toolkit.plan.flops import Work, causal_pairs, formula, lora_shapes, square_pairs
+from toolkit.plan.parameters import Shapes, shapes_of_config
+
+ROWS, TOKENS, LAYERS, HIDDEN, HEADS, VOCAB = 2, 24, 3, 32, 4, 96
+RANK = 5
+TRAINED = torch.arange(TOKENS) % 3 > 0
+
+
+def chatglm_6b() -> transformers.PreTrainedModel:
+    """Return ChatGLM-6B's own class, small."""
+    return ChatGLMForConditionalGeneration(
+        ChatGLMConfig(
+            hidden_size=HIDDEN,
+            inner_hidden_size=80,
+            num_layers=LAYERS,
+            num_attention_heads=HEADS,
+            vocab_size=VOCAB,
+            bos_token_id=90,
+            eos_token_id=91,
+        )
+    )
+
+
+def usual(kind: Callable[..., Any], **more: Any) -> transformers.PreTrainedModel:
+    """Return a model of transformers, small."""
+    return transformers.AutoModelForCausalLM.from_config(
+        kind(
+            hidden_size=HIDDEN,
+            intermediate_size=80,
+            num_hidden_layers=LAYERS,
+            num_attention_heads=HEADS,
+            num_key_value_heads=2,
+            head_dim=HIDDEN // HEADS,
+            vocab_size=VOCAB,
+            pad_token_id=0,
+            **more,
+        )
+    )
+
+
+MODELS: dict[str, Callable[[], transformers.PreTrainedModel]] = {
+    "chatglm-6b": chatglm_6b,
+    "glm": lambda: usual(transformers.GlmConfig, attention_bias=True),
+    "llama": lambda: usual(transformers.LlamaConfig),
+    "llama, tied": lambda: usual(transformers.LlamaConfig, tie_word_embeddings=True),
+}
+
+
+def loss_of(model: Any) -> torch.Tensor:
+    """Return a loss of trained tokens alone, as training computes it."""
+    ids = torch.randint(80, (ROWS, TOKENS))
+    ids[:, 5] = 90
+    states = model.base_model(ids)
+    states = states if isinstance(states, torch.Tensor) else states[0]
+    return model.get_output_embeddings()(states[:, TRAINED]).logsumexp(-1).sum()
+
+
+def counted(model: Any, checkpointing: bool) -> tuple[int, int]:
+    """Return what torch counts in the forward and in the backward pass."""
+    if checkpointing:
+        again = partial(checkpoint, use_reentrant=True)  # of whole layers, as DeepSpeed's, which needs a process group
+        model._set_gradient_checkpointing(enable=True, gradient_checkpointing_func=again)
+        first = next(m for m in model.base_model.layers if any(p.requires_grad for p in m.parameters()))
+        first.register_forward_pre_hook(_want_gradient)
+    model.train()
+    with FlopCounterMode(display=False) as forward:
+        loss = loss_of(model)
+    with FlopCounterMode(display=False) as backward:
+        loss.backward()
+    return forward.get_total_flops(), backward.get_total_flops()
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")  # layers before the first trained one
+@pytest.mark.parametrize("checkpointing", [False, True], ids=["", "checkpointing"])
+@pytest.mark.parametrize("way", ["full", "lora", "last layer"])
+@pytest.mark.parametrize("name", MODELS)
+def test_torch_counts_the_same(name: str, way: str, checkpointing: bool) -> None:
+    torch.manual_seed(0)
+    model = MODELS[name]()
+    model.set_attn_implementation("eager")  # whose products are of whole squares, and counted as they are
+    linear = [name for name, part in model.named_modules() if isinstance(part, torch.nn.Linear) and ".layers." in name]
+    sizes = {"layers": LAYERS, "heads": HEADS, "head_size": HIDDEN // HEADS}
+    shapes: Shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    if way == "lora":
+        targets = [
+            one for one in linear if one.endswith(("query_key_value", "q_proj", "k_proj", "v_proj", "down_proj"))
+        ]
+        inject_adapter_in_model(LoraConfig(r=RANK, target_modules=targets), model)
+        shapes |= lora_shapes(shapes, targets, RANK)
+        trained = {name for name in shapes if "lora_" in name}
+        assert trained == {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    elif way == "full":
+        trained = set(shapes)
+    else:
+        trained = {name for name in shapes if f".layers.{LAYERS - 1}." in name}
+        for parameter_name, parameter in model.named_parameters():
+            parameter.requires_grad_(parameter_name in trained)
+    work = Work(ROWS * TOKENS, square_pairs([TOKENS] * ROWS), ROWS * int(TRAINED.sum()))
+    expected = formula(shapes, sizes, trained)
+    forward, backward = counted(model, checkpointing)
+    assert forward == expected.forward.flops(work)
+    assert backward == expected.backward.flops(work) + checkpointing * expected.recomputed.flops(work)
+
+
+def test_shapes_of_a_config_count_as_those_of_the_model() -> None:
+    model = MODELS["glm"]()
+    found = shapes_of_config(model.config.to_dict())
+    assert found
+    shapes, sizes = found
+    real: Shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    assert formula(shapes, sizes) == formula(real, sizes)
+
+
+def test_chatglm3_6b_by_hand() -> None:
+    """6 FLOPs for each parameter that a token meets, and attention."""
+    config = {
+        "padded_vocab_size": 65024,
+        "hidden_size": 4096,
+        "ffn_hidden_size": 13696,
+        "num_layers": 28,
+        "num_attention_heads": 32,
+        "multi_query_attention": True,
+        "multi_query_group_num": 2,
+        "kv_channels": 128,
+        "add_qkv_bias": True,
+    }
+    found = shapes_of_config(config)
+    assert found
+    per_layer = 4096 * (4096 + 2 * 256) + 4096 * 4096 + 3 * 4096 * 13696
+    work = Work(4096, causal_pairs([1000, 3000, 96]), 2000)
+    pairs = 500500 + 4501500 + 4656
+    needed = 6 * (28 * per_layer * 4096 + 65024 * 4096 * 2000) + 3 * 4 * 28 * 4096 * pairs
+    assert formula(*found).model_flops(work) == needed
+    assert formula(*found).hardware_flops(work) - needed == 2 * 28 * per_layer * 4096 + 4 * 28 * 4096 * pairs
+    assert needed == pytest.approx(6 * 6e9 * 4096, rel=0.1)
+    frozen = formula(*found, trained=set())
+    assert frozen.model_flops(work) == frozen.forward.flops(work)
+
+
+def test_a_learned_prefix_is_seen_by_every_token() -> None:
+    shapes: Shapes = {"model.layers.0.self_attn.q_proj.weight": (8, 8), "prefix_encoder.0.weight": (5, 16)}
+    sizes = {"layers": 1, "heads": 2, "head_size": 4}
+    found = formula(shapes, sizes, {"prefix_encoder.0.weight"}, prefix_tokens=5)
+    assert found.forward.flops(Work(3, 6, 0)) == 3 * 2 * 64 + (6 + 5 * 3) * 4 * 8
+    assert found.backward.flops(Work(3, 6, 0)) == 2 * (6 + 5 * 3) * 4 * 8  # nothing trained lies before the matrix
+
+
+@pytest.mark.parametrize(
+    ("reported", "name"),
+    [
+        ("NVIDIA A100-SXM4-80GB", "A100 80GB"),
+        ("NVIDIA A100 80GB PCIe", "A100 80GB PCIe"),
+        ("NVIDIA A100-PCIE-40GB", "A100 40GB PCIe"),
+        ("NVIDIA H100 80GB HBM3", "H100"),
+        ("NVIDIA H800 PCIe", "H800 PCIe"),
+        ("NVIDIA H20-3e", "H20 3e"),
+        ("NVIDIA L40S", "L40S"),
+        ("Tesla V100-SXM2-16GB", "V100 16GB"),
+        ("NVIDIA GeForce RTX 4090", "RTX 4090"),
+        ("NVIDIA GeForce RTX 4090 D", "RTX 4090 D"),
+        ("RTX 6000 Ada Generation", "RTX 6000 Ada"),
+        ("4090", "RTX 4090"),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
+        ("NVIDIA GeForce RTX 3090 Ti", None),
+        ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", None),
+        ("cpu", None),
+    ],
+)
+def test_cards_by_the_names_that_drivers_give(reported: str, name: str | None) -> None:
+    found = find_card(reported)
+    assert (found and found.name) == name
+
+
+def test_the_datasheet_is_plausible() -> None:
+    assert len({card.name for card in CARDS}) == len(CARDS)
+    for card in CARDS:
+        assert find_card(card.name) is card
+        assert card.fp32_flops < card.fp16_flops
+        assert card.bf16_flops in (0, card.fp16_flops)
+        assert card.flops("bf16") == card.bf16_flops
+        assert 10 << 30 < card.memory_bytes < 200 << 30
+        assert card.link_bytes_per_s < card.memory_bytes_per_s
