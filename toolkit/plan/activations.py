@@ -61,8 +61,9 @@ def saved_bytes(outline: Outline, rows: Rows, width: int, dropout: float = 0.0) 
 
 def layer_bytes(outline: Outline, rows: Rows, width: int, layer: int, dropout: float = 0.0) -> dict[str, int]:
     """Return the same of one layer. Arguments as above."""
-    is_v1 = any(name.startswith("transformer.") for name in outline.shapes)
-    return dict((_V1 if is_v1 else _Dense)(outline, rows, width, layer, dropout).kept)
+    if f"saved_{width}" in outline.sizes:  # measured on the whole model in training, whatever is trained of it
+        return {"layers": outline.sizes[f"saved_{width}"] * rows.tokens}
+    return dict((_V1 if _is_v1(outline) else _Dense)(outline, rows, width, layer, dropout).kept)
 
 
 class _Layer:
@@ -176,7 +177,7 @@ class _V1(_Layer):
 def _ends(outline: Outline, rows: Rows, width: int) -> dict[str, int]:
     """The mask that all layers share, the ids, the last norm."""
     hidden, tokens = outline.sizes["hidden"], rows.tokens
-    is_v1 = any(name.startswith("transformer.") for name in outline.shapes)
+    is_v1 = _is_v1(outline)
     last = "transformer.final_layernorm" if is_v1 else "model.norm"
     norm = tokens * (width * hidden + 2 * _statistic(rows, width) if is_v1 else 4 * hidden + 4)
     if not is_v1 and f"{last}.weight" in outline.trained:
@@ -185,6 +186,10 @@ def _ends(outline: Outline, rows: Rows, width: int) -> dict[str, int]:
     cosines = 2 * tokens * width * size if turned == size else 0
     ids = 8 * tokens if any("embed" in name for name in outline.trained) else 0
     return {"norms": norm, "mask": 0 if rows.mask_per_layer else _mask(rows), "attention": cosines + ids}
+
+
+def _is_v1(outline: Outline) -> bool:
+    return "transformer.final_layernorm.weight" in outline.shapes
 
 
 def _statistic(rows: Rows, width: int) -> int:
