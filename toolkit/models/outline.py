@@ -86,7 +86,7 @@ def _saved(folder: Path, layers: int, dtype: torch.dtype) -> int:
     real = functional.scaled_dot_product_attention
 
     def fused(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
-        return _Fused.apply(query, key, value)  # type: ignore[no-any-return]
+        return _Fused.apply(query, key, value)
 
     functional.scaled_dot_product_attention = fused
     uses_groups, sdpa_attention.use_gqa_in_sdpa = sdpa_attention.use_gqa_in_sdpa, lambda *_: True
@@ -102,4 +102,4 @@ def _saved(folder: Path, layers: int, dtype: torch.dtype) -> int:
 
 
 if __name__ == "__main__":
-    print(json.dumps(outline(Path(sys.argv[1]))))
+    sys.stdout.write(json.dumps(outline(Path(sys.argv[1]))) + "\n")

@@ -129,7 +129,7 @@ class _Rank:
         """Elements of the buffers into which gradients are gathered before they are reduced."""
         zero = self.cfg.zero
         copies = 2 if zero.overlap_comm and zero.stage in (1, 2) else 1
-        return 0 if zero.stage == 0 else zero.reduce_bucket_size * copies
+        return 0 if zero.stage == 0 else min(zero.reduce_bucket_size, self.trained) * copies
 
     def part(self, elements: int) -> int:
         """Return a rank's share."""

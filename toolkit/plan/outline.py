@@ -37,7 +37,7 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     "ChatGLM3-6B": _CHATGLM2,
     "glm-4-9b-chat": {**_CHATGLM2, "padded_vocab_size": 151552, "num_layers": 40},
 }
-"""What config.json of the published models says (huggingface.co/zai-org), for those who have not downloaded them yet."""
+"""What config.json of the published models says (huggingface.co/zai-org), for those who have not downloaded them."""
 _MEASURE_S = 300
 
 
@@ -55,16 +55,16 @@ def outline_of(cfg: RunConfig, say: Callable[[str], None]) -> Outline:
     return tuned(*found, cfg.tuning)
 
 
-def _shapes(cfg: RunConfig, say: Callable[[str], None]) -> tuple[Shapes, Sizes]:
-    model = cfg.model
-    if model.init is Init.random:
-        return shape_of_random(model.shape.vocab_size, model.shape)
-    file = Path(model.path) / "config.json"
-    if not model.path or not file.is_file():
+def config_of(cfg: RunConfig) -> dict[str, Any]:
+    """Return config.json of the model, or what it says of a published one that is not there.
+
+    Raises:
+        ConfigError: neither.
+    """
+    model, file = cfg.model, _file(cfg)
+    if file is None:
         if model.name in PUBLISHED:
-            found = shapes_of_config(PUBLISHED[model.name])
-            assert found is not None
-            return found
+            return PUBLISHED[model.name]
         raise ConfigError(
             tr(
                 "model.path = '{path}' holds no config.json, and '{name}' is none of the models whose sizes are known "
@@ -76,27 +76,46 @@ def _shapes(cfg: RunConfig, say: Callable[[str], None]) -> tuple[Shapes, Sizes]:
         )
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
+        if isinstance(config, dict):
+            return config
+        reason = "[]"
+    except (ValueError, OSError) as error:
+        reason = str(error)
+    raise ConfigError(tr("{file} is no model's config.json: {reason}", file=file, reason=reason))
+
+
+def _file(cfg: RunConfig) -> Path | None:
+    file = Path(cfg.model.path) / "config.json"
+    return file if cfg.model.path and file.is_file() else None
+
+
+def _shapes(cfg: RunConfig, say: Callable[[str], None]) -> tuple[Shapes, Sizes]:
+    model = cfg.model
+    if model.init is Init.random:
+        return shape_of_random(model.shape.vocab_size, model.shape)
+    config = config_of(cfg)
+    try:
         found = shapes_of_config(config)
-    except (ValueError, KeyError, TypeError, OSError) as error:
-        raise ConfigError(tr("{file} is no model's config.json: {reason}", file=file, reason=repr(error))) from error
-    return found or _measured(cfg, file, config, say)
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(
+            tr("{file} is no model's config.json: {reason}", file=_file(cfg), reason=repr(error))
+        ) from error
+    return found or _measured(cfg, config, say)
 
 
-def _measured(
-    cfg: RunConfig, file: Path, config: Mapping[str, Any], say: Callable[[str], None]
-) -> tuple[Shapes, Sizes]:
+def _measured(cfg: RunConfig, config: Mapping[str, Any], say: Callable[[str], None]) -> tuple[Shapes, Sizes]:
     """Build the model on the meta device, in a process of its own, once for each config.json."""
     key = hashlib.sha256(json.dumps(config, sort_keys=True).encode()).hexdigest()[:16]
     kept = Path(cfg.prepare.dir) / "plan" / f"outline-{key}.json"
     if not kept.is_file():
         say(tr("{kind} is not known by formula: its outline is measured, once.", kind=config.get("model_type")))
-        command = [sys.executable, "-m", "toolkit.models.outline", str(file.parent.absolute())]
-        ran = subprocess.run(command, capture_output=True, text=True, timeout=_MEASURE_S, check=False)
+        command = [sys.executable, "-m", "toolkit.models.outline", str(Path(cfg.model.path).absolute())]
+        ran = subprocess.run(command, capture_output=True, text=True, timeout=_MEASURE_S, check=False)  # noqa: S603
         if ran.returncode:
             raise ConfigError(
                 tr(
                     "{file}: the model cannot be built to be measured: {reason}",
-                    file=file,
+                    file=Path(cfg.model.path) / "config.json",
                     reason=(ran.stderr.strip().splitlines() or ["?"])[-1],
                 )
             )

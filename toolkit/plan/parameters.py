@@ -38,7 +38,9 @@ def shapes_of_config(config: Mapping[str, Any]) -> tuple[Shapes, Sizes] | None:
                 "intermediate_size": config["ffn_hidden_size"],
                 "num_hidden_layers": config["num_layers"],
                 "num_attention_heads": heads,
-                "num_key_value_heads": config["multi_query_group_num"] if config.get("multi_query_attention") else heads,
+                "num_key_value_heads": config["multi_query_group_num"]
+                if config.get("multi_query_attention")
+                else heads,
                 "head_dim": config["kv_channels"],
                 "attention_bias": bool(config.get("add_qkv_bias", False)),
             }
