@@ -9,8 +9,8 @@ toolkit plan recipe=NAME [gpus=8x80GB] [nodes=2] [host_memory=1TB] [calibrate=tr
   calibrate=true   measure for a few seconds how fast this machine is; kept in prepare.dir/plan
   output=FILE      the plan as JSON
 
-Nothing is loaded: model.path needs config.json alone, and the published ChatGLM models not even that. GB and TB count in
-1024s, as memory is sold.
+Nothing is loaded: model.path needs config.json alone, and the published ChatGLM models not even that. GB and TB count
+in 1024s, as memory is sold.
 """
 
 import json
