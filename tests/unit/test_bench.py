@@ -1,12 +1,22 @@
 """The benchmark of the data side measures something; its numbers are no test."""
 
 import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from toolkit.bench import start
 from toolkit.bench.rows import rows_file
 from toolkit.cli import main
+from toolkit.config.schema import RunConfig
+from toolkit.errors import LaunchError
+
+ROOT = Path(__file__).parents[2]
 
 
 def test_rows_are_the_same_for_the_same_seed(tmp_path: Path) -> None:
@@ -26,6 +36,10 @@ def test_bench_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pyt
     assert main(["bench", "data", "rows=200", f"output={output}", *words]) == 0
     earlier, found = json.loads(output.read_text(encoding="utf-8"))
     assert earlier == "earlier"
+    assert json.loads(capsys.readouterr().out.splitlines()[-1]) == found
+    assert found["measured"] == "data"
+    assert found["config"]["data"]["packing"] == "packed"
+    assert found["environment"]["machine"]["memory_bytes"] > 1 << 30
     assert found["rows"] == 200
     assert found["tokens"] > 200
     assert 2 < found["store_bytes_per_token"] < 4
@@ -42,4 +56,84 @@ def test_results_are_never_overwritten(tmp_path: Path, capsys: pytest.CaptureFix
     assert "is not a list of results" in capsys.readouterr().err
     assert output.read_text(encoding="utf-8") == "{}"
     assert main(["bench", "everything"]) == 2
-    assert "Known: data, resume, faults." in capsys.readouterr().err
+    assert "Known: step, data, memory, checkpoint, start, resume, faults." in capsys.readouterr().err
+
+
+def test_everything_is_measured_and_told(tmp_path: Path) -> None:
+    """One rank of a tiny model: what is measured on ranks, and our run and a bare script watched from outside."""
+    (tmp_path / "README.md").write_text("# Results\n", encoding="utf-8")
+    words = ["only=step,memory,checkpoint", f"folder={tmp_path}", f"prepare.dir={tmp_path}/cache", "model=glm_tiny"]
+    words += ["data.max_samples=60", "ranks=1", "pairs=1", "steps=2", "repeats=1"]
+    command = [sys.executable, str(ROOT / "scripts" / "bench"), *words]
+    environ = {**os.environ, "DS_ACCELERATOR": "cpu", "PYTHONPATH": str(ROOT)}
+    finished = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=300)
+    assert finished.returncode == 0, finished.stdout + finished.stderr
+    (file,) = tmp_path.glob("*-bench.json")
+    found = {one["measured"]: one for one in json.loads(file.read_text(encoding="utf-8"))}
+    assert list(found) == ["step", "memory", "checkpoint"]
+    assert found["step"]["pairs"] == 1
+    assert found["step"]["steps_per_block"] == 2
+    assert found["checkpoint"]["bytes"]["ours"] > found["checkpoint"]["bytes"]["bare"] > 1 << 20
+    for side in ("ours", "bare"):
+        (uss,), (pss,) = found["memory"][side]["uss_mib"], found["memory"][side]["pss_mib"]
+        assert 100 < uss <= pss < 10_000
+    readme = (tmp_path / "README.md").read_text(encoding="utf-8")
+    assert readme.startswith("# Results\n")
+    assert "| `memory` | our run, the same | " in readme
+    assert f"scripts/bench {' '.join(words)}\n" in readme
+    assert not list((tmp_path / "cache" / "bench").iterdir()), "what measuring leaves"
+
+
+class FakeSides:
+    """Launches that take no time; the second of ours fails if asked to."""
+
+    fails = False
+
+    def __init__(self, *_: Any) -> None:
+        self.begun: list[str] = []
+
+    def ours(self) -> tuple[Any, Callable[[], int]]:
+        return self._begin("ours", 3.0)
+
+    def bare(self) -> tuple[Any, Callable[[], int]]:
+        return self._begin("bare", 2.0)
+
+    def _begin(self, name: str, seconds: float) -> tuple[Any, Callable[[], int]]:
+        self.begun.append(name)
+        if self.fails and self.begun.count(name) == 2:
+            raise LaunchError("failed")
+
+        class Fake:
+            def __enter__(self) -> None:
+                pass
+
+            def __exit__(self, *_: object) -> None:
+                pass
+
+            def until(self, condition: Callable[[], bool]) -> float:
+                assert condition()
+                return seconds
+
+        return Fake(), lambda: 1
+
+
+def test_starts_are_compared_in_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(start, "Sides", FakeSides)
+    folder, said = tmp_path / "work", []
+    folder.mkdir()
+    found = start.compare(RunConfig(), [], 2, 2, folder, said.append)
+    assert found["ours_s"] == [3.0, 3.0]
+    assert found["ratio"] == 1.5
+    assert len(said) == 3
+    assert not folder.exists()
+    folder.mkdir()
+    monkeypatch.setattr(FakeSides, "fails", True)
+    with pytest.raises(LaunchError):
+        start.compare(RunConfig(), [], 2, 2, folder, said.append)
+    assert not folder.exists()
+
+
+def test_a_bare_script_knows_no_adapters(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["recipe=zero1", "model=glm_tiny", "tuning=lora", f"prepare.dir={tmp_path}"]
+    assert main(["bench", "start", *words]) == 2
+    assert "set tuning=full data.packing=none" in capsys.readouterr().err

@@ -2,19 +2,14 @@
 
 import shutil
 import statistics
-import subprocess
-import sys
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from toolkit.errors import CheckpointError
+from toolkit.bench.launches import Launch
+from toolkit.bench.sides import QUIET
 from toolkit.messages import tr
-
-LIMIT_S = 900.0
-_QUIET = ("evaluate.at_start=false", "checkpoint.export=false", "checkpoint.keep=0", "train.log_every=1")
 
 
 def compare(words: Sequence[str], ranks: int, pairs: int, folder: Path, say: Callable[[str], None]) -> dict[str, Any]:
@@ -32,9 +27,9 @@ def compare(words: Sequence[str], ranks: int, pairs: int, folder: Path, say: Cal
         files takes; bytes of the checkpoint; `ratio`: median of (resumed - reading) / fresh, pair by pair.
 
     Raises:
-        CheckpointError: a launch failed.
+        LaunchError: a launch failed.
     """
-    common = [*words, *_QUIET, f"run.dir={folder}", "language=en"]
+    common = [*words, *QUIET, f"run.dir={folder}"]
     fresh: list[float] = []
     resumed: list[float] = []
     reading: list[float] = []
@@ -68,27 +63,14 @@ def _first_step_s(words: list[str], ranks: int, folder: Path) -> float:
     """Return the seconds from the command to its first row of metrics.jsonl."""
     metrics = folder / "metrics.jsonl"
     seconds = _until(lambda: metrics.exists() and metrics.stat().st_size > 0, words, ranks)
-    shutil.rmtree(folder)  # stopping has saved a checkpoint
+    shutil.rmtree(folder)
     return seconds
 
 
 def _until(condition: Callable[[], bool], words: list[str], ranks: int) -> float:
-    """Launch, wait until something is so, stop all of it, and return the seconds that were waited."""
-    command = [sys.executable, "-m", "toolkit", "launch", "--num_gpus", str(ranks), *words]
-    with tempfile.TemporaryFile("w+") as output:
-        started = time.perf_counter()
-        process = subprocess.Popen(command, stdout=output, stderr=output)  # noqa: S603
-        try:
-            while not condition():
-                if process.poll() is not None or time.perf_counter() - started > LIMIT_S:
-                    output.seek(0)
-                    last = "\n".join(output.read().splitlines()[-20:])
-                    raise CheckpointError(tr("the launch to be timed has failed:\n{output}", output=last))
-                time.sleep(0.005)
-            return round(time.perf_counter() - started, 3)
-        finally:
-            process.terminate()  # which stops the ranks, and waits for them
-            process.wait(LIMIT_S)
+    """Launch, wait until something is so, end all of it, and return the seconds that were waited."""
+    with Launch(words, ranks, launcher=("toolkit", "launch")) as launch:
+        return launch.until(condition)
 
 
 def _read_s(folder: Path) -> float:

@@ -1,17 +1,16 @@
-"""A benchmark that runs under a launcher: what all of them do before and after they measure."""
+"""The part of `toolkit bench` that runs on all ranks: `toolkit bench NAME` starts it and reads what it writes.
+
+python -m toolkit.cli.on_ranks NAME FILE recipe=… [key=value …]
+"""
 
 import json
 import os
-import shutil
 import sys
-import tempfile
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from toolkit.cli import results
-from toolkit.cli.compose import compose
+from toolkit.cli.compose import compose, positive_int
 from toolkit.config.checks import check
 from toolkit.config.schema import RunConfig
 from toolkit.launch import environment
@@ -20,34 +19,53 @@ if TYPE_CHECKING:
     from toolkit.train.prepared import Prepared
 
 Measure = Callable[[RunConfig, "Prepared", environment.Ranks, dict[str, str], Path], dict[str, Any]]
-"""Config, data, who this process is, the benchmark's own words, and a folder that all ranks see and that is removed."""
+"""Config, data, who this process is, the benchmark's own words, and a folder that all ranks see."""
 
 
-def measure_on_ranks(name: str, arguments: Sequence[str], measure: Measure) -> None:
-    """Measure on all ranks; rank 0 writes to benchmarks/DATE-NAME.json, or the word `output`.
+def _step(
+    cfg: RunConfig, prepared: "Prepared", ranks: environment.Ranks, given: dict[str, str], folder: Path
+) -> dict[str, Any]:
+    from toolkit.bench.step import compare
 
-    Args:
-        name: of the script, scripts/bench_NAME.py.
-        arguments: the benchmark's own words beside `output`; everything else is as for run.py.
-        measure: a collective that returns the figures.
-    """
-    ranks = environment.detect(os.environ)
+    pairs, steps = positive_int(given, "pairs") or 20, positive_int(given, "steps") or 5
+    return compare(cfg, prepared, ranks, pairs, steps, folder)
+
+
+def _checkpoint(
+    cfg: RunConfig, prepared: "Prepared", ranks: environment.Ranks, given: dict[str, str], folder: Path
+) -> dict[str, Any]:
+    from toolkit.bench.checkpoint import compare
+
+    return compare(cfg, prepared, ranks, positive_int(given, "repeats") or 5, folder)
+
+
+MEASURES: dict[str, tuple[tuple[str, ...], Measure]] = {
+    "step": (("pairs", "steps"), _step),
+    "checkpoint": (("repeats",), _checkpoint),
+}
+"""By name, the benchmark's own words and what measures."""
+
+
+def main() -> None:
+    """Measure on all ranks; rank 0 writes the figures."""
     words = environment.strip_launcher_arguments(sys.argv[1:])
-    composed = compose(words, world_size=ranks.world_size, arguments=(*arguments, "output"))
+    name, file, *words = words
+    arguments, measure = MEASURES[name]
+    ranks = environment.detect(os.environ)
+    composed = compose(words, world_size=ranks.world_size, arguments=arguments)
     check(composed.loaded, ranks.world_size)
     environment.apply(ranks, os.environ)
     from toolkit.distributed import process_group
     from toolkit.train.prepared import prepare_data
 
     cfg = composed.loaded.cfg
-    output = composed.arguments.get("output") or f"benchmarks/{time.strftime('%Y-%m-%d')}-{name}.json"
-    before = results.earlier(output)
     prepared = prepare_data(cfg, speaks=False)
     process_group.start(cfg.distributed)
-    folder = Path(process_group.on_rank0(lambda: tempfile.mkdtemp(dir=".")))
-    result = measure(cfg, prepared, ranks, composed.arguments, folder)
+    found = measure(cfg, prepared, ranks, composed.arguments, Path(file).parent)
     if ranks.rank == 0:
-        shutil.rmtree(folder)
-        command = ["deepspeed", "--num_gpus", str(ranks.world_size), f"scripts/bench_{name}.py", *words]
-        print(json.dumps(results.keep(output, before, command, result, ranks.world_size), indent=2))
+        Path(file).write_text(json.dumps(found), encoding="utf-8")
     process_group.stop()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,7 +1,10 @@
 """Results of measurements, kept in files that are lists: what was measured before stays."""
 
 import json
+import os
 import shlex
+import shutil
+import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -43,7 +46,23 @@ def keep(
         found: the figures.
         world_size: number of ranks.
     """
-    result = {"command": shlex.join(command), **found, "environment": environment(world_size)}
+    known = {**environment(world_size), "machine": _machine()}
+    result = {"command": shlex.join(command), **found, "environment": known}
     if output:
         Path(output).write_text(json.dumps([*before, result], indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
     return result
+
+
+def _machine() -> dict[str, object]:
+    """Return the processor, the memory and the GPUs. Linux only."""
+    lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    smi = shutil.which("nvidia-smi")
+    gpus = ""
+    if smi:
+        command = [smi, "--query-gpu=name,memory.total", "--format=csv,noheader"]
+        gpus = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False).stdout  # noqa: S603
+    return {
+        "processor": next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), ""),
+        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        "gpus": gpus.splitlines(),
+    }

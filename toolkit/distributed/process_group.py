@@ -69,11 +69,11 @@ def stop() -> None:
         rank, port = dist.get_rank(), os.environ.get("MASTER_PORT", "")
         dist.barrier()
         dist.destroy_process_group()
-        _remove_shared_memory(rank, port)
+        remove_shared_memory(rank, port)
 
 
-def _remove_shared_memory(rank: int, port: str) -> None:
-    """Unlink this rank's segment, 66 MiB that DeepSpeed 0.19.8 never unlinks (csrc/cpu/comm/shm.cpp names them)."""
+def remove_shared_memory(rank: int, port: str) -> None:
+    """Unlink a rank's segment, 66 MiB that DeepSpeed 0.19.8 never unlinks (csrc/cpu/comm/shm.cpp names them)."""
     for path in Path("/dev/shm").glob(f"deepspeed_allreduce_buffer_*_{port}_{rank}"):  # noqa: S108
         if re.search(rf"_{port}_{rank}$", path.name) and path.stat().st_uid == os.getuid():
             path.unlink(missing_ok=True)
