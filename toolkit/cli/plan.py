@@ -20,11 +20,12 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.cli import plan_view as view
+from toolkit.cli.calibrating import calibrate
 from toolkit.cli.compose import compose, one_of, positive_int
 from toolkit.config.checks import check
 from toolkit.config.schema import Init, RunConfig
 from toolkit.messages import say, tr
-from toolkit.plan.calibration import calibrate, rates_of
+from toolkit.plan.calibration import rates_of
 from toolkit.plan.host import checkpoint_bytes, export_bytes, offloads_to_disk
 from toolkit.plan.machine import Machine, parse_machine, this_machine
 from toolkit.plan.outline import outline_of
@@ -77,15 +78,13 @@ def _lines(
     found: Sequence[Layout],
     best: Layout | None,
 ) -> list[str]:
-    recomputes = tr(", activation checkpointing") if cfg.train.activation_checkpointing.enabled else ""
     fits = tr("It fits.") if mine.fits else tr("It does NOT fit.")
     lines = [
         view.head(outline, mine, machine, cfg.model.name or cfg.model.path),
         "",
         tr(
-            "The recipe as it is: {layout}{recomputes}, micro-batch {micro}. {fits}",
+            "The recipe as it is: {layout}, micro-batch {micro}. {fits}",
             layout=mine.name,
-            recomputes=recomputes,
             micro=cfg.batch.micro_per_gpu,
             fits=fits,
         ),

@@ -12,6 +12,38 @@ from toolkit.plan.parameters import Outline
 from toolkit.plan.search import Layout
 from toolkit.plan.speed import Rates
 
+
+def _words() -> dict[str, str]:
+    """Return what phases and kinds of memory are called in the user's language."""
+    return {
+        "load": tr("loading"),
+        "step": tr("step"),
+        "evaluation": tr("evaluation"),
+        "save": tr("save"),
+        "export": tr("export"),
+        "weights": tr("weights"),
+        "optimizer": tr("optimizer states"),
+        "gradients": tr("gradients"),
+        "buckets": tr("communication buffers"),
+        "gathered": tr("gathered layers"),
+        "layers": tr("activations: layers"),
+        "norms": tr("activations: norms"),
+        "attention": tr("activations: attention"),
+        "mlp": tr("activations: MLP"),
+        "lora": tr("activations: LoRA"),
+        "mask": tr("activations: mask"),
+        "layer inputs": tr("activations: inputs of layers"),
+        "backward": tr("activations: their gradients"),
+        "activations": tr("activations"),
+        "loss": tr("logits and loss"),
+        "processes": tr("processes"),
+        "loaders": tr("data loaders"),
+        "tensors": tr("tensors of the ranks"),
+        "copies": tr("copies of checkpoints"),
+        "loaded again": tr("export loaded again"),
+    }
+
+
 PHASES = ("load", "step", "evaluation", "save", "export")
 
 
@@ -61,19 +93,19 @@ def head(outline: Outline, layout: Layout, machine: Machine, name: str) -> str:
 def memory_table(layout: Layout) -> list[str]:
     """Return the bytes of one rank by kind and phase, in GiB."""
     device = layout.memory.device
-    kinds = list(dict.fromkeys(kind for phase in PHASES for kind in device[phase]))
-    rows = [[tr(kind), *(gib(device[phase].get(kind, 0)) for phase in PHASES)] for kind in kinds]
+    kinds = [kind for kind in _words() if any(device[phase].get(kind) for phase in PHASES)]
+    rows = [[_words()[kind], *(gib(device[phase].get(kind, 0)) for phase in PHASES)] for kind in kinds]
     rows.append([tr("together"), *(gib(layout.memory.peak(phase)) for phase in PHASES)])
-    return columns([tr("GiB per rank"), *(tr(phase) for phase in PHASES)], rows)
+    return columns([tr("GiB per rank"), *(_words()[phase] for phase in PHASES)], rows)
 
 
 def host_table(layout: Layout) -> list[str]:
     """Return the bytes of one machine's memory by kind and phase, in GiB."""
     phases = layout.host.phases
-    kinds = list(dict.fromkeys(kind for parts in phases.values() for kind in parts))
-    rows = [[tr(kind), *(gib(parts.get(kind, 0)) for parts in phases.values())] for kind in kinds]
+    kinds = [kind for kind in _words() if any(parts.get(kind) for parts in phases.values())]
+    rows = [[_words()[kind], *(gib(parts.get(kind, 0)) for parts in phases.values())] for kind in kinds]
     rows.append([tr("together"), *(gib(sum(parts.values())) for parts in phases.values())])
-    return columns([tr("GiB per machine"), *(tr(phase) for phase in phases)], rows)
+    return columns([tr("GiB per machine"), *(_words()[phase] for phase in phases)], rows)
 
 
 def disk_line(outline: Outline, layout: Layout) -> str:
@@ -92,7 +124,8 @@ def time_line(layout: Layout, rates: Rates) -> str:
     time = layout.time
     return tr(
         "Step, estimated: {seconds} s ({compute} s computing, {communication} s communicating{overlapped}, {update} s "
-        "updating), {tokens} tokens/s in all on full rows. {how}: {rates}.",
+        "updating), {tokens} tokens/s in all on full rows. {how}: {flops} TFLOP/s per rank, {link} GB/s between ranks, "
+        "{memory} GB/s of memory.",
         seconds=f"{time.seconds:.3g}",
         compute=f"{time.compute:.3g}",
         communication=f"{time.communication:.3g}",
@@ -100,7 +133,9 @@ def time_line(layout: Layout, rates: Rates) -> str:
         update=f"{time.update:.3g}",
         tokens=f"{time.tokens_per_s:,.0f}",
         how=tr("Measured") if rates.is_measured else tr("Assumed, not measured"),
-        rates=", ".join(f"{value:.3g} {tr(name)}" for name, value in rates.lines().items()),
+        flops=f"{rates.flops / 1e12:.3g}",
+        link=f"{rates.link / 1e9:.3g}",
+        memory=f"{rates.memory / 1e9:.3g}",
     )
 
 
@@ -108,28 +143,27 @@ def layout_table(found: Sequence[Layout]) -> list[str]:
     """Return the best micro-batch of each way, and what it takes."""
     rows = []
     for layout in best_of_each(found):
-        recomputes = layout.cfg.train.activation_checkpointing.enabled
         rows.append(
             [
-                layout.name + (", " + tr("activation checkpointing") if recomputes else ""),
+                layout.name,
                 str(layout.cfg.batch.micro_per_gpu),
                 gib(layout.memory.peak(layout.memory.worst)),
-                tr(layout.memory.worst),
+                _words()[layout.memory.worst],
                 gib(layout.host.peak),
                 f"{layout.time.seconds:.3g}",
                 f"{layout.time.tokens_per_s:,.0f}",
                 tr("yes") if layout.fits else tr("no"),
             ]
         )
-    heads = ("layout", "micro-batch", "GiB per rank", "at", "GiB per machine", "s/step", "tokens/s", "fits")
-    return columns([tr(head) for head in heads], rows)
+    heads = [tr("layout"), tr("micro-batch"), tr("GiB per rank"), tr("when"), tr("GiB per machine")]
+    return columns([*heads, tr("s per step"), "tokens/s", tr("fits")], rows)
 
 
 def best_of_each(found: Sequence[Layout]) -> list[Layout]:
     """Return of each way the fastest that fits, or the smallest where none does."""
     groups: dict[str, list[Layout]] = {}
     for layout in found:
-        groups.setdefault(f"{layout.name} {layout.cfg.train.activation_checkpointing.enabled}", []).append(layout)
+        groups.setdefault(layout.name, []).append(layout)
     best = []
     for layouts in groups.values():
         fitting = [layout for layout in layouts if layout.fits]

@@ -47,7 +47,7 @@ def plan_host(outline: Outline, cfg: RunConfig, machine: Machine, memory: RankMe
     if machine.on_cpu:
         steps["tensors"] = ranks * memory.peak("step")
     if cfg.checkpoint.asynchronous:
-        steps["copies of checkpoints"] = ranks * checkpoint_bytes(outline, cfg) // machine.world_size
+        steps["copies"] = ranks * checkpoint_bytes(outline, cfg) // machine.world_size
     loading = Counter(always) + Counter({"weights": ranks * _loaded(outline, cfg, machine.world_size)})
     exporting = Counter(steps)
     if cfg.checkpoint.export and cfg.checkpoint.verify_export:

@@ -5,6 +5,7 @@ from copy import deepcopy
 from dataclasses import dataclass
 
 from toolkit.config.schema import Device, RunConfig
+from toolkit.messages import tr
 from toolkit.plan.host import HostMemory, plan_host
 from toolkit.plan.machine import Machine
 from toolkit.plan.memory import RankMemory, plan_rank
@@ -46,11 +47,13 @@ class Layout:
     def name(self) -> str:
         """The layout in a few letters."""
         zero = self.cfg.zero
-        words = [f"zero {zero.stage}"]
+        words = [f"ZeRO {zero.stage}"]
         if zero.offload_optimizer.device is not Device.none:
-            words.append(f"optimizer on {zero.offload_optimizer.device.value}")
+            words.append(tr("optimizer states on {device}", device=zero.offload_optimizer.device.value))
         if zero.offload_param.device is not Device.none:
-            words.append(f"parameters on {zero.offload_param.device.value}")
+            words.append(tr("weights on {device}", device=zero.offload_param.device.value))
+        if self.cfg.train.activation_checkpointing.enabled:
+            words.append(tr("activation checkpointing"))
         return ", ".join(words)
 
 

@@ -37,14 +37,6 @@ class Rates:
     is_measured: bool = False
     """Whether a calibration measured them."""
 
-    def lines(self) -> dict[str, float]:
-        """Return the assumptions by name, in T or G per second."""
-        return {
-            "TFLOP/s per rank": self.flops / 1e12,
-            "GB/s between ranks": self.link / 1e9,
-            "GB/s of memory": self.memory / 1e9,
-        }
-
 
 def assumed(machine: Machine, dtype: str) -> Rates:
     """Return the rates that are assumed of a machine: half of a card's datasheet, 80 % of its memory and links.
