@@ -20,7 +20,8 @@ from toolkit.models.tuning.adapter import base_of_adapter, load_adapter, stored_
 from toolkit.models.tuning.apply import tune
 from toolkit.models.tuning.base import base_of
 from toolkit.models.tuning.count import count_parameters
-from toolkit.plan.parameters import count, shapes_of_config
+from toolkit.plan.parameters import shapes_of_config
+from toolkit.plan.parameters import tuned as plan
 
 LORA = TuningMethod.lora
 
@@ -176,13 +177,17 @@ PLANNED = [
 def test_what_is_planned_is_what_is_trained(name: str, settings: dict) -> None:
     """Counted from config.json alone, in either layout."""
     config = TuningConfig(**{"method": LORA, **settings})
-    counts = count_parameters(tuned(name, **settings)).values()
+    model = tuned(name, **settings)
+    counts = count_parameters(model).values()
     wanted = sum(one.trained for one in counts), sum(one.total for one in counts)
+    trained = {name: tuple(one.shape) for name, one in model.named_parameters() if one.requires_grad}
     official = json.loads((GOLDEN / name / "config.json").read_text())
     for known in (official, load(name).config.to_dict()):
         found = shapes_of_config(known)
         assert found is not None
-        assert count(*found, config) == wanted
+        outline = plan(*found, config)
+        assert (outline.num_trained, outline.num_parameters) == wanted
+        assert {name: outline.shapes[name] for name in outline.trained} == trained
 
 
 def test_what_is_trained_and_counted() -> None:

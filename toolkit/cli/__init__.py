@@ -14,6 +14,7 @@ COMMANDS = {
     "train": "toolkit.cli.train",
     "launch": "toolkit.cli.launch",
     "check": "toolkit.cli.check",
+    "plan": "toolkit.cli.plan",
     "prepare": "toolkit.cli.prepare",
     "show": "toolkit.cli.show",
     "export-config": "toolkit.cli.export_config",

@@ -11,7 +11,7 @@ from toolkit.config.schema import Init
 from toolkit.engine.ds_config import build_ds_config
 from toolkit.messages import tr
 from toolkit.models.folder import read_config
-from toolkit.plan.parameters import count, shapes_of_config
+from toolkit.plan.parameters import shapes_of_config, tuned
 
 
 def run(words: list[str]) -> int:
@@ -36,7 +36,8 @@ def run(words: list[str]) -> int:
             )
         )
     if known and not cfg.tuning.adapter:
-        trained, total = count(*known, cfg.tuning)
-        print(tr("{trained} of {total} parameters are trained.", trained=f"{trained:,}", total=f"{total:,}"))
+        outline = tuned(*known, cfg.tuning)
+        trained, total = f"{outline.num_trained:,}", f"{outline.num_parameters:,}"
+        print(tr("{trained} of {total} parameters are trained.", trained=trained, total=total))
     print(tr("{recipe}: config and files are in order.", recipe=cfg.recipe))
     return 0

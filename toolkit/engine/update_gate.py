@@ -48,7 +48,7 @@ class UpdateGate:
 
     def _ask(self, scaled_norm: Any) -> bool:
         """Return whether the update is refused."""
-        scale = float(getattr(self.optimizer, "loss_scale", 1.0))
+        scale = float(getattr(self.optimizer, "loss_scale", None) or 1.0)  # None: bf16 without ZeRO, FusedAdam (0.19.8)
         norm = float(scaled_norm) / scale
         # DeepSpeed's helpers say -1 for what is not finite.
         self.grad_norm = norm if math.isfinite(norm) and norm >= 0 else math.inf

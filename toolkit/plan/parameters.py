@@ -1,55 +1,85 @@
-"""The parameters of a GLM by name and shape, and how many of them are trained, without loading anything. No torch.
+"""The parameters of a model by name and shape, and how many of them are trained, without loading anything. No torch.
 
-Shapes are those of ChatGLM-6B's own class and of transformers' GlmForCausalLM; other models are not known here.
+Known are ChatGLM-6B's own class and, of transformers, GLM, GLM-4, Llama, Mistral, Qwen2 and Qwen3; any other model is
+measured (see `outline`).
 """
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
-from toolkit.config.schema import TuningConfig, TuningMethod
+from toolkit.config.schema import ShapeConfig, TuningConfig, TuningMethod
 from toolkit.plan.names import ALL_LINEAR, check_matches, default_targets
 
 Shapes = dict[str, tuple[int, ...]]
+Sizes = dict[str, int]
+"""layers, hidden, inner, heads, head_size, keys (width of all keys of a token), prefix (where P-Tuning's network
+begins), norms (in a layer), rotary (dimensions of a head that turn with the position)."""
+_OUTPUT = ("lm_head.weight", "lm_head.modules_to_save.default.weight")
+_DENSE = ("glm", "glm4", "llama", "mistral", "qwen2", "qwen3")
 
 
-def shapes_of_config(config: Mapping[str, Any]) -> tuple[Shapes, dict[str, int]] | None:
+def shapes_of_config(config: Mapping[str, Any]) -> tuple[Shapes, Sizes] | None:
     """Return the parameters that a config.json describes, and its sizes; None for a model that is not known here.
 
     Args:
-        config: of an official ChatGLM folder, or of a GlmForCausalLM in transformers' layout.
+        config: of an official ChatGLM folder, or in transformers' layout.
     """
     if "inner_hidden_size" in config:
         return _v1(config)
-    heads = config.get("num_attention_heads", 0)
     if "padded_vocab_size" in config:
-        return _glm(
-            vocab=config["padded_vocab_size"],
-            hidden=config["hidden_size"],
-            inner=config["ffn_hidden_size"],
-            layers=config["num_layers"],
-            heads=heads,
-            groups=config["multi_query_group_num"] if config.get("multi_query_attention") else heads,
-            size=config["kv_channels"],
-            bias=bool(config.get("add_qkv_bias", False)),
+        heads = config["num_attention_heads"]
+        return _dense(
+            {
+                "model_type": "glm",
+                "vocab_size": config["padded_vocab_size"],
+                "hidden_size": config["hidden_size"],
+                "intermediate_size": config["ffn_hidden_size"],
+                "num_hidden_layers": config["num_layers"],
+                "num_attention_heads": heads,
+                "num_key_value_heads": config["multi_query_group_num"]
+                if config.get("multi_query_attention")
+                else heads,
+                "head_dim": config["kv_channels"],
+                "attention_bias": bool(config.get("add_qkv_bias", False)),
+            }
         )
-    if config.get("model_type") == "glm" and not config.get("tie_word_embeddings"):
-        return _glm(
-            vocab=config["vocab_size"],
-            hidden=config["hidden_size"],
-            inner=config["intermediate_size"],
-            layers=config["num_hidden_layers"],
-            heads=heads,
-            groups=config.get("num_key_value_heads") or heads,
-            size=config.get("head_dim") or config["hidden_size"] // heads,
-            bias=bool(config.get("attention_bias", False)),
-        )
-    return None
+    is_known = config.get("model_type") in _DENSE and "quantization_config" not in config
+    return _dense(config) if is_known else None
 
 
-def _glm(
-    *, vocab: int, hidden: int, inner: int, layers: int, heads: int, groups: int, size: int, bias: bool
-) -> tuple[Shapes, dict[str, int]]:
+def shape_of_random(vocab_size: int, shape: ShapeConfig) -> tuple[Shapes, Sizes]:
+    """Return the same of a random model (`model.init=random`).
+
+    Args:
+        vocab_size: of its tokenizer.
+        shape: the recipe's `model.shape`.
+    """
+    return _dense(
+        {
+            "model_type": "glm",
+            "vocab_size": vocab_size,
+            "hidden_size": shape.hidden_size,
+            "intermediate_size": shape.intermediate_size,
+            "num_hidden_layers": shape.num_layers,
+            "num_attention_heads": shape.num_heads,
+            "num_key_value_heads": shape.num_kv_heads,
+            "attention_bias": True,
+        }
+    )
+
+
+def _dense(config: Mapping[str, Any]) -> tuple[Shapes, Sizes]:
+    kind, hidden, inner = config["model_type"], config["hidden_size"], config["intermediate_size"]
+    layers, heads, vocab = config["num_hidden_layers"], config["num_attention_heads"], config["vocab_size"]
+    groups = config.get("num_key_value_heads") or heads
+    size = config.get("head_dim") or hidden // heads
+    is_glm = kind in ("glm", "glm4")
+    bias = kind == "qwen2" or bool(config.get("attention_bias", False))
+    output_bias = bias and kind in ("llama", "qwen3")
+    norms = ["input_layernorm", "post_attention_layernorm"]
+    norms += ["post_self_attn_layernorm", "post_mlp_layernorm"] if kind == "glm4" else []
     shapes: Shapes = {"model.embed_tokens.weight": (vocab, hidden)}
     for layer in range(layers):
         at = f"model.layers.{layer}."
@@ -58,21 +88,36 @@ def _glm(
             if bias:
                 shapes[f"{at}self_attn.{name}_proj.bias"] = (width * size,)
         shapes[f"{at}self_attn.o_proj.weight"] = (hidden, heads * size)
-        shapes[f"{at}mlp.gate_up_proj.weight"] = (2 * inner, hidden)
+        if output_bias:
+            shapes[f"{at}self_attn.o_proj.bias"] = (hidden,)
+        if kind == "qwen3":
+            shapes[f"{at}self_attn.q_norm.weight"] = shapes[f"{at}self_attn.k_norm.weight"] = (size,)
+        for name in ["gate_up"] if is_glm else ["gate", "up"]:
+            shapes[f"{at}mlp.{name}_proj.weight"] = ((2 if is_glm else 1) * inner, hidden)
         shapes[f"{at}mlp.down_proj.weight"] = (hidden, inner)
-        shapes[f"{at}input_layernorm.weight"] = shapes[f"{at}post_attention_layernorm.weight"] = (hidden,)
-    shapes |= {"model.norm.weight": (hidden,), "lm_head.weight": (vocab, hidden)}
+        if config.get("mlp_bias"):
+            shapes |= {f"{at}mlp.{name}_proj.bias": (inner,) for name in ("gate", "up")}
+            shapes[f"{at}mlp.down_proj.bias"] = (hidden,)
+        shapes |= {f"{at}{name}.weight": (hidden,) for name in norms}
+    shapes["model.norm.weight"] = (hidden,)
+    if not config.get("tie_word_embeddings"):
+        shapes["lm_head.weight"] = (vocab, hidden)
+    rope = config.get("rope_parameters") or {}
+    rotary = rope.get("partial_rotary_factor", config.get("partial_rotary_factor", 0.5 if is_glm else 1.0))
     return shapes, {
         "layers": layers,
         "hidden": hidden,
-        "keys": groups * size,
-        "prefix": 2 * layers * groups * size,
+        "inner": inner,
         "heads": heads,
         "head_size": size,
+        "keys": groups * size,
+        "prefix": 2 * layers * groups * size,
+        "norms": len(norms),
+        "rotary": int(size * rotary),
     }
 
 
-def _v1(config: Mapping[str, Any]) -> tuple[Shapes, dict[str, int]]:
+def _v1(config: Mapping[str, Any]) -> tuple[Shapes, Sizes]:
     hidden, inner, layers = config["hidden_size"], config["inner_hidden_size"], config["num_layers"]
     shapes: Shapes = {"transformer.word_embeddings.weight": (config["vocab_size"], hidden)}
     for layer in range(layers):
@@ -89,19 +134,61 @@ def _v1(config: Mapping[str, Any]) -> tuple[Shapes, dict[str, int]]:
     for end in ("weight", "bias"):
         shapes[f"transformer.final_layernorm.{end}"] = (hidden,)
     shapes["lm_head.weight"] = (config["vocab_size"], hidden)
-    # The original's prefix network begins with embeddings of the hidden width.
+    heads = config["num_attention_heads"]
     return shapes, {
         "layers": layers,
         "hidden": hidden,
+        "inner": inner,
+        "heads": heads,
+        "head_size": hidden // heads,
         "keys": hidden,
+        # The original's prefix network begins with embeddings of the hidden width.
         "prefix": hidden,
-        "heads": config["num_attention_heads"],
-        "head_size": hidden // config["num_attention_heads"],
+        "norms": 2,
+        "rotary": hidden // heads,
     }
 
 
-def count(shapes: Shapes, sizes: Mapping[str, int], tuning: TuningConfig) -> tuple[int, int]:
-    """Return how many parameters are trained and how many there are, with what the method adds.
+@dataclass(frozen=True, slots=True)
+class Outline:
+    """What is trained, and in what."""
+
+    shapes: Shapes
+    """Every parameter, with what tuning adds, named as the real model's."""
+    trained: frozenset[str]
+    """Names of those that are trained."""
+    sizes: Sizes
+    """Of the model."""
+    targets: frozenset[str] = frozenset()
+    """Names of the linear layers that LoRA is added to."""
+
+    @property
+    def vocabulary(self) -> tuple[int, int]:
+        """Rows and columns of the output layer, which may be the embedding."""
+        matrices = [shape for name, shape in self.shapes.items() if name in _OUTPUT] or [
+            shape for name, shape in self.shapes.items() if len(shape) == 2 and layer_of(name) < 0
+        ]
+        return max(matrices)[0], max(matrices)[1]
+
+    @property
+    def trains_head(self) -> bool:
+        """Whether the output layer's own gradient is needed."""
+        tied = not any(name in self.shapes for name in _OUTPUT)
+        return any(("embed" in name if tied else name in _OUTPUT) for name in self.trained)
+
+    @property
+    def num_parameters(self) -> int:
+        """All of them."""
+        return sum(map(math.prod, self.shapes.values()))
+
+    @property
+    def num_trained(self) -> int:
+        """The trained ones."""
+        return sum(math.prod(self.shapes[name]) for name in self.trained)
+
+
+def tuned(shapes: Shapes, sizes: Sizes, tuning: TuningConfig) -> Outline:
+    """Return a model with what a way of tuning adds to it, and what of it is trained.
 
     Args:
         shapes: of the model.
@@ -111,40 +198,55 @@ def count(shapes: Shapes, sizes: Mapping[str, int], tuning: TuningConfig) -> tup
     Raises:
         ConfigError: a pattern matches nothing.
     """
-    whole = sum(map(math.prod, shapes.values()))
     if tuning.method is TuningMethod.full:
-        return whole, whole
+        return Outline(shapes, frozenset(shapes), sizes)
     if tuning.method is TuningMethod.freeze:
-        names = {name for name in shapes if _layer(name) >= sizes["layers"] - tuning.last_layers}
+        names = {name for name in shapes if layer_of(name) >= sizes["layers"] - tuning.last_layers}
         for pattern in tuning.patterns:
             names.update(check_matches("tuning.patterns", pattern, shapes))
-        return sum(math.prod(shapes[name]) for name in names), whole
-    added = _added(shapes, sizes, tuning)
-    return added, whole + added
-
-
-def _added(shapes: Shapes, sizes: Mapping[str, int], tuning: TuningConfig) -> int:
-    if tuning.method is TuningMethod.prompt:
-        return tuning.num_tokens * sizes["hidden"]
+        return Outline(shapes, frozenset(names), sizes)
+    if tuning.method in (TuningMethod.lora, TuningMethod.qlora):
+        return _with_lora(shapes, sizes, tuning)
+    added: Shapes = {"soft_prompt.embedding.weight": (tuning.num_tokens, sizes["hidden"])}
     if tuning.method is TuningMethod.ptuning_v2:
         width = 2 * sizes["layers"] * sizes["keys"]
-        if not tuning.projection:
-            return tuning.num_tokens * width
-        begin, hidden = sizes["prefix"], sizes["hidden"]
-        return tuning.num_tokens * begin + begin * hidden + hidden + hidden * width + width
+        added = {"prefix_encoder.embedding.weight": (tuning.num_tokens, width)}
+        if tuning.projection:
+            begin, hidden = sizes["prefix"], sizes["hidden"]
+            added = {
+                "prefix_encoder.embedding.weight": (tuning.num_tokens, begin),
+                "prefix_encoder.trans.0.weight": (hidden, begin),
+                "prefix_encoder.trans.0.bias": (hidden,),
+                "prefix_encoder.trans.2.weight": (width, hidden),
+                "prefix_encoder.trans.2.bias": (width,),
+            }
+    return Outline(shapes | added, frozenset(added), sizes)
+
+
+def _with_lora(shapes: Shapes, sizes: Sizes, tuning: TuningConfig) -> Outline:
     modules = {name.removesuffix(".weight"): shape for name, shape in shapes.items() if len(shape) == 2}
-    linear = [name for name in modules if _layer(name) >= 0]
+    linear = [name for name in modules if layer_of(name) >= 0]
     patterns = tuning.target_modules or default_targets("", linear)
     targets = linear
     if ALL_LINEAR not in patterns:
         targets = [name for one in patterns for name in check_matches("tuning.target_modules", one, modules)]
     owners = {name.rpartition(".")[0] for name in shapes}
     saved = {name for one in tuning.save_modules for name in check_matches("tuning.save_modules", one, owners)}
-    added = sum(tuning.rank * sum(modules[name]) + (modules[name][0] if tuning.dora else 0) for name in set(targets))
-    return added + sum(math.prod(shape) for name, shape in shapes.items() if name.rpartition(".")[0] in saved)
+    added: Shapes = {}
+    for name in dict.fromkeys(targets):
+        out, width = modules[name]
+        added[f"{name}.lora_A.default.weight"] = (tuning.rank, width)
+        added[f"{name}.lora_B.default.weight"] = (out, tuning.rank)
+        if tuning.dora:
+            added[f"{name}.lora_magnitude_vector.default.weight"] = (out,)
+    for name, shape in shapes.items():
+        owner, _, end = name.rpartition(".")
+        if owner in saved:  # peft keeps the original beside the copy that it trains
+            added[f"{owner}.modules_to_save.default.{end}"] = shape
+    return Outline(shapes | added, frozenset(added), sizes, frozenset(targets))
 
 
-def _layer(name: str) -> int:
+def layer_of(name: str) -> int:
     """Return the number of the layer that a parameter belongs to, -1 for none."""
     _, found, rest = name.partition(".layers.")
     return int(rest.partition(".")[0]) if found else -1

@@ -1,0 +1,84 @@
+"""Activations by formula, beside what the real models keep for the backward pass."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from toolkit.config.schema import TuningConfig, TuningMethod
+from toolkit.models.chatglm.modeling import ChatGLMConfig, ChatGLMForConditionalGeneration
+from toolkit.models.outline import outline, saved_by_layer
+from toolkit.models.tuning.apply import tune
+from toolkit.plan.activations import Rows, layer_bytes, saved_bytes
+from toolkit.plan.parameters import shapes_of_config, tuned
+
+ROWS, LENGTH = 2, 24
+SIZES: dict[str, Any] = {"hidden_size": 96, "vocab_size": 200, "num_attention_heads": 6}
+KINDS = ("chatglm", "glm", "glm4", "llama", "mistral", "qwen2", "qwen3")
+WAYS = {
+    "full": TuningConfig(),
+    "lora": TuningConfig(method=TuningMethod.lora),
+    "lora-all": TuningConfig(method=TuningMethod.lora, target_modules=["all-linear"], dropout=0.1),
+    "freeze": TuningConfig(method=TuningMethod.freeze, last_layers=1),
+}
+
+
+def build(kind: str, dtype: torch.dtype) -> Any:
+    """Return a small model in training."""
+    if kind == "chatglm":
+        sizes = {"inner_hidden_size": 208, "num_layers": 3, "bos_token_id": 150, "eos_token_id": 151}
+        model: Any = ChatGLMForConditionalGeneration(ChatGLMConfig(**SIZES, **sizes))
+        model.config._attn_implementation = "sdpa"
+    else:
+        sizes = {"intermediate_size": 208, "num_hidden_layers": 3, "num_key_value_heads": 2, "head_dim": 16}
+        config = transformers.AutoConfig.for_model(kind, **SIZES, **sizes, attention_bias=True, pad_token_id=None)
+        model = transformers.AutoModelForCausalLM.from_config(config)
+    return model.to(dtype).train()
+
+
+def kept(model: Any) -> int:
+    """Return the bytes that a forward pass of the layers keeps, each storage once."""
+    own = {id(one.untyped_storage()): one.untyped_storage() for one in (*model.parameters(), *model.buffers())}
+    found: dict[int, torch.UntypedStorage] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if id(storage) not in own:
+            found.setdefault(id(storage), storage)
+        return tensor
+
+    ids = torch.full((ROWS, LENGTH), 5)
+    ids[:, -5] = 150
+    arguments = {} if model.config.model_type == "chatglm" else {"position_ids": torch.arange(LENGTH).expand(ROWS, -1)}
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        model.base_model(ids, **arguments)
+    return sum(storage.nbytes() for storage in found.values())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_formula_is_what_is_kept(kind: str, way: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    model, tuning, width = build(kind, dtype), WAYS[way], dtype.itemsize
+    known = shapes_of_config(model.config.to_dict())
+    assert known is not None
+    if tuning.method is not TuningMethod.full:
+        tune(model, tuning, tmp_path, None, 1, {})
+    rows = Rows(ROWS, LENGTH, mask_bytes=width if kind == "chatglm" else 0, on_cpu=True)
+    assert sum(saved_bytes(tuned(*known, tuning), rows, width, tuning.dropout).values()) == kept(model)
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3"])
+def test_what_is_measured_is_the_formula(kind: str, tmp_path: Path) -> None:
+    """Of models that no formula knows, on the meta device; here of some that one does."""
+    config = build(kind, torch.float32).config
+    config.save_pretrained(tmp_path)
+    measured = outline(tmp_path)
+    known = shapes_of_config(config.to_dict())
+    assert known is not None
+    assert {name: tuple(shape) for name, shape in measured["shapes"].items()} == known[0]
+    for width, dtype in ((2, torch.bfloat16), (4, torch.float32)):
+        expected = sum(layer_bytes(tuned(*known, TuningConfig()), Rows(1, LENGTH), width, 1).values()) / LENGTH
+        assert measured["sizes"][f"saved_{width}"] == saved_by_layer(tmp_path, dtype) == expected

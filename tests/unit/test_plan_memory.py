@@ -1,0 +1,214 @@
+"""The plan of memory: consistent with itself, whatever the model and the machines. Beside real runs: bench/peaks.py."""
+
+import json
+import subprocess
+import sys
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from toolkit.cli import main
+from toolkit.cli.plan import as_json
+from toolkit.config.checks import check
+from toolkit.config.load import load
+from toolkit.config.schema import Device, Dtype, RunConfig, TuningConfig, TuningMethod
+from toolkit.plan.host import checkpoint_bytes, plan_host
+from toolkit.plan.machine import GIB, Machine, parse_bytes, parse_machine
+from toolkit.plan.memory import plan_rank
+from toolkit.plan.outline import PUBLISHED, outline_of
+from toolkit.plan.parameters import Outline, shapes_of_config, tuned
+from toolkit.plan.search import changed, cheapest, lay_out, layouts, micro_batches, overrides
+from toolkit.plan.speed import assumed, step_time
+
+WORLDS = st.sampled_from([1, 2, 4, 8, 16, 64])
+STAGES = st.sampled_from([0, 1, 2, 3])
+DTYPES = st.sampled_from(list(Dtype))
+METHODS = st.sampled_from([TuningMethod.full, TuningMethod.lora, TuningMethod.freeze, TuningMethod.ptuning_v2])
+NAMES = st.sampled_from(sorted(PUBLISHED))
+A100 = parse_machine("8xA100-80GB", 1, "1TB")
+
+
+def model(name: str, method: TuningMethod = TuningMethod.full) -> Outline:
+    """Return a published model."""
+    known = shapes_of_config(PUBLISHED[name])
+    assert known is not None
+    return tuned(*known, TuningConfig(method=method, last_layers=2))
+
+
+RECIPE = load(["recipe=chatglm", "train.activation_checkpointing.enabled=false", "zero.overlap_comm=false"]).cfg
+
+
+def config(stage: int, dtype: Dtype, micro: int = 1, world: int = 8) -> RunConfig:
+    """Return a config of some layout."""
+    cfg = changed(RECIPE, stage, Device.none, Device.none, False, micro)
+    cfg.batch.global_size = 64 * micro * world
+    cfg.precision.dtype = dtype
+    return cfg
+
+
+@given(name=NAMES, method=METHODS, stage=STAGES, dtype=DTYPES, world=WORLDS)
+@settings(deadline=None, max_examples=60)
+def test_more_ranks_never_need_more_memory(
+    name: str, method: TuningMethod, stage: int, dtype: Dtype, world: int
+) -> None:
+    outline = model(name, method)
+    few = plan_rank(outline, config(stage, dtype, world=world), world)
+    many = plan_rank(outline, config(stage, dtype, world=2 * world), 2 * world)
+    for phase in few.device:
+        assert many.peak(phase) <= few.peak(phase) + 3 * outline.sizes["hidden"] * 65024  # what is rounded up
+
+
+@given(name=NAMES, method=METHODS, stage=STAGES, dtype=DTYPES, micro=st.integers(1, 16))
+@settings(deadline=None, max_examples=60)
+def test_larger_micro_batches_need_more(name: str, method: TuningMethod, stage: int, dtype: Dtype, micro: int) -> None:
+    outline = model(name, method)
+    small, large = (plan_rank(outline, config(stage, dtype, size), 8) for size in (micro, micro + 1))
+    assert small.peak("step") <= large.peak("step")
+    assert small.peak("evaluation") < large.peak("evaluation")
+
+
+@given(name=NAMES, dtype=DTYPES, world=WORLDS.filter(lambda world: world > 1), method=METHODS)
+@settings(deadline=None, max_examples=60)
+def test_higher_stages_keep_less_between_steps(name: str, dtype: Dtype, world: int, method: TuningMethod) -> None:
+    outline = model(name, method)
+    rests = [
+        sum(
+            size
+            for kind, size in plan_rank(outline, config(stage, dtype, world=world), world).device["save"].items()
+            if kind in ("weights", "optimizer")
+        )
+        for stage in range(4)
+    ]
+    assert rests[1] == rests[2]
+    assert rests[3] < rests[2]
+    if dtype is not Dtype.fp32:  # in fp32 ZeRO keeps a copy of the weights that stage 0 does not need
+        assert rests[1] < rests[0]
+
+
+@given(name=NAMES, stage=STAGES, dtype=DTYPES, micro=st.integers(1, 8))
+@settings(deadline=None, max_examples=40)
+def test_recomputing_and_training_less_save_memory(name: str, stage: int, dtype: Dtype, micro: int) -> None:
+    cfg = config(stage, dtype, micro)
+    other = deepcopy(cfg)
+    other.train.activation_checkpointing.enabled = True
+    full = plan_rank(model(name), cfg, 8).peak("step")
+    assert plan_rank(model(name), other, 8).peak("step") <= full
+    assert plan_rank(model(name, TuningMethod.lora), cfg, 8).peak("step") < full
+
+
+@given(name=NAMES, dtype=st.sampled_from([Dtype.bf16, Dtype.fp16]), stage=st.sampled_from([1, 2, 3]))
+@settings(deadline=None, max_examples=20)
+def test_what_is_offloaded_moves_to_the_host(name: str, dtype: Dtype, stage: int) -> None:
+    outline, cfg = model(name), config(stage, dtype)
+    there = changed(cfg, stage, Device.cpu, Device.none, False, 1)
+    before, after = plan_rank(outline, cfg, 8), plan_rank(outline, there, 8)
+    assert after.peak("step") < before.peak("step")
+    assert sum(after.host.values()) >= 12 * outline.num_trained / 8
+    assert plan_host(outline, there, A100, after).peak > plan_host(outline, cfg, A100, before).peak
+
+
+def test_known_totals() -> None:
+    """16 to 18 bytes per parameter of mixed precision, over the ranks (ZeRO, Rajbhandari et al. 2020, table 1)."""
+    outline = model("ChatGLM3-6B")
+    assert outline.num_parameters == 6_243_584_000
+    rest = plan_rank(outline, config(0, Dtype.bf16), 8).peak("save")
+    assert rest == 14 * outline.num_parameters
+    assert checkpoint_bytes(outline, config(2, Dtype.bf16)) == 14 * outline.num_parameters
+    assert checkpoint_bytes(outline, config(3, Dtype.bf16)) == 12 * outline.num_parameters
+
+
+def test_every_layout_keeps_the_batch_and_can_be_typed() -> None:
+    words = ["recipe=chatglm", "model.path=/models/none"]
+    before = load(words).cfg
+    outline = outline_of(before, print)
+    found = list(layouts(outline, before, A100, assumed(A100, "bf16")))
+    assert len(found) == 8 * 2 * len(micro_batches(before, 8))
+    for layout in found:
+        assert layout.cfg.batch.global_size == before.batch.global_size
+        loaded = load([*words, *overrides(before, layout.cfg)])
+        check(loaded, 8, files=False)
+        assert plan_rank(outline, loaded.cfg, 8) == layout.memory
+
+
+def test_the_cheapest_fits_and_nothing_faster_does() -> None:
+    cfg = load(["recipe=chatglm"]).cfg
+    outline, rates = outline_of(cfg, print), assumed(A100, "bf16")
+    found = list(layouts(outline, cfg, A100, rates))
+    best = cheapest(found)
+    assert best is not None
+    assert best.fits
+    assert all(layout.time.seconds >= best.time.seconds / 1.03 for layout in found if layout.fits)
+    small = parse_machine("1x8GB", 1, "16GB")
+    assert cheapest(list(layouts(outline, cfg, small, assumed(small, "bf16")))) is None
+    assert as_json(outline, A100, lay_out(outline, cfg, A100, rates), found, best)["cheapest"] == overrides(
+        cfg, best.cfg
+    )
+
+
+@given(world=st.sampled_from([2, 4, 8, 16]), stage=STAGES)
+@settings(deadline=None, max_examples=20)
+def test_estimates_of_time_are_consistent(world: int, stage: int) -> None:
+    outline, cfg = model("ChatGLM3-6B"), config(stage, Dtype.bf16, world=world)
+    machine = Machine(world, 80 * GIB, A100.card)
+    time = step_time(outline, cfg, machine, assumed(machine, "bf16"))
+    slower = step_time(
+        outline, cfg, Machine(world // 2, 80 * GIB, A100.card, 2), assumed(Machine(8, 0, None, 2), "bf16")
+    )
+    assert 0 < time.seconds < slower.seconds
+    recomputed = deepcopy(cfg)
+    recomputed.train.activation_checkpointing.enabled = True
+    assert 1.2 < step_time(outline, recomputed, machine, assumed(machine, "bf16")).compute / time.compute < 1.4
+
+
+@pytest.mark.parametrize(
+    ("word", "said"),
+    [
+        ("gpus=8", "gpus = 8 should be the GPUs of one machine"),
+        ("gpus=0x80GB", "should be the GPUs of one machine"),
+        ("gpus=8xVoodoo2", "no datasheet of 'Voodoo2' is known"),
+        ("host_memory=much", "host_memory = much is no size"),
+        ("nodes=0", "nodes"),
+    ],
+)
+def test_what_cannot_be_planned_is_said(word: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["plan", "recipe=chatglm", *([] if word.startswith("gpus") else ["gpus=8x80GB"]), word]
+    assert main(words) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_a_model_that_is_not_known_needs_its_config(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["plan", "recipe=chatglm", "model=hf", "gpus=8x80GB"]
+    assert main([*words, "model.path=/models/none"]) == 2
+    assert "holds no config.json" in capsys.readouterr().err
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    assert main([*words, f"model.path={tmp_path}"]) == 2
+    assert "is no model's config.json" in capsys.readouterr().err
+
+
+def test_sizes() -> None:
+    assert parse_bytes("80GB", "gpus") == parse_bytes("80GiB", "gpus") == 80 * GIB
+    assert parse_bytes("1.5TB", "host_memory") == 1536 * GIB
+    assert parse_machine("4x24gb", 2, "").world_size == 8
+
+
+def test_a_plan_needs_no_torch(tmp_path: Path) -> None:
+    """In a process of its own, as a user types it; the output is read back."""
+    script = (
+        "import sys; from toolkit.cli import main; code = main(sys.argv[1:]); "
+        "assert 'torch' not in sys.modules and 'deepspeed' not in sys.modules; sys.exit(code)"
+    )
+    output = tmp_path / "plan.json"
+    words = ["plan", "recipe=chatglm", "gpus=8xH100", "nodes=2", "host_memory=1TB", f"output={output}", "language=en"]
+    ran = subprocess.run(
+        [sys.executable, "-c", script, *words], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert ran.returncode == 0, ran.stderr
+    assert "The cheapest that fits" in ran.stdout
+    plan: dict[str, Any] = json.loads(output.read_text())
+    assert plan["machine"]["ranks"] == 8
+    assert {one["zero_stage"] for one in plan["layouts"]} == {0, 1, 2, 3}
+    assert all(set(one["device_bytes"]) == {"load", "step", "evaluation", "save", "export"} for one in plan["layouts"])

@@ -1,0 +1,87 @@
+"""Parameters that a config.json describes, beside the real model's, on the meta device."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from toolkit.models.chatglm.modeling import ChatGLMConfig, ChatGLMForConditionalGeneration
+from toolkit.plan.parameters import shapes_of_config
+
+COMMON = {
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "vocab_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "pad_token_id": 0,
+}
+KINDS: dict[str, dict[str, Any]] = {
+    "glm": {},
+    "glm-bias": {"attention_bias": True, "num_key_value_heads": 6},
+    "glm4": {"attention_bias": True},
+    "llama": {},
+    "llama-biases": {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True},
+    "mistral": {},
+    "qwen2": {"tie_word_embeddings": True, "head_dim": 8},
+    "qwen3": {"attention_bias": True},
+}
+
+
+def build(kind: str) -> tuple[torch.nn.Module, dict[str, Any]]:
+    """Return a small model of a kind, on the meta device, and its config.json."""
+    config = transformers.AutoConfig.for_model(kind.partition("-")[0], **COMMON | KINDS[kind])
+    with torch.device("meta"):
+        return transformers.AutoModelForCausalLM.from_config(config), config.to_dict()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_shapes_are_the_models(kind: str) -> None:
+    model, config = build(kind)
+    found = shapes_of_config(config)
+    assert found is not None
+    assert found[0] == {name: tuple(one.shape) for name, one in model.named_parameters()}
+
+
+def test_chatglm_6b() -> None:
+    config = ChatGLMConfig(
+        hidden_size=64,
+        inner_hidden_size=160,
+        num_layers=3,
+        num_attention_heads=4,
+        vocab_size=200,
+        bos_token_id=150,
+        eos_token_id=151,
+    )
+    with torch.device("meta"):
+        model = ChatGLMForConditionalGeneration(config)
+    found = shapes_of_config(config.to_dict())
+    assert found is not None
+    assert found[0] == {name: tuple(one.shape) for name, one in model.named_parameters()}
+
+
+def test_published_models_have_their_parameters() -> None:
+    """As their model cards say."""
+    chatglm3 = {
+        "padded_vocab_size": 65024,
+        "hidden_size": 4096,
+        "ffn_hidden_size": 13696,
+        "num_layers": 28,
+        "num_attention_heads": 32,
+        "multi_query_attention": True,
+        "multi_query_group_num": 2,
+        "kv_channels": 128,
+        "add_qkv_bias": True,
+    }
+    found = shapes_of_config(chatglm3)
+    assert found is not None
+    assert sum(map(math.prod, found[0].values())) == 6_243_584_000
+
+
+def test_what_is_not_known_is_not_guessed() -> None:
+    assert shapes_of_config({"model_type": "glm4_moe", **COMMON}) is None
+    assert shapes_of_config({"model_type": "llama", **COMMON, "quantization_config": {}}) is None

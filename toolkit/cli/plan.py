@@ -1,0 +1,171 @@
+"""Plan memory and time before anything is loaded: what fits on which GPUs, and the words to set it.
+
+toolkit plan recipe=NAME [gpus=8x80GB] [nodes=2] [host_memory=1TB] [calibrate=true] [output=FILE] [key=value …]
+
+  gpus=8x80GB      GPUs of one machine: their memory, or their name (8xA100-80GB, 4xH100), or 2xcpu;
+                   without it those of this machine, and without any 8x80GB
+  nodes=2          machines that are alike; 1
+  host_memory=1TB  memory of one machine; without it host memory is shown and not judged
+  calibrate=true   measure for a few seconds how fast this machine is; kept in prepare.dir/plan
+  output=FILE      the plan as JSON
+
+Nothing is loaded: model.path needs config.json alone, and the published ChatGLM models not even that. GB and TB count
+in 1024s, as memory is sold.
+"""
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from toolkit.cli import plan_view as view
+from toolkit.cli.compose import compose, one_of, positive_int
+from toolkit.config.checks import check
+from toolkit.config.schema import Init, RunConfig
+from toolkit.messages import say, tr
+from toolkit.plan.calibration import calibrate, rates_of
+from toolkit.plan.host import checkpoint_bytes, export_bytes, offloads_to_disk
+from toolkit.plan.machine import Machine, parse_machine, this_machine
+from toolkit.plan.outline import outline_of
+from toolkit.plan.parameters import Outline
+from toolkit.plan.search import Layout, cheapest, lay_out, layouts, overrides
+from toolkit.plan.speed import Rates
+
+_USUAL = "8x80GB"
+
+
+def run(words: list[str]) -> int:
+    """Plan."""
+    own = ("gpus", "nodes", "host_memory", "calibrate", "output")
+    composed = compose(words, world_size=None, arguments=own)
+    cfg, given = composed.loaded.cfg, composed.arguments
+    machine = _machine(given)
+    check(composed.loaded, machine.world_size, files=False)
+    outline = outline_of(cfg, say)
+    if one_of(given, "calibrate", ("false", "true")) == "true":
+        calibrate([word for word in words if word.partition("=")[0] not in own], cfg, machine)
+    rates = rates_of(cfg, machine)
+    mine = lay_out(outline, cfg, machine, rates)
+    found = list(layouts(outline, cfg, machine, rates))
+    best = cheapest(found)
+    for line in _lines(outline, cfg, machine, rates, mine, found, best):
+        say(line)
+    if given.get("output"):
+        Path(given["output"]).write_text(json.dumps(as_json(outline, machine, mine, found, best), indent=2) + "\n")
+    return 0
+
+
+def _machine(given: dict[str, str]) -> Machine:
+    nodes = positive_int(given, "nodes") or 1
+    host = given.get("host_memory", "")
+    if "gpus" in given:
+        return parse_machine(given["gpus"], nodes, host)
+    here = this_machine(nodes)
+    if here is None:
+        say(tr("No GPU here and no gpus=: planned for {gpus}.", gpus=_USUAL))
+        return parse_machine(_USUAL, nodes, host)
+    return here
+
+
+def _lines(
+    outline: Outline,
+    cfg: RunConfig,
+    machine: Machine,
+    rates: Rates,
+    mine: Layout,
+    found: Sequence[Layout],
+    best: Layout | None,
+) -> list[str]:
+    recomputes = tr(", activation checkpointing") if cfg.train.activation_checkpointing.enabled else ""
+    fits = tr("It fits.") if mine.fits else tr("It does NOT fit.")
+    lines = [
+        view.head(outline, mine, machine, cfg.model.name or cfg.model.path),
+        "",
+        tr(
+            "The recipe as it is: {layout}{recomputes}, micro-batch {micro}. {fits}",
+            layout=mine.name,
+            recomputes=recomputes,
+            micro=cfg.batch.micro_per_gpu,
+            fits=fits,
+        ),
+        *view.memory_table(mine),
+        "",
+        *view.host_table(mine),
+        view.disk_line(outline, mine),
+        view.time_line(mine, rates),
+        "",
+        tr(
+            "Every way with the same global batch of {size} rows, each with its fastest micro-batch that fits:",
+            size=cfg.batch.global_size,
+        ),
+        *view.layout_table(found),
+        "",
+    ]
+    if best is None:
+        lines.append(
+            tr(
+                "None fits. Shorter rows (data.max_length), tuning=lora, zero=stage3_nvme, or more GPUs: plan again "
+                "with another gpus= or nodes=."
+            )
+        )
+    else:
+        changes = overrides(cfg, best.cfg)
+        lines.append(
+            tr("The cheapest that fits: {words}", words=" ".join(changes))
+            if changes
+            else tr("The cheapest that fits is the recipe as it is.")
+        )
+    return [*lines, *_unknown(cfg, machine, rates)]
+
+
+def _unknown(cfg: RunConfig, machine: Machine, rates: Rates) -> list[str]:
+    """Say what the plan cannot know."""
+    notes = []
+    if not machine.host_bytes:
+        notes.append(tr("host_memory= is not given: whether the host's memory is enough is not judged."))
+    if cfg.model.init is Init.random:
+        notes.append(tr("The vocabulary of a random model is that of its tokenizer, at most model.shape.vocab_size."))
+    if offloads_to_disk(cfg):
+        notes.append(tr("NVMe: the disk's speed is not known, so neither is the time of an update."))
+    if not rates.is_measured:
+        notes.append(tr("Times rest on datasheets and assumptions: trust their order, not their digits."))
+    notes.append(
+        tr(
+            "Not counted: pages of the tokenised data (they give way), what answers of evaluate.metrics take beyond a "
+            "row's forward pass, and other programs."
+        )
+    )
+    return [f"  {note}" for note in notes]
+
+
+def as_json(
+    outline: Outline, machine: Machine, mine: Layout, found: Sequence[Layout], best: Layout | None
+) -> dict[str, Any]:
+    """Return the plan's numbers, bytes and seconds."""
+
+    def one(layout: Layout) -> dict[str, Any]:
+        cfg = layout.cfg
+        return {
+            "zero_stage": cfg.zero.stage,
+            "offload_optimizer": cfg.zero.offload_optimizer.device.value,
+            "offload_param": cfg.zero.offload_param.device.value,
+            "activation_checkpointing": cfg.train.activation_checkpointing.enabled,
+            "micro_per_gpu": cfg.batch.micro_per_gpu,
+            "device_bytes": layout.memory.device,
+            "host_bytes": layout.host.phases,
+            "step_s": layout.time.seconds,
+            "tokens_per_s": layout.time.tokens_per_s,
+            "fits": layout.fits,
+        }
+
+    return {
+        "parameters": outline.num_parameters,
+        "trained_parameters": outline.num_trained,
+        "machine": {**asdict(machine), "card": machine.card.name if machine.card else None},
+        "checkpoint_bytes": checkpoint_bytes(outline, mine.cfg),
+        "export_bytes": export_bytes(outline, mine.cfg),
+        "recipe": one(mine),
+        "layouts": [one(layout) for layout in found],
+        "cheapest": overrides(mine.cfg, best.cfg) if best else None,
+    }

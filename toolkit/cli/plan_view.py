@@ -1,0 +1,141 @@
+"""A plan as lines of text."""
+
+from collections.abc import Iterable, Sequence
+from unicodedata import east_asian_width
+
+from toolkit.config.checks import accumulation
+from toolkit.messages import tr
+from toolkit.plan.host import checkpoint_bytes, export_bytes
+from toolkit.plan.machine import GIB, Machine
+from toolkit.plan.memory import longest_rows
+from toolkit.plan.parameters import Outline
+from toolkit.plan.search import Layout
+from toolkit.plan.speed import Rates
+
+PHASES = ("load", "step", "evaluation", "save", "export")
+
+
+def gib(size: float) -> str:
+    """Return bytes as GiB with as many digits as matter."""
+    value = size / GIB
+    return f"{value:.2f}" if value < 10 else f"{value:.1f}" if value < 100 else f"{value:.0f}"
+
+
+def columns(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    """Return a table whose first column is text and the others numbers."""
+    all_rows = [list(heads), *(list(row) for row in rows)]
+    widths = [max(_width(row[place]) for row in all_rows) for place in range(len(heads))]
+    lines = []
+    for row in all_rows:
+        cells = [
+            cell + " " * (width - _width(cell)) if place == 0 else " " * (width - _width(cell)) + cell
+            for place, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        lines.append("  ".join(cells).rstrip())
+    return lines
+
+
+def _width(text: str) -> int:
+    return sum(2 if east_asian_width(letter) in "WF" else 1 for letter in text)
+
+
+def head(outline: Outline, layout: Layout, machine: Machine, name: str) -> str:
+    """Return what is trained, and on what."""
+    cfg, rows = layout.cfg, longest_rows(outline, layout.cfg)
+    return tr(
+        "{name}: {trained} of {total} parameters are trained ({method}, {dtype}). Longest micro-batch: {rows} x "
+        "{length} tokens, {times} of them per step and rank. Machines: {machine}, {usable} GiB of each for tensors.",
+        name=name,
+        trained=f"{outline.num_trained:,}",
+        total=f"{outline.num_parameters:,}",
+        method=cfg.tuning.method.value,
+        dtype=cfg.precision.dtype.value,
+        rows=rows.rows,
+        length=f"{rows.length:,}",
+        times=accumulation(cfg, machine.world_size),
+        machine=machine.name,
+        usable=gib(machine.usable_bytes),
+    )
+
+
+def memory_table(layout: Layout) -> list[str]:
+    """Return the bytes of one rank by kind and phase, in GiB."""
+    device = layout.memory.device
+    kinds = list(dict.fromkeys(kind for phase in PHASES for kind in device[phase]))
+    rows = [[tr(kind), *(gib(device[phase].get(kind, 0)) for phase in PHASES)] for kind in kinds]
+    rows.append([tr("together"), *(gib(layout.memory.peak(phase)) for phase in PHASES)])
+    return columns([tr("GiB per rank"), *(tr(phase) for phase in PHASES)], rows)
+
+
+def host_table(layout: Layout) -> list[str]:
+    """Return the bytes of one machine's memory by kind and phase, in GiB."""
+    phases = layout.host.phases
+    kinds = list(dict.fromkeys(kind for parts in phases.values() for kind in parts))
+    rows = [[tr(kind), *(gib(parts.get(kind, 0)) for parts in phases.values())] for kind in kinds]
+    rows.append([tr("together"), *(gib(sum(parts.values())) for parts in phases.values())])
+    return columns([tr("GiB per machine"), *(tr(phase) for phase in phases)], rows)
+
+
+def disk_line(outline: Outline, layout: Layout) -> str:
+    """Return what is written."""
+    keep = layout.cfg.checkpoint.keep
+    return tr(
+        "Disk: {checkpoint} GiB per checkpoint, of which {count} are there at once; {export} GiB for export/.",
+        checkpoint=gib(checkpoint_bytes(outline, layout.cfg)),
+        count=keep + 1 if keep else tr("all"),
+        export=gib(export_bytes(outline, layout.cfg)),
+    )
+
+
+def time_line(layout: Layout, rates: Rates) -> str:
+    """Return the estimate of a step's time with what it rests on."""
+    time = layout.time
+    return tr(
+        "Step, estimated: {seconds} s ({compute} s computing, {communication} s communicating{overlapped}, {update} s "
+        "updating), {tokens} tokens/s in all on full rows. {how}: {rates}.",
+        seconds=f"{time.seconds:.3g}",
+        compute=f"{time.compute:.3g}",
+        communication=f"{time.communication:.3g}",
+        overlapped=tr(" behind it") if time.overlapped else "",
+        update=f"{time.update:.3g}",
+        tokens=f"{time.tokens_per_s:,.0f}",
+        how=tr("Measured") if rates.is_measured else tr("Assumed, not measured"),
+        rates=", ".join(f"{value:.3g} {tr(name)}" for name, value in rates.lines().items()),
+    )
+
+
+def layout_table(found: Sequence[Layout]) -> list[str]:
+    """Return the best micro-batch of each way, and what it takes."""
+    rows = []
+    for layout in best_of_each(found):
+        recomputes = layout.cfg.train.activation_checkpointing.enabled
+        rows.append(
+            [
+                layout.name + (", " + tr("activation checkpointing") if recomputes else ""),
+                str(layout.cfg.batch.micro_per_gpu),
+                gib(layout.memory.peak(layout.memory.worst)),
+                tr(layout.memory.worst),
+                gib(layout.host.peak),
+                f"{layout.time.seconds:.3g}",
+                f"{layout.time.tokens_per_s:,.0f}",
+                tr("yes") if layout.fits else tr("no"),
+            ]
+        )
+    heads = ("layout", "micro-batch", "GiB per rank", "at", "GiB per machine", "s/step", "tokens/s", "fits")
+    return columns([tr(head) for head in heads], rows)
+
+
+def best_of_each(found: Sequence[Layout]) -> list[Layout]:
+    """Return of each way the fastest that fits, or the smallest where none does."""
+    groups: dict[str, list[Layout]] = {}
+    for layout in found:
+        groups.setdefault(f"{layout.name} {layout.cfg.train.activation_checkpointing.enabled}", []).append(layout)
+    best = []
+    for layouts in groups.values():
+        fitting = [layout for layout in layouts if layout.fits]
+        best.append(
+            min(fitting, key=lambda one: one.time.seconds)
+            if fitting
+            else min(layouts, key=lambda one: one.memory.peak(one.memory.worst))
+        )
+    return best

@@ -1,0 +1,105 @@
+"""Print the outline of a model folder as JSON: `python -m toolkit.models.outline FOLDER`. No weights are read.
+
+The model is built on the meta device, with two layers less once more, and run forward: what one layer keeps for the
+backward pass is the difference. Attention is taken to be a fused kernel, which keeps query, key, value and its result.
+"""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.nn import functional
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.integrations import sdpa_attention
+
+_LENGTH = 64
+_LAYERS = 2
+
+
+class _Fused(torch.autograd.Function):
+    """Stands for a fused attention kernel, which PyTorch takes apart on the meta device."""
+
+    @staticmethod
+    def forward(ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        result = torch.empty_like(query)
+        statistics = query.new_empty(query.shape[:-1], dtype=torch.float32)
+        ctx.save_for_backward(query, key, value, result, statistics)
+        return result
+
+
+def saved_by_layer(folder: Path, dtype: torch.dtype) -> int:
+    """Return the bytes per token that one layer keeps for the backward pass, all of it being trained."""
+    one, two = (_saved(folder, layers, dtype) for layers in (_LAYERS, 2 * _LAYERS))
+    return (two - one) // (_LAYERS * _LENGTH)
+
+
+def outline(folder: Path) -> dict[str, Any]:
+    """Return shapes of the parameters, sizes, and what a layer keeps per token in both precisions."""
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    text = config.get_text_config()
+    heads = text.num_attention_heads
+    size = getattr(text, "head_dim", None) or text.hidden_size // heads
+    dense = not any("expert" in name for name, _ in model.named_parameters())  # PyTorch's grouped product is for bf16
+    keys = (getattr(text, "num_key_value_heads", None) or heads) * size
+    return {
+        "shapes": {name: list(one.shape) for name, one in model.named_parameters()},
+        "sizes": {
+            "layers": text.num_hidden_layers,
+            "hidden": text.hidden_size,
+            "inner": getattr(text, "intermediate_size", None) or 4 * text.hidden_size,
+            "heads": heads,
+            "head_size": size,
+            "keys": keys,
+            "prefix": 2 * text.num_hidden_layers * keys,
+            "norms": 2,
+            "rotary": size,
+            "saved_2": saved_by_layer(folder, torch.bfloat16),
+            "saved_4": saved_by_layer(folder, torch.float32 if dense else torch.bfloat16) * (1 if dense else 2),
+        },
+    }
+
+
+def _saved(folder: Path, layers: int, dtype: torch.dtype) -> int:
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    text = config.get_text_config()
+    text.num_hidden_layers = layers
+    if getattr(text, "layer_types", None):
+        text.layer_types = [text.layer_types[-1]] * layers
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype).train()
+    if any("expert" in name for name, _ in model.named_parameters()):
+        model.set_experts_implementation("grouped_mm")  # the other ways look at values, and here are none
+    own = [one.untyped_storage() for one in (*model.parameters(), *model.buffers())]
+    known = {id(storage) for storage in own}
+    kept: dict[int, torch.UntypedStorage] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if id(storage) not in known:
+            kept.setdefault(id(storage), storage)
+        return tensor
+
+    real = functional.scaled_dot_product_attention
+
+    def fused(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+        return _Fused.apply(query, key, value)
+
+    functional.scaled_dot_product_attention = fused
+    uses_groups, sdpa_attention.use_gqa_in_sdpa = sdpa_attention.use_gqa_in_sdpa, lambda *_: True
+    try:
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            # A mask of four dimensions is passed on as it is; any other is looked at.
+            mask = torch.ones(1, 1, _LENGTH, _LENGTH, dtype=torch.bool, device="meta")
+            ids = torch.zeros(1, _LENGTH, dtype=torch.long, device="meta")
+            model(input_ids=ids, attention_mask=mask, use_cache=False)
+    finally:
+        functional.scaled_dot_product_attention, sdpa_attention.use_gqa_in_sdpa = real, uses_groups
+    return sum(storage.nbytes() for storage in kept.values())
+
+
+if __name__ == "__main__":
+    sys.stdout.write(json.dumps(outline(Path(sys.argv[1]))) + "\n")

@@ -1,0 +1,309 @@
+"""Bytes of one rank at every stage of a run, from the shapes of the model's parameters. No torch.
+
+P are the model's parameters, X the trained ones, N the ranks, w the bytes of a weight. What DeepSpeed 0.19.8 holds was
+read in its code and measured, tensor by tensor, on two and four ranks (docs/planning.md has the table):
+
+| ZeRO stage | weights | optimizer states, with fp32 weights in half precision | gradients |
+| --- | --- | --- | --- |
+| 0, fp32 | w P | 8 X | w X |
+| 0, half | w P | 12 X | w X, and 8 X while they become float32 |
+| 1 | w P | 12 X / N | w X, and w X / N reduced; bf16: w X, and 4 X in float32 |
+| 2 | w P | 12 X / N | g X / N, with g = 4, or 2 in fp16 |
+| 3 | w P / N | 12 X / N | g X / N |
+"""
+
+import math
+from collections import Counter
+from dataclasses import dataclass, field
+
+from toolkit.config.checks import accumulation
+from toolkit.config.schema import Attention, Device, Dtype, Packing, RunConfig, TuningMethod
+from toolkit.plan.activations import Rows, layer_bytes, saved_bytes
+from toolkit.plan.parameters import Outline, layer_of
+
+CHUNK_BYTES = 128 * 2**20
+"""Of the logits in float32 that the loss computes at once."""
+_CHUNK_COPIES = 2.5
+"""Times that a chunk's bytes are held: logits, probabilities, and their gradient in the model's type."""
+_ALL_REDUCE = 500_000_000
+"""Elements that DeepSpeed flattens at once where ZeRO does not (engine.py, MEMORY_OPT_ALLREDUCE_SIZE, 0.19.8)."""
+WIDTHS = {Dtype.fp32: 4, Dtype.bf16: 2, Dtype.fp16: 2}
+"""Bytes of a weight."""
+
+Parts = dict[str, int]
+"""Bytes by kind: weights, gradients, optimizer, buckets, gathered, activations by kind, loss."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankMemory:
+    """What one rank holds."""
+
+    device: dict[str, Parts]
+    """Bytes of device memory in each phase: load, step, evaluation, save, export."""
+    host: Parts
+    """Bytes of host memory, beside what the process itself takes: offloaded states, and the buffers for them."""
+
+    def peak(self, phase: str) -> int:
+        """Return the device's bytes in a phase."""
+        return sum(self.device[phase].values())
+
+    @property
+    def worst(self) -> str:
+        """The phase with the highest peak."""
+        return max(self.device, key=self.peak)
+
+
+def plan_rank(outline: Outline, cfg: RunConfig, world_size: int, on_cpu: bool = False) -> RankMemory:
+    """Return the memory of one rank on the longest rows that the config allows.
+
+    Args:
+        outline: the model and what is trained in it.
+        cfg: checked config.
+        world_size: ranks.
+        on_cpu: whether ranks run on processors, where a device's memory and the host's are one.
+    """
+    return _Rank(outline, cfg, world_size, on_cpu).memory()
+
+
+def longest_rows(outline: Outline, cfg: RunConfig, on_cpu: bool = False) -> Rows:
+    """Return the largest micro-batch that the config allows."""
+    is_v1 = "transformer.final_layernorm.weight" in outline.shapes
+    packed = cfg.data.packing is Packing.packed
+    varlen = packed and cfg.model.attention in (Attention.auto, Attention.varlen)
+    blocks = packed and not varlen
+    width = WIDTHS[cfg.precision.dtype]
+    learned = cfg.tuning.method in (TuningMethod.ptuning_v2, TuningMethod.prompt)
+    return Rows(
+        rows=cfg.batch.micro_per_gpu,
+        length=cfg.data.max_length,
+        prefix=cfg.tuning.num_tokens if learned else 0,
+        mask_bytes=width if is_v1 or blocks or learned else 0,
+        mask_per_layer=blocks or (learned and not is_v1),
+        varlen=varlen,
+        on_cpu=on_cpu,
+    )
+
+
+@dataclass(slots=True)
+class _Rank:
+    outline: Outline
+    cfg: RunConfig
+    world: int
+    on_cpu: bool
+    weight: int = field(init=False)
+    """Bytes of a number."""
+    grad: int = field(init=False)
+    """Bytes of a number of an added-up gradient."""
+
+    def __post_init__(self) -> None:
+        dtype = self.cfg.precision.dtype
+        self.weight = WIDTHS[dtype]
+        self.grad = 2 if dtype is Dtype.fp16 else 4
+
+    @property
+    def all(self) -> int:
+        return self.outline.num_parameters
+
+    @property
+    def trained(self) -> int:
+        return self.outline.num_trained
+
+    @property
+    def stage(self) -> int:
+        return self.cfg.zero.stage
+
+    @property
+    def is_half(self) -> bool:
+        return self.weight == 2
+
+    @property
+    def offloads(self) -> bool:
+        return self.cfg.zero.offload_optimizer.device is not Device.none
+
+    @property
+    def largest(self) -> int:
+        return max((math.prod(self.outline.shapes[name]) for name in self.outline.trained), default=0)
+
+    @property
+    def bucket(self) -> int:
+        """Elements of the buffers into which gradients are gathered before they are reduced."""
+        zero = self.cfg.zero
+        copies = 2 if zero.overlap_comm and zero.stage in (1, 2) else 1
+        return 0 if zero.stage == 0 else min(zero.reduce_bucket_size, self.trained) * copies
+
+    def part(self, elements: int) -> int:
+        """Return a rank's share."""
+        return -(-elements // self.world)
+
+    def memory(self) -> RankMemory:
+        at_rest = self.at_rest()
+        forward, backward, update = self.forward(), self.backward(), self.update()
+        steps = [Counter(at_rest) + Counter(one) for one in (forward, backward, update)]
+        step = max(steps, key=lambda parts: sum(parts.values()))
+        whole = {"gathered": self.weight * self.largest_anywhere()} if self.stage == 3 else {}
+        device = {
+            "load": dict(Counter(at_rest) + Counter(self.load())),
+            "step": dict(step),
+            "evaluation": dict(Counter(at_rest) + Counter(self.evaluation())),
+            "save": dict(at_rest),
+            "export": dict(Counter(at_rest) + Counter(whole)),
+        }
+        host = self.host()
+        if self.on_cpu:
+            device = {phase: dict(Counter(parts) + Counter(host)) for phase, parts in device.items()}
+            host = {}
+        return RankMemory(device=device, host=host)
+
+    def largest_anywhere(self) -> int:
+        return max(map(math.prod, self.outline.shapes.values()))
+
+    def at_rest(self) -> Parts:
+        """Between two steps."""
+        weights, states = self.weight * self.all, (12 if self.is_half else 8) * self.trained
+        if self.stage == 0:
+            return {"weights": weights, "optimizer": states}
+        states = 12 * self.part(self.trained)
+        parts = {"weights": weights, "optimizer": states}
+        if self.stage == 1 and self.keeps_float_gradients:
+            parts["gradients"] = 4 * self.trained
+        if self.stage == 3:
+            zero = self.cfg.zero
+            small = [
+                math.prod(shape)
+                for shape in self.outline.shapes.values()
+                if math.prod(shape) <= zero.stage3_param_persistence_threshold
+            ]
+            on_device = zero.offload_param.device is Device.none
+            parts["weights"] = (self.weight * self.part(self.all) if on_device else 0) + self.weight * sum(small)
+            parts["gradients"] = self.grad * self.part(self.trained)
+            parts["buckets"] = self.weight * self.bucket
+        if self.offloads:
+            del parts["optimizer"]
+            if self.stage == 3:
+                del parts["gradients"]
+            else:
+                parts["buckets"] = (self.weight + self.grad) * self.largest // 2
+        return parts
+
+    @property
+    def keeps_float_gradients(self) -> bool:
+        """bf16 at stage 1 is DeepSpeed's BF16_Optimizer, which adds all gradients up in float32."""
+        return self.stage == 1 and self.cfg.precision.dtype is Dtype.bf16 and not self.offloads
+
+    def gradients(self) -> int:
+        """Bytes of the gradients of the micro-batches so far, beyond what is there at rest."""
+        if self.stage in (0, 1):
+            return self.weight * self.trained
+        return 0 if self.stage == 3 or self.offloads else self.grad * self.part(self.trained)
+
+    def forward(self) -> Parts:
+        """At the end of a forward pass, when everything is kept for the backward pass, and its beginning."""
+        parts = self.kept() | {"loss": self.loss()} | self.gathered()
+        if accumulation(self.cfg, self.world) > 1:
+            parts["gradients"] = self.gradients()
+            if self.stage == 1 and not self.keeps_float_gradients:
+                parts["buckets"] = self.weight * self.bucket
+        return parts
+
+    def backward(self) -> Parts:
+        """At its end: gradients are complete, and reduced."""
+        weight, trained, stage = self.weight, self.trained, self.stage
+        parts = {"gradients": self.gradients(), **self.gathered(ahead=False)}
+        if stage == 0:
+            parts["buckets"] = weight * min(trained, _ALL_REDUCE)
+        elif self.keeps_float_gradients:
+            parts["buckets"] = weight * trained
+        elif stage == 1:
+            parts["buckets"] = weight * self.bucket + weight * self.part(trained) * (self.world - 1) // self.world
+        else:
+            flush = weight * min(trained, self.cfg.zero.reduce_bucket_size)
+            again = 0  # of the micro-batch beside those before it, unless they are added up in one buffer
+            if stage == 2 and not self.offloads and self.cfg.precision.dtype is not Dtype.bf16:
+                again = self.grad * self.part(trained) + weight * self.largest
+            buffer = weight * self.bucket if stage == 2 else 0
+            parts["buckets"] = buffer + max(flush + weight * self.largest // 2, again)
+        return parts
+
+    def update(self) -> Parts:
+        """While weights change."""
+        trained, part = self.trained, self.part(self.trained)
+        if self.offloads:
+            return {}
+        if self.stage == 0:
+            return {"gradients": self.weight * trained + (8 * trained if self.is_half else 0)}
+        if self.keeps_float_gradients:
+            return {"gradients": self.weight * trained}
+        if self.stage == 3:
+            return {"gradients": 4 * min(part, self.cfg.zero.sub_group_size)}
+        if self.cfg.precision.dtype is Dtype.bf16:
+            return {"gradients": 4 * part + 4 * self.largest // 2}
+        return {"gradients": (self.grad + 4) * part}
+
+    def gathered(self, ahead: bool = True) -> Parts:
+        """Stage 3: the layers that are whole for the moment, and those on their way."""
+        if self.stage != 3:
+            return {}
+        zero = self.cfg.zero
+        live = min(self.all, zero.stage3_max_live_parameters)
+        coming = min(self.all, max(zero.stage3_prefetch_bucket_size, self.largest_layer())) if ahead else 0
+        return {"gathered": self.weight * min(live + coming, 2 * self.all)}
+
+    def largest_layer(self) -> int:
+        layers: Counter[int] = Counter()
+        for name, shape in self.outline.shapes.items():
+            layers[layer_of(name)] += math.prod(shape)
+        return max(layers.values())
+
+    def kept(self) -> Parts:
+        """Activations by kind."""
+        rows, dropout = longest_rows(self.outline, self.cfg, self.on_cpu), self.cfg.tuning.dropout
+        sizes = self.outline.sizes
+        computed = {"backward": 4 * self.weight * sizes["inner"] * rows.tokens}
+        if not self.cfg.train.activation_checkpointing.enabled:
+            return saved_bytes(self.outline, rows, self.weight, dropout) | computed
+        last = layer_bytes(self.outline, rows, self.weight, sizes["layers"] - 1, dropout)
+        return {"layer inputs": self.weight * sizes["hidden"] * rows.tokens * sizes["layers"], **last, **computed}
+
+    def loss(self, with_gradients: bool = True) -> int:
+        """The output layer's, whose logits are computed a chunk at a time."""
+        rows = longest_rows(self.outline, self.cfg, self.on_cpu)
+        vocab, hidden = self.outline.vocabulary
+        chunk = min(rows.tokens * vocab * 4, CHUNK_BYTES)
+        if not with_gradients:
+            return int(2 * chunk) + self.weight * hidden * rows.tokens
+        matrix = 4 * vocab * hidden if self.outline.trains_head else 0
+        again = matrix if self.is_half and rows.tokens * vocab * 4 > CHUNK_BYTES else 0
+        return int(_CHUNK_COPIES * chunk) + (self.weight + 4) * hidden * rows.tokens + matrix + again
+
+    def evaluation(self) -> Parts:
+        """Rows of the same size forward, nothing kept."""
+        rows, sizes = longest_rows(self.outline, self.cfg, self.on_cpu), self.outline.sizes
+        layer = rows.tokens * self.weight * (4 * sizes["inner"] + 4 * sizes["hidden"])
+        return {"activations": layer, "loss": self.loss(with_gradients=False)} | self.gathered()
+
+    def load(self) -> Parts:
+        """While DeepSpeed makes its own copies, beyond what stays."""
+        if self.stage == 0 and self.is_half:
+            return {"optimizer": 4 * self.trained}
+        if self.stage in (1, 2) and not self.keeps_float_gradients and not self.offloads:
+            # The flattened copy of the weights is there before the optimizer's states are.
+            copy = self.weight * self.trained - (8 if self.is_half else 12) * self.part(self.trained)
+            return {"weights": max(0, copy)}
+        return {}
+
+    def host(self) -> Parts:
+        """What is offloaded."""
+        zero, part = self.cfg.zero, self.part(self.trained)
+        parts: Counter[str] = Counter()
+        if zero.offload_optimizer.device is Device.cpu:
+            parts["optimizer"] = 12 * part
+        elif zero.offload_optimizer.device is Device.nvme:
+            tile = min(part, zero.sub_group_size)
+            parts["optimizer"] = 4 * tile * zero.offload_optimizer.buffer_count
+        if self.offloads:
+            parts["gradients"] = (4 + self.grad) * part if self.stage == 3 else (4 + 2 * self.weight) * part
+        if zero.offload_param.device is Device.cpu:
+            parts["weights"] = self.weight * self.part(self.all)
+        elif zero.offload_param.device is Device.nvme:
+            parts["weights"] = self.weight * zero.offload_param.buffer_size * zero.offload_param.buffer_count
+        return dict(parts)

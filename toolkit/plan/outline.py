@@ -1,0 +1,127 @@
+"""The outline of the model that a config names: by formula, or measured once and remembered. No torch here."""
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from toolkit.config.schema import Init, RunConfig
+from toolkit.errors import ConfigError
+from toolkit.messages import tr
+from toolkit.plan.parameters import Outline, Shapes, Sizes, shape_of_random, shapes_of_config, tuned
+
+_CHATGLM2: dict[str, Any] = {
+    "padded_vocab_size": 65024,
+    "hidden_size": 4096,
+    "ffn_hidden_size": 13696,
+    "num_layers": 28,
+    "num_attention_heads": 32,
+    "multi_query_attention": True,
+    "multi_query_group_num": 2,
+    "kv_channels": 128,
+    "add_qkv_bias": True,
+}
+PUBLISHED: dict[str, dict[str, Any]] = {
+    "ChatGLM-6B": {
+        "hidden_size": 4096,
+        "inner_hidden_size": 16384,
+        "num_layers": 28,
+        "num_attention_heads": 32,
+        "vocab_size": 130528,
+    },
+    "ChatGLM2-6B": _CHATGLM2,
+    "ChatGLM3-6B": _CHATGLM2,
+    "glm-4-9b-chat": {**_CHATGLM2, "padded_vocab_size": 151552, "num_layers": 40},
+}
+"""What config.json of the published models says (huggingface.co/zai-org), for those who have not downloaded them."""
+_MEASURE_S = 300
+
+
+def outline_of(cfg: RunConfig, say: Callable[[str], None]) -> Outline:
+    """Return what is trained, and in what.
+
+    Args:
+        cfg: checked config; the model's folder need not be there if the model is a published ChatGLM.
+        say: told when a model has to be measured.
+
+    Raises:
+        ConfigError: the model is not known, or the way of tuning does not fit it.
+    """
+    found = _shapes(cfg, say)
+    return tuned(*found, cfg.tuning)
+
+
+def config_of(cfg: RunConfig) -> dict[str, Any]:
+    """Return config.json of the model, or what it says of a published one that is not there.
+
+    Raises:
+        ConfigError: neither.
+    """
+    model, file = cfg.model, _file(cfg)
+    if file is None:
+        if model.name in PUBLISHED:
+            return PUBLISHED[model.name]
+        raise ConfigError(
+            tr(
+                "model.path = '{path}' holds no config.json, and '{name}' is none of the models whose sizes are known "
+                "here ({known}). Set model.path to a folder with the model's config.json; no weights are needed.",
+                path=model.path,
+                name=model.name,
+                known=", ".join(PUBLISHED),
+            )
+        )
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+        if isinstance(config, dict):
+            return config
+        reason = "[]"
+    except (ValueError, OSError) as error:
+        reason = str(error)
+    raise ConfigError(tr("{file} is no model's config.json: {reason}", file=file, reason=reason))
+
+
+def _file(cfg: RunConfig) -> Path | None:
+    file = Path(cfg.model.path) / "config.json"
+    return file if cfg.model.path and file.is_file() else None
+
+
+def _shapes(cfg: RunConfig, say: Callable[[str], None]) -> tuple[Shapes, Sizes]:
+    model = cfg.model
+    if model.init is Init.random:
+        return shape_of_random(model.shape.vocab_size, model.shape)
+    config = config_of(cfg)
+    try:
+        found = shapes_of_config(config)
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(
+            tr("{file} is no model's config.json: {reason}", file=_file(cfg), reason=repr(error))
+        ) from error
+    return found or _measured(cfg, config, say)
+
+
+def _measured(cfg: RunConfig, config: Mapping[str, Any], say: Callable[[str], None]) -> tuple[Shapes, Sizes]:
+    """Build the model on the meta device, in a process of its own, once for each config.json."""
+    key = hashlib.sha256(json.dumps(config, sort_keys=True).encode()).hexdigest()[:16]
+    kept = Path(cfg.prepare.dir) / "plan" / f"outline-{key}.json"
+    if not kept.is_file():
+        say(tr("{kind} is not known by formula: its outline is measured, once.", kind=config.get("model_type")))
+        command = [sys.executable, "-m", "toolkit.models.outline", str(Path(cfg.model.path).absolute())]
+        ran = subprocess.run(command, capture_output=True, text=True, timeout=_MEASURE_S, check=False)  # noqa: S603
+        if ran.returncode:
+            raise ConfigError(
+                tr(
+                    "{file}: the model cannot be built to be measured: {reason}",
+                    file=Path(cfg.model.path) / "config.json",
+                    reason=(ran.stderr.strip().splitlines() or ["?"])[-1],
+                )
+            )
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        part = kept.with_suffix(f".{os.getpid()}")
+        part.write_text(ran.stdout.strip().splitlines()[-1], encoding="utf-8")
+        part.replace(kept)
+    measured = json.loads(kept.read_text(encoding="utf-8"))
+    return {name: tuple(shape) for name, shape in measured["shapes"].items()}, measured["sizes"]

@@ -1,0 +1,125 @@
+"""All ways to lay a run out on some machines, which fit, and which of them is the cheapest. No torch."""
+
+from collections.abc import Iterator
+from copy import deepcopy
+from dataclasses import dataclass
+
+from toolkit.config.schema import Device, RunConfig
+from toolkit.plan.host import HostMemory, plan_host
+from toolkit.plan.machine import Machine
+from toolkit.plan.memory import RankMemory, plan_rank
+from toolkit.plan.parameters import Outline
+from toolkit.plan.speed import Rates, StepTime, step_time
+
+LAYOUTS = (
+    (0, Device.none, Device.none),
+    (1, Device.none, Device.none),
+    (2, Device.none, Device.none),
+    (3, Device.none, Device.none),
+    (1, Device.cpu, Device.none),
+    (2, Device.cpu, Device.none),
+    (3, Device.cpu, Device.none),
+    (3, Device.cpu, Device.cpu),
+)
+"""ZeRO stage, where the optimizer's states are, where the parameters are. NVMe is taken where the recipe says so."""
+MOST_MICRO = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """One way."""
+
+    cfg: RunConfig
+    """The run's config, changed."""
+    memory: RankMemory
+    """Of a rank."""
+    host: HostMemory
+    """Of a machine."""
+    time: StepTime
+    """Of a step."""
+    usable_bytes: int
+    """Of a rank's device."""
+    fits: bool
+    """Whether device and host memory are enough."""
+
+    @property
+    def name(self) -> str:
+        """The layout in a few letters."""
+        zero = self.cfg.zero
+        words = [f"zero {zero.stage}"]
+        if zero.offload_optimizer.device is not Device.none:
+            words.append(f"optimizer on {zero.offload_optimizer.device.value}")
+        if zero.offload_param.device is not Device.none:
+            words.append(f"parameters on {zero.offload_param.device.value}")
+        return ", ".join(words)
+
+
+def lay_out(outline: Outline, cfg: RunConfig, machine: Machine, rates: Rates) -> Layout:
+    """Return the plan of one config. Raises ConfigError where its batch cannot be divided."""
+    memory = plan_rank(outline, cfg, machine.world_size, machine.on_cpu)
+    host = plan_host(outline, cfg, machine, memory)
+    peak = memory.peak(memory.worst)
+    fits = peak <= machine.usable_bytes and (not machine.host_bytes or host.peak <= machine.host_bytes)
+    return Layout(cfg, memory, host, step_time(outline, cfg, machine, rates), machine.usable_bytes, fits)
+
+
+def layouts(outline: Outline, cfg: RunConfig, machine: Machine, rates: Rates) -> Iterator[Layout]:
+    """Yield every way that keeps the global batch: stages, offloading, activation checkpointing, micro-batches."""
+    for stage, optimizer, parameters in LAYOUTS:
+        for recomputes in (False, True):
+            for micro in micro_batches(cfg, machine.world_size):
+                yield lay_out(outline, changed(cfg, stage, optimizer, parameters, recomputes, micro), machine, rates)
+
+
+def micro_batches(cfg: RunConfig, world_size: int) -> list[int]:
+    """Return the micro-batches into which the global batch can be divided."""
+    per_rank, rest = divmod(cfg.batch.global_size, world_size)
+    if rest:
+        return []
+    return [micro for micro in range(1, min(per_rank, MOST_MICRO) + 1) if per_rank % micro == 0]
+
+
+def cheapest(found: list[Layout]) -> Layout | None:
+    """Return the fastest that fits; of equally fast ones (2 %) the simplest that leaves a tenth of the memory free."""
+    fitting = [layout for layout in found if layout.fits]
+    if not fitting:
+        return None
+    best = min(layout.time.seconds for layout in fitting)
+    fast = [layout for layout in fitting if layout.time.seconds <= 1.02 * best]
+    roomy = (layout for layout in fast if layout.memory.peak(layout.memory.worst) <= 0.9 * layout.usable_bytes)
+    return next(roomy, None) or min(fast, key=lambda layout: layout.memory.peak(layout.memory.worst))
+
+
+def changed(
+    cfg: RunConfig, stage: int, optimizer: Device, parameters: Device, recomputes: bool, micro: int
+) -> RunConfig:
+    """Return a copy with other choices."""
+    other = deepcopy(cfg)
+    other.zero.stage = stage
+    other.zero.offload_optimizer.device, other.zero.offload_param.device = optimizer, parameters
+    if optimizer is not Device.none:
+        other.optim.torch = False
+    if stage == 0:
+        other.zero.overlap_comm = False
+    other.train.activation_checkpointing.enabled = recomputes
+    other.batch.micro_per_gpu = micro
+    return other
+
+
+def overrides(before: RunConfig, after: RunConfig) -> list[str]:
+    """Return the words that make one config the other."""
+    words = [f"zero.stage={after.zero.stage}"] if before.zero.stage != after.zero.stage else []
+    for name in ("offload_optimizer", "offload_param"):
+        device = getattr(after.zero, name).device
+        if getattr(before.zero, name).device is not device:
+            words.append(f"zero.{name}.device={device.value}")
+    if before.zero.overlap_comm and not after.zero.overlap_comm:
+        words.append("zero.overlap_comm=false")
+    if before.optim.torch and not after.optim.torch:
+        words.append("optim.torch=false")
+    enabled = after.train.activation_checkpointing.enabled
+    if before.train.activation_checkpointing.enabled != enabled:
+        words.append(f"train.activation_checkpointing.enabled={str(enabled).lower()}")
+    if before.batch.micro_per_gpu != after.batch.micro_per_gpu:
+        words.append(f"batch.micro_per_gpu={after.batch.micro_per_gpu}")
+    return words

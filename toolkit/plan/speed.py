@@ -1,0 +1,133 @@
+"""How long a step takes, estimated from FLOPs and bytes. No torch.
+
+What is not measured is assumed, and the assumptions are shown beside the estimate. A calibration (`calibrate=true`)
+measures on the machine at hand what is assumed here.
+"""
+
+from dataclasses import dataclass
+
+from toolkit.config.checks import accumulation
+from toolkit.config.schema import Device, RunConfig
+from toolkit.plan.flops import Work, causal_pairs, formula
+from toolkit.plan.machine import Machine
+from toolkit.plan.memory import WIDTHS, longest_rows
+from toolkit.plan.parameters import Outline
+
+_UNKNOWN_FLOPS = 100e12
+_CPU_FLOPS = 20e9
+"""Of one core, without a calibration."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """What a machine does per second; measured, or assumed."""
+
+    flops: float
+    """Of a rank, in training."""
+    link: float
+    """Bytes per second that a rank sends to others while it receives as much."""
+    memory: float
+    """Bytes per second of a rank's memory, for the update of the weights."""
+    host: float = 20e9
+    """Bytes per second of host memory per rank, for an offloaded update."""
+    pcie: float = 20e9
+    """Bytes per second between a GPU and the host."""
+    micro_s: float = 0.0
+    """Seconds of a micro-batch that do not grow with it."""
+    is_measured: bool = False
+    """Whether a calibration measured them."""
+
+    def lines(self) -> dict[str, float]:
+        """Return the assumptions by name, in T or G per second."""
+        return {
+            "TFLOP/s per rank": self.flops / 1e12,
+            "GB/s between ranks": self.link / 1e9,
+            "GB/s of memory": self.memory / 1e9,
+        }
+
+
+def assumed(machine: Machine, dtype: str) -> Rates:
+    """Return the rates that are assumed of a machine: half of a card's datasheet, 80 % of its memory and links.
+
+    Between machines 25 GB/s (200 Gbit/s) per machine are assumed, shared by its GPUs.
+    """
+    if machine.on_cpu:
+        return Rates(_CPU_FLOPS, 1e9, 5e9)
+    card = machine.card
+    flops = 0.5 * (card.flops(dtype) if card else _UNKNOWN_FLOPS)
+    link = 0.8 * (card.link_bytes_per_s if card else 25e9)
+    if machine.nodes > 1:
+        link = min(link, 25e9 / machine.ranks)
+    return Rates(flops, link, 0.8 * (card.memory_bytes_per_s if card else 1e12))
+
+
+@dataclass(frozen=True, slots=True)
+class StepTime:
+    """Seconds of one optimizer step."""
+
+    compute: float
+    """Matrix products."""
+    communication: float
+    """Gradients and weights between ranks."""
+    update: float
+    """Weights, and what moves to the host for it."""
+    overlapped: bool
+    """Whether communication hides behind the computation."""
+    tokens: int
+    """Tokens of the global batch, rows full."""
+
+    @property
+    def seconds(self) -> float:
+        """In all."""
+        busy = max(self.compute, self.communication) if self.overlapped else self.compute + self.communication
+        return busy + self.update
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Of all ranks."""
+        return self.tokens / self.seconds
+
+
+def step_time(outline: Outline, cfg: RunConfig, machine: Machine, rates: Rates) -> StepTime:
+    """Return an estimate for full rows, all of whose tokens are trained.
+
+    Args:
+        outline: the model and what is trained in it.
+        cfg: checked config.
+        machine: what it runs on.
+        rates: measured or assumed.
+    """
+    rows, world = longest_rows(outline, cfg), machine.world_size
+    times = accumulation(cfg, world)
+    one = Work(rows.tokens, causal_pairs([rows.length] * rows.rows), rows.tokens)
+    cost = formula(outline.shapes, outline.sizes, outline.trained, rows.prefix)
+    recomputes = cfg.train.activation_checkpointing.enabled
+    flops = cost.hardware_flops(one) if recomputes else cost.model_flops(one)
+    weight = WIDTHS[cfg.precision.dtype]
+    return StepTime(
+        compute=times * (flops / rates.flops + rates.micro_s),
+        communication=_sent(outline, cfg, world, times) / rates.link,
+        update=_update(outline.num_trained, cfg, world, weight, rates),
+        overlapped=cfg.zero.stage == 3 or cfg.zero.overlap_comm,
+        tokens=rows.tokens * times * world,
+    )
+
+
+def _sent(outline: Outline, cfg: RunConfig, world: int, times: int) -> float:
+    """Return the bytes that a rank sends in a step, ring algorithms taken for granted."""
+    share, weight = (world - 1) / world, WIDTHS[cfg.precision.dtype]
+    gradients, weights = weight * outline.num_trained * share, weight * outline.num_parameters * share
+    trained = weight * outline.num_trained * share
+    if cfg.zero.stage == 3:  # weights twice, for forward and backward; gradients to their owners
+        return times * (2 * weights + gradients)
+    if cfg.zero.stage == 2:
+        return times * gradients + trained
+    return 2 * gradients + (trained if cfg.zero.stage == 1 else 0)
+
+
+def _update(trained: int, cfg: RunConfig, world: int, weight: int, rates: Rates) -> float:
+    part = trained / (world if cfg.zero.stage else 1)
+    moved = part * (16 + 12 + 2 * weight)  # gradient, weight and two states read, the last three written
+    if cfg.zero.offload_optimizer.device is Device.none:
+        return moved / rates.memory
+    return moved / rates.host + 2 * part * weight / rates.pcie
