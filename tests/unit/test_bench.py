@@ -62,18 +62,17 @@ def test_results_are_never_overwritten(tmp_path: Path, capsys: pytest.CaptureFix
 def test_everything_is_measured_and_told(tmp_path: Path) -> None:
     """One rank of a tiny model: what is measured on ranks, and our run and a bare script watched from outside."""
     (tmp_path / "README.md").write_text("# Results\n", encoding="utf-8")
-    words = ["only=step,memory,checkpoint", f"folder={tmp_path}", f"prepare.dir={tmp_path}/cache", "model=glm_tiny"]
-    words += ["data.max_samples=60", "ranks=1", "pairs=1", "steps=2", "repeats=1"]
+    words = ["only=step,memory", f"folder={tmp_path}", f"prepare.dir={tmp_path}/cache", "model=glm_tiny"]
+    words += ["data.max_samples=60", "ranks=1", "pairs=1", "steps=2"]
     command = [sys.executable, str(ROOT / "scripts" / "bench"), *words]
     environ = {**os.environ, "DS_ACCELERATOR": "cpu", "PYTHONPATH": str(ROOT)}
     finished = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=300)
     assert finished.returncode == 0, finished.stdout + finished.stderr
     (file,) = tmp_path.glob("*-bench.json")
     found = {one["measured"]: one for one in json.loads(file.read_text(encoding="utf-8"))}
-    assert list(found) == ["step", "memory", "checkpoint"]
+    assert list(found) == ["step", "memory"]
     assert found["step"]["pairs"] == 1
     assert found["step"]["steps_per_block"] == 2
-    assert found["checkpoint"]["bytes"]["ours"] > found["checkpoint"]["bytes"]["bare"] > 1 << 20
     for side in ("ours", "bare"):
         (uss,), (pss,) = found["memory"][side]["uss_mib"], found["memory"][side]["pss_mib"]
         assert 100 < uss <= pss < 10_000
@@ -137,3 +136,17 @@ def test_a_bare_script_knows_no_adapters(tmp_path: Path, capsys: pytest.CaptureF
     words = ["recipe=zero1", "model=glm_tiny", "tuning=lora", f"prepare.dir={tmp_path}"]
     assert main(["bench", "start", *words]) == 2
     assert "set tuning=full data.packing=none" in capsys.readouterr().err
+
+
+def test_the_gpu_bench_runs_without_a_gpu(tmp_path: Path) -> None:
+    output = tmp_path / "gpu.json"
+    command = [sys.executable, str(ROOT / "scripts" / "bench_gpu"), "model=tiny", f"output={output}", "steps=1"]
+    environ = {**os.environ, "DS_ACCELERATOR": "cpu", "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
+    finished = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=300)
+    assert finished.returncode == 0, finished.stdout + finished.stderr
+    (found,) = json.loads(output.read_text(encoding="utf-8"))
+    assert json.loads(finished.stdout.splitlines()[-1]) == found
+    assert found["size"]["steps"] == found["full"]["step"] == 1
+    assert found["full"]["total_tokens"] == found["lora"]["total_tokens"] > 400
+    assert found["full"]["padding_fraction"] < 0.1
+    assert min(found[name] for name in ("mfu_matmul", "lora_to_full", "full_to_trainer", "memory_to_trainer")) > 0

@@ -1,6 +1,8 @@
 """What a log line says of speed and memory, with a clock and an engine that are none."""
 
 import math
+import re
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,6 +20,7 @@ from toolkit.train.account import Account, account_of
 from toolkit.train.meter import Meter
 from toolkit.train.step import StepResult
 
+DOCS = Path(__file__).parents[2] / "docs"
 ENGINE: Any = SimpleNamespace(device=torch.device("cpu"), skipped_steps=0, fp16_enabled=lambda: False)
 FORMULA = Formula(Rates(10, 1, 5), Rates(20, 2, 10), Rates(10, 1, 0))
 
@@ -83,6 +86,10 @@ def test_row_of_uneven_steps(clock: SimpleNamespace) -> None:
     assert 50 << 20 < row["host_memory_peak_bytes"] < 100 << 30
     assert row["planned_memory_bytes"] == 5
     assert not {"mfu", "device_memory_peak_bytes", "communication_fraction"} & set(row)
+    # Every key has its line in the table of both pages.
+    for page in ("bench.md", "bench_zh.md"):
+        table = [line for line in (DOCS / page).read_text(encoding="utf-8").splitlines() if line.startswith("| `")]
+        assert not set(row) - set(re.findall(r"`(\w+)`", " ".join(line.split("|")[1] for line in table)))
     clock.now += 1.0
     counted.add(a_step())
     row = counted.row(5, 0.5, 0.1, counted.pace())

@@ -74,7 +74,7 @@ class Meter:
         self.communication_s += _communication_s()
         mine = [self.own_s, self.data_wait_s, self.rank_tokens, self.communication_s]
         own_s, data_wait_s, tokens, self.communication_of, *self.peaks = exchange(
-            [*mine, *_memory_peaks(self.engine.device)], self.engine.device
+            [*mine, *memory_peaks(self.engine.device)], self.engine.device
         )
         return Pace(self.steps, seconds, own_s, data_wait_s, tokens)
 
@@ -146,7 +146,7 @@ class Meter:
         self.on_its_own_since += gone
 
 
-def _memory_peaks(device: torch.device) -> tuple[float, float]:
+def memory_peaks(device: torch.device) -> tuple[float, float]:
     """Return the most bytes so far that this process had in memory, and its tensors on a GPU (0 without one)."""
     host = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return host, torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
