@@ -65,6 +65,8 @@ class Job:
     """Puts engine, random generators and metrics into the state of a checkpoint of this run. A collective."""
     watchdog: Watchdog
     """Notices what does not come to an end."""
+    guard: Guard
+    """Judges every step."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -110,7 +112,7 @@ class _Run:
 
     def __init__(self, job: Job, progress: Progress) -> None:
         self.job, self.progress, self.cfg, self.engine = job, progress, job.cfg, job.engine
-        self.guard = Guard(job.engine, job.cfg.train)
+        self.guard = job.guard
         self.slow_ranks = SlowRanks(gather(socket.gethostname()))
         self.stop_file = StopFile(job.folder)
         self.metrics = MetricsLog(job.folder / "metrics.jsonl", progress.say)
