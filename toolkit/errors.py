@@ -55,6 +55,16 @@ class Diverged(ToolkitError):
     exit_code = 70
 
 
+class OutOfMemory(ToolkitError):
+    """The run does not fit into memory as it is set: the user's to change, so exit code 2."""
+
+
+class TrackError(ToolkitError):
+    """What a run measures cannot be written."""
+
+    exit_code = 74
+
+
 class Stopped(ToolkitError):
     """The run was stopped by a signal, at a step boundary, with a checkpoint saved."""
 

@@ -142,7 +142,7 @@ def turn_back_the_clock(loop: Any) -> None:
 def install() -> None:
     """Put the fault in its place."""
     from toolkit.checkpoint import engine_files, folders, manifest
-    from toolkit.train import loop
+    from toolkit.train import loop, rehearse
 
     at, step = FAULT["at"], FAULT.get("step")
     count = 0
@@ -194,6 +194,8 @@ def install() -> None:
         folders.publish = publish
     elif at == "slow":
         slow_down(loop)
+    elif at == "rehearsal":
+        before(rehearse, "train_step", nth)
     elif at == "rotate":
         before(folders, "remove_old", nth)
     else:

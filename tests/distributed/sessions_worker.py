@@ -2,7 +2,8 @@
 
 Arguments: a JSON file with [{"overrides": [...]}, …]. A case with "died" begins with a run folder as a run leaves it
 that died some steps after a checkpoint: {"of": RUN, "step": CHECKPOINT, "as": NAME}. One with "spoil" gets wrong
-numbers on the last rank: {"steps": see spoil.py, "note": FILE}; it may end with Diverged, which is noted too. fp16 is
+numbers on the last rank: {"steps": see spoil.py, "note": FILE}; it may end with Diverged, which is noted too. One with
+"refused", a file, has to end with an error of ours, and gets it there; "free_bytes" is then what the disk has. fp16 is
 made possible on CPUs, where DeepSpeed refuses it. What is saved asynchronously is copied as late as can be: when the
 next update asks for it. Everything else is the product's own code.
 """
@@ -13,8 +14,11 @@ import shutil
 import sys
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
+from unittest import mock
 
 from toolkit.config.checks import check
 from toolkit.config.load import load
@@ -64,6 +68,14 @@ def copy_late() -> list[int]:
     return updates
 
 
+@contextmanager
+def disk_with(free_bytes: int | None) -> Iterator[None]:
+    """Let every disk have so much room; None leaves them alone."""
+    found = shutil._ntuple_diskusage(total=1, used=1, free=free_bytes or 0)
+    with mock.patch("shutil.disk_usage", return_value=found) if free_bytes is not None else nullcontext():
+        yield
+
+
 def main() -> None:
     """Run every case."""
     set_language("en")
@@ -78,7 +90,7 @@ def main() -> None:
 
     from toolkit.cli.session import run_session
     from toolkit.distributed import failure, process_group
-    from toolkit.errors import Diverged
+    from toolkit.errors import Diverged, ToolkitError
     from toolkit.train import checkpoint, resume
     from toolkit.train.prepared import prepare_data
 
@@ -98,10 +110,16 @@ def main() -> None:
         note, is_last = Path(spoil["note"]), ranks.rank == ranks.world_size - 1
         updates.clear()
         try:
-            with spoilt(spoil["steps"], is_last, note):
+            with spoilt(spoil["steps"], is_last, note), disk_with(case.get("free_bytes")):
                 run_session(loaded.cfg, ranks, prepared, time.monotonic())
-        except Diverged as error:
-            if not spoil["steps"]:
+            assert "refused" not in case
+        except ToolkitError as error:
+            if "refused" in case:
+                if ranks.rank == 0:
+                    Path(case["refused"]).write_text(f"{type(error).__name__}: {error}")
+                resume.release()
+                continue
+            if not isinstance(error, Diverged) or not spoil["steps"]:
                 raise
             resume.release()
             if is_last:

@@ -42,7 +42,7 @@ def rows_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def tiny(rows_file: Path, folder: Path, name: str, *overrides: str) -> list[str]:
-    """Return overrides of a tiny run: fp32, torch's Adam, every step logged, everything below `folder`."""
+    """Return overrides of a tiny run: fp32, torch's Adam, not rehearsed, every step logged, all below `folder`."""
     return [
         "recipe=quickstart",
         "model=glm_tiny",
@@ -55,6 +55,7 @@ def tiny(rows_file: Path, folder: Path, name: str, *overrides: str) -> list[str]
         "batch.micro_per_gpu=1",
         "train.max_steps=10",
         "train.log_every=1",
+        "train.rehearse=false",
         "optim.lr=0.003",
         "schedule=linear",
         "schedule.warmup_steps=2",

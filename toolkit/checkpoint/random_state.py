@@ -1,6 +1,7 @@
 """The state of every random generator of a process, as plain tensors: nothing in the file can be executed."""
 
 import random
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
@@ -16,12 +17,8 @@ def file_name(rank: int) -> str:
     return f"random-rank-{rank:05d}.safetensors"
 
 
-def save(path: Path) -> None:
-    """Write the state of Python's, NumPy's, PyTorch's and the device's generators.
-
-    Raises:
-        OSError: it cannot be written.
-    """
+def take() -> dict[str, torch.Tensor]:
+    """Return the state of Python's, NumPy's, PyTorch's and the device's generators."""
     _, python_words, python_gauss = random.getstate()
     _, numpy_words, numpy_place, numpy_has_gauss, numpy_gauss = np.random.get_state()
     tensors = {
@@ -34,17 +31,15 @@ def save(path: Path) -> None:
     }
     if get_accelerator().device_name() != "cpu":
         tensors["device"] = get_accelerator().get_rng_state().cpu()
-    save_file(tensors, path)
-    grant(path)
+    return tensors
 
 
-def restore(path: Path) -> None:
+def put(found: Mapping[str, torch.Tensor]) -> None:
     """Set all generators as they were.
 
-    Raises:
-        OSError: the file is not there or damaged.
+    Args:
+        found: of `take`.
     """
-    found = load_file(path)
     gauss = found["python_gauss"].tolist()
     random.setstate((3, tuple(found["python"].tolist()), gauss[0] if gauss else None))
     place, has_gauss = found["numpy_place"].tolist()
@@ -53,6 +48,25 @@ def restore(path: Path) -> None:
     torch.set_rng_state(found["torch"])
     if "device" in found and get_accelerator().device_name() != "cpu":
         get_accelerator().set_rng_state(found["device"])
+
+
+def save(path: Path) -> None:
+    """Write the state of all generators.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    save_file(take(), path)
+    grant(path)
+
+
+def restore(path: Path) -> None:
+    """Set all generators as they were when they were saved.
+
+    Raises:
+        OSError: the file is not there or damaged.
+    """
+    put(load_file(path))
 
 
 def seed_all(seed: int) -> None:

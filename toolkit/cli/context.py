@@ -10,6 +10,7 @@ from toolkit.engine.ds_config import DsConfig
 from toolkit.evaluate.questions import Question
 from toolkit.launch.environment import Ranks
 from toolkit.train.checkpoint import Described
+from toolkit.train.guard import Guard
 from toolkit.train.prepared import Prepared
 
 
@@ -31,6 +32,8 @@ class Session:
     """What DeepSpeed receives."""
     engine: DeepSpeedEngine
     """The engine."""
+    guard: Guard
+    """Judges its steps."""
     described: Described
     """What checkpoints and export hold of the model beside its weights."""
     started: float

@@ -2,7 +2,8 @@
 
 import json
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
 
 import torch
@@ -12,9 +13,10 @@ from transformers import PreTrainedModel
 from toolkit.config.load import recorded
 from toolkit.config.schema import RunConfig
 from toolkit.distributed.process_group import on_rank0
+from toolkit.engine.memory import is_out_of_memory
 from toolkit.errors import DataError, ModelError
 from toolkit.evaluate.answers import Answers, answer_all
-from toolkit.evaluate.generate import Sampling, most_tokens
+from toolkit.evaluate.generate import Sampling, generate, most_tokens
 from toolkit.evaluate.loss import evaluate_loss
 from toolkit.evaluate.questions import Question, choose_questions
 from toolkit.evaluate.results import Results, judge
@@ -144,6 +146,31 @@ class Evaluation:
             alive=alive,
         )
         return figures | on_rank0(lambda: self._judge(answers, file, figures))
+
+    def rehearse(self) -> None:
+        """Evaluate one batch, and begin an answer, so that what fails does so now. A collective without a trace.
+
+        Raises:
+            ModelError: the model cannot answer.
+        """
+        batches = islice(evaluation_batches(self.cfg, self.prepared, self.ranks), 1)
+        evaluate_loss(self.model, batches, self.prepared.source_names, self.device)
+        if not self.questions:
+            return
+        longest = sorted((question.prompt for question in self.questions), key=len)[-self.cfg.evaluate.batch_size :]
+        sampling = replace(self._sampling(), max_new_tokens=min(2, self.cfg.evaluate.max_new_tokens))
+        try:
+            generate(self._module, self.prepared.encoder, longest, sampling, self.device, in_step=self.in_step)
+        except Exception as error:
+            if is_out_of_memory(error):
+                raise
+            raise ModelError(
+                tr(
+                    "evaluate.metrics: the model cannot answer: {kind}: {reason}. Leave the metrics out, or mend that.",
+                    kind=type(error).__name__,
+                    reason=error,
+                )
+            ) from error
 
     @property
     def _module(self) -> PreTrainedModel:

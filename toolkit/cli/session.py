@@ -15,18 +15,19 @@ from deepspeed import DeepSpeedEngine
 
 from toolkit.checkpoint import random_state
 from toolkit.checkpoint.run_state import RunState
-from toolkit.cli.building import build_engine
 from toolkit.cli.context import Session
 from toolkit.cli.evaluation import Evaluation, questions_of
 from toolkit.cli.finish import finish
+from toolkit.cli.opening import open_run
+from toolkit.cli.rehearsal import rehearse
 from toolkit.cli.sample_view import stretches
 from toolkit.config.checks import accumulation
-from toolkit.config.load import Loaded, to_yaml
+from toolkit.config.load import Loaded
 from toolkit.config.schema import RunConfig
 from toolkit.data.sampler import Position
 from toolkit.distributed import failure, orphans, process_group, signals
 from toolkit.distributed.watchdog import Watchdog
-from toolkit.engine.ds_config import build_ds_config
+from toolkit.engine import memory
 from toolkit.errors import RunFolderError
 from toolkit.export.checkpoint import export_beside
 from toolkit.launch import report
@@ -37,7 +38,7 @@ from toolkit.models.save import describe
 from toolkit.models.tuning.count import count_parameters
 from toolkit.secrets import HidingFilter
 from toolkit.track.progress import Progress
-from toolkit.train import resume, run_folder
+from toolkit.train import resume
 from toolkit.train.account import account_of
 from toolkit.train.bad_steps import Samples
 from toolkit.train.batches import epoch_steps, position_after, step_samples, training_batches
@@ -45,7 +46,7 @@ from toolkit.train.checkpoint import Described, Saver
 from toolkit.train.loop import Job
 from toolkit.train.loop import train as run_loop
 from toolkit.train.prepared import Prepared, prepare_data
-from toolkit.train.resume import go_back, go_on, starting_state
+from toolkit.train.resume import go_back, go_on
 
 
 def train(loaded: Loaded, ranks: Ranks, started: float) -> int:
@@ -63,7 +64,8 @@ def train(loaded: Loaded, ranks: Ranks, started: float) -> int:
     orphans.watch(ranks)
     # Before the process group exists: however long tokenising takes, no collective can time out over it.
     prepared = prepare_data(loaded.cfg, speaks=ranks.rank == 0)
-    process_group.start(loaded.cfg.distributed)
+    device = process_group.start(loaded.cfg.distributed)
+    memory.set_limit(device, loaded.cfg.plan.max_gpu_gib)
     run_session(loaded.cfg, ranks, prepared, started)
     failure.end_watch()
     process_group.stop()
@@ -91,20 +93,18 @@ def run_session(cfg: RunConfig, ranks: Ranks, prepared: Prepared, started: float
     _check_shared(folder)
     failure.watch(folder)
     _log_to_files(folder, ranks.rank)
-    total_steps = cfg.train.max_steps or cfg.train.epochs * epoch_steps(cfg, prepared)
-    ds = build_ds_config(cfg, ranks.world_size, total_steps)
-    config_yaml = to_yaml(cfg)
-    start = process_group.on_rank0(lambda: starting_state(cfg, prepared, ranks, origin, say))
-    process_group.on_rank0(lambda: run_folder.record_start(folder, config_yaml, ds.values, ranks.world_size))
-    engine = build_engine(cfg, prepared, ds, total_steps, origin)
+    opened = open_run(cfg, prepared, ranks, origin)
+    cfg, prepared, engine = opened.cfg, opened.prepared, opened.engine
+    start, total_steps = opened.start, opened.total_steps
     session = Session(
         cfg=cfg,
         ranks=ranks,
         prepared=prepared,
         questions=questions,
         folder=folder,
-        ds=ds,
+        ds=opened.ds,
         engine=engine,
+        guard=opened.guard,
         described=_describe(engine, prepared),
         started=started,
     )
@@ -116,11 +116,14 @@ def run_session(cfg: RunConfig, ranks: Ranks, prepared: Prepared, started: float
     )
     if origin.checkpoint is not None:
         go_on(saver, origin.checkpoint, start, ranks, cfg.run.seed)
-    job = _job(session, saver, start, total_steps)
+    evaluation = _evaluation(session, saver.say) if prepared.validation is not None else None
+    job = _job(session, saver, evaluation, start, total_steps)
     if ranks.rank == 0:
         progress.say(_start_line(session, total_steps, job.steps_per_epoch))
         progress.say(job.account.describe())
     try:
+        if cfg.train.rehearse and start.step < total_steps:
+            progress.say(rehearse(session, job, evaluation))
         outcome = run_loop(job, progress)
     finally:
         progress.close()
@@ -142,7 +145,7 @@ def _describe(engine: DeepSpeedEngine, prepared: Prepared) -> Described:
     return Described(files, probe.ids_of(rows, engine.module.config), export_beside)
 
 
-def _job(session: Session, saver: Saver, start: RunState, total_steps: int) -> Job:
+def _job(session: Session, saver: Saver, evaluation: Evaluation | None, start: RunState, total_steps: int) -> Job:
     cfg, ranks, prepared = session.cfg, session.ranks, session.prepared
     return Job(
         cfg=cfg,
@@ -152,7 +155,7 @@ def _job(session: Session, saver: Saver, start: RunState, total_steps: int) -> J
         steps_per_epoch=epoch_steps(cfg, prepared),
         total_steps=total_steps,
         folder=session.folder,
-        evaluate=_evaluation(session, saver.say) if prepared.validation is not None else None,
+        evaluate=_evaluate(session, evaluation) if evaluation is not None else None,
         saver=saver,
         start=start,
         position_after=partial(position_after, cfg, prepared),
@@ -162,6 +165,7 @@ def _job(session: Session, saver: Saver, start: RunState, total_steps: int) -> J
             session.folder, ranks.rank, ranks.world_size, cfg.distributed.hang_after_s, float(cfg.distributed.timeout_s)
         ),
         account=account_of(session.engine, cfg.tuning, cfg.train.activation_checkpointing.enabled),
+        guard=session.guard,
     )
 
 
@@ -183,9 +187,8 @@ def _check_shared(folder: Path) -> None:
         )
 
 
-def _evaluation(session: Session, tell: Callable[[str], None]) -> Callable[[int, Callable[[], None]], dict[str, float]]:
-    """Return the function that the loop calls to evaluate."""
-    engine, folder = session.engine, session.folder / "evaluations"
+def _evaluation(session: Session, tell: Callable[[str], None]) -> Evaluation:
+    engine = session.engine
     evaluation = Evaluation(
         cfg=session.cfg,
         prepared=session.prepared,
@@ -197,6 +200,12 @@ def _evaluation(session: Session, tell: Callable[[str], None]) -> Callable[[int,
         say=tell,
     )
     evaluation.leave_out_too_long()
+    return evaluation
+
+
+def _evaluate(session: Session, evaluation: Evaluation) -> Callable[[int, Callable[[], None]], dict[str, float]]:
+    """Return the function that the loop calls to evaluate."""
+    folder = session.folder / "evaluations"
     return lambda step, alive: evaluation.run(folder / f"step-{step}.jsonl", alive)
 
 

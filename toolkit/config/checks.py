@@ -79,6 +79,7 @@ LEAST = {
     "zero.aio.queue_depth": 1,
     "zero.aio.intra_op_parallelism": 1,
     "train.activation_checkpointing.number_checkpoints": 0,
+    "plan.max_gpu_gib": 0,
     "profile.flops.profile_step": 1,
     "profile.flops.module_depth": -1,
     "profile.flops.top_modules": 1,

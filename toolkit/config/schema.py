@@ -536,6 +536,8 @@ class TrainConfig:
     """Optimizer steps; 0 trains `train.epochs` epochs."""
     gradient_clipping: float = 1.0
     """Largest norm of the whole gradient; 0 does not clip."""
+    rehearse: bool = True
+    """Before the first step try once what comes later, and leave everything as it was: the longest batch forward and backward, the memory of an update, writing into checkpoints/ and beside export/, an evaluation batch (docs/rehearsal.md)."""
     log_every: int = 10
     """Steps between two log lines; each step is in metrics.jsonl that is a multiple of it, and the first and last."""
     on_bad_step: OnBadStep = OnBadStep.skip
@@ -691,6 +693,14 @@ class CommsLoggerConfig:
 
 
 @dataclass(kw_only=True, slots=True)
+class PlanConfig:
+    """`plan`: what the run may take of a machine."""
+
+    max_gpu_gib: float = 0.0
+    """GiB of GPU memory that a rank may use; 0 is what the GPU has. On CPU ranks it bounds the bytes of their tensors while the run is rehearsed; 0 does not."""
+
+
+@dataclass(kw_only=True, slots=True)
 class ProfileConfig:
     """`profile`: DeepSpeed's measuring tools; they cost time."""
 
@@ -772,6 +782,8 @@ class RunConfig:
     """Validation."""
     track: TrackConfig = field(default_factory=TrackConfig)
     """Monitors."""
+    plan: PlanConfig = field(default_factory=PlanConfig)
+    """Bounds."""
     profile: ProfileConfig = field(default_factory=ProfileConfig)
     """Measuring tools."""
     launch: LaunchConfig = field(default_factory=LaunchConfig)

@@ -1,11 +1,16 @@
 """Peak memory of this rank's device: torch's own count on a GPU, the bytes of all live tensors on a CPU."""
 
+import gc
 import weakref
+from contextlib import suppress
+from types import TracebackType
 from typing import Any
 
 import torch
 from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode
+
+GIB = 2**30
 
 
 class LiveBytes(TorchDispatchMode):
@@ -13,11 +18,15 @@ class LiveBytes(TorchDispatchMode):
 
     What an operation allocates and frees inside itself is not seen. Threads other than the one that entered are not
     either; on CPUs the backward pass runs in the same thread.
+
+    Args:
+        limit_bytes: an operation that goes beyond them runs out of memory; 0 never.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, limit_bytes: int = 0) -> None:
         super().__init__()
         self.now = self.peak = 0
+        self.limit_bytes = limit_bytes
         self._sizes: dict[int, int] = {}
         self._references: dict[int, Any] = {}
 
@@ -45,4 +54,86 @@ class LiveBytes(TorchDispatchMode):
         for leaf in _pytree.tree_leaves(result):
             if isinstance(leaf, torch.Tensor):
                 self.see(leaf)
+        if self.limit_bytes and self.now > self.limit_bytes:
+            raise torch.OutOfMemoryError(f"{func} brings the tensors of this rank to {self.now / GIB:.3f} GiB")
         return result
+
+
+class PeakMemory:
+    """A context in which this rank's memory is watched.
+
+    Args:
+        device: of this rank.
+        limit_bytes: of a CPU rank: more is out of memory; 0 does not limit. A GPU has its own limit.
+    """
+
+    def __init__(self, device: torch.device, limit_bytes: int = 0) -> None:
+        self.device = device
+        self._live = LiveBytes(limit_bytes) if device.type == "cpu" else None
+        self._before = 0
+
+    def __enter__(self) -> "PeakMemory":
+        if self._live is not None:
+            for one in gc.get_objects():
+                if issubclass(type(one), torch.Tensor):  # the type: asking some objects for it would import packages
+                    with suppress(NotImplementedError):  # sparse tensors have no storage
+                        self._live.see(one)
+            self._live.__enter__()
+        self.restart()
+        self._before = 0  # what was before the context
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._live is not None:
+            self._live.__exit__(kind, error, trace)
+
+    def restart(self) -> int:
+        """Return the bytes in use now, and begin anew to look for the peak."""
+        self._before = self.highest()
+        if self._live is not None:
+            self._live.peak = self._live.now
+            return self._live.now
+        torch.cuda.reset_peak_memory_stats(self.device)
+        return torch.cuda.memory_allocated(self.device)
+
+    def peak(self) -> int:
+        """Return the most bytes in use at once since `restart`."""
+        return self._live.peak if self._live is not None else torch.cuda.max_memory_allocated(self.device)
+
+    def highest(self) -> int:
+        """Return the most bytes in use at once since the context was entered."""
+        return max(self._before, self.peak())
+
+
+def limit_bytes(device: torch.device, max_gib: float) -> int:
+    """Return how many bytes this rank may use: what is asked for and what others leave; 0 where nothing limits a CPU.
+
+    Args:
+        device: of this rank.
+        max_gib: `plan.max_gpu_gib`; 0 asks for nothing.
+    """
+    asked = int(max_gib * GIB)
+    if device.type == "cpu":
+        return asked
+    free, _ = torch.cuda.mem_get_info(device)
+    available = free + torch.cuda.memory_reserved(device)
+    return min(asked, available) if asked else available
+
+
+def set_limit(device: torch.device, max_gib: float) -> None:
+    """Let this process have no more than `plan.max_gpu_gib` of its GPU; 0, and CPUs, are left alone."""
+    if max_gib and device.type != "cpu":
+        total = torch.cuda.get_device_properties(device).total_memory
+        torch.cuda.set_per_process_memory_fraction(min(1.0, max_gib * GIB / total), device)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error says that memory has run out, on a GPU or on a CPU."""
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or "DefaultCPUAllocator" in str(error)
+
+
+def shown(num_bytes: float) -> str:
+    """Return an amount of memory as one reads it."""
+    return f"{num_bytes / GIB:.2f} GiB" if num_bytes >= GIB / 10 else f"{num_bytes / 2**20:.1f} MiB"

@@ -93,9 +93,7 @@ class Saver:
         self.finish()
         name = folders.name_of(state.step)
         temporary = self.folder / f"{name}.tmp"
-        trained = [p for p in self.engine.module.parameters() if p.requires_grad]
-        parameters = sum(getattr(p, "ds_numel", p.numel()) for p in trained)
-        refusal, has_probe = on_rank0(lambda: (self._make_room(temporary, parameters), self._may_probe()))
+        refusal, has_probe = on_rank0(lambda: (self._make_room(temporary), self._may_probe()))
         if refusal:
             self._give_up(name, refusal)
             return
@@ -216,13 +214,18 @@ class Saver:
         """Wait for what is done beside training with checkpoints that are published."""
         self._thinning.wait()
 
-    def _make_room(self, temporary: Path, parameters: int) -> str:
+    def least_bytes(self) -> int:
+        """Return how large a checkpoint will be at least."""
+        trained = [p for p in self.engine.module.parameters() if p.requires_grad]
+        return _FIRST_BYTES_PER_PARAMETER * sum(getattr(p, "ds_numel", p.numel()) for p in trained)
+
+    def _make_room(self, temporary: Path) -> str:
         """Make an empty folder; return why not, if there is no room for what will be in it."""
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             shutil.rmtree(temporary, ignore_errors=True)
             temporary.mkdir()
-            needed = int(_ROOM * (self._last_bytes or parameters * _FIRST_BYTES_PER_PARAMETER))
+            needed = int(_ROOM * (self._last_bytes or self.least_bytes()))
             free = shutil.disk_usage(self.folder).free
         except OSError as error:
             return error.strerror or str(error)

@@ -68,6 +68,8 @@ class Job:
     """Notices what does not come to an end."""
     account: Account
     """What speed and memory are compared with."""
+    guard: Guard
+    """Judges every step."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -113,7 +115,7 @@ class _Run:
 
     def __init__(self, job: Job, progress: Progress) -> None:
         self.job, self.progress, self.cfg, self.engine = job, progress, job.cfg, job.engine
-        self.guard = Guard(job.engine, job.cfg.train)
+        self.guard = job.guard
         self.slow_ranks = SlowRanks(gather(socket.gethostname()))
         self.stop_file = StopFile(job.folder)
         self.metrics = MetricsLog(job.folder / "metrics.jsonl", progress.say)

@@ -1,0 +1,165 @@
+"""What is tried before the first step, in the order of what it costs; and what is said where it fails."""
+
+import socket
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+
+from toolkit.cli.context import Session
+from toolkit.cli.evaluation import Evaluation
+from toolkit.config.schema import CheckpointConfig, Device, RunConfig, TuningMethod
+from toolkit.distributed import process_group
+from toolkit.engine.memory import PeakMemory, is_out_of_memory, limit_bytes, shown
+from toolkit.errors import OutOfMemory
+from toolkit.evaluate.generate import answer, check_length
+from toolkit.messages import tr
+from toolkit.models.tuning.adapter import has_adapter
+from toolkit.track.monitors import try_monitors
+from toolkit.train.checkpoint import Saver
+from toolkit.train.longest import longest_batch
+from toolkit.train.loop import Job
+from toolkit.train.rehearse import rehearse_step, unchanged
+from toolkit.train.rehearse_disk import check_room, try_checkpoint, try_export
+
+Planned = Callable[[], str]
+"""Returns what the plan says of memory, line by line."""
+
+
+def rehearse(session: Session, job: Job, evaluation: Evaluation | None, planned: Planned | None = None) -> str:
+    """Try what the run will do, and leave everything as it was. A collective; returns what is said of it.
+
+    Args:
+        session: with its engine in the state in which it begins.
+        job: what the loop will do.
+        evaluation: None without validation data.
+        planned: what the plan says of memory, for where there is too little.
+
+    Raises:
+        OutOfMemory: the run does not fit.
+        CheckpointError: checkpoints or export cannot be written, or have no room.
+        TrackError: what is measured cannot be written.
+        ModelError: the model cannot answer.
+    """
+    started, step = time.monotonic(), job.start.step
+    job.watchdog.enter("rehearsal", step)
+    _try_disk(session, job.saver, range(step + 1, job.total_steps + 1))
+    engine, cfg = session.engine, session.cfg
+    batch = longest_batch(cfg, session.prepared, session.ranks.world_size)
+    limit = limit_bytes(engine.device, cfg.plan.max_gpu_gib)
+    with unchanged(engine), PeakMemory(engine.device, limit if engine.device.type == "cpu" else 0) as memory:
+        with told(session, tr("forward, backward and update of the longest batch"), memory, limit, planned):
+            measured = rehearse_step(engine, session.guard, batch, memory, job.accumulation)
+        with told(session, tr("an evaluation"), memory, limit, planned):
+            _try_evaluation(session, evaluation)
+        used = measured.before, memory.highest()
+    job.watchdog.enter("", step)
+    return _summary(used, limit, batch, time.monotonic() - started)
+
+
+@contextmanager
+def told(session: Session, doing: str, memory: PeakMemory, limit: int, planned: Planned | None) -> Iterator[None]:
+    """Say of memory that runs out what it was wanted for, what was measured and planned, and what helps."""
+    before = memory.restart()
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        lines = [
+            tr(
+                "out of memory before the first step, on rank {rank} ({host}): {doing}.",
+                rank=session.ranks.rank,
+                host=socket.gethostname(),
+                doing=doing,
+            ),
+            tr(
+                "  measured: {before} before it, {peak} at most until it failed, {limit} may be used.",
+                before=shown(before),
+                peak=shown(memory.highest()),
+                limit=shown(limit) if limit else "?",
+            ),
+            *([planned()] if planned else []),
+            tr("  reason: {reason}", reason=str(error).splitlines()[0]),
+            tr("What helps, the cheapest first; each can be pasted behind the command:"),
+            *(f"  {word}" for word in remedies(session.cfg, session.ranks.world_size)),
+        ]
+        raise OutOfMemory("\n".join(lines)) from None
+
+
+def remedies(cfg: RunConfig, world_size: int) -> list[str]:
+    """Return overrides that take less memory than a config, the cheapest first."""
+    words = []
+    micro, zero = cfg.batch.micro_per_gpu, cfg.zero
+    smaller = [rows for rows in range(1, micro) if cfg.batch.global_size % (rows * world_size) == 0]
+    if smaller:
+        words.append(f"batch.micro_per_gpu={smaller[-1]}")
+    if not cfg.train.activation_checkpointing.enabled:
+        words.append("train.activation_checkpointing.enabled=true")
+    if smaller[:-1]:
+        words.append("batch.micro_per_gpu=1")
+    if zero.stage < 3 and world_size > 1:
+        words += [f"zero=stage{stage}" for stage in range(max(zero.stage + 1, 2), 4)]
+    if zero.offload_optimizer.device is Device.none:
+        words.append(f"zero=stage{max(zero.stage, 2)}_offload")
+    if zero.offload_param.device is Device.none:
+        words.append("zero=stage3_offload")
+    if cfg.tuning.method is TuningMethod.full:
+        words.append("tuning=lora")
+    return [*dict.fromkeys(words), f"data.max_length={cfg.data.max_length // 2}"]
+
+
+def _try_disk(session: Session, saver: Saver, steps: range) -> None:
+    """See whether all that the run writes can be written."""
+    cfg, engine, folder = session.cfg, session.engine, session.folder
+    process_group.on_rank0(lambda: try_monitors(engine.monitor, folder / "metrics.jsonl"))
+    try_checkpoint(saver.folder)
+    export = folder / "export"
+    export_bytes = _export_bytes(engine.module) if cfg.checkpoint.export else 0
+    saves = _saves(cfg.checkpoint, steps)
+    process_group.on_rank0(lambda: try_export(export) if cfg.checkpoint.export else None)
+    process_group.on_rank0(lambda: check_room(saver.folder, cfg.checkpoint, saves, saver.least_bytes(), export_bytes))
+
+
+def _saves(config: CheckpointConfig, steps: range) -> int:
+    """Return how many checkpoints the steps will save."""
+    due = sum(1 for step in steps if config.every and step % config.every == 0)
+    is_last_due = bool(config.every) and steps.stop - 1 >= steps.start and (steps.stop - 1) % config.every == 0
+    return due + (config.at_end and not is_last_due)
+
+
+def _export_bytes(module: torch.nn.Module) -> int:
+    """Return the bytes of the weights that are exported: the model's, or what was trained beside it."""
+    is_adapter = has_adapter(module)
+    exported = [one for one in module.parameters() if one.requires_grad or not is_adapter]
+    return sum(getattr(one, "ds_numel", one.numel()) * one.element_size() for one in exported)
+
+
+def _try_evaluation(session: Session, evaluation: Evaluation | None) -> None:
+    cfg, engine = session.cfg.evaluate, session.engine
+    if evaluation is not None:
+        evaluation.rehearse()
+    for prompt in cfg.prompts:
+        encoded = session.prepared.encoder.prompt([{"role": "user", "content": prompt}])
+        check_length(engine.module, len(encoded), cfg.max_new_tokens)
+    if cfg.prompts:
+        answer(engine.module, session.prepared.encoder, cfg.prompts[0], min(2, cfg.max_new_tokens), engine.device)
+
+
+def _summary(used: tuple[int, int], limit: int, batch: dict[str, torch.Tensor], seconds: float) -> str:
+    """Return a line about it: `used` are the bytes before the step and at most. A collective."""
+    device_bytes = process_group.gather(used)
+    peaks = [peak for _, peak in device_bytes]
+    most = peaks.index(max(peaks))
+    return tr(
+        "Rehearsed in {seconds} s: the longest batch ({rows} x {tokens} tokens) with an update, a save, an export, an "
+        "evaluation. Memory: {peak} at most, on rank {rank} ({before} before the step{limit}).",
+        seconds=f"{seconds:.1f}",
+        rows=batch["input_ids"].size(0),
+        tokens=batch["input_ids"].size(1),
+        peak=shown(peaks[most]),
+        rank=most,
+        before=shown(device_bytes[most][0]),
+        limit=tr(", of {limit}", limit=shown(limit)) if limit else "",
+    )
