@@ -696,6 +696,9 @@ class CommsLoggerConfig:
 class PlanConfig:
     """`plan`: what the run may take of a machine."""
 
+    auto: bool = False
+    """Choose ZeRO stage, offloading to host memory, activation checkpointing and micro-batch at launch: the fastest, by the plan, that fits on these machines with the same global batch. A run that goes on keeps what it began with."""
+
     max_gpu_gib: float = 0.0
     """GiB of GPU memory that a rank may use; 0 is what the GPU has. On CPU ranks it bounds the bytes of their tensors while the run is rehearsed; 0 does not."""
 
