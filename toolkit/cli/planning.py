@@ -66,7 +66,7 @@ def plan_run(cfg: RunConfig, prepared: Prepared, ranks: Ranks, device: torch.dev
 
 
 def choose(cfg: RunConfig, prepared: Prepared, ranks: Ranks, device: torch.device, origin: Origin) -> RunConfig:
-    """Return the config with the layout that `plan.auto` chooses, or with the one that the run began with. A collective.
+    """Return the config with the layout that `plan.auto` chooses, or that the run began with. A collective.
 
     Raises:
         OutOfMemory: nothing fits.
