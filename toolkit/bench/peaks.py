@@ -97,8 +97,8 @@ def longest_batch(cfg: RunConfig, outline: Outline, engine: DeepSpeedEngine) -> 
 
 
 def _machine(ranks: Ranks) -> Machine:
-    nodes = max(1, ranks.world_size // ranks.local_world_size)
-    return Machine(ranks.local_world_size, 0, None, nodes, on_cpu=not torch.cuda.is_available())
+    local = ranks.local_world_size or ranks.world_size
+    return Machine(local, 0, None, ranks.world_size // local, on_cpu=not torch.cuda.is_available())
 
 
 def _outline(cfg: RunConfig, engine: DeepSpeedEngine) -> Outline:

@@ -118,13 +118,14 @@ def _machine(cfg: RunConfig, ranks: Ranks, device: torch.device) -> Machine:
     """Return the machines of this run, each as small as the smallest. A collective."""
     host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     on_cpu = device.type == "cpu"
-    available = limit_bytes(device, cfg.plan.max_gpu_gib) or host // ranks.local_world_size
+    local = ranks.local_world_size or ranks.world_size
+    available = limit_bytes(device, cfg.plan.max_gpu_gib) or host // local
     found = gather((available, host))
     return Machine(
-        ranks=ranks.local_world_size,
+        ranks=local,
         memory_bytes=min(one for one, _ in found),
         card=None if on_cpu else find_card(torch.cuda.get_device_name(device)),
-        nodes=max(1, ranks.world_size // ranks.local_world_size),
+        nodes=ranks.world_size // local,
         host_bytes=min(one for _, one in found),
         on_cpu=on_cpu,
         context_bytes=0,  # it is there already, and not among what is available
