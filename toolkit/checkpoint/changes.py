@@ -20,6 +20,8 @@ FREE = (
     "batch.micro_per_gpu",
     "optim.torch",
     "zero",
+    "kernels",
+    "compile",
     "train.log_every",
     "train.on_bad_step",
     "train.max_loss_ratio",
