@@ -74,6 +74,19 @@ REFUSED = {
         "precision.hysteresis = 3 has no effect: precision.loss_scale = 128.0 is fixed. Remove it, or set "
         "precision.hysteresis=2."
     ),
+    "compile.mode=max-autotune": (
+        'compile.mode = max-autotune has no effect: compile.enabled is false. Remove it, or set compile.mode="".'
+    ),
+    "compile.enabled=true compile.backend=eager compile.mode=max-autotune": (
+        "compile.mode = max-autotune has no effect: compile.backend is eager, not inductor. Remove it, or set "
+        'compile.mode="".'
+    ),
+    "zero=stage0 compile.enabled=true compile.deepcompile=true": (
+        "compile.deepcompile = true needs zero.stage 1, 2 or 3, but it is 0."
+    ),
+    "compile.enabled=true compile.backend=aot_eager compile.deepcompile=true": (
+        "compile.deepcompile = true needs compile.backend = inductor, but it is aot_eager."
+    ),
     "train.activation_checkpointing.profile=true": (
         "train.activation_checkpointing.profile = true has no effect: train.activation_checkpointing.enabled is false. "
         "Remove it, or set train.activation_checkpointing.profile=false."

@@ -98,6 +98,18 @@ def test_tutorial_file(tmp_path: Path) -> None:
     assert 'ds.json:8: "Adam" without "adam_w_mode": false means AdamW' in text
 
 
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("torch_adam", [True, False])
+def test_pytorchs_adam_is_the_fused_one(tmp_path: Path, torch_adam: bool, fused: bool) -> None:
+    params = {"lr": 1e-4, "torch_adam": torch_adam, "fused": fused}
+    values = {"train_batch_size": 64, "optimizer": {"type": "AdamW", "params": params}}
+    loaded, notes = import_json(write(tmp_path, values), recipe(), 8)
+    made = build_ds_config(loaded.cfg, 8).values["optimizer"]["params"]
+    assert (made["torch_adam"], made.get("fused", False)) == (torch_adam, torch_adam)
+    told = '"fused" follows "torch_adam"' in "\n".join(notes)
+    assert told == (fused != torch_adam)
+
+
 def test_export_of_import_keeps_every_value(tmp_path: Path) -> None:
     values = build_ds_config(import_json(write(tmp_path, TUTORIAL), recipe(), 8)[0].cfg, 8).values
     assert values["scheduler"] == {

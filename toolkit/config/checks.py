@@ -8,7 +8,7 @@ from toolkit.config.checks_files import check_files
 from toolkit.config.checks_tuning import check_tuning, check_tuning_here
 from toolkit.config.load import Loaded
 from toolkit.config.places import fail, prefix, value_of
-from toolkit.config.schema import EVAL_LOSS, Device, Metric, RunConfig
+from toolkit.config.schema import EVAL_LOSS, INDUCTOR, Device, Metric, RunConfig
 from toolkit.config.suggest import did_you_mean
 from toolkit.config.unread import check_effect
 from toolkit.config.variables import check_variables
@@ -98,7 +98,7 @@ def check(loaded: Loaded, world_size: int | None = None, *, files: bool = True) 
     Raises:
         ConfigError: the first rule that does not hold.
     """
-    rules = (_numbers, _batch, _length_of_run, _schedule, _zero, _offload, _names, _restarts, _evaluate)
+    rules = (_numbers, _batch, _length_of_run, _schedule, _zero, _offload, _compile, _names, _restarts, _evaluate)
     for rule in (*rules, check_tuning, check_effect, check_variables):
         rule(loaded)
     if world_size is not None:
@@ -291,6 +291,19 @@ def _offload(loaded: Loaded) -> None:
                 partition=str(checkpointing.partition_activations).lower(),
                 number=checkpointing.number_checkpoints,
             ),
+        )
+
+
+def _compile(loaded: Loaded) -> None:
+    config, stage = loaded.cfg.compile, loaded.cfg.zero.stage
+    key = "compile.deepcompile"
+    if config.deepcompile and stage == 0:
+        raise fail(loaded, key, tr("{key} = true needs zero.stage 1, 2 or 3, but it is 0.", key=key))
+    if config.deepcompile and config.backend not in (INDUCTOR, "eager"):
+        raise fail(
+            loaded,
+            key,
+            tr("{key} = true needs compile.backend = inductor, but it is {backend}.", key=key, backend=config.backend),
         )
 
 

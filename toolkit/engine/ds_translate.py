@@ -170,8 +170,8 @@ def translate_precision(task: Translation) -> None:
 
 
 def translate_optimizer(task: Translation) -> None:
-    """DeepSpeed's type "Adam" is AdamW unless adam_w_mode is false."""
-    key, mode = "optimizer.type", "optimizer.params.adam_w_mode"
+    """DeepSpeed's type "Adam" is AdamW unless adam_w_mode is false; PyTorch's own is always its fused one here."""
+    key, mode, fused = "optimizer.type", "optimizer.params.adam_w_mode", "optimizer.params.fused"
     if not task.has(key):
         return
     name = str(task.given[key]).lower()
@@ -187,6 +187,8 @@ def translate_optimizer(task: Translation) -> None:
         )
     if name == "adamw" and task.given.get(mode) is False:
         task.note(mode, tr('"adam_w_mode": false has no effect with type AdamW.'), dropped=True)
+    if task.has(fused) and bool(task.given[fused]) != task.now("optim.torch"):
+        task.note(fused, tr('"fused" follows "torch_adam": PyTorch\'s Adam is its fused one here.'), dropped=True)
 
 
 def translate_scheduler(task: Translation) -> None:
