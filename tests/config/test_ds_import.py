@@ -160,6 +160,18 @@ def test_batch_sizes(tmp_path: Path) -> None:
     assert "Give world_size=N" in refused(tmp_path, {"gradient_accumulation_steps": 3}, world_size=None)
 
 
+def test_a_micro_batch_that_is_found_by_training(tmp_path: Path) -> None:
+    loaded = recipe(batch__micro_per_gpu="recipes/x.yaml:7")
+    loaded.cfg.batch.micro_per_gpu = "auto"
+    asked = {"train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto", "train_batch_size": 48}
+    cfg, notes = import_json(write(tmp_path, asked), loaded, 8)
+    assert (cfg.cfg.batch.global_size, cfg.cfg.batch.micro_per_gpu) == (48, "auto")
+    assert "train_micro_batch_size_per_gpu: auto -> auto (batch.micro_per_gpu, recipes/x.yaml:7)" in "\n".join(notes)
+    assert "gives batch.micro_per_gpu = 2" in refused(tmp_path, {"train_micro_batch_size_per_gpu": 2}, loaded)
+    steps = refused(tmp_path, {"gradient_accumulation_steps": 3}, loaded)
+    assert "gradient_accumulation_steps = 3 cannot be with batch.micro_per_gpu = auto" in steps
+
+
 @pytest.mark.parametrize(
     ("scheduler", "name", "ratios"),
     [

@@ -33,6 +33,8 @@ COMMAND_LINE = {
     "data.sources=x.jsonl": "command line: 'data.sources' = x.jsonl must be a list, for example [a, b].",
     "data.sources=[x.jsonl]": "command line: 'data.sources[0]' = x.jsonl must be a section of keys.",
     "train.max_steps=many": "command line: 'train.max_steps' = many must be a whole number.",
+    "batch.micro_per_gpu=atuo": "command line: 'batch.micro_per_gpu' = atuo must be a whole number or auto.",
+    "batch.micro_per_gpu=1.5": "command line: 'batch.micro_per_gpu' = 1.5 must be a whole number or auto.",
     "train.max_steps=1.5": "command line: 'train.max_steps' = 1.5 must be a whole number.",
     "zero.reduce_bucket_size=5e8": (
         "command line: 'zero.reduce_bucket_size' = 500000000.0 must be a whole number (write 500000000)."

@@ -183,6 +183,8 @@ class Metric(str, Enum):
     chatglm_rouge_l = "chatglm_rouge_l"
 
 
+AUTO = "auto"
+"""In place of a number: one that is found."""
 EVAL_LOSS = "eval_loss"
 """Name of the validation loss in metrics.jsonl, beside eval_ and the name of each metric. Less of it is better."""
 
@@ -367,8 +369,8 @@ class BatchConfig:
 
     global_size: int = 32
     """Rows per optimizer step over all ranks; a row is a sample, or with `data.packing` packed or grouped up to `data.max_length` tokens of several."""
-    micro_per_gpu: int = 1
-    """Rows of one rank per forward pass."""
+    micro_per_gpu: int | str = 1
+    """Rows of one rank per forward pass; auto: the most that fit into the memory of every rank, found before the first step and written into config.yaml of the run (docs/rehearsal.md)."""
 
 
 @dataclass(kw_only=True, slots=True)

@@ -205,10 +205,11 @@ def _drop(ds: DsConfig, key: str, unset: object) -> None:
 
 
 def _batch(ds: DsConfig, cfg: RunConfig, world_size: int) -> None:
+    times = accumulation(cfg, world_size)  # first: it tells of a micro-batch that is no number yet
     _same(ds, cfg, "train_batch_size", "train_micro_batch_size_per_gpu")
     ds.put(
         "gradient_accumulation_steps",
-        accumulation(cfg, world_size),
+        times,
         f"= batch.global_size {cfg.batch.global_size} / "
         f"(batch.micro_per_gpu {cfg.batch.micro_per_gpu} x {world_size} ranks)",
     )

@@ -6,6 +6,7 @@ from enum import Enum
 from typing import Any
 
 from toolkit.config.load import Loaded
+from toolkit.config.schema import AUTO
 from toolkit.engine.ds_config import read_key
 from toolkit.errors import ConfigError
 from toolkit.messages import tr
@@ -89,7 +90,7 @@ class Translation:
         mine = self.loaded.cfg
         for name in schema_key.split("."):
             mine = getattr(mine, name)
-        kind: type = type(mine)
+        kind: type = int if schema_key == "batch.micro_per_gpu" else type(mine)
         if kind is int and isinstance(value, float) and value.is_integer():
             return int(value)
         if kind is float and isinstance(value, int) and not isinstance(value, bool):
@@ -131,6 +132,15 @@ def translate_batch(task: Translation) -> None:
                 ),
             )
         return
+    if task.now("batch.micro_per_gpu") == AUTO:
+        raise task.fail(
+            steps,
+            tr(
+                "{key} = {value} cannot be with batch.micro_per_gpu = auto, which decides about it. Leave it out.",
+                key=steps,
+                value=task.given[steps],
+            ),
+        )
     expected = task.given[steps] * task.world_size * task.now("batch.micro_per_gpu")
     if not task.has(total):
         task.take("batch.global_size", int(expected), steps)

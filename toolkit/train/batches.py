@@ -7,7 +7,7 @@ from functools import partial
 
 import torch
 
-from toolkit.config.checks import accumulation
+from toolkit.config.checks import accumulation, micro_rows
 from toolkit.config.schema import Packing, RunConfig
 from toolkit.data.loader import build_loader
 from toolkit.data.sampler import BEGINNING, GlobalBatchSampler, Position, after, sequential, steps_per_epoch
@@ -21,8 +21,8 @@ Batch = dict[str, torch.Tensor]
 def rows_per_step(cfg: RunConfig, packing: Packing) -> tuple[int, int]:
     """Return the plan's rows per step over all ranks and per micro-batch; a row of a grouped plan is a micro-batch."""
     if packing is Packing.grouped:
-        return cfg.batch.global_size // cfg.batch.micro_per_gpu, 1
-    return cfg.batch.global_size, cfg.batch.micro_per_gpu
+        return cfg.batch.global_size // micro_rows(cfg), 1
+    return cfg.batch.global_size, micro_rows(cfg)
 
 
 def epoch_steps(cfg: RunConfig, prepared: Prepared) -> int:
