@@ -202,7 +202,15 @@ class _Rank:
 
     def forward(self) -> Parts:
         """At the end of a forward pass, when everything is kept for the backward pass, and its beginning."""
-        parts = self.kept() | {"loss": self.loss()} | self.gathered()
+        parts = self.kept() | {"loss": self.loss()}
+        zero = self.cfg.zero
+        if self.stage == 3 and self.all <= zero.stage3_max_live_parameters:
+            # Everything is fetched once and stays: no more is on its way when the activations are there.
+            coming, staying = self.gathered(), self.gathered(ahead=False)
+            extra = sum(coming.values()) - sum(staying.values())
+            parts = coming if extra > sum(parts.values()) else parts | staying
+        else:
+            parts |= self.gathered()
         if accumulation(self.cfg, self.world) > 1:
             parts["gradients"] = self.gradients()
             if self.stage == 1 and not self.keeps_float_gradients:
