@@ -163,7 +163,7 @@ class _Rank:
 
     def at_rest(self) -> Parts:
         """Between two steps."""
-        weights, states = self.weight * self.all, (12 if self.is_half else 8) * self.trained
+        weights, states = self.whole(), (12 if self.is_half else 8) * self.trained
         if self.stage == 0:
             return {"weights": weights, "optimizer": states}
         states = 12 * self.part(self.trained)
@@ -188,6 +188,17 @@ class _Rank:
             else:
                 parts["buckets"] = (self.weight + self.grad) * self.largest // 2
         return parts
+
+    def whole(self) -> int:
+        """Bytes of all weights; QLoRA has those of the layers' matrices in 4 bits, and 1/64 byte of statistics."""
+        if self.cfg.tuning.method is not TuningMethod.qlora:
+            return self.weight * self.all
+        small = sum(
+            math.prod(shape)
+            for name, shape in self.outline.shapes.items()
+            if len(shape) == 2 and layer_of(name) >= 0 and name not in self.outline.trained
+        )
+        return self.weight * (self.all - small) + small // 2 + small // 64
 
     @property
     def keeps_float_gradients(self) -> bool:
