@@ -735,7 +735,6 @@ CHINESE: dict[str, str] = {
     "NVMe: the disk's speed is not known, so neither is the time of an update.": "NVMe：不知道磁盘速度，因此也不知道更新参数的时间。",
     "No GPU here and no gpus=: planned for {gpus}.": "本机没有 GPU，也没有给出 gpus=：按 {gpus} 规划。",
     "None fits. Shorter rows (data.max_length), tuning=lora, zero=stage3_nvme, or more GPUs: plan again with another gpus= or nodes=.": "没有一个放得下。请缩短行（data.max_length）、用 tuning=lora、zero=stage3_nvme，或增加 GPU：换一个 gpus= 或 nodes= 再规划。",
-    "Not counted: pages of the tokenised data (they give way), what answers of evaluate.metrics take beyond a row's forward pass, and other programs.": "未计入：分词后数据的内存页（需要时会让出）、evaluate.metrics 生成回答超出一行前向计算的部分，以及其他程序。",
     "Step, estimated: {seconds} s ({compute} s computing, {communication} s communicating{overlapped}, {update} s updating), {tokens} tokens/s in all on full rows. {how}: {flops} TFLOP/s per rank, {link} GB/s between ranks, {memory} GB/s of memory.": "每步估计：{seconds} 秒（计算 {compute} 秒，通信 {communication} 秒{overlapped}，更新 {update} 秒），行填满时总计 {tokens} tokens/s。{how}：每个 rank {flops} TFLOP/s，rank 之间 {link} GB/s，内存 {memory} GB/s。",
     "The cheapest that fits is the recipe as it is.": "放得下的最省方案就是配方现在的样子。",
     "The cheapest that fits: {words}": "放得下的最省方案：{words}",
@@ -814,4 +813,6 @@ CHINESE: dict[str, str] = {
     "the recipe as it is": "配方现在的样子",
     "; planned for the longest rows: {planned}": "；按最长的行规划为 {planned}",
     "Rehearsed in {seconds} s: the longest batch ({rows} x {tokens} tokens) with an update, a save, an export, an evaluation. Memory: {peak} at most, on rank {rank} ({before} before the step{limit}){planned}.": "预演用时 {seconds} 秒：最长的批次（{rows} x {tokens} 个 token）及一次更新、一次保存、一次导出、一次评估。内存：至多 {peak}，在 rank {rank} 上（该步之前 {before}{limit}）{planned}。",
+    "keys and values of answers": "回答的键和值",
+    "Not counted: pages of the tokenised data (they give way), and other programs.": "未计入：分词后数据的内存页（需要时会让出），以及其他程序。",
 }

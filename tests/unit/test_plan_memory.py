@@ -131,6 +131,16 @@ def test_qlora_has_its_weights_in_four_bits() -> None:
     assert stages == {0, 1, 2}
 
 
+def test_answers_count_where_they_are_asked_for() -> None:
+    words = ["recipe=chatglm", "model.path=/models/none", "zero=stage2"]
+    plain, asked = (load([*words, *more]).cfg for more in ([], ["evaluate.metrics=[bleu]", "evaluate.batch_size=64"]))
+    outline = outline_of(plain, print)
+    before, after = (plan_rank(outline, cfg, 8).device["evaluation"] for cfg in (plain, asked))
+    # 28 layers x 2 groups x 128 x (key and value) x 2 bytes, of 64 x (2,048 + 64) tokens
+    assert after["cache"] == 28 * 2 * 128 * 2 * 2 * 64 * (2048 + 64)
+    assert sum(after.values()) > sum(before.values())
+
+
 def test_every_layout_keeps_the_batch_and_can_be_typed() -> None:
     words = ["recipe=chatglm", "model.path=/models/none"]
     before = load(words).cfg

@@ -129,12 +129,7 @@ def _unknown(cfg: RunConfig, machine: Machine, rates: Rates) -> list[str]:
         notes.append(tr("NVMe: the disk's speed is not known, so neither is the time of an update."))
     if not rates.is_measured:
         notes.append(tr("Times rest on datasheets and assumptions: trust their order, not their digits."))
-    notes.append(
-        tr(
-            "Not counted: pages of the tokenised data (they give way), what answers of evaluate.metrics take beyond a "
-            "row's forward pass, and other programs."
-        )
-    )
+    notes.append(tr("Not counted: pages of the tokenised data (they give way), and other programs."))
     return [f"  {note}" for note in notes]
 
 

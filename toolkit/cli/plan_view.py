@@ -36,6 +36,7 @@ def _words() -> dict[str, str]:
         "backward": tr("activations: their gradients"),
         "activations": tr("activations"),
         "loss": tr("logits and loss"),
+        "cache": tr("keys and values of answers"),
         "processes": tr("processes"),
         "loaders": tr("data loaders"),
         "tensors": tr("tensors of the ranks"),

@@ -145,7 +145,7 @@ class _Rank:
             "load": self.load(),
             "step": dict(step),
             "evaluation": dict(Counter(at_rest) + Counter(self.evaluation())),
-            "save": dict(at_rest),
+            "save": dict(Counter(at_rest) + Counter(self.gathered())),  # a checkpoint's probe is a forward pass
             "export": dict(Counter(at_rest) + Counter(whole)),
         }
         host = self.host()
@@ -299,10 +299,19 @@ class _Rank:
         return int(_CHUNK_COPIES * chunk) + (self.weight + 4) * hidden * rows.tokens + matrix + again
 
     def evaluation(self) -> Parts:
-        """Rows of the same size forward, nothing kept."""
-        rows, sizes = longest_rows(self.outline, self.cfg, self.on_cpu), self.outline.sizes
-        layer = rows.tokens * self.weight * (4 * sizes["inner"] + 4 * sizes["hidden"])
-        return {"activations": layer, "loss": self.loss(with_gradients=False)} | self.gathered()
+        """Rows of the same size forward, nothing kept; or answers, if they take more."""
+        rows, sizes, asked = longest_rows(self.outline, self.cfg, self.on_cpu), self.outline.sizes, self.cfg.evaluate
+        layer = self.weight * (4 * sizes["inner"] + 4 * sizes["hidden"])
+        parts = {"activations": layer * rows.tokens, "loss": self.loss(with_gradients=False)}
+        if asked.metrics:
+            tokens = asked.batch_size * (rows.length + rows.prefix + asked.max_new_tokens)
+            answers = {
+                "activations": layer * asked.batch_size * rows.length,
+                "loss": 4 * asked.batch_size * self.outline.vocabulary[0],
+                "cache": 2 * self.weight * sizes["keys"] * sizes["layers"] * tokens,
+            }
+            parts = max(parts, answers, key=lambda found: sum(found.values()))
+        return parts | self.gathered()
 
     def load(self) -> Parts:
         """When DeepSpeed makes its own copies of the weights; Adam's states come with the first step."""
