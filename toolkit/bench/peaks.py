@@ -19,7 +19,7 @@ from toolkit.plan.parameters import Outline, shape_of_random, tuned
 from toolkit.train.guard import Guard
 from toolkit.train.step import Batch, train_step
 
-_STEPS = 3
+_STEPS = 2
 
 
 def compare(

@@ -38,7 +38,7 @@ def initialize(
         engine, *_ = deepspeed.initialize(
             model=model,
             model_parameters=trained,
-            config=ds_config,
+            config=_fitted(ds_config, trained),
             lr_scheduler=make_schedule,
             dist_init_required=False,
         )
@@ -69,6 +69,18 @@ def initialize_untrained(model: PreTrainedModel, ds_config: dict[str, Any]) -> d
         raise _refusal(error) from error
     _assert_frequencies_kept(engine.module, frequencies)
     return engine
+
+
+def _fitted(ds_config: dict[str, Any], trained: list[torch.nn.Parameter]) -> dict[str, Any]:
+    """Leave off of the buffers for gradients what no gradient will ever fill.
+
+    DeepSpeed 0.19.8 allocates reduce_bucket_size whole, 1 GB in bf16 by default, for LoRA's few megabytes too.
+    """
+    zero = ds_config["zero_optimization"]
+    elements = sum(getattr(parameter, "ds_numel", parameter.numel()) for parameter in trained)
+    if zero.get("reduce_bucket_size", 0) <= elements:
+        return ds_config
+    return {**ds_config, "zero_optimization": {**zero, "reduce_bucket_size": elements}}
 
 
 def _refusal(error: Exception) -> ConfigError:

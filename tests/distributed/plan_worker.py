@@ -1,0 +1,51 @@
+"""Run on every rank: engines of several configs one after another, each with what was planned for it.
+
+Arguments: a JSON file with {name: overrides}, and where rank 0 writes {name: see bench/peaks.py}.
+"""
+
+import json
+import os
+import sys
+from functools import partial
+from pathlib import Path
+
+from toolkit.config.checks import check
+from toolkit.config.load import load
+from toolkit.launch import environment
+from toolkit.messages import set_language
+
+
+def main() -> None:
+    """Measure every case."""
+    set_language("en")
+    words = environment.strip_launcher_arguments(sys.argv[1:])
+    cases = json.loads(Path(words[0]).read_text())
+    ranks = environment.detect(os.environ)
+    environment.apply(ranks, os.environ)
+
+    from toolkit.bench.peaks import compare
+    from toolkit.cli.building import build_engine
+    from toolkit.distributed import process_group
+    from toolkit.engine.ds_config import build_ds_config
+    from toolkit.train.prepared import prepare_data
+    from toolkit.train.resume import Origin
+
+    found = {}
+    device = None
+    for name, overrides in cases.items():
+        loaded = load(overrides)
+        check(loaded, ranks.world_size)
+        cfg = loaded.cfg
+        prepared = prepare_data(cfg, speaks=False)
+        device = device or process_group.start(cfg.distributed)
+        ds = build_ds_config(cfg, ranks.world_size, 100)
+        folder = Path(words[1]).parent / name
+        process_group.on_rank0(partial(folder.mkdir, exist_ok=True))
+        build = partial(build_engine, cfg, prepared, ds, 100, Origin(folder, None))
+        found[name] = compare(cfg, build, ranks.world_size, device)
+        if ranks.rank == 0:
+            Path(words[1]).write_text(json.dumps(found))
+    process_group.stop()
+
+
+main()
