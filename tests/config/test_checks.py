@@ -1,11 +1,13 @@
 """Cross-field rules: both values, the place, the mend."""
 
+from functools import partial
 from pathlib import Path
 
 import pytest
 
-from toolkit.config.checks import accumulation, check
+from toolkit.config.checks import accumulation, check, settled
 from toolkit.config.load import load
+from toolkit.engine.ds_config import build_ds_config
 from toolkit.errors import ConfigError
 
 CONTIGUOUS = "train.activation_checkpointing.contiguous_memory_optimization"
@@ -16,6 +18,12 @@ REFUSED = {
     ),
     "batch.global_size=2": "batch.global_size = 2 is not a multiple of batch.micro_per_gpu (1) x 8 ranks = 8. Use 8.",
     "batch.micro_per_gpu=0": "batch.micro_per_gpu = 0 must be at least 1.",
+    "batch.micro_per_gpu=auto batch.global_size=12": (
+        "batch.global_size = 12 is not a multiple of batch.micro_per_gpu (1) x 8 ranks = 8. Use 8 or 16."
+    ),
+    "batch.micro_per_gpu=${track.csv.job_name}": (
+        "batch.micro_per_gpu = DeepSpeedJobName must be a whole number or auto."
+    ),
     "optim.lr=0": "optim.lr = 0.0 must be greater than 0.",
     "optim.lr=nan": "optim.lr = nan must be greater than 0.",
     "optim.betas=[0.9]": "optim.betas = [0.9] must be two numbers from 0 to below 1.",
@@ -73,6 +81,19 @@ REFUSED = {
     "precision=fp16 precision.loss_scale=128 precision.hysteresis=3": (
         "precision.hysteresis = 3 has no effect: precision.loss_scale = 128.0 is fixed. Remove it, or set "
         "precision.hysteresis=2."
+    ),
+    "compile.mode=max-autotune": (
+        'compile.mode = max-autotune has no effect: compile.enabled is false. Remove it, or set compile.mode="".'
+    ),
+    "compile.enabled=true compile.backend=eager compile.mode=max-autotune": (
+        "compile.mode = max-autotune has no effect: compile.backend is eager, not inductor. Remove it, or set "
+        'compile.mode="".'
+    ),
+    "zero=stage0 compile.enabled=true compile.deepcompile=true": (
+        "compile.deepcompile = true needs zero.stage 1, 2 or 3, but it is 0."
+    ),
+    "compile.enabled=true compile.backend=aot_eager compile.deepcompile=true": (
+        "compile.deepcompile = true needs compile.backend = inductor, but it is aot_eager."
     ),
     "train.activation_checkpointing.profile=true": (
         "train.activation_checkpointing.profile = true has no effect: train.activation_checkpointing.enabled is false. "
@@ -231,6 +252,16 @@ def test_the_place_is_file_and_line(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     Path("r.yaml").write_text("defaults:\n  - zero1\n  - _self_\nbatch:\n  global_size: 12\n")
     with pytest.raises(ConfigError, match=r"^r\.yaml:5: batch\.global_size = 12 is not .* Use 8 or 16\.$"):
         check(load(["recipe=r.yaml", "model=glm_tiny"]), world_size=8)
+
+
+def test_a_micro_batch_that_is_found_by_training() -> None:
+    loaded = load(["recipe=quickstart", "batch.micro_per_gpu=auto"])
+    check(loaded, 4)
+    assert settled(loaded.cfg).batch.micro_per_gpu == 1
+    assert settled(settled(loaded.cfg, 2), 4).batch.micro_per_gpu == 2
+    for needs_it in (partial(accumulation, loaded.cfg, 4), partial(build_ds_config, loaded.cfg, 4)):
+        with pytest.raises(ConfigError, match=r"Here give one: batch\.micro_per_gpu=1\."):
+            needs_it()
 
 
 def test_accumulation_is_derived() -> None:

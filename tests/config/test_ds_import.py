@@ -98,6 +98,18 @@ def test_tutorial_file(tmp_path: Path) -> None:
     assert 'ds.json:8: "Adam" without "adam_w_mode": false means AdamW' in text
 
 
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("torch_adam", [True, False])
+def test_pytorchs_adam_is_the_fused_one(tmp_path: Path, torch_adam: bool, fused: bool) -> None:
+    params = {"lr": 1e-4, "torch_adam": torch_adam, "fused": fused}
+    values = {"train_batch_size": 64, "optimizer": {"type": "AdamW", "params": params}}
+    loaded, notes = import_json(write(tmp_path, values), recipe(), 8)
+    made = build_ds_config(loaded.cfg, 8).values["optimizer"]["params"]
+    assert (made["torch_adam"], made.get("fused", False)) == (torch_adam, torch_adam)
+    told = '"fused" follows "torch_adam"' in "\n".join(notes)
+    assert told == (fused != torch_adam)
+
+
 def test_export_of_import_keeps_every_value(tmp_path: Path) -> None:
     values = build_ds_config(import_json(write(tmp_path, TUTORIAL), recipe(), 8)[0].cfg, 8).values
     assert values["scheduler"] == {
@@ -146,6 +158,18 @@ def test_batch_sizes(tmp_path: Path) -> None:
     wrong = {"train_batch_size": 64, "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 3}
     assert "train_batch_size = 64 is not" in refused(tmp_path, wrong)
     assert "Give world_size=N" in refused(tmp_path, {"gradient_accumulation_steps": 3}, world_size=None)
+
+
+def test_a_micro_batch_that_is_found_by_training(tmp_path: Path) -> None:
+    loaded = recipe(batch__micro_per_gpu="recipes/x.yaml:7")
+    loaded.cfg.batch.micro_per_gpu = "auto"
+    asked = {"train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto", "train_batch_size": 48}
+    cfg, notes = import_json(write(tmp_path, asked), loaded, 8)
+    assert (cfg.cfg.batch.global_size, cfg.cfg.batch.micro_per_gpu) == (48, "auto")
+    assert "train_micro_batch_size_per_gpu: auto -> auto (batch.micro_per_gpu, recipes/x.yaml:7)" in "\n".join(notes)
+    assert "gives batch.micro_per_gpu = 2" in refused(tmp_path, {"train_micro_batch_size_per_gpu": 2}, loaded)
+    steps = refused(tmp_path, {"gradient_accumulation_steps": 3}, loaded)
+    assert "gradient_accumulation_steps = 3 cannot be with batch.micro_per_gpu = auto" in steps
 
 
 @pytest.mark.parametrize(

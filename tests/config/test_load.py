@@ -33,6 +33,8 @@ COMMAND_LINE = {
     "data.sources=x.jsonl": "command line: 'data.sources' = x.jsonl must be a list, for example [a, b].",
     "data.sources=[x.jsonl]": "command line: 'data.sources[0]' = x.jsonl must be a section of keys.",
     "train.max_steps=many": "command line: 'train.max_steps' = many must be a whole number.",
+    "batch.micro_per_gpu=atuo": "command line: 'batch.micro_per_gpu' = atuo must be a whole number or auto.",
+    "batch.micro_per_gpu=1.5": "command line: 'batch.micro_per_gpu' = 1.5 must be a whole number or auto.",
     "train.max_steps=1.5": "command line: 'train.max_steps' = 1.5 must be a whole number.",
     "zero.reduce_bucket_size=5e8": (
         "command line: 'zero.reduce_bucket_size' = 500000000.0 must be a whole number (write 500000000)."
@@ -83,12 +85,13 @@ IN_A_FILE = {
         "stage3, stage3_nvme, stage3_offload."
     ),
     "defaults:\n  - override /zeroo: stage3\n": (
-        ":2: unknown group 'zeroo'. Did you mean 'zero'? Known: data, model, optim, precision, schedule, tuning, zero."
+        ":2: unknown group 'zeroo'. Did you mean 'zero'? Known: data, kernels, model, optim, precision, "
+        "schedule, tuning, zero."
     ),
     "defaults:\n  - chatgml\n": ":2: unknown recipe 'chatgml'. Did you mean 'chatglm'?",
     "defaults:\n  - chatglm\n  - override /zero@model: stage3\n": (
-        ":3: unknown group 'zero@model'. Did you mean 'model'? Known: data, model, optim, precision, schedule, tuning, "
-        "zero."
+        ":3: unknown group 'zero@model'. Did you mean 'model'? Known: data, kernels, model, optim, precision, "
+        "schedule, tuning, zero."
     ),
     "defaults:\n  - zero: stage3\n": (
         ":2: '{'zero': 'stage3'}': write `- override /GROUP: CHOICE`, or the name of another recipe."

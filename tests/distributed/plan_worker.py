@@ -42,7 +42,7 @@ def main() -> None:
         folder = Path(words[1]).parent / name
         process_group.on_rank0(partial(folder.mkdir, exist_ok=True))
         build = partial(build_engine, cfg, prepared, ds, 100, Origin(folder, None))
-        found[name] = compare(cfg, build, ranks.world_size, device)
+        found[name] = compare(cfg, build, ranks, device)
         if ranks.rank == 0:
             Path(words[1]).write_text(json.dumps(found))
     process_group.stop()

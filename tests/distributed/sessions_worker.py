@@ -3,7 +3,8 @@
 Arguments: a JSON file with [{"overrides": [...]}, …]. A case with "died" begins with a run folder as a run leaves it
 that died some steps after a checkpoint: {"of": RUN, "step": CHECKPOINT, "as": NAME}. One with "spoil" gets wrong
 numbers on the last rank: {"steps": see spoil.py, "note": FILE}; it may end with Diverged, which is noted too. One with
-"refused", a file, has to end with an error of ours, and gets it there; "free_bytes" is then what the disk has. fp16 is
+"refused", a file, has to end with an error of ours, and gets it there; "free_bytes" is then what the disk has. With
+"room_mib" each rank has so much for the micro-batch that it looks for. fp16 is
 made possible on CPUs, where DeepSpeed refuses it. What is saved asynchronously is copied as late as can be: when the
 next update asks for it. Everything else is the product's own code.
 """
@@ -18,6 +19,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 from toolkit.config.checks import check
@@ -76,6 +78,20 @@ def disk_with(free_bytes: int | None) -> Iterator[None]:
         yield
 
 
+@contextmanager
+def room_for(extra_mib: list[float] | None, rank: int) -> Iterator[None]:
+    """Let the search for a micro-batch have so many MiB on each rank, beside what is in use; None leaves it alone."""
+    from toolkit.engine.memory import PeakMemory
+
+    def limit(device: Any, max_gib: float) -> int:
+        assert extra_mib is not None
+        with PeakMemory(device) as memory:
+            return memory.restart() + int(extra_mib[rank] * 2**20)
+
+    with mock.patch("toolkit.cli.opening.limit_bytes", limit) if extra_mib is not None else nullcontext():
+        yield
+
+
 def main() -> None:
     """Run every case."""
     set_language("en")
@@ -110,7 +126,11 @@ def main() -> None:
         note, is_last = Path(spoil["note"]), ranks.rank == ranks.world_size - 1
         updates.clear()
         try:
-            with spoilt(spoil["steps"], is_last, note), disk_with(case.get("free_bytes")):
+            with (
+                spoilt(spoil["steps"], is_last, note),
+                disk_with(case.get("free_bytes")),
+                room_for(case.get("room_mib"), ranks.rank),
+            ):
                 run_session(loaded.cfg, ranks, prepared, time.monotonic())
             assert "refused" not in case
         except ToolkitError as error:

@@ -1,5 +1,7 @@
 """Padding, labels, the filler row, and the loader that joins store, sampler and collate."""
 
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +16,8 @@ from toolkit.data.plan import Plan, plan_rows
 from toolkit.data.prepare import prepare
 from toolkit.data.sampler import GlobalBatchSampler, sequential
 from toolkit.data.store import Sample, Store
+from toolkit.errors import DataError
+from toolkit.train.batches import ahead
 
 
 def sample(ids: list[int], trained: list[int]) -> Sample:
@@ -95,3 +99,54 @@ def test_loader_leaves_the_global_generator_alone(store: Store) -> None:
     batches = list(build_loader(store, Plan(len(store)), shares, 0, Packing.none, seed=1))
     assert len(batches) == 6
     assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_batches_ahead_keep_their_order() -> None:
+    taken = []
+
+    def source() -> Iterator[dict[str, torch.Tensor]]:
+        for number in range(7):
+            taken.append(number)
+            yield {"labels": torch.tensor([[number, -100, number]])}
+
+    batches = ahead(source(), 3)
+    assert not taken, "nothing is prepared before the first batch is asked for"
+    first = next(batches)
+    assert first["places"].tolist() == [2]
+    assert [int(batch["labels"][0, 0]) for batch in (first, *batches)] == list(range(7))
+    assert taken == list(range(7))
+    assert not threads()
+
+
+def test_an_error_comes_where_its_batch_would_have() -> None:
+    def source() -> Iterator[dict[str, torch.Tensor]]:
+        yield {"labels": torch.tensor([[1, 1]])}
+        yield {"labels": torch.tensor([[2, 2]])}
+        raise DataError("the disk is gone")
+
+    batches = ahead(source(), 4)
+    assert [int(next(batches)["labels"][0, 0]) for _ in range(2)] == [1, 2]
+    with pytest.raises(DataError, match=r"^the disk is gone$"):
+        next(batches)
+    assert not threads()
+
+
+def test_what_is_not_wanted_any_more_leaves_no_thread() -> None:
+    taken = []
+
+    def source() -> Iterator[dict[str, torch.Tensor]]:
+        for number in range(100):
+            taken.append(number)
+            yield {"labels": torch.tensor([[number]])}
+
+    batches = ahead(source(), 2)
+    next(batches)
+    assert threads()
+    del batches  # as the loop does when it goes back to a checkpoint
+    assert not threads()
+    assert len(taken) <= 4
+
+
+def threads() -> list[str]:
+    """Return the threads that prepare batches."""
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("batches")]

@@ -19,6 +19,7 @@ from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchChe
 
 from toolkit.bench.step import build_bare_engine
 from toolkit.checkpoint.run_state import RunState
+from toolkit.config.checks import micro_rows
 from toolkit.config.schema import RunConfig
 from toolkit.distributed.process_group import barrier, gather, rank, world_size
 from toolkit.export.checkpoint import export_beside
@@ -47,7 +48,7 @@ def compare(cfg: RunConfig, prepared: Prepared, ranks: Ranks, repeats: int, fold
         engine pair by pair; seconds until ours is published; bytes of both.
     """
     engine = build_bare_engine(cfg, prepared)
-    times = cfg.batch.global_size // (cfg.batch.micro_per_gpu * world_size())
+    times = cfg.batch.global_size // (micro_rows(cfg) * world_size())
     batches = training_batches(cfg, prepared, ranks, 1)
     window = [next(batches) for _ in range(times)]
     guard = Guard(engine, cfg.train)

@@ -20,6 +20,7 @@ import numpy as np
 from toolkit.bench.library import fresh, library_calls, texts_of
 from toolkit.bench.processes import children, measure, uss
 from toolkit.bench.rows import rows_file
+from toolkit.config.checks import micro_rows
 from toolkit.config.schema import Packing, RunConfig, SourceConfig
 from toolkit.data.loader import build_loader
 from toolkit.data.plan import Plan, pack
@@ -174,7 +175,7 @@ def open_nothing(cfg: RunConfig) -> dict[str, float]:
     gc.collect()
     started = time.monotonic()
     nothing: Any = _Nothing()
-    micro_batches = [[0] * cfg.batch.micro_per_gpu] * 10_000
+    micro_batches = [[0] * micro_rows(cfg)] * 10_000
     loader = build_loader(nothing, Plan(64), micro_batches, 0, Packing.none, seed=0, num_workers=cfg.data.num_workers)
     return _read_on(cfg, iter(loader), started)
 
@@ -194,7 +195,7 @@ def _quiet() -> None:
 def _read_on(cfg: RunConfig, batches: Iterator[Any], started: float) -> dict[str, float]:
     next(batches)
     first = time.monotonic() - started
-    for _ in islice(batches, _STEPS * cfg.batch.global_size // cfg.batch.micro_per_gpu):
+    for _ in islice(batches, _STEPS * cfg.batch.global_size // micro_rows(cfg)):
         pass
     workers = [uss(pid) for pid in children(os.getpid())]
     return {"first_batch_s": first, "uss": uss(os.getpid()), "worker_uss": max(workers, default=0)}

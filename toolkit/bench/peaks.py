@@ -12,10 +12,13 @@ from toolkit.config.checks import accumulation
 from toolkit.config.schema import Init, RunConfig
 from toolkit.distributed.process_group import barrier, gather
 from toolkit.engine.memory import PeakMemory
+from toolkit.launch.environment import Ranks
 from toolkit.models.loss import token_losses
+from toolkit.plan.machine import Machine
 from toolkit.plan.memory import longest_rows, plan_rank
 from toolkit.plan.outline import outline_of
 from toolkit.plan.parameters import Outline, shape_of_random, tuned
+from toolkit.plan.speed import Rates, step_time
 from toolkit.train.guard import Guard
 from toolkit.train.step import Batch, train_step
 
@@ -23,20 +26,23 @@ _STEPS = 2
 
 
 def compare(
-    cfg: RunConfig, build: Callable[[], DeepSpeedEngine], world_size: int, device: torch.device
+    cfg: RunConfig, build: Callable[[], DeepSpeedEngine], ranks: Ranks, device: torch.device, rates: Rates | None = None
 ) -> dict[str, Any]:
     """Build an engine, train a few steps, evaluate. A collective.
 
     Args:
         cfg: checked config.
         build: makes the engine.
-        world_size: ranks.
+        ranks: who this process is.
         device: of this rank.
+        rates: measured ones, to estimate a step's time by.
 
     Returns:
-        By phase, bytes of the rank that needs most: `planned` and `measured`; `step_s`, seconds of the last step.
+        By phase, bytes of the rank that needs most: `planned` and `measured`; `step_s`, seconds of the last step, and
+        with rates `planned_step_s`.
     """
     measured: dict[str, int] = {}
+    world_size = ranks.world_size
     gc.collect()
     with PeakMemory(device) as memory:
         before = memory.restart()
@@ -71,6 +77,7 @@ def compare(
         "measured": worst,
         "planned_parts": plan.device["step"],
         "step_s": step_s,
+        **({"planned_step_s": step_time(outline, cfg, _machine(ranks), rates).seconds} if rates else {}),
     }
 
 
@@ -87,6 +94,11 @@ def longest_batch(cfg: RunConfig, outline: Outline, engine: DeepSpeedEngine) -> 
         "position_ids": torch.arange(rows.length).repeat(rows.rows, 1),
         "segment_ids": torch.ones(size, dtype=torch.long),
     }
+
+
+def _machine(ranks: Ranks) -> Machine:
+    local = ranks.local_world_size or ranks.world_size
+    return Machine(local, 0, None, ranks.world_size // local, on_cpu=not torch.cuda.is_available())
 
 
 def _outline(cfg: RunConfig, engine: DeepSpeedEngine) -> Outline:

@@ -21,6 +21,8 @@ FREE = (
     "optim.torch",
     "zero",
     "train.rehearse",
+    "kernels",
+    "compile",
     "train.log_every",
     "train.on_bad_step",
     "train.max_loss_ratio",

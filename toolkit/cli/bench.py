@@ -5,6 +5,7 @@ toolkit bench data       recipe=NAME [rows=1000000]
 toolkit bench memory     recipe=NAME [ranks=2] [steps=20]
 toolkit bench checkpoint recipe=NAME [ranks=2] [repeats=5]
 toolkit bench start      recipe=NAME [ranks=2] [pairs=5]
+toolkit bench plan       recipe=NAME [ranks=2]
 toolkit bench resume     recipe=NAME [ranks=2] [pairs=5]
 toolkit bench faults     [only="K1 K2"]
 
@@ -13,6 +14,7 @@ toolkit bench faults     [only="K1 K2"]
   memory           each rank's memory while it trains, and that of a bare DeepSpeed script
   checkpoint       how long training waits for a save, beside a bare engine.save_checkpoint
   start            seconds from the command to the first step, of a run and of a bare DeepSpeed script, in turns
+  plan             a rank's memory and a step's time beside what is planned, on the longest rows
   resume           the same of a run that starts fresh and of one that goes on from a checkpoint
   faults           kills, full disks, signals, broken files …: what must hold after each; in a checkout, takes an hour
 
@@ -117,6 +119,7 @@ ARGUMENTS = {
     "memory": ("ranks", "steps"),
     "checkpoint": ("ranks", "repeats"),
     "start": ("ranks", "pairs"),
+    "plan": ("ranks",),
     "resume": ("ranks", "pairs"),
 }
 """What is measured, and the words of its own that it takes beside `output`."""

@@ -8,12 +8,15 @@ from deepspeed import DeepSpeedEngine
 from transformers import PreTrainedModel
 
 from toolkit.config.schema import Init, Packing, RunConfig, TuningMethod
-from toolkit.distributed.process_group import on_rank0
+from toolkit.distributed.process_group import on_rank0, rank
 from toolkit.engine.ds_config import DsConfig, warmup_steps
 from toolkit.engine.initialize import initialize
 from toolkit.export.folder import write_folder
+from toolkit.messages import say, tr
 from toolkit.models.attention import check_isolation
 from toolkit.models.build import build_model
+from toolkit.models.liger import apply_liger
+from toolkit.models.loss import LossHead, Way, loss_head
 from toolkit.models.save import MODEL_DIR, describe
 from toolkit.models.tuning.apply import tune
 from toolkit.models.tuning.base import RUN_BASE, check_base, read_base
@@ -38,6 +41,8 @@ def build_engine(cfg: RunConfig, prepared: Prepared, ds: DsConfig, total_steps: 
     """
     packed = prepared.packing is Packing.packed
     model = build_model(cfg.model, cfg.precision.dtype, prepared.tokenizer, cfg.run.seed, ds.values, packed)
+    without_liger = apply_liger(model, cfg.kernels)
+    model.loss_head = LossHead(cfg.kernels.loss)
     if cfg.tuning.method is not TuningMethod.full:
         base = _base_folder(cfg, prepared, model, origin.folder)
         tune(model, cfg.tuning, base, prepared.tokenizer, cfg.run.seed, ds.values)
@@ -48,10 +53,33 @@ def build_engine(cfg: RunConfig, prepared: Prepared, ds: DsConfig, total_steps: 
     def make_schedule(optimizer: torch.optim.Optimizer) -> Any:
         return Schedule(optimizer, cfg.schedule, cfg.optim.lr, total_steps, warmup)
 
-    engine = initialize(model, ds.values, cfg.train.activation_checkpointing, make_schedule)
+    engine = initialize(model, ds.values, cfg.train.activation_checkpointing, make_schedule, cfg.compile)
     if packed:
         check_isolation(engine, len(prepared.tokenizer), engine.device, cfg.model.name or cfg.model.path)
+    in_use = _in_use(engine, cfg, without_liger)
+    if rank() == 0:
+        say(in_use)
     return engine
+
+
+def _in_use(engine: DeepSpeedEngine, cfg: RunConfig, without_liger: str) -> str:
+    """Return a line about what computes this run. A collective."""
+    ways = {
+        Way.losses: tr("fused with the output layer ({kernel})", kernel=engine.module.loss_head.name),
+        Way.picked: tr("from the logits of trained tokens"),
+        Way.whole: tr("from all logits"),
+    }
+    optimizer = engine.basic_optimizer
+    is_fused = isinstance(optimizer, torch.optim.Adam) and optimizer.defaults["fused"]
+    backend = cfg.compile.backend + (" + DeepCompile" if cfg.compile.deepcompile else "")
+    return tr(
+        "Attention: {attention}. Loss: {loss}. Liger layers: {liger}. Compiled: {compiled}. Optimizer: {optimizer}.",
+        attention=engine.module.config._attn_implementation,
+        loss=ways[loss_head(engine).way(engine)],
+        liger=tr("no, {reason}", reason=without_liger) if without_liger else tr("yes"),
+        compiled=tr("yes, {backend}", backend=backend) if cfg.compile.enabled else tr("no"),
+        optimizer=type(optimizer).__name__ + (" (PyTorch, fused)" if is_fused else ""),
+    )
 
 
 def _base_folder(cfg: RunConfig, prepared: Prepared, model: PreTrainedModel, folder: Path) -> Path:

@@ -6,8 +6,8 @@ toolkit check recipe=NAME [world_size=8] [key=value …]
 """
 
 from toolkit.cli.compose import compose, positive_int
-from toolkit.config.checks import accumulation, check
-from toolkit.config.schema import Init
+from toolkit.config.checks import accumulation, check, settled
+from toolkit.config.schema import AUTO, Init, RunConfig
 from toolkit.engine.ds_config import build_ds_config
 from toolkit.messages import tr
 from toolkit.models.folder import read_config
@@ -25,19 +25,28 @@ def run(words: list[str]) -> int:
     for note in composed.notes:
         print(note)
     if world_size:
-        build_ds_config(cfg, world_size, cfg.train.max_steps or None)  # refuses unknown names in ds_extra
-        print(
-            tr(
-                "{size} rows per step = {micro} x {times} x {world_size} (micro-batch x accumulation x ranks).",
-                size=cfg.batch.global_size,
-                micro=cfg.batch.micro_per_gpu,
-                times=accumulation(cfg, world_size),
-                world_size=world_size,
-            )
-        )
+        build_ds_config(settled(cfg), world_size, cfg.train.max_steps or None)  # refuses unknown names in ds_extra
+        print(_rows(cfg, world_size))
     if known and not cfg.tuning.adapter:
         outline = tuned(*known, cfg.tuning)
         trained, total = f"{outline.num_trained:,}", f"{outline.num_parameters:,}"
         print(tr("{trained} of {total} parameters are trained.", trained=trained, total=total))
     print(tr("{recipe}: config and files are in order.", recipe=cfg.recipe))
     return 0
+
+
+def _rows(cfg: RunConfig, world_size: int) -> str:
+    size = cfg.batch.global_size
+    if cfg.batch.micro_per_gpu == AUTO:
+        return tr(
+            "{size} rows per step on {world_size} ranks; how many of them at once, training finds out.",
+            size=size,
+            world_size=world_size,
+        )
+    return tr(
+        "{size} rows per step = {micro} x {times} x {world_size} (micro-batch x accumulation x ranks).",
+        size=size,
+        micro=cfg.batch.micro_per_gpu,
+        times=accumulation(cfg, world_size),
+        world_size=world_size,
+    )

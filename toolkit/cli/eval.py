@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from toolkit.cli.compose import compose
-from toolkit.config.checks import check
+from toolkit.config.checks import check, micro_rows, settled
 from toolkit.config.schema import RunConfig
 from toolkit.disk import unused
 from toolkit.errors import ConfigError
@@ -47,6 +47,7 @@ def run(words: list[str]) -> int:
     if not (cfg.data.validation or cfg.data.validation_fraction):
         raise ConfigError(tr("there is nothing to evaluate: set data.validation or data.validation_fraction."))
     check(composed.loaded)
+    cfg = settled(cfg)
     file = _output(cfg, composed.arguments.get("output", ""))
     forward.apply(cfg.launch.env, ranks, os.environ, inherited)
     if cfg.distributed.interface:
@@ -150,7 +151,7 @@ def _model(
 
     packed = prepared.packing is Packing.packed
     # Steps are not taken: batch.global_size need not fit these ranks.
-    batch = replace(cfg.batch, global_size=cfg.batch.micro_per_gpu * world_size)
+    batch = replace(cfg.batch, global_size=micro_rows(cfg) * world_size)
     ds = build_ds_config(replace(cfg, batch=batch), world_size).values
     model = build_model(cfg.model, cfg.precision.dtype, prepared.tokenizer, cfg.run.seed, ds, packed)
     if adapter:

@@ -22,6 +22,10 @@ Measure = Callable[[RunConfig, "Prepared", environment.Ranks, dict[str, str], Pa
 """Config, data, who this process is, the benchmark's own words, and a folder that all ranks see."""
 
 
+_STEPS = 100
+"""Of a schedule that is never run to its end."""
+
+
 def _step(
     cfg: RunConfig, prepared: "Prepared", ranks: environment.Ranks, given: dict[str, str], folder: Path
 ) -> dict[str, Any]:
@@ -39,9 +43,28 @@ def _checkpoint(
     return compare(cfg, prepared, ranks, positive_int(given, "repeats") or 5, folder)
 
 
+def _plan(
+    cfg: RunConfig, prepared: "Prepared", ranks: environment.Ranks, given: dict[str, str], folder: Path
+) -> dict[str, Any]:
+    import torch
+    from deepspeed.accelerator import get_accelerator
+
+    from toolkit.bench.calibrate import measure
+    from toolkit.bench.peaks import compare
+    from toolkit.cli.building import build_engine
+    from toolkit.engine.ds_config import build_ds_config
+    from toolkit.train.resume import Origin
+
+    ds = build_ds_config(cfg, ranks.world_size, _STEPS)
+    rates = measure(cfg, ranks.rank, ranks.world_size)
+    device = torch.device(get_accelerator().current_device_name())
+    return compare(cfg, lambda: build_engine(cfg, prepared, ds, _STEPS, Origin(folder, None)), ranks, device, rates)
+
+
 MEASURES: dict[str, tuple[tuple[str, ...], Measure]] = {
     "step": (("pairs", "steps"), _step),
     "checkpoint": (("repeats",), _checkpoint),
+    "plan": ((), _plan),
 }
 """By name, the benchmark's own words and what measures."""
 

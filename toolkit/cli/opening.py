@@ -2,20 +2,27 @@
 
 from dataclasses import dataclass
 
+import torch
 from deepspeed import DeepSpeedEngine
+from deepspeed.accelerator import get_accelerator
 
+from toolkit.checkpoint import run_state
 from toolkit.checkpoint.run_state import RunState
 from toolkit.cli.building import build_engine
+from toolkit.cli.rehearsal import told
+from toolkit.config.checks import accumulation, settled
 from toolkit.config.load import to_yaml
-from toolkit.config.schema import RunConfig
+from toolkit.config.schema import AUTO, Packing, RunConfig
 from toolkit.distributed.process_group import on_rank0
-from toolkit.engine.ds_config import DsConfig, build_ds_config
+from toolkit.engine.ds_config import DsConfig, build_ds_config, warmup_steps
+from toolkit.engine.memory import PeakMemory, limit_bytes, shown
+from toolkit.errors import ConfigError
 from toolkit.launch.environment import Ranks
-from toolkit.messages import say
-from toolkit.train import run_folder
+from toolkit.messages import say, tr
+from toolkit.train import micro_batch, run_folder
 from toolkit.train.batches import epoch_steps
 from toolkit.train.guard import Guard
-from toolkit.train.prepared import Prepared
+from toolkit.train.prepared import Prepared, prepare_with
 from toolkit.train.resume import Origin, starting_state
 
 
@@ -40,30 +47,87 @@ class Opened:
 
 
 def open_run(cfg: RunConfig, prepared: Prepared, ranks: Ranks, origin: Origin) -> Opened:
-    """Write down what a run is, and build its engine. A collective.
+    """Decide what is still open in a run's config, write down what it is, and build its engine. A collective.
 
     Args:
         cfg: checked config.
-        prepared: tokenizer, stores and plans.
+        prepared: tokenizer, stores and plans; for micro-batches of one row where their size is to be found.
         ranks: who this process is.
         origin: run folder, and what the run goes on from.
     """
+    built: tuple[DeepSpeedEngine, Guard] | None = None
+    if cfg.batch.micro_per_gpu == AUTO:
+        rows = on_rank0(lambda: _rows_before(cfg, ranks, origin))
+        if not rows:
+            rows, built = _find_rows(settled(cfg), prepared, ranks, origin)
+        cfg = settled(cfg, rows)
+        if prepared.packing is Packing.grouped:  # its rows are micro-batches
+            prepared = prepare_with(cfg, prepared.encoder, lambda line: None)
     total_steps = _total_steps(cfg, prepared)
     ds = build_ds_config(cfg, ranks.world_size, total_steps)
     config_yaml = to_yaml(cfg)
     start = on_rank0(lambda: starting_state(cfg, prepared, ranks, origin, say))
     on_rank0(lambda: run_folder.record_start(origin.folder, config_yaml, ds.values, ranks.world_size))
-    engine = build_engine(cfg, prepared, ds, total_steps, origin)
-    return Opened(
-        cfg=cfg,
-        prepared=prepared,
-        total_steps=total_steps,
-        ds=ds,
-        start=start,
-        engine=engine,
-        guard=Guard(engine, cfg.train),
-    )
+    if built is None:
+        built = _build(cfg, prepared, ranks, origin)
+    else:
+        micro_batch.use(built[0], cfg)
+        built[0].lr_scheduler.set_length(total_steps, warmup_steps(cfg, total_steps))
+    engine, guard = built
+    return Opened(cfg=cfg, prepared=prepared, total_steps=total_steps, ds=ds, start=start, engine=engine, guard=guard)
 
 
 def _total_steps(cfg: RunConfig, prepared: Prepared) -> int:
     return cfg.train.max_steps or cfg.train.epochs * epoch_steps(cfg, prepared)
+
+
+def _build(cfg: RunConfig, prepared: Prepared, ranks: Ranks, origin: Origin) -> tuple[DeepSpeedEngine, Guard]:
+    total_steps = _total_steps(cfg, prepared)
+    ds = build_ds_config(cfg, ranks.world_size, total_steps)
+    engine = build_engine(cfg, prepared, ds, total_steps, origin)
+    return engine, Guard(engine, cfg.train)
+
+
+def _rows_before(cfg: RunConfig, ranks: Ranks, origin: Origin) -> int:
+    """Return the micro-batch that the run began with; 0 if it begins now, or so many ranks cannot have that one."""
+    if origin.checkpoint is None:
+        return 0
+    rows = int(run_state.read(origin.checkpoint).config["batch"]["micro_per_gpu"])
+    return rows if cfg.batch.global_size % (rows * ranks.world_size) == 0 else 0
+
+
+def _find_rows(
+    cfg: RunConfig, prepared: Prepared, ranks: Ranks, origin: Origin
+) -> tuple[int, tuple[DeepSpeedEngine, Guard]]:
+    """Return the largest micro-batch that fits, and the engine by which that was found. A collective.
+
+    Raises:
+        ConfigError: nothing says how much memory there is.
+        OutOfMemory: not even one row fits.
+    """
+    device = torch.device(get_accelerator().current_device_name())
+    limit = limit_bytes(device, cfg.plan.max_gpu_gib)
+    if not limit:
+        raise ConfigError(
+            tr(
+                "batch.micro_per_gpu = auto fills the memory of a rank, and CPU ranks have none of their own. Give a "
+                "number, or a bound: plan.max_gpu_gib=4."
+            )
+        )
+    engine, guard = _build(cfg, prepared, ranks, origin)
+    with PeakMemory(engine.device) as memory:
+        with told(cfg, ranks, tr("looking for batch.micro_per_gpu with one row"), memory, limit, None):
+            rows = micro_batch.find(engine, guard, cfg, prepared, memory, limit)
+        used = memory.highest()
+    if ranks.rank == 0:
+        say(
+            tr(
+                "batch.micro_per_gpu = auto: {rows} rows at once on each rank, {times} times per step. Memory while it "
+                "was sought: {used} at most, of {limit}.",
+                rows=rows,
+                times=accumulation(cfg, ranks.world_size) // rows,
+                used=shown(used),
+                limit=shown(limit),
+            )
+        )
+    return rows, (engine, guard)

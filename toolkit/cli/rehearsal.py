@@ -9,11 +9,13 @@ import torch
 
 from toolkit.cli.context import Session
 from toolkit.cli.evaluation import Evaluation
+from toolkit.config.checks import micro_rows
 from toolkit.config.schema import CheckpointConfig, Device, RunConfig, TuningMethod
 from toolkit.distributed import process_group
 from toolkit.engine.memory import PeakMemory, is_out_of_memory, limit_bytes, shown
 from toolkit.errors import OutOfMemory
 from toolkit.evaluate.generate import answer, check_length
+from toolkit.launch.environment import Ranks
 from toolkit.messages import tr
 from toolkit.models.tuning.adapter import has_adapter
 from toolkit.track.monitors import try_monitors
@@ -45,13 +47,13 @@ def rehearse(session: Session, job: Job, evaluation: Evaluation | None, planned:
     started, step = time.monotonic(), job.start.step
     job.watchdog.enter("rehearsal", step)
     _try_disk(session, job.saver, range(step + 1, job.total_steps + 1))
-    engine, cfg = session.engine, session.cfg
-    batch = longest_batch(cfg, session.prepared, session.ranks.world_size)
+    engine, cfg, ranks = session.engine, session.cfg, session.ranks
+    batch = longest_batch(cfg, session.prepared, ranks.world_size)
     limit = limit_bytes(engine.device, cfg.plan.max_gpu_gib)
     with unchanged(engine), PeakMemory(engine.device, limit if engine.device.type == "cpu" else 0) as memory:
-        with told(session, tr("forward, backward and update of the longest batch"), memory, limit, planned):
+        with told(cfg, ranks, tr("forward, backward and update of the longest batch"), memory, limit, planned):
             measured = rehearse_step(engine, session.guard, batch, memory, job.accumulation)
-        with told(session, tr("an evaluation"), memory, limit, planned):
+        with told(cfg, ranks, tr("an evaluation"), memory, limit, planned):
             _try_evaluation(session, evaluation)
         used = measured.before, memory.highest()
     job.watchdog.enter("", step)
@@ -59,7 +61,9 @@ def rehearse(session: Session, job: Job, evaluation: Evaluation | None, planned:
 
 
 @contextmanager
-def told(session: Session, doing: str, memory: PeakMemory, limit: int, planned: Planned | None) -> Iterator[None]:
+def told(
+    cfg: RunConfig, ranks: Ranks, doing: str, memory: PeakMemory, limit: int, planned: Planned | None
+) -> Iterator[None]:
     """Say of memory that runs out what it was wanted for, what was measured and planned, and what helps."""
     before = memory.restart()
     try:
@@ -70,7 +74,7 @@ def told(session: Session, doing: str, memory: PeakMemory, limit: int, planned: 
         lines = [
             tr(
                 "out of memory before the first step, on rank {rank} ({host}): {doing}.",
-                rank=session.ranks.rank,
+                rank=ranks.rank,
                 host=socket.gethostname(),
                 doing=doing,
             ),
@@ -83,7 +87,7 @@ def told(session: Session, doing: str, memory: PeakMemory, limit: int, planned: 
             *([planned()] if planned else []),
             tr("  reason: {reason}", reason=str(error).splitlines()[0]),
             tr("What helps, the cheapest first; each can be pasted behind the command:"),
-            *(f"  {word}" for word in remedies(session.cfg, session.ranks.world_size)),
+            *(f"  {word}" for word in remedies(cfg, ranks.world_size)),
         ]
         raise OutOfMemory("\n".join(lines)) from None
 
@@ -91,7 +95,7 @@ def told(session: Session, doing: str, memory: PeakMemory, limit: int, planned: 
 def remedies(cfg: RunConfig, world_size: int) -> list[str]:
     """Return overrides that take less memory than a config, the cheapest first."""
     words = []
-    micro, zero = cfg.batch.micro_per_gpu, cfg.zero
+    micro, zero = micro_rows(cfg), cfg.zero
     smaller = [rows for rows in range(1, micro) if cfg.batch.global_size % (rows * world_size) == 0]
     if smaller:
         words.append(f"batch.micro_per_gpu={smaller[-1]}")

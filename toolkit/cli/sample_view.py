@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from toolkit.config.checks import micro_rows, settled
 from toolkit.config.schema import Packing, RunConfig
 from toolkit.data.plan import Plan
 from toolkit.data.store import Store
@@ -121,7 +122,7 @@ def filled_line(cfg: RunConfig, packing: Packing, store: Store, plan: Plan) -> s
     """Return how much of the planned rows is tokens, "" where each sample is a row of its own."""
     if packing is Packing.none:
         return ""
-    room = cfg.data.max_length * (cfg.batch.micro_per_gpu if packing is Packing.grouped else 1)
+    room = cfg.data.max_length * (micro_rows(settled(cfg)) if packing is Packing.grouped else 1)
     taken = int(store.lengths(plan.members).sum())
     return tr(
         "{rows} rows of {room} tokens ({packing}), {percent} % of them filled.",

@@ -16,8 +16,9 @@ import time
 from pathlib import Path
 
 from toolkit.cli.compose import Composed, compose
-from toolkit.config.checks import check
+from toolkit.config.checks import accumulation, check
 from toolkit.config.load import to_yaml
+from toolkit.config.schema import AUTO
 from toolkit.errors import ConfigError
 from toolkit.launch import ancestors, build_locks, environment, forward, mpi, restarts
 from toolkit.messages import tr
@@ -61,12 +62,10 @@ def _without_cfg(words: list[str]) -> list[str]:
 
 
 def _greet(composed: Composed, ranks: environment.Ranks) -> None:
-    from toolkit.config.checks import accumulation
-
     cfg = composed.loaded.cfg
     for note in [*composed.notes, *mpi.notes(ranks.launcher, ranks.local_world_size, os.environ)]:
         print(note)
-    times = accumulation(cfg, ranks.world_size)
+    is_found = cfg.batch.micro_per_gpu == AUTO
     print(
         tr(
             "{recipe}: {model}, ZeRO-{stage}, {dtype}, {world} ranks ({launcher}). Batch: "
@@ -77,7 +76,7 @@ def _greet(composed: Composed, ranks: environment.Ranks) -> None:
             dtype=cfg.precision.dtype.value,
             launcher=ranks.launcher,
             micro=cfg.batch.micro_per_gpu,
-            times=times,
+            times=AUTO if is_found else accumulation(cfg, ranks.world_size),
             world=ranks.world_size,
             size=cfg.batch.global_size,
         )

@@ -2,13 +2,14 @@
 
 import math
 import re
+from dataclasses import replace
 from pathlib import Path
 
 from toolkit.config.checks_files import check_files
 from toolkit.config.checks_tuning import check_tuning, check_tuning_here
 from toolkit.config.load import Loaded
 from toolkit.config.places import fail, prefix, value_of
-from toolkit.config.schema import EVAL_LOSS, Device, Metric, RunConfig
+from toolkit.config.schema import AUTO, EVAL_LOSS, INDUCTOR, Device, Metric, RunConfig
 from toolkit.config.suggest import did_you_mean
 from toolkit.config.unread import check_effect
 from toolkit.config.variables import check_variables
@@ -98,23 +99,52 @@ def check(loaded: Loaded, world_size: int | None = None, *, files: bool = True) 
     Raises:
         ConfigError: the first rule that does not hold.
     """
-    rules = (_numbers, _batch, _length_of_run, _schedule, _zero, _offload, _names, _restarts, _evaluate)
+    rules = (_numbers, _batch, _length_of_run, _schedule, _zero, _offload, _compile, _names, _restarts, _evaluate)
     for rule in (*rules, check_tuning, check_effect, check_variables):
         rule(loaded)
     if world_size is not None:
-        accumulation(loaded.cfg, world_size, prefix(loaded, "batch.global_size"))
+        accumulation(settled(loaded.cfg), world_size, prefix(loaded, "batch.global_size"))
     if files:
         check_files(loaded)
         check_tuning_here(loaded)
+
+
+def micro_rows(cfg: RunConfig) -> int:
+    """Return `batch.micro_per_gpu`.
+
+    Raises:
+        ConfigError: it is auto, and only training finds the number.
+    """
+    if isinstance(cfg.batch.micro_per_gpu, str):
+        raise ConfigError(
+            tr(
+                "batch.micro_per_gpu = {value} is a number only when training has begun: it is then in config.yaml of "
+                "the run. Here give one: batch.micro_per_gpu=1.",
+                value=cfg.batch.micro_per_gpu,
+            )
+        )
+    return cfg.batch.micro_per_gpu
+
+
+def settled(cfg: RunConfig, rows: int = 1) -> RunConfig:
+    """Return a config whose `batch.micro_per_gpu` is a number.
+
+    Args:
+        cfg: the config.
+        rows: what to put in the place of auto.
+    """
+    if cfg.batch.micro_per_gpu != AUTO:
+        return cfg
+    return replace(cfg, batch=replace(cfg.batch, micro_per_gpu=rows))
 
 
 def accumulation(cfg: RunConfig, world_size: int, where: str = "") -> int:
     """Return micro-batches per rank and step: global_size / (micro_per_gpu x ranks).
 
     Raises:
-        ConfigError: it is no whole number; the message names the nearest sizes that work.
+        ConfigError: micro_per_gpu is auto; or it is no whole number: the message names the nearest sizes that work.
     """
-    size, micro = cfg.batch.global_size, cfg.batch.micro_per_gpu
+    size, micro = cfg.batch.global_size, micro_rows(cfg)
     unit = micro * world_size
     if size % unit:
         below, above = size // unit * unit, -(-size // unit) * unit
@@ -170,7 +200,10 @@ def _numbers(loaded: Loaded) -> None:
 
 
 def _batch(loaded: Loaded) -> None:
-    batch = loaded.cfg.batch
+    batch, key = settled(loaded.cfg).batch, "batch.micro_per_gpu"
+    if isinstance(batch.micro_per_gpu, str):  # through a reference to another key
+        wanted = tr("{key} = {value} must be a whole number or auto.", key=key, value=batch.micro_per_gpu)
+        raise fail(loaded, key, wanted)
     if batch.global_size % batch.micro_per_gpu:
         accumulation(loaded.cfg, 1, prefix(loaded, "batch.global_size"))
 
@@ -291,6 +324,19 @@ def _offload(loaded: Loaded) -> None:
                 partition=str(checkpointing.partition_activations).lower(),
                 number=checkpointing.number_checkpoints,
             ),
+        )
+
+
+def _compile(loaded: Loaded) -> None:
+    config, stage = loaded.cfg.compile, loaded.cfg.zero.stage
+    key = "compile.deepcompile"
+    if config.deepcompile and stage == 0:
+        raise fail(loaded, key, tr("{key} = true needs zero.stage 1, 2 or 3, but it is 0.", key=key))
+    if config.deepcompile and config.backend not in (INDUCTOR, "eager"):
+        raise fail(
+            loaded,
+            key,
+            tr("{key} = true needs compile.backend = inductor, but it is {backend}.", key=key, backend=config.backend),
         )
 
 

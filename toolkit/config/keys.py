@@ -10,7 +10,7 @@ from typing import Any
 from omegaconf.errors import ValidationError
 from omegaconf.nodes import BooleanNode, FloatNode, IntegerNode, StringNode
 
-from toolkit.config.schema import RunConfig
+from toolkit.config.schema import AUTO, RunConfig
 from toolkit.config.suggest import did_you_mean
 from toolkit.errors import ConfigError
 from toolkit.messages import tr
@@ -19,6 +19,7 @@ Place = Callable[[str], str]
 """From a dotted path to where it stands: "recipes/x.yaml:3" or "command line"."""
 
 _NODES: dict[Any, Any] = {int: IntegerNode, float: FloatNode, bool: BooleanNode, str: StringNode}
+_NODES[int | str] = IntegerNode
 
 
 def field_type(path: str) -> Any:
@@ -166,6 +167,11 @@ def _check_scalar(value: Any, kind: Any, path: str, place: Place) -> None:
         return
     if value is None or isinstance(value, (dict, list)):
         raise _wrong(path, value, _described(kind), place)
+    if kind == int | str:  # a number, or the word for one that is found
+        if value == AUTO:
+            return
+        if isinstance(value, str):
+            raise _wrong(path, value, _described(kind), place)
     try:
         _NODES[kind](value=value)
     except ValidationError as error:
@@ -177,6 +183,7 @@ def _check_scalar(value: Any, kind: Any, path: str, place: Place) -> None:
 
 def _described(kind: Any) -> str:
     words = {int: tr("a whole number"), float: tr("a number"), bool: tr("true or false"), str: tr("a text")}
+    words[int | str] = tr("a whole number or auto")  # type: ignore[index]
     return words.get(kind) or ", ".join(kind.__members__)
 
 

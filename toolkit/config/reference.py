@@ -77,7 +77,13 @@ def _field_texts() -> dict[str, dict[str, str]]:
 def _type(kind: Any) -> str:
     if isinstance(kind, type) and issubclass(kind, Enum):
         return ", ".join(f"`{name}`" for name in kind.__members__)
-    words = {int: "whole number", float: "number", bool: "true, false", str: "text"}
+    words: dict[Any, str] = {
+        int | str: "whole number, `auto`",
+        int: "whole number",
+        float: "number",
+        bool: "true, false",
+        str: "text",
+    }
     if typing.get_origin(kind) is list:
         inner = typing.get_args(kind)[0]
         if inner in words:

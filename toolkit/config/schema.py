@@ -102,6 +102,23 @@ class Attention(str, Enum):
     varlen = "varlen"
 
 
+class LossKernel(str, Enum):
+    """How the losses of tokens are computed."""
+
+    auto = "auto"
+    chunked = "chunked"
+    liger = "liger"
+    full = "full"
+
+
+class When(str, Enum):
+    """Whether something is used."""
+
+    auto = "auto"
+    always = "always"
+    never = "never"
+
+
 class OnBadStep(str, Enum):
     """What happens at a step whose numbers go wrong."""
 
@@ -166,8 +183,14 @@ class Metric(str, Enum):
     chatglm_rouge_l = "chatglm_rouge_l"
 
 
+AUTO = "auto"
+"""In place of a number: one that is found."""
 EVAL_LOSS = "eval_loss"
 """Name of the validation loss in metrics.jsonl, beside eval_ and the name of each metric. Less of it is better."""
+
+
+INDUCTOR = "inductor"
+"""torch.compile's own backend."""
 
 
 class Backend(str, Enum):
@@ -346,8 +369,8 @@ class BatchConfig:
 
     global_size: int = 32
     """Rows per optimizer step over all ranks; a row is a sample, or with `data.packing` packed or grouped up to `data.max_length` tokens of several."""
-    micro_per_gpu: int = 1
-    """Rows of one rank per forward pass."""
+    micro_per_gpu: int | str = 1
+    """Rows of one rank per forward pass; auto: the most that fit into the memory of every rank, found before the first step and written into config.yaml of the run (docs/rehearsal.md)."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -365,7 +388,7 @@ class OptimConfig:
     weight_decay: float = 0.0
     """Weight decay, applied to every trained parameter."""
     torch: bool = False
-    """true: PyTorch's own Adam; false: DeepSpeed's fused one (FusedAdam, or DeepSpeedCPUAdam when offloaded), which is compiled once at first use."""
+    """true: PyTorch's own fused Adam; false: DeepSpeed's (FusedAdam, or DeepSpeedCPUAdam when offloaded), which is compiled once at first use."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -475,7 +498,7 @@ class ZeroConfig:
     contiguous_gradients: bool = True
     """Stages 2, 3: copy gradients into one buffer as they appear, against fragmentation."""
     overlap_comm: bool = False
-    """Overlap gradient reduction with the backward pass: faster on GPUs, needs 4.5 x reduce_bucket_size more memory."""
+    """Overlap gradient reduction with the backward pass: faster on GPUs, needs 4.5 x reduce_bucket_size more memory; docs/speed.md says why it is off."""
     reduce_scatter: bool = True
     """Stages 1, 2: average gradients with reduce-scatter instead of all-reduce."""
     reduce_bucket_size: int = 500000000
@@ -504,6 +527,32 @@ class ZeroConfig:
     """Parameters outside the GPU."""
     aio: AioConfig = field(default_factory=AioConfig)
     """Disk access of NVMe offload."""
+
+
+@dataclass(kw_only=True, slots=True)
+class KernelsConfig:
+    """`kernels`: what computes the loss and the layers; `model.attention` says what computes attention."""
+
+    loss: LossKernel = LossKernel.auto
+    """chunked: from the hidden states of trained tokens alone, a few at a time, so that the logits never stand in memory together; liger: the same by liger-kernel (GPU), which waits for the GPU once per micro-batch; full: all logits; auto: chunked. Models that change their logits afterwards (Gemma 2), and output layers with additions (LoRA), get the logits of all trained tokens at once."""
+    liger: When = When.auto
+    """liger-kernel's norms, feed-forward layers and rotary positions in place of the model's own (GPU): auto where the package is installed and knows the model; always: else refuse; never."""
+
+
+@dataclass(kw_only=True, slots=True)
+class CompileConfig:
+    """`compile`: let torch.compile make kernels of the model's own operations; the first steps take minutes for it."""
+
+    enabled: bool = False
+    """Compile the model."""
+    backend: str = INDUCTOR
+    """Of torch.compile: inductor, eager (for tests), or another one that is installed."""
+    mode: str = ""
+    """Of torch.compile: reduce-overhead, max-autotune, max-autotune-no-cudagraphs; "" its default."""
+    dynamic: When = When.auto
+    """Whether one kernel serves rows of all lengths: auto begins with one for the first length, and makes one for all when a second comes; never makes one for each length."""
+    deepcompile: bool = False
+    """DeepSpeed's DeepCompile on top, which moves the communication of ZeRO into the compiled graph (GPUs, zero.stage 1 to 3)."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -696,6 +745,9 @@ class CommsLoggerConfig:
 class PlanConfig:
     """`plan`: what the run may take of a machine."""
 
+    auto: bool = False
+    """Choose ZeRO stage, offloading to host memory, activation checkpointing and micro-batch at launch: the fastest, by the plan, that fits on these machines with the same global batch. A run that goes on keeps what it began with."""
+
     max_gpu_gib: float = 0.0
     """GiB of GPU memory that a rank may use; 0 is what the GPU has. On CPU ranks it bounds the bytes of their tensors while the run is rehearsed; 0 does not."""
 
@@ -774,6 +826,10 @@ class RunConfig:
     """Arithmetic of the model."""
     zero: ZeroConfig = field(default_factory=ZeroConfig)
     """What is split over the ranks."""
+    kernels: KernelsConfig = field(default_factory=KernelsConfig)
+    """What computes the loss and the layers."""
+    compile: CompileConfig = field(default_factory=CompileConfig)
+    """torch.compile."""
     train: TrainConfig = field(default_factory=TrainConfig)
     """How long, and how."""
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)

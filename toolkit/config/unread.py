@@ -7,7 +7,7 @@ from toolkit.config.checks_tuning import unread_tuning
 from toolkit.config.keys import all_keys
 from toolkit.config.load import Loaded
 from toolkit.config.places import fail, value_of
-from toolkit.config.schema import Device, Dtype, Init, OnBadRow, Packing, RunConfig, ScheduleName
+from toolkit.config.schema import INDUCTOR, Device, Dtype, Init, OnBadRow, Packing, RunConfig, ScheduleName
 from toolkit.messages import tr
 
 FP16_KNOBS = (
@@ -85,6 +85,11 @@ def _unread(cfg: RunConfig) -> Iterator[tuple[str, str]]:
         for key in all_keys():
             if key.startswith("train.activation_checkpointing.") and not key.endswith(".enabled"):
                 yield key, reason
+    if not cfg.compile.enabled:
+        reason = tr("compile.enabled is false")
+        yield from ((f"compile.{name}", reason) for name in ("backend", "mode", "dynamic", "deepcompile"))
+    elif cfg.compile.backend != INDUCTOR:
+        yield "compile.mode", tr("compile.backend is {backend}, not inductor", backend=cfg.compile.backend)
     if schedule.name is not ScheduleName.cosine:
         yield "schedule.min_lr_ratio", tr("schedule.name is {name}, not cosine", name=schedule.name.value)
     if not (schedule.warmup_steps or schedule.warmup_ratio):

@@ -40,7 +40,6 @@ def build_loader(
     *,
     seed: int,
     num_workers: int = 0,
-    pin_memory: bool = False,
 ) -> "DataLoader[Batch]":
     """Return an iterable over one rank's micro-batches as tensors.
 
@@ -52,7 +51,6 @@ def build_loader(
         packing: how the plan was made.
         seed: seeds the workers.
         num_workers: processes that load ahead; 0 loads in this one.
-        pin_memory: page-locked tensors, for faster copies to a GPU.
     """
     # A generator of its own: DataLoader otherwise draws from torch's global one, and a loader more or less
     # (an evaluation, another number of epochs) would change the dropout of the training.
@@ -62,7 +60,6 @@ def build_loader(
         batch_sampler=micro_batches,
         collate_fn=partial(_collate, pad_id=pad_id, packing=packing),
         num_workers=num_workers,
-        pin_memory=pin_memory,
         generator=generator,
     )
 

@@ -99,7 +99,9 @@ def sum_over_ranks(values: list[float] | torch.Tensor, device: torch.device) -> 
     Returns:
         float64 tensor of the same length on `device`, the same on every rank.
     """
-    total = torch.as_tensor(values, dtype=torch.float64, device=device).clone()
+    total = torch.as_tensor(values, dtype=torch.float64).clone()
+    if total.device != device:  # from page-locked memory, so that the host does not wait for the device
+        total = (total.pin_memory() if device.type == "cuda" else total).to(device, non_blocking=True)
     if dist.is_initialized() and dist.get_world_size() > 1:
         dist.all_reduce(total)
     return total

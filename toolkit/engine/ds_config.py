@@ -64,6 +64,7 @@ SAME: dict[str, str] = {
     "memory_breakdown": "profile.memory_breakdown",
     "dump_state": "profile.dump_state",
     "optimizer.params.torch_adam": "optim.torch",
+    "compile.deepcompile": "compile.deepcompile",
 } | {f"{theirs}.{name}": f"{ours}.{name}" for theirs, (ours, names) in SECTIONS.items() for name in names}
 DERIVED: dict[str, str] = {
     "gradient_accumulation_steps": "batch.global_size",
@@ -71,6 +72,7 @@ DERIVED: dict[str, str] = {
     "bf16.enabled": "precision.dtype",
     "optimizer.type": "optim.name",
     "optimizer.params.adam_w_mode": "optim.name",
+    "optimizer.params.fused": "optim.torch",
     "scheduler.type": "schedule.name",
     "scheduler.params.warmup_min_lr": "schedule.warmup_min_ratio",
     "scheduler.params.warmup_max_lr": "optim.lr",
@@ -141,6 +143,8 @@ def build_ds_config(cfg: RunConfig, world_size: int, total_steps: int | None = N
         _copy(ds, cfg, "activation_checkpointing")
         # 0 stands for DeepSpeed's null; it is read only with contiguous_memory_optimization.
         _drop(ds, "activation_checkpointing.number_checkpoints", 0)
+    if cfg.compile.deepcompile:
+        _same(ds, cfg, "compile.deepcompile")
     _observers(ds, cfg)
     for key, value in leaves(cfg.ds_extra):
         ds.put(key, value, f"ds_extra.{key}")
@@ -201,10 +205,11 @@ def _drop(ds: DsConfig, key: str, unset: object) -> None:
 
 
 def _batch(ds: DsConfig, cfg: RunConfig, world_size: int) -> None:
+    times = accumulation(cfg, world_size)  # first: it tells of a micro-batch that is no number yet
     _same(ds, cfg, "train_batch_size", "train_micro_batch_size_per_gpu")
     ds.put(
         "gradient_accumulation_steps",
-        accumulation(cfg, world_size),
+        times,
         f"= batch.global_size {cfg.batch.global_size} / "
         f"(batch.micro_per_gpu {cfg.batch.micro_per_gpu} x {world_size} ranks)",
     )
@@ -259,6 +264,8 @@ def _optimizer(ds: DsConfig, cfg: RunConfig) -> None:
     # No zero_force_ds_cpu_optimizer or zero_allow_untested_optimizer is needed: the first concerns optimizers handed
     # to deepspeed.initialize as objects, and torch's Adam is on DeepSpeed's list of tested ones, offloaded too.
     _same(ds, cfg, "optimizer.params.torch_adam")
+    if cfg.optim.torch:  # without it PyTorch takes one parameter after the other, ten times as slow on CPUs
+        ds.put("optimizer.params.fused", True, "optim.torch")
 
 
 def _scheduler(ds: DsConfig, cfg: RunConfig, total_steps: int | None) -> None:

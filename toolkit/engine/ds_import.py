@@ -6,8 +6,9 @@ the result makes is held against the file, so a setting is either kept, or a not
 
 from typing import Any
 
+from toolkit.config.checks import micro_rows, settled
 from toolkit.config.load import Loaded, replace
-from toolkit.config.schema import RunConfig
+from toolkit.config.schema import AUTO, RunConfig
 from toolkit.engine.ds_config import OWNED, SAME, build_ds_config, leaves, read_key
 from toolkit.engine.ds_json import read_json
 from toolkit.engine.ds_translate import (
@@ -120,8 +121,11 @@ def _extra(task: Translation) -> dict[str, Any]:
 
 def _compare(task: Translation, result: Loaded) -> list[str]:
     """Hold the JSON that the result makes against the file; say what "auto" became and what falls away."""
-    ranks = task.world_size or max(1, result.cfg.batch.global_size // result.cfg.batch.micro_per_gpu)
-    made = dict(leaves(build_ds_config(result.cfg, ranks).values))
+    cfg = settled(result.cfg)
+    ranks = task.world_size or max(1, cfg.batch.global_size // micro_rows(cfg))
+    made = dict(leaves(build_ds_config(cfg, ranks).values))
+    if cfg is not result.cfg:  # both are found by training
+        made |= dict.fromkeys(("train_micro_batch_size_per_gpu", "gradient_accumulation_steps"), AUTO)
     notes = []
     for key, value in task.given.items():
         if value == {} or key in task.noted or (key == "gradient_accumulation_steps" and task.world_size is None):

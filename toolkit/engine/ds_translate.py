@@ -6,6 +6,7 @@ from enum import Enum
 from typing import Any
 
 from toolkit.config.load import Loaded
+from toolkit.config.schema import AUTO
 from toolkit.engine.ds_config import read_key
 from toolkit.errors import ConfigError
 from toolkit.messages import tr
@@ -89,7 +90,7 @@ class Translation:
         mine = self.loaded.cfg
         for name in schema_key.split("."):
             mine = getattr(mine, name)
-        kind: type = type(mine)
+        kind: type = int if schema_key == "batch.micro_per_gpu" else type(mine)
         if kind is int and isinstance(value, float) and value.is_integer():
             return int(value)
         if kind is float and isinstance(value, int) and not isinstance(value, bool):
@@ -131,6 +132,15 @@ def translate_batch(task: Translation) -> None:
                 ),
             )
         return
+    if task.now("batch.micro_per_gpu") == AUTO:
+        raise task.fail(
+            steps,
+            tr(
+                "{key} = {value} cannot be with batch.micro_per_gpu = auto, which decides about it. Leave it out.",
+                key=steps,
+                value=task.given[steps],
+            ),
+        )
     expected = task.given[steps] * task.world_size * task.now("batch.micro_per_gpu")
     if not task.has(total):
         task.take("batch.global_size", int(expected), steps)
@@ -170,8 +180,8 @@ def translate_precision(task: Translation) -> None:
 
 
 def translate_optimizer(task: Translation) -> None:
-    """DeepSpeed's type "Adam" is AdamW unless adam_w_mode is false."""
-    key, mode = "optimizer.type", "optimizer.params.adam_w_mode"
+    """DeepSpeed's type "Adam" is AdamW unless adam_w_mode is false; PyTorch's own is always its fused one here."""
+    key, mode, fused = "optimizer.type", "optimizer.params.adam_w_mode", "optimizer.params.fused"
     if not task.has(key):
         return
     name = str(task.given[key]).lower()
@@ -187,6 +197,8 @@ def translate_optimizer(task: Translation) -> None:
         )
     if name == "adamw" and task.given.get(mode) is False:
         task.note(mode, tr('"adam_w_mode": false has no effect with type AdamW.'), dropped=True)
+    if task.has(fused) and bool(task.given[fused]) != task.now("optim.torch"):
+        task.note(fused, tr('"fused" follows "torch_adam": PyTorch\'s Adam is its fused one here.'), dropped=True)
 
 
 def translate_scheduler(task: Translation) -> None:

@@ -5,10 +5,11 @@ from typing import Any
 
 import deepspeed
 import torch
+from deepspeed.compile.util import is_deepcompile_supported
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from toolkit.config.schema import ActivationCheckpointingConfig
+from toolkit.config.schema import ActivationCheckpointingConfig, CompileConfig, When
 from toolkit.errors import ConfigError
 from toolkit.messages import tr
 
@@ -18,6 +19,7 @@ def initialize(
     ds_config: dict[str, Any],
     activation_checkpointing: ActivationCheckpointingConfig,
     make_schedule: Callable[[torch.optim.Optimizer], Any],
+    compiling: CompileConfig | None = None,
 ) -> deepspeed.DeepSpeedEngine:
     """Build the engine: optimizer, partitioning and precision come from `ds_config` alone.
 
@@ -26,6 +28,7 @@ def initialize(
         ds_config: what ds_config.build_ds_config made.
         activation_checkpointing: which activations are recomputed.
         make_schedule: gets the optimizer, returns the learning-rate schedule.
+        compiling: whether and how the model is compiled; None leaves it as it is.
 
     Raises:
         ConfigError: DeepSpeed refuses the combination.
@@ -46,6 +49,8 @@ def initialize(
         raise _refusal(error) from error
     _assert_frequencies_kept(engine.module, frequencies)
     _scale_fp16_loss(engine)
+    if compiling is not None and compiling.enabled:
+        _compile(engine, compiling)
     return engine
 
 
@@ -95,6 +100,30 @@ def _scale_fp16_loss(engine: deepspeed.DeepSpeedEngine) -> None:
     if engine.fp16_enabled() and not engine.zero_optimization():
         backward = engine.backward
         engine.backward = lambda loss, **options: backward(loss * engine.optimizer.loss_scale, **options)
+
+
+def _compile(engine: deepspeed.DeepSpeedEngine, config: CompileConfig) -> None:
+    """Have the model compiled at its first forward pass.
+
+    Raises:
+        ConfigError: there is no such backend or mode, or DeepCompile cannot be had here.
+    """
+    known = torch.compiler.list_backends(exclude_tags=())
+    if config.backend not in known:
+        raise ConfigError(
+            tr(
+                "compile.backend = {backend} is not installed. There are: {known}.",
+                backend=config.backend,
+                known=", ".join(known),
+            )
+        )
+    if config.deepcompile and not is_deepcompile_supported():
+        raise ConfigError(tr("compile.deepcompile = true needs NVIDIA GPUs, and there are none here. Set it to false."))
+    dynamic = {When.auto: None, When.always: True, When.never: False}[config.dynamic]
+    try:
+        engine.compile(config.backend, {"dynamic": dynamic, **({"mode": config.mode} if config.mode else {})})
+    except (AssertionError, ValueError, RuntimeError) as error:
+        raise _refusal(error) from error
 
 
 def _checkpoint_activations(model: PreTrainedModel, config: ActivationCheckpointingConfig) -> None:

@@ -65,7 +65,8 @@ def generate(
     model.generation_config = _config(encoder, sampling)
     devices = [device] if device.type == "cuda" else []
     try:
-        with torch.no_grad(), torch.random.fork_rng(devices=devices):
+        eagerly = torch.compiler.set_stance("force_eager")  # each new token would be compiled anew
+        with torch.no_grad(), eagerly, torch.random.fork_rng(devices=devices):
             torch.manual_seed(sampling.seed)
             output = model.generate(input_ids=ids, attention_mask=mask, synced_gpus=in_step, **options)
     finally:

@@ -31,19 +31,17 @@ def evaluate_loss(
         As in metrics.jsonl: `eval_loss` in nats per trained token, `eval_perplexity`, `eval_tokens`, the trained
         tokens; where the split has several sources also `eval_loss/SOURCE`.
     """
-    sums = torch.zeros(len(names), 2, dtype=torch.float64, device=device)
+    sums = torch.zeros(len(names), 2, dtype=torch.float64)
     was_training = getattr(model, "module", model).training
     model.eval()
-    with torch.no_grad():
-        for batch in micro_batches:
-            on_device = {name: tensor.to(device, non_blocking=True) for name, tensor in batch.items()}
-            losses = token_losses(model, on_device)
-            is_trained = on_device["labels"][:, 1:] != UNTRAINED
-            for number in set(batch["sources"].unique().tolist()) - {-1}:
-                # One by one, as sums by index are not the same each time on GPUs. A token's loss stands before it.
-                mine = is_trained & (on_device["sources"][:, 1:] == number)
-                sums[number, 0] += losses[:, :-1][mine].sum(dtype=torch.float64)
-                sums[number, 1] += mine.sum()
+    for batch in micro_batches:
+        losses = token_losses(model, batch).cpu()
+        is_trained = batch["labels"][:, 1:] != UNTRAINED
+        for number in set(batch["sources"].unique().tolist()) - {-1}:
+            mine = is_trained & (batch["sources"][:, 1:] == number)
+            # A token's loss stands before it.
+            sums[number, 0] += losses[:, :-1][mine].sum(dtype=torch.float64)
+            sums[number, 1] += mine.sum()
     model.train(was_training)
     totals = sum_over_ranks(sums.flatten(), device).view(-1, 2)
     by_name: dict[str, torch.Tensor] = {}

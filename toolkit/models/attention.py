@@ -119,7 +119,9 @@ def attention_arguments(module: Any, batch: dict[str, torch.Tensor]) -> dict[str
     """
     segments = batch["segment_ids"]
     if "cu_seq_lens" not in batch:
-        return {"attention_mask": (segments > 0).long()}
+        mask = segments > 0
+        mask.is_right_padded = True  # type: ignore[attr-defined]
+        return {"attention_mask": mask}
     implementation = module.config._attn_implementation
     if implementation == VARLEN:
         bounds, longest = batch["cu_seq_lens"], segments.size(1)
@@ -217,5 +219,17 @@ def _one_by_one(
     return torch.cat(parts)
 
 
+def training_mask(*arguments: Any, attention_mask: torch.Tensor | None = None, **options: Any) -> torch.Tensor | None:
+    """Return transformers' mask for PyTorch's attention, without looking at padding that stands on the right.
+
+    No token of the sample sees it, as attention is causal; what padding itself sees is not trained. So no mask is
+    needed, which lets PyTorch take its fastest kernel, and the host does not wait for the device to learn whether there
+    is any padding.
+    """
+    is_right_padded = getattr(attention_mask, "is_right_padded", False)
+    return sdpa_mask(*arguments, attention_mask=None if is_right_padded else attention_mask, **options)
+
+
 AttentionInterface.register(VARLEN, varlen_attention)
-AttentionMaskInterface.register(VARLEN, sdpa_mask)
+AttentionMaskInterface.register(VARLEN, training_mask)
+AttentionMaskInterface.register(Attention.sdpa.value, training_mask)

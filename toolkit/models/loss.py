@@ -1,16 +1,30 @@
-"""The sum of token losses of one micro-batch. B batch, S sequence, V vocabulary."""
+"""The losses of one micro-batch's tokens, without the logits. B batch, S sequence, T trained tokens, V vocabulary.
 
+While a loss is computed, the model's output layer yields losses in place of logits. They are made inside that layer's
+own forward pass, so whatever hangs on it (ZeRO-3 gathers its weight before and hands on the weight's gradient after)
+sees an ordinary pass.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from enum import Enum
 from typing import Any
 
 import torch
+from torch import nn
 from torch.nn import functional
 
+from toolkit.config.schema import LossKernel
 from toolkit.models.attention import attention_arguments
+from toolkit.models.chatglm.positions import check_rows
+from toolkit.models.chunked_loss import chunked_loss_sum, chunked_losses
+from toolkit.models.liger import liger_loss_sum
 
 UNTRAINED = -100
+Batch = dict[str, torch.Tensor]
 
 
-def token_loss_sum(engine: torch.nn.Module, batch: dict[str, torch.Tensor], **model_arguments: Any) -> torch.Tensor:
+def token_loss_sum(engine: Any, batch: Batch) -> torch.Tensor:
     """Run the model forward and return the sum (not the mean) of the trained tokens' cross entropies.
 
     The sum, because a mean of micro-batch means weighs tokens unequally (transformers#34191 and others); the caller
@@ -18,48 +32,213 @@ def token_loss_sum(engine: torch.nn.Module, batch: dict[str, torch.Tensor], **mo
 
     Args:
         engine: the DeepSpeed engine, or a transformers model.
-        batch: `input_ids`, `labels` (-100 where untrained), `position_ids`, `segment_ids`, each `[B, S]`, on the
-            engine's device; packed with `cu_seq_lens`, see `attention_arguments`.
-        **model_arguments: passed on to the model.
+        batch: `input_ids`, `labels` (-100 where untrained), `position_ids`, `segment_ids`, each `[B, S]`; packed with
+            `cu_seq_lens`, see `attention_arguments`. It is copied to where the engine computes, and the host does not
+            wait for the copy if the batch is in page-locked memory and holds `with_places` already.
 
     Returns:
         float32 scalar on the engine's device, of this rank alone; 0 (with a zero gradient) without trained tokens.
     """
-    return _cross_entropy(engine, batch, "sum", **model_arguments)
+    given = _on_device(engine, batch)
+    return loss_head(engine).losses(engine, given).sum()
 
 
-def token_losses(engine: torch.nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+@torch.no_grad()
+def token_losses(engine: Any, batch: Batch) -> torch.Tensor:
     """Return each trained token's cross entropy, at the position before it; 0 elsewhere. Arguments as above.
 
+    A model that is compiled for training computes them as it is: compiling it once more would take minutes.
+
     Returns:
-        float32 `[B, S]`.
+        float32 `[B, S]`, without gradients.
     """
-    return _cross_entropy(engine, batch, "none").view(batch["labels"].shape)
+    given = _on_device(engine, batch)
+    with torch.compiler.set_stance("force_eager"):
+        losses = loss_head(engine).losses(engine, given)
+    everywhere = losses.new_zeros(given["labels"].numel())
+    return everywhere.index_copy_(0, given["places"] - 1, losses).view(given["labels"].shape)
 
 
-def _cross_entropy(
-    engine: torch.nn.Module, batch: dict[str, torch.Tensor], reduction: str, **model_arguments: Any
-) -> torch.Tensor:
-    # ChatGLM-6B's two position channels come from where <sop> stands; the model makes them itself.
+def with_places(batch: Batch) -> Batch:
+    """Return a batch with `places`, int64 [T]: where its trained tokens stand in the flattened labels.
+
+    Their number is the shape of what is computed, so they are counted before the batch goes to a device.
+    """
+    if "places" in batch:
+        return batch
+    is_trained = batch["labels"] != UNTRAINED
+    is_trained[:, 0] = False  # nothing stands before it that could predict it
+    return {**batch, "places": is_trained.flatten().nonzero().flatten()}
+
+
+def num_trained_tokens(batch: Batch) -> int:
+    """Return how many tokens `token_loss_sum` sums over (the first of a row is never predicted)."""
+    return len(with_places(batch)["places"])
+
+
+def _on_device(engine: Any, batch: Batch) -> Batch:
     module = getattr(engine, "module", engine)
-    builds_positions = getattr(module, "builds_positions", False)
-    logits = engine(
+    given = {name: tensor.to(engine.device, non_blocking=True) for name, tensor in with_places(batch).items()}
+    if _builds_positions(module):  # checked here, as the model itself would make the host wait for the device
+        check_rows(batch["input_ids"], module.config)
+        given["input_ids"].is_checked = True  # type: ignore[attr-defined]
+    return given
+
+
+def _builds_positions(module: Any) -> bool:
+    """Whether it is ChatGLM-6B, whose two position channels come from where <sop> stands."""
+    return getattr(module, "builds_positions", False)
+
+
+class Way(Enum):
+    """What a model's output layer computes while a loss is computed."""
+
+    losses = "losses"
+    """The losses of the trained tokens."""
+    picked = "picked"
+    """Logits of the trained tokens: the model does something with them, or the layer is more than a matrix."""
+    whole = "whole"
+    """All logits."""
+
+
+class LossHead:
+    """A model's output layer while a loss is computed; `model.loss_head`.
+
+    Args:
+        kernel: what was asked for.
+    """
+
+    def __init__(self, kernel: LossKernel = LossKernel.auto) -> None:
+        self.kernel = kernel
+        self._way: Way | None = None
+        # One and the same function in all passes, which a compiled model calls but does not look into.
+        self._forward = torch.compiler.disable(self._yield)
+
+    @property
+    def name(self) -> str:
+        """The kernel of `Way.losses`."""
+        return LossKernel.liger.value if self.kernel is LossKernel.liger else LossKernel.chunked.value
+
+    def way(self, engine: Any) -> Way:
+        """Return what the output layer computes; a collective under ZeRO-3 the first time."""
+        if self._way is None:
+            self._way = Way.whole if self.kernel is LossKernel.full else self._find_way(engine)
+        return self._way
+
+    def losses(self, engine: Any, batch: Batch) -> torch.Tensor:
+        """Run the model forward and return the losses of the trained tokens.
+
+        Args:
+            engine: the engine, or the model.
+            batch: on its device, with places.
+
+        Returns:
+            float32 [T]; where a gradient is wanted perhaps only their sum, [1].
+        """
+        way, targets = self.way(engine), batch["labels"].flatten().index_select(0, batch["places"])
+        if way is Way.whole:
+            logits = _logits(engine, batch).flatten(0, 1).index_select(0, batch["places"] - 1)
+        else:
+            with self._in_place_of_logits(engine, batch, targets):
+                logits = _logits(engine, batch).flatten(0, 1)
+            if way is Way.losses:
+                return logits.flatten()
+        return functional.cross_entropy(logits.float(), targets, reduction="none")
+
+    @contextmanager
+    def _in_place_of_logits(self, engine: Any, batch: Batch, targets: torch.Tensor) -> Iterator[None]:
+        layer = getattr(engine, "module", engine).get_output_embeddings()
+        own = layer.__dict__.get("forward")
+        self._layer, self._own_forward = layer, layer.forward
+        self._before, self._targets, self._size = batch["places"] - 1, targets, batch["labels"].size(1)
+        layer.forward = self._forward
+        try:
+            yield
+        finally:
+            del layer.forward, self._layer, self._own_forward, self._before, self._targets
+            if own is not None:
+                layer.forward = own
+
+    def _yield(self, states: torch.Tensor) -> torch.Tensor:
+        """Return the losses [T, 1, 1] or their sum [1, 1, 1], or the logits [T, 1, V]; of states [B, S, H].
+
+        Nothing that cuts [B, S, V] by its second dimension, as tuning=prompt does, mistakes these for it.
+        """
+        # What is learned before the first token, as tuning=prompt does, stands in front.
+        states = states[:, -self._size :].flatten(0, 1).index_select(0, self._before)
+        if self._way is not Way.losses:
+            return self._own_forward(states[:, None])
+        given = states, self._layer.weight, self._layer.bias, self._targets
+        if not torch.is_grad_enabled():
+            return chunked_losses(*given)[:, None, None]
+        add_up = liger_loss_sum if self.kernel is LossKernel.liger and len(states) else chunked_loss_sum
+        return add_up(*given)[None, None, None]
+
+    def _find_way(self, engine: Any) -> Way:
+        """Find out, by one pass over a few tokens, what the model does with what its output layer returns."""
+        module = getattr(engine, "module", engine)
+        layer = module.get_output_embeddings()
+        if layer is None:
+            return Way.whole
+        batch, targets = _probe(module, engine.device)
+        seen: list[tuple[torch.Tensor, torch.Tensor, int]] = []
+        is_logits: list[bool] = []
+
+        def see(_: nn.Module, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
+            seen.append((inputs[0], output, output._version))
+
+        def compare(_: nn.Module, __: Any, output: Any) -> None:
+            is_logits.append(any(output.logits is one and one._version == version for _, one, version in seen))
+
+        # Last of the layer's hooks, and first of the model's: DeepSpeed's own put other objects in the tensors' place.
+        hooks = layer.register_forward_hook(see), module.register_forward_hook(compare, prepend=True)
+        was_training = module.training
+        module.eval()
+        try:
+            eagerly = torch.compiler.set_stance("force_eager")
+            with torch.no_grad(), eagerly, self._in_place_of_logits(engine, batch, targets):
+                logits = _logits(engine, batch)
+        finally:
+            module.train(was_training)
+            for hook in hooks:
+                hook.remove()
+        if len(seen) != 1 or logits.shape[:2] != (len(targets), 1):
+            return Way.whole
+        [(states, output, _)] = seen
+        is_plain = type(layer) is nn.Linear and states.dtype == layer.weight.dtype == output.dtype
+        return Way.losses if is_plain and is_logits == [True] else Way.picked
+
+
+def _probe(module: Any, device: torch.device) -> tuple[Batch, torch.Tensor]:
+    """Return a row of eight tokens of which the last five are trained, and these."""
+    token = module.config.pad_token_id if _builds_positions(module) else 0
+    ids = torch.full((1, 8), token, device=device)
+    places = torch.arange(3, 8, device=device)
+    batch = {
+        "input_ids": ids,
+        "labels": ids,
+        "position_ids": torch.arange(8, device=device)[None],
+        "segment_ids": torch.ones_like(ids),
+        "places": places,
+    }
+    return batch, ids.flatten()[places]
+
+
+def _logits(engine: Any, batch: Batch) -> torch.Tensor:
+    module = getattr(engine, "module", engine)
+    logits: torch.Tensor = engine(
         input_ids=batch["input_ids"],
-        position_ids=None if builds_positions else batch["position_ids"],
+        position_ids=None if _builds_positions(module) else batch["position_ids"],
         use_cache=False,
         **attention_arguments(module, batch),
-        **model_arguments,
     ).logits
-    # Position s predicts token s + 1. The labels are shifted, not the logits: [B, S, V] is never copied.
-    targets = functional.pad(batch["labels"][:, 1:], (0, 1), value=UNTRAINED)
-    return functional.cross_entropy(
-        logits.reshape(-1, logits.size(-1)).float(),  # a view, but for a prompt's, which are cut
-        targets.reshape(-1),
-        ignore_index=UNTRAINED,
-        reduction=reduction,
-    )
+    return logits
 
 
-def num_trained_tokens(batch: dict[str, torch.Tensor]) -> int:
-    """Return how many tokens `token_loss_sum` sums over (the first of a row is never predicted)."""
-    return int((batch["labels"][:, 1:] != UNTRAINED).sum())
+def loss_head(engine: Any) -> LossHead:
+    """Return how the losses of an engine's or a model's tokens are computed."""
+    module = getattr(engine, "module", engine)
+    head = getattr(module, "loss_head", None)
+    if head is None:
+        head = module.loss_head = LossHead()
+    return head

@@ -33,6 +33,8 @@ class Machine:
     """Memory of a machine; 0 is not known."""
     on_cpu: bool = False
     """Whether ranks run on CPUs."""
+    context_bytes: int = CONTEXT_BYTES
+    """Of a GPU's memory that is not there for tensors at all."""
 
     @property
     def world_size(self) -> int:
@@ -44,7 +46,7 @@ class Machine:
         """What tensors may take of a rank's memory."""
         if self.on_cpu:
             return self.memory_bytes
-        return int(self.memory_bytes * (1 - RESERVE)) - CONTEXT_BYTES
+        return int(self.memory_bytes * (1 - RESERVE)) - self.context_bytes
 
     @property
     def name(self) -> str:

@@ -17,7 +17,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from toolkit.config.checks import accumulation
-from toolkit.config.schema import Attention, Device, Dtype, Packing, RunConfig, TuningMethod
+from toolkit.config.schema import Attention, Device, Dtype, Init, Packing, RunConfig, TuningMethod
 from toolkit.plan.activations import Rows, layer_bytes, saved_bytes
 from toolkit.plan.parameters import Outline, layer_of
 
@@ -142,7 +142,7 @@ class _Rank:
         step = max(steps, key=lambda parts: sum(parts.values()))
         whole = {"gathered": self.weight * self.largest_anywhere()} if self.stage == 3 else {}
         device = {
-            "load": dict(Counter(at_rest) + Counter(self.load())),
+            "load": self.load(),
             "step": dict(step),
             "evaluation": dict(Counter(at_rest) + Counter(self.evaluation())),
             "save": dict(at_rest),
@@ -150,7 +150,11 @@ class _Rank:
         }
         host = self.host()
         if self.on_cpu:
-            device = {phase: dict(Counter(parts) + Counter(host)) for phase, parts in device.items()}
+            loaded = host | {"optimizer": host["optimizer"] * 4 // 12} if "optimizer" in host else host
+            device = {
+                phase: dict(Counter(parts) + Counter(loaded if phase == "load" else host))
+                for phase, parts in device.items()
+            }
             host = {}
         return RankMemory(device=device, host=host)
 
@@ -282,14 +286,18 @@ class _Rank:
         return {"activations": layer, "loss": self.loss(with_gradients=False)} | self.gathered()
 
     def load(self) -> Parts:
-        """While DeepSpeed makes its own copies, beyond what stays."""
-        if self.stage == 0 and self.is_half:
-            return {"optimizer": 4 * self.trained}
+        """When DeepSpeed makes its own copies of the weights; Adam's states come with the first step."""
+        parts, trained = self.at_rest(), self.trained
+        if self.stage == 0 and self.is_half:  # but here, by a step with gradients of zero
+            return parts | {"gradients": 4 * trained}
+        if "optimizer" in parts:
+            parts["optimizer"] -= 8 * self.part(trained) if self.stage else 8 * trained
         if self.stage in (1, 2) and not self.keeps_float_gradients and not self.offloads:
-            # The flattened copy of the weights is there before the optimizer's states are.
-            copy = self.weight * self.trained - (8 if self.is_half else 12) * self.part(self.trained)
-            return {"weights": max(0, copy)}
-        return {}
+            flattened = max(0, self.weight * trained - parts["optimizer"])  # freed before the states are made
+            parts["weights"] += flattened
+        if self.on_cpu and self.cfg.model.init is Init.random:  # made in float32, whole
+            parts["weights"] += max(0, 4 * self.all - sum(parts.values()))
+        return parts
 
     def host(self) -> Parts:
         """What is offloaded."""

@@ -51,8 +51,29 @@ def outline_of(cfg: RunConfig, say: Callable[[str], None]) -> Outline:
     Raises:
         ConfigError: the model is not known, or the way of tuning does not fit it.
     """
-    found = _shapes(cfg, say)
-    return tuned(*found, cfg.tuning)
+    found = known_outline(cfg)
+    return found or tuned(*_measured(cfg, config_of(cfg), say), cfg.tuning)
+
+
+def known_outline(cfg: RunConfig) -> Outline | None:
+    """Return the same without measuring; None for a model that no formula knows and that has not been measured.
+
+    Raises:
+        ConfigError: as above.
+    """
+    model = cfg.model
+    if model.init is Init.random:
+        return tuned(*shape_of_random(model.shape.vocab_size, model.shape), cfg.tuning)
+    config = config_of(cfg)
+    try:
+        found = shapes_of_config(config)
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(
+            tr("{file} is no model's config.json: {reason}", file=_file(cfg), reason=repr(error))
+        ) from error
+    if found is None and (kept := _kept(cfg, config)).is_file():
+        found = _read(kept)
+    return found and tuned(*found, cfg.tuning)
 
 
 def config_of(cfg: RunConfig) -> dict[str, Any]:
@@ -89,39 +110,32 @@ def _file(cfg: RunConfig) -> Path | None:
     return file if cfg.model.path and file.is_file() else None
 
 
-def _shapes(cfg: RunConfig, say: Callable[[str], None]) -> tuple[Shapes, Sizes]:
-    model = cfg.model
-    if model.init is Init.random:
-        return shape_of_random(model.shape.vocab_size, model.shape)
-    config = config_of(cfg)
-    try:
-        found = shapes_of_config(config)
-    except (KeyError, TypeError, AttributeError) as error:
-        raise ConfigError(
-            tr("{file} is no model's config.json: {reason}", file=_file(cfg), reason=repr(error))
-        ) from error
-    return found or _measured(cfg, config, say)
-
-
 def _measured(cfg: RunConfig, config: Mapping[str, Any], say: Callable[[str], None]) -> tuple[Shapes, Sizes]:
     """Build the model on the meta device, in a process of its own, once for each config.json."""
-    key = hashlib.sha256(json.dumps(config, sort_keys=True).encode()).hexdigest()[:16]
-    kept = Path(cfg.prepare.dir) / "plan" / f"outline-{key}.json"
-    if not kept.is_file():
-        say(tr("{kind} is not known by formula: its outline is measured, once.", kind=config.get("model_type")))
-        command = [sys.executable, "-m", "toolkit.models.outline", str(Path(cfg.model.path).absolute())]
-        ran = subprocess.run(command, capture_output=True, text=True, timeout=_MEASURE_S, check=False)  # noqa: S603
-        if ran.returncode:
-            raise ConfigError(
-                tr(
-                    "{file}: the model cannot be built to be measured: {reason}",
-                    file=Path(cfg.model.path) / "config.json",
-                    reason=(ran.stderr.strip().splitlines() or ["?"])[-1],
-                )
+    kept, folder = _kept(cfg, config), Path(cfg.model.path).absolute()
+    say(tr("{kind} is not known by formula: its outline is measured, once.", kind=config.get("model_type")))
+    command = [sys.executable, "-m", "toolkit.models.outline", str(folder)]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=_MEASURE_S, check=False)  # noqa: S603
+    if ran.returncode:
+        raise ConfigError(
+            tr(
+                "{file}: the model cannot be built to be measured: {reason}",
+                file=folder / "config.json",
+                reason=(ran.stderr.strip().splitlines() or ["?"])[-1],
             )
-        kept.parent.mkdir(parents=True, exist_ok=True)
-        part = kept.with_suffix(f".{os.getpid()}")
-        part.write_text(ran.stdout.strip().splitlines()[-1], encoding="utf-8")
-        part.replace(kept)
-    measured = json.loads(kept.read_text(encoding="utf-8"))
+        )
+    kept.parent.mkdir(parents=True, exist_ok=True)
+    part = kept.with_suffix(f".{os.getpid()}")
+    part.write_text(ran.stdout.strip().splitlines()[-1], encoding="utf-8")
+    part.replace(kept)
+    return _read(kept)
+
+
+def _kept(cfg: RunConfig, config: Mapping[str, Any]) -> Path:
+    key = hashlib.sha256(json.dumps(config, sort_keys=True).encode()).hexdigest()[:16]
+    return Path(cfg.prepare.dir) / "plan" / f"outline-{key}.json"
+
+
+def _read(file: Path) -> tuple[Shapes, Sizes]:
+    measured = json.loads(file.read_text(encoding="utf-8"))
     return {name: tuple(shape) for name, shape in measured["shapes"].items()}, measured["sizes"]

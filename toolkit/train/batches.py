@@ -1,13 +1,18 @@
 """This rank's micro-batches of a config."""
 
+from collections import deque
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import torch
 
+from toolkit.config.checks import accumulation, micro_rows
 from toolkit.config.schema import Packing, RunConfig
 from toolkit.data.loader import build_loader
 from toolkit.data.sampler import BEGINNING, GlobalBatchSampler, Position, after, sequential, steps_per_epoch
 from toolkit.launch.environment import Ranks
+from toolkit.models.loss import with_places
 from toolkit.train.prepared import Prepared
 
 Batch = dict[str, torch.Tensor]
@@ -16,8 +21,8 @@ Batch = dict[str, torch.Tensor]
 def rows_per_step(cfg: RunConfig, packing: Packing) -> tuple[int, int]:
     """Return the plan's rows per step over all ranks and per micro-batch; a row of a grouped plan is a micro-batch."""
     if packing is Packing.grouped:
-        return cfg.batch.global_size // cfg.batch.micro_per_gpu, 1
-    return cfg.batch.global_size, cfg.batch.micro_per_gpu
+        return cfg.batch.global_size // micro_rows(cfg), 1
+    return cfg.batch.global_size, micro_rows(cfg)
 
 
 def epoch_steps(cfg: RunConfig, prepared: Prepared) -> int:
@@ -33,7 +38,10 @@ def position_after(cfg: RunConfig, prepared: Prepared, place: Position) -> Posit
 def training_batches(
     cfg: RunConfig, prepared: Prepared, ranks: Ranks, total_steps: int, start: Position = BEGINNING
 ) -> Iterator[Batch]:
-    """Return the training micro-batches, accumulation x total_steps of them.
+    """Return the training micro-batches, accumulation x total_steps of them, as `train_step` likes them best.
+
+    A thread prepares those of the next step while this one is computed: it reads and lays out the samples (or takes
+    them from `data.num_workers`), finds the trained tokens, and on GPUs copies all into page-locked memory.
 
     Args:
         cfg: checked config.
@@ -42,18 +50,43 @@ def training_batches(
         total_steps: optimizer steps.
         start: where in the data to begin.
     """
-    return iter(
-        build_loader(
-            prepared.train,
-            prepared.train_plan,
-            _sampler(cfg, prepared, ranks.rank, ranks.world_size, start, total_steps),
-            prepared.pad_id,
-            prepared.packing,
-            seed=cfg.run.seed,
-            num_workers=cfg.data.num_workers,
-            pin_memory=torch.cuda.is_available(),
-        )
+    loader = build_loader(
+        prepared.train,
+        prepared.train_plan,
+        _sampler(cfg, prepared, ranks.rank, ranks.world_size, start, total_steps),
+        prepared.pad_id,
+        prepared.packing,
+        seed=cfg.run.seed,
+        num_workers=cfg.data.num_workers,
     )
+    # Iterated from here: the loader watches its processes only if they are started by the main thread.
+    return ahead(iter(loader), accumulation(cfg, ranks.world_size))
+
+
+def ahead(batches: Iterator[Batch], count: int) -> Iterator[Batch]:
+    """Yield batches in their order while a thread prepares the next ones. An error comes up where its batch would have.
+
+    Args:
+        batches: used by the thread alone from now on.
+        count: so many at most are ready before they are asked for.
+    """
+
+    def prepare() -> Batch | None:
+        batch = next(batches, None)
+        if batch is None or not torch.cuda.is_available():
+            return batch and with_places(batch)
+        return {name: tensor.pin_memory() for name, tensor in with_places(batch).items()}
+
+    # A thread begins on the first GPU, whichever is this rank's.
+    own_gpu = partial(torch.cuda.set_device, torch.cuda.current_device()) if torch.cuda.is_available() else None
+    thread = ThreadPoolExecutor(1, thread_name_prefix="batches", initializer=own_gpu)
+    try:
+        waiting = deque(thread.submit(prepare) for _ in range(count))
+        while (batch := waiting.popleft().result()) is not None:
+            waiting.append(thread.submit(prepare))
+            yield batch
+    finally:  # also when the rest is not wanted, as after a rewind
+        thread.shutdown(cancel_futures=True)
 
 
 def step_samples(cfg: RunConfig, prepared: Prepared, world_size: int, start: Position) -> list[list[list[int]]]:

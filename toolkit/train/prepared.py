@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
+from toolkit.config.checks import micro_rows, settled
 from toolkit.config.schema import Init, Packing, RunConfig, SourceConfig
 from toolkit.data.plan import Plan, plan_rows
 from toolkit.data.prepare import FOLDERS, PrepareReport, prepare
@@ -99,7 +100,7 @@ def prepare_with(cfg: RunConfig, encoder: AnyChatEncoder, say: Callable[[str], N
             store,
             packing,
             max_length=cfg.data.max_length,
-            micro_per_gpu=cfg.batch.micro_per_gpu,
+            micro_per_gpu=micro_rows(settled(cfg)),
             window=cfg.data.packing_window,
             seed=cfg.run.seed,
             sources=sources,

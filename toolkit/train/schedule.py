@@ -87,6 +87,11 @@ class Schedule:
         self._shape = (schedule, lr, total_steps, warmup_steps)
         self._write()
 
+    def set_length(self, total_steps: int, warmup_steps: int) -> None:
+        """Change the steps of the whole run and of its warm-up, before the first."""
+        self._shape = (*self._shape[:2], total_steps, warmup_steps)
+        self._write()
+
     def get_lr(self) -> list[float]:
         """Return the learning rate of the next step, once per parameter group."""
         schedule, lr, total_steps, warmup_steps = self._shape

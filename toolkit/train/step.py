@@ -58,7 +58,8 @@ def train_step(
 
     Args:
         engine: the DeepSpeed engine.
-        micro_batches: this rank's accumulation window, CPU tensors `[B, S]`; as many on every rank.
+        micro_batches: this rank's accumulation window, CPU tensors `[B, S]`; as many on every rank. In page-locked
+            memory and with `places` (see `training_batches`) nothing waits for their way to a GPU.
         world_size: number of data-parallel ranks.
         guard: judges loss and gradient before the weights change.
         votes: this rank's answers to questions on which all must act alike; they ride on the sum that is needed anyway.
@@ -73,32 +74,34 @@ def train_step(
     # A sample's tokens are numbered from 0, also in a packed row: each sees itself and those before it.
     pairs = sum(int(((batch["position_ids"] + 1) * (batch["segment_ids"] > 0)).sum()) for batch in micro_batches)
     arrived, forward = time.perf_counter(), Stopwatch(engine.device)
+    # Not read here: the host would wait for the last step's update before it queues any work of this one.
     mine = [sum(micro_tokens), not_padding, rank_tokens, pairs, *map(float, votes)]
-    counts = sum_over_ranks(mine, engine.device).tolist()
-    trained_tokens = int(counts[0])
-    if trained_tokens == 0:
-        raise ValueError("no token of this global batch is trained")
+    counts = sum_over_ranks(mine, engine.device)
+    factor = (world_size / counts[0]).float()
     micro_losses = torch.zeros(len(micro_batches), device=engine.device)
     for place, batch in enumerate(micro_batches):
         forward.mark()
-        on_device = {name: tensor.to(engine.device, non_blocking=True) for name, tensor in batch.items()}
-        micro_sum = token_loss_sum(engine, on_device)
+        micro_sum = token_loss_sum(engine, batch)
         forward.mark()
-        engine.backward(micro_sum * (world_size / trained_tokens), scale_wrt_gas=False)
+        engine.backward(micro_sum * factor, scale_wrt_gas=False)
         micro_losses[place] = micro_sum.detach()
         if place == len(micro_batches) - 1:
             # The one wait for the device in a step; DeepSpeed's own check of the gradients follows at once.
-            loss = float(sum_over_ranks(micro_losses.sum().reshape(1), engine.device)) / trained_tokens
+            loss_sum = sum_over_ranks(micro_losses.sum().reshape(1), engine.device)
+            total, trained_tokens, *others = torch.cat((loss_sum, counts)).tolist()
+            if not trained_tokens:
+                raise ValueError("no token of this global batch is trained")
+            loss = total / trained_tokens
             guard.see_loss(loss)
         _step(engine)
     return StepResult(
         loss=loss,
-        trained_tokens=trained_tokens,
-        total_tokens=int(counts[1]),
-        computed_tokens=int(counts[2]),
-        pairs=int(counts[3]),
+        trained_tokens=int(trained_tokens),
+        total_tokens=int(others[0]),
+        computed_tokens=int(others[1]),
+        pairs=int(others[2]),
         grad_norm=guard.gate.grad_norm,
-        votes=[int(count) for count in counts[4:]],
+        votes=[int(count) for count in others[3:]],
         micro_losses=micro_losses,
         micro_tokens=micro_tokens,
         rank_tokens=rank_tokens,

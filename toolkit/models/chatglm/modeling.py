@@ -16,9 +16,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from toolkit.errors import ModelError
-from toolkit.messages import tr
-from toolkit.models.chatglm.positions import build_mask, build_positions, count_on, rotary_tables, rotate
+from toolkit.models.chatglm.positions import build_mask, build_positions, check_rows, count_on, rotary_tables, rotate
 
 # The published weights were trained with sqrt(2 * 28); the original block never learns of another number of layers.
 _RESIDUAL_SCALE = (2 * 28) ** 0.5
@@ -246,16 +244,8 @@ class ChatGLMModel(ChatGLMPreTrainedModel):
             raise ValueError(
                 "a 2-D attention mask must be as long as input_ids; with cached tokens give [B, 1, S, S + cached]"
             )
-        has_sop = (input_ids == self.config.bos_token_id).any(dim=1)
-        is_filler = (input_ids == self.config.pad_token_id).all(dim=1)  # a rank that has no sample left
-        if not (has_sop | is_filler).all():
-            raise ModelError(
-                tr(
-                    "a row holds no <sop> (id {sop}): it was cut off, or the tokenizer belongs to another revision of "
-                    "the model (130,528 or 150,528 tokens).",
-                    sop=self.config.bos_token_id,
-                )
-            )
+        if not getattr(input_ids, "is_checked", False):
+            check_rows(input_ids, self.config)
         padded = None
         if attention_mask is not None and attention_mask.dim() == 2:
             padded = attention_mask == 0

@@ -9,6 +9,9 @@ from typing import Protocol
 
 import torch
 
+from toolkit.errors import ModelError
+from toolkit.messages import tr
+
 _ROTARY_BASE = 10000.0
 
 
@@ -21,6 +24,8 @@ class SpecialIds(Protocol):
     """[gMASK]."""
     mask_token_id: int
     """[MASK]."""
+    pad_token_id: int
+    """Padding."""
 
 
 def rotary_tables(position_ids: torch.Tensor, head_size: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
@@ -50,6 +55,24 @@ def rotate(states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.
     """Rotate queries or keys `[B, N, S, D]`, each half of a head by its own channel."""
     first, second, third, fourth = states.chunk(4, dim=-1)
     return states * cos + torch.cat((-second, first, -fourth, third), dim=-1) * sin
+
+
+def check_rows(input_ids: torch.Tensor, config: SpecialIds) -> None:
+    """Make sure that each row `[B, S]` holds <sop>, or nothing but padding: a rank may have no sample left.
+
+    Raises:
+        ModelError: one does not.
+    """
+    has_sop = (input_ids == config.bos_token_id).any(dim=1)
+    is_filler = (input_ids == config.pad_token_id).all(dim=1)
+    if not (has_sop | is_filler).all():
+        raise ModelError(
+            tr(
+                "a row holds no <sop> (id {sop}): it was cut off, or the tokenizer belongs to another revision of "
+                "the model (130,528 or 150,528 tokens).",
+                sop=config.bos_token_id,
+            )
+        )
 
 
 def build_positions(input_ids: torch.Tensor, config: SpecialIds, padded: torch.Tensor | None) -> torch.Tensor:

@@ -1,0 +1,49 @@
+"""What a CPU rank's tensors take, and what it may take."""
+
+import pytest
+import torch
+
+from toolkit.engine.memory import GIB, LiveBytes, PeakMemory, is_out_of_memory, limit_bytes
+
+CPU = torch.device("cpu")
+MIB = 2**20
+
+
+def test_peak_counts_what_was_there_and_what_came_and_went() -> None:
+    there = torch.zeros(MIB)
+    with PeakMemory(CPU) as memory:
+        before = memory.restart()
+        assert before >= there.nbytes
+        gone = torch.zeros(2 * MIB)
+        view, del_later = gone[:10], torch.zeros(MIB)
+        del gone
+        assert memory.peak() == before + 12 * MIB, "a view keeps its storage"
+        del view
+        assert memory.restart() == before + 4 * MIB
+        assert memory.peak() == before + 4 * MIB
+        assert memory.highest() == before + 12 * MIB
+        del del_later
+        assert memory.restart() == before
+
+
+def test_gradients_are_seen() -> None:
+    weight = torch.zeros(MIB, requires_grad=True)
+    with PeakMemory(CPU) as memory:
+        before = memory.restart()
+        (weight * 2).sum().backward()
+        assert memory.restart() - before >= weight.nbytes
+        weight.grad = None
+        assert memory.restart() - before < MIB
+
+
+def test_a_limit_is_out_of_memory() -> None:
+    with LiveBytes(limit_bytes=8 * MIB):
+        torch.zeros(MIB)
+        torch.zeros(MIB)
+        with pytest.raises(torch.OutOfMemoryError) as caught:
+            torch.zeros(3 * MIB)
+    assert is_out_of_memory(caught.value)
+    assert is_out_of_memory(MemoryError())
+    assert not is_out_of_memory(RuntimeError("shapes differ"))
+    assert limit_bytes(CPU, 0.5) == GIB // 2
+    assert limit_bytes(CPU, 0.0) == 0

@@ -1,0 +1,108 @@
+"""The longest rows, the room that checkpoints take, and what helps where memory is too little."""
+
+from pathlib import Path
+from unittest import mock
+
+import numpy as np
+import pytest
+
+from toolkit.cli.rehearsal import _saves, remedies
+from toolkit.config.load import load
+from toolkit.config.schema import CheckpointConfig, Packing
+from toolkit.data.plan import Plan
+from toolkit.errors import CheckpointError
+from toolkit.train.longest import longest_batch, repeated_batch
+from toolkit.train.micro_batch import _next
+from toolkit.train.rehearse_disk import check_room
+
+LENGTHS = [5, 30, 9, 17, 3, 30, 8, 11]
+
+
+class Rows:
+    """A store of rows of known lengths."""
+
+    def __len__(self) -> int:
+        return len(LENGTHS)
+
+    def __getitem__(self, index: int) -> tuple[np.ndarray, np.ndarray]:
+        return np.full(LENGTHS[index], index, np.uint32), np.arange(LENGTHS[index]) > 0
+
+    def lengths(self, indices: np.ndarray | None = None) -> np.ndarray:
+        """Return the tokens of some rows."""
+        return np.array(LENGTHS)[slice(None) if indices is None else indices]
+
+
+def prepared(packing: Packing, plan: Plan) -> mock.Mock:
+    """Return what training data looks like."""
+    return mock.Mock(train=Rows(), train_plan=plan, packing=packing, pad_id=0)
+
+
+def cfg(*words: str):
+    """Return a config."""
+    return load(["recipe=quickstart", *words]).cfg
+
+
+def test_the_longest_rows() -> None:
+    plain = prepared(Packing.none, Plan(len(LENGTHS)))
+    batch = longest_batch(cfg("batch.global_size=8", "batch.micro_per_gpu=3"), plain, 1)["input_ids"]
+    assert batch.shape == (4, 32)  # 8 rows in two micro-batches: 4 at most
+    assert set(batch[:, 0].tolist()) == {1, 5, 3, 7}
+    rows = Plan(3, np.arange(8, dtype=np.uint32), np.array([0, 2, 5, 8]))
+    batch = longest_batch(cfg("batch.micro_per_gpu=1"), prepared(Packing.packed, rows), 1)
+    assert batch["input_ids"].shape == (1, 56)
+    assert batch["segment_ids"].max() == 3
+    batch = longest_batch(cfg("batch.micro_per_gpu=1"), prepared(Packing.grouped, rows), 1)["input_ids"]
+    assert batch.shape == (3, 32)
+    members = Plan(4, np.array([4, 2, 3, 0], np.uint32))  # a weighted plan takes some of the samples
+    batch = longest_batch(cfg("batch.micro_per_gpu=1"), prepared(Packing.none, members), 1)["input_ids"]
+    assert batch[0, 0] == 3
+
+
+def test_a_row_repeated_and_cut() -> None:
+    rows = Plan(3, np.arange(8, dtype=np.uint32), np.array([0, 2, 5, 8]))
+    whole, half = (repeated_batch(prepared(Packing.packed, rows), 2, share) for share in (1.0, 0.5))
+    assert (whole["input_ids"].shape, half["input_ids"].shape) == ((2, 56), (2, 24))
+    assert (half["labels"] >= 0).any(1).all()
+
+
+def test_the_next_size() -> None:
+    sizes = [1, 2, 3, 6, 12]
+    assert _next(sizes, (0, 10), (1, 15), 100.0) == 2
+    assert _next(sizes, (1, 15), (3, 25), 100.0) == 6
+    assert _next(sizes, (1, 15), (3, 25), 39.0) == 3
+    assert _next(sizes, (3, 25), (6, 40), 70.0) == 12
+    assert _next(sizes, (3, 25), (12, 70), 700.0) == 12
+    assert _next([1, 5], (0, 10), (1, 15), 100.0) == 5
+
+
+def test_room_for_what_is_kept(tmp_path: Path) -> None:
+    assert _saves(CheckpointConfig(every=3), range(1, 11)) == 4
+    assert _saves(CheckpointConfig(every=5), range(1, 11)) == 2
+    assert _saves(CheckpointConfig(at_end=False), range(1, 11)) == 0
+    assert _saves(CheckpointConfig(every=3), range(7, 11)) == 2
+    free = mock.patch("shutil.disk_usage", return_value=mock.Mock(free=1000))
+    with free:
+        check_room(tmp_path / "checkpoints", CheckpointConfig(keep=2), 100, 300, 100)
+        check_room(tmp_path / "checkpoints", CheckpointConfig(keep=5), 3, 300, 100)
+        check_room(tmp_path / "checkpoints", CheckpointConfig(keep=0, max_gib=1e-7), 100, 300, 100)
+        for config, saves in ((CheckpointConfig(keep=3), 100), (CheckpointConfig(keep=0), 4)):
+            with pytest.raises(CheckpointError, match="4 checkpoints of 3e-07 GB"):
+                check_room(tmp_path / "checkpoints", config, saves, 300, 100)
+
+
+def test_what_helps() -> None:
+    words = remedies(cfg("batch.global_size=32", "batch.micro_per_gpu=8", "zero=stage0", "data.max_length=128"), 2)
+    assert words[:5] == [
+        "batch.micro_per_gpu=4",
+        "train.activation_checkpointing.enabled=true",
+        "batch.micro_per_gpu=1",
+        "zero=stage2",
+        "zero=stage3",
+    ]
+    for word in words:  # each is one
+        load(["recipe=quickstart", word])
+    smallest = ["zero=stage3_offload", "batch.micro_per_gpu=1", "train.activation_checkpointing.enabled=true"]
+    assert remedies(cfg(*smallest, "data.max_length=128", "optim.torch=false"), 2) == [
+        "tuning=lora",
+        "data.max_length=64",
+    ]

@@ -1,0 +1,132 @@
+"""The plan of a run that is about to begin: on the machine at hand, for `plan.auto`, the log and what is told."""
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from toolkit.checkpoint import run_state
+from toolkit.cli import plan_view as view
+from toolkit.config.schema import Device, Init, RunConfig
+from toolkit.distributed.process_group import gather, on_rank0
+from toolkit.engine.memory import limit_bytes
+from toolkit.errors import OutOfMemory
+from toolkit.launch.environment import Ranks
+from toolkit.messages import say, tr
+from toolkit.plan.calibration import rates_of
+from toolkit.plan.cards import find_card
+from toolkit.plan.host import PROCESS_BYTES
+from toolkit.plan.machine import Machine
+from toolkit.plan.outline import known_outline, outline_of
+from toolkit.plan.parameters import Outline, shape_of_random, tuned
+from toolkit.plan.search import Layout, changed, cheapest, lay_out, layouts, overrides
+from toolkit.train.prepared import Prepared
+from toolkit.train.resume import Origin
+
+
+@dataclass(frozen=True, slots=True)
+class RunPlan:
+    """What a run is expected to take."""
+
+    layout: Layout
+    """Memory and time."""
+    on_cpu: bool
+    """Whether ranks run on processors."""
+
+    @property
+    def tensor_bytes(self) -> int:
+        """Of a rank, in the phase that takes most."""
+        return self.layout.memory.peak(self.layout.memory.worst)
+
+    @property
+    def process_bytes(self) -> int:
+        """What metrics.jsonl compares with: the GPU's memory, on processors that of the process."""
+        return self.tensor_bytes + (PROCESS_BYTES if self.on_cpu else 0)
+
+    def lines(self) -> str:
+        """Return the plan of a rank's memory as a table."""
+        return "\n".join(view.memory_table(self.layout))
+
+
+def plan_run(cfg: RunConfig, prepared: Prepared, ranks: Ranks, device: torch.device) -> RunPlan | None:
+    """Return the plan of a config on this machine; None for a model that nobody has planned yet.
+
+    A collective.
+    """
+    machine = _machine(cfg, ranks, device)
+
+    def plan() -> RunPlan | None:
+        outline = _outline(cfg, prepared, measure=False)
+        if outline is None:
+            return None
+        return RunPlan(lay_out(outline, cfg, machine, rates_of(cfg, machine)), machine.on_cpu)
+
+    return on_rank0(plan)
+
+
+def choose(cfg: RunConfig, prepared: Prepared, ranks: Ranks, device: torch.device, origin: Origin) -> RunConfig:
+    """Return the config with the layout that `plan.auto` chooses, or that the run began with. A collective.
+
+    Raises:
+        OutOfMemory: nothing fits.
+    """
+    machine = _machine(cfg, ranks, device)
+
+    def best() -> Layout | None:
+        outline = _outline(cfg, prepared, measure=True)
+        assert outline is not None
+        return cheapest(list(layouts(outline, cfg, machine, rates_of(cfg, machine))))
+
+    if origin.checkpoint is not None:
+        return on_rank0(lambda: _as_before(cfg, origin.checkpoint))
+    found = on_rank0(best)
+    if found is None:
+        raise OutOfMemory(
+            tr(
+                "plan.auto: nothing fits on {machine}, of which {usable} GiB are for tensors. See  toolkit plan",
+                machine=machine.name,
+                usable=view.gib(machine.usable_bytes),
+            )
+        )
+    if ranks.rank == 0:
+        words = " ".join(overrides(cfg, found.cfg)) or tr("the recipe as it is")
+        say(tr("plan.auto: {words}  ({layout})", words=words, layout=found.name))
+    return found.cfg
+
+
+def _as_before(cfg: RunConfig, checkpoint: Path | None) -> RunConfig:
+    assert checkpoint is not None
+    before = run_state.read(checkpoint).config
+    return changed(
+        cfg,
+        before["zero"]["stage"],
+        Device(before["zero"]["offload_optimizer"]["device"]),
+        Device(before["zero"]["offload_param"]["device"]),
+        before["train"]["activation_checkpointing"]["enabled"],
+        before["batch"]["micro_per_gpu"],
+    )
+
+
+def _outline(cfg: RunConfig, prepared: Prepared, measure: bool) -> Outline | None:
+    if cfg.model.init is Init.random:
+        return tuned(*shape_of_random(len(prepared.tokenizer), cfg.model.shape), cfg.tuning)
+    return outline_of(cfg, say) if measure else known_outline(cfg)
+
+
+def _machine(cfg: RunConfig, ranks: Ranks, device: torch.device) -> Machine:
+    """Return the machines of this run, each as small as the smallest. A collective."""
+    host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    on_cpu = device.type == "cpu"
+    local = ranks.local_world_size or ranks.world_size
+    available = limit_bytes(device, cfg.plan.max_gpu_gib) or host // local
+    found = gather((available, host))
+    return Machine(
+        ranks=local,
+        memory_bytes=min(one for one, _ in found),
+        card=None if on_cpu else find_card(torch.cuda.get_device_name(device)),
+        nodes=ranks.world_size // local,
+        host_bytes=min(one for _, one in found),
+        on_cpu=on_cpu,
+        context_bytes=0,  # it is there already, and not among what is available
+    )
