@@ -9,6 +9,7 @@ from deepspeed.accelerator import get_accelerator
 from toolkit.checkpoint import run_state
 from toolkit.checkpoint.run_state import RunState
 from toolkit.cli.building import build_engine
+from toolkit.cli.planning import choose
 from toolkit.cli.rehearsal import told
 from toolkit.config.checks import accumulation, settled
 from toolkit.config.load import to_yaml
@@ -56,6 +57,10 @@ def open_run(cfg: RunConfig, prepared: Prepared, ranks: Ranks, origin: Origin) -
         origin: run folder, and what the run goes on from.
     """
     built: tuple[DeepSpeedEngine, Guard] | None = None
+    if cfg.plan.auto:
+        cfg = choose(cfg, prepared, ranks, torch.device(get_accelerator().current_device_name()), origin)
+        if prepared.packing is Packing.grouped:
+            prepared = prepare_with(cfg, prepared.encoder, lambda line: None)
     if cfg.batch.micro_per_gpu == AUTO:
         rows = on_rank0(lambda: _rows_before(cfg, ranks, origin))
         if not rows:

@@ -1,5 +1,6 @@
 """The plan of a run that is about to begin: on the machine at hand, for `plan.auto`, the log and what is told."""
 
+import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +12,7 @@ from toolkit.cli import plan_view as view
 from toolkit.config.schema import Device, Init, RunConfig
 from toolkit.distributed.process_group import gather, on_rank0
 from toolkit.engine.memory import limit_bytes
-from toolkit.errors import OutOfMemory
+from toolkit.errors import ConfigError, OutOfMemory
 from toolkit.launch.environment import Ranks
 from toolkit.messages import say, tr
 from toolkit.plan.calibration import rates_of
@@ -44,6 +45,17 @@ class RunPlan:
         """What metrics.jsonl compares with: the GPU's memory, on processors that of the process."""
         return self.tensor_bytes + (PROCESS_BYTES if self.on_cpu else 0)
 
+    def write(self, file: Path) -> None:
+        """Write it down, in bytes and seconds."""
+        layout = self.layout
+        found = {
+            "device_bytes": layout.memory.device,
+            "host_bytes": layout.host.phases,
+            "usable_bytes": layout.usable_bytes,
+            "step_s": layout.time.seconds,
+        }
+        file.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+
     def lines(self) -> str:
         """Return the plan of a rank's memory as a table."""
         return "\n".join(view.memory_table(self.layout))
@@ -57,7 +69,10 @@ def plan_run(cfg: RunConfig, prepared: Prepared, ranks: Ranks, device: torch.dev
     machine = _machine(cfg, ranks, device)
 
     def plan() -> RunPlan | None:
-        outline = _outline(cfg, prepared, measure=False)
+        try:
+            outline = _outline(cfg, prepared, measure=False)
+        except ConfigError:  # training can begin all the same
+            outline = None
         if outline is None:
             return None
         return RunPlan(lay_out(outline, cfg, machine, rates_of(cfg, machine)), machine.on_cpu)

@@ -2,13 +2,14 @@
 
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
 
 from toolkit.cli.context import Session
 from toolkit.cli.evaluation import Evaluation
+from toolkit.cli.planning import RunPlan
 from toolkit.config.checks import micro_rows
 from toolkit.config.schema import CheckpointConfig, Device, RunConfig, TuningMethod
 from toolkit.distributed import process_group
@@ -25,18 +26,15 @@ from toolkit.train.loop import Job
 from toolkit.train.rehearse import rehearse_step, unchanged
 from toolkit.train.rehearse_disk import check_room, try_checkpoint, try_export
 
-Planned = Callable[[], str]
-"""Returns what the plan says of memory, line by line."""
 
-
-def rehearse(session: Session, job: Job, evaluation: Evaluation | None, planned: Planned | None = None) -> str:
+def rehearse(session: Session, job: Job, evaluation: Evaluation | None, plan: RunPlan | None) -> str:
     """Try what the run will do, and leave everything as it was. A collective; returns what is said of it.
 
     Args:
         session: with its engine in the state in which it begins.
         job: what the loop will do.
         evaluation: None without validation data.
-        planned: what the plan says of memory, for where there is too little.
+        plan: what memory is expected to be; None where nobody knows.
 
     Raises:
         OutOfMemory: the run does not fit.
@@ -51,18 +49,18 @@ def rehearse(session: Session, job: Job, evaluation: Evaluation | None, planned:
     batch = longest_batch(cfg, session.prepared, ranks.world_size)
     limit = limit_bytes(engine.device, cfg.plan.max_gpu_gib)
     with unchanged(engine), PeakMemory(engine.device, limit if engine.device.type == "cpu" else 0) as memory:
-        with told(cfg, ranks, tr("forward, backward and update of the longest batch"), memory, limit, planned):
+        with told(cfg, ranks, tr("forward, backward and update of the longest batch"), memory, limit, plan):
             measured = rehearse_step(engine, session.guard, batch, memory, job.accumulation)
-        with told(cfg, ranks, tr("an evaluation"), memory, limit, planned):
+        with told(cfg, ranks, tr("an evaluation"), memory, limit, plan):
             _try_evaluation(session, evaluation)
         used = measured.before, memory.highest()
     job.watchdog.enter("", step)
-    return _summary(used, limit, batch, time.monotonic() - started)
+    return _summary(used, limit, batch, time.monotonic() - started, plan)
 
 
 @contextmanager
 def told(
-    cfg: RunConfig, ranks: Ranks, doing: str, memory: PeakMemory, limit: int, planned: Planned | None
+    cfg: RunConfig, ranks: Ranks, doing: str, memory: PeakMemory, limit: int, plan: RunPlan | None
 ) -> Iterator[None]:
     """Say of memory that runs out what it was wanted for, what was measured and planned, and what helps."""
     before = memory.restart()
@@ -84,7 +82,7 @@ def told(
                 peak=shown(memory.highest()),
                 limit=shown(limit) if limit else "?",
             ),
-            *([planned()] if planned else []),
+            *([plan.lines()] if plan else []),
             tr("  reason: {reason}", reason=str(error).splitlines()[0]),
             tr("What helps, the cheapest first; each can be pasted behind the command:"),
             *(f"  {word}" for word in remedies(cfg, ranks.world_size)),
@@ -151,14 +149,16 @@ def _try_evaluation(session: Session, evaluation: Evaluation | None) -> None:
         answer(engine.module, session.prepared.encoder, cfg.prompts[0], min(2, cfg.max_new_tokens), engine.device)
 
 
-def _summary(used: tuple[int, int], limit: int, batch: dict[str, torch.Tensor], seconds: float) -> str:
+def _summary(
+    used: tuple[int, int], limit: int, batch: dict[str, torch.Tensor], seconds: float, plan: RunPlan | None
+) -> str:
     """Return a line about it: `used` are the bytes before the step and at most. A collective."""
     device_bytes = process_group.gather(used)
     peaks = [peak for _, peak in device_bytes]
     most = peaks.index(max(peaks))
     return tr(
         "Rehearsed in {seconds} s: the longest batch ({rows} x {tokens} tokens) with an update, a save, an export, an "
-        "evaluation. Memory: {peak} at most, on rank {rank} ({before} before the step{limit}).",
+        "evaluation. Memory: {peak} at most, on rank {rank} ({before} before the step{limit}){planned}.",
         seconds=f"{seconds:.1f}",
         rows=batch["input_ids"].size(0),
         tokens=batch["input_ids"].size(1),
@@ -166,4 +166,5 @@ def _summary(used: tuple[int, int], limit: int, batch: dict[str, torch.Tensor], 
         rank=most,
         before=shown(device_bytes[most][0]),
         limit=tr(", of {limit}", limit=shown(limit)) if limit else "",
+        planned=tr("; planned for the longest rows: {planned}", planned=shown(plan.tensor_bytes)) if plan else "",
     )

@@ -19,6 +19,7 @@ from toolkit.cli.context import Session
 from toolkit.cli.evaluation import Evaluation, questions_of
 from toolkit.cli.finish import finish
 from toolkit.cli.opening import open_run
+from toolkit.cli.planning import RunPlan, plan_run
 from toolkit.cli.rehearsal import rehearse
 from toolkit.cli.sample_view import stretches
 from toolkit.config.checks import accumulation
@@ -116,14 +117,17 @@ def run_session(cfg: RunConfig, ranks: Ranks, prepared: Prepared, started: float
     )
     if origin.checkpoint is not None:
         go_on(saver, origin.checkpoint, start, ranks, cfg.run.seed)
+    plan = plan_run(cfg, prepared, ranks, engine.device)
+    if plan is not None and ranks.rank == 0:
+        plan.write(folder / "plan.json")
     evaluation = _evaluation(session, saver.say) if prepared.validation is not None else None
-    job = _job(session, saver, evaluation, start, total_steps)
+    job = _job(session, saver, evaluation, start, total_steps, plan)
     if ranks.rank == 0:
         progress.say(_start_line(session, total_steps, job.steps_per_epoch))
         progress.say(job.account.describe())
     try:
         if cfg.train.rehearse and start.step < total_steps:
-            progress.say(rehearse(session, job, evaluation))
+            progress.say(rehearse(session, job, evaluation, plan))
         outcome = run_loop(job, progress)
     finally:
         progress.close()
@@ -145,7 +149,14 @@ def _describe(engine: DeepSpeedEngine, prepared: Prepared) -> Described:
     return Described(files, probe.ids_of(rows, engine.module.config), export_beside)
 
 
-def _job(session: Session, saver: Saver, evaluation: Evaluation | None, start: RunState, total_steps: int) -> Job:
+def _job(
+    session: Session,
+    saver: Saver,
+    evaluation: Evaluation | None,
+    start: RunState,
+    total_steps: int,
+    plan: RunPlan | None,
+) -> Job:
     cfg, ranks, prepared = session.cfg, session.ranks, session.prepared
     return Job(
         cfg=cfg,
@@ -164,7 +175,12 @@ def _job(session: Session, saver: Saver, evaluation: Evaluation | None, start: R
         watchdog=Watchdog(
             session.folder, ranks.rank, ranks.world_size, cfg.distributed.hang_after_s, float(cfg.distributed.timeout_s)
         ),
-        account=account_of(session.engine, cfg.tuning, cfg.train.activation_checkpointing.enabled),
+        account=account_of(
+            session.engine,
+            cfg.tuning,
+            cfg.train.activation_checkpointing.enabled,
+            plan.process_bytes if plan else None,
+        ),
         guard=session.guard,
     )
 

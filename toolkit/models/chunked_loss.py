@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-CHUNK_BYTES = 128 * 2**20
-"""Of a chunk's logits in float32; a pass holds about two and a half times as much."""
+from toolkit.plan.memory import CHUNK_BYTES as CHUNK_BYTES
+
 _FP16_SCALE = 2.0**12
 """float16 ends at 6e-8: probabilities of a large vocabulary are scaled by it (exactly) while they are in float16."""
 

@@ -16,13 +16,13 @@ import math
 from collections import Counter
 from dataclasses import dataclass, field
 
-from toolkit.config.checks import accumulation
+from toolkit.config.checks import accumulation, micro_rows
 from toolkit.config.schema import Attention, Device, Dtype, Init, Packing, RunConfig, TuningMethod
 from toolkit.plan.activations import Rows, layer_bytes, saved_bytes
 from toolkit.plan.parameters import Outline, layer_of
 
 CHUNK_BYTES = 128 * 2**20
-"""Of the logits in float32 that the loss computes at once."""
+"""Of the logits in float32 that the loss computes at once; it holds about two and a half times as much."""
 _CHUNK_COPIES = 2.5
 """Times that a chunk's bytes are held: logits, probabilities, and their gradient in the model's type."""
 _ALL_REDUCE = 500_000_000
@@ -74,7 +74,7 @@ def longest_rows(outline: Outline, cfg: RunConfig, on_cpu: bool = False) -> Rows
     width = WIDTHS[cfg.precision.dtype]
     learned = cfg.tuning.method in (TuningMethod.ptuning_v2, TuningMethod.prompt)
     return Rows(
-        rows=cfg.batch.micro_per_gpu,
+        rows=micro_rows(cfg),
         length=cfg.data.max_length,
         prefix=cfg.tuning.num_tokens if learned else 0,
         mask_bytes=width if is_v1 or blocks or learned else 0,

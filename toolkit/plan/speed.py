@@ -34,6 +34,8 @@ class Rates:
     """Bytes per second between a GPU and the host."""
     micro_s: float = 0.0
     """Seconds of a micro-batch that do not grow with it."""
+    latency_s: float = 0.0
+    """Seconds of a collective that do not grow with it."""
     is_measured: bool = False
     """Whether a calibration measured them."""
 
@@ -41,16 +43,17 @@ class Rates:
 def assumed(machine: Machine, dtype: str) -> Rates:
     """Return the rates that are assumed of a machine: half of a card's datasheet, 80 % of its memory and links.
 
-    Between machines 25 GB/s (200 Gbit/s) per machine are assumed, shared by its GPUs.
+    Between machines 25 GB/s (200 Gbit/s) per machine are assumed, shared by its GPUs; 5 ms for a micro-batch however
+    small, 50 microseconds for a collective however small.
     """
     if machine.on_cpu:
-        return Rates(_CPU_FLOPS, 1e9, 5e9)
+        return Rates(_CPU_FLOPS, 1e9, 5e9, host=5e9, micro_s=0.02, latency_s=1e-3)
     card = machine.card
     flops = 0.5 * (card.flops(dtype) if card else _UNKNOWN_FLOPS)
     link = 0.8 * (card.link_bytes_per_s if card else 25e9)
     if machine.nodes > 1:
         link = min(link, 25e9 / machine.ranks)
-    return Rates(flops, link, 0.8 * (card.memory_bytes_per_s if card else 1e12))
+    return Rates(flops, link, 0.8 * (card.memory_bytes_per_s if card else 1e12), micro_s=0.005, latency_s=5e-5)
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,9 +101,10 @@ def step_time(outline: Outline, cfg: RunConfig, machine: Machine, rates: Rates) 
     weight = WIDTHS[cfg.precision.dtype]
     return StepTime(
         compute=times * (flops / rates.flops + rates.micro_s),
-        communication=_sent(outline, cfg, world, times) / rates.link,
+        communication=_sent(outline, cfg, world, times) / rates.link
+        + _collectives(outline, cfg, world, times) * rates.latency_s,
         update=_update(outline.num_trained, cfg, world, weight, rates),
-        overlapped=cfg.zero.stage == 3 or cfg.zero.overlap_comm,
+        overlapped=not machine.on_cpu and (cfg.zero.stage == 3 or cfg.zero.overlap_comm),
         tokens=rows.tokens * times * world,
     )
 
@@ -115,6 +119,13 @@ def _sent(outline: Outline, cfg: RunConfig, world: int, times: int) -> float:
     if cfg.zero.stage == 2:
         return times * gradients + trained
     return 2 * gradients + (trained if cfg.zero.stage == 1 else 0)
+
+
+def _collectives(outline: Outline, cfg: RunConfig, world: int, times: int) -> int:
+    """Return how many a step needs, buckets taken for large."""
+    if world == 1:
+        return 0
+    return 3 * outline.sizes["layers"] * times if cfg.zero.stage == 3 else 2 + times
 
 
 def _update(trained: int, cfg: RunConfig, world: int, weight: int, rates: Rates) -> float:
