@@ -810,7 +810,7 @@ CHINESE: dict[str, str] = {
     "{key} = true needs compile.backend = inductor, but it is {backend}.": "{key} = true 需要 compile.backend = inductor，但现在是 {backend}。",
     "{key} = true needs zero.stage 1, 2 or 3, but it is 0.": "{key} = true 需要 zero.stage 为 1、2 或 3，但现在是 0。",
     "plan.auto: nothing fits on {machine}, of which {usable} GiB are for tensors. See  toolkit plan": "plan.auto：{machine} 上没有一个方案放得下，其中可放张量 {usable} GiB。请看  toolkit plan",
-    "plan.auto: {words}  ({layout})": "plan.auto：{words}（{layout}）",
+    "plan.auto: {words}  ({layout})": "plan.auto 选择了：{words}（{layout}）",
     "the recipe as it is": "配方现在的样子",
     "; planned for the longest rows: {planned}": "；按最长的行规划为 {planned}",
     "Rehearsed in {seconds} s: the longest batch ({rows} x {tokens} tokens) with an update, a save, an export, an evaluation. Memory: {peak} at most, on rank {rank} ({before} before the step{limit}){planned}.": "预演用时 {seconds} 秒：最长的批次（{rows} x {tokens} 个 token）及一次更新、一次保存、一次导出、一次评估。内存：至多 {peak}，在 rank {rank} 上（该步之前 {before}{limit}）{planned}。",

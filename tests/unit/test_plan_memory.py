@@ -121,6 +121,16 @@ def test_known_totals() -> None:
     assert checkpoint_bytes(outline, config(3, Dtype.bf16)) == 12 * outline.num_parameters
 
 
+def test_qlora_has_its_weights_in_four_bits() -> None:
+    words = ["recipe=chatglm", "tuning=qlora", "model.path=/models/none", "zero=stage2"]
+    cfg = load(words).cfg
+    outline = outline_of(cfg, print)
+    weights = plan_rank(outline, cfg, 8).device["save"]["weights"]
+    assert 3.5 * GIB < weights < 4.2 * GIB  # 5.7 billion in layers at 0.52 bytes, two times 0.27 billion at 2
+    stages = {layout.cfg.zero.stage for layout in layouts(outline, cfg, A100, assumed(A100, "bf16"))}
+    assert stages == {0, 1, 2}
+
+
 def test_every_layout_keeps_the_batch_and_can_be_typed() -> None:
     words = ["recipe=chatglm", "model.path=/models/none"]
     before = load(words).cfg

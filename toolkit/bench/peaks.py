@@ -38,8 +38,8 @@ def compare(
         rates: measured ones, to estimate a step's time by.
 
     Returns:
-        By phase, bytes of the rank that needs most: `planned` and `measured`; `step_s`, seconds of the last step, and
-        with rates `planned_step_s`.
+        By phase, bytes of the rank that needs most: `planned` and `measured`; `memory_ratio` of the two in a step;
+        `step_s`, seconds of the last step, and with rates `planned_step_s` and `time_ratio`.
     """
     measured: dict[str, int] = {}
     world_size = ranks.world_size
@@ -67,6 +67,7 @@ def compare(
     train_step(engine, [dict(batch) for _ in range(accumulation(cfg, world_size))], world_size, guard)
     barrier()
     step_s = time.perf_counter() - started
+    estimate = step_time(outline, cfg, _machine(ranks), rates).seconds if rates else None
     plan = plan_rank(outline, cfg, world_size, device.type == "cpu")
     worst = {phase: max(one[phase] for one in gather(measured)) for phase in measured}
     engine.destroy()
@@ -75,9 +76,10 @@ def compare(
         "trained_parameters": outline.num_trained,
         "planned": {phase: plan.peak(phase) for phase in measured},
         "measured": worst,
+        "memory_ratio": plan.peak("step") / worst["step"],
         "planned_parts": plan.device["step"],
         "step_s": step_s,
-        **({"planned_step_s": step_time(outline, cfg, _machine(ranks), rates).seconds} if rates else {}),
+        **({"planned_step_s": estimate, "time_ratio": estimate / step_s} if estimate else {}),
     }
 
 

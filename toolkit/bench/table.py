@@ -33,6 +33,12 @@ FIGURES = {
         "ours_median_s": "our run, s",
         "ratio": "ours : bare (goal 1.3)",
     },
+    "plan": {
+        "measured.step": "memory of a rank in a step, bytes",
+        "memory_ratio": "planned : measured (goal 0.9 to 1.1)",
+        "step_s": "a step, s",
+        "time_ratio": "estimated after calibration : measured (goal 0.7 to 1.3)",
+    },
     "resume": {
         "fresh_median_s": "fresh run to its first step, s",
         "resumed_median_s": "from a checkpoint, s",

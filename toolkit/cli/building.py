@@ -1,5 +1,6 @@
 """The engine of a training session: the model, what tuning adds to it, optimizer and schedule."""
 
+import gc
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +55,8 @@ def build_engine(cfg: RunConfig, prepared: Prepared, ds: DsConfig, total_steps: 
         return Schedule(optimizer, cfg.schedule, cfg.optim.lr, total_steps, warmup)
 
     engine = initialize(model, ds.values, cfg.train.activation_checkpointing, make_schedule, cfg.compile)
+    # What building leaves behind refers to itself, and would keep the memory of weights until Python looks for it.
+    gc.collect()
     if packed:
         check_isolation(engine, len(prepared.tokenizer), engine.device, cfg.model.name or cfg.model.path)
     in_use = _in_use(engine, cfg, without_liger)

@@ -61,8 +61,8 @@ class RunPlan:
         return "\n".join(view.memory_table(self.layout))
 
 
-def plan_run(cfg: RunConfig, prepared: Prepared, ranks: Ranks, device: torch.device) -> RunPlan | None:
-    """Return the plan of a config on this machine; None for a model that nobody has planned yet.
+def plan_run(cfg: RunConfig, prepared: Prepared, ranks: Ranks, device: torch.device, file: Path) -> RunPlan | None:
+    """Write down and return the plan of a config on this machine; None for a model that nobody has planned yet.
 
     A collective.
     """
@@ -75,7 +75,9 @@ def plan_run(cfg: RunConfig, prepared: Prepared, ranks: Ranks, device: torch.dev
             outline = None
         if outline is None:
             return None
-        return RunPlan(lay_out(outline, cfg, machine, rates_of(cfg, machine)), machine.on_cpu)
+        found = RunPlan(lay_out(outline, cfg, machine, rates_of(cfg, machine)), machine.on_cpu)
+        found.write(file)
+        return found
 
     return on_rank0(plan)
 

@@ -26,6 +26,9 @@ from toolkit.train.loop import Job
 from toolkit.train.rehearse import rehearse_step, unchanged
 from toolkit.train.rehearse_disk import check_room, try_checkpoint, try_export
 
+_SMALL_BUCKET = 50_000_000
+"""Elements of a bucket that serves well and takes little."""
+
 
 def rehearse(session: Session, job: Job, evaluation: Evaluation | None, plan: RunPlan | None) -> str:
     """Try what the run will do, and leave everything as it was. A collective; returns what is said of it.
@@ -94,6 +97,8 @@ def remedies(cfg: RunConfig, world_size: int) -> list[str]:
     """Return overrides that take less memory than a config, the cheapest first."""
     words = []
     micro, zero = micro_rows(cfg), cfg.zero
+    if zero.stage and zero.reduce_bucket_size > _SMALL_BUCKET:  # taken whole, however small the model
+        words.append(f"zero.reduce_bucket_size={_SMALL_BUCKET}")
     smaller = [rows for rows in range(1, micro) if cfg.batch.global_size % (rows * world_size) == 0]
     if smaller:
         words.append(f"batch.micro_per_gpu={smaller[-1]}")

@@ -117,14 +117,11 @@ def run_session(cfg: RunConfig, ranks: Ranks, prepared: Prepared, started: float
     )
     if origin.checkpoint is not None:
         go_on(saver, origin.checkpoint, start, ranks, cfg.run.seed)
-    plan = plan_run(cfg, prepared, ranks, engine.device)
-    if plan is not None and ranks.rank == 0:
-        plan.write(folder / "plan.json")
+    plan = plan_run(cfg, prepared, ranks, engine.device, folder / "plan.json")
     evaluation = _evaluation(session, saver.say) if prepared.validation is not None else None
     job = _job(session, saver, evaluation, start, total_steps, plan)
     if ranks.rank == 0:
-        progress.say(_start_line(session, total_steps, job.steps_per_epoch))
-        progress.say(job.account.describe())
+        progress.say(f"{_start_line(session, total_steps, job.steps_per_epoch)}\n{job.account.describe()}")
     try:
         if cfg.train.rehearse and start.step < total_steps:
             progress.say(rehearse(session, job, evaluation, plan))

@@ -163,7 +163,7 @@ class _Rank:
 
     def at_rest(self) -> Parts:
         """Between two steps."""
-        weights, states = self.weight * self.all, (12 if self.is_half else 8) * self.trained
+        weights, states = self.whole(), (12 if self.is_half else 8) * self.trained
         if self.stage == 0:
             return {"weights": weights, "optimizer": states}
         states = 12 * self.part(self.trained)
@@ -189,6 +189,17 @@ class _Rank:
                 parts["buckets"] = (self.weight + self.grad) * self.largest // 2
         return parts
 
+    def whole(self) -> int:
+        """Bytes of all weights; QLoRA has those of the layers' matrices in 4 bits, and 1/64 byte of statistics."""
+        if self.cfg.tuning.method is not TuningMethod.qlora:
+            return self.weight * self.all
+        small = sum(
+            math.prod(shape)
+            for name, shape in self.outline.shapes.items()
+            if len(shape) == 2 and layer_of(name) >= 0 and name not in self.outline.trained
+        )
+        return self.weight * (self.all - small) + small // 2 + small // 64
+
     @property
     def keeps_float_gradients(self) -> bool:
         """bf16 at stage 1 is DeepSpeed's BF16_Optimizer, which adds all gradients up in float32."""
@@ -202,7 +213,15 @@ class _Rank:
 
     def forward(self) -> Parts:
         """At the end of a forward pass, when everything is kept for the backward pass, and its beginning."""
-        parts = self.kept() | {"loss": self.loss()} | self.gathered()
+        parts = self.kept() | {"loss": self.loss()}
+        zero = self.cfg.zero
+        if self.stage == 3 and self.all <= zero.stage3_max_live_parameters:
+            # Everything is fetched once and stays: no more is on its way when the activations are there.
+            coming, staying = self.gathered(), self.gathered(ahead=False)
+            extra = sum(coming.values()) - sum(staying.values())
+            parts = coming if extra > sum(parts.values()) else parts | staying
+        else:
+            parts |= self.gathered()
         if accumulation(self.cfg, self.world) > 1:
             parts["gradients"] = self.gradients()
             if self.stage == 1 and not self.keeps_float_gradients:

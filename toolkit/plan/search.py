@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from copy import deepcopy
 from dataclasses import dataclass
 
-from toolkit.config.schema import Device, RunConfig
+from toolkit.config.schema import Device, RunConfig, TuningMethod
 from toolkit.messages import tr
 from toolkit.plan.host import HostMemory, plan_host
 from toolkit.plan.machine import Machine
@@ -69,6 +69,8 @@ def lay_out(outline: Outline, cfg: RunConfig, machine: Machine, rates: Rates) ->
 def layouts(outline: Outline, cfg: RunConfig, machine: Machine, rates: Rates) -> Iterator[Layout]:
     """Yield every way that keeps the global batch: stages, offloading, activation checkpointing, micro-batches."""
     for stage, optimizer, parameters in LAYOUTS:
+        if stage == 3 and (cfg.tuning.method is TuningMethod.qlora or cfg.tuning.dora):
+            continue  # peft 0.21 cannot; config.checks_tuning refuses it
         for recomputes in (False, True):
             for micro in micro_batches(cfg, machine.world_size):
                 yield lay_out(outline, changed(cfg, stage, optimizer, parameters, recomputes, micro), machine, rates)
@@ -83,13 +85,13 @@ def micro_batches(cfg: RunConfig, world_size: int) -> list[int]:
 
 
 def cheapest(found: list[Layout]) -> Layout | None:
-    """Return the fastest that fits; of equally fast ones (2 %) the simplest that leaves a tenth of the memory free."""
+    """Return the fastest that fits; of equally fast ones (2 %) the simplest that leaves 5 % of the memory free."""
     fitting = [layout for layout in found if layout.fits]
     if not fitting:
         return None
     best = min(layout.time.seconds for layout in fitting)
     fast = [layout for layout in fitting if layout.time.seconds <= 1.02 * best]
-    roomy = (layout for layout in fast if layout.memory.peak(layout.memory.worst) <= 0.9 * layout.usable_bytes)
+    roomy = (layout for layout in fast if layout.memory.peak(layout.memory.worst) <= 0.95 * layout.usable_bytes)
     return next(roomy, None) or min(fast, key=lambda layout: layout.memory.peak(layout.memory.worst))
 
 

@@ -102,7 +102,8 @@ def step_time(outline: Outline, cfg: RunConfig, machine: Machine, rates: Rates) 
     return StepTime(
         compute=times * (flops / rates.flops + rates.micro_s),
         communication=_sent(outline, cfg, world, times) / rates.link
-        + _collectives(outline, cfg, world, times) * rates.latency_s,
+        + _collectives(outline, cfg, world, times) * rates.latency_s
+        + _fetched(outline, cfg, world, times) / rates.pcie,
         update=_update(outline.num_trained, cfg, world, weight, rates),
         overlapped=not machine.on_cpu and (cfg.zero.stage == 3 or cfg.zero.overlap_comm),
         tokens=rows.tokens * times * world,
@@ -119,6 +120,13 @@ def _sent(outline: Outline, cfg: RunConfig, world: int, times: int) -> float:
     if cfg.zero.stage == 2:
         return times * gradients + trained
     return 2 * gradients + (trained if cfg.zero.stage == 1 else 0)
+
+
+def _fetched(outline: Outline, cfg: RunConfig, world: int, times: int) -> float:
+    """Return the bytes of offloaded weights that a rank brings to its GPU in a step: its part, forward and backward."""
+    if cfg.zero.offload_param.device is Device.none:
+        return 0.0
+    return times * 2 * WIDTHS[cfg.precision.dtype] * outline.num_parameters / world
 
 
 def _collectives(outline: Outline, cfg: RunConfig, world: int, times: int) -> int:

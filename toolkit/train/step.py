@@ -75,8 +75,7 @@ def train_step(
     pairs = sum(int(((batch["position_ids"] + 1) * (batch["segment_ids"] > 0)).sum()) for batch in micro_batches)
     arrived, forward = time.perf_counter(), Stopwatch(engine.device)
     # Not read here: the host would wait for the last step's update before it queues any work of this one.
-    mine = [sum(micro_tokens), not_padding, rank_tokens, pairs, *map(float, votes)]
-    counts = sum_over_ranks(mine, engine.device)
+    counts = sum_over_ranks([sum(micro_tokens), not_padding, rank_tokens, pairs, *map(float, votes)], engine.device)
     factor = (world_size / counts[0]).float()
     micro_losses = torch.zeros(len(micro_batches), device=engine.device)
     for place, batch in enumerate(micro_batches):

@@ -1,7 +1,6 @@
-#!/usr/bin/env python3
 """Time the loss of one micro-batch and its memory, with all logits and without: output layer and cross entropy alone.
 
-OMP_NUM_THREADS=1 python scripts/bench_loss.py tokens=2048 trained=0.5 hidden=1024 vocab=65024 dtype=float32
+OMP_NUM_THREADS=1 python -m toolkit.bench.loss tokens=2048 trained=0.5 hidden=1024 vocab=65024 dtype=float32
 On a GPU the memory is what PyTorch held at most, on a CPU what the process grew by. Words: see DEFAULTS.
 """
 
@@ -53,7 +52,8 @@ def measure(way: str, given: dict[str, Any]) -> None:
         seconds.append(time.perf_counter() - started)
     grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024
     most = torch.cuda.max_memory_allocated() if device == "cuda" else grown
-    print(f"{way:8} loss {value:.6g}  {statistics.median(seconds):.3f} s  {most / 2**20:,.0f} MiB", flush=True)
+    sys.stdout.write(f"{way:8} loss {value:.6g}  {statistics.median(seconds):.3f} s  {most / 2**20:,.0f} MiB\n")
+    sys.stdout.flush()
 
 
 if __name__ == "__main__":
