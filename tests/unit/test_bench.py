@@ -149,4 +149,5 @@ def test_the_gpu_bench_runs_without_a_gpu(tmp_path: Path) -> None:
     assert found["size"]["steps"] == found["full"]["step"] == 1
     assert found["full"]["total_tokens"] == found["lora"]["total_tokens"] > 400
     assert found["full"]["padding_fraction"] < 0.1
+    assert found["full"]["planned_memory_bytes"] > 1 << 20
     assert min(found[name] for name in ("mfu_matmul", "lora_to_full", "full_to_trainer", "memory_to_trainer")) > 0

@@ -11,11 +11,12 @@ from peft import LoraConfig, inject_adapter_in_model
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
+from toolkit.config.schema import TuningConfig, TuningMethod
 from toolkit.engine.initialize import _want_gradient
 from toolkit.models.chatglm.modeling import ChatGLMConfig, ChatGLMForConditionalGeneration
 from toolkit.plan.cards import CARDS, find_card
-from toolkit.plan.flops import Work, causal_pairs, formula, lora_shapes, square_pairs
-from toolkit.plan.parameters import Shapes, shapes_of_config
+from toolkit.plan.flops import Work, causal_pairs, formula
+from toolkit.plan.parameters import Shapes, shapes_of_config, tuned
 
 ROWS, TOKENS, LAYERS, HIDDEN, HEADS, VOCAB = 2, 24, 3, 32, 4, 96
 RANK = 5
@@ -98,12 +99,11 @@ def test_torch_counts_the_same(name: str, way: str, checkpointing: bool) -> None
     sizes = {"layers": LAYERS, "heads": HEADS, "head_size": HIDDEN // HEADS}
     shapes: Shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     if way == "lora":
-        targets = [
-            one for one in linear if one.endswith(("query_key_value", "q_proj", "k_proj", "v_proj", "down_proj"))
-        ]
-        inject_adapter_in_model(LoraConfig(r=RANK, target_modules=targets), model)
-        shapes |= lora_shapes(shapes, targets, RANK)
-        trained = {name for name in shapes if "lora_" in name}
+        ends = ["query_key_value", "q_proj", "k_proj", "v_proj", "down_proj"]
+        ends = [end for end in ends if any(one.endswith(end) for one in linear)]
+        planned = tuned(shapes, sizes, TuningConfig(method=TuningMethod.lora, rank=RANK, target_modules=ends))
+        shapes, trained = planned.shapes, set(planned.trained)
+        inject_adapter_in_model(LoraConfig(r=RANK, target_modules=ends), model)
         assert trained == {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     elif way == "full":
         trained = set(shapes)
@@ -111,7 +111,7 @@ def test_torch_counts_the_same(name: str, way: str, checkpointing: bool) -> None
         trained = {name for name in shapes if f".layers.{LAYERS - 1}." in name}
         for parameter_name, parameter in model.named_parameters():
             parameter.requires_grad_(parameter_name in trained)
-    work = Work(ROWS * TOKENS, square_pairs([TOKENS] * ROWS), ROWS * int(TRAINED.sum()))
+    work = Work(ROWS * TOKENS, ROWS * TOKENS**2, ROWS * int(TRAINED.sum()))
     expected = formula(shapes, sizes, trained)
     forward, backward = counted(model, checkpointing)
     assert forward == expected.forward.flops(work)
@@ -151,6 +151,17 @@ def test_chatglm3_6b_by_hand() -> None:
     assert needed == pytest.approx(6 * 6e9 * 4096, rel=0.1)
     frozen = formula(*found, trained=set())
     assert frozen.model_flops(work) == frozen.forward.flops(work)
+
+
+def test_a_saved_module_counts_once() -> None:
+    found = shapes_of_config(MODELS["llama"]().config.to_dict())
+    assert found
+    lora = TuningConfig(method=TuningMethod.lora, save_modules=["lm_head"])
+    planned, plain = tuned(*found, lora), tuned(*found, TuningConfig(method=TuningMethod.lora))
+    with_head, without = (formula(one.shapes, one.sizes, one.trained) for one in (planned, plain))
+    assert with_head.forward == without.forward
+    head = with_head.backward.per_trained_token
+    assert head == 2 * without.backward.per_trained_token == 4 * HIDDEN * VOCAB
 
 
 def test_a_learned_prefix_is_seen_by_every_token() -> None:

@@ -9,17 +9,17 @@ import sys
 import time
 from collections.abc import Callable
 from copy import deepcopy
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
 from torch import distributed
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, GlmForCausalLM
 
 from toolkit.config.checks import check
 from toolkit.config.load import load
 from toolkit.config.schema import Init, RunConfig
-from toolkit.models.build import TORCH_DTYPES
+from toolkit.models.build import TORCH_DTYPES, random_config
 from toolkit.models.chatglm.family import Architecture, architecture_of
 from toolkit.models.chatglm.glm import glm_config
 from toolkit.models.chatglm.modeling import ChatGLMConfig, ChatGLMForConditionalGeneration
@@ -81,22 +81,8 @@ def _layers(cfg: RunConfig, layers: int, device: torch.device) -> tuple[float, f
 
 def _model(cfg: RunConfig, layers: int) -> torch.nn.Module:
     if cfg.model.init is Init.random:
-        from transformers import GlmConfig, GlmForCausalLM
-
-        shape = cfg.model.shape
-        return GlmForCausalLM(
-            GlmConfig(
-                vocab_size=shape.vocab_size,
-                hidden_size=shape.hidden_size,
-                intermediate_size=shape.intermediate_size,
-                num_hidden_layers=layers,
-                num_attention_heads=shape.num_heads,
-                num_key_value_heads=shape.num_kv_heads,
-                head_dim=shape.hidden_size // shape.num_heads,
-                attention_bias=True,
-                pad_token_id=None,
-            )
-        )
+        shape = replace(cfg.model.shape, num_layers=layers)
+        return GlmForCausalLM(random_config(shape, shape.vocab_size))
     config: dict[str, Any] = dict(config_of(cfg))
     architecture = architecture_of(config)
     if architecture is Architecture.v1:

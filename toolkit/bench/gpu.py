@@ -30,8 +30,10 @@ from toolkit.engine.ds_config import build_ds_config
 from toolkit.engine.initialize import initialize
 from toolkit.launch import environment
 from toolkit.models.attention import choose_attention
-from toolkit.models.build import TORCH_DTYPES
+from toolkit.models.build import TORCH_DTYPES, random_config
 from toolkit.models.tuning.apply import tune
+from toolkit.plan.memory import plan_rank
+from toolkit.plan.outline import outline_of
 from toolkit.train.account import account_of
 from toolkit.train.guard import Guard
 from toolkit.train.meter import Meter, memory_peaks
@@ -80,7 +82,7 @@ def compare(size: Size, words: Sequence[str], say: Callable[[str], None]) -> dic
     Returns:
         `full`, `lora`: the rows of metrics.jsonl; `trainer`: speed and memory of Hugging Face's on the same work;
         `mfu_matmul` (goal 0.6, first mark 0.5), `lora_to_full` and `full_to_trainer` in tokens/s (goals 1.3 and 1),
-        `memory_to_trainer` (goal below 1).
+        `memory_to_trainer` (goal below 1), `plan_to_peak` of memory; without a GPU the peak is that of the process.
     """
     found: dict[str, Any] = {"size": asdict(size), "overrides": list(words)}
     for name, call, more in (
@@ -91,6 +93,7 @@ def compare(size: Size, words: Sequence[str], say: Callable[[str], None]) -> dic
         say(name)
         found[name] = measure(call, size, [*words, *more]).result
     key = "device_memory_peak_bytes" if "device_memory_peak_bytes" in found["full"] else "host_memory_peak_bytes"
+    found["plan_to_peak"] = found["full"]["planned_memory_bytes"] / found["full"][key]
     found["mfu_matmul"] = found["full"]["mfu_matmul"]
     found["lora_to_full"] = found["lora"]["tokens_per_s"] / found["full"]["tokens_per_s"]
     found["full_to_trainer"] = found["full"]["tokens_per_s"] / found["trainer"]["tokens_per_s"]
@@ -101,7 +104,7 @@ def compare(size: Size, words: Sequence[str], say: Callable[[str], None]) -> dic
 def ours(size: Size, words: Sequence[str]) -> dict[str, float]:
     """Train with our step for some steps; return what metrics.jsonl would say of them."""
     cfg, values = _begin(size, words)
-    model = _model(size, cfg)
+    model = _model(cfg)
     choose_attention(model, cfg.model.attention, True, TORCH_DTYPES[cfg.precision.dtype])
     tune(model, cfg.tuning, Path(), None, cfg.run.seed, values)
 
@@ -111,7 +114,9 @@ def ours(size: Size, words: Sequence[str]) -> dict[str, float]:
     engine = initialize(model, values, cfg.train.activation_checkpointing, schedule)
     engine.train()
     guard = Guard(engine, cfg.train)
-    account = account_of(engine, cfg.tuning, cfg.train.activation_checkpointing.enabled)
+    on_cpu = get_accelerator().device_name() == "cpu"
+    planned = plan_rank(outline_of(cfg, print), cfg, 1, on_cpu).peak("step")
+    account = account_of(engine, cfg.tuning, cfg.train.activation_checkpointing.enabled, planned)
     batches = _batches(size)
     for place in range(WARM_UP + size.steps):
         if place in (0, WARM_UP):
@@ -168,7 +173,7 @@ def hugging_face(size: Size, words: Sequence[str]) -> dict[str, float]:
             disable_tqdm=True,
         )
         trainer = transformers.Trainer(
-            model=_model(size, cfg),
+            model=_model(cfg),
             args=arguments,
             train_dataset=rows,
             data_collator=transformers.default_data_collator,
@@ -185,33 +190,31 @@ def hugging_face(size: Size, words: Sequence[str]) -> dict[str, float]:
 def _begin(size: Size, words: Sequence[str]) -> tuple[RunConfig, dict[str, Any]]:
     """Compose the recipe and join a process group of one; return the config and the DeepSpeed dict."""
     environment.apply(environment.detect({}), os.environ)
-    batch = [f"batch.micro_per_gpu={size.rows}", f"batch.global_size={size.rows * size.accumulation}"]
-    cfg = load(["recipe=chatglm", "zero=stage2", "optim.torch=true", *batch, *words]).cfg
+    shape = {
+        "vocab_size": size.vocab,
+        "hidden_size": size.hidden,
+        "intermediate_size": size.inner,
+        "num_layers": size.layers,
+        "num_heads": size.heads,
+        "num_kv_heads": size.groups,
+        "max_positions": size.tokens,
+    }
+    own = [f"batch.micro_per_gpu={size.rows}", f"batch.global_size={size.rows * size.accumulation}"]
+    own += ["model.init=random", f"data.max_length={size.tokens}", "zero=stage2", "optim.torch=true"]
+    own += [f"model.shape.{name}={value}" for name, value in shape.items()]
+    cfg = load(["recipe=chatglm", *own, *words]).cfg
     process_group.start(cfg.distributed)
     return cfg, build_ds_config(cfg, 1, _ENDLESS).values
 
 
-def _model(size: Size, cfg: RunConfig) -> transformers.PreTrainedModel:
+def _model(cfg: RunConfig) -> transformers.PreTrainedModel:
     """Return a random model, made where it stays."""
-    shape = transformers.GlmConfig(
-        vocab_size=size.vocab,
-        hidden_size=size.hidden,
-        intermediate_size=size.inner,
-        num_hidden_layers=size.layers,
-        num_attention_heads=size.heads,
-        num_key_value_heads=size.groups,
-        head_dim=size.hidden // size.heads,
-        max_position_embeddings=size.tokens,
-        attention_bias=True,
-        pad_token_id=None,
-        bos_token_id=None,
-        eos_token_id=0,
-        use_cache=False,
-    )
+    config = random_config(cfg.model.shape, cfg.model.shape.vocab_size)
+    config.use_cache = False
     torch.manual_seed(cfg.run.seed)
     with torch.device(get_accelerator().current_device_name()):
         model: transformers.PreTrainedModel = transformers.AutoModelForCausalLM.from_config(
-            shape, dtype=TORCH_DTYPES[cfg.precision.dtype]
+            config, dtype=TORCH_DTYPES[cfg.precision.dtype]
         )
     return model
 

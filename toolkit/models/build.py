@@ -54,9 +54,16 @@ def build_model(
     return model
 
 
-def _random_glm(shape: ShapeConfig, tokenizer: PreTrainedTokenizerBase, seed: int) -> PreTrainedModel:
-    glm = GlmConfig(
-        vocab_size=len(tokenizer),
+def random_config(shape: ShapeConfig, vocab_size: int, eos_token_id: int | None = None) -> GlmConfig:
+    """Return the config of a random model.
+
+    Args:
+        shape: `model.shape`; its vocabulary is at most what the tokenizer is fitted to, so it is not looked at.
+        vocab_size: of the tokenizer.
+        eos_token_id: of the tokenizer.
+    """
+    return GlmConfig(
+        vocab_size=vocab_size,
         hidden_size=shape.hidden_size,
         intermediate_size=shape.intermediate_size,
         num_hidden_layers=shape.num_layers,
@@ -68,8 +75,12 @@ def _random_glm(shape: ShapeConfig, tokenizer: PreTrainedTokenizerBase, seed: in
         # A padding id here would freeze its row of the embedding (torch.nn.Embedding's padding_idx).
         pad_token_id=None,
         bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
+        eos_token_id=eos_token_id,
     )
+
+
+def _random_glm(shape: ShapeConfig, tokenizer: PreTrainedTokenizerBase, seed: int) -> PreTrainedModel:
+    glm = random_config(shape, len(tokenizer), tokenizer.eos_token_id)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = transformers.GlmForCausalLM(glm)

@@ -5,8 +5,8 @@ nearly everything. What is counted is what the result needs, whoever computes mo
 
 - Linear layers, for each token that is not padding. Looking up an embedding is no FLOP.
 - Attention, for each pair of a token and one that it sees: L (L + 1) / 2 of a sample of L tokens, also for samples that
-  share a row. A kernel that knows no causality computes `square_pairs`, up to twice as many. ChatGLM-6B's prompts see
-  all of themselves; they are counted as if they did not, as in every other model.
+  share a row. A kernel that knows no causality computes L x L, one that knows no samples the square of the row: that is
+  no one's need. ChatGLM-6B's prompts see all of themselves; they are counted as if they did not, as elsewhere.
 - The output layer, for trained tokens only: no other token's logits are needed.
 - Backward, as much again for the gradients of trained weights, and as much again for those of activations as far down
   as something is trained; twice for the pairs of attention. Of the first layer that is trained, attention's gradients
@@ -95,7 +95,7 @@ def formula(
     """Return the FLOPs of a dense decoder.
 
     Args:
-        shapes: parameters by name, as they are used: with what LoRA adds (`lora_shapes`, or a real model's).
+        shapes: parameters by name, with what tuning adds: `tuned`'s, or a real model's.
         sizes: `layers`, `heads` and `head_size`; others are not looked at.
         trained: names of the trained parameters; None is all.
         prefix_tokens: learned keys and values that every token sees besides (P-Tuning v2).
@@ -125,33 +125,9 @@ def formula(
     )
 
 
-def lora_shapes(shapes: Shapes, targets: Iterable[str], rank: int) -> Shapes:
-    """Return the shapes of what LoRA adds, named as the real model's.
-
-    Args:
-        shapes: of the model.
-        targets: names of the matrices that it is added to, without `.weight`.
-        rank: of the additions.
-    """
-    added: Shapes = {}
-    for name in targets:
-        out, width = shapes[f"{name}.weight"]
-        added[f"{name}.lora_A.default.weight"], added[f"{name}.lora_B.default.weight"] = (rank, width), (out, rank)
-    return added
-
-
 def causal_pairs(lengths: Iterable[int]) -> int:
     """Return the pairs of tokens that samples of these lengths need."""
     return sum(length * (length + 1) // 2 for length in lengths)
-
-
-def square_pairs(lengths: Iterable[int]) -> int:
-    """Return the pairs that a kernel computes that knows no causality.
-
-    Args:
-        lengths: of samples; of whole rows for a kernel that knows no samples either.
-    """
-    return sum(length * length for length in lengths)
 
 
 def _matrices(shapes: Shapes) -> tuple[list[str], list[str]]:
@@ -159,13 +135,19 @@ def _matrices(shapes: Shapes) -> tuple[list[str], list[str]]:
     flat = [
         name
         for name, shape in shapes.items()
-        if len(shape) == 2 and not name.startswith(_ADDED) and "original_module" not in name
+        if len(shape) == 2 and not name.startswith(_ADDED) and not _is_replaced(name, shapes)
     ]
     outside = [name for name in flat if _layer(name) is None]
     heads = [name for name in outside if any(part in name for part in _HEADS)]
     if not heads and outside:  # the embedding serves as both, the largest that there is
         heads = [max(outside, key=lambda name: math.prod(shapes[name]))]
     return [name for name in flat if _layer(name) is not None], heads
+
+
+def _is_replaced(name: str, shapes: Shapes) -> bool:
+    """Whether a trained copy is computed with instead: LoRA's `save_modules`."""
+    owner, _, end = name.rpartition(".")
+    return "original_module" in name or f"{owner}.modules_to_save.default.{end}" in shapes
 
 
 def _place(name: str, layers: int) -> Place:
