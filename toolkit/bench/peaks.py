@@ -44,7 +44,7 @@ def compare(
     measured: dict[str, int] = {}
     world_size = ranks.world_size
     gc.collect()
-    with PeakMemory(device) as memory:
+    with PeakMemory(device, only_new=True) as memory:
         before = memory.restart()
         engine = build()
         measured["load"] = memory.peak() - before

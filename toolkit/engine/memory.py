@@ -65,16 +65,17 @@ class PeakMemory:
     Args:
         device: of this rank.
         limit_bytes: of a CPU rank: more is out of memory; 0 does not limit. A GPU has its own limit.
+        only_new: on a CPU rank, leave out what is there already.
     """
 
-    def __init__(self, device: torch.device, limit_bytes: int = 0) -> None:
-        self.device = device
+    def __init__(self, device: torch.device, limit_bytes: int = 0, only_new: bool = False) -> None:
+        self.device, self._only_new = device, only_new
         self._live = LiveBytes(limit_bytes) if device.type == "cpu" else None
         self._before = 0
 
     def __enter__(self) -> "PeakMemory":
         if self._live is not None:
-            for one in gc.get_objects():
+            for one in [] if self._only_new else gc.get_objects():
                 if issubclass(type(one), torch.Tensor):  # the type: asking some objects for it would import packages
                     with suppress(NotImplementedError):  # sparse tensors have no storage
                         self._live.see(one)

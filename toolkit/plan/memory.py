@@ -243,6 +243,8 @@ class _Rank:
             again = 0  # of the micro-batch beside those before it, unless they are added up in one buffer
             if stage == 2 and not self.offloads and self.cfg.precision.dtype is not Dtype.bf16:
                 again = self.grad * self.part(trained) + weight * self.largest
+                if accumulation(self.cfg, self.world) == 1:  # none are before it
+                    parts["gradients"] = 0
             buffer = weight * self.bucket if stage == 2 else 0
             parts["buckets"] = buffer + max(flush + weight * self.largest // 2, again)
         return parts
@@ -317,8 +319,8 @@ class _Rank:
         """When DeepSpeed makes its own copies of the weights; Adam's states come with the first step."""
         parts, trained = self.at_rest(), self.trained
         if self.stage == 0 and self.is_half:  # but here, by a step with gradients of zero
-            return parts | {"gradients": 4 * trained}
-        if "optimizer" in parts:
+            parts["gradients"] = 4 * trained
+        elif "optimizer" in parts:
             parts["optimizer"] -= 8 * self.part(trained) if self.stage else 8 * trained
         if self.stage in (1, 2) and not self.keeps_float_gradients and not self.offloads:
             flattened = max(0, self.weight * trained - parts["optimizer"])  # freed before the states are made
