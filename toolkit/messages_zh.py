@@ -815,4 +815,12 @@ CHINESE: dict[str, str] = {
     "Rehearsed in {seconds} s: the longest batch ({rows} x {tokens} tokens) with an update, a save, an export, an evaluation. Memory: {peak} at most, on rank {rank} ({before} before the step{limit}){planned}.": "预演用时 {seconds} 秒：最长的批次（{rows} x {tokens} 个 token）及一次更新、一次保存、一次导出、一次评估。内存：至多 {peak}，在 rank {rank} 上（该步之前 {before}{limit}）{planned}。",
     "keys and values of answers": "回答的键和值",
     "Not counted: pages of the tokenised data (they give way), and other programs.": "未计入：分词后数据的内存页（需要时会让出），以及其他程序。",
+    "no answer within {seconds} s": "{seconds} 秒内没有结果",
+    "WARNING: this run has no plan of its memory: {reason}": "警告：本次训练没有显存规划：{reason}",
+    "calibrate=true measures this machine, which is not {machine}: it has {here}. Leave gpus= out, or write gpus=2xcpu.": "calibrate=true 测量的是本机，而本机不是 {machine}：它有 {here}。请去掉 gpus=，或写 gpus=2xcpu。",
+    "no NVIDIA GPU": "没有 NVIDIA GPU",
+    "output={file} is there already; nothing is overwritten.": "output={file} 已经存在；不会覆盖任何内容。",
+    "output={file} cannot be written: {reason}": "无法写入 output={file}：{reason}",
+    "tuning: nothing of this model would be trained as far as its parameters' names tell.": "tuning：从参数名称看，这个模型没有任何部分会被训练。",
+    "Step: no estimate, as the FLOPs of a mixture of experts are not known here.": "每步时间：没有估计，因为这里不知道混合专家模型的 FLOPs。",
 }

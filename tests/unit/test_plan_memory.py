@@ -192,6 +192,7 @@ def test_estimates_of_time_are_consistent(world: int, stage: int) -> None:
         ("gpus=8xVoodoo2", "no datasheet of 'Voodoo2' is known"),
         ("host_memory=much", "host_memory = much is no size"),
         ("nodes=0", "nodes"),
+        ("calibrate=true", "calibrate=true measures this machine, which is not 1 x 8 x 80 GiB"),
     ],
 )
 def test_what_cannot_be_planned_is_said(word: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -207,6 +208,62 @@ def test_a_model_that_is_not_known_needs_its_config(tmp_path: Path, capsys: pyte
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     assert main([*words, f"model.path={tmp_path}"]) == 2
     assert "is no model's config.json" in capsys.readouterr().err
+
+
+def test_code_of_a_folder_is_not_run(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+        [sys.executable, "-m", "toolkit", *words],
+        input="y\ny\n",
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    ran = tmp_path / "ran"
+    (tmp_path / "evil.py").write_text(f"open({str(ran)!r}, 'w')")
+    config = {"model_type": "t5", "auto_map": {"AutoModelForCausalLM": "evil.Model", "AutoConfig": "evil.Config"}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    words = ["plan", "recipe=chatglm", "model=hf", f"model.path={tmp_path}", "gpus=8x80GB", f"prepare.dir={tmp_path}/c"]
+    finished = subprocess.run(
+        [sys.executable, "-m", "toolkit", *words],
+        input="y\ny\n",
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert finished.returncode == 2
+    assert "the model cannot be built to be measured" in finished.stderr
+    assert not ran.exists()
+
+
+def test_bounds_and_cards_that_are_special(tmp_path: Path) -> None:
+    def planned(*words: str) -> dict[str, Any]:
+        output = tmp_path / f"{len(list(tmp_path.iterdir()))}.json"
+        assert main(["plan", "recipe=chatglm", f"output={output}", *words]) == 0
+        found: dict[str, Any] = json.loads(output.read_text())
+        return found
+
+    assert planned("gpus=8xV100-32GB")["recipe"]["step_s"] > 0  # it has no bf16
+    bounded = planned("gpus=8xA100-80GB", "plan.max_gpu_gib=20", "batch.micro_per_gpu=auto")
+    fitting = [one for one in bounded["layouts"] if one["fits"]]
+    assert fitting
+    assert all(sum(parts.values()) < 20 * GIB for one in fitting for parts in one["device_bytes"].values())
+    assert main(["plan", "recipe=chatglm", "gpus=8x80GB", f"output={tmp_path}/0.json"]) == 2  # nothing is overwritten
+    assert Machine(2, GIB, None, nodes=2, uneven_ranks=3).world_size == 3
+
+
+def test_logits_count_where_the_loss_is_not_chunked() -> None:
+    words = ["recipe=chatglm", "model.path=/models/none", "data.max_length=8192"]
+    plain, full = (load([*words, *more]).cfg for more in ([], ["kernels.loss=full"]))
+    outline = outline_of(plain, print)
+    before, after = (plan_rank(outline, cfg, 8).device["step"]["loss"] for cfg in (plain, full))
+    assert after > 8192 * 65024 * 12 > before
+
+
+def test_names_without_layers_are_understood() -> None:
+    shapes = {"transformer.h.0.attn.c_attn.weight": (8, 24), "transformer.h.1.attn.c_attn.weight": (8, 24)}
+    sizes = {"layers": 2, "hidden": 8, "keys": 8, "heads": 2, "head_size": 4, "inner": 32, "prefix": 32}
+    frozen = tuned(shapes, sizes, TuningConfig(method=TuningMethod.freeze, last_layers=1))
+    assert frozen.trained == {"transformer.h.1.attn.c_attn.weight"}
 
 
 def test_sizes() -> None:

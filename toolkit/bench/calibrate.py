@@ -4,8 +4,6 @@ One layer of the model, with its real sizes and rows, is what two layers take be
 same time, as they would train.
 """
 
-import json
-import sys
 import time
 from collections.abc import Callable
 from copy import deepcopy
@@ -16,8 +14,6 @@ import torch
 from torch import distributed
 from transformers import AutoConfig, AutoModelForCausalLM, GlmForCausalLM
 
-from toolkit.config.checks import check
-from toolkit.config.load import load
 from toolkit.config.schema import Init, RunConfig
 from toolkit.models.build import TORCH_DTYPES, random_config
 from toolkit.models.chatglm.family import Architecture, architecture_of
@@ -34,11 +30,10 @@ _UPDATED = 4_000_000
 _SENT = 4_000_000
 
 
-def measure(cfg: RunConfig, rank: int, world_size: int) -> Rates:
+def measure(cfg: RunConfig, local_rank: int, world_size: int, on_cpu: bool) -> Rates:
     """Return this machine's rates. A collective."""
-    is_cuda = torch.cuda.is_available()
-    device = torch.device("cuda", rank) if is_cuda else torch.device("cpu")
-    if is_cuda:
+    device = torch.device("cpu") if on_cpu else torch.device("cuda", local_rank)
+    if not on_cpu:
         torch.cuda.set_device(device)
     seconds, flops = zip(*(_layers(cfg, layers, device) for layers in (1, 2)), strict=True)
     speed = (flops[1] - flops[0]) / max(seconds[1] - seconds[0], 1e-6)
@@ -46,7 +41,8 @@ def measure(cfg: RunConfig, rank: int, world_size: int) -> Rates:
         flops=speed,
         micro_s=max(0.0, seconds[0] - flops[0] / speed),
         memory=_update(device, WIDTHS[cfg.precision.dtype]),
-        link=_link(device, world_size),
+        link=_link(device, world_size, _SENT),
+        latency_s=_latency(device, world_size),
         is_measured=True,
     )
 
@@ -91,10 +87,10 @@ def _model(cfg: RunConfig, layers: int) -> torch.nn.Module:
     if architecture is not None:
         usual = {"layernorm_epsilon": 1e-5, "seq_length": 8192}
         known = glm_config(usual | config | {"num_layers": layers}, {})
-        return AutoModelForCausalLM.from_config(known)
+        return AutoModelForCausalLM.from_config(known, trust_remote_code=False)
     known = AutoConfig.for_model(**config)
     known.get_text_config().num_hidden_layers = layers
-    return AutoModelForCausalLM.from_config(known)
+    return AutoModelForCausalLM.from_config(known, trust_remote_code=False)
 
 
 def _seconds(call: Callable[[], None], device: torch.device) -> float:
@@ -120,36 +116,34 @@ def _update(device: torch.device, width: int) -> float:
     return _UPDATED * (16 + 12 + 2 * width) / _seconds(lambda: optimizer.step() and None, device)
 
 
-def _link(device: torch.device, world_size: int) -> float:
+def _link(device: torch.device, world_size: int, elements: int) -> float:
     if world_size == 1:
         return 1e12
-    sent = torch.ones(_SENT, device=device)
+    sent = torch.ones(elements, device=device)
     seconds = _seconds(lambda: distributed.all_reduce(sent) and None, device)
     return 2 * (world_size - 1) / world_size * sent.nbytes / seconds
 
 
-def main(rank: int, world_size: int, port: int, words: list[str]) -> None:
-    """Measure; rank 0 prints the slowest rank's rates as JSON."""
-    if not torch.cuda.is_available():
+def _latency(device: torch.device, world_size: int) -> float:
+    one = torch.ones(1, device=device)
+    return 0.0 if world_size == 1 else _seconds(lambda: distributed.all_reduce(one) and None, device)
+
+
+def measure_rank(cfg: RunConfig, rank: int, world_size: int, port: int, on_cpu: bool) -> dict[str, Any]:
+    """Return one rank's rates, measured beside the others; the target of a process.
+
+    Args:
+        cfg: whose model and rows are measured.
+        rank: of this process.
+        world_size: processes.
+        port: free, for them to meet at.
+        on_cpu: whether to leave GPUs alone.
+    """
+    if on_cpu:
         torch.set_num_threads(1)
     distributed.init_process_group(
-        "nccl" if torch.cuda.is_available() else "gloo",
-        init_method=f"tcp://127.0.0.1:{port}",
-        rank=rank,
-        world_size=world_size,
+        "gloo" if on_cpu else "nccl", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world_size
     )
-    loaded = load(words)
-    check(loaded, files=False)
-    rates = asdict(measure(loaded.cfg, rank, world_size))
-    everyone: list[Any] = [None] * world_size
-    distributed.all_gather_object(everyone, rates)
-    if rank == 0:
-        pick = {"micro_s": max}
-        sys.stdout.write(
-            json.dumps({name: pick.get(name, min)(one[name] for one in everyone) for name in rates}) + "\n"
-        )
+    rates = asdict(measure(cfg, rank, world_size, on_cpu))
     distributed.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4:])
+    return rates

@@ -56,7 +56,7 @@ def _plan(
     from toolkit.train.resume import Origin
 
     ds = build_ds_config(cfg, ranks.world_size, _STEPS)
-    rates = measure(cfg, ranks.rank, ranks.world_size)
+    rates = measure(cfg, ranks.local_rank, ranks.world_size, get_accelerator().device_name() == "cpu")
     device = torch.device(get_accelerator().current_device_name())
     return compare(cfg, lambda: build_engine(cfg, prepared, ds, _STEPS, Origin(folder, None)), ranks, device, rates)
 

@@ -15,19 +15,20 @@ in 1024s, as memory is sold.
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from toolkit.cli import plan_view as view
 from toolkit.cli.calibrating import calibrate
 from toolkit.cli.compose import compose, one_of, positive_int
-from toolkit.config.checks import check
+from toolkit.config.checks import check, settled
 from toolkit.config.schema import Init, RunConfig
+from toolkit.errors import ConfigError
 from toolkit.messages import say, tr
 from toolkit.plan.calibration import rates_of
 from toolkit.plan.host import checkpoint_bytes, export_bytes, offloads_to_disk
-from toolkit.plan.machine import Machine, parse_machine, this_machine
+from toolkit.plan.machine import GIB, Machine, parse_bytes, parse_machine, this_machine
 from toolkit.plan.outline import outline_of
 from toolkit.plan.parameters import Outline
 from toolkit.plan.search import Layout, cheapest, lay_out, layouts, overrides
@@ -40,33 +41,42 @@ def run(words: list[str]) -> int:
     """Plan."""
     own = ("gpus", "nodes", "host_memory", "calibrate", "output")
     composed = compose(words, world_size=None, arguments=own)
-    cfg, given = composed.loaded.cfg, composed.arguments
-    machine = _machine(given)
-    check(composed.loaded, machine.world_size, files=False)
+    given, output = composed.arguments, composed.arguments.get("output", "")
+    if output and Path(output).exists():
+        raise ConfigError(tr("output={file} is there already; nothing is overwritten.", file=output))
+    cfg = settled(composed.loaded.cfg)
+    machine = _machine(given, cfg)
+    check(replace(composed.loaded, cfg=cfg), machine.world_size, files=False)
     outline = outline_of(cfg, say)
     if one_of(given, "calibrate", ("false", "true")) == "true":
-        calibrate([word for word in words if word.partition("=")[0] not in own], cfg, machine)
-    rates = rates_of(cfg, machine)
+        calibrate(cfg, machine, outline)
+    rates = rates_of(cfg, machine, outline)
     mine = lay_out(outline, cfg, machine, rates)
     found = list(layouts(outline, cfg, machine, rates))
     best = cheapest(found)
     for line in _lines(outline, cfg, machine, rates, mine, found, best):
         say(line)
-    if given.get("output"):
-        Path(given["output"]).write_text(json.dumps(as_json(outline, machine, mine, found, best), indent=2) + "\n")
+    if output:
+        try:
+            Path(output).write_text(json.dumps(as_json(outline, machine, mine, found, best), indent=2) + "\n")
+        except OSError as error:
+            raise ConfigError(tr("output={file} cannot be written: {reason}", file=output, reason=error)) from error
     return 0
 
 
-def _machine(given: dict[str, str]) -> Machine:
+def _machine(given: dict[str, str], cfg: RunConfig) -> Machine:
     nodes = positive_int(given, "nodes") or 1
     host = given.get("host_memory", "")
-    if "gpus" in given:
-        return parse_machine(given["gpus"], nodes, host)
-    here = this_machine(nodes)
-    if here is None:
+    machine = this_machine(nodes) if "gpus" not in given else parse_machine(given["gpus"], nodes, host)
+    if machine is None:
         say(tr("No GPU here and no gpus=: planned for {gpus}.", gpus=_USUAL))
-        return parse_machine(_USUAL, nodes, host)
-    return here
+        machine = parse_machine(_USUAL, nodes, host)
+    if host:
+        machine = replace(machine, host_bytes=parse_bytes(host, "host_memory"))
+    bound = int(cfg.plan.max_gpu_gib * GIB)
+    if bound and bound < machine.usable_bytes:
+        machine = replace(machine, memory_bytes=bound, context_bytes=0)
+    return machine
 
 
 def _lines(
@@ -148,8 +158,8 @@ def as_json(
             "micro_per_gpu": cfg.batch.micro_per_gpu,
             "device_bytes": layout.memory.device,
             "host_bytes": layout.host.phases,
-            "step_s": layout.time.seconds,
-            "tokens_per_s": layout.time.tokens_per_s,
+            "step_s": layout.time.seconds if layout.time.is_known else None,
+            "tokens_per_s": layout.time.tokens_per_s if layout.time.is_known else None,
             "fits": layout.fits,
         }
 

@@ -123,6 +123,8 @@ def disk_line(outline: Outline, layout: Layout) -> str:
 def time_line(layout: Layout, rates: Rates) -> str:
     """Return the estimate of a step's time with what it rests on."""
     time = layout.time
+    if not time.is_known:
+        return tr("Step: no estimate, as the FLOPs of a mixture of experts are not known here.")
     return tr(
         "Step, estimated: {seconds} s ({compute} s computing, {communication} s communicating{overlapped}, {update} s "
         "updating), {tokens} tokens/s in all on full rows. {how}: {flops} TFLOP/s per rank, {link} GB/s between ranks, "
@@ -151,8 +153,8 @@ def layout_table(found: Sequence[Layout]) -> list[str]:
                 gib(layout.memory.peak(layout.memory.worst)),
                 _words()[layout.memory.worst],
                 gib(layout.host.peak),
-                f"{layout.time.seconds:.3g}",
-                f"{layout.time.tokens_per_s:,.0f}",
+                f"{layout.time.seconds:.3g}" if layout.time.is_known else "?",
+                f"{layout.time.tokens_per_s:,.0f}" if layout.time.is_known else "?",
                 tr("yes") if layout.fits else tr("no"),
             ]
         )

@@ -12,7 +12,7 @@ from toolkit.cli import plan_view as view
 from toolkit.config.schema import Device, Init, RunConfig
 from toolkit.distributed.process_group import gather, on_rank0
 from toolkit.engine.memory import limit_bytes
-from toolkit.errors import ConfigError, OutOfMemory
+from toolkit.errors import OutOfMemory
 from toolkit.launch.environment import Ranks
 from toolkit.messages import say, tr
 from toolkit.plan.calibration import rates_of
@@ -21,7 +21,7 @@ from toolkit.plan.host import PROCESS_BYTES
 from toolkit.plan.machine import Machine
 from toolkit.plan.outline import known_outline, outline_of
 from toolkit.plan.parameters import Outline, shape_of_random, tuned
-from toolkit.plan.search import Layout, changed, cheapest, lay_out, layouts, overrides
+from toolkit.plan.search import Layout, changed, cheapest, lay_out, layouts, micro_batches, overrides
 from toolkit.train.prepared import Prepared
 from toolkit.train.resume import Origin
 
@@ -71,12 +71,13 @@ def plan_run(cfg: RunConfig, prepared: Prepared, ranks: Ranks, device: torch.dev
     def plan() -> RunPlan | None:
         try:
             outline = _outline(cfg, prepared, measure=False)
-        except ConfigError:  # training can begin all the same
-            outline = None
-        if outline is None:
+            if outline is None:
+                return None
+            found = RunPlan(lay_out(outline, cfg, machine, rates_of(cfg, machine, outline)), machine.on_cpu)
+            found.write(file)
+        except Exception as error:  # whatever it is: it is there to be told, and training can begin without it
+            say(tr("WARNING: this run has no plan of its memory: {reason}", reason=repr(error)))
             return None
-        found = RunPlan(lay_out(outline, cfg, machine, rates_of(cfg, machine)), machine.on_cpu)
-        found.write(file)
         return found
 
     return on_rank0(plan)
@@ -93,10 +94,10 @@ def choose(cfg: RunConfig, prepared: Prepared, ranks: Ranks, device: torch.devic
     def best() -> Layout | None:
         outline = _outline(cfg, prepared, measure=True)
         assert outline is not None
-        return cheapest(list(layouts(outline, cfg, machine, rates_of(cfg, machine))))
+        return cheapest(list(layouts(outline, cfg, machine, rates_of(cfg, machine, outline))))
 
     if origin.checkpoint is not None:
-        return on_rank0(lambda: _as_before(cfg, origin.checkpoint))
+        return on_rank0(lambda: _as_before(cfg, origin.checkpoint, ranks.world_size))
     found = on_rank0(best)
     if found is None:
         raise OutOfMemory(
@@ -112,16 +113,20 @@ def choose(cfg: RunConfig, prepared: Prepared, ranks: Ranks, device: torch.devic
     return found.cfg
 
 
-def _as_before(cfg: RunConfig, checkpoint: Path | None) -> RunConfig:
+def _as_before(cfg: RunConfig, checkpoint: Path | None, world_size: int) -> RunConfig:
     assert checkpoint is not None
     before = run_state.read(checkpoint).config
+    micro = before["batch"]["micro_per_gpu"]
+    possible = micro_batches(cfg, world_size)
+    if micro not in possible:  # on another number of ranks: the nearest below it, which takes no more memory
+        micro = max((one for one in possible if one < micro), default=micro)
     return changed(
         cfg,
         before["zero"]["stage"],
         Device(before["zero"]["offload_optimizer"]["device"]),
         Device(before["zero"]["offload_param"]["device"]),
         before["train"]["activation_checkpointing"]["enabled"],
-        before["batch"]["micro_per_gpu"],
+        micro,
     )
 
 
@@ -137,13 +142,15 @@ def _machine(cfg: RunConfig, ranks: Ranks, device: torch.device) -> Machine:
     on_cpu = device.type == "cpu"
     local = ranks.local_world_size or ranks.world_size
     available = limit_bytes(device, cfg.plan.max_gpu_gib) or host // local
-    found = gather((available, host))
+    found = gather((available, host, local))
+    local = max(one for *_, one in found)
     return Machine(
         ranks=local,
-        memory_bytes=min(one for one, _ in found),
+        memory_bytes=min(one for one, *_ in found),
         card=None if on_cpu else find_card(torch.cuda.get_device_name(device)),
-        nodes=ranks.world_size // local,
-        host_bytes=min(one for _, one in found),
+        nodes=-(-ranks.world_size // local),
+        uneven_ranks=ranks.world_size,
+        host_bytes=min(one for _, one, _ in found),
         on_cpu=on_cpu,
         context_bytes=0,  # it is there already, and not among what is available
     )

@@ -16,6 +16,8 @@ from transformers.integrations import sdpa_attention
 
 _LENGTH = 64
 _LAYERS = 2
+_AFTER_THE_HEAD = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier")
+"""What configs call what their models do with the logits."""
 
 
 class _Fused(torch.autograd.Function):
@@ -39,7 +41,7 @@ def outline(folder: Path) -> dict[str, Any]:
     """Return shapes of the parameters, sizes, and what a layer keeps per token in both precisions."""
     config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
+        model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
     text = config.get_text_config()
     heads = text.num_attention_heads
     size = getattr(text, "head_dim", None) or text.hidden_size // heads
@@ -56,6 +58,7 @@ def outline(folder: Path) -> dict[str, Any]:
             "keys": keys,
             "prefix": 2 * text.num_hidden_layers * keys,
             "norms": 2,
+            "logits_change": int(any(getattr(text, name, None) not in (None, 1.0) for name in _AFTER_THE_HEAD)),
             "rotary": size,
             "saved_2": saved_by_layer(folder, torch.bfloat16),
             "saved_4": saved_by_layer(folder, torch.float32 if dense else torch.bfloat16) * (1 if dense else 2),
@@ -70,7 +73,7 @@ def _saved(folder: Path, layers: int, dtype: torch.dtype) -> int:
     if getattr(text, "layer_types", None):
         text.layer_types = [text.layer_types[-1]] * layers
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype).train()
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False).train()
     if any("expert" in name for name, _ in model.named_parameters()):
         model.set_experts_implementation("grouped_mm")  # the other ways look at values, and here are none
     own = [one.untyped_storage() for one in (*model.parameters(), *model.buffers())]

@@ -1,24 +1,36 @@
 """Rates that were measured on a machine, kept beside the tokenised data. No torch."""
 
+import hashlib
 import json
 import os
 from pathlib import Path
 
 from toolkit.config.schema import RunConfig
 from toolkit.plan.machine import Machine
+from toolkit.plan.parameters import Outline
 from toolkit.plan.speed import Rates, assumed
 
 
-def file_of(cfg: RunConfig, machine: Machine) -> Path:
-    """Return where the rates of this host are kept: they depend on the model, its rows and the number of ranks."""
-    name = cfg.model.name or Path(cfg.model.path).name
-    what = f"{name}-{cfg.precision.dtype.value}-{cfg.data.max_length}-{machine.ranks}"
-    return Path(cfg.prepare.dir) / "plan" / f"rates-{os.uname().nodename}-{what}.json"
+def file_of(cfg: RunConfig, machine: Machine, outline: Outline) -> Path:
+    """Return where the rates of this host are kept: they depend on its processors, on the model and on its rows."""
+    inputs = [
+        "cpu" if machine.on_cpu else [machine.card.name if machine.card else "", machine.memory_bytes >> 30],
+        machine.ranks,
+        outline.sizes,
+        outline.vocabulary,
+        cfg.precision.dtype.value,
+        cfg.data.max_length,
+    ]
+    key = hashlib.sha256(json.dumps(inputs, sort_keys=True).encode()).hexdigest()[:16]
+    return Path(cfg.prepare.dir) / "plan" / f"rates-{os.uname().nodename}-{key}.json"
 
 
-def rates_of(cfg: RunConfig, machine: Machine) -> Rates:
+def rates_of(cfg: RunConfig, machine: Machine, outline: Outline) -> Rates:
     """Return what has been measured on the machine at hand for this model, else what is assumed."""
-    file = file_of(cfg, machine)
+    file = file_of(cfg, machine, outline)
     if machine.nodes == 1 and file.is_file():
-        return Rates(**json.loads(file.read_text(encoding="utf-8")))
+        try:
+            return Rates(**json.loads(file.read_text(encoding="utf-8")))
+        except (ValueError, TypeError, OSError):  # cut off, or of another version: as if it were not there
+            pass
     return assumed(machine, cfg.precision.dtype.value)

@@ -35,11 +35,13 @@ class Machine:
     """Whether ranks run on CPUs."""
     context_bytes: int = CONTEXT_BYTES
     """Of a GPU's memory that is not there for tensors at all."""
+    uneven_ranks: int = 0
+    """Ranks in all, where machines have different numbers of them; 0 where they are alike."""
 
     @property
     def world_size(self) -> int:
         """Ranks in all."""
-        return self.ranks * self.nodes
+        return self.uneven_ranks or self.ranks * self.nodes
 
     @property
     def usable_bytes(self) -> int:

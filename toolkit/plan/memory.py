@@ -17,7 +17,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from toolkit.config.checks import accumulation, micro_rows
-from toolkit.config.schema import Attention, Device, Dtype, Init, Packing, RunConfig, TuningMethod
+from toolkit.config.schema import Attention, Device, Dtype, Init, LossKernel, Packing, RunConfig, TuningMethod
 from toolkit.plan.activations import Rows, layer_bytes, saved_bytes
 from toolkit.plan.parameters import Outline, layer_of
 
@@ -289,10 +289,23 @@ class _Rank:
         last = layer_bytes(self.outline, rows, self.weight, sizes["layers"] - 1, dropout)
         return {"layer inputs": self.weight * sizes["hidden"] * rows.tokens * sizes["layers"], **last, **computed}
 
+    @property
+    def is_loss_chunked(self) -> bool:
+        """Whether no more than a chunk of logits is there at once; see models/loss.py for where it cannot be."""
+        has_more = any("lm_head.lora_A" in name or "lm_head.modules_to_save" in name for name in self.outline.shapes)
+        return (
+            self.cfg.kernels.loss is not LossKernel.full
+            and not has_more
+            and not self.outline.sizes.get("logits_change")
+        )
+
     def loss(self, with_gradients: bool = True) -> int:
         """The output layer's, whose logits are computed a chunk at a time."""
         rows = longest_rows(self.outline, self.cfg, self.on_cpu)
         vocab, hidden = self.outline.vocabulary
+        if not self.is_loss_chunked:  # logits as they are, in float32, their probabilities, and gradients
+            copies = 8 + (self.weight if self.is_half else 0) + (4 if with_gradients else 0)
+            return rows.tokens * (vocab * copies + self.weight * hidden)
         chunk = min(rows.tokens * vocab * 4, CHUNK_BYTES)
         if not with_gradients:
             return int(2 * chunk) + self.weight * hidden * rows.tokens

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,8 @@ PUBLISHED: dict[str, dict[str, Any]] = {
 }
 """What config.json of the published models says (huggingface.co/zai-org), for those who have not downloaded them."""
 _MEASURE_S = 300
+_FORM = 1
+"""Of what is remembered; another one is measured anew."""
 
 
 def outline_of(cfg: RunConfig, say: Callable[[str], None]) -> Outline:
@@ -52,7 +55,10 @@ def outline_of(cfg: RunConfig, say: Callable[[str], None]) -> Outline:
         ConfigError: the model is not known, or the way of tuning does not fit it.
     """
     found = known_outline(cfg)
-    return found or tuned(*_measured(cfg, config_of(cfg), say), cfg.tuning)
+    found = found or tuned(*_measured(cfg, config_of(cfg), say), cfg.tuning)
+    if not found.num_trained:
+        raise ConfigError(tr("tuning: nothing of this model would be trained as far as its parameters' names tell."))
+    return found
 
 
 def known_outline(cfg: RunConfig) -> Outline | None:
@@ -115,13 +121,19 @@ def _measured(cfg: RunConfig, config: Mapping[str, Any], say: Callable[[str], No
     kept, folder = _kept(cfg, config), Path(cfg.model.path).absolute()
     say(tr("{kind} is not known by formula: its outline is measured, once.", kind=config.get("model_type")))
     command = [sys.executable, "-m", "toolkit.models.outline", str(folder)]
-    ran = subprocess.run(command, capture_output=True, text=True, timeout=_MEASURE_S, check=False)  # noqa: S603
-    if ran.returncode:
+    try:  # without a standard input: nobody is to be asked whether code of the folder may run
+        ran = subprocess.run(  # noqa: S603
+            command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_MEASURE_S, check=False
+        )
+        reason = (ran.stderr.strip().splitlines() or ["?"])[-1] if ran.returncode else ""
+    except subprocess.TimeoutExpired:
+        reason = tr("no answer within {seconds} s", seconds=_MEASURE_S)
+    if reason:
         raise ConfigError(
             tr(
                 "{file}: the model cannot be built to be measured: {reason}",
                 file=folder / "config.json",
-                reason=(ran.stderr.strip().splitlines() or ["?"])[-1],
+                reason=reason,
             )
         )
     kept.parent.mkdir(parents=True, exist_ok=True)
@@ -132,7 +144,8 @@ def _measured(cfg: RunConfig, config: Mapping[str, Any], say: Callable[[str], No
 
 
 def _kept(cfg: RunConfig, config: Mapping[str, Any]) -> Path:
-    key = hashlib.sha256(json.dumps(config, sort_keys=True).encode()).hexdigest()[:16]
+    inputs = [config, _FORM, version("transformers")]
+    key = hashlib.sha256(json.dumps(inputs, sort_keys=True).encode()).hexdigest()[:16]
     return Path(cfg.prepare.dir) / "plan" / f"outline-{key}.json"
 
 

@@ -248,5 +248,6 @@ def _with_lora(shapes: Shapes, sizes: Sizes, tuning: TuningConfig) -> Outline:
 
 def layer_of(name: str) -> int:
     """Return the number of the layer that a parameter belongs to, -1 for none."""
-    _, found, rest = name.partition(".layers.")
-    return int(rest.partition(".")[0]) if found else -1
+    if name.startswith("prefix_encoder."):
+        return -1
+    return next((int(part) for part in name.split(".") if part.isdecimal()), -1)

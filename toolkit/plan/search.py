@@ -22,7 +22,7 @@ LAYOUTS = (
     (3, Device.cpu, Device.none),
     (3, Device.cpu, Device.cpu),
 )
-"""ZeRO stage, where the optimizer's states are, where the parameters are. NVMe is taken where the recipe says so."""
+"""ZeRO stage, where the optimizer's states are, where the parameters are. NVMe is never chosen: it needs a folder."""
 MOST_MICRO = 64
 
 
@@ -71,6 +71,8 @@ def layouts(outline: Outline, cfg: RunConfig, machine: Machine, rates: Rates) ->
     for stage, optimizer, parameters in LAYOUTS:
         if stage == 3 and (cfg.tuning.method is TuningMethod.qlora or cfg.tuning.dora):
             continue  # peft 0.21 cannot; config.checks_tuning refuses it
+        if stage == 0 and cfg.compile.deepcompile:
+            continue  # it is for ZeRO
         for recomputes in (False, True):
             for micro in micro_batches(cfg, machine.world_size):
                 yield lay_out(outline, changed(cfg, stage, optimizer, parameters, recomputes, micro), machine, rates)

@@ -49,7 +49,8 @@ def assumed(machine: Machine, dtype: str) -> Rates:
     if machine.on_cpu:
         return Rates(_CPU_FLOPS, 1e9, 5e9, host=5e9, micro_s=0.02, latency_s=1e-3)
     card = machine.card
-    flops = 0.5 * (card.flops(dtype) if card else _UNKNOWN_FLOPS)
+    # A card without bf16 computes it through others' units, at best as fast as fp32; 0 also stands for not known.
+    flops = 0.5 * ((card.flops(dtype) or card.flops("fp32") or _UNKNOWN_FLOPS) if card else _UNKNOWN_FLOPS)
     link = 0.8 * (card.link_bytes_per_s if card else 25e9)
     if machine.nodes > 1:
         link = min(link, 25e9 / machine.ranks)
@@ -70,6 +71,8 @@ class StepTime:
     """Whether communication hides behind the computation."""
     tokens: int
     """Tokens of the global batch, rows full."""
+    is_known: bool = True
+    """Whether the FLOPs are: those of experts are not, and then nothing is computed here."""
 
     @property
     def seconds(self) -> float:
@@ -99,14 +102,16 @@ def step_time(outline: Outline, cfg: RunConfig, machine: Machine, rates: Rates) 
     recomputes = cfg.train.activation_checkpointing.enabled
     flops = cost.hardware_flops(one) if recomputes else cost.model_flops(one)
     weight = WIDTHS[cfg.precision.dtype]
+    is_known = not any("expert" in name for name in outline.shapes)
     return StepTime(
-        compute=times * (flops / rates.flops + rates.micro_s),
+        compute=times * ((flops / rates.flops if is_known else 0) + rates.micro_s),
         communication=_sent(outline, cfg, world, times) / rates.link
         + _collectives(outline, cfg, world, times) * rates.latency_s
         + _fetched(outline, cfg, world, times) / rates.pcie,
         update=_update(outline.num_trained, cfg, world, weight, rates),
         overlapped=not machine.on_cpu and (cfg.zero.stage == 3 or cfg.zero.overlap_comm),
         tokens=rows.tokens * times * world,
+        is_known=is_known,
     )
 
 
