@@ -210,20 +210,15 @@ def test_a_model_that_is_not_known_needs_its_config(tmp_path: Path, capsys: pyte
     assert "is no model's config.json" in capsys.readouterr().err
 
 
-def test_code_of_a_folder_is_not_run(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-        [sys.executable, "-m", "toolkit", *words],
-        input="y\ny\n",
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
+def test_code_of_a_folder_is_not_run(tmp_path: Path) -> None:
+    """transformers knows the type, has no such class of its own, and would ask on a terminal whether to run the code."""
     ran = tmp_path / "ran"
     (tmp_path / "evil.py").write_text(f"open({str(ran)!r}, 'w')")
     config = {"model_type": "t5", "auto_map": {"AutoModelForCausalLM": "evil.Model", "AutoConfig": "evil.Config"}}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    words = ["plan", "recipe=chatglm", "model=hf", f"model.path={tmp_path}", "gpus=8x80GB", f"prepare.dir={tmp_path}/c"]
+    words = ["recipe=chatglm", "model=hf", f"model.path={tmp_path}", "gpus=8x80GB", f"prepare.dir={tmp_path}/c"]
     finished = subprocess.run(
-        [sys.executable, "-m", "toolkit", *words],
+        [sys.executable, "-m", "toolkit", "plan", *words],
         input="y\ny\n",
         capture_output=True,
         text=True,
