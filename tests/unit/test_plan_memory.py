@@ -211,7 +211,7 @@ def test_a_model_that_is_not_known_needs_its_config(tmp_path: Path, capsys: pyte
 
 
 def test_code_of_a_folder_is_not_run(tmp_path: Path) -> None:
-    """transformers knows the type, has no such class of its own, and would ask on a terminal whether to run the code."""
+    """transformers knows the type, but has no such class of its own, and would ask whether to run the code."""
     ran = tmp_path / "ran"
     (tmp_path / "evil.py").write_text(f"open({str(ran)!r}, 'w')")
     config = {"model_type": "t5", "auto_map": {"AutoModelForCausalLM": "evil.Model", "AutoConfig": "evil.Config"}}
