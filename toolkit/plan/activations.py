@@ -34,6 +34,8 @@ class Rows:
     """Whether each layer keeps the mask anew: PyTorch turns one of truth values into numbers at each call."""
     varlen: bool = False
     """Whether each sample of a packed row is attended to for itself."""
+    keeps_inputs: bool = False
+    """Whether frozen linear layers keep their inputs too, as DeepSpeed's own linear function does under ZeRO-3."""
     on_cpu: bool = False
     """There dropout's mask has numbers instead of truth values."""
 
@@ -91,7 +93,8 @@ class _Layer:
         """Linear layers that share one input, which something else may keep already."""
         added = [name for name in modules if self.at + name in self.outline.targets]
         drops, mask = self.dropout > 0, (self.width if self.rows.on_cpu else 1) if self.has_gradient else 0
-        if not is_kept and (any(self.trains(name) for name in modules) or (added and not drops)):
+        needs = any(self.trains(name) for name in modules) or (added and not drops)
+        if not is_kept and (needs or (self.rows.keeps_inputs and self.has_gradient)):
             self.keep(kind, self.width * width_in)
         for name in added:
             rank = self.outline.shapes[f"{self.at}{name}.lora_A.default.weight"][0]

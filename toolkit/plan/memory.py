@@ -80,6 +80,7 @@ def longest_rows(outline: Outline, cfg: RunConfig, on_cpu: bool = False) -> Rows
         mask_bytes=width if is_v1 or blocks or learned else 0,
         mask_per_layer=blocks or (learned and not is_v1),
         varlen=varlen,
+        keeps_inputs=cfg.zero.stage == 3,
         on_cpu=on_cpu,
     )
 
@@ -137,8 +138,8 @@ class _Rank:
 
     def memory(self) -> RankMemory:
         at_rest = self.at_rest()
-        forward, backward, update = self.forward(), self.backward(), self.update()
-        steps = [Counter(at_rest) + Counter(one) for one in (forward, backward, update)]
+        ways = (self.forward(), self.turn(), self.backward(), self.update())
+        steps = [Counter(at_rest) + Counter(one) for one in ways]
         step = max(steps, key=lambda parts: sum(parts.values()))
         whole = {"gathered": self.weight * self.largest_anywhere()} if self.stage == 3 else {}
         device = {
@@ -227,6 +228,15 @@ class _Rank:
             if self.stage == 1 and not self.keeps_float_gradients:
                 parts["buckets"] = self.weight * self.bucket
         return parts
+
+    def turn(self) -> Parts:
+        """When the first gradient is there, and with it the buffer for all of them: activations are not freed yet."""
+        parts = self.forward()
+        if self.stage != 2:
+            return {}
+        vocab, hidden = self.outline.vocabulary
+        first = self.weight * vocab * hidden if self.outline.trains_head else 0
+        return parts | {"loss": first, "buckets": self.weight * self.bucket}
 
     def backward(self) -> Parts:
         """At its end: gradients are complete, and reduced."""
