@@ -13,6 +13,7 @@ from dataclasses import asdict, replace
 from typing import Any
 
 import torch
+from deepspeed.accelerator import get_accelerator
 from torch import distributed
 from transformers import AutoConfig, AutoModelForCausalLM, GlmForCausalLM
 
@@ -36,7 +37,7 @@ _SENT = 4_000_000
 
 def measure(cfg: RunConfig, rank: int, world_size: int) -> Rates:
     """Return this machine's rates. A collective."""
-    is_cuda = torch.cuda.is_available()
+    is_cuda = get_accelerator().device_name() == "cuda"
     device = torch.device("cuda", rank) if is_cuda else torch.device("cpu")
     if is_cuda:
         torch.cuda.set_device(device)
@@ -130,10 +131,11 @@ def _link(device: torch.device, world_size: int) -> float:
 
 def main(rank: int, world_size: int, port: int, words: list[str]) -> None:
     """Measure; rank 0 prints the slowest rank's rates as JSON."""
-    if not torch.cuda.is_available():
+    is_cuda = get_accelerator().device_name() == "cuda"
+    if not is_cuda:
         torch.set_num_threads(1)
     distributed.init_process_group(
-        "nccl" if torch.cuda.is_available() else "gloo",
+        "nccl" if is_cuda else "gloo",
         init_method=f"tcp://127.0.0.1:{port}",
         rank=rank,
         world_size=world_size,
