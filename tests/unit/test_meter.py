@@ -113,17 +113,18 @@ def test_a_card_by_its_datasheet() -> None:
 
 
 def test_no_memory_for_a_matrix_product(monkeypatch: pytest.MonkeyPatch) -> None:
-    tried = []
+    tried, rooms = [], []
 
     def measured(size: int, device: torch.device, dtype: torch.dtype) -> float:
         tried.append(size)
-        if size > room:
+        if size > rooms[-1]:
             raise torch.OutOfMemoryError
         return 5.0
 
     monkeypatch.setattr(matmul, "_measured", measured)
     monkeypatch.setattr(matmul, "_CPU_SIZES", (4, 2))
     for room, found in ((4, 5.0), (2, 5.0), (1, 0.0)):
+        rooms.append(room)
         assert matmul.median_of_ranks(torch.device("cpu"), torch.float32) == found
     assert tried == [4, 4, 2, 4, 2]
     unmeasured = an_account(matmul_flops=0.0)

@@ -93,17 +93,19 @@ def test_what_was_tried() -> None:
     assert _tried(config, 2, None) == "an update, a save, an export, an evaluation"
 
 
-def test_memory_that_python_misses_is_told() -> None:
-    memory = mock.Mock(restart=lambda: 0, highest=lambda: 0)
-    with pytest.raises(OutOfMemory, match="reason: MemoryError"):
-        with told(cfg(), mock.Mock(rank=0, world_size=2), "a step", memory, 0, None):
-            raise MemoryError
+def test_an_error_without_words_is_told() -> None:
+    memory, ranks = mock.Mock(restart=lambda: 0, highest=lambda: 0), mock.Mock(rank=0, world_size=2)
+    with (
+        pytest.raises(OutOfMemory, match="reason: MemoryError"),
+        told(cfg(), ranks, "a step", memory, 0, None),
+    ):
+        raise MemoryError
 
 
 def test_what_cannot_be_removed_is_told(tmp_path: Path) -> None:
-    with mock.patch.object(Path, "unlink", side_effect=PermissionError(13, "denied")):
-        with pytest.raises(CheckpointError, match=r"denied \(rank 0\)"):
-            try_checkpoint(tmp_path / "checkpoints")
+    denied = mock.patch.object(Path, "unlink", side_effect=PermissionError(13, "denied"))
+    with denied, pytest.raises(CheckpointError, match=r"denied \(rank 0\)"):
+        try_checkpoint(tmp_path / "checkpoints")
 
 
 def test_the_next_size() -> None:

@@ -42,8 +42,8 @@ def try_checkpoint(folder: Path) -> None:
         removed = _reason(lambda: path.unlink(missing_ok=True))
         reasons = gather(written or removed)
     is_left = rank() == 0 and not was_there and folder.is_dir()
-    removed = gather(_reason(folder.rmdir) if is_left else "")
-    reasons = reasons if any(reasons) else removed
+    left = gather(_reason(folder.rmdir) if is_left else "")
+    reasons = reasons if any(reasons) else left
     reason = next((f"{reason} (rank {number})" for number, reason in enumerate(reasons) if reason), "")
     if reason:
         raise CheckpointError(
