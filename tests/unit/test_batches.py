@@ -118,6 +118,12 @@ def test_batches_ahead_keep_their_order() -> None:
     assert not threads()
 
 
+def test_a_run_on_cpus_leaves_a_gpu_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)  # calling for it would fail here
+    [batch] = ahead(iter([{"labels": torch.tensor([[1, 1]])}]), 2)
+    assert batch["places"].tolist() == [1]
+
+
 def test_an_error_comes_where_its_batch_would_have() -> None:
     def source() -> Iterator[dict[str, torch.Tensor]]:
         yield {"labels": torch.tensor([[1, 1]])}

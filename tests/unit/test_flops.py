@@ -13,9 +13,11 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from toolkit.config.schema import TuningConfig, TuningMethod
 from toolkit.engine.initialize import _want_gradient
+from toolkit.errors import ConfigError
 from toolkit.models.chatglm.modeling import ChatGLMConfig, ChatGLMForConditionalGeneration
 from toolkit.plan.cards import CARDS, find_card
 from toolkit.plan.flops import Work, causal_pairs, formula
+from toolkit.plan.machine import parse_machine
 from toolkit.plan.parameters import Shapes, shapes_of_config, tuned
 
 ROWS, TOKENS, LAYERS, HIDDEN, HEADS, VOCAB = 2, 24, 3, 32, 4, 96
@@ -190,12 +192,25 @@ def test_a_learned_prefix_is_seen_by_every_token() -> None:
         ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
         ("NVIDIA GeForce RTX 3090 Ti", None),
         ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", None),
+        ("L40S-48GB", "L40S"),
+        ("T4-16GB", "T4"),
+        ("H100-96GB", None),
+        ("H100-64GB", None),
+        ("A100", None),
+        ("NVIDIA A10-24Q", None),
+        ("NVIDIA L40-48Q", None),
+        ("GRID A100D-40C", None),
         ("cpu", None),
     ],
 )
 def test_cards_by_the_names_that_drivers_give(reported: str, name: str | None) -> None:
     found = find_card(reported)
     assert (found and found.name) == name
+
+
+def test_a_name_without_its_memory_is_told_the_sizes() -> None:
+    with pytest.raises(ConfigError, match=r"one of: A100 40GB, A100 40GB PCIe, A100 80GB, A100 80GB PCIe\.$"):
+        parse_machine("8xA100", 1, "")
 
 
 def test_the_datasheet_is_plausible() -> None:

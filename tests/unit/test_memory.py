@@ -44,6 +44,13 @@ def test_a_limit_is_out_of_memory() -> None:
             torch.zeros(3 * MIB)
     assert is_out_of_memory(caught.value)
     assert is_out_of_memory(MemoryError())
+    for text in (
+        "CUDA error: out of memory",
+        "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
+        "cuDNN error: CUDNN_STATUS_ALLOC_FAILED",
+        "NCCL error: unhandled cuda error. Last error:\nCuda failure 2 'out of memory'",
+    ):
+        assert is_out_of_memory(RuntimeError(text))
     assert not is_out_of_memory(RuntimeError("shapes differ"))
     assert limit_bytes(CPU, 0.5) == GIB // 2
     assert limit_bytes(CPU, 0.0) == 0

@@ -15,7 +15,7 @@ from toolkit.messages import set_language
 from toolkit.plan.cards import find_card
 from toolkit.plan.flops import Formula, Rates, formula
 from toolkit.track.progress import Progress
-from toolkit.train import account, meter
+from toolkit.train import account, matmul, meter
 from toolkit.train.account import Account, account_of
 from toolkit.train.meter import Meter
 from toolkit.train.step import StepResult
@@ -102,10 +102,34 @@ def test_a_card_by_its_datasheet() -> None:
     known = an_account(device="NVIDIA H20", card=card)
     assert known.speed(*2 * (account.Work(8, 20, 4),), 2.0)["mfu"] == 180 / card.bf16_flops
     assert "the datasheet of the H20 says 148" in known.describe()
-    assert "No datasheet of 'NVIDIA X1' is known here" in an_account(device="NVIDIA X1").describe()
+    assert (
+        "What the datasheet of 'NVIDIA X1' says of that is not known here" in an_account(device="NVIDIA X1").describe()
+    )
     assert an_account(formula=None).speed(*2 * (account.Work(8, 20, 4),), 2.0) == {}
     v100 = find_card("Tesla V100-SXM2-16GB")
-    assert "mfu" not in an_account(device="V100", card=v100).speed(*2 * (account.Work(8, 20, 4),), 2.0)
+    beyond = an_account(device="V100", card=v100)
+    assert "mfu" not in beyond.speed(*2 * (account.Work(8, 20, 4),), 2.0)
+    assert "What the datasheet of 'V100' says of that is not known here" in beyond.describe()
+
+
+def test_no_memory_for_a_matrix_product(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried, rooms = [], []
+
+    def measured(size: int, device: torch.device, dtype: torch.dtype) -> float:
+        tried.append(size)
+        if size > rooms[-1]:
+            raise torch.OutOfMemoryError
+        return 5.0
+
+    monkeypatch.setattr(matmul, "_measured", measured)
+    monkeypatch.setattr(matmul, "_CPU_SIZES", (4, 2))
+    for room, found in ((4, 5.0), (2, 5.0), (1, 0.0)):
+        rooms.append(room)
+        assert matmul.median_of_ranks(torch.device("cpu"), torch.float32) == found
+    assert tried == [4, 4, 2, 4, 2]
+    unmeasured = an_account(matmul_flops=0.0)
+    assert set(unmeasured.speed(*2 * (account.Work(8, 20, 4),), 2.0)) == {"model_flops_per_s", "hardware_flops_per_s"}
+    assert "runs at ? TFLOP/s" in unmeasured.describe()
 
 
 def test_account_of_a_model(monkeypatch: pytest.MonkeyPatch) -> None:

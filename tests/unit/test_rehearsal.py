@@ -6,14 +6,17 @@ from unittest import mock
 import numpy as np
 import pytest
 
-from toolkit.cli.rehearsal import _saves, remedies
+from toolkit.cli.rehearsal import _saves, _tried, remedies, told
+from toolkit.config.checks import check
 from toolkit.config.load import load
 from toolkit.config.schema import CheckpointConfig, Packing
 from toolkit.data.plan import Plan
-from toolkit.errors import CheckpointError
+from toolkit.errors import CheckpointError, OutOfMemory
+from toolkit.models.chatglm.modeling import ChatGLMConfig
+from toolkit.models.chatglm.positions import check_rows
 from toolkit.train.longest import longest_batch, repeated_batch
 from toolkit.train.micro_batch import _next
-from toolkit.train.rehearse_disk import check_room
+from toolkit.train.rehearse_disk import check_room, try_checkpoint
 
 LENGTHS = [5, 30, 9, 17, 3, 30, 8, 11]
 
@@ -65,6 +68,46 @@ def test_a_row_repeated_and_cut() -> None:
     assert (half["labels"] >= 0).any(1).all()
 
 
+def test_a_cut_row_of_chatglm_keeps_sop() -> None:
+    """ChatGLM-6B refuses rows without it, and it may stand anywhere."""
+    sop, config = 7, ChatGLMConfig(bos_token_id=7, gmask_token_id=8)
+    for prompt in (3, 10, 20, 29):
+        ids = np.array([*range(30, 30 + prompt - 2), 8, sop, *range(70, 100 - prompt)], np.uint32)
+        store = mock.MagicMock()
+        store.lengths.return_value = np.array([len(ids)])
+        store.__getitem__.return_value = (ids, np.arange(len(ids)) >= prompt)
+        given = mock.Mock(train=store, train_plan=Plan(1), packing=Packing.none, pad_id=3)
+        batch = repeated_batch(given, 2, 0.5)
+        check_rows(batch["input_ids"], config)
+        assert batch["input_ids"].shape == (2, 16)
+        assert batch["segment_ids"].sum(1).tolist() == [15, 15]
+        assert batch["position_ids"][0].tolist() == list(range(16))
+        assert batch["labels"][0, 14] == batch["input_ids"][0, 14]
+
+
+def test_what_was_tried() -> None:
+    config = load(["recipe=quickstart", "checkpoint.export=false"]).cfg
+    config.evaluate.prompts = []
+    assert _tried(config, 0, None) == "an update"
+    config.checkpoint.export, config.evaluate.prompts = True, ["red"]
+    assert _tried(config, 2, None) == "an update, a save, an export, an evaluation"
+
+
+def test_an_error_without_words_is_told() -> None:
+    memory, ranks = mock.Mock(restart=lambda: 0, highest=lambda: 0), mock.Mock(rank=0, world_size=2)
+    with (
+        pytest.raises(OutOfMemory, match="reason: MemoryError"),
+        told(cfg(), ranks, "a step", memory, 0, None),
+    ):
+        raise MemoryError
+
+
+def test_what_cannot_be_removed_is_told(tmp_path: Path) -> None:
+    denied = mock.patch.object(Path, "unlink", side_effect=PermissionError(13, "denied"))
+    with denied, pytest.raises(CheckpointError, match=r"denied \(rank 0\)"):
+        try_checkpoint(tmp_path / "checkpoints")
+
+
 def test_the_next_size() -> None:
     sizes = [1, 2, 3, 6, 12]
     assert _next(sizes, (0, 10), (1, 15), 100.0) == 2
@@ -99,10 +142,14 @@ def test_what_helps() -> None:
         "zero=stage2",
         "zero=stage3",
     ]
-    for word in words:  # each is one
-        load(["recipe=quickstart", word])
+    for tuning in (["full"], ["lora"], ["lora", "tuning.dora=true"], ["qlora"]):
+        begun = ["recipe=quickstart", "zero=stage1", "batch.micro_per_gpu=2", *f"tuning={' '.join(tuning)}".split()]
+        words = remedies(load(begun).cfg, 2)
+        assert words
+        for word in words:  # each can be pasted behind it
+            check(load([*begun, word]), 2, files=False)
+        assert ("zero=stage3" in words) == ("zero=stage3_offload" in words) == (tuning in (["full"], ["lora"]))
     smallest = ["zero=stage3_offload", "batch.micro_per_gpu=1", "train.activation_checkpointing.enabled=true"]
-    smallest.append("zero.reduce_bucket_size=1000000")
     assert remedies(cfg(*smallest, "data.max_length=128", "optim.torch=false"), 2) == [
         "tuning=lora",
         "data.max_length=64",

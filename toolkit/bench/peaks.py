@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from deepspeed import DeepSpeedEngine
+from deepspeed.accelerator import get_accelerator
 
 from toolkit.config.checks import accumulation
 from toolkit.config.schema import Init, RunConfig
@@ -100,7 +101,7 @@ def longest_batch(cfg: RunConfig, outline: Outline, engine: DeepSpeedEngine) -> 
 
 def _machine(ranks: Ranks) -> Machine:
     local = ranks.local_world_size or ranks.world_size
-    return Machine(local, 0, None, ranks.world_size // local, on_cpu=not torch.cuda.is_available())
+    return Machine(local, 0, None, ranks.world_size // local, on_cpu=get_accelerator().device_name() == "cpu")
 
 
 def _outline(cfg: RunConfig, engine: DeepSpeedEngine) -> Outline:

@@ -74,7 +74,7 @@ def _on_ranks(composed: Composed, words: list[str], ranks: int, folder: Path) ->
     """Measure on ranks that are started for it; see on_ranks.py."""
     from toolkit.bench.launches import Launch
 
-    work = folder / f"{words[0]}-{os.getpid()}"
+    work = _own(folder, words)
     work.mkdir(parents=True)
     file = work / "found.json"
     given = [f"{name}={composed.arguments[name]}" for name in MEASURES[words[0]][0] if name in composed.arguments]
@@ -97,20 +97,25 @@ def _memory(composed: Composed, words: list[str], ranks: int, folder: Path) -> d
     from toolkit.bench.memory import compare
 
     steps = positive_int(composed.arguments, "steps") or 20
-    return compare(composed.loaded.cfg, words[1:], ranks, steps, folder / "memory", say)
+    return compare(composed.loaded.cfg, words[1:], ranks, steps, _own(folder, words), say)
 
 
 def _start(composed: Composed, words: list[str], ranks: int, folder: Path) -> dict[str, Any]:
     from toolkit.bench.start import compare
 
     pairs = positive_int(composed.arguments, "pairs") or 5
-    return compare(composed.loaded.cfg, words[1:], ranks, pairs, folder / "start", say)
+    return compare(composed.loaded.cfg, words[1:], ranks, pairs, _own(folder, words), say)
 
 
 def _resume(composed: Composed, words: list[str], ranks: int, folder: Path) -> dict[str, Any]:
     from toolkit.bench.resume import compare
 
-    return compare(words[1:], ranks, positive_int(composed.arguments, "pairs") or 5, folder / "resume", say)
+    return compare(words[1:], ranks, positive_int(composed.arguments, "pairs") or 5, _own(folder, words), say)
+
+
+def _own(folder: Path, words: list[str]) -> Path:
+    """Return a folder that no other benchmark works in at the same time."""
+    return folder / f"{words[0]}-{os.getpid()}"
 
 
 ARGUMENTS = {

@@ -148,12 +148,12 @@ def _write(found: "Iterator[list[dict[str, Any]]]", file: "AnswerFile | None", t
 
 
 def _load(given: dict[str, str], is_split: bool) -> "Usable":
-    import torch
-
     from toolkit.cli.usable import load_usable
 
     path, family, adapter = (given.get(name, "") for name in MODEL)
     if is_split:
+        from deepspeed.accelerator import get_accelerator
+
         from toolkit.config.schema import DistributedConfig
         from toolkit.distributed import process_group
         from toolkit.evaluate.split import split
@@ -165,7 +165,7 @@ def _load(given: dict[str, str], is_split: bool) -> "Usable":
             path,
             adapter=adapter,
             family=family or "auto",
-            dtype="bf16" if torch.cuda.is_available() else "fp32",
+            dtype="fp32" if get_accelerator().device_name() == "cpu" else "bf16",
             device="cpu",
         )
         split(usable.model)

@@ -26,9 +26,6 @@ from toolkit.train.loop import Job
 from toolkit.train.rehearse import rehearse_step, unchanged
 from toolkit.train.rehearse_disk import check_room, try_checkpoint, try_export
 
-_SMALL_BUCKET = 50_000_000
-"""Elements of a bucket that serves well and takes little."""
-
 
 def rehearse(session: Session, job: Job, evaluation: Evaluation | None, plan: RunPlan | None) -> str:
     """Try what the run will do, and leave everything as it was. A collective; returns what is said of it.
@@ -47,7 +44,8 @@ def rehearse(session: Session, job: Job, evaluation: Evaluation | None, plan: Ru
     """
     started, step = time.monotonic(), job.start.step
     job.watchdog.enter("rehearsal", step)
-    _try_disk(session, job.saver, range(step + 1, job.total_steps + 1))
+    steps = range(step + 1, job.total_steps + 1)
+    _try_disk(session, job.saver, steps)
     engine, cfg, ranks = session.engine, session.cfg, session.ranks
     batch = longest_batch(cfg, session.prepared, ranks.world_size)
     limit = limit_bytes(engine.device, cfg.plan.max_gpu_gib)
@@ -58,7 +56,8 @@ def rehearse(session: Session, job: Job, evaluation: Evaluation | None, plan: Ru
             _try_evaluation(session, evaluation)
         used = measured.before, memory.highest()
     job.watchdog.enter("", step)
-    return _summary(used, limit, batch, time.monotonic() - started, plan)
+    tried = _tried(cfg, _saves(cfg.checkpoint, steps), evaluation)
+    return _summary(used, limit, batch, tried, time.monotonic() - started, plan)
 
 
 @contextmanager
@@ -86,7 +85,7 @@ def told(
                 limit=shown(limit) if limit else "?",
             ),
             *([plan.lines()] if plan else []),
-            tr("  reason: {reason}", reason=str(error).splitlines()[0]),
+            tr("  reason: {reason}", reason=(str(error) or type(error).__name__).splitlines()[0]),
             tr("What helps, the cheapest first; each can be pasted behind the command:"),
             *(f"  {word}" for word in remedies(cfg, ranks.world_size)),
         ]
@@ -97,8 +96,6 @@ def remedies(cfg: RunConfig, world_size: int) -> list[str]:
     """Return overrides that take less memory than a config, the cheapest first."""
     words = []
     micro, zero = micro_rows(cfg), cfg.zero
-    if zero.stage and zero.reduce_bucket_size > _SMALL_BUCKET:  # taken whole, however small the model
-        words.append(f"zero.reduce_bucket_size={_SMALL_BUCKET}")
     smaller = [rows for rows in range(1, micro) if cfg.batch.global_size % (rows * world_size) == 0]
     if smaller:
         words.append(f"batch.micro_per_gpu={smaller[-1]}")
@@ -106,11 +103,12 @@ def remedies(cfg: RunConfig, world_size: int) -> list[str]:
         words.append("train.activation_checkpointing.enabled=true")
     if smaller[:-1]:
         words.append("batch.micro_per_gpu=1")
-    if zero.stage < 3 and world_size > 1:
-        words += [f"zero=stage{stage}" for stage in range(max(zero.stage + 1, 2), 4)]
+    highest = 2 if cfg.tuning.dora or cfg.tuning.method is TuningMethod.qlora else 3  # see check_tuning
+    if world_size > 1:
+        words += [f"zero=stage{stage}" for stage in range(max(zero.stage + 1, 2), highest + 1)]
     if zero.offload_optimizer.device is Device.none:
         words.append(f"zero=stage{max(zero.stage, 2)}_offload")
-    if zero.offload_param.device is Device.none:
+    if zero.offload_param.device is Device.none and highest == 3:
         words.append("zero=stage3_offload")
     if cfg.tuning.method is TuningMethod.full:
         words.append("tuning=lora")
@@ -154,19 +152,31 @@ def _try_evaluation(session: Session, evaluation: Evaluation | None) -> None:
         answer(engine.module, session.prepared.encoder, cfg.prompts[0], min(2, cfg.max_new_tokens), engine.device)
 
 
+def _tried(cfg: RunConfig, saves: int, evaluation: Evaluation | None) -> str:
+    """Return what the run will do beside the batch, and has been tried."""
+    words = [
+        tr("an update"),
+        tr("a save") if saves else "",
+        tr("an export") if cfg.checkpoint.export else "",
+        tr("an evaluation") if evaluation is not None or cfg.evaluate.prompts else "",
+    ]
+    return ", ".join(filter(None, words))
+
+
 def _summary(
-    used: tuple[int, int], limit: int, batch: dict[str, torch.Tensor], seconds: float, plan: RunPlan | None
+    used: tuple[int, int], limit: int, batch: dict[str, torch.Tensor], tried: str, seconds: float, plan: RunPlan | None
 ) -> str:
     """Return a line about it: `used` are the bytes before the step and at most. A collective."""
     device_bytes = process_group.gather(used)
     peaks = [peak for _, peak in device_bytes]
     most = peaks.index(max(peaks))
     return tr(
-        "Rehearsed in {seconds} s: the longest batch ({rows} x {tokens} tokens) with an update, a save, an export, an "
-        "evaluation. Memory: {peak} at most, on rank {rank} ({before} before the step{limit}){planned}.",
+        "Rehearsed in {seconds} s: the longest batch ({rows} x {tokens} tokens), {tried}. Memory: {peak} at most, on "
+        "rank {rank} ({before} before the step{limit}){planned}.",
         seconds=f"{seconds:.1f}",
         rows=batch["input_ids"].size(0),
         tokens=batch["input_ids"].size(1),
+        tried=tried,
         peak=shown(peaks[most]),
         rank=most,
         before=shown(device_bytes[most][0]),

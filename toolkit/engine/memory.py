@@ -11,6 +11,8 @@ from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 GIB = 2**30
+_OUT_OF_MEMORY = ("DefaultCPUAllocator", "out of memory", "STATUS_ALLOC_FAILED")
+"""What errors without a class of their own say: PyTorch on CPUs; CUDA, by itself or through NCCL; cuBLAS, cuDNN."""
 
 
 class LiveBytes(TorchDispatchMode):
@@ -132,7 +134,8 @@ def set_limit(device: torch.device, max_gib: float) -> None:
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether an error says that memory has run out, on a GPU or on a CPU."""
-    return isinstance(error, torch.OutOfMemoryError | MemoryError) or "DefaultCPUAllocator" in str(error)
+    is_by_class = isinstance(error, torch.OutOfMemoryError | MemoryError)
+    return is_by_class or any(text in str(error) for text in _OUT_OF_MEMORY)
 
 
 def shown(num_bytes: float) -> str:

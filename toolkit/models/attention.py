@@ -9,6 +9,7 @@ from itertools import pairwise
 from typing import Any
 
 import torch
+from deepspeed.accelerator import get_accelerator
 from torch.nn import functional
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
@@ -39,7 +40,7 @@ def choose_attention(model: PreTrainedModel, attention: Attention, packed: bool,
     if attention is Attention.auto:
         if not packed:
             return
-        has_kernel = not torch.cuda.is_available() or dtype in (torch.float16, torch.bfloat16)
+        has_kernel = get_accelerator().device_name() != "cuda" or dtype in (torch.float16, torch.bfloat16)
         name = VARLEN if has_kernel else Attention.sdpa.value
     try:
         model.set_attn_implementation(name)

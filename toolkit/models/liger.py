@@ -4,6 +4,7 @@ from importlib.util import find_spec
 from typing import Any
 
 import torch
+from deepspeed.accelerator import get_accelerator
 
 from toolkit.config.schema import KernelsConfig, LossKernel, When
 from toolkit.errors import ConfigError
@@ -50,7 +51,7 @@ def apply_liger(model: Any, kernels: KernelsConfig) -> str:
 
 
 def _why_no_kernels() -> str:
-    if not torch.cuda.is_available():
+    if get_accelerator().device_name() != "cuda":
         return tr("there is no GPU")
     if find_spec("liger_kernel") is None:
         return tr("the package liger-kernel is not installed (pip install liger-kernel)")

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from toolkit.errors import ConfigError
 from toolkit.messages import tr
-from toolkit.plan.cards import CARDS, Card, find_card
+from toolkit.plan.cards import Card, find_card, similar
 
 GIB = 1 << 30
 _UNITS = {"": 1, "KB": 1 << 10, "MB": 1 << 20, "GB": GIB, "TB": 1 << 40}
@@ -96,7 +96,7 @@ def parse_machine(gpus: str, nodes: int, host_memory: str) -> Machine:
         return Machine(ranks, parse_bytes(what, "gpus"), None, nodes, host)
     card = find_card(what)
     if card is None:
-        known = ", ".join(card.name for card in CARDS)
+        known = ", ".join(similar(what))
         raise ConfigError(
             tr(
                 "gpus: no datasheet of '{card}' is known. Write its memory, 8x80GB, or one of: {known}.",

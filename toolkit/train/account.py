@@ -27,7 +27,7 @@ class Account:
     dtype: str
     """Of the model: bf16, fp16, fp32."""
     matmul_flops: float
-    """FLOP/s of a large matrix product, measured."""
+    """FLOP/s of a large matrix product, measured; 0 where there was no memory for it."""
     device: str
     """What the driver calls the card; "" is a processor."""
     card: Card | None
@@ -47,25 +47,22 @@ class Account:
             return {}
         hardware = self.formula.hardware_flops if self.recomputes else self.formula.model_flops
         model_speed, hardware_speed = self.formula.model_flops(needed) / rank_seconds, hardware(computed) / rank_seconds
-        row = {
-            "model_flops_per_s": model_speed,
-            "hardware_flops_per_s": hardware_speed,
-            "mfu_matmul": model_speed / self.matmul_flops,
-            "hfu_matmul": hardware_speed / self.matmul_flops,
-        }
+        row = {"model_flops_per_s": model_speed, "hardware_flops_per_s": hardware_speed}
+        if self.matmul_flops:
+            row |= {"mfu_matmul": model_speed / self.matmul_flops, "hfu_matmul": hardware_speed / self.matmul_flops}
         if peak := self.card and self.card.flops(self.dtype):
             row |= {"mfu": model_speed / peak, "hfu": hardware_speed / peak}
         return row
 
     def describe(self) -> str:
         """Return a line that says what the shares are of."""
-        values = {"dtype": self.dtype, "measured": f"{self.matmul_flops / 1e12:.3g}"}
+        values = {"dtype": self.dtype, "measured": f"{self.matmul_flops / 1e12:.3g}" if self.matmul_flops else "?"}
         if not self.device:
             return tr("A matrix product ({dtype}) runs at {measured} TFLOP/s per rank.", **values)
-        if not self.card:
+        if not (self.card and self.card.flops(self.dtype)):
             return tr(
-                "A matrix product ({dtype}) runs at {measured} TFLOP/s per rank. No datasheet of '{device}' is known "
-                "here: the FLOPs of training are compared with the matrix product alone.",
+                "A matrix product ({dtype}) runs at {measured} TFLOP/s per rank. What the datasheet of '{device}' says "
+                "of that is not known here: the FLOPs of training are compared with the matrix product alone.",
                 device=self.device,
                 **values,
             )

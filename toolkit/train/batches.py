@@ -6,6 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import torch
+from deepspeed.accelerator import get_accelerator
 
 from toolkit.config.checks import accumulation, micro_rows
 from toolkit.config.schema import Packing, RunConfig
@@ -70,15 +71,16 @@ def ahead(batches: Iterator[Batch], count: int) -> Iterator[Batch]:
         batches: used by the thread alone from now on.
         count: so many at most are ready before they are asked for.
     """
+    on_gpu = get_accelerator().device_name() == "cuda"  # a run on CPUs leaves a GPU that is there alone
 
     def prepare() -> Batch | None:
         batch = next(batches, None)
-        if batch is None or not torch.cuda.is_available():
+        if batch is None or not on_gpu:
             return batch and with_places(batch)
         return {name: tensor.pin_memory() for name, tensor in with_places(batch).items()}
 
     # A thread begins on the first GPU, whichever is this rank's.
-    own_gpu = partial(torch.cuda.set_device, torch.cuda.current_device()) if torch.cuda.is_available() else None
+    own_gpu = partial(torch.cuda.set_device, torch.cuda.current_device()) if on_gpu else None
     thread = ThreadPoolExecutor(1, thread_name_prefix="batches", initializer=own_gpu)
     try:
         waiting = deque(thread.submit(prepare) for _ in range(count))

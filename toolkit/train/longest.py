@@ -39,7 +39,7 @@ def repeated_batch(prepared: Prepared, times: int, share: float = 1.0) -> Batch:
     [row] = _longest(prepared, 1)
     samples = _samples(prepared, row)
     if share < 1:
-        samples = [_beginning(sample, share) for sample in samples]
+        samples = [_cut(sample, share) for sample in samples]
     return _batch(prepared, [samples] * times)
 
 
@@ -63,13 +63,18 @@ def _samples(prepared: Prepared, row: int) -> list[Sample]:
     return [prepared.train[sample] for sample in prepared.train_plan[row]]
 
 
-def _beginning(sample: Sample, share: float) -> Sample:
-    """Return the first tokens of a sample; the last of them is trained, as a step needs something that is."""
+def _cut(sample: Sample, share: float) -> Sample:
+    """Return some tokens of a sample in a row; the last of them is trained, as a step needs something that is.
+
+    The first ones, unless the prompt is longer: then those that end with the first trained token. ChatGLM-6B takes no
+    row without <sop>, which stands at the end of the prompt.
+    """
     ids, trained = sample
     kept = max(2, int(len(ids) * share))
-    trained = trained[:kept].copy()
+    end = max(kept, int(trained.argmax()) + 1)
+    trained = trained[end - kept : end].copy()
     trained[-1] = True
-    return ids[:kept], trained
+    return ids[end - kept : end], trained
 
 
 def _batch(prepared: Prepared, rows: list[list[Sample]]) -> Batch:

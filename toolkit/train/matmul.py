@@ -7,8 +7,10 @@ import torch
 from deepspeed.accelerator import get_accelerator
 
 from toolkit.distributed.process_group import gather
+from toolkit.engine.memory import is_out_of_memory
 
-_GPU_SIZE, _CPU_SIZE = 8192, 768
+_GPU_SIZES, _CPU_SIZES = (8192, 4096, 2048), (768,)
+"""Of the matrices; the later ones where memory is too little for the first."""
 _GPU_S, _CPU_S = 0.3, 0.1
 """How long products are repeated."""
 _AT_ONCE = 5
@@ -18,11 +20,22 @@ def matmul_flops_per_s(device: torch.device, dtype: torch.dtype) -> float:
     """Return the FLOP/s of large square matrix products, of the fastest few in a row. Takes less than a second.
 
     Args:
-        device: where they are computed; a GPU needs 0.4 GiB of memory meanwhile.
+        device: where they are computed; a GPU needs 0.4 GiB of memory meanwhile, in fp32 0.8 GiB, a 16th of it at
+            least; 0 is returned where there is not even that.
         dtype: of the matrices.
     """
-    is_cpu = device.type == "cpu"
-    size, seconds, times = (_CPU_SIZE, _CPU_S, 1) if is_cpu else (_GPU_SIZE, _GPU_S, _AT_ONCE)
+    for size in _CPU_SIZES if device.type == "cpu" else _GPU_SIZES:
+        try:
+            return _measured(size, device, dtype)
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
+        get_accelerator().empty_cache()
+    return 0.0
+
+
+def _measured(size: int, device: torch.device, dtype: torch.dtype) -> float:
+    seconds, times = (_CPU_S, 1) if device.type == "cpu" else (_GPU_S, _AT_ONCE)
     # Equal numbers would take less power, so a GPU would be faster. A generator of its own: the run's stays as it is.
     random = torch.Generator(device).manual_seed(0)
     left, right = (torch.randn(size, size, generator=random, device=device, dtype=dtype) for _ in range(2))
@@ -39,7 +52,7 @@ def matmul_flops_per_s(device: torch.device, dtype: torch.dtype) -> float:
 
 
 def median_of_ranks(device: torch.device, dtype: torch.dtype) -> float:
-    """Return the same of the rank in the middle; all measure at once. A collective."""
-    found = statistics.median_low(gather(matmul_flops_per_s(device, dtype)))
+    """Return the same of the rank in the middle of those that have it; all measure at once. A collective."""
+    found = [speed for speed in gather(matmul_flops_per_s(device, dtype)) if speed]
     get_accelerator().empty_cache()
-    return float(found)
+    return float(statistics.median_low(found)) if found else 0.0

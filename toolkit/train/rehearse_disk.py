@@ -38,11 +38,12 @@ def try_checkpoint(folder: Path) -> None:
             manifest.prove(path)
 
     if not any(reasons):
-        reasons = gather(_reason(write) or files.failure)
-        path.unlink(missing_ok=True)
-        gather(None)  # all have removed theirs
-    if rank() == 0 and not was_there and folder.is_dir():
-        folder.rmdir()
+        written = _reason(write) or files.failure
+        removed = _reason(lambda: path.unlink(missing_ok=True))
+        reasons = gather(written or removed)
+    is_left = rank() == 0 and not was_there and folder.is_dir()
+    left = gather(_reason(folder.rmdir) if is_left else "")
+    reasons = reasons if any(reasons) else left
     reason = next((f"{reason} (rank {number})" for number, reason in enumerate(reasons) if reason), "")
     if reason:
         raise CheckpointError(
