@@ -99,6 +99,21 @@ def experts(folder: Path) -> Path:
     return folder
 
 
+TIMED = {
+    *("tokens_per_s", "trained_tokens_per_s", "rank_tokens_per_s", "eval_tokens_per_s"),
+    *("step_s", "step_median_s", "step_p95_s"),
+    *("data_wait_s", "data_wait_fraction", "data_wait_rank", "slowest_rank", "slowest_rank_s", "median_rank_s"),
+    *("model_flops_per_s", "hardware_flops_per_s", "mfu_matmul", "hfu_matmul"),
+    *("host_memory_peak_bytes", "planned_memory_bytes"),
+}
+"""What rows of metrics.jsonl say of the machine, and not of the training."""
+
+
+def trained(run_folder: Path) -> list[dict[str, float]]:
+    """Return metrics.jsonl of a run without what the machine did to it."""
+    return [{key: value for key, value in row.items() if key not in TIMED} for row in rows_of(run_folder)]
+
+
 def rows_of(run_folder: Path) -> list[dict[str, float]]:
     """Return metrics.jsonl of a run."""
     return [json.loads(line) for line in (run_folder / "metrics.jsonl").read_text().splitlines()]

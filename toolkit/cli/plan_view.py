@@ -51,6 +51,8 @@ PHASES = ("load", "step", "evaluation", "save", "export")
 def gib(size: float) -> str:
     """Return bytes as GiB with as many digits as matter."""
     value = size / GIB
+    if 0 < value < 0.1:
+        return f"{value:.4f}"
     return f"{value:.2f}" if value < 10 else f"{value:.1f}" if value < 100 else f"{value:.0f}"
 
 
