@@ -4,6 +4,7 @@ One layer of the model, with its real sizes and rows, is what two layers take be
 same time, as they would train.
 """
 
+import statistics
 import time
 from collections.abc import Callable
 from copy import deepcopy
@@ -25,7 +26,7 @@ from toolkit.plan.memory import WIDTHS, longest_rows
 from toolkit.plan.outline import config_of, outline_of
 from toolkit.plan.speed import Rates
 
-_REPEATS = 3
+_REPEATS = 5
 _UPDATED = 4_000_000
 _SENT = 4_000_000
 
@@ -94,7 +95,7 @@ def _model(cfg: RunConfig, layers: int) -> torch.nn.Module:
 
 
 def _seconds(call: Callable[[], None], device: torch.device) -> float:
-    """Return the least of a few runs after the first."""
+    """Return the median of a few runs after the first: the machine as it is, whatever else it does."""
     found = []
     for _ in range(_REPEATS + 1):
         if distributed.is_initialized():
@@ -106,7 +107,7 @@ def _seconds(call: Callable[[], None], device: torch.device) -> float:
         if device.type == "cuda":
             torch.cuda.synchronize()
         found.append(time.perf_counter() - started)
-    return min(found[1:])
+    return statistics.median(found[1:])
 
 
 def _update(device: torch.device, width: int) -> float:

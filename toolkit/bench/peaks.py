@@ -1,6 +1,7 @@
 """The plan of a rank's memory and time beside what they are: the same config, on the longest rows that it allows."""
 
 import gc
+import statistics
 import time
 from collections.abc import Callable
 from typing import Any
@@ -24,6 +25,7 @@ from toolkit.train.guard import Guard
 from toolkit.train.step import Batch, train_step
 
 _STEPS = 2
+_TIMED_STEPS = 3
 
 
 def compare(
@@ -40,7 +42,7 @@ def compare(
 
     Returns:
         By phase, bytes of the rank that needs most: `planned` and `measured`; `memory_ratio` of the two in a step;
-        `step_s`, seconds of the last step, and with rates `planned_step_s` and `time_ratio`.
+        `step_s`, median seconds of some steps, and with rates `planned_step_s` and `time_ratio`.
     """
     measured: dict[str, int] = {}
     world_size = ranks.world_size
@@ -63,11 +65,14 @@ def compare(
         token_losses(engine, batch)
         measured["evaluation"] = memory.peak() - before
     engine.train()
-    barrier()
-    started = time.perf_counter()
-    train_step(engine, [dict(batch) for _ in range(accumulation(cfg, world_size))], world_size, guard)
-    barrier()
-    step_s = time.perf_counter() - started
+    seconds = []
+    for _ in range(_TIMED_STEPS):
+        barrier()
+        started = time.perf_counter()
+        train_step(engine, [dict(batch) for _ in range(accumulation(cfg, world_size))], world_size, guard)
+        barrier()
+        seconds.append(time.perf_counter() - started)
+    step_s = statistics.median(seconds)
     estimate = step_time(outline, cfg, _machine(ranks), rates).seconds if rates else None
     plan = plan_rank(outline, cfg, world_size, device.type == "cpu")
     worst = {phase: max(one[phase] for one in gather(measured)) for phase in measured}
