@@ -66,7 +66,7 @@ def package(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, module in modules.items():
         monkeypatch.setitem(sys.modules, name, module)
     monkeypatch.setattr(liger, "find_spec", lambda name: object())
-    monkeypatch.setattr(liger, "get_accelerator", lambda: types.SimpleNamespace(device_name=lambda: "cuda"))
+    monkeypatch.setattr(liger, "trains_on_gpu", lambda: True)
 
 
 @pytest.mark.usefixtures("package")

@@ -9,7 +9,6 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-from deepspeed.accelerator import get_accelerator
 from torch.nn import functional
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
@@ -22,6 +21,13 @@ from toolkit.messages import tr
 VARLEN = "varlen"
 _LEAK = 0.02
 """Largest change, as a fraction of the logits' spread, that rounding may cause; a leak causes several times as much."""
+
+
+def trains_on_gpu() -> bool:
+    """Whether the device of a run is an NVIDIA GPU, though there may be one beside it that is left alone."""
+    from deepspeed.accelerator import get_accelerator  # speaks on stdout where it has to find out, so not before
+
+    return bool(get_accelerator().device_name() == "cuda")
 
 
 def choose_attention(model: PreTrainedModel, attention: Attention, packed: bool, dtype: torch.dtype | None) -> None:
@@ -40,7 +46,7 @@ def choose_attention(model: PreTrainedModel, attention: Attention, packed: bool,
     if attention is Attention.auto:
         if not packed:
             return
-        has_kernel = get_accelerator().device_name() != "cuda" or dtype in (torch.float16, torch.bfloat16)
+        has_kernel = not trains_on_gpu() or dtype in (torch.float16, torch.bfloat16)
         name = VARLEN if has_kernel else Attention.sdpa.value
     try:
         model.set_attn_implementation(name)

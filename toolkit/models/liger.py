@@ -4,11 +4,11 @@ from importlib.util import find_spec
 from typing import Any
 
 import torch
-from deepspeed.accelerator import get_accelerator
 
 from toolkit.config.schema import KernelsConfig, LossKernel, When
 from toolkit.errors import ConfigError
 from toolkit.messages import tr
+from toolkit.models.attention import trains_on_gpu
 
 
 def liger_loss_sum(
@@ -51,7 +51,7 @@ def apply_liger(model: Any, kernels: KernelsConfig) -> str:
 
 
 def _why_no_kernels() -> str:
-    if get_accelerator().device_name() != "cuda":
+    if not trains_on_gpu():
         return tr("there is no GPU")
     if find_spec("liger_kernel") is None:
         return tr("the package liger-kernel is not installed (pip install liger-kernel)")
