@@ -41,8 +41,8 @@ def compare(
         rates: measured ones, to estimate a step's time by.
 
     Returns:
-        By phase, bytes of the rank that needs most: `planned` and `measured`; `memory_ratio` of the two in a step;
-        `step_s`, median seconds of some steps, and with rates `planned_step_s` and `time_ratio`.
+        By phase, bytes of the rank that needs most: `planned_bytes` and `measured_bytes`; `memory_ratio` of the two in
+        a step; `step_s`, median seconds of some steps, and with rates `planned_step_s` and `time_ratio`.
     """
     measured: dict[str, int] = {}
     world_size = ranks.world_size
@@ -80,8 +80,8 @@ def compare(
     return {
         "parameters": outline.num_parameters,
         "trained_parameters": outline.num_trained,
-        "planned": {phase: plan.peak(phase) for phase in measured},
-        "measured": worst,
+        "planned_bytes": {phase: plan.peak(phase) for phase in measured},
+        "measured_bytes": worst,
         "memory_ratio": plan.peak("step") / worst["step"],
         "planned_parts": plan.device["step"],
         "step_s": step_s,

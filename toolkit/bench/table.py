@@ -34,7 +34,7 @@ FIGURES = {
         "ratio": "ours : bare (goal 1.3)",
     },
     "plan": {
-        "measured.step": "memory of a rank in a step, bytes",
+        "measured_bytes.step": "memory of a rank in a step, bytes",
         "memory_ratio": "planned : measured (goal 0.9 to 1.1)",
         "step_s": "a step, s",
         "time_ratio": "estimated after calibration : measured (goal 0.7 to 1.3)",
