@@ -1,16 +1,25 @@
 #!/usr/bin/env python3
-"""Write docs/config.md from the schema; look at `git diff` after."""
+"""Write docs/config.md, docs/config_zh.md and the tables of docs/coming_from.md; look at `git diff` after."""
 
+import sys
 from pathlib import Path
 
-from toolkit.config.reference import render
+from toolkit.config.reference import render, sentences
+from toolkit.config.reference_zh import CHINESE
+from toolkit.translate.tables import filled
 
-TARGET = Path(__file__).parents[1] / "docs" / "config.md"
+DOCS = Path(__file__).parents[1] / "docs"
 
 
 def main() -> None:
-    """Write the page."""
-    TARGET.write_text(render(), encoding="utf-8")
+    """Write the pages."""
+    (DOCS / "config.md").write_text(render(), encoding="utf-8")
+    if missing := sorted(sentences() - set(CHINESE)):
+        sys.exit("Write their Chinese into toolkit/config/reference_zh.py:\n" + "\n".join(missing))
+    (DOCS / "config_zh.md").write_text(render(chinese=True), encoding="utf-8")
+    for language, name in (("en", "coming_from.md"), ("zh", "coming_from_zh.md")):
+        page = DOCS / name
+        page.write_text(filled(page.read_text(encoding="utf-8"), language), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -4,7 +4,8 @@
 import json
 from pathlib import Path
 
-from toolkit.config.load import known_recipes, load
+from toolkit.config.files import known_recipes
+from toolkit.config.load import load
 from toolkit.engine.ds_config import build_ds_config
 
 FOLDER = Path(__file__).parents[1] / "tests" / "golden" / "ds_config"

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from toolkit import secrets, terminal
 from toolkit.messages import set_language
 
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
@@ -44,6 +45,19 @@ def english() -> Iterator[None]:
     set_language("en")
     yield
     set_language("en")
+
+
+@pytest.fixture(autouse=True)
+def own_process() -> Iterator[None]:
+    """Leave variables, secrets and display as they were: commands that are called in this process change them."""
+    environment, learned = dict(os.environ), set(secrets._learned)
+    display, is_session = terminal._display, terminal._is_session
+    yield
+    terminal._display, terminal._is_session = display, is_session
+    os.environ.clear()
+    os.environ.update(environment)
+    secrets._learned.clear()
+    secrets._learned.update(learned)
 
 
 @pytest.fixture

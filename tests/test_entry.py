@@ -65,3 +65,13 @@ def test_no_command_shows_the_overview() -> None:
     finished = run("-m", "toolkit")
     assert finished.returncode == 2
     assert "export-config" in finished.stdout
+
+
+@pytest.mark.parametrize("words", [["--help"], ["train", "--help"]])
+def test_a_reader_that_has_read_enough(words: list[str]) -> None:
+    command = [sys.executable, "-m", "toolkit", *words]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT) as asked:
+        assert asked.stdout is not None and asked.stderr is not None
+        asked.stdout.close()  # as `| head -0` does
+        assert asked.stderr.read() == ""
+        assert asked.wait(60) == 0

@@ -21,6 +21,8 @@ LAYERS = {
     "toolkit.config": 0,
     "toolkit.launch": 1,
     "toolkit.plan": 1,
+    "toolkit.report": 1,
+    "toolkit.translate": 2,
     "toolkit.engine.ds_config": 1,
     "toolkit.engine.ds_import": 1,
     "toolkit.engine.ds_json": 1,
@@ -139,11 +141,14 @@ def test_planning_needs_no_torch() -> None:
         "toolkit.cli.check",
         "toolkit.cli.eval",
         "toolkit.cli.export_config",
+        "toolkit.cli.import_config",
         "toolkit.cli.prepare",
         "toolkit.cli.launch",
+        "toolkit.cli.sweep",
         "toolkit.cli.doctor",
         "toolkit.cli.verify",
         "toolkit.cli.export_model",
+        "toolkit.cli.report",
     ]
     code = (
         f"import importlib, sys\nfor name in {modules!r}: importlib.import_module(name)\n"

@@ -1,5 +1,7 @@
 """Files on their way to the disk and back: what caches and checkpoints both need."""
 
+import errno
+import fcntl
 import hashlib
 import os
 import pwd
@@ -8,11 +10,13 @@ import stat
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import IO
 
 from toolkit.errors import ToolkitError
 from toolkit.messages import tr
 
 _BLOCK_BYTES = 1 << 22
+_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
 
 def flush(path: Path) -> None:
@@ -71,6 +75,25 @@ def umask() -> int:
     mask = os.umask(0)
     os.umask(mask)
     return mask
+
+
+def try_lock(file: IO[str] | IO[bytes]) -> tuple[bool, bool]:
+    """Return whether the lock on a file was granted, and whether that means anything on this machine.
+
+    The system lets go of it when the file is closed, or its process ends.
+
+    Raises:
+        OSError: the file system fails.
+    """
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False, True
+    except OSError as error:
+        if error.errno in _NO_LOCKS:
+            return True, False
+        raise
+    return True, True
 
 
 def refuse_links(folder: Path, error: type[ToolkitError], names: Sequence[str] | None = None) -> None:

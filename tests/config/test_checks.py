@@ -21,8 +21,8 @@ REFUSED = {
     "batch.micro_per_gpu=auto batch.global_size=12": (
         "batch.global_size = 12 is not a multiple of batch.micro_per_gpu (1) x 8 ranks = 8. Use 8 or 16."
     ),
-    "batch.micro_per_gpu=${track.csv.job_name}": (
-        "batch.micro_per_gpu = DeepSpeedJobName must be a whole number or auto."
+    "batch.micro_per_gpu=${track.wandb.project}": (
+        "batch.micro_per_gpu = deepspeed-finetuning-toolkit must be a whole number or auto."
     ),
     "optim.lr=0": "optim.lr = 0.0 must be greater than 0.",
     "optim.lr=nan": "optim.lr = nan must be greater than 0.",
@@ -74,6 +74,8 @@ REFUSED = {
         "zero.offload_optimizer.ratio=1.0."
     ),
     "zero=stage3_offload zero.offload_optimizer.ratio=2": "zero.offload_optimizer.ratio = 2.0 must be from 0 to 1.",
+    "report.enabled=false report.every=5": "report.every = 5 has no effect: report.enabled is false. Remove it, or set "
+    "report.every=0.",
     "zero.aio.queue_depth=16": "zero.aio.queue_depth = 16 has no effect: nothing is offloaded to nvme. Remove "
     "it, or set zero.aio.queue_depth=8.",
     "precision.loss_scale=128": "precision.loss_scale = 128.0 has no effect: precision.dtype is bf16, not "
@@ -123,9 +125,18 @@ REFUSED = {
         "profile.comms.prof_ops = [all_reduce] has no effect: profile.comms.prof_all is true. Remove it, or "
         "set profile.comms.prof_ops=[]."
     ),
-    "track.csv.output_path=/x": (
-        "track.csv.output_path = /x has no effect: track.csv.enabled is false. Remove it, or set "
-        'track.csv.output_path="".'
+    "track.tensorboard.dir=/x": (
+        "track.tensorboard.dir = /x has no effect: track.tensorboard.enabled is false. Remove it, or set "
+        'track.tensorboard.dir="".'
+    ),
+    "track.patience_s=5": (
+        "track.patience_s = 5.0 has no effect: no tracker is enabled. Remove it, or set track.patience_s=30.0."
+    ),
+    "track=csv track.patience_s=-1": "track.patience_s = -1.0 must be at least 0.",
+    'track=wandb track.wandb.project=""': "track.wandb.project must not be empty.",
+    "track=mlflow track.mlflow.uri=http://me:secret@host:5000": (
+        "track.mlflow.uri holds a user or a password. Take them out and set MLFLOW_TRACKING_USERNAME and "
+        "MLFLOW_TRACKING_PASSWORD in the environment."
     ),
     "profile.flops.detailed=false": (
         "profile.flops.detailed = false has no effect: profile.flops.enabled is false. Remove it, or set "

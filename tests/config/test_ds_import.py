@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from toolkit.config.load import Loaded, known_recipes, load
+from toolkit.config.files import known_recipes
+from toolkit.config.load import Loaded, load
 from toolkit.config.schema import Device, Dtype, OptimizerName, RunConfig, ScheduleName, WarmupType
 from toolkit.engine.ds_config import build_ds_config
 from toolkit.engine.ds_import import import_json

@@ -85,13 +85,13 @@ IN_A_FILE = {
         "stage3, stage3_nvme, stage3_offload."
     ),
     "defaults:\n  - override /zeroo: stage3\n": (
-        ":2: unknown group 'zeroo'. Did you mean 'zero'? Known: data, kernels, model, optim, precision, "
-        "schedule, tuning, zero."
+        ":2: unknown group 'zeroo'. Did you mean 'zero'? Known: data, kernels, model, optim, parallel, "
+        "precision, schedule, track, tuning, zero."
     ),
     "defaults:\n  - chatgml\n": ":2: unknown recipe 'chatgml'. Did you mean 'chatglm'?",
     "defaults:\n  - chatglm\n  - override /zero@model: stage3\n": (
-        ":3: unknown group 'zero@model'. Did you mean 'model'? Known: data, kernels, model, optim, precision, "
-        "schedule, tuning, zero."
+        ":3: unknown group 'zero@model'. Did you mean 'model'? Known: data, kernels, model, optim, parallel, "
+        "precision, schedule, track, tuning, zero."
     ),
     "defaults:\n  - zero: stage3\n": (
         ":2: '{'zero': 'stage3'}': write `- override /GROUP: CHOICE`, or the name of another recipe."

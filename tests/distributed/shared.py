@@ -56,6 +56,7 @@ def tiny(rows_file: Path, folder: Path, name: str, *overrides: str) -> list[str]
         "train.max_steps=10",
         "train.log_every=1",
         "train.rehearse=false",
+        "report.enabled=false",
         "optim.lr=0.003",
         "schedule=linear",
         "schedule.warmup_steps=2",
@@ -103,6 +104,7 @@ TIMED = {
     *("tokens_per_s", "trained_tokens_per_s", "rank_tokens_per_s", "eval_tokens_per_s"),
     *("step_s", "step_median_s", "step_p95_s"),
     *("data_wait_s", "data_wait_fraction", "data_wait_rank", "slowest_rank", "slowest_rank_s", "median_rank_s"),
+    *("fastest_rank_s", "time"),
     *("model_flops_per_s", "hardware_flops_per_s", "mfu_matmul", "hfu_matmul"),
     *("host_memory_peak_bytes", "planned_memory_bytes"),
 }

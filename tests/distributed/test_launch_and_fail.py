@@ -1,17 +1,15 @@
 """Every launcher with the same command line; and how runs end that cannot go on."""
 
-import contextlib
 import json
 import os
 import re
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
 
 import pytest
-from ranks import BIN, REPOSITORY, deepspeed, environment, free_port, kill_session, run, start
+from ranks import BIN, REPOSITORY, deepspeed, free_port, kill_session, run, start
 from shared import losses, tiny
 
 RUN = str(REPOSITORY / "run.py")
@@ -200,29 +198,6 @@ def test_a_diverging_run_ends_with_70(rows_file: Path, tmp_path: Path) -> None:
     rows = [json.loads(line) for line in (tmp_path / "runs" / "diverges" / "metrics.jsonl").read_text().splitlines()]
     logged = [row["loss"] for row in rows if "loss" in row]
     assert logged[1:] == ["nan", "nan"], "the steps that matter are in the file, as strict JSON"
-
-
-def test_a_terminal_gets_a_bar(rows_file: Path, tmp_path: Path) -> None:
-    """Through a pseudo-terminal: one live line instead of many."""
-    import fcntl
-    import pty
-    import struct
-    import termios
-
-    command = [sys.executable, *words(rows_file, tmp_path, "bar", "train.max_steps=6")]
-    parent, child = pty.openpty()
-    fcntl.ioctl(child, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 200, 0, 0))
-    process = subprocess.Popen(command, cwd=tmp_path, env=environment(), stdin=child, stdout=child, stderr=child)
-    os.close(child)
-    shown = b""
-    with contextlib.suppress(OSError):  # the terminal closes with the process
-        while chunk := os.read(parent, 65536):
-            shown += chunk
-    os.close(parent)
-    assert process.wait(timeout=120) == 0, shown[-2000:]
-    text = shown.decode()
-    assert re.search(r"100%.*6/6.*loss \d", text)
-    assert "step 3/6" not in text
 
 
 @pytest.mark.parametrize("hosts", ["localhost slots=2\n", "localhost slots=2O\n"])

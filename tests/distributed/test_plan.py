@@ -2,6 +2,7 @@
 
 import json
 import math
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -106,3 +107,19 @@ def test_plan_auto_says_when_nothing_fits(tmp_path: Path, rows_file: Path) -> No
     assert ran.code != 0
     assert ran.output.count("plan.auto: nothing fits on") == 1
     assert "Traceback" not in ran.output
+
+
+def test_a_calibration_measures_what_is_assumed_otherwise(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "toolkit", "plan", "recipe=quickstart", "model=glm_tiny", "gpus=2xcpu"]
+    options = ["data.sources=[{path: rows.jsonl}]", f"prepare.dir={tmp_path}"]
+    assumed = run([*command, *options], cwd=tmp_path, timeout_s=60)
+    measured = run([*command, *options, "calibrate=true"], cwd=tmp_path, timeout_s=200)
+    assert (assumed.code, measured.code) == (0, 0), measured.output[-3000:]
+    assert ("Assumed, not measured" in assumed.output, "Assumed, not measured" in measured.output) == (True, False)
+    assert "Warning" not in measured.output
+    (file,) = (tmp_path / "plan").glob("rates-*.json")
+    rates = json.loads(file.read_text())
+    assert rates["is_measured"]
+    assert min(rates[name] for name in ("flops", "link", "memory", "gather", "latency_s")) > 0
+    assert rates["gather"] <= rates["link"]
+    assert run([*command, *options], cwd=tmp_path, timeout_s=60).output == measured.output  # it is kept

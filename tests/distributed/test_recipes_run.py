@@ -46,6 +46,7 @@ def overrides(recipe: str, rows_file: Path, folder: Path) -> list[str]:
         "schedule.warmup_steps=0",
         "optim.lr=0.001",
         "evaluate.prompts=[]",
+        "report.enabled=false",
         "evaluate.ngram_baselines=false",
     ]
     if recipe == "zero3_nvme":

@@ -36,8 +36,7 @@ REFUSED: dict[str, list[str]] = {
 def words(rows_file: Path, folder: Path, name: str, *overrides: str) -> list[str]:
     """Return a tiny run whose weights change from the first step on."""
     constant = ["schedule=constant", "schedule.warmup_steps=0", f"train.max_steps={STEPS}"]
-    csv = ["track.csv.enabled=true", f"track.csv.output_path={folder}/csv", f"track.csv.job_name={name}"]
-    return tiny(rows_file, folder, name, *constant, *csv, f"checkpoint.every={DIED_AT}", *overrides)
+    return tiny(rows_file, folder, name, *constant, f"checkpoint.every={DIED_AT}", *overrides)
 
 
 @pytest.fixture(scope="session")
@@ -83,15 +82,12 @@ def test_the_run_is_the_same_to_the_last_bit(name: str, rehearsed: tuple[Path, s
 @pytest.mark.parametrize("name", CELLS)
 def test_nothing_is_left_behind(name: str, rehearsed: tuple[Path, str]) -> None:
     folder, _ = rehearsed
-    for kind in ("runs", "csv"):
-        left, right = (
-            {path.relative_to(run).as_posix() for path in run.rglob("*")}
-            for run in (folder / kind / name, folder / kind / f"{name}-rehearsed")
-        )
-        assert left == right
-        assert left
-    for file in (folder / "csv" / name).iterdir():
-        assert file.read_text() == (folder / "csv" / f"{name}-rehearsed" / file.name).read_text()
+    left, right = (
+        {path.relative_to(run).as_posix() for path in run.rglob("*")}
+        for run in (folder / "runs" / name, folder / "runs" / f"{name}-rehearsed")
+    )
+    assert left == right
+    assert left
 
 
 def test_it_is_told_in_one_line(rehearsed: tuple[Path, str]) -> None:

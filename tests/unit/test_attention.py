@@ -7,6 +7,7 @@ import pytest
 import torch
 import transformers
 
+from tests.unit.tiny_model import SIZES
 from toolkit.config.schema import Attention, Init, ModelConfig
 from toolkit.data.collate import collate
 from toolkit.data.store import Sample
@@ -14,18 +15,6 @@ from toolkit.errors import ModelError
 from toolkit.models.attention import attention_arguments, check_isolation, choose_attention
 from toolkit.models.packing import why_not_packed
 
-SIZES = {
-    "vocab_size": 128,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "pad_token_id": None,
-    "bos_token_id": None,
-    "eos_token_id": 1,
-}
 MOE = {
     "moe_intermediate_size": 16,
     "n_routed_experts": 4,

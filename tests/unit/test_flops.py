@@ -18,6 +18,7 @@ from toolkit.models.chatglm.modeling import ChatGLMConfig, ChatGLMForConditional
 from toolkit.plan.cards import CARDS, find_card
 from toolkit.plan.flops import Work, causal_pairs, formula
 from toolkit.plan.machine import parse_machine
+from toolkit.plan.outline import PUBLISHED
 from toolkit.plan.parameters import Shapes, shapes_of_config, tuned
 
 ROWS, TOKENS, LAYERS, HIDDEN, HEADS, VOCAB = 2, 24, 3, 32, 4, 96
@@ -131,18 +132,7 @@ def test_shapes_of_a_config_count_as_those_of_the_model() -> None:
 
 def test_chatglm3_6b_by_hand() -> None:
     """6 FLOPs for each parameter that a token meets, and attention."""
-    config = {
-        "padded_vocab_size": 65024,
-        "hidden_size": 4096,
-        "ffn_hidden_size": 13696,
-        "num_layers": 28,
-        "num_attention_heads": 32,
-        "multi_query_attention": True,
-        "multi_query_group_num": 2,
-        "kv_channels": 128,
-        "add_qkv_bias": True,
-    }
-    found = shapes_of_config(config)
+    found = shapes_of_config(PUBLISHED["ChatGLM3-6B"])
     assert found
     per_layer = 4096 * (4096 + 2 * 256) + 4096 * 4096 + 3 * 4096 * 13696
     work = Work(4096, causal_pairs([1000, 3000, 96]), 2000)

@@ -1,6 +1,8 @@
 """`toolkit generate`: one question, and files of them."""
 
+import errno
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -142,6 +144,19 @@ def test_one_process_writes_a_file(tmp_path: Path, random_model: Path, capsys: p
     assert "another process is writing" in capsys.readouterr().err
     assert not list(tmp_path.glob("out*")), "nothing was written, so nothing is left"
     ask(random_model, f"input={asked}", f"output={tmp_path}/no/such/folder", code=74)
+
+
+def test_a_disk_without_locks(
+    tmp_path: Path, random_model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(file: Any, how: int) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr("toolkit.disk.fcntl.flock", refuse)
+    asked = write(tmp_path / "in.jsonl", {"prompt": "x"})
+    ask(random_model, f"input={asked}", f"output={tmp_path}/out", "max_new_tokens=2")
+    assert "has no locks" in capsys.readouterr().out
+    assert (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize(

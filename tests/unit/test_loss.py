@@ -10,24 +10,13 @@ from peft import LoraConfig, inject_adapter_in_model
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.unit.tiny_model import SIZES
 from toolkit.config.schema import LossKernel
 from toolkit.models import chunked_loss
 from toolkit.models.chatglm.modeling import ChatGLMConfig, ChatGLMForConditionalGeneration
 from toolkit.models.loss import LossHead, Way, loss_head, num_trained_tokens, token_loss_sum, token_losses
 from toolkit.models.tuning.prompt import SoftPrompt, attach_prompt
 
-SIZES = {
-    "vocab_size": 128,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "pad_token_id": None,
-    "bos_token_id": None,
-    "eos_token_id": 1,
-}
 SOP, PAD = 120, 3
 
 

@@ -73,6 +73,7 @@ def test_row() -> None:
             "slowest_rank": 1,
             "slowest_rank_s": 0.5,
             "median_rank_s": 0.3,
+            "fastest_rank_s": 0.25,
         }
     )
     assert steps([0.3], [0.1]).row() == pytest.approx({"data_wait_s": 0.1, "data_wait_fraction": 0.1})

@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 from copy import deepcopy
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,15 +14,16 @@ from hypothesis import strategies as st
 
 from toolkit.cli import main
 from toolkit.cli.plan import as_json
-from toolkit.config.checks import check
+from toolkit.config.checks import check, micro_sizes
 from toolkit.config.load import load
 from toolkit.config.schema import Device, Dtype, RunConfig, TuningConfig, TuningMethod
+from toolkit.plan.cards import GIB
 from toolkit.plan.host import checkpoint_bytes, plan_host
-from toolkit.plan.machine import GIB, Machine, parse_bytes, parse_machine
+from toolkit.plan.machine import Machine, parse_bytes, parse_machine
 from toolkit.plan.memory import plan_rank
 from toolkit.plan.outline import PUBLISHED, outline_of
 from toolkit.plan.parameters import Outline, shapes_of_config, tuned
-from toolkit.plan.search import changed, cheapest, lay_out, layouts, micro_batches, overrides
+from toolkit.plan.search import changed, cheapest, lay_out, layouts, overrides
 from toolkit.plan.speed import assumed, step_time
 
 WORLDS = st.sampled_from([1, 2, 4, 8, 16, 64])
@@ -146,7 +148,7 @@ def test_every_layout_keeps_the_batch_and_can_be_typed() -> None:
     before = load(words).cfg
     outline = outline_of(before, print)
     found = list(layouts(outline, before, A100, assumed(A100, "bf16")))
-    assert len(found) == 8 * 2 * len(micro_batches(before, 8))
+    assert len(found) == 8 * 2 * len(micro_sizes(before, 8))
     for layout in found:
         assert layout.cfg.batch.global_size == before.batch.global_size
         loaded = load([*words, *overrides(before, layout.cfg)])
@@ -182,6 +184,17 @@ def test_estimates_of_time_are_consistent(world: int, stage: int) -> None:
     recomputed = deepcopy(cfg)
     recomputed.train.activation_checkpointing.enabled = True
     assert 1.2 < step_time(outline, recomputed, machine, assumed(machine, "bf16")).compute / time.compute < 1.4
+
+
+@given(world=st.sampled_from([2, 4, 8]), stage=STAGES, slower=st.floats(1.5, 20))
+@settings(deadline=None, max_examples=20)
+def test_measured_gathering_counts_at_stage_3_alone(world: int, stage: int, slower: float) -> None:
+    machine = Machine(world, 0, None, 1, on_cpu=True)
+    outline, cfg = model("ChatGLM3-6B"), config(stage, Dtype.bf16, world=world)
+    rates = replace(assumed(machine, "bf16"), latency_s=0.0)
+    before = step_time(outline, cfg, machine, rates).communication
+    after = step_time(outline, cfg, machine, replace(rates, gather=rates.link / slower)).communication
+    assert after == pytest.approx(before * slower if stage == 3 else before)
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import torch
 import transformers
 
 from toolkit.models.chatglm.modeling import ChatGLMConfig, ChatGLMForConditionalGeneration
+from toolkit.plan.outline import PUBLISHED
 from toolkit.plan.parameters import shapes_of_config
 
 COMMON = {
@@ -66,18 +67,7 @@ def test_chatglm_6b() -> None:
 
 def test_published_models_have_their_parameters() -> None:
     """As their model cards say."""
-    chatglm3 = {
-        "padded_vocab_size": 65024,
-        "hidden_size": 4096,
-        "ffn_hidden_size": 13696,
-        "num_layers": 28,
-        "num_attention_heads": 32,
-        "multi_query_attention": True,
-        "multi_query_group_num": 2,
-        "kv_channels": 128,
-        "add_qkv_bias": True,
-    }
-    found = shapes_of_config(chatglm3)
+    found = shapes_of_config(PUBLISHED["ChatGLM3-6B"])
     assert found is not None
     assert sum(map(math.prod, found[0].values())) == 6_243_584_000
 

@@ -295,7 +295,6 @@ def node(cfg: RunConfig, host: str, no_locks: bool, results: "multiprocessing.Qu
     build_once.socket.gethostname = lambda: host  # type: ignore[attr-defined]
     build_once._BEAT_S, build_once._SILENT_S = 0.1, 1.0
     if no_locks:
-        build_once._NO_LOCKS = (errno.ENOLCK,)
 
         def refuse(file: Any, how: int) -> None:
             raise OSError(errno.ENOLCK, "no locks")

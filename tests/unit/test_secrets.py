@@ -8,7 +8,7 @@ import pytest
 from toolkit.checkpoint.changes import check, differences
 from toolkit.errors import ConfigError
 from toolkit.messages import tr
-from toolkit.secrets import HidingFilter, are_same, hide, hide_all
+from toolkit.secrets import HidingFilter, are_same, hide, hide_all, learn
 
 PASSWORD = "pa\"ss\\wörd'1"
 
@@ -85,3 +85,10 @@ def test_logs_hide_arguments_and_tracebacks(caplog: pytest.LogCaptureFixture) ->
     assert "found ***" in caplog.text
     assert "ValueError: ***" in caplog.text
     assert "12345" not in caplog.text
+
+
+def test_of_secrets_that_overlap_nothing_is_seen() -> None:
+    learn("abcdefghij")
+    learn("sk-abcdefghijklmnop1234.and+more")
+    assert hide("use hf_abcdefghijklmnopqrst now") == "use *** now"
+    assert hide("sk-abcdefghijklmnop1234.and+more!") == "***!"

@@ -4,31 +4,53 @@ One layer of the model, with its real sizes and rows, is what two layers take be
 same time, as they would train.
 """
 
+import logging
+import os
 import statistics
 import time
-from collections.abc import Callable
-from copy import deepcopy
+import warnings
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from typing import Any
 
 import torch
+from deepspeed import DeepSpeedEngine
 from torch import distributed
+from torch.nn import functional
+from torch.optim.lr_scheduler import ConstantLR
 from transformers import AutoConfig, AutoModelForCausalLM, GlmForCausalLM
 
-from toolkit.config.schema import Init, RunConfig
+from toolkit.config.schema import (
+    ActivationCheckpointingConfig,
+    CompileConfig,
+    DistributedConfig,
+    Init,
+    ProfileConfig,
+    RunConfig,
+    ZeroConfig,
+)
+from toolkit.distributed import process_group
+from toolkit.engine.ds_config import build_ds_config
+from toolkit.engine.initialize import initialize
+from toolkit.messages import tr
 from toolkit.models.build import TORCH_DTYPES, random_config
 from toolkit.models.chatglm.family import Architecture, architecture_of
 from toolkit.models.chatglm.glm import glm_config
 from toolkit.models.chatglm.modeling import ChatGLMConfig, ChatGLMForConditionalGeneration
-from toolkit.models.loss import token_loss_sum
+from toolkit.models.loss import Batch, token_loss_sum
 from toolkit.plan.flops import Work, causal_pairs, formula
 from toolkit.plan.memory import WIDTHS, longest_rows
 from toolkit.plan.outline import config_of, outline_of
-from toolkit.plan.speed import Rates
+from toolkit.plan.parameters import Outline
+from toolkit.plan.speed import Rates, gathered_bytes
 
-_REPEATS = 5
+_REPEATS = 7
 _UPDATED = 4_000_000
 _SENT = 4_000_000
+_TRIES = 3
+_NEVER = 1_000_000
+"""Micro-batches of a step that never comes: the optimizer is measured by itself."""
 
 
 def measure(cfg: RunConfig, local_rank: int, world_size: int, on_cpu: bool) -> Rates:
@@ -36,44 +58,99 @@ def measure(cfg: RunConfig, local_rank: int, world_size: int, on_cpu: bool) -> R
     device = torch.device("cpu") if on_cpu else torch.device("cuda", local_rank)
     if not on_cpu:
         torch.cuda.set_device(device)
-    seconds, flops = zip(*(_layers(cfg, layers, device) for layers in (1, 2)), strict=True)
-    speed = (flops[1] - flops[0]) / max(seconds[1] - seconds[0], 1e-6)
+    whole = replace(cfg, tuning=type(cfg.tuning)())
+    outline = outline_of(whole, print)
+    first_s, layer_s, first_flops, layer_flops = _layers(whole, outline, device)
+    speed = layer_flops / layer_s
+    link = _link(device, world_size, _SENT)
+    # Behind a GPU's computation it hides, so there the links' own speed is what counts.
+    gather = _gather(whole, outline, layer_s, device, world_size) if on_cpu and world_size > 1 else 0.0
     return Rates(
         flops=speed,
-        micro_s=max(0.0, seconds[0] - flops[0] / speed),
+        micro_s=max(0.0, first_s - first_flops / speed),
         memory=_update(device, WIDTHS[cfg.precision.dtype]),
-        link=_link(device, world_size, _SENT),
+        link=link,
+        gather=min(gather, link),
         latency_s=_latency(device, world_size),
         is_measured=True,
     )
 
 
-def _layers(cfg: RunConfig, layers: int, device: torch.device) -> tuple[float, float]:
-    """Return the seconds of one micro-batch of a model with so many layers, and its FLOPs."""
-    model = _model(cfg, layers).to(device, TORCH_DTYPES[cfg.precision.dtype]).train()
-    small = deepcopy(cfg)
-    small.tuning = type(cfg.tuning)()
-    outline = outline_of(small, print)
-    shapes = {name: tuple(one.shape) for name, one in model.named_parameters()}
-    rows = longest_rows(outline, small)
-    ids = torch.ones(rows.rows, rows.length, dtype=torch.long)
-    batch = {
-        "input_ids": ids,
-        "labels": ids,
-        "position_ids": torch.arange(rows.length).expand(rows.rows, -1).contiguous(),
-        "segment_ids": torch.ones_like(ids),
-    }
-    if isinstance(model, ChatGLMForConditionalGeneration):
-        batch["input_ids"] = ids.clone()
-        batch["input_ids"][:, 0] = model.config.bos_token_id
-    batch = {name: tensor.to(device) for name, tensor in batch.items()}
-
-    def step() -> None:
-        token_loss_sum(model, batch).backward()
-        model.zero_grad()
-
+def _layers(cfg: RunConfig, outline: Outline, device: torch.device) -> tuple[float, float, float, float]:
+    """Return the seconds of a micro-batch of a model with one layer, those of one layer more, and the FLOPs of both."""
+    rows = longest_rows(outline, cfg)
     work = Work(rows.tokens, causal_pairs([rows.length] * rows.rows), rows.tokens)
-    return _seconds(step, device), formula(shapes, {**outline.sizes, "layers": layers}).model_flops(work)
+    calls, flops = [], []
+    for layers in (1, 2):
+        model = _model(cfg, layers).to(device, TORCH_DTYPES[cfg.precision.dtype]).train()
+        shapes = {name: tuple(one.shape) for name, one in model.named_parameters()}
+        flops.append(formula(shapes, {**outline.sizes, "layers": layers}).model_flops(work))
+        calls.append(partial(_pass, model, longest_batch(cfg, outline, model)))
+    for _ in range(_TRIES):
+        first_s, layer_s = _seconds_and_more(calls, device)
+        if layer_s > 0:
+            break
+    else:
+        raise ValueError(tr("two layers took no longer than one: this machine is too busy with something else"))
+    return first_s, layer_s, flops[0], flops[1] - flops[0]
+
+
+def _pass(model: torch.nn.Module, batch: Batch) -> None:
+    token_loss_sum(model, batch).backward()
+    model.zero_grad()
+
+
+def _gather(cfg: RunConfig, outline: Outline, layer_s: float, device: torch.device, world_size: int) -> float:
+    """Return the bytes per second that a layer's weights and gradients travel at under ZeRO 3.
+
+    What counts is what a layer takes longer there than alone: besides the collectives these are DeepSpeed's copies and
+    its own work around each of them, as much again on CPU ranks (0.19.8).
+    """
+    split = replace(
+        cfg,
+        zero=ZeroConfig(stage=3),
+        optim=replace(cfg.optim, torch=True),  # DeepSpeed's own Adam would have to be compiled first
+        batch=replace(cfg.batch, micro_per_gpu=1, global_size=_NEVER * world_size),
+        train=replace(cfg.train, activation_checkpointing=ActivationCheckpointingConfig()),
+        compile=CompileConfig(),
+        profile=ProfileConfig(),
+        ds_extra={},
+    )
+    ds = build_ds_config(split, world_size).values
+    calls, sizes, linear = [], [], functional.linear
+    for layers in (1, 2):
+        model = _model(cfg, layers).to(device, TORCH_DTYPES[cfg.precision.dtype])
+        sizes.append(sum(one.numel() for one in model.parameters()))
+        batch = longest_batch(cfg, outline, model)
+        engine = initialize(model, ds, split.train.activation_checkpointing, partial(ConstantLR, factor=1))
+        engine.train()
+        calls.append(partial(_pass_of_engine, engine, batch))
+    _, split_s = _seconds_and_more(calls, device)
+    for call in calls:
+        call.args[0].destroy()
+    functional.linear = linear  # DeepSpeed's, which keeps more for the backward pass, would stay (0.19.8)
+    layer = sizes[1] - sizes[0]
+    sent = gathered_bytes(layer, layer, WIDTHS[cfg.precision.dtype], world_size)
+    return sent / max(split_s - layer_s, 1e-6)
+
+
+def _pass_of_engine(engine: DeepSpeedEngine, batch: Batch) -> None:
+    engine.backward(token_loss_sum(engine, batch))
+
+
+def longest_batch(cfg: RunConfig, outline: Outline, model: torch.nn.Module) -> Batch:
+    """Return the largest micro-batch that a config allows, `[B, S]` on the CPU; every token of it is trained."""
+    rows = longest_rows(outline, cfg)
+    size = (rows.rows, rows.length)
+    ids = torch.full(size, 5)
+    if isinstance(model, ChatGLMForConditionalGeneration):
+        ids[:, 1] = model.config.bos_token_id
+    return {
+        "input_ids": ids,
+        "labels": ids.clone(),
+        "position_ids": torch.arange(rows.length).repeat(rows.rows, 1),
+        "segment_ids": torch.ones(size, dtype=torch.long),
+    }
 
 
 def _model(cfg: RunConfig, layers: int) -> torch.nn.Module:
@@ -94,40 +171,52 @@ def _model(cfg: RunConfig, layers: int) -> torch.nn.Module:
     return AutoModelForCausalLM.from_config(known, trust_remote_code=False)
 
 
-def _seconds(call: Callable[[], None], device: torch.device) -> float:
+def _seconds(call: Callable[[], object], device: torch.device) -> float:
     """Return the median of a few runs after the first: the machine as it is, whatever else it does."""
-    found = []
-    for _ in range(_REPEATS + 1):
-        if distributed.is_initialized():
-            distributed.barrier()
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-        started = time.perf_counter()
-        call()
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-        found.append(time.perf_counter() - started)
-    return statistics.median(found[1:])
+    call()
+    return statistics.median(_once(call, device) for _ in range(_REPEATS))
+
+
+def _seconds_and_more(calls: Sequence[Callable[[], object]], device: torch.device) -> tuple[float, float]:
+    """Return the median seconds of one call, and by how much another takes longer; in turns, as machines drift."""
+    first, second = calls
+    first(), second()
+    pairs = [(_once(first, device), _once(second, device)) for _ in range(_REPEATS)]
+    # Of the slowest rank, as all wait for it; so all find the same, and do the same about it.
+    more = max(process_group.gather(statistics.median(second_s - first_s for first_s, second_s in pairs)))
+    return statistics.median(first_s for first_s, _ in pairs), more
+
+
+def _once(call: Callable[[], object], device: torch.device) -> float:
+    if distributed.is_initialized():
+        distributed.barrier()
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    started = time.perf_counter()
+    call()
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter() - started
 
 
 def _update(device: torch.device, width: int) -> float:
     weights = torch.nn.Parameter(torch.ones(_UPDATED, device=device))
     weights.grad = torch.ones_like(weights)
     optimizer = torch.optim.AdamW([weights], fused=True)
-    return _UPDATED * (16 + 12 + 2 * width) / _seconds(lambda: optimizer.step() and None, device)
+    return _UPDATED * (16 + 12 + 2 * width) / _seconds(optimizer.step, device)
 
 
 def _link(device: torch.device, world_size: int, elements: int) -> float:
     if world_size == 1:
         return 1e12
     sent = torch.ones(elements, device=device)
-    seconds = _seconds(lambda: distributed.all_reduce(sent) and None, device)
+    seconds = _seconds(lambda: distributed.all_reduce(sent), device)
     return 2 * (world_size - 1) / world_size * sent.nbytes / seconds
 
 
 def _latency(device: torch.device, world_size: int) -> float:
     one = torch.ones(1, device=device)
-    return 0.0 if world_size == 1 else _seconds(lambda: distributed.all_reduce(one) and None, device)
+    return 0.0 if world_size == 1 else _seconds(lambda: distributed.all_reduce(one), device)
 
 
 def measure_rank(cfg: RunConfig, rank: int, world_size: int, port: int, on_cpu: bool) -> dict[str, Any]:
@@ -140,11 +229,15 @@ def measure_rank(cfg: RunConfig, rank: int, world_size: int, port: int, on_cpu: 
         port: free, for them to meet at.
         on_cpu: whether to leave GPUs alone.
     """
+    # DeepSpeed 0.19.8 calls collectives by names that torch 2.13 deprecates, and tells what it builds.
+    warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
+    logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
     if on_cpu:
         torch.set_num_threads(1)
-    distributed.init_process_group(
-        "gloo" if on_cpu else "nccl", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world_size
-    )
+        os.environ["DS_ACCELERATOR"] = "cpu"
+    places = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "MASTER_PORT": port}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", **{name: str(value) for name, value in places.items()}}
+    process_group.start(DistributedConfig())
     rates = asdict(measure(cfg, rank, world_size, on_cpu))
-    distributed.destroy_process_group()
+    process_group.stop()
     return rates

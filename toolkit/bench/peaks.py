@@ -10,19 +10,19 @@ import torch
 from deepspeed import DeepSpeedEngine
 from deepspeed.accelerator import get_accelerator
 
+from toolkit.bench.calibrate import longest_batch
 from toolkit.config.checks import accumulation
-from toolkit.config.schema import Init, RunConfig
+from toolkit.config.schema import RunConfig
 from toolkit.distributed.process_group import barrier, gather
 from toolkit.engine.memory import PeakMemory
 from toolkit.launch.environment import Ranks
 from toolkit.models.loss import token_losses
 from toolkit.plan.machine import Machine
-from toolkit.plan.memory import longest_rows, plan_rank
+from toolkit.plan.memory import plan_rank
 from toolkit.plan.outline import outline_of
-from toolkit.plan.parameters import Outline, shape_of_random, tuned
 from toolkit.plan.speed import Rates, step_time
 from toolkit.train.guard import Guard
-from toolkit.train.step import Batch, train_step
+from toolkit.train.step import train_step
 
 _STEPS = 2
 _TIMED_STEPS = 3
@@ -51,8 +51,8 @@ def compare(
         before = memory.restart()
         engine = build()
         measured["load"] = memory.peak() - before
-        outline = _outline(cfg, engine)
-        batch = longest_batch(cfg, outline, engine)
+        outline = outline_of(cfg, print, engine.module.config.vocab_size)
+        batch = longest_batch(cfg, outline, engine.module)
         guard = Guard(engine, cfg.train)
         engine.train()
         for _ in range(_STEPS):
@@ -89,27 +89,6 @@ def compare(
     }
 
 
-def longest_batch(cfg: RunConfig, outline: Outline, engine: DeepSpeedEngine) -> Batch:
-    """Return the largest micro-batch that a config allows, `[B, S]` on the CPU; every token of it is trained."""
-    rows = longest_rows(outline, cfg)
-    size = (rows.rows, rows.length)
-    ids = torch.full(size, 5)
-    if getattr(engine.module, "builds_positions", False):
-        ids[:, 1] = engine.module.config.bos_token_id
-    return {
-        "input_ids": ids,
-        "labels": ids.clone(),
-        "position_ids": torch.arange(rows.length).repeat(rows.rows, 1),
-        "segment_ids": torch.ones(size, dtype=torch.long),
-    }
-
-
 def _machine(ranks: Ranks) -> Machine:
     local = ranks.local_world_size or ranks.world_size
     return Machine(local, 0, None, ranks.world_size // local, on_cpu=get_accelerator().device_name() == "cpu")
-
-
-def _outline(cfg: RunConfig, engine: DeepSpeedEngine) -> Outline:
-    if cfg.model.init is Init.random:  # its vocabulary is its tokenizer's
-        return tuned(*shape_of_random(engine.module.config.vocab_size, cfg.model.shape), cfg.tuning)
-    return outline_of(cfg, print)

@@ -16,7 +16,10 @@ from toolkit.models.build import TORCH_DTYPES, build_model
 from toolkit.train.batches import position_after, step_samples
 from toolkit.train.prepared import Prepared, prepare_data
 
-QUIET = ("evaluate.at_start=false", "checkpoint.export=false", "checkpoint.keep=0", "train.log_every=1", "language=en")
+QUIET = (
+    *("evaluate.at_start=false", "checkpoint.export=false", "checkpoint.keep=0", "train.log_every=1"),
+    *("report.enabled=false", "language=en"),
+)
 _STEPS_OF_ROWS = 50
 _ENDLESS = 1_000_000
 

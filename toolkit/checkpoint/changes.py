@@ -1,8 +1,9 @@
 """What differs between the run that saved and the run that goes on; and which differences change the mathematics."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from toolkit.engine.ds_config import leaves
 from toolkit.errors import ConfigError
 from toolkit.messages import tr
 from toolkit.secrets import are_same
@@ -32,6 +33,7 @@ FREE = (
     "checkpoint",
     "evaluate",
     "track",
+    "report",
     "plan",
     "profile",
     "launch",
@@ -56,18 +58,9 @@ _BY_CONTENT = ("data.sources", "data.validation")
 """The fingerprint of the tokenised data stands for these: a file may have moved."""
 
 
-def flat(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the leaves of a config as dotted key and value; lists are leaves."""
-    for name, value in config.items():
-        if isinstance(value, Mapping) and value:
-            yield from flat(value, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", value
-
-
 def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
     """Return key, old and new value of everything that differs, in the order of the config; secrets do not."""
-    old, new = dict(flat(before)), dict(flat(now))
+    old, new = dict(leaves(dict(before))), dict(leaves(dict(now)))
     keys = [*new, *(key for key in old if key not in new)]
     return [(key, old.get(key), new.get(key)) for key in keys if not are_same(old.get(key), new.get(key))]
 

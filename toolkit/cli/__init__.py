@@ -1,5 +1,6 @@
 """The command line: `toolkit COMMAND …`, and `run.py`, which is `toolkit train`."""
 
+import os
 import sys
 from collections.abc import Callable, Sequence
 from importlib import import_module
@@ -13,11 +14,13 @@ from toolkit.messages import tr
 COMMANDS = {
     "train": "toolkit.cli.train",
     "launch": "toolkit.cli.launch",
+    "sweep": "toolkit.cli.sweep",
     "check": "toolkit.cli.check",
     "plan": "toolkit.cli.plan",
     "prepare": "toolkit.cli.prepare",
     "show": "toolkit.cli.show",
     "export-config": "toolkit.cli.export_config",
+    "import-config": "toolkit.cli.import_config",
     "eval": "toolkit.cli.eval",
     "generate": "toolkit.cli.generate",
     "chat": "toolkit.cli.chat",
@@ -26,6 +29,7 @@ COMMANDS = {
     "verify": "toolkit.cli.verify",
     "hostfile": "toolkit.cli.hostfile",
     "doctor": "toolkit.cli.doctor",
+    "report": "toolkit.cli.report",
     "bench": "toolkit.cli.bench",
 }
 
@@ -43,7 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if words and words[0].startswith("--local_rank="):  # `deepspeed --module toolkit eval …` puts it before the command
         del words[0]
     if not words or words[0] in ("-h", "--help"):
-        print(_overview())
+        _show(_overview())
         return 0 if words else 2
     return guarded(lambda: _dispatch(words))
 
@@ -59,10 +63,18 @@ def _dispatch(words: list[str]) -> int:
         )
     module = import_module(COMMANDS[command])
     if any(word in ("-h", "--help") for word in rest):
-        print((module.__doc__ or "").strip())
+        _show((module.__doc__ or "").strip())
         return 0
     run: Callable[[list[str]], int] = module.run
     return run(rest)
+
+
+def _show(text: str) -> None:
+    """Print a text to a reader that may have read enough, as `head` does."""
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes once more as it ends
 
 
 def _overview() -> str:

@@ -133,7 +133,7 @@ _MEASURES: dict[str, Measure] = {"data": _data, "memory": _memory, "start": _sta
 
 def _faults(words: list[str]) -> int:
     from toolkit.bench.faults import run_battery
-    from toolkit.cli.sample_view import table
+    from toolkit.cli.text_table import table
 
     arguments = named_arguments(words[1:], required=(), optional=("only", "output"), usage="toolkit bench faults")
     output = arguments.get("output", "")

@@ -21,6 +21,7 @@ from toolkit.models.loss import LossHead, Way, loss_head
 from toolkit.models.save import MODEL_DIR, describe
 from toolkit.models.tuning.apply import tune
 from toolkit.models.tuning.base import RUN_BASE, check_base, read_base
+from toolkit.terminal import phase
 from toolkit.train.prepared import Prepared
 from toolkit.train.resume import Origin
 from toolkit.train.schedule import Schedule
@@ -54,7 +55,8 @@ def build_engine(cfg: RunConfig, prepared: Prepared, ds: DsConfig, total_steps: 
     def make_schedule(optimizer: torch.optim.Optimizer) -> Any:
         return Schedule(optimizer, cfg.schedule, cfg.optim.lr, total_steps, warmup)
 
-    engine = initialize(model, ds.values, cfg.train.activation_checkpointing, make_schedule, cfg.compile)
+    with phase(tr("Building the engine (the first time DeepSpeed compiles its ops: minutes)"), speaks=rank() == 0):
+        engine = initialize(model, ds.values, cfg.train.activation_checkpointing, make_schedule, cfg.compile)
     # What building leaves behind refers to itself, and would keep the memory of weights until Python looks for it.
     gc.collect()
     if packed:

@@ -1,6 +1,5 @@
 """Measure how fast this machine is, in processes of their own; see bench/calibrate.py."""
 
-import json
 import multiprocessing
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
@@ -10,6 +9,7 @@ from toolkit.errors import ConfigError
 from toolkit.launch.environment import free_port
 from toolkit.messages import tr
 from toolkit.plan.calibration import file_of
+from toolkit.plan.kept import write
 from toolkit.plan.machine import Machine, this_machine
 from toolkit.plan.parameters import Outline
 
@@ -50,11 +50,7 @@ def calibrate(cfg: RunConfig, machine: Machine, outline: Outline) -> None:
     slowest = {
         name: (max if name in ("micro_s", "latency_s") else min)(one[name] for one in found) for name in found[0]
     }
-    file = file_of(cfg, machine, outline)
-    file.parent.mkdir(parents=True, exist_ok=True)
-    part = file.with_suffix(".part")
-    part.write_text(json.dumps(slowest) + "\n", encoding="utf-8")
-    part.replace(file)
+    write(file_of(cfg, machine, outline), slowest)
 
 
 def _check_here(machine: Machine) -> None:

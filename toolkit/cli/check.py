@@ -7,6 +7,7 @@ toolkit check recipe=NAME [world_size=8] [key=value …]
 
 from toolkit.cli.compose import compose, positive_int
 from toolkit.config.checks import accumulation, check, settled
+from toolkit.config.checks_track import check_track_here
 from toolkit.config.schema import AUTO, Init, RunConfig
 from toolkit.engine.ds_config import build_ds_config
 from toolkit.messages import tr
@@ -20,6 +21,7 @@ def run(words: list[str]) -> int:
     world_size = positive_int(composed.arguments, "world_size")
     cfg = composed.loaded.cfg
     check(composed.loaded, world_size)
+    check_track_here(composed.loaded)
     # The vocabulary of a random model is known once its tokenizer has been fitted.
     known = shapes_of_config(read_config(cfg.model.path)) if cfg.model.init is Init.pretrained else None
     for note in composed.notes:

@@ -9,6 +9,8 @@ from toolkit.config.schema import RunConfig
 from toolkit.engine.ds_config import DsConfig
 from toolkit.evaluate.questions import Question
 from toolkit.launch.environment import Ranks
+from toolkit.report.automatic import AutomaticReport
+from toolkit.track.trackers import Trackers
 from toolkit.train.checkpoint import Described
 from toolkit.train.guard import Guard
 from toolkit.train.prepared import Prepared
@@ -36,8 +38,12 @@ class Session:
     """Judges its steps."""
     described: Described
     """What checkpoints and export hold of the model beside its weights."""
+    trackers: Trackers
+    """What records the run beside metrics.jsonl."""
     started: float
     """time.monotonic() at the command's start."""
+    reporter: AutomaticReport | None = None
+    """Makes the run's report; on rank 0 alone, and not where none is wanted."""
 
     @property
     def display_folder(self) -> str:

@@ -164,7 +164,7 @@ def _model(
 
 def _lines(figures: dict[str, float]) -> list[str]:
     """Return the figures as a table, with a column for each source where there are several."""
-    from toolkit.cli.sample_view import table
+    from toolkit.cli.text_table import table
 
     sources = sorted({name.partition("/")[2] for name in figures} - {""})
     rows = []

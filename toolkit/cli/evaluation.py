@@ -22,7 +22,8 @@ from toolkit.evaluate.questions import Question, choose_questions
 from toolkit.evaluate.results import Results, judge
 from toolkit.launch.environment import Ranks
 from toolkit.messages import tr
-from toolkit.train.batches import Batch, evaluation_batches
+from toolkit.terminal import phase
+from toolkit.train.batches import Batch, evaluation_batches, num_evaluation_batches
 from toolkit.train.prepared import Prepared
 
 Say = Callable[[str], None]
@@ -120,7 +121,7 @@ class Evaluation:
             self.say(sentence + " " + tr("They are not answered."))
         self.questions = fitting
 
-    def run(self, file: Path, alive: Callable[[], None] = lambda: None) -> dict[str, float]:
+    def run(self, file: Path, alive: Callable[[], object] = lambda: None) -> dict[str, float]:
         """Evaluate. A collective, which leaves no trace in the model or in random generators.
 
         Args:
@@ -131,20 +132,26 @@ class Evaluation:
             The figures as they are written into metrics.jsonl, the same on every rank.
         """
         cfg, prepared = self.cfg, self.prepared
-        batches = _watched(evaluation_batches(cfg, prepared, self.ranks), alive)
-        figures = evaluate_loss(self.model, batches, prepared.source_names, self.device)
+        speaks = self.ranks.rank == 0
+        count = num_evaluation_batches(cfg, prepared, self.ranks.world_size)
+        with phase(tr("Evaluating"), count, tr("batches"), speaks=speaks) as advance:
+            batches = _watched(evaluation_batches(cfg, prepared, self.ranks), lambda: (alive(), advance(1)))
+            figures = evaluate_loss(self.model, batches, prepared.source_names, self.device)
         if not self.questions:
             return figures
-        answers = answer_all(
-            self._module,
-            prepared.encoder,
-            [question.prompt for question in self.questions],
-            self._sampling(),
-            cfg.evaluate.batch_size,
-            self.device,
-            in_step=self.in_step,
-            alive=alive,
-        )
+        at_once = cfg.evaluate.batch_size * self.ranks.world_size
+        count = -(-len(self.questions) // at_once)
+        with phase(tr("Answering"), count, tr("batches"), speaks=speaks) as advance:
+            answers = answer_all(
+                self._module,
+                prepared.encoder,
+                [question.prompt for question in self.questions],
+                self._sampling(),
+                cfg.evaluate.batch_size,
+                self.device,
+                in_step=self.in_step,
+                alive=lambda: (alive(), advance(1)),
+            )
         return figures | on_rank0(lambda: self._judge(answers, file, figures))
 
     def rehearse(self) -> None:
@@ -227,7 +234,7 @@ class Evaluation:
         file.with_suffix(".json").write_text(text, encoding="utf-8", errors="backslashreplace")
 
 
-def _watched(batches: Iterator[Batch], alive: Callable[[], None]) -> Iterator[Batch]:
+def _watched(batches: Iterator[Batch], alive: Callable[[], object]) -> Iterator[Batch]:
     for batch in batches:
         yield batch
         alive()

@@ -7,6 +7,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 
 from toolkit.errors import Stopped, ToolkitError
 from toolkit.launch import report
@@ -87,8 +88,10 @@ def _report(message: str, trace: str, code: int, agreed: bool) -> None:
 
 
 def _say(message: str, trace: str) -> None:
-    sys.stdout.flush()
-    if trace:
-        sys.stderr.write(trace)
-    sys.stderr.write(message + "\n")
-    sys.stderr.flush()
+    with suppress(OSError):  # a terminal that is gone must not keep this process from ending
+        sys.stdout.flush()
+    with suppress(OSError):
+        if trace:
+            sys.stderr.write(trace)
+        sys.stderr.write(message + "\n")
+        sys.stderr.flush()

@@ -6,6 +6,7 @@ import time
 from pathlib import Path
 
 from toolkit.cli.context import Session
+from toolkit.cli.tracking import hand_on_end
 from toolkit.data.baselines import ngram_baselines
 from toolkit.distributed import process_group
 from toolkit.errors import BaseMissing
@@ -20,6 +21,7 @@ from toolkit.models.tuning.adapter import has_adapter
 from toolkit.models.tuning.base import FILE as BASE_FILE
 from toolkit.models.tuning.count import count_parameters
 from toolkit.secrets import hide
+from toolkit.terminal import phase
 from toolkit.train import run_folder
 from toolkit.train.loop import Outcome
 
@@ -30,10 +32,13 @@ def finish(session: Session, outcome: Outcome, total_steps: int) -> None:
     if session.cfg.checkpoint.export:
         _export(session, outcome)
     summary = _summary(session, outcome, total_steps)
+    hand_on_end(session, total_steps, samples)
     process_group.barrier()
     if process_group.rank() == 0:
         _print_achievement(session, outcome, summary, samples)
         run_folder.mark_done(session.folder, summary)
+        if session.reporter:
+            session.reporter.finish()
 
 
 def _export(session: Session, outcome: Outcome) -> None:
@@ -42,9 +47,12 @@ def _export(session: Session, outcome: Outcome) -> None:
     files = {name: content for name, content in session.described.files.items() if is_adapter or name != BASE_FILE}
     files[CARD] = card(outcome.state, is_adapter)
     folder = session.folder / "export"
-    (export_adapter if is_adapter else export)(session.engine, files, session.described.probe_ids, folder)
+    speaks = process_group.rank() == 0
+    with phase(tr("Exporting"), speaks=speaks):
+        (export_adapter if is_adapter else export)(session.engine, files, session.described.probe_ids, folder)
     if session.cfg.checkpoint.verify_export:
-        process_group.on_rank0(lambda: _prove(folder))
+        with phase(tr("Loading the export again"), speaks=speaks):
+            process_group.on_rank0(lambda: _prove(folder))
 
 
 def _prove(folder: Path) -> None:

@@ -1,5 +1,6 @@
 """From a config to a run that can begin: what it computes is decided and written down, and its engine is there."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -11,7 +12,7 @@ from toolkit.checkpoint.run_state import RunState
 from toolkit.cli.building import build_engine
 from toolkit.cli.planning import choose
 from toolkit.cli.rehearsal import told
-from toolkit.config.checks import accumulation, settled
+from toolkit.config.checks import accumulation, micro_sizes, settled
 from toolkit.config.load import to_yaml
 from toolkit.config.schema import AUTO, Packing, RunConfig
 from toolkit.distributed.process_group import on_rank0
@@ -20,7 +21,7 @@ from toolkit.engine.memory import PeakMemory, limit_bytes, shown
 from toolkit.errors import ConfigError
 from toolkit.launch.environment import Ranks
 from toolkit.messages import say, tr
-from toolkit.train import micro_batch, run_folder
+from toolkit.train import data_card, micro_batch, run_folder
 from toolkit.train.batches import epoch_steps
 from toolkit.train.guard import Guard
 from toolkit.train.prepared import Prepared, prepare_with
@@ -47,7 +48,7 @@ class Opened:
     """Judges the engine's steps."""
 
 
-def open_run(cfg: RunConfig, prepared: Prepared, ranks: Ranks, origin: Origin) -> Opened:
+def open_run(cfg: RunConfig, prepared: Prepared, ranks: Ranks, origin: Origin, hosts: Sequence[str]) -> Opened:
     """Decide what is still open in a run's config, write down what it is, and build its engine. A collective.
 
     Args:
@@ -55,24 +56,26 @@ def open_run(cfg: RunConfig, prepared: Prepared, ranks: Ranks, origin: Origin) -
         prepared: tokenizer, stores and plans; for micro-batches of one row where their size is to be found.
         ranks: who this process is.
         origin: run folder, and what the run goes on from.
+        hosts: of the ranks.
     """
     built: tuple[DeepSpeedEngine, Guard] | None = None
+    is_open = cfg.plan.auto or cfg.batch.micro_per_gpu == AUTO
     if cfg.plan.auto:
         cfg = choose(cfg, prepared, ranks, torch.device(get_accelerator().current_device_name()), origin)
-        if prepared.packing is Packing.grouped:
-            prepared = prepare_with(cfg, prepared.encoder, lambda line: None)
-    if cfg.batch.micro_per_gpu == AUTO:
+    elif is_open:
         rows = on_rank0(lambda: _rows_before(cfg, ranks, origin))
         if not rows:
             rows, built = _find_rows(settled(cfg), prepared, ranks, origin)
         cfg = settled(cfg, rows)
-        if prepared.packing is Packing.grouped:  # its rows are micro-batches
-            prepared = prepare_with(cfg, prepared.encoder, lambda line: None)
+    if is_open and prepared.packing is Packing.grouped:  # its rows are micro-batches
+        prepared = prepare_with(cfg, prepared.encoder, lambda line: None)
     total_steps = _total_steps(cfg, prepared)
     ds = build_ds_config(cfg, ranks.world_size, total_steps)
     config_yaml = to_yaml(cfg)
     start = on_rank0(lambda: starting_state(cfg, prepared, ranks, origin, say))
-    on_rank0(lambda: run_folder.record_start(origin.folder, config_yaml, ds.values, ranks.world_size))
+    device = torch.cuda.get_device_name() if get_accelerator().device_name() == "cuda" else ""
+    on_rank0(lambda: run_folder.record_start(origin.folder, config_yaml, ds.values, hosts, device))
+    on_rank0(lambda: data_card.record(origin.folder, prepared, total_steps, epoch_steps(cfg, prepared)))
     if built is None:
         built = _build(cfg, prepared, ranks, origin)
     else:
@@ -98,7 +101,7 @@ def _rows_before(cfg: RunConfig, ranks: Ranks, origin: Origin) -> int:
     if origin.checkpoint is None:
         return 0
     rows = int(run_state.read(origin.checkpoint).config["batch"]["micro_per_gpu"])
-    return rows if cfg.batch.global_size % (rows * ranks.world_size) == 0 else 0
+    return rows if rows in micro_sizes(cfg, ranks.world_size) else 0
 
 
 def _find_rows(

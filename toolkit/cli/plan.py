@@ -27,8 +27,9 @@ from toolkit.config.schema import Init, RunConfig
 from toolkit.errors import ConfigError
 from toolkit.messages import say, tr
 from toolkit.plan.calibration import rates_of
+from toolkit.plan.cards import GIB
 from toolkit.plan.host import checkpoint_bytes, export_bytes, offloads_to_disk
-from toolkit.plan.machine import GIB, Machine, parse_bytes, parse_machine, this_machine
+from toolkit.plan.machine import Machine, parse_bytes, parse_machine, this_machine
 from toolkit.plan.outline import outline_of
 from toolkit.plan.parameters import Outline
 from toolkit.plan.search import Layout, cheapest, lay_out, layouts, overrides
@@ -147,29 +148,13 @@ def as_json(
     outline: Outline, machine: Machine, mine: Layout, found: Sequence[Layout], best: Layout | None
 ) -> dict[str, Any]:
     """Return the plan's numbers, bytes and seconds."""
-
-    def one(layout: Layout) -> dict[str, Any]:
-        cfg = layout.cfg
-        return {
-            "zero_stage": cfg.zero.stage,
-            "offload_optimizer": cfg.zero.offload_optimizer.device.value,
-            "offload_param": cfg.zero.offload_param.device.value,
-            "activation_checkpointing": cfg.train.activation_checkpointing.enabled,
-            "micro_per_gpu": cfg.batch.micro_per_gpu,
-            "device_bytes": layout.memory.device,
-            "host_bytes": layout.host.phases,
-            "step_s": layout.time.seconds if layout.time.is_known else None,
-            "tokens_per_s": layout.time.tokens_per_s if layout.time.is_known else None,
-            "fits": layout.fits,
-        }
-
     return {
         "parameters": outline.num_parameters,
         "trained_parameters": outline.num_trained,
         "machine": {**asdict(machine), "card": machine.card.name if machine.card else None},
         "checkpoint_bytes": checkpoint_bytes(outline, mine.cfg),
         "export_bytes": export_bytes(outline, mine.cfg),
-        "recipe": one(mine),
-        "layouts": [one(layout) for layout in found],
+        "recipe": view.numbers(mine),
+        "layouts": [view.numbers(layout) for layout in found],
         "cheapest": overrides(mine.cfg, best.cfg) if best else None,
     }

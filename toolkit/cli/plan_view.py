@@ -1,12 +1,14 @@
 """A plan as lines of text."""
 
-from collections.abc import Iterable, Sequence
-from unicodedata import east_asian_width
+from collections.abc import Sequence
+from typing import Any
 
+from toolkit.cli.text_table import table
 from toolkit.config.checks import accumulation
 from toolkit.messages import tr
+from toolkit.plan.cards import GIB
 from toolkit.plan.host import checkpoint_bytes, export_bytes
-from toolkit.plan.machine import GIB, Machine
+from toolkit.plan.machine import Machine
 from toolkit.plan.memory import longest_rows
 from toolkit.plan.parameters import Outline
 from toolkit.plan.search import Layout
@@ -56,24 +58,6 @@ def gib(size: float) -> str:
     return f"{value:.2f}" if value < 10 else f"{value:.1f}" if value < 100 else f"{value:.0f}"
 
 
-def columns(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
-    """Return a table whose first column is text and the others numbers."""
-    all_rows = [list(heads), *(list(row) for row in rows)]
-    widths = [max(_width(row[place]) for row in all_rows) for place in range(len(heads))]
-    lines = []
-    for row in all_rows:
-        cells = [
-            cell + " " * (width - _width(cell)) if place == 0 else " " * (width - _width(cell)) + cell
-            for place, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ]
-        lines.append("  ".join(cells).rstrip())
-    return lines
-
-
-def _width(text: str) -> int:
-    return sum(2 if east_asian_width(letter) in "WF" else 1 for letter in text)
-
-
 def head(outline: Outline, layout: Layout, machine: Machine, name: str) -> str:
     """Return what is trained, and on what."""
     cfg, rows = layout.cfg, longest_rows(outline, layout.cfg)
@@ -99,7 +83,7 @@ def memory_table(layout: Layout) -> list[str]:
     kinds = [kind for kind in _words() if any(device[phase].get(kind) for phase in PHASES)]
     rows = [[_words()[kind], *(gib(device[phase].get(kind, 0)) for phase in PHASES)] for kind in kinds]
     rows.append([tr("together"), *(gib(layout.memory.peak(phase)) for phase in PHASES)])
-    return columns([tr("GiB per rank"), *(_words()[phase] for phase in PHASES)], rows)
+    return table([tr("GiB per rank"), *(_words()[phase] for phase in PHASES)], rows, indent="")
 
 
 def host_table(layout: Layout) -> list[str]:
@@ -108,7 +92,7 @@ def host_table(layout: Layout) -> list[str]:
     kinds = [kind for kind in _words() if any(parts.get(kind) for parts in phases.values())]
     rows = [[_words()[kind], *(gib(parts.get(kind, 0)) for parts in phases.values())] for kind in kinds]
     rows.append([tr("together"), *(gib(sum(parts.values())) for parts in phases.values())])
-    return columns([tr("GiB per machine"), *(_words()[phase] for phase in phases)], rows)
+    return table([tr("GiB per machine"), *(_words()[phase] for phase in phases)], rows, indent="")
 
 
 def disk_line(outline: Outline, layout: Layout) -> str:
@@ -144,6 +128,24 @@ def time_line(layout: Layout, rates: Rates) -> str:
     )
 
 
+def numbers(layout: Layout) -> dict[str, Any]:
+    """Return what a layout is and takes, bytes and seconds, for JSON."""
+    cfg, time = layout.cfg, layout.time
+    return {
+        "zero_stage": cfg.zero.stage,
+        "offload_optimizer": cfg.zero.offload_optimizer.device.value,
+        "offload_param": cfg.zero.offload_param.device.value,
+        "activation_checkpointing": cfg.train.activation_checkpointing.enabled,
+        "micro_per_gpu": cfg.batch.micro_per_gpu,
+        "device_bytes": layout.memory.device,
+        "host_bytes": layout.host.phases,
+        "usable_bytes": layout.usable_bytes,
+        "step_s": time.seconds if time.is_known else None,
+        "tokens_per_s": time.tokens_per_s if time.is_known else None,
+        "fits": layout.fits,
+    }
+
+
 def layout_table(found: Sequence[Layout]) -> list[str]:
     """Return the best micro-batch of each way, and what it takes."""
     rows = []
@@ -161,7 +163,7 @@ def layout_table(found: Sequence[Layout]) -> list[str]:
             ]
         )
     heads = [tr("layout"), tr("micro-batch"), tr("GiB per rank"), tr("when"), tr("GiB per machine")]
-    return columns([*heads, tr("s per step"), "tokens/s", tr("fits")], rows)
+    return table([*heads, tr("s per step"), "tokens/s", tr("fits")], rows, indent="")
 
 
 def best_of_each(found: Sequence[Layout]) -> list[Layout]:

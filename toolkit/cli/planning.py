@@ -1,7 +1,6 @@
 """The plan of a run that is about to begin: on the machine at hand, for `plan.auto`, the log and what is told."""
 
 import json
-import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -9,7 +8,8 @@ import torch
 
 from toolkit.checkpoint import run_state
 from toolkit.cli import plan_view as view
-from toolkit.config.schema import Device, Init, RunConfig
+from toolkit.config.checks import micro_sizes
+from toolkit.config.schema import Device, RunConfig
 from toolkit.distributed.process_group import gather, on_rank0
 from toolkit.engine.memory import limit_bytes
 from toolkit.errors import OutOfMemory
@@ -18,10 +18,9 @@ from toolkit.messages import say, tr
 from toolkit.plan.calibration import rates_of
 from toolkit.plan.cards import find_card
 from toolkit.plan.host import PROCESS_BYTES
-from toolkit.plan.machine import Machine
+from toolkit.plan.machine import Machine, own_memory
 from toolkit.plan.outline import known_outline, outline_of
-from toolkit.plan.parameters import Outline, shape_of_random, tuned
-from toolkit.plan.search import Layout, changed, cheapest, lay_out, layouts, micro_batches, overrides
+from toolkit.plan.search import Layout, changed, cheapest, lay_out, layouts, overrides
 from toolkit.train.prepared import Prepared
 from toolkit.train.resume import Origin
 
@@ -47,14 +46,7 @@ class RunPlan:
 
     def write(self, file: Path) -> None:
         """Write it down, in bytes and seconds."""
-        layout = self.layout
-        found = {
-            "device_bytes": layout.memory.device,
-            "host_bytes": layout.host.phases,
-            "usable_bytes": layout.usable_bytes,
-            "step_s": layout.time.seconds,
-        }
-        file.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+        file.write_text(json.dumps(view.numbers(self.layout), indent=2) + "\n", encoding="utf-8")
 
     def lines(self) -> str:
         """Return the plan of a rank's memory as a table."""
@@ -70,7 +62,7 @@ def plan_run(cfg: RunConfig, prepared: Prepared, ranks: Ranks, device: torch.dev
 
     def plan() -> RunPlan | None:
         try:
-            outline = _outline(cfg, prepared, measure=False)
+            outline = known_outline(cfg, len(prepared.tokenizer))
             if outline is None:
                 return None
             found = RunPlan(lay_out(outline, cfg, machine, rates_of(cfg, machine, outline)), machine.on_cpu)
@@ -89,15 +81,14 @@ def choose(cfg: RunConfig, prepared: Prepared, ranks: Ranks, device: torch.devic
     Raises:
         OutOfMemory: nothing fits.
     """
+    if origin.checkpoint is not None:
+        return on_rank0(lambda: _as_before(cfg, origin.checkpoint, ranks.world_size))
     machine = _machine(cfg, ranks, device)
 
     def best() -> Layout | None:
-        outline = _outline(cfg, prepared, measure=True)
-        assert outline is not None
+        outline = outline_of(cfg, say, len(prepared.tokenizer))
         return cheapest(list(layouts(outline, cfg, machine, rates_of(cfg, machine, outline))))
 
-    if origin.checkpoint is not None:
-        return on_rank0(lambda: _as_before(cfg, origin.checkpoint, ranks.world_size))
     found = on_rank0(best)
     if found is None:
         raise OutOfMemory(
@@ -117,7 +108,7 @@ def _as_before(cfg: RunConfig, checkpoint: Path | None, world_size: int) -> RunC
     assert checkpoint is not None
     before = run_state.read(checkpoint).config
     micro = before["batch"]["micro_per_gpu"]
-    possible = micro_batches(cfg, world_size)
+    possible = micro_sizes(cfg, world_size)
     if micro not in possible:  # on another number of ranks: the nearest below it, which takes no more memory
         micro = max((one for one in possible if one < micro), default=micro)
     return changed(
@@ -130,15 +121,9 @@ def _as_before(cfg: RunConfig, checkpoint: Path | None, world_size: int) -> RunC
     )
 
 
-def _outline(cfg: RunConfig, prepared: Prepared, measure: bool) -> Outline | None:
-    if cfg.model.init is Init.random:
-        return tuned(*shape_of_random(len(prepared.tokenizer), cfg.model.shape), cfg.tuning)
-    return outline_of(cfg, say) if measure else known_outline(cfg)
-
-
 def _machine(cfg: RunConfig, ranks: Ranks, device: torch.device) -> Machine:
     """Return the machines of this run, each as small as the smallest. A collective."""
-    host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    host = own_memory()
     on_cpu = device.type == "cpu"
     local = ranks.local_world_size or ranks.world_size
     available = limit_bytes(device, cfg.plan.max_gpu_gib) or host // local

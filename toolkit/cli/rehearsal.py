@@ -10,7 +10,8 @@ import torch
 from toolkit.cli.context import Session
 from toolkit.cli.evaluation import Evaluation
 from toolkit.cli.planning import RunPlan
-from toolkit.config.checks import micro_rows
+from toolkit.config.checks import micro_rows, micro_sizes
+from toolkit.config.checks_tuning import highest_stage
 from toolkit.config.schema import CheckpointConfig, Device, RunConfig, TuningMethod
 from toolkit.distributed import process_group
 from toolkit.engine.memory import PeakMemory, is_out_of_memory, limit_bytes, shown
@@ -19,7 +20,7 @@ from toolkit.evaluate.generate import answer, check_length
 from toolkit.launch.environment import Ranks
 from toolkit.messages import tr
 from toolkit.models.tuning.adapter import has_adapter
-from toolkit.track.monitors import try_monitors
+from toolkit.track.writable import check_writable
 from toolkit.train.checkpoint import Saver
 from toolkit.train.longest import longest_batch
 from toolkit.train.loop import Job
@@ -55,6 +56,7 @@ def rehearse(session: Session, job: Job, evaluation: Evaluation | None, plan: Ru
         with told(cfg, ranks, tr("an evaluation"), memory, limit, plan):
             _try_evaluation(session, evaluation)
         used = measured.before, memory.highest()
+    process_group.on_rank0(session.trackers.wait_begun)
     job.watchdog.enter("", step)
     tried = _tried(cfg, _saves(cfg.checkpoint, steps), evaluation)
     return _summary(used, limit, batch, tried, time.monotonic() - started, plan)
@@ -96,14 +98,14 @@ def remedies(cfg: RunConfig, world_size: int) -> list[str]:
     """Return overrides that take less memory than a config, the cheapest first."""
     words = []
     micro, zero = micro_rows(cfg), cfg.zero
-    smaller = [rows for rows in range(1, micro) if cfg.batch.global_size % (rows * world_size) == 0]
+    smaller = [rows for rows in micro_sizes(cfg, world_size) if rows < micro]
     if smaller:
         words.append(f"batch.micro_per_gpu={smaller[-1]}")
     if not cfg.train.activation_checkpointing.enabled:
         words.append("train.activation_checkpointing.enabled=true")
     if smaller[:-1]:
         words.append("batch.micro_per_gpu=1")
-    highest = 2 if cfg.tuning.dora or cfg.tuning.method is TuningMethod.qlora else 3  # see check_tuning
+    highest = highest_stage(cfg.tuning)
     if world_size > 1:
         words += [f"zero=stage{stage}" for stage in range(max(zero.stage + 1, 2), highest + 1)]
     if zero.offload_optimizer.device is Device.none:
@@ -118,7 +120,7 @@ def remedies(cfg: RunConfig, world_size: int) -> list[str]:
 def _try_disk(session: Session, saver: Saver, steps: range) -> None:
     """See whether all that the run writes can be written."""
     cfg, engine, folder = session.cfg, session.engine, session.folder
-    process_group.on_rank0(lambda: try_monitors(engine.monitor, folder / "metrics.jsonl"))
+    process_group.on_rank0(lambda: check_writable(cfg.track, folder))
     try_checkpoint(saver.folder)
     export = folder / "export"
     export_bytes = _export_bytes(engine.module) if cfg.checkpoint.export else 0

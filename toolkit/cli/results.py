@@ -1,7 +1,6 @@
 """Results of measurements, kept in files that are lists: what was measured before stays."""
 
 import json
-import os
 import shlex
 import shutil
 import subprocess
@@ -11,6 +10,7 @@ from typing import Any
 
 from toolkit.errors import ConfigError
 from toolkit.messages import tr
+from toolkit.plan.machine import own_memory
 from toolkit.train.run_folder import environment
 
 
@@ -63,6 +63,6 @@ def _machine() -> dict[str, object]:
         gpus = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False).stdout  # noqa: S603
     return {
         "processor": next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), ""),
-        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        "memory_bytes": own_memory(),
         "gpus": gpus.splitlines(),
     }

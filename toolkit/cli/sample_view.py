@@ -105,19 +105,6 @@ def histogram(lengths: NDArray[np.int64], longest: int, bins: int = 10) -> list[
     ]
 
 
-def table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
-    """Return lines of a table, numbers to the right."""
-    listed = [list(heads), *map(list, rows)]
-    widths = [max(len(row[column]) for row in listed) for column in range(len(heads))]
-    return [
-        "  "
-        + "  ".join(
-            cell.ljust(w) if not n else cell.rjust(w) for n, (cell, w) in enumerate(zip(row, widths, strict=True))
-        )
-        for row in listed
-    ]
-
-
 def filled_line(cfg: RunConfig, packing: Packing, store: Store, plan: Plan) -> str:
     """Return how much of the planned rows is tokens, "" where each sample is a row of its own."""
     if packing is Packing.none:

@@ -1,20 +1,18 @@
 """One training session: data, process group, run folder, engine, loop, export, and what is said at the end."""
 
-import logging
 import os
 import socket
-import sys
 import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import transformers
 from deepspeed import DeepSpeedEngine
 
 from toolkit.checkpoint import random_state
 from toolkit.checkpoint.run_state import RunState
+from toolkit.cli import run_logs
 from toolkit.cli.context import Session
 from toolkit.cli.evaluation import Evaluation, questions_of
 from toolkit.cli.finish import finish
@@ -22,6 +20,7 @@ from toolkit.cli.opening import open_run
 from toolkit.cli.planning import RunPlan, plan_run
 from toolkit.cli.rehearsal import rehearse
 from toolkit.cli.sample_view import stretches
+from toolkit.cli.tracking import hand_on_answers, tracked, trackers_of
 from toolkit.config.checks import accumulation
 from toolkit.config.load import Loaded
 from toolkit.config.schema import RunConfig
@@ -31,13 +30,14 @@ from toolkit.distributed.watchdog import Watchdog
 from toolkit.engine import memory
 from toolkit.errors import RunFolderError
 from toolkit.export.checkpoint import export_beside
-from toolkit.launch import report
+from toolkit.launch import environment, report
 from toolkit.launch.environment import Ranks
 from toolkit.messages import say, tr
 from toolkit.models import probe
 from toolkit.models.save import describe
 from toolkit.models.tuning.count import count_parameters
-from toolkit.secrets import HidingFilter
+from toolkit.report.automatic import PATIENCE_S, AutomaticReport
+from toolkit.terminal import phase, set_display
 from toolkit.track.progress import Progress
 from toolkit.train import resume
 from toolkit.train.account import account_of
@@ -47,7 +47,7 @@ from toolkit.train.checkpoint import Described, Saver
 from toolkit.train.loop import Job
 from toolkit.train.loop import train as run_loop
 from toolkit.train.prepared import Prepared, prepare_data
-from toolkit.train.resume import go_back, go_on
+from toolkit.train.resume import Origin, go_back, go_on
 
 
 def train(loaded: Loaded, ranks: Ranks, started: float) -> int:
@@ -62,6 +62,7 @@ def train(loaded: Loaded, ranks: Ranks, started: float) -> int:
         The exit code.
     """
     signals.install()
+    set_display(loaded.cfg.run.display.value)
     orphans.watch(ranks)
     # Before the process group exists: however long tokenising takes, no collective can time out over it.
     prepared = prepare_data(loaded.cfg, speaks=ranks.rank == 0)
@@ -91,12 +92,14 @@ def run_session(cfg: RunConfig, ranks: Ranks, prepared: Prepared, started: float
     folder = origin.folder
     if ranks.rank and ranks.local_rank == 0:  # rank 0 has told it; a `toolkit launch` of another machine has no other
         report.note(folder=str(folder))
-    _check_shared(folder)
+    hosts = _check_shared(folder)
     failure.watch(folder)
-    _log_to_files(folder, ranks.rank)
-    opened = open_run(cfg, prepared, ranks, origin)
+    run_logs.begin(folder / "logs" / f"rank_{ranks.rank}.log", ranks.rank)
+    opened = open_run(cfg, prepared, ranks, origin, hosts)
     cfg, prepared, engine = opened.cfg, opened.prepared, opened.engine
     start, total_steps = opened.start, opened.total_steps
+    told = partial(report.note, first_step=start.step + 1)
+    progress = Progress(total_steps, ranks.rank == 0, start.step, on_first_step=told)
     session = Session(
         cfg=cfg,
         ranks=ranks,
@@ -107,11 +110,20 @@ def run_session(cfg: RunConfig, ranks: Ranks, prepared: Prepared, started: float
         engine=engine,
         guard=opened.guard,
         described=_describe(engine, prepared),
+        trackers=trackers_of(cfg, progress.say),
         started=started,
+        reporter=_reporter(cfg, folder) if ranks.rank == 0 and cfg.report.enabled else None,
     )
-    progress = Progress(
-        total_steps, ranks.rank == 0, start.step, on_first_step=partial(report.note, first_step=start.step + 1)
-    )
+    with tracked(session, start.step):
+        _train(session, origin, start, total_steps, progress)
+    resume.release()
+    return folder
+
+
+def _train(session: Session, origin: Origin, start: RunState, total_steps: int, progress: Progress) -> None:
+    """Do what a session is for, from the engine that is there to the DONE marker. A collective."""
+    cfg, ranks, prepared = session.cfg, session.ranks, session.prepared
+    engine, folder = session.engine, session.folder
     saver = Saver(
         engine, folder / "checkpoints", cfg.checkpoint, session.described, progress.say, cfg.evaluate.keep_best
     )
@@ -124,15 +136,18 @@ def run_session(cfg: RunConfig, ranks: Ranks, prepared: Prepared, started: float
         progress.say(f"{_start_line(session, total_steps, job.steps_per_epoch)}\n{job.account.describe()}")
     try:
         if cfg.train.rehearse and start.step < total_steps:
-            progress.say(rehearse(session, job, evaluation, plan))
+            progress.say(_rehearsed(session, job, evaluation, plan))
         outcome = run_loop(job, progress)
     finally:
         progress.close()
         job.watchdog.stop()
     finish(session, outcome, total_steps)
     saver.end()  # not before: the other ranks would wait for it in a collective
-    resume.release()
-    return folder
+
+
+def _rehearsed(session: Session, job: Job, evaluation: Evaluation | None, plan: RunPlan | None) -> str:
+    with phase(tr("Rehearsing"), speaks=session.ranks.rank == 0):
+        return rehearse(session, job, evaluation, plan)
 
 
 def _describe(engine: DeepSpeedEngine, prepared: Prepared) -> Described:
@@ -144,6 +159,11 @@ def _describe(engine: DeepSpeedEngine, prepared: Prepared) -> Described:
     store = prepared.train
     rows = [store[row][0].tolist() for row in range(min(probe.ROWS, len(store)))]
     return Described(files, probe.ids_of(rows, engine.module.config), export_beside)
+
+
+def _reporter(cfg: RunConfig, folder: Path) -> AutomaticReport:
+    patience_s = min(PATIENCE_S, cfg.distributed.timeout_s / 2)  # in the end the other ranks wait in a collective
+    return AutomaticReport(folder, environment.without_ranks(os.environ), say, patience_s)
 
 
 def _job(
@@ -179,16 +199,22 @@ def _job(
             plan.process_bytes if plan else None,
         ),
         guard=session.guard,
+        trackers=session.trackers,
+        begin_report=session.reporter.begin if session.reporter else lambda: None,
     )
 
 
-def _check_shared(folder: Path) -> None:
+def _check_shared(folder: Path) -> list[str]:
     """Refuse a run folder that some rank does not see: its part of a checkpoint would be lost to the others.
+
+    Returns:
+        The host of each rank.
 
     Raises:
         RunFolderError: on every rank.
     """
-    blind = [host for host, sees in process_group.gather((socket.gethostname(), folder.is_dir())) if not sees]
+    found = process_group.gather((socket.gethostname(), folder.is_dir()))
+    blind = [host for host, sees in found if not sees]
     if blind:
         raise RunFolderError(
             tr(
@@ -198,6 +224,7 @@ def _check_shared(folder: Path) -> None:
                 hosts=", ".join(sorted(set(blind))),
             )
         )
+    return [host for host, _ in found]
 
 
 def _evaluation(session: Session, tell: Callable[[str], None]) -> Evaluation:
@@ -219,7 +246,14 @@ def _evaluation(session: Session, tell: Callable[[str], None]) -> Evaluation:
 def _evaluate(session: Session, evaluation: Evaluation) -> Callable[[int, Callable[[], None]], dict[str, float]]:
     """Return the function that the loop calls to evaluate."""
     folder = session.folder / "evaluations"
-    return lambda step, alive: evaluation.run(folder / f"step-{step}.jsonl", alive)
+
+    def evaluate(step: int, alive: Callable[[], None]) -> dict[str, float]:
+        figures = evaluation.run(folder / f"step-{step}.jsonl", alive)
+        if "eval_answers" in figures:
+            hand_on_answers(session, step)
+        return figures
+
+    return evaluate
 
 
 def _samples_at(session: Session, place: Position) -> Samples:
@@ -259,31 +293,3 @@ def _start_line(session: Session, total_steps: int, steps_per_epoch: int) -> str
         seconds=f"{time.monotonic() - session.started:.0f}",
         folder=session.display_folder,
     )
-
-
-def _log_to_files(folder: Path, rank: int) -> None:
-    """Send the libraries' own messages to logs/rank_N.log, and what else ranks but the first would print.
-
-    Warnings stay on the terminal of rank 0 too, and errors of all ranks.
-    """
-    (folder / "logs").mkdir(exist_ok=True)
-    file = open(folder / "logs" / f"rank_{rank}.log", "a", encoding="utf-8")
-    handler = logging.StreamHandler(file)
-    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
-    handler.addFilter(HidingFilter())
-    if rank:  # what libraries print by themselves, as NCCL does with NCCL_DEBUG, is in C and knows no sys.stdout
-        sys.stdout.flush()
-        os.dup2(file.fileno(), 1)
-    for name in ("DeepSpeed", "transformers"):
-        logger = logging.getLogger(name)
-        for existing in logger.handlers:
-            existing.setLevel(logging.WARNING if rank == 0 else logging.ERROR)
-            existing.addFilter(HidingFilter())
-        logger.addHandler(handler)
-        logger.setLevel(logging.INFO)
-    # Deprecations inside DeepSpeed and transformers are for developers: into the file, not between the progress lines.
-    logging.captureWarnings(True)
-    warnings = logging.getLogger("py.warnings")
-    warnings.addHandler(handler)
-    warnings.propagate = False
-    transformers.utils.logging.disable_progress_bar()

@@ -67,7 +67,8 @@ def _show_step(file: Path, words: list[str]) -> int:
     given = named_arguments(words, required=(), optional=("n", "color"), usage=usage)
     count, style = non_negative_int(given, "n", 5), _style(one_of(given, "color", COLORS))
     try:
-        step, *rows = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+        with file.open(encoding="utf-8") as content:  # str.splitlines would cut texts at U+2028 and its like too
+            step, *rows = [json.loads(line) for line in content]
         lines = [tr("Step {step}: {what}.", step=step["step"], what=step["text"]), legend(style), ""]
         for row in rows[: count or None]:
             lines += [
@@ -93,7 +94,8 @@ def _show_step(file: Path, words: list[str]) -> int:
 
 
 def _counts(cfg: RunConfig, prepared: "Prepared", store: "Store", plan: "Plan") -> list[str]:
-    from toolkit.cli.sample_view import filled_line, histogram, table
+    from toolkit.cli.sample_view import filled_line, histogram
+    from toolkit.cli.text_table import table
 
     heads = (tr("source"), tr("split"), tr("rows"), tr("samples"), tr("tokens"), tr("trained"))
     rows = [

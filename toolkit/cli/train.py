@@ -6,6 +6,7 @@ toolkit train recipe=NAME [key=value …] [--config-dir DIR] [--cfg job]
   key=value         any key of docs/config.md, or a group: zero=stage3, model=glm_tiny
   deepspeed_json=F  take DeepSpeed's settings from your own JSON
   --cfg job         print the resolved config and stop
+  --multirun, -m    several values of a key: see `toolkit sweep`
 
 Under several processes: deepspeed run.py …, torchrun … run.py …, mpirun … python run.py …
 """
@@ -15,8 +16,10 @@ import sys
 import time
 from pathlib import Path
 
+from toolkit.cli import sweep
 from toolkit.cli.compose import Composed, compose
 from toolkit.config.checks import accumulation, check
+from toolkit.config.checks_track import check_track_here
 from toolkit.config.load import to_yaml
 from toolkit.config.schema import AUTO
 from toolkit.errors import ConfigError
@@ -27,6 +30,8 @@ from toolkit.messages import tr
 def run(words: list[str]) -> int:
     """Train, evaluate, save and export."""
     words = environment.strip_launcher_arguments(words)
+    if any(word in sweep.MULTIRUN for word in words):
+        return sweep.run(words)
     inherited = dict(os.environ)
     ranks = environment.detect(os.environ)
     environment.apply(ranks, os.environ)  # from here on an error knows which rank it speaks for
@@ -49,6 +54,7 @@ def run(words: list[str]) -> int:
     environment.check_port(os.environ)
     build_locks.check(os.environ)
     if ranks.rank == 0:
+        check_track_here(composed.loaded)
         _greet(composed, ranks)
     # Only now is torch imported: whatever is wrong so far was told within seconds.
     from toolkit.cli.session import train

@@ -5,8 +5,11 @@ import re
 from dataclasses import replace
 from pathlib import Path
 
+from toolkit.config.bounds import LEAST
 from toolkit.config.checks_files import check_files
+from toolkit.config.checks_track import check_track
 from toolkit.config.checks_tuning import check_tuning, check_tuning_here
+from toolkit.config.layout import layout_of
 from toolkit.config.load import Loaded
 from toolkit.config.places import fail, prefix, value_of
 from toolkit.config.schema import AUTO, EVAL_LOSS, INDUCTOR, Device, Metric, RunConfig
@@ -15,76 +18,6 @@ from toolkit.config.unread import check_effect
 from toolkit.config.variables import check_variables
 from toolkit.errors import ConfigError
 from toolkit.messages import tr
-
-LEAST_LENGTH = 8
-# What Adam keeps per parameter on NVMe: parameter, gradient, two moments; with fewer DeepSpeed runs out of buffers.
-ADAM_STATES = 4
-LEAST = {
-    "batch.global_size": 1,
-    "batch.micro_per_gpu": 1,
-    "data.max_length": LEAST_LENGTH,
-    "data.max_samples": 0,
-    "data.num_workers": 0,
-    "data.packing_window": 0,
-    "prepare.num_workers": 0,
-    "tuning.rank": 1,
-    "tuning.num_tokens": 1,
-    "tuning.last_layers": 0,
-    "train.epochs": 1,
-    "train.max_steps": 0,
-    "train.gradient_clipping": 0,
-    "train.log_every": 1,
-    "train.max_skipped_steps": 1,
-    "checkpoint.every": 0,
-    "checkpoint.keep": 0,
-    "checkpoint.keep_weights": -1,
-    "checkpoint.max_gib": 0,
-    "evaluate.every": 0,
-    "evaluate.max_samples": 0,
-    "evaluate.batch_size": 1,
-    "evaluate.max_new_tokens": 1,
-    "evaluate.temperature": 0,
-    "evaluate.top_k": 0,
-    "evaluate.seed": 0,
-    "schedule.warmup_steps": 0,
-    "optim.weight_decay": 0,
-    "zero.reduce_bucket_size": 1,
-    "launch.num_nodes": 0,
-    "distributed.timeout_s": 1,
-    "precision.loss_scale": 0,
-    "precision.initial_scale_power": 0,
-    "precision.min_loss_scale": 1,
-    "precision.loss_scale_window": 1,
-    "precision.hysteresis": 1,
-    "run.seed": 0,
-    "run.max_restarts": 0,
-    "model.shape.num_layers": 1,
-    "model.shape.vocab_size": 1,
-    "model.shape.hidden_size": 1,
-    "model.shape.intermediate_size": 1,
-    "model.shape.num_heads": 1,
-    "model.shape.num_kv_heads": 1,
-    "model.shape.max_positions": LEAST_LENGTH,
-    "optim.eps": 0,
-    "zero.allgather_bucket_size": 1,
-    "zero.sub_group_size": 1,
-    "zero.stage3_prefetch_bucket_size": 0,
-    "zero.stage3_param_persistence_threshold": 0,
-    "zero.stage3_max_live_parameters": 0,
-    "zero.stage3_max_reuse_distance": 0,
-    "zero.offload_optimizer.buffer_count": ADAM_STATES,
-    "zero.offload_param.buffer_count": 1,
-    "zero.offload_param.buffer_size": 1,
-    "zero.offload_param.max_in_cpu": 0,
-    "zero.aio.block_size": 1,
-    "zero.aio.queue_depth": 1,
-    "zero.aio.intra_op_parallelism": 1,
-    "train.activation_checkpointing.number_checkpoints": 0,
-    "plan.max_gpu_gib": 0,
-    "profile.flops.profile_step": 1,
-    "profile.flops.module_depth": -1,
-    "profile.flops.top_modules": 1,
-}
 
 
 def check(loaded: Loaded, world_size: int | None = None, *, files: bool = True) -> None:
@@ -100,7 +33,7 @@ def check(loaded: Loaded, world_size: int | None = None, *, files: bool = True) 
         ConfigError: the first rule that does not hold.
     """
     rules = (_numbers, _batch, _length_of_run, _schedule, _zero, _offload, _compile, _names, _restarts, _evaluate)
-    for rule in (*rules, check_tuning, check_effect, check_variables):
+    for rule in (*rules, check_tuning, check_track, check_effect, check_variables):
         rule(loaded)
     if world_size is not None:
         accumulation(settled(loaded.cfg), world_size, prefix(loaded, "batch.global_size"))
@@ -126,6 +59,12 @@ def micro_rows(cfg: RunConfig) -> int:
     return cfg.batch.micro_per_gpu
 
 
+def micro_sizes(cfg: RunConfig, world_size: int) -> list[int]:
+    """Return the micro-batches into which the global batch can be divided, ascending; [] if there are none."""
+    per_rank, rest = divmod(cfg.batch.global_size, layout_of(cfg, world_size).data_ranks)
+    return [] if rest else [rows for rows in range(1, per_rank + 1) if per_rank % rows == 0]
+
+
 def settled(cfg: RunConfig, rows: int = 1) -> RunConfig:
     """Return a config whose `batch.micro_per_gpu` is a number.
 
@@ -139,13 +78,14 @@ def settled(cfg: RunConfig, rows: int = 1) -> RunConfig:
 
 
 def accumulation(cfg: RunConfig, world_size: int, where: str = "") -> int:
-    """Return micro-batches per rank and step: global_size / (micro_per_gpu x ranks).
+    """Return micro-batches per rank and step: global_size / (micro_per_gpu x data-parallel ranks).
 
     Raises:
         ConfigError: micro_per_gpu is auto; or it is no whole number: the message names the nearest sizes that work.
     """
     size, micro = cfg.batch.global_size, micro_rows(cfg)
-    unit = micro * world_size
+    ranks = layout_of(cfg, world_size).data_ranks
+    unit = micro * ranks
     if size % unit:
         below, above = size // unit * unit, -(-size // unit) * unit
         choices = tr("Use {below} or {above}.", below=below, above=above) if below else tr("Use {above}.", above=above)
@@ -156,7 +96,7 @@ def accumulation(cfg: RunConfig, world_size: int, where: str = "") -> int:
                 "= {unit}.",
                 size=size,
                 micro=micro,
-                ranks=world_size,
+                ranks=ranks,
                 unit=unit,
             )
             + " "

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from toolkit.config.load import Loaded
 from toolkit.config.places import fail
-from toolkit.config.schema import RunConfig, TuningMethod
+from toolkit.config.schema import RunConfig, TuningConfig, TuningMethod
 from toolkit.messages import tr
 
 _LORA = (TuningMethod.lora, TuningMethod.qlora)
@@ -67,10 +67,15 @@ def check_tuning(loaded: Loaded) -> None:
     _check_stage3(loaded)
 
 
+def highest_stage(tuning: TuningConfig) -> int:
+    """Return the highest ZeRO stage that goes together with a way of tuning; `check_tuning` says why."""
+    return 2 if tuning.method is TuningMethod.qlora or tuning.dora else 3
+
+
 def _check_stage3(loaded: Loaded) -> None:
     """What ZeRO-3's pieces of weights do not go together with."""
     tuning = loaded.cfg.tuning
-    if loaded.cfg.zero.stage != 3:
+    if loaded.cfg.zero.stage <= highest_stage(tuning):
         return
     if tuning.method is TuningMethod.qlora:
         raise fail(
@@ -83,15 +88,14 @@ def _check_stage3(loaded: Loaded) -> None:
             ),
         )
     # peft 0.21, tuners/lora/dora.py: `lora_A.weight.shape[1]` of a weight that is not gathered (IndexError, measured).
-    if tuning.dora:
-        raise fail(
-            loaded,
-            "tuning.dora",
-            tr(
-                "tuning.dora = true and zero.stage = 3 do not go together: DoRA measures whole weights, also where "
-                "ZeRO-3 has not gathered them. Use zero=stage2, or leave dora out."
-            ),
-        )
+    raise fail(
+        loaded,
+        "tuning.dora",
+        tr(
+            "tuning.dora = true and zero.stage = 3 do not go together: DoRA measures whole weights, also where "
+            "ZeRO-3 has not gathered them. Use zero=stage2, or leave dora out."
+        ),
+    )
 
 
 def check_tuning_here(loaded: Loaded) -> None:

@@ -43,6 +43,15 @@ def recipe_folders() -> list[Path]:
     return [folder for folder in (_beside_or_installed("recipes"), Path.cwd() / "recipes") if folder.is_dir()]
 
 
+def known_recipes() -> dict[str, Path]:
+    """Return every recipe that `recipe=NAME` can name; the first folder of `recipe_folders` wins."""
+    found: dict[str, Path] = {}
+    for folder in recipe_folders():
+        for path in sorted(folder.glob("*.yaml")):
+            found.setdefault(path.stem, path)
+    return found
+
+
 def _beside_or_installed(name: str) -> Path:
     beside = PACKAGE.parent / name
     return beside if (PACKAGE.parent / "run.py").is_file() and beside.is_dir() else PACKAGE / f"_{name}"

@@ -24,7 +24,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import InterpolationResolutionError, OmegaConfBaseException
 
 from toolkit.config import files
-from toolkit.config.files import Document
+from toolkit.config.files import Document, known_recipes
 from toolkit.config.keys import check_tree, field_type, unknown_key
 from toolkit.config.schema import RunConfig
 from toolkit.config.suggest import did_you_mean
@@ -36,6 +36,8 @@ CHOSEN = "chosen"
 """The name under which Hydra knows the chosen recipe: its own may hold what Hydra's grammar refuses, or be the name of
 the recipe that it builds on."""
 HYDRA_KEYS = ("defaults",)
+SEVERAL = ("track",)
+"""Groups of which several files may be chosen: track=[tensorboard,wandb]."""
 FREE = ("ds_extra", "launch.env")
 """Sections whose keys the schema does not name."""
 
@@ -53,13 +55,13 @@ class Loaded:
     command line picked, or on the command line."""
 
 
-def known_recipes() -> dict[str, Path]:
-    """Return every recipe that `recipe=NAME` can name; the first folder of `files.recipe_folders` wins."""
-    found: dict[str, Path] = {}
-    for folder in files.recipe_folders():
-        for path in sorted(folder.glob("*.yaml")):
-            found.setdefault(path.stem, path)
-    return found
+def group_choices(config_dir: str = "") -> dict[str, list[str]]:
+    """Return the choices of every group.
+
+    Args:
+        config_dir: a further folder of groups; "" none.
+    """
+    return {group: list(choices) for group, choices in _groups(config_dir).items()}
 
 
 def load(overrides: Sequence[str], *, config_dir: str = "") -> Loaded:
@@ -83,8 +85,8 @@ def load(overrides: Sequence[str], *, config_dir: str = "") -> Loaded:
     for override in parsed:
         if override.key_or_group == "recipe":
             continue
-        if override.key_or_group in groups and isinstance(override.value(), str):
-            _check_choice(override.key_or_group, str(override.value()), groups)
+        if override.key_or_group in groups and _is_choice(override.key_or_group, override.value()):
+            _check_choice(override.key_or_group, override.value(), groups)
             # Hydra wants the + for a group that conf/config.yaml does not list, and only for that.
             added = "" if override.key_or_group in own else "+"
             words.append(added + str(override.input_line).lstrip("+"))
@@ -112,14 +114,17 @@ def replace(loaded: Loaded, values: dict[str, tuple[object, str]]) -> Loaded:
     Raises:
         ConfigError: unknown key or wrong type.
     """
-    tree = OmegaConf.merge(OmegaConf.structured(RunConfig), _escaped(plain(loaded.cfg)))
+    tree = OmegaConf.merge(OmegaConf.structured(RunConfig), escaped(plain(loaded.cfg)))
     for key, (value, place) in values.items():
         kind = field_type(key)
         if kind is None:
             raise unknown_key(key, lambda _, place=place: place)  # type: ignore[misc]
         named = value.name if isinstance(value, Enum) else value
         list(check_tree(named, kind, key, lambda _, place=place: place))  # type: ignore[misc]
-        OmegaConf.update(tree, key, named, merge=False, force_add=key.startswith(FREE))
+        if isinstance(named, list):  # its items may be sections, which `update` takes as objects only
+            tree = OmegaConf.merge(tree, OmegaConf.create(_nested(key, named)))
+        else:
+            OmegaConf.update(tree, key, named, merge=False, force_add=key.startswith(FREE))
     cfg = OmegaConf.to_object(tree)
     assert isinstance(cfg, RunConfig)
     return Loaded(
@@ -129,9 +134,16 @@ def replace(loaded: Loaded, values: dict[str, tuple[object, str]]) -> Loaded:
     )
 
 
+def _nested(key: str, value: Any) -> dict[str, Any]:
+    """Return a value below a dotted key as nested dictionaries."""
+    for name in reversed(key.split(".")):
+        value = {name: value}
+    return dict(value)
+
+
 def to_yaml(cfg: RunConfig) -> str:
     """Return the whole config as YAML; it is a recipe itself (`recipe=runs/NAME/config.yaml`)."""
-    return str(OmegaConf.to_yaml(OmegaConf.create(_escaped(recorded(cfg)))))
+    return str(OmegaConf.to_yaml(OmegaConf.create(escaped(recorded(cfg)))))
 
 
 def recorded(cfg: RunConfig) -> dict[str, Any]:
@@ -148,12 +160,12 @@ def plain(value: Any) -> Any:
     return value.name if isinstance(value, Enum) else value
 
 
-def _escaped(value: Any) -> Any:
+def escaped(value: Any) -> Any:
     """Return a value in which no text refers to a key: read by OmegaConf, it is the same again."""
     if isinstance(value, dict):
-        return {name: _escaped(item) for name, item in value.items()}
+        return {name: escaped(item) for name, item in value.items()}
     if isinstance(value, list):
-        return [_escaped(item) for item in value]
+        return [escaped(item) for item in value]
     return re.sub(r"(\\*)\$\{", r"\1\1\\${", value) if isinstance(value, str) else value
 
 
@@ -168,7 +180,7 @@ def _groups(config_dir: str) -> dict[str, dict[str, Path]]:
 
 def _parse(word: str) -> Override:
     try:
-        override = OverridesParser.create().parse_override(_quoted(word))
+        override = OverridesParser.create().parse_override(quoted(word))
         if override.package is not None:
             raise HydraException("no packages")
     except (HydraException, RecursionError) as error:
@@ -188,7 +200,7 @@ def _parse(word: str) -> Override:
     return override
 
 
-def _quoted(word: str) -> str:
+def quoted(word: str) -> str:
     """Quote the texts that are not plain ASCII, which Hydra's grammar takes in quotes only."""
     key, equals, value = word.partition("=")
     if value.isascii() or re.search(r"""['"\\]""", value):
@@ -219,8 +231,16 @@ def _choose_recipe(parsed: list[Override]) -> tuple[str, Path, dict[str, Path]]:
     return name, recipes[name], recipes
 
 
-def _check_choice(group: str, name: str, groups: dict[str, dict[str, Path]], place: str = "") -> None:
-    if name not in groups[group]:
+def _is_choice(group: str, value: Any) -> bool:
+    """Whether a value names a file of a group, or several where that is possible."""
+    names = value if isinstance(value, list) and group in SEVERAL else [value]
+    return all(isinstance(name, str) for name in names)
+
+
+def _check_choice(group: str, chosen: Any, groups: dict[str, dict[str, Path]], place: str = "") -> None:
+    for name in chosen if isinstance(chosen, list) else [chosen]:
+        if name in groups[group]:
+            continue
         raise ConfigError(
             tr("{place}: unknown choice '{group}={name}'.", place=place or tr("command line"), group=group, name=name)
             + did_you_mean(name, groups[group])
@@ -313,7 +333,7 @@ def _check_default(item: Any, place: str, recipes: dict[str, Path], groups: dict
     if isinstance(item, dict) and len(item) == 1:
         [(key, value)] = item.items()
         group = str(key).removeprefix("override").strip().lstrip("/")
-        if str(key).startswith("override /") and group in groups and isinstance(value, str):
+        if str(key).startswith("override /") and group in groups and _is_choice(group, value):
             _check_choice(group, value, groups, place)
             return ""
         if str(key).startswith("override /") and group not in groups:

@@ -1,46 +1,89 @@
-"""docs/config.md, made from the schema: each key, its type, its default and the sentence under the field."""
+"""docs/config.md and config_zh.md, made from the schema: each key, type, default and the sentence under the field."""
 
 import ast
 import dataclasses
 import inspect
+import re
 import typing
 from collections.abc import Iterator
 from enum import Enum
 from typing import Any
 
-from toolkit.config import schema
+from toolkit.config import reference_zh, schema
 from toolkit.config.schema import RunConfig
 
-HEADER = """# Configuration reference
+ENGLISH_HEADER = """# Configuration reference
+
+[中文](config_zh.md)
 
 Made from `toolkit/config/schema.py` by `scripts/generate_config_docs.py`; do not edit.
 
 Set a key in a recipe (nested YAML) or on the command line (`key=value`); the command line wins. `group=choice` takes a
 file of `conf/GROUP/`. Every other name is an error, and so is a key that has no effect beside the others.
 """
+CHINESE_HEADER = """# 所有配置键
+
+[English](config.md)
+
+由 `scripts/generate_config_docs.py` 根据 `toolkit/config/schema.py` 生成，请勿编辑。
+
+键写在配方中（嵌套的 YAML），或写在命令行上（`键=值`）；命令行优先。`组=选项` 采用 `conf/组/` 中的一个文件。
+其他任何名字都是错误，与其他设置并存而不起作用的键也是错误。
+"""
+WORDS = {
+    "Top level": "最上层",
+    "| key | type | default | meaning |": "| 键 | 类型 | 默认值 | 含义 |",
+    "whole number, `auto`": "整数、`auto`",
+    "whole number": "整数",
+    "number": "数",
+    "true, false": "true、false",
+    "text": "文本",
+    "section": "一节",
+    "list of texts": "文本的列表",
+    "list of numbers": "数的列表",
+    "list of sources": "来源的列表",
+}
 
 
-def render() -> str:
-    """Return the whole page."""
+def render(chinese: bool = False) -> str:
+    """Return the whole page.
+
+    Args:
+        chinese: with the sentences of `reference_zh`, which has to know them all.
+    """
+
+    def said(text: str) -> str:
+        return (WORDS.get(text) or reference_zh.CHINESE[text]) if chinese else text
+
     texts = _field_texts()
-    parts = [HEADER]
-    for name, kind, text, section in _sections(RunConfig, ""):
-        parts.append(
-            f"\n## {name or 'Top level'}\n\n{text}\n\n| key | type | default | meaning |\n| --- | --- | --- | --- |\n"
-        )
+    parts = [CHINESE_HEADER if chinese else ENGLISH_HEADER]
+    for name, text, section in _sections(RunConfig, ""):
+        head = said("| key | type | default | meaning |")
+        parts.append(f"\n## {name or said('Top level')}\n\n{said(text)}\n\n{head}\n| --- | --- | --- | --- |\n")
         for item, inner in _own_fields(section):
             key = f"{name}.{item.name}" if name else item.name
-            meaning = texts[section.__name__][item.name].replace("|", "\\|")
-            parts.append(f"| `{key}` | {_type(inner)} | {_default(item)} | {meaning} |\n")
-        assert kind is section
+            kind = _type(inner)
+            if chinese:
+                kind = WORDS.get(kind) or kind.replace("list of", "以下各项的列表：")
+            meaning = re.sub(r"([|<*])", r"\\\1", said(texts[section.__name__][item.name]))  # Markdown's own signs
+            parts.append(f"| `{key}` | {kind} | {_default(item)} | {meaning} |\n")
     return "".join(parts)
 
 
-def _sections(kind: type, prefix: str) -> Iterator[tuple[str, type, str, type]]:
-    """Yield each section with fields of its own: dotted name, class, docstring."""
+def sentences() -> set[str]:
+    """Return every English sentence of the page: those of the keys, and those of the sections."""
+    texts = _field_texts()
+    found = {text for _, text, _ in _sections(RunConfig, "")}
+    return found | {
+        texts[kind.__name__][item.name] for _, _, kind in _sections(RunConfig, "") for item, _ in _own_fields(kind)
+    }
+
+
+def _sections(kind: type, prefix: str) -> Iterator[tuple[str, str, type]]:
+    """Yield each section with fields of its own: dotted name, docstring, class."""
     if list(_own_fields(kind)):
         summary = (inspect.getdoc(kind) or "").partition(": ")[2] or (inspect.getdoc(kind) or "")
-        yield prefix, kind, summary[:1].upper() + summary[1:] if prefix else "Keys outside of any section.", kind
+        yield prefix, summary[:1].upper() + summary[1:] if prefix else "Keys outside of any section.", kind
     for name, inner in typing.get_type_hints(kind).items():
         if dataclasses.is_dataclass(inner):
             yield from _sections(typing.cast("type", inner), f"{prefix}.{name}" if prefix else name)

@@ -183,6 +183,16 @@ class Metric(str, Enum):
     chatglm_rouge_l = "chatglm_rouge_l"
 
 
+class TrackMode(str, Enum):
+    """Whether a tracker sends what it gets."""
+
+    auto = "auto"
+    online = "online"
+    offline = "offline"
+
+
+TRACKERS = ("tensorboard", "csv", "wandb", "mlflow", "swanlab", "trackio")
+"""The sections of `track` that can be switched on, beside metrics.jsonl."""
 AUTO = "auto"
 """In place of a number: one that is found."""
 EVAL_LOSS = "eval_loss"
@@ -203,6 +213,14 @@ class Backend(str, Enum):
     ccl = "ccl"
 
 
+class Display(str, Enum):
+    """How progress is shown."""
+
+    auto = "auto"
+    live = "live"
+    plain = "plain"
+
+
 @dataclass(kw_only=True, slots=True)
 class RunFolderConfig:
     """`run`: the name and place of this run."""
@@ -215,6 +233,8 @@ class RunFolderConfig:
     """Seed of everything random: weights of a random model, order of the samples, validation split, dropout."""
     max_restarts: int = 0
     """How often a run that died or hung is started again from its last checkpoint, by `toolkit launch` or by torchrun (whose --max-restarts must be the same); needs `run.name` and `checkpoint.every`."""
+    display: Display = Display.auto
+    """How rank 0 shows progress: live (one view that is redrawn) or plain (a line per log interval); auto is live on a terminal, and plain in a pipe, under Slurm, PBS or LSF, and in CI."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -530,6 +550,18 @@ class ZeroConfig:
 
 
 @dataclass(kw_only=True, slots=True)
+class ParallelConfig:
+    """`parallel`: how many ranks share one model. Data-parallel ranks = ranks / (tensor x sequence x pipeline)."""
+
+    tensor: int = 1
+    """Ranks over which the matrices of each layer are split (DeepSpeed's AutoTP); neighbours, best on one machine."""
+    sequence: int = 1
+    """Ranks over which the tokens of each row are split (DeepSpeed's Ulysses): for rows too long for one."""
+    pipeline: int = 1
+    """Ranks over which the layers are split, each a stage (DeepSpeed's PipelineModule)."""
+
+
+@dataclass(kw_only=True, slots=True)
 class KernelsConfig:
     """`kernels`: what computes the loss and the layers; `model.attention` says what computes attention."""
 
@@ -659,52 +691,106 @@ class EvaluateConfig:
 
 @dataclass(kw_only=True, slots=True)
 class TensorboardConfig:
-    """`track.tensorboard`: DeepSpeed's own TensorBoard monitor."""
+    """`track.tensorboard`: event files for TensorBoard."""
 
     enabled: bool = False
     """Write events; needs the package tensorboard."""
-    output_path: str = ""
-    """Folder for the events; "" lets DeepSpeed choose."""
-    job_name: str = "DeepSpeedJobName"
-    """Name of the folder below output_path."""
+    dir: str = ""
+    """Folder in which each run has a folder NAME-ID for its events; "" is tensorboard/ in the run folder."""
 
 
 @dataclass(kw_only=True, slots=True)
 class CsvConfig:
-    """`track.csv`: DeepSpeed's own CSV monitor."""
+    """`track.csv`: a table for spreadsheets."""
 
     enabled: bool = False
-    """Write CSV files."""
-    output_path: str = ""
-    """Folder for the files; "" lets DeepSpeed choose."""
-    job_name: str = "DeepSpeedJobName"
-    """Name of the folder below output_path."""
+    """Write metrics.csv into the run folder: what is in metrics.jsonl, one column per metric."""
 
 
 @dataclass(kw_only=True, slots=True)
 class WandbConfig:
-    """`track.wandb`: DeepSpeed's own Weights & Biases monitor. Its key comes from the environment, never from here."""
+    """`track.wandb`: Weights & Biases. Its key comes from the environment (WANDB_API_KEY) or from `wandb login`, never from here."""
 
     enabled: bool = False
-    """Send metrics; needs the package wandb and a login."""
+    """Send metrics; needs the package wandb."""
+    project: str = "deepspeed-finetuning-toolkit"
+    """Project."""
+    entity: str = ""
+    """User or team that owns the project; "" your default one."""
     group: str = ""
     """Group of runs; "" none."""
-    team: str = ""
-    """Team; "" none."""
-    project: str = "deepspeed"
+    tags: list[str] = field(default_factory=list)
+    """Tags of the run."""
+    mode: TrackMode = TrackMode.auto
+    """auto: what WANDB_MODE says, else online; offline: files in wandb/ of the run folder, sent later by `wandb sync`."""
+
+
+@dataclass(kw_only=True, slots=True)
+class MlflowConfig:
+    """`track.mlflow`: MLflow. User and password of a server come from the environment (MLFLOW_TRACKING_USERNAME, MLFLOW_TRACKING_PASSWORD, MLFLOW_TRACKING_TOKEN), never from here."""
+
+    enabled: bool = False
+    """Send metrics; needs the package mlflow-skinny, or mlflow."""
+    uri: str = ""
+    """Server (http://HOST:PORT), database (sqlite:///FILE, needs mlflow) or folder; "" is what MLFLOW_TRACKING_URI says, else the folder mlruns/ below `run.dir`."""
+    experiment: str = "deepspeed-finetuning-toolkit"
+    """Experiment that the run belongs to; made where it is not there."""
+
+
+@dataclass(kw_only=True, slots=True)
+class SwanlabConfig:
+    """`track.swanlab`: SwanLab. Its key comes from the environment (SWANLAB_API_KEY) or from `swanlab login`, never from here."""
+
+    enabled: bool = False
+    """Send metrics; needs the package swanlab."""
+    project: str = "deepspeed-finetuning-toolkit"
     """Project."""
+    workspace: str = ""
+    """User or organisation that owns the project; "" your own."""
+    mode: TrackMode = TrackMode.auto
+    """auto: what SWANLAB_MODE says, else online; offline: files in swanlab/ of the run folder, sent later by `swanlab sync`."""
+
+
+@dataclass(kw_only=True, slots=True)
+class TrackioConfig:
+    """`track.trackio`: Trackio. A token comes from the environment (HF_TOKEN), never from here."""
+
+    enabled: bool = False
+    """Write metrics; needs the package trackio."""
+    project: str = "deepspeed-finetuning-toolkit"
+    """Project."""
+    space: str = ""
+    """Hugging Face Space (OWNER/NAME) that shows them; "" is Trackio's own folder on this machine (TRACKIO_DIR)."""
 
 
 @dataclass(kw_only=True, slots=True)
 class TrackConfig:
-    """`track`: DeepSpeed's monitors, beside metrics.jsonl, which is always written."""
+    """`track`: who gets what metrics.jsonl gets, which is always written (docs/tracking.md)."""
 
+    patience_s: float = 30.0
+    """Seconds that the beginning of a run and its end each wait at most for trackers that do not answer; never more than a quarter of distributed.timeout_s."""
     tensorboard: TensorboardConfig = field(default_factory=TensorboardConfig)
     """TensorBoard."""
     csv: CsvConfig = field(default_factory=CsvConfig)
-    """CSV files."""
+    """A CSV file."""
     wandb: WandbConfig = field(default_factory=WandbConfig)
     """Weights & Biases."""
+    mlflow: MlflowConfig = field(default_factory=MlflowConfig)
+    """MLflow."""
+    swanlab: SwanlabConfig = field(default_factory=SwanlabConfig)
+    """SwanLab."""
+    trackio: TrackioConfig = field(default_factory=TrackioConfig)
+    """Trackio."""
+
+
+@dataclass(kw_only=True, slots=True)
+class ReportConfig:
+    """`report`: the page RUN/report.html, which `toolkit report RUN` makes at any time."""
+
+    enabled: bool = True
+    """Make the page when the run is done."""
+    every: int = 0
+    """Optimizer steps after which the page is made anew while the run goes on; 0 makes it at the end only."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -826,6 +912,8 @@ class RunConfig:
     """Arithmetic of the model."""
     zero: ZeroConfig = field(default_factory=ZeroConfig)
     """What is split over the ranks."""
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    """How many ranks share one model."""
     kernels: KernelsConfig = field(default_factory=KernelsConfig)
     """What computes the loss and the layers."""
     compile: CompileConfig = field(default_factory=CompileConfig)
@@ -837,7 +925,9 @@ class RunConfig:
     evaluate: EvaluateConfig = field(default_factory=EvaluateConfig)
     """Validation."""
     track: TrackConfig = field(default_factory=TrackConfig)
-    """Monitors."""
+    """Trackers."""
+    report: ReportConfig = field(default_factory=ReportConfig)
+    """The run as a page to look at."""
     plan: PlanConfig = field(default_factory=PlanConfig)
     """Bounds."""
     profile: ProfileConfig = field(default_factory=ProfileConfig)

@@ -3,11 +3,22 @@
 from collections.abc import Iterator
 from enum import Enum
 
+from toolkit.config.checks_track import enabled_trackers
 from toolkit.config.checks_tuning import unread_tuning
 from toolkit.config.keys import all_keys
 from toolkit.config.load import Loaded
 from toolkit.config.places import fail, value_of
-from toolkit.config.schema import INDUCTOR, Device, Dtype, Init, OnBadRow, Packing, RunConfig, ScheduleName
+from toolkit.config.schema import (
+    INDUCTOR,
+    TRACKERS,
+    Device,
+    Dtype,
+    Init,
+    OnBadRow,
+    Packing,
+    RunConfig,
+    ScheduleName,
+)
 from toolkit.messages import tr
 
 FP16_KNOBS = (
@@ -140,8 +151,10 @@ def _unread_evaluate(cfg: RunConfig) -> Iterator[tuple[str, str]]:
 
 
 def _unread_observers(cfg: RunConfig) -> Iterator[tuple[str, str]]:
-    """Settings of monitors and profilers that are switched off."""
-    for section in ("track.tensorboard", "track.csv", "track.wandb", "profile.flops", "profile.comms"):
+    """Settings of trackers, reports and profilers that are switched off."""
+    if not enabled_trackers(cfg):
+        yield "track.patience_s", tr("no tracker is enabled")
+    for section in (*(f"track.{name}" for name in TRACKERS), "report", "profile.flops", "profile.comms"):
         if not value_of(cfg, f"{section}.enabled"):
             for key in all_keys():
                 if key.startswith(f"{section}.") and not key.endswith(".enabled"):

@@ -23,7 +23,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
-from toolkit.disk import flush, grant
+from toolkit.disk import flush, grant, try_lock
 from toolkit.errors import DataError
 from toolkit.messages import tr
 
@@ -34,7 +34,6 @@ _SILENT_S = 20.0
 """A heartbeat of another machine that stands still for so long belongs to a process that is gone."""
 _CLAIM_S = 0.25
 """Time in which another machine that signs at the same moment is noticed; the later signature counts."""
-_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
 
 def build_once(
@@ -215,25 +214,6 @@ def _wait(file: IO[str], signature: _Signature, say: Callable[[str], None]) -> N
                 ).rstrip()
             )
         time.sleep(_POLL_S)
-
-
-def try_lock(file: IO[str]) -> tuple[bool, bool]:
-    """Return whether the lock on a file was granted, and whether that means anything on this machine.
-
-    The system lets go of it when the file is closed, or its process ends.
-
-    Raises:
-        OSError: the file system fails.
-    """
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False, True
-    except OSError as error:
-        if error.errno in _NO_LOCKS:
-            return True, False
-        raise
-    return True, True
 
 
 def _unlock(file: IO[str]) -> None:

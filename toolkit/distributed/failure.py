@@ -11,6 +11,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
+from toolkit import terminal
 from toolkit.launch import report
 
 _marker: Path | None = None
@@ -76,4 +77,5 @@ def _wait_for_marker() -> None:
         if another_has_failed():
             time.sleep(GRACE_S)  # let this rank's own unwinding finish if it can
             if not _over.is_set():
+                terminal.show_cursor()
                 os._exit(1)

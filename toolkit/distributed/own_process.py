@@ -19,12 +19,17 @@ def run_module(module: str, *words: str) -> str:
     Returns:
         "" if it succeeded, else the last line that it said.
     """
-    env = {name: value for name, value in os.environ.items() if name not in _LAUNCH}
-    here = str(Path(__file__).resolve().parents[2])  # run.py of a checkout serves from any working folder
-    env["PYTHONPATH"] = os.pathsep.join([here, *filter(None, [env.get("PYTHONPATH")])])
     command = [sys.executable, "-m", module, *words]
-    finished = subprocess.run(command, capture_output=True, text=True, env=env, check=False)  # noqa: S603
+    finished = subprocess.run(command, capture_output=True, text=True, env=environment(), check=False)  # noqa: S603
     if not finished.returncode:
         return ""
     lines = [line for line in finished.stderr.splitlines() if line.strip()] or ["?"]
     return lines[-1]
+
+
+def environment() -> dict[str, str]:
+    """Return the environment of such a process."""
+    env = {name: value for name, value in os.environ.items() if name not in _LAUNCH}
+    here = str(Path(__file__).resolve().parents[2])  # run.py of a checkout serves from any working folder
+    env["PYTHONPATH"] = os.pathsep.join([here, *filter(None, [env.get("PYTHONPATH")])])
+    return env

@@ -21,6 +21,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from toolkit import terminal
 from toolkit.distributed import failure
 from toolkit.messages import tr
 
@@ -137,6 +138,7 @@ class Watchdog:
             if self.phase and waited > self.limit():
                 threading.Thread(target=self._end, args=(waited,), daemon=True).start()
                 time.sleep(_LOOK_S + _WRITING_S)
+                terminal.show_cursor()
                 os._exit(EXIT_CODE)
 
     def _path(self, rank: int) -> Path:
@@ -201,6 +203,7 @@ class Watchdog:
             for pid in stopped:  # a stopped process heeds nothing else, and the launcher would wait half a minute
                 with suppress(OSError):
                     os.kill(pid, signal.SIGKILL)
+        terminal.show_cursor()
         os._exit(EXIT_CODE)
 
     def _accuse(self, silent: list[int], behind: list[int], ranks: dict[int, dict[str, Any]]) -> str:

@@ -10,12 +10,13 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from toolkit.config.checks import accumulation
+from toolkit.config.checks_track import enabled_trackers
+from toolkit.config.layout import layout_of
 from toolkit.config.places import value_of
 from toolkit.config.schema import (
     ActivationCheckpointingConfig,
     AioConfig,
     CommsLoggerConfig,
-    CsvConfig,
     Device,
     Dtype,
     FlopsProfilerConfig,
@@ -25,8 +26,6 @@ from toolkit.config.schema import (
     PrecisionConfig,
     RunConfig,
     ScheduleName,
-    TensorboardConfig,
-    WandbConfig,
     ZeroConfig,
 )
 from toolkit.config.unread import STAGE3_KEYS
@@ -50,9 +49,6 @@ SECTIONS: dict[str, tuple[str, tuple[str, ...]]] = {
     "fp16": ("precision", _names(PrecisionConfig, "dtype")),
     "optimizer.params": ("optim", ("lr", "betas", "eps", "weight_decay")),
     "activation_checkpointing": ("train.activation_checkpointing", _names(ActivationCheckpointingConfig, "enabled")),
-    "tensorboard": ("track.tensorboard", _names(TensorboardConfig)),
-    "csv_monitor": ("track.csv", _names(CsvConfig)),
-    "wandb": ("track.wandb", _names(WandbConfig)),
     "flops_profiler": ("profile.flops", _names(FlopsProfilerConfig)),
     "comms_logger": ("profile.comms", _names(CommsLoggerConfig)),
 }
@@ -82,7 +78,20 @@ DERIVED: dict[str, str] = {
     "scheduler.params.warmup_min_ratio": "schedule.warmup_min_ratio",
     "scheduler.params.cos_min_ratio": "schedule.min_lr_ratio",
 }
-OWNED: dict[str, str] = SAME | DERIVED
+# DeepSpeed's monitors are never on: trackers of our own do their work, whatever a JSON asks for.
+MONITORS: dict[str, str] = {
+    "tensorboard.enabled": "track.tensorboard.enabled",
+    "tensorboard.output_path": "track.tensorboard.dir",
+    "tensorboard.job_name": "track.tensorboard.dir",
+    "csv_monitor.enabled": "track.csv.enabled",
+    "csv_monitor.output_path": "track.csv.enabled",
+    "csv_monitor.job_name": "track.csv.enabled",
+    "wandb.enabled": "track.wandb.enabled",
+    "wandb.project": "track.wandb.project",
+    "wandb.group": "track.wandb.group",
+    "wandb.team": "track.wandb.entity",
+}
+OWNED: dict[str, str] = SAME | DERIVED | MONITORS
 
 
 @dataclass(kw_only=True, slots=True)
@@ -211,7 +220,7 @@ def _batch(ds: DsConfig, cfg: RunConfig, world_size: int) -> None:
         "gradient_accumulation_steps",
         times,
         f"= batch.global_size {cfg.batch.global_size} / "
-        f"(batch.micro_per_gpu {cfg.batch.micro_per_gpu} x {world_size} ranks)",
+        f"(batch.micro_per_gpu {cfg.batch.micro_per_gpu} x {layout_of(cfg, world_size).data_ranks} ranks)",
     )
     # Always written: what DeepSpeed does without it changed from no clipping to 1.0 in 2026.
     ds.put("gradient_clipping", float(cfg.train.gradient_clipping), "train.gradient_clipping")
@@ -323,12 +332,18 @@ def _named_scheduler(ds: DsConfig, cfg: RunConfig, steps: int, total_steps: int 
 
 
 def _observers(ds: DsConfig, cfg: RunConfig) -> None:
-    """Monitors and measuring tools; a section that is off says only so."""
-    for section in ("tensorboard", "csv_monitor", "wandb", "flops_profiler", "comms_logger"):
+    """Measuring tools; a section that is off is left out."""
+    for section in ("flops_profiler", "comms_logger"):
         if read_key(cfg, f"{SECTIONS[section][0]}.enabled"):
             _copy(ds, cfg, section)
-    for key in ("wandb.group", "wandb.team", "flops_profiler.output_file"):
-        section, name = key.split(".")
-        if name in ds.values.get(section, {}):
-            _drop(ds, key, "")
+    if "flops_profiler" in ds.values:
+        _drop(ds, "flops_profiler.output_file", "")
     _same(ds, cfg, "wall_clock_breakdown", "memory_breakdown", "dump_state")
+    if trackers := enabled_trackers(cfg):
+        ds.missing.append(
+            tr(
+                "The trackers ({names}) are left out: they write through their own clients, not through DeepSpeed's "
+                "monitors, which stay off.",
+                names=", ".join(trackers),
+            )
+        )

@@ -16,6 +16,7 @@ from toolkit.engine.ds_translate import (
     equal,
     translate_activation_checkpointing,
     translate_batch,
+    translate_monitors,
     translate_optimizer,
     translate_precision,
     translate_scheduler,
@@ -59,6 +60,7 @@ def import_json(path: str, loaded: Loaded, world_size: int | None) -> tuple[Load
     translate_scheduler(task)
     translate_activation_checkpointing(task, values)
     translate_steps_per_print(task)
+    translate_monitors(task)
     if task.contradictions:
         raise ConfigError("\n".join(task.contradictions))
     extra = _extra(task)

@@ -293,6 +293,34 @@ def translate_steps_per_print(task: Translation) -> None:
         )
 
 
+def translate_monitors(task: Translation) -> None:
+    """DeepSpeed's monitors stay off: what they were asked to write our own trackers write, to the same places."""
+    monitors = {"tensorboard": "tensorboard", "csv_monitor": "csv", "wandb": "wandb"}
+    names = {"wandb.project": "project", "wandb.group": "group", "wandb.team": "entity"}
+    for section, tracker in monitors.items():
+        switch, output, job = (f"{section}.{name}" for name in ("enabled", "output_path", "job_name"))
+        task.noted |= {key for key in task.given if key.startswith(f"{section}.")}
+        if not task.has(switch) or task.given[switch] is False:
+            continue
+        task.take(f"track.{tracker}.enabled", task.given[switch], switch)
+        task.note(
+            switch,
+            tr(
+                "DeepSpeed's monitor stays off: track.{tracker} writes in its place (docs/tracking.md).",
+                tracker=tracker,
+            ),
+        )
+        for key, name in names.items():
+            if key.startswith(f"{section}.") and task.has(key):
+                task.take(f"track.{tracker}.{name}", task.given[key], key)
+        if tracker == "tensorboard" and task.given.get(output):
+            folder = f"{task.given[output]}/{task.given.get(job, 'DeepSpeedJobName')}"
+            task.take("track.tensorboard.dir", folder, output)
+        elif tracker == "csv" and (output in task.given or job in task.given):
+            key = output if output in task.given else job
+            task.note(key, tr("{key} has no effect: metrics.csv is written into the run folder.", key=key))
+
+
 def equal(left: Any, right: Any) -> bool:
     """Compare values of two JSONs; 1, 1.0 and a product of ratios that rounds to it are one number, true is none."""
     if isinstance(left, list) and isinstance(right, list):

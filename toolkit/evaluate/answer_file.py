@@ -1,6 +1,5 @@
 """A file of answers: written beside its place, whole when it has its name, continued by the same command."""
 
-import fcntl
 import json
 import os
 from collections.abc import Mapping, Sequence
@@ -9,6 +8,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from toolkit.disk import try_lock
 from toolkit.errors import CheckpointError, ConfigError
 from toolkit.messages import say, tr
 
@@ -87,10 +87,11 @@ class AnswerFile:
 
     def _claim(self, settings: dict[str, Any], window: int) -> int:
         """Lock the file, cut it after its last whole window, and return how many lines it holds."""
-        try:
-            fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ConfigError(tr("another process is writing {file}.", file=self.part)) from None
+        granted, is_trusted = try_lock(self.file)
+        if not granted:
+            raise ConfigError(tr("another process is writing {file}.", file=self.part))
+        if not is_trusted:
+            say(tr("WARNING: the disk of {file} has no locks: see to it that nobody else writes it.", file=self.part))
         self.file.seek(0)
         count = sum(line.endswith(b"\n") for line in self.file) // window * window
         if count:

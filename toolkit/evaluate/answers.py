@@ -34,7 +34,7 @@ def answer_all(
     device: torch.device,
     *,
     in_step: bool,
-    alive: Callable[[], None],
+    alive: Callable[[], object],
 ) -> Answers:
     """Answer every prompt once over all ranks. A collective.
 

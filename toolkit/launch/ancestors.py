@@ -50,7 +50,7 @@ def check_launcher(
         LaunchError: the hostfile that was asked for is missing or malformed, or other machines take part than it says,
             or than `launch.num_nodes` says, or ranks are not bound to cores as asked.
     """
-    chain = list(_ancestors(proc, pid))
+    chain = list(ancestors(proc, pid))
     nodes = _nodes_started(chain, ranks)
     if num_nodes and nodes and num_nodes != nodes:
         raise LaunchError(
@@ -116,7 +116,7 @@ def deepspeed_options(words: list[str]) -> dict[str, str]:
 
 def launcher_options(proc: Path = PROC, pid: str = "self") -> list[str]:
     """Return the options of the `deepspeed` command that started this process, as they were typed; [] without one."""
-    for process in _ancestors(proc, pid):
+    for process in ancestors(proc, pid):
         if words := _after_front_end(process.words):
             return words[: len(words) - len(split(words)[1])]
     return []
@@ -165,7 +165,7 @@ def _is_front_end(word: str) -> bool:
     return Path(word).name in ("deepspeed", "ds") or word == "deepspeed.launcher.runner"
 
 
-def _ancestors(proc: Path, pid: str) -> Iterator[Process]:
+def ancestors(proc: Path, pid: str) -> Iterator[Process]:
     """Yield the parents upwards; nothing where there is no /proc."""
     for _ in range(64):
         try:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from toolkit.config.variables import INTERFACES
 from toolkit.errors import LaunchError
-from toolkit.launch import mpi
+from toolkit.launch import mpi, report
 from toolkit.messages import tr
 
 # Launcher -> its variables for rank, local rank, world size, ranks on this machine. The first whose rank is set wins.
@@ -145,6 +145,12 @@ def free_port() -> int:
             probe.bind(("127.0.0.1", port))
             return port
     raise LaunchError(tr("no free port was found among {ports}.", ports=", ".join(map(str, ports[:3])) + " …"))
+
+
+def without_ranks(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return an environment for a process that is no rank, and tells `toolkit launch` nothing."""
+    names = {report.VARIABLE, *(name for names in VARIABLES.values() for name in names)}
+    return {name: value for name, value in environ.items() if name not in names}
 
 
 def strip_launcher_arguments(words: Sequence[str]) -> list[str]:

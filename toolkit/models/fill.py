@@ -6,17 +6,16 @@ ever holds more than its part and one tensor.
 
 import contextlib
 import ctypes
-import sys
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
-from tqdm import tqdm
 from transformers import PreTrainedModel
 from transformers.initialization import no_init_weights
 
+from toolkit import terminal
 from toolkit.errors import ModelError
 from toolkit.messages import tr
 from toolkit.models.layout import Layout, Shapes
@@ -74,7 +73,8 @@ def read_weights(
     is_partitioned = any(hasattr(value, "ds_shape") for value in held.values())
     is_rank0 = not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0
     groups = _by_target(files, layout, held)
-    with _progress(sum(files[name].num_bytes for names in groups.values() for name in names), is_rank0) as bar:
+    num_bytes = sum(files[name].num_bytes for names in groups.values() for name in names)
+    with terminal.phase(tr("Loading weights"), num_bytes, terminal.BYTES, speaks=is_rank0) as advance:
         for targets, names in groups.items():
             partitioned = [held[target] for target in targets if hasattr(held[target], "ds_shape")]
             with whole(partitioned, modifier_rank=0):  # what rank 0 writes is what all keep
@@ -88,7 +88,7 @@ def read_weights(
                             else:
                                 for target, part in zip(targets, parts, strict=True):
                                     _set(model, target, part.to(dtype or part.dtype, copy=True).contiguous())
-                    bar.update(files[name].num_bytes)
+                    advance(files[name].num_bytes)
             if partitioned:
                 return_memory()
 
@@ -200,20 +200,6 @@ def _set(model: PreTrainedModel, name: str, value: torch.Tensor) -> None:
     """Put a value in an empty parameter's place."""
     module, _, leaf = name.rpartition(".")
     setattr(model.get_submodule(module), leaf, torch.nn.Parameter(value, requires_grad=value.is_floating_point()))
-
-
-def _progress(num_bytes: int, shown: bool) -> "tqdm[Any]":
-    """Return a bar over the bytes that appears once loading takes more than two seconds."""
-    return tqdm(
-        total=num_bytes,
-        desc=tr("Loading weights"),
-        unit="B",
-        unit_scale=True,
-        unit_divisor=1024,
-        delay=2,
-        mininterval=0.5 if sys.stderr.isatty() else 30,
-        disable=not shown,
-    )
 
 
 def _compare(model: PreTrainedModel, files: WeightFiles, layout: Layout, shapes: Shapes, folder: Path) -> None:

@@ -65,7 +65,7 @@ def layer_bytes(outline: Outline, rows: Rows, width: int, layer: int, dropout: f
     """Return the same of one layer. Arguments as above."""
     if f"saved_{width}" in outline.sizes:  # measured on the whole model in training, whatever is trained of it
         return {"layers": outline.sizes[f"saved_{width}"] * rows.tokens}
-    return dict((_V1 if _is_v1(outline) else _Dense)(outline, rows, width, layer, dropout).kept)
+    return dict((_V1 if outline.is_v1 else _Dense)(outline, rows, width, layer, dropout).kept)
 
 
 class _Layer:
@@ -180,7 +180,7 @@ class _V1(_Layer):
 def _ends(outline: Outline, rows: Rows, width: int) -> dict[str, int]:
     """The mask that all layers share, the ids, the last norm."""
     hidden, tokens = outline.sizes["hidden"], rows.tokens
-    is_v1 = _is_v1(outline)
+    is_v1 = outline.is_v1
     last = "transformer.final_layernorm" if is_v1 else "model.norm"
     norm = tokens * (width * hidden + 2 * _statistic(rows, width) if is_v1 else 4 * hidden + 4)
     if not is_v1 and f"{last}.weight" in outline.trained:
@@ -189,10 +189,6 @@ def _ends(outline: Outline, rows: Rows, width: int) -> dict[str, int]:
     cosines = 2 * tokens * width * size if turned == size else 0
     ids = 8 * tokens if any("embed" in name for name in outline.trained) else 0
     return {"norms": norm, "mask": 0 if rows.mask_per_layer else _mask(rows), "attention": cosines + ids}
-
-
-def _is_v1(outline: Outline) -> bool:
-    return "transformer.final_layernorm.weight" in outline.shapes
 
 
 def _statistic(rows: Rows, width: int) -> int:

@@ -1,11 +1,11 @@
 """Rates that were measured on a machine, kept beside the tokenised data. No torch."""
 
-import hashlib
 import json
 import os
 from pathlib import Path
 
 from toolkit.config.schema import RunConfig
+from toolkit.plan.kept import file_for
 from toolkit.plan.machine import Machine
 from toolkit.plan.parameters import Outline
 from toolkit.plan.speed import Rates, assumed
@@ -21,8 +21,7 @@ def file_of(cfg: RunConfig, machine: Machine, outline: Outline) -> Path:
         cfg.precision.dtype.value,
         cfg.data.max_length,
     ]
-    key = hashlib.sha256(json.dumps(inputs, sort_keys=True).encode()).hexdigest()[:16]
-    return Path(cfg.prepare.dir) / "plan" / f"rates-{os.uname().nodename}-{key}.json"
+    return file_for(cfg, f"rates-{os.uname().nodename}", inputs)
 
 
 def rates_of(cfg: RunConfig, machine: Machine, outline: Outline) -> Rates:

@@ -10,7 +10,7 @@ once while it receives as much: NVLink if every card of a server has it, else PC
 import re
 from dataclasses import dataclass
 
-_GIB = 1 << 30
+GIB = 1 << 30
 _PCIE3, _PCIE4, _PCIE5 = 16, 32, 64
 _SIZE_OFF = 0.1
 """Of a card's memory by which the size in a name may differ: an L40S with its 45 GiB is sold as one of 48 GB."""
@@ -47,7 +47,7 @@ def _card(
 ) -> Card:
     """Return a card; speeds in TFLOP/s and GB/s."""
     peak = half * 1e12
-    return Card(name, int(gib * _GIB), peak if bf16 else 0.0, peak, fp32 * 1e12, memory_gb_s * 1e9, link_gb_s * 1e9)
+    return Card(name, int(gib * GIB), peak if bf16 else 0.0, peak, fp32 * 1e12, memory_gb_s * 1e9, link_gb_s * 1e9)
 
 
 CARDS = (
@@ -104,7 +104,7 @@ def find_card(name: str) -> Card | None:
         return None
     found = [card for card in CARDS if _words(card.name) <= words and not (words & _QUALIFIERS) - _words(card.name)]
     best = max(found, key=lambda card: len(_words(card.name)), default=None)
-    sizes = [int(word[:-2]) * _GIB for word in words if re.fullmatch(r"\d+gb", word)]
+    sizes = [int(word[:-2]) * GIB for word in words if re.fullmatch(r"\d+gb", word)]
     if best and any(abs(size / best.memory_bytes - 1) > _SIZE_OFF for size in sizes):
         return None
     return best

@@ -89,6 +89,11 @@ class Formula:
         return self.model_flops(work) + self.recomputed.flops(work)
 
 
+def is_countable(shapes: Shapes) -> bool:
+    """Whether `formula` knows such a model: no mixture of experts."""
+    return not any("expert" in name for name in shapes)
+
+
 def formula(
     shapes: Shapes, sizes: Mapping[str, int], trained: Collection[str] | None = None, prefix_tokens: int = 0
 ) -> Formula:

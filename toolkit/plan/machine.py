@@ -7,9 +7,8 @@ from dataclasses import dataclass
 
 from toolkit.errors import ConfigError
 from toolkit.messages import tr
-from toolkit.plan.cards import Card, find_card, similar
+from toolkit.plan.cards import GIB, Card, find_card, similar
 
-GIB = 1 << 30
 _UNITS = {"": 1, "KB": 1 << 10, "MB": 1 << 20, "GB": GIB, "TB": 1 << 40}
 RESERVE = 0.05
 """Of a card's memory that fragments of what has been freed take."""
@@ -90,7 +89,7 @@ def parse_machine(gpus: str, nodes: int, host_memory: str) -> Machine:
         )
     ranks, what = int(found[1]), found[2].strip()
     if what.lower() == "cpu":
-        host = host or _own_memory()
+        host = host or own_memory()
         return Machine(ranks, host // ranks, None, nodes, host, on_cpu=True)
     if re.fullmatch(r"\d+(\.\d+)?\s*[KMGT]i?B?", what, re.IGNORECASE):
         return Machine(ranks, parse_bytes(what, "gpus"), None, nodes, host)
@@ -124,8 +123,9 @@ def this_machine(nodes: int = 1) -> Machine | None:
     if not cards:
         return None
     least = min(mib for _, mib in cards)
-    return Machine(len(cards), least << 20, find_card(cards[0][0]), nodes, _own_memory())
+    return Machine(len(cards), least << 20, find_card(cards[0][0]), nodes, own_memory())
 
 
-def _own_memory() -> int:
+def own_memory() -> int:
+    """Return the bytes of this machine's memory."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -67,7 +67,6 @@ def plan_rank(outline: Outline, cfg: RunConfig, world_size: int, on_cpu: bool = 
 
 def longest_rows(outline: Outline, cfg: RunConfig, on_cpu: bool = False) -> Rows:
     """Return the largest micro-batch that the config allows."""
-    is_v1 = "transformer.final_layernorm.weight" in outline.shapes
     packed = cfg.data.packing is Packing.packed
     varlen = packed and cfg.model.attention in (Attention.auto, Attention.varlen)
     blocks = packed and not varlen
@@ -77,8 +76,8 @@ def longest_rows(outline: Outline, cfg: RunConfig, on_cpu: bool = False) -> Rows
         rows=micro_rows(cfg),
         length=cfg.data.max_length,
         prefix=cfg.tuning.num_tokens if learned else 0,
-        mask_bytes=width if is_v1 or blocks or learned else 0,
-        mask_per_layer=blocks or (learned and not is_v1),
+        mask_bytes=width if outline.is_v1 or blocks or learned else 0,
+        mask_per_layer=blocks or (learned and not outline.is_v1),
         varlen=varlen,
         keeps_inputs=cfg.zero.stage == 3,
         on_cpu=on_cpu,
@@ -95,19 +94,19 @@ class _Rank:
     """Bytes of a number."""
     grad: int = field(init=False)
     """Bytes of a number of an added-up gradient."""
+    all: int = field(init=False)
+    """P."""
+    trained: int = field(init=False)
+    """X."""
+    rows: Rows = field(init=False)
+    """The longest."""
 
     def __post_init__(self) -> None:
         dtype = self.cfg.precision.dtype
         self.weight = WIDTHS[dtype]
         self.grad = 2 if dtype is Dtype.fp16 else 4
-
-    @property
-    def all(self) -> int:
-        return self.outline.num_parameters
-
-    @property
-    def trained(self) -> int:
-        return self.outline.num_trained
+        self.all, self.trained = self.outline.num_parameters, self.outline.num_trained
+        self.rows = longest_rows(self.outline, self.cfg, self.on_cpu)
 
     @property
     def stage(self) -> int:
@@ -164,12 +163,10 @@ class _Rank:
 
     def at_rest(self) -> Parts:
         """Between two steps."""
-        weights, states = self.whole(), (12 if self.is_half else 8) * self.trained
         if self.stage == 0:
-            return {"weights": weights, "optimizer": states}
-        states = 12 * self.part(self.trained)
-        parts = {"weights": weights, "optimizer": states}
-        if self.stage == 1 and self.keeps_float_gradients:
+            return {"weights": self.whole(), "optimizer": (12 if self.is_half else 8) * self.trained}
+        parts = {"weights": self.whole(), "optimizer": 12 * self.part(self.trained)}
+        if self.keeps_float_gradients:
             parts["gradients"] = 4 * self.trained
         if self.stage == 3:
             zero = self.cfg.zero
@@ -231,12 +228,11 @@ class _Rank:
 
     def turn(self) -> Parts:
         """When the first gradient is there, and with it the buffer for all of them: activations are not freed yet."""
-        parts = self.forward()
         if self.stage != 2:
             return {}
         vocab, hidden = self.outline.vocabulary
         first = self.weight * vocab * hidden if self.outline.trains_head else 0
-        return parts | {"loss": first, "buckets": self.weight * self.bucket}
+        return self.forward() | {"loss": first, "buckets": self.weight * self.bucket}
 
     def backward(self) -> Parts:
         """At its end: gradients are complete, and reduced."""
@@ -291,8 +287,7 @@ class _Rank:
 
     def kept(self) -> Parts:
         """Activations by kind."""
-        rows, dropout = longest_rows(self.outline, self.cfg, self.on_cpu), self.cfg.tuning.dropout
-        sizes = self.outline.sizes
+        rows, dropout, sizes = self.rows, self.cfg.tuning.dropout, self.outline.sizes
         computed = {"backward": 4 * self.weight * sizes["inner"] * rows.tokens}
         if not self.cfg.train.activation_checkpointing.enabled:
             return saved_bytes(self.outline, rows, self.weight, dropout) | computed
@@ -311,7 +306,7 @@ class _Rank:
 
     def loss(self, with_gradients: bool = True) -> int:
         """The output layer's, whose logits are computed a chunk at a time."""
-        rows = longest_rows(self.outline, self.cfg, self.on_cpu)
+        rows = self.rows
         vocab, hidden = self.outline.vocabulary
         if not self.is_loss_chunked:  # logits as they are, in float32, their probabilities, and gradients
             copies = 8 + (self.weight if self.is_half else 0) + (4 if with_gradients else 0)
@@ -325,7 +320,7 @@ class _Rank:
 
     def evaluation(self) -> Parts:
         """Rows of the same size forward, nothing kept; or answers, if they take more."""
-        rows, sizes, asked = longest_rows(self.outline, self.cfg, self.on_cpu), self.outline.sizes, self.cfg.evaluate
+        rows, sizes, asked = self.rows, self.outline.sizes, self.cfg.evaluate
         layer = self.weight * (4 * sizes["inner"] + 4 * sizes["hidden"])
         parts = {"activations": layer * rows.tokens, "loss": self.loss(with_gradients=False)}
         if asked.metrics:

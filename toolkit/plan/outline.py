@@ -1,8 +1,6 @@
 """The outline of the model that a config names: by formula, or measured once and remembered. No torch here."""
 
-import hashlib
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
@@ -13,6 +11,7 @@ from typing import Any
 from toolkit.config.schema import Init, RunConfig
 from toolkit.errors import ConfigError
 from toolkit.messages import tr
+from toolkit.plan.kept import file_for, write
 from toolkit.plan.parameters import Outline, Shapes, Sizes, shape_of_random, shapes_of_config, tuned
 
 _CHATGLM2: dict[str, Any] = {
@@ -44,32 +43,35 @@ _FORM = 1
 """Of what is remembered; another one is measured anew."""
 
 
-def outline_of(cfg: RunConfig, say: Callable[[str], None]) -> Outline:
+def outline_of(cfg: RunConfig, say: Callable[[str], None], vocab_size: int = 0) -> Outline:
     """Return what is trained, and in what.
 
     Args:
         cfg: checked config; the model's folder need not be there if the model is a published ChatGLM.
         say: told when a model has to be measured.
+        vocab_size: of a random model's tokenizer; 0 takes the most that the recipe allows.
 
     Raises:
         ConfigError: the model is not known, or the way of tuning does not fit it.
     """
-    found = known_outline(cfg)
+    found = known_outline(cfg, vocab_size)
     found = found or tuned(*_measured(cfg, config_of(cfg), say), cfg.tuning)
     if not found.num_trained:
         raise ConfigError(tr("tuning: nothing of this model would be trained as far as its parameters' names tell."))
     return found
 
 
-def known_outline(cfg: RunConfig) -> Outline | None:
+def known_outline(cfg: RunConfig, vocab_size: int = 0) -> Outline | None:
     """Return the same without measuring; None for a model that no formula knows and that has not been measured.
+
+    Arguments as above.
 
     Raises:
         ConfigError: as above.
     """
     model = cfg.model
     if model.init is Init.random:
-        return tuned(*shape_of_random(model.shape.vocab_size, model.shape), cfg.tuning)
+        return tuned(*shape_of_random(vocab_size or model.shape.vocab_size, model.shape), cfg.tuning)
     config = config_of(cfg)
     try:
         found = shapes_of_config(config)
@@ -136,17 +138,12 @@ def _measured(cfg: RunConfig, config: Mapping[str, Any], say: Callable[[str], No
                 reason=reason,
             )
         )
-    kept.parent.mkdir(parents=True, exist_ok=True)
-    part = kept.with_suffix(f".{os.getpid()}")
-    part.write_text(ran.stdout.strip().splitlines()[-1], encoding="utf-8")
-    part.replace(kept)
+    write(kept, json.loads(ran.stdout.strip().splitlines()[-1]))
     return _read(kept)
 
 
 def _kept(cfg: RunConfig, config: Mapping[str, Any]) -> Path:
-    inputs = [config, _FORM, version("transformers")]
-    key = hashlib.sha256(json.dumps(inputs, sort_keys=True).encode()).hexdigest()[:16]
-    return Path(cfg.prepare.dir) / "plan" / f"outline-{key}.json"
+    return file_for(cfg, "outline", [config, _FORM, version("transformers")])
 
 
 def _read(file: Path) -> tuple[Shapes, Sizes]:

@@ -163,6 +163,11 @@ class Outline:
     """Names of the linear layers that LoRA is added to."""
 
     @property
+    def is_v1(self) -> bool:
+        """Whether it is ChatGLM-6B's own class."""
+        return "transformer.final_layernorm.weight" in self.shapes
+
+    @property
     def vocabulary(self) -> tuple[int, int]:
         """Rows and columns of the output layer, which may be the embedding."""
         matrices = [shape for name, shape in self.shapes.items() if name in _OUTPUT] or [

@@ -4,7 +4,9 @@ from collections.abc import Iterator
 from copy import deepcopy
 from dataclasses import dataclass
 
-from toolkit.config.schema import Device, RunConfig, TuningMethod
+from toolkit.config.checks import micro_sizes
+from toolkit.config.checks_tuning import highest_stage
+from toolkit.config.schema import Device, RunConfig
 from toolkit.messages import tr
 from toolkit.plan.host import HostMemory, plan_host
 from toolkit.plan.machine import Machine
@@ -69,21 +71,11 @@ def lay_out(outline: Outline, cfg: RunConfig, machine: Machine, rates: Rates) ->
 def layouts(outline: Outline, cfg: RunConfig, machine: Machine, rates: Rates) -> Iterator[Layout]:
     """Yield every way that keeps the global batch: stages, offloading, activation checkpointing, micro-batches."""
     for stage, optimizer, parameters in LAYOUTS:
-        if stage == 3 and (cfg.tuning.method is TuningMethod.qlora or cfg.tuning.dora):
-            continue  # peft 0.21 cannot; config.checks_tuning refuses it
-        if stage == 0 and cfg.compile.deepcompile:
-            continue  # it is for ZeRO
+        if stage > highest_stage(cfg.tuning) or (stage == 0 and cfg.compile.deepcompile):
+            continue  # what config.checks refuses
         for recomputes in (False, True):
-            for micro in micro_batches(cfg, machine.world_size):
+            for micro in [one for one in micro_sizes(cfg, machine.world_size) if one <= MOST_MICRO]:
                 yield lay_out(outline, changed(cfg, stage, optimizer, parameters, recomputes, micro), machine, rates)
-
-
-def micro_batches(cfg: RunConfig, world_size: int) -> list[int]:
-    """Return the micro-batches into which the global batch can be divided."""
-    per_rank, rest = divmod(cfg.batch.global_size, world_size)
-    if rest:
-        return []
-    return [micro for micro in range(1, min(per_rank, MOST_MICRO) + 1) if per_rank % micro == 0]
 
 
 def cheapest(found: list[Layout]) -> Layout | None:

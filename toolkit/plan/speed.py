@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from toolkit.config.checks import accumulation
 from toolkit.config.schema import Device, RunConfig
-from toolkit.plan.flops import Work, causal_pairs, formula
+from toolkit.plan.flops import Work, causal_pairs, formula, is_countable
 from toolkit.plan.machine import Machine
 from toolkit.plan.memory import WIDTHS, longest_rows
 from toolkit.plan.parameters import Outline
@@ -32,6 +32,8 @@ class Rates:
     """Bytes per second of host memory per rank, for an offloaded update."""
     pcie: float = 20e9
     """Bytes per second between a GPU and the host."""
+    gather: float = 0.0
+    """Bytes per second of ZeRO 3's weights and gradients, with DeepSpeed's own work for them; 0: as `link`."""
     micro_s: float = 0.0
     """Seconds of a micro-batch that do not grow with it."""
     latency_s: float = 0.0
@@ -102,11 +104,11 @@ def step_time(outline: Outline, cfg: RunConfig, machine: Machine, rates: Rates) 
     recomputes = cfg.train.activation_checkpointing.enabled
     flops = cost.hardware_flops(one) if recomputes else cost.model_flops(one)
     weight = WIDTHS[cfg.precision.dtype]
-    is_known = not any("expert" in name for name in outline.shapes)
+    is_known, is_split = is_countable(outline.shapes), cfg.zero.stage == 3
     return StepTime(
         compute=times * ((flops / rates.flops if is_known else 0) + rates.micro_s),
-        communication=_sent(outline, cfg, world, times) / rates.link
-        + _collectives(outline, cfg, world, times) * rates.latency_s
+        communication=_sent(outline, cfg, world, times) / ((is_split and rates.gather) or rates.link)
+        + (0 if is_split and rates.gather else _collectives(outline, cfg, world, times) * rates.latency_s)
         + _fetched(outline, cfg, world, times) / rates.pcie,
         update=_update(outline.num_trained, cfg, world, weight, rates),
         overlapped=not machine.on_cpu and (cfg.zero.stage == 3 or cfg.zero.overlap_comm),
@@ -118,13 +120,26 @@ def step_time(outline: Outline, cfg: RunConfig, machine: Machine, rates: Rates) 
 def _sent(outline: Outline, cfg: RunConfig, world: int, times: int) -> float:
     """Return the bytes that a rank sends in a step, ring algorithms taken for granted."""
     share, weight = (world - 1) / world, WIDTHS[cfg.precision.dtype]
-    gradients, weights = weight * outline.num_trained * share, weight * outline.num_parameters * share
-    trained = weight * outline.num_trained * share
-    if cfg.zero.stage == 3:  # weights twice, for forward and backward; gradients to their owners
-        return times * (2 * weights + gradients)
+    trained = weight * outline.num_trained * share  # as many bytes of gradients as of updated weights
+    if cfg.zero.stage == 3:
+        return times * gathered_bytes(outline.num_parameters, outline.num_trained, weight, world)
     if cfg.zero.stage == 2:
-        return times * gradients + trained
-    return 2 * gradients + (trained if cfg.zero.stage == 1 else 0)
+        return times * trained + trained
+    return 2 * trained + (trained if cfg.zero.stage == 1 else 0)
+
+
+def gathered_bytes(parameters: int, trained: int, weight: int, world_size: int) -> float:
+    """Return the bytes that a rank sends for a micro-batch under ZeRO 3.
+
+    Weights travel twice, for the forward and the backward pass, and gradients once, to their owners.
+
+    Args:
+        parameters: of the model.
+        trained: those of them that are trained.
+        weight: bytes of one.
+        world_size: ranks.
+    """
+    return (2 * parameters + trained) * weight * (world_size - 1) / world_size
 
 
 def _fetched(outline: Outline, cfg: RunConfig, world: int, times: int) -> float:

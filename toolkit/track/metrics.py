@@ -2,12 +2,12 @@
 
 import json
 import math
-import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from toolkit.errors import CheckpointError
 from toolkit.messages import tr
+from toolkit.track.append import append
 
 
 class MetricsLog:
@@ -18,10 +18,13 @@ class MetricsLog:
     Args:
         file: metrics.jsonl.
         say: tells the user.
+        hand_on: gets each row too: what the trackers get.
     """
 
-    def __init__(self, file: Path, say: Callable[[str], None]) -> None:
-        self.file, self.say = file, say
+    def __init__(
+        self, file: Path, say: Callable[[str], None], hand_on: Callable[[Mapping[str, object]], None] = lambda row: None
+    ) -> None:
+        self.file, self.say, self.hand_on = file, say, hand_on
         self._waiting: list[str] = []
 
     def append(self, row: Mapping[str, object]) -> None:
@@ -50,6 +53,7 @@ class MetricsLog:
                         reason=error.strerror or error,
                     )
                 )
+        self.hand_on(row)
 
     def forget(self) -> None:
         """Drop the rows that wait: the run has gone back to before them."""
@@ -74,17 +78,8 @@ class MetricsLog:
             ) from error
 
     def _write(self) -> None:
-        """Write all that waits, or nothing of it: half a row would be no row for any reader."""
+        """Write all that waits, or nothing of it."""
         if not self._waiting:
             return
-        with self.file.open("ab", buffering=0) as handle:
-            before = os.fstat(handle.fileno()).st_size
-            content = "".join(self._waiting).encode()
-            try:
-                written = handle.write(content)
-                while written < len(content):
-                    written += handle.write(content[written:])
-            except OSError:
-                os.truncate(self.file, before)
-                raise
+        append(self.file, "".join(self._waiting).encode())
         self._waiting.clear()

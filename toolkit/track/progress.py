@@ -1,25 +1,25 @@
-"""What rank 0 shows while training: a bar on a terminal, plain lines elsewhere."""
+"""What rank 0 shows while training: a live view on a terminal, plain lines elsewhere."""
 
-import sys
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
 
-from tqdm import tqdm
-
+from toolkit import terminal
 from toolkit.messages import tr
+from toolkit.track.figures import clock, memory, speed
+from toolkit.track.live_view import LiveView
 
-WORTH_TELLING = 0.05
-"""Share of time, or of tokens, that a line mentions."""
-_GIB = 1 << 30
+_WARNING = ("WARNING:", "警告：")
 
 
 class Progress:
-    """One line of live state. Ranks other than 0 make none (`shown=False`)."""
+    """How far a run is. Ranks other than 0 show none (`shown=False`)."""
 
     def __init__(
         self, total_steps: int, shown: bool, done: int = 0, on_first_step: Callable[[], None] = lambda: None
     ) -> None:
-        """Start.
+        """Make ready; nothing is shown before `start`.
 
         Args:
             total_steps: optimizer steps of the run.
@@ -27,82 +27,76 @@ class Progress:
             done: steps that an earlier session has done.
             on_first_step: called once this session has done a step, on the rank that speaks.
         """
-        self.total_steps = total_steps
-        self.shown = shown
-        self.done = done
+        self.shown, self.done = shown, done
         self.on_first_step: Callable[[], None] | None = on_first_step if shown else None
+        self.view = LiveView(total_steps, done)
         self.started = time.monotonic()
-        with_bar = shown and sys.stderr.isatty()
-        self.bar = tqdm(total=total_steps, initial=done, unit="step", dynamic_ncols=True) if with_bar else None
+        self.is_live = shown and terminal.is_live()
+        self._stack = ExitStack()
+
+    def start(self) -> None:
+        """The first step of this session begins."""
+        self.started = time.monotonic()
+        if self.is_live:
+            self._stack.enter_context(terminal.showing(self._render))
 
     def advance(self) -> None:
         """One step is done."""
         if self.on_first_step:
             self.on_first_step()
             self.on_first_step = None
-        if self.bar is not None:
-            self.bar.update(1)
+        self.view.step += 1
 
     def back_to(self, step: int) -> None:
-        """The steps after this one are done again."""
-        if self.bar is not None:
-            self.bar.update(step - self.bar.n)
+        """The steps after this one are done again; what they took says nothing of those to come."""
+        self.view.step = self.done = step
+        self.started = time.monotonic()
 
     def show(self, row: dict[str, float]) -> None:
         """Show a logged step."""
         if not self.shown:
             return
-        figures = "loss {loss:.4f}  lr {lr:.2e}  grad-norm {grad_norm:.3f}  {tokens_per_s:,.0f} tokens/s".format(**row)
-        figures += "".join(f"  {part}" for part in _speed(row))
+        self.view.row = row
+        if self.is_live:
+            return
+        figures = "loss {loss:.4f}  lr {lr:.2e}  grad-norm {grad_norm:.3f}".format(**row)
+        figures += "".join(f"  {part}" for part in [*speed(row), *memory(row)])
         if row.get("skipped_steps"):
             figures += "  " + tr("skipped {count}", count=int(row["skipped_steps"]))
         if "loss_scale" in row:
             figures += f"  loss scale {row['loss_scale']:g}"
-        if self.bar is not None:
-            self.bar.set_postfix_str(figures)
-            return
         step = int(row["step"])
-        remaining_s = (time.monotonic() - self.started) / max(step - self.done, 1) * (self.total_steps - step)
-        self.say(f"step {step}/{self.total_steps}  {figures}  ETA {_clock(remaining_s)}")
+        remaining_s = self._remaining_s(step)
+        left = "?" if remaining_s is None else clock(remaining_s)
+        terminal.line(f"step {step}/{self.view.total_steps}  {figures}  ETA {left}")
+
+    def note(self, evaluation: dict[str, float] | None = None, checkpoint: Path | None = None) -> None:
+        """Keep for the live view what is told in lines of its own.
+
+        Args:
+            evaluation: the row of an evaluation.
+            checkpoint: the last checkpoint that was published.
+        """
+        if evaluation is not None:
+            self.view.evaluation = evaluation
+        if checkpoint is not None:
+            self.view.checkpoint = checkpoint.name
 
     def say(self, line: str) -> None:
-        """Write a line beside the bar."""
-        if not self.shown:
-            return
-        if self.bar is not None:
-            self.bar.write(line, file=sys.stdout)
-        else:
-            sys.stdout.write(line + "\n")
-            sys.stdout.flush()
+        """Write a line; on a terminal above the live view."""
+        if self.shown:
+            self.view.warnings += line.startswith(_WARNING)
+            terminal.line(line)
 
     def close(self) -> None:
-        """Take the bar away."""
-        if self.bar is not None:
-            self.bar.close()
+        """Take the live view away."""
+        self._stack.close()
 
+    def _remaining_s(self, step: int) -> float | None:
+        done = step - self.done
+        return (time.monotonic() - self.started) / done * (self.view.total_steps - step) if done > 0 else None
 
-def _speed(row: dict[str, float]) -> list[str]:
-    """Return what a line says of speed and memory; what costs next to nothing is left to metrics.jsonl."""
-    parts = []
-    if "mfu" in row:
-        parts.append(f"MFU {row['mfu']:.0%}")
-    elif "mfu_matmul" in row:
-        parts.append(tr("{share} of matmul", share=f"{row['mfu_matmul']:.0%}"))
-    if row.get("data_wait_fraction", 0) >= WORTH_TELLING:
-        parts.append(tr("waits {share} for data", share=f"{row['data_wait_fraction']:.0%}"))
-    if row.get("padding_fraction", 0) >= WORTH_TELLING:
-        parts.append(tr("{share} padding", share=f"{row['padding_fraction']:.0%}"))
-    if "communication_fraction" in row:
-        parts.append(tr("{share} communication", share=f"{row['communication_fraction']:.0%}"))
-    peak = row.get("device_memory_peak_bytes", row.get("host_memory_peak_bytes"))
-    if peak and "planned_memory_bytes" in row:
-        planned = row["planned_memory_bytes"] / _GIB
-        parts.append(tr("memory {peak} of {planned} GiB planned", peak=f"{peak / _GIB:.1f}", planned=f"{planned:.1f}"))
-    elif peak:
-        parts.append(tr("memory {peak} GiB", peak=f"{peak / _GIB:.1f}"))
-    return parts
-
-
-def _clock(seconds: float) -> str:
-    whole = int(seconds)
-    return f"{whole // 3600}:{whole % 3600 // 60:02d}:{whole % 60:02d}"
+    def _render(self) -> object:
+        self.view.elapsed_s = time.monotonic() - self.started
+        self.view.remaining_s = self._remaining_s(self.view.step)
+        return self.view.render()

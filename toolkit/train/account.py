@@ -9,7 +9,7 @@ from deepspeed import DeepSpeedEngine
 from toolkit.config.schema import TuningConfig, TuningMethod
 from toolkit.messages import tr
 from toolkit.plan.cards import Card, find_card
-from toolkit.plan.flops import Formula, Work, formula
+from toolkit.plan.flops import Formula, Work, formula, is_countable
 from toolkit.plan.parameters import Shapes
 from toolkit.train.matmul import median_of_ranks
 
@@ -90,7 +90,7 @@ def account_of(
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
     sizes = _sizes(model.config)
     shapes, trained = _shapes(model)
-    known = sizes and not any("expert" in name for name in shapes)
+    known = sizes and is_countable(shapes)
     prefix = tuning.num_tokens if tuning.method is TuningMethod.ptuning_v2 else 0
     return Account(
         formula=formula(shapes, sizes, trained, prefix) if known else None,

@@ -1,5 +1,6 @@
 """This rank's micro-batches of a config."""
 
+import math
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -9,6 +10,7 @@ import torch
 from deepspeed.accelerator import get_accelerator
 
 from toolkit.config.checks import accumulation, micro_rows
+from toolkit.config.layout import Layout, layout_of
 from toolkit.config.schema import Packing, RunConfig
 from toolkit.data.loader import build_loader
 from toolkit.data.sampler import BEGINNING, GlobalBatchSampler, Position, after, sequential, steps_per_epoch
@@ -54,7 +56,7 @@ def training_batches(
     loader = build_loader(
         prepared.train,
         prepared.train_plan,
-        _sampler(cfg, prepared, ranks.rank, ranks.world_size, start, total_steps),
+        _sampler(cfg, prepared, layout_of(cfg, ranks.world_size, ranks.rank), start, total_steps),
         prepared.pad_id,
         prepared.packing,
         seed=cfg.run.seed,
@@ -101,25 +103,37 @@ def step_samples(cfg: RunConfig, prepared: Prepared, world_size: int, start: Pos
         start: the place at which the step begins.
     """
     plan = prepared.train_plan
-    by_rank = [_sampler(cfg, prepared, rank, world_size, start, 1) for rank in range(world_size)]
+    places = [layout_of(cfg, world_size, rank) for rank in range(world_size)]
+    by_rank = [_sampler(cfg, prepared, place, start, 1) for place in places]
     return [[[sample for row in rows for sample in plan[row]] for rows in sampler] for sampler in by_rank]
 
 
-def _sampler(
-    cfg: RunConfig, prepared: Prepared, rank: int, world_size: int, start: Position, num_steps: int
-) -> GlobalBatchSampler:
+def _sampler(cfg: RunConfig, prepared: Prepared, place: Layout, start: Position, num_steps: int) -> GlobalBatchSampler:
     global_size, micro = rows_per_step(cfg, prepared.packing)
     return GlobalBatchSampler(
         num_rows=len(prepared.train_plan),
         global_size=global_size,
         micro_per_gpu=micro,
-        rank=rank,
-        world_size=world_size,
+        rank=place.data_rank,
+        world_size=place.data_ranks,
         key=f"{cfg.run.seed} {prepared.train.fingerprint}",
         start=start,
         num_steps=num_steps,
         lengths=prepared.train_lengths,
     )
+
+
+def num_evaluation_batches(cfg: RunConfig, prepared: Prepared, world_size: int) -> int:
+    """Return how many validation micro-batches a rank has.
+
+    Args:
+        cfg: checked config.
+        prepared: stores and plans.
+        world_size: number of ranks.
+    """
+    assert prepared.validation_plan is not None
+    ranks = layout_of(cfg, world_size).data_ranks
+    return math.ceil(len(prepared.validation_plan) / (rows_per_step(cfg, prepared.packing)[1] * ranks))
 
 
 def evaluation_batches(cfg: RunConfig, prepared: Prepared, ranks: Ranks) -> Iterator[Batch]:
@@ -129,7 +143,8 @@ def evaluation_batches(cfg: RunConfig, prepared: Prepared, ranks: Ranks) -> Iter
     """
     assert prepared.validation is not None and prepared.validation_plan is not None
     store, plan = prepared.validation, prepared.validation_plan
-    shares = sequential(len(plan), rows_per_step(cfg, prepared.packing)[1], ranks.rank, ranks.world_size)
+    place = layout_of(cfg, ranks.world_size, ranks.rank)
+    shares = sequential(len(plan), rows_per_step(cfg, prepared.packing)[1], place.data_rank, place.data_ranks)
     loader = build_loader(store, plan, shares, prepared.pad_id, prepared.packing, seed=cfg.run.seed)
     sources = store.sources()
     for rows, batch in zip(shares, loader, strict=True):

@@ -5,6 +5,7 @@ import socket
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
@@ -12,6 +13,7 @@ from pathlib import Path
 from deepspeed import DeepSpeedEngine
 
 from toolkit.checkpoint.run_state import RunState
+from toolkit.config.layout import layout_of
 from toolkit.config.schema import Metric, OnBadStep, RunConfig
 from toolkit.data.sampler import Position
 from toolkit.distributed import signals
@@ -19,8 +21,10 @@ from toolkit.distributed.process_group import gather, on_rank0, rank, world_size
 from toolkit.distributed.watchdog import STEP, Watchdog
 from toolkit.errors import CheckpointError, Diverged, Stopped
 from toolkit.messages import tr
+from toolkit.terminal import phase
 from toolkit.track.metrics import MetricsLog
 from toolkit.track.progress import Progress
+from toolkit.track.trackers import Trackers
 from toolkit.train import bad_steps
 from toolkit.train.account import Account
 from toolkit.train.checkpoint import Saver
@@ -28,6 +32,7 @@ from toolkit.train.guard import Guard, Trouble
 from toolkit.train.meter import Meter
 from toolkit.train.pace import SlowRanks
 from toolkit.train.step import Batch, StepResult, train_step
+from toolkit.train.stop_file import StopFile
 
 MOST_REWINDS = 3
 """Times that a run goes back to one and the same checkpoint."""
@@ -70,6 +75,10 @@ class Job:
     """What speed and memory are compared with."""
     guard: Guard
     """Judges every step."""
+    trackers: Trackers
+    """Get what metrics.jsonl gets."""
+    begin_report: Callable[[], None]
+    """Begins to make a report of the run, on rank 0 only; costs no time."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -116,9 +125,10 @@ class _Run:
     def __init__(self, job: Job, progress: Progress) -> None:
         self.job, self.progress, self.cfg, self.engine = job, progress, job.cfg, job.engine
         self.guard = job.guard
+        self.copies = layout_of(job.cfg, world_size()).copies
         self.slow_ranks = SlowRanks(gather(socket.gethostname()))
         self.stop_file = StopFile(job.folder)
-        self.metrics = MetricsLog(job.folder / "metrics.jsonl", progress.say)
+        self.metrics = MetricsLog(job.folder / "metrics.jsonl", progress.say, job.trackers.row)
         self.outcome = Outcome(bad_steps=job.start.bad_steps, rewinds=job.start.rewinds, checkpoint=job.saver.newest)
         self.rewound_to: Counter[Path] = Counter()
         self.postponed = False
@@ -142,6 +152,7 @@ class _Run:
             self.meter.pause()
             self._evaluate()
             self.meter.resume()
+        self.progress.start()
         signals.defer()
         while self.step < self.job.total_steps:
             self._take_step()
@@ -166,7 +177,7 @@ class _Run:
         votes = (bool(signals.received()) or self.stop_file.is_there(), saver.is_proven())
         shapes = [tuple(batch["input_ids"].shape) for batch in window]
         job.watchdog.enter(STEP, self.step, f"rows x tokens: {shapes}")
-        result = train_step(self.engine, window, world_size(), self.guard, votes)
+        result = train_step(self.engine, window, world_size(), self.guard, votes, self.copies)
         began, self.place = self.place, job.position_after(self.place)
         self.meter.add(result)
         self.progress.advance()
@@ -195,12 +206,15 @@ class _Run:
         if save or last:
             job.watchdog.enter("checkpoint", step)
         if save:
-            job.saver.begin(self._state())
+            with self._phase(tr("Saving the checkpoint of step {step}", step=step)):
+                job.saver.begin(self._state())
         if (stops and save) or last:
-            job.saver.finish()
-            self.outcome.checkpoint = job.saver.newest
+            with self._phase(tr("Proving the checkpoint of step {step}", step=step)):
+                self._published()
             if save and job.saver.failed:
                 raise CheckpointError(tr("the last checkpoint could not be saved; the reason is told above."))
+        if _due(step, cfg.report.every) and not last:
+            job.begin_report()
         self.meter.resume()
         if stops:
             raise self._stopped()
@@ -252,6 +266,7 @@ class _Run:
         state = self.job.go_back(checkpoint)
         self.outcome.rewinds += 1
         self.progress.back_to(state.step)
+        self.job.trackers.back_to(state.step)
         self.progress.say(
             tr(
                 "Went back to step {step}; the data of the steps up to {bad} is passed over.",
@@ -280,6 +295,7 @@ class _Run:
         watchdog.enter("evaluation", step)
         row: dict[str, float] = {"step": step, **self.job.evaluate(step, lambda: watchdog.enter("evaluation", step))}
         self.outcome.evaluations.append(row)
+        self.progress.note(evaluation=row)
         if rank() == 0:
             self.metrics.append(row)
         self.progress.say(
@@ -331,9 +347,16 @@ class _Run:
     def _publish(self) -> None:
         """Publish the checkpoint that all ranks have proven."""
         self.meter.pause()
+        self._published()
+        self.meter.resume()
+
+    def _published(self) -> None:
         self.job.saver.finish()
         self.outcome.checkpoint = self.job.saver.newest
-        self.meter.resume()
+        self.progress.note(checkpoint=self.outcome.checkpoint)
+
+    def _phase(self, title: str) -> AbstractContextManager[object]:
+        return phase(title, speaks=rank() == 0)
 
     def _stopped(self) -> Stopped:
         self.stop_file.remove()
@@ -348,32 +371,6 @@ class _Run:
                 checkpoint=self.outcome.checkpoint,
             )
         )
-
-
-class StopFile:
-    """A file `stop` in the run folder, by which a run is stopped by hand where no signal can be sent.
-
-    Args:
-        folder: the run folder.
-    """
-
-    EVERY_S = 1.0
-
-    def __init__(self, folder: Path) -> None:
-        self.path, self.next = folder / "stop", 0.0
-        self.found = False
-
-    def is_there(self) -> bool:
-        """Whether rank 0 sees the file; asked at most once a second, as the folder may be far away."""
-        if rank() == 0 and not self.found and time.monotonic() >= self.next:
-            self.next = time.monotonic() + self.EVERY_S
-            self.found = self.path.exists()
-        return self.found
-
-    def remove(self) -> None:
-        """Remove the file once it has been obeyed, or the run could never go on."""
-        if self.found:
-            self.path.unlink(missing_ok=True)
 
 
 def _due(step: int, every: int) -> bool:

@@ -108,6 +108,7 @@ class Meter:
             "total_tokens": self.total_tokens_so_far,
             "padding_fraction": 1 - self.total_tokens / self.computed_tokens,
             "skipped_steps": self.engine.skipped_steps,
+            "time": round(time.time(), 3),
             **pace.row(),
             **self.account.speed(
                 Work(self.total_tokens, self.pairs, self.trained_tokens),

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from deepspeed import DeepSpeedEngine
 from deepspeed.accelerator import get_accelerator
 
-from toolkit.config.checks import accumulation, micro_rows
+from toolkit.config.checks import accumulation, micro_rows, micro_sizes
 from toolkit.config.schema import RunConfig
 from toolkit.distributed.process_group import gather, world_size
 from toolkit.engine.memory import PeakMemory
@@ -35,10 +35,9 @@ def find(
         memory: entered.
         room: bytes that this rank may use.
     """
-    times = accumulation(cfg, world_size())
+    times, sizes = accumulation(cfg, world_size()), micro_sizes(cfg, world_size())
     if times == 1:
         return 1
-    sizes = [rows for rows in range(1, times + 1) if times % rows == 0]
 
     def measure(rows: int, share: float = 1.0) -> Measured:
         return rehearse_step(engine, guard, repeated_batch(prepared, rows, share), memory, times)

@@ -88,6 +88,7 @@ class Pace:
                 "slowest_rank": slowest,
                 "slowest_rank_s": self.own_s[slowest] / self.steps,
                 "median_rank_s": _median(self.own_s) / self.steps,
+                "fastest_rank_s": min(self.own_s) / self.steps,
             }
         return row
 

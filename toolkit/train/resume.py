@@ -14,8 +14,7 @@ from toolkit.checkpoint import changes, engine_files, folders, manifest, random_
 from toolkit.checkpoint.run_state import RunState
 from toolkit.config.load import recorded
 from toolkit.config.schema import RunConfig
-from toolkit.disk import refuse_links, unused
-from toolkit.distributed.build_once import try_lock
+from toolkit.disk import refuse_links, try_lock, unused
 from toolkit.distributed.process_group import on_rank0
 from toolkit.errors import CheckpointError, ConfigError, RunFolderError
 from toolkit.launch.environment import Ranks

@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
 
@@ -93,17 +94,21 @@ def _make_dated(parent: Path, recipe: str) -> Path:
     raise FileExistsError(17, "File exists", str(parent / stamp))
 
 
-def record_start(folder: Path, config_yaml: str, ds_config: dict[str, object], world_size: int) -> None:
+def record_start(
+    folder: Path, config_yaml: str, ds_config: dict[str, object], hosts: Sequence[str], device: str
+) -> None:
     """Write config.yaml, ds_config.json and environment.json, without secrets. For rank 0 only.
 
     Args:
         folder: the run folder.
         config_yaml: the whole resolved config, of `to_yaml`.
         ds_config: what `deepspeed.initialize` receives.
-        world_size: number of ranks.
+        hosts: of the ranks.
+        device: what the driver calls rank 0's GPU; "" is a processor.
     """
+    known = {**environment(len(hosts)), "hosts": list(hosts), "device": device}
     (folder / "config.yaml").write_text(config_yaml, encoding="utf-8")
-    for name, values in (("ds_config", ds_config), ("environment", environment(world_size))):
+    for name, values in (("ds_config", ds_config), ("environment", known)):
         text = json.dumps(hide_all(values), indent=2) + "\n"
         (folder / f"{name}.json").write_text(text, encoding="utf-8")
 
@@ -122,12 +127,12 @@ def environment(world_size: int) -> dict[str, object]:
         "processors": os.cpu_count(),
         "world_size": world_size,
         "packages": versions,
-        "commit": _commit(),
+        "commit": commit(),
         "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
     }
 
 
-def _commit() -> str:
+def commit() -> str:
     """Return the commit of this toolkit's checkout, with "+changes" when files differ, or "" outside a checkout."""
     git = shutil.which("git")
     if not git:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import socket
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -11,8 +12,11 @@ from toolkit.checkpoint import folders
 from toolkit.distributed import watchdog
 from toolkit.errors import RepeatedDeath
 from toolkit.launch import report, restarts
+from toolkit.launch.command import typed_command
 from toolkit.launch.environment import detect
 from toolkit.messages import tr
+from toolkit.report.rows import json_lines
+from toolkit.train.run_folder import commit
 
 STARTS = "starts.jsonl"
 
@@ -38,6 +42,10 @@ def record(folder: Path, step: int) -> None:
         "restart": restart,
         "by": "toolkit launch" if report.read() else detect(os.environ).launcher,
         "reached_step": reached(folder) if (logs / STARTS).exists() else 0,
+        "command": typed_command(),
+        "world_size": detect(os.environ).world_size,
+        "host": socket.gethostname(),
+        "commit": commit(),
     }
     logs.mkdir(exist_ok=True)
     with open(logs / STARTS, "a", encoding="utf-8") as file:
@@ -90,9 +98,7 @@ def reached(folder: Path) -> int:
 
 
 def _rows(path: Path) -> list[dict[str, Any]]:
-    """Return the objects of a JSON lines file, without a last line that was cut off."""
-    rows = []
-    with suppress(OSError, ValueError):
-        for line in path.read_text(encoding="utf-8").splitlines():
-            rows.append(json.loads(line))
-    return rows
+    """Return the objects of a file of JSON lines, [] if it is not there; a line that was cut off is none."""
+    with suppress(OSError):
+        return [row for row in json_lines(path) if row is not None]
+    return []

@@ -48,34 +48,38 @@ class StepResult:
 
 
 def train_step(
-    engine: DeepSpeedEngine, micro_batches: list[Batch], world_size: int, guard: Guard, votes: Sequence[bool] = ()
+    engine: DeepSpeedEngine,
+    micro_batches: list[Batch],
+    world_size: int,
+    guard: Guard,
+    votes: Sequence[bool] = (),
+    copies: int = 1,
 ) -> StepResult:
     """Do one optimizer step whose loss is exactly sum(token losses) / N over the global batch.
 
     N, the number of trained tokens of all ranks, is known before the first backward pass. The engine averages
-    gradients over the ranks, hence the factor `world_size`; `scale_wrt_gas=False` keeps it from dividing by the number
-    of micro-batches as well (deepspeed 0.19.8, engine.backward).
+    gradients over the ranks, hence the factor `world_size`; where several ranks count the same tokens, N comes out as
+    many times too large as the engine averages over fewer ranks. `scale_wrt_gas=False` keeps it from dividing by the
+    number of micro-batches as well (deepspeed 0.19.8, engine.backward).
 
     Args:
         engine: the DeepSpeed engine.
         micro_batches: this rank's accumulation window, CPU tensors `[B, S]`; as many on every rank. In page-locked
             memory and with `places` (see `training_batches`) nothing waits for their way to a GPU.
-        world_size: number of data-parallel ranks.
+        world_size: number of ranks.
         guard: judges loss and gradient before the weights change.
         votes: this rank's answers to questions on which all must act alike; they ride on the sum that is needed anyway.
+        copies: how many ranks compute the same rows.
 
     Raises:
         ValueError: no token of the global batch is trained.
         Diverged: fp16's loss scale cannot be lowered any more.
     """
     micro_tokens = [num_trained_tokens(batch) for batch in micro_batches]
-    rank_tokens = sum(batch["input_ids"].numel() for batch in micro_batches)
-    not_padding = sum(int((batch["segment_ids"] > 0).sum()) for batch in micro_batches)
-    # A sample's tokens are numbered from 0, also in a packed row: each sees itself and those before it.
-    pairs = sum(int(((batch["position_ids"] + 1) * (batch["segment_ids"] > 0)).sum()) for batch in micro_batches)
+    tokens = _tokens(micro_batches)
     arrived, forward = time.perf_counter(), Stopwatch(engine.device)
     # Not read here: the host would wait for the last step's update before it queues any work of this one.
-    counts = sum_over_ranks([sum(micro_tokens), not_padding, rank_tokens, pairs, *map(float, votes)], engine.device)
+    counts = sum_over_ranks([sum(micro_tokens), *tokens, *map(float, votes)], engine.device)
     factor = (world_size / counts[0]).float()
     micro_losses = torch.zeros(len(micro_batches), device=engine.device)
     for place, batch in enumerate(micro_batches):
@@ -85,28 +89,45 @@ def train_step(
         engine.backward(micro_sum * factor, scale_wrt_gas=False)
         micro_losses[place] = micro_sum.detach()
         if place == len(micro_batches) - 1:
-            # The one wait for the device in a step; DeepSpeed's own check of the gradients follows at once.
-            loss_sum = sum_over_ranks(micro_losses.sum().reshape(1), engine.device)
-            total, trained_tokens, *others = torch.cat((loss_sum, counts)).tolist()
-            if not trained_tokens:
-                raise ValueError("no token of this global batch is trained")
-            loss = total / trained_tokens
+            loss, trained_tokens, others = _read(micro_losses, counts)
             guard.see_loss(loss)
         _step(engine)
     return StepResult(
         loss=loss,
-        trained_tokens=int(trained_tokens),
-        total_tokens=int(others[0]),
-        computed_tokens=int(others[1]),
-        pairs=int(others[2]),
+        trained_tokens=int(trained_tokens) // copies,
+        total_tokens=int(others[0]) // copies,
+        computed_tokens=int(others[1]) // copies,
+        pairs=int(others[2]) // copies,
         grad_norm=guard.gate.grad_norm,
         votes=[int(count) for count in others[3:]],
         micro_losses=micro_losses,
         micro_tokens=micro_tokens,
-        rank_tokens=rank_tokens,
+        rank_tokens=tokens[1],
         arrived=arrived,
         forward_s=forward.seconds(),
     )
+
+
+def _read(micro_losses: torch.Tensor, counts: torch.Tensor) -> tuple[float, float, list[float]]:
+    """Return the global batch's loss, its trained tokens and the other counts.
+
+    The one wait for the device in a step; DeepSpeed's own check of the gradients follows at once.
+    """
+    loss_sum = sum_over_ranks(micro_losses.sum().reshape(1), micro_losses.device)
+    total, trained_tokens, *others = torch.cat((loss_sum, counts)).tolist()
+    if not trained_tokens:
+        raise ValueError("no token of this global batch is trained")
+    return total / trained_tokens, trained_tokens, others
+
+
+def _tokens(micro_batches: list[Batch]) -> list[int]:
+    """Return a rank's tokens without padding and with it, and the pairs of a token and one that it sees."""
+    # A sample's tokens are numbered from 0, also in a packed row: each sees itself and those before it.
+    return [
+        sum(int((batch["segment_ids"] > 0).sum()) for batch in micro_batches),
+        sum(batch["input_ids"].numel() for batch in micro_batches),
+        sum(int(((batch["position_ids"] + 1) * (batch["segment_ids"] > 0)).sum()) for batch in micro_batches),
+    ]
 
 
 def _step(engine: DeepSpeedEngine) -> None:

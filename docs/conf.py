@@ -1,0 +1,80 @@
+"""Sphinx's settings: one site per language from the pages as they stand on GitHub; scripts/build_docs builds both.
+
+The sources are the whole checkout, so that links to benchmarks/, recipes/ and CONTRIBUTING.md lead to pages.
+"""
+
+import os
+import re
+from pathlib import Path
+
+from sphinx.application import Sphinx
+from sphinx.search.en import SearchEnglish
+
+ROOT = Path(__file__).parents[1]
+IS_CHINESE = tags.has("zh")  # type: ignore[name-defined]  # noqa: F821 (sphinx-build -t zh)
+ENGLISH_ONLY = ["CONTRIBUTING.md", "CHANGELOG.md", "recipes/README.md", "benchmarks/README.md"]
+
+project = "DeepSpeed 微调工具包" if IS_CHINESE else "DeepSpeed fine-tuning toolkit"
+language = "zh_CN" if IS_CHINESE else "en"
+extensions = ["myst_parser", "sphinx_copybutton"]
+root_doc = "docs/index_zh" if IS_CHINESE else "docs/index"
+include_patterns = ["docs/*_zh.md", "README_zh.md"] if IS_CHINESE else ["docs/*.md", "README.md"]
+include_patterns += ENGLISH_ONLY
+# Folders without a page are not even walked: environments and runs may hold a million files.
+exclude_patterns = [path.name for path in ROOT.iterdir() if path.is_dir() and not list(path.glob("*.md"))]
+exclude_patterns += [] if IS_CHINESE else ["docs/*_zh.md"]
+
+myst_heading_anchors = 4
+html_theme = "furo"
+html_title = project
+html_static_path = ["_static"]
+html_css_files = ["site.css"]
+html_copy_source = False
+html_show_copyright = False
+
+
+class ChineseSearch(SearchEnglish):
+    """Finds Chinese by pairs of characters: Sphinx's own needs jieba, and its script fails in the browser (9.0.4)."""
+
+    lang = "zh"
+    js_splitter_code = """
+        var splitQuery = (query) => (query.match(/\\w+|[\\u4e00-\\u9fff]+/g) || []).flatMap((word) =>
+            word < "\\u4e00" || word.length < 3 ? [word] : [...word].slice(1).map((_, i) => word.slice(i, i + 2)));
+    """
+
+    def split(self, input: str) -> list[str]:
+        """Return the words of a text: Latin ones, and each pair of neighbouring Chinese characters."""
+        han = re.findall("[\u4e00-\u9fff]+", input)
+        return re.findall(r"[a-zA-Z0-9_]+", input) + [
+            run[i : i + 2] for run in han for i in range(max(len(run) - 1, 1))
+        ]
+
+
+HAN = "[\u3000-\u9fff\uff00-\uffef]"
+
+
+def _finish(app: Sphinx, page: str, source: list[str]) -> None:
+    """Fit a page that is written for GitHub to the site."""
+    text, folder = source[0], Path(page).parent
+    if IS_CHINESE and not page.endswith("_zh"):  # pages in English alone: their neighbours are in Chinese here
+        text = re.sub(r"(\]\(\S*docs/\w+)\.md", r"\1_zh.md", text)
+    other = f"{os.path.relpath('.', folder)}/../{'en' if IS_CHINESE else 'zh'}/{folder}"
+    switch = rf'<a class="language" href="{other}/\2.html">\1</a>'
+    text = re.sub(r"^\[(中文|English)\]\((\w+)\.md\)", switch, text, count=1, flags=re.MULTILINE)
+    text = re.sub(r"\[(\w+\.md)\]\((\1[^)]*)\)", r"[](\2)", text)  # a page's title instead of its file's name
+    parts = re.split(r"(^```.*?^```$)", text, flags=re.MULTILINE | re.DOTALL)
+    parts[::2] = [re.sub(rf"(?<={HAN})\n(?={HAN})", "", part) for part in parts[::2]]  # else shown as a blank
+    text = "".join(parts)
+    if page.startswith("README"):  # linked from pages, but its place is GitHub
+        text = f"---\norphan: true\n---\n{text}"
+    if page == root_doc:  # the sidebar is the index page's sections
+        for section in text.split("\n## ")[1:]:
+            pages = "\n".join(re.findall(r"\]\(([^)#:]+)\.md\)", section))
+            text += f"\n```{{toctree}}\n:hidden:\n:caption: {section.splitlines()[0]}\n\n{pages}\n```\n"
+    source[0] = text
+
+
+def setup(app: Sphinx) -> None:
+    """Register."""
+    app.add_search_language(ChineseSearch)
+    app.connect("source-read", _finish)

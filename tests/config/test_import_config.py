@@ -1,0 +1,566 @@
+"""`toolkit import-config`: realistic files of three programs, their tables, and every way to get it wrong."""
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from toolkit.cli import import_config
+from toolkit.config.checks_track import enabled_trackers
+from toolkit.config.keys import field_type
+from toolkit.config.load import load
+from toolkit.config.places import value_of
+from toolkit.config.schema import (
+    TRACKERS,
+    Dtype,
+    Packing,
+    RowFormat,
+    RunConfig,
+    ScheduleName,
+    TrainOn,
+    TuningMethod,
+)
+from toolkit.errors import ConfigError
+from toolkit.translate.chatglm_keys import CHATGLM
+from toolkit.translate.factory_keys import FACTORY
+from toolkit.translate.sentences import sentence
+from toolkit.translate.tables import filled
+from toolkit.translate.trainer_keys import HF, TRAINER
+
+ROOT = Path(__file__).parents[2]
+
+PTUNING = r"""PRE_SEQ_LEN=128
+LR=2e-2
+NUM_GPUS=1
+
+torchrun --standalone --nnodes=1 --nproc-per-node=$NUM_GPUS main.py \
+    --do_train \
+    --train_file AdvertiseGen/train.json \
+    --validation_file AdvertiseGen/dev.json \
+    --preprocessing_num_workers 10 \
+    --prompt_column content \
+    --response_column summary \
+    --overwrite_cache \
+    --model_name_or_path THUDM/chatglm2-6b \
+    --output_dir output/adgen-chatglm2-6b-pt-$PRE_SEQ_LEN-${LR} \
+    --max_source_length 64 \
+    --max_target_length 128 \
+    --per_device_train_batch_size 1 \
+    --gradient_accumulation_steps 16 \
+    --predict_with_generate \
+    --max_steps 3000 \
+    --logging_steps 10 \
+    --save_steps 1000 \
+    --learning_rate $LR \
+    --pre_seq_len $PRE_SEQ_LEN \
+    --quantization_bit 4
+
+"""
+FULL = r"""
+LR=1e-4
+
+MASTER_PORT=$(shuf -n 1 -i 10000-65535)
+
+deepspeed --num_gpus=4 --master_port $MASTER_PORT main.py \
+    --deepspeed deepspeed.json \
+    --do_train \
+    --train_file chat/train.json \
+    --prompt_column prompt \
+    --response_column response \
+    --history_column history \
+    --model_name_or_path /models/chatglm-6b \
+    --output_dir ./output/adgen-chatglm-6b-ft-$LR \
+    --max_source_length 64 \
+    --max_target_length 64 \
+    --per_device_train_batch_size 4 \
+    --gradient_accumulation_steps 1 \
+    --max_steps 5000 \
+    --learning_rate $LR \
+    --fp16 > log.txt 2>&1
+"""
+DS_AUTO = {
+    "train_batch_size": "auto",
+    "train_micro_batch_size_per_gpu": "auto",
+    "gradient_accumulation_steps": "auto",
+    "gradient_clipping": "auto",
+    "zero_allow_untested_optimizer": True,
+    "fp16": {"enabled": "auto", "loss_scale": 0, "initial_scale_power": 16},
+    "bf16": {"enabled": "auto"},
+    "zero_optimization": {"stage": 3, "overlap_comm": False, "reduce_bucket_size": "auto"},
+}
+FACTORY_YAML = """### model
+model_name_or_path: Qwen/Qwen3-4B-Instruct-2507
+trust_remote_code: true
+### method
+stage: sft
+do_train: true
+finetuning_type: lora
+lora_rank: 16
+lora_target: q_proj,v_proj
+deepspeed: ds_z3_config.json  # choices: [ds_z0_config.json, ds_z2_config.json]
+### dataset
+dataset: identity,adgen,tools
+template: qwen3_nothink
+cutoff_len: 2048
+preprocessing_num_workers: 16
+### output
+output_dir: saves/qwen3-4b/lora/sft
+logging_steps: 10
+save_steps: 500
+plot_loss: true
+report_to: tensorboard
+### train
+per_device_train_batch_size: 1
+gradient_accumulation_steps: 8
+learning_rate: 1.0e-4
+num_train_epochs: 3.0
+lr_scheduler_type: cosine
+warmup_ratio: 0.1
+bf16: true
+ddp_timeout: 180000000
+resume_from_checkpoint: null
+neat_packing: true
+neftune_noise_alpha: 5
+learnin_rate: 3
+### eval
+val_size: 0.1
+eval_strategy: steps
+eval_steps: 500
+"""
+INFO = {
+    "identity": {"file_name": "identity.json"},
+    "adgen": {"hf_hub_url": "o/adgen", "columns": {"prompt": "content", "response": "summary"}},
+    "tools": {
+        "file_name": "tools.json",
+        "formatting": "sharegpt",
+        "columns": {"messages": "messages", "tools": "functions"},
+        "tags": {"role_tag": "role", "content_tag": "content", "user_tag": "user", "assistant_tag": "assistant"},
+    },
+    "pictures": {"file_name": "p.json", "formatting": "sharegpt", "columns": {"messages": "m", "images": "images"}},
+    "texts": {"file_name": "t.jsonl", "columns": {"prompt": "text"}},
+}
+
+
+COSINE = {"lr_scheduler_type": "cosine_with_min_lr", "lr_scheduler_kwargs": {"min_lr": 1e-5}}
+GLM_LORA = {"model_name_or_path": "/m/chatglm3-6b", "lora_target": "query_key_value"}
+OTHER_STAGE = {"stage": "dpo", "do_train": True, "per_device_train_batch_size": 1, "dataset": "x"}
+
+
+def ptuning(old: str, new: str) -> str:
+    assert old in PTUNING
+    return PTUNING.replace(old, new)
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def put(name: str, content: Any) -> str:
+    path = Path(name)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(content if isinstance(content, str) else json.dumps(content, indent=1), encoding="utf-8")
+    return name
+
+
+def imported(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[RunConfig, str]:
+    """Import to a file; return what the recipe composes to, and what was said."""
+    assert import_config.run([*words, "output=made.yaml"]) == 0
+    said = capsys.readouterr().out
+    cfg = load(["recipe=made.yaml"]).cfg
+    Path("made.yaml").rename("last.yaml")
+    return cfg, said
+
+
+def refused(*words: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        import_config.run([*words, "output=made.yaml"])
+    assert not Path("made.yaml").exists()
+    return str(caught.value)
+
+
+def test_ptuning_command(capsys: pytest.CaptureFixture[str]) -> None:
+    cfg, said = imported(capsys, put("train.sh", PTUNING))
+    assert (cfg.tuning.method, cfg.tuning.num_tokens, cfg.tuning.dropout) == (TuningMethod.ptuning_v2, 128, 0.1)
+    assert (cfg.batch.global_size, cfg.batch.micro_per_gpu) == (16, 1)
+    assert (cfg.optim.lr, cfg.optim.betas, cfg.schedule.name) == (2e-2, [0.9, 0.999], ScheduleName.linear)
+    assert (cfg.train.max_steps, cfg.train.log_every, cfg.checkpoint.every) == (3000, 10, 1000)
+    assert cfg.data.max_length == 64 + 128 + 1
+    assert cfg.precision.dtype is Dtype.fp16
+    assert cfg.train.activation_checkpointing.enabled
+    assert cfg.model.hub_id == "zai-org/chatglm2-6b" and not cfg.model.path
+    [source] = cfg.data.sources
+    assert (source.path, source.columns) == ("AdvertiseGen/train.json", {"prompt": "content", "response": "summary"})
+    assert [source.path for source in cfg.data.validation] == ["AdvertiseGen/dev.json"]
+    assert "quantization_bit = 4: the weights under a prefix stay in 16 bits" in said
+    assert "output_dir = output/adgen-chatglm2-6b-pt-128-2e-2" in said
+    header = Path("last.yaml").read_text()
+    assert "quantization_bit = 4" in header.partition("defaults:")[0]
+    assert "lr: 0.02  # learning_rate" in header
+
+
+def test_full_command_with_its_json(capsys: pytest.CaptureFixture[str]) -> None:
+    put(
+        "deepspeed.json",
+        {"train_micro_batch_size_per_gpu": "auto", "fp16": {"enabled": "auto"}, "zero_optimization": {"stage": 3}},
+    )
+    cfg, said = imported(capsys, put("ds.sh", FULL))
+    assert (cfg.zero.stage, cfg.precision.dtype, cfg.tuning.method) == (3, Dtype.fp16, TuningMethod.full)
+    assert (cfg.batch.global_size, cfg.batch.micro_per_gpu, cfg.data.max_length) == (16, 4, 128)
+    assert (cfg.model.name, cfg.model.path) == ("ChatGLM-6B", "/models/chatglm-6b")
+    assert cfg.data.validation_fraction == 0 and cfg.data.sources[0].columns == {}
+    assert "train_micro_batch_size_per_gpu: auto -> 4" in said
+    assert "gradient_clipping is not given" in said
+
+
+def test_factory(capsys: pytest.CaptureFixture[str]) -> None:
+    put("data/dataset_info.json", INFO)
+    put("ds_z3_config.json", DS_AUTO)
+    cfg, said = imported(capsys, put("sft.yaml", FACTORY_YAML), "world_size=4")
+    tuning = cfg.tuning
+    assert (tuning.method, tuning.rank, tuning.alpha) == (TuningMethod.lora, 16, 32.0)
+    assert tuning.target_modules == ["q_proj", "v_proj"]
+    assert (cfg.batch.global_size, cfg.zero.stage, cfg.precision.dtype) == (32, 3, Dtype.bf16)
+    assert (cfg.schedule.name, cfg.schedule.warmup_ratio, cfg.train.epochs) == (ScheduleName.cosine, 0.1, 3)
+    assert (cfg.data.packing, cfg.data.train_on, cfg.data.max_length) == (Packing.packed, TrainOn.all, 2048)
+    assert (cfg.data.validation_fraction, cfg.evaluate.every) == (0.1, 500)
+    assert cfg.track.tensorboard.enabled and cfg.train.activation_checkpointing.enabled
+    first, second, third = cfg.data.sources
+    assert (first.path, first.format) == ("data/identity.json", RowFormat.instruction)
+    assert (second.hub, second.format) == ("o/adgen", RowFormat.prompt_response)
+    assert second.columns == {"prompt": "content", "response": "summary"}
+    assert third.format is RowFormat.sharegpt
+    assert third.columns == {"conversations": "messages", "from": "role", "value": "content", "tools": "functions"}
+    assert cfg.ds_extra == {"zero_allow_untested_optimizer": True}
+    assert "sft.yaml:34: learnin_rate. Did you mean 'learning_rate'?" in said
+    assert "neftune_noise_alpha = 5: there is no noise on embeddings" in said
+    assert "ddp_timeout = 180000000: distributed.timeout_s" in said
+    assert "template: the model's own format" in said
+    assert "model.path = Qwen/Qwen3-4B-Instruct-2507 is not a folder here" in said
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        (
+            {"finetuning_type": "full", "mask_history": True, "max_samples": 50, "max_steps": 7, "save_total_limit": 3},
+            {
+                "tuning.method": TuningMethod.full,
+                "data.train_on": TrainOn.last,
+                "data.max_samples": 50,
+                "train.max_steps": 7,
+                "checkpoint.keep": 3,
+                "data.validation_fraction": 0.0,
+            },
+        ),
+        (
+            {
+                "finetuning_type": "freeze",
+                "freeze_trainable_layers": 3,
+                "freeze_extra_modules": "lm_head",
+                "bf16": False,
+            },
+            {"tuning.last_layers": 3, "tuning.patterns": ["*lm_head*"], "precision.dtype": Dtype.fp32},
+        ),
+        (
+            {"quantization_bit": 4, "lora_target": "all", "warmup_steps": 0.05, "flash_attn": "sdpa"},
+            {
+                "tuning.method": TuningMethod.qlora,
+                "tuning.target_modules": ["all-linear"],
+                "schedule.warmup_ratio": 0.05,
+                "model.attention": "sdpa",
+            },
+        ),
+        (
+            {"use_dora": True, "lora_alpha": 5, "disable_gradient_checkpointing": True, **COSINE},
+            {
+                "tuning.dora": True,
+                "tuning.alpha": 5.0,
+                "train.activation_checkpointing.enabled": False,
+                "schedule.min_lr_ratio": 0.1,
+            },
+        ),
+        (
+            {"adapter_name_or_path": "out/adapter", "fp16": True, "bf16": False, "num_train_epochs": 1.5},
+            {"tuning.adapter": "out/adapter", "precision.dtype": Dtype.fp16, "train.epochs": 2},
+        ),
+        (
+            {"lr_scheduler_type": "constant_with_warmup", "warmup_steps": 5, "enable_liger_kernel": True, **GLM_LORA},
+            {
+                "schedule.warmup_steps": 5,
+                "kernels.liger": "always",
+                "tuning.target_modules": ["q_proj", "k_proj", "v_proj"],
+                "model.name": "ChatGLM3-6B",
+            },
+        ),
+        (
+            {"stage": "pt", "dataset": "texts", "torch_compile": True, "torch_compile_mode": "reduce-overhead"},
+            {"data.packing": Packing.packed, "compile.mode": "reduce-overhead", "compile.enabled": True},
+        ),
+        (
+            {
+                "load_best_model_at_end": True,
+                "save_total_limit": 2,
+                "val_size": 0.2,
+                "eval_strategy": "steps",
+                "eval_steps": 500,
+            },
+            {"evaluate.keep_best": "eval_loss", "evaluate.every": 500, "data.validation_fraction": 0.2},
+        ),
+    ],
+    ids=lambda part: ",".join(part),
+)
+def test_single_keys(capsys: pytest.CaptureFixture[str], change: dict[str, Any], expected: dict[str, object]) -> None:
+    put("data/dataset_info.json", INFO)
+    small = {
+        "model_name_or_path": "/m/any",
+        "stage": "sft",
+        "do_train": True,
+        "dataset": "identity",
+        "template": "default",
+        "learning_rate": 1e-4,
+        "bf16": True,
+        "save_steps": 100,
+        "logging_steps": 10,
+    }
+    cfg, _ = imported(capsys, put("one.yaml", yaml.safe_dump(small | change)), "world_size=2")
+    for key, value in expected.items():
+        found = value_of(cfg, key)
+        assert (found == pytest.approx(value)) if isinstance(value, float) else found == value, key
+
+
+def test_training_arguments_as_transformers_writes_them(capsys: pytest.CaptureFixture[str]) -> None:
+    from transformers import Seq2SeqTrainingArguments
+
+    arguments = Seq2SeqTrainingArguments(
+        output_dir="out",
+        per_device_train_batch_size=2,
+        gradient_accumulation_steps=4,
+        learning_rate=3e-5,
+        weight_decay=0.1,
+        warmup_steps=10,
+        max_steps=100,
+        save_steps=50,
+        eval_strategy="steps",
+        num_train_epochs=2,
+        label_smoothing_factor=0.1,
+        use_cpu=True,
+        hub_token="hf_abcdefghijklmnopqrst",
+    )
+    put("args.json", arguments.to_json_string())
+    put("ds.json", DS_AUTO | {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}})
+    cfg, said = imported(capsys, "args.json", "ds.json", "world_size=8")
+    assert (cfg.batch.global_size, cfg.batch.micro_per_gpu, cfg.optim.lr) == (64, 2, 3e-5)
+    assert (cfg.zero.stage, cfg.zero.offload_optimizer.device.value) == (2, "cpu")
+    assert (cfg.optim.weight_decay, cfg.schedule.warmup_steps, cfg.train.max_steps) == (0.1, 10, 100)
+    assert (cfg.precision.dtype, cfg.schedule.name) == (Dtype.fp32, ScheduleName.linear)
+    assert "label_smoothing_factor = 0.1: the loss is plain cross-entropy" in said
+    assert "weight_decay: applies to every trained parameter" in said
+    assert "write data.sources" in said
+    assert "eval_strategy = steps: no validation data are named" in said
+    assert "num_train_epochs = 2: has no effect there" in said.replace("2.0", "2")
+    assert "Unknown" not in said and "hf_abc" not in said
+    assert "zero: stage2_offload" in Path("last.yaml").read_text()
+
+
+def test_command_of_any_script(capsys: pytest.CaptureFixture[str]) -> None:
+    line = (
+        "CUDA_VISIBLE_DEVICES=0,1 python run_clm.py --per-device-train-batch-size=2 --no_dataloader_pin_memory --bf16 "
+    )
+    line += "--adam_beta2 0.98 --block_size 512\n"
+    cfg, said = imported(capsys, put("run.sh", line))
+    assert (cfg.batch.global_size, cfg.optim.betas, cfg.precision.dtype) == (4, [0.9, 0.98], Dtype.bf16)
+    assert "run.sh:1: block_size." in said
+    assert "dataloader_pin_memory = False: data.num_workers" in said
+
+
+def test_printed_without_output(capsys: pytest.CaptureFixture[str]) -> None:
+    assert import_config.run([put("train.sh", PTUNING)]) == 0
+    printed = capsys.readouterr()
+    put("again.yaml", printed.out)
+    assert load(["recipe=again.yaml"]).cfg.optim.lr == 2e-2
+    assert "Without counterpart" in printed.err
+
+
+def test_secrets_stay_out(capsys: pytest.CaptureFixture[str]) -> None:
+    put("data/dataset_info.json", INFO)
+    text = FACTORY_YAML + "swanlab_api_key: verysecretvalue\nuse_swanlab: true\n"
+    put("ds_z3_config.json", DS_AUTO)
+    _, said = imported(capsys, put("s.yaml", text), "world_size=4")
+    assert "swanlab_api_key = ***" in said
+    assert "verysecretvalue" not in said + Path("last.yaml").read_text()
+
+
+def test_what_is_not_here_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    cfg, said = imported(capsys, put("sft.yaml", FACTORY_YAML), "world_size=4")
+    assert "deepspeed = ds_z3_config.json is not here" in said
+    assert "data/dataset_info.json is not here" in said
+    assert cfg.data.sources == []
+    put("data/dataset_info.json", INFO)
+    _, said = imported(capsys, put("p.yaml", FACTORY_YAML.replace("adgen,", "pictures,")), "world_size=4")
+    assert "the data set pictures is left out: it holds images" in said
+
+
+BAD: dict[str, tuple[str, Any, str]] = {
+    "broken YAML": ("a.yaml", "stage: sft\n  dataset: [", "a.yaml:2"),
+    "empty": ("a.yaml", "", "a.yaml is empty"),
+    "empty command": ("a.sh", "# nothing\n", "there is no training command"),
+    "a list": ("a.yaml", "- stage\n", "must hold `key: value` lines"),
+    "alias": ("a.yaml", "stage: &x sft\nseed: *x\n", "aliases"),
+    "broken JSON": ("a.json", "{", "a.json is no JSON"),
+    "twice": ("a.json", '{"seed": 1, "seed": 2}', "'seed' stands twice"),
+    "strange file": ("a.toml", "x = 1", "files of this kind are not read"),
+    "nothing known": ("a.yaml", "colour: red\n", "none of its keys is known; the first is 'colour'"),
+    "DeepSpeed alone": ("a.json", DS_AUTO, "this is a DeepSpeed JSON alone"),
+    "substitution": (
+        "a.sh",
+        ptuning("--learning_rate $LR", "--learning_rate $(cat lr)"),
+        "the value of --learning_rate is not in the file ($(…))",
+    ),
+    "backticks": (
+        "a.sh",
+        ptuning("--learning_rate $LR", "--learning_rate `cat lr`"),
+        "nothing is executed here",
+    ),
+    "unset variable": ("a.sh", ptuning("LR=2e-2\n", ""), "($LR)"),
+    "open quote": ("a.sh", "python main.py --do_train --train_file 'a\n", "a quote is not closed"),
+    "missing backslash": (
+        "a.sh",
+        ptuning("--do_train \\", "--do_train"),
+        "a.sh:7: the line begins with the option --train_file",
+    ),
+    "arguments in a file": ("a.sh", "llamafactory-cli train x/sft.yaml\n", "takes its arguments from x/sft.yaml"),
+    "two commands": ("a.sh", PTUNING + PTUNING, "several training commands, in lines 5, 31"),
+    "given twice": ("a.sh", ptuning("--do_train", "--do_train --max_steps 5"), "--max_steps is given twice"),
+    "does not train": ("a.sh", ptuning("--do_train", "--do_predict"), "without --do_train"),
+    "no number": (
+        "a.sh",
+        ptuning("--max_steps 3000", "--max_steps many"),
+        "max_steps = many must be of type int",
+    ),
+    "no ranks": ("a.yaml", FACTORY_YAML, "Add world_size=N"),
+    "other stage": (
+        "a.json",
+        OTHER_STAGE,
+        "stage = dpo has no counterpart",
+    ),
+    "both precisions": ("a.yaml", FACTORY_YAML + "fp16: true\n", "fp16 and bf16 are both true"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input(name: str) -> None:
+    file, content, message = BAD[name]
+    words = [put(file, content)] + (["world_size=2"] if name in ("other stage", "both precisions") else [])
+    assert message in refused(*words)
+
+
+def test_contradiction_with_the_json() -> None:
+    put("deepspeed.json", {"train_micro_batch_size_per_gpu": 8, "zero_optimization": {"stage": 2}})
+    message = refused(put("ds.sh", FULL))
+    assert "deepspeed.json:2: train_micro_batch_size_per_gpu gives batch.micro_per_gpu = 8" in message
+    assert "ds.sh:6 (per_device_train_batch_size) says 4" in message
+    put("deepspeed.json", {"zero_optimization": {"stag": 2}})
+    assert "deepspeed.json:3" in refused("ds.sh")
+
+
+def test_contradiction_within(capsys: pytest.CaptureFixture[str]) -> None:
+    message = refused(put("a.sh", ptuning("--max_steps 3000", "--max_steps 30 --warmup_steps 50")))
+    assert "a.sh:5 (warmup_steps): schedule.warmup_steps = 50 is more than train.max_steps = 30" in message
+    put("data/dataset_info.json", INFO)
+    wrong = FACTORY_YAML.replace("identity,", "identty,").replace("deepspeed:", "# deepspeed:")
+    assert "has no data set 'identty'. Did you mean 'identity'?" in refused(put("b.yaml", wrong), "world_size=4")
+
+
+def test_nothing_is_overwritten() -> None:
+    put("made.yaml", "mine")
+    with pytest.raises(ConfigError, match="is there already"):
+        import_config.run([put("train.sh", PTUNING), "output=made.yaml"])
+    assert Path("made.yaml").read_text() == "mine"
+
+
+def test_nothing_is_executed(tmp_path: Path) -> None:
+    """As a command, without torch."""
+    put("train.sh", ptuning("PRE_SEQ_LEN=128", "PRE_SEQ_LEN=128\nX=$(touch ran)\n`touch ran`"))
+    code = (
+        "import sys; from toolkit.cli import main; code = main(['import-config', 'train.sh'])\n"
+        "assert not {'torch', 'deepspeed', 'transformers'} & set(sys.modules); sys.exit(code)"
+    )
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    finished = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, env=env)
+    assert finished.returncode == 0, finished.stderr
+    assert not Path("ran").exists()
+
+
+@pytest.mark.parametrize(
+    ("said", "enabled", "lost"),
+    [
+        (list(TRACKERS), list(TRACKERS), ""),
+        ("tensorboard,SwanLab", ["tensorboard", "swanlab"], ""),
+        (["wandb", "neptune", "comet_ml"], ["wandb"], "neptune, comet_ml: there are tensorboard, csv, wandb"),
+        (["all"], [], "all is whatever is installed there"),
+        (["none"], [], ""),
+    ],
+    ids=str,
+)
+def test_trackers(capsys: pytest.CaptureFixture[str], said: Any, enabled: list[str], lost: str) -> None:
+    cfg, told = imported(
+        capsys, put("args.json", {"per_device_train_batch_size": 2, "report_to": said}), "world_size=2"
+    )
+    assert enabled_trackers(cfg) == [name for name in TRACKERS if name in enabled]
+    assert (lost in told) if lost else "report_to" not in told
+
+
+def test_trackio_of_the_trainer(capsys: pytest.CaptureFixture[str]) -> None:
+    args = {"per_device_train_batch_size": 2, "report_to": ["trackio"], "project": "p", "trackio_space_id": "me/space"}
+    cfg, _ = imported(capsys, put("args.json", args), "world_size=2")
+    assert (cfg.track.trackio.project, cfg.track.trackio.space) == ("p", "me/space")
+    cfg, said = imported(capsys, put("args.json", args | {"report_to": "wandb"}), "world_size=2")
+    assert enabled_trackers(cfg) == ["wandb"] and "trackio_space_id = me/space: has no effect there" in said
+
+
+def test_swanlab_of_llama_factory(capsys: pytest.CaptureFixture[str]) -> None:
+    swanlab = "use_swanlab: true\nswanlab_project: mine\nswanlab_workspace: team\nswanlab_mode: local\n"
+    key = "swanlab_api_key: abcdefghijkl\nswanlab_run_name: r\n"
+    cfg, said = imported(
+        capsys, put("sft.yaml", FACTORY_YAML.replace("deepspeed:", "# ") + swanlab + key), "world_size=4"
+    )
+    found = cfg.track.swanlab
+    assert (found.enabled, found.project, found.workspace, found.mode.value) == (True, "mine", "team", "offline")
+    assert enabled_trackers(cfg) == ["tensorboard", "swanlab"]
+    needless = said.partition("Not needed here:")[2]
+    assert "swanlab_api_key = ***, swanlab_run_name = r: the key comes from SWANLAB_API_KEY" in needless
+    assert "use_swanlab" not in needless and "abcdefghijkl" not in said + Path("last.yaml").read_text()
+    off = FACTORY_YAML.replace("deepspeed:", "# ") + "use_swanlab: false\nswanlab_project: mine\n"
+    cfg, said = imported(capsys, put("off.yaml", off), "world_size=4")
+    assert enabled_trackers(cfg) == ["tensorboard"] and "swanlab_project = mine: has no effect there" in said
+
+
+def test_tables_name_keys_of_ours() -> None:
+    for name, key in (FACTORY | CHATGLM | HF).items():
+        assert all(field_type(part) is not None for part in key.to.split(", ") if part), name
+        sentence(key.says)
+        assert key.to or key.says, f"{name}: neither mapped nor explained"
+
+
+def test_trainer_keys_are_the_installed_ones() -> None:
+    """Names and defaults; what is only in the table is an older name."""
+    from transformers import Seq2SeqTrainingArguments
+
+    for item in dataclasses.fields(Seq2SeqTrainingArguments):
+        default = item.default_factory() if item.default is dataclasses.MISSING else item.default
+        assert item.name in TRAINER, item.name
+        assert TRAINER[item.name].default == getattr(default, "value", default), item.name
+
+
+@pytest.mark.parametrize(("page", "language"), [("coming_from.md", "en"), ("coming_from_zh.md", "zh")])
+def test_tables_of_the_docs_are_fresh(page: str, language: str) -> None:
+    text = (ROOT / "docs" / page).read_text(encoding="utf-8")
+    assert text.count("\n| `") > 140
+    assert filled(text, language) == text, "run scripts/generate_config_docs.py"

@@ -1,0 +1,87 @@
+"""Blocks of code on the pages: recipes compose, JSON is JSON, Python is Python, and both languages show the same."""
+
+import ast
+import json
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from toolkit.config.checks import check
+from toolkit.config.load import load
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from pages import PAIRED, ROOT, Block, blocks, chinese
+
+BOTH = [page for pair in PAIRED for page in (pair, chinese(pair))]
+PACKAGES = {path.name for path in (ROOT / "toolkit").iterdir() if path.is_dir()}
+LANGUAGES = {"bash", "yaml", "json", "python", "text", "none"}
+STRUCTURE = {
+    "headings": r"^#+ ",
+    "rows of tables": r"^\| ",
+    "blocks": r"^```\w*$",
+    "items": r"^- \*\*",
+    "lists": r"^- ",
+    "numbered": r"^\d+\. ",
+    "code": r"`engine/[a-z_]+\.py`",
+}
+
+
+def shown(*languages: str) -> list[Block]:
+    """Return the blocks of all pages in some languages."""
+    return [block for page in BOTH for block in blocks(page, *languages)]
+
+
+@pytest.mark.parametrize("page", PAIRED, ids=lambda page: page.name)
+def test_both_languages_have_the_same_structure(page: Path) -> None:
+    english, other = (one.read_text(encoding="utf-8") for one in (page, chinese(page)))
+    for what, pattern in STRUCTURE.items():
+        count = [len(re.findall(pattern, text, re.MULTILINE)) for text in (english, other)]
+        assert count[0] == count[1], what
+    levels = [[len(mark) for mark in re.findall(r"^(#+) ", text, re.MULTILINE)] for text in (english, other)]
+    assert levels[0] == levels[1]
+    assert [one.language for one in blocks(page)] == [one.language for one in blocks(chinese(page))]
+    name = page.stem
+    assert f"[中文]({name}_zh.md)" in english and f"[English]({name}.md)" in other
+
+
+@pytest.mark.parametrize("page", BOTH, ids=lambda page: page.name)
+def test_each_block_says_its_language(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    assert len(re.findall(r"^```", text, re.MULTILINE)) == 2 * len(blocks(page))
+    assert {block.language for block in blocks(page)} <= LANGUAGES
+
+
+@pytest.mark.parametrize("block", shown("yaml"), ids=str)
+def test_each_recipe_composes(block: Block, tmp_path: Path) -> None:
+    """A section of a recipe is a recipe, too; what it builds on is a recipe that says nothing."""
+    file = tmp_path / "shown.yaml"
+    file.write_text(block.body, encoding="utf-8")
+    check(load([f"recipe={file}"]), files=False)
+
+
+@pytest.mark.parametrize("block", shown("json"), ids=str)
+def test_each_json_is_json(block: Block) -> None:
+    try:
+        json.loads(block.body)
+    except ValueError:
+        for line in block.body.splitlines():
+            json.loads(line)
+
+
+@pytest.mark.parametrize("block", shown("python"), ids=str)
+def test_each_python_is_python(block: Block) -> None:
+    for node in ast.walk(ast.parse(block.body)):
+        if isinstance(node, ast.ImportFrom) and str(node.module).startswith("toolkit"):
+            module = __import__(str(node.module), fromlist=[alias.name for alias in node.names])
+            assert all(hasattr(module, alias.name) for alias in node.names)
+
+
+@pytest.mark.parametrize("page", BOTH, ids=lambda page: page.name)
+def test_each_source_file_that_is_named_exists(page: Path) -> None:
+    for name in re.findall(r"`((?:[a-z_]+/)+[a-z0-9_.]*/?)`", page.read_text(encoding="utf-8")):
+        top = name.split("/")[0]
+        if top in ("conf", "recipes", "scripts", "tests") or (name.endswith(".py") and top in PACKAGES):
+            assert (ROOT / "toolkit" / name).exists() or (ROOT / name).exists(), name

@@ -1,0 +1,164 @@
+"""Every command on a page means something to this toolkit: its config is composed and checked, up to DeepSpeed's JSON.
+
+The README's are run one after another by tests/test_readme.py. Here those are run that load nothing.
+"""
+
+import re
+import shlex
+import shutil
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import Any, NoReturn
+
+import pytest
+from torch.distributed.run import get_args_parser
+
+from toolkit.cli import COMMANDS
+from toolkit.cli import compose as composing
+from toolkit.cli import main as toolkit_main
+from toolkit.config.checks import check, settled
+from toolkit.engine.ds_config import build_ds_config
+from toolkit.errors import ConfigError
+from toolkit.launch import ancestors
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from pages import PAIRED, ROOT, chinese, commands
+
+ELSEWHERE = {
+    "scripts/": "makes environments and trains; CI runs scripts/test, and its parts one by one",
+    "source ": "the shell's",
+    "export ": "the shell's",
+    "cp ": "the shell's; tests/test_readme.py runs the one of the README",
+    "curl ": "asks a server; tests/unit and tests/chatglm ask them",
+    "pip install": "needs the network",
+    "hf download": "needs the network",
+    "ssh": "another machine",
+}
+PATHS = {"verify": ("forward=",), "report": ("runs/", "output=", "language=")}
+"""Commands that take paths at once, and what stands behind the first."""
+SHOWN = sorted({line for page in PAIRED for _, line in commands(page)})
+OURS = [line for line in SHOWN if not line.startswith(tuple(ELSEWHERE))]
+QUICK = [
+    line
+    for line in OURS
+    if (line.startswith(("toolkit plan ", "toolkit export-config ")) and "…" not in line)
+    or "--cfg job" in line
+    or (line.startswith("toolkit check ") and "model=glm_tiny" in line)
+]
+"""Commands that answer in about a second and load nothing: they are run."""
+
+
+class Stop(Exception):
+    """A command has understood its words."""
+
+
+def inner(words: list[str]) -> tuple[str, list[str], int]:
+    """Return the command of ours in a line, its words, and the number of ranks that the launcher is told."""
+    while "=" in words[0]:  # NAME=value in front of a command
+        del words[0]
+    program, rest = words[0], words[1:]
+    if program == "toolkit":
+        return rest[0], rest[1:], 1
+    if program == "deepspeed":
+        options, rest = ancestors.split(rest)
+        ranks = int(options.get("--num_gpus", 16 if "--hostfile" in options else 1))
+    elif program == "torchrun":
+        given = get_args_parser().parse_args(rest)
+        rest = [*(["--module"] if given.module else []), given.training_script, *given.training_script_args]
+        ranks = int(given.nproc_per_node) * int(given.nnodes.rpartition(":")[2])
+    elif program.startswith(("mpirun", "srun")):
+        ranks = int(next((rest[i + 1] for i, word in enumerate(rest) if word in ("-n", "--ntasks")), 16))
+        rest = rest[rest.index("python") + 1 :]
+    else:
+        assert program == "python", f"neither known nor in ELSEWHERE: {shlex.join(words)}"
+        ranks = 1
+    rest = rest[1:] if rest[0] in ("--module", "-m") else rest
+    if rest[0] == "toolkit":
+        return rest[1], rest[2:], ranks
+    assert rest[0] == "run.py", rest
+    return "train", rest[1:], ranks
+
+
+def understand(line: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the command's own code read its words, and stop it where it would begin to work."""
+    # Ellipses stand for more of the same, NAME for any recipe, N for a number; pipes bring text.
+    words = ["0" if word == "N" else word for word in shlex.split(line.rpartition("| ")[2]) if word != "…"]
+    command, rest, ranks = inner(words)
+    any_recipe = "chatglm_lora_adgen" if any(word.startswith("tuning.") for word in rest) else "zero1"
+    rest = [f"recipe={any_recipe}" if word == "recipe=NAME" else word for word in rest]
+    module = import_module(COMMANDS[command])
+
+    def composed(words: Sequence[str], **how: Any) -> NoReturn:
+        found = composing.compose(words, **{**how, "world_size": ranks})
+        world = int(found.arguments.get("world_size") or found.arguments.get("ranks") or ranks)
+        if "gpus" not in found.arguments and command != "eval":
+            check(found.loaded, world, files=False)
+            cfg = settled(found.loaded.cfg)
+            build_ds_config(cfg, world, cfg.train.max_steps or 100)
+        raise Stop
+
+    def named(words: Sequence[str], **how: Any) -> NoReturn:
+        composing.named_arguments(words, **how)
+        raise Stop
+
+    for name, stand_in in (("compose", composed), ("named_arguments", named)):
+        for place, one in list(sys.modules.items()):  # a command may hand its words to another one
+            if place.startswith("toolkit.cli.") and one is not composing and hasattr(one, name):
+                monkeypatch.setattr(one, name, stand_in)
+    if command == "eval":
+        monkeypatch.setattr(module, "_with_base", lambda words: words)  # reads the adapter's folder
+    if command in PATHS:
+        assert not rest[0].startswith("-") and all(word.startswith(PATHS[command]) for word in rest[1:])
+        return
+    with pytest.raises(Stop):
+        module.run(rest)
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working folder with what a reader has made there: a copied recipe, a hostfile."""
+    shutil.copy(ROOT / "recipes" / "zero1.yaml", tmp_path / "mine.yaml")
+    (tmp_path / "hostfile").write_text("node1 slots=8\nnode2 slots=8\n")
+    (tmp_path / "chat.jsonl").write_text('{"prompt": "a", "response": "b"}\n')
+    (tmp_path / "my_ds_config.json").write_text('{"train_batch_size": "auto"}')
+    monkeypatch.chdir(tmp_path)
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    return tmp_path
+
+
+@pytest.mark.parametrize("line", OURS)
+def test_each_command_is_understood(line: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    understand(line, monkeypatch)
+
+
+@pytest.mark.parametrize("line", QUICK)
+def test_what_loads_nothing_runs(line: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = shlex.split(line)
+    words[:2] = ["train"] if words[0] == "python" else words[1:2]
+    assert toolkit_main(words) == 0, capsys.readouterr().err
+    assert capsys.readouterr().out
+
+
+def test_a_command_that_is_wrong_is_found(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for line in (
+        "toolkit check recipe=zero1 zero.stag=3",
+        "deepspeed run.py recipe=zero1 zero=stage0 zero.overlap_comm=true",
+    ):
+        with pytest.raises(ConfigError):
+            understand(line, monkeypatch)
+
+
+@pytest.mark.parametrize("page", PAIRED, ids=lambda page: page.name)
+def test_both_languages_show_the_same_commands(page: Path) -> None:
+    def plain(one: Path) -> list[str]:
+        return [re.sub(r"[\u4e00-\u9fff]+", "…", line) for _, line in commands(one)]
+
+    assert plain(page) == plain(chinese(page))
+
+
+def test_nothing_is_listed_in_vain() -> None:
+    assert [start for start in ELSEWHERE if not any(line.startswith(start) for line in SHOWN)] == []

@@ -1,0 +1,37 @@
+"""The page of the first run is followed as a reader would who has a processor and conversations of their own."""
+
+import json
+import re
+import shlex
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "distributed"))
+sys.path.insert(0, str(Path(__file__).parent))
+
+from pages import ROOT, blocks, commands
+from ranks import BIN, deepspeed, run
+
+PAGE = ROOT / "docs" / "first_run.md"
+
+
+def test_a_reader_without_a_gpu_comes_to_a_model(tmp_path: Path) -> None:
+    """The recipe, the row and the commands are the page's; the run is called try-1, as there."""
+    (recipe,), (row,) = blocks(PAGE, "yaml"), blocks(PAGE, "json")
+    (tmp_path / "mine.yaml").write_text(recipe.body, encoding="utf-8")
+    rows = [row.body.replace("parcel", f"parcel {number}") for number in range(40)]
+    (tmp_path / "chat.jsonl").write_text("".join(rows), encoding="utf-8")
+    lines = [line for _, line in commands(PAGE)]
+    (training,) = [line for line in lines if "model=glm_tiny" in line]
+    words = [str(ROOT / "run.py") if word == "run.py" else word for word in shlex.split(training)[3:]]
+    assert run(deepspeed(2, *words, "train.max_steps=2"), cwd=tmp_path).code == 0
+    (name,) = re.findall(r"run\.name=(\S+)", training)
+    assert (tmp_path / "runs" / name / "DONE").is_file()
+    later = [line for line in lines if line.startswith(("toolkit eval", "toolkit export-model"))]
+    assert len(later) == 2
+    for line in later:
+        words = shlex.split(line.replace("runs/mine-1", f"runs/{name}").replace("/models/", f"{tmp_path}/"))
+        more = ["evaluate.max_new_tokens=4"] if words[1] == "eval" else []
+        finished = run([str(BIN / "toolkit"), *words[1:], *more], cwd=tmp_path)
+        assert finished.code == 0, f"{line}\n{finished.output[-2000:]}"
+    assert json.loads((tmp_path / "mine-1" / "config.json").read_text())["model_type"] == "glm"

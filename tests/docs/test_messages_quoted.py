@@ -1,0 +1,95 @@
+"""Whatever the debugging page quotes, the toolkit says, in the page's language."""
+
+import ast
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from toolkit import errors
+from toolkit.messages_zh import CHINESE
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from pages import ROOT, Block, blocks, chinese
+
+PAGE = ROOT / "docs" / "debugging.md"
+QUOTES = [
+    (block, line)
+    for page in (PAGE, chinese(PAGE))
+    for block in blocks(page, "text")
+    for line in block.body.splitlines()
+]
+KINDS = "|".join(["Hang", *(name for name, kind in vars(errors).items() if isinstance(kind, type))])
+PLACEHOLDER = re.compile(r"\{\w+\}")
+
+
+def pattern(template: str) -> str:
+    """Return a template as a regular expression; braces that it writes twice stand for themselves."""
+    parts = [re.escape(part.replace("{{", "{").replace("}}", "}")) for part in PLACEHOLDER.split(template)]
+    return ".+?".join(parts)
+
+
+def starts(template: str) -> list[str]:
+    """Return a template, and its beginnings up to the end of a clause."""
+    ends = [match.end() for match in re.finditer(r"[.:,;] |[。：，；]|\n|\.(?=\{)", template)]
+    return [template, *(template[:end].rstrip() for end in ends)]
+
+
+def said_as(line: str, language: int) -> set[str]:
+    """Return the English templates that a line may be, without its kind of error and its place."""
+    said = re.sub(rf"^({KINDS}): ", "", line).removesuffix("…").strip()
+    texts = (said, re.sub(r"^[\w./-]+:\d+: ", "", said))
+    return {template for one, template in PATTERNS[language] if any(one.fullmatch(text) for text in texts)}
+
+
+def patterns(language: int) -> list[tuple[re.Pattern[str], str]]:
+    """Return every template of a language, and its beginnings, with the English template that each belongs to."""
+    return [
+        (re.compile(pattern(one), re.DOTALL), pair[0])
+        for pair in CHINESE.items()
+        for one in starts(pair[language])
+        # "{what}." alone would fit anything
+        if len(re.sub(r"\W", "", PLACEHOLDER.sub("", one))) >= (2 if language else 7)
+    ]
+
+
+PATTERNS = [patterns(language) for language in (0, 1)]
+
+
+def raised() -> dict[str, str]:
+    """Return the templates that are raised where they are said, with the kind of error."""
+    found = {}
+    for path in (ROOT / "toolkit").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call):
+                kind = ast.unparse(node.exc.func).rpartition(".")[2]
+                kind = {"fail": "ConfigError", "RowError": "DataError"}.get(kind, kind)  # what becomes of them
+                for call in ast.walk(node.exc):
+                    if isinstance(call, ast.Call) and ast.unparse(call.func) == "tr":
+                        found[str(ast.literal_eval(call.args[0]))] = kind
+    return found
+
+
+RAISED = raised()
+
+
+@pytest.mark.parametrize(("block", "line"), QUOTES, ids=lambda one: str(one)[:50])
+def test_each_quote_is_said(block: Block, line: str) -> None:
+    found = said_as(line, int(block.page.stem.endswith("_zh")))
+    assert found
+    if kind := re.match(KINDS, line):
+        assert kind[0] in {RAISED.get(template, kind[0]) for template in found}
+
+
+def test_both_languages_quote_the_same() -> None:
+    count = [[len(block.body.splitlines()) for block in blocks(page, "text")] for page in (PAGE, chinese(PAGE))]
+    assert count[0] == count[1]
+    assert sum(count[0]) > 30
+
+
+def test_what_is_not_said_is_found() -> None:
+    assert not said_as("ConfigError: the moon is in the wrong phase.", 0)
+    assert not said_as("ConfigError: mine.yaml:3: unknown word 'zero.stag'.", 0)
+    assert said_as("ConfigError: mine.yaml:3: unknown key 'zero.stag'.", 0)

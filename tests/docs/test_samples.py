@@ -1,0 +1,53 @@
+"""The samples of data on the pages are read as what they are shown for."""
+
+import csv
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from toolkit.config.schema import DataConfig, RowFormat, SourceConfig
+from toolkit.data.formats import detect_format, parse_row
+from toolkit.data.json_rows import parse_line
+from toolkit.data.sources import read_conversations
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from pages import ROOT, blocks, chinese
+
+ENGLISH = ROOT / "docs" / "data.md"
+PAGES = [ENGLISH, chinese(ENGLISH), ROOT / "README.md", ROOT / "README_zh.md"]
+SAMPLES = [(block, line) for page in PAGES for block in blocks(page, "json") for line in block.body.splitlines()]
+
+
+@pytest.mark.parametrize(("block", "line"), SAMPLES, ids=lambda one: str(one)[:40])
+def test_each_sample_is_read(block: object, line: str, tmp_path: Path) -> None:
+    file = tmp_path / "chat.jsonl"
+    file.write_text(line + "\n", encoding="utf-8")
+    (conversation,) = read_conversations(DataConfig(sources=[SourceConfig(path=str(file))]), tmp_path, print)
+    assert conversation.messages[-1]["role"] in ("assistant", "text")
+    assert conversation.messages[-1]["content"].strip()
+
+
+@pytest.mark.parametrize("page", PAGES[:2], ids=lambda page: page.name)
+def test_each_format_has_a_sample(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    shown = re.findall(r"^\*\*(\w+)\*\*.*?\n\n```json\n(.*?)```", text, re.MULTILINE | re.DOTALL)
+    for name, sample in shown:
+        row = parse_row(parse_line(sample.encode()))
+        assert isinstance(row, dict)
+        assert detect_format(row, {}).value == name
+    of_files = {one.value for one in RowFormat} - {"auto", "docstrings"}
+    assert {name for name, _ in shown} == of_files
+
+
+def test_a_table_is_read_by_the_names_of_its_columns(tmp_path: Path) -> None:
+    file = tmp_path / "chat.csv"
+    with file.open("w", newline="", encoding="utf-8") as stream:
+        csv.writer(stream).writerows([["question", "answer"], ["你好", "你好！\nHello"]])
+    columns = re.search(r"path: chat\.csv\n +columns: \{prompt: (\w+), response: (\w+)\}", ENGLISH.read_text("utf-8"))
+    assert columns
+    source = SourceConfig(path=str(file), columns={"prompt": columns[1], "response": columns[2]})
+    (conversation,) = read_conversations(DataConfig(sources=[source]), tmp_path, print)
+    assert [message["content"] for message in conversation.messages] == ["你好", "你好！\nHello"]

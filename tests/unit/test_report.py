@@ -1,0 +1,376 @@
+"""The report of a run: what it reads, what it makes, and what it leaves alone."""
+
+import json
+import math
+import os
+import shutil
+import time
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.unit.fake_runs import HOSTILE, fake_run, lines, row
+from toolkit.cli import main
+from toolkit.config.schema import Metric
+from toolkit.launch.command import typed_command
+from toolkit.launch.environment import without_ranks
+from toolkit.launch.report import VARIABLE
+from toolkit.report import answers, differences, facts, fonts, rows
+from toolkit.report.automatic import AutomaticReport
+from toolkit.report.drawings import NAMES, draw, happened
+from toolkit.report.folder import FAILED, RUNNING, UNFINISHED, read_run, told_apart
+
+
+class Page(HTMLParser):
+    """The elements of a page and its text, as a browser parses it."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.elements: list[str] = []
+        self.inside: list[str] = []
+        self.data: dict[str, str] = {}
+        self.text = ""
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.elements.append(tag)
+        self.inside.append(dict(attrs).get("id") or tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        if self.inside:
+            self.inside.pop()
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+        name = self.inside[-1] if self.inside else ""
+        self.data[name] = self.data.get(name, "") + data
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave out what takes seconds: the library that draws in the browser, and the pictures."""
+    monkeypatch.setattr("toolkit.report.page.vl_convert.javascript_bundle", lambda snippet, version: "0;")
+    monkeypatch.setattr("toolkit.report.page.png", lambda drawing: b"a picture")
+
+
+def report(*words: str, code: int = 0) -> None:
+    assert main(["report", *words]) == code
+
+
+def test_a_run_becomes_a_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = fake_run(tmp_path / "mine")
+    report(str(folder))
+    assert capsys.readouterr().out.startswith(f"The report: {folder}/report.html\n")
+    page = Page((folder / "report.html").read_text())
+    charts = json.loads(page.data["charts"])["specs"]
+    expected = {
+        "loss",
+        "learning-rate",
+        "grad-norm",
+        "answers",
+        "tokens",
+        "step-parts",
+        "ranks",
+        "stragglers",
+        "memory",
+    }
+    assert set(charts) == expected | {"padding", "padding-histogram", "lengths"}
+    assert {path.stem for path in (folder / "report").iterdir()} == set(charts)
+    for path in (folder / "report").iterdir():
+        assert path.read_bytes().startswith(b"\x89PNG") and path.stat().st_size > 10_000
+    for text in ("4.0000", "deepspeed --num_gpus 2 run.py recipe=quickstart", "started again after step 20", "9.0000"):
+        assert (text in page.text) == (text != "9.0000"), text
+    assert not {"link", "img", "iframe", "object"} & set(page.elements), "nothing is fetched"
+    assert "A step was planned to take 0.25 s: 4,321 tokens/s." in page.text and "weights 1, loss 0.5" in page.text
+    before = (folder / "report.html").stat().st_ino
+    for name in ("step-time.png", "mine.png", "answers-mine.png"):
+        (folder / "report" / name).write_bytes(b"of another report, or mine")
+    report(str(folder))
+    assert (folder / "report.html").stat().st_ino != before
+    there = {path.stem for path in (folder / "report").iterdir()}
+    assert there == {*charts, "mine", "answers-mine"}, "what it cannot have made stays"
+    assert not [path for path in folder.rglob("*.tmp")]
+
+
+def test_text_stays_text(quick: None, tmp_path: Path) -> None:
+    plain, hostile = fake_run(tmp_path / "plain"), fake_run(tmp_path / "hostile", text=HOSTILE)
+    (hostile / "FAILED").write_text(HOSTILE)
+    lines(hostile / "logs" / "bad-step-7.jsonl", [{"step": 7, "text": HOSTILE}])
+    with (hostile / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps(row(41, bad_steps=1, skipped_steps=1)) + "\n")
+    report(str(plain))
+    report(str(hostile))
+    pages = [Page((folder / "report.html").read_text()) for folder in (plain, hostile)]
+    assert pages[1].text.count("{{7*7}}") > 20
+    for page in pages:
+        assert page.elements.count("script") == 3 and "img" not in page.elements
+    assert pages[1].text.count("</script><script>document.title") > 20
+    assert "\u202e" not in pages[1].text and "\\u202e" in pages[1].text
+    spec = json.loads(pages[1].data["charts"])["specs"]
+    assert "</script>" in json.dumps(spec), "also in the charts' own data"
+
+
+def test_a_file_cut_anywhere_is_read(tmp_path: Path) -> None:
+    whole = "".join(json.dumps(row(step)) + "\n" for step in range(1, 11)).encode()
+    file = tmp_path / "metrics.jsonl"
+    for end in range(len(whole) - 600, len(whole), 7):
+        file.write_bytes(whole[:end])
+        found = rows.read(file)
+        complete = whole[:end].count(b"\n") + (whole[:end].endswith(b"}"))
+        assert found.training.rows == complete and found.unreadable == (1 if whole[:end].split(b"\n")[-1] else 0) - (
+            whole[:end].endswith(b"}")
+        )
+
+
+def test_what_is_no_number_is_an_event(tmp_path: Path) -> None:
+    found = [row(1), row(2, loss="nan", grad_norm="inf"), row(3, bad_steps=1, skipped_steps=1), row(4, bad_steps=1)]
+    strange = {"loss": None, "lr": "what", "step_s": 10**400, "tokens_per_s": True}
+    found += [{**row(5, bad_steps=1, rewinds=1), **strange}]
+    found += [{"step": "x"}, {"eval_loss": 3.0}, {"step": 5, "eval_loss": "nan"}]
+    lines(tmp_path / "metrics.jsonl", [*found, [1], 7])
+    with (tmp_path / "metrics.jsonl").open("ab") as file:
+        file.write(b"\xff\xfe not text\n" + b"[" * 100_000 + b"\n" + b" " * rows.LONGEST_LINE + b"{}\n")
+    history = rows.read(tmp_path / "metrics.jsonl")
+    assert [(step, name) for name, step, _ in history.events] == [
+        *((2, "grad_norm"), (2, "loss"), (3, "bad_steps"), (3, "skipped_steps")),
+        *((5, "eval_loss"), (5, "rewinds")),
+    ]
+    assert history.unreadable == 7
+    assert [step for step, _ in history.training.series("loss")] == [1, 3, 4]
+    assert history.training.last("step_s") == 0.5
+    run = read_run(tmp_path)
+    kinds = ["no number", "no number", "bad step", "no number", "rewind"]
+    assert [event.kind for event in happened(run)] == kinds
+    assert all(math.isfinite(point.mean) for _, point in history.training.series("loss"))
+    assert "loss" in [drawing.name for drawing in draw([run])["learning"]]
+
+
+def test_many_rows_become_few_points_and_spikes_stay(tmp_path: Path) -> None:
+    file = tmp_path / "metrics.jsonl"
+    line = json.dumps(row(0, loss=2.0)).replace('"step": 0', '"step": %d')
+    with file.open("w") as out:
+        for step in range(1, 30_001):
+            out.write((line % step).replace('"loss": 2.0', '"loss": 77.0' if step == 12_345 else '"loss": 2.0') + "\n")
+            if step % 10 == 0:
+                out.write(f'{{"step": {step}, "eval_loss": {5 if step != 20_000 else 1}}}\n')
+    history = rows.read(file)
+    found = history.training.series("loss")
+    assert rows.LIMIT <= len(found) < 2 * rows.LIMIT and history.training.width == 64
+    assert [step for step, point in found if point.most == 77] == [next(step for step, _ in found if step >= 12_345)]
+    assert sum(point.mean * 64 for _, point in found[:-1]) == pytest.approx(2 * 64 * (len(found) - 1) + 75)
+    assert found[-1][0] == 30_000 and history.seconds == pytest.approx(15_000)
+    assert history.best == (1, 20_000) and len(history.evaluations) < 2 * rows.LIMIT
+    assert history.evaluations[-1]["step"] == 30_000
+
+
+def test_a_large_file_of_answers_is_read_at_its_beginning(tmp_path: Path) -> None:
+    text = "x" * 10_000
+    for step in range(12):
+        one = json.dumps({"where": "f:1", "prompt": "p", "output": text, "reference": "r"})
+        with (tmp_path / f"step-{step}.jsonl").open("w") as file:
+            file.writelines(f"{one}\n" for _ in range(answers.LINES))
+            file.truncate(10**9)  # a million more, as far as the size says
+    (tmp_path / "step-x.jsonl").write_text("of somebody else")
+    began = time.process_time()
+    found = answers.read(tmp_path)
+    assert time.process_time() - began < 2
+    assert found.steps == [0, 3, 6, 8, 11] and found.evaluations == 12
+    assert len(found.samples[0].said[11]) == answers.LETTERS + 1
+
+
+def test_runs_of_one_name_are_told_apart(quick: None, tmp_path: Path) -> None:
+    folders = [fake_run(tmp_path / parent / "same") for parent in ("a", "b")]
+    other = fake_run(tmp_path / "other", 40, "optim.lr=0.5")
+    runs = [read_run(folder) for folder in (*folders, other)]
+    told_apart(runs)
+    assert [run.name for run in runs] == ["a/same", "b/same", "other"]
+    assert [(one.key, one.values) for one in differences.between(runs)] == [("optim.lr", ["0.002", "0.002", "0.5"])]
+    page = tmp_path / "all.html"
+    report(*map(str, (*folders, other)), f"output={page}", "language=zh")
+    text = Page(page.read_text()).text
+    assert "3 次运行的比较" in text and "a/same · 训练，平滑" not in text and "b/same" in text
+    assert (tmp_path / "all" / "loss.png").is_file()
+
+
+def test_every_chart_is_known_by_name(tmp_path: Path) -> None:
+    folders = [fake_run(tmp_path / name) for name in ("a", "b")]
+    scores = {"eval_loss": 1.0, **{f"eval_{metric.value}": 0.5 for metric in Metric}}
+    for folder in folders:
+        with (folder / "metrics.jsonl").open("a") as file:
+            for step in (41, 42):
+                file.write(json.dumps(row(step, loss_scale=2.0)) + "\n" + json.dumps({"step": step, **scores}) + "\n")
+    runs = [read_run(folder) for folder in folders]
+    told_apart(runs)
+    drawn = {one.name for some in (runs, runs[:1]) for section in draw(some).values() for one in section}
+    assert drawn == NAMES
+
+
+def test_a_sweep_is_compared(quick: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    swept = tmp_path / "swept"
+    swept.mkdir()
+    (swept / "sweep.json").write_text("{")  # is not read
+    report(str(swept), code=2)
+    assert f"{swept}: no run of this sweep has metrics yet." in capsys.readouterr().err
+    folders = [fake_run(swept / f"lr-{lr}", 40, f"optim.lr={lr}") for lr in (0.1, 0.2)]
+    (swept / "lr-0.3").mkdir()
+    (swept / "lr-0.4").mkdir()
+    (swept / "lr-0.4" / "metrics.jsonl").touch()
+    for _ in range(2):  # the pictures of the first are no run
+        report(str(swept))
+        assert capsys.readouterr().out.startswith(f"The report: {swept}/report.html\n")
+    text = Page((swept / "report.html").read_text()).text
+    assert "2 runs compared" in text and "lr-0.1" in text and "lr-0.2" in text and "lr-0.3" not in text
+    assert (swept / "report" / "loss.png").is_file()
+    other = fake_run(tmp_path / "other", 3)
+    report(str(swept), str(other), f"output={tmp_path}/all.html")
+    assert "3 runs compared" in (tmp_path / "all.html").read_text()
+    report(str(swept), str(folders[0]), code=2)
+    assert "these are the same run" in capsys.readouterr().err
+    shutil.rmtree(folders[1])
+    report(str(swept))
+    assert "lr-0.2" not in (swept / "report.html").read_text() and not (folders[0] / "report.html").exists()
+
+
+@pytest.mark.parametrize(
+    ("hosts", "start"),
+    [
+        (["a"] * 8, "deepspeed --num_gpus 8 run.py"),
+        (["a"] * 4 + ["b"] * 4, "toolkit launch hostfile=hostfile"),
+        (["a"], "python run.py"),
+    ],
+)
+def test_do_it_again(hosts: list[str], start: str, tmp_path: Path) -> None:
+    folder = fake_run(tmp_path / "run", 3)
+    (folder / "environment.json").write_text(json.dumps({"world_size": len(hosts), "hosts": hosts}))
+    assert facts.commands(read_run(folder))[-1][1] == f"{start} recipe={folder}/config.yaml run.name=NAME"
+
+
+def test_a_run_is_compared_with_its_recipe(tmp_path: Path) -> None:
+    run = read_run(fake_run(tmp_path / "run", 3, "optim.lr=0.5"))
+    changed, has_recipe = differences.of_run(run)
+    assert has_recipe
+    assert [one.key for one in changed if one.is_new] == ["optim.lr", "train.max_steps", "evaluate.prompts"]
+    assert next(one.values for one in changed if one.key == "optim.lr") == ["0.5", "0.002", "2.0e-05"]
+    run.config["recipe"] = "gone"
+    changed, has_recipe = differences.of_run(run)
+    assert not has_recipe and "train.max_steps" in {one.key for one in changed}
+
+
+def test_an_empty_run_and_a_copy(quick: None, tmp_path: Path) -> None:
+    died = tmp_path / "died"
+    lines(died / "logs" / "starts.jsonl", [{"time": "x", "from_step": "y", "command": 3}, {}, {"from_step": True}])
+    report(str(died))
+    assert "No step has been logged yet." in (died / "report.html").read_text()
+    assert read_run(died).status == UNFINISHED
+    (died / "run.lock").write_text(json.dumps({"pid": os.getpid(), "host": os.uname().nodename}))
+    assert read_run(died).status == RUNNING
+    (died / "FAILED").write_text("rank 0\nboom")
+    assert read_run(died).status == FAILED
+    copy = tmp_path / "elsewhere" / "copy"
+    shutil.copytree(fake_run(tmp_path / "run"), copy)
+    (copy / "config.yaml").write_text("- no\n- mapping\n")
+    (copy / "plan.json").write_text("{")
+    (copy / "environment.json").write_bytes(b"\xff")
+    (copy / "data.json").write_text(
+        '{"splits": {"train": {"edges": [1], "counts": "x"}}, "sources": [3], "dropped": 4}'
+    )
+    report(str(copy), f"output={tmp_path}/copied.html")
+    assert "copy" in Page((tmp_path / "copied.html").read_text()).text
+
+
+def test_nothing_else_is_touched(quick: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = fake_run(tmp_path / "run", 3)
+    (tmp_path / "notes.html").write_text("mine")
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "loss.png").write_text("mine")
+    cases = {
+        str(tmp_path / "nothing"): "is no folder of a run",
+        f"{folder} {folder}/../run": "these are the same run. Name each once.",
+        f"{folder} output={tmp_path}/notes.html": "is there already and is no report; it is not touched",
+        f"{folder} output={tmp_path}/mine.html": "is there already and is not of a report; it is not touched",
+        f"{folder} output={tmp_path}/report.txt": "must end in .html",
+        f"{folder} --open": "unknown option --open",
+        f"{folder} language=fr": "language = fr must be",
+        "": "which run? toolkit report runs/NAME",
+    }
+    for words, message in cases.items():
+        report(*words.split(), code=2)
+        assert message in capsys.readouterr().err, words
+    report(str(folder), f"output={tmp_path}/notes.html/deeper.html", code=74)
+    assert "cannot be written: Not a directory. Choose another place" in capsys.readouterr().err
+    assert (tmp_path / "notes.html").read_text() == (tmp_path / "mine" / "loss.png").read_text() == "mine"
+    assert not (folder / "report.html").exists()
+
+
+def test_the_automatic_report_never_harms(tmp_path: Path) -> None:
+    folder, told, said = fake_run(tmp_path / "run", 3), tmp_path / "told", []
+    told.touch()
+    rank = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", VARIABLE: str(told)}
+    environ = without_ranks({**os.environ, "LANG": "C.UTF-8", **rank})
+    reporter = AutomaticReport(folder, environ, said.append, patience_s=240)
+    reporter.begin()
+    reporter.begin()
+    reporter.finish()
+    assert said == [f"The report: {folder}/report.html"]
+    (folder / "report.html").write_text("somebody's own")
+    reporter.finish()
+    assert said[1].startswith("WARNING: no report was made: ConfigError: ") and f"toolkit report {folder}" in said[1]
+    assert (folder / "report.html").read_text() == "somebody's own"
+    assert told.read_text() == "", "its exit code is not the run's"
+    slow = AutomaticReport(folder, os.environ, said.append, patience_s=0.05)
+    slow.finish()
+    assert "it is not ready after 0.05 s" in said[2] and slow._process is not None and slow._process.poll() is not None
+    shutil.rmtree(folder)
+    slow.begin()
+    slow.finish()
+    assert "No such file or directory" in said[3] and len(said) == 4
+
+
+def test_boxes_are_known(tmp_path: Path) -> None:
+    assert not fonts.has_chinese([str(tmp_path), "/nowhere"])
+    (tmp_path / "NotoSansCJK-Regular.ttc").touch()
+    assert fonts.has_chinese([str(tmp_path)])
+
+
+def test_pictures_are_english_without_chinese_letters(
+    quick: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    titles: list[Any] = []
+    monkeypatch.setattr("toolkit.report.make.fonts.has_chinese", lambda: False)
+    monkeypatch.setattr("toolkit.report.page.png", lambda drawing: titles.append(drawing.title) or b"picture")
+    folder = fake_run(tmp_path / "run", 3)
+    report(str(folder), "language=zh")
+    assert "Loss" in titles and all(title.isascii() for title in titles)
+    assert "学习率" in (folder / "report.html").read_text()
+
+
+def processes(folder: Path, *words: list[str]) -> None:
+    """Write a /proc of processes from 9 upwards, each the parent of the one before."""
+    for place, line in enumerate(words):
+        home = folder / str(9 + place)
+        home.mkdir(exist_ok=True)
+        (home / "status").write_text(f"PPid:\t{10 + place}\n")
+        (home / "cmdline").write_bytes("\0".join(line).encode() + b"\0")
+
+
+def test_the_command_is_as_it_was_typed_without_secrets(tmp_path: Path) -> None:
+    typed = ["deepspeed", "--num_gpus", "2", "run.py", "recipe=x"]
+    ours = ["python3", "run.py", "--local_rank=0"]
+    processes(tmp_path, ours, ["python3", "-m", "deepspeed.launcher.launch"], ["python3", "/x/deepspeed", *typed[1:]])
+    assert typed_command(ours, tmp_path, "9") == typed
+    processes(tmp_path, ours, ["/x/python", "-u", "/x/toolkit", "launch", "recipe=x"], ["bash"])
+    assert typed_command(ours, tmp_path, "9") == ["toolkit", "launch", "recipe=x"]
+    words = [
+        "run.py",
+        "--local_rank=0",
+        "recipe=x",
+        "ds_extra.comet.api_key=abcdefghijk",
+        "launch.env.HF_TOKEN=qwertyuiop",
+    ]
+    processes(tmp_path, ours, ["bash"], ["bash"])
+    assert typed_command([*words, "evaluate.max_new_tokens=24"], tmp_path, "9") == [
+        *("python", "run.py", "recipe=x"),
+        *("ds_extra.comet.api_key=***", "launch.env.HF_TOKEN=***", "evaluate.max_new_tokens=24"),
+    ]

@@ -1,0 +1,80 @@
+"""What a session hands on to its trackers."""
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from toolkit.cli import show
+from toolkit.cli.context import Session
+from toolkit.cli.tracking import _mean_loss, hand_on_answers, trackers_of
+from toolkit.config.schema import RunConfig
+
+BREAKS = "one\u2028two\u2029three\x85four"
+"""What str.splitlines cuts, and JSON does not escape."""
+
+
+class Recorder:
+    """Trackers that keep what they are handed."""
+
+    def __init__(self, is_on: bool = True) -> None:
+        self.is_on = is_on
+        self.handed: list[tuple[int, str, list[dict[str, Any]]]] = []
+
+    def answers(self, step: int, name: str, rows: list[dict[str, Any]]) -> None:
+        self.handed.append((step, name, rows))
+
+
+def evaluated(folder: Path, text: str, is_on: bool = True) -> list[tuple[int, str, list[dict[str, Any]]]]:
+    """Hand on the answers of a file."""
+    (folder / "evaluations").mkdir()
+    (folder / "evaluations" / "step-2.jsonl").write_text(text, encoding="utf-8")
+    trackers = Recorder(is_on)
+    session = SimpleNamespace(folder=folder, trackers=trackers, ranks=SimpleNamespace(rank=0))
+    hand_on_answers(cast("Session", session), 2)
+    return trackers.handed
+
+
+def test_answers_with_any_line_break(tmp_path: Path) -> None:
+    rows = [{"prompt": "P", "output": BREAKS}, {"prompt": "Q", "output": "\r\n"}]
+    text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+    assert evaluated(tmp_path, text) == [(2, "answers", rows)]
+
+
+def test_a_file_of_answers_that_a_full_disk_cut_off(tmp_path: Path) -> None:
+    assert evaluated(tmp_path, '{"prompt": "P", "output": "A"}\n{"prompt": "Q", "out') == []
+
+
+def test_without_a_tracker_answers_are_not_read(tmp_path: Path) -> None:
+    assert evaluated(tmp_path, '{"prompt": "P", "output": "A"}\n', is_on=False) == []
+
+
+def test_samples_of_a_bad_step_with_any_line_break(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sample = {"where": "a.jsonl:1", "rank": 0, "micro_batch": 0, "loss": 1.0, "tokens": 3, "trained_tokens": 2}
+    rows = [{"step": 6, "text": "loss is nan"}, {**sample, "text": [["trained", BREAKS]]}]
+    file = tmp_path / "bad-step-6.jsonl"
+    file.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
+    assert show.run([str(file)]) == 0
+    said = capsys.readouterr().out
+    assert "loss is nan" in said
+    assert "a.jsonl:1" in said
+
+
+def test_the_mean_loss_leaves_out_the_tokens_of_a_bad_row(tmp_path: Path) -> None:
+    rows = [
+        {"step": 1, "loss": 1.0, "trained_tokens": 100},
+        {"step": 2, "loss": "nan", "trained_tokens": 1000},
+        {"step": 2, "eval_loss": 9.0},
+        {"step": 3, "loss": 3.0, "trained_tokens": 1100},
+    ]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert _mean_loss(cast("Session", SimpleNamespace(folder=tmp_path))) == pytest.approx(2.0)
+
+
+@pytest.mark.parametrize(("timeout_s", "patience_s"), [(1800, 30.0), (40, 10.0)])
+def test_trackers_are_waited_for_no_longer_than_other_ranks_wait(timeout_s: int, patience_s: float) -> None:
+    cfg = RunConfig()
+    cfg.distributed.timeout_s = timeout_s
+    assert trackers_of(cfg, print).patience_s == patience_s

@@ -1,0 +1,120 @@
+"""Make a recipe of another program's config: LLaMA-Factory, the ChatGLM repositories, transformers' Trainer.
+
+toolkit import-config FILE [DEEPSPEED.json] [world_size=8] [output=FILE.yaml]
+
+  FILE             a LLaMA-Factory YAML, a train.sh of the ChatGLM-6B or ChatGLM2-6B repository, TrainingArguments as
+                   JSON, YAML or the command in a .sh
+  DEEPSPEED.json   its DeepSpeed JSON, where FILE does not name one that is here
+  world_size=8     number of GPUs that FILE is started on, where it does not say so: it decides batch.global_size
+  output=FILE.yaml where to write; without it the recipe is printed, and what there is to say goes to standard error
+
+Nothing is executed. Every key that means something else here, or has no counterpart, is listed.
+"""
+
+import re
+import sys
+import textwrap
+from pathlib import Path
+
+from toolkit.cli.compose import named_arguments, positive_int
+from toolkit.config.checks_files import check_files
+from toolkit.config.checks_tuning import check_tuning_here
+from toolkit.errors import ConfigError
+from toolkit.messages import printable, tr
+from toolkit.secrets import hide
+from toolkit.translate.convert import Converted, convert
+from toolkit.translate.given import Given
+from toolkit.translate.reading import read_all
+
+_WIDTH = 118
+_USAGE = "toolkit import-config FILE [DEEPSPEED.json] [world_size=8] [output=FILE.yaml]"
+
+
+def run(words: list[str]) -> int:
+    """Import."""
+    paths = [word for word in words if "=" not in word and not word.startswith("-")]
+    rest = [word for word in words if word not in paths]
+    arguments = named_arguments(rest, required=(), optional=("world_size", "output"), usage=_USAGE)
+    if not 1 <= len(paths) <= 2:
+        raise ConfigError(tr("give one file, and its DeepSpeed JSON if it has one: {usage}", usage=_USAGE))
+    output = arguments.get("output", "")
+    if output and Path(output).exists():
+        raise ConfigError(tr("output={file} is there already; nothing is overwritten.", file=output))
+    given, deepspeed_json = read_all(paths, positive_int(arguments, "world_size"))
+    converted = convert(given, deepspeed_json)
+    head, _, body = converted.text.partition("\n")
+    text = hide(f"{head}\n{_header(given, converted, output)}\n{body}")
+    said = _report(converted)
+    if output:
+        _write(Path(output), text)
+        print(said + tr("Wrote {file}. Next:  toolkit check recipe={file}", file=output))
+    else:
+        print(text, end="")
+        sys.stderr.write(said)
+    return 0
+
+
+def _header(given: Given, converted: Converted, output: str) -> str:
+    """Return the comment on top: where the recipe comes from, how to start it, what is not the same."""
+    name, ranks = output or "FILE.yaml", converted.world_size
+    lines = [
+        tr(
+            "Made by `toolkit import-config` of {file} ({program}); number of ranks there: {ranks}.",
+            file=given.shown,
+            program=given.program,
+            ranks=ranks,
+        ),
+        f"  deepspeed --num_gpus {ranks} run.py recipe={name}",
+    ]
+    for title, found in ((_not_the_same(), converted.differs), (_without(), converted.lost)):
+        lines += [title, *(f"- {line}" for line in found)] if found else []
+    wrapped = [
+        part
+        for line in lines
+        for part in textwrap.wrap(printable(line), _WIDTH, subsequent_indent="  ", break_on_hyphens=False) or [""]
+    ]
+    return "\n".join(f"# {line}" for line in wrapped)
+
+
+def _not_the_same() -> str:
+    return tr("Not quite the same here:")
+
+
+def _without() -> str:
+    return tr("Without counterpart, and training may differ for it:")
+
+
+def _report(converted: Converted) -> str:
+    """Return everything that there is to say, by kind."""
+    parts = (
+        (_not_the_same(), converted.differs),
+        (_without(), converted.lost),
+        (tr("Not needed here:"), converted.needless),
+        (tr("Unknown, and left out:"), converted.unknown),
+        (tr("DeepSpeed and data:"), converted.notes),
+        (tr("Not here yet, says `toolkit check`:"), _missing(converted)),
+    )
+    lines = []
+    for title, found in parts:
+        lines += [title, *(f"  {line}" for line in found), ""] if found else []
+    return hide(printable("\n".join(lines))) + ("\n" if lines else "")
+
+
+def _missing(converted: Converted) -> list[str]:
+    """Return what the recipe names that is not on this machine; the first of it."""
+    try:
+        check_files(converted.loaded)
+        check_tuning_here(converted.loaded)
+    except ConfigError as error:
+        # Its place is in a file that was removed again, or in a group.
+        return [re.sub(r"^\S*\.yaml:\d+: ", "", str(error))]
+    return []
+
+
+def _write(file: Path, text: str) -> None:
+    """Write a file that is not there yet."""
+    try:
+        with open(file, "x", encoding="utf-8") as target:
+            target.write(text)
+    except OSError as error:
+        raise ConfigError(tr("cannot write {file}: {reason}", file=file, reason=error.strerror or error)) from error

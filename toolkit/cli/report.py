@@ -1,0 +1,46 @@
+"""Make a page of a run, or of several in one picture: curves, speed, memory, answers, settings; charts as PNG too.
+
+toolkit report RUN [RUN2 …] [output=FILE.html] [language=en|zh]
+toolkit report runs/SWEEP
+
+  RUN            a run folder, finished or not, wherever it has been copied to; or the folder of a sweep,
+                 of which all runs are compared that have metrics
+  output=FILE    the page; without it report.html in the one folder, of several comparison.html here.
+                 The charts as PNG files go into the folder of the same name beside it
+  language=      en or zh; without it that of the locale
+
+A run does it by itself at its end (report.enabled), and every report.every steps. The page is one file that needs no
+network. A report that is there is replaced, any other file is left alone.
+"""
+
+from pathlib import Path
+
+from toolkit.errors import ConfigError
+from toolkit.messages import say, set_language, tr
+
+_ARGUMENTS = ("output", "language")
+
+
+def run(words: list[str]) -> int:
+    """Report."""
+    given, paths = {}, []
+    for word in words:
+        name, equals, value = word.partition("=")
+        if word.startswith("-"):
+            raise ConfigError(tr("unknown option {word}. Known here: {known}.", word=word, known="output=, language="))
+        if equals and name in _ARGUMENTS:
+            given[name] = value
+        else:  # a run's name may hold a =, as in lr=1e-4
+            paths.append(Path(word))
+    if not paths:
+        raise ConfigError(tr("which run? toolkit report runs/NAME"))
+    language = given.get("language", "")
+    if language not in ("", "en", "zh"):
+        raise ConfigError(tr("language = {value} must be en, zh or empty.", value=language))
+    set_language(language)
+    from toolkit.report.make import make  # only now: what draws takes a second to import
+
+    output, images = make(paths, Path(given["output"]) if given.get("output") else None)
+    say(tr("The report: {file}", file=output))
+    say(tr("Its charts as pictures: {folder}", folder=images))
+    return 0

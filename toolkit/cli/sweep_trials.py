@@ -1,0 +1,214 @@
+"""A sweep whose combinations Optuna chooses, each by what the ones before it came to; kept in the sweep's folder."""
+
+from typing import Any
+
+from toolkit.cli import sweep as sweeping
+from toolkit.cli.compose import positive_int
+from toolkit.cli.sweep import Plan
+from toolkit.cli.sweep_results import is_less_better, read_result
+from toolkit.config.schema import EVAL_LOSS, RunConfig
+from toolkit.config.suggest import did_you_mean
+from toolkit.config.sweeps import Axis, written
+from toolkit.distributed.launched import Requests
+from toolkit.errors import ConfigError
+from toolkit.launch.sweeps import DONE, FAILED, STOPPED, Job, Sweep, opened
+from toolkit.messages import say, tr
+from toolkit.secrets import hide
+
+STUDY = "optuna.log"
+"""Optuna's journal: every trial, appended line by line."""
+_BEGAN = "began with"
+
+
+def search(plan: Plan, words: list[str]) -> int:
+    """Run trials until there are as many as asked for.
+
+    Args:
+        plan: the command line.
+        words: as they were typed.
+
+    Returns:
+        The exit code: 0 if there are, and one of them at least has finished.
+
+    Raises:
+        ConfigError: Optuna is not installed, something is wrong with the command line, or the search that is there
+            was begun by another one.
+        Stopped: a signal ended the search.
+    """
+    most = positive_int(plan.own, "trials") or 1
+    try:
+        import optuna
+    except ImportError as error:
+        raise ConfigError(tr("trials=N needs Optuna: pip install 'optuna>=5'")) from error
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    first = _check_ends(plan)
+    metric = _metric(plan, first)
+    with opened(sweeping.folder_of(plan, first), sweeping.typed(words)) as sweep:
+        study = _opened_study(plan, sweep, metric, first)
+        sweep.save()
+        say(tr("{number} trials, in {folder}.", number=most, folder=sweep.folder))
+        requests = Requests()
+        while not requests.last and (trial := _next(plan, study, most)) is not None:
+            number, special = trial
+            try:
+                job = sweep.add(sweeping.new_job(special, plan.composed(special), number))
+            except ConfigError as error:
+                say(f"[{number + 1}/{most}] " + tr("left out: {reason}", reason=error))
+                _leave_out(study, sweep, special, number)
+                continue
+            if job.state != DONE:
+                say(f"[{number + 1}/{most}] {' '.join(job.words)}")
+                sweeping.launch(plan, sweep, job, special, requests)
+            if job.state == STOPPED:
+                break  # by a signal, or its own file `stop`: it stays open, and goes on the next time
+            _tell(study, sweep, job, metric)
+        sweeping.show(sweep, sweep.jobs, metric)
+        is_found = _say_best(study, sweep, metric)
+        sweeping.check_stopped(sweep, requests)
+        is_stopped = any(job.state == STOPPED for job in sweep.jobs)
+        if is_stopped:
+            say(tr("What is not done is tried again by the same command:  {command}", command=sweep.command))
+        sweeping.name_report(sweep)
+        return 0 if is_found and not is_stopped else 1
+
+
+def _opened_study(plan: Plan, sweep: Sweep, metric: str, first: RunConfig) -> Any:
+    """Return the study in a sweep's folder, or begin it; its trials mean something to the same search only.
+
+    Raises:
+        ConfigError: it has another metric or other axes, or the config beside them has changed.
+    """
+    import optuna
+    from optuna.storages.journal import JournalFileBackend
+
+    study = optuna.create_study(
+        storage=optuna.storages.JournalStorage(JournalFileBackend(str(sweep.folder / STUDY))),
+        # The seed says where a search begins; what comes back decides how it goes on.
+        sampler=optuna.samplers.TPESampler(seed=first.run.seed + len(sweep.jobs)),
+        study_name="sweep",
+        direction="minimize" if is_less_better(metric) else "maximize",
+        load_if_exists=True,
+    )
+    words = [hide(word) for word in sorted(map(str, plan.axes))]
+    now = {"metric": metric, "axes": words, "config": sweeping.new_job([], first).config}
+    then = study.user_attrs.get(_BEGAN)
+    if then is None:
+        study.set_user_attr(_BEGAN, now)
+    elif (then["metric"], then["axes"]) != (metric, words):
+        raise ConfigError(
+            tr(
+                "{folder}: this search began with {then}, and that cannot become {now}. Type the metric and the values "
+                "that it began with, or choose another sweep=NAME.",
+                folder=sweep.folder,
+                then=" ".join([f"metric={then['metric']}", *then["axes"]]),
+                now=" ".join([f"metric={metric}", *words]),
+            )
+        )
+    elif then != now:
+        raise ConfigError(
+            tr(
+                "{folder}: this search began with other settings (the recipe or an override has changed since). Choose "
+                "another sweep=NAME.",
+                folder=sweep.folder,
+            )
+        )
+    return study
+
+
+def _check_ends(plan: Plan) -> RunConfig:
+    """Compose and check the ends of every axis, the others at their first values; return the first config."""
+    ends = [axis.ends() for axis in plan.axes]
+    first = [f"{axis.key}={low}" for axis, (low, _) in zip(plan.axes, ends, strict=True)]
+    found = plan.composed(first)
+    for place, (axis, (_, high)) in enumerate(zip(plan.axes, ends, strict=True)):
+        plan.composed([*first[:place], f"{axis.key}={high}", *first[place + 1 :]])
+    return found
+
+
+def _metric(plan: Plan, cfg: RunConfig) -> str:
+    """Return the name in metrics.jsonl that decides.
+
+    Raises:
+        ConfigError: none is given, or no run of this sweep writes it.
+    """
+    known = ["loss"]
+    if cfg.data.validation or cfg.data.validation_fraction:
+        known += [EVAL_LOSS, "eval_perplexity", *(f"eval_{metric.value}" for metric in cfg.evaluate.metrics)]
+    metric = plan.own.get("metric", "")
+    if metric not in known:
+        raise ConfigError(
+            tr("metric = {metric} is none of {known}.", metric=metric or '""', known=", ".join(known))
+            + did_you_mean(metric, known)
+        )
+    return metric
+
+
+def _next(plan: Plan, study: Any, most: int) -> tuple[int, list[str]] | None:
+    """Return number and overrides of the trial that is open still, else of a new one; None after the last."""
+    import optuna
+
+    begun = study.get_trials(deepcopy=False, states=(optuna.trial.TrialState.RUNNING,))
+    for trial in begun:
+        if {axis.key for axis in plan.axes} - trial.params.keys():  # this process died while they were drawn
+            study.tell(trial.number, state=optuna.trial.TrialState.FAIL)
+    begun = [trial for trial in begun if len(trial.params) == len(plan.axes)]
+    if not begun and len(study.get_trials(deepcopy=False)) >= most:
+        return None
+    trial = begun[0] if begun else study.ask({axis.key: _distribution(axis) for axis in plan.axes})
+    words = []
+    for axis in plan.axes:
+        value = trial.params[axis.key]
+        words.append(f"{axis.key}={value if axis.values else written(value, axis.is_whole)}")
+    return trial.number, words
+
+
+def _distribution(axis: Axis) -> Any:
+    """Return what Optuna draws the values of an axis from."""
+    from optuna import distributions
+
+    if axis.values:
+        return distributions.CategoricalDistribution(axis.values)
+    if axis.is_whole:
+        return distributions.IntDistribution(int(axis.low), int(axis.high), log=axis.is_log)
+    return distributions.FloatDistribution(axis.low, axis.high, log=axis.is_log)
+
+
+def _tell(study: Any, sweep: Sweep, job: Job, metric: str) -> None:
+    """Tell Optuna what a run came to."""
+    import optuna
+
+    value = read_result(sweep.run_folder(job), metric).best
+    if job.state == DONE and value == value:  # not NaN
+        study.tell(job.trial, value)
+    else:
+        study.tell(job.trial, state=optuna.trial.TrialState.FAIL)
+
+
+def _leave_out(study: Any, sweep: Sweep, special: list[str], number: int) -> None:
+    """Note that the combination of a trial is refused: it failed, and nothing was started."""
+    import optuna
+
+    job = Job(name=f"trial-{number:03}", words=[hide(word) for word in special], trial=number)
+    job.state, job.exit_code = FAILED, ConfigError.exit_code
+    sweep.jobs = [*(other for other in sweep.jobs if other.name != job.name), job]
+    sweep.save()
+    study.tell(number, state=optuna.trial.TrialState.FAIL)
+
+
+def _say_best(study: Any, sweep: Sweep, metric: str) -> bool:
+    """Say which trial was the best; return whether there is one."""
+    import optuna
+
+    if not study.get_trials(deepcopy=False, states=(optuna.trial.TrialState.COMPLETE,)):
+        return False
+    best = study.best_trial
+    say(
+        tr(
+            "Best: {metric} = {value}, trial-{trial}: {words}",
+            metric=metric,
+            value=f"{best.value:.4f}",
+            trial=f"{best.number:03}",
+            words=" ".join(word for job in sweep.jobs if job.trial == best.number for word in job.words),
+        )
+    )
+    return True

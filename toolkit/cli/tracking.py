@@ -1,0 +1,123 @@
+"""What the trackers are told of a session, from its config to its last figures."""
+
+import json
+import math
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+from toolkit.cli.context import Session
+from toolkit.config.checks_track import enabled_trackers
+from toolkit.config.load import plain, recorded
+from toolkit.config.schema import RunConfig
+from toolkit.data.store import Store
+from toolkit.engine.ds_config import leaves
+from toolkit.errors import Stopped
+from toolkit.track.clients.base import ANSWERS, FAILED, FINISHED, SAMPLES, STOPPED
+from toolkit.track.names import figures, is_evaluation
+from toolkit.track.trackers import Trackers
+
+
+def trackers_of(cfg: RunConfig, say: Callable[[str], None]) -> Trackers:
+    """Return the trackers of a session, which have not begun.
+
+    Args:
+        cfg: with `track.patience_s`. What is waited for them is no more than a quarter of `distributed.timeout_s`:
+            meanwhile the other ranks wait in a collective, in the end for the report too, which may take half of it.
+        say: tells the user.
+    """
+    return Trackers(say, min(cfg.track.patience_s, cfg.distributed.timeout_s / 4))
+
+
+@contextmanager
+def tracked(session: Session, step: int) -> Iterator[None]:
+    """Begin the trackers, on the first rank, and tell them how the session ended.
+
+    Args:
+        session: of the run.
+        step: after which it begins.
+    """
+    trackers = session.trackers
+    if session.ranks.rank == 0:
+        track = plain(session.cfg.track)
+        chosen = {name: track[name] for name in enabled_trackers(session.cfg)}
+        trackers.begin(session.folder, chosen, hyperparameters(session) if chosen else {}, step)
+    try:
+        yield
+    except BaseException as error:
+        trackers.end(STOPPED if isinstance(error, Stopped) else FAILED)
+        raise
+    trackers.end(FINISHED)
+
+
+def hyperparameters(session: Session) -> dict[str, Any]:
+    """Return what the run is made of, flat: its config, its data, the code's commit and the versions."""
+    prepared = session.prepared
+    data = {
+        "sources": prepared.source_names,
+        "packing": prepared.packing.value,
+        "fingerprint": prepared.train.fingerprint,
+        "train": _size(prepared.train),
+        "validation": _size(prepared.validation) if prepared.validation else {},
+    }
+    environment = json.loads((session.folder / "environment.json").read_text(encoding="utf-8"))
+    return {
+        **dict(leaves(recorded(session.cfg))),
+        **{f"data_summary.{key}": value for key, value in leaves(data)},
+        **{f"environment.{key}": value for key, value in leaves(environment)},
+        "commit": environment["commit"],
+    }
+
+
+def hand_on_answers(session: Session, step: int) -> None:
+    """Hand on what the model answered at an evaluation, of which each answer is a line of a file."""
+    if not session.trackers.is_on:
+        return
+    # The file may be cut off: a disk that is full has been told, and is no reason to end a run.
+    with (
+        suppress(OSError, ValueError),
+        (session.folder / "evaluations" / f"step-{step}.jsonl").open(encoding="utf-8") as lines,
+    ):
+        session.trackers.answers(step, ANSWERS, [json.loads(line) for line in lines])
+
+
+def hand_on_end(session: Session, steps: int, samples: list[dict[str, str]]) -> None:
+    """Hand on the last answers, and figures of the whole run as transformers has them.
+
+    Args:
+        session: that has done its last step.
+        steps: of the whole run.
+        samples: of samples.jsonl.
+    """
+    if not session.trackers.is_on:
+        return
+    seconds = time.monotonic() - session.started
+    done = steps - session.trackers.first_step
+    values = {
+        "train_runtime": seconds,
+        "train_steps_per_second": done / seconds,
+        "train_samples_per_second": done * session.cfg.batch.global_size / seconds,
+        "train_loss": _mean_loss(session),
+    }
+    session.trackers.answers(steps, SAMPLES, samples)
+    session.trackers.summary(steps, values)
+
+
+def _size(store: Store) -> dict[str, int]:
+    return {"samples": len(store), "tokens": store.num_tokens, "trained_tokens": store.num_trained_tokens}
+
+
+def _mean_loss(session: Session) -> float:
+    """Return the mean over the trained tokens of the run, by what metrics.jsonl says."""
+    total = tokens = before = 0.0
+    with suppress(OSError, ValueError, KeyError), (session.folder / "metrics.jsonl").open(encoding="utf-8") as lines:
+        for line in lines:
+            row = figures(json.loads(line))
+            if is_evaluation(row):
+                continue
+            since, before = row["trained_tokens"] - before, row["trained_tokens"]
+            if math.isfinite(row["loss"]):
+                total += row["loss"] * since
+                tokens += since
+    return total / tokens if tokens else math.nan

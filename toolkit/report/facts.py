@@ -1,0 +1,354 @@
+"""What a report says in words and numbers: the figures on top, the tables, and how to do it again."""
+
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from datetime import datetime
+from typing import Any
+
+from toolkit.messages import printable, tr
+from toolkit.report import differences
+from toolkit.report.drawings import GIB, happened
+from toolkit.report.folder import DONE, FAILED, RUNNING, Run
+
+_MOST_ROWS = 60
+_GOOD, _BAD = "good", "bad"
+NONE = "—"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Tile:
+    """A figure on top of the page."""
+
+    label: str
+    value: str
+    detail: str = ""
+    tone: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Table:
+    """Rows with the same columns."""
+
+    heads: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    marked: set[int] = field(default_factory=set)
+    """Rows that stand out."""
+    title: str = ""
+    note: str = ""
+
+
+def status(run: Run) -> tuple[str, str]:
+    """Return a run's state, as a name for the page's colours and as words."""
+    words = {DONE: tr("finished"), FAILED: tr("failed"), RUNNING: tr("running")}
+    return run.status, words.get(run.status, tr("stopped, unfinished"))
+
+
+def clock(seconds: float) -> str:
+    """Return a duration as hours, minutes and seconds."""
+    whole = round(seconds)
+    return f"{whole // 3600}:{whole % 3600 // 60:02d}:{whole % 60:02d}"
+
+
+def tiles(run: Run) -> list[Tile]:
+    """Return the figures that answer first what one asks of a run."""
+    found = [_validation(run), _training(run), _steps(run), _tokens(run), _speed(run), _memory(run), _time(run)]
+    return [tile for tile in (*found, _trouble(run)) if tile is not None]
+
+
+def _validation(run: Run) -> Tile | None:
+    history = run.history
+    if history.best is None:
+        return None
+    best, at = history.best
+    last = next((row["eval_loss"] for row in reversed(history.evaluations) if "eval_loss" in row), best)
+    detail = tr("best {loss} at step {step}", loss=f"{best:.4f}", step=f"{at:,}")
+    return Tile(label=tr("Validation loss"), value=f"{last:.4f}", detail=detail, tone=_GOOD if last <= best else "")
+
+
+def _training(run: Run) -> Tile | None:
+    last = run.history.training.last("loss")
+    if last is None:
+        return None
+    first = run.history.first_loss or last
+    return Tile(label=tr("Training loss"), value=f"{last:.4f}", detail=tr("from {loss}", loss=f"{first:.4f}"))
+
+
+def _steps(run: Run) -> Tile:
+    epochs = run.history.training.last("epoch")
+    detail = tr("of {total}", total=f"{run.total_steps:,}") if run.total_steps else ""
+    if epochs is not None:
+        detail += (", " if detail else "") + tr("{epochs} epochs", epochs=f"{epochs:.2f}")
+    return Tile(label=tr("Steps"), value=f"{run.step:,}", detail=detail)
+
+
+def _tokens(run: Run) -> Tile | None:
+    total, trained = (run.history.training.last(name) for name in ("total_tokens", "trained_tokens"))
+    if total is None:
+        return None
+    detail = tr("{count} of them trained", count=short(trained)) if trained is not None else ""
+    return Tile(label=tr("Tokens"), value=short(total), detail=detail)
+
+
+def short(value: float) -> str:
+    """Return a number with three digits and a letter for its size."""
+    for limit, letter in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e4, "k")):
+        if abs(value) >= limit:
+            return f"{value / (1000 if letter == 'k' else limit):.3g}{letter}"
+    return f"{value:,.0f}"
+
+
+def speed(run: Run) -> float | None:
+    """Return tokens per second over all steps that were logged, None where there are none."""
+    found = run.history.training.series("tokens_per_s")
+    weights = dict(run.history.training.series("step_s"))
+    seconds = sum(weights[step].mean for step, _ in found if step in weights)
+    return sum(one.mean * weights[step].mean for step, one in found if step in weights) / seconds if seconds else None
+
+
+def _speed(run: Run) -> Tile | None:
+    found = speed(run)
+    if found is None:
+        return None
+    share = [(name, run.history.training.series(name)) for name in ("mfu", "mfu_matmul")]
+    detail = ""
+    for name, series in share:
+        if series and not detail:
+            mean = f"{sum(one.mean for _, one in series) / len(series):.0%}"
+            detail = f"MFU {mean}" if name == "mfu" else tr("{share} of matmul", share=mean)
+    return Tile(label=tr("Tokens per second"), value=f"{found:,.0f}", detail=detail)
+
+
+def peak(run: Run) -> tuple[float | None, float | None]:
+    """Return a rank's highest memory and what was planned, bytes; of a GPU, without one of the process."""
+    training = run.history.training
+    most = training.most("device_memory_peak_bytes")
+    return training.most("host_memory_peak_bytes") if most is None else most, training.most("planned_memory_bytes")
+
+
+def _memory(run: Run) -> Tile | None:
+    most, planned = peak(run)
+    if most is None:
+        return None
+    detail = tr("of {planned} GiB planned", planned=f"{planned / GIB:.2f}") if planned else ""
+    tone = _BAD if planned and most > planned else ""
+    return Tile(label=tr("Memory of a rank"), value=f"{most / GIB:.2f} GiB", detail=detail, tone=tone)
+
+
+def _time(run: Run) -> Tile | None:
+    if not run.history.seconds:
+        return None
+    began, ended = _begun(run), run.history.training.last("time")
+    detail = tr("in steps")
+    if began is not None and ended is not None and ended > began:
+        detail = tr("in steps; {time} from the start on", time=clock(ended - began))
+    return Tile(label=tr("Time"), value=clock(run.history.seconds), detail=detail)
+
+
+def _begun(run: Run) -> float | None:
+    for row in run.starts[:1]:
+        try:
+            return datetime.strptime(str(row.get("time")), "%Y-%m-%dT%H:%M:%S%z").timestamp()
+        except (ValueError, OverflowError):
+            return None
+    return None
+
+
+def _trouble(run: Run) -> Tile:
+    training = run.history.training
+    bad, skipped, rewinds = (int(training.last(name) or 0) for name in ("bad_steps", "skipped_steps", "rewinds"))
+    restarts = max(len(run.starts) - 1, 0)
+    parts = [
+        tr("restarts: {count}", count=restarts) if restarts else "",
+        tr("steps left out: {count}", count=skipped) if skipped else "",
+        tr("rewinds: {count}", count=rewinds) if rewinds else "",
+    ]
+    return Tile(
+        label=tr("Bad steps"),
+        value=f"{bad:,}",
+        detail=", ".join(filter(None, parts)) or tr("no restarts"),
+        tone=_BAD if bad or rewinds else "",
+    )
+
+
+def overview(runs: Sequence[Run]) -> Table:
+    """Return the figures of several runs, a row for each."""
+    rows = []
+    for run in runs:
+        last = run.history.training.last("loss")
+        pace, (most, planned) = speed(run), peak(run)
+        memory = (
+            f"{most / GIB:.2f} / {planned / GIB:.2f}" if most and planned else f"{most / GIB:.2f}" if most else NONE
+        )
+        rows.append(
+            [
+                run.name,
+                status(run)[1],
+                f"{run.step:,}" + (f" / {run.total_steps:,}" if run.total_steps else ""),
+                f"{last:.4f}" if last is not None else NONE,
+                f"{run.history.best[0]:.4f}" if run.history.best else NONE,
+                f"{pace:,.0f}" if pace else NONE,
+                memory,
+                clock(run.history.seconds) if run.history.seconds else NONE,
+            ]
+        )
+    heads = (
+        *(tr("run"), tr("state"), tr("steps"), tr("training loss"), tr("best validation loss")),
+        *(tr("tokens per second"), tr("GiB, measured / planned"), tr("time in steps")),
+    )
+    known = [run.history.best[0] for run in runs if run.history.best]
+    best = {place for place, run in enumerate(runs) if run.history.best and run.history.best[0] == min(known)}
+    return Table(heads=heads, rows=rows, marked=best, note=tr("Marked: the lowest validation loss."))
+
+
+def events(run: Run) -> Table | None:
+    """Return what happened in a run, in the order of its steps."""
+    found = happened(run)
+    if not found:
+        return None
+    left = max(len(found) - _MOST_ROWS, 0) + run.history.more_events
+    note = tr("{count} more are not listed.", count=f"{left:,}") if left else ""
+    rows = [[event.kind, f"{event.step:,}", event.text] for event in found[:_MOST_ROWS]]
+    return Table(heads=(tr("event"), tr("step"), tr("details")), rows=rows, note=note)
+
+
+def settings(runs: Sequence[Run]) -> Table | None:
+    """Return what one run sets otherwise than its recipe and the defaults, or in what several differ."""
+    if len(runs) > 1:
+        rows = [[one.key, *one.values] for one in differences.between(runs)]
+        return Table(heads=(tr("setting"), *(run.name for run in runs)), rows=rows) if rows else None
+    changed, has_recipe = differences.of_run(runs[0])
+    if not changed:
+        return None
+    recipe = tr("recipe {name}", name=runs[0].config.get("recipe", ""))
+    heads: Sequence[str] = (tr("setting"), tr("this run"), recipe, tr("default"))
+    note = tr("Marked: not what the recipe says, as it is installed here. All settings are in config.yaml.")
+    if not has_recipe:
+        heads = (heads[0], heads[1], heads[3])
+        note = tr(
+            "The run's recipe is not installed here: compared with the defaults. All settings are in config.yaml."
+        )
+    rows = [[one.key, *(one.values if has_recipe else (one.values[0], one.values[2]))] for one in changed]
+    marked = {place for place, one in enumerate(changed) if one.is_new} if has_recipe else set()
+    return Table(heads=heads, rows=rows, marked=marked, note=note)
+
+
+def plan(run: Run) -> Table | None:
+    """Return the memory of a rank that was planned for each phase of a run."""
+    phases = run.plan.get("device_bytes")
+    rows = []
+    for phase, parts in phases.items() if isinstance(phases, dict) else ():
+        if isinstance(parts, dict) and all(isinstance(size, (int, float)) for size in parts.values()):
+            told = ", ".join(f"{name} {size / GIB:.3g}" for name, size in parts.items())
+            rows.append([phase, f"{sum(parts.values()) / GIB:.3g}", told])
+    step_s, pace = run.plan.get("step_s"), run.plan.get("tokens_per_s")
+    note = ""
+    if isinstance(step_s, float) and isinstance(pace, float):
+        note = tr("A step was planned to take {time} s: {pace} tokens/s.", time=f"{step_s:.3g}", pace=f"{pace:,.0f}")
+    heads = (tr("phase"), tr("GiB of tensors, planned"), tr("of it"))
+    return Table(heads=heads, rows=rows, note=note) if rows else None
+
+
+def data_card(run: Run) -> list[Table]:
+    """Return what a run learns from."""
+    data, found = run.data, []
+    splits = data.get("splits")
+    counts = ("samples", "tokens", "trained_tokens", "shortest", "median", "longest")
+    if isinstance(splits, dict) and splits:
+        rows = [
+            [name, *(_count(split.get(key)) for key in counts)]
+            for name, split in splits.items()
+            if isinstance(split, dict)
+        ]
+        heads = [tr("split"), tr("samples"), tr("tokens"), tr("trained"), tr("shortest"), tr("median"), tr("longest")]
+        dropped = data.get("dropped")
+        reasons = dropped if isinstance(dropped, dict) else {}
+        note = "; ".join(f"{reason}: {_count(count)}" for reason, count in reasons.items())
+        found.append(Table(heads=heads, rows=rows, note=tr("Rows left out: {reasons}.", reasons=note or tr("none"))))
+    sources = data.get("sources")
+    if isinstance(sources, list) and sources:
+        keys = ("rows", "samples", "tokens", "trained_tokens")
+        rows = [
+            [str(one.get("name")), str(one.get("split")), *(_count(one.get(key)) for key in keys)]
+            for one in sources[:_MOST_ROWS]
+            if isinstance(one, dict)
+        ]
+        heads = [tr("source"), tr("split"), tr("rows"), tr("samples"), tr("tokens"), tr("trained")]
+        found.append(Table(heads=heads, rows=rows))
+    return found
+
+
+def _count(value: object) -> str:
+    return f"{value:,}" if isinstance(value, (int, float)) else NONE
+
+
+def environment(runs: Sequence[Run]) -> Table | None:
+    """Return versions and machines, a column for each run."""
+    kept: dict[str, list[str]] = {}
+    for place, run in enumerate(runs):
+        for name, value in _environment(run).items():
+            kept.setdefault(name, [NONE] * len(runs))[place] = value
+    rows = [[name, *values] for name, values in kept.items()]
+    marked = {place for place, row in enumerate(rows) if len(set(row[1:])) > 1}
+    heads = ("", *(run.name if len(runs) > 1 else tr("this run") for run in runs))
+    return Table(heads=heads, rows=rows, marked=marked) if rows else None
+
+
+def _environment(run: Run) -> dict[str, str]:
+    known = run.environment
+    hosts, packages = known.get("hosts"), known.get("packages")
+    names = dict.fromkeys(map(str, hosts)) if isinstance(hosts, list) else {}
+    found = {
+        tr("ranks"): known.get("world_size"),
+        tr("machines"): ", ".join(list(names)[:8]) + (" …" if len(names) > 8 else ""),
+        "GPU": known.get("device"),
+        tr("processors"): known.get("processors"),
+        tr("system"): known.get("platform"),
+        tr("commit"): known.get("commit"),
+        "Python": known.get("python"),
+        **(packages if isinstance(packages, dict) else {}),
+    }
+    return {name: str(value) for name, value in found.items() if value not in (None, "")}
+
+
+def commands(run: Run) -> list[tuple[str, str]]:
+    """Return how a run was started, each time, and how to do it again: what it is, and the words to type."""
+    found, last = [], ""
+    for row in run.starts[-_MOST_ROWS:]:
+        words = row.get("command")
+        if not isinstance(words, list) or not words:
+            continue
+        text = printable(shlex.join(map(str, words)))
+        if text == last:
+            continue
+        last = text
+        step = row.get("from_step")
+        found.append((tr("{time}, from step {step}", time=row.get("time", "?"), step=step), text))
+    if run.config:
+        again = [*_start(run), f"recipe={run.folder / 'config.yaml'}", "run.name=NAME"]
+        found.append((tr("The same settings, whatever the recipe says by now"), printable(shlex.join(again))))
+    return found
+
+
+def _start(run: Run) -> list[str]:
+    """Return the words that start as many ranks as a run had."""
+    ranks, hosts = run.environment.get("world_size"), run.environment.get("hosts")
+    if isinstance(hosts, list) and len(set(map(str, hosts))) > 1:
+        return ["toolkit", "launch", "hostfile=hostfile"]  # which names the machines and their ranks
+    start = ["deepspeed", "--num_gpus", str(ranks)] if isinstance(ranks, int) and ranks > 1 else ["python"]
+    return [*start, "run.py"]
+
+
+def head(run: Run) -> list[str]:
+    """Return what a run is, in a few words."""
+    model, tuning, zero = run.section("model"), run.section("tuning"), run.section("zero")
+    ranks: Any = run.environment.get("world_size")
+    parts = [
+        tr("recipe {name}", name=run.config["recipe"]) if run.config.get("recipe") else "",
+        str(model.get("name") or model.get("path") or ""),
+        str(tuning.get("method", "")),
+        f"ZeRO-{zero['stage']}" if "stage" in zero else "",
+        str(run.section("precision").get("dtype", "")),
+        tr("{count} ranks", count=ranks) if ranks else "",
+    ]
+    return [printable(part) for part in parts if part]

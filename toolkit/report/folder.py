@@ -1,0 +1,195 @@
+"""A run folder as a report needs it: everything is optional, as a run may have died anywhere, and of bounded size."""
+
+import json
+import os
+import socket
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from toolkit.errors import RunFolderError
+from toolkit.messages import printable, tr
+from toolkit.report import answers, rows
+from toolkit.secrets import hide_all
+
+_LARGEST_BYTES = 16 << 20
+"""Of a file that is read whole."""
+_MOST_LINES = 1000
+_IS_RUN = ("metrics.jsonl", "config.yaml", "environment.json", "logs/starts.jsonl", "DONE", "FAILED")
+"""A folder with one of these is a run's."""
+DONE, FAILED, RUNNING, UNFINISHED = "done", "failed", "running", "unfinished"
+
+
+@dataclass(kw_only=True, slots=True)
+class Run:
+    """What a run folder holds."""
+
+    folder: Path
+    """Absolute."""
+    name: str
+    """What tells it from the other runs of a report."""
+    history: rows.History
+    config: dict[str, Any]
+    environment: dict[str, Any]
+    plan: dict[str, Any]
+    data: dict[str, Any]
+    summary: dict[str, Any]
+    """Of the DONE marker."""
+    failure: str
+    """Of the FAILED marker, "" without one."""
+    starts: list[dict[str, Any]]
+    """Every start, the oldest first."""
+    bad_steps: dict[int, str]
+    """What went wrong in steps that were left out."""
+    answers: answers.Answers
+    """To validation samples, over time."""
+    samples: list[dict[str, Any]]
+    """Answers to the recipe's own questions, at the end."""
+
+    @property
+    def status(self) -> str:
+        """Return DONE, FAILED, RUNNING (by a process of this machine) or UNFINISHED."""
+        if self.summary:
+            return DONE
+        if self.failure:
+            return FAILED
+        return RUNNING if _is_worked_on(self.folder) else UNFINISHED
+
+    @property
+    def total_steps(self) -> int | None:
+        """Return the optimizer steps that the run is to have, None where it is not known."""
+        found = self.summary.get("steps") or self.data.get("total_steps") or self.section("train").get("max_steps")
+        return int(found) if isinstance(found, (int, float)) and found else None
+
+    @property
+    def step(self) -> int:
+        """Return the last step that was logged, 0 without one."""
+        return int(self.history.training.last("step") or 0)
+
+    def section(self, name: str) -> dict[str, Any]:
+        """Return a section of the config, {} without one."""
+        found = self.config.get(name)
+        return found if isinstance(found, dict) else {}
+
+
+def read_run(path: Path) -> Run:
+    """Read a run folder.
+
+    Args:
+        path: the folder; wherever it has been copied to.
+
+    Raises:
+        RunFolderError: it is no folder of a run, or cannot be read.
+    """
+    folder = path.absolute()
+    if not any((folder / name).is_file() for name in _IS_RUN):
+        raise RunFolderError(
+            tr(
+                "{folder} is no folder of a run: it has none of {files}. Give the folder that run.dir and run.name "
+                "make, such as runs/NAME.",
+                folder=path,
+                files=", ".join(_IS_RUN),
+            )
+        )
+    try:
+        history = rows.read(folder / "metrics.jsonl")
+    except OSError as error:
+        raise RunFolderError(
+            tr("{file} cannot be read: {reason}.", file=folder / "metrics.jsonl", reason=error.strerror or error)
+        ) from error
+    return Run(
+        folder=folder,
+        name=folder.name,
+        history=history,
+        config=_latest(folder, "config.yaml"),
+        environment=_latest(folder, "environment.json"),
+        plan=_mapping(folder / "plan.json"),
+        data=_mapping(folder / "data.json"),
+        summary=_mapping(folder / "DONE"),
+        failure=_text(folder / "FAILED").strip(),
+        starts=_lines(folder / "logs" / "starts.jsonl"),
+        bad_steps=_bad_steps(folder),
+        answers=answers.read(folder / "evaluations"),
+        samples=_lines(folder / "samples.jsonl"),
+    )
+
+
+def told_apart(runs: list[Run]) -> None:
+    """Give runs of the same name as much of their paths as tells them apart."""
+    for run in runs:
+        parts = run.folder.parts
+        others = [other.folder.parts for other in runs if other.folder != run.folder]
+        length = 1
+        while any(parts[-length:] == other[-length:] for other in others):
+            length += 1
+        run.name = printable("/".join(parts[-length:]))
+
+
+def _text(path: Path) -> str:
+    """Return a small text file as it may be shown; "" if there is none."""
+    with suppress(OSError):
+        if path.is_file():
+            with path.open("rb") as file:
+                return file.read(_LARGEST_BYTES).decode("utf-8", errors="replace")
+    return ""
+
+
+def _latest(folder: Path, name: str) -> dict[str, Any]:
+    """Return a file of the newest session; a run that was started again and died at once has put it aside."""
+    kept = sorted((folder / "logs").glob(f"{Path(name).stem}*{Path(name).suffix}"), key=_age)
+    return next((found for path in [folder / name, *kept] if (found := _mapping(path))), {})
+
+
+def _age(path: Path) -> float:
+    try:
+        return -path.stat().st_mtime
+    except OSError:
+        return 0.0
+
+
+def _mapping(path: Path) -> dict[str, Any]:
+    """Return what a file of JSON or YAML holds, its secrets hidden; {} if that is no mapping."""
+    found: object = {}
+    with suppress(ValueError, RecursionError, yaml.YAMLError):
+        text = _text(path)
+        found = yaml.safe_load(text) if path.suffix == ".yaml" else json.loads(text or "{}")
+    return dict(hide_all(found)) if isinstance(found, dict) else {}
+
+
+def _lines(path: Path) -> list[dict[str, Any]]:
+    found = []
+    with suppress(OSError):
+        for row in rows.json_lines(path):
+            if row is not None:
+                found.append(row)
+            if len(found) == _MOST_LINES:
+                break
+    return list(hide_all(found))
+
+
+def _bad_steps(folder: Path) -> dict[int, str]:
+    """Return the text of each step that has a file of its samples; of very many the first."""
+    found: dict[int, str] = {}
+    for path in sorted((folder / "logs").glob("bad-step-*.jsonl"))[:_MOST_LINES]:
+        with suppress(OSError, TypeError, ValueError):
+            head = next(rows.json_lines(path), None) or {}
+            found[int(head["step"])] = str(head["text"])
+    return found
+
+
+def _is_worked_on(folder: Path) -> bool:
+    """Whether the process that holds the run's lock is one of this machine, and there."""
+    lock = _mapping(folder / "run.lock")
+    pid = lock.get("pid")
+    if lock.get("host") != socket.gethostname() or not isinstance(pid, int) or pid <= 0:
+        return False
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:
+        return True
+    return True

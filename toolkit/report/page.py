@@ -1,0 +1,250 @@
+"""A report as one HTML file that needs nothing else, and its charts as PNG files."""
+
+import base64
+import hashlib
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib import resources
+from typing import Any
+
+import altair as alt
+import jinja2
+import vl_convert
+from markupsafe import Markup
+
+import toolkit
+from toolkit.messages import current_language, printable, tr
+from toolkit.report import charts, facts
+from toolkit.report.charts import Drawing
+from toolkit.report.facts import Table
+from toolkit.report.folder import Run
+from toolkit.report.fonts import PNG_FONTS
+from toolkit.secrets import hide, hide_all
+
+GENERATOR = "deepspeed-finetuning-toolkit report"
+"""What a page of ours says in its head: such a one may be replaced."""
+_PAGE_FONTS = "system-ui, -apple-system, Segoe UI, Roboto, sans-serif"
+_INK = "#16202e"
+_PNG_WIDTH, _PNG_HEIGHT, _PNG_SCALE = 860, 320, 2.0
+_VEGA_LITE = ".".join(alt.SCHEMA_VERSION.removeprefix("v").split(".")[:2])
+
+
+@dataclass(kw_only=True, slots=True)
+class Section:
+    """A part of the page."""
+
+    id: str
+    title: str
+    drawings: Sequence[Drawing] = ()
+    tables: Sequence[Table] = ()
+    samples: Sequence[dict[str, Any]] = ()
+    commands: Sequence[tuple[str, str]] = ()
+    note: str = ""
+    empty: str = ""
+    """What is said where there is nothing yet."""
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is nothing in it."""
+        return not (self.drawings or self.tables or self.samples or self.commands or self.empty)
+
+
+def render(runs: Sequence[Run], drawings: dict[str, list[Drawing]], images: str) -> str:
+    """Return the page.
+
+    Args:
+        runs: one, or several with names that tell them apart.
+        drawings: of `draw`.
+        images: name of the folder with the charts as PNG files.
+    """
+    one = runs[0] if len(runs) == 1 else None
+    drawn = [drawing for of_section in drawings.values() for drawing in of_section]
+    program, library = _file("report.js"), vl_convert.javascript_bundle("window.vegaEmbed = vegaEmbed;", _VEGA_LITE)
+    environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, finalize=_shown)
+    return environment.from_string(_file("report.html.j2")).render(
+        language="zh-CN" if current_language() == "zh" else "en",
+        generator=GENERATOR,
+        title=one.name if one else tr("{count} runs compared", count=len(runs)),
+        state=facts.status(one) if one else None,
+        head=facts.head(one) if one else [run.name for run in runs],
+        failure=one.failure[:4000] if one and not one.summary else "",
+        tiles=facts.tiles(one) if one else [],
+        sections=[section for section in _sections(runs, drawings) if not section.is_empty],
+        words={
+            "kind": tr("Training run") if one else tr("Comparison of training runs"),
+            "noscript": tr("The charts need JavaScript; as pictures they are in {folder}.", folder=f"{images}/"),
+            "made": tr(
+                "Made by {name} {version} on {time}. The page needs no network.",
+                name="DeepSpeed fine-tuning toolkit",
+                version=toolkit.__version__,
+                time=time.strftime("%Y-%m-%d %H:%M:%S %z"),
+            ),
+        },
+        charts={
+            "specs": {drawing.name: _without_legends(hide_all(_spec(drawing))) for drawing in drawn},
+            "config": charts.config("currentColor", _PAGE_FONTS),
+            "failed": tr("This chart could not be drawn; the browser's console says why."),
+        },
+        # Only these two scripts run, whatever else should ever get into the page.
+        allowed=" ".join(f"'sha256-{_digest(text)}'" for text in (library, program)),
+        style=Markup(_file("report.css")),  # noqa: S704
+        library=Markup(library),  # noqa: S704
+        program=Markup(program),  # noqa: S704
+    )
+
+
+def _shown(value: Any) -> Any:
+    """Return what is put into the page: texts without secrets, and without what turns the direction of writing."""
+    return printable(hide(value)) if type(value) is str else value
+
+
+def _spec(drawing: Drawing) -> dict[str, Any]:
+    """Return a chart for Vega-Lite, without a look of its own."""
+    found: dict[str, Any] = drawing.chart.definition.to_dict()
+    found.pop("config", None)
+    return found
+
+
+def _without_legends(part: Any) -> Any:
+    """Return a chart, or a part of it, without its legends: the page writes them itself."""
+    if isinstance(part, dict):
+        return {name: None if name == "legend" else _without_legends(inner) for name, inner in part.items()}
+    return [_without_legends(inner) for inner in part] if isinstance(part, list) else part
+
+
+def png(drawing: Drawing) -> bytes:
+    """Return a chart as a picture on white."""
+    found = {
+        **hide_all(_spec(drawing)),
+        "title": drawing.title,
+        "width": _PNG_WIDTH,
+        "height": _PNG_HEIGHT,
+        "config": {**charts.config(_INK, PNG_FONTS), "background": "#ffffff", "padding": 16},
+    }
+    image: bytes = vl_convert.vegalite_to_png(found, vl_version=_VEGA_LITE, scale=_PNG_SCALE, allowed_base_urls=[])
+    return image
+
+
+def _file(name: str) -> str:
+    return (resources.files("toolkit.report") / "page" / name).read_text(encoding="utf-8")
+
+
+def _digest(text: str) -> str:
+    return base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
+
+
+def _sections(runs: Sequence[Run], drawings: dict[str, list[Drawing]]) -> list[Section]:
+    one = runs[0] if len(runs) == 1 else None
+    happened = facts.events(one) if one else None
+    planned = facts.plan(one) if one else None
+    changed = facts.settings(runs)
+    known = facts.environment(runs)
+    return [
+        *([] if one else [Section(id="overview", title=tr("At a glance"), tables=[facts.overview(runs)])]),
+        Section(
+            id="learning",
+            title=tr("Learning"),
+            drawings=drawings.get("learning", ()),
+            tables=[happened] if happened else (),
+            empty="" if drawings.get("learning") else tr("No step has been logged yet."),
+        ),
+        Section(id="speed", title=tr("Speed"), drawings=drawings.get("speed", ())),
+        Section(
+            id="memory",
+            title=tr("Memory"),
+            drawings=drawings.get("memory", ()),
+            tables=[planned] if planned else (),
+        ),
+        _answers(runs),
+        Section(
+            id="data",
+            title=tr("Data"),
+            drawings=drawings.get("data", ()),
+            tables=facts.data_card(one) if one else (),
+        ),
+        Section(
+            id="settings",
+            title=tr("Settings") if one else tr("Settings that differ"),
+            tables=[changed] if changed else (),
+            empty="" if changed or one else tr("None: the settings are the same."),
+        ),
+        Section(id="environment", title=tr("Environment"), tables=[known] if known else ()),
+        _again(runs),
+    ]
+
+
+def _answers(runs: Sequence[Run]) -> Section:
+    """Return what models said: of one run over time, of several what each said last."""
+    section = Section(id="answers", title=tr("Answers"))
+    if len(runs) > 1:
+        section.samples = _compared(runs)
+        return section
+    found, run = runs[0].answers, runs[0]
+    section.samples = [
+        {
+            "where": sample.where,
+            "prompt": sample.prompt,
+            "answers": [
+                *(
+                    _answer(tr("step {step}", step=f"{step:,}"), sample.said[step], sample.scores.get(step, {}))
+                    for step in found.steps
+                    if step in sample.said
+                ),
+                *([_answer(tr("reference"), sample.reference, {}, is_reference=True)] if sample.reference else []),
+            ],
+        }
+        for sample in found.samples
+    ] + [
+        {
+            "where": tr("asked at the end"),
+            "prompt": str(row.get("prompt", "")),
+            "answers": [_answer(tr("answer"), str(row.get("answer", "")), {})],
+        }
+        for row in run.samples[:_MOST_QUESTIONS]
+    ]
+    if found.evaluations > len(found.steps):
+        section.note = tr("{shown} of {count} evaluations are shown.", shown=len(found.steps), count=found.evaluations)
+    return section
+
+
+_MOST_QUESTIONS = 20
+
+
+def _compared(runs: Sequence[Run]) -> list[dict[str, Any]]:
+    asked: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    references: dict[tuple[str, str], str] = {}
+    for run in runs:
+        for sample in run.answers.samples:
+            last = max(sample.said)
+            title = f"{run.name} · " + tr("step {step}", step=f"{last:,}")
+            answer = _answer(title, sample.said[last], sample.scores.get(last, {}))
+            # Copies of one data set may lie in several places: the question alone tells samples apart.
+            asked.setdefault((sample.prompt, sample.reference), []).append(answer)
+            references[sample.prompt, sample.reference] = sample.where
+    return [
+        {
+            "where": references[key],
+            "prompt": key[0],
+            "answers": [*said, *([_answer(tr("reference"), key[1], {}, is_reference=True)] if key[1] else [])],
+        }
+        for key, said in asked.items()
+        if len(said) > 1
+    ]
+
+
+def _answer(title: str, text: str, scores: dict[str, float], is_reference: bool = False) -> dict[str, Any]:
+    score = " · ".join(f"{name} {value:.3g}" for name, value in list(scores.items())[:2])
+    return {"title": title, "text": text or tr("(nothing)"), "score": score, "is_reference": is_reference}
+
+
+def _again(runs: Sequence[Run]) -> Section:
+    named = len(runs) > 1
+    found = [
+        (f"{run.name}: {label}" if named else label, command) for run in runs for label, command in facts.commands(run)
+    ]
+    commits = {str(run.environment.get("commit", "")) for run in runs}
+    note = ""
+    if any(commit.endswith("+changes") for commit in commits):
+        note = tr("The toolkit had changes that are in no commit (+changes): the commit alone does not make it again.")
+    return Section(id="again", title=tr("Do it again"), commands=found, note=note)

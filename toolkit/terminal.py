@@ -1,0 +1,196 @@
+"""What the user sees beside lines: long phases with their progress, and on a terminal one live view.
+
+Where nobody watches (a pipe, a scheduler's log) there are plain lines that can be searched, and rich is not imported.
+"""
+
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, TextIO
+
+from toolkit.messages import say, tr
+
+if TYPE_CHECKING:
+    from rich.live import Live
+
+SCHEDULERS = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "CI")
+"""Variables that say that nobody watches, even where there is a terminal."""
+WORTH_TELLING_S = 10.0
+"""Phases that take less leave no line."""
+EVERY_S = 30.0
+"""How often a plain line tells that a phase goes on."""
+BYTES = "B"
+
+_display = "auto"
+_is_session = False
+_shown: list[Callable[[], Any]] = []
+_live: "Live | None" = None
+
+
+def set_display(display: str) -> None:
+    """Choose how the progress of a training session is shown; that of other commands goes to stderr, beside answers.
+
+    Args:
+        display: `run.display`.
+    """
+    global _display, _is_session
+    _display, _is_session = display, True
+
+
+def is_live(environment: Mapping[str, str] = os.environ) -> bool:
+    """Return whether there is a live view: asked for, or on a terminal that nobody else's program reads.
+
+    Args:
+        environment: variables.
+    """
+    if _display != "auto":
+        return _display == "live"
+    is_watched = _stream().isatty() and environment.get("TERM", "") not in ("", "dumb")
+    return is_watched and not any(environment.get(name) for name in SCHEDULERS)
+
+
+def _stream() -> TextIO:
+    return sys.stdout if _is_session else sys.stderr
+
+
+def line(text: str) -> None:
+    """Write a line, above the live view if there is one; the terminal wraps it, so that it can be copied whole.
+
+    Args:
+        text: without an end of line.
+    """
+    live = _live
+    if live is not None:
+        from rich.text import Text
+
+        live.console.print(Text(text), soft_wrap=True)
+    elif _is_session:
+        say(text)
+    else:
+        sys.stderr.write(text + "\n")
+        sys.stderr.flush()
+
+
+@contextmanager
+def showing(view: Callable[[], Any]) -> Iterator[None]:
+    """Keep a view at the bottom of the terminal; lines that are printed go above it.
+
+    Args:
+        view: returns something that rich shows; it is called several times a second.
+    """
+    _shown.append(view)
+    _follow()
+    try:
+        yield
+    finally:
+        _shown.remove(view)
+        _follow()
+
+
+def show_cursor() -> None:
+    """Give the terminal its cursor back: for a process that is about to end without unwinding."""
+    if _live is not None:
+        os.write(sys.__stderr__.fileno() if sys.__stderr__ else 2, b"\x1b[?25h")
+
+
+def _made(view: Callable[[], Any]) -> Any:
+    """Return what a view shows; what goes wrong in it must not end a run."""
+    try:
+        return view()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def _follow() -> None:
+    """Have the live view there while something is to be shown."""
+    global _live
+    if _shown and _live is None:
+        from rich.console import Console, Group
+        from rich.live import Live
+
+        _live = Live(
+            get_renderable=lambda: Group(*map(_made, _shown)),
+            # `display=live` also where rich itself would not see a terminal.
+            console=Console(file=_stream(), force_terminal=True),
+            transient=True,
+            redirect_stderr=sys.stderr.isatty(),  # a file that gets stderr goes on getting it
+        )
+        _live.start()
+    elif not _shown and _live is not None:
+        live, _live = _live, None
+        live.stop()
+
+
+@contextmanager
+def phase(title: str, total: int = 0, unit: str = "", speaks: bool = True) -> Iterator[Callable[[int], None]]:
+    """Show how far something long has got.
+
+    Args:
+        title: what is being done, translated.
+        total: how much there is of it; 0 where that is not known.
+        unit: of what, translated; `BYTES` is shown as such.
+        speaks: whether this process tells; False shows nothing.
+
+    Yields:
+        What is called with how much more is done.
+    """
+    if not speaks:
+        yield lambda more: None
+        return
+    started = time.monotonic()
+    with _bar(title, total, unit) if is_live() else _lines(title, total, unit) as advance:
+        yield advance
+    seconds = time.monotonic() - started
+    if seconds >= WORTH_TELLING_S:
+        line(tr("{title}: done in {seconds} s.", title=title, seconds=f"{seconds:.0f}"))
+
+
+@contextmanager
+def _bar(title: str, total: int, unit: str) -> Iterator[Callable[[int], None]]:
+    from rich.progress import (
+        BarColumn,
+        DownloadColumn,
+        MofNCompleteColumn,
+        Progress,
+        SpinnerColumn,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+    )
+    from rich.text import Text
+
+    measured = (DownloadColumn() if unit == BYTES else MofNCompleteColumn(), TextColumn("" if unit == BYTES else unit))
+    counted = (BarColumn(), *measured, TimeRemainingColumn()) if total else ()
+    progress = Progress(SpinnerColumn(), TextColumn("{task.description}"), *counted, TimeElapsedColumn())
+    task = progress.add_task(Text(title).markup, total=total or None)
+    with showing(progress.get_renderable):
+        yield lambda more: progress.update(task, advance=more)
+
+
+@contextmanager
+def _lines(title: str, total: int, unit: str) -> Iterator[Callable[[int], None]]:
+    """Tell now and then, also while nothing gets further: a line is what shows that a silent minute is no hang."""
+    done, ended, started = 0, threading.Event(), time.monotonic()
+
+    def advance(more: int) -> None:
+        nonlocal done
+        done += more
+
+    def tell() -> None:
+        while not ended.wait(EVERY_S):
+            seconds = f"{time.monotonic() - started:.0f}"
+            if total:
+                share = f"{100 * done / total:.0f}"
+                line(tr("{title}: {share} % after {seconds} s.", title=title, share=share, seconds=seconds))
+            else:
+                line(tr("{title}: {seconds} s so far.", title=title, seconds=seconds))
+
+    teller = threading.Thread(target=tell, name="progress", daemon=True)
+    teller.start()
+    try:
+        yield advance
+    finally:
+        ended.set()

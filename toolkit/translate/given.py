@@ -1,0 +1,137 @@
+"""What a file of another program says, and the settings of ours that come of it."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from toolkit.config.keys import field_type
+from toolkit.errors import ConfigError
+from toolkit.messages import tr
+from toolkit.translate.key import Key
+
+
+@dataclass(kw_only=True, slots=True)
+class Given:
+    """One config of another program, read and not yet understood."""
+
+    program: str
+    """Whose config it is, as a person says it."""
+    keys: Mapping[str, Key]
+    """All keys of that program."""
+    shown: str
+    """The file, as messages name it."""
+    folder: Path
+    """Where it lies: paths in it may be relative to that."""
+    values: dict[str, Any]
+    """What it gives, without nulls."""
+    lines: dict[str, int] = field(default_factory=dict)
+    """Line of each key, where known."""
+    world_size: int | None = None
+    """Number of ranks that it is started on."""
+
+    def get(self, name: str) -> Any:
+        """Return a key's value, the program's default where it is not given."""
+        value = self.values.get(name)
+        return self.keys[name].default if value is None else value
+
+    def has(self, name: str) -> bool:
+        """Say whether a key is given."""
+        return self.values.get(name) is not None
+
+    def place(self, name: str) -> str:
+        """Return "file:line" of a key, or the file."""
+        line = self.lines.get(name)
+        return f"{self.shown}:{line}" if line else self.shown
+
+    def number(self, name: str, kind: type = float) -> Any:
+        """Return a key's value as a number.
+
+        Raises:
+            ConfigError: it is none.
+        """
+        return typed(self.get(name), kind, f"{self.place(name)}: {name}")
+
+    def flag(self, name: str) -> bool:
+        """Return a key's value as true or false, false for null.
+
+        Raises:
+            ConfigError: it is neither.
+        """
+        value = self.get(name)
+        return value is not None and bool(typed(value, bool, f"{self.place(name)}: {name}"))
+
+    def names(self, name: str) -> list[str]:
+        """Return a key's value, a list or a text with commas, as a list."""
+        value = self.get(name)
+        if value is None:
+            return []
+        return [str(item).strip() for item in (value if isinstance(value, list) else str(value).split(","))]
+
+
+@dataclass(kw_only=True, slots=True)
+class Draft:
+    """Settings of ours on their way into a recipe, and what there is to say about them."""
+
+    values: dict[str, tuple[Any, str]] = field(default_factory=dict)
+    """Our key -> (value, the keys that it comes from; "" for a default of the other program)."""
+    groups: dict[str, str] = field(default_factory=dict)
+    """Groups that are chosen by name: {model: chatglm_6b}."""
+    lost: dict[str, str] = field(default_factory=dict)
+    """Key of the other program -> why its value cannot be had here; beside what the tables say."""
+    notes: list[str] = field(default_factory=list)
+    """Further sentences."""
+
+    def put(self, key: str, value: Any, *sources: str) -> None:
+        """Set a key of ours.
+
+        Args:
+            key: dotted.
+            value: of its type.
+            sources: the keys that say so; none when it is the other program's default.
+        """
+        self.values[key] = (value, ", ".join(sources))
+
+
+def typed(value: Any, kind: Any, place: str) -> Any:
+    """Return a value of a file or a command line as a type of the schema.
+
+    Args:
+        value: number, text, true or false, list.
+        kind: type of the schema's field; other than bool, int, float and str are left alone.
+        place: "file:line: key", for the message.
+
+    Raises:
+        ConfigError: it cannot be read as that.
+    """
+    wrong = ConfigError(
+        tr("{place} = {value} must be of type {kind}.", place=place, value=value, kind=getattr(kind, "__name__", kind))
+    )
+    try:
+        if kind is bool:
+            return {"true": True, "false": False, "1": True, "0": False}[str(value).lower()]
+        if kind is int:
+            number = float(value)
+            if isinstance(value, bool) or not number.is_integer():
+                raise wrong
+            return int(number)
+        if kind is float:
+            if isinstance(value, bool):
+                raise wrong
+            return float(value)
+    except (KeyError, ValueError, TypeError, OverflowError) as error:
+        raise wrong from error
+    return str(value) if kind is str else value
+
+
+def copy_plain(given: Given, draft: Draft) -> None:
+    """Copy every key that has one counterpart of the same meaning; the program's default counts where it differs.
+
+    Raises:
+        ConfigError: a value of the wrong type.
+    """
+    for name, key in given.keys.items():
+        if not key.to or key.made or given.get(name) is None:
+            continue
+        value = typed(given.get(name), field_type(key.to), f"{given.place(name)}: {name}")
+        draft.put(key.to, value, *([name] if given.has(name) else []))

@@ -1,0 +1,58 @@
+"""The tables of docs/coming_from.md, made from what the translation itself reads."""
+
+from collections.abc import Mapping
+
+from toolkit.messages import current_language, set_language, tr
+from toolkit.translate.chatglm_keys import CHATGLM
+from toolkit.translate.factory_keys import FACTORY
+from toolkit.translate.key import Key
+from toolkit.translate.sentences import sentence
+from toolkit.translate.trainer_keys import HF, TRAINER
+
+TABLES: dict[str, Mapping[str, Key]] = {
+    "chatglm": {name: key for name, key in CHATGLM.items() if name not in TRAINER},
+    "factory": {name: key for name, key in FACTORY.items() if name not in TRAINER},
+    "trainer": HF,
+}
+"""Name of a table -> its keys; what is the Trainer's stands in its own table only."""
+
+
+def filled(page: str, language: str) -> str:
+    """Return a page with its tables made anew.
+
+    Args:
+        page: holds `<!-- table NAME -->` and `<!-- end -->` around each table.
+        language: en or zh.
+    """
+    before = current_language()
+    set_language(language)
+    try:
+        for name, keys in TABLES.items():
+            mark = f"<!-- table {name} -->\n"
+            head, _, rest = page.partition(mark)
+            _, end, tail = rest.partition("<!-- end -->")
+            if end:
+                page = head + mark + _table(keys) + end + tail
+    finally:
+        set_language(before)
+    return page
+
+
+def _table(keys: Mapping[str, Key]) -> str:
+    """Return one row for each key with a counterpart, then one for each reason that others have none."""
+    head = (tr("key there"), tr("when not given"), tr("here"), tr("what to know"))
+    rows = [_row(head), _row(("---",) * 4)]
+    reasons: dict[str, list[str]] = {}
+    for name, key in keys.items():
+        if key.to:
+            ours = ", ".join(f"`{part}`" for part in key.to.split(", "))
+            default = "" if key.default is None else f"`{str(key.default).lower()}`"
+            rows.append(_row((f"`{name}`", default, ours, sentence(key.says))))
+        else:
+            reasons.setdefault(key.says, []).append(f"`{name}`")
+    rows += [_row((", ".join(names), "", tr("none"), sentence(says))) for says, names in reasons.items()]
+    return "".join(rows)
+
+
+def _row(cells: tuple[str, ...]) -> str:
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |\n"
