@@ -1,6 +1,7 @@
 """The engine of a training session: the model, what tuning adds to it, optimizer and schedule."""
 
 import gc
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -50,11 +51,7 @@ def build_engine(cfg: RunConfig, prepared: Prepared, ds: DsConfig, total_steps: 
         tune(model, cfg.tuning, base, prepared.tokenizer, cfg.run.seed, ds.values)
         if origin.checkpoint and (known := read_base(origin.checkpoint / MODEL_DIR)):
             check_base(known, model.tuned.base, origin.checkpoint)
-    warmup = warmup_steps(cfg, total_steps)
-
-    def make_schedule(optimizer: torch.optim.Optimizer) -> Any:
-        return Schedule(optimizer, cfg.schedule, cfg.optim.lr, total_steps, warmup)
-
+    make_schedule = schedule_maker(cfg, total_steps)
     with phase(tr("Building the engine (the first time DeepSpeed compiles its ops: minutes)"), speaks=rank() == 0):
         engine = initialize(model, ds.values, cfg.train.activation_checkpointing, make_schedule, cfg.compile)
     # What building leaves behind refers to itself, and would keep the memory of weights until Python looks for it.
@@ -65,6 +62,12 @@ def build_engine(cfg: RunConfig, prepared: Prepared, ds: DsConfig, total_steps: 
     if rank() == 0:
         say(in_use)
     return engine
+
+
+def schedule_maker(cfg: RunConfig, total_steps: int) -> Callable[[torch.optim.Optimizer], Any]:
+    """Return what makes the learning-rate schedule of an optimizer."""
+    warmup = warmup_steps(cfg, total_steps)
+    return lambda optimizer: Schedule(optimizer, cfg.schedule, cfg.optim.lr, total_steps, warmup)
 
 
 def _in_use(engine: DeepSpeedEngine, cfg: RunConfig, without_liger: str) -> str:

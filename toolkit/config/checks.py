@@ -7,6 +7,7 @@ from pathlib import Path
 
 from toolkit.config.bounds import LEAST
 from toolkit.config.checks_files import check_files
+from toolkit.config.checks_own import check_own, unread_own
 from toolkit.config.checks_track import check_track
 from toolkit.config.checks_tuning import check_tuning, check_tuning_here
 from toolkit.config.layout import layout_of
@@ -20,7 +21,7 @@ from toolkit.errors import ConfigError
 from toolkit.messages import tr
 
 
-def check(loaded: Loaded, world_size: int | None = None, *, files: bool = True) -> None:
+def check(loaded: Loaded, world_size: int | None = None, *, files: bool = True, own: bool = False) -> None:
     """Apply every rule.
 
     Args:
@@ -28,17 +29,23 @@ def check(loaded: Loaded, world_size: int | None = None, *, files: bool = True) 
         world_size: number of ranks; None leaves out the rules that need it.
         files: whether folders and files that the config names must exist here; False for a config that is only
             exported for another machine.
+        own: whether a program trains a model and a data set of its own with it.
 
     Raises:
         ConfigError: the first rule that does not hold.
     """
     rules = (_numbers, _batch, _length_of_run, _schedule, _zero, _offload, _compile, _names, _restarts, _evaluate)
-    for rule in (*rules, check_tuning, check_track, check_effect, check_variables):
-        rule(loaded)
+    if own:
+        check_own(loaded)
+    for rule in (*rules, check_tuning, check_track, check_variables):
+        if not (own and rule in (_evaluate, check_tuning)):
+            rule(loaded)
+    check_effect(loaded, unread_own(loaded.cfg) if own else ())
     if world_size is not None:
         accumulation(settled(loaded.cfg), world_size, prefix(loaded, "batch.global_size"))
     if files:
-        check_files(loaded)
+        check_files(loaded, own)
+    if files and not own:
         check_tuning_here(loaded)
 
 

@@ -1,8 +1,9 @@
 """One optimizer step of data-parallel training."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from deepspeed import DeepSpeedEngine
@@ -15,6 +16,23 @@ from toolkit.train.guard import Guard
 from toolkit.train.pace import Stopwatch
 
 Batch = dict[str, torch.Tensor]
+TOKENS, SAMPLES = "tokens", "samples"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Objective:
+    """What a step sums up, and what it counts: the tokens of a language model, or a data set's samples."""
+
+    unit: str
+    """TOKENS or SAMPLES."""
+    count: Callable[[Any], int]
+    """Returns how many of a micro-batch's tokens or samples count."""
+    sizes: Callable[[list[Any]], list[int]]
+    """Returns how many are no padding in a rank's micro-batches, how many there are, and pairs of those that meet."""
+    loss_sum: Callable[[DeepSpeedEngine, Any], torch.Tensor]
+    """Runs a micro-batch forward and returns the sum of their losses, a float32 scalar on the engine's device."""
+    shape: Callable[[Any], tuple[int, ...]]
+    """Returns the size of a micro-batch, to be told where a step hangs."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -54,6 +72,7 @@ def train_step(
     guard: Guard,
     votes: Sequence[bool] = (),
     copies: int = 1,
+    objective: Objective | None = None,
 ) -> StepResult:
     """Do one optimizer step whose loss is exactly sum(token losses) / N over the global batch.
 
@@ -70,13 +89,15 @@ def train_step(
         guard: judges loss and gradient before the weights change.
         votes: this rank's answers to questions on which all must act alike; they ride on the sum that is needed anyway.
         copies: how many ranks compute the same rows.
+        objective: what is summed and counted; None: the losses of trained tokens.
 
     Raises:
         ValueError: no token of the global batch is trained.
         Diverged: fp16's loss scale cannot be lowered any more.
     """
-    micro_tokens = [num_trained_tokens(batch) for batch in micro_batches]
-    tokens = _tokens(micro_batches)
+    goal = objective or LANGUAGE
+    micro_tokens = [goal.count(batch) for batch in micro_batches]
+    tokens = goal.sizes(micro_batches)
     arrived, forward = time.perf_counter(), Stopwatch(engine.device)
     # Not read here: the host would wait for the last step's update before it queues any work of this one.
     counts = sum_over_ranks([sum(micro_tokens), *tokens, *map(float, votes)], engine.device)
@@ -84,7 +105,7 @@ def train_step(
     micro_losses = torch.zeros(len(micro_batches), device=engine.device)
     for place, batch in enumerate(micro_batches):
         forward.mark()
-        micro_sum = token_loss_sum(engine, batch)
+        micro_sum = goal.loss_sum(engine, batch)
         forward.mark()
         engine.backward(micro_sum * factor, scale_wrt_gas=False)
         micro_losses[place] = micro_sum.detach()
@@ -128,6 +149,16 @@ def _tokens(micro_batches: list[Batch]) -> list[int]:
         sum(batch["input_ids"].numel() for batch in micro_batches),
         sum(int(((batch["position_ids"] + 1) * (batch["segment_ids"] > 0)).sum()) for batch in micro_batches),
     ]
+
+
+LANGUAGE = Objective(
+    unit=TOKENS,
+    count=num_trained_tokens,
+    sizes=_tokens,
+    loss_sum=lambda engine, batch: token_loss_sum(engine, batch),  # looked up late: tests put others in its place
+    shape=lambda batch: tuple(batch["input_ids"].shape),
+)
+"""Of a language model: the cross entropies of its trained tokens."""
 
 
 def _step(engine: DeepSpeedEngine) -> None:
