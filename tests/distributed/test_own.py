@@ -21,7 +21,7 @@ STEPS = 12
 
 
 def words(folder: Path, name: str, *more: str) -> list[str]:
-    """Return the words of a small run: 37 samples are five steps, of which the last leaves a rank without a sample."""
+    """Return the words of a small run: 37 samples are five steps, the last one short."""
     return [
         f"run.dir={folder}/runs",
         f"run.name={name}",
@@ -48,17 +48,27 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the folder of the runs of one launch."""
     folder = tmp_path_factory.mktemp("own")
     every = ("checkpoint.every=4", "checkpoint.keep=9")
-    mapped = words(folder, "map", "evaluate.every=4", "evaluate.keep_best=eval_error", *every)
+    mapped = words(folder, "map", "batch.micro_per_gpu=4", "evaluate.every=4", "evaluate.keep_best=eval_error", *every)
     stream = words(folder, "stream", *every)
     itself = words(folder, "itself", *every)
     jobs = [
         ("plain", words(folder, "zero0")),
-        ("plain", words(folder, "zero3", "zero=stage3", "zero.stage3_param_persistence_threshold=0", *every)),
+        (
+            "plain",
+            words(
+                folder,
+                "zero3",
+                "batch.micro_per_gpu=1",
+                "zero=stage3",
+                "zero.stage3_param_persistence_threshold=0",
+                *every,
+            ),
+        ),
         ("plain", words(folder, "workers", "data.num_workers=2", "batch.micro_per_gpu=4", "train.max_steps=6")),
         ("plain", words(folder, "bf16", "precision=bf16", "zero=stage2", "train.max_steps=2", "train.rehearse=true")),
         ("map", mapped),
         ("8:map", mapped),
-        ("score", words(folder, "score", "train.max_steps=2", "train.rehearse=true")),
+        ("score", words(folder, "score", "batch.micro_per_gpu=4", "train.max_steps=2", "train.rehearse=true")),
         ("stream", stream),
         ("4:stream", stream),
         ("itself", itself),
