@@ -1218,4 +1218,7 @@ CHINESE: dict[str, str] = {
     "one or several; all and other names have no counterpart; metrics.jsonl is always written": "一个或多个；all 和其他名称没有对应；metrics.jsonl 总会写",
     "{ranks} ranks cannot be divided into groups of {size} (parallel.tensor {tensor} x parallel.sequence {sequence} x parallel.pipeline {pipeline}). Start on a multiple of {size} ranks.": "{ranks} 个进程不能分成每组 {size} 个（parallel.tensor {tensor} x parallel.sequence {sequence} x parallel.pipeline {pipeline}）。请用 {size} 的倍数个进程启动。",
     "WARNING: the disk of {file} has no locks: see to it that nobody else writes it.": "警告：{file} 所在的磁盘不支持加锁：请确保没有别的进程在写它。",
+    "'{key}' belongs to a feature that was removed from DeepSpeed. Take it out, and use {schema} instead (docs/data_efficiency.md).": "'{key}' 属于 DeepSpeed 已移除的功能。请删除它，改用 {schema}（docs/data_efficiency.md）。",
+    "{key} = {value} must hold numbers of at least 1.": "{key} = {value} 中的数必须至少为 1。",
+    "batch.global_size = {size} cannot be divided on each of batch.world_sizes = {ranks}: with batch.micro_per_gpu = {micro} it must be a multiple of {unit}.": "batch.global_size = {size} 不能在 batch.world_sizes = {ranks} 的每种进程数上整除：batch.micro_per_gpu = {micro} 时它必须是 {unit} 的倍数。",
 }
