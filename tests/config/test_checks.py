@@ -18,8 +18,8 @@ REFUSED = {
     ),
     "batch.global_size=2": "batch.global_size = 2 is not a multiple of batch.micro_per_gpu (1) x 8 ranks = 8. Use 8.",
     "batch.global_size=96 batch.micro_per_gpu=4 batch.world_sizes=[1,2,5]": (
-        "batch.global_size = 96 cannot be divided on each of batch.world_sizes = [1, 2, 5]: with batch.micro_per_gpu = 4 "
-        "it must be a multiple of 40. Use 80 or 120."
+        "batch.global_size = 96 cannot be divided on each of batch.world_sizes = [1, 2, 5]: with "
+        "batch.micro_per_gpu = 4 it must be a multiple of 40. Use 80 or 120."
     ),
     "batch.global_size=8 batch.micro_per_gpu=auto batch.world_sizes=[16]": (
         "batch.global_size = 8 cannot be divided on each of batch.world_sizes = [16]: with batch.micro_per_gpu = auto "
