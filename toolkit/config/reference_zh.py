@@ -252,4 +252,5 @@ CHINESE: dict[str, str] = {
     "wsd: optimizer steps of the fall at the end; 0 takes `schedule.decay_ratio`.": "wsd：最后下降所用的优化器步数；0 取 `schedule.decay_ratio`。",
     "wsd: the fall at the end as a fraction of all steps, rounded up.": "wsd：最后下降的部分占全部步数的比例，向上取整。",
     "wsd: how it falls: linear, cosine, or sqrt (as 1 - sqrt, fast at first).": "wsd：如何下降：linear、cosine，或 sqrt（按 1 - sqrt，先快后慢）。",
+    "Numbers of ranks that the run is to start or go on with: `batch.global_size` is checked for each of them, before anything starts; [] checks the present one only.": "运行要能启动或继续的各种进程数：启动之前会对每一个检查 `batch.global_size`；[] 只检查当前的进程数。",
 }
