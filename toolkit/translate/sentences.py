@@ -17,8 +17,7 @@ def _differs() -> dict[str, str]:
         ),
         "epochs": tr("whole epochs only: a fraction is rounded up; train.max_steps ends a run earlier"),
         "warmup": tr(
-            "of constant, linear and cosine rises one step later, as DeepSpeed's own schedulers do; below 1 it is a "
-            "fraction of all steps"
+            "constant, linear, cosine rise a step later, as in DeepSpeed; below 1 it is a fraction of all steps"
         ),
         "schedule_kwargs": tr("of cosine_with_min_lr, polynomial, inverse_sqrt and warmup_stable_decay"),
         "weight_decay": tr("applies to every trained parameter, biases and norms too; the Trainer leaves those out"),
