@@ -1215,7 +1215,7 @@ CHINESE: dict[str, str] = {
     "{ranks} ranks cannot be divided into groups of {size} (parallel.tensor {tensor} x parallel.sequence {sequence} x parallel.pipeline {pipeline}). Start on a multiple of {size} ranks.": "{ranks} 个进程不能分成每组 {size} 个（parallel.tensor {tensor} x parallel.sequence {sequence} x parallel.pipeline {pipeline}）。请用 {size} 的倍数个进程启动。",
     "WARNING: the disk of {file} has no locks: see to it that nobody else writes it.": "警告：{file} 所在的磁盘不支持加锁：请确保没有别的进程在写它。",
     "of cosine_with_min_lr, polynomial, inverse_sqrt and warmup_stable_decay": "cosine_with_min_lr、polynomial、inverse_sqrt 和 warmup_stable_decay 的参数",
-    "constant, linear, cosine rise a step later, as in DeepSpeed; below 1 it is a fraction of all steps": "constant、linear、cosine 晚一步上升，与 DeepSpeed 相同；小于 1 时是全部步数的比例",
+    "begins a step later for DeepSpeed's three; below 1 it is a fraction of all steps": "DeepSpeed 的三种晚一步开始；小于 1 时是全部步数的比例",
     "there are {names}; the recipe takes cosine": "有 {names}；配方用 cosine",
     "schedule.name is {name}": "schedule.name 是 {name}",
     "schedule.decay_steps is given": "已给出 schedule.decay_steps",
