@@ -45,7 +45,6 @@ def read(dataset: Any, rank: int, steps: int, place: Position, *words: str, **mo
         (["model.path=/x"], "model.path = /x has no effect: the program brings its own model, data and loss"),
         (["tuning=lora"], "tuning.method = lora has no effect: the program brings its own model"),
         (["data.max_length=77"], "data.max_length = 77 has no effect"),
-        (["deepspeed_json=/x.json"], "deepspeed_json = /x.json has no effect"),
         (["train.activation_checkpointing.enabled=true"], "enabled = true has no effect"),
         (["parallel.tensor=2"], "parallel.tensor = 2: how to split a model of one's own is not known"),
         (["batch.micro_per_gpu=auto"], "batch.micro_per_gpu = auto: nobody knows what a model of one's own takes"),

@@ -16,7 +16,7 @@ _SECTIONS = ("model.", "tuning.", "data.", "prepare.", "kernels.", "evaluate.", 
 def unread_own(cfg: RunConfig) -> Iterator[tuple[str, str]]:
     """Yield the keys that say what the program itself says, and why they are not read."""
     reason = tr("the program brings its own model, data and loss")
-    for key in (*all_keys(), "deepspeed_json"):
+    for key in all_keys():
         if key.startswith(_SECTIONS) and key not in _READ:
             yield key, reason
 
