@@ -39,8 +39,21 @@ def words(folder: Path, name: str, *more: str) -> list[str]:
 
 def image_words(folder: Path, name: str) -> list[str]:
     """Return the words of a small run of the image classifier."""
-    given = ("train.max_steps=6", "train.log_every=1", "checkpoint.every=2", "checkpoint.keep=9", "evaluate.every=3")
-    return [f"run.dir={folder}/runs", f"run.name={name}", "zero=stage1", "report.enabled=false", *given]
+    given = (
+        "train.max_steps=6",
+        "train.log_every=1",
+        "checkpoint.every=2",
+        "checkpoint.keep=9",
+        "schedule.warmup_steps=2",
+    )
+    return [
+        f"run.dir={folder}/runs",
+        f"run.name={name}",
+        "zero=stage1",
+        "report.enabled=false",
+        "evaluate.every=3",
+        *given,
+    ]
 
 
 @pytest.fixture(scope="session")
@@ -174,7 +187,13 @@ def test_the_image_classifier_goes_on_after_a_kill(runs: Path, tmp_path: Path) -
 
 
 def test_plain_python_and_torchrun(tmp_path: Path) -> None:
-    given = ["train.max_steps=2", "evaluate.at_start=false", "report.enabled=false", "run.name=one"]
+    given = [
+        "train.max_steps=2",
+        "schedule.warmup_steps=0",
+        "evaluate.at_start=false",
+        "report.enabled=false",
+        "run.name=one",
+    ]
     finished = run(["python", str(EXAMPLES / "cifar10.py"), *given], tmp_path)
     assert finished.code == 0, finished.output[-4000:]
     torchrun = [str(BIN / "torchrun"), "--nproc-per-node", "2", "--master-port", "0", str(EXAMPLES / "cifar10.py")]
