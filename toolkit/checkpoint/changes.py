@@ -21,6 +21,7 @@ FREE = (
     "batch.micro_per_gpu",
     "optim.torch",
     "zero",
+    "parallel.sequence",
     "train.rehearse",
     "kernels",
     "compile",
