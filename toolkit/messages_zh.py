@@ -1228,4 +1228,7 @@ CHINESE: dict[str, str] = {
     "what tuning={method} learns stands before a row, and would stand before each part of it. Use tuning=lora": "tuning={method} 学到的内容位于一行之前，切分后会位于每一段之前。请用 tuning=lora",
     "model.attention = {attention} is computed on one rank. Leave it at auto": "model.attention = {attention} 只能在一个进程上计算。请保持 auto",
     "what ranks exchange within attention cannot be compiled. Set compile.enabled=false": "注意力中各进程之间的交换无法编译。请设 compile.enabled=false",
+    "'{key}' belongs to a feature that was removed from DeepSpeed. Take it out, and use {schema} instead (docs/data_efficiency.md).": "'{key}' 属于 DeepSpeed 已移除的功能。请删除它，改用 {schema}（docs/data_efficiency.md）。",
+    "{key} = {value} must hold numbers of at least 1.": "{key} = {value} 中的数必须至少为 1。",
+    "batch.global_size = {size} cannot be divided on each of batch.world_sizes = {ranks}: with batch.micro_per_gpu = {micro} it must be a multiple of {unit}.": "batch.global_size = {size} 不能在 batch.world_sizes = {ranks} 的每种进程数上整除：batch.micro_per_gpu = {micro} 时它必须是 {unit} 的倍数。",
 }
