@@ -1232,4 +1232,7 @@ CHINESE: dict[str, str] = {
     "second copy of the weights (ZeRO++)": "权重的第二份副本（ZeRO++）",
     "columns that ZenFlow updates at once": "ZenFlow 立即更新的列",
     "zero.zenflow.enabled = true chooses columns of matrices, but this model trains experts that stand in one tensor. Use zero=stage2_offload.": "zero.zenflow.enabled = true 选择矩阵的列，而这个模型训练的专家合在一个张量里。请使用 zero=stage2_offload。",
+    "'{key}' belongs to a feature that was removed from DeepSpeed. Take it out, and use {schema} instead (docs/data_efficiency.md).": "'{key}' 属于 DeepSpeed 已移除的功能。请删除它，改用 {schema}（docs/data_efficiency.md）。",
+    "{key} = {value} must hold numbers of at least 1.": "{key} = {value} 中的数必须至少为 1。",
+    "batch.global_size = {size} cannot be divided on each of batch.world_sizes = {ranks}: with batch.micro_per_gpu = {micro} it must be a multiple of {unit}.": "batch.global_size = {size} 不能在 batch.world_sizes = {ranks} 的每种进程数上整除：batch.micro_per_gpu = {micro} 时它必须是 {unit} 的倍数。",
 }

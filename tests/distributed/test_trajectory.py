@@ -44,7 +44,7 @@ GROUPED_CELLS = {
     "grouped-stage2": ["zero=stage2", "data.packing=grouped"],
     "grouped-stage3": ["zero=stage3", "data.packing=grouped", "data.num_workers=1"],
 }
-# Everything updated in every step, the chosen columns by ZenFlow's own optimizer: AdamW's mathematics, if nothing clips.
+# Everything updated in every step, the chosen columns by ZenFlow's own optimizer: AdamW's mathematics without clipping.
 ZENFLOW_CELLS = {
     "zenflow-stage2": [
         "zero=stage2_zenflow",
