@@ -261,6 +261,5 @@ CHINESE: dict[str, str] = {
     "Stage 3, ZeRO++: ranks (those of one machine) that keep a second copy of the weights, from which the backward pass gathers; 1 keeps none.": "阶段 3，ZeRO++：多少个 rank（一台机器的）共同保存权重的第二份副本，反向传播从中收集；1 不保存。",
     "Stage 3, ZeRO++: gather weights in 8 bits (NVIDIA GPUs).": "阶段 3，ZeRO++：以 8 位收集权重（NVIDIA GPU）。",
     "Stage 3, ZeRO++: average gradients between machines in 4 bits (NVIDIA GPUs, fp16).": "阶段 3，ZeRO++：机器之间以 4 位平均梯度（NVIDIA GPU，fp16）。",
-    "Updates of the important columns first.": "先更新重要的列。",
     "Numbers of ranks that the run is to start or go on with: `batch.global_size` is checked for each of them, before anything starts; [] checks the present one only.": "运行要能启动或继续的各种进程数：启动之前会对每一个检查 `batch.global_size`；[] 只检查当前的进程数。",
 }
