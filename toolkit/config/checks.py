@@ -9,8 +9,10 @@ from toolkit.config.bounds import LEAST
 from toolkit.config.checks_data import check_world_sizes
 from toolkit.config.checks_files import check_files
 from toolkit.config.checks_own import check_own, unread_own
+from toolkit.config.checks_sequence import check_sequence
 from toolkit.config.checks_track import check_track
 from toolkit.config.checks_tuning import check_tuning, check_tuning_here
+from toolkit.config.checks_zero import check_ranks, check_zero, check_zero_here
 from toolkit.config.layout import layout_of
 from toolkit.config.load import Loaded
 from toolkit.config.places import fail, prefix, value_of
@@ -36,20 +38,23 @@ def check(loaded: Loaded, world_size: int | None = None, *, files: bool = True, 
         ConfigError: the first rule that does not hold.
     """
     rules = (_numbers, _batch, _length_of_run, _schedule, _zero, _offload, _compile, _names, _restarts, _evaluate)
+    late = (check_tuning, check_sequence, check_zero, check_track, check_effect, check_variables)
     left_out = (_evaluate, check_tuning, check_effect) if own else ()
     if own:
         check_own(loaded)
-    for rule in (*rules, check_world_sizes, check_tuning, check_track, check_effect, check_variables):
+    for rule in (*rules, check_world_sizes, *late):
         if rule not in left_out:
             rule(loaded)
     if own:
         check_effect(loaded, unread_own(loaded.cfg))
     if world_size is not None:
         accumulation(settled(loaded.cfg), world_size, prefix(loaded, "batch.global_size"))
+        check_ranks(loaded, world_size)
     if files:
         check_files(loaded, own)
     if files and not own:
         check_tuning_here(loaded)
+        check_zero_here(loaded)
 
 
 def micro_rows(cfg: RunConfig) -> int:
