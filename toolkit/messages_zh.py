@@ -1218,4 +1218,11 @@ CHINESE: dict[str, str] = {
     "one or several; all and other names have no counterpart; metrics.jsonl is always written": "一个或多个；all 和其他名称没有对应；metrics.jsonl 总会写",
     "{ranks} ranks cannot be divided into groups of {size} (parallel.tensor {tensor} x parallel.sequence {sequence} x parallel.pipeline {pipeline}). Start on a multiple of {size} ranks.": "{ranks} 个进程不能分成每组 {size} 个（parallel.tensor {tensor} x parallel.sequence {sequence} x parallel.pipeline {pipeline}）。请用 {size} 的倍数个进程启动。",
     "WARNING: the disk of {file} has no locks: see to it that nobody else writes it.": "警告：{file} 所在的磁盘不支持加锁：请确保没有别的进程在写它。",
+    "{architecture} stores {name} in another form than it computes with, which cannot be read piece by piece: zero.stage=3, verify and export need that. Use zero=stage2 with checkpoint.export=false.": "{architecture} 存储 {name} 的形式与计算时不同，无法逐块读取，而 zero.stage=3、verify 和导出都需要逐块读取。请使用 zero=stage2 并设 checkpoint.export=false。",
+    "{name} cannot be trained on packed rows: it cannot do with what keeps their samples apart ({reason}). Use data.packing=grouped.": "{name} 不能用打包的行训练：它无法处理用来隔开样本的内容（{reason}）。请使用 data.packing=grouped。",
+    "its attention is more than PyTorch's function computes": "它的注意力不只是 PyTorch 函数所计算的",
+    "model.router_loss = {value}, but {architecture} has no routers with such a loss (no router_aux_loss_coef in its config). Leave it out.": "model.router_loss = {value}，但 {architecture} 的路由器没有这种损失（其配置中没有 router_aux_loss_coef）。请去掉该设置。",
+    "the loss of this model's routers ({value}, model.router_loss) does not go together with {key}. Leave that out, or set model.router_loss=0.": "该模型的路由器损失（{value}，model.router_loss）不能与 {key} 同用。请去掉后者，或设 model.router_loss=0。",
+    "model.router_loss: the routers of this model give no more than their logits, so the loss cannot be counted. Set model.router_loss=0.": "model.router_loss：该模型的路由器只给出 logits，因此无法计入这种损失。请设 model.router_loss=0。",
+    "Routers: the mean of {count} layers' load-balancing losses x {coefficient} is added to the loss (model.router_loss).": "路由器：{count} 层负载均衡损失的平均值 x {coefficient} 加入损失（model.router_loss）。",
 }

@@ -18,6 +18,7 @@ from toolkit.models.attention import check_isolation
 from toolkit.models.build import build_model
 from toolkit.models.liger import apply_liger
 from toolkit.models.loss import LossHead, Way, loss_head
+from toolkit.models.router_loss import router_loss
 from toolkit.models.save import MODEL_DIR, describe
 from toolkit.models.tuning.apply import tune
 from toolkit.models.tuning.base import RUN_BASE, check_base, read_base
@@ -44,7 +45,7 @@ def build_engine(cfg: RunConfig, prepared: Prepared, ds: DsConfig, total_steps: 
     packed = prepared.packing is Packing.packed
     model = build_model(cfg.model, cfg.precision.dtype, prepared.tokenizer, cfg.run.seed, ds.values, packed)
     without_liger = apply_liger(model, cfg.kernels)
-    model.loss_head = LossHead(cfg.kernels.loss)
+    model.loss_head, model.router_loss = LossHead(cfg.kernels.loss), router_loss(model, cfg)
     if cfg.tuning.method is not TuningMethod.full:
         base = _base_folder(cfg, prepared, model, origin.folder)
         tune(model, cfg.tuning, base, prepared.tokenizer, cfg.run.seed, ds.values)
@@ -64,6 +65,15 @@ def build_engine(cfg: RunConfig, prepared: Prepared, ds: DsConfig, total_steps: 
     in_use = _in_use(engine, cfg, without_liger)
     if rank() == 0:
         say(in_use)
+        if model.router_loss is not None:
+            say(
+                tr(
+                    "Routers: the mean of {count} layers' load-balancing losses x {coefficient} is added to the loss "
+                    "(model.router_loss).",
+                    count=model.router_loss.num_layers,
+                    coefficient=model.router_loss.coefficient,
+                )
+            )
     return engine
 
 

@@ -11,6 +11,7 @@ from toolkit.distributed.process_group import sum_over_ranks
 from toolkit.errors import Diverged
 from toolkit.messages import tr
 from toolkit.models.loss import num_trained_tokens, token_loss_sum
+from toolkit.models.router_loss import RouterLoss
 from toolkit.train.guard import Guard
 from toolkit.train.pace import Stopwatch
 
@@ -45,6 +46,8 @@ class StepResult:
     """Seconds of `time.perf_counter` when this rank came to where ranks first wait for one another."""
     forward_s: float
     """Seconds of this rank's forward passes."""
+    router_loss: float | None = None
+    """Mean over layers and micro-batches of all ranks, without its coefficient; None where it is not counted."""
 
 
 def train_step(
@@ -60,7 +63,8 @@ def train_step(
     N, the number of trained tokens of all ranks, is known before the first backward pass. The engine averages
     gradients over the ranks, hence the factor `world_size`; where several ranks count the same tokens, N comes out as
     many times too large as the engine averages over fewer ranks. `scale_wrt_gas=False` keeps it from dividing by the
-    number of micro-batches as well (deepspeed 0.19.8, engine.backward).
+    number of micro-batches as well (deepspeed 0.19.8, engine.backward). Where the model has a `RouterLoss`, its mean
+    over all micro-batches is added, times its coefficient.
 
     Args:
         engine: the DeepSpeed engine.
@@ -82,14 +86,20 @@ def train_step(
     counts = sum_over_ranks([sum(micro_tokens), *tokens, *map(float, votes)], engine.device)
     factor = (world_size / counts[0]).float()
     micro_losses = torch.zeros(len(micro_batches), device=engine.device)
+    routers: RouterLoss | None = getattr(engine.module, "router_loss", None)
+    router_sum = torch.zeros(1, device=engine.device)
     for place, batch in enumerate(micro_batches):
         forward.mark()
+        if routers is not None:
+            routers.begin(batch["segment_ids"], engine.device, _loss_scale(engine) / len(micro_batches))
         micro_sum = token_loss_sum(engine, batch)
         forward.mark()
         engine.backward(micro_sum * factor, scale_wrt_gas=False)
         micro_losses[place] = micro_sum.detach()
+        if routers is not None:
+            router_sum += routers.end()
         if place == len(micro_batches) - 1:
-            loss, trained_tokens, others = _read(micro_losses, counts)
+            loss, router_total, trained_tokens, others = _read(micro_losses, router_sum, counts)
             guard.see_loss(loss)
         _step(engine)
     return StepResult(
@@ -105,19 +115,27 @@ def train_step(
         rank_tokens=tokens[1],
         arrived=arrived,
         forward_s=forward.seconds(),
+        router_loss=None if routers is None else router_total / (world_size * len(micro_batches)),
     )
 
 
-def _read(micro_losses: torch.Tensor, counts: torch.Tensor) -> tuple[float, float, list[float]]:
-    """Return the global batch's loss, its trained tokens and the other counts.
+def _loss_scale(engine: DeepSpeedEngine) -> float:
+    """Return what the engine multiplies losses by, and with them the gradients that come from no loss of its own."""
+    return float(engine.optimizer.loss_scale) if engine.fp16_enabled() else 1.0
+
+
+def _read(
+    micro_losses: torch.Tensor, router_sum: torch.Tensor, counts: torch.Tensor
+) -> tuple[float, float, float, list[float]]:
+    """Return the global batch's loss, the sum of the routers', its trained tokens and the other counts.
 
     The one wait for the device in a step; DeepSpeed's own check of the gradients follows at once.
     """
-    loss_sum = sum_over_ranks(micro_losses.sum().reshape(1), micro_losses.device)
-    total, trained_tokens, *others = torch.cat((loss_sum, counts)).tolist()
+    sums = sum_over_ranks(torch.cat((micro_losses.sum().reshape(1), router_sum)), micro_losses.device)
+    total, router_total, trained_tokens, *others = torch.cat((sums, counts)).tolist()
     if not trained_tokens:
         raise ValueError("no token of this global batch is trained")
-    return total / trained_tokens, trained_tokens, others
+    return total / trained_tokens, router_total, trained_tokens, others
 
 
 def _tokens(micro_batches: list[Batch]) -> list[int]:
