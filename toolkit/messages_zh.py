@@ -1225,4 +1225,7 @@ CHINESE: dict[str, str] = {
     "the loss of this model's routers ({value}, model.router_loss) does not go together with {key}. Leave that out, or set model.router_loss=0.": "该模型的路由器损失（{value}，model.router_loss）不能与 {key} 同用。请去掉后者，或设 model.router_loss=0。",
     "model.router_loss: the routers of this model give no more than their logits, so the loss cannot be counted. Set model.router_loss=0.": "model.router_loss：该模型的路由器只给出 logits，因此无法计入这种损失。请设 model.router_loss=0。",
     "Routers: the mean of {count} layers' load-balancing losses x {coefficient} is added to the loss (model.router_loss).": "路由器：{count} 层负载均衡损失的平均值 x {coefficient} 加入损失（model.router_loss）。",
+    "'{key}' belongs to a feature that was removed from DeepSpeed. Take it out, and use {schema} instead (docs/data_efficiency.md).": "'{key}' 属于 DeepSpeed 已移除的功能。请删除它，改用 {schema}（docs/data_efficiency.md）。",
+    "{key} = {value} must hold numbers of at least 1.": "{key} = {value} 中的数必须至少为 1。",
+    "batch.global_size = {size} cannot be divided on each of batch.world_sizes = {ranks}: with batch.micro_per_gpu = {micro} it must be a multiple of {unit}.": "batch.global_size = {size} 不能在 batch.world_sizes = {ranks} 的每种进程数上整除：batch.micro_per_gpu = {micro} 时它必须是 {unit} 的倍数。",
 }
