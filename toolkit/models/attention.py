@@ -100,23 +100,7 @@ def check_isolation(engine: torch.nn.Module, vocab_size: int, device: torch.devi
     module = getattr(engine, "module", engine)
     was_training = module.training
     module.eval()
-    try:
-        with torch.no_grad():
-            logits = engine(
-                input_ids=on_device["input_ids"],
-                position_ids=positions.to(device),
-                use_cache=False,
-                **attention_arguments(module, on_device),
-            ).logits.float()
-    except (ValueError, TypeError, IndexError, RuntimeError) as error:
-        raise ModelError(
-            tr(
-                "{name} cannot be trained on packed rows: it cannot do with what keeps their samples apart ({reason}). "
-                "Use data.packing=grouped.",
-                name=name,
-                reason=str(error).split("\n")[0],
-            )
-        ) from error
+    logits = _packed_logits(engine, on_device, positions.to(device), name)
     module.train(was_training)
     after_other, after_third, alone = logits[0, first:], logits[1, first:], logits[2, :second]
     change = max(float((after_other - other).abs().max()) for other in (after_third, alone))
@@ -129,6 +113,30 @@ def check_isolation(engine: torch.nn.Module, vocab_size: int, device: torch.devi
                 change=f"{change:.3g}",
             )
         )
+
+
+def _packed_logits(
+    engine: torch.nn.Module, batch: dict[str, torch.Tensor], positions: torch.Tensor, name: str
+) -> torch.Tensor:
+    module = getattr(engine, "module", engine)
+    try:
+        with torch.no_grad():
+            logits: torch.Tensor = engine(
+                input_ids=batch["input_ids"],
+                position_ids=positions,
+                use_cache=False,
+                **attention_arguments(module, batch),
+            ).logits
+    except (ValueError, TypeError, IndexError, RuntimeError) as error:
+        raise ModelError(
+            tr(
+                "{name} cannot be trained on packed rows: it cannot do with what keeps their samples apart ({reason}). "
+                "Use data.packing=grouped.",
+                name=name,
+                reason=str(error).split("\n")[0],
+            )
+        ) from error
+    return logits.float()
 
 
 def attention_arguments(module: Any, batch: dict[str, torch.Tensor]) -> dict[str, Any]:
