@@ -30,6 +30,36 @@ REFUSED = {
         "3 ranks cannot be divided into groups of 2 (parallel.tensor 2 x parallel.sequence 1 x parallel.pipeline 1). "
         "Start on a multiple of 2 ranks."
     ),
+    "data.curriculum.steps=5 data.curriculum.start_length=2000": (
+        "data.curriculum.start_length = 2000 must be less than data.max_length = 1024."
+    ),
+    "data.curriculum.levels=3": (
+        "data.curriculum.levels = 3 has no effect: data.curriculum.steps is 0. Remove it, or set "
+        "data.curriculum.levels=4."
+    ),
+    "data.curriculum.steps=5 data.curriculum.levels=3": (
+        "data.curriculum.levels = 3 has no effect: data.curriculum.shape is linear, not discrete. Remove it, or set "
+        "data.curriculum.levels=4."
+    ),
+    "data.sources=[{path:a,weights:[{at:0}]}]": (
+        "weights of the only source have no effect: there is nothing to mix it with."
+    ),
+    "data.curriculum.steps=5 data.sources=[{path:a,weights:[{at:0}]},{path:b}]": (
+        "data.curriculum and weights of a source that change both decide which rows come when: keep one of them."
+    ),
+    "data.sources=[{path:a,weight:2,weights:[{at:0}]},{path:b}]": (
+        "data.sources[0]: weight and weights are both given: keep one of them."
+    ),
+    "data.sources=[{path:b},{path:a,weights:[{at:0.5},{at:0.2}]}]": (
+        "data.sources[1].weights: the points [0.5, 0.2] must rise from 0, the beginning of the run, to at most 1, its "
+        "end."
+    ),
+    "data.sources=[{path:b,weight:-1},{path:a,weights:[{at:0}]}]": (
+        "data.sources[0]: a weight must be a number of at least 0."
+    ),
+    "data.sources=[{path:b,weight:0},{path:a,weights:[{at:0},{at:0.5,weight:0}]}]": (
+        "no source has a weight above 0 at 0.5 of the run."
+    ),
     "batch.micro_per_gpu=0": "batch.micro_per_gpu = 0 must be at least 1.",
     "batch.micro_per_gpu=auto batch.global_size=12": (
         "batch.global_size = 12 is not a multiple of batch.micro_per_gpu (1) x 8 ranks = 8. Use 8 or 16."

@@ -248,4 +248,13 @@ CHINESE: dict[str, str] = {
     "Ranks over which the matrices of each layer are split (DeepSpeed's AutoTP); neighbours, best on one machine.": "每层的矩阵切分到多少个进程上（DeepSpeed 的 AutoTP）；为相邻的进程，最好在同一台机器上。",
     "Ranks over which the tokens of each row are split (DeepSpeed's Ulysses): for rows too long for one.": "每行的 token 切分到多少个进程上（DeepSpeed 的 Ulysses）：用于一个进程放不下的长行。",
     "Numbers of ranks that the run is to start or go on with: `batch.global_size` is checked for each of them, before anything starts; [] checks the present one only.": "运行要能启动或继续的各种进程数：启动之前会对每一个检查 `batch.global_size`；[] 只检查当前的进程数。",
+    "Longest sample of the first step, in tokens.": "第一步的最长样本（token 数）。",
+    "Short samples first (docs/data_efficiency.md). Each sample still comes once per epoch.": "先短后长（docs/data_efficiency.md）。每个样本在一个 epoch 中仍然只出现一次。",
+    "Optimizer steps after which samples of all lengths come; at most those of an epoch. 0: all lengths from the first step.": "多少个优化器步之后各种长度的样本都会出现；最多为一个 epoch 的步数。0：从第一步起就有各种长度。",
+    "How the longest sample grows from `start_length` to `data.max_length`: linear; root: with the square root of the steps, fast at first; discrete: in stairs of like width and height.": "最长样本如何从 `start_length` 增长到 `data.max_length`：linear 线性；root 按步数的平方根，开始时快；discrete 分为等宽等高的台阶。",
+    "discrete: number of stairs.": "discrete：台阶数。",
+    "A weight that changes while the run goes on, in the place of `weight`: [{at: 0, weight: 2}, {at: 1, weight: 0.5}] (docs/data_efficiency.md); [] keeps it.": "随运行变化的权重，代替 `weight`：[{at: 0, weight: 2}, {at: 1, weight: 0.5}]（docs/data_efficiency.md）；[] 表示不变。",
+    "Point of the run: 0 its beginning, 1 its end.": "运行中的位置：0 是开始，1 是结束。",
+    "Weight there; straight lines lead from point to point.": "该处的权重；点与点之间是直线。",
+    "The weight of a source at a point of the run.": "一个来源在运行中某处的权重。",
 }

@@ -11,6 +11,7 @@ from toolkit.config.places import fail, value_of
 from toolkit.config.schema import (
     INDUCTOR,
     TRACKERS,
+    CurriculumShape,
     Device,
     Dtype,
     Init,
@@ -131,6 +132,12 @@ def _unread_data(cfg: RunConfig) -> Iterator[tuple[str, str]]:
         yield "data.max_bad_fraction", tr("data.on_bad_row is {value}, not skip", value=data.on_bad_row.value)
     if data.packing is not Packing.packed:
         yield "data.packing_window", tr("data.packing is {value}, not packed", value=data.packing.value)
+    if not data.curriculum.steps:
+        reason = tr("data.curriculum.steps is 0")
+        yield from ((f"data.curriculum.{name}", reason) for name in ("start_length", "shape", "levels"))
+    elif data.curriculum.shape is not CurriculumShape.discrete:
+        reason = tr("data.curriculum.shape is {value}, not discrete", value=data.curriculum.shape.value)
+        yield "data.curriculum.levels", reason
     if data.validation:
         yield "data.validation_fraction", tr("data.validation is given")
 

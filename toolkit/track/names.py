@@ -37,6 +37,8 @@ UNITS: dict[str, str] = {
     "device_memory_peak_bytes": "bytes",
     "planned_memory_bytes": "bytes",
     "communication_fraction": "share",
+    "curriculum_length": "tokens",
+    "mixture_share": "share",
     "skipped_steps": "steps",
     "bad_steps": "steps",
     "rewinds": "times",
