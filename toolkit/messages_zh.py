@@ -1251,4 +1251,10 @@ CHINESE: dict[str, str] = {
     "data.curriculum.shape is {value}, not discrete": "data.curriculum.shape 是 {value}，不是 discrete",
     "data.curriculum.steps = {wanted} is more than the {steps} steps of an epoch, in which each sample comes once. Use at most {steps}.": "data.curriculum.steps = {wanted} 多于一个 epoch 的 {steps} 步，而每个样本在一个 epoch 中只出现一次。请最多用 {steps}。",
     "'{key}' works with DeepSpeed's own data loader and layers only, which are not used here. Take it out, and use data.curriculum instead (docs/data_efficiency.md).": "'{key}' 只适用于 DeepSpeed 自己的数据加载器和层，这里不使用它们。请删除它，改用 data.curriculum（docs/data_efficiency.md）。",
+    "train.random_ltd cannot be used with this model: {reason}.": "train.random_ltd 不能用于这个模型：{reason}。",
+    "no layer is left between train.random_ltd.first_layers and last_layers": "train.random_ltd.first_layers 和 last_layers 之间没有剩下的层",
+    "its layers find positions in another way than transformers' rotary ones": "它的层确定位置的方式与 transformers 的旋转位置不同",
+    "its experts are balanced over all tokens of all layers": "它的专家按所有层的全部 token 进行均衡",
+    "train.random_ltd.steps is 0": "train.random_ltd.steps 为 0",
+    "train.random_ltd cannot be used with {setting}: it works where all or some layers are trained (tuning=full or freeze), each whole on its rank and not compiled. Set train.random_ltd.steps=0.": "train.random_ltd 不能与 {setting} 一起使用：它适用于训练全部或部分层（tuning=full 或 freeze）、每层完整地位于各自进程且不编译的情况。请设 train.random_ltd.steps=0。",
 }

@@ -60,6 +60,25 @@ REFUSED = {
     "data.sources=[{path:b,weight:0},{path:a,weights:[{at:0},{at:0.5,weight:0}]}]": (
         "no source has a weight above 0 at 0.5 of the run."
     ),
+    "train.random_ltd.steps=9 train.random_ltd.start_share=1": (
+        "train.random_ltd.start_share = 1.0 must be above 0 and below 1."
+    ),
+    "train.random_ltd.first_layers=2": (
+        "train.random_ltd.first_layers = 2 has no effect: train.random_ltd.steps is 0. Remove it, or set "
+        "train.random_ltd.first_layers=1."
+    ),
+    "train.random_ltd.steps=9 tuning=lora": (
+        "train.random_ltd cannot be used with tuning.method = lora: it works where all or some layers are trained "
+        "(tuning=full or freeze), each whole on its rank and not compiled. Set train.random_ltd.steps=0."
+    ),
+    "train.random_ltd.steps=9 parallel.tensor=2": (
+        "train.random_ltd cannot be used with parallel.tensor = 2: it works where all or some layers are trained "
+        "(tuning=full or freeze), each whole on its rank and not compiled. Set train.random_ltd.steps=0."
+    ),
+    "train.random_ltd.steps=9 compile.enabled=true": (
+        "train.random_ltd cannot be used with compile.enabled = true: it works where all or some layers are trained "
+        "(tuning=full or freeze), each whole on its rank and not compiled. Set train.random_ltd.steps=0."
+    ),
     "batch.micro_per_gpu=0": "batch.micro_per_gpu = 0 must be at least 1.",
     "batch.micro_per_gpu=auto batch.global_size=12": (
         "batch.global_size = 12 is not a multiple of batch.micro_per_gpu (1) x 8 ranks = 8. Use 8 or 16."

@@ -17,6 +17,7 @@ WORKER = str(REPOSITORY / "tests" / "distributed" / "sessions_worker.py")
 STEPS, EVERY = 10, 4
 ASYNC = "checkpoint.asynchronous=true"
 MIXTURE = "data.sources=[{path: FILE, weights: [{at: 0, weight: 2}, {at: 1, weight: 0}]}, {path: more.jsonl}]"
+LTD = ["train.random_ltd.steps=7", "train.random_ltd.start_share=0.3", "model.shape.num_layers=3"]
 CURRICULUM = ["data.curriculum.steps=6", "data.curriculum.start_length=12", "data.max_length=64"]
 # 30 training rows in steps of 4: an epoch is 8 steps. Step 4 is in the middle of one, step 8 its end.
 CELLS: dict[str, tuple[int, list[str]]] = {
@@ -27,7 +28,10 @@ CELLS: dict[str, tuple[int, list[str]]] = {
     "stage1-fp32-mixture": (4, ["zero=stage1", MIXTURE]),
     "stage2-fp32-offload": (4, ["zero=stage2_offload", "optim.torch=false"]),
     "stage2-bf16-packed": (8, ["zero=stage2", "precision=bf16", "data.packing=packed", "batch.global_size=2", ASYNC]),
-    "stage3-fp32-packed": (4, ["zero=stage3", "data.packing=packed", "batch.global_size=2", "data.num_workers=1"]),
+    "stage3-fp32-packed": (
+        4,
+        ["zero=stage3", "data.packing=packed", "batch.global_size=2", "data.num_workers=1", *LTD],
+    ),
     "stage3-bf16-offload": (4, ["zero=stage3_offload", "optim.torch=false", "precision=bf16"]),
     "stage3-fp32": (8, ["zero=stage3", ASYNC]),
     "stage2-fp32": (4, ["zero=stage2"]),
@@ -200,6 +204,8 @@ def test_what_changes_over_a_run_is_in_its_rows(runs: Path) -> None:
     lengths = [row["curriculum_length"] for row in rows_of(runs / "stage2-fp32-curriculum") if "loss" in row]
     assert lengths[0] < lengths[3] < 64
     assert lengths[6:] == [64] * 4
+    kept = [row["ltd_share"] for row in rows_of(runs / "stage3-fp32-packed") if "loss" in row]
+    assert kept == [round(0.3 + 0.1 * step, 6) for step in range(7)] + [1, 1, 1]
     shares = [
         [value for key, value in row.items() if key.startswith("mixture_share/")]
         for row in rows_of(runs / "stage1-fp32-mixture")

@@ -5,7 +5,7 @@ import math
 from toolkit.config.layout import layout_of
 from toolkit.config.load import Loaded
 from toolkit.config.places import fail
-from toolkit.config.schema import AUTO
+from toolkit.config.schema import AUTO, TuningMethod
 from toolkit.config.weights import weight_at
 from toolkit.errors import ConfigError
 from toolkit.messages import tr
@@ -20,6 +20,7 @@ def check_data(loaded: Loaded) -> None:
     _world_sizes(loaded)
     _curriculum(loaded)
     _weights(loaded)
+    _random_ltd(loaded)
 
 
 def _curriculum(loaded: Loaded) -> None:
@@ -82,6 +83,43 @@ def _weights(loaded: Loaded) -> None:
     for place in sorted({0.0, 1.0, *(point.at for source in sources for point in source.weights)}):
         if not any(weight_at(source, place) for source in sources):
             raise fail(loaded, key, tr("no source has a weight above 0 at {place} of the run.", place=place))
+
+
+def _random_ltd(loaded: Loaded) -> None:
+    """Tokens can be dropped where layers are transformers' own, whole, and called as they are."""
+    cfg, key = loaded.cfg, "train.random_ltd.steps"
+    ltd, parallel = cfg.train.random_ltd, cfg.parallel
+    if not ltd.steps:
+        return
+    if not 0 < ltd.start_share < 1:
+        raise fail(
+            loaded,
+            "train.random_ltd.start_share",
+            tr(
+                "{key} = {value} must be above 0 and below 1.",
+                key="train.random_ltd.start_share",
+                value=ltd.start_share,
+            ),
+        )
+    tuning = f"tuning.method = {cfg.tuning.method.value}"
+    reasons = {
+        tuning: cfg.tuning.method not in (TuningMethod.full, TuningMethod.freeze),
+        f"parallel.tensor = {parallel.tensor}": parallel.tensor > 1,
+        f"parallel.sequence = {parallel.sequence}": parallel.sequence > 1,
+        f"parallel.pipeline = {parallel.pipeline}": parallel.pipeline > 1,
+        "compile.enabled = true": cfg.compile.enabled,
+    }
+    for setting, is_so in reasons.items():
+        if is_so:
+            raise fail(
+                loaded,
+                key,
+                tr(
+                    "train.random_ltd cannot be used with {setting}: it works where all or some layers are trained "
+                    "(tuning=full or freeze), each whole on its rank and not compiled. Set train.random_ltd.steps=0.",
+                    setting=setting,
+                ),
+            )
 
 
 def _world_sizes(loaded: Loaded) -> None:

@@ -276,4 +276,9 @@ CHINESE: dict[str, str] = {
     "Point of the run: 0 its beginning, 1 its end.": "运行中的位置：0 是开始，1 是结束。",
     "Weight there; straight lines lead from point to point.": "该处的权重；点与点之间是直线。",
     "The weight of a source at a point of the run.": "一个来源在运行中某处的权重。",
+    "Random layerwise token dropping (docs/data_efficiency.md).": "随机逐层丢弃 token（docs/data_efficiency.md）。",
+    "Optimizer steps after which all layers compute all tokens; 0: from the first step.": "多少个优化器步之后所有层都计算全部 token；0：从第一步起。",
+    "Share of a row's tokens that each middle layer computes in the first step; it grows linearly to 1.": "第一步中每个中间层计算的 token 占一行的比例；线性增长到 1。",
+    "Layers at the beginning that always compute all tokens.": "最前面始终计算全部 token 的层数。",
+    "Layers at the end that always compute all tokens.": "最后面始终计算全部 token 的层数。",
 }

@@ -701,6 +701,20 @@ class ActivationCheckpointingConfig:
 
 
 @dataclass(kw_only=True, slots=True)
+class RandomLtdConfig:
+    """`train.random_ltd`: random layerwise token dropping (docs/data_efficiency.md)."""
+
+    steps: int = 0
+    """Optimizer steps after which all layers compute all tokens; 0: from the first step."""
+    start_share: float = 0.5
+    """Share of a row's tokens that each middle layer computes in the first step; it grows linearly to 1."""
+    first_layers: int = 1
+    """Layers at the beginning that always compute all tokens."""
+    last_layers: int = 1
+    """Layers at the end that always compute all tokens."""
+
+
+@dataclass(kw_only=True, slots=True)
 class TrainConfig:
     """`train`: how long, and what each step does beside the arithmetic."""
 
@@ -724,6 +738,8 @@ class TrainConfig:
     """Stop (exit code 70) when so many steps in a row were skipped."""
     activation_checkpointing: ActivationCheckpointingConfig = field(default_factory=ActivationCheckpointingConfig)
     """Trade computation for memory."""
+    random_ltd: RandomLtdConfig = field(default_factory=RandomLtdConfig)
+    """Middle layers compute some tokens only, at first."""
 
 
 @dataclass(kw_only=True, slots=True)

@@ -118,6 +118,7 @@ def _unread(cfg: RunConfig) -> Iterator[tuple[str, str]]:
         yield "compile.mode", tr("compile.backend is {backend}, not inductor", backend=cfg.compile.backend)
     yield from _unread_schedule(cfg)
     yield from _unread_data(cfg)
+    yield from _unread_ltd(cfg)
     yield from unread_tuning(cfg)
     yield from _unread_evaluate(cfg)
     if not cfg.checkpoint.keep:
@@ -145,6 +146,13 @@ def _unread_schedule(cfg: RunConfig) -> Iterator[tuple[str, str]]:
     if not (schedule.warmup_steps or schedule.warmup_ratio):
         reason = tr("there is no warm-up")
         yield from ((f"schedule.{name}", reason) for name in ("warmup_type", "warmup_min_ratio"))
+
+
+def _unread_ltd(cfg: RunConfig) -> Iterator[tuple[str, str]]:
+    """Settings of token dropping where nothing is dropped."""
+    if not cfg.train.random_ltd.steps:
+        reason = tr("train.random_ltd.steps is 0")
+        yield from ((f"train.random_ltd.{name}", reason) for name in ("start_share", "first_layers", "last_layers"))
 
 
 def _unread_data(cfg: RunConfig) -> Iterator[tuple[str, str]]:

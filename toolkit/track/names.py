@@ -39,6 +39,7 @@ UNITS: dict[str, str] = {
     "communication_fraction": "share",
     "curriculum_length": "tokens",
     "mixture_share": "share",
+    "ltd_share": "share",
     "skipped_steps": "steps",
     "bad_steps": "steps",
     "rewinds": "times",

@@ -21,6 +21,7 @@ from toolkit.distributed.process_group import gather, on_rank0, rank, world_size
 from toolkit.distributed.watchdog import STEP, Watchdog
 from toolkit.errors import CheckpointError, Diverged, Stopped
 from toolkit.messages import tr
+from toolkit.models.token_dropping import begin_step, dropping_figures
 from toolkit.terminal import phase
 from toolkit.track.metrics import MetricsLog
 from toolkit.track.progress import Progress
@@ -179,6 +180,7 @@ class _Run:
         votes = (bool(signals.received()) or self.stop_file.is_there(), saver.is_proven())
         shapes = [tuple(batch["input_ids"].shape) for batch in window]
         job.watchdog.enter(STEP, self.step, f"rows x tokens: {shapes}")
+        begin_step(self.engine.module, self.step)
         result = train_step(self.engine, window, world_size(), self.guard, votes, self.copies)
         self.began, self.place = self.place, job.position_after(self.place)
         self.meter.add(result)
@@ -284,7 +286,7 @@ class _Run:
         pace = self.meter.pace()
         row = self.meter.row(self.step, self.step / self.job.steps_per_epoch, lr, pace)
         row |= {"bad_steps": self.outcome.bad_steps, "rewinds": self.outcome.rewinds}
-        row |= self.job.figures_at(self.began)
+        row |= self.job.figures_at(self.began) | dropping_figures(self.engine.module)
         if rank() == 0:
             self.metrics.append(row)
         self.progress.show(row)
