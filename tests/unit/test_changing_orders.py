@@ -89,5 +89,7 @@ def test_weights_that_change(tmp_path: Path, packing: Packing) -> None:
     # What a run goes on with is told by the plan's name.
     second.weights = [WeightPoint(at=0.5, weight=1)]
     other = with_encoder(cfg)
-    names = {one.train_plan.folder for one in (shuffled, prepared, other)}
-    assert len(names) == 3
+    second.weights, second.weight = [], 0.5
+    third = with_encoder(cfg)
+    names = {one.train_plan.folder for one in (shuffled, prepared, other, third)}
+    assert len(names) == 4

@@ -2,8 +2,10 @@
 
 import hashlib
 import json
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,15 @@ PAD_MULTIPLE = 8
 """Rows are padded to a multiple of this, so that there are few different shapes."""
 
 _SLICE = 1 << 20
+
+
+def pad_multiple(parts: int) -> int:
+    """Return what the length of rows is made a multiple of, so that they can be divided into equal parts."""
+    return math.lcm(PAD_MULTIPLE, parts)
+
+
+Fill = Callable[[NDArray[np.int64]], NDArray[np.int64]]
+"""From the lengths of samples, [samples], to the row of each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,10 +107,9 @@ def plan_rows(
         key.append(micro_per_gpu)
     classes = list(classes) if packing is Packing.packed else []
     if by_source or classes:
-        points = [[(point.at, point.weight) for point in source.weights] for source in sources]
-        key.append(
-            {"weights": points if by_source else [], "classes": classes}
-        )  # what a run that goes on must have too
+        points = [[source.weight, *((point.at, point.weight) for point in source.weights)] for source in sources]
+        # What a run that goes on must have, too.
+        key.append({"weights": points if by_source else [], "classes": classes})
     name = hashlib.sha256(json.dumps(key).encode()).hexdigest()[:32]
 
     def build(folder: Path) -> None:
@@ -108,15 +118,12 @@ def plan_rows(
         samples = samples[Permutation(len(samples), f"plan {seed}")(np.arange(len(samples)))]
         lengths = store.lengths(samples)
         kinds = sources_of(store)[samples] if by_source else np.searchsorted(classes, lengths)
-
-        def fill(lengths: NDArray[np.int64]) -> NDArray[np.int64]:
-            if packing is Packing.packed:
-                return pack(lengths, max_length, window)
-            if packing is Packing.grouped:
-                return group(lengths, micro_per_gpu * max_length)
-            return np.arange(len(lengths))
-
-        rows, bounds = apart(lengths, kinds, max(len(sources), 1) if by_source else len(classes) + 1, fill)
+        fills: dict[Packing, Fill] = {
+            Packing.none: lambda lengths: np.arange(len(lengths)),
+            Packing.packed: partial(pack, capacity=max_length, window=window),
+            Packing.grouped: partial(group, budget=micro_per_gpu * max_length),
+        }
+        rows, bounds = apart(lengths, kinds, len(sources) if by_source else len(classes) + 1, fills[packing])
         _save(folder, samples, rows, bounds if by_source else [])
 
     target = cache_dir / "plans" / name
@@ -152,7 +159,7 @@ def apart(
     lengths: NDArray[np.int64],
     kinds: NDArray[np.int64],
     num_kinds: int,
-    fill: Callable[[NDArray[np.int64]], NDArray[np.int64]],
+    fill: Fill,
 ) -> tuple[NDArray[np.int64], list[int]]:
     """Fill rows with samples of one kind each, kind after kind.
 
