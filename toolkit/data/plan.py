@@ -108,7 +108,6 @@ def plan_rows(
     classes = list(classes) if packing is Packing.packed else []
     if by_source or classes:
         points = [[source.weight, *((point.at, point.weight) for point in source.weights)] for source in sources]
-        # What a run that goes on must have, too.
         key.append({"weights": points if by_source else [], "classes": classes})
     name = hashlib.sha256(json.dumps(key).encode()).hexdigest()[:32]
 
