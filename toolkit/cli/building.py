@@ -8,8 +8,9 @@ import torch
 from deepspeed import DeepSpeedEngine
 from transformers import PreTrainedModel
 
+from toolkit.config.layout import layout_of
 from toolkit.config.schema import Init, Packing, RunConfig, TuningMethod
-from toolkit.distributed.process_group import on_rank0, rank
+from toolkit.distributed.process_group import on_rank0, rank, world_size
 from toolkit.engine.ds_config import DsConfig, warmup_steps
 from toolkit.engine.initialize import initialize
 from toolkit.errors import ConfigError
@@ -23,6 +24,7 @@ from toolkit.models.packing import why_not_in_parts
 from toolkit.models.router_loss import router_loss
 from toolkit.models.save import MODEL_DIR, describe
 from toolkit.models.sequence import check_parts
+from toolkit.models.token_dropping import TokenDropping
 from toolkit.models.tuning.apply import tune
 from toolkit.models.tuning.base import RUN_BASE, check_base, read_base
 from toolkit.terminal import phase
@@ -56,6 +58,9 @@ def build_engine(cfg: RunConfig, prepared: Prepared, ds: DsConfig, total_steps: 
         tune(model, cfg.tuning, base, prepared.tokenizer, cfg.run.seed, ds.values)
         if origin.checkpoint and (known := read_base(origin.checkpoint / MODEL_DIR)):
             check_base(known, model.tuned.base, origin.checkpoint)
+    if cfg.train.random_ltd.steps:
+        place = layout_of(cfg, world_size(), rank())
+        model.token_dropping = TokenDropping(model, cfg.train.random_ltd, cfg.run.seed, place.data_rank)
     warmup = warmup_steps(cfg, total_steps)
 
     def make_schedule(optimizer: torch.optim.Optimizer) -> Any:

@@ -278,6 +278,8 @@ def _one_by_one(
     groups = states[0].size(1) // states[1].size(1)
     parts = []
     for begin, end in pairwise(bounds.tolist()):
+        if begin == end:  # all tokens of the segment were dropped
+            continue
         q, k, v = (state[begin:end].transpose(0, 1)[None] for state in states)
         mixed = functional.scaled_dot_product_attention(
             q, repeat_kv(k, groups), repeat_kv(v, groups), dropout_p=dropout, is_causal=True, scale=scaling
