@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from toolkit.config.bounds import LEAST
-from toolkit.config.checks_data import check_world_sizes
+from toolkit.config.checks_data import check_data
 from toolkit.config.checks_files import check_files
 from toolkit.config.checks_own import check_own, unread_own
 from toolkit.config.checks_sequence import check_sequence
@@ -42,7 +42,7 @@ def check(loaded: Loaded, world_size: int | None = None, *, files: bool = True, 
     left_out = (_evaluate, check_tuning, check_effect) if own else ()
     if own:
         check_own(loaded)
-    for rule in (*rules, check_world_sizes, *late):
+    for rule in (*rules, check_data, *late):
         if rule not in left_out:
             rule(loaded)
     if own:

@@ -10,7 +10,16 @@ from toolkit.config.schema import AUTO, RunConfig
 from toolkit.messages import tr
 
 _READ = ("data.num_workers", "evaluate.every", "evaluate.at_start", "evaluate.keep_best")
-_SECTIONS = ("model.", "tuning.", "data.", "prepare.", "kernels.", "evaluate.", "train.activation_checkpointing.")
+_SECTIONS = (
+    "model.",
+    "tuning.",
+    "data.",
+    "prepare.",
+    "kernels.",
+    "evaluate.",
+    "train.activation_checkpointing.",
+    "train.random_ltd.",
+)
 
 
 def unread_own(cfg: RunConfig) -> Iterator[tuple[str, str]]:

@@ -154,6 +154,7 @@ def _job(session: AnySession, task: Task, data: Data, saver: Saver, start: RunSt
         saver=saver,
         start=start,
         position_after=data.position_after,
+        figures_at=lambda place: {},
         samples_at=lambda place: _samples_at(data, place),
         go_back=lambda checkpoint: go_back(saver, checkpoint, start, session.folder, ranks, cfg.run.seed),
         watchdog=watchdog(session),

@@ -12,7 +12,7 @@ from toolkit.checkpoint import random_state
 from toolkit.distributed.process_group import world_size
 from toolkit.engine.memory import PeakMemory
 from toolkit.train.guard import Guard
-from toolkit.train.step import Objective, train_step
+from toolkit.train.step import LANGUAGE, Objective, train_step
 
 _COUNTERS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
 _BEFORE_ALL = -2
@@ -59,7 +59,7 @@ def rehearse_step(
     batch: Any,
     memory: PeakMemory,
     num_micro_batches: int,
-    objective: Objective | None = None,
+    objective: Objective = LANGUAGE,
 ) -> Measured:
     """Do a step whose update is refused. A collective; only within `unchanged`.
 
