@@ -101,8 +101,7 @@ def train_step(
 
     N, the number of trained tokens of all ranks, is known before the first backward pass. The engine averages
     gradients over the ranks, hence the factor `world_size`; where several ranks count the same, N is as many times too
-    large as the engine averages over fewer. `scale_wrt_gas=False`: no division by the number of micro-batches as well
-    (deepspeed 0.19.8, engine.backward). Where there is a `RouterLoss`, it adds itself.
+    large as it averages over fewer. `scale_wrt_gas=False`: it divides by nothing else (deepspeed 0.19.8, backward).
 
     Args:
         engine: the DeepSpeed engine.
