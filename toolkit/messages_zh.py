@@ -1250,4 +1250,8 @@ CHINESE: dict[str, str] = {
     "'{key}' belongs to a feature that was removed from DeepSpeed. Take it out, and use {schema} instead (docs/data_efficiency.md).": "'{key}' 属于 DeepSpeed 已移除的功能。请删除它，改用 {schema}（docs/data_efficiency.md）。",
     "{key} = {value} must hold numbers of at least 1.": "{key} = {value} 中的数必须至少为 1。",
     "batch.global_size = {size} cannot be divided on each of batch.world_sizes = {ranks}: with batch.micro_per_gpu = {micro} it must be a multiple of {unit}.": "batch.global_size = {size} 不能在 batch.world_sizes = {ranks} 的每种进程数上整除：batch.micro_per_gpu = {micro} 时它必须是 {unit} 的倍数。",
+    "kernels.mlp_pieces = {pieces}: {model} has no feed-forward layers that could be divided. Set it to 1.": "kernels.mlp_pieces = {pieces}：{model} 没有可以分块的前馈层。请设为 1。",
+    "layers in pieces cannot be compiled. Set compile.enabled=false": "分块计算的层无法编译。请设 compile.enabled=false",
+    "each piece is computed twice, and tuning.dropout = {value} would drop something else the second time. Set it to 0": "每块要计算两次，而 tuning.dropout = {value} 第二次会丢弃别的内容。请设为 0",
+    "{key} = {value} cannot be: {reason}.": "{key} = {value} 不可行：{reason}。",
 }

@@ -22,6 +22,7 @@ from toolkit.models.loss import LossHead, Way, loss_head
 from toolkit.models.packing import why_not_in_parts
 from toolkit.models.save import MODEL_DIR, describe
 from toolkit.models.sequence import check_parts
+from toolkit.models.tiled import tile_mlp
 from toolkit.models.tuning.apply import tune
 from toolkit.models.tuning.base import RUN_BASE, check_base, read_base
 from toolkit.terminal import phase
@@ -55,6 +56,8 @@ def build_engine(cfg: RunConfig, prepared: Prepared, ds: DsConfig, total_steps: 
         tune(model, cfg.tuning, base, prepared.tokenizer, cfg.run.seed, ds.values)
         if origin.checkpoint and (known := read_base(origin.checkpoint / MODEL_DIR)):
             check_base(known, model.tuned.base, origin.checkpoint)
+    if cfg.kernels.mlp_pieces > 1:
+        tile_mlp(model, cfg.kernels.mlp_pieces)
     warmup = warmup_steps(cfg, total_steps)
 
     def make_schedule(optimizer: torch.optim.Optimizer) -> Any:

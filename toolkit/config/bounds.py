@@ -14,6 +14,7 @@ LEAST = {
     "data.num_workers": 0,
     "data.packing_window": 0,
     "prepare.num_workers": 0,
+    "kernels.mlp_pieces": 1,
     "tuning.rank": 1,
     "tuning.num_tokens": 1,
     "tuning.last_layers": 0,

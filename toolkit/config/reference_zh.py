@@ -267,4 +267,5 @@ CHINESE: dict[str, str] = {
     "wsd: the fall at the end as a fraction of all steps, rounded up.": "wsd：最后下降的部分占全部步数的比例，向上取整。",
     "wsd: how it falls: linear, cosine, or sqrt (as 1 - sqrt, fast at first).": "wsd：如何下降：linear、cosine，或 sqrt（按 1 - sqrt，先快后慢）。",
     "Numbers of ranks that the run is to start or go on with: `batch.global_size` is checked for each of them, before anything starts; [] checks the present one only.": "运行要能启动或继续的各种进程数：启动之前会对每一个检查 `batch.global_size`；[] 只检查当前的进程数。",
+    "Pieces in which feed-forward layers take the tokens of a micro-batch, for long rows: their inner states are there for one piece at a time, and computed twice; 1 takes all at once. Layers of experts take all at once in any case.": "前馈层把一个微批次的 token 分成几块计算，用于长行：同一时刻只有一块的内部状态，且要计算两次；1 表示一次全部计算。专家层总是一次全部计算。",
 }
