@@ -8,11 +8,13 @@ toolkit check recipe=NAME [world_size=8] [key=value …]
 from toolkit.cli.compose import compose, positive_int
 from toolkit.config.checks import accumulation, check, settled
 from toolkit.config.checks_track import check_track_here
+from toolkit.config.layout import layout_of
 from toolkit.config.schema import AUTO, Init, RunConfig
 from toolkit.engine.ds_config import build_ds_config
 from toolkit.messages import tr
 from toolkit.models.folder import read_config
 from toolkit.plan.parameters import shapes_of_config, tuned
+from toolkit.plan.tensor import part_of
 
 
 def run(words: list[str]) -> int:
@@ -33,6 +35,9 @@ def run(words: list[str]) -> int:
         outline = tuned(*known, cfg.tuning)
         trained, total = f"{outline.num_trained:,}", f"{outline.num_parameters:,}"
         print(tr("{trained} of {total} parameters are trained.", trained=trained, total=total))
+        if cfg.parallel.tensor > 1:
+            mine = f"{part_of(outline, cfg.parallel.tensor).num_parameters:,}"
+            print(tr("{count} of them on each rank: {size} split the layers.", count=mine, size=cfg.parallel.tensor))
     print(tr("{recipe}: config and files are in order.", recipe=cfg.recipe))
     return 0
 
@@ -50,5 +55,5 @@ def _rows(cfg: RunConfig, world_size: int) -> str:
         size=size,
         micro=cfg.batch.micro_per_gpu,
         times=accumulation(cfg, world_size),
-        world_size=world_size,
+        world_size=layout_of(cfg, world_size).data_ranks,
     )

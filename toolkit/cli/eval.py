@@ -41,7 +41,8 @@ def run(words: list[str]) -> int:
     inherited = dict(os.environ)
     ranks = environment.detect(os.environ)
     environment.apply(ranks, os.environ)  # from here on an error knows which rank it speaks for
-    words = _with_base(words)
+    # Each rank has a model of its own here, whatever the recipe's training does.
+    words = [*_with_base(words), *(f"parallel.{name}=1" for name in ("tensor", "sequence", "pipeline"))]
     composed = compose(words, world_size=ranks.world_size, arguments=("output", "adapter"))
     cfg = composed.loaded.cfg
     if not (cfg.data.validation or cfg.data.validation_fraction):

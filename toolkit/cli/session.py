@@ -22,12 +22,14 @@ from toolkit.cli.rehearsal import rehearse
 from toolkit.cli.sample_view import stretches
 from toolkit.cli.tracking import hand_on_answers, tracked, trackers_of
 from toolkit.config.checks import accumulation
+from toolkit.config.layout import layout_of
 from toolkit.config.load import Loaded
 from toolkit.config.schema import RunConfig
 from toolkit.data.sampler import Position
 from toolkit.distributed import failure, orphans, process_group, signals
 from toolkit.distributed.watchdog import Watchdog
 from toolkit.engine import memory
+from toolkit.engine.gather import is_divided
 from toolkit.errors import RunFolderError
 from toolkit.export.checkpoint import export_beside
 from toolkit.launch import environment, report
@@ -86,7 +88,7 @@ def run_session(cfg: RunConfig, ranks: Ranks, prepared: Prepared, started: float
     Returns:
         The run folder.
     """
-    random_state.seed_all(cfg.run.seed + ranks.rank)
+    random_state.seed_all(cfg.run.seed + layout_of(cfg, ranks.world_size, ranks.rank).data_rank)
     questions = questions_of(cfg, prepared, say if ranks.rank == 0 else lambda line: None)
     origin = process_group.on_rank0(lambda: resume.choose(cfg, say))
     folder = origin.folder
@@ -236,7 +238,7 @@ def _evaluation(session: Session, tell: Callable[[str], None]) -> Evaluation:
         questions=session.questions,
         model=engine,
         device=engine.device,
-        in_step=engine.zero_optimization_partition_weights(),
+        in_step=is_divided(engine),
         say=tell,
     )
     evaluation.leave_out_too_long()

@@ -11,6 +11,9 @@ from typing import Any
 import torch
 from deepspeed import DeepSpeedEngine
 from deepspeed.runtime.utils import combine_grad_norm_groups
+from deepspeed.utils import groups
+
+from toolkit.distributed.tensor import is_part
 
 
 class UpdateGate:
@@ -71,15 +74,22 @@ class UpdateGate:
         gradients = self._gradients()
         # In fp32: the squares of fp16 gradients that are in order would overflow.
         norms = [torch.linalg.vector_norm(gradient, dtype=torch.float32) for gradient in gradients]
-        if self._ask(torch.stack(norms).norm() if norms else 0.0) and gradients:
+        norm = torch.stack(norms).norm() if norms else torch.zeros((), device=self.engine.device)
+        if self.engine.autotp_size() > 1:
+            norm = norm.square()
+            torch.distributed.all_reduce(norm, group=groups.get_tensor_model_parallel_group())
+            norm = norm.sqrt()
+        if self._ask(norm) and gradients:
             gradients[0].view(-1)[0] = math.inf  # which DeepSpeed's optimizers skip themselves
         real(lr_kwargs)
 
     def _gradients(self) -> list[torch.Tensor]:
+        """Return this rank's; of what all ranks of a tensor group have whole the first alone has the gradient."""
         if hasattr(self.optimizer, "get_grads_for_norm"):
             gradients: list[torch.Tensor] = self.optimizer.get_grads_for_norm()[0]
             return gradients
-        return [p.grad for p in self.engine.module.parameters() if p.grad is not None]
+        has_whole = self.engine.autotp_size() <= 1 or groups.get_tensor_model_parallel_rank() == 0
+        return [p.grad for p in self.engine.module.parameters() if p.grad is not None and (has_whole or is_part(p))]
 
     def _plain_step(self, real: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
         """Without ZeRO in fp32 DeepSpeed looks for no overflow, but heeds the attribute."""

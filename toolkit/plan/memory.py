@@ -20,6 +20,7 @@ from toolkit.config.checks import accumulation, micro_rows
 from toolkit.config.schema import Attention, Device, Dtype, Init, LossKernel, Packing, RunConfig, TuningMethod
 from toolkit.plan.activations import Rows, layer_bytes, saved_bytes
 from toolkit.plan.parameters import Outline, layer_of
+from toolkit.plan.tensor import part_of
 
 CHUNK_BYTES = 128 * 2**20
 """Of the logits in float32 that the loss computes at once; it holds about two and a half times as much."""
@@ -62,7 +63,9 @@ def plan_rank(outline: Outline, cfg: RunConfig, world_size: int, on_cpu: bool = 
         world_size: ranks.
         on_cpu: whether ranks run on processors, where a device's memory and the host's are one.
     """
-    return _Rank(outline, cfg, world_size, on_cpu).memory()
+    tensor = cfg.parallel.tensor
+    mine, built = part_of(outline, tensor), outline.num_parameters
+    return _Rank(mine, cfg, world_size // tensor, on_cpu, world_size, built).memory()
 
 
 def longest_rows(outline: Outline, cfg: RunConfig, on_cpu: bool = False) -> Rows:
@@ -90,6 +93,10 @@ class _Rank:
     cfg: RunConfig
     world: int
     on_cpu: bool
+    ranks: int
+    """All; `world` are those that ZeRO divides among."""
+    built: int
+    """Parameters that are built before layers are split over ranks."""
     weight: int = field(init=False)
     """Bytes of a number."""
     grad: int = field(init=False)
@@ -249,7 +256,7 @@ class _Rank:
             again = 0  # of the micro-batch beside those before it, unless they are added up in one buffer
             if stage == 2 and not self.offloads and self.cfg.precision.dtype is not Dtype.bf16:
                 again = self.grad * self.part(trained) + weight * self.largest
-                if accumulation(self.cfg, self.world) == 1:  # none are before it
+                if accumulation(self.cfg, self.ranks) == 1:  # none are before it
                     parts["gradients"] = 0
             buffer = weight * self.bucket if stage == 2 else 0
             parts["buckets"] = buffer + max(flush + weight * self.largest // 2, again)
@@ -344,7 +351,7 @@ class _Rank:
             flattened = max(0, self.weight * trained - parts["optimizer"])  # freed before the states are made
             parts["weights"] += flattened
         if self.on_cpu and self.cfg.model.init is Init.random:  # made in float32, whole
-            parts["weights"] += max(0, 4 * self.all - sum(parts.values()))
+            parts["weights"] += max(0, 4 * self.built - sum(parts.values()))
         return parts
 
     def host(self) -> Parts:
