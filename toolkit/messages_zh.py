@@ -1229,7 +1229,8 @@ CHINESE: dict[str, str] = {
     "compile.enabled = true is not supported beside it. Set it to false": "不支持与 compile.enabled = true 同时使用。请将其设为 false",
     "plan.auto = true looks for ZeRO's stages, also those that do not go together with it. Set it to false": "plan.auto = true 会尝试各个 ZeRO 阶段，包括不能与之同时使用的阶段。请将其设为 false",
     "{key} = {value}: {reason}.": "{key} = {value}：{reason}。",
-    "{count} of them on each rank: {size} split the layers.": "每个 rank 上有其中 {count} 个：{size} 个 rank 切分各层。",
     "the checkpoint was saved by {ranks} ranks with parallel.tensor = {before}, and cannot go on with {now_ranks} and {now}: the parts of layers stay on as many ranks. Start as before, or begin another training with its weights (toolkit export-model).": "该检查点由 {ranks} 个 rank 以 parallel.tensor = {before} 保存，不能以 {now_ranks} 个 rank 和 {now} 继续：各层的部分必须留在同样数目的 rank 上。请像之前那样启动，或用其权重开始另一次训练（toolkit export-model）。",
     "{key}: how parameters are split is fixed here, by their names. Leave it out.": "{key}：参数如何切分在这里按名称固定。请删去该项。",
+    "{count} of all parameters are on each rank.": "每个 rank 上有全部参数中的 {count} 个。",
+    "{groups} groups of {size} neighbouring ranks, which split the layers.": "{groups} 组，每组 {size} 个相邻的 rank 切分各层。",
 }

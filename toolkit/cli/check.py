@@ -31,13 +31,16 @@ def run(words: list[str]) -> int:
     if world_size:
         build_ds_config(settled(cfg), world_size, cfg.train.max_steps or None)  # refuses unknown names in ds_extra
         print(_rows(cfg, world_size))
+        if cfg.parallel.tensor > 1:
+            groups, size = layout_of(cfg, world_size).data_ranks, cfg.parallel.tensor
+            print(tr("{groups} groups of {size} neighbouring ranks, which split the layers.", groups=groups, size=size))
     if known and not cfg.tuning.adapter:
         outline = tuned(*known, cfg.tuning)
         trained, total = f"{outline.num_trained:,}", f"{outline.num_parameters:,}"
         print(tr("{trained} of {total} parameters are trained.", trained=trained, total=total))
-        if cfg.parallel.tensor > 1:
-            mine = f"{part_of(outline, cfg.parallel.tensor).num_parameters:,}"
-            print(tr("{count} of them on each rank: {size} split the layers.", count=mine, size=cfg.parallel.tensor))
+        mine = part_of(outline, cfg.parallel.tensor)  # refuses what cannot be split
+        if mine is not outline:
+            print(tr("{count} of all parameters are on each rank.", count=f"{mine.num_parameters:,}"))
     print(tr("{recipe}: config and files are in order.", recipe=cfg.recipe))
     return 0
 

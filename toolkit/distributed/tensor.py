@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 
 import torch
-from deepspeed.utils import groups
 
 from toolkit.config.tensor import Split, split_of, whole_shape
 
@@ -13,9 +12,16 @@ def is_part(parameter: torch.Tensor) -> bool:
     return getattr(parameter, "tensor_model_parallel", False)
 
 
+def group() -> torch.distributed.ProcessGroup:
+    """Return the ranks that share each split parameter; only where the model is split."""
+    from deepspeed.utils import groups  # takes seconds, which those who have whole models need not wait
+
+    return groups.get_tensor_model_parallel_group()
+
+
 def group_size() -> int:
-    """Return how many ranks share each split parameter; only where the model is split."""
-    return torch.distributed.get_world_size(groups.get_tensor_model_parallel_group())
+    """Return how many they are."""
+    return torch.distributed.get_world_size(group())
 
 
 def shape_of(name: str, parameter: torch.Tensor) -> tuple[int, ...]:
@@ -26,9 +32,8 @@ def shape_of(name: str, parameter: torch.Tensor) -> tuple[int, ...]:
 
 def gather_parts(name: str, part: torch.Tensor) -> torch.Tensor:
     """Return the whole of a parameter; a collective of the tensor group."""
-    group = groups.get_tensor_model_parallel_group()
     parts = [torch.empty_like(part) for _ in range(group_size())]
-    torch.distributed.all_gather(parts, part.contiguous(), group)
+    torch.distributed.all_gather(parts, part.contiguous(), group())
     return join(name, parts)
 
 

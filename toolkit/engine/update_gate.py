@@ -11,9 +11,8 @@ from typing import Any
 import torch
 from deepspeed import DeepSpeedEngine
 from deepspeed.runtime.utils import combine_grad_norm_groups
-from deepspeed.utils import groups
 
-from toolkit.distributed.tensor import is_part
+from toolkit.distributed.tensor import group, is_part
 
 
 class UpdateGate:
@@ -77,7 +76,7 @@ class UpdateGate:
         norm = torch.stack(norms).norm() if norms else torch.zeros((), device=self.engine.device)
         if self.engine.autotp_size() > 1:
             norm = norm.square()
-            torch.distributed.all_reduce(norm, group=groups.get_tensor_model_parallel_group())
+            torch.distributed.all_reduce(norm, group=group())
             norm = norm.sqrt()
         if self._ask(norm) and gradients:
             gradients[0].view(-1)[0] = math.inf  # which DeepSpeed's optimizers skip themselves
@@ -88,7 +87,7 @@ class UpdateGate:
         if hasattr(self.optimizer, "get_grads_for_norm"):
             gradients: list[torch.Tensor] = self.optimizer.get_grads_for_norm()[0]
             return gradients
-        has_whole = self.engine.autotp_size() <= 1 or groups.get_tensor_model_parallel_rank() == 0
+        has_whole = self.engine.autotp_size() <= 1 or torch.distributed.get_rank(group()) == 0
         return [p.grad for p in self.engine.module.parameters() if p.grad is not None and (has_whole or is_part(p))]
 
     def _plain_step(self, real: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
