@@ -29,6 +29,7 @@ REFUSED = {
     "tuning=lora": "tuning.method = lora adds parameters that are not split with the layers that they belong to.",
     "tuning=ptuning_v2": "tuning.method = ptuning_v2 adds parameters",
     "compile.enabled=true": "parallel.tensor = 2: compile.enabled = true is not supported beside it. Set it to false.",
+    "zero=stage2_offload zero.zenflow.enabled=true": "zero.zenflow.enabled = true is not supported beside it.",
     "plan.auto=true": "parallel.tensor = 2: plan.auto = true looks for ZeRO's stages",
     "parallel.tensor=3": "parallel.tensor = 3 does not divide the model's 4 attention heads. Use a number that does.",
     "parallel.tensor=4": "parallel.tensor = 4 does not divide the model's 2 heads of keys and values.",

@@ -41,6 +41,8 @@ def _reason(cfg: RunConfig) -> str:
         return tr(
             "zero.stage = 3 is not supported beside it. Use zero=stage1 or zero=stage2, or parallel.tensor=1",
         )
+    if cfg.zero.zenflow.enabled:
+        return tr("zero.zenflow.enabled = true is not supported beside it. Set it to false")
     if cfg.tuning.method not in (TuningMethod.full, TuningMethod.freeze):
         return tr(
             "tuning.method = {method} adds parameters that are not split with the layers that they belong to. Use "

@@ -26,10 +26,11 @@ from toolkit.config.schema import (
     PrecisionConfig,
     RunConfig,
     ScheduleName,
+    ZenFlowConfig,
     ZeroConfig,
 )
 from toolkit.config.tensor import partition_config
-from toolkit.config.unread import STAGE3_KEYS
+from toolkit.config.unread import STAGE3_KEYS, SUPER_OFFLOAD_KEYS
 from toolkit.engine.ds_names import check_extra
 from toolkit.messages import tr
 
@@ -43,9 +44,10 @@ def _names(kind: type, *without: str) -> tuple[str, ...]:
 
 # DeepSpeed section -> (schema section, the names that both share)
 SECTIONS: dict[str, tuple[str, tuple[str, ...]]] = {
-    "zero_optimization": ("zero", _names(ZeroConfig, "offload_optimizer", "offload_param", "aio")),
+    "zero_optimization": ("zero", _names(ZeroConfig, "offload_optimizer", "offload_param", "zenflow", "aio")),
     "zero_optimization.offload_optimizer": ("zero.offload_optimizer", _names(OffloadOptimizerConfig)),
     "zero_optimization.offload_param": ("zero.offload_param", _names(OffloadParamConfig)),
+    "zero_optimization.zenflow": ("zero.zenflow", _names(ZenFlowConfig, "enabled")),
     "aio": ("zero.aio", _names(AioConfig)),
     "fp16": ("precision", _names(PrecisionConfig, "dtype")),
     "optimizer.params": ("optim", ("lr", "betas", "eps", "weight_decay")),
@@ -73,6 +75,7 @@ DERIVED: dict[str, str] = {
     "optimizer.type": "optim.name",
     "optimizer.params.adam_w_mode": "optim.name",
     "optimizer.params.fused": "optim.torch",
+    "zero_optimization.zenflow.select_strategy": "zero.zenflow.enabled",
     "scheduler.type": "schedule.name",
     "scheduler.params.warmup_min_lr": "schedule.warmup_min_ratio",
     "scheduler.params.warmup_max_lr": "optim.lr",
@@ -272,15 +275,28 @@ def _zero(ds: DsConfig, cfg: RunConfig) -> None:
     _copy(ds, cfg, "zero_optimization", *(() if zero.stage == 3 else STAGE3_KEYS))
     for name, offload in (("offload_optimizer", zero.offload_optimizer), ("offload_param", zero.offload_param)):
         if offload.device is not Device.none:
-            _copy(ds, cfg, f"zero_optimization.{name}", *(() if offload.device is Device.nvme else ("nvme_path",)))
+            path = () if offload.device is Device.nvme else ("nvme_path",)
+            _copy(
+                ds,
+                cfg,
+                f"zero_optimization.{name}",
+                *path,
+                *(() if zero.offload_optimizer.super_offload else SUPER_OFFLOAD_KEYS),
+            )
     if Device.nvme in (zero.offload_optimizer.device, zero.offload_param.device):
         _copy(ds, cfg, "aio")
+    if zero.zenflow.enabled:
+        _copy(ds, cfg, "zero_optimization.zenflow")
+        # Its other strategy counts epochs by a data loader that the engine does not have here.
+        ds.put("zero_optimization.zenflow.select_strategy", "step", "zero.zenflow.enabled")
 
 
 def _optimizer(ds: DsConfig, cfg: RunConfig) -> None:
     adamw = cfg.optim.name is OptimizerName.adamw
     ds.put("optimizer.type", "AdamW" if adamw else "Adam", "optim.name")
     _copy(ds, cfg, "optimizer.params")
+    if cfg.zero.zenflow.enabled:  # hands these parameters to PyTorch's AdamW too, which knows none of the following
+        return
     # DeepSpeed reads type "Adam" as AdamW unless adam_w_mode is false.
     ds.put("optimizer.params.adam_w_mode", adamw, "optim.name")
     # No zero_force_ds_cpu_optimizer or zero_allow_untested_optimizer is needed: the first concerns optimizers handed
