@@ -24,7 +24,7 @@ from toolkit.plan.tensor import exchanged, part_of
 
 WORDS = "recipe=zero1 model=glm_tiny parallel=tensor"
 REFUSED = {
-    "parallel.sequence=2": "parallel.tensor = 2: one of parallel.tensor, parallel.sequence and parallel.pipeline can",
+    "parallel.pipeline=2": "parallel.tensor = 2: one of parallel.tensor, parallel.sequence and parallel.pipeline can",
     "zero=stage3": "parallel.tensor = 2: zero.stage = 3 is not supported beside it. Use zero=stage1 or zero=stage2, or",
     "tuning=lora": "tuning.method = lora adds parameters that are not split with the layers that they belong to.",
     "tuning=ptuning_v2": "tuning.method = ptuning_v2 adds parameters",

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 
 from toolkit.cli.compose import compose
 from toolkit.config.checks import check, micro_rows, settled
-from toolkit.config.schema import RunConfig
+from toolkit.config.schema import ParallelConfig, RunConfig
 from toolkit.disk import unused
 from toolkit.errors import ConfigError
 from toolkit.launch import build_locks, environment, forward
@@ -41,14 +41,13 @@ def run(words: list[str]) -> int:
     inherited = dict(os.environ)
     ranks = environment.detect(os.environ)
     environment.apply(ranks, os.environ)  # from here on an error knows which rank it speaks for
-    # Each rank has a model of its own here, whatever the recipe's training does.
-    words = [*_with_base(words), *(f"parallel.{name}=1" for name in ("tensor", "sequence", "pipeline"))]
+    words = _with_base(words)
     composed = compose(words, world_size=ranks.world_size, arguments=("output", "adapter"))
     cfg = composed.loaded.cfg
     if not (cfg.data.validation or cfg.data.validation_fraction):
         raise ConfigError(tr("there is nothing to evaluate: set data.validation or data.validation_fraction."))
     check(composed.loaded)
-    cfg = settled(cfg)
+    cfg = replace(settled(cfg), parallel=ParallelConfig())  # each rank, or ZeRO-3, has a whole model
     file = _output(cfg, composed.arguments.get("output", ""))
     forward.apply(cfg.launch.env, ranks, os.environ, inherited)
     if cfg.distributed.interface:
