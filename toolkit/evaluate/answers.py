@@ -55,15 +55,14 @@ def answer_all(
         place: of this rank among those that take batches; None: each rank by itself.
         num_places: how many there are; ranks of one place answer the same batches together.
     """
-    mine_of = rank() if place is None else place
-    at_once = num_places or world_size()
+    place, at_once = rank() if place is None else place, num_places or world_size()
     order = sorted(range(len(prompts)), key=lambda number: (len(prompts[number]), number))
     batches = [order[begin : begin + batch_size] for begin in range(0, len(order), batch_size)]
     mine: dict[int, list[int]] = {}
     failures: set[str] = set()
     started = time.perf_counter()
     for first in range(0, len(batches), at_once):
-        number = first + mine_of
+        number = first + place
         has_one = number < len(batches)
         # A rank without a batch takes part in the others' forward passes all the same, with the shortest prompt.
         batch = batches[number] if has_one else order[:1]
