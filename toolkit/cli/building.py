@@ -24,6 +24,7 @@ from toolkit.models.packing import why_not_in_parts
 from toolkit.models.router_loss import router_loss
 from toolkit.models.save import MODEL_DIR, describe
 from toolkit.models.sequence import check_parts
+from toolkit.models.tiled import tile_mlp
 from toolkit.models.token_dropping import TokenDropping
 from toolkit.models.tuning.apply import tune
 from toolkit.models.tuning.base import RUN_BASE, check_base, read_base
@@ -58,6 +59,8 @@ def build_engine(cfg: RunConfig, prepared: Prepared, ds: DsConfig, total_steps: 
         tune(model, cfg.tuning, base, prepared.tokenizer, cfg.run.seed, ds.values)
         if origin.checkpoint and (known := read_base(origin.checkpoint / MODEL_DIR)):
             check_base(known, model.tuned.base, origin.checkpoint)
+    if cfg.kernels.mlp_pieces > 1:
+        tile_mlp(model, cfg.kernels.mlp_pieces)
     if cfg.train.random_ltd.steps:
         place = layout_of(cfg, world_size(), rank())
         model.token_dropping = TokenDropping(model, cfg.train.random_ltd, cfg.run.seed, place.data_rank)
