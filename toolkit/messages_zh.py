@@ -1224,7 +1224,6 @@ CHINESE: dict[str, str] = {
     "tuning.method = {method} adds parameters that are not split with the layers that they belong to. Use tuning=full or tuning=freeze, or parallel.tensor=1": "tuning.method = {method} 添加的参数不会随其所属的层一起切分。请使用 tuning=full 或 tuning=freeze，或 parallel.tensor=1",
     "compile.enabled = true is not supported beside it. Set it to false": "不支持与 compile.enabled = true 同时使用。请将其设为 false",
     "plan.auto = true looks for ZeRO's stages, also those that do not go together with it. Set it to false": "plan.auto = true 会尝试各个 ZeRO 阶段，包括不能与之同时使用的阶段。请将其设为 false",
-    "{key} = {value}: {reason}.": "{key} = {value}：{reason}。",
     "the checkpoint was saved by {ranks} ranks with parallel.tensor = {before}, and cannot go on with {now_ranks} and {now}: the parts of layers stay on as many ranks. Start as before, or begin another training with its weights (toolkit export-model).": "该检查点由 {ranks} 个 rank 以 parallel.tensor = {before} 保存，不能以 {now_ranks} 个 rank 和 {now} 继续：各层的部分必须留在同样数目的 rank 上。请像之前那样启动，或用其权重开始另一次训练（toolkit export-model）。",
     "{key}: how parameters are split is fixed here, by their names. Leave it out.": "{key}：参数如何切分在这里按名称固定。请删去该项。",
     "{count} of all parameters are on each rank.": "每个 rank 上有全部参数中的 {count} 个。",

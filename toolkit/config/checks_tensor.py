@@ -20,7 +20,7 @@ def check_tensor(loaded: Loaded) -> None:
         return
     reason = _reason(cfg)
     if reason:
-        raise fail(loaded, key, tr("{key} = {value}: {reason}.", key=key, value=size, reason=reason))
+        raise fail(loaded, key, tr("{key} = {value} cannot be: {reason}.", key=key, value=size, reason=reason))
     if cfg.model.init is Init.random:
         shape = cfg.model.shape
         try:
