@@ -26,6 +26,9 @@ from toolkit.train.prepared import Prepared
 from toolkit.train.resume import Origin
 from toolkit.train.schedule import Schedule
 
+PROFILE = "flops.txt"
+"""What DeepSpeed's flops profiler says of a step."""
+
 
 def build_engine(cfg: RunConfig, prepared: Prepared, ds: DsConfig, total_steps: int, origin: Origin) -> DeepSpeedEngine:
     """Load the model, leave trainable what `tuning` says, and hand it to DeepSpeed. A collective.
@@ -56,7 +59,9 @@ def build_engine(cfg: RunConfig, prepared: Prepared, ds: DsConfig, total_steps: 
         return Schedule(optimizer, cfg.schedule, cfg.optim.lr, total_steps, warmup)
 
     with phase(tr("Building the engine (the first time DeepSpeed compiles its ops: minutes)"), speaks=rank() == 0):
-        engine = initialize(model, ds.values, cfg.train.activation_checkpointing, make_schedule, cfg.compile)
+        engine = initialize(
+            model, _profiled(ds.values, origin.folder), cfg.train.activation_checkpointing, make_schedule, cfg.compile
+        )
     # What building leaves behind refers to itself, and would keep the memory of weights until Python looks for it.
     gc.collect()
     if packed:
@@ -65,6 +70,13 @@ def build_engine(cfg: RunConfig, prepared: Prepared, ds: DsConfig, total_steps: 
     if rank() == 0:
         say(in_use)
     return engine
+
+
+def _profiled(values: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """Have the flops profiler write into the run folder where the config names no file."""
+    if "flops_profiler" not in values:
+        return values
+    return {**values, "flops_profiler": {"output_file": str(folder / PROFILE), **values["flops_profiler"]}}
 
 
 def _in_use(engine: DeepSpeedEngine, cfg: RunConfig, without_liger: str) -> str:

@@ -28,6 +28,7 @@ from toolkit.track.trackers import Trackers
 from toolkit.train import bad_steps
 from toolkit.train.account import Account
 from toolkit.train.checkpoint import Saver
+from toolkit.train.collectives import Collectives
 from toolkit.train.guard import Guard, Trouble
 from toolkit.train.meter import Meter
 from toolkit.train.pace import SlowRanks
@@ -128,6 +129,7 @@ class _Run:
         self.copies = layout_of(job.cfg, world_size()).copies
         self.slow_ranks = SlowRanks(gather(socket.gethostname()))
         self.stop_file = StopFile(job.folder)
+        self.collectives = Collectives()
         self.metrics = MetricsLog(job.folder / "metrics.jsonl", progress.say, job.trackers.row)
         self.outcome = Outcome(bad_steps=job.start.bad_steps, rewinds=job.start.rewinds, checkpoint=job.saver.newest)
         self.rewound_to: Counter[Path] = Counter()
@@ -138,7 +140,8 @@ class _Run:
     def begin_at(self, state: RunState, place: Position) -> None:
         """Go on after the step of a state, with the data at a place."""
         self.step, self.place = state.step, place
-        self.meter = Meter(self.engine, self.job.account, state.trained_tokens, state.total_tokens)
+        counts = state.trained_tokens, state.total_tokens
+        self.meter = Meter(self.engine, self.job.account, *counts, self.collectives)
         self.guard.restart(state.losses, state.grad_norms, state.skips_in_a_row)
         self.outcome.evaluations = list(state.evaluations)
         self.outcome.first_loss = math.nan if state.first_loss is None else state.first_loss
@@ -282,6 +285,8 @@ class _Run:
         row |= {"bad_steps": self.outcome.bad_steps, "rewinds": self.outcome.rewinds}
         if rank() == 0:
             self.metrics.append(row)
+            if self.collectives.is_on:
+                self.collectives.write(self.job.folder)
         self.progress.show(row)
         if slow := self.slow_ranks.see(pace):
             self.progress.say(slow)

@@ -7,11 +7,11 @@ import time
 
 import torch
 from deepspeed import DeepSpeedEngine
-from deepspeed.comm.comm import comms_logger, timers
 
 from toolkit.distributed.process_group import world_size
 from toolkit.plan.flops import Work
 from toolkit.train.account import Account
+from toolkit.train.collectives import Collectives
 from toolkit.train.pace import Pace, exchange
 from toolkit.train.step import StepResult
 
@@ -20,7 +20,12 @@ class Meter:
     """Adds up steps."""
 
     def __init__(
-        self, engine: DeepSpeedEngine, account: Account, trained_tokens: int = 0, total_tokens: int = 0
+        self,
+        engine: DeepSpeedEngine,
+        account: Account,
+        trained_tokens: int = 0,
+        total_tokens: int = 0,
+        collectives: Collectives | None = None,
     ) -> None:
         """Start counting.
 
@@ -29,7 +34,9 @@ class Meter:
             account: what speed and memory are compared with.
             trained_tokens: those of the run so far.
             total_tokens: those of the run so far.
+            collectives: those of the run so far.
         """
+        self.collectives = collectives or Collectives()
         self.engine, self.account = engine, account
         self.trained_tokens_so_far, self.total_tokens_so_far = trained_tokens, total_tokens
         self.grad_norm = math.nan
@@ -71,7 +78,7 @@ class Meter:
     def pace(self) -> Pace:
         """Return how fast each rank was since the last row. A collective."""
         seconds = time.perf_counter() - self.started
-        self.communication_s += _communication_s()
+        self.communication_s += self.collectives.take()
         mine = [self.own_s, self.data_wait_s, self.rank_tokens, self.communication_s]
         own_s, data_wait_s, tokens, self.communication_of, *self.peaks = exchange(
             [*mine, *memory_peaks(self.engine.device)], self.engine.device
@@ -117,7 +124,7 @@ class Meter:
             ),
             **self._memory(),
         }
-        if comms_logger.enabled:
+        if self.collectives.is_on:
             row["communication_fraction"] = min(self.communication_of) / seconds
         if self.engine.fp16_enabled():
             row["loss_scale"] = float(self.engine.optimizer.loss_scale)
@@ -135,7 +142,7 @@ class Meter:
 
     def pause(self) -> None:
         """Leave out what happens before `resume`: evaluation, saving."""
-        self.communication_s += _communication_s()
+        self.communication_s += self.collectives.take()
         self.paused = time.perf_counter()
 
     def resume(self) -> None:
@@ -143,7 +150,7 @@ class Meter:
         gone = time.perf_counter() - self.paused
         self.started += gone
         self.step_began += gone
-        _communication_s()
+        self.collectives.take(counts=False)
         self.on_its_own_since += gone
 
 
@@ -151,12 +158,3 @@ def memory_peaks(device: torch.device) -> tuple[float, float]:
     """Return the most bytes so far that this process had in memory, and its tensors on a GPU (0 without one)."""
     host = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return host, torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
-
-
-def _communication_s() -> float:
-    """Return the seconds in DeepSpeed's collectives since the last call; 0 unless `profile.comms` times them.
-
-    DeepSpeed's log itself holds sums of sums, as it never resets its timers (0.19.8, comm.timed_op), and every call.
-    """
-    comms_logger.reset_data()
-    return sum(timer.elapsed() for timer in timers.timers.values()) / 1000
