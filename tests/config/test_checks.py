@@ -119,8 +119,18 @@ REFUSED = {
         "layers (it is 0)."
     ),
     "schedule=linear schedule.min_lr_ratio=0.1": (
-        "schedule.min_lr_ratio = 0.1 has no effect: schedule.name is linear, not cosine. Remove it, or set "
+        "schedule.min_lr_ratio = 0.1 has no effect: schedule.name is linear. Remove it, or set "
         "schedule.min_lr_ratio=0.0."
+    ),
+    "schedule=wsd schedule.power=2": (
+        "schedule.power = 2.0 has no effect: schedule.name is wsd. Remove it, or set schedule.power=1.0."
+    ),
+    "schedule=wsd schedule.decay_steps=5 schedule.decay_ratio=0.2": (
+        "schedule.decay_ratio = 0.2 has no effect: schedule.decay_steps is given. Remove it, or set "
+        "schedule.decay_ratio=0.1."
+    ),
+    "schedule=wsd schedule.warmup_ratio=0 schedule.warmup_steps=4 schedule.decay_steps=7 train.max_steps=10": (
+        "schedule.warmup_steps = 4 and schedule.decay_steps = 7 are more together than train.max_steps = 10."
     ),
     "schedule.warmup_ratio=0 schedule.warmup_type=log": (
         "schedule.warmup_type = log has no effect: there is no warm-up. Remove it, or set schedule.warmup_type=linear."

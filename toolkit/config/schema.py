@@ -140,6 +140,17 @@ class ScheduleName(str, Enum):
     constant = "constant"
     linear = "linear"
     cosine = "cosine"
+    polynomial = "polynomial"
+    inverse_sqrt = "inverse_sqrt"
+    wsd = "wsd"
+
+
+class Decay(str, Enum):
+    """How the learning rate falls at the end of a wsd schedule."""
+
+    linear = "linear"
+    cosine = "cosine"
+    sqrt = "sqrt"
 
 
 class WarmupType(str, Enum):
@@ -415,18 +426,28 @@ class OptimConfig:
 
 @dataclass(kw_only=True, slots=True)
 class ScheduleConfig:
-    """`schedule`: the learning rate over the steps. Equal to DeepSpeed's WarmupLR, WarmupDecayLR and WarmupCosineLR."""
+    """`schedule`: the learning rate over the steps. constant, linear and cosine equal DeepSpeed's WarmupLR, WarmupDecayLR and WarmupCosineLR; polynomial, inverse_sqrt and wsd those of transformers."""
 
     name: ScheduleName = ScheduleName.cosine
-    """constant: stays at the peak; linear: falls to 0 at the last step; cosine: falls to `schedule.min_lr_ratio` of the peak."""
+    """constant: stays at the peak; linear: falls to 0 at the last step; cosine: falls to `schedule.min_lr_ratio` of the peak; polynomial: falls there as a power of the steps that are left; inverse_sqrt: falls as 1 / sqrt(step); wsd: stays at the peak and falls at the end (warm-up, stable, decay)."""
     warmup_steps: int = 0
     """Optimizer steps of warm-up; 0 starts at the peak."""
     warmup_ratio: float = 0.0
     """Warm-up as a fraction of all steps, rounded up; give this or `schedule.warmup_steps`."""
     warmup_type: WarmupType = WarmupType.linear
-    """linear or log: how the learning rate rises during warm-up."""
+    """linear or log: how the learning rate rises during warm-up; of polynomial, inverse_sqrt and wsd linearly."""
     min_lr_ratio: float = 0.0
-    """cosine: last learning rate as a fraction of the peak."""
+    """cosine, polynomial, wsd: last learning rate as a fraction of the peak."""
+    power: float = 1.0
+    """polynomial: the power; 1 falls in a straight line, 2 fast at first and slowly at the end."""
+    timescale: int = 0
+    """inverse_sqrt: steps after which the rate is 1 / sqrt(2) of the peak, counted from the end of the warm-up; 0 takes the steps of the warm-up, or 10000 without one."""
+    decay_steps: int = 0
+    """wsd: optimizer steps of the fall at the end; 0 takes `schedule.decay_ratio`."""
+    decay_ratio: float = 0.1
+    """wsd: the fall at the end as a fraction of all steps, rounded up."""
+    decay_type: Decay = Decay.linear
+    """wsd: how it falls: linear, cosine, or sqrt (as 1 - sqrt, fast at first)."""
     warmup_min_ratio: float = 0.0
     """First learning rate of the warm-up as a fraction of the peak."""
 

@@ -81,6 +81,11 @@ DERIVED: dict[str, str] = {
     "scheduler.params.warmup_min_ratio": "schedule.warmup_min_ratio",
     "scheduler.params.cos_min_ratio": "schedule.min_lr_ratio",
 }
+SCHEDULERS = {
+    ScheduleName.constant: "WarmupLR",
+    ScheduleName.linear: "WarmupDecayLR",
+    ScheduleName.cosine: "WarmupCosineLR",
+}
 # DeepSpeed's monitors are never on: trackers of our own do their work, whatever a JSON asks for.
 MONITORS: dict[str, str] = {
     "tensorboard.enabled": "track.tensorboard.enabled",
@@ -296,6 +301,15 @@ def _optimizer(ds: DsConfig, cfg: RunConfig) -> None:
 def _scheduler(ds: DsConfig, cfg: RunConfig, total_steps: int | None) -> None:
     """Name DeepSpeed's scheduler that is equal to ours (train/schedule.py), or say that there is none."""
     schedule = cfg.schedule
+    if schedule.name not in SCHEDULERS:
+        ds.missing.append(
+            tr(
+                "The scheduler is left out: schedule.name = {name} has no equal in DeepSpeed. A plain "
+                "deepspeed.initialize keeps the learning rate constant.",
+                name=schedule.name.value,
+            )
+        )
+        return
     constant = schedule.name is ScheduleName.constant
     if total_steps is None and (not constant or schedule.warmup_ratio):
         ds.missing.append(
@@ -322,12 +336,7 @@ def _scheduler(ds: DsConfig, cfg: RunConfig, total_steps: int | None) -> None:
 
 def _named_scheduler(ds: DsConfig, cfg: RunConfig, steps: int, total_steps: int | None) -> None:
     schedule, params = cfg.schedule, "scheduler.params."
-    names = {
-        ScheduleName.constant: "WarmupLR",
-        ScheduleName.linear: "WarmupDecayLR",
-        ScheduleName.cosine: "WarmupCosineLR",
-    }
-    ds.put("scheduler.type", names[schedule.name], "schedule.name")
+    ds.put("scheduler.type", SCHEDULERS[schedule.name], "schedule.name")
     if schedule.name is ScheduleName.cosine:
         ds.put(params + "warmup_min_ratio", schedule.warmup_min_ratio, "schedule.warmup_min_ratio")
         ds.put(params + "cos_min_ratio", schedule.min_lr_ratio, "schedule.min_lr_ratio")
