@@ -256,7 +256,7 @@ def collectives(run: Run) -> Table | None:
         calls, size, seconds = (one.get(name) for name in ("calls", "bytes", "seconds"))
         if not all(isinstance(value, (int, float)) and value >= 0 for value in (calls, size, seconds)) or not calls:
             continue
-        rate = f"{size / seconds / 1e9:.3g}" if seconds else NONE  # type: ignore[operator]
+        rate = f"{size / seconds / 1e9:.3g}" if seconds else NONE
         figures = [f"{calls:,.0f}", f"{size / calls / 2**20:,.3f}", f"{size / GIB:,.3f}", f"{seconds:,.2f}", rate]  # type: ignore[operator]
         found.append((float(seconds), [str(one.get("operation")), *figures]))  # type: ignore[arg-type]
     found.sort(key=lambda pair: -pair[0])
