@@ -8,6 +8,7 @@ from pathlib import Path
 from toolkit.config.bounds import LEAST
 from toolkit.config.checks_data import check_world_sizes
 from toolkit.config.checks_files import check_files
+from toolkit.config.checks_sequence import check_sequence
 from toolkit.config.checks_track import check_track
 from toolkit.config.checks_tuning import check_tuning, check_tuning_here
 from toolkit.config.checks_zero import check_ranks, check_zero, check_zero_here
@@ -47,7 +48,7 @@ def check(loaded: Loaded, world_size: int | None = None, *, files: bool = True) 
         _restarts,
         _evaluate,
     )
-    late = (check_tuning, check_zero, check_track, check_effect, check_variables)
+    late = (check_tuning, check_sequence, check_zero, check_track, check_effect, check_variables)
     for rule in (*rules, check_world_sizes, *late):
         rule(loaded)
     if world_size is not None:
