@@ -155,7 +155,14 @@ def test_explain_covers_every_leaf() -> None:
         ({"scheduler": {"type": "WarmupLR"}}, "set schedule.name instead"),
         ({"elasticity": {"enabled": True}}, "removed from DeepSpeed. Take it out, and use batch.world_sizes instead"),
         ({"amp": {"enabled": True}}, "'amp' belongs to a feature that was removed from DeepSpeed. Take it out."),
-        ({"zero_optimization": {"mics_shard_size": 2}}, "belongs to a feature that was removed from DeepSpeed"),
+        (
+            {"zero_optimization": {"mics_shard_size": 2}},
+            "removed from DeepSpeed. Take it out, and use zero.zero_hpz_partition_size instead",
+        ),
+        (
+            {"zero_optimization": {"mics_hierarchical_params_gather": True}},
+            "belongs to a feature that was removed from DeepSpeed. Take it out.",
+        ),
         ({"zero_optimization": {"cpu_offload": True}}, "Write 'zero_optimization.offload_optimizer'."),
         ({"stage3_max_live_parameters": 1}, "It belongs to 'zero_optimization.stage3_max_live_parameters'."),
         ({"communication_data_type": "auto"}, "needs a value"),

@@ -90,19 +90,7 @@ def measure(
 
     def add(setting: AioConfig) -> None:
         results.append(_one(aio, setting, file, num_bytes, repeats))
-        say(
-            tr(
-                "block_size {block}, queue_depth {depth}, threads {threads}, single_submit {single}, overlap_events "
-                "{overlap}: read {read} GB/s, write {write} GB/s",
-                block=setting.block_size,
-                depth=setting.queue_depth,
-                threads=setting.intra_op_parallelism,
-                single=_word(setting.single_submit),
-                overlap=_word(setting.overlap_events),
-                read=results[-1]["read_gb_per_s"],
-                write=results[-1]["write_gb_per_s"],
-            )
-        )
+        say(_line(setting, results[-1]))
 
     try:
         for setting in settings() if tried is None else tried:
@@ -157,6 +145,20 @@ def _one(aio: Any, setting: AioConfig, file: Path, num_bytes: int, repeats: int)
         "write_gb_per_s": round(num_bytes / write / 1e9, 3),
         "seconds": round(read + write, 6),
     }
+
+
+def _line(setting: AioConfig, found: dict[str, Any]) -> str:
+    return tr(
+        "block_size {block}, queue_depth {depth}, threads {threads}, single_submit {single}, overlap_events "
+        "{overlap}: read {read} GB/s, write {write} GB/s",
+        block=setting.block_size,
+        depth=setting.queue_depth,
+        threads=setting.intra_op_parallelism,
+        single=_word(setting.single_submit),
+        overlap=_word(setting.overlap_events),
+        read=found["read_gb_per_s"],
+        write=found["write_gb_per_s"],
+    )
 
 
 def _best(results: list[dict[str, Any]]) -> AioConfig:

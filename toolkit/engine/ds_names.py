@@ -14,7 +14,10 @@ ELSEWHERE = {
     "optimizer.params.learning_rate": "optimizer.params.lr",
 }
 # What does today what a removed section did.
-INSTEAD = {"elasticity": "batch.world_sizes"}
+INSTEAD = {
+    "elasticity": "batch.world_sizes",
+    "zero_optimization.mics_shard_size": "zero.zero_hpz_partition_size",
+}
 # Without these DeepSpeed (0.19.8) does not look at a step's gradient norm, or goes on if it is not finite.
 NEEDED = ("zero_optimization.compute_grad_norm", "bf16.check_grad_overflow")
 
