@@ -8,8 +8,9 @@ import torch
 from deepspeed import DeepSpeedEngine
 from transformers import PreTrainedModel
 
+from toolkit.config.layout import layout_of
 from toolkit.config.schema import Init, Packing, RunConfig, TuningMethod
-from toolkit.distributed.process_group import on_rank0, rank
+from toolkit.distributed.process_group import on_rank0, rank, world_size
 from toolkit.engine.ds_config import DsConfig, warmup_steps
 from toolkit.engine.initialize import initialize
 from toolkit.errors import ConfigError
@@ -20,8 +21,10 @@ from toolkit.models.build import build_model
 from toolkit.models.liger import apply_liger
 from toolkit.models.loss import LossHead, Way, loss_head
 from toolkit.models.packing import why_not_in_parts
+from toolkit.models.router_loss import router_loss
 from toolkit.models.save import MODEL_DIR, describe
 from toolkit.models.sequence import check_parts
+from toolkit.models.token_dropping import TokenDropping
 from toolkit.models.tuning.apply import tune
 from toolkit.models.tuning.base import RUN_BASE, check_base, read_base
 from toolkit.terminal import phase
@@ -52,12 +55,15 @@ def build_engine(cfg: RunConfig, prepared: Prepared, ds: DsConfig, total_steps: 
         raise ConfigError(tr("parallel.sequence = {ranks} cannot be: {reason}.", ranks=parts, reason=reason))
     model = build_model(cfg.model, cfg.precision.dtype, prepared.tokenizer, cfg.run.seed, ds.values, packed, parts)
     without_liger = apply_liger(model, cfg.kernels)
-    model.loss_head = LossHead(cfg.kernels.loss)
+    model.loss_head, model.router_loss = LossHead(cfg.kernels.loss), router_loss(model, cfg)
     if cfg.tuning.method is not TuningMethod.full:
         base = _base_folder(cfg, prepared, model, origin.folder)
         tune(model, cfg.tuning, base, prepared.tokenizer, cfg.run.seed, ds.values)
         if origin.checkpoint and (known := read_base(origin.checkpoint / MODEL_DIR)):
             check_base(known, model.tuned.base, origin.checkpoint)
+    if cfg.train.random_ltd.steps:
+        place = layout_of(cfg, world_size(), rank())
+        model.token_dropping = TokenDropping(model, cfg.train.random_ltd, cfg.run.seed, place.data_rank)
     warmup = warmup_steps(cfg, total_steps)
 
     def make_schedule(optimizer: torch.optim.Optimizer) -> Any:
@@ -77,6 +83,15 @@ def build_engine(cfg: RunConfig, prepared: Prepared, ds: DsConfig, total_steps: 
     in_use = _in_use(engine, cfg, without_liger)
     if rank() == 0:
         say(in_use)
+        if model.router_loss is not None:
+            say(
+                tr(
+                    "Routers: the mean of {count} layers' load-balancing losses x {coefficient} is added to the loss "
+                    "(model.router_loss).",
+                    count=model.router_loss.num_layers,
+                    coefficient=model.router_loss.coefficient,
+                )
+            )
     return engine
 
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from toolkit.config.bounds import LEAST
-from toolkit.config.checks_data import check_world_sizes
+from toolkit.config.checks_data import check_data
 from toolkit.config.checks_files import check_files
 from toolkit.config.checks_sequence import check_sequence
 from toolkit.config.checks_track import check_track
@@ -49,7 +49,7 @@ def check(loaded: Loaded, world_size: int | None = None, *, files: bool = True) 
         _evaluate,
     )
     late = (check_tuning, check_sequence, check_zero, check_track, check_effect, check_variables)
-    for rule in (*rules, check_world_sizes, *late):
+    for rule in (*rules, check_data, *late):
         rule(loaded)
     if world_size is not None:
         accumulation(settled(loaded.cfg), world_size, prefix(loaded, "batch.global_size"))
