@@ -1254,7 +1254,7 @@ CHINESE: dict[str, str] = {
     "The scheduler is left out: schedule.name = {name} has no equal in DeepSpeed. A plain deepspeed.initialize keeps the learning rate constant.": "没有写入调度器：schedule.name = {name} 在 DeepSpeed 中没有对应。单独的 deepspeed.initialize 会保持学习率不变。",
     "{place}: warmup_stable_decay needs num_decay_steps.": "{place}：warmup_stable_decay 需要 num_decay_steps。",
     "a linear warm-up, and a decay that is linear, cosine or 1-sqrt": "只支持线性预热，以及 linear、cosine 或 1-sqrt 的衰减",
-    "'{key}' belongs to a feature that was removed from DeepSpeed. Take it out, and use {schema} instead (docs/data_efficiency.md).": "'{key}' 属于 DeepSpeed 已移除的功能。请删除它，改用 {schema}（docs/data_efficiency.md）。",
+    "'{key}' belongs to a feature that was removed from DeepSpeed. Take it out, and use {schema} instead ({page}).": "'{key}' 属于 DeepSpeed 已移除的功能。请删除它，改用 {schema}（{page}）。",
     "{key} = {value} must hold numbers of at least 1.": "{key} = {value} 中的数必须至少为 1。",
     "batch.global_size = {size} cannot be divided on each of batch.world_sizes = {ranks}: with batch.micro_per_gpu = {micro} it must be a multiple of {unit}.": "batch.global_size = {size} 不能在 batch.world_sizes = {ranks} 的每种进程数上整除：batch.micro_per_gpu = {micro} 时它必须是 {unit} 的倍数。",
     "{key} = {value} must be less than train.max_steps = {steps}.": "{key} = {value} 必须小于 train.max_steps = {steps}。",
