@@ -268,6 +268,7 @@ CHINESE: dict[str, str] = {
     "Profile the forward passes of one step of rank 0.": "分析 rank 0 一步中的前向传播。",
     "Optimizer steps before the one that is profiled; fewer than the run has.": "所分析的那一步之前的优化器步数；须少于运行的步数。",
     'File for the table; "" is flops.txt in the run folder.': '表格写入的文件；"" 为运行文件夹里的 flops.txt。',
+    "Pieces in which feed-forward layers take the tokens of a micro-batch, for long rows: their inner states are there for one piece at a time, and computed twice; 1 takes all at once. Layers of experts take all at once in any case.": "前馈层把一个微批次的 token 分成几块计算，用于长行：同一时刻只有一块的内部状态，且要计算两次；1 表示一次全部计算。专家层总是一次全部计算。",
     "Longest sample of the first step, in tokens.": "第一步的最长样本（token 数）。",
     "Short samples first (docs/data_efficiency.md). Each sample still comes once per epoch.": "先短后长（docs/data_efficiency.md）。每个样本在一个 epoch 中仍然只出现一次。",
     "Optimizer steps after which samples of all lengths come; at most those of an epoch. 0: all lengths from the first step.": "多少个优化器步之后各种长度的样本都会出现；最多为一个 epoch 的步数。0：从第一步起就有各种长度。",
