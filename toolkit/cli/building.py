@@ -1,6 +1,7 @@
 """The engine of a training session: the model, what tuning adds to it, optimizer and schedule."""
 
 import gc
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +22,10 @@ from toolkit.models.build import build_model
 from toolkit.models.liger import apply_liger
 from toolkit.models.loss import LossHead, Way, loss_head
 from toolkit.models.packing import why_not_in_parts
+from toolkit.models.router_loss import router_loss
 from toolkit.models.save import MODEL_DIR, describe
 from toolkit.models.sequence import check_parts
+from toolkit.models.tiled import tile_mlp
 from toolkit.models.token_dropping import TokenDropping
 from toolkit.models.tuning.apply import tune
 from toolkit.models.tuning.base import RUN_BASE, check_base, read_base
@@ -51,20 +54,18 @@ def build_engine(cfg: RunConfig, prepared: Prepared, ds: DsConfig, total_steps: 
         raise ConfigError(tr("parallel.sequence = {ranks} cannot be: {reason}.", ranks=parts, reason=reason))
     model = build_model(cfg.model, cfg.precision.dtype, prepared.tokenizer, cfg.run.seed, ds.values, packed, parts)
     without_liger = apply_liger(model, cfg.kernels)
-    model.loss_head = LossHead(cfg.kernels.loss)
+    model.loss_head, model.router_loss = LossHead(cfg.kernels.loss), router_loss(model, cfg)
     if cfg.tuning.method is not TuningMethod.full:
         base = _base_folder(cfg, prepared, model, origin.folder)
         tune(model, cfg.tuning, base, prepared.tokenizer, cfg.run.seed, ds.values)
         if origin.checkpoint and (known := read_base(origin.checkpoint / MODEL_DIR)):
             check_base(known, model.tuned.base, origin.checkpoint)
+    if cfg.kernels.mlp_pieces > 1:
+        tile_mlp(model, cfg.kernels.mlp_pieces)
     if cfg.train.random_ltd.steps:
         place = layout_of(cfg, world_size(), rank())
         model.token_dropping = TokenDropping(model, cfg.train.random_ltd, cfg.run.seed, place.data_rank)
-    warmup = warmup_steps(cfg, total_steps)
-
-    def make_schedule(optimizer: torch.optim.Optimizer) -> Any:
-        return Schedule(optimizer, cfg.schedule, cfg.optim.lr, total_steps, warmup)
-
+    make_schedule = schedule_maker(cfg, total_steps)
     with phase(tr("Building the engine (the first time DeepSpeed compiles its ops: minutes)"), speaks=rank() == 0):
         engine = initialize(model, ds.values, cfg.train.activation_checkpointing, make_schedule, cfg.compile)
     # What building leaves behind refers to itself, and would keep the memory of weights until Python looks for it.
@@ -77,7 +78,22 @@ def build_engine(cfg: RunConfig, prepared: Prepared, ds: DsConfig, total_steps: 
     in_use = _in_use(engine, cfg, without_liger)
     if rank() == 0:
         say(in_use)
+        if model.router_loss is not None:
+            say(
+                tr(
+                    "Routers: the mean of {count} layers' load-balancing losses x {coefficient} is added to the loss "
+                    "(model.router_loss).",
+                    count=model.router_loss.num_layers,
+                    coefficient=model.router_loss.coefficient,
+                )
+            )
     return engine
+
+
+def schedule_maker(cfg: RunConfig, total_steps: int) -> Callable[[torch.optim.Optimizer], Any]:
+    """Return what makes the learning-rate schedule of an optimizer."""
+    warmup = warmup_steps(cfg, total_steps)
+    return lambda optimizer: Schedule(optimizer, cfg.schedule, cfg.optim.lr, total_steps, warmup)
 
 
 def _in_use(engine: DeepSpeedEngine, cfg: RunConfig, without_liger: str) -> str:

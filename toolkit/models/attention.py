@@ -51,7 +51,11 @@ def choose_attention(model: PreTrainedModel, attention: Attention, packed: bool,
             return
         has_kernel = not trains_on_gpu() or dtype in _KERNEL_DTYPES
         name = VARLEN if has_kernel else Attention.sdpa.value
+        # Where attention is more than PyTorch's function (Gemma 2 bends its scores, gpt-oss has sinks).
+        name = name if model._supports_sdpa else Attention.eager.value
     try:
+        if name == VARLEN and not model._supports_sdpa:
+            raise ValueError(tr("its attention is more than PyTorch's function computes"))
         model.set_attn_implementation(name)
     except (ValueError, ImportError, KeyError) as error:
         raise ModelError(
@@ -84,13 +88,7 @@ def check_isolation(engine: torch.nn.Module, vocab_size: int, device: torch.devi
     module = getattr(engine, "module", engine)
     was_training = module.training
     module.eval()
-    with torch.no_grad():
-        logits = engine(
-            input_ids=on_device["input_ids"],
-            position_ids=on_device["position_ids"],
-            use_cache=False,
-            **attention_arguments(module, on_device),
-        ).logits.float()
+    logits = _packed_logits(engine, on_device, name)
     module.train(was_training)
     after_other, after_third, alone = logits[0, first:], logits[1, first:], logits[2, :second]
     change = max(float((after_other - other).abs().max()) for other in (after_third, alone))
@@ -103,6 +101,28 @@ def check_isolation(engine: torch.nn.Module, vocab_size: int, device: torch.devi
                 change=f"{change:.3g}",
             )
         )
+
+
+def _packed_logits(engine: torch.nn.Module, batch: dict[str, torch.Tensor], name: str) -> torch.Tensor:
+    module = getattr(engine, "module", engine)
+    try:
+        with torch.no_grad():
+            logits: torch.Tensor = engine(
+                input_ids=batch["input_ids"],
+                position_ids=batch["position_ids"],
+                use_cache=False,
+                **attention_arguments(module, batch),
+            ).logits
+    except (ValueError, TypeError, IndexError, RuntimeError) as error:
+        raise ModelError(
+            tr(
+                "{name} cannot be trained on packed rows: it cannot do with what keeps their samples apart ({reason}). "
+                "Use data.packing=grouped.",
+                name=name,
+                reason=str(error).split("\n")[0],
+            )
+        ) from error
+    return logits.float()
 
 
 def isolation_rows(vocab_size: int, times: int = 1) -> dict[str, torch.Tensor]:

@@ -1,8 +1,9 @@
 """One optimizer step of data-parallel training."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from deepspeed import DeepSpeedEngine
@@ -11,10 +12,28 @@ from toolkit.distributed.process_group import sum_over_ranks
 from toolkit.errors import Diverged
 from toolkit.messages import tr
 from toolkit.models.loss import num_trained_tokens, token_loss_sum
+from toolkit.models.router_loss import RouterLoss
 from toolkit.train.guard import Guard
 from toolkit.train.pace import Stopwatch
 
 Batch = dict[str, torch.Tensor]
+TOKENS, SAMPLES = "tokens", "samples"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Objective:
+    """What a step sums up, and what it counts: the tokens of a language model, or a data set's samples."""
+
+    unit: str
+    """TOKENS or SAMPLES."""
+    count: Callable[[Any], int]
+    """Returns how many of a micro-batch's tokens or samples count."""
+    sizes: Callable[[list[Any]], list[int]]
+    """Returns how many are no padding in a rank's micro-batches, how many there are, and pairs of those that meet."""
+    loss_sum: Callable[[DeepSpeedEngine, Any], torch.Tensor]
+    """Runs a micro-batch forward and returns the sum of their losses, a float32 scalar on the engine's device."""
+    shape: Callable[[Any], tuple[int, ...]]
+    """Returns the size of a micro-batch, to be told where a step hangs."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -45,6 +64,28 @@ class StepResult:
     """Seconds of `time.perf_counter` when this rank came to where ranks first wait for one another."""
     forward_s: float
     """Seconds of this rank's forward passes."""
+    router_loss: float | None = None
+    """Mean over layers and micro-batches of all ranks, without its coefficient; None where it is not counted."""
+
+
+def _tokens(micro_batches: list[Batch]) -> list[int]:
+    """Return a rank's tokens without padding and with it, and the pairs of a token and one that it sees."""
+    # A sample's tokens are numbered from 0, also in a packed row: each sees itself and those before it.
+    return [
+        sum(int((batch["segment_ids"] > 0).sum()) for batch in micro_batches),
+        sum(batch["input_ids"].numel() for batch in micro_batches),
+        sum(int(((batch["position_ids"] + 1) * (batch["segment_ids"] > 0)).sum()) for batch in micro_batches),
+    ]
+
+
+LANGUAGE = Objective(
+    unit=TOKENS,
+    count=num_trained_tokens,
+    sizes=_tokens,
+    loss_sum=lambda engine, batch: token_loss_sum(engine, batch),  # looked up late: tests put others in its place
+    shape=lambda batch: tuple(batch["input_ids"].shape),
+)
+"""Of a language model: the cross entropies of its trained tokens."""
 
 
 def train_step(
@@ -54,29 +95,28 @@ def train_step(
     guard: Guard,
     votes: Sequence[bool] = (),
     copies: int = 1,
+    objective: Objective = LANGUAGE,
 ) -> StepResult:
     """Do one optimizer step whose loss is exactly sum(token losses) / N over the global batch.
 
     N, the number of trained tokens of all ranks, is known before the first backward pass. The engine averages
-    gradients over the ranks, hence the factor `world_size`; where several ranks count the same tokens, N comes out as
-    many times too large as the engine averages over fewer ranks. `scale_wrt_gas=False` keeps it from dividing by the
-    number of micro-batches as well (deepspeed 0.19.8, engine.backward).
+    gradients over the ranks, hence the factor `world_size`; where several ranks count the same, N is as many times too
+    large as it averages over fewer. `scale_wrt_gas=False`: it divides by nothing else (deepspeed 0.19.8, backward).
 
     Args:
         engine: the DeepSpeed engine.
-        micro_batches: this rank's accumulation window, CPU tensors `[B, S]`; as many on every rank. In page-locked
-            memory and with `places` (see `training_batches`) nothing waits for their way to a GPU.
+        micro_batches: this rank's accumulation window on the CPU; as many on every rank (see `training_batches`).
         world_size: number of ranks.
         guard: judges loss and gradient before the weights change.
-        votes: this rank's answers to questions on which all must act alike; they ride on the sum that is needed anyway.
+        votes: this rank's answers to questions on which all must act alike; they ride on a sum.
         copies: how many ranks compute the same rows.
+        objective: what is summed and counted.
 
     Raises:
         ValueError: no token of the global batch is trained.
         Diverged: fp16's loss scale cannot be lowered any more.
     """
-    micro_tokens = [num_trained_tokens(batch) for batch in micro_batches]
-    tokens = _tokens(micro_batches)
+    micro_tokens, tokens = [objective.count(batch) for batch in micro_batches], objective.sizes(micro_batches)
     arrived, forward = time.perf_counter(), Stopwatch(engine.device)
     # Not read here: the host would wait for the last step's update before it queues any work of this one.
     counts = sum_over_ranks([sum(micro_tokens), *tokens, *map(float, votes)], engine.device)
@@ -84,12 +124,13 @@ def train_step(
     micro_losses = torch.zeros(len(micro_batches), device=engine.device)
     for place, batch in enumerate(micro_batches):
         forward.mark()
-        micro_sum = token_loss_sum(engine, batch)
+        routers = _routers(engine, batch, len(micro_batches)) if objective is LANGUAGE else None
+        micro_sum = objective.loss_sum(engine, batch)
         forward.mark()
         engine.backward(micro_sum * factor, scale_wrt_gas=False)
         micro_losses[place] = micro_sum.detach()
         if place == len(micro_batches) - 1:
-            loss, trained_tokens, others = _read(micro_losses, counts)
+            loss, router_total, trained_tokens, others = _read(micro_losses, routers, counts)
             guard.see_loss(loss)
         _step(engine)
     return StepResult(
@@ -105,29 +146,33 @@ def train_step(
         rank_tokens=tokens[1],
         arrived=arrived,
         forward_s=forward.seconds(),
+        router_loss=router_total / (world_size * len(micro_batches)) if routers else None,
     )
 
 
-def _read(micro_losses: torch.Tensor, counts: torch.Tensor) -> tuple[float, float, list[float]]:
-    """Return the global batch's loss, its trained tokens and the other counts.
+def _routers(engine: DeepSpeedEngine, batch: Batch, accumulation: int) -> RouterLoss | None:
+    """Return the loss of the model's routers, ready for a micro-batch; None where it is not counted."""
+    routers: RouterLoss | None = getattr(engine.module, "router_loss", None)
+    if routers is not None:
+        # Its gradient comes from no loss that the engine could scale.
+        loss_scale = float(engine.optimizer.loss_scale) if engine.fp16_enabled() else 1.0
+        routers.begin(batch["segment_ids"], engine.device, loss_scale / accumulation)
+    return routers
+
+
+def _read(
+    micro_losses: torch.Tensor, routers: RouterLoss | None, counts: torch.Tensor
+) -> tuple[float, float, float, list[float]]:
+    """Return the global batch's loss, the sum of the routers', its trained tokens and the other counts.
 
     The one wait for the device in a step; DeepSpeed's own check of the gradients follows at once.
     """
-    loss_sum = sum_over_ranks(micro_losses.sum().reshape(1), micro_losses.device)
-    total, trained_tokens, *others = torch.cat((loss_sum, counts)).tolist()
+    of_routers = routers.take() if routers else micro_losses.new_zeros(())
+    sums = sum_over_ranks(torch.stack((micro_losses.sum(), of_routers)), micro_losses.device)
+    total, router_total, trained_tokens, *others = torch.cat((sums, counts)).tolist()
     if not trained_tokens:
         raise ValueError("no token of this global batch is trained")
-    return total / trained_tokens, trained_tokens, others
-
-
-def _tokens(micro_batches: list[Batch]) -> list[int]:
-    """Return a rank's tokens without padding and with it, and the pairs of a token and one that it sees."""
-    # A sample's tokens are numbered from 0, also in a packed row: each sees itself and those before it.
-    return [
-        sum(int((batch["segment_ids"] > 0).sum()) for batch in micro_batches),
-        sum(batch["input_ids"].numel() for batch in micro_batches),
-        sum(int(((batch["position_ids"] + 1) * (batch["segment_ids"] > 0)).sum()) for batch in micro_batches),
-    ]
+    return total / trained_tokens, router_total, trained_tokens, others
 
 
 def _step(engine: DeepSpeedEngine) -> None:
