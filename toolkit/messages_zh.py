@@ -1326,7 +1326,7 @@ CHINESE: dict[str, str] = {
     "data.curriculum.steps is 0": "data.curriculum.steps 为 0",
     "data.curriculum.shape is {value}, not discrete": "data.curriculum.shape 是 {value}，不是 discrete",
     "data.curriculum.steps = {wanted} is more than the {steps} steps of an epoch, in which each sample comes once. Use at most {steps}.": "data.curriculum.steps = {wanted} 多于一个 epoch 的 {steps} 步，而每个样本在一个 epoch 中只出现一次。请最多用 {steps}。",
-    "'{key}' works with DeepSpeed's own data loader and layers only, which are not used here. Take it out, and use data.curriculum instead (docs/data_efficiency.md).": "'{key}' 只适用于 DeepSpeed 自己的数据加载器和层，这里不使用它们。请删除它，改用 data.curriculum（docs/data_efficiency.md）。",
+    "'{key}' works with DeepSpeed's own data loader and layers only, which are not used here. Take it out, and use data.curriculum or train.random_ltd instead (docs/data_efficiency.md).": "'{key}' 只适用于 DeepSpeed 自己的数据加载器和层，这里不使用它们。请删除它，改用 data.curriculum 或 train.random_ltd（docs/data_efficiency.md）。",
     "train.random_ltd cannot be used with this model: {reason}.": "train.random_ltd 不能用于这个模型：{reason}。",
     "no layer is left between train.random_ltd.first_layers and last_layers": "train.random_ltd.first_layers 和 last_layers 之间没有剩下的层",
     "its layers find positions in another way than transformers' rotary ones": "它的层确定位置的方式与 transformers 的旋转位置不同",

@@ -40,7 +40,7 @@ def name_problems(section: dict[str, Any], tree: dict[str, Any] | None = None, p
         if key == "data_efficiency":
             problems[key] = tr(
                 "'{key}' works with DeepSpeed's own data loader and layers only, which are not used here. Take it out, "
-                "and use data.curriculum instead (docs/data_efficiency.md).",
+                "and use data.curriculum or train.random_ltd instead (docs/data_efficiency.md).",
                 key=key,
             )
         elif name not in known:
