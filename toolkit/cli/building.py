@@ -1,6 +1,7 @@
 """The engine of a training session: the model, what tuning adds to it, optimizer and schedule."""
 
 import gc
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -9,16 +10,18 @@ from deepspeed import DeepSpeedEngine
 from transformers import PreTrainedModel
 
 from toolkit.config.schema import Init, Packing, RunConfig, TuningMethod
-from toolkit.distributed.process_group import on_rank0, rank
+from toolkit.distributed.process_group import on_rank0, rank, world_size
 from toolkit.engine.ds_config import DsConfig, warmup_steps
 from toolkit.engine.initialize import initialize
+from toolkit.engine.pipeline import forward_logits, is_pipeline, value_of_last_stage
 from toolkit.export.folder import write_folder
 from toolkit.messages import say, tr
 from toolkit.models.attention import check_isolation
-from toolkit.models.build import build_model
+from toolkit.models.build import TORCH_DTYPES, build_model
 from toolkit.models.liger import apply_liger
 from toolkit.models.loss import LossHead, Way, loss_head
 from toolkit.models.save import MODEL_DIR, describe
+from toolkit.models.stages import StagedModel, own_parameters, stage_model, stage_of
 from toolkit.models.tuning.apply import tune
 from toolkit.models.tuning.base import RUN_BASE, check_base, read_base
 from toolkit.terminal import phase
@@ -42,7 +45,10 @@ def build_engine(cfg: RunConfig, prepared: Prepared, ds: DsConfig, total_steps: 
         ConfigError: `tuning` does not fit the model, or DeepSpeed refuses the combination.
     """
     packed = prepared.packing is Packing.packed
-    model = build_model(cfg.model, cfg.precision.dtype, prepared.tokenizer, cfg.run.seed, ds.values, packed)
+    stages, dtype = cfg.parallel.pipeline, cfg.precision.dtype
+    stage = stage_of(rank(), world_size(), stages)
+    own = partial(own_parameters, num_stages=stages, stage=stage) if stages > 1 else None
+    model = build_model(cfg.model, dtype, prepared.tokenizer, cfg.run.seed, ds.values, packed, own)
     without_liger = apply_liger(model, cfg.kernels)
     model.loss_head = LossHead(cfg.kernels.loss)
     if cfg.tuning.method is not TuningMethod.full:
@@ -56,31 +62,41 @@ def build_engine(cfg: RunConfig, prepared: Prepared, ds: DsConfig, total_steps: 
         return Schedule(optimizer, cfg.schedule, cfg.optim.lr, total_steps, warmup)
 
     with phase(tr("Building the engine (the first time DeepSpeed compiles its ops: minutes)"), speaks=rank() == 0):
-        engine = initialize(model, ds.values, cfg.train.activation_checkpointing, make_schedule, cfg.compile)
+        module = StagedModel(model, stages, TORCH_DTYPES[dtype]) if stages > 1 else model
+        engine = initialize(module, ds.values, cfg.train.activation_checkpointing, make_schedule, cfg.compile)
     # What building leaves behind refers to itself, and would keep the memory of weights until Python looks for it.
     gc.collect()
     if packed:
-        check_isolation(engine, len(prepared.tokenizer), engine.device, cfg.model.name or cfg.model.path)
+        name = cfg.model.name or cfg.model.path
+        staged = partial(forward_logits, engine, pick=_few) if is_pipeline(engine) else None
+        check_isolation(engine, len(prepared.tokenizer), engine.device, name, staged)
     in_use = _in_use(engine, cfg, without_liger)
     if rank() == 0:
         say(in_use)
     return engine
 
 
+def _few(logits: torch.Tensor) -> torch.Tensor:
+    """Return the logits of some of the vocabulary, which tell as much."""
+    return logits[..., :1024]
+
+
 def _in_use(engine: DeepSpeedEngine, cfg: RunConfig, without_liger: str) -> str:
     """Return a line about what computes this run. A collective."""
+    model = stage_model(engine.module)
     ways = {
-        Way.losses: tr("fused with the output layer ({kernel})", kernel=engine.module.loss_head.name),
+        Way.losses: tr("fused with the output layer ({kernel})", kernel=model.loss_head.name),
         Way.picked: tr("from the logits of trained tokens"),
         Way.whole: tr("from all logits"),
     }
+    way = value_of_last_stage(engine, lambda: loss_head(model).way(model if is_pipeline(engine) else engine))
     optimizer = engine.basic_optimizer
     is_fused = isinstance(optimizer, torch.optim.Adam) and optimizer.defaults["fused"]
     backend = cfg.compile.backend + (" + DeepCompile" if cfg.compile.deepcompile else "")
     return tr(
         "Attention: {attention}. Loss: {loss}. Liger layers: {liger}. Compiled: {compiled}. Optimizer: {optimizer}.",
-        attention=engine.module.config._attn_implementation,
-        loss=ways[loss_head(engine).way(engine)],
+        attention=model.config._attn_implementation,
+        loss=ways[way],
         liger=tr("no, {reason}", reason=without_liger) if without_liger else tr("yes"),
         compiled=tr("yes, {backend}", backend=backend) if cfg.compile.enabled else tr("no"),
         optimizer=type(optimizer).__name__ + (" (PyTorch, fused)" if is_fused else ""),

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from toolkit.config.bounds import LEAST
 from toolkit.config.checks_files import check_files
+from toolkit.config.checks_pipeline import check_pipeline
 from toolkit.config.checks_track import check_track
 from toolkit.config.checks_tuning import check_tuning, check_tuning_here
 from toolkit.config.layout import layout_of
@@ -33,7 +34,7 @@ def check(loaded: Loaded, world_size: int | None = None, *, files: bool = True) 
         ConfigError: the first rule that does not hold.
     """
     rules = (_numbers, _batch, _length_of_run, _schedule, _zero, _offload, _compile, _names, _restarts, _evaluate)
-    for rule in (*rules, check_tuning, check_track, check_effect, check_variables):
+    for rule in (*rules, check_pipeline, check_tuning, check_track, check_effect, check_variables):
         rule(loaded)
     if world_size is not None:
         accumulation(settled(loaded.cfg), world_size, prefix(loaded, "batch.global_size"))

@@ -12,10 +12,11 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from toolkit.config.schema import ActivationCheckpointingConfig, CompileConfig, When
 from toolkit.errors import ConfigError
 from toolkit.messages import tr
+from toolkit.models.stages import StagedModel, stage_model
 
 
 def initialize(
-    model: PreTrainedModel,
+    model: PreTrainedModel | StagedModel,
     ds_config: dict[str, Any],
     activation_checkpointing: ActivationCheckpointingConfig,
     make_schedule: Callable[[torch.optim.Optimizer], Any],
@@ -24,7 +25,7 @@ def initialize(
     """Build the engine: optimizer, partitioning and precision come from `ds_config` alone.
 
     Args:
-        model: the model, already partitioned under stage 3.
+        model: the model, already partitioned under stage 3; or a pipeline's stage of it.
         ds_config: what ds_config.build_ds_config made.
         activation_checkpointing: which activations are recomputed.
         make_schedule: gets the optimizer, returns the learning-rate schedule.
@@ -34,8 +35,8 @@ def initialize(
         ConfigError: DeepSpeed refuses the combination.
     """
     if activation_checkpointing.enabled:
-        _checkpoint_activations(model, activation_checkpointing)
-    frequencies = _rotary_frequencies(model)
+        _checkpoint_activations(stage_model(model), activation_checkpointing)
+    frequencies = _rotary_frequencies(stage_model(model))
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     try:
         engine, *_ = deepspeed.initialize(
@@ -47,7 +48,7 @@ def initialize(
         )
     except (AssertionError, ValueError, NotImplementedError) as error:
         raise _refusal(error) from error
-    _assert_frequencies_kept(engine.module, frequencies)
+    _assert_frequencies_kept(stage_model(engine.module), frequencies)
     _scale_fp16_loss(engine)
     if compiling is not None and compiling.enabled:
         _compile(engine, compiling)

@@ -1,7 +1,8 @@
 """Loss and perplexity of the validation split, exact over all its tokens."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
 
 import torch
 from deepspeed import DeepSpeedEngine
@@ -9,6 +10,7 @@ from transformers import PreTrainedModel
 
 from toolkit.config.schema import EVAL_LOSS
 from toolkit.distributed.process_group import sum_over_ranks
+from toolkit.engine.pipeline import evaluate_window, is_pipeline
 from toolkit.models.loss import UNTRAINED, token_losses
 
 
@@ -34,8 +36,7 @@ def evaluate_loss(
     sums = torch.zeros(len(names), 2, dtype=torch.float64)
     was_training = getattr(model, "module", model).training
     model.eval()
-    for batch in micro_batches:
-        losses = token_losses(model, batch).cpu()
+    for batch, losses in _losses(model, micro_batches):
         is_trained = batch["labels"][:, 1:] != UNTRAINED
         for number in set(batch["sources"].unique().tolist()) - {-1}:
             mine = is_trained & (batch["sources"][:, 1:] == number)
@@ -53,6 +54,20 @@ def evaluate_loss(
     if len(parts) > 1:
         found |= {f"{EVAL_LOSS}/{name}": part for name, part in parts.items()}
     return found
+
+
+def _losses(
+    model: DeepSpeedEngine | PreTrainedModel, micro_batches: Iterable[dict[str, torch.Tensor]]
+) -> Iterator[tuple[dict[str, torch.Tensor], torch.Tensor]]:
+    """Yield micro-batches and the losses of their tokens `[B, S]`, on the CPU; a pipeline's on its last stage alone."""
+    if not is_pipeline(model):
+        for batch in micro_batches:
+            yield batch, token_losses(model, batch).cpu()
+        return
+    remaining = iter(micro_batches)
+    while window := list(islice(remaining, 2 * model.num_stages)):  # so many that most stages have something to do
+        found = evaluate_window(model, window, lambda stage, batch: token_losses(stage, batch).cpu())
+        yield from zip(window, found, strict=False)
 
 
 def perplexity(loss: float) -> float:

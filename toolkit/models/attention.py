@@ -5,6 +5,7 @@ GPUs with PyTorch's kernel for variable lengths, elsewhere one after another. `s
 instead: right everywhere, but they compute all pairs of a row.
 """
 
+from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
@@ -61,7 +62,13 @@ def choose_attention(model: PreTrainedModel, attention: Attention, packed: bool,
         ) from error
 
 
-def check_isolation(engine: torch.nn.Module, vocab_size: int, device: torch.device, name: str) -> None:
+def check_isolation(
+    engine: torch.nn.Module,
+    vocab_size: int,
+    device: torch.device,
+    name: str,
+    forward: Callable[[dict[str, torch.Tensor]], torch.Tensor] | None = None,
+) -> None:
     """Make sure, on the model as it is, that samples of a packed row do not see each other. A collective under ZeRO-3.
 
     Three rows in one forward pass: [a b], [c b] and [b]. The logits of b must be the same in all.
@@ -71,6 +78,7 @@ def check_isolation(engine: torch.nn.Module, vocab_size: int, device: torch.devi
         vocab_size: ids are below it.
         device: where the model lives.
         name: of the model, for the message.
+        forward: returns logits of a batch where the engine cannot simply be called, such as a pipeline's.
 
     Raises:
         ModelError: they do see each other, or positions do not begin anew.
@@ -90,20 +98,10 @@ def check_isolation(engine: torch.nn.Module, vocab_size: int, device: torch.devi
     batch = {
         "input_ids": ids,
         "segment_ids": segments,
+        "position_ids": positions,
         "cu_seq_lens": torch.tensor(bounds, dtype=torch.int32),
     }
-    on_device = {key: tensor.to(device) for key, tensor in batch.items()}
-    module = getattr(engine, "module", engine)
-    was_training = module.training
-    module.eval()
-    with torch.no_grad():
-        logits = engine(
-            input_ids=on_device["input_ids"],
-            position_ids=positions.to(device),
-            use_cache=False,
-            **attention_arguments(module, on_device),
-        ).logits.float()
-    module.train(was_training)
+    logits = forward(batch) if forward is not None else _logits(engine, batch, device)
     after_other, after_third, alone = logits[0, first:], logits[1, first:], logits[2, :second]
     change = max(float((after_other - other).abs().max()) for other in (after_third, alone))
     if change > _LEAK * float(after_other.std()):
@@ -115,6 +113,19 @@ def check_isolation(engine: torch.nn.Module, vocab_size: int, device: torch.devi
                 change=f"{change:.3g}",
             )
         )
+
+
+@torch.no_grad()
+def _logits(engine: torch.nn.Module, batch: dict[str, torch.Tensor], device: torch.device) -> torch.Tensor:
+    given = {key: tensor.to(device) for key, tensor in batch.items()}
+    module = getattr(engine, "module", engine)
+    was_training = module.training
+    module.eval()
+    ids, positions = given["input_ids"], given["position_ids"]
+    found = engine(input_ids=ids, position_ids=positions, use_cache=False, **attention_arguments(module, given))
+    module.train(was_training)
+    logits: torch.Tensor = found.logits.float()
+    return logits
 
 
 def attention_arguments(module: Any, batch: dict[str, torch.Tensor]) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """From `model` and `precision` to a transformers model, partitioned while it loads under ZeRO-3."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -28,6 +29,7 @@ def build_model(
     seed: int,
     ds_config: dict[str, Any] | None = None,
     packed: bool = False,
+    own: Callable[[PreTrainedModel], set[str]] | None = None,
 ) -> PreTrainedModel:
     """Build the model that is trained.
 
@@ -39,6 +41,7 @@ def build_model(
         ds_config: the DeepSpeed dict; with stage 3 the parameters are partitioned as they are read, so that no rank
             ever holds the whole model. Needs a process group.
         packed: whether rows will hold several samples.
+        own: see `load_model`; a random model is built whole in any case.
 
     Raises:
         ModelError: the weights do not fit the architecture, or the tokenizer does not fit the model.
@@ -47,7 +50,7 @@ def build_model(
         # Built whole even under stage 3: random models are small, and every stage then starts from the same bits.
         model = _random_glm(config.shape, tokenizer, seed)
     else:
-        model = load_model(config.path, dtype=TORCH_DTYPES[dtype], ds_config=ds_config)
+        model = load_model(config.path, dtype=TORCH_DTYPES[dtype], ds_config=ds_config, own=own)
     _check_vocabulary(model, tokenizer)
     choose_attention(model, config.attention, packed, TORCH_DTYPES[dtype])
     model.config.use_cache = False

@@ -14,12 +14,13 @@ read in its code and measured, tensor by tensor, on two and four ranks (docs/pla
 
 import math
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from toolkit.config.checks import accumulation, micro_rows
 from toolkit.config.schema import Attention, Device, Dtype, Init, LossKernel, Packing, RunConfig, TuningMethod
 from toolkit.plan.activations import Rows, layer_bytes, saved_bytes
 from toolkit.plan.parameters import Outline, layer_of
+from toolkit.plan.stages import stage_outlines
 
 CHUNK_BYTES = 128 * 2**20
 """Of the logits in float32 that the loss computes at once; it holds about two and a half times as much."""
@@ -42,6 +43,8 @@ class RankMemory:
     """Bytes of device memory in each phase: load, step, evaluation, save, export."""
     host: Parts
     """Bytes of host memory, beside what the process itself takes: offloaded states, and the buffers for them."""
+    stages: tuple[int, ...] = ()
+    """Peaks of the ranks of each pipeline stage, of which this is the largest; () without stages."""
 
     def peak(self, phase: str) -> int:
         """Return the device's bytes in a phase."""
@@ -62,7 +65,17 @@ def plan_rank(outline: Outline, cfg: RunConfig, world_size: int, on_cpu: bool = 
         world_size: ranks.
         on_cpu: whether ranks run on processors, where a device's memory and the host's are one.
     """
-    return _Rank(outline, cfg, world_size, on_cpu).memory()
+    stages = cfg.parallel.pipeline
+    if stages == 1:
+        return _Rank(outline, cfg, world_size, on_cpu).memory()
+    times = accumulation(cfg, world_size)
+    found = [
+        # One micro-batch forward and one back in turn: the first stage waits longest for its first gradient.
+        _Rank(part, cfg, world_size, on_cpu, min(times, stages - stage)).memory()
+        for stage, part in enumerate(stage_outlines(outline, stages))
+    ]
+    peaks = tuple(one.peak(one.worst) for one in found)
+    return replace(found[peaks.index(max(peaks))], stages=peaks)
 
 
 def longest_rows(outline: Outline, cfg: RunConfig, on_cpu: bool = False) -> Rows:
@@ -90,6 +103,10 @@ class _Rank:
     cfg: RunConfig
     world: int
     on_cpu: bool
+    in_flight: int = 1
+    """Micro-batches whose activations are there at once."""
+    owners: int = field(init=False)
+    """N: ranks over which ZeRO divides what this one would hold."""
     weight: int = field(init=False)
     """Bytes of a number."""
     grad: int = field(init=False)
@@ -107,6 +124,7 @@ class _Rank:
         self.grad = 2 if dtype is Dtype.fp16 else 4
         self.all, self.trained = self.outline.num_parameters, self.outline.num_trained
         self.rows = longest_rows(self.outline, self.cfg, self.on_cpu)
+        self.owners = self.world // self.cfg.parallel.pipeline
 
     @property
     def stage(self) -> int:
@@ -133,7 +151,7 @@ class _Rank:
 
     def part(self, elements: int) -> int:
         """Return a rank's share."""
-        return -(-elements // self.world)
+        return -(-elements // self.owners)
 
     def memory(self) -> RankMemory:
         at_rest = self.at_rest()
@@ -243,7 +261,7 @@ class _Rank:
         elif self.keeps_float_gradients:
             parts["buckets"] = weight * trained
         elif stage == 1:
-            parts["buckets"] = weight * self.bucket + weight * self.part(trained) * (self.world - 1) // self.world
+            parts["buckets"] = weight * self.bucket + weight * self.part(trained) * (self.owners - 1) // self.owners
         else:
             flush = weight * min(trained, self.cfg.zero.reduce_bucket_size)
             again = 0  # of the micro-batch beside those before it, unless they are added up in one buffer
@@ -290,9 +308,11 @@ class _Rank:
         rows, dropout, sizes = self.rows, self.cfg.tuning.dropout, self.outline.sizes
         computed = {"backward": 4 * self.weight * sizes["inner"] * rows.tokens}
         if not self.cfg.train.activation_checkpointing.enabled:
-            return saved_bytes(self.outline, rows, self.weight, dropout) | computed
+            saved = saved_bytes(self.outline, rows, self.weight, dropout)
+            return {kind: self.in_flight * size for kind, size in saved.items()} | computed
         last = layer_bytes(self.outline, rows, self.weight, sizes["layers"] - 1, dropout)
-        return {"layer inputs": self.weight * sizes["hidden"] * rows.tokens * sizes["layers"], **last, **computed}
+        inputs = self.weight * sizes["hidden"] * rows.tokens * sizes["layers"] * self.in_flight
+        return {"layer inputs": inputs, **last, **computed}
 
     @property
     def is_loss_chunked(self) -> bool:
