@@ -1232,4 +1232,7 @@ CHINESE: dict[str, str] = {
     "it was not tried. Set it to false.": "没有试过。请设为 false。",
     "the checkpoint was saved by {ranks} ranks in {before} pipeline stages under ZeRO-{zero}, and a pipeline's goes on in the same way only: parallel.pipeline={before} zero.stage={zero} on {ranks} ranks. To train the weights in another way begin another run with model.path=RUN/export.": "检查点由 {ranks} 个 rank 在 ZeRO-{zero} 下以 {before} 个流水线阶段保存，流水线的检查点只能以同样的方式继续：在 {ranks} 个 rank 上用 parallel.pipeline={before} zero.stage={zero}。要以别的方式训练这些权重，请用 model.path=RUN/export 另开一次运行。",
     "The largest stage of the pipeline; all of them: {peaks} GiB.": "这是流水线中最大的阶段；各阶段：{peaks} GiB。",
+    "'{key}' belongs to a feature that was removed from DeepSpeed. Take it out, and use {schema} instead (docs/data_efficiency.md).": "'{key}' 属于 DeepSpeed 已移除的功能。请删除它，改用 {schema}（docs/data_efficiency.md）。",
+    "{key} = {value} must hold numbers of at least 1.": "{key} = {value} 中的数必须至少为 1。",
+    "batch.global_size = {size} cannot be divided on each of batch.world_sizes = {ranks}: with batch.micro_per_gpu = {micro} it must be a multiple of {unit}.": "batch.global_size = {size} 不能在 batch.world_sizes = {ranks} 的每种进程数上整除：batch.micro_per_gpu = {micro} 时它必须是 {unit} 的倍数。",
 }

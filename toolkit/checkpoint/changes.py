@@ -19,6 +19,7 @@ FREE = (
     "prepare",
     "data.num_workers",
     "batch.micro_per_gpu",
+    "batch.world_sizes",
     "optim.torch",
     "zero",
     "train.rehearse",

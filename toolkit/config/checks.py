@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from toolkit.config.bounds import LEAST
+from toolkit.config.checks_data import check_world_sizes
 from toolkit.config.checks_files import check_files
 from toolkit.config.checks_pipeline import check_pipeline
 from toolkit.config.checks_track import check_track
@@ -34,7 +35,7 @@ def check(loaded: Loaded, world_size: int | None = None, *, files: bool = True) 
         ConfigError: the first rule that does not hold.
     """
     rules = (_numbers, _batch, _length_of_run, _schedule, _zero, _offload, _compile, _names, _restarts, _evaluate)
-    for rule in (*rules, check_pipeline, check_tuning, check_track, check_effect, check_variables):
+    for rule in (*rules, check_world_sizes, check_pipeline, check_tuning, check_track, check_effect, check_variables):
         rule(loaded)
     if world_size is not None:
         accumulation(settled(loaded.cfg), world_size, prefix(loaded, "batch.global_size"))

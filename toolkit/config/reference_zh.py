@@ -247,4 +247,5 @@ CHINESE: dict[str, str] = {
     "Ranks over which the layers are split, each a stage (DeepSpeed's PipelineModule).": "各层分到多少个进程上，每个进程是一个阶段（DeepSpeed 的 PipelineModule）。",
     "Ranks over which the matrices of each layer are split (DeepSpeed's AutoTP); neighbours, best on one machine.": "每层的矩阵切分到多少个进程上（DeepSpeed 的 AutoTP）；为相邻的进程，最好在同一台机器上。",
     "Ranks over which the tokens of each row are split (DeepSpeed's Ulysses): for rows too long for one.": "每行的 token 切分到多少个进程上（DeepSpeed 的 Ulysses）：用于一个进程放不下的长行。",
+    "Numbers of ranks that the run is to start or go on with: `batch.global_size` is checked for each of them, before anything starts; [] checks the present one only.": "运行要能启动或继续的各种进程数：启动之前会对每一个检查 `batch.global_size`；[] 只检查当前的进程数。",
 }

@@ -391,6 +391,8 @@ class BatchConfig:
     """Rows per optimizer step over all ranks; a row is a sample, or with `data.packing` packed or grouped up to `data.max_length` tokens of several."""
     micro_per_gpu: int | str = 1
     """Rows of one rank per forward pass; auto: the most that fit into the memory of every rank, found before the first step and written into config.yaml of the run (docs/rehearsal.md)."""
+    world_sizes: list[int] = field(default_factory=list)
+    """Numbers of ranks that the run is to start or go on with: `batch.global_size` is checked for each of them, before anything starts; [] checks the present one only."""
 
 
 @dataclass(kw_only=True, slots=True)
