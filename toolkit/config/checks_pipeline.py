@@ -1,5 +1,7 @@
 """What cannot be together with pipeline stages, and why."""
 
+from collections.abc import Sequence
+
 from toolkit.config.load import Loaded
 from toolkit.config.places import fail
 from toolkit.config.schema import AUTO, Device, Dtype, RunConfig, TuningMethod
@@ -92,5 +94,5 @@ def _untried(cfg: RunConfig) -> list[tuple[bool, str, object, str]]:
     ]
 
 
-def _listed(values: list[object]) -> str:
+def _listed(values: Sequence[object]) -> str:
     return "[" + ", ".join(str(getattr(value, "value", value)) for value in values) + "]"

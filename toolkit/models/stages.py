@@ -140,7 +140,7 @@ class StagedModel(PipelineModule):
         model.to(next(self.parameters()).device)  # rotary frequencies, which no layer holds
         # Without this DeepSpeed leaves all stages but the first out of the gradient's norm (0.19.8, clip_grad_norm_).
         for parameter in self.parameters():
-            parameter.model_parallel = not parameter.ds_pipe_replicated  # type: ignore[attr-defined]
+            parameter.model_parallel = not parameter.ds_pipe_replicated
         # Not as submodules: the layers are that already, under their places in the sequence.
         self.__dict__["stage"], self.__dict__["whole"] = model, whole
         self.begins, self.ends = self.stage_id == 0, self.stage_id == num_stages - 1
