@@ -140,6 +140,17 @@ class ScheduleName(str, Enum):
     constant = "constant"
     linear = "linear"
     cosine = "cosine"
+    polynomial = "polynomial"
+    inverse_sqrt = "inverse_sqrt"
+    wsd = "wsd"
+
+
+class Decay(str, Enum):
+    """How the learning rate falls at the end of a wsd schedule."""
+
+    linear = "linear"
+    cosine = "cosine"
+    sqrt = "sqrt"
 
 
 class WarmupType(str, Enum):
@@ -320,6 +331,16 @@ class TuningConfig:
 
 
 @dataclass(kw_only=True, slots=True)
+class WeightPoint:
+    """One item of `data.sources[i].weights`: the weight of a source at a point of the run."""
+
+    at: float = 0.0
+    """Point of the run: 0 its beginning, 1 its end."""
+    weight: float = 1.0
+    """Weight there; straight lines lead from point to point."""
+
+
+@dataclass(kw_only=True, slots=True)
 class SourceConfig:
     """One item of `data.sources` or `data.validation`: files of one kind and how their rows are read."""
 
@@ -339,6 +360,30 @@ class SourceConfig:
     """Names in the file where they differ from the format's: {prompt: content, response: summary}; also from, value, role and content inside conversations."""
     weight: float = 1.0
     """How often each of its samples comes per epoch: 2 is twice, 0.5 takes half of them (chosen by `run.seed`); validation ignores it."""
+    weights: list[WeightPoint] = field(default_factory=list)
+    """A weight that changes while the run goes on, in the place of `weight`: [{at: 0, weight: 2}, {at: 1, weight: 0.5}] (docs/data_efficiency.md); [] keeps it."""
+
+
+class CurriculumShape(str, Enum):
+    """How the longest sample grows in a curriculum."""
+
+    linear = "linear"
+    root = "root"
+    discrete = "discrete"
+
+
+@dataclass(kw_only=True, slots=True)
+class CurriculumConfig:
+    """`data.curriculum`: short samples first (docs/data_efficiency.md). Each sample still comes once per epoch."""
+
+    steps: int = 0
+    """Optimizer steps after which samples of all lengths come; at most those of an epoch. 0: all lengths from the first step."""
+    start_length: int = 64
+    """Longest sample of the first step, in tokens."""
+    shape: CurriculumShape = CurriculumShape.linear
+    """How the longest sample grows from `start_length` to `data.max_length`: linear; root: with the square root of the steps, fast at first; discrete: in stairs of like width and height."""
+    levels: int = 4
+    """discrete: number of stairs."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -367,6 +412,8 @@ class DataConfig:
     """none: a row per sample, padded to the longest of its micro-batch; packed: rows of `data.max_length` filled with several samples that do not see each other; grouped: micro-batches of samples of like length, as many as fit into `batch.micro_per_gpu` rows of `data.max_length`. With packed and grouped `batch.global_size` counts rows of `data.max_length`."""
     packing_window: int = 0
     """packed: fill rows from so many samples at a time; 0 from the whole epoch, which wastes least."""
+    curriculum: CurriculumConfig = field(default_factory=CurriculumConfig)
+    """Short samples first."""
     num_workers: int = 0
     """Data-loader processes per rank; 0 loads in the training process."""
 
@@ -415,18 +462,28 @@ class OptimConfig:
 
 @dataclass(kw_only=True, slots=True)
 class ScheduleConfig:
-    """`schedule`: the learning rate over the steps. Equal to DeepSpeed's WarmupLR, WarmupDecayLR and WarmupCosineLR."""
+    """`schedule`: the learning rate over the steps. constant, linear and cosine equal DeepSpeed's WarmupLR, WarmupDecayLR and WarmupCosineLR; polynomial, inverse_sqrt and wsd those of transformers."""
 
     name: ScheduleName = ScheduleName.cosine
-    """constant: stays at the peak; linear: falls to 0 at the last step; cosine: falls to `schedule.min_lr_ratio` of the peak."""
+    """constant: stays at the peak; linear: falls to 0 at the last step; cosine: falls to `schedule.min_lr_ratio` of the peak; polynomial: falls there as a power of the steps that are left; inverse_sqrt: falls as 1 / sqrt(step); wsd: stays at the peak and falls at the end (warm-up, stable, decay)."""
     warmup_steps: int = 0
     """Optimizer steps of warm-up; 0 starts at the peak."""
     warmup_ratio: float = 0.0
     """Warm-up as a fraction of all steps, rounded up; give this or `schedule.warmup_steps`."""
     warmup_type: WarmupType = WarmupType.linear
-    """linear or log: how the learning rate rises during warm-up."""
+    """linear or log: how the learning rate rises during warm-up; of polynomial, inverse_sqrt and wsd linearly."""
     min_lr_ratio: float = 0.0
-    """cosine: last learning rate as a fraction of the peak."""
+    """cosine, polynomial, wsd: last learning rate as a fraction of the peak."""
+    power: float = 1.0
+    """polynomial: the power; 1 falls in a straight line, 2 fast at first and slowly at the end."""
+    timescale: int = 0
+    """inverse_sqrt: steps after which the rate is 1 / sqrt(2) of the peak, counted from the end of the warm-up; 0 takes the steps of the warm-up, or 10000 without one."""
+    decay_steps: int = 0
+    """wsd: optimizer steps of the fall at the end; 0 takes `schedule.decay_ratio`."""
+    decay_ratio: float = 0.1
+    """wsd: the fall at the end as a fraction of all steps, rounded up."""
+    decay_type: Decay = Decay.linear
+    """wsd: how it falls: linear, cosine, or sqrt (as 1 - sqrt, fast at first)."""
     warmup_min_ratio: float = 0.0
     """First learning rate of the warm-up as a fraction of the peak."""
 
@@ -473,6 +530,10 @@ class OffloadOptimizerConfig:
     """nvme: write the last tile while this one is computed."""
     ratio: float = 1.0
     """cpu, stage 3: fraction of the parameters whose optimizer step runs on the CPU."""
+    super_offload: bool = False
+    """cpu, stage 3, NVIDIA GPUs: DeepSpeed's SuperOffload for Grace Hopper and the like: the optimizer step in a process of its own, beside the backward pass where `train.gradient_clipping` is 0 (docs/zero.md)."""
+    cpuadam_cores_perc: float = 0.8
+    """super_offload: fraction of a rank's cores that its optimizer process gets."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -512,6 +573,28 @@ class AioConfig:
 
 
 @dataclass(kw_only=True, slots=True)
+class ZenFlowConfig:
+    """`zero.zenflow`: DeepSpeed's ZenFlow: the columns with the largest gradients are updated in every step, on the GPU; all others together every few steps, on the CPU. Another algorithm than AdamW, and one that cannot be resumed (docs/zero.md)."""
+
+    enabled: bool = False
+    """Use it; stages 1 and 2 with an optimizer offloaded to the CPU."""
+    topk_ratio: float = 0.1
+    """Fraction of the columns of each matrix that are updated in every step."""
+    select_interval: int = 16
+    """Steps after which these columns are chosen anew; a multiple of update_interval."""
+    update_interval: int = 4
+    """Steps whose gradients are added up for all other columns before they are updated."""
+    full_warm_up_rounds: int = 0
+    """Steps at the beginning in which everything is updated."""
+    overlap_step: bool = False
+    """Let the update on the CPU run beside the next steps, in a process of its own."""
+    offload: bool = False
+    """Keep the optimizer states of the chosen columns in host memory; needs zero.overlap_comm."""
+    pt_reserved_cores_perc: float = 0.5
+    """overlap_step: fraction of the cores that are kept from the optimizer process."""
+
+
+@dataclass(kw_only=True, slots=True)
 class ZeroConfig:
     """`zero`: DeepSpeed's ZeRO, what is split over the ranks. Sizes are in elements, not bytes."""
 
@@ -543,10 +626,18 @@ class ZeroConfig:
     """Stage 3: keep a gathered parameter if it is used again within so many elements."""
     stage3_gather_16bit_weights_on_model_save: bool = False
     """Stage 3: for other programs that call DeepSpeed's save_16bit_model; our own export gathers in any case."""
+    zero_hpz_partition_size: int = 1
+    """Stage 3, ZeRO++: ranks (those of one machine) that keep a second copy of the weights, from which the backward pass gathers; 1 keeps none."""
+    zero_quantized_weights: bool = False
+    """Stage 3, ZeRO++: gather weights in 8 bits (NVIDIA GPUs)."""
+    zero_quantized_gradients: bool = False
+    """Stage 3, ZeRO++: average gradients between machines in 4 bits (NVIDIA GPUs, fp16)."""
     offload_optimizer: OffloadOptimizerConfig = field(default_factory=OffloadOptimizerConfig)
     """Optimizer states outside the GPU."""
     offload_param: OffloadParamConfig = field(default_factory=OffloadParamConfig)
     """Parameters outside the GPU."""
+    zenflow: ZenFlowConfig = field(default_factory=ZenFlowConfig)
+    """Updates of the important columns first."""
     aio: AioConfig = field(default_factory=AioConfig)
     """Disk access of NVMe offload."""
 
@@ -610,6 +701,20 @@ class ActivationCheckpointingConfig:
 
 
 @dataclass(kw_only=True, slots=True)
+class RandomLtdConfig:
+    """`train.random_ltd`: random layerwise token dropping (docs/data_efficiency.md)."""
+
+    steps: int = 0
+    """Optimizer steps after which all layers compute all tokens; 0: from the first step."""
+    start_share: float = 0.5
+    """Share of a row's tokens that each middle layer computes in the first step; it grows linearly to 1."""
+    first_layers: int = 1
+    """Layers at the beginning that always compute all tokens."""
+    last_layers: int = 1
+    """Layers at the end that always compute all tokens."""
+
+
+@dataclass(kw_only=True, slots=True)
 class TrainConfig:
     """`train`: how long, and what each step does beside the arithmetic."""
 
@@ -633,6 +738,8 @@ class TrainConfig:
     """Stop (exit code 70) when so many steps in a row were skipped."""
     activation_checkpointing: ActivationCheckpointingConfig = field(default_factory=ActivationCheckpointingConfig)
     """Trade computation for memory."""
+    random_ltd: RandomLtdConfig = field(default_factory=RandomLtdConfig)
+    """Middle layers compute some tokens only, at first."""
 
 
 @dataclass(kw_only=True, slots=True)

@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from toolkit.config.schema import ActivationCheckpointingConfig, CompileConfig, When
+from toolkit.engine import zenflow
 from toolkit.errors import ConfigError
 from toolkit.messages import tr
 from toolkit.models.stages import StagedModel, stage_model
@@ -38,6 +39,9 @@ def initialize(
         _checkpoint_activations(stage_model(model), activation_checkpointing)
     frequencies = _rotary_frequencies(stage_model(model))
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    has_zenflow = "zenflow" in ds_config["zero_optimization"]
+    if has_zenflow:
+        zenflow.prepare(trained)
     try:
         engine, *_ = deepspeed.initialize(
             model=model,
@@ -50,6 +54,8 @@ def initialize(
         raise _refusal(error) from error
     _assert_frequencies_kept(stage_model(engine.module), frequencies)
     _scale_fp16_loss(engine)
+    if has_zenflow:  # which otherwise makes its first update at the peak of the schedule
+        engine.optimizer._sync_selective_optimizer_lr()
     if compiling is not None and compiling.enabled:
         _compile(engine, compiling)
     return engine

@@ -14,6 +14,7 @@ from toolkit.models.attention import choose_attention
 from toolkit.models.chatglm.modeling import ChatGLMForConditionalGeneration
 from toolkit.models.chatglm.tokenizers import GlmTokenizer
 from toolkit.models.load import load_model
+from toolkit.models.sequence import split_sequences
 
 TORCH_DTYPES = {
     Dtype.fp32: torch.float32,
@@ -29,6 +30,7 @@ def build_model(
     seed: int,
     ds_config: dict[str, Any] | None = None,
     packed: bool = False,
+    parts: int = 1,
     own: Callable[[PreTrainedModel], set[str]] | None = None,
 ) -> PreTrainedModel:
     """Build the model that is trained.
@@ -41,6 +43,7 @@ def build_model(
         ds_config: the DeepSpeed dict; with stage 3 the parameters are partitioned as they are read, so that no rank
             ever holds the whole model. Needs a process group.
         packed: whether rows will hold several samples.
+        parts: ranks over which the tokens of each row are divided.
         own: see `load_model`; a random model is built whole in any case.
 
     Raises:
@@ -52,7 +55,10 @@ def build_model(
     else:
         model = load_model(config.path, dtype=TORCH_DTYPES[dtype], ds_config=ds_config, own=own)
     _check_vocabulary(model, tokenizer)
-    choose_attention(model, config.attention, packed, TORCH_DTYPES[dtype])
+    if parts > 1:
+        split_sequences(model, parts)
+    else:
+        choose_attention(model, config.attention, packed, TORCH_DTYPES[dtype])
     model.config.use_cache = False
     return model
 

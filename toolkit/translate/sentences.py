@@ -16,8 +16,8 @@ def _differs() -> dict[str, str]:
             "the loss is the mean over all trained tokens of the global batch, not of micro-batch means"
         ),
         "epochs": tr("whole epochs only: a fraction is rounded up; train.max_steps ends a run earlier"),
-        "warmup": tr("rises one step later, as DeepSpeed's own schedulers do; below 1 it is a fraction of all steps"),
-        "schedule_kwargs": tr("min_lr and min_lr_rate of cosine_with_min_lr only"),
+        "warmup": tr("begins a step later for DeepSpeed's three; below 1 it is a fraction of all steps"),
+        "schedule_kwargs": tr("of cosine_with_min_lr, polynomial, inverse_sqrt and warmup_stable_decay"),
         "weight_decay": tr("applies to every trained parameter, biases and norms too; the Trainer leaves those out"),
         "deepspeed": tr("the JSON is read and translated, and what it says stands in the recipe"),
         "evaluation": tr(
