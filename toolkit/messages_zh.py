@@ -1281,5 +1281,4 @@ CHINESE: dict[str, str] = {
     "its experts are balanced over all tokens of all layers": "它的专家按所有层的全部 token 进行均衡",
     "train.random_ltd.steps is 0": "train.random_ltd.steps 为 0",
     "train.random_ltd cannot be used with {setting}: it works where all or some layers are trained (tuning=full or freeze), each whole on its rank and not compiled. Set train.random_ltd.steps=0.": "train.random_ltd 不能与 {setting} 一起使用：它适用于训练全部或部分层（tuning=full 或 freeze）、每层完整地位于各自进程且不编译的情况。请设 train.random_ltd.steps=0。",
-    "it was not tried. Set it to 0.": "没有试过。请设为 0。",
 }

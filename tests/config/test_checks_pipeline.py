@@ -41,7 +41,6 @@ REFUSED = {
         "how much of a model a rank holds depends on its stage. Give a number.",
     ),
     "plan.auto=true": ("plan.auto = true", OFF),
-    "train.random_ltd.steps=5": ("train.random_ltd.steps = 5", "it was not tried. Set it to 0."),
     "compile.enabled=true": ("compile.enabled = true", OFF),
     "profile.flops.enabled=true": ("profile.flops.enabled = true", OFF),
     "train.activation_checkpointing.enabled=true train.activation_checkpointing.partition_activations=true": (

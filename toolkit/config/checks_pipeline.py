@@ -78,13 +78,11 @@ def _untried(cfg: RunConfig) -> list[tuple[bool, str, object, str]]:
     number = tr("how much of a model a rank holds depends on its stage. Give a number.")
     one = tr("it was not tried. Set it to 1.")
     off = tr("it was not tried. Set it to false.")
-    none = tr("it was not tried. Set it to 0.")
     return [
         (parallel.tensor > 1, "parallel.tensor", parallel.tensor, one),
         (parallel.sequence > 1, "parallel.sequence", parallel.sequence, one),
         (cfg.batch.micro_per_gpu == AUTO, "batch.micro_per_gpu", AUTO, number),
         (cfg.plan.auto, "plan.auto", "true", off),
-        (cfg.train.random_ltd.steps > 0, "train.random_ltd.steps", cfg.train.random_ltd.steps, none),
         (cfg.compile.enabled, "compile.enabled", "true", off),
         (cfg.profile.flops.enabled, "profile.flops.enabled", "true", off),
         (
