@@ -23,6 +23,7 @@ from toolkit.models.build import TORCH_DTYPES, build_model
 from toolkit.models.liger import apply_liger
 from toolkit.models.loss import LossHead, Way, loss_head
 from toolkit.models.packing import why_not_in_parts
+from toolkit.models.router_loss import router_loss
 from toolkit.models.save import MODEL_DIR, describe
 from toolkit.models.sequence import check_parts
 from toolkit.models.stages import StagedModel, own_parameters, stage_model, stage_of
@@ -57,7 +58,7 @@ def build_engine(cfg: RunConfig, prepared: Prepared, ds: DsConfig, total_steps: 
     own = partial(own_parameters, num_stages=stages, stage=stage) if stages > 1 else None
     model = build_model(cfg.model, dtype, prepared.tokenizer, cfg.run.seed, ds.values, packed, parts, own)
     without_liger = apply_liger(model, cfg.kernels)
-    model.loss_head = LossHead(cfg.kernels.loss)
+    model.loss_head, model.router_loss = LossHead(cfg.kernels.loss), router_loss(model, cfg)
     if cfg.tuning.method is not TuningMethod.full:
         base = _base_folder(cfg, prepared, model, origin.folder)
         tune(model, cfg.tuning, base, prepared.tokenizer, cfg.run.seed, ds.values)
@@ -84,6 +85,15 @@ def build_engine(cfg: RunConfig, prepared: Prepared, ds: DsConfig, total_steps: 
     in_use = _in_use(engine, cfg, without_liger)
     if rank() == 0:
         say(in_use)
+        if model.router_loss is not None:
+            say(
+                tr(
+                    "Routers: the mean of {count} layers' load-balancing losses x {coefficient} is added to the loss "
+                    "(model.router_loss).",
+                    count=model.router_loss.num_layers,
+                    coefficient=model.router_loss.coefficient,
+                )
+            )
     return engine
 
 

@@ -52,6 +52,7 @@ LEAST = {
     "precision.hysteresis": 1,
     "run.seed": 0,
     "run.max_restarts": 0,
+    "model.router_loss": -1,
     "model.shape.num_layers": 1,
     "model.shape.vocab_size": 1,
     "model.shape.hidden_size": 1,

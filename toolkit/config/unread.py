@@ -129,7 +129,7 @@ def _unread(cfg: RunConfig) -> Iterator[tuple[str, str]]:
     if cfg.profile.comms.enabled and cfg.profile.comms.prof_all:
         yield "profile.comms.prof_ops", tr("profile.comms.prof_all is true")
     if cfg.model.init is Init.random:
-        yield "model.path", tr("model.init is random")
+        yield from ((key, tr("model.init is random")) for key in ("model.path", "model.router_loss"))
     else:
         for key in all_keys():
             if key.startswith("model.shape."):

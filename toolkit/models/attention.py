@@ -52,7 +52,11 @@ def choose_attention(model: PreTrainedModel, attention: Attention, packed: bool,
             return
         has_kernel = not trains_on_gpu() or dtype in _KERNEL_DTYPES
         name = VARLEN if has_kernel else Attention.sdpa.value
+        # Where attention is more than PyTorch's function (Gemma 2 bends its scores, gpt-oss has sinks).
+        name = name if model._supports_sdpa else Attention.eager.value
     try:
+        if name == VARLEN and not model._supports_sdpa:
+            raise ValueError(tr("its attention is more than PyTorch's function computes"))
         model.set_attn_implementation(name)
     except (ValueError, ImportError, KeyError) as error:
         raise ModelError(
@@ -88,7 +92,7 @@ def check_isolation(
     """
     batch = isolation_rows(vocab_size)
     first, second = 12, 20
-    logits = forward(batch) if forward is not None else _logits(engine, batch, device)
+    logits = forward(batch) if forward is not None else _logits(engine, batch, device, name)
     after_other, after_third, alone = logits[0, first:], logits[1, first:], logits[2, :second]
     change = max(float((after_other - other).abs().max()) for other in (after_third, alone))
     if change > MOST_CHANGE * float(after_other.std()):
@@ -102,17 +106,36 @@ def check_isolation(
         )
 
 
-@torch.no_grad()
-def _logits(engine: torch.nn.Module, batch: dict[str, torch.Tensor], device: torch.device) -> torch.Tensor:
+def _logits(engine: torch.nn.Module, batch: dict[str, torch.Tensor], device: torch.device, name: str) -> torch.Tensor:
     given = {key: tensor.to(device) for key, tensor in batch.items()}
     module = getattr(engine, "module", engine)
     was_training = module.training
     module.eval()
-    ids, positions = given["input_ids"], given["position_ids"]
-    found = engine(input_ids=ids, position_ids=positions, use_cache=False, **attention_arguments(module, given))
+    logits = _packed_logits(engine, given, name)
     module.train(was_training)
-    logits: torch.Tensor = found.logits.float()
     return logits
+
+
+def _packed_logits(engine: torch.nn.Module, batch: dict[str, torch.Tensor], name: str) -> torch.Tensor:
+    module = getattr(engine, "module", engine)
+    try:
+        with torch.no_grad():
+            logits: torch.Tensor = engine(
+                input_ids=batch["input_ids"],
+                position_ids=batch["position_ids"],
+                use_cache=False,
+                **attention_arguments(module, batch),
+            ).logits
+    except (ValueError, TypeError, IndexError, RuntimeError) as error:
+        raise ModelError(
+            tr(
+                "{name} cannot be trained on packed rows: it cannot do with what keeps their samples apart ({reason}). "
+                "Use data.packing=grouped.",
+                name=name,
+                reason=str(error).split("\n")[0],
+            )
+        ) from error
+    return logits.float()
 
 
 def isolation_rows(vocab_size: int, times: int = 1) -> dict[str, torch.Tensor]:

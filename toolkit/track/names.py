@@ -11,6 +11,7 @@ UNITS: dict[str, str] = {
     "loss": "nats/token",
     "lr": "1",
     "grad_norm": "1",
+    "router_loss": "1",
     "tokens_per_s": "tokens/s",
     "trained_tokens_per_s": "tokens/s",
     "rank_tokens_per_s": "tokens/s",
