@@ -14,7 +14,7 @@ from toolkit.config.schema import Init, Packing, RunConfig, TuningMethod
 from toolkit.distributed.process_group import on_rank0, rank, world_size
 from toolkit.engine.ds_config import DsConfig, warmup_steps
 from toolkit.engine.initialize import initialize
-from toolkit.engine.pipeline import forward_logits, is_pipeline, value_of_last_stage
+from toolkit.models.pipeline import forward_logits, is_pipeline, value_of_last_stage
 from toolkit.errors import ConfigError
 from toolkit.export.folder import write_folder
 from toolkit.messages import say, tr
@@ -26,7 +26,11 @@ from toolkit.models.packing import why_not_in_parts
 from toolkit.models.router_loss import router_loss
 from toolkit.models.save import MODEL_DIR, describe
 from toolkit.models.sequence import check_parts
+<<<<<<< HEAD
 from toolkit.models.stages import StagedModel, own_parameters, stage_model, stage_of
+=======
+from toolkit.models.tiled import tile_mlp
+>>>>>>> main
 from toolkit.models.token_dropping import TokenDropping
 from toolkit.models.tuning.apply import tune
 from toolkit.models.tuning.base import RUN_BASE, check_base, read_base
@@ -64,6 +68,8 @@ def build_engine(cfg: RunConfig, prepared: Prepared, ds: DsConfig, total_steps: 
         tune(model, cfg.tuning, base, prepared.tokenizer, cfg.run.seed, ds.values)
         if origin.checkpoint and (known := read_base(origin.checkpoint / MODEL_DIR)):
             check_base(known, model.tuned.base, origin.checkpoint)
+    if cfg.kernels.mlp_pieces > 1:
+        tile_mlp(model, cfg.kernels.mlp_pieces)
     if cfg.train.random_ltd.steps:
         place = layout_of(cfg, world_size(), rank())
         model.token_dropping = TokenDropping(model, cfg.train.random_ltd, cfg.run.seed, place.data_rank)

@@ -6,6 +6,7 @@ from typing import Any
 import deepspeed
 import torch
 from deepspeed.compile.util import is_deepcompile_supported
+from deepspeed.pipe import PipelineModule
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -13,11 +14,13 @@ from toolkit.config.schema import ActivationCheckpointingConfig, CompileConfig, 
 from toolkit.engine import zenflow
 from toolkit.errors import ConfigError
 from toolkit.messages import tr
-from toolkit.models.stages import StagedModel, stage_model
+
+STAGE = "stage"
+"""Attribute of a PipelineModule: the transformers model that computes this rank's stage (toolkit.models.stages)."""
 
 
 def initialize(
-    model: PreTrainedModel | StagedModel,
+    model: PreTrainedModel | PipelineModule,
     ds_config: dict[str, Any],
     activation_checkpointing: ActivationCheckpointingConfig,
     make_schedule: Callable[[torch.optim.Optimizer], Any],
@@ -35,9 +38,10 @@ def initialize(
     Raises:
         ConfigError: DeepSpeed refuses the combination.
     """
+    computing = getattr(model, STAGE, model)
     if activation_checkpointing.enabled:
-        _checkpoint_activations(stage_model(model), activation_checkpointing)
-    frequencies = _rotary_frequencies(stage_model(model))
+        _checkpoint_activations(computing, activation_checkpointing)
+    frequencies = _rotary_frequencies(computing)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     has_zenflow = "zenflow" in ds_config["zero_optimization"]
     if has_zenflow:
@@ -52,7 +56,7 @@ def initialize(
         )
     except (AssertionError, ValueError, NotImplementedError) as error:
         raise _refusal(error) from error
-    _assert_frequencies_kept(stage_model(engine.module), frequencies)
+    _assert_frequencies_kept(getattr(engine.module, STAGE, engine.module), frequencies)
     _scale_fp16_loss(engine)
     if has_zenflow:  # which otherwise makes its first update at the peak of the schedule
         engine.optimizer._sync_selective_optimizer_lr()

@@ -10,8 +10,8 @@ from transformers import PreTrainedModel
 
 from toolkit.config.schema import EVAL_LOSS
 from toolkit.distributed.process_group import sum_over_ranks
-from toolkit.engine.pipeline import evaluate_window, is_pipeline
 from toolkit.models.loss import token_losses
+from toolkit.models.pipeline import evaluate_window, is_pipeline
 
 
 def evaluate_loss(

@@ -18,11 +18,11 @@ from toolkit.checkpoint import manifest
 from toolkit.disk import flush, grant
 from toolkit.distributed.process_group import on_rank0
 from toolkit.engine.gather import gathered_parameters
-from toolkit.engine.pipeline import take_probe
 from toolkit.errors import CheckpointError
 from toolkit.messages import tr
 from toolkit.models import probe
 from toolkit.models.fill import tied_names
+from toolkit.models.pipeline import take_probe
 from toolkit.models.probe import Probe
 from toolkit.models.save import MAX_SHARD_SIZE, Format, save_model
 from toolkit.models.stages import whole_model

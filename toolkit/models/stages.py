@@ -9,11 +9,12 @@ masks, positions and kinds of layers stay the model's own business. All that tra
 
 import io
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import redirect_stdout
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from deepspeed.runtime.utils import partition_balanced
 from torch import nn
@@ -170,6 +171,28 @@ class StagedModel(PipelineModule):
             return hidden_states(model, batch)
         assert self.finish is not None
         return self.finish(model, batch)
+
+    def gathered(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield name and value of all parameters, on rank 0's CPU; on other ranks the value is an empty tensor.
+
+        A collective: the first rank of each stage sends what it holds to rank 0, one tensor after another.
+        """
+        own = {name: one.detach() for name, one in self.__dict__["stage"].named_parameters()}
+        rank, per_stage = dist.get_rank(), dist.get_world_size() // self.num_stages
+        for source in range(0, dist.get_world_size(), per_stage):
+            listed = [[(name, one.shape, one.dtype) for name, one in own.items()]]
+            dist.broadcast_object_list(listed, src=source)
+            for name, shape, dtype in listed[0]:
+                value = torch.empty(0)
+                if source == 0 == rank:
+                    value = own[name].to("cpu", copy=True)
+                elif rank == source:
+                    dist.send(own[name].contiguous(), dst=0)
+                elif rank == 0:
+                    received = torch.empty(shape, dtype=dtype, device=next(iter(own.values())).device)
+                    dist.recv(received, src=source)
+                    value = received.cpu()
+                yield name, value
 
 
 def stage_model(module: Any) -> Any:

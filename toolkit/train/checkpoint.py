@@ -28,10 +28,10 @@ from toolkit.checkpoint.run_state import RunState
 from toolkit.config.schema import EVAL_LOSS, CheckpointConfig
 from toolkit.disk import flush
 from toolkit.distributed.process_group import barrier, gather, on_rank0, rank
-from toolkit.engine.pipeline import is_pipeline, take_probe
 from toolkit.errors import CheckpointError
 from toolkit.messages import tr
 from toolkit.models import probe
+from toolkit.models.pipeline import is_pipeline, take_probe
 from toolkit.models.save import MODEL_DIR
 from toolkit.models.stages import whole_model
 from toolkit.train.thinning import Thinning

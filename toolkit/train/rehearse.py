@@ -10,7 +10,7 @@ from deepspeed import DeepSpeedEngine
 from toolkit.checkpoint import random_state
 from toolkit.distributed.process_group import world_size
 from toolkit.engine.memory import PeakMemory
-from toolkit.engine.pipeline import is_pipeline
+from toolkit.models.pipeline import is_pipeline
 from toolkit.train.guard import Guard
 from toolkit.train.step import Batch, train_step
 

@@ -9,10 +9,10 @@ from deepspeed import DeepSpeedEngine
 from transformers import PreTrainedModel
 
 from toolkit.distributed.process_group import sum_over_ranks
-from toolkit.engine.pipeline import is_pipeline, train_window
 from toolkit.errors import Diverged
 from toolkit.messages import tr
 from toolkit.models.loss import num_trained_tokens, token_loss_sum
+from toolkit.models.pipeline import is_pipeline, train_window
 from toolkit.models.router_loss import RouterLoss
 from toolkit.train.guard import Guard
 from toolkit.train.pace import Stopwatch
