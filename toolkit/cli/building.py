@@ -14,7 +14,6 @@ from toolkit.config.schema import Init, Packing, RunConfig, TuningMethod
 from toolkit.distributed.process_group import on_rank0, rank, world_size
 from toolkit.engine.ds_config import DsConfig, warmup_steps
 from toolkit.engine.initialize import initialize
-from toolkit.models.pipeline import forward_logits, is_pipeline, value_of_last_stage
 from toolkit.errors import ConfigError
 from toolkit.export.folder import write_folder
 from toolkit.messages import say, tr
@@ -23,14 +22,12 @@ from toolkit.models.build import TORCH_DTYPES, build_model
 from toolkit.models.liger import apply_liger
 from toolkit.models.loss import LossHead, Way, loss_head
 from toolkit.models.packing import why_not_in_parts
+from toolkit.models.pipeline import forward_logits, is_pipeline, value_of_last_stage
 from toolkit.models.router_loss import router_loss
 from toolkit.models.save import MODEL_DIR, describe
 from toolkit.models.sequence import check_parts
-<<<<<<< HEAD
 from toolkit.models.stages import StagedModel, own_parameters, stage_model, stage_of
-=======
 from toolkit.models.tiled import tile_mlp
->>>>>>> main
 from toolkit.models.token_dropping import TokenDropping
 from toolkit.models.tuning.apply import tune
 from toolkit.models.tuning.base import RUN_BASE, check_base, read_base
