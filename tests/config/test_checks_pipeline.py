@@ -41,6 +41,7 @@ REFUSED = {
         "how much of a model a rank holds depends on its stage. Give a number.",
     ),
     "plan.auto=true": ("plan.auto = true", OFF),
+    "kernels.mlp_pieces=2": ("kernels.mlp_pieces = 2", ONE),
     "compile.enabled=true": ("compile.enabled = true", OFF),
     "profile.flops.enabled=true": ("profile.flops.enabled = true", OFF),
     "train.activation_checkpointing.enabled=true train.activation_checkpointing.partition_activations=true": (

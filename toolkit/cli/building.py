@@ -51,13 +51,8 @@ def build_engine(cfg: RunConfig, prepared: Prepared, ds: DsConfig, total_steps: 
         ModelError: the model cannot be loaded, or is not the one that the checkpoint was trained on.
         ConfigError: `tuning` does not fit the model, or DeepSpeed refuses the combination.
     """
-    packed, parts = prepared.packing is Packing.packed, cfg.parallel.sequence
-    if parts > 1 and (reason := why_not_in_parts(cfg.model, cfg.data.max_length)):
-        raise ConfigError(tr("parallel.sequence = {ranks} cannot be: {reason}.", ranks=parts, reason=reason))
-    stages, dtype = cfg.parallel.pipeline, cfg.precision.dtype
-    stage = stage_of(rank(), world_size(), stages)
-    own = partial(own_parameters, num_stages=stages, stage=stage) if stages > 1 else None
-    model = build_model(cfg.model, dtype, prepared.tokenizer, cfg.run.seed, ds.values, packed, parts, own)
+    packed, parts, stages = prepared.packing is Packing.packed, cfg.parallel.sequence, cfg.parallel.pipeline
+    model = _loaded(cfg, prepared, ds)
     without_liger = apply_liger(model, cfg.kernels)
     model.loss_head, model.router_loss = LossHead(cfg.kernels.loss), router_loss(model, cfg)
     if cfg.tuning.method is not TuningMethod.full:
@@ -76,7 +71,7 @@ def build_engine(cfg: RunConfig, prepared: Prepared, ds: DsConfig, total_steps: 
         return Schedule(optimizer, cfg.schedule, cfg.optim.lr, total_steps, warmup)
 
     with phase(tr("Building the engine (the first time DeepSpeed compiles its ops: minutes)"), speaks=rank() == 0):
-        module = StagedModel(model, stages, TORCH_DTYPES[dtype]) if stages > 1 else model
+        module = StagedModel(model, stages, TORCH_DTYPES[cfg.precision.dtype]) if stages > 1 else model
         engine = initialize(module, ds.values, cfg.train.activation_checkpointing, make_schedule, cfg.compile)
     # What building leaves behind refers to itself, and would keep the memory of weights until Python looks for it.
     gc.collect()
@@ -98,6 +93,17 @@ def build_engine(cfg: RunConfig, prepared: Prepared, ds: DsConfig, total_steps: 
                 )
             )
     return engine
+
+
+def _loaded(cfg: RunConfig, prepared: Prepared, ds: DsConfig) -> PreTrainedModel:
+    """Return the model that is trained; with pipeline stages with the weights of this rank's stage alone."""
+    packed, parts = prepared.packing is Packing.packed, cfg.parallel.sequence
+    if parts > 1 and (reason := why_not_in_parts(cfg.model, cfg.data.max_length)):
+        raise ConfigError(tr("parallel.sequence = {ranks} cannot be: {reason}.", ranks=parts, reason=reason))
+    stages, dtype = cfg.parallel.pipeline, cfg.precision.dtype
+    stage = stage_of(rank(), world_size(), stages)
+    own = partial(own_parameters, num_stages=stages, stage=stage) if stages > 1 else None
+    return build_model(cfg.model, dtype, prepared.tokenizer, cfg.run.seed, ds.values, packed, parts, own)
 
 
 def _few(logits: torch.Tensor) -> torch.Tensor:

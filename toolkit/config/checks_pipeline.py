@@ -83,6 +83,7 @@ def _untried(cfg: RunConfig) -> list[tuple[bool, str, object, str]]:
         (parallel.sequence > 1, "parallel.sequence", parallel.sequence, one),
         (cfg.batch.micro_per_gpu == AUTO, "batch.micro_per_gpu", AUTO, number),
         (cfg.plan.auto, "plan.auto", "true", off),
+        (cfg.kernels.mlp_pieces > 1, "kernels.mlp_pieces", cfg.kernels.mlp_pieces, one),
         (cfg.compile.enabled, "compile.enabled", "true", off),
         (cfg.profile.flops.enabled, "profile.flops.enabled", "true", off),
         (
