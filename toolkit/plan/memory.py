@@ -104,8 +104,6 @@ class _Rank:
     on_cpu: bool
     in_flight: int = 1
     """Micro-batches whose activations are there at once."""
-    owners: int = field(init=False)
-    """N: ranks over which ZeRO divides what this one would hold."""
     weight: int = field(init=False)
     """Bytes of a number."""
     grad: int = field(init=False)
@@ -123,7 +121,6 @@ class _Rank:
         self.grad = 2 if dtype is Dtype.fp16 else 4
         self.all, self.trained = self.outline.num_parameters, self.outline.num_trained
         self.rows = longest_rows(self.outline, self.cfg, self.on_cpu)
-        self.owners = self.world // self.cfg.parallel.pipeline
 
     @property
     def stage(self) -> int:
@@ -150,7 +147,7 @@ class _Rank:
 
     def part(self, elements: int) -> int:
         """Return a rank's share."""
-        return -(-elements // self.owners)
+        return -(-elements // (self.world // self.cfg.parallel.pipeline))
 
     def memory(self) -> RankMemory:
         at_rest = self.at_rest()
@@ -266,7 +263,7 @@ class _Rank:
         elif self.keeps_float_gradients:
             parts["buckets"] = weight * trained
         elif stage == 1:
-            parts["buckets"] = weight * self.bucket + weight * self.part(trained) * (self.owners - 1) // self.owners
+            parts["buckets"] = weight * self.bucket + (own := weight * self.part(trained)) - self.part(own)
         else:
             flush = weight * min(trained, self.cfg.zero.reduce_bucket_size)
             again = 0  # of the micro-batch beside those before it, unless they are added up in one buffer
