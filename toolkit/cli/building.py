@@ -1,6 +1,7 @@
 """The engine of a training session: the model, what tuning adds to it, optimizer and schedule."""
 
 import gc
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -65,11 +66,7 @@ def build_engine(cfg: RunConfig, prepared: Prepared, ds: DsConfig, total_steps: 
     if cfg.train.random_ltd.steps:
         place = layout_of(cfg, world_size(), rank())
         model.token_dropping = TokenDropping(model, cfg.train.random_ltd, cfg.run.seed, place.data_rank)
-    warmup = warmup_steps(cfg, total_steps)
-
-    def make_schedule(optimizer: torch.optim.Optimizer) -> Any:
-        return Schedule(optimizer, cfg.schedule, cfg.optim.lr, total_steps, warmup)
-
+    make_schedule = schedule_maker(cfg, total_steps)
     with phase(tr("Building the engine (the first time DeepSpeed compiles its ops: minutes)"), speaks=rank() == 0):
         module = StagedModel(model, stages, TORCH_DTYPES[cfg.precision.dtype]) if stages > 1 else model
         engine = initialize(module, ds.values, cfg.train.activation_checkpointing, make_schedule, cfg.compile)
@@ -109,6 +106,12 @@ def _loaded(cfg: RunConfig, prepared: Prepared, ds: DsConfig) -> PreTrainedModel
 def _few(logits: torch.Tensor) -> torch.Tensor:
     """Return the logits of some of the vocabulary, which tell as much."""
     return logits[..., :1024]
+
+
+def schedule_maker(cfg: RunConfig, total_steps: int) -> Callable[[torch.optim.Optimizer], Any]:
+    """Return what makes the learning-rate schedule of an optimizer."""
+    warmup = warmup_steps(cfg, total_steps)
+    return lambda optimizer: Schedule(optimizer, cfg.schedule, cfg.optim.lr, total_steps, warmup)
 
 
 def _in_use(engine: DeepSpeedEngine, cfg: RunConfig, without_liger: str) -> str:
