@@ -102,7 +102,7 @@ def rehearse_step(
     return Measured(before, max(memory.peak(), seen.get("forward_backward", 0)), seen.get("update", 0))
 
 
-def _windows(engine: DeepSpeedEngine, batch: Batch, num_micro_batches: int) -> list[list[Batch]]:
+def _windows(engine: DeepSpeedEngine, batch: Any, num_micro_batches: int) -> list[list[Any]]:
     """Return the micro-batches of each step; a pipeline takes all of a step, of which it holds several at once."""
     if is_pipeline(engine):
         return [[batch] * num_micro_batches]

@@ -102,7 +102,7 @@ def train_step(
     """Do one optimizer step in the way of the engine's type; arguments, result and errors as `data_parallel_step`."""
     if is_pipeline(engine):
         return pipeline_step(engine, micro_batches, guard, votes)
-    return data_parallel_step(engine, micro_batches, world_size, guard, votes, copies)
+    return data_parallel_step(engine, micro_batches, world_size, guard, votes, copies, objective)
 
 
 def data_parallel_step(
@@ -112,6 +112,7 @@ def data_parallel_step(
     guard: Guard,
     votes: Sequence[bool] = (),
     copies: int = 1,
+    objective: Objective = LANGUAGE,
 ) -> StepResult:
     """Do one optimizer step whose loss is exactly sum(token losses) / N over the global batch.
 
