@@ -33,6 +33,7 @@ from toolkit.models.token_dropping import TokenDropping
 from toolkit.models.tuning.apply import tune
 from toolkit.models.tuning.base import RUN_BASE, check_base, read_base
 from toolkit.terminal import phase
+from toolkit.train import run_folder
 from toolkit.train.prepared import Prepared
 from toolkit.train.resume import Origin
 from toolkit.train.schedule import Schedule
@@ -69,7 +70,8 @@ def build_engine(cfg: RunConfig, prepared: Prepared, ds: DsConfig, total_steps: 
     make_schedule = schedule_maker(cfg, total_steps)
     with phase(tr("Building the engine (the first time DeepSpeed compiles its ops: minutes)"), speaks=rank() == 0):
         module = StagedModel(model, stages, TORCH_DTYPES[cfg.precision.dtype]) if stages > 1 else model
-        engine = initialize(module, ds.values, cfg.train.activation_checkpointing, make_schedule, cfg.compile)
+        settings = run_folder.profiled(ds.values, origin.folder)
+        engine = initialize(module, settings, cfg.train.activation_checkpointing, make_schedule, cfg.compile)
     # What building leaves behind refers to itself, and would keep the memory of weights until Python looks for it.
     gc.collect()
     of_model = engine, len(prepared.tokenizer), engine.device, cfg.model.name or cfg.model.path

@@ -38,7 +38,19 @@ def check(loaded: Loaded, world_size: int | None = None, *, files: bool = True, 
     Raises:
         ConfigError: the first rule that does not hold.
     """
-    rules = (_numbers, _batch, _length_of_run, _schedule, _zero, _offload, _compile, _names, _restarts, _evaluate)
+    rules = (
+        _numbers,
+        _batch,
+        _length_of_run,
+        _schedule,
+        _zero,
+        _offload,
+        _compile,
+        _profile,
+        _names,
+        _restarts,
+        _evaluate,
+    )
     late = (check_pipeline, check_tuning, check_sequence, check_zero, check_track, check_effect, check_variables)
     left_out = (_evaluate, check_tuning, check_effect) if own else ()
     if own:
@@ -307,6 +319,23 @@ def _compile(loaded: Loaded) -> None:
             loaded,
             key,
             tr("{key} = true needs compile.backend = inductor, but it is {backend}.", key=key, backend=config.backend),
+        )
+
+
+def _profile(loaded: Loaded) -> None:
+    """A profile of a step that never comes would be missed at the end only."""
+    cfg, key = loaded.cfg, "profile.flops.profile_step"
+    flops, steps = cfg.profile.flops, cfg.train.max_steps
+    if flops.enabled and steps and flops.profile_step >= steps:
+        raise fail(
+            loaded,
+            key,
+            tr(
+                "{key} = {value} must be less than train.max_steps = {steps}.",
+                key=key,
+                value=flops.profile_step,
+                steps=steps,
+            ),
         )
 
 
