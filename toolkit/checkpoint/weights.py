@@ -1,8 +1,8 @@
 """The model's weights out of the engine's files, without ranks: nothing is executed, nothing is read before it is used.
 
-Up to ZeRO-2 they stand in one file as they were trained, or in one for each rank of a tensor group. Under ZeRO-3 each
-rank's optimizer file holds its part of every parameter in float32, from which DeepSpeed puts the parameters together
-one by one.
+Up to ZeRO-2 they stand in one file as they were trained, or in one for each rank of a tensor group; those of a pipeline
+in one file for each layer. Under ZeRO-3 each rank's optimizer file holds its part of every parameter in float32, from
+which DeepSpeed puts the parameters together one by one.
 """
 
 import io
@@ -19,6 +19,7 @@ from toolkit.distributed.tensor import join
 from toolkit.errors import NotExportable
 from toolkit.messages import tr
 
+_LAYERS = "layer_*-model_states.pt"
 _PARTS, _FIRST_PART = "mp_rank_*_model_states.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt"
 
 
@@ -33,8 +34,10 @@ def weights(checkpoint: Path, dtype: torch.dtype) -> Iterator[tuple[str, torch.T
         CheckpointError: a file is missing, damaged or wants to run code.
         NotExportable: the weights lie in the files of an offload to NVMe.
     """
-    parts = sorted(checkpoint.glob(_PARTS))
-    if parts:
+    if layers := sorted(checkpoint.glob(_LAYERS)):
+        for file in layers:
+            yield from _load(file).items()
+    elif parts := sorted(checkpoint.glob(_PARTS)):
         modules = [_load(part)["module"] for part in parts]
         yield from ((name, join(name, [module[name] for module in modules])) for name in modules[0])
     else:

@@ -23,6 +23,7 @@ from toolkit.evaluate.questions import Question, choose_questions
 from toolkit.evaluate.results import Results, judge
 from toolkit.launch.environment import Ranks
 from toolkit.messages import tr
+from toolkit.models.stages import whole_model
 from toolkit.terminal import phase
 from toolkit.train.batches import Batch, evaluation_batches, num_evaluation_batches
 from toolkit.train.prepared import Prepared
@@ -184,7 +185,7 @@ class Evaluation:
 
     @property
     def _module(self) -> PreTrainedModel:
-        return getattr(self.model, "module", self.model)
+        return whole_model(getattr(self.model, "module", self.model))
 
     @property
     def _layout(self) -> Layout:

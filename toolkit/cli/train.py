@@ -100,7 +100,7 @@ def greet(composed: Composed, ranks: environment.Ranks, model: str) -> None:
     print(
         tr(
             "{recipe}: {model}, ZeRO-{stage}, {dtype}, {world} ranks ({launcher}). Batch: "
-            "{micro} x {times} x {shares} = {size} rows per step (micro-batch x accumulation x ranks).",
+            "{micro} x {times} x {parts} = {size} rows per step (micro-batch x accumulation x data-parallel ranks).",
             recipe=cfg.recipe,
             model=model,
             stage=cfg.zero.stage,
@@ -109,7 +109,7 @@ def greet(composed: Composed, ranks: environment.Ranks, model: str) -> None:
             micro=cfg.batch.micro_per_gpu,
             times=AUTO if is_found else accumulation(cfg, ranks.world_size),
             world=ranks.world_size,
-            shares=layout_of(cfg, ranks.world_size).data_ranks,
+            parts=layout_of(cfg, ranks.world_size).data_ranks,
             size=cfg.batch.global_size,
         )
     )

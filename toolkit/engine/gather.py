@@ -4,6 +4,7 @@ from collections.abc import Collection, Iterator
 
 import deepspeed
 import torch
+from deepspeed.pipe import PipelineModule
 
 from toolkit.distributed.tensor import gather_parts, is_part
 
@@ -26,6 +27,9 @@ def gathered_parameters(
         module: the engine's.
         only: names; None yields all.
     """
+    if isinstance(module, PipelineModule):  # toolkit.models.stages.StagedModel
+        yield from module.gathered()
+        return
     is_rank0 = torch.distributed.get_rank() == 0
     for name, parameter in module.named_parameters():
         if only is not None and name not in only:

@@ -73,12 +73,8 @@ class UpdateGate:
         gradients = self._gradients()
         # In fp32: the squares of fp16 gradients that are in order would overflow.
         norms = [torch.linalg.vector_norm(gradient, dtype=torch.float32) for gradient in gradients]
-        norm = torch.stack(norms).norm() if norms else torch.zeros((), device=self.engine.device)
-        if self.engine.autotp_size() > 1:
-            norm = norm.square()
-            torch.distributed.all_reduce(norm, group=group())
-            norm = norm.sqrt()
-        if self._ask(norm) and gradients:
+        own = torch.stack(norms).norm() if norms else torch.zeros((), device=self.engine.device)
+        if self._ask(self._over_model(own)) and gradients:
             gradients[0].view(-1)[0] = math.inf  # which DeepSpeed's optimizers skip themselves
         real(lr_kwargs)
 
@@ -87,8 +83,18 @@ class UpdateGate:
         if hasattr(self.optimizer, "get_grads_for_norm"):
             gradients: list[torch.Tensor] = self.optimizer.get_grads_for_norm()[0]
             return gradients
+        # Of what all ranks of a tensor group have whole, and of what stages of a pipeline share, one has the gradient.
         has_whole = self.engine.autotp_size() <= 1 or torch.distributed.get_rank(group()) == 0
-        return [p.grad for p in self.engine.module.parameters() if p.grad is not None and (has_whole or is_part(p))]
+        own = (p for p in self.engine.module.parameters() if not getattr(p, "ds_pipe_replicated", False))
+        return [p.grad for p in own if p.grad is not None and (has_whole or is_part(p))]
+
+    def _over_model(self, norm: torch.Tensor) -> torch.Tensor:
+        """Return the norm of the gradients of all ranks that share one model: stages, or ranks that split layers."""
+        if not self.engine.pipeline_parallelism and self.engine.autotp_size() <= 1:
+            return norm
+        total = norm.square()
+        torch.distributed.all_reduce(total, group=self.engine.mpu.get_model_parallel_group())
+        return total.sqrt()
 
     def _plain_step(self, real: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
         """Without ZeRO in fp32 DeepSpeed looks for no overflow, but heeds the attribute."""
