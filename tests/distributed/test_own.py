@@ -13,6 +13,7 @@ from torch.utils.data import default_collate
 
 from toolkit.cli import main as toolkit_main
 from toolkit.data.sampler import GlobalBatchSampler
+from toolkit.launch.environment import free_port
 from toolkit.own.data import _Rows
 
 WORKER = str(REPOSITORY / "tests" / "distributed" / "own_worker.py")
@@ -209,7 +210,7 @@ def test_plain_python_and_torchrun(tmp_path: Path) -> None:
     ]
     finished = run(["python", str(EXAMPLES / "cifar10.py"), *given], tmp_path)
     assert finished.code == 0, finished.output[-4000:]
-    torchrun = [str(BIN / "torchrun"), "--nproc-per-node", "2", "--master-port", "0", str(EXAMPLES / "cifar10.py")]
-    finished = run([*torchrun, *given[:-1], "run.name=two", "zero=stage2"], tmp_path)
+    torchrun = [str(BIN / "torchrun"), "--nproc-per-node", "2", "--master-port", str(free_port())]
+    finished = run([*torchrun, str(EXAMPLES / "cifar10.py"), *given[:-1], "run.name=two", "zero=stage2"], tmp_path)
     assert finished.code == 0, finished.output[-4000:]
     assert losses(tmp_path / "runs" / "one")[0] == pytest.approx(losses(tmp_path / "runs" / "two")[0], rel=0.1)
