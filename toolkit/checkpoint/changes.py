@@ -97,6 +97,17 @@ def check(
         for (key, _, _), line in zip(found, lines, strict=True)
         if not is_free(key) and not _is_allowed(key, allowed) and not (key == "model.path" and _is_part(now))
     ]
+    if _changes_states(found, before):
+        names = ("optim.name", "optim.decay", "optim.layer_lr_decay")
+        raise ConfigError(
+            tr(
+                "the checkpoint holds the states of another optimizer, or of other parameter groups:\n{changes}\nUndo "
+                "this, or start anew under another run.name, from model.path=RUN/export.",
+                changes="\n".join(
+                    line for (key, _, _), line in zip(found, lines, strict=True) if key.startswith(names)
+                ),
+            )
+        )
     other = [line for (key, old, _), line in zip(found, lines, strict=True) if key in _TRAINED and old is not None]
     if other:
         raise ConfigError(
@@ -123,6 +134,16 @@ def check(
             )
         )
     return lines
+
+
+def _changes_states(found: Sequence[tuple[str, Any, Any]], before: Mapping[str, Any]) -> bool:
+    """Whether an optimizer's states cannot be read; adam and adamw have the same, and older configs know no groups."""
+    grouped = ("optim.decay", "optim.layer_lr_decay")
+    adams, name = {"adam", "adamw"}, before.get("optim", {}).get("name")
+    return any(
+        (key == "optim.name" and not {name, now} <= adams) or (key in grouped and old is not None)
+        for key, old, now in found
+    )
 
 
 def _is_part(config: Mapping[str, Any]) -> bool:

@@ -56,7 +56,7 @@ def build_engine(cfg: RunConfig, prepared: Prepared, ds: DsConfig, total_steps: 
         return Schedule(optimizer, cfg.schedule, cfg.optim.lr, total_steps, warmup)
 
     with phase(tr("Building the engine (the first time DeepSpeed compiles its ops: minutes)"), speaks=rank() == 0):
-        engine = initialize(model, ds.values, cfg.train.activation_checkpointing, make_schedule, cfg.compile)
+        engine = initialize(model, ds.values, cfg.train.activation_checkpointing, make_schedule, cfg.compile, cfg.optim)
     # What building leaves behind refers to itself, and would keep the memory of weights until Python looks for it.
     gc.collect()
     if packed:

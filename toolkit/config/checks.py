@@ -8,6 +8,7 @@ from pathlib import Path
 from toolkit.config.bounds import LEAST
 from toolkit.config.checks_data import check_world_sizes
 from toolkit.config.checks_files import check_files
+from toolkit.config.checks_optim import check_optim, check_optim_here
 from toolkit.config.checks_track import check_track
 from toolkit.config.checks_tuning import check_tuning, check_tuning_here
 from toolkit.config.layout import layout_of
@@ -34,13 +35,14 @@ def check(loaded: Loaded, world_size: int | None = None, *, files: bool = True) 
         ConfigError: the first rule that does not hold.
     """
     rules = (_numbers, _batch, _length_of_run, _schedule, _zero, _offload, _compile, _names, _restarts, _evaluate)
-    for rule in (*rules, check_world_sizes, check_tuning, check_track, check_effect, check_variables):
+    for rule in (*rules, check_world_sizes, check_tuning, check_optim, check_track, check_effect, check_variables):
         rule(loaded)
     if world_size is not None:
         accumulation(settled(loaded.cfg), world_size, prefix(loaded, "batch.global_size"))
     if files:
         check_files(loaded)
         check_tuning_here(loaded)
+        check_optim_here(loaded)
 
 
 def micro_rows(cfg: RunConfig) -> int:

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from enum import Enum
 
+from toolkit.config.checks_optim import unread_optim
 from toolkit.config.checks_track import enabled_trackers
 from toolkit.config.checks_tuning import unread_tuning
 from toolkit.config.keys import all_keys
@@ -111,6 +112,7 @@ def _unread(cfg: RunConfig) -> Iterator[tuple[str, str]]:
         yield from ((f"compile.{name}", reason) for name in ("backend", "mode", "dynamic", "deepcompile"))
     elif cfg.compile.backend != INDUCTOR:
         yield "compile.mode", tr("compile.backend is {backend}, not inductor", backend=cfg.compile.backend)
+    yield from unread_optim(cfg)
     yield from _unread_schedule(cfg)
     yield from _unread_data(cfg)
     yield from unread_tuning(cfg)

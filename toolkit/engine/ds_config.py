@@ -12,6 +12,7 @@ from typing import Any
 from toolkit.config.checks import accumulation
 from toolkit.config.checks_track import enabled_trackers
 from toolkit.config.layout import layout_of
+from toolkit.config.optimizers import OPTIMIZERS, SOMETIMES_READ, is_client, is_grouped
 from toolkit.config.places import value_of
 from toolkit.config.schema import (
     ActivationCheckpointingConfig,
@@ -47,7 +48,7 @@ SECTIONS: dict[str, tuple[str, tuple[str, ...]]] = {
     "zero_optimization.offload_param": ("zero.offload_param", _names(OffloadParamConfig)),
     "aio": ("zero.aio", _names(AioConfig)),
     "fp16": ("precision", _names(PrecisionConfig, "dtype")),
-    "optimizer.params": ("optim", ("lr", "betas", "eps", "weight_decay")),
+    "optimizer.params": ("optim", ("lr", "weight_decay", *SOMETIMES_READ)),
     "activation_checkpointing": ("train.activation_checkpointing", _names(ActivationCheckpointingConfig, "enabled")),
     "flops_profiler": ("profile.flops", _names(FlopsProfilerConfig)),
     "comms_logger": ("profile.comms", _names(CommsLoggerConfig)),
@@ -69,6 +70,7 @@ DERIVED: dict[str, str] = {
     "optimizer.type": "optim.name",
     "optimizer.params.adam_w_mode": "optim.name",
     "optimizer.params.fused": "optim.torch",
+    "optimizer.params.muon_lr": "optim.lr",
     "scheduler.type": "schedule.name",
     "scheduler.params.warmup_min_lr": "schedule.warmup_min_ratio",
     "scheduler.params.warmup_max_lr": "optim.lr",
@@ -262,6 +264,8 @@ def _zero(ds: DsConfig, cfg: RunConfig) -> None:
         _same(ds, cfg, "zero_optimization.stage")
         return
     _copy(ds, cfg, "zero_optimization", *(() if zero.stage == 3 else STAGE3_KEYS))
+    if zero.stage == 3 and cfg.optim.name is OptimizerName.muon:
+        ds.put("zero_optimization.reduce_scatter", False, "= false: Muon needs whole gradients")
     for name, offload in (("offload_optimizer", zero.offload_optimizer), ("offload_param", zero.offload_param)):
         if offload.device is not Device.none:
             _copy(ds, cfg, f"zero_optimization.{name}", *(() if offload.device is Device.nvme else ("nvme_path",)))
@@ -270,16 +274,39 @@ def _zero(ds: DsConfig, cfg: RunConfig) -> None:
 
 
 def _optimizer(ds: DsConfig, cfg: RunConfig) -> None:
-    adamw = cfg.optim.name is OptimizerName.adamw
-    ds.put("optimizer.type", "AdamW" if adamw else "Adam", "optim.name")
-    _copy(ds, cfg, "optimizer.params")
-    # DeepSpeed reads type "Adam" as AdamW unless adam_w_mode is false.
-    ds.put("optimizer.params.adam_w_mode", adamw, "optim.name")
-    # No zero_force_ds_cpu_optimizer or zero_allow_untested_optimizer is needed: the first concerns optimizers handed
-    # to deepspeed.initialize as objects, and torch's Adam is on DeepSpeed's list of tested ones, offloaded too.
-    _same(ds, cfg, "optimizer.params.torch_adam")
-    if cfg.optim.torch:  # without it PyTorch takes one parameter after the other, ten times as slow on CPUs
-        ds.put("optimizer.params.fused", True, "optim.torch")
+    optim, kind = cfg.optim, OPTIMIZERS[cfg.optim.name]
+    if cfg.zero.stage and not kind.is_known:
+        ds.put("zero_allow_untested_optimizer", True, "= true: optim.name is none of those that DeepSpeed's ZeRO knows")
+    if is_client(optim) and cfg.zero.offload_optimizer.device is not Device.none:
+        ds.put("zero_force_ds_cpu_optimizer", False, "= false: optim.name is offloaded, and not DeepSpeed's own")
+    if is_grouped(optim):
+        ds.missing.append(
+            tr(
+                "Parameter groups (optim.decay, optim.layer_lr_decay, optim.adam_lr) are left out: a JSON has one rate "
+                "and one weight decay. Pass groups to deepspeed.initialize as model_parameters."
+            )
+        )
+    if not kind.ds_type:
+        ds.missing.append(
+            tr(
+                "The optimizer is left out: DeepSpeed has no name for {name}. Pass one to deepspeed.initialize as "
+                "optimizer.",
+                name=optim.name.value,
+            )
+        )
+        return
+    ds.put("optimizer.type", kind.ds_type, "optim.name")
+    _same(ds, cfg, "optimizer.params.lr", *(f"optimizer.params.{name}" for name in kind.reads))
+    _same(ds, cfg, "optimizer.params.weight_decay")
+    if "adam_lr" in kind.reads:
+        _drop(ds, "optimizer.params.adam_lr", 0)
+        _same(ds, cfg, "optimizer.params.torch_adam")
+    if kind.is_adam:
+        # DeepSpeed reads type "Adam" as AdamW unless adam_w_mode is false.
+        ds.put("optimizer.params.adam_w_mode", kind.ds_type == "AdamW", "optim.name")
+        _same(ds, cfg, "optimizer.params.torch_adam")
+        if optim.torch:  # without it PyTorch takes one parameter after the other, ten times as slow on CPUs
+            ds.put("optimizer.params.fused", True, "optim.torch")
 
 
 def _scheduler(ds: DsConfig, cfg: RunConfig, total_steps: int | None) -> None:

@@ -17,6 +17,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from toolkit.config.checks import accumulation, micro_rows
+from toolkit.config.optimizers import OPTIMIZERS
 from toolkit.config.schema import Attention, Device, Dtype, Init, LossKernel, Packing, RunConfig, TuningMethod
 from toolkit.plan.activations import Rows, layer_bytes, saved_bytes
 from toolkit.plan.parameters import Outline, layer_of
@@ -117,6 +118,11 @@ class _Rank:
         return self.weight == 2
 
     @property
+    def states(self) -> float:
+        """Bytes that the optimizer keeps per trained parameter, beside weights."""
+        return OPTIMIZERS[self.cfg.optim.name].state_bytes
+
+    @property
     def offloads(self) -> bool:
         return self.cfg.zero.offload_optimizer.device is not Device.none
 
@@ -150,7 +156,8 @@ class _Rank:
         }
         host = self.host()
         if self.on_cpu:
-            loaded = host | {"optimizer": host["optimizer"] * 4 // 12} if "optimizer" in host else host
+            first = int(host.get("optimizer", 0) * 4 / (4 + self.states))
+            loaded = host | {"optimizer": first} if "optimizer" in host else host
             device = {
                 phase: dict(Counter(parts) + Counter(loaded if phase == "load" else host))
                 for phase, parts in device.items()
@@ -164,8 +171,9 @@ class _Rank:
     def at_rest(self) -> Parts:
         """Between two steps."""
         if self.stage == 0:
-            return {"weights": self.whole(), "optimizer": (12 if self.is_half else 8) * self.trained}
-        parts = {"weights": self.whole(), "optimizer": 12 * self.part(self.trained)}
+            kept = int(((4 if self.is_half else 0) + self.states) * self.trained)
+            return {"weights": self.whole(), "optimizer": kept}
+        parts = {"weights": self.whole(), "optimizer": int((4 + self.states) * self.part(self.trained))}
         if self.keeps_float_gradients:
             parts["gradients"] = 4 * self.trained
         if self.stage == 3:
@@ -339,7 +347,7 @@ class _Rank:
         if self.stage == 0 and self.is_half:  # but here, by a step with gradients of zero
             parts["gradients"] = 4 * trained
         elif "optimizer" in parts:
-            parts["optimizer"] -= 8 * self.part(trained) if self.stage else 8 * trained
+            parts["optimizer"] -= int(self.states * (self.part(trained) if self.stage else trained))
         if self.stage in (1, 2) and not self.keeps_float_gradients and not self.offloads:
             flattened = max(0, self.weight * trained - parts["optimizer"])  # freed before the states are made
             parts["weights"] += flattened
@@ -352,7 +360,7 @@ class _Rank:
         zero, part = self.cfg.zero, self.part(self.trained)
         parts: Counter[str] = Counter()
         if zero.offload_optimizer.device is Device.cpu:
-            parts["optimizer"] = 12 * part
+            parts["optimizer"] = int((4 + self.states) * part)
         elif zero.offload_optimizer.device is Device.nvme:
             tile = min(part, zero.sub_group_size)
             parts["optimizer"] = 4 * tile * zero.offload_optimizer.buffer_count

@@ -13,6 +13,7 @@ from typing import IO, Any
 from toolkit.checkpoint import changes, engine_files, folders, manifest, random_state, run_state, universal
 from toolkit.checkpoint.run_state import RunState
 from toolkit.config.load import recorded
+from toolkit.config.optimizers import OPTIMIZERS
 from toolkit.config.schema import RunConfig
 from toolkit.disk import refuse_links, try_lock, unused
 from toolkit.distributed.process_group import on_rank0
@@ -237,6 +238,16 @@ def starting_state(
     state = run_state.read(origin.checkpoint)
     changed = changes.check(hide_all(state.config), config, state.data, data, cfg.checkpoint.allow_changes)
     _check_stages(_stage(state), config["zero"]["stage"])
+    if _is_converted(state, cfg.zero.stage, ranks) and not OPTIMIZERS[cfg.optim.name].is_adam:
+        raise CheckpointError(
+            tr(
+                "the checkpoint was saved by {before} ranks under ZeRO-{stage}, and DeepSpeed can bring Adam's states "
+                "alone to others, not those of optim.name = {name}. Start with {before} ranks and zero.stage={stage}.",
+                before=state.world_size,
+                stage=_stage(state),
+                name=cfg.optim.name.value,
+            )
+        )
     same_run = origin.checkpoint.parent.parent == origin.folder
     if same_run:
         trim_metrics(origin.folder, state.metrics_bytes)
@@ -248,6 +259,11 @@ def starting_state(
 
 def _stage(state: RunState) -> int:
     return int(state.config["zero"]["stage"])
+
+
+def _is_converted(saved: RunState, stage: int, ranks: Ranks) -> bool:
+    """Whether a checkpoint goes on through DeepSpeed's universal form: other ranks, or another stage."""
+    return _stage(saved) != stage or (saved.world_size != ranks.world_size and stage != 0)
 
 
 def _check_stages(before: int, now: int) -> None:
@@ -277,11 +293,10 @@ def go_on(saver: Saver, checkpoint: Path, state: RunState, ranks: Ranks, seed: i
         CheckpointError: it cannot be read.
     """
     saved = run_state.read(checkpoint)
-    stages = _stage(saved), _stage(state)
-    if stages[0] == stages[1] and (saved.world_size == ranks.world_size or stages[0] == 0):
-        saver.load(checkpoint)
-    else:
+    if _is_converted(saved, _stage(state), ranks):
         saver.load_universal(checkpoint)
+    else:
+        saver.load(checkpoint)
     path = checkpoint / random_state.file_name(ranks.rank)
     if saved.world_size == ranks.world_size:
         try:

@@ -18,7 +18,6 @@ def _differs() -> dict[str, str]:
         "epochs": tr("whole epochs only: a fraction is rounded up; train.max_steps ends a run earlier"),
         "warmup": tr("begins a step later for DeepSpeed's three; below 1 it is a fraction of all steps"),
         "schedule_kwargs": tr("of cosine_with_min_lr, polynomial, inverse_sqrt and warmup_stable_decay"),
-        "weight_decay": tr("applies to every trained parameter, biases and norms too; the Trainer leaves those out"),
         "deepspeed": tr("the JSON is read and translated, and what it says stands in the recipe"),
         "evaluation": tr(
             "steps only; where there is validation data, it is evaluated at the beginning and the end in any case"
@@ -74,7 +73,7 @@ def _lost() -> dict[str, str]:
     return {
         "no_such_loss": tr("the loss is plain cross-entropy"),
         "no_noise": tr("there is no noise on embeddings"),
-        "optimizers": tr("there are AdamW and Adam"),
+        "optimizers": tr("docs/optimizers.md says which there are"),
         "sampling": tr("the order is random, made from run.seed; data.packing=grouped puts like lengths together"),
         "auto_batch": tr("batch.micro_per_gpu=auto finds the largest micro-batch and leaves the global batch as it is"),
         "one_seed": tr("run.seed is the seed of the data too"),

@@ -1,0 +1,114 @@
+"""Rules about `optim`: what goes together with which ZeRO stage, offloading and tuning; what is not read. No torch."""
+
+import importlib.util
+from collections.abc import Iterator
+
+from toolkit.config.load import Loaded
+from toolkit.config.optimizers import OPTIMIZERS, SOMETIMES_READ
+from toolkit.config.places import fail
+from toolkit.config.schema import Device, OptimizerName, RunConfig, TuningMethod
+from toolkit.messages import tr
+
+
+def unread_optim(cfg: RunConfig) -> Iterator[tuple[str, str]]:
+    """Yield the settings of `optim` that its optimizer does not read, and why."""
+    reason = tr("optim.name is {name}", name=cfg.optim.name.value)
+    for name in SOMETIMES_READ:
+        if name not in OPTIMIZERS[cfg.optim.name].reads:
+            yield f"optim.{name}", reason
+    if not cfg.optim.weight_decay:
+        yield "optim.decay", tr("optim.weight_decay is 0")
+
+
+def check_optim(loaded: Loaded) -> None:
+    """Apply the rules.
+
+    Raises:
+        ConfigError: the first that does not hold.
+    """
+    optim, stage = loaded.cfg.optim, loaded.cfg.zero.stage
+    if not 0 <= optim.momentum < 1:
+        key, number = "optim.momentum", optim.momentum
+        raise fail(loaded, key, tr("{key} = {value} must be from 0 to below 1.", key=key, value=number))
+    if not 0 < optim.layer_lr_decay <= 1:
+        key, number = "optim.layer_lr_decay", optim.layer_lr_decay
+        raise fail(loaded, key, tr("{key} = {value} must be above 0 and at most 1.", key=key, value=number))
+    if optim.layer_lr_decay != 1 and loaded.cfg.tuning.method in (TuningMethod.ptuning_v2, TuningMethod.prompt):
+        raise fail(
+            loaded,
+            "optim.layer_lr_decay",
+            tr(
+                "optim.layer_lr_decay = {value} needs layers to train, and tuning.method = {method} trains none.",
+                value=optim.layer_lr_decay,
+                method=loaded.cfg.tuning.method.value,
+            ),
+        )
+    if OPTIMIZERS[optim.name].needs_whole and stage:
+        raise fail(loaded, "optim.name", _whole(optim.name, stage))
+    if optim.name is OptimizerName.muon:
+        _check_muon(loaded)
+
+
+def _whole(name: OptimizerName, stage: int) -> str:
+    """Return why an optimizer does not go together with ZeRO; measured, see docs/optimizers.md."""
+    if name is OptimizerName.adafactor:
+        return tr(
+            "optim.name = adafactor and zero.stage = {stage} do not go together: it factors matrices, and ZeRO "
+            "hands it flat pieces of them, from which every stage and number of ranks computes something else. Use "
+            "zero=stage0, or optim=adamw_8bit.",
+            stage=stage,
+        )
+    return tr(
+        "optim.name = {name} and zero.stage = {stage} do not go together: DeepSpeed builds it anew, and the schedule "
+        "and parameter groups are lost. Use zero=stage0, or optim=adamw.",
+        name=name.value,
+        stage=stage,
+    )
+
+
+def _check_muon(loaded: Loaded) -> None:
+    cfg = loaded.cfg
+    if cfg.tuning.method in (TuningMethod.ptuning_v2, TuningMethod.prompt):
+        raise fail(
+            loaded,
+            "optim.name",
+            tr(
+                "optim.name = muon needs matrices of layers to train, and tuning.method = {method} trains none. Use "
+                "optim=adamw.",
+                method=cfg.tuning.method.value,
+            ),
+        )
+    if cfg.train.gradient_clipping:
+        raise fail(
+            loaded,
+            "train.gradient_clipping",
+            tr(
+                "train.gradient_clipping = {value} and optim.name = muon do not go together: under most ZeRO stages "
+                "DeepSpeed would clip Muon's updates, which all have the same size, to next to nothing. Set "
+                "train.gradient_clipping=0.",
+                value=cfg.train.gradient_clipping,
+            ),
+        )
+    if Device.nvme in (cfg.zero.offload_optimizer.device, cfg.zero.offload_param.device):
+        raise fail(
+            loaded,
+            "optim.name",
+            tr("optim.name = muon and offloading to NVMe are untested together. Offload to cpu, or use optim=adamw."),
+        )
+
+
+def check_optim_here(loaded: Loaded) -> None:
+    """Apply the rule about this machine.
+
+    Raises:
+        ConfigError: it does not hold.
+    """
+    if loaded.cfg.optim.name is OptimizerName.adamw_8bit and importlib.util.find_spec("bitsandbytes") is None:
+        raise fail(
+            loaded,
+            "optim.name",
+            tr(
+                "optim.name = adamw_8bit needs the package bitsandbytes, which is not installed:  pip install "
+                "bitsandbytes"
+            ),
+        )
