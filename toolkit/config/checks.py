@@ -11,6 +11,7 @@ from toolkit.config.checks_files import check_files
 from toolkit.config.checks_optim import check_optim, check_optim_here
 from toolkit.config.checks_track import check_track
 from toolkit.config.checks_tuning import check_tuning, check_tuning_here
+from toolkit.config.checks_zero import check_ranks, check_zero, check_zero_here
 from toolkit.config.layout import layout_of
 from toolkit.config.load import Loaded
 from toolkit.config.places import fail, prefix, value_of
@@ -35,14 +36,17 @@ def check(loaded: Loaded, world_size: int | None = None, *, files: bool = True) 
         ConfigError: the first rule that does not hold.
     """
     rules = (_numbers, _batch, _length_of_run, _schedule, _zero, _offload, _compile, _names, _restarts, _evaluate)
-    for rule in (*rules, check_world_sizes, check_tuning, check_optim, check_track, check_effect, check_variables):
+    late = (check_tuning, check_zero, check_optim, check_track, check_effect, check_variables)
+    for rule in (*rules, check_world_sizes, *late):
         rule(loaded)
     if world_size is not None:
         accumulation(settled(loaded.cfg), world_size, prefix(loaded, "batch.global_size"))
+        check_ranks(loaded, world_size)
     if files:
         check_files(loaded)
         check_tuning_here(loaded)
         check_optim_here(loaded)
+        check_zero_here(loaded)
 
 
 def micro_rows(cfg: RunConfig) -> int:

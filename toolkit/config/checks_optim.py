@@ -4,8 +4,8 @@ import importlib.util
 from collections.abc import Iterator
 
 from toolkit.config.load import Loaded
-from toolkit.config.optimizers import OPTIMIZERS, SOMETIMES_READ
-from toolkit.config.places import fail
+from toolkit.config.optimizers import GROUPING, OPTIMIZERS, SOMETIMES_READ
+from toolkit.config.places import fail, value_of
 from toolkit.config.schema import Device, OptimizerName, RunConfig, TuningMethod
 from toolkit.messages import tr
 
@@ -43,10 +43,44 @@ def check_optim(loaded: Loaded) -> None:
                 method=loaded.cfg.tuning.method.value,
             ),
         )
+    _check_together(loaded)
     if OPTIMIZERS[optim.name].needs_whole and stage:
         raise fail(loaded, "optim.name", _whole(optim.name, stage))
     if optim.name is OptimizerName.muon:
         _check_muon(loaded)
+
+
+def _check_together(loaded: Loaded) -> None:
+    """What has not been tried together, and would go wrong in silence if it did."""
+    cfg, zero = loaded.cfg, loaded.cfg.zero
+    changed = [key for key in GROUPING if value_of(cfg, key) != value_of(RunConfig(), key)]
+    key = changed[0] if changed else "optim.name"
+    others = {
+        "parallel.pipeline": cfg.parallel.pipeline > 1,
+        "zero.zenflow.enabled": zero.zenflow.enabled,
+        "zero.offload_optimizer.super_offload": zero.offload_optimizer.super_offload,
+    }
+    if cfg.optim.name is OptimizerName.muon:
+        others |= {
+            "parallel.tensor": cfg.parallel.tensor > 1,
+            "parallel.sequence": cfg.parallel.sequence > 1,
+            "zero.zero_hpz_partition_size": zero.zero_hpz_partition_size > 1,
+        }
+    elif not changed and cfg.optim.name is not OptimizerName.adamw_8bit:
+        return
+    for other, is_on in others.items():
+        if is_on:
+            raise fail(
+                loaded,
+                key,
+                tr(
+                    "{key} = {value} and {other} = {theirs} do not go together: untested. Leave one of them out.",
+                    key=key,
+                    value=getattr(value_of(cfg, key), "value", value_of(cfg, key)),
+                    other=other,
+                    theirs=str(value_of(cfg, other)).lower(),
+                ),
+            )
 
 
 def _whole(name: OptimizerName, stage: int) -> str:

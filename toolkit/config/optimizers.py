@@ -17,6 +17,8 @@ class Optimizer:
     """Bytes that it keeps per trained parameter, beside float32 weights. Of Muon the most: with ZeRO-1 and 2 the
     momentum of a step is there twice until the step counts."""
     is_adam: bool = False
+    """Whether its states are Adam's, which are all that DeepSpeed's universal checkpoints hold."""
+    takes_adam: bool = False
     """Whether DeepSpeed has an Adam of its own for it, or PyTorch's with `optim.torch`."""
     is_known: bool = True
     """Whether DeepSpeed's ZeRO takes it unasked, which concerns those that it has tested."""
@@ -25,12 +27,18 @@ class Optimizer:
 
 
 OPTIMIZERS = {
-    OptimizerName.adamw: Optimizer(ds_type="AdamW", reads=("betas", "eps"), state_bytes=8, is_adam=True),
-    OptimizerName.adam: Optimizer(ds_type="Adam", reads=("betas", "eps"), state_bytes=8, is_adam=True),
+    OptimizerName.adamw: Optimizer(
+        ds_type="AdamW", reads=("betas", "eps"), state_bytes=8, is_adam=True, takes_adam=True
+    ),
+    OptimizerName.adam: Optimizer(ds_type="Adam", reads=("betas", "eps"), state_bytes=8, is_adam=True, takes_adam=True),
     # Two numbers of 8 bits, and for each 256 of them a float32 scale (bitsandbytes 0.50, optim/optimizer.py).
     OptimizerName.adamw_8bit: Optimizer(ds_type="", reads=("betas", "eps"), state_bytes=2.04, is_known=False),
     OptimizerName.muon: Optimizer(
-        ds_type="Muon", reads=("betas", "eps", "momentum", "adam_lr"), state_bytes=8, is_known=False
+        ds_type="Muon",
+        reads=("betas", "eps", "momentum", "adam_lr"),
+        state_bytes=8,
+        takes_adam=True,
+        is_known=False,
     ),
     OptimizerName.lion: Optimizer(ds_type="Lion", reads=("betas",), state_bytes=4),
     # A row and a column for each matrix.
@@ -42,6 +50,9 @@ OPTIMIZERS = {
 }
 SOMETIMES_READ = ("betas", "eps", "momentum", "adam_lr")
 """Settings that not every optimizer reads."""
+
+GROUPING = ("optim.decay", "optim.layer_lr_decay", "optim.adam_lr")
+"""Keys that make several groups of parameters."""
 
 
 def is_client(optim: OptimConfig) -> bool:

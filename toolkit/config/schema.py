@@ -516,6 +516,10 @@ class OffloadOptimizerConfig:
     """nvme: write the last tile while this one is computed."""
     ratio: float = 1.0
     """cpu, stage 3: fraction of the parameters whose optimizer step runs on the CPU."""
+    super_offload: bool = False
+    """cpu, stage 3, NVIDIA GPUs: DeepSpeed's SuperOffload for Grace Hopper and the like: the optimizer step in a process of its own, beside the backward pass where `train.gradient_clipping` is 0 (docs/zero.md)."""
+    cpuadam_cores_perc: float = 0.8
+    """super_offload: fraction of a rank's cores that its optimizer process gets."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -555,6 +559,28 @@ class AioConfig:
 
 
 @dataclass(kw_only=True, slots=True)
+class ZenFlowConfig:
+    """`zero.zenflow`: DeepSpeed's ZenFlow: the columns with the largest gradients are updated in every step, on the GPU; all others together every few steps, on the CPU. Another algorithm than AdamW, and one that cannot be resumed (docs/zero.md)."""
+
+    enabled: bool = False
+    """Use it; stages 1 and 2 with an optimizer offloaded to the CPU."""
+    topk_ratio: float = 0.1
+    """Fraction of the columns of each matrix that are updated in every step."""
+    select_interval: int = 16
+    """Steps after which these columns are chosen anew; a multiple of update_interval."""
+    update_interval: int = 4
+    """Steps whose gradients are added up for all other columns before they are updated."""
+    full_warm_up_rounds: int = 0
+    """Steps at the beginning in which everything is updated."""
+    overlap_step: bool = False
+    """Let the update on the CPU run beside the next steps, in a process of its own."""
+    offload: bool = False
+    """Keep the optimizer states of the chosen columns in host memory; needs zero.overlap_comm."""
+    pt_reserved_cores_perc: float = 0.5
+    """overlap_step: fraction of the cores that are kept from the optimizer process."""
+
+
+@dataclass(kw_only=True, slots=True)
 class ZeroConfig:
     """`zero`: DeepSpeed's ZeRO, what is split over the ranks. Sizes are in elements, not bytes."""
 
@@ -586,10 +612,18 @@ class ZeroConfig:
     """Stage 3: keep a gathered parameter if it is used again within so many elements."""
     stage3_gather_16bit_weights_on_model_save: bool = False
     """Stage 3: for other programs that call DeepSpeed's save_16bit_model; our own export gathers in any case."""
+    zero_hpz_partition_size: int = 1
+    """Stage 3, ZeRO++: ranks (those of one machine) that keep a second copy of the weights, from which the backward pass gathers; 1 keeps none."""
+    zero_quantized_weights: bool = False
+    """Stage 3, ZeRO++: gather weights in 8 bits (NVIDIA GPUs)."""
+    zero_quantized_gradients: bool = False
+    """Stage 3, ZeRO++: average gradients between machines in 4 bits (NVIDIA GPUs, fp16)."""
     offload_optimizer: OffloadOptimizerConfig = field(default_factory=OffloadOptimizerConfig)
     """Optimizer states outside the GPU."""
     offload_param: OffloadParamConfig = field(default_factory=OffloadParamConfig)
     """Parameters outside the GPU."""
+    zenflow: ZenFlowConfig = field(default_factory=ZenFlowConfig)
+    """Updates of the important columns first."""
     aio: AioConfig = field(default_factory=AioConfig)
     """Disk access of NVMe offload."""
 

@@ -38,7 +38,11 @@ STAGE3_KEYS = (
     "stage3_max_live_parameters",
     "stage3_max_reuse_distance",
     "stage3_gather_16bit_weights_on_model_save",
+    "zero_hpz_partition_size",
+    "zero_quantized_weights",
+    "zero_quantized_gradients",
 )
+SUPER_OFFLOAD_KEYS = ("super_offload", "cpuadam_cores_perc")
 STAGE12_KEYS = ("allgather_partitions", "allgather_bucket_size", "round_robin_gradients")
 SCHEDULES_READ = {
     "min_lr_ratio": (ScheduleName.cosine, ScheduleName.polynomial, ScheduleName.wsd),
@@ -202,9 +206,18 @@ def _unread_offload(cfg: RunConfig) -> Iterator[tuple[str, str]]:
             # The optimizer's path may name the place of the parameters too (conf/zero/stage3_nvme.yaml).
             if device is Device.none or (device is Device.cpu and last in nvme_only):
                 yield key, reason
-    ratio = cfg.zero.offload_optimizer
-    if ratio.device is Device.cpu and cfg.zero.stage != 3:
+    optimizer = cfg.zero.offload_optimizer
+    if optimizer.device is Device.cpu and cfg.zero.stage != 3:
         yield "zero.offload_optimizer.ratio", tr("zero.stage is {stage}", stage=cfg.zero.stage)
+    if not optimizer.super_offload:
+        reason = tr("{section}.super_offload is false", section="zero.offload_optimizer")
+        yield "zero.offload_optimizer.cpuadam_cores_perc", reason
+    zenflow = cfg.zero.zenflow
+    for key in all_keys():
+        if key.startswith("zero.zenflow.") and not key.endswith(".enabled") and not zenflow.enabled:
+            yield key, tr("{section}.enabled is false", section="zero.zenflow")
+    if zenflow.enabled and not zenflow.overlap_step:
+        yield "zero.zenflow.pt_reserved_cores_perc", tr("zero.zenflow.overlap_step is false")
     if Device.nvme not in (cfg.zero.offload_optimizer.device, cfg.zero.offload_param.device):
         for key in all_keys():
             if key.startswith("zero.aio."):

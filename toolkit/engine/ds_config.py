@@ -12,7 +12,7 @@ from typing import Any
 from toolkit.config.checks import accumulation
 from toolkit.config.checks_track import enabled_trackers
 from toolkit.config.layout import layout_of
-from toolkit.config.optimizers import OPTIMIZERS, SOMETIMES_READ, is_client, is_grouped
+from toolkit.config.optimizers import SOMETIMES_READ
 from toolkit.config.places import value_of
 from toolkit.config.schema import (
     ActivationCheckpointingConfig,
@@ -27,10 +27,12 @@ from toolkit.config.schema import (
     PrecisionConfig,
     RunConfig,
     ScheduleName,
+    ZenFlowConfig,
     ZeroConfig,
 )
-from toolkit.config.unread import STAGE3_KEYS
+from toolkit.config.unread import STAGE3_KEYS, SUPER_OFFLOAD_KEYS
 from toolkit.engine.ds_names import check_extra
+from toolkit.engine.ds_optimizer import write_optimizer
 from toolkit.messages import tr
 
 # DeepSpeed prints its own progress line every so many steps, and its default was 10 in older versions.
@@ -43,9 +45,10 @@ def _names(kind: type, *without: str) -> tuple[str, ...]:
 
 # DeepSpeed section -> (schema section, the names that both share)
 SECTIONS: dict[str, tuple[str, tuple[str, ...]]] = {
-    "zero_optimization": ("zero", _names(ZeroConfig, "offload_optimizer", "offload_param", "aio")),
+    "zero_optimization": ("zero", _names(ZeroConfig, "offload_optimizer", "offload_param", "zenflow", "aio")),
     "zero_optimization.offload_optimizer": ("zero.offload_optimizer", _names(OffloadOptimizerConfig)),
     "zero_optimization.offload_param": ("zero.offload_param", _names(OffloadParamConfig)),
+    "zero_optimization.zenflow": ("zero.zenflow", _names(ZenFlowConfig, "enabled")),
     "aio": ("zero.aio", _names(AioConfig)),
     "fp16": ("precision", _names(PrecisionConfig, "dtype")),
     "optimizer.params": ("optim", ("lr", "weight_decay", *SOMETIMES_READ)),
@@ -71,6 +74,7 @@ DERIVED: dict[str, str] = {
     "optimizer.params.adam_w_mode": "optim.name",
     "optimizer.params.fused": "optim.torch",
     "optimizer.params.muon_lr": "optim.lr",
+    "zero_optimization.zenflow.select_strategy": "zero.zenflow.enabled",
     "scheduler.type": "schedule.name",
     "scheduler.params.warmup_min_lr": "schedule.warmup_min_ratio",
     "scheduler.params.warmup_max_lr": "optim.lr",
@@ -153,7 +157,7 @@ def build_ds_config(cfg: RunConfig, world_size: int, total_steps: int | None = N
     _batch(ds, cfg, world_size)
     _precision(ds, cfg)
     _zero(ds, cfg)
-    _optimizer(ds, cfg)
+    write_optimizer(ds, cfg)
     _scheduler(ds, cfg, total_steps or cfg.train.max_steps or None)
     if cfg.train.activation_checkpointing.enabled:
         _copy(ds, cfg, "activation_checkpointing")
@@ -268,45 +272,20 @@ def _zero(ds: DsConfig, cfg: RunConfig) -> None:
         ds.put("zero_optimization.reduce_scatter", False, "= false: Muon needs whole gradients")
     for name, offload in (("offload_optimizer", zero.offload_optimizer), ("offload_param", zero.offload_param)):
         if offload.device is not Device.none:
-            _copy(ds, cfg, f"zero_optimization.{name}", *(() if offload.device is Device.nvme else ("nvme_path",)))
+            path = () if offload.device is Device.nvme else ("nvme_path",)
+            _copy(
+                ds,
+                cfg,
+                f"zero_optimization.{name}",
+                *path,
+                *(() if zero.offload_optimizer.super_offload else SUPER_OFFLOAD_KEYS),
+            )
     if Device.nvme in (zero.offload_optimizer.device, zero.offload_param.device):
         _copy(ds, cfg, "aio")
-
-
-def _optimizer(ds: DsConfig, cfg: RunConfig) -> None:
-    optim, kind = cfg.optim, OPTIMIZERS[cfg.optim.name]
-    if cfg.zero.stage and not kind.is_known:
-        ds.put("zero_allow_untested_optimizer", True, "= true: optim.name is none of those that DeepSpeed's ZeRO knows")
-    if is_client(optim) and cfg.zero.offload_optimizer.device is not Device.none:
-        ds.put("zero_force_ds_cpu_optimizer", False, "= false: optim.name is offloaded, and not DeepSpeed's own")
-    if is_grouped(optim):
-        ds.missing.append(
-            tr(
-                "Parameter groups (optim.decay, optim.layer_lr_decay, optim.adam_lr) are left out: a JSON has one rate "
-                "and one weight decay. Pass groups to deepspeed.initialize as model_parameters."
-            )
-        )
-    if not kind.ds_type:
-        ds.missing.append(
-            tr(
-                "The optimizer is left out: DeepSpeed has no name for {name}. Pass one to deepspeed.initialize as "
-                "optimizer.",
-                name=optim.name.value,
-            )
-        )
-        return
-    ds.put("optimizer.type", kind.ds_type, "optim.name")
-    _same(ds, cfg, "optimizer.params.lr", *(f"optimizer.params.{name}" for name in kind.reads))
-    _same(ds, cfg, "optimizer.params.weight_decay")
-    if "adam_lr" in kind.reads:
-        _drop(ds, "optimizer.params.adam_lr", 0)
-        _same(ds, cfg, "optimizer.params.torch_adam")
-    if kind.is_adam:
-        # DeepSpeed reads type "Adam" as AdamW unless adam_w_mode is false.
-        ds.put("optimizer.params.adam_w_mode", kind.ds_type == "AdamW", "optim.name")
-        _same(ds, cfg, "optimizer.params.torch_adam")
-        if optim.torch:  # without it PyTorch takes one parameter after the other, ten times as slow on CPUs
-            ds.put("optimizer.params.fused", True, "optim.torch")
+    if zero.zenflow.enabled:
+        _copy(ds, cfg, "zero_optimization.zenflow")
+        # Its other strategy counts epochs by a data loader that the engine does not have here.
+        ds.put("zero_optimization.zenflow.select_strategy", "step", "zero.zenflow.enabled")
 
 
 def _scheduler(ds: DsConfig, cfg: RunConfig, total_steps: int | None) -> None:

@@ -22,6 +22,7 @@ from toolkit.engine.ds_translate import (
     translate_precision,
     translate_scheduler,
     translate_steps_per_print,
+    translate_zenflow,
 )
 from toolkit.errors import ConfigError
 from toolkit.messages import tr
@@ -52,6 +53,7 @@ def import_json(path: str, loaded: Loaded, world_size: int | None) -> tuple[Load
     translate_optimizer(task)
     translate_scheduler(task)
     translate_activation_checkpointing(task, values)
+    translate_zenflow(task, values)
     translate_steps_per_print(task)
     translate_monitors(task)
     if task.contradictions:
