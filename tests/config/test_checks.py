@@ -30,6 +30,55 @@ REFUSED = {
         "3 ranks cannot be divided into groups of 2 (parallel.tensor 2 x parallel.sequence 1 x parallel.pipeline 1). "
         "Start on a multiple of 2 ranks."
     ),
+    "data.curriculum.steps=5 data.curriculum.start_length=2000": (
+        "data.curriculum.start_length = 2000 must be less than data.max_length = 1024."
+    ),
+    "data.curriculum.levels=3": (
+        "data.curriculum.levels = 3 has no effect: data.curriculum.steps is 0. Remove it, or set "
+        "data.curriculum.levels=4."
+    ),
+    "data.curriculum.steps=5 data.curriculum.levels=3": (
+        "data.curriculum.levels = 3 has no effect: data.curriculum.shape is linear, not discrete. Remove it, or set "
+        "data.curriculum.levels=4."
+    ),
+    "data.sources=[{path:a,weights:[{at:0}]}]": (
+        "weights of the only source have no effect: there is nothing to mix it with."
+    ),
+    "data.curriculum.steps=5 data.sources=[{path:a,weights:[{at:0}]},{path:b}]": (
+        "data.curriculum and weights of a source that change both decide which rows come when: keep one of them."
+    ),
+    "data.sources=[{path:a,weight:2,weights:[{at:0}]},{path:b}]": (
+        "data.sources[0]: weight and weights are both given: keep one of them."
+    ),
+    "data.sources=[{path:b},{path:a,weights:[{at:0.5},{at:0.2}]}]": (
+        "data.sources[1].weights: the points [0.5, 0.2] must rise from 0, the beginning of the run, to at most 1, its "
+        "end."
+    ),
+    "data.sources=[{path:b,weight:-1},{path:a,weights:[{at:0}]}]": (
+        "data.sources[0]: a weight must be a number of at least 0."
+    ),
+    "data.sources=[{path:b,weight:0},{path:a,weights:[{at:0},{at:0.5,weight:0}]}]": (
+        "no source has a weight above 0 at 0.5 of the run."
+    ),
+    "train.random_ltd.steps=9 train.random_ltd.start_share=1": (
+        "train.random_ltd.start_share = 1.0 must be above 0 and below 1."
+    ),
+    "train.random_ltd.first_layers=2": (
+        "train.random_ltd.first_layers = 2 has no effect: train.random_ltd.steps is 0. Remove it, or set "
+        "train.random_ltd.first_layers=1."
+    ),
+    "train.random_ltd.steps=9 tuning=lora": (
+        "train.random_ltd cannot be used with tuning.method = lora: it works where all or some layers are trained "
+        "(tuning=full or freeze), each whole on its rank and not compiled. Set train.random_ltd.steps=0."
+    ),
+    "train.random_ltd.steps=9 parallel.tensor=2": (
+        "train.random_ltd cannot be used with parallel.tensor = 2: it works where all or some layers are trained "
+        "(tuning=full or freeze), each whole on its rank and not compiled. Set train.random_ltd.steps=0."
+    ),
+    "train.random_ltd.steps=9 compile.enabled=true": (
+        "train.random_ltd cannot be used with compile.enabled = true: it works where all or some layers are trained "
+        "(tuning=full or freeze), each whole on its rank and not compiled. Set train.random_ltd.steps=0."
+    ),
     "batch.micro_per_gpu=0": "batch.micro_per_gpu = 0 must be at least 1.",
     "batch.micro_per_gpu=auto batch.global_size=12": (
         "batch.global_size = 12 is not a multiple of batch.micro_per_gpu (1) x 8 ranks = 8. Use 8 or 16."

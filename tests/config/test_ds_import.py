@@ -247,6 +247,8 @@ def test_auto_everywhere(tmp_path: Path) -> None:
             {"zero_optimization": {"stage3_gather_fp16_weights_on_model_save": True}},
             "Write 'zero_optimization.stage3_gather_16bit_weights_on_model_save'.",
         ),
+        ({"data_efficiency": {"enabled": True}}, "'data_efficiency' works with DeepSpeed's own data loader and layers"),
+        ({"curriculum_learning": {}}, "Take it out, and use data.curriculum instead (docs/data_efficiency.md)."),
         (
             {"elasticity": {"enabled": True}},
             "Take it out, and use batch.world_sizes instead (docs/data_efficiency.md).",

@@ -4,9 +4,9 @@ Arguments: a JSON file with [{"overrides": [...]}, …]. A case with "died" begi
 that died some steps after a checkpoint: {"of": RUN, "step": CHECKPOINT, "as": NAME}. One with "spoil" gets wrong
 numbers on the last rank: {"steps": see spoil.py, "note": FILE}; it may end with Diverged, which is noted too. One with
 "refused", a file, has to end with an error of ours, and gets it there; "free_bytes" is then what the disk has. With
-"room_mib" each rank has so much for the micro-batch that it looks for. fp16 is
-made possible on CPUs, where DeepSpeed refuses it. What is saved asynchronously is copied as late as can be: when the
-next update asks for it. Everything else is the product's own code.
+"room_mib" each rank has so much for the micro-batch that it looks for. "values" replace those of the overrides, so
+that many cases are composed once. fp16 is made possible on CPUs, where DeepSpeed refuses it. What is saved
+asynchronously is copied as late as can be: when the next update asks for it. Everything else is the product's own code.
 """
 
 import json
@@ -17,13 +17,13 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 from toolkit.config.checks import check
-from toolkit.config.load import load
+from toolkit.config.load import Loaded, load, replace
 from toolkit.launch import environment
 from toolkit.messages import set_language
 
@@ -68,6 +68,12 @@ def copy_late() -> list[int]:
     EngineFiles.begin, EngineFiles.wait_for_copies = on_begin, on_update  # type: ignore[method-assign]
     _Pending.wait, HostCopies.complete = on_finish, on_complete  # type: ignore[method-assign]
     return updates
+
+
+@cache
+def composed(overrides: tuple[str, ...]) -> Loaded:
+    """Return a config; composing takes longer than many a session."""
+    return load(list(overrides))
 
 
 @contextmanager
@@ -117,7 +123,8 @@ def main() -> None:
     for index, case in enumerate(cases):
         if "died" in case:
             process_group.on_rank0(partial(die, **{"folder" if k == "as" else k: v for k, v in case["died"].items()}))
-        loaded = load(case["overrides"])
+        values = {key: (value, "the case") for key, value in case.get("values", {}).items()}
+        loaded = replace(composed(tuple(case["overrides"])), values)
         check(loaded, ranks.world_size)
         prepared = prepare_data(loaded.cfg, speaks=False)
         if index == 0:

@@ -16,18 +16,26 @@ from toolkit.checkpoint.manifest import problems
 WORKER = str(REPOSITORY / "tests" / "distributed" / "sessions_worker.py")
 STEPS, EVERY = 10, 4
 ASYNC = "checkpoint.asynchronous=true"
+MIXTURE = "data.sources=[{path: FILE, weights: [{at: 0, weight: 2}, {at: 1, weight: 0}]}, {path: more.jsonl}]"
+LTD = ["train.random_ltd.steps=7", "train.random_ltd.start_share=0.3", "model.shape.num_layers=3"]
+CURRICULUM = ["data.curriculum.steps=6", "data.curriculum.start_length=12", "data.max_length=64"]
 # 30 training rows in steps of 4: an epoch is 8 steps. Step 4 is in the middle of one, step 8 its end.
 CELLS: dict[str, tuple[int, list[str]]] = {
     "stage0-fp32": (4, ["zero=stage0"]),
     "stage0-bf16-packed": (4, ["zero=stage0", "precision=bf16", "data.packing=packed", "batch.global_size=2"]),
     "stage1-fp32-grouped": (4, ["zero=stage1", "data.packing=grouped", "batch.global_size=2", "data.num_workers=1"]),
     "stage1-bf16": (8, ["zero=stage1", "precision=bf16", "data.num_workers=2"]),
+    "stage1-fp32-mixture": (4, ["zero=stage1", MIXTURE]),
     "stage2-fp32-offload": (4, ["zero=stage2_offload", "optim.torch=false"]),
     "stage2-bf16-packed": (8, ["zero=stage2", "precision=bf16", "data.packing=packed", "batch.global_size=2", ASYNC]),
-    "stage3-fp32-packed": (4, ["zero=stage3", "data.packing=packed", "batch.global_size=2", "data.num_workers=1"]),
+    "stage3-fp32-packed": (
+        4,
+        ["zero=stage3", "data.packing=packed", "batch.global_size=2", "data.num_workers=1", *LTD],
+    ),
     "stage3-bf16-offload": (4, ["zero=stage3_offload", "optim.torch=false", "precision=bf16"]),
     "stage3-fp32": (8, ["zero=stage3", ASYNC]),
     "stage2-fp32": (4, ["zero=stage2"]),
+    "stage2-fp32-curriculum": (4, ["zero=stage2", *CURRICULUM]),
 }
 # The same run with its checkpoints saved in the other way -> its overrides.
 TWINS: dict[str, list[str]] = {
@@ -47,6 +55,8 @@ OTHERS: dict[str, tuple[str, int, list[str]]] = {
     "2-to-4-stage2": ("stage2-fp32", 4, ["zero=stage2"]),
     "2-to-4-stage3": ("stage3-fp32", 4, ["zero=stage3"]),
     "4-to-2-stage2": ("stage2-fp32-4", 2, ["zero=stage2"]),
+    "2-to-1-mixture": ("stage1-fp32-mixture", 1, ["zero=stage1", MIXTURE]),
+    "2-to-1-curriculum": ("stage2-fp32-curriculum", 1, ["zero=stage2", *CURRICULUM]),
     "stage2-to-1": ("stage2-fp32", 2, ["zero=stage1"]),
     "stage1-to-2": ("stage1-fp32-grouped", 2, ["zero=stage2", "data.packing=grouped", "batch.global_size=2"]),
     "stage3-to-offload": ("stage3-fp32", 2, ["zero=stage3_offload", "optim.torch=false"]),
@@ -58,6 +68,9 @@ OTHERS: dict[str, tuple[str, int, list[str]]] = {
 def runs(tmp_path_factory: pytest.TempPathFactory, rows_file: Path) -> Path:
     """Every cell straight, and again from a checkpoint; all in one launch on two ranks."""
     folder = tmp_path_factory.mktemp("resume")
+    rows = [json.loads(line) for line in rows_file.read_text().splitlines()[:20]]
+    more = [json.dumps({"prompt": row["response"], "response": row["prompt"]}) + "\n" for row in rows]
+    (folder / "more.jsonl").write_text("".join(more))
     cases: list[dict[str, Any]] = []
     common = [f"checkpoint.every={EVERY}", "checkpoint.keep=0", f"train.max_steps={STEPS}", "checkpoint.export=false"]
     for name, (step, overrides) in CELLS.items():
@@ -67,12 +80,14 @@ def runs(tmp_path_factory: pytest.TempPathFactory, rows_file: Path) -> Path:
         cases.append({"overrides": tiny(rows_file, folder, again, *common, *overrides), "died": died})
         if name in TWINS:  # at once: after offload in bf16, other bf16 runs of a process differ in the sixth digit
             cases.append({"overrides": tiny(rows_file, folder, f"{name}-twin", *common, *TWINS[name])})
-    launch(folder, 2, cases)
+    launch(folder, rows_file, 2, cases)
     return folder / "runs"
 
 
-def launch(folder: Path, num_ranks: int, cases: list[dict[str, Any]]) -> None:
+def launch(folder: Path, rows_file: Path, num_ranks: int, cases: list[dict[str, Any]]) -> None:
     """Run cases one after another on some ranks."""
+    for case in cases:
+        case["overrides"] = [word.replace("FILE", str(rows_file)) for word in case["overrides"]]
     listing = folder / f"cases-{num_ranks}-{len(cases)}.json"
     listing.write_text(json.dumps(cases))
     finished = run([*deepspeed(num_ranks, WORKER), str(listing)], cwd=folder, timeout_s=500)
@@ -90,7 +105,7 @@ def others(runs: Path, rows_file: Path) -> Path:
         died = {"of": f"{runs}/{straight}", "step": EVERY, "as": f"{runs}/{name}"}
         by_ranks[num_ranks].append({"overrides": tiny(rows_file, folder, name, *common, *overrides), "died": died})
     for num_ranks, cases in by_ranks.items():
-        launch(folder, num_ranks, cases)
+        launch(folder, rows_file, num_ranks, cases)
     return runs
 
 
@@ -151,7 +166,7 @@ def test_the_last_checkpoint_is_the_same(name: str, runs: Path) -> None:
         one.pop("metrics_bytes"), one.pop("versions")
     assert state == other
     assert state["step"] == STEPS
-    if "packed" not in name and "grouped" not in name:
+    if not any(word in name for word in ("packed", "grouped", "mixture")):
         assert (state["epoch"], state["row"]) == (1, 8)
 
 
@@ -183,6 +198,21 @@ def test_other_ranks_and_stages_compute_the_same(name: str, others: Path) -> Non
     losses = [row["loss"] for row in straight if "loss" in row]
     assert losses[4] - losses[-1] > 0.01, "losses that do not move prove nothing"
     assert not list((others / name).rglob("*.universal*"))
+
+
+def test_what_changes_over_a_run_is_in_its_rows(runs: Path) -> None:
+    lengths = [row["curriculum_length"] for row in rows_of(runs / "stage2-fp32-curriculum") if "loss" in row]
+    assert lengths[0] < lengths[3] < 64
+    assert lengths[6:] == [64] * 4
+    kept = [row["ltd_share"] for row in rows_of(runs / "stage3-fp32-packed") if "loss" in row]
+    assert kept == [round(0.3 + 0.1 * step, 6) for step in range(7)] + [1, 1, 1]
+    shares = [
+        [value for key, value in row.items() if key.startswith("mixture_share/")]
+        for row in rows_of(runs / "stage1-fp32-mixture")
+        if "loss" in row
+    ]
+    assert [len(one) for one in shares] == [2] * STEPS
+    assert shares[0][0] > 0.7 > 0.2 > shares[-1][0]
 
 
 def test_nothing_unfinished_is_left(runs: Path) -> None:

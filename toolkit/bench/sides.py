@@ -13,7 +13,7 @@ from toolkit.engine.ds_config import build_ds_config
 from toolkit.errors import ConfigError
 from toolkit.messages import tr
 from toolkit.models.build import TORCH_DTYPES, build_model
-from toolkit.train.batches import position_after, step_samples
+from toolkit.train.batches import place_after, step_samples
 from toolkit.train.prepared import Prepared, prepare_data
 
 QUIET = (
@@ -80,13 +80,13 @@ class Sides:
 def _rows(cfg: RunConfig, prepared: Prepared, ranks: int) -> list[dict[str, Any]]:
     """Return the samples of the first steps in the order in which a plain sampler gives each rank those of its own."""
     ordered: list[int] = []
-    place = BEGINNING
+    place, next_place = BEGINNING, place_after(cfg, prepared)
     for _ in range(_STEPS_OF_ROWS):
         by_rank = [
             [sample for batch in batches for sample in batch] for batches in step_samples(cfg, prepared, ranks, place)
         ]
         ordered += [sample for together in zip(*by_rank, strict=True) for sample in together]
-        place = position_after(cfg, prepared, place)
+        place = next_place(place)
     rows = []
     for sample in ordered:
         ids, trained = prepared.train[sample]

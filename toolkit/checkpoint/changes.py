@@ -22,6 +22,7 @@ FREE = (
     "batch.world_sizes",
     "optim.torch",
     "zero",
+    "parallel.sequence",
     "train.rehearse",
     "kernels",
     "compile",

@@ -8,17 +8,23 @@ import torch
 from deepspeed import DeepSpeedEngine
 from transformers import PreTrainedModel
 
+from toolkit.config.layout import layout_of
 from toolkit.config.schema import Init, Packing, RunConfig, TuningMethod
-from toolkit.distributed.process_group import on_rank0, rank
+from toolkit.distributed.process_group import on_rank0, rank, world_size
 from toolkit.engine.ds_config import DsConfig, warmup_steps
 from toolkit.engine.initialize import initialize
+from toolkit.errors import ConfigError
 from toolkit.export.folder import write_folder
 from toolkit.messages import say, tr
 from toolkit.models.attention import check_isolation
 from toolkit.models.build import build_model
 from toolkit.models.liger import apply_liger
 from toolkit.models.loss import LossHead, Way, loss_head
+from toolkit.models.packing import why_not_in_parts
+from toolkit.models.router_loss import router_loss
 from toolkit.models.save import MODEL_DIR, describe
+from toolkit.models.sequence import check_parts
+from toolkit.models.token_dropping import TokenDropping
 from toolkit.models.tuning.apply import tune
 from toolkit.models.tuning.base import RUN_BASE, check_base, read_base
 from toolkit.terminal import phase
@@ -41,15 +47,20 @@ def build_engine(cfg: RunConfig, prepared: Prepared, ds: DsConfig, total_steps: 
         ModelError: the model cannot be loaded, or is not the one that the checkpoint was trained on.
         ConfigError: `tuning` does not fit the model, or DeepSpeed refuses the combination.
     """
-    packed = prepared.packing is Packing.packed
-    model = build_model(cfg.model, cfg.precision.dtype, prepared.tokenizer, cfg.run.seed, ds.values, packed)
+    packed, parts = prepared.packing is Packing.packed, cfg.parallel.sequence
+    if parts > 1 and (reason := why_not_in_parts(cfg.model, cfg.data.max_length)):
+        raise ConfigError(tr("parallel.sequence = {ranks} cannot be: {reason}.", ranks=parts, reason=reason))
+    model = build_model(cfg.model, cfg.precision.dtype, prepared.tokenizer, cfg.run.seed, ds.values, packed, parts)
     without_liger = apply_liger(model, cfg.kernels)
-    model.loss_head = LossHead(cfg.kernels.loss)
+    model.loss_head, model.router_loss = LossHead(cfg.kernels.loss), router_loss(model, cfg)
     if cfg.tuning.method is not TuningMethod.full:
         base = _base_folder(cfg, prepared, model, origin.folder)
         tune(model, cfg.tuning, base, prepared.tokenizer, cfg.run.seed, ds.values)
         if origin.checkpoint and (known := read_base(origin.checkpoint / MODEL_DIR)):
             check_base(known, model.tuned.base, origin.checkpoint)
+    if cfg.train.random_ltd.steps:
+        place = layout_of(cfg, world_size(), rank())
+        model.token_dropping = TokenDropping(model, cfg.train.random_ltd, cfg.run.seed, place.data_rank)
     warmup = warmup_steps(cfg, total_steps)
 
     def make_schedule(optimizer: torch.optim.Optimizer) -> Any:
@@ -59,11 +70,23 @@ def build_engine(cfg: RunConfig, prepared: Prepared, ds: DsConfig, total_steps: 
         engine = initialize(model, ds.values, cfg.train.activation_checkpointing, make_schedule, cfg.compile, cfg.optim)
     # What building leaves behind refers to itself, and would keep the memory of weights until Python looks for it.
     gc.collect()
+    of_model = engine, len(prepared.tokenizer), engine.device, cfg.model.name or cfg.model.path
     if packed:
-        check_isolation(engine, len(prepared.tokenizer), engine.device, cfg.model.name or cfg.model.path)
+        check_isolation(*of_model)
+    if parts > 1:
+        check_parts(*of_model, packed)
     in_use = _in_use(engine, cfg, without_liger)
     if rank() == 0:
         say(in_use)
+        if model.router_loss is not None:
+            say(
+                tr(
+                    "Routers: the mean of {count} layers' load-balancing losses x {coefficient} is added to the loss "
+                    "(model.router_loss).",
+                    count=model.router_loss.num_layers,
+                    coefficient=model.router_loss.coefficient,
+                )
+            )
     return engine
 
 

@@ -22,7 +22,7 @@ from toolkit.errors import ConfigError
 from toolkit.launch.environment import Ranks
 from toolkit.messages import say, tr
 from toolkit.train import data_card, micro_batch, run_folder
-from toolkit.train.batches import epoch_steps
+from toolkit.train.batches import epoch_rows, epoch_steps
 from toolkit.train.guard import Guard
 from toolkit.train.prepared import Prepared, prepare_with
 from toolkit.train.resume import Origin, starting_state
@@ -75,7 +75,8 @@ def open_run(cfg: RunConfig, prepared: Prepared, ranks: Ranks, origin: Origin, h
     start = on_rank0(lambda: starting_state(cfg, prepared, ranks, origin, say))
     device = torch.cuda.get_device_name() if get_accelerator().device_name() == "cuda" else ""
     on_rank0(lambda: run_folder.record_start(origin.folder, config_yaml, ds.values, hosts, device))
-    on_rank0(lambda: data_card.record(origin.folder, prepared, total_steps, epoch_steps(cfg, prepared)))
+    steps, rows_of_epoch = epoch_steps(cfg, prepared), epoch_rows(cfg, prepared)
+    on_rank0(lambda: data_card.record(origin.folder, prepared, total_steps, steps, rows_of_epoch))
     if built is None:
         built = _build(cfg, prepared, ranks, origin)
     else:
@@ -86,7 +87,8 @@ def open_run(cfg: RunConfig, prepared: Prepared, ranks: Ranks, origin: Origin, h
 
 
 def _total_steps(cfg: RunConfig, prepared: Prepared) -> int:
-    return cfg.train.max_steps or cfg.train.epochs * epoch_steps(cfg, prepared)
+    steps = epoch_steps(cfg, prepared)
+    return cfg.train.max_steps or cfg.train.epochs * steps
 
 
 def _build(cfg: RunConfig, prepared: Prepared, ranks: Ranks, origin: Origin) -> tuple[DeepSpeedEngine, Guard]:

@@ -42,7 +42,7 @@ from toolkit.track.progress import Progress
 from toolkit.train import resume
 from toolkit.train.account import account_of
 from toolkit.train.bad_steps import Samples
-from toolkit.train.batches import epoch_steps, position_after, step_samples, training_batches
+from toolkit.train.batches import epoch_steps, order_figures, place_after, step_samples, training_batches
 from toolkit.train.checkpoint import Described, Saver
 from toolkit.train.loop import Job
 from toolkit.train.loop import train as run_loop
@@ -186,7 +186,8 @@ def _job(
         evaluate=_evaluate(session, evaluation) if evaluation is not None else None,
         saver=saver,
         start=start,
-        position_after=partial(position_after, cfg, prepared),
+        position_after=place_after(cfg, prepared),
+        figures_at=order_figures(cfg, prepared),
         samples_at=partial(_samples_at, session),
         go_back=lambda checkpoint: go_back(saver, checkpoint, start, session.folder, ranks, cfg.run.seed),
         watchdog=Watchdog(

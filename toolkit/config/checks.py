@@ -6,9 +6,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from toolkit.config.bounds import LEAST
-from toolkit.config.checks_data import check_world_sizes
+from toolkit.config.checks_data import check_data
 from toolkit.config.checks_files import check_files
 from toolkit.config.checks_optim import check_optim, check_optim_here
+from toolkit.config.checks_sequence import check_sequence
 from toolkit.config.checks_track import check_track
 from toolkit.config.checks_tuning import check_tuning, check_tuning_here
 from toolkit.config.checks_zero import check_ranks, check_zero, check_zero_here
@@ -36,8 +37,8 @@ def check(loaded: Loaded, world_size: int | None = None, *, files: bool = True) 
         ConfigError: the first rule that does not hold.
     """
     rules = (_numbers, _batch, _length_of_run, _schedule, _zero, _offload, _compile, _names, _restarts, _evaluate)
-    late = (check_tuning, check_zero, check_optim, check_track, check_effect, check_variables)
-    for rule in (*rules, check_world_sizes, *late):
+    late = (check_tuning, check_sequence, check_zero, check_optim, check_track, check_effect, check_variables)
+    for rule in (*rules, check_data, *late):
         rule(loaded)
     if world_size is not None:
         accumulation(settled(loaded.cfg), world_size, prefix(loaded, "batch.global_size"))

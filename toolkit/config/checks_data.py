@@ -5,12 +5,124 @@ import math
 from toolkit.config.layout import layout_of
 from toolkit.config.load import Loaded
 from toolkit.config.places import fail
-from toolkit.config.schema import AUTO
+from toolkit.config.schema import AUTO, TuningMethod
+from toolkit.config.weights import weight_at
 from toolkit.errors import ConfigError
 from toolkit.messages import tr
 
 
-def check_world_sizes(loaded: Loaded) -> None:
+def check_data(loaded: Loaded) -> None:
+    """Apply the rules about which rows make up a step.
+
+    Raises:
+        ConfigError: the first that does not hold.
+    """
+    _world_sizes(loaded)
+    _curriculum(loaded)
+    _weights(loaded)
+    _random_ltd(loaded)
+
+
+def _curriculum(loaded: Loaded) -> None:
+    """The longest sample has to grow."""
+    curriculum, most = loaded.cfg.data.curriculum, loaded.cfg.data.max_length
+    if curriculum.steps and curriculum.start_length >= most:
+        key = "data.curriculum.start_length"
+        raise fail(
+            loaded,
+            key,
+            tr(
+                "{key} = {start} must be less than data.max_length = {most}.",
+                key=key,
+                start=curriculum.start_length,
+                most=most,
+            ),
+        )
+
+
+def _weights(loaded: Loaded) -> None:
+    """Weights that change: points in their order, something to mix, and always a source to take rows from."""
+    sources = loaded.cfg.data.sources
+    if not any(source.weights for source in sources):
+        return
+    key = "data.sources"
+    if len(sources) < 2:
+        raise fail(loaded, key, tr("weights of the only source have no effect: there is nothing to mix it with."))
+    if loaded.cfg.data.curriculum.steps:
+        raise fail(
+            loaded,
+            "data.curriculum.steps",
+            tr(
+                "data.curriculum and weights of a source that change both decide which rows come when: keep one of "
+                "them."
+            ),
+        )
+    for number, source in enumerate(sources):
+        places = [point.at for point in source.weights]
+        if source.weights and source.weight != 1:
+            raise fail(
+                loaded,
+                key,
+                tr("data.sources[{number}]: weight and weights are both given: keep one of them.", number=number),
+            )
+        if any(not 0 <= place <= 1 for place in places) or places != sorted(set(places)):
+            raise fail(
+                loaded,
+                key,
+                tr(
+                    "data.sources[{number}].weights: the points {places} must rise from 0, the beginning of the run, "
+                    "to at most 1, its end.",
+                    number=number,
+                    places=places,
+                ),
+            )
+        if any(not 0 <= weight < math.inf for weight in [source.weight, *(point.weight for point in source.weights)]):
+            raise fail(
+                loaded, key, tr("data.sources[{number}]: a weight must be a number of at least 0.", number=number)
+            )
+    for place in sorted({0.0, 1.0, *(point.at for source in sources for point in source.weights)}):
+        if not any(weight_at(source, place) for source in sources):
+            raise fail(loaded, key, tr("no source has a weight above 0 at {place} of the run.", place=place))
+
+
+def _random_ltd(loaded: Loaded) -> None:
+    """Tokens can be dropped where layers are transformers' own, whole, and called as they are."""
+    cfg, key = loaded.cfg, "train.random_ltd.steps"
+    ltd, parallel = cfg.train.random_ltd, cfg.parallel
+    if not ltd.steps:
+        return
+    if not 0 < ltd.start_share < 1:
+        raise fail(
+            loaded,
+            "train.random_ltd.start_share",
+            tr(
+                "{key} = {value} must be above 0 and below 1.",
+                key="train.random_ltd.start_share",
+                value=ltd.start_share,
+            ),
+        )
+    tuning = f"tuning.method = {cfg.tuning.method.value}"
+    reasons = {
+        tuning: cfg.tuning.method not in (TuningMethod.full, TuningMethod.freeze),
+        f"parallel.tensor = {parallel.tensor}": parallel.tensor > 1,
+        f"parallel.sequence = {parallel.sequence}": parallel.sequence > 1,
+        f"parallel.pipeline = {parallel.pipeline}": parallel.pipeline > 1,
+        "compile.enabled = true": cfg.compile.enabled,
+    }
+    for setting, is_so in reasons.items():
+        if is_so:
+            raise fail(
+                loaded,
+                key,
+                tr(
+                    "train.random_ltd cannot be used with {setting}: it works where all or some layers are trained "
+                    "(tuning=full or freeze), each whole on its rank and not compiled. Set train.random_ltd.steps=0.",
+                    setting=setting,
+                ),
+            )
+
+
+def _world_sizes(loaded: Loaded) -> None:
     """Refuse a global batch that one of `batch.world_sizes` cannot divide evenly; say which ones all of them can.
 
     Raises:

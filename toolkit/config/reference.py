@@ -42,6 +42,7 @@ WORDS = {
     "list of texts": "文本的列表",
     "list of numbers": "数的列表",
     "list of sources": "来源的列表",
+    "list of sections": "节的列表",
 }
 
 
@@ -90,7 +91,7 @@ def _sections(kind: type, prefix: str) -> Iterator[tuple[str, str, type]]:
         elif (
             typing.get_origin(inner) is list
             and dataclasses.is_dataclass(typing.get_args(inner)[0])
-            and name == "sources"
+            and name != "validation"  # whose items are as those of `sources`
         ):
             yield from _sections(typing.get_args(inner)[0], f"{prefix}.{name}[i]")
 
@@ -131,7 +132,9 @@ def _type(kind: Any) -> str:
         inner = typing.get_args(kind)[0]
         if inner in words:
             return f"list of {words[inner]}s"
-        return "list of sources" if dataclasses.is_dataclass(inner) else f"list of {_type(inner)}"
+        if dataclasses.is_dataclass(inner):
+            return "list of sources" if inner is schema.SourceConfig else "list of sections"
+        return f"list of {_type(inner)}"
     return words.get(kind, "section")
 
 

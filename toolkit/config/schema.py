@@ -300,6 +300,8 @@ class ModelConfig:
     """File with a Jinja chat template that replaces the tokenizer's own; "" keeps its own."""
     attention: Attention = Attention.auto
     """auto: varlen for packed rows, else PyTorch's scaled_dot_product_attention; sdpa: the latter, with a mask of blocks for packed rows; eager: written out; varlen: each sample of a packed row for itself (PyTorch's kernel for variable lengths on GPUs)."""
+    router_loss: float = -1.0
+    """Mixture of experts: what the load-balancing loss of the routers is multiplied by before it is added to the loss; -1 takes `router_aux_loss_coef` of the model's config, 0 leaves it out."""
     init: Init = Init.pretrained
     """pretrained: read the weights in `model.path`; random: a small GLM of `model.shape` with random weights."""
     shape: ShapeConfig = field(default_factory=ShapeConfig)
@@ -345,6 +347,16 @@ class TuningConfig:
 
 
 @dataclass(kw_only=True, slots=True)
+class WeightPoint:
+    """One item of `data.sources[i].weights`: the weight of a source at a point of the run."""
+
+    at: float = 0.0
+    """Point of the run: 0 its beginning, 1 its end."""
+    weight: float = 1.0
+    """Weight there; straight lines lead from point to point."""
+
+
+@dataclass(kw_only=True, slots=True)
 class SourceConfig:
     """One item of `data.sources` or `data.validation`: files of one kind and how their rows are read."""
 
@@ -364,6 +376,30 @@ class SourceConfig:
     """Names in the file where they differ from the format's: {prompt: content, response: summary}; also from, value, role and content inside conversations."""
     weight: float = 1.0
     """How often each of its samples comes per epoch: 2 is twice, 0.5 takes half of them (chosen by `run.seed`); validation ignores it."""
+    weights: list[WeightPoint] = field(default_factory=list)
+    """A weight that changes while the run goes on, in the place of `weight`: [{at: 0, weight: 2}, {at: 1, weight: 0.5}] (docs/data_efficiency.md); [] keeps it."""
+
+
+class CurriculumShape(str, Enum):
+    """How the longest sample grows in a curriculum."""
+
+    linear = "linear"
+    root = "root"
+    discrete = "discrete"
+
+
+@dataclass(kw_only=True, slots=True)
+class CurriculumConfig:
+    """`data.curriculum`: short samples first (docs/data_efficiency.md). Each sample still comes once per epoch."""
+
+    steps: int = 0
+    """Optimizer steps after which samples of all lengths come; at most those of an epoch. 0: all lengths from the first step."""
+    start_length: int = 64
+    """Longest sample of the first step, in tokens."""
+    shape: CurriculumShape = CurriculumShape.linear
+    """How the longest sample grows from `start_length` to `data.max_length`: linear; root: with the square root of the steps, fast at first; discrete: in stairs of like width and height."""
+    levels: int = 4
+    """discrete: number of stairs."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -392,6 +428,8 @@ class DataConfig:
     """none: a row per sample, padded to the longest of its micro-batch; packed: rows of `data.max_length` filled with several samples that do not see each other; grouped: micro-batches of samples of like length, as many as fit into `batch.micro_per_gpu` rows of `data.max_length`. With packed and grouped `batch.global_size` counts rows of `data.max_length`."""
     packing_window: int = 0
     """packed: fill rows from so many samples at a time; 0 from the whole epoch, which wastes least."""
+    curriculum: CurriculumConfig = field(default_factory=CurriculumConfig)
+    """Short samples first."""
     num_workers: int = 0
     """Data-loader processes per rank; 0 loads in the training process."""
 
@@ -687,6 +725,20 @@ class ActivationCheckpointingConfig:
 
 
 @dataclass(kw_only=True, slots=True)
+class RandomLtdConfig:
+    """`train.random_ltd`: random layerwise token dropping (docs/data_efficiency.md)."""
+
+    steps: int = 0
+    """Optimizer steps after which all layers compute all tokens; 0: from the first step."""
+    start_share: float = 0.5
+    """Share of a row's tokens that each middle layer computes in the first step; it grows linearly to 1."""
+    first_layers: int = 1
+    """Layers at the beginning that always compute all tokens."""
+    last_layers: int = 1
+    """Layers at the end that always compute all tokens."""
+
+
+@dataclass(kw_only=True, slots=True)
 class TrainConfig:
     """`train`: how long, and what each step does beside the arithmetic."""
 
@@ -710,6 +762,8 @@ class TrainConfig:
     """Stop (exit code 70) when so many steps in a row were skipped."""
     activation_checkpointing: ActivationCheckpointingConfig = field(default_factory=ActivationCheckpointingConfig)
     """Trade computation for memory."""
+    random_ltd: RandomLtdConfig = field(default_factory=RandomLtdConfig)
+    """Middle layers compute some tokens only, at first."""
 
 
 @dataclass(kw_only=True, slots=True)

@@ -12,6 +12,7 @@ from toolkit.config.places import fail, value_of
 from toolkit.config.schema import (
     INDUCTOR,
     TRACKERS,
+    CurriculumShape,
     Device,
     Dtype,
     Init,
@@ -119,6 +120,7 @@ def _unread(cfg: RunConfig) -> Iterator[tuple[str, str]]:
     yield from unread_optim(cfg)
     yield from _unread_schedule(cfg)
     yield from _unread_data(cfg)
+    yield from _unread_ltd(cfg)
     yield from unread_tuning(cfg)
     yield from _unread_evaluate(cfg)
     if not cfg.checkpoint.keep:
@@ -129,7 +131,7 @@ def _unread(cfg: RunConfig) -> Iterator[tuple[str, str]]:
     if cfg.profile.comms.enabled and cfg.profile.comms.prof_all:
         yield "profile.comms.prof_ops", tr("profile.comms.prof_all is true")
     if cfg.model.init is Init.random:
-        yield "model.path", tr("model.init is random")
+        yield from ((key, tr("model.init is random")) for key in ("model.path", "model.router_loss"))
     else:
         for key in all_keys():
             if key.startswith("model.shape."):
@@ -148,6 +150,13 @@ def _unread_schedule(cfg: RunConfig) -> Iterator[tuple[str, str]]:
         yield from ((f"schedule.{name}", reason) for name in ("warmup_type", "warmup_min_ratio"))
 
 
+def _unread_ltd(cfg: RunConfig) -> Iterator[tuple[str, str]]:
+    """Settings of token dropping where nothing is dropped."""
+    if not cfg.train.random_ltd.steps:
+        reason = tr("train.random_ltd.steps is 0")
+        yield from ((f"train.random_ltd.{name}", reason) for name in ("start_share", "first_layers", "last_layers"))
+
+
 def _unread_data(cfg: RunConfig) -> Iterator[tuple[str, str]]:
     """Settings of data that other settings of it switch off."""
     data = cfg.data
@@ -155,6 +164,12 @@ def _unread_data(cfg: RunConfig) -> Iterator[tuple[str, str]]:
         yield "data.max_bad_fraction", tr("data.on_bad_row is {value}, not skip", value=data.on_bad_row.value)
     if data.packing is not Packing.packed:
         yield "data.packing_window", tr("data.packing is {value}, not packed", value=data.packing.value)
+    if not data.curriculum.steps:
+        reason = tr("data.curriculum.steps is 0")
+        yield from ((f"data.curriculum.{name}", reason) for name in ("start_length", "shape", "levels"))
+    elif data.curriculum.shape is not CurriculumShape.discrete:
+        reason = tr("data.curriculum.shape is {value}, not discrete", value=data.curriculum.shape.value)
+        yield "data.curriculum.levels", reason
     if data.validation:
         yield "data.validation_fraction", tr("data.validation is given")
 

@@ -2,8 +2,10 @@
 
 import hashlib
 import json
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,15 @@ PAD_MULTIPLE = 8
 _SLICE = 1 << 20
 
 
+def pad_multiple(parts: int) -> int:
+    """Return what the length of rows is made a multiple of, so that they can be divided into equal parts."""
+    return math.lcm(PAD_MULTIPLE, parts)
+
+
+Fill = Callable[[NDArray[np.int64]], NDArray[np.int64]]
+"""From the lengths of samples, [samples], to the row of each."""
+
+
 @dataclass(frozen=True, slots=True)
 class Plan:
     """Rows, each a list of samples of one split; with `grouped` a row is a whole micro-batch.
@@ -38,6 +49,8 @@ class Plan:
     """Where each row begins in `members`, and the end, [num_rows + 1]; None: each row is one sample."""
     folder: Path | None = None
     """Where the arrays are mapped from."""
+    bounds: tuple[int, ...] = ()
+    """Of a plan whose rows hold samples of one source each: the first row of each source, and the end."""
 
     def __len__(self) -> int:
         return self.num_rows
@@ -62,6 +75,7 @@ def plan_rows(
     max_length: int,
     micro_per_gpu: int,
     window: int = 0,
+    classes: Sequence[int] = (),
     seed: int,
     sources: list[SourceConfig],
     cache_dir: Path,
@@ -75,6 +89,7 @@ def plan_rows(
         max_length: tokens of a row.
         micro_per_gpu: rows of a micro-batch; used by `grouped`.
         window: see `data.packing_window`.
+        classes: longest samples of some classes of length, ascending; packed rows hold samples of one class each.
         seed: decides which samples meet, and which are taken of a source whose weight is no whole number.
         sources: the training sources with their weights; [] takes each sample once.
         cache_dir: `prepare.dir`; plans are kept in plans/ below it.
@@ -83,12 +98,17 @@ def plan_rows(
     Raises:
         DataError: the plan cannot be written.
     """
-    weights = [source.weight for source in sources]
-    if packing is Packing.none and all(weight == 1 for weight in weights):
+    by_source = any(source.weights for source in sources)  # a row of several could come when one of them may not
+    weights = [1.0 if by_source else source.weight for source in sources]
+    if packing is Packing.none and not by_source and all(weight == 1 for weight in weights):
         return Plan(len(store))
     key: list[Any] = [CODE_VERSION, store.fingerprint, store.split, packing.name, max_length, window, seed, weights]
     if packing is Packing.grouped:
         key.append(micro_per_gpu)
+    classes = list(classes) if packing is Packing.packed else []
+    if by_source or classes:
+        points = [[source.weight, *((point.at, point.weight) for point in source.weights)] for source in sources]
+        key.append({"weights": points if by_source else [], "classes": classes})
     name = hashlib.sha256(json.dumps(key).encode()).hexdigest()[:32]
 
     def build(folder: Path) -> None:
@@ -96,13 +116,14 @@ def plan_rows(
         # Samples of one length are dealt out at random, so that rows do not follow the order of the files.
         samples = samples[Permutation(len(samples), f"plan {seed}")(np.arange(len(samples)))]
         lengths = store.lengths(samples)
-        if packing is Packing.packed:
-            rows = pack(lengths, max_length, window)
-        elif packing is Packing.grouped:
-            rows = group(lengths, micro_per_gpu * max_length)
-        else:
-            rows = np.arange(len(samples))
-        _save(folder, samples, rows)
+        kinds = sources_of(store)[samples] if by_source else np.searchsorted(classes, lengths)
+        fills: dict[Packing, Fill] = {
+            Packing.none: lambda lengths: np.arange(len(lengths)),
+            Packing.packed: partial(pack, capacity=max_length, window=window),
+            Packing.grouped: partial(group, budget=micro_per_gpu * max_length),
+        }
+        rows, bounds = apart(lengths, kinds, len(sources) if by_source else len(classes) + 1, fills[packing])
+        _save(folder, samples, rows, bounds if by_source else [])
 
     target = cache_dir / "plans" / name
     build_once(target, build, lambda folder: (folder / "plan.json").is_file(), say)
@@ -114,8 +135,7 @@ def weighted_samples(store: Store, weights: list[float], seed: int) -> NDArray[n
     everything = np.arange(len(store))
     if all(weight == 1 for weight in weights):
         return everything
-    of_file = np.array([file["source"] for file in read_manifest(store.folder)["files"]])
-    source_of = of_file[store.files[store.members]]
+    source_of = sources_of(store)
     chosen = []
     for number, weight in enumerate(weights):
         mine = everything[source_of == number]
@@ -126,6 +146,38 @@ def weighted_samples(store: Store, weights: list[float], seed: int) -> NDArray[n
         if part:
             chosen.append(mine[Permutation(len(mine), f"weight {seed} {number}")(np.arange(part))])
     return np.concatenate(chosen) if chosen else everything[:0]
+
+
+def sources_of(store: Store) -> NDArray[np.int64]:
+    """Return the source of each sample of a split, by its number in `data.sources`, [samples]."""
+    of_file = np.array([file["source"] for file in read_manifest(store.folder)["files"]])
+    return of_file[store.files[store.members]]
+
+
+def apart(
+    lengths: NDArray[np.int64],
+    kinds: NDArray[np.int64],
+    num_kinds: int,
+    fill: Fill,
+) -> tuple[NDArray[np.int64], list[int]]:
+    """Fill rows with samples of one kind each, kind after kind.
+
+    Args:
+        lengths: tokens of each sample, [samples].
+        kinds: what kind each sample is, from 0, [samples].
+        num_kinds: how many kinds there are.
+        fill: from lengths to the row of each.
+
+    Returns:
+        The row of each sample; the first row of each kind, and the end.
+    """
+    rows, bounds = np.empty(len(lengths), np.int64), [0]
+    for kind in range(num_kinds):
+        mine = np.flatnonzero(kinds == kind)
+        filled = fill(lengths[mine])
+        rows[mine] = filled + bounds[-1]
+        bounds.append(bounds[-1] + int(filled.max(initial=-1)) + 1)
+    return rows, bounds
 
 
 def pack(lengths: NDArray[np.int64], capacity: int, window: int = 0) -> NDArray[np.int64]:
@@ -196,12 +248,13 @@ def group(lengths: NDArray[np.int64], budget: int) -> NDArray[np.int64]:
     return groups
 
 
-def _save(folder: Path, samples: NDArray[np.int64], rows: NDArray[np.int64]) -> None:
+def _save(folder: Path, samples: NDArray[np.int64], rows: NDArray[np.int64], bounds: list[int]) -> None:
     counts = np.bincount(rows)
     np.save(folder / "members.npy", samples[np.argsort(rows, kind="stable")].astype(np.uint32))
     if counts.max(initial=1) > 1:
         np.save(folder / "offsets.npy", np.concatenate(([0], np.cumsum(counts))))
-    (folder / "plan.json").write_text(json.dumps({"num_rows": len(counts)}), encoding="utf-8")
+    about = {"num_rows": len(counts), "bounds": bounds}
+    (folder / "plan.json").write_text(json.dumps(about), encoding="utf-8")
 
 
 def load_plan(folder: Path) -> Plan:
@@ -210,5 +263,5 @@ def load_plan(folder: Path) -> Plan:
         np.load(path, mmap_mode="r").view(np.ndarray) if path.is_file() else None
         for path in (folder / "members.npy", folder / "offsets.npy")
     ]
-    num_rows = json.loads((folder / "plan.json").read_text(encoding="utf-8"))["num_rows"]
-    return Plan(num_rows, arrays[0], arrays[1], folder)
+    about = json.loads((folder / "plan.json").read_text(encoding="utf-8"))
+    return Plan(about["num_rows"], arrays[0], arrays[1], folder, tuple(about.get("bounds", ())))

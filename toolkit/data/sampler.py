@@ -1,7 +1,7 @@
 """Which rows make up each step, and which of them each rank takes: a function of seed, data, epoch and position."""
 
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,6 +31,21 @@ def steps_per_epoch(num_rows: int, global_size: int) -> int:
     return -(-num_rows // global_size)
 
 
+class Order(Protocol):
+    """Which rows each step takes, as a function of its place alone."""
+
+    num_rows: int
+    """Rows of an epoch."""
+
+    def rows(self, place: Position, count: int) -> NDArray[np.int64]:
+        """Return the rows of the step that begins at a place, so many of them, over all ranks."""
+        ...
+
+    def figures(self, place: Position) -> dict[str, float]:
+        """Return what there is to say about them in the step's row of metrics.jsonl."""
+        ...
+
+
 class GlobalBatchSampler:
     """Yields one rank's micro-batches, step after step, epoch after epoch.
 
@@ -52,6 +67,7 @@ class GlobalBatchSampler:
         num_steps: steps after which to stop; None never stops.
         lengths: tokens of some rows. If given, a step's rows are dealt out by length, so that those of a micro-batch
             are alike: the same step for the model, as its loss is a sum over all its tokens, with less padding.
+        order: decides the rows of each step in the place of `key` and `shuffle`.
     """
 
     def __init__(
@@ -67,6 +83,7 @@ class GlobalBatchSampler:
         start: Position = BEGINNING,
         num_steps: int | None = None,
         lengths: Callable[[NDArray[np.int64]], NDArray[np.int64]] | None = None,
+        order: "Order | None" = None,
     ) -> None:
         if num_rows < 1:
             raise ValueError("a sampler needs at least one row")
@@ -74,7 +91,7 @@ class GlobalBatchSampler:
             raise ValueError(f"{global_size} is not a multiple of {micro_per_gpu} x {world_size}")
         self.num_rows, self.global_size, self.key, self.shuffle = num_rows, global_size, key, shuffle
         self.rank, self.world_size = rank, world_size
-        self.start, self.num_steps, self.lengths = start, num_steps, lengths
+        self.start, self.num_steps, self.lengths, self.order = start, num_steps, lengths, order
         self.accumulation = global_size // (micro_per_gpu * world_size)
         """Micro-batches per rank and step."""
 
@@ -91,6 +108,8 @@ class GlobalBatchSampler:
     def step_rows(self, place: Position) -> NDArray[np.int64]:
         """Return the rows of the step that begins at a place, over all ranks; fewer than global_size at the end."""
         positions = np.arange(place.row, min(place.row + self.global_size, self.num_rows))
+        if self.order is not None:
+            return self.order.rows(place, len(positions))
         return Permutation(self.num_rows, f"{self.key} {place.epoch}")(positions) if self.shuffle else positions
 
     def _share(self, batch: NDArray[np.int64]) -> Iterator[list[int]]:

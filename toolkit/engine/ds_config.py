@@ -65,6 +65,7 @@ SAME: dict[str, str] = {
     "dump_state": "profile.dump_state",
     "optimizer.params.torch_adam": "optim.torch",
     "compile.deepcompile": "compile.deepcompile",
+    "sequence_parallel_size": "parallel.sequence",
 } | {f"{theirs}.{name}": f"{ours}.{name}" for theirs, (ours, names) in SECTIONS.items() for name in names}
 DERIVED: dict[str, str] = {
     "gradient_accumulation_steps": "batch.global_size",
@@ -233,6 +234,10 @@ def _batch(ds: DsConfig, cfg: RunConfig, world_size: int) -> None:
         f"= batch.global_size {cfg.batch.global_size} / "
         f"(batch.micro_per_gpu {cfg.batch.micro_per_gpu} x {layout_of(cfg, world_size).data_ranks} ranks)",
     )
+    if cfg.parallel.sequence > 1:
+        # From it DeepSpeed 0.19.8 learns how many ranks have rows of their own (runtime/config.py); as no mpu and no
+        # mesh comes with it, it divides states and averages gradients over all ranks, as without it.
+        _same(ds, cfg, "sequence_parallel_size")
     # Always written: what DeepSpeed does without it changed from no clipping to 1.0 in 2026.
     ds.put("gradient_clipping", float(cfg.train.gradient_clipping), "train.gradient_clipping")
     ds.put("steps_per_print", SILENT, f"= {SILENT}: DeepSpeed's own progress lines are off, see train.log_every")

@@ -14,7 +14,7 @@ ELSEWHERE = {
     "optimizer.params.learning_rate": "optimizer.params.lr",
 }
 # What does today what a removed section did.
-INSTEAD = {"elasticity": "batch.world_sizes"}
+INSTEAD = {"elasticity": "batch.world_sizes", "curriculum_learning": "data.curriculum"}
 # Without these DeepSpeed (0.19.8) does not look at a step's gradient norm, or goes on if it is not finite.
 NEEDED = ("zero_optimization.compute_grad_norm", "bf16.check_grad_overflow")
 
@@ -33,7 +33,13 @@ def name_problems(section: dict[str, Any], tree: dict[str, Any] | None = None, p
     problems: dict[str, str] = {}
     for name, value in section.items():
         key = prefix + name
-        if name not in known:
+        if key == "data_efficiency":
+            problems[key] = tr(
+                "'{key}' works with DeepSpeed's own data loader and layers only, which are not used here. Take it out, "
+                "and use data.curriculum instead (docs/data_efficiency.md).",
+                key=key,
+            )
+        elif name not in known:
             problems[key] = _unknown(key, known, prefix)
         elif isinstance(value, dict) and known[name]:
             problems |= name_problems(value, known[name], f"{key}.")

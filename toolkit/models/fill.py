@@ -50,7 +50,8 @@ def _restore_rotary_frequencies(model: PreTrainedModel) -> None:
     constructor makes; in half precision they are noise beyond a few hundred positions.
     """
     for module in model.modules():
-        if "inv_freq" in dict(module.named_buffers(recurse=False)):
+        # Gemma 3 has those of each kind of layer, under names that end so.
+        if any(name.endswith("inv_freq") for name, _ in module.named_buffers(recurse=False)):
             fresh = type(module)(config=module.config)
             for name, buffer in fresh.named_buffers(recurse=False):
                 old = getattr(module, name).device

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 from toolkit.errors import ModelError
 from toolkit.messages import tr
 from toolkit.models.fill import empty_model, read_weights, refuse_other_weights, shapes_of, tied_names
-from toolkit.models.layout import FusedExperts
+from toolkit.models.layout import TransformersLayout
 from toolkit.models.official import recall_origin
 from toolkit.models.weights import WeightFiles
 
@@ -22,7 +22,7 @@ def load_hf(folder: Path, dtype: torch.dtype | None, ds_config: dict[str, Any] |
         model = _whole(folder, dtype)
     else:
         model = _empty(folder, config, dtype, ds_config)
-        read_weights(model, WeightFiles(folder), FusedExperts(shapes_of(model)), folder, dtype)
+        read_weights(model, WeightFiles(folder), TransformersLayout(model, shapes_of(model)), folder, dtype)
     return _finished(model, folder)
 
 

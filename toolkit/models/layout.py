@@ -4,7 +4,19 @@ import re
 from typing import Any, Protocol
 
 import torch
+from transformers import PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import (
+    Concatenate,
+    MergeModulelist,
+    WeightConverter,
+    WeightRenaming,
+    apply_renamings,
+    rename_source_key,
+)
 
+from toolkit.errors import ModelError
+from toolkit.messages import tr
 from toolkit.models.chatglm.glm import GlmLayout
 
 Shapes = dict[str, tuple[int, ...]]
@@ -77,43 +89,70 @@ def official_layout(config: Any, interleaved: bool) -> Layout:
     return SameNames(ignored=(".rotary_emb.inv_freq",))
 
 
-class FusedExperts(SameNames):
-    """transformers keeps the experts of a layer in one tensor and stores them one by one, gate and up apart.
+class TransformersLayout(SameNames):
+    """The names and shapes in which transformers writes a model, which for some are not those of its parameters.
 
-    As transformers 5.23's conversion of qwen2_moe, which GLM-4.5 and later share.
+    Some are called otherwise (GPT-NeoX's head), and the experts of a layer stand in one parameter but are stored one by
+    one. What becomes of which is read off transformers' own table (5.23, conversion_mapping.py).
 
     Args:
-        shapes: of the model's parameters.
+        model: may be empty or partitioned.
+        shapes: of its parameters.
     """
 
-    _EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
-
-    def __init__(self, shapes: Shapes) -> None:
+    def __init__(self, model: PreTrainedModel, shapes: Shapes) -> None:
         super().__init__()
-        self._shapes = shapes
+        self._shapes, self._model = shapes, model
+        table = get_model_conversion_mapping(model)
+        self._renamings = [one for one in table if isinstance(one, WeightRenaming)]
+        self._converters = [one for one in table if isinstance(one, WeightConverter)]
+        self._targets: dict[str, tuple[str, Any]] = {}
+        # Layers for predicting several tokens at once (GLM-4.5, DeepSeek-V3), buffers of older versions.
+        unread = {*(model._keys_to_ignore_on_load_unexpected or ()), r"rotary_emb\.inv_freq$"}
+        self._unread = re.compile("|".join(f"(?:{one})" for one in unread))
 
     def parameters(self, name: str) -> list[str]:
-        """Return the joint parameter of all experts; see `Layout`."""
-        found = self._EXPERT.fullmatch(name)
-        if found is None:
-            return [name]
-        joint = f"{found[1]}.{'down_proj' if found[3] == 'down' else 'gate_up_proj'}"
-        return [joint if joint in self._shapes else name]
+        """Return the parameter, perhaps a joint one of all experts; [] if transformers reads no such tensor."""
+        parameter = self._target(name)[0]
+        return [parameter] if parameter in self._shapes or not self._unread.search(name) else []
 
     def place(self, name: str) -> Any:
-        """Return the expert's own part of the joint parameter; see `Layout`."""
-        found, [parameter] = self._EXPERT.fullmatch(name), self.parameters(name)
-        if found is None or parameter == name:
-            return ...
-        if found[3] == "down":
-            return int(found[2])
-        half = self._shapes[parameter][1] // 2
-        return int(found[2]), slice(0, half) if found[3] == "gate" else slice(half, 2 * half)
+        """Return an expert's own part of the joint parameter; see `Layout`."""
+        return self._target(name)[1]
 
     def stored_shape(self, name: str, shapes: Shapes) -> tuple[int, ...]:
         """Return the shape of one expert's matrix; see `Layout`."""
-        [parameter], place = self.parameters(name), self.place(name)
+        parameter, place = self._target(name)
         if place is ...:
             return shapes[parameter]
         _, rows, columns = shapes[parameter]
-        return (rows if isinstance(place, int) else rows // 2, columns)
+        return (rows if isinstance(place, int) else place[1].stop - place[1].start, columns)
+
+    def _target(self, name: str) -> tuple[str, Any]:
+        if name not in self._targets:
+            self._targets[name] = self._find(name)
+        return self._targets[name]
+
+    def _find(self, name: str) -> tuple[str, Any]:
+        prefix = self._model.base_model_prefix
+        parameter, pattern = rename_source_key(name, self._renamings, self._converters, prefix, self._shapes)
+        if pattern is None or parameter not in self._shapes:
+            return parameter, ...
+        converter = next(one for one in self._converters if pattern in one.source_patterns)
+        number = re.search(pattern.replace("*", r"(\d+)"), apply_renamings(name, self._renamings))
+        # One after another along the first dimension, perhaps gate and up beside each other along the second.
+        steps = [(type(one), getattr(one, "dim", None)) for one in converter.operations]
+        parts = len(converter.source_patterns)
+        if number is None or steps != [(MergeModulelist, 0), (Concatenate, 1)][: 1 if parts == 1 else 2]:
+            raise ModelError(
+                tr(
+                    "{architecture} stores {name} in another form than it computes with, which cannot be read piece by "
+                    "piece: zero.stage=3, verify and export need that. Use zero=stage2 with checkpoint.export=false.",
+                    architecture=type(self._model).__name__,
+                    name=name,
+                )
+            )
+        if parts == 1:
+            return parameter, int(number[1])
+        size, part = self._shapes[parameter][1] // parts, converter.source_patterns.index(pattern)
+        return parameter, (int(number[1]), slice(part * size, (part + 1) * size))

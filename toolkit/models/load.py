@@ -15,7 +15,7 @@ from toolkit.models.chatglm.modeling import ChatGLMConfig, ChatGLMForConditional
 from toolkit.models.fill import empty_model, read_weights
 from toolkit.models.folder import read_config, read_object
 from toolkit.models.hf import empty_hf, load_hf
-from toolkit.models.layout import FusedExperts, official_layout
+from toolkit.models.layout import TransformersLayout, official_layout
 from toolkit.models.official import recall_origin, remember_origin
 from toolkit.models.weights import WeightFiles
 
@@ -71,7 +71,7 @@ def stream(path: str | Path) -> tuple[PreTrainedModel, Iterator[tuple[str, torch
     files = WeightFiles(folder)
     if architecture is None:
         model = empty_hf(folder)
-        return model, fill.stream(model, files, FusedExperts(fill.shapes_of(model)), folder)
+        return model, fill.stream(model, files, TransformersLayout(model, fill.shapes_of(model)), folder)
     model = _build_official(folder, config, architecture, None)
     interleaved = architecture is Architecture.glm and not config.get("multi_query_attention")
     layout = official_layout(model.config, interleaved)

@@ -82,6 +82,7 @@ def longest_rows(outline: Outline, cfg: RunConfig, on_cpu: bool = False) -> Rows
         varlen=varlen,
         keeps_inputs=cfg.zero.stage == 3,
         on_cpu=on_cpu,
+        parts=cfg.parallel.sequence,
     )
 
 

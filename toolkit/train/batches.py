@@ -2,7 +2,7 @@
 
 import math
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
@@ -13,9 +13,14 @@ from toolkit.config.checks import accumulation, micro_rows
 from toolkit.config.layout import Layout, layout_of
 from toolkit.config.schema import Packing, RunConfig
 from toolkit.data.loader import build_loader
-from toolkit.data.sampler import BEGINNING, GlobalBatchSampler, Position, after, sequential, steps_per_epoch
+from toolkit.data.order import ChangingMixture, ShortFirst, length_limits
+from toolkit.data.plan import pad_multiple
+from toolkit.data.sampler import BEGINNING, GlobalBatchSampler, Order, Position, after, sequential, steps_per_epoch
+from toolkit.errors import ConfigError
 from toolkit.launch.environment import Ranks
+from toolkit.messages import tr
 from toolkit.models.loss import with_places
+from toolkit.models.sequence import part_of
 from toolkit.train.prepared import Prepared
 
 Batch = dict[str, torch.Tensor]
@@ -28,20 +33,67 @@ def rows_per_step(cfg: RunConfig, packing: Packing) -> tuple[int, int]:
     return cfg.batch.global_size, micro_rows(cfg)
 
 
+def epoch_rows(cfg: RunConfig, prepared: Prepared) -> int:
+    """Return the rows of one pass over the training data: those of the plan, unless weights change."""
+    order = changing_order(cfg, prepared) if any(source.weights for source in cfg.data.sources) else None
+    return order.num_rows if order else len(prepared.train_plan)
+
+
 def epoch_steps(cfg: RunConfig, prepared: Prepared) -> int:
-    """Return the optimizer steps of one pass over the training data."""
-    return steps_per_epoch(len(prepared.train_plan), rows_per_step(cfg, prepared.packing)[0])
+    """Return the optimizer steps of one pass over the training data.
+
+    Raises:
+        ConfigError: a curriculum is to last longer than that.
+    """
+    steps = steps_per_epoch(epoch_rows(cfg, prepared), rows_per_step(cfg, prepared.packing)[0])
+    if cfg.data.curriculum.steps > steps:
+        raise ConfigError(
+            tr(
+                "data.curriculum.steps = {wanted} is more than the {steps} steps of an epoch, in which each sample "
+                "comes once. Use at most {steps}.",
+                wanted=cfg.data.curriculum.steps,
+                steps=steps,
+            )
+        )
+    return steps
 
 
-def position_after(cfg: RunConfig, prepared: Prepared, place: Position) -> Position:
-    """Return the place in the training data after the step that begins at a place."""
-    return after(place, len(prepared.train_plan), rows_per_step(cfg, prepared.packing)[0])
+def changing_order(cfg: RunConfig, prepared: Prepared) -> Order | None:
+    """Return the order of the rows where it is more than shuffling: a curriculum, or weights that change."""
+    data, (global_size, _) = cfg.data, rows_per_step(cfg, prepared.packing)
+    key = _key(cfg, prepared)
+    if any(source.weights for source in data.sources):
+        names = prepared.source_names[: len(data.sources)]
+        plan, train = prepared.train_plan, cfg.train
+        return ChangingMixture(plan.bounds, data.sources, names, global_size, train.max_steps, train.epochs, key)
+    if not data.curriculum.steps:
+        return None
+    limits = length_limits(data.curriculum, data.max_length)
+    return ShortFirst(prepared.longest_samples(), limits, global_size, data.max_length, key)
+
+
+def place_after(cfg: RunConfig, prepared: Prepared) -> Callable[[Position], Position]:
+    """Return what tells the place in the training data after the step that begins at a place."""
+    num_rows, (global_size, _) = epoch_rows(cfg, prepared), rows_per_step(cfg, prepared.packing)
+    return lambda place: after(place, num_rows, global_size)
+
+
+def order_figures(cfg: RunConfig, prepared: Prepared) -> Callable[[Position], dict[str, float]]:
+    """Return what tells, for metrics.jsonl, how the step that begins at a place takes its rows; {} if shuffled."""
+    order = changing_order(cfg, prepared)
+    return lambda place: order.figures(place) if order else {}
+
+
+def _key(cfg: RunConfig, prepared: Prepared) -> str:
+    return f"{cfg.run.seed} {prepared.train.fingerprint}"
 
 
 def training_batches(
     cfg: RunConfig, prepared: Prepared, ranks: Ranks, total_steps: int, start: Position = BEGINNING
 ) -> Iterator[Batch]:
     """Return the training micro-batches, accumulation x total_steps of them, as `train_step` likes them best.
+
+    Where the tokens of rows are divided over ranks, this rank's part of them.
 
     A thread prepares those of the next step while this one is computed: it reads and lays out the samples (or takes
     them from `data.num_workers`), finds the trained tokens, and on GPUs copies all into page-locked memory.
@@ -53,17 +105,20 @@ def training_batches(
         total_steps: optimizer steps.
         start: where in the data to begin.
     """
+    place = layout_of(cfg, ranks.world_size, ranks.rank)
     loader = build_loader(
         prepared.train,
         prepared.train_plan,
-        _sampler(cfg, prepared, layout_of(cfg, ranks.world_size, ranks.rank), start, total_steps),
+        _sampler(cfg, prepared, place, start, total_steps, changing_order(cfg, prepared)),
         prepared.pad_id,
         prepared.packing,
         seed=cfg.run.seed,
         num_workers=cfg.data.num_workers,
+        multiple=pad_multiple(place.sequence),
     )
     # Iterated from here: the loader watches its processes only if they are started by the main thread.
-    return ahead(iter(loader), accumulation(cfg, ranks.world_size))
+    parts = map(partial(part_of, part=place.part, parts=place.sequence), iter(loader))
+    return ahead(parts, accumulation(cfg, ranks.world_size))
 
 
 def ahead(batches: Iterator[Batch], count: int) -> Iterator[Batch]:
@@ -102,24 +157,27 @@ def step_samples(cfg: RunConfig, prepared: Prepared, world_size: int, start: Pos
         world_size: number of ranks.
         start: the place at which the step begins.
     """
-    plan = prepared.train_plan
+    plan, order = prepared.train_plan, changing_order(cfg, prepared)
     places = [layout_of(cfg, world_size, rank) for rank in range(world_size)]
-    by_rank = [_sampler(cfg, prepared, place, start, 1) for place in places]
+    by_rank = [_sampler(cfg, prepared, place, start, 1, order) for place in places]
     return [[[sample for row in rows for sample in plan[row]] for rows in sampler] for sampler in by_rank]
 
 
-def _sampler(cfg: RunConfig, prepared: Prepared, place: Layout, start: Position, num_steps: int) -> GlobalBatchSampler:
+def _sampler(
+    cfg: RunConfig, prepared: Prepared, place: Layout, start: Position, num_steps: int, order: Order | None
+) -> GlobalBatchSampler:
     global_size, micro = rows_per_step(cfg, prepared.packing)
     return GlobalBatchSampler(
-        num_rows=len(prepared.train_plan),
+        num_rows=order.num_rows if order else len(prepared.train_plan),
         global_size=global_size,
         micro_per_gpu=micro,
         rank=place.data_rank,
         world_size=place.data_ranks,
-        key=f"{cfg.run.seed} {prepared.train.fingerprint}",
+        key=_key(cfg, prepared),
         start=start,
         num_steps=num_steps,
         lengths=prepared.train_lengths,
+        order=order,
     )
 
 
@@ -139,13 +197,15 @@ def num_evaluation_batches(cfg: RunConfig, prepared: Prepared, world_size: int) 
 def evaluation_batches(cfg: RunConfig, prepared: Prepared, ranks: Ranks) -> Iterator[Batch]:
     """Yield the validation micro-batches of this rank: each sample once over all ranks.
 
-    Beside what training has they hold `sources`, int64 [B, S]: of each token the number of its source, -1 for padding.
+    Beside what training has they hold `sources`, int64 [T]: of each trained token the number of its source.
     """
     assert prepared.validation is not None and prepared.validation_plan is not None
     store, plan = prepared.validation, prepared.validation_plan
     place = layout_of(cfg, ranks.world_size, ranks.rank)
     shares = sequential(len(plan), rows_per_step(cfg, prepared.packing)[1], place.data_rank, place.data_ranks)
-    loader = build_loader(store, plan, shares, prepared.pad_id, prepared.packing, seed=cfg.run.seed)
+    loader = build_loader(
+        store, plan, shares, prepared.pad_id, prepared.packing, seed=cfg.run.seed, multiple=pad_multiple(place.sequence)
+    )
     sources = store.sources()
     for rows, batch in zip(shares, loader, strict=True):
         samples = [plan[row] for row in rows]
@@ -154,4 +214,5 @@ def evaluation_batches(cfg: RunConfig, prepared: Prepared, ranks: Ranks) -> Iter
         of_segment = torch.full((len(batch["segment_ids"]), int(batch["segment_ids"].max()) + 1), -1)
         for row, listed in enumerate(samples):
             of_segment[row, 1 : len(listed) + 1] = torch.from_numpy(sources[listed])
-        yield {**batch, "sources": of_segment.gather(1, batch["segment_ids"])}
+        given, of_token = with_places(batch), of_segment.gather(1, batch["segment_ids"]).flatten()
+        yield part_of({**given, "sources": of_token[given["places"]]}, place.part, place.sequence)

@@ -15,7 +15,7 @@ FILE = "data.json"
 _BINS = 40
 
 
-def record(folder: Path, prepared: Prepared, total_steps: int, steps_per_epoch: int) -> None:
+def record(folder: Path, prepared: Prepared, total_steps: int, steps_per_epoch: int, epoch_rows: int) -> None:
     """Write data.json. For rank 0 only; a disk that is full is told by what a run cannot do without.
 
     Args:
@@ -23,6 +23,7 @@ def record(folder: Path, prepared: Prepared, total_steps: int, steps_per_epoch: 
         prepared: the stores.
         total_steps: optimizer steps of the run.
         steps_per_epoch: optimizer steps per pass over the training data.
+        epoch_rows: rows of such a pass.
     """
     report = prepared.report
     splits = {"train": prepared.train, "validation": prepared.validation}
@@ -30,7 +31,7 @@ def record(folder: Path, prepared: Prepared, total_steps: int, steps_per_epoch: 
         "total_steps": total_steps,
         "steps_per_epoch": steps_per_epoch,
         "packing": prepared.packing.value,
-        "rows_per_epoch": len(prepared.train_plan),
+        "rows_per_epoch": epoch_rows,
         "rows_read": report.rows_read,
         "dropped": report.dropped,
         "truncated": report.truncated,

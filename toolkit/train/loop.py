@@ -21,6 +21,7 @@ from toolkit.distributed.process_group import gather, on_rank0, rank, world_size
 from toolkit.distributed.watchdog import STEP, Watchdog
 from toolkit.errors import CheckpointError, Diverged, Stopped
 from toolkit.messages import tr
+from toolkit.models.token_dropping import begin_step, dropping_figures
 from toolkit.terminal import phase
 from toolkit.track.metrics import MetricsLog
 from toolkit.track.progress import Progress
@@ -65,6 +66,8 @@ class Job:
     """Where the run begins, and what is the same in all its checkpoints."""
     position_after: Callable[[Position], Position]
     """Returns the place in the training data after the step that begins at a place."""
+    figures_at: Callable[[Position], dict[str, float]]
+    """Returns what metrics.jsonl says of how the step that begins at a place takes its rows."""
     samples_at: Callable[[Position], bad_steps.Samples]
     """Returns the samples of the step that begins at a place, to be shown."""
     go_back: Callable[[Path], RunState]
@@ -137,7 +140,7 @@ class _Run:
 
     def begin_at(self, state: RunState, place: Position) -> None:
         """Go on after the step of a state, with the data at a place."""
-        self.step, self.place = state.step, place
+        self.step, self.place, self.began = state.step, place, place
         self.meter = Meter(self.engine, self.job.account, state.trained_tokens, state.total_tokens)
         self.guard.restart(state.losses, state.grad_norms, state.skips_in_a_row)
         self.outcome.evaluations = list(state.evaluations)
@@ -177,14 +180,15 @@ class _Run:
         votes = (bool(signals.received()) or self.stop_file.is_there(), saver.is_proven())
         shapes = [tuple(batch["input_ids"].shape) for batch in window]
         job.watchdog.enter(STEP, self.step, f"rows x tokens: {shapes}")
+        begin_step(self.engine.module, self.step)
         result = train_step(self.engine, window, world_size(), self.guard, votes, self.copies)
-        began, self.place = self.place, job.position_after(self.place)
+        self.began, self.place = self.place, job.position_after(self.place)
         self.meter.add(result)
         self.progress.advance()
         if result.votes[1] == world_size():
             self._publish()
         trouble = self.guard.check()
-        if trouble and self._is_rewound(trouble, result, began, lr):
+        if trouble and self._is_rewound(trouble, result, lr):
             return
         self._step_done(result.votes[0] > 0, lr, log=trouble is not None)
         self.guard.check_patience(self.step)
@@ -219,10 +223,12 @@ class _Run:
         if stops:
             raise self._stopped()
 
-    def _is_rewound(self, trouble: Trouble, result: StepResult, began: Position, lr: float) -> bool:
+    def _is_rewound(self, trouble: Trouble, result: StepResult, lr: float) -> bool:
         """Tell of a step that went wrong, and do as the config says; return whether the run went back."""
         self.outcome.bad_steps += 1
-        what, file = bad_steps.record(self.job.folder, self.step, trouble, result, lambda: self.job.samples_at(began))
+        what, file = bad_steps.record(
+            self.job.folder, self.step, trouble, result, lambda: self.job.samples_at(self.began)
+        )
         self.progress.say(
             tr(
                 "WARNING: {what}. It did not change the weights. See the samples of this step:  toolkit show {file}",
@@ -280,6 +286,7 @@ class _Run:
         pace = self.meter.pace()
         row = self.meter.row(self.step, self.step / self.job.steps_per_epoch, lr, pace)
         row |= {"bad_steps": self.outcome.bad_steps, "rewinds": self.outcome.rewinds}
+        row |= self.job.figures_at(self.began) | dropping_figures(self.engine.module)
         if rank() == 0:
             self.metrics.append(row)
         self.progress.show(row)

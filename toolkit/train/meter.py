@@ -45,6 +45,7 @@ class Meter:
         self.step_seconds: list[float] = []
         self.own_s = self.data_wait_s = self.communication_s = 0.0
         self.bad_loss = math.nan
+        self.router_losses: list[float] = []
         self.started = self.step_began = time.perf_counter()
 
     def add(self, result: StepResult) -> None:
@@ -54,6 +55,8 @@ class Meter:
             self.loss_tokens += result.trained_tokens
         else:
             self.bad_loss = result.loss
+        if result.router_loss is not None:
+            self.router_losses.append(result.router_loss)
         self.trained_tokens += result.trained_tokens
         self.total_tokens += result.total_tokens
         self.computed_tokens += result.computed_tokens
@@ -119,6 +122,8 @@ class Meter:
         }
         if comms_logger.enabled:
             row["communication_fraction"] = min(self.communication_of) / seconds
+        if self.router_losses:
+            row["router_loss"] = statistics.fmean(self.router_losses)
         if self.engine.fp16_enabled():
             row["loss_scale"] = float(self.engine.optimizer.loss_scale)
         self._reset()

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from toolkit.config.checks import micro_rows, settled
 from toolkit.config.schema import Init, Packing, RunConfig, SourceConfig
+from toolkit.data.order import length_classes
 from toolkit.data.plan import Plan, plan_rows
 from toolkit.data.prepare import FOLDERS, PrepareReport, prepare
 from toolkit.data.sources import read_conversations
@@ -52,6 +53,11 @@ class Prepared:
         if self.packing is not Packing.none:
             return None
         return lambda rows: store.lengths(rows if plan.members is None else plan.members[rows])
+
+    def longest_samples(self) -> NDArray[np.int64]:
+        """Return the tokens of the longest sample of each row of the training plan, [rows]."""
+        lengths, offsets = self.train.lengths(self.train_plan.members), self.train_plan.offsets
+        return lengths if offsets is None else np.maximum.reduceat(lengths, offsets[:-1])
 
     @property
     def source_names(self) -> list[str]:
@@ -102,6 +108,7 @@ def prepare_with(cfg: RunConfig, encoder: AnyChatEncoder, say: Callable[[str], N
             max_length=cfg.data.max_length,
             micro_per_gpu=micro_rows(settled(cfg)),
             window=cfg.data.packing_window,
+            classes=length_classes(cfg.data.curriculum, cfg.data.max_length) if store is train else [],
             seed=cfg.run.seed,
             sources=sources,
             cache_dir=Path(cfg.prepare.dir),

@@ -11,6 +11,7 @@ from toolkit.distributed.process_group import sum_over_ranks
 from toolkit.errors import Diverged
 from toolkit.messages import tr
 from toolkit.models.loss import num_trained_tokens, token_loss_sum
+from toolkit.models.router_loss import RouterLoss
 from toolkit.train.guard import Guard
 from toolkit.train.pace import Stopwatch
 
@@ -45,6 +46,8 @@ class StepResult:
     """Seconds of `time.perf_counter` when this rank came to where ranks first wait for one another."""
     forward_s: float
     """Seconds of this rank's forward passes."""
+    router_loss: float | None = None
+    """Mean over layers and micro-batches of all ranks, without its coefficient; None where it is not counted."""
 
 
 def train_step(
@@ -60,7 +63,7 @@ def train_step(
     N, the number of trained tokens of all ranks, is known before the first backward pass. The engine averages
     gradients over the ranks, hence the factor `world_size`; where several ranks count the same tokens, N comes out as
     many times too large as the engine averages over fewer ranks. `scale_wrt_gas=False` keeps it from dividing by the
-    number of micro-batches as well (deepspeed 0.19.8, engine.backward).
+    number of micro-batches as well (deepspeed 0.19.8, engine.backward). Where there is a `RouterLoss`, it adds itself.
 
     Args:
         engine: the DeepSpeed engine.
@@ -75,8 +78,7 @@ def train_step(
         ValueError: no token of the global batch is trained.
         Diverged: fp16's loss scale cannot be lowered any more.
     """
-    micro_tokens = [num_trained_tokens(batch) for batch in micro_batches]
-    tokens = _tokens(micro_batches)
+    micro_tokens, tokens = [num_trained_tokens(batch) for batch in micro_batches], _tokens(micro_batches)
     arrived, forward = time.perf_counter(), Stopwatch(engine.device)
     # Not read here: the host would wait for the last step's update before it queues any work of this one.
     counts = sum_over_ranks([sum(micro_tokens), *tokens, *map(float, votes)], engine.device)
@@ -84,12 +86,13 @@ def train_step(
     micro_losses = torch.zeros(len(micro_batches), device=engine.device)
     for place, batch in enumerate(micro_batches):
         forward.mark()
+        routers = _routers(engine, batch, len(micro_batches))
         micro_sum = token_loss_sum(engine, batch)
         forward.mark()
         engine.backward(micro_sum * factor, scale_wrt_gas=False)
         micro_losses[place] = micro_sum.detach()
         if place == len(micro_batches) - 1:
-            loss, trained_tokens, others = _read(micro_losses, counts)
+            loss, router_total, trained_tokens, others = _read(micro_losses, routers, counts)
             guard.see_loss(loss)
         _step(engine)
     return StepResult(
@@ -105,19 +108,33 @@ def train_step(
         rank_tokens=tokens[1],
         arrived=arrived,
         forward_s=forward.seconds(),
+        router_loss=router_total / (world_size * len(micro_batches)) if routers else None,
     )
 
 
-def _read(micro_losses: torch.Tensor, counts: torch.Tensor) -> tuple[float, float, list[float]]:
-    """Return the global batch's loss, its trained tokens and the other counts.
+def _routers(engine: DeepSpeedEngine, batch: Batch, accumulation: int) -> RouterLoss | None:
+    """Return the loss of the model's routers, ready for a micro-batch; None where it is not counted."""
+    routers: RouterLoss | None = getattr(engine.module, "router_loss", None)
+    if routers is not None:
+        # Its gradient comes from no loss that the engine could scale.
+        loss_scale = float(engine.optimizer.loss_scale) if engine.fp16_enabled() else 1.0
+        routers.begin(batch["segment_ids"], engine.device, loss_scale / accumulation)
+    return routers
+
+
+def _read(
+    micro_losses: torch.Tensor, routers: RouterLoss | None, counts: torch.Tensor
+) -> tuple[float, float, float, list[float]]:
+    """Return the global batch's loss, the sum of the routers', its trained tokens and the other counts.
 
     The one wait for the device in a step; DeepSpeed's own check of the gradients follows at once.
     """
-    loss_sum = sum_over_ranks(micro_losses.sum().reshape(1), micro_losses.device)
-    total, trained_tokens, *others = torch.cat((loss_sum, counts)).tolist()
+    of_routers = routers.take() if routers else micro_losses.new_zeros(())
+    sums = sum_over_ranks(torch.stack((micro_losses.sum(), of_routers)), micro_losses.device)
+    total, router_total, trained_tokens, *others = torch.cat((sums, counts)).tolist()
     if not trained_tokens:
         raise ValueError("no token of this global batch is trained")
-    return total / trained_tokens, trained_tokens, others
+    return total / trained_tokens, router_total, trained_tokens, others
 
 
 def _tokens(micro_batches: list[Batch]) -> list[int]:

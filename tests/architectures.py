@@ -1,0 +1,60 @@
+"""Tiny models of many architectures, each with what is special of its kind."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers import PreTrainedConfig
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 1024,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "max_position_embeddings": 128,
+    "eos_token_id": 956,
+    "pad_token_id": 956,
+    "bos_token_id": None,
+}
+GROUPED = {**SIZES, "num_key_value_heads": 1}
+HEADS = {**GROUPED, "head_dim": 16}
+EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 16}
+ROUTED = {**EXPERTS, "n_routed_experts": 4, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1}
+LATENT = {"kv_lora_rank": 8, "q_lora_rank": 8, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 16}
+SLIDING = {"sliding_window": 8, "query_pre_attn_scalar": 16}
+
+CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
+    "llama": lambda: transformers.LlamaConfig(**GROUPED),
+    "qwen2": lambda: transformers.Qwen2Config(**GROUPED, tie_word_embeddings=True),
+    "qwen3": lambda: transformers.Qwen3Config(**HEADS),
+    "mistral": lambda: transformers.MistralConfig(**HEADS, sliding_window=8),
+    "gemma2": lambda: transformers.Gemma2Config(**HEADS, sliding_window=64, query_pre_attn_scalar=16),
+    "gemma3": lambda: transformers.Gemma3TextConfig(
+        **HEADS, **SLIDING, layer_types=["sliding_attention", "full_attention"]
+    ),
+    "glm": lambda: transformers.GlmConfig(**HEADS, attention_bias=True),
+    "glm4": lambda: transformers.Glm4Config(**HEADS),
+    "glm4_moe": lambda: transformers.Glm4MoeConfig(**HEADS, **ROUTED, num_nextn_predict_layers=0),
+    "phi3": lambda: transformers.Phi3Config(**GROUPED),
+    "olmo2": lambda: transformers.Olmo2Config(**GROUPED),
+    "mixtral": lambda: transformers.MixtralConfig(**GROUPED, num_local_experts=4),
+    "qwen3_moe": lambda: transformers.Qwen3MoeConfig(**HEADS, **EXPERTS, num_experts=4),
+    "granitemoe": lambda: transformers.GraniteMoeConfig(**GROUPED, num_local_experts=4, num_experts_per_tok=2),
+    "deepseek_v3": lambda: transformers.DeepseekV3Config(**SIZES, **ROUTED, **LATENT, num_key_value_heads=2),
+    "gpt_neox": lambda: transformers.GPTNeoXConfig(**SIZES),
+    "falcon": lambda: transformers.FalconConfig(**SIZES, new_decoder_architecture=False),
+    "gpt2": lambda: transformers.GPT2Config(
+        vocab_size=1024, n_embd=32, n_layer=2, n_head=2, n_positions=128, bos_token_id=956, eos_token_id=956
+    ),
+    "gpt_oss": lambda: transformers.GptOssConfig(**HEADS, sliding_window=8, num_local_experts=4, num_experts_per_tok=2),
+}
+
+
+def write(folder: Path, name: str) -> Path:
+    """Write a random model of an architecture, as transformers does; without a tokenizer."""
+    torch.manual_seed(3)
+    transformers.AutoModelForCausalLM.from_config(CONFIGS[name]()).save_pretrained(folder)
+    return folder

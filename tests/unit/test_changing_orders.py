@@ -1,0 +1,95 @@
+"""From a config with a curriculum or changing weights to the samples of each step."""
+
+from pathlib import Path
+from unittest import mock
+
+import numpy as np
+import pytest
+
+from tests.unit.data_tools import ByteEncoder, run_config, write_rows
+from toolkit.config.schema import Packing, RunConfig, WeightPoint
+from toolkit.data.sampler import BEGINNING
+from toolkit.errors import ConfigError
+from toolkit.train.batches import epoch_rows, epoch_steps, order_figures, place_after, step_samples
+from toolkit.train.prepared import Prepared, prepare_with
+
+
+def given(tmp_path: Path, packing: Packing) -> tuple[RunConfig, Prepared]:
+    """Return a config of two files, 60 and 40 samples of 4 to 63 tokens, and what it is prepared to."""
+    draw = np.random.default_rng(4)
+    files = [
+        write_rows(
+            tmp_path / f"{name}.jsonl",
+            [{"prompt": f"{row}", "response": name * int(draw.integers(1, 60))} for row in range(count)],
+        )
+        for name, count in (("a", 60), ("b", 40))
+    ]
+    cfg = run_config(tmp_path, *files)
+    cfg.data.max_length, cfg.data.packing = 64, packing
+    cfg.batch.global_size, cfg.batch.micro_per_gpu = 4, 1
+    return cfg, with_encoder(cfg)
+
+
+def with_encoder(cfg: RunConfig) -> Prepared:
+    with mock.patch("toolkit.train.prepared.why_not_packed", return_value=""):
+        return prepare_with(cfg, ByteEncoder(), lambda line: None)  # type: ignore[arg-type]
+
+
+def steps_of(cfg: RunConfig, prepared: Prepared, world_size: int, count: int) -> list[list[int]]:
+    """Return the samples of the first steps over all ranks."""
+    place, next_place, found = BEGINNING, place_after(cfg, prepared), []
+    for _ in range(count):
+        parts = step_samples(cfg, prepared, world_size, place)
+        found.append(sorted(sample for rank in parts for batch in rank for sample in batch))
+        place = next_place(place)
+    return found
+
+
+@pytest.mark.parametrize("packing", list(Packing))
+def test_a_curriculum_of_any_rows(tmp_path: Path, packing: Packing) -> None:
+    cfg, shuffled = given(tmp_path, packing)
+    cfg.data.curriculum.steps, cfg.data.curriculum.start_length = 5, 16
+    prepared = with_encoder(cfg)
+    if packing is not Packing.packed:  # whose rows are made of other samples
+        assert prepared.train_plan.folder == shuffled.train_plan.folder
+    per_epoch, figures = epoch_steps(cfg, prepared), order_figures(cfg, prepared)
+    steps = steps_of(cfg, prepared, 2, per_epoch)
+    assert sorted(sample for step in steps for sample in step) == list(range(100))
+    assert steps_of(cfg, prepared, 1, per_epoch) == steps_of(cfg, prepared, 4, per_epoch) == steps
+    lengths = prepared.train.lengths()
+    longest = [int(lengths[step].max()) for step in steps]
+    assert longest[0] <= figures(BEGINNING)["curriculum_length"] <= 32
+    assert longest[0] < longest[1] < longest[4] < max(longest)
+    cfg.data.curriculum.steps = per_epoch + 1
+    with pytest.raises(ConfigError) as caught:
+        epoch_steps(cfg, prepared)
+    assert str(caught.value) == (
+        f"data.curriculum.steps = {per_epoch + 1} is more than the {per_epoch} steps of an epoch, in which each sample "
+        f"comes once. Use at most {per_epoch}."
+    )
+
+
+@pytest.mark.parametrize("packing", list(Packing))
+def test_weights_that_change(tmp_path: Path, packing: Packing) -> None:
+    cfg, shuffled = given(tmp_path, packing)
+    first, second = cfg.data.sources
+    first.weights = [WeightPoint(at=0, weight=2), WeightPoint(at=1, weight=0)]
+    prepared = with_encoder(cfg)
+    bounds = prepared.train_plan.bounds
+    assert {sample < 60 for row in range(bounds[1]) for sample in prepared.train_plan[row]} == {True}
+    assert {sample < 60 for row in range(bounds[1], bounds[2]) for sample in prepared.train_plan[row]} == {False}
+    assert epoch_rows(cfg, prepared) == bounds[2] == len(prepared.train_plan)
+    per_epoch, figures = epoch_steps(cfg, prepared), order_figures(cfg, prepared)
+    steps = steps_of(cfg, prepared, 2, per_epoch)
+    assert steps_of(cfg, prepared, 1, per_epoch) == steps_of(cfg, prepared, 4, per_epoch) == steps
+    halves = steps[: per_epoch // 2], steps[-(per_epoch // 2) :]
+    before, after = (np.mean([sample < 60 for step in half for sample in step]) for half in halves)
+    assert before > 0.6 > 0.5 > after
+    assert set(figures(BEGINNING)) == {f"mixture_share/{tmp_path}/{name}.jsonl" for name in "ab"}
+    # What a run goes on with is told by the plan's name.
+    second.weights = [WeightPoint(at=0.5, weight=1)]
+    other = with_encoder(cfg)
+    second.weights, second.weight = [], 0.5
+    third = with_encoder(cfg)
+    names = {one.train_plan.folder for one in (shuffled, prepared, other, third)}
+    assert len(names) == 4

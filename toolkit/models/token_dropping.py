@@ -1,0 +1,147 @@
+"""Random layerwise token dropping: while training begins, middle layers compute some tokens of each row only.
+
+After random-LTD (Yao et al., 2022, arXiv 2211.11586): each middle layer draws the tokens that it computes anew, the
+others pass it by, the first and last layers compute all, and the number of tokens grows until all are computed.
+DeepSpeed (0.19.8) has it with its own data loader only. B rows, S tokens, K tokens that are kept, H hidden width.
+"""
+
+import hashlib
+import inspect
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from toolkit.config.schema import RandomLtdConfig
+from toolkit.errors import ModelError
+from toolkit.messages import tr
+from toolkit.models.tuning.layers import by_name, decoder_layers
+
+_MULTIPLE = 8
+"""Kept tokens are rounded up to a multiple of this, so that there are few different shapes."""
+_PER_TOKEN = ("position_ids", "position_embeddings")
+
+
+class TokenDropping:
+    """What the middle layers of a model compute; `model.token_dropping`. Evaluation is left alone.
+
+    Nothing of it needs saving: what is drawn follows from seed, step, micro-batch and data rank. On another number of
+    ranks it is other tokens, as with dropout.
+
+    Args:
+        model: whose layers get hooks.
+        config: the section.
+        seed: of the run.
+        data_rank: this rank's part of the data; ranks with the same rows drop the same tokens.
+
+    Raises:
+        ModelError: the model has no middle layers, or layers that read more than can be picked per token.
+    """
+
+    def __init__(self, model: PreTrainedModel, config: RandomLtdConfig, seed: int, data_rank: int) -> None:
+        layers = list(decoder_layers(model))
+        self.config, self.key = config, f"{seed} {data_rank}"
+        self.middle = layers[config.first_layers : len(layers) - config.last_layers]
+        if reason := _why_not(model, self.middle):
+            raise ModelError(tr("train.random_ltd cannot be used with this model: {reason}.", reason=reason))
+        self.step, self.micro_batch = 0, 0
+        self.kept: list[torch.Tensor] = []
+        """Of each middle layer the tokens that it computes, ascending, int64 [B, K]; [] while all are computed."""
+        self._whole: dict[int, torch.Tensor] = {}
+        model.register_forward_pre_hook(self._draw, with_kwargs=True)
+        for number, layer in enumerate(self.middle):
+            layer.register_forward_pre_hook(_Picker(self, number).pick, with_kwargs=True)
+            layer.register_forward_hook(_Picker(self, number).put_back)
+
+    def share(self, step: int) -> float:
+        """Return the share of a row's tokens that the middle layers compute in a step, from 1; 0 is before training."""
+        if not 0 < step <= self.config.steps:
+            return 1.0
+        return self.config.start_share + (1 - self.config.start_share) * (step - 1) / self.config.steps
+
+    def begin(self, step: int) -> None:
+        """Begin a step, from 1; forward passes in training mode are its micro-batches, one after another."""
+        self.step, self.micro_batch = step, 0
+
+    def _draw(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Draw the tokens of a forward pass, before it."""
+        self.kept, share = [], self.share(self.step)
+        if not model.training or share == 1:
+            return
+        ids = by_name(model, args, kwargs)["input_ids"]
+        rows, size = ids.shape
+        count = min(size, -(-int(share * size) // _MULTIPLE) * _MULTIPLE)
+        digest = hashlib.sha256(f"{self.key} {self.step} {self.micro_batch}".encode()).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little", signed=True))
+        self.micro_batch += 1
+        drawn = torch.rand(len(self.middle), rows, size, generator=generator).argsort(dim=-1)[..., :count]
+        self.kept = list(drawn.sort(dim=-1).values.to(ids.device, non_blocking=True))
+
+
+class _Picker:
+    """The hooks of one layer."""
+
+    def __init__(self, dropping: TokenDropping, number: int) -> None:
+        self.dropping, self.number = dropping, number
+
+    def pick(
+        self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """Hand the layer the tokens that it computes, with their positions and what they may see."""
+        if not self.dropping.kept:
+            return None
+        kept, states = self.dropping.kept[self.number], args[0]
+        self.dropping._whole[self.number] = states
+        given = kwargs | {name: _picked(kwargs[name], kept) for name in _PER_TOKEN if kwargs.get(name) is not None}
+        mask = kwargs.get("attention_mask")
+        if mask is not None and mask.dim() == 4 and mask.size(-1) > 1:  # one of a single place is never looked at
+            rows = mask.expand(len(kept), -1, -1, -1).take_along_dim(kept[:, None, :, None], 2)
+            given["attention_mask"] = rows.take_along_dim(kept[:, None, None, :], 3)
+        if kwargs.get("cu_seq_lens_q") is not None:
+            places = (kept + torch.arange(len(kept), device=kept.device)[:, None] * states.size(1)).flatten()
+            bounds = torch.searchsorted(places, kwargs["cu_seq_lens_q"].long()).int()
+            given |= {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds}
+            given |= {"max_length_q": kept.size(1), "max_length_k": kept.size(1)}
+        return (_picked(states, kept), *args[1:]), given
+
+    def put_back(self, _: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        """Return all tokens: those of the layer, and the others as they came."""
+        if not self.dropping.kept:
+            return None
+        whole, kept = self.dropping._whole.pop(self.number), self.dropping.kept[self.number]
+        states = output[0] if isinstance(output, tuple) else output
+        merged = whole.scatter(1, kept[..., None].expand_as(states), states.to(whole.dtype))
+        return (merged, *output[1:]) if isinstance(output, tuple) else merged
+
+
+def begin_step(model: nn.Module, step: int) -> None:
+    """Tell a model that drops tokens which step it is in, from 1."""
+    dropping = getattr(model, "token_dropping", None)
+    if dropping is not None:
+        dropping.begin(step)
+
+
+def dropping_figures(model: nn.Module) -> dict[str, float]:
+    """Return what metrics.jsonl says of it; {} if no token is ever dropped."""
+    dropping = getattr(model, "token_dropping", None)
+    return {} if dropping is None else {"ltd_share": round(dropping.share(dropping.step), 6)}
+
+
+def _picked(values: Any, kept: torch.Tensor) -> Any:
+    """Return the kept tokens of [B or 1, S] or [B or 1, S, H]; of each in a tuple."""
+    if isinstance(values, tuple):
+        return tuple(_picked(one, kept) for one in values)
+    if values.dim() == 2:
+        return values.expand(len(kept), -1).gather(1, kept)
+    return values.expand(len(kept), -1, -1).gather(1, kept[..., None].expand(-1, -1, values.size(-1)))
+
+
+def _why_not(model: PreTrainedModel, middle: list[nn.Module]) -> str:
+    if not middle:
+        return tr("no layer is left between train.random_ltd.first_layers and last_layers")
+    if any("position_embeddings" not in inspect.signature(type(layer).forward).parameters for layer in middle):
+        return tr("its layers find positions in another way than transformers' rotary ones")
+    if any("experts" in name.split(".") for name, _ in model.named_modules()):
+        return tr("its experts are balanced over all tokens of all layers")
+    return ""
