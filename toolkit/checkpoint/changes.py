@@ -98,17 +98,7 @@ def check(
         for (key, _, _), line in zip(found, lines, strict=True)
         if not is_free(key) and not _is_allowed(key, allowed) and not (key == "model.path" and _is_part(now))
     ]
-    if _changes_states(found, before):
-        names = ("optim.name", "optim.decay", "optim.layer_lr_decay")
-        raise ConfigError(
-            tr(
-                "the checkpoint holds the states of another optimizer, or of other parameter groups:\n{changes}\nUndo "
-                "this, or start anew under another run.name, from model.path=RUN/export.",
-                changes="\n".join(
-                    line for (key, _, _), line in zip(found, lines, strict=True) if key.startswith(names)
-                ),
-            )
-        )
+    _check_states(found, lines, before)
     other = [line for (key, old, _), line in zip(found, lines, strict=True) if key in _TRAINED and old is not None]
     if other:
         raise ConfigError(
@@ -137,14 +127,23 @@ def check(
     return lines
 
 
-def _changes_states(found: Sequence[tuple[str, Any, Any]], before: Mapping[str, Any]) -> bool:
-    """Whether an optimizer's states cannot be read; adam and adamw have the same, and older configs know no groups."""
-    grouped = ("optim.decay", "optim.layer_lr_decay")
+def _check_states(found: Sequence[tuple[str, Any, Any]], lines: Sequence[str], before: Mapping[str, Any]) -> None:
+    """Refuse states that the optimizer cannot read; adam and adamw have the same, and older configs know no groups."""
     adams, name = {"adam", "adamw"}, before.get("optim", {}).get("name")
-    return any(
-        (key == "optim.name" and not {name, now} <= adams) or (key in grouped and old is not None)
-        for key, old, now in found
-    )
+    other = [
+        line
+        for (key, old, now), line in zip(found, lines, strict=True)
+        if (key == "optim.name" and not {name, now} <= adams)
+        or (key in ("optim.decay", "optim.layer_lr_decay") and old is not None)
+    ]
+    if other:
+        raise ConfigError(
+            tr(
+                "the checkpoint holds the states of another optimizer, or of other parameter groups:\n{changes}\nUndo "
+                "this, or start anew under another run.name, from model.path=RUN/export.",
+                changes="\n".join(other),
+            )
+        )
 
 
 def _is_part(config: Mapping[str, Any]) -> bool:
