@@ -686,6 +686,8 @@ class KernelsConfig:
     """chunked: from the hidden states of trained tokens alone, a few at a time, so that the logits never stand in memory together; liger: the same by liger-kernel (GPU), which waits for the GPU once per micro-batch; full: all logits; auto: chunked. Models that change their logits afterwards (Gemma 2), and output layers with additions (LoRA), get the logits of all trained tokens at once."""
     liger: When = When.auto
     """liger-kernel's norms, feed-forward layers and rotary positions in place of the model's own (GPU): auto where the package is installed and knows the model; always: else refuse; never."""
+    mlp_pieces: int = 1
+    """Pieces in which feed-forward layers take the tokens of a micro-batch, for long rows: their inner states are there for one piece at a time, and computed twice; 1 takes all at once. Layers of experts take all at once in any case."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -931,9 +933,9 @@ class FlopsProfilerConfig:
     """`profile.flops`: DeepSpeed's flops profiler."""
 
     enabled: bool = False
-    """Profile one step."""
+    """Profile the forward passes of one step of rank 0."""
     profile_step: int = 1
-    """The step that is profiled."""
+    """Optimizer steps before the one that is profiled; fewer than the run has."""
     module_depth: int = -1
     """Depth of modules in the table; -1 the innermost."""
     top_modules: int = 1
@@ -941,7 +943,7 @@ class FlopsProfilerConfig:
     detailed: bool = True
     """Print the whole model's table."""
     output_file: str = ""
-    """File for the table; "" prints it."""
+    """File for the table; "" is flops.txt in the run folder."""
 
 
 @dataclass(kw_only=True, slots=True)
