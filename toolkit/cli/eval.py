@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING
 
 from toolkit.cli.compose import compose
 from toolkit.config.checks import check, micro_rows, settled
+from toolkit.config.hub import with_folder
 from toolkit.config.schema import RunConfig
 from toolkit.disk import unused
 from toolkit.errors import ConfigError
@@ -54,7 +55,8 @@ def run(words: list[str]) -> int:
         environment.set_interface(cfg.distributed.interface, os.environ)
     environment.check_port(os.environ)
     build_locks.check(os.environ)
-    _evaluate(cfg, ranks, file, composed.arguments.get("adapter", "") or cfg.tuning.adapter)
+    cfg = with_folder(composed.loaded, say if ranks.rank == 0 else lambda line: None).cfg
+    _evaluate(settled(cfg), ranks, file, composed.arguments.get("adapter", "") or cfg.tuning.adapter)
     return 0
 
 
