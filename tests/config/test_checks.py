@@ -17,6 +17,19 @@ REFUSED = {
         "batch.global_size = 100 is not a multiple of batch.micro_per_gpu (4) x 8 ranks = 32. Use 96 or 128."
     ),
     "batch.global_size=2": "batch.global_size = 2 is not a multiple of batch.micro_per_gpu (1) x 8 ranks = 8. Use 8.",
+    "batch.global_size=96 batch.micro_per_gpu=4 batch.world_sizes=[1,2,5]": (
+        "batch.global_size = 96 cannot be divided on each of batch.world_sizes = [1, 2, 5]: with "
+        "batch.micro_per_gpu = 4 it must be a multiple of 40. Use 80 or 120."
+    ),
+    "batch.global_size=8 batch.micro_per_gpu=auto batch.world_sizes=[16]": (
+        "batch.global_size = 8 cannot be divided on each of batch.world_sizes = [16]: with batch.micro_per_gpu = auto "
+        "it must be a multiple of 16. Use 16."
+    ),
+    "batch.world_sizes=[0,2]": "batch.world_sizes = [0, 2] must hold numbers of at least 1.",
+    "batch.global_size=24 parallel.tensor=2 batch.world_sizes=[2,3]": (
+        "3 ranks cannot be divided into groups of 2 (parallel.tensor 2 x parallel.sequence 1 x parallel.pipeline 1). "
+        "Start on a multiple of 2 ranks."
+    ),
     "batch.micro_per_gpu=0": "batch.micro_per_gpu = 0 must be at least 1.",
     "batch.micro_per_gpu=auto batch.global_size=12": (
         "batch.global_size = 12 is not a multiple of batch.micro_per_gpu (1) x 8 ranks = 8. Use 8 or 16."
@@ -106,8 +119,18 @@ REFUSED = {
         "layers (it is 0)."
     ),
     "schedule=linear schedule.min_lr_ratio=0.1": (
-        "schedule.min_lr_ratio = 0.1 has no effect: schedule.name is linear, not cosine. Remove it, or set "
+        "schedule.min_lr_ratio = 0.1 has no effect: schedule.name is linear. Remove it, or set "
         "schedule.min_lr_ratio=0.0."
+    ),
+    "schedule=wsd schedule.power=2": (
+        "schedule.power = 2.0 has no effect: schedule.name is wsd. Remove it, or set schedule.power=1.0."
+    ),
+    "schedule=wsd schedule.decay_steps=5 schedule.decay_ratio=0.2": (
+        "schedule.decay_ratio = 0.2 has no effect: schedule.decay_steps is given. Remove it, or set "
+        "schedule.decay_ratio=0.1."
+    ),
+    "schedule=wsd schedule.warmup_ratio=0 schedule.warmup_steps=4 schedule.decay_steps=7 train.max_steps=10": (
+        "schedule.warmup_steps = 4 and schedule.decay_steps = 7 are more together than train.max_steps = 10."
     ),
     "schedule.warmup_ratio=0 schedule.warmup_type=log": (
         "schedule.warmup_type = log has no effect: there is no warm-up. Remove it, or set schedule.warmup_type=linear."
@@ -299,3 +322,13 @@ def test_a_recipes_own_steps_can_be_overridden_by_epochs_of_the_command_line(tmp
     """max_steps from one place and epochs from another is an override, not a contradiction."""
     (tmp_path / "r.yaml").write_text("defaults:\n  - zero1\n  - _self_\ntrain:\n  epochs: 3\n")
     check(load([f"recipe={tmp_path}/r.yaml", "model=glm_tiny", "train.max_steps=5", f"run.dir={tmp_path}"]), 8)
+
+
+def test_check_shows_the_batch_for_every_number_of_ranks(capsys: pytest.CaptureFixture[str]) -> None:
+    from toolkit.cli.check import run
+
+    words = ["recipe=quickstart", "batch.global_size=24", "batch.micro_per_gpu=2", "batch.world_sizes=[4,1,2]"]
+    run([*words, "world_size=3"])
+    lines = [line for line in capsys.readouterr().out.splitlines() if "rows per step" in line]
+    sums = [line.partition(" (")[0] for line in lines]
+    assert sums == [f"24 rows per step = 2 x {times} x {ranks}" for times, ranks in ((12, 1), (6, 2), (4, 3), (3, 4))]

@@ -247,7 +247,10 @@ def test_auto_everywhere(tmp_path: Path) -> None:
             {"zero_optimization": {"stage3_gather_fp16_weights_on_model_save": True}},
             "Write 'zero_optimization.stage3_gather_16bit_weights_on_model_save'.",
         ),
-        ({"elasticity": {"enabled": True}}, "'elasticity' belongs to a feature that was removed from DeepSpeed."),
+        (
+            {"elasticity": {"enabled": True}},
+            "Take it out, and use batch.world_sizes instead (docs/data_efficiency.md).",
+        ),
         ({"optimizer": {"type": "OneBitAdam", "params": {}}}, "OneBitAdam was removed from DeepSpeed."),
         ({"optimizer": {"type": "Lamb", "params": {}}}, "Lamb is not available. There are AdamW and Adam."),
         ({"scheduler": {"type": "OneCycle", "params": {}}}, "There are WarmupLR, WarmupDecayLR, WarmupCosineLR."),

@@ -18,6 +18,7 @@ from toolkit.config.load import load
 from toolkit.config.places import value_of
 from toolkit.config.schema import (
     TRACKERS,
+    Decay,
     Dtype,
     Packing,
     RowFormat,
@@ -148,6 +149,7 @@ INFO = {
 
 
 COSINE = {"lr_scheduler_type": "cosine_with_min_lr", "lr_scheduler_kwargs": {"min_lr": 1e-5}}
+STABLE = {"num_decay_steps": 20, "decay_type": "1-sqrt", "min_lr_ratio": 0.1}
 GLM_LORA = {"model_name_or_path": "/m/chatglm3-6b", "lora_target": "query_key_value"}
 OTHER_STAGE = {"stage": "dpo", "do_train": True, "per_device_train_batch_size": 1, "dataset": "x"}
 
@@ -297,6 +299,24 @@ def test_factory(capsys: pytest.CaptureFixture[str]) -> None:
                 "kernels.liger": "always",
                 "tuning.target_modules": ["q_proj", "k_proj", "v_proj"],
                 "model.name": "ChatGLM3-6B",
+            },
+        ),
+        (
+            {"lr_scheduler_type": "polynomial", "lr_scheduler_kwargs": {"power": 2, "lr_end": 1e-5}},
+            {"schedule.name": ScheduleName.polynomial, "schedule.power": 2.0, "schedule.min_lr_ratio": 0.1},
+        ),
+        (
+            {"lr_scheduler_type": "inverse_sqrt", "lr_scheduler_kwargs": '{"timescale": 50}', "warmup_steps": 5},
+            {"schedule.name": ScheduleName.inverse_sqrt, "schedule.timescale": 50, "schedule.warmup_steps": 5},
+        ),
+        (
+            {"lr_scheduler_type": "warmup_stable_decay", "lr_scheduler_kwargs": STABLE, "warmup_steps": 5},
+            {
+                "schedule.name": ScheduleName.wsd,
+                "schedule.decay_steps": 20,
+                "schedule.decay_type": Decay.sqrt,
+                "schedule.min_lr_ratio": 0.1,
+                "schedule.warmup_min_ratio": 0.1,
             },
         ),
         (

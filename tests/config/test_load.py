@@ -52,7 +52,8 @@ COMMAND_LINE = {
     "mean 'bf16'?",
     "zero=stage9": (
         "command line: unknown choice 'zero=stage9'. Did you mean 'stage3'? Known: stage0, stage1, stage2, "
-        "stage2_offload, stage3, stage3_nvme, stage3_offload."
+        "stage2_offload, stage2_zenflow, stage3, stage3_hpz, stage3_nvme, stage3_offload, stage3_superoffload, "
+        "stage3_zeropp."
     ),
     "recipe=chatgml": f"command line: unknown recipe 'chatgml'. Did you mean 'chatglm'? {KNOWN}",
     "recipe=nosuch.yaml": f"command line: there is no recipe file nosuch.yaml. {KNOWN}",
@@ -82,7 +83,7 @@ IN_A_FILE = {
     "precision:\n  dtype: int8\n": ":2: 'precision.dtype' = int8 must be one of: fp32, bf16, fp16.",
     "defaults:\n  - override /zero: stage5\n": (
         ":2: unknown choice 'zero=stage5'. Did you mean 'stage3'? Known: stage0, stage1, stage2, stage2_offload, "
-        "stage3, stage3_nvme, stage3_offload."
+        "stage2_zenflow, stage3, stage3_hpz, stage3_nvme, stage3_offload, stage3_superoffload, stage3_zeropp."
     ),
     "defaults:\n  - override /zeroo: stage3\n": (
         ":2: unknown group 'zeroo'. Did you mean 'zero'? Known: data, kernels, model, optim, parallel, "

@@ -44,6 +44,19 @@ GROUPED_CELLS = {
     "grouped-stage2": ["zero=stage2", "data.packing=grouped"],
     "grouped-stage3": ["zero=stage3", "data.packing=grouped", "data.num_workers=1"],
 }
+# Everything updated in every step, the chosen columns by ZenFlow's own optimizer: AdamW's mathematics without clipping.
+ZENFLOW_CELLS = {
+    "zenflow-stage2": [
+        "zero=stage2_zenflow",
+        "zero.zenflow.update_interval=1",
+        "train.on_bad_step=stop",
+        "optim.torch=false",
+        "batch.micro_per_gpu=2",
+        "train.gradient_clipping=1000000",
+    ]
+}
+# Last: DeepSpeed 0.19.8 makes the group of ranks that share a second copy once in a process, for all that follows.
+HPZ_CELLS = {"stage3-hpz": ["zero=stage3_hpz", "zero.zero_hpz_partition_size=2"]}
 ONE_RANK_CELLS = {
     "one-rank-1x4": ["zero=stage1"],
     "one-rank-4x1": ["zero=stage1", "batch.micro_per_gpu=4"],
@@ -56,7 +69,10 @@ def runs(tmp_path_factory: pytest.TempPathFactory, rows_file: Path) -> Path:
     """Train all cells: one launch for two ranks, one for one rank."""
     folder = tmp_path_factory.mktemp("trajectory")
     for cells, command in (
-        ({**FP32_CELLS, **BF16_CELLS, **PACKED_CELLS, **GROUPED_CELLS}, deepspeed(2, WORKER)),
+        (
+            {**FP32_CELLS, **BF16_CELLS, **PACKED_CELLS, **GROUPED_CELLS, **ZENFLOW_CELLS, **HPZ_CELLS},
+            deepspeed(2, WORKER),
+        ),
         (ONE_RANK_CELLS, [sys.executable, WORKER]),
     ):
         cases = [{"overrides": tiny(rows_file, folder, name, *overrides)} for name, overrides in cells.items()]
@@ -79,10 +95,20 @@ def furthest(left: list[float], right: list[float]) -> float:
     return max(abs(a - b) for a, b in zip(left, right, strict=True))
 
 
-@pytest.mark.parametrize("name", [*FP32_CELLS, *ONE_RANK_CELLS])
+@pytest.mark.parametrize("name", [*FP32_CELLS, *HPZ_CELLS, *ONE_RANK_CELLS])
 def test_fp32_follows_the_plain_loop(name: str, runs: Path, reference: tuple[list[float], list[float]]) -> None:
     training, validation = reference
     assert training[0] - training[-1] > 0.1, "the reference itself must learn, or the comparison says little"
+    assert furthest(losses(runs / name), training) < TOLERANCE
+    assert furthest(eval_losses(runs / name), validation) < TOLERANCE
+
+
+def test_zenflow_of_every_step_follows_the_plain_loop(runs: Path, tmp_path: Path, rows_file: Path) -> None:
+    training, validation = plain_loop(
+        tiny(rows_file, tmp_path, "reference", "train.gradient_clipping=1000000"), SEED_STEPS
+    )
+    assert training[0] - training[-1] > 0.1, "the reference itself must learn, or the comparison says little"
+    [name] = ZENFLOW_CELLS
     assert furthest(losses(runs / name), training) < TOLERANCE
     assert furthest(eval_losses(runs / name), validation) < TOLERANCE
 
@@ -109,7 +135,9 @@ def test_bf16_stays_near_fp32(name: str, runs: Path, reference: tuple[list[float
     assert found != losses(runs / "stage2"), "bf16 that equals fp32 to the last bit was not bf16"
 
 
-@pytest.mark.parametrize("name", [*FP32_CELLS, *BF16_CELLS, *PACKED_CELLS, *GROUPED_CELLS, *ONE_RANK_CELLS])
+@pytest.mark.parametrize(
+    "name", [*FP32_CELLS, *BF16_CELLS, *PACKED_CELLS, *GROUPED_CELLS, *ZENFLOW_CELLS, *HPZ_CELLS, *ONE_RANK_CELLS]
+)
 def test_every_run_is_whole(name: str, runs: Path) -> None:
     folder = runs / name
     assert json.loads((folder / "DONE").read_text())["steps"] == SEED_STEPS
@@ -117,6 +145,7 @@ def test_every_run_is_whole(name: str, runs: Path) -> None:
     assert not list(folder.rglob("*.tmp"))
     assert {"config.yaml", "ds_config.json", "environment.json", "metrics.jsonl"} <= {f.name for f in folder.iterdir()}
     config = json.loads((folder / "ds_config.json").read_text())
+    assert config["zero_optimization"].get("zero_hpz_partition_size", 1) == (2 if name in HPZ_CELLS else 1)
     expected = int(name.split("stage")[1][0]) if "stage" in name else 1
     assert config["zero_optimization"]["stage"] == expected
 

@@ -12,14 +12,17 @@ from toolkit.config.schema import Init, Packing, RunConfig, TuningMethod
 from toolkit.distributed.process_group import on_rank0, rank
 from toolkit.engine.ds_config import DsConfig, warmup_steps
 from toolkit.engine.initialize import initialize
+from toolkit.errors import ConfigError
 from toolkit.export.folder import write_folder
 from toolkit.messages import say, tr
 from toolkit.models.attention import check_isolation
 from toolkit.models.build import build_model
 from toolkit.models.liger import apply_liger
 from toolkit.models.loss import LossHead, Way, loss_head
+from toolkit.models.packing import why_not_in_parts
 from toolkit.models.router_loss import router_loss
 from toolkit.models.save import MODEL_DIR, describe
+from toolkit.models.sequence import check_parts
 from toolkit.models.tuning.apply import tune
 from toolkit.models.tuning.base import RUN_BASE, check_base, read_base
 from toolkit.terminal import phase
@@ -42,8 +45,10 @@ def build_engine(cfg: RunConfig, prepared: Prepared, ds: DsConfig, total_steps: 
         ModelError: the model cannot be loaded, or is not the one that the checkpoint was trained on.
         ConfigError: `tuning` does not fit the model, or DeepSpeed refuses the combination.
     """
-    packed = prepared.packing is Packing.packed
-    model = build_model(cfg.model, cfg.precision.dtype, prepared.tokenizer, cfg.run.seed, ds.values, packed)
+    packed, parts = prepared.packing is Packing.packed, cfg.parallel.sequence
+    if parts > 1 and (reason := why_not_in_parts(cfg.model, cfg.data.max_length)):
+        raise ConfigError(tr("parallel.sequence = {ranks} cannot be: {reason}.", ranks=parts, reason=reason))
+    model = build_model(cfg.model, cfg.precision.dtype, prepared.tokenizer, cfg.run.seed, ds.values, packed, parts)
     without_liger = apply_liger(model, cfg.kernels)
     model.loss_head, model.router_loss = LossHead(cfg.kernels.loss), router_loss(model, cfg)
     if cfg.tuning.method is not TuningMethod.full:
@@ -60,8 +65,11 @@ def build_engine(cfg: RunConfig, prepared: Prepared, ds: DsConfig, total_steps: 
         engine = initialize(model, ds.values, cfg.train.activation_checkpointing, make_schedule, cfg.compile)
     # What building leaves behind refers to itself, and would keep the memory of weights until Python looks for it.
     gc.collect()
+    of_model = engine, len(prepared.tokenizer), engine.device, cfg.model.name or cfg.model.path
     if packed:
-        check_isolation(engine, len(prepared.tokenizer), engine.device, cfg.model.name or cfg.model.path)
+        check_isolation(*of_model)
+    if parts > 1:
+        check_parts(*of_model, packed)
     in_use = _in_use(engine, cfg, without_liger)
     if rank() == 0:
         say(in_use)

@@ -33,7 +33,8 @@ def run(words: list[str]) -> int:
         print(note)
     if world_size:
         build_ds_config(settled(cfg), world_size, cfg.train.max_steps or None)  # refuses unknown names in ds_extra
-        print(_rows(cfg, world_size))
+    for ranks in sorted({*cfg.batch.world_sizes, *([world_size] if world_size else [])}):
+        print(_rows(cfg, ranks))
     if known and not cfg.tuning.adapter:
         outline = tuned(*known, cfg.tuning)
         trained, total = f"{outline.num_trained:,}", f"{outline.num_parameters:,}"

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 from toolkit.cli.compose import compose
 from toolkit.config.checks import check, micro_rows, settled
 from toolkit.config.hub import with_folder
-from toolkit.config.schema import RunConfig
+from toolkit.config.schema import ParallelConfig, RunConfig
 from toolkit.disk import unused
 from toolkit.errors import ConfigError
 from toolkit.launch import build_locks, environment, forward
@@ -48,7 +48,7 @@ def run(words: list[str]) -> int:
     if not (cfg.data.validation or cfg.data.validation_fraction):
         raise ConfigError(tr("there is nothing to evaluate: set data.validation or data.validation_fraction."))
     check(composed.loaded)
-    cfg = settled(cfg)
+    cfg = replace(settled(cfg), parallel=ParallelConfig())  # each rank, or ZeRO-3, has a whole model
     file = _output(cfg, composed.arguments.get("output", ""))
     forward.apply(cfg.launch.env, ranks, os.environ, inherited)
     if cfg.distributed.interface:

@@ -28,6 +28,8 @@ def _words() -> dict[str, str]:
         "gradients": tr("gradients"),
         "buckets": tr("communication buffers"),
         "gathered": tr("gathered layers"),
+        "second weights": tr("second copy of the weights (ZeRO++)"),
+        "zenflow": tr("columns that ZenFlow updates at once"),
         "layers": tr("activations: layers"),
         "norms": tr("activations: norms"),
         "attention": tr("activations: attention"),

@@ -6,13 +6,16 @@ from dataclasses import replace
 from pathlib import Path
 
 from toolkit.config.bounds import LEAST
+from toolkit.config.checks_data import check_world_sizes
 from toolkit.config.checks_files import check_files
+from toolkit.config.checks_sequence import check_sequence
 from toolkit.config.checks_track import check_track
 from toolkit.config.checks_tuning import check_tuning, check_tuning_here
+from toolkit.config.checks_zero import check_ranks, check_zero, check_zero_here
 from toolkit.config.layout import layout_of
 from toolkit.config.load import Loaded
 from toolkit.config.places import fail, prefix, value_of
-from toolkit.config.schema import AUTO, EVAL_LOSS, INDUCTOR, Device, Metric, RunConfig
+from toolkit.config.schema import AUTO, EVAL_LOSS, INDUCTOR, Device, Metric, RunConfig, ScheduleName
 from toolkit.config.suggest import did_you_mean
 from toolkit.config.unread import check_effect
 from toolkit.config.variables import check_variables
@@ -33,13 +36,16 @@ def check(loaded: Loaded, world_size: int | None = None, *, files: bool = True) 
         ConfigError: the first rule that does not hold.
     """
     rules = (_numbers, _batch, _length_of_run, _schedule, _zero, _offload, _compile, _names, _restarts, _evaluate)
-    for rule in (*rules, check_tuning, check_track, check_effect, check_variables):
+    late = (check_tuning, check_sequence, check_zero, check_track, check_effect, check_variables)
+    for rule in (*rules, check_world_sizes, *late):
         rule(loaded)
     if world_size is not None:
         accumulation(settled(loaded.cfg), world_size, prefix(loaded, "batch.global_size"))
+        check_ranks(loaded, world_size)
     if files:
         check_files(loaded)
         check_tuning_here(loaded)
+        check_zero_here(loaded)
 
 
 def micro_rows(cfg: RunConfig) -> int:
@@ -125,6 +131,7 @@ def _numbers(loaded: Loaded) -> None:
         "data.max_bad_fraction",
         "schedule.warmup_ratio",
         "schedule.min_lr_ratio",
+        "schedule.decay_ratio",
         "schedule.warmup_min_ratio",
     ):
         value = value_of(cfg, key)
@@ -185,6 +192,19 @@ def _schedule(loaded: Loaded) -> None:
                 ratio=schedule.warmup_ratio,
             )
             + ("" if both_from_one else " " + tr("Set the other to 0.")),
+        )
+    steps = loaded.cfg.train.max_steps
+    if steps and schedule.name is ScheduleName.wsd and schedule.warmup_steps + schedule.decay_steps > steps:
+        raise fail(
+            loaded,
+            "schedule.decay_steps",
+            tr(
+                "schedule.warmup_steps = {warmup} and schedule.decay_steps = {decay} are more together than "
+                "train.max_steps = {steps}.",
+                warmup=schedule.warmup_steps,
+                decay=schedule.decay_steps,
+                steps=steps,
+            ),
         )
     if loaded.cfg.train.max_steps and schedule.warmup_steps > loaded.cfg.train.max_steps:
         raise fail(

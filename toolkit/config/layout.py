@@ -42,6 +42,11 @@ class Layout:
         return self.rank % self.data_ranks if self.pipeline > 1 else self.rank // self.model_ranks
 
     @property
+    def part(self) -> int:
+        """Which part of each row's tokens is this rank's, from 0."""
+        return self.rank % self.sequence
+
+    @property
     def copies(self) -> int:
         """How many ranks count the same token: what is summed over all ranks is so many times too large."""
         return self.tensor

@@ -140,6 +140,17 @@ class ScheduleName(str, Enum):
     constant = "constant"
     linear = "linear"
     cosine = "cosine"
+    polynomial = "polynomial"
+    inverse_sqrt = "inverse_sqrt"
+    wsd = "wsd"
+
+
+class Decay(str, Enum):
+    """How the learning rate falls at the end of a wsd schedule."""
+
+    linear = "linear"
+    cosine = "cosine"
+    sqrt = "sqrt"
 
 
 class WarmupType(str, Enum):
@@ -395,6 +406,8 @@ class BatchConfig:
     """Rows per optimizer step over all ranks; a row is a sample, or with `data.packing` packed or grouped up to `data.max_length` tokens of several."""
     micro_per_gpu: int | str = 1
     """Rows of one rank per forward pass; auto: the most that fit into the memory of every rank, found before the first step and written into config.yaml of the run (docs/rehearsal.md)."""
+    world_sizes: list[int] = field(default_factory=list)
+    """Numbers of ranks that the run is to start or go on with: `batch.global_size` is checked for each of them, before anything starts; [] checks the present one only."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -417,18 +430,28 @@ class OptimConfig:
 
 @dataclass(kw_only=True, slots=True)
 class ScheduleConfig:
-    """`schedule`: the learning rate over the steps. Equal to DeepSpeed's WarmupLR, WarmupDecayLR and WarmupCosineLR."""
+    """`schedule`: the learning rate over the steps. constant, linear and cosine equal DeepSpeed's WarmupLR, WarmupDecayLR and WarmupCosineLR; polynomial, inverse_sqrt and wsd those of transformers."""
 
     name: ScheduleName = ScheduleName.cosine
-    """constant: stays at the peak; linear: falls to 0 at the last step; cosine: falls to `schedule.min_lr_ratio` of the peak."""
+    """constant: stays at the peak; linear: falls to 0 at the last step; cosine: falls to `schedule.min_lr_ratio` of the peak; polynomial: falls there as a power of the steps that are left; inverse_sqrt: falls as 1 / sqrt(step); wsd: stays at the peak and falls at the end (warm-up, stable, decay)."""
     warmup_steps: int = 0
     """Optimizer steps of warm-up; 0 starts at the peak."""
     warmup_ratio: float = 0.0
     """Warm-up as a fraction of all steps, rounded up; give this or `schedule.warmup_steps`."""
     warmup_type: WarmupType = WarmupType.linear
-    """linear or log: how the learning rate rises during warm-up."""
+    """linear or log: how the learning rate rises during warm-up; of polynomial, inverse_sqrt and wsd linearly."""
     min_lr_ratio: float = 0.0
-    """cosine: last learning rate as a fraction of the peak."""
+    """cosine, polynomial, wsd: last learning rate as a fraction of the peak."""
+    power: float = 1.0
+    """polynomial: the power; 1 falls in a straight line, 2 fast at first and slowly at the end."""
+    timescale: int = 0
+    """inverse_sqrt: steps after which the rate is 1 / sqrt(2) of the peak, counted from the end of the warm-up; 0 takes the steps of the warm-up, or 10000 without one."""
+    decay_steps: int = 0
+    """wsd: optimizer steps of the fall at the end; 0 takes `schedule.decay_ratio`."""
+    decay_ratio: float = 0.1
+    """wsd: the fall at the end as a fraction of all steps, rounded up."""
+    decay_type: Decay = Decay.linear
+    """wsd: how it falls: linear, cosine, or sqrt (as 1 - sqrt, fast at first)."""
     warmup_min_ratio: float = 0.0
     """First learning rate of the warm-up as a fraction of the peak."""
 
@@ -475,6 +498,10 @@ class OffloadOptimizerConfig:
     """nvme: write the last tile while this one is computed."""
     ratio: float = 1.0
     """cpu, stage 3: fraction of the parameters whose optimizer step runs on the CPU."""
+    super_offload: bool = False
+    """cpu, stage 3, NVIDIA GPUs: DeepSpeed's SuperOffload for Grace Hopper and the like: the optimizer step in a process of its own, beside the backward pass where `train.gradient_clipping` is 0 (docs/zero.md)."""
+    cpuadam_cores_perc: float = 0.8
+    """super_offload: fraction of a rank's cores that its optimizer process gets."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -514,6 +541,28 @@ class AioConfig:
 
 
 @dataclass(kw_only=True, slots=True)
+class ZenFlowConfig:
+    """`zero.zenflow`: DeepSpeed's ZenFlow: the columns with the largest gradients are updated in every step, on the GPU; all others together every few steps, on the CPU. Another algorithm than AdamW, and one that cannot be resumed (docs/zero.md)."""
+
+    enabled: bool = False
+    """Use it; stages 1 and 2 with an optimizer offloaded to the CPU."""
+    topk_ratio: float = 0.1
+    """Fraction of the columns of each matrix that are updated in every step."""
+    select_interval: int = 16
+    """Steps after which these columns are chosen anew; a multiple of update_interval."""
+    update_interval: int = 4
+    """Steps whose gradients are added up for all other columns before they are updated."""
+    full_warm_up_rounds: int = 0
+    """Steps at the beginning in which everything is updated."""
+    overlap_step: bool = False
+    """Let the update on the CPU run beside the next steps, in a process of its own."""
+    offload: bool = False
+    """Keep the optimizer states of the chosen columns in host memory; needs zero.overlap_comm."""
+    pt_reserved_cores_perc: float = 0.5
+    """overlap_step: fraction of the cores that are kept from the optimizer process."""
+
+
+@dataclass(kw_only=True, slots=True)
 class ZeroConfig:
     """`zero`: DeepSpeed's ZeRO, what is split over the ranks. Sizes are in elements, not bytes."""
 
@@ -545,10 +594,18 @@ class ZeroConfig:
     """Stage 3: keep a gathered parameter if it is used again within so many elements."""
     stage3_gather_16bit_weights_on_model_save: bool = False
     """Stage 3: for other programs that call DeepSpeed's save_16bit_model; our own export gathers in any case."""
+    zero_hpz_partition_size: int = 1
+    """Stage 3, ZeRO++: ranks (those of one machine) that keep a second copy of the weights, from which the backward pass gathers; 1 keeps none."""
+    zero_quantized_weights: bool = False
+    """Stage 3, ZeRO++: gather weights in 8 bits (NVIDIA GPUs)."""
+    zero_quantized_gradients: bool = False
+    """Stage 3, ZeRO++: average gradients between machines in 4 bits (NVIDIA GPUs, fp16)."""
     offload_optimizer: OffloadOptimizerConfig = field(default_factory=OffloadOptimizerConfig)
     """Optimizer states outside the GPU."""
     offload_param: OffloadParamConfig = field(default_factory=OffloadParamConfig)
     """Parameters outside the GPU."""
+    zenflow: ZenFlowConfig = field(default_factory=ZenFlowConfig)
+    """Updates of the important columns first."""
     aio: AioConfig = field(default_factory=AioConfig)
     """Disk access of NVMe offload."""
 

@@ -38,8 +38,22 @@ STAGE3_KEYS = (
     "stage3_max_live_parameters",
     "stage3_max_reuse_distance",
     "stage3_gather_16bit_weights_on_model_save",
+    "zero_hpz_partition_size",
+    "zero_quantized_weights",
+    "zero_quantized_gradients",
 )
+SUPER_OFFLOAD_KEYS = ("super_offload", "cpuadam_cores_perc")
 STAGE12_KEYS = ("allgather_partitions", "allgather_bucket_size", "round_robin_gradients")
+SCHEDULES_READ = {
+    "min_lr_ratio": (ScheduleName.cosine, ScheduleName.polynomial, ScheduleName.wsd),
+    "warmup_type": (ScheduleName.constant, ScheduleName.linear, ScheduleName.cosine),
+    "power": (ScheduleName.polynomial,),
+    "timescale": (ScheduleName.inverse_sqrt,),
+    "decay_steps": (ScheduleName.wsd,),
+    "decay_ratio": (ScheduleName.wsd,),
+    "decay_type": (ScheduleName.wsd,),
+}
+"""Key of `schedule` -> the schedules that read it, where not all do."""
 ZERO_KEYS = ("contiguous_gradients", "overlap_comm", "reduce_scatter", "reduce_bucket_size")
 
 
@@ -77,7 +91,7 @@ def _as_written(value: object) -> str:
 
 def _unread(cfg: RunConfig) -> Iterator[tuple[str, str]]:
     """Yield the keys that this configuration does not read, and why."""
-    zero, train, schedule = cfg.zero, cfg.train, cfg.schedule
+    zero, train = cfg.zero, cfg.train
     if cfg.precision.dtype is not Dtype.fp16:
         reason = tr("precision.dtype is {dtype}, not fp16", dtype=cfg.precision.dtype.value)
         yield from ((f"precision.{name}", reason) for name in FP16_KNOBS)
@@ -102,11 +116,7 @@ def _unread(cfg: RunConfig) -> Iterator[tuple[str, str]]:
         yield from ((f"compile.{name}", reason) for name in ("backend", "mode", "dynamic", "deepcompile"))
     elif cfg.compile.backend != INDUCTOR:
         yield "compile.mode", tr("compile.backend is {backend}, not inductor", backend=cfg.compile.backend)
-    if schedule.name is not ScheduleName.cosine:
-        yield "schedule.min_lr_ratio", tr("schedule.name is {name}, not cosine", name=schedule.name.value)
-    if not (schedule.warmup_steps or schedule.warmup_ratio):
-        reason = tr("there is no warm-up")
-        yield from ((f"schedule.{name}", reason) for name in ("warmup_type", "warmup_min_ratio"))
+    yield from _unread_schedule(cfg)
     yield from _unread_data(cfg)
     yield from unread_tuning(cfg)
     yield from _unread_evaluate(cfg)
@@ -125,6 +135,18 @@ def _unread(cfg: RunConfig) -> Iterator[tuple[str, str]]:
         for key in all_keys():
             if key.startswith("model.shape."):
                 yield key, tr("model.init is pretrained")
+
+
+def _unread_schedule(cfg: RunConfig) -> Iterator[tuple[str, str]]:
+    """Settings of schedules of other names."""
+    schedule = cfg.schedule
+    reason = tr("schedule.name is {name}", name=schedule.name.value)
+    yield from ((f"schedule.{key}", reason) for key, names in SCHEDULES_READ.items() if schedule.name not in names)
+    if schedule.name is ScheduleName.wsd and schedule.decay_steps:
+        yield "schedule.decay_ratio", tr("schedule.decay_steps is given")
+    if not (schedule.warmup_steps or schedule.warmup_ratio):
+        reason = tr("there is no warm-up")
+        yield from ((f"schedule.{name}", reason) for name in ("warmup_type", "warmup_min_ratio"))
 
 
 def _unread_data(cfg: RunConfig) -> Iterator[tuple[str, str]]:
@@ -185,9 +207,18 @@ def _unread_offload(cfg: RunConfig) -> Iterator[tuple[str, str]]:
             # The optimizer's path may name the place of the parameters too (conf/zero/stage3_nvme.yaml).
             if device is Device.none or (device is Device.cpu and last in nvme_only):
                 yield key, reason
-    ratio = cfg.zero.offload_optimizer
-    if ratio.device is Device.cpu and cfg.zero.stage != 3:
+    optimizer = cfg.zero.offload_optimizer
+    if optimizer.device is Device.cpu and cfg.zero.stage != 3:
         yield "zero.offload_optimizer.ratio", tr("zero.stage is {stage}", stage=cfg.zero.stage)
+    if not optimizer.super_offload:
+        reason = tr("{section}.super_offload is false", section="zero.offload_optimizer")
+        yield "zero.offload_optimizer.cpuadam_cores_perc", reason
+    zenflow = cfg.zero.zenflow
+    for key in all_keys():
+        if key.startswith("zero.zenflow.") and not key.endswith(".enabled") and not zenflow.enabled:
+            yield key, tr("{section}.enabled is false", section="zero.zenflow")
+    if zenflow.enabled and not zenflow.overlap_step:
+        yield "zero.zenflow.pt_reserved_cores_perc", tr("zero.zenflow.overlap_step is false")
     if Device.nvme not in (cfg.zero.offload_optimizer.device, cfg.zero.offload_param.device):
         for key in all_keys():
             if key.startswith("zero.aio."):

@@ -15,7 +15,7 @@ UNTRAINED = -100
 """Label of a token that the loss does not cover."""
 
 
-def collate(rows: Sequence[Sequence[Sample]], pad_id: int, packed: bool = False) -> Batch:
+def collate(rows: Sequence[Sequence[Sample]], pad_id: int, packed: bool = False, multiple: int = PAD_MULTIPLE) -> Batch:
     """Lay samples out side by side and pad on the right to the longest row, rounded up.
 
     Args:
@@ -23,6 +23,7 @@ def collate(rows: Sequence[Sequence[Sample]], pad_id: int, packed: bool = False)
             that have nothing left but must take part in the step.
         pad_id: id that fills up.
         packed: whether rows may hold several samples.
+        multiple: of how many tokens the rows' length is made a multiple.
 
     Returns:
         The batch. `labels` stand at their own token's position (not shifted): -100 where the loss does not cover it,
@@ -30,7 +31,7 @@ def collate(rows: Sequence[Sequence[Sample]], pad_id: int, packed: bool = False)
         samples from 1; 0 is padding. A filler is one sample, as attention over nothing would give NaN.
     """
     longest = max((sum(len(ids) for ids, _ in row) for row in rows), default=1)
-    size = (max(len(rows), 1), -(-longest // PAD_MULTIPLE) * PAD_MULTIPLE)
+    size = (max(len(rows), 1), -(-longest // multiple) * multiple)
     input_ids = torch.full(size, pad_id, dtype=torch.int64)
     labels = torch.full(size, UNTRAINED, dtype=torch.int64)
     position_ids = torch.arange(size[1]).repeat(size[0], 1)

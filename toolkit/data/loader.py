@@ -8,7 +8,7 @@ from torch.utils.data import DataLoader
 
 from toolkit.config.schema import Packing
 from toolkit.data.collate import Batch, collate
-from toolkit.data.plan import Plan
+from toolkit.data.plan import PAD_MULTIPLE, Plan
 from toolkit.data.store import Sample, Store
 
 
@@ -40,6 +40,7 @@ def build_loader(
     *,
     seed: int,
     num_workers: int = 0,
+    multiple: int = PAD_MULTIPLE,
 ) -> "DataLoader[Batch]":
     """Return an iterable over one rank's micro-batches as tensors.
 
@@ -51,6 +52,7 @@ def build_loader(
         packing: how the plan was made.
         seed: seeds the workers.
         num_workers: processes that load ahead; 0 loads in this one.
+        multiple: of so many tokens each row is a multiple.
     """
     # A generator of its own: DataLoader otherwise draws from torch's global one, and a loader more or less
     # (an evaluation, another number of epochs) would change the dropout of the training.
@@ -58,14 +60,14 @@ def build_loader(
     return DataLoader(
         PlannedRows(store, plan),  # type: ignore[arg-type]  # has a Dataset's methods without its base class
         batch_sampler=micro_batches,
-        collate_fn=partial(_collate, pad_id=pad_id, packing=packing),
+        collate_fn=partial(_collate, pad_id=pad_id, packing=packing, multiple=multiple),
         num_workers=num_workers,
         generator=generator,
     )
 
 
-def _collate(rows: Sequence[Sequence[Sample]], pad_id: int, packing: Packing) -> Batch:
+def _collate(rows: Sequence[Sequence[Sample]], pad_id: int, packing: Packing, multiple: int) -> Batch:
     if packing is Packing.packed:
-        return collate(rows, pad_id, packed=True)
+        return collate(rows, pad_id, packed=True, multiple=multiple)
     # Each sample on a row of its own; a row of a grouped plan is a whole micro-batch.
-    return collate([[sample] for row in rows for sample in row], pad_id)
+    return collate([[sample] for row in rows for sample in row], pad_id, multiple=multiple)

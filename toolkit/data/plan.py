@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +23,11 @@ PAD_MULTIPLE = 8
 """Rows are padded to a multiple of this, so that there are few different shapes."""
 
 _SLICE = 1 << 20
+
+
+def pad_multiple(parts: int) -> int:
+    """Return what the length of rows is made a multiple of, so that they can be divided into equal parts."""
+    return math.lcm(PAD_MULTIPLE, parts)
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,9 +26,10 @@ from toolkit.config.schema import (
     PrecisionConfig,
     RunConfig,
     ScheduleName,
+    ZenFlowConfig,
     ZeroConfig,
 )
-from toolkit.config.unread import STAGE3_KEYS
+from toolkit.config.unread import STAGE3_KEYS, SUPER_OFFLOAD_KEYS
 from toolkit.engine.ds_names import check_extra
 from toolkit.messages import tr
 
@@ -42,9 +43,10 @@ def _names(kind: type, *without: str) -> tuple[str, ...]:
 
 # DeepSpeed section -> (schema section, the names that both share)
 SECTIONS: dict[str, tuple[str, tuple[str, ...]]] = {
-    "zero_optimization": ("zero", _names(ZeroConfig, "offload_optimizer", "offload_param", "aio")),
+    "zero_optimization": ("zero", _names(ZeroConfig, "offload_optimizer", "offload_param", "zenflow", "aio")),
     "zero_optimization.offload_optimizer": ("zero.offload_optimizer", _names(OffloadOptimizerConfig)),
     "zero_optimization.offload_param": ("zero.offload_param", _names(OffloadParamConfig)),
+    "zero_optimization.zenflow": ("zero.zenflow", _names(ZenFlowConfig, "enabled")),
     "aio": ("zero.aio", _names(AioConfig)),
     "fp16": ("precision", _names(PrecisionConfig, "dtype")),
     "optimizer.params": ("optim", ("lr", "betas", "eps", "weight_decay")),
@@ -61,6 +63,7 @@ SAME: dict[str, str] = {
     "dump_state": "profile.dump_state",
     "optimizer.params.torch_adam": "optim.torch",
     "compile.deepcompile": "compile.deepcompile",
+    "sequence_parallel_size": "parallel.sequence",
 } | {f"{theirs}.{name}": f"{ours}.{name}" for theirs, (ours, names) in SECTIONS.items() for name in names}
 DERIVED: dict[str, str] = {
     "gradient_accumulation_steps": "batch.global_size",
@@ -69,6 +72,7 @@ DERIVED: dict[str, str] = {
     "optimizer.type": "optim.name",
     "optimizer.params.adam_w_mode": "optim.name",
     "optimizer.params.fused": "optim.torch",
+    "zero_optimization.zenflow.select_strategy": "zero.zenflow.enabled",
     "scheduler.type": "schedule.name",
     "scheduler.params.warmup_min_lr": "schedule.warmup_min_ratio",
     "scheduler.params.warmup_max_lr": "optim.lr",
@@ -77,6 +81,11 @@ DERIVED: dict[str, str] = {
     "scheduler.params.total_num_steps": "train.max_steps",
     "scheduler.params.warmup_min_ratio": "schedule.warmup_min_ratio",
     "scheduler.params.cos_min_ratio": "schedule.min_lr_ratio",
+}
+SCHEDULERS = {
+    ScheduleName.constant: "WarmupLR",
+    ScheduleName.linear: "WarmupDecayLR",
+    ScheduleName.cosine: "WarmupCosineLR",
 }
 # DeepSpeed's monitors are never on: trackers of our own do their work, whatever a JSON asks for.
 MONITORS: dict[str, str] = {
@@ -222,6 +231,10 @@ def _batch(ds: DsConfig, cfg: RunConfig, world_size: int) -> None:
         f"= batch.global_size {cfg.batch.global_size} / "
         f"(batch.micro_per_gpu {cfg.batch.micro_per_gpu} x {layout_of(cfg, world_size).data_ranks} ranks)",
     )
+    if cfg.parallel.sequence > 1:
+        # From it DeepSpeed 0.19.8 learns how many ranks have rows of their own (runtime/config.py); as no mpu and no
+        # mesh comes with it, it divides states and averages gradients over all ranks, as without it.
+        _same(ds, cfg, "sequence_parallel_size")
     # Always written: what DeepSpeed does without it changed from no clipping to 1.0 in 2026.
     ds.put("gradient_clipping", float(cfg.train.gradient_clipping), "train.gradient_clipping")
     ds.put("steps_per_print", SILENT, f"= {SILENT}: DeepSpeed's own progress lines are off, see train.log_every")
@@ -259,15 +272,28 @@ def _zero(ds: DsConfig, cfg: RunConfig) -> None:
     _copy(ds, cfg, "zero_optimization", *(() if zero.stage == 3 else STAGE3_KEYS))
     for name, offload in (("offload_optimizer", zero.offload_optimizer), ("offload_param", zero.offload_param)):
         if offload.device is not Device.none:
-            _copy(ds, cfg, f"zero_optimization.{name}", *(() if offload.device is Device.nvme else ("nvme_path",)))
+            path = () if offload.device is Device.nvme else ("nvme_path",)
+            _copy(
+                ds,
+                cfg,
+                f"zero_optimization.{name}",
+                *path,
+                *(() if zero.offload_optimizer.super_offload else SUPER_OFFLOAD_KEYS),
+            )
     if Device.nvme in (zero.offload_optimizer.device, zero.offload_param.device):
         _copy(ds, cfg, "aio")
+    if zero.zenflow.enabled:
+        _copy(ds, cfg, "zero_optimization.zenflow")
+        # Its other strategy counts epochs by a data loader that the engine does not have here.
+        ds.put("zero_optimization.zenflow.select_strategy", "step", "zero.zenflow.enabled")
 
 
 def _optimizer(ds: DsConfig, cfg: RunConfig) -> None:
     adamw = cfg.optim.name is OptimizerName.adamw
     ds.put("optimizer.type", "AdamW" if adamw else "Adam", "optim.name")
     _copy(ds, cfg, "optimizer.params")
+    if cfg.zero.zenflow.enabled:  # hands these parameters to PyTorch's AdamW too, which knows none of the following
+        return
     # DeepSpeed reads type "Adam" as AdamW unless adam_w_mode is false.
     ds.put("optimizer.params.adam_w_mode", adamw, "optim.name")
     # No zero_force_ds_cpu_optimizer or zero_allow_untested_optimizer is needed: the first concerns optimizers handed
@@ -280,6 +306,15 @@ def _optimizer(ds: DsConfig, cfg: RunConfig) -> None:
 def _scheduler(ds: DsConfig, cfg: RunConfig, total_steps: int | None) -> None:
     """Name DeepSpeed's scheduler that is equal to ours (train/schedule.py), or say that there is none."""
     schedule = cfg.schedule
+    if schedule.name not in SCHEDULERS:
+        ds.missing.append(
+            tr(
+                "The scheduler is left out: schedule.name = {name} has no equal in DeepSpeed. A plain "
+                "deepspeed.initialize keeps the learning rate constant.",
+                name=schedule.name.value,
+            )
+        )
+        return
     constant = schedule.name is ScheduleName.constant
     if total_steps is None and (not constant or schedule.warmup_ratio):
         ds.missing.append(
@@ -306,12 +341,7 @@ def _scheduler(ds: DsConfig, cfg: RunConfig, total_steps: int | None) -> None:
 
 def _named_scheduler(ds: DsConfig, cfg: RunConfig, steps: int, total_steps: int | None) -> None:
     schedule, params = cfg.schedule, "scheduler.params."
-    names = {
-        ScheduleName.constant: "WarmupLR",
-        ScheduleName.linear: "WarmupDecayLR",
-        ScheduleName.cosine: "WarmupCosineLR",
-    }
-    ds.put("scheduler.type", names[schedule.name], "schedule.name")
+    ds.put("scheduler.type", SCHEDULERS[schedule.name], "schedule.name")
     if schedule.name is ScheduleName.cosine:
         ds.put(params + "warmup_min_ratio", schedule.warmup_min_ratio, "schedule.warmup_min_ratio")
         ds.put(params + "cos_min_ratio", schedule.min_lr_ratio, "schedule.min_lr_ratio")

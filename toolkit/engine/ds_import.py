@@ -21,6 +21,7 @@ from toolkit.engine.ds_translate import (
     translate_precision,
     translate_scheduler,
     translate_steps_per_print,
+    translate_zenflow,
 )
 from toolkit.errors import ConfigError
 from toolkit.messages import tr
@@ -59,6 +60,7 @@ def import_json(path: str, loaded: Loaded, world_size: int | None) -> tuple[Load
     translate_optimizer(task)
     translate_scheduler(task)
     translate_activation_checkpointing(task, values)
+    translate_zenflow(task, values)
     translate_steps_per_print(task)
     translate_monitors(task)
     if task.contradictions:

@@ -13,6 +13,8 @@ ELSEWHERE = {
     "optimizer.params.max_grad_norm": "gradient_clipping",
     "optimizer.params.learning_rate": "optimizer.params.lr",
 }
+# What does today what a removed section did.
+INSTEAD = {"elasticity": "batch.world_sizes"}
 # Without these DeepSpeed (0.19.8) does not look at a step's gradient norm, or goes on if it is not finite.
 NEEDED = ("zero_optimization.compute_grad_norm", "bf16.check_grad_overflow")
 
@@ -42,6 +44,13 @@ def name_problems(section: dict[str, Any], tree: dict[str, Any] | None = None, p
 
 def _unknown(key: str, siblings: dict[str, Any], prefix: str) -> str:
     name = key.removeprefix(prefix)
+    if key in INSTEAD:
+        return tr(
+            "'{key}' belongs to a feature that was removed from DeepSpeed. Take it out, and use {schema} instead "
+            "(docs/data_efficiency.md).",
+            key=key,
+            schema=INSTEAD[key],
+        )
     if key in REMOVED:
         return tr("'{key}' belongs to a feature that was removed from DeepSpeed. Take it out.", key=key)
     if key in RENAMED:

@@ -283,6 +283,25 @@ def translate_activation_checkpointing(task: Translation, values: dict[str, Any]
         )
 
 
+def translate_zenflow(task: Translation, values: dict[str, Any]) -> None:
+    """A section that is present switches it on; of its two ways to count only steps are possible here."""
+    key = "zero_optimization.zenflow"
+    if not isinstance(values.get("zero_optimization"), dict) or "zenflow" not in values["zero_optimization"]:
+        return
+    task.take("zero.zenflow.enabled", True, key)
+    strategy = f"{key}.select_strategy"
+    if task.has(strategy) and task.given[strategy] != "step":
+        raise task.fail(
+            strategy,
+            tr(
+                "{key} = {value} counts by a data loader that DeepSpeed does not have here. Write step, and steps as "
+                "select_interval.",
+                key=strategy,
+                value=task.given[strategy],
+            ),
+        )
+
+
 def translate_steps_per_print(task: Translation) -> None:
     """DeepSpeed's progress lines stay off."""
     if "steps_per_print" in task.given:

@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from toolkit.config.schema import ActivationCheckpointingConfig, CompileConfig, When
+from toolkit.engine import zenflow
 from toolkit.errors import ConfigError
 from toolkit.messages import tr
 
@@ -37,6 +38,9 @@ def initialize(
         _checkpoint_activations(model, activation_checkpointing)
     frequencies = _rotary_frequencies(model)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    has_zenflow = "zenflow" in ds_config["zero_optimization"]
+    if has_zenflow:
+        zenflow.prepare(trained)
     try:
         engine, *_ = deepspeed.initialize(
             model=model,
@@ -49,6 +53,8 @@ def initialize(
         raise _refusal(error) from error
     _assert_frequencies_kept(engine.module, frequencies)
     _scale_fp16_loss(engine)
+    if has_zenflow:  # which otherwise makes its first update at the peak of the schedule
+        engine.optimizer._sync_selective_optimizer_lr()
     if compiling is not None and compiling.enabled:
         _compile(engine, compiling)
     return engine

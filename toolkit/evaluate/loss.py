@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 
 from toolkit.config.schema import EVAL_LOSS
 from toolkit.distributed.process_group import sum_over_ranks
-from toolkit.models.loss import UNTRAINED, token_losses
+from toolkit.models.loss import token_losses
 
 
 def evaluate_loss(
@@ -23,7 +23,7 @@ def evaluate_loss(
     Args:
         model: the engine, or the model where there is none; left in its mode.
         micro_batches: this rank's part of the split, CPU tensors `[B, S]`; as many on every rank, fillers included.
-            `sources` tells of each token the number of its source.
+            `sources` tells of each trained token the number of its source.
         names: of the sources, by number.
         device: where the model computes.
 
@@ -35,12 +35,11 @@ def evaluate_loss(
     was_training = getattr(model, "module", model).training
     model.eval()
     for batch in micro_batches:
-        losses = token_losses(model, batch).cpu()
-        is_trained = batch["labels"][:, 1:] != UNTRAINED
-        for number in set(batch["sources"].unique().tolist()) - {-1}:
-            mine = is_trained & (batch["sources"][:, 1:] == number)
-            # A token's loss stands before it.
-            sums[number, 0] += losses[:, :-1][mine].sum(dtype=torch.float64)
+        # A token's loss stands before it.
+        losses = token_losses(model, batch).cpu().flatten()[batch["places"] - 1]
+        for number in batch["sources"].unique().tolist():
+            mine = batch["sources"] == number
+            sums[number, 0] += losses[mine].sum(dtype=torch.float64)
             sums[number, 1] += mine.sum()
     model.train(was_training)
     totals = sum_over_ranks(sums.flatten(), device).view(-1, 2)

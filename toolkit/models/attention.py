@@ -19,7 +19,10 @@ from toolkit.errors import ModelError
 from toolkit.messages import tr
 
 VARLEN = "varlen"
-_LEAK = 0.02
+SEQUENCE = "sequence"
+"""Of `toolkit.models.sequence`: rows whose tokens are divided over ranks."""
+_KERNEL_DTYPES = (torch.float16, torch.bfloat16)
+MOST_CHANGE = 0.02
 """Largest change, as a fraction of the logits' spread, that rounding may cause; a leak causes several times as much."""
 
 
@@ -46,7 +49,7 @@ def choose_attention(model: PreTrainedModel, attention: Attention, packed: bool,
     if attention is Attention.auto:
         if not packed:
             return
-        has_kernel = not trains_on_gpu() or dtype in (torch.float16, torch.bfloat16)
+        has_kernel = not trains_on_gpu() or dtype in _KERNEL_DTYPES
         name = VARLEN if has_kernel else Attention.sdpa.value
         # Where attention is more than PyTorch's function (Gemma 2 bends its scores, gpt-oss has sinks).
         name = name if model._supports_sdpa else Attention.eager.value
@@ -79,48 +82,17 @@ def check_isolation(engine: torch.nn.Module, vocab_size: int, device: torch.devi
     Raises:
         ModelError: they do see each other, or positions do not begin anew.
     """
+    batch = isolation_rows(vocab_size)
     first, second = 12, 20
-    generator = torch.Generator().manual_seed(1)
-    ids = torch.randint(vocab_size, (3, first + second), generator=generator)
-    ids[1, first:] = ids[0, first:]
-    ids[2, :second] = ids[0, first:]
-    segments = torch.ones_like(ids)
-    segments[:2, first:] = 2
-    segments[2, second:] = 0
-    positions = torch.cat((torch.arange(first), torch.arange(second))).repeat(3, 1)
-    positions[2] = torch.arange(first + second)
-    width = first + second
-    bounds = [0, first, width, width + first, 2 * width, 2 * width + second, 3 * width]
-    batch = {
-        "input_ids": ids,
-        "segment_ids": segments,
-        "cu_seq_lens": torch.tensor(bounds, dtype=torch.int32),
-    }
     on_device = {key: tensor.to(device) for key, tensor in batch.items()}
     module = getattr(engine, "module", engine)
     was_training = module.training
     module.eval()
-    try:
-        with torch.no_grad():
-            logits = engine(
-                input_ids=on_device["input_ids"],
-                position_ids=positions.to(device),
-                use_cache=False,
-                **attention_arguments(module, on_device),
-            ).logits.float()
-    except (ValueError, TypeError, IndexError, RuntimeError) as error:
-        raise ModelError(
-            tr(
-                "{name} cannot be trained on packed rows: it cannot do with what keeps their samples apart ({reason}). "
-                "Use data.packing=grouped.",
-                name=name,
-                reason=str(error).split("\n")[0],
-            )
-        ) from error
+    logits = _packed_logits(engine, on_device, name)
     module.train(was_training)
     after_other, after_third, alone = logits[0, first:], logits[1, first:], logits[2, :second]
     change = max(float((after_other - other).abs().max()) for other in (after_third, alone))
-    if change > _LEAK * float(after_other.std()):
+    if change > MOST_CHANGE * float(after_other.std()):
         raise ModelError(
             tr(
                 "{name} cannot be trained on packed rows: the samples of a row influence each other (logits change by "
@@ -131,29 +103,68 @@ def check_isolation(engine: torch.nn.Module, vocab_size: int, device: torch.devi
         )
 
 
+def _packed_logits(engine: torch.nn.Module, batch: dict[str, torch.Tensor], name: str) -> torch.Tensor:
+    module = getattr(engine, "module", engine)
+    try:
+        with torch.no_grad():
+            logits: torch.Tensor = engine(
+                input_ids=batch["input_ids"],
+                position_ids=batch["position_ids"],
+                use_cache=False,
+                **attention_arguments(module, batch),
+            ).logits
+    except (ValueError, TypeError, IndexError, RuntimeError) as error:
+        raise ModelError(
+            tr(
+                "{name} cannot be trained on packed rows: it cannot do with what keeps their samples apart ({reason}). "
+                "Use data.packing=grouped.",
+                name=name,
+                reason=str(error).split("\n")[0],
+            )
+        ) from error
+    return logits.float()
+
+
+def isolation_rows(vocab_size: int, times: int = 1) -> dict[str, torch.Tensor]:
+    """Return three packed rows: [a b], [c b] and [b], of `times` x 12 tokens of a and c and `times` x 20 of b."""
+    first, second = 12 * times, 20 * times
+    width = first + second
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(vocab_size, (3, width), generator=generator)
+    ids[1, first:] = ids[0, first:]
+    ids[2, :second] = ids[0, first:]
+    segments = torch.ones_like(ids)
+    segments[:2, first:] = 2
+    segments[2, second:] = 0
+    positions = torch.cat((torch.arange(first), torch.arange(second))).repeat(3, 1)
+    positions[2] = torch.arange(width)
+    bounds = [0, first, width, width + first, 2 * width, 2 * width + second, 3 * width]
+    return {
+        "input_ids": ids,
+        "segment_ids": segments,
+        "position_ids": positions,
+        "cu_seq_lens": torch.tensor(bounds, dtype=torch.int32),
+    }
+
+
 def attention_arguments(module: Any, batch: dict[str, torch.Tensor]) -> dict[str, Any]:
     """Return what a model's forward takes so that no token sees padding or another sample.
 
     Args:
         module: a transformers model, or ChatGLM-6B's.
-        batch: see `toolkit.data.collate.Batch`; packed if it holds `cu_seq_lens`.
+        batch: see `toolkit.data.collate.Batch`; packed if it holds `cu_seq_lens`; parts of rows if it holds `part`.
     """
     segments = batch["segment_ids"]
+    if "part" in batch:
+        assert module.config._attn_implementation == SEQUENCE
+        return {**_unmasked(batch, segments.size(1)), "in_parts": True}
     if "cu_seq_lens" not in batch:
         mask = segments > 0
         mask.is_right_padded = True  # type: ignore[attr-defined]
         return {"attention_mask": mask}
     implementation = module.config._attn_implementation
     if implementation == VARLEN:
-        bounds, longest = batch["cu_seq_lens"], segments.size(1)
-        return {
-            # transformers passes masks of four dimensions on as they are; this one is never looked at.
-            "attention_mask": torch.ones(1, 1, 1, 1, dtype=torch.bool, device=segments.device),
-            "cu_seq_lens_q": bounds,
-            "cu_seq_lens_k": bounds,
-            "max_length_q": longest,
-            "max_length_k": longest,
-        }
+        return _unmasked(batch, segments.size(1))
     size = segments.size(1)
     causal = torch.ones(size, size, dtype=torch.bool, device=segments.device).tril()
     blocks = ((segments[:, :, None] == segments[:, None, :]) & causal)[:, None]  # [B, 1, S, S]
@@ -161,6 +172,18 @@ def attention_arguments(module: Any, batch: dict[str, torch.Tensor]) -> dict[str
         dtype = next(module.parameters()).dtype
         return {"attention_mask": torch.zeros_like(blocks, dtype=dtype).masked_fill(~blocks, torch.finfo(dtype).min)}
     return {"attention_mask": blocks}
+
+
+def _unmasked(batch: dict[str, torch.Tensor], longest: int) -> dict[str, Any]:
+    """Return the arguments of attention that knows by itself what a token sees."""
+    # transformers passes masks of four dimensions on as they are; this one is never looked at.
+    arguments: dict[str, Any] = {
+        "attention_mask": torch.ones(1, 1, 1, 1, dtype=torch.bool, device=batch["segment_ids"].device)
+    }
+    if (bounds := batch.get("cu_seq_lens")) is not None:
+        arguments |= dict.fromkeys(("cu_seq_lens_q", "cu_seq_lens_k"), bounds)
+        arguments |= dict.fromkeys(("max_length_q", "max_length_k"), longest)
+    return arguments
 
 
 def varlen_attention(
@@ -193,13 +216,36 @@ def varlen_attention(
     bounds = options.get("cu_seq_lens_q")
     if bounds is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **options)
+    return attend_to_segments(query, key, value, bounds, int(options["max_length_q"]), dropout, scaling), None
+
+
+def attend_to_segments(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    bounds: torch.Tensor,
+    longest: int,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+) -> torch.Tensor:
+    """Return causal attention within segments, [B, S, H, D]; arguments as those of `varlen_attention`.
+
+    Args:
+        query: [B, H, S, D].
+        key: [B, heads of keys, S, D].
+        value: as `key`.
+        bounds: int32 [segments + 1] over the B x S tokens.
+        longest: no segment has more tokens.
+        dropout: of the attention's weights.
+        scaling: of the scores; None is 1 / sqrt(D).
+    """
     rows, _, size, width = query.shape
     flat = tuple(states.transpose(1, 2).reshape(rows * size, -1, width) for states in (query, key, value))
-    if query.is_cuda and not dropout:
-        mixed = _kernel(flat, bounds, int(options["max_length_q"]), scaling)
+    if query.is_cuda and not dropout and query.dtype in _KERNEL_DTYPES:
+        mixed = _kernel(flat, bounds, longest, scaling)
     else:
         mixed = _one_by_one(flat, bounds, dropout, scaling)
-    return mixed.view(rows, size, -1, width), None
+    return mixed.view(rows, size, -1, width)
 
 
 def _kernel(

@@ -13,6 +13,7 @@ from toolkit.models.attention import choose_attention
 from toolkit.models.chatglm.modeling import ChatGLMForConditionalGeneration
 from toolkit.models.chatglm.tokenizers import GlmTokenizer
 from toolkit.models.load import load_model
+from toolkit.models.sequence import split_sequences
 
 TORCH_DTYPES = {
     Dtype.fp32: torch.float32,
@@ -28,6 +29,7 @@ def build_model(
     seed: int,
     ds_config: dict[str, Any] | None = None,
     packed: bool = False,
+    parts: int = 1,
 ) -> PreTrainedModel:
     """Build the model that is trained.
 
@@ -39,6 +41,7 @@ def build_model(
         ds_config: the DeepSpeed dict; with stage 3 the parameters are partitioned as they are read, so that no rank
             ever holds the whole model. Needs a process group.
         packed: whether rows will hold several samples.
+        parts: ranks over which the tokens of each row are divided.
 
     Raises:
         ModelError: the weights do not fit the architecture, or the tokenizer does not fit the model.
@@ -49,7 +52,10 @@ def build_model(
     else:
         model = load_model(config.path, dtype=TORCH_DTYPES[dtype], ds_config=ds_config)
     _check_vocabulary(model, tokenizer)
-    choose_attention(model, config.attention, packed, TORCH_DTYPES[dtype])
+    if parts > 1:
+        split_sequences(model, parts)
+    else:
+        choose_attention(model, config.attention, packed, TORCH_DTYPES[dtype])
     model.config.use_cache = False
     return model
 

@@ -55,20 +55,22 @@ def token_losses(engine: Any, batch: Batch) -> torch.Tensor:
     given = _on_device(engine, batch)
     with torch.compiler.set_stance("force_eager"):
         losses = loss_head(engine).losses(engine, given)
-    everywhere = losses.new_zeros(given["labels"].numel())
-    return everywhere.index_copy_(0, given["places"] - 1, losses).view(given["labels"].shape)
+    everywhere = losses.new_zeros(given["input_ids"].numel())
+    return everywhere.index_copy_(0, given["places"] - 1, losses).view(given["input_ids"].shape)
 
 
 def with_places(batch: Batch) -> Batch:
-    """Return a batch with `places`, int64 [T]: where its trained tokens stand in the flattened labels.
+    """Return a batch with `places`, int64 [T]: where its trained tokens stand in the flattened rows; `targets`: these.
 
-    Their number is the shape of what is computed, so they are counted before the batch goes to a device.
+    Their number is the shape of what is computed, so they are counted before the batch goes to a device. Of a part of
+    rows (`toolkit.models.sequence.part_of`) the tokens count before which a token of this part stands.
     """
     if "places" in batch:
         return batch
     is_trained = batch["labels"] != UNTRAINED
     is_trained[:, 0] = False  # nothing stands before it that could predict it
-    return {**batch, "places": is_trained.flatten().nonzero().flatten()}
+    places = is_trained.flatten().nonzero().flatten()
+    return {**batch, "places": places, "targets": batch["labels"].flatten()[places]}
 
 
 def num_trained_tokens(batch: Batch) -> int:
@@ -135,7 +137,7 @@ class LossHead:
         Returns:
             float32 [T]; where a gradient is wanted perhaps only their sum, [1].
         """
-        way, targets = self.way(engine), batch["labels"].flatten().index_select(0, batch["places"])
+        way, targets = self.way(engine), batch["targets"]
         if way is Way.whole:
             logits = _logits(engine, batch).flatten(0, 1).index_select(0, batch["places"] - 1)
         else:
@@ -150,7 +152,7 @@ class LossHead:
         layer = getattr(engine, "module", engine).get_output_embeddings()
         own = layer.__dict__.get("forward")
         self._layer, self._own_forward = layer, layer.forward
-        self._before, self._targets, self._size = batch["places"] - 1, targets, batch["labels"].size(1)
+        self._before, self._targets, self._size = batch["places"] - 1, targets, batch["input_ids"].size(1)
         layer.forward = self._forward
         try:
             yield
@@ -220,8 +222,9 @@ def _probe(module: Any, device: torch.device) -> tuple[Batch, torch.Tensor]:
         "position_ids": torch.arange(8, device=device)[None],
         "segment_ids": torch.ones_like(ids),
         "places": places,
+        "targets": ids.flatten()[places],
     }
-    return batch, ids.flatten()[places]
+    return batch, batch["targets"]
 
 
 def _logits(engine: Any, batch: Batch) -> torch.Tensor:

@@ -25,6 +25,26 @@ def why_not_packed(model: ModelConfig, max_length: int, tuning: TuningMethod = T
         return tr("what tuning={method} learns stands before a row, not before each sample in it", method=tuning.value)
     if model.init is Init.random:
         return ""
+    return _why_not(model, max_length)
+
+
+def why_not_in_parts(model: ModelConfig, max_length: int) -> str:
+    """Return why rows of a model cannot be divided over ranks, "" if nothing in its config speaks against it.
+
+    What the loaded model says to it is seen by `toolkit.models.sequence`.
+
+    Args:
+        model: the recipe's section.
+        max_length: tokens of a row.
+
+    Raises:
+        ModelError: the model folder cannot be read.
+    """
+    return "" if model.init is Init.random else _why_not(model, max_length)
+
+
+def _why_not(model: ModelConfig, max_length: int) -> str:
+    """Return what in a model folder's config mixes the tokens of a row otherwise than by causal attention."""
     config = read_config(model.path)
     if architecture_of(config) is Architecture.v1:
         return tr("ChatGLM-6B finds the positions of a whole row from its one <sop>")

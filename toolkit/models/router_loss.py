@@ -34,27 +34,39 @@ class RouterLoss:
     def __init__(self, coefficient: float, routers: list[nn.Module]) -> None:
         self.coefficient, self.num_layers = coefficient, len(routers)
         self._values: dict[int, torch.Tensor] = {}
+        self._sum: torch.Tensor | float = 0.0
         self._is_token: torch.Tensor | None = None
         self._factor = 0.0
         for number, router in enumerate(routers):
             router.register_forward_hook(lambda _, __, output, number=number: self._add(number, output))
 
     def begin(self, segment_ids: torch.Tensor, device: torch.device, scale: float) -> None:
-        """Take notice of the next forward pass and of the backward pass after it.
+        """Take notice of the next micro-batch's forward and backward pass.
 
         Args:
             segment_ids: [B, S], 0 where padding stands.
             device: where the model computes.
             scale: of this micro-batch's loss, beside the coefficient.
         """
+        self._end()
         self._is_token = (segment_ids > 0).to(device, non_blocking=True)
         self._factor = scale * self.coefficient / self.num_layers
-        self._values = {}
 
-    def end(self) -> torch.Tensor:
-        """Return the mean over layers since `begin`, float32 without a gradient and without the coefficient."""
-        self._is_token = None
-        return torch.stack(list(self._values.values())).mean()
+    def take(self) -> torch.Tensor:
+        """Return the sum over micro-batches of the mean over layers, and take notice of nothing more.
+
+        Returns:
+            float32 scalar of this rank, without a gradient and without the coefficient.
+        """
+        self._end()
+        total, self._sum, self._is_token = self._sum, 0.0, None
+        assert isinstance(total, torch.Tensor)
+        return total
+
+    def _end(self) -> None:
+        if self._values:
+            self._sum = self._sum + torch.stack(list(self._values.values())).mean()
+            self._values = {}
 
     def _add(self, number: int, output: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...] | None:
         if self._is_token is None:

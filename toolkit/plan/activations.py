@@ -10,6 +10,7 @@ holds it against the real models): H hidden width, I inner width, A width of all
 - SwiGLU: gate, up and the activated gate (3 w I); GELU: its input.
 """
 
+import math
 from collections import Counter
 from dataclasses import dataclass
 
@@ -38,11 +39,17 @@ class Rows:
     """Whether frozen linear layers keep their inputs too, as DeepSpeed's own linear function does under ZeRO-3."""
     on_cpu: bool = False
     """There dropout's mask has numbers instead of truth values."""
+    parts: int = 1
+    """Ranks that divide the tokens of each row; this one has a part."""
 
     @property
     def tokens(self) -> int:
-        """In all."""
-        return self.rows * self.length
+        """Of one rank, in all."""
+        return self.rows * -(-self.length // self.parts)
+
+    def key_copies(self, heads: int) -> int:
+        """Return how often each of so many heads of keys is there, over the ranks that divide rows."""
+        return self.parts // math.gcd(heads, self.parts)
 
 
 def saved_bytes(outline: Outline, rows: Rows, width: int, dropout: float = 0.0) -> dict[str, int]:
@@ -136,7 +143,8 @@ class _Dense(_Layer):
             self.keep("attention", 2 * width * size["rotary"])
         had = self.has_gradient or bool(self.rows.prefix)
         if had:
-            self.attention(size["keys"] if not (self.rows.mask_bytes or self.rows.prefix) else wide)
+            copied = size["keys"] * self.rows.key_copies(size["keys"] // size["head_size"])
+            self.attention(copied if not (self.rows.mask_bytes or self.rows.prefix) else wide)
             self.has_gradient = True
         # Heads that are put together of a turned and an unturned half leave attention in an order that is copied.
         self.linear("attention", ("self_attn.o_proj",), wide, is_kept=had and (self.rows.varlen or not partial))

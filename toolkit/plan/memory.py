@@ -81,6 +81,7 @@ def longest_rows(outline: Outline, cfg: RunConfig, on_cpu: bool = False) -> Rows
         varlen=varlen,
         keeps_inputs=cfg.zero.stage == 3,
         on_cpu=on_cpu,
+        parts=cfg.parallel.sequence,
     )
 
 
@@ -179,12 +180,18 @@ class _Rank:
             parts["weights"] = (self.weight * self.part(self.all) if on_device else 0) + self.weight * sum(small)
             parts["gradients"] = self.grad * self.part(self.trained)
             parts["buckets"] = self.weight * self.bucket
+            if zero.zero_hpz_partition_size > 1:  # the second copy, split over the ranks of one machine
+                parts["second weights"] = self.weight * -(-self.all // zero.zero_hpz_partition_size)
         if self.offloads:
             del parts["optimizer"]
             if self.stage == 3:
                 del parts["gradients"]
             else:
                 parts["buckets"] = (self.weight + self.grad) * self.largest // 2
+            zenflow = self.cfg.zero.zenflow
+            if zenflow.enabled:  # gradients of the chosen columns on every rank, and two states of the weights' type
+                chosen = self.weight * int(self.trained * zenflow.topk_ratio)
+                parts["zenflow"] = chosen * (1 if zenflow.offload else 3)
         return parts
 
     def whole(self) -> int:
@@ -347,6 +354,14 @@ class _Rank:
             parts["weights"] += max(0, 4 * self.all - sum(parts.values()))
         return parts
 
+    def zenflow_host(self, part: int) -> int:
+        """Bytes of what ZenFlow adds on the host: states of chosen columns; a second gradient and old weights."""
+        zenflow = self.cfg.zero.zenflow
+        if not zenflow.enabled:
+            return 0
+        chosen = 2 * self.weight * int(self.trained * zenflow.topk_ratio) if zenflow.offload else 0
+        return chosen + (8 * part if zenflow.overlap_step else 0)
+
     def host(self) -> Parts:
         """What is offloaded."""
         zero, part = self.cfg.zero, self.part(self.trained)
@@ -358,8 +373,11 @@ class _Rank:
             parts["optimizer"] = 4 * tile * zero.offload_optimizer.buffer_count
         if self.offloads:
             parts["gradients"] = (4 + self.grad) * part if self.stage == 3 else (4 + 2 * self.weight) * part
+            parts["zenflow"] = self.zenflow_host(part)
+            if zero.offload_optimizer.super_offload:  # the process's own copy of a tile's gradients
+                parts["gradients"] += 4 * min(part, zero.sub_group_size)
         if zero.offload_param.device is Device.cpu:
             parts["weights"] = self.weight * self.part(self.all)
         elif zero.offload_param.device is Device.nvme:
             parts["weights"] = self.weight * zero.offload_param.buffer_size * zero.offload_param.buffer_count
-        return dict(parts)
+        return {kind: count for kind, count in parts.items() if count}

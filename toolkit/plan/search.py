@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from toolkit.config.checks import micro_sizes
 from toolkit.config.checks_tuning import highest_stage
+from toolkit.config.places import value_of
 from toolkit.config.schema import Device, RunConfig
 from toolkit.messages import tr
 from toolkit.plan.host import HostMemory, plan_host
@@ -100,9 +101,33 @@ def changed(
         other.optim.torch = False
     if stage == 0:
         other.zero.overlap_comm = False
+    _leave_out(other)
     other.train.activation_checkpointing.enabled = recomputes
     other.batch.micro_per_gpu = micro
     return other
+
+
+def _leave_out(cfg: RunConfig) -> None:
+    """Switch off what is beyond ZeRO's stages and does not go with the choice; see config/checks_zero.py."""
+    zero = cfg.zero
+    on_cpu = zero.offload_optimizer.device is Device.cpu
+    if zero.stage != 3 or zero.offload_param.device is not Device.none:
+        zero.zero_hpz_partition_size = 1
+    if zero.stage != 3:
+        zero.zero_quantized_weights = zero.zero_quantized_gradients = False
+    if zero.stage != 3 or not on_cpu:
+        zero.offload_optimizer.super_offload = False
+    if zero.stage not in (1, 2) or not on_cpu:
+        zero.zenflow.enabled = False
+
+
+_BEYOND = (
+    "zero.zero_hpz_partition_size",
+    "zero.zero_quantized_weights",
+    "zero.zero_quantized_gradients",
+    "zero.offload_optimizer.super_offload",
+    "zero.zenflow.enabled",
+)
 
 
 def overrides(before: RunConfig, after: RunConfig) -> list[str]:
@@ -112,6 +137,9 @@ def overrides(before: RunConfig, after: RunConfig) -> list[str]:
         device = getattr(after.zero, name).device
         if getattr(before.zero, name).device is not device:
             words.append(f"zero.{name}.device={device.value}")
+    words += [
+        f"{key}={str(value_of(after, key)).lower()}" for key in _BEYOND if value_of(before, key) != value_of(after, key)
+    ]
     if before.zero.overlap_comm and not after.zero.overlap_comm:
         words.append("zero.overlap_comm=false")
     if before.optim.torch and not after.optim.torch:

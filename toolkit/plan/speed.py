@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from toolkit.config.checks import accumulation
 from toolkit.config.schema import Device, RunConfig
+from toolkit.plan.activations import Rows
 from toolkit.plan.flops import Work, causal_pairs, formula, is_countable
 from toolkit.plan.machine import Machine
 from toolkit.plan.memory import WIDTHS, longest_rows
@@ -99,7 +100,7 @@ def step_time(outline: Outline, cfg: RunConfig, machine: Machine, rates: Rates) 
     """
     rows, world = longest_rows(outline, cfg), machine.world_size
     times = accumulation(cfg, world)
-    one = Work(rows.tokens, causal_pairs([rows.length] * rows.rows), rows.tokens)
+    one = Work(rows.tokens, causal_pairs([rows.length] * rows.rows) // rows.parts, rows.tokens)
     cost = formula(outline.shapes, outline.sizes, outline.trained, rows.prefix)
     recomputes = cfg.train.activation_checkpointing.enabled
     flops = cost.hardware_flops(one) if recomputes else cost.model_flops(one)
@@ -109,6 +110,7 @@ def step_time(outline: Outline, cfg: RunConfig, machine: Machine, rates: Rates) 
         compute=times * ((flops / rates.flops if is_known else 0) + rates.micro_s),
         communication=_sent(outline, cfg, world, times) / ((is_split and rates.gather) or rates.link)
         + (0 if is_split and rates.gather else _collectives(outline, cfg, world, times) * rates.latency_s)
+        + times * _exchanged(outline, rows, weight, recomputes) / rates.link
         + _fetched(outline, cfg, world, times) / rates.pcie,
         update=_update(outline.num_trained, cfg, world, weight, rates),
         overlapped=not machine.on_cpu and (cfg.zero.stage == 3 or cfg.zero.overlap_comm),
@@ -126,6 +128,19 @@ def _sent(outline: Outline, cfg: RunConfig, world: int, times: int) -> float:
     if cfg.zero.stage == 2:
         return times * trained + trained
     return 2 * trained + (trained if cfg.zero.stage == 1 else 0)
+
+
+def _exchanged(outline: Outline, rows: Rows, weight: int, recomputes: bool) -> float:
+    """Return the bytes that a rank sends for a micro-batch whose rows are divided over ranks.
+
+    In each layer queries, keys, values and the result, forward and backward, and once more where layers are recomputed.
+    """
+    if rows.parts == 1:
+        return 0.0
+    size = outline.sizes
+    keys = size["keys"] * rows.key_copies(size["keys"] // size["head_size"])
+    per_token = 2 * (size["heads"] * size["head_size"] + keys) * weight * size["layers"]
+    return (3 if recomputes else 2) * rows.tokens * per_token * (rows.parts - 1) / rows.parts
 
 
 def gathered_bytes(parameters: int, trained: int, weight: int, world_size: int) -> float:

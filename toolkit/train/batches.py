@@ -13,9 +13,11 @@ from toolkit.config.checks import accumulation, micro_rows
 from toolkit.config.layout import Layout, layout_of
 from toolkit.config.schema import Packing, RunConfig
 from toolkit.data.loader import build_loader
+from toolkit.data.plan import pad_multiple
 from toolkit.data.sampler import BEGINNING, GlobalBatchSampler, Position, after, sequential, steps_per_epoch
 from toolkit.launch.environment import Ranks
 from toolkit.models.loss import with_places
+from toolkit.models.sequence import part_of
 from toolkit.train.prepared import Prepared
 
 Batch = dict[str, torch.Tensor]
@@ -43,6 +45,8 @@ def training_batches(
 ) -> Iterator[Batch]:
     """Return the training micro-batches, accumulation x total_steps of them, as `train_step` likes them best.
 
+    Where the tokens of rows are divided over ranks, this rank's part of them.
+
     A thread prepares those of the next step while this one is computed: it reads and lays out the samples (or takes
     them from `data.num_workers`), finds the trained tokens, and on GPUs copies all into page-locked memory.
 
@@ -53,17 +57,20 @@ def training_batches(
         total_steps: optimizer steps.
         start: where in the data to begin.
     """
+    place = layout_of(cfg, ranks.world_size, ranks.rank)
     loader = build_loader(
         prepared.train,
         prepared.train_plan,
-        _sampler(cfg, prepared, layout_of(cfg, ranks.world_size, ranks.rank), start, total_steps),
+        _sampler(cfg, prepared, place, start, total_steps),
         prepared.pad_id,
         prepared.packing,
         seed=cfg.run.seed,
         num_workers=cfg.data.num_workers,
+        multiple=pad_multiple(place.sequence),
     )
     # Iterated from here: the loader watches its processes only if they are started by the main thread.
-    return ahead(iter(loader), accumulation(cfg, ranks.world_size))
+    parts = map(partial(part_of, part=place.part, parts=place.sequence), iter(loader))
+    return ahead(parts, accumulation(cfg, ranks.world_size))
 
 
 def ahead(batches: Iterator[Batch], count: int) -> Iterator[Batch]:
@@ -139,13 +146,15 @@ def num_evaluation_batches(cfg: RunConfig, prepared: Prepared, world_size: int) 
 def evaluation_batches(cfg: RunConfig, prepared: Prepared, ranks: Ranks) -> Iterator[Batch]:
     """Yield the validation micro-batches of this rank: each sample once over all ranks.
 
-    Beside what training has they hold `sources`, int64 [B, S]: of each token the number of its source, -1 for padding.
+    Beside what training has they hold `sources`, int64 [T]: of each trained token the number of its source.
     """
     assert prepared.validation is not None and prepared.validation_plan is not None
     store, plan = prepared.validation, prepared.validation_plan
     place = layout_of(cfg, ranks.world_size, ranks.rank)
     shares = sequential(len(plan), rows_per_step(cfg, prepared.packing)[1], place.data_rank, place.data_ranks)
-    loader = build_loader(store, plan, shares, prepared.pad_id, prepared.packing, seed=cfg.run.seed)
+    loader = build_loader(
+        store, plan, shares, prepared.pad_id, prepared.packing, seed=cfg.run.seed, multiple=pad_multiple(place.sequence)
+    )
     sources = store.sources()
     for rows, batch in zip(shares, loader, strict=True):
         samples = [plan[row] for row in rows]
@@ -154,4 +163,5 @@ def evaluation_batches(cfg: RunConfig, prepared: Prepared, ranks: Ranks) -> Iter
         of_segment = torch.full((len(batch["segment_ids"]), int(batch["segment_ids"].max()) + 1), -1)
         for row, listed in enumerate(samples):
             of_segment[row, 1 : len(listed) + 1] = torch.from_numpy(sources[listed])
-        yield {**batch, "sources": of_segment.gather(1, batch["segment_ids"])}
+        given, of_token = with_places(batch), of_segment.gather(1, batch["segment_ids"]).flatten()
+        yield part_of({**given, "sources": of_token[given["places"]]}, place.part, place.sequence)

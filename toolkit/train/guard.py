@@ -118,7 +118,8 @@ class Guard:
             )
         if not skipped:
             self.losses.append(self.loss)
-            self.grad_norms.append(self.gate.grad_norm)
+            if math.isfinite(self.gate.grad_norm):  # ZenFlow knows it only in steps that update everything
+                self.grad_norms.append(self.gate.grad_norm)
         return self.trouble
 
     @property

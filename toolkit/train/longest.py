@@ -7,8 +7,10 @@ from numpy.typing import NDArray
 from toolkit.config.layout import layout_of
 from toolkit.config.schema import Packing, RunConfig
 from toolkit.data.collate import collate
-from toolkit.data.plan import PAD_MULTIPLE
+from toolkit.data.plan import PAD_MULTIPLE, pad_multiple
 from toolkit.data.store import Sample
+from toolkit.distributed.process_group import rank
+from toolkit.models.sequence import part_of
 from toolkit.train.batches import rows_per_step
 from toolkit.train.prepared import Prepared
 
@@ -16,7 +18,7 @@ Batch = dict[str, torch.Tensor]
 
 
 def longest_batch(cfg: RunConfig, prepared: Prepared, world_size: int) -> Batch:
-    """Return the longest rows of the training data as one micro-batch, the same on every rank.
+    """Return the longest rows of the training data as one micro-batch, the same on every rank, or this rank's part.
 
     Args:
         cfg: checked config.
@@ -27,13 +29,14 @@ def longest_batch(cfg: RunConfig, prepared: Prepared, world_size: int) -> Batch:
     ranks = layout_of(cfg, world_size).data_ranks
     per_rank = -(-min(per_step, num_rows) // ranks)
     times = per_step // (micro * ranks)
-    return _batch(prepared, [_samples(prepared, row) for row in _longest(prepared, -(-per_rank // times))])
+    return _batch(cfg, prepared, [_samples(prepared, row) for row in _longest(prepared, -(-per_rank // times))])
 
 
-def repeated_batch(prepared: Prepared, times: int, share: float = 1.0) -> Batch:
+def repeated_batch(cfg: RunConfig, prepared: Prepared, times: int, share: float = 1.0) -> Batch:
     """Return the longest row of the plan several times over: what a larger micro-batch would be.
 
     Args:
+        cfg: checked config.
         prepared: stores, and plans for micro-batches of one row.
         times: rows.
         share: of each sample's tokens that is kept.
@@ -42,7 +45,7 @@ def repeated_batch(prepared: Prepared, times: int, share: float = 1.0) -> Batch:
     samples = _samples(prepared, row)
     if share < 1:
         samples = [_cut(sample, share) for sample in samples]
-    return _batch(prepared, [samples] * times)
+    return _batch(cfg, prepared, [samples] * times)
 
 
 def _longest(prepared: Prepared, count: int) -> NDArray[np.int64]:
@@ -79,7 +82,8 @@ def _cut(sample: Sample, share: float) -> Sample:
     return ids[end - kept : end], trained
 
 
-def _batch(prepared: Prepared, rows: list[list[Sample]]) -> Batch:
-    if prepared.packing is Packing.packed:
-        return collate(rows, prepared.pad_id, packed=True)
-    return collate([[sample] for row in rows for sample in row], prepared.pad_id)
+def _batch(cfg: RunConfig, prepared: Prepared, rows: list[list[Sample]]) -> Batch:
+    parts, packed = cfg.parallel.sequence, prepared.packing is Packing.packed
+    if not packed:
+        rows = [[sample] for row in rows for sample in row]
+    return part_of(collate(rows, prepared.pad_id, packed, pad_multiple(parts)), rank() % parts, parts)

@@ -40,7 +40,7 @@ def find(
         return 1
 
     def measure(rows: int, share: float = 1.0) -> Measured:
-        return rehearse_step(engine, guard, repeated_batch(prepared, rows, share), memory, times)
+        return rehearse_step(engine, guard, repeated_batch(cfg, prepared, rows, share), memory, times)
 
     with unchanged(engine):
         half, two_halves, whole = measure(1, 0.5), measure(2, 0.5), measure(1)
@@ -78,7 +78,8 @@ def use(engine: DeepSpeedEngine, cfg: RunConfig) -> None:
     """
     rows, times = micro_rows(cfg), accumulation(cfg, world_size())
     engine.set_train_micro_batch_size(rows)
-    engine.set_train_batch_size(cfg.batch.global_size)
+    # Not by set_train_batch_size, which takes every rank for one with rows of its own.
+    engine._config.train_batch_size, engine._config.gradient_accumulation_steps = cfg.batch.global_size, times
     engine.config |= {"train_micro_batch_size_per_gpu": rows, "gradient_accumulation_steps": times}
     if hasattr(engine.optimizer, "gradient_accumulation_steps"):
         engine.optimizer.gradient_accumulation_steps = times

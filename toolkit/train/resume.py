@@ -237,6 +237,7 @@ def starting_state(
     state = run_state.read(origin.checkpoint)
     changed = changes.check(hide_all(state.config), config, state.data, data, cfg.checkpoint.allow_changes)
     _check_stages(_stage(state), config["zero"]["stage"])
+    _check_states(state.config["zero"], config["zero"])
     same_run = origin.checkpoint.parent.parent == origin.folder
     if same_run:
         trim_metrics(origin.folder, state.metrics_bytes)
@@ -261,6 +262,21 @@ def _check_stages(before: int, now: int) -> None:
                 now=now,
             )
         )
+
+
+def _check_states(before: dict[str, Any], now: dict[str, Any]) -> None:
+    """Refuse what keeps optimizer states where DeepSpeed's checkpoints (0.19.8) do not look for them."""
+    for zero in (before, now):
+        for name, section in (("zenflow", "zenflow.enabled"), ("offload_optimizer", "offload_optimizer.super_offload")):
+            if zero.get(name, {}).get(section.partition(".")[2]):
+                raise CheckpointError(
+                    tr(
+                        "a run with {key} = true cannot go on from a checkpoint, nor another from its own: DeepSpeed "
+                        "does not save a part of its optimizer's states. Take the weights alone: toolkit export-model, "
+                        "then model.path=EXPORT under another run.name.",
+                        key=f"zero.{section}",
+                    )
+                )
 
 
 def go_on(saver: Saver, checkpoint: Path, state: RunState, ranks: Ranks, seed: int) -> None:

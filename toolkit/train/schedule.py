@@ -1,12 +1,17 @@
 """The learning rate over the steps, numerically equal to DeepSpeed's WarmupLR, WarmupDecayLR and WarmupCosineLR.
 
-Equal on purpose, their first steps included, so that an exported JSON trains the same in plain DeepSpeed.
+Equal on purpose, their first steps included, so that an exported JSON trains the same in plain DeepSpeed. What
+DeepSpeed has no schedule for (polynomial, inverse_sqrt, wsd) equals transformers' (5.23, optimization.py).
 """
 
 import math
 from typing import Any, Protocol
 
-from toolkit.config.schema import ScheduleConfig, ScheduleName, WarmupType
+from toolkit.config.schema import Decay, ScheduleConfig, ScheduleName, WarmupType
+
+_OF_DEEPSPEED = (ScheduleName.constant, ScheduleName.linear, ScheduleName.cosine)
+_TIMESCALE = 10_000
+"""Of inverse_sqrt without warm-up, as in transformers."""
 
 
 class HasGroups(Protocol):
@@ -29,6 +34,8 @@ def learning_rate(schedule: ScheduleConfig, peak: float, done: int, total_steps:
         total_steps: steps of the whole run.
         warmup_steps: steps of warm-up, 0 for none.
     """
+    if schedule.name not in _OF_DEEPSPEED:
+        return peak * _as_transformers(schedule, done, total_steps, warmup_steps)
     if warmup_steps == 0:
         return peak * _decay(schedule, done, max(1, total_steps))
     warmup, index = max(2, warmup_steps), done - 1
@@ -59,6 +66,33 @@ def _decay(schedule: ScheduleConfig, step: int, length: int) -> float:
         half = (1 + math.cos(math.pi * progress)) / 2
         return max(0.0, schedule.min_lr_ratio + (1.0 - schedule.min_lr_ratio) * half)
     return 1.0
+
+
+def _as_transformers(schedule: ScheduleConfig, step: int, total_steps: int, warmup_steps: int) -> float:
+    """Return the share of the peak at a step, which counts from 0; the warm-up's first step is at its lowest rate."""
+    floor = schedule.min_lr_ratio
+    if step < warmup_steps:
+        return schedule.warmup_min_ratio + (1.0 - schedule.warmup_min_ratio) * step / warmup_steps
+    if schedule.name is ScheduleName.inverse_sqrt:
+        timescale = schedule.timescale or warmup_steps or _TIMESCALE
+        return 1.0 / math.sqrt((step + timescale - warmup_steps) / timescale)
+    if schedule.name is ScheduleName.polynomial:
+        left = 1.0 - (step - warmup_steps) / max(1, total_steps - warmup_steps)
+        return floor + (1.0 - floor) * max(0.0, left) ** schedule.power
+    # 0.07 x 100 is 7.000000000000001 in floating point: that is 7 steps, not 8.
+    decay_steps = schedule.decay_steps or math.ceil(round(schedule.decay_ratio * total_steps, 6))
+    begin = max(warmup_steps, total_steps - decay_steps)
+    if step < begin:
+        return 1.0
+    if step >= total_steps:
+        return floor
+    progress = (step - begin) / (total_steps - begin)
+    falls = {
+        Decay.linear: 1.0 - progress,
+        Decay.cosine: (1.0 + math.cos(math.pi * progress)) / 2,
+        Decay.sqrt: 1.0 - math.sqrt(progress),
+    }
+    return floor + (1.0 - floor) * falls[schedule.decay_type]
 
 
 class Schedule:

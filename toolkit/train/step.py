@@ -63,8 +63,7 @@ def train_step(
     N, the number of trained tokens of all ranks, is known before the first backward pass. The engine averages
     gradients over the ranks, hence the factor `world_size`; where several ranks count the same tokens, N comes out as
     many times too large as the engine averages over fewer ranks. `scale_wrt_gas=False` keeps it from dividing by the
-    number of micro-batches as well (deepspeed 0.19.8, engine.backward). Where the model has a `RouterLoss`, its mean
-    over all micro-batches is added, times its coefficient.
+    number of micro-batches as well (deepspeed 0.19.8, engine.backward). Where there is a `RouterLoss`, it adds itself.
 
     Args:
         engine: the DeepSpeed engine.
@@ -79,27 +78,21 @@ def train_step(
         ValueError: no token of the global batch is trained.
         Diverged: fp16's loss scale cannot be lowered any more.
     """
-    micro_tokens = [num_trained_tokens(batch) for batch in micro_batches]
-    tokens = _tokens(micro_batches)
+    micro_tokens, tokens = [num_trained_tokens(batch) for batch in micro_batches], _tokens(micro_batches)
     arrived, forward = time.perf_counter(), Stopwatch(engine.device)
     # Not read here: the host would wait for the last step's update before it queues any work of this one.
     counts = sum_over_ranks([sum(micro_tokens), *tokens, *map(float, votes)], engine.device)
     factor = (world_size / counts[0]).float()
     micro_losses = torch.zeros(len(micro_batches), device=engine.device)
-    routers: RouterLoss | None = getattr(engine.module, "router_loss", None)
-    router_sum = torch.zeros(1, device=engine.device)
     for place, batch in enumerate(micro_batches):
         forward.mark()
-        if routers is not None:
-            routers.begin(batch["segment_ids"], engine.device, _loss_scale(engine) / len(micro_batches))
+        routers = _routers(engine, batch, len(micro_batches))
         micro_sum = token_loss_sum(engine, batch)
         forward.mark()
         engine.backward(micro_sum * factor, scale_wrt_gas=False)
         micro_losses[place] = micro_sum.detach()
-        if routers is not None:
-            router_sum += routers.end()
         if place == len(micro_batches) - 1:
-            loss, router_total, trained_tokens, others = _read(micro_losses, router_sum, counts)
+            loss, router_total, trained_tokens, others = _read(micro_losses, routers, counts)
             guard.see_loss(loss)
         _step(engine)
     return StepResult(
@@ -115,23 +108,29 @@ def train_step(
         rank_tokens=tokens[1],
         arrived=arrived,
         forward_s=forward.seconds(),
-        router_loss=None if routers is None else router_total / (world_size * len(micro_batches)),
+        router_loss=router_total / (world_size * len(micro_batches)) if routers else None,
     )
 
 
-def _loss_scale(engine: DeepSpeedEngine) -> float:
-    """Return what the engine multiplies losses by, and with them the gradients that come from no loss of its own."""
-    return float(engine.optimizer.loss_scale) if engine.fp16_enabled() else 1.0
+def _routers(engine: DeepSpeedEngine, batch: Batch, accumulation: int) -> RouterLoss | None:
+    """Return the loss of the model's routers, ready for a micro-batch; None where it is not counted."""
+    routers: RouterLoss | None = getattr(engine.module, "router_loss", None)
+    if routers is not None:
+        # Its gradient comes from no loss that the engine could scale.
+        loss_scale = float(engine.optimizer.loss_scale) if engine.fp16_enabled() else 1.0
+        routers.begin(batch["segment_ids"], engine.device, loss_scale / accumulation)
+    return routers
 
 
 def _read(
-    micro_losses: torch.Tensor, router_sum: torch.Tensor, counts: torch.Tensor
+    micro_losses: torch.Tensor, routers: RouterLoss | None, counts: torch.Tensor
 ) -> tuple[float, float, float, list[float]]:
     """Return the global batch's loss, the sum of the routers', its trained tokens and the other counts.
 
     The one wait for the device in a step; DeepSpeed's own check of the gradients follows at once.
     """
-    sums = sum_over_ranks(torch.cat((micro_losses.sum().reshape(1), router_sum)), micro_losses.device)
+    of_routers = routers.take() if routers else micro_losses.new_zeros(())
+    sums = sum_over_ranks(torch.stack((micro_losses.sum(), of_routers)), micro_losses.device)
     total, router_total, trained_tokens, *others = torch.cat((sums, counts)).tolist()
     if not trained_tokens:
         raise ValueError("no token of this global batch is trained")

@@ -1,23 +1,14 @@
 """The Trainer's arguments: batch, schedule, precision, saving; the same for every program that is built on it."""
 
-import json
 import math
 from pathlib import Path
-from typing import Any
 
 from toolkit.config.schema import TRACKERS
-from toolkit.config.suggest import did_you_mean
 from toolkit.errors import ConfigError
 from toolkit.messages import tr
-from toolkit.translate.given import Draft, Given, typed
+from toolkit.translate.given import Draft, Given
+from toolkit.translate.schedules import translate_schedule
 
-SCHEDULES = {
-    "linear": "linear",
-    "cosine": "cosine",
-    "constant": "constant",
-    "constant_with_warmup": "constant",
-    "cosine_with_min_lr": "cosine",
-}
 ADAMW = ("adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw_apex_fused", "adamw_torch_xla", "adamw_torch_npu_fused")
 MODELS = {
     "chatglm-6b": "chatglm_6b",
@@ -37,7 +28,7 @@ def translate_trainer(given: Given, draft: Draft) -> None:
     """
     _batch(given, draft)
     _length(given, draft)
-    _schedule(given, draft)
+    translate_schedule(given, draft)
     _optimizer(given, draft)
     _precision(given, draft)
     _compute(given, draft)
@@ -118,49 +109,6 @@ def _length(given: Given, draft: Draft) -> None:
     if epochs != int(epochs):
         draft.lost["num_train_epochs"] = tr("whole epochs only; the recipe has {epochs}", epochs=math.ceil(epochs))
     draft.put("train.epochs", math.ceil(epochs), *(["num_train_epochs"] if given.has("num_train_epochs") else []))
-
-
-def _schedule(given: Given, draft: Draft) -> None:
-    name = str(given.get("lr_scheduler_type")).lower()
-    stated = ["lr_scheduler_type"] if given.has("lr_scheduler_type") else []
-    if name in SCHEDULES:
-        draft.put("schedule.name", SCHEDULES[name], *stated)
-    else:
-        draft.lost["lr_scheduler_type"] = tr(
-            "there are constant, linear and cosine; the recipe takes cosine"
-        ) + did_you_mean(name, SCHEDULES)
-    if name == "cosine_with_min_lr":
-        _floor(given, draft)
-    steps, ratio = given.number("warmup_steps"), 0.0
-    if given.has("warmup_ratio") and not steps:
-        ratio = given.number("warmup_ratio")
-    if steps and name == "constant":
-        draft.lost["warmup_steps"] = tr("lr_scheduler_type = constant does not read it; constant_with_warmup does")
-    elif steps >= 1:
-        draft.put("schedule.warmup_steps", int(steps), "warmup_steps")
-    elif steps:
-        draft.put("schedule.warmup_ratio", steps, "warmup_steps")
-    elif ratio and name == "constant":
-        draft.lost["warmup_ratio"] = tr("lr_scheduler_type = constant does not read it; constant_with_warmup does")
-    elif ratio:
-        draft.put("schedule.warmup_ratio", ratio, "warmup_ratio")
-
-
-def _floor(given: Given, draft: Draft) -> None:
-    """Where a cosine ends: a rate, or a fraction of the peak."""
-    place = f"{given.place('lr_scheduler_kwargs')}: lr_scheduler_kwargs"
-    values: Any = given.get("lr_scheduler_kwargs") or {}
-    if isinstance(values, str):
-        try:
-            values = json.loads(values)
-        except json.JSONDecodeError as error:
-            raise ConfigError(tr("{place} is no JSON object: {reason}", place=place, reason=error.msg)) from error
-    if not isinstance(values, dict) or ("min_lr" in values) == ("min_lr_rate" in values):
-        raise ConfigError(tr("{place}: cosine_with_min_lr needs one of min_lr and min_lr_rate.", place=place))
-    [name] = {"min_lr", "min_lr_rate"} & values.keys()
-    floor = typed(values[name], float, f"{place}.{name}")
-    rate = floor if name == "min_lr_rate" else floor / given.number("learning_rate")
-    draft.put("schedule.min_lr_ratio", rate, "lr_scheduler_kwargs")
 
 
 def _optimizer(given: Given, draft: Draft) -> None:

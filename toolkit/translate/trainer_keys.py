@@ -14,7 +14,9 @@ TRAINER: dict[str, Key] = {
     "max_steps": made("train.max_steps", -1),
     "learning_rate": same("optim.lr", 5e-5),
     "lr_scheduler_type": made("schedule.name", "linear"),
-    "lr_scheduler_kwargs": made("schedule.min_lr_ratio", None, "schedule_kwargs"),
+    "lr_scheduler_kwargs": made(
+        "schedule.min_lr_ratio, schedule.power, schedule.timescale, schedule.decay_steps", None, "schedule_kwargs"
+    ),
     "warmup_steps": made("schedule.warmup_steps, schedule.warmup_ratio", 0, "warmup"),
     "warmup_ratio": made("schedule.warmup_ratio", 0.0, "warmup"),
     "optim": made("optim.name", "adamw_torch_fused"),

@@ -1,0 +1,194 @@
+"""What goes beyond ZeRO's stages: accepted by DeepSpeed's own parser, refused where it cannot be."""
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import deepspeed.comm
+import pytest
+from deepspeed.runtime.config import DeepSpeedConfig
+from deepspeed.runtime.zenflow.zenflow_config import ZenFlowConfig
+
+from toolkit.config import checks_zero
+from toolkit.config.checks import check
+from toolkit.config.load import Loaded, load
+from toolkit.config.schema import Device
+from toolkit.engine.ds_config import build_ds_config, leaves
+from toolkit.engine.ds_import import import_json
+from toolkit.errors import CheckpointError, ConfigError
+from toolkit.plan.memory import plan_rank
+from toolkit.plan.outline import PUBLISHED
+from toolkit.plan.parameters import shapes_of_config, tuned
+from toolkit.plan.search import changed, overrides
+from toolkit.train.resume import _check_states
+
+ZENFLOW = "zero=stage2_zenflow train.rehearse=false train.on_bad_step=stop batch.global_size=8"
+WHY = " cannot be with the other settings; docs/zero.md says why. Add "
+END = ", or leave it out."
+# Words after `recipe=zero1 model=glm_tiny`, on 8 ranks -> message
+REFUSED = {
+    "zero=stage3_hpz zero.zero_hpz_partition_size=3": (
+        "zero.zero_hpz_partition_size = 3 must divide the 8 ranks of the run."
+    ),
+    "zero=stage2 zero.zero_hpz_partition_size=2": (
+        "zero.zero_hpz_partition_size = 2 has no effect: zero.stage is 2. Remove it, or set "
+        "zero.zero_hpz_partition_size=1."
+    ),
+    "zero=stage3_hpz zero.offload_param.device=cpu": (
+        f"zero.zero_hpz_partition_size = 8{WHY}zero.offload_param.device=none{END}"
+    ),
+    "zero=stage3_hpz parallel.tensor=2": f"zero.zero_hpz_partition_size = 8{WHY}parallel.tensor=1{END}",
+    "zero=stage3_zeropp": f"zero.zero_quantized_gradients = true{WHY}precision=fp16{END}",
+    "zero=stage3 zero.zero_quantized_weights=true": (
+        "zero.zero_quantized_weights = true needs NVIDIA GPUs, and there are none here. Set it to false."
+    ),
+    "zero=stage3_superoffload": (
+        "zero.offload_optimizer.super_offload = true needs NVIDIA GPUs, and there are none here. Set it to false."
+    ),
+    "zero=stage3_superoffload train.gradient_clipping=0": (
+        f"zero.offload_optimizer.super_offload = true{WHY}train.rehearse=false train.on_bad_step=stop{END}"
+    ),
+    "zero=stage3_superoffload zero.stage=2 optim.name=adam run.max_restarts=1 run.name=x checkpoint.every=9": (
+        f"zero.offload_optimizer.super_offload = true{WHY}zero.stage=3 optim.name=adamw run.max_restarts=0{END}"
+    ),
+    "zero=stage3_offload zero.offload_optimizer.cpuadam_cores_perc=0.5": (
+        "zero.offload_optimizer.cpuadam_cores_perc = 0.5 has no effect: zero.offload_optimizer.super_offload is false. "
+        "Remove it, or set zero.offload_optimizer.cpuadam_cores_perc=0.8."
+    ),
+    "zero=stage3_superoffload zero.offload_optimizer.cpuadam_cores_perc=1": (
+        "zero.offload_optimizer.cpuadam_cores_perc = 1.0 must be above 0 and below 1."
+    ),
+    "zero=stage2_zenflow": f"zero.zenflow.enabled = true{WHY}train.rehearse=false train.on_bad_step=stop{END}",
+    f"{ZENFLOW} zero.stage=3": (
+        "zero.zenflow.enabled = true and zero.stage = 3 do not go together: ZenFlow turns whole weights before it "
+        "splits them, and here they are split as they are read. Use zero.stage=2."
+    ),
+    f"{ZENFLOW} precision=fp16 optim.torch=true": (
+        f"zero.zenflow.enabled = true{WHY}precision=bf16 optim.torch=false{END}"
+    ),
+    f"{ZENFLOW} zero.zenflow.offload=true batch.micro_per_gpu=auto": (
+        f"zero.zenflow.enabled = true{WHY}zero.overlap_comm=true batch.micro_per_gpu=1{END}"
+    ),
+    f"{ZENFLOW} parallel.tensor=2": f"zero.zenflow.enabled = true{WHY}parallel.tensor=1{END}",
+    f"{ZENFLOW} batch.global_size=16": (
+        "zero.zenflow.enabled = true makes an update of every micro-batch, so a step has to have one: "
+        "batch.global_size = 16 must be batch.micro_per_gpu (1) x 8 ranks. Leave more steps together with "
+        "zero.zenflow.update_interval."
+    ),
+    f"{ZENFLOW} zero.zenflow.select_interval=6": (
+        "zero.zenflow.select_interval = 6 must be a multiple of zero.zenflow.update_interval = 4."
+    ),
+    f"{ZENFLOW} zero.zenflow.topk_ratio=1": "zero.zenflow.topk_ratio = 1.0 must be above 0 and below 1.",
+    f"{ZENFLOW} zero.zenflow.pt_reserved_cores_perc=0.2": (
+        "zero.zenflow.pt_reserved_cores_perc = 0.2 has no effect: zero.zenflow.overlap_step is false. Remove it, or "
+        "set zero.zenflow.pt_reserved_cores_perc=0.5."
+    ),
+    "zero=stage2_offload zero.zenflow.topk_ratio=0.2": (
+        "zero.zenflow.topk_ratio = 0.2 has no effect: zero.zenflow.enabled is false. Remove it, or set "
+        "zero.zenflow.topk_ratio=0.1."
+    ),
+}
+ACCEPTED = {
+    "hpz": "zero=stage3_hpz",
+    "zeropp": "zero=stage3_zeropp precision=fp16",
+    "zenflow": f"{ZENFLOW} zero.zenflow.overlap_step=true zero.zenflow.pt_reserved_cores_perc=0.25",
+    "superoffload": "zero=stage3_superoffload",
+    "superoffload-overlapped": (
+        "zero=stage3_superoffload train.gradient_clipping=0 train.rehearse=false train.on_bad_step=stop"
+    ),
+}
+
+
+def loaded_with(words: str, *more: str) -> Loaded:
+    return load(["recipe=zero1", "model=glm_tiny", *words.split(), *more])
+
+
+@pytest.mark.parametrize("words", REFUSED)
+def test_refused(words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checks_zero.shutil, "which", lambda name: None)
+    with pytest.raises(ConfigError) as caught:
+        check(loaded_with(words, f"run.dir={tmp_path}"), world_size=8)
+    assert str(caught.value).partition(": ")[2] == REFUSED[words]
+
+
+@pytest.mark.parametrize("name", ACCEPTED)
+def test_accepted_by_deepspeed(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every value that is written arrives in DeepSpeed's own config, on a machine with GPUs."""
+    monkeypatch.setattr(checks_zero.shutil, "which", lambda name: f"/usr/bin/{name}")
+    loaded = loaded_with(ACCEPTED[name], f"run.dir={tmp_path}")
+    check(loaded, world_size=8)
+    values = build_ds_config(loaded.cfg, 8, 100).values
+    monkeypatch.setattr(deepspeed.comm, "get_rank", lambda: 0)
+    monkeypatch.setattr(deepspeed.comm, "get_world_size", lambda: 8)
+    theirs = DeepSpeedConfig(json.loads(json.dumps(values))).zero_config
+    zero: dict[str, Any] = theirs.model_dump(by_alias=True)
+    for key, value in leaves(values["zero_optimization"]):
+        read: Any = zero
+        for part in key.split("."):
+            read = read[part]
+        assert read == value, key
+    assert theirs.zero_hpz_partition_size == (8 if name in ("hpz", "zeropp") else 1)
+    assert isinstance(theirs.zenflow, ZenFlowConfig) == (name == "zenflow")
+    assert ("adam_w_mode" in values["optimizer"]["params"]) == (name != "zenflow")
+
+
+def test_zenflow_of_another_json(tmp_path: Path) -> None:
+    """A section that is there switches it on; what counts epochs by DeepSpeed's data loader is refused."""
+    file = tmp_path / "ds.json"
+    text = (
+        '{"train_batch_size": 8, "train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 2, '
+        '"offload_optimizer": {"device": "cpu"}, "zenflow": {"topk_ratio": 0.2, "select_strategy": "step", '
+        '"select_interval": 8, "update_interval": "auto"}}}'
+    )
+    file.write_text(text)
+    result, _ = import_json(str(file), loaded_with("zero=stage2_offload train.on_bad_step=stop"), 8)
+    zenflow = result.cfg.zero.zenflow
+    assert (zenflow.enabled, zenflow.topk_ratio, zenflow.select_interval, zenflow.update_interval) == (True, 0.2, 8, 4)
+    file.write_text(text.replace('"step"', '"epoch"'))
+    with pytest.raises(ConfigError, match="select_strategy = epoch counts by a data loader"):
+        import_json(str(file), loaded_with("zero=stage2_offload train.on_bad_step=stop"), 8)
+
+
+@pytest.mark.parametrize("side", [0, 1])
+@pytest.mark.parametrize(
+    ("zero", "key"),
+    [
+        ({"zenflow": {"enabled": True}}, "zero.zenflow.enabled"),
+        ({"offload_optimizer": {"super_offload": True}}, "zero.offload_optimizer.super_offload"),
+    ],
+)
+def test_no_checkpoint_leads_into_or_out_of_it(zero: dict[str, Any], key: str, side: int) -> None:
+    pair: list[dict[str, Any]] = [{"zenflow": {"enabled": False}}, {}]
+    _check_states(*pair)
+    pair[side] = zero
+    with pytest.raises(CheckpointError, match=f"a run with {key} = true cannot go on from a checkpoint"):
+        _check_states(*pair)
+
+
+def test_plan_counts_what_is_added() -> None:
+    known = shapes_of_config(PUBLISHED["ChatGLM3-6B"])
+    assert known is not None
+    plain = loaded_with("zero=stage3 precision=bf16").cfg
+    outline = tuned(*known, plain.tuning)
+    cfg = loaded_with("zero=stage3_hpz precision=bf16").cfg
+    added = plan_rank(outline, cfg, 16).peak("step") - plan_rank(outline, plain, 16).peak("step")
+    assert abs(added - 2 * outline.num_parameters / 8) <= 8, "a second copy of the weights over 8 ranks"
+    cfg = loaded_with(f"{ZENFLOW} precision=bf16").cfg
+    other = dataclasses.replace(cfg.zero, zenflow=type(cfg.zero.zenflow)())
+    before = plan_rank(outline, dataclasses.replace(cfg, zero=other), 8)
+    after = plan_rank(outline, cfg, 8)
+    assert abs(after.peak("step") - before.peak("step") - 3 * 2 * 0.1 * outline.num_trained) <= 8
+    assert after.host == before.host
+
+
+def test_what_a_plan_proposes_is_accepted() -> None:
+    cfg = loaded_with("zero=stage3_hpz").cfg
+    other = changed(cfg, 2, Device.none, Device.none, False, 1)
+    assert overrides(cfg, other) == ["zero.stage=2", "zero.zero_hpz_partition_size=1"]
+    cfg = loaded_with(ZENFLOW).cfg
+    assert overrides(cfg, changed(cfg, 1, Device.none, Device.none, False, 1)) == [
+        "zero.stage=1",
+        "zero.offload_optimizer.device=none",
+        "zero.zenflow.enabled=false",
+    ]

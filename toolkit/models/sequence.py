@@ -1,0 +1,225 @@
+"""Sequence parallelism: each rank of a group has a part of every row's tokens, and for attention a part of the heads.
+
+Ulysses: Jacobs et al. 2023, https://arxiv.org/abs/2309.14509; for transformers' models as in ALST, Bekman et al. 2025,
+https://arxiv.org/abs/2506.13996. All but attention looks at one token alone. There the ranks exchange: parts of rows
+with all heads become whole rows with a part of the heads, and back. DeepSpeed 0.19.8's own wrapper (ulysses_sp.py)
+takes one batch size for the whole run, and knows packed rows by flash attention alone.
+
+B rows, S tokens of a whole row, P ranks of a group, H heads, D width of a head.
+"""
+
+import math
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn import functional
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+from toolkit.config.schema import Attention
+from toolkit.errors import ModelError
+from toolkit.messages import tr
+from toolkit.models.attention import (
+    MOST_CHANGE,
+    SEQUENCE,
+    attend_to_segments,
+    attention_arguments,
+    isolation_rows,
+    training_mask,
+)
+from toolkit.models.loss import with_places
+
+Batch = dict[str, torch.Tensor]
+_group: dist.ProcessGroup | None = None
+
+
+def split_sequences(model: PreTrainedModel, ranks: int) -> None:
+    """Let a model take parts of rows (`part_of`) beside whole ones. A collective.
+
+    Args:
+        model: as loaded, on every rank.
+        ranks: P, neighbours.
+
+    Raises:
+        ModelError: its attention cannot be divided so.
+    """
+    global _group  # attention is called by transformers, with nothing of ours
+    config, name = model.config.get_text_config(), type(model).__name__
+    reason = ""
+    if getattr(model, "builds_positions", False):
+        reason = tr("it finds positions and mask of a whole row from its one <sop>")
+    elif config._attn_implementation != Attention.sdpa.value or getattr(config, "attn_logit_softcapping", None):
+        reason = tr("its attention is more than PyTorch's (sdpa)")
+    elif config.num_attention_heads % ranks:
+        reason = tr(
+            "its {heads} attention heads cannot be divided by {ranks}", heads=config.num_attention_heads, ranks=ranks
+        )
+    if reason:
+        raise ModelError(
+            tr(
+                "parallel.sequence = {ranks} and {model} do not go together: {reason}.",
+                ranks=ranks,
+                model=name,
+                reason=reason,
+            )
+        )
+    model.set_attn_implementation(SEQUENCE)
+    _group, _ = dist.new_subgroups(ranks)
+
+
+def part_of(batch: Batch, part: int, parts: int) -> Batch:
+    """Return one rank's part of each row.
+
+    Labels are looked up before: the loss of a token stands at the one before it, which may be another rank's.
+
+    Args:
+        batch: whole rows, see `toolkit.data.collate.Batch`; S is a multiple of `parts`. `sources`, [T], is divided too.
+        part: which, from 0.
+        parts: P.
+
+    Returns:
+        `input_ids`, `position_ids`, `segment_ids` [B, S / P]; `places` and `targets` of the tokens whose loss is this
+        rank's; `cu_seq_lens` as it was; `part`, int64 [2]. With one part the batch as it is.
+    """
+    if parts == 1:
+        return batch
+    size = batch["input_ids"].size(1)
+    length = size // parts
+    begin = part * length
+    given = with_places(batch)
+    before = given["places"] - 1
+    column = before % size - begin
+    mine = (column >= 0) & (column < length)
+    places = (before // size * length + column)[mine] + 1
+    cut = {
+        name: batch[name][:, begin : begin + length].contiguous()
+        for name in ("input_ids", "position_ids", "segment_ids")
+    }
+    of_tokens = {name: given[name][mine] for name in ("targets", "sources") if name in given}
+    whole = {name: batch[name] for name in ("cu_seq_lens",) if name in batch}
+    return {**cut, **of_tokens, **whole, "places": places, "part": torch.tensor([part, parts])}
+
+
+def sequence_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    in_parts: bool = False,
+    **options: Any,
+) -> tuple[torch.Tensor, None]:
+    """Return causal attention over whole rows, of which this rank has a part; without `in_parts` that of `sdpa`.
+
+    Args:
+        module: the attention module.
+        query: [B, H, S / P, D].
+        key: [B, heads of keys, S / P, D].
+        value: as `key`.
+        attention_mask: used without `in_parts` only.
+        dropout: of the attention's weights.
+        scaling: of the scores; None is 1 / sqrt(D).
+        in_parts: whether these are parts of rows.
+        **options: `cu_seq_lens_q`, int32 [segments + 1] over the B x S tokens, where rows are packed.
+
+    Returns:
+        [B, S / P, H, D] and None.
+    """
+    if not in_parts:
+        return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **options)
+    assert _group is not None
+    ranks = dist.get_world_size(_group)
+    # Fewer heads of keys than ranks: each is sent to all ranks whose heads of queries need it.
+    copies = ranks // math.gcd(key.size(1), ranks)
+    if copies > 1:
+        key, value = (states.repeat_interleave(copies, dim=1) for states in (key, value))
+    query, key, value = (_exchange(states, 1, 2) for states in (query, key, value))  # [B, heads / P, S, D]
+    bounds = options.get("cu_seq_lens_q")
+    if bounds is not None:
+        mixed = attend_to_segments(query, key, value, bounds, query.size(2), dropout, scaling)
+    else:
+        grouped = key.size(1) != query.size(1)
+        mixed = functional.scaled_dot_product_attention(
+            query, key, value, dropout_p=dropout, is_causal=True, scale=scaling, enable_gqa=grouped
+        ).transpose(1, 2)
+    return _exchange(mixed, 1, 2), None
+
+
+class _Exchange(torch.autograd.Function):
+    """All ranks of the group exchange pieces; backward they exchange the gradients the other way."""
+
+    @staticmethod
+    def forward(ctx: Any, states: torch.Tensor, cut: int, joined: int) -> torch.Tensor:
+        ctx.dims = cut, joined
+        ranks = dist.get_world_size(_group)
+        sent = torch.stack(states.chunk(ranks, dim=cut)).contiguous()
+        received = torch.empty_like(sent)
+        dist.all_to_all_single(received, sent, group=_group)
+        return torch.cat(received.unbind(), dim=joined)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        cut, joined = ctx.dims
+        return _Exchange.apply(gradients[0], joined, cut), None, None
+
+
+def _exchange(states: torch.Tensor, cut: int, joined: int) -> torch.Tensor:
+    """Give each rank a piece of one dimension, and join what comes along another."""
+    exchanged: torch.Tensor = _Exchange.apply(states, cut, joined)
+    return exchanged
+
+
+def check_parts(engine: torch.nn.Module, vocab_size: int, device: torch.device, name: str, packed: bool) -> None:
+    """Make sure, on the model as it is, that parts of rows give the logits of whole ones. A collective.
+
+    Args:
+        engine: the engine, or the model.
+        vocab_size: ids are below it.
+        device: where the model lives.
+        name: of the model, for the message.
+        packed: whether rows will hold several samples.
+
+    Raises:
+        ModelError: they do not.
+    """
+    assert _group is not None
+    module, part, parts = getattr(engine, "module", engine), dist.get_rank(_group), dist.get_world_size(_group)
+    batch = isolation_rows(vocab_size, parts)
+    if not packed:
+        batch = {"input_ids": batch["input_ids"], "segment_ids": torch.ones_like(batch["input_ids"])}
+        batch["position_ids"] = torch.arange(batch["input_ids"].size(1)).expand_as(batch["input_ids"])
+    own = part_of({**batch, "labels": batch["input_ids"]}, part, parts)
+    was_training = module.training
+    module.eval()
+    found = []
+    with torch.no_grad():
+        for one in (batch, own):
+            given = {key: tensor.to(device) for key, tensor in one.items()}
+            arguments = attention_arguments(module, given)
+            positions = given["position_ids"]
+            found.append(
+                engine(
+                    input_ids=given["input_ids"], position_ids=positions, use_cache=False, **arguments
+                ).logits.float()
+            )
+    module.train(was_training)
+    whole, mine = found
+    length = mine.size(1)
+    change = float((mine - whole[:, part * length :][:, :length]).abs().max())
+    if not change <= MOST_CHANGE * float(whole.std()):
+        raise ModelError(
+            tr(
+                "{name} cannot be trained with parallel.sequence = {ranks}: parts of rows give other logits than whole "
+                "rows (by up to {change}).",
+                name=name,
+                ranks=parts,
+                change=f"{change:.3g}",
+            )
+        )
+
+
+AttentionInterface.register(SEQUENCE, sequence_attention)
+AttentionMaskInterface.register(SEQUENCE, training_mask)
