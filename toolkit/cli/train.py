@@ -20,11 +20,12 @@ from toolkit.cli import sweep
 from toolkit.cli.compose import Composed, compose
 from toolkit.config.checks import accumulation, check
 from toolkit.config.checks_track import check_track_here
+from toolkit.config.hub import with_folder
 from toolkit.config.load import to_yaml
 from toolkit.config.schema import AUTO
 from toolkit.errors import ConfigError
 from toolkit.launch import ancestors, build_locks, environment, forward, mpi, restarts
-from toolkit.messages import tr
+from toolkit.messages import say, tr
 
 
 def run(words: list[str]) -> int:
@@ -56,10 +57,11 @@ def run(words: list[str]) -> int:
     if ranks.rank == 0:
         check_track_here(composed.loaded)
         _greet(composed, ranks)
+    loaded = with_folder(composed.loaded, say if ranks.local_rank == 0 else lambda line: None)
     # Only now is torch imported: whatever is wrong so far was told within seconds.
     from toolkit.cli.session import train
 
-    return train(composed.loaded, ranks, started=time.monotonic())
+    return train(loaded, ranks, started=time.monotonic())
 
 
 def _without_cfg(words: list[str]) -> list[str]:

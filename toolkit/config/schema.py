@@ -275,7 +275,9 @@ class ModelConfig:
     name: str = ""
     """Name shown in messages; the group's file sets it."""
     path: str = ""
-    """Local folder with the weights, an official ChatGLM folder or transformers' layout; needed with init=pretrained."""
+    """Folder with the weights, an official ChatGLM folder or transformers' layout, or owner/name of a model on Hugging Face, which is downloaded into its cache; needed with init=pretrained."""
+    revision: str = ""
+    """Commit, branch or tag of a model on Hugging Face; "" the newest."""
     tokenizer: str = ""
     """Local folder of the tokenizer; "" takes `model.path`; with init=random and "" one is fitted to the training data."""
     family: Family = Family.auto
