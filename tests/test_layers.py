@@ -42,6 +42,7 @@ LAYERS = {
     "toolkit.doctor": 5,
     "toolkit.testing": 5,
     "toolkit.cli": 6,
+    "toolkit.own": 7,
     "toolkit.__main__": 7,
 }
 STRANGERS = [("models", "data"), ("train", "evaluate"), ("train", "export"), ("evaluate", "export")]

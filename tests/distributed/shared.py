@@ -102,6 +102,7 @@ def experts(folder: Path) -> Path:
 
 TIMED = {
     *("tokens_per_s", "trained_tokens_per_s", "rank_tokens_per_s", "eval_tokens_per_s"),
+    *("samples_per_s", "rank_samples_per_s"),
     *("step_s", "step_median_s", "step_p95_s"),
     *("data_wait_s", "data_wait_fraction", "data_wait_rank", "slowest_rank", "slowest_rank_s", "median_rank_s"),
     *("fastest_rank_s", "time"),

@@ -19,10 +19,11 @@ STEPS = 10
 # name -> overrides
 TWO_RANKS = {
     "stage0": ["zero=stage0", "train.rehearse=true"],
-    "stage2-micro2": ["zero=stage2", "batch.micro_per_gpu=2"],
-    "stage3-recompute": ["zero=stage3", ALL, RECOMPUTE, "kernels.loss=full"],
+    "stage2-micro2": ["zero=stage2", "batch.micro_per_gpu=2", "kernels.mlp_pieces=3"],
+    "stage3-recompute": ["zero=stage3", ALL, RECOMPUTE, "kernels.loss=full", "kernels.mlp_pieces=3"],
     "packed-stage1": ["zero=stage1", "data.packing=packed"],
-    "bf16-stage1": ["zero=stage1", "precision=bf16"],
+    "bf16-stage1": ["zero=stage1", "precision=bf16", "kernels.mlp_pieces=2"],
+    "tiled-stage3": ["parallel=data", "zero=stage3", ALL, "kernels.mlp_pieces=3", "batch.micro_per_gpu=2"],
 }
 FOUR_RANKS = {
     "dp2-stage1": ["zero=stage1", "evaluate.metrics=[exact_match]", "evaluate.max_new_tokens=4"],
@@ -32,6 +33,7 @@ FOUR_RANKS = {
 # name -> other overrides; they go on from a checkpoint of sp4-stage2
 RESUMED = {"resumed": [], "resumed-dp2": ["parallel.sequence=2"]}
 LORA = ["tuning=lora", "tuning.target_modules=[all-linear]", "zero=stage2", "model=hf", "precision=fp32"]
+TILED = "kernels.mlp_pieces=2"
 
 
 def llama(folder: Path) -> Path:
@@ -68,7 +70,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory, rows_file: Path) -> Path:
                 cases.append({"overrides": words(name, FOUR_RANKS["sp4-stage2"] + others), "died": died})
         else:
             path = f"model.path={llama(folder / 'llama')}"
-            cases.append({"overrides": words("llama", [*LORA, path])})
+            cases.append({"overrides": words("llama", [*LORA, path, TILED])})
             cases.append({"overrides": words("llama-whole", [*LORA, path, "parallel=data"])})
             refused = {"overrides": words("three", ["model.shape.num_heads=1", "model.shape.num_kv_heads=1"])}
             cases.append({**refused, "refused": str(folder / "refused")})
@@ -84,7 +86,9 @@ def reference(tmp_path_factory: pytest.TempPathFactory, rows_file: Path) -> tupl
     return plain_loop(tiny(rows_file, tmp_path_factory.mktemp("reference"), "reference"), STEPS)
 
 
-@pytest.mark.parametrize("name", ["stage0", "stage2-micro2", "stage3-recompute", "dp2-stage1", "sp4-stage2"])
+@pytest.mark.parametrize(
+    "name", ["stage0", "stage2-micro2", "stage3-recompute", "tiled-stage3", "dp2-stage1", "sp4-stage2"]
+)
 def test_losses_are_those_of_whole_rows(name: str, runs: Path, reference: tuple[list[float], list[float]]) -> None:
     training, validation = reference
     assert furthest(losses(runs / name), training) < TOLERANCE

@@ -19,6 +19,7 @@ from toolkit.cli import COMMANDS
 from toolkit.cli import compose as composing
 from toolkit.cli import main as toolkit_main
 from toolkit.config.checks import check, settled
+from toolkit.config.load import load
 from toolkit.engine.ds_config import build_ds_config
 from toolkit.errors import ConfigError
 from toolkit.launch import ancestors
@@ -41,6 +42,7 @@ PATHS = {"verify": ("forward=",), "report": ("runs/", "output=", "language=")}
 """Commands that take paths at once, and what stands behind the first."""
 SHOWN = sorted({line for page in PAIRED for _, line in commands(page)})
 OURS = [line for line in SHOWN if not line.startswith(tuple(ELSEWHERE))]
+OWN = ROOT / "toolkit" / "own" / "own.yaml"
 QUICK = [
     line
     for line in OURS
@@ -78,6 +80,8 @@ def inner(words: list[str]) -> tuple[str, list[str], int]:
     rest = rest[1:] if rest[0] in ("--module", "-m") else rest
     if rest[0] == "toolkit":
         return rest[1], rest[2:], ranks
+    if rest[0].startswith(("my_train.py", "examples/")):
+        return "own", [word for word in rest[1:] if not word.startswith("images=")], ranks
     assert rest[0] == "run.py", rest
     return "train", rest[1:], ranks
 
@@ -87,6 +91,9 @@ def understand(line: str, monkeypatch: pytest.MonkeyPatch) -> None:
     # Ellipses stand for more of the same, NAME for any recipe, N for a number; pipes bring text.
     words = ["0" if word == "N" else word for word in shlex.split(line.rpartition("| ")[2]) if word != "…"]
     command, rest, ranks = inner(words)
+    if command == "own":
+        check(load([f"recipe={OWN}", *rest]), ranks, files=False, own=True)
+        return
     any_recipe = "chatglm_lora_adgen" if any(word.startswith("tuning.") for word in rest) else "zero1"
     rest = [f"recipe={any_recipe}" if word == "recipe=NAME" else word for word in rest]
     module = import_module(COMMANDS[command])

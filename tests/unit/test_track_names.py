@@ -27,7 +27,14 @@ def test_the_table_is_the_codes(page: str) -> None:
 def test_evaluations_are_in_it() -> None:
     assert EVAL_LOSS in UNITS
     others = {name for name in UNITS if name.startswith("eval_")} - {"eval_METRIC", "eval_length"}
-    assert others == {"eval_loss", "eval_perplexity", "eval_tokens", "eval_answers", "eval_tokens_per_s"}
+    assert others == {
+        "eval_loss",
+        "eval_perplexity",
+        "eval_tokens",
+        "eval_samples",
+        "eval_answers",
+        "eval_tokens_per_s",
+    }
     assert not {f"eval_{metric.value}" for metric in Metric} & others
 
 

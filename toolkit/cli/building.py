@@ -1,6 +1,7 @@
 """The engine of a training session: the model, what tuning adds to it, optimizer and schedule."""
 
 import gc
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from toolkit.models.packing import why_not_in_parts
 from toolkit.models.router_loss import router_loss
 from toolkit.models.save import MODEL_DIR, describe
 from toolkit.models.sequence import check_parts
+from toolkit.models.tiled import tile_mlp
 from toolkit.models.token_dropping import TokenDropping
 from toolkit.models.tuning.apply import tune
 from toolkit.models.tuning.base import RUN_BASE, check_base, read_base
@@ -58,14 +60,12 @@ def build_engine(cfg: RunConfig, prepared: Prepared, ds: DsConfig, total_steps: 
         tune(model, cfg.tuning, base, prepared.tokenizer, cfg.run.seed, ds.values)
         if origin.checkpoint and (known := read_base(origin.checkpoint / MODEL_DIR)):
             check_base(known, model.tuned.base, origin.checkpoint)
+    if cfg.kernels.mlp_pieces > 1:
+        tile_mlp(model, cfg.kernels.mlp_pieces)
     if cfg.train.random_ltd.steps:
         place = layout_of(cfg, world_size(), rank())
         model.token_dropping = TokenDropping(model, cfg.train.random_ltd, cfg.run.seed, place.data_rank)
-    warmup = warmup_steps(cfg, total_steps)
-
-    def make_schedule(optimizer: torch.optim.Optimizer) -> Any:
-        return Schedule(optimizer, cfg.schedule, cfg.optim.lr, total_steps, warmup)
-
+    make_schedule = schedule_maker(cfg, total_steps)
     with phase(tr("Building the engine (the first time DeepSpeed compiles its ops: minutes)"), speaks=rank() == 0):
         engine = initialize(model, ds.values, cfg.train.activation_checkpointing, make_schedule, cfg.compile)
     # What building leaves behind refers to itself, and would keep the memory of weights until Python looks for it.
@@ -88,6 +88,12 @@ def build_engine(cfg: RunConfig, prepared: Prepared, ds: DsConfig, total_steps: 
                 )
             )
     return engine
+
+
+def schedule_maker(cfg: RunConfig, total_steps: int) -> Callable[[torch.optim.Optimizer], Any]:
+    """Return what makes the learning-rate schedule of an optimizer."""
+    warmup = warmup_steps(cfg, total_steps)
+    return lambda optimizer: Schedule(optimizer, cfg.schedule, cfg.optim.lr, total_steps, warmup)
 
 
 def _in_use(engine: DeepSpeedEngine, cfg: RunConfig, without_liger: str) -> str:

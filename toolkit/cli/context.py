@@ -17,17 +17,13 @@ from toolkit.train.prepared import Prepared
 
 
 @dataclass(kw_only=True, slots=True)
-class Session:
-    """What stays the same for the whole session."""
+class AnySession:
+    """What stays the same for a whole session, whatever is trained."""
 
     cfg: RunConfig
     """The config."""
     ranks: Ranks
     """Who this process is."""
-    prepared: Prepared
-    """Tokenizer and stores."""
-    questions: list[Question]
-    """What the model is asked at each evaluation."""
     folder: Path
     """The run folder."""
     ds: DsConfig
@@ -50,3 +46,13 @@ class Session:
         """Return the run folder as a user would type it from here."""
         here = Path.cwd()
         return str(self.folder.relative_to(here)) if self.folder.is_relative_to(here) else str(self.folder)
+
+
+@dataclass(kw_only=True, slots=True)
+class Session(AnySession):
+    """What stays the same for a session that trains a language model."""
+
+    prepared: Prepared
+    """Tokenizer and stores."""
+    questions: list[Question]
+    """What the model is asked at each evaluation."""

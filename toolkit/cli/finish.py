@@ -46,10 +46,11 @@ def _export(session: Session, outcome: Outcome) -> None:
     is_adapter = has_adapter(session.engine.module)
     files = {name: content for name, content in session.described.files.items() if is_adapter or name != BASE_FILE}
     files[CARD] = card(outcome.state, is_adapter)
-    folder = session.folder / "export"
+    folder, probe_ids = session.folder / "export", session.described.probe_ids
+    assert probe_ids is not None
     speaks = process_group.rank() == 0
     with phase(tr("Exporting"), speaks=speaks):
-        (export_adapter if is_adapter else export)(session.engine, files, session.described.probe_ids, folder)
+        (export_adapter if is_adapter else export)(session.engine, files, probe_ids, folder)
     if session.cfg.checkpoint.verify_export:
         with phase(tr("Loading the export again"), speaks=speaks):
             process_group.on_rank0(lambda: _prove(folder))

@@ -25,7 +25,7 @@ from toolkit.train import data_card, micro_batch, run_folder
 from toolkit.train.batches import epoch_rows, epoch_steps
 from toolkit.train.guard import Guard
 from toolkit.train.prepared import Prepared, prepare_with
-from toolkit.train.resume import Origin, starting_state
+from toolkit.train.resume import Origin, identity, starting_state
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -72,7 +72,7 @@ def open_run(cfg: RunConfig, prepared: Prepared, ranks: Ranks, origin: Origin, h
     total_steps = _total_steps(cfg, prepared)
     ds = build_ds_config(cfg, ranks.world_size, total_steps)
     config_yaml = to_yaml(cfg)
-    start = on_rank0(lambda: starting_state(cfg, prepared, ranks, origin, say))
+    start = on_rank0(lambda: starting_state(cfg, identity(prepared), ranks, origin, say))
     device = torch.cuda.get_device_name() if get_accelerator().device_name() == "cuda" else ""
     on_rank0(lambda: run_folder.record_start(origin.folder, config_yaml, ds.values, hosts, device))
     steps, rows_of_epoch = epoch_steps(cfg, prepared), epoch_rows(cfg, prepared)

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 import torch
 
-from toolkit.cli.context import Session
+from toolkit.cli.context import AnySession, Session
 from toolkit.cli.evaluation import Evaluation
 from toolkit.cli.planning import RunPlan
 from toolkit.config.checks import micro_rows, micro_sizes
@@ -46,7 +46,7 @@ def rehearse(session: Session, job: Job, evaluation: Evaluation | None, plan: Ru
     started, step = time.monotonic(), job.start.step
     job.watchdog.enter("rehearsal", step)
     steps = range(step + 1, job.total_steps + 1)
-    _try_disk(session, job.saver, steps)
+    try_disk(session, job.saver, steps)
     engine, cfg, ranks = session.engine, session.cfg, session.ranks
     batch = longest_batch(cfg, session.prepared, ranks.world_size)
     limit = limit_bytes(engine.device, cfg.plan.max_gpu_gib)
@@ -64,9 +64,18 @@ def rehearse(session: Session, job: Job, evaluation: Evaluation | None, plan: Ru
 
 @contextmanager
 def told(
-    cfg: RunConfig, ranks: Ranks, doing: str, memory: PeakMemory, limit: int, plan: RunPlan | None
+    cfg: RunConfig,
+    ranks: Ranks,
+    doing: str,
+    memory: PeakMemory,
+    limit: int,
+    plan: RunPlan | None,
+    sections: tuple[str, ...] = ("",),
 ) -> Iterator[None]:
-    """Say of memory that runs out what it was wanted for, what was measured and planned, and what helps."""
+    """Say of memory that runs out what it was wanted for, what was measured and planned, and what helps.
+
+    Only what helps in some `sections` of the config, where the others have no effect.
+    """
     before = memory.restart()
     try:
         yield
@@ -89,7 +98,7 @@ def told(
             *([plan.lines()] if plan else []),
             tr("  reason: {reason}", reason=(str(error) or type(error).__name__).splitlines()[0]),
             tr("What helps, the cheapest first; each can be pasted behind the command:"),
-            *(f"  {word}" for word in remedies(cfg, ranks.world_size)),
+            *(f"  {word}" for word in remedies(cfg, ranks.world_size) if word.startswith(sections)),
         ]
         raise OutOfMemory("\n".join(lines)) from None
 
@@ -117,7 +126,7 @@ def remedies(cfg: RunConfig, world_size: int) -> list[str]:
     return [*dict.fromkeys(words), f"data.max_length={cfg.data.max_length // 2}"]
 
 
-def _try_disk(session: Session, saver: Saver, steps: range) -> None:
+def try_disk(session: AnySession, saver: Saver, steps: range) -> None:
     """See whether all that the run writes can be written."""
     cfg, engine, folder = session.cfg, session.engine, session.folder
     process_group.on_rank0(lambda: check_writable(cfg.track, folder))

@@ -1,7 +1,5 @@
 """One training session: data, process group, run folder, engine, loop, export, and what is said at the end."""
 
-import os
-import socket
 import time
 from collections.abc import Callable
 from functools import partial
@@ -12,7 +10,7 @@ from deepspeed import DeepSpeedEngine
 
 from toolkit.checkpoint import random_state
 from toolkit.checkpoint.run_state import RunState
-from toolkit.cli import run_logs
+from toolkit.cli.beginning import begin, reporter, watchdog
 from toolkit.cli.context import Session
 from toolkit.cli.evaluation import Evaluation, questions_of
 from toolkit.cli.finish import finish
@@ -20,23 +18,20 @@ from toolkit.cli.opening import open_run
 from toolkit.cli.planning import RunPlan, plan_run
 from toolkit.cli.rehearsal import rehearse
 from toolkit.cli.sample_view import stretches
-from toolkit.cli.tracking import hand_on_answers, tracked, trackers_of
+from toolkit.cli.tracking import data_summary, hand_on_answers, tracked, trackers_of
 from toolkit.config.checks import accumulation
 from toolkit.config.load import Loaded
 from toolkit.config.schema import RunConfig
 from toolkit.data.sampler import Position
 from toolkit.distributed import failure, orphans, process_group, signals
-from toolkit.distributed.watchdog import Watchdog
 from toolkit.engine import memory
-from toolkit.errors import RunFolderError
 from toolkit.export.checkpoint import export_beside
-from toolkit.launch import environment, report
+from toolkit.launch import report
 from toolkit.launch.environment import Ranks
 from toolkit.messages import say, tr
 from toolkit.models import probe
 from toolkit.models.save import describe
 from toolkit.models.tuning.count import count_parameters
-from toolkit.report.automatic import PATIENCE_S, AutomaticReport
 from toolkit.terminal import phase, set_display
 from toolkit.track.progress import Progress
 from toolkit.train import resume
@@ -88,13 +83,8 @@ def run_session(cfg: RunConfig, ranks: Ranks, prepared: Prepared, started: float
     """
     random_state.seed_all(cfg.run.seed + ranks.rank)
     questions = questions_of(cfg, prepared, say if ranks.rank == 0 else lambda line: None)
-    origin = process_group.on_rank0(lambda: resume.choose(cfg, say))
+    origin, hosts = begin(cfg, ranks)
     folder = origin.folder
-    if ranks.rank and ranks.local_rank == 0:  # rank 0 has told it; a `toolkit launch` of another machine has no other
-        report.note(folder=str(folder))
-    hosts = _check_shared(folder)
-    failure.watch(folder)
-    run_logs.begin(folder / "logs" / f"rank_{ranks.rank}.log", ranks.rank)
     opened = open_run(cfg, prepared, ranks, origin, hosts)
     cfg, prepared, engine = opened.cfg, opened.prepared, opened.engine
     start, total_steps = opened.start, opened.total_steps
@@ -112,9 +102,9 @@ def run_session(cfg: RunConfig, ranks: Ranks, prepared: Prepared, started: float
         described=_describe(engine, prepared),
         trackers=trackers_of(cfg, progress.say),
         started=started,
-        reporter=_reporter(cfg, folder) if ranks.rank == 0 and cfg.report.enabled else None,
+        reporter=reporter(cfg, folder) if ranks.rank == 0 else None,
     )
-    with tracked(session, start.step):
+    with tracked(session, start.step, data_summary(prepared)):
         _train(session, origin, start, total_steps, progress)
     resume.release()
     return folder
@@ -161,11 +151,6 @@ def _describe(engine: DeepSpeedEngine, prepared: Prepared) -> Described:
     return Described(files, probe.ids_of(rows, engine.module.config), export_beside)
 
 
-def _reporter(cfg: RunConfig, folder: Path) -> AutomaticReport:
-    patience_s = min(PATIENCE_S, cfg.distributed.timeout_s / 2)  # in the end the other ranks wait in a collective
-    return AutomaticReport(folder, environment.without_ranks(os.environ), say, patience_s)
-
-
 def _job(
     session: Session,
     saver: Saver,
@@ -190,9 +175,7 @@ def _job(
         figures_at=order_figures(cfg, prepared),
         samples_at=partial(_samples_at, session),
         go_back=lambda checkpoint: go_back(saver, checkpoint, start, session.folder, ranks, cfg.run.seed),
-        watchdog=Watchdog(
-            session.folder, ranks.rank, ranks.world_size, cfg.distributed.hang_after_s, float(cfg.distributed.timeout_s)
-        ),
+        watchdog=watchdog(session),
         account=account_of(
             session.engine,
             cfg.tuning,
@@ -203,29 +186,6 @@ def _job(
         trackers=session.trackers,
         begin_report=session.reporter.begin if session.reporter else lambda: None,
     )
-
-
-def _check_shared(folder: Path) -> list[str]:
-    """Refuse a run folder that some rank does not see: its part of a checkpoint would be lost to the others.
-
-    Returns:
-        The host of each rank.
-
-    Raises:
-        RunFolderError: on every rank.
-    """
-    found = process_group.gather((socket.gethostname(), folder.is_dir()))
-    blind = [host for host, sees in found if not sees]
-    if blind:
-        raise RunFolderError(
-            tr(
-                "the run folder {folder} is not there on {hosts}: checkpoints need a disk that all machines share. Set "
-                "run.dir to a folder on one.",
-                folder=folder,
-                hosts=", ".join(sorted(set(blind))),
-            )
-        )
-    return [host for host, _ in found]
 
 
 def _evaluation(session: Session, tell: Callable[[str], None]) -> Evaluation:

@@ -3,11 +3,11 @@
 import json
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any
 
-from toolkit.cli.context import Session
+from toolkit.cli.context import AnySession, Session
 from toolkit.config.checks_track import enabled_trackers
 from toolkit.config.load import plain, recorded
 from toolkit.config.schema import RunConfig
@@ -17,6 +17,7 @@ from toolkit.errors import Stopped
 from toolkit.track.clients.base import ANSWERS, FAILED, FINISHED, SAMPLES, STOPPED
 from toolkit.track.names import figures, is_evaluation
 from toolkit.track.trackers import Trackers
+from toolkit.train.prepared import Prepared
 
 
 def trackers_of(cfg: RunConfig, say: Callable[[str], None]) -> Trackers:
@@ -31,18 +32,19 @@ def trackers_of(cfg: RunConfig, say: Callable[[str], None]) -> Trackers:
 
 
 @contextmanager
-def tracked(session: Session, step: int) -> Iterator[None]:
+def tracked(session: AnySession, step: int, data: Mapping[str, Any]) -> Iterator[None]:
     """Begin the trackers, on the first rank, and tell them how the session ended.
 
     Args:
         session: of the run.
         step: after which it begins.
+        data: what it learns from, in numbers.
     """
     trackers = session.trackers
     if session.ranks.rank == 0:
         track = plain(session.cfg.track)
         chosen = {name: track[name] for name in enabled_trackers(session.cfg)}
-        trackers.begin(session.folder, chosen, hyperparameters(session) if chosen else {}, step)
+        trackers.begin(session.folder, chosen, hyperparameters(session, data) if chosen else {}, step)
     try:
         yield
     except BaseException as error:
@@ -51,20 +53,23 @@ def tracked(session: Session, step: int) -> Iterator[None]:
     trackers.end(FINISHED)
 
 
-def hyperparameters(session: Session) -> dict[str, Any]:
-    """Return what the run is made of, flat: its config, its data, the code's commit and the versions."""
-    prepared = session.prepared
-    data = {
+def data_summary(prepared: Prepared) -> dict[str, Any]:
+    """Return what a language model learns from, in numbers."""
+    return {
         "sources": prepared.source_names,
         "packing": prepared.packing.value,
         "fingerprint": prepared.train.fingerprint,
         "train": _size(prepared.train),
         "validation": _size(prepared.validation) if prepared.validation else {},
     }
+
+
+def hyperparameters(session: AnySession, data: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what the run is made of, flat: its config, its data, the code's commit and the versions."""
     environment = json.loads((session.folder / "environment.json").read_text(encoding="utf-8"))
     return {
         **dict(leaves(recorded(session.cfg))),
-        **{f"data_summary.{key}": value for key, value in leaves(data)},
+        **{f"data_summary.{key}": value for key, value in leaves(dict(data))},
         **{f"environment.{key}": value for key, value in leaves(environment)},
         "commit": environment["commit"],
     }
@@ -82,7 +87,7 @@ def hand_on_answers(session: Session, step: int) -> None:
         session.trackers.answers(step, ANSWERS, [json.loads(line) for line in lines])
 
 
-def hand_on_end(session: Session, steps: int, samples: list[dict[str, str]]) -> None:
+def hand_on_end(session: AnySession, steps: int, samples: list[dict[str, str]]) -> None:
     """Hand on the last answers, and figures of the whole run as transformers has them.
 
     Args:
@@ -108,15 +113,16 @@ def _size(store: Store) -> dict[str, int]:
     return {"samples": len(store), "tokens": store.num_tokens, "trained_tokens": store.num_trained_tokens}
 
 
-def _mean_loss(session: Session) -> float:
-    """Return the mean over the trained tokens of the run, by what metrics.jsonl says."""
+def _mean_loss(session: AnySession) -> float:
+    """Return the mean over the trained tokens (or samples) of the run, by what metrics.jsonl says."""
     total = tokens = before = 0.0
     with suppress(OSError, ValueError, KeyError), (session.folder / "metrics.jsonl").open(encoding="utf-8") as lines:
         for line in lines:
             row = figures(json.loads(line))
             if is_evaluation(row):
                 continue
-            since, before = row["trained_tokens"] - before, row["trained_tokens"]
+            count = row["trained_tokens"] if "trained_tokens" in row else row["samples"]
+            since, before = count - before, count
             if math.isfinite(row["loss"]):
                 total += row["loss"] * since
                 tokens += since

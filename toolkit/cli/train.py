@@ -33,6 +33,36 @@ def run(words: list[str]) -> int:
     words = environment.strip_launcher_arguments(words)
     if any(word in sweep.MULTIRUN for word in words):
         return sweep.run(words)
+    ready = make_ready(words)
+    if ready is None:
+        return 0
+    composed, ranks = ready
+    cfg = composed.loaded.cfg
+    if cfg.prepare.shard:
+        raise ConfigError(tr("prepare.shard is for `toolkit prepare` alone: training needs all parts. Remove it."))
+    if ranks.rank == 0:
+        greet(composed, ranks, cfg.model.name or Path(cfg.model.path).name or "?")
+    loaded = with_folder(composed.loaded, say if ranks.local_rank == 0 else lambda line: None)
+    # Only now is torch imported: whatever is wrong so far was told within seconds.
+    from toolkit.cli.session import train
+
+    return train(loaded, ranks, started=time.monotonic())
+
+
+def make_ready(words: list[str], own: bool = False) -> tuple[Composed, environment.Ranks] | None:
+    """Compose and check the config, and set this process's environment by it.
+
+    Args:
+        words: command line without what launchers add.
+        own: whether a program trains a model and a data set of its own.
+
+    Returns:
+        The config, and who this process is; None where the config alone was asked for, and has been printed.
+
+    Raises:
+        ConfigError: anything wrong with the config.
+        LaunchError: the processes were not started as the config says.
+    """
     inherited = dict(os.environ)
     ranks = environment.detect(os.environ)
     environment.apply(ranks, os.environ)  # from here on an error knows which rank it speaks for
@@ -41,13 +71,11 @@ def run(words: list[str]) -> int:
             to_yaml(compose(_without_cfg(words), world_size=ranks.world_size).loaded.cfg),
             end="",
         )
-        return 0
+        return None
     composed = compose(words, world_size=ranks.world_size)
     cfg = composed.loaded.cfg
-    check(composed.loaded, ranks.world_size)
+    check(composed.loaded, ranks.world_size, own=own)
     forward.apply(cfg.launch.env, ranks, os.environ, inherited)
-    if cfg.prepare.shard:
-        raise ConfigError(tr("prepare.shard is for `toolkit prepare` alone: training needs all parts. Remove it."))
     ancestors.check_launcher(cfg.launch.num_nodes, ranks)
     restarts.check(cfg.run.max_restarts, ranks, words)
     if cfg.distributed.interface:
@@ -56,12 +84,7 @@ def run(words: list[str]) -> int:
     build_locks.check(os.environ)
     if ranks.rank == 0:
         check_track_here(composed.loaded)
-        _greet(composed, ranks)
-    loaded = with_folder(composed.loaded, say if ranks.local_rank == 0 else lambda line: None)
-    # Only now is torch imported: whatever is wrong so far was told within seconds.
-    from toolkit.cli.session import train
-
-    return train(loaded, ranks, started=time.monotonic())
+    return composed, ranks
 
 
 def _without_cfg(words: list[str]) -> list[str]:
@@ -69,7 +92,8 @@ def _without_cfg(words: list[str]) -> list[str]:
     return words[:place] + words[place + 2 :]
 
 
-def _greet(composed: Composed, ranks: environment.Ranks) -> None:
+def greet(composed: Composed, ranks: environment.Ranks, model: str) -> None:
+    """Say what begins: on which ranks, in which batches."""
     cfg = composed.loaded.cfg
     for note in [*composed.notes, *mpi.notes(ranks.launcher, ranks.local_world_size, os.environ)]:
         print(note)
@@ -79,7 +103,7 @@ def _greet(composed: Composed, ranks: environment.Ranks) -> None:
             "{recipe}: {model}, ZeRO-{stage}, {dtype}, {world} ranks ({launcher}). Batch: "
             "{micro} x {times} x {world} = {size} rows per step (micro-batch x accumulation x ranks).",
             recipe=cfg.recipe,
-            model=cfg.model.name or Path(cfg.model.path).name or "?",
+            model=model,
             stage=cfg.zero.stage,
             dtype=cfg.precision.dtype.value,
             launcher=ranks.launcher,

@@ -17,6 +17,7 @@ LEAST = {
     "data.curriculum.start_length": 1,
     "data.curriculum.levels": 1,
     "prepare.num_workers": 0,
+    "kernels.mlp_pieces": 1,
     "tuning.rank": 1,
     "tuning.num_tokens": 1,
     "tuning.last_layers": 0,

@@ -8,6 +8,7 @@ from pathlib import Path
 from toolkit.config.bounds import LEAST
 from toolkit.config.checks_data import check_data
 from toolkit.config.checks_files import check_files
+from toolkit.config.checks_own import check_own, unread_own
 from toolkit.config.checks_sequence import check_sequence
 from toolkit.config.checks_track import check_track
 from toolkit.config.checks_tuning import check_tuning, check_tuning_here
@@ -23,7 +24,7 @@ from toolkit.errors import ConfigError
 from toolkit.messages import tr
 
 
-def check(loaded: Loaded, world_size: int | None = None, *, files: bool = True) -> None:
+def check(loaded: Loaded, world_size: int | None = None, *, files: bool = True, own: bool = False) -> None:
     """Apply every rule.
 
     Args:
@@ -31,19 +32,27 @@ def check(loaded: Loaded, world_size: int | None = None, *, files: bool = True) 
         world_size: number of ranks; None leaves out the rules that need it.
         files: whether folders and files that the config names must exist here; False for a config that is only
             exported for another machine.
+        own: whether a program trains a model and a data set of its own with it.
 
     Raises:
         ConfigError: the first rule that does not hold.
     """
     rules = (_numbers, _batch, _length_of_run, _schedule, _zero, _offload, _compile, _names, _restarts, _evaluate)
     late = (check_tuning, check_sequence, check_zero, check_track, check_effect, check_variables)
+    left_out = (_evaluate, check_tuning, check_effect) if own else ()
+    if own:
+        check_own(loaded)
     for rule in (*rules, check_data, *late):
-        rule(loaded)
+        if rule not in left_out:
+            rule(loaded)
+    if own:
+        check_effect(loaded, unread_own(loaded.cfg))
     if world_size is not None:
         accumulation(settled(loaded.cfg), world_size, prefix(loaded, "batch.global_size"))
         check_ranks(loaded, world_size)
     if files:
-        check_files(loaded)
+        check_files(loaded, own)
+    if files and not own:
         check_tuning_here(loaded)
         check_zero_here(loaded)
 

@@ -15,13 +15,17 @@ from toolkit.config.suggest import did_you_mean
 from toolkit.messages import tr
 
 
-def check_files(loaded: Loaded) -> None:
+def check_files(loaded: Loaded, own: bool = False) -> None:
     """Apply every rule.
+
+    Args:
+        loaded: the config and where its values come from.
+        own: whether a program brings model and data itself.
 
     Raises:
         ConfigError: the first file or folder that is not there or not usable.
     """
-    for rule in (_nvme_folders, _model, _sources, _run_dir, _packages):
+    for rule in (_nvme_folders, _run_dir) if own else (_nvme_folders, _model, _sources, _run_dir, _packages):
         rule(loaded)
 
 

@@ -1,4 +1,4 @@
-"""Rules about `parallel.sequence`. No torch."""
+"""Rules about what serves long rows: `parallel.sequence` and `kernels.mlp_pieces`. No torch."""
 
 from toolkit.config.load import Loaded
 from toolkit.config.places import fail
@@ -12,6 +12,7 @@ def check_sequence(loaded: Loaded) -> None:
     Raises:
         ConfigError: the first that does not hold.
     """
+    _mlp_pieces(loaded)
     cfg, ranks = loaded.cfg, loaded.cfg.parallel.sequence
     if ranks == 1:
         return
@@ -36,3 +37,19 @@ def check_sequence(loaded: Loaded) -> None:
             "parallel.sequence",
             tr("parallel.sequence = {ranks} cannot be: {reason}.", ranks=ranks, reason=reason),
         )
+
+
+def _mlp_pieces(loaded: Loaded) -> None:
+    cfg, pieces = loaded.cfg, loaded.cfg.kernels.mlp_pieces
+    reason = ""
+    if pieces > 1 and cfg.compile.enabled:
+        reason = tr("layers in pieces cannot be compiled. Set compile.enabled=false")
+    elif pieces > 1 and cfg.tuning.dropout and cfg.tuning.method in (TuningMethod.lora, TuningMethod.qlora):
+        reason = tr(
+            "each piece is computed twice, and tuning.dropout = {value} would drop something else the second time. "
+            "Set it to 0",
+            value=cfg.tuning.dropout,
+        )
+    if reason:
+        key = "kernels.mlp_pieces"
+        raise fail(loaded, key, tr("{key} = {value} cannot be: {reason}.", key=key, value=pieces, reason=reason))

@@ -269,6 +269,7 @@ CHINESE: dict[str, str] = {
     "wsd: the fall at the end as a fraction of all steps, rounded up.": "wsd：最后下降的部分占全部步数的比例，向上取整。",
     "wsd: how it falls: linear, cosine, or sqrt (as 1 - sqrt, fast at first).": "wsd：如何下降：linear、cosine，或 sqrt（按 1 - sqrt，先快后慢）。",
     "Numbers of ranks that the run is to start or go on with: `batch.global_size` is checked for each of them, before anything starts; [] checks the present one only.": "运行要能启动或继续的各种进程数：启动之前会对每一个检查 `batch.global_size`；[] 只检查当前的进程数。",
+    "Pieces in which feed-forward layers take the tokens of a micro-batch, for long rows: their inner states are there for one piece at a time, and computed twice; 1 takes all at once. Layers of experts take all at once in any case.": "前馈层把一个微批次的 token 分成几块计算，用于长行：同一时刻只有一块的内部状态，且要计算两次；1 表示一次全部计算。专家层总是一次全部计算。",
     "Longest sample of the first step, in tokens.": "第一步的最长样本（token 数）。",
     "Short samples first (docs/data_efficiency.md). Each sample still comes once per epoch.": "先短后长（docs/data_efficiency.md）。每个样本在一个 epoch 中仍然只出现一次。",
     "Optimizer steps after which samples of all lengths come; at most those of an epoch. 0: all lengths from the first step.": "多少个优化器步之后各种长度的样本都会出现；最多为一个 epoch 的步数。0：从第一步起就有各种长度。",

@@ -666,6 +666,8 @@ class KernelsConfig:
     """chunked: from the hidden states of trained tokens alone, a few at a time, so that the logits never stand in memory together; liger: the same by liger-kernel (GPU), which waits for the GPU once per micro-batch; full: all logits; auto: chunked. Models that change their logits afterwards (Gemma 2), and output layers with additions (LoRA), get the logits of all trained tokens at once."""
     liger: When = When.auto
     """liger-kernel's norms, feed-forward layers and rotary positions in place of the model's own (GPU): auto where the package is installed and knows the model; always: else refuse; never."""
+    mlp_pieces: int = 1
+    """Pieces in which feed-forward layers take the tokens of a micro-batch, for long rows: their inner states are there for one piece at a time, and computed twice; 1 takes all at once. Layers of experts take all at once in any case."""
 
 
 @dataclass(kw_only=True, slots=True)

@@ -1,6 +1,6 @@
 """Settings that a configuration does not read: a changed value without effect is an error, never silence."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from enum import Enum
 
 from toolkit.config.checks_track import enabled_trackers
@@ -58,14 +58,18 @@ SCHEDULES_READ = {
 ZERO_KEYS = ("contiguous_gradients", "overlap_comm", "reduce_scatter", "reduce_bucket_size")
 
 
-def check_effect(loaded: Loaded) -> None:
+def check_effect(loaded: Loaded, more: Iterable[tuple[str, str]] = ()) -> None:
     """Refuse any key that was changed but is not read in this configuration.
+
+    Args:
+        loaded: the config and where its values come from.
+        more: further keys that are not read, and why.
 
     Raises:
         ConfigError: the first such key, and why it is not read.
     """
     default = RunConfig()
-    for key, reason in _unread(loaded.cfg):
+    for key, reason in (*more, *_unread(loaded.cfg)):
         value = value_of(loaded.cfg, key)
         if value != value_of(default, key) and key in loaded.where:
             raise fail(

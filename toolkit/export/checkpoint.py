@@ -19,6 +19,7 @@ from toolkit.checkpoint.weights import weights
 from toolkit.config.schema import TuningMethod
 from toolkit.distributed.own_process import run_module
 from toolkit.errors import CheckpointError, ConfigError, NotExportable, ToolkitError
+from toolkit.export import own
 from toolkit.export.adapter import write_adapter, write_original_prefix
 from toolkit.export.card import FILE as CARD
 from toolkit.export.card import card
@@ -177,6 +178,16 @@ def export_checkpoint(checkpoint: Path, folder: Path, wanted: Wanted | None = No
         ConfigError: there is nothing to be merged, or it cannot be.
         ModelError: there is no official layout to go back to, or the base is not there.
     """
+    if own.is_own(checkpoint):
+        if wanted not in (None, Wanted()):
+            raise ConfigError(
+                tr(
+                    "{folder} holds a model of one's own: its weights alone are written, as they are.",
+                    folder=checkpoint,
+                )
+            )
+        own.export_checkpoint(checkpoint, folder)
+        return
     wanted = wanted or Wanted()
     described, part = checkpoint / MODEL_DIR, part_of_checkpoint(checkpoint, base)
     names = [PurePosixPath(name) for name in manifest.read(checkpoint)["files"]]

@@ -4,6 +4,7 @@ from pathlib import Path
 
 from toolkit.errors import CheckpointError, NotExportable
 from toolkit.export.checkpoint import load_checkpoint
+from toolkit.export.own import is_own
 from toolkit.export.tuned import loaded, part_of_adapter
 from toolkit.messages import tr
 from toolkit.models import probe
@@ -29,6 +30,8 @@ def run_forward(folder: Path) -> str:
     if is_original_prefix(folder):
         reason = tr("the layout of the ChatGLM repositories does not say of which model a prefix is")
         return tr("no forward: {reason}", reason=reason)
+    if is_own(folder):
+        return tr("no forward: {reason}", reason=tr("it holds a model of one's own, which its program alone can build"))
     saved = probe.read(folder)
     if (folder / "config.json").is_file():
         model = load_model(folder)

@@ -41,6 +41,8 @@ class Rows:
     """There dropout's mask has numbers instead of truth values."""
     parts: int = 1
     """Ranks that divide the tokens of each row; this one has a part."""
+    mlp_pieces: int = 1
+    """In which feed-forward layers take them; of more than one only what goes in is kept."""
 
     @property
     def tokens(self) -> int:
@@ -108,6 +110,12 @@ class _Layer:
             self.keep("lora", self.width * rank + ((self.width + mask) * width_in if drops else 0))
         self.has_gradient = self.has_gradient or bool(added) or any(self.trains(name) for name in modules)
 
+    def mlp_input(self, modules: tuple[str, ...]) -> None:
+        """A feed-forward layer in pieces, which are computed again."""
+        self.has_gradient |= any(self.trains(name) or self.at + name in self.outline.targets for name in modules)
+        if self.has_gradient:
+            self.keep("mlp", self.width * self.size["hidden"])
+
     def attention(self, keys: int, values: int | None = None) -> None:
         """A fused kernel; `keys` and `values` per token."""
         heads, rows = self.size["heads"], self.rows
@@ -151,10 +159,13 @@ class _Dense(_Layer):
         if size["norms"] == 4:
             self.norm("post_self_attn_layernorm")
         self.norm("post_attention_layernorm")
-        self.linear("mlp", ("mlp.gate_up_proj", "mlp.gate_proj", "mlp.up_proj"), size["hidden"])
-        if self.has_gradient:
-            self.keep("mlp", 3 * width * size["inner"])
-        self.linear("mlp", ("mlp.down_proj",), size["inner"])
+        if self.rows.mlp_pieces > 1:
+            self.mlp_input(("mlp.gate_up_proj", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"))
+        else:
+            self.linear("mlp", ("mlp.gate_up_proj", "mlp.gate_proj", "mlp.up_proj"), size["hidden"])
+            if self.has_gradient:
+                self.keep("mlp", 3 * width * size["inner"])
+            self.linear("mlp", ("mlp.down_proj",), size["inner"])
         if size["norms"] == 4:
             self.norm("post_mlp_layernorm")
 
@@ -179,6 +190,9 @@ class _V1(_Layer):
             self.has_gradient = True
         self.linear("attention", ("attention.dense",), hidden, is_kept=had)
         self.norm("post_attention_layernorm")
+        if self.rows.mlp_pieces > 1:
+            self.mlp_input(("mlp.dense_h_to_4h", "mlp.dense_4h_to_h"))
+            return
         self.linear("mlp", ("mlp.dense_h_to_4h",), hidden)
         if self.has_gradient:
             self.keep("mlp", width * size["inner"])

@@ -82,6 +82,7 @@ def longest_rows(outline: Outline, cfg: RunConfig, on_cpu: bool = False) -> Rows
         keeps_inputs=cfg.zero.stage == 3,
         on_cpu=on_cpu,
         parts=cfg.parallel.sequence,
+        mlp_pieces=cfg.kernels.mlp_pieces,
     )
 
 
@@ -295,7 +296,8 @@ class _Rank:
     def kept(self) -> Parts:
         """Activations by kind."""
         rows, dropout, sizes = self.rows, self.cfg.tuning.dropout, self.outline.sizes
-        computed = {"backward": 4 * self.weight * sizes["inner"] * rows.tokens}
+        inner = self.weight * sizes["inner"] * -(-rows.tokens // rows.mlp_pieces)
+        computed = {"backward": (4 if rows.mlp_pieces == 1 else 7) * inner}  # of a piece also what it keeps
         if not self.cfg.train.activation_checkpointing.enabled:
             return saved_bytes(self.outline, rows, self.weight, dropout) | computed
         last = layer_bytes(self.outline, rows, self.weight, sizes["layers"] - 1, dropout)

@@ -65,6 +65,11 @@ def happened(run: Run) -> list[Event]:
     return sorted(found, key=lambda event: event.step)
 
 
+def is_own(run: Run) -> bool:
+    """Whether a run is of a program's own model, of which samples are counted and not tokens."""
+    return "program" in run.data and "model" in run.data
+
+
 def _points(run: Run, figure: str, series: str, factor: float = 1.0) -> list[Record]:
     """Return a figure's means, with its extremes where a point stands for several rows."""
     found = []
@@ -98,7 +103,8 @@ def _colors(runs: Sequence[Run]) -> dict[str, str]:
 
 
 def _loss(runs: Sequence[Run]) -> Drawing | None:
-    axes = Axes(x=tr("step"), y=tr("nats per token"), series=tr("loss"))
+    y = tr("loss per sample") if is_own(runs[0]) else tr("nats per token")
+    axes = Axes(x=tr("step"), y=y, series=tr("loss"))
     records: list[Record] = []
     events: list[Event] = []
     colors: dict[str, str] = {}
@@ -170,6 +176,10 @@ def _loss_scale(runs: Sequence[Run]) -> Drawing | None:
 def _tokens(runs: Sequence[Run]) -> Drawing | None:
     note = tr("All ranks together, padding left out; evaluation and saving are not counted.")
     title, y = tr("Tokens per second"), tr("tokens per second")
+    if is_own(runs[0]):
+        note = tr("All ranks together; evaluation and saving are not counted.")
+        title, y = tr("Samples per second"), tr("samples per second")
+        return _plain(runs, "samples_per_s", "tokens", title, y, format="~s", from_zero=True, smooth=True, note=note)
     return _plain(runs, "tokens_per_s", "tokens", title, y, format="~s", from_zero=True, smooth=True, note=note)
 
 
@@ -184,7 +194,7 @@ def _padding(runs: Sequence[Run]) -> Drawing | None:
 
 def _scores(runs: Sequence[Run]) -> list[Drawing | None]:
     """Return a chart of the answers' metrics, for several runs one of each metric."""
-    left_out = ("eval_loss", "eval_perplexity", "eval_tokens", "eval_answers", "eval_tokens_per_s")
+    left_out = ("eval_loss", "eval_perplexity", "eval_tokens", "eval_answers", "eval_tokens_per_s", "eval_samples")
     found = {
         name: None
         for run in runs
@@ -196,7 +206,8 @@ def _scores(runs: Sequence[Run]) -> list[Drawing | None]:
     if len(runs) == 1:
         colors = {name.removeprefix("eval_"): PALETTE[place] for place, name in enumerate(names)}
         records = [point for name in names for point in _validation(runs[0], name, name.removeprefix("eval_"))]
-        return [_score(records, colors, "answers", tr("Scores of the answers"), tr("metric"))] if records else []
+        title = tr("Metrics") if is_own(runs[0]) else tr("Scores of the answers")
+        return [_score(records, colors, "answers", title, tr("metric"))] if records else []
     return [
         _score(
             [point for run in runs for point in _validation(run, name, run.name)],

@@ -8,7 +8,7 @@ from typing import Any
 
 from toolkit.messages import printable, tr
 from toolkit.report import differences
-from toolkit.report.drawings import GIB, happened
+from toolkit.report.drawings import GIB, happened, is_own
 from toolkit.report.folder import DONE, FAILED, RUNNING, Run
 
 _MOST_ROWS = 60
@@ -84,6 +84,8 @@ def _steps(run: Run) -> Tile:
 
 def _tokens(run: Run) -> Tile | None:
     total, trained = (run.history.training.last(name) for name in ("total_tokens", "trained_tokens"))
+    if (samples := run.history.training.last("samples")) is not None:
+        return Tile(label=tr("Samples"), value=short(samples))
     if total is None:
         return None
     detail = tr("{count} of them trained", count=short(trained)) if trained is not None else ""
@@ -99,8 +101,8 @@ def short(value: float) -> str:
 
 
 def speed(run: Run) -> float | None:
-    """Return tokens per second over all steps that were logged, None where there are none."""
-    found = run.history.training.series("tokens_per_s")
+    """Return tokens (or samples) per second over all steps that were logged, None where there are none."""
+    found = run.history.training.series("samples_per_s" if is_own(run) else "tokens_per_s")
     weights = dict(run.history.training.series("step_s"))
     seconds = sum(weights[step].mean for step, _ in found if step in weights)
     return sum(one.mean * weights[step].mean for step, one in found if step in weights) / seconds if seconds else None
@@ -116,7 +118,8 @@ def _speed(run: Run) -> Tile | None:
         if series and not detail:
             mean = f"{sum(one.mean for _, one in series) / len(series):.0%}"
             detail = f"MFU {mean}" if name == "mfu" else tr("{share} of matmul", share=mean)
-    return Tile(label=tr("Tokens per second"), value=f"{found:,.0f}", detail=detail)
+    label = tr("Samples per second") if is_own(run) else tr("Tokens per second")
+    return Tile(label=label, value=f"{found:,.0f}", detail=detail)
 
 
 def peak(run: Run) -> tuple[float | None, float | None]:
@@ -333,10 +336,10 @@ def commands(run: Run) -> list[tuple[str, str]]:
 def _start(run: Run) -> list[str]:
     """Return the words that start as many ranks as a run had."""
     ranks, hosts = run.environment.get("world_size"), run.environment.get("hosts")
-    if isinstance(hosts, list) and len(set(map(str, hosts))) > 1:
+    if isinstance(hosts, list) and len(set(map(str, hosts))) > 1 and not is_own(run):
         return ["toolkit", "launch", "hostfile=hostfile"]  # which names the machines and their ranks
     start = ["deepspeed", "--num_gpus", str(ranks)] if isinstance(ranks, int) and ranks > 1 else ["python"]
-    return [*start, "run.py"]
+    return [*start, str(run.data.get("program") or "run.py")]
 
 
 def head(run: Run) -> list[str]:
@@ -345,8 +348,8 @@ def head(run: Run) -> list[str]:
     ranks: Any = run.environment.get("world_size")
     parts = [
         tr("recipe {name}", name=run.config["recipe"]) if run.config.get("recipe") else "",
-        str(model.get("name") or model.get("path") or ""),
-        str(tuning.get("method", "")),
+        str(run.data["model"] if is_own(run) else model.get("name") or model.get("path") or ""),
+        "" if is_own(run) else str(tuning.get("method", "")),
         f"ZeRO-{zero['stage']}" if "stage" in zero else "",
         str(run.section("precision").get("dtype", "")),
         tr("{count} ranks", count=ranks) if ranks else "",

@@ -16,7 +16,8 @@ def speed(row: Mapping[str, float]) -> list[str]:
     Args:
         row: of metrics.jsonl.
     """
-    parts = [f"{row['tokens_per_s']:,.0f} tokens/s"] if "tokens_per_s" in row else []
+    units = ("tokens", "samples")
+    parts = [f"{row[f'{unit}_per_s']:,.0f} {unit}/s" for unit in units if f"{unit}_per_s" in row]
     if "mfu" in row:
         parts.append(f"MFU {row['mfu']:.0%}")
     elif row.get("mfu_matmul", math.inf) <= 1:  # more says that the machine was busier when the product was measured

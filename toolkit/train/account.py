@@ -88,7 +88,7 @@ def account_of(
     model, device = engine.module, engine.device
     dtype = next(one.dtype for one in model.parameters() if one.is_floating_point())
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
-    sizes = _sizes(model.config)
+    sizes = _sizes(getattr(model, "config", None))
     shapes, trained = _shapes(model)
     known = sizes and is_countable(shapes)
     prefix = tuning.num_tokens if tuning.method is TuningMethod.ptuning_v2 else 0

@@ -48,10 +48,12 @@ class Described:
 
     files: Mapping[str, bytes]
     """Of `toolkit.models.save.describe`; rank 0 alone has them."""
-    probe_ids: torch.Tensor
-    """Of `toolkit.models.probe`; the same on every rank."""
+    probe_ids: torch.Tensor | None
+    """Of `toolkit.models.probe`; the same on every rank. None for a model of one's own, which takes who knows what."""
     export: Callable[[Path, Path], None]
     """Makes an export of a checkpoint: what stays of it under `checkpoint.keep_weights`. Raises CheckpointError."""
+    holds_frozen: bool = False
+    """Whether checkpoints hold what is not trained, too: of a model of one's own nobody else has it."""
 
 
 class Saver:
@@ -83,7 +85,8 @@ class Saver:
         self.failed = False
         """Whether the last save came to nothing, and is to be tried again."""
         self._pending: _Pending | None = None
-        self._is_part = not all(parameter.requires_grad for parameter in engine.module.parameters())
+        is_whole = described.holds_frozen or all(parameter.requires_grad for parameter in engine.module.parameters())
+        self._is_part = not is_whole
         self._thinning = Thinning(folder, config.keep_weights, described.export, say)
         self._last_bytes = 0
         self._probe_s, self._probed_at = 0.0, 0.0
@@ -123,10 +126,13 @@ class Saver:
 
     def _may_probe(self) -> bool:
         """Whether the last probe was quick, or long enough ago: saves that follow each other closely do without."""
+        if self.described.probe_ids is None:
+            return False
         return self._probe_s <= max(_PROBE_S, _PROBE_SHARE * (time.monotonic() - self._probed_at))
 
     def _probe(self) -> probe.Probe:
         started = time.monotonic()
+        assert self.described.probe_ids is not None
         taken = probe.take(self.engine.module, self.described.probe_ids, self.engine.device)
         self._probed_at = time.monotonic()
         self._probe_s = self._probed_at - started

@@ -9,12 +9,13 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 from deepspeed import DeepSpeedEngine
 
 from toolkit.checkpoint.run_state import RunState
 from toolkit.config.layout import layout_of
-from toolkit.config.schema import Metric, OnBadStep, RunConfig
+from toolkit.config.schema import OnBadStep, RunConfig
 from toolkit.data.sampler import Position
 from toolkit.distributed import signals
 from toolkit.distributed.process_group import gather, on_rank0, rank, world_size
@@ -29,10 +30,11 @@ from toolkit.track.trackers import Trackers
 from toolkit.train import bad_steps
 from toolkit.train.account import Account
 from toolkit.train.checkpoint import Saver
+from toolkit.train.evaluated import told
 from toolkit.train.guard import Guard, Trouble
 from toolkit.train.meter import Meter
 from toolkit.train.pace import SlowRanks
-from toolkit.train.step import Batch, StepResult, train_step
+from toolkit.train.step import LANGUAGE, Objective, StepResult, train_step
 from toolkit.train.stop_file import StopFile
 
 MOST_REWINDS = 3
@@ -47,7 +49,7 @@ class Job:
     """The run's config."""
     engine: DeepSpeedEngine
     """The engine."""
-    batches_from: Callable[[Position, int], Iterator[Batch]]
+    batches_from: Callable[[Position, int], Iterator[Any]]
     """Returns this rank's micro-batches from a place on, `accumulation` of them for each of so many steps."""
     accumulation: int
     """Micro-batches of one rank per step."""
@@ -82,6 +84,8 @@ class Job:
     """Get what metrics.jsonl gets."""
     begin_report: Callable[[], None]
     """Begins to make a report of the run, on rank 0 only; costs no time."""
+    objective: Objective = LANGUAGE
+    """What each step sums up and counts."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -141,7 +145,8 @@ class _Run:
     def begin_at(self, state: RunState, place: Position) -> None:
         """Go on after the step of a state, with the data at a place."""
         self.step, self.place, self.began = state.step, place, place
-        self.meter = Meter(self.engine, self.job.account, state.trained_tokens, state.total_tokens)
+        counted = state.trained_tokens, state.total_tokens
+        self.meter = Meter(self.engine, self.job.account, *counted, self.job.objective.unit)
         self.guard.restart(state.losses, state.grad_norms, state.skips_in_a_row)
         self.outcome.evaluations = list(state.evaluations)
         self.outcome.first_loss = math.nan if state.first_loss is None else state.first_loss
@@ -178,10 +183,9 @@ class _Run:
         window = list(islice(self.batches, job.accumulation))
         self.meter.data_wait_s += time.perf_counter() - asked
         votes = (bool(signals.received()) or self.stop_file.is_there(), saver.is_proven())
-        shapes = [tuple(batch["input_ids"].shape) for batch in window]
-        job.watchdog.enter(STEP, self.step, f"rows x tokens: {shapes}")
+        job.watchdog.enter(STEP, self.step, f"rows x tokens: {[job.objective.shape(batch) for batch in window]}")
         begin_step(self.engine.module, self.step)
-        result = train_step(self.engine, window, world_size(), self.guard, votes, self.copies)
+        result = train_step(self.engine, window, world_size(), self.guard, votes, self.copies, job.objective)
         self.began, self.place = self.place, job.position_after(self.place)
         self.meter.add(result)
         self.progress.advance()
@@ -305,27 +309,8 @@ class _Run:
         self.progress.note(evaluation=row)
         if rank() == 0:
             self.metrics.append(row)
-        self.progress.say(
-            tr(
-                "step {step}  validation loss {loss} nats/token, perplexity {perplexity} over {tokens} tokens",
-                step=step,
-                loss=f"{row['eval_loss']:.4f}",
-                perplexity=f"{row['eval_perplexity']:.2f}",
-                tokens=f"{int(row['eval_tokens']):,}",
-            )
-        )
-        if "eval_answers" in row:
-            whole = {name.removeprefix("eval_"): value for name, value in row.items() if "/" not in name}
-            figures = [f"{metric.value} {whole[metric.value]:.2f}" for metric in Metric if metric.value in whole]
-            self.progress.say(
-                tr(
-                    "step {step}  {count} answers, {pace} tokens/s: {figures}",
-                    step=step,
-                    count=f"{whole['answers']:,}",
-                    pace=f"{whole['tokens_per_s']:,.0f}",
-                    figures=", ".join(figures),
-                )
-            )
+        for line in told(row):
+            self.progress.say(line)
 
     def _again(self) -> bool:
         """Whether a save that failed is due again: ten times as often as saves are."""

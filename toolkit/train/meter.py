@@ -13,14 +13,22 @@ from toolkit.distributed.process_group import world_size
 from toolkit.plan.flops import Work
 from toolkit.train.account import Account
 from toolkit.train.pace import Pace, exchange
-from toolkit.train.step import StepResult
+from toolkit.train.step import SAMPLES, TOKENS, StepResult
+
+_IN_SAMPLES = {"tokens_per_s": "samples_per_s", "rank_tokens_per_s": "rank_samples_per_s", "total_tokens": "samples"}
+_OF_TOKENS = ("trained_tokens_per_s", "trained_tokens", "padding_fraction")
 
 
 class Meter:
     """Adds up steps."""
 
     def __init__(
-        self, engine: DeepSpeedEngine, account: Account, trained_tokens: int = 0, total_tokens: int = 0
+        self,
+        engine: DeepSpeedEngine,
+        account: Account,
+        trained_tokens: int = 0,
+        total_tokens: int = 0,
+        unit: str = TOKENS,
     ) -> None:
         """Start counting.
 
@@ -29,8 +37,9 @@ class Meter:
             account: what speed and memory are compared with.
             trained_tokens: those of the run so far.
             total_tokens: those of the run so far.
+            unit: what is counted; with SAMPLES the rows say samples where they would say tokens.
         """
-        self.engine, self.account = engine, account
+        self.engine, self.account, self.unit = engine, account, unit
         self.trained_tokens_so_far, self.total_tokens_so_far = trained_tokens, total_tokens
         self.grad_norm = math.nan
         self.paused = 0.0
@@ -94,7 +103,7 @@ class Meter:
             `loss` is exact: sum of token losses / trained tokens over all ranks and all steps since the last row whose
             loss is a number.
         """
-        seconds, ranks = pace.seconds, world_size()
+        seconds, ranks, in_samples = pace.seconds, world_size(), self.unit == SAMPLES
         row = {
             "step": step,
             "epoch": round(epoch, 6),
@@ -127,7 +136,7 @@ class Meter:
         if self.engine.fp16_enabled():
             row["loss_scale"] = float(self.engine.optimizer.loss_scale)
         self._reset()
-        return row
+        return {_IN_SAMPLES.get(name, name): row[name] for name in row if name not in _OF_TOKENS} if in_samples else row
 
     def _memory(self) -> dict[str, float]:
         host, device = (max(peaks) for peaks in self.peaks)

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from deepspeed import DeepSpeedEngine
@@ -11,7 +12,7 @@ from toolkit.checkpoint import random_state
 from toolkit.distributed.process_group import world_size
 from toolkit.engine.memory import PeakMemory
 from toolkit.train.guard import Guard
-from toolkit.train.step import Batch, train_step
+from toolkit.train.step import LANGUAGE, Objective, train_step
 
 _COUNTERS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
 _BEFORE_ALL = -2
@@ -53,7 +54,12 @@ def unchanged(engine: DeepSpeedEngine) -> Iterator[None]:
 
 
 def rehearse_step(
-    engine: DeepSpeedEngine, guard: Guard, batch: Batch, memory: PeakMemory, num_micro_batches: int
+    engine: DeepSpeedEngine,
+    guard: Guard,
+    batch: Any,
+    memory: PeakMemory,
+    num_micro_batches: int,
+    objective: Objective = LANGUAGE,
 ) -> Measured:
     """Do a step whose update is refused. A collective; only within `unchanged`.
 
@@ -66,6 +72,7 @@ def rehearse_step(
         batch: a micro-batch; of the same shape on every rank.
         memory: entered.
         num_micro_batches: of a step of the engine, in which the two are the last; after 1 each is a step.
+        objective: see `train_step`.
 
     Raises:
         torch.OutOfMemoryError: it does not fit; RuntimeError on CPUs.
@@ -88,7 +95,7 @@ def rehearse_step(
     try:
         for window in [[batch, batch]] if num_micro_batches > 1 else [[batch], [batch]]:
             engine.global_steps, engine.micro_steps = _BEFORE_ALL, num_micro_batches - len(window)
-            train_step(engine, window, world_size(), guard)
+            train_step(engine, window, world_size(), guard, objective=objective)
     finally:
         guard.gate.may_update = judge
     return Measured(before, max(memory.peak(), seen.get("forward_backward", 0)), seen.get("update", 0))

@@ -211,20 +211,31 @@ def trim_metrics(folder: Path, length: int) -> None:
     os.truncate(path, length)
 
 
+def identity(prepared: Prepared) -> dict[str, str]:
+    """Return what is the same if a run learns from the same, in the same rows."""
+    plan = prepared.train_plan.folder
+    return {"store": prepared.train.fingerprint, "rows": plan.name if plan else prepared.packing.value}
+
+
 def starting_state(
-    cfg: RunConfig, prepared: Prepared, ranks: Ranks, origin: Origin, say: Callable[[str], None]
+    cfg: RunConfig, data: dict[str, str], ranks: Ranks, origin: Origin, say: Callable[[str], None]
 ) -> RunState:
     """Return where the run begins, with everything in it that stays the same; put aside what is done again.
 
     For rank 0 only.
+
+    Args:
+        cfg: checked config.
+        data: what the run learns from; see `identity`.
+        ranks: who this process is.
+        origin: run folder, and what the run goes on from.
+        say: tells the user.
 
     Raises:
         ConfigError: the run computes something else than the one that saved the checkpoint.
         CheckpointError: the checkpoint cannot be read, or not by so many ranks.
     """
     config = json.loads(json.dumps(recorded(cfg)))
-    plan = prepared.train_plan.folder
-    data = {"store": prepared.train.fingerprint, "rows": plan.name if plan else prepared.packing.value}
     same: dict[str, Any] = {
         "world_size": ranks.world_size,
         "data": data,

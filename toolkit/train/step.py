@@ -1,8 +1,9 @@
 """One optimizer step of data-parallel training."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from deepspeed import DeepSpeedEngine
@@ -16,6 +17,23 @@ from toolkit.train.guard import Guard
 from toolkit.train.pace import Stopwatch
 
 Batch = dict[str, torch.Tensor]
+TOKENS, SAMPLES = "tokens", "samples"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Objective:
+    """What a step sums up, and what it counts: the tokens of a language model, or a data set's samples."""
+
+    unit: str
+    """TOKENS or SAMPLES."""
+    count: Callable[[Any], int]
+    """Returns how many of a micro-batch's tokens or samples count."""
+    sizes: Callable[[list[Any]], list[int]]
+    """Returns how many are no padding in a rank's micro-batches, how many there are, and pairs of those that meet."""
+    loss_sum: Callable[[DeepSpeedEngine, Any], torch.Tensor]
+    """Runs a micro-batch forward and returns the sum of their losses, a float32 scalar on the engine's device."""
+    shape: Callable[[Any], tuple[int, ...]]
+    """Returns the size of a micro-batch, to be told where a step hangs."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -50,6 +68,26 @@ class StepResult:
     """Mean over layers and micro-batches of all ranks, without its coefficient; None where it is not counted."""
 
 
+def _tokens(micro_batches: list[Batch]) -> list[int]:
+    """Return a rank's tokens without padding and with it, and the pairs of a token and one that it sees."""
+    # A sample's tokens are numbered from 0, also in a packed row: each sees itself and those before it.
+    return [
+        sum(int((batch["segment_ids"] > 0).sum()) for batch in micro_batches),
+        sum(batch["input_ids"].numel() for batch in micro_batches),
+        sum(int(((batch["position_ids"] + 1) * (batch["segment_ids"] > 0)).sum()) for batch in micro_batches),
+    ]
+
+
+LANGUAGE = Objective(
+    unit=TOKENS,
+    count=num_trained_tokens,
+    sizes=_tokens,
+    loss_sum=lambda engine, batch: token_loss_sum(engine, batch),  # looked up late: tests put others in its place
+    shape=lambda batch: tuple(batch["input_ids"].shape),
+)
+"""Of a language model: the cross entropies of its trained tokens."""
+
+
 def train_step(
     engine: DeepSpeedEngine,
     micro_batches: list[Batch],
@@ -57,28 +95,28 @@ def train_step(
     guard: Guard,
     votes: Sequence[bool] = (),
     copies: int = 1,
+    objective: Objective = LANGUAGE,
 ) -> StepResult:
     """Do one optimizer step whose loss is exactly sum(token losses) / N over the global batch.
 
     N, the number of trained tokens of all ranks, is known before the first backward pass. The engine averages
-    gradients over the ranks, hence the factor `world_size`; where several ranks count the same tokens, N comes out as
-    many times too large as the engine averages over fewer ranks. `scale_wrt_gas=False` keeps it from dividing by the
-    number of micro-batches as well (deepspeed 0.19.8, engine.backward). Where there is a `RouterLoss`, it adds itself.
+    gradients over the ranks, hence the factor `world_size`; where several ranks count the same, N is as many times too
+    large as it averages over fewer. `scale_wrt_gas=False`: it divides by nothing else (deepspeed 0.19.8, backward).
 
     Args:
         engine: the DeepSpeed engine.
-        micro_batches: this rank's accumulation window, CPU tensors `[B, S]`; as many on every rank. In page-locked
-            memory and with `places` (see `training_batches`) nothing waits for their way to a GPU.
+        micro_batches: this rank's accumulation window on the CPU; as many on every rank (see `training_batches`).
         world_size: number of ranks.
         guard: judges loss and gradient before the weights change.
-        votes: this rank's answers to questions on which all must act alike; they ride on the sum that is needed anyway.
+        votes: this rank's answers to questions on which all must act alike; they ride on a sum.
         copies: how many ranks compute the same rows.
+        objective: what is summed and counted.
 
     Raises:
         ValueError: no token of the global batch is trained.
         Diverged: fp16's loss scale cannot be lowered any more.
     """
-    micro_tokens, tokens = [num_trained_tokens(batch) for batch in micro_batches], _tokens(micro_batches)
+    micro_tokens, tokens = [objective.count(batch) for batch in micro_batches], objective.sizes(micro_batches)
     arrived, forward = time.perf_counter(), Stopwatch(engine.device)
     # Not read here: the host would wait for the last step's update before it queues any work of this one.
     counts = sum_over_ranks([sum(micro_tokens), *tokens, *map(float, votes)], engine.device)
@@ -86,8 +124,8 @@ def train_step(
     micro_losses = torch.zeros(len(micro_batches), device=engine.device)
     for place, batch in enumerate(micro_batches):
         forward.mark()
-        routers = _routers(engine, batch, len(micro_batches))
-        micro_sum = token_loss_sum(engine, batch)
+        routers = _routers(engine, batch, len(micro_batches)) if objective is LANGUAGE else None
+        micro_sum = objective.loss_sum(engine, batch)
         forward.mark()
         engine.backward(micro_sum * factor, scale_wrt_gas=False)
         micro_losses[place] = micro_sum.detach()
@@ -135,16 +173,6 @@ def _read(
     if not trained_tokens:
         raise ValueError("no token of this global batch is trained")
     return total / trained_tokens, router_total, trained_tokens, others
-
-
-def _tokens(micro_batches: list[Batch]) -> list[int]:
-    """Return a rank's tokens without padding and with it, and the pairs of a token and one that it sees."""
-    # A sample's tokens are numbered from 0, also in a packed row: each sees itself and those before it.
-    return [
-        sum(int((batch["segment_ids"] > 0).sum()) for batch in micro_batches),
-        sum(batch["input_ids"].numel() for batch in micro_batches),
-        sum(int(((batch["position_ids"] + 1) * (batch["segment_ids"] > 0)).sum()) for batch in micro_batches),
-    ]
 
 
 def _step(engine: DeepSpeedEngine) -> None:

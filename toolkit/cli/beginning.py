@@ -1,0 +1,75 @@
+"""What every session begins with, whatever it trains: its folder, its logs, and who looks after it."""
+
+import os
+import socket
+from pathlib import Path
+
+from toolkit.cli import run_logs
+from toolkit.cli.context import AnySession
+from toolkit.config.schema import RunConfig
+from toolkit.distributed import failure, process_group
+from toolkit.distributed.watchdog import Watchdog
+from toolkit.errors import RunFolderError
+from toolkit.launch import environment, report
+from toolkit.launch.environment import Ranks
+from toolkit.messages import say, tr
+from toolkit.report.automatic import PATIENCE_S, AutomaticReport
+from toolkit.train import resume
+from toolkit.train.resume import Origin
+
+
+def begin(cfg: RunConfig, ranks: Ranks) -> tuple[Origin, list[str]]:
+    """Choose the run folder, see that all ranks see it, and write logs into it. A collective.
+
+    Args:
+        cfg: checked config.
+        ranks: who this process is.
+
+    Returns:
+        The folder and what the run goes on from; the host of each rank.
+    """
+    origin = process_group.on_rank0(lambda: resume.choose(cfg, say))
+    folder = origin.folder
+    if ranks.rank and ranks.local_rank == 0:  # rank 0 has told it; a `toolkit launch` of another machine has no other
+        report.note(folder=str(folder))
+    hosts = _check_shared(folder)
+    failure.watch(folder)
+    run_logs.begin(folder / "logs" / f"rank_{ranks.rank}.log", ranks.rank)
+    return origin, hosts
+
+
+def _check_shared(folder: Path) -> list[str]:
+    """Refuse a run folder that some rank does not see: its part of a checkpoint would be lost to the others.
+
+    Returns:
+        The host of each rank.
+
+    Raises:
+        RunFolderError: on every rank.
+    """
+    found = process_group.gather((socket.gethostname(), folder.is_dir()))
+    blind = [host for host, sees in found if not sees]
+    if blind:
+        raise RunFolderError(
+            tr(
+                "the run folder {folder} is not there on {hosts}: checkpoints need a disk that all machines share. Set "
+                "run.dir to a folder on one.",
+                folder=folder,
+                hosts=", ".join(sorted(set(blind))),
+            )
+        )
+    return [host for host, _ in found]
+
+
+def reporter(cfg: RunConfig, folder: Path) -> AutomaticReport | None:
+    """Return what makes a run's report, None where none is wanted. For rank 0 only."""
+    if not cfg.report.enabled:
+        return None
+    patience_s = min(PATIENCE_S, cfg.distributed.timeout_s / 2)  # in the end the other ranks wait in a collective
+    return AutomaticReport(folder, environment.without_ranks(os.environ), say, patience_s)
+
+
+def watchdog(session: AnySession) -> Watchdog:
+    """Return what notices that a session hangs."""
+    ranks, config = session.ranks, session.cfg.distributed
+    return Watchdog(session.folder, ranks.rank, ranks.world_size, config.hang_after_s, float(config.timeout_s))

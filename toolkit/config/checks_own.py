@@ -1,0 +1,71 @@
+"""Rules for a program that trains a model and a data set of its own (toolkit.own)."""
+
+import re
+from collections.abc import Iterator
+
+from toolkit.config.keys import all_keys
+from toolkit.config.load import Loaded
+from toolkit.config.places import fail
+from toolkit.config.schema import AUTO, RunConfig
+from toolkit.messages import tr
+
+_READ = ("data.num_workers", "evaluate.every", "evaluate.at_start", "evaluate.keep_best")
+_SECTIONS = (
+    "model.",
+    "tuning.",
+    "data.",
+    "prepare.",
+    "kernels.",
+    "evaluate.",
+    "train.activation_checkpointing.",
+    "train.random_ltd.",
+)
+
+
+def unread_own(cfg: RunConfig) -> Iterator[tuple[str, str]]:
+    """Yield the keys that say what the program itself says, and why they are not read."""
+    reason = tr("the program brings its own model, data and loss")
+    for key in all_keys():
+        if key.startswith(_SECTIONS) and key not in _READ:
+            yield key, reason
+
+
+def check_own(loaded: Loaded) -> None:
+    """Refuse what needs to know the model.
+
+    Raises:
+        ConfigError: the first rule that does not hold.
+    """
+    cfg = loaded.cfg
+    for name in ("tensor", "sequence", "pipeline"):
+        ranks, key = getattr(cfg.parallel, name), f"parallel.{name}"
+        if ranks > 1:
+            raise fail(
+                loaded,
+                key,
+                tr(
+                    "{key} = {value}: how to split a model of one's own is not known; its ranks share the data. Set it "
+                    "to 1; zero=stage3 splits the parameters of any model.",
+                    key=key,
+                    value=ranks,
+                ),
+            )
+    for key, value in (("batch.micro_per_gpu", cfg.batch.micro_per_gpu), ("plan.auto", cfg.plan.auto)):
+        if value in (AUTO, True) and isinstance(value, (str, bool)):
+            raise fail(
+                loaded,
+                key,
+                tr(
+                    "{key} = {value}: nobody knows what a model of one's own takes. Give batch.micro_per_gpu a number, "
+                    "and choose zero= yourself.",
+                    key=key,
+                    value=str(value).lower(),
+                ),
+            )
+    name = cfg.evaluate.keep_best
+    if name and not re.fullmatch(r"eval_\w+", name):
+        raise fail(
+            loaded,
+            "evaluate.keep_best",
+            tr("evaluate.keep_best = {name} must be eval_loss, or eval_ and the name of a metric.", name=name),
+        )

@@ -1,0 +1,85 @@
+"""Feed-forward layers that take a row's tokens in pieces, so that no more than one piece's inner states are there.
+
+The tiled computation of ALST, Bekman et al. 2025, https://arxiv.org/abs/2506.13996, section 3.1. A feed-forward layer
+looks at one token alone, and its inner states are several times as wide as what goes in and comes out. Only what goes
+in is kept; backward each piece is computed again. DeepSpeed 0.19.8's TiledMLP does so too, but loses gradients of
+weights where the tokens cannot be divided by the pieces, or nothing before it has a gradient.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from toolkit.errors import ConfigError
+from toolkit.messages import tr
+
+Forward = Callable[[torch.Tensor], torch.Tensor]
+
+
+def tile_mlp(model: nn.Module, pieces: int) -> None:
+    """Let each decoder layer's feed-forward layer take its tokens in pieces. Layers of experts stay as they are.
+
+    Args:
+        model: with all that tuning adds to it.
+        pieces: as many on every rank, whatever the rows: ZeRO-3 gathers weights for each of them.
+
+    Raises:
+        ConfigError: there is no such layer.
+    """
+    found = [part for name, part in model.named_modules() if name.endswith(".mlp") and not hasattr(part, "experts")]
+    if not found:
+        raise ConfigError(
+            tr(
+                "kernels.mlp_pieces = {pieces}: {model} has no feed-forward layers that could be divided. Set it to 1.",
+                pieces=pieces,
+                model=type(model).__name__,
+            )
+        )
+    for layer in found:
+        layer.forward = partial(_forward, layer, layer.forward, pieces)
+
+
+def _forward(layer: nn.Module, whole: Forward, pieces: int, states: torch.Tensor) -> torch.Tensor:
+    if not torch.is_grad_enabled():
+        return _in_pieces(whole, states, pieces)
+    trained = [parameter for parameter in layer.parameters() if parameter.requires_grad]
+    if trained and not states.requires_grad:  # or nothing would lead back to the weights
+        states = states.detach().requires_grad_()
+    tiled: torch.Tensor = _Tiled.apply(states, whole, pieces, trained)
+    return tiled
+
+
+def _in_pieces(whole: Forward, states: torch.Tensor, pieces: int) -> torch.Tensor:
+    """Return `whole` of the states [B, S, H], or [tokens, H], a piece of the tokens at a time."""
+    flat = states.flatten(0, -2)
+    return torch.cat([whole(piece) for piece in flat.tensor_split(pieces)]).view(states.shape)
+
+
+class _Tiled(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, states: torch.Tensor, whole: Forward, pieces: int, trained: list[nn.Parameter]
+    ) -> torch.Tensor:
+        ctx.save_for_backward(states)
+        ctx.given = whole, pieces, trained
+        return _in_pieces(whole, states, pieces)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        whole, pieces, trained = ctx.given
+        [states] = ctx.saved_tensors
+        flat, outer = states.detach().flatten(0, -2), gradients[0].flatten(0, -2)
+        found = []
+        cut = zip(flat.tensor_split(pieces), outer.tensor_split(pieces), strict=True)
+        for number, (piece, gradient) in enumerate(cut, start=1):
+            for parameter in trained:  # ZeRO hands a gradient on when the last piece is in it (deepspeed 0.19.8)
+                parameter.ds_grad_is_ready = number == pieces
+            piece = piece.clone().requires_grad_()
+            with torch.enable_grad():
+                output = whole(piece)
+            torch.autograd.backward(output, gradient)
+            found.append(piece.grad)
+        return torch.cat(found).view(states.shape), None, None, None

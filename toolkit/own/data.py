@@ -1,0 +1,277 @@
+"""Micro-batches of a data set of one's own: whose each sample is, in which order, and how a run goes on in it."""
+
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from hashlib import blake2b
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader
+
+from toolkit.config.checks import accumulation, micro_rows
+from toolkit.config.schema import RunConfig
+from toolkit.data.sampler import GlobalBatchSampler, Position, after, sequential, steps_per_epoch
+from toolkit.errors import DataError
+from toolkit.launch.environment import Ranks
+from toolkit.messages import tr
+from toolkit.own.task import Task, is_map_style
+
+Collate = Callable[[list[Any]], Any]
+
+
+class MicroBatch(NamedTuple):
+    """What one forward pass gets."""
+
+    batch: Any
+    """What `collate` made."""
+    size: int
+    """Samples in it that count: 0 where it is there only for the ranks to compute in step."""
+
+
+class Data(Protocol):
+    """A training data set as the loop uses it."""
+
+    identity: dict[str, str]
+    """What is the same if a run learns from the same."""
+    described: str
+    """The data set, for the user."""
+    steps_per_epoch: int
+    """Optimizer steps of a pass; of a stream whose length nobody knows, of the run."""
+    total_steps: int
+    """Optimizer steps of the run."""
+
+    def batches_from(self, place: Position, num_steps: int) -> Iterator[MicroBatch]:
+        """Return this rank's micro-batches from a place on, for so many steps."""
+
+    def position_after(self, place: Position) -> Position:
+        """Return the place after the step that begins at a place."""
+
+    def samples_at(self, place: Position) -> list[list[list[str]]]:
+        """Return what the samples of a step are called: of each rank, of each micro-batch."""
+
+
+def data_of(task: Task, cfg: RunConfig, ranks: Ranks) -> Data:
+    """Return the training data of a program.
+
+    Raises:
+        DataError: it is no data set, or empty, or nobody knows when an endless one ends.
+    """
+    return _Samples(task, cfg, ranks) if is_map_style(task.dataset) else _Stream(task, cfg, ranks)
+
+
+class _Samples:
+    """A map-style data set: each sample once per epoch over all ranks, in an order of `run.seed`."""
+
+    def __init__(self, task: Task, cfg: RunConfig, ranks: Ranks) -> None:
+        self.task, self.cfg, self.ranks, self.size = task, cfg, ranks, len(task.dataset)
+        if not self.size:
+            raise DataError(tr("the data set is empty."))
+        if task.shards_itself:
+            raise DataError(tr("shards_itself= is for iterable data sets; of this one ranks read their own samples."))
+        self.identity = {"samples": f"{type(task.dataset).__name__} {self.size}"}
+        self.described = tr("{count} samples of {kind}", count=f"{self.size:,}", kind=type(task.dataset).__name__)
+        self.steps_per_epoch = steps_per_epoch(self.size, cfg.batch.global_size)
+        self.total_steps = cfg.train.max_steps or cfg.train.epochs * self.steps_per_epoch
+
+    def batches_from(self, place: Position, num_steps: int) -> Iterator[MicroBatch]:
+        seed, workers = self.cfg.run.seed, self.cfg.data.num_workers
+        loader: DataLoader[Any] = DataLoader(
+            _Rows(self.task.dataset, self.task.collate, seed),  # type: ignore[arg-type]
+            sampler=_Marked(self._sampler(self.ranks.rank, place, num_steps)),
+            batch_size=None,  # a micro-batch is an item
+            collate_fn=_as_it_is,  # type: ignore[arg-type]  # torch takes it for a list's
+            num_workers=workers,
+            pin_memory=torch.cuda.is_available(),
+            generator=torch.Generator().manual_seed(seed),
+        )
+        return iter(loader)
+
+    def position_after(self, place: Position) -> Position:
+        return after(place, self.size, self.cfg.batch.global_size)
+
+    def samples_at(self, place: Position) -> list[list[list[str]]]:
+        by_rank = [self._sampler(rank, place, 1) for rank in range(self.ranks.world_size)]
+        return [[[tr("sample {row}", row=row) for row in rows] for rows in sampler] for sampler in by_rank]
+
+    def _sampler(self, rank: int, place: Position, num_steps: int) -> GlobalBatchSampler:
+        return GlobalBatchSampler(
+            num_rows=self.size,
+            global_size=self.cfg.batch.global_size,
+            micro_per_gpu=micro_rows(self.cfg),
+            rank=rank,
+            world_size=self.ranks.world_size,
+            key=f"{self.cfg.run.seed} {self.identity['samples']}",
+            start=place,
+            num_steps=num_steps,
+        )
+
+
+def _as_it_is(item: MicroBatch) -> MicroBatch:
+    return item
+
+
+class _Marked:
+    """A sampler's micro-batches, each with its epoch."""
+
+    def __init__(self, sampler: GlobalBatchSampler) -> None:
+        self.sampler = sampler
+
+    def __iter__(self) -> Iterator[tuple[int, list[int]]]:
+        place = self.sampler.start
+        for number, rows in enumerate(self.sampler, start=1):
+            yield place.epoch, rows
+            if number % self.sampler.accumulation == 0:
+                place = self.sampler.after(place)
+
+
+class _Rows:
+    """Reads micro-batches by the numbers of their samples, in this process or in another."""
+
+    def __init__(self, dataset: Any, collate: Collate, seed: int) -> None:
+        self.dataset, self.collate, self.seed = dataset, collate, seed
+
+    def __getitem__(self, wanted: tuple[int, list[int]]) -> MicroBatch:
+        """Return a micro-batch; without samples one of the first, which does not count.
+
+        What is drawn for a sample (crops, flips, noise) depends on seed, epoch and its number alone: neither on ranks
+        nor on workers, nor on where a run was stopped. The training's own generators are left as they were.
+        """
+        epoch, rows = wanted
+        with _generators_kept():
+            samples = []
+            for row in rows or [0]:
+                _seed(f"{self.seed} {epoch} {row}")
+                samples.append(self.dataset[row])
+            return MicroBatch(self.collate(samples), len(rows))
+
+
+def _take() -> tuple[Any, ...]:
+    return random.getstate(), np.random.get_state(), torch.random.get_rng_state()
+
+
+def _put(states: tuple[Any, ...]) -> None:
+    random.setstate(states[0])
+    np.random.set_state(states[1])
+    torch.random.set_rng_state(states[2])
+
+
+@contextmanager
+def _generators_kept() -> Iterator[None]:
+    before = _take()
+    try:
+        yield
+    finally:
+        _put(before)
+
+
+def _seed(key: str) -> None:
+    """Seed what draws on the CPU; a GPU's generator is the training's."""
+    number = int.from_bytes(blake2b(key.encode(), digest_size=7).digest(), "little")
+    random.seed(number)
+    np.random.seed(number % 2**32)
+    torch.default_generator.manual_seed(number)
+
+
+class _Stream:
+    """An iterable data set as one endless stream, begun anew whenever it ends; every step is whole.
+
+    Each rank reads all of it and takes every n-th sample; or, if the data set shards itself, each reads what is its own
+    and takes all of that.
+    """
+
+    def __init__(self, task: Task, cfg: RunConfig, ranks: Ranks) -> None:
+        self.task, self.cfg, self.ranks = task, cfg, ranks
+        size, name = cfg.batch.global_size, type(task.dataset).__name__
+        known = len(task.dataset) if hasattr(task.dataset, "__len__") else 0
+        if not (cfg.train.max_steps or known):
+            raise DataError(
+                tr("{kind} has no length: say how long to train, train.max_steps=1000.", kind=name),
+            )
+        if cfg.data.num_workers:
+            raise DataError(
+                tr(
+                    "data.num_workers = {count}: an iterable data set is read by the training process. Set it to 0; to "
+                    "read ahead, let the data set itself use a torch.utils.data.DataLoader.",
+                    count=cfg.data.num_workers,
+                )
+            )
+        # What a rank of another number would read of a data set that shards itself, nobody knows.
+        whose = f"{ranks.world_size} parts" if task.shards_itself else "shared out"
+        self.identity = {"samples": f"{name}, {whose}"}
+        self.described = tr("A stream of {kind}", kind=name)
+        self.total_steps = cfg.train.max_steps or steps_per_epoch(cfg.train.epochs * known, size)
+        self.steps_per_epoch = steps_per_epoch(known, size) if known else self.total_steps
+
+    def batches_from(self, place: Position, num_steps: int) -> Iterator[MicroBatch]:
+        ranks, size = self.ranks.world_size, micro_rows(self.cfg)
+        first, every = (0, 1) if self.task.shards_itself else (self.ranks.rank, ranks)
+        skipped = place.row // ranks if self.task.shards_itself else place.row
+        mine: list[Any] = []
+        wanted = num_steps * accumulation(self.cfg, ranks)
+        for number, sample in enumerate(self._samples()):
+            if number < skipped or (number - skipped) % every != first:
+                continue
+            mine.append(sample)
+            if len(mine) == size:
+                yield MicroBatch(self.task.collate(mine), size)
+                mine, wanted = [], wanted - 1
+                if not wanted:
+                    return
+
+    def position_after(self, place: Position) -> Position:
+        return Position(0, place.row + self.cfg.batch.global_size)
+
+    def samples_at(self, place: Position) -> list[list[list[str]]]:
+        ranks, size = self.ranks.world_size, micro_rows(self.cfg)
+        times = accumulation(self.cfg, ranks)
+        name = tr("sample {row}", row=f"{place.row} - {place.row + self.cfg.batch.global_size - 1}")
+        return [[[name] * min(size, 1) for _ in range(times)] for _ in range(ranks)]
+
+    def _samples(self) -> Iterator[Any]:
+        """Yield samples without end; what the data set draws comes from generators of its own."""
+        states, number = _take(), 0
+        while True:
+            is_empty = True
+            outside = _take()
+            _put(states)
+            _seed(f"{self.cfg.run.seed} {number}")
+            if hasattr(self.task.dataset, "set_epoch"):
+                self.task.dataset.set_epoch(number)
+            stream = iter(self.task.dataset)
+            while True:
+                try:
+                    sample = next(stream)
+                except StopIteration:
+                    break
+                finally:
+                    states = _take()
+                    _put(outside)
+                is_empty = False
+                yield sample
+                outside = _take()
+                _put(states)
+            if is_empty:
+                name = type(self.task.dataset).__name__
+                if not number:
+                    raise DataError(tr("{kind} gives no sample.", kind=name))
+                raise DataError(tr("{kind} ends for good: iter() of it must begin anew each time.", kind=name))
+            number += 1
+
+
+def validation_batches(task: Task, cfg: RunConfig, ranks: Ranks) -> Iterator[tuple[list[int], MicroBatch]]:
+    """Yield this rank's micro-batches of the validation data, with the numbers of their samples.
+
+    Each sample comes once over all ranks, and as many micro-batches on every rank. An iterable data set is read whole
+    by every rank.
+    """
+    size, rank, world = micro_rows(cfg), ranks.rank, ranks.world_size
+    with _generators_kept():
+        _seed(f"{cfg.run.seed} validation")
+        samples = task.validation if is_map_style(task.validation) else list(task.validation)
+        rows = _Rows(samples, task.collate, cfg.run.seed)
+    if not len(samples):
+        raise DataError(tr("the validation data set is empty."))
+    for numbers in sequential(len(samples), size, rank, world):
+        yield numbers, rows[-1, numbers]

@@ -1,0 +1,100 @@
+"""The call by which a program trains its own model."""
+
+import os
+import sys
+import time
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import default_collate
+
+from toolkit.cli.failures import guarded
+from toolkit.cli.train import greet, make_ready
+from toolkit.errors import ConfigError
+from toolkit.launch import environment
+from toolkit.messages import tr
+from toolkit.own.task import Loss, Metrics, Score, Task
+
+_BASE = Path(__file__).with_name("own.yaml")
+
+
+def train(
+    model: nn.Module | Callable[[], nn.Module],
+    dataset: Any,
+    loss: Loss,
+    *,
+    validation: Any = None,
+    metrics: Metrics | None = None,
+    score: Score | None = None,
+    collate: Callable[[list[Any]], Any] = default_collate,
+    shards_itself: bool = False,
+    recipe: str | Path = "",
+    overrides: Iterable[str] = (),
+    words: Sequence[str] | None = None,
+) -> Path:
+    """Train any model on any data set, as recipes are trained: under any launcher, on as many ranks as it starts.
+
+    To be called once by a program that each rank runs; `deepspeed --num_gpus 2 my_train.py zero=stage1 optim.lr=3e-4`.
+
+    Args:
+        model: the module, or better a function that makes it (its class, if that takes no arguments): then its random
+            weights follow from `run.seed`.
+        dataset: map-style (`__len__` and `__getitem__`): each sample once per epoch over all ranks, in an order of
+            `run.seed`; or iterable: a stream that is shared out to the ranks.
+        loss: given the model and a batch, returns one loss per sample, `[n]`. What is minimised is their mean over the
+            samples of the global batch.
+        validation: data set for evaluations, or None.
+        metrics: given the model and a batch, returns a dict of values per sample, `[n]`; their means over the
+            validation data are recorded as `eval_NAME`.
+        score: given the values of all validation samples in their order, by name `[N, ...]`, returns a dict of figures,
+            recorded in place of the means: for what is no mean.
+        collate: makes a batch of a list of samples; torch's by default.
+        shards_itself: the iterable data set gives each rank what is its own; see `share`.
+        recipe: a YAML file with settings, or the name of a recipe; "" takes `toolkit/own/own.yaml`.
+        overrides: settings as on the command line, which wins over them.
+        words: the command line after the program; None takes it from sys.argv.
+
+    Returns:
+        The run folder, with metrics.jsonl, checkpoints/, export/model.safetensors and report.html.
+
+    Raises:
+        SystemExit: the run did not come to its end; with the exit code of `toolkit train`. The reason has been told.
+    """
+    task = Task(
+        model=model,
+        dataset=dataset,
+        loss=loss,
+        validation=validation,
+        metrics=metrics,
+        score=score,
+        collate=collate,
+        shards_itself=shards_itself,
+    )
+    typed = environment.strip_launcher_arguments(sys.argv[1:] if words is None else words)
+    found: list[Path] = []
+    code = guarded(lambda: _run(task, [f"recipe={recipe or _BASE}", *overrides, *typed], found))
+    if code or not found:
+        raise SystemExit(code)
+    return found[0]
+
+
+def _run(task: Task, words: list[str], found: list[Path]) -> int:
+    if task.score is not None and task.metrics is None:
+        raise ConfigError(tr("score= makes figures of what metrics= returns: give both."))
+    if task.metrics is not None and task.validation is None:
+        raise ConfigError(tr("metrics= are of the validation data: give validation= too."))
+    ready = make_ready(words, own=True)
+    if ready is None:
+        return 0
+    composed, ranks = ready
+    if "OMP_NUM_THREADS" in os.environ:  # torch, which the program has imported, read it before it was set
+        torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+    if ranks.rank == 0:
+        greet(composed, ranks, task.model_name)
+    from toolkit.own import session
+
+    found.append(session.run(task, composed.loaded.cfg, ranks, time.monotonic()))
+    return 0
