@@ -210,6 +210,9 @@ REFUSED = {
         "track.mlflow.uri holds a user or a password. Take them out and set MLFLOW_TRACKING_USERNAME and "
         "MLFLOW_TRACKING_PASSWORD in the environment."
     ),
+    "profile.flops.enabled=true profile.flops.profile_step=5 train.max_steps=5": (
+        "profile.flops.profile_step = 5 must be less than train.max_steps = 5."
+    ),
     "profile.flops.detailed=false": (
         "profile.flops.detailed = false has no effect: profile.flops.enabled is false. Remove it, or set "
         "profile.flops.detailed=true."

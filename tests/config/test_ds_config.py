@@ -129,7 +129,7 @@ def test_scheduler_is_named_or_reported_missing() -> None:
 
 def test_explain_covers_every_leaf() -> None:
     cfg = make_config(3)
-    cfg.ds_extra = {"zero_optimization": {"zero_hpz_partition_size": 4}}
+    cfg.ds_extra = {"zero_optimization": {"memory_efficient_linear": False}}
     ds = build_ds_config(cfg, WORLD, 100)
     assert set(ds.why) == {key for key, _ in leaves(ds.values)}
     for key, why in ds.why.items():
@@ -140,7 +140,7 @@ def test_explain_covers_every_leaf() -> None:
     assert set(lines) == set(ds.why)
     assert lines["zero_optimization.stage"].endswith("zero.stage  (conf/zero/stage3.yaml:2)")
     assert lines["gradient_clipping"].endswith("train.gradient_clipping  (schema default)")
-    assert lines["zero_optimization.zero_hpz_partition_size"].endswith("(recipes/x.yaml:9)")
+    assert lines["zero_optimization.memory_efficient_linear"].endswith("(recipes/x.yaml:9)")
     assert "= batch.global_size 64 / (batch.micro_per_gpu 4 x 8 ranks)" in lines["gradient_accumulation_steps"]
 
 
@@ -155,7 +155,14 @@ def test_explain_covers_every_leaf() -> None:
         ({"scheduler": {"type": "WarmupLR"}}, "set schedule.name instead"),
         ({"elasticity": {"enabled": True}}, "removed from DeepSpeed. Take it out, and use batch.world_sizes instead"),
         ({"amp": {"enabled": True}}, "'amp' belongs to a feature that was removed from DeepSpeed. Take it out."),
-        ({"zero_optimization": {"mics_shard_size": 2}}, "belongs to a feature that was removed from DeepSpeed"),
+        (
+            {"zero_optimization": {"mics_shard_size": 2}},
+            "removed from DeepSpeed. Take it out, and use zero.zero_hpz_partition_size instead",
+        ),
+        (
+            {"zero_optimization": {"mics_hierarchical_params_gather": True}},
+            "belongs to a feature that was removed from DeepSpeed. Take it out.",
+        ),
         ({"zero_optimization": {"cpu_offload": True}}, "Write 'zero_optimization.offload_optimizer'."),
         ({"stage3_max_live_parameters": 1}, "It belongs to 'zero_optimization.stage3_max_live_parameters'."),
         ({"communication_data_type": "auto"}, "needs a value"),

@@ -122,10 +122,10 @@ def test_export_of_import_keeps_every_value(tmp_path: Path) -> None:
 
 
 def test_other_keys_go_to_ds_extra(tmp_path: Path) -> None:
-    extra = {"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 4}, "prescale_gradients": True}
+    extra = {"zero_optimization": {"stage": 3, "memory_efficient_linear": False}, "prescale_gradients": True}
     cfg = import_json(write(tmp_path, extra), recipe(), 8)[0].cfg
-    assert cfg.ds_extra == {"zero_optimization": {"zero_hpz_partition_size": 4}, "prescale_gradients": True}
-    assert build_ds_config(cfg, 8).values["zero_optimization"]["zero_hpz_partition_size"] == 4
+    assert cfg.ds_extra == {"zero_optimization": {"memory_efficient_linear": False}, "prescale_gradients": True}
+    assert build_ds_config(cfg, 8).values["zero_optimization"]["memory_efficient_linear"] is False
 
 
 def test_silence_means_deepspeeds_default(tmp_path: Path) -> None:
@@ -252,6 +252,10 @@ def test_auto_everywhere(tmp_path: Path) -> None:
         (
             {"elasticity": {"enabled": True}},
             "Take it out, and use batch.world_sizes instead (docs/data_efficiency.md).",
+        ),
+        (
+            {"zero_optimization": {"mics_shard_size": 4}},
+            "Take it out, and use zero.zero_hpz_partition_size instead (docs/zero.md).",
         ),
         ({"optimizer": {"type": "OneBitAdam", "params": {}}}, "OneBitAdam was removed from DeepSpeed."),
         ({"optimizer": {"type": "Lamb", "params": {}}}, "Lamb is not available. There are AdamW and Adam."),

@@ -9,6 +9,9 @@ import torch
 from ranks import REPOSITORY, deepspeed, run
 from shared import eval_losses, losses, plain_loop, rows_of, tiny
 
+from toolkit.report.facts import collectives
+from toolkit.report.folder import read_run
+
 WORKER = str(REPOSITORY / "tests" / "distributed" / "sessions_worker.py")
 # fp32 on one machine: the only difference left is the order of additions. Measured: at most 6.4e-7 over 10 steps.
 TOLERANCE = 5e-6
@@ -56,7 +59,15 @@ ZENFLOW_CELLS = {
     ]
 }
 # Last: DeepSpeed 0.19.8 makes the group of ranks that share a second copy once in a process, for all that follows.
-HPZ_CELLS = {"stage3-hpz": ["zero=stage3_hpz", "zero.zero_hpz_partition_size=2"]}
+# DeepSpeed's log of collectives stays on as well.
+HPZ_CELLS = {
+    "stage3-hpz": [
+        "zero=stage3_hpz",
+        "zero.zero_hpz_partition_size=2",
+        "profile.comms.enabled=true",
+        "profile.flops.enabled=true",
+    ]
+}
 ONE_RANK_CELLS = {
     "one-rank-1x4": ["zero=stage1"],
     "one-rank-4x1": ["zero=stage1", "batch.micro_per_gpu=4"],
@@ -101,6 +112,24 @@ def test_fp32_follows_the_plain_loop(name: str, runs: Path, reference: tuple[lis
     assert training[0] - training[-1] > 0.1, "the reference itself must learn, or the comparison says little"
     assert furthest(losses(runs / name), training) < TOLERANCE
     assert furthest(eval_losses(runs / name), validation) < TOLERANCE
+
+
+def test_profiles_of_deepspeed(runs: Path) -> None:
+    """The flops profiler writes into the run folder, and the collectives of the steps are counted for the report."""
+    [name] = HPZ_CELLS
+    profile = (runs / name / "flops.txt").read_text()
+    assert "GlmForCausalLM" in profile and "fwd flops per GPU" in profile
+    run = read_run(runs / name)
+    known = {one["operation"]: one for one in run.collectives}
+    gathered = [one for operation, one in known.items() if "all_gather" in operation]
+    assert gathered, known
+    for one in known.values():
+        assert one["calls"] > 0 and one["bytes"] >= 0 and one["seconds"] > 0, one
+    steps_s = sum(row["step_s"] for row in rows_of(runs / name) if "loss" in row)
+    assert sum(one["seconds"] for one in known.values()) < steps_s
+    table = collectives(run)
+    assert table is not None and len(table.rows) == len(known)
+    assert read_run(runs / "stage2").collectives == [] and not (runs / "stage2" / "flops.txt").exists()
 
 
 def test_zenflow_of_every_step_follows_the_plain_loop(runs: Path, tmp_path: Path, rows_file: Path) -> None:

@@ -374,3 +374,25 @@ def test_the_command_is_as_it_was_typed_without_secrets(tmp_path: Path) -> None:
         *("python", "run.py", "recipe=x"),
         *("ds_extra.comet.api_key=***", "launch.env.HF_TOKEN=***", "evaluate.max_new_tokens=24"),
     ]
+
+
+def test_collectives_are_shown_the_longest_first(tmp_path: Path, quick: None) -> None:
+    folder = fake_run(tmp_path / "run")
+    assert facts.collectives(read_run(folder)) is None
+    found = [
+        {"operation": "all_reduce", "calls": 4, "bytes": 2**22, "seconds": 0.5},
+        {"operation": "all_gather", "calls": 1000, "bytes": 2**31, "seconds": 2.0},
+        {"operation": "barrier", "calls": 1, "bytes": 0, "seconds": 0},
+        {"operation": "broken", "calls": "many", "bytes": 1, "seconds": 1},
+        "no operation",
+    ]
+    (folder / "collectives.json").write_text(json.dumps({"operations": found}))
+    table = facts.collectives(read_run(folder))
+    assert table is not None
+    assert [list(row) for row in table.rows] == [
+        ["all_gather", "1,000", "2.048", "2.000", "2.00", "1.07"],
+        ["all_reduce", "4", "1.000", "0.004", "0.50", "0.00839"],
+        ["barrier", "1", "0.000", "0.000", "0.00", "—"],
+    ]
+    report(str(folder))
+    assert "Communication of rank 0" in (folder / "report.html").read_text()

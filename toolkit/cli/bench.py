@@ -7,6 +7,7 @@ toolkit bench checkpoint recipe=NAME [ranks=2] [repeats=5]
 toolkit bench start      recipe=NAME [ranks=2] [pairs=5]
 toolkit bench plan       recipe=NAME [ranks=2]
 toolkit bench resume     recipe=NAME [ranks=2] [pairs=5]
+toolkit bench nvme       recipe=NAME [folder=/nvme] [gib=1] [repeats=3]
 toolkit bench faults     [only="K1 K2"]
 
   step             steps per second of our loop and of a bare DeepSpeed loop, in turns
@@ -16,9 +17,11 @@ toolkit bench faults     [only="K1 K2"]
   start            seconds from the command to the first step, of a run and of a bare DeepSpeed script, in turns
   plan             a rank's memory and a step's time beside what is planned, on the longest rows
   resume           the same of a run that starts fresh and of one that goes on from a checkpoint
+  nvme             DeepSpeed's reading and writing in a folder, by settings of zero.aio; the best as overrides
   faults           kills, full disks, signals, broken files …: what must hold after each; in a checkout, takes an hour
 
   ranks=2          ranks of each launch, on this machine
+  folder=FOLDER    on the disk to be measured; without it zero.offload_optimizer.nvme_path; gib=1: of the file there
   pairs, repeats   how often; steps: of each block, or after which memory is read; rows: of the large data set
   output=FILE      JSON list that the result is appended to; without it the result is shown only
   key=value …      as for `toolkit train`; only=IDS: these faults only
@@ -113,6 +116,20 @@ def _resume(composed: Composed, words: list[str], ranks: int, folder: Path) -> d
     return compare(words[1:], ranks, positive_int(composed.arguments, "pairs") or 5, _own(folder, words), say)
 
 
+def _nvme(composed: Composed, words: list[str], ranks: int, folder: Path) -> dict[str, Any]:
+    from toolkit.bench.nvme import measure, pieces
+
+    path = composed.arguments.get("folder") or composed.loaded.cfg.zero.offload_optimizer.nvme_path
+    if not path or not Path(path).is_dir():
+        raise ConfigError(
+            tr("folder = {path} is not a folder here. Give one on the disk to be measured: folder=/nvme", path=path)
+        )
+    num_bytes = pieces(composed.arguments.get("gib", "1"))
+    found = measure(Path(path), num_bytes, positive_int(composed.arguments, "repeats") or 3, say)
+    say(tr("Best: {overrides}", overrides=" ".join(found["overrides"]) or tr("DeepSpeed's own settings")))
+    return found
+
+
 def _own(folder: Path, words: list[str]) -> Path:
     """Return a folder that no other benchmark works in at the same time."""
     return folder / f"{words[0]}-{os.getpid()}"
@@ -126,9 +143,10 @@ ARGUMENTS = {
     "start": ("ranks", "pairs"),
     "plan": ("ranks",),
     "resume": ("ranks", "pairs"),
+    "nvme": ("folder", "gib", "repeats"),
 }
 """What is measured, and the words of its own that it takes beside `output`."""
-_MEASURES: dict[str, Measure] = {"data": _data, "memory": _memory, "start": _start, "resume": _resume}
+_MEASURES: dict[str, Measure] = {"data": _data, "memory": _memory, "start": _start, "resume": _resume, "nvme": _nvme}
 
 
 def _faults(words: list[str]) -> int:

@@ -22,6 +22,7 @@ from toolkit.evaluate.questions import Question, choose_questions
 from toolkit.evaluate.results import Results, judge
 from toolkit.launch.environment import Ranks
 from toolkit.messages import tr
+from toolkit.models.stages import whole_model
 from toolkit.terminal import phase
 from toolkit.train.batches import Batch, evaluation_batches, num_evaluation_batches
 from toolkit.train.prepared import Prepared
@@ -181,7 +182,7 @@ class Evaluation:
 
     @property
     def _module(self) -> PreTrainedModel:
-        return getattr(self.model, "module", self.model)
+        return whole_model(getattr(self.model, "module", self.model))
 
     def _sampling(self) -> Sampling:
         evaluate = self.cfg.evaluate

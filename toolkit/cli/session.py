@@ -31,6 +31,7 @@ from toolkit.launch.environment import Ranks
 from toolkit.messages import say, tr
 from toolkit.models import probe
 from toolkit.models.save import describe
+from toolkit.models.stages import whole_model
 from toolkit.models.tuning.count import count_parameters
 from toolkit.terminal import phase, set_display
 from toolkit.track.progress import Progress
@@ -143,12 +144,13 @@ def _rehearsed(session: Session, job: Job, evaluation: Evaluation | None, plan: 
 def _describe(engine: DeepSpeedEngine, prepared: Prepared) -> Described:
     """Return what checkpoints hold of the model. Now, while its folder is there, and not hours later."""
     files: dict[str, bytes] = {}
-    process_group.on_rank0(lambda: files.update(describe(engine.module, prepared.encoder)))
+    model = whole_model(engine.module)
+    process_group.on_rank0(lambda: files.update(describe(model, prepared.encoder)))
     if tuned := getattr(engine.module, "tuned", None):
         files |= tuned.describe()
     store = prepared.train
     rows = [store[row][0].tolist() for row in range(min(probe.ROWS, len(store)))]
-    return Described(files, probe.ids_of(rows, engine.module.config), export_beside)
+    return Described(files, probe.ids_of(rows, model.config), export_beside)
 
 
 def _job(
@@ -232,7 +234,7 @@ def _samples_at(session: Session, place: Position) -> Samples:
 
 def _start_line(session: Session, total_steps: int, steps_per_epoch: int) -> str:
     store = session.prepared.train
-    counts = count_parameters(session.engine.module)
+    counts = count_parameters(whole_model(session.engine.module))
     trained, total = sum(one.trained for one in counts.values()), sum(one.total for one in counts.values())
     parts = [
         f"{group} {one.trained:,} / {one.total:,}" if one.trained not in (0, one.total) else f"{group} {one.total:,}"

@@ -21,6 +21,7 @@ from toolkit.cli.compose import Composed, compose
 from toolkit.config.checks import accumulation, check
 from toolkit.config.checks_track import check_track_here
 from toolkit.config.hub import with_folder
+from toolkit.config.layout import layout_of
 from toolkit.config.load import to_yaml
 from toolkit.config.schema import AUTO
 from toolkit.errors import ConfigError
@@ -101,7 +102,7 @@ def greet(composed: Composed, ranks: environment.Ranks, model: str) -> None:
     print(
         tr(
             "{recipe}: {model}, ZeRO-{stage}, {dtype}, {world} ranks ({launcher}). Batch: "
-            "{micro} x {times} x {world} = {size} rows per step (micro-batch x accumulation x ranks).",
+            "{micro} x {times} x {parts} = {size} rows per step (micro-batch x accumulation x data-parallel ranks).",
             recipe=cfg.recipe,
             model=model,
             stage=cfg.zero.stage,
@@ -110,6 +111,7 @@ def greet(composed: Composed, ranks: environment.Ranks, model: str) -> None:
             micro=cfg.batch.micro_per_gpu,
             times=AUTO if is_found else accumulation(cfg, ranks.world_size),
             world=ranks.world_size,
+            parts=layout_of(cfg, ranks.world_size).data_ranks,
             size=cfg.batch.global_size,
         )
     )

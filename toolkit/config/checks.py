@@ -9,6 +9,7 @@ from toolkit.config.bounds import LEAST
 from toolkit.config.checks_data import check_data
 from toolkit.config.checks_files import check_files
 from toolkit.config.checks_own import check_own, unread_own
+from toolkit.config.checks_pipeline import check_pipeline
 from toolkit.config.checks_sequence import check_sequence
 from toolkit.config.checks_track import check_track
 from toolkit.config.checks_tuning import check_tuning, check_tuning_here
@@ -37,8 +38,20 @@ def check(loaded: Loaded, world_size: int | None = None, *, files: bool = True, 
     Raises:
         ConfigError: the first rule that does not hold.
     """
-    rules = (_numbers, _batch, _length_of_run, _schedule, _zero, _offload, _compile, _names, _restarts, _evaluate)
-    late = (check_tuning, check_sequence, check_zero, check_track, check_effect, check_variables)
+    rules = (
+        _numbers,
+        _batch,
+        _length_of_run,
+        _schedule,
+        _zero,
+        _offload,
+        _compile,
+        _profile,
+        _names,
+        _restarts,
+        _evaluate,
+    )
+    late = (check_pipeline, check_tuning, check_sequence, check_zero, check_track, check_effect, check_variables)
     left_out = (_evaluate, check_tuning, check_effect) if own else ()
     if own:
         check_own(loaded)
@@ -306,6 +319,23 @@ def _compile(loaded: Loaded) -> None:
             loaded,
             key,
             tr("{key} = true needs compile.backend = inductor, but it is {backend}.", key=key, backend=config.backend),
+        )
+
+
+def _profile(loaded: Loaded) -> None:
+    """A profile of a step that never comes would be missed at the end only."""
+    cfg, key = loaded.cfg, "profile.flops.profile_step"
+    flops, steps = cfg.profile.flops, cfg.train.max_steps
+    if flops.enabled and steps and flops.profile_step >= steps:
+        raise fail(
+            loaded,
+            key,
+            tr(
+                "{key} = {value} must be less than train.max_steps = {steps}.",
+                key=key,
+                value=flops.profile_step,
+                steps=steps,
+            ),
         )
 
 

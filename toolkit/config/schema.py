@@ -913,9 +913,9 @@ class FlopsProfilerConfig:
     """`profile.flops`: DeepSpeed's flops profiler."""
 
     enabled: bool = False
-    """Profile one step."""
+    """Profile the forward passes of one step of rank 0."""
     profile_step: int = 1
-    """The step that is profiled."""
+    """Optimizer steps before the one that is profiled; fewer than the run has."""
     module_depth: int = -1
     """Depth of modules in the table; -1 the innermost."""
     top_modules: int = 1
@@ -923,7 +923,7 @@ class FlopsProfilerConfig:
     detailed: bool = True
     """Print the whole model's table."""
     output_file: str = ""
-    """File for the table; "" prints it."""
+    """File for the table; "" is flops.txt in the run folder."""
 
 
 @dataclass(kw_only=True, slots=True)

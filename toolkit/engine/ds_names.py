@@ -13,8 +13,12 @@ ELSEWHERE = {
     "optimizer.params.max_grad_norm": "gradient_clipping",
     "optimizer.params.learning_rate": "optimizer.params.lr",
 }
-# What does today what a removed section did.
-INSTEAD = {"elasticity": "batch.world_sizes", "curriculum_learning": "data.curriculum"}
+# What does today what a removed section did, and the page about it.
+INSTEAD = {
+    "elasticity": ("batch.world_sizes", "docs/data_efficiency.md"),
+    "curriculum_learning": ("data.curriculum", "docs/data_efficiency.md"),
+    "zero_optimization.mics_shard_size": ("zero.zero_hpz_partition_size", "docs/zero.md"),
+}
 # Without these DeepSpeed (0.19.8) does not look at a step's gradient norm, or goes on if it is not finite.
 NEEDED = ("zero_optimization.compute_grad_norm", "bf16.check_grad_overflow")
 
@@ -36,7 +40,7 @@ def name_problems(section: dict[str, Any], tree: dict[str, Any] | None = None, p
         if key == "data_efficiency":
             problems[key] = tr(
                 "'{key}' works with DeepSpeed's own data loader and layers only, which are not used here. Take it out, "
-                "and use data.curriculum instead (docs/data_efficiency.md).",
+                "and use data.curriculum or train.random_ltd instead (docs/data_efficiency.md).",
                 key=key,
             )
         elif name not in known:
@@ -53,9 +57,10 @@ def _unknown(key: str, siblings: dict[str, Any], prefix: str) -> str:
     if key in INSTEAD:
         return tr(
             "'{key}' belongs to a feature that was removed from DeepSpeed. Take it out, and use {schema} instead "
-            "(docs/data_efficiency.md).",
+            "({page}).",
             key=key,
-            schema=INSTEAD[key],
+            schema=INSTEAD[key][0],
+            page=INSTEAD[key][1],
         )
     if key in REMOVED:
         return tr("'{key}' belongs to a feature that was removed from DeepSpeed. Take it out.", key=key)

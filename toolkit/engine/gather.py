@@ -4,6 +4,7 @@ from collections.abc import Collection, Iterator
 
 import deepspeed
 import torch
+from deepspeed.pipe import PipelineModule
 
 
 def gathered_parameters(
@@ -13,12 +14,16 @@ def gathered_parameters(
 
     On other ranks the value is an empty tensor.
 
-    A collective under stage 3: every rank must iterate to the end. At most one parameter is whole at a time.
+    A collective under stage 3 and of a pipeline: every rank must iterate to the end. At most one parameter is whole at
+    a time.
 
     Args:
         module: the engine's.
         only: names; None yields all.
     """
+    if isinstance(module, PipelineModule):  # toolkit.models.stages.StagedModel
+        yield from module.gathered()
+        return
     is_rank0 = torch.distributed.get_rank() == 0
     for name, parameter in module.named_parameters():
         if only is not None and name not in only:

@@ -6,6 +6,7 @@ from typing import Any
 import deepspeed
 import torch
 from deepspeed.compile.util import is_deepcompile_supported
+from deepspeed.pipe import PipelineModule
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -14,9 +15,12 @@ from toolkit.engine import zenflow
 from toolkit.errors import ConfigError
 from toolkit.messages import tr
 
+STAGE = "stage"
+"""Attribute of a PipelineModule: the transformers model that computes this rank's stage (toolkit.models.stages)."""
+
 
 def initialize(
-    model: PreTrainedModel,
+    model: PreTrainedModel | PipelineModule,
     ds_config: dict[str, Any],
     activation_checkpointing: ActivationCheckpointingConfig,
     make_schedule: Callable[[torch.optim.Optimizer], Any],
@@ -25,7 +29,7 @@ def initialize(
     """Build the engine: optimizer, partitioning and precision come from `ds_config` alone.
 
     Args:
-        model: the model, already partitioned under stage 3.
+        model: the model, already partitioned under stage 3; or a pipeline's stage of it.
         ds_config: what ds_config.build_ds_config made.
         activation_checkpointing: which activations are recomputed.
         make_schedule: gets the optimizer, returns the learning-rate schedule.
@@ -34,9 +38,10 @@ def initialize(
     Raises:
         ConfigError: DeepSpeed refuses the combination.
     """
+    computing = getattr(model, STAGE, model)
     if activation_checkpointing.enabled:
-        _checkpoint_activations(model, activation_checkpointing)
-    frequencies = _rotary_frequencies(model)
+        _checkpoint_activations(computing, activation_checkpointing)
+    frequencies = _rotary_frequencies(computing)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     has_zenflow = "zenflow" in ds_config["zero_optimization"]
     if has_zenflow:
@@ -51,7 +56,7 @@ def initialize(
         )
     except (AssertionError, ValueError, NotImplementedError) as error:
         raise _refusal(error) from error
-    _assert_frequencies_kept(engine.module, frequencies)
+    _assert_frequencies_kept(getattr(engine.module, STAGE, engine.module), frequencies)
     _scale_fp16_loss(engine)
     if has_zenflow:  # which otherwise makes its first update at the peak of the schedule
         engine.optimizer._sync_selective_optimizer_lr()

@@ -71,7 +71,8 @@ class UpdateGate:
         gradients = self._gradients()
         # In fp32: the squares of fp16 gradients that are in order would overflow.
         norms = [torch.linalg.vector_norm(gradient, dtype=torch.float32) for gradient in gradients]
-        if self._ask(torch.stack(norms).norm() if norms else 0.0) and gradients:
+        own = torch.stack(norms).norm() if norms else torch.zeros((), device=self.engine.device)
+        if self._ask(self._over_stages(own)) and gradients:
             gradients[0].view(-1)[0] = math.inf  # which DeepSpeed's optimizers skip themselves
         real(lr_kwargs)
 
@@ -79,7 +80,16 @@ class UpdateGate:
         if hasattr(self.optimizer, "get_grads_for_norm"):
             gradients: list[torch.Tensor] = self.optimizer.get_grads_for_norm()[0]
             return gradients
-        return [p.grad for p in self.engine.module.parameters() if p.grad is not None]
+        own = (p for p in self.engine.module.parameters() if not getattr(p, "ds_pipe_replicated", False))
+        return [p.grad for p in own if p.grad is not None]
+
+    def _over_stages(self, norm: torch.Tensor) -> torch.Tensor:
+        """Return the norm of the gradients of all stages of a pipeline; what is tied, one of them has."""
+        if not self.engine.pipeline_parallelism:
+            return norm
+        total = norm.square()
+        torch.distributed.all_reduce(total, group=self.engine.mpu.get_model_parallel_group())
+        return total.sqrt()
 
     def _plain_step(self, real: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
         """Without ZeRO in fp32 DeepSpeed looks for no overflow, but heeds the attribute."""

@@ -84,7 +84,7 @@ def run_session(task: Task, cfg: RunConfig, ranks: Ranks, started: float) -> Pat
     ds = build_ds_config(cfg, ranks.world_size, data.total_steps)
     start = on_rank0(lambda: _starting_state(cfg, data, ranks, origin, card))
     on_rank0(lambda: _record(folder, cfg, ds, data, card, hosts))
-    engine = _engine(model, cfg, ds, data.total_steps)
+    engine = _engine(model, cfg, ds, data.total_steps, folder)
     progress = Progress(
         data.total_steps, ranks.rank == 0, start.step, on_first_step=partial(report.note, first_step=start.step + 1)
     )
@@ -173,14 +173,15 @@ def _samples_at(data: Data, place: Position) -> Samples:
     return [[[shown(name) for name in names] for names in micro] for micro in data.samples_at(place)]
 
 
-def _engine(model: nn.Module, cfg: RunConfig, ds: DsConfig, total_steps: int) -> DeepSpeedEngine:
+def _engine(model: nn.Module, cfg: RunConfig, ds: DsConfig, total_steps: int, folder: Path) -> DeepSpeedEngine:
     make_schedule = schedule_maker(cfg, total_steps)
     dtype = TORCH_DTYPES[cfg.precision.dtype]
     if dtype is not torch.float32:
         cast_inputs(model, dtype)
     speaks = process_group.rank() == 0
     with phase(tr("Building the engine (the first time DeepSpeed compiles its ops: minutes)"), speaks=speaks):
-        return initialize(model, ds.values, cfg.train.activation_checkpointing, make_schedule, cfg.compile)
+        values = run_folder.profiled(ds.values, folder)
+        return initialize(model, values, cfg.train.activation_checkpointing, make_schedule, cfg.compile)
 
 
 def _card(task: Task, model: nn.Module) -> dict[str, Any]:

@@ -98,8 +98,8 @@ def step_time(outline: Outline, cfg: RunConfig, machine: Machine, rates: Rates) 
         machine: what it runs on.
         rates: measured or assumed.
     """
-    rows, world = longest_rows(outline, cfg), machine.world_size
-    times = accumulation(cfg, world)
+    rows, stages = longest_rows(outline, cfg), cfg.parallel.pipeline
+    times, world = accumulation(cfg, machine.world_size), machine.world_size // stages  # of one stage
     one = Work(rows.tokens, causal_pairs([rows.length] * rows.rows) // rows.parts, rows.tokens)
     cost = formula(outline.shapes, outline.sizes, outline.trained, rows.prefix)
     recomputes = cfg.train.activation_checkpointing.enabled
@@ -107,12 +107,13 @@ def step_time(outline: Outline, cfg: RunConfig, machine: Machine, rates: Rates) 
     weight = WIDTHS[cfg.precision.dtype]
     is_known, is_split = is_countable(outline.shapes), cfg.zero.stage == 3
     return StepTime(
-        compute=times * ((flops / rates.flops if is_known else 0) + rates.micro_s),
-        communication=_sent(outline, cfg, world, times) / ((is_split and rates.gather) or rates.link)
+        # A pipeline's last stage begins when the first has done as many micro-batches as there are stages before it.
+        compute=(times + stages - 1) * ((flops / stages / rates.flops if is_known else 0) + rates.micro_s),
+        communication=_sent(outline, cfg, world, times) / stages / ((is_split and rates.gather) or rates.link)
         + (0 if is_split and rates.gather else _collectives(outline, cfg, world, times) * rates.latency_s)
         + times * _exchanged(outline, rows, weight, recomputes) / rates.link
         + _fetched(outline, cfg, world, times) / rates.pcie,
-        update=_update(outline.num_trained, cfg, world, weight, rates),
+        update=_update(outline.num_trained // stages, cfg, world, weight, rates),
         overlapped=not machine.on_cpu and (cfg.zero.stage == 3 or cfg.zero.overlap_comm),
         tokens=rows.tokens * times * world,
         is_known=is_known,

@@ -252,6 +252,22 @@ def plan(run: Run) -> Table | None:
     return Table(heads=heads, rows=rows, note=note) if rows else None
 
 
+def collectives(run: Run) -> Table | None:
+    """Return what DeepSpeed's log of collectives counted, the longest first; None without it."""
+    found = []
+    for one in run.collectives:
+        calls, size, seconds = (one.get(name) for name in ("calls", "bytes", "seconds"))
+        if not all(isinstance(value, (int, float)) and value >= 0 for value in (calls, size, seconds)) or not calls:
+            continue
+        rate = f"{size / seconds / 1e9:.3g}" if seconds else NONE
+        figures = [f"{calls:,.0f}", f"{size / calls / 2**20:,.3f}", f"{size / GIB:,.3f}", f"{seconds:,.2f}", rate]  # type: ignore[operator]
+        found.append((float(seconds), [str(one.get("operation")), *figures]))  # type: ignore[arg-type]
+    found.sort(key=lambda pair: -pair[0])
+    heads = [tr("collective"), tr("calls"), tr("MiB per call"), tr("GiB"), tr("seconds"), tr("GB per second")]
+    title = tr("Communication of rank 0 while it trained (profile.comms)")
+    return Table(heads=heads, rows=[row for _, row in found[:_MOST_ROWS]], title=title) if found else None
+
+
 def data_card(run: Run) -> list[Table]:
     """Return what a run learns from."""
     data, found = run.data, []

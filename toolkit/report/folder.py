@@ -46,6 +46,8 @@ class Run:
     """What went wrong in steps that were left out."""
     answers: answers.Answers
     """To validation samples, over time."""
+    collectives: list[dict[str, Any]]
+    """What DeepSpeed's log of collectives counted on rank 0, an operation each."""
     samples: list[dict[str, Any]]
     """Answers to the recipe's own questions, at the end."""
 
@@ -113,6 +115,7 @@ def read_run(path: Path) -> Run:
         starts=_lines(folder / "logs" / "starts.jsonl"),
         bad_steps=_bad_steps(folder),
         answers=answers.read(folder / "evaluations"),
+        collectives=_operations(folder / "collectives.json"),
         samples=_lines(folder / "samples.jsonl"),
     )
 
@@ -168,6 +171,11 @@ def _lines(path: Path) -> list[dict[str, Any]]:
             if len(found) == _MOST_LINES:
                 break
     return list(hide_all(found))
+
+
+def _operations(path: Path) -> list[dict[str, Any]]:
+    found = _mapping(path).get("operations")
+    return [one for one in found[:_MOST_LINES] if isinstance(one, dict)] if isinstance(found, list) else []
 
 
 def _bad_steps(folder: Path) -> dict[int, str]:

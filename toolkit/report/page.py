@@ -138,6 +138,7 @@ def _sections(runs: Sequence[Run], drawings: dict[str, list[Drawing]]) -> list[S
     one = runs[0] if len(runs) == 1 else None
     happened = facts.events(one) if one else None
     planned = facts.plan(one) if one else None
+    sent = facts.collectives(one) if one else None
     changed = facts.settings(runs)
     known = facts.environment(runs)
     return [
@@ -149,7 +150,7 @@ def _sections(runs: Sequence[Run], drawings: dict[str, list[Drawing]]) -> list[S
             tables=[happened] if happened else (),
             empty="" if drawings.get("learning") else tr("No step has been logged yet."),
         ),
-        Section(id="speed", title=tr("Speed"), drawings=drawings.get("speed", ())),
+        Section(id="speed", title=tr("Speed"), drawings=drawings.get("speed", ()), tables=[sent] if sent else ()),
         Section(
             id="memory",
             title=tr("Memory"),

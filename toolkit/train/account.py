@@ -8,6 +8,7 @@ from deepspeed import DeepSpeedEngine
 
 from toolkit.config.schema import TuningConfig, TuningMethod
 from toolkit.messages import tr
+from toolkit.models.stages import whole_model
 from toolkit.plan.cards import Card, find_card
 from toolkit.plan.flops import Formula, Work, formula, is_countable
 from toolkit.plan.parameters import Shapes
@@ -85,7 +86,7 @@ def account_of(
         recomputes: whether activations are computed again.
         planned_bytes: memory of a rank by the plan: of its GPU, on a processor of the process.
     """
-    model, device = engine.module, engine.device
+    model, device = whole_model(engine.module), engine.device
     dtype = next(one.dtype for one in model.parameters() if one.is_floating_point())
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
     sizes = _sizes(getattr(model, "config", None))

@@ -30,6 +30,7 @@ from toolkit.track.trackers import Trackers
 from toolkit.train import bad_steps
 from toolkit.train.account import Account
 from toolkit.train.checkpoint import Saver
+from toolkit.train.collectives import Collectives
 from toolkit.train.evaluated import told
 from toolkit.train.guard import Guard, Trouble
 from toolkit.train.meter import Meter
@@ -135,6 +136,7 @@ class _Run:
         self.copies = layout_of(job.cfg, world_size()).copies
         self.slow_ranks = SlowRanks(gather(socket.gethostname()))
         self.stop_file = StopFile(job.folder)
+        self.collectives = Collectives()
         self.metrics = MetricsLog(job.folder / "metrics.jsonl", progress.say, job.trackers.row)
         self.outcome = Outcome(bad_steps=job.start.bad_steps, rewinds=job.start.rewinds, checkpoint=job.saver.newest)
         self.rewound_to: Counter[Path] = Counter()
@@ -146,7 +148,7 @@ class _Run:
         """Go on after the step of a state, with the data at a place."""
         self.step, self.place, self.began = state.step, place, place
         counted = state.trained_tokens, state.total_tokens
-        self.meter = Meter(self.engine, self.job.account, *counted, self.job.objective.unit)
+        self.meter = Meter(self.engine, self.job.account, *counted, self.job.objective.unit, self.collectives)
         self.guard.restart(state.losses, state.grad_norms, state.skips_in_a_row)
         self.outcome.evaluations = list(state.evaluations)
         self.outcome.first_loss = math.nan if state.first_loss is None else state.first_loss
@@ -293,6 +295,8 @@ class _Run:
         row |= self.job.figures_at(self.began) | dropping_figures(self.engine.module)
         if rank() == 0:
             self.metrics.append(row)
+            if self.collectives.is_on:
+                self.collectives.write(self.job.folder)
         self.progress.show(row)
         if slow := self.slow_ranks.see(pace):
             self.progress.say(slow)

@@ -7,11 +7,11 @@ import time
 
 import torch
 from deepspeed import DeepSpeedEngine
-from deepspeed.comm.comm import comms_logger, timers
 
 from toolkit.distributed.process_group import world_size
 from toolkit.plan.flops import Work
 from toolkit.train.account import Account
+from toolkit.train.collectives import Collectives
 from toolkit.train.pace import Pace, exchange
 from toolkit.train.step import SAMPLES, TOKENS, StepResult
 
@@ -29,6 +29,7 @@ class Meter:
         trained_tokens: int = 0,
         total_tokens: int = 0,
         unit: str = TOKENS,
+        collectives: Collectives | None = None,
     ) -> None:
         """Start counting.
 
@@ -38,8 +39,10 @@ class Meter:
             trained_tokens: those of the run so far.
             total_tokens: those of the run so far.
             unit: what is counted; with SAMPLES the rows say samples where they would say tokens.
+            collectives: those of the run so far.
         """
         self.engine, self.account, self.unit = engine, account, unit
+        self.collectives = collectives or Collectives()
         self.trained_tokens_so_far, self.total_tokens_so_far = trained_tokens, total_tokens
         self.grad_norm = math.nan
         self.paused = 0.0
@@ -83,7 +86,7 @@ class Meter:
     def pace(self) -> Pace:
         """Return how fast each rank was since the last row. A collective."""
         seconds = time.perf_counter() - self.started
-        self.communication_s += _communication_s()
+        self.communication_s += self.collectives.take()
         mine = [self.own_s, self.data_wait_s, self.rank_tokens, self.communication_s]
         own_s, data_wait_s, tokens, self.communication_of, *self.peaks = exchange(
             [*mine, *memory_peaks(self.engine.device)], self.engine.device
@@ -129,7 +132,7 @@ class Meter:
             ),
             **self._memory(),
         }
-        if comms_logger.enabled:
+        if self.collectives.is_on:
             row["communication_fraction"] = min(self.communication_of) / seconds
         if self.router_losses:
             row["router_loss"] = statistics.fmean(self.router_losses)
@@ -149,7 +152,7 @@ class Meter:
 
     def pause(self) -> None:
         """Leave out what happens before `resume`: evaluation, saving."""
-        self.communication_s += _communication_s()
+        self.communication_s += self.collectives.take()
         self.paused = time.perf_counter()
 
     def resume(self) -> None:
@@ -157,7 +160,7 @@ class Meter:
         gone = time.perf_counter() - self.paused
         self.started += gone
         self.step_began += gone
-        _communication_s()
+        self.collectives.take(counts=False)
         self.on_its_own_since += gone
 
 
@@ -165,12 +168,3 @@ def memory_peaks(device: torch.device) -> tuple[float, float]:
     """Return the most bytes so far that this process had in memory, and its tensors on a GPU (0 without one)."""
     host = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return host, torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
-
-
-def _communication_s() -> float:
-    """Return the seconds in DeepSpeed's collectives since the last call; 0 unless `profile.comms` times them.
-
-    DeepSpeed's log itself holds sums of sums, as it never resets its timers (0.19.8, comm.timed_op), and every call.
-    """
-    comms_logger.reset_data()
-    return sum(timer.elapsed() for timer in timers.timers.values()) / 1000

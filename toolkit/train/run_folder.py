@@ -10,6 +10,7 @@ import time
 from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 from toolkit.config.schema import RunConfig
 from toolkit.disk import refuse_links
@@ -167,3 +168,10 @@ def mark_done(folder: Path, summary: dict[str, object]) -> None:
         raise CheckpointError(
             tr("cannot write {file}: {reason}.", file=folder / "DONE", reason=error.strerror or error)
         ) from error
+
+
+def profiled(values: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """Return DeepSpeed's JSON whose flops profiler writes into a run folder, where the config names no file."""
+    if "flops_profiler" not in values:
+        return values
+    return {**values, "flops_profiler": {"output_file": str(folder / "flops.txt"), **values["flops_profiler"]}}

@@ -214,6 +214,7 @@ class ChatGLMModel(ChatGLMPreTrainedModel):
         position_ids: torch.Tensor | None = None,
         past_key_values: Cache | None = None,
         inputs_embeds: torch.Tensor | None = None,
+        **_: Any,
     ) -> torch.Tensor:
         """Return the hidden states `[B, S, H]`; arguments as `ChatGLMForConditionalGeneration.forward`."""
         if input_ids is not None and (attention_mask is None or attention_mask.dim() == 2 or position_ids is None):
