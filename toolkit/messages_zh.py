@@ -235,7 +235,6 @@ CHINESE: dict[str, str] = {
     "{folder} is an adapter itself: {other} cannot be added to it.": "{folder} 本身就是适配器：不能再加上 {other}。",
     "{folder} is to be added to a model that is not there: {path}. Say where it is: toolkit export-model PATH base=DIR output=OUT writes an adapter that knows; toolkit generate, chat and eval take model.path=DIR adapter={folder}.": "{folder} 要加到的模型不在：{path}。请指明它在哪里：toolkit export-model PATH base=DIR output=OUT 会写出知道它位置的适配器；toolkit generate、chat 和 eval 接受 model.path=DIR adapter={folder}。",
     "{folder} lacks {files}, which its index lists: download them again.": "{folder} 缺少 {files}，而它的索引列出了它们：请重新下载。",
-    "{folder}/config.json names Python code to run (auto_map): such models are not loaded. Use a folder whose architecture is part of transformers.": "{folder}/config.json 指定了要运行的 Python 代码（auto_map）：不加载这样的模型。请使用 transformers 自带架构的文件夹。",
     "{key} = nvme needs zero.stage = 3, but it is {stage}. Use cpu.": "{key} = nvme 需要 zero.stage = 3，而现在是 {stage}。请用 cpu。",
     "{key} = true needs partition_activations = true (it is {partition}) and number_checkpoints, the number of layers (it is {number}).": "{key} = true 需要 partition_activations = true（现在是 {partition}）和 number_checkpoints，即层数（现在是 {number}）。",
     "{key} = {device} needs zero.stage 1, 2 or 3, but it is 0.": "{key} = {device} 需要 zero.stage 为 1、2 或 3，而现在是 0。",
@@ -1356,4 +1355,6 @@ CHINESE: dict[str, str] = {
     "train.random_ltd.steps is 0": "train.random_ltd.steps 为 0",
     "train.random_ltd cannot be used with {setting}: it works where all or some layers are trained (tuning=full or freeze), each whole on its rank and not compiled. Set train.random_ltd.steps=0.": "train.random_ltd 不能与 {setting} 一起使用：它适用于训练全部或部分层（tuning=full 或 freeze）、每层完整地位于各自进程且不编译的情况。请设 train.random_ltd.steps=0。",
     "models come through the cache of huggingface_hub, which HF_HOME and its other variables set": "模型经由 huggingface_hub 的缓存，由 HF_HOME 等变量设置",
+    "{folder}/config.json names Python code to run (auto_map), which is refused; there are {files}. Read them, then train with model.trust_remote_code=true, or use a folder whose architecture is part of transformers.": "{folder}/config.json 指名要运行 Python 代码（auto_map），已拒绝；其中有 {files}。请先阅读它们，再用 model.trust_remote_code=true 训练，或使用架构属于 transformers 的文件夹。",
+    "model.trust_remote_code = true: the Python files of {path} run with all your rights.": "model.trust_remote_code = true：{path} 中的 Python 文件会以你的全部权限运行。",
 }

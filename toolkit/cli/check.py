@@ -5,6 +5,8 @@ toolkit check recipe=NAME [world_size=8] [key=value …]
   world_size=8     number of ranks that the batch sizes are checked for
 """
 
+from pathlib import Path
+
 from toolkit.cli.compose import compose, positive_int
 from toolkit.config.checks import accumulation, check, settled
 from toolkit.config.checks_track import check_track_here
@@ -13,6 +15,7 @@ from toolkit.config.schema import AUTO, Init, RunConfig
 from toolkit.engine.ds_config import build_ds_config
 from toolkit.messages import say, tr
 from toolkit.models.folder import read_config
+from toolkit.models.remote_code import trust
 from toolkit.plan.parameters import shapes_of_config, tuned
 
 
@@ -28,6 +31,8 @@ def run(words: list[str]) -> int:
     # The vocabulary of a random model is known once its tokenizer has been fitted.
     known = None
     if cfg.model.init is Init.pretrained:
+        if cfg.model.trust_remote_code:
+            trust(Path(cfg.model.path))
         known = shapes_of_config(read_config(cfg.model.path, with_weights=has_weights))
     for note in composed.notes:
         print(note)

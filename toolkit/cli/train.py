@@ -115,4 +115,12 @@ def greet(composed: Composed, ranks: environment.Ranks, model: str) -> None:
             size=cfg.batch.global_size,
         )
     )
+    if cfg.model.trust_remote_code:
+        from rich.console import Console
+        from rich.text import Text
+
+        line = tr(
+            "model.trust_remote_code = true: the Python files of {path} run with all your rights.", path=cfg.model.path
+        )
+        Console().print(Text(line, style="bold red"), soft_wrap=True)
     sys.stdout.flush()

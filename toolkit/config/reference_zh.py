@@ -284,4 +284,5 @@ CHINESE: dict[str, str] = {
     "Share of a row's tokens that each middle layer computes in the first step; it grows linearly to 1.": "第一步中每个中间层计算的 token 占一行的比例；线性增长到 1。",
     "Layers at the beginning that always compute all tokens.": "最前面始终计算全部 token 的层数。",
     "Layers at the end that always compute all tokens.": "最后面始终计算全部 token 的层数。",
+    "Run the Python files of the model's folder, with all your rights, where its architecture is not part of transformers; without it such models are refused.": "架构不属于 transformers 时，以你的全部权限运行模型文件夹里的 Python 文件；不设时拒绝这类模型。",
 }

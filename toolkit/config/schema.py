@@ -288,6 +288,8 @@ class ModelConfig:
     """File with a Jinja chat template that replaces the tokenizer's own; "" keeps its own."""
     attention: Attention = Attention.auto
     """auto: varlen for packed rows, else PyTorch's scaled_dot_product_attention; sdpa: the latter, with a mask of blocks for packed rows; eager: written out; varlen: each sample of a packed row for itself (PyTorch's kernel for variable lengths on GPUs)."""
+    trust_remote_code: bool = False
+    """Run the Python files of the model's folder, with all your rights, where its architecture is not part of transformers; without it such models are refused."""
     router_loss: float = -1.0
     """Mixture of experts: what the load-balancing loss of the routers is multiplied by before it is added to the loss; -1 takes `router_aux_loss_coef` of the model's config, 0 leaves it out."""
     init: Init = Init.pretrained

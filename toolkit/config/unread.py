@@ -134,7 +134,10 @@ def _unread(cfg: RunConfig) -> Iterator[tuple[str, str]]:
     if cfg.profile.comms.enabled and cfg.profile.comms.prof_all:
         yield "profile.comms.prof_ops", tr("profile.comms.prof_all is true")
     if cfg.model.init is Init.random:
-        yield from ((key, tr("model.init is random")) for key in ("model.path", "model.revision", "model.router_loss"))
+        yield from (
+            (key, tr("model.init is random"))
+            for key in ("model.path", "model.revision", "model.trust_remote_code", "model.router_loss")
+        )
     else:
         if not is_hub_name(cfg.model.path):
             yield "model.revision", tr("model.path is a folder")
