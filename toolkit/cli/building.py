@@ -2,6 +2,7 @@
 
 import gc
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +19,15 @@ from toolkit.errors import ConfigError
 from toolkit.export.folder import write_folder
 from toolkit.messages import say, tr
 from toolkit.models.attention import check_isolation
-from toolkit.models.build import build_model
+from toolkit.models.build import TORCH_DTYPES, build_model
 from toolkit.models.liger import apply_liger
 from toolkit.models.loss import LossHead, Way, loss_head
 from toolkit.models.packing import why_not_in_parts
+from toolkit.models.pipeline import forward_logits, is_pipeline, value_of_last_stage
 from toolkit.models.router_loss import router_loss
 from toolkit.models.save import MODEL_DIR, describe
 from toolkit.models.sequence import check_parts
+from toolkit.models.stages import StagedModel, own_parameters, stage_model, stage_of
 from toolkit.models.tiled import tile_mlp
 from toolkit.models.token_dropping import TokenDropping
 from toolkit.models.tuning.apply import tune
@@ -50,10 +53,8 @@ def build_engine(cfg: RunConfig, prepared: Prepared, ds: DsConfig, total_steps: 
         ModelError: the model cannot be loaded, or is not the one that the checkpoint was trained on.
         ConfigError: `tuning` does not fit the model, or DeepSpeed refuses the combination.
     """
-    packed, parts = prepared.packing is Packing.packed, cfg.parallel.sequence
-    if parts > 1 and (reason := why_not_in_parts(cfg.model, cfg.data.max_length)):
-        raise ConfigError(tr("parallel.sequence = {ranks} cannot be: {reason}.", ranks=parts, reason=reason))
-    model = build_model(cfg.model, cfg.precision.dtype, prepared.tokenizer, cfg.run.seed, ds.values, packed, parts)
+    packed, parts, stages = prepared.packing is Packing.packed, cfg.parallel.sequence, cfg.parallel.pipeline
+    model = _loaded(cfg, prepared, ds)
     without_liger = apply_liger(model, cfg.kernels)
     model.loss_head, model.router_loss = LossHead(cfg.kernels.loss), router_loss(model, cfg)
     if cfg.tuning.method is not TuningMethod.full:
@@ -68,18 +69,14 @@ def build_engine(cfg: RunConfig, prepared: Prepared, ds: DsConfig, total_steps: 
         model.token_dropping = TokenDropping(model, cfg.train.random_ltd, cfg.run.seed, place.data_rank)
     make_schedule = schedule_maker(cfg, total_steps)
     with phase(tr("Building the engine (the first time DeepSpeed compiles its ops: minutes)"), speaks=rank() == 0):
-        engine = initialize(
-            model,
-            run_folder.profiled(ds.values, origin.folder),
-            cfg.train.activation_checkpointing,
-            make_schedule,
-            cfg.compile,
-        )
+        module = StagedModel(model, stages, TORCH_DTYPES[cfg.precision.dtype]) if stages > 1 else model
+        settings = run_folder.profiled(ds.values, origin.folder)
+        engine = initialize(module, settings, cfg.train.activation_checkpointing, make_schedule, cfg.compile)
     # What building leaves behind refers to itself, and would keep the memory of weights until Python looks for it.
     gc.collect()
     of_model = engine, len(prepared.tokenizer), engine.device, cfg.model.name or cfg.model.path
     if packed:
-        check_isolation(*of_model)
+        check_isolation(*of_model, partial(forward_logits, engine, pick=_few) if is_pipeline(engine) else None)
     if parts > 1:
         check_parts(*of_model, packed)
     in_use = _in_use(engine, cfg, without_liger)
@@ -97,6 +94,22 @@ def build_engine(cfg: RunConfig, prepared: Prepared, ds: DsConfig, total_steps: 
     return engine
 
 
+def _loaded(cfg: RunConfig, prepared: Prepared, ds: DsConfig) -> PreTrainedModel:
+    """Return the model that is trained; with pipeline stages with the weights of this rank's stage alone."""
+    packed, parts = prepared.packing is Packing.packed, cfg.parallel.sequence
+    if parts > 1 and (reason := why_not_in_parts(cfg.model, cfg.data.max_length)):
+        raise ConfigError(tr("parallel.sequence = {ranks} cannot be: {reason}.", ranks=parts, reason=reason))
+    stages, dtype = cfg.parallel.pipeline, cfg.precision.dtype
+    stage = stage_of(rank(), world_size(), stages)
+    own = partial(own_parameters, num_stages=stages, stage=stage) if stages > 1 else None
+    return build_model(cfg.model, dtype, prepared.tokenizer, cfg.run.seed, ds.values, packed, parts, own)
+
+
+def _few(logits: torch.Tensor) -> torch.Tensor:
+    """Return the logits of some of the vocabulary, which tell as much."""
+    return logits[..., :1024]
+
+
 def schedule_maker(cfg: RunConfig, total_steps: int) -> Callable[[torch.optim.Optimizer], Any]:
     """Return what makes the learning-rate schedule of an optimizer."""
     warmup = warmup_steps(cfg, total_steps)
@@ -105,18 +118,20 @@ def schedule_maker(cfg: RunConfig, total_steps: int) -> Callable[[torch.optim.Op
 
 def _in_use(engine: DeepSpeedEngine, cfg: RunConfig, without_liger: str) -> str:
     """Return a line about what computes this run. A collective."""
+    model = stage_model(engine.module)
     ways = {
-        Way.losses: tr("fused with the output layer ({kernel})", kernel=engine.module.loss_head.name),
+        Way.losses: tr("fused with the output layer ({kernel})", kernel=model.loss_head.name),
         Way.picked: tr("from the logits of trained tokens"),
         Way.whole: tr("from all logits"),
     }
+    way = value_of_last_stage(engine, lambda: loss_head(model).way(model if is_pipeline(engine) else engine))
     optimizer = engine.basic_optimizer
     is_fused = isinstance(optimizer, torch.optim.Adam) and optimizer.defaults["fused"]
     backend = cfg.compile.backend + (" + DeepCompile" if cfg.compile.deepcompile else "")
     return tr(
         "Attention: {attention}. Loss: {loss}. Liger layers: {liger}. Compiled: {compiled}. Optimizer: {optimizer}.",
-        attention=engine.module.config._attn_implementation,
-        loss=ways[loss_head(engine).way(engine)],
+        attention=model.config._attn_implementation,
+        loss=ways[way],
         liger=tr("no, {reason}", reason=without_liger) if without_liger else tr("yes"),
         compiled=tr("yes, {backend}", backend=backend) if cfg.compile.enabled else tr("no"),
         optimizer=type(optimizer).__name__ + (" (PyTorch, fused)" if is_fused else ""),

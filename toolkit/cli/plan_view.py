@@ -85,7 +85,11 @@ def memory_table(layout: Layout) -> list[str]:
     kinds = [kind for kind in _words() if any(device[phase].get(kind) for phase in PHASES)]
     rows = [[_words()[kind], *(gib(device[phase].get(kind, 0)) for phase in PHASES)] for kind in kinds]
     rows.append([tr("together"), *(gib(layout.memory.peak(phase)) for phase in PHASES)])
-    return table([tr("GiB per rank"), *(_words()[phase] for phase in PHASES)], rows, indent="")
+    lines = table([tr("GiB per rank"), *(_words()[phase] for phase in PHASES)], rows, indent="")
+    if peaks := layout.memory.stages:
+        known = ", ".join(gib(peak) for peak in peaks)
+        lines.append(tr("The largest stage of the pipeline; all of them: {peaks} GiB.", peaks=known))
+    return lines
 
 
 def host_table(layout: Layout) -> list[str]:

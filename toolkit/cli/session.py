@@ -20,17 +20,20 @@ from toolkit.cli.rehearsal import rehearse
 from toolkit.cli.sample_view import stretches
 from toolkit.cli.tracking import data_summary, hand_on_answers, tracked, trackers_of
 from toolkit.config.checks import accumulation
+from toolkit.config.layout import layout_of
 from toolkit.config.load import Loaded
 from toolkit.config.schema import RunConfig
 from toolkit.data.sampler import Position
 from toolkit.distributed import failure, orphans, process_group, signals
 from toolkit.engine import memory
+from toolkit.engine.gather import is_divided
 from toolkit.export.checkpoint import export_beside
 from toolkit.launch import report
 from toolkit.launch.environment import Ranks
 from toolkit.messages import say, tr
 from toolkit.models import probe
 from toolkit.models.save import describe
+from toolkit.models.stages import whole_model
 from toolkit.models.tuning.count import count_parameters
 from toolkit.terminal import phase, set_display
 from toolkit.track.progress import Progress
@@ -81,7 +84,7 @@ def run_session(cfg: RunConfig, ranks: Ranks, prepared: Prepared, started: float
     Returns:
         The run folder.
     """
-    random_state.seed_all(cfg.run.seed + ranks.rank)
+    random_state.seed_all(cfg.run.seed + layout_of(cfg, ranks.world_size, ranks.rank).data_rank)
     questions = questions_of(cfg, prepared, say if ranks.rank == 0 else lambda line: None)
     origin, hosts = begin(cfg, ranks)
     folder = origin.folder
@@ -143,12 +146,13 @@ def _rehearsed(session: Session, job: Job, evaluation: Evaluation | None, plan: 
 def _describe(engine: DeepSpeedEngine, prepared: Prepared) -> Described:
     """Return what checkpoints hold of the model. Now, while its folder is there, and not hours later."""
     files: dict[str, bytes] = {}
-    process_group.on_rank0(lambda: files.update(describe(engine.module, prepared.encoder)))
+    model = whole_model(engine.module)
+    process_group.on_rank0(lambda: files.update(describe(model, prepared.encoder)))
     if tuned := getattr(engine.module, "tuned", None):
         files |= tuned.describe()
     store = prepared.train
     rows = [store[row][0].tolist() for row in range(min(probe.ROWS, len(store)))]
-    return Described(files, probe.ids_of(rows, engine.module.config), export_beside)
+    return Described(files, probe.ids_of(rows, model.config), export_beside)
 
 
 def _job(
@@ -197,7 +201,7 @@ def _evaluation(session: Session, tell: Callable[[str], None]) -> Evaluation:
         questions=session.questions,
         model=engine,
         device=engine.device,
-        in_step=engine.zero_optimization_partition_weights(),
+        in_step=is_divided(engine),
         say=tell,
     )
     evaluation.leave_out_too_long()
@@ -232,7 +236,7 @@ def _samples_at(session: Session, place: Position) -> Samples:
 
 def _start_line(session: Session, total_steps: int, steps_per_epoch: int) -> str:
     store = session.prepared.train
-    counts = count_parameters(session.engine.module)
+    counts = count_parameters(whole_model(session.engine.module))
     trained, total = sum(one.trained for one in counts.values()), sum(one.total for one in counts.values())
     parts = [
         f"{group} {one.trained:,} / {one.total:,}" if one.trained not in (0, one.total) else f"{group} {one.total:,}"

@@ -20,6 +20,7 @@ from toolkit.cli import sweep
 from toolkit.cli.compose import Composed, compose
 from toolkit.config.checks import accumulation, check
 from toolkit.config.checks_track import check_track_here
+from toolkit.config.layout import layout_of
 from toolkit.config.load import to_yaml
 from toolkit.config.schema import AUTO
 from toolkit.errors import ConfigError
@@ -99,7 +100,7 @@ def greet(composed: Composed, ranks: environment.Ranks, model: str) -> None:
     print(
         tr(
             "{recipe}: {model}, ZeRO-{stage}, {dtype}, {world} ranks ({launcher}). Batch: "
-            "{micro} x {times} x {world} = {size} rows per step (micro-batch x accumulation x ranks).",
+            "{micro} x {times} x {parts} = {size} rows per step (micro-batch x accumulation x data-parallel ranks).",
             recipe=cfg.recipe,
             model=model,
             stage=cfg.zero.stage,
@@ -108,6 +109,7 @@ def greet(composed: Composed, ranks: environment.Ranks, model: str) -> None:
             micro=cfg.batch.micro_per_gpu,
             times=AUTO if is_found else accumulation(cfg, ranks.world_size),
             world=ranks.world_size,
+            parts=layout_of(cfg, ranks.world_size).data_ranks,
             size=cfg.batch.global_size,
         )
     )

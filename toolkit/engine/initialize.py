@@ -1,22 +1,29 @@
 """The one call of `deepspeed.initialize`."""
 
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 
 import deepspeed
 import torch
 from deepspeed.compile.util import is_deepcompile_supported
+from deepspeed.pipe import PipelineModule
+from deepspeed.utils import groups
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from toolkit.config.schema import ActivationCheckpointingConfig, CompileConfig, When
+from toolkit.config.tensor import check_split
 from toolkit.engine import zenflow
 from toolkit.errors import ConfigError
 from toolkit.messages import tr
 
+STAGE = "stage"
+"""Attribute of a PipelineModule: the transformers model that computes this rank's stage (toolkit.models.stages)."""
+
 
 def initialize(
-    model: PreTrainedModel,
+    model: PreTrainedModel | PipelineModule,
     ds_config: dict[str, Any],
     activation_checkpointing: ActivationCheckpointingConfig,
     make_schedule: Callable[[torch.optim.Optimizer], Any],
@@ -25,7 +32,7 @@ def initialize(
     """Build the engine: optimizer, partitioning and precision come from `ds_config` alone.
 
     Args:
-        model: the model, already partitioned under stage 3.
+        model: the model, already partitioned under stage 3; or a pipeline's stage of it.
         ds_config: what ds_config.build_ds_config made.
         activation_checkpointing: which activations are recomputed.
         make_schedule: gets the optimizer, returns the learning-rate schedule.
@@ -34,9 +41,10 @@ def initialize(
     Raises:
         ConfigError: DeepSpeed refuses the combination.
     """
+    computing = getattr(model, STAGE, model)
     if activation_checkpointing.enabled:
-        _checkpoint_activations(model, activation_checkpointing)
-    frequencies = _rotary_frequencies(model)
+        _checkpoint_activations(computing, activation_checkpointing)
+    frequencies = _rotary_frequencies(computing)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     has_zenflow = "zenflow" in ds_config["zero_optimization"]
     if has_zenflow:
@@ -46,12 +54,13 @@ def initialize(
             model=model,
             model_parameters=trained,
             config=_fitted(ds_config, trained),
+            mpu=_tensor_groups(model, ds_config),
             lr_scheduler=make_schedule,
             dist_init_required=False,
         )
     except (AssertionError, ValueError, NotImplementedError) as error:
         raise _refusal(error) from error
-    _assert_frequencies_kept(engine.module, frequencies)
+    _assert_frequencies_kept(getattr(engine.module, STAGE, engine.module), frequencies)
     _scale_fp16_loss(engine)
     if has_zenflow:  # which otherwise makes its first update at the peak of the schedule
         engine.optimizer._sync_selective_optimizer_lr()
@@ -92,6 +101,26 @@ def _fitted(ds_config: dict[str, Any], trained: list[torch.nn.Parameter]) -> dic
     if zero.get("reduce_bucket_size", 0) <= elements:
         return ds_config
     return {**ds_config, "zero_optimization": {**zero, "reduce_bucket_size": elements}}
+
+
+def _tensor_groups(model: PreTrainedModel, ds_config: dict[str, Any]) -> ModuleType | None:
+    """Return what knows a rank's place where layers are split over ranks, None elsewhere.
+
+    Without it DeepSpeed 0.19.8 divides the global batch by all ranks (runtime/config.py).
+
+    Raises:
+        ConfigError: this model cannot be split so.
+    """
+    size = ds_config.get("tensor_parallel", {}).get("autotp_size", 1)
+    if size == 1:
+        return None
+    config = model.config
+    heads = config.num_attention_heads
+    key_heads = getattr(config, "num_key_value_heads", None) or heads
+    inner = getattr(config, "intermediate_size", None) or getattr(config, "inner_hidden_size", 0)
+    check_split({"model_type": config.model_type, "heads": heads, "key_heads": key_heads, "inner": inner}, size)
+    groups._init_tp_mesh_device(size)
+    return groups
 
 
 def _refusal(error: Exception) -> ConfigError:

@@ -1,7 +1,8 @@
 """Loss and perplexity of the validation split, exact over all its tokens."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
 
 import torch
 from deepspeed import DeepSpeedEngine
@@ -10,6 +11,7 @@ from transformers import PreTrainedModel
 from toolkit.config.schema import EVAL_LOSS
 from toolkit.distributed.process_group import sum_over_ranks
 from toolkit.models.loss import token_losses
+from toolkit.models.pipeline import evaluate_window, is_pipeline
 
 
 def evaluate_loss(
@@ -17,6 +19,7 @@ def evaluate_loss(
     micro_batches: Iterable[dict[str, torch.Tensor]],
     names: Sequence[str],
     device: torch.device,
+    copies: int = 1,
 ) -> dict[str, float]:
     """Evaluate a model as it stands. A collective.
 
@@ -26,6 +29,7 @@ def evaluate_loss(
             `sources` tells of each trained token the number of its source.
         names: of the sources, by number.
         device: where the model computes.
+        copies: how many ranks have the same rows.
 
     Returns:
         As in metrics.jsonl: `eval_loss` in nats per trained token, `eval_perplexity`, `eval_tokens`, the trained
@@ -34,15 +38,15 @@ def evaluate_loss(
     sums = torch.zeros(len(names), 2, dtype=torch.float64)
     was_training = getattr(model, "module", model).training
     model.eval()
-    for batch in micro_batches:
+    for batch, by_place in _losses(model, micro_batches):
         # A token's loss stands before it.
-        losses = token_losses(model, batch).cpu().flatten()[batch["places"] - 1]
+        losses = by_place.flatten()[batch["places"] - 1]
         for number in batch["sources"].unique().tolist():
             mine = batch["sources"] == number
             sums[number, 0] += losses[mine].sum(dtype=torch.float64)
             sums[number, 1] += mine.sum()
     model.train(was_training)
-    totals = sum_over_ranks(sums.flatten(), device).view(-1, 2)
+    totals = sum_over_ranks(sums.flatten(), device).view(-1, 2) / copies
     by_name: dict[str, torch.Tensor] = {}
     for name, total in zip(names, totals, strict=True):
         by_name[name] = by_name.get(name, 0) + total
@@ -52,6 +56,20 @@ def evaluate_loss(
     if len(parts) > 1:
         found |= {f"{EVAL_LOSS}/{name}": part for name, part in parts.items()}
     return found
+
+
+def _losses(
+    model: DeepSpeedEngine | PreTrainedModel, micro_batches: Iterable[dict[str, torch.Tensor]]
+) -> Iterator[tuple[dict[str, torch.Tensor], torch.Tensor]]:
+    """Yield micro-batches and the losses of their tokens `[B, S]`, on the CPU; a pipeline's on its last stage alone."""
+    if not is_pipeline(model):
+        for batch in micro_batches:
+            yield batch, token_losses(model, batch).cpu()
+        return
+    remaining = iter(micro_batches)
+    while window := list(islice(remaining, 2 * model.num_stages)):  # so many that most stages have something to do
+        found = evaluate_window(model, window, lambda stage, batch: token_losses(stage, batch).cpu())
+        yield from zip(window, found, strict=False)
 
 
 def perplexity(loss: float) -> float:

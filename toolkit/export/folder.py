@@ -22,8 +22,10 @@ from toolkit.errors import CheckpointError
 from toolkit.messages import tr
 from toolkit.models import probe
 from toolkit.models.fill import tied_names
+from toolkit.models.pipeline import take_probe
 from toolkit.models.probe import Probe
 from toolkit.models.save import MAX_SHARD_SIZE, Format, save_model
+from toolkit.models.stages import whole_model
 from toolkit.models.weights import WeightFiles
 
 
@@ -39,9 +41,9 @@ def export(engine: DeepSpeedEngine, files: Mapping[str, bytes], probe_ids: torch
     Raises:
         CheckpointError: the disk is full, or what was written is not what was in memory.
     """
-    taken = probe.take(engine.module, probe_ids, engine.device)
+    taken, model = take_probe(engine, probe_ids), whole_model(engine.module)
     state = {name: value for name, value in gathered_parameters(engine.module) if value.numel()}
-    on_rank0(lambda: write_folder(engine.module, files, folder, "hf", taken, state))
+    on_rank0(lambda: write_folder(model, files, folder, "hf", taken, state))
 
 
 def write_folder(

@@ -5,6 +5,7 @@ GPUs with PyTorch's kernel for variable lengths, elsewhere one after another. `s
 instead: right everywhere, but they compute all pairs of a row.
 """
 
+from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
@@ -68,7 +69,13 @@ def choose_attention(model: PreTrainedModel, attention: Attention, packed: bool,
         ) from error
 
 
-def check_isolation(engine: torch.nn.Module, vocab_size: int, device: torch.device, name: str) -> None:
+def check_isolation(
+    engine: torch.nn.Module,
+    vocab_size: int,
+    device: torch.device,
+    name: str,
+    forward: Callable[[dict[str, torch.Tensor]], torch.Tensor] | None = None,
+) -> None:
     """Make sure, on the model as it is, that samples of a packed row do not see each other. A collective under ZeRO-3.
 
     Three rows in one forward pass: [a b], [c b] and [b]. The logits of b must be the same in all.
@@ -78,18 +85,14 @@ def check_isolation(engine: torch.nn.Module, vocab_size: int, device: torch.devi
         vocab_size: ids are below it.
         device: where the model lives.
         name: of the model, for the message.
+        forward: returns logits of a batch where the engine cannot simply be called, such as a pipeline's.
 
     Raises:
         ModelError: they do see each other, or positions do not begin anew.
     """
     batch = isolation_rows(vocab_size)
     first, second = 12, 20
-    on_device = {key: tensor.to(device) for key, tensor in batch.items()}
-    module = getattr(engine, "module", engine)
-    was_training = module.training
-    module.eval()
-    logits = _packed_logits(engine, on_device, name)
-    module.train(was_training)
+    logits = forward(batch) if forward is not None else _logits(engine, batch, device, name)
     after_other, after_third, alone = logits[0, first:], logits[1, first:], logits[2, :second]
     change = max(float((after_other - other).abs().max()) for other in (after_third, alone))
     if change > MOST_CHANGE * float(after_other.std()):
@@ -101,6 +104,16 @@ def check_isolation(engine: torch.nn.Module, vocab_size: int, device: torch.devi
                 change=f"{change:.3g}",
             )
         )
+
+
+def _logits(engine: torch.nn.Module, batch: dict[str, torch.Tensor], device: torch.device, name: str) -> torch.Tensor:
+    given = {key: tensor.to(device) for key, tensor in batch.items()}
+    module = getattr(engine, "module", engine)
+    was_training = module.training
+    module.eval()
+    logits = _packed_logits(engine, given, name)
+    module.train(was_training)
+    return logits
 
 
 def _packed_logits(engine: torch.nn.Module, batch: dict[str, torch.Tensor], name: str) -> torch.Tensor:

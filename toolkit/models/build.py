@@ -1,5 +1,6 @@
 """From `model` and `precision` to a transformers model, partitioned while it loads under ZeRO-3."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -30,6 +31,7 @@ def build_model(
     ds_config: dict[str, Any] | None = None,
     packed: bool = False,
     parts: int = 1,
+    own: Callable[[PreTrainedModel], set[str]] | None = None,
 ) -> PreTrainedModel:
     """Build the model that is trained.
 
@@ -42,6 +44,7 @@ def build_model(
             ever holds the whole model. Needs a process group.
         packed: whether rows will hold several samples.
         parts: ranks over which the tokens of each row are divided.
+        own: see `load_model`; a random model is built whole in any case.
 
     Raises:
         ModelError: the weights do not fit the architecture, or the tokenizer does not fit the model.
@@ -50,7 +53,7 @@ def build_model(
         # Built whole even under stage 3: random models are small, and every stage then starts from the same bits.
         model = _random_glm(config.shape, tokenizer, seed)
     else:
-        model = load_model(config.path, dtype=TORCH_DTYPES[dtype], ds_config=ds_config)
+        model = load_model(config.path, dtype=TORCH_DTYPES[dtype], ds_config=ds_config, own=own)
     _check_vocabulary(model, tokenizer)
     if parts > 1:
         split_sequences(model, parts)

@@ -59,11 +59,24 @@ def _restore_rotary_frequencies(model: PreTrainedModel) -> None:
 
 
 def read_weights(
-    model: PreTrainedModel, files: WeightFiles, layout: Layout, folder: Path, dtype: torch.dtype | None
+    model: PreTrainedModel,
+    files: WeightFiles,
+    layout: Layout,
+    folder: Path,
+    dtype: torch.dtype | None,
+    own: Callable[[PreTrainedModel], set[str]] | None = None,
 ) -> None:
     """Fill every parameter and stored buffer.
 
     A collective if the model is partitioned: rank 0 reads, every rank keeps its part.
+
+    Args:
+        model: empty.
+        files: of the folder.
+        layout: how tensors become parameters.
+        folder: for messages.
+        dtype: of the parameters; None keeps each file's own.
+        own: returns the names of what is filled, where this process needs no more; None fills all.
 
     Raises:
         ModelError: the files lack a parameter, or hold one that the architecture has not, or in another shape.
@@ -73,7 +86,7 @@ def read_weights(
     _compare(model, files, layout, shapes, folder)
     is_partitioned = any(hasattr(value, "ds_shape") for value in held.values())
     is_rank0 = not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0
-    groups = _by_target(files, layout, held)
+    groups = _by_target(files, layout, held if own is None else own(model))
     num_bytes = sum(files[name].num_bytes for names in groups.values() for name in names)
     with terminal.phase(tr("Loading weights"), num_bytes, terminal.BYTES, speaks=is_rank0) as advance:
         for targets, names in groups.items():
@@ -92,6 +105,8 @@ def read_weights(
                     advance(files[name].num_bytes)
             if partitioned:
                 return_memory()
+    if own is not None:  # a tied head has lost the parameter that was replaced
+        model.tie_weights()
 
 
 def stream(

@@ -1,5 +1,6 @@
 """Models in transformers' own layout."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +16,20 @@ from toolkit.models.official import recall_origin
 from toolkit.models.weights import WeightFiles
 
 
-def load_hf(folder: Path, dtype: torch.dtype | None, ds_config: dict[str, Any] | None) -> PreTrainedModel:
+def load_hf(
+    folder: Path,
+    dtype: torch.dtype | None,
+    ds_config: dict[str, Any] | None,
+    own: Callable[[PreTrainedModel], set[str]] | None = None,
+) -> PreTrainedModel:
     """Load a folder that transformers knows; with `ds_config` partitioned over the ranks. See `load_model`."""
     config = _known_config(folder)
-    if ds_config is None:
+    if ds_config is None and own is None:
         model = _whole(folder, dtype)
     else:
         model = _empty(folder, config, dtype, ds_config)
-        read_weights(model, WeightFiles(folder), TransformersLayout(model, shapes_of(model)), folder, dtype)
+        layout = TransformersLayout(model, shapes_of(model))
+        read_weights(model, WeightFiles(folder), layout, folder, dtype, own)
     return _finished(model, folder)
 
 

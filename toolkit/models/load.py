@@ -1,6 +1,6 @@
 """From a model folder to a transformers model: official ChatGLM folders and transformers' own layout alike."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,11 @@ from toolkit.models.weights import WeightFiles
 
 
 def load_model(
-    path: str | Path, *, dtype: torch.dtype | str | None = None, ds_config: dict[str, Any] | None = None
+    path: str | Path,
+    *,
+    dtype: torch.dtype | str | None = None,
+    ds_config: dict[str, Any] | None = None,
+    own: Callable[[PreTrainedModel], set[str]] | None = None,
 ) -> PreTrainedModel:
     """Load a model from a local folder; nothing in it is executed, nothing is downloaded.
 
@@ -32,6 +36,8 @@ def load_model(
             file. Rotary frequencies are float32 in any case.
         ds_config: the DeepSpeed dict. With stage 3 the parameters are partitioned as they are read: a collective, in
             which rank 0 reads and every rank keeps its part, in the precision that the dict says.
+        own: gets the empty model and returns the names of the parameters that this process needs; the others stay
+            empty. None reads all.
 
     Returns:
         The model in evaluation mode, on the CPU: a GlmForCausalLM for ChatGLM2 and later, a
@@ -47,11 +53,11 @@ def load_model(
     architecture = architecture_of(config)
     partitioned = ds_config is not None and ds_config["zero_optimization"]["stage"] == 3
     if architecture is None:
-        return load_hf(folder, dtype, ds_config if partitioned else None)
+        return load_hf(folder, dtype, ds_config if partitioned else None, own)
     model = _build_official(folder, config, architecture, ds_config if partitioned else None)
     interleaved = architecture is Architecture.glm and not config.get("multi_query_attention")
     layout, files = official_layout(model.config, interleaved), WeightFiles(folder)
-    read_weights(model, files, layout, folder, dtype)
+    read_weights(model, files, layout, folder, dtype, own)
     remember_origin(model, folder, files, layout, interleaved)
     return model.eval()
 

@@ -224,18 +224,46 @@ def _probe(module: Any, device: torch.device) -> tuple[Batch, torch.Tensor]:
         "places": places,
         "targets": ids.flatten()[places],
     }
+    if not getattr(module, "begins", True):  # the last stage of a pipeline
+        batch["inputs_embeds"] = torch.zeros(1, 8, module.config.hidden_size, dtype=module.dtype, device=device)
     return batch, batch["targets"]
 
 
 def _logits(engine: Any, batch: Batch) -> torch.Tensor:
-    module = getattr(engine, "module", engine)
-    logits: torch.Tensor = engine(
-        input_ids=batch["input_ids"],
-        position_ids=None if _builds_positions(module) else batch["position_ids"],
-        use_cache=False,
-        **attention_arguments(module, batch),
-    ).logits
+    logits: torch.Tensor = engine(**_arguments(getattr(engine, "module", engine), batch)).logits
     return logits
+
+
+def hidden_states(model: Any, batch: Batch) -> torch.Tensor:
+    """Run a transformers model without its output layer and return the hidden states `[B, S, H]`.
+
+    Args:
+        model: the model.
+        batch: as `token_loss_sum`; where a pipeline's stage goes on from another's it holds `inputs_embeds`
+            `[B, S, H]`. Without `segment_ids` the rows are whole, as those of a probe.
+    """
+    given = _on_device(model, batch) if "labels" in batch else batch
+    found = model.base_model(**_arguments(model, given))
+    states: torch.Tensor = found if isinstance(found, torch.Tensor) else found.last_hidden_state
+    return states
+
+
+def logits_of(model: Any, batch: Batch) -> torch.Tensor:
+    """Run a transformers model on rows as `hidden_states` takes them and return the logits `[B, S, V]`."""
+    return _logits(model, batch)
+
+
+def _arguments(module: Any, batch: Batch) -> dict[str, Any]:
+    """Return what a model's forward takes of a batch that is on its device."""
+    given: dict[str, Any] = {"use_cache": False}
+    if "segment_ids" in batch:
+        given |= attention_arguments(module, batch)
+        given["position_ids"] = None if _builds_positions(module) else batch["position_ids"]
+    if "inputs_embeds" in batch:
+        given["inputs_embeds"] = batch["inputs_embeds"]
+    if "inputs_embeds" not in batch or _builds_positions(module):
+        given["input_ids"] = batch["input_ids"]
+    return given
 
 
 def loss_head(engine: Any) -> LossHead:

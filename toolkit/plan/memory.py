@@ -14,12 +14,14 @@ read in its code and measured, tensor by tensor, on two and four ranks (docs/pla
 
 import math
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from toolkit.config.checks import accumulation, micro_rows
 from toolkit.config.schema import Attention, Device, Dtype, Init, LossKernel, Packing, RunConfig, TuningMethod
 from toolkit.plan.activations import Rows, layer_bytes, saved_bytes
 from toolkit.plan.parameters import Outline, layer_of
+from toolkit.plan.stages import stage_outlines
+from toolkit.plan.tensor import part_of
 
 CHUNK_BYTES = 128 * 2**20
 """Of the logits in float32 that the loss computes at once; it holds about two and a half times as much."""
@@ -42,6 +44,8 @@ class RankMemory:
     """Bytes of device memory in each phase: load, step, evaluation, save, export."""
     host: Parts
     """Bytes of host memory, beside what the process itself takes: offloaded states, and the buffers for them."""
+    stages: tuple[int, ...] = ()
+    """Peaks of each pipeline stage's ranks, of which this is the largest; () without stages."""
 
     def peak(self, phase: str) -> int:
         """Return the device's bytes in a phase."""
@@ -62,7 +66,14 @@ def plan_rank(outline: Outline, cfg: RunConfig, world_size: int, on_cpu: bool = 
         world_size: ranks.
         on_cpu: whether ranks run on processors, where a device's memory and the host's are one.
     """
-    return _Rank(outline, cfg, world_size, on_cpu).memory()
+    if (stages := cfg.parallel.pipeline) == 1:
+        return _Rank(part_of(outline, cfg.parallel.tensor), cfg, world_size, on_cpu).memory()
+    # One micro-batch forward and one back in turn: the first stage waits longest for its first gradient.
+    held = (min(accumulation(cfg, world_size), stages - stage) for stage in range(stages))
+    parts = zip(stage_outlines(outline, stages), held, strict=True)
+    found = [_Rank(part, cfg, world_size, on_cpu, in_flight).memory() for part, in_flight in parts]
+    peaks = tuple(one.peak(one.worst) for one in found)
+    return replace(found[peaks.index(max(peaks))], stages=peaks)
 
 
 def longest_rows(outline: Outline, cfg: RunConfig, on_cpu: bool = False) -> Rows:
@@ -92,6 +103,8 @@ class _Rank:
     cfg: RunConfig
     world: int
     on_cpu: bool
+    in_flight: int = 1
+    """Micro-batches whose activations are there at once."""
     weight: int = field(init=False)
     """Bytes of a number."""
     grad: int = field(init=False)
@@ -135,7 +148,7 @@ class _Rank:
 
     def part(self, elements: int) -> int:
         """Return a rank's share."""
-        return -(-elements // self.world)
+        return -(-elements // (self.world // (self.cfg.parallel.pipeline * self.cfg.parallel.tensor)))
 
     def memory(self) -> RankMemory:
         at_rest = self.at_rest()
@@ -251,7 +264,7 @@ class _Rank:
         elif self.keeps_float_gradients:
             parts["buckets"] = weight * trained
         elif stage == 1:
-            parts["buckets"] = weight * self.bucket + weight * self.part(trained) * (self.world - 1) // self.world
+            parts["buckets"] = weight * self.bucket + (own := weight * self.part(trained)) - self.part(own)
         else:
             flush = weight * min(trained, self.cfg.zero.reduce_bucket_size)
             again = 0  # of the micro-batch beside those before it, unless they are added up in one buffer
@@ -299,9 +312,11 @@ class _Rank:
         inner = self.weight * sizes["inner"] * -(-rows.tokens // rows.mlp_pieces)
         computed = {"backward": (4 if rows.mlp_pieces == 1 else 7) * inner}  # of a piece also what it keeps
         if not self.cfg.train.activation_checkpointing.enabled:
-            return saved_bytes(self.outline, rows, self.weight, dropout) | computed
+            saved = saved_bytes(self.outline, rows, self.weight, dropout)
+            return {kind: self.in_flight * size for kind, size in saved.items()} | computed
         last = layer_bytes(self.outline, rows, self.weight, sizes["layers"] - 1, dropout)
-        return {"layer inputs": self.weight * sizes["hidden"] * rows.tokens * sizes["layers"], **last, **computed}
+        inputs = self.weight * sizes["hidden"] * rows.tokens * sizes["layers"] * self.in_flight
+        return {"layer inputs": inputs, **last, **computed}
 
     @property
     def is_loss_chunked(self) -> bool:

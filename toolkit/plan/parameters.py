@@ -165,7 +165,7 @@ class Outline:
     @property
     def is_v1(self) -> bool:
         """Whether it is ChatGLM-6B's own class."""
-        return "transformer.final_layernorm.weight" in self.shapes
+        return any(name.startswith(("transformer.layers.", "transformer.final_layernorm.")) for name in self.shapes)
 
     @property
     def vocabulary(self) -> tuple[int, int]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from toolkit.config.checks import micro_sizes
 from toolkit.config.checks_tuning import highest_stage
 from toolkit.config.places import value_of
-from toolkit.config.schema import Device, RunConfig
+from toolkit.config.schema import Device, Dtype, RunConfig
 from toolkit.messages import tr
 from toolkit.plan.host import HostMemory, plan_host
 from toolkit.plan.machine import Machine
@@ -74,9 +74,15 @@ def layouts(outline: Outline, cfg: RunConfig, machine: Machine, rates: Rates) ->
     for stage, optimizer, parameters in LAYOUTS:
         if stage > highest_stage(cfg.tuning) or (stage == 0 and cfg.compile.deepcompile):
             continue  # what config.checks refuses
+        if cfg.parallel.pipeline > 1 and (stage > 1 or optimizer is not Device.none or _adds_in_bf16(cfg, stage)):
+            continue  # the same
         for recomputes in (False, True):
             for micro in [one for one in micro_sizes(cfg, machine.world_size) if one <= MOST_MICRO]:
                 yield lay_out(outline, changed(cfg, stage, optimizer, parameters, recomputes, micro), machine, rates)
+
+
+def _adds_in_bf16(cfg: RunConfig, stage: int) -> bool:
+    return stage == 0 and cfg.precision.dtype is Dtype.bf16
 
 
 def cheapest(found: list[Layout]) -> Layout | None:

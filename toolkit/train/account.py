@@ -7,7 +7,9 @@ import torch
 from deepspeed import DeepSpeedEngine
 
 from toolkit.config.schema import TuningConfig, TuningMethod
+from toolkit.distributed.tensor import shape_of
 from toolkit.messages import tr
+from toolkit.models.stages import whole_model
 from toolkit.plan.cards import Card, find_card
 from toolkit.plan.flops import Formula, Work, formula, is_countable
 from toolkit.plan.parameters import Shapes
@@ -85,7 +87,7 @@ def account_of(
         recomputes: whether activations are computed again.
         planned_bytes: memory of a rank by the plan: of its GPU, on a processor of the process.
     """
-    model, device = engine.module, engine.device
+    model, device = whole_model(engine.module), engine.device
     dtype = next(one.dtype for one in model.parameters() if one.is_floating_point())
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
     sizes = _sizes(getattr(model, "config", None))
@@ -112,7 +114,7 @@ def _shapes(model: torch.nn.Module) -> tuple[Shapes, set[str]]:
         if isinstance(owner, torch.nn.Linear) and name.endswith(".weight"):
             shapes[name] = (owner.out_features, owner.in_features)
         else:
-            shapes[name] = tuple(getattr(parameter, "ds_shape", parameter.shape))
+            shapes[name] = shape_of(name, parameter)
         if parameter.requires_grad:
             trained.add(name)
     return shapes, trained

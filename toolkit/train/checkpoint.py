@@ -28,10 +28,13 @@ from toolkit.checkpoint.run_state import RunState
 from toolkit.config.schema import EVAL_LOSS, CheckpointConfig
 from toolkit.disk import flush
 from toolkit.distributed.process_group import barrier, gather, on_rank0, rank
+from toolkit.engine.gather import is_divided
 from toolkit.errors import CheckpointError
 from toolkit.messages import tr
 from toolkit.models import probe
+from toolkit.models.pipeline import is_pipeline, take_probe
 from toolkit.models.save import MODEL_DIR
+from toolkit.models.stages import whole_model
 from toolkit.train.thinning import Thinning
 
 _ROOM = 1.1
@@ -101,8 +104,8 @@ class Saver:
             self._give_up(name, refusal)
             return
         self.failed = False
-        # Only a partitioned model needs all ranks for it, and rank 0 writes it.
-        runs_probe = has_probe and (rank() == 0 or self.engine.zero_optimization_partition_weights())
+        # Only a divided model needs all ranks for it, and rank 0 writes it.
+        runs_probe = has_probe and (rank() == 0 or is_divided(self.engine) or is_pipeline(self.engine))
         taken = self._probe() if runs_probe else None
         self.files.begin()
         with engine_files.gathered(self.engine.optimizer):
@@ -133,7 +136,7 @@ class Saver:
     def _probe(self) -> probe.Probe:
         started = time.monotonic()
         assert self.described.probe_ids is not None
-        taken = probe.take(self.engine.module, self.described.probe_ids, self.engine.device)
+        taken = take_probe(self.engine, self.described.probe_ids)
         self._probed_at = time.monotonic()
         self._probe_s = self._probed_at - started
         return taken
@@ -222,7 +225,7 @@ class Saver:
 
     def least_bytes(self) -> int:
         """Return how large a checkpoint will be at least."""
-        trained = [p for p in self.engine.module.parameters() if p.requires_grad]
+        trained = [p for p in whole_model(self.engine.module).parameters() if p.requires_grad]
         return _FIRST_BYTES_PER_PARAMETER * sum(getattr(p, "ds_numel", p.numel()) for p in trained)
 
     def _make_room(self, temporary: Path) -> str:

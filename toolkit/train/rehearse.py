@@ -11,6 +11,7 @@ from deepspeed import DeepSpeedEngine
 from toolkit.checkpoint import random_state
 from toolkit.distributed.process_group import world_size
 from toolkit.engine.memory import PeakMemory
+from toolkit.models.pipeline import is_pipeline
 from toolkit.train.guard import Guard
 from toolkit.train.step import LANGUAGE, Objective, train_step
 
@@ -93,12 +94,19 @@ def rehearse_step(
     before = memory.restart()
     judge, guard.gate.may_update = guard.gate.may_update, refuse
     try:
-        for window in [[batch, batch]] if num_micro_batches > 1 else [[batch], [batch]]:
+        for window in _windows(engine, batch, num_micro_batches):
             engine.global_steps, engine.micro_steps = _BEFORE_ALL, num_micro_batches - len(window)
             train_step(engine, window, world_size(), guard, objective=objective)
     finally:
         guard.gate.may_update = judge
     return Measured(before, max(memory.peak(), seen.get("forward_backward", 0)), seen.get("update", 0))
+
+
+def _windows(engine: DeepSpeedEngine, batch: Any, num_micro_batches: int) -> list[list[Any]]:
+    """Return the micro-batches of each step; a pipeline takes all of a step, of which it holds several at once."""
+    if is_pipeline(engine):
+        return [[batch] * num_micro_batches]
+    return [[batch, batch]] if num_micro_batches > 1 else [[batch], [batch]]
 
 
 def _loss_scaler(engine: DeepSpeedEngine) -> object | None:

@@ -246,8 +246,10 @@ def starting_state(
         trim_metrics(origin.folder, 0)
         return RunState(**same)
     state = run_state.read(origin.checkpoint)
+    _check_tensor(state, config["parallel"]["tensor"], ranks.world_size)
     changed = changes.check(hide_all(state.config), config, state.data, data, cfg.checkpoint.allow_changes)
     _check_stages(_stage(state), config["zero"]["stage"])
+    _check_pipeline(state, config, ranks.world_size)
     _check_states(state.config["zero"], config["zero"])
     same_run = origin.checkpoint.parent.parent == origin.folder
     if same_run:
@@ -273,6 +275,41 @@ def _check_stages(before: int, now: int) -> None:
                 now=now,
             )
         )
+
+
+def _check_tensor(state: RunState, now: int, world_size: int) -> None:
+    """Refuse what the parts of layers in a checkpoint cannot be brought into."""
+    before = int(state.config.get("parallel", {}).get("tensor", 1))
+    if before != now or (now > 1 and state.world_size != world_size):
+        raise CheckpointError(
+            tr(
+                "the checkpoint was saved by {ranks} ranks with parallel.tensor = {before}, and cannot go on with "
+                "{now_ranks} and {now}: the parts of layers stay on as many ranks. Start as before, or begin another "
+                "training with its weights (toolkit export-model).",
+                ranks=state.world_size,
+                before=before,
+                now_ranks=world_size,
+                now=now,
+            )
+        )
+
+
+def _check_pipeline(state: RunState, config: dict[str, Any], world_size: int) -> None:
+    """Refuse a layout that the files of a pipeline cannot be brought into, or into a pipeline."""
+    before, now = (int(one.get("parallel", {}).get("pipeline", 1)) for one in (state.config, config))
+    is_same = state.world_size == world_size and _stage(state) == config["zero"]["stage"]
+    if before == now and (now == 1 or is_same):
+        return
+    raise CheckpointError(
+        tr(
+            "the checkpoint was saved by {ranks} ranks in {before} pipeline stages under ZeRO-{zero}, and a pipeline's "
+            "goes on in the same way only: parallel.pipeline={before} zero.stage={zero} on {ranks} ranks. To train the "
+            "weights in another way begin another run with model.path=RUN/export.",
+            ranks=state.world_size,
+            before=before,
+            zero=_stage(state),
+        )
+    )
 
 
 def _check_states(before: dict[str, Any], now: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""One optimizer step of data-parallel training."""
+"""One optimizer step: a function for each type of engine."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -7,11 +7,13 @@ from typing import Any
 
 import torch
 from deepspeed import DeepSpeedEngine
+from transformers import PreTrainedModel
 
 from toolkit.distributed.process_group import sum_over_ranks
 from toolkit.errors import Diverged
 from toolkit.messages import tr
 from toolkit.models.loss import num_trained_tokens, token_loss_sum
+from toolkit.models.pipeline import is_pipeline, train_window
 from toolkit.models.router_loss import RouterLoss
 from toolkit.train.guard import Guard
 from toolkit.train.pace import Stopwatch
@@ -97,6 +99,21 @@ def train_step(
     copies: int = 1,
     objective: Objective = LANGUAGE,
 ) -> StepResult:
+    """Do one optimizer step in the way of the engine's type; arguments, result and errors as `data_parallel_step`."""
+    if is_pipeline(engine):
+        return pipeline_step(engine, micro_batches, guard, votes)
+    return data_parallel_step(engine, micro_batches, world_size, guard, votes, copies, objective)
+
+
+def data_parallel_step(
+    engine: DeepSpeedEngine,
+    micro_batches: list[Batch],
+    world_size: int,
+    guard: Guard,
+    votes: Sequence[bool] = (),
+    copies: int = 1,
+    objective: Objective = LANGUAGE,
+) -> StepResult:
     """Do one optimizer step whose loss is exactly sum(token losses) / N over the global batch.
 
     N, the number of trained tokens of all ranks, is known before the first backward pass. The engine averages
@@ -147,6 +164,61 @@ def train_step(
         arrived=arrived,
         forward_s=forward.seconds(),
         router_loss=router_total / (world_size * len(micro_batches)) if routers else None,
+    )
+
+
+def pipeline_step(
+    engine: DeepSpeedEngine, micro_batches: list[Batch], guard: Guard, votes: Sequence[bool] = ()
+) -> StepResult:
+    """Do one optimizer step of a model that is divided into stages, with the same loss as `data_parallel_step`.
+
+    The last stages alone count tokens and losses, so that each counts once. PipelineEngine divides a loss by the number
+    of micro-batches and averages gradients over the pipelines (deepspeed 0.19.8), hence the factor.
+
+    Args:
+        engine: the PipelineEngine.
+        micro_batches: the accumulation window of this rank's pipeline; the same on all its stages.
+        guard: judges loss and gradient before the weights change.
+        votes: as `data_parallel_step`; of every rank.
+
+    Raises:
+        ValueError: no token of the global batch is trained.
+    """
+    counts_here = engine.is_last_stage()
+    micro_tokens = [num_trained_tokens(batch) for batch in micro_batches]
+    tokens = _tokens(micro_batches)
+    arrived = time.perf_counter()
+    mine = [sum(micro_tokens), *tokens] if counts_here else [0, 0, 0, 0]
+    counts = sum_over_ranks([*map(float, mine), *map(float, votes)], engine.device)
+    factor = (engine.dp_world_size * len(micro_batches) / counts[0]).float()
+    micro_losses: list[torch.Tensor] = []
+    read: list[tuple[float, float, float, list[float]]] = []
+
+    def finish(model: PreTrainedModel, batch: Batch) -> torch.Tensor:
+        micro_sum = token_loss_sum(model, batch)
+        micro_losses.append(micro_sum.detach())
+        return micro_sum * factor
+
+    def before_update() -> None:
+        micro_losses.extend([torch.zeros((), device=engine.device)] * (len(micro_batches) - len(micro_losses)))
+        read.append(_read(torch.stack(micro_losses), None, counts))
+        guard.see_loss(read[0][0])
+
+    train_window(engine, micro_batches, finish, before_update)
+    [(loss, _, trained_tokens, others)] = read
+    return StepResult(
+        loss=loss,
+        trained_tokens=int(trained_tokens),
+        total_tokens=int(others[0]),
+        computed_tokens=int(others[1]),
+        pairs=int(others[2]),
+        grad_norm=guard.gate.grad_norm,
+        votes=[int(count) for count in others[3:]],
+        micro_losses=torch.stack(micro_losses),
+        micro_tokens=micro_tokens,
+        rank_tokens=tokens[1],
+        arrived=arrived,
+        forward_s=0.0,
     )
 
 
