@@ -1,8 +1,8 @@
 """The model's weights out of the engine's files, without ranks: nothing is executed, nothing is read before it is used.
 
-Up to ZeRO-2 they stand in one file as they were trained, those of a pipeline in one file for each layer. Under ZeRO-3
-each rank's optimizer file holds its part of every parameter in float32, from which DeepSpeed puts the parameters
-together one by one.
+Up to ZeRO-2 they stand in one file as they were trained, or in one for each rank of a tensor group; those of a pipeline
+in one file for each layer. Under ZeRO-3 each rank's optimizer file holds its part of every parameter in float32, from
+which DeepSpeed puts the parameters together one by one.
 """
 
 import io
@@ -15,11 +15,12 @@ from typing import Any
 import torch
 
 from toolkit.checkpoint.engine_files import unreadable
+from toolkit.distributed.tensor import join
 from toolkit.errors import NotExportable
 from toolkit.messages import tr
 
 _LAYERS = "layer_*-model_states.pt"
-_WHOLE, _FIRST_PART = "mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt"
+_PARTS, _FIRST_PART = "mp_rank_*_model_states.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt"
 
 
 def weights(checkpoint: Path, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
@@ -36,8 +37,9 @@ def weights(checkpoint: Path, dtype: torch.dtype) -> Iterator[tuple[str, torch.T
     if layers := sorted(checkpoint.glob(_LAYERS)):
         for file in layers:
             yield from _load(file).items()
-    elif (checkpoint / _WHOLE).is_file():
-        yield from _load(checkpoint / _WHOLE)["module"].items()
+    elif parts := sorted(checkpoint.glob(_PARTS)):
+        modules = [_load(part)["module"] for part in parts]
+        yield from ((name, join(name, [module[name] for module in modules])) for name in modules[0])
     else:
         yield from _put_together(checkpoint, dtype)
 

@@ -11,12 +11,14 @@ from toolkit.cli.compose import compose, positive_int
 from toolkit.config.checks import accumulation, check, settled
 from toolkit.config.checks_track import check_track_here
 from toolkit.config.hub import is_hub_name, with_folder
+from toolkit.config.layout import layout_of
 from toolkit.config.schema import AUTO, Init, RunConfig
 from toolkit.engine.ds_config import build_ds_config
 from toolkit.messages import say, tr
 from toolkit.models.folder import read_config
 from toolkit.models.remote_code import trust
 from toolkit.plan.parameters import shapes_of_config, tuned
+from toolkit.plan.tensor import part_of
 
 
 def run(words: list[str]) -> int:
@@ -40,10 +42,16 @@ def run(words: list[str]) -> int:
         build_ds_config(settled(cfg), world_size, cfg.train.max_steps or None)  # refuses unknown names in ds_extra
     for ranks in sorted({*cfg.batch.world_sizes, *([world_size] if world_size else [])}):
         print(_rows(cfg, ranks))
+    if world_size and cfg.parallel.tensor > 1:
+        groups, size = layout_of(cfg, world_size).data_ranks, cfg.parallel.tensor
+        print(tr("{groups} groups of {size} neighbouring ranks, which split the layers.", groups=groups, size=size))
     if known and not cfg.tuning.adapter:
         outline = tuned(*known, cfg.tuning)
         trained, total = f"{outline.num_trained:,}", f"{outline.num_parameters:,}"
         print(tr("{trained} of {total} parameters are trained.", trained=trained, total=total))
+        mine = part_of(outline, cfg.parallel.tensor)  # refuses what cannot be split
+        if mine is not outline:
+            print(tr("{count} of all parameters are on each rank.", count=f"{mine.num_parameters:,}"))
     print(tr("{recipe}: config and files are in order.", recipe=cfg.recipe))
     return 0
 
@@ -61,5 +69,5 @@ def _rows(cfg: RunConfig, world_size: int) -> str:
         size=size,
         micro=cfg.batch.micro_per_gpu,
         times=accumulation(cfg, world_size),
-        world_size=world_size,
+        world_size=layout_of(cfg, world_size).data_ranks,
     )

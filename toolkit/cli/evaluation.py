@@ -10,6 +10,7 @@ import torch
 from deepspeed import DeepSpeedEngine
 from transformers import PreTrainedModel
 
+from toolkit.config.layout import Layout, layout_of
 from toolkit.config.load import recorded
 from toolkit.config.schema import RunConfig
 from toolkit.distributed.process_group import on_rank0
@@ -137,10 +138,10 @@ class Evaluation:
         count = num_evaluation_batches(cfg, prepared, self.ranks.world_size)
         with phase(tr("Evaluating"), count, tr("batches"), speaks=speaks) as advance:
             batches = _watched(evaluation_batches(cfg, prepared, self.ranks), lambda: (alive(), advance(1)))
-            figures = evaluate_loss(self.model, batches, prepared.source_names, self.device)
+            figures = evaluate_loss(self.model, batches, prepared.source_names, self.device, self._layout.copies)
         if not self.questions:
             return figures
-        at_once = cfg.evaluate.batch_size * self.ranks.world_size
+        at_once = cfg.evaluate.batch_size * self._layout.data_ranks
         count = -(-len(self.questions) // at_once)
         with phase(tr("Answering"), count, tr("batches"), speaks=speaks) as advance:
             answers = answer_all(
@@ -152,6 +153,8 @@ class Evaluation:
                 self.device,
                 in_step=self.in_step,
                 alive=lambda: (alive(), advance(1)),
+                place=self._layout.data_rank,
+                num_places=self._layout.data_ranks,
             )
         return figures | on_rank0(lambda: self._judge(answers, file, figures))
 
@@ -162,7 +165,7 @@ class Evaluation:
             ModelError: the model cannot answer.
         """
         batches = islice(evaluation_batches(self.cfg, self.prepared, self.ranks), 1)
-        evaluate_loss(self.model, batches, self.prepared.source_names, self.device)
+        evaluate_loss(self.model, batches, self.prepared.source_names, self.device, self._layout.copies)
         if not self.questions:
             return
         longest = sorted((question.prompt for question in self.questions), key=len)[-self.cfg.evaluate.batch_size :]
@@ -183,6 +186,10 @@ class Evaluation:
     @property
     def _module(self) -> PreTrainedModel:
         return whole_model(getattr(self.model, "module", self.model))
+
+    @property
+    def _layout(self) -> Layout:
+        return layout_of(self.cfg, self.ranks.world_size, self.ranks.rank)
 
     def _sampling(self) -> Sampling:
         evaluate = self.cfg.evaluate

@@ -20,11 +20,13 @@ from toolkit.cli.rehearsal import rehearse
 from toolkit.cli.sample_view import stretches
 from toolkit.cli.tracking import data_summary, hand_on_answers, tracked, trackers_of
 from toolkit.config.checks import accumulation
+from toolkit.config.layout import layout_of
 from toolkit.config.load import Loaded
 from toolkit.config.schema import RunConfig
 from toolkit.data.sampler import Position
 from toolkit.distributed import failure, orphans, process_group, signals
 from toolkit.engine import memory
+from toolkit.engine.gather import is_divided
 from toolkit.export.checkpoint import export_beside
 from toolkit.launch import report
 from toolkit.launch.environment import Ranks
@@ -82,7 +84,7 @@ def run_session(cfg: RunConfig, ranks: Ranks, prepared: Prepared, started: float
     Returns:
         The run folder.
     """
-    random_state.seed_all(cfg.run.seed + ranks.rank)
+    random_state.seed_all(cfg.run.seed + layout_of(cfg, ranks.world_size, ranks.rank).data_rank)
     questions = questions_of(cfg, prepared, say if ranks.rank == 0 else lambda line: None)
     origin, hosts = begin(cfg, ranks)
     folder = origin.folder
@@ -199,7 +201,7 @@ def _evaluation(session: Session, tell: Callable[[str], None]) -> Evaluation:
         questions=session.questions,
         model=engine,
         device=engine.device,
-        in_step=engine.zero_optimization_partition_weights(),
+        in_step=is_divided(engine),
         say=tell,
     )
     evaluation.leave_out_too_long()

@@ -11,6 +11,7 @@ from toolkit.config.checks_files import check_files
 from toolkit.config.checks_own import check_own, unread_own
 from toolkit.config.checks_pipeline import check_pipeline
 from toolkit.config.checks_sequence import check_sequence
+from toolkit.config.checks_tensor import check_tensor
 from toolkit.config.checks_track import check_track
 from toolkit.config.checks_tuning import check_tuning, check_tuning_here
 from toolkit.config.checks_zero import check_ranks, check_zero, check_zero_here
@@ -51,11 +52,12 @@ def check(loaded: Loaded, world_size: int | None = None, *, files: bool = True, 
         _restarts,
         _evaluate,
     )
-    late = (check_pipeline, check_tuning, check_sequence, check_zero, check_track, check_effect, check_variables)
+    late = (check_tuning, check_zero, check_track, check_effect, check_variables)
+    shared = (check_pipeline, check_sequence, check_tensor)
     left_out = (_evaluate, check_tuning, check_effect) if own else ()
     if own:
         check_own(loaded)
-    for rule in (*rules, check_data, *late):
+    for rule in (*rules, check_data, *shared, *late):
         if rule not in left_out:
             rule(loaded)
     if own:

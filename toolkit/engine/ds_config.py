@@ -29,6 +29,7 @@ from toolkit.config.schema import (
     ZenFlowConfig,
     ZeroConfig,
 )
+from toolkit.config.tensor import partition_config
 from toolkit.config.unread import STAGE3_KEYS, SUPER_OFFLOAD_KEYS
 from toolkit.engine.ds_names import check_extra
 from toolkit.messages import tr
@@ -64,11 +65,14 @@ SAME: dict[str, str] = {
     "optimizer.params.torch_adam": "optim.torch",
     "compile.deepcompile": "compile.deepcompile",
     "sequence_parallel_size": "parallel.sequence",
+    "tensor_parallel.autotp_size": "parallel.tensor",
 } | {f"{theirs}.{name}": f"{ours}.{name}" for theirs, (ours, names) in SECTIONS.items() for name in names}
 DERIVED: dict[str, str] = {
     "gradient_accumulation_steps": "batch.global_size",
     "fp16.enabled": "precision.dtype",
     "bf16.enabled": "precision.dtype",
+    "tensor_parallel.partition_config.use_default_specs": "parallel.tensor",
+    "tensor_parallel.partition_config.layer_specs": "parallel.tensor",
     "optimizer.type": "optim.name",
     "optimizer.params.adam_w_mode": "optim.name",
     "optimizer.params.fused": "optim.torch",
@@ -161,6 +165,10 @@ def build_ds_config(cfg: RunConfig, world_size: int, total_steps: int | None = N
         _copy(ds, cfg, "activation_checkpointing")
         # 0 stands for DeepSpeed's null; it is read only with contiguous_memory_optimization.
         _drop(ds, "activation_checkpointing.number_checkpoints", 0)
+    if cfg.parallel.tensor > 1:
+        _same(ds, cfg, "tensor_parallel.autotp_size")
+        for name, value in partition_config().items():
+            ds.put(f"tensor_parallel.partition_config.{name}", value, "= how parameters of these names are split")
     if cfg.compile.deepcompile:
         _same(ds, cfg, "compile.deepcompile")
     _observers(ds, cfg)

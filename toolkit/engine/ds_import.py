@@ -9,6 +9,7 @@ from typing import Any
 from toolkit.config.checks import micro_rows, settled
 from toolkit.config.load import Loaded, replace
 from toolkit.config.schema import AUTO, RunConfig
+from toolkit.config.tensor import partition_config
 from toolkit.engine.ds_config import OWNED, SAME, build_ds_config, leaves, read_key
 from toolkit.engine.ds_json import read_json
 from toolkit.engine.ds_translate import (
@@ -26,6 +27,9 @@ from toolkit.engine.ds_translate import (
 from toolkit.errors import ConfigError
 from toolkit.messages import tr
 
+AUTOTP = "tensor_parallel.autotp_size"
+ELSEWHERE = ("train_batch_size", "train_micro_batch_size_per_gpu", AUTOTP)
+"""Keys that need more than a new name."""
 # DeepSpeed's own Adam where the file is silent; the schema's defaults differ.
 ADAM_DEFAULTS: dict[str, Any] = {
     "optimizer.params.betas": [0.9, 0.999],
@@ -53,8 +57,9 @@ def import_json(path: str, loaded: Loaded, world_size: int | None) -> tuple[Load
     task = Translation(path=path, loaded=loaded, world_size=world_size, given=dict(leaves(values)), where=where)
     _defaults(task, values)
     for key in task.given:
-        if task.has(key) and key in SAME and key not in ("train_batch_size", "train_micro_batch_size_per_gpu"):
+        if task.has(key) and key in SAME and key not in ELSEWHERE:
             task.take(SAME[key], task.given[key], key)
+    _tensor(task)
     translate_batch(task)
     translate_precision(task)
     translate_optimizer(task)
@@ -106,6 +111,22 @@ def _defaults(task: Translation, values: dict[str, Any]) -> None:
             )
 
 
+def _tensor(task: Translation) -> None:
+    """Take the number of ranks that split layers; DeepSpeed's 0 is our 1.
+
+    Raises:
+        ConfigError: the file splits otherwise.
+    """
+    if task.has(AUTOTP):
+        task.take(SAME[AUTOTP], max(1, task.given[AUTOTP]), AUTOTP)
+    for name, ours in partition_config().items():
+        key = f"tensor_parallel.partition_config.{name}"
+        if task.has(key) and task.given[key] != ours:
+            raise task.fail(
+                key, tr("{key}: how parameters are split is fixed here, by their names. Leave it out.", key=key)
+            )
+
+
 def _extra(task: Translation) -> dict[str, Any]:
     """Return the recipe's ds_extra with everything of the file that the schema does not own."""
     merged: dict[str, Any] = {}
@@ -126,7 +147,7 @@ def _extra(task: Translation) -> dict[str, Any]:
 def _compare(task: Translation, result: Loaded) -> list[str]:
     """Hold the JSON that the result makes against the file; say what "auto" became and what falls away."""
     cfg = settled(result.cfg)
-    ranks = task.world_size or max(1, cfg.batch.global_size // micro_rows(cfg))
+    ranks = task.world_size or max(1, cfg.batch.global_size // micro_rows(cfg)) * cfg.parallel.tensor
     made = dict(leaves(build_ds_config(cfg, ranks).values))
     if cfg is not result.cfg:  # both are found by training
         made |= dict.fromkeys(("train_micro_batch_size_per_gpu", "gradient_accumulation_steps"), AUTO)

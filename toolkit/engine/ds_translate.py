@@ -141,12 +141,13 @@ def translate_batch(task: Translation) -> None:
                 value=task.given[steps],
             ),
         )
-    expected = task.given[steps] * task.world_size * task.now("batch.micro_per_gpu")
+    shares = task.world_size // max(1, task.now("parallel.tensor"))  # whose rows differ
+    expected = task.given[steps] * shares * task.now("batch.micro_per_gpu")
     if not task.has(total):
         task.take("batch.global_size", int(expected), steps)
     elif not task.has(micro) and "batch.micro_per_gpu" not in task.loaded.explicit:
-        task.take("batch.micro_per_gpu", task.given[total] // (task.given[steps] * task.world_size), steps)
-        expected = task.given[steps] * task.world_size * task.now("batch.micro_per_gpu")
+        task.take("batch.micro_per_gpu", task.given[total] // (task.given[steps] * shares), steps)
+        expected = task.given[steps] * shares * task.now("batch.micro_per_gpu")
     if task.now("batch.global_size") != expected and not task.contradictions:
         raise task.fail(
             total,
@@ -156,7 +157,7 @@ def translate_batch(task: Translation) -> None:
                 total=task.now("batch.global_size"),
                 micro=task.now("batch.micro_per_gpu"),
                 steps=task.given[steps],
-                ranks=task.world_size,
+                ranks=shares,
                 expected=expected,
             ),
         )

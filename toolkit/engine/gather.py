@@ -6,6 +6,13 @@ import deepspeed
 import torch
 from deepspeed.pipe import PipelineModule
 
+from toolkit.distributed.tensor import gather_parts, is_part
+
+
+def is_divided(engine: deepspeed.DeepSpeedEngine) -> bool:
+    """Whether no rank alone can run the model: its parameters are divided over ranks."""
+    return bool(engine.zero_optimization_partition_weights()) or engine.autotp_size() > 1
+
 
 def gathered_parameters(
     module: torch.nn.Module, only: Collection[str] | None = None
@@ -14,8 +21,7 @@ def gathered_parameters(
 
     On other ranks the value is an empty tensor.
 
-    A collective under stage 3 and of a pipeline: every rank must iterate to the end. At most one parameter is whole at
-    a time.
+    A collective where the model is divided: every rank must iterate to the end. One parameter is whole at a time.
 
     Args:
         module: the engine's.
@@ -29,7 +35,8 @@ def gathered_parameters(
         if only is not None and name not in only:
             continue
         with deepspeed.zero.GatheredParameters([parameter], modifier_rank=None):
-            value = parameter.detach().to("cpu", copy=True) if is_rank0 else torch.empty(0)
+            whole = gather_parts(name, parameter.detach()) if is_part(parameter) else parameter.detach()
+            value = whole.to("cpu", copy=True) if is_rank0 else torch.empty(0)
         yield name, value
     stored = module.state_dict(keep_vars=True)
     for name, buffer in module.named_buffers():

@@ -1,16 +1,19 @@
 """The one call of `deepspeed.initialize`."""
 
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 
 import deepspeed
 import torch
 from deepspeed.compile.util import is_deepcompile_supported
 from deepspeed.pipe import PipelineModule
+from deepspeed.utils import groups
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from toolkit.config.schema import ActivationCheckpointingConfig, CompileConfig, When
+from toolkit.config.tensor import check_split
 from toolkit.engine import zenflow
 from toolkit.errors import ConfigError
 from toolkit.messages import tr
@@ -51,6 +54,7 @@ def initialize(
             model=model,
             model_parameters=trained,
             config=_fitted(ds_config, trained),
+            mpu=_tensor_groups(model, ds_config),
             lr_scheduler=make_schedule,
             dist_init_required=False,
         )
@@ -97,6 +101,26 @@ def _fitted(ds_config: dict[str, Any], trained: list[torch.nn.Parameter]) -> dic
     if zero.get("reduce_bucket_size", 0) <= elements:
         return ds_config
     return {**ds_config, "zero_optimization": {**zero, "reduce_bucket_size": elements}}
+
+
+def _tensor_groups(model: PreTrainedModel, ds_config: dict[str, Any]) -> ModuleType | None:
+    """Return what knows a rank's place where layers are split over ranks, None elsewhere.
+
+    Without it DeepSpeed 0.19.8 divides the global batch by all ranks (runtime/config.py).
+
+    Raises:
+        ConfigError: this model cannot be split so.
+    """
+    size = ds_config.get("tensor_parallel", {}).get("autotp_size", 1)
+    if size == 1:
+        return None
+    config = model.config
+    heads = config.num_attention_heads
+    key_heads = getattr(config, "num_key_value_heads", None) or heads
+    inner = getattr(config, "intermediate_size", None) or getattr(config, "inner_hidden_size", 0)
+    check_split({"model_type": config.model_type, "heads": heads, "key_heads": key_heads, "inner": inner}, size)
+    groups._init_tp_mesh_device(size)
+    return groups
 
 
 def _refusal(error: Exception) -> ConfigError:

@@ -12,6 +12,8 @@ import torch
 from deepspeed import DeepSpeedEngine
 from deepspeed.runtime.utils import combine_grad_norm_groups
 
+from toolkit.distributed.tensor import group, is_part
+
 
 class UpdateGate:
     """Stands before the optimizer of one engine.
@@ -72,20 +74,23 @@ class UpdateGate:
         # In fp32: the squares of fp16 gradients that are in order would overflow.
         norms = [torch.linalg.vector_norm(gradient, dtype=torch.float32) for gradient in gradients]
         own = torch.stack(norms).norm() if norms else torch.zeros((), device=self.engine.device)
-        if self._ask(self._over_stages(own)) and gradients:
+        if self._ask(self._over_model(own)) and gradients:
             gradients[0].view(-1)[0] = math.inf  # which DeepSpeed's optimizers skip themselves
         real(lr_kwargs)
 
     def _gradients(self) -> list[torch.Tensor]:
+        """Return this rank's; of what all ranks of a tensor group have whole the first alone has the gradient."""
         if hasattr(self.optimizer, "get_grads_for_norm"):
             gradients: list[torch.Tensor] = self.optimizer.get_grads_for_norm()[0]
             return gradients
+        # Of what all ranks of a tensor group have whole, and of what stages of a pipeline share, one has the gradient.
+        has_whole = self.engine.autotp_size() <= 1 or torch.distributed.get_rank(group()) == 0
         own = (p for p in self.engine.module.parameters() if not getattr(p, "ds_pipe_replicated", False))
-        return [p.grad for p in own if p.grad is not None]
+        return [p.grad for p in own if p.grad is not None and (has_whole or is_part(p))]
 
-    def _over_stages(self, norm: torch.Tensor) -> torch.Tensor:
-        """Return the norm of the gradients of all stages of a pipeline; what is tied, one of them has."""
-        if not self.engine.pipeline_parallelism:
+    def _over_model(self, norm: torch.Tensor) -> torch.Tensor:
+        """Return the norm of the gradients of all ranks that share one model: stages, or ranks that split layers."""
+        if not self.engine.pipeline_parallelism and self.engine.autotp_size() <= 1:
             return norm
         total = norm.square()
         torch.distributed.all_reduce(total, group=self.engine.mpu.get_model_parallel_group())

@@ -35,6 +35,8 @@ def answer_all(
     *,
     in_step: bool,
     alive: Callable[[], object],
+    place: int | None = None,
+    num_places: int | None = None,
 ) -> Answers:
     """Answer every prompt once over all ranks. A collective.
 
@@ -50,21 +52,24 @@ def answer_all(
         in_step: see `generate`. A batch that fails then ends the run, as the other ranks are in the middle of theirs;
             otherwise it is counted, and the others go on.
         alive: called after each batch.
+        place: of this rank among those that take batches; None: each rank by itself.
+        num_places: how many there are; ranks of one place answer the same batches together.
     """
+    place, at_once = rank() if place is None else place, num_places or world_size()
     order = sorted(range(len(prompts)), key=lambda number: (len(prompts[number]), number))
     batches = [order[begin : begin + batch_size] for begin in range(0, len(order), batch_size)]
     mine: dict[int, list[int]] = {}
     failures: set[str] = set()
     started = time.perf_counter()
-    for first in range(0, len(batches), world_size()):
-        place = first + rank()
-        has_one = place < len(batches)
+    for first in range(0, len(batches), at_once):
+        number = first + place
+        has_one = number < len(batches)
         # A rank without a batch takes part in the others' forward passes all the same, with the shortest prompt.
-        batch = batches[place] if has_one else order[:1]
+        batch = batches[number] if has_one else order[:1]
         if has_one or in_step:
             try:
-                asked = [prompts[number] for number in batch]
-                own = replace(sampling, seed=sampling.seed + place)
+                asked = [prompts[question] for question in batch]
+                own = replace(sampling, seed=sampling.seed + number)
                 found = generate(model, encoder, asked, own, device, in_step=in_step)
                 mine |= dict(zip(batch, found, strict=True)) if has_one else {}
             except Stopped:

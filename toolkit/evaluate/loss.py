@@ -19,6 +19,7 @@ def evaluate_loss(
     micro_batches: Iterable[dict[str, torch.Tensor]],
     names: Sequence[str],
     device: torch.device,
+    copies: int = 1,
 ) -> dict[str, float]:
     """Evaluate a model as it stands. A collective.
 
@@ -28,6 +29,7 @@ def evaluate_loss(
             `sources` tells of each trained token the number of its source.
         names: of the sources, by number.
         device: where the model computes.
+        copies: how many ranks have the same rows.
 
     Returns:
         As in metrics.jsonl: `eval_loss` in nats per trained token, `eval_perplexity`, `eval_tokens`, the trained
@@ -44,7 +46,7 @@ def evaluate_loss(
             sums[number, 0] += losses[mine].sum(dtype=torch.float64)
             sums[number, 1] += mine.sum()
     model.train(was_training)
-    totals = sum_over_ranks(sums.flatten(), device).view(-1, 2)
+    totals = sum_over_ranks(sums.flatten(), device).view(-1, 2) / copies
     by_name: dict[str, torch.Tensor] = {}
     for name, total in zip(names, totals, strict=True):
         by_name[name] = by_name.get(name, 0) + total

@@ -21,6 +21,7 @@ from toolkit.config.schema import Attention, Device, Dtype, Init, LossKernel, Pa
 from toolkit.plan.activations import Rows, layer_bytes, saved_bytes
 from toolkit.plan.parameters import Outline, layer_of
 from toolkit.plan.stages import stage_outlines
+from toolkit.plan.tensor import part_of
 
 CHUNK_BYTES = 128 * 2**20
 """Of the logits in float32 that the loss computes at once; it holds about two and a half times as much."""
@@ -66,7 +67,7 @@ def plan_rank(outline: Outline, cfg: RunConfig, world_size: int, on_cpu: bool = 
         on_cpu: whether ranks run on processors, where a device's memory and the host's are one.
     """
     if (stages := cfg.parallel.pipeline) == 1:
-        return _Rank(outline, cfg, world_size, on_cpu).memory()
+        return _Rank(part_of(outline, cfg.parallel.tensor), cfg, world_size, on_cpu).memory()
     # One micro-batch forward and one back in turn: the first stage waits longest for its first gradient.
     held = (min(accumulation(cfg, world_size), stages - stage) for stage in range(stages))
     parts = zip(stage_outlines(outline, stages), held, strict=True)
@@ -147,7 +148,7 @@ class _Rank:
 
     def part(self, elements: int) -> int:
         """Return a rank's share."""
-        return -(-elements // (self.world // self.cfg.parallel.pipeline))
+        return -(-elements // (self.world // (self.cfg.parallel.pipeline * self.cfg.parallel.tensor)))
 
     def memory(self) -> RankMemory:
         at_rest = self.at_rest()

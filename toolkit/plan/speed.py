@@ -13,6 +13,7 @@ from toolkit.plan.flops import Work, causal_pairs, formula, is_countable
 from toolkit.plan.machine import Machine
 from toolkit.plan.memory import WIDTHS, longest_rows
 from toolkit.plan.parameters import Outline
+from toolkit.plan.tensor import exchanged, part_of
 
 _UNKNOWN_FLOPS = 100e12
 _CPU_FLOPS = 20e9
@@ -98,18 +99,24 @@ def step_time(outline: Outline, cfg: RunConfig, machine: Machine, rates: Rates) 
         machine: what it runs on.
         rates: measured or assumed.
     """
-    rows, stages = longest_rows(outline, cfg), cfg.parallel.pipeline
-    times, world = accumulation(cfg, machine.world_size), machine.world_size // stages  # of one stage
+    rows, stages, tensor = longest_rows(outline, cfg), cfg.parallel.pipeline, cfg.parallel.tensor
+    weight = WIDTHS[cfg.precision.dtype]
+    times, world = (
+        accumulation(cfg, machine.world_size),
+        machine.world_size // (stages * tensor),
+    )  # with equal parameters
+    sent, collectives = exchanged(outline, tensor, rows.tokens * outline.sizes["hidden"] * weight)
+    outline = part_of(outline, tensor)
     one = Work(rows.tokens, causal_pairs([rows.length] * rows.rows) // rows.parts, rows.tokens)
     cost = formula(outline.shapes, outline.sizes, outline.trained, rows.prefix)
     recomputes = cfg.train.activation_checkpointing.enabled
     flops = cost.hardware_flops(one) if recomputes else cost.model_flops(one)
-    weight = WIDTHS[cfg.precision.dtype]
     is_known, is_split = is_countable(outline.shapes), cfg.zero.stage == 3
     return StepTime(
         # A pipeline's last stage begins when the first has done as many micro-batches as there are stages before it.
         compute=(times + stages - 1) * ((flops / stages / rates.flops if is_known else 0) + rates.micro_s),
         communication=_sent(outline, cfg, world, times) / stages / ((is_split and rates.gather) or rates.link)
+        + times * (sent / rates.link + collectives * rates.latency_s)
         + (0 if is_split and rates.gather else _collectives(outline, cfg, world, times) * rates.latency_s)
         + times * _exchanged(outline, rows, weight, recomputes) / rates.link
         + _fetched(outline, cfg, world, times) / rates.pcie,

@@ -7,6 +7,7 @@ import torch
 from deepspeed import DeepSpeedEngine
 
 from toolkit.config.schema import TuningConfig, TuningMethod
+from toolkit.distributed.tensor import shape_of
 from toolkit.messages import tr
 from toolkit.models.stages import whole_model
 from toolkit.plan.cards import Card, find_card
@@ -113,7 +114,7 @@ def _shapes(model: torch.nn.Module) -> tuple[Shapes, set[str]]:
         if isinstance(owner, torch.nn.Linear) and name.endswith(".weight"):
             shapes[name] = (owner.out_features, owner.in_features)
         else:
-            shapes[name] = tuple(getattr(parameter, "ds_shape", parameter.shape))
+            shapes[name] = shape_of(name, parameter)
         if parameter.requires_grad:
             trained.add(name)
     return shapes, trained

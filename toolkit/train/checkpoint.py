@@ -28,6 +28,7 @@ from toolkit.checkpoint.run_state import RunState
 from toolkit.config.schema import EVAL_LOSS, CheckpointConfig
 from toolkit.disk import flush
 from toolkit.distributed.process_group import barrier, gather, on_rank0, rank
+from toolkit.engine.gather import is_divided
 from toolkit.errors import CheckpointError
 from toolkit.messages import tr
 from toolkit.models import probe
@@ -104,8 +105,7 @@ class Saver:
             return
         self.failed = False
         # Only a divided model needs all ranks for it, and rank 0 writes it.
-        is_divided = self.engine.zero_optimization_partition_weights() or is_pipeline(self.engine)
-        runs_probe = has_probe and (rank() == 0 or is_divided)
+        runs_probe = has_probe and (rank() == 0 or is_divided(self.engine) or is_pipeline(self.engine))
         taken = self._probe() if runs_probe else None
         self.files.begin()
         with engine_files.gathered(self.engine.optimizer):

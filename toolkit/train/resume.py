@@ -246,6 +246,7 @@ def starting_state(
         trim_metrics(origin.folder, 0)
         return RunState(**same)
     state = run_state.read(origin.checkpoint)
+    _check_tensor(state, config["parallel"]["tensor"], ranks.world_size)
     changed = changes.check(hide_all(state.config), config, state.data, data, cfg.checkpoint.allow_changes)
     _check_stages(_stage(state), config["zero"]["stage"])
     _check_pipeline(state, config, ranks.world_size)
@@ -271,6 +272,23 @@ def _check_stages(before: int, now: int) -> None:
                 "the checkpoint was saved under ZeRO-{before}, which cannot go on under ZeRO-{now}: only the stages 1 "
                 "and 2 can change into each other. Start with zero.stage={before}, with any number of ranks.",
                 before=before,
+                now=now,
+            )
+        )
+
+
+def _check_tensor(state: RunState, now: int, world_size: int) -> None:
+    """Refuse what the parts of layers in a checkpoint cannot be brought into."""
+    before = int(state.config.get("parallel", {}).get("tensor", 1))
+    if before != now or (now > 1 and state.world_size != world_size):
+        raise CheckpointError(
+            tr(
+                "the checkpoint was saved by {ranks} ranks with parallel.tensor = {before}, and cannot go on with "
+                "{now_ranks} and {now}: the parts of layers stay on as many ranks. Start as before, or begin another "
+                "training with its weights (toolkit export-model).",
+                ranks=state.world_size,
+                before=before,
+                now_ranks=world_size,
                 now=now,
             )
         )

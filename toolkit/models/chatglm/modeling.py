@@ -115,7 +115,7 @@ class ChatGLMAttention(nn.Module):
         past_key_values: Cache | None,
     ) -> torch.Tensor:
         """Attend. `hidden_states` and the result are `[B, S, H]`, `attention_mask` `[B, 1, S, S + past]`."""
-        batch, size, hidden = hidden_states.shape
+        batch, size, _ = hidden_states.shape
         mixed = self.query_key_value(hidden_states).view(batch, size, -1, 3 * self.head_size).transpose(1, 2)
         query, key, value = mixed.chunk(3, dim=-1)  # [B, N, S, D]
         query, key = rotate(query, *rotary), rotate(key, *rotary)
@@ -128,7 +128,7 @@ class ChatGLMAttention(nn.Module):
             self.config._attn_implementation, _eager_attention
         )
         output, _ = attend(self, query, key, value, attention_mask, scaling=self.head_size**-0.5, dropout=0.0)
-        return self.dense(output.reshape(batch, size, hidden))
+        return self.dense(output.reshape(batch, size, -1))
 
 
 class ChatGLMMLP(nn.Module):

@@ -1,9 +1,12 @@
 """How many parameters a model has and how many of them are trained, by what they are."""
 
+import math
 from collections import Counter
 from dataclasses import dataclass
 
 from transformers import PreTrainedModel
+
+from toolkit.distributed.tensor import shape_of
 
 _GROUPS = (
     ("norms", ("norm",)),
@@ -39,7 +42,7 @@ def count_parameters(model: PreTrainedModel) -> dict[str, Count]:
             group = "head"
         else:
             group = next((group for group, parts in _GROUPS if any(part in name.lower() for part in parts)), "other")
-        size = getattr(parameter, "ds_numel", parameter.numel())
+        size = math.prod(shape_of(name, parameter))
         total[group] += size
         trained[group] += size if parameter.requires_grad else 0
     return {group: Count(trained[group], total[group]) for group in total}

@@ -1,0 +1,58 @@
+"""Rules about `parallel.tensor`: what layers that are split over ranks do not go together with."""
+
+from toolkit.config.load import Loaded
+from toolkit.config.places import fail
+from toolkit.config.schema import Init, RunConfig, TuningMethod
+from toolkit.config.tensor import check_split
+from toolkit.errors import ConfigError
+from toolkit.messages import tr
+
+
+def check_tensor(loaded: Loaded) -> None:
+    """Apply them.
+
+    Raises:
+        ConfigError: the first that does not hold.
+    """
+    cfg, key = loaded.cfg, "parallel.tensor"
+    size = cfg.parallel.tensor
+    if size == 1:
+        return
+    reason = _reason(cfg)
+    if reason:
+        raise fail(loaded, key, tr("{key} = {value} cannot be: {reason}.", key=key, value=size, reason=reason))
+    if cfg.model.init is Init.random:
+        shape = cfg.model.shape
+        try:
+            check_split(
+                {"heads": shape.num_heads, "key_heads": shape.num_kv_heads, "inner": shape.intermediate_size}, size
+            )
+        except ConfigError as error:
+            raise fail(loaded, key, str(error)) from None
+
+
+def _reason(cfg: RunConfig) -> str:
+    if cfg.parallel.sequence > 1 or cfg.parallel.pipeline > 1:
+        return tr(
+            "one of parallel.tensor, parallel.sequence and parallel.pipeline can be above 1: DeepSpeed 0.19.8 has no "
+            "groups of ranks for two of them. Keep one"
+        )
+    if cfg.zero.stage == 3:
+        return tr(
+            "zero.stage = 3 is not supported beside it. Use zero=stage1 or zero=stage2, or parallel.tensor=1",
+        )
+    if cfg.zero.zenflow.enabled:
+        return tr("zero.zenflow.enabled = true is not supported beside it. Set it to false")
+    if cfg.tuning.method not in (TuningMethod.full, TuningMethod.freeze):
+        return tr(
+            "tuning.method = {method} adds parameters that are not split with the layers that they belong to. Use "
+            "tuning=full or tuning=freeze, or parallel.tensor=1",
+            method=cfg.tuning.method.value,
+        )
+    if cfg.compile.enabled:
+        return tr("compile.enabled = true is not supported beside it. Set it to false")
+    if cfg.plan.auto:
+        return tr(
+            "plan.auto = true looks for ZeRO's stages, also those that do not go together with it. Set it to false"
+        )
+    return ""
