@@ -277,8 +277,11 @@ REFUSED = {
         "model.shape: hidden_size 128 must be a multiple of num_heads 3, and that of num_kv_heads 2."
     ),
     "model=hf model.path=/nosuch": (
-        "model.path = /nosuch is not a folder here. Nothing is downloaded by itself: it must be the folder that holds "
-        "config.json and the weights."
+        "model.path = /nosuch is not a folder here. It must be the folder that holds config.json and the weights, or "
+        "owner/name on Hugging Face."
+    ),
+    f"model=hf model.path={Path(__file__).parent} model.revision=main": (
+        'model.revision = main has no effect: model.path is a folder. Remove it, or set model.revision="".'
     ),
     "model=hf model.shape.num_layers=9": "model.shape.num_layers = 9 has no effect: model.init is pretrained. "
     "Remove it, or set model.shape.num_layers=2.",

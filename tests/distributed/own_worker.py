@@ -115,6 +115,7 @@ TASKS: dict[str, Callable[[list[str]], Path]] = {
     "stream": lambda words: train(plain, Stream(), squares, words=words),
     "itself": lambda words: train(plain, Stream(itself=True), squares, shards_itself=True, words=words),
     "cifar10": lambda words: example("cifar10")(words),
+    "encoder": lambda words: example("encoder")(words),
 }
 
 

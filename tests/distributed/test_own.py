@@ -13,6 +13,7 @@ from torch.utils.data import default_collate
 
 from toolkit.cli import main as toolkit_main
 from toolkit.data.sampler import GlobalBatchSampler
+from toolkit.launch.environment import free_port
 from toolkit.own.data import _Rows
 
 WORKER = str(REPOSITORY / "tests" / "distributed" / "own_worker.py")
@@ -64,6 +65,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     mapped = words(folder, "map", "batch.micro_per_gpu=4", "evaluate.every=4", "evaluate.keep_best=eval_error", *every)
     stream = words(folder, "stream", *every)
     itself = words(folder, "itself", *every)
+    encoder = [*image_words(folder, "encoder"), "evaluate.keep_best=eval_accuracy"]
     jobs = [
         ("plain", words(folder, "zero0")),
         (
@@ -87,6 +89,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("itself", itself),
         ("8:itself", itself),
         ("cifar10", image_words(folder, "cifar10")),
+        ("encoder", encoder),
+        ("4:encoder", encoder),
     ]
     (folder / "jobs.json").write_text(json.dumps(jobs))
     finished = run(deepspeed(2, WORKER, str(folder / "jobs.json")), cwd=folder)
@@ -126,10 +130,10 @@ def test_a_step_is_the_mean_over_the_samples_of_the_global_batch(runs: Path) -> 
 
 
 def test_a_run_that_died_goes_on_as_if_nothing_had_happened(runs: Path) -> None:
-    for name in ("map", "stream", "itself"):
+    for name, steps in {"map": STEPS, "stream": STEPS, "itself": STEPS, "encoder": 6}.items():
         before, again = trained(runs / name), trained(runs / f"{name}-again")
         assert again == before, name
-        assert len(losses(runs / name)) == STEPS
+        assert len(losses(runs / name)) == steps
         first, second = (load_file(runs / one / "export" / "model.safetensors") for one in (name, f"{name}-again"))
         assert first.keys() == second.keys() and all(torch.equal(first[key], second[key]) for key in first), name
 
@@ -149,6 +153,16 @@ def test_metrics_are_of_each_sample_once(runs: Path) -> None:
     scored = [row for row in rows_of(runs / "score") if "eval_loss" in row]
     assert len(scored) == 2 and all(-1 <= row["eval_correlation"] <= 1 for row in scored)
     assert all(row["eval_samples"] == COUNT for row in scored)
+
+
+def test_a_classifier_on_a_transformers_encoder(runs: Path) -> None:
+    rows = [row for row in rows_of(runs / "encoder") if "eval_loss" in row]
+    assert [row["step"] for row in rows] == [0, 3, 6]
+    assert all(row["eval_samples"] == 200 and 0 <= row["eval_f1"] <= 1 for row in rows)
+    assert rows[-1]["eval_accuracy"] * 200 == pytest.approx(round(rows[-1]["eval_accuracy"] * 200))
+    output = runs.parent / "encoder.html"
+    assert toolkit_main(["report", str(runs / "encoder"), f"output={output}"]) == 0
+    assert "Classifier" in output.read_text(encoding="utf-8")
 
 
 def test_a_stream_is_shared_out_to_the_ranks(runs: Path) -> None:
@@ -196,7 +210,7 @@ def test_plain_python_and_torchrun(tmp_path: Path) -> None:
     ]
     finished = run(["python", str(EXAMPLES / "cifar10.py"), *given], tmp_path)
     assert finished.code == 0, finished.output[-4000:]
-    torchrun = [str(BIN / "torchrun"), "--nproc-per-node", "2", "--master-port", "0", str(EXAMPLES / "cifar10.py")]
-    finished = run([*torchrun, *given[:-1], "run.name=two", "zero=stage2"], tmp_path)
+    torchrun = [str(BIN / "torchrun"), "--nproc-per-node", "2", "--master-port", str(free_port())]
+    finished = run([*torchrun, str(EXAMPLES / "cifar10.py"), *given[:-1], "run.name=two", "zero=stage2"], tmp_path)
     assert finished.code == 0, finished.output[-4000:]
     assert losses(tmp_path / "runs" / "one")[0] == pytest.approx(losses(tmp_path / "runs" / "two")[0], rel=0.1)

@@ -1,10 +1,13 @@
 """A program's own model and data: what is refused, and with which words; which rank reads which sample."""
 
+import warnings
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_model
 from torch import nn
 from torch.utils.data import IterableDataset
 
@@ -13,6 +16,7 @@ from toolkit.config.load import load
 from toolkit.data.sampler import Position
 from toolkit.distributed.metrics import gather_metrics
 from toolkit.errors import ConfigError, DataError
+from toolkit.export import own as export
 from toolkit.launch.environment import Ranks
 from toolkit.own import data, entry
 from toolkit.own.evaluation import _metrics
@@ -168,3 +172,19 @@ def test_batches_of_any_shape_go_to_the_device() -> None:
 
 def test_one_rank_gathers_its_own() -> None:
     assert gather_metrics({"a": torch.arange(3)})["a"].tolist() == [0, 1, 2]
+
+
+def test_onnx_by_torch_s_exporter(tmp_path: Path) -> None:
+    """As docs/from_ddp.md shows it: safetensors into a model, the model through torch's exporter."""
+    pytest.importorskip("onnxscript", reason="needs the packages onnx and onnxscript (pip install onnx onnxscript)")
+    from onnx.reference import ReferenceEvaluator
+
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(144, 2))
+    export._write(model.state_dict(), {"model": "Sequential"}, tmp_path / "export")
+    load_model(model, tmp_path / "export" / "model.safetensors")
+    images = torch.randn(2, 3, 8, 8)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of the exporter about itself
+        torch.onnx.export(model.eval(), (images,), str(tmp_path / "model.onnx"), dynamo=True, verbose=False)
+    [found] = ReferenceEvaluator(str(tmp_path / "model.onnx")).run(None, {"input": images.numpy()})
+    torch.testing.assert_close(torch.from_numpy(found), model(images).detach(), rtol=1e-4, atol=1e-5)

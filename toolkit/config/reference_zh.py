@@ -14,7 +14,6 @@ CHINESE: dict[str, str] = {
     "How often a run that died or hung is started again from its last checkpoint, by `toolkit launch` or by torchrun (whose --max-restarts must be the same); needs `run.name` and `checkpoint.every`.": "中断或挂起的运行从最后的检查点重新启动的次数上限，由 `toolkit launch` 或 torchrun 执行（后者的 --max-restarts 必须与之相同）；需要 `run.name` 和 `checkpoint.every`。",
     "What is trained.": "训练什么。",
     "Name shown in messages; the group's file sets it.": "在消息中显示的名字；由组的文件设定。",
-    "Local folder with the weights, an official ChatGLM folder or transformers' layout; needed with init=pretrained.": "存放权重的本地文件夹，官方 ChatGLM 文件夹或 transformers 布局；init=pretrained 时必需。",
     'Local folder of the tokenizer; "" takes `model.path`; with init=random and "" one is fitted to the training data.': '分词器的本地文件夹；"" 取 `model.path`；init=random 且为 "" 时，用训练数据拟合一个。',
     "Chat format of an official ChatGLM tokenizer; auto finds it in the folder, and asks where ChatGLM2 and ChatGLM3 cannot be told apart.": "官方 ChatGLM 分词器的对话格式；auto 从文件夹中判断，分不清 ChatGLM2 和 ChatGLM3 时会询问。",
     "With a ChatGLM's own chat format: train exactly what the original trains; false leaves out ChatGLM-6B's <sop> and tools' observations.": "使用 ChatGLM 自己的对话格式时：完全按原版的方式训练；false 则不训练 ChatGLM-6B 的 <sop> 和工具返回的内容。",
@@ -236,6 +235,8 @@ CHINESE: dict[str, str] = {
     "Ranks over which the matrices of each layer are split (DeepSpeed's AutoTP); neighbours, best on one machine.": "每层的矩阵切分到多少个进程上（DeepSpeed 的 AutoTP）；为相邻的进程，最好在同一台机器上。",
     "Ranks over which the tokens of each row are split (DeepSpeed's Ulysses): for rows too long for one.": "每行的 token 切分到多少个进程上（DeepSpeed 的 Ulysses）：用于一个进程放不下的长行。",
     "Mixture of experts: what the load-balancing loss of the routers is multiplied by before it is added to the loss; -1 takes `router_aux_loss_coef` of the model's config, 0 leaves it out.": "混合专家：路由器的负载均衡损失乘以此系数后加入损失；-1 取模型配置中的 `router_aux_loss_coef`，0 表示不加。",
+    "Folder with the weights, an official ChatGLM folder or transformers' layout, or owner/name of a model on Hugging Face, which is downloaded into its cache; needed with init=pretrained.": "存放权重的文件夹：官方 ChatGLM 文件夹或 transformers 格式；或 Hugging Face 上模型的 owner/name，会下载到其缓存。init=pretrained 时必需。",
+    'Commit, branch or tag of a model on Hugging Face; "" the newest.': 'Hugging Face 上模型的提交、分支或标签；"" 表示最新。',
     "cpu, stage 3, NVIDIA GPUs: DeepSpeed's SuperOffload for Grace Hopper and the like: the optimizer step in a process of its own, beside the backward pass where `train.gradient_clipping` is 0 (docs/zero.md).": "cpu，阶段 3，NVIDIA GPU：DeepSpeed 为 Grace Hopper 一类芯片做的 SuperOffload：优化器更新在单独的进程里进行，`train.gradient_clipping` 为 0 时与反向传播同时进行（docs/zero_zh.md）。",
     "super_offload: fraction of a rank's cores that its optimizer process gets.": "super_offload：一个 rank 的核心中分给其优化器进程的比例。",
     "DeepSpeed's ZenFlow: the columns with the largest gradients are updated in every step, on the GPU; all others together every few steps, on the CPU. Another algorithm than AdamW, and one that cannot be resumed (docs/zero.md).": "DeepSpeed 的 ZenFlow：梯度最大的列每步都在 GPU 上更新；其余的列每隔几步在 CPU 上一起更新。它是与 AdamW 不同的算法，并且不能恢复（docs/zero_zh.md）。",
@@ -287,4 +288,5 @@ CHINESE: dict[str, str] = {
     "Share of a row's tokens that each middle layer computes in the first step; it grows linearly to 1.": "第一步中每个中间层计算的 token 占一行的比例；线性增长到 1。",
     "Layers at the beginning that always compute all tokens.": "最前面始终计算全部 token 的层数。",
     "Layers at the end that always compute all tokens.": "最后面始终计算全部 token 的层数。",
+    "Run the Python files of the model's folder, with all your rights, where its architecture is not part of transformers; without it such models are refused.": "架构不属于 transformers 时，以你的全部权限运行模型文件夹里的 Python 文件；不设时拒绝这类模型。",
 }

@@ -289,7 +289,9 @@ class ModelConfig:
     name: str = ""
     """Name shown in messages; the group's file sets it."""
     path: str = ""
-    """Local folder with the weights, an official ChatGLM folder or transformers' layout; needed with init=pretrained."""
+    """Folder with the weights, an official ChatGLM folder or transformers' layout, or owner/name of a model on Hugging Face, which is downloaded into its cache; needed with init=pretrained."""
+    revision: str = ""
+    """Commit, branch or tag of a model on Hugging Face; "" the newest."""
     tokenizer: str = ""
     """Local folder of the tokenizer; "" takes `model.path`; with init=random and "" one is fitted to the training data."""
     family: Family = Family.auto
@@ -300,6 +302,8 @@ class ModelConfig:
     """File with a Jinja chat template that replaces the tokenizer's own; "" keeps its own."""
     attention: Attention = Attention.auto
     """auto: varlen for packed rows, else PyTorch's scaled_dot_product_attention; sdpa: the latter, with a mask of blocks for packed rows; eager: written out; varlen: each sample of a packed row for itself (PyTorch's kernel for variable lengths on GPUs)."""
+    trust_remote_code: bool = False
+    """Run the Python files of the model's folder, with all your rights, where its architecture is not part of transformers; without it such models are refused."""
     router_loss: float = -1.0
     """Mixture of experts: what the load-balancing loss of the routers is multiplied by before it is added to the loss; -1 takes `router_aux_loss_coef` of the model's config, 0 leaves it out."""
     init: Init = Init.pretrained

@@ -80,7 +80,7 @@ def run_session(task: Task, cfg: RunConfig, ranks: Ranks, started: float) -> Pat
     model = task.build(cfg.run.seed)
     random_state.seed_all(cfg.run.seed + ranks.rank)
     origin, hosts = begin(cfg, ranks)
-    folder, card = origin.folder, _card(task, model)
+    folder, card = origin.folder, _card(model)
     ds = build_ds_config(cfg, ranks.world_size, data.total_steps)
     start = on_rank0(lambda: _starting_state(cfg, data, ranks, origin, card))
     on_rank0(lambda: _record(folder, cfg, ds, data, card, hosts))
@@ -184,12 +184,12 @@ def _engine(model: nn.Module, cfg: RunConfig, ds: DsConfig, total_steps: int, fo
         return initialize(model, values, cfg.train.activation_checkpointing, make_schedule, cfg.compile, cfg.optim)
 
 
-def _card(task: Task, model: nn.Module) -> dict[str, Any]:
+def _card(model: nn.Module) -> dict[str, Any]:
     """Return what a checkpoint and the report say of the model."""
     stored = model.state_dict(keep_vars=True)
     parameters = dict(model.named_parameters())
     return {
-        "model": task.model_name,
+        "model": type(model).__name__,
         "program": sys.argv[0],
         "digest": digest(model),
         "parameters": sum(one.numel() for one in parameters.values()),

@@ -124,7 +124,7 @@ def _elsewhere() -> dict[str, str]:
         "streams": tr("files are always read as streams, and tokenised once per machine"),
         "store": tr("tokenised data is found again by what it is made of; prepare.num_workers says how many processes"),
         "remote_code": tr("code of a model folder is never run, and the family's own tokenizer is taken"),
-        "downloads": tr("nothing of a model is downloaded: model.path is a folder"),
+        "downloads": tr("models come through the cache of huggingface_hub, which HF_HOME and its other variables set"),
         "plots": tr("metrics.jsonl has the numbers, evaluate.metrics adds scores"),
         "swanlab": tr(
             "the key comes from SWANLAB_API_KEY or `swanlab login`, the run is called as run.name says; what SwanLab "
