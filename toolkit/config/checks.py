@@ -19,7 +19,7 @@ from toolkit.config.checks_zero import check_ranks, check_zero, check_zero_here
 from toolkit.config.layout import layout_of
 from toolkit.config.load import Loaded
 from toolkit.config.places import fail, prefix, value_of
-from toolkit.config.schema import AUTO, EVAL_LOSS, INDUCTOR, Device, Metric, RunConfig, ScheduleName
+from toolkit.config.schema import AUTO, EVAL_LOSS, INDUCTOR, Device, Metric, RunConfig
 from toolkit.config.suggest import did_you_mean
 from toolkit.config.unread import check_effect
 from toolkit.config.variables import check_variables
@@ -218,19 +218,6 @@ def _schedule(loaded: Loaded) -> None:
                 ratio=schedule.warmup_ratio,
             )
             + ("" if both_from_one else " " + tr("Set the other to 0.")),
-        )
-    steps = loaded.cfg.train.max_steps
-    if steps and schedule.name is ScheduleName.wsd and schedule.warmup_steps + schedule.decay_steps > steps:
-        raise fail(
-            loaded,
-            "schedule.decay_steps",
-            tr(
-                "schedule.warmup_steps = {warmup} and schedule.decay_steps = {decay} are more together than "
-                "train.max_steps = {steps}.",
-                warmup=schedule.warmup_steps,
-                decay=schedule.decay_steps,
-                steps=steps,
-            ),
         )
     if loaded.cfg.train.max_steps and schedule.warmup_steps > loaded.cfg.train.max_steps:
         raise fail(

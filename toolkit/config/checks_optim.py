@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from toolkit.config.load import Loaded
 from toolkit.config.optimizers import GROUPING, OPTIMIZERS, SOMETIMES_READ
 from toolkit.config.places import fail, value_of
-from toolkit.config.schema import Device, OptimizerName, RunConfig, TuningMethod
+from toolkit.config.schema import Device, OptimizerName, RunConfig, ScheduleName, TuningMethod
 from toolkit.messages import tr
 
 
@@ -48,6 +48,25 @@ def check_optim(loaded: Loaded) -> None:
         raise fail(loaded, "optim.name", _whole(optim.name, stage))
     if optim.name is OptimizerName.muon:
         _check_muon(loaded)
+    _check_stable(loaded)
+
+
+def _check_stable(loaded: Loaded) -> None:
+    """A wsd schedule has to have room for warm-up and decay."""
+    schedule = loaded.cfg.schedule
+    steps = loaded.cfg.train.max_steps
+    if steps and schedule.name is ScheduleName.wsd and schedule.warmup_steps + schedule.decay_steps > steps:
+        raise fail(
+            loaded,
+            "schedule.decay_steps",
+            tr(
+                "schedule.warmup_steps = {warmup} and schedule.decay_steps = {decay} are more together than "
+                "train.max_steps = {steps}.",
+                warmup=schedule.warmup_steps,
+                decay=schedule.decay_steps,
+                steps=steps,
+            ),
+        )
 
 
 def _check_together(loaded: Loaded) -> None:

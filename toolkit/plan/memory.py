@@ -114,12 +114,14 @@ class _Rank:
     """P."""
     trained: int = field(init=False)
     """X."""
+    states: float = field(init=False)
+    """Bytes that the optimizer keeps per trained parameter, beside weights."""
     rows: Rows = field(init=False)
     """The longest."""
 
     def __post_init__(self) -> None:
         dtype = self.cfg.precision.dtype
-        self.weight = WIDTHS[dtype]
+        self.weight, self.states = WIDTHS[dtype], OPTIMIZERS[self.cfg.optim.name].state_bytes
         self.grad = 2 if dtype is Dtype.fp16 else 4
         self.all, self.trained = self.outline.num_parameters, self.outline.num_trained
         self.rows = longest_rows(self.outline, self.cfg, self.on_cpu)
@@ -131,11 +133,6 @@ class _Rank:
     @property
     def is_half(self) -> bool:
         return self.weight == 2
-
-    @property
-    def states(self) -> float:
-        """Bytes that the optimizer keeps per trained parameter, beside weights."""
-        return OPTIMIZERS[self.cfg.optim.name].state_bytes
 
     @property
     def offloads(self) -> bool:
@@ -305,14 +302,8 @@ class _Rank:
             return {}
         zero = self.cfg.zero
         live = min(self.all, zero.stage3_max_live_parameters)
-        coming = min(self.all, max(zero.stage3_prefetch_bucket_size, self.largest_layer())) if ahead else 0
+        coming = min(self.all, max(zero.stage3_prefetch_bucket_size, self.outline.largest_layer())) if ahead else 0
         return {"gathered": self.weight * min(live + coming, 2 * self.all)}
-
-    def largest_layer(self) -> int:
-        layers: Counter[int] = Counter()
-        for name, shape in self.outline.shapes.items():
-            layers[layer_of(name)] += math.prod(shape)
-        return max(layers.values())
 
     def kept(self) -> Parts:
         """Activations by kind."""
