@@ -24,6 +24,7 @@ LAYERS = {
     "toolkit.report": 1,
     "toolkit.translate": 2,
     "toolkit.engine.ds_config": 1,
+    "toolkit.engine.ds_optimizer": 1,
     "toolkit.engine.ds_import": 1,
     "toolkit.engine.ds_json": 1,
     "toolkit.engine.ds_keys": 1,

@@ -171,6 +171,46 @@ REFUSED = {
         "schedule.min_lr_ratio = 0.1 has no effect: schedule.name is linear. Remove it, or set "
         "schedule.min_lr_ratio=0.0."
     ),
+    "optim=adafactor": (
+        "optim.name = adafactor and zero.stage = 1 do not go together: it factors matrices, and ZeRO hands it flat "
+        "pieces of them, from which every stage and number of ranks computes something else. Use zero=stage0, or "
+        "optim=adamw_8bit."
+    ),
+    "optim=adagrad": (
+        "optim.name = adagrad and zero.stage = 1 do not go together: DeepSpeed builds it anew, and the schedule and "
+        "parameter groups are lost. Use zero=stage0, or optim=adamw."
+    ),
+    "optim=muon train.gradient_clipping=1": (
+        "train.gradient_clipping = 1.0 and optim.name = muon do not go together: under most ZeRO stages DeepSpeed "
+        "would clip Muon's updates, which all have the same size, to next to nothing. Set train.gradient_clipping=0."
+    ),
+    "optim=muon tuning=ptuning_v2": (
+        "optim.name = muon needs matrices of layers to train, and tuning.method = ptuning_v2 trains none. Use "
+        "optim=adamw."
+    ),
+    "optim=muon train.gradient_clipping=0 zero=stage3_nvme zero.offload_optimizer.nvme_path=/x": (
+        "optim.name = muon and offloading to NVMe are untested together. Offload to cpu, or use optim=adamw."
+    ),
+    "optim=muon train.gradient_clipping=0 parallel.tensor=2": (
+        "optim.name = muon and parallel.tensor = 2 do not go together: untested. Leave one of them out."
+    ),
+    "optim.layer_lr_decay=0.9 parallel.pipeline=2": (
+        "optim.layer_lr_decay = 0.9 and parallel.pipeline = 2 do not go together: untested. Leave one of them out."
+    ),
+    "optim=sgd optim.momentum=1": "optim.momentum = 1.0 must be from 0 to below 1.",
+    "optim.layer_lr_decay=0": "optim.layer_lr_decay = 0.0 must be above 0 and at most 1.",
+    "optim.layer_lr_decay=0.9 tuning=prompt": (
+        "optim.layer_lr_decay = 0.9 needs layers to train, and tuning.method = prompt trains none."
+    ),
+    "optim=sgd optim.betas=[0.8,0.9]": (
+        "optim.betas = [0.8,0.9] has no effect: optim.name is sgd. Remove it, or set optim.betas=[0.9,0.95]."
+    ),
+    "optim.adam_lr=0.1": (
+        "optim.adam_lr = 0.1 has no effect: optim.name is adamw. Remove it, or set optim.adam_lr=0.0."
+    ),
+    "optim.decay=hidden": (
+        "optim.decay = hidden has no effect: optim.weight_decay is 0. Remove it, or set optim.decay=all."
+    ),
     "schedule=wsd schedule.power=2": (
         "schedule.power = 2.0 has no effect: schedule.name is wsd. Remove it, or set schedule.power=1.0."
     ),
@@ -237,8 +277,11 @@ REFUSED = {
         "model.shape: hidden_size 128 must be a multiple of num_heads 3, and that of num_kv_heads 2."
     ),
     "model=hf model.path=/nosuch": (
-        "model.path = /nosuch is not a folder here. Nothing is downloaded by itself: it must be the folder that holds "
-        "config.json and the weights."
+        "model.path = /nosuch is not a folder here. It must be the folder that holds config.json and the weights, or "
+        "owner/name on Hugging Face."
+    ),
+    f"model=hf model.path={Path(__file__).parent} model.revision=main": (
+        'model.revision = main has no effect: model.path is a folder. Remove it, or set model.revision="".'
     ),
     "model=hf model.shape.num_layers=9": "model.shape.num_layers = 9 has no effect: model.init is pretrained. "
     "Remove it, or set model.shape.num_layers=2.",

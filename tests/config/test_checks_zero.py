@@ -40,6 +40,18 @@ REFUSED = {
     ),
     "zero=stage3_hpz parallel.tensor=2": f"zero.zero_hpz_partition_size = 8{WHY}parallel.tensor=1{END}",
     "zero=stage3_zeropp": f"zero.zero_quantized_gradients = true{WHY}precision=fp16{END}",
+    "zero=stage3_hpz compile=deepcompile": (f"compile.deepcompile = true{WHY}zero.zero_hpz_partition_size=1{END}"),
+    "zero=stage3_nvme compile=deepcompile zero.offload_optimizer.nvme_path=/": (
+        f"compile.deepcompile = true{WHY}zero.offload_param.device=cpu{END}"
+    ),
+    f"{ZENFLOW} compile=deepcompile": f"compile.deepcompile = true{WHY}zero.zenflow.enabled=false{END}",
+    "zero=stage0 precision=fp32 compile=deepcompile": (
+        "compile.deepcompile = true needs zero.stage 1, 2 or 3, but it is 0."
+    ),
+    "compile=inductor compile.backend=eager compile.mode=max-autotune": (
+        "compile.mode = max-autotune has no effect: compile.backend is eager, not inductor. Remove it, or set "
+        'compile.mode="".'
+    ),
     "zero=stage3 zero.zero_quantized_weights=true": (
         "zero.zero_quantized_weights = true needs NVIDIA GPUs, and there are none here. Set it to false."
     ),
@@ -131,6 +143,23 @@ def test_accepted_by_deepspeed(name: str, tmp_path: Path, monkeypatch: pytest.Mo
     assert theirs.zero_hpz_partition_size == (8 if name in ("hpz", "zeropp") else 1)
     assert isinstance(theirs.zenflow, ZenFlowConfig) == (name == "zenflow")
     assert ("adam_w_mode" in values["optimizer"]["params"]) == (name != "zenflow")
+
+
+def test_compile_is_one_word(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """DeepCompile arrives in DeepSpeed's own config; torch.compile alone is not DeepSpeed's."""
+    monkeypatch.setattr(deepspeed.comm, "get_rank", lambda: 0)
+    monkeypatch.setattr(deepspeed.comm, "get_world_size", lambda: 8)
+    for word, enabled, deepcompile in (
+        ("none", False, False),
+        ("inductor", True, False),
+        ("deepcompile", True, True),
+    ):
+        loaded = loaded_with(f"zero=stage3 compile={word}", f"run.dir={tmp_path}")
+        check(loaded, world_size=8)
+        assert (loaded.cfg.compile.enabled, loaded.cfg.compile.deepcompile) == (enabled, deepcompile)
+        values = build_ds_config(loaded.cfg, 8, 100).values
+        assert ("compile" in values) == deepcompile
+        assert DeepSpeedConfig(json.loads(json.dumps(values))).compile_config.deepcompile is deepcompile
 
 
 def test_zenflow_of_another_json(tmp_path: Path) -> None:

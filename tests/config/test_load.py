@@ -86,13 +86,13 @@ IN_A_FILE = {
         "stage2_zenflow, stage3, stage3_hpz, stage3_nvme, stage3_offload, stage3_superoffload, stage3_zeropp."
     ),
     "defaults:\n  - override /zeroo: stage3\n": (
-        ":2: unknown group 'zeroo'. Did you mean 'zero'? Known: data, kernels, model, optim, parallel, "
-        "precision, schedule, track, tuning, zero."
+        ":2: unknown group 'zeroo'. Did you mean 'zero'? Known: compile, data, kernels, model, optim, "
+        "parallel, precision, schedule, track, tuning, zero."
     ),
     "defaults:\n  - chatgml\n": ":2: unknown recipe 'chatgml'. Did you mean 'chatglm'?",
     "defaults:\n  - chatglm\n  - override /zero@model: stage3\n": (
-        ":3: unknown group 'zero@model'. Did you mean 'model'? Known: data, kernels, model, optim, parallel, "
-        "precision, schedule, track, tuning, zero."
+        ":3: unknown group 'zero@model'. Did you mean 'model'? Known: compile, data, kernels, model, optim, "
+        "parallel, precision, schedule, track, tuning, zero."
     ),
     "defaults:\n  - zero: stage3\n": (
         ":2: '{'zero': 'stage3'}': write `- override /GROUP: CHOICE`, or the name of another recipe."

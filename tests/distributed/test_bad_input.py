@@ -114,7 +114,10 @@ CASES: dict[str, tuple[Callable[[Path], list[str]], str]] = {
         words("model=chatglm3_6b"),
         r"hf download zai-org/chatglm3-6b .*modelscope download .*model\.path=DIR",
     ),
-    "hub name": (words("model=hf", "model.path=zai-org/chatglm3-6b"), r"looks like a hub name"),
+    "hub name": (
+        words("model=hf", "model.path=zai-org/chatglm3-6b"),
+        r"zai-org/chatglm3-6b is no folder here, and it is not in the cache of Hugging Face",
+    ),
     "unknown ChatGLM": (model_folder(official), r"has model_type chatglm, but the keys of no known ChatGLM"),
     "family without official tokenizer": (
         lambda folder: [*model_folder(plain_tokenizer)(folder), "model.family=chatglm3"],

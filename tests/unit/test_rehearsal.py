@@ -63,7 +63,7 @@ def test_the_longest_rows() -> None:
 
 def test_a_row_repeated_and_cut() -> None:
     rows = Plan(3, np.arange(8, dtype=np.uint32), np.array([0, 2, 5, 8]))
-    whole, half = (repeated_batch(prepared(Packing.packed, rows), 2, share) for share in (1.0, 0.5))
+    whole, half = (repeated_batch(cfg(), prepared(Packing.packed, rows), 2, share) for share in (1.0, 0.5))
     assert (whole["input_ids"].shape, half["input_ids"].shape) == ((2, 56), (2, 24))
     assert (half["labels"] >= 0).any(1).all()
 
@@ -77,7 +77,7 @@ def test_a_cut_row_of_chatglm_keeps_sop() -> None:
         store.lengths.return_value = np.array([len(ids)])
         store.__getitem__.return_value = (ids, np.arange(len(ids)) >= prompt)
         given = mock.Mock(train=store, train_plan=Plan(1), packing=Packing.none, pad_id=3)
-        batch = repeated_batch(given, 2, 0.5)
+        batch = repeated_batch(cfg(), given, 2, 0.5)
         check_rows(batch["input_ids"], config)
         assert batch["input_ids"].shape == (2, 16)
         assert batch["segment_ids"].sum(1).tolist() == [15, 15]

@@ -111,7 +111,7 @@ def ours(size: Size, words: Sequence[str]) -> dict[str, float]:
     def schedule(optimizer: torch.optim.Optimizer) -> Schedule:
         return Schedule(optimizer, cfg.schedule, cfg.optim.lr, _ENDLESS, 0)
 
-    engine = initialize(model, values, cfg.train.activation_checkpointing, schedule)
+    engine = initialize(model, values, cfg.train.activation_checkpointing, schedule, optim=cfg.optim)
     engine.train()
     guard = Guard(engine, cfg.train)
     on_cpu = get_accelerator().device_name() == "cpu"

@@ -98,6 +98,7 @@ def check(
         for (key, _, _), line in zip(found, lines, strict=True)
         if not is_free(key) and not _is_allowed(key, allowed) and not (key == "model.path" and _is_part(now))
     ]
+    _check_states(found, lines, before)
     other = [line for (key, old, _), line in zip(found, lines, strict=True) if key in _TRAINED and old is not None]
     if other:
         raise ConfigError(
@@ -124,6 +125,25 @@ def check(
             )
         )
     return lines
+
+
+def _check_states(found: Sequence[tuple[str, Any, Any]], lines: Sequence[str], before: Mapping[str, Any]) -> None:
+    """Refuse states that the optimizer cannot read; adam and adamw have the same, and older configs know no groups."""
+    adams, name = {"adam", "adamw"}, before.get("optim", {}).get("name")
+    other = [
+        line
+        for (key, old, now), line in zip(found, lines, strict=True)
+        if (key == "optim.name" and not {name, now} <= adams)
+        or (key in ("optim.decay", "optim.layer_lr_decay") and old is not None)
+    ]
+    if other:
+        raise ConfigError(
+            tr(
+                "the checkpoint holds the states of another optimizer, or of other parameter groups:\n{changes}\nUndo "
+                "this, or start anew under another run.name, from model.path=RUN/export.",
+                changes="\n".join(other),
+            )
+        )
 
 
 def _is_part(config: Mapping[str, Any]) -> bool:

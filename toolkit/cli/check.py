@@ -5,14 +5,18 @@ toolkit check recipe=NAME [world_size=8] [key=value …]
   world_size=8     number of ranks that the batch sizes are checked for
 """
 
+from pathlib import Path
+
 from toolkit.cli.compose import compose, positive_int
 from toolkit.config.checks import accumulation, check, settled
 from toolkit.config.checks_track import check_track_here
+from toolkit.config.hub import is_hub_name, with_folder
 from toolkit.config.layout import layout_of
 from toolkit.config.schema import AUTO, Init, RunConfig
 from toolkit.engine.ds_config import build_ds_config
-from toolkit.messages import tr
+from toolkit.messages import say, tr
 from toolkit.models.folder import read_config
+from toolkit.models.remote_code import trust
 from toolkit.plan.parameters import shapes_of_config, tuned
 from toolkit.plan.tensor import part_of
 
@@ -21,11 +25,17 @@ def run(words: list[str]) -> int:
     """Check."""
     composed = compose(words, world_size=None, arguments=("world_size",))
     world_size = positive_int(composed.arguments, "world_size")
-    cfg = composed.loaded.cfg
     check(composed.loaded, world_size)
+    has_weights = not is_hub_name(composed.loaded.cfg.model.path)
+    composed.loaded = with_folder(composed.loaded, say, config_only=True)
+    cfg = composed.loaded.cfg
     check_track_here(composed.loaded)
     # The vocabulary of a random model is known once its tokenizer has been fitted.
-    known = shapes_of_config(read_config(cfg.model.path)) if cfg.model.init is Init.pretrained else None
+    known = None
+    if cfg.model.init is Init.pretrained:
+        if cfg.model.trust_remote_code:
+            trust(Path(cfg.model.path))
+        known = shapes_of_config(read_config(cfg.model.path, with_weights=has_weights))
     for note in composed.notes:
         print(note)
     if world_size:

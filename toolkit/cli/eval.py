@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING
 
 from toolkit.cli.compose import compose
 from toolkit.config.checks import check, micro_rows, settled
+from toolkit.config.hub import with_folder
 from toolkit.config.schema import ParallelConfig, RunConfig
 from toolkit.disk import unused
 from toolkit.errors import ConfigError
@@ -47,13 +48,15 @@ def run(words: list[str]) -> int:
     if not (cfg.data.validation or cfg.data.validation_fraction):
         raise ConfigError(tr("there is nothing to evaluate: set data.validation or data.validation_fraction."))
     check(composed.loaded)
-    cfg = replace(settled(cfg), parallel=ParallelConfig())  # each rank, or ZeRO-3, has a whole model
+    cfg = settled(cfg)
     file = _output(cfg, composed.arguments.get("output", ""))
     forward.apply(cfg.launch.env, ranks, os.environ, inherited)
     if cfg.distributed.interface:
         environment.set_interface(cfg.distributed.interface, os.environ)
     environment.check_port(os.environ)
     build_locks.check(os.environ)
+    cfg = settled(with_folder(composed.loaded, say if ranks.rank == 0 else lambda line: None).cfg)
+    cfg = replace(cfg, parallel=ParallelConfig())  # each rank, or ZeRO-3, has a whole model
     _evaluate(cfg, ranks, file, composed.arguments.get("adapter", "") or cfg.tuning.adapter)
     return 0
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from toolkit.cli.compose import compose, positive_int
 from toolkit.config.checks import check
+from toolkit.config.hub import with_folder
 from toolkit.config.schema import RunConfig
 from toolkit.launch import environment
 
@@ -78,10 +79,10 @@ def main() -> None:
     composed = compose(words, world_size=ranks.world_size, arguments=arguments)
     check(composed.loaded, ranks.world_size)
     environment.apply(ranks, os.environ)
+    cfg = with_folder(composed.loaded, lambda line: None).cfg
     from toolkit.distributed import process_group
     from toolkit.train.prepared import prepare_data
 
-    cfg = composed.loaded.cfg
     prepared = prepare_data(cfg, speaks=False)
     process_group.start(cfg.distributed)
     found = measure(cfg, prepared, ranks, composed.arguments, Path(file).parent)

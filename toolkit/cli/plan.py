@@ -23,6 +23,7 @@ from toolkit.cli import plan_view as view
 from toolkit.cli.calibrating import calibrate
 from toolkit.cli.compose import compose, one_of, positive_int
 from toolkit.config.checks import check, settled
+from toolkit.config.hub import with_folder
 from toolkit.config.schema import Init, RunConfig
 from toolkit.errors import ConfigError
 from toolkit.messages import say, tr
@@ -45,6 +46,7 @@ def run(words: list[str]) -> int:
     given, output = composed.arguments, composed.arguments.get("output", "")
     if output and Path(output).exists():
         raise ConfigError(tr("output={file} is there already; nothing is overwritten.", file=output))
+    composed.loaded = with_folder(composed.loaded, say, config_only=True)
     cfg = settled(composed.loaded.cfg)
     machine = _machine(given, cfg)
     check(replace(composed.loaded, cfg=cfg), machine.world_size, files=False)

@@ -9,6 +9,7 @@ An interrupted run goes on where it stopped. Data that is prepared already is ve
 
 from toolkit.cli.compose import compose
 from toolkit.config.checks import check
+from toolkit.config.hub import with_folder
 from toolkit.errors import DataError
 from toolkit.messages import say, tr
 
@@ -17,7 +18,7 @@ def run(words: list[str]) -> int:
     """Prepare."""
     composed = compose(words, world_size=None)
     check(composed.loaded)
-    cfg = composed.loaded.cfg
+    cfg = with_folder(composed.loaded, say).cfg
     from toolkit.cli.sample_view import filled_line
     from toolkit.data.prepare import prepare_shard
     from toolkit.data.store import damaged_files

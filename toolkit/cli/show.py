@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from toolkit.cli.compose import compose, named_arguments, non_negative_int, one_of
 from toolkit.config.checks import check
+from toolkit.config.hub import with_folder
 from toolkit.config.schema import Packing, RunConfig
 from toolkit.errors import ConfigError, DataError
 from toolkit.messages import say, tr
@@ -38,7 +39,7 @@ def run(words: list[str]) -> int:
     split = one_of(composed.arguments, "split", ("train", "validation"))
     color = one_of(composed.arguments, "color", COLORS)
     check(composed.loaded)
-    cfg = composed.loaded.cfg
+    cfg = with_folder(composed.loaded, say).cfg
     from toolkit.train.prepared import prepare_data
 
     prepared = prepare_data(cfg, speaks=True)

@@ -20,12 +20,13 @@ from toolkit.cli import sweep
 from toolkit.cli.compose import Composed, compose
 from toolkit.config.checks import accumulation, check
 from toolkit.config.checks_track import check_track_here
+from toolkit.config.hub import with_folder
 from toolkit.config.layout import layout_of
 from toolkit.config.load import to_yaml
 from toolkit.config.schema import AUTO
 from toolkit.errors import ConfigError
 from toolkit.launch import ancestors, build_locks, environment, forward, mpi, restarts
-from toolkit.messages import tr
+from toolkit.messages import say, tr
 
 
 def run(words: list[str]) -> int:
@@ -42,10 +43,11 @@ def run(words: list[str]) -> int:
         raise ConfigError(tr("prepare.shard is for `toolkit prepare` alone: training needs all parts. Remove it."))
     if ranks.rank == 0:
         greet(composed, ranks, cfg.model.name or Path(cfg.model.path).name or "?")
+    loaded = with_folder(composed.loaded, say if ranks.local_rank == 0 else lambda line: None)
     # Only now is torch imported: whatever is wrong so far was told within seconds.
     from toolkit.cli.session import train
 
-    return train(composed.loaded, ranks, started=time.monotonic())
+    return train(loaded, ranks, started=time.monotonic())
 
 
 def make_ready(words: list[str], own: bool = False) -> tuple[Composed, environment.Ranks] | None:
@@ -113,4 +115,12 @@ def greet(composed: Composed, ranks: environment.Ranks, model: str) -> None:
             size=cfg.batch.global_size,
         )
     )
+    if cfg.model.trust_remote_code:
+        from rich.console import Console
+        from rich.text import Text
+
+        line = tr(
+            "model.trust_remote_code = true: the Python files of {path} run with all your rights.", path=cfg.model.path
+        )
+        Console().print(Text(line, style="bold red"), soft_wrap=True)
     sys.stdout.flush()

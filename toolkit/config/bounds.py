@@ -43,6 +43,7 @@ LEAST = {
     "schedule.timescale": 0,
     "schedule.decay_steps": 0,
     "optim.weight_decay": 0,
+    "optim.adam_lr": 0,
     "zero.reduce_bucket_size": 1,
     "launch.num_nodes": 0,
     "distributed.timeout_s": 1,

@@ -8,6 +8,7 @@ from pathlib import Path
 from toolkit.config.bounds import LEAST
 from toolkit.config.checks_data import check_data
 from toolkit.config.checks_files import check_files
+from toolkit.config.checks_optim import check_optim, check_optim_here
 from toolkit.config.checks_own import check_own, unread_own
 from toolkit.config.checks_pipeline import check_pipeline
 from toolkit.config.checks_sequence import check_sequence
@@ -18,7 +19,7 @@ from toolkit.config.checks_zero import check_ranks, check_zero, check_zero_here
 from toolkit.config.layout import layout_of
 from toolkit.config.load import Loaded
 from toolkit.config.places import fail, prefix, value_of
-from toolkit.config.schema import AUTO, EVAL_LOSS, INDUCTOR, Device, Metric, RunConfig, ScheduleName
+from toolkit.config.schema import AUTO, EVAL_LOSS, INDUCTOR, Device, Metric, RunConfig
 from toolkit.config.suggest import did_you_mean
 from toolkit.config.unread import check_effect
 from toolkit.config.variables import check_variables
@@ -52,7 +53,7 @@ def check(loaded: Loaded, world_size: int | None = None, *, files: bool = True, 
         _restarts,
         _evaluate,
     )
-    late = (check_tuning, check_zero, check_track, check_effect, check_variables)
+    late = (check_tuning, check_zero, check_optim, check_track, check_effect, check_variables)
     shared = (check_pipeline, check_sequence, check_tensor)
     left_out = (_evaluate, check_tuning, check_effect) if own else ()
     if own:
@@ -67,6 +68,7 @@ def check(loaded: Loaded, world_size: int | None = None, *, files: bool = True, 
         check_ranks(loaded, world_size)
     if files:
         check_files(loaded, own)
+        check_optim_here(loaded)
     if files and not own:
         check_tuning_here(loaded)
         check_zero_here(loaded)
@@ -216,19 +218,6 @@ def _schedule(loaded: Loaded) -> None:
                 ratio=schedule.warmup_ratio,
             )
             + ("" if both_from_one else " " + tr("Set the other to 0.")),
-        )
-    steps = loaded.cfg.train.max_steps
-    if steps and schedule.name is ScheduleName.wsd and schedule.warmup_steps + schedule.decay_steps > steps:
-        raise fail(
-            loaded,
-            "schedule.decay_steps",
-            tr(
-                "schedule.warmup_steps = {warmup} and schedule.decay_steps = {decay} are more together than "
-                "train.max_steps = {steps}.",
-                warmup=schedule.warmup_steps,
-                decay=schedule.decay_steps,
-                steps=steps,
-            ),
         )
     if loaded.cfg.train.max_steps and schedule.warmup_steps > loaded.cfg.train.max_steps:
         raise fail(

@@ -7,6 +7,7 @@ import os
 import tempfile
 from pathlib import Path
 
+from toolkit.config.hub import is_hub_name
 from toolkit.config.load import Loaded
 from toolkit.config.places import fail, value_of
 from toolkit.config.schema import ROW_FIELDS, Device, Init, RowFormat, RunConfig, SourceConfig
@@ -87,9 +88,10 @@ def _model(loaded: Loaded) -> None:
             )
     elif not model.path:
         raise fail(loaded, "model.path", _how_to_get(loaded.cfg))
-    elif not Path(model.path).is_dir():
+    elif not Path(model.path).is_dir() and not is_hub_name(model.path):
         sentence = tr("model.path = {path} is not a folder here.", path=model.path)
-        raise fail(loaded, "model.path", sentence + " " + _download_hint(model.path))
+        hint = tr("It must be the folder that holds config.json and the weights, or owner/name on Hugging Face.")
+        raise fail(loaded, "model.path", f"{sentence} {hint}")
     for key in ("model.tokenizer", "model.chat_template"):
         path = str(value_of(loaded.cfg, key))
         if path and not Path(path).exists():
@@ -107,15 +109,6 @@ def _how_to_get(cfg: RunConfig) -> str:
         hub_id=cfg.model.hub_id,
         modelscope_id=cfg.model.modelscope_id,
     )
-
-
-def _download_hint(path: str) -> str:
-    if path.count("/") == 1 and not path.startswith((".", "/", "~")):
-        return tr(
-            "It looks like a hub name: get it with `hf download {path} --local-dir DIR` and set model.path=DIR.",
-            path=path,
-        )
-    return tr("Nothing is downloaded by itself: it must be the folder that holds config.json and the weights.")
 
 
 def _sources(loaded: Loaded) -> None:

@@ -1,4 +1,4 @@
-"""Rules about what goes beyond ZeRO's stages: ZeRO++, ZenFlow and SuperOffload. What they do: docs/zero.md."""
+"""Rules about what goes beyond ZeRO's stages: ZeRO++, ZenFlow, SuperOffload, DeepCompile; see docs/zero.md."""
 
 import shutil
 
@@ -39,6 +39,8 @@ def check_zero(loaded: Loaded) -> None:
         }
         _require(loaded, "zero.zero_quantized_gradients", wanted)
         _require_data_parallel(loaded, "zero.zero_quantized_gradients")
+    if cfg.compile.deepcompile:
+        _deepcompile(loaded)
     if zero.offload_optimizer.super_offload:
         _super_offload(loaded)
     if zero.zenflow.enabled:
@@ -98,6 +100,24 @@ def updates_early(cfg: RunConfig) -> str:
 
 def _holds_weights(cfg: RunConfig) -> bool:
     return cfg.zero.offload_param.device is Device.none
+
+
+def _deepcompile(loaded: Loaded) -> None:
+    """Its graph has gathers and reductions of its own (0.19.8, compile/init_z3.py), which know none of these."""
+    cfg, key = loaded.cfg, "compile.deepcompile"
+    _require(
+        loaded,
+        key,
+        {
+            "zero.zero_hpz_partition_size=1": cfg.zero.zero_hpz_partition_size == 1,
+            "zero.zero_quantized_weights=false": not cfg.zero.zero_quantized_weights,
+            "zero.zero_quantized_gradients=false": not cfg.zero.zero_quantized_gradients,
+            "zero.offload_param.device=cpu": cfg.zero.offload_param.device is not Device.nvme,
+            "zero.offload_optimizer.super_offload=false": not cfg.zero.offload_optimizer.super_offload,
+            "zero.zenflow.enabled=false": not cfg.zero.zenflow.enabled,
+        },
+    )
+    _require_data_parallel(loaded, key)
 
 
 def _super_offload(loaded: Loaded) -> None:

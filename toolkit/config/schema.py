@@ -132,6 +132,20 @@ class OptimizerName(str, Enum):
 
     adamw = "adamw"
     adam = "adam"
+    adamw_8bit = "adamw_8bit"
+    muon = "muon"
+    lion = "lion"
+    adafactor = "adafactor"
+    sgd = "sgd"
+    adagrad = "adagrad"
+
+
+class DecayOf(str, Enum):
+    """Which parameters have weight decay."""
+
+    all = "all"
+    matrices = "matrices"
+    hidden = "hidden"
 
 
 class ScheduleName(str, Enum):
@@ -275,7 +289,9 @@ class ModelConfig:
     name: str = ""
     """Name shown in messages; the group's file sets it."""
     path: str = ""
-    """Local folder with the weights, an official ChatGLM folder or transformers' layout; needed with init=pretrained."""
+    """Folder with the weights, an official ChatGLM folder or transformers' layout, or owner/name of a model on Hugging Face, which is downloaded into its cache; needed with init=pretrained."""
+    revision: str = ""
+    """Commit, branch or tag of a model on Hugging Face; "" the newest."""
     tokenizer: str = ""
     """Local folder of the tokenizer; "" takes `model.path`; with init=random and "" one is fitted to the training data."""
     family: Family = Family.auto
@@ -286,6 +302,8 @@ class ModelConfig:
     """File with a Jinja chat template that replaces the tokenizer's own; "" keeps its own."""
     attention: Attention = Attention.auto
     """auto: varlen for packed rows, else PyTorch's scaled_dot_product_attention; sdpa: the latter, with a mask of blocks for packed rows; eager: written out; varlen: each sample of a packed row for itself (PyTorch's kernel for variable lengths on GPUs)."""
+    trust_remote_code: bool = False
+    """Run the Python files of the model's folder, with all your rights, where its architecture is not part of transformers; without it such models are refused."""
     router_loss: float = -1.0
     """Mixture of experts: what the load-balancing loss of the routers is multiplied by before it is added to the loss; -1 takes `router_aux_loss_coef` of the model's config, 0 leaves it out."""
     init: Init = Init.pretrained
@@ -449,17 +467,25 @@ class OptimConfig:
     """`optim`: the optimizer."""
 
     name: OptimizerName = OptimizerName.adamw
-    """adamw: decoupled weight decay; adam: weight decay added to the gradient."""
+    """adamw: decoupled weight decay; adam: weight decay added to the gradient; adamw_8bit: AdamW whose states take 8 bits (bitsandbytes); muon: orthogonalised momentum for the matrices of the layers, AdamW for the rest; lion: the sign of a momentum; adafactor: factored second moments; sgd, adagrad: PyTorch's."""
     lr: float = 2e-5
     """Peak learning rate."""
+    adam_lr: float = 0.0
+    """muon: peak learning rate of what AdamW trains (embeddings, output layer, norms, biases); 0 takes `optim.lr`."""
     betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
-    """The two decay rates of Adam's moving averages."""
+    """adamw, adam, adamw_8bit, muon, lion: the two decay rates of the moving averages."""
+    momentum: float = 0.0
+    """muon, sgd: share of the last step's momentum that stays; the groups set 0.95 and 0.9."""
     eps: float = 1e-8
-    """Term added to Adam's denominator."""
+    """adamw, adam, adamw_8bit, muon, adagrad: term added to the denominator."""
     weight_decay: float = 0.0
-    """Weight decay, applied to every trained parameter."""
+    """Weight decay of the parameters that `optim.decay` names."""
+    decay: DecayOf = DecayOf.all
+    """Which trained parameters have weight decay. all: every one; matrices: no biases and norms; hidden: no embeddings and output layer either."""
+    layer_lr_decay: float = 1.0
+    """Each layer learns by this factor slower than the one above it: of L layers, number i (from 0) at the rate times its power L - i, embeddings at L + 1, what stands above the layers at the full rate; 1 treats all alike."""
     torch: bool = False
-    """true: PyTorch's own fused Adam; false: DeepSpeed's (FusedAdam, or DeepSpeedCPUAdam when offloaded), which is compiled once at first use."""
+    """true: PyTorch's own fused Adam, and a Lion of PyTorch's operations; false: DeepSpeed's (FusedAdam and FusedLion, or DeepSpeedCPUAdam and DeepSpeedCPULion when offloaded), which are compiled once at first use. The other optimizers are not DeepSpeed's."""
 
 
 @dataclass(kw_only=True, slots=True)

@@ -3,8 +3,10 @@
 from collections.abc import Iterable, Iterator
 from enum import Enum
 
+from toolkit.config.checks_optim import unread_optim
 from toolkit.config.checks_track import enabled_trackers
 from toolkit.config.checks_tuning import unread_tuning
+from toolkit.config.hub import is_hub_name
 from toolkit.config.keys import all_keys
 from toolkit.config.load import Loaded
 from toolkit.config.places import fail, value_of
@@ -120,6 +122,7 @@ def _unread(cfg: RunConfig) -> Iterator[tuple[str, str]]:
         yield from ((f"compile.{name}", reason) for name in ("backend", "mode", "dynamic", "deepcompile"))
     elif cfg.compile.backend != INDUCTOR:
         yield "compile.mode", tr("compile.backend is {backend}, not inductor", backend=cfg.compile.backend)
+    yield from unread_optim(cfg)
     yield from _unread_schedule(cfg)
     yield from _unread_data(cfg)
     yield from _unread_ltd(cfg)
@@ -133,8 +136,13 @@ def _unread(cfg: RunConfig) -> Iterator[tuple[str, str]]:
     if cfg.profile.comms.enabled and cfg.profile.comms.prof_all:
         yield "profile.comms.prof_ops", tr("profile.comms.prof_all is true")
     if cfg.model.init is Init.random:
-        yield from ((key, tr("model.init is random")) for key in ("model.path", "model.router_loss"))
+        yield from (
+            (key, tr("model.init is random"))
+            for key in ("model.path", "model.revision", "model.trust_remote_code", "model.router_loss")
+        )
     else:
+        if not is_hub_name(cfg.model.path):
+            yield "model.revision", tr("model.path is a folder")
         for key in all_keys():
             if key.startswith("model.shape."):
                 yield key, tr("model.init is pretrained")

@@ -21,7 +21,7 @@ from typing import Any
 import psutil
 
 from toolkit.config.load import recorded
-from toolkit.config.schema import Device, Init, RunConfig
+from toolkit.config.schema import Device, Init, OptimizerName, RunConfig
 from toolkit.doctor import bandwidth
 from toolkit.errors import ToolkitError
 from toolkit.launch import build_locks
@@ -250,8 +250,11 @@ def _ops(cfg: RunConfig, environ: Mapping[str, str]) -> dict[str, Any]:
     offloads = {cfg.zero.offload_optimizer.device, cfg.zero.offload_param.device}
     has_gpu = bool(shutil.which("nvidia-smi"))
     needed = []
-    if not cfg.optim.torch:
-        needed.append("fused_adam" if cfg.zero.offload_optimizer.device is Device.none and has_gpu else "cpu_adam")
+    kind = dict.fromkeys((OptimizerName.adamw, OptimizerName.adam, OptimizerName.muon), "adam")
+    kind[OptimizerName.lion] = "lion"
+    if not cfg.optim.torch and cfg.optim.name in kind:
+        on_gpu = cfg.zero.offload_optimizer.device is Device.none and has_gpu
+        needed.append(f"{'fused' if on_gpu else 'cpu'}_{kind[cfg.optim.name]}")
     if Device.nvme in offloads:
         needed.append("async_io")
     if cfg.distributed.cpu_shared_memory and not has_gpu:

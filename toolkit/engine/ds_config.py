@@ -12,6 +12,7 @@ from typing import Any
 from toolkit.config.checks import accumulation
 from toolkit.config.checks_track import enabled_trackers
 from toolkit.config.layout import layout_of
+from toolkit.config.optimizers import SOMETIMES_READ
 from toolkit.config.places import value_of
 from toolkit.config.schema import (
     ActivationCheckpointingConfig,
@@ -32,6 +33,7 @@ from toolkit.config.schema import (
 from toolkit.config.tensor import partition_config
 from toolkit.config.unread import STAGE3_KEYS, SUPER_OFFLOAD_KEYS
 from toolkit.engine.ds_names import check_extra
+from toolkit.engine.ds_optimizer import write_optimizer
 from toolkit.messages import tr
 
 # DeepSpeed prints its own progress line every so many steps, and its default was 10 in older versions.
@@ -50,7 +52,7 @@ SECTIONS: dict[str, tuple[str, tuple[str, ...]]] = {
     "zero_optimization.zenflow": ("zero.zenflow", _names(ZenFlowConfig, "enabled")),
     "aio": ("zero.aio", _names(AioConfig)),
     "fp16": ("precision", _names(PrecisionConfig, "dtype")),
-    "optimizer.params": ("optim", ("lr", "betas", "eps", "weight_decay")),
+    "optimizer.params": ("optim", ("lr", "weight_decay", *SOMETIMES_READ)),
     "activation_checkpointing": ("train.activation_checkpointing", _names(ActivationCheckpointingConfig, "enabled")),
     "flops_profiler": ("profile.flops", _names(FlopsProfilerConfig)),
     "comms_logger": ("profile.comms", _names(CommsLoggerConfig)),
@@ -76,6 +78,7 @@ DERIVED: dict[str, str] = {
     "optimizer.type": "optim.name",
     "optimizer.params.adam_w_mode": "optim.name",
     "optimizer.params.fused": "optim.torch",
+    "optimizer.params.muon_lr": "optim.lr",
     "zero_optimization.zenflow.select_strategy": "zero.zenflow.enabled",
     "scheduler.type": "schedule.name",
     "scheduler.params.warmup_min_lr": "schedule.warmup_min_ratio",
@@ -159,7 +162,7 @@ def build_ds_config(cfg: RunConfig, world_size: int, total_steps: int | None = N
     _batch(ds, cfg, world_size)
     _precision(ds, cfg)
     _zero(ds, cfg)
-    _optimizer(ds, cfg)
+    write_optimizer(ds, cfg)
     _scheduler(ds, cfg, total_steps or cfg.train.max_steps or None)
     if cfg.train.activation_checkpointing.enabled:
         _copy(ds, cfg, "activation_checkpointing")
@@ -278,6 +281,8 @@ def _zero(ds: DsConfig, cfg: RunConfig) -> None:
         _same(ds, cfg, "zero_optimization.stage")
         return
     _copy(ds, cfg, "zero_optimization", *(() if zero.stage == 3 else STAGE3_KEYS))
+    if zero.stage == 3 and cfg.optim.name is OptimizerName.muon:
+        ds.put("zero_optimization.reduce_scatter", False, "= false: Muon needs whole gradients")
     for name, offload in (("offload_optimizer", zero.offload_optimizer), ("offload_param", zero.offload_param)):
         if offload.device is not Device.none:
             path = () if offload.device is Device.nvme else ("nvme_path",)
@@ -294,21 +299,6 @@ def _zero(ds: DsConfig, cfg: RunConfig) -> None:
         _copy(ds, cfg, "zero_optimization.zenflow")
         # Its other strategy counts epochs by a data loader that the engine does not have here.
         ds.put("zero_optimization.zenflow.select_strategy", "step", "zero.zenflow.enabled")
-
-
-def _optimizer(ds: DsConfig, cfg: RunConfig) -> None:
-    adamw = cfg.optim.name is OptimizerName.adamw
-    ds.put("optimizer.type", "AdamW" if adamw else "Adam", "optim.name")
-    _copy(ds, cfg, "optimizer.params")
-    if cfg.zero.zenflow.enabled:  # hands these parameters to PyTorch's AdamW too, which knows none of the following
-        return
-    # DeepSpeed reads type "Adam" as AdamW unless adam_w_mode is false.
-    ds.put("optimizer.params.adam_w_mode", adamw, "optim.name")
-    # No zero_force_ds_cpu_optimizer or zero_allow_untested_optimizer is needed: the first concerns optimizers handed
-    # to deepspeed.initialize as objects, and torch's Adam is on DeepSpeed's list of tested ones, offloaded too.
-    _same(ds, cfg, "optimizer.params.torch_adam")
-    if cfg.optim.torch:  # without it PyTorch takes one parameter after the other, ten times as slow on CPUs
-        ds.put("optimizer.params.fused", True, "optim.torch")
 
 
 def _scheduler(ds: DsConfig, cfg: RunConfig, total_steps: int | None) -> None:

@@ -15,6 +15,7 @@ from toolkit.engine.ds_json import read_json
 from toolkit.engine.ds_translate import (
     Translation,
     equal,
+    optimizer_defaults,
     translate_activation_checkpointing,
     translate_batch,
     translate_monitors,
@@ -30,13 +31,6 @@ from toolkit.messages import tr
 AUTOTP = "tensor_parallel.autotp_size"
 ELSEWHERE = ("train_batch_size", "train_micro_batch_size_per_gpu", AUTOTP)
 """Keys that need more than a new name."""
-# DeepSpeed's own Adam where the file is silent; the schema's defaults differ.
-ADAM_DEFAULTS: dict[str, Any] = {
-    "optimizer.params.betas": [0.9, 0.999],
-    "optimizer.params.eps": 1e-8,
-    "optimizer.params.weight_decay": 0.0,
-    "optimizer.params.torch_adam": False,
-}
 
 
 def import_json(path: str, loaded: Loaded, world_size: int | None) -> tuple[Loaded, list[str]]:
@@ -81,7 +75,7 @@ def _defaults(task: Translation, values: dict[str, Any]) -> None:
     silent = {key: read_key(plain, ours) for key, ours in SAME.items() if ours.startswith(("zero.", "precision."))}
     silent |= {"zero_optimization.stage": 0, "zero_optimization.overlap_comm": stage == 3}
     if "optimizer" in values:
-        silent |= ADAM_DEFAULTS
+        silent |= optimizer_defaults(task)
     changed = []
     for key, value in silent.items():
         ours = SAME[key]

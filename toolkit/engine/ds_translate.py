@@ -6,12 +6,22 @@ from enum import Enum
 from typing import Any
 
 from toolkit.config.load import Loaded
+from toolkit.config.optimizers import OPTIMIZERS
 from toolkit.config.schema import AUTO
 from toolkit.engine.ds_config import read_key
 from toolkit.errors import ConfigError
 from toolkit.messages import tr
 
 REMOVED_OPTIMIZERS = ("onebitadam", "zerooneadam", "onebitlamb")
+_MUON = {"betas": [0.9, 0.95], "eps": 1e-10, "momentum": 0.95, "torch_adam": False}
+OPTIMIZER_DEFAULTS: dict[str, dict[str, Any]] = {
+    "adam": {"betas": [0.9, 0.999], "eps": 1e-8, "torch_adam": False},
+    "lion": {"betas": [0.9, 0.99]},
+    "muon": _MUON,
+    "sgd": {"momentum": 0.0},
+    "adagrad": {"eps": 1e-10},
+    "adafactor": {},
+}
 SCHEDULERS = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
 # What DeepSpeed's schedulers take where the file is silent.
 WARMUP_DEFAULTS: dict[str, Any] = {
@@ -180,6 +190,13 @@ def translate_precision(task: Translation) -> None:
             task.take("precision.dtype", "fp32", (stated or ["fp16.enabled"])[0])
 
 
+def optimizer_defaults(task: Translation) -> dict[str, Any]:
+    """Return what DeepSpeed's optimizers, or PyTorch's, take where the file is silent; the schema's defaults differ."""
+    name = str(task.given.get("optimizer.type", "adam")).lower()
+    silent = OPTIMIZER_DEFAULTS.get(name, OPTIMIZER_DEFAULTS["adam"])
+    return {f"optimizer.params.{key}": value for key, value in silent.items()} | {"optimizer.params.weight_decay": 0.0}
+
+
 def translate_optimizer(task: Translation) -> None:
     """DeepSpeed's type "Adam" is AdamW unless adam_w_mode is false; PyTorch's own is always its fused one here."""
     key, mode, fused = "optimizer.type", "optimizer.params.adam_w_mode", "optimizer.params.fused"
@@ -188,10 +205,12 @@ def translate_optimizer(task: Translation) -> None:
     name = str(task.given[key]).lower()
     if name in REMOVED_OPTIMIZERS:
         raise task.fail(key, tr("{value} was removed from DeepSpeed. Use AdamW or Adam.", value=task.given[key]))
-    if name not in ("adam", "adamw"):
-        raise task.fail(key, tr("{value} is not available. There are AdamW and Adam.", value=task.given[key]))
+    names = {kind.ds_type.lower(): (ours.value, kind.ds_type) for ours, kind in OPTIMIZERS.items() if kind.ds_type}
+    if name not in names:
+        known = ", ".join(shown for _, shown in names.values())
+        raise task.fail(key, tr("{value} is not available. There are {names}.", value=task.given[key], names=known))
     plain = name == "adam" and task.given.get(mode) is False
-    task.take("optim.name", "adam" if plain else "adamw", key)
+    task.take("optim.name", "adamw" if name == "adam" and not plain else names[name][0], key)
     if name == "adam" and not plain:
         task.note(
             key, tr('"Adam" without "adam_w_mode": false means AdamW in DeepSpeed: optim.name = adamw.'), dropped=True
@@ -200,6 +219,21 @@ def translate_optimizer(task: Translation) -> None:
         task.note(mode, tr('"adam_w_mode": false has no effect with type AdamW.'), dropped=True)
     if task.has(fused) and bool(task.given[fused]) != task.now("optim.torch"):
         task.note(fused, tr('"fused" follows "torch_adam": PyTorch\'s Adam is its fused one here.'), dropped=True)
+    if name == "muon":
+        _translate_muon(task)
+
+
+def _translate_muon(task: Translation) -> None:
+    """Muon's own rate beats lr, which is Adam's then; ZeRO-3 has no reduce-scatter for it."""
+    own, adam, scatter = "optimizer.params.muon_lr", "optimizer.params.adam_lr", "zero_optimization.reduce_scatter"
+    if task.has(own):
+        others = task.given.get(adam, task.now("optim.lr"))
+        task.take("optim.lr", task.given[own], own)
+        if not equal(others, task.given[own]):
+            task.take("optim.adam_lr", others, adam)
+        task.noted |= {own, adam, "optimizer.params.lr"}
+    if task.given.get(scatter) is True and task.now("zero.stage") == 3:
+        task.note(scatter, tr("reduce_scatter is off: Muon needs whole gradients under ZeRO-3."), dropped=True)
 
 
 def translate_scheduler(task: Translation) -> None:

@@ -12,9 +12,10 @@ from deepspeed.utils import groups
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from toolkit.config.schema import ActivationCheckpointingConfig, CompileConfig, When
+from toolkit.config.schema import ActivationCheckpointingConfig, CompileConfig, OptimConfig, When
 from toolkit.config.tensor import check_split
 from toolkit.engine import zenflow
+from toolkit.engine.optimizers import client_optimizer, parameter_groups
 from toolkit.errors import ConfigError
 from toolkit.messages import tr
 
@@ -28,8 +29,9 @@ def initialize(
     activation_checkpointing: ActivationCheckpointingConfig,
     make_schedule: Callable[[torch.optim.Optimizer], Any],
     compiling: CompileConfig | None = None,
+    optim: OptimConfig | None = None,
 ) -> deepspeed.DeepSpeedEngine:
-    """Build the engine: optimizer, partitioning and precision come from `ds_config` alone.
+    """Build the engine: partitioning and precision come from `ds_config` alone, and so does the optimizer if it can.
 
     Args:
         model: the model, already partitioned under stage 3; or a pipeline's stage of it.
@@ -37,6 +39,7 @@ def initialize(
         activation_checkpointing: which activations are recomputed.
         make_schedule: gets the optimizer, returns the learning-rate schedule.
         compiling: whether and how the model is compiled; None leaves it as it is.
+        optim: parameter groups, and an optimizer that `ds_config` cannot name; None: one group.
 
     Raises:
         ConfigError: DeepSpeed refuses the combination.
@@ -52,7 +55,8 @@ def initialize(
     try:
         engine, *_ = deepspeed.initialize(
             model=model,
-            model_parameters=trained,
+            model_parameters=parameter_groups(model.named_parameters(), optim or OptimConfig()),
+            optimizer=client_optimizer(optim, "offload_optimizer" in ds_config["zero_optimization"]) if optim else None,
             config=_fitted(ds_config, trained),
             mpu=_tensor_groups(model, ds_config),
             lr_scheduler=make_schedule,

@@ -34,7 +34,13 @@ class UpdateGate:
             update_scale = self.optimizer._update_scale
             self.optimizer._update_scale = lambda overflow=False: update_scale(overflow and not self.refused)
         stage = engine.zero_optimization_stage() if hasattr(self.optimizer, "averaged_gradients") else 0
-        if stage == 3:
+        # Muon puts its update, and its momentum forward, before DeepSpeed takes the norm: it is asked still earlier.
+        is_muon = type(engine.basic_optimizer).__name__ == "MuonWithAuxAdam"
+        if is_muon and stage == 3:
+            self._before_muon("_apply_muon_to_accumulated_grads", "_get_norm_groups", combine_grad_norm_groups)
+        elif is_muon and stage and self.optimizer.cpu_offload:
+            self._before_muon("_apply_muon_updates_cpu_offload", "scaled_global_norm", float)
+        elif stage == 3:
             self._replace("_get_norm_groups", self._stage3_norms)
         elif stage:
             self._replace("scaled_global_norm", self._stage2_norm)
@@ -68,6 +74,27 @@ class UpdateGate:
     def _stage2_norm(self, real: Callable[..., Any], *arguments: Any) -> Any:
         norm = real(*arguments)
         return torch.full((), math.inf) if self._ask(norm) else norm
+
+    def _before_muon(self, update: str, norm: str, combine: Callable[[Any], Any]) -> None:
+        """Ask with the gradient's norm before Muon makes updates of gradients: refused, its momentum stays.
+
+        Args:
+            update: what does so.
+            norm: what DeepSpeed takes the norm by: of gradients before, of updates after.
+            combine: makes one number of that.
+        """
+        take_norm = getattr(self.optimizer, norm)
+
+        def ask_first(real: Callable[[], None]) -> None:
+            if not self._ask(combine(take_norm())):
+                real()
+
+        def norm_or_refusal(real: Callable[..., Any], *arguments: Any) -> Any:
+            infinite = torch.full((), math.inf)
+            return ([infinite] if norm == "_get_norm_groups" else infinite) if self.refused else real(*arguments)
+
+        self._replace(update, ask_first)
+        self._replace(norm, norm_or_refusal)
 
     def _take_model_step(self, real: Callable[[Any], None], lr_kwargs: Any) -> None:
         gradients = self._gradients()

@@ -8,6 +8,7 @@ from typing import Any
 from toolkit.errors import ModelError
 from toolkit.messages import tr
 from toolkit.models.chatglm.family import Architecture, architecture_of, check_supported
+from toolkit.models.remote_code import code_files, is_trusted
 
 LFS_POINTER = b"version https://git-lfs"
 
@@ -63,12 +64,14 @@ def _refuse_unknown(folder: Path, config: dict[str, Any]) -> None:
                 folder=folder,
             )
         )
-    if "auto_map" in config or "_attn_implementation_internal" in config:
+    if ("auto_map" in config or "_attn_implementation_internal" in config) and not is_trusted(folder):
         raise ModelError(
             tr(
-                "{folder}/config.json names Python code to run (auto_map): such models are not loaded. Use a folder "
-                "whose architecture is part of transformers.",
+                "{folder}/config.json names Python code to run (auto_map), which is refused; there are {files}. Read "
+                "them, then train with model.trust_remote_code=true, or use a folder whose architecture is part of "
+                "transformers.",
                 folder=folder,
+                files=[file.name for file in code_files(folder)],
             )
         )
 

@@ -1,18 +1,21 @@
 """Models in transformers' own layout."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
 from transformers import PreTrainedModel
+from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
 from toolkit.errors import ModelError
 from toolkit.messages import tr
 from toolkit.models.fill import empty_model, read_weights, refuse_other_weights, shapes_of, tied_names
 from toolkit.models.layout import TransformersLayout
 from toolkit.models.official import recall_origin
+from toolkit.models.remote_code import alone, code_files, is_trusted
 from toolkit.models.weights import WeightFiles
 
 
@@ -39,8 +42,9 @@ def empty_hf(folder: Path) -> PreTrainedModel:
 
 
 def _empty(folder: Path, config: Any, dtype: torch.dtype | None, ds_config: dict[str, Any] | None) -> PreTrainedModel:
+    trusted = is_trusted(folder)
     model = empty_model(
-        lambda: transformers.AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False),
+        lambda: transformers.AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=trusted),
         ds_config,
     )
     if (folder / "generation_config.json").is_file():
@@ -53,6 +57,8 @@ def _finished(model: PreTrainedModel, folder: Path) -> PreTrainedModel:
     # token's, as in glm-4-9b-chat-hf. Padding itself is never attended to, so its row needs no such care.
     model.get_input_embeddings().padding_idx = None
     recall_origin(model, folder)
+    if is_trusted(folder):
+        model.code_files = {file.name: file.read_bytes() for file in code_files(folder)}
     return model.eval()
 
 
@@ -62,9 +68,15 @@ def _known_config(folder: Path) -> Any:
     It must be imported before zero.Init begins: DeepSpeed 0.19.8 undoes what decorators make of the constructors of
     classes that are defined meanwhile (transformers' experts would lose their config).
     """
+    trusted = is_trusted(folder)
     try:
-        config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
-    except (OSError, ValueError) as error:
+        with alone() if trusted else nullcontext():
+            config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=trusted, local_files_only=True)
+            own = (getattr(config, "auto_map", None) or {}).get("AutoModelForCausalLM") if trusted else None
+            if own:
+                get_class_from_dynamic_module(own, folder, local_files_only=True)
+                return config
+    except (OSError, ValueError, ImportError) as error:
         raise _refusal(folder, error) from error
     if transformers.MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None) is None:
         raise ModelError(
@@ -87,7 +99,7 @@ def _whole(folder: Path, dtype: torch.dtype | None) -> PreTrainedModel:
         model, report = transformers.AutoModelForCausalLM.from_pretrained(
             folder,
             dtype=dtype or "auto",
-            trust_remote_code=False,
+            trust_remote_code=is_trusted(folder),
             local_files_only=True,
             use_safetensors=True,
             output_loading_info=True,

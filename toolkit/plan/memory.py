@@ -17,6 +17,7 @@ from collections import Counter
 from dataclasses import dataclass, field, replace
 
 from toolkit.config.checks import accumulation, micro_rows
+from toolkit.config.optimizers import OPTIMIZERS
 from toolkit.config.schema import Attention, Device, Dtype, Init, LossKernel, Packing, RunConfig, TuningMethod
 from toolkit.plan.activations import Rows, layer_bytes, saved_bytes
 from toolkit.plan.parameters import Outline, layer_of
@@ -113,12 +114,14 @@ class _Rank:
     """P."""
     trained: int = field(init=False)
     """X."""
+    states: float = field(init=False)
+    """Bytes that the optimizer keeps per trained parameter, beside weights."""
     rows: Rows = field(init=False)
     """The longest."""
 
     def __post_init__(self) -> None:
         dtype = self.cfg.precision.dtype
-        self.weight = WIDTHS[dtype]
+        self.weight, self.states = WIDTHS[dtype], OPTIMIZERS[self.cfg.optim.name].state_bytes
         self.grad = 2 if dtype is Dtype.fp16 else 4
         self.all, self.trained = self.outline.num_parameters, self.outline.num_trained
         self.rows = longest_rows(self.outline, self.cfg, self.on_cpu)
@@ -165,7 +168,8 @@ class _Rank:
         }
         host = self.host()
         if self.on_cpu:
-            loaded = host | {"optimizer": host["optimizer"] * 4 // 12} if "optimizer" in host else host
+            first = int(host.get("optimizer", 0) * 4 / (4 + self.states))
+            loaded = host | {"optimizer": first} if "optimizer" in host else host
             device = {
                 phase: dict(Counter(parts) + Counter(loaded if phase == "load" else host))
                 for phase, parts in device.items()
@@ -179,8 +183,9 @@ class _Rank:
     def at_rest(self) -> Parts:
         """Between two steps."""
         if self.stage == 0:
-            return {"weights": self.whole(), "optimizer": (12 if self.is_half else 8) * self.trained}
-        parts = {"weights": self.whole(), "optimizer": 12 * self.part(self.trained)}
+            kept = int(((4 if self.is_half else 0) + self.states) * self.trained)
+            return {"weights": self.whole(), "optimizer": kept}
+        parts = {"weights": self.whole(), "optimizer": int((4 + self.states) * self.part(self.trained))}
         if self.keeps_float_gradients:
             parts["gradients"] = 4 * self.trained
         if self.stage == 3:
@@ -297,14 +302,8 @@ class _Rank:
             return {}
         zero = self.cfg.zero
         live = min(self.all, zero.stage3_max_live_parameters)
-        coming = min(self.all, max(zero.stage3_prefetch_bucket_size, self.largest_layer())) if ahead else 0
+        coming = min(self.all, max(zero.stage3_prefetch_bucket_size, self.outline.largest_layer())) if ahead else 0
         return {"gathered": self.weight * min(live + coming, 2 * self.all)}
-
-    def largest_layer(self) -> int:
-        layers: Counter[int] = Counter()
-        for name, shape in self.outline.shapes.items():
-            layers[layer_of(name)] += math.prod(shape)
-        return max(layers.values())
 
     def kept(self) -> Parts:
         """Activations by kind."""
@@ -363,7 +362,7 @@ class _Rank:
         if self.stage == 0 and self.is_half:  # but here, by a step with gradients of zero
             parts["gradients"] = 4 * trained
         elif "optimizer" in parts:
-            parts["optimizer"] -= 8 * self.part(trained) if self.stage else 8 * trained
+            parts["optimizer"] -= int(self.states * (self.part(trained) if self.stage else trained))
         if self.stage in (1, 2) and not self.keeps_float_gradients and not self.offloads:
             flattened = max(0, self.weight * trained - parts["optimizer"])  # freed before the states are made
             parts["weights"] += flattened
@@ -384,7 +383,7 @@ class _Rank:
         zero, part = self.cfg.zero, self.part(self.trained)
         parts: Counter[str] = Counter()
         if zero.offload_optimizer.device is Device.cpu:
-            parts["optimizer"] = 12 * part
+            parts["optimizer"] = int((4 + self.states) * part)
         elif zero.offload_optimizer.device is Device.nvme:
             tile = min(part, zero.sub_group_size)
             parts["optimizer"] = 4 * tile * zero.offload_optimizer.buffer_count

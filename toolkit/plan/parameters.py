@@ -5,6 +5,7 @@ measured (see `outline`).
 """
 
 import math
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -180,6 +181,13 @@ class Outline:
         """Whether the output layer's own gradient is needed."""
         tied = not any(name in self.shapes for name in _OUTPUT)
         return any(("embed" in name if tied else name in _OUTPUT) for name in self.trained)
+
+    def largest_layer(self) -> int:
+        """Return the parameters of the largest layer; what belongs to none counts as one."""
+        layers: Counter[int] = Counter()
+        for name, shape in self.shapes.items():
+            layers[layer_of(name)] += math.prod(shape)
+        return max(layers.values())
 
     @property
     def num_parameters(self) -> int:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from toolkit.config.checks import micro_sizes
 from toolkit.config.checks_tuning import highest_stage
+from toolkit.config.optimizers import OPTIMIZERS
 from toolkit.config.places import value_of
 from toolkit.config.schema import Device, Dtype, RunConfig
 from toolkit.messages import tr
@@ -72,7 +73,8 @@ def lay_out(outline: Outline, cfg: RunConfig, machine: Machine, rates: Rates) ->
 def layouts(outline: Outline, cfg: RunConfig, machine: Machine, rates: Rates) -> Iterator[Layout]:
     """Yield every way that keeps the global batch: stages, offloading, activation checkpointing, micro-batches."""
     for stage, optimizer, parameters in LAYOUTS:
-        if stage > highest_stage(cfg.tuning) or (stage == 0 and cfg.compile.deepcompile):
+        most = 0 if OPTIMIZERS[cfg.optim.name].needs_whole else highest_stage(cfg.tuning)
+        if stage > most or (stage == 0 and cfg.compile.deepcompile):
             continue  # what config.checks refuses
         if cfg.parallel.pipeline > 1 and (stage > 1 or optimizer is not Device.none or _adds_in_bf16(cfg, stage)):
             continue  # the same
@@ -103,7 +105,7 @@ def changed(
     other = deepcopy(cfg)
     other.zero.stage = stage
     other.zero.offload_optimizer.device, other.zero.offload_param.device = optimizer, parameters
-    if optimizer is not Device.none:
+    if optimizer is not Device.none and OPTIMIZERS[cfg.optim.name].is_adam:
         other.optim.torch = False
     if stage == 0:
         other.zero.overlap_comm = False

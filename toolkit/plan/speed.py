@@ -7,6 +7,7 @@ measures on the machine at hand what is assumed here.
 from dataclasses import dataclass
 
 from toolkit.config.checks import accumulation
+from toolkit.config.optimizers import OPTIMIZERS
 from toolkit.config.schema import Device, RunConfig
 from toolkit.plan.activations import Rows
 from toolkit.plan.flops import Work, causal_pairs, formula, is_countable
@@ -181,7 +182,8 @@ def _collectives(outline: Outline, cfg: RunConfig, world: int, times: int) -> in
 
 def _update(trained: int, cfg: RunConfig, world: int, weight: int, rates: Rates) -> float:
     part = trained / (world if cfg.zero.stage else 1)
-    moved = part * (16 + 12 + 2 * weight)  # gradient, weight and two states read, the last three written
+    states = OPTIMIZERS[cfg.optim.name].state_bytes  # read and written, as are weights; gradients are read
+    moved = part * (4 + 8 + 2 * states + 2 * weight)
     if cfg.zero.offload_optimizer.device is Device.none:
         return moved / rates.memory
     return moved / rates.host + 2 * part * weight / rates.pcie

@@ -61,6 +61,8 @@ def source() -> str:
     parts = {"zero_optimization": read.zero_config, "fp16": read.float16_config, "bf16": read.bfloat16_config}
     parts |= {"compile": read.compile_config, "hybrid_engine": read.hybrid_engine, "comms_logger": CommsLoggerConfig()}
     adam = _parameters(ds.ops.adam.FusedAdam, ds.ops.adam.DeepSpeedCPUAdam, torch.optim.AdamW)
+    muon = ("momentum", "ns_method", "muon_lr", "adam_lr", "per_head_muon")
+    others = _parameters(torch.optim.SGD, torch.optim.Adagrad, torch.optim.Adafactor)
     rates = _parameters(lr_schedules.WarmupLR, lr_schedules.WarmupDecayLR, lr_schedules.WarmupCosineLR)
     keys = {**(top.plain() or {}), **dict.fromkeys(("sequence_parallel_size", "vocabulary_size"))}
     keys |= _fields(type(read.monitor_config), renamed)
@@ -69,7 +71,11 @@ def source() -> str:
         "activation_checkpointing": dict.fromkeys(ACT_CHKPT_DEFAULT),
         "aio": dict.fromkeys(AIO_DEFAULT_DICT),
         "flops_profiler": flops.plain(),
-        "optimizer": {"type": None, "legacy_fusion": None, "params": {**adam, "torch_adam": None}},
+        "optimizer": {
+            "type": None,
+            "legacy_fusion": None,
+            "params": {**adam, "torch_adam": None, **dict.fromkeys(muon), **others},
+        },
         "scheduler": {"type": None, "params": rates},
         "timers": {"throughput": _fields(type(read.timers_config), renamed, "timers.throughput.")},
         "torch_autocast": dict.fromkeys(("enabled", "dtype", "lower_precision_safe_modules")),

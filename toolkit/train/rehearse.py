@@ -16,6 +16,8 @@ from toolkit.train.guard import Guard
 from toolkit.train.step import LANGUAGE, Objective, train_step
 
 _COUNTERS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
+_STATES = {"SGD": 1, "Lion": 1, "FusedLion": 1, "DeepSpeedCPULion": 1, "Adafactor": 0, "Adagrad": 0}
+"""Numbers per parameter that an optimizer makes at its first step; all others count as Adam."""
 _BEFORE_ALL = -2
 """Stands in for the number of the step: DeepSpeed's profiler and its own progress lines wait for theirs."""
 
@@ -124,17 +126,18 @@ def _make_loss_plain(engine: DeepSpeedEngine) -> None:
 
 
 def _take(engine: DeepSpeedEngine) -> None:
-    """Take, for a moment, the memory that the update takes: Adam's moments where they are not there yet, and a copy.
+    """Take, for a moment, the memory that the update takes: an optimizer's states where they are not there yet, a copy.
 
     The copy is of the largest group's gradients in fp32, or of what Adam computes from them (deepspeed 0.19.8: ZeRO-1
     and 2 flatten a group, ZeRO-3 a tile; PyTorch's Adam needs as much for square roots).
     """
     optimizer = engine.basic_optimizer
+    states = _STATES.get(type(optimizer).__name__, 2)
     tiles = getattr(engine.optimizer, "fp32_partitioned_groups_flat", None)  # ZeRO-3 hands over one after the other
     groups = [[tile] for tile in tiles] if tiles else [group["params"] for group in optimizer.param_groups]
     here = [[one for one in group if one.device == engine.device] for group in groups]
     moments = [
-        torch.empty_like(one) for group in here for one in group for _ in range(2) if not optimizer.state.get(one)
+        torch.empty_like(one) for group in here for one in group for _ in range(states) if not optimizer.state.get(one)
     ]
     copies = max((sum(one.numel() for one in group) for group in here), default=0)
     moments.append(torch.empty(copies, dtype=torch.float32, device=engine.device))

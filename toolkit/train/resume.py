@@ -13,6 +13,7 @@ from typing import IO, Any
 from toolkit.checkpoint import changes, engine_files, folders, manifest, random_state, run_state, universal
 from toolkit.checkpoint.run_state import RunState
 from toolkit.config.load import recorded
+from toolkit.config.optimizers import OPTIMIZERS
 from toolkit.config.schema import RunConfig
 from toolkit.disk import refuse_links, try_lock, unused
 from toolkit.distributed.process_group import on_rank0
@@ -249,6 +250,7 @@ def starting_state(
     _check_tensor(state, config["parallel"]["tensor"], ranks.world_size)
     changed = changes.check(hide_all(state.config), config, state.data, data, cfg.checkpoint.allow_changes)
     _check_stages(_stage(state), config["zero"]["stage"])
+    _check_optimizer(state, cfg, ranks)
     _check_pipeline(state, config, ranks.world_size)
     _check_states(state.config["zero"], config["zero"])
     same_run = origin.checkpoint.parent.parent == origin.folder
@@ -262,6 +264,25 @@ def starting_state(
 
 def _stage(state: RunState) -> int:
     return int(state.config["zero"]["stage"])
+
+
+def _is_converted(saved: RunState, stage: int, ranks: Ranks) -> bool:
+    """Whether a checkpoint goes on through DeepSpeed's universal form: other ranks, or another stage."""
+    return _stage(saved) != stage or (saved.world_size != ranks.world_size and stage != 0)
+
+
+def _check_optimizer(state: RunState, cfg: RunConfig, ranks: Ranks) -> None:
+    """Refuse other ranks, or another stage, for states that DeepSpeed's universal form does not hold."""
+    if _is_converted(state, cfg.zero.stage, ranks) and not OPTIMIZERS[cfg.optim.name].is_adam:
+        raise CheckpointError(
+            tr(
+                "the checkpoint was saved by {before} ranks under ZeRO-{stage}, and DeepSpeed can bring Adam's states "
+                "alone to others, not those of optim.name = {name}. Start with {before} ranks and zero.stage={stage}.",
+                before=state.world_size,
+                stage=_stage(state),
+                name=cfg.optim.name.value,
+            )
+        )
 
 
 def _check_stages(before: int, now: int) -> None:
@@ -341,11 +362,10 @@ def go_on(saver: Saver, checkpoint: Path, state: RunState, ranks: Ranks, seed: i
         CheckpointError: it cannot be read.
     """
     saved = run_state.read(checkpoint)
-    stages = _stage(saved), _stage(state)
-    if stages[0] == stages[1] and (saved.world_size == ranks.world_size or stages[0] == 0):
-        saver.load(checkpoint)
-    else:
+    if _is_converted(saved, _stage(state), ranks):
         saver.load_universal(checkpoint)
+    else:
+        saver.load(checkpoint)
     path = checkpoint / random_state.file_name(ranks.rank)
     if saved.world_size == ranks.world_size:
         try:

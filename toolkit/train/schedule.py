@@ -110,7 +110,7 @@ class Schedule:
         """Set the first learning rate.
 
         Args:
-            optimizer: its groups' "lr" is written.
+            optimizer: its groups' "lr" is read, for groups that learn slower or faster than the peak, and written.
             schedule: shape and ratios.
             lr: the peak learning rate.
             total_steps: optimizer steps of the whole run.
@@ -118,6 +118,7 @@ class Schedule:
         """
         self.optimizer = optimizer
         self.done = 0
+        self._shares = [group["lr"] / lr for group in optimizer.param_groups]
         self._shape = (schedule, lr, total_steps, warmup_steps)
         self._write()
 
@@ -130,7 +131,7 @@ class Schedule:
         """Return the learning rate of the next step, once per parameter group."""
         schedule, lr, total_steps, warmup_steps = self._shape
         rate = learning_rate(schedule, lr, self.done, total_steps, warmup_steps)
-        return [rate for _ in self.optimizer.param_groups]
+        return [rate * share for share in self._shares]
 
     def get_last_lr(self) -> list[float]:
         """Return what stands in the parameter groups: the rate of the next step."""

@@ -18,7 +18,6 @@ def _differs() -> dict[str, str]:
         "epochs": tr("whole epochs only: a fraction is rounded up; train.max_steps ends a run earlier"),
         "warmup": tr("begins a step later for DeepSpeed's three; below 1 it is a fraction of all steps"),
         "schedule_kwargs": tr("of cosine_with_min_lr, polynomial, inverse_sqrt and warmup_stable_decay"),
-        "weight_decay": tr("applies to every trained parameter, biases and norms too; the Trainer leaves those out"),
         "deepspeed": tr("the JSON is read and translated, and what it says stands in the recipe"),
         "evaluation": tr(
             "steps only; where there is validation data, it is evaluated at the beginning and the end in any case"
@@ -74,7 +73,7 @@ def _lost() -> dict[str, str]:
     return {
         "no_such_loss": tr("the loss is plain cross-entropy"),
         "no_noise": tr("there is no noise on embeddings"),
-        "optimizers": tr("there are AdamW and Adam"),
+        "optimizers": tr("docs/optimizers.md says which there are"),
         "sampling": tr("the order is random, made from run.seed; data.packing=grouped puts like lengths together"),
         "auto_batch": tr("batch.micro_per_gpu=auto finds the largest micro-batch and leaves the global batch as it is"),
         "one_seed": tr("run.seed is the seed of the data too"),
@@ -125,7 +124,7 @@ def _elsewhere() -> dict[str, str]:
         "streams": tr("files are always read as streams, and tokenised once per machine"),
         "store": tr("tokenised data is found again by what it is made of; prepare.num_workers says how many processes"),
         "remote_code": tr("code of a model folder is never run, and the family's own tokenizer is taken"),
-        "downloads": tr("nothing of a model is downloaded: model.path is a folder"),
+        "downloads": tr("models come through the cache of huggingface_hub, which HF_HOME and its other variables set"),
         "plots": tr("metrics.jsonl has the numbers, evaluate.metrics adds scores"),
         "swanlab": tr(
             "the key comes from SWANLAB_API_KEY or `swanlab login`, the run is called as run.name says; what SwanLab "

@@ -3,13 +3,27 @@
 import math
 from pathlib import Path
 
-from toolkit.config.schema import TRACKERS
+from toolkit.config.optimizers import OPTIMIZERS
+from toolkit.config.schema import TRACKERS, OptimizerName
 from toolkit.errors import ConfigError
 from toolkit.messages import tr
 from toolkit.translate.given import Draft, Given
 from toolkit.translate.schedules import translate_schedule
 
 ADAMW = ("adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw_apex_fused", "adamw_torch_xla", "adamw_torch_npu_fused")
+OPTIMIZERS_THERE = {
+    "adafactor": "adafactor",
+    "sgd": "sgd",
+    "adagrad": "adagrad",
+    "adamw_bnb_8bit": "adamw_8bit",
+    "adamw_8bit": "adamw_8bit",
+    "paged_adamw_8bit": "adamw_8bit",
+    "lion_32bit": "lion",
+    "paged_lion_32bit": "lion",
+    "lion_8bit": "lion",
+    "paged_lion_8bit": "lion",
+}
+"""The Trainer's name -> ours; paged ones differ in where states lie, and Lion has its state in float32 here."""
 MODELS = {
     "chatglm-6b": "chatglm_6b",
     "chatglm2-6b": "chatglm2_6b",
@@ -112,8 +126,32 @@ def _length(given: Given, draft: Draft) -> None:
 
 
 def _optimizer(given: Given, draft: Draft) -> None:
-    if (name := str(given.get("optim")).lower()) not in ADAMW:
-        draft.lost["optim"] = tr("there are AdamW and Adam; the recipe takes AdamW instead of {name}", name=name)
+    name, kind = str(given.get("optim")).lower(), OptimizerName.adamw
+    if name in OPTIMIZERS_THERE:
+        kind = OptimizerName(OPTIMIZERS_THERE[name])
+    elif name not in ADAMW:
+        draft.lost["optim"] = tr(
+            "there are {names}; the recipe takes AdamW instead of {name}",
+            names=", ".join(one.value for one in OptimizerName),
+            name=name,
+        )
+    if kind is not OptimizerName.adamw:
+        draft.put("optim.name", kind.value, "optim")
+    if given.number("weight_decay"):
+        draft.put("optim.decay", "matrices", "weight_decay")  # the Trainer leaves biases and norms out
+    if kind is OptimizerName.adagrad:
+        draft.put("optim.eps", 1e-10)
+    elif "eps" not in OPTIMIZERS[kind].reads:
+        draft.values.pop("optim.eps", None)
+    if kind is OptimizerName.adafactor:
+        draft.notes.append(
+            tr(
+                "optim = adafactor: PyTorch's, whose step is a share of each parameter's own size, which the Trainer's "
+                "is not. Choose optim.lr anew; 1e-3 to 1e-2 is usual."
+            )
+        )
+    if "betas" not in OPTIMIZERS[kind].reads:
+        return
     stated = [name for name in ("adam_beta1", "adam_beta2") if given.has(name)]
     draft.put("optim.betas", [given.number("adam_beta1"), given.number("adam_beta2")], *stated)
 

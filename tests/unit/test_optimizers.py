@@ -1,0 +1,180 @@
+"""Which parameters learn at which rate; what DeepSpeed's JSON says of each optimizer; what a plan counts."""
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from deepspeed.runtime.config import DeepSpeedConfig
+
+from toolkit.checkpoint import changes
+from toolkit.config.load import Loaded, load
+from toolkit.config.optimizers import OPTIMIZERS
+from toolkit.config.schema import DecayOf, OptimConfig, OptimizerName, RunConfig, ShapeConfig
+from toolkit.engine.ds_config import build_ds_config
+from toolkit.engine.ds_import import import_json
+from toolkit.engine.optimizers import Lion, client_optimizer, parameter_groups
+from toolkit.errors import ConfigError
+from toolkit.models.build import random_config
+from toolkit.plan.memory import plan_rank
+from toolkit.plan.outline import outline_of
+from toolkit.train.schedule import Schedule
+
+LAYERS = 2
+
+
+@pytest.fixture(scope="module")
+def glm() -> torch.nn.Module:
+    shape = ShapeConfig(hidden_size=16, intermediate_size=16, num_layers=LAYERS, num_heads=2, num_kv_heads=1)
+    return transformers.GlmForCausalLM(random_config(shape, 32))
+
+
+def by_name(model: torch.nn.Module, optim: OptimConfig) -> dict[str, dict[str, Any]]:
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    groups = parameter_groups(model.named_parameters(), optim)
+    return {names[id(one)]: group for group in groups for one in group["params"]}  # type: ignore[index,call-overload]
+
+
+def test_one_group_unless_something_differs(glm: torch.nn.Module) -> None:
+    groups = parameter_groups(glm.named_parameters(), OptimConfig(weight_decay=0.1))
+    assert [type(one) for one in groups] == [torch.nn.Parameter] * len(list(glm.parameters()))
+
+
+def test_rates_fall_from_layer_to_layer(glm: torch.nn.Module) -> None:
+    groups = by_name(glm, OptimConfig(lr=1.0, layer_lr_decay=0.5))
+    assert set(groups) == {name for name, _ in glm.named_parameters()}
+    rates = {name: group["lr"] for name, group in groups.items()}
+    assert rates["model.embed_tokens.weight"] == 0.5**3
+    assert rates["model.layers.0.mlp.down_proj.weight"] == rates["model.layers.0.input_layernorm.weight"] == 0.5**2
+    assert rates["model.layers.1.self_attn.q_proj.bias"] == 0.5
+    assert rates["model.norm.weight"] == rates["lm_head.weight"] == 1.0
+    first = parameter_groups(glm.named_parameters(), OptimConfig(lr=1.0, layer_lr_decay=0.5))[0]
+    assert first["lr"] == 1.0, "what logs show"  # type: ignore[index,call-overload]
+
+
+@pytest.mark.parametrize(
+    ("decay", "without"),
+    [
+        (DecayOf.matrices, {"norm", "layernorm", "bias"}),
+        (DecayOf.hidden, {"norm", "layernorm", "bias", "embed_tokens", "lm_head"}),
+    ],
+)
+def test_what_decays(glm: torch.nn.Module, decay: DecayOf, without: set[str]) -> None:
+    for name, group in by_name(glm, OptimConfig(weight_decay=0.1, decay=decay)).items():
+        assert group["weight_decay"] == (0.0 if any(part in name for part in without) else 0.1), name
+
+
+def test_muons_rates(glm: torch.nn.Module) -> None:
+    groups = by_name(glm, OptimConfig(name=OptimizerName.muon, lr=0.02, adam_lr=0.001))
+    matrices = {name for name, group in groups.items() if group["lr"] == 0.02}
+    assert "model.layers.0.mlp.down_proj.weight" in matrices and "lm_head.weight" not in matrices
+    assert {groups[name]["lr"] for name in set(groups) - matrices} == {0.001}
+
+
+def test_frozen_parameters_are_left_out(glm: torch.nn.Module) -> None:
+    part = copy.deepcopy(glm)
+    part.get_input_embeddings().requires_grad_(False)
+    assert "model.embed_tokens.weight" not in by_name(part, OptimConfig(layer_lr_decay=0.5))
+
+
+def test_the_schedule_keeps_the_shares(glm: torch.nn.Module) -> None:
+    optim = OptimConfig(lr=0.1, layer_lr_decay=0.5)
+    optimizer = torch.optim.SGD(parameter_groups(glm.named_parameters(), optim), lr=optim.lr)  # type: ignore[arg-type]
+    schedule = Schedule(optimizer, load(["recipe=zero1", "schedule=linear"]).cfg.schedule, optim.lr, 10, 0)
+    for _ in range(5):
+        schedule.step()
+    assert [group["lr"] for group in optimizer.param_groups] == pytest.approx([0.05, 0.025, 0.0125, 0.00625])
+
+
+def test_lion_by_hand() -> None:
+    weight = torch.nn.Parameter(torch.tensor([1.0, -1.0]))
+    lion = Lion([weight], lr=0.1, betas=(0.9, 0.99), weight_decay=0.5)
+    for gradient in ([2.0, -3.0], [-0.1, 0.1]):
+        weight.grad = torch.tensor(gradient)
+        lion.step()
+    # Second step: 0.9 x momentum 0.02 - 0.1 x 0.1 > 0, so the first number still falls.
+    assert weight.tolist() == pytest.approx([(1 * 0.95 - 0.1) * 0.95 - 0.1, (-1 * 0.95 + 0.1) * 0.95 + 0.1])
+
+
+def test_lion_of_deepspeed_needs_a_gpu_or_offloading() -> None:
+    optim = OptimConfig(name=OptimizerName.lion)
+    with pytest.raises(ConfigError, match=r"no FusedLion for CPU ranks\. Add optim.torch=true"):
+        client_optimizer(optim, is_offloaded=False)
+    assert client_optimizer(optim, is_offloaded=True) is None
+
+
+def silent() -> Loaded:
+    """A config in which nobody has said anything."""
+    return Loaded(cfg=RunConfig(), where={}, explicit=set())
+
+
+@pytest.mark.parametrize("name", [one for one in OptimizerName if OPTIMIZERS[one].ds_type])
+def test_json_there_and_back(name: OptimizerName, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """DeepSpeed's parser takes what is written, and importing it gives the same config again."""
+    import deepspeed.comm
+
+    monkeypatch.setattr(deepspeed.comm, "get_rank", lambda: 0)
+    monkeypatch.setattr(deepspeed.comm, "get_world_size", lambda: 8)
+    more = ["optim.adam_lr=1e-4", "train.gradient_clipping=0"] if name is OptimizerName.muon else []
+    stage = "zero=stage0" if OPTIMIZERS[name].needs_whole else "zero=stage3"
+    words = ["recipe=zero1", "model=glm_tiny", f"optim={name.value}", stage, "precision=fp32", *more]
+    cfg = load(words).cfg
+    values = build_ds_config(cfg, 8, 100).values
+    assert DeepSpeedConfig(values).optimizer_params == values["optimizer"]["params"]
+    file = tmp_path / "ds.json"
+    file.write_text(json.dumps(values))
+    again, _ = import_json(str(file), silent(), 8)
+    assert again.cfg.optim == cfg.optim
+
+
+def test_muon_of_a_json(tmp_path: Path) -> None:
+    file = tmp_path / "ds.json"
+    params = {"lr": 3e-4, "muon_lr": 0.02, "momentum": 0.9, "ns_method": "standard"}
+    zero = {"stage": 3, "reduce_scatter": True}
+    file.write_text(json.dumps({"optimizer": {"type": "Muon", "params": params}, "zero_optimization": zero}))
+    loaded, notes = import_json(str(file), silent(), 8)
+    optim = loaded.cfg.optim
+    assert (optim.lr, optim.adam_lr, optim.momentum, optim.eps) == (0.02, 3e-4, 0.9, 1e-10)
+    assert loaded.cfg.ds_extra == {"optimizer": {"params": {"ns_method": "standard"}}}
+    assert "reduce_scatter is off: Muon needs whole gradients under ZeRO-3." in "\n".join(notes)
+
+
+def test_what_a_json_cannot_say() -> None:
+    words = ["recipe=zero1", "model=glm_tiny", "optim=adamw_8bit", "optim.weight_decay=0.1", "optim.decay=matrices"]
+    ds = build_ds_config(load(words).cfg, 8, 100)
+    assert "optimizer" not in ds.values and ds.values["zero_allow_untested_optimizer"] is True
+    assert any("DeepSpeed has no name for adamw_8bit" in sentence for sentence in ds.missing)
+    assert any("Parameter groups" in sentence for sentence in ds.missing)
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "refused"),
+    [
+        ({"name": "adam"}, {"name": "adamw"}, False),
+        ({"name": "sgd"}, {"name": "adamw"}, True),
+        ({"name": "adamw"}, {"name": "adamw", "layer_lr_decay": 1.0}, False),
+        ({"name": "adamw", "decay": "all"}, {"name": "adamw", "decay": "hidden"}, True),
+    ],
+)
+def test_states_of_another_optimizer(before: dict[str, Any], now: dict[str, Any], refused: bool) -> None:
+    def compare() -> None:
+        changes.check({"optim": before}, {"optim": now}, {}, {}, ["optim"])
+
+    if refused:
+        with pytest.raises(ConfigError, match="states of another optimizer, or of other parameter groups:\n  optim"):
+            compare()
+    else:
+        compare()
+
+
+def test_the_plan_counts_states() -> None:
+    peaks = {}
+    for name in ("adamw", "lion", "adamw_8bit"):
+        cfg = load(["recipe=zero1", "model=glm_tiny", f"optim={name}", "batch.global_size=2"]).cfg
+        outline = outline_of(cfg, print)
+        peaks[name] = plan_rank(outline, cfg, 2).device["step"]["optimizer"]
+        assert peaks[name] == int((4 + OPTIMIZERS[cfg.optim.name].state_bytes) * -(-outline.num_trained // 2))
+    assert peaks["adamw_8bit"] < peaks["lion"] < peaks["adamw"]

@@ -1,0 +1,167 @@
+"""Rules about `optim`: what goes together with which ZeRO stage, offloading and tuning; what is not read. No torch."""
+
+import importlib.util
+from collections.abc import Iterator
+
+from toolkit.config.load import Loaded
+from toolkit.config.optimizers import GROUPING, OPTIMIZERS, SOMETIMES_READ
+from toolkit.config.places import fail, value_of
+from toolkit.config.schema import Device, OptimizerName, RunConfig, ScheduleName, TuningMethod
+from toolkit.messages import tr
+
+
+def unread_optim(cfg: RunConfig) -> Iterator[tuple[str, str]]:
+    """Yield the settings of `optim` that its optimizer does not read, and why."""
+    reason = tr("optim.name is {name}", name=cfg.optim.name.value)
+    for name in SOMETIMES_READ:
+        if name not in OPTIMIZERS[cfg.optim.name].reads:
+            yield f"optim.{name}", reason
+    if not cfg.optim.weight_decay:
+        yield "optim.decay", tr("optim.weight_decay is 0")
+
+
+def check_optim(loaded: Loaded) -> None:
+    """Apply the rules.
+
+    Raises:
+        ConfigError: the first that does not hold.
+    """
+    optim, stage = loaded.cfg.optim, loaded.cfg.zero.stage
+    if not 0 <= optim.momentum < 1:
+        key, number = "optim.momentum", optim.momentum
+        raise fail(loaded, key, tr("{key} = {value} must be from 0 to below 1.", key=key, value=number))
+    if not 0 < optim.layer_lr_decay <= 1:
+        key, number = "optim.layer_lr_decay", optim.layer_lr_decay
+        raise fail(loaded, key, tr("{key} = {value} must be above 0 and at most 1.", key=key, value=number))
+    if optim.layer_lr_decay != 1 and loaded.cfg.tuning.method in (TuningMethod.ptuning_v2, TuningMethod.prompt):
+        raise fail(
+            loaded,
+            "optim.layer_lr_decay",
+            tr(
+                "optim.layer_lr_decay = {value} needs layers to train, and tuning.method = {method} trains none.",
+                value=optim.layer_lr_decay,
+                method=loaded.cfg.tuning.method.value,
+            ),
+        )
+    _check_together(loaded)
+    if OPTIMIZERS[optim.name].needs_whole and stage:
+        raise fail(loaded, "optim.name", _whole(optim.name, stage))
+    if optim.name is OptimizerName.muon:
+        _check_muon(loaded)
+    _check_stable(loaded)
+
+
+def _check_stable(loaded: Loaded) -> None:
+    """A wsd schedule has to have room for warm-up and decay."""
+    schedule = loaded.cfg.schedule
+    steps = loaded.cfg.train.max_steps
+    if steps and schedule.name is ScheduleName.wsd and schedule.warmup_steps + schedule.decay_steps > steps:
+        raise fail(
+            loaded,
+            "schedule.decay_steps",
+            tr(
+                "schedule.warmup_steps = {warmup} and schedule.decay_steps = {decay} are more together than "
+                "train.max_steps = {steps}.",
+                warmup=schedule.warmup_steps,
+                decay=schedule.decay_steps,
+                steps=steps,
+            ),
+        )
+
+
+def _check_together(loaded: Loaded) -> None:
+    """What has not been tried together, and would go wrong in silence if it did."""
+    cfg, zero = loaded.cfg, loaded.cfg.zero
+    changed = [key for key in GROUPING if value_of(cfg, key) != value_of(RunConfig(), key)]
+    key = changed[0] if changed else "optim.name"
+    others = {
+        "parallel.pipeline": cfg.parallel.pipeline > 1,
+        "zero.zenflow.enabled": zero.zenflow.enabled,
+        "zero.offload_optimizer.super_offload": zero.offload_optimizer.super_offload,
+    }
+    if cfg.optim.name is OptimizerName.muon:
+        others |= {
+            "parallel.tensor": cfg.parallel.tensor > 1,
+            "parallel.sequence": cfg.parallel.sequence > 1,
+            "zero.zero_hpz_partition_size": zero.zero_hpz_partition_size > 1,
+        }
+    elif not changed and cfg.optim.name is not OptimizerName.adamw_8bit:
+        return
+    for other, is_on in others.items():
+        if is_on:
+            raise fail(
+                loaded,
+                key,
+                tr(
+                    "{key} = {value} and {other} = {theirs} do not go together: untested. Leave one of them out.",
+                    key=key,
+                    value=getattr(value_of(cfg, key), "value", value_of(cfg, key)),
+                    other=other,
+                    theirs=str(value_of(cfg, other)).lower(),
+                ),
+            )
+
+
+def _whole(name: OptimizerName, stage: int) -> str:
+    """Return why an optimizer does not go together with ZeRO; measured, see docs/optimizers.md."""
+    if name is OptimizerName.adafactor:
+        return tr(
+            "optim.name = adafactor and zero.stage = {stage} do not go together: it factors matrices, and ZeRO "
+            "hands it flat pieces of them, from which every stage and number of ranks computes something else. Use "
+            "zero=stage0, or optim=adamw_8bit.",
+            stage=stage,
+        )
+    return tr(
+        "optim.name = {name} and zero.stage = {stage} do not go together: DeepSpeed builds it anew, and the schedule "
+        "and parameter groups are lost. Use zero=stage0, or optim=adamw.",
+        name=name.value,
+        stage=stage,
+    )
+
+
+def _check_muon(loaded: Loaded) -> None:
+    cfg = loaded.cfg
+    if cfg.tuning.method in (TuningMethod.ptuning_v2, TuningMethod.prompt):
+        raise fail(
+            loaded,
+            "optim.name",
+            tr(
+                "optim.name = muon needs matrices of layers to train, and tuning.method = {method} trains none. Use "
+                "optim=adamw.",
+                method=cfg.tuning.method.value,
+            ),
+        )
+    if cfg.train.gradient_clipping:
+        raise fail(
+            loaded,
+            "train.gradient_clipping",
+            tr(
+                "train.gradient_clipping = {value} and optim.name = muon do not go together: under most ZeRO stages "
+                "DeepSpeed would clip Muon's updates, which all have the same size, to next to nothing. Set "
+                "train.gradient_clipping=0.",
+                value=cfg.train.gradient_clipping,
+            ),
+        )
+    if Device.nvme in (cfg.zero.offload_optimizer.device, cfg.zero.offload_param.device):
+        raise fail(
+            loaded,
+            "optim.name",
+            tr("optim.name = muon and offloading to NVMe are untested together. Offload to cpu, or use optim=adamw."),
+        )
+
+
+def check_optim_here(loaded: Loaded) -> None:
+    """Apply the rule about this machine.
+
+    Raises:
+        ConfigError: it does not hold.
+    """
+    if loaded.cfg.optim.name is OptimizerName.adamw_8bit and importlib.util.find_spec("bitsandbytes") is None:
+        raise fail(
+            loaded,
+            "optim.name",
+            tr(
+                "optim.name = adamw_8bit needs the package bitsandbytes, which is not installed:  pip install "
+                "bitsandbytes"
+            ),
+        )
