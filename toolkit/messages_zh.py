@@ -1122,11 +1122,9 @@ CHINESE: dict[str, str] = {
     "DeepSpeed and data:": "DeepSpeed 和数据：",
     "give one file, and its DeepSpeed JSON if it has one: {usage}": "请给一个文件，有 DeepSpeed JSON 的话再给它：{usage}",
     "Made by `toolkit import-config` of {file} ({program}); number of ranks there: {ranks}.": "由 `toolkit import-config` 从 {file}（{program}）生成；原来的进程数：{ranks}。",
-    "a folder: nothing is downloaded by itself. Files with code in it are not run, and official ChatGLM folders load as they are": "一个文件夹：不会自动下载。里面的代码文件不会执行，官方 ChatGLM 文件夹可直接载入",
     "the model's chat template decides; system messages stand in the rows": "由模型的聊天模板决定；系统消息写在数据行里",
     "it is neither a file nor on Hugging Face: save it as a file": "它既不是文件，也不在 Hugging Face 上：请存成文件",
     "toolkit train trains and evaluates; toolkit eval and toolkit generate do not train": "toolkit train 训练并评估；toolkit eval 和 toolkit generate 不训练",
-    "there is no noise on embeddings": "不会给词嵌入加噪声",
     "steps only; a fraction of all steps has no counterpart": "只以步计；总步数的比例没有对应项",
     "each run has a folder of its own below run.dir, named by run.name": "每次训练在 run.dir 下有自己的文件夹，名称由 run.name 决定",
     "arguments of toolkit generate, chat and serve; evaluate.* for the validation data": "是 toolkit generate、chat 和 serve 的参数；对验证数据则是 evaluate.*",
@@ -1389,4 +1387,6 @@ CHINESE: dict[str, str] = {
     "{folder}/config.json names Python code to run (auto_map), which is refused; there are {files}. Read them, then train with model.trust_remote_code=true, or use a folder whose architecture is part of transformers.": "{folder}/config.json 指名要运行 Python 代码（auto_map），已拒绝；其中有 {files}。请先阅读它们，再用 model.trust_remote_code=true 训练，或使用架构属于 transformers 的文件夹。",
     "model.trust_remote_code = true: the Python files of {path} run with all your rights.": "model.trust_remote_code = true：{path} 中的 Python 文件会以你的全部权限运行。",
     "a model of one's own": "自己的模型",
+    "train.neftune_alpha cannot be used with parallel.{name} = {ranks}: each rank draws its own noise, and these ranks share rows. Set train.neftune_alpha=0.": "train.neftune_alpha 不能与 parallel.{name} = {ranks} 一起使用：每个进程自行生成噪声，而这些进程处理相同的行。请设 train.neftune_alpha=0。",
+    "a folder, or owner/name on Hugging Face (docs/models.md). Code in it is not run, and official ChatGLM folders load as they are": "一个文件夹，或 Hugging Face 上的 owner/name（docs/models.md）。里面的代码不会执行，官方 ChatGLM 文件夹可直接载入",
 }

@@ -79,6 +79,10 @@ REFUSED = {
         "train.random_ltd cannot be used with compile.enabled = true: it works where all or some layers are trained "
         "(tuning=full or freeze), each whole on its rank and not compiled. Set train.random_ltd.steps=0."
     ),
+    "train.neftune_alpha=5 parallel.tensor=2": (
+        "train.neftune_alpha cannot be used with parallel.tensor = 2: each rank draws its own noise, and these ranks "
+        "share rows. Set train.neftune_alpha=0."
+    ),
     "batch.micro_per_gpu=0": "batch.micro_per_gpu = 0 must be at least 1.",
     "batch.micro_per_gpu=auto batch.global_size=12": (
         "batch.global_size = 12 is not a multiple of batch.micro_per_gpu (1) x 8 ranks = 8. Use 8 or 16."

@@ -16,6 +16,7 @@ from toolkit.checkpoint.manifest import problems
 WORKER = str(REPOSITORY / "tests" / "distributed" / "sessions_worker.py")
 STEPS, EVERY = 10, 4
 ASYNC = "checkpoint.asynchronous=true"
+NOISE = "train.neftune_alpha=5"
 MIXTURE = "data.sources=[{path: FILE, weights: [{at: 0, weight: 2}, {at: 1, weight: 0}]}, {path: more.jsonl}]"
 LTD = ["train.random_ltd.steps=7", "train.random_ltd.start_share=0.3", "model.shape.num_layers=3"]
 CURRICULUM = ["data.curriculum.steps=6", "data.curriculum.start_length=12", "data.max_length=64"]
@@ -32,7 +33,7 @@ CELLS: dict[str, tuple[int, list[str]]] = {
         4,
         ["zero=stage3", "data.packing=packed", "batch.global_size=2", "data.num_workers=1", *LTD],
     ),
-    "stage3-bf16-offload": (4, ["zero=stage3_offload", "optim.torch=false", "precision=bf16"]),
+    "stage3-bf16-offload": (4, ["zero=stage3_offload", "optim.torch=false", "precision=bf16", NOISE]),
     "stage3-fp32": (8, ["zero=stage3", ASYNC]),
     "stage2-fp32": (4, ["zero=stage2"]),
     "stage2-fp32-curriculum": (4, ["zero=stage2", *CURRICULUM]),
@@ -42,7 +43,7 @@ TWINS: dict[str, list[str]] = {
     "stage0-fp32": ["zero=stage0", ASYNC],
     "stage2-bf16-packed": ["zero=stage2", "precision=bf16", "data.packing=packed", "batch.global_size=2"],
     "stage3-fp32": ["zero=stage3"],
-    "stage3-bf16-offload": ["zero=stage3_offload", "optim.torch=false", "precision=bf16", ASYNC],
+    "stage3-bf16-offload": ["zero=stage3_offload", "optim.torch=false", "precision=bf16", NOISE, ASYNC],
 }
 
 

@@ -22,6 +22,7 @@ from toolkit.models.attention import check_isolation
 from toolkit.models.build import TORCH_DTYPES, build_model
 from toolkit.models.liger import apply_liger
 from toolkit.models.loss import LossHead, Way, loss_head
+from toolkit.models.noise import add_noise
 from toolkit.models.packing import why_not_in_parts
 from toolkit.models.pipeline import forward_logits, is_pipeline, value_of_last_stage
 from toolkit.models.router_loss import router_loss
@@ -64,6 +65,8 @@ def build_engine(cfg: RunConfig, prepared: Prepared, ds: DsConfig, total_steps: 
             check_base(known, model.tuned.base, origin.checkpoint)
     if cfg.kernels.mlp_pieces > 1:
         tile_mlp(model, cfg.kernels.mlp_pieces)
+    if cfg.train.neftune_alpha:
+        add_noise(model, cfg.train.neftune_alpha)
     if cfg.train.random_ltd.steps:
         place = layout_of(cfg, world_size(), rank())
         model.token_dropping = TokenDropping(model, cfg.train.random_ltd, cfg.run.seed, place.data_rank)

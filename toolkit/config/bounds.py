@@ -24,6 +24,7 @@ LEAST = {
     "train.epochs": 1,
     "train.max_steps": 0,
     "train.gradient_clipping": 0,
+    "train.neftune_alpha": 0,
     "train.log_every": 1,
     "train.max_skipped_steps": 1,
     "checkpoint.every": 0,

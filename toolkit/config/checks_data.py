@@ -21,6 +21,7 @@ def check_data(loaded: Loaded) -> None:
     _curriculum(loaded)
     _weights(loaded)
     _random_ltd(loaded)
+    _neftune(loaded)
 
 
 def _curriculum(loaded: Loaded) -> None:
@@ -118,6 +119,25 @@ def _random_ltd(loaded: Loaded) -> None:
                     "train.random_ltd cannot be used with {setting}: it works where all or some layers are trained "
                     "(tuning=full or freeze), each whole on its rank and not compiled. Set train.random_ltd.steps=0.",
                     setting=setting,
+                ),
+            )
+
+
+def _neftune(loaded: Loaded) -> None:
+    """Noise is drawn by each rank for its own rows: ranks that share rows would disagree about it."""
+    parallel = loaded.cfg.parallel
+    if not loaded.cfg.train.neftune_alpha:
+        return
+    for name in ("tensor", "sequence", "pipeline"):
+        if getattr(parallel, name) > 1:
+            raise fail(
+                loaded,
+                "train.neftune_alpha",
+                tr(
+                    "train.neftune_alpha cannot be used with parallel.{name} = {ranks}: each rank draws its own noise, "
+                    "and these ranks share rows. Set train.neftune_alpha=0.",
+                    name=name,
+                    ranks=getattr(parallel, name),
                 ),
             )
 

@@ -18,6 +18,7 @@ _SECTIONS = (
     "kernels.",
     "evaluate.",
     "train.activation_checkpointing.",
+    "train.neftune_alpha",
     "train.random_ltd.",
 )
 

@@ -768,6 +768,8 @@ class TrainConfig:
     """Stop (exit code 70) when so many steps in a row were skipped."""
     activation_checkpointing: ActivationCheckpointingConfig = field(default_factory=ActivationCheckpointingConfig)
     """Trade computation for memory."""
+    neftune_alpha: float = 0.0
+    """NEFTune: uniform noise of up to neftune_alpha / sqrt(tokens of a row x hidden width) is added to the embeddings of training rows; 5 to 15 are usual, 0 adds none."""
     random_ltd: RandomLtdConfig = field(default_factory=RandomLtdConfig)
     """Middle layers compute some tokens only, at first."""
 

@@ -27,7 +27,7 @@ def _differs() -> dict[str, str]:
         "best": tr("the best checkpoint is kept as well; what is exported is the last"),
         "report_to": tr("one or several; all and other names have no counterpart; metrics.jsonl is always written"),
         "model": tr(
-            "a folder: nothing is downloaded by itself. Files with code in it are not run, and official ChatGLM "
+            "a folder, or owner/name on Hugging Face (docs/models.md). Code in it is not run, and official ChatGLM "
             "folders load as they are"
         ),
         "adapters": tr("one adapter, in a folder; merge several before (toolkit export-model PATH merge=true)"),
@@ -72,7 +72,6 @@ def _lost() -> dict[str, str]:
     """Keys that change what is trained, and that nothing here does."""
     return {
         "no_such_loss": tr("the loss is plain cross-entropy"),
-        "no_noise": tr("there is no noise on embeddings"),
         "optimizers": tr("docs/optimizers.md says which there are"),
         "sampling": tr("the order is random, made from run.seed; data.packing=grouped puts like lengths together"),
         "auto_batch": tr("batch.micro_per_gpu=auto finds the largest micro-batch and leaves the global batch as it is"),

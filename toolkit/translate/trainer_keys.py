@@ -33,6 +33,7 @@ TRAINER: dict[str, Key] = {
     "torch_compile_backend": made("compile.backend"),
     "torch_compile_mode": made("compile.mode"),
     "use_liger_kernel": made("kernels.liger", False),
+    "neftune_noise_alpha": same("train.neftune_alpha", None),
     "seed": same("run.seed", 42),
     "deepspeed": made("zero, optim, schedule, precision, ds_extra", None, "deepspeed"),
     # Logging, evaluation, checkpoints.
@@ -56,7 +57,6 @@ TRAINER: dict[str, Key] = {
     # What differs here in kind.
     **idle("loss", average_tokens_across_devices=True),
     **none("no_such_loss", label_smoothing_factor=0.0),
-    **none("no_noise", "neftune_noise_alpha"),
     **none("optimizers", "optim_args", "optim_target_modules"),
     **none("sampling", train_sampling_strategy="random", group_by_length=False, sortish_sampler=False),
     **none("auto_batch", auto_find_batch_size=False),
