@@ -16,7 +16,7 @@ from toolkit.config.checks_track import enabled_trackers
 from toolkit.config.keys import field_type
 from toolkit.config.load import load
 from toolkit.config.places import value_of
-from toolkit.config.schema import (
+from toolkit.config.schema import DecayOf, (
     TRACKERS,
     Decay,
     Dtype,
@@ -382,7 +382,7 @@ def test_training_arguments_as_transformers_writes_them(capsys: pytest.CaptureFi
     assert (cfg.optim.weight_decay, cfg.schedule.warmup_steps, cfg.train.max_steps) == (0.1, 10, 100)
     assert (cfg.precision.dtype, cfg.schedule.name) == (Dtype.fp32, ScheduleName.linear)
     assert "label_smoothing_factor = 0.1: the loss is plain cross-entropy" in said
-    assert "weight_decay: applies to every trained parameter" in said
+    assert cfg.optim.decay is DecayOf.matrices
     assert "write data.sources" in said
     assert "eval_strategy = steps: no validation data are named" in said
     assert "num_train_epochs = 2: has no effect there" in said.replace("2.0", "2")
