@@ -16,9 +16,10 @@ from toolkit.config.checks_track import enabled_trackers
 from toolkit.config.keys import field_type
 from toolkit.config.load import load
 from toolkit.config.places import value_of
-from toolkit.config.schema import DecayOf, (
+from toolkit.config.schema import (
     TRACKERS,
     Decay,
+    DecayOf,
     Dtype,
     Packing,
     RowFormat,
