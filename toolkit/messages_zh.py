@@ -1209,7 +1209,6 @@ CHINESE: dict[str, str] = {
     "numbers in the middle of the feed-forward part": "（前馈网络的中间宽度）",
     "parallel.tensor = {size}: how the layers of '{kind}' are split is not known here. Known are {known}. zero=stage3 divides any model.": "parallel.tensor = {size}：这里不知道 '{kind}' 的各层如何切分。已知的有 {known}。zero=stage3 可以划分任何模型。",
     "parallel.tensor = {size} does not divide the model's {count} {what}. Use a number that does.": "parallel.tensor = {size} 不能整除模型的 {count} {what}。请使用能整除的数。",
-    "one of parallel.tensor, parallel.sequence and parallel.pipeline can be above 1: DeepSpeed 0.19.8 has no groups of ranks for two of them. Keep one": "parallel.tensor、parallel.sequence 和 parallel.pipeline 中只能有一个大于 1：DeepSpeed 0.19.8 没有同时用于其中两者的进程组。请只保留一个",
     "zero.stage = 3 is not supported beside it. Use zero=stage1 or zero=stage2, or parallel.tensor=1": "不支持与 zero.stage = 3 同时使用。请使用 zero=stage1 或 zero=stage2，或 parallel.tensor=1",
     "tuning.method = {method} adds parameters that are not split with the layers that they belong to. Use tuning=full or tuning=freeze, or parallel.tensor=1": "tuning.method = {method} 添加的参数不会随其所属的层一起切分。请使用 tuning=full 或 tuning=freeze，或 parallel.tensor=1",
     "compile.enabled = true is not supported beside it. Set it to false": "不支持与 compile.enabled = true 同时使用。请将其设为 false",
@@ -1389,4 +1388,5 @@ CHINESE: dict[str, str] = {
     "a model of one's own": "自己的模型",
     "train.neftune_alpha cannot be used with parallel.{name} = {ranks}: each rank draws its own noise, and these ranks share rows. Set train.neftune_alpha=0.": "train.neftune_alpha 不能与 parallel.{name} = {ranks} 一起使用：每个进程自行生成噪声，而这些进程处理相同的行。请设 train.neftune_alpha=0。",
     "a folder, or owner/name on Hugging Face (docs/models.md). Code in it is not run, and official ChatGLM folders load as they are": "一个文件夹，或 Hugging Face 上的 owner/name（docs/models.md）。里面的代码不会执行，官方 ChatGLM 文件夹可直接载入",
+    "optim.name = adafactor keeps a row and a column for each whole matrix, and ranks have parts. Use optim=adamw": "optim.name = adafactor 为每个完整的矩阵保存一行和一列，而各进程只有一部分。请用 optim=adamw",
 }

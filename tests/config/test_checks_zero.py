@@ -38,7 +38,7 @@ REFUSED = {
     "zero=stage3_hpz zero.offload_param.device=cpu": (
         f"zero.zero_hpz_partition_size = 8{WHY}zero.offload_param.device=none{END}"
     ),
-    "zero=stage3_hpz parallel.tensor=2": f"zero.zero_hpz_partition_size = 8{WHY}parallel.tensor=1{END}",
+    "zero=stage3_hpz parallel.sequence=2": f"zero.zero_hpz_partition_size = 8{WHY}parallel.sequence=1{END}",
     "zero=stage3_zeropp": f"zero.zero_quantized_gradients = true{WHY}precision=fp16{END}",
     "zero=stage3_hpz compile=deepcompile": (f"compile.deepcompile = true{WHY}zero.zero_hpz_partition_size=1{END}"),
     "zero=stage3_nvme compile=deepcompile zero.offload_optimizer.nvme_path=/": (
@@ -82,7 +82,7 @@ REFUSED = {
     f"{ZENFLOW} zero.zenflow.offload=true batch.micro_per_gpu=auto": (
         f"zero.zenflow.enabled = true{WHY}zero.overlap_comm=true batch.micro_per_gpu=1{END}"
     ),
-    f"{ZENFLOW} parallel.tensor=2": f"zero.zenflow.enabled = true{WHY}parallel.tensor=1{END}",
+    f"{ZENFLOW} parallel.sequence=2": f"zero.zenflow.enabled = true{WHY}parallel.sequence=1{END}",
     f"{ZENFLOW} batch.global_size=16": (
         "zero.zenflow.enabled = true makes an update of every micro-batch, so a step has to have one: "
         "batch.global_size = 16 must be batch.micro_per_gpu (1) x 8 ranks. Leave more steps together with "

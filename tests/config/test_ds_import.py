@@ -258,7 +258,10 @@ def test_auto_everywhere(tmp_path: Path) -> None:
             "Take it out, and use zero.zero_hpz_partition_size instead (docs/zero.md).",
         ),
         ({"optimizer": {"type": "OneBitAdam", "params": {}}}, "OneBitAdam was removed from DeepSpeed."),
-        ({"optimizer": {"type": "Lamb", "params": {}}}, "Lamb is not available. There are AdamW and Adam."),
+        (
+            {"optimizer": {"type": "Lamb", "params": {}}},
+            "Lamb is not available. There are AdamW, Adam, Muon, Lion, Adafactor, SGD, Adagrad.",
+        ),
         ({"scheduler": {"type": "OneCycle", "params": {}}}, "There are WarmupLR, WarmupDecayLR, WarmupCosineLR."),
         ({"fp16": {"enabled": True}, "bf16": {"enabled": True}}, "fp16 and bf16 are both enabled."),
         ({"communication_data_type": "auto"}, 'no setting of the recipe can replace "auto"'),

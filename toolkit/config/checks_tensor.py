@@ -2,7 +2,7 @@
 
 from toolkit.config.load import Loaded
 from toolkit.config.places import fail
-from toolkit.config.schema import Init, RunConfig, TuningMethod
+from toolkit.config.schema import Init, OptimizerName, RunConfig, TuningMethod
 from toolkit.config.tensor import check_split
 from toolkit.errors import ConfigError
 from toolkit.messages import tr
@@ -32,11 +32,6 @@ def check_tensor(loaded: Loaded) -> None:
 
 
 def _reason(cfg: RunConfig) -> str:
-    if cfg.parallel.sequence > 1 or cfg.parallel.pipeline > 1:
-        return tr(
-            "one of parallel.tensor, parallel.sequence and parallel.pipeline can be above 1: DeepSpeed 0.19.8 has no "
-            "groups of ranks for two of them. Keep one"
-        )
     if cfg.zero.stage == 3:
         return tr(
             "zero.stage = 3 is not supported beside it. Use zero=stage1 or zero=stage2, or parallel.tensor=1",
@@ -48,6 +43,10 @@ def _reason(cfg: RunConfig) -> str:
             "tuning.method = {method} adds parameters that are not split with the layers that they belong to. Use "
             "tuning=full or tuning=freeze, or parallel.tensor=1",
             method=cfg.tuning.method.value,
+        )
+    if cfg.optim.name is OptimizerName.adafactor:
+        return tr(
+            "optim.name = adafactor keeps a row and a column for each whole matrix, and ranks have parts. Use optim=adamw"
         )
     if cfg.compile.enabled:
         return tr("compile.enabled = true is not supported beside it. Set it to false")
