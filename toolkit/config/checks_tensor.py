@@ -46,7 +46,8 @@ def _reason(cfg: RunConfig) -> str:
         )
     if cfg.optim.name is OptimizerName.adafactor:
         return tr(
-            "optim.name = adafactor keeps a row and a column for each whole matrix, and ranks have parts. Use optim=adamw"
+            "optim.name = adafactor keeps a row and a column for each whole matrix, and ranks have parts. Use "
+            "optim=adamw"
         )
     if cfg.compile.enabled:
         return tr("compile.enabled = true is not supported beside it. Set it to false")
