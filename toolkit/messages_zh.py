@@ -1058,7 +1058,6 @@ CHINESE: dict[str, str] = {
     "No DeepSpeed JSON is named, so nothing is split there; the recipe has zero=stage2.": "没有指定 DeepSpeed JSON，所以那边什么都不切分；配方用 zero=stage2。",
     "the vocabulary stays as it is": "词表保持原样",
     "always so here: the loss counts the tokens of all ranks and micro-batches": "这里总是如此：损失按所有进程和微批的 token 计算",
-    "code of a model folder is never run, and the family's own tokenizer is taken": "从不执行模型文件夹里的代码，分词器用该系列自己的",
     "{key} counts steps; it stays 0, which evaluates at the end": "{key} 以步计；保持为 0，即在结束时评估",
     "toolkit eval and toolkit generate answer a file of questions": "用 toolkit eval 和 toolkit generate 回答一个问题文件",
     "4 bits are there (tuning=qlora), {bits} are not": "有 4 位（tuning=qlora），没有 {bits} 位",
@@ -1389,4 +1388,9 @@ CHINESE: dict[str, str] = {
     "train.neftune_alpha cannot be used with parallel.{name} = {ranks}: each rank draws its own noise, and these ranks share rows. Set train.neftune_alpha=0.": "train.neftune_alpha 不能与 parallel.{name} = {ranks} 一起使用：每个进程自行生成噪声，而这些进程处理相同的行。请设 train.neftune_alpha=0。",
     "a folder, or owner/name on Hugging Face (docs/models.md). Code in it is not run, and official ChatGLM folders load as they are": "一个文件夹，或 Hugging Face 上的 owner/name（docs/models.md）。里面的代码不会执行，官方 ChatGLM 文件夹可直接载入",
     "optim.name = adafactor keeps a row and a column for each whole matrix, and ranks have parts. Use optim=adamw": "optim.name = adafactor 为每个完整的矩阵保存一行和一列，而各进程只有一部分。请用 optim=adamw",
+    "model.trust_remote_code = true has no effect: {folder} brings no code that would run (the official ChatGLM folders' is ignored). Remove it.": "model.trust_remote_code = true 不起作用：{folder} 没有带来会运行的代码（官方 ChatGLM 文件夹里的代码会被忽略）。请去掉它。",
+    "{folder}/config.json names code outside of its Python files ({names}): refused, trusted or not.": "{folder}/config.json 指名了不在它的 Python 文件里的代码（{names}）：无论是否信任都会拒绝。",
+    "model.trust_remote_code = true and model.path = {path}, which is no folder here but a name on Hugging Face, needs the commit that you have read: model.revision=COMMIT, all 40 digits.": "model.trust_remote_code = true 而 model.path = {path} 在这里不是文件夹，而是 Hugging Face 上的名称，因此需要你读过的那个提交：model.revision=COMMIT，写全 40 位。",
+    "checkpoint.keep_weights = {value} and model.trust_remote_code = true do not go together: exports of old checkpoints run no code of a model's own. Set it to 0.": "checkpoint.keep_weights = {value} 与 model.trust_remote_code = true 不能同时使用：导出旧检查点时不运行模型自带的代码。请把它设为 0。",
+    "code of a model folder is not run unless model.trust_remote_code=true, and the family's own tokenizer is taken": "除非 model.trust_remote_code=true，否则不执行模型文件夹里的代码；分词器用该系列自己的",
 }

@@ -11,6 +11,7 @@ from toolkit.engine.ds_config import build_ds_config
 from toolkit.errors import ConfigError
 
 CONTIGUOUS = "train.activation_checkpointing.contiguous_memory_optimization"
+TRUSTED = "model=hf model.trust_remote_code=true"
 # Words after `recipe=zero1 model=glm_tiny` -> message; {tmp} is a writable folder.
 REFUSED = {
     "batch.global_size=100 batch.micro_per_gpu=4": (
@@ -112,6 +113,14 @@ REFUSED = {
     "checkpoint.keep=0 checkpoint.keep_weights=3": (
         "checkpoint.keep_weights = 3 has no effect: all checkpoints are kept. Remove it, or set "
         "checkpoint.keep_weights=0."
+    ),
+    f"{TRUSTED} model.path=. checkpoint.keep_weights=1": (
+        "checkpoint.keep_weights = 1 and model.trust_remote_code = true do not go together: exports of old checkpoints "
+        "run no code of a model's own. Set it to 0."
+    ),
+    f"{TRUSTED} model.path=me/own model.revision=main": (
+        "model.trust_remote_code = true and model.path = me/own, which is no folder here but a name on Hugging Face, "
+        "needs the commit that you have read: model.revision=COMMIT, all 40 digits."
     ),
     "checkpoint.keep_weights=-2": "checkpoint.keep_weights = -2 must be at least -1.",
     "zero=stage2 zero.offload_optimizer.device=nvme": (

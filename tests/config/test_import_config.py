@@ -304,6 +304,11 @@ def test_factory(capsys: pytest.CaptureFixture[str]) -> None:
             },
         ),
         (
+            {"model_name_or_path": "THUDM/chatglm3-6b", "model_revision": "v1", "template": "chatglm3"},
+            {"model.path": "THUDM/chatglm3-6b", "model.revision": "v1", "model.name": "ChatGLM3-6B"},
+        ),
+        ({"model_name_or_path": "me/m", "model_revision": "main"}, {"model.path": "me/m", "model.revision": ""}),
+        (
             {"lr_scheduler_type": "polynomial", "lr_scheduler_kwargs": {"power": 2, "lr_end": 1e-5}},
             {"schedule.name": ScheduleName.polynomial, "schedule.power": 2.0, "schedule.min_lr_ratio": 0.1},
         ),

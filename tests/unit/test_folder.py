@@ -1,6 +1,7 @@
 """What is wrong with a model folder, told before anything is loaded."""
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -8,8 +9,12 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+from toolkit.cli import eval
+from toolkit.cli.trusted import warn_of_code
+from toolkit.config.schema import ModelConfig
 from toolkit.errors import ModelError
-from toolkit.models.folder import read_config
+from toolkit.models.folder import read_config, runs_code, trust_folder
+from toolkit.models.remote_code import code_files, is_trusted
 
 
 def good(folder: Path) -> None:
@@ -52,7 +57,14 @@ WRONG = {
         "holds shards (model-00001-of-00002.safetensors …) but not the index that lists them",
     ),
     "remote code": (config('{"model_type": "x", "auto_map": {}}'), "names Python code to run (auto_map)"),
-    "hidden remote code": (config('{"_attn_implementation_internal": "x/y"}'), "names Python code to run"),
+    "hidden remote code": (config('{"_attn_implementation_internal": "sdpa"}'), "names Python code to run"),
+    "code of another folder": (
+        config('{"auto_map": {"AutoConfig": "sub/evil.M", "AutoModel": ["you/other--own.M", null], "X": "own.M"}}'),
+        "names code outside of its Python files (sub/evil.M, you/other--own.M, own.M): refused, trusted or not.",
+    ),
+    "a kernel": (config('{"attn_implementation": {"": "x/y"}}'), "outside of its Python files (x/y): refused"),
+    "a kernel of a part": (config('{"a": [{"_attn_implementation": "paged|x/y:z"}]}'), "files (paged|x/y:z): refused"),
+    "a kernel of an official folder": (config('{"padded_vocab_size": 9, "attn_implementation": "x/y"}'), "(x/y)"),
     "missing shard": (index(["a.safetensors", "model.safetensors"]), "lacks ['a.safetensors'], which its index lists"),
     "index that leaves": (index(["../x.safetensors"]), "names files outside of its folder"),
     "pickle": (pickled, "pytorch_model.bin, a pickle; of other models than ChatGLM only safetensors are read"),
@@ -81,3 +93,52 @@ def test_what_is_wrong_is_named(name: str, tmp_path: Path) -> None:
     with pytest.raises(ModelError) as caught:
         read_config(str(tmp_path))
     assert message in str(caught.value)
+
+
+OWN = '{"model_type": "x", "auto_map": {"AutoConfig": "own.M", "AutoTokenizer": ["own.T", null]}}'
+
+
+def test_trust_is_in_all_files(tmp_path: Path) -> None:
+    good(tmp_path)
+    config(OWN)(tmp_path)
+    (tmp_path / "sub").mkdir()
+    for name in ("own.py", "sub/part.py"):
+        (tmp_path / name).write_text(f"name = {name!r} + {tmp_path.name!r}")
+    with pytest.raises(ModelError, match=r"there are \['own.py', 'sub/part.py'\]"):
+        read_config(str(tmp_path))
+    trust_folder(str(tmp_path))
+    assert read_config(str(tmp_path))["model_type"] == "x" and len(code_files(tmp_path)) == 2
+    (tmp_path / "sub" / "part.py").write_text("changed = True")
+    assert not is_trusted(tmp_path)
+    config(OWN.replace("own.M", "sub/part.M"))(tmp_path)
+    trust_folder(str(tmp_path))
+    with pytest.raises(ModelError, match=r"\(sub/part.M\): refused, trusted or not"):
+        read_config(str(tmp_path))
+
+
+@pytest.mark.parametrize("content", ['{"model_type": "llama"}', '{"padded_vocab_size": 9, "auto_map": {"A": "b.C"}}'])
+def test_trust_without_effect(content: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config(content)(tmp_path)
+    (tmp_path / "b.py").write_text("")
+    with pytest.raises(ModelError, match=r"trust_remote_code = true has no effect: .* brings no code that would run"):
+        trust_folder(str(tmp_path))
+    warn_of_code(ModelConfig(path=str(tmp_path), trust_remote_code=True))
+    assert not capsys.readouterr().out
+    config(OWN)(tmp_path)
+    assert runs_code(str(tmp_path)) and runs_code("me/model")
+    warn_of_code(ModelConfig(path=str(tmp_path), trust_remote_code=True))
+    assert "run with all your rights" in capsys.readouterr().out
+    warn_of_code(ModelConfig(path=str(tmp_path)))
+    assert not capsys.readouterr().out
+
+
+def test_evaluating_warns_too(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    good(tmp_path)
+    config(OWN)(tmp_path)
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    monkeypatch.setattr(eval, "_evaluate", lambda *_: None)
+    words = ["recipe=quickstart", "model=hf", f"model.path={tmp_path}", f"output={tmp_path}/answers.jsonl"]
+    assert eval.run([*words, "model.trust_remote_code=true"]) == 0
+    assert f"the Python files of {tmp_path} run with all your rights" in " ".join(capsys.readouterr().out.split("\n"))

@@ -16,7 +16,20 @@ from toolkit.config.hub import is_hub_name
 from toolkit.config.load import load
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
-FILES = {"config.json": b"{}", "model.safetensors": b"weights", "model.gguf": b"not wanted", "README.md": b"read"}
+FILES = {
+    "config.json": b"{}",
+    "model.safetensors": b"weights",
+    "model.gguf": b"not wanted",
+    "README.md": b"read",
+    "consolidated.safetensors": b"once more",
+    "original/params.json": b"not wanted",
+}
+OWN = {
+    "config.json": b'{"auto_map": {"AutoConfig": "own.M"}}',
+    "own.py": b"code",
+    "sub/own.py": b"code",
+    "model.safetensors": b"weights",
+}
 PICKLED = {"config.json": b"{}", "pytorch_model.bin": b"weights"}
 # One process asks for all: huggingface_hub reads its variables when it is imported.
 ASK = """
@@ -72,7 +85,7 @@ class _Hub(BaseHTTPRequestHandler):
         self.server.asked.append(f"{self.command} {self.path}")  # type: ignore[attr-defined]
         path = self.path.partition("?")[0]
         name = "/".join(path.removeprefix("/api/models/").strip("/").split("/")[:2])
-        files = {"me/model": FILES, "me/old": PICKLED}.get(name)
+        files = {"me/model": FILES, "me/old": PICKLED, "me/own": OWN}.get(name)
         if name == "me/gated":
             return self._answer(403, b"", {"X-Error-Code": "GatedRepo"})
         if files is None:
@@ -154,6 +167,16 @@ def test_downloaded_once(tmp_path: Path, hub: ThreadingHTTPServer) -> None:
     assert sum(line == f"GET /me/model/resolve/{COMMIT}/model.safetensors" for line in requests) == 1
     assert sum("/api/models/me/model/revision" in line for line in requests) == 1
     assert sorted(map(len, (first[3], second[3]))) == [0, 1]
+
+
+def test_config_alone_and_the_code_that_it_names(tmp_path: Path, hub: ThreadingHTTPServer) -> None:
+    home = tmp_path / "home"
+    home.mkdir()
+    [model, own] = ask(home, ("me/model", "", True), ("me/own", COMMIT, True), **variables(hub))
+    assert [path.name for path in Path(model[0]).iterdir()] == ["config.json"]
+    assert sorted(path.name for path in Path(own[0]).iterdir()) == ["config.json", "own.py"]
+    offline = {"HF_HUB_OFFLINE": "1"}
+    assert ask(home, ("me/model", "", True), ("me/own", COMMIT, True), **variables(hub) | offline) == [model, own]
 
 
 def test_what_cannot_be_had(tmp_path: Path, hub: ThreadingHTTPServer) -> None:

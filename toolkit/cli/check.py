@@ -5,8 +5,6 @@ toolkit check recipe=NAME [world_size=8] [key=value …]
   world_size=8     number of ranks that the batch sizes are checked for
 """
 
-from pathlib import Path
-
 from toolkit.cli.compose import compose, positive_int
 from toolkit.config.checks import accumulation, check, settled
 from toolkit.config.checks_track import check_track_here
@@ -15,8 +13,7 @@ from toolkit.config.layout import layout_of
 from toolkit.config.schema import AUTO, Init, RunConfig
 from toolkit.engine.ds_config import build_ds_config
 from toolkit.messages import say, tr
-from toolkit.models.folder import read_config
-from toolkit.models.remote_code import trust
+from toolkit.models.folder import read_config, trust_folder
 from toolkit.plan.parameters import shapes_of_config, tuned
 from toolkit.plan.tensor import part_of
 
@@ -34,7 +31,7 @@ def run(words: list[str]) -> int:
     known = None
     if cfg.model.init is Init.pretrained:
         if cfg.model.trust_remote_code:
-            trust(Path(cfg.model.path))
+            trust_folder(cfg.model.path)
         known = shapes_of_config(read_config(cfg.model.path, with_weights=has_weights))
     for note in composed.notes:
         print(note)

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from toolkit.cli.compose import compose
+from toolkit.cli.trusted import warn_of_code
 from toolkit.config.checks import check, micro_rows, settled
 from toolkit.config.hub import with_folder
 from toolkit.config.schema import ParallelConfig, RunConfig
@@ -55,6 +56,8 @@ def run(words: list[str]) -> int:
         environment.set_interface(cfg.distributed.interface, os.environ)
     environment.check_port(os.environ)
     build_locks.check(os.environ)
+    if ranks.rank == 0:
+        warn_of_code(cfg.model)
     cfg = settled(with_folder(composed.loaded, say if ranks.rank == 0 else lambda line: None).cfg)
     cfg = replace(cfg, parallel=ParallelConfig())  # each rank, or ZeRO-3, has a whole model
     _evaluate(cfg, ranks, file, composed.arguments.get("adapter", "") or cfg.tuning.adapter)

@@ -18,6 +18,7 @@ from pathlib import Path
 
 from toolkit.cli import sweep
 from toolkit.cli.compose import Composed, compose
+from toolkit.cli.trusted import warn_of_code
 from toolkit.config.checks import accumulation, check
 from toolkit.config.checks_track import check_track_here
 from toolkit.config.hub import with_folder
@@ -115,12 +116,5 @@ def greet(composed: Composed, ranks: environment.Ranks, model: str) -> None:
             size=cfg.batch.global_size,
         )
     )
-    if cfg.model.trust_remote_code:
-        from rich.console import Console
-        from rich.text import Text
-
-        line = tr(
-            "model.trust_remote_code = true: the Python files of {path} run with all your rights.", path=cfg.model.path
-        )
-        Console().print(Text(line, style="bold red"), soft_wrap=True)
+    warn_of_code(cfg.model)
     sys.stdout.flush()

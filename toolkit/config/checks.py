@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from toolkit.config.bounds import LEAST
+from toolkit.config.checks_code import check_code
 from toolkit.config.checks_data import check_data
 from toolkit.config.checks_files import check_files
 from toolkit.config.checks_optim import check_optim, check_optim_here
@@ -54,8 +55,8 @@ def check(loaded: Loaded, world_size: int | None = None, *, files: bool = True, 
         _evaluate,
     )
     late = (check_tuning, check_zero, check_optim, check_track, check_effect, check_variables)
-    shared = (check_pipeline, check_sequence, check_tensor)
-    left_out = (_evaluate, check_tuning, check_effect) if own else ()
+    shared = (check_pipeline, check_sequence, check_tensor, check_code)
+    left_out = (_evaluate, check_tuning, check_effect, check_code) if own else ()
     if own:
         check_own(loaded)
     for rule in (*rules, check_data, *shared, *late):

@@ -18,6 +18,8 @@ _NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*", re.ASCII)
 _FILES = ("*.json", "*.model", "*.txt", "*.jinja", "*.tiktoken", "*.py", "*.safetensors")
 _PICKLED = (*_FILES, "pytorch_model*.bin")
 """For what has no safetensors: the official ChatGLM repositories."""
+_NOT = ("*/*", "consolidated*")
+"""Files in folders, and the weights a second time in their makers' own layout: nothing reads them."""
 _POLL_S = 0.2
 
 
@@ -35,7 +37,8 @@ def with_folder(loaded: Loaded, say: Callable[[str], None], *, config_only: bool
     Args:
         loaded: the config; returned as it is where `model.path` is no such name.
         say: told before a download.
-        config_only: nothing but config.json is needed: taken from the cache, and only if it is not there asked for.
+        config_only: nothing but config.json is needed, and the Python files if it names any: taken from the cache, and
+            only if it is not there asked for.
 
     Raises:
         ConfigError: there is no such model, it is not for everybody, or it is not in the cache and the network is away.
@@ -61,7 +64,11 @@ def _config_folder(hub: Any, name: str, revision: str) -> str:
     file = hub.try_to_load_from_cache(name, "config.json", revision=revision or None)
     if not isinstance(file, str):
         file = hub.hf_hub_download(name, "config.json", revision=revision or None)
-    return str(Path(file).parent)
+    folder = Path(file).parent
+    if '"auto_map"' in Path(file).read_text(encoding="utf-8") and not any(folder.glob("*.py")):
+        wanted = ["config.json", "*.py"]
+        return str(hub.snapshot_download(name, revision=revision or None, allow_patterns=wanted, ignore_patterns=_NOT))
+    return str(folder)
 
 
 def _snapshot(name: str, revision: str, is_first: bool, say: Callable[[str], None]) -> str:
@@ -77,7 +84,7 @@ def _snapshot(name: str, revision: str, is_first: bool, say: Callable[[str], Non
                 cache=HF_HUB_CACHE,
             )
         )
-    get = partial(snapshot_download, name, revision=revision or None, local_files_only=is_local)
+    get = partial(snapshot_download, name, revision=revision or None, local_files_only=is_local, ignore_patterns=_NOT)
     folder = Path(get(allow_patterns=list(_FILES)))
     if not any(folder.glob("*.safetensors")):
         get(allow_patterns=list(_PICKLED))

@@ -111,7 +111,7 @@ def whole_or_absent(folder: Path) -> Iterator[Path]:
 def write_files(files: Mapping[str, bytes], folder: Path) -> None:
     """Write files by their path in a folder."""
     for name, content in files.items():
-        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_bytes(content)
 
 

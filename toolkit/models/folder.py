@@ -1,14 +1,16 @@
 """What a model folder on disk holds, found out without torch and without running anything in it."""
 
 import json
+import re
 import zipfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from toolkit.errors import ModelError
 from toolkit.messages import tr
 from toolkit.models.chatglm.family import Architecture, architecture_of, check_supported
-from toolkit.models.remote_code import code_files, is_trusted
+from toolkit.models.remote_code import code_files, is_trusted, trust
 
 LFS_POINTER = b"version https://git-lfs"
 
@@ -31,6 +33,7 @@ def read_config(path: str, *, with_weights: bool = True) -> dict[str, Any]:
         raise ModelError(tr("model.path = {path} holds no config.json: it is not a model folder.", path=path))
     config = read_object(config_file)
     architecture = architecture_of(config)
+    _refuse_outside(folder, config, is_run=architecture is None)
     if architecture is not None:
         check_supported(config, architecture, folder)
     else:
@@ -55,6 +58,70 @@ def read_object(file: Path) -> dict[str, Any]:
     return value
 
 
+def trust_folder(path: str) -> None:
+    """Let the Python files of a folder run in this process, as they are now.
+
+    Raises:
+        ModelError: none of them would run.
+    """
+    if not runs_code(path):
+        raise ModelError(
+            tr(
+                "model.trust_remote_code = true has no effect: {folder} brings no code that would run (the official "
+                "ChatGLM folders' is ignored). Remove it.",
+                folder=path,
+            )
+        )
+    trust(Path(path))
+
+
+def runs_code(path: str) -> bool:
+    """Return whether code of a folder would run if it were trusted; True for what is no model folder here (yet)."""
+    file = Path(path) / "config.json"
+    if not file.is_file():
+        return True
+    config = read_object(file)
+    return architecture_of(config) is None and "auto_map" in config
+
+
+def _refuse_outside(folder: Path, config: dict[str, Any], *, is_run: bool) -> None:
+    """Refuse code that is in no file of the folder: nobody who read them has read it, and it is not hashed.
+
+    transformers (5.23) takes SUB/MODULE.CLASS and OWNER/NAME--MODULE.CLASS for classes, and OWNER/NAME for attention
+    and experts (`is_kernel`).
+    """
+    modules = {file.stem for file in code_files(folder) if file.parent == folder}
+    names: list[str] = []
+    for key, value in _pairs(config):
+        if key == "auto_map" and is_run:
+            own = r"(\w+)\.\w+"
+            names += [n for n in _strings(value) if not (found := re.fullmatch(own, n)) or found[1] not in modules]
+        elif "_implementation" in key:
+            names += [name for name in _strings(value) if "/" in name]
+    if names:
+        raise ModelError(
+            tr(
+                "{folder}/config.json names code outside of its Python files ({names}): refused, trusted or not.",
+                folder=folder,
+                names=", ".join(names),
+            )
+        )
+
+
+def _pairs(value: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the keys and values of an object, and of those in it."""
+    if isinstance(value, dict):
+        yield from value.items()
+    for inner in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+        yield from _pairs(inner)
+
+
+def _strings(value: Any) -> list[str]:
+    if isinstance(value, (dict, list)):
+        return [text for inner in (value.values() if isinstance(value, dict) else value) for text in _strings(inner)]
+    return [value] if isinstance(value, str) else []
+
+
 def _refuse_unknown(folder: Path, config: dict[str, Any]) -> None:
     if config.get("model_type") == "chatglm":
         raise ModelError(
@@ -71,7 +138,7 @@ def _refuse_unknown(folder: Path, config: dict[str, Any]) -> None:
                 "them, then train with model.trust_remote_code=true, or use a folder whose architecture is part of "
                 "transformers.",
                 folder=folder,
-                files=[file.name for file in code_files(folder)],
+                files=[str(file.relative_to(folder)) for file in code_files(folder)],
             )
         )
 

@@ -58,7 +58,7 @@ def _finished(model: PreTrainedModel, folder: Path) -> PreTrainedModel:
     model.get_input_embeddings().padding_idx = None
     recall_origin(model, folder)
     if is_trusted(folder):
-        model.code_files = {file.name: file.read_bytes() for file in code_files(folder)}
+        model.code_files = {str(file.relative_to(folder)): file.read_bytes() for file in code_files(folder)}
     return model.eval()
 
 

@@ -11,8 +11,8 @@ _trusted: set[str] = set()
 
 
 def code_files(folder: Path) -> list[Path]:
-    """Return the Python files of a folder, any of which may run where its code is trusted."""
-    return sorted(folder.glob("*.py"))
+    """Return the Python files of a folder and of those in it; any of them may run where its code is trusted."""
+    return sorted(folder.rglob("*.py"))
 
 
 def trust(folder: Path) -> None:

@@ -91,6 +91,7 @@ def describe(model: PreTrainedModel, encoder: AnyChatEncoder | None) -> dict[str
             ) from error
         write_origin(model, folder)
         for name, code in getattr(model, "code_files", {}).items():  # the config names them
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
             (folder / name).write_bytes(code)
         return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 

@@ -19,9 +19,8 @@ from toolkit.disk import refuse_links
 from toolkit.errors import DataError
 from toolkit.messages import say, tr
 from toolkit.models.chat import AnyChatEncoder, chat_encoder
-from toolkit.models.folder import read_config
+from toolkit.models.folder import read_config, trust_folder
 from toolkit.models.packing import why_not_packed
-from toolkit.models.remote_code import trust
 from toolkit.models.tokenizer import fit_tokenizer, load_tokenizer
 
 if TYPE_CHECKING:
@@ -137,7 +136,7 @@ def build_encoder(cfg: RunConfig, say: Callable[[str], None]) -> AnyChatEncoder:
     refuse_links(Path(cfg.prepare.dir), DataError, FOLDERS)
     if cfg.model.init is Init.pretrained:
         if cfg.model.trust_remote_code:
-            trust(Path(cfg.model.path))
+            trust_folder(cfg.model.path)
         read_config(cfg.model.path)
     return chat_encoder(_tokenizer(cfg, say), cfg.model.original_labels)
 

@@ -5,6 +5,7 @@ from toolkit.translate.trainer_keys import TRAINER
 
 CHATGLM: dict[str, Key] = TRAINER | {
     "model_name_or_path": made("model.path", None, "model"),
+    "model_revision": made("model.revision", "main"),
     "ptuning_checkpoint": made("tuning.adapter"),
     "tokenizer_name": same("model.tokenizer"),
     "pre_seq_len": made("tuning.num_tokens", None, "pre_seq_len"),
@@ -26,7 +27,7 @@ CHATGLM: dict[str, Key] = TRAINER | {
     **idle("generation", "num_beams", "val_max_target_length", "max_eval_samples"),
     **idle("store", overwrite_cache=False),
     **idle("loader", ignore_pad_token_for_loss=True, pad_to_max_length=False),
-    **idle("downloads", "cache_dir", model_revision="main", use_auth_token=False),
+    **idle("downloads", "cache_dir", use_auth_token=False),
     **idle("remote_code", "config_name", use_fast_tokenizer=True),
     **idle("not_read", "lang", "forced_bos_token", "resize_position_embeddings"),
 }

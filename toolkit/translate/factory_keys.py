@@ -22,6 +22,7 @@ _IMAGES = {
 FACTORY: dict[str, Key] = TRAINER | {
     # Model and method.
     "model_name_or_path": made("model.path", None, "model"),
+    "model_revision": made("model.revision", "main"),
     "adapter_name_or_path": made("tuning.adapter", None, "adapters"),
     "stage": made("data.sources", "sft", "stage"),
     "finetuning_type": made("tuning.method", "lora"),
@@ -101,7 +102,7 @@ FACTORY: dict[str, Key] = TRAINER | {
     **none("sampling", disable_shuffling=False),
     **idle("remote_code", trust_remote_code=False, use_fast_tokenizer=True),
     **idle("downloads", "cache_dir", "adapter_folder", "hf_hub_token", "ms_hub_token", "om_hub_token"),
-    **idle("downloads", model_revision="main", low_cpu_mem_usage=True, offload_folder="offload"),
+    **idle("downloads", low_cpu_mem_usage=True, offload_folder="offload"),
     **idle("recompute", use_reentrant_gc=True),
     **idle("plots", plot_loss=False, print_param_status=False, include_effective_tokens_per_second=False),
     **idle("plots", compute_accuracy=False, eval_on_each_dataset=False, eval_num_beams=None),

@@ -122,7 +122,10 @@ def _elsewhere() -> dict[str, str]:
         "arithmetic": tr("left to PyTorch; resuming on the same number of ranks is bit for bit"),
         "streams": tr("files are always read as streams, and tokenised once per machine"),
         "store": tr("tokenised data is found again by what it is made of; prepare.num_workers says how many processes"),
-        "remote_code": tr("code of a model folder is never run, and the family's own tokenizer is taken"),
+        "remote_code": tr(
+            "code of a model folder is not run unless model.trust_remote_code=true, and the family's own tokenizer is "
+            "taken"
+        ),
         "downloads": tr("models come through the cache of huggingface_hub, which HF_HOME and its other variables set"),
         "plots": tr("metrics.jsonl has the numbers, evaluate.metrics adds scores"),
         "swanlab": tr(

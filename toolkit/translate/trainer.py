@@ -3,6 +3,7 @@
 import math
 from pathlib import Path
 
+from toolkit.config.hub import is_hub_name
 from toolkit.config.optimizers import OPTIMIZERS
 from toolkit.config.schema import TRACKERS, OptimizerName
 from toolkit.errors import ConfigError
@@ -59,8 +60,13 @@ def translate_model(given: Given, draft: Draft) -> None:
     group = MODELS.get(name)
     if group:
         draft.groups["model"] = group
-    if not (group and owner in OWNERS and not Path(text).is_dir()):
+    revision = given.get("model_revision") if given.has("model_revision") else "main"
+    if not (group and owner in OWNERS and not Path(text).is_dir()) or revision != "main":
         draft.put("model.path", text, "model_name_or_path")
+    if revision != "main" and is_hub_name(text):
+        draft.put("model.revision", str(revision), "model_revision")
+    elif revision != "main":
+        draft.lost["model_revision"] = tr("model.path is a folder")
 
 
 def translate_evaluation(given: Given, draft: Draft, has_validation: bool) -> None:

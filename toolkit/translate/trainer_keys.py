@@ -170,6 +170,7 @@ TRAINER: dict[str, Key] = {
 
 HF: dict[str, Key] = TRAINER | {
     "model_name_or_path": made("model.path", None, "model"),
+    "model_revision": made("model.revision", "main"),
     "tokenizer_name": same("model.tokenizer"),
 }
 """A Trainer's arguments, and what every script that uses one calls its model."""

@@ -1,0 +1,41 @@
+"""Rules for models that bring Python code of their own."""
+
+import re
+
+from toolkit.config.hub import is_hub_name
+from toolkit.config.load import Loaded
+from toolkit.config.places import fail
+from toolkit.config.schema import Init
+from toolkit.messages import tr
+
+
+def check_code(loaded: Loaded) -> None:
+    """Apply every rule.
+
+    Raises:
+        ConfigError: the first rule that does not hold.
+    """
+    model, keep = loaded.cfg.model, loaded.cfg.checkpoint.keep_weights
+    if not model.trust_remote_code or model.init is Init.random:
+        return
+    # A mistyped folder must not run a stranger's code, nor a branch what is pushed to it after one has read it.
+    if is_hub_name(model.path) and not re.fullmatch("[0-9a-f]{40}", model.revision):
+        raise fail(
+            loaded,
+            "model.revision",
+            tr(
+                "model.trust_remote_code = true and model.path = {path}, which is no folder here but a name on Hugging "
+                "Face, needs the commit that you have read: model.revision=COMMIT, all 40 digits.",
+                path=model.path,
+            ),
+        )
+    if keep:
+        raise fail(
+            loaded,
+            "checkpoint.keep_weights",
+            tr(
+                "checkpoint.keep_weights = {value} and model.trust_remote_code = true do not go together: exports of "
+                "old checkpoints run no code of a model's own. Set it to 0.",
+                value=keep,
+            ),
+        )
