@@ -1389,4 +1389,12 @@ CHINESE: dict[str, str] = {
     "train.neftune_alpha cannot be used with parallel.{name} = {ranks}: each rank draws its own noise, and these ranks share rows. Set train.neftune_alpha=0.": "train.neftune_alpha 不能与 parallel.{name} = {ranks} 一起使用：每个进程自行生成噪声，而这些进程处理相同的行。请设 train.neftune_alpha=0。",
     "a folder, or owner/name on Hugging Face (docs/models.md). Code in it is not run, and official ChatGLM folders load as they are": "一个文件夹，或 Hugging Face 上的 owner/name（docs/models.md）。里面的代码不会执行，官方 ChatGLM 文件夹可直接载入",
     "optim.name = adafactor keeps a row and a column for each whole matrix, and ranks have parts. Use optim=adamw": "optim.name = adafactor 为每个完整的矩阵保存一行和一列，而各进程只有一部分。请用 optim=adamw",
+    "{samples}, {steps} steps, {trained} trained parameters (model {digest})": "{samples}，{steps} 步，训练 {trained} 个参数（模型 {digest}）",
+    "ranks have other data or models: rank 0 has {first}; rank {rank} has {other}. Give every rank the whole data set, it is shared out here, and build the same model on each; with shards_itself=True the length of a data set is that of all ranks together.": "各 rank 的数据或模型不同：rank 0 是 {first}；rank {rank} 是 {other}。请给每个 rank 整个数据集（由这里分配），并在每个 rank 上构造相同的模型；使用 shards_itself=True 时，数据集的长度是所有 rank 合计的长度。",
+    "validation= must give every rank all samples: they are shared out here. Beside shards_itself=True it must be map-style, such as a list of all samples.": "validation= 必须给每个 rank 全部样本：由这里分配。与 shards_itself=True 一起使用时必须是映射式，例如包含全部样本的列表。",
+    "give the data set, not a DataLoader: batches are made here.": "请给出数据集，而不是 DataLoader：批次在这里生成。",
+    "evaluate.keep_best = {name}, and the evaluation gives no such figure. Known: {known}.": "evaluate.keep_best = {name}，而评估没有给出这个指标。可用：{known}。",
+    "{key} = {value}: which parameters of a model of one's own are layers, embeddings or output is not known. Possible: {others}.": "{key} = {value}：自己的模型中哪些参数属于各层、嵌入或输出无从得知。可以使用：{others}。",
+    "the program gives no validation=": "程序没有给出 validation=",
+    "{folder} could not be proved: model= failed when it was called once more, {reason}. Let it make the model again, or set checkpoint.verify_export=false.": "无法验证 {folder}：再次调用 model= 时失败，{reason}。请让它能再次构造模型，或设置 checkpoint.verify_export=false。",
 }
