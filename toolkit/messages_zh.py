@@ -1389,4 +1389,5 @@ CHINESE: dict[str, str] = {
     "train.neftune_alpha cannot be used with parallel.{name} = {ranks}: each rank draws its own noise, and these ranks share rows. Set train.neftune_alpha=0.": "train.neftune_alpha 不能与 parallel.{name} = {ranks} 一起使用：每个进程自行生成噪声，而这些进程处理相同的行。请设 train.neftune_alpha=0。",
     "a folder, or owner/name on Hugging Face (docs/models.md). Code in it is not run, and official ChatGLM folders load as they are": "一个文件夹，或 Hugging Face 上的 owner/name（docs/models.md）。里面的代码不会执行，官方 ChatGLM 文件夹可直接载入",
     "optim.name = adafactor keeps a row and a column for each whole matrix, and ranks have parts. Use optim=adamw": "optim.name = adafactor 为每个完整的矩阵保存一行和一列，而各进程只有一部分。请用 optim=adamw",
+    "data source {name} has no row to train, so that its weights mean nothing. Remove it.": "数据源 {name} 没有可训练的行，它的权重没有意义。请删除它。",
 }

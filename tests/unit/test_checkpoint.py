@@ -22,6 +22,7 @@ from toolkit.checkpoint.run_state import RunState
 from toolkit.checkpoint.run_state import read as read_state
 from toolkit.checkpoint.weights import weights
 from toolkit.cli import main
+from toolkit.config.load import recorded
 from toolkit.config.schema import CheckpointConfig, RunConfig
 from toolkit.errors import CheckpointError, ConfigError
 from toolkit.train import resume
@@ -374,6 +375,16 @@ def test_what_is_trained_never_changes() -> None:
         changes.check(before, now, {}, {}, ["tuning"])
     older = {**CONFIG, "tuning": {"method": "lora"}}
     assert changes.check(older, now, {}, {}, ["tuning"]) == ["  tuning.rank: None -> 4"]
+
+
+def test_a_run_older_than_a_key_did_what_its_default_says() -> None:
+    now = json.loads(json.dumps(recorded(RunConfig())))
+    before = json.loads(json.dumps(now))
+    del before["parallel"], before["optim"]["decay"], before["train"]["neftune_alpha"]
+    assert changes.check(before, now, {}, {}, []) == []
+    now["train"]["neftune_alpha"] = 5.0
+    with pytest.raises(ConfigError, match=r"train.neftune_alpha: 0.0 -> 5.0"):
+        changes.check(before, now, {}, {}, [])
 
 
 def test_every_key_is_free_or_decides_something() -> None:
