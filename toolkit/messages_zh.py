@@ -1292,7 +1292,6 @@ CHINESE: dict[str, str] = {
     "it finds positions and mask of a whole row from its one <sop>": "它根据整行中唯一的 <sop> 确定位置与掩码",
     "its attention is more than PyTorch's (sdpa)": "它的注意力不只是 PyTorch 的（sdpa）",
     "its {heads} attention heads cannot be divided by {ranks}": "它的 {heads} 个注意力头不能被 {ranks} 整除",
-    "{name} cannot be trained with parallel.sequence = {ranks}: parts of rows give other logits than whole rows (by up to {change}).": "{name} 不能用 parallel.sequence = {ranks} 训练：分段的行与整行给出的 logits 不同（最多相差 {change}）。",
     "parallel.sequence = {ranks} cannot be: {reason}.": "parallel.sequence = {ranks} 不可行：{reason}。",
     "the ranks of one model share either rows (sequence), matrices (tensor) or layers (pipeline)": "共用一个模型的各进程只能分担行（sequence）、矩阵（tensor）或层（pipeline）之一",
     "what tuning={method} learns stands before a row, and would stand before each part of it. Use tuning=lora": "tuning={method} 学到的内容位于一行之前，切分后会位于每一段之前。请用 tuning=lora",
@@ -1390,4 +1389,6 @@ CHINESE: dict[str, str] = {
     "a folder, or owner/name on Hugging Face (docs/models.md). Code in it is not run, and official ChatGLM folders load as they are": "一个文件夹，或 Hugging Face 上的 owner/name（docs/models.md）。里面的代码不会执行，官方 ChatGLM 文件夹可直接载入",
     "optim.name = adafactor keeps a row and a column for each whole matrix, and ranks have parts. Use optim=adamw": "optim.name = adafactor 为每个完整的矩阵保存一行和一列，而各进程只有一部分。请用 optim=adamw",
     "data source {name} has no row to train, so that its weights mean nothing. Remove it.": "数据源 {name} 没有可训练的行，它的权重没有意义。请删除它。",
+    "{name} cannot be trained with parallel.sequence = {ranks}: parts of rows give other logits than whole rows (by {change} of their spread).": "{name} 不能用 parallel.sequence = {ranks} 训练：分段的行与整行给出的 logits 不同（相差其标准差的 {change}）。",
+    "train.activation_checkpointing.partition_activations = true has no effect beside it. Set it to false": "train.activation_checkpointing.partition_activations = true 与它一起没有作用。请设为 false",
 }

@@ -10,6 +10,7 @@ import sys
 import threading
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -500,6 +501,7 @@ def test_a_slow_probe_is_not_taken_at_every_save(tmp_path: Path, monkeypatch: py
     clock = [1000.0]
     monkeypatch.setattr("toolkit.train.checkpoint.time.monotonic", lambda: clock[0])
     saver = Saver.__new__(Saver)
+    saver.described = mock.Mock(probe_ids=[1])
     saver._probe_s, saver._probed_at = 0.0, 0.0
     assert saver._may_probe()
     saver._probe_s, saver._probed_at = 0.019, 1000.0
