@@ -1292,7 +1292,6 @@ CHINESE: dict[str, str] = {
     "it finds positions and mask of a whole row from its one <sop>": "它根据整行中唯一的 <sop> 确定位置与掩码",
     "its attention is more than PyTorch's (sdpa)": "它的注意力不只是 PyTorch 的（sdpa）",
     "its {heads} attention heads cannot be divided by {ranks}": "它的 {heads} 个注意力头不能被 {ranks} 整除",
-    "{name} cannot be trained with parallel.sequence = {ranks}: parts of rows give other logits than whole rows (by up to {change}).": "{name} 不能用 parallel.sequence = {ranks} 训练：分段的行与整行给出的 logits 不同（最多相差 {change}）。",
     "parallel.sequence = {ranks} cannot be: {reason}.": "parallel.sequence = {ranks} 不可行：{reason}。",
     "the ranks of one model share either rows (sequence), matrices (tensor) or layers (pipeline)": "共用一个模型的各进程只能分担行（sequence）、矩阵（tensor）或层（pipeline）之一",
     "what tuning={method} learns stands before a row, and would stand before each part of it. Use tuning=lora": "tuning={method} 学到的内容位于一行之前，切分后会位于每一段之前。请用 tuning=lora",
@@ -1397,4 +1396,7 @@ CHINESE: dict[str, str] = {
     "{key} = {value}: which parameters of a model of one's own are layers, embeddings or output is not known. Possible: {others}.": "{key} = {value}：自己的模型中哪些参数属于各层、嵌入或输出无从得知。可以使用：{others}。",
     "the program gives no validation=": "程序没有给出 validation=",
     "{folder} could not be proved: model= failed when it was called once more, {reason}. Let it make the model again, or set checkpoint.verify_export=false.": "无法验证 {folder}：再次调用 model= 时失败，{reason}。请让它能再次构造模型，或设置 checkpoint.verify_export=false。",
+    "data source {name} has no row to train, so that its weights mean nothing. Remove it.": "数据源 {name} 没有可训练的行，它的权重没有意义。请删除它。",
+    "{name} cannot be trained with parallel.sequence = {ranks}: parts of rows give other logits than whole rows (by {change} of their spread).": "{name} 不能用 parallel.sequence = {ranks} 训练：分段的行与整行给出的 logits 不同（相差其标准差的 {change}）。",
+    "train.activation_checkpointing.partition_activations = true has no effect beside it. Set it to false": "train.activation_checkpointing.partition_activations = true 与它一起没有作用。请设为 false",
 }
