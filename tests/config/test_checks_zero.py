@@ -28,6 +28,12 @@ WHY = " cannot be with the other settings; docs/zero.md says why. Add "
 END = ", or leave it out."
 # Words after `recipe=zero1 model=glm_tiny`, on 8 ranks -> message
 REFUSED = {
+    "zero=stage3_superoffload train.on_bad_step=rewind checkpoint.every=10": (
+        f"zero.offload_optimizer.super_offload = true{WHY}train.on_bad_step=skip{END}"
+    ),
+    "zero=stage3_superoffload precision=fp16 train.gradient_clipping=0 train.rehearse=false train.on_bad_step=stop": (
+        f"zero.offload_optimizer.super_offload = true{WHY}precision=bf16{END}"
+    ),
     "zero=stage3_hpz zero.zero_hpz_partition_size=3": (
         "zero.zero_hpz_partition_size = 3 must divide the 8 ranks of the run."
     ),

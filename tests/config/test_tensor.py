@@ -30,6 +30,9 @@ REFUSED = {
     "tuning=lora": "tuning.method = lora adds parameters that are not split with the layers that they belong to.",
     "tuning=ptuning_v2": "tuning.method = ptuning_v2 adds parameters",
     "optim=adafactor zero=stage0": "optim.name = adafactor keeps a row and a column for each whole matrix,",
+    "train.activation_checkpointing.enabled=true train.activation_checkpointing.partition_activations=true": (
+        "parallel.tensor = 2 cannot be: train.activation_checkpointing.partition_activations = true has no effect"
+    ),
     "compile.enabled=true": "parallel.tensor = 2 cannot be: compile.enabled = true is not supported beside it.",
     "zero=stage2_offload zero.zenflow.enabled=true": "zero.zenflow.enabled = true is not supported beside it.",
     "plan.auto=true": "parallel.tensor = 2 cannot be: plan.auto = true looks for ZeRO's stages",

@@ -56,7 +56,7 @@ def test_results_are_never_overwritten(tmp_path: Path, capsys: pytest.CaptureFix
     assert "is not a list of results" in capsys.readouterr().err
     assert output.read_text(encoding="utf-8") == "{}"
     assert main(["bench", "everything"]) == 2
-    assert "Known: step, data, memory, checkpoint, start, plan, resume, faults." in capsys.readouterr().err
+    assert "Known: step, data, memory, checkpoint, start, plan, resume, nvme, faults." in capsys.readouterr().err
 
 
 def test_everything_is_measured_and_told(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import sys
 import threading
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -22,6 +23,7 @@ from toolkit.checkpoint.run_state import RunState
 from toolkit.checkpoint.run_state import read as read_state
 from toolkit.checkpoint.weights import weights
 from toolkit.cli import main
+from toolkit.config.load import recorded
 from toolkit.config.schema import CheckpointConfig, RunConfig
 from toolkit.errors import CheckpointError, ConfigError
 from toolkit.train import resume
@@ -376,6 +378,16 @@ def test_what_is_trained_never_changes() -> None:
     assert changes.check(older, now, {}, {}, ["tuning"]) == ["  tuning.rank: None -> 4"]
 
 
+def test_a_run_older_than_a_key_did_what_its_default_says() -> None:
+    now = json.loads(json.dumps(recorded(RunConfig())))
+    before = json.loads(json.dumps(now))
+    del before["parallel"], before["optim"]["decay"], before["train"]["neftune_alpha"]
+    assert changes.check(before, now, {}, {}, []) == []
+    now["train"]["neftune_alpha"] = 5.0
+    with pytest.raises(ConfigError, match=r"train.neftune_alpha: 0.0 -> 5.0"):
+        changes.check(before, now, {}, {}, [])
+
+
 def test_every_key_is_free_or_decides_something() -> None:
     """A free key that no longer exists would hide that another one took its place."""
     from toolkit.config.keys import all_keys
@@ -489,6 +501,7 @@ def test_a_slow_probe_is_not_taken_at_every_save(tmp_path: Path, monkeypatch: py
     clock = [1000.0]
     monkeypatch.setattr("toolkit.train.checkpoint.time.monotonic", lambda: clock[0])
     saver = Saver.__new__(Saver)
+    saver.described = mock.Mock(probe_ids=[1])
     saver._probe_s, saver._probed_at = 0.0, 0.0
     assert saver._may_probe()
     saver._probe_s, saver._probed_at = 0.019, 1000.0

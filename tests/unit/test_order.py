@@ -12,6 +12,7 @@ from toolkit.config.schema import CurriculumConfig, CurriculumShape, SourceConfi
 from toolkit.config.weights import mean_weight, weight_at
 from toolkit.data.order import ChangingMixture, ShortFirst, length_classes, length_limits
 from toolkit.data.sampler import BEGINNING, GlobalBatchSampler, Order, Position
+from toolkit.errors import DataError
 
 
 def places(order: Order, global_size: int, count: int) -> list[Position]:
@@ -184,3 +185,8 @@ def test_a_mixture_goes_on_after_the_end_as_it_ended() -> None:
     late = places(order, 8, 9)[8]
     assert order.figures(late)["mixture_share/a"] == 0
     assert len(taken(order, 8, late)) == 8
+
+
+def test_a_source_without_rows_is_told() -> None:
+    with pytest.raises(DataError, match="data source b has no row to train"):
+        mixture(bounds=[0, 60, 60, 80])

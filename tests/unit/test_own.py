@@ -9,18 +9,20 @@ import pytest
 import torch
 from safetensors.torch import load_model
 from torch import nn
-from torch.utils.data import IterableDataset
+from torch.utils.data import DataLoader, IterableDataset
 
 from toolkit.config.checks import check
+from toolkit.config.checks_own import check_without_validation
 from toolkit.config.load import load
 from toolkit.data.sampler import Position
+from toolkit.distributed import process_group
 from toolkit.distributed.metrics import gather_metrics
-from toolkit.errors import ConfigError, DataError
+from toolkit.errors import CheckpointError, ConfigError, DataError
 from toolkit.export import own as export
 from toolkit.launch.environment import Ranks
-from toolkit.own import data, entry
-from toolkit.own.evaluation import _metrics
-from toolkit.own.objective import losses_of, on_device
+from toolkit.own import data, entry, finish, session
+from toolkit.own.evaluation import _metrics, evaluate
+from toolkit.own.objective import cast_inputs, losses_of, on_device
 from toolkit.own.task import Task, digest, is_map_style
 
 ENGINE: Any = SimpleNamespace(device=torch.device("cpu"))
@@ -53,6 +55,11 @@ def read(dataset: Any, rank: int, steps: int, place: Position, *words: str, **mo
         (["parallel.tensor=2"], "parallel.tensor = 2: how to split a model of one's own is not known"),
         (["batch.micro_per_gpu=auto"], "batch.micro_per_gpu = auto: nobody knows what a model of one's own takes"),
         (["plan.auto=true"], "plan.auto = true: nobody knows"),
+        (
+            ["optim.decay=hidden", "optim.weight_decay=0.1"],
+            "optim.decay = hidden: which parameters of a model of one's own",
+        ),
+        (["optim.layer_lr_decay=0.9"], r"optim.layer_lr_decay = 0.9: which parameters .* Possible: 1"),
         (["evaluate.keep_best=accuracy"], "evaluate.keep_best = accuracy must be eval_loss, or eval_ and the name"),
         (["batch.micro_per_gpu=3"], "batch.global_size = 4 is not a multiple of batch.micro_per_gpu"),
     ],
@@ -72,6 +79,14 @@ def test_settings_that_can_be() -> None:
         (3, [], {}, "int is no data set: it needs __len__ and __getitem__, or __iter__"),
         ([], [], {}, "the data set is empty"),
         ([1], [], {"shards_itself": True}, "shards_itself= is for iterable data sets"),
+        (DataLoader([1]), [], {}, "give the data set, not a DataLoader"),
+        ([1], [], {"validation": DataLoader([1])}, "give the data set, not a DataLoader"),
+        (
+            iter([1]),
+            [],
+            {"validation": iter([1]), "shards_itself": True},
+            "validation= must give every rank all samples",
+        ),
         (iter([1]), ["train.max_steps=0"], {}, "has no length: say how long to train"),
         (iter([1]), ["data.num_workers=1"], {}, "data.num_workers = 1: an iterable data set is read by the training"),
         (iter([]), [], {}, "list_iterator gives no sample"),
@@ -81,6 +96,111 @@ def test_settings_that_can_be() -> None:
 def test_data_that_cannot_be(dataset: Any, words: list[str], more: dict[str, Any], message: str) -> None:
     with pytest.raises(DataError, match=message):
         read(dataset, 0, 2, Position(), *words, **more)
+
+
+def test_settings_of_evaluations_without_validation_data() -> None:
+    for word in ("evaluate.every=3", "evaluate.at_start=false", "evaluate.keep_best=eval_loss"):
+        with pytest.raises(ConfigError, match="has no effect: the program gives no validation="):
+            check_without_validation(loaded(word))
+    check_without_validation(loaded("data.num_workers=2"))
+
+
+def test_ranks_have_the_same_data_and_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    card = session._card(nn.Linear(1, 1))
+    ranks = Ranks(rank=0, local_rank=0, world_size=2, local_world_size=2, launcher="single")
+    mine, others = (data.data_of(task([1] * count), loaded().cfg, ranks) for count in (8, 7))
+    session._check_alike(mine, card)
+    for theirs, model in ((others, card), (mine, session._card(nn.Linear(1, 2)))):
+        sent: list[Any] = []
+        with monkeypatch.context() as patch:
+            patch.setattr(process_group, "gather", lambda value, sent=sent: [*sent, sent.append(value) or value])
+            session._check_alike(theirs, model)
+            with pytest.raises(
+                DataError, match=r"ranks have other data or models: rank 0 has list [78], .*; rank 1 has"
+            ):
+                session._check_alike(mine, card)
+
+
+def test_validation_data_is_the_same_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks = Ranks(rank=0, local_rank=0, world_size=2, local_world_size=2, launcher="single")
+    monkeypatch.setattr(process_group, "gather", lambda value: [value, 3])
+    for there in (0, 2):
+        with pytest.raises(DataError, match="validation= must give every rank all samples"):
+            list(data.validation_batches(task([1], validation=[1] * there), loaded().cfg, ranks))
+    assert len(list(data.validation_batches(task([1], validation=[1] * 3), loaded().cfg, ranks))) == 2
+
+
+class Engine(nn.Module):
+    """What an evaluation asks of an engine."""
+
+    device = torch.device("cpu")
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, batch: Any) -> Any:
+        """Run the model."""
+        return self.module(batch)
+
+
+def evaluated(words: tuple[str, ...] = (), most: int | None = None, **more: Any) -> dict[str, float]:
+    """Return the evaluation of three samples."""
+    rows = [torch.tensor([float(row)]) for row in range(3)]
+    parts = task(rows, validation=rows, loss=lambda model, batch: model(batch)[:, 0], **more)
+    ranks = Ranks(rank=0, local_rank=0, world_size=1, local_world_size=1, launcher="single")
+    engine: Any = Engine(nn.Identity())
+    return evaluate(parts, loaded(*words).cfg, ranks, engine, most=most)
+
+
+def test_a_trial_does_not_score() -> None:
+    parts: dict[str, Any] = {
+        "metrics": lambda model, batch: {"value": batch[:, 0]},
+        "score": lambda values: {"range": values["value"].max() / (len(values["value"]) - 1)},
+    }
+    assert evaluated(**parts) == {"eval_loss": 1, "eval_samples": 3, "eval_range": 1}
+    assert evaluated(most=1, **parts).keys() == {"eval_loss", "eval_samples"}
+
+
+def test_the_best_is_chosen_by_a_figure_that_is_there() -> None:
+    words = ("evaluate.keep_best=eval_acuracy",)
+    metrics = {"metrics": lambda model, batch: {"accuracy": batch[:, 0]}}
+    with pytest.raises(DataError, match=r"= eval_acuracy, and .* no such figure. Known: eval_loss, eval_accuracy"):
+        evaluated(words, **metrics)
+    assert evaluated(words, most=1, **metrics) and evaluated(("evaluate.keep_best=eval_accuracy",), **metrics)
+
+
+def test_a_model_that_is_not_made_again(tmp_path: Path) -> None:
+    export._write(nn.Linear(1, 1).state_dict(), {}, tmp_path / "export")
+    finish._prove(task([1]), 1, tmp_path / "export")
+    with pytest.raises(
+        CheckpointError, match="model= failed when it was called once more, ZeroDivisionError: division"
+    ):
+        finish._prove(task([1], model=lambda: 1 / 0), 1, tmp_path / "export")
+    with pytest.raises(CheckpointError, match="does not hold its model: RuntimeError"):
+        finish._prove(task([1], model=lambda: nn.Linear(2, 1)), 1, tmp_path / "export")
+
+
+def test_empty_tensors_are_exported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def make() -> nn.Module:
+        model = nn.Linear(1, 1)
+        model.register_buffer("none", torch.zeros(0, 3))
+        return model
+
+    monkeypatch.setattr(export, "gathered_parameters", lambda module: module.state_dict().items())
+    export.export(Engine(make()), {}, tmp_path / "export")  # type: ignore[arg-type]
+    finish._prove(task([1], model=make), 1, tmp_path / "export")
+
+
+def test_inputs_of_any_shape_are_cast() -> None:
+    class Model(nn.Module):
+        def forward(self, first: Any, second: Any) -> list[torch.dtype]:
+            return [first["a"].dtype, first["b"][0].dtype, second[0].dtype]
+
+    model, one = Model(), torch.ones(1)
+    cast_inputs(model, torch.bfloat16)
+    found = model({"a": one, "b": [one]}, second=(one.long(),))
+    assert found == [torch.bfloat16, torch.bfloat16, torch.int64]
 
 
 def test_a_loss_is_one_number_per_sample() -> None:

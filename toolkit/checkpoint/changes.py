@@ -3,6 +3,8 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from toolkit.config.load import recorded
+from toolkit.config.schema import RunConfig
 from toolkit.engine.ds_config import leaves
 from toolkit.errors import ConfigError
 from toolkit.messages import tr
@@ -61,8 +63,13 @@ _BY_CONTENT = ("data.sources", "data.validation")
 
 
 def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
-    """Return key, old and new value of everything that differs, in the order of the config; secrets do not."""
+    """Return key, old and new value of everything that differs, in the order of the config; secrets do not.
+
+    A run older than a key did what the key's default says; only of what was trained it says nothing.
+    """
     old, new = dict(leaves(dict(before))), dict(leaves(dict(now)))
+    defaults = leaves(recorded(RunConfig()))
+    old = {key: value for key, value in defaults if key in new and key not in _TRAINED} | old
     keys = [*new, *(key for key in old if key not in new)]
     return [(key, old.get(key), new.get(key)) for key in keys if not are_same(old.get(key), new.get(key))]
 

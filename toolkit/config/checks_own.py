@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from toolkit.config.keys import all_keys
 from toolkit.config.load import Loaded
 from toolkit.config.places import fail
-from toolkit.config.schema import AUTO, RunConfig
+from toolkit.config.schema import AUTO, DecayOf, RunConfig
+from toolkit.config.unread import check_effect
 from toolkit.messages import tr
 
 _READ = ("data.num_workers", "evaluate.every", "evaluate.at_start", "evaluate.keep_best")
@@ -63,6 +64,7 @@ def check_own(loaded: Loaded) -> None:
                     value=str(value).lower(),
                 ),
             )
+    _check_optim(loaded)
     name = cfg.evaluate.keep_best
     if name and not re.fullmatch(r"eval_\w+", name):
         raise fail(
@@ -70,3 +72,34 @@ def check_own(loaded: Loaded) -> None:
             "evaluate.keep_best",
             tr("evaluate.keep_best = {name} must be eval_loss, or eval_ and the name of a metric.", name=name),
         )
+
+
+def _check_optim(loaded: Loaded) -> None:
+    """Refuse rates and decay by the place of a parameter: it is told by names that language models have."""
+    optim = loaded.cfg.optim
+    for key, value, is_placed, others in (
+        ("optim.decay", optim.decay.value, optim.decay is DecayOf.hidden, "all, matrices"),
+        ("optim.layer_lr_decay", optim.layer_lr_decay, optim.layer_lr_decay != 1, "1"),
+    ):
+        if is_placed:
+            raise fail(
+                loaded,
+                key,
+                tr(
+                    "{key} = {value}: which parameters of a model of one's own are layers, embeddings or output is not "
+                    "known. Possible: {others}.",
+                    key=key,
+                    value=value,
+                    others=others,
+                ),
+            )
+
+
+def check_without_validation(loaded: Loaded) -> None:
+    """Refuse settings of evaluations in a program without validation data.
+
+    Raises:
+        ConfigError: the first that was changed.
+    """
+    reason = tr("the program gives no validation=")
+    check_effect(loaded, [(key, reason) for key in _READ if key.startswith("evaluate.")])

@@ -29,6 +29,10 @@ def check_sequence(loaded: Loaded) -> None:
             "model.attention = {attention} is computed on one rank. Leave it at auto",
             attention=cfg.model.attention.value,
         )
+    elif cfg.train.activation_checkpointing.partition_activations:
+        reason = tr(
+            "train.activation_checkpointing.partition_activations = true has no effect beside it. Set it to false"
+        )
     elif cfg.compile.enabled:
         reason = tr("what ranks exchange within attention cannot be compiled. Set compile.enabled=false")
     if reason:

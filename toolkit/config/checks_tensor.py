@@ -49,6 +49,10 @@ def _reason(cfg: RunConfig) -> str:
             "optim.name = adafactor keeps a row and a column for each whole matrix, and ranks have parts. Use "
             "optim=adamw"
         )
+    if cfg.train.activation_checkpointing.partition_activations:
+        return tr(
+            "train.activation_checkpointing.partition_activations = true has no effect beside it. Set it to false"
+        )
     if cfg.compile.enabled:
         return tr("compile.enabled = true is not supported beside it. Set it to false")
     if cfg.plan.auto:

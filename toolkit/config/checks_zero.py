@@ -129,6 +129,8 @@ def _super_offload(loaded: Loaded) -> None:
         {
             "zero.stage=3": cfg.zero.stage == 3,
             "zero.offload_optimizer.device=cpu": cfg.zero.offload_optimizer.device is Device.cpu,
+            # Without clipping it updates before the loss scale is divided out (0.19.8, superoffload_stage3.py).
+            "precision=bf16": cfg.precision.dtype is not Dtype.fp16 or cfg.train.gradient_clipping > 0,
             **_adamw(cfg),
             **_judged_late(cfg),
         },
@@ -189,6 +191,8 @@ def _judged_late(cfg: RunConfig) -> dict[str, bool]:
             "train.max_grad_norm_ratio=0": cfg.train.max_grad_norm_ratio == 0,
             "batch.micro_per_gpu=1": cfg.batch.micro_per_gpu != AUTO,
         }
+    else:
+        wanted["train.on_bad_step=skip"] = cfg.train.on_bad_step is not OnBadStep.rewind
     return wanted
 
 

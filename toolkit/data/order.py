@@ -16,6 +16,8 @@ from toolkit.config.schema import CurriculumConfig, CurriculumShape, SourceConfi
 from toolkit.config.weights import mean_weight, weight_at
 from toolkit.data.permutation import Permutation
 from toolkit.data.sampler import Position, steps_per_epoch
+from toolkit.errors import DataError
+from toolkit.messages import tr
 
 
 def length_limits(curriculum: CurriculumConfig, max_length: int) -> NDArray[np.float64]:
@@ -144,6 +146,14 @@ class ChangingMixture:
         self.bounds, self.sources, self.names = list(bounds), list(sources), list(names)
         self.global_size, self.key = global_size, key
         self.sizes = [end - begin for begin, end in pairwise(self.bounds)]
+        for name, size, source in zip(names, self.sizes, sources, strict=True):
+            if not size and mean_weight(source):
+                raise DataError(
+                    tr(
+                        "data source {name} has no row to train, so that its weights mean nothing. Remove it.",
+                        name=name,
+                    )
+                )
         means = [mean_weight(source) for source in sources]
         self.num_rows = max(1, round(sum(mean * size for mean, size in zip(means, self.sizes, strict=True))))
         self.steps_per_epoch = steps_per_epoch(self.num_rows, global_size)

@@ -40,7 +40,7 @@ def gather_parts(name: str, part: torch.Tensor) -> torch.Tensor:
 def join(name: str, parts: Sequence[torch.Tensor]) -> torch.Tensor:
     """Return a parameter, or a stored buffer, from what the ranks of a tensor group have of it, in their order."""
     split = split_of(name)
-    if split is None:
+    if split is None or len(parts) == 1:  # one part is not copied: it may be a view of a mapped file
         return parts[0]
     if split is Split.columns:
         return torch.cat(list(parts), dim=1)

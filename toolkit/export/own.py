@@ -38,7 +38,7 @@ def export(engine: DeepSpeedEngine, card: dict[str, Any], folder: Path) -> None:
     Raises:
         CheckpointError: it cannot be written, or is not what was in memory.
     """
-    state = {name: value for name, value in gathered_parameters(engine.module) if value.numel()}
+    state = dict(gathered_parameters(engine.module))
     on_rank0(lambda: _write(state, card, folder))
 
 

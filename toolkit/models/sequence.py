@@ -18,10 +18,10 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from toolkit.config.schema import Attention
+from toolkit.distributed.process_group import sum_over_ranks
 from toolkit.errors import ModelError
 from toolkit.messages import tr
 from toolkit.models.attention import (
-    MOST_CHANGE,
     SEQUENCE,
     attend_to_segments,
     attention_arguments,
@@ -31,6 +31,9 @@ from toolkit.models.attention import (
 from toolkit.models.loss import with_places
 
 Batch = dict[str, torch.Tensor]
+MOST_CHANGE = 0.1
+"""Root mean square by which logits of parts may differ, of their spread: rounding in bf16 makes up to 0.02 over twelve
+layers, a wrong layout 0.6 and more."""
 _group: dist.ProcessGroup | None = None
 
 
@@ -208,12 +211,15 @@ def check_parts(engine: torch.nn.Module, vocab_size: int, device: torch.device, 
     module.train(was_training)
     whole, mine = found
     length = mine.size(1)
-    change = float((mine - whole[:, part * length :][:, :length]).abs().max())
-    if not change <= MOST_CHANGE * float(whole.std()):
+    other = (mine - whole[:, part * length :][:, :length]).square().mean()
+    # The mean, as single logits in bf16 differ by several per cent between kernels; of all ranks, to act alike.
+    sums = sum_over_ranks(torch.stack((other, whole.var())), device)
+    change = float((sums[0] / sums[1]).sqrt())
+    if not change <= MOST_CHANGE:
         raise ModelError(
             tr(
                 "{name} cannot be trained with parallel.sequence = {ranks}: parts of rows give other logits than whole "
-                "rows (by up to {change}).",
+                "rows (by {change} of their spread).",
                 name=name,
                 ranks=parts,
                 change=f"{change:.3g}",

@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader
 from toolkit.config.checks import accumulation, micro_rows
 from toolkit.config.schema import RunConfig
 from toolkit.data.sampler import GlobalBatchSampler, Position, after, sequential, steps_per_epoch
+from toolkit.distributed import process_group
 from toolkit.errors import DataError
 from toolkit.launch.environment import Ranks
 from toolkit.messages import tr
@@ -56,8 +57,11 @@ def data_of(task: Task, cfg: RunConfig, ranks: Ranks) -> Data:
     """Return the training data of a program.
 
     Raises:
-        DataError: it is no data set, or empty, or nobody knows when an endless one ends.
+        DataError: it is no data set, or empty, or nobody knows when an endless one ends; or the validation data is
+            none, or shared out by itself.
     """
+    if task.validation is not None and not is_map_style(task.validation) and task.shards_itself:
+        raise DataError(_shared_out())
     return _Samples(task, cfg, ranks) if is_map_style(task.dataset) else _Stream(task, cfg, ranks)
 
 
@@ -265,13 +269,25 @@ def validation_batches(task: Task, cfg: RunConfig, ranks: Ranks) -> Iterator[tup
 
     Each sample comes once over all ranks, and as many micro-batches on every rank. An iterable data set is read whole
     by every rank.
+
+    Raises:
+        DataError: on every rank: it is empty, or not the same everywhere.
     """
     size, rank, world = micro_rows(cfg), ranks.rank, ranks.world_size
     with _generators_kept():
         _seed(f"{cfg.run.seed} validation")
         samples = task.validation if is_map_style(task.validation) else list(task.validation)
         rows = _Rows(samples, task.collate, cfg.run.seed)
+    if len(set(process_group.gather(len(samples)))) > 1:
+        raise DataError(_shared_out())
     if not len(samples):
         raise DataError(tr("the validation data set is empty."))
     for numbers in sequential(len(samples), size, rank, world):
         yield numbers, rows[-1, numbers]
+
+
+def _shared_out() -> str:
+    return tr(
+        "validation= must give every rank all samples: they are shared out here. Beside shards_itself=True it must be "
+        "map-style, such as a list of all samples."
+    )

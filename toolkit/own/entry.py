@@ -13,6 +13,7 @@ from torch.utils.data import default_collate
 
 from toolkit.cli.failures import guarded
 from toolkit.cli.train import greet, make_ready
+from toolkit.config.checks_own import check_without_validation
 from toolkit.errors import ConfigError
 from toolkit.launch import environment
 from toolkit.messages import tr
@@ -90,6 +91,8 @@ def _run(task: Task, words: list[str], found: list[Path]) -> int:
     if ready is None:
         return 0
     composed, ranks = ready
+    if task.validation is None:
+        check_without_validation(composed.loaded)
     if "OMP_NUM_THREADS" in os.environ:  # torch, which the program has imported, read it before it was set
         torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     if ranks.rank == 0:

@@ -38,10 +38,12 @@ def evaluate(
         ranks: who this process is.
         engine: the engine.
         alive: called now and then.
-        most: so many micro-batches at most, to try it; None takes all.
+        most: so many micro-batches at most, to try it; None takes all. `score` is left out of a trial: of a few samples
+            there may be no such figure.
 
     Raises:
-        DataError: the program's functions return something else than they should.
+        DataError: the program's functions return something else than they should, or not what `evaluate.keep_best`
+            names.
     """
     sums: dict[str, float] = {EVAL_LOSS: 0.0, evaluated.SAMPLES: 0.0}
     kept: list[dict[str, torch.Tensor]] = []
@@ -69,9 +71,23 @@ def evaluate(
     found = dict(zip(sums, total, strict=True))
     count = found.pop(evaluated.SAMPLES)
     figures = {name: value / count for name, value in found.items()}
-    if task.score is not None:
+    if task.score is not None and most is None:
         figures |= _scored(task.score, kept, engine.device)
+    if most is None:
+        _check_best(cfg.evaluate.keep_best, figures)
     return {EVAL_LOSS: figures.pop(EVAL_LOSS), evaluated.SAMPLES: count, **figures}
+
+
+def _check_best(name: str, figures: Mapping[str, float]) -> None:
+    """Refuse to choose checkpoints by a figure that is not there."""
+    if name and name not in figures:
+        raise DataError(
+            tr(
+                "evaluate.keep_best = {name}, and the evaluation gives no such figure. Known: {known}.",
+                name=name,
+                known=", ".join(figures),
+            )
+        )
 
 
 def _metrics(task: Task, engine: DeepSpeedEngine, micro: MicroBatch) -> dict[str, torch.Tensor]:

@@ -44,16 +44,31 @@ def _prove(task: Task, seed: int, folder: Path) -> None:
     """Load the export into a new model, where the program can make one.
 
     Raises:
-        CheckpointError: it does not fit.
+        CheckpointError: it does not fit, or the program's function fails: whatever it raises, other ranks wait for it.
     """
-    if not isinstance(task.model, nn.Module):
-        try:
-            load_model(task.build(seed), folder / WEIGHTS)
-        except RuntimeError as error:
-            reason = str(error).splitlines()[0]
-            raise CheckpointError(
-                tr("{folder} does not hold its model: {reason}.", folder=folder, reason=reason)
-            ) from error
+    if isinstance(task.model, nn.Module):
+        return
+    try:
+        model = task.build(seed)
+    except Exception as error:
+        raise CheckpointError(
+            tr(
+                "{folder} could not be proved: model= failed when it was called once more, {reason}. Let it make the "
+                "model again, or set checkpoint.verify_export=false.",
+                folder=folder,
+                reason=_first_line(error),
+            )
+        ) from error
+    try:
+        load_model(model, folder / WEIGHTS)
+    except Exception as error:
+        raise CheckpointError(
+            tr("{folder} does not hold its model: {reason}.", folder=folder, reason=_first_line(error))
+        ) from error
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}".splitlines()[0]
 
 
 def _summary(session: AnySession, outcome: Outcome, total_steps: int, card: dict[str, Any]) -> dict[str, object]:

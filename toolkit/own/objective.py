@@ -1,6 +1,6 @@
 """The step of a model of one's own: the sum of its samples' losses, exactly over the global batch."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -63,14 +63,19 @@ def losses_of(loss: Loss, engine: DeepSpeedEngine, micro: MicroBatch) -> torch.T
 
 def on_device(batch: Any, device: torch.device) -> Any:
     """Return a batch with all its tensors on a device; from page-locked memory the host does not wait for it."""
+    return _with_tensors(batch, lambda tensor: tensor.to(device, non_blocking=True))
+
+
+def _with_tensors(batch: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """Return a batch with all its tensors changed, in whatever they lie."""
     if isinstance(batch, torch.Tensor):
-        return batch.to(device, non_blocking=True)
+        return change(batch)
     if isinstance(batch, Mapping):
-        return {name: on_device(value, device) for name, value in batch.items()}
+        return {name: _with_tensors(value, change) for name, value in batch.items()}
     if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*(on_device(value, device) for value in batch))
+        return type(batch)(*(_with_tensors(value, change) for value in batch))
     if isinstance(batch, (list, tuple)):
-        return type(batch)(on_device(value, device) for value in batch)
+        return type(batch)(_with_tensors(value, change) for value in batch)
     return batch
 
 
@@ -107,16 +112,16 @@ def _statistics_kept(model: nn.Module, is_filler: bool) -> Iterator[None]:
 
 
 def cast_inputs(model: nn.Module, dtype: torch.dtype) -> None:
-    """Let a model whose weights are in half precision take what a data set gives: floating-point inputs are cast.
+    """Let a model whose weights are in half precision take what a data set gives: floating-point inputs are cast,
+    those in dicts and lists too.
 
     What only the loss sees, such as the numbers of a regression, keeps its precision.
     """
 
-    def cast(value: Any) -> Any:
-        is_floating = isinstance(value, torch.Tensor) and value.is_floating_point()
-        return value.to(dtype) if is_floating else value
+    def cast(value: torch.Tensor) -> torch.Tensor:
+        return value.to(dtype) if value.is_floating_point() else value
 
     def hook(_: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, Any]:
-        return tuple(map(cast, inputs)), {name: cast(value) for name, value in named.items()}
+        return _with_tensors(inputs, cast), _with_tensors(named, cast)
 
     model.register_forward_pre_hook(hook, with_kwargs=True)

@@ -28,7 +28,7 @@ from toolkit.distributed.process_group import on_rank0
 from toolkit.engine import memory
 from toolkit.engine.ds_config import DsConfig, build_ds_config
 from toolkit.engine.initialize import initialize
-from toolkit.errors import ConfigError
+from toolkit.errors import ConfigError, DataError
 from toolkit.export.own import CARD, export_beside
 from toolkit.launch import report
 from toolkit.launch.environment import Ranks
@@ -81,6 +81,7 @@ def run_session(task: Task, cfg: RunConfig, ranks: Ranks, started: float) -> Pat
     random_state.seed_all(cfg.run.seed + ranks.rank)
     origin, hosts = begin(cfg, ranks)
     folder, card = origin.folder, _card(model)
+    _check_alike(data, card)
     ds = build_ds_config(cfg, ranks.world_size, data.total_steps)
     start = on_rank0(lambda: _starting_state(cfg, data, ranks, origin, card))
     on_rank0(lambda: _record(folder, cfg, ds, data, card, hosts))
@@ -196,6 +197,39 @@ def _card(model: nn.Module) -> dict[str, Any]:
         "trained_parameters": sum(one.numel() for one in parameters.values() if one.requires_grad),
         "names": [*parameters, *(name for name, _ in model.named_buffers() if name in stored)],
     }
+
+
+def _check_alike(data: Data, card: dict[str, Any]) -> None:
+    """See that all ranks train the same model on the same data: with others they would wait for each other for ever.
+
+    Raises:
+        DataError: on every rank.
+    """
+    found = process_group.gather((data.identity, data.total_steps, card["digest"], card["trained_parameters"]))
+    others = [rank for rank, one in enumerate(found) if one != found[0]]
+    if not others:
+        return
+
+    def shown(rank: int) -> str:
+        identity, steps, model, trained = found[rank]
+        return tr(
+            "{samples}, {steps} steps, {trained} trained parameters (model {digest})",
+            samples=identity["samples"],
+            steps=f"{steps:,}",
+            trained=f"{trained:,}",
+            digest=model,
+        )
+
+    raise DataError(
+        tr(
+            "ranks have other data or models: rank 0 has {first}; rank {rank} has {other}. Give every rank the whole "
+            "data set, it is shared out here, and build the same model on each; with shards_itself=True the length of "
+            "a data set is that of all ranks together.",
+            first=shown(0),
+            rank=others[0],
+            other=shown(others[0]),
+        )
+    )
 
 
 def _counts(data: Data, card: dict[str, Any]) -> dict[str, Any]:

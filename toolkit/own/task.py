@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.data import IterableDataset, default_collate
+from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from toolkit.checkpoint import random_state
 from toolkit.errors import ConfigError, DataError
@@ -71,6 +71,8 @@ def is_map_style(dataset: Any) -> bool:
     Raises:
         DataError: it is no data set.
     """
+    if isinstance(dataset, DataLoader):
+        raise DataError(tr("give the data set, not a DataLoader: batches are made here."))
     if hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__") and not isinstance(dataset, IterableDataset):
         return True
     if not hasattr(dataset, "__iter__"):

@@ -43,6 +43,7 @@ class Meter:
         """
         self.engine, self.account, self.unit = engine, account, unit
         self.collectives = collectives or Collectives()
+        self.collectives.take(counts=False)  # what came before the first step
         self.trained_tokens_so_far, self.total_tokens_so_far = trained_tokens, total_tokens
         self.grad_norm = math.nan
         self.paused = 0.0
