@@ -184,8 +184,7 @@ def test_checkpoints_are_verified_and_exported(runs: Path, capsys: pytest.Captur
 
 
 def test_the_image_classifier_goes_on_after_a_kill(runs: Path, tmp_path: Path) -> None:
-    given = [word for word in image_words(tmp_path, "killed") if not word.startswith("report.")]
-    command = deepspeed(2, str(EXAMPLES / "cifar10.py"), *given)
+    command = deepspeed(2, str(EXAMPLES / "cifar10.py"), *image_words(tmp_path, "killed"))
     first = start(command, tmp_path)
     try:
         wait_for(lambda: (tmp_path / "runs" / "killed" / "checkpoints" / "step-2").is_dir(), 200)
@@ -195,6 +194,7 @@ def test_the_image_classifier_goes_on_after_a_kill(runs: Path, tmp_path: Path) -
     finished = run(command, tmp_path)
     assert finished.code == 0, finished.output[-4000:]
     assert trained(tmp_path / "runs" / "killed") == trained(runs / "cifar10")
+    assert toolkit_main(["report", str(tmp_path / "runs" / "killed")]) == 0
     page = (tmp_path / "runs" / "killed" / "report.html").read_text(encoding="utf-8")
     assert "Samples per second" in page and "examples/cifar10.py" in page
     assert "nats per token" not in page
