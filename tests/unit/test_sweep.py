@@ -58,7 +58,7 @@ GRIDS: dict[str, tuple[list[str], list[list[str]]]] = {
     "range": (["run.seed=range(1,6,2)"], [["1"], ["3"], ["5"]]),
     "float range": (["optim.lr=range(0.5,1.6,0.5)"], [["0.5"], ["1.0"], ["1.5"]]),
     "sorted": (["run.seed=sort(3,1,2)"], [["1"], ["2"], ["3"]]),
-    "glob": (["zero=glob(stage3*)"], [["stage3"], ["stage3_nvme"], ["stage3_offload"]]),
+    "glob": (["zero=glob(stage2*)"], [["stage2"], ["stage2_offload"], ["stage2_zenflow"]]),
     "glob without": (["recipe=glob(zero*,exclude=zero3*)"], [["zero1"], ["zero2_offload"]]),
     "lists": (["tuning.target_modules=[q_proj],[q_proj,v_proj]"], [["[q_proj]"], ["[q_proj,v_proj]"]]),
     "quoted": (["run.name='a b',c"], [["'a b'"], ["c"]]),
