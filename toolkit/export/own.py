@@ -1,10 +1,9 @@
 """The weights of a model of one's own as safetensors: at the end of a run, or out of a checkpoint.
 
-As a program it exports (`python -m toolkit.export.own FROM TO`): see toolkit/export/checkpoint.py.
+Checkpoints come here from toolkit/export/checkpoint.py, which sees what they are of.
 """
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +11,12 @@ import torch
 from deepspeed import DeepSpeedEngine
 from safetensors.torch import load_file, save_file
 
-from toolkit.checkpoint import manifest, run_state
+from toolkit.checkpoint import run_state
 from toolkit.checkpoint.weights import weights
 from toolkit.config.schema import Dtype
-from toolkit.distributed.own_process import run_module
 from toolkit.distributed.process_group import on_rank0
 from toolkit.engine.gather import gathered_parameters
-from toolkit.errors import CheckpointError, ToolkitError
+from toolkit.errors import CheckpointError
 from toolkit.export.folder import whole_or_absent
 from toolkit.messages import tr
 from toolkit.models.build import TORCH_DTYPES
@@ -85,28 +83,3 @@ def export_checkpoint(checkpoint: Path, folder: Path) -> None:
         if name in names:  # of tied ones the first, as in the model
             state[name] = value.clone()
     _write(state, card, folder)
-
-
-def export_beside(checkpoint: Path, folder: Path) -> None:
-    """Do that in a process of its own, beside training.
-
-    Raises:
-        CheckpointError: it came to nothing; the message says why.
-    """
-    if reason := run_module("toolkit.export.own", str(checkpoint), str(folder)):
-        raise CheckpointError(reason)
-
-
-def main() -> None:
-    """Export."""
-    source, target = map(Path, sys.argv[1:])
-    if wrong := manifest.problems(source):
-        sys.exit("; ".join(wrong[:3]))
-    try:
-        export_checkpoint(source, target)
-    except (ToolkitError, OSError) as error:
-        sys.exit(str(error))
-
-
-if __name__ == "__main__":
-    main()

@@ -29,7 +29,8 @@ from toolkit.engine import memory
 from toolkit.engine.ds_config import DsConfig, build_ds_config
 from toolkit.engine.initialize import initialize
 from toolkit.errors import ConfigError, DataError
-from toolkit.export.own import CARD, export_beside
+from toolkit.export.checkpoint import export_beside
+from toolkit.export.own import CARD
 from toolkit.launch import report
 from toolkit.launch.environment import Ranks
 from toolkit.messages import say, tr
