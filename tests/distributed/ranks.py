@@ -13,6 +13,7 @@ from pathlib import Path
 from toolkit.launch.environment import free_port
 
 REPOSITORY = Path(__file__).parents[2]
+HERE = Path(__file__).parent
 BIN = Path(sys.executable).parent
 TIMEOUT_S = 240
 
@@ -29,6 +30,11 @@ class Finished:
 def deepspeed(num_ranks: int, *words: str) -> list[str]:
     """Return the command that starts `words` on `num_ranks` ranks of this machine."""
     return [str(BIN / "deepspeed"), "--num_gpus", str(num_ranks), "--master_port", str(free_port()), *words]
+
+
+def forked(num_ranks: int, *words: str) -> list[str]:
+    """Return the command that does that with a third of the start-up work; for tests of what ranks do."""
+    return [sys.executable, "-u", str(HERE / "fork_ranks.py"), str(num_ranks), str(free_port()), *words]
 
 
 def environment(**extra: str) -> dict[str, str]:

@@ -7,7 +7,7 @@ from itertools import islice
 from pathlib import Path
 
 import pytest
-from ranks import REPOSITORY, deepspeed, run
+from ranks import REPOSITORY, forked, run
 
 WORDS = [
     "red",
@@ -222,6 +222,6 @@ def faulty_words(rows_file: Path, folder: Path, name: str, *overrides: str) -> l
 def straight(tmp_path_factory: pytest.TempPathFactory, rows_file: Path) -> list[float]:
     """Losses of the run that nothing happens to."""
     folder = tmp_path_factory.mktemp("straight")
-    finished = run(deepspeed(2, FAULTY, *faulty_words(rows_file, folder, "straight")), cwd=folder, FAULT="{}")
+    finished = run(forked(2, FAULTY, *faulty_words(rows_file, folder, "straight")), cwd=folder, FAULT="{}")
     assert finished.code == 0, finished.output[-4000:]
     return losses(folder / "runs" / "straight")

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from official import write
-from ranks import REPOSITORY, deepspeed, run
+from ranks import REPOSITORY, forked, run
 from shared import rows_of
 
 from toolkit.cli import main
@@ -56,7 +56,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     small += ["precision=fp32"]
     cases = [{"overrides": [f"recipe={name}", f"run.name={name}", *small]} for name in RECIPES]
     (folder / "cases.json").write_text(json.dumps(cases))
-    finished = run([*deepspeed(2, WORKER), str(folder / "cases.json")], cwd=folder, timeout_s=400)
+    finished = run([*forked(2, WORKER), str(folder / "cases.json")], cwd=folder, timeout_s=400)
     assert finished.code == 0, finished.output[-6000:]
     return folder
 
@@ -94,7 +94,7 @@ def test_it_is_evaluated_again_and_asked(
     options = ["evaluate.max_new_tokens=8", "precision=fp32", f"prepare.dir={folder}/cache", f"output={output}"]
     command = ["toolkit"]
     if "full" not in recipe:
-        command = deepspeed(2, "--module", "toolkit")
+        command = forked(2, "--module", "toolkit")
         options += ["zero=stage3", "zero.stage3_param_persistence_threshold=0"]
     finished = run([*command, "eval", f"recipe={recipe}", *words, *options], cwd=folder)
     assert finished.code == 0, finished.output[-3000:]

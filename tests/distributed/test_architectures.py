@@ -6,7 +6,7 @@ from pathlib import Path
 import official
 import pytest
 import transformers
-from ranks import REPOSITORY, deepspeed, run
+from ranks import REPOSITORY, forked, run
 from shared import losses, rows_of, tiny
 
 from tests.architectures import write
@@ -56,7 +56,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory, rows_file: Path) -> Path:
         cases.append({"overrides": common, "values": {**values, "run.name": name}})
         cases.append({"overrides": common, "values": {**values, "run.name": f"{name}-again"}, "died": died})
     (folder / "cases.json").write_text(json.dumps(cases))
-    finished = run([*deepspeed(2, WORKER), str(folder / "cases.json")], cwd=folder, timeout_s=580)
+    finished = run([*forked(2, WORKER), str(folder / "cases.json")], cwd=folder, timeout_s=580)
     assert finished.code == 0, finished.output[-6000:]
     return folder
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ranks import deepspeed, environment, gone, kill_session, run, start, wait_for
+from ranks import deepspeed, environment, forked, gone, kill_session, run, start, wait_for
 from shared import FAULTY, STEPS, faulty_words, losses, rows_of
 
 from toolkit.checkpoint.folders import newest_whole, published
@@ -31,7 +31,7 @@ def life(folder: Path, words: list[str], fault: dict[str, Any], num_ranks: int =
     note = folder / "note"
     note.unlink(missing_ok=True)
     told = json.dumps({**fault, "note": str(note)} if fault else {})
-    finished = run(deepspeed(num_ranks, FAULTY, *words), cwd=folder, FAULT=told)
+    finished = run(forked(num_ranks, FAULTY, *words), cwd=folder, FAULT=told)
     assert note.exists() == bool(fault), f"the fault did not happen:\n{finished.output[-3000:]}"
     return finished
 

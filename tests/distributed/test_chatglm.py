@@ -7,7 +7,7 @@ import pytest
 import torch
 import transformers
 from official import write
-from ranks import REPOSITORY, deepspeed, run
+from ranks import REPOSITORY, forked, run
 from shared import eval_losses, losses, plain_loop, tiny
 
 from toolkit.models import load_chat_encoder, load_model, load_tokenizer
@@ -66,7 +66,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 def test_partitioned_loading(folders: dict[str, Path], tmp_path: Path) -> None:
     worker = str(REPOSITORY / "tests" / "distributed" / "chatglm_worker.py")
-    finished = run(deepspeed(2, worker, *map(str, folders.values())), cwd=tmp_path)
+    finished = run(forked(2, worker, *map(str, folders.values())), cwd=tmp_path)
     assert finished.code == 0, finished.output[-5000:]
     assert finished.output.count("ALL CHECKED") == 2
     for name in ("v1", "v3", "v2-interleaved"):
@@ -106,7 +106,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory, rows_file: Path, cells: dict[
     cases = [{"overrides": tiny(rows_file, folder, name, *words)} for name, words in cells.items()]
     (folder / "cases.json").write_text(json.dumps(cases))
     worker = str(REPOSITORY / "tests" / "distributed" / "sessions_worker.py")
-    finished = run(deepspeed(2, worker, str(folder / "cases.json")), cwd=folder, timeout_s=500)
+    finished = run(forked(2, worker, str(folder / "cases.json")), cwd=folder, timeout_s=500)
     assert finished.code == 0, finished.output[-6000:]
     return folder / "runs"
 

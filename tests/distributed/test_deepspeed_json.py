@@ -5,7 +5,7 @@ import re
 import sys
 from pathlib import Path
 
-from ranks import REPOSITORY, deepspeed, run
+from ranks import REPOSITORY, forked, run
 from shared import losses, tiny
 
 WORKER = str(REPOSITORY / "tests" / "distributed" / "plain_deepspeed_worker.py")
@@ -28,7 +28,7 @@ def test_a_plain_program_trains_with_the_exported_file(tmp_path: Path) -> None:
     )
     assert exported.code == 0, exported.output
     assert '"auto"' not in (tmp_path / "ds_config.json").read_text()
-    finished = run(deepspeed(2, WORKER, "ds_config.json"), cwd=tmp_path)
+    finished = run(forked(2, WORKER, "ds_config.json"), cwd=tmp_path)
     assert finished.code == 0, finished.output[-4000:]
     found = re.search(r"TRAINED (\S+) (\S+) (\w+) (\[.*\])", finished.output)
     assert found
@@ -64,7 +64,7 @@ def test_somebodys_json_trains(rows_file: Path, tmp_path: Path) -> None:
     assert refused.code == 2
     assert "schedule.warmup_steps" in refused.output
     assert "theirs.json:" in refused.output
-    finished = run(deepspeed(2, *command, "schedule.warmup_steps=2"), cwd=tmp_path)
+    finished = run(forked(2, *command, "schedule.warmup_steps=2"), cwd=tmp_path)
     assert finished.code == 0, finished.output[-4000:]
     assert "auto" in finished.output, "each resolved value is shown"
     assert len(losses(tmp_path / "runs" / "theirs")) == 3

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import torch
 import transformers
-from ranks import REPOSITORY, deepspeed, run
+from ranks import REPOSITORY, forked, run
 
 WORKER = str(REPOSITORY / "tests" / "distributed" / "engine_worker.py")
 
@@ -24,6 +24,6 @@ def test_engine_on_two_ranks(tmp_path: Path) -> None:
         eos_token_id=1,
     )
     transformers.GlmForCausalLM(config).save_pretrained(tmp_path / "model")
-    finished = run(deepspeed(2, WORKER, str(tmp_path / "model")), cwd=tmp_path)
+    finished = run(forked(2, WORKER, str(tmp_path / "model")), cwd=tmp_path)
     assert finished.code == 0, finished.output[-5000:]
     assert finished.output.count("ALL CHECKED") == 2

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from official import write
-from ranks import REPOSITORY, deepspeed, run
+from ranks import REPOSITORY, forked, run
 from safetensors.torch import load_file
 from shared import losses, rows_of, tiny
 
@@ -49,7 +49,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory, rows_file: Path) -> Path:
         words += ["evaluate.max_new_tokens=8", "schedule.warmup_steps=0"]
         cases.append({"overrides": tiny(rows_file, folder, f"v1-{stage}", *words)})
     (folder / "cases.json").write_text(json.dumps(cases))
-    finished = run([*deepspeed(2, WORKER), str(folder / "cases.json")], cwd=folder)
+    finished = run([*forked(2, WORKER), str(folder / "cases.json")], cwd=folder)
     assert finished.code == 0, finished.output[-6000:]
     return folder / "runs"
 
@@ -100,7 +100,7 @@ def evaluated(runs: Path, rows_file: Path) -> dict[str, Path]:
         found[f"{num_ranks}"] = folder / f"by-{num_ranks}.jsonl"
         command = [*tiny(rows_file, folder, "", *words, *more), f"output={found[f'{num_ranks}']}"]
         alone = [sys.executable, "-m", "toolkit"]
-        launcher = deepspeed(num_ranks, "--module", "toolkit") if num_ranks > 1 else alone
+        launcher = forked(num_ranks, "--module", "toolkit") if num_ranks > 1 else alone
         finished = run([*launcher, "eval", *command], cwd=folder)
         assert finished.code == 0, finished.output[-4000:]
         shown = [line.split() for line in finished.output.splitlines()]

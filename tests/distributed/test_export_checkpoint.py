@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from official import write
-from ranks import REPOSITORY, deepspeed, run
+from ranks import REPOSITORY, forked, run
 from safetensors.torch import load_file, save_file
 from shared import experts, tiny
 
@@ -46,7 +46,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory, rows_file: Path) -> Path:
         words += ["model=hf", f"model.path={model}"] if model else []
         cases.append({"overrides": tiny(rows_file, folder, name, *words)})
     (folder / "cases.json").write_text(json.dumps(cases))
-    finished = run([*deepspeed(2, WORKER), str(folder / "cases.json")], cwd=folder, timeout_s=400)
+    finished = run([*forked(2, WORKER), str(folder / "cases.json")], cwd=folder, timeout_s=400)
     assert finished.code == 0, finished.output[-6000:]
     assert "WARNING: the weights" not in finished.output
     return folder / "runs"

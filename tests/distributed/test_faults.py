@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ranks import deepspeed, free_port, gone, kill_session, run, start, wait_for
+from ranks import deepspeed, forked, free_port, gone, kill_session, run, start, wait_for
 from shared import FAULTY, faulty_words, losses, rows_of
 
 from toolkit.checkpoint.folders import published
@@ -37,14 +37,14 @@ def test_the_same_command_goes_on_to_the_same_end(
 ) -> None:
     note = tmp_path / "note"
     command = faulty_words(rows_file, tmp_path, "run")
-    killed = run(deepspeed(2, FAULTY, *command), cwd=tmp_path, FAULT=json.dumps({**fault, "note": str(note)}))
+    killed = run(forked(2, FAULTY, *command), cwd=tmp_path, FAULT=json.dumps({**fault, "note": str(note)}))
     assert note.read_text() == f"{fault['at']} {fault['rank']}\n", "the fault did not happen"
     folder = tmp_path / "runs" / "run"
     assert not (folder / "DONE").exists(), killed.output[-2000:]
     gone(f"run.dir={tmp_path}/runs", 30)
     for checkpoint in published(folder / "checkpoints"):
         assert fault["at"] == "rotate" or not problems(checkpoint)
-    finished = run(deepspeed(2, FAULTY, *command), cwd=tmp_path, FAULT="{}")
+    finished = run(forked(2, FAULTY, *command), cwd=tmp_path, FAULT="{}")
     assert finished.code == 0, finished.output[-4000:]
     assert losses(folder) == straight
     assert (folder / "DONE").exists()
@@ -57,7 +57,7 @@ def test_the_same_command_goes_on_to_the_same_end(
         assert "Going on after step " in finished.output
     if fault is not KILLS[0]:
         return
-    again = run(deepspeed(2, FAULTY, *command), cwd=tmp_path, FAULT="{}")
+    again = run(forked(2, FAULTY, *command), cwd=tmp_path, FAULT="{}")
     assert again.code != 0
     assert "has finished already (DONE)" in again.output
 
@@ -87,11 +87,11 @@ def test_a_file_stops_the_run_and_only_one_process_may_work_in_it(
     rows_file: Path, tmp_path: Path, straight: list[float]
 ) -> None:
     endless = faulty_words(rows_file, tmp_path, "run", "train.max_steps=1000000", "checkpoint.every=0")
-    process = start(deepspeed(2, FAULTY, *endless), cwd=tmp_path, FAULT="{}")
+    process = start(forked(2, FAULTY, *endless), cwd=tmp_path, FAULT="{}")
     folder = tmp_path / "runs" / "run"
     try:
         wait_for(lambda: (folder / "metrics.jsonl").exists())
-        second = run(deepspeed(2, FAULTY, *endless), cwd=tmp_path, FAULT="{}")
+        second = run(forked(2, FAULTY, *endless), cwd=tmp_path, FAULT="{}")
         assert second.code != 0
         assert f'another process works in {folder}: {{"pid": ' in second.output
         (folder / "stop").touch()
@@ -103,7 +103,7 @@ def test_a_file_stops_the_run_and_only_one_process_may_work_in_it(
     [newest] = published(folder / "checkpoints")
     assert not problems(newest)
     # A run of another length is another run; the key that says so is named.
-    shorter = run(deepspeed(2, FAULTY, *faulty_words(rows_file, tmp_path, "run")), cwd=tmp_path, FAULT="{}")
+    shorter = run(forked(2, FAULTY, *faulty_words(rows_file, tmp_path, "run")), cwd=tmp_path, FAULT="{}")
     assert shorter.code != 0
     assert "train.max_steps: 1000000 -> 8" in shorter.output
     assert "checkpoint.allow_changes=[train.max_steps]" in shorter.output
@@ -114,7 +114,7 @@ def test_a_damaged_checkpoint_is_passed_over(rows_file: Path, tmp_path: Path, st
     note = tmp_path / "note"
     command = faulty_words(rows_file, tmp_path, "run")
     fault = {"at": "step", "step": 8, "rank": 0, "do": "killall", "note": str(note)}
-    run(deepspeed(2, FAULTY, *command), cwd=tmp_path, FAULT=json.dumps(fault))
+    run(forked(2, FAULTY, *command), cwd=tmp_path, FAULT=json.dumps(fault))
     assert note.exists()
     folder = tmp_path / "runs" / "run"
     newest, before = published(folder / "checkpoints")
@@ -122,7 +122,7 @@ def test_a_damaged_checkpoint_is_passed_over(rows_file: Path, tmp_path: Path, st
     content = bytearray(file.read_bytes())
     content[len(content) // 2] ^= 4
     file.write_bytes(content)
-    finished = run(deepspeed(2, FAULTY, *command), cwd=tmp_path, FAULT="{}")
+    finished = run(forked(2, FAULTY, *command), cwd=tmp_path, FAULT="{}")
     assert finished.code == 0, finished.output[-3000:]
     assert (
         f"{newest} is damaged and is passed over ({file.name}: its content is not what was written)" in finished.output
@@ -140,7 +140,7 @@ def test_a_full_disk_costs_a_checkpoint_and_not_the_run(
     note = tmp_path / "note"
     fault = {"at": at, "step": 4, "rank": 1 if at == "save.shard" else 0, "do": "fail", "note": str(note)}
     command = faulty_words(rows_file, tmp_path, "run", "checkpoint.keep=0", "checkpoint.every=4")
-    finished = run(deepspeed(2, FAULTY, *command), cwd=tmp_path, FAULT=json.dumps(fault))
+    finished = run(forked(2, FAULTY, *command), cwd=tmp_path, FAULT=json.dumps(fault))
     assert note.exists()
     assert finished.code == 0, finished.output[-3000:]
     assert "WARNING: the checkpoint step-4 could not be saved: No space left on device" in finished.output
@@ -163,7 +163,7 @@ def test_a_rank_that_hangs_is_noticed_and_named(
     fault = {"at": "step", "step": 6, "rank": 1, "do": do, "note": str(note)}
     command = faulty_words(rows_file, tmp_path, "run", "distributed.hang_after_s=10")
     started = time.monotonic()
-    finished = run(deepspeed(2, FAULTY, *command), cwd=tmp_path, FAULT=json.dumps(fault))
+    finished = run(forked(2, FAULTY, *command), cwd=tmp_path, FAULT=json.dumps(fault))
     assert note.exists()
     assert finished.code != 0
     assert time.monotonic() - started < 90
@@ -178,7 +178,7 @@ def test_a_rank_that_hangs_is_noticed_and_named(
     if do == "hang":
         assert "faulty_run.py" in (folder / "logs" / "hang-rank-1.txt").read_text()
     gone(f"run.dir={tmp_path}/runs", 20)
-    again = run(deepspeed(2, FAULTY, *command), cwd=tmp_path, FAULT="{}")
+    again = run(forked(2, FAULTY, *command), cwd=tmp_path, FAULT="{}")
     assert again.code == 0, again.output[-3000:]
     assert losses(folder) == straight
 
@@ -189,7 +189,7 @@ def test_two_runs_started_at_once(rows_file: Path, tmp_path: Path) -> None:
     command = faulty_words(rows_file, tmp_path, "run")
     both = [
         subprocess.Popen(
-            [*deepspeed(1, FAULTY), *command],
+            [*forked(1, FAULTY), *command],
             cwd=tmp_path,
             env=start_environment(),
             stdout=subprocess.PIPE,

@@ -2,12 +2,12 @@
 
 from pathlib import Path
 
-from ranks import REPOSITORY, deepspeed, run
+from ranks import REPOSITORY, forked, run
 
 WORKER = str(REPOSITORY / "tests" / "distributed" / "lean_worker.py")
 
 
 def test_lean_on_two_ranks(tmp_path: Path) -> None:
-    finished = run(deepspeed(2, WORKER), cwd=tmp_path)
+    finished = run(forked(2, WORKER), cwd=tmp_path)
     assert finished.code == 0, finished.output[-5000:]
     assert finished.output.count("ALL CHECKED") == 2

@@ -9,7 +9,7 @@ import pytest
 import torch
 import transformers
 from official import write
-from ranks import REPOSITORY, deepspeed, run
+from ranks import REPOSITORY, forked, run
 
 WORKER = str(REPOSITORY / "tests" / "distributed" / "load_memory_worker.py")
 SIZES = {"hidden_size": 768, "num_layers": 13, "num_attention_heads": 12, "torch_dtype": "float32", "shards": 3}
@@ -51,7 +51,7 @@ def test_each_rank_grows_by_half_the_model_at_most(make: Callable[[Path], None],
     model_mb = sum(file.stat().st_size for file in files) / 1e6
     assert model_mb > 390
     largest_mb = 8000 * 768 * 4 / 1e6
-    finished = run(deepspeed(2, WORKER, str(folder)), cwd=tmp_path)
+    finished = run(forked(2, WORKER, str(folder)), cwd=tmp_path)
     assert finished.code == 0, finished.output[-4000:]
     # The ranks' lines may run into each other.
     reports = [json.loads(found) for found in re.findall(r"MEMORY (\{.*?\})", finished.output)]

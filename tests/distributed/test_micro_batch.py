@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import yaml
-from ranks import REPOSITORY, deepspeed, run
+from ranks import REPOSITORY, forked, run
 from shared import WORDS, losses, tiny
 
 WORKER = str(REPOSITORY / "tests" / "distributed" / "sessions_worker.py")
@@ -51,7 +51,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     cases.append({"overrides": words("no bound", auto), "refused": f"{folder}/no bound.txt"})
     listing = folder / "cases.json"
     listing.write_text(json.dumps(cases))
-    finished = run([*deepspeed(2, WORKER), str(listing)], cwd=folder, timeout_s=400)
+    finished = run([*forked(2, WORKER), str(listing)], cwd=folder, timeout_s=400)
     assert finished.code == 0, finished.output[-6000:]
     (folder / "output").write_text(finished.output)
     return folder / "runs"

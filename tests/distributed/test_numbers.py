@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ranks import REPOSITORY, deepspeed, run
+from ranks import REPOSITORY, forked, run
 from shared import losses, plain_loop, rows_of, tiny
 
 from toolkit.cli import main
@@ -53,7 +53,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory, rows_file: Path) -> Path:
     cases.append({"overrides": [*again, "train.on_bad_step=skip"]})  # the same step again, this time without the fault
     listing = folder / "cases.json"
     listing.write_text(json.dumps(cases))
-    finished = run([*deepspeed(2, WORKER), str(listing)], cwd=folder, timeout_s=300)
+    finished = run([*forked(2, WORKER), str(listing)], cwd=folder, timeout_s=300)
     assert finished.code == 0, finished.output[-6000:]
     (folder / "output").write_text(finished.output)
     return folder

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from own_worker import COUNT, Regression, Stream, network, plain, squares
-from ranks import BIN, REPOSITORY, deepspeed, kill_session, run, start, wait_for
+from ranks import BIN, REPOSITORY, forked, kill_session, run, start, wait_for
 from safetensors.torch import load_file, load_model
 from shared import losses, rows_of, trained
 from torch.utils.data import default_collate
@@ -93,7 +93,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("4:encoder", encoder),
     ]
     (folder / "jobs.json").write_text(json.dumps(jobs))
-    finished = run(deepspeed(2, WORKER, str(folder / "jobs.json")), cwd=folder)
+    finished = run(forked(2, WORKER, str(folder / "jobs.json")), cwd=folder)
     assert finished.code == 0, finished.output[-6000:]
     return folder / "runs"
 
@@ -184,7 +184,7 @@ def test_checkpoints_are_verified_and_exported(runs: Path, capsys: pytest.Captur
 
 
 def test_the_image_classifier_goes_on_after_a_kill(runs: Path, tmp_path: Path) -> None:
-    command = deepspeed(2, str(EXAMPLES / "cifar10.py"), *image_words(tmp_path, "killed"))
+    command = forked(2, str(EXAMPLES / "cifar10.py"), *image_words(tmp_path, "killed"))
     first = start(command, tmp_path)
     try:
         wait_for(lambda: (tmp_path / "runs" / "killed" / "checkpoints" / "step-2").is_dir(), 200)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.distributed.ranks import deepspeed, run
+from tests.distributed.ranks import forked, run
 from tests.distributed.shared import tiny
 
 RUN = Path(__file__).parents[2] / "run.py"
@@ -57,7 +57,7 @@ def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     cells = CELLS if request.config.getoption("--nightly") else FEW
     cases, output = folder / "cases.json", folder / "found.json"
     cases.write_text(json.dumps({cell: words(cell, rows_file, folder) for cell in cells}))
-    ran = run([*deepspeed(2, WORKER), str(cases), str(output)], cwd=folder, timeout_s=1500)
+    ran = run([*forked(2, WORKER), str(cases), str(output)], cwd=folder, timeout_s=1500)
     assert ran.code == 0, ran.output[-6000:]
     found: dict[str, Any] = json.loads(output.read_text())
     assert list(found) == cells
@@ -83,7 +83,7 @@ def test_plan_is_what_is_measured(found: dict[str, Any]) -> None:
 def test_plan_auto_chooses_and_a_resumed_run_keeps_it(tmp_path: Path, rows_file: Path) -> None:
     def train(name: str, *more: str) -> Any:
         overrides = tiny(rows_file, tmp_path, name, "plan.auto=true", "train.max_steps=4", "checkpoint.every=2", *more)
-        ran = run([*deepspeed(2, str(RUN), *overrides)], cwd=tmp_path, timeout_s=300)
+        ran = run([*forked(2, str(RUN), *overrides)], cwd=tmp_path, timeout_s=300)
         assert ran.code == 0, ran.output[-6000:]
         return ran.output, tmp_path / "runs" / name
 
@@ -103,7 +103,7 @@ def test_plan_auto_chooses_and_a_resumed_run_keeps_it(tmp_path: Path, rows_file:
 
 def test_plan_auto_says_when_nothing_fits(tmp_path: Path, rows_file: Path) -> None:
     overrides = tiny(rows_file, tmp_path, "none", "plan.auto=true", "plan.max_gpu_gib=0.001")
-    ran = run([*deepspeed(2, str(RUN), *overrides)], cwd=tmp_path, timeout_s=300)
+    ran = run([*forked(2, str(RUN), *overrides)], cwd=tmp_path, timeout_s=300)
     assert ran.code != 0
     assert ran.output.count("plan.auto: nothing fits on") == 1
     assert "Traceback" not in ran.output

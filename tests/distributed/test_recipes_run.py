@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from ranks import REPOSITORY, deepspeed, run
+from ranks import REPOSITORY, forked, run
 from shared import losses
 
 WORKER = str(REPOSITORY / "tests" / "distributed" / "sessions_worker.py")
@@ -63,7 +63,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory, rows_file: Path) -> Path:
     names = [name for name in recipes() if name != "zero3_nvme" or can_do_async_io()]
     listing = folder / "cases.json"
     listing.write_text(json.dumps([{"overrides": overrides(name, rows_file, folder)} for name in names]))
-    finished = run(deepspeed(2, WORKER, str(listing)), cwd=folder, timeout_s=500)
+    finished = run(forked(2, WORKER, str(listing)), cwd=folder, timeout_s=500)
     assert finished.code == 0, finished.output[-6000:]
     return folder / "runs"
 
@@ -94,7 +94,7 @@ def test_nvme_is_really_used(runs: Path) -> None:
 
 
 def test_fp16_is_refused_on_a_cpu(rows_file: Path, tmp_path: Path) -> None:
-    finished = run(deepspeed(2, str(REPOSITORY / "run.py"), *overrides("fp16", rows_file, tmp_path)), cwd=tmp_path)
+    finished = run(forked(2, str(REPOSITORY / "run.py"), *overrides("fp16", rows_file, tmp_path)), cwd=tmp_path)
     assert finished.code == 2, finished.output[-3000:]
     assert "ConfigError: DeepSpeed refuses this configuration: " in finished.output
     assert "fp16" in finished.output

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ranks import REPOSITORY, deepspeed, gone, run
+from ranks import REPOSITORY, forked, gone, run
 from shared import FAULTY, tiny, trained
 
 WORKER = str(REPOSITORY / "tests" / "distributed" / "sessions_worker.py")
@@ -62,7 +62,7 @@ def rehearsed(tmp_path_factory: pytest.TempPathFactory, rows_file: Path) -> tupl
         cases.append(case | ({"free_bytes": 10_000_000} if name == "small disk" else {}))
     listing = folder / "cases.json"
     listing.write_text(json.dumps(cases))
-    finished = run([*deepspeed(2, WORKER), str(listing)], cwd=folder, timeout_s=500)
+    finished = run([*forked(2, WORKER), str(listing)], cwd=folder, timeout_s=500)
     assert finished.code == 0, finished.output[-6000:]
     return folder, finished.output
 
@@ -128,7 +128,7 @@ def test_too_little_memory_is_told_with_what_helps(rehearsed: tuple[Path, str]) 
 def test_memory_that_runs_out_on_one_rank_ends_all(rows_file: Path, tmp_path: Path) -> None:
     note = tmp_path / "note"
     fault = {"at": "rehearsal", "nth": 1, "rank": 1, "do": "memory", "note": str(note)}
-    command = deepspeed(2, FAULTY, *words(rows_file, tmp_path, "run", "zero=stage2", "train.rehearse=true"))
+    command = forked(2, FAULTY, *words(rows_file, tmp_path, "run", "zero=stage2", "train.rehearse=true"))
     finished = run(command, cwd=tmp_path, FAULT=json.dumps(fault))
     assert note.read_text() == "rehearsal 1\n", "the fault did not happen"
     assert finished.code != 0

@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-from ranks import deepspeed, run
+from ranks import forked, run
 from shared import FAULTY, faulty_words, rows_of
 
 from toolkit.cli import main
@@ -13,7 +13,7 @@ def test_a_run_that_is_killed_and_goes_on(rows_file: Path, tmp_path: Path) -> No
     words = faulty_words(rows_file, tmp_path, "run", "report.enabled=true", "report.every=3", "evaluate.every=4")
     folder = tmp_path / "runs" / "run"
     fault = {"at": "step", "rank": 1, "step": 6, "do": "kill", "note": str(tmp_path / "note")}
-    killed = run(deepspeed(2, FAULTY, *words), cwd=tmp_path, FAULT=json.dumps(fault))
+    killed = run(forked(2, FAULTY, *words), cwd=tmp_path, FAULT=json.dumps(fault))
     assert not (folder / "DONE").exists(), killed.output[-2000:]
     with (folder / "metrics.jsonl").open("ab") as file:
         file.write(b'{"step": 6, "loss": 1.')
@@ -24,7 +24,7 @@ def test_a_run_that_is_killed_and_goes_on(rows_file: Path, tmp_path: Path) -> No
         or ">stopped, unfinished<" in (tmp_path / "crashed.html").read_text()
     )
 
-    command = deepspeed(2, FAULTY, *words)
+    command = forked(2, FAULTY, *words)
     finished = run(command, cwd=tmp_path, FAULT="{}")
     assert finished.code == 0, finished.output[-4000:]
     assert f"The report: {page}\n" in finished.output

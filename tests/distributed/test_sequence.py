@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from ranks import REPOSITORY, deepspeed, run
+from ranks import REPOSITORY, forked, run
 from shared import eval_losses, losses, plain_loop, rows_of, tiny
 from test_trajectory import TOLERANCE, furthest
 
@@ -76,7 +76,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory, rows_file: Path) -> Path:
             cases.append({**refused, "refused": str(folder / "refused")})
         listing = folder / f"cases-{ranks}.json"
         listing.write_text(json.dumps(cases))
-        finished = run(deepspeed(ranks, WORKER, str(listing)), cwd=folder, timeout_s=400)
+        finished = run(forked(ranks, WORKER, str(listing)), cwd=folder, timeout_s=400)
         assert finished.code == 0, finished.output[-6000:]
     return folder / "runs"
 

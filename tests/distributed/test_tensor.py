@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from ranks import REPOSITORY, deepspeed, run
+from ranks import REPOSITORY, forked, run
 from shared import rows_of, tiny, trained
 
 from toolkit.checkpoint import manifest
@@ -17,7 +17,7 @@ STEPS = 6
 
 def test_every_family_trains_as_one_process_would() -> None:
     """Four ranks: two models of two ranks each."""
-    finished = run(deepspeed(4, str(HERE / "tensor_worker.py")), cwd=REPOSITORY, timeout_s=480)
+    finished = run(forked(4, str(HERE / "tensor_worker.py")), cwd=REPOSITORY, timeout_s=480)
     assert finished.code == 0, finished.output[-5000:]
     assert finished.output.count("ALL CHECKED") == 4
 
@@ -45,9 +45,7 @@ def runs(rows_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         {"overrides": words("frozen", "parallel=tensor", "tuning=freeze", "tuning.last_layers=1")},
     ]
     (folder / "cases.json").write_text(json.dumps(cases))
-    finished = run(
-        deepspeed(2, str(HERE / "sessions_worker.py"), str(folder / "cases.json")), cwd=folder, timeout_s=480
-    )
+    finished = run(forked(2, str(HERE / "sessions_worker.py"), str(folder / "cases.json")), cwd=folder, timeout_s=480)
     assert finished.code == 0, finished.output[-5000:]
     return folder / "runs"
 

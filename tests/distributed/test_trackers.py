@@ -5,7 +5,7 @@ import time
 from pathlib import Path
 
 import pytest
-from ranks import Finished, alive, deepspeed, run
+from ranks import Finished, alive, forked, run
 from shared import FAULTY, tiny
 
 from tests import series
@@ -37,13 +37,13 @@ def tracked(tmp_path_factory: pytest.TempPathFactory, rows_file: Path) -> tuple[
         "zero=stage2",
     )
     fault = {"at": "step", "step": KILLED_IN, "rank": 0, "do": "kill", "note": str(folder / "note")}
-    died = run(deepspeed(2, FAULTY, *words), cwd=folder, FAULT=json.dumps(fault), WANDB_API_KEY="0" * 40)
+    died = run(forked(2, FAULTY, *words), cwd=folder, FAULT=json.dumps(fault), WANDB_API_KEY="0" * 40)
     assert (folder / "note").exists() and died.code != 0
     until = time.monotonic() + 20
     while alive(str(folder)) and time.monotonic() < until:
         time.sleep(0.1)
     assert not alive(str(folder)), "the trackers' process outlives its run for a few seconds only"
-    finished = run(deepspeed(2, str(Path(FAULTY).parents[2] / "run.py"), *words), cwd=folder)
+    finished = run(forked(2, str(Path(FAULTY).parents[2] / "run.py"), *words), cwd=folder)
     assert finished.code == 0, finished.output[-4000:]
     return folder / "runs" / "run", finished
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from ranks import REPOSITORY, deepspeed, run
+from ranks import REPOSITORY, forked, run
 from shared import eval_losses, losses, plain_loop, rows_of, tiny
 
 from toolkit.report.facts import collectives
@@ -82,7 +82,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory, rows_file: Path) -> Path:
     for cells, command in (
         (
             {**FP32_CELLS, **BF16_CELLS, **PACKED_CELLS, **GROUPED_CELLS, **ZENFLOW_CELLS, **HPZ_CELLS},
-            deepspeed(2, WORKER),
+            forked(2, WORKER),
         ),
         (ONE_RANK_CELLS, [sys.executable, WORKER]),
     ):
