@@ -119,7 +119,7 @@ def test_no_memory_for_a_matrix_product(monkeypatch: pytest.MonkeyPatch) -> None
         return 5.0
 
     monkeypatch.setattr(matmul, "_measured", measured)
-    monkeypatch.setattr(matmul, "_CPU_SIZES", (4, 2))
+    monkeypatch.setattr(matmul, "_sizes", lambda device, dtype: (4, 2))
     for room, found in ((4, 5.0), (2, 5.0), (1, 0.0)):
         rooms.append(room)
         assert matmul.median_of_ranks(torch.device("cpu"), torch.float32) == found

@@ -1,9 +1,11 @@
 """The one call of `deepspeed.initialize`."""
 
 from collections.abc import Callable
+from functools import cache
 from types import ModuleType
 from typing import Any
 
+import cpuinfo
 import deepspeed
 import torch
 from deepspeed.compile.util import is_deepcompile_supported
@@ -44,6 +46,9 @@ def initialize(
     Raises:
         ConfigError: DeepSpeed refuses the combination.
     """
+    if not hasattr(cpuinfo.get_cpu_info, "cache_info"):
+        # 1.2 s each time; for an op of the CPU DeepSpeed 0.19.8 asks twice, to compare with what it was built on.
+        cpuinfo.get_cpu_info = cache(cpuinfo.get_cpu_info)
     computing = getattr(model, STAGE, model)
     if activation_checkpointing.enabled:
         _checkpoint_activations(computing, activation_checkpointing)

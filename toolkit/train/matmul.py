@@ -9,8 +9,11 @@ from deepspeed.accelerator import get_accelerator
 from toolkit.distributed.process_group import gather
 from toolkit.engine.memory import is_out_of_memory
 
-_GPU_SIZES, _CPU_SIZES = (8192, 4096, 2048), (768,)
+_GPU_SIZES = (8192, 4096, 2048)
 """Of the matrices; the later ones where memory is too little for the first."""
+_CPU_SIZES = (96, 192, 384, 768)
+"""The first that takes long enough to be timed: one of 768 in bf16 takes 2.8 s where the processor has no such unit."""
+_LONG_ENOUGH_S = 0.005
 _GPU_S, _CPU_S = 0.3, 0.1
 """How long products are repeated."""
 _AT_ONCE = 5
@@ -24,7 +27,7 @@ def matmul_flops_per_s(device: torch.device, dtype: torch.dtype) -> float:
             least; 0 is returned where there is not even that.
         dtype: of the matrices.
     """
-    for size in _CPU_SIZES if device.type == "cpu" else _GPU_SIZES:
+    for size in _sizes(device, dtype):
         try:
             return _measured(size, device, dtype)
         except RuntimeError as error:
@@ -32,6 +35,22 @@ def matmul_flops_per_s(device: torch.device, dtype: torch.dtype) -> float:
                 raise
         get_accelerator().empty_cache()
     return 0.0
+
+
+def _sizes(device: torch.device, dtype: torch.dtype) -> tuple[int, ...]:
+    """Return what to try, one after another where memory is too little."""
+    if device.type != "cpu":
+        return _GPU_SIZES
+    for size in _CPU_SIZES:
+        square = torch.ones(size, size, dtype=dtype)
+        seconds = []
+        for _ in range(2):  # the first loads libraries
+            started = time.perf_counter()
+            square @ square
+            seconds.append(time.perf_counter() - started)
+        if min(seconds) > _LONG_ENOUGH_S:
+            break
+    return (size,)
 
 
 def _measured(size: int, device: torch.device, dtype: torch.dtype) -> float:
