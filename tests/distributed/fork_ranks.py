@@ -7,6 +7,7 @@ and started again use the real launchers.
 Usage: python fork_ranks.py RANKS PORT [--module] PROGRAM [WORD ...]
 """
 
+import functools
 import os
 import runpy
 import signal
@@ -50,8 +51,13 @@ def main() -> None:
     """Start the ranks and end as they do."""
     size, port, *program = sys.argv[1:]
 
+    import cpuinfo
+    import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: F401  # imported later, and Inductor with it
+
     import toolkit.cli.session  # noqa: F401
 
+    cpuinfo.get_cpu_info = functools.cache(cpuinfo.get_cpu_info)
+    cpuinfo.get_cpu_info()
     pids: set[int] = set()
 
     def told(number: int, frame: object) -> None:
