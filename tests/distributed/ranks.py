@@ -1,19 +1,23 @@
 """Start real ranks under real launchers, with a timeout, and clean up after them."""
 
+import atexit
 import contextlib
 import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
+from toolkit.distributed.orphans import end_with_parent
 from toolkit.launch.environment import free_port
 
 REPOSITORY = Path(__file__).parents[2]
-HERE = Path(__file__).parent
+FORK = str(Path(__file__).parent / "fork_ranks.py")
 BIN = Path(sys.executable).parent
 TIMEOUT_S = 240
 
@@ -33,8 +37,32 @@ def deepspeed(num_ranks: int, *words: str) -> list[str]:
 
 
 def forked(num_ranks: int, *words: str) -> list[str]:
-    """Return the command that does that with a third of the start-up work; for tests of what ranks do."""
-    return [sys.executable, "-u", str(HERE / "fork_ranks.py"), str(num_ranks), str(free_port()), *words]
+    """Return the command that does that with a tenth of the start-up work; 0 ranks: the program under no launcher."""
+    return [sys.executable, FORK, _server(), str(num_ranks), str(free_port()), *words]
+
+
+@cache
+def _server() -> str:
+    """Start what all forked ranks are forks of; return its socket."""
+    folder = tempfile.TemporaryDirectory(prefix="ranks-")
+    path = f"{folder.name}/socket"
+    command = [sys.executable, "-u", FORK, path]
+    # Pipes, as forks write to; what Python believes of its standard output it believes for ever.
+    process = subprocess.Popen(
+        command,
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        stdin=subprocess.DEVNULL,
+        preexec_fn=end_with_parent,
+    )
+    atexit.register(folder.cleanup)
+    atexit.register(process.wait)
+    atexit.register(process.terminate)
+    while not Path(path).exists():
+        assert process.poll() is None, process.communicate()[0]
+        time.sleep(0.05)
+    return path
 
 
 def environment(**extra: str) -> dict[str, str]:
@@ -77,17 +105,28 @@ def run(command: Sequence[str], cwd: Path, timeout_s: float = TIMEOUT_S, **extra
 
 def alive(marker: str) -> list[int]:
     """Return the processes whose command line holds a text."""
-    found = []
+    found = [int(file.name) for file in _forks() if marker in file.read_text() and _runs(int(file.name))]
     for folder in Path("/proc").iterdir():
         if folder.name.isdecimal() and int(folder.name) != os.getpid():
             try:
                 line = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-                state = (folder / "stat").read_text().rpartition(")")[2].split()[0]
             except OSError:
                 continue
-            if marker in line and state != "Z":
+            if marker in line and _runs(int(folder.name)):
                 found.append(int(folder.name))
     return found
+
+
+def _forks() -> list[Path]:
+    """Return a file with the words of each process that was ever forked; each has the words of the server in /proc."""
+    return list(Path(f"{_server()}.pids").iterdir()) if _server.cache_info().currsize else []
+
+
+def _runs(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
 
 
 def gone(marker: str, within_s: float) -> float:

@@ -92,7 +92,7 @@ def test_it_is_evaluated_again_and_asked(
     words = ["model=hf", what] if "full" in recipe else [what]
     output = tmp_path / "eval.jsonl"
     options = ["evaluate.max_new_tokens=8", "precision=fp32", f"prepare.dir={folder}/cache", f"output={output}"]
-    command = ["toolkit"]
+    command = forked(0, "--module", "toolkit")
     if "full" not in recipe:
         command = forked(2, "--module", "toolkit")
         options += ["zero=stage3", "zero.stage3_param_persistence_threshold=0"]

@@ -3,15 +3,14 @@
 import json
 import re
 import shutil
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from ranks import REPOSITORY, run
+from ranks import REPOSITORY, forked, run
 from shared import tiny
 
-RUN = [sys.executable, str(REPOSITORY / "run.py")]
+RUN = str(REPOSITORY / "run.py")
 GOOD = '{"prompt": "red", "response": "blue"}\n'
 
 
@@ -138,7 +137,7 @@ CASES: dict[str, tuple[Callable[[Path], list[str]], str]] = {
 def test_bad_input(name: str, rows_file: Path, tmp_path: Path) -> None:
     make, expected = CASES[name]
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
-    finished = run([*RUN, *tiny(rows_file, tmp_path, "tiny"), *make(tmp_path)], cwd=tmp_path, timeout_s=60)
+    finished = run(forked(0, RUN, *tiny(rows_file, tmp_path, "tiny"), *make(tmp_path)), cwd=tmp_path, timeout_s=60)
     assert finished.code == 2, finished.output
     assert "Traceback" not in finished.output
     last = finished.output.strip().splitlines()[-1]
@@ -155,19 +154,18 @@ def test_a_bad_row_can_be_skipped_and_is_counted(rows_file: Path, tmp_path: Path
     with bad.open("a") as handle:
         handle.write('{"prompt": "x"}\nnot json\n')
     command = [
-        *RUN,
         *tiny(rows_file, tmp_path, "skips"),
         f"data.sources=[{{path: {bad}}}]",
         "data.on_bad_row=skip",
         "train.max_steps=2",
     ]
-    finished = run([word for word in command if word != "train.max_steps=20"], cwd=tmp_path)
+    finished = run(forked(0, RUN, *(word for word in command if word != "train.max_steps=20")), cwd=tmp_path)
     assert finished.code == 0, finished.output
     assert re.search(r"Left out 2 rows: .*bad\.jsonl:38", finished.output)
 
 
 def test_fp16_and_bf16_together(rows_file: Path, tmp_path: Path) -> None:
     (tmp_path / "both.json").write_text(json.dumps({"fp16": {"enabled": True}, "bf16": {"enabled": True}}))
-    finished = run([*RUN, *tiny(rows_file, tmp_path, "both"), "deepspeed_json=both.json"], cwd=tmp_path)
+    finished = run(forked(0, RUN, *tiny(rows_file, tmp_path, "both"), "deepspeed_json=both.json"), cwd=tmp_path)
     assert finished.code == 2
     assert re.search(r"both\.json.*fp16.*bf16|both\.json.*bf16.*fp16", finished.output)

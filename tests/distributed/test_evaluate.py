@@ -2,7 +2,6 @@
 
 import json
 import os
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -99,9 +98,7 @@ def evaluated(runs: Path, rows_file: Path) -> dict[str, Path]:
     for num_ranks, more in ((1, []), (2, ["zero=stage3"])):
         found[f"{num_ranks}"] = folder / f"by-{num_ranks}.jsonl"
         command = [*tiny(rows_file, folder, "", *words, *more), f"output={found[f'{num_ranks}']}"]
-        alone = [sys.executable, "-m", "toolkit"]
-        launcher = forked(num_ranks, "--module", "toolkit") if num_ranks > 1 else alone
-        finished = run([*launcher, "eval", *command], cwd=folder)
+        finished = run(forked(0 if num_ranks == 1 else num_ranks, "--module", "toolkit", "eval", *command), cwd=folder)
         assert finished.code == 0, finished.output[-4000:]
         shown = [line.split() for line in finished.output.splitlines()]
         last = [row for row in rows_of(runs / "drawn-2") if "eval_loss" in row][-1]

@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-from ranks import forked, run
+from ranks import deepspeed, forked, run
 from shared import FAULTY, faulty_words, rows_of
 
 from toolkit.cli import main
@@ -24,7 +24,7 @@ def test_a_run_that_is_killed_and_goes_on(rows_file: Path, tmp_path: Path) -> No
         or ">stopped, unfinished<" in (tmp_path / "crashed.html").read_text()
     )
 
-    command = forked(2, FAULTY, *words)
+    command = deepspeed(2, FAULTY, *words)
     finished = run(command, cwd=tmp_path, FAULT="{}")
     assert finished.code == 0, finished.output[-4000:]
     assert f"The report: {page}\n" in finished.output

@@ -1,7 +1,6 @@
 """One trajectory: however the same global batches are cut up, the losses are those of a plain PyTorch loop."""
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
@@ -84,7 +83,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory, rows_file: Path) -> Path:
             {**FP32_CELLS, **BF16_CELLS, **PACKED_CELLS, **GROUPED_CELLS, **ZENFLOW_CELLS, **HPZ_CELLS},
             forked(2, WORKER),
         ),
-        (ONE_RANK_CELLS, [sys.executable, WORKER]),
+        (ONE_RANK_CELLS, forked(0, WORKER)),
     ):
         cases = [{"overrides": tiny(rows_file, folder, name, *overrides)} for name, overrides in cells.items()]
         listing = folder / f"cases-{len(cells)}.json"
