@@ -15,6 +15,7 @@ COMMANDS = {
     "train": "toolkit.cli.train",
     "launch": "toolkit.cli.launch",
     "sweep": "toolkit.cli.sweep",
+    "autotune": "toolkit.cli.autotune",
     "check": "toolkit.cli.check",
     "plan": "toolkit.cli.plan",
     "prepare": "toolkit.cli.prepare",

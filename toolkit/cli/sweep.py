@@ -87,7 +87,7 @@ class Plan:
 
 def run(words: list[str]) -> int:
     """Sweep."""
-    _refuse_ranks()
+    refuse_ranks()
     plan = _read(words)
     if "trials" in plan.own:
         from toolkit.cli.sweep_trials import search
@@ -158,10 +158,8 @@ def new_job(words: Sequence[str], cfg: RunConfig, trial: int | None = None) -> J
 
 def launch(plan: Plan, sweep: Sweep, job: Job, special: Sequence[str], requests: Requests) -> None:
     """Run one job in a process of its own, pass signals on, and note how it ended."""
-    folder = str(sweep.folder)
-    if not re.fullmatch(r"[\w./+-]+", folder, re.ASCII):  # Hydra takes anything else in quotes only
-        folder = "'" + folder.replace("\\", "\\\\").replace("'", "\\'") + "'"
-    command = [*LAUNCH, *plan.launcher, *plan.words(special), f"run.dir={folder}", f"run.name={job.name}"]
+    folder = f"run.dir={quoted(sweep.folder)}"
+    command = [*LAUNCH, *plan.launcher, *plan.words(special), folder, f"run.name={job.name}"]
     job.state, job.started, job.ended, job.exit_code = RUNNING, now(), "", None
     sweep.save()
     # A session of its own: Ctrl-C reaches it through us alone, once.
@@ -179,6 +177,14 @@ def launch(plan: Plan, sweep: Sweep, job: Job, special: Sequence[str], requests:
     else:
         job.state = DIVERGED if code == Diverged.exit_code else FAILED
     sweep.save()
+
+
+def quoted(path: Path) -> str:
+    """Return a path as the value of an override: Hydra takes all but plain letters in quotes only."""
+    text = str(path)
+    if re.fullmatch(r"[\w./+-]+", text, re.ASCII):
+        return text
+    return "'" + text.replace("\\", "\\\\").replace("'", "\\'") + "'"
 
 
 def show(sweep: Sweep, jobs: Sequence[Job], metric: str = EVAL_LOSS) -> None:
@@ -212,12 +218,17 @@ def check_stopped(sweep: Sweep, requests: Requests) -> None:
         )
 
 
-def _refuse_ranks() -> None:
+def refuse_ranks() -> None:
+    """Refuse to work in one of several ranks.
+
+    Raises:
+        LaunchError: this is one.
+    """
     ranks = environment.detect(os.environ)
     if ranks.launcher != "single":
         raise LaunchError(
             tr(
-                "a sweep starts the ranks of each run itself: type it once, without {launcher}.",
+                "this command starts the ranks of each run itself: type it once, without {launcher}.",
                 launcher=ranks.launcher,
             )
         )
