@@ -182,7 +182,7 @@ CHINESE: dict[str, str] = {
     "step {step}  validation loss {loss} nats/token, perplexity {perplexity} over {tokens} tokens": "第 {step} 步  验证损失 {loss} nats/token，困惑度 {perplexity}，共 {tokens} 个 token",
     "step {step}  {count} answers, {pace} tokens/s: {figures}": "第 {step} 步  {count} 个回答，{pace} token/s: {figures}",
     "steps_per_print has no effect; the progress lines are ours, see train.log_every.": "steps_per_print 不起作用；进度行由我们输出，见 train.log_every。",
-    "stopped by {signal} outside of training steps (pid {pid}). There is no DONE marker: the run is unfinished.": "在训练步之外被 {signal} 停止（进程 {pid}）。没有 DONE 标记：运行尚未完成。",
+    "stopped by {signal} outside of training steps (pid {pid}). Without a file DONE in its folder the run is unfinished.": "在训练步之外被 {signal} 停止（进程 {pid}）。运行文件夹里没有 DONE 文件，就表示运行尚未完成。",
     "the JSON is nested too deeply. Correct or remove the row": "JSON 嵌套过深。请改正或删除该行",
     "the answer holds the text of the end token, '{end}', and would be cut there. Correct or remove the row": "回答中含有结束 token 的文本 '{end}'，会在那里被截断。请改正或删除该行",
     "the chat template refuses the conversation: {reason}": "对话模板拒绝这段对话：{reason}",
@@ -1415,4 +1415,6 @@ CHINESE: dict[str, str] = {
     "{speed} samples/s": "每秒 {speed} 个样本",
     "failed: {reason} ({file})": "失败：{reason}（{file}）",
     "Tries {words}": "尝试 {words}",
+    "{key} = {value}: with parallel.tensor = {tensor} a run goes on on as many ranks as it was saved by only. Take it out.": "{key} = {value}：parallel.tensor = {tensor} 时，运行只能在保存它时的进程数上继续。请去掉它。",
+    "schedule.warmup_steps = {warmup} and schedule.decay_steps = {decay} are more together than the {steps} steps of this run.": "schedule.warmup_steps = {warmup} 与 schedule.decay_steps = {decay} 之和超过本次运行的 {steps} 步。",
 }

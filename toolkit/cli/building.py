@@ -11,7 +11,7 @@ from deepspeed import DeepSpeedEngine
 from transformers import PreTrainedModel
 
 from toolkit.config.layout import layout_of
-from toolkit.config.schema import Init, Packing, RunConfig, TuningMethod
+from toolkit.config.schema import Init, Packing, RunConfig, ScheduleName, TuningMethod
 from toolkit.distributed.process_group import on_rank0, rank, world_size
 from toolkit.engine.ds_config import DsConfig, warmup_steps
 from toolkit.engine.initialize import initialize
@@ -115,8 +115,22 @@ def _few(logits: torch.Tensor) -> torch.Tensor:
 
 
 def schedule_maker(cfg: RunConfig, total_steps: int) -> Callable[[torch.optim.Optimizer], Any]:
-    """Return what makes the learning-rate schedule of an optimizer."""
-    warmup = warmup_steps(cfg, total_steps)
+    """Return what makes the learning-rate schedule of an optimizer.
+
+    Raises:
+        ConfigError: the run is too short for its schedule.
+    """
+    warmup, decay = warmup_steps(cfg, total_steps), cfg.schedule.decay_steps
+    if cfg.schedule.name is ScheduleName.wsd and warmup + decay > total_steps:
+        raise ConfigError(
+            tr(
+                "schedule.warmup_steps = {warmup} and schedule.decay_steps = {decay} are more together than the "
+                "{steps} steps of this run.",
+                warmup=warmup,
+                decay=decay,
+                steps=total_steps,
+            )
+        )
     return lambda optimizer: Schedule(optimizer, cfg.schedule, cfg.optim.lr, total_steps, warmup)
 
 

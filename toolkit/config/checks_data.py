@@ -158,6 +158,18 @@ def _world_sizes(loaded: Loaded) -> None:
         unit = micro * math.lcm(*(layout_of(cfg, ranks).data_ranks for ranks in sizes))
     except ConfigError as error:
         raise fail(loaded, key, str(error)) from error
+    if cfg.parallel.tensor > 1 and len(set(sizes)) > 1:
+        raise fail(
+            loaded,
+            key,
+            tr(
+                "{key} = {value}: with parallel.tensor = {tensor} a run goes on on as many ranks as it was saved by "
+                "only. Take it out.",
+                key=key,
+                value=sizes,
+                tensor=cfg.parallel.tensor,
+            ),
+        )
     if not sizes or size % unit == 0:
         return
     below, above = size // unit * unit, -(-size // unit) * unit

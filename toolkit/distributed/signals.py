@@ -57,8 +57,8 @@ def _handle(number: int, frame: FrameType | None) -> None:
             return
         raise Stopped(
             tr(
-                "stopped by {signal} outside of training steps (pid {pid}). There is no DONE marker: the run is "
-                "unfinished.",
+                "stopped by {signal} outside of training steps (pid {pid}). Without a file DONE in its folder the run "
+                "is unfinished.",
                 signal=_received,
                 pid=os.getpid(),
             )
