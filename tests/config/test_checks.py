@@ -32,7 +32,8 @@ REFUSED = {
         "Start on a multiple of 2 ranks."
     ),
     "batch.global_size=24 parallel=tensor batch.world_sizes=[2,4]": (
-        "batch.world_sizes = [2, 4]: with parallel.tensor = 2 a run goes on on as many ranks as it was saved by only."
+        "batch.world_sizes = [2, 4]: with parallel.tensor = 2 a run goes on on as many ranks as it was saved by only. "
+        "Take it out."
     ),
     "data.curriculum.steps=5 data.curriculum.start_length=2000": (
         "data.curriculum.start_length = 2000 must be less than data.max_length = 1024."

@@ -66,6 +66,10 @@ def tiny(rows_file: Path, folder: Path, name: str, *overrides: str) -> list[str]
     ]
 
 
+SHORT_FIRST = ["data.curriculum.steps=4", "data.curriculum.start_length=12", "data.max_length=64"]
+"""Overrides: the shortest samples first, for as many steps."""
+
+
 def experts(folder: Path) -> Path:
     """Write a tiny GLM-4.5 whose head is its embedding: experts in one tensor, a stored buffer, tied weights."""
     import torch

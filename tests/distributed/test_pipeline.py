@@ -9,7 +9,7 @@ import transformers
 from official import write
 from ranks import REPOSITORY, forked, run
 from safetensors.torch import load_file
-from shared import eval_losses, losses, plain_loop, rows_of, tiny, trained
+from shared import SHORT_FIRST, eval_losses, losses, plain_loop, rows_of, tiny, trained
 
 from toolkit.checkpoint.weights import weights
 from toolkit.cli import main
@@ -51,9 +51,12 @@ def runs(tmp_path_factory: pytest.TempPathFactory, rows_file: Path) -> Path:
     step3 = f"resume={folder}/runs/tied-4/checkpoints/step-3"
     cases = {
         2: {
-            "bf16-data": BF16,  # first: an engine without stages cannot follow one with stages in the same process
+            # First: an engine without stages cannot follow one with stages in the same process.
+            "bf16-data": BF16,
+            "short-first-data": [*v1, *SHORT_FIRST],
             "v1-2": [*v1, PIPELINE, "checkpoint.asynchronous=true", "checkpoint.every=3"],
             "bf16-2": [*BF16, PIPELINE],
+            "short-first-2": [*v1, *SHORT_FIRST, PIPELINE],
         },
         4: {"tied-4": [*tied, PIPELINE, *SAVES], "resumed-4": [*tied, PIPELINE, *SAVES, step3]},
     }
@@ -86,6 +89,16 @@ def test_packed_rows_in_bf16(runs: Path) -> None:
     for one, other in zip(mine, theirs, strict=True):
         for key in {"loss", "grad_norm", "eval_loss"} & set(one):
             assert one[key] == pytest.approx(other[key], rel=5e-3), (key, one)
+
+
+def test_the_same_samples_first_as_without_stages(runs: Path) -> None:
+    mine, theirs = trained(runs / "short-first-2"), trained(runs / "short-first-data")
+    for one, other in zip(mine, theirs, strict=True):
+        for key in ("step", "curriculum_length", "trained_tokens", "total_tokens"):
+            assert one.get(key) == other.get(key), key
+        for key in ("loss", "grad_norm", "eval_loss"):
+            assert one.get(key, 0.0) == pytest.approx(other.get(key, 0.0), rel=2e-5), (key, one)
+    assert len({row["curriculum_length"] for row in mine if "loss" in row}) > 2
 
 
 def test_going_on_is_bit_equal(runs: Path) -> None:

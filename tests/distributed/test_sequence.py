@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 from ranks import REPOSITORY, forked, run
-from shared import eval_losses, losses, plain_loop, rows_of, tiny
+from shared import SHORT_FIRST, eval_losses, losses, plain_loop, rows_of, tiny
 from test_trajectory import TOLERANCE, furthest
 
 from toolkit.config.checks import check
@@ -72,6 +72,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory, rows_file: Path) -> Path:
             path = f"model.path={llama(folder / 'llama')}"
             cases.append({"overrides": words("llama", [*LORA, path, TILED])})
             cases.append({"overrides": words("llama-whole", [*LORA, path, "parallel=data"])})
+            cases.append({"overrides": words("short-first", SHORT_FIRST)})
+            cases.append({"overrides": words("short-first-whole", [*SHORT_FIRST, "parallel=data"])})
             refused = {"overrides": words("three", ["model.shape.num_heads=1", "model.shape.num_kv_heads=1"])}
             cases.append({**refused, "refused": str(folder / "refused")})
         listing = folder / f"cases-{ranks}.json"
@@ -126,6 +128,14 @@ def test_another_family_with_lora(runs: Path) -> None:
     for one in (losses, eval_losses):
         assert furthest(one(runs / "llama"), one(runs / "llama-whole")) < TOLERANCE
     assert losses(runs / "llama")[0] - losses(runs / "llama")[-1] > 0.01
+
+
+def test_the_same_samples_first_as_with_whole_rows(runs: Path) -> None:
+    mine, theirs = rows_of(runs / "short-first"), rows_of(runs / "short-first-whole")
+    for name in ("curriculum_length", "total_tokens", "trained_tokens"):
+        assert [row.get(name) for row in mine] == [row.get(name) for row in theirs], name
+    assert len({row["curriculum_length"] for row in mine if "loss" in row}) > 2
+    assert furthest(losses(runs / "short-first"), losses(runs / "short-first-whole")) < TOLERANCE
 
 
 def test_what_deepspeed_and_an_export_get(runs: Path) -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 from ranks import REPOSITORY, forked, run
-from shared import rows_of, tiny, trained
+from shared import SHORT_FIRST, rows_of, tiny, trained
 
 from toolkit.checkpoint import manifest
 from toolkit.export.checkpoint import load_checkpoint
@@ -35,13 +35,16 @@ def runs(rows_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     died = {"of": str(folder / "runs" / "split"), "step": 4, "as": str(folder / "runs" / "again")}
     cases = [
+        # First: an engine that splits nothing cannot follow one that does in the same process.
         {"overrides": words("data", *asks)},
+        {"overrides": words("short-first-data", *SHORT_FIRST)},
         {"overrides": words("split", *asks, "parallel=tensor")},
         {"overrides": words("again", *asks, "parallel=tensor"), "died": died},
         {
             "overrides": words("again", *asks, "resume=" + str(folder / "runs" / "split"), "run.name=other"),
             "refused": str(folder / "refused"),
         },
+        {"overrides": words("short-first", *SHORT_FIRST, "parallel=tensor", "kernels.mlp_pieces=2")},
         {"overrides": words("frozen", "parallel=tensor", "tuning=freeze", "tuning.last_layers=1")},
     ]
     (folder / "cases.json").write_text(json.dumps(cases))
@@ -63,6 +66,17 @@ def test_a_run_is_the_same_as_without(runs: Path) -> None:
         file = Path("evaluations") / f"step-{step}.jsonl"
         before, after = ((runs / name / file).read_text() for name in ("data", "split"))
         assert before and before == after
+
+
+def test_the_same_samples_first_as_without(runs: Path) -> None:
+    """The split layers compute their rows in pieces here."""
+    plain, split = rows_of(runs / "short-first-data"), rows_of(runs / "short-first")
+    for before, after in zip(plain, split, strict=True):
+        for name in ("step", "curriculum_length", "trained_tokens", "total_tokens"):
+            assert after.get(name) == before.get(name), name
+        for name in ("loss", "grad_norm", "eval_loss"):
+            assert after.get(name, 0.0) == pytest.approx(before.get(name, 0.0), rel=1e-5), name
+    assert len({row["curriculum_length"] for row in plain if "loss" in row}) > 2
 
 
 def test_it_goes_on_bit_for_bit(runs: Path) -> None:
