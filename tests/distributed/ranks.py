@@ -37,7 +37,11 @@ def deepspeed(num_ranks: int, *words: str) -> list[str]:
 
 
 def forked(num_ranks: int, *words: str) -> list[str]:
-    """Return the command that does that with a tenth of the start-up work; 0 ranks: the program under no launcher."""
+    """Return the command that does that with a tenth of the start-up work; 0 ranks: the program under no launcher.
+
+    What is read from the environment as modules are imported has no effect, and sets of strings are in the same order
+    on all ranks: where that matters, `deepspeed`.
+    """
     return [sys.executable, FORK, _server(), str(num_ranks), str(free_port()), *words]
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 import transformers
 from official import write
-from ranks import REPOSITORY, forked, run
+from ranks import REPOSITORY, deepspeed, run
 from safetensors.torch import load_file
 from shared import SHORT_FIRST, eval_losses, losses, plain_loop, rows_of, tiny, trained
 
@@ -66,7 +66,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory, rows_file: Path) -> Path:
             for name, words in named.items()
         ]
         (folder / "cases.json").write_text(json.dumps(lines))
-        finished = run([*forked(ranks, WORKER), str(folder / "cases.json")], cwd=folder, timeout_s=400)
+        finished = run([*deepspeed(ranks, WORKER), str(folder / "cases.json")], cwd=folder, timeout_s=400)
         assert finished.code == 0, finished.output[-6000:]
     return folder / "runs"
 

@@ -9,7 +9,7 @@ import official
 import pytest
 import torch
 import transformers
-from ranks import REPOSITORY, forked, run
+from ranks import REPOSITORY, deepspeed, run
 from shared import losses, tiny
 
 from tests.architectures import write
@@ -86,7 +86,8 @@ def test_refused_with_the_files_that_would_run(
 def test_trained_and_exported_with_its_code(rows_file: Path, folder: Path, tmp_path: Path) -> None:
     trusted = words(rows_file, folder, "trusted", "model.trust_remote_code=true")
     modules = str(tmp_path / "modules")
-    command = [*forked(2, str(REPOSITORY / "run.py")), *trusted]
+    # Not a fork: HF_MODULES_CACHE is read where transformers is imported.
+    command = [*deepspeed(2, str(REPOSITORY / "run.py")), *trusted]
     finished = run(command, cwd=tmp_path, timeout_s=480, HF_MODULES_CACHE=modules)
     assert finished.code == 0, finished.output[-4000:]
     assert f"model.trust_remote_code = true: the Python files of {folder} run with all your rights." in finished.output

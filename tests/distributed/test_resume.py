@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import REPOSITORY, forked, run
+from ranks import REPOSITORY, deepspeed, run
 from safetensors.torch import load_file
 from shared import rows_of, tiny, trained
 
@@ -91,7 +91,7 @@ def launch(folder: Path, rows_file: Path, num_ranks: int, cases: list[dict[str, 
         case["overrides"] = [word.replace("FILE", str(rows_file)) for word in case["overrides"]]
     listing = folder / f"cases-{num_ranks}-{len(cases)}.json"
     listing.write_text(json.dumps(cases))
-    finished = run([*forked(num_ranks, WORKER), str(listing)], cwd=folder, timeout_s=500)
+    finished = run([*deepspeed(num_ranks, WORKER), str(listing)], cwd=folder, timeout_s=500)
     assert finished.code == 0, finished.output[-6000:]
 
 

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from ranks import REPOSITORY, forked, run
+from ranks import REPOSITORY, deepspeed, forked, run
 from shared import SHORT_FIRST, rows_of, tiny, trained
 
 from toolkit.checkpoint import manifest
@@ -48,7 +48,9 @@ def runs(rows_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         {"overrides": words("frozen", "parallel=tensor", "tuning=freeze", "tuning.last_layers=1")},
     ]
     (folder / "cases.json").write_text(json.dumps(cases))
-    finished = run(forked(2, str(HERE / "sessions_worker.py"), str(folder / "cases.json")), cwd=folder, timeout_s=480)
+    finished = run(
+        deepspeed(2, str(HERE / "sessions_worker.py"), str(folder / "cases.json")), cwd=folder, timeout_s=480
+    )
     assert finished.code == 0, finished.output[-5000:]
     return folder / "runs"
 

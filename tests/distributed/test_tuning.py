@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from official import write
-from ranks import BIN, REPOSITORY, environment, forked, run
+from ranks import BIN, REPOSITORY, deepspeed, environment, forked, run
 from safetensors.torch import load_file
 from shared import eval_losses, experts, losses, tiny
 
@@ -96,7 +96,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory, rows_file: Path) -> Path:
         rewound = words(name, f"{name}-rewound", "train.on_bad_step=rewind", *LATE)
         cases.append({"overrides": rewound, "spoil": spoil})
     (folder / "cases.json").write_text(json.dumps(cases))
-    finished = run([*forked(2, WORKER), str(folder / "cases.json")], cwd=folder, timeout_s=580)
+    finished = run([*deepspeed(2, WORKER), str(folder / "cases.json")], cwd=folder, timeout_s=580)
     assert finished.code == 0, finished.output[-6000:]
     one = [
         {"overrides": words(name, f"{name}-one", f"resume={folder}/runs/{name}/checkpoints/step-3", *LATE)}

@@ -1,83 +1,124 @@
 """The search for the fastest stage and micro-batch: what is tried, what is told, what is refused."""
 
 import json
-import signal
-import subprocess
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from toolkit.cli import autotuner, main
-from toolkit.cli.experiments import LOG, METRIC, Search, overrides
+from toolkit.cli import main
+from toolkit.cli import sweep as sweeping
+from toolkit.distributed.launched import Requests
+from toolkit.launch.sweeps import DONE, FAILED, STOPPED, Job, Sweep
+from toolkit.plan.machine import parse_machine
 
 RECIPE = ["recipe=quickstart", "model=glm_tiny", "batch.global_size=8"]
-
-
-class Ended:
-    """A process that has ended."""
-
-    def wait(self) -> int:
-        """Wait for nothing."""
-        return 0
-
-    def send_signal(self, number: int) -> None:
-        """Nobody is there to get it."""
+SPEEDS = {
+    "stage1 1": 10.0,
+    "stage1 2": 14.0,
+    "stage1 4": 0.0,
+    "stage3 1": 5.0,
+    "stage3 2": 7.0,
+    "stage3 4": 6.0,
+    "stage2_offload 1": 3.0,
+    "stage3_offload 1": 2.0,
+}
+"""Config group and micro-batch -> tokens per second; 0: it fails."""
 
 
 @pytest.fixture
-def tried(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
-    """Replace runs: what each finds, 0 for those that fail. Those that were started are in the order of their start."""
-    started: dict[str, float] = {}
-    speeds = {"1 1": 10.0, "1 2": 14.0, "1 4": 0.0, "3 1": 5.0, "3 2": 7.0, "3 4": 6.0}
+def tried(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Replace runs by what SPEEDS says; what was started, in order."""
+    started: list[str] = []
 
-    def start(search: Search, words: list[str], folder: Path) -> Any:
-        stage, micro = words[0].removeprefix("zero=stage"), words[-1].removeprefix("batch.micro_per_gpu=")
-        started[f"{stage} {micro}"] = speed = speeds[f"{stage} {micro}"]
-        if speed:
-            (folder / METRIC).write_text(json.dumps({"throughput": speed}))
-        (folder / LOG).write_text("begins\n" if speed else "begins\nOutOfMemory: 3 GiB are missing\n\n")
-        return Ended()
+    def launch(plan: sweeping.Plan, sweep: Sweep, job: Job, special: Sequence[str], requests: Requests) -> None:
+        group, micro = special[0].removeprefix("zero="), special[1].removeprefix("batch.micro_per_gpu=")
+        started.append(f"{group} {micro}")
+        folder = sweep.run_folder(job)
+        folder.mkdir(exist_ok=True)
+        if speed := SPEEDS[f"{group} {micro}"]:
+            rows = [{"step": step, "loss": 1.0, "tokens_per_s": speed} for step in range(1, 9)]
+            (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+            (folder / "DONE").write_text("{}")
+        else:
+            (folder / "FAILED").write_text("OutOfMemory: 3 GiB are missing\n")
+        job.state = DONE if speed else FAILED
+        sweep.save()
 
-    monkeypatch.setattr(autotuner, "start", start)
-    monkeypatch.setattr("deepspeed.autotuning.scheduler.TIMEOUT", 0.01)
+    monkeypatch.setattr(sweeping, "launch", launch)
+    monkeypatch.setattr("toolkit.cli.autotune.this_machine", lambda nodes: None)
     return started
 
 
 def test_everything_is_tried_and_the_fastest_is_told(
-    tried: dict[str, float], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    tried: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    before = signal.getsignal(signal.SIGTERM)
-    command = ["autotune", "--num_gpus", "2", *RECIPE, "stages=3,1", f"output={tmp_path}/tuned"]
+    """Also after a micro-batch that failed: a later stage may have the room for it."""
+    command = ["autotune", "--num_gpus", "2", *RECIPE, "stages=3,1", f"run.dir={tmp_path}", "sweep=tuned"]
     assert main(command) == 0
-    assert sorted(tried) == ["1 1", "1 2", "1 4", "3 1", "3 2", "3 4"]
+    assert sorted(tried) == ["stage1 1", "stage1 2", "stage1 4", "stage3 1", "stage3 2", "stage3 4"]
     told = capfd.readouterr().out
     assert "The fastest: zero=stage1 batch.micro_per_gpu=2\n" in told
-    assert "zero=stage3 batch.micro_per_gpu=2  7.00 samples/s\n" in told
-    assert "zero=stage1 batch.micro_per_gpu=4  failed: OutOfMemory: 3 GiB are missing (" in told
-    files = list(tmp_path.glob("tuned/results/*/ds_config.json"))
-    assert len(files) == 6
-    assert {json.loads(file.read_text())["train_batch_size"] for file in files} == {8}
-    assert signal.getsignal(signal.SIGTERM) is before
+    assert "At most 6 experiments, in " in told
 
     tried.clear()  # the same command again: what failed is tried once more, and nothing else
     assert main(command) == 0
-    assert list(tried) == ["1 4"]
+    assert tried == ["stage1 4"]
     assert "The fastest: zero=stage1 batch.micro_per_gpu=2\n" in capfd.readouterr().out
 
+    assert main([*command, "optim.lr=0.1"]) == 2, "speeds of other settings are no answer"
+    assert "began with other settings" in capfd.readouterr().err
 
-def test_where_nothing_runs(tried: dict[str, float], tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    command = ["autotune", "--num_gpus", "2", *RECIPE, "stages=1", "micro=4", f"output={tmp_path}/tuned"]
-    assert main(command) == 1
-    assert list(tried) == ["1 4"]
+
+def test_where_nothing_runs(tried: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["autotune", "--num_gpus", "2", *RECIPE, "stages=1", "micro=4", f"run.dir={tmp_path}"]) == 1
+    assert tried == ["stage1 4"]
     assert "None of them ran." in capfd.readouterr().out
 
 
-def test_settings_of_an_experiment() -> None:
-    zero = {"stage": 2, "overlap_comm": True, "reduce_bucket_size": 5e7}
-    found = overrides({"zero_optimization": zero, "train_micro_batch_size_per_gpu": 4})
-    assert found == ["zero=stage2", "zero.overlap_comm=true", "zero.reduce_bucket_size=50000000", found[-1]]
-    assert found[-1] == "batch.micro_per_gpu=4"
+def test_what_has_no_room_is_left_out_alone(
+    tried: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each micro-batch at each stage by its own plan."""
+    from toolkit.cli.compose import compose
+    from toolkit.plan.memory import plan_rank
+    from toolkit.plan.outline import outline_of
+
+    peaks = {}
+    for stage in (1, 3):
+        for micro in (1, 2, 4):
+            words = [*RECIPE, f"zero=stage{stage}", f"batch.micro_per_gpu={micro}"]
+            cfg = compose(words, world_size=None).loaded.cfg
+            memory = plan_rank(outline_of(cfg, print), cfg, 2)
+            peaks[f"stage{stage} {micro}"] = memory.peak(memory.worst)
+    room = peaks["stage1 2"]
+    assert peaks["stage1 4"] > room
+    machine = replace(parse_machine("2x80GB", 1, ""), memory_bytes=room, context_bytes=0)
+    monkeypatch.setattr("toolkit.cli.autotune.this_machine", lambda nodes: machine)
+    assert main(["autotune", "--num_gpus", "2", *RECIPE, "stages=1,3", f"run.dir={tmp_path}"]) == 0
+    assert sorted(tried) == sorted(name for name, peak in peaks.items() if peak <= machine.usable_bytes)
+    assert "zero=stage1 batch.micro_per_gpu=4  left out: by plan a rank needs " in capfd.readouterr().out
+
+
+def test_what_the_recipe_offloads_stays_there(tried: list[str], tmp_path: Path) -> None:
+    words = ["recipe=zero2_offload", "model=glm_tiny", "batch.global_size=8", "micro=1", f"run.dir={tmp_path}"]
+    assert main(["autotune", "--num_gpus", "2", *words]) == 0
+    assert tried == ["stage2_offload 1", "stage3_offload 1"]
+
+
+def test_a_signal_stops_the_search(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def launch(plan: sweeping.Plan, sweep: Sweep, job: Job, special: Sequence[str], requests: Requests) -> None:
+        job.state, requests.last = STOPPED, 15
+
+    monkeypatch.setattr(sweeping, "launch", launch)
+    assert main(["autotune", "--num_gpus", "2", *RECIPE, "stages=1", f"run.dir={tmp_path}", "sweep=tuned"]) == 75
+    told = capfd.readouterr()
+    assert "stopped by SIGTERM" in told.err
+    assert "toolkit autotune --num_gpus 2 recipe=quickstart" in told.err
+    assert told.out.count("zero=stage1") == 2, "begun and shown; no other is begun"
 
 
 @pytest.mark.parametrize(
@@ -87,11 +128,10 @@ def test_settings_of_an_experiment() -> None:
         (["batch.micro_per_gpu=2"], "batch.micro_per_gpu=2: that is what autotune seeks"),
         (["plan.auto=true"], "plan.auto chooses the ZeRO stage itself"),
         (["parallel=tensor"], "autotune was not tried with model parallelism"),
-        (["train.max_steps=5"], "train.max_steps = 5: an experiment takes 6 steps"),
+        (["zero.offload_optimizer.device=nvme"], "autotune knows plain ZeRO stages"),
         (["stages=1,4"], "stages: 4 is none of 0, 1, 2, 3"),
         (["micro=3"], "micro: 3 is none of 1, 2, 4"),
-        (["fast=yes"], "fast = yes is none of true, false"),
-        (["batch.global_size=7"], "7"),
+        (["batch.global_size=7"], "batch.global_size = 7"),
     ],
 )
 def test_refused(words: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -110,23 +150,3 @@ def test_not_on_ranks(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFix
         monkeypatch.setenv(name, value)
     assert main(["autotune", *RECIPE]) == 2
     assert "starts the ranks of each run itself" in capsys.readouterr().err
-
-
-def test_what_runs_is_stopped(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Whoever interrupts the search ends the experiment as well."""
-    processes = []
-
-    def start(search: Search, words: list[str], folder: Path) -> "subprocess.Popen[bytes]":
-        processes.append(subprocess.Popen(["sleep", "600"], start_new_session=True))
-        return processes[-1]
-
-    def interrupt(self: Any, progress: Any) -> None:
-        while not self.running:
-            pass
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(autotuner, "start", start)
-    monkeypatch.setattr(autotuner._Runs, "experiment_check", interrupt)
-    command = ["autotune", "--num_gpus", "2", *RECIPE, "stages=1", "micro=1", f"output={tmp_path}/tuned"]
-    assert main(command) == 130
-    assert [process.wait(timeout=10) for process in processes] == [-signal.SIGTERM]

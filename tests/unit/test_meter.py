@@ -177,3 +177,20 @@ def test_lines_stay_short(capsys: pytest.CaptureFixture[str]) -> None:
     assert silent == "  memory 2.8 GiB"
     assert short == "  31% of matmul  memory 2.8 GiB"
     assert long == "  MFU 41%  waits 10% for data  6% padding  20% communication  memory 12.3 of 14.0 GiB planned"
+
+
+@pytest.mark.parametrize(("per_s", "size"), [(1e8, 96), (2e9, 192), (1e10, 384), (1e12, 768)])
+def test_a_product_that_the_processor_can_do(per_s: float, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A slow processor is asked for a small one: 768 in bf16 took seconds on one without a unit for it."""
+    now = [0.0]
+
+    class Square:
+        def __init__(self, rows: int) -> None:
+            self.rows = rows
+
+        def __matmul__(self, other: "Square") -> None:
+            now[0] += 2 * self.rows**3 / per_s
+
+    monkeypatch.setattr(matmul.torch, "ones", lambda rows, columns, dtype: Square(rows))
+    monkeypatch.setattr(matmul.time, "perf_counter", lambda: now[0])
+    assert matmul._sizes(torch.device("cpu"), torch.bfloat16) == (size,)

@@ -42,7 +42,7 @@ def compare(
 
     Returns:
         By phase, bytes of the rank that needs most: `planned_bytes` and `measured_bytes`; `memory_ratio` of the two in
-        a step; `step_s`, median seconds of some steps, and with rates `planned_step_s` and `time_ratio`.
+        a step; with rates `step_s`, median seconds of some steps, `planned_step_s` and `time_ratio`.
     """
     measured: dict[str, int] = {}
     world_size = ranks.world_size
@@ -64,16 +64,18 @@ def compare(
         engine.eval()
         token_losses(engine, batch)
         measured["evaluation"] = memory.peak() - before
-    engine.train()
-    seconds = []
-    for _ in range(_TIMED_STEPS):
-        barrier()
-        started = time.perf_counter()
-        train_step(engine, [dict(batch) for _ in range(accumulation(cfg, world_size))], world_size, guard)
-        barrier()
-        seconds.append(time.perf_counter() - started)
-    step_s = statistics.median(seconds)
-    estimate = step_time(outline, cfg, _machine(ranks), rates).seconds if rates else None
+    times: dict[str, float] = {}
+    if rates:
+        engine.train()
+        seconds = []
+        for _ in range(_TIMED_STEPS):
+            barrier()
+            started = time.perf_counter()
+            train_step(engine, [dict(batch) for _ in range(accumulation(cfg, world_size))], world_size, guard)
+            barrier()
+            seconds.append(time.perf_counter() - started)
+        estimate, measured_s = step_time(outline, cfg, _machine(ranks), rates).seconds, statistics.median(seconds)
+        times = {"step_s": measured_s, "planned_step_s": estimate, "time_ratio": estimate / measured_s}
     plan = plan_rank(outline, cfg, world_size, device.type == "cpu")
     worst = {phase: max(one[phase] for one in gather(measured)) for phase in measured}
     engine.destroy()
@@ -84,8 +86,7 @@ def compare(
         "measured_bytes": worst,
         "memory_ratio": plan.peak("step") / worst["step"],
         "planned_parts": plan.device["step"],
-        "step_s": step_s,
-        **({"planned_step_s": estimate, "time_ratio": estimate / step_s} if estimate else {}),
+        **times,
     }
 
 

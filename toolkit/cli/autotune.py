@@ -1,88 +1,158 @@
-"""Measure which ZeRO stage and micro-batch train fastest, with DeepSpeed's autotuner.
+"""Measure which ZeRO stage and micro-batch train fastest, searched for by DeepSpeed's autotuner.
 
-toolkit autotune [launcher options] recipe=NAME [stages=0,1,2] [micro=1,2,4] [fast=false] [output=DIR] [key=value …]
+toolkit autotune [launcher options] recipe=NAME [stages=0,1,2] [micro=1,2,4] [sweep=NAME] [key=value …]
 
-  launcher options  as for `toolkit launch`, which runs each experiment: six steps, the fourth to sixth timed
-  stages=0,1,2      ZeRO stages to try; 0,1,2,3
+  launcher options  as for `toolkit launch`, which runs each experiment: eight optimizer steps
+  stages=0,1,2      ZeRO stages to try; 0,1,2,3, and 2,3 where the recipe keeps optimizer states on the host
   micro=1,2,4       micro-batches to try; powers of two up to 16 that divide a rank's rows of a step
-  fast=false        also bucket sizes and overlapping of a stage that beats those before it: up to 50 experiments each
-  output=DIR        folder of the experiments; run.dir/autotune-RECIPE-…; the same command goes on in it
+  sweep=NAME        folder of the experiments, run.dir/NAME; without it one of the recipe and these words
   key=value         as for `toolkit train`, but zero= and batch.micro_per_gpu=, which are what is sought
 
-The global batch stays the recipe's. What does not run, such as for want of memory, is shown as failed.
+The global batch stays the recipe's. Experiments are the runs of a sweep: the same command goes on with those that are
+not done. What the config checks refuse, or this machine's GPUs have no memory for by plan, is told and left out.
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from toolkit.cli.compose import compose, one_of
-from toolkit.cli.experiments import Found, Search
-from toolkit.cli.sweep import refuse_ranks
+from toolkit.cli import sweep as sweeping
+from toolkit.cli.compose import compose
+from toolkit.cli.sweep_results import read_result
 from toolkit.config.checks import check, micro_sizes
 from toolkit.config.layout import layout_of
 from toolkit.config.load import Loaded
-from toolkit.errors import ConfigError, LaunchError
+from toolkit.config.schema import Device, RunConfig
+from toolkit.distributed.launched import Requests
+from toolkit.errors import ConfigError, LaunchError, Stopped
 from toolkit.launch import ancestors, hostfile, resources
-from toolkit.launch.sweeps import digest
+from toolkit.launch.sweeps import DONE, Job, Sweep, digest, opened
 from toolkit.messages import say, tr
+from toolkit.plan.machine import Machine, this_machine
+from toolkit.plan.memory import plan_rank
 from toolkit.plan.outline import outline_of
 
-_OWN = ("stages", "micro", "fast", "output")
+_OWN = ("stages", "micro", "sweep")
 _STAGES = (0, 1, 2, 3)
 _MOST = 16
 """Of the micro-batches that are tried unasked."""
-_TIMED_TO = 6
-"""The step that ends an experiment."""
+_BRIEF = (
+    "train.max_steps=8",
+    "train.log_every=1",
+    "train.rehearse=false",
+    "schedule=constant",
+    "schedule.warmup_steps=0",
+    "schedule.warmup_ratio=0",
+    "checkpoint.every=0",
+    "checkpoint.at_end=false",
+    "checkpoint.export=false",
+    "evaluate.at_start=false",
+    "evaluate.every=0",
+    "report.enabled=false",
+    "track=jsonl",
+    "run.max_restarts=0",
+)
+"""An experiment trains, and is evaluated once at its end, as all runs with validation data are."""
+
+
+@dataclass(kw_only=True, slots=True)
+class Search:
+    """What is sought, and what was tried."""
+
+    plan: sweeping.Plan
+    """How experiments are launched."""
+    sweep: Sweep
+    """Where they are."""
+    groups: dict[int, str]
+    """ZeRO stage -> its config group."""
+    configs: dict[tuple[int, int], RunConfig]
+    """Stage and micro-batch -> the config of what is tried."""
+    rows: int
+    """Of a rank in one optimizer step."""
+    requests: Requests = field(default_factory=Requests)
+    """Signals that ask to stop."""
+    jobs: list[Job] = field(default_factory=list)
+    """What was tried."""
+
+    def micro_batches(self, stage: int) -> list[int]:
+        """Return those to try at a stage."""
+        return [micro for one, micro in self.configs if one == stage]
+
+    def tokens_per_s(self, stage: int, micro: int) -> float:
+        """Train a few steps, if that was not done before, and return the speed of all ranks; 0: it did not work.
+
+        Raises:
+            Stopped: somebody asked for that.
+        """
+        words = _words(self.groups[stage], micro)
+        job = self.sweep.add(sweeping.new_job(words, self.configs[stage, micro]))
+        self.jobs.append(job)
+        if job.state != DONE:
+            say(f"[{len(self.jobs)}/{len(self.configs)}] {' '.join(words)}")
+            sweeping.launch(self.plan, self.sweep, job, words, self.requests)
+            sweeping.check_stopped(self.sweep, self.requests)
+        return self.measured(job)
+
+    def measured(self, job: Job) -> float:
+        """Return what a job came to."""
+        return read_result(self.sweep.run_folder(job)).tokens_per_s if job.state == DONE else 0.0
 
 
 def run(words: list[str]) -> int:
     """Search."""
-    refuse_ranks()
+    sweeping.refuse_ranks()
     launcher, options, rest = ancestors.typed(words)
     composed = compose(rest, world_size=None, arguments=_OWN)
+    cfg, given = composed.loaded.cfg, composed.arguments
     hosts = _hosts(options)
     world_size = sum(map(len, hosts.values()))
-    _check(rest, composed.loaded, world_size)
-    cfg, given = composed.loaded.cfg, composed.arguments
-    stages = _numbers(given, "stages", _STAGES, _STAGES)
+    recipe = [word for word in rest if word.partition("=")[0] not in _OWN]
+    groups = _groups(cfg)
+    _check(recipe, composed.loaded, world_size)
     sizes = micro_sizes(cfg, world_size)
     powers = [rows for rows in sizes if rows <= _MOST and rows.bit_count() == 1]
+    stages = _numbers(given, "stages", list(groups), list(groups))
     micro = _numbers(given, "micro", powers, sizes)
-    recipe = [word for word in rest if word.partition("=")[0] not in _OWN]
-    name = f"autotune-{Path(cfg.recipe).stem}-{digest(sorted([*launcher, *words]))}"
-    search = Search(
-        cfg=cfg,
-        launcher=launcher,
-        recipe=recipe,
-        hosts=hosts,
-        stages=stages,
-        micro=micro,
-        is_fast=one_of(given, "fast", ("true", "false")) == "true",
-        folder=Path(given.get("output") or Path(cfg.run.dir) / name).absolute(),
-        outline=outline_of(cfg, say),
-    )
-    say(tr("Experiments are kept in {folder}.", folder=search.folder))
-    from toolkit.cli.autotuner import tune
+    own = {"sweep": given.get("sweep") or f"autotune-{Path(cfg.recipe).stem}-{digest(sorted([*launcher, *recipe]))}"}
+    plan = sweeping.Plan(launcher=launcher, options=options, fixed=[*recipe, *_BRIEF], axes=[], own=own)
+    configs = _configs(plan, {stage: groups[stage] for stage in stages}, micro, world_size, _machine(hosts))
+    if not configs:
+        raise ConfigError(tr("nothing is left to try."))
+    with opened(sweeping.folder_of(plan, cfg), sweeping.typed(words, "autotune")) as sweep:
+        from toolkit.cli.autotuner import tune
 
-    return _show(tune(search), search)
+        search = Search(plan=plan, sweep=sweep, groups=groups, configs=configs, rows=max(sizes))
+        say(tr("At most {number} experiments, in {folder}.", number=len(configs), folder=sweep.folder))
+        try:
+            tune(search)
+        except Stopped:
+            sweeping.show(sweep, search.jobs)
+            raise
+        return _show(search)
 
 
-def _show(found: Sequence[Found], search: Search) -> int:
+def _show(search: Search) -> int:
     """Print what was measured, and the words for the best; return the exit code."""
-    best = max(found, key=lambda one: one.samples_per_s, default=None)
-    say("")
-    for one in sorted(found, key=lambda one: -one.samples_per_s):
-        say(f"{' '.join(one.words)}  {one.told()}")
-    if best is None or not best.samples_per_s:
+    sweeping.show(search.sweep, search.jobs)
+    speeds = {" ".join(job.words): search.measured(job) for job in search.jobs}
+    best = max(speeds, key=lambda words: speeds[words], default="")
+    if not best or not speeds[best]:
         say(tr("None of them ran."))
         return 1
-    say(tr("The fastest: {words}", words=" ".join(best.words)))
+    say(tr("The fastest: {words}", words=best))
     return 0
 
 
+def _words(group: str, micro: int) -> list[str]:
+    return [f"zero={group}", f"batch.micro_per_gpu={micro}"]
+
+
 def _hosts(options: dict[str, str]) -> resources.Resources:
-    """Return which GPUs take part."""
+    """Return which GPUs take part.
+
+    Raises:
+        LaunchError: that is not said in a way that has a meaning.
+    """
     if path := ancestors.hostfile_of(options):
         return resources.used(hostfile.read(Path(path)), options)
     if number := options.get("--num_gpus", ""):
@@ -94,15 +164,41 @@ def _hosts(options: dict[str, str]) -> resources.Resources:
     return resources.used({"localhost": get_accelerator().device_count()}, options)
 
 
-def _check(words: Sequence[str], loaded: Loaded, world_size: int) -> None:
+def _machine(hosts: resources.Resources) -> Machine | None:
+    """Return the machine whose memory decides; None where that is not this one, or where nobody knows its GPUs."""
+    return this_machine(len(hosts)) if any(resources.is_here(host) for host in hosts) else None
+
+
+def _groups(cfg: RunConfig) -> dict[int, str]:
+    """Return the config group of each stage that keeps to what the recipe offloads.
+
+    Raises:
+        ConfigError: there are none.
+    """
+    zero = cfg.zero
+    where = (zero.offload_optimizer.device, zero.offload_param.device)
+    is_special = zero.zenflow.enabled or zero.offload_optimizer.super_offload or zero.zero_hpz_partition_size > 1
+    if is_special or Device.nvme in where or zero.zero_quantized_weights or zero.zero_quantized_gradients:
+        raise ConfigError(
+            tr(
+                "autotune knows plain ZeRO stages and those with optimizer states on the host. Measure this recipe's "
+                "with `toolkit sweep` (docs/zero.md)."
+            )
+        )
+    if zero.offload_optimizer.device is Device.cpu:
+        return {2: "stage2_offload", 3: "stage3_offload"}
+    return {stage: f"stage{stage}" for stage in _STAGES}
+
+
+def _check(recipe: Sequence[str], loaded: Loaded, world_size: int) -> None:
     """Refuse what an experiment could not be made of.
 
     Raises:
         ConfigError: it is so.
     """
     cfg = loaded.cfg
-    for word in words:
-        if word.lstrip("+").partition("=")[0] in ("zero", "zero.stage", "batch.micro_per_gpu", "profile.autotuning"):
+    for word in recipe:
+        if word.lstrip("+").partition("=")[0] in ("zero", "zero.stage", "batch.micro_per_gpu"):
             raise ConfigError(
                 tr("{word}: that is what autotune seeks. stages= and micro= say among what; take it out.", word=word)
             )
@@ -111,18 +207,43 @@ def _check(words: Sequence[str], loaded: Loaded, world_size: int) -> None:
         raise ConfigError(tr("{key} chooses the ZeRO stage itself. Take it out, or do without autotune.", key=key))
     if layout_of(cfg, world_size).model_ranks > 1:
         raise ConfigError(
-            tr("autotune was not tried with model parallelism. Use `toolkit sweep` (docs/zero.md), or parallel=none.")
-        )
-    if cfg.train.max_steps and cfg.train.max_steps < _TIMED_TO:
-        raise ConfigError(
-            tr(
-                "train.max_steps = {steps}: an experiment takes {needed} steps.",
-                steps=cfg.train.max_steps,
-                needed=_TIMED_TO,
-            )
+            tr("autotune was not tried with model parallelism. Use `toolkit sweep` (docs/zero.md), or parallel=data.")
         )
     smallest = replace(cfg, batch=replace(cfg.batch, micro_per_gpu=1))
     check(replace(loaded, cfg=smallest), world_size)
+
+
+def _configs(
+    plan: sweeping.Plan, groups: dict[int, str], micro: Sequence[int], world_size: int, machine: Machine | None
+) -> dict[tuple[int, int], RunConfig]:
+    """Return what can be tried, and say of the rest why it cannot."""
+    found: dict[tuple[int, int], RunConfig] = {}
+    for stage, group in groups.items():
+        for rows in micro:
+            words = _words(group, rows)
+            try:
+                loaded = compose([*plan.words(words), "run.name=run"], world_size=None).loaded
+                check(loaded, world_size)
+                if machine is not None:
+                    _check_memory(loaded.cfg, machine, world_size)
+            except ConfigError as error:
+                say(f"{' '.join(words)}  " + tr("left out: {reason}", reason=error))
+                continue
+            found[stage, rows] = loaded.cfg
+    return found
+
+
+def _check_memory(cfg: RunConfig, machine: Machine, world_size: int) -> None:
+    """Raise ConfigError where a rank's plan is more than its GPU has."""
+    memory = plan_rank(outline_of(cfg, say), cfg, world_size)
+    if (needed := memory.peak(memory.worst)) > machine.usable_bytes:
+        raise ConfigError(
+            tr(
+                "by plan a rank needs {needed} GiB of {there} GiB",
+                needed=f"{needed / 2**30:.1f}",
+                there=f"{machine.usable_bytes / 2**30:.1f}",
+            )
+        )
 
 
 def _numbers(given: dict[str, str], name: str, default: Sequence[int], known: Sequence[int]) -> list[int]:
@@ -133,11 +254,6 @@ def _numbers(given: dict[str, str], name: str, default: Sequence[int], known: Se
     wrong = [word for word in words if not word.isdecimal() or int(word) not in known]
     if wrong:
         raise ConfigError(
-            tr(
-                "{name}: {word} is none of {known}.",
-                name=name,
-                word=wrong[0],
-                known=", ".join(map(str, known)),
-            )
+            tr("{name}: {word} is none of {known}.", name=name, word=wrong[0], known=", ".join(map(str, known)))
         )
     return sorted({int(word) for word in words})

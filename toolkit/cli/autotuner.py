@@ -1,121 +1,92 @@
-"""DeepSpeed's autotuner, told by a recipe: it chooses what to try and compares; the runs are started as all others are.
+"""DeepSpeed's autotuner, told by a recipe: it chooses what to try next and compares.
 
-`deepspeed --autotuning` of DeepSpeed 0.19.8 cannot be used: it wants a JSON among the program's arguments and hands
-experiments over in base64 in its place, cleans up by `pkill` over pdsh also on one machine, breaks where MLflow is
-installed (KeyError: MLFLOW_RUN_ID), forgets the activations' size that it is told, and takes any word "error" for one.
+Runs, their clock and the limits of memory are ours, for those of DeepSpeed 0.19.8 are of no use: `deepspeed
+--autotuning` wants a JSON among the program's arguments and hands experiments over in base64 in its place, cleans up by
+`pkill` over pdsh also on one machine, and breaks where MLflow is installed (KeyError: MLFLOW_RUN_ID). It times the last
+step alone, from six micro-batches on without the one that updates the weights (engine.py, _autotuning_exit; timer.py,
+trim_mean). It knows Adam on all weights alone, and passes later stages over once a micro-batch was too large for one.
 """
 
 import json
-import shutil
-import signal
-import subprocess
-import threading
 from argparse import Namespace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-from deepspeed.autotuning import Autotuner, scheduler
+from deepspeed.autotuning import Autotuner
+from deepspeed.autotuning.scheduler import ResourceManager
 
-from toolkit.cli.experiments import DS_CONFIG, Found, Search, overrides, read, start
-from toolkit.config.schema import Dtype
-from toolkit.messages import say, tr
+from toolkit.cli.autotune import Search
 
-_SECTION = "ds_config"
-scheduler.tqdm = partial(scheduler.tqdm, disable=True)  # its bar would run through our lines
+_MICRO = "train_micro_batch_size_per_gpu"
 
 
-class _Runs(scheduler.ResourceManager):
-    """Runs experiments by `toolkit launch`."""
+class _Runs(ResourceManager):
+    """Runs experiments one after another, and gives the autotuner what we measured."""
 
-    def __init__(self, search: Search, results: Path, experiments: Path) -> None:
-        each = min(map(len, search.hosts.values()))
-        super().__init__(Namespace(), list(search.hosts), each, str(results), str(experiments), None)
+    def __init__(self, search: Search, results: str, experiments: str) -> None:
+        super().__init__(Namespace(), ["localhost"], 1, results, experiments, None)
         self.search = search
-        self.running: set[subprocess.Popen[bytes]] = set()
 
-    def run_job(self, exp: dict[str, Any], reservations: Any) -> None:
-        """Start one, in a thread that lasts as long as it."""
-        folder = Path(exp["result_dir"])
-        shutil.rmtree(folder, ignore_errors=True)  # of an experiment that was broken off
-        folder.mkdir(parents=True)
-        (folder / DS_CONFIG).write_text(json.dumps(exp[_SECTION], indent=2) + "\n", encoding="utf-8")
-        words = overrides(exp[_SECTION])
-        say(tr("Tries {words}", words=" ".join(words)))
-
-        def wait() -> None:
-            process = start(self.search, words, folder)
-            self.running.add(process)
-            process.wait()
-            self.running.discard(process)
-            # The autotuner looks for errors in here; what failed has no figures, and is tried again next time.
-            (folder / "stderr.log").touch()
-            say(f"  {read(folder).told()}")
-
-        thread = threading.Thread(target=wait, daemon=True)
-        thread.start()
-        self.running_experiments[exp["exp_id"]] = (thread, exp, reservations, 0.0)
-
-    def stop(self) -> None:
-        """End what still runs."""
-        for process in list(self.running):
-            process.send_signal(signal.SIGTERM)
-            process.wait()
+    def run(self) -> None:
+        """Run what is in the queue."""
+        while self.experiment_queue:
+            exp = self.experiment_queue.pop(0)
+            tried = exp["ds_config"]
+            speed = self.search.tokens_per_s(tried["zero_optimization"]["stage"], tried[_MICRO])
+            if speed:
+                file = Path(tried["autotuning"]["metric_path"])
+                file.parent.mkdir(parents=True, exist_ok=True)
+                file.write_text(json.dumps({"throughput": speed}), encoding="utf-8")
+            self.finished_experiments[exp["exp_id"]] = (exp, None if speed else "failed")
 
 
 class _Tuner(Autotuner):
-    """Knows the model's memory from its plan, where DeepSpeed's own assumes Adam on all weights."""
+    """Tries at each stage what can be tried there."""
 
-    def __init__(self, search: Search) -> None:
-        self.search = search
-        super().__init__(Namespace(user_args=[], num_nodes=0, num_gpus=0, hostfile=""), search.hosts)
+    def __init__(self, search: Search, folder: Path) -> None:
+        self.search, self.folder = search, folder
+        super().__init__(Namespace(user_args=[], num_nodes=1, num_gpus=1, hostfile=""), {"localhost": [0]})
 
     def _get_user_config(self, user_args: list[str]) -> dict[str, Any]:
-        search = self.search
         return {
-            "train_micro_batch_size_per_gpu": search.micro,
-            "gradient_accumulation_steps": search.rows // max(search.micro),
-            "zero_optimization": {"stage": search.stages},
-            "fp16": {"enabled": search.cfg.precision.dtype is not Dtype.fp32},
+            "zero_optimization": {"stage": sorted({stage for stage, _ in self.search.configs})},
             "autotuning": {
                 "enabled": True,
-                "fast": search.is_fast,
-                "overwrite": False,
-                "results_dir": str(search.folder / "results"),
-                "exps_dir": str(search.folder / "experiments"),
+                "fast": True,
+                "results_dir": str(self.folder / "results"),
+                "exps_dir": str(self.folder / "experiments"),
             },
         }
 
     def _get_resource_manager(self, active_resources: Any) -> _Runs:
-        return _Runs(self.search, Path(self.results_dir), Path(self.exps_dir))
+        return _Runs(self.search, self.results_dir, self.exps_dir)
 
     def model_info_profile_run(self) -> dict[str, int]:
-        """Return what a run of its own would measure."""
-        one, two = (self.search.peak_bytes(0, micro) for micro in (1, 2))
-        return {
-            "num_params": self.search.outline.num_parameters,
-            "hidden_size": self.search.outline.sizes["hidden"],
-            "activation_mem_per_gpu": max(two - one, 1),
-        }
+        """Return nothing that could keep it from trying; what does not fit is left out already."""
+        return {"num_params": 0, "activation_mem_per_gpu": 1}
 
-    def get_instantiation_memory_required_per_gpu(self, zero_stage: int) -> int:
-        """Return the bytes of a rank without activations."""
-        return self.search.peak_bytes(int(zero_stage), 1) - int(self.get_activation_memory_per_gpu())
+    def get_gpu_memory_info(self) -> int:
+        """Return more than it will ask for."""
+        return 2**62
+
+    def tune_space(
+        self,
+        tuning_space: dict[str, Any],
+        prev_max_mbs: int = 0,
+        prev_best_mbs: int = 0,
+        prev_best_metric_val: float = 0,
+    ) -> Any:
+        """Try a stage, whatever became of those before."""
+        micro = self.search.micro_batches(tuning_space["zero_optimization"]["stage"])
+        self.user_config[_MICRO] = micro
+        self.user_config["gradient_accumulation_steps"] = self.search.rows // max(micro)
+        return super().tune_space(tuning_space, 0, prev_best_mbs, prev_best_metric_val)
 
 
-def tune(search: Search) -> list[Found]:
-    """Run the search.
+def tune(search: Search) -> None:
+    """Run the search; what it comes to is in `search.jobs`.
 
-    Returns:
-        What was found of each experiment, the same settings once.
+    Raises:
+        Stopped: somebody asked for that.
     """
-    for name in ("results", "experiments"):
-        (search.folder / name).mkdir(parents=True, exist_ok=True)
-    tuner = _Tuner(search)
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
-    try:
-        tuner.tune()
-    finally:
-        tuner.rm.stop()
-        signal.signal(signal.SIGTERM, before)
-    return [read(file.parent) for file in sorted((search.folder / "results").glob(f"*/{DS_CONFIG}"))]
+    _Tuner(search, search.sweep.folder / ".autotuning").tune()

@@ -73,7 +73,7 @@ def build_engine(cfg: RunConfig, prepared: Prepared, ds: DsConfig, total_steps: 
     make_schedule = schedule_maker(cfg, total_steps)
     with phase(tr("Building the engine (the first time DeepSpeed compiles its ops: minutes)"), speaks=rank() == 0):
         module = StagedModel(model, stages, TORCH_DTYPES[cfg.precision.dtype]) if stages > 1 else model
-        settings = run_folder.profiled(ds.values, cfg.profile, origin.folder)
+        settings = run_folder.profiled(ds.values, origin.folder)
         recompute = cfg.train.activation_checkpointing
         engine = initialize(module, settings, recompute, make_schedule, cfg.compile, cfg.optim)
     # What building leaves behind refers to itself, and would keep the memory of weights until Python looks for it.

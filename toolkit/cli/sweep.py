@@ -137,9 +137,9 @@ def folder_of(plan: Plan, cfg: RunConfig) -> Path:
     return Path(cfg.run.dir).absolute() / name
 
 
-def typed(words: Sequence[str]) -> str:
+def typed(words: Sequence[str], command: str = "sweep") -> str:
     """Return the command as it was typed, without secrets."""
-    return hide(shlex.join(["toolkit", "sweep", *(word for word in words if word not in MULTIRUN)]))
+    return hide(shlex.join(["toolkit", command, *(word for word in words if word not in MULTIRUN)]))
 
 
 def new_job(words: Sequence[str], cfg: RunConfig, trial: int | None = None) -> Job:
@@ -158,8 +158,10 @@ def new_job(words: Sequence[str], cfg: RunConfig, trial: int | None = None) -> J
 
 def launch(plan: Plan, sweep: Sweep, job: Job, special: Sequence[str], requests: Requests) -> None:
     """Run one job in a process of its own, pass signals on, and note how it ended."""
-    folder = f"run.dir={quoted(sweep.folder)}"
-    command = [*LAUNCH, *plan.launcher, *plan.words(special), folder, f"run.name={job.name}"]
+    folder = str(sweep.folder)
+    if not re.fullmatch(r"[\w./+-]+", folder, re.ASCII):  # Hydra takes anything else in quotes only
+        folder = "'" + folder.replace("\\", "\\\\").replace("'", "\\'") + "'"
+    command = [*LAUNCH, *plan.launcher, *plan.words(special), f"run.dir={folder}", f"run.name={job.name}"]
     job.state, job.started, job.ended, job.exit_code = RUNNING, now(), "", None
     sweep.save()
     # A session of its own: Ctrl-C reaches it through us alone, once.
@@ -177,14 +179,6 @@ def launch(plan: Plan, sweep: Sweep, job: Job, special: Sequence[str], requests:
     else:
         job.state = DIVERGED if code == Diverged.exit_code else FAILED
     sweep.save()
-
-
-def quoted(path: Path) -> str:
-    """Return a path as the value of an override: Hydra takes all but plain letters in quotes only."""
-    text = str(path)
-    if re.fullmatch(r"[\w./+-]+", text, re.ASCII):
-        return text
-    return "'" + text.replace("\\", "\\\\").replace("'", "\\'") + "'"
 
 
 def show(sweep: Sweep, jobs: Sequence[Job], metric: str = EVAL_LOSS) -> None:

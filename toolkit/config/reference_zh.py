@@ -290,5 +290,4 @@ CHINESE: dict[str, str] = {
     "Layers at the end that always compute all tokens.": "最后面始终计算全部 token 的层数。",
     "Run the Python files of the model's folder, with all your rights, where its architecture is not part of transformers; without it such models are refused.": "架构不属于 transformers 时，以你的全部权限运行模型文件夹里的 Python 文件；不设时拒绝这类模型。",
     "NEFTune: uniform noise of up to neftune_alpha / sqrt(tokens of a row x hidden width) is added to the embeddings of training rows; 5 to 15 are usual, 0 adds none.": "NEFTune：给训练行的词嵌入加上均匀噪声，幅度至多为 neftune_alpha / sqrt(一行的 token 数 x 隐藏维度)；常用 5 到 15，0 表示不加。",
-    "`toolkit autotune` sets it: the file to which DeepSpeed writes how fast steps 4 to 6 were, whereupon it ends the program.": "由 `toolkit autotune` 设置：DeepSpeed 把第 4 到 6 步的速度写入此文件，然后结束程序。",
 }

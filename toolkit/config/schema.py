@@ -993,8 +993,6 @@ class ProfileConfig:
     """Flops profiler."""
     comms: CommsLoggerConfig = field(default_factory=CommsLoggerConfig)
     """Communication logging."""
-    autotuning: str = ""
-    """`toolkit autotune` sets it: the file to which DeepSpeed writes how fast steps 4 to 6 were, whereupon it ends the program."""
 
 
 @dataclass(kw_only=True, slots=True)

@@ -182,7 +182,7 @@ def _engine(model: nn.Module, cfg: RunConfig, ds: DsConfig, total_steps: int, fo
         cast_inputs(model, dtype)
     speaks = process_group.rank() == 0
     with phase(tr("Building the engine (the first time DeepSpeed compiles its ops: minutes)"), speaks=speaks):
-        values = run_folder.profiled(ds.values, cfg.profile, folder)
+        values = run_folder.profiled(ds.values, folder)
         return initialize(model, values, cfg.train.activation_checkpointing, make_schedule, cfg.compile, cfg.optim)
 
 

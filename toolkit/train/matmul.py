@@ -38,7 +38,7 @@ def matmul_flops_per_s(device: torch.device, dtype: torch.dtype) -> float:
 
 
 def _sizes(device: torch.device, dtype: torch.dtype) -> tuple[int, ...]:
-    """Return what to try, one after another where memory is too little."""
+    """Return what to try; on a GPU one after another where memory is too little, on a CPU what takes long enough."""
     if device.type != "cpu":
         return _GPU_SIZES
     for size in _CPU_SIZES:

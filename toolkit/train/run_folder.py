@@ -12,7 +12,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from toolkit.config.schema import ProfileConfig, RunConfig
+from toolkit.config.schema import RunConfig
 from toolkit.disk import refuse_links
 from toolkit.errors import CheckpointError, RunFolderError
 from toolkit.messages import tr
@@ -170,16 +170,8 @@ def mark_done(folder: Path, summary: dict[str, object]) -> None:
         ) from error
 
 
-def profiled(values: dict[str, Any], config: ProfileConfig, folder: Path) -> dict[str, Any]:
-    """Return DeepSpeed's JSON with the files that its profilers write.
-
-    Args:
-        values: the JSON; that of the run, so what is one machine's or one folder's is not in it.
-        config: the file of an experiment of the autotuner.
-        folder: run folder, for the report of the flops profiler where the config names no file.
-    """
-    if "flops_profiler" in values:
-        values = {**values, "flops_profiler": {"output_file": str(folder / "flops.txt"), **values["flops_profiler"]}}
-    if config.autotuning:
-        values = {**values, "autotuning": {"enabled": True, "metric_path": config.autotuning}}
-    return values
+def profiled(values: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """Return DeepSpeed's JSON whose flops profiler writes into a run folder, where the config names no file."""
+    if "flops_profiler" not in values:
+        return values
+    return {**values, "flops_profiler": {"output_file": str(folder / "flops.txt"), **values["flops_profiler"]}}
