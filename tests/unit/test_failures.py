@@ -36,6 +36,35 @@ def test_success_is_passed_on() -> None:
     assert guarded(lambda: 0) == 0
 
 
+SIGNALLED = """
+import os, signal, sys
+from toolkit.cli.failures import guarded
+from toolkit.distributed import signals
+from toolkit.errors import ConfigError
+
+class Lost(ConfigError if sys.argv[1] == "ours" else RuntimeError):
+    def __str__(self):
+        os.kill(os.getpid(), signal.SIGTERM)
+        return "lost a peer"
+
+def lose():
+    raise Lost
+
+signals.install()
+sys.exit(guarded(lose))
+"""
+
+
+@pytest.mark.parametrize(("kind", "code"), [("ours", 2), ("theirs", 1)])
+def test_a_signal_while_a_failure_is_told_changes_nothing(kind: str, code: int) -> None:
+    child = subprocess.run(
+        [sys.executable, "-c", SIGNALLED, kind], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
+    assert child.returncode == code
+    assert child.stderr.endswith(": lost a peer\n")
+    assert "stopped by" not in child.stderr
+
+
 CHILD = """
 import sys, time
 from pathlib import Path

@@ -9,6 +9,7 @@ import traceback
 from collections.abc import Callable
 from contextlib import suppress
 
+from toolkit.distributed import failure, signals
 from toolkit.errors import Stopped, ToolkitError
 from toolkit.launch import report
 from toolkit.messages import tr
@@ -25,7 +26,7 @@ def guarded(function: Callable[[], int]) -> int:
         # Names of files need not be UTF-8, and a terminal need not know Chinese: never a reason to end a run.
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
-        return function()
+        return _deferring(function)
     except ToolkitError as error:
         code = error.exit_code
         _report(f"{_kind(error)}: {error}", trace="", code=code, agreed=isinstance(error, Stopped))
@@ -53,6 +54,18 @@ def guarded(function: Callable[[], int]) -> int:
     return code
 
 
+def _deferring(function: Callable[[], int]) -> int:
+    """Run a command. Once it has failed a signal only raises the flag: it must not keep the failure from being told.
+
+    That is soon: launchers end the ranks that are left as soon as one has failed, and often they have too.
+    """
+    try:
+        return function()
+    except BaseException:
+        signals.defer()
+        raise
+
+
 def _kind(error: ToolkitError) -> str:
     return type(error).__name__
 
@@ -66,8 +79,6 @@ def _report(message: str, trace: str, code: int, agreed: bool) -> None:
         code: exit code of this process.
         agreed: every rank knows the same (a stop by signal): rank 0 speaks, and nothing has failed.
     """
-    from toolkit.distributed import failure, signals  # import no torch
-
     message, trace = hide(message), hide(trace)
     rank = int(os.environ.get("RANK", "0"))
     if agreed:

@@ -19,6 +19,7 @@ _deferred = False
 
 def install() -> None:
     """Catch them. Before `defer` they end this process; afterwards they only raise the flag."""
+    act_at_once()
     for number in _CAUGHT:
         if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:  # as nohup has it
             signal.signal(number, _handle)
@@ -31,7 +32,7 @@ def end_in_silence() -> None:
 
 
 def defer() -> None:
-    """From now on (the training loop) a signal only raises the flag, which the loop looks at."""
+    """From now on a signal only raises the flag, which the training loop looks at; after a failure nobody does."""
     global _deferred
     _deferred = True
 
