@@ -40,15 +40,12 @@ def ask(path: str, words: list[str]) -> int:
 
 def serve(path: str) -> None:
     """Be the server."""
-    import functools
-
     import cpuinfo
     import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: F401  # imported late otherwise, and Inductor with it
 
     import toolkit.cli.session  # noqa: F401
 
-    cpuinfo.get_cpu_info = functools.cache(cpuinfo.get_cpu_info)
-    cpuinfo.get_cpu_info()
+    cpuinfo.get_cpu_info()  # kept by toolkit.engine.initialize
     Path(path + PIDS).mkdir()
     signal.signal(signal.SIGCHLD, lambda number, frame: reap())
     with socket.socket(socket.AF_UNIX) as listener:

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
+from fork_ranks import PIDS
+
 from toolkit.distributed.orphans import end_with_parent
 from toolkit.launch.environment import free_port
 
@@ -123,7 +125,7 @@ def alive(marker: str) -> list[int]:
 
 def _forks() -> list[Path]:
     """Return a file with the words of each process that was ever forked; each has the words of the server in /proc."""
-    return list(Path(f"{_server()}.pids").iterdir()) if _server.cache_info().currsize else []
+    return list(Path(_server() + PIDS).iterdir()) if _server.cache_info().currsize else []
 
 
 def _runs(pid: int) -> bool:

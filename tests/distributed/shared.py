@@ -104,6 +104,19 @@ def experts(folder: Path) -> Path:
     return folder
 
 
+def check_short_first(
+    mine: Path, theirs: Path, names: Sequence[str] = ("loss", "grad_norm", "eval_loss"), **near: float
+) -> None:
+    """Compare two `SHORT_FIRST` runs: the same samples in each step, and figures as near as `pytest.approx` is told."""
+    rows, others = rows_of(mine), rows_of(theirs)
+    for one, other in zip(rows, others, strict=True):
+        for name in ("step", "curriculum_length", "trained_tokens", "total_tokens"):
+            assert one.get(name) == other.get(name), name
+        for name in names:
+            assert one.get(name, 0.0) == pytest.approx(other.get(name, 0.0), **near), (name, one)
+    assert len({row["curriculum_length"] for row in rows if "loss" in row}) > 2
+
+
 TIMED = {
     *("tokens_per_s", "trained_tokens_per_s", "rank_tokens_per_s", "eval_tokens_per_s"),
     *("samples_per_s", "rank_samples_per_s"),

@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 import yaml
-
-from tests.distributed.ranks import forked, run
-from tests.distributed.shared import tiny
+from ranks import forked, run
+from shared import tiny
 
 RUN = Path(__file__).parents[2] / "run.py"
 WORKER = Path(__file__).with_name("plan_worker.py")

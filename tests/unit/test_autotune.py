@@ -107,6 +107,13 @@ def test_what_the_recipe_offloads_stays_there(tried: list[str], tmp_path: Path) 
     assert tried == ["stage2_offload 1", "stage3_offload 1"]
 
 
+def test_secrets_stay_out(tried: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    words = [*RECIPE, "stages=1", "micro=1", "+ds_extra.comet.api_key=verysecretvalue", f"run.dir={tmp_path}"]
+    assert main(["autotune", "--num_gpus", "2", *words]) == 0
+    [written] = tmp_path.rglob("sweep.json")
+    assert "verysecretvalue" not in written.read_text() + capfd.readouterr().out
+
+
 def test_a_signal_stops_the_search(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

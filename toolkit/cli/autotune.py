@@ -31,6 +31,7 @@ from toolkit.messages import say, tr
 from toolkit.plan.machine import Machine, this_machine
 from toolkit.plan.memory import plan_rank
 from toolkit.plan.outline import outline_of
+from toolkit.plan.parameters import Outline
 
 _OWN = ("stages", "micro", "sweep")
 _STAGES = (0, 1, 2, 3)
@@ -134,12 +135,11 @@ def run(words: list[str]) -> int:
 def _show(search: Search) -> int:
     """Print what was measured, and the words for the best; return the exit code."""
     sweeping.show(search.sweep, search.jobs)
-    speeds = {" ".join(job.words): search.measured(job) for job in search.jobs}
-    best = max(speeds, key=lambda words: speeds[words], default="")
-    if not best or not speeds[best]:
+    best = max(search.jobs, key=search.measured, default=None)
+    if best is None or not search.measured(best):
         say(tr("None of them ran."))
         return 1
-    say(tr("The fastest: {words}", words=best))
+    say(tr("The fastest: {words}", words=" ".join(best.words)))
     return 0
 
 
@@ -218,32 +218,28 @@ def _configs(
 ) -> dict[tuple[int, int], RunConfig]:
     """Return what can be tried, and say of the rest why it cannot."""
     found: dict[tuple[int, int], RunConfig] = {}
+    outline: Outline | None = None
     for stage, group in groups.items():
         for rows in micro:
             words = _words(group, rows)
             try:
-                loaded = compose([*plan.words(words), "run.name=run"], world_size=None).loaded
-                check(loaded, world_size)
-                if machine is not None:
-                    _check_memory(loaded.cfg, machine, world_size)
+                cfg = plan.composed(words)
             except ConfigError as error:
-                say(f"{' '.join(words)}  " + tr("left out: {reason}", reason=error))
+                say(tr("left out: {reason}", reason=error))
                 continue
-            found[stage, rows] = loaded.cfg
+            if machine is not None:
+                outline = outline or outline_of(cfg, say)  # the same at every stage
+                memory = plan_rank(outline, cfg, world_size)
+                if (needed := memory.peak(memory.worst)) > machine.usable_bytes:
+                    reason = tr(
+                        "by plan a rank needs {needed} GiB of {there} GiB",
+                        needed=f"{needed / 2**30:.1f}",
+                        there=f"{machine.usable_bytes / 2**30:.1f}",
+                    )
+                    say(f"{' '.join(words)}  " + tr("left out: {reason}", reason=reason))
+                    continue
+            found[stage, rows] = cfg
     return found
-
-
-def _check_memory(cfg: RunConfig, machine: Machine, world_size: int) -> None:
-    """Raise ConfigError where a rank's plan is more than its GPU has."""
-    memory = plan_rank(outline_of(cfg, say), cfg, world_size)
-    if (needed := memory.peak(memory.worst)) > machine.usable_bytes:
-        raise ConfigError(
-            tr(
-                "by plan a rank needs {needed} GiB of {there} GiB",
-                needed=f"{needed / 2**30:.1f}",
-                there=f"{machine.usable_bytes / 2**30:.1f}",
-            )
-        )
 
 
 def _numbers(given: dict[str, str], name: str, default: Sequence[int], known: Sequence[int]) -> list[int]:

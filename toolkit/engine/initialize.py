@@ -21,6 +21,8 @@ from toolkit.engine.optimizers import client_optimizer, parameter_groups
 from toolkit.errors import ConfigError
 from toolkit.messages import tr
 
+# 1.2 s each time; for an op of the CPU DeepSpeed 0.19.8 asks twice, to compare with what it was built on.
+cpuinfo.get_cpu_info = cache(cpuinfo.get_cpu_info)
 STAGE = "stage"
 """Attribute of a PipelineModule: the transformers model that computes this rank's stage (toolkit.models.stages)."""
 
@@ -46,9 +48,6 @@ def initialize(
     Raises:
         ConfigError: DeepSpeed refuses the combination.
     """
-    if not hasattr(cpuinfo.get_cpu_info, "cache_info"):
-        # 1.2 s each time; for an op of the CPU DeepSpeed 0.19.8 asks twice, to compare with what it was built on.
-        cpuinfo.get_cpu_info = cache(cpuinfo.get_cpu_info)
     computing = getattr(model, STAGE, model)
     if activation_checkpointing.enabled:
         _checkpoint_activations(computing, activation_checkpointing)
