@@ -19,6 +19,8 @@ ASYNC = "checkpoint.asynchronous=true"
 NOISE = "train.neftune_alpha=5"
 MIXTURE = "data.sources=[{path: FILE, weights: [{at: 0, weight: 2}, {at: 1, weight: 0}]}, {path: more.jsonl}]"
 LTD = ["train.random_ltd.steps=7", "train.random_ltd.start_share=0.3", "model.shape.num_layers=3"]
+GROUPS = ["optim.decay=matrices", "optim.layer_lr_decay=0.5", "optim.weight_decay=0.3"]
+CHANGED = ["optim.lr=0.001", "optim.weight_decay=0.5", "optim.eps=1e-6", "checkpoint.allow_changes=[optim]"]
 CURRICULUM = ["data.curriculum.steps=6", "data.curriculum.start_length=12", "data.max_length=64"]
 # 30 training rows in steps of 4: an epoch is 8 steps. Step 4 is in the middle of one, step 8 its end.
 CELLS: dict[str, tuple[int, list[str]]] = {
@@ -34,15 +36,15 @@ CELLS: dict[str, tuple[int, list[str]]] = {
         ["zero=stage3", "data.packing=packed", "batch.global_size=2", "data.num_workers=1", *LTD],
     ),
     "stage3-bf16-offload": (4, ["zero=stage3_offload", "optim.torch=false", "precision=bf16", NOISE]),
-    "stage3-fp32": (8, ["zero=stage3", ASYNC]),
+    "stage3-fp32": (8, ["zero=stage3", ASYNC, *GROUPS]),
     "stage2-fp32": (4, ["zero=stage2"]),
-    "stage2-fp32-curriculum": (4, ["zero=stage2", *CURRICULUM]),
+    "stage2-fp32-curriculum": (4, ["zero=stage2", *CURRICULUM, *GROUPS]),
 }
 # The same run with its checkpoints saved in the other way -> its overrides.
 TWINS: dict[str, list[str]] = {
     "stage0-fp32": ["zero=stage0", ASYNC],
     "stage2-bf16-packed": ["zero=stage2", "precision=bf16", "data.packing=packed", "batch.global_size=2"],
-    "stage3-fp32": ["zero=stage3"],
+    "stage3-fp32": ["zero=stage3", *GROUPS],
     "stage3-bf16-offload": ["zero=stage3_offload", "optim.torch=false", "precision=bf16", NOISE, ASYNC],
 }
 
@@ -50,17 +52,18 @@ TWINS: dict[str, list[str]] = {
 # name -> (straight run, its ranks, ranks that go on, overrides)
 OTHERS: dict[str, tuple[str, int, list[str]]] = {
     "2-to-1-stage1": ("stage1-fp32-grouped", 1, ["zero=stage1", "data.packing=grouped", "batch.global_size=2"]),
-    "2-to-1-stage3": ("stage3-fp32", 1, ["zero=stage3"]),
+    "2-to-1-stage3": ("stage3-fp32", 1, ["zero=stage3", "zero.sub_group_size=30000", *GROUPS]),
     "2-to-1-stage0": ("stage0-fp32", 1, ["zero=stage0"]),
     "2-to-1-stage2-micro4": ("stage2-fp32", 1, ["zero=stage2", "batch.micro_per_gpu=4"]),
     "2-to-4-stage2": ("stage2-fp32", 4, ["zero=stage2"]),
-    "2-to-4-stage3": ("stage3-fp32", 4, ["zero=stage3"]),
+    "2-to-4-stage3": ("stage3-fp32", 4, ["zero=stage3", *GROUPS]),
     "4-to-2-stage2": ("stage2-fp32-4", 2, ["zero=stage2"]),
+    "2-to-1-offload-to-stage2": ("stage2-fp32-offload", 1, ["zero=stage2"]),
     "2-to-1-mixture": ("stage1-fp32-mixture", 1, ["zero=stage1", MIXTURE]),
-    "2-to-1-curriculum": ("stage2-fp32-curriculum", 1, ["zero=stage2", *CURRICULUM]),
+    "2-to-1-curriculum": ("stage2-fp32-curriculum", 1, ["zero=stage2", *CURRICULUM, *GROUPS]),
     "stage2-to-1": ("stage2-fp32", 2, ["zero=stage1"]),
     "stage1-to-2": ("stage1-fp32-grouped", 2, ["zero=stage2", "data.packing=grouped", "batch.global_size=2"]),
-    "stage3-to-offload": ("stage3-fp32", 2, ["zero=stage3_offload", "optim.torch=false"]),
+    "stage3-to-offload": ("stage3-fp32", 2, ["zero=stage3_offload", "optim.torch=false", *GROUPS]),
     "stage2-to-offload": ("stage2-fp32", 2, ["zero=stage2_offload", "optim.torch=false"]),
 }
 
@@ -105,6 +108,11 @@ def others(runs: Path, rows_file: Path) -> Path:
     for name, (straight, num_ranks, overrides) in OTHERS.items():
         died = {"of": f"{runs}/{straight}", "step": EVERY, "as": f"{runs}/{name}"}
         by_ranks[num_ranks].append({"overrides": tiny(rows_file, folder, name, *common, *overrides), "died": died})
+    for num_ranks in (1, 2):
+        name = f"changed-{num_ranks}"
+        died = {"of": f"{runs}/stage2-fp32", "step": EVERY, "as": f"{runs}/{name}"}
+        overrides = tiny(rows_file, folder, name, *common, "zero=stage2", *CHANGED)
+        by_ranks[num_ranks].append({"overrides": overrides, "died": died})
     for num_ranks, cases in by_ranks.items():
         launch(folder, rows_file, num_ranks, cases)
     return runs
@@ -199,6 +207,21 @@ def test_other_ranks_and_stages_compute_the_same(name: str, others: Path) -> Non
     losses = [row["loss"] for row in straight if "loss" in row]
     assert losses[4] - losses[-1] > 0.01, "losses that do not move prove nothing"
     assert not list((others / name).rglob("*.universal*"))
+
+
+def test_settings_that_may_change_hold_from_the_first_step_on(others: Path) -> None:
+    before, changed, of_one = (
+        [row for row in rows_of(others / name) if "loss" in row] for name in ("stage2-fp32", "changed-2", "changed-1")
+    )
+    for step, (old, new) in enumerate(zip(before, changed, strict=True), 1):
+        assert new["lr"] == pytest.approx(old["lr"] * (1 if step <= EVERY else 1 / 3))
+        assert (abs(new["loss"] - old["loss"]) < 1e-9) == (step <= EVERY + 1), "the weights before it are the same"
+    assert [row["loss"] for row in of_one] == pytest.approx([row["loss"] for row in changed], abs=1e-5)
+    for name in ("changed-2", "changed-1"):
+        [file, *_] = sorted((others / name / "checkpoints" / f"step-{STEPS}").glob("*optim_states.pt"))
+        state = EngineFiles().load(str(file))["optimizer_state_dict"]
+        groups = state["base_optimizer_state"]["param_groups"]
+        assert [(one["weight_decay"], one["eps"]) for one in groups] == [(0.5, 1e-6)]
 
 
 def test_what_changes_over_a_run_is_in_its_rows(runs: Path) -> None:

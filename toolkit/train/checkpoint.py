@@ -187,10 +187,18 @@ class Saver:
         if found is None:
             reason = tr("it holds no engine state")
             raise CheckpointError(tr("{file} cannot be read: {reason}.", file=folder, reason=reason))
-        # DeepSpeed puts the saved groups in the place of these; another Adam (offload, optim.torch) has other settings.
         for group, settings in zip(basic.param_groups, own, strict=True):
-            for name, value in settings.items():
-                group.setdefault(name, value)
+            # The count of steps is the checkpoint's, all else the config's, which may have changed. DeepSpeed 0.19.8
+            # puts saved groups in the place of these, ZeRO-3's universal form the first saved one in that of all.
+            group.update({name: value for name, value in settings.items() if name != "step"})
+        self.engine.lr_scheduler.write()
+        is_torch = type(basic).__module__.startswith("torch.optim.")
+        for state in basic.state.values():
+            if "step" in state:
+                # A tensor of its own for PyTorch's optimizers, a number for all others, whoever saved it: PyTorch's
+                # refuse numbers, and ZeRO-3's universal form (0.19.8) lets all sub-groups count in one tensor.
+                count = float(state["step"])
+                state["step"] = torch.tensor(count) if is_torch else int(count)
 
     def is_proven(self) -> bool:
         """Whether this rank has done its part of a save that is not published yet. No collective."""

@@ -120,12 +120,12 @@ class Schedule:
         self.done = 0
         self._shares = [group["lr"] / lr for group in optimizer.param_groups]
         self._shape = (schedule, lr, total_steps, warmup_steps)
-        self._write()
+        self.write()
 
     def set_length(self, total_steps: int, warmup_steps: int) -> None:
         """Change the steps of the whole run and of its warm-up, before the first."""
         self._shape = (*self._shape[:2], total_steps, warmup_steps)
-        self._write()
+        self.write()
 
     def get_lr(self) -> list[float]:
         """Return the learning rate of the next step, once per parameter group."""
@@ -140,7 +140,7 @@ class Schedule:
     def step(self) -> None:
         """Go on by one optimizer step."""
         self.done += 1
-        self._write()
+        self.write()
 
     def state_dict(self) -> dict[str, int]:
         """Return how far the schedule is."""
@@ -149,8 +149,9 @@ class Schedule:
     def load_state_dict(self, state: dict[str, int]) -> None:
         """Continue where `state_dict` was taken."""
         self.done = state["last_batch_iteration"] + 1
-        self._write()
+        self.write()
 
-    def _write(self) -> None:
+    def write(self) -> None:
+        """Put the rates of the next step into the groups."""
         for group, rate in zip(self.optimizer.param_groups, self.get_lr(), strict=True):
             group["lr"] = rate
