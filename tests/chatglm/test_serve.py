@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 from official import write
 
-from tests.distributed.ranks import free_port
 from tests.unit.speaker import write_random
 from toolkit.cli import main, serve
 from toolkit.cli.usable import load_usable
 from toolkit.evaluate.generate import Sampling, generate, text_of
+from toolkit.launch.environment import free_port
 
 ROOT = Path(__file__).parents[2]
 

@@ -13,8 +13,8 @@ import time
 from pathlib import Path
 
 import pyte
+from shared import tiny
 
-from tests.distributed.shared import tiny
 from toolkit import terminal
 
 RUN = Path(__file__).parents[2] / "run.py"

@@ -18,10 +18,19 @@ CELLS: dict[str, list[str]] = {
     "stage2": ["zero=stage2", SMALL[0]],
     "stage3": ["zero=stage3", *SMALL],
     "stage2-offload": ["zero=stage2_offload", "optim.torch=false", SMALL[0]],
+    "sequence": ["zero=stage3", "parallel=sequence", *SMALL],
+    "tensor": ["zero=stage2", "parallel=tensor", SMALL[0]],
     "grouped": ["zero=stage1", "precision=bf16", "data.packing=grouped", SMALL[0], "train.max_steps=0"],
 }
-LIMITED = ["stage0", "stage2", "stage3"]
+LIMITED = ["stage0", "stage2", "stage3", "sequence", "tensor"]
+TOGETHER = ["sequence", "tensor"]
+"""Both ranks compute the same rows."""
 LARGE, LITTLE = 8192.0, 30.0
+
+
+def rows_of_rank(name: str) -> int:
+    """Return how many rows a rank has in a step."""
+    return ROWS if name in TOGETHER else ROWS // 2
 
 
 @pytest.fixture(scope="session")
@@ -40,7 +49,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     auto = "batch.micro_per_gpu=auto"
     for name, overrides in CELLS.items():
         cases.append({"overrides": words(name, *overrides, auto), "room_mib": [LARGE, LARGE]})
-        number = f"batch.micro_per_gpu={ROWS // 2}"
+        number = f"batch.micro_per_gpu={rows_of_rank(name)}"
         cases.append({"overrides": words(f"{name}-number", *overrides, number)})
         if name in LIMITED:
             limited = words(f"{name}-limited", *overrides, auto, "train.rehearse=true")
@@ -49,6 +58,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     # It would find another number now.
     cases.append({"overrides": words("stage2-again", *CELLS["stage2"], auto), "died": died, "room_mib": [1.0, 1.0]})
     cases.append({"overrides": words("no bound", auto), "refused": f"{folder}/no bound.txt"})
+    # After an engine whose layers are split a process of DeepSpeed 0.19.8 makes no other.
+    cases.sort(key=lambda case: "parallel=tensor" in case["overrides"])
     listing = folder / "cases.json"
     listing.write_text(json.dumps(cases))
     finished = run([*forked(2, WORKER), str(listing)], cwd=folder, timeout_s=400)
@@ -57,12 +68,12 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "runs"
 
 
-def rows_at_once(run_folder: Path) -> int:
+def rows_at_once(run_folder: Path, rows_in_step: int) -> int:
     """Return the micro-batch that a run has written down: the same in both of its files."""
     rows = yaml.safe_load((run_folder / "config.yaml").read_text())["batch"]["micro_per_gpu"]
     ds_config = json.loads((run_folder / "ds_config.json").read_text())
     assert ds_config["train_micro_batch_size_per_gpu"] == rows
-    assert ds_config["gradient_accumulation_steps"] == ROWS // 2 // rows
+    assert ds_config["gradient_accumulation_steps"] == rows_in_step // rows
     assert ds_config["train_batch_size"] == ROWS
     return int(rows)
 
@@ -70,14 +81,16 @@ def rows_at_once(run_folder: Path) -> int:
 @pytest.mark.parametrize("name", [*CELLS, "stage2-again"])
 def test_it_is_the_run_with_that_number(name: str, runs: Path) -> None:
     number = runs / f"{name.removesuffix('-again')}-number"
-    assert rows_at_once(runs / name) == ROWS // 2
+    rows = rows_of_rank(name)
+    assert rows_at_once(runs / name, rows) == rows
     assert losses(runs / name) == losses(number)
     assert len(set(losses(number))) == len(losses(number)) > 1, "losses that do not move prove nothing"
 
 
 @pytest.mark.parametrize("name", LIMITED)
 def test_the_rank_with_the_least_room_decides(name: str, runs: Path) -> None:
-    assert 1 < rows_at_once(runs / f"{name}-limited") < ROWS // 2
+    rows = rows_of_rank(name)
+    assert 1 < rows_at_once(runs / f"{name}-limited", rows) < rows
     assert losses(runs / f"{name}-limited") == pytest.approx(losses(runs / name), abs=1e-4)
 
 
