@@ -192,7 +192,8 @@ class Saver:
             # puts saved groups in the place of these, ZeRO-3's universal form the first saved one in that of all.
             group.update({name: value for name, value in settings.items() if name != "step"})
         self.engine.lr_scheduler.write()
-        is_torch = type(basic).__module__.startswith("torch.optim.")
+        counting = getattr(basic, "aux_optimizer", None) or basic  # Muon's, for what is no matrix
+        is_torch = type(counting).__module__.startswith("torch.optim.")
         for state in basic.state.values():
             if "step" in state:
                 # A tensor of its own for PyTorch's optimizers, a number for all others, whoever saved it: PyTorch's
