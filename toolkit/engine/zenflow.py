@@ -1,21 +1,25 @@
-"""ZenFlow of DeepSpeed 0.19.8, with the weights in their places."""
+"""ZenFlow of DeepSpeed 0.19.8, with the weights in their places and each updated once."""
 
 from collections.abc import Sequence
 from typing import Any
 
 import torch
+from deepspeed.ops.adam import ZenFlowSelectiveAdamW
 from deepspeed.runtime.zenflow.zenflow_stage_1_and_2 import ZenFlowZeroOptimizer
 
 from toolkit.errors import ConfigError
 from toolkit.messages import tr
 
+_STEP = ZenFlowSelectiveAdamW._step_with_offload
+
 
 def prepare(trained: Sequence[torch.nn.Parameter]) -> None:
-    """Let parameters look at their own numbers.
+    """Let parameters look at their own numbers, and update none twice.
 
     ZenFlow lays matrices column by column into its flat buffer (zenflow_utils.py, _flatten_dense_tensors), but the
     parameters are then made views of it row by row (stage_1_and_2.py, _update_model_bit16_weights): every matrix is
-    scrambled before the first step (measured). With this, an update of everything in every step is AdamW's.
+    scrambled before the first step (measured). With this, an update of everything in every step is AdamW's. With
+    `zero.zenflow.offload` too: see `_step_with_offload`.
 
     Args:
         trained: what will be trained.
@@ -31,6 +35,21 @@ def prepare(trained: Sequence[torch.nn.Parameter]) -> None:
             )
         )
     ZenFlowZeroOptimizer._update_model_bit16_weights = _update_model_bit16_weights
+    ZenFlowSelectiveAdamW._step_with_offload = _step_with_offload
+
+
+def _step_with_offload(self: Any) -> None:
+    """Put the chosen columns back to what they were before the CPU's optimizer updated them too.
+
+    DeepSpeed means to, but copies them into what indexing returned, a copy (zenflow_torch_adam.py, flush_bucket): with
+    `offload` the chosen columns were updated twice (measured).
+    """
+    for group in self.param_groups:
+        for parameter in group["params"]:
+            before = getattr(parameter, "temp_selected_param", None)
+            if before is not None and parameter.dim() == 2:
+                parameter.data[:, parameter.selected_indices] = before.to(parameter.device)
+    _STEP(self)
 
 
 def _update_model_bit16_weights(self: Any, group_index: int) -> None:
