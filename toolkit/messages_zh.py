@@ -322,6 +322,8 @@ CHINESE: dict[str, str] = {
     "{folder} holds quantised weights (quantization_bit = {bits} in config.json), which cannot be trained. Use the repository without -int4 or -int8.": "{folder} 中是量化权重（config.json 中 quantization_bit = {bits}），不能训练。请使用名称不带 -int4 或 -int8 的仓库。",
     "{folder}/config.json lacks {keys}: download it again.": "{folder}/config.json 缺少 {keys}：请重新下载。",
     "{folder}/config.json has {key} = {value}; no released ChatGLM has, and only {expected} can be read.": "{folder}/config.json 中 {key} = {value}；已发布的 ChatGLM 都不是这样，只能读取 {expected}。",
+    "{folder}/config.json has rope_ratio = {ratio}, which divides the positions in ChatGLM2 and multiplies the rotary base in ChatGLM3 and GLM-4, and no file in the directory names the model. Download {file} from the model's repository into it: the file is read as text, not executed.": "{folder}/config.json 中 rope_ratio = {ratio}：在 ChatGLM2 中它用来除位置，在 ChatGLM3 和 GLM-4 中它用来乘旋转位置编码的 base，而该目录中没有文件说明是哪个模型。请从模型仓库下载 {file} 到该目录：该文件只作为文本读取，不会执行。",
+    "{folder}/config.json has rope_ratio = {value}: not a positive number.": "{folder}/config.json 中 rope_ratio = {value}：不是正数。",
     "this model's format knows questions and answers in turn only, not {roles}": "该模型的对话格式只支持一问一答交替，不支持 {roles}",
     "this model's format knows no role '{role}'": "该模型的对话格式没有角色 '{role}'",
     "the tokenizer's folder has no chat template that says how glm-4 is told of tools: write them out in the content of the system message, or add the official tokenizer_config.json": "分词器文件夹中没有说明 glm-4 如何描述工具的对话模板：请把工具写进 system 消息的内容，或补上官方的 tokenizer_config.json",

@@ -86,6 +86,14 @@ WRONG: dict[str, tuple[str, dict[str, Any], Callable[[Path], None], str]] = {
     ),
     "dropout": ("glm4", {}, change_config(hidden_dropout=0.1), "has hidden_dropout = 0.1"),
     "one channel": ("v1", {}, change_config(position_encoding_2d=False), "has position_encoding_2d = False"),
+    "ratio of nothing": ("v2", {}, change_config(rope_ratio=0), "has rope_ratio = 0: not a positive number"),
+    "ratio of an unknown model": (
+        "v2",
+        {},
+        change_config(rope_ratio=50, _name_or_path=None),
+        "has rope_ratio = 50, which divides the positions in ChatGLM2 and multiplies",
+    ),
+    "no length": ("v2", {}, change_config(seq_length=None), "lacks seq_length"),
     "missing keys": ("v1", {}, change_config(num_layers=None, vocab_size=None), "lacks num_layers, vocab_size"),
 }
 

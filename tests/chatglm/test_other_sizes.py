@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from official import random_weights, write
 
-from toolkit.models import load_model
+from toolkit.models import load_model, save_model
 
 SIZES = [
     ("v1", {}),
@@ -19,6 +20,8 @@ SIZES = [
     ("v1", {"num_attention_heads": 1, "hidden_size": 16, "num_layers": 1, "layernorm_epsilon": 1e-2}),
     ("v2", {}),
     ("v2", {"multi_query_attention": False, "num_layers": 3}),
+    ("v2", {"rope_ratio": 4}),
+    ("v2", {"rope_ratio": 50.0, "num_layers": 1}),
     ("v3", {"multi_query_group_num": 1, "num_attention_heads": 6, "kv_channels": 12, "layernorm_epsilon": 1e-3}),
     ("v3", {"rope_ratio": 50, "multi_query_group_num": 4, "add_qkv_bias": False}),
     ("glm4", {"kv_channels": 16, "hidden_size": 32, "ffn_hidden_size": 20, "torch_dtype": "bfloat16"}),
@@ -98,7 +101,8 @@ def glm_logits(weights: Weights, config: dict[str, Any], ids: list[int]) -> torc
     """ChatGLM2 and later."""
     heads, size = config["num_attention_heads"], config["kv_channels"]
     groups = config["multi_query_group_num"] if config["multi_query_attention"] else heads
-    base, turned_size = 10000 * config.get("rope_ratio", 1), size // 2
+    ratio, turned_size = config.get("rope_ratio", 1), size // 2
+    base, stretch = (10000, ratio) if "chatglm2" in config.get("_name_or_path", "") else (10000 * ratio, 1)
     frequencies = torch.tensor([base ** (-2 * i / turned_size) for i in range(turned_size // 2)]).double()
     pairs = [(2 * i, 2 * i + 1) for i in range(turned_size // 2)]
 
@@ -110,7 +114,7 @@ def glm_logits(weights: Weights, config: dict[str, Any], ids: list[int]) -> torc
         result = vectors.clone()
         for row in range(len(ids)):
             for head in range(vectors.size(1)):
-                result[row, head] = turned(vectors[row, head], row * frequencies, pairs)
+                result[row, head] = turned(vectors[row, head], row / stretch * frequencies, pairs)
         return result
 
     states = weights["transformer.embedding.word_embeddings.weight"][ids]
@@ -150,3 +154,35 @@ def test_logits(family: str, changes: dict[str, Any], shards: int, tmp_path: Pat
     wanted = (v1_logits if family == "v1" else glm_logits)(weights, config, ids)
     found = load_model(tmp_path, dtype=torch.float32)(torch.tensor([ids])).logits[0].detach()
     assert float((found - wanted).abs().max()) < 5e-5
+
+
+DIVIDES = "seq_idx = torch.arange(seq_len, dtype=dtype, device=device) / self.rope_ratio"
+MULTIPLIES = "base = base * self.rope_ratio"
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "files", "angles"),
+    [
+        # Position 1000, rotary dimension 4: 1000 / ratio * 10000^(-2i/4), or 1000 * (10000 * ratio)^(-2i/4).
+        ("v2", {"rope_ratio": 4}, {}, [250.0, 2.5]),
+        ("v2", {}, {}, [1000.0, 10.0]),
+        ("v3", {"rope_ratio": 4}, {}, [1000.0, 5.0]),
+        ("glm4", {"rope_ratio": 4}, {}, [1000.0, 5.0]),
+        ("v3", {"rope_ratio": 4}, {"modeling_chatglm.py": DIVIDES}, [250.0, 2.5]),
+        ("v2", {"rope_ratio": 4}, {"modeling_chatglm.py": MULTIPLIES}, [1000.0, 5.0]),
+        ("v3", {"rope_ratio": 4, "_name_or_path": "me/mine"}, {"tokenization_chatglm.py": "'<|user|>'"}, [1000.0, 5.0]),
+        ("v2", {"rope_ratio": 4, "_name_or_path": "me/mine"}, {"tokenization_chatglm.py": "问："}, [250.0, 2.5]),
+    ],
+)
+def test_what_rope_ratio_means(
+    family: str, changes: dict[str, Any], files: dict[str, str], angles: list[float], tmp_path: Path
+) -> None:
+    """The same key divides ChatGLM2's positions and multiplies the base of the others; code beside them decides."""
+    write(tmp_path / "in", family, **changes)
+    for name, text in files.items():
+        (tmp_path / "in" / name).write_text(text, encoding="utf-8")
+    model = load_model(tmp_path / "in")
+    save_model(model, tmp_path / "hf")
+    plain = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
+    for one in (model, plain, load_model(tmp_path / "hf")):
+        assert (1000 * one.model.rotary_emb.inv_freq).tolist() == pytest.approx(angles, rel=1e-6)

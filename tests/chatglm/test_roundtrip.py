@@ -43,6 +43,7 @@ FOLDERS = {
     **{name: lambda path, name=name: GOLDEN / name for name in SETS},
     "v1, LayerNorms in float32, three shards": lambda path: write(path, "v1", shards=3, pickled=True, tokenizer=True),
     "v2, heads interleaved": lambda path: write(path, "v2", multi_query_attention=False, shards=1, tokenizer=True),
+    "v2-32k, interpolated positions": lambda path: write(path, "v2", rope_ratio=4, tokenizer=True),
     "glm-4, no bias, pickled": lambda path: write(path, "glm4", add_qkv_bias=False, shards=2, pickled=True),
 }
 

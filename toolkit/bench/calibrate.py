@@ -165,7 +165,7 @@ def _model(cfg: RunConfig, layers: int) -> torch.nn.Module:
         return ChatGLMForConditionalGeneration(ChatGLMConfig(**config | {"num_layers": layers}))
     if architecture is not None:
         usual = {"layernorm_epsilon": 1e-5, "seq_length": 8192}
-        known = glm_config(usual | config | {"num_layers": layers}, {})
+        known = glm_config(usual | config | {"num_layers": layers}, {}, divides_positions=False)
         return AutoModelForCausalLM.from_config(known, trust_remote_code=False)
     known = AutoConfig.for_model(**config)
     known.get_text_config().num_hidden_layers = layers

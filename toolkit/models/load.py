@@ -9,7 +9,7 @@ import transformers
 from transformers import GenerationConfig, PreTrainedModel
 
 from toolkit.models import fill
-from toolkit.models.chatglm.family import Architecture, architecture_of
+from toolkit.models.chatglm.family import Architecture, architecture_of, divides_positions
 from toolkit.models.chatglm.glm import glm_config
 from toolkit.models.chatglm.modeling import ChatGLMConfig, ChatGLMForConditionalGeneration
 from toolkit.models.fill import empty_model, read_weights
@@ -119,7 +119,7 @@ def _build_official(
         model_config: Any = ChatGLMConfig(**wanted)
         model = empty_model(lambda: ChatGLMForConditionalGeneration(model_config), ds_config)
     else:
-        model_config = glm_config(config, generation)
+        model_config = glm_config(config, generation, divides_positions=divides_positions(config, folder))
         model = empty_model(lambda: transformers.GlmForCausalLM(model_config), ds_config)
     model.generation_config = GenerationConfig(
         eos_token_id=model_config.eos_token_id,

@@ -7,10 +7,8 @@ from typing import Any
 from toolkit.config.schema import Family
 from toolkit.errors import ModelError
 from toolkit.messages import tr
-from toolkit.models.chatglm.family import architecture_of
+from toolkit.models.chatglm.family import TOKENIZER_CODE, architecture_of, named_family, read_text
 from toolkit.models.chatglm.vocabulary import is_tiktoken, load_pieces
-
-_CODE = "tokenization_chatglm.py"
 
 
 def official_vocabulary(folder: Path) -> Path | None:
@@ -39,7 +37,7 @@ def official_vocabulary(folder: Path) -> Path | None:
 
 
 def _is_official(folder: Path) -> bool:
-    if (folder / _CODE).is_file() or "chatglm" in _classes(folder):
+    if (folder / TOKENIZER_CODE).is_file() or "chatglm" in _classes(folder):
         return True
     if architecture_of(read_json(folder / "config.json")) is not None:
         return True
@@ -62,13 +60,7 @@ def family_of(vocabulary: Path) -> Family:
         return Family.chatglm
     if is_tiktoken(vocabulary):
         return Family.glm4
-    for name in ("tokenizer_config.json", _CODE, "config.json"):
-        text = _text(vocabulary.parent / name)
-        if "<|user|>" in text or "chatglm3" in text:
-            return Family.chatglm3
-        if "chatglm2" in text or "codegeex2" in text or "问：" in text:
-            return Family.chatglm2
-    return Family.auto
+    return named_family(vocabulary.parent)
 
 
 def image_tokens(vocabulary: Path) -> int:
@@ -100,15 +92,7 @@ def image_tokens(vocabulary: Path) -> int:
 def read_json(file: Path) -> dict[str, Any]:
     """Return a JSON object, {} if there is none; a damaged one is reported by whoever needs it."""
     try:
-        value = json.loads(_text(file, lower=False))
+        value = json.loads(read_text(file))
     except ValueError:
         return {}
     return value if isinstance(value, dict) else {}
-
-
-def _text(file: Path, lower: bool = True) -> str:
-    try:
-        text = file.read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return ""
-    return text.lower() if lower else text

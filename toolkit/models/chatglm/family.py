@@ -4,9 +4,12 @@
 `GlmForCausalLM.from_pretrained` builds a random 40-layer model without a word (transformers 5.23).
 """
 
+import re
 from enum import Enum
+from pathlib import Path
 from typing import Any
 
+from toolkit.config.schema import Family
 from toolkit.errors import ModelError
 from toolkit.messages import tr
 
@@ -29,6 +32,8 @@ _NEEDS = {
         "num_attention_heads",
         "kv_channels",
         "padded_vocab_size",
+        "seq_length",
+        "layernorm_epsilon",
     ),
 }
 # Key, the one value that the mapping can express, the value that an absent key stands for.
@@ -46,6 +51,12 @@ _FIXED: dict[Architecture, tuple[tuple[str, object, object], ...]] = {
 }
 
 
+TOKENIZER_CODE = "tokenization_chatglm.py"
+_MODEL_CODE = "modeling_chatglm.py"
+_DIVIDES = re.compile(r"seq_idx\s*=[^\n]*/\s*self\.rope_ratio")
+_MULTIPLIES = re.compile(r"base\s*=\s*base\s*\*\s*self\.rope_ratio")
+
+
 def architecture_of(config: dict[str, Any]) -> Architecture | None:
     """Return which official architecture a parsed config.json describes, None for any other model."""
     if "position_encoding_2d" in config or "inner_hidden_size" in config:
@@ -55,11 +66,68 @@ def architecture_of(config: dict[str, Any]) -> Architecture | None:
     return None
 
 
-def check_supported(config: dict[str, Any], architecture: Architecture, folder: object) -> None:
+def named_family(folder: Path) -> Family:
+    """Return whether a folder's files name ChatGLM2 or ChatGLM3 (glm-4-9b too, by its role tokens); `auto` if neither.
+
+    Files are read as text; nothing is executed.
+    """
+    for name in ("tokenizer_config.json", TOKENIZER_CODE, "config.json"):
+        text = read_text(folder / name).lower()
+        if "<|user|>" in text or "chatglm3" in text:
+            return Family.chatglm3
+        if "chatglm2" in text or "codegeex2" in text or "问：" in text:
+            return Family.chatglm2
+    return Family.auto
+
+
+def divides_positions(config: dict[str, Any], folder: Path) -> bool:
+    """Return whether `rope_ratio` divides the positions, as in chatglm2-6b-32k, or multiplies the base (all others).
+
+    The key is the same in both. The folder's modeling_chatglm.py decides (read as text), then the names in its files.
+
+    Raises:
+        ModelError: `rope_ratio` is no positive number, or nothing in the folder says which of the two it means.
+    """
+    ratio = config.get("rope_ratio", 1)
+    if isinstance(ratio, bool) or not isinstance(ratio, (int, float)) or not 0 < ratio < float("inf"):
+        raise ModelError(
+            tr("{folder}/config.json has rope_ratio = {value}: not a positive number.", folder=folder, value=ratio)
+        )
+    if ratio == 1:
+        return False
+    code = read_text(folder / _MODEL_CODE)
+    if bool(_DIVIDES.search(code)) != bool(_MULTIPLIES.search(code)):
+        return bool(_DIVIDES.search(code))
+    family = named_family(folder)
+    if family is not Family.auto:
+        return family is Family.chatglm2
+    if isinstance(config.get("eos_token_id"), list) or "glm-4" in str(config.get("_name_or_path")).lower():
+        return False  # only glm-4-9b has several end tokens
+    raise ModelError(
+        tr(
+            "{folder}/config.json has rope_ratio = {ratio}, which divides the positions in ChatGLM2 and multiplies the "
+            "rotary base in ChatGLM3 and GLM-4, and no file in the directory names the model. Download {file} from the "
+            "model's repository into it: the file is read as text, not executed.",
+            folder=folder,
+            ratio=ratio,
+            file=_MODEL_CODE,
+        )
+    )
+
+
+def read_text(file: Path) -> str:
+    """Return a file's text, "" if it cannot be read; undecodable bytes are replaced."""
+    try:
+        return file.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
+
+
+def check_supported(config: dict[str, Any], architecture: Architecture, folder: Path) -> None:
     """Refuse by name what the architecture's code here cannot express.
 
     Raises:
-        ModelError: a quantised repository, a variant of the block, or a key that is missing.
+        ModelError: a quantised repository, a variant of the block, a missing key, or a `rope_ratio` of unknown meaning.
     """
     if config.get("quantization_bit"):
         raise ModelError(
@@ -88,3 +156,5 @@ def check_supported(config: dict[str, Any], architecture: Architecture, folder: 
                     expected=expected,
                 )
             )
+    if architecture is Architecture.glm:
+        divides_positions(config, folder)

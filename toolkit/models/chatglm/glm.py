@@ -27,12 +27,13 @@ _QKV = "self_attention.query_key_value."
 _FREQUENCIES = "rotary_pos_emb.inv_freq"
 
 
-def glm_config(official: dict[str, Any], generation: dict[str, Any]) -> GlmConfig:
+def glm_config(official: dict[str, Any], generation: dict[str, Any], *, divides_positions: bool) -> GlmConfig:
     """Return the transformers config of an official one.
 
     Args:
         official: config.json, passed by `family.check_supported`.
         generation: generation_config.json, {} without one.
+        divides_positions: what `rope_ratio` does; see `family.divides_positions`.
     """
     heads = official["num_attention_heads"]
     config = GlmConfig(
@@ -48,11 +49,7 @@ def glm_config(official: dict[str, Any], generation: dict[str, Any]) -> GlmConfi
         attention_bias=bool(official.get("add_qkv_bias", False)),
         rms_norm_eps=official["layernorm_epsilon"],
         max_position_embeddings=official["seq_length"],
-        rope_parameters={
-            "rope_type": "default",
-            "rope_theta": 10000.0 * official.get("rope_ratio", 1),
-            "partial_rotary_factor": 0.5,
-        },
+        rope_parameters=_rope_parameters(official.get("rope_ratio", 1), divides_positions),
         tie_word_embeddings=False,
         # A padding id would freeze its row of the embedding (torch.nn.Embedding's padding_idx): for glm-4 that is the
         # end token's, which the original trains.
@@ -66,6 +63,13 @@ def glm_config(official: dict[str, Any], generation: dict[str, Any]) -> GlmConfi
     if isinstance(dtype, str):
         config.dtype = getattr(torch, dtype)
     return config
+
+
+def _rope_parameters(ratio: float, divides_positions: bool) -> dict[str, Any]:
+    shared = {"rope_theta": 10000.0, "partial_rotary_factor": 0.5}
+    if divides_positions:
+        return shared | {"rope_type": "linear", "factor": float(ratio)}
+    return shared | {"rope_type": "default", "rope_theta": 10000.0 * ratio}
 
 
 class GlmLayout:
