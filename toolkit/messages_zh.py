@@ -1418,4 +1418,8 @@ CHINESE: dict[str, str] = {
     "autotune knows plain ZeRO stages and those with optimizer states on the host. Measure this recipe's with `toolkit sweep` (docs/zero.md).": "autotune 只认识普通的 ZeRO 阶段，以及优化器状态放在主机内存的阶段。请用 `toolkit sweep` 测量这个配方（docs/zero.md）。",
     "autotune was not tried with model parallelism. Use `toolkit sweep` (docs/zero.md), or parallel=data.": "autotune 没有在模型并行下试过。请用 `toolkit sweep`（docs/zero.md），或者 parallel=data。",
     "by plan a rank needs {needed} GiB of {there} GiB": "按规划每个进程需要 {needed} GiB，而只有 {there} GiB",
+    "WORLD_SIZE={size}, but RANK is not set: this process would train alone. Start the ranks with a launcher (deepspeed run.py …, torchrun … run.py …, toolkit launch …), set RANK and LOCAL_RANK for each, or unset WORLD_SIZE to train on one rank.": "设置了 WORLD_SIZE={size}，但没有设置 RANK：这个进程会独自训练。请用启动器启动各 rank（deepspeed run.py …、torchrun … run.py …、toolkit launch …），或为每个进程设置 RANK 和 LOCAL_RANK；单卡训练请取消 WORLD_SIZE。",
+    "Removed the file {file}, which is older than this start. To stop this run, create it again.": "已删除文件 {file}：它早于本次启动。要停止这次训练，请重新创建它。",
+    "the run folder {folder} was removed, moved or replaced while the run was training: its metrics, logs and checkpoints are not there any more.": "训练输出目录 {folder} 在训练过程中被删除、移动或替换：其中的指标、日志和检查点已不在原处。",
+    "{what} The state after step {step} is saved: resume={checkpoint} continues from it.": "{what}第 {step} 步之后的状态已保存：用 resume={checkpoint} 继续训练。",
 }

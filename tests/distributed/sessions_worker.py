@@ -113,7 +113,7 @@ def main() -> None:
     from toolkit.cli.session import run_session
     from toolkit.distributed import failure, process_group
     from toolkit.errors import Diverged, ToolkitError
-    from toolkit.train import checkpoint, resume
+    from toolkit.train import checkpoint, folder_lock
     from toolkit.train.prepared import prepare_data
 
     checkpoint._PROBE_S = 60.0  # a probe in every checkpoint, though these follow each other within a second
@@ -144,11 +144,11 @@ def main() -> None:
             if "refused" in case:
                 if ranks.rank == 0:
                     Path(case["refused"]).write_text(f"{type(error).__name__}: {error}")
-                resume.release()
+                folder_lock.release()
                 continue
             if not isinstance(error, Diverged) or not spoil["steps"]:
                 raise
-            resume.release()
+            folder_lock.release()
             if is_last:
                 with note.open("a", encoding="utf-8") as lines:
                     lines.write(f"Diverged: {error}\n")

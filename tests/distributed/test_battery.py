@@ -245,7 +245,7 @@ CHOOSE = """
 import sys, time
 from toolkit.config.load import load
 from toolkit.errors import RunFolderError
-from toolkit.train import resume
+from toolkit.train import folder_lock, resume
 folder, rounds = sys.argv[1], int(sys.argv[2])
 for number in range(rounds):
     cfg = load(["recipe=quickstart", f"run.dir={folder}", f"run.name=run{number}"]).cfg
@@ -257,7 +257,7 @@ for number in range(rounds):
     except RunFolderError as error:
         print("told", error, flush=True)
     sys.stdin.readline()
-    resume.release()
+    folder_lock.release()
 """
 
 

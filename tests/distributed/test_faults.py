@@ -91,9 +91,11 @@ def test_a_file_stops_the_run_and_only_one_process_may_work_in_it(
     folder = tmp_path / "runs" / "run"
     try:
         wait_for(lambda: (folder / "metrics.jsonl").exists())
+        (folder / "run.lock").unlink()
         second = run(forked(2, FAULTY, *endless), cwd=tmp_path, FAULT="{}")
         assert second.code != 0
         assert f'another process works in {folder}: {{"pid": ' in second.output
+        wait_for(lambda: (folder / "run.lock").stat().st_size > 0)  # the process that holds the folder signs it again
         (folder / "stop").touch()
         output, _ = process.communicate(timeout=60)
     finally:
@@ -107,6 +109,24 @@ def test_a_file_stops_the_run_and_only_one_process_may_work_in_it(
     assert shorter.code != 0
     assert "train.max_steps: 1000000 -> 8" in shorter.output
     assert "checkpoint.allow_changes=[train.max_steps]" in shorter.output
+
+
+def test_a_run_whose_folder_is_removed_says_so_and_saves_what_it_has(rows_file: Path, tmp_path: Path) -> None:
+    endless = faulty_words(rows_file, tmp_path, "run", "train.max_steps=1000000", "checkpoint.every=0")
+    process = start(forked(2, FAULTY, *endless), cwd=tmp_path, FAULT="{}")
+    folder = tmp_path / "runs" / "run"
+    try:
+        wait_for(lambda: (folder / "metrics.jsonl").exists())
+        folder.rename(tmp_path / "away")
+        output, _ = process.communicate(timeout=120)
+    finally:
+        kill_session(process)
+    assert process.returncode != 0
+    assert output.count(f"RunFolderError: the run folder {folder} was removed, moved or replaced") == 1, output[-3000:]
+    [saved] = published(tmp_path / "runs" / "run.rescued" / "checkpoints")
+    assert f"is saved: resume={saved} continues from it" in output
+    assert not problems(saved)
+    assert not folder.exists()
 
 
 @pytest.mark.fault("C2")

@@ -26,7 +26,7 @@ from toolkit.cli import main
 from toolkit.config.load import recorded
 from toolkit.config.schema import CheckpointConfig, RunConfig
 from toolkit.errors import CheckpointError, ConfigError
-from toolkit.train import resume
+from toolkit.train import folder_lock, resume
 from toolkit.train.checkpoint import Saver, _Pending
 from toolkit.train.thinning import Thinning
 
@@ -519,7 +519,7 @@ def test_going_back_in_a_run_puts_aside_what_came_after(tmp_path: Path) -> None:
     cfg = RunConfig()
     cfg.run.dir, cfg.run.name = str(tmp_path), "mine"
     resume.choose(cfg, print)
-    resume.release()
+    folder_lock.release()
     run = tmp_path / "mine"
     for step in (2, 4, 6):
         checkpoint(run / "checkpoints", step)
@@ -529,7 +529,7 @@ def test_going_back_in_a_run_puts_aside_what_came_after(tmp_path: Path) -> None:
     (run / "FAILED").touch()
     cfg.resume = str(run / "checkpoints" / "step-2")
     assert resume.choose(cfg, print) == resume.Origin(run, run / "checkpoints" / "step-2")
-    resume.release()
+    folder_lock.release()
     assert sorted(path.name for path in (run / "checkpoints").iterdir()) == [
         "step-2",
         "step-4.replaced",
@@ -540,7 +540,7 @@ def test_going_back_in_a_run_puts_aside_what_came_after(tmp_path: Path) -> None:
     assert (run / "logs" / "FAILED").exists()
     cfg.resume = "auto"
     assert resume.choose(cfg, print).checkpoint == run / "checkpoints" / "step-2"
-    resume.release()
+    folder_lock.release()
 
 
 def test_a_run_that_begins_anew_has_a_base_of_its_own(tmp_path: Path) -> None:
@@ -548,17 +548,17 @@ def test_a_run_that_begins_anew_has_a_base_of_its_own(tmp_path: Path) -> None:
     cfg = RunConfig()
     cfg.run.dir, cfg.run.name = str(tmp_path), "mine"
     resume.choose(cfg, print)
-    resume.release()
+    folder_lock.release()
     run = tmp_path / "mine"
     for name in ("base", ".base.abc.tmp"):
         (run / name).mkdir()
     resume.choose(cfg, print)
-    resume.release()
+    folder_lock.release()
     assert sorted(path.name for path in run.iterdir()) == ["base.replaced", "logs", "run.lock"]
     (run / "base").mkdir()
     checkpoint(run / "checkpoints", 2)
     resume.choose(cfg, print)
-    resume.release()
+    folder_lock.release()
     assert (run / "base").is_dir()
 
 

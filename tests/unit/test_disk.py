@@ -11,8 +11,9 @@ from toolkit.config.load import load
 from toolkit.config.schema import RunConfig
 from toolkit.disk import grant, refuse_links, umask
 from toolkit.errors import DataError, RunFolderError
+from toolkit.train.folder_lock import release
 from toolkit.train.prepared import build_encoder
-from toolkit.train.resume import choose, release
+from toolkit.train.resume import choose
 
 SOMEBODY = 12345
 

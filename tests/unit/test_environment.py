@@ -76,6 +76,14 @@ def test_variables_that_do_not_fit(environ: dict[str, str], message: str) -> Non
         detect(environ)
 
 
+@pytest.mark.parametrize("size", ["", "1"])
+def test_one_of_several_never_trains_alone(size: str) -> None:
+    environ = {"WORLD_SIZE": "2"}
+    with pytest.raises(LaunchError, match=r"WORLD_SIZE=2, but RANK is not set.*deepspeed run\.py .*unset WORLD_SIZE"):
+        apply(detect(environ), environ)
+    apply(detect({}), {"WORLD_SIZE": size})
+
+
 def test_apply_gives_a_single_process_a_free_port() -> None:
     environ: dict[str, str] = {}
     apply(detect(environ), environ)

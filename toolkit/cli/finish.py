@@ -23,8 +23,8 @@ from toolkit.models.tuning.base import FILE as BASE_FILE
 from toolkit.models.tuning.count import count_parameters
 from toolkit.secrets import hide
 from toolkit.terminal import phase
-from toolkit.train import run_folder
-from toolkit.train.loop import Outcome
+from toolkit.train import folder_lock, run_folder
+from toolkit.train.job import Outcome
 
 
 def finish(session: Session, outcome: Outcome, total_steps: int) -> None:
@@ -35,6 +35,7 @@ def finish(session: Session, outcome: Outcome, total_steps: int) -> None:
     summary = _summary(session, outcome, total_steps)
     hand_on_end(session, total_steps, samples)
     process_group.barrier()
+    process_group.on_rank0(lambda: folder_lock.check(session.folder))
     if process_group.rank() == 0:
         _print_achievement(session, outcome, summary, samples)
         run_folder.mark_done(session.folder, summary)

@@ -23,8 +23,8 @@ from toolkit.models.stages import whole_model
 from toolkit.models.tuning.adapter import has_adapter
 from toolkit.track.writable import check_writable
 from toolkit.train.checkpoint import Saver
+from toolkit.train.job import Job
 from toolkit.train.longest import longest_batch
-from toolkit.train.loop import Job
 from toolkit.train.rehearse import rehearse_step, unchanged
 from toolkit.train.rehearse_disk import check_room, try_checkpoint, try_export
 

@@ -37,12 +37,12 @@ from toolkit.models.stages import whole_model
 from toolkit.models.tuning.count import count_parameters
 from toolkit.terminal import phase, set_display
 from toolkit.track.progress import Progress
-from toolkit.train import resume
+from toolkit.train import folder_lock
 from toolkit.train.account import account_of
 from toolkit.train.bad_steps import Samples
 from toolkit.train.batches import epoch_steps, order_figures, place_after, step_samples, training_batches
 from toolkit.train.checkpoint import Described, Saver
-from toolkit.train.loop import Job
+from toolkit.train.job import Job
 from toolkit.train.loop import train as run_loop
 from toolkit.train.prepared import Prepared, prepare_data
 from toolkit.train.resume import Origin, go_back, go_on
@@ -109,7 +109,7 @@ def run_session(cfg: RunConfig, ranks: Ranks, prepared: Prepared, started: float
     )
     with tracked(session, start.step, data_summary(prepared)):
         _train(session, origin, start, total_steps, progress)
-    resume.release()
+    folder_lock.release()
     return folder
 
 

@@ -101,8 +101,17 @@ def apply(ranks: Ranks, environ: MutableMapping[str, str]) -> None:
     """Set what the process group reads: RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT; threads, PATH.
 
     Raises:
-        LaunchError: several ranks without an address to meet at.
+        LaunchError: several ranks without an address to meet at, or without a number for this one.
     """
+    if ranks.launcher == "single" and environ.get("WORLD_SIZE", "") not in ("", "0", "1"):
+        raise LaunchError(
+            tr(
+                "WORLD_SIZE={size}, but RANK is not set: this process would train alone. Start the ranks with a "
+                "launcher (deepspeed run.py …, torchrun … run.py …, toolkit launch …), set RANK and LOCAL_RANK for "
+                "each, or unset WORLD_SIZE to train on one rank.",
+                size=environ["WORLD_SIZE"],
+            )
+        )
     environ["RANK"] = str(ranks.rank)
     environ["LOCAL_RANK"] = str(ranks.local_rank)
     environ["WORLD_SIZE"] = str(ranks.world_size)

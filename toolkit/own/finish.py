@@ -17,8 +17,8 @@ from toolkit.messages import tr
 from toolkit.own.objective import share_buffers
 from toolkit.own.task import Task
 from toolkit.terminal import phase
-from toolkit.train import run_folder
-from toolkit.train.loop import Outcome
+from toolkit.train import folder_lock, run_folder
+from toolkit.train.job import Outcome
 
 
 def finish(session: AnySession, task: Task, outcome: Outcome, total_steps: int, card: dict[str, Any]) -> None:
@@ -33,6 +33,7 @@ def finish(session: AnySession, task: Task, outcome: Outcome, total_steps: int, 
     summary = _summary(session, outcome, total_steps, card)
     hand_on_end(session, total_steps, [])
     process_group.barrier()
+    process_group.on_rank0(lambda: folder_lock.check(session.folder))
     if session.ranks.rank == 0:
         _print(session, summary)
         run_folder.mark_done(session.folder, summary)

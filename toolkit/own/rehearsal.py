@@ -11,7 +11,7 @@ from toolkit.engine.memory import PeakMemory, limit_bytes, shown
 from toolkit.messages import tr
 from toolkit.own.evaluation import evaluate
 from toolkit.own.task import Task
-from toolkit.train.loop import Job
+from toolkit.train.job import Job
 from toolkit.train.rehearse import rehearse_step, unchanged
 
 _HELPS = ("batch.", "zero")

@@ -45,12 +45,12 @@ from toolkit.own.task import Task, digest
 from toolkit.secrets import hide_all
 from toolkit.terminal import phase, set_display
 from toolkit.track.progress import Progress
-from toolkit.train import data_card, resume, run_folder
+from toolkit.train import data_card, folder_lock, run_folder
 from toolkit.train.account import account_of
 from toolkit.train.bad_steps import Samples
 from toolkit.train.checkpoint import Described, Saver
 from toolkit.train.guard import Guard
-from toolkit.train.loop import Job
+from toolkit.train.job import Job
 from toolkit.train.loop import train as run_loop
 from toolkit.train.resume import Origin, go_back, go_on, starting_state
 
@@ -105,7 +105,7 @@ def run_session(task: Task, cfg: RunConfig, ranks: Ranks, started: float) -> Pat
     )
     with tracked(session, start.step, _counts(data, card)):
         _train(session, task, data, card, origin, start, progress)
-    resume.release()
+    folder_lock.release()
     return folder
 
 

@@ -4,115 +4,36 @@ import math
 import socket
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
-from typing import Any
-
-from deepspeed import DeepSpeedEngine
 
 from toolkit.checkpoint.run_state import RunState
 from toolkit.config.layout import layout_of
-from toolkit.config.schema import OnBadStep, RunConfig
+from toolkit.config.schema import OnBadStep
 from toolkit.data.sampler import Position
-from toolkit.distributed import signals
+from toolkit.distributed import failure, signals
 from toolkit.distributed.process_group import gather, on_rank0, rank, world_size
-from toolkit.distributed.watchdog import STEP, Watchdog
-from toolkit.errors import CheckpointError, Diverged, Stopped
+from toolkit.distributed.watchdog import STEP
+from toolkit.errors import CheckpointError, Diverged, RunFolderError, Stopped
 from toolkit.messages import tr
 from toolkit.models.token_dropping import begin_step, dropping_figures
 from toolkit.terminal import phase
 from toolkit.track.metrics import MetricsLog
 from toolkit.track.progress import Progress
-from toolkit.track.trackers import Trackers
-from toolkit.train import bad_steps
-from toolkit.train.account import Account
-from toolkit.train.checkpoint import Saver
+from toolkit.train import bad_steps, folder_lock, run_folder
 from toolkit.train.collectives import Collectives
 from toolkit.train.evaluated import told
-from toolkit.train.guard import Guard, Trouble
+from toolkit.train.guard import Trouble
+from toolkit.train.job import Job, Outcome
 from toolkit.train.meter import Meter
 from toolkit.train.pace import SlowRanks
-from toolkit.train.step import LANGUAGE, Objective, StepResult, train_step
+from toolkit.train.step import StepResult, train_step
 from toolkit.train.stop_file import StopFile
 
 MOST_REWINDS = 3
 """Times that a run goes back to one and the same checkpoint."""
-
-
-@dataclass(kw_only=True, slots=True)
-class Job:
-    """Everything that the loop needs, made by the cli."""
-
-    cfg: RunConfig
-    """The run's config."""
-    engine: DeepSpeedEngine
-    """The engine."""
-    batches_from: Callable[[Position, int], Iterator[Any]]
-    """Returns this rank's micro-batches from a place on, `accumulation` of them for each of so many steps."""
-    accumulation: int
-    """Micro-batches of one rank per step."""
-    steps_per_epoch: int
-    """Optimizer steps per pass over the training data."""
-    total_steps: int
-    """Optimizer steps of the run."""
-    folder: Path
-    """The run folder."""
-    evaluate: Callable[[int, Callable[[], None]], dict[str, float]] | None
-    """Evaluates on all ranks after a step, calling back now and then: `eval_loss`, `eval_perplexity`, `eval_tokens`,
-    `eval_` and the name of each metric; None without validation data."""
-    saver: Saver
-    """Saves checkpoints."""
-    start: RunState
-    """Where the run begins, and what is the same in all its checkpoints."""
-    position_after: Callable[[Position], Position]
-    """Returns the place in the training data after the step that begins at a place."""
-    figures_at: Callable[[Position], dict[str, float]]
-    """Returns what metrics.jsonl says of how the step that begins at a place takes its rows."""
-    samples_at: Callable[[Position], bad_steps.Samples]
-    """Returns the samples of the step that begins at a place, to be shown."""
-    go_back: Callable[[Path], RunState]
-    """Puts engine, random generators and metrics into the state of a checkpoint of this run. A collective."""
-    watchdog: Watchdog
-    """Notices what does not come to an end."""
-    account: Account
-    """What speed and memory are compared with."""
-    guard: Guard
-    """Judges every step."""
-    trackers: Trackers
-    """Get what metrics.jsonl gets."""
-    begin_report: Callable[[], None]
-    """Begins to make a report of the run, on rank 0 only; costs no time."""
-    objective: Objective = LANGUAGE
-    """What each step sums up and counts."""
-
-
-@dataclass(kw_only=True, slots=True)
-class Outcome:
-    """What the loop achieved."""
-
-    first_loss: float = math.nan
-    """Training loss of the first step, nats per token."""
-    last_loss: float = math.nan
-    """Training loss since the last log line but one."""
-    evaluations: list[dict[str, float]] = field(default_factory=list)
-    """Each evaluation with its step."""
-    trained_tokens: int = 0
-    """Trained tokens in all."""
-    total_tokens: int = 0
-    """Tokens in all, padding left out."""
-    skipped_steps: int = 0
-    """Steps without an update: gradients overflowed, or the step went wrong."""
-    bad_steps: int = 0
-    """Steps whose numbers went wrong."""
-    rewinds: int = 0
-    """Times that the run went back to a checkpoint for them."""
-    checkpoint: Path | None = None
-    """The last checkpoint."""
-    state: RunState = field(default_factory=RunState)
-    """Of the run's end."""
 
 
 def train(job: Job, progress: Progress) -> Outcome:
@@ -123,6 +44,7 @@ def train(job: Job, progress: Progress) -> Outcome:
         Diverged: a step went wrong and the config says to stop, or there is no way around it, or too many steps in a
             row were skipped.
         CheckpointError: the last checkpoint cannot be saved.
+        RunFolderError: the run folder was removed; what could be saved is next to it.
     """
     return _Run(job, progress).train()
 
@@ -166,6 +88,8 @@ class _Run:
         signals.defer()
         while self.step < self.job.total_steps:
             self._take_step()
+        if on_rank0(lambda: folder_lock.is_lost(now=True)):
+            raise self._lost()
         on_rank0(self.metrics.finish)
         evaluations = self.outcome.evaluations if self.job.evaluate else []
         self.guard.check_end(evaluations[-1]["eval_loss"] if evaluations else None)
@@ -184,13 +108,16 @@ class _Run:
         asked = time.perf_counter()
         window = list(islice(self.batches, job.accumulation))
         self.meter.data_wait_s += time.perf_counter() - asked
-        votes = (bool(signals.received()) or self.stop_file.is_there(), saver.is_proven())
+        stops = bool(signals.received()) or self.stop_file.is_there()
+        votes = (stops, saver.is_proven(), folder_lock.is_lost())
         job.watchdog.enter(STEP, self.step, f"rows x tokens: {[job.objective.shape(batch) for batch in window]}")
         begin_step(self.engine.module, self.step)
         result = train_step(self.engine, window, world_size(), self.guard, votes, self.copies, job.objective)
         self.began, self.place = self.place, job.position_after(self.place)
         self.meter.add(result)
         self.progress.advance()
+        if result.votes[2]:
+            raise self._lost()
         if result.votes[1] == world_size():
             self._publish()
         trouble = self.guard.check()
@@ -350,6 +277,27 @@ class _Run:
         self.job.saver.finish()
         self.outcome.checkpoint = self.job.saver.newest
         self.progress.note(checkpoint=self.outcome.checkpoint)
+
+    def _lost(self) -> RunFolderError:
+        """Save what the run has learned next to its folder, which is gone; return the error that ends the run."""
+        job, saver = self.job, self.job.saver
+        job.watchdog.enter("checkpoint", self.step)
+        place = on_rank0(lambda: run_folder.rescue(job.folder))
+        failure.watch(place)
+        saver.folder = place / "checkpoints"
+        saver.begin(self._state())
+        saver.finish()
+        what = folder_lock.lost_text(job.folder)
+        if saver.failed:
+            return RunFolderError(what)
+        return RunFolderError(
+            tr(
+                "{what} The state after step {step} is saved: resume={checkpoint} continues from it.",
+                what=what,
+                step=self.step,
+                checkpoint=saver.newest,
+            )
+        )
 
     def _phase(self, title: str) -> AbstractContextManager[object]:
         return phase(title, speaks=rank() == 0)

@@ -3,30 +3,27 @@
 import json
 import os
 import shutil
-import socket
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from toolkit.checkpoint import changes, engine_files, folders, manifest, random_state, run_state, universal
 from toolkit.checkpoint.run_state import RunState
 from toolkit.config.load import recorded
 from toolkit.config.optimizers import OPTIMIZERS
 from toolkit.config.schema import RunConfig
-from toolkit.disk import refuse_links, try_lock, unused
+from toolkit.disk import refuse_links, unused
 from toolkit.distributed.process_group import on_rank0
 from toolkit.errors import CheckpointError, ConfigError, RunFolderError
 from toolkit.launch.environment import Ranks
 from toolkit.messages import tr
 from toolkit.secrets import hide_all
-from toolkit.train import run_folder, starts
+from toolkit.train import folder_lock, run_folder, starts, stop_file
 from toolkit.train.checkpoint import Saver
 from toolkit.train.prepared import Prepared
 
 NEVER, AUTO, MUST = "never", "auto", "must"
-_LOCK = "run.lock"
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +55,7 @@ def choose(cfg: RunConfig, say: Callable[[str], None]) -> Origin:
         folders.remove_unfinished(checkpoint.parent)
         _put_aside(named, checkpoint)
         return Origin(named, checkpoint)
-    is_run = named is not None and any((named / name).exists() for name in (_LOCK, "config.yaml"))
+    is_run = named is not None and any((named / name).exists() for name in (folder_lock.LOCK, "config.yaml"))
     if named is None or not is_run or cfg.resume == NEVER:  # a folder that is no run is refused as it always was
         if cfg.resume == MUST:
             raise CheckpointError(
@@ -117,7 +114,7 @@ def _checkpoint_at(path: Path, say: Callable[[str], None]) -> Path:
 
 def _new(cfg: RunConfig, checkpoint: Path | None, say: Callable[[str], None]) -> Path:
     folder = run_folder.create(cfg)
-    _lock(folder, say)
+    folder_lock.take(folder, say)
     starts.record(folder, _step(checkpoint))
     return folder
 
@@ -133,7 +130,8 @@ def _claim(folder: Path, say: Callable[[str], None]) -> None:
         raise RunFolderError(
             tr("the run {folder} has finished already (DONE). For another one choose another run.name.", folder=folder)
         )
-    _lock(folder, say)
+    folder_lock.take(folder, say)
+    stop_file.remove_stale(folder, say)
 
 
 def _put_aside(folder: Path, checkpoint: Path | None) -> None:
@@ -155,45 +153,6 @@ def _put_aside(folder: Path, checkpoint: Path | None) -> None:
         raise RunFolderError(
             tr("cannot go on in {folder}: {reason}.", folder=folder, reason=error.strerror or error)
         ) from error
-
-
-_held: list[IO[str]] = []
-"""Kept open for as long as this process lives: the system lets go of the lock with it."""
-
-
-def _lock(folder: Path, say: Callable[[str], None]) -> None:
-    """Keep all others out of a run folder.
-
-    Raises:
-        RunFolderError: somebody works in it.
-    """
-    file = open(folder / _LOCK, "a+", encoding="utf-8")
-    granted, is_trusted = try_lock(file)
-    if not is_trusted:
-        say(
-            tr(
-                "WARNING: the disk of {folder} has no locks: see to it that nobody else works in this run folder.",
-                folder=folder,
-            )
-        )
-    if not granted:
-        file.seek(0)
-        who = file.read().strip()
-        file.close()
-        raise RunFolderError(
-            tr("another process works in {folder}: {who}. Wait for it, or stop it.", folder=folder, who=who or "?")
-        )
-    file.truncate(0)
-    me = {"pid": os.getpid(), "host": socket.gethostname(), "since": time.strftime("%Y-%m-%dT%H:%M:%S%z")}
-    file.write(json.dumps(me))
-    file.flush()
-    _held.append(file)
-
-
-def release() -> None:
-    """Let go of the run folder, for a process that does several runs."""
-    while _held:
-        _held.pop().close()
 
 
 def trim_metrics(folder: Path, length: int) -> None:

@@ -13,10 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.config.schema import RunConfig
-from toolkit.disk import refuse_links
+from toolkit.disk import refuse_links, unused
 from toolkit.errors import CheckpointError, RunFolderError
 from toolkit.messages import tr
 from toolkit.secrets import hide_all
+from toolkit.train import folder_lock
 
 RECORDED_PACKAGES = (
     "torch",
@@ -35,17 +36,18 @@ def create(cfg: RunConfig) -> Path:
     """Make the run folder and return its absolute path. For rank 0 only.
 
     Raises:
-        RunFolderError: the named folder exists, or the place is not writable, or not this user's to write to.
+        RunFolderError: the named folder exists and holds something, or the place is not writable, or not this user's to
+            write to.
     """
     refuse_links(Path(cfg.run.dir).absolute(), RunFolderError, [cfg.run.name] if cfg.run.name else [])
     parent = make_parent(cfg)
     try:
         if cfg.run.name:
             folder = parent / cfg.run.name
-            folder.mkdir()
+            folder.mkdir(exist_ok=_is_bare(folder))
         else:
             folder = _make_dated(parent, Path(cfg.recipe).stem or "run")
-        (folder / "logs").mkdir()
+        (folder / "logs").mkdir(exist_ok=True)
     except FileExistsError as error:
         raise RunFolderError(
             tr(
@@ -56,6 +58,27 @@ def create(cfg: RunConfig) -> Path:
     except OSError as error:
         raise _refused(parent, error) from error
     return folder
+
+
+def _is_bare(folder: Path) -> bool:
+    """Whether a folder holds nothing, or as much as a start leaves that died before it had locked it."""
+    return folder.is_dir() and all(
+        path.name == "logs" and path.is_dir() and not any(path.iterdir()) for path in folder.iterdir()
+    )
+
+
+def rescue(folder: Path) -> Path:
+    """Make a folder next to a run folder that was removed, for what can still be saved. For rank 0 only.
+
+    Raises:
+        RunFolderError: it cannot be made.
+    """
+    place = unused(folder.with_name(f"{folder.name}.rescued"))
+    try:
+        (place / "logs").mkdir(parents=True)
+    except OSError as error:
+        raise RunFolderError(f"{folder_lock.lost_text(folder)} {_refused(place.parent, error)}") from error
+    return place
 
 
 def make_parent(cfg: RunConfig) -> Path:

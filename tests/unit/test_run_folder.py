@@ -1,0 +1,178 @@
+"""One process per run folder, whatever is deleted in it; and starts that a dead one must not stand in the way of."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from toolkit.config.schema import RunConfig
+from toolkit.distributed.watchdog import heartbeat_file
+from toolkit.errors import RunFolderError
+from toolkit.launch import restarts
+from toolkit.train import folder_lock, resume, run_folder
+
+HOLD = """
+import sys, time
+from pathlib import Path
+from toolkit.train import folder_lock
+folder_lock.take(Path(sys.argv[1]), print)
+print("held", flush=True)
+sys.stdin.readline()
+print(folder_lock.is_lost(now=True), flush=True)
+sys.stdin.readline()
+"""
+
+
+@pytest.fixture(autouse=True)
+def released() -> Iterator[None]:
+    """Let go of what a test has locked."""
+    yield
+    folder_lock.release()
+
+
+def named(folder: Path) -> RunConfig:
+    """Return the config of a run `mine`."""
+    cfg = RunConfig()
+    cfg.run.dir, cfg.run.name = str(folder), "mine"
+    return cfg
+
+
+@pytest.mark.parametrize("left", ["", "logs", "run.lock"])
+@pytest.mark.parametrize("mode", ["auto", "never"])
+def test_a_start_that_died_early_is_in_nobodys_way(left: str, mode: str, tmp_path: Path) -> None:
+    """Between mkdir and lock, or right after it, a process may be killed."""
+    run = tmp_path / "mine"
+    run.mkdir()
+    if left == "logs":
+        (run / left).mkdir()
+    elif left:
+        (run / left).touch()
+    cfg = named(tmp_path)
+    cfg.resume = mode
+    if (left, mode) == ("run.lock", "never"):
+        with pytest.raises(RunFolderError, match="exists already and is not touched"):
+            resume.choose(cfg, print)
+        return
+    assert resume.choose(cfg, print) == resume.Origin(run, None)
+
+
+@pytest.mark.parametrize("left", ["notes.txt", "logs/notes.txt"])
+def test_a_folder_that_holds_something_is_not_touched(left: str, tmp_path: Path) -> None:
+    file = tmp_path / "mine" / left
+    file.parent.mkdir(parents=True)
+    file.touch()
+    with pytest.raises(RunFolderError, match="exists already and is not touched"):
+        resume.choose(named(tmp_path), print)
+
+
+@pytest.mark.fault("X1")
+def test_a_deleted_lock_lets_nobody_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the directory's lock; by heartbeats where directories cannot be locked; and the holder puts it back."""
+    monkeypatch.setattr(folder_lock, "_LOOK_S", 0.3)
+    run = tmp_path / "mine"
+    (run / "logs").mkdir(parents=True)
+    (run / "config.yaml").touch()
+    holder = subprocess.Popen(
+        [sys.executable, "-c", HOLD, str(run)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert holder.stdin and holder.stdout
+    over = threading.Event()
+
+    def beat() -> None:
+        beats = 0
+        while not over.wait(0.01):
+            beats += 1
+            new = run / "logs" / ".new"
+            new.write_text(json.dumps({"pid": 77, "host": "here", "beats": beats}))
+            new.replace(run / "logs" / heartbeat_file(0))
+
+    beating = threading.Thread(target=beat)
+    try:
+        assert holder.stdout.readline() == "held\n"
+        (run / "run.lock").unlink()
+        with pytest.raises(RunFolderError, match=rf"another process works in {run}: \?"):
+            folder_lock.take(run, print)
+        beating.start()
+        while not (run / "logs" / heartbeat_file(0)).exists():
+            time.sleep(0.01)
+        with monkeypatch.context() as without:
+            without.setattr(folder_lock, "_lock_directory", lambda folder: (True, None))
+            with pytest.raises(RunFolderError, match=r'works in .*: \{"pid": 77, "host": "here"\}'):
+                folder_lock.take(run, print)
+        holder.stdin.write("\n")
+        holder.stdin.flush()
+        assert holder.stdout.readline() == "False\n"
+        assert json.loads((run / "run.lock").read_text())["pid"] == holder.pid
+        with pytest.raises(RunFolderError, match=rf'"pid": {holder.pid}'):
+            folder_lock.take(run, print)
+    finally:
+        over.set()
+        holder.kill()
+        holder.communicate(timeout=30)
+    beating.join()
+    folder_lock.take(run, print)  # signed by a process that is gone
+
+
+def test_a_folder_that_was_taken_away_is_noticed(tmp_path: Path) -> None:
+    def lock(name: str) -> Path:
+        run = tmp_path / name
+        run.mkdir()
+        (run / "config.yaml").touch()
+        folder_lock.take(run, print)
+        assert not folder_lock.is_lost(now=True)
+        folder_lock.check(run)
+        return run
+
+    removed = lock("removed")
+    shutil.rmtree(removed)
+    with pytest.raises(RunFolderError, match=f"the run folder {removed} was removed, moved or replaced"):
+        folder_lock.check(removed)
+    folder_lock.release()
+
+    moved = lock("moved")
+    moved.rename(tmp_path / "elsewhere")
+    moved.mkdir()
+    (moved / "run.lock").touch()
+    assert folder_lock.is_lost(now=True)
+    folder_lock.release()
+
+    emptied = lock("emptied")
+    for path in emptied.iterdir():
+        path.unlink()
+    assert folder_lock.is_lost(now=True)
+
+
+def test_a_stop_file_of_an_earlier_start_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cfg = named(tmp_path)
+    resume.choose(cfg, print)
+    folder_lock.release()
+    stop = tmp_path / "mine" / "stop"
+    stop.touch()
+    said: list[str] = []
+    resume.choose(cfg, said.append)
+    folder_lock.release()
+    assert not stop.exists()
+    assert f"Removed the file {stop}, which is older than this start. To stop this run, create it again." in said
+    # Of a run that its launcher starts again it is meant for this very command.
+    monkeypatch.setattr(restarts, "number", lambda: 1)
+    monkeypatch.setattr(resume.starts, "check", lambda folder, step: None)
+    stop.touch()
+    resume.choose(cfg, print)
+    assert stop.exists()
+
+
+def test_what_can_be_saved_of_a_removed_folder_goes_next_to_it(tmp_path: Path) -> None:
+    assert run_folder.rescue(tmp_path / "a" / "mine") == tmp_path / "a" / "mine.rescued"
+    assert run_folder.rescue(tmp_path / "a" / "mine") == tmp_path / "a" / "mine-2.rescued"
+    (tmp_path / "file").touch()
+    if os.getuid():
+        tmp_path.chmod(0o500)
+    with pytest.raises(RunFolderError, match=r"was removed, moved or replaced.*cannot make a run folder below"):
+        run_folder.rescue(tmp_path / "file" / "mine")
