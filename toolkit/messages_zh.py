@@ -184,7 +184,6 @@ CHINESE: dict[str, str] = {
     "steps_per_print has no effect; the progress lines are ours, see train.log_every.": "steps_per_print 不起作用；进度行由我们输出，见 train.log_every。",
     "stopped by {signal} outside of training steps (pid {pid}). Without a file DONE in its folder the run is unfinished.": "在训练步之外被 {signal} 停止（进程 {pid}）。运行文件夹里没有 DONE 文件，就表示运行尚未完成。",
     "the JSON is nested too deeply. Correct or remove the row": "JSON 嵌套过深。请改正或删除该行",
-    "the answer holds the text of the end token, '{end}', and would be cut there. Correct or remove the row": "回答中含有结束 token 的文本 '{end}'，会在那里被截断。请改正或删除该行",
     "the chat template refuses the conversation: {reason}": "对话模板拒绝这段对话：{reason}",
     "the checkpoint belongs to a run that trains other parameters:\n{changes}\nUndo this, or start anew under another run.name; from an adapter: tuning.adapter=RUN/export.": "该检查点所属的运行训练的是别的参数：\n{changes}\n请撤销这些改动，或者用另一个 run.name 重新开始；从适配器开始：tuning.adapter=RUN/export。",
     "the export in {folder} does not hold what was trained: {names}": "{folder} 中的导出与训练的内容不符：{names}",

@@ -486,6 +486,18 @@ def test_another_template_on_an_official_tokenizer(tmp_path: Path) -> None:
     assert mask[-2:] == [True, True]
 
 
+@pytest.mark.parametrize("name", ["v1", "v3", "glm4"])
+def test_control_strings_are_text_with_another_template_too(name: str, tmp_path: Path) -> None:
+    (tmp_path / "t.jinja").write_text("{% for m in messages %}{{ '[gMASK]' + m.content }}{% endfor %}")
+    encoder = load_chat_encoder(GOLDEN / f"tok_{name}", chat_template=str(tmp_path / "t.jinja"))
+    typed = "ab[gMASK] [MASK]<sop><eop>c<|user|>d</s>"
+    ids, gmask = (
+        encoder.prompt([{"role": "user", "content": typed}]),
+        encoder.tokenizer.convert_tokens_to_ids("[gMASK]"),
+    )
+    assert ids == [gmask, *encoder.tokenizer.encode_texts([typed])[0]]
+
+
 def test_pieces_are_tokenised_each_for_itself() -> None:
     form = load_chat_encoder(GOLDEN / "tok_v3").format
     [(ids, mask)] = form.encode([[Piece("你"), Piece((7,), True), Piece("", True), Piece("好")]])

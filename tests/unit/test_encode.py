@@ -117,9 +117,13 @@ def test_answer_ends_with_one_end_token(tokenizer: Any, template: str) -> None:
     assert trained.index(True) + len(answer) == len(ids)
 
 
-def test_text_of_the_end_token_in_an_answer(tokenizer: Any) -> None:
-    with pytest.raises(RowError, match=r"the answer holds the text of the end token, '<\|endoftext\|>'"):
-        TemplateChatEncoder(tokenizer).encode(chat("a", f"b{END}c"))
+@pytest.mark.parametrize("template", [None, CHATML, NO_END])
+def test_text_of_the_end_token_in_an_answer_ends_nothing(tokenizer: Any, template: str | None) -> None:
+    tokenizer.chat_template = template or tokenizer.chat_template
+    ids, trained = TemplateChatEncoder(tokenizer).encode(chat("a", f"b{END}c"))
+    answer = [token for token, kept in zip(ids, trained, strict=True) if kept]
+    assert text_of(tokenizer, answer) == f"b{END}c{END}"
+    assert answer.count(tokenizer.eos_token_id) == 1
 
 
 def test_template_may_refuse_a_row(tokenizer: Any) -> None:

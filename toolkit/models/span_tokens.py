@@ -3,6 +3,8 @@
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from toolkit.models.shield import Shield
+
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
@@ -19,10 +21,13 @@ class SpanTokenizer:
         frame: what always stands before an answer and after it, if that is known. With words before it that begin
             with a special token, answers are found among the ids themselves, several times as fast as by asking the
             tokenizer where each token stands in its text.
+        shield: has covered the control strings in the texts' messages.
     """
 
-    def __init__(self, tokenizer: "PreTrainedTokenizerBase", frame: tuple[str, str] | None) -> None:
-        self.tokenizer = tokenizer
+    def __init__(
+        self, tokenizer: "PreTrainedTokenizerBase", frame: tuple[str, str] | None, shield: Shield | None = None
+    ) -> None:
+        self.tokenizer, self.shield = tokenizer, shield or Shield(tokenizer, ())
         # Looked up once: a tokenizer takes microseconds to say.
         self.end, self.end_id = str(tokenizer.eos_token), int(tokenizer.eos_token_id)
         self.asks, self.ending = frame or ("", "")
@@ -44,7 +49,17 @@ class SpanTokenizer:
         """
         if not self.tokenizer.is_fast:
             return [self._slow(text, marks) for text, marks in zip(texts, spans, strict=True)]
-        backend = self._backend()
+        covered = [index for index, text in enumerate(texts) if self.shield.is_covered(text)]
+        if not covered:
+            return self._encode_fast(self._backend(), texts, spans)
+        clean = sorted({*range(len(texts))} - {*covered})
+        found: dict[int, Encoded] = {}
+        for backend, chosen in ((self._backend(), clean), (self.shield.backend, covered)):
+            encoded = self._encode_fast(backend, [texts[i] for i in chosen], [spans[i] for i in chosen])
+            found |= dict(zip(chosen, encoded, strict=True))
+        return [found[index] for index in range(len(texts))]
+
+    def _encode_fast(self, backend: Any, texts: Sequence[str], spans: Sequence[Sequence[Span]]) -> list[Encoded]:
         found: dict[int, Encoded] = {}
         likely = [index for index, text in enumerate(texts) if self._is_framed(text, spans[index])]
         for index, one in zip(
@@ -122,6 +137,8 @@ class SpanTokenizer:
         """The same for a tokenizer that does not tell where its tokens stand: by what the texts' beginnings share."""
 
         def tokens(part: str) -> list[int]:
+            if self.shield.is_covered(text):
+                return self.shield.slow_ids(part)
             ids: list[int] = self.tokenizer(part, add_special_tokens=False, verbose=False)["input_ids"]
             return ids
 

@@ -2,18 +2,20 @@
 
 import hashlib
 import json
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from toolkit.errors import ModelError, RowError
 from toolkit.messages import tr
+from toolkit.models.shield import Shield, any_of
 from toolkit.models.span_tokens import Encoded, Span, SpanTokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-CODE_VERSION = 3
+CODE_VERSION = 4
 """Part of the fingerprint; raise it when ids or masks change."""
 
 Message = Mapping[str, Any]
@@ -29,6 +31,8 @@ _PROBE: list[dict[str, Any]] = [
 
 class TemplateChatEncoder:
     """Encodes through a tokenizer's own chat template. The ids are the template's; the mask says what is trained.
+
+    Control strings in messages and tools stay text: `toolkit.models.shield`.
 
     Where answers stand in the text is found by comparison: what the template writes for the conversation up to an
     answer, against what it writes with the answer. A template that marks answers itself ({% generation %}) says so; the
@@ -62,7 +66,6 @@ class TemplateChatEncoder:
                 )
             )
         self.tokenizer = tokenizer
-        self.end = str(tokenizer.eos_token)  # looked up once: a tokenizer takes microseconds to say
         self.vocab_size = len(tokenizer)
         self.fingerprint = _fingerprint(tokenizer)
         self.template = tokenizer.get_chat_template()
@@ -74,7 +77,8 @@ class TemplateChatEncoder:
         self.frame: tuple[str, str] | None = None
         """What the template writes between a question and an answer, and after it, where both are always the same."""
         self._probe()
-        self.span_tokenizer = SpanTokenizer(tokenizer, self.frame)
+        self.shield = Shield(tokenizer, self._turn_marks())
+        self.span_tokenizer = SpanTokenizer(tokenizer, self.frame, self.shield)
 
     def encode(self, messages: Sequence[Message], tools: Sequence[Any] | None = None) -> Encoded:
         """Return ids and mask of one conversation; see `toolkit.data.encode.ChatEncoder`."""
@@ -86,7 +90,7 @@ class TemplateChatEncoder:
         """Return ids and mask of several conversations; see `toolkit.data.encode.ChatEncoder`.
 
         Raises:
-            RowError: the template refuses one of them, or an answer holds the text of the end token.
+            RowError: the template refuses one of them.
             ModelError: the template gives the last question another form once its answer follows.
         """
         if not conversations:
@@ -94,6 +98,7 @@ class TemplateChatEncoder:
         texts: list[str] = []
         spans: list[list[Span]] = []
         for messages, given in zip(conversations, tools or [None] * len(conversations), strict=True):
+            messages, given = self.shield.cover(messages), self.shield.cover(given)
             if messages[0]["role"] == "text":
                 texts.append(self._plain(str(messages[0]["content"])))
                 spans.append([(0, len(texts[-1]))])
@@ -105,9 +110,8 @@ class TemplateChatEncoder:
 
     def prompt(self, messages: Sequence[Message], tools: Sequence[Any] | None = None) -> list[int]:
         """Return the ids that generation starts from."""
-        text = self.render(messages, tools, add_generation_prompt=True)
-        ids: list[int] = self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-        return ids
+        text = self.render(self.shield.cover(messages), self.shield.cover(tools), add_generation_prompt=True)
+        return self.span_tokenizer.encode_many([text], [[]])[0][0]
 
     @property
     def stop_ids(self) -> list[int]:
@@ -140,6 +144,30 @@ class TemplateChatEncoder:
         framed = all(answer.startswith(m["content"]) for answer, m in zip(answers, _PROBE[1::2], strict=True))
         return (asks, endings.pop()) if framed and asks and len(endings) == 1 else None
 
+    def _turn_marks(self) -> set[str]:
+        """Return the added tokens by which the template begins and ends turns, special or not.
+
+        Those between an answer and the next question, the first of what asks for an answer (a `<think>` that follows it
+        begins no turn), and the first by which a tool's turn differs from a user's.
+        """
+        added = re.compile(any_of(token.content for token in self.tokenizer.added_tokens_decoder.values()))
+        answer = _PROBE[1]["content"]
+
+        def between(role: str) -> list[str]:
+            said = self.render([*_PROBE[:2], {"role": role, "content": "Two?"}], None, False)
+            return added.findall(said.partition(answer)[2].partition("Two?")[0])
+
+        marks: set[str] = set()
+        with suppress(RowError):
+            question = between("user")
+            marks.update(question)
+            asks = self.render(_PROBE[:1], None, True).removeprefix(self.render(_PROBE[:1], None, False))
+            marks.update(added.findall(asks)[:1])
+            result = between("tool")
+            same = next((i for i, pair in enumerate(zip(question, result, strict=False)) if pair[0] != pair[1]), None)
+            marks.update([] if same is None else [result[same]])
+        return marks
+
     def _plain(self, text: str) -> str:
         """Return a plain text between the tokens that begin and end one."""
         begin = self.tokenizer.bos_token if getattr(self.tokenizer, "add_bos_token", False) else ""
@@ -147,17 +175,7 @@ class TemplateChatEncoder:
 
     def _spans(self, messages: Sequence[Message], tools: Sequence[Any] | None) -> tuple[str, list[Span]]:
         """Return the text of a conversation and where its trained messages stand."""
-        end = self.end
         trained = [bool(message.get("loss", message["role"] == "assistant")) for message in messages]
-        for message, is_trained in zip(messages, trained, strict=True):
-            if is_trained and end in str(message["content"]):
-                raise RowError(
-                    tr(
-                        "the answer holds the text of the end token, '{end}', and would be cut there. Correct or "
-                        "remove the row",
-                        end=end,
-                    )
-                )
         if self.has_marks:
             answers = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
             text, marks = self._marked(messages, tools)
