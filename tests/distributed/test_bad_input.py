@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from ranks import REPOSITORY, forked, run
+from ranks import REPOSITORY, TIMEOUT_S, forked, free_port, kill_session, run, start
 from shared import tiny
 
 RUN = str(REPOSITORY / "run.py")
@@ -169,3 +169,29 @@ def test_fp16_and_bf16_together(rows_file: Path, tmp_path: Path) -> None:
     finished = run(forked(0, RUN, *tiny(rows_file, tmp_path, "both"), "deepspeed_json=both.json"), cwd=tmp_path)
     assert finished.code == 2
     assert re.search(r"both\.json.*fp16.*bf16|both\.json.*bf16.*fp16", finished.output)
+
+
+@pytest.mark.parametrize(
+    ("word", "told"),
+    [
+        ("optim.lr=0.1", "optim.lr: 0.003 on rank 0 "),
+        ("batch.micro_per_gpu=2", "batch.micro_per_gpu: 1 on rank 0 "),  # else they wait for each other for ever
+    ],
+)
+def test_ranks_with_different_settings(word: str, told: str, rows_file: Path, tmp_path: Path) -> None:
+    """Ranks that were started by hand, each with a command line of its own."""
+    port, ranks = str(free_port()), []
+    for rank, more in ((0, []), (1, [word])):
+        numbers = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}
+        command = forked(0, RUN, *tiny(rows_file, tmp_path, "apart", *more))
+        ranks.append(start(command, tmp_path, MASTER_ADDR="127.0.0.1", MASTER_PORT=port, **numbers))
+    try:
+        for rank in ranks:
+            output, _ = rank.communicate(timeout=TIMEOUT_S)
+            assert rank.returncode == 2, output[-3000:]
+            assert told in output and " on rank 1 " in output, output[-3000:]
+            assert "Traceback" not in output
+    finally:
+        for rank in ranks:
+            kill_session(rank)
+    assert not (tmp_path / "runs").exists()

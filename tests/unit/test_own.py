@@ -1,6 +1,7 @@
 """A program's own model and data: what is refused, and with which words; which rank reads which sample."""
 
 import warnings
+from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -106,19 +107,21 @@ def test_settings_of_evaluations_without_validation_data() -> None:
 
 
 def test_ranks_have_the_same_data_and_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    card = session._card(nn.Linear(1, 1))
     ranks = Ranks(rank=0, local_rank=0, world_size=2, local_world_size=2, launcher="single")
+    compared: list[Mapping[str, str]] = []
+
+    def told(config: Any, mine: Mapping[str, str], error: type[Exception]) -> None:
+        compared.append(mine)
+        if mine != compared[0]:
+            raise error("ranks differ.")
+
+    monkeypatch.setattr(process_group, "check_alike", told)
+    card = session._card(nn.Linear(1, 1))
     mine, others = (data.data_of(task([1] * count), loaded().cfg, ranks) for count in (8, 7))
-    session._check_alike(mine, card)
+    session._check_alike(loaded().cfg, mine, card)
     for theirs, model in ((others, card), (mine, session._card(nn.Linear(1, 2)))):
-        sent: list[Any] = []
-        with monkeypatch.context() as patch:
-            patch.setattr(process_group, "gather", lambda value, sent=sent: [*sent, sent.append(value) or value])
-            session._check_alike(theirs, model)
-            with pytest.raises(
-                DataError, match=r"ranks have other data or models: rank 0 has list [78], .*; rank 1 has"
-            ):
-                session._check_alike(mine, card)
+        with pytest.raises(DataError, match=r"ranks differ. Give every rank the whole dataset"):
+            session._check_alike(loaded().cfg, theirs, model)
 
 
 def test_validation_data_is_the_same_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -100,10 +100,13 @@ def _evaluate(cfg: RunConfig, ranks: environment.Ranks, file: Path, adapter: str
     from toolkit.cli.evaluation import Evaluation, questions_of
     from toolkit.distributed import process_group
     from toolkit.errors import DataError
+    from toolkit.train import alike
     from toolkit.train.prepared import prepare_data
 
     tell = say if ranks.rank == 0 else _silent
+    alike.check_settings(cfg)
     prepared = prepare_data(cfg, speaks=ranks.rank == 0)
+    alike.check_data(cfg, prepared)
     questions = questions_of(cfg, prepared, tell)
     if prepared.validation is None:
         raise DataError(tr("the validation split is empty: there are too few rows."))

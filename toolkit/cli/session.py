@@ -37,7 +37,7 @@ from toolkit.models.stages import whole_model
 from toolkit.models.tuning.count import count_parameters
 from toolkit.terminal import phase, set_display
 from toolkit.track.progress import Progress
-from toolkit.train import folder_lock
+from toolkit.train import alike, folder_lock
 from toolkit.train.account import account_of
 from toolkit.train.bad_steps import Samples
 from toolkit.train.batches import epoch_steps, order_figures, place_after, step_samples, training_batches
@@ -62,8 +62,10 @@ def train(loaded: Loaded, ranks: Ranks, started: float) -> int:
     signals.install()
     set_display(loaded.cfg.run.display.value)
     orphans.watch(ranks)
+    alike.check_settings(loaded.cfg)
     # Before the process group exists: however long tokenising takes, no collective can time out over it.
     prepared = prepare_data(loaded.cfg, speaks=ranks.rank == 0)
+    alike.check_data(loaded.cfg, prepared)
     device = process_group.start(loaded.cfg.distributed)
     memory.set_limit(device, loaded.cfg.plan.max_gpu_gib)
     run_session(loaded.cfg, ranks, prepared, started)

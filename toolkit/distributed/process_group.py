@@ -2,20 +2,68 @@
 
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import timedelta
+from itertools import count
 from pathlib import Path
 from typing import TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.distributed import Store  # type: ignore[attr-defined]
 
 from toolkit import errors
 from toolkit.config.schema import Backend, DistributedConfig
-from toolkit.distributed import rendezvous
+from toolkit.distributed import alike, rendezvous
 from toolkit.messages import tr
 
 T = TypeVar("T")
+_comparisons = count()
+"""Each has a place of its own in the store; all ranks compare the same in the same order."""
+
+
+def check_alike(config: DistributedConfig, mine: Mapping[str, str], error: type[errors.ToolkitError]) -> None:
+    """See that all ranks have the same; before the process group exists or after. A collective.
+
+    Ranks with different settings would train something that none of them was asked for, or wait for each other for
+    ever in collectives that do not fit together.
+
+    Args:
+        config: how long ranks are waited for.
+        mine: what this rank has, by name, as it may be shown.
+        error: what is raised on every rank where they differ.
+
+    Raises:
+        LaunchError: not all ranks have come.
+    """
+    if world_size() == 1:
+        return
+    store, rank, size = _met(config)
+    told = alike.differences(
+        store, rank, size, f"alike/{next(_comparisons)}", mine, timedelta(seconds=config.timeout_s)
+    )
+    if told:
+        raise error(told)
+
+
+def _met(config: DistributedConfig) -> tuple[Store, int, int]:
+    try:
+        return rendezvous.meet(timedelta(seconds=config.timeout_s))
+    except (RuntimeError, ValueError) as error:
+        raise _not_together(config, error) from error
+
+
+def _not_together(config: DistributedConfig, error: Exception) -> errors.LaunchError:
+    return errors.LaunchError(
+        tr(
+            "the ranks did not come together (backend {backend}, {address}:{port}): {reason}. Check that the "
+            "address is reachable from every machine and the port is free, and distributed.backend.",
+            backend=config.backend.value,
+            address=os.environ.get("MASTER_ADDR", "?"),
+            port=os.environ.get("MASTER_PORT", "?"),
+            reason=str(error).splitlines()[0],
+        )
+    )
 
 
 def start(config: DistributedConfig) -> torch.device:
@@ -41,25 +89,17 @@ def start(config: DistributedConfig) -> torch.device:
         backend = "gloo" if on_cpu else accelerator.communication_backend_name()
     if not on_cpu:
         accelerator.set_device(int(os.environ["LOCAL_RANK"]))
+    timeout = timedelta(seconds=config.timeout_s)
     try:
         deepspeed.init_distributed(
             dist_backend=backend,
-            timeout=timedelta(seconds=config.timeout_s),
-            init_method=rendezvous.init_method(),
+            timeout=timeout,
+            init_method=rendezvous.init_method(timeout),
             auto_mpi_discovery=False,
             verbose=False,
         )
     except (RuntimeError, ValueError) as error:
-        raise errors.LaunchError(
-            tr(
-                "the ranks did not come together (backend {backend}, {address}:{port}): {reason}. Check that the "
-                "address is reachable from every machine and the port is free, and distributed.backend.",
-                backend=backend,
-                address=os.environ.get("MASTER_ADDR", "?"),
-                port=os.environ.get("MASTER_PORT", "?"),
-                reason=str(error).splitlines()[0],
-            )
-        ) from error
+        raise _not_together(config, error) from error
     return torch.device(accelerator.current_device_name())
 
 
@@ -69,6 +109,7 @@ def stop() -> None:
         rank, port = dist.get_rank(), os.environ.get("MASTER_PORT", "")
         dist.barrier()
         dist.destroy_process_group()
+        rendezvous.leave()
         remove_shared_memory(rank, port)
 
 

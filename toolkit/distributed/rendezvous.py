@@ -1,4 +1,7 @@
-"""How ranks find each other that torchrun has started again: not by the addresses of those that died.
+"""How ranks find each other: through one store, which is there before any collective is.
+
+Ranks meet in it as soon as they can, compare there what they were given (alike.py), and the process group that is made
+later takes the same store.
 
 torchrun's agent keeps one store for all starts, and torch takes it as it is (torch 2.13, rendezvous.py,
 _create_c10d_store): ranks of the second start would find the first ones' addresses there and wait for them. The number
@@ -7,6 +10,7 @@ on a part of the store that is new.
 """
 
 import os
+import threading
 import time
 import uuid
 from collections.abc import Iterator
@@ -16,22 +20,70 @@ from typing import Any
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 from torch.distributed.rendezvous import register_rendezvous_handler, rendezvous
 
-_SCHEME = "started-again"
+_SCHEME = "met"
 _POLL_S = 0.05
+_met: tuple[Store, int, int] | None = None
 
 
-def init_method() -> str | None:
-    """Return what `init_process_group` is to be told; None for its own way, where no agent would start ranks again."""
-    kept = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    if not kept or os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") == "0":
+def meet(timeout: timedelta) -> tuple[Store, int, int]:
+    """Return the store of all ranks, this rank and their number; the first call waits until all of them have come.
+
+    Expects RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT in the environment.
+
+    Raises:
+        RuntimeError: they have not come within `timeout`.
+    """
+    global _met
+    if _met is None:
+        _met = _without_blocking_signals(timeout)
+    return _met
+
+
+def init_method(timeout: timedelta) -> str | None:
+    """Return what `init_process_group` is to be told so that it takes the ranks' store; None for a single rank."""
+    if os.environ.get("WORLD_SIZE", "1") == "1":
         return None
-    register_rendezvous_handler(_SCHEME, _meet)
+    meet(timeout)
+    register_rendezvous_handler(_SCHEME, _yield_met)
     return f"{_SCHEME}://"
 
 
-def _meet(url: str, timeout: timedelta, **unused: Any) -> Iterator[tuple[Store, int, int]]:
+def leave() -> None:
+    """Forget the store: the next process group begins with one of its own."""
+    global _met
+    _met = None
+
+
+def _yield_met(url: str, timeout: timedelta, **unused: Any) -> Iterator[tuple[Store, int, int]]:
+    yield meet(timeout)
+
+
+def _without_blocking_signals(timeout: timedelta) -> tuple[Store, int, int]:
+    """Meet in a thread: while C++ waits, the main thread runs no Python, and with it no handler of a SIGTERM."""
+    found: list[tuple[Store, int, int]] = []
+    errors: list[Exception] = []
+
+    def wait() -> None:
+        try:
+            found.append(_first_meeting(timeout))
+        except Exception as error:  # handed on to the thread that waits
+            errors.append(error)
+
+    thread = threading.Thread(target=wait, name="meeting", daemon=True)
+    thread.start()
+    while thread.is_alive():
+        thread.join(_POLL_S)
+    if errors:
+        raise errors[0]
+    return found[0]
+
+
+def _first_meeting(timeout: timedelta) -> tuple[Store, int, int]:
     store, rank, size = next(rendezvous("env://", timeout=timeout))
-    yield PrefixStore(agree(store, rank, size, timeout), store), rank, size
+    kept = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    if kept and os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0":
+        store = PrefixStore(agree(store, rank, size, timeout), store)
+    return store, rank, size
 
 
 def agree(store: Store, rank: int, size: int, timeout: timedelta) -> str:

@@ -45,7 +45,7 @@ from toolkit.own.task import Task, digest
 from toolkit.secrets import hide_all
 from toolkit.terminal import phase, set_display
 from toolkit.track.progress import Progress
-from toolkit.train import data_card, folder_lock, run_folder
+from toolkit.train import alike, data_card, folder_lock, run_folder
 from toolkit.train.account import account_of
 from toolkit.train.bad_steps import Samples
 from toolkit.train.checkpoint import Described, Saver
@@ -67,6 +67,7 @@ def run(task: Task, cfg: RunConfig, ranks: Ranks, started: float) -> Path:
     signals.install()
     set_display(cfg.run.display.value)
     orphans.watch(ranks)
+    alike.check_settings(cfg)
     device = process_group.start(cfg.distributed)
     memory.set_limit(device, cfg.plan.max_gpu_gib)
     folder = run_session(task, cfg, ranks, started)
@@ -82,7 +83,7 @@ def run_session(task: Task, cfg: RunConfig, ranks: Ranks, started: float) -> Pat
     random_state.seed_all(cfg.run.seed + ranks.rank)
     origin, hosts = begin(cfg, ranks)
     folder, card = origin.folder, _card(model)
-    _check_alike(data, card)
+    _check_alike(cfg, data, card)
     ds = build_ds_config(cfg, ranks.world_size, data.total_steps)
     start = on_rank0(lambda: _starting_state(cfg, data, ranks, origin, card))
     on_rank0(lambda: _record(folder, cfg, ds, data, card, hosts))
@@ -200,37 +201,26 @@ def _card(model: nn.Module) -> dict[str, Any]:
     }
 
 
-def _check_alike(data: Data, card: dict[str, Any]) -> None:
+def _check_alike(cfg: RunConfig, data: Data, card: dict[str, Any]) -> None:
     """See that all ranks train the same model on the same data: with others they would wait for each other for ever.
 
     Raises:
         DataError: on every rank.
     """
-    found = process_group.gather((data.identity, data.total_steps, card["digest"], card["trained_parameters"]))
-    others = [rank for rank, one in enumerate(found) if one != found[0]]
-    if not others:
-        return
-
-    def shown(rank: int) -> str:
-        identity, steps, model, trained = found[rank]
-        return tr(
-            "{samples}, {steps} steps, {trained} trained parameters (model {digest})",
-            samples=identity["samples"],
-            steps=f"{steps:,}",
-            trained=f"{trained:,}",
-            digest=model,
+    mine = {
+        **{f"data: {name}": str(value) for name, value in data.identity.items()},
+        "data: steps": f"{data.total_steps:,}",
+        "model: trained parameters": f"{card['trained_parameters']:,}",
+        "model: names and shapes": card["digest"],
+    }
+    try:
+        process_group.check_alike(cfg.distributed, mine, DataError)
+    except DataError as error:
+        advice = tr(
+            "Give every rank the whole dataset, which is divided among the ranks here, and build the same model on "
+            "each; with shards_itself=True the length of a dataset is that of all ranks together."
         )
-
-    raise DataError(
-        tr(
-            "ranks have other data or models: rank 0 has {first}; rank {rank} has {other}. Give every rank the whole "
-            "data set, it is shared out here, and build the same model on each; with shards_itself=True the length of "
-            "a data set is that of all ranks together.",
-            first=shown(0),
-            rank=others[0],
-            other=shown(others[0]),
-        )
-    )
+        raise DataError(f"{error} {advice}") from error
 
 
 def _counts(data: Data, card: dict[str, Any]) -> dict[str, Any]:

@@ -139,21 +139,26 @@ def record_start(
 
 def environment(world_size: int) -> dict[str, object]:
     """Return versions, machine and commit; no environment variables, so no secrets."""
-    versions = {}
-    for name in RECORDED_PACKAGES:
-        try:
-            versions[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            versions[name] = "not installed"
     return {
         "python": sys.version.split()[0],
         "platform": f"{platform.system()} {platform.machine()}",
         "processors": os.cpu_count(),
         "world_size": world_size,
-        "packages": versions,
+        "packages": versions(),
         "commit": commit(),
         "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
     }
+
+
+def versions() -> dict[str, str]:
+    """Return the versions of the packages that decide what a run computes."""
+    found = {}
+    for name in RECORDED_PACKAGES:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            found[name] = "not installed"
+    return found
 
 
 def commit() -> str:
