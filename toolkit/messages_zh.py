@@ -1426,4 +1426,9 @@ CHINESE: dict[str, str] = {
     "the ranks do not have the same settings, data or code:\n{lines}\nStart every rank with the same command, on the same data, code and package versions.": "各 rank 的配置、数据或代码不一致：\n{lines}\n请用相同的命令启动每个 rank，并保证数据、代码和软件包版本一致。",
     "missing": "无",
     "Give every rank the whole dataset, which is divided among the ranks here, and build the same model on each; with shards_itself=True the length of a dataset is that of all ranks together.": "请给每个 rank 完整的数据集（由工具划分给各 rank），并在每个 rank 上构造相同的模型；使用 shards_itself=True 时，数据集的长度是所有 rank 的总长度。",
+    "Duplicates: {training} training rows; {validation} validation rows that are also training rows.": "重复数据：训练集 {training} 行；验证集 {validation} 行同时也是训练数据。",
+    "Duplicates: {count} training rows are equal to an earlier one and are trained again. First: {examples}": "重复数据：训练集有 {count} 行与前面的行相同，会被重复训练。最先的几行：{examples}",
+    "WARNING: {count} validation rows are also training rows: the validation loss will be too low. Remove them from one of the two. First: {examples}": "警告：验证集有 {count} 行同时也是训练数据，验证损失会偏低。请从其中一方删除这些行。最先的几行：{examples}",
+    "{second} is also training data ({first}): {files}. A validation loss on trained rows says nothing. Use other rows for validation, or remove data.validation: data.validation_fraction then holds out some rows.": "{second} 同时也是训练数据（{first}）：{files}。在训练过的数据上计算验证损失没有意义。请换用其他数据做验证，或删除 data.validation，由 data.validation_fraction 从训练数据中划分。",
+    "{first} and {second} read the same file: {files}. Remove one of them. To train its rows more often, set `weight` (weight: 2 takes each row twice per epoch).": "{first} 与 {second} 读取同一个文件：{files}。请删除其中之一。如需多次训练其中的数据，请设置 `weight`（weight: 2 表示每个 epoch 每行训练两次）。",
 }

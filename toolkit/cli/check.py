@@ -11,6 +11,8 @@ from toolkit.config.checks_track import check_track_here
 from toolkit.config.hub import is_hub_name, with_folder
 from toolkit.config.layout import layout_of
 from toolkit.config.schema import AUTO, Init, RunConfig
+from toolkit.data.duplicates import check_paths
+from toolkit.data.sources import local_files
 from toolkit.engine.ds_config import build_ds_config
 from toolkit.messages import say, tr
 from toolkit.models.folder import read_config, trust_folder
@@ -27,6 +29,7 @@ def run(words: list[str]) -> int:
     composed.loaded = with_folder(composed.loaded, say, config_only=True)
     cfg = composed.loaded.cfg
     check_track_here(composed.loaded)
+    check_paths(cfg.data, local_files(cfg.data))
     # The vocabulary of a random model is known once its tokenizer has been fitted.
     known = None
     if cfg.model.init is Init.pretrained:

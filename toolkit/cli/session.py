@@ -245,7 +245,7 @@ def _start_line(session: Session, total_steps: int, steps_per_epoch: int) -> str
         for group, one in counts.items()
         if one.trained
     ]
-    return tr(
+    line = tr(
         "{trained} of {parameters} parameters are trained ({parts}). {samples} samples with {tokens} tokens "
         "({trained_tokens} trained), {steps} steps ({per_epoch} per epoch). Ready after {seconds} s. Run folder: "
         "{folder}",
@@ -260,3 +260,5 @@ def _start_line(session: Session, total_steps: int, steps_per_epoch: int) -> str
         seconds=f"{time.monotonic() - session.started:.0f}",
         folder=session.display_folder,
     )
+    duplicates = session.prepared.report.duplicates()
+    return f"{line}\n{duplicates}" if duplicates else line

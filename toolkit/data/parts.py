@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from toolkit.config.schema import RowFormat, TooLong, TrainOn
 from toolkit.data.conversation import Conversation, marked
+from toolkit.data.duplicates import row_hashes
 from toolkit.data.encode import ChatEncoder, Encoded
 from toolkit.data.files import Block, rows_of
 from toolkit.data.formats import RowReader, parse_row
@@ -28,7 +29,7 @@ from toolkit.data.lengths import LengthRule
 from toolkit.errors import RowError
 from toolkit.messages import current_language, tr
 
-CODE_VERSION = 2
+CODE_VERSION = 3
 """Part of a part's and of a store's name; raise it when ids, masks or counts would come out differently."""
 
 EXAMPLES = 5
@@ -107,6 +108,8 @@ class Part:
     """Line of the row that each sample comes from, minus the block's first, [samples]."""
     rows: NDArray[np.uint32]
     """Ordinal of that row in the block, [samples]; several samples of a row follow each other."""
+    hashes: NDArray[np.uint64]
+    """Of each row that gave a sample, see `duplicates.row_hashes`, [rows with a sample]."""
     account: Account
 
 
@@ -153,20 +156,17 @@ class PartMaker:
         lengths, lines, ordinals = array("I"), array("I"), array("I")
         rows = ((RowPlace(offset, number), value) for number, (offset, value) in enumerate(rows_of(block)))
         while batch := list(islice(rows, _BATCH_ROWS)):
-            for row, (sample_ids, mask) in self._batch(batch, reader, account):
+            for row, (sample_ids, covered) in self._batch(batch, reader, account):
                 ids.extend(sample_ids)
-                trained.extend(mask)
+                trained.extend(covered)
                 lengths.append(len(sample_ids))
                 lines.append(row.offset)
                 ordinals.append(row.ordinal)
-        return Part(
-            np.frombuffer(ids, np.uint32).astype(self.dtype, copy=False),
-            np.frombuffer(trained, np.bool_),
-            np.frombuffer(lengths, np.uint32),
-            np.frombuffer(lines, np.uint32),
-            np.frombuffer(ordinals, np.uint32),
-            account,
-        )
+        tokens = np.frombuffer(ids, np.uint32).astype(self.dtype, copy=False)
+        mask, sizes = np.frombuffer(trained, np.bool_), np.frombuffer(lengths, np.uint32)
+        rows_of_samples = np.frombuffer(ordinals, np.uint32)
+        hashes = row_hashes(tokens, mask, sizes, rows_of_samples)
+        return Part(tokens, mask, sizes, np.frombuffer(lines, np.uint32), rows_of_samples, hashes, account)
 
     def _batch(
         self, batch: list[tuple[RowPlace, Any]], reader: RowReader, account: Account
@@ -246,6 +246,7 @@ def write_part(path: Path, part: Part) -> None:
                 lengths=part.lengths,
                 lines=part.lines,
                 rows=part.rows,
+                hashes=part.hashes,
                 account=np.frombuffer(_to_json(part.account), np.uint8),
             )
         os.replace(building, path)
@@ -258,11 +259,12 @@ def read_part(path: Path) -> Part | None:
     try:
         with np.load(path, allow_pickle=False) as stored:
             ids, lengths, lines, rows = stored["ids"], stored["lengths"], stored["lines"], stored["rows"]
+            hashes = stored["hashes"]
             trained = np.unpackbits(stored["trained"], count=len(ids)).view(np.bool_)
             account = _from_json(stored["account"].tobytes())
     except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile):
         return None
-    return Part(ids, trained, lengths, lines, rows, account) if int(lengths.sum()) == len(ids) else None
+    return Part(ids, trained, lengths, lines, rows, hashes, account) if int(lengths.sum()) == len(ids) else None
 
 
 def _to_json(account: Account) -> bytes:

@@ -12,7 +12,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,10 +21,12 @@ from numpy.typing import NDArray
 
 from toolkit.config.schema import OnBadRow, RunConfig
 from toolkit.data.changes import what_changed
+from toolkit.data.duplicates import check_contents, check_paths, first_equal
 from toolkit.data.encode import ChatEncoder
 from toolkit.data.files import Block, block_bytes
 from toolkit.data.parts import CODE_VERSION, EXAMPLES, Part, PartMaker, RowPlace, Rules, id_dtype, read_part
 from toolkit.data.pool import LEAST_BYTES_FOR_PROCESSES, Made, Pace, cores, make_parts
+from toolkit.data.prepare_report import PrepareReport
 from toolkit.data.sources import DataFile, content_hash, locate_all, read_blocks, total_bytes
 from toolkit.data.store import BAD_ROWS, Index, Store, StoreWriter, is_complete, read_manifest
 from toolkit.distributed.build_once import build_once, explained
@@ -37,44 +39,6 @@ FOLDERS = ("stores", "parts", "plans", "tokenizers", "hashes", "docstrings", BAD
 _log = logging.getLogger(__name__).info
 _TOLERATED_BAD_ROWS = 10
 _OLD_PARTS_S = 7 * 24 * 3600
-
-
-@dataclass(slots=True)
-class PrepareReport:
-    """What became of the rows; kept in the manifest, so that a later run can show it too."""
-
-    rows_read: int = 0
-    """Rows of training and validation files together, blank lines excepted."""
-    train_samples: int = 0
-    validation_samples: int = 0
-    dropped: dict[str, int] = field(default_factory=dict)
-    """Rows of which nothing, or not all, was used, by reason."""
-    examples: dict[str, list[str]] = field(default_factory=dict)
-    """For each reason the first few places, "file:line"; for unusable rows with what is wrong."""
-    bad_rows: int = 0
-    """Rows that could not be used; all are listed in bad_rows.jsonl of the store."""
-    truncated: int = 0
-    """Samples that lost their oldest turns (a plain text: its end)."""
-    split: int = 0
-    """Conversations that became several samples for their length."""
-    systems: int = 0
-    """Rows whose system message was left out because the model's format has no place for it."""
-    unused: list[str] = field(default_factory=list)
-    """Columns that were not read."""
-    tokens: int = 0
-    """Tokens in the training split."""
-    trained_tokens: int = 0
-    """Tokens in the training split that the loss covers."""
-    sources: list[dict[str, Any]] = field(default_factory=list)
-    """For each source: name, split, rows, samples, tokens, trained_tokens."""
-    seconds: float = 0.0
-    """Time the build took; of the earlier build if the store is reused."""
-    parts_kept: int = 0
-    """Parts of an interrupted build that were used."""
-    built: bool = False
-    """Whether this process built the store."""
-    folder: str = ""
-    """The store."""
 
 
 class Prepared(NamedTuple):
@@ -98,7 +62,9 @@ def prepare(cfg: RunConfig, encoder: ChatEncoder, say: Callable[[str], None] = _
     """
     stores = Path(cfg.prepare.dir) / "stores"
     files = locate_all(cfg.data, Path(cfg.prepare.dir), say)
+    check_paths(cfg.data, files)
     inputs = _inputs(cfg, encoder, files)
+    check_contents(cfg.data, files, [file[0] for file in inputs["files"]])
     fingerprint = hashlib.sha256(json.dumps(inputs, sort_keys=True).encode()).hexdigest()[:32]
     folder = stores / fingerprint
     builder = _Builder(cfg, encoder, files, say)
@@ -182,8 +148,10 @@ class _Builder:
         with StoreWriter(folder, id_dtype(self.encoder.vocab_size)) as writer:
             self._join(writer, folder / BAD_ROWS)
             index = writer.index()
-            splits = self._splits(index)
+            first = first_equal(index.hashes)
+            splits = self._splits(index, first)
             self._count(index, splits)
+            self.report.count_equal(index, first, splits["train"], [file.path for file in self.files])
             self.report.seconds = time.monotonic() - started
             files = [{"path": str(file.path), "source": file.source} for file in self.files]
             writer.finish(splits, {**manifest, "files": files, "report": asdict(self.report)})
@@ -315,8 +283,11 @@ class _Builder:
             ).rstrip()
         )
 
-    def _splits(self, index: Index) -> dict[str, NDArray[np.int64]]:
-        """Return the samples of both splits. All samples of a row are on one side, or validation would be known."""
+    def _splits(self, index: Index, first: NDArray[np.int64]) -> dict[str, NDArray[np.int64]]:
+        """Return the samples of both splits.
+
+        All samples of a row, and all rows that are equal, are on one side: validation must not be known.
+        """
         num_training = len(self.data.sources)
         for file in self.files:
             if not self.source_rows[file.source] and not self.data.max_samples:
@@ -328,9 +299,11 @@ class _Builder:
             self._check_not_empty(int((~is_training).sum()), "data.validation")
             return {"train": np.flatnonzero(is_training), "validation": np.flatnonzero(~is_training)}
         rows = index.used_rows()
-        of_rows = split_rows(int(rows[-1]) + 1, self.data.validation_fraction, self.seed)
-        chosen = np.zeros(int(rows[-1]) + 1, dtype=np.bool_)
-        chosen[of_rows["validation"]] = True
+        distinct = np.flatnonzero(first == np.arange(len(first)))
+        of_rows = split_rows(len(distinct), self.data.validation_fraction, self.seed)
+        chosen = np.zeros(len(first), dtype=np.bool_)
+        chosen[distinct[of_rows["validation"]]] = True
+        chosen = chosen[first]
         return {"train": np.flatnonzero(~chosen[rows]), "validation": np.flatnonzero(chosen[rows])}
 
     def _count(self, index: Index, splits: dict[str, NDArray[np.int64]]) -> None:

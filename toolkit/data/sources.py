@@ -100,6 +100,21 @@ def locate_all(data: DataConfig, cache_dir: Path, say: Callable[[str], None]) ->
     return [file for number, source in enumerate(sources) for file in locate(source, number, cache_dir, say)]
 
 
+def local_files(data: DataConfig) -> list[DataFile]:
+    """Return the files of the sources that have a path; downloads and derives nothing.
+
+    Raises:
+        DataError: see `locate`.
+    """
+    sources = [*data.sources, *data.validation]
+    return [
+        file
+        for number, source in enumerate(sources)
+        if source.path
+        for file in locate(source, number, Path(), lambda line: None)
+    ]
+
+
 def read_blocks(
     files: Sequence[DataFile], limits: Sequence[int], least_bytes: int
 ) -> Iterator[tuple[int, DataFile, Block]]:

@@ -141,6 +141,7 @@ class StoreWriter:
         self._lines: list[NDArray[np.uint32]] = []
         self._files: list[NDArray[np.uint16]] = []
         self._rows: list[NDArray[np.int64]] = []
+        self._hashes: list[NDArray[np.uint64]] = []
         self._num_rows = 0
         self._trained_counts: list[NDArray[np.uint32]] = []
         self._checksums: dict[str, int] = {IDS: 0, TRAINED: 0}
@@ -175,6 +176,7 @@ class StoreWriter:
         self._lengths.append(part.lengths)
         self._lines.append(part.lines + np.uint32(first_line))
         self._rows.append(part.rows + np.int64(self._num_rows))
+        self._hashes.append(part.hashes)
         self._num_rows += part.account.rows
         self._files.append(np.full(len(part.lengths), file, np.uint16))
         if len(part.lengths):
@@ -191,6 +193,7 @@ class StoreWriter:
             files=_joined(self._files, np.uint16),
             lines=_joined(self._lines, np.uint32),
             rows=_joined(self._rows, np.int64),
+            hashes=_joined(self._hashes, np.uint64),
         )
 
     def finish(self, splits: dict[str, NDArray[np.int64]], manifest: dict[str, Any]) -> None:
@@ -239,7 +242,7 @@ class StoreWriter:
 
 
 class Index:
-    """What a store knows of each sample, [samples] each.
+    """What a store knows of each sample, [samples] each, and of each row that gave one.
 
     Args:
         lengths: tokens.
@@ -247,6 +250,7 @@ class Index:
         files: number of the file.
         lines: line in it.
         rows: number of the row over all files; also of rows that gave no sample.
+        hashes: of the rows that gave a sample, see `duplicates.row_hashes`, [used rows].
     """
 
     def __init__(
@@ -257,8 +261,10 @@ class Index:
         files: NDArray[np.uint16],
         lines: NDArray[np.uint32],
         rows: NDArray[np.int64],
+        hashes: NDArray[np.uint64],
     ) -> None:
         self.lengths, self.trained, self.files, self.lines, self.rows = lengths, trained, files, lines, rows
+        self.hashes = hashes
 
     def used_rows(self) -> NDArray[np.int64]:
         """Return the number of the row that each sample comes from, counting only rows that gave one, [samples]."""

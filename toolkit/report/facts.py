@@ -283,7 +283,17 @@ def data_card(run: Run) -> list[Table]:
         dropped = data.get("dropped")
         reasons = dropped if isinstance(dropped, dict) else {}
         note = "; ".join(f"{reason}: {_count(count)}" for reason, count in reasons.items())
-        found.append(Table(heads=heads, rows=rows, note=tr("Rows left out: {reasons}.", reasons=note or tr("none"))))
+        notes = [tr("Rows left out: {reasons}.", reasons=note or tr("none"))]
+        duplicates = data.get("duplicates")
+        if isinstance(duplicates, dict):
+            notes.append(
+                tr(
+                    "Duplicates: {training} training rows; {validation} validation rows that are also training rows.",
+                    training=_count(duplicates.get("training")),
+                    validation=_count(duplicates.get("validation")),
+                )
+            )
+        found.append(Table(heads=heads, rows=rows, note=" ".join(notes)))
     sources = data.get("sources")
     if isinstance(sources, list) and sources:
         keys = ("rows", "samples", "tokens", "trained_tokens")

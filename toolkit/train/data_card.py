@@ -36,6 +36,7 @@ def record(folder: Path, prepared: Prepared, total_steps: int, steps_per_epoch: 
         "dropped": report.dropped,
         "truncated": report.truncated,
         "split": report.split,
+        "duplicates": {"training": report.repeated, "validation": report.leaked},
         "sources": report.sources,
         "splits": {name: _split(store) for name, store in splits.items() if store is not None},
     }

@@ -12,7 +12,8 @@ from toolkit.config.checks import micro_rows, settled
 from toolkit.config.schema import Init, Packing, RunConfig, SourceConfig
 from toolkit.data.order import length_classes
 from toolkit.data.plan import Plan, plan_rows
-from toolkit.data.prepare import FOLDERS, PrepareReport, prepare
+from toolkit.data.prepare import FOLDERS, prepare
+from toolkit.data.prepare_report import PrepareReport
 from toolkit.data.sources import read_conversations
 from toolkit.data.store import BAD_ROWS, Store
 from toolkit.disk import refuse_links
@@ -211,3 +212,5 @@ def _tell(report: PrepareReport, say: Callable[[str], None]) -> None:
     ):
         if count:
             say(sentence)
+    for line in report.duplicate_lines():
+        say(line)
