@@ -111,6 +111,29 @@ def test_a_file_stops_the_run_and_only_one_process_may_work_in_it(
     assert "checkpoint.allow_changes=[train.max_steps]" in shorter.output
 
 
+@pytest.mark.fault("P1")
+def test_evaluations_that_a_stop_prevented_are_made_up_for(rows_file: Path, tmp_path: Path) -> None:
+    """Stopped at a step that is to be evaluated, and at the last step; the third life only evaluates and exports."""
+    words = faulty_words(rows_file, tmp_path, "run", "evaluate.every=2")
+    folder = tmp_path / "runs" / "run"
+
+    def evaluated() -> list[int]:
+        return [int(row["step"]) for row in rows_of(folder) if "eval_loss" in row]
+
+    for calls, stop in ((3, 4), (3, 8)):  # a signal counts from the vote of the next step on
+        note = tmp_path / f"note-{stop}"
+        fault = {"at": "step", "step": calls, "rank": 0, "do": "term", "note": str(note)}
+        stopped = run(forked(1, FAULTY, *words), cwd=tmp_path, FAULT=json.dumps(fault))
+        assert note.exists()
+        assert f"after step {stop} of 8, as all ranks agreed" in stopped.output, stopped.output[-3000:]
+        assert evaluated() == [step for step in (2, 4, 6, 8) if step < stop]
+    finished = run(forked(1, FAULTY, *words, "run.display=plain"), cwd=tmp_path, FAULT="{}")
+    assert finished.code == 0, finished.output[-3000:]
+    assert evaluated() == [2, 4, 6, 8]
+    done = json.loads((folder / "DONE").read_text())
+    assert done["last_eval_loss"] == rows_of(folder)[-1]["eval_loss"]
+
+
 def test_a_run_whose_folder_is_removed_says_so_and_saves_what_it_has(rows_file: Path, tmp_path: Path) -> None:
     endless = faulty_words(rows_file, tmp_path, "run", "train.max_steps=1000000", "checkpoint.every=0")
     process = start(forked(2, FAULTY, *endless), cwd=tmp_path, FAULT="{}")

@@ -1,5 +1,6 @@
 """Checkpoints on disk: whole or passed over, never half-made, never a way out of their folder, never code."""
 
+import dataclasses
 import json
 import math
 import os
@@ -8,6 +9,7 @@ import random
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -23,6 +25,7 @@ from toolkit.checkpoint.run_state import RunState
 from toolkit.checkpoint.run_state import read as read_state
 from toolkit.checkpoint.weights import weights
 from toolkit.cli import main
+from toolkit.config.influence import FREE, Influence, influence_of
 from toolkit.config.load import recorded
 from toolkit.config.schema import CheckpointConfig, RunConfig
 from toolkit.errors import CheckpointError, ConfigError
@@ -388,15 +391,50 @@ def test_a_run_older_than_a_key_did_what_its_default_says() -> None:
         changes.check(before, now, {}, {}, [])
 
 
-def test_every_key_is_free_or_decides_something() -> None:
-    """A free key that no longer exists would hide that another one took its place."""
+def test_every_key_says_what_it_influences_or_cannot_change() -> None:
+    """All keys are walked: without metadata, in a section without any, or unknown to the schema, a key decides."""
     from toolkit.config.keys import all_keys
 
-    keys = [*all_keys()]
-    for name in (*changes.FREE, *changes._TRAINED):
-        assert any(key == name or key.startswith(f"{name}.") for key in keys), name
+    def declared(kind: Any) -> Iterator[tuple[str, Any]]:
+        for item in dataclasses.fields(kind):
+            yield item.name, item.metadata.get("influence")
+
+    free = {key for key in all_keys() if influence_of(key, RunConfig) is Influence.free}
+    marked = {name for name, influence in declared(RunConfig) if influence}
+    assert {key.partition(".")[0] for key in free} - marked == {
+        *("run", "model", "data", "batch", "optim", "parallel", "train")
+    }, "of these sections single keys are free"
+    for key in ("run.display", "run.name", "evaluate.every", "zero.stage", "distributed.timeout_s", "model.hub_id"):
+        assert changes.is_free(key), key
     for key in ("optim.lr", "run.seed", "batch.global_size", "model.path", "data.max_length", "train.epochs"):
-        assert not changes.is_free(key)
+        assert influence_of(key, RunConfig) is Influence.result, key
+    assert influence_of("tuning.rank", RunConfig) is Influence.trained
+    assert influence_of("data.sources", RunConfig) is Influence.content
+    assert influence_of("launch.env.NCCL_DEBUG", RunConfig) is Influence.free
+
+    @dataclasses.dataclass
+    class Section:
+        new: int = 1
+
+    @dataclasses.dataclass
+    class Config:
+        strict: Section = dataclasses.field(default_factory=Section)
+        free: Section = dataclasses.field(default_factory=Section, metadata=FREE)
+        new: int = 1
+
+    wanted = {"new": Influence.result, "strict.new": Influence.result, "free.new": Influence.free}
+    assert {key: influence_of(key, Config) for key in wanted} == wanted
+    assert influence_of("free.gone", Config) is influence_of("gone.new", Config) is Influence.result
+
+
+def test_the_display_of_a_run_may_change() -> None:
+    now = json.loads(json.dumps(recorded(RunConfig())))
+    now["run"]["display"], now["deepspeed_json"] = "plain", "other.json"
+    before = json.loads(json.dumps(recorded(RunConfig())))
+    assert sorted(changes.check(before, now, {}, {}, [])) == [
+        "  deepspeed_json:  -> other.json",
+        "  run.display: auto -> plain",
+    ]
 
 
 @pytest.mark.fault("K4")

@@ -3,63 +3,13 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from toolkit.config.influence import Influence, influence_of
 from toolkit.config.load import recorded
 from toolkit.config.schema import RunConfig
 from toolkit.engine.ds_config import leaves
 from toolkit.errors import ConfigError
 from toolkit.messages import tr
 from toolkit.secrets import are_same
-
-# Anything not named here decides about losses. A new key is therefore refused until somebody thinks about it.
-FREE = (
-    "recipe",
-    "language",
-    "resume",
-    "run.name",
-    "run.dir",
-    "run.max_restarts",
-    "prepare",
-    "data.num_workers",
-    "batch.micro_per_gpu",
-    "batch.world_sizes",
-    "optim.torch",
-    "zero",
-    "parallel.sequence",
-    "train.rehearse",
-    "kernels",
-    "compile",
-    "train.log_every",
-    "train.on_bad_step",
-    "train.max_loss_ratio",
-    "train.max_grad_norm_ratio",
-    "train.max_skipped_steps",
-    "train.activation_checkpointing",
-    "checkpoint",
-    "evaluate",
-    "track",
-    "report",
-    "plan",
-    "profile",
-    "launch",
-    "distributed",
-)
-"""Keys, and sections, that may change: they move work about or say what is written, but not what is computed."""
-
-_TRAINED = (
-    "tuning.method",
-    "tuning.rank",
-    "tuning.dora",
-    "tuning.target_modules",
-    "tuning.save_modules",
-    "tuning.num_tokens",
-    "tuning.projection",
-    "tuning.last_layers",
-    "tuning.patterns",
-)
-"""Which parameters are trained: a checkpoint holds those and no others, so nothing else can go on from it."""
-
-_BY_CONTENT = ("data.sources", "data.validation")
-"""The fingerprint of the tokenised data stands for these: a file may have moved."""
 
 
 def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
@@ -69,14 +19,18 @@ def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[tuple
     """
     old, new = dict(leaves(dict(before))), dict(leaves(dict(now)))
     defaults = leaves(recorded(RunConfig()))
-    old = {key: value for key, value in defaults if key in new and key not in _TRAINED} | old
+    old = {key: value for key, value in defaults if key in new and not _is_trained(key)} | old
     keys = [*new, *(key for key in old if key not in new)]
     return [(key, old.get(key), new.get(key)) for key in keys if not are_same(old.get(key), new.get(key))]
 
 
 def is_free(key: str) -> bool:
     """Whether a key may change without changing what is computed."""
-    return any(key == name or key.startswith(f"{name}.") for name in (*FREE, *_BY_CONTENT))
+    return influence_of(key, RunConfig) in (Influence.free, Influence.content)
+
+
+def _is_trained(key: str) -> bool:
+    return influence_of(key, RunConfig) is Influence.trained
 
 
 def check(
@@ -106,7 +60,7 @@ def check(
         if not is_free(key) and not _is_allowed(key, allowed) and not (key == "model.path" and _is_part(now))
     ]
     _check_states(found, lines, before)
-    other = [line for (key, old, _), line in zip(found, lines, strict=True) if key in _TRAINED and old is not None]
+    other = [line for (key, old, _), line in zip(found, lines, strict=True) if _is_trained(key) and old is not None]
     if other:
         raise ConfigError(
             tr(

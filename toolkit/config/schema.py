@@ -2,12 +2,15 @@
 
 Keyword-only, slotted dataclasses: a stray attribute raises instead of being lost. Plain enums instead of `Literal`,
 which OmegaConf 2.3 does not know. Enum members are named as users write them. `docs/config.md` is generated from this
-file: the string under a field is its documentation, so it says unit, allowed values and what 0 or "" means.
+file: the string under a field is its documentation, so it says unit, allowed values and what 0 or "" means. The metadata
+of a field says what it influences (influence.py): without any, a run with another value cannot be resumed.
 """
 
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
+
+from toolkit.config.influence import BY_CONTENT, FREE, TRAINED
 
 
 class Init(str, Enum):
@@ -250,15 +253,15 @@ class Display(str, Enum):
 class RunFolderConfig:
     """`run`: the name and place of this run."""
 
-    name: str = ""
+    name: str = field(default="", metadata=FREE)
     """Name of the run folder below `run.dir`; the same name goes on with the same run (see `resume`). "" makes a new folder from recipe and time."""
-    dir: str = "runs"
+    dir: str = field(default="runs", metadata=FREE)
     """Folder that holds the run folders; relative to the folder where the command was typed."""
     seed: int = 42
     """Seed of everything random: weights of a random model, order of the samples, validation split, dropout."""
-    max_restarts: int = 0
+    max_restarts: int = field(default=0, metadata=FREE)
     """How often a run that died or hung is started again from its last checkpoint, by `toolkit launch` or by torchrun (whose --max-restarts must be the same); needs `run.name` and `checkpoint.every`."""
-    display: Display = Display.auto
+    display: Display = field(default=Display.auto, metadata=FREE)
     """How rank 0 shows progress: live (one view that is redrawn) or plain (a line per log interval); auto is live on a terminal, and plain in a pipe, under Slurm, PBS or LSF, and in CI."""
 
 
@@ -286,7 +289,7 @@ class ShapeConfig:
 class ModelConfig:
     """`model`: what is trained."""
 
-    name: str = ""
+    name: str = field(default="", metadata=FREE)
     """Name shown in messages; the group's file sets it."""
     path: str = ""
     """Folder with the weights, an official ChatGLM folder or transformers' layout, or owner/name of a model on Hugging Face, which is downloaded into its cache; needed with init=pretrained."""
@@ -300,7 +303,7 @@ class ModelConfig:
     """With a ChatGLM's own chat format: train exactly what the original trains; false leaves out ChatGLM-6B's <sop> and tools' observations."""
     chat_template: str = ""
     """File with a Jinja chat template that replaces the tokenizer's own; "" keeps its own."""
-    attention: Attention = Attention.auto
+    attention: Attention = field(default=Attention.auto, metadata=FREE)
     """auto: varlen for packed rows, else PyTorch's scaled_dot_product_attention; sdpa: the latter, with a mask of blocks for packed rows; eager: written out; varlen: each sample of a packed row for itself (PyTorch's kernel for variable lengths on GPUs)."""
     trust_remote_code: bool = False
     """Run the Python files of the model's folder, with all your rights, where its architecture is not part of transformers; without it such models are refused."""
@@ -310,9 +313,9 @@ class ModelConfig:
     """pretrained: read the weights in `model.path`; random: a small GLM of `model.shape` with random weights."""
     shape: ShapeConfig = field(default_factory=ShapeConfig)
     """Sizes of a random model."""
-    hub_id: str = ""
+    hub_id: str = field(default="", metadata=FREE)
     """Where the weights can be had on Hugging Face; only shown in messages, nothing is downloaded."""
-    modelscope_id: str = ""
+    modelscope_id: str = field(default="", metadata=FREE)
     """Where the weights can be had on ModelScope; only shown in messages, nothing is downloaded."""
 
 
@@ -320,11 +323,11 @@ class ModelConfig:
 class TuningConfig:
     """`tuning`: which parameters are trained."""
 
-    method: TuningMethod = TuningMethod.full
+    method: TuningMethod = field(default=TuningMethod.full, metadata=TRAINED)
     """full: every parameter; freeze: those of some layers; lora: low-rank additions to linear layers; qlora: the same on weights of 4 bits (GPU); ptuning_v2: learned keys and values before every layer's own, as in the ChatGLM repositories; prompt: learned embeddings before the first token."""
     adapter: str = ""
     """Folder of an adapter to go on from: peft's (lora, qlora, prompt), or a P-Tuning v2 checkpoint, the original's too. It decides what the other settings of its method are. "" begins anew."""
-    rank: int = 8
+    rank: int = field(default=8, metadata=TRAINED)
     """lora, qlora: rank of the additions."""
     alpha: float = 16.0
     """lora, qlora: the additions are scaled by alpha / rank (rslora: alpha / sqrt(rank))."""
@@ -332,21 +335,21 @@ class TuningConfig:
     """lora, qlora: dropout before the additions; ptuning_v2: of the prefix (the original: 0.1)."""
     rslora: bool = False
     """lora, qlora: rank-stabilised scaling."""
-    dora: bool = False
+    dora: bool = field(default=False, metadata=TRAINED)
     """lora, qlora: train the length of each weight row apart from its direction (DoRA)."""
-    target_modules: list[str] = field(default_factory=list)
+    target_modules: list[str] = field(default_factory=list, metadata=TRAINED)
     """lora, qlora: which linear layers: names or ends of names (q_proj), patterns (*.mlp.*), or all-linear; [] takes the family's attention: query, key and value."""
-    save_modules: list[str] = field(default_factory=list)
+    save_modules: list[str] = field(default_factory=list, metadata=TRAINED)
     """lora, qlora: modules that are trained whole beside the additions and saved with them, such as lm_head."""
-    num_tokens: int = 128
+    num_tokens: int = field(default=128, metadata=TRAINED)
     """ptuning_v2, prompt: length of what is learned, in tokens (the original's pre_seq_len)."""
-    projection: bool = False
+    projection: bool = field(default=False, metadata=TRAINED)
     """ptuning_v2: compute the prefix by a two-layer network from smaller embeddings (the original's prefix_projection)."""
     init_text: str = ""
     """prompt: begin with the embeddings of this text, repeated to the length; "" begins with tokens drawn from the vocabulary."""
-    last_layers: int = 0
+    last_layers: int = field(default=0, metadata=TRAINED)
     """freeze: train so many of the last layers."""
-    patterns: list[str] = field(default_factory=list)
+    patterns: list[str] = field(default_factory=list, metadata=TRAINED)
     """freeze: train the parameters whose names match one of these patterns too, such as lm_head.* or *.mlp.*."""
 
 
@@ -410,9 +413,9 @@ class CurriculumConfig:
 class DataConfig:
     """`data`: what is learned from."""
 
-    sources: list[SourceConfig] = field(default_factory=list)
+    sources: list[SourceConfig] = field(default_factory=list, metadata=BY_CONTENT)
     """Training data; several sources are mixed according to their weights."""
-    validation: list[SourceConfig] = field(default_factory=list)
+    validation: list[SourceConfig] = field(default_factory=list, metadata=BY_CONTENT)
     """Validation data; empty: `data.validation_fraction` is split off the training rows."""
     validation_fraction: float = 0.05
     """Fraction of the training rows, chosen by `run.seed`, kept for validation when `data.validation` is empty; 0 keeps none."""
@@ -434,7 +437,7 @@ class DataConfig:
     """packed: fill rows from so many samples at a time; 0 from the whole epoch, which wastes least."""
     curriculum: CurriculumConfig = field(default_factory=CurriculumConfig)
     """Short samples first."""
-    num_workers: int = 0
+    num_workers: int = field(default=0, metadata=FREE)
     """Data-loader processes per rank; 0 loads in the training process."""
 
 
@@ -456,9 +459,9 @@ class BatchConfig:
 
     global_size: int = 32
     """Rows per optimizer step over all ranks; a row is a sample, or with `data.packing` packed or grouped up to `data.max_length` tokens of several."""
-    micro_per_gpu: int | str = 1
+    micro_per_gpu: int | str = field(default=1, metadata=FREE)
     """Rows of one rank per forward pass; auto: the most that fit into the memory of every rank, found before the first step and written into config.yaml of the run (docs/rehearsal.md)."""
-    world_sizes: list[int] = field(default_factory=list)
+    world_sizes: list[int] = field(default_factory=list, metadata=FREE)
     """Numbers of ranks that the run is to start or go on with: `batch.global_size` is checked for each of them, before anything starts; [] checks the present one only."""
 
 
@@ -484,7 +487,7 @@ class OptimConfig:
     """Which trained parameters have weight decay. all: every one; matrices: no biases and norms; hidden: no embeddings and output layer either."""
     layer_lr_decay: float = 1.0
     """Each layer learns by this factor slower than the one above it: of L layers, number i (from 0) at the rate times its power L - i, embeddings at L + 1, what stands above the layers at the full rate; 1 treats all alike."""
-    torch: bool = False
+    torch: bool = field(default=False, metadata=FREE)
     """true: PyTorch's own fused Adam, and a Lion of PyTorch's operations; false: DeepSpeed's (FusedAdam and FusedLion, or DeepSpeedCPUAdam and DeepSpeedCPULion when offloaded), which are compiled once at first use. The other optimizers are not DeepSpeed's."""
 
 
@@ -676,7 +679,7 @@ class ParallelConfig:
 
     tensor: int = 1
     """Ranks over which the matrices of each layer are split (DeepSpeed's AutoTP); neighbours, best on one machine."""
-    sequence: int = 1
+    sequence: int = field(default=1, metadata=FREE)
     """Ranks over which the tokens of each row are split (DeepSpeed's Ulysses): for rows too long for one."""
     pipeline: int = 1
     """Ranks over which the layers are split, each a stage (DeepSpeed's PipelineModule)."""
@@ -754,19 +757,21 @@ class TrainConfig:
     """Optimizer steps; 0 trains `train.epochs` epochs."""
     gradient_clipping: float = 1.0
     """Largest norm of the whole gradient; 0 does not clip."""
-    rehearse: bool = True
+    rehearse: bool = field(default=True, metadata=FREE)
     """Before the first step try once what comes later, and leave everything as it was: the longest batch forward and backward, the memory of an update, writing into checkpoints/ and beside export/, an evaluation batch (docs/rehearsal.md)."""
-    log_every: int = 10
+    log_every: int = field(default=10, metadata=FREE)
     """Steps between two log lines; each step is in metrics.jsonl that is a multiple of it, and the first and last."""
-    on_bad_step: OnBadStep = OnBadStep.skip
+    on_bad_step: OnBadStep = field(default=OnBadStep.skip, metadata=FREE)
     """What happens at a step whose loss or gradient is no number, or a spike; its samples are named and saved, its update is left out on all ranks. skip: go on; stop: end the run (exit code 70); rewind: go back to the last checkpoint, and on from there with the data after this step."""
-    max_loss_ratio: float = 0.0
+    max_loss_ratio: float = field(default=0.0, metadata=FREE)
     """A loss more than so many times the median of the last 100 good steps is a spike; 0 never."""
-    max_grad_norm_ratio: float = 0.0
+    max_grad_norm_ratio: float = field(default=0.0, metadata=FREE)
     """A gradient norm more than so many times the median of the last 100 good steps is a spike; 0 never."""
-    max_skipped_steps: int = 20
+    max_skipped_steps: int = field(default=20, metadata=FREE)
     """Stop (exit code 70) when so many steps in a row were skipped."""
-    activation_checkpointing: ActivationCheckpointingConfig = field(default_factory=ActivationCheckpointingConfig)
+    activation_checkpointing: ActivationCheckpointingConfig = field(
+        default_factory=ActivationCheckpointingConfig, metadata=FREE
+    )
     """Trade computation for memory."""
     neftune_alpha: float = 0.0
     """NEFTune: uniform noise of up to neftune_alpha / sqrt(tokens of a row x hidden width) is added to the embeddings of training rows; 5 to 15 are usual, 0 adds none."""
@@ -1025,13 +1030,13 @@ class DistributedConfig:
 class RunConfig:
     """A whole run. Everything below `toolkit/config/` hands this over; no other part sees Hydra or YAML."""
 
-    recipe: str = ""
+    recipe: str = field(default="", metadata=FREE)
     """Name of the recipe, set by the loader."""
-    language: str = ""
+    language: str = field(default="", metadata=FREE)
     """Language of messages: en or zh; "" takes the locale's."""
-    resume: str = "auto"
+    resume: str = field(default="auto", metadata=FREE)
     """auto: a named run goes on from its newest whole checkpoint, a new one begins; must: there has to be such a checkpoint; never: the run has to be new; or the path of a checkpoint or run folder to go on from, in a folder of its own."""
-    deepspeed_json: str = ""
+    deepspeed_json: str = field(default="", metadata=FREE)
     """A DeepSpeed JSON of your own that replaces the recipe's DeepSpeed settings; "auto" in it takes the recipe's value."""
     run: RunFolderConfig = field(default_factory=RunFolderConfig)
     """Name, place and seed."""
@@ -1041,7 +1046,7 @@ class RunConfig:
     """Which parameters are trained."""
     data: DataConfig = field(default_factory=DataConfig)
     """What is learned from."""
-    prepare: PrepareConfig = field(default_factory=PrepareConfig)
+    prepare: PrepareConfig = field(default_factory=PrepareConfig, metadata=FREE)
     """The tokenised store."""
     batch: BatchConfig = field(default_factory=BatchConfig)
     """Samples per step."""
@@ -1051,31 +1056,31 @@ class RunConfig:
     """Learning rate over the steps."""
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
     """Arithmetic of the model."""
-    zero: ZeroConfig = field(default_factory=ZeroConfig)
+    zero: ZeroConfig = field(default_factory=ZeroConfig, metadata=FREE)
     """What is split over the ranks."""
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     """How many ranks share one model."""
-    kernels: KernelsConfig = field(default_factory=KernelsConfig)
+    kernels: KernelsConfig = field(default_factory=KernelsConfig, metadata=FREE)
     """What computes the loss and the layers."""
-    compile: CompileConfig = field(default_factory=CompileConfig)
+    compile: CompileConfig = field(default_factory=CompileConfig, metadata=FREE)
     """torch.compile."""
     train: TrainConfig = field(default_factory=TrainConfig)
     """How long, and how."""
-    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig, metadata=FREE)
     """What is kept on disk."""
-    evaluate: EvaluateConfig = field(default_factory=EvaluateConfig)
+    evaluate: EvaluateConfig = field(default_factory=EvaluateConfig, metadata=FREE)
     """Validation."""
-    track: TrackConfig = field(default_factory=TrackConfig)
+    track: TrackConfig = field(default_factory=TrackConfig, metadata=FREE)
     """Trackers."""
-    report: ReportConfig = field(default_factory=ReportConfig)
+    report: ReportConfig = field(default_factory=ReportConfig, metadata=FREE)
     """The run as a page to look at."""
-    plan: PlanConfig = field(default_factory=PlanConfig)
+    plan: PlanConfig = field(default_factory=PlanConfig, metadata=FREE)
     """Bounds."""
-    profile: ProfileConfig = field(default_factory=ProfileConfig)
+    profile: ProfileConfig = field(default_factory=ProfileConfig, metadata=FREE)
     """Measuring tools."""
-    launch: LaunchConfig = field(default_factory=LaunchConfig)
+    launch: LaunchConfig = field(default_factory=LaunchConfig, metadata=FREE)
     """Expectations of the launcher."""
-    distributed: DistributedConfig = field(default_factory=DistributedConfig)
+    distributed: DistributedConfig = field(default_factory=DistributedConfig, metadata=FREE)
     """Collectives."""
     ds_extra: dict[str, Any] = field(default_factory=dict)
     """Further DeepSpeed keys, nested as in its JSON; unknown names and keys that a section above owns are refused."""

@@ -80,7 +80,8 @@ class _Run:
     def train(self) -> Outcome:
         """Do all steps."""
         self.engine.train()
-        if self.job.evaluate and self.cfg.evaluate.at_start and not self.step:
+        # At step 0, or of a checkpoint that was saved by a run which was stopped before it could evaluate.
+        if self._evaluates() and all(int(row["step"]) != self.step for row in self.outcome.evaluations):
             self.meter.pause()
             self._evaluate()
             self.meter.resume()
@@ -134,7 +135,7 @@ class _Run:
         # The loss of the step after an update is what shows whether the update has spoilt the weights.
         self.postponed = save and (self.guard.is_spoilt if last else self.guard.has_bad_loss)
         save = stops or (save and not self.postponed)
-        evaluate = job.evaluate is not None and (_due(step, cfg.evaluate.every) or last) and not stops
+        evaluate = self._evaluates() and not stops
         if log or save or evaluate or last or step == 1 or step % cfg.train.log_every == 0:
             self._log(lr)
         self.meter.pause()
@@ -230,6 +231,12 @@ class _Run:
         if math.isnan(self.outcome.first_loss):
             self.outcome.first_loss = row["loss"]
         self.outcome.last_loss = row["loss"]
+
+    def _evaluates(self) -> bool:
+        """Whether there is an evaluation at the present step."""
+        if self.job.evaluate is None or not self.step:
+            return self.job.evaluate is not None and self.cfg.evaluate.at_start
+        return _due(self.step, self.cfg.evaluate.every) or self.step == self.job.total_steps
 
     def _evaluate(self) -> None:
         assert self.job.evaluate is not None
