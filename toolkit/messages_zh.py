@@ -1431,4 +1431,5 @@ CHINESE: dict[str, str] = {
     "WARNING: {count} validation rows are also training rows: the validation loss will be too low. Remove them from one of the two. First: {examples}": "警告：验证集有 {count} 行同时也是训练数据，验证损失会偏低。请从其中一方删除这些行。最先的几行：{examples}",
     "{second} is also training data ({first}): {files}. A validation loss on trained rows says nothing. Use other rows for validation, or remove data.validation: data.validation_fraction then holds out some rows.": "{second} 同时也是训练数据（{first}）：{files}。在训练过的数据上计算验证损失没有意义。请换用其他数据做验证，或删除 data.validation，由 data.validation_fraction 从训练数据中划分。",
     "{first} and {second} read the same file: {files}. Remove one of them. To train its rows more often, set `weight` (weight: 2 takes each row twice per epoch).": "{first} 与 {second} 读取同一个文件：{files}。请删除其中之一。如需多次训练其中的数据，请设置 `weight`（weight: 2 表示每个 epoch 每行训练两次）。",
+    "rank {rank} ends: what started it ({launcher}) has been killed. Start the run again with the same command.": "rank {rank} 退出：启动它的进程（{launcher}）已被杀死。请用相同的命令重新启动。",
 }

@@ -9,9 +9,9 @@ import traceback
 from collections.abc import Callable
 from contextlib import suppress
 
-from toolkit.distributed import failure, signals
-from toolkit.errors import Stopped, ToolkitError
-from toolkit.launch import report
+from toolkit.distributed import failure, orphans, signals
+from toolkit.errors import LaunchError, Stopped, ToolkitError
+from toolkit.launch import environment, report
 from toolkit.messages import tr
 from toolkit.secrets import hide
 
@@ -22,6 +22,9 @@ OTHER_RANKS_WAIT_S = 5.0
 
 def guarded(function: Callable[[], int]) -> int:
     """Run a command; report whatever it raises, once over all ranks, and return the exit code."""
+    if lost := _lost():
+        _say(lost, trace="")
+        return 1
     if isinstance(sys.stdout, io.TextIOWrapper):
         # Names of files need not be UTF-8, and a terminal need not know Chinese: never a reason to end a run.
         sys.stdout.reconfigure(errors="backslashreplace")
@@ -52,6 +55,13 @@ def guarded(function: Callable[[], int]) -> int:
         sys.stderr.flush()
         os._exit(code)
     return code
+
+
+def _lost() -> str:
+    """End with the launcher from now on, in the seconds in which this process imports too; "" or why it must end."""
+    with suppress(LaunchError):  # the command finds that out again, and it is told then
+        return orphans.watch(environment.detect(os.environ))
+    return ""
 
 
 def _deferring(function: Callable[[], int]) -> int:

@@ -24,7 +24,7 @@ from toolkit.config.layout import layout_of
 from toolkit.config.load import Loaded
 from toolkit.config.schema import RunConfig
 from toolkit.data.sampler import Position
-from toolkit.distributed import failure, orphans, process_group, signals
+from toolkit.distributed import failure, process_group, signals
 from toolkit.engine import memory
 from toolkit.engine.gather import is_divided
 from toolkit.export.checkpoint import export_beside
@@ -61,7 +61,6 @@ def train(loaded: Loaded, ranks: Ranks, started: float) -> int:
     """
     signals.install()
     set_display(loaded.cfg.run.display.value)
-    orphans.watch(ranks)
     alike.check_settings(loaded.cfg)
     # Before the process group exists: however long tokenising takes, no collective can time out over it.
     prepared = prepare_data(loaded.cfg, speaks=ranks.rank == 0)

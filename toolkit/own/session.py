@@ -23,7 +23,7 @@ from toolkit.config.checks import accumulation
 from toolkit.config.load import to_yaml
 from toolkit.config.schema import RunConfig
 from toolkit.data.sampler import Position
-from toolkit.distributed import failure, orphans, process_group, signals
+from toolkit.distributed import failure, process_group, signals
 from toolkit.distributed.process_group import on_rank0
 from toolkit.engine import memory
 from toolkit.engine.ds_config import DsConfig, build_ds_config
@@ -66,7 +66,6 @@ def run(task: Task, cfg: RunConfig, ranks: Ranks, started: float) -> Path:
     """
     signals.install()
     set_display(cfg.run.display.value)
-    orphans.watch(ranks)
     alike.check_settings(cfg)
     device = process_group.start(cfg.distributed)
     memory.set_limit(device, cfg.plan.max_gpu_gib)
