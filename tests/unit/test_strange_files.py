@@ -130,7 +130,7 @@ def test_columns_that_are_read_must_be_readable(tmp_path: Path) -> None:
         pyarrow.string(), 1, [None, pyarrow.py_buffer(np.array([0, 2], np.int32)), pyarrow.py_buffer(b"\xff\xfe")]
     )
     path = parquet(tmp_path / "d.parquet", prompt=["a"], response=broken)
-    assert message(run_config(tmp_path, path)).startswith(f"Cannot read '{path}': 'utf-8' codec")
+    assert message(run_config(tmp_path, path)).startswith(f"Cannot read '{path}': In column 1: Invalid: Invalid UTF8")
     path = parquet(tmp_path / "e.parquet", prompt=["a" * 100] * 5000, response=["b" * 100] * 5000)
     content = bytearray(Path(path).read_bytes())
     content[40:400] = os.urandom(360)
@@ -245,3 +245,60 @@ def test_parts_that_another_build_removed_are_made_again(tmp_path: Path, monkeyp
 
     monkeypatch.setattr("toolkit.data.prepare.make_parts", removed)
     assert len(made(cfg).train) == 50
+
+
+def test_a_row_too_large_to_tokenise_is_a_bad_row(tmp_path: Path) -> None:
+    """It would take a hundred times its size of memory, and end the process without a word."""
+    file = tmp_path / "d.jsonl"
+    large = json.dumps({"prompt": "a", "response": "word " * (4 << 20)})
+    file.write_text(f"{large}\n" + (json.dumps(GOOD) + "\n") * 20)
+    cfg = run_config(tmp_path, str(file))
+    cfg.prepare.num_workers = 1
+    train, _, report = made(cfg)
+    assert (len(train), report.bad_rows) == (20, 1)
+    assert report.examples["cannot be used"][0].startswith(f"{file}:1: a row of 20 MiB; at most 16 MiB")
+    path = parquet(tmp_path / "d.parquet", prompt=["a"] * 3, response=["b", "word " * (4 << 20), "c"])
+    cfg = run_config(tmp_path, path, str(file))
+    cfg.prepare.num_workers = 1
+    report = made(cfg).report
+    assert report.examples["cannot be used"][0].startswith(f"{path}:2: a row of 20 MiB")
+
+
+def test_a_conversation_too_long_to_render_is_a_bad_row(tmp_path: Path) -> None:
+    turn = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    rows = [{"messages": turn * 1001}, *[{"messages": turn}] * 20]
+    train, _, report = made(run_config(tmp_path, write_rows(tmp_path / "d.jsonl", rows)))
+    assert (len(train), report.bad_rows) == (20, 1)
+    assert "a conversation of 2,002 messages; at most 2,000" in report.examples["cannot be used"][0]
+    rows[0] = {"messages": [turn[0], {"role": "assistant", "content": "b" * 10_000}] * 200}
+    cfg = run_config(tmp_path, write_rows(tmp_path / "e.jsonl", rows))
+    cfg.data.train_on = TrainOn.all
+    assert "200 answers, each with" in made(cfg, ByteEncoder(only_last=True)).report.examples["cannot be used"][0]
+
+
+def test_long_texts_are_tokenised_apart(tmp_path: Path) -> None:
+    class Counting(ByteEncoder):
+        def encode_many(self, conversations: Any, tools: Any = None) -> Any:
+            assert sum(len(m["content"]) for one in conversations for m in one) < 6 << 20
+            return super().encode_many(conversations, tools)
+
+    rows = [{"prompt": "a", "response": "b" * (2 << 20)}, {"prompt": "a", "response": "c"}] * 5
+    encoder, cfg = Counting(), run_config(tmp_path, write_rows(tmp_path / "d.jsonl", rows))
+    cfg.prepare.num_workers = 1
+    assert len(made(cfg, encoder).train) == 5
+    assert encoder.calls == 3
+
+
+def test_packed_files_that_hold_too_much(tmp_path: Path) -> None:
+    file = tmp_path / "d.jsonl.gz"
+    file.write_bytes(gzip.compress(b"\n" * (80 << 20), 1))
+    said = f"'{file}' unpacks to more than 200 times its size. If that is really your data, unpack it."
+    assert message(run_config(tmp_path, str(file))) == said
+
+
+def test_blank_lines_count_as_lines(tmp_path: Path) -> None:
+    file = tmp_path / "d.jsonl"
+    good = json.dumps(GOOD)
+    file.write_text("\n" * 3_000_000 + good + "\n" * 70_000 + good + "\n\n" + good + "\n")
+    train = made(run_config(tmp_path, str(file))).train
+    assert [train.where(i) for i in range(3)] == [f"{file}:{n}" for n in (3_000_001, 3_070_001, 3_070_003)]

@@ -6,7 +6,6 @@ Every row keeps the number of its line (of its row in Parquet and Arrow), so tha
 import csv
 import glob
 import io
-import json
 import os
 import zlib
 from collections.abc import Collection, Generator, Iterator
@@ -17,14 +16,19 @@ from typing import IO, Any
 
 from toolkit.config.schema import ROW_FIELDS, SourceConfig
 from toolkit.data.json_rows import BOM, BrokenArray, array_rows, parse_line
+from toolkit.data.tables import SUFFIXES as TABLES
+from toolkit.data.tables import table_rows
 from toolkit.errors import DataError, RowError
 from toolkit.messages import tr
+from toolkit.outside import json_object, reading
 
-SUFFIXES = (".jsonl", ".json", ".ndjson", ".csv", ".tsv", ".parquet", ".arrow")
-_TABLES = (".parquet", ".arrow")
+SUFFIXES = (".jsonl", ".json", ".ndjson", ".csv", ".tsv", *TABLES)
 _PACKED = (".gz", ".zst")
 _COMPRESSED = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd"}
 _LARGEST_LINE_BYTES = 1 << 28
+_MOST_UNPACKED = 200
+"""Times its packed size that a file may unpack to; texts and even repeated rows reach 3 to 100."""
+_UNPACKED_OF_ANY_FILE_BYTES = 64 << 20
 _LEAST_BLOCK_BYTES = 1 << 20
 _MOST_BLOCKS = 2048
 _ROWS_PER_BLOCK = 2048
@@ -80,7 +84,7 @@ def files_of(source: SourceConfig) -> list[Path]:
             )
     for file in files:
         suffixes = file.suffixes[-2:]
-        if len(suffixes) == 2 and suffixes[0].lower() in _TABLES and suffixes[1].lower() in _PACKED:
+        if len(suffixes) == 2 and suffixes[0].lower() in TABLES and suffixes[1].lower() in _PACKED:
             raise DataError(
                 tr("'{path}' is packed twice: Parquet and Arrow compress by themselves. Unpack it.", path=file)
             )
@@ -127,7 +131,7 @@ def _bare(name: str) -> str:
 def _saved_by_datasets(folder: Path, split: str) -> list[Path]:
     """Return the Arrow files of a folder that `datasets` has saved (save_to_disk), [] if it is no such folder."""
     if (folder / "dataset_dict.json").is_file():
-        splits = json.loads((folder / "dataset_dict.json").read_text(encoding="utf-8"))["splits"]
+        splits = _entry(folder / "dataset_dict.json", "splits", str)
         if split not in splits:
             raise DataError(
                 tr(
@@ -140,10 +144,21 @@ def _saved_by_datasets(folder: Path, split: str) -> list[Path]:
         folder = folder / split
     if not (folder / "state.json").is_file():
         return []
-    state = json.loads((folder / "state.json").read_text(encoding="utf-8"))
-    if not state["_data_files"]:
+    files = _entry(folder / "state.json", "_data_files", dict)
+    if not files:
         raise DataError(tr("{path} holds no row.", path=folder))
-    return [folder / item["filename"] for item in state["_data_files"]]
+    names = [str(item.get("filename", "")) for item in files]
+    if any(Path(name).name != name for name in names):
+        raise DataError(tr("{file} names files outside of its folder: refused.", file=folder / "state.json"))
+    return [folder / name for name in names]
+
+
+def _entry(file: Path, key: str, kind: type) -> list[Any]:
+    """Return a list of a file of `datasets`."""
+    value = json_object(file, DataError).get(key)
+    if not isinstance(value, list) or not all(isinstance(item, kind) for item in value):
+        raise DataError(tr("{file} has no list '{key}': save the dataset again.", file=file, key=key))
+    return value
 
 
 def block_bytes(total_bytes: int) -> int:
@@ -167,8 +182,12 @@ def blocks(path: Path, least_bytes: int, columns: Collection[str] = ()) -> Itera
         DataError: the file cannot be read on.
     """
     name = _bare(path.name)
-    if name.endswith(_TABLES):
-        yield from _table_blocks(path, {*_FIELDS, *columns})
+    if name.endswith(TABLES):
+        first = 1
+        with reading(path, DataError):
+            for batch, position in table_rows(path, {*_FIELDS, *columns}):
+                yield Block(first, list(enumerate(batch)), position)
+                first += len(batch)
         return
     with opened(path) as (file, raw):
         items = 0
@@ -205,11 +224,41 @@ def opened(path: Path) -> Iterator[tuple[io.BufferedReader, IO[bytes]]]:
                 import pyarrow
 
                 with pyarrow.CompressedInputStream(pyarrow.PythonFile(raw, "r"), codec) as unpacked:
-                    yield io.BufferedReader(unpacked, 1 << 20), raw
+                    yield io.BufferedReader(_Unpacked(unpacked, path), 1 << 20), raw
     except OSError as error:
         raise DataError(
             tr("Cannot read '{path}': {reason}.", path=path, reason=error.strerror or error),
         ) from error
+
+
+class _Unpacked(io.RawIOBase):
+    """What a packed file holds, up to a size at which it can only be there to fill the memory or the day."""
+
+    def __init__(self, stream: Any, path: Path) -> None:
+        self.stream, self.path = stream, path
+        self.left = max(_UNPACKED_OF_ANY_FILE_BYTES, _MOST_UNPACKED * path.stat().st_size)
+
+    def readable(self) -> bool:
+        """Return True."""
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        """Read into a buffer.
+
+        Raises:
+            DataError: the file holds too much.
+        """
+        count: int = self.stream.readinto(buffer)
+        self.left -= count
+        if self.left < 0:
+            raise DataError(
+                tr(
+                    "'{path}' unpacks to more than {times} times its size. If that is really your data, unpack it.",
+                    path=self.path,
+                    times=_MOST_UNPACKED,
+                )
+            )
+        return count
 
 
 def _line_blocks(file: io.BufferedReader, raw: IO[bytes], path: Path, least_bytes: int) -> Iterator[Block]:
@@ -228,13 +277,22 @@ def _line_blocks(file: io.BufferedReader, raw: IO[bytes], path: Path, least_byte
                     size=_LARGEST_LINE_BYTES >> 20,
                 )
             )
+        if is_blank := line == b"\n":  # with those that follow it: a file may hold millions
+            ahead = file.peek()
+            line += file.read(len(ahead) - len(ahead.lstrip(b"\n")))
+            number += len(line) - 1
         lines.append(line.removeprefix(BOM) if number == 1 else line)
         size += len(line)
-        if size >= 4 * least_bytes or (size >= least_bytes and zlib.crc32(line) % 256 == 0):
-            yield Block(first, b"".join(lines), raw.tell())
+        if size >= 4 * least_bytes or (size >= least_bytes and not is_blank and zlib.crc32(line) % 256 == 0):
+            yield from _unless_blank(first, b"".join(lines), raw.tell())
             lines, size, first = [], 0, number + 1
-    if lines:
-        yield Block(first, b"".join(lines), raw.tell())
+    yield from _unless_blank(first, b"".join(lines), raw.tell())
+
+
+def _unless_blank(first: int, content: bytes, position: int) -> Iterator[Block]:
+    """Yield a block that holds anything: its blank lines would be looked at one by one."""
+    if content.strip():
+        yield Block(first, content, position)
 
 
 def _row_blocks(rows: Iterator[tuple[int, Any]], raw: IO[bytes], item: int) -> Iterator[Block]:
@@ -279,59 +337,6 @@ def _csv_rows(file: io.BufferedReader, path: Path, delimiter: str) -> Generator[
         raise DataError(
             tr("{path}:{line}: broken CSV: {reason}. Correct the file.", path=path, line=line + 1, reason=error)
         ) from None
-
-
-def _table_blocks(path: Path, columns: Collection[str]) -> Iterator[Block]:
-    """Yield the rows of a Parquet or Arrow file; their numbers count from 1."""
-    import pyarrow
-    import pyarrow.parquet
-
-    size, first = path.stat().st_size, 1
-    try:
-        if path.suffix.lower() == ".parquet":
-            with pyarrow.parquet.ParquetFile(path) as file:
-                total = max(file.metadata.num_rows, 1)
-                names = file.schema_arrow.names
-                for batch in file.iter_batches(_ROWS_PER_BLOCK, columns=[name for name in names if name in columns]):
-                    rows = _table_rows(batch, names)
-                    yield Block(first, list(enumerate(rows)), size * (first - 1) // total)
-                    first += batch.num_rows
-            return
-        with pyarrow.memory_map(str(path)) as mapped:
-            for batch in _arrow_batches(mapped):
-                names = batch.schema.names
-                chosen = batch.select([name for name in names if name in columns])
-                for start in range(0, batch.num_rows, _ROWS_PER_BLOCK):
-                    rows = _table_rows(chosen.slice(start, _ROWS_PER_BLOCK), names)
-                    yield Block(first, list(enumerate(rows)), mapped.tell())
-                    first += len(rows)
-    # Arrow says OSError of damaged pages too, and Python's own errors of values that it cannot hold.
-    except (OSError, ValueError, OverflowError, KeyError, pyarrow.ArrowException) as error:
-        raise DataError(
-            tr("Cannot read '{path}': {reason}.", path=path, reason=str(error).splitlines()[0] if str(error) else error)
-        ) from error
-
-
-def _table_rows(batch: Any, names: list[str]) -> list[dict[str, Any]]:
-    """Return rows in which columns that were not read are null."""
-    if len(set(names)) != len(names):
-        raise ValueError(tr("two columns are called '{name}'", name=next(n for n in names if names.count(n) > 1)))
-    others = dict.fromkeys(names)
-    return [{**others, **row} for row in batch.to_pylist()] if batch.num_columns else [others] * batch.num_rows
-
-
-def _arrow_batches(mapped: Any) -> Iterator[Any]:
-    """Yield the batches of an Arrow file in either of its two forms (`datasets` writes streams)."""
-    import pyarrow
-
-    try:
-        reader = pyarrow.ipc.open_file(mapped)
-    except pyarrow.ArrowInvalid:
-        mapped.seek(0)
-        yield from pyarrow.ipc.open_stream(mapped)
-        return
-    for number in range(reader.num_record_batches):
-        yield reader.get_batch(number)
 
 
 def rows_of(block: Block) -> Iterator[tuple[int, bytes | Any]]:

@@ -11,7 +11,8 @@ from toolkit.messages import tr
 
 BOM = b"\xef\xbb\xbf"
 _CHUNK_BYTES = 1 << 20
-_LARGEST_ITEM_CHARS = 1 << 26
+LARGEST_ROW_BYTES = 1 << 24
+"""Of one row, as JSON: to tokenise it takes about a hundred times as much memory."""
 _SPACE = re.compile(r"[ \t\n\r]*")
 _HALF = re.compile(rb"\\u[dD][89a-fA-F]")
 
@@ -20,8 +21,9 @@ def parse_line(line: bytes) -> object:
     """Return the value of one line.
 
     Raises:
-        RowError: it is not UTF-8, not JSON, or names a key twice.
+        RowError: it is too long, not UTF-8, not JSON, or names a key twice.
     """
+    _check_size(len(line))
     try:
         value = DECODER.decode(line.decode("utf-8"))
     except (ValueError, RecursionError) as error:
@@ -35,10 +37,10 @@ def check_characters(value: object) -> None:
     r"""Refuse halves of characters (an escape such as \ud83d alone), which no tokenizer can encode, in texts and keys.
 
     Raises:
-        RowError: there is one; or a byte that was not UTF-8, which Python calls by such a half.
+        RowError: there is one; or a byte that was not UTF-8, which Python calls by such a half; or the row is too long.
     """
     try:
-        json.dumps(value, ensure_ascii=False, default=str).encode("utf-8")
+        _check_size(len(json.dumps(value, ensure_ascii=False, default=str).encode("utf-8")))
     except UnicodeEncodeError as error:
         code, around = ord(error.object[error.start]), error.object[max(error.start - 20, 0) : error.start]
         if 0xDC80 <= code <= 0xDCFF:
@@ -59,6 +61,17 @@ def check_characters(value: object) -> None:
         ) from None
     except RecursionError as error:
         raise reason(error) from None
+
+
+def _check_size(size: int) -> None:
+    if size > LARGEST_ROW_BYTES:
+        raise RowError(
+            tr(
+                "a row of {size} MiB; at most {most} MiB can be tokenised at once. Split its text over several rows",
+                size=size >> 20,
+                most=LARGEST_ROW_BYTES >> 20,
+            )
+        )
 
 
 def array_rows(file: IO[bytes]) -> Generator[tuple[int, object]]:
@@ -122,7 +135,7 @@ class _ArrayReader:
             except json.JSONDecodeError as error:
                 # Cut off, or broken? Broken is what is wrong well before the end of what has been read.
                 cut = error.msg.startswith("Unterminated") or error.pos > len(self.text) - 64
-                if self.at_end or not cut or len(self.text) - self.at > _LARGEST_ITEM_CHARS:
+                if self.at_end or not cut or len(self.text) - self.at > LARGEST_ROW_BYTES:
                     self._stop(error)
             except (ValueError, RecursionError) as error:
                 self._stop(error)

@@ -34,6 +34,12 @@ CODE_VERSION = 3
 
 EXAMPLES = 5
 _BATCH_ROWS = 512
+_BATCH_CHARS = 1 << 22
+"""So much text is tokenised at once: tokens take about a hundred times the memory of their text while that lasts."""
+_MOST_MESSAGES = 2000
+"""Of a row: a chat template writes a conversation once more for each of its answers."""
+_MOST_TEXT = 1 << 26
+"""Characters of all the samples of a row, which repeat each other where only the last answer of one is trained."""
 _EXCERPT_CHARS = 200
 
 
@@ -178,6 +184,7 @@ class PartMaker:
             try:
                 parsed = parse_row(value)
                 whole = reader.read(parsed)
+                found = self._marked(whole)
             except RowError as error:
                 account.refuse(row, error, value)
                 continue
@@ -185,13 +192,39 @@ class PartMaker:
                 account.unused = reader.unused(parsed)
             if self.encoder.drops_system and (whole.tools or any(m["role"] == "system" for m in whole.messages)):
                 account.systems += 1
-            found = list(marked(whole, self.rules.train_on, self.encoder.only_last))
             if not found:
                 account.drop(tr("no token the loss covers"), row)
             read += [(row, conversation) for conversation in found]
         values = dict(batch)
-        for row, conversation, encoded in self._encoded(read, values, account):
-            yield from self._fitted(row, conversation, encoded, account, values)
+        for some in _by_size(read):
+            for row, conversation, encoded in self._encoded(some, values, account):
+                yield from self._fitted(row, conversation, encoded, account, values)
+
+    def _marked(self, whole: Conversation) -> list[Conversation]:
+        """Return what is learned from a row; see `conversation.marked`.
+
+        Raises:
+            RowError: it is so much that it would take minutes.
+        """
+        if len(whole.messages) > _MOST_MESSAGES:
+            raise RowError(
+                tr(
+                    "a conversation of {count} messages; at most {most} can be used. Split it over several rows",
+                    count=f"{len(whole.messages):,}",
+                    most=f"{_MOST_MESSAGES:,}",
+                )
+            )
+        found = list(marked(whole, self.rules.train_on, self.encoder.only_last))
+        if len(found) > 1 and sum(map(_chars, found)) > _MOST_TEXT:
+            raise RowError(
+                tr(
+                    "{count} answers, each with all that is said before it, come to more than {most} million "
+                    "characters. Split the conversation over several rows",
+                    count=len(found),
+                    most=_MOST_TEXT >> 20,
+                )
+            )
+        return found
 
     def _encoded(
         self, read: list[tuple[RowPlace, Conversation]], values: dict[RowPlace, Any], account: Account
@@ -227,6 +260,24 @@ class PartMaker:
         account.truncated += fitted.truncated
         account.split += fitted.split
         yield from ((row, sample) for sample in fitted.samples)
+
+
+def _by_size(read: list[tuple[RowPlace, Conversation]]) -> Iterator[list[tuple[RowPlace, Conversation]]]:
+    """Yield the conversations of a batch in groups of a bounded size, in their order."""
+    group: list[tuple[RowPlace, Conversation]] = []
+    size = 0
+    for item in read:
+        size += _chars(item[1])
+        group.append(item)
+        if size >= _BATCH_CHARS:
+            yield group
+            group, size = [], 0
+    if group:
+        yield group
+
+
+def _chars(conversation: Conversation) -> int:
+    return sum(len(message["content"]) for message in conversation.messages)
 
 
 def id_dtype(vocab_size: int) -> np.dtype[Any]:
@@ -285,5 +336,5 @@ def _definite(row_format: RowFormat) -> RowFormat:
 
 
 def _excerpt(value: object) -> str:
-    text = value.decode("utf-8", "replace") if isinstance(value, bytes) else repr(value)
+    text = value[: 4 * _EXCERPT_CHARS].decode("utf-8", "replace") if isinstance(value, bytes) else repr(value)
     return text.strip()[:_EXCERPT_CHARS]

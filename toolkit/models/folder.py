@@ -11,6 +11,7 @@ from toolkit.errors import ModelError
 from toolkit.messages import tr
 from toolkit.models.chatglm.family import Architecture, architecture_of, check_supported
 from toolkit.models.remote_code import code_files, is_trusted, trust
+from toolkit.outside import json_object
 
 LFS_POINTER = b"version https://git-lfs"
 
@@ -49,13 +50,7 @@ def read_object(file: Path) -> dict[str, Any]:
     Raises:
         ModelError: it holds anything else.
     """
-    try:
-        value = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ModelError(tr("{file} is not JSON: {reason}", file=file, reason=error)) from error
-    if not isinstance(value, dict):
-        raise ModelError(tr("{file} is not a JSON object.", file=file))
-    return value
+    return json_object(file, ModelError)
 
 
 def trust_folder(path: str) -> None:

@@ -1,0 +1,75 @@
+"""Files that others have written: whatever one makes a reader raise becomes one message that names the file."""
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from toolkit.errors import RowError, ToolkitError
+from toolkit.messages import tr
+
+_LARGEST_JSON_BYTES = 256 << 20
+"""Of a file that is one JSON object; the largest in use are tokenizers and the indices of weights, below 64 MiB."""
+_REASON_CHARS = 300
+
+
+@contextmanager
+def reading(file: Path | str, error: type[ToolkitError], mend: str = "") -> Iterator[None]:
+    """Turn whatever the body raises while it reads a file into one message.
+
+    The body holds calls of libraries on the file and little else, so that no mistake of ours hides in it.
+
+    Args:
+        file: the file, or the directory.
+        error: what to raise.
+        mend: a sentence that says what to do.
+
+    Raises:
+        ToolkitError: as `error`; what already names its place passes.
+    """
+    try:
+        yield
+    except (ToolkitError, RowError):
+        raise
+    except BaseException as problem:
+        # A panic of a Rust library (tokenizers, safetensors) is no Exception (pyo3 0.26).
+        if not isinstance(problem, Exception) and type(problem).__name__ != "PanicException":
+            raise
+        text = tr("Cannot read '{path}': {reason}.", path=file, reason=reason_of(problem))
+        raise error(f"{text} {mend}".rstrip()) from problem
+
+
+def reason_of(problem: BaseException) -> str:
+    """Return what went wrong in one line."""
+    if isinstance(problem, RecursionError):
+        return tr("it is nested too deeply")
+    if isinstance(problem, MemoryError):
+        return tr("it needs more memory than there is")
+    if isinstance(problem, OSError) and problem.strerror:
+        return problem.strerror
+    if isinstance(problem, KeyError):
+        return tr("no key '{key}'", key=str(problem.args[0]) if problem.args else "")
+    lines = str(problem).strip().splitlines()
+    reason = lines[0][:_REASON_CHARS].rstrip(".") if lines else ""
+    return reason or type(problem).__name__
+
+
+def json_object(file: Path, error: type[ToolkitError]) -> dict[str, Any]:
+    """Return the JSON object in a file.
+
+    Raises:
+        ToolkitError: as `error`: the file cannot be read, or holds anything else.
+    """
+    with reading(file, error):
+        size = file.stat().st_size
+        if size > _LARGEST_JSON_BYTES:
+            raise ValueError(tr("{size} MiB are too many for one JSON object", size=size >> 20))
+        content = file.read_text(encoding="utf-8-sig")
+    try:
+        value = json.loads(content)
+    except (ValueError, RecursionError) as problem:
+        raise error(tr("{file} is not JSON: {reason}", file=file, reason=reason_of(problem))) from problem
+    if not isinstance(value, dict):
+        raise error(tr("{file} is not a JSON object.", file=file))
+    return value
