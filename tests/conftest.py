@@ -1,5 +1,6 @@
 """Shared by all tests: English messages, no network, and a way to launch real ranks."""
 
+import json
 import os
 import subprocess
 from collections.abc import Iterator
@@ -16,27 +17,68 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
 
+TIERS = ("default", "ranks", "nightly")
+FOLDERS = {"ranks": "ranks", "system": "nightly"}
+"""Tier of the tests in a directory; those of all others belong to the default tier. A marker of a tier's name wins."""
+DURATIONS = Path(__file__).with_name("durations.json")
+"""Seconds of each test file, measured: the longest begins first, so that no worker is left with it at the end."""
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Two options for the fault battery."""
-    parser.addoption("--nightly", action="store_true", help="also the tests that take minutes each")
+    """Choose tiers and faults; measure."""
+    parser.addoption("--tier", default="default,ranks", help="tiers to run: default, ranks, nightly, or all")
     parser.addoption("--faults", default="", help="only the faults with these identifiers, such as 'K1 K2'")
+    parser.addoption("--record-durations", action="store_true", help=f"write the seconds of each file to {DURATIONS}")
+
+
+def tier_of(item: pytest.Item) -> str:
+    """Return the tier that a test belongs to: the cheapest that can fail for its reason."""
+    marked = [tier for tier in TIERS if item.get_closest_marker(tier)]
+    return marked[0] if marked else FOLDERS.get(item.path.parent.name, "default")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out what takes long, and say in reports which fault a test puts in."""
+    """Select tiers and faults, start the longest files first, and record which fault a test puts in."""
     wanted = set(config.getoption("--faults").split())
-    kept, left_out = [], []
+    tiers = TIERS if config.getoption("--tier") == "all" else config.getoption("--tier").split(",")
+    if unknown := set(tiers) - set(TIERS):
+        raise pytest.UsageError(f"--tier: unknown {', '.join(sorted(unknown))}; expected {', '.join(TIERS)} or all")
+    selected, deselected = [], []
     for item in items:
         faults = [name for mark in item.iter_markers("fault") for name in mark.args]
         if faults:
             item.user_properties.append(("fault", " ".join(faults)))
             text = getattr(getattr(item, "function", None), "__doc__", None) or ""
             item.user_properties.append(("text", text.split("\n")[0]))
-        is_nightly = item.get_closest_marker("nightly") and not config.getoption("--nightly")
-        (left_out if is_nightly or (wanted and not wanted & set(faults)) else kept).append(item)
-    if left_out:
-        config.hook.pytest_deselected(items=left_out)
-        items[:] = kept
+        is_selected = tier_of(item) in tiers and (not wanted or wanted & set(faults))
+        (selected if is_selected else deselected).append(item)
+    if deselected:
+        config.hook.pytest_deselected(items=deselected)
+    seconds = json.loads(DURATIONS.read_text(encoding="utf-8")) if DURATIONS.exists() else {}
+    items[:] = sorted(selected, key=lambda item: -seconds.get(file_of(item.nodeid), 0.0))
+
+
+def file_of(nodeid: str) -> str:
+    """Return the file of a test's identifier."""
+    return nodeid.partition("::")[0]
+
+
+_seconds: dict[str, float] = {}
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """Add up what each file takes, set-up of its fixtures included."""
+    name = file_of(report.nodeid)
+    _seconds[name] = _seconds.get(name, 0.0) + report.duration
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Keep the seconds of the files that ran; those of the others stay."""
+    if session.config.getoption("--record-durations") and not hasattr(session.config, "workerinput"):
+        known = json.loads(DURATIONS.read_text(encoding="utf-8")) if DURATIONS.exists() else {}
+        measured = known | {name: round(seconds, 1) for name, seconds in _seconds.items()}
+        present = {name: measured[name] for name in sorted(measured) if (DURATIONS.parents[1] / name).exists()}
+        DURATIONS.write_text(json.dumps(present, indent=0) + "\n", encoding="utf-8")
 
 
 @pytest.fixture(autouse=True)

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT / "tests" / "distributed"))
 
 from ranks import BIN, free_port, run  # noqa: E402
 
@@ -53,7 +52,7 @@ def test_the_commands_run(tmp_path: Path) -> None:
             words = ["recipe=zero1" if word == "recipe=NAME" else word for word in words]
             words += [*SMALL, f"prepare.dir={tmp_path}/cache", "run.name=readme-" + str(len(ran)), "optim.torch=true"]
         if words[0] == "toolkit" and words[1] in ("generate", "chat", "serve", "export-model"):
-            continue  # need a model; tests/unit, tests/chatglm and tests/distributed/test_launch_and_fail.py run them
+            continue  # need a model; tests/unit, tests/parity and tests/system/test_launch_and_fail.py run them
         if words[0] == "deepspeed":
             words[1:1] = ["--num_gpus", "2", "--master_port", str(free_port())]
         words[0] = {"python": sys.executable, "toolkit": str(BIN / "toolkit"), "deepspeed": str(BIN / "deepspeed")}.get(

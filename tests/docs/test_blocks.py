@@ -3,17 +3,13 @@
 import ast
 import json
 import re
-import sys
 from pathlib import Path
 
 import pytest
+from pages import PAIRED, ROOT, Block, blocks, chinese
 
 from toolkit.config.checks import check
 from toolkit.config.load import load
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-from pages import PAIRED, ROOT, Block, blocks, chinese
 
 BOTH = [page for pair in PAIRED for page in (pair, chinese(pair))]
 PACKAGES = {path.name for path in (ROOT / "toolkit").iterdir() if path.is_dir()}

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import pytest
+from pages import PAIRED, ROOT, chinese, commands
 from torch.distributed.run import get_args_parser
 
 from toolkit.cli import COMMANDS
@@ -24,16 +25,12 @@ from toolkit.engine.ds_config import build_ds_config
 from toolkit.errors import ConfigError
 from toolkit.launch import ancestors
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-from pages import PAIRED, ROOT, chinese, commands
-
 ELSEWHERE = {
     "scripts/": "makes environments and trains; CI runs scripts/test, and its parts one by one",
     "source ": "the shell's",
     "export ": "the shell's",
     "cp ": "the shell's; tests/test_readme.py runs the one of the README",
-    "curl ": "asks a server; tests/unit and tests/chatglm ask them",
+    "curl ": "asks a server; tests/unit and tests/parity ask them",
     "pip install": "needs the network",
     "hf download": "needs the network",
     "ssh": "another machine",

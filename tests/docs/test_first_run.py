@@ -3,11 +3,7 @@
 import json
 import re
 import shlex
-import sys
 from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "distributed"))
-sys.path.insert(0, str(Path(__file__).parent))
 
 from pages import ROOT, blocks, commands
 from ranks import BIN, deepspeed, run

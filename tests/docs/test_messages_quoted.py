@@ -2,17 +2,12 @@
 
 import ast
 import re
-import sys
-from pathlib import Path
 
 import pytest
+from pages import ROOT, Block, blocks, chinese
 
 from toolkit import errors
 from toolkit.messages_zh import CHINESE
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-from pages import ROOT, Block, blocks, chinese
 
 PAGE = ROOT / "docs" / "debugging.md"
 QUOTES = [

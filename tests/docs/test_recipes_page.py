@@ -2,17 +2,13 @@
 
 import json
 import re
-import sys
 from pathlib import Path
 
 import pytest
+from pages import ROOT, chinese
 
 from toolkit.cli import main as toolkit_main
 from toolkit.config.files import known_recipes
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-from pages import ROOT, chinese
 
 PAGE = ROOT / "docs" / "recipes.md"
 CARDS = re.findall(r"^\| `\w+` \| `\d+x.*\|$", PAGE.read_text(encoding="utf-8"), re.MULTILINE)

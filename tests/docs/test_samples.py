@@ -2,19 +2,15 @@
 
 import csv
 import re
-import sys
 from pathlib import Path
 
 import pytest
+from pages import ROOT, blocks, chinese
 
 from toolkit.config.schema import DataConfig, RowFormat, SourceConfig
 from toolkit.data.formats import detect_format, parse_row
 from toolkit.data.json_rows import parse_line
 from toolkit.data.sources import read_conversations
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-from pages import ROOT, blocks, chinese
 
 ENGLISH = ROOT / "docs" / "data.md"
 PAGES = [ENGLISH, chinese(ENGLISH), ROOT / "README.md", ROOT / "README_zh.md"]

@@ -9,9 +9,6 @@ from pathlib import Path
 from urllib.parse import unquote
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
-
 from pages import PAIRED, ROOT
 
 

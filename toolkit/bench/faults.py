@@ -26,11 +26,11 @@ def run_battery(only: str = "") -> dict[str, Any]:
     Raises:
         ConfigError: there are no tests here, or none of such faults.
     """
-    if not (TESTS / "distributed").is_dir():
+    if not (TESTS / "system").is_dir():
         raise ConfigError(tr("the fault battery needs a checkout of this toolkit: there is no {folder}.", folder=TESTS))
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
-        command = [sys.executable, "-m", "pytest", str(TESTS), "-m", "fault", "--nightly", f"--junitxml={report}"]
+        command = [sys.executable, "-m", "pytest", str(TESTS), "-m", "fault", "--tier=all", f"--junitxml={report}"]
         # A place of its own: pytest removes that of its last run but three, and others may run tests meanwhile.
         command += ["-o", "junit_family=legacy"]  # the newer one has no properties of cases
         command += [f"--basetemp={folder}/tests", f"--faults={only}"]

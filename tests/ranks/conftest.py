@@ -1,0 +1,3 @@
+"""Fixtures of this folder."""
+
+from shared import rows_file, straight  # noqa: F401

@@ -1,0 +1,258 @@
+"""Data and runs that several tests share; each launch is paid for once."""
+
+import json
+import random
+from collections.abc import Collection, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pytest
+from ranks import REPOSITORY, forked, run
+
+Cell = TypeVar("Cell")
+
+WORDS = [
+    "red",
+    "green",
+    "blue",
+    "apple",
+    "pear",
+    "plum",
+    "runs",
+    "walks",
+    "sleeps",
+    "quickly",
+    "slowly",
+    "today",
+    "tomorrow",
+    "never",
+    "always",
+]
+
+
+@pytest.fixture(scope="session")
+def rows_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """37 short question/answer rows: no multiple of any batch size used, so every epoch has a short last step."""
+    draw = random.Random(7)
+    file = tmp_path_factory.mktemp("data") / "rows.jsonl"
+    with file.open("w", encoding="utf-8") as handle:
+        for _ in range(37):
+            prompt = " ".join(draw.choices(WORDS, k=draw.randint(2, 8)))
+            response = " ".join(draw.choices(WORDS, k=draw.randint(1, 12)))
+            handle.write(json.dumps({"prompt": prompt, "response": response}) + "\n")
+    return file
+
+
+def tiny(rows_file: Path, folder: Path, name: str, *overrides: str) -> list[str]:
+    """Return overrides of a tiny run: fp32, torch's Adam, not rehearsed, every step logged, all below `folder`."""
+    return [
+        "recipe=quickstart",
+        "model=glm_tiny",
+        f"data.sources=[{{path: {rows_file}}}]",
+        "data.validation_fraction=0.2",
+        f"prepare.dir={folder}/cache",
+        f"run.dir={folder}/runs",
+        f"run.name={name}",
+        "batch.global_size=4",
+        "batch.micro_per_gpu=1",
+        "train.max_steps=10",
+        "train.log_every=1",
+        "train.rehearse=false",
+        "report.enabled=false",
+        "optim.lr=0.003",
+        "schedule=linear",
+        "schedule.warmup_steps=2",
+        "evaluate.prompts=[]",
+        "evaluate.ngram_baselines=false",
+        *overrides,
+    ]
+
+
+def of_tier(request: pytest.FixtureRequest, cells: dict[str, Cell], short: Collection[str]) -> dict[str, Cell]:
+    """Return the cells that a launch runs: where the default tier runs alone, those of its tests."""
+    is_short = request.config.getoption("--tier") == "default"
+    return {name: cell for name, cell in cells.items() if not is_short or name in short}
+
+
+def default_first(names: Collection[str], short: Collection[str]) -> list[Any]:
+    """Return the parameters of a test, those in `short` marked as tests of the default tier."""
+    return [pytest.param(name, marks=pytest.mark.default) if name in short else name for name in names]
+
+
+SHORT_FIRST = ["data.curriculum.steps=4", "data.curriculum.start_length=12", "data.max_length=64"]
+"""Overrides: the shortest samples first, for as many steps."""
+
+
+def experts(folder: Path) -> Path:
+    """Write a tiny GLM-4.5 whose head is its embedding: experts in one tensor, a stored buffer, tied weights."""
+    import torch
+    import transformers
+    from official import write
+
+    from toolkit.models import load_tokenizer
+
+    config = transformers.Glm4MoeConfig(
+        vocab_size=1024,
+        hidden_size=32,
+        intermediate_size=48,
+        moe_intermediate_size=16,
+        num_hidden_layers=2,
+        first_k_dense_replace=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=16,
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        n_group=1,
+        topk_group=1,
+        num_nextn_predict_layers=0,
+        tie_word_embeddings=True,
+        eos_token_id=956,
+        pad_token_id=956,
+        bos_token_id=None,
+    )
+    torch.manual_seed(3)
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    load_tokenizer(write(folder.with_name("vocabulary"), "glm4", tokenizer=True)).save_pretrained(folder)
+    return folder
+
+
+def check_short_first(
+    mine: Path, theirs: Path, names: Sequence[str] = ("loss", "grad_norm", "eval_loss"), **near: float
+) -> None:
+    """Compare two `SHORT_FIRST` runs: the same samples in each step, and figures as near as `pytest.approx` is told."""
+    rows, others = rows_of(mine), rows_of(theirs)
+    for one, other in zip(rows, others, strict=True):
+        for name in ("step", "curriculum_length", "trained_tokens", "total_tokens"):
+            assert one.get(name) == other.get(name), name
+        for name in names:
+            assert one.get(name, 0.0) == pytest.approx(other.get(name, 0.0), **near), (name, one)
+    assert len({row["curriculum_length"] for row in rows if "loss" in row}) > 2
+
+
+TIMED = {
+    *("tokens_per_s", "trained_tokens_per_s", "rank_tokens_per_s", "eval_tokens_per_s"),
+    *("samples_per_s", "rank_samples_per_s"),
+    *("step_s", "step_median_s", "step_p95_s"),
+    *("data_wait_s", "data_wait_fraction", "data_wait_rank", "slowest_rank", "slowest_rank_s", "median_rank_s"),
+    *("fastest_rank_s", "time"),
+    *("model_flops_per_s", "hardware_flops_per_s", "mfu_matmul", "hfu_matmul"),
+    *("host_memory_peak_bytes", "planned_memory_bytes"),
+}
+"""What rows of metrics.jsonl say of the machine, and not of the training."""
+
+
+def trained(run_folder: Path) -> list[dict[str, float]]:
+    """Return metrics.jsonl of a run without what the machine did to it."""
+    return [{key: value for key, value in row.items() if key not in TIMED} for row in rows_of(run_folder)]
+
+
+def rows_of(run_folder: Path) -> list[dict[str, float]]:
+    """Return metrics.jsonl of a run."""
+    return [json.loads(line) for line in (run_folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def losses(run_folder: Path) -> list[float]:
+    """Return the training loss of each step."""
+    return [row["loss"] for row in rows_of(run_folder) if "loss" in row]
+
+
+def eval_losses(run_folder: Path) -> list[float]:
+    """Return the validation losses in order."""
+    return [row["eval_loss"] for row in rows_of(run_folder) if "eval_loss" in row]
+
+
+def plain_loop(
+    overrides: list[str], steps: int, data: Sequence[int] = (), without: Collection[int] = ()
+) -> tuple[list[float], list[float]]:
+    """Train in a plain PyTorch loop without any of our training code; every sample on a padded row of its own.
+
+    Args:
+        overrides: of a `tiny` run: fp32, global batch 4, linear schedule with two warm-up steps.
+        steps: train.max_steps of the run.
+        data: whose data each step takes, from 1, where that is not its own.
+        without: steps, from 1, that do not update anything; the schedule does not advance either.
+
+    Returns:
+        The training losses; first and last validation loss.
+    """
+    import torch
+
+    from toolkit.config.load import load
+    from toolkit.data.collate import collate
+    from toolkit.data.sampler import GlobalBatchSampler
+    from toolkit.models.build import build_model
+    from toolkit.train.batches import rows_per_step
+    from toolkit.train.prepared import prepare_data
+
+    cfg = load(overrides).cfg
+    prepared = prepare_data(cfg, speaks=False)
+    assert prepared.validation is not None
+    model = build_model(cfg.model, cfg.precision.dtype, prepared.tokenizer, cfg.run.seed)
+
+    def mean_loss(samples: list[tuple]) -> torch.Tensor:
+        batch = collate([[sample] for sample in samples], prepared.pad_id)
+        logits = model(input_ids=batch["input_ids"], attention_mask=(batch["segment_ids"] > 0).long()).logits
+        return torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten())
+
+    def validation_loss() -> float:
+        with torch.no_grad():
+            return float(mean_loss([prepared.validation[i] for i in range(len(prepared.validation))]))
+
+    optimizer = torch.optim.AdamW(
+        model.parameters(),
+        lr=cfg.optim.lr,
+        betas=tuple(cfg.optim.betas),
+        eps=cfg.optim.eps,
+        weight_decay=cfg.optim.weight_decay,
+    )
+    plan, size = prepared.train_plan, rows_per_step(cfg, prepared.packing)[0]
+    sampler = GlobalBatchSampler(len(plan), size, size, 0, 1, f"{cfg.run.seed} {prepared.train.fingerprint}")
+    data = data or range(1, steps + 1)
+    batches = list(islice(sampler, max(data)))
+    found, before, updates = [], validation_loss(), 0
+    for step, rows in enumerate((batches[number - 1] for number in data), start=1):
+        # DeepSpeed's WarmupDecayLR: two steps at 0 (before and at its iteration 0), then up over 2 steps, then down.
+        iteration = max(updates - 1, 0)
+        factor = iteration / 2 if iteration < 2 else (steps - iteration) / (steps - 2)
+        for group in optimizer.param_groups:
+            group["lr"] = cfg.optim.lr * factor
+        loss = mean_loss([prepared.train[sample] for row in rows for sample in plan[row]])
+        found.append(float(loss.detach()))
+        if step in without:
+            continue
+        updates += 1
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), cfg.train.gradient_clipping)
+        optimizer.step()
+    return found, [before, validation_loss()]
+
+
+FAULTY = str(REPOSITORY / "tests" / "ranks" / "faulty_run.py")
+STEPS = 8
+
+
+def faulty_words(rows_file: Path, folder: Path, name: str, *overrides: str) -> list[str]:
+    """Return the arguments of a run of 8 steps that saves at every second."""
+    return tiny(
+        rows_file,
+        folder,
+        name,
+        f"train.max_steps={STEPS}",
+        "checkpoint.every=2",
+        "checkpoint.export=false",
+        "zero=stage2",
+        "evaluate.at_start=false",
+        *overrides,
+    )
+
+
+@pytest.fixture(scope="session")
+def straight(tmp_path_factory: pytest.TempPathFactory, rows_file: Path) -> list[float]:
+    """Losses of the run that nothing happens to."""
+    folder = tmp_path_factory.mktemp("straight")
+    finished = run(forked(2, FAULTY, *faulty_words(rows_file, folder, "straight")), cwd=folder, FAULT="{}")
+    assert finished.code == 0, finished.output[-4000:]
+    return losses(folder / "runs" / "straight")

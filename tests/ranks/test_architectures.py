@@ -1,0 +1,88 @@
+"""Any causal language model of transformers: loaded in pieces, trained under ZeRO-3, gone on with, exported, loaded."""
+
+import json
+from pathlib import Path
+
+import official
+import pytest
+import transformers
+from ranks import REPOSITORY, forked, run
+from shared import losses, rows_of, tiny
+
+from tests.architectures import write
+from toolkit.models import load_model, load_tokenizer, probe
+
+WORKER = str(REPOSITORY / "tests" / "ranks" / "sessions_worker.py")
+COMMON = [
+    "model=hf",
+    "zero=stage3",
+    "zero.stage3_param_persistence_threshold=0",  # every parameter in pieces, as a real model's are
+    "data.validation_fraction=0",
+    "train.max_steps=4",
+    "checkpoint.every=2",
+    "schedule=constant",
+    "schedule.warmup_steps=0",
+]
+PACKED, RECOMPUTE = {"data.packing": "packed"}, {"train.activation_checkpointing.enabled": True}
+BF16 = {"precision.dtype": "bf16"}
+NAMES: dict[str, dict[str, object]] = {
+    "llama": {},
+    "qwen2": RECOMPUTE,
+    "qwen3": {**PACKED, **RECOMPUTE},
+    "mistral": {},
+    "gemma2": {**PACKED, "data.max_length": 64},  # the window of its layers
+    "gemma3": BF16,
+    "glm4": PACKED,
+    "phi3": {**BF16, **RECOMPUTE},
+    "olmo2": {},
+    "mixtral": {},
+    "deepseek_v3": {**PACKED, **RECOMPUTE},
+    "gpt_neox": PACKED,
+    "falcon": {},
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory, rows_file: Path) -> Path:
+    """Each architecture once through, and once more from its checkpoint at step 2, in one launch on two ranks."""
+    folder = tmp_path_factory.mktemp("architectures")
+    tokenizer = load_tokenizer(official.write(folder / "vocabulary", "glm4", tokenizer=True))
+    common = tiny(rows_file, folder, "any", *COMMON, f"model.path={folder / 'llama'}")
+    cases: list[dict] = []
+    for name, more in NAMES.items():
+        tokenizer.save_pretrained(write(folder / name, name))
+        values = {"model.path": str(folder / name), **more}
+        died = {"of": f"{folder}/runs/{name}", "step": 2, "as": f"{folder}/runs/{name}-again"}
+        cases.append({"overrides": common, "values": {**values, "run.name": name}})
+        cases.append({"overrides": common, "values": {**values, "run.name": f"{name}-again"}, "died": died})
+    (folder / "cases.json").write_text(json.dumps(cases))
+    finished = run([*forked(2, WORKER), str(folder / "cases.json")], cwd=folder, timeout_s=580)
+    assert finished.code == 0, finished.output[-6000:]
+    return folder
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_it_learns_and_goes_on_bit_by_bit(name: str, folder: Path) -> None:
+    found, again = (losses(folder / "runs" / run) for run in (name, f"{name}-again"))
+    assert len(found) == 4
+    assert found[3] < found[0]
+    assert again == found
+    counted = [row["router_loss"] for row in rows_of(folder / "runs" / name) if "router_loss" in row]
+    assert len(counted) == (4 if name == "mixtral" else 0)
+    assert all(1.9 < value < 4 for value in counted)  # of the 4 experts each token goes to 2: 2 if balanced
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_its_export_is_what_was_trained(name: str, folder: Path) -> None:
+    """The engine's last logits, from our loading and from transformers' own alike, and no longer the first ones."""
+    export = folder / "runs" / name / "export"
+    saved = probe.read(export)
+    assert saved is not None
+    tolerance = probe.TOLERANCES[saved.dtype] / 5
+    theirs, report = transformers.AutoModelForCausalLM.from_pretrained(export, output_loading_info=True)
+    assert not any(report[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    assert probe.compare(theirs.eval(), saved)[0] < tolerance
+    assert probe.compare(load_model(export), saved)[0] < tolerance
+    assert probe.compare(load_model(folder / name), saved)[0] > 5 * tolerance
+    kinds = [json.loads((place / "config.json").read_text())["model_type"] for place in (export, folder / name)]
+    assert kinds[0] == kinds[1]

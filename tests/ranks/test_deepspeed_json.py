@@ -1,0 +1,75 @@
+"""The DeepSpeed JSON, out and in: a plain program trains with ours, and we train with somebody's."""
+
+import json
+import re
+import sys
+from pathlib import Path
+
+from ranks import REPOSITORY, forked, run
+from shared import losses, tiny
+
+WORKER = str(REPOSITORY / "tests" / "ranks" / "plain_deepspeed_worker.py")
+TOOLKIT = [sys.executable, "-m", "toolkit"]
+
+
+def test_a_plain_program_trains_with_the_exported_file(tmp_path: Path) -> None:
+    exported = run(
+        [
+            *TOOLKIT,
+            "export-config",
+            "recipe=quickstart",
+            "world_size=2",
+            "total_steps=6",
+            "schedule.warmup_steps=2",
+            "optim.lr=0.01",
+            "output=ds_config.json",
+        ],
+        cwd=tmp_path,
+    )
+    assert exported.code == 0, exported.output
+    assert '"auto"' not in (tmp_path / "ds_config.json").read_text()
+    finished = run(forked(2, WORKER, "ds_config.json"), cwd=tmp_path)
+    assert finished.code == 0, finished.output[-4000:]
+    found = re.search(r"TRAINED (\S+) (\S+) (\w+) (\[.*\])", finished.output)
+    assert found
+    assert float(found[2]) < float(found[1]) - 0.1
+    assert found[3] == "WarmupCosineLR"
+
+    # Its learning rates are those that our own loop would use.
+    from toolkit.config.schema import ScheduleConfig
+    from toolkit.train.schedule import learning_rate
+
+    schedule = ScheduleConfig(warmup_steps=2)
+    assert json.loads(found[4]) == [learning_rate(schedule, 0.01, done, 6, 2) for done in range(6)]
+
+
+def test_somebodys_json_trains(rows_file: Path, tmp_path: Path) -> None:
+    theirs = {
+        "train_batch_size": "auto",
+        "train_micro_batch_size_per_gpu": "auto",
+        "gradient_accumulation_steps": "auto",
+        "gradient_clipping": 0.5,
+        "zero_optimization": {"stage": 3, "overlap_comm": False, "reduce_bucket_size": "auto"},
+        "bf16": {"enabled": "auto"},
+        "optimizer": {"type": "AdamW", "params": {"lr": "auto", "betas": [0.8, 0.999], "torch_adam": True}},
+        "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 2, "warmup_type": "linear"}},
+    }
+    (tmp_path / "theirs.json").write_text(json.dumps(theirs, indent=2))
+    words = [
+        word for word in tiny(rows_file, tmp_path, "theirs", "train.max_steps=3") if not word.startswith("schedule")
+    ]
+    command = [str(REPOSITORY / "run.py"), *words, "deepspeed_json=theirs.json"]
+    # The quickstart's warm-up contradicts the file's.
+    refused = run([sys.executable, *command], cwd=tmp_path)
+    assert refused.code == 2
+    assert "schedule.warmup_steps" in refused.output
+    assert "theirs.json:" in refused.output
+    finished = run(forked(2, *command, "schedule.warmup_steps=2"), cwd=tmp_path)
+    assert finished.code == 0, finished.output[-4000:]
+    assert "auto" in finished.output, "each resolved value is shown"
+    assert len(losses(tmp_path / "runs" / "theirs")) == 3
+    used = json.loads((tmp_path / "runs" / "theirs" / "ds_config.json").read_text())
+    assert used["zero_optimization"]["stage"] == 3
+    assert used["gradient_clipping"] == 0.5
+    assert used["optimizer"]["params"]["betas"] == [0.8, 0.999]
+    assert used["scheduler"]["type"] == "WarmupLR"

@@ -1,0 +1,64 @@
+"""Under ZeRO-3 no rank ever holds the whole model: measured on 400 MB, in transformers' layout and in official ones."""
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from official import write
+from ranks import REPOSITORY, forked, run
+
+WORKER = str(REPOSITORY / "tests" / "ranks" / "load_memory_worker.py")
+SIZES = {"hidden_size": 768, "num_layers": 13, "num_attention_heads": 12, "torch_dtype": "float32", "shards": 3}
+
+
+def transformers_layout(path: Path) -> None:
+    """A GLM in several files."""
+    config = transformers.GlmConfig(
+        vocab_size=8000,
+        hidden_size=768,
+        intermediate_size=2304,
+        num_hidden_layers=13,
+        num_attention_heads=12,
+        num_key_value_heads=2,
+        head_dim=64,
+        attention_bias=True,
+        pad_token_id=None,
+        eos_token_id=1,
+    )
+    torch.manual_seed(0)
+    transformers.GlmForCausalLM(config).save_pretrained(path, max_shard_size="150MB")
+
+
+def official_pickles(path: Path) -> None:
+    """ChatGLM2's layout in .bin files."""
+    write(path, "v2", pickled=True, ffn_hidden_size=2304, kv_channels=64, padded_vocab_size=8000, **SIZES)
+
+
+def first_chatglm(path: Path) -> None:
+    """ChatGLM-6B's layout in .bin files."""
+    write(path, "v1", pickled=True, inner_hidden_size=3072, vocab_size=8000, **SIZES)
+
+
+@pytest.mark.parametrize("make", [transformers_layout, official_pickles, first_chatglm])
+def test_each_rank_grows_by_half_the_model_at_most(make: Callable[[Path], None], tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    make(folder)
+    files = [*folder.glob("*.safetensors"), *folder.glob("*.bin")]
+    model_mb = sum(file.stat().st_size for file in files) / 1e6
+    assert model_mb > 390
+    largest_mb = 8000 * 768 * 4 / 1e6
+    finished = run(forked(2, WORKER, str(folder)), cwd=tmp_path)
+    assert finished.code == 0, finished.output[-4000:]
+    # The ranks' lines may run into each other.
+    reports = [json.loads(found) for found in re.findall(r"MEMORY (\{.*?\})", finished.output)]
+    assert sorted(report["rank"] for report in reports) == [0, 1]
+    print(f"model {model_mb:.0f} MB", reports)
+    for report in reports:
+        assert report["partitioned"] * 4 / 1e6 == pytest.approx(model_mb / 2, rel=0.01)
+        assert report["bytes"] == report["partitioned"] * 4, "fp32 that is not fp32"
+        assert report["grown"] <= model_mb / 2 + largest_mb + 200, report
+        assert report["peak"] <= model_mb / 2 + largest_mb + 200, report

@@ -1,0 +1,134 @@
+"""Layers divided over ranks: the losses of a plain loop, whole checkpoints and exports, right clipping."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from official import write
+from ranks import REPOSITORY, deepspeed, run
+from safetensors.torch import load_file
+from shared import SHORT_FIRST, check_short_first, eval_losses, losses, plain_loop, rows_of, tiny, trained
+
+from toolkit.checkpoint.weights import weights
+from toolkit.cli import main
+
+WORKER = str(REPOSITORY / "tests" / "ranks" / "sessions_worker.py")
+PIPELINE = "parallel=pipeline"
+BF16 = ["model=glm_tiny", "precision=bf16", "zero=stage1", "data.packing=packed", "batch.global_size=2"]
+SAVES = ["checkpoint.every=3", "train.rehearse=true", "train.activation_checkpointing.enabled=true"]
+STEPS = 6
+
+
+def tied_glm(folder: Path) -> Path:
+    """Write a tiny GLM of four layers whose head is its embedding."""
+    from toolkit.models import load_tokenizer
+
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 2}
+    config = transformers.GlmConfig(
+        vocab_size=1024,
+        **sizes,
+        num_key_value_heads=1,
+        head_dim=16,
+        tie_word_embeddings=True,
+        eos_token_id=956,
+        pad_token_id=956,
+        bos_token_id=None,
+    )
+    torch.manual_seed(3)
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    load_tokenizer(write(folder.with_name("vocabulary"), "glm4", tokenizer=True)).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory, rows_file: Path) -> Path:
+    """Two stages on two ranks, and on four with two data-parallel pipelines."""
+    folder = tmp_path_factory.mktemp("pipeline")
+    tied = ["model=hf", f"model.path={tied_glm(folder / 'tied')}", "zero=stage1"]
+    v1 = ["model=hf", f"model.path={write(folder / 'v1', 'v1', tokenizer=True)}", "zero=stage0"]
+    step3 = f"resume={folder}/runs/tied-4/checkpoints/step-3"
+    cases = {
+        2: {
+            # First: an engine without stages cannot follow one with stages in the same process.
+            "bf16-data": BF16,
+            "short-first-data": [*v1, *SHORT_FIRST],
+            "v1-2": [*v1, PIPELINE, "checkpoint.asynchronous=true", "checkpoint.every=3"],
+            "bf16-2": [*BF16, PIPELINE],
+            "short-first-2": [*v1, *SHORT_FIRST, PIPELINE],
+        },
+        4: {"tied-4": [*tied, PIPELINE, *SAVES], "resumed-4": [*tied, PIPELINE, *SAVES, step3]},
+    }
+    for ranks, named in cases.items():
+        lines = [
+            {"overrides": tiny(rows_file, folder, name, f"train.max_steps={STEPS}", *words)}
+            for name, words in named.items()
+        ]
+        (folder / "cases.json").write_text(json.dumps(lines))
+        finished = run([*deepspeed(ranks, WORKER), str(folder / "cases.json")], cwd=folder, timeout_s=400)
+        assert finished.code == 0, finished.output[-6000:]
+    return folder / "runs"
+
+
+@pytest.mark.parametrize(("name", "model"), [("tied-4", "tied"), ("v1-2", "v1")])
+def test_losses_are_those_of_a_plain_loop(name: str, model: str, runs: Path, rows_file: Path) -> None:
+    """In fp32 but for rounding; every norm is above the bound, so clipping that misses a stage would show at once."""
+    words = ["model=hf", f"model.path={runs.parent / model}", f"train.max_steps={STEPS}"]
+    expected, validation = plain_loop(tiny(rows_file, runs.parent, "", *words), STEPS)
+    assert losses(runs / name) == pytest.approx(expected, rel=2e-5)
+    found = eval_losses(runs / name)
+    assert [found[0], found[-1]] == pytest.approx(validation, rel=2e-5)
+    assert validation[1] < validation[0] - 0.1
+    assert all(row["grad_norm"] > 1 for row in rows_of(runs / name) if "grad_norm" in row)
+
+
+def test_packed_rows_in_bf16(runs: Path) -> None:
+    """Differences are those of bf16: each stage hands its hidden states on rounded, as the undivided model has them."""
+    mine, theirs = trained(runs / "bf16-2"), trained(runs / "bf16-data")
+    for one, other in zip(mine, theirs, strict=True):
+        for key in {"loss", "grad_norm", "eval_loss"} & set(one):
+            assert one[key] == pytest.approx(other[key], rel=5e-3), (key, one)
+
+
+def test_the_same_samples_first_as_without_stages(runs: Path) -> None:
+    check_short_first(runs / "short-first-2", runs / "short-first-data", rel=2e-5)
+
+
+def test_going_on_is_bit_equal(runs: Path) -> None:
+    straight = [row for row in trained(runs / "tied-4") if row["step"] > 3]
+    assert len(straight) == 4
+    assert trained(runs / "resumed-4") == straight
+    mine, theirs = (load_file(runs / name / "export" / "model.safetensors") for name in ("resumed-4", "tied-4"))
+    assert all(torch.equal(mine[name], theirs[name]) for name in theirs)
+
+
+@pytest.mark.parametrize(("name", "exported"), [("tied-4", "tied"), ("v1-2", "v1"), ("bf16-2", "")])
+def test_exports_are_whole(name: str, exported: str, runs: Path, tmp_path: Path) -> None:
+    """The run compared the export's logits with its own; the checkpoint, without ranks, gives the same weights."""
+    assert main(["verify", str(runs / name / "export")]) == 0
+    assert main(["verify", str(runs / name / "checkpoints" / f"step-{STEPS}")]) == 0
+    held = load_file(runs / name / "export" / "model.safetensors")
+    found = dict(weights(runs / name / "checkpoints" / f"step-{STEPS}", torch.float32))
+    assert set(found) == set(held)
+    assert all(torch.equal(found[one], held[one]) for one in held)
+    assert main(["export-model", f"model.path={runs / name}/checkpoints/step-{STEPS}", f"output={tmp_path}/out"]) == 0
+    assert (tmp_path / "out" / "model.safetensors").read_bytes() == (
+        runs / name / "export" / "model.safetensors"
+    ).read_bytes()
+    if exported:
+        original = dict(transformers_names(runs.parent / exported))
+        assert {key: value.shape for key, value in held.items()} == original
+
+
+def transformers_names(folder: Path) -> dict[str, torch.Size]:
+    """Return names and shapes of a model folder's parameters, each once."""
+    from toolkit.models.load import empty
+
+    return {name: one.shape for name, one in empty(folder).named_parameters()}
+
+
+def test_a_stage_writes_its_own_layers(runs: Path) -> None:
+    """Embedding, four layers, norm, and the head that is the embedding: seven parts, each in a file of its own."""
+    files = sorted(path.name for path in (runs / "tied-4" / "checkpoints" / "step-6").glob("layer_*"))
+    assert files == [f"layer_{place:02d}-model_states.pt" for place in range(7)]

@@ -1,0 +1,125 @@
+"""The planned memory of a rank beside the bytes of its live tensors, on two ranks."""
+
+import json
+import math
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from ranks import forked, run
+from shared import tiny
+
+RUN = Path(__file__).parents[2] / "run.py"
+WORKER = Path(__file__).with_name("plan_worker.py")
+SIZES = {
+    "21M": (384, 1472, 6, 2),
+    "33M": (512, 1408, 8, 8),
+    "45M": (640, 1792, 10, 2),
+}
+"""Hidden and inner width, heads and groups, of ten layers each."""
+PRECISION = {"21M": "fp32", "33M": "bf16", "45M": "fp32"}
+TOLERANCE = 0.1
+FEW = ["21M-zero0-full", "21M-zero3-full", "33M-zero1-lora", "33M-zero2-full", "45M-zero2-lora", "45M-zero3-lora"]
+CELLS = [f"{size}-zero{stage}-{way}" for size in SIZES for stage in range(4) for way in ("full", "lora")]
+
+
+def words(cell: str, rows_file: Path, folder: Path, is_brief: bool) -> list[str]:
+    """Return a cell's overrides; briefly with shorter rows where each token takes long: few CPUs compute in bf16."""
+    size, zero, way = cell.split("-")
+    hidden, inner, heads, groups = SIZES[size]
+    stage = int(zero[-1])
+    return [
+        *tiny(rows_file, folder, cell),
+        f"model.shape.hidden_size={hidden}",
+        f"model.shape.intermediate_size={inner}",
+        f"model.shape.num_heads={heads}",
+        f"model.shape.num_kv_heads={groups}",
+        "model.shape.num_layers=10",
+        f"zero=stage{stage}",
+        f"tuning={way}",
+        f"precision={PRECISION[size]}",
+        "optim.torch=false",
+        f"data.max_length={32 if is_brief and PRECISION[size] == 'bf16' else 128}",
+        "batch.micro_per_gpu=2",
+        # Accumulated gradients are there in half of the cells, recomputed activations in some.
+        f"batch.global_size={8 if stage % 2 else 4}",
+        f"train.activation_checkpointing.enabled={str(size == '33M' and stage % 2 == 1).lower()}",
+    ]
+
+
+@pytest.fixture(scope="module")
+def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, rows_file: Path) -> dict[str, Any]:
+    """Every cell, in one launch."""
+    folder = tmp_path_factory.mktemp("plan")
+    is_brief = "nightly" not in request.config.getoption("--tier").replace("all", "nightly")
+    cells = FEW if is_brief else CELLS
+    cases, output = folder / "cases.json", folder / "found.json"
+    cases.write_text(json.dumps({cell: words(cell, rows_file, folder, is_brief) for cell in cells}))
+    ran = run([*forked(2, WORKER), str(cases), str(output)], cwd=folder, timeout_s=1500)
+    assert ran.code == 0, ran.output[-6000:]
+    found: dict[str, Any] = json.loads(output.read_text())
+    assert list(found) == cells
+    return found
+
+
+def test_sizes_are_what_they_are_called(found: dict[str, Any]) -> None:
+    for cell, one in found.items():
+        assert one["parameters"] >= 20e6
+        assert (one["trained_parameters"] < 1e6) == cell.endswith("lora")
+
+
+def test_plan_is_what_is_measured(found: dict[str, Any]) -> None:
+    ratios = {
+        f"{cell} {phase}": one["planned_bytes"][phase] / one["measured_bytes"][phase]
+        for cell, one in found.items()
+        for phase in ("step", "evaluation")
+    }
+    wrong = {name: round(ratio, 3) for name, ratio in ratios.items() if not math.isclose(ratio, 1, abs_tol=TOLERANCE)}
+    assert not wrong
+
+
+def test_plan_auto_chooses_and_a_resumed_run_keeps_it(tmp_path: Path, rows_file: Path) -> None:
+    def train(name: str, *more: str) -> Any:
+        overrides = tiny(rows_file, tmp_path, name, "plan.auto=true", "train.max_steps=4", "checkpoint.every=2", *more)
+        ran = run([*forked(2, str(RUN), *overrides)], cwd=tmp_path, timeout_s=300)
+        assert ran.code == 0, ran.output[-6000:]
+        return ran.output, tmp_path / "runs" / name
+
+    said, folder = train("chosen")
+    assert "plan.auto: " in said
+    chosen = yaml.safe_load((folder / "config.yaml").read_text())
+    plan = json.loads((folder / "plan.json").read_text())
+    assert chosen["batch"]["micro_per_gpu"] == 2  # all four rows at once, which cost the least time
+    assert sum(plan["device_bytes"]["step"].values()) <= plan["usable_bytes"]
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert all(row["planned_memory_bytes"] > 0 for row in rows if "loss" in row)
+    # Nothing would fit any more, but a run that goes on is not laid out anew.
+    _, again = train("again", f"resume={folder}/checkpoints/step-2", "plan.max_gpu_gib=0.001")
+    kept = yaml.safe_load((again / "config.yaml").read_text())
+    assert (kept["zero"], kept["batch"]) == (chosen["zero"], chosen["batch"])
+
+
+def test_plan_auto_says_when_nothing_fits(tmp_path: Path, rows_file: Path) -> None:
+    overrides = tiny(rows_file, tmp_path, "none", "plan.auto=true", "plan.max_gpu_gib=0.001")
+    ran = run([*forked(2, str(RUN), *overrides)], cwd=tmp_path, timeout_s=300)
+    assert ran.code != 0
+    assert ran.output.count("plan.auto: nothing fits on") == 1
+    assert "Traceback" not in ran.output
+
+
+def test_a_calibration_measures_what_is_assumed_otherwise(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "toolkit", "plan", "recipe=quickstart", "model=glm_tiny", "gpus=2xcpu"]
+    options = ["data.sources=[{path: rows.jsonl}]", f"prepare.dir={tmp_path}"]
+    assumed = run([*command, *options], cwd=tmp_path, timeout_s=60)
+    measured = run([*command, *options, "calibrate=true"], cwd=tmp_path, timeout_s=200)
+    assert (assumed.code, measured.code) == (0, 0), measured.output[-3000:]
+    assert ("Assumed, not measured" in assumed.output, "Assumed, not measured" in measured.output) == (True, False)
+    assert "Warning" not in measured.output
+    (file,) = (tmp_path / "plan").glob("rates-*.json")
+    rates = json.loads(file.read_text())
+    assert rates["is_measured"]
+    assert min(rates[name] for name in ("flops", "link", "memory", "gather", "latency_s")) > 0
+    assert rates["gather"] <= rates["link"]
+    assert run([*command, *options], cwd=tmp_path, timeout_s=60).output == measured.output  # it is kept

@@ -1,0 +1,103 @@
+"""Every shipped recipe trains two steps on two CPU ranks with model=glm_tiny, as far as DeepSpeed can on a CPU."""
+
+import json
+from pathlib import Path
+
+import pytest
+from ranks import REPOSITORY, forked, run
+from shared import losses
+
+WORKER = str(REPOSITORY / "tests" / "ranks" / "sessions_worker.py")
+# Needs fp16 arithmetic, which DeepSpeed 0.19.8's CPU accelerator refuses; test_fp16_is_refused_on_a_cpu shows it.
+NEEDS_GPU = {"fp16"}
+ADAM = {"zero2_offload": "DeepSpeedCPUAdam", "zero3_offload": "DeepSpeedCPUAdam", "zero3_nvme": "DeepSpeedCPUAdam"}
+
+pytestmark = pytest.mark.default
+
+
+def can_do_async_io() -> bool:
+    """Return whether DeepSpeed's aio op builds here (it needs libaio's headers)."""
+    from deepspeed.accelerator import get_accelerator
+
+    builder = get_accelerator().create_op_builder("AsyncIOBuilder")
+    return builder is not None and bool(builder.is_compatible(verbose=False))
+
+
+def recipes() -> list[str]:
+    """Return the shipped recipes that a CPU allows."""
+    found = sorted(path.stem for path in (REPOSITORY / "recipes").glob("*.yaml"))
+    return [name for name in found if name not in NEEDS_GPU]
+
+
+def overrides(recipe: str, rows_file: Path, folder: Path) -> list[str]:
+    """Return what makes a recipe small; everything that the recipe is about stays."""
+    words = [
+        f"recipe={recipe}",
+        "model=glm_tiny",
+        f"data.sources=[{{path: {rows_file}}}]",
+        "data.validation=[]",
+        f"prepare.dir={folder}/cache",
+        f"run.dir={folder}/runs",
+        f"run.name={recipe}",
+        "batch.global_size=4",
+        "batch.micro_per_gpu=1",
+        "train.max_steps=2",
+        "train.log_every=1",
+        "schedule=constant",
+        "schedule.warmup_ratio=0",
+        "schedule.warmup_steps=0",
+        "optim.lr=0.001",
+        "evaluate.prompts=[]",
+        "report.enabled=false",
+        "evaluate.ngram_baselines=false",
+    ]
+    if recipe == "zero3_nvme":
+        nvme = folder / "nvme"
+        nvme.mkdir(exist_ok=True)
+        words += [f"zero.offload_optimizer.nvme_path={nvme}", "zero.offload_param.buffer_size=2000000"]
+    return words
+
+
+@pytest.fixture(scope="session")
+def runs(tmp_path_factory: pytest.TempPathFactory, rows_file: Path) -> Path:
+    """Run all recipes in one launch."""
+    folder = tmp_path_factory.mktemp("recipes")
+    names = [name for name in recipes() if name != "zero3_nvme" or can_do_async_io()]
+    listing = folder / "cases.json"
+    listing.write_text(json.dumps([{"overrides": overrides(name, rows_file, folder)} for name in names]))
+    finished = run(forked(2, WORKER, str(listing)), cwd=folder, timeout_s=500)
+    assert finished.code == 0, finished.output[-6000:]
+    return folder / "runs"
+
+
+@pytest.mark.parametrize("recipe", recipes())
+def test_two_steps(recipe: str, runs: Path) -> None:
+    if recipe == "zero3_nvme" and not can_do_async_io():
+        pytest.skip("DeepSpeed's aio op cannot be built here: libaio's headers are missing (Debian: libaio-dev)")
+    folder = runs / recipe
+    first, second = losses(folder)
+    assert second < first + 0.5
+    assert (folder / "DONE").is_file()
+    part = ("adapter_model" if "lora" in recipe or "ptuning" in recipe else "model") + ".safetensors"
+    assert (folder / "export" / part).is_file()
+    log = (folder / "logs" / "rank_0.log").read_text()
+    if recipe in ADAM:
+        assert f"DeepSpeed Basic Optimizer = {ADAM[recipe]}" in log
+
+
+def test_nvme_is_really_used(runs: Path) -> None:
+    """DeepSpeed deletes its swap files at the end, but not the folders that it made for each rank."""
+    if not can_do_async_io():
+        pytest.skip("DeepSpeed's aio op cannot be built here: libaio's headers are missing (Debian: libaio-dev)")
+    made = runs.parent / "nvme" / "zero_stage_3"
+    assert (made / "optimizer" / "rank0").is_dir()
+    assert (made / "optimizer" / "rank1").is_dir()
+    assert len(list(made.glob("*params/rank*"))) == 2
+
+
+def test_fp16_is_refused_on_a_cpu(rows_file: Path, tmp_path: Path) -> None:
+    finished = run(forked(2, str(REPOSITORY / "run.py"), *overrides("fp16", rows_file, tmp_path)), cwd=tmp_path)
+    assert finished.code == 2, finished.output[-3000:]
+    assert "ConfigError: DeepSpeed refuses this configuration: " in finished.output
+    assert "fp16" in finished.output
+    assert "Traceback" not in finished.output

@@ -1,0 +1,168 @@
+"""Rows divided over ranks (`parallel.sequence`): the losses are those of a plain PyTorch loop over whole rows."""
+
+import json
+from pathlib import Path
+
+import pytest
+from ranks import REPOSITORY, forked, run
+from shared import SHORT_FIRST, check_short_first, eval_losses, losses, plain_loop, rows_of, tiny
+from test_trajectory import TOLERANCE, furthest
+
+from toolkit.config.checks import check
+from toolkit.config.load import load
+from toolkit.errors import ConfigError
+
+WORKER = str(REPOSITORY / "tests" / "ranks" / "sessions_worker.py")
+ALL = "zero.stage3_param_persistence_threshold=0"
+RECOMPUTE = "train.activation_checkpointing.enabled=true"
+STEPS = 10
+# name -> overrides
+TWO_RANKS = {
+    "stage0": ["zero=stage0", "train.rehearse=true"],
+    "stage2-micro2": ["zero=stage2", "batch.micro_per_gpu=2", "kernels.mlp_pieces=3"],
+    "stage3-recompute": ["zero=stage3", ALL, RECOMPUTE, "kernels.loss=full", "kernels.mlp_pieces=3"],
+    "packed-stage1": ["zero=stage1", "data.packing=packed"],
+    "bf16-stage1": ["zero=stage1", "precision=bf16", "kernels.mlp_pieces=2"],
+    "tiled-stage3": ["parallel=data", "zero=stage3", ALL, "kernels.mlp_pieces=3", "batch.micro_per_gpu=2"],
+}
+FOUR_RANKS = {
+    "dp2-stage1": ["zero=stage1", "evaluate.metrics=[exact_match]", "evaluate.max_new_tokens=4"],
+    "dp2-packed-stage3": ["zero=stage3", ALL, "data.packing=packed", "batch.micro_per_gpu=2", RECOMPUTE],
+    "sp4-stage2": ["zero=stage2", "parallel.sequence=4", "checkpoint.every=4"],
+}
+# name -> other overrides; they go on from a checkpoint of sp4-stage2
+RESUMED = {"resumed": [], "resumed-dp2": ["parallel.sequence=2"]}
+LORA = ["tuning=lora", "tuning.target_modules=[all-linear]", "zero=stage2", "model=hf", "precision=fp32"]
+TILED = "kernels.mlp_pieces=2"
+
+
+def llama(folder: Path) -> Path:
+    """Write a tiny Llama."""
+    import torch
+    import transformers
+    from official import write
+
+    from toolkit.models import load_tokenizer
+
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = transformers.LlamaConfig(
+        **sizes, vocab_size=1024, num_key_value_heads=2, head_dim=8, eos_token_id=956, bos_token_id=None
+    )
+    torch.manual_seed(3)
+    transformers.LlamaForCausalLM(config).save_pretrained(folder)
+    load_tokenizer(write(folder.with_name("vocabulary"), "glm4", tokenizer=True)).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def runs(tmp_path_factory: pytest.TempPathFactory, rows_file: Path) -> Path:
+    """Train all cells, in one launch for each number of ranks."""
+    folder = tmp_path_factory.mktemp("sequence")
+
+    def words(name: str, overrides: list[str]) -> list[str]:
+        return tiny(rows_file, folder, name, "parallel=sequence", *overrides)
+
+    for ranks, cells in ((2, TWO_RANKS), (4, FOUR_RANKS)):
+        cases = [{"overrides": words(name, overrides)} for name, overrides in cells.items()]
+        if ranks == 4:
+            for name, others in RESUMED.items():
+                died = {"of": str(folder / "runs" / "sp4-stage2"), "step": 4, "as": str(folder / "runs" / name)}
+                cases.append({"overrides": words(name, FOUR_RANKS["sp4-stage2"] + others), "died": died})
+        else:
+            path = f"model.path={llama(folder / 'llama')}"
+            cases.append({"overrides": words("llama", [*LORA, path, TILED])})
+            cases.append({"overrides": words("llama-whole", [*LORA, path, "parallel=data"])})
+            cases.append({"overrides": words("short-first", SHORT_FIRST)})
+            cases.append({"overrides": words("short-first-whole", [*SHORT_FIRST, "parallel=data"])})
+            refused = {"overrides": words("three", ["model.shape.num_heads=1", "model.shape.num_kv_heads=1"])}
+            cases.append({**refused, "refused": str(folder / "refused")})
+        listing = folder / f"cases-{ranks}.json"
+        listing.write_text(json.dumps(cases))
+        finished = run(forked(ranks, WORKER, str(listing)), cwd=folder, timeout_s=400)
+        assert finished.code == 0, finished.output[-6000:]
+    return folder / "runs"
+
+
+@pytest.fixture(scope="session")
+def reference(tmp_path_factory: pytest.TempPathFactory, rows_file: Path) -> tuple[list[float], list[float]]:
+    return plain_loop(tiny(rows_file, tmp_path_factory.mktemp("reference"), "reference"), STEPS)
+
+
+@pytest.mark.parametrize(
+    "name", ["stage0", "stage2-micro2", "stage3-recompute", "tiled-stage3", "dp2-stage1", "sp4-stage2"]
+)
+def test_losses_are_those_of_whole_rows(name: str, runs: Path, reference: tuple[list[float], list[float]]) -> None:
+    training, validation = reference
+    assert furthest(losses(runs / name), training) < TOLERANCE
+    assert furthest(eval_losses(runs / name), validation) < TOLERANCE
+
+
+def test_packed_rows_too(runs: Path, tmp_path: Path, rows_file: Path) -> None:
+    training, validation = plain_loop(tiny(rows_file, tmp_path, "reference", "data.packing=packed"), STEPS)
+    for name in ("packed-stage1", "dp2-packed-stage3"):
+        assert furthest(losses(runs / name), training) < TOLERANCE, name
+        assert furthest(eval_losses(runs / name), validation) < TOLERANCE, name
+
+
+def test_bf16_stays_near(runs: Path, reference: tuple[list[float], list[float]]) -> None:
+    assert 0 < furthest(losses(runs / "bf16-stage1"), reference[0]) < 0.01
+
+
+def test_tokens_are_counted_once(runs: Path) -> None:
+    counts = {
+        name: [(row["trained_tokens"], row["total_tokens"]) for row in rows_of(runs / name) if "loss" in row]
+        for name in ("stage0", "dp2-stage1", "sp4-stage2")
+    }
+    assert counts["stage0"] == counts["dp2-stage1"] == counts["sp4-stage2"]
+    tokens = {row["eval_tokens"] for name in counts for row in rows_of(runs / name) if "eval_tokens" in row}
+    assert len(tokens) == 1
+    assert next(row for row in rows_of(runs / "dp2-stage1") if "eval_answers" in row)["eval_answers"] > 1
+
+
+def test_goes_on_where_it_died(runs: Path) -> None:
+    assert losses(runs / "resumed") == losses(runs / "sp4-stage2")
+    assert furthest(losses(runs / "resumed-dp2"), losses(runs / "sp4-stage2")) < TOLERANCE
+
+
+def test_another_family_with_lora(runs: Path) -> None:
+    for one in (losses, eval_losses):
+        assert furthest(one(runs / "llama"), one(runs / "llama-whole")) < TOLERANCE
+    assert losses(runs / "llama")[0] - losses(runs / "llama")[-1] > 0.01
+
+
+def test_the_same_samples_first_as_with_whole_rows(runs: Path) -> None:
+    check_short_first(runs / "short-first", runs / "short-first-whole", ["loss"], rel=0.0, abs=TOLERANCE)
+
+
+def test_what_deepspeed_and_an_export_get(runs: Path) -> None:
+    import transformers
+
+    values = json.loads((runs / "dp2-stage1" / "ds_config.json").read_text())
+    batch = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+    assert [values[key] for key in batch] == [4, 1, 2]
+    assert values["sequence_parallel_size"] == 2
+    config = json.loads((runs / "dp2-stage1" / "export" / "config.json").read_text())
+    assert "sequence" not in json.dumps(config)
+    transformers.AutoModelForCausalLM.from_pretrained(runs / "dp2-stage1" / "export")
+
+
+def test_heads_that_cannot_be_divided(runs: Path) -> None:
+    said = (runs.parent / "refused").read_text()
+    assert "ModelError: parallel.sequence = 2 and GlmForCausalLM do not go together" in said
+    assert "its 1 attention heads cannot be divided by 2" in said
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["parallel.tensor=2"], "the ranks of one model share either rows"),
+        (["tuning=prompt"], "what tuning=prompt learns stands before a row"),
+        (["model.attention=eager"], "model.attention = eager is computed on one rank. Leave it at auto"),
+        (["compile.enabled=true"], "what ranks exchange within attention cannot be compiled"),
+    ],
+)
+def test_refused(words: list[str], said: str) -> None:
+    loaded = load(["recipe=quickstart", "parallel=sequence", *words])
+    with pytest.raises(ConfigError, match=said) as refusal:
+        check(loaded, 2)
+    assert "parallel.sequence = 2 cannot be" in str(refusal.value)

@@ -1,0 +1,103 @@
+"""Runs over several machines, each a namespace of its own, through DeepSpeed's launcher and a real pdsh."""
+
+import json
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from cluster import Cluster, down, up
+from ranks import BIN, REPOSITORY, deepspeed, run, wait_for
+from shared import eval_losses, losses, rows_of, tiny
+
+PROMPT = "braces {a,b} ${x} $HOME `id` \"double\" 'single' * a\\b 中文"
+# As Hydra reads quotes, and OmegaConf what would be an interpolation.
+TYPED = '"' + PROMPT.replace('"', '\\"').replace("${", "\\${") + '"'
+
+
+@pytest.fixture(scope="module")
+def four(rows_file: Path, tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+    """Losses of four ranks on one machine."""
+    folder = tmp_path_factory.mktemp("four")
+    finished = run(deepspeed(4, str(REPOSITORY / "run.py"), *tiny(rows_file, folder, "run")), cwd=folder)
+    assert finished.code == 0, finished.output[-3000:]
+    return losses(folder / "runs" / "run")
+
+
+@pytest.fixture
+def pair(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """Two machines that only one test needs, as it ends one of them."""
+    found, reason = up(tmp_path_factory.mktemp("pair") / "fake", 2)
+    assert found, reason
+    yield found
+    down(found)
+
+
+@pytest.fixture
+def typed(tmp_path: Path) -> Path:
+    """A folder with a hostfile of two machines, two ranks each."""
+    (tmp_path / "hostfile").write_text("node1 slots=2\nnode2 slots=2\n")
+    return tmp_path
+
+
+@pytest.mark.ranks
+def test_the_headline(cluster: Cluster, typed: Path, rows_file: Path, four: list[float]) -> None:
+    """`deepspeed --hostfile` on two machines is one with as many ranks; each prepares in a folder of its own."""
+    (typed / "cache").mkdir()
+    cluster.do("node2", f"mount -t tmpfs tmpfs {typed}/cache")
+    command = [str(BIN / "deepspeed"), "--hostfile", "hostfile", str(REPOSITORY / "run.py")]
+    finished = cluster.run("node1", *command, *tiny(rows_file, typed, "run"), cwd=typed, timeout_s=300)
+    assert finished.code == 0, finished.output[-4000:]
+    folder = typed / "runs" / "run"
+    assert losses(folder) == pytest.approx(four, abs=1e-6)
+    assert finished.output.count("Run folder: ") == 1
+    hosts = {json.loads(path.read_text())["host"] for path in (folder / "logs").glob("heartbeat-rank-*.json")}
+    assert hosts == {"node1", "node2"}
+    stores = [sorted(path.name for path in (typed / "cache" / "stores").iterdir())]
+    other = cluster.run("node2", "ls", f"{typed}/cache/stores")
+    assert sorted(other.output.split()) == stores[0]
+    cluster.do("node2", f"umount {typed}/cache")
+
+
+def test_a_machine_that_is_lost(typed: Path, rows_file: Path, pair: Cluster) -> None:
+    """Its power is cut: the others end within a minute, and the run goes on without it, from its last checkpoint."""
+    steps, secret = 60, {"CLUSTER_TOKEN": "s3cr3t-of-the-cluster"}
+    words = tiny(rows_file, typed, "跑 1", "checkpoint.every=2", f"train.max_steps={steps}")
+    words += [f"evaluate.prompts=[{TYPED}]", "launch.env.CLUSTER_TOKEN=null"]  # refused by ranks that it does not reach
+    launch = [sys.executable, "-m", "toolkit", "launch"]
+    folder = typed / "runs" / "跑 1"
+    with (typed / "output").open("w+") as output:
+        process = pair.start("node1", *launch, "hostfile=hostfile", *words, cwd=typed, output=output, **secret)
+        try:
+            wait_for(lambda: process.poll() is not None or len(list((folder / "checkpoints").glob("step-*[0-9]"))) > 1)
+            pair.off("node2")
+            cut = time.monotonic()
+            wait_for(lambda: (folder / "FAILED").exists(), 60)
+            code = process.wait(timeout=60)
+            seconds = time.monotonic() - cut
+        finally:
+            process.kill()
+        output.seek(0)
+        printed = output.read()
+    assert code == 124, printed[-3000:]
+    assert seconds < 90
+    said = (folder / "FAILED").read_text()
+    assert said.startswith("rank 0 on node1 (pid "), said
+    assert "No sign of life from rank 2 (pid " in said, said
+    assert ", node2). Its machine, or the network to it, is gone (" in said, said
+    assert printed.rstrip().endswith(f"The first error:  {said.strip()}")
+    saved = len(losses(folder))
+    assert saved < steps, "the run was over before"
+    command = [*launch, "--exclude", "node2", "hostfile=hostfile", *words]
+    again = pair.run("node1", *command, cwd=typed, timeout_s=300, **secret)
+    assert again.code == 0, again.output[-3000:]
+    assert "node1  GPUs 0-1  ranks 0-1" in again.output
+    assert f"  Q: {PROMPT}\n" in again.output
+    assert [row["step"] for row in rows_of(folder) if "loss" in row] == list(range(1, steps + 1))
+    told = [
+        path for path in typed.rglob("*") if path.is_file() and secret["CLUSTER_TOKEN"].encode() in path.read_bytes()
+    ]
+    assert not told
+    first, *_, last = eval_losses(folder)
+    assert last < first
