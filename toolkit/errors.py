@@ -6,9 +6,14 @@ and keeps its traceback.
 
 
 class ToolkitError(Exception):
-    """Base of all errors that are shown to the user as one message. `exit_code` is the process's exit status."""
+    """Base of all errors that are shown to the user as one message. `exit_code` is the process's exit status.
+
+    `parts` are the errors that one message numbers (toolkit.problems), `keys` the config keys that it is about.
+    """
 
     exit_code = 2
+    parts: "tuple[ToolkitError, ...]" = ()
+    keys: tuple[str, ...] = ()
 
 
 class ConfigError(ToolkitError):

@@ -388,7 +388,8 @@ def test_refused(words: str, tmp_path: Path) -> None:
     loaded = load(["recipe=zero1", "model=glm_tiny", f"run.dir={tmp_path}", *words.split()])
     with pytest.raises(ConfigError) as caught:
         check(loaded, world_size=8)
-    place, _, sentence = str(caught.value).partition(": ")
+    first, *_ = caught.value.parts or [caught.value]  # files that are not there are reported too, after it
+    place, _, sentence = str(first).partition(": ")
     assert place == "command line" or place.startswith("conf/")
     assert sentence == REFUSED[words]
 
@@ -441,3 +442,36 @@ def test_check_shows_the_batch_for_every_number_of_ranks(capsys: pytest.CaptureF
     lines = [line for line in capsys.readouterr().out.splitlines() if "rows per step" in line]
     sums = [line.partition(" (")[0] for line in lines]
     assert sums == [f"24 rows per step = 2 x {times} x {ranks}" for times, ranks in ((12, 1), (6, 2), (4, 3), (3, 4))]
+
+
+def test_keys_that_a_higher_layer_switched_off_are_noticed(tmp_path: Path) -> None:
+    """An error stays what one layer says against itself, or what is typed without effect."""
+    loaded = load(["recipe=fp16", "model=glm_tiny", "precision=bf16", f"run.dir={tmp_path}"])
+    check(loaded)
+    assert loaded.notices == [
+        "recipes/fp16.yaml:12: precision.initial_scale_power = 12 has no effect here: precision.dtype is bf16, not "
+        "fp16."
+    ]
+    with pytest.raises(ConfigError, match=r"^command line: precision\.hysteresis = 3 has no effect: "):
+        check(load(["recipe=fp16", "model=glm_tiny", "precision=bf16", "precision.hysteresis=3"]))
+    recipe = tmp_path / "r.yaml"
+    recipe.write_text("defaults:\n  - override /model: glm_tiny\n  - _self_\nprecision:\n  hysteresis: 3\n")
+    with pytest.raises(ConfigError, match=r"r\.yaml:5: precision\.hysteresis = 3 has no effect: "):
+        check(load([f"recipe={recipe}", "data=docstrings"]))
+
+
+def test_a_recipe_switches_off_what_it_builds_on(tmp_path: Path) -> None:
+    recipe = tmp_path / "r.yaml"
+    recipe.write_text("defaults:\n  - fp16\n  - override /model: glm_tiny\n  - override /precision: bf16\n  - _self_\n")
+    loaded = load([f"recipe={recipe}"])
+    check(loaded)
+    assert len(loaded.notices) == 1
+
+
+def test_wrong_values_spare_what_follows_from_them() -> None:
+    loaded = load(["recipe=zero1", "model=glm_tiny", "batch.micro_per_gpu=0", "zero.stage=7", "optim.lr=0"])
+    with pytest.raises(ConfigError) as caught:
+        check(loaded, world_size=8)
+    assert [str(part).split(" = ")[0] for part in caught.value.parts] == [
+        *("command line: batch.micro_per_gpu", "command line: optim.lr", "command line: zero.stage")
+    ]

@@ -7,8 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from toolkit.config import foreign
+from toolkit.config.keys import all_keys
 from toolkit.config.load import load, replace, to_yaml
 from toolkit.config.schema import Dtype
+from toolkit.engine import ds_config
 from toolkit.errors import ConfigError
 
 KNOWN = (
@@ -25,13 +28,24 @@ COMMAND_LINE = {
         "command line: unknown key 'zero.offload_param.devise'. Did you mean 'zero.offload_param.device'?"
     ),
     "gradient_clipping=1": "command line: unknown key 'gradient_clipping'. Did you mean 'train.gradient_clipping'?",
-    "learning_rate=1": "command line: unknown key 'learning_rate'. Known here: ",
+    "learning_rate=1": "command line: unknown key 'learning_rate'. Did you mean 'optim.lr'?",
+    "cutoff_len=1": "command line: unknown key 'cutoff_len'. Did you mean 'data.max_length'?",
+    "per_device_train_batch_size=1": "command line: unknown key 'per_device_train_batch_size'. Did you mean "
+    "'batch.micro_per_gpu' / 'batch.global_size'?",
+    "gradient_accumulation_steps=1": (
+        "command line: unknown key 'gradient_accumulation_steps'. Did you mean 'batch.global_size'?"
+    ),
+    "train.num_train_epochs=1": "command line: unknown key 'train.num_train_epochs'. Did you mean 'train.epochs'?",
+    "train_micro_batch_size_per_gpu=1": (
+        "command line: unknown key 'train_micro_batch_size_per_gpu'. Did you mean 'batch.micro_per_gpu'?"
+    ),
+    "zero_optimization.stage=3": "command line: unknown key 'zero_optimization.stage'. Did you mean 'zero.stage'?",
     "data.sources=[{pth: x}]": "command line: unknown key 'data.sources[0].pth'. Did you mean 'data.sources[0].path'?",
     "data.sources=[{path: a},{path: b, fromat: auto}]": (
         "command line: unknown key 'data.sources[1].fromat'. Did you mean 'data.sources[1].format'?"
     ),
-    "data.sources=x.jsonl": "command line: 'data.sources' = x.jsonl must be a list, for example [a, b].",
-    "data.sources=[x.jsonl]": "command line: 'data.sources[0]' = x.jsonl must be a section of keys.",
+    "data.sources=3": "command line: 'data.sources' = 3 must be a list, for example [a, b].",
+    "data.sources=[3]": "command line: 'data.sources[0]' = 3 must be a section of keys.",
     "train.max_steps=many": "command line: 'train.max_steps' = many must be a whole number.",
     "batch.micro_per_gpu=atuo": "command line: 'batch.micro_per_gpu' = atuo must be a whole number or auto.",
     "batch.micro_per_gpu=1.5": "command line: 'batch.micro_per_gpu' = 1.5 must be a whole number or auto.",
@@ -78,7 +92,8 @@ IN_A_FILE = {
     "zero:\n  stage: three\n": ":2: 'zero.stage' = three must be a whole number.",
     "zero:\n  reduce_bucket_size: 2.0e8\n": ":2: 'zero.reduce_bucket_size' = 200000000.0 must be a whole "
     "number (write 200000000).",
-    "zero: 3\n": ":1: 'zero' = 3 must be a section of keys.",
+    "zero: [3]\n": ":1: 'zero' = [3] must be a section of keys.",
+    "zero: 4\n": ":1: 'zero' = 4 must be a section of keys.",
     "optim:\n  lr:\n": ":2: 'optim.lr' = null must be a number.",
     "precision:\n  dtype: int8\n": ":2: 'precision.dtype' = int8 must be one of: fp32, bf16, fp16.",
     "defaults:\n  - override /zero: stage5\n": (
@@ -208,6 +223,68 @@ def test_plus_on_a_known_key_is_taken_and_ds_extra_is_free() -> None:
 def test_interpolation_of_another_key(tmp_path: Path) -> None:
     cfg = load([write(tmp_path, "mine", "evaluate:\n  every: ${checkpoint.every}\ncheckpoint:\n  every: 9\n")]).cfg
     assert cfg.evaluate.every == 9
+
+
+SOURCES = {
+    "data=chat.jsonl": ["chat.jsonl"],
+    "data=[a.jsonl,b.jsonl]": ["a.jsonl", "b.jsonl"],
+    "data.sources=x.jsonl": ["x.jsonl"],
+    "data.sources=[x.jsonl,{path: y.jsonl, weight: 2}]": ["x.jsonl", "y.jsonl"],
+    "data=对话/聊天.jsonl": ["对话/聊天.jsonl"],
+    "data=chats/*.jsonl": ["chats/*.jsonl"],
+    'data="it\'s.jsonl"': ["it's.jsonl"],
+}
+
+
+@pytest.mark.parametrize("word", SOURCES)
+def test_a_file_alone_is_a_source(word: str) -> None:
+    loaded = load(["recipe=zero1", word])
+    assert [source.path for source in loaded.cfg.data.sources] == SOURCES[word]
+    assert loaded.where["data.sources"] == "command line"
+
+
+def test_short_forms_in_a_recipe(tmp_path: Path) -> None:
+    content = "defaults:\n  - override /zero: 1\n  - _self_\ndata:\n  sources: a.jsonl\n  validation: [b.jsonl]\n"
+    cfg = load([write(tmp_path, "short", content)]).cfg
+    assert (cfg.zero.stage, cfg.data.sources[0].path, cfg.data.validation[0].path) == (1, "a.jsonl", "b.jsonl")
+    cfg = load([write(tmp_path, "shorter", "zero: 3\ndata: a.jsonl\n")]).cfg
+    assert (cfg.zero.stage, cfg.data.sources[0].path) == (3, "a.jsonl")
+
+
+def test_a_number_is_a_zero_stage() -> None:
+    assert load(["recipe=zero1", "zero=3"]).cfg.zero.stage == 3
+    assert load(["recipe=zero1", "zero=0"]).cfg.zero.stage == 0
+
+
+FOREIGN = "model_name_or_path: m\nstage: sft\nfinetuning_type: lora\ndataset: d\ncutoff_len: 512\noutput_dir: o\n"
+
+
+def test_another_programs_config_is_no_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("sft.yaml").write_text(FOREIGN)
+    assert message("recipe=sft.yaml") == (
+        "sft.yaml is no recipe but another program's config (model_name_or_path, stage, finetuning_type, …). Make a "
+        "recipe of it:  toolkit import-config sft.yaml output=NAME.yaml"
+    )
+    Path("ds.json").write_text("{}")
+    assert "recipe=NAME deepspeed_json=ds.json" in message("recipe=ds.json")
+
+
+def test_every_error_is_reported_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("r.yaml").write_text("defaults:\n  - override /zero: stage9\nzero:\n  stag: 3\noptim:\n  lr: fast\n")
+    found = message("recipe=r.yaml", "train.max_step=5", "learning_rate=1", "optim.betas=[0.9,x]").splitlines()
+    assert found[0] == "6 errors:"
+    assert [line.split(":")[0] for line in found[1:]] == [
+        *("1. command line", "2. command line", "3. command line", "4. r.yaml", "5. r.yaml", "6. r.yaml")
+    ]
+
+
+def test_names_of_deepspeed_are_those_of_its_table() -> None:
+    for name, ours in foreign._OTHERS.items():
+        assert ds_config.OWNED.get(name, ours) == ours
+    for keys in foreign.names().values():
+        assert all(key in set(all_keys()) | {"ds_extra"} for key in keys)
 
 
 def test_own_groups(tmp_path: Path) -> None:

@@ -88,8 +88,6 @@ def test_every_recipe_is_introduced(recipe: str) -> None:
 def test_every_recipe_runs_anywhere_with_glm_tiny(recipe: str, tmp_path: Path) -> None:
     nvme = [f"zero.offload_optimizer.nvme_path={tmp_path}"] if recipe == "zero3_nvme" else []
     for precision in ([], ["precision=fp32"]):
-        if recipe == "fp16" and precision:
-            continue  # its own loss-scale key would have no effect, which is an error; test_checks has it
         data = ["data=docstrings"] if recipe.endswith("_adgen") else []
         loaded = load([f"recipe={recipe}", "model=glm_tiny", f"run.dir={tmp_path}", *data, *nvme, *precision])
         check(loaded, world_size=2)

@@ -96,7 +96,8 @@ def understand(line: str, monkeypatch: pytest.MonkeyPatch) -> None:
     module = import_module(COMMANDS[command])
 
     def composed(words: Sequence[str], **how: Any) -> NoReturn:
-        found = composing.compose(words, **{**how, "world_size": ranks})
+        how = {name: value for name, value in how.items() if name in ("arguments", "flags")}
+        found = composing.compose(words, **how, world_size=ranks)
         world = int(found.arguments.get("world_size") or found.arguments.get("ranks") or ranks)
         if "gpus" not in found.arguments and command != "eval":
             check(found.loaded, world, files=False)
@@ -108,7 +109,7 @@ def understand(line: str, monkeypatch: pytest.MonkeyPatch) -> None:
         composing.named_arguments(words, **how)
         raise Stop
 
-    for name, stand_in in (("compose", composed), ("named_arguments", named)):
+    for name, stand_in in (("compose", composed), ("compose_checked", composed), ("named_arguments", named)):
         for place, one in list(sys.modules.items()):  # a command may hand its words to another one
             if place.startswith("toolkit.cli.") and one is not composing and hasattr(one, name):
                 monkeypatch.setattr(one, name, stand_in)

@@ -111,6 +111,7 @@ def main() -> None:
     from spoil import spoilt
 
     from toolkit.cli.session import run_session
+    from toolkit.config import checks_device
     from toolkit.distributed import failure, process_group
     from toolkit.errors import Diverged, ToolkitError
     from toolkit.train import checkpoint, folder_lock
@@ -118,6 +119,7 @@ def main() -> None:
 
     checkpoint._PROBE_S = 60.0  # a probe in every checkpoint, though these follow each other within a second
     updates = copy_late()
+    checks_device.is_cpu = lambda: False  # fp16 is tried on CPUs here
     get_accelerator().is_fp16_supported = lambda: True
     get_accelerator().supported_dtypes = lambda: [torch.float32, torch.bfloat16, torch.float16]
     for index, case in enumerate(cases):

@@ -152,9 +152,9 @@ ANSWER = {"from": "gpt", "value": "a"}
         ({"messages": [TURN, 3]}, "message 2 of 'messages': it is 3, not an object. Correct or remove the row"),
         (
             {"conversations": [{"from": "narrator", "value": "x"}, ANSWER]},
-            "message 1 of 'conversations': nobody is called 'narrator'. Known are system, user, human, assistant, gpt, "
-            "chatgpt, bing, bard, model, function_call, tool_call, observation, function_response, tool_response, "
-            "function, tool",
+            "message 1 of 'conversations': unknown role 'narrator'; expected one of system, developer, user, human, "
+            "assistant, gpt, chatgpt, bing, bard, model, function_call, tool_call, observation, function_response, "
+            "tool_response, function, tool",
         ),
         (
             {"conversations": [TURN, {"from": "gpt", "value": ""}]},
@@ -270,3 +270,24 @@ def test_real_files() -> None:
             assert sum(bool(message.get("tool_calls")) for message in messages) == 216
             assert sum(message["role"] == "tool" for message in messages) == 218
             assert any(conversation.tools for conversation in found)
+
+
+def test_columns_are_blamed_for_a_name_that_no_row_has() -> None:
+    reader = RowReader(RowFormat.prompt_response, {"response": "answr"})
+    with pytest.raises(RowError, match=r"^`columns` reads response from 'answr', but the row has 'prompt', 'answer'"):
+        reader.read({"prompt": "a", "answer": "b"})
+    listed = RowReader(RowFormat.messages, {"role": "who"})
+    with pytest.raises(RowError, match=r"^message 1 of 'messages': `columns` reads role from 'who'"):
+        listed.read({"messages": [{"role": "user", "content": "a"}]})
+    with pytest.raises(RowError, match=r"^`columns` names 'q', but the row has 'prompt'"):
+        detect_format({"prompt": "a"}, {"messages": "q", "text": "q", "prompt": "q"})
+
+
+def test_openais_developer_is_a_system_message() -> None:
+    row = {
+        "messages": [
+            {"role": "developer", "content": "Be brief."},
+            *({"role": r, "content": "x"} for r in ("user", "assistant")),
+        ]
+    }
+    assert RowReader(RowFormat.messages, {}).read(row).messages[0] == {"role": "system", "content": "Be brief."}

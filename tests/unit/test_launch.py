@@ -36,6 +36,20 @@ def test_words(name: str) -> None:
         assert found == {"--hostfile": "h", "-i": "a@b:0,1", "--master_port": "3", "--num_accelerators": "2"}
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["recipe=x", "--num_gpus", "2", "optim.lr=1", "--config-dir", "c"],
+        ["--num_gpus", "2", "recipe=x", "optim.lr=1", "--config-dir", "c"],
+        ["recipe=x", "optim.lr=1", "--config-dir", "c", "--num_gpus", "2"],
+    ],
+)
+def test_launcher_options_may_stand_anywhere(words: list[str]) -> None:
+    mine, options, rest = ancestors.typed(words)
+    assert (mine, options) == (["--num_gpus", "2"], {"--num_gpus": "2"})
+    assert rest == ["recipe=x", "optim.lr=1", "--config-dir", "c"]
+
+
 HERE: dict[str, Any] = {"folder": "/nowhere"}
 # What the ranks told, the launcher's exit code, whether somebody asked for a stop -> exit code, worth a restart
 VERDICTS: list[tuple[dict[str, Any], int, bool, int, bool]] = [

@@ -5,6 +5,7 @@ import sys
 from collections.abc import Callable, Sequence
 from importlib import import_module
 
+from toolkit import __version__
 from toolkit.cli.failures import guarded
 from toolkit.config.suggest import did_you_mean
 from toolkit.errors import ConfigError
@@ -17,6 +18,8 @@ COMMANDS = {
     "sweep": "toolkit.cli.sweep",
     "autotune": "toolkit.cli.autotune",
     "check": "toolkit.cli.check",
+    "recipes": "toolkit.cli.recipes",
+    "models": "toolkit.cli.models",
     "plan": "toolkit.cli.plan",
     "prepare": "toolkit.cli.prepare",
     "show": "toolkit.cli.show",
@@ -50,6 +53,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not words or words[0] in ("-h", "--help"):
         _show(_overview())
         return 0 if words else 2
+    if words[0] == "--version":
+        _show(f"toolkit {__version__}")
+        return 0
     return guarded(lambda: _dispatch(words))
 
 

@@ -1,9 +1,10 @@
 """What `generate` and `chat` have in common: which model is asked, and how."""
 
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from toolkit.cli.compose import non_negative_int, number, positive_int
-from toolkit.errors import ConfigError
+from toolkit.errors import ConfigError, ModelError
 from toolkit.messages import tr
 
 if TYPE_CHECKING:
@@ -15,13 +16,17 @@ SAMPLING = ("max_new_tokens", "temperature", "top_p", "top_k", "seed")
 
 
 def check_model(given: dict[str, str], usage: str) -> None:
-    """Refuse a command that names no model.
+    """Refuse a command that names no model, or one that does not exist. No torch.
 
     Raises:
         ConfigError: neither a path nor an adapter, which knows its base.
+        ModelError: there is no such directory.
     """
     if not given.get("model.path") and not given.get("adapter"):
         raise ConfigError(tr("{name} is missing: {usage}", name="model.path", usage=usage))
+    for name in ("model.path", "adapter"):
+        if given.get(name) and not Path(given[name]).is_dir():
+            raise ModelError(tr("there is no directory {path} ({name}).", path=given[name], name=name))
 
 
 def sampling_of(given: dict[str, str], max_new_tokens: int) -> "Sampling":

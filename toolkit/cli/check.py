@@ -1,59 +1,79 @@
-"""Check a recipe without training: config, files, model folder. Nothing is loaded or built.
+"""Check a recipe without training: config, data, model directory, DeepSpeed config. Nothing is loaded or built.
 
 toolkit check recipe=NAME [world_size=8] [key=value …]
 
   world_size=8     number of ranks that the batch sizes are checked for
+
+Every error is reported, not the first alone. Of each data file the first rows are read.
 """
 
-from toolkit.cli.compose import compose, positive_int
-from toolkit.config.checks import accumulation, check, settled
+from toolkit.cli.compose import Composed, compose_checked
+from toolkit.config.checks import accumulation
 from toolkit.config.checks_track import check_track_here
 from toolkit.config.hub import is_hub_name, with_folder
 from toolkit.config.layout import layout_of
 from toolkit.config.schema import AUTO, Init, RunConfig
 from toolkit.data.duplicates import check_paths
+from toolkit.data.first_rows import check_sources
 from toolkit.data.sources import local_files
-from toolkit.engine.ds_config import build_ds_config
 from toolkit.messages import say, tr
 from toolkit.models.folder import read_config, trust_folder
-from toolkit.plan.parameters import shapes_of_config, tuned
+from toolkit.plan.parameters import Shapes, Sizes, shapes_of_config, tuned
 from toolkit.plan.tensor import part_of
+from toolkit.problems import Problems
 
 
 def run(words: list[str]) -> int:
     """Check."""
-    composed = compose(words, world_size=None, arguments=("world_size",))
-    world_size = positive_int(composed.arguments, "world_size")
-    check(composed.loaded, world_size)
-    has_weights = not is_hub_name(composed.loaded.cfg.model.path)
-    composed.loaded = with_folder(composed.loaded, say, config_only=True)
-    cfg = composed.loaded.cfg
-    check_track_here(composed.loaded)
-    check_paths(cfg.data, local_files(cfg.data))
-    # The vocabulary of a random model is known once its tokenizer has been fitted.
-    known = None
-    if cfg.model.init is Init.pretrained:
-        if cfg.model.trust_remote_code:
-            trust_folder(cfg.model.path)
-        known = shapes_of_config(read_config(cfg.model.path, with_weights=has_weights))
-    for note in composed.notes:
+    problems = Problems()
+    composed = compose_checked(words, world_size=None, arguments=("world_size",), problems=problems)
+    cfg, world_size = composed.loaded.cfg, composed.world_size
+    problems.attempt(check_track_here, composed.loaded)
+    known = {key for error in problems.errors for key in error.keys}
+    unread = check_sources(cfg.data, known, problems)
+    if not any(key.startswith("data.") for key in known):
+        problems.attempt(lambda: check_paths(cfg.data, local_files(cfg.data)))
+    problems.settle()
+    shapes = problems.attempt(_shapes, composed) if not known & {"model", "model.path"} else None
+    problems.raise_all()
+    for note in [*composed.notes, *([unread] if unread else [])]:
         print(note)
-    if world_size:
-        build_ds_config(settled(cfg), world_size, cfg.train.max_steps or None)  # refuses unknown names in ds_extra
     for ranks in sorted({*cfg.batch.world_sizes, *([world_size] if world_size else [])}):
         print(_rows(cfg, ranks))
     if world_size and cfg.parallel.tensor > 1:
         groups, size = layout_of(cfg, world_size).data_ranks, cfg.parallel.tensor
         print(tr("{groups} groups of {size} neighbouring ranks, which split the layers.", groups=groups, size=size))
-    if known and not cfg.tuning.adapter:
-        outline = tuned(*known, cfg.tuning)
-        trained, total = f"{outline.num_trained:,}", f"{outline.num_parameters:,}"
-        print(tr("{trained} of {total} parameters are trained.", trained=trained, total=total))
-        mine = part_of(outline, cfg.parallel.tensor)  # refuses what cannot be split
-        if mine is not outline:
-            print(tr("{count} of all parameters are on each rank.", count=f"{mine.num_parameters:,}"))
+    if shapes and not cfg.tuning.adapter:
+        _say_shapes(cfg, shapes)
     print(tr("{recipe}: config and files are in order.", recipe=cfg.recipe))
     return 0
+
+
+def _shapes(composed: Composed) -> tuple[Shapes, Sizes] | None:
+    """Read the model directory; return the shapes of its parameters, None where only training knows them.
+
+    Raises:
+        ToolkitError: it cannot be trained, or not as the config says.
+    """
+    has_weights = not is_hub_name(composed.loaded.cfg.model.path)
+    cfg = with_folder(composed.loaded, say, config_only=True).cfg
+    if cfg.model.init is not Init.pretrained:
+        return None  # the vocabulary of a random model is known once its tokenizer has been fitted
+    if cfg.model.trust_remote_code:
+        trust_folder(cfg.model.path)
+    shapes = shapes_of_config(read_config(cfg.model.path, with_weights=has_weights))
+    if shapes and not cfg.tuning.adapter:
+        part_of(tuned(*shapes, cfg.tuning), cfg.parallel.tensor)  # refuses what cannot be split
+    return shapes
+
+
+def _say_shapes(cfg: RunConfig, shapes: tuple[Shapes, Sizes]) -> None:
+    outline = tuned(*shapes, cfg.tuning)
+    trained, total = f"{outline.num_trained:,}", f"{outline.num_parameters:,}"
+    print(tr("{trained} of {total} parameters are trained.", trained=trained, total=total))
+    mine = part_of(outline, cfg.parallel.tensor)
+    if mine is not outline:
+        print(tr("{count} of all parameters are on each rank.", count=f"{mine.num_parameters:,}"))
 
 
 def _rows(cfg: RunConfig, world_size: int) -> str:

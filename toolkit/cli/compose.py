@@ -4,9 +4,15 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from toolkit.config.checks import check, settled
+from toolkit.config.files import known_recipes
+from toolkit.config.layout import model_ranks
 from toolkit.config.load import Loaded, load
+from toolkit.engine.ds_config import OWNED, build_ds_config
+from toolkit.engine.ds_names import check_extra
 from toolkit.errors import ConfigError
 from toolkit.messages import set_language, tr
+from toolkit.problems import Problems
 
 
 @dataclass(kw_only=True, slots=True)
@@ -21,6 +27,8 @@ class Composed:
     """The command's own flags, such as --explain."""
     notes: list[str] = field(default_factory=list)
     """What was resolved from a DeepSpeed JSON."""
+    world_size: int | None = None
+    """Number of ranks; None where unknown."""
 
 
 def compose(
@@ -29,6 +37,7 @@ def compose(
     world_size: int | None,
     arguments: Sequence[str] = (),
     flags: Sequence[str] = (),
+    problems: Problems | None = None,
 ) -> Composed:
     """Compose the config, translate a DeepSpeed JSON if one is given, choose the language.
 
@@ -37,19 +46,63 @@ def compose(
         world_size: number of ranks; None where unknown; an argument `world_size=N` of the command wins.
         arguments: names of the command's own `name=value` words.
         flags: the command's own `--flags`.
+        problems: receives wrong keys and values, and what is wrong with the JSON; None raises them.
 
     Raises:
         ConfigError: anything wrong with recipe, overrides or JSON.
     """
+    found = Problems() if problems is None else problems
     own, seen, config_dir, overrides = _sort(words, arguments, flags)
     world_size = positive_int(own, "world_size") or world_size
-    loaded = load(overrides, config_dir=config_dir)
+    loaded = load(overrides, config_dir=config_dir, problems=found)
     set_language(loaded.cfg.language)
-    composed = Composed(loaded=loaded, arguments=own, flags=seen)
+    composed = Composed(loaded=loaded, arguments=own, flags=seen, world_size=world_size)
     if loaded.cfg.deepspeed_json:
         from toolkit.engine.ds_import import import_json
 
-        composed.loaded, composed.notes = import_json(loaded.cfg.deepspeed_json, loaded, world_size)
+        translated = found.attempt(import_json, loaded.cfg.deepspeed_json, loaded, world_size)
+        if translated:
+            composed.loaded, composed.notes = translated
+    if problems is None:
+        found.raise_all()
+    return composed
+
+
+def compose_checked(
+    words: Sequence[str],
+    *,
+    world_size: int | None,
+    arguments: Sequence[str] = (),
+    flags: Sequence[str] = (),
+    files: bool = True,
+    own: bool = False,
+    problems: Problems | None = None,
+) -> Composed:
+    """Compose the config and check it; everything that is wrong is reported at once.
+
+    Args:
+        words: as for `compose`; so are `world_size`, `arguments` and `flags`.
+        world_size: see there.
+        arguments: see there.
+        flags: see there.
+        files: see `checks.check`; so is `own`.
+        own: see there.
+        problems: receives the errors; None raises them.
+
+    Raises:
+        ConfigError: anything wrong with recipe, overrides, DeepSpeed JSON, or what they say together.
+    """
+    found = Problems() if problems is None else problems
+    composed = compose(words, world_size=world_size, arguments=arguments, flags=flags, problems=found)
+    check(composed.loaded, composed.world_size, files=files, own=own, problems=found)
+    found.attempt(check_extra, composed.loaded.cfg.ds_extra, OWNED, composed.loaded.where)
+    if not found.errors:
+        cfg = settled(composed.loaded.cfg)
+        ranks = composed.world_size or model_ranks(cfg)
+        found.attempt(build_ds_config, cfg, ranks, cfg.train.max_steps or None)
+    if problems is None:
+        found.raise_all()
+    composed.notes += composed.loaded.notices
     return composed
 
 
@@ -69,6 +122,8 @@ def _sort(
             config_dir = value if equals else next(rest, "")
         elif equals and name in arguments:
             own[name] = value
+        elif not equals and (name.endswith((".yaml", ".yml")) or name in known_recipes()):
+            overrides.append(f"recipe={name}")
         elif word.startswith("-"):
             known = ", ".join([*flags, "--config-dir DIR"])
             raise ConfigError(

@@ -12,8 +12,8 @@ import json
 import sys
 from pathlib import Path
 
-from toolkit.cli.compose import compose, positive_int
-from toolkit.config.checks import check
+from toolkit.cli.compose import compose_checked, positive_int
+from toolkit.config.places import fail
 from toolkit.engine.ds_config import build_ds_config, explain
 from toolkit.errors import ConfigError
 from toolkit.messages import tr
@@ -21,16 +21,28 @@ from toolkit.messages import tr
 
 def run(words: list[str]) -> int:
     """Export."""
-    composed = compose(
+    composed = compose_checked(
         words,
         world_size=1,
         arguments=("world_size", "total_steps", "output"),
         flags=("--explain",),
+        files=False,
     )
-    world_size = positive_int(composed.arguments, "world_size") or 1
+    world_size = composed.world_size or 1
     cfg = composed.loaded.cfg
-    check(composed.loaded, world_size, files=False)
-    total_steps = cfg.train.max_steps or positive_int(composed.arguments, "total_steps")
+    total_steps = positive_int(composed.arguments, "total_steps")
+    if total_steps and cfg.train.max_steps and total_steps != cfg.train.max_steps:
+        raise fail(
+            composed.loaded,
+            "train.max_steps",
+            tr(
+                "train.max_steps = {steps} and total_steps={total} contradict each other: remove total_steps, or set "
+                "train.max_steps={total}.",
+                steps=cfg.train.max_steps,
+                total=total_steps,
+            ),
+        )
+    total_steps = total_steps or cfg.train.max_steps or None
     ds = build_ds_config(cfg, world_size, total_steps)
     text = json.dumps(ds.values, indent=2) + "\n"
     output = composed.arguments.get("output")

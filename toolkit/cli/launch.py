@@ -1,8 +1,8 @@
 """Train under DeepSpeed's launcher; pass on the ranks' exit code, and start again what died.
 
-toolkit launch [launcher options] recipe=NAME [hostfile=FILE] [key=value …]
+toolkit launch recipe=NAME [launcher options] [hostfile=FILE] [key=value …]
 
-  --num_gpus N, --include …   options of `deepspeed`, before the first key=value
+  --num_gpus N, --include …   options of `deepspeed`, in front of the recipe or behind it
   hostfile=FILE               several machines, examined as by `toolkit doctor quick=true`; --no_ssh_check leaves that
   recipe=NAME, key=value                       as for `toolkit train`
   run.max_restarts=N                           start again, up to N times, a run that died or hung
@@ -18,9 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.cli import doctor
-from toolkit.cli.compose import compose
+from toolkit.cli.compose import compose_checked
 from toolkit.config import variables
-from toolkit.config.checks import check
 from toolkit.config.schema import RunConfig
 from toolkit.distributed import launched
 from toolkit.doctor.examine import Examination
@@ -120,9 +119,7 @@ def _checked(rest: Sequence[str]) -> RunConfig:
         raise LaunchError(
             tr("toolkit launch starts the ranks itself: type it once, without {launcher}.", launcher=ranks.launcher)
         )
-    composed = compose(rest, world_size=None)
-    check(composed.loaded, files=False)
-    return composed.loaded.cfg
+    return compose_checked(rest, world_size=None, files=False).loaded.cfg
 
 
 def _machines(options: Mapping[str, str], words: Sequence[str], cfg: RunConfig) -> resources.Resources:

@@ -10,8 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from toolkit.cli.compose import compose, positive_int
-from toolkit.config.checks import check
+from toolkit.cli.compose import compose_checked, positive_int
 from toolkit.config.hub import with_folder
 from toolkit.config.schema import RunConfig
 from toolkit.launch import environment
@@ -76,8 +75,7 @@ def main() -> None:
     name, file, *words = words
     arguments, measure = MEASURES[name]
     ranks = environment.detect(os.environ)
-    composed = compose(words, world_size=ranks.world_size, arguments=arguments)
-    check(composed.loaded, ranks.world_size)
+    composed = compose_checked(words, world_size=ranks.world_size, arguments=arguments)
     environment.apply(ranks, os.environ)
     cfg = with_folder(composed.loaded, lambda line: None).cfg
     from toolkit.distributed import process_group

@@ -7,8 +7,7 @@ toolkit prepare recipe=NAME [key=value …]
 An interrupted run goes on where it stopped. Data that is prepared already is verified: every byte is read.
 """
 
-from toolkit.cli.compose import compose
-from toolkit.config.checks import check
+from toolkit.cli.compose import compose_checked
 from toolkit.config.hub import with_folder
 from toolkit.errors import DataError
 from toolkit.messages import say, tr
@@ -16,8 +15,7 @@ from toolkit.messages import say, tr
 
 def run(words: list[str]) -> int:
     """Prepare."""
-    composed = compose(words, world_size=None)
-    check(composed.loaded)
+    composed = compose_checked(words, world_size=None)
     cfg = with_folder(composed.loaded, say).cfg
     from toolkit.cli.sample_view import filled_line
     from toolkit.data.prepare import prepare_shard

@@ -4,14 +4,14 @@ from collections.abc import Iterable, Sequence
 from unicodedata import east_asian_width
 
 
-def table(heads: Sequence[str], rows: Iterable[Sequence[str]], indent: str = "  ") -> list[str]:
-    """Return the lines of a table: the first column is text, the others are numbers, to the right."""
+def table(heads: Sequence[str], rows: Iterable[Sequence[str]], indent: str = "  ", *, texts: bool = False) -> list[str]:
+    """Return the lines of a table: the first column is text, the others are numbers, to the right, or all `texts`."""
     listed = [list(heads), *map(list, rows)]
     widths = [max(_width(row[column]) for row in listed) for column in range(len(heads))]
     return [
         indent
         + "  ".join(
-            cell + " " * (width - _width(cell)) if not column else " " * (width - _width(cell)) + cell
+            cell + " " * (width - _width(cell)) if texts or not column else " " * (width - _width(cell)) + cell
             for column, (cell, width) in enumerate(zip(row, widths, strict=True))
         )
         for row in listed

@@ -17,9 +17,9 @@ import time
 from pathlib import Path
 
 from toolkit.cli import sweep
-from toolkit.cli.compose import Composed, compose
+from toolkit.cli.compose import Composed, compose, compose_checked
 from toolkit.cli.trusted import warn_of_code
-from toolkit.config.checks import accumulation, check
+from toolkit.config.checks import accumulation
 from toolkit.config.checks_track import check_track_here
 from toolkit.config.hub import with_folder
 from toolkit.config.layout import layout_of
@@ -74,9 +74,8 @@ def make_ready(words: list[str], own: bool = False) -> tuple[Composed, environme
             end="",
         )
         return None
-    composed = compose(words, world_size=ranks.world_size)
+    composed = compose_checked(words, world_size=ranks.world_size, own=own)
     cfg = composed.loaded.cfg
-    check(composed.loaded, ranks.world_size, own=own)
     forward.apply(cfg.launch.env, ranks, os.environ, inherited)
     ancestors.check_launcher(cfg.launch.num_nodes, ranks)
     restarts.check(cfg.run.max_restarts, ranks, words)

@@ -2,12 +2,14 @@
 
 import math
 import re
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 from toolkit.config.bounds import LEAST
 from toolkit.config.checks_code import check_code
 from toolkit.config.checks_data import check_data
+from toolkit.config.checks_device import check_device
 from toolkit.config.checks_files import check_files
 from toolkit.config.checks_optim import check_optim, check_optim_here
 from toolkit.config.checks_own import check_own, unread_own
@@ -26,53 +28,57 @@ from toolkit.config.unread import check_effect
 from toolkit.config.variables import check_variables
 from toolkit.errors import ConfigError
 from toolkit.messages import tr
+from toolkit.problems import Problems, raise_all
 
 
-def check(loaded: Loaded, world_size: int | None = None, *, files: bool = True, own: bool = False) -> None:
+def check(
+    loaded: Loaded,
+    world_size: int | None = None,
+    *,
+    files: bool = True,
+    own: bool = False,
+    problems: Problems | None = None,
+) -> None:
     """Apply every rule.
 
     Args:
         loaded: the config and where its values come from.
         world_size: number of ranks; None leaves out the rules that need it.
-        files: whether folders and files that the config names must exist here; False for a config that is only
-            exported for another machine.
-        own: whether a program trains a model and a data set of its own with it.
+        files: whether files, directories and devices that the config names must exist here; False for a config that is
+            only exported for another machine.
+        own: whether a program trains a custom model and dataset with it.
+        problems: errors found before, and where those found here are added; None raises them.
 
     Raises:
-        ConfigError: the first rule that does not hold.
+        ConfigError: every rule that does not hold, in one message.
     """
-    rules = (
-        _numbers,
-        _batch,
-        _length_of_run,
-        _schedule,
-        _zero,
-        _offload,
-        _compile,
-        _profile,
-        _names,
-        _restarts,
-        _evaluate,
-    )
-    late = (check_tuning, check_zero, check_optim, check_track, check_effect, check_variables)
-    shared = (check_pipeline, check_sequence, check_tensor, check_code)
-    left_out = (_evaluate, check_tuning, check_effect, check_code) if own else ()
+    found = Problems() if problems is None else problems
+    found.settle()
+    for rule in _VALUES:
+        found.attempt(rule, loaded)
+    found.settle()
     if own:
-        check_own(loaded)
-    for rule in (*rules, check_data, *shared, *late):
-        if rule not in left_out:
-            rule(loaded)
+        found.attempt(check_own, loaded)
+    skipped = (_evaluate, check_tuning, check_effect, check_code) if own else ()
+    for rule in (*_RULES, check_data, *_SHARED, *_LATE):
+        if rule not in skipped:
+            found.attempt(rule, loaded)
     if own:
-        check_effect(loaded, unread_own(loaded.cfg))
+        found.attempt(check_effect, loaded, unread_own(loaded.cfg))
     if world_size is not None:
-        accumulation(settled(loaded.cfg), world_size, prefix(loaded, "batch.global_size"))
-        check_ranks(loaded, world_size)
+        found.attempt(_divided, loaded, world_size)
+        found.attempt(check_ranks, loaded, world_size)
     if files:
-        check_files(loaded, own)
-        check_optim_here(loaded)
-    if files and not own:
-        check_tuning_here(loaded)
-        check_zero_here(loaded)
+        here = (check_optim_here, check_device) if own else (check_optim_here, check_device, *_HERE)
+        found.attempt(check_files, loaded, own)
+        for rule in here:
+            found.attempt(rule, loaded)
+    if problems is None:
+        found.raise_all()
+
+
+def _divided(loaded: Loaded, world_size: int) -> None:
+    accumulation(settled(loaded.cfg), world_size, prefix(loaded, "batch.global_size"))
 
 
 def micro_rows(cfg: RunConfig) -> int:
@@ -140,15 +146,19 @@ def accumulation(cfg: RunConfig, world_size: int, where: str = "") -> int:
 
 def _numbers(loaded: Loaded) -> None:
     """Ranges of single values."""
+    raise_all(_out_of_range(loaded))
+
+
+def _out_of_range(loaded: Loaded) -> Iterator[ConfigError]:
     for key, bound in LEAST.items():
         value = value_of(loaded.cfg, key)
         if isinstance(value, (int, float)) and not bound <= value < math.inf:
-            raise fail(loaded, key, tr("{key} = {value} must be at least {least}.", key=key, value=value, least=bound))
+            yield fail(loaded, key, tr("{key} = {value} must be at least {least}.", key=key, value=value, least=bound))
     cfg = loaded.cfg
     if not 0 < cfg.optim.lr < float("inf"):
-        raise fail(loaded, "optim.lr", tr("optim.lr = {value} must be greater than 0.", value=cfg.optim.lr))
+        yield fail(loaded, "optim.lr", tr("optim.lr = {value} must be greater than 0.", value=cfg.optim.lr))
     if len(cfg.optim.betas) != 2 or not all(0 <= beta < 1 for beta in cfg.optim.betas):
-        raise fail(
+        yield fail(
             loaded,
             "optim.betas",
             tr("optim.betas = {value} must be two numbers from 0 to below 1.", value=cfg.optim.betas),
@@ -164,13 +174,13 @@ def _numbers(loaded: Loaded) -> None:
         value = value_of(cfg, key)
         assert isinstance(value, float)
         if not 0 <= value < 1:
-            raise fail(loaded, key, tr("{key} = {value} must be from 0 to below 1.", key=key, value=value))
+            yield fail(loaded, key, tr("{key} = {value} must be from 0 to below 1.", key=key, value=value))
     if not 0 < cfg.evaluate.top_p <= 1:
         key, number = "evaluate.top_p", cfg.evaluate.top_p
-        raise fail(loaded, key, tr("{key} = {value} must be above 0 and at most 1.", key=key, value=number))
+        yield fail(loaded, key, tr("{key} = {value} must be above 0 and at most 1.", key=key, value=number))
     if not 0 <= cfg.zero.offload_optimizer.ratio <= 1:
         key, value = "zero.offload_optimizer.ratio", cfg.zero.offload_optimizer.ratio
-        raise fail(loaded, key, tr("{key} = {value} must be from 0 to 1.", key=key, value=value))
+        yield fail(loaded, key, tr("{key} = {value} must be from 0 to 1.", key=key, value=value))
 
 
 def _batch(loaded: Loaded) -> None:
@@ -387,3 +397,11 @@ def _evaluate(loaded: Loaded) -> None:
         tr("{key} = {value} is none of {known}.", key=key, value=name, known=", ".join(known))
         + (" " + tr("Add it to evaluate.metrics.") if could_be else did_you_mean(name, known)),
     )
+
+
+_VALUES = (_numbers, _batch, _zero, _names)
+"""Rules about single values: where one does not hold, those that join it with others say nothing more."""
+_RULES = (_length_of_run, _schedule, _offload, _compile, _profile, _restarts, _evaluate)
+_SHARED = (check_pipeline, check_sequence, check_tensor, check_code)
+_LATE = (check_tuning, check_zero, check_optim, check_track, check_effect, check_variables)
+_HERE = (check_tuning_here, check_zero_here)

@@ -9,19 +9,16 @@ from toolkit.config.schema import AUTO, TuningMethod
 from toolkit.config.weights import weight_at
 from toolkit.errors import ConfigError
 from toolkit.messages import tr
+from toolkit.problems import check_all
 
 
 def check_data(loaded: Loaded) -> None:
     """Apply the rules about which rows make up a step.
 
     Raises:
-        ConfigError: the first that does not hold.
+        ConfigError: those that do not hold.
     """
-    _world_sizes(loaded)
-    _curriculum(loaded)
-    _weights(loaded)
-    _random_ltd(loaded)
-    _neftune(loaded)
+    check_all((_world_sizes, _curriculum, _weights, _random_ltd, _neftune), loaded)
 
 
 def _curriculum(loaded: Loaded) -> None:

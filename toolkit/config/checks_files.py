@@ -13,6 +13,7 @@ from toolkit.config.places import fail, value_of
 from toolkit.config.schema import ROW_FIELDS, Device, Init, RowFormat, RunConfig, SourceConfig
 from toolkit.config.suggest import did_you_mean
 from toolkit.messages import tr
+from toolkit.problems import Problems, check_all
 
 
 def check_files(loaded: Loaded, own: bool = False) -> None:
@@ -23,10 +24,12 @@ def check_files(loaded: Loaded, own: bool = False) -> None:
         own: whether a program brings model and data itself.
 
     Raises:
-        ConfigError: the first file or folder that is not there or not usable.
+        ConfigError: each file or directory that does not exist or cannot be used.
     """
-    for rule in (_nvme_folders, _run_dir) if own else (_nvme_folders, _model, _sources, _run_dir, _packages):
-        rule(loaded)
+    rules = (
+        (_nvme_folders, _run_dir, _resume) if own else (_nvme_folders, _model, _sources, _run_dir, _packages, _resume)
+    )
+    check_all(rules, loaded)
 
 
 def _nvme_folders(loaded: Loaded) -> None:
@@ -119,57 +122,52 @@ def _sources(loaded: Loaded) -> None:
             "data.sources",
             tr("data.sources is empty: add 'data.sources=[{{path: FILE.jsonl}}]', or data=docstrings to try."),
         )
+    problems = Problems()
     for name, sources in (("data.sources", data.sources), ("data.validation", data.validation)):
         for index, source in enumerate(sources):
-            _source(loaded, name, index, source)
+            problems.attempt(_source, loaded, name, index, source)
+    problems.raise_all()
 
 
 def _source(loaded: Loaded, name: str, index: int, source: SourceConfig) -> None:
     place = f"{name}[{index}]"
+    if sentence := _wrong_source(source, place):
+        error = fail(loaded, name, sentence)
+        error.keys = (place,)
+        raise error
+
+
+def _wrong_source(source: SourceConfig, place: str) -> str:
+    """Return what is wrong with a source, "" if nothing is."""
     if source.format is RowFormat.docstrings:
         for key in ("path", "hub"):
             if value := getattr(source, key):
-                raise fail(
-                    loaded,
-                    name,
-                    tr(
-                        "{key} = {path} has no effect with format docstrings. Remove it.",
-                        key=f"{place}.{key}",
-                        path=value,
-                    ),
+                return tr(
+                    "{key} = {path} has no effect with format docstrings. Remove it.",
+                    key=f"{place}.{key}",
+                    path=value,
                 )
     elif bool(source.path) == bool(source.hub):
-        raise fail(
-            loaded,
-            name,
-            tr("{place} needs one of path (a file, folder or pattern) and hub (a name on Hugging Face).", place=place),
+        return tr(
+            "{place} needs one of path (a file, folder or pattern) and hub (a name on Hugging Face).", place=place
         )
     elif source.path and not Path(source.path).exists() and not glob.glob(source.path, recursive=True):
-        raise fail(
-            loaded,
-            name,
-            tr(
-                "{key} = {path}: there is no such file (looked in {folder}).",
-                key=f"{place}.path",
-                path=source.path,
-                folder=Path.cwd(),
-            ),
+        return tr(
+            "{key} = {path}: there is no such file (looked in {folder}).",
+            key=f"{place}.path",
+            path=source.path,
+            folder=Path.cwd(),
         )
     for key in ("subset", "revision"):
         if getattr(source, key) and not source.hub:
-            raise fail(loaded, name, tr("{place}.{key} has an effect with hub only. Remove it.", place=place, key=key))
+            return tr("{place}.{key} has an effect with hub only. Remove it.", place=place, key=key)
     if sentence := unread_column(source, place):
-        raise fail(loaded, name, sentence)
+        return sentence
     if not 0 < source.weight < math.inf:
-        raise fail(
-            loaded,
-            name,
-            tr(
-                "{place}.weight = {weight} must be above 0; remove the source instead.",
-                place=place,
-                weight=source.weight,
-            ),
+        return tr(
+            "{place}.weight = {weight} must be above 0; remove the source instead.", place=place, weight=source.weight
         )
+    return ""
 
 
 def unread_column(source: SourceConfig, place: str) -> str:
@@ -197,6 +195,31 @@ def _run_dir(loaded: Loaded) -> None:
             loaded,
             "run.dir",
             tr("run.dir = {dir}: {folder} cannot be written to.", dir=loaded.cfg.run.dir, folder=existing),
+        )
+
+
+def _resume(loaded: Loaded) -> None:
+    """A path to resume from must hold a checkpoint; whether it is intact is found out by reading it."""
+    resume = loaded.cfg.resume
+    if resume in ("auto", "must", "never"):
+        return
+    path = Path(resume)
+    if any((path / name).is_file() for name in ("config.json", "adapter_config.json")):
+        raise fail(
+            loaded,
+            "resume",
+            tr(
+                "resume = {path} is a model or an adapter alone, without what training needs to resume. Query it "
+                "(toolkit generate {path}), or start another training from it: model.path={path}, of an adapter "
+                "tuning.adapter={path}.",
+                path=path,
+            ),
+        )
+    if not ((path / "manifest.json").is_file() or any((path / "checkpoints").glob("step-*"))):
+        raise fail(
+            loaded,
+            "resume",
+            tr("resume = {path} is not auto, must or never, nor a checkpoint or a run directory with one.", path=path),
         )
 
 

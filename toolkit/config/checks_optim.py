@@ -10,14 +10,14 @@ from toolkit.config.schema import Device, OptimizerName, RunConfig, ScheduleName
 from toolkit.messages import tr
 
 
-def unread_optim(cfg: RunConfig) -> Iterator[tuple[str, str]]:
-    """Yield the settings of `optim` that its optimizer does not read, and why."""
+def unread_optim(cfg: RunConfig) -> Iterator[tuple[str, str, str]]:
+    """Yield the settings of `optim` that its optimizer does not read, why, and the key that decided it."""
     reason = tr("optim.name is {name}", name=cfg.optim.name.value)
     for name in SOMETIMES_READ:
         if name not in OPTIMIZERS[cfg.optim.name].reads:
-            yield f"optim.{name}", reason
+            yield f"optim.{name}", reason, "optim.name"
     if not cfg.optim.weight_decay:
-        yield "optim.decay", tr("optim.weight_decay is 0")
+        yield "optim.decay", tr("optim.weight_decay is 0"), "optim.weight_decay"
 
 
 def check_optim(loaded: Loaded) -> None:

@@ -24,12 +24,12 @@ _SECTIONS = (
 )
 
 
-def unread_own(cfg: RunConfig) -> Iterator[tuple[str, str]]:
+def unread_own(cfg: RunConfig) -> Iterator[tuple[str, str, str]]:
     """Yield the keys that say what the program itself says, and why they are not read."""
     reason = tr("the program brings its own model, data and loss")
     for key in all_keys():
         if key.startswith(_SECTIONS) and key not in _READ:
-            yield key, reason
+            yield key, reason, ""
 
 
 def check_own(loaded: Loaded) -> None:
@@ -102,4 +102,4 @@ def check_without_validation(loaded: Loaded) -> None:
         ConfigError: the first that was changed.
     """
     reason = tr("the program gives no validation=")
-    check_effect(loaded, [(key, reason) for key in _READ if key.startswith("evaluate.")])
+    check_effect(loaded, [(key, reason, "") for key in _READ if key.startswith("evaluate.")])

@@ -31,14 +31,14 @@ READS = _SHAPE | {
 }
 
 
-def unread_tuning(cfg: RunConfig) -> Iterator[tuple[str, str]]:
-    """Yield the settings of `tuning` that its method does not read, and why."""
+def unread_tuning(cfg: RunConfig) -> Iterator[tuple[str, str, str]]:
+    """Yield the settings of `tuning` that its method does not read, why, and the key that decided it."""
     tuning = cfg.tuning
     for name, methods in READS.items():
         if tuning.method not in methods:
-            yield f"tuning.{name}", tr("tuning.method is {method}", method=tuning.method.value)
+            yield f"tuning.{name}", tr("tuning.method is {method}", method=tuning.method.value), "tuning.method"
         elif tuning.adapter and (name in _SHAPE or (name == "dropout" and tuning.method in _LORA)):
-            yield f"tuning.{name}", tr("tuning.adapter decides it")
+            yield f"tuning.{name}", tr("tuning.adapter decides it"), "tuning.adapter"
 
 
 def check_tuning(loaded: Loaded) -> None:

@@ -10,10 +10,12 @@ from typing import Any
 from omegaconf.errors import ValidationError
 from omegaconf.nodes import BooleanNode, FloatNode, IntegerNode, StringNode
 
+from toolkit.config.foreign import our_keys
 from toolkit.config.schema import AUTO, RunConfig
-from toolkit.config.suggest import did_you_mean
+from toolkit.config.suggest import did_you_mean, nearest
 from toolkit.errors import ConfigError
 from toolkit.messages import tr
+from toolkit.problems import Problems
 
 Place = Callable[[str], str]
 """From a dotted path to where it stands: "recipes/x.yaml:3" or "command line"."""
@@ -45,59 +47,80 @@ def all_keys(kind: type = RunConfig, prefix: str = "") -> Iterator[str]:
             yield from all_keys(typing.cast("type", inner), f"{prefix}{name}.")
 
 
-def check_tree(value: Any, kind: Any, path: str, place: Place) -> Iterator[tuple[str, Any]]:
-    """Check values against their type and yield each leaf's path and value.
+def check_tree(value: Any, kind: Any, path: str, place: Place, problems: Problems) -> Iterator[tuple[str, Any]]:
+    """Check values against their type and yield each right leaf's path and value.
 
     Args:
-        value: what YAML or the command line gave.
+        value: what YAML or the command line gave; wrong values are removed from its sections.
         kind: its type in the schema.
         path: dotted key of `value`; "" for the whole config.
         place: tells where a path stands.
-
-    Raises:
-        ConfigError: unknown key or wrong type.
+        problems: receives the errors: unknown keys and wrong types.
     """
-    if isinstance(value, str) and _is_interpolation(value, path, place):
-        yield path, value
-    elif dataclasses.is_dataclass(kind):
-        yield from _check_section(value, typing.cast("type", kind), path, place)
-    elif typing.get_origin(kind) is list:
+    if isinstance(value, str):
+        refers = problems.attempt(_is_interpolation, value, path, place)
+        if refers is not False:
+            if refers:
+                yield path, value
+            return
+    if dataclasses.is_dataclass(kind):
+        yield from _check_section(value, typing.cast("type", kind), path, place, problems)
+        return
+    before = len(problems.errors)
+    if typing.get_origin(kind) is list:
         if not isinstance(value, list):
-            raise _wrong(path, value, tr("a list, for example [a, b]"), place)
+            problems.add(_wrong(path, value, tr("a list, for example [a, b]"), place))
+            return
         for index, item in enumerate(value):
-            list(check_tree(item, typing.get_args(kind)[0], f"{path}[{index}]", place))
-        yield path, value
+            list(check_tree(item, typing.get_args(kind)[0], f"{path}[{index}]", place, problems))
     elif typing.get_origin(kind) is dict:
         if not isinstance(value, dict):
-            raise _wrong(path, value, tr("a section of keys"), place)
-        _check_free(value, path, place)
-        yield from ((f"{path}.{key}", inner) for key, inner in value.items())
-        yield path, value
+            problems.add(_wrong(path, value, tr("a section of keys"), place))
+            return
+        problems.attempt(_check_free, value, path, place)
+        if len(problems.errors) == before:
+            yield from ((f"{path}.{key}", inner) for key, inner in value.items())
     elif kind is Any:
-        _check_free(value, path, place)
-        yield path, value
+        problems.attempt(_check_free, value, path, place)
     else:
-        _check_scalar(value, kind, path, place)
+        problems.attempt(_check_scalar, value, kind, path, place)
+    if len(problems.errors) == before:
         yield path, value
+
+
+def about(key: str, sentence: str) -> ConfigError:
+    """Return an error that knows which key it is about."""
+    error = ConfigError(sentence)
+    error.keys = (key,)
+    return error
 
 
 def unknown_key(path: str, place: Place) -> ConfigError:
-    """Return the error for a key that the schema does not have, with the nearest one at its level or anywhere."""
+    """Return the error for a key that the schema does not have, with ours for it, or the nearest one."""
     shown = re.sub(r"\[\d+\]", "", path)
-    section, _, name = shown.rpartition(".")
-    siblings = _members(section)
-    close = did_you_mean(name, siblings)
+    siblings = _members(shown.rpartition(".")[0])
+    # A name that is known elsewhere says what is meant; else the nearest one here.
+    theirs = our_keys(shown, lambda key: field_type(key) is not None)
+    meant = theirs or _nearest_key(path, shown, siblings)
+    sentence = tr("{place}: unknown key '{key}'.", place=place(path), key=path)
+    if meant:
+        sentence += " " + tr("Did you mean '{name}'?", name="' / '".join(meant[:3]))
+    elif siblings:
+        sentence += " " + tr("Known here: {keys}.", keys=", ".join(siblings))
+    error = ConfigError(sentence)
+    error.keys = tuple(re.sub(r"\[\d+\].*", "", key) for key in (path, *meant))
+    return error
+
+
+def _nearest_key(path: str, shown: str, siblings: list[str]) -> tuple[str, ...]:
+    """Return the key that is most like an unknown one: at its level, anywhere, or of the same name elsewhere."""
+    prefix, _, name = path.rpartition(".")
+    close = nearest(name, siblings)
     if close:
-        prefix = path.rpartition(".")[0]
-        close = close.replace("'", f"'{prefix}." if prefix else "'", 1)
-    else:
-        leaf = {key.rpartition(".")[2]: key for key in reversed(list(all_keys()))}
-        close = did_you_mean(shown, all_keys()) or (
-            " " + tr("Did you mean '{name}'?", name=leaf[name]) if name in leaf else ""
-        )
-    if not close and siblings:
-        close = " " + tr("Known here: {keys}.", keys=", ".join(siblings))
-    return ConfigError(tr("{place}: unknown key '{key}'.", place=place(path), key=path) + close)
+        return (f"{prefix}.{close}" if prefix else close,)
+    leaf = {key.rpartition(".")[2]: key for key in reversed(list(all_keys()))}
+    found = nearest(shown, (key for key in all_keys() if not shown.startswith(f"{key}."))) or leaf.get(name)
+    return (found,) if found else ()
 
 
 def _members(section: str) -> list[str]:
@@ -107,19 +130,28 @@ def _members(section: str) -> list[str]:
     return list(typing.get_type_hints(kind)) if dataclasses.is_dataclass(kind) else []
 
 
-def _check_section(value: Any, kind: type, path: str, place: Place) -> Iterator[tuple[str, Any]]:
+def _check_section(value: Any, kind: type, path: str, place: Place, problems: Problems) -> Iterator[tuple[str, Any]]:
     if not isinstance(value, dict):
-        raise _wrong(path, value, tr("a section of keys"), place)
+        problems.add(_wrong(path, value, tr("a section of keys"), place))
+        return
     types = typing.get_type_hints(kind)
-    for key, inner in value.items():
+    for key, inner in list(value.items()):
         below = f"{path}.{key}" if path else str(key)
+        before = len(problems.errors)
         if key == "_target_":
-            raise ConfigError(
-                tr("{place}: '_target_' is not allowed: a config never names code to run.", place=place(below))
-            )
-        if key not in types:
-            raise unknown_key(below, place)
-        yield from check_tree(inner, types[key], below, place)
+            problems.add(_names_code(below, place))
+        elif key not in types:
+            problems.add(unknown_key(below, place))
+        else:
+            yield from check_tree(inner, types[key], below, place, problems)
+            if isinstance(inner, dict) and dataclasses.is_dataclass(types[key]):
+                continue  # what is wrong below it has been removed there
+        if len(problems.errors) > before:
+            del value[key]
+
+
+def _names_code(path: str, place: Place) -> ConfigError:
+    return ConfigError(tr("{place}: '_target_' is not allowed: a config never names code to run.", place=place(path)))
 
 
 def _check_free(value: Any, path: str, place: Place) -> None:
@@ -127,9 +159,7 @@ def _check_free(value: Any, path: str, place: Place) -> None:
     if isinstance(value, dict):
         for key, inner in value.items():
             if key == "_target_":
-                raise ConfigError(
-                    tr("{place}: '_target_' is not allowed: a config never names code to run.", place=place(path))
-                )
+                raise _names_code(path, place)
             if not isinstance(key, str):
                 raise unknown_key(f"{path}.{key}", place)
             _check_free(inner, f"{path}.{key}", place)
@@ -163,7 +193,7 @@ def _check_scalar(value: Any, kind: Any, path: str, place: Place) -> None:
                 value=value,
                 choices=choices,
             )
-            raise ConfigError(error + did_you_mean(str(value), kind.__members__))
+            raise about(path, error + did_you_mean(str(value), kind.__members__))
         return
     if value is None or isinstance(value, (dict, list)):
         raise _wrong(path, value, _described(kind), place)
@@ -189,6 +219,7 @@ def _described(kind: Any) -> str:
 
 def _wrong(path: str, value: Any, wanted: str, place: Place) -> ConfigError:
     shown = "null" if value is None else value
-    return ConfigError(
-        tr("{place}: '{key}' = {value} must be {wanted}.", place=place(path), key=path, value=shown, wanted=wanted)
+    return about(
+        path,
+        tr("{place}: '{key}' = {value} must be {wanted}.", place=place(path), key=path, value=shown, wanted=wanted),
     )

@@ -52,6 +52,11 @@ class Layout:
         return self.tensor
 
 
+def model_ranks(cfg: RunConfig) -> int:
+    """Return how many ranks share one model: the fewest that a run can have."""
+    return cfg.parallel.tensor * cfg.parallel.sequence * cfg.parallel.pipeline
+
+
 def layout_of(cfg: RunConfig, world_size: int, rank: int = 0) -> Layout:
     """Return a rank's place.
 

@@ -13,7 +13,9 @@ def prefix(loaded: Loaded, key: str) -> str:
 
 def fail(loaded: Loaded, key: str, sentence: str) -> ConfigError:
     """Return the error about a key, with its place in front."""
-    return ConfigError(prefix(loaded, key) + sentence)
+    error = ConfigError(prefix(loaded, key) + sentence)
+    error.keys = (key,)
+    return error
 
 
 def value_of(cfg: RunConfig, key: str) -> object:

@@ -13,6 +13,7 @@ from toolkit.messages import tr
 
 _ROLE_NAMES = {
     "system": "system",
+    "developer": "system",
     "user": "user",
     "human": "user",
     "assistant": "assistant",
@@ -49,6 +50,7 @@ class RowReader:
     def __init__(self, row_format: RowFormat, columns: Mapping[str, str], answered: bool = True) -> None:
         self.row_format, self.answered = row_format, answered
         fields = {field for names in ROW_FIELDS.values() for field in names}
+        self.renamed = {theirs: ours for ours, theirs in columns.items() if theirs != ours}
         self.names = {field: columns.get(field, field) for field in fields}
         readers: dict[RowFormat, Callable[[Mapping[str, Any]], list[Message]]] = {
             RowFormat.sharegpt: self._listed,
@@ -64,7 +66,10 @@ class RowReader:
             RowError: the row lacks something, or holds something of the wrong type.
         """
         mapping = as_object(row)
-        messages = self._read(mapping)
+        try:
+            messages = self._read(mapping)
+        except MissingKey as error:
+            raise self._explained(error) from None
         if self.row_format is RowFormat.text:
             return Conversation(messages)
         system = mapping.get(self.names["system"])
@@ -75,6 +80,20 @@ class RowReader:
                 )
             messages = [_message("system", _text(mapping, self.names["system"])), *messages]
         return Conversation(messages, _tools(mapping.get(self.names["tools"]), self.names["tools"]))
+
+    def _explained(self, error: RowError) -> RowError:
+        """Return an error that blames `columns` where these asked for a key that a row lacks."""
+        ours = self.renamed.get(error.key) if isinstance(error, MissingKey) else None
+        if not isinstance(error, MissingKey) or ours is None:
+            return error
+        return RowError(
+            tr(
+                "`columns` reads {field} from '{key}', but the row has {keys}. Correct `columns`",
+                field=ours,
+                key=error.key,
+                keys=_quoted(error.row),
+            )
+        )
 
     def unused(self, row: Mapping[str, object]) -> list[str]:
         """Return the keys of a row that this format does not read."""
@@ -114,8 +133,9 @@ class RowReader:
             try:
                 messages += self._item(item)
             except RowError as error:
+                reason = self._explained(error)
                 raise RowError(
-                    tr("message {number} of '{key}': {reason}", number=number, key=key, reason=error)
+                    tr("message {number} of '{key}': {reason}", number=number, key=key, reason=reason)
                 ) from None
         if self.answered and not any(message["role"] == "assistant" for message in messages):
             raise RowError(tr("'{key}' holds no answer of the assistant. Correct or remove the row", key=key))
@@ -132,7 +152,7 @@ class RowReader:
         role = _ROLE_NAMES.get(name)
         if role is None:
             raise RowError(
-                tr("nobody is called '{name}'. Known are {names}", name=name[:40], names=", ".join(_ROLE_NAMES))
+                tr("unknown role '{name}'; expected one of {names}", name=name[:40], names=", ".join(_ROLE_NAMES))
             )
         extra = _loss(item)
         if role == "function_call":
@@ -175,6 +195,15 @@ def detect_format(row: Mapping[str, object], columns: Mapping[str, str]) -> RowF
                 return row_format
     if there("text"):
         return RowFormat.text
+    absent = [theirs for theirs in columns.values() if theirs not in row]
+    if absent:
+        raise RowError(
+            tr(
+                "`columns` names '{name}', but the row has {keys}. Correct `columns`",
+                name=absent[0],
+                keys=_quoted(row),
+            )
+        )
     raise RowError(
         tr(
             "the keys {keys} belong to no known format. Known are prompt, response (history); instruction, output "
@@ -327,18 +356,26 @@ def _text(row: Mapping[str, Any], key: str) -> str:
     return value
 
 
+class MissingKey(RowError):
+    """A row lacks a key."""
+
+    def __init__(self, text: str, row: Mapping[str, Any], key: str) -> None:
+        super().__init__(text)
+        self.row, self.key = row, key
+
+
 def _missing(row: Mapping[str, Any], key: str) -> Any:
     near = difflib.get_close_matches(key, [name for name in row if isinstance(name, str)], n=1)
     if near:
-        raise RowError(
-            tr(
-                "no key '{key}'; the row has {keys}. Rename '{near}' to '{key}'",
-                key=key,
-                keys=_quoted(row),
-                near=near[0],
-            )
+        text = tr(
+            "no key '{key}'; the row has {keys}. Rename '{near}' to '{key}'",
+            key=key,
+            keys=_quoted(row),
+            near=near[0],
         )
-    raise RowError(tr("no key '{key}'; the row has {keys}. Add it or remove the row", key=key, keys=_quoted(row)))
+    else:
+        text = tr("no key '{key}'; the row has {keys}. Add it or remove the row", key=key, keys=_quoted(row))
+    raise MissingKey(text, row, key)
 
 
 def _kind(value: object) -> str:

@@ -140,7 +140,7 @@ def read_blocks(
                 block = _first_rows(block, limit - taken)
                 taken += sum(1 for _ in rows_of(block))
             if known is None:
-                known = _with_format(file, block)
+                known = with_format(file, block)
             yield number, known or file, block
 
 
@@ -153,8 +153,12 @@ def _first_rows(block: Block, count: int) -> Block:
     return replace(block, content=b"".join(line + b"\n" for line in block.content.split(b"\n")[:end]))
 
 
-def _with_format(file: DataFile, block: Block) -> DataFile | None:
-    """Return the file with the format that its first row shows; None if no row of the block can be parsed."""
+def with_format(file: DataFile, block: Block) -> DataFile | None:
+    """Return the file with the format that its first row shows; None if no row of the block can be parsed.
+
+    Raises:
+        DataError: the row belongs to no known format.
+    """
     if file.row_format is not RowFormat.auto:
         return file
     try:

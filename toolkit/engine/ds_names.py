@@ -1,12 +1,13 @@
 """Which names DeepSpeed knows. It accepts many others in silence, so they are refused here, with the right one."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from toolkit.config.suggest import nearest
 from toolkit.engine.ds_keys import KEYS, REMOVED, RENAMED
 from toolkit.errors import ConfigError
 from toolkit.messages import tr
+from toolkit.problems import raise_all
 
 # Names that people write and that DeepSpeed never had at that place, or refuses there.
 ELSEWHERE = {
@@ -78,22 +79,33 @@ def _unknown(key: str, siblings: dict[str, Any], prefix: str) -> str:
     return tr("DeepSpeed has no key '{key}'. Did you mean '{guess}'?", key=key, guess=guess)
 
 
-def check_extra(extra: dict[str, Any], owned: dict[str, str]) -> None:
+def check_extra(extra: dict[str, Any], owned: Mapping[str, str], where: Mapping[str, str] | None = None) -> None:
     """Refuse unknown names in ds_extra, and keys that the schema owns.
 
     Args:
         extra: the recipe's ds_extra.
         owned: dotted DeepSpeed key -> the schema's key for it.
+        where: schema key -> the place that set it, for the messages.
 
     Raises:
         ConfigError: with every such key.
     """
     problems = name_problems(extra) | _owned(extra, owned)
-    if problems:
-        raise ConfigError("\n".join(f"ds_extra.{key}: {sentence}" for key, sentence in problems.items()))
+    raise_all(
+        ConfigError(_place(key, where or {}) + f"ds_extra.{key}: {sentence}") for key, sentence in problems.items()
+    )
 
 
-def _owned(section: dict[str, Any], owned: dict[str, str], prefix: str = "") -> dict[str, str]:
+def _place(key: str, where: Mapping[str, str]) -> str:
+    """Return "file:line: " of a key of ds_extra, or of the first one below it that has a place."""
+    full = f"ds_extra.{key}"
+    for known, place in where.items():
+        if full == known or full.startswith(f"{known}.") or known.startswith(f"{full}."):
+            return f"{place}: "
+    return ""
+
+
+def _owned(section: dict[str, Any], owned: Mapping[str, str], prefix: str = "") -> dict[str, str]:
     problems: dict[str, str] = {}
     for name, value in section.items():
         key = prefix + name

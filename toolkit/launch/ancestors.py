@@ -22,6 +22,11 @@ WITH_VALUE = re.compile(
 )
 
 
+OURS = {"--config-dir": True, "-cd": True, "--cfg": True, "--explain": False, "--help": False, "-h": False}
+"""Options of our commands, and whether they take a value: all others in front of a recipe or behind it are the
+launcher's."""
+
+
 @dataclass(frozen=True, slots=True)
 class Process:
     """An ancestor."""
@@ -142,18 +147,26 @@ def hostfile_of(options: Mapping[str, str]) -> str | None:
 
 
 def typed(words: Sequence[str]) -> tuple[list[str], dict[str, str], list[str]]:
-    """Return the words of `toolkit launch` and `toolkit doctor` as the launcher's, its options by name, and the rest.
+    """Return the arguments of `toolkit launch` and `toolkit doctor` as the launcher's, its options by name, the rest.
 
-    `hostfile=FILE` stands for --hostfile FILE.
+    The launcher's options may stand anywhere; `hostfile=FILE` is --hostfile FILE.
     """
-    named = [word.removeprefix("hostfile=") for word in words if word.startswith("hostfile=")]
-    others = [word for word in words if not word.startswith("hostfile=")]
-    options, rest = split(others)
-    mine = others[: len(others) - len(rest)]
-    for file in named:
-        options["--hostfile"] = file
-        mine += ["--hostfile", file]
-    return mine, options, rest
+    mine: list[str] = []
+    others: list[str] = []
+    rest = iter(words)
+    for word in rest:
+        name, equals, value = word.partition("=")
+        if name == "hostfile" and equals:
+            mine += ["--hostfile", value]
+        elif not word.startswith("-") or name in OURS:
+            others.append(word)
+            if name in OURS and not equals and OURS[name]:
+                others += [value for value in (next(rest, None),) if value is not None]
+        else:
+            mine.append(word)
+            if not equals and WITH_VALUE.fullmatch(name):
+                mine += [value for value in (next(rest, None),) if value is not None]
+    return mine, split(mine)[0], others
 
 
 def _after_front_end(words: list[str]) -> list[str]:

@@ -89,8 +89,8 @@ def _checkpoint_at(path: Path, say: Callable[[str], None]) -> Path:
     if any((path / name).is_file() for name in ("config.json", "adapter_config.json")):
         raise ConfigError(
             tr(
-                "resume = {path} is a model or an adapter alone, without what training needs to go on. Ask it (toolkit "
-                "generate {path}), or begin another training with it: model.path={path}, of an adapter "
+                "resume = {path} is a model or an adapter alone, without what training needs to resume. Query it "
+                "(toolkit generate {path}), or start another training from it: model.path={path}, of an adapter "
                 "tuning.adapter={path}.",
                 path=path,
             )
@@ -105,7 +105,7 @@ def _checkpoint_at(path: Path, say: Callable[[str], None]) -> Path:
     if found is None:
         raise ConfigError(
             tr(
-                "resume = {path} is not auto, must or never, nor a checkpoint or a run folder that holds a whole one.",
+                "resume = {path} is not auto, must or never, nor a checkpoint or a run directory with one.",
                 path=path,
             )
         )

@@ -1,0 +1,151 @@
+"""`toolkit check`: what it must not let pass, all of it at once, and without torch."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from toolkit.cli import main
+
+GOOD = '{"prompt": "a", "response": "b"}\n'
+TINY = ("recipe=zero1", "model=glm_tiny", "precision=fp32")
+# Content of chat.jsonl -> what is said about it.
+DATA = {
+    GOOD * 6 + '{"prompt": "x", "respon\n': "chat.jsonl:7: broken JSON at column 17",
+    '{"promt": "a", "response": "b"}\n': "chat.jsonl:1: no key 'prompt'; the row has 'promt', 'response'.",
+    '{"question": "a", "reply": "b"}\n': "chat.jsonl:1: the keys 'question', 'reply' belong to no known format.",
+    "\n\n": "chat.jsonl holds no row.",
+    "": "The data file 'chat.jsonl' is empty.",
+    GOOD + '{"prompt": 1, "response": "b"}\n' * 9: "chat.jsonl: 6 more of its first 10 rows cannot be used.",
+}
+# Arguments -> what is said.
+WRONG = {
+    "ds_extra.foo=1": "command line: ds_extra.foo: DeepSpeed has no key 'foo'.",
+    "ds_extra.zero_optimisation.stage=3": (
+        "command line: ds_extra.zero_optimisation: DeepSpeed has no key 'zero_optimisation'. Did you mean "
+        "'zero_optimization'?"
+    ),
+    "resume=runs/nope": "command line: resume = runs/nope is not auto, must or never, nor a checkpoint",
+    "precision=fp16": "conf/precision/fp16.yaml:2: precision.dtype = fp16 needs a GPU",
+}
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Work where there is one good file."""
+    monkeypatch.chdir(tmp_path)
+    Path("chat.jsonl").write_text(GOOD)
+    return tmp_path
+
+
+def check(capsys: pytest.CaptureFixture[str], *words: str, data: str = "chat.jsonl") -> tuple[int, str]:
+    """Return exit code and everything said."""
+    code = main(["check", *TINY, f"data={data}", *words])
+    said = capsys.readouterr()
+    return code, said.out + said.err
+
+
+def test_a_good_recipe(capsys: pytest.CaptureFixture[str]) -> None:
+    assert check(capsys) == (0, "zero1: config and files are in order.\n")
+
+
+@pytest.mark.parametrize("content", DATA)
+def test_first_rows(content: str, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("chat.jsonl").write_text(content)
+    code, said = check(capsys)
+    assert code == 2
+    assert DATA[content] in said
+
+
+def test_rows_that_may_be_skipped(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("chat.jsonl").write_text(GOOD + "{}\n")
+    assert check(capsys, "data.on_bad_row=skip")[0] == 0
+    Path("chat.jsonl").write_text("{}\n")
+    assert check(capsys, "data.on_bad_row=skip")[0] == 2
+
+
+@pytest.mark.parametrize("word", WRONG)
+def test_refused(word: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("toolkit.config.checks_device._has_fp16", lambda _: False)
+    code, said = check(capsys, word)
+    assert code == 2
+    assert said.startswith(f"ConfigError: {WRONG[word]}")
+
+
+def test_fp16_of_another_machine(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DS_ACCELERATOR", "cuda")
+    assert check(capsys, "precision=fp16")[0] == 0
+
+
+def test_columns_are_to_blame(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("chat.jsonl").write_text('{"prompt": "a", "answer": "b"}\n')
+    code, said = check(capsys, "data.sources=[{path: chat.jsonl, columns: {response: answr}}]")
+    assert code == 2
+    assert said == (
+        "DataError: data.sources[0].columns: response = answr, but no row of chat.jsonl has 'answr'; there are "
+        "'prompt', 'answer'. Did you mean 'answer'?\n"
+    )
+
+
+def test_all_errors_at_once(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the command line to the rows of a file; what follows from another error is not told."""
+    monkeypatch.setattr("toolkit.config.checks_device._has_fp16", lambda _: False)
+    Path("bad.jsonl").write_text(GOOD * 6 + "{\n")
+    code, said = check(capsys, "zero.stag=3", "optim.lr=-1", *WRONG, "batch.micro_per_gpu=0", data="bad.jsonl")
+    assert code == 2
+    lines = said.splitlines()
+    assert lines[0] == "ConfigError: 8 errors:"
+    assert [line[: line.index(" ")] for line in lines[1:]] == [f"{number}." for number in range(1, 9)]
+    for expected in (*WRONG.values(), "'zero.stag'", "optim.lr = -1", "batch.micro_per_gpu = 0", "bad.jsonl:7: "):
+        assert sum(expected in line for line in lines) == 1, expected
+
+
+def test_a_run_reports_all_errors_too(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", *TINY, "data=chat.jsonl", "optim.lr=-1", "resume=runs/nope", "ds_extra.foo=1"]) == 2
+    assert capsys.readouterr().err.startswith("ConfigError: 3 errors:\n1. command line: optim.lr = -1.0 must be")
+
+
+def test_a_model_that_cannot_be_used(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("model").mkdir()
+    Path("model/config.json").write_text(json.dumps({"model_type": "chatglm"}))
+    code, said = check(capsys, "model=hf", "model.path=model", "optim.lr=-1")
+    assert code == 2
+    assert "1. command line: optim.lr" in said and "2. model/config.json has model_type chatglm" in said
+
+
+def test_no_torch() -> None:
+    script = "import sys; from toolkit.cli import main; code = main(sys.argv[1:]); assert 'torch' not in sys.modules"
+    command = [sys.executable, "-c", script, "check", *TINY, "data=chat.jsonl"]
+    subprocess.run(command, check=True, timeout=120)
+
+
+@pytest.mark.parametrize("word", ["zero1", "recipe=zero1", "mine.yaml"])
+def test_a_recipe_needs_no_key(word: str, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("mine.yaml").write_text("defaults:\n  - zero1\n")
+    assert main(["check", word, "model=glm_tiny", "data=chat.jsonl"]) == 0
+    assert "config and files are in order" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("words", [["--version"], ["recipes"], ["models"]])
+def test_listings(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(words) == 0
+    said = capsys.readouterr().out
+    assert {"--version": "toolkit 0.", "recipes": "quickstart", "models": "zai-org/chatglm3-6b"}[words[0]] in said
+
+
+@pytest.mark.parametrize("command", ["generate", "chat"])
+def test_a_model_that_is_not_there_is_reported_without_torch(command: str) -> None:
+    script = "import sys; from toolkit.cli import main; code = main(sys.argv[1:]); assert 'torch' not in sys.modules; "
+    words = [command, "runs/nope", *(["prompt=x"] if command == "generate" else [])]
+    done = subprocess.run(
+        [sys.executable, "-c", script + "sys.exit(code)", *words], capture_output=True, text=True, timeout=120
+    )
+    assert (done.returncode, done.stderr) == (2, "ModelError: there is no directory runs/nope (model.path).\n")
+
+
+def test_total_steps_that_contradict_the_recipe(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["export-config", *TINY, "train.max_steps=10", "total_steps=20"]) == 2
+    assert "train.max_steps = 10 and total_steps=20 contradict each other" in capsys.readouterr().err
+    assert main(["export-config", *TINY, "total_steps=20"]) == 0

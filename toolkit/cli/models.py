@@ -1,0 +1,21 @@
+"""List the models that model=NAME can name, and where their weights are.
+
+toolkit models
+"""
+
+from toolkit.cli.compose import named_arguments
+from toolkit.cli.recipes import about
+from toolkit.cli.text_table import table
+from toolkit.config.files import conf_folder, read
+from toolkit.messages import say, tr
+
+
+def run(words: list[str]) -> int:
+    """List them."""
+    named_arguments(words, required=(), optional=(), usage="toolkit models")
+    rows = []
+    for path in sorted((conf_folder() / "model").glob("*.yaml")):
+        values = read(path).values
+        rows.append((path.stem, str(values.get("hub_id", "")), str(values.get("modelscope_id", "")), about(path)))
+    say("\n".join(table((tr("model"), "Hugging Face", "ModelScope", tr("what it is")), rows, texts=True)))
+    return 0

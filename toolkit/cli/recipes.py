@@ -1,0 +1,27 @@
+"""List the recipes that recipe=NAME can name, and what each is for.
+
+toolkit recipes
+"""
+
+from pathlib import Path
+
+from toolkit.cli.compose import named_arguments
+from toolkit.cli.text_table import table
+from toolkit.config.files import known_recipes
+from toolkit.messages import say, tr
+
+
+def run(words: list[str]) -> int:
+    """List them."""
+    named_arguments(words, required=(), optional=(), usage="toolkit recipes")
+    rows = [(name, about(path)) for name, path in known_recipes().items()]
+    say("\n".join(table((tr("recipe"), tr("what it does")), rows, texts=True)))
+    return 0
+
+
+def about(path: Path) -> str:
+    """Return the first sentence of a YAML file's comment."""
+    for line in path.read_text(encoding="utf-8").splitlines():
+        if line.startswith("# ") and not line.startswith("# @package"):
+            return line[2:].split(". ")[0].rstrip(".:")
+    return ""

@@ -1,0 +1,132 @@
+"""The first rows of every source, read as training reads them: a broken file is found before a model is loaded."""
+
+import time
+from collections.abc import Collection, Iterator
+from typing import Any
+
+from toolkit.config.schema import DataConfig, OnBadRow, RowFormat, SourceConfig
+from toolkit.config.suggest import did_you_mean
+from toolkit.data.files import Block, blocks, files_of, rows_of
+from toolkit.data.formats import RowReader, parse_row
+from toolkit.data.sources import DataFile, with_format
+from toolkit.errors import DataError, RowError
+from toolkit.messages import tr
+from toolkit.problems import Problems
+
+_ROWS = 1000
+"""Rows that are looked at in each file."""
+_BYTES = 1 << 20
+"""About as much of a file is read for them."""
+_SHOWN = 3
+"""Errors of one file that are reported in full."""
+_MOST_S = 3.0
+"""Further files are not opened once this has been spent."""
+
+
+def check_sources(data: DataConfig, known: Collection[str], problems: Problems) -> str:
+    """Read the first rows of every file; datasets on Hugging Face and derived data are left to training.
+
+    Args:
+        data: sources and validation sources.
+        known: places such as "data.sources[0]" that are known to be wrong already.
+        problems: receives an error for each row that cannot be used, and for columns that are not there.
+
+    Returns:
+        A sentence where not all files were looked at, else "".
+    """
+    until = time.monotonic() + _MOST_S
+    looked = total = 0
+    for name, sources in (("data.sources", data.sources), ("data.validation", data.validation)):
+        for index, source in enumerate(sources):
+            place = f"{name}[{index}]"
+            if source.hub or source.format is RowFormat.docstrings or place in known:
+                continue
+            files = problems.attempt(files_of, source) or []
+            total += len(files)
+            for path in files:
+                if looked and time.monotonic() > until:
+                    break
+                looked += 1
+                file = DataFile(path, index, source.format, dict(source.columns))
+                problems.attempt(_check_file, file, source, place, data.on_bad_row, problems)
+    if looked == total:
+        return ""
+    return tr(
+        "The first rows of {looked} of {total} files were read; the others are read by `toolkit prepare`.",
+        looked=f"{looked:,}",
+        total=f"{total:,}",
+    )
+
+
+def _check_file(file: DataFile, source: SourceConfig, place: str, on_bad_row: OnBadRow, problems: Problems) -> None:
+    """Check the columns and the first rows of one file.
+
+    Raises:
+        DataError: it cannot be read, holds no row, or belongs to no known format; a column is not there.
+    """
+    block = next(blocks(file.path, _BYTES, file.columns.values()), None)
+    rows = list(_first(block)) if block else []
+    if block is None or not rows:
+        raise DataError(tr("{path} holds no row.", path=file.path))
+    if wrong := _missing_column(source, [row for _, row in rows], place, str(file.path)):
+        raise DataError(wrong)
+    known = with_format(file, block)
+    reader = RowReader(known.row_format, file.columns) if known else None
+    errors = []
+    for line, row in rows:
+        try:
+            parse_row(row) if reader is None else reader.read(parse_row(row))
+        except RowError as error:
+            errors.append(DataError(f"{file.path}:{line}: {error}."))
+    if on_bad_row is OnBadRow.skip and len(errors) < len(rows):
+        return  # training counts them, and stops at data.max_bad_fraction
+    for wrong_row in errors[:_SHOWN]:
+        problems.add(wrong_row)
+    if len(errors) > _SHOWN:
+        sentence = tr(
+            "{path}: {count} more of its first {rows} rows cannot be used.",
+            path=file.path,
+            count=len(errors) - _SHOWN,
+            rows=len(rows),
+        )
+        problems.add(DataError(sentence))
+
+
+def _first(block: Block) -> Iterator[tuple[int, Any]]:
+    """Yield the first rows of a block with their line numbers."""
+    for (offset, row), _ in zip(rows_of(block), range(_ROWS), strict=False):
+        yield block.first + offset, row
+
+
+def _missing_column(source: SourceConfig, rows: list[Any], place: str, path: str) -> str:
+    """Return what is wrong with `columns`: a name that no row has; "" if all are there or no row can be parsed."""
+    names: dict[str, None] = {}
+    for row in rows:
+        try:
+            names |= dict.fromkeys(_names(parse_row(row)))
+        except RowError:
+            continue
+    for ours, theirs in source.columns.items():
+        if names and theirs not in names:
+            sentence = tr(
+                "{place}.columns: {field} = {name}, but no row of {path} has '{name}'; there are {names}.",
+                place=place,
+                field=ours,
+                name=theirs,
+                path=path,
+                names=", ".join(f"'{name}'" for name in list(names)[:10]),
+            )
+            return sentence + did_you_mean(theirs, names)
+    return ""
+
+
+def _names(row: Any) -> Iterator[str]:
+    """Yield the keys of a row, and of the messages in its lists."""
+    if not isinstance(row, dict):
+        return
+    for name, value in row.items():
+        if isinstance(name, str):
+            yield name
+        for item in value[:20] if isinstance(value, list) else ():
+            if isinstance(item, dict):
+                yield from (key for key in item if isinstance(key, str))
