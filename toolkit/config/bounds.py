@@ -1,4 +1,13 @@
-"""The least that a number may be, key by key."""
+"""Ranges of single numbers, key by key."""
+
+import math
+from collections.abc import Iterator
+
+from toolkit.config.load import Loaded
+from toolkit.config.places import fail, value_of
+from toolkit.errors import ConfigError
+from toolkit.messages import tr
+from toolkit.problems import raise_all
 
 LEAST_LENGTH = 8
 # What Adam keeps per parameter on NVMe: parameter, gradient, two moments; with fewer DeepSpeed runs out of buffers.
@@ -91,3 +100,46 @@ LEAST = {
     "profile.flops.module_depth": -1,
     "profile.flops.top_modules": 1,
 }
+
+
+def check_numbers(loaded: Loaded) -> None:
+    """Check the ranges of single values.
+
+    Raises:
+        ConfigError: each value out of its range.
+    """
+    raise_all(_out_of_range(loaded))
+
+
+def _out_of_range(loaded: Loaded) -> Iterator[ConfigError]:
+    for key, bound in LEAST.items():
+        value = value_of(loaded.cfg, key)
+        if isinstance(value, (int, float)) and not bound <= value < math.inf:
+            yield fail(loaded, key, tr("{key} = {value} must be at least {least}.", key=key, value=value, least=bound))
+    cfg = loaded.cfg
+    if not 0 < cfg.optim.lr < float("inf"):
+        yield fail(loaded, "optim.lr", tr("optim.lr = {value} must be greater than 0.", value=cfg.optim.lr))
+    if len(cfg.optim.betas) != 2 or not all(0 <= beta < 1 for beta in cfg.optim.betas):
+        yield fail(
+            loaded,
+            "optim.betas",
+            tr("optim.betas = {value} must be two numbers from 0 to below 1.", value=cfg.optim.betas),
+        )
+    for key in (
+        "data.validation_fraction",
+        "data.max_bad_fraction",
+        "schedule.warmup_ratio",
+        "schedule.min_lr_ratio",
+        "schedule.decay_ratio",
+        "schedule.warmup_min_ratio",
+    ):
+        value = value_of(cfg, key)
+        assert isinstance(value, float)
+        if not 0 <= value < 1:
+            yield fail(loaded, key, tr("{key} = {value} must be from 0 to below 1.", key=key, value=value))
+    if not 0 < cfg.evaluate.top_p <= 1:
+        key, number = "evaluate.top_p", cfg.evaluate.top_p
+        yield fail(loaded, key, tr("{key} = {value} must be above 0 and at most 1.", key=key, value=number))
+    if not 0 <= cfg.zero.offload_optimizer.ratio <= 1:
+        key, value = "zero.offload_optimizer.ratio", cfg.zero.offload_optimizer.ratio
+        yield fail(loaded, key, tr("{key} = {value} must be from 0 to 1.", key=key, value=value))

@@ -1,12 +1,10 @@
 """Rules that join several keys. Each message says both values and the mend."""
 
-import math
 import re
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from toolkit.config.bounds import LEAST
+from toolkit.config.bounds import check_numbers
 from toolkit.config.checks_code import check_code
 from toolkit.config.checks_data import check_data
 from toolkit.config.checks_device import check_device
@@ -21,14 +19,14 @@ from toolkit.config.checks_tuning import check_tuning, check_tuning_here
 from toolkit.config.checks_zero import check_ranks, check_zero, check_zero_here
 from toolkit.config.layout import layout_of
 from toolkit.config.load import Loaded
-from toolkit.config.places import fail, prefix, value_of
+from toolkit.config.places import fail, prefix
 from toolkit.config.schema import AUTO, EVAL_LOSS, INDUCTOR, Device, Metric, RunConfig
 from toolkit.config.suggest import did_you_mean
 from toolkit.config.unread import check_effect
 from toolkit.config.variables import check_variables
 from toolkit.errors import ConfigError
 from toolkit.messages import tr
-from toolkit.problems import Problems, raise_all
+from toolkit.problems import Problems
 
 
 def check(
@@ -142,45 +140,6 @@ def accumulation(cfg: RunConfig, world_size: int, where: str = "") -> int:
             + choices
         )
     return size // unit
-
-
-def _numbers(loaded: Loaded) -> None:
-    """Ranges of single values."""
-    raise_all(_out_of_range(loaded))
-
-
-def _out_of_range(loaded: Loaded) -> Iterator[ConfigError]:
-    for key, bound in LEAST.items():
-        value = value_of(loaded.cfg, key)
-        if isinstance(value, (int, float)) and not bound <= value < math.inf:
-            yield fail(loaded, key, tr("{key} = {value} must be at least {least}.", key=key, value=value, least=bound))
-    cfg = loaded.cfg
-    if not 0 < cfg.optim.lr < float("inf"):
-        yield fail(loaded, "optim.lr", tr("optim.lr = {value} must be greater than 0.", value=cfg.optim.lr))
-    if len(cfg.optim.betas) != 2 or not all(0 <= beta < 1 for beta in cfg.optim.betas):
-        yield fail(
-            loaded,
-            "optim.betas",
-            tr("optim.betas = {value} must be two numbers from 0 to below 1.", value=cfg.optim.betas),
-        )
-    for key in (
-        "data.validation_fraction",
-        "data.max_bad_fraction",
-        "schedule.warmup_ratio",
-        "schedule.min_lr_ratio",
-        "schedule.decay_ratio",
-        "schedule.warmup_min_ratio",
-    ):
-        value = value_of(cfg, key)
-        assert isinstance(value, float)
-        if not 0 <= value < 1:
-            yield fail(loaded, key, tr("{key} = {value} must be from 0 to below 1.", key=key, value=value))
-    if not 0 < cfg.evaluate.top_p <= 1:
-        key, number = "evaluate.top_p", cfg.evaluate.top_p
-        yield fail(loaded, key, tr("{key} = {value} must be above 0 and at most 1.", key=key, value=number))
-    if not 0 <= cfg.zero.offload_optimizer.ratio <= 1:
-        key, value = "zero.offload_optimizer.ratio", cfg.zero.offload_optimizer.ratio
-        yield fail(loaded, key, tr("{key} = {value} must be from 0 to 1.", key=key, value=value))
 
 
 def _batch(loaded: Loaded) -> None:
@@ -399,7 +358,7 @@ def _evaluate(loaded: Loaded) -> None:
     )
 
 
-_VALUES = (_numbers, _batch, _zero, _names)
+_VALUES = (check_numbers, _batch, _zero, _names)
 """Rules about single values: where one does not hold, those that join it with others say nothing more."""
 _RULES = (_length_of_run, _schedule, _offload, _compile, _profile, _restarts, _evaluate)
 _SHARED = (check_pipeline, check_sequence, check_tensor, check_code)

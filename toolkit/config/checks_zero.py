@@ -62,7 +62,9 @@ def check_ranks(loaded: Loaded, world_size: int) -> None:
             tr("{key} = {value} must divide the {ranks} ranks of the run.", key=key, value=size, ranks=world_size),
         )
     batch = cfg.batch
-    if cfg.zero.zenflow.enabled and batch.global_size != batch.micro_per_gpu * layout_of(cfg, world_size).data_ranks:
+    is_known = batch.micro_per_gpu != AUTO
+    ranks = layout_of(cfg, world_size).data_ranks
+    if cfg.zero.zenflow.enabled and is_known and batch.global_size != batch.micro_per_gpu * ranks:
         raise ConfigError(
             prefix(loaded, "zero.zenflow.enabled")
             + tr(
@@ -71,7 +73,7 @@ def check_ranks(loaded: Loaded, world_size: int) -> None:
                 "together with zero.zenflow.update_interval.",
                 size=batch.global_size,
                 micro=batch.micro_per_gpu,
-                ranks=layout_of(cfg, world_size).data_ranks,
+                ranks=ranks,
             )
         )
 
