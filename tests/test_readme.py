@@ -40,7 +40,7 @@ def test_links_lead_somewhere() -> None:
 
 def test_the_commands_run(tmp_path: Path) -> None:
     """One after another in one folder, as a reader would."""
-    for name in ("run.py", "recipes", "conf", "toolkit"):
+    for name in ("run.py", "recipes", "conf", "examples", "toolkit"):
         source = ROOT / name
         (shutil.copytree if source.is_dir() else shutil.copy)(source, tmp_path / name)
     ran = []

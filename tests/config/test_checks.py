@@ -312,7 +312,7 @@ REFUSED = {
     "language=de": "language = de must be en, zh or empty.",
     "run.name=a/b": "run.name = a/b must be a plain folder name; the folder around it is run.dir.",
     "run.name=-a": "run.name = -a must be a plain folder name; the folder around it is run.dir.",
-    "data.sources=[]": ("data.sources is empty: add 'data.sources=[{path: FILE.jsonl}]', or data=docstrings to try."),
+    "data.sources=[]": ("data.sources is empty: add 'data.sources=[{path: FILE.jsonl}]', or data=examples to try."),
     "data.sources=[{path:''}]": (
         "data.sources[0] needs one of path (a file, folder or pattern) and hub (a name on Hugging Face)."
     ),

@@ -197,7 +197,7 @@ def test_ptuning_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert cfg.data.max_length == 64 + 128 + 1
     assert cfg.precision.dtype is Dtype.fp16
     assert cfg.train.activation_checkpointing.enabled
-    assert cfg.model.hub_id == "zai-org/chatglm2-6b" and not cfg.model.path
+    assert cfg.model.path == cfg.model.hub_id == "zai-org/chatglm2-6b"
     [source] = cfg.data.sources
     assert (source.path, source.columns) == ("AdvertiseGen/train.json", {"prompt": "content", "response": "summary"})
     assert [source.path for source in cfg.data.validation] == ["AdvertiseGen/dev.json"]

@@ -7,10 +7,13 @@ from typing import Any
 import pytest
 import yaml
 
+from toolkit.config import examples
 from toolkit.config.checks import check
 from toolkit.config.files import known_recipes, read
+from toolkit.config.hub import is_hub_name
 from toolkit.config.load import load
-from toolkit.config.schema import RunConfig
+from toolkit.config.schema import Init, RowFormat, RunConfig
+from toolkit.data.files import files_of
 
 ROOT = Path(__file__).parents[2]
 GROUP_FILES = sorted((ROOT / "conf").glob("*/*.yaml"))
@@ -88,7 +91,7 @@ def test_every_recipe_is_introduced(recipe: str) -> None:
 def test_every_recipe_runs_anywhere_with_glm_tiny(recipe: str, tmp_path: Path) -> None:
     nvme = [f"zero.offload_optimizer.nvme_path={tmp_path}"] if recipe == "zero3_nvme" else []
     for precision in ([], ["precision=fp32"]):
-        data = ["data=docstrings"] if recipe.endswith("_adgen") else []
+        data = ["data=examples"] if recipe.endswith("_adgen") else []
         loaded = load([f"recipe={recipe}", "model=glm_tiny", f"run.dir={tmp_path}", *data, *nvme, *precision])
         check(loaded, world_size=2)
 
@@ -110,3 +113,45 @@ def test_every_recipe_keeps_its_own_zero_group() -> None:
         "zero3_nvme": 3,
         "fp16": 2,
     }
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_every_recipe_names_its_model_and_its_data(recipe: str) -> None:
+    cfg = load([f"recipe={recipe}"]).cfg
+    docstrings = [source for source in cfg.data.sources if source.format is RowFormat.docstrings]
+    assert bool(docstrings) == (recipe == "quickstart"), "docstrings are the quick start's alone"
+    assert cfg.data.sources
+    assert cfg.model.init is Init.random or is_hub_name(cfg.model.path)
+    told = not recipe.endswith("_adgen")
+    assert bool(examples.notice(cfg.data)) == told
+
+
+def test_example_data_is_found_from_anywhere_and_gives_way_to_a_file_of_that_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    sources = load(["recipe=chatglm"]).cfg.data.sources
+    assert [source.path for source in sources] == list(examples.SHIPPED)
+    assert [file for source in sources for file in files_of(source)] == [
+        ROOT / "examples" / "data" / Path(path).name for path in examples.SHIPPED
+    ]
+    check(load(["recipe=chatglm", "model=glm_tiny"]), world_size=2)
+    own = tmp_path / examples.SHIPPED[0]
+    own.parent.mkdir(parents=True)
+    own.write_text("{}")
+    assert examples.located(examples.SHIPPED[0]) == examples.SHIPPED[0]
+    assert examples.located("chat.jsonl") == "chat.jsonl"
+
+
+def test_an_installed_package_holds_the_example_data() -> None:
+    text = (ROOT / "pyproject.toml").read_text()
+    assert '"toolkit._examples" = "examples/data"' in text and '    "toolkit._examples",' in text
+    assert '"toolkit._examples" = ["*.jsonl"]' in text
+
+
+def test_example_data_is_announced() -> None:
+    own = load(["recipe=chatglm", "data.sources=[{path: chat.jsonl}]"]).cfg.data
+    assert not examples.notice(own)
+    mixed = load(["recipe=chatglm", "data.sources=[{path: chat.jsonl}, {format: docstrings}]"]).cfg.data
+    assert "the docstrings of the installed Python" in examples.notice(mixed)
+    assert "'data.sources=[{path: chat.jsonl}]'" in examples.notice(load(["recipe=zero1"]).cfg.data)

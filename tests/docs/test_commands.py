@@ -19,8 +19,10 @@ from torch.distributed.run import get_args_parser
 from toolkit.cli import COMMANDS
 from toolkit.cli import compose as composing
 from toolkit.cli import main as toolkit_main
+from toolkit.config import examples
 from toolkit.config.checks import check, settled
 from toolkit.config.load import load
+from toolkit.config.schema import Init
 from toolkit.engine.ds_config import build_ds_config
 from toolkit.errors import ConfigError
 from toolkit.launch import ancestors
@@ -146,6 +148,34 @@ def test_what_loads_nothing_runs(line: str, folder: Path, capsys: pytest.Capture
     words[:2] = ["train"] if words[0] == "python" else words[1:2]
     assert toolkit_main(words) == 0, capsys.readouterr().err
     assert capsys.readouterr().out
+
+
+TRAINING = ("train", "launch", "sweep", "autotune")
+PLACES = ("/models/", "/data/", "DIR")
+"""What a reader has to have before a command can be typed."""
+
+
+@pytest.mark.parametrize("line", OURS)
+def test_training_commands_name_data_or_are_complete_as_typed(
+    line: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    composed: list[composing.Composed] = []
+    compose = composing.compose
+
+    def watched(words: Sequence[str], **how: Any) -> composing.Composed:
+        composed.append(compose(words, **how))
+        return composed[-1]
+
+    monkeypatch.setattr(composing, "compose", watched)
+    words = shlex.split(line.rpartition("| ")[2])
+    if inner(words)[0] not in TRAINING:
+        return
+    understand(line, monkeypatch)
+    for cfg in (one.loaded.cfg for one in composed):
+        assert cfg.data.sources, "it names no data"
+        assert cfg.model.init is Init.random or cfg.model.path, "it names no model"
+        theirs = [place for place in PLACES if place in line]
+        assert not (theirs and examples.notice(cfg.data)), f"with {theirs} it should name data, too"
 
 
 def test_a_command_that_is_wrong_is_found(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,32 +1,37 @@
-"""The figures on the page of the recipes are the plan's, and its groups are those that are there."""
+"""The figures on the page of the recipes and in their heads are the plan's, its groups are those that are there."""
 
-import json
 import re
+from functools import lru_cache
 from pathlib import Path
 
 import pytest
 from pages import ROOT, chinese
+from scripts import record_plans
 
-from toolkit.cli import main as toolkit_main
 from toolkit.config.files import known_recipes
 
 PAGE = ROOT / "docs" / "recipes.md"
-CARDS = re.findall(r"^\| `\w+` \| `\d+x.*\|$", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
-GIB = 2**30
+CARDS = record_plans.rows()
+
+
+@lru_cache
+def planned(row: str) -> record_plans.Card:
+    return record_plans.plan(*record_plans.chosen(row))
 
 
 @pytest.mark.parametrize("card", CARDS, ids=lambda card: card[2:40])
-def test_each_card_is_the_plan_s(card: str, tmp_path: Path) -> None:
-    recipe, gpus, words, *shown = [cell.strip(" `") for cell in card.strip("|").split("|")]
-    file = tmp_path / "plan.json"
-    given = [f"recipe={recipe}", f"gpus={gpus}", "host_memory=1TB", f"output={file}", *words.split()]
-    assert toolkit_main(["plan", *given]) == 0
-    planned = json.loads(file.read_text())
-    mine = planned["recipe"]
-    worst = [max(sum(kinds.values()) for kinds in mine[name].values()) for name in ("device_bytes", "host_bytes")]
-    seconds = "" if mine["offload_param"] == "nvme" else f"{mine['step_s']:.2g}"  # the disk's speed is not known
-    assert mine["fits"]
-    assert shown == [f"{number / GIB:.3g}" for number in (*worst, planned["checkpoint_bytes"])] + [seconds]
+def test_each_card_is_the_plan_s(card: str) -> None:
+    assert card == planned(card).row(), "run scripts/record_plans.py"
+
+
+@pytest.mark.parametrize("recipe", sorted(known_recipes()))
+def test_the_head_of_each_recipe_names_the_plan_s_figures(recipe: str) -> None:
+    cards = [planned(row) for row in CARDS if record_plans.chosen(row)[0] == recipe]
+    text = known_recipes()[recipe].read_text(encoding="utf-8")
+    assert cards and "# Hardware" in text
+    assert record_plans.head(text, cards) == text, "run scripts/record_plans.py"
+    shown = [f"{line}\n" for line in text.splitlines() if line.startswith("#") and "GiB" in line]
+    assert shown == [card.line() for card in cards], "figures of memory are the plan's only"
 
 
 def test_every_recipe_has_a_card_in_both_languages() -> None:

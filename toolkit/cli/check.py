@@ -8,6 +8,7 @@ Every error is reported, not the first alone. Of each data file the first rows a
 """
 
 from toolkit.cli.compose import Composed, compose_checked
+from toolkit.config import examples
 from toolkit.config.checks import accumulation
 from toolkit.config.checks_track import check_track_here
 from toolkit.config.hub import is_hub_name, with_folder
@@ -46,6 +47,8 @@ def run(words: list[str]) -> int:
     if shapes and not cfg.tuning.adapter:
         _say_shapes(cfg, shapes)
     print(tr("{recipe}: config and files are in order.", recipe=cfg.recipe))
+    if line := examples.notice(cfg.data):
+        print(line)
     return 0
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from toolkit.cli.context import Session
 from toolkit.cli.tracking import hand_on_end
+from toolkit.config import examples
 from toolkit.data.baselines import ngram_baselines
 from toolkit.distributed import process_group
 from toolkit.errors import BaseMissing
@@ -41,6 +42,8 @@ def finish(session: Session, outcome: Outcome, total_steps: int) -> None:
         run_folder.mark_done(session.folder, summary)
         if session.reporter:
             session.reporter.finish()
+        if line := examples.notice(session.cfg.data):
+            print(line)
 
 
 def _export(session: Session, outcome: Outcome) -> None:

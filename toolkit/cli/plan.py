@@ -31,7 +31,7 @@ from toolkit.plan.calibration import rates_of
 from toolkit.plan.cards import GIB
 from toolkit.plan.host import checkpoint_bytes, export_bytes, offloads_to_disk
 from toolkit.plan.machine import Machine, parse_bytes, parse_machine, this_machine
-from toolkit.plan.outline import outline_of
+from toolkit.plan.outline import PUBLISHED, outline_of
 from toolkit.plan.parameters import Outline
 from toolkit.plan.search import Layout, cheapest, lay_out, layouts, overrides
 from toolkit.plan.speed import Rates
@@ -46,7 +46,8 @@ def run(words: list[str]) -> int:
     given, output = composed.arguments, composed.arguments.get("output", "")
     if output and Path(output).exists():
         raise ConfigError(tr("output={file} is there already; nothing is overwritten.", file=output))
-    composed.loaded = with_folder(composed.loaded, say, config_only=True)
+    if composed.loaded.cfg.model.name not in PUBLISHED:  # the sizes of those are known without a network
+        composed.loaded = with_folder(composed.loaded, say, config_only=True)
     cfg = settled(composed.loaded.cfg)
     machine = _machine(given, cfg)
     check(replace(composed.loaded, cfg=cfg), machine.world_size, files=False)

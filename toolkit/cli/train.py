@@ -19,6 +19,7 @@ from pathlib import Path
 from toolkit.cli import sweep
 from toolkit.cli.compose import Composed, compose, compose_checked
 from toolkit.cli.trusted import warn_of_code
+from toolkit.config import examples
 from toolkit.config.checks import accumulation
 from toolkit.config.checks_track import check_track_here
 from toolkit.config.hub import with_folder
@@ -96,6 +97,8 @@ def _without_cfg(words: list[str]) -> list[str]:
 def greet(composed: Composed, ranks: environment.Ranks, model: str) -> None:
     """Say what begins: on which ranks, in which batches."""
     cfg = composed.loaded.cfg
+    if line := examples.notice(cfg.data):
+        print(line)
     for note in [*composed.notes, *mpi.notes(ranks.launcher, ranks.local_world_size, os.environ)]:
         print(note)
     is_found = cfg.batch.micro_per_gpu == AUTO

@@ -7,6 +7,7 @@ import os
 import tempfile
 from pathlib import Path
 
+from toolkit.config.examples import located
 from toolkit.config.hub import is_hub_name
 from toolkit.config.load import Loaded
 from toolkit.config.places import fail, value_of
@@ -90,7 +91,8 @@ def _model(loaded: Loaded) -> None:
                 ),
             )
     elif not model.path:
-        raise fail(loaded, "model.path", _how_to_get(loaded.cfg))
+        sentence = tr("model.path is empty: set model.path=DIR to a folder with a model in transformers' layout.")
+        raise fail(loaded, "model.path", sentence)
     elif not Path(model.path).is_dir() and not is_hub_name(model.path):
         sentence = tr("model.path = {path} is not a folder here.", path=model.path)
         hint = tr("It must be the folder that holds config.json and the weights, or owner/name on Hugging Face.")
@@ -101,26 +103,13 @@ def _model(loaded: Loaded) -> None:
             raise fail(loaded, key, tr("{key} = {path} does not exist.", key=key, path=path))
 
 
-def _how_to_get(cfg: RunConfig) -> str:
-    if not cfg.model.hub_id:
-        return tr("model.path is empty: set model.path=DIR to a folder with a model in transformers' layout.")
-    return tr(
-        "the weights of {name} are not there: model.path is empty. Get them with `hf download {hub_id} "
-        "--local-dir DIR` (Hugging Face) or `modelscope download --model {modelscope_id} --local_dir DIR` "
-        "(ModelScope), then add model.path=DIR. To try the recipe without weights: model=glm_tiny.",
-        name=cfg.model.name,
-        hub_id=cfg.model.hub_id,
-        modelscope_id=cfg.model.modelscope_id,
-    )
-
-
 def _sources(loaded: Loaded) -> None:
     data = loaded.cfg.data
     if not data.sources:
         raise fail(
             loaded,
             "data.sources",
-            tr("data.sources is empty: add 'data.sources=[{{path: FILE.jsonl}}]', or data=docstrings to try."),
+            tr("data.sources is empty: add 'data.sources=[{{path: FILE.jsonl}}]', or data=examples to try."),
         )
     problems = Problems()
     for name, sources in (("data.sources", data.sources), ("data.validation", data.validation)):
@@ -151,7 +140,7 @@ def _wrong_source(source: SourceConfig, place: str) -> str:
         return tr(
             "{place} needs one of path (a file, folder or pattern) and hub (a name on Hugging Face).", place=place
         )
-    elif source.path and not Path(source.path).exists() and not glob.glob(source.path, recursive=True):
+    elif source.path and not Path(located(source.path)).exists() and not glob.glob(source.path, recursive=True):
         return tr(
             "{key} = {path}: there is no such file (looked in {folder}).",
             key=f"{place}.path",

@@ -1,4 +1,4 @@
-"""YAML files read as data, with the line of every key; and where conf/ and recipes/ lie."""
+"""YAML files read as data, with the line of every key; and where conf/, recipes/ and examples/data/ are."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,6 +38,11 @@ def conf_folder() -> Path:
     return _beside_or_installed("conf")
 
 
+def example_folder() -> Path:
+    """Return the directory of the example conversations: examples/data/ beside the package, else the installed copy."""
+    return _beside_or_installed("examples/data", "_examples")
+
+
 def recipe_folders() -> list[Path]:
     """Return where recipes are looked for, in order: beside run.py or installed, then the working folder's recipes/."""
     return [folder for folder in (_beside_or_installed("recipes"), Path.cwd() / "recipes") if folder.is_dir()]
@@ -52,9 +57,10 @@ def known_recipes() -> dict[str, Path]:
     return found
 
 
-def _beside_or_installed(name: str) -> Path:
+def _beside_or_installed(name: str, installed: str = "") -> Path:
     beside = PACKAGE.parent / name
-    return beside if (PACKAGE.parent / "run.py").is_file() and beside.is_dir() else PACKAGE / f"_{name}"
+    is_checkout = (PACKAGE.parent / "run.py").is_file() and beside.is_dir()
+    return beside if is_checkout else PACKAGE / (installed or f"_{name}")
 
 
 def show(path: Path) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 
 from toolkit.config.load import Loaded, replace
 from toolkit.config.places import fail
-from toolkit.config.schema import Init
+from toolkit.config.schema import Init, ModelConfig
 from toolkit.disk import try_lock
 from toolkit.messages import tr
 
@@ -54,7 +54,8 @@ def with_folder(loaded: Loaded, say: Callable[[str], None], *, config_only: bool
         else:
             folder = _once_per_machine(name, revision, lambda is_first: _snapshot(name, revision, is_first, say))
     except Exception as error:
-        raise fail(loaded, "model.path", _reason(name, revision, error)) from error
+        reason = " ".join(filter(None, (_reason(name, revision, error), _other_ways(loaded.cfg.model))))
+        raise fail(loaded, "model.path", reason) from error
     place = tr("{name} on Hugging Face", name=name)
     values = {"model.path": folder, "model.revision": "", "model.hub_id": name}
     return replace(loaded, {key: (value, place) for key, value in values.items()})
@@ -108,6 +109,17 @@ def _once_per_machine(name: str, revision: str, get: Callable[[bool], str]) -> s
         lock.truncate(0)
         lock.write(launch)
     return folder
+
+
+def _other_ways(model: ModelConfig) -> str:
+    """Return how a published model can be had elsewhere, and what runs without it; "" for other models."""
+    if not model.modelscope_id:
+        return ""
+    return tr(
+        "Or `modelscope download --model {name} --local_dir DIR`, then model.path=DIR. To try the recipe without weights: "
+        "model=glm_tiny.",
+        name=model.modelscope_id,
+    )
 
 
 def _reason(name: str, revision: str, error: Exception) -> str:

@@ -314,9 +314,9 @@ class ModelConfig:
     shape: ShapeConfig = field(default_factory=ShapeConfig)
     """Sizes of a random model."""
     hub_id: str = field(default="", metadata=FREE)
-    """Where the weights can be had on Hugging Face; only shown in messages, nothing is downloaded."""
+    """Name on Hugging Face: `model.path` of the groups that set it, and the base model in the card of an export."""
     modelscope_id: str = field(default="", metadata=FREE)
-    """Where the weights can be had on ModelScope; only shown in messages, nothing is downloaded."""
+    """Name on ModelScope, for the message that says how to get the weights."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -368,7 +368,7 @@ class SourceConfig:
     """One item of `data.sources` or `data.validation`: files of one kind and how their rows are read."""
 
     path: str = ""
-    """File, folder or pattern (data/*.jsonl.gz): JSONL, a JSON array, CSV or TSV, plain or as .gz or .zst; Parquet or Arrow; a folder of such files, or one that `datasets` has saved; relative to the folder where the command was typed. Unused with format=docstrings."""
+    """File, folder or pattern (data/*.jsonl.gz): JSONL, a JSON array, CSV or TSV, plain or as .gz or .zst; Parquet or Arrow; a folder of such files, or one that `datasets` has saved; relative to the folder where the command was typed, but the shipped examples/data/chat_zh.jsonl and chat_en.jsonl are found from anywhere. Unused with format=docstrings."""
     hub: str = ""
     """Instead of `path`: name of a data set on Hugging Face, such as owner/name; downloaded once into its own cache."""
     subset: str = ""

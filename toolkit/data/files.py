@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
+from toolkit.config.examples import located
 from toolkit.config.schema import ROW_FIELDS, SourceConfig
 from toolkit.data.json_rows import BOM, BrokenArray, array_rows, parse_line
 from toolkit.data.tables import SUFFIXES as TABLES
@@ -58,7 +59,7 @@ def files_of(source: SourceConfig) -> list[Path]:
     Raises:
         DataError: there is none, or one is empty.
     """
-    path = Path(source.path)
+    path = Path(located(source.path))
     if path.is_dir():
         files = _saved_by_datasets(path, source.split) or _known_files(path)
         if not files:

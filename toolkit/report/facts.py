@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any
 
+from toolkit.config import examples
 from toolkit.messages import printable, tr
 from toolkit.report import differences
 from toolkit.report.drawings import GIB, happened, is_own
@@ -366,6 +367,13 @@ def _start(run: Run) -> list[str]:
         return ["toolkit", "launch", "hostfile=hostfile"]  # which names the machines and their ranks
     start = ["deepspeed", "--num_gpus", str(ranks)] if isinstance(ranks, int) and ranks > 1 else ["python"]
     return [*start, str(run.data.get("program") or "run.py")]
+
+
+def example_data(run: Run) -> str:
+    """Return the sentence about a run that trained on example data; "" if it did not."""
+    sources = run.section("data").get("sources")
+    listed = [one for one in sources if isinstance(one, dict)] if isinstance(sources, list) else []
+    return examples.sentence((str(one.get("path")), str(one.get("format"))) for one in listed)
 
 
 def head(run: Run) -> list[str]:

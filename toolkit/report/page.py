@@ -67,6 +67,7 @@ def render(runs: Sequence[Run], drawings: dict[str, list[Drawing]], images: str)
         generator=GENERATOR,
         title=one.name if one else tr("{count} runs compared", count=len(runs)),
         state=facts.status(one) if one else None,
+        examples=facts.example_data(one) if one else "",
         head=facts.head(one) if one else [run.name for run in runs],
         failure=one.failure[:4000] if one and not one.summary else "",
         tiles=facts.tiles(one) if one else [],
