@@ -85,11 +85,14 @@ def inner(words: list[str]) -> tuple[str, list[str], int]:
     return "train", rest[1:], ranks
 
 
+def words_of(line: str) -> list[str]:
+    """Return what is typed: ellipses stand for more of the same, N for a number; pipes bring text."""
+    return ["0" if word == "N" else word for word in shlex.split(line.rpartition("| ")[2]) if word != "…"]
+
+
 def understand(line: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the command's own code read its words, and stop it where it would begin to work."""
-    # Ellipses stand for more of the same, NAME for any recipe, N for a number; pipes bring text.
-    words = ["0" if word == "N" else word for word in shlex.split(line.rpartition("| ")[2]) if word != "…"]
-    command, rest, ranks = inner(words)
+    command, rest, ranks = inner(words_of(line))
     if command == "own":
         check(load([f"recipe={OWN}", *rest]), ranks, files=False, own=True)
         return
@@ -167,8 +170,7 @@ def test_training_commands_name_data_or_are_complete_as_typed(
         return composed[-1]
 
     monkeypatch.setattr(composing, "compose", watched)
-    words = shlex.split(line.rpartition("| ")[2])
-    if inner(words)[0] not in TRAINING:
+    if inner(words_of(line))[0] not in TRAINING:
         return
     understand(line, monkeypatch)
     for cfg in (one.loaded.cfg for one in composed):
