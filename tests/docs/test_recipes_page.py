@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 from pages import ROOT, chinese
-from scripts import record_plans
 
+from scripts import record_plans
 from toolkit.config.files import known_recipes
 
 PAGE = ROOT / "docs" / "recipes.md"

@@ -11,7 +11,7 @@ from toolkit.config.examples import located
 from toolkit.config.hub import is_hub_name
 from toolkit.config.load import Loaded
 from toolkit.config.places import fail, value_of
-from toolkit.config.schema import ROW_FIELDS, Device, Init, RowFormat, RunConfig, SourceConfig
+from toolkit.config.schema import ROW_FIELDS, Device, Init, RowFormat, SourceConfig
 from toolkit.config.suggest import did_you_mean
 from toolkit.messages import tr
 from toolkit.problems import Problems, check_all

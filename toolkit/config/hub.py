@@ -116,8 +116,8 @@ def _other_ways(model: ModelConfig) -> str:
     if not model.modelscope_id:
         return ""
     return tr(
-        "Or `modelscope download --model {name} --local_dir DIR`, then model.path=DIR. To try the recipe without weights: "
-        "model=glm_tiny.",
+        "Or `modelscope download --model {name} --local_dir DIR`, then model.path=DIR. To try the recipe without "
+        "weights: model=glm_tiny.",
         name=model.modelscope_id,
     )
 
