@@ -33,11 +33,18 @@ def reading(file: Path | str, error: type[ToolkitError], mend: str = "") -> Iter
     except (ToolkitError, RowError):
         raise
     except BaseException as problem:
-        # A panic of a Rust library (tokenizers, safetensors) is no Exception (pyo3 0.26).
-        if not isinstance(problem, Exception) and type(problem).__name__ != "PanicException":
+        if not is_failure(problem):
             raise
         text = tr("Cannot read '{path}': {reason}.", path=file, reason=reason_of(problem))
         raise error(f"{text} {mend}".rstrip()) from problem
+
+
+def is_failure(problem: BaseException) -> bool:
+    """Whether something went wrong, rather than that the process is to end.
+
+    A panic of a Rust library (tokenizers, safetensors) is no Exception (pyo3 0.26).
+    """
+    return isinstance(problem, Exception) or type(problem).__name__ == "PanicException"
 
 
 def reason_of(problem: BaseException) -> str:

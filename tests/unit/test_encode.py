@@ -184,7 +184,7 @@ def test_encoder_can_be_pickled(tokenizer: Any) -> None:
 def test_loading_with_another_template(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "t.jinja").write_text(CHATML)
     assert load_tokenizer(folder, chat_template=str(tmp_path / "t.jinja")).chat_template == CHATML
-    with pytest.raises(ModelError, match=r"The chat template 'no.jinja' cannot be read \(No such file or directory\)"):
+    with pytest.raises(ModelError, match=r"Cannot read 'no.jinja': No such file or directory"):
         load_tokenizer(folder, chat_template="no.jinja")
 
 
@@ -199,7 +199,10 @@ def test_folders_that_cannot_be_loaded(tmp_path: Path) -> None:
     refused("holds no tokenizer")
     config = tmp_path / "tokenizer_config.json"
     (tmp_path / "tokenizer.json").write_text("{ broken")
-    refused("cannot be read")
+    with pytest.raises(ModelError, match=r"tokenizer\.json is not JSON"):
+        load_tokenizer(str(tmp_path))
+    (tmp_path / "tokenizer.json").write_text("{}")
+    refused("Cannot read")
     (tmp_path / "tokenizer.json").unlink()
     config.write_text('{"auto_map": {"AutoTokenizer": ["tokenization_x.XTokenizer", null]}}')
     refused(r"needs Python code from that folder \(auto_map\), which is never executed")

@@ -76,7 +76,7 @@ WRONG = {
     "cut short": (cut, "bytes where its header says"),
     "empty": (weights(b""), "is cut short (0 bytes)"),
     "a huge header": (weights(b"\xff" * 8 + b"{}"), "is cut short (10 bytes)"),
-    "no safetensors": (weights(b"\x04\0\0\0\0\0\0\0abcd"), "is not a safetensors file"),
+    "no safetensors": (weights(b"\x04\0\0\0\0\0\0\0abcd"), "Cannot read '"),
 }
 
 

@@ -74,7 +74,7 @@ def test_other_weights_give_other_logits(model: transformers.GlmForCausalLM, tmp
     assert not probe.compare(half, taken)[0] <= tolerance
     assert probe.read(tmp_path) is None
     probe.write(taken, tmp_path).write_bytes(b"no tensors")
-    with pytest.raises(CheckpointError, match=r"probe\.safetensors cannot be read"):
+    with pytest.raises(CheckpointError, match=r"Cannot read .*probe\.safetensors"):
         probe.read(tmp_path)
 
 

@@ -1,6 +1,7 @@
 """Which names DeepSpeed knows. It accepts many others in silence, so they are refused here, with the right one."""
 
 from collections.abc import Iterator, Mapping
+from itertools import islice
 from typing import Any
 
 from toolkit.config.suggest import nearest
@@ -24,6 +25,10 @@ INSTEAD = {
 NEEDED = ("zero_optimization.compute_grad_norm", "bf16.check_grad_overflow")
 
 
+MOST_PROBLEMS = 20
+"""So many are named one by one."""
+
+
 def dotted_keys(tree: dict[str, Any] | None = None, prefix: str = "") -> Iterator[str]:
     """Yield every key of DeepSpeed's JSON as a dotted path, sections included."""
     for name, children in (KEYS if tree is None else tree).items():
@@ -45,7 +50,8 @@ def name_problems(section: dict[str, Any], tree: dict[str, Any] | None = None, p
                 key=key,
             )
         elif name not in known:
-            problems[key] = _unknown(key, known, prefix)
+            many = len(problems) >= MOST_PROBLEMS  # to look for a similar name takes milliseconds
+            problems[key] = tr("DeepSpeed has no key '{key}'.", key=key) if many else _unknown(key, known, prefix)
         elif isinstance(value, dict) and known[name]:
             problems |= name_problems(value, known[name], f"{key}.")
         elif known[name] and value is not None and not isinstance(value, dict):
@@ -91,9 +97,11 @@ def check_extra(extra: dict[str, Any], owned: Mapping[str, str], where: Mapping[
         ConfigError: with every such key.
     """
     problems = name_problems(extra) | _owned(extra, owned)
-    raise_all(
-        ConfigError(_place(key, where or {}) + f"ds_extra.{key}: {sentence}") for key, sentence in problems.items()
-    )
+    named = islice(problems.items(), MOST_PROBLEMS)
+    errors = [ConfigError(_place(key, where or {}) + f"ds_extra.{key}: {sentence}") for key, sentence in named]
+    if len(problems) > MOST_PROBLEMS:
+        errors.append(ConfigError(tr("… and {count} more.", count=f"{len(problems) - MOST_PROBLEMS:,}")))
+    raise_all(errors)
 
 
 def _place(key: str, where: Mapping[str, str]) -> str:

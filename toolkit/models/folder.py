@@ -7,11 +7,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from safetensors import safe_open
+
 from toolkit.errors import ModelError
 from toolkit.messages import tr
 from toolkit.models.chatglm.family import Architecture, architecture_of, check_supported
+from toolkit.models.limits import check_sizes
 from toolkit.models.remote_code import code_files, is_trusted, trust
-from toolkit.outside import json_object
+from toolkit.outside import json_object, reading
 
 LFS_POINTER = b"version https://git-lfs"
 
@@ -33,6 +36,7 @@ def read_config(path: str, *, with_weights: bool = True) -> dict[str, Any]:
     if not config_file.is_file():
         raise ModelError(tr("model.path = {path} holds no config.json: it is not a model folder.", path=path))
     config = read_object(config_file)
+    check_sizes(config, config_file)
     architecture = architecture_of(config)
     _refuse_outside(folder, config, is_run=architecture is None)
     if architecture is not None:
@@ -136,6 +140,8 @@ def _refuse_unknown(folder: Path, config: dict[str, Any]) -> None:
                 files=[str(file.relative_to(folder)) for file in code_files(folder)],
             )
         )
+    if not isinstance(config.get("model_type"), str):
+        raise ModelError(tr("{folder}/config.json has no model_type: it describes no model.", folder=folder))
 
 
 def weight_files(folder: Path) -> list[Path]:
@@ -238,18 +244,16 @@ def _check_pickle(file: Path) -> None:
 
 
 def _check_safetensors(file: Path) -> None:
-    """Compare a safetensors file's length with what its header says, so that half a download is told at once."""
+    """Read a safetensors file's header: half a download is told at once, and so is a damaged one."""
     size = file.stat().st_size
     with file.open("rb") as handle:
         header_bytes = int.from_bytes(handle.read(8), "little")
         if size < 8 or header_bytes > size - 8:
             raise ModelError(tr("{file} is cut short ({size} bytes): download it again.", file=file, size=size))
-        try:
+        with reading(file, ModelError, tr("Download it again.")):
             header = json.loads(handle.read(header_bytes))
-        except ValueError as error:
-            raise ModelError(tr("{file} is not a safetensors file: {reason}", file=file, reason=error)) from error
-    tensors = {name: entry for name, entry in header.items() if name != "__metadata__"}
-    expected = 8 + header_bytes + max((entry["data_offsets"][1] for entry in tensors.values()), default=0)
+            tensors = {name: entry for name, entry in header.items() if name != "__metadata__"}
+            expected = 8 + header_bytes + max((entry["data_offsets"][1] for entry in tensors.values()), default=0)
     if size != expected:
         raise ModelError(
             tr(
@@ -259,6 +263,8 @@ def _check_safetensors(file: Path) -> None:
                 expected=expected,
             )
         )
+    with reading(file, ModelError, tr("Download it again.")), safe_open(file, framework="numpy") as opened:
+        opened.keys()  # the library's own rules for a header: shapes, offsets, types
     if empty := [name for name, entry in tensors.items() if 0 in entry["shape"]]:
         raise ModelError(
             tr("{file} holds tensors without content: {names}. Export it again.", file=file, names=empty[:5])

@@ -17,6 +17,7 @@ from toolkit.models.layout import TransformersLayout
 from toolkit.models.official import recall_origin
 from toolkit.models.remote_code import alone, code_files, is_trusted
 from toolkit.models.weights import WeightFiles
+from toolkit.outside import reason_of
 
 
 def load_hf(
@@ -76,7 +77,9 @@ def _known_config(folder: Path) -> Any:
             if own:
                 get_class_from_dynamic_module(own, folder, local_files_only=True)
                 return config
-    except (OSError, ValueError, ImportError) as error:
+    except Exception as error:  # whatever a damaged or absurd config.json makes the library raise
+        if trusted and not isinstance(error, (OSError, ValueError, ImportError)):
+            raise  # the folder's own code: its author needs the traceback
         raise _refusal(folder, error) from error
     if transformers.MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None) is None:
         raise ModelError(
@@ -91,7 +94,7 @@ def _known_config(folder: Path) -> Any:
 
 
 def _refusal(folder: Path, error: Exception) -> ModelError:
-    return ModelError(tr("cannot load the model in {path}: {reason}", path=folder, reason=str(error).splitlines()[0]))
+    return ModelError(tr("cannot load the model in {path}: {reason}", path=folder, reason=reason_of(error)))
 
 
 def _whole(folder: Path, dtype: torch.dtype | None) -> PreTrainedModel:
@@ -104,7 +107,9 @@ def _whole(folder: Path, dtype: torch.dtype | None) -> PreTrainedModel:
             use_safetensors=True,
             output_loading_info=True,
         )
-    except (OSError, ValueError, RuntimeError) as error:
+    except Exception as error:
+        if is_trusted(folder) and not isinstance(error, (OSError, ValueError, RuntimeError)):
+            raise
         raise _refusal(folder, error) from error
     # A head that is tied to the embedding is in no file, and rightly so.
     tied = tied_names(model)

@@ -9,13 +9,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from safetensors.torch import save
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from toolkit.errors import CheckpointError
-from toolkit.messages import tr
 from toolkit.models.chatglm.modeling import ChatGLMConfig
+from toolkit.outside import reading
 
 # In a folder of its own: vLLM and others take every *.safetensors beside config.json for weights.
 FILE = "probe/probe.safetensors"
@@ -97,11 +97,8 @@ def read(folder: Path) -> Probe | None:
     file = folder / FILE
     if not file.is_file():
         return None
-    try:
-        with safe_open(file, framework="pt") as tensors:
-            return Probe(tensors.get_tensor("ids"), tensors.get_tensor("logits"), tensors.metadata()["dtype"])
-    except (OSError, SafetensorError, KeyError, TypeError) as error:
-        raise CheckpointError(tr("{file} cannot be read: {reason}.", file=file, reason=error)) from None
+    with reading(file, CheckpointError), safe_open(file, framework="pt") as tensors:
+        return Probe(tensors.get_tensor("ids"), tensors.get_tensor("logits"), tensors.metadata()["dtype"])
 
 
 def compare(model: PreTrainedModel, probe: Probe) -> tuple[float, float]:

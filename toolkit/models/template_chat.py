@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from toolkit.errors import ModelError, RowError
 from toolkit.messages import tr
+from toolkit.models.limits import TooSlow, time_limit
 from toolkit.models.shield import Shield, any_of
 from toolkit.models.span_tokens import Encoded, Span, SpanTokenizer
+from toolkit.outside import is_failure, reason_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -21,6 +23,8 @@ CODE_VERSION = 4
 Message = Mapping[str, Any]
 
 _OTHERS = "additional_special_tokens"
+_RENDERING_S = 10
+"""Most seconds for one conversation; thousands of messages take some hundredths."""
 _PROBE: list[dict[str, Any]] = [
     {"role": "user", "content": "One?"},
     {"role": "assistant", "content": "First answer."},
@@ -106,7 +110,12 @@ class TemplateChatEncoder:
             text, found = self._spans(messages, given)
             texts.append(text)
             spans.append(found)
-        return self.span_tokenizer.encode_many(texts, spans)
+        try:
+            return self.span_tokenizer.encode_many(texts, spans)
+        except BaseException as error:
+            if not is_failure(error):
+                raise
+            raise RowError(tr("the tokenizer fails on the text: {reason}", reason=reason_of(error))) from error
 
     def prompt(self, messages: Sequence[Message], tools: Sequence[Any] | None = None) -> list[int]:
         """Return the ids that generation starts from."""
@@ -323,15 +332,27 @@ def _rendered(render: Callable[[Sequence[Message]], _Rendering], messages: Seque
     from jinja2 import TemplateError
 
     try:
-        return render(messages)
-    except TemplateError as error:
-        failure: Exception = error
-    except (TypeError, ValueError, AttributeError, KeyError) as error:
-        failure = error
-        if any(message.get("tool_calls") for message in messages):
-            with suppress(TemplateError, TypeError, ValueError, AttributeError, KeyError):
-                return render([_with_text_arguments(message) for message in messages])
-    raise RowError(tr("the chat template refuses the conversation: {reason}", reason=failure)) from None
+        with time_limit(_RENDERING_S):
+            try:
+                return render(messages)
+            except (TypeError, ValueError, AttributeError, KeyError):
+                if not any(message.get("tool_calls") for message in messages):
+                    raise
+                with suppress(TemplateError, TypeError, ValueError, AttributeError, KeyError):
+                    return render([_with_text_arguments(message) for message in messages])
+                raise
+    except TooSlow:
+        # Not a row that could be skipped: the next one would take as long.
+        raise ModelError(
+            tr(
+                "The chat template takes more than {seconds} s for one conversation. Give another: "
+                "model.chat_template=FILE.",
+                seconds=_RENDERING_S,
+            )
+        ) from None
+    except Exception as error:  # a template is a program, in which anything may go wrong
+        failure = tr("the chat template refuses the conversation: {reason}", reason=reason_of(error))
+    raise RowError(failure) from None
 
 
 def _with_text_arguments(message: Message) -> Message:

@@ -11,6 +11,8 @@ from toolkit.distributed.build_once import build_once
 from toolkit.errors import ModelError
 from toolkit.messages import tr
 from toolkit.models.chatglm.detect import family_of, image_tokens, official_vocabulary, read_json
+from toolkit.models.limits import check_growth
+from toolkit.outside import reading
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
@@ -129,7 +131,11 @@ def load_tokenizer(
                 folder=folder,
             )
         )
-    tokenizer = _load_other(folder) if vocabulary is None else _load_official(vocabulary, family)
+    if vocabulary is None:
+        tokenizer = _load_other(folder)
+    else:
+        with reading(vocabulary, ModelError, tr("Download it again.")):
+            tokenizer = _load_official(vocabulary, family)
     if chat_template:
         tokenizer.chat_template = _read_template(chat_template)
         tokenizer.split_special_tokens = False
@@ -172,21 +178,14 @@ def _load_other(path: Path) -> "PreTrainedTokenizerBase":
                 folder=path,
             )
         )
+    if (path / "tokenizer.json").is_file():
+        check_growth(path / "tokenizer.json")
     from transformers import AutoTokenizer
 
-    try:
+    with reading(path, ModelError, tr("Point model.tokenizer to another folder, or fetch the files again.")):
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
             path, trust_remote_code=False, local_files_only=True
         )
-    except Exception as error:  # whatever a damaged folder makes the library raise, the folder is what must be mended
-        raise ModelError(
-            tr(
-                "The tokenizer in '{folder}' cannot be read ({reason}). Point model.tokenizer to another folder, or "
-                "fetch the files again.",
-                folder=path,
-                reason=f"{type(error).__name__}: {error}".splitlines()[0],
-            )
-        ) from error
     return tokenizer
 
 
@@ -204,16 +203,8 @@ def _refuse_own_code(folder: Path) -> None:
 
 
 def _read_template(path: str) -> str:
-    try:
+    with reading(path, ModelError, tr("Correct model.chat_template.")):
         return Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ModelError(
-            tr(
-                "The chat template '{path}' cannot be read ({reason}). Correct model.chat_template.",
-                path=path,
-                reason=getattr(error, "strerror", None) or error,
-            )
-        ) from error
 
 
 def _fit(texts: Iterable[str], vocab_size: int) -> "PreTrainedTokenizerFast":

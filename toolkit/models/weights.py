@@ -11,11 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 
 from toolkit.errors import ModelError
 from toolkit.messages import tr
 from toolkit.models.folder import weight_files
+from toolkit.outside import reading
 
 _DTYPES = {
     "F64": torch.float64,
@@ -79,17 +80,31 @@ class WeightFiles(Mapping[str, TensorInfo]):
         """Give one tensor, in its own precision, mapped from its file where the format allows it."""
         file = self._tensors[name].file
         if file.suffix == ".safetensors":
-            with safe_open(file, framework="pt") as tensors:
-                yield tensors.get_tensor(name)
+            with reading(file, ModelError, tr("Download it again.")):
+                opened = safe_open(file, framework="pt")
+            with opened as tensors:
+                with reading(file, ModelError, tr("Download it again.")):
+                    tensor = tensors.get_tensor(name)
+                yield tensor
         else:
             yield self._unpickle(file)[name]
 
     def _describe(self, file: Path) -> Iterator[tuple[str, TensorInfo]]:
         if file.suffix == ".safetensors":
-            with safe_open(file, framework="pt") as tensors:
-                for name in tensors.keys():  # noqa: SIM118 -- not a dict
-                    part = tensors.get_slice(name)
-                    yield name, TensorInfo(file, tuple(part.get_shape()), _DTYPES[part.get_dtype()])
+            with reading(file, ModelError, tr("Download it again.")), safe_open(file, framework="pt") as tensors:
+                parts = {name: tensors.get_slice(name) for name in tensors.keys()}  # noqa: SIM118 -- not a dict
+                found = {name: (tuple(part.get_shape()), str(part.get_dtype())) for name, part in parts.items()}
+            for name, (shape, dtype) in found.items():
+                if dtype not in _DTYPES:
+                    raise ModelError(
+                        tr(
+                            "{file}: '{name}' is of type {dtype}, which cannot be trained. Use the model in bf16.",
+                            file=file,
+                            name=name,
+                            dtype=dtype,
+                        )
+                    )
+                yield name, TensorInfo(file, shape, _DTYPES[dtype])
         else:
             for name, value in self._unpickle(file).items():
                 yield name, TensorInfo(file, tuple(value.shape), value.dtype)
@@ -116,11 +131,8 @@ def read_tensors(file: Path) -> dict[str, torch.Tensor]:
     """
     if file.suffix != ".safetensors":
         return unpickle(file, mapped=False)
-    try:
-        with safe_open(file, framework="pt") as tensors:
-            return {name: tensors.get_tensor(name) for name in tensors.keys()}  # noqa: SIM118 -- not a dict
-    except (OSError, SafetensorError) as error:
-        raise ModelError(tr("{file} cannot be read ({reason}): download it again.", file=file, reason=error)) from error
+    with reading(file, ModelError, tr("Download it again.")), safe_open(file, framework="pt") as tensors:
+        return {name: tensors.get_tensor(name) for name in tensors.keys()}  # noqa: SIM118 -- not a dict
 
 
 def unpickle(file: Path, mapped: bool) -> dict[str, torch.Tensor]:
@@ -144,7 +156,7 @@ def unpickle(file: Path, mapped: bool) -> dict[str, torch.Tensor]:
                 reason=_reason(error),
             )
         ) from error
-    except (OSError, RuntimeError, EOFError, ValueError) as error:
+    except Exception as error:  # whatever a damaged archive makes torch raise
         raise ModelError(
             tr("{file} cannot be read ({reason}): download it again.", file=file, reason=_reason(error))
         ) from error

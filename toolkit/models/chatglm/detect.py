@@ -93,6 +93,6 @@ def read_json(file: Path) -> dict[str, Any]:
     """Return a JSON object, {} if there is none; a damaged one is reported by whoever needs it."""
     try:
         value = json.loads(read_text(file))
-    except ValueError:
+    except (ValueError, RecursionError):
         return {}
     return value if isinstance(value, dict) else {}

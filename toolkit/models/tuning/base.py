@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 from toolkit.errors import BaseMissing, ModelError
 from toolkit.messages import tr
 from toolkit.models.fill import whole
+from toolkit.outside import json_object, reading
 
 FILE = "base.json"
 RUN_BASE = "base"
@@ -74,10 +75,8 @@ def read_base(folder: Path) -> Base | None:
     file = folder / FILE
     if not file.is_file():
         return None
-    try:
-        return Base(**json.loads(file.read_text(encoding="utf-8")))
-    except (ValueError, TypeError) as error:
-        raise ModelError(tr("{file} is not JSON: {reason}", file=file, reason=error)) from error
+    with reading(file, ModelError):
+        return Base(**json_object(file, ModelError))
 
 
 def check_base(known: Base, found: Base, folder: object) -> None:

@@ -1,0 +1,233 @@
+"""Model directories from strangers: every damage is one message that names the file, and nothing runs for long."""
+
+import json
+import struct
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from toolkit.config.load import load
+from toolkit.engine.ds_config import build_ds_config
+from toolkit.errors import ConfigError, ModelError, RowError
+from toolkit.models.folder import read_config
+from toolkit.models.limits import TooSlow, time_limit
+from toolkit.models.template_chat import TemplateChatEncoder
+from toolkit.models.tokenizer import fit_tokenizer, load_tokenizer
+from toolkit.models.weights import WeightFiles, read_tensors
+from toolkit.outside import reading
+
+CONFIG: dict[str, Any] = {
+    "model_type": "llama",
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "vocab_size": 300,
+}
+ENTRY = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
+BODY = bytes(8)
+MESSAGES = [{"role": "user", "content": "aaaa bbbb"}, {"role": "assistant", "content": "cccc"}]
+
+
+def safetensors(header: object, body: bytes = BODY) -> bytes:
+    """Return a file with a header that need not be right."""
+    content = header if isinstance(header, bytes) else json.dumps(header).encode()
+    return struct.pack("<Q", len(content)) + content + body
+
+
+FILES = {
+    "two bytes": b"\x01\x02",
+    "endless header": struct.pack("<Q", 1 << 62) + b"{}",
+    "list": safetensors([1]),
+    "null": safetensors(None),
+    "no entry": safetensors({"a": 1}),
+    "no offsets": safetensors({"a": {"dtype": "F32", "shape": [2]}}),
+    "one offset": safetensors({"a": {**ENTRY, "data_offsets": [0]}}),
+    "offsets as text": safetensors({"a": {**ENTRY, "data_offsets": ["0", "8"]}}),
+    "offsets turned round": safetensors({"a": {**ENTRY, "data_offsets": [8, 0]}}),
+    "overlapping": safetensors({"a": ENTRY, "b": {**ENTRY, "data_offsets": [4, 12]}}, bytes(12)),
+    "unknown type": safetensors({"a": {**ENTRY, "dtype": "F33"}}),
+    "shape as text": safetensors({"a": {**ENTRY, "shape": "x"}}),
+    "negative shape": safetensors({"a": {**ENTRY, "shape": [-2]}}),
+    "no shape": safetensors({"a": {"dtype": "F32", "data_offsets": [0, 8]}}),
+    "other size": safetensors({"a": {**ENTRY, "shape": [3]}}),
+    "not UTF-8": safetensors(json.dumps({"a": ENTRY}).encode().replace(b'"a"', b'"\xff"')),
+    "deep": safetensors(b"[" * 100_000 + b"]" * 100_000),
+    "5,000 digits": safetensors(json.dumps({"a": ENTRY}).encode().replace(b"[2]", b"[" + b"9" * 5000 + b"]")),
+    "metadata": safetensors({"__metadata__": [1], "a": ENTRY}),
+}
+
+
+def folder_of(tmp_path: Path, config: object, weights: bytes = safetensors({"a": ENTRY})) -> Path:
+    """Write a model directory."""
+    text = config if isinstance(config, str) else json.dumps(config)
+    (tmp_path / "config.json").write_text(text, encoding="utf-8")
+    (tmp_path / "model.safetensors").write_bytes(weights)
+    return tmp_path
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_damaged_safetensors(name: str, tmp_path: Path) -> None:
+    folder = folder_of(tmp_path, CONFIG, FILES[name])
+    for read in (lambda: read_config(str(folder)), lambda: WeightFiles(folder)):
+        with pytest.raises(ModelError) as error:
+            read()
+        assert f"{folder}/model.safetensors" in str(error.value)
+    with pytest.raises(ModelError, match=r"model\.safetensors"):
+        read_tensors(folder / "model.safetensors")
+
+
+def test_types_that_cannot_be_trained(tmp_path: Path) -> None:
+    entry = {"dtype": "F8_E4M3", "shape": [8], "data_offsets": [0, 8]}
+    folder = folder_of(tmp_path, CONFIG, safetensors({"a": entry}))
+    with pytest.raises(ModelError, match=r"model\.safetensors: 'a' is of type F8_E4M3"):
+        WeightFiles(folder)
+
+
+def test_what_a_caller_raises_is_not_the_file(tmp_path: Path) -> None:
+    files = WeightFiles(folder_of(tmp_path, CONFIG))
+    with pytest.raises(KeyError, match="mine"), files.open("a"):
+        raise KeyError("mine")
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("num_hidden_layers", 10**9),
+        ("num_hidden_layers", True),
+        ("hidden_size", 10**15),
+        ("hidden_size", -4),
+        ("hidden_size", None),
+        ("hidden_size", "big"),
+        ("hidden_size", {"a": 1}),
+        ("hidden_size", 1.5),
+        ("num_attention_heads", 0),
+        ("vocab_size", 10**12),
+        ("num_local_experts", 10**7),
+        ("intermediate_size", [32, 10**9]),
+    ],
+)
+def test_absurd_sizes(key: str, value: object, tmp_path: Path) -> None:
+    folder = folder_of(tmp_path, {**CONFIG, key: value})
+    with pytest.raises(ModelError, match=rf"{folder}/config\.json: {key} = .* is not a whole number from"):
+        read_config(str(folder))
+    with pytest.raises(ModelError, match="is not a whole number"):
+        read_config(str(folder_of(tmp_path, {**CONFIG, "text_config": {key: value}})))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "[]",
+        "[" * 100_000,
+        '{"a":' * 50_000 + "1" + "}" * 50_000,
+        '{"x": ' + "9" * 5000 + "}",
+        '{"model_type": [1]}',
+    ],
+    ids=["empty", "list", "deep list", "deep object", "5,000 digits", "type"],
+)
+def test_damaged_configs(text: str, tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"config\.json"):
+        read_config(str(folder_of(tmp_path, text)))
+
+
+@pytest.fixture(scope="module")
+def tokenizer_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Write a good tokenizer."""
+    folder = tmp_path_factory.mktemp("tokenizer")
+    fit_tokenizer(lambda: ["aaaa bbbb cccc"], 300, folder).save_pretrained(folder)
+    return folder
+
+
+def changed(source: Path, target: Path, **parts: object) -> Path:
+    """Write the tokenizer with other parts."""
+    for file in source.glob("*.json"):
+        (target / file.name).write_bytes(file.read_bytes())
+    for file in source.glob("*.jinja"):
+        (target / file.name).write_bytes(file.read_bytes())
+    whole = json.loads((source / "tokenizer.json").read_text(encoding="utf-8"))
+    (target / "tokenizer.json").write_text(json.dumps(whole | parts), encoding="utf-8")
+    return target
+
+
+def test_tokenizers_that_explode(tokenizer_folder: Path, tmp_path: Path) -> None:
+    tenfold = {"type": "Replace", "pattern": {"String": "a"}, "content": "a" * 10}
+    folder = changed(tokenizer_folder, tmp_path, normalizer={"type": "Sequence", "normalizers": [tenfold] * 10})
+    with pytest.raises(ModelError, match=r"tokenizer\.json: its normalizer can make a text more than 100 times"):
+        load_tokenizer(folder)
+    changed(tokenizer_folder, tmp_path, normalizer={"type": "Sequence", "normalizers": [tenfold]})
+    assert len(load_tokenizer(folder)("aaaa")["input_ids"]) > 4
+
+
+@pytest.mark.parametrize(
+    ("part", "value"),
+    [
+        ("model", None),
+        ("model", {"type": "BPE", "vocab": {"a": -1}, "merges": []}),
+        ("normalizer", [1]),
+        ("decoder", 3),
+    ],
+)
+def test_damaged_tokenizers(part: str, value: object, tokenizer_folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=f"Cannot read '{tmp_path}'"):
+        load_tokenizer(changed(tokenizer_folder, tmp_path, **{part: value}))
+
+
+def test_panics_of_a_library_are_messages(tmp_path: Path) -> None:
+    class PanicException(BaseException):
+        """As pyo3 raises."""
+
+    with pytest.raises(ModelError, match=f"Cannot read '{tmp_path}': boom"), reading(tmp_path, ModelError):
+        raise PanicException("boom\nthread panicked")
+    with pytest.raises(KeyboardInterrupt), reading(tmp_path, ModelError):
+        raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ 1/0 }}",
+        "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
+        "{% for",
+        "{{ range(10**9)|list }}",
+        "{{ a.b.c }}",
+    ],
+    ids=["division", "recursion", "syntax", "range", "undefined"],
+)
+def test_templates_that_fail(template: str, tokenizer_folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "t.jinja").write_text(template, encoding="utf-8")
+    with pytest.raises(RowError, match="the chat template refuses the conversation: "):
+        TemplateChatEncoder(load_tokenizer(tokenizer_folder, chat_template=str(tmp_path / "t.jinja"))).encode(MESSAGES)
+
+
+def test_templates_that_never_end(tokenizer_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("toolkit.models.template_chat._RENDERING_S", 0.5)
+    loop = "{% for i in range(99999) %}" * 3 + "{% endfor %}" * 3
+    (tmp_path / "t.jinja").write_text(loop, encoding="utf-8")
+    started = time.monotonic()
+    with pytest.raises(ModelError, match="The chat template takes more than"):
+        TemplateChatEncoder(load_tokenizer(tokenizer_folder, chat_template=str(tmp_path / "t.jinja")))
+    assert time.monotonic() - started < 30
+
+
+def test_a_time_limit_leaves_no_alarm() -> None:
+    with time_limit(0.05):
+        pass
+    time.sleep(0.1)
+    with pytest.raises(TooSlow), time_limit(0.05):
+        time.sleep(30)
+
+
+def test_thousands_of_unknown_deepspeed_keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    cfg = load(["recipe=quickstart"]).cfg
+    cfg.ds_extra = {f"key_{number}": 1 for number in range(60_000)}
+    started = time.monotonic()
+    with pytest.raises(ConfigError) as error:
+        build_ds_config(cfg, 2, 100)
+    assert time.monotonic() - started < 20
+    assert str(error.value).count("\n") < 30
+    assert str(error.value).endswith("… and 59,980 more.")
