@@ -1467,4 +1467,8 @@ CHINESE: dict[str, str] = {
     "{second} is also training data ({first}): {files}. A validation loss on trained rows says nothing. Use other rows for validation, or remove data.validation: data.validation_fraction then holds out some rows.": "{second} 同时也是训练数据（{first}）：{files}。在训练过的数据上计算验证损失没有意义。请换用其他数据做验证，或删除 data.validation，由 data.validation_fraction 从训练数据中划分。",
     "{first} and {second} read the same file: {files}. Remove one of them. To train its rows more often, set `weight` (weight: 2 takes each row twice per epoch).": "{first} 与 {second} 读取同一个文件：{files}。请删除其中之一。如需多次训练其中的数据，请设置 `weight`（weight: 2 表示每个 epoch 每行训练两次）。",
     "rank {rank} ends: what started it ({launcher}) has been killed. Start the run again with the same command.": "rank {rank} 退出：启动它的进程（{launcher}）已被杀死。请用相同的命令重新启动。",
+    "rank {rank} on {host} has been waiting for data for {seconds} s (step {step}; limit {limit} s, half of distributed.timeout_s). Check the disk or network that {host} reads from. Python's stacks: {files}.": "{host} 上的 rank {rank} 等待数据已 {seconds} 秒（第 {step} 步；时限 {limit} 秒，即 distributed.timeout_s 的一半）。请检查 {host} 读取数据的磁盘或网络。Python 调用栈：{files}。",
+    "the weights give logits that are NaN or Inf, an update has ruined them": "权重算出的 logits 为 NaN 或 Inf，已被某次更新破坏",
+    "the weights after step {step} give logits that are NaN or Inf, and are not saved. Lower optim.lr, or use precision=bf16 or precision=fp32. The last checkpoint is {checkpoint}.": "第 {step} 步之后的权重算出的 logits 为 NaN 或 Inf，没有保存。请调低 optim.lr，或使用 precision=bf16 或 precision=fp32。最后的检查点是 {checkpoint}。",
+    "Removing old checkpoints.": "正在删除旧的检查点。",
 }

@@ -25,29 +25,40 @@ class GradientOnly(torch.autograd.Function):
 
 @contextmanager
 def spoilt(steps: Mapping[str, tuple[str, str]], is_here: bool, note: Path) -> Iterator[None]:
-    """Multiply the loss of a step's first micro-batch, or its gradient only.
+    """Multiply the loss of a step's first micro-batch, or its gradient only; or make weights after a step NaN.
 
     Args:
-        steps: {"6": ("loss", "nan"), "13": ("gradient", "1000")}. Counted by calls, so that a step that is done again
-            counts anew.
+        steps: {"6": ("loss", "nan"), "13": ("gradient", "1000"), "14": ("weights", "nan")}. Counted by calls, so that
+            a step that is done again counts anew. With "unseen weights" no save has a probe.
         is_here: whether this rank is the one.
         note: gets a line for each step that was spoilt.
     """
     from toolkit.train import loop, step
+    from toolkit.train.checkpoint import Saver
 
-    real_step, real_loss = loop.train_step, step.token_loss_sum
+    real_step, real_loss, may_probe = loop.train_step, step.token_loss_sum, Saver._may_probe
+    if any(what == "unseen weights" for what, _ in steps.values()):
+        Saver._may_probe = lambda saver, is_last=False: False  # type: ignore[method-assign]
     calls, is_first = 0, True
 
     def train_step(*arguments: Any, **options: Any) -> Any:
         nonlocal calls, is_first
         calls, is_first = calls + 1, True
-        return real_step(*arguments, **options)
+        result = real_step(*arguments, **options)
+        what, value = steps.get(str(calls), ("", ""))
+        if what.endswith("weights"):  # on every rank, as an update is
+            for parameter in arguments[0].module.parameters():
+                parameter.data.fill_(float(value))
+            if is_here:
+                with note.open("a", encoding="utf-8") as lines:
+                    lines.write(f"{calls} {what} {value}\n")
+        return result
 
     def token_loss_sum(*arguments: Any) -> torch.Tensor:
         nonlocal is_first
         loss = real_loss(*arguments)
         what, factor = steps.get(str(calls), ("", "1"))
-        if not (what and is_first and is_here):
+        if not (what in ("loss", "gradient") and is_first and is_here):
             return loss
         is_first = False
         with note.open("a", encoding="utf-8") as lines:
@@ -59,3 +70,4 @@ def spoilt(steps: Mapping[str, tuple[str, str]], is_here: bool, note: Path) -> I
         yield
     finally:
         loop.train_step, step.token_loss_sum = real_step, real_loss
+        Saver._may_probe = may_probe  # type: ignore[method-assign]

@@ -30,6 +30,8 @@ CELLS: dict[str, tuple[dict[str, list[str]], list[str]]] = {
     "rewind-stage0": ({"6": ["loss", "nan"]}, ["zero=stage0", *REWIND]),
     "rewind-stage3-offload": ({"6": ["loss", "nan"]}, ["zero=stage3_offload", "optim.torch=false", *REWIND]),
     "rewind-spike": ({"14": ["loss", "50"]}, ["zero=stage2", "checkpoint.asynchronous=true", *REWIND, *SPIKES]),
+    "ruined": ({"6": ["weights", "nan"]}, ["zero=stage0", "checkpoint.keep=1", *REWIND]),
+    "ruined-unseen": ({"6": ["unseen weights", "nan"]}, ["zero=stage0", "checkpoint.keep=1", *REWIND]),
     "stop": ({"6": ["gradient", "nan"]}, ["zero=stage2", "train.on_bad_step=stop", "checkpoint.every=4"]),
     "rewind-in-vain": (ALL_BAD, ["zero=stage2", *REWIND]),
     "nowhere-to-go": (ALL_BAD, ["zero=stage2", "train.on_bad_step=rewind"]),
@@ -125,6 +127,25 @@ def test_a_rewound_run_goes_around_the_data(name: str, folder: Path, rows_file: 
     lost = [json.loads(line) for line in (run_folder / "logs" / "metrics-lost.jsonl").read_text().splitlines()]
     assert [row["step"] for row in lost] == list(range(back + 1, bad + 1))
     assert json.loads((run_folder / "DONE").read_text())["rewinds"] == 1
+
+
+@pytest.mark.fault("N4")
+@pytest.mark.parametrize("name", ["ruined", "ruined-unseen"])
+def test_ruined_weights_displace_no_good_checkpoint(name: str, folder: Path) -> None:
+    """The update of step 6 ruins the weights, and a checkpoint of it is due; only one is kept."""
+    unseen = name == "ruined-unseen"
+    assert noted(folder, name) == [f"6 {'unseen ' if unseen else ''}weights nan"]
+    refused = "WARNING: the checkpoint step-6 could not be saved: the weights give logits that are NaN or Inf"
+    said, run_folder = output(folder, name), folder / "runs" / name
+    assert (refused in said) is not unseen
+    back = re.findall(r"Went back to step (\d+)", said)
+    assert back == (["6", "4"] if unseen else ["4"]), "first to the newest, then to the last that a good step followed"
+    rows = [row for row in rows_of(run_folder) if "loss" in row]
+    assert [row["step"] for row in rows] == list(range(1, 11))
+    assert all(isinstance(row["loss"], float) for row in rows)
+    assert json.loads((run_folder / "DONE").read_text())["rewinds"] == len(back)
+    kept = sorted(path.name for path in (run_folder / "checkpoints").iterdir())
+    assert kept == ["latest", "step-10", *(["step-6.replaced"] if unseen else [])]
 
 
 def output(folder: Path, name: str) -> str:

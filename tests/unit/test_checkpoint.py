@@ -6,6 +6,7 @@ import math
 import os
 import pickle
 import random
+import shutil
 import subprocess
 import sys
 import threading
@@ -31,7 +32,7 @@ from toolkit.config.schema import CheckpointConfig, RunConfig
 from toolkit.errors import CheckpointError, ConfigError
 from toolkit.train import folder_lock, resume
 from toolkit.train.checkpoint import Saver, _Pending
-from toolkit.train.thinning import Thinning
+from toolkit.train.rotation import Rotation
 
 
 def checkpoint(folder: Path, step: int) -> Path:
@@ -145,8 +146,10 @@ def test_publishing_names_the_newest_and_removes_the_oldest(tmp_path: Path) -> N
     folders.publish(tmp_path / "step-3.tmp", tmp_path / "step-3")
     assert (tmp_path / "step-3.replaced").is_dir()
     (tmp_path / "step-9.tmp").mkdir()
-    folders.remove_unfinished(tmp_path)
-    assert not list(tmp_path.glob("*.tmp"))
+    folders.discard_unfinished(tmp_path)
+    assert (tmp_path / "step-9.tmp.trash").is_dir()
+    folders.empty_trash(tmp_path)
+    assert not [*tmp_path.glob("*.tmp"), *tmp_path.glob("*.trash")]
 
 
 def test_a_budget_removes_the_oldest_but_never_the_newest(tmp_path: Path) -> None:
@@ -178,8 +181,9 @@ def test_weights_alone_are_no_checkpoints(tmp_path: Path) -> None:
     ]
     assert folders.newest_whole(tmp_path, print) == tmp_path / "step-10"
     (tmp_path / ".step-4-weights.abc.tmp").mkdir()
-    folders.remove_unfinished(tmp_path)
-    assert not (tmp_path / ".step-4-weights.abc.tmp").exists()
+    folders.discard_unfinished(tmp_path)
+    folders.empty_trash(tmp_path)
+    assert not list(tmp_path.glob(".step-4-weights*"))
     size = sum(path.stat().st_size for path in (tmp_path / "step-10").iterdir())
     folders.remove_old(tmp_path, 1)
     assert len(names(tmp_path)) == 5, "0 makes none and removes none"
@@ -203,43 +207,126 @@ def test_only_weights_stay_of_what_goes(keep: int, left: list[int], tmp_path: Pa
         made.append(source.name)
         target.mkdir()
 
-    thinning = Thinning(tmp_path, keep, export, print)
-    waiting = thinning.waiting(folders.outdated(tmp_path, 1))
-    folders.remove_old(tmp_path, 1, waiting, keep_weights=keep)
-    thinning.start(waiting)
-    thinning.wait()
+    rotation = Rotation(tmp_path, CheckpointConfig(keep=1, keep_weights=keep), export, print)
+    rotation.request([])
+    assert not rotation.is_busy(30)
     assert made == [f"step-{step}" for step in (2, 3) if step in left]
     assert names(tmp_path) == sorted([*(f"step-{step}-weights" for step in left), "step-10"])
-    assert thinning.waiting(folders.outdated(tmp_path, 1)) == []
 
 
 def test_without_room_for_its_weights_a_checkpoint_stays(tmp_path: Path) -> None:
     for step in (1, 2, 3):
         checkpoint(tmp_path, step)
     said: list[str] = []
-    begun, go_on = threading.Event(), threading.Event()
 
     def export(source: Path, target: Path) -> None:
-        begun.set()
-        assert go_on.wait(30)
         raise CheckpointError("No space left on device")
 
-    thinning = Thinning(tmp_path, 1, export, said.append)
-    waiting = thinning.waiting(folders.outdated(tmp_path, 1))
-    assert waiting == [tmp_path / "step-2"], "of the older one nothing is wanted"
-    thinning.start(waiting)
-    assert begun.wait(30)
-    outdated = folders.outdated(tmp_path, 1)
-    assert thinning.waiting(outdated) == outdated, "while it works nothing is removed beside it"
-    thinning.start(outdated)
-    go_on.set()
-    thinning.wait()
-    assert names(tmp_path) == ["step-1", "step-2", "step-3"]
+    rotation = Rotation(tmp_path, CheckpointConfig(keep=1, keep_weights=1), export, said.append)
+    rotation.request([])
+    assert not rotation.is_busy(30)
+    assert names(tmp_path) == ["step-2", "step-3"], "of the older one nothing is wanted"
     assert said == [
         "WARNING: the weights of the checkpoint step-2 could not be put aside: No space left on device. It stays as it "
         "is, and it is tried again at the next save."
     ]
-    assert thinning.waiting(folders.outdated(tmp_path, 1)) == waiting
+
+
+def saver_in(folder: Path, config: CheckpointConfig, said: list[str]) -> Saver:
+    """Return a saver without an engine."""
+    saver = Saver.__new__(Saver)
+    saver.folder, saver.config, saver.keep_best, saver.say = folder, config, "", said.append
+    saver.newest = saver.good = saver._pending = saver._rated = None
+    saver.failed = saver.is_ruined = False
+    saver._last_bytes, saver._probe_s, saver._probed_at, saver.patience_s = 1, 0.0, 0.0, 30.0
+    saver._rotation = Rotation(folder, config, lambda source, target: None, said.append)
+    return saver
+
+
+def save(saver: Saver, step: int) -> None:
+    """Begin a save, and let it be proven."""
+    saver.finish()
+    folder = saver.folder / f"step-{step}.tmp"
+    folder.mkdir()
+    pending = _Pending(step, folder, EngineFiles(), [])
+    pending.mine.append(RunState(step=step).write(folder))
+    pending.start()
+    pending.wait()
+    saver._pending = pending
+
+
+def test_a_save_never_waits_for_what_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And what is half removed when a process dies is no checkpoint: the next start removes the rest."""
+    said: list[str] = []
+    begun, may_go_on, real = threading.Event(), threading.Event(), shutil.rmtree
+
+    def slow(path: Path, *more: Any) -> None:
+        next(file for file in Path(path).iterdir() if file.name != manifest.MANIFEST).unlink()
+        begun.set()
+        assert may_go_on.wait(60)
+        real(path)
+
+    saver = saver_in(tmp_path, CheckpointConfig(keep=1), said)
+    for step in (1, 2):
+        save(saver, step)
+        saver.see_good_step()
+        saver.finish()
+        monkeypatch.setattr(folders.shutil, "rmtree", slow)
+    assert begun.wait(30)
+    save(saver, 3)
+    saver.see_good_step()
+    saver.finish()
+    assert saver._rotation.is_busy()
+    assert [path.name for path in folders.published(tmp_path)] == ["step-3", "step-2"]
+    assert (tmp_path / "step-1.trash").is_dir()
+    assert folders.newest_whole(tmp_path, said.append) == tmp_path / "step-3"
+
+    again = Rotation(tmp_path, CheckpointConfig(keep=1), lambda source, target: None, said.append)
+    monkeypatch.setattr(folders.shutil, "rmtree", real)
+    again.request()
+    assert not again.is_busy(30)
+    assert names(tmp_path) == ["latest", "step-2", "step-3"], "as another process would"
+    (tmp_path / "step-1.trash").mkdir()  # for the first one, which still removes it
+    may_go_on.set()
+    assert not saver._rotation.is_busy(30)
+    assert names(tmp_path) == ["latest", "step-3"]
+    assert not said
+
+
+def test_a_checkpoint_goes_only_after_a_good_step_followed_a_newer_one(tmp_path: Path) -> None:
+    """With keep=1 there are two until then; and an evaluation of its step says as much."""
+    saver = saver_in(tmp_path, CheckpointConfig(keep=1), [])
+
+    def kept() -> list[str]:
+        assert not saver._rotation.is_busy(30)
+        return [path.name for path in folders.published(tmp_path)]
+
+    save(saver, 1)
+    saver.see_good_step()
+    save(saver, 2)
+    saver.finish()  # no step has followed, or bad ones alone
+    assert kept() == ["step-2", "step-1"]
+    save(saver, 3)
+    saver.finish()
+    assert kept() == ["step-3", "step-1"], "the one in between is good for nothing"
+    saver.see_good_step()
+    assert kept() == ["step-3"]
+    assert saver.good == tmp_path / "step-3"
+
+
+def test_a_save_of_ruined_weights_is_rejected(tmp_path: Path) -> None:
+    said: list[str] = []
+    saver = saver_in(tmp_path, CheckpointConfig(), said)
+    saver.described = mock.Mock(probe_ids=torch.zeros(1, 2))
+    saver.engine = mock.Mock()
+    saver._probe = lambda: mock.Mock(logits=torch.tensor([1.0, math.nan]))  # type: ignore[method-assign]
+    saver.begin(RunState(step=3))
+    assert saver.failed and saver.is_ruined
+    assert not list(tmp_path.iterdir())
+    assert said == [
+        "WARNING: the checkpoint step-3 could not be saved: the weights give logits that are NaN or Inf, an update has "
+        "ruined them. Earlier ones are untouched, and training goes on. It is tried again soon."
+    ]
 
 
 def test_what_torch_wrote_is_proven(tmp_path: Path) -> None:
@@ -459,9 +546,7 @@ def test_nothing_is_named_before_it_is_on_the_disk(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(os, "replace", named("name", real_replace))
     folder = tmp_path / "step-3.tmp"
     folder.mkdir()
-    saver = Saver.__new__(Saver)
-    saver.folder, saver.config, saver.keep_best = tmp_path, CheckpointConfig(), ""
-    saver._thinning = Thinning(tmp_path, 0, lambda source, target: None, print)
+    saver = saver_in(tmp_path, CheckpointConfig(), [])
     pending = _Pending(3, folder, EngineFiles(), [])
     torch.save({"weights": torch.arange(10.0)}, folder / "model.pt")
     pending.files.written.append(folder / "model.pt")
@@ -568,6 +653,7 @@ def test_going_back_in_a_run_puts_aside_what_came_after(tmp_path: Path) -> None:
     cfg.resume = str(run / "checkpoints" / "step-2")
     assert resume.choose(cfg, print) == resume.Origin(run, run / "checkpoints" / "step-2")
     folder_lock.release()
+    folders.empty_trash(run / "checkpoints")
     assert sorted(path.name for path in (run / "checkpoints").iterdir()) == [
         "step-2",
         "step-4.replaced",
@@ -653,7 +739,7 @@ def test_the_best_checkpoint(keep_best: str, values: list[float | None], best: i
         {"step": step} | ({} if value is None else {keep_best or "eval_loss": value})
         for step, value in zip((0, 2, 4, 6), [9e9 if keep_best != "eval_loss" else -9e9, *values], strict=True)
     ]
-    found = saver._best(_Pending(6, tmp_path, EngineFiles(), rows))
+    found = saver._best(rows)
     assert found == ([] if best is None else [tmp_path / f"step-{best}"])
 
 

@@ -1,6 +1,7 @@
 """A rank's heartbeat is what the others judge it by."""
 
 import json
+import re
 import threading
 import time
 from pathlib import Path
@@ -66,3 +67,70 @@ def test_a_machine_is_lost_only_for_who_waits_and_can_write(
         assert told == [
             "No sign of life from rank 1 (pid 7, far). Its machine, or the network to it, is gone (step 5)."
         ]
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Look every few milliseconds; what would end the process is collected instead."""
+    for name, value in (("_EVERY_S", 0.02), ("_LOOK_S", 0.2), ("_LEAST_S", 0.1)):
+        monkeypatch.setattr(watchdog, name, value)
+    told: list[str] = []
+    monkeypatch.setattr(Watchdog, "_tell", lambda self, text, _: (told.append(text), self.stop()))
+    return told
+
+
+def test_a_rank_that_waits_for_data_is_no_hang(tmp_path: Path, quick: list[str]) -> None:
+    """Neither its own step before, nor that of the rank that waits for it; once it has its data, it may hang."""
+    (tmp_path / "logs").mkdir()
+    waits, computes = (Watchdog(tmp_path, rank, 2, hang_after_s=0.1, patience_s=3600.0) for rank in (0, 1))
+    waits.enter(watchdog.STEP, 4)
+    waits.enter(watchdog.DATA, 5)
+    computes.enter(watchdog.STEP, 5)
+    until = time.monotonic() + 2
+    while time.monotonic() < until:
+        assert not quick
+        time.sleep(0.01)
+    assert computes._is_excused
+    computes.enter(watchdog.DATA, 6)
+    assert not computes.taken, "what it waited for another rank says nothing of how long steps take"
+    computes.enter(watchdog.STEP, 6)
+    waits.enter(watchdog.STEP, 5)
+    until = time.monotonic() + 30
+    while time.monotonic() < until and not quick:
+        time.sleep(0.01)
+    for one in (waits, computes):
+        one.stop()
+    assert quick[0].startswith(("step 5 has taken ", "step 6 has taken "))
+
+
+def test_a_wait_for_data_has_a_limit_and_words_of_its_own(tmp_path: Path, quick: list[str]) -> None:
+    (tmp_path / "logs").mkdir()
+    one = Watchdog(tmp_path, 0, 1, hang_after_s=0.0, patience_s=1.0)
+    one.enter(watchdog.DATA, 5)
+    assert one.limit() == 0.5
+    until = time.monotonic() + 30
+    while time.monotonic() < until and not quick:
+        time.sleep(0.01)
+    one.stop()
+    assert re.match(r"rank 0 on \S+ has been waiting for data for \d+ s \(step 5; limit 0 s, half of ", quick[0])
+
+
+def test_data_and_step_share_a_heartbeat(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two files per step, written while the loop waits, would be felt on a file server."""
+    (tmp_path / "logs").mkdir()
+    one = Watchdog(tmp_path, 0, 1, hang_after_s=3600.0, patience_s=3600.0)
+    one.enter(watchdog.DATA, 1)
+    written: list[str] = []
+
+    def beat() -> bool:
+        if threading.current_thread() is threading.main_thread():  # its own thread counts every second
+            written.append(one.phase)
+        return True
+
+    monkeypatch.setattr(one, "_beat", beat)
+    for step in range(1, 4):
+        one.enter(watchdog.DATA, step)
+        one.enter(watchdog.STEP, step)
+    one.stop()
+    one.enter("checkpoint", 3)
+    assert written == ["checkpoint"]

@@ -12,6 +12,7 @@ from toolkit.messages import tr
 LATEST = "latest"
 _PREFIX = "step-"
 _WEIGHTS = "-weights"
+_TRASH = ".trash"
 
 
 def name_of(step: int) -> str:
@@ -136,13 +137,29 @@ def _size(folder: Path) -> int:
     return total
 
 
+def discard(folder: Path) -> Path | None:
+    """Rename what is to be removed, which takes no time: half removed, it must not look like a checkpoint.
+
+    Returns:
+        Its new name, which `empty_trash` knows; None if it is not there any more.
+    """
+    trash = unused(folder.with_name(folder.name + _TRASH))
+    try:
+        return folder.rename(trash)
+    except FileNotFoundError:
+        return None
+
+
 def remove(folder: Path) -> None:
-    """Remove a checkpoint, if it is still there."""
-    # Under the name of something unfinished first: killed half-way, it must not look like a damaged one.
-    going = folder.with_name(folder.name + ".tmp")
-    with suppress(FileNotFoundError):
-        folder.rename(going)
-        shutil.rmtree(going)
+    """Remove a checkpoint, if it is still there. Takes minutes where it is large and the disk slow."""
+    if trash := discard(folder):
+        shutil.rmtree(trash)
+
+
+def empty_trash(checkpoints: Path) -> None:
+    """Remove what was discarded, in this life of the run or in an earlier one."""
+    for path in checkpoints.glob(f"*{_TRASH}"):
+        shutil.rmtree(path)
 
 
 def put_aside_after(checkpoint: Path) -> None:
@@ -153,15 +170,16 @@ def put_aside_after(checkpoint: Path) -> None:
     """
     for path in [*published(checkpoint.parent), *weights_only(checkpoint.parent)]:
         if step_of_any(path) > step_of_any(checkpoint):
-            path.rename(unused(path.with_name(path.name + ".replaced")))
+            with suppress(FileNotFoundError):  # it was old enough to be removed meanwhile
+                path.rename(unused(path.with_name(path.name + ".replaced")))
 
 
-def remove_unfinished(checkpoints: Path) -> None:
-    """Remove what a save left that did not come to its end. Only whoever holds the run's lock may."""
+def discard_unfinished(checkpoints: Path) -> None:
+    """Discard what a save left that did not come to its end. Only whoever holds the run's lock may."""
     # Of a checkpoint, and of weights; one converted for other ranks may be that of an earlier checkpoint of its name.
     for pattern in (f"{_PREFIX}*.tmp", f".{_PREFIX}*.tmp", f"{_PREFIX}*.universal*"):
         for path in checkpoints.glob(pattern) if checkpoints.is_dir() else []:
-            if path.is_dir():
-                shutil.rmtree(path)
-            else:  # the lock beside what is converted
+            if not path.is_dir():  # the lock beside what is converted
                 path.unlink()
+            elif path.suffix != _TRASH:
+                discard(path)

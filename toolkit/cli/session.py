@@ -119,7 +119,13 @@ def _train(session: Session, origin: Origin, start: RunState, total_steps: int, 
     cfg, ranks, prepared = session.cfg, session.ranks, session.prepared
     engine, folder = session.engine, session.folder
     saver = Saver(
-        engine, folder / "checkpoints", cfg.checkpoint, session.described, progress.say, cfg.evaluate.keep_best
+        engine,
+        folder / "checkpoints",
+        cfg.checkpoint,
+        session.described,
+        progress.say,
+        cfg.evaluate.keep_best,
+        cfg.distributed.timeout_s / 2,
     )
     if origin.checkpoint is not None:
         go_on(saver, origin.checkpoint, start, ranks, cfg.run.seed)
@@ -136,7 +142,7 @@ def _train(session: Session, origin: Origin, start: RunState, total_steps: int, 
         progress.close()
         job.watchdog.stop()
     finish(session, outcome, total_steps)
-    saver.end()  # not before: the other ranks would wait for it in a collective
+    saver.end()  # after DONE: no result waits for it
 
 
 def _rehearsed(session: Session, job: Job, evaluation: Evaluation | None, plan: RunPlan | None) -> str:

@@ -786,7 +786,7 @@ class CheckpointConfig:
     every: int = 0
     """Steps between two checkpoints; 0 saves at the end only."""
     keep: int = 2
-    """Newest checkpoints kept; 0 keeps all. An older one is deleted only after its successor is complete."""
+    """Newest checkpoints kept; 0 keeps all. An older one is deleted only after a newer one is complete and a good step, or an evaluation, has followed it."""
     keep_weights: int = 0
     """Checkpoints beyond checkpoint.keep that stay as weights only (step-N-weights, a model folder, nothing to resume from); 0 makes none, -1 keeps all."""
     max_gib: float = 0.0
@@ -1019,9 +1019,9 @@ class DistributedConfig:
     interface: str = ""
     """Network interface of the collectives, for example eth0 (sets NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME); "" lets the library choose."""
     timeout_s: int = 1800
-    """Seconds after which a collective that does not finish ends the run; also the patience with evaluations, checkpoints and first steps."""
+    """Seconds after which a collective that does not finish ends the run; also the patience with evaluations, checkpoints and first steps, and half of it that with waiting for data."""
     hang_after_s: float = 0.0
-    """Seconds after which a step counts as hanging: all ranks write their stacks to logs/ and the run ends with code 124. 0 takes five times the slowest of the last 100 steps, at least 60; -1 never."""
+    """Seconds after which a step (or evaluation, or save) counts as hanging, waiting for data not included: all ranks write their stacks to logs/ and the run ends with code 124. 0 takes five times the slowest of the last 100 steps, at least 60; -1 never."""
     cpu_shared_memory: bool = False
     """CPU ranks: compile and use DeepSpeed's shared-memory all-reduce (1-3 minutes once, 66 MiB of /dev/shm per rank)."""
 

@@ -3,7 +3,8 @@
 A collective that one rank never joins waits for ever: the timeout of the process group does not reach ZeRO's groups
 (deepspeed 0.19.8, utils/groups.py), a stopped process is no dead one, and a machine that is gone tells nobody. So every
 rank has threads that run whatever its collectives do: one counts into a file and looks whether the other machines'
-ranks still count, one looks at the clock. A rank whose count stands still is the one that hangs.
+ranks still count, one looks at the clock. A rank whose count stands still is the one that hangs. One that waits for its
+data is none that hangs, nor are those that wait for it: that has a limit of its own.
 """
 
 import faulthandler
@@ -33,7 +34,8 @@ _LOST_BEATS, _LOOK_EVERY = 40, 5
 """A machine is lost when its ranks do not count while this one does so often, counts and not seconds, because a file
 server that stands still for a minute stops everybody's."""
 _WRITING_S = 30.0
-STEP = "step"
+STEP, DATA = "step", "data"
+"""A step's two phases: its data, which no other rank can hurry, and the rest."""
 
 
 def _machine() -> str:
@@ -60,7 +62,8 @@ class Watchdog:
         rank: this rank.
         world_size: number of ranks.
         hang_after_s: `distributed.hang_after_s`; below 0 nothing is watched.
-        patience_s: for what is no step (evaluation, a checkpoint) and for the first steps.
+        patience_s: for what is no step (evaluation, a checkpoint) and for the first steps; half of it for data, so that
+            the reason is told before the collectives of the other ranks give up.
     """
 
     def __init__(self, folder: Path, rank: int, world_size: int, hang_after_s: float, patience_s: float) -> None:
@@ -71,6 +74,8 @@ class Watchdog:
         self.taken: deque[float] = deque(maxlen=100)
         """Seconds of the last steps."""
         self.beats = 0
+        self._is_excused = False
+        """Whether this step has taken long because another rank waited for its data."""
         self._over = threading.Event()
         if hang_after_s >= 0:
             self._beat()
@@ -81,14 +86,16 @@ class Watchdog:
         """Say what this rank does from now on.
 
         Args:
-            phase: "step", or a word for anything else; "" is not watched.
+            phase: STEP, DATA, or a word for anything else; "" is not watched.
             step: number of the step.
             detail: what helps to find the cause, such as shapes.
         """
         now = time.monotonic()
-        if self.phase == STEP:
+        if self.phase == STEP and not self._is_excused:
             self.taken.append(now - self.since)
-        is_new, self.phase = phase != self.phase, phase
+        # Not twice per step: the thread counts every second.
+        is_new = phase != self.phase and {phase, self.phase} != {STEP, DATA}
+        self.phase, self._is_excused = phase, False
         self.step, self.detail, self.since = step, detail, now
         if is_new and self.hang_after_s >= 0:  # where a run died within a second of it is known too
             self._beat()
@@ -99,6 +106,8 @@ class Watchdog:
 
     def limit(self) -> float:
         """Return the seconds after which the present phase counts as hanging."""
+        if self.phase == DATA:
+            return max(self.hang_after_s, self.patience_s / 2)
         if self.hang_after_s > 0:
             return self.hang_after_s
         if self.phase != STEP or len(self.taken) < 3:
@@ -135,9 +144,12 @@ class Watchdog:
         """Look at the clock; touches no file, as a file server may be what hangs."""
         while not self._over.wait(_EVERY_S):
             waited = time.monotonic() - self.since
-            if self.phase and waited > self.limit():
-                threading.Thread(target=self._end, args=(waited,), daemon=True).start()
-                time.sleep(_LOOK_S + _WRITING_S)
+            if not self.phase or waited <= self.limit():
+                continue
+            judge = threading.Thread(target=self._end, args=(waited,), daemon=True)
+            judge.start()
+            judge.join(_LOOK_S + _WRITING_S)
+            if judge.is_alive():
                 terminal.show_cursor()
                 os._exit(EXIT_CODE)
 
@@ -171,29 +183,47 @@ class Watchdog:
         return found
 
     def _end(self, waited: float) -> None:
-        """Write down where this rank is, find out who hangs, say so once, and end."""
-        self._write_stacks(waited)
+        """Find out who hangs, write down where this rank is, say so once, and end; unless a rank waits for its data."""
         everybody = range(self.world_size)
+        since, phase, limit = self.since, self.phase, self.limit()
         before = self._read(everybody)
         time.sleep(_LOOK_S)
         after = self._read(everybody)
-        others = [rank for rank in range(self.world_size) if rank != self.rank]
+        if self.since != since:
+            return  # it came to its end meanwhile
+        others = [rank for rank in everybody if rank != self.rank]
         silent = [rank for rank in others if after.get(rank) == before.get(rank)]
-        behind = [
-            rank for rank in after if after[rank].get("step", 0) < max(one.get("step", 0) for one in after.values())
-        ]
-        text = tr(
-            "{phase} {step} has taken {seconds} s (limit {limit} s). {who} Python's stacks of all ranks that can still "
-            "write them: {files}.",
-            phase=self.phase,
-            step=self.step,
-            seconds=f"{waited:.0f}",
-            limit=f"{self.limit():.0f}",
-            who=self._accuse(silent, behind, after),
-            files=self.folder / "hang-rank-*.txt",
-        )
+        fetching = [rank for rank in others if after.get(rank, {}).get("phase") == DATA and rank not in silent]
+        if fetching and phase != DATA:
+            self._is_excused = True  # its own watchdog knows how long it may wait
+            return
+        self._write_stacks(waited)
+        times = {"step": self.step, "seconds": f"{waited:.0f}", "limit": f"{limit:.0f}"}
+        text = self._data_text(times) if phase == DATA else self._hang_text(phase, silent, after, times)
         here = [after[rank] for rank in silent if after.get(rank, {}).get("machine") == _MACHINE]
         self._tell(text, [int(one["pid"]) for one in here])
+
+    def _data_text(self, times: dict[str, Any]) -> str:
+        return tr(
+            "rank {rank} on {host} has been waiting for data for {seconds} s (step {step}; limit {limit} s, half of "
+            "distributed.timeout_s). Check the disk or network that {host} reads from. Python's stacks: {files}.",
+            rank=self.rank,
+            host=socket.gethostname(),
+            files=self.folder / "hang-rank-*.txt",
+            **times,
+        )
+
+    def _hang_text(self, phase: str, silent: list[int], ranks: dict[int, dict[str, Any]], times: dict[str, Any]) -> str:
+        newest = max((one.get("step", 0) for one in ranks.values()), default=0)
+        behind = [rank for rank, one in ranks.items() if one.get("step", 0) < newest]
+        return tr(
+            "{phase} {step} has taken {seconds} s (limit {limit} s). {who} Python's stacks of all ranks that can still "
+            "write them: {files}.",
+            phase=phase,
+            who=self._accuse(silent, behind, ranks),
+            files=self.folder / "hang-rank-*.txt",
+            **times,
+        )
 
     def _tell(self, text: str, stopped: Iterable[int]) -> None:
         """Say it if no other rank has, and end."""

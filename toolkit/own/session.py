@@ -121,7 +121,15 @@ def _train(
     """Do what a session is for, from the engine that is there to the DONE marker. A collective."""
     cfg, ranks, engine = session.cfg, session.ranks, session.engine
     folder = session.folder / "checkpoints"
-    saver = Saver(engine, folder, cfg.checkpoint, session.described, progress.say, cfg.evaluate.keep_best)
+    saver = Saver(
+        engine,
+        folder,
+        cfg.checkpoint,
+        session.described,
+        progress.say,
+        cfg.evaluate.keep_best,
+        cfg.distributed.timeout_s / 2,
+    )
     if origin.checkpoint is not None:
         go_on(saver, origin.checkpoint, start, ranks, cfg.run.seed)
     job = _job(session, task, data, saver, start)

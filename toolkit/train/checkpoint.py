@@ -16,6 +16,7 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -35,12 +36,14 @@ from toolkit.models import probe
 from toolkit.models.pipeline import is_pipeline, take_probe
 from toolkit.models.save import MODEL_DIR
 from toolkit.models.stages import whole_model
-from toolkit.train.thinning import Thinning
+from toolkit.train.rotation import Rotation
 
 _ROOM = 1.1
 """Free space that a save wants, as a multiple of the last checkpoint's size."""
 _PROBE_S, _PROBE_SHARE = 0.02, 0.01
 """A probe may take so many seconds, or so much of the time since the last: under ZeRO-3 it gathers all parameters."""
+_SLICE_S = 20.0
+"""So long rank 0 waits at most for a removal before it meets the other ranks: none waits long in a collective."""
 _FIRST_BYTES_PER_PARAMETER = 12
 """What a checkpoint takes at least: fp32 weights and two moments. Where that has no room it need not be tried."""
 
@@ -69,6 +72,7 @@ class Saver:
         described: what is written of the model.
         say: tells the user; called on every rank.
         keep_best: what the best checkpoint is chosen by, see `evaluate.keep_best`; "" keeps none for that.
+        patience_s: how long a save waits for room that checkpoints take which are being removed.
     """
 
     def __init__(
@@ -79,40 +83,60 @@ class Saver:
         described: Described,
         say: Callable[[str], None],
         keep_best: str = "",
+        patience_s: float = 300.0,
     ) -> None:
         self.engine, self.folder, self.config, self.described, self.say = engine, folder, config, described, say
-        self.keep_best = keep_best
+        self.keep_best, self.patience_s = keep_best, patience_s
         self.files = engine_files.install(engine, config.asynchronous)
         self.newest: Path | None = None
         """The last checkpoint that was published."""
         self.failed = False
         """Whether the last save came to nothing, and is to be tried again."""
+        self.is_ruined = False
+        """Whether that was because the weights give NaN or Inf."""
+        self.good: Path | None = None
+        """The newest checkpoint that a good step has followed: it stays, whatever becomes of newer ones."""
         self._pending: _Pending | None = None
         is_whole = described.holds_frozen or all(parameter.requires_grad for parameter in engine.module.parameters())
         self._is_part = not is_whole
-        self._thinning = Thinning(folder, config.keep_weights, described.export, say)
+        self._rotation = Rotation(folder, config, described.export, say)
+        if rank() == 0:
+            self._rotation.request()  # what an earlier start has left
+        self._rated: list[dict[str, float]] | None = None
+        """The evaluations up to the newest checkpoint that this process has published."""
         self._last_bytes = 0
         self._probe_s, self._probed_at = 0.0, 0.0
 
-    def begin(self, state: RunState) -> None:
-        """Write a checkpoint; the one before is published first if it is not yet."""
+    def begin(self, state: RunState, is_last: bool = False) -> None:
+        """Write a checkpoint; the one before is published first if it is not yet.
+
+        Args:
+            state: of the run.
+            is_last: whether no step follows that could show that its weights are good: a probe has to.
+        """
         self.finish()
         name = folders.name_of(state.step)
         temporary = self.folder / f"{name}.tmp"
-        refusal, has_probe = on_rank0(lambda: (self._make_room(temporary), self._may_probe()))
+        refusal, has_probe = on_rank0(lambda: (self._make_room(temporary), self._may_probe(is_last)))
         if refusal:
             self._give_up(name, refusal)
             return
-        self.failed = False
+        self.failed = self.is_ruined = False
         # Only a divided model needs all ranks for it, and rank 0 writes it.
         runs_probe = has_probe and (rank() == 0 or is_divided(self.engine) or is_pipeline(self.engine))
         taken = self._probe() if runs_probe else None
+        if has_probe and on_rank0(lambda: taken is not None and not bool(torch.isfinite(taken.logits).all())):
+            self.is_ruined = True
+            on_rank0(lambda: shutil.rmtree(temporary, ignore_errors=True))  # it is empty
+            self._give_up(name, tr("the weights give logits that are NaN or Inf, an update has ruined them"))
+            return
         self.files.begin()
         with engine_files.gathered(self.engine.optimizer):
             self.engine.save_checkpoint(
                 str(self.folder), tag=temporary.name, save_latest=False, exclude_frozen_parameters=self._is_part
             )
         pending = _Pending(state.step, temporary, self.files, state.evaluations)
+        pending.is_good = (is_last and has_probe) or _is_evaluated(state)
         try:
             if not self.files.failure:
                 path = temporary / random_state.file_name(rank())
@@ -127,11 +151,11 @@ class Saver:
         pending.start()
         self._pending = pending
 
-    def _may_probe(self) -> bool:
+    def _may_probe(self, is_last: bool = False) -> bool:
         """Whether the last probe was quick, or long enough ago: saves that follow each other closely do without."""
         if self.described.probe_ids is None:
             return False
-        return self._probe_s <= max(_PROBE_S, _PROBE_SHARE * (time.monotonic() - self._probed_at))
+        return is_last or self._probe_s <= max(_PROBE_S, _PROBE_SHARE * (time.monotonic() - self._probed_at))
 
     def _probe(self) -> probe.Probe:
         started = time.monotonic()
@@ -222,15 +246,33 @@ class Saver:
             except CheckpointError as error:
                 failure = str(error)
         if failure:
-            on_rank0(lambda: shutil.rmtree(pending.folder, ignore_errors=True))
+            if rank() == 0:
+                with suppress(OSError):
+                    folders.discard(pending.folder)
+                self._rotation.request()
             self._give_up(name, failure)
             return
         self.newest, self.failed = target, False
         self._last_bytes = sum(one.size_bytes for one in records.values())
+        self._rated = pending.evaluations
+        if pending.is_good:
+            self.good = target
+        self._rotate()
+
+    def see_good_step(self) -> None:
+        """Take note of a step whose loss and gradient were finite: so are the weights of what was saved before it."""
+        if self._pending is not None:
+            self._pending.is_good = True
+        if self.newest is not None and self.good != self.newest:
+            self.good = self.newest
+            self._rotate()
 
     def end(self) -> None:
-        """Wait for what is done beside training with checkpoints that are published."""
-        self._thinning.wait()
+        """Wait until rank 0 has removed what is too much, however long that takes. A collective."""
+        if rank() == 0 and self._rotation.is_busy():
+            self.say(tr("Removing old checkpoints."))
+        while any(gather(rank() == 0 and self._rotation.is_busy(_SLICE_S))):
+            pass
 
     def least_bytes(self) -> int:
         """Return how large a checkpoint will be at least."""
@@ -241,9 +283,11 @@ class Saver:
         """Make an empty folder; return why not, if there is no room for what will be in it."""
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            shutil.rmtree(temporary, ignore_errors=True)
+            folders.discard(temporary)
             temporary.mkdir()
             needed = int(_ROOM * (self._last_bytes or self.least_bytes()))
+            if shutil.disk_usage(self.folder).free < needed:
+                self._rotation.is_busy(self.patience_s)
             free = shutil.disk_usage(self.folder).free
         except OSError as error:
             return error.strerror or str(error)
@@ -262,26 +306,19 @@ class Saver:
             folders.publish(pending.folder, target)
         except OSError as error:
             raise CheckpointError(error.strerror or str(error)) from error
-        try:
-            self._rotate(self._best(pending))
-        except OSError as error:  # the new one is safe; what is too much goes at the next save
-            self.say(
-                tr("WARNING: older checkpoints could not be removed: {reason}.", reason=error.strerror or str(error))
-            )
 
-    def _rotate(self, best: list[Path]) -> None:
-        waiting = self._thinning.waiting(folders.outdated(self.folder, self.config.keep, best))
-        most_bytes = self.config.max_gib * 2**30
-        folders.remove_old(self.folder, self.config.keep, [*best, *waiting], most_bytes, self.config.keep_weights)
-        self._thinning.start(waiting)
+    def _rotate(self) -> None:
+        """Let old checkpoints be removed, unless the new ones may all be ruined; takes no time."""
+        if rank() == 0 and self.good is not None and self._rated is not None:
+            self._rotation.request([*self._best(self._rated), self.good])
 
-    def _best(self, pending: "_Pending") -> list[Path]:
+    def _best(self, evaluations: list[dict[str, float]]) -> list[Path]:
         """Return the best checkpoint so far, of equal ones the first, if `evaluate.keep_best` wants it kept."""
         there = {folders.step_of(path): path for path in folders.published(self.folder)}
         sign = 1 if self.keep_best == EVAL_LOSS else -1
         rated = [
             (sign * one[self.keep_best], int(one["step"]))
-            for one in pending.evaluations
+            for one in evaluations
             # A metric that failed at a step is missing from its row.
             if int(one["step"]) in there and math.isfinite(one.get(self.keep_best, math.nan))
         ]
@@ -300,6 +337,12 @@ class Saver:
         )
 
 
+def _is_evaluated(state: RunState) -> bool:
+    """Whether the weights of a step have just been evaluated, and the loss was finite."""
+    last = state.evaluations[-1] if state.evaluations else {}
+    return last.get("step") == state.step and math.isfinite(last.get(EVAL_LOSS, math.nan))
+
+
 class _Pending:
     """One rank's part of a save that is written but not published."""
 
@@ -311,6 +354,8 @@ class _Pending:
         """Those up to this step."""
         self.mine: list[Path] = []
         """Files of this rank beside the engine's."""
+        self.is_good = False
+        """Whether a good step has followed, or an evaluation or a probe has shown as much."""
         self.failure = ""
         self.records: dict[str, FileRecord] = {}
         self._thread = threading.Thread(target=self._prove, name="checkpoint", daemon=True)

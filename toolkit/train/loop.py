@@ -9,13 +9,14 @@ from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 
+from toolkit.checkpoint import folders
 from toolkit.checkpoint.run_state import RunState
 from toolkit.config.layout import layout_of
 from toolkit.config.schema import OnBadStep
 from toolkit.data.sampler import Position
 from toolkit.distributed import failure, signals
 from toolkit.distributed.process_group import gather, on_rank0, rank, world_size
-from toolkit.distributed.watchdog import STEP
+from toolkit.distributed.watchdog import DATA, STEP
 from toolkit.errors import CheckpointError, Diverged, RunFolderError, Stopped
 from toolkit.messages import tr
 from toolkit.models.token_dropping import begin_step, dropping_figures
@@ -107,6 +108,7 @@ class _Run:
         self.step += 1
         lr = float(self.engine.get_lr()[0])
         asked = time.perf_counter()
+        job.watchdog.enter(DATA, self.step)
         window = list(islice(self.batches, job.accumulation))
         self.meter.data_wait_s += time.perf_counter() - asked
         stops = bool(signals.received()) or self.stop_file.is_there()
@@ -122,6 +124,8 @@ class _Run:
         if result.votes[1] == world_size():
             self._publish()
         trouble = self.guard.check()
+        if not trouble and not self.guard.skips_in_a_row:
+            job.saver.see_good_step()
         if trouble and self._is_rewound(trouble, result, lr):
             return
         self._step_done(result.votes[0] > 0, lr, log=trouble is not None)
@@ -145,17 +149,29 @@ class _Run:
             job.watchdog.enter("checkpoint", step)
         if save:
             with self._phase(tr("Saving the checkpoint of step {step}", step=step)):
-                job.saver.begin(self._state())
+                job.saver.begin(self._state(), is_last=last)
         if (stops and save) or last:
             with self._phase(tr("Proving the checkpoint of step {step}", step=step)):
                 self._published()
             if save and job.saver.failed:
-                raise CheckpointError(tr("the last checkpoint could not be saved; the reason is told above."))
+                raise self._unsaved()
         if _due(step, cfg.report.every) and not last:
             job.begin_report()
         self.meter.resume()
         if stops:
             raise self._stopped()
+
+    def _unsaved(self) -> Diverged | CheckpointError:
+        if not self.job.saver.is_ruined:
+            return CheckpointError(tr("the last checkpoint could not be saved; the reason is told above."))
+        return Diverged(
+            tr(
+                "the weights after step {step} give logits that are NaN or Inf, and are not saved. Lower optim.lr, or "
+                "use precision=bf16 or precision=fp32. The last checkpoint is {checkpoint}.",
+                step=self.step,
+                checkpoint=self.job.saver.good or self.outcome.checkpoint or tr("none"),
+            )
+        )
 
     def _is_rewound(self, trouble: Trouble, result: StepResult, lr: float) -> bool:
         """Tell of a step that went wrong, and do as the config says; return whether the run went back."""
@@ -189,7 +205,11 @@ class _Run:
     def _rewind(self, what: str) -> None:
         self.job.watchdog.enter("rewind", self.step)
         self._publish()
-        checkpoint = self.outcome.checkpoint
+        good, checkpoint = self.job.saver.good, self.outcome.checkpoint
+        if checkpoint is not None and good is not None and good != checkpoint and self.rewound_to[checkpoint]:
+            # No good step has followed it, and going back to it did not help: its weights may be the trouble.
+            checkpoint = good
+            on_rank0(lambda: folders.put_aside_after(good))
         if checkpoint is None:
             raise Diverged(tr("{what}; there is no checkpoint to go back to: set checkpoint.every.", what=what))
         self.rewound_to[checkpoint] += 1
@@ -276,6 +296,7 @@ class _Run:
 
     def _publish(self) -> None:
         """Publish the checkpoint that all ranks have proven."""
+        self.job.watchdog.enter("checkpoint", self.step)
         self.meter.pause()
         self._published()
         self.meter.resume()

@@ -52,7 +52,7 @@ def choose(cfg: RunConfig, say: Callable[[str], None]) -> Origin:
         if named is None or checkpoint.parent.parent != named:
             return Origin(_new(cfg, checkpoint, say), checkpoint)
         _claim(named, say)
-        folders.remove_unfinished(checkpoint.parent)
+        folders.discard_unfinished(checkpoint.parent)
         _put_aside(named, checkpoint)
         return Origin(named, checkpoint)
     is_run = named is not None and any((named / name).exists() for name in (folder_lock.LOCK, "config.yaml"))
@@ -69,7 +69,7 @@ def choose(cfg: RunConfig, say: Callable[[str], None]) -> Origin:
     checkpoints = named / "checkpoints"
     were_there = bool(folders.published(checkpoints))
     checkpoint = folders.newest_whole(checkpoints, say)
-    folders.remove_unfinished(checkpoints)
+    folders.discard_unfinished(checkpoints)
     if checkpoint is None and (were_there or cfg.resume == MUST):
         raise CheckpointError(
             tr(

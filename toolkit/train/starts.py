@@ -92,7 +92,8 @@ def reached(folder: Path) -> int:
     logged = max((int(row["step"]) for row in _rows(folder / "metrics.jsonl")[-1:]), default=0)
     beats = [row for path in (folder / "logs").glob(watchdog.heartbeat_file("*")) for row in _rows(path)]
     seen = max((int(beat["step"]) for beat in beats), default=0)
-    if seen > logged or any(beat["step"] == logged > 0 and beat["phase"] != watchdog.STEP for beat in beats):
+    in_step = (watchdog.STEP, watchdog.DATA)
+    if seen > logged or any(beat["step"] == logged > 0 and beat["phase"] not in in_step for beat in beats):
         return seen
     return logged + 1
 
