@@ -14,7 +14,7 @@ SIZES: dict[str, Any] = {
     "intermediate_size": 48,
     "num_hidden_layers": 2,
     "num_attention_heads": 2,
-    "max_position_embeddings": 128,
+    "max_position_embeddings": 2048,
     "eos_token_id": 956,
     "pad_token_id": 956,
     "bos_token_id": None,
@@ -47,7 +47,7 @@ CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
     "gpt_neox": lambda: transformers.GPTNeoXConfig(**SIZES),
     "falcon": lambda: transformers.FalconConfig(**SIZES, new_decoder_architecture=False),
     "gpt2": lambda: transformers.GPT2Config(
-        vocab_size=1024, n_embd=32, n_layer=2, n_head=2, n_positions=128, bos_token_id=956, eos_token_id=956
+        vocab_size=1024, n_embd=32, n_layer=2, n_head=2, n_positions=1024, bos_token_id=956, eos_token_id=956
     ),
     "gpt_oss": lambda: transformers.GptOssConfig(**HEADS, sliding_window=8, num_local_experts=4, num_experts_per_tok=2),
 }

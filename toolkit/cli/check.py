@@ -10,6 +10,7 @@ Every error is reported, not the first alone. Of each data file the first rows a
 from toolkit.cli.compose import Composed, compose_checked
 from toolkit.config import examples
 from toolkit.config.checks import accumulation
+from toolkit.config.checks_positions import check_positions
 from toolkit.config.checks_track import check_track_here
 from toolkit.config.hub import is_hub_name, with_folder
 from toolkit.config.layout import layout_of
@@ -35,7 +36,7 @@ def run(words: list[str]) -> int:
     if not any(key.startswith("data.") for key in known):
         problems.attempt(lambda: check_paths(cfg.data, local_files(cfg.data)))
     problems.settle()
-    shapes = problems.attempt(_shapes, composed) if not known & {"model", "model.path"} else None
+    shapes = problems.attempt(_shapes, composed, problems) if not known & {"model", "model.path"} else None
     problems.raise_all()
     for note in [*composed.notes, *([unread] if unread else [])]:
         print(note)
@@ -52,14 +53,16 @@ def run(words: list[str]) -> int:
     return 0
 
 
-def _shapes(composed: Composed) -> tuple[Shapes, Sizes] | None:
+def _shapes(composed: Composed, problems: Problems) -> tuple[Shapes, Sizes] | None:
     """Read the model directory; return the shapes of its parameters, None where only training knows them.
 
     Raises:
         ToolkitError: it cannot be trained, or not as the config says.
     """
     has_weights = not is_hub_name(composed.loaded.cfg.model.path)
-    cfg = with_folder(composed.loaded, say, config_only=True).cfg
+    loaded = with_folder(composed.loaded, say, config_only=True)
+    problems.attempt(check_positions, loaded)
+    cfg = loaded.cfg
     if cfg.model.init is not Init.pretrained:
         return None  # the vocabulary of a random model is known once its tokenizer has been fitted
     if cfg.model.trust_remote_code:

@@ -8,6 +8,7 @@ An interrupted run goes on where it stopped. Data that is prepared already is ve
 """
 
 from toolkit.cli.compose import compose_checked
+from toolkit.config.checks_positions import check_positions
 from toolkit.config.hub import with_folder
 from toolkit.errors import DataError
 from toolkit.messages import say, tr
@@ -16,7 +17,9 @@ from toolkit.messages import say, tr
 def run(words: list[str]) -> int:
     """Prepare."""
     composed = compose_checked(words, world_size=None)
-    cfg = with_folder(composed.loaded, say).cfg
+    loaded = with_folder(composed.loaded, say)
+    check_positions(loaded)
+    cfg = loaded.cfg
     from toolkit.cli.sample_view import filled_line
     from toolkit.data.prepare import prepare_shard
     from toolkit.data.store import damaged_files

@@ -21,6 +21,7 @@ from toolkit.cli.compose import Composed, compose, compose_checked
 from toolkit.cli.trusted import warn_of_code
 from toolkit.config import examples
 from toolkit.config.checks import accumulation
+from toolkit.config.checks_positions import check_positions
 from toolkit.config.checks_track import check_track_here
 from toolkit.config.hub import with_folder
 from toolkit.config.layout import layout_of
@@ -46,6 +47,7 @@ def run(words: list[str]) -> int:
     if ranks.rank == 0:
         greet(composed, ranks, cfg.model.name or Path(cfg.model.path).name or "?")
     loaded = with_folder(composed.loaded, say if ranks.local_rank == 0 else lambda line: None)
+    check_positions(loaded)
     # Only now is torch imported: whatever is wrong so far was told within seconds.
     from toolkit.cli.session import train
 

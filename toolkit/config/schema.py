@@ -422,7 +422,7 @@ class DataConfig:
     train_on: TrainOn = TrainOn.auto
     """auto: what the model family's own fine-tuning trains (ChatGLM-6B and ChatGLM2: the last answer; all others: every answer); all: every answer; last: the last answer; marked: messages with "loss": true. In all of them "loss": true or false at a message decides for it. With ChatGLM-6B and ChatGLM2 each trained answer becomes a sample of its own."""
     max_length: int = 1024
-    """Longest sample in tokens, prompt and answer together; also the length of a packed row."""
+    """Longest sample in tokens, prompt and answer together, at most the model's positions; also the length of a packed row."""
     too_long: TooLong = TooLong.drop
     """drop: leave out and count; truncate: leave out the oldest turns (dropped if the newest turn alone is too long); split: make several samples, of whole turns where they fit, else of windows of tokens; error: stop."""
     on_bad_row: OnBadRow = OnBadRow.error

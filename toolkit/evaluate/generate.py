@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from transformers import GenerationConfig, PreTrainedModel
 
+from toolkit.config.checks_positions import position_limit
 from toolkit.errors import ModelError
 from toolkit.messages import tr
 from toolkit.models.chat import AnyChatEncoder
@@ -112,7 +113,7 @@ def check_length(model: PreTrainedModel, prompt_tokens: int, max_new_tokens: int
 
 def most_tokens(model: PreTrainedModel) -> float:
     """Return how many tokens prompt and answer may have together: the model's positions, infinite where it has none."""
-    return getattr(model.config, "max_position_embeddings", None) or math.inf
+    return position_limit(model.config.to_dict()) or math.inf
 
 
 def _config(encoder: AnyChatEncoder, sampling: Sampling) -> GenerationConfig:
