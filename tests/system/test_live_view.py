@@ -1,6 +1,7 @@
 """A real run in a real terminal: its view, its bars, and nothing of them left when it is done."""
 
 import fcntl
+import json
 import os
 import pty
 import select
@@ -73,7 +74,21 @@ def test_a_run_has_one_view(tmp_path: Path, rows_file: Path) -> None:
         assert part in everything, part
     assert "step 3/120" not in everything  # no line per step
     assert not [line for line in left if "─" in line or "ETA" in line]  # the view is gone, what was said is there
-    assert any(line.startswith("Done: 120 steps") for line in left)
+    done = json.loads((tmp_path / "runs" / "seen" / "DONE").read_text())
+    rows = [json.loads(line) for line in (tmp_path / "runs" / "seen" / "metrics.jsonl").read_text().splitlines()]
+    logged = [row for row in rows if "step_s" in row]
+    steps_s = sum(
+        (row["step"] - before) * row["step_s"]
+        for before, row in zip([0, *(row["step"] for row in logged)], logged, strict=False)
+    )
+    assert abs(done["steps_seconds"] - steps_s) < 0.1
+    assert done["seconds"] > done["steps_seconds"] + 1, "imports alone take longer than that"
+    expected = (
+        f"Done: 120 steps in {done['steps_seconds']} s ({done['seconds']} s in all, from the start of the command)"
+    )
+    assert expected in " ".join(left)
+    [ready] = [line for line in seen if line.startswith("Ready after ")]
+    assert 1 < int(ready.split()[2]) <= done["seconds"]
     assert "said in C" not in everything
     assert "said in C" in (tmp_path / "runs" / "seen" / "logs" / "rank_0.log").read_text()
 

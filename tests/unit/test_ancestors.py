@@ -2,13 +2,15 @@
 
 import base64
 import json
+import os
+import time
 from pathlib import Path
 
 import pytest
 
 from toolkit.cli import main
 from toolkit.errors import LaunchError
-from toolkit.launch.ancestors import check_launcher, deepspeed_options, hostfile_of, typed
+from toolkit.launch.ancestors import age_s, check_launcher, deepspeed_options, hostfile_of, typed
 from toolkit.launch.environment import Ranks
 
 RANKS = Ranks(0, 0, 2, 0, "deepspeed")
@@ -127,3 +129,33 @@ def test_a_hostfile_without_a_name_is_one_that_is_missing(tmp_path: Path, monkey
     monkeypatch.chdir(tmp_path)
     assert main(["doctor", "hostfile="]) == 2
     assert main(["launch", "hostfile=", "recipe=quickstart"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("front_end", "expected_s"),
+    [
+        ("/venv/bin/python3.11 /venv/bin/deepspeed --num_gpus 2 run.py recipe=x", 300),
+        ("/venv/bin/python -m torch.distributed.run run.py recipe=x", 300),
+        ("mpirun -np 2 python run.py recipe=x", 300),
+        ("/venv/bin/python /venv/bin/toolkit launch recipe=x", 200),  # it may start a run again, days later
+        ("bash -c deepspeed", 200),
+    ],
+)
+def test_a_command_is_as_old_as_its_launcher(front_end: str, expected_s: int, tmp_path: Path) -> None:
+    proc = tree(tmp_path, front_end, 1)
+    now, ticks = time.clock_gettime(time.CLOCK_BOOTTIME), os.sysconf("SC_CLK_TCK")
+    for pid, age in ((10, 300), (20, 200), (30, 100)):
+        fields = ["S", *["0"] * 18, str(int((now - age) * ticks)), "0"]
+        (proc / str(pid) / "stat").write_text(f"{pid} (a (name) of b) {' '.join(fields)}\n")
+    assert age_s(proc, "30") == pytest.approx(expected_s, abs=30)
+
+
+def test_ranks_that_an_agent_starts_again_are_as_old_as_themselves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    proc = tree(tmp_path, "/venv/bin/torchrun run.py recipe=x", 1)
+    now, ticks = time.clock_gettime(time.CLOCK_BOOTTIME), os.sysconf("SC_CLK_TCK")
+    (proc / "30" / "stat").write_text(f"30 (python) S {'0 ' * 18}{int((now - 100) * ticks)} 0\n")
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    assert age_s(proc, "30") == pytest.approx(100, abs=30)
+    assert age_s(tmp_path / "nowhere", "30") == 0

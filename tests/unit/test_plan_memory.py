@@ -18,7 +18,7 @@ from toolkit.config.checks import check, micro_sizes
 from toolkit.config.load import load
 from toolkit.config.schema import Device, Dtype, RunConfig, TuningConfig, TuningMethod
 from toolkit.plan.cards import GIB
-from toolkit.plan.host import checkpoint_bytes, plan_host
+from toolkit.plan.host import HEAP_SHARE, PROCESS_BYTES, checkpoint_bytes, plan_host, process_bytes
 from toolkit.plan.machine import Machine, parse_bytes, parse_machine
 from toolkit.plan.memory import plan_rank
 from toolkit.plan.outline import PUBLISHED, outline_of
@@ -71,6 +71,18 @@ def test_larger_micro_batches_need_more(name: str, method: TuningMethod, stage: 
     small, large = (plan_rank(outline, config(stage, dtype, size), 8) for size in (micro, micro + 1))
     assert small.peak("step") <= large.peak("step")
     assert small.peak("evaluation") < large.peak("evaluation")
+
+
+def test_a_process_on_processors_holds_more_than_its_tensors() -> None:
+    memory = plan_rank(model("glm-4-9b-chat", TuningMethod.lora), config(2, Dtype.bf16, world=2), 2, on_cpu=True)
+    step = memory.device["step"]
+    moving = sum(step.values()) - step["weights"] - step["optimizer"]
+    assert moving > GIB / 10
+    expected = PROCESS_BYTES + memory.peak(memory.worst) + HEAP_SHARE * moving
+    assert process_bytes(memory) == pytest.approx(expected, rel=1e-6)
+    cpu = replace(A100, on_cpu=True, ranks=2)
+    host = plan_host(model("glm-4-9b-chat", TuningMethod.lora), config(2, Dtype.bf16, world=2), cpu, memory)
+    assert host.phases["step"]["heap"] == 2 * int(HEAP_SHARE * moving)
 
 
 @given(name=NAMES, dtype=DTYPES, world=WORLDS.filter(lambda world: world > 1), method=METHODS)

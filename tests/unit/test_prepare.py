@@ -2,6 +2,7 @@
 
 import json
 import multiprocessing
+import os
 import pickle
 import shutil
 from collections.abc import Sequence
@@ -259,7 +260,7 @@ def test_store_is_reused_until_something_changes(tmp_path: Path) -> None:
     first = prepare(cfg, encoder).report
     second = prepare(cfg, encoder).report
     assert (first.built, second.built, encoder.calls) == (True, False, 1)
-    second.built = True
+    second.built = second.is_new = True
     assert second == first
 
     changes = [("max_length", 9), ("too_long", TooLong.truncate), ("max_samples", 3), ("validation_fraction", 0.3)]
@@ -325,23 +326,31 @@ def test_a_foreign_store_is_not_used(tmp_path: Path) -> None:
     assert prepare(cfg, ByteEncoder()).report.built
 
 
-def prepare_in_process(cfg: RunConfig, results: "multiprocessing.Queue[tuple[bool, int]]") -> None:
+def prepare_in_process(cfg: RunConfig, results: "multiprocessing.Queue[tuple[bool, bool, int]]") -> None:
     train, _, report = prepare(cfg, ByteEncoder())
-    results.put((report.built, int(train.read_ids(0, int(train.offsets[-1])).sum())))
+    results.put((report.built, report.is_new, int(train.read_ids(0, int(train.offsets[-1])).sum())))
 
 
 def test_two_processes_at_once(tmp_path: Path) -> None:
     cfg = made(tmp_path, pairs(3000))
     context = multiprocessing.get_context("spawn")
-    results: multiprocessing.Queue[tuple[bool, int]] = context.Queue()
+    results: multiprocessing.Queue[tuple[bool, bool, int]] = context.Queue()
     processes = [context.Process(target=prepare_in_process, args=(cfg, results)) for _ in range(2)]
     for process in processes:
         process.start()
     answers_ = [results.get(timeout=30) for _ in processes]
     for process in processes:
         process.join(30)
-    assert sorted(built for built, _ in answers_) == [False, True]
-    assert len({total for _, total in answers_}) == 1
+    assert sorted(built for built, _, _ in answers_) == [False, True]
+    assert all(is_new for _, is_new, _ in answers_), "whichever built it, both began before"
+    assert len({total for _, _, total in answers_}) == 1
+    manifest = Path(prepare(cfg, ByteEncoder()).report.folder) / "manifest.json"
+    day_s = 24 * 3600
+    os.utime(manifest, (manifest.stat().st_atime - day_s, manifest.stat().st_mtime - day_s))
+    later = context.Process(target=prepare_in_process, args=(cfg, results))
+    later.start()
+    assert results.get(timeout=30)[:2] == (False, False)
+    later.join(30)
 
 
 def test_store_travels_as_a_path(tmp_path: Path) -> None:

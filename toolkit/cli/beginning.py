@@ -2,6 +2,7 @@
 
 import os
 import socket
+import time
 from pathlib import Path
 
 from toolkit.cli import run_logs
@@ -59,6 +60,12 @@ def _check_shared(folder: Path) -> list[str]:
             )
         )
     return [host for host, _ in found]
+
+
+def ready_line(session: AnySession) -> str:
+    """Return how long it took until the first step can begin."""
+    seconds = f"{time.monotonic() - session.started:.0f}"
+    return tr("Ready after {seconds} s, counted from the start of the command.", seconds=seconds)
 
 
 def reporter(cfg: RunConfig, folder: Path) -> AutomaticReport | None:

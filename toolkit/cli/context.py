@@ -37,7 +37,7 @@ class AnySession:
     trackers: Trackers
     """What records the run beside metrics.jsonl."""
     started: float
-    """time.monotonic() at the command's start."""
+    """time.monotonic() when the command was started, with its launcher."""
     reporter: AutomaticReport | None = None
     """Makes the run's report; on rank 0 alone, and not where none is wanted."""
 

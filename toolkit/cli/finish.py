@@ -34,7 +34,7 @@ def finish(session: Session, outcome: Outcome, total_steps: int) -> None:
     if session.cfg.checkpoint.export:
         _export(session, outcome)
     summary = _summary(session, outcome, total_steps)
-    hand_on_end(session, total_steps, samples)
+    hand_on_end(session, outcome, total_steps, samples)
     process_group.barrier()
     process_group.on_rank0(lambda: folder_lock.check(session.folder))
     if process_group.rank() == 0:
@@ -104,6 +104,8 @@ def _summary(session: Session, outcome: Outcome, total_steps: int) -> dict[str, 
         "first_loss": outcome.first_loss,
         "last_loss": outcome.last_loss,
         "seconds": round(time.monotonic() - session.started, 1),
+        "steps_done": outcome.steps,
+        "steps_seconds": round(outcome.steps_s, 1),
     }
     if outcome.evaluations:
         summary["first_eval_loss"] = outcome.evaluations[0]["eval_loss"]
@@ -124,8 +126,10 @@ def _print_achievement(
     print()
     print(
         tr(
-            "Done: {steps} steps in {seconds} s, training loss {first} -> {last} nats/token.",
-            steps=summary["steps"],
+            "Done: {steps} steps in {steps_s} s ({seconds} s in all, from the start of the command), training loss "
+            "{first} -> {last} nats/token.",
+            steps=summary["steps_done"],
+            steps_s=summary["steps_seconds"],
             seconds=summary["seconds"],
             first=f"{outcome.first_loss:.3f}",
             last=f"{outcome.last_loss:.3f}",

@@ -45,6 +45,7 @@ def _words() -> dict[str, str]:
         "loaders": tr("data loaders"),
         "tensors": tr("tensors of the ranks"),
         "copies": tr("copies of checkpoints"),
+        "heap": tr("kept by the heap"),
         "loaded again": tr("export loaded again"),
     }
 

@@ -17,7 +17,7 @@ from toolkit.launch.environment import Ranks
 from toolkit.messages import say, tr
 from toolkit.plan.calibration import rates_of
 from toolkit.plan.cards import find_card
-from toolkit.plan.host import PROCESS_BYTES
+from toolkit.plan.host import process_bytes
 from toolkit.plan.machine import Machine, own_memory
 from toolkit.plan.outline import known_outline, outline_of
 from toolkit.plan.search import Layout, changed, cheapest, lay_out, layouts, overrides
@@ -42,7 +42,7 @@ class RunPlan:
     @property
     def process_bytes(self) -> int:
         """What metrics.jsonl compares with: the GPU's memory, on processors that of the process."""
-        return self.tensor_bytes + (PROCESS_BYTES if self.on_cpu else 0)
+        return process_bytes(self.layout.memory) if self.on_cpu else self.tensor_bytes
 
     def write(self, file: Path) -> None:
         """Write it down, in bytes and seconds."""

@@ -1,6 +1,5 @@
 """One training session: data, process group, run folder, engine, loop, export, and what is said at the end."""
 
-import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -10,7 +9,7 @@ from deepspeed import DeepSpeedEngine
 
 from toolkit.checkpoint import random_state
 from toolkit.checkpoint.run_state import RunState
-from toolkit.cli.beginning import begin, reporter, watchdog
+from toolkit.cli.beginning import begin, ready_line, reporter, watchdog
 from toolkit.cli.context import Session
 from toolkit.cli.evaluation import Evaluation, questions_of
 from toolkit.cli.finish import finish
@@ -54,7 +53,7 @@ def train(loaded: Loaded, ranks: Ranks, started: float) -> int:
     Args:
         loaded: checked config.
         ranks: who this process is; the environment is set accordingly.
-        started: time.monotonic() at the command's start.
+        started: time.monotonic() when the command was started.
 
     Returns:
         The exit code.
@@ -80,7 +79,7 @@ def run_session(cfg: RunConfig, ranks: Ranks, prepared: Prepared, started: float
         cfg: checked config.
         ranks: who this process is.
         prepared: tokenizer and stores.
-        started: time.monotonic() at the command's start.
+        started: time.monotonic() when the command was started.
 
     Returns:
         The run folder.
@@ -137,6 +136,7 @@ def _train(session: Session, origin: Origin, start: RunState, total_steps: int, 
     try:
         if cfg.train.rehearse and start.step < total_steps:
             progress.say(_rehearsed(session, job, evaluation, plan))
+        progress.say(ready_line(session))
         outcome = run_loop(job, progress)
     finally:
         progress.close()
@@ -252,8 +252,7 @@ def _start_line(session: Session, total_steps: int, steps_per_epoch: int) -> str
     ]
     line = tr(
         "{trained} of {parameters} parameters are trained ({parts}). {samples} samples with {tokens} tokens "
-        "({trained_tokens} trained), {steps} steps ({per_epoch} per epoch). Ready after {seconds} s. Run folder: "
-        "{folder}",
+        "({trained_tokens} trained), {steps} steps ({per_epoch} per epoch). Run folder: {folder}",
         trained=f"{trained:,}",
         parameters=f"{total:,}",
         parts=", ".join(parts),
@@ -262,7 +261,6 @@ def _start_line(session: Session, total_steps: int, steps_per_epoch: int) -> str
         trained_tokens=f"{store.num_trained_tokens:,}",
         steps=f"{total_steps:,}",
         per_epoch=f"{steps_per_epoch:,}",
-        seconds=f"{time.monotonic() - session.started:.0f}",
         folder=session.display_folder,
     )
     duplicates = session.prepared.report.duplicates()

@@ -2,7 +2,6 @@
 
 import json
 import math
-import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -17,6 +16,7 @@ from toolkit.errors import Stopped
 from toolkit.track.clients.base import ANSWERS, FAILED, FINISHED, SAMPLES, STOPPED
 from toolkit.track.names import figures, is_evaluation
 from toolkit.track.trackers import Trackers
+from toolkit.train.job import Outcome
 from toolkit.train.prepared import Prepared
 
 
@@ -87,22 +87,22 @@ def hand_on_answers(session: Session, step: int) -> None:
         session.trackers.answers(step, ANSWERS, [json.loads(line) for line in lines])
 
 
-def hand_on_end(session: AnySession, steps: int, samples: list[dict[str, str]]) -> None:
+def hand_on_end(session: AnySession, outcome: Outcome, steps: int, samples: list[dict[str, str]]) -> None:
     """Hand on the last answers, and figures of the whole run as transformers has them.
 
     Args:
         session: that has done its last step.
+        outcome: of its steps.
         steps: of the whole run.
         samples: of samples.jsonl.
     """
     if not session.trackers.is_on:
         return
-    seconds = time.monotonic() - session.started
-    done = steps - session.trackers.first_step
+    seconds = max(outcome.steps_s, 1e-9)
     values = {
-        "train_runtime": seconds,
-        "train_steps_per_second": done / seconds,
-        "train_samples_per_second": done * session.cfg.batch.global_size / seconds,
+        "train_runtime": outcome.steps_s,
+        "train_steps_per_second": outcome.steps / seconds,
+        "train_samples_per_second": outcome.steps * session.cfg.batch.global_size / seconds,
         "train_loss": _mean_loss(session),
     }
     session.trackers.answers(steps, SAMPLES, samples)

@@ -51,7 +51,7 @@ def run(words: list[str]) -> int:
     # Only now is torch imported: whatever is wrong so far was told within seconds.
     from toolkit.cli.session import train
 
-    return train(loaded, ranks, started=time.monotonic())
+    return train(loaded, ranks, started=time.monotonic() - ancestors.age_s())
 
 
 def make_ready(words: list[str], own: bool = False) -> tuple[Composed, environment.Ranks] | None:

@@ -28,9 +28,10 @@ from toolkit.data.parts import CODE_VERSION, EXAMPLES, Part, PartMaker, RowPlace
 from toolkit.data.pool import LEAST_BYTES_FOR_PROCESSES, Made, Pace, cores, make_parts
 from toolkit.data.prepare_report import PrepareReport
 from toolkit.data.sources import DataFile, content_hash, locate_all, read_blocks, total_bytes
-from toolkit.data.store import BAD_ROWS, Index, Store, StoreWriter, is_complete, read_manifest
+from toolkit.data.store import BAD_ROWS, MANIFEST, Index, Store, StoreWriter, is_complete, read_manifest
 from toolkit.distributed.build_once import build_once, explained
 from toolkit.errors import DataError
+from toolkit.launch.ancestors import age_s
 from toolkit.messages import tr
 from toolkit.secrets import hide
 
@@ -39,6 +40,8 @@ FOLDERS = ("stores", "parts", "plans", "tokenizers", "hashes", "docstrings", BAD
 _log = logging.getLogger(__name__).info
 _TOLERATED_BAD_ROWS = 10
 _OLD_PARTS_S = 7 * 24 * 3600
+_opened: set[Path] = set()
+"""Stores that this process has opened before."""
 
 
 class Prepared(NamedTuple):
@@ -80,7 +83,10 @@ def prepare(cfg: RunConfig, encoder: ChatEncoder, say: Callable[[str], None] = _
     if built:
         builder.remove_parts()
     manifest = read_manifest(folder)
-    report = PrepareReport(**{**manifest["report"], "built": built, "folder": str(folder)})
+    # Another rank may have built it while this one imported, or waited.
+    is_new = folder not in _opened and (built or (folder / MANIFEST).stat().st_mtime > time.time() - age_s())
+    _opened.add(folder)
+    report = PrepareReport(**{**manifest["report"], "built": built, "is_new": is_new, "folder": str(folder)})
     validation = Store(folder, "validation") if report.validation_samples else None
     return Prepared(Store(folder, "train"), validation, report)
 

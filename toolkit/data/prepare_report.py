@@ -55,6 +55,8 @@ class PrepareReport:
     """Parts of an interrupted build that were used."""
     built: bool = False
     """Whether this process built the store."""
+    is_new: bool = False
+    """Whether the store was built since this process began, by whichever rank."""
     folder: str = ""
     """The store."""
 

@@ -2,8 +2,10 @@
 
 import base64
 import json
+import os
 import re
 import socket
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +22,12 @@ WITH_VALUE = re.compile(
     r"|launcher_args|ssh_port|save_pid|enable_each_rank_log|autotuning|bind_core_list|elastic_training"
     r"|min_elastic_nodes|max_elastic_nodes|venv_script|log_level)"
 )
+
+_LAUNCHERS = {
+    *("deepspeed", "ds", "deepspeed.launcher.runner", "deepspeed.launcher.launch"),
+    *("torchrun", "torch.distributed.run", "torch.distributed.launch"),
+    *("mpirun", "mpiexec", "mpiexec.hydra", "hydra_pmi_proxy", "orterun", "orted", "prterun", "prted"),
+}
 
 
 OURS = {"--config-dir": True, "-cd": True, "--cfg": True, "--explain": False, "--help": False, "-h": False}
@@ -188,6 +196,37 @@ def ancestors(proc: Path, pid: str) -> Iterator[Process]:
         except (OSError, TypeError):
             return
         yield Process(int(pid), words)
+
+
+def age_s(proc: Path = PROC, pid: str = "self") -> float:
+    """Return how many seconds ago this process began, or its launcher on this machine; 0 where there is no /proc.
+
+    `toolkit launch` does not count, nor does an agent that starts its ranks again: their age is that of all attempts.
+    """
+    oldest = pid
+    if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
+        for parent in ancestors(proc, pid):
+            if _program(parent.words) not in _LAUNCHERS:
+                break
+            oldest = str(parent.pid)
+    try:
+        fields = (proc / oldest / "stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return 0.0
+    since_boot_s = int(fields[19]) / os.sysconf("SC_CLK_TCK")
+    return max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - since_boot_s)
+
+
+def _program(words: Sequence[str]) -> str:
+    """Return the name of what a command line runs: a module, a script or a program."""
+    if not Path(words[0]).name.startswith("python"):
+        return Path(words[0]).name
+    for place, word in enumerate(words[1:], 1):
+        if word == "-m":
+            return "".join(words[place + 1 : place + 2])
+        if not word.startswith("-"):
+            return Path(word).name
+    return ""
 
 
 def _working_folder(proc: Path, pid: int) -> Path:

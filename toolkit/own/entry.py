@@ -16,6 +16,7 @@ from toolkit.cli.train import greet, make_ready
 from toolkit.config.checks_own import check_without_validation
 from toolkit.errors import ConfigError
 from toolkit.launch import environment
+from toolkit.launch.ancestors import age_s
 from toolkit.messages import tr
 from toolkit.own.task import Loss, Metrics, Score, Task
 
@@ -99,5 +100,5 @@ def _run(task: Task, words: list[str], found: list[Path]) -> int:
         greet(composed, ranks, task.model_name)
     from toolkit.own import session
 
-    found.append(session.run(task, composed.loaded.cfg, ranks, time.monotonic()))
+    found.append(session.run(task, composed.loaded.cfg, ranks, time.monotonic() - age_s()))
     return 0

@@ -31,7 +31,7 @@ def finish(session: AnySession, task: Task, outcome: Outcome, total_steps: int, 
             if config.verify_export:
                 process_group.on_rank0(lambda: _prove(task, session.cfg.run.seed, folder))
     summary = _summary(session, outcome, total_steps, card)
-    hand_on_end(session, total_steps, [])
+    hand_on_end(session, outcome, total_steps, [])
     process_group.barrier()
     process_group.on_rank0(lambda: folder_lock.check(session.folder))
     if session.ranks.rank == 0:
@@ -84,6 +84,8 @@ def _summary(session: AnySession, outcome: Outcome, total_steps: int, card: dict
         "first_loss": outcome.first_loss,
         "last_loss": outcome.last_loss,
         "seconds": round(time.monotonic() - session.started, 1),
+        "steps_done": outcome.steps,
+        "steps_seconds": round(outcome.steps_s, 1),
     }
     if outcome.evaluations:
         found["first_eval_loss"] = outcome.evaluations[0][EVAL_LOSS]
@@ -96,8 +98,10 @@ def _print(session: AnySession, summary: dict[str, Any]) -> None:
     print(
         "\n"
         + tr(
-            "Done: {steps} steps in {seconds} s, training loss {first} -> {last}.",
-            steps=summary["steps"],
+            "Done: {steps} steps in {steps_s} s ({seconds} s in all, from the start of the command), training loss "
+            "{first} -> {last}.",
+            steps=summary["steps_done"],
+            steps_s=summary["steps_seconds"],
             seconds=summary["seconds"],
             first=f"{summary['first_loss']:.4f}",
             last=f"{summary['last_loss']:.4f}",

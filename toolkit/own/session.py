@@ -2,7 +2,6 @@
 
 import json
 import sys
-import time
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -15,7 +14,7 @@ from torch import nn
 
 from toolkit.checkpoint import random_state
 from toolkit.checkpoint.run_state import RunState
-from toolkit.cli.beginning import begin, reporter, watchdog
+from toolkit.cli.beginning import begin, ready_line, reporter, watchdog
 from toolkit.cli.building import schedule_maker
 from toolkit.cli.context import AnySession
 from toolkit.cli.tracking import tracked, trackers_of
@@ -62,7 +61,7 @@ def run(task: Task, cfg: RunConfig, ranks: Ranks, started: float) -> Path:
         task: what the program brings.
         cfg: checked config.
         ranks: who this process is; the environment is set accordingly.
-        started: time.monotonic() at the command's start.
+        started: time.monotonic() when the command was started.
     """
     signals.install()
     set_display(cfg.run.display.value)
@@ -137,6 +136,7 @@ def _train(
     try:
         if cfg.train.rehearse and start.step < job.total_steps:
             progress.say(rehearse(session, task, job))
+        progress.say(ready_line(session))
         outcome = run_loop(job, progress)
     finally:
         progress.close()
@@ -273,13 +273,12 @@ def _record(folder: Path, cfg: RunConfig, ds: DsConfig, data: Data, card: dict[s
 def _start_line(session: AnySession, data: Data, card: dict[str, Any]) -> str:
     return tr(
         "{trained} of {parameters} parameters of {model} are trained. {samples}, {steps} steps ({per_epoch} per epoch)."
-        " Ready after {seconds} s. Run folder: {folder}",
+        " Run folder: {folder}",
         trained=f"{card['trained_parameters']:,}",
         parameters=f"{card['parameters']:,}",
         model=card["model"],
         samples=data.described,
         steps=f"{data.total_steps:,}",
         per_epoch=f"{data.steps_per_epoch:,}",
-        seconds=f"{time.monotonic() - session.started:.0f}",
         folder=session.display_folder,
     )

@@ -40,8 +40,6 @@ class Trackers:
         self._waiting, self._heard = bytearray(), bytearray()
         self._silent: set[str] = set()
         self._is_full = self._is_ending = False
-        self.first_step = 0
-        """The step after which the session began."""
 
     @property
     def is_on(self) -> bool:
@@ -63,7 +61,6 @@ class Trackers:
             hyperparameters: dotted key -> value.
             step: after which the session begins; metrics.jsonl holds the rows up to it.
         """
-        self.first_step = step
         if not trackers:
             return
         metrics = folder / "metrics.jsonl"

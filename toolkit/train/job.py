@@ -87,6 +87,10 @@ class Outcome:
     """Steps whose numbers went wrong."""
     rewinds: int = 0
     """Times that the run went back to a checkpoint for them."""
+    steps: int = 0
+    """Steps that this session did, those done again after a rewind included."""
+    steps_s: float = 0.0
+    """Seconds that they took: without evaluation, saving and what comes before the first."""
     checkpoint: Path | None = None
     """The last checkpoint."""
     state: RunState = field(default_factory=RunState)

@@ -238,6 +238,8 @@ class _Run:
 
     def _log(self, lr: float) -> None:
         pace = self.meter.pace()
+        self.outcome.steps += pace.steps
+        self.outcome.steps_s += pace.seconds
         row = self.meter.row(self.step, self.step / self.job.steps_per_epoch, lr, pace)
         row |= {"bad_steps": self.outcome.bad_steps, "rewinds": self.outcome.rewinds}
         row |= self.job.figures_at(self.began) | dropping_figures(self.engine.module)

@@ -174,7 +174,7 @@ def _tokenizer(cfg: RunConfig, say: Callable[[str], None]) -> "PreTrainedTokeniz
 
 def _tell(report: PrepareReport, say: Callable[[str], None]) -> None:
     """Say where the rows went; a dropped row is never silent, whether the store is new or reused."""
-    if report.built:
+    if report.is_new:
         say(
             tr(
                 "Tokenised {rows} rows in {seconds} s.",
