@@ -2,12 +2,14 @@
 
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
 import pytest
 
 from toolkit.cli.failures import guarded
+from toolkit.distributed import peers
 from toolkit.errors import CheckpointError, ConfigError, DataError, Diverged, LaunchError, ModelError, Stopped
 
 CODES = {ConfigError: 2, DataError: 2, ModelError: 2, LaunchError: 2, Diverged: 70, CheckpointError: 74, Stopped: 75}
@@ -101,3 +103,108 @@ def test_the_first_speaks_and_the_others_end_within_seconds(tmp_path: Path) -> N
     head, last = (tmp_path / "FAILED").read_text().splitlines()
     assert head.startswith("rank 3 on ") and head.endswith("), exit code 70")
     assert last == "first"
+
+
+RANK = """
+import json, os, sys, time
+from dataclasses import astuple
+from pathlib import Path
+from toolkit.cli.failures import guarded
+from toolkit.distributed import failure, peers
+folder, rank, do = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+os.environ["RANK"] = str(rank)
+(folder / f"{rank}.new").write_text(json.dumps(astuple(peers.me())))
+(folder / f"{rank}.new").rename(folder / str(rank))
+while not all((folder / name).exists() for name in "01"):
+    time.sleep(0.05)
+failure.watch(folder, rank, [peers.Peer(*json.loads((folder / name).read_text())) for name in "01"])
+(folder / f"watches-{rank}").touch()
+
+def run():
+    while not (folder / "go").exists():
+        time.sleep(0.05)
+    if do == "break":
+        raise RuntimeError("Connection closed by peer")
+    if do == "wait":
+        time.sleep(300)
+    return 0
+
+sys.exit(guarded(run))
+"""
+
+
+def two_ranks(folder: Path, first: str, second: str) -> "list[subprocess.Popen[str]]":
+    """Start two ranks that look after each other, and wait until they do."""
+    (folder / "logs").mkdir()
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", RANK, str(folder), str(rank), do], cwd=ROOT, stderr=subprocess.PIPE, text=True
+        )
+        for rank, do in enumerate((first, second))
+    ]
+    until = time.monotonic() + 60
+    while len(list(folder.glob("watches-*"))) < 2:
+        assert time.monotonic() < until
+        time.sleep(0.05)
+    return ranks
+
+
+@pytest.mark.parametrize("reaction", ["wait", "break"])
+def test_a_rank_that_was_killed_is_named_by_those_that_are_left(reaction: str, tmp_path: Path) -> None:
+    """Both where its collective breaks with a library's error, and where it only waits."""
+    left, killed = two_ranks(tmp_path, reaction, "wait")
+    killed.kill()
+    (tmp_path / "go").touch()
+    output = left.communicate(timeout=60)[1]
+    assert left.returncode == 1
+    assert f"(pid {killed.pid}) was killed by signal 9 (SIGKILL). It used 0." in output
+    assert output.startswith("rank 1 on ")
+    assert "Traceback" not in output and "Connection closed" not in output
+    marker = (tmp_path / "FAILED").read_text()
+    assert marker.startswith(output.strip())
+    assert "noticed by rank 0 on " in marker
+    killed.communicate()
+
+
+def test_a_rank_that_ends_in_good_order_is_not_missed(tmp_path: Path) -> None:
+    left, other = two_ranks(tmp_path, "wait", "end")
+    (tmp_path / "go").touch()
+    assert other.communicate(timeout=60)[1] == ""
+    time.sleep(2.0)
+    assert left.poll() is None
+    assert not (tmp_path / "FAILED").exists()
+    left.kill()
+    left.communicate()
+
+
+def test_a_rank_of_another_machine_that_is_silent_is_named(tmp_path: Path) -> None:
+    (tmp_path / "logs").mkdir()
+    mine = peers.me()
+    everybody = [mine, peers.Peer("far", "far", 7), peers.Peer("away", "away", 7)]
+    views = [peers.Peers(tmp_path, rank, everybody) for rank in range(3)]
+    beating, over = threading.Event(), threading.Event()
+
+    def beat() -> None:
+        while not over.wait(0.01):
+            views[2]._noted = -1e9
+            views[2].note()
+            beating.set()
+
+    thread = threading.Thread(target=beat)
+    thread.start()
+    assert beating.wait(30)
+    try:
+        assert views[0].silent(2.0).startswith("rank 1 (far) gives no sign of life any more")
+        views[1].note(left=True)
+        assert views[0].silent(2.0) == ""
+    finally:
+        over.set()
+        thread.join()
+
+
+def test_the_kernels_line_about_a_process(tmp_path: Path) -> None:
+    log = tmp_path / "kmsg"
+    log.write_text("4,1,1;Out of memory: Killed process 123 (python) total-vm:9kB\n4,1,1;Killed process 12 (x)\n")
+    assert peers.kernel_line(123, str(log)) == "Out of memory: Killed process 123 (python) total-vm:9kB"
+    assert peers.kernel_line(1, str(log)) == ""
+    assert peers.kernel_line(1, str(tmp_path / "none")) == ""

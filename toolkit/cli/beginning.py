@@ -1,14 +1,13 @@
 """What every session begins with, whatever it trains: its folder, its logs, and who looks after it."""
 
 import os
-import socket
 import time
 from pathlib import Path
 
 from toolkit.cli import run_logs
 from toolkit.cli.context import AnySession
 from toolkit.config.schema import RunConfig
-from toolkit.distributed import failure, process_group
+from toolkit.distributed import failure, peers, process_group
 from toolkit.distributed.watchdog import Watchdog
 from toolkit.errors import RunFolderError
 from toolkit.launch import environment, report
@@ -33,23 +32,23 @@ def begin(cfg: RunConfig, ranks: Ranks) -> tuple[Origin, list[str]]:
     folder = origin.folder
     if ranks.rank and ranks.local_rank == 0:  # rank 0 has told it; a `toolkit launch` of another machine has no other
         report.note(folder=str(folder))
-    hosts = _check_shared(folder)
-    failure.watch(folder)
+    everybody = _check_shared(folder)
+    failure.watch(folder, ranks.rank, everybody)
     run_logs.begin(folder / "logs" / f"rank_{ranks.rank}.log", ranks.rank)
-    return origin, hosts
+    return origin, [peer.host for peer in everybody]
 
 
-def _check_shared(folder: Path) -> list[str]:
+def _check_shared(folder: Path) -> list[peers.Peer]:
     """Refuse a run folder that some rank does not see: its part of a checkpoint would be lost to the others.
 
     Returns:
-        The host of each rank.
+        The process of each rank.
 
     Raises:
         RunFolderError: on every rank.
     """
-    found = process_group.gather((socket.gethostname(), folder.is_dir()))
-    blind = [host for host, sees in found if not sees]
+    found = process_group.gather((peers.me(), folder.is_dir()))
+    blind = [peer.host for peer, sees in found if not sees]
     if blind:
         raise RunFolderError(
             tr(
@@ -59,7 +58,7 @@ def _check_shared(folder: Path) -> list[str]:
                 hosts=", ".join(sorted(set(blind))),
             )
         )
-    return [host for host, _ in found]
+    return [peer for peer, _ in found]
 
 
 def ready_line(session: AnySession) -> str:

@@ -49,6 +49,7 @@ def guarded(function: Callable[[], int]) -> int:
             code=code,
             agreed=False,
         )
+    failure.end_watch()
     if int(os.environ.get("WORLD_SIZE", "1")) > 1 and "torch" in sys.modules:
         # Other ranks may be gone: leaving the process group in the ordinary way could wait for them for ever.
         sys.stdout.flush()
@@ -91,6 +92,8 @@ def _report(message: str, trace: str, code: int, agreed: bool) -> None:
     """
     message, trace = hide(message), hide(trace)
     rank = int(os.environ.get("RANK", "0"))
+    if failure.is_told_of_peer():
+        return
     if agreed:
         # A launcher signals the ranks that are left when one has failed: that one has the last word.
         if not failure.another_has_failed():
@@ -98,6 +101,8 @@ def _report(message: str, trace: str, code: int, agreed: bool) -> None:
                 report.note(code=code)
             if rank == 0:
                 _say(message, trace)
+        return
+    if trace and failure.was_killed():
         return
     if not failure.announce(rank, message + ("\n" + trace if trace else ""), code):
         return
