@@ -10,17 +10,19 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from functools import cache
 from pathlib import Path
 from typing import Any
 
-from hydra import compose, initialize_config_dir
+from hydra import initialize_config_dir
+from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 from hydra.types import RunMode
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import InterpolationResolutionError, OmegaConfBaseException
 
 from toolkit.config import files, short_forms
@@ -124,7 +126,7 @@ def replace(loaded: Loaded, values: dict[str, tuple[object, str]], layer: int = 
     Raises:
         ConfigError: unknown key or wrong type.
     """
-    tree = OmegaConf.merge(OmegaConf.structured(RunConfig), escaped(plain(loaded.cfg)))
+    tree = OmegaConf.merge(_schema(), escaped(plain(loaded.cfg)))
     problems = Problems()
     for key, (value, place) in values.items():
         kind = field_type(key)
@@ -151,9 +153,15 @@ def replace(loaded: Loaded, values: dict[str, tuple[object, str]], layer: int = 
     )
 
 
+@cache
+def _schema() -> DictConfig:
+    """Return the schema's defaults as OmegaConf has them; merging copies them."""
+    return OmegaConf.structured(RunConfig)
+
+
 def _nested(key: str, value: Any) -> dict[str, Any]:
-    """Return a value below a dotted key as nested dictionaries."""
-    for name in reversed(key.split(".")):
+    """Return a value below a dotted key, or at the top for "", as nested dictionaries."""
+    for name in reversed(key.split(".") if key else []):
         value = {name: value}
     return dict(value)
 
@@ -304,22 +312,30 @@ def _compose(
     problems: Problems,
 ) -> Loaded:
     store = ConfigStore.instance()
-    store.store(name="run_schema", node=RunConfig)
+    store.store(name="run_schema", node={})  # Hydra orders the files; their values are merged onto the schema here
     recipes_read = register_recipes(store, recipe, recipes, groups, problems)
     GlobalHydra.instance().clear()
     where: dict[str, str] = {}
     explicit: set[str] = set()
+    trees: list[DictConfig] = []
     try:
         with initialize_config_dir(str(files.conf_folder()), version_base="1.3"):
             loader = GlobalHydra.instance().config_loader()
-            order = loader.compute_defaults_list("config", words, RunMode.RUN).defaults
+            defaults = loader.compute_defaults_list("config", words, RunMode.RUN)
             typed = {word.lstrip("+").partition("=")[0] for word in words[1:]} & set(groups)
             layers = dict.fromkeys(typed, TYPED)
-            for document, package, layer in documents(order, recipes_read, groups, layers):
+            for document, package, layer in documents(defaults.defaults, recipes_read, groups, layers):
                 for path, place in check_document(document, package, problems):
                     where[path], layers[path] = place, layer
                     (explicit.add if layer else explicit.discard)(path)
-            cfg = OmegaConf.to_object(compose("config", overrides=words))
+                values = {key: value for key, value in document.values.items() if key != "defaults"}
+                trees.append(OmegaConf.create(_nested(package, values)))
+            # What Hydra's `compose` does, which would make the defaults list and read all files a second time.
+            tree = OmegaConf.merge(_schema(), *trees)
+            OmegaConf.set_struct(tree, True)
+            values_typed = [one for one in defaults.config_overrides if not one.is_hydra_override()]
+            ConfigLoaderImpl._apply_overrides_to_config(values_typed, tree)
+            cfg = OmegaConf.to_object(tree)
     except (HydraException, OmegaConfBaseException, RecursionError) as error:
         problems.raise_all()  # what is wrong with a group's file ends Hydra too, with less to say about it
         reason = tr("cannot compose the config: {reason}", reason=" ".join(str(error).split()))
