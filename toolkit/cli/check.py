@@ -9,13 +9,14 @@ Every error is reported, not the first alone. Of each data file the first rows a
 
 from toolkit.cli.compose import Composed, compose_checked
 from toolkit.config import examples
-from toolkit.config.checks import accumulation
+from toolkit.config.checks import accumulation, settled
 from toolkit.config.checks_positions import check_positions
 from toolkit.config.checks_track import check_track_here
 from toolkit.config.hub import is_hub_name, with_folder
 from toolkit.config.layout import layout_of
 from toolkit.config.schema import AUTO, Init, RunConfig
 from toolkit.data.duplicates import check_paths
+from toolkit.data.estimate import estimate
 from toolkit.data.first_rows import check_sources
 from toolkit.data.sources import local_files
 from toolkit.messages import say, tr
@@ -23,6 +24,7 @@ from toolkit.models.folder import read_config, trust_folder
 from toolkit.plan.parameters import Shapes, Sizes, shapes_of_config, tuned
 from toolkit.plan.tensor import part_of
 from toolkit.problems import Problems
+from toolkit.train.run_length import FEWEST_STEPS, Epoch, warnings
 
 
 def run(words: list[str]) -> int:
@@ -47,10 +49,20 @@ def run(words: list[str]) -> int:
         print(tr("{groups} groups of {size} neighbouring ranks, which split the layers.", groups=groups, size=size))
     if shapes and not cfg.tuning.adapter:
         _say_shapes(cfg, shapes)
+    for line in _length(cfg, world_size or 1):
+        print(line)
     print(tr("{recipe}: config and files are in order.", recipe=cfg.recipe))
     if line := examples.notice(cfg.data):
         print(line)
     return 0
+
+
+def _length(cfg: RunConfig, world_size: int) -> list[str]:
+    """Return what is to be said about the number of steps, as far as the files tell it."""
+    size, steps = cfg.batch.global_size, cfg.train.max_steps
+    found = None if steps else estimate(cfg.data, size * -(-FEWEST_STEPS // cfg.train.epochs))
+    epoch = Epoch(samples=found[0], sequences=found[1], per_step=size) if found and found[1] else None
+    return warnings(settled(cfg), epoch, epoch.steps * cfg.train.epochs if epoch else steps, world_size)
 
 
 def _shapes(composed: Composed, problems: Problems) -> tuple[Shapes, Sizes] | None:

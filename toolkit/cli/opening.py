@@ -22,10 +22,11 @@ from toolkit.errors import ConfigError
 from toolkit.launch.environment import Ranks
 from toolkit.messages import say, tr
 from toolkit.train import data_card, micro_batch, run_folder
-from toolkit.train.batches import epoch_rows, epoch_steps
+from toolkit.train.batches import epoch_rows, epoch_steps, rows_per_step
 from toolkit.train.guard import Guard
 from toolkit.train.prepared import Prepared, prepare_with
 from toolkit.train.resume import Origin, identity, starting_state
+from toolkit.train.run_length import Epoch, warnings
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -70,6 +71,9 @@ def open_run(cfg: RunConfig, prepared: Prepared, ranks: Ranks, origin: Origin, h
     if is_open and prepared.packing is Packing.grouped:  # its rows are micro-batches
         prepared = prepare_with(cfg, prepared.encoder, lambda line: None)
     total_steps = _total_steps(cfg, prepared)
+    if ranks.rank == 0:
+        for line in warnings(cfg, _epoch(cfg, prepared), total_steps, ranks.world_size):
+            say(line)
     ds = build_ds_config(cfg, ranks.world_size, total_steps)
     config_yaml = to_yaml(cfg)
     start = on_rank0(lambda: starting_state(cfg, identity(prepared), ranks, origin, say))
@@ -84,6 +88,15 @@ def open_run(cfg: RunConfig, prepared: Prepared, ranks: Ranks, origin: Origin, h
         built[0].lr_scheduler.set_length(total_steps, warmup_steps(cfg, total_steps))
     engine, guard = built
     return Opened(cfg=cfg, prepared=prepared, total_steps=total_steps, ds=ds, start=start, engine=engine, guard=guard)
+
+
+def _epoch(cfg: RunConfig, prepared: Prepared) -> Epoch:
+    members = prepared.train_plan.members
+    return Epoch(
+        samples=len(prepared.train) if members is None else len(members),
+        sequences=epoch_rows(cfg, prepared),
+        per_step=rows_per_step(cfg, prepared.packing)[0],
+    )
 
 
 def _total_steps(cfg: RunConfig, prepared: Prepared) -> int:

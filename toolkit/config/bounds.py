@@ -135,7 +135,7 @@ def _out_of_range(loaded: Loaded) -> Iterator[ConfigError]:
     ):
         value = value_of(cfg, key)
         assert isinstance(value, float)
-        if not 0 <= value < 1:
+        if not 0 <= value < 1 and (key, value) != ("schedule.warmup_min_ratio", -1):
             yield fail(loaded, key, tr("{key} = {value} must be from 0 to below 1.", key=key, value=value))
     if not 0 < cfg.evaluate.top_p <= 1:
         key, number = "evaluate.top_p", cfg.evaluate.top_p

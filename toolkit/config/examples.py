@@ -9,7 +9,7 @@ from toolkit.messages import tr
 
 SHIPPED = ("examples/data/chat_zh.jsonl", "examples/data/chat_en.jsonl")
 """Paths that name a shipped file from any working directory, unless a file of that name is there."""
-OWN = "'data.sources=[{path: chat.jsonl}]'"
+OWN = "data=chat.jsonl"
 """The shortest override that names data of one's own."""
 
 

@@ -78,7 +78,7 @@ CHINESE: dict[str, str] = {
     "Peak learning rate.": "学习率的峰值。",
     "Optimizer steps of warm-up; 0 starts at the peak.": "预热的优化器步数；0 从峰值开始。",
     "Warm-up as a fraction of all steps, rounded up; give this or `schedule.warmup_steps`.": "预热占全部步数的比例，向上取整；与 `schedule.warmup_steps` 二者给一个。",
-    "First learning rate of the warm-up as a fraction of the peak.": "预热的第一个学习率与峰值之比。",
+    "First learning rate of the warm-up as a fraction of the peak; -1 takes 1 / steps of the warm-up, so that the first update changes the weights, which 0 would not.": "预热的第一个学习率与峰值之比；-1 取 1 / 预热步数，使第一次更新就改变权重（取 0 则不会）。",
     "The arithmetic of the model. Gradients are reduced and the loss is summed in the same way for all.": "模型的算术精度。无论哪一种，梯度的归约和损失的求和都相同。",
     "fp32, bf16 or fp16. With bf16 and fp16 the optimizer keeps fp32 master weights.": "fp32、bf16 或 fp16。bf16 和 fp16 下，优化器保留 fp32 的主权重。",
     "fp16: fixed loss scale; 0 scales dynamically.": "fp16：固定的 loss scale；0 为动态缩放。",

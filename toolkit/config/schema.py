@@ -515,8 +515,8 @@ class ScheduleConfig:
     """wsd: the fall at the end as a fraction of all steps, rounded up."""
     decay_type: Decay = Decay.linear
     """wsd: how it falls: linear, cosine, or sqrt (as 1 - sqrt, fast at first)."""
-    warmup_min_ratio: float = 0.0
-    """First learning rate of the warm-up as a fraction of the peak."""
+    warmup_min_ratio: float = -1.0
+    """First learning rate of the warm-up as a fraction of the peak; -1 takes 1 / steps of the warm-up, so that the first update changes the weights, which 0 would not."""
 
 
 @dataclass(kw_only=True, slots=True)

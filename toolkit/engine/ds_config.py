@@ -26,6 +26,7 @@ from toolkit.config.schema import (
     OptimizerName,
     PrecisionConfig,
     RunConfig,
+    ScheduleConfig,
     ScheduleName,
     ZenFlowConfig,
     ZeroConfig,
@@ -143,6 +144,12 @@ def warmup_steps(cfg: RunConfig, total_steps: int) -> int:
         # 0.07 x 100 is 7.000000000000001 in floating point: that is 7 steps, not 8.
         return math.ceil(round(cfg.schedule.warmup_ratio * total_steps, 6))
     return cfg.schedule.warmup_steps
+
+
+def warmup_lowest(schedule: ScheduleConfig, steps: int) -> float:
+    """Return the first learning rate of a warm-up of so many steps as a fraction of the peak."""
+    given = schedule.warmup_min_ratio
+    return given if given >= 0 else 1.0 / max(2, steps)  # DeepSpeed warms up for 2 steps at least
 
 
 def build_ds_config(cfg: RunConfig, world_size: int, total_steps: int | None = None) -> DsConfig:
@@ -339,15 +346,26 @@ def _scheduler(ds: DsConfig, cfg: RunConfig, total_steps: int | None) -> None:
 
 def _named_scheduler(ds: DsConfig, cfg: RunConfig, steps: int, total_steps: int | None) -> None:
     schedule, params = cfg.schedule, "scheduler.params."
+    lowest = warmup_lowest(schedule, steps)
+    is_given = schedule.warmup_min_ratio >= 0
+    why = f"= schedule.warmup_min_ratio {lowest}" if is_given else f"= 1 / {round(1 / lowest)} steps of warm-up"
     ds.put("scheduler.type", SCHEDULERS[schedule.name], "schedule.name")
     if schedule.name is ScheduleName.cosine:
-        ds.put(params + "warmup_min_ratio", schedule.warmup_min_ratio, "schedule.warmup_min_ratio")
+        ds.put(params + "warmup_min_ratio", lowest, why)
+        if lowest:
+            ds.missing.append(
+                tr(
+                    "DeepSpeed's WarmupCosineLR takes the first step at a learning rate of 0, whatever "
+                    "warmup_min_ratio is; in a run of the toolkit it is {rate}. All other steps are equal.",
+                    rate=f"{lowest * cfg.optim.lr:.3g}",
+                )
+            )
         ds.put(params + "cos_min_ratio", schedule.min_lr_ratio, "schedule.min_lr_ratio")
     else:
         ds.put(
             params + "warmup_min_lr",
-            schedule.warmup_min_ratio * cfg.optim.lr,
-            f"= schedule.warmup_min_ratio {schedule.warmup_min_ratio} x optim.lr {cfg.optim.lr}",
+            lowest * cfg.optim.lr,
+            f"{why} x optim.lr {cfg.optim.lr}",
         )
         ds.put(params + "warmup_max_lr", cfg.optim.lr, "optim.lr")
     ratio = f"= schedule.warmup_ratio {schedule.warmup_ratio} x {total_steps} steps, rounded up"

@@ -1,13 +1,16 @@
 """The learning rate over the steps, numerically equal to DeepSpeed's WarmupLR, WarmupDecayLR and WarmupCosineLR.
 
-Equal on purpose, their first steps included, so that an exported JSON trains the same in plain DeepSpeed. What
-DeepSpeed has no schedule for (polynomial, inverse_sqrt, wsd) equals transformers' (5.23, optimization.py).
+Equal on purpose, so that an exported JSON trains the same in plain DeepSpeed; but for the first step of a cosine, which
+DeepSpeed 0.19.8 takes at a rate of 0. The first update of a run changes the weights: a warm-up begins above 0 unless
+schedule.warmup_min_ratio says 0. What DeepSpeed has no schedule for (polynomial, inverse_sqrt, wsd) equals
+transformers' (5.23, optimization.py) with that first rate in the place of its 0.
 """
 
 import math
 from typing import Any, Protocol
 
 from toolkit.config.schema import Decay, ScheduleConfig, ScheduleName, WarmupType
+from toolkit.engine.ds_config import warmup_lowest
 
 _OF_DEEPSPEED = (ScheduleName.constant, ScheduleName.linear, ScheduleName.cosine)
 _TIMESCALE = 10_000
@@ -23,8 +26,8 @@ class HasGroups(Protocol):
 def learning_rate(schedule: ScheduleConfig, peak: float, done: int, total_steps: int, warmup_steps: int) -> float:
     """Return the learning rate of the next optimizer step.
 
-    DeepSpeed counts from -1: the first two steps of a warm-up are both taken at its lowest rate (0 for a cosine at the
-    very first step, whatever its minimum), and no warm-up is shorter than 2 steps. Without warm-up DeepSpeed has no
+    DeepSpeed counts from -1: the first two steps of a warm-up are both taken at its lowest rate, and no warm-up is
+    shorter than 2 steps. Without warm-up DeepSpeed has no
     such schedule; ours then starts at the peak and would reach the end of its curve after `total_steps`.
 
     Args:
@@ -40,9 +43,9 @@ def learning_rate(schedule: ScheduleConfig, peak: float, done: int, total_steps:
         return peak * _decay(schedule, done, max(1, total_steps))
     warmup, index = max(2, warmup_steps), done - 1
     cosine = schedule.name is ScheduleName.cosine
-    lowest = schedule.warmup_min_ratio
+    lowest = warmup_lowest(schedule, warmup_steps)
     if index < 0:
-        return 0.0 if cosine else lowest * peak
+        return lowest * peak
     if index < warmup:
         log = schedule.warmup_type is WarmupType.log
         gamma = (1.0 / math.log(warmup)) * math.log(index + 1) if log else index / warmup
@@ -72,7 +75,8 @@ def _as_transformers(schedule: ScheduleConfig, step: int, total_steps: int, warm
     """Return the share of the peak at a step, which counts from 0; the warm-up's first step is at its lowest rate."""
     floor = schedule.min_lr_ratio
     if step < warmup_steps:
-        return schedule.warmup_min_ratio + (1.0 - schedule.warmup_min_ratio) * step / warmup_steps
+        lowest = warmup_lowest(schedule, warmup_steps)
+        return lowest + (1.0 - lowest) * step / warmup_steps
     if schedule.name is ScheduleName.inverse_sqrt:
         timescale = schedule.timescale or warmup_steps or _TIMESCALE
         return 1.0 / math.sqrt((step + timescale - warmup_steps) / timescale)
