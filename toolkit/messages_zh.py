@@ -445,7 +445,7 @@ CHINESE: dict[str, str] = {
     "Data sets from Hugging Face need a package that is not installed: pip install 'datasets>=4'.": "使用 Hugging Face 上的数据集需要一个尚未安装的包：pip install 'datasets>=4'。",
     "The data set '{name}' cannot be had from Hugging Face ({reason}). Correct `hub`, `subset`, `split` or `revision`, or download it and give its folder as `path`.": "无法从 Hugging Face 取得数据集 '{name}'（{reason}）。请改正 `hub`、`subset`、`split` 或 `revision`，或下载后用 `path` 给出它的文件夹。",
     "Waiting for process {pid} on {host}, which is preparing {folder}. {doing}": "正在等待主机 {host} 上的进程 {pid}，它正在准备 {folder}。{doing}",
-    "{name} cannot be trained on packed rows: the samples of a row influence each other (logits change by {change}). Use data.packing=grouped.": "{name} 不能用打包的行训练：同一行中的样本会互相影响（logits 变化 {change}）。请用 data.packing=grouped。",
+    "{name} cannot be trained on packed rows: the samples of a row influence each other (logits of a token change by {change} of their spread, rounding changes them by less than {most}). Use data.packing=grouped.": "{name} 不能用 packing 训练：同一行中的样本会互相影响（某个 token 的 logits 变化了其标准差的 {change}，舍入误差小于 {most}）。请用 data.packing=grouped。",
     "model.attention = {name} is nothing that a {model} has ({reason}). Leave it at auto.": "model.attention = {name}：{model} 没有这种实现（{reason}）。请保留 auto。",
     "this model's format knows no calls of tools": "该模型的对话格式不支持工具调用",
     "ChatGLM-6B finds the positions of a whole row from its one <sop>": "ChatGLM-6B 根据唯一的 <sop> 确定整行的位置",

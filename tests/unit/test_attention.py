@@ -1,5 +1,6 @@
 """Packed rows: per-token losses and gradients are those of each sample alone, in every implementation and family."""
 
+import itertools
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ from toolkit.config.schema import Attention, Init, ModelConfig
 from toolkit.data.collate import collate
 from toolkit.data.store import Sample
 from toolkit.errors import ModelError
+from toolkit.models import attention
 from toolkit.models.attention import attention_arguments, check_isolation, choose_attention
 from toolkit.models.packing import why_not_packed
 
@@ -140,6 +142,74 @@ def test_isolation_is_measured(attention: Attention, monkeypatch: pytest.MonkeyP
     gpt2.forward = lambda **given: forward(**{**given, "position_ids": torch.arange(32).repeat(3, 1)})
     with pytest.raises(ModelError, match="gpt2 cannot be trained on packed rows"):
         check_isolation(gpt2, 128, torch.device("cpu"), "gpt2")
+
+
+def deep(layers: int, spread: float) -> transformers.PreTrainedModel:
+    """Return a tiny GLM in bf16 that takes packed rows."""
+    torch.manual_seed(0)
+    config = transformers.GlmConfig(**SIZES | {"num_hidden_layers": layers}, initializer_range=spread)
+    model: transformers.PreTrainedModel = transformers.GlmForCausalLM(config).to(torch.bfloat16)
+    choose_attention(model, Attention.varlen, True, torch.bfloat16)
+    return model
+
+
+def with_attention(patch: pytest.MonkeyPatch, change: Any) -> None:
+    """Let `change(output, layer, query, key, value, scaling)` replace what attention over segments gives."""
+    real, calls = attention.attend_to_segments, itertools.count()
+
+    def changed(query: Any, key: Any, value: Any, bounds: Any, longest: int, dropout: float, scaling: Any) -> Any:
+        output = real(query, key, value, bounds, longest, dropout, scaling)
+        return change(output, next(calls), query, key, value, scaling)
+
+    patch.setattr(attention, "attend_to_segments", changed)
+
+
+DEPTHS = pytest.mark.parametrize(("layers", "spread"), [(12, 0.02), (12, 0.1), (28, 0.02), (28, 0.1)])
+
+
+@DEPTHS
+@pytest.mark.parametrize("share", [0.001, 0.1])
+def test_rounding_is_no_leak(layers: int, spread: float, share: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels on GPUs round differently from row to row: some attention outputs are off by one ulp of bf16."""
+    model, draw = deep(layers, spread), torch.Generator().manual_seed(1)
+
+    def one_ulp(output: torch.Tensor, *_: Any) -> torch.Tensor:
+        hit, up = (torch.rand(output.shape, generator=draw) for _ in range(2))
+        step = torch.where(up < 0.5, 1, -1) * (hit < share) * (output != 0)  # what is below 0 is no number
+        return (output.contiguous().view(torch.int16) + step.to(torch.int16)).view(torch.bfloat16)
+
+    for _ in range(3):
+        with monkeypatch.context() as patch:
+            with_attention(patch, one_ulp)
+            check_isolation(model, 128, torch.device("cpu"), "glm")
+
+
+@DEPTHS
+@pytest.mark.parametrize("place", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize("seeing", ["the first token", "every token"])
+def test_one_token_of_another_sample_in_one_layer_is_caught(
+    layers: int, spread: float, place: float, seeing: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second sample, or its first token alone, sees the last token of the first, as where bounds are one off."""
+    model, leaking = deep(layers, spread), round(place * (layers - 1))
+
+    def leak(output: Any, layer: int, query: Any, key: Any, value: Any, scaling: Any) -> Any:
+        if layer != leaking:
+            return output
+        size = query.size(2)
+        segments = torch.zeros(3, size, dtype=torch.long)
+        segments[:2, 12:], segments[2, 20:] = 1, 1
+        mask = (segments[:, :, None] == segments[:, None, :]) & torch.ones(size, size, dtype=torch.bool).tril()
+        mask[:2, 12 : 13 if seeing == "the first token" else size, 11] = True
+        groups = query.size(1) // key.size(1)
+        keys, values = (states.repeat_interleave(groups, dim=1) for states in (key, value))
+        return torch.nn.functional.scaled_dot_product_attention(
+            query, keys, values, attn_mask=mask[:, None], scale=scaling
+        ).transpose(1, 2)
+
+    with_attention(monkeypatch, leak)
+    with pytest.raises(ModelError, match="the samples of a row influence each other"):
+        check_isolation(model, 128, torch.device("cpu"), "glm")
 
 
 @pytest.mark.parametrize(

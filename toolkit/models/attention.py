@@ -23,8 +23,12 @@ VARLEN = "varlen"
 SEQUENCE = "sequence"
 """Of `toolkit.models.sequence`: rows whose tokens are divided over ranks."""
 _KERNEL_DTYPES = (torch.float16, torch.bfloat16)
-MOST_CHANGE = 0.02
-"""Largest change, as a fraction of the logits' spread, that rounding may cause; a leak causes several times as much."""
+MOST_CHANGE = 0.06
+"""Root mean square over the vocabulary by which the logits of a token may change, of the logits' spread (0.06 = 6 %).
+
+Measured with random GLMs of 12 and 28 layers in bf16: 0.025 where one attention output in a thousand differs by an ulp
+and 0.048 where all do, though single logits change by up to 0.16; 0.09 and more where a sample's first token sees one
+token of another sample in one layer. Nothing smaller than rounding can be found so."""
 
 
 def trains_on_gpu() -> bool:
@@ -94,14 +98,17 @@ def check_isolation(
     first, second = 12, 20
     logits = forward(batch) if forward is not None else _logits(engine, batch, device, name)
     after_other, after_third, alone = logits[0, first:], logits[1, first:], logits[2, :second]
-    change = max(float((after_other - other).abs().max()) for other in (after_third, alone))
-    if change > MOST_CHANGE * float(after_other.std()):
+    changes = torch.stack([(after_other - other).square().mean(-1).sqrt().max() for other in (after_third, alone)])
+    change = float(changes.max() / after_other.std())
+    if not change <= MOST_CHANGE:  # nan too
         raise ModelError(
             tr(
-                "{name} cannot be trained on packed rows: the samples of a row influence each other (logits change by "
-                "{change}). Use data.packing=grouped.",
+                "{name} cannot be trained on packed rows: the samples of a row influence each other (logits of a token "
+                "change by {change} of their spread, rounding changes them by less than {most}). Use "
+                "data.packing=grouped.",
                 name=name,
                 change=f"{change:.3g}",
+                most=MOST_CHANGE,
             )
         )
 
