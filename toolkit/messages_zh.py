@@ -140,6 +140,8 @@ CHINESE: dict[str, str] = {
     "{override} ({steps} steps)": "{override}（{steps} 步）",
     "WARNING: too few optimizer steps to learn much: {steps} ({samples} samples in {sequences} sequences, {per_step} per step, train.epochs={epochs}); {fewest} or more are usual. Each of these makes the run longer: {ways}": "警告：优化步数太少，模型很难学到东西：{steps} 步（{samples} 个样本，{sequences} 个序列，每步 {per_step} 个，train.epochs={epochs}）；通常需要 {fewest} 步以上。以下任一设置都能增加步数：{ways}",
     "DeepSpeed's WarmupCosineLR takes the first step at a learning rate of 0, whatever warmup_min_ratio is; in a run of the toolkit it is {rate}. All other steps are equal.": "DeepSpeed 的 WarmupCosineLR 不论 warmup_min_ratio 是多少，第一步的学习率都是 0；用本工具训练时是 {rate}。其余各步相同。",
+    "Learning rate: {rate:g} at its peak (tuning.method = {method}).": "学习率峰值：{rate:g}（tuning.method = {method}）。",
+    "default of tuning.method = {method}": "tuning.method = {method} 的默认值",
     "deepspeed_json = {path} cannot be read: {reason}": "deepspeed_json = {path} 无法读取：{reason}",
     "distributed.interface = {interface} sets this variable. Keep one of the two.": "distributed.interface = {interface} 会设置这个变量。请只保留其中之一。",
     "distributed.interface = {name}: {host} has no such network interface, only {existing}.": "distributed.interface = {name}：{host} 没有这个网络接口，只有 {existing}。",

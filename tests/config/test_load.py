@@ -10,8 +10,10 @@ import pytest
 from toolkit.config import foreign
 from toolkit.config.keys import all_keys
 from toolkit.config.load import load, replace, to_yaml
-from toolkit.config.schema import Dtype
+from toolkit.config.rates import LEARNING_RATES
+from toolkit.config.schema import Dtype, TuningMethod
 from toolkit.engine import ds_config
+from toolkit.engine.ds_config import build_ds_config
 from toolkit.errors import ConfigError
 
 KNOWN = (
@@ -340,3 +342,26 @@ def test_no_torch_and_quick() -> None:
         subprocess.run([sys.executable, "-c", code], timeout=60, check=False, cwd=Path(__file__).parents[2]).returncode
         == 0
     )
+
+
+@pytest.mark.parametrize("method", TuningMethod)
+def test_the_learning_rate_follows_the_method(method: TuningMethod, tmp_path: Path) -> None:
+    """However the method is chosen; it is seen in --cfg job and in DeepSpeed's JSON, and a named value wins."""
+    for words in ([f"tuning={method.value}"], [f"tuning.method={method.value}"]):
+        loaded = load(["recipe=zero1", *words])
+        assert loaded.cfg.optim.lr == LEARNING_RATES[method]
+        if method not in (TuningMethod.full, TuningMethod.freeze):
+            assert loaded.where["optim.lr"] == f"default of tuning.method = {method.value}"
+            assert f"lr: {LEARNING_RATES[method]}" in to_yaml(loaded.cfg)
+        values = build_ds_config(loaded.cfg, 2, 100).values
+        assert values["optimizer"]["params"]["lr"] == LEARNING_RATES[method]
+    assert load(["recipe=zero1", *words, "optim.lr=2e-5"]).cfg.optim.lr == 2e-5
+    recipe = tmp_path / "mine.yaml"
+    recipe.write_text("defaults: [zero1]\noptim: {lr: 2e-5}\n")
+    assert load([f"recipe={recipe}", *words]).cfg.optim.lr == 2e-5
+
+
+def test_a_resolved_config_keeps_its_learning_rate(tmp_path: Path) -> None:
+    file = tmp_path / "config.yaml"
+    file.write_text(to_yaml(load(["recipe=zero1", "tuning=lora"]).cfg))
+    assert load([f"recipe={file}", "tuning.method=full"]).cfg.optim.lr == LEARNING_RATES[TuningMethod.lora]

@@ -49,6 +49,8 @@ def run(words: list[str]) -> int:
         print(tr("{groups} groups of {size} neighbouring ranks, which split the layers.", groups=groups, size=size))
     if shapes and not cfg.tuning.adapter:
         _say_shapes(cfg, shapes)
+    name = cfg.tuning.method.value
+    print(tr("Learning rate: {rate:g} at its peak (tuning.method = {method}).", rate=cfg.optim.lr, method=name))
     for line in _length(cfg, world_size or 1):
         print(line)
     print(tr("{recipe}: config and files are in order.", recipe=cfg.recipe))

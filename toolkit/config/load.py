@@ -29,6 +29,7 @@ from toolkit.config import files, short_forms
 from toolkit.config.documents import CHOSEN, check_choice, check_document, documents, is_choice, register_recipes
 from toolkit.config.files import known_recipes
 from toolkit.config.keys import check_tree, field_type, unknown_key
+from toolkit.config.rates import follow_method
 from toolkit.config.schema import RunConfig
 from toolkit.config.suggest import did_you_mean
 from toolkit.errors import ConfigError
@@ -110,6 +111,7 @@ def load(overrides: Sequence[str], *, config_dir: str = "", problems: Problems |
         loaded.where[key] = tr("command line")
         loaded.explicit.add(key)
         loaded.layers[key] = TYPED
+    follow_method(loaded)
     # A resolved config (runs/NAME/config.yaml) keeps the name of the recipe that it was made from.
     loaded.cfg.recipe = loaded.cfg.recipe or recipe
     return loaded

@@ -75,7 +75,7 @@ CHINESE: dict[str, str] = {
     "Rows per optimizer step over all ranks; a row is a sample, or with `data.packing` packed or grouped up to `data.max_length` tokens of several.": "每个优化器步在所有 rank 上的总行数；一行是一个样本，`data.packing` 为 packed 或 grouped 时，是由多个样本组成的至多 `data.max_length` 个 token。",
     "Rows of one rank per forward pass; auto: the most that fit into the memory of every rank, found before the first step and written into config.yaml of the run (docs/rehearsal.md).": "一个 rank 每次前向的行数；auto：每个 rank 的内存都放得下的最大值，在第一步之前找出，并写入运行的 config.yaml（docs/rehearsal_zh.md）。",
     "The optimizer.": "优化器。",
-    "Peak learning rate.": "学习率的峰值。",
+    "Peak learning rate. Where nothing names it, it follows `tuning.method`: full and freeze 2e-5, lora and qlora 2e-4, ptuning_v2 5e-3, prompt 3e-2.": "学习率峰值。没有指定时由 `tuning.method` 决定：full 和 freeze 为 2e-5，lora 和 qlora 为 2e-4，ptuning_v2 为 5e-3，prompt 为 3e-2。",
     "Optimizer steps of warm-up; 0 starts at the peak.": "预热的优化器步数；0 从峰值开始。",
     "Warm-up as a fraction of all steps, rounded up; give this or `schedule.warmup_steps`.": "预热占全部步数的比例，向上取整；与 `schedule.warmup_steps` 二者给一个。",
     "First learning rate of the warm-up as a fraction of the peak; -1 takes 1 / steps of the warm-up, so that the first update changes the weights, which 0 would not.": "预热的第一个学习率与峰值之比；-1 取 1 / 预热步数，使第一次更新就改变权重（取 0 则不会）。",

@@ -472,7 +472,7 @@ class OptimConfig:
     name: OptimizerName = OptimizerName.adamw
     """adamw: decoupled weight decay; adam: weight decay added to the gradient; adamw_8bit: AdamW whose states take 8 bits (bitsandbytes); muon: orthogonalised momentum for the matrices of the layers, AdamW for the rest; lion: the sign of a momentum; adafactor: factored second moments; sgd, adagrad: PyTorch's."""
     lr: float = 2e-5
-    """Peak learning rate."""
+    """Peak learning rate. Where nothing names it, it follows `tuning.method`: full and freeze 2e-5, lora and qlora 2e-4, ptuning_v2 5e-3, prompt 3e-2."""
     adam_lr: float = 0.0
     """muon: peak learning rate of what AdamW trains (embeddings, output layer, norms, biases); 0 takes `optim.lr`."""
     betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
