@@ -3,6 +3,7 @@
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import peft
 import pytest
@@ -13,8 +14,10 @@ from safetensors.torch import load_file, save_file
 from toolkit.cli import main
 from toolkit.cli.usable import load_usable
 from toolkit.config.schema import TuningConfig, TuningMethod
-from toolkit.errors import ConfigError, ModelError
+from toolkit.errors import CheckpointError, ConfigError, ModelError
+from toolkit.export import adapter as export_adapter
 from toolkit.export.adapter import write_adapter
+from toolkit.models import load as load_module
 from toolkit.models import load_tokenizer, probe
 from toolkit.models.tuning.adapter import base_of_adapter, load_adapter, stored_names, trained_names
 from toolkit.models.tuning.apply import tune
@@ -322,3 +325,60 @@ def test_what_cannot_be_merged(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert main(["export-model", str(GOLDEN / "v2"), f"output={tmp_path}/out", "max_shard_size=much"]) == 2
     assert "max_shard_size = much is no size such as 500MB or 5GB." in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
+
+
+def prove(model, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prove an adapter's folder as a run does that holds this model; nothing may be loaded, nor the model changed."""
+
+    def gathered(module, only):
+        return ((name, value.detach().clone()) for name, value in module.named_parameters() if name in only)
+
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    monkeypatch.setattr(export_adapter, "gathered_parameters", gathered)
+    with monkeypatch.context() as without_files:
+        for opener in ("load_model", "stream", "opened", "empty"):
+            without_files.delattr(load_module, opener)
+        export_adapter.prove_adapter(SimpleNamespace(module=model), folder)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+METHODS = {
+    **VARIANTS,
+    "ptuning_v2": {"method": TuningMethod.ptuning_v2, "num_tokens": 3},
+    "prompt": {"method": TuningMethod.prompt, "num_tokens": 3},
+}
+
+
+@pytest.mark.parametrize("variant", METHODS)
+def test_an_adapter_is_proven_against_the_model_in_memory(
+    variant: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tuned("v3", **METHODS[variant])
+    folder = written(model, tmp_path / "adapter")
+    prove(model, folder, monkeypatch)
+
+    values = load_file(folder / "adapter_model.safetensors")
+    name = sorted(values)[0]
+    first = values[name].flatten()[0].item()
+    values[name].view(-1)[0] = torch.nextafter(torch.tensor(first), torch.tensor(9.0))
+    save_file(values, folder / "adapter_model.safetensors")
+    with pytest.raises(CheckpointError, match=f"does not hold what was trained: .*{name}"):
+        prove(model, folder, monkeypatch)
+
+
+def test_other_settings_or_another_base_are_no_proof(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tuned("v3")
+    settings = written(model, tmp_path / "settings") / "adapter_config.json"
+    settings.write_text(json.dumps(json.loads(settings.read_text()) | {"lora_alpha": 3}))
+    with pytest.raises(CheckpointError, match=r"adapter_config\.json"):
+        prove(model, settings.parent, monkeypatch)
+    base = written(model, tmp_path / "base") / "base.json"
+    base.write_text(base.read_text().replace("0.0", "0.1", 1))
+    with pytest.raises(CheckpointError, match=r"base\.json"):
+        prove(model, base.parent, monkeypatch)
+    folder = written(model, tmp_path / "adapter")
+    for parameter in model.parameters():  # the frozen weights in memory are no longer those of the base
+        if not parameter.requires_grad:
+            parameter.data += 0.5
+    with pytest.raises(ModelError, match="differs"):
+        prove(model, folder, monkeypatch)

@@ -13,11 +13,11 @@ toolkit export-model PATH [merge=true] [format=hf|official] [dtype=bf16] [max_sh
   max_shard_size=5GB  largest file of weights in transformers' layout
   base=DIR            where the base lies now, if not where it was when the adapter was trained
   output=DIR          must not exist; without it, of a run folder: RUN/export, RUN/merged or RUN/official
-  forward=no          do not load what was written to compare its logits with those of the run (needs memory for it)
+  forward=no          do not read what was written again to compare its logits with those of the run
   model.family=NAME   only where nothing in the folder tells ChatGLM2 from ChatGLM3
 
 A checkpoint of any number of ranks under ZeRO 0 to 3 is exported by this one process, without a GPU. No more than a
-part of the weights is in memory at a time; the comparison afterwards holds them once.
+part of the weights is in memory at a time, also in the comparison afterwards; that of an adapter loads its base.
 """
 
 import re

@@ -3,16 +3,14 @@
 import json
 import shlex
 import time
-from pathlib import Path
 
 from toolkit.cli.context import Session
 from toolkit.cli.tracking import hand_on_end
 from toolkit.config import examples
 from toolkit.data.baselines import ngram_baselines
 from toolkit.distributed import process_group
-from toolkit.errors import BaseMissing
 from toolkit.evaluate.generate import answer
-from toolkit.export.adapter import export_adapter
+from toolkit.export.adapter import export_adapter, prove_adapter
 from toolkit.export.card import FILE as CARD
 from toolkit.export.card import card
 from toolkit.export.folder import export
@@ -47,7 +45,7 @@ def finish(session: Session, outcome: Outcome, total_steps: int) -> None:
 
 
 def _export(session: Session, outcome: Outcome) -> None:
-    """Write export/, and load it again: it gives the logits that the run gives, or it is no export."""
+    """Write export/ and prove it: it holds what was trained, and gives the logits that the run gives."""
     is_adapter = has_adapter(session.engine.module)
     files = {name: content for name, content in session.described.files.items() if is_adapter or name != BASE_FILE}
     files[CARD] = card(outcome.state, is_adapter)
@@ -57,16 +55,11 @@ def _export(session: Session, outcome: Outcome) -> None:
     with phase(tr("Exporting"), speaks=speaks):
         (export_adapter if is_adapter else export)(session.engine, files, probe_ids, folder)
     if session.cfg.checkpoint.verify_export:
-        with phase(tr("Loading the export again"), speaks=speaks):
-            process_group.on_rank0(lambda: _prove(folder))
-
-
-def _prove(folder: Path) -> None:
-    """Compare the export with the run; an adapter's cannot be where its base has gone meanwhile."""
-    try:
-        run_forward(folder)
-    except BaseMissing as error:
-        print(tr("WARNING: the export was not compared with the run: {reason}", reason=error))
+        with phase(tr("Comparing the export with the run"), speaks=speaks):
+            if is_adapter:
+                prove_adapter(session.engine, folder)
+            else:
+                process_group.on_rank0(lambda: run_forward(folder))
 
 
 def _answers(session: Session) -> list[dict[str, str]]:

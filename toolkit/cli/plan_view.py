@@ -46,7 +46,8 @@ def _words() -> dict[str, str]:
         "tensors": tr("tensors of the ranks"),
         "copies": tr("copies of checkpoints"),
         "heap": tr("kept by the heap"),
-        "loaded again": tr("export loaded again"),
+        "exported": tr("copy of what is exported"),
+        "read again": tr("export read again"),
     }
 
 

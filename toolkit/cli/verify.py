@@ -4,7 +4,8 @@ toolkit verify PATH [forward=yes|no]
 
   PATH           a checkpoint (step-N), weights alone (step-N-weights), an export, or a run folder: everything in it
   forward=yes    load the model, compare every shape with its config, and run it once on the CPU: the logits must be
-                 those in probe/ but for rounding. Memory holds the weights once
+                 those in probe/ but for rounding. Memory holds a layer of a model at a time; a checkpoint, or an
+                 adapter with its base, once
   forward=no     only the files: sizes and SHA-256 of every byte, nothing missing, nothing foreign, no empty tensors, no
                  path that leads out; quick, and without PyTorch
 

@@ -160,7 +160,7 @@ CHINESE: dict[str, str] = {
     "Copy what is saved to host memory and write it beside the next steps: a short pause for as much host memory per rank as its part of a checkpoint.": "把要保存的内容复制到主机内存，与后面的步并行写出：停顿很短，每个 rank 多占与其检查点部分同样多的主机内存。",
     "Keys or sections that may differ from those of the checkpoint although they change what is computed, such as [optim.lr, train.epochs]; data allows other data.": "虽然会改变计算、但允许与检查点不同的键或节，例如 [optim.lr, train.epochs]；data 允许其他数据。",
     "Write what was trained to export/ at the end: the model in transformers' layout (safetensors), or the adapter.": "结束时把训练的结果写入 export/：transformers 布局的模型（safetensors），或适配器。",
-    "Load export/ again on the first rank's CPU and compare its logits with the run's; takes the model's size of host memory.": "在第一个 rank 的 CPU 上重新加载 export/，把它的 logits 与运行的比较；占用与模型同样多的主机内存。",
+    "Read export/ again and compare it with the run: a model's logits on the first rank's CPU, in the memory of one layer; an adapter bit for bit, with the base that is loaded.": "重新读取 export/ 并与训练中的模型比较：完整模型在第一个 rank 的 CPU 上逐层读取并比较 logits，只占一层的内存；适配器与已加载的基础模型一起逐位比较。",
     "Loss and perplexity on the validation split, exact over all its tokens, and the model's answers to it.": "验证划分上的损失和困惑度，对其所有 token 精确计算；以及模型对它的回答。",
     "Steps between two evaluations; 0 evaluates at the end only.": "两次评估之间的步数；0 只在结束时评估。",
     "Evaluate before the first step too.": "第一步之前也评估。",

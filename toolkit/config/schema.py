@@ -800,7 +800,7 @@ class CheckpointConfig:
     export: bool = True
     """Write what was trained to export/ at the end: the model in transformers' layout (safetensors), or the adapter."""
     verify_export: bool = True
-    """Load export/ again on the first rank's CPU and compare its logits with the run's; takes the model's size of host memory."""
+    """Read export/ again and compare it with the run: a model's logits on the first rank's CPU, in the memory of one layer; an adapter bit for bit, with the base that is loaded."""
 
 
 @dataclass(kw_only=True, slots=True)

@@ -18,7 +18,17 @@ from toolkit.models import probe
 from toolkit.models.folder import read_object
 from toolkit.models.official import ORIGIN_DIR
 from toolkit.models.probe import Probe
-from toolkit.models.tuning.adapter import WEIGHTS, stored_names
+from toolkit.models.tuning.adapter import (
+    CONFIG,
+    WEIGHTS,
+    Tuned,
+    base_numbers,
+    read_settings,
+    read_weights,
+    stored_names,
+)
+from toolkit.models.tuning.base import FILE as BASE_FILE
+from toolkit.models.tuning.base import check_numbers, read_base
 from toolkit.models.weights import read_tensors
 
 _OF_MODELS = ("config.json", "generation_config.json")
@@ -71,6 +81,47 @@ def write_adapter(
             raise CheckpointError(
                 tr("the export in {folder} does not hold what was trained: {names}", folder=folder, names=wrong[:5])
             )
+
+
+def prove_adapter(engine: DeepSpeedEngine, folder: Path) -> None:
+    """Compare an adapter's folder with the adapter and the base that are in memory. A collective.
+
+    No model is loaded, and the engine's is only read: what has the same numbers, settings and base bit for bit gives
+    the logits that the engine's model gave for the folder's probe.
+
+    Args:
+        engine: as for `export_adapter`.
+        folder: what that has written.
+
+    Raises:
+        CheckpointError: on every rank, if the folder holds another adapter.
+        ModelError: on every rank, if it names another base than the one in memory.
+    """
+    model = engine.module
+    names = stored_names(model)
+    state = {names[name]: value for name, value in gathered_parameters(model, names)}
+    numbers = base_numbers(model)
+    on_rank0(lambda: _compare(folder, model.tuned, state, numbers))
+
+
+def _compare(folder: Path, tuned: Tuned, state: dict[str, torch.Tensor], numbers: dict[str, list[float]]) -> None:
+    values, base = read_weights(folder), read_base(folder)
+    wrong = sorted({*values} ^ {*state})
+    wrong += [name for name, value in state.items() if name in values and not _is_same(value, values[name])]
+    wrong += [CONFIG] * (read_settings(folder) != tuned.settings) + [BASE_FILE] * (base != tuned.base)
+    if wrong or base is None:
+        raise CheckpointError(
+            tr("the export in {folder} does not hold what was trained: {names}", folder=folder, names=wrong[:5])
+        )
+    for name, found in numbers.items():
+        check_numbers(base, name, found, base.path, folder)
+
+
+def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors are equal bit for bit; NaN equals NaN."""
+    if (one.dtype, one.shape) != (other.dtype, other.shape):
+        return False
+    return torch.equal(one.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8))
 
 
 def write_original_prefix(

@@ -6,7 +6,7 @@ ever holds more than its part and one tensor.
 
 import contextlib
 import ctypes
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -82,8 +82,7 @@ def read_weights(
         ModelError: the files lack a parameter, or hold one that the architecture has not, or in another shape.
     """
     held = _stored(model)
-    shapes = shapes_of(model)
-    _compare(model, files, layout, shapes, folder)
+    check(model, files, layout, folder)
     is_partitioned = any(hasattr(value, "ds_shape") for value in held.values())
     is_rank0 = not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0
     groups = _by_target(files, layout, held if own is None else own(model))
@@ -101,7 +100,7 @@ def read_weights(
                                     held[target].data[layout.place(name)].copy_(part)
                             else:
                                 for target, part in zip(targets, parts, strict=True):
-                                    _set(model, target, part.to(dtype or part.dtype, copy=True).contiguous())
+                                    set_value(model, target, part.to(dtype or part.dtype, copy=True).contiguous())
                     advance(files[name].num_bytes)
             if partitioned:
                 return_memory()
@@ -123,9 +122,23 @@ def stream(
     Raises:
         ModelError: as `read_weights`.
     """
+    check(model, files, layout, folder)
     shapes = shapes_of(model)
-    _compare(model, files, layout, shapes, folder)
+    yield from values(files, layout, shapes, shapes.keys())
+
+
+def values(files: WeightFiles, layout: Layout, shapes: Shapes, wanted: Set[str]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield name and value of some parameters and stored buffers, and of those that share a stored tensor with them.
+
+    Args:
+        files: of a folder that `check` has passed.
+        layout: how tensors become parameters.
+        shapes: of all parameters and stored buffers.
+        wanted: their names.
+    """
     for targets, names in _by_target(files, layout, shapes).items():
+        if wanted.isdisjoint(targets):
+            continue
         if all(layout.place(name) is ... for name in names):
             for name in names:
                 with files.open(name) as value:
@@ -152,6 +165,11 @@ def put(model: PreTrainedModel, state: Mapping[str, torch.Tensor]) -> None:
     """Make a state's tensors, without copying them, the parameters and buffers of an empty model."""
     model.load_state_dict(state, strict=False, assign=True)
     model.tie_weights()
+    compute_buffers(model)
+
+
+def compute_buffers(model: PreTrainedModel) -> None:
+    """Compute the buffers of an empty model that no file holds."""
     computed = [name for name, buffer in model.named_buffers() if buffer.is_meta]
     if computed:  # masks, scales, frequencies by kind of layer: the constructor knows them
         with no_init_weights():  # its parameters are never written to, and so take no memory
@@ -212,14 +230,19 @@ def return_memory() -> None:
         ctypes.CDLL(None).malloc_trim(0)
 
 
-def _set(model: PreTrainedModel, name: str, value: torch.Tensor) -> None:
+def set_value(model: PreTrainedModel, name: str, value: torch.Tensor) -> None:
     """Put a value in an empty parameter's place."""
     module, _, leaf = name.rpartition(".")
     setattr(model.get_submodule(module), leaf, torch.nn.Parameter(value, requires_grad=value.is_floating_point()))
 
 
-def _compare(model: PreTrainedModel, files: WeightFiles, layout: Layout, shapes: Shapes, folder: Path) -> None:
-    """Refuse anything but an exact match. Buffers and tied copies may stand in the files; they are not read."""
+def check(model: PreTrainedModel, files: WeightFiles, layout: Layout, folder: Path) -> None:
+    """Reject anything but an exact match. Buffers and tied copies may be in the files; they are not read.
+
+    Raises:
+        ModelError: the files lack a parameter, or hold one that the architecture has not, or in another shape.
+    """
+    shapes = shapes_of(model)
     extra = {name for name, _ in model.named_buffers(remove_duplicate=False)}
     extra |= {name for name, _ in model.named_parameters(remove_duplicate=False)}
     filled = dict.fromkeys(shapes, 0)

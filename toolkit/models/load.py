@@ -15,7 +15,7 @@ from toolkit.models.chatglm.modeling import ChatGLMConfig, ChatGLMForConditional
 from toolkit.models.fill import empty_model, read_weights
 from toolkit.models.folder import read_config, read_object
 from toolkit.models.hf import empty_hf, load_hf
-from toolkit.models.layout import TransformersLayout, official_layout
+from toolkit.models.layout import Layout, TransformersLayout, official_layout
 from toolkit.models.official import recall_origin, remember_origin
 from toolkit.models.weights import WeightFiles
 
@@ -71,18 +71,31 @@ def stream(path: str | Path) -> tuple[PreTrainedModel, Iterator[tuple[str, torch
     Raises:
         ModelError: the folder cannot be loaded; some of it while the values are read.
     """
+    model, files, layout = opened(path)
+    return model, fill.stream(model, files, layout, Path(path))
+
+
+def opened(path: str | Path) -> tuple[PreTrainedModel, WeightFiles, Layout]:
+    """Return a folder's model with nothing in its parameters, its files, and how their tensors become parameters.
+
+    Args:
+        path: see `load_model`.
+
+    Raises:
+        ModelError: the folder cannot be loaded.
+    """
     folder = Path(path)
     config = read_config(str(folder))
     architecture = architecture_of(config)
     files = WeightFiles(folder)
     if architecture is None:
         model = empty_hf(folder)
-        return model, fill.stream(model, files, TransformersLayout(model, fill.shapes_of(model)), folder)
+        return model, files, TransformersLayout(model, fill.shapes_of(model))
     model = _build_official(folder, config, architecture, None)
     interleaved = architecture is Architecture.glm and not config.get("multi_query_attention")
     layout = official_layout(model.config, interleaved)
     remember_origin(model, folder, files, layout, interleaved)
-    return model.eval(), fill.stream(model, files, layout, folder)
+    return model.eval(), files, layout
 
 
 def empty(path: str | Path) -> PreTrainedModel:

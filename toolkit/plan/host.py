@@ -66,8 +66,11 @@ def plan_host(outline: Outline, cfg: RunConfig, machine: Machine, memory: RankMe
         steps["copies"] = ranks * checkpoint_bytes(outline, cfg) // machine.world_size
     loading = Counter(always) + Counter({"weights": ranks * _loaded(outline, cfg, machine.world_size)})
     exporting = Counter(steps)
-    if cfg.checkpoint.export and cfg.checkpoint.verify_export:
-        exporting["loaded again"] = WIDTHS[cfg.precision.dtype] * outline.num_parameters
+    if cfg.checkpoint.export:
+        exporting["exported"] = export_bytes(outline, cfg)  # on the first rank
+        if cfg.checkpoint.verify_export:  # an adapter, or a layer of a model at a time
+            layer = WIDTHS[cfg.precision.dtype] * outline.largest_layer()
+            exporting["read again"] = min(layer, exporting["exported"])
     return HostMemory({"load": dict(loading), "step": dict(steps), "export": dict(exporting)})
 
 

@@ -14,13 +14,14 @@ from peft import LoraConfig, PromptTuningConfig, get_peft_model_state_dict
 from transformers import PreTrainedModel
 
 from toolkit.config.schema import TuningMethod
+from toolkit.distributed.tensor import is_part
 from toolkit.errors import ModelError
 from toolkit.messages import tr
 from toolkit.models.chatglm.prefix import PREFIX, prefix_for
 from toolkit.models.folder import read_object
 from toolkit.models.tuning import lora
 from toolkit.models.tuning.base import FILE as BASE_FILE
-from toolkit.models.tuning.base import Base, check_base, find_base, read_base
+from toolkit.models.tuning.base import Base, check_base, find_base, numbers_of, read_base
 from toolkit.models.tuning.prefix import attach_prefix
 from toolkit.models.tuning.prompt import SoftPrompt, attach_prompt
 from toolkit.models.weights import read_tensors
@@ -60,6 +61,21 @@ def has_adapter(model: PreTrainedModel) -> bool:
 def trained_names(model: PreTrainedModel) -> list[str]:
     """Return the names of the parameters that are trained."""
     return [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+
+
+def base_numbers(model: PreTrainedModel) -> dict[str, list[float]]:
+    """Return the numbers of `Base`, of the base as it is in memory now. A collective under ZeRO-3.
+
+    Without those of parameters that are quantised or divided by tensor parallelism: they are not the base's own.
+    """
+    known = model.tuned.base.numbers
+    found = {}
+    for name, parameter in model.named_parameters():
+        of_base = name.replace(".base_layer", "").replace(".original_module", "")
+        is_its_own = parameter.is_floating_point() and not is_part(parameter)
+        if of_base in known and is_its_own and not parameter.requires_grad:
+            found[of_base] = numbers_of(parameter)
+    return found
 
 
 def stored_names(model: PreTrainedModel) -> dict[str, str]:

@@ -1,0 +1,102 @@
+"""A model that is read layer by layer gives the logits of the whole one, in the memory of a layer."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from golden import GOLDEN, SETS
+from safetensors.torch import load_file, save_file
+
+from tests.unit.tiny_model import SIZES
+from toolkit.engine.memory import PeakMemory
+from toolkit.errors import CheckpointError
+from toolkit.export.folder import write_folder
+from toolkit.export.prove import run_forward
+from toolkit.models import load_model, probe
+from toolkit.models.save import describe
+from toolkit.models.streamed import streamed_model
+
+MODELS: dict[str, Any] = {
+    "llama": (transformers.LlamaConfig, {}),
+    "tied": (transformers.Qwen2Config, {"tie_word_embeddings": True}),
+    "gemma": (transformers.Gemma2Config, {"tie_word_embeddings": True}),
+    "experts": (
+        transformers.Qwen3MoeConfig,
+        {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
+    ),
+}
+
+
+def model_of(name: str, **sizes: int) -> transformers.PreTrainedModel:
+    kind, more = MODELS[name]
+    torch.manual_seed(2)
+    return transformers.AutoModelForCausalLM.from_config(kind(**{**SIZES, **more, **sizes})).eval()
+
+
+@pytest.mark.parametrize("name", [*SETS, *MODELS])
+def test_logits_are_those_of_the_whole_model(name: str, tmp_path: Path) -> None:
+    if name in SETS:
+        folder = GOLDEN / name
+    else:
+        folder = tmp_path / "model"
+        model_of(name).save_pretrained(folder)
+    whole = load_model(folder)
+    ids = probe.spread_ids(whole.config)
+    streamed = streamed_model(folder)
+    for _ in range(2):  # what was dropped is read again
+        assert torch.equal(probe.take(streamed, ids).logits, probe.take(whole, ids).logits)
+    assert probe.take(streamed, ids).dtype == probe.take(whole, ids).dtype
+
+
+def test_no_more_than_a_layer_is_in_memory(tmp_path: Path) -> None:
+    model = model_of("llama", num_hidden_layers=16, hidden_size=64, vocab_size=256, intermediate_size=256)
+    model.save_pretrained(tmp_path / "model")
+    all_bytes = sum(one.nbytes for one in model.parameters())
+    layer_bytes = sum(one.nbytes for one in model.model.layers[0].parameters())
+    ids = probe.spread_ids(model.config)
+    with PeakMemory(torch.device("cpu"), only_new=True) as memory:
+        probe.take(streamed_model(tmp_path / "model"), ids)
+        peak = memory.highest()
+    assert layer_bytes < peak < 4 * layer_bytes < all_bytes / 2
+
+
+def test_an_export_is_proven_without_loading_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, folder = model_of("llama"), tmp_path / "export"
+    taken = probe.take(model, probe.spread_ids(model.config))
+    write_folder(model, describe(model, None), folder, "hf", taken)
+    monkeypatch.setattr("toolkit.export.prove.load_model", lambda path: pytest.fail("it was loaded whole"))
+    assert "the logits are those of the save" in run_forward(folder)
+    values = load_file(folder / "model.safetensors")
+    name = "model.layers.1.mlp.down_proj.weight"
+    save_file({**values, name: values[name].flip(0)}, folder / "model.safetensors", {"format": "pt"})
+    with pytest.raises(CheckpointError, match="other weights than were saved"):
+        run_forward(folder)
+
+
+def test_a_model_that_uses_a_layer_elsewhere_is_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, folder = model_of("llama"), tmp_path / "export"
+
+    def forward(self: Any, hidden: torch.Tensor) -> torch.Tensor:  # reads weights that are dropped by then
+        return torch.nn.functional.linear(hidden, self.weight) + 0 * norm_of(self)
+
+    def norm_of(head: Any) -> torch.Tensor:
+        return owner[head].model.layers[0].mlp.down_proj.weight.sum() if head in owner else torch.zeros(())
+
+    owner: dict[Any, Any] = {model.lm_head: model}
+    monkeypatch.setattr("toolkit.export.prove.streamed_model", lambda path: _linked(streamed_model(path), owner))
+    monkeypatch.setattr("toolkit.export.prove.load_model", lambda path: _linked(load_model(path), owner))
+    taken = probe.take(model, probe.spread_ids(model.config))
+    write_folder(model, describe(model, None), folder, "hf", taken)
+    with monkeypatch.context() as patched:
+        patched.setattr(torch.nn.Linear, "forward", forward)
+        ids = probe.spread_ids(model.config)
+        assert math.isnan(float(probe.take(_linked(streamed_model(folder), owner), ids).logits.sum()))
+        assert "the logits are those of the save" in run_forward(folder)
+
+
+def _linked(model: Any, owner: dict[Any, Any]) -> Any:
+    owner[model.lm_head] = model
+    return model
