@@ -14,7 +14,7 @@ from toolkit.cli import main
 WORKER = str(REPOSITORY / "tests" / "ranks" / "sessions_worker.py")
 STEPS = 16
 SPIKES = ["train.max_grad_norm_ratio=20", "train.max_loss_ratio=4", f"train.max_steps={STEPS}"]
-FOUR = {"6": ["loss", "nan"], "12": ["gradient", "1000"], "13": ["gradient", "nan"], "15": ["loss", "-inf"]}
+FOUR = {"6": ["loss", "nan"], "12": ["gradient", "200"], "13": ["gradient", "nan"], "15": ["loss", "-inf"]}
 OVERFLOWS = {str(step): ["gradient", "inf"] for step in range(3, 12)}
 ALL_BAD = {str(step): ["loss", "nan"] for step in range(3, 12)}
 REWIND = ["train.on_bad_step=rewind", "checkpoint.every=2"]

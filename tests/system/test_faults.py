@@ -142,6 +142,19 @@ def test_evaluations_that_a_stop_prevented_are_made_up_for(rows_file: Path, tmp_
     assert done["last_eval_loss"] == rows_of(folder)[-1]["eval_loss"]
 
 
+@pytest.mark.fault("H2")
+def test_a_rank_that_waits_long_for_its_data_is_no_hang(rows_file: Path, tmp_path: Path) -> None:
+    """Four times as long as a step may take; the other rank waits for it in a collective, which is no hang either."""
+    nap = {"ranks": [1], "steps": [5, 5], "before": "data", "seconds": 40}
+    command = faulty_words(rows_file, tmp_path, "run", "distributed.hang_after_s=10")
+    note = tmp_path / "note"
+    fault = {"at": "slow", "naps": [nap], "note": str(note)}
+    finished = run(forked(2, FAULTY, *command), cwd=tmp_path, FAULT=json.dumps(fault))
+    assert note.read_text() == "data 1\n"
+    assert finished.code == 0, finished.output[-3000:]
+    assert not list((tmp_path / "runs" / "run" / "logs").glob("hang-rank-*"))
+
+
 def test_a_run_whose_folder_is_removed_says_so_and_saves_what_it_has(rows_file: Path, tmp_path: Path) -> None:
     endless = faulty_words(rows_file, tmp_path, "run", "train.max_steps=1000000", "checkpoint.every=0")
     process = start(forked(2, FAULTY, *endless), cwd=tmp_path, FAULT="{}")
