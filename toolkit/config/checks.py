@@ -17,7 +17,7 @@ from toolkit.config.checks_tensor import check_tensor
 from toolkit.config.checks_track import check_track
 from toolkit.config.checks_tuning import check_tuning, check_tuning_here
 from toolkit.config.checks_zero import check_ranks, check_zero, check_zero_here
-from toolkit.config.layout import layout_of
+from toolkit.config.layout import layout_of, model_ranks
 from toolkit.config.load import Loaded
 from toolkit.config.places import fail, prefix
 from toolkit.config.schema import AUTO, EVAL_LOSS, INDUCTOR, Device, Metric, RunConfig
@@ -63,8 +63,8 @@ def check(
             found.attempt(rule, loaded)
     if own:
         found.attempt(check_effect, loaded, unread_own(loaded.cfg))
+    found.attempt(_divided, loaded, world_size or model_ranks(loaded.cfg))
     if world_size is not None:
-        found.attempt(_divided, loaded, world_size)
         found.attempt(check_ranks, loaded, world_size)
     if files:
         here = (check_optim_here, check_device) if own else (check_optim_here, check_device, *_HERE)
@@ -126,9 +126,8 @@ def accumulation(cfg: RunConfig, world_size: int, where: str = "") -> int:
     if size % unit:
         below, above = size // unit * unit, -(-size // unit) * unit
         choices = tr("Use {below} or {above}.", below=below, above=above) if below else tr("Use {above}.", above=above)
-        raise ConfigError(
-            where
-            + tr(
+        sentence = (
+            tr(
                 "batch.global_size = {size} is not a multiple of batch.micro_per_gpu ({micro}) x {ranks} ranks "
                 "= {unit}.",
                 size=size,
@@ -136,9 +135,12 @@ def accumulation(cfg: RunConfig, world_size: int, where: str = "") -> int:
                 ranks=ranks,
                 unit=unit,
             )
-            + " "
-            + choices
+            if ranks > 1
+            else tr(
+                "batch.global_size = {size} is not a multiple of batch.micro_per_gpu ({micro}).", size=size, micro=micro
+            )
         )
+        raise ConfigError(f"{where}{sentence} {choices}")
     return size // unit
 
 
@@ -147,8 +149,6 @@ def _batch(loaded: Loaded) -> None:
     if isinstance(batch.micro_per_gpu, str):  # through a reference to another key
         wanted = tr("{key} = {value} must be a whole number or auto.", key=key, value=batch.micro_per_gpu)
         raise fail(loaded, key, wanted)
-    if batch.global_size % batch.micro_per_gpu:
-        accumulation(loaded.cfg, 1, prefix(loaded, "batch.global_size"))
 
 
 def _from_one_place(loaded: Loaded, *keys: str) -> bool:

@@ -172,7 +172,7 @@ def documents(
         if group == "recipe":
             yield recipes[name], "", named.index(name) + 1
         elif group in groups:
-            layer = 0 if path in ordinary else layers.get(group, 1)
+            layer = layers.get(group, 0 if path in ordinary else 1)
             yield files.read(groups[group][name]), item.package or "", layer
         elif path == "config":
             yield config, "", 0

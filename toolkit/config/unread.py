@@ -8,7 +8,7 @@ from toolkit.config.checks_track import enabled_trackers
 from toolkit.config.checks_tuning import unread_tuning
 from toolkit.config.hub import is_hub_name
 from toolkit.config.keys import all_keys
-from toolkit.config.load import Loaded
+from toolkit.config.load import JSON, Loaded
 from toolkit.config.places import fail, prefix, value_of
 from toolkit.config.schema import (
     INDUCTOR,
@@ -80,7 +80,8 @@ def check_effect(loaded: Loaded, more: Iterable[Unread] = ()) -> None:
     reasons: dict[str, str] = {}
     noticed: dict[str, str] = {}
     for key, reason, owner in (*more, *_unread(loaded.cfg)):
-        if key in loaded.where and value_of(loaded.cfg, key) != value_of(default, key):
+        of_json = loaded.layers.get(key) == JSON  # DeepSpeed ignores it too, and its import has listed it
+        if key in loaded.where and not of_json and value_of(loaded.cfg, key) != value_of(default, key):
             reasons.setdefault(key, reason)
             if owner and loaded.layer_of(owner) > loaded.layers.get(key, 0):
                 noticed.setdefault(key, reason)

@@ -7,9 +7,10 @@ the result makes is held against the file, so a setting is either kept, or a not
 from typing import Any
 
 from toolkit.config.checks import micro_rows, settled
-from toolkit.config.load import Loaded, replace
+from toolkit.config.load import JSON, Loaded, replace
 from toolkit.config.schema import AUTO, RunConfig
 from toolkit.config.tensor import partition_config
+from toolkit.engine.ds_batch import translate_batch
 from toolkit.engine.ds_config import OWNED, SAME, build_ds_config, leaves, read_key
 from toolkit.engine.ds_json import read_json
 from toolkit.engine.ds_translate import (
@@ -17,7 +18,6 @@ from toolkit.engine.ds_translate import (
     equal,
     optimizer_defaults,
     translate_activation_checkpointing,
-    translate_batch,
     translate_monitors,
     translate_optimizer,
     translate_precision,
@@ -33,13 +33,15 @@ ELSEWHERE = ("train_batch_size", "train_micro_batch_size_per_gpu", AUTOTP)
 """Keys that need more than a new name."""
 
 
-def import_json(path: str, loaded: Loaded, world_size: int | None) -> tuple[Loaded, list[str]]:
+def import_json(path: str, loaded: Loaded, world_size: int | None, *, strict: bool = False) -> tuple[Loaded, list[str]]:
     """Translate a DeepSpeed JSON into the run's settings.
 
     Args:
         path: the JSON file.
         loaded: the recipe.
         world_size: ranks over all nodes; None when unknown.
+        strict: whether a file that contradicts the recipe is an error; else it beats the recipe, and loses to the
+            command line.
 
     Returns:
         The settings with the file's values in them, and notes: what "auto" became, what has no effect, what is renamed.
@@ -47,8 +49,12 @@ def import_json(path: str, loaded: Loaded, world_size: int | None) -> tuple[Load
     Raises:
         ConfigError: the file cannot be read or names unknown keys, has no counterpart here, or contradicts the recipe.
     """
-    values, where = read_json(path)
-    task = Translation(path=path, loaded=loaded, world_size=world_size, given=dict(leaves(values)), where=where)
+    values, where, ignored = read_json(path)
+    task = Translation(
+        path=path, loaded=loaded, world_size=world_size, given=dict(leaves(values)), where=where, strict=strict
+    )
+    for key, sentence in ignored.items():
+        task.note(key, sentence)
     _defaults(task, values)
     for key in task.given:
         if task.has(key) and key in SAME and key not in ELSEWHERE:
@@ -65,7 +71,9 @@ def import_json(path: str, loaded: Loaded, world_size: int | None) -> tuple[Load
     if task.contradictions:
         raise ConfigError("\n".join(task.contradictions))
     extra = _extra(task)
-    result = replace(loaded, task.taken | ({"ds_extra": (extra, path)} if extra else {}))
+    if task.replaced:
+        task.notes.append(tr("{path} takes the place of: {keys}.", path=path, keys=", ".join(task.replaced)))
+    result = replace(loaded, task.taken | ({"ds_extra": (extra, path)} if extra else {}), JSON)
     return result, task.notes + _compare(task, result)
 
 
@@ -127,7 +135,8 @@ def _extra(task: Translation) -> dict[str, Any]:
     foreign = {key: value for key, value in task.given.items() if key not in OWNED and key != "steps_per_print"}
     for key, value in (dict(leaves(task.loaded.cfg.ds_extra)) | foreign).items():
         if value == "auto":
-            raise task.fail(key, tr('{key}: no setting of the recipe can replace "auto". Write a value.', key=key))
+            task.note(key, tr('{key}: no setting of the recipe can replace "auto": left out.', key=key), dropped=True)
+            continue
         if value == {}:
             continue
         *parents, name = key.split(".")
@@ -145,7 +154,7 @@ def _compare(task: Translation, result: Loaded) -> list[str]:
     made = dict(leaves(build_ds_config(cfg, ranks).values))
     if cfg is not result.cfg:  # both are found by training
         made |= dict.fromkeys(("train_micro_batch_size_per_gpu", "gradient_accumulation_steps"), AUTO)
-    notes = []
+    notes, idle = [], []
     for key, value in task.given.items():
         if value == {} or key in task.noted or (key == "gradient_accumulation_steps" and task.world_size is None):
             continue
@@ -165,7 +174,10 @@ def _compare(task: Translation, result: Loaded) -> list[str]:
                 )
             )
         elif key not in made and key in OWNED:
-            notes.append(tr("{place}: {key} has no effect beside the other settings.", place=task.place(key), key=key))
+            idle.append(key)
         elif not equal(made.get(key), value):
             raise AssertionError(f"{task.place(key)}: {key} = {value!r} became {made.get(key)!r}")
+    if idle:
+        keys = ", ".join(idle)
+        notes.append(tr("{path}: no effect beside the other settings: {keys}.", path=task.path, keys=keys))
     return notes

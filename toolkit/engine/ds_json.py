@@ -5,24 +5,27 @@ import re
 from pathlib import Path
 from typing import Any
 
+from toolkit.engine.ds_ignored import without_ignored
 from toolkit.engine.ds_names import name_problems
 from toolkit.errors import ConfigError
 from toolkit.messages import tr
+from toolkit.problems import raise_all
 
 _TOKEN = re.compile(r'"(?:\\.|[^"\\])*"|[{}\[\]:,]')
 
 
-def read_json(path: str) -> tuple[dict[str, Any], dict[str, str]]:
-    """Read a DeepSpeed JSON whose every name DeepSpeed knows.
+def read_json(path: str) -> tuple[dict[str, Any], dict[str, str], dict[str, str]]:
+    """Read a DeepSpeed JSON; what DeepSpeed ignores in it is left out.
 
     Args:
         path: the file.
 
     Returns:
-        The nested dictionary without nulls (which mean "not given"), and dotted key -> "file:line".
+        The nested dictionary without nulls (which mean "not given"); dotted key -> "file:line"; and dotted key -> a
+        sentence about what DeepSpeed ignores, or calls otherwise today.
 
     Raises:
-        ConfigError: the file is missing, no JSON, holds a key twice, or names that DeepSpeed does not know.
+        ConfigError: the file is missing, no JSON, holds a key twice, or names that are likely misspelt.
     """
     try:
         text = Path(path).read_text(encoding="utf-8-sig")
@@ -46,10 +49,10 @@ def read_json(path: str) -> tuple[dict[str, Any], dict[str, str]]:
     if not isinstance(values, dict):
         raise ConfigError(tr("{path}: a DeepSpeed JSON must be an object, {{...}}.", path=path))
     where = _lines(text, path)
+    values, ignored = without_ignored(_without_nulls(values), where)
     problems = name_problems(values)
-    if problems:
-        raise ConfigError("\n".join(f"{where.get(key, path)}: {sentence}" for key, sentence in problems.items()))
-    return _without_nulls(values), where
+    raise_all(ConfigError(f"{where.get(key, path)}: {sentence}") for key, sentence in problems.items())
+    return values, where, ignored
 
 
 def _lines(text: str, path: str) -> dict[str, str]:

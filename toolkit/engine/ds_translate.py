@@ -5,9 +5,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
-from toolkit.config.load import Loaded
+from toolkit.config.load import TYPED, Loaded
 from toolkit.config.optimizers import OPTIMIZERS
-from toolkit.config.schema import AUTO
 from toolkit.engine.ds_config import read_key
 from toolkit.errors import ConfigError
 from toolkit.messages import tr
@@ -45,7 +44,11 @@ class Translation:
     where: dict[str, str]
     taken: dict[str, tuple[object, str]] = field(default_factory=dict)
     """Schema key -> (value, place)."""
+    strict: bool = False
+    """Whether what contradicts the recipe is an error."""
     contradictions: list[str] = field(default_factory=list)
+    replaced: list[str] = field(default_factory=list)
+    """What of the recipe the file beats."""
     notes: list[str] = field(default_factory=list)
     noted: set[str] = field(default_factory=set)
     """DeepSpeed keys that the result need not repeat, because a note explains them."""
@@ -62,6 +65,10 @@ class Translation:
         """Return where the recipe's value comes from."""
         return self.loaded.where.get(schema_key, tr("schema default"))
 
+    def is_typed(self, schema_key: str) -> bool:
+        """Return whether the command line sets a schema key."""
+        return self.loaded.layers.get(schema_key, 0) >= TYPED
+
     def now(self, schema_key: str) -> Any:
         """Return the value of a schema key as it will be."""
         return self.taken[schema_key][0] if schema_key in self.taken else read_key(self.loaded.cfg, schema_key)
@@ -77,10 +84,23 @@ class Translation:
             self.noted.add(key)
 
     def take(self, schema_key: str, value: Any, key: str) -> None:
-        """Set a schema key from a DeepSpeed key, unless the recipe says explicitly something else."""
+        """Set a schema key from a DeepSpeed key: it beats the recipe, and loses to the command line."""
         value = self._typed(schema_key, value, key)
         mine = read_key(self.loaded.cfg, schema_key)
-        if schema_key in self.loaded.explicit and not equal(mine, value):
+        differs = schema_key in self.loaded.explicit and not equal(mine, value)
+        if differs and not self.strict:
+            if self.is_typed(schema_key):
+                said = tr(
+                    "{key} = {theirs} gives way to {schema} = {mine} on the command line.",
+                    key=key,
+                    theirs=value,
+                    schema=schema_key,
+                    mine=mine,
+                )
+                self.note(key, said, dropped=True)
+                return
+            self.replaced.append(f"{schema_key} = {mine} ({self.origin(schema_key)}) -> {value}")
+        elif differs:
             self.contradictions.append(
                 tr(
                     "{place}: {key} gives {schema} = {theirs}, but {origin} says {mine}. "
@@ -115,62 +135,6 @@ class Translation:
                 key, tr("{key} = {value} must be of type {kind}.", key=key, value=repr(value), kind=kind.__name__)
             )
         return value
-
-
-def translate_batch(task: Translation) -> None:
-    """Two of the three sizes determine the third, once the number of ranks is known."""
-    total, micro, steps = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
-    for key in (total, micro, steps):
-        size = task.given.get(key, 1)
-        if size != "auto" and (type(size) not in (int, float) or size != int(size) or size < 1):
-            raise task.fail(key, tr("{key} = {value} must be a whole number of at least 1.", key=key, value=repr(size)))
-    if task.has(micro):
-        task.take("batch.micro_per_gpu", task.given[micro], micro)
-    if task.has(total):
-        task.take("batch.global_size", task.given[total], total)
-    if not task.has(steps):
-        return
-    if task.world_size is None:
-        if not (task.has(total) and task.has(micro)):
-            raise task.fail(
-                steps,
-                tr(
-                    "{key} = {value} says nothing without the number of ranks. Give world_size=N, or write "
-                    "train_batch_size and train_micro_batch_size_per_gpu into the JSON.",
-                    key=steps,
-                    value=task.given[steps],
-                ),
-            )
-        return
-    if task.now("batch.micro_per_gpu") == AUTO:
-        raise task.fail(
-            steps,
-            tr(
-                "{key} = {value} cannot be with batch.micro_per_gpu = auto, which decides about it. Leave it out.",
-                key=steps,
-                value=task.given[steps],
-            ),
-        )
-    shares = task.world_size // max(1, task.now("parallel.tensor"))  # whose rows differ
-    expected = task.given[steps] * shares * task.now("batch.micro_per_gpu")
-    if not task.has(total):
-        task.take("batch.global_size", int(expected), steps)
-    elif not task.has(micro) and "batch.micro_per_gpu" not in task.loaded.explicit:
-        task.take("batch.micro_per_gpu", task.given[total] // (task.given[steps] * shares), steps)
-        expected = task.given[steps] * shares * task.now("batch.micro_per_gpu")
-    if task.now("batch.global_size") != expected and not task.contradictions:
-        raise task.fail(
-            total,
-            tr(
-                "train_batch_size = {total} is not train_micro_batch_size_per_gpu {micro} x "
-                "gradient_accumulation_steps {steps} x {ranks} ranks = {expected}.",
-                total=task.now("batch.global_size"),
-                micro=task.now("batch.micro_per_gpu"),
-                steps=task.given[steps],
-                ranks=shares,
-                expected=expected,
-            ),
-        )
 
 
 def translate_precision(task: Translation) -> None:
@@ -258,6 +222,9 @@ def translate_scheduler(task: Translation) -> None:
         if floor is not None:
             task.take("schedule.min_lr_ratio", floor, floor_key)
     kind, kind_key = _param(task, "warmup_type")
+    if kind not in (None, "log", "linear"):  # deepspeed/runtime/lr_schedules.py warns, and takes log
+        task.note(kind_key, tr("DeepSpeed has no warmup_type {kind} and takes log.", kind=repr(kind)), dropped=True)
+        kind = "log"
     if kind is not None:
         task.take("schedule.warmup_type", kind, kind_key)
     steps, steps_key = _param(task, "warmup_num_steps")
@@ -285,6 +252,12 @@ def _peak(task: Translation, name: str, rate: float) -> None:
     """A schedule that warms up to another rate than the optimizer's has no counterpart here."""
     key = "scheduler.params.warmup_max_lr"
     if name == "WarmupCosineLR" or task.given.get(key) == "auto":
+        return
+    if task.has(key) and "optimizer.params.lr" not in task.given and not task.strict:
+        task.take("optim.lr", task.given[key], key)
+        return
+    if task.is_typed("optim.lr"):
+        task.noted.add(key)
         return
     peak = task.given.get(key, 0.001 if name == "WarmupDecayLR" else rate)
     if not equal(peak, rate):

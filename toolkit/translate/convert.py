@@ -107,7 +107,7 @@ def _finish(given: Given, draft: Draft, deepspeed_json: str, folder: Path) -> Co
     loaded.explicit = {key for key, (_, source) in draft.values.items() if source}
     notes: list[str] = list(draft.notes)
     if path := deepspeed_json or _named_json(given, folder, notes):
-        loaded, told = import_json(path, loaded, given.world_size)
+        loaded, told = import_json(path, loaded, given.world_size, strict=True)
         notes += [note.replace(f"{folder}/", "") for note in told]
     elif not given.has("deepspeed"):
         notes.append(tr("No DeepSpeed JSON is named, so nothing is split there; the recipe has zero=stage2."))
