@@ -1,6 +1,7 @@
 """Every message exists in both languages, with the same placeholders, filled in at the call."""
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -8,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from toolkit.cli import main
 from toolkit.messages import current_language, placeholders, set_language, tr
 from toolkit.messages_zh import CHINESE
 
@@ -45,6 +47,23 @@ def test_both_languages_have_the_same_placeholders(english: str) -> None:
     assert placeholders(CHINESE[english]) == placeholders(english)
 
 
+@pytest.mark.parametrize("english", CHINESE)
+def test_punctuation_after_chinese_is_full_width(english: str) -> None:
+    """Apart from code: what stands in backticks, and objects in braces."""
+    text = re.sub(r"`[^`]*`|\{\{.*\}\}", "", CHINESE[english])
+    han = "[\u4e00-\u9fff]"
+    assert not re.search(rf"{han}[,;:?!]|{han} ?[,;:?!()] ?{han}", text), text
+
+
+@pytest.mark.parametrize("word", ["language=zh", "zero.stag=3"])
+def test_the_language_of_the_command_line_holds_for_errors_of_the_config(
+    word: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["recipe=quickstart", word, *{"language=zh", "zero.stag=3"} - {word}]
+    assert main(["check", *words]) == 2
+    assert capsys.readouterr().err.startswith("ConfigError: 命令行：未知的键 'zero.stag'")
+
+
 def test_most_chinese_is_chinese() -> None:
     without = [text for text in CHINESE.values() if not any("\u4e00" <= letter <= "\u9fff" for letter in text)]
     assert set(without) <= {"{file}: {reason}", "{file}:{line}: {reason}"} | {
@@ -69,7 +88,7 @@ def test_a_chinese_user_reads_chinese() -> None:
         command, cwd=ROOT, capture_output=True, text=True, timeout=60, env={"LANG": "zh_CN.UTF-8", "PYTHONUTF8": "1"}
     )
     assert finished.returncode == 2
-    assert finished.stderr == "ConfigError: 命令行: 未知的键 'zero.stag'。 是不是想写 'zero.stage'？\n"
+    assert finished.stderr == "ConfigError: 命令行：未知的键 'zero.stag'。 是不是想写 'zero.stage'？\n"
 
 
 @pytest.mark.fault("S6")

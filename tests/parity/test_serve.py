@@ -64,17 +64,19 @@ def command(started: list[Any], *words: str) -> list[str]:
 
 def test_the_command(started: list[Any], vllm: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = write_random(tmp_path / "run" / "export")
-    by_transformers = [sys.executable, "-m", "transformers.cli.transformers", "serve", str(model)]
+    by_transformers = [sys.executable, "-m", "toolkit.cli.transformers_server", "run", "serve", str(model)]
     assert command(started, f"{tmp_path}/run", "backend=transformers") == [
         *by_transformers, "--host", "127.0.0.1", "--port", "8000"
     ]  # fmt: skip
     said = capsys.readouterr().out
     assert "curl http://127.0.0.1:8000/v1/chat/completions" in said
     asked = json.loads(re.search(r"-d '(.*)'", said)[1])  # type: ignore[index]
-    assert asked == {"model": str(model), "messages": [{"role": "user", "content": "你好"}]}
+    assert asked == {"model": "run", "messages": [{"role": "user", "content": "你好"}]}
     words = [f"model.path={model}", "port=9", "host=0.0.0.0", "backend=transformers", "--device", "cpu"]
     assert command(started, *words) == [*by_transformers, "--host", "0.0.0.0", "--port", "9", "--device", "cpu"]
-    assert command(started, str(model)) == [vllm, "serve", str(model), "--host", "127.0.0.1", "--port", "8000"]
+    by_vllm = [vllm, "serve", str(model), "--host", "127.0.0.1", "--port", "8000", "--served-model-name"]
+    assert command(started, str(model)) == [*by_vllm, "run", str(model)]
+    assert command(started, str(model), "served_name=mine") == [*by_vllm, "mine", str(model)]
 
 
 def test_adapters(started: list[Any], vllm: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -150,6 +152,7 @@ def test_transformers_server_answers_as_generate_does(kind: str, tmp_path: Path)
 
     port = free_port()
     words = [sys.executable, "-m", "toolkit", "serve", str(model), f"port={port}", "backend=transformers"]
+    words.append("served_name=mine")
     path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     server = subprocess.Popen(
         [*words, "--device", "cpu", "--dtype", "float32"],
@@ -166,9 +169,14 @@ def test_transformers_server_answers_as_generate_does(kind: str, tmp_path: Path)
         assert server.poll() is None, "".join(said)
         body = {"model": str(model), "messages": messages, "max_tokens": 12, "temperature": 0}
         answer = post(f"http://127.0.0.1:{port}/v1/chat/completions", body)
+        by_name = post(f"http://127.0.0.1:{port}/v1/chat/completions", {**body, "model": "mine"})
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/v1/models", timeout=60) as listed:
+            models = [model["id"] for model in json.loads(listed.read())["data"]]
     finally:
         too_long.cancel()
         server.kill()
         server.communicate()
+    assert models == ["mine"]
+    assert by_name["choices"] == answer["choices"]
     assert answer["choices"][0]["message"]["content"].strip() == text_of(usable.encoder, ids)
     assert answer["usage"]["prompt_tokens"] == len(prompt)

@@ -49,6 +49,14 @@ def test_brackets_hold_what_is_trained(words: list[str], capsys: pytest.CaptureF
     assert "── row " not in shown(capsys, "show", "n=0", *words)
 
 
+def test_names_are_this_recipes(words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The cache knows data by content: another recipe may have made it of a file of another name."""
+    shown(capsys, "show", "n=1", *words)
+    (tmp_path / "rows.jsonl").rename(tmp_path / "mine.jsonl")
+    output = shown(capsys, "show", "n=1", *words, f"data={tmp_path}/mine.jsonl")
+    assert "mine.jsonl" in output and "rows.jsonl" not in output
+
+
 def test_colours_and_packed_rows(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     output = shown(
         capsys,

@@ -52,6 +52,9 @@ def compose(
         ConfigError: anything wrong with recipe, overrides or JSON.
     """
     found = Problems() if problems is None else problems
+    for word in words:  # errors of the config itself are in the chosen language too
+        if word in ("language=zh", "language=en"):
+            set_language(word.partition("=")[2])
     own, seen, config_dir, overrides = _sort(words, arguments, flags)
     world_size = positive_int(own, "world_size") or world_size
     loaded = load(overrides, config_dir=config_dir, problems=found)

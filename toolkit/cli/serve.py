@@ -1,16 +1,18 @@
 """Serve a model over HTTP with OpenAI's interface, by transformers' own server or vLLM.
 
-toolkit serve PATH [port=8000] [host=127.0.0.1] [backend=auto] [adapter=DIR] [--option-of-the-server …]
+toolkit serve PATH [port=8000] [host=127.0.0.1] [served_name=NAME] [backend=auto] [adapter=DIR] [--server-option …]
 
   PATH             (or model.path=PATH) a run folder with an export, or a folder in transformers' layout; of an official
                    ChatGLM folder make one with `toolkit export-model`
   backend=auto     vllm where it is installed, else transformers (pip install fastapi uvicorn openai)
   host=127.0.0.1   where to listen: this machine alone; 0.0.0.0 lets everybody in who can reach it, as neither server
                    asks who is there
+  served_name=NAME name of the model in requests; by default that of its directory, or of the run
   adapter=DIR      a LoRA adapter in peft's layout (vllm)
   --…              goes to the server as it is, with all that follows: --device cpu
 
-A request names the model by its path: POST http://HOST:PORT/v1/chat/completions, {"model": "PATH", "messages": […]}.
+A request names the model: POST http://HOST:PORT/v1/chat/completions, {"model": "NAME", "messages": […]}; its full path
+is accepted too. GET /v1/models lists it.
 This process becomes the server. ChatGLM-6B can be served by neither.
 """
 
@@ -43,18 +45,21 @@ def run(words: list[str]) -> int:
     given = named_arguments(
         own,
         required=("model.path",),
-        optional=("port", "host", "backend", "adapter"),
+        optional=("port", "host", "served_name", "backend", "adapter"),
         usage=USAGE,
         bare="model.path",
     )
     folder = servable(Path(given["model.path"]))
     host, port = given.get("host", "127.0.0.1"), positive_int(given, "port") or 8000
+    model = given.get("served_name") or name_of(folder)
     program = server(one_of(given, "backend", BACKENDS))
-    command = [*program, "serve", str(folder), "--host", host, "--port", str(port)]
-    model = str(folder)
+    is_vllm = len(program) == 1
+    command = [*program, *([] if is_vllm else [model]), "serve", str(folder), "--host", host, "--port", str(port)]
+    if is_vllm:
+        command += ["--served-model-name", model, str(folder)]
     if given.get("adapter"):
         model = Path(given["adapter"]).resolve().name
-        command += adapter_options(Path(given["adapter"]), model, is_vllm="vllm" in Path(program[-1]).name)
+        command += adapter_options(Path(given["adapter"]), model, is_vllm=is_vllm)
     body = json.dumps({"model": model, "messages": [{"role": "user", "content": "你好"}]}, ensure_ascii=False)
     say(tr("Starting:  {command}", command=" ".join([*command, *options])))
     say(
@@ -113,6 +118,11 @@ def servable(path: Path) -> Path:
     return folder
 
 
+def name_of(folder: Path) -> str:
+    """Return the short name of a model: its directory's, or that of the run whose export it is."""
+    return folder.parent.name if folder.name == "export" and folder.parent.name else folder.name
+
+
 def server(backend: str) -> list[str]:
     """Return the program that serves, and its first words.
 
@@ -132,7 +142,7 @@ def server(backend: str) -> list[str]:
                 packages=" ".join(missing),
             )
         )
-    return [sys.executable, "-m", "transformers.cli.transformers"]
+    return [sys.executable, "-m", "toolkit.cli.transformers_server"]
 
 
 def adapter_options(adapter: Path, name: str, is_vllm: bool) -> list[str]:

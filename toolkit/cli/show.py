@@ -19,6 +19,7 @@ from toolkit.config.hub import with_folder
 from toolkit.config.schema import Packing, RunConfig
 from toolkit.errors import ConfigError, DataError
 from toolkit.messages import say, tr
+from toolkit.secrets import hide
 
 if TYPE_CHECKING:
     from toolkit.cli.sample_view import Style
@@ -97,13 +98,14 @@ def _counts(cfg: RunConfig, prepared: "Prepared", store: "Store", plan: "Plan") 
     from toolkit.cli.text_table import table
 
     heads = (tr("source"), tr("split"), tr("rows"), tr("samples"), tr("tokens"), tr("trained"))
+    names = [source.path or source.hub or source.format.value for source in (*cfg.data.sources, *cfg.data.validation)]
     rows = [
         (
-            str(source["name"]),
+            hide(name),
             str(source["split"]),
             *(f"{source[key]:,}" for key in ("rows", "samples", "tokens", "trained_tokens")),
         )
-        for source in prepared.report.sources
+        for name, source in zip(names, prepared.report.sources, strict=True)
     ]
     report, lengths = prepared.report, store.lengths()
     left_out = sum(report.dropped.values())
@@ -136,7 +138,10 @@ def _samples(
 
     from toolkit.cli.sample_view import legend, marked, padding_text, stretches
     from toolkit.data.permutation import Permutation
+    from toolkit.data.sources import locate_all
 
+    # The cache knows its data by content: the run that made it may have called the same files otherwise.
+    paths = [file.path for file in locate_all(cfg.data, Path(cfg.prepare.dir), say)]
     chosen = Permutation(len(plan), f"show {cfg.run.seed}")(np.arange(min(count, len(plan))))
     lines = [legend(style), ""] if len(chosen) else []
     for row in sorted(chosen.tolist()):
@@ -149,7 +154,7 @@ def _samples(
                     "── row {row}: sample {sample} from {where}, {tokens} tokens, {trained} trained",
                     row=row,
                     sample=sample,
-                    where=store.where(sample),
+                    where=store.where(sample, paths),
                     tokens=len(ids),
                     trained=int(trained.sum()),
                 ),

@@ -3,12 +3,13 @@
 from toolkit.config.load import Loaded
 from toolkit.config.schema import RunConfig
 from toolkit.errors import ConfigError
+from toolkit.messages import tr
 
 
 def prefix(loaded: Loaded, key: str) -> str:
     """Return "file:line: " of a key that somebody set, else ""."""
     place = loaded.where.get(key, "")
-    return f"{place}: " if place else ""
+    return tr("{place}: ", place=place) if place else ""
 
 
 def fail(loaded: Loaded, key: str, sentence: str) -> ConfigError:

@@ -117,10 +117,17 @@ class Store:
         members = self.members if indices is None else self.members[indices]
         return self.offsets[members.astype(np.int64) + 1] - self.offsets[members]
 
-    def where(self, index: int) -> str:
-        """Return "file:line" of a sample of this split."""
+    def where(self, index: int, paths: Sequence[Path] = ()) -> str:
+        """Return "file:line" of a sample of this split.
+
+        Args:
+            index: the sample.
+            paths: of the files today, in their order; () as the run named them that made the cache.
+        """
         member = self.members[index]
-        return f"{read_manifest(self.folder)['files'][self.files[member]]['path']}:{self.lines[member]}"
+        number = self.files[member]
+        path = paths[number] if paths else read_manifest(self.folder)["files"][number]["path"]
+        return f"{path}:{self.lines[member]}"
 
     def sources(self) -> NDArray[np.int64]:
         """Return the number of each sample's source, those of validation after those of training, [len(self)]."""

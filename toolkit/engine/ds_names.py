@@ -109,7 +109,7 @@ def _place(key: str, where: Mapping[str, str]) -> str:
     full = f"ds_extra.{key}"
     for known, place in where.items():
         if full == known or full.startswith(f"{known}.") or known.startswith(f"{full}."):
-            return f"{place}: "
+            return tr("{place}: ", place=place)
     return ""
 
 

@@ -102,7 +102,7 @@ def _finish(given: Given, draft: Draft, deepspeed_json: str, folder: Path) -> Co
     assert given.world_size is not None  # the batch was computed with it
     base = _compose(folder, draft.groups)
     values = {key: (value, _place(given, source)) for key, (value, source) in draft.values.items()}
-    loaded = replace(base, values)
+    loaded = replace(base, values, layer=1)  # as a recipe's
     # A default of the other program is nobody's choice: a JSON may say something else.
     loaded.explicit = {key for key, (_, source) in draft.values.items() if source}
     notes: list[str] = list(draft.notes)

@@ -1,0 +1,42 @@
+"""transformers' server with one model under a short name; `toolkit serve` becomes this.
+
+python -m toolkit.cli.transformers_server NAME serve FOLDER [--option-of-the-server …]
+
+transformers 5.23 takes the path of a local model for its name, and its GET /v1/models lists the Hugging Face cache
+(an error where there is none), not the model that is served.
+"""
+
+import sys
+import time
+from typing import Any
+
+
+def main(words: list[str]) -> None:
+    """Serve.
+
+    Args:
+        words: the name, and the arguments of transformers' command line.
+    """
+    from transformers.cli.serving.model_manager import ModelManager
+    from transformers.cli.serving.utils import BaseHandler
+    from transformers.cli.transformers import app
+
+    name, folder = words[0], words[2]
+    listed = {"id": name, "object": "model", "created": int(time.time()), "owned_by": "toolkit"}
+    by_path = BaseHandler._resolve_model
+
+    def models(cache_dir: str | None = None) -> list[dict[str, Any]]:
+        return [listed]
+
+    def by_name(self: BaseHandler, body: dict[str, Any]) -> Any:
+        if body.get("model") == name:
+            body["model"] = folder
+        return by_path(self, body)
+
+    ModelManager.get_gen_models = staticmethod(models)
+    BaseHandler._resolve_model = by_name
+    app(words[1:])
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
