@@ -63,9 +63,11 @@ def _section(
                 short,
                 value if not isinstance(value, dict) else _section(value, known[short], f"{today}.", where, notes),
             )
+        elif key == "data_efficiency" and isinstance(value, dict) and value.get("enabled") is False:
+            notes[key] = tr("DeepSpeed ignores {key}.", key=key)  # known to it, and not used here if it is on
         elif name in known and isinstance(value, dict) and known[name]:
             kept[name] = _section(value, known[name], f"{key}.", where, notes)
-        elif name in known or not _is_ignored(key, name, value, known):
+        elif name in known or not _is_ignored(key, name, known):
             kept[name] = value
         elif key in INSTEAD:
             notes[key] = tr("DeepSpeed ignores {key}; {schema} does what it did.", key=key, schema=INSTEAD[key][0])
@@ -74,12 +76,10 @@ def _section(
     return kept
 
 
-def _is_ignored(key: str, name: str, value: Any, known: dict[str, Any]) -> bool:
+def _is_ignored(key: str, name: str, known: dict[str, Any]) -> bool:
     """Return whether an unknown name is no more than that: a comment, a removed feature, what others read."""
     if key in REMOVED or key in _KNOWN or name.startswith(("_", "#", "//")) or name.lower().startswith("comment"):
         return True
-    if key == "data_efficiency":  # known to DeepSpeed, and not used here
-        return isinstance(value, dict) and value.get("enabled") is False
     elsewhere = {other.rpartition(".")[2] for other in dotted_keys()}
     close = difflib.get_close_matches(name, list(known), n=1, cutoff=_LIKELY)
     begins = any(other.startswith(f"{name}_") or name.startswith(f"{other}_") for other in known)
