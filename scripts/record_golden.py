@@ -2,6 +2,7 @@
 """Record the DeepSpeed JSON of every recipe (2 ranks, 1000 steps) for the snapshot test; look at `git diff` after."""
 
 import json
+import os
 from pathlib import Path
 
 from toolkit.config.files import known_recipes
@@ -13,6 +14,7 @@ FOLDER = Path(__file__).parents[1] / "tests" / "golden" / "ds_config"
 
 def main() -> None:
     """Write one file per recipe and delete those of recipes that are gone."""
+    os.environ["DS_ACCELERATOR"] = "cpu"  # by which optim.torch=auto chooses, wherever this runs
     FOLDER.mkdir(parents=True, exist_ok=True)
     for old in FOLDER.glob("*.json"):
         old.unlink()

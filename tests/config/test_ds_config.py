@@ -204,6 +204,7 @@ def test_key_table_is_fresh() -> None:
 
 @pytest.mark.parametrize("recipe", known_recipes())
 def test_recipe_snapshot(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
     values = build_ds_config(load([f"recipe={recipe}"]).cfg, 2, 1000).values
     parsed(values, monkeypatch, world=2)
     golden = ROOT / "tests" / "golden" / "ds_config" / f"{recipe}.json"

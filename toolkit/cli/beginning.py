@@ -2,11 +2,15 @@
 
 import os
 import time
+from dataclasses import replace
 from pathlib import Path
 
+from toolkit.checkpoint import run_state
 from toolkit.cli import run_logs
 from toolkit.cli.context import AnySession
-from toolkit.config.schema import RunConfig
+from toolkit.config import ops
+from toolkit.config.optimizers import OPTIMIZERS
+from toolkit.config.schema import AUTO, RunConfig
 from toolkit.distributed import failure, peers, process_group
 from toolkit.distributed.watchdog import Watchdog
 from toolkit.errors import RunFolderError
@@ -36,6 +40,37 @@ def begin(cfg: RunConfig, ranks: Ranks) -> tuple[Origin, list[str]]:
     failure.watch(folder, ranks.rank, everybody)
     run_logs.begin(folder / "logs" / f"rank_{ranks.rank}.log", ranks.rank)
     return origin, [peer.host for peer in everybody]
+
+
+def with_optimizer(cfg: RunConfig, origin: Origin) -> RunConfig:
+    """Return the config with `optim.torch` decided, the same on all ranks and in every session of a run. A collective.
+
+    Args:
+        cfg: checked config.
+        origin: what the run goes on from.
+    """
+    if cfg.optim.torch != AUTO:
+        return cfg
+    mine, reason = ops.with_optimizer(cfg)
+    found = process_group.gather((bool(mine.optim.torch), reason))
+    known = process_group.on_rank0(lambda: _optimizer_before(origin))
+    is_torch = any(torch for torch, _ in found) or known is True  # a node without a compiler decides for all
+    if is_torch and known is True and not any(torch for torch, _ in found):
+        reason = tr("as before")
+    else:
+        reason = next(reason for torch, reason in found if torch == is_torch)
+    if process_group.rank() == 0 and OPTIMIZERS[cfg.optim.name].takes_adam:
+        whose = tr("PyTorch's own Adam") if is_torch else tr("DeepSpeed's Adam")
+        say(tr("optim.torch = auto: {whose} ({reason}).", whose=whose, reason=reason))
+    return replace(cfg, optim=replace(cfg.optim, torch=is_torch))
+
+
+def _optimizer_before(origin: Origin) -> bool | None:
+    """Return what the checkpoint's run decided; None without one."""
+    if origin.checkpoint is None:
+        return None
+    known = run_state.read(origin.checkpoint).config.get("optim", {}).get("torch")
+    return known if isinstance(known, bool) else None
 
 
 def _check_shared(folder: Path) -> list[peers.Peer]:

@@ -14,6 +14,7 @@ from toolkit.config.checks_positions import check_positions
 from toolkit.config.checks_track import check_track_here
 from toolkit.config.hub import is_hub_name, with_folder
 from toolkit.config.layout import layout_of
+from toolkit.config.ops import check_compiler
 from toolkit.config.schema import AUTO, Init, RunConfig
 from toolkit.data.duplicates import check_paths
 from toolkit.data.estimate import estimate
@@ -33,6 +34,7 @@ def run(words: list[str]) -> int:
     composed = compose_checked(words, world_size=None, arguments=("world_size",), problems=problems)
     cfg, world_size = composed.loaded.cfg, composed.world_size
     problems.attempt(check_track_here, composed.loaded)
+    problems.attempt(check_compiler, composed.loaded)
     known = {key for error in problems.errors for key in error.keys}
     unread = check_sources(cfg.data, known, problems)
     if not any(key.startswith("data.") for key in known):

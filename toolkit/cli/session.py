@@ -9,7 +9,7 @@ from deepspeed import DeepSpeedEngine
 
 from toolkit.checkpoint import random_state
 from toolkit.checkpoint.run_state import RunState
-from toolkit.cli.beginning import begin, ready_line, reporter, watchdog
+from toolkit.cli.beginning import begin, ready_line, reporter, watchdog, with_optimizer
 from toolkit.cli.context import Session
 from toolkit.cli.evaluation import Evaluation, questions_of
 from toolkit.cli.finish import finish
@@ -87,6 +87,7 @@ def run_session(cfg: RunConfig, ranks: Ranks, prepared: Prepared, started: float
     random_state.seed_all(cfg.run.seed + layout_of(cfg, ranks.world_size, ranks.rank).data_rank)
     questions = questions_of(cfg, prepared, say if ranks.rank == 0 else lambda line: None)
     origin, hosts = begin(cfg, ranks)
+    cfg = with_optimizer(cfg, origin)
     folder = origin.folder
     opened = open_run(cfg, prepared, ranks, origin, hosts)
     cfg, prepared, engine = opened.cfg, opened.prepared, opened.engine

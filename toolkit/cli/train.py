@@ -26,6 +26,7 @@ from toolkit.config.checks_track import check_track_here
 from toolkit.config.hub import with_folder
 from toolkit.config.layout import layout_of
 from toolkit.config.load import to_yaml
+from toolkit.config.ops import check_compiler
 from toolkit.config.schema import AUTO
 from toolkit.errors import ConfigError
 from toolkit.launch import ancestors, build_locks, environment, forward, mpi, restarts
@@ -79,6 +80,7 @@ def make_ready(words: list[str], own: bool = False) -> tuple[Composed, environme
         return None
     composed = compose_checked(words, world_size=ranks.world_size, own=own)
     cfg = composed.loaded.cfg
+    check_compiler(composed.loaded)
     forward.apply(cfg.launch.env, ranks, os.environ, inherited)
     ancestors.check_launcher(cfg.launch.num_nodes, ranks)
     restarts.check(cfg.run.max_restarts, ranks, words)

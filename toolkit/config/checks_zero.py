@@ -180,7 +180,7 @@ def _zenflow(loaded: Loaded) -> None:
 
 
 def _adamw(cfg: RunConfig) -> dict[str, bool]:
-    return {"optim.name=adamw": cfg.optim.name is OptimizerName.adamw, "optim.torch=false": not cfg.optim.torch}
+    return {"optim.name=adamw": cfg.optim.name is OptimizerName.adamw, "optim.torch=false": cfg.optim.torch is not True}
 
 
 def _judged_late(cfg: RunConfig) -> dict[str, bool]:

@@ -22,6 +22,7 @@ Place = Callable[[str], str]
 
 _NODES: dict[Any, Any] = {int: IntegerNode, float: FloatNode, bool: BooleanNode, str: StringNode}
 _NODES[int | str] = IntegerNode
+_NODES[bool | str] = BooleanNode
 
 
 def field_type(path: str) -> Any:
@@ -197,7 +198,7 @@ def _check_scalar(value: Any, kind: Any, path: str, place: Place) -> None:
         return
     if value is None or isinstance(value, (dict, list)):
         raise _wrong(path, value, _described(kind), place)
-    if kind == int | str:  # a number, or the word for one that is found
+    if kind in (int | str, bool | str):  # a value, or the word for one that is found
         if value == AUTO:
             return
         if isinstance(value, str):
@@ -214,6 +215,7 @@ def _check_scalar(value: Any, kind: Any, path: str, place: Place) -> None:
 def _described(kind: Any) -> str:
     words = {int: tr("a whole number"), float: tr("a number"), bool: tr("true or false"), str: tr("a text")}
     words[int | str] = tr("a whole number or auto")  # type: ignore[index]
+    words[bool | str] = tr("true, false or auto")  # type: ignore[index]
     return words.get(kind) or ", ".join(kind.__members__)
 
 

@@ -57,7 +57,7 @@ GROUPING = ("optim.decay", "optim.layer_lr_decay", "optim.adam_lr")
 
 def is_client(optim: OptimConfig) -> bool:
     """Whether the optimizer is made here and handed to DeepSpeed, which else makes its own by name."""
-    return optim.name is OptimizerName.adamw_8bit or (optim.name is OptimizerName.lion and optim.torch)
+    return optim.name is OptimizerName.adamw_8bit or (optim.name is OptimizerName.lion and optim.torch is True)
 
 
 def is_grouped(optim: OptimConfig) -> bool:

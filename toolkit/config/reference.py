@@ -123,6 +123,7 @@ def _type(kind: Any) -> str:
         return ", ".join(f"`{name}`" for name in kind.__members__)
     words: dict[Any, str] = {
         int | str: "whole number, `auto`",
+        bool | str: "true, false, `auto`",
         int: "whole number",
         float: "number",
         bool: "true, false",

@@ -487,8 +487,8 @@ class OptimConfig:
     """Which trained parameters have weight decay. all: every one; matrices: no biases and norms; hidden: no embeddings and output layer either."""
     layer_lr_decay: float = 1.0
     """Each layer learns by this factor slower than the one above it: of L layers, number i (from 0) at the rate times its power L - i, embeddings at L + 1, what stands above the layers at the full rate; 1 treats all alike."""
-    torch: bool = field(default=False, metadata=FREE)
-    """true: PyTorch's own fused Adam, and a Lion of PyTorch's operations; false: DeepSpeed's (FusedAdam and FusedLion, or DeepSpeedCPUAdam and DeepSpeedCPULion when offloaded), which are compiled once at first use. The other optimizers are not DeepSpeed's."""
+    torch: bool | str = field(default=AUTO, metadata=FREE)
+    """true: PyTorch's own fused Adam, and a Lion of PyTorch's operations; false: DeepSpeed's (FusedAdam and FusedLion, or DeepSpeedCPUAdam and DeepSpeedCPULion when offloaded), which are compiled once at first use. auto: PyTorch's without a GPU, or without a compiler (nvcc) for DeepSpeed's; DeepSpeed's otherwise, and when offloaded. The other optimizers are not DeepSpeed's."""
 
 
 @dataclass(kw_only=True, slots=True)

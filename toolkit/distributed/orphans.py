@@ -8,11 +8,12 @@ a rank's first lines, and a rank finds out too that its launcher has died before
 import ctypes
 import os
 import signal
+import subprocess
 import threading
 import time
 from contextlib import suppress
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from toolkit.launch import report
 from toolkit.launch.environment import Ranks
@@ -84,6 +85,25 @@ def _lost(ranks: Ranks) -> str:
         rank=ranks.rank,
         launcher=ranks.launcher,
     )
+
+
+def tie_builds() -> None:
+    """Let builds of DeepSpeed's ops end with this process: PyTorch starts ninja, and ninja ends its compilers."""
+    from torch.utils import cpp_extension
+
+    vars(cpp_extension)["subprocess"] = _Tied()
+
+
+class _Tied:
+    """The module `subprocess`, whose `run` starts processes that end with this one."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(subprocess, name)
+
+    @staticmethod
+    def run(*arguments: Any, **options: Any) -> Any:
+        """Run a command."""
+        return subprocess.run(*arguments, **{"preexec_fn": end_with_parent, "check": False, **options})  # noqa: S603
 
 
 def _look(parent: int, grandparent: int, front_end: int) -> None:

@@ -14,7 +14,7 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 
 from toolkit import errors
 from toolkit.config.schema import Backend, DistributedConfig
-from toolkit.distributed import alike, rendezvous
+from toolkit.distributed import alike, orphans, rendezvous
 from toolkit.messages import tr
 
 T = TypeVar("T")
@@ -78,6 +78,7 @@ def start(config: DistributedConfig) -> torch.device:
     from deepspeed.accelerator import get_accelerator
 
     accelerator = get_accelerator()
+    orphans.tie_builds()
     on_cpu = accelerator.device_name() == "cpu"
     if on_cpu and not config.cpu_shared_memory:
         # TorchBackend compiles its shared-memory all-reduce (1-3 minutes) whenever this table says that it could

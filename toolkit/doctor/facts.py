@@ -3,16 +3,12 @@
 import hashlib
 import os
 import platform
-import re
 import resource
 import shutil
 import socket
 import subprocess
-import sys
-import sysconfig
 import tempfile
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
 from functools import partial
 from importlib import metadata
 from pathlib import Path
@@ -20,8 +16,9 @@ from typing import Any
 
 import psutil
 
+from toolkit.config import ops
 from toolkit.config.load import recorded
-from toolkit.config.schema import Device, Init, OptimizerName, RunConfig
+from toolkit.config.schema import Device, Init, RunConfig
 from toolkit.doctor import bandwidth
 from toolkit.errors import ToolkitError
 from toolkit.launch import build_locks
@@ -229,14 +226,6 @@ def _disk(folder: Path) -> dict[str, Any]:
     return {"path": str(folder.absolute()), "free": shutil.disk_usage(existing).free, "error": error}
 
 
-def _installed_ops() -> str:
-    """Return what DeepSpeed says of the ops that were built when it was installed; importing it takes seconds."""
-    with suppress(OSError, metadata.PackageNotFoundError):
-        file = metadata.distribution("deepspeed").locate_file("deepspeed/git_version_info_installed.py")
-        return Path(str(file)).read_text(encoding="utf-8")
-    return ""
-
-
 def nearest(folder: Path) -> Path:
     """Return the folder, or the nearest above it that exists."""
     folder = folder.absolute()
@@ -247,27 +236,5 @@ def nearest(folder: Path) -> Path:
 
 def _ops(cfg: RunConfig, environ: Mapping[str, str]) -> dict[str, Any]:
     """Return the ops that DeepSpeed would build for this recipe, which are built, and what building lacks here."""
-    offloads = {cfg.zero.offload_optimizer.device, cfg.zero.offload_param.device}
-    has_gpu = bool(shutil.which("nvidia-smi"))
-    needed = []
-    kind = dict.fromkeys((OptimizerName.adamw, OptimizerName.adam, OptimizerName.muon), "adam")
-    kind[OptimizerName.lion] = "lion"
-    if not cfg.optim.torch and cfg.optim.name in kind:
-        on_gpu = cfg.zero.offload_optimizer.device is Device.none and has_gpu
-        needed.append(f"{'fused' if on_gpu else 'cpu'}_{kind[cfg.optim.name]}")
-    if Device.nvme in offloads:
-        needed.append("async_io")
-    if cfg.distributed.cpu_shared_memory and not has_gpu:
-        needed.append("deepspeed_shm_comm")
-    roots, shipped = build_locks.roots(environ), re.findall(r"'(\w+)': True", _installed_ops())
-    built = [name for name in needed if name in shipped or any((root / name / f"{name}.so").exists() for root in roots)]
-    tools = {
-        "g++": shutil.which(environ.get("CXX", "g++")),
-        "ninja": shutil.which("ninja") or (Path(sys.executable).parent / "ninja").exists(),
-        "Python.h": Path(sysconfig.get_path("include"), "Python.h").exists(),
-    }
-    if "async_io" in needed:
-        tools["libaio.h"] = any(Path(folder, "libaio.h").exists() for folder in ("/usr/include", "/usr/local/include"))
-    if "fused_adam" in needed:
-        tools["nvcc"] = shutil.which("nvcc") or Path(environ.get("CUDA_HOME", "/usr/local/cuda"), "bin/nvcc").exists()
-    return {"needed": needed, "built": built, "lacking": [name for name, found in tools.items() if not found]}
+    needed = ops.needed(cfg, environ)
+    return {"needed": needed, "built": ops.built(needed, environ), "lacking": ops.lacking(needed, environ)}

@@ -12,6 +12,7 @@ from typing import Any
 from toolkit.config.checks import accumulation
 from toolkit.config.checks_track import enabled_trackers
 from toolkit.config.layout import layout_of
+from toolkit.config.ops import with_optimizer
 from toolkit.config.optimizers import SOMETIMES_READ
 from toolkit.config.places import value_of
 from toolkit.config.schema import (
@@ -165,11 +166,12 @@ def build_ds_config(cfg: RunConfig, world_size: int, total_steps: int | None = N
         ConfigError: the batch cannot be divided, or ds_extra holds an unknown or owned key.
     """
     check_extra(cfg.ds_extra, OWNED)
+    cfg, reason = with_optimizer(cfg)
     ds = DsConfig()
     _batch(ds, cfg, world_size)
     _precision(ds, cfg)
     _zero(ds, cfg)
-    write_optimizer(ds, cfg)
+    write_optimizer(ds, cfg, reason)
     _scheduler(ds, cfg, total_steps or cfg.train.max_steps or None)
     if cfg.train.activation_checkpointing.enabled:
         _copy(ds, cfg, "activation_checkpointing")

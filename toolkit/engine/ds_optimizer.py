@@ -16,8 +16,14 @@ class Sink(Protocol):
         """Set a dotted DeepSpeed key."""
 
 
-def write_optimizer(ds: Sink, cfg: RunConfig) -> None:
-    """Name the optimizer and its settings, or say what a JSON cannot."""
+def write_optimizer(ds: Sink, cfg: RunConfig, reason: str) -> None:
+    """Name the optimizer and its settings, or say what a JSON cannot.
+
+    Args:
+        ds: gets it.
+        cfg: the run; `optim.torch` is true or false.
+        reason: why it is that, where it was auto; else "".
+    """
     optim, kind = cfg.optim, OPTIMIZERS[cfg.optim.name]
     # torch's Adam, and what DeepSpeed makes by name, are on its list of tested ones, offloaded too.
     if cfg.zero.stage and (is_client(optim) or not kind.is_known):
@@ -48,9 +54,10 @@ def write_optimizer(ds: Sink, cfg: RunConfig) -> None:
     if kind.takes_adam and not cfg.zero.zenflow.enabled:  # which hands all to PyTorch's AdamW too
         if kind.is_adam:  # DeepSpeed reads type "Adam" as AdamW unless adam_w_mode is false
             _param(ds, "adam_w_mode", kind.ds_type == "AdamW", "optim.name")
-        _param(ds, "torch_adam", optim.torch, "optim.torch")
+        why = tr("= optim.torch: auto, {reason}", reason=reason) if reason else "optim.torch"
+        _param(ds, "torch_adam", optim.torch, why)
         if kind.is_adam and optim.torch:  # else PyTorch takes one parameter after the other, ten times as slow on CPUs
-            _param(ds, "fused", True, "optim.torch")
+            _param(ds, "fused", True, why)
 
 
 def _param(ds: Sink, name: str, value: Any, why: str) -> None:

@@ -12,9 +12,9 @@ from toolkit.errors import ConfigError
 from toolkit.messages import tr
 
 REMOVED_OPTIMIZERS = ("onebitadam", "zerooneadam", "onebitlamb")
-_MUON = {"betas": [0.9, 0.95], "eps": 1e-10, "momentum": 0.95, "torch_adam": False}
+_MUON = {"betas": [0.9, 0.95], "eps": 1e-10, "momentum": 0.95}
 OPTIMIZER_DEFAULTS: dict[str, dict[str, Any]] = {
-    "adam": {"betas": [0.9, 0.999], "eps": 1e-8, "torch_adam": False},
+    "adam": {"betas": [0.9, 0.999], "eps": 1e-8},
     "lion": {"betas": [0.9, 0.99]},
     "muon": _MUON,
     "sgd": {"momentum": 0.0},
@@ -120,7 +120,7 @@ class Translation:
         mine = self.loaded.cfg
         for name in schema_key.split("."):
             mine = getattr(mine, name)
-        kind: type = int if schema_key == "batch.micro_per_gpu" else type(mine)
+        kind: type = {"batch.micro_per_gpu": int, "optim.torch": bool}.get(schema_key, type(mine))
         if kind is int and isinstance(value, float) and value.is_integer():
             return int(value)
         if kind is float and isinstance(value, int) and not isinstance(value, bool):
@@ -181,7 +181,7 @@ def translate_optimizer(task: Translation) -> None:
         )
     if name == "adamw" and task.given.get(mode) is False:
         task.note(mode, tr('"adam_w_mode": false has no effect with type AdamW.'), dropped=True)
-    if task.has(fused) and bool(task.given[fused]) != task.now("optim.torch"):
+    if task.has(fused) and bool(task.given[fused]) != (task.now("optim.torch") is True):
         task.note(fused, tr('"fused" follows "torch_adam": PyTorch\'s Adam is its fused one here.'), dropped=True)
     if name == "muon":
         _translate_muon(task)

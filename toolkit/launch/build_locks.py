@@ -4,6 +4,7 @@ import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+from toolkit.config.ops import roots
 from toolkit.errors import LaunchError
 from toolkit.messages import tr
 
@@ -48,13 +49,6 @@ def stale(environ: Mapping[str, str], proc: Path = Path("/proc")) -> Iterator[tu
                 continue
             if age_s > YOUNG_S and not _is_being_built(lock.parent, proc):
                 yield lock, age_s
-
-
-def roots(environ: Mapping[str, str]) -> list[Path]:
-    """Return the folders in which PyTorch builds ops, one folder each."""
-    named = environ.get("TORCH_EXTENSIONS_DIR")
-    cache = Path(environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return [Path(named)] if named else sorted((cache / "torch_extensions").glob("py*"))
 
 
 def _is_being_built(folder: Path, proc: Path) -> bool:

@@ -14,7 +14,7 @@ from torch import nn
 
 from toolkit.checkpoint import random_state
 from toolkit.checkpoint.run_state import RunState
-from toolkit.cli.beginning import begin, ready_line, reporter, watchdog
+from toolkit.cli.beginning import begin, ready_line, reporter, watchdog, with_optimizer
 from toolkit.cli.building import schedule_maker
 from toolkit.cli.context import AnySession
 from toolkit.cli.tracking import tracked, trackers_of
@@ -80,6 +80,7 @@ def run_session(task: Task, cfg: RunConfig, ranks: Ranks, started: float) -> Pat
     model = task.build(cfg.run.seed)
     random_state.seed_all(cfg.run.seed + ranks.rank)
     origin, hosts = begin(cfg, ranks)
+    cfg = with_optimizer(cfg, origin)
     folder, card = origin.folder, _card(model)
     _check_alike(cfg, data, card)
     ds = build_ds_config(cfg, ranks.world_size, data.total_steps)

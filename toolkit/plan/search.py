@@ -105,7 +105,7 @@ def changed(
     other = deepcopy(cfg)
     other.zero.stage = stage
     other.zero.offload_optimizer.device, other.zero.offload_param.device = optimizer, parameters
-    if optimizer is not Device.none and OPTIMIZERS[cfg.optim.name].is_adam:
+    if optimizer is not Device.none and OPTIMIZERS[cfg.optim.name].is_adam and cfg.optim.torch is True:
         other.optim.torch = False
     if stage == 0:
         other.zero.overlap_comm = False
@@ -150,7 +150,7 @@ def overrides(before: RunConfig, after: RunConfig) -> list[str]:
     ]
     if before.zero.overlap_comm and not after.zero.overlap_comm:
         words.append("zero.overlap_comm=false")
-    if before.optim.torch and not after.optim.torch:
+    if before.optim.torch is True and after.optim.torch is False:
         words.append("optim.torch=false")
     enabled = after.train.activation_checkpointing.enabled
     if before.train.activation_checkpointing.enabled != enabled:
