@@ -66,7 +66,7 @@ def test_the_language_of_the_command_line_holds_for_errors_of_the_config(
 
 def test_most_chinese_is_chinese() -> None:
     without = [text for text in CHINESE.values() if not any("\u4e00" <= letter <= "\u9fff" for letter in text)]
-    assert set(without) <= {"{place}：", "{file}: {reason}", "{file}:{line}: {reason}"} | {
+    assert set(without) <= {"{place}：", "{file}: {reason}", "{file}:{line}: {reason}", "{file}：{reason}。"} | {
         text for text in without if "auto ->" in text
     }
 

@@ -5,8 +5,11 @@ from pathlib import Path
 
 import pytest
 
+from toolkit.cli.compose import positive_int
 from toolkit.config.load import load
-from toolkit.errors import ConfigError
+from toolkit.engine.ds_json import read_json
+from toolkit.errors import ConfigError, LaunchError
+from toolkit.launch.environment import detect
 
 CODE = "{_target_: os.system, command: 'touch CANARY'}"
 RECIPES = {
@@ -69,3 +72,25 @@ def test_hostile_word(word: str) -> None:
 def test_deep_word() -> None:
     with pytest.raises(ConfigError):
         load(["recipe=quickstart", "ds_extra.x=" + "[" * 300 + "]" * 300])
+
+
+DIGITS = "9" * 5000
+
+
+def test_numbers_of_thousands_of_digits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python refuses to read them, with an error of its own."""
+    monkeypatch.chdir(tmp_path)
+    for word in (f"run.seed={DIGITS}", f"ds_extra.foo={DIGITS}"):
+        with pytest.raises(ConfigError, match=r"^command line: ") as error:
+            load(["recipe=quickstart", word])
+        assert len(str(error.value)) < 500
+    Path("r.yaml").write_text(f"run:\n  seed: {DIGITS}\n")
+    with pytest.raises(ConfigError, match=r"^r\.yaml"):
+        load(["recipe=r.yaml"])
+    Path("ds.json").write_text(f'{{"train_batch_size": {DIGITS}}}')
+    with pytest.raises(ConfigError, match=r"^ds\.json is not JSON: Exceeds the limit"):
+        read_json("ds.json")
+    with pytest.raises(ConfigError, match=r"world_size = 9{40} is not a positive whole number"):
+        positive_int({"world_size": DIGITS}, "world_size")
+    with pytest.raises(LaunchError, match=r"RANK=9{40} is not a number"):
+        detect({"RANK": DIGITS, "WORLD_SIZE": "1"})

@@ -1,5 +1,7 @@
 """One error, told once, with the right exit code."""
 
+import errno
+import os
 import subprocess
 import sys
 import threading
@@ -208,3 +210,100 @@ def test_the_kernels_line_about_a_process(tmp_path: Path) -> None:
     assert peers.kernel_line(123, str(log)) == "Out of memory: Killed process 123 (python) total-vm:9kB"
     assert peers.kernel_line(1, str(log)) == ""
     assert peers.kernel_line(1, str(tmp_path / "none")) == ""
+
+
+def command(shell: str, **environ: str) -> tuple[int, str]:
+    """Run `toolkit check recipe=quickstart` in a shell's line; return its exit code and what it says of errors."""
+    line = f"{sys.executable} -m toolkit check recipe=quickstart {shell}; exit ${{PIPESTATUS[0]}}"
+    ran = subprocess.run(
+        ["bash", "-c", line], env=os.environ | environ, capture_output=True, text=True, check=False, timeout=120
+    )
+    return ran.returncode, ran.stderr
+
+
+@pytest.mark.parametrize(
+    ("shell", "code", "said"),
+    [
+        (">/dev/full", 74, "cannot write to the standard output: No space left on device."),
+        ("| true", 141, ""),
+        (">&-", 0, ""),
+        ("<&-", 0, ""),
+    ],
+    ids=["full", "reader gone", "closed", "stdin closed"],
+)
+def test_streams_that_fail(shell: str, code: int, said: str) -> None:
+    assert command(shell) == (code, said + "\n" * bool(said))
+
+
+def test_warnings_as_errors_end_no_command() -> None:
+    """torch and deepspeed warn as they are imported."""
+    line = "import sys, warnings; from toolkit.cli.failures import guarded; guarded(lambda: warnings.warn('x') or 0)"
+    ran = subprocess.run(
+        [sys.executable, "-c", line],
+        env=os.environ | {"PYTHONWARNINGS": "error"},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+    assert (ran.returncode, "Traceback" in ran.stderr) == (0, False)
+
+
+def test_launchers_variables_that_are_no_numbers(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail() -> int:
+        raise ConfigError("mine")
+
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
+        monkeypatch.setenv(name, "abc")
+    assert guarded(fail) == 2
+    assert capsys.readouterr().err.endswith("ConfigError: mine\n")
+
+
+def test_disks_that_fail_are_named_without_a_traceback(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail() -> int:
+        raise error
+
+    error = OSError(errno.ENOSPC, "No space left on device", "/data/x")
+    assert guarded(fail) == 74
+    assert capsys.readouterr().err == "/data/x: No space left on device.\n"
+    error = OSError(errno.ENOSPC, "No space left on device")
+    monkeypatch.setattr("toolkit.cli.failures._free_mib", lambda place: 0.0 if place == "/dev/shm" else 9.0)
+    assert guarded(fail) == 74
+    assert capsys.readouterr().err.startswith("No space left on device: /dev/shm. Free some")
+
+
+def test_panics_are_reported_and_exits_are_not(capsys: pytest.CaptureFixture[str]) -> None:
+    class PanicException(BaseException):
+        """As pyo3 raises."""
+
+    def panic() -> int:
+        raise PanicException("boom")
+
+    def leave() -> int:
+        raise SystemExit(5)
+
+    assert guarded(panic) == 1
+    assert "PanicException (rank 0 on" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        guarded(leave)
+
+
+def test_text_files_are_read_as_utf8_in_any_locale() -> None:
+    """DeepSpeed opens its own files without naming an encoding: an ASCII locale ended as its refusal of the config."""
+    line = (
+        "import sys; from toolkit.cli import main; main(['--version']);"
+        "print(len(open(sys.argv[1]).read()) > 0, sys.flags.utf8_mode)"
+    )
+    ran = subprocess.run(
+        [sys.executable, "-c", line, str(ROOT / "README_zh.md")],
+        env=os.environ | {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+    assert (ran.returncode, ran.stdout.splitlines()[-1:]) == (0, ["True 1"]), ran.stderr

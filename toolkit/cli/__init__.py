@@ -1,5 +1,7 @@
 """The command line: `toolkit COMMAND …`, and `run.py`, which is `toolkit train`."""
 
+import codecs
+import locale
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -47,6 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns:
         The exit code; see docs/commands.md.
     """
+    _use_utf8()
     words = list(sys.argv[1:] if arguments is None else arguments)
     if words and words[0].startswith("--local_rank="):  # `deepspeed --module toolkit eval …` puts it before the command
         del words[0]
@@ -57,6 +60,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _show(f"toolkit {__version__}")
         return 0
     return guarded(lambda: _dispatch(words))
+
+
+def _use_utf8() -> None:
+    """Start this process again in Python's UTF-8 mode if files would be read in another encoding (ASCII, GBK).
+
+    DeepSpeed 0.19.8 and transformers open text files without naming one. The terminal keeps its own.
+    """
+    encoding = locale.getpreferredencoding(False)
+    if codecs.lookup(encoding).name != "utf-8" and os.environ.get("PYTHONUTF8") != "1":
+        streams = {
+            "PYTHONUTF8": "1",
+            "PYTHONIOENCODING": os.environ.get("PYTHONIOENCODING", f"{encoding}:backslashreplace"),
+        }
+        os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], os.environ | streams)  # noqa: S606
 
 
 def _dispatch(words: list[str]) -> int:

@@ -14,6 +14,9 @@ from toolkit.errors import ConfigError
 from toolkit.messages import set_language, tr
 from toolkit.problems import Problems
 
+_MOST_DIGITS = 18
+"""Python refuses to read thousands."""
+
 
 @dataclass(kw_only=True, slots=True)
 class Composed:
@@ -186,8 +189,8 @@ def positive_int(arguments: dict[str, str], name: str) -> int | None:
     if name not in arguments:
         return None
     text = arguments[name]
-    if not text.isdecimal() or int(text) == 0:
-        raise ConfigError(tr("{name} = {text} is not a positive whole number.", name=name, text=text))
+    if not text.isdecimal() or len(text) > _MOST_DIGITS or int(text) == 0:
+        raise ConfigError(tr("{name} = {text} is not a positive whole number.", name=name, text=text[:40]))
     return int(text)
 
 
@@ -198,7 +201,7 @@ def non_negative_int(arguments: dict[str, str], name: str, default: int) -> int:
         ConfigError: it is something else.
     """
     text = arguments.get(name, str(default))
-    if not text.isdecimal():
+    if not text.isdecimal() or len(text) > _MOST_DIGITS:
         raise ConfigError(tr("{name} = {text} is not a whole number from 0.", name=name, text=text))
     return int(text)
 

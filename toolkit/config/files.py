@@ -100,7 +100,7 @@ def parse(text: str, shown: str) -> Document:
     except yaml.MarkedYAMLError as error:
         line = error.problem_mark.line + 1 if error.problem_mark else 1
         raise ConfigError(tr("{file}:{line}: {reason}", file=shown, line=line, reason=error.problem)) from error
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: a number of thousands of digits, a date that is none
         raise ConfigError(tr("{file}: {reason}", file=shown, reason=error)) from error
     if not isinstance(values, dict):
         raise ConfigError(tr("{file} must hold `key: value` lines, not a list or a single value.", file=shown))

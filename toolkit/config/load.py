@@ -40,6 +40,8 @@ from toolkit.secrets import hide_all
 JSON, TYPED = 500, 1000
 """Layers of a user's DeepSpeed JSON and of the command line; recipes count from 1."""
 FREE = ("ds_extra", "launch.env")
+_LONGEST_WORD = 200
+"""Characters of an argument that a message shows."""
 """Sections whose keys the schema does not name."""
 
 
@@ -210,11 +212,11 @@ def _parse(word: str) -> Override:
         override = OverridesParser.create().parse_override(quoted(word))
         if override.package is not None:
             raise HydraException("no packages")
-    except (HydraException, RecursionError) as error:
+    except (HydraException, RecursionError, ValueError) as error:  # ValueError: a number of thousands of digits
         raise ConfigError(
             tr(
                 "command line: cannot read '{word}': write key=value (quote spaces and brackets for the shell).",
-                word=word,
+                word=word[:_LONGEST_WORD],
             )
         ) from error
     key = override.key_or_group

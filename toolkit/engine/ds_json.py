@@ -9,6 +9,7 @@ from toolkit.engine.ds_ignored import without_ignored
 from toolkit.engine.ds_names import name_problems
 from toolkit.errors import ConfigError
 from toolkit.messages import tr
+from toolkit.outside import reason_of
 from toolkit.problems import raise_all
 
 _TOKEN = re.compile(r'"(?:\\.|[^"\\])*"|[{}\[\]:,]')
@@ -46,6 +47,8 @@ def read_json(path: str) -> tuple[dict[str, Any], dict[str, str], dict[str, str]
                 reason=error.msg,
             )
         ) from error
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(tr("{path} is not JSON: {reason}", path=path, reason=reason_of(error))) from error
     if not isinstance(values, dict):
         raise ConfigError(tr("{path}: a DeepSpeed JSON must be an object, {{...}}.", path=path))
     where = _lines(text, path)

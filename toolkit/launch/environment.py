@@ -26,6 +26,8 @@ VARIABLES = {
     "slurm": ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NTASKS", "SLURM_NTASKS_PER_NODE"),
 }
 
+_MOST_DIGITS = 9
+
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
@@ -91,8 +93,8 @@ def _number(environ: Mapping[str, str], name: str, default: str | None = None) -
     text = environ.get(name, default)
     if text is None:
         raise LaunchError(tr("{name} is not set although this process was started as one of several ranks.", name=name))
-    if not text.isdecimal():
-        raise LaunchError(tr("{name}={text} is not a number.", name=name, text=text))
+    if not text.isdecimal() or len(text) > _MOST_DIGITS:
+        raise LaunchError(tr("{name}={text} is not a number.", name=name, text=text[:40]))
     return int(text)
 
 

@@ -176,7 +176,8 @@ def attention_arguments(module: Any, batch: dict[str, torch.Tensor]) -> dict[str
     """
     segments = batch["segment_ids"]
     if "part" in batch:
-        assert module.config._attn_implementation == SEQUENCE
+        if module.config._attn_implementation != SEQUENCE:
+            raise RuntimeError("a model that does not attend over parts of rows got one")
         return {**_unmasked(batch, segments.size(1)), "in_parts": True}
     if "cu_seq_lens" not in batch:
         mask = segments > 0
