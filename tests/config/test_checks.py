@@ -1,5 +1,6 @@
 """Cross-field rules: both values, the place, the mend."""
 
+import re
 from functools import partial
 from pathlib import Path
 
@@ -412,7 +413,7 @@ def test_a_micro_batch_that_is_found_by_training() -> None:
 
 
 def test_accumulation_is_derived() -> None:
-    assert accumulation(load(["recipe=zero1"]).cfg, 8) == 4
+    assert accumulation(load(["recipe=zero1", "batch.global_size=32"]).cfg, 8) == 4
 
 
 @pytest.mark.parametrize("method", ["lora", "ptuning_v2", "prompt"])
@@ -422,7 +423,7 @@ def test_every_method_goes_on_from_an_adapter(method: str, tmp_path: Path) -> No
 
 
 def test_unknown_world_size_and_absent_files_can_be_left_out() -> None:
-    loaded = load(["recipe=chatglm"])
+    loaded = load(["recipe=chatglm", "model.path="])
     check(loaded, files=False)
     with pytest.raises(ConfigError, match="the weights of ChatGLM3-6B are not there"):
         check(loaded)
@@ -448,10 +449,12 @@ def test_keys_that_a_higher_layer_switched_off_are_noticed(tmp_path: Path) -> No
     """An error stays what one layer says against itself, or what is typed without effect."""
     loaded = load(["recipe=fp16", "model=glm_tiny", "precision=bf16", f"run.dir={tmp_path}"])
     check(loaded)
-    assert loaded.notices == [
-        "recipes/fp16.yaml:12: precision.initial_scale_power = 12 has no effect here: precision.dtype is bf16, not "
-        "fp16."
-    ]
+    [notice] = loaded.notices
+    assert re.fullmatch(
+        r"recipes/fp16\.yaml:\d+: precision\.initial_scale_power = 12 has no effect here: precision\.dtype is bf16, "
+        r"not fp16\.",
+        notice,
+    )
     with pytest.raises(ConfigError, match=r"^command line: precision\.hysteresis = 3 has no effect: "):
         check(load(["recipe=fp16", "model=glm_tiny", "precision=bf16", "precision.hysteresis=3"]))
     recipe = tmp_path / "r.yaml"
