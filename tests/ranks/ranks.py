@@ -15,7 +15,7 @@ from pathlib import Path
 
 from fork_ranks import PIDS
 
-from toolkit.distributed.orphans import end_with_parent
+from toolkit.children import end_with_parent
 from toolkit.launch.environment import free_port
 
 REPOSITORY = Path(__file__).parents[2]

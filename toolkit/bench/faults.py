@@ -1,12 +1,12 @@
 """The fault battery: every fault that this checkout's tests put in, and whether what must hold held."""
 
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
+from toolkit import children
 from toolkit.errors import ConfigError
 from toolkit.messages import tr
 
@@ -34,7 +34,7 @@ def run_battery(only: str = "") -> dict[str, Any]:
         # A place of its own: pytest removes that of its last run but three, and others may run tests meanwhile.
         command += ["-o", "junit_family=legacy"]  # the newer one has no properties of cases
         command += [f"--basetemp={folder}/tests", f"--faults={only}"]
-        subprocess.run(command, check=False, cwd=TESTS.parent)  # noqa: S603
+        children.start_tree(command, cwd=TESTS.parent).wait()
         cases = [_case(case) for case in ElementTree.parse(report).iter("testcase")]  # noqa: S314 -- written just now
     if not cases:
         raise ConfigError(tr("no fault is called {only}.", only=only))

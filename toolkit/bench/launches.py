@@ -11,6 +11,7 @@ from types import TracebackType
 import psutil
 
 from toolkit.bench.processes import children
+from toolkit.children import start_tree
 from toolkit.distributed.process_group import remove_shared_memory
 from toolkit.errors import LaunchError
 from toolkit.launch.environment import free_port
@@ -35,7 +36,7 @@ class Launch:
         self.file = tempfile.NamedTemporaryFile()
         options = ["--num_gpus", str(ranks), "--master_port", str(self.port)]
         self.started = time.perf_counter()
-        self.process = psutil.Popen(
+        self.process = start_tree(
             [sys.executable, "-m", *launcher, *options, *words], stdout=self.file, stderr=self.file
         )
 

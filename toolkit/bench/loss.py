@@ -4,7 +4,6 @@ OMP_NUM_THREADS=1 python -m toolkit.bench.loss tokens=2048 trained=0.5 hidden=10
 On a GPU the memory is what PyTorch held at most, on a CPU what the process grew by. Words: see DEFAULTS.
 """
 
-import multiprocessing
 import resource
 import statistics
 import sys
@@ -14,6 +13,7 @@ from typing import Any
 import torch
 from torch.nn import functional
 
+from toolkit import children
 from toolkit.models import chunked_loss
 
 DEFAULTS: dict[str, Any] = {
@@ -60,6 +60,4 @@ if __name__ == "__main__":
     words = dict(word.split("=", 1) for word in sys.argv[1:])
     settings = {name: type(value)(words.get(name, value)) for name, value in DEFAULTS.items()}
     for name in ("logits", "chunked"):
-        process = multiprocessing.get_context("spawn").Process(target=measure, args=(name, settings))
-        process.start()
-        process.join()
+        children.process(measure, name, settings).join()

@@ -4,11 +4,12 @@ import multiprocessing
 import os
 import time
 from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Generic, NamedTuple, TypeVar
 
 import psutil
+
+from toolkit.children import workers
 
 _EVERY_S = 0.25
 _Result = TypeVar("_Result")
@@ -30,7 +31,7 @@ def measure(call: Callable[..., _Result], *arguments: object) -> Measured[_Resul
 
     The module is imported before the clock starts.
     """
-    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+    with workers(1) as pool:
         pid = pool.submit(_imported, call).result()
         started = time.monotonic()
         future = pool.submit(call, *arguments)

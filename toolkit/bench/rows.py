@@ -2,12 +2,13 @@
 
 import json
 import os
-from concurrent.futures import ProcessPoolExecutor
 from functools import lru_cache
 from itertools import cycle
 from pathlib import Path
 
 import numpy as np
+
+from toolkit.children import workers
 
 MEDIAN_WORDS, SIGMA = 92, 0.67
 """Of the log-normal number of words in a row; about 120 tokens with a vocabulary of 16,384 fitted to the rows."""
@@ -31,7 +32,7 @@ def rows_file(folder: Path, count: int, seed: int = 0) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     building = file.with_suffix(f".{os.getpid()}")
     jobs = [(seed, start, min(_CHUNK, count - start)) for start in range(0, count, _CHUNK)]
-    with open(building, "wb") as out, ProcessPoolExecutor(max_workers=os.cpu_count()) as pool:
+    with open(building, "wb") as out, workers(os.cpu_count() or 1) as pool:
         for part in pool.map(_part, jobs):
             out.write(part)
     building.replace(file)

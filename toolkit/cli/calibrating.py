@@ -1,9 +1,8 @@
 """Measure how fast this machine is, in processes of their own; see bench/calibrate.py."""
 
-import multiprocessing
-from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 
+from toolkit import children
 from toolkit.config.schema import RunConfig
 from toolkit.errors import ConfigError
 from toolkit.launch.environment import free_port
@@ -31,7 +30,7 @@ def calibrate(cfg: RunConfig, machine: Machine, outline: Outline) -> None:
     from toolkit.bench.calibrate import measure_rank
 
     port = free_port()
-    pool = ProcessPoolExecutor(machine.ranks, multiprocessing.get_context("spawn"))
+    pool = children.workers(machine.ranks)
     try:
         ranks = [
             pool.submit(measure_rank, cfg, rank, machine.ranks, port, machine.on_cpu) for rank in range(machine.ranks)

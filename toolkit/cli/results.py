@@ -3,11 +3,11 @@
 import json
 import shlex
 import shutil
-import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from toolkit import children
 from toolkit.errors import ConfigError
 from toolkit.messages import tr
 from toolkit.plan.machine import own_memory
@@ -60,7 +60,7 @@ def _machine() -> dict[str, object]:
     gpus = ""
     if smi:
         command = [smi, "--query-gpu=name,memory.total", "--format=csv,noheader"]
-        gpus = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False).stdout  # noqa: S603
+        gpus = children.run(command, capture_output=True, text=True, timeout=60).stdout
     return {
         "processor": next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), ""),
         "memory_bytes": own_memory(),

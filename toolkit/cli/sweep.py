@@ -18,13 +18,13 @@ import os
 import re
 import shlex
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from toolkit import children
 from toolkit.cli.compose import compose, positive_int
 from toolkit.cli.sweep_results import lines, state_name
 from toolkit.config import sweeps as grammar
@@ -32,7 +32,6 @@ from toolkit.config.checks import check
 from toolkit.config.load import recorded, to_yaml
 from toolkit.config.schema import EVAL_LOSS, RunConfig
 from toolkit.distributed.launched import Requests
-from toolkit.distributed.orphans import end_with_parent
 from toolkit.errors import ConfigError, Diverged, LaunchError, Stopped
 from toolkit.launch import ancestors, environment
 from toolkit.launch.sweeps import DIVERGED, DONE, FAILED, RUNNING, STOPPED, Job, Sweep, digest, job_name, now, opened
@@ -165,7 +164,7 @@ def launch(plan: Plan, sweep: Sweep, job: Job, special: Sequence[str], requests:
     job.state, job.started, job.ended, job.exit_code = RUNNING, now(), "", None
     sweep.save()
     # A session of its own: Ctrl-C reaches it through us alone, once.
-    process = subprocess.Popen(command, start_new_session=True, preexec_fn=end_with_parent)  # noqa: S603
+    process = children.start(command, start_new_session=True)
     while (code := process.poll()) is None:
         if requests.is_new:
             requests.is_new = False

@@ -1,16 +1,15 @@
 """Several processes that make parts, in order, with little in flight; and what is said when one of them is killed."""
 
 import os
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from multiprocessing import get_context
 from pathlib import Path
 from typing import NamedTuple
 
+from toolkit import children
 from toolkit.config.schema import RowFormat
 from toolkit.data.encode import ChatEncoder
 from toolkit.data.files import Block
@@ -60,13 +59,7 @@ def make_parts(
             path, is_new = maker.make(block, file.row_format, file.columns)
             yield Made(number, file, block, path, is_new)
         return
-    # spawn: a forked copy of a process that runs threads (tokenizers', torch's) may hang.
-    executor = ProcessPoolExecutor(
-        num_workers,
-        mp_context=get_context("spawn"),
-        initializer=_start,
-        initargs=(encoder, rules, folder, current_language(), os.getpid()),
-    )
+    executor = children.workers(num_workers, _start, encoder, rules, folder, current_language())
     try:
         yield from _in_order(executor, blocks, num_workers * _AHEAD)
     except BrokenProcessPool:
@@ -102,20 +95,12 @@ def _in_order(
 _maker: PartMaker | None = None
 
 
-def _start(encoder: ChatEncoder, rules: Rules, folder: Path, language: str, parent: int) -> None:
+def _start(encoder: ChatEncoder, rules: Rules, folder: Path, language: str) -> None:
     """Prepare a process: one thread each, as there is a process for every core."""
     global _maker
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     set_language(language)
     _maker = PartMaker(encoder, rules, folder)
-    threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
-
-
-def _end_with(parent: int) -> None:
-    """End when the parent has: a killed parent cannot tell its processes to."""
-    while os.getppid() == parent:
-        time.sleep(1)
-    os._exit(1)
 
 
 def _make(block: Block, row_format: RowFormat, columns: dict[str, str]) -> tuple[Path, bool]:

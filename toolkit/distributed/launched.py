@@ -15,7 +15,7 @@ from types import FrameType
 
 import psutil
 
-from toolkit.distributed.orphans import end_with_parent
+from toolkit import children
 from toolkit.launch import report
 
 _POLL_S = 0.2
@@ -63,9 +63,7 @@ def run(
         The launcher's exit code; negative if a signal killed it.
     """
     # A session of its own: Ctrl-C reaches the ranks through us alone, and they can be found without their launcher.
-    process = subprocess.Popen(  # noqa: S603
-        command, env=environ, stdin=subprocess.DEVNULL, start_new_session=True, preexec_fn=end_with_parent
-    )
+    process = children.start(command, env=environ, stdin=subprocess.DEVNULL, start_new_session=True)
     passed = ended = 0.0
     told, seen = environ[report.VARIABLE], False
     while (code := process.poll()) is None or _session(process.pid) or _ranks(words, told):

@@ -5,22 +5,20 @@ launcher (deepspeed 0.19.8, measured). Ranks import for seconds, and the launche
 a rank's first lines, and a rank finds out too that its launcher has died before that.
 """
 
-import ctypes
 import os
 import signal
 import subprocess
 import threading
 import time
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from toolkit import children
 from toolkit.launch import report
 from toolkit.launch.environment import Ranks
 from toolkit.messages import tr
 
 CHECK_EVERY_S = 1.0
-_PR_SET_PDEATHSIG = 1
 _LAUNCHERS = ("python", "pypy", "deepspeed", "torchrun", "mpirun", "mpiexec", "orterun", "orted", "prte", "hydra_pmi")
 """How programs begin that start ranks. In a container one of them may be process 1, which otherwise is whoever takes
 over what has lost its parent."""
@@ -39,7 +37,7 @@ def watch(ranks: Ranks) -> str:
     """
     if ranks.launcher not in ("deepspeed", "torchrun", "openmpi", "mpich"):
         return ""
-    end_with_parent()
+    children.end_with_parent()
     parent = os.getppid()
     if is_taken_over(os.getpid(), by_kind=True):
         return _lost(ranks)
@@ -51,12 +49,6 @@ def watch(ranks: Ranks) -> str:
     front_end = report.front_end()
     threading.Thread(target=_look, args=(parent, grandparent, front_end), name="orphan-watch", daemon=True).start()
     return ""
-
-
-def end_with_parent() -> None:
-    """Let the system send this process a SIGTERM when its parent ends. Linux alone has it."""
-    with suppress(OSError, AttributeError):
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def is_taken_over(pid: int, by_kind: bool) -> bool:
@@ -103,7 +95,7 @@ class _Tied:
     @staticmethod
     def run(*arguments: Any, **options: Any) -> Any:
         """Run a command."""
-        return subprocess.run(*arguments, **{"preexec_fn": end_with_parent, "check": False, **options})  # noqa: S603
+        return children.run(*arguments, **options)
 
 
 def _look(parent: int, grandparent: int, front_end: int) -> None:

@@ -1,9 +1,10 @@
 """Work in a process of its own, beside the ranks."""
 
 import os
-import subprocess
 import sys
 from pathlib import Path
+
+from toolkit import children
 
 # Nothing of the launch may reach it: it is no rank.
 _LAUNCH = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -20,7 +21,7 @@ def run_module(module: str, *words: str) -> str:
         "" if it succeeded, else the last line that it said.
     """
     command = [sys.executable, "-m", module, *words]
-    finished = subprocess.run(command, capture_output=True, text=True, env=environment(), check=False)  # noqa: S603
+    finished = children.run(command, capture_output=True, text=True, env=environment())
     if not finished.returncode:
         return ""
     lines = [line for line in finished.stderr.splitlines() if line.strip()] or ["?"]

@@ -12,6 +12,7 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
+from toolkit import children
 from toolkit.config import variables
 from toolkit.config.schema import RunConfig
 from toolkit.doctor import facts, network
@@ -88,7 +89,7 @@ class Agent:
                 answer, log = Path(folder, f"{number}.json"), Path(folder, f"{number}.log")
                 out = stack.enter_context(log.open("wb"))
                 command = [sys.executable, "-m", "toolkit.doctor.collective", backend, str(seconds), str(answer)]
-                rank = subprocess.Popen(  # noqa: S603
+                rank = children.start(
                     command, env={**os.environ, **environ}, stdout=out, stderr=out, stdin=subprocess.DEVNULL
                 )
                 stack.callback(_end, rank)

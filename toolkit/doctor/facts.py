@@ -16,6 +16,7 @@ from typing import Any
 
 import psutil
 
+from toolkit import children
 from toolkit.config import ops
 from toolkit.config.load import recorded
 from toolkit.config.schema import Device, Init, RunConfig
@@ -89,7 +90,7 @@ def _version(name: str) -> str:
 def _run(*command: str) -> str | None:
     """Return what a command prints, "" if it fails or is not there, None if it does not come to its end."""
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_COMMAND_S, stdin=subprocess.DEVNULL)  # noqa: S603
+        done = children.run(command, capture_output=True, text=True, timeout=_COMMAND_S, stdin=subprocess.DEVNULL)
     except subprocess.TimeoutExpired:
         return None
     except OSError:

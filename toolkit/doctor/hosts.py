@@ -16,6 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import IO, Any
 
+from toolkit import children
 from toolkit.doctor.agent import MARK
 from toolkit.errors import LaunchError
 from toolkit.launch.forward import PACKED
@@ -60,8 +61,9 @@ class Host:
             command = ["ssh", *way.arguments, *options, name, inside + shlex.join(command)]
         self.answers: queue.Queue[str] = queue.Queue()
         self.complaints: list[str] = []
-        self.process = subprocess.Popen(  # noqa: S603 -- the name has passed hostfile.HOST
+        self.process = children.start(
             command,
+            ends_with_input=True,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

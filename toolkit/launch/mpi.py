@@ -6,11 +6,11 @@ Nothing of MPI itself is used: mpirun starts the ranks, and they meet as under a
 import os
 import re
 import shlex
-import subprocess
 from collections.abc import Mapping, Sequence
 
 import psutil
 
+from toolkit import children
 from toolkit.errors import LaunchError
 from toolkit.launch import report
 from toolkit.launch.resources import Resources, is_here
@@ -35,7 +35,7 @@ def check_program(launcher: str) -> None:
     Raises:
         LaunchError: it is another one.
     """
-    said = subprocess.run(["mpirun", "--version"], capture_output=True, text=True, timeout=60).stdout  # noqa: S607
+    said = children.run(["mpirun", "--version"], capture_output=True, text=True, timeout=60).stdout
     if re.search(LAUNCHERS[launcher], said, re.IGNORECASE):
         found = next((line.strip() for line in said.splitlines() if line.strip()), "?")
         raise LaunchError(

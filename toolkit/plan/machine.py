@@ -5,6 +5,7 @@ import re
 import subprocess
 from dataclasses import dataclass
 
+from toolkit import children
 from toolkit.errors import ConfigError
 from toolkit.messages import tr
 from toolkit.plan.cards import GIB, Card, find_card, similar
@@ -109,8 +110,8 @@ def parse_machine(gpus: str, nodes: int, host_memory: str) -> Machine:
 def this_machine(nodes: int = 1) -> Machine | None:
     """Return the machine at hand by what nvidia-smi says; None without an NVIDIA GPU."""
     try:
-        ran = subprocess.run(
-            ["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"],  # noqa: S607
+        ran = children.run(
+            ["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"],
             capture_output=True,
             text=True,
             timeout=5,

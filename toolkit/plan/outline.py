@@ -8,6 +8,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from toolkit import children
 from toolkit.config.schema import Init, RunConfig
 from toolkit.errors import ConfigError
 from toolkit.messages import tr
@@ -124,9 +125,7 @@ def _measured(cfg: RunConfig, config: Mapping[str, Any], say: Callable[[str], No
     say(tr("{kind} is not known by formula: its outline is measured, once.", kind=config.get("model_type")))
     command = [sys.executable, "-m", "toolkit.models.outline", str(folder)]
     try:  # without a standard input: nobody is to be asked whether code of the folder may run
-        ran = subprocess.run(  # noqa: S603
-            command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_MEASURE_S, check=False
-        )
+        ran = children.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_MEASURE_S)
         reason = (ran.stderr.strip().splitlines() or ["?"])[-1] if ran.returncode else ""
     except subprocess.TimeoutExpired:
         reason = tr("no answer within {seconds} s", seconds=_MEASURE_S)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 
+from toolkit import children
 from toolkit.messages import current_language, tr
 
 PAGE = "report.html"
@@ -72,7 +73,7 @@ class AutomaticReport:
         path = os.pathsep.join(filter(None, (package, self.environ.get("PYTHONPATH", ""))))
         words = ["report", str(self.folder), f"language={current_language()}"]
         with open(self.folder / "logs" / _LOG, "wb") as log:
-            return subprocess.Popen(  # noqa: S603
+            return children.start(
                 [sys.executable, "-c", _CODE, str(_LONGEST_S), *words],
                 env={**self.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
                 stdin=subprocess.DEVNULL,

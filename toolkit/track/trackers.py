@@ -12,6 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from toolkit import children
 from toolkit.distributed.own_process import environment
 from toolkit.messages import current_language, tr
 from toolkit.secrets import hide_all
@@ -66,8 +67,9 @@ class Trackers:
         metrics = folder / "metrics.jsonl"
         try:
             with open(folder / "logs" / "trackers.log", "ab") as log:
-                self._process = subprocess.Popen(  # noqa: S603
+                self._process = children.start(
                     [sys.executable, "-m", "toolkit.track.sidecar", str(folder)],
+                    ends_with_input=True,
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,
                     stderr=log,

@@ -12,6 +12,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from toolkit import children
 from toolkit.config.schema import RunConfig
 from toolkit.disk import refuse_links, unused
 from toolkit.errors import CheckpointError, RunFolderError
@@ -176,7 +177,7 @@ def commit() -> str:
 def _git(git: str, folder: Path, *words: str) -> str:
     command = [git, "-C", str(folder), *words]
     try:
-        found = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)  # noqa: S603
+        found = children.run(command, capture_output=True, text=True, timeout=10, check=True)
     except (OSError, subprocess.SubprocessError):
         return ""
     return found.stdout.strip()
