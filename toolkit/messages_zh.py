@@ -26,6 +26,7 @@ CHINESE: dict[str, str] = {
     "Ask it:  {command}": "向它提问：{command}",
     "Cannot read '{path}': {reason}.": "无法读取 '{path}'：{reason}。",
     "it is nested too deeply": "嵌套过深",
+    "The base model is {base}, which {adapter} names.": "基础模型是 {base}，由 {adapter} 指定。",
     "cannot write to the standard output: {reason}.": "无法写入标准输出：{reason}。",
     "{file}: {reason}.": "{file}：{reason}。",
     "{reason}: {places}. Free some, or choose other directories (run.dir, prepare.dir, TMPDIR).": "{reason}：{places}。请释放空间，或更换目录（run.dir、prepare.dir、TMPDIR）。",

@@ -7,14 +7,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from toolkit.config.load import load
 from toolkit.engine.ds_config import build_ds_config
-from toolkit.errors import ConfigError, ModelError, RowError
+from toolkit.errors import BaseMissing, ConfigError, ModelError, RowError
 from toolkit.models.folder import read_config
 from toolkit.models.limits import TooSlow, time_limit
 from toolkit.models.template_chat import TemplateChatEncoder
 from toolkit.models.tokenizer import fit_tokenizer, load_tokenizer
+from toolkit.models.tuning import adapter
+from toolkit.models.tuning.base import Base
 from toolkit.models.weights import WeightFiles, read_tensors
 from toolkit.outside import reading
 
@@ -231,3 +234,48 @@ def test_thousands_of_unknown_deepspeed_keys(tmp_path: Path, monkeypatch: pytest
     assert time.monotonic() - started < 20
     assert str(error.value).count("\n") < 30
     assert str(error.value).endswith("… and 59,980 more.")
+
+
+def adapter_of(tmp_path: Path, **settings: object) -> Path:
+    """Write an adapter's settings."""
+    whole = {"peft_type": "LORA", "r": 2, "target_modules": ["q_proj"], **settings}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(whole), encoding="utf-8")
+    return tmp_path
+
+
+@pytest.mark.parametrize("base", ["https://host/model", "owner/name", "/etc", "../..", ["a"], 5, None])
+def test_bases_of_adapters_are_directories_of_models_or_nothing(base: object, tmp_path: Path) -> None:
+    with pytest.raises(BaseMissing, match="is to be added to a model that is not there"):
+        adapter.base_of_adapter(adapter_of(tmp_path, base_model_name_or_path=base))
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"r": 10**9}, "r = 1000000000 is not a whole number from 1 to 65,536"),
+        ({"r": "x"}, "r = 'x' is not a whole number"),
+        ({"peft_type": ["LORA"]}, "is of the kind"),
+        ({"peft_type": None}, "is of the kind"),
+    ],
+)
+def test_damaged_settings_of_adapters(settings: dict[str, Any], said: str, tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"adapter_config\.json") as error:
+        adapter.read_settings(adapter_of(tmp_path, **settings))
+    assert said in str(error.value)
+
+
+def test_adapters_cannot_name_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """peft imports what some settings name."""
+    names = {"megatron_core": "canary", "megatron_config": {"a": 1}, "auto_mapping": {"parent_library": "canary"}}
+    found: list[Any] = []
+    monkeypatch.setattr(adapter.lora, "inject", lambda model, config, ds_config: found.append(config))
+    with torch.device("meta"):
+        model: Any = torch.nn.Linear(2, 2)
+    model.device = torch.device("meta")
+    settings = adapter.read_settings(adapter_of(tmp_path, **names))
+    adapter.attach(model, settings, Base(path="", numbers={}))
+    (config,) = found
+    assert config.r == 2
+    assert config.auto_mapping is None
+    assert config.megatron_config is None
+    assert config.megatron_core != "canary"

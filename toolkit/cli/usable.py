@@ -61,6 +61,9 @@ def load_usable(path: str, *, adapter: str = "", family: str = "auto", dtype: st
         path, adapter = "", str(folder)
     if adapter:
         folder = base_of_adapter(Path(adapter), str(folder) if path else "")
+        if not path:  # an adapter can name any model: its user shall see which
+            note = tr("The base model is {base}, which {adapter} names.", base=folder, adapter=adapter)
+            print(note, file=sys.stderr)
     elif (folder / manifest.MANIFEST).is_file() and (folder / MODEL_DIR).is_dir():
         return _of_checkpoint(folder, family, precision, place)
     own_tokenizer = bool(adapter) and (Path(adapter) / "tokenizer_config.json").is_file()

@@ -23,7 +23,8 @@ _SIZES = {
     **dict.fromkeys(
         ("intermediate_size", "ffn_hidden_size", "inner_hidden_size", "head_dim", "kv_channels"), (0, 1 << 24)
     ),
-    "pre_seq_len": (0, 1 << 20),
+    **dict.fromkeys(("pre_seq_len", "num_virtual_tokens"), (0, 1 << 20)),
+    "r": (1, 1 << 16),
 }
 _NEEDED = ("num_hidden_layers", "num_attention_heads", "vocab_size", "hidden_size")
 _MOST_GROWTH = 100

@@ -19,12 +19,14 @@ from toolkit.errors import ModelError
 from toolkit.messages import tr
 from toolkit.models.chatglm.prefix import PREFIX, prefix_for
 from toolkit.models.folder import read_object
+from toolkit.models.limits import check_sizes
 from toolkit.models.tuning import lora
 from toolkit.models.tuning.base import FILE as BASE_FILE
 from toolkit.models.tuning.base import Base, check_base, find_base, numbers_of, read_base
 from toolkit.models.tuning.prefix import attach_prefix
 from toolkit.models.tuning.prompt import SoftPrompt, attach_prompt
 from toolkit.models.weights import read_tensors
+from toolkit.outside import reading
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PTUNING_V2 = "PTUNING_V2"
@@ -92,6 +94,13 @@ def stored_names(model: PreTrainedModel) -> dict[str, str]:
     return {name_of[id(value)]: _PEFT_MODEL + stored for stored, value in found.items()}
 
 
+# Of peft's settings: what names modules to import, or data and states to read while an adapter is put in (peft 0.21).
+_OUTSIDE = (
+    *("auto_mapping", "megatron_config", "megatron_core", "runtime_config"),
+    *("loftq_config", "eva_config", "corda_config", "lora_ga_config"),
+)
+
+
 def is_adapter(path: Path) -> bool:
     """Whether a path is an adapter's folder, or a P-Tuning v2 checkpoint of the ChatGLM repositories."""
     return (path / CONFIG).is_file() or is_original_prefix(path)
@@ -114,7 +123,7 @@ def read_settings(folder: Path) -> dict[str, Any]:
         original = read_object(folder / "config.json")
         return prefix_settings(int(original["pre_seq_len"]), bool(original.get("prefix_projection")), "")
     settings = read_object(folder / CONFIG)
-    if settings.get("peft_type") not in _METHODS:
+    if str(settings.get("peft_type")) not in _METHODS:
         raise ModelError(
             tr(
                 "{file} is of the kind {kind}, which is not known here. Known: {known}.",
@@ -123,6 +132,7 @@ def read_settings(folder: Path) -> dict[str, Any]:
                 known=", ".join(_METHODS),
             )
         )
+    check_sizes(settings, folder / CONFIG)
     return settings
 
 
@@ -206,7 +216,11 @@ def attach(
             attach_prompt(model, SoftPrompt(torch.zeros(shape, dtype=model.dtype)))
         else:
             # Another version of peft may have settings that this one does not know.
-            known = {name: value for name, value in settings.items() if name in LoraConfig.__dataclass_fields__}
+            known = {
+                name: value
+                for name, value in settings.items()
+                if name in LoraConfig.__dataclass_fields__ and name not in _OUTSIDE
+            }
             lora.inject(model, LoraConfig(**known | {"inference_mode": False}), ds_config)
     model.tuned = Tuned(method, settings, base)
 
@@ -235,7 +249,8 @@ def load_adapter(
     if known is not None:
         check_base(known, base, folder)
     values = read_weights(folder)
-    attach(model, settings, base, dropout=dropout, ds_config=ds_config)
+    with reading(folder / CONFIG, ModelError):
+        attach(model, settings, base, dropout=dropout, ds_config=ds_config)
     if method_of(settings) is TuningMethod.ptuning_v2:  # ChatGLM-6B's own training saved lm_head too
         values = {name: value for name, value in values.items() if name.startswith(PREFIX)}
     fill(model, values, folder)
