@@ -149,6 +149,7 @@ CHINESE: dict[str, str] = {
     "DeepSpeed's WarmupCosineLR takes the first step at a learning rate of 0, whatever warmup_min_ratio is; in a run of the toolkit it is {rate}. All other steps are equal.": "DeepSpeed 的 WarmupCosineLR 不论 warmup_min_ratio 是多少，第一步的学习率都是 0；用本工具训练时是 {rate}。其余各步相同。",
     "Learning rate: {rate:g} at its peak (tuning.method = {method}).": "学习率峰值：{rate:g}（tuning.method = {method}）。",
     "default of tuning.method = {method}": "tuning.method = {method} 的默认值",
+    "Evaluations take {count} of {all} validation samples, the same ones each time (evaluate.max_samples; 0 takes all).": "每次评估使用 {all} 个验证样本中的 {count} 个，每次都相同（evaluate.max_samples；0 表示全部）。",
     "deepspeed_json = {path} cannot be read: {reason}": "deepspeed_json = {path} 无法读取：{reason}",
     "distributed.interface = {interface} sets this variable. Keep one of the two.": "distributed.interface = {interface} 会设置这个变量。请只保留其中之一。",
     "distributed.interface = {name}: {host} has no such network interface, only {existing}.": "distributed.interface = {name}：{host} 没有这个网络接口，只有 {existing}。",

@@ -121,7 +121,9 @@ def test_scheduler_is_named_or_reported_missing() -> None:
     assert "depends on the number of steps" in build_ds_config(cfg, WORLD).missing[0]
     ds = build_ds_config(cfg, WORLD, 100)
     assert ds.values["scheduler"]["params"]["warmup_num_steps"] == 3
-    assert ds.missing == []
+    assert ds.values["scheduler"]["params"]["warmup_min_ratio"] == 1 / 3
+    [missing] = ds.missing
+    assert "WarmupCosineLR takes the first step at a learning rate of 0" in missing
     cfg.schedule.name, cfg.schedule.warmup_ratio = ScheduleName.constant, 0.0
     ds = build_ds_config(cfg, WORLD)
     assert "scheduler" not in ds.values and ds.missing == []

@@ -15,6 +15,8 @@ from toolkit.cli.evaluation import Evaluation, questions_of
 from toolkit.config.load import load
 from toolkit.config.schema import RunConfig
 from toolkit.data.collate import collate
+from toolkit.data.plan import evaluated_samples
+from toolkit.data.sampler import sequential
 from toolkit.errors import DataError, ModelError
 from toolkit.evaluate import answers, metrics
 from toolkit.evaluate.generate import Sampling, generate, text_of
@@ -22,6 +24,7 @@ from toolkit.launch.environment import Ranks
 from toolkit.models.build import build_model
 from toolkit.models.loss import num_trained_tokens, token_loss_sum
 from toolkit.secrets import hide
+from toolkit.train.batches import rows_per_step
 from toolkit.train.prepared import Prepared, prepare_data
 
 WORDS = ["red", "green", "blue", "apple", "pear", "runs", "walks", "sleeps", "quickly", "today", "tomorrow", "never"]
@@ -31,9 +34,9 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two files of questions, one of texts."""
+    """Two files of questions, one of texts; and one to train on, whose rows are others."""
     draw, folder = random.Random(3), tmp_path_factory.mktemp("data")
-    for name, count in (("one", 9), ("two", 14), ("texts", 3)):
+    for name, count in (("one", 9), ("two", 14), ("texts", 3), ("train", 14)):
         with (folder / f"{name}.jsonl").open("w") as file:
             for _ in range(count):
                 prompt, response = (" ".join(draw.choices(WORDS, k=draw.randint(2, 9))) for _ in range(2))
@@ -73,7 +76,7 @@ def read(folder: Path, *words: str) -> tuple[RunConfig, Prepared]:
     validation = ",".join(f"{{path: {folder}/{name}.jsonl}}" for name in ("one", "two", "texts"))
     cfg = load(
         [
-            *("recipe=quickstart", "model=glm_tiny", f"data.sources=[{{path: {folder}/two.jsonl}}]"),
+            *("recipe=quickstart", "model=glm_tiny", f"data.sources=[{{path: {folder}/train.jsonl}}]"),
             *(f"prepare.dir={folder}/cache", f"data.validation=[{validation}]", "batch.global_size=12"),
             *("batch.micro_per_gpu=3", "evaluate.max_new_tokens=10", "evaluate.batch_size=4", *words),
         ]
@@ -84,14 +87,17 @@ def read(folder: Path, *words: str) -> tuple[RunConfig, Prepared]:
 ALL = "evaluate.metrics=[bleu,chrf,rouge_1,rouge_2,rouge_l,exact_match,distinct_1,distinct_2,length]"
 
 
+@pytest.mark.parametrize("most", [0, 7])
 @pytest.mark.parametrize("packing", ["none", "packed", "grouped"])
-def test_loss_is_that_of_all_tokens_of_each_source(packing: str, make: Made, tmp_path: Path) -> None:
-    evaluation, _ = make(f"data.packing={packing}", "data.max_length=64")
+def test_loss_is_that_of_all_tokens_of_each_source(packing: str, most: int, make: Made, tmp_path: Path) -> None:
+    evaluation, _ = make(f"data.packing={packing}", "data.max_length=64", f"evaluate.max_samples={most}")
     found = evaluation.run(tmp_path / "x.jsonl")
     store = evaluation.prepared.validation
     assert store is not None
     sums: dict[str, list[float]] = {}
-    for sample in range(len(store)):
+    taken = evaluated_samples(store, most)
+    assert len(taken) == (most or len(store))
+    for sample in taken:
         batch = collate([[store[sample]]], 0)
         with torch.no_grad():
             loss = float(token_loss_sum(evaluation.model, batch))
@@ -237,6 +243,23 @@ def test_prompts_that_are_too_long_are_left_out(make: Made) -> None:
     evaluation, _ = make(ALL, "model.shape.max_positions=12")
     with pytest.raises(ModelError, match=r"more than the 12 positions of the model\. Set it lower\."):
         evaluation.leave_out_too_long()
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("packing", ["none", "packed", "grouped"])
+def test_ranks_share_the_same_samples(
+    packing: str, ranks: int, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cfg, prepared = read(folder, f"data.packing={packing}", "data.max_length=64", "evaluate.max_samples=7")
+    assert prepared.validation is not None and prepared.validation_plan is not None
+    wanted = evaluated_samples(prepared.validation, 7).tolist()
+    plan, found = prepared.validation_plan, []
+    for rank in range(ranks):
+        for rows in sequential(len(plan), rows_per_step(cfg, prepared.packing)[1], rank, ranks):
+            found += [sample for row in rows for sample in plan[row]]
+    assert sorted(found) == wanted
+    prepare_data(cfg, speaks=True)
+    assert "Evaluations take 7 of 26 validation samples" in capsys.readouterr().out
 
 
 def test_samples_are_spread_over_the_split(make: Made) -> None:

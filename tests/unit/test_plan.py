@@ -15,7 +15,7 @@ from tests.unit.data_tools import ByteEncoder, pairs, run_config, write_rows
 from toolkit.config.schema import Packing, SourceConfig
 from toolkit.data.collate import collate
 from toolkit.data.permutation import Permutation
-from toolkit.data.plan import PAD_MULTIPLE, Plan, group, pack, plan_rows
+from toolkit.data.plan import PAD_MULTIPLE, Plan, evaluated_samples, group, pack, plan_rows
 from toolkit.data.prepare import prepare
 from toolkit.data.store import Store
 
@@ -169,3 +169,41 @@ def test_every_token_comes_once_and_none_crosses(data: st.DataObject) -> None:
     flat, starts = segments.reshape(-1), set(bounds)
     for place in range(1, ids.size):
         assert (place in starts) == (place % ids.shape[1] == 0 or flat[place] != flat[place - 1])
+
+
+class Split:
+    """As much of a store as a subset needs: how many samples, and of which source each is."""
+
+    def __init__(self, *counts: int) -> None:
+        self.of = np.repeat(np.arange(len(counts)), counts)
+
+    def __len__(self) -> int:
+        return len(self.of)
+
+    def sources(self) -> np.ndarray:
+        return self.of
+
+
+@pytest.mark.parametrize(
+    ("counts", "most", "shares"),
+    [
+        ((50, 30), 0, [50, 30]),
+        ((50, 30), 80, [50, 30]),
+        ((900, 100), 100, [90, 10]),
+        ((9000, 5), 100, [99, 1]),  # every source is represented
+        ((1, 1, 9998), 10, [1, 1, 8]),
+        ((333, 333, 334), 100, [33, 33, 34]),
+        ((10, 10, 10), 2, [1, 1, 1]),
+    ],
+)
+def test_an_evaluation_takes_its_share_of_each_source(counts: tuple[int, ...], most: int, shares: list[int]) -> None:
+    split = Split(*counts)
+    chosen = evaluated_samples(split, most)  # type: ignore[arg-type]
+    assert np.bincount(split.of[chosen], minlength=len(counts)).tolist() == shares
+    assert np.array_equal(chosen, np.unique(chosen)), "each once, ascending"
+    assert np.array_equal(chosen, evaluated_samples(split, most))  # type: ignore[arg-type]
+
+
+def test_the_subset_is_no_stretch_of_the_file() -> None:
+    chosen = evaluated_samples(Split(10_000), 1000)  # type: ignore[arg-type]
+    assert np.histogram(chosen, 10, (0, 10_000))[0].min() > 60

@@ -55,8 +55,9 @@ def questions_of(cfg: RunConfig, prepared: Prepared, say: Say) -> list[Question]
         return []
     if not evaluate.metrics:
         return []
-    names = prepared.source_names
-    questions, others = choose_questions(prepared.validation, prepared.encoder, names, evaluate.max_samples)
+    names, limits = prepared.source_names, (evaluate.max_samples, evaluate.max_answers)
+    most = min((limit for limit in limits if limit), default=0)
+    questions, others = choose_questions(prepared.validation, prepared.encoder, names, most)
     if not questions:
         raise DataError(
             tr(

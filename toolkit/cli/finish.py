@@ -3,6 +3,9 @@
 import json
 import shlex
 import time
+from typing import Any
+
+from numpy.typing import NDArray
 
 from toolkit.cli.context import Session
 from toolkit.cli.tracking import hand_on_end
@@ -105,9 +108,17 @@ def _summary(session: Session, outcome: Outcome, total_steps: int) -> dict[str, 
         summary["last_eval_loss"] = outcome.evaluations[-1]["eval_loss"]
     validation = session.prepared.validation
     if session.cfg.evaluate.ngram_baselines and validation is not None and process_group.rank() == 0:
-        counted = ngram_baselines(session.prepared.train, validation, len(session.prepared.tokenizer))
+        counted = ngram_baselines(
+            session.prepared.train, validation, len(session.prepared.tokenizer), _evaluated(session)
+        )
         summary |= {"unigram_loss": counted.unigram, "bigram_loss": counted.bigram}
     return summary
+
+
+def _evaluated(session: Session) -> NDArray[Any] | None:
+    """Return the validation samples that the loss is measured on, so that all figures are of the same tokens."""
+    plan = session.prepared.validation_plan
+    return None if plan is None else plan.members
 
 
 def _print_achievement(

@@ -43,6 +43,7 @@ LEAST = {
     "report.every": 0,
     "evaluate.every": 0,
     "evaluate.max_samples": 0,
+    "evaluate.max_answers": 0,
     "evaluate.batch_size": 1,
     "evaluate.max_new_tokens": 1,
     "evaluate.temperature": 0,

@@ -805,7 +805,7 @@ class CheckpointConfig:
 
 @dataclass(kw_only=True, slots=True)
 class EvaluateConfig:
-    """`evaluate`: loss and perplexity on the validation split, exact over all its tokens, and the model's answers to it."""
+    """`evaluate`: loss and perplexity on the validation split, exact over all tokens of the samples taken, and the model's answers to it."""
 
     every: int = 0
     """Steps between two evaluations; 0 evaluates at the end only."""
@@ -813,8 +813,10 @@ class EvaluateConfig:
     """Evaluate before the first step too."""
     metrics: list[Metric] = field(default_factory=list)
     """At each evaluation the model also answers validation samples, and the answers are scored by these (docs/evaluation.md); [] leaves it out. Those that begin with chatglm_ are what the ChatGLM repositories computed, and need the packages jieba, rouge-chinese and nltk."""
-    max_samples: int = 200
-    """Answer so many validation samples, evenly spread over the split; 0 answers all. Loss and perplexity are always of all."""
+    max_samples: int = 1000
+    """Measure the loss on so many validation samples, drawn once and the same in every evaluation, of each source in proportion; 0 takes all."""
+    max_answers: int = 200
+    """Answer so many validation samples, evenly spread over the split and at most `evaluate.max_samples`; 0 answers as many as that."""
     batch_size: int = 8
     """Samples that a rank answers at once."""
     max_new_tokens: int = 64

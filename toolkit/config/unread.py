@@ -229,7 +229,7 @@ def _unread_evaluate(cfg: RunConfig) -> Iterator[Unread]:
     elif not (cfg.checkpoint.keep or cfg.checkpoint.max_gib):
         yield "evaluate.keep_best", tr("all checkpoints are kept"), "checkpoint.keep"
     if not evaluate.metrics:
-        names = ("max_samples", "batch_size", "temperature", "top_p", "top_k", "seed")
+        names = ("max_answers", "batch_size", "temperature", "top_p", "top_k", "seed")
         reason = tr("evaluate.metrics is empty")
         yield from ((f"evaluate.{name}", reason, "evaluate.metrics") for name in names)
     elif not evaluate.temperature:

@@ -17,7 +17,7 @@ class Baselines:
     bigram: float
 
 
-def ngram_baselines(train: Store, validation: Store, vocab_size: int) -> Baselines:
+def ngram_baselines(train: Store, validation: Store, vocab_size: int, samples: NDArray[Any] | None = None) -> Baselines:
     """Fit a unigram and a bigram model to the trained tokens of one split and measure them on the other's.
 
     Unigram: counts plus one. Bigram: Witten-Bell, P(w|h) = (c(h,w) + t(h) P(w)) / (c(h) + t(h)) with t(h) the number
@@ -28,6 +28,7 @@ def ngram_baselines(train: Store, validation: Store, vocab_size: int) -> Baselin
         train: split that is counted.
         validation: split that is measured.
         vocab_size: every id is below it.
+        samples: those of the validation split that are measured; None takes all.
     """
     before, token = _pairs(train)
     probability = (np.bincount(token, minlength=vocab_size) + 1.0) / (len(token) + vocab_size)
@@ -36,7 +37,7 @@ def ngram_baselines(train: Store, validation: Store, vocab_size: int) -> Baselin
     seen = np.bincount(before, minlength=vocab_size)
     followers = np.bincount(bigrams // vocab_size, minlength=vocab_size)
 
-    before, token = _pairs(validation)
+    before, token = _pairs(validation, samples)
     code = before * vocab_size + token
     place = np.minimum(np.searchsorted(bigrams, code), len(bigrams) - 1)
     count = np.where(bigrams[place] == code, bigram_counts[place], 0)
@@ -49,16 +50,16 @@ def ngram_baselines(train: Store, validation: Store, vocab_size: int) -> Baselin
     )
 
 
-def _pairs(store: Store) -> tuple[NDArray[Any], NDArray[Any]]:
+def _pairs(store: Store, samples: NDArray[Any] | None = None) -> tuple[NDArray[Any], NDArray[Any]]:
     """Return the token before each trained one, and the trained one, int64 each."""
-    positions = _trained_positions(store)
+    positions = _trained_positions(store, samples)
     ids = store.read_ids(0, int(store.offsets[-1]))
     return ids[positions - 1].astype(np.int64), ids[positions].astype(np.int64)
 
 
-def _trained_positions(store: Store) -> NDArray[np.int64]:
+def _trained_positions(store: Store, samples: NDArray[Any] | None) -> NDArray[np.int64]:
     """Return the positions in `ids` of the tokens of this split that the loss covers, ascending."""
     member = np.zeros(len(store.offsets) - 1, dtype=np.bool_)
-    member[store.members] = True
+    member[store.members if samples is None else store.members[samples]] = True
     positions = np.flatnonzero(store.read_trained(0, int(store.offsets[-1])))
     return positions[member[np.searchsorted(store.offsets, positions, side="right") - 1]]

@@ -65,7 +65,9 @@ class Plan:
         return samples
 
     def __reduce__(self) -> Any:
-        return (Plan, (self.num_rows,)) if self.folder is None else (load_plan, (self.folder,))
+        if self.folder is None:
+            return Plan, (self.num_rows, self.members)
+        return load_plan, (self.folder,)
 
 
 def plan_rows(
@@ -78,6 +80,7 @@ def plan_rows(
     classes: Sequence[int] = (),
     seed: int,
     sources: list[SourceConfig],
+    most: int = 0,
     cache_dir: Path,
     say: Callable[[str], None],
 ) -> Plan:
@@ -92,6 +95,7 @@ def plan_rows(
         classes: longest samples of some classes of length, ascending; packed rows hold samples of one class each.
         seed: decides which samples meet, and which are taken of a source whose weight is no whole number.
         sources: the training sources with their weights; [] takes each sample once.
+        most: without sources: see `evaluated_samples`.
         cache_dir: `prepare.dir`; plans are kept in plans/ below it.
         say: receives the message shown while waiting for another process.
 
@@ -100,11 +104,13 @@ def plan_rows(
     """
     by_source = any(source.weights for source in sources)  # a row of several could come when one of them may not
     weights = [1.0 if by_source else source.weight for source in sources]
+    is_capped = 0 < most < len(store)
     if packing is Packing.none and not by_source and all(weight == 1 for weight in weights):
-        return Plan(len(store))
+        members = evaluated_samples(store, most).astype(np.uint32) if is_capped else None
+        return Plan(len(store) if members is None else len(members), members)
     key: list[Any] = [CODE_VERSION, store.fingerprint, store.split, packing.name, max_length, window, seed, weights]
-    if packing is Packing.grouped:
-        key.append(micro_per_gpu)
+    key += [micro_per_gpu] if packing is Packing.grouped else []
+    key += [{"most": most}] if is_capped else []
     classes = list(classes) if packing is Packing.packed else []
     if by_source or classes:
         points = [[source.weight, *((point.at, point.weight) for point in source.weights)] for source in sources]
@@ -112,22 +118,27 @@ def plan_rows(
     name = hashlib.sha256(json.dumps(key).encode()).hexdigest()[:32]
 
     def build(folder: Path) -> None:
-        samples = weighted_samples(store, weights, seed)
+        samples = evaluated_samples(store, most) if is_capped else weighted_samples(store, weights, seed)
         # Samples of one length are dealt out at random, so that rows do not follow the order of the files.
         samples = samples[Permutation(len(samples), f"plan {seed}")(np.arange(len(samples)))]
         lengths = store.lengths(samples)
         kinds = sources_of(store)[samples] if by_source else np.searchsorted(classes, lengths)
-        fills: dict[Packing, Fill] = {
-            Packing.none: lambda lengths: np.arange(len(lengths)),
-            Packing.packed: partial(pack, capacity=max_length, window=window),
-            Packing.grouped: partial(group, budget=micro_per_gpu * max_length),
-        }
-        rows, bounds = apart(lengths, kinds, len(sources) if by_source else len(classes) + 1, fills[packing])
+        fill = _fill(packing, max_length, micro_per_gpu, window)
+        rows, bounds = apart(lengths, kinds, len(sources) if by_source else len(classes) + 1, fill)
         _save(folder, samples, rows, bounds if by_source else [])
 
     target = cache_dir / "plans" / name
     build_once(target, build, lambda folder: (folder / "plan.json").is_file(), say)
     return load_plan(target)
+
+
+def _fill(packing: Packing, max_length: int, micro_per_gpu: int, window: int) -> Fill:
+    fills: dict[Packing, Fill] = {
+        Packing.none: lambda lengths: np.arange(len(lengths)),
+        Packing.packed: partial(pack, capacity=max_length, window=window),
+        Packing.grouped: partial(group, budget=micro_per_gpu * max_length),
+    }
+    return fills[packing]
 
 
 def weighted_samples(store: Store, weights: list[float], seed: int) -> NDArray[np.int64]:
@@ -146,6 +157,36 @@ def weighted_samples(store: Store, weights: list[float], seed: int) -> NDArray[n
         if part:
             chosen.append(mine[Permutation(len(mine), f"weight {seed} {number}")(np.arange(part))])
     return np.concatenate(chosen) if chosen else everything[:0]
+
+
+def evaluated_samples(store: Store, most: int) -> NDArray[np.int64]:
+    """Return the samples of a split that its loss is measured on: the same ones each time, on any number of ranks.
+
+    Each source gives its share, drawn at random, and one sample at least; so there are more than `most` if there are
+    more sources than that.
+
+    Args:
+        store: the split.
+        most: how many; 0 takes all.
+
+    Returns:
+        Numbers of samples, ascending, [at most max(most, sources)].
+    """
+    if not 0 < most < len(store):
+        return np.arange(len(store))
+    source_of = store.sources()
+    numbers, counts = np.unique(source_of, return_counts=True)
+    wanted = counts * (most / len(store))
+    shares = np.maximum(1, np.floor(wanted).astype(np.int64))
+    for place in np.argsort(shares - wanted, kind="stable")[: max(0, most - int(shares.sum()))]:
+        shares[place] += 1  # the largest remainders first
+    while shares.sum() > most and shares.max() > 1:
+        shares[shares.argmax()] -= 1
+    chosen = []
+    for number, share in zip(numbers, shares, strict=True):
+        mine = np.flatnonzero(source_of == number)
+        chosen.append(mine[Permutation(len(mine), f"evaluation {number}")(np.arange(share))])
+    return np.sort(np.concatenate(chosen))
 
 
 def sources_of(store: Store) -> NDArray[np.int64]:

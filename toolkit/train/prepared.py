@@ -102,6 +102,8 @@ def prepare_with(cfg: RunConfig, encoder: AnyChatEncoder, say: Callable[[str], N
     _tell(report, say)
     packing = _packing(cfg, say)
 
+    most = cfg.evaluate.max_samples
+
     def plan(store: Store, sources: list[SourceConfig]) -> Plan:
         return plan_rows(
             store,
@@ -112,10 +114,20 @@ def prepare_with(cfg: RunConfig, encoder: AnyChatEncoder, say: Callable[[str], N
             classes=length_classes(cfg.data.curriculum, cfg.data.max_length) if store is train else [],
             seed=cfg.run.seed,
             sources=sources,
+            most=0 if store is train else most,
             cache_dir=Path(cfg.prepare.dir),
             say=say,
         )
 
+    if validation is not None and 0 < most < len(validation):
+        say(
+            tr(
+                "Evaluations take {count} of {all} validation samples, the same ones each time (evaluate.max_samples; "
+                "0 takes all).",
+                count=f"{most:,}",
+                all=f"{len(validation):,}",
+            )
+        )
     return Prepared(
         encoder=encoder,
         train=train,
