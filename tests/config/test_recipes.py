@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 import yaml
 
+from toolkit.cli.compose import compose
+from toolkit.cli.train import greet
 from toolkit.config import examples
 from toolkit.config.checks import check
 from toolkit.config.files import known_recipes, read
@@ -14,6 +16,8 @@ from toolkit.config.hub import is_hub_name
 from toolkit.config.load import load
 from toolkit.config.schema import Init, RowFormat, RunConfig
 from toolkit.data.files import files_of
+from toolkit.engine.ds_config import build_ds_config
+from toolkit.launch.environment import Ranks
 
 ROOT = Path(__file__).parents[2]
 GROUP_FILES = sorted((ROOT / "conf").glob("*/*.yaml"))
@@ -155,3 +159,21 @@ def test_example_data_is_announced() -> None:
     mixed = load(["recipe=chatglm", "data.sources=[{path: chat.jsonl}, {format: docstrings}]"]).cfg.data
     assert "the docstrings of the installed Python" in examples.notice(mixed)
     assert "data=chat.jsonl" in examples.notice(load(["recipe=zero1"]).cfg.data)
+
+
+def test_no_recipe_overlaps_reductions() -> None:
+    """docs/speed.md says why; a recipe that did would contradict it."""
+    for recipe in RECIPES:
+        values = build_ds_config(load([f"recipe={recipe}"]).cfg, 2, 100).values
+        assert values["zero_optimization"]["overlap_comm"] is False, recipe
+
+
+def test_a_run_on_example_data_begins_with_saying_so(capsys: pytest.CaptureFixture[str]) -> None:
+    ranks = Ranks(rank=0, local_rank=0, world_size=2, local_world_size=2, launcher="deepspeed")
+    for words, told in (
+        (["recipe=chatglm"], True),
+        (["recipe=quickstart"], True),
+        (["recipe=zero1", "data=x.jsonl"], False),
+    ):
+        greet(compose(["model=glm_tiny", *words], world_size=2), ranks, "glm-tiny")
+        assert capsys.readouterr().out.startswith("EXAMPLE DATA") == told
