@@ -26,6 +26,7 @@ CHINESE: dict[str, str] = {
     "Ask it:  {command}": "向它提问：{command}",
     "Cannot read '{path}': {reason}.": "无法读取 '{path}'：{reason}。",
     "it is nested too deeply": "嵌套过深",
+    '{file}:{line}: the shells of all machines would run a part of this value: DeepSpeed puts it between double quotes as it is. Write it without ", `, \\ and $(.': '{file}:{line}：所有节点的 shell 会执行这个值的一部分：DeepSpeed 会把它原样放进双引号。请去掉其中的 "、`、\\ 和 $(。',
     "The base model is {base}, which {adapter} names.": "基础模型是 {base}，由 {adapter} 指定。",
     "cannot write to the standard output: {reason}.": "无法写入标准输出：{reason}。",
     "{file}: {reason}.": "{file}：{reason}。",

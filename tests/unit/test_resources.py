@@ -145,6 +145,12 @@ def test_files_with_variables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     file.write_text("A=1\n\n# note\n")
     with pytest.raises(LaunchError, match=r"deepspeed_env:2: DeepSpeed wants NAME=value in every line"):
         env_files.passed_on(here)
+    file.write_text("LD_LIBRARY_PATH=/x y:$LD_LIBRARY_PATH:${B}\nA=it's; true & (b)\n")
+    assert env_files.passed_on(here) == {file: ["LD_LIBRARY_PATH", "A"]}
+    for value in ("$(touch x)", "`touch x`", 'a"; touch x; "', "a\\", "${A:-$(touch x)}", "a\x0bB=$(touch x)"):
+        file.write_text(f"B=1\nA={value}\n")
+        with pytest.raises(LaunchError, match=r"deepspeed_env:2: the shells of all machines would run"):
+            env_files.passed_on(here)
 
 
 def test_the_launchers_program_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

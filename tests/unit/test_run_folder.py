@@ -14,7 +14,7 @@ import pytest
 
 from toolkit.config.schema import RunConfig
 from toolkit.distributed.watchdog import heartbeat_file
-from toolkit.errors import RunFolderError
+from toolkit.errors import CheckpointError, RunFolderError
 from toolkit.launch import restarts
 from toolkit.train import folder_lock, resume, run_folder
 
@@ -176,3 +176,11 @@ def test_what_can_be_saved_of_a_removed_folder_goes_next_to_it(tmp_path: Path) -
         tmp_path.chmod(0o500)
     with pytest.raises(RunFolderError, match=r"was removed, moved or replaced.*cannot make a run folder below"):
         run_folder.rescue(tmp_path / "file" / "mine")
+
+
+@pytest.mark.parametrize("small_disk", ["16k"], indirect=True)
+def test_a_full_disk_names_the_file(small_disk: Path) -> None:
+    with pytest.raises(CheckpointError, match=f"cannot write {small_disk}/config.yaml: No space left on device"):
+        run_folder.record_start(small_disk, "x" * 100_000, {}, ["host"], "")
+    with pytest.raises(CheckpointError, match=f"cannot write {small_disk}/DONE: "):
+        run_folder.mark_done(small_disk, {"x": "y" * 100_000})

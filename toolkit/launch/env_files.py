@@ -1,12 +1,16 @@
 """`.deepspeed_env`, from which DeepSpeed sets variables on all machines: in the home folder, and in the working one."""
 
 import os
+import re
 import stat
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from toolkit.errors import LaunchError
 from toolkit.messages import tr
+
+_COMMAND = re.compile(r"[\"`\\\x00]|\$(?!\{?[A-Za-z_])")
+"""What ends a text between double quotes, or runs a command in it (DeepSpeed 0.19.8); $NAME and ${NAME} do not."""
 
 
 def passed_on(folder: Path, environ: Mapping[str, str] = os.environ) -> dict[Path, list[str]]:
@@ -50,12 +54,23 @@ def _check_owner(file: Path) -> None:
 
 def _names(file: Path) -> list[str]:
     names = []
-    for number, line in enumerate(file.read_text(encoding="utf-8", errors="replace").splitlines(), start=1):
-        name, equals, _ = line.partition("=")
+    # DeepSpeed cuts at newlines alone; `splitlines` at other characters too, which would be looked at as other lines.
+    lines = file.read_text(encoding="utf-8", errors="replace").removesuffix("\n").split("\n")
+    for number, line in enumerate(lines if lines != [""] else [], start=1):
+        name, equals, value = line.partition("=")
         if not equals or not name.isidentifier():
             raise LaunchError(
                 tr(
                     "{file}:{line}: DeepSpeed wants NAME=value in every line, without blank lines and comments.",
+                    file=file,
+                    line=number,
+                )
+            )
+        if _COMMAND.search(value):
+            raise LaunchError(
+                tr(
+                    "{file}:{line}: the shells of all machines would run a part of this value: DeepSpeed puts it "
+                    'between double quotes as it is. Write it without ", `, \\ and $(.',
                     file=file,
                     line=number,
                 )

@@ -130,12 +130,15 @@ def record_start(
         ds_config: what `deepspeed.initialize` receives.
         hosts: of the ranks.
         device: what the driver calls rank 0's GPU; "" is a processor.
+
+    Raises:
+        CheckpointError: one cannot be written.
     """
     known = {**environment(len(hosts)), "hosts": list(hosts), "device": device}
-    (folder / "config.yaml").write_text(config_yaml, encoding="utf-8")
+    _write(folder / "config.yaml", config_yaml)
     for name, values in (("ds_config", ds_config), ("environment", known)):
         text = json.dumps(hide_all(values), indent=2) + "\n"
-        (folder / f"{name}.json").write_text(text, encoding="utf-8")
+        _write(folder / f"{name}.json", text)
 
 
 def environment(world_size: int) -> dict[str, object]:
@@ -189,13 +192,18 @@ def mark_done(folder: Path, summary: dict[str, object]) -> None:
     Raises:
         CheckpointError: it cannot be written.
     """
-    temporary = folder / "DONE.tmp"
+    _write(folder / "DONE", json.dumps(summary, indent=2) + "\n")
+
+
+def _write(file: Path, text: str) -> None:
+    """Write a file at once or not at all; the system does not name the file when a disk is full."""
+    temporary = file.with_name(f"{file.name}.tmp")
     try:
-        temporary.write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
-        temporary.replace(folder / "DONE")
+        temporary.write_text(text, encoding="utf-8")
+        temporary.replace(file)
     except OSError as error:
         raise CheckpointError(
-            tr("cannot write {file}: {reason}.", file=folder / "DONE", reason=error.strerror or error)
+            tr("cannot write {file}: {reason}.", file=file, reason=error.strerror or error)
         ) from error
 
 
