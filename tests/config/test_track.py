@@ -126,9 +126,10 @@ def test_monitors_that_are_off_or_left_open_change_nothing(tmp_path: Path) -> No
     assert "stays off" not in "\n".join(notes)
 
 
-def test_a_monitor_that_contradicts_the_recipe(tmp_path: Path) -> None:
+def test_a_monitor_beats_the_recipe_and_loses_to_the_command_line(tmp_path: Path) -> None:
     values = {"train_batch_size": 16, "wandb": {"enabled": True, "project": "theirs"}}
-    with pytest.raises(ConfigError, match=r"wandb.project gives track.wandb.project = theirs, but command line says"):
-        imported(tmp_path, values, "track=wandb", "track.wandb.project=mine")
+    loaded, notes = imported(tmp_path, values, "track=wandb", "track.wandb.project=mine")
+    assert loaded.cfg.track.wandb.project == "mine"
+    assert "wandb.project" in "\n".join(notes), "what has no effect is listed"
     with pytest.raises(ConfigError, match=r"wandb.enabled = 'yes' must be of type bool"):
         imported(tmp_path, {"train_batch_size": 16, "wandb": {"enabled": "yes"}})
