@@ -50,6 +50,10 @@ class CheckpointError(ToolkitError):
     exit_code = 74
 
 
+class ProofDiffers(CheckpointError):
+    """Logits are not those of the save but for rounding, though they may well be of the same weights."""
+
+
 class NotExportable(CheckpointError):
     """A checkpoint is whole, but its model cannot be taken out of it."""
 

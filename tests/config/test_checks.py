@@ -160,6 +160,10 @@ REFUSED = {
     "it, or set zero.aio.queue_depth=8.",
     "precision.loss_scale=128": "precision.loss_scale = 128.0 has no effect: precision.dtype is bf16, not "
     "fp16. Remove it, or set precision.loss_scale=0.0.",
+    "precision=bf16 precision.tf32=true": (
+        "precision.tf32 = true has no effect: precision.dtype is bf16, not fp32. Remove it, or set "
+        "precision.tf32=false."
+    ),
     "precision=fp16 precision.loss_scale=128 precision.hysteresis=3": (
         "precision.hysteresis = 3 has no effect: precision.loss_scale = 128.0 is fixed. Remove it, or set "
         "precision.hysteresis=2."

@@ -1,5 +1,6 @@
 """What is written beside weights. The probe: the same ids, the same logits, and nothing else touched."""
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -7,10 +8,14 @@ import torch
 import transformers
 from transformers import GlmConfig
 
-from toolkit.errors import CheckpointError, ModelError
+from toolkit.cli import finish
+from toolkit.config.schema import PrecisionConfig
+from toolkit.engine.initialize import use_tf32
+from toolkit.errors import CheckpointError, ModelError, ProofDiffers
+from toolkit.export.prove import run_forward
 from toolkit.models import probe
 from toolkit.models.chatglm.modeling import ChatGLMConfig
-from toolkit.models.save import describe
+from toolkit.models.save import describe, save_model
 
 
 @pytest.fixture
@@ -94,6 +99,48 @@ def test_weights_of_4_bits_are_told_again_by_whole_ones(model: transformers.GlmF
     assert probe.TOLERANCES["float32"] < difference <= tolerance
     model.lm_head.weight.data = torch.randn_like(model.lm_head.weight)
     assert probe.compare(model, taken)[0] > tolerance
+
+
+def test_the_tolerance_follows_what_the_device_computes(model: transformers.GlmForCausalLM) -> None:
+    matmul, before = torch.backends.cuda.matmul, torch.backends.cuda.matmul.allow_tf32
+    try:
+        for allowed, name in ((False, "float32"), (True, "tf32")):
+            use_tf32(PrecisionConfig(tf32=allowed))
+            assert matmul.allow_tf32 is torch.backends.cudnn.allow_tf32 is allowed
+            assert probe.precision_of(model, torch.device("cuda", 0)) == name
+            assert probe.precision_of(model, "cpu") == "float32", "processors have no TF32"
+            assert probe.precision_of(model.bfloat16(), "cuda") == "bfloat16"
+            model.float()
+    finally:
+        use_tf32(PrecisionConfig(tf32=before))
+    taken = probe.take(model, probe.spread_ids(model.config))
+    off = probe.Probe(taken.ids, taken.logits + 5e-3 * taken.logits.std(), "tf32")
+    difference, tolerance = probe.compare(model, off)
+    assert 1e-3 < difference < tolerance == 0.05
+
+
+def test_an_export_that_is_merely_outside_the_tolerance_is_kept(
+    model: transformers.GlmForCausalLM, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save_model(model, tmp_path / "export")
+    taken = probe.take(model, probe.spread_ids(model.config))
+    for difference, said in (
+        (0.0, ""),
+        (5e-3, "WARNING: the export does not give the run's logits exactly: the logits"),
+    ):
+        shutil.rmtree(tmp_path / "export" / "probe", ignore_errors=True)
+        probe.write(
+            probe.Probe(taken.ids, taken.logits + difference * taken.logits.std(), "float32"), tmp_path / "export"
+        )
+        finish._prove(tmp_path / "export")
+        assert capsys.readouterr().out.startswith(said)
+    with pytest.raises(ProofDiffers, match=r"differ from those of the save by 0\.005 of their spread"):
+        run_forward(tmp_path / "export")  # `toolkit verify` says so with an error
+    for wrong in (taken.logits.flip(1), taken.logits + 1.1 * taken.logits.std()):
+        shutil.rmtree(tmp_path / "export" / "probe")
+        probe.write(probe.Probe(taken.ids, wrong, "float32"), tmp_path / "export")
+        with pytest.raises(CheckpointError, match="other weights than were saved"):
+            finish._prove(tmp_path / "export")
 
 
 def test_what_could_not_be_exported_at_the_end_is_told_at_the_start(model: transformers.GlmForCausalLM) -> None:

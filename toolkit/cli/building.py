@@ -14,7 +14,7 @@ from toolkit.config.layout import layout_of
 from toolkit.config.schema import Init, Packing, RunConfig, ScheduleName, TuningMethod
 from toolkit.distributed.process_group import on_rank0, rank, world_size
 from toolkit.engine.ds_config import DsConfig, warmup_steps
-from toolkit.engine.initialize import initialize
+from toolkit.engine.initialize import initialize, use_tf32
 from toolkit.errors import ConfigError
 from toolkit.export.folder import write_folder
 from toolkit.messages import say, tr
@@ -55,6 +55,7 @@ def build_engine(cfg: RunConfig, prepared: Prepared, ds: DsConfig, total_steps: 
         ConfigError: `tuning` does not fit the model, or DeepSpeed refuses the combination.
     """
     packed, parts, stages = prepared.packing is Packing.packed, cfg.parallel.sequence, cfg.parallel.pipeline
+    use_tf32(cfg.precision)
     model = _loaded(cfg, prepared, ds)
     without_liger = apply_liger(model, cfg.kernels)
     model.loss_head, model.router_loss = LossHead(cfg.kernels.loss), router_loss(model, cfg)

@@ -152,12 +152,13 @@ def _model(
     """Return the model: under ZeRO-3 partitioned over the ranks as in training, else whole on each of them."""
     from toolkit.config.schema import Packing
     from toolkit.engine.ds_config import build_ds_config
-    from toolkit.engine.initialize import initialize_untrained
+    from toolkit.engine.initialize import initialize_untrained, use_tf32
     from toolkit.models.attention import check_isolation
     from toolkit.models.build import build_model
     from toolkit.models.tuning.adapter import load_adapter
     from toolkit.models.tuning.base import base_of
 
+    use_tf32(cfg.precision)
     packed = prepared.packing is Packing.packed
     # Steps are not taken: batch.global_size need not fit these ranks.
     batch = replace(cfg.batch, global_size=micro_rows(cfg) * world_size)

@@ -3,6 +3,7 @@
 import json
 import shlex
 import time
+from pathlib import Path
 from typing import Any
 
 from numpy.typing import NDArray
@@ -12,6 +13,7 @@ from toolkit.cli.tracking import hand_on_end
 from toolkit.config import examples
 from toolkit.data.baselines import ngram_baselines
 from toolkit.distributed import process_group
+from toolkit.errors import ProofDiffers
 from toolkit.evaluate.generate import answer
 from toolkit.export.adapter import export_adapter, prove_adapter
 from toolkit.export.card import FILE as CARD
@@ -62,7 +64,25 @@ def _export(session: Session, outcome: Outcome) -> None:
             if is_adapter:
                 prove_adapter(session.engine, folder)
             else:
-                process_group.on_rank0(lambda: run_forward(folder))
+                process_group.on_rank0(lambda: _prove(folder))
+
+
+def _prove(folder: Path) -> None:
+    """Compare a model's export with the run.
+
+    A device that rounds otherwise than was measured is no reason to lose a run's model: the export stays.
+    """
+    try:
+        run_forward(folder)
+    except ProofDiffers as error:
+        print(
+            tr(
+                "WARNING: the export does not give the run's logits exactly: {reason}. It is kept in {folder}. Compare "
+                "its loss with the run's last validation loss before you use it: toolkit eval.",
+                reason=error,
+                folder=folder,
+            )
+        )
 
 
 def _answers(session: Session) -> list[dict[str, str]]:

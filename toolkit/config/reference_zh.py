@@ -81,6 +81,7 @@ CHINESE: dict[str, str] = {
     "First learning rate of the warm-up as a fraction of the peak; -1 takes 1 / steps of the warm-up, so that the first update changes the weights, which 0 would not.": "预热的第一个学习率与峰值之比；-1 取 1 / 预热步数，使第一次更新就改变权重（取 0 则不会）。",
     "The arithmetic of the model. Gradients are reduced and the loss is summed in the same way for all.": "模型的算术精度。无论哪一种，梯度的归约和损失的求和都相同。",
     "fp32, bf16 or fp16. With bf16 and fp16 the optimizer keeps fp32 master weights.": "fp32、bf16 或 fp16。bf16 和 fp16 下，优化器保留 fp32 的主权重。",
+    "fp32 on GPUs: multiply matrices in TF32, several times as fast with 10 instead of 23 bits of mantissa; off, fp32 is fp32, convolutions included.": "GPU 上的 fp32：矩阵乘法用 TF32 计算，速度快数倍，但尾数只有 10 位而不是 23 位；关闭时 fp32 就是完整的 fp32，卷积也是。",
     "fp16: fixed loss scale; 0 scales dynamically.": "fp16：固定的 loss scale；0 为动态缩放。",
     "fp16: the dynamic loss scale starts at 2 to this power.": "fp16：动态 loss scale 从 2 的这个次方开始。",
     "fp16: steps without overflow after which the dynamic scale doubles.": "fp16：没有溢出的这么多步之后，动态缩放加倍。",

@@ -525,6 +525,8 @@ class PrecisionConfig:
 
     dtype: Dtype = Dtype.bf16
     """fp32, bf16 or fp16. With bf16 and fp16 the optimizer keeps fp32 master weights."""
+    tf32: bool = False
+    """fp32 on GPUs: multiply matrices in TF32, several times as fast with 10 instead of 23 bits of mantissa; off, fp32 is fp32, convolutions included."""
     loss_scale: float = 0.0
     """fp16: fixed loss scale; 0 scales dynamically."""
     initial_scale_power: int = 16

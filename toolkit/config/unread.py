@@ -130,6 +130,9 @@ def _unread(cfg: RunConfig) -> Iterator[Unread]:
     elif cfg.precision.loss_scale:
         reason = tr("precision.loss_scale = {scale} is fixed", scale=cfg.precision.loss_scale)
         yield from ((f"precision.{name}", reason, "precision.loss_scale") for name in FP16_KNOBS[1:-1])
+    if cfg.precision.dtype is not Dtype.fp32:
+        reason = tr("precision.dtype is {dtype}, not fp32", dtype=cfg.precision.dtype.value)
+        yield "precision.tf32", reason, "precision.dtype"
     stage = tr("zero.stage is {stage}", stage=zero.stage)
     if zero.stage != 3:
         yield from ((f"zero.{name}", stage, "zero.stage") for name in STAGE3_KEYS)

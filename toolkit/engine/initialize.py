@@ -14,7 +14,7 @@ from deepspeed.utils import groups
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from toolkit.config.schema import ActivationCheckpointingConfig, CompileConfig, OptimConfig, When
+from toolkit.config.schema import ActivationCheckpointingConfig, CompileConfig, OptimConfig, PrecisionConfig, When
 from toolkit.config.tensor import check_split
 from toolkit.engine import zenflow
 from toolkit.engine.optimizers import client_optimizer, parameter_groups
@@ -25,6 +25,11 @@ from toolkit.messages import tr
 cpuinfo.get_cpu_info = cache(cpuinfo.get_cpu_info)
 STAGE = "stage"
 """Attribute of a PipelineModule: the transformers model that computes this rank's stage (toolkit.models.stages)."""
+
+
+def use_tf32(precision: PrecisionConfig) -> None:
+    """Let this process multiply fp32 matrices in TF32, or not, on GPUs; PyTorch's own default differs by operation."""
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = precision.tf32
 
 
 def initialize(

@@ -4,7 +4,7 @@ import math
 from collections import deque
 from pathlib import Path
 
-from toolkit.errors import CheckpointError, NotExportable
+from toolkit.errors import CheckpointError, NotExportable, ProofDiffers
 from toolkit.export.checkpoint import load_checkpoint
 from toolkit.export.own import is_own
 from toolkit.export.tuned import loaded, part_of_adapter
@@ -27,6 +27,7 @@ def run_forward(folder: Path) -> str:
         What was found, for the user.
 
     Raises:
+        ProofDiffers: the logits differ by more than rounding, but by no more than `probe.WRONG`.
         CheckpointError: weights are missing, empty, of another shape, or others than were saved.
         ModelError: the same, of an export.
     """
@@ -54,17 +55,31 @@ def run_forward(folder: Path) -> str:
     difference, tolerance = probe.compare(model, saved)
     if math.isnan(difference) and (folder / "config.json").is_file():  # a layer that is used elsewhere too
         difference, tolerance = probe.compare(load_model(folder), saved)
-    if not difference <= tolerance:  # nan too
-        raise CheckpointError(
-            tr(
-                "other weights than were saved: the logits differ by {difference} of their spread (tolerance "
-                "{tolerance})",
-                difference=f"{difference:.2g}",
-                tolerance=tolerance,
-            )
-        )
+    _judge(difference, tolerance)
     return tr(
         "forward: the logits are those of the save (difference {difference} of their spread, tolerance {tolerance})",
         difference=f"{difference:.1e}",
         tolerance=tolerance,
+    )
+
+
+def _judge(difference: float, tolerance: float) -> None:
+    """Raise what a difference beyond the tolerance means; see `run_forward`."""
+    if difference <= tolerance:
+        return
+    shown = f"{difference:.2g}"
+    if difference <= max(probe.WRONG, tolerance):
+        raise ProofDiffers(
+            tr(
+                "the logits differ from those of the save by {difference} of their spread (tolerance {tolerance})",
+                difference=shown,
+                tolerance=tolerance,
+            )
+        )
+    raise CheckpointError(  # nan too
+        tr(
+            "other weights than were saved: the logits differ by {difference} of their spread (tolerance {tolerance})",
+            difference=shown,
+            tolerance=tolerance,
+        )
     )

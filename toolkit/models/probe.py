@@ -25,8 +25,12 @@ ROWS, LENGTH = 2, 8
 # random GLMs of 2 to 40 layers and up to 65,024 tokens, weights spread 0.02 to 0.05: float32 up to 3e-5, float16 up to
 # 0.03, bfloat16 up to 0.25; allowed is at least the double. (Spread 0.1, bfloat16 reached 0.67.) Weights that have
 # nothing to do with each other differ by about 6.
+# TF32 has float16's mantissa in products alone; measured 5e-3.
 # What was trained on weights of 4 bits (QLoRA) is put on whole ones: 0.7 to 2.4, measured with NF4 computed on CPUs.
-TOLERANCES = {"float32": 1e-4, "float16": 0.1, "bfloat16": 0.5, "nf4": 4.0}
+TOLERANCES = {"float32": 1e-4, "tf32": 0.05, "float16": 0.1, "bfloat16": 0.5, "nf4": 4.0}
+
+WRONG = 1.0
+"""A larger difference is of other weights, or of weights put to other use, whatever the precision."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +42,7 @@ class Probe:
     logits: torch.Tensor
     """At the last position, float32 [R, V]."""
     dtype: str
-    """Precision of the weights, such as bfloat16; nf4 where the frozen ones have 4 bits."""
+    """Precision of the weights, such as bfloat16; nf4 where the frozen ones have 4 bits; tf32: float32 in TF32."""
 
 
 def ids_of(samples: Sequence[Sequence[int]], config: PreTrainedConfig) -> torch.Tensor:
@@ -71,8 +75,15 @@ def take(model: PreTrainedModel, ids: torch.Tensor, device: torch.device | str =
     with torch.no_grad():
         logits = model(input_ids=ids.to(device), use_cache=False).logits[:, -1].float().cpu()
     model.train(was_training)
-    dtype = "nf4" if getattr(model, "is_loaded_in_4bit", False) else str(model.dtype).removeprefix("torch.")
-    return Probe(ids, logits, dtype)
+    return Probe(ids, logits, precision_of(model, device))
+
+
+def precision_of(model: PreTrainedModel, device: torch.device | str) -> str:
+    """Return what a model computes in on a device, a key of `TOLERANCES`."""
+    if getattr(model, "is_loaded_in_4bit", False):
+        return "nf4"
+    is_tf32 = torch.device(device).type == "cuda" and torch.backends.cuda.matmul.allow_tf32
+    return "tf32" if is_tf32 and model.dtype is torch.float32 else str(model.dtype).removeprefix("torch.")
 
 
 def write(probe: Probe, folder: Path) -> Path:

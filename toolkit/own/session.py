@@ -26,7 +26,7 @@ from toolkit.distributed import failure, process_group, signals
 from toolkit.distributed.process_group import on_rank0
 from toolkit.engine import memory
 from toolkit.engine.ds_config import DsConfig, build_ds_config
-from toolkit.engine.initialize import initialize
+from toolkit.engine.initialize import initialize, use_tf32
 from toolkit.errors import ConfigError, DataError
 from toolkit.export.checkpoint import export_beside
 from toolkit.export.own import CARD
@@ -186,6 +186,7 @@ def _samples_at(data: Data, place: Position) -> Samples:
 
 def _engine(model: nn.Module, cfg: RunConfig, ds: DsConfig, total_steps: int, folder: Path) -> DeepSpeedEngine:
     make_schedule = schedule_maker(cfg, total_steps)
+    use_tf32(cfg.precision)
     dtype = TORCH_DTYPES[cfg.precision.dtype]
     if dtype is not torch.float32:
         cast_inputs(model, dtype)

@@ -119,6 +119,7 @@ def _elsewhere() -> dict[str, str]:
         "saving_ways": tr("checkpoints hold all that resuming needs, exports safetensors; checkpoint.keep_weights"),
         "loader": tr("data.num_workers; every row is read, padding is never trained, the last step is never dropped"),
         "processes": tr("the launcher and DeepSpeed decide it"),
+        "tf32": tr("precision.tf32, which only precision=fp32 on GPUs reads"),
         "arithmetic": tr("left to PyTorch; resuming on the same number of ranks is bit for bit"),
         "streams": tr("files are always read as streams, and tokenised once per machine"),
         "store": tr("tokenised data is found again by what it is made of; prepare.num_workers says how many processes"),

@@ -164,7 +164,8 @@ TRAINER: dict[str, Key] = {
         jit_mode_eval=False,
         torchdynamo=None,
     ),
-    **idle("arithmetic", "tf32", "torch_empty_cache_steps", full_determinism=False, use_cache=False),
+    **idle("tf32", "tf32"),
+    **idle("arithmetic", "torch_empty_cache_steps", full_determinism=False, use_cache=False),
     **none("per_gpu", "per_gpu_train_batch_size", "per_gpu_eval_batch_size"),
 }
 
