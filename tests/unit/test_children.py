@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[2]
 STARTS = {
     *("subprocess.run", "subprocess.Popen", "subprocess.call", "subprocess.check_call", "subprocess.check_output"),
     *("psutil.Popen", "os.system", "os.popen", "os.fork", "os.forkpty", "os.posix_spawn", "pty.fork", "Popen"),
-    *("ProcessPoolExecutor", "get_context", "multiprocessing.get_context", "multiprocessing.Process", "Process"),
+    *("ProcessPoolExecutor", "get_context", "multiprocessing.get_context", "multiprocessing.Process"),
 }
 MAY = {
     "toolkit/children.py",  # the place

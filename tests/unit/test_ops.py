@@ -8,10 +8,12 @@ from pathlib import Path
 
 import pytest
 
+from toolkit.cli import beginning
 from toolkit.config import ops
 from toolkit.config.load import load
 from toolkit.engine.ds_config import build_ds_config
 from toolkit.errors import ConfigError
+from toolkit.train.resume import Origin
 
 GPU = {"DS_ACCELERATOR": "cuda", "TORCH_EXTENSIONS_DIR": "/nowhere"}
 CPU = {"DS_ACCELERATOR": "cpu", "TORCH_EXTENSIONS_DIR": "/nowhere"}
@@ -97,3 +99,21 @@ def test_a_build_ends_with_the_rank_that_started_it(tmp_path: Path) -> None:
     while Path(f"/proc/{file.read_text().strip()}").exists():
         assert time.monotonic() < until, os.kill(int(file.read_text()), 9)
         time.sleep(0.05)
+
+
+@pytest.mark.parametrize(
+    ("others", "before", "expected"),
+    [
+        ([(False, "a GPU")], None, False),
+        ([(False, "a GPU"), (True, "nvcc not found")], None, True),  # one node without a compiler decides for all
+        ([(False, "a GPU")], True, True),
+        ([(True, "no GPU")], False, True),
+    ],
+)
+def test_all_ranks_and_sessions_take_the_same(
+    others: list[tuple[bool, str]], before: bool | None, expected: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(beginning.process_group, "gather", lambda value: others)
+    monkeypatch.setattr(beginning, "_optimizer_before", lambda origin: before)
+    cfg = beginning.with_optimizer(load(AUTO).cfg, Origin(Path("run"), None))
+    assert cfg.optim.torch is expected
