@@ -816,6 +816,7 @@ CHINESE: dict[str, str] = {
     "data loaders": "数据加载进程",
     "evaluation": "评估",
     "export": "导出",
+    "tensor that is being read": "正在读取的张量",
     "kept by the heap": "内存分配器未归还的部分",
     "copy of what is exported": "导出内容的副本",
     "export read again": "重新读取的导出结果",

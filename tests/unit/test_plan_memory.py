@@ -75,7 +75,8 @@ def test_larger_micro_batches_need_more(name: str, method: TuningMethod, stage: 
 
 def test_a_process_on_processors_holds_more_than_its_tensors() -> None:
     memory = plan_rank(model("glm-4-9b-chat", TuningMethod.lora), config(2, Dtype.bf16, world=2), 2, on_cpu=True)
-    step = memory.device["step"]
+    step, load = memory.device["step"], memory.device["load"]
+    assert load["read"] == 2 * 151552 * 4096, "the embedding, as it is copied from its file"
     moving = sum(step.values()) - step["weights"] - step["optimizer"]
     assert moving > GIB / 10
     expected = PROCESS_BYTES + memory.peak(memory.worst) + HEAP_SHARE * moving

@@ -44,6 +44,7 @@ def _words() -> dict[str, str]:
         "processes": tr("processes"),
         "loaders": tr("data loaders"),
         "tensors": tr("tensors of the ranks"),
+        "read": tr("tensor that is being read"),
         "copies": tr("copies of checkpoints"),
         "heap": tr("kept by the heap"),
         "exported": tr("copy of what is exported"),

@@ -65,6 +65,8 @@ def plan_host(outline: Outline, cfg: RunConfig, machine: Machine, memory: RankMe
     if cfg.checkpoint.asynchronous:
         steps["copies"] = ranks * checkpoint_bytes(outline, cfg) // machine.world_size
     loading = Counter(always) + Counter({"weights": ranks * _loaded(outline, cfg, machine.world_size)})
+    if machine.on_cpu:
+        loading["read"] = ranks * memory.device["load"].get("read", 0)
     exporting = Counter(steps)
     if cfg.checkpoint.export:
         exporting["exported"] = export_bytes(outline, cfg)  # on the first rank

@@ -190,11 +190,8 @@ class _Rank:
             parts["gradients"] = 4 * self.trained
         if self.stage == 3:
             zero = self.cfg.zero
-            small = [
-                math.prod(shape)
-                for shape in self.outline.shapes.values()
-                if math.prod(shape) <= zero.stage3_param_persistence_threshold
-            ]
+            sizes = map(math.prod, self.outline.shapes.values())
+            small = [size for size in sizes if size <= zero.stage3_param_persistence_threshold]
             on_device = zero.offload_param.device is Device.none
             parts["weights"] = (self.weight * self.part(self.all) if on_device else 0) + self.weight * sum(small)
             parts["gradients"] = self.grad * self.part(self.trained)
@@ -368,6 +365,8 @@ class _Rank:
             parts["weights"] += flattened
         if self.on_cpu and self.cfg.model.init is Init.random:  # made in float32, whole
             parts["weights"] += max(0, 4 * self.all - sum(parts.values()))
+        elif self.on_cpu:
+            parts["read"] = self.weight * self.largest_anywhere()  # pages of the tensor that is copied from its file
         return parts
 
     def zenflow_host(self, part: int) -> int:
