@@ -1,8 +1,8 @@
 """Secrets stay where they are: what goes into a file, a log or a message is passed through here first.
 
-A secret is the value of an environment variable, or of a key of the config, whose name says so, the user and password
-of a URL, and what has the form of a well-known key. Nothing that a run writes needs them, and all of it gets copied,
-uploaded and shown.
+A secret is the value of an environment variable, of a key of the config or of a parameter of a URL whose name says so,
+the user and password of a URL, and what has the form of a well-known key. Nothing that a run writes needs them, and all
+of it gets copied, uploaded and shown.
 """
 
 import json
@@ -23,7 +23,13 @@ _COMMON = {"disabled", "required", "optional", "password", "changeme", "undefine
 """Values that hide nothing, and would be missed everywhere."""
 _SWITCHES = {"", "0", "1", "true", "false", "yes", "no", "on", "off"}
 """TOKENIZERS_PARALLELISM=false is no secret."""
-_URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*://)[^\s/:@\"']*:[^\s/\"']+@")
+_URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*://)[^\s/:@\"']*:[^\s/\"']+@|(https?://)[^\s/:@?#\"']+@")
+"""User and password; of HTTP the user alone too, which is where access tokens are put. ssh://git@host shows none."""
+_PARAMETER = re.compile(
+    r"([?&;][\w.%-]*(?:key|token|secret|password|passwd|credential|signature|(?<=[?&;])sig)=)[^\s&;#\"'<>]+",
+    re.IGNORECASE,
+)
+"""Of a URL, such as ?access_token=…, or &X-Amz-Signature=… and &sig=… of a link that was signed to be passed on."""
 _FORMS = re.compile(
     r"(?<![A-Za-z0-9])(?:hf_[A-Za-z0-9]{16,}|sk-[A-Za-z0-9_-]{16,}|AKIA[A-Z0-9]{12,}|gh[pousr]_[A-Za-z0-9]{20,})"
 )
@@ -53,7 +59,8 @@ def is_under_secret_name(name: str, value: str) -> bool:
 
 def _hidden(value: Any, secrets: list[str]) -> Any:
     if isinstance(value, str):
-        return _URL.sub(rf"\1{MASK}@", _masked(value, secrets))
+        without_users = _URL.sub(rf"\1\2{MASK}@", _masked(value, secrets))
+        return _PARAMETER.sub(rf"\1{MASK}", without_users)
     if isinstance(value, dict):
         return {_hidden(name, secrets): _hidden(item, secrets) for name, item in value.items()}
     if isinstance(value, (list, tuple)):
