@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 import threading
+import urllib.error
 import urllib.request
 from itertools import takewhile
 from pathlib import Path
@@ -130,6 +131,43 @@ def post(url: str, body: dict[str, Any]) -> dict[str, Any]:
         return dict(json.loads(answer.read()))
 
 
+def status(url: str, body: Any) -> int:
+    """Return the status of the answer to a request, which may be text that is no JSON."""
+    content = body if isinstance(body, bytes) else json.dumps(body).encode()
+    request = urllib.request.Request(url, content, {"Content-Type": "application/json"})
+    try:
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            return int(answer.status)
+    except urllib.error.HTTPError as error:
+        return error.code
+
+
+def hostile(url: str, body: dict[str, Any], positions: int) -> None:
+    """Send a running server what it must turn away, and what it must not follow."""
+    chat = f"{url}/v1/chat/completions"
+    turns = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]
+    wrong: dict[str, Any] = {
+        "broken": b'{"model": "mine", "messages": [',
+        "no UTF-8": b"\xff\xfe",
+        "no number": b"NaN",
+        "nested": b'{"messages":' + b"[" * 100_000 + b"]" * 100_000 + b"}",
+        "negative temperature": {**body, "temperature": -1},
+        "no messages": {"model": "mine"},
+        "no role": {**body, "messages": [{"content": "x"}]},
+        "odd content": {**body, "messages": [{"role": "user", "content": 5}]},
+        "half a character": b'{"model": "mine", "messages": [{"role": "user", "content": "\\ud800"}]}',
+        "another model": {**body, "model": "/etc"},
+        "own template": {**body, "chat_template_kwargs": {"chat_template": "x"}},
+        "too many messages": {**body, "messages": turns * positions + turns[:1]},
+    }
+    answers = {name: status(chat, content) for name, content in wrong.items()}
+    assert [(name, code) for name, code in answers.items() if code not in (400, 422)] == []
+    assert status(chat, b"{" + b" " * (17 << 20) + b"}") == 413
+    assert status(f"{url}/load_model", {"model": "/etc"}) == 404
+    endless = post(chat, {**body, "model": "mine", "max_tokens": 10**9, "temperature": 1})
+    assert endless["usage"]["total_tokens"] <= positions
+
+
 @pytest.mark.parametrize("kind", ["quickstart", "v3"])
 def test_transformers_server_answers_as_generate_does(kind: str, tmp_path: Path) -> None:
     for package in ("fastapi", "uvicorn", "openai"):
@@ -170,6 +208,8 @@ def test_transformers_server_answers_as_generate_does(kind: str, tmp_path: Path)
         body = {"model": str(model), "messages": messages, "max_tokens": 12, "temperature": 0}
         answer = post(f"http://127.0.0.1:{port}/v1/chat/completions", body)
         by_name = post(f"http://127.0.0.1:{port}/v1/chat/completions", {**body, "model": "mine"})
+        if kind == "quickstart":
+            hostile(f"http://127.0.0.1:{port}", body, usable.model.config.max_position_embeddings)
         with urllib.request.urlopen(f"http://127.0.0.1:{port}/v1/models", timeout=60) as listed:
             models = [model["id"] for model in json.loads(listed.read())["data"]]
     finally:

@@ -16,7 +16,7 @@ ENVIRONMENT = {
     "AWS_SECRET_ACCESS_KEY": "wJalrXUtnFEMIK7MDENG",
     "CLOUD_CREDENTIALS": "cred-0987654321",
 }
-IN_CONFIG = ["comet-private-1618", "me:url-password", "sk-abcdefghijklmnop9999"]
+IN_CONFIG = ["comet-private-1618", "me:url-password", "sk-abcdefghijklmnop9999", "query-token-5772"]
 
 
 def recipe(folder: Path, token: str) -> str:
@@ -24,7 +24,10 @@ def recipe(folder: Path, token: str) -> str:
     path = folder / "secretive.yaml"
     values = {
         "defaults": ["quickstart"],
-        "model": {"hub_id": f"owner/{token}", "modelscope_id": f"https://{IN_CONFIG[1]}@host/{IN_CONFIG[2]}"},
+        "model": {
+            "hub_id": f"owner/{token}",
+            "modelscope_id": f"https://{IN_CONFIG[1]}@host/{IN_CONFIG[2]}?access_token={IN_CONFIG[3]}",
+        },
         "ds_extra": {"comet": {"enabled": False, "api_key": IN_CONFIG[0], "project": ENVIRONMENT["SOME_API_KEY"]}},
         "evaluate": {"prompts": [ENVIRONMENT["DB_PASSWORD"]], "max_new_tokens": 2},
     }

@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -274,6 +275,30 @@ def test_disks_that_fail_are_named_without_a_traceback(
     monkeypatch.setattr("toolkit.cli.failures._free_mib", lambda place: 0.0 if place == "/dev/shm" else 9.0)
     assert guarded(fail) == 74
     assert capsys.readouterr().err.startswith("No space left on device: /dev/shm. Free some")
+
+
+def test_what_another_user_owns_is_named_with_the_owner(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file in a closed directory: not the file, which cannot be seen, but the directory has the owner to ask."""
+    closed = tmp_path / "closed"
+    closed.mkdir(mode=0o750)
+    stat = Path.stat
+
+    def hidden(self: Path, **options: Any) -> os.stat_result:
+        if closed in self.parents:
+            raise PermissionError(errno.EACCES, "Permission denied", str(self))
+        return stat(self, **options)
+
+    def fail() -> int:
+        raise PermissionError(errno.EACCES, "Permission denied", str(closed / "deep" / "file"))
+
+    monkeypatch.setattr(Path, "stat", hidden)
+    monkeypatch.setattr("toolkit.cli.failures._user", lambda number: "me" if number == os.geteuid() else "they")
+    assert guarded(fail) == 74
+    said = capsys.readouterr().err
+    assert said.startswith(f"{closed}/deep/file: Permission denied. {closed} belongs to user me (mode 750), and this")
+    assert "choose another directory: run.dir" in said and "Traceback" not in said
 
 
 def test_panics_are_reported_and_exits_are_not(capsys: pytest.CaptureFixture[str]) -> None:

@@ -21,6 +21,9 @@ def main(words: list[str]) -> None:
     from transformers.cli.serving.utils import BaseHandler
     from transformers.cli.transformers import app
 
+    from toolkit.cli import server_bounds
+
+    server_bounds.install()
     name, folder = words[0], words[2]
     listed = {"id": name, "object": "model", "created": int(time.time()), "owned_by": "toolkit"}
     by_path = BaseHandler._resolve_model

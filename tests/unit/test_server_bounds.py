@@ -1,0 +1,101 @@
+"""Requests that ask for too much, or have no form, are turned away before transformers' server sees them."""
+
+import asyncio
+import json
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from toolkit.cli.server_bounds import MOST_BYTES, Bounded, bound_tokens, problem
+
+RESERVED = frozenset({"chat_template", "tokenize"})
+
+
+def asked(path: str, parts: list[bytes]) -> tuple[int, bytes | None]:
+    """Return the status of the answer to a request that comes in parts, and what the application behind got."""
+    sent: list[dict[str, Any]] = []
+    got: list[bytes] = []
+    messages = [{"type": "http.request", "body": part, "more_body": True} for part in parts]
+    messages[-1]["more_body"] = False
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        got.append((await receive())["body"])
+        await send({"type": "http.response.start", "status": 200})
+
+    async def receive() -> dict[str, Any]:
+        return messages.pop(0)
+
+    async def send(message: dict[str, Any]) -> None:
+        sent.append(message)
+
+    asyncio.run(Bounded(app)({"type": "http", "path": path}, receive, send))
+    if sent[0]["status"] != 200:
+        assert json.loads(sent[1]["body"])["detail"]
+    return sent[0]["status"], got[0] if got else None
+
+
+def test_bodies_and_paths() -> None:
+    assert asked("/v1/chat/completions", [b" {", b"}"]) == (200, b" {}")
+    assert asked("/v1/models", [b""]) == (200, b"")
+    part = b"{" * (1 << 20)
+    assert asked("/v1/chat/completions", [part] * (MOST_BYTES >> 20)) == (200, b"{" * MOST_BYTES)
+    assert asked("/v1/chat/completions", [*[part] * (MOST_BYTES >> 20), b"{", b"}"]) == (413, None)
+    assert asked("/v1/chat/completions", [b"NaN"]) == (400, None)
+    for path in ("/load_model", "/load_model/", "/reset", "/v1/audio/transcriptions"):
+        assert asked(path, [b'{"model": "/etc"}']) == (404, None)
+
+
+GOOD: list[dict[str, Any]] = [
+    {},
+    {"temperature": None, "max_tokens": None, "stop": None, "chat_template_kwargs": None},
+    {"temperature": 0, "top_p": 1, "max_tokens": 10**9, "seed": 0, "stop": "x"},
+    {"temperature": 1.5, "stop": ["a", "b"], "chat_template_kwargs": {"enable_thinking": False}},
+]
+BAD: list[dict[str, Any]] = [
+    {"temperature": -1},
+    {"temperature": "hot"},
+    {"temperature": float("nan")},
+    {"temperature": True},
+    {"temperature": 10**400},
+    {"top_p": 5},
+    {"frequency_penalty": -1e9},
+    {"max_tokens": 0},
+    {"max_tokens": 1.5},
+    {"max_completion_tokens": "x"},
+    {"max_output_tokens": [1]},
+    {"seed": 10**30},
+    {"generation_config": '{"num_beams": 1000000}'},
+    {"stop": ["x"] * 1000},
+    {"stop": ["x" * 1000]},
+    {"stop": [""]},
+    {"stop": {"a": 1}},
+    {"chat_template_kwargs": {"chat_template": "{% for i in range(9) %}{% endfor %}"}},
+    {"chat_template_kwargs": {"tokenize": False}},
+    {"chat_template_kwargs": [1]},
+]
+
+
+@pytest.mark.parametrize("body", GOOD, ids=repr)
+def test_good_fields(body: dict[str, Any]) -> None:
+    assert problem(body, RESERVED) == ""
+
+
+@pytest.mark.parametrize("body", BAD, ids=lambda body: repr(body)[:40])
+def test_bad_fields(body: dict[str, Any]) -> None:
+    said = problem(body, RESERVED)
+    assert next(iter(body)) in said
+    assert len(said) < 400
+
+
+def test_an_answer_ends_with_the_positions() -> None:
+    def model(positions: int | None) -> Any:
+        config = SimpleNamespace(max_position_embeddings=positions)
+        return SimpleNamespace(config=SimpleNamespace(get_text_config=lambda: config))
+
+    for most, room in ((10**9, 7), (None, 7), (3, 3)):
+        generation = SimpleNamespace(max_new_tokens=most)
+        assert bound_tokens(model(10), {"input_ids": [1, 2, 3]}, generation) == ""
+        assert generation.max_new_tokens == room
+    assert "10 tokens" in bound_tokens(model(10), {"input_ids": [1] * 10}, SimpleNamespace(max_new_tokens=1))
+    assert bound_tokens(model(None), {"input_ids": [1] * 10}, SimpleNamespace(max_new_tokens=1)) == ""
