@@ -1,8 +1,11 @@
 """Files that others have written: whatever one makes a reader raise becomes one message that names the file."""
 
+import errno
 import json
+import os
+import pwd
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +63,38 @@ def reason_of(problem: BaseException) -> str:
     lines = str(problem).strip().splitlines()
     reason = lines[0][:_REASON_CHARS].rstrip(".") if lines else ""
     return reason or type(problem).__name__
+
+
+def system_text(error: OSError) -> str:
+    """Return what to say of a system's error: the file, and whose it is where this user may not use it."""
+    if error.filename is None:
+        return str(error)
+    file, reason = os.fsdecode(error.filename), error.strerror or ""
+    if error.errno in (errno.EACCES, errno.EPERM):
+        path = Path(file).absolute()
+        for place in (path, *path.parents):
+            with suppress(OSError):  # hidden by a directory above
+                found = place.stat()
+                return tr(
+                    "{file}: {reason}. {place} belongs to user {owner} (mode {mode}), and this process runs as user "
+                    "{user}. Ask for access, or choose another directory: run.dir, prepare.dir, data.sources, "
+                    "model.path or TMPDIR.",
+                    file=file,
+                    reason=reason,
+                    place=place,
+                    owner=user_name(found.st_uid),
+                    mode=f"{found.st_mode & 0o7777:o}",
+                    user=user_name(os.geteuid()),
+                )
+    return tr("{file}: {reason}.", file=file, reason=reason)
+
+
+def user_name(number: int) -> str:
+    """Return a user's name; the number where it has none, as in containers."""
+    try:
+        return pwd.getpwuid(number).pw_name
+    except KeyError:
+        return str(number)
 
 
 def json_object(file: Path, error: type[ToolkitError]) -> dict[str, Any]:

@@ -13,6 +13,7 @@ import pytest
 
 from toolkit.cli.failures import guarded
 from toolkit.distributed import peers
+from toolkit.distributed.process_group import on_rank0
 from toolkit.errors import CheckpointError, ConfigError, DataError, Diverged, LaunchError, ModelError, Stopped
 
 CODES = {ConfigError: 2, DataError: 2, ModelError: 2, LaunchError: 2, Diverged: 70, CheckpointError: 74, Stopped: 75}
@@ -294,11 +295,13 @@ def test_what_another_user_owns_is_named_with_the_owner(
         raise PermissionError(errno.EACCES, "Permission denied", str(closed / "deep" / "file"))
 
     monkeypatch.setattr(Path, "stat", hidden)
-    monkeypatch.setattr("toolkit.cli.failures._user", lambda number: "me" if number == os.geteuid() else "they")
+    monkeypatch.setattr("toolkit.outside.user_name", lambda number: "me" if number == os.geteuid() else "they")
     assert guarded(fail) == 74
     said = capsys.readouterr().err
     assert said.startswith(f"{closed}/deep/file: Permission denied. {closed} belongs to user me (mode 750), and this")
     assert "choose another directory: run.dir" in said and "Traceback" not in said
+    with pytest.raises(CheckpointError, match=f"{closed} belongs to user me"):
+        on_rank0(fail)
 
 
 def test_panics_are_reported_and_exits_are_not(capsys: pytest.CaptureFixture[str]) -> None:

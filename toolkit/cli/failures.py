@@ -4,7 +4,6 @@ import errno
 import io
 import math
 import os
-import pwd
 import socket
 import sys
 import tempfile
@@ -19,7 +18,7 @@ from toolkit.distributed import failure, orphans, signals
 from toolkit.errors import LaunchError, Stopped, ToolkitError
 from toolkit.launch import environment, report
 from toolkit.messages import tr
-from toolkit.outside import is_failure
+from toolkit.outside import is_failure, system_text
 from toolkit.secrets import hide
 
 # A launcher ends every rank as soon as one has failed, so a rank that fails a moment before rank 0 must not deprive it
@@ -110,9 +109,7 @@ def _of_the_machine(error: OSError) -> str | None:
     if error.errno not in _OF_DISKS:
         return None
     if error.filename is not None:
-        if error.errno in (errno.EACCES, errno.EPERM):
-            return _denied(Path(os.fsdecode(error.filename)), error.strerror)
-        return tr("{file}: {reason}.", file=os.fsdecode(error.filename), reason=error.strerror)
+        return system_text(error)
     try:  # whatever failed has no name: is it the output?
         sys.stdout.write("\n")
         sys.stdout.flush()
@@ -130,35 +127,6 @@ def _of_the_machine(error: OSError) -> str | None:
             places=", ".join(full) or "?",
         )
     return None
-
-
-def _denied(path: Path, reason: str) -> str:
-    """Return what to say of a path that this user may not use: whose it is, or the directory that hides it."""
-    path = path.absolute()
-    for place in (path, *path.parents):
-        with suppress(OSError):
-            found = place.stat()
-            break
-    else:
-        return tr("{file}: {reason}.", file=path, reason=reason)
-    return tr(
-        "{file}: {reason}. {place} belongs to user {owner} (mode {mode}), and this process runs as user {user}. "
-        "Ask for access, or choose another directory: run.dir, prepare.dir, data.sources, model.path or TMPDIR.",
-        file=path,
-        reason=reason,
-        place=place,
-        owner=_user(found.st_uid),
-        mode=f"{found.st_mode & 0o7777:o}",
-        user=_user(os.geteuid()),
-    )
-
-
-def _user(number: int) -> str:
-    """Return a user's name; the number where it has none, as in containers."""
-    try:
-        return pwd.getpwuid(number).pw_name
-    except KeyError:
-        return str(number)
 
 
 def _free_mib(place: str) -> float:

@@ -16,6 +16,7 @@ from toolkit import errors
 from toolkit.config.schema import Backend, DistributedConfig
 from toolkit.distributed import alike, orphans, rendezvous
 from toolkit.messages import tr
+from toolkit.outside import system_text
 
 T = TypeVar("T")
 _comparisons = count()
@@ -173,8 +174,10 @@ def on_rank0(function: Callable[[], T]) -> T:
     if rank() == 0:
         try:
             outcome = [(function(), "", "")]
-        except (errors.ToolkitError, OSError) as error:
+        except errors.ToolkitError as error:
             outcome = [(None, type(error).__name__, str(error))]
+        except OSError as error:
+            outcome = [(None, type(error).__name__, system_text(error))]
     if dist.is_initialized() and dist.get_world_size() > 1:
         dist.broadcast_object_list(outcome, src=0)
     result, kind, message = outcome[0]
