@@ -90,12 +90,12 @@ def test_damaged_tables_never_end_the_process(tmp_path: Path) -> None:
 
 def test_more_rows_than_bytes(tmp_path: Path) -> None:
     """Constant columns pack into nothing: a small file would give rows for days."""
-    nothing = pyarrow.nulls(1 << 40)
+    nothing = pyarrow.nulls(1 << 24)  # pyarrow takes a bit for each while it writes
     batch = pyarrow.record_batch({"prompt": nothing, "response": nothing})
     path = tmp_path / "d.arrow"
     with pyarrow.OSFile(str(path), "wb") as file, pyarrow.ipc.new_file(file, batch.schema) as out:
         out.write_batch(batch)
-    assert message(run_config(tmp_path, str(path))).startswith(f"Cannot read '{path}': it claims 1,099,511,627,776 row")
+    assert message(run_config(tmp_path, str(path))).startswith(f"Cannot read '{path}': it claims 16,777,216 rows")
 
 
 @pytest.mark.parametrize(
