@@ -106,6 +106,7 @@ def test_more_rows_than_bytes(tmp_path: Path) -> None:
         ("{}", "has no list '_data_files'"),
         ('{"_data_files": [{"filename": "../x.arrow"}]}', "names files outside"),
         ('{"_data_files": [{}]}', "names files outside"),
+        ('{"_data_files": [{"filename": ".."}]}', "names files outside"),
     ],
 )
 def test_states_of_datasets(tmp_path: Path, content: str, said: str) -> None:

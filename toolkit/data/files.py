@@ -149,7 +149,7 @@ def _saved_by_datasets(folder: Path, split: str) -> list[Path]:
     if not files:
         raise DataError(tr("{path} holds no row.", path=folder))
     names = [str(item.get("filename", "")) for item in files]
-    if any(Path(name).name != name for name in names):
+    if any(name in ("", "..") or Path(name).name != name for name in names):
         raise DataError(tr("{file} names files outside of its folder: refused.", file=folder / "state.json"))
     return [folder / name for name in names]
 
