@@ -474,6 +474,8 @@ CHINESE: dict[str, str] = {
     "{count} conversations became several samples.": "{count} 个对话被拆成了多个样本。",
     "{count} rows have a system message or tools, which this model's format has no place for: left out.": "{count} 行带有系统消息或工具，而该模型的对话格式没有它们的位置：已略去。",
     "Columns that are not read: {names}.": "未被读取的列：{names}。",
+    "the key '{key}' is not read, and what it holds would be lost. Write it into the message's text (reasoning as the model writes it, for example <think>…</think> before the answer), calls into the assistant's 'tool_calls', tools into the row's 'tools', or remove the key": "键 '{key}' 不会被读取，其内容会丢失。请把它写进消息的文本（思考过程按模型的写法，例如在回答前写 <think>…</think>），调用写进 assistant 的 'tool_calls'，工具写进该行的 'tools'，或删除该键",
+    "Keys of messages that are not read: {names}.": "消息中未读取的键：{names}。",
     "The rows that cannot be used are listed in {file}.": "不能用的行列在 {file} 中。",
     "what is to be measured? Known: {known}. For example: toolkit bench data": "要测量什么？已知：{known}。例如：toolkit bench data",
     "precision.dtype = fp16 needs a GPU: the ranks here run on CPUs that do not compute in fp16. Use precision=bf16 or precision=fp32. To check a recipe for other machines, set DS_ACCELERATOR=cuda.": "precision.dtype = fp16 需要 GPU：这里的 rank 运行在不支持 fp16 计算的 CPU 上。请使用 precision=bf16 或 precision=fp32。如果是为其他机器检查 recipe，请设置 DS_ACCELERATOR=cuda。",

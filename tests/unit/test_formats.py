@@ -291,3 +291,36 @@ def test_openais_developer_is_a_system_message() -> None:
         ]
     }
     assert RowReader(RowFormat.messages, {}).read(row).messages[0] == {"role": "system", "content": "Be brief."}
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("reasoning_content", "because"),
+        ("thinking", "because"),
+        ("function_call", {"name": "f", "arguments": "{}"}),
+        ("images", ["a.png"]),
+        ("tools", [WEATHER]),
+    ],
+)
+def test_text_of_a_message_does_not_vanish(key: str, value: Any) -> None:
+    row = {"messages": [user("q"), {**assistant("a"), key: value}]}
+    with pytest.raises(RowError) as caught:
+        read(row)
+    text = f"message 2 of 'messages': the key '{key}' is not read, and what it holds would be lost. Write it into the"
+    assert str(caught.value).startswith(text)
+    with pytest.raises(RowError, match="message 1 of 'messages': the key 'tool_calls' is not read"):
+        read({"messages": [{**user("q"), "tool_calls": [call("f")]}, assistant("a")]})
+
+
+def test_metadata_of_messages_is_counted() -> None:
+    reader = RowReader(RowFormat.sharegpt, {})
+    said = {"from": "human", "value": "q", "id": "x1", "markdown": None, "text": "q", "reasoning_content": "  "}
+    answer = {"from": "gpt", "value": "a", "weight": 1, "id": 7, "tool_calls": None, "metadata": "", "edited": False}
+    row = {"conversations": [said, answer]}
+    assert reader.read(row).messages == [user("q"), assistant("a", loss=True, metadata="")]
+    reader.read(row)
+    assert reader.skipped == {"id": 4, "markdown": 2, "text": 2, "reasoning_content": 2, "edited": 2}
+    glm3 = {"role": "tool", "name": "track", "parameters": {"a": 1}, "observation": "o"}
+    reader.read({"conversations": [user("q"), glm3, assistant("a")]})
+    assert sum(reader.skipped.values()) == 12, "all keys of a call with its result are read"

@@ -16,6 +16,7 @@ from toolkit.config.schema import OnBadRow, RunConfig, SourceConfig, TooLong, Tr
 from toolkit.data.prepare import prepare, split_rows
 from toolkit.data.store import Store, damaged_files
 from toolkit.errors import DataError
+from toolkit.train.prepared import _tell
 
 
 def answers(store: Store) -> list[str]:
@@ -366,3 +367,19 @@ def test_manifest_says_what_the_store_is(tmp_path: Path) -> None:
     assert manifest["inputs"]["encoder"] == "bytes"
     assert manifest["splits"]["train"] == {"samples": 3, "tokens": 18, "trained_tokens": 12}
     assert manifest["splits"]["validation"] == {"samples": 1, "tokens": 6, "trained_tokens": 4}
+
+
+def test_keys_of_messages_that_are_not_read_are_counted_and_text_is_an_error(tmp_path: Path) -> None:
+    turns = [{"role": "user", "content": "q", "id": "a1"}, {"role": "assistant", "content": "a", "id": "a2"}]
+    cfg = made(tmp_path, [{"messages": turns}] * 3)
+    report = prepare(cfg, ByteEncoder()).report
+    assert report.message_keys == {"id": 6}
+    said: list[str] = []
+    _tell(report, said.append)
+    assert "Keys of messages that are not read: id (6)." in said
+    turns[1]["reasoning_content"] = "because"
+    cfg = made(tmp_path, [{"messages": turns}])
+    with pytest.raises(
+        DataError, match=r"d\.jsonl:1: message 2 of 'messages': the key 'reasoning_content' is not read"
+    ):
+        prepare(cfg, ByteEncoder())

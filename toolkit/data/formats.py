@@ -2,12 +2,14 @@
 
 import difflib
 import json
+from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from toolkit.config.schema import ROW_FIELDS, RowFormat
 from toolkit.data.conversation import TEXT, Conversation, Message
 from toolkit.data.json_rows import DECODER, check_characters, parse_line
+from toolkit.data.message_keys import unread_keys
 from toolkit.errors import RowError
 from toolkit.messages import tr
 
@@ -49,6 +51,7 @@ class RowReader:
 
     def __init__(self, row_format: RowFormat, columns: Mapping[str, str], answered: bool = True) -> None:
         self.row_format, self.answered = row_format, answered
+        self.skipped: Counter[str] = Counter()  # keys of messages that are not read, and in how many messages
         fields = {field for names in ROW_FIELDS.values() for field in names}
         self.renamed = {theirs: ours for ours, theirs in columns.items() if theirs != ours}
         self.names = {field: columns.get(field, field) for field in fields}
@@ -154,10 +157,12 @@ class RowReader:
             raise RowError(
                 tr("unknown role '{name}'; expected one of {names}", name=name[:40], names=", ".join(_ROLE_NAMES))
             )
+        is_call = role == "tool" and "parameters" in item
+        self.skipped.update(unread_keys(item, "call" if is_call else role, speaker, said))
         extra = _loss(item)
         if role == "function_call":
             return [{**_message("assistant", ""), "tool_calls": _calls(_parsed(item.get(said))), **extra}]
-        if role == "tool" and "parameters" in item:
+        if is_call:
             call = {"name": item.get("name"), "arguments": item["parameters"]}
             observation = _as_text(item.get("observation"), "observation")
             return [

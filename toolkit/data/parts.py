@@ -29,7 +29,7 @@ from toolkit.data.lengths import LengthRule
 from toolkit.errors import RowError
 from toolkit.messages import current_language, tr
 
-CODE_VERSION = 3
+CODE_VERSION = 4
 """Part of a part's and of a store's name; raise it when ids, masks or counts would come out differently."""
 
 EXAMPLES = 5
@@ -81,6 +81,8 @@ class Account:
     """Rows whose system message or tools the model's format leaves out."""
     unused: list[str] = field(default_factory=list)
     """Columns that are not read."""
+    message_keys: dict[str, int] = field(default_factory=dict)
+    """Keys of messages that are not read, and in how many messages."""
 
     _last: dict[str, RowPlace] = field(default_factory=dict)
 
@@ -168,6 +170,7 @@ class PartMaker:
                 lengths.append(len(sample_ids))
                 lines.append(row.offset)
                 ordinals.append(row.ordinal)
+        account.message_keys = dict(reader.skipped)
         tokens = np.frombuffer(ids, np.uint32).astype(self.dtype, copy=False)
         mask, sizes = np.frombuffer(trained, np.bool_), np.frombuffer(lengths, np.uint32)
         rows_of_samples = np.frombuffer(ordinals, np.uint32)

@@ -249,6 +249,8 @@ class _Builder:
         report.split += account.split
         report.systems += account.systems
         report.unused += [name for name in account.unused if name not in report.unused]
+        for key, count in account.message_keys.items():
+            report.message_keys[key] = report.message_keys.get(key, 0) + count
         for reason, count in account.dropped.items():
             report.dropped[reason] = report.dropped.get(reason, 0) + count
             self._examples(reason, [_place(made, row) for row in account.dropped_rows[reason]])

@@ -35,6 +35,8 @@ class PrepareReport:
     """Rows whose system message was left out because the model's format has no place for it."""
     unused: list[str] = field(default_factory=list)
     """Columns that were not read."""
+    message_keys: dict[str, int] = field(default_factory=dict)
+    """Keys of messages that were not read, and in how many messages."""
     repeated: int = 0
     """Training rows that give the same samples as an earlier training row."""
     repeated_examples: list[str] = field(default_factory=list)

@@ -1,5 +1,6 @@
 """Models in transformers' own layout."""
 
+import re
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -13,7 +14,7 @@ from transformers.dynamic_module_utils import get_class_from_dynamic_module
 from toolkit.errors import ModelError
 from toolkit.messages import tr
 from toolkit.models.fill import empty_model, read_weights, refuse_other_weights, shapes_of, tied_names
-from toolkit.models.layout import TransformersLayout
+from toolkit.models.layout import TransformersLayout, predicting
 from toolkit.models.official import recall_origin
 from toolkit.models.remote_code import alone, code_files, is_trusted
 from toolkit.models.weights import WeightFiles
@@ -118,6 +119,7 @@ def _whole(folder: Path, dtype: torch.dtype | None) -> PreTrainedModel:
         for kind in ("missing_keys", "unexpected_keys", "mismatched_keys")
     }
     missing = [name for name in names["missing_keys"] if name not in tied]
-    refuse_other_weights(folder, model, missing, names["unexpected_keys"], names["mismatched_keys"])
+    unexpected = [name for name in names["unexpected_keys"] if not re.search(predicting(model.config), name)]
+    refuse_other_weights(folder, model, missing, unexpected, names["mismatched_keys"])
     loaded: PreTrainedModel = model
     return loaded

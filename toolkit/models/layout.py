@@ -89,6 +89,16 @@ def official_layout(config: Any, interleaved: bool) -> Layout:
     return SameNames(ignored=(".rotary_emb.inv_freq",))
 
 
+def predicting(config: Any) -> str:
+    """Return a pattern of the names in layers beyond the last, which predict several tokens at once and are not loaded.
+
+    transformers (5.23) skips those of the published sizes by their number; a model of another depth has them elsewhere.
+    """
+    config = config.get_text_config()
+    count, last = getattr(config, "num_nextn_predict_layers", 0) or 0, getattr(config, "num_hidden_layers", 0)
+    return "|".join(rf"(?:^|\.)layers\.{number}\." for number in range(last, last + min(count, 16))) or r"(?!)"
+
+
 class TransformersLayout(SameNames):
     """The names and shapes in which transformers writes a model, which for some are not those of its parameters.
 
@@ -108,7 +118,7 @@ class TransformersLayout(SameNames):
         self._converters = [one for one in table if isinstance(one, WeightConverter)]
         self._targets: dict[str, tuple[str, Any]] = {}
         # Layers for predicting several tokens at once (GLM-4.5, DeepSeek-V3), buffers of older versions.
-        unread = {*(model._keys_to_ignore_on_load_unexpected or ()), r"rotary_emb\.inv_freq$"}
+        unread = {*(model._keys_to_ignore_on_load_unexpected or ()), r"rotary_emb\.inv_freq$", predicting(model.config)}
         self._unread = re.compile("|".join(f"(?:{one})" for one in unread))
 
     def parameters(self, name: str) -> list[str]:

@@ -1,5 +1,6 @@
 """Models to disk."""
 
+import re
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Literal
@@ -15,6 +16,7 @@ from toolkit.models.official import write_official, write_origin
 
 Format = Literal["hf", "official"]
 MAX_SHARD_SIZE = "5GB"
+_PREDICTING = re.compile(r"num_nextn_predict_layers|num_mtp_(layers|modules)|mtp_num_(hidden_)?layers")
 MODEL_DIR = "model"
 """Where a checkpoint keeps what `describe` gives."""
 
@@ -49,6 +51,7 @@ def save_model(
         write_official(model, folder, None if state is None else state.__getitem__)
     elif format == "hf":
         tied = tied_names(model)
+        _count_predicting_layers(model)
         known = None if state is None else {name: value for name, value in state.items() if name not in tied}
         model.save_pretrained(folder, state_dict=known, max_shard_size=max_shard_size)
         write_origin(model, folder)
@@ -75,6 +78,7 @@ def describe(model: PreTrainedModel, encoder: AnyChatEncoder | None) -> dict[str
         if encoder is not None:
             _add_stops(model, encoder.stop_ids)
             encoder.tokenizer.save_pretrained(folder)
+        _count_predicting_layers(model)
         # As `save_pretrained` does before it writes them.
         model.config.dtype = str(model.dtype).removeprefix("torch.")
         model.config.architectures = [type(model).__name__]
@@ -102,3 +106,20 @@ def _add_stops(model: PreTrainedModel, stop_ids: list[int]) -> None:
     known = [known] if isinstance(known, int) else list(known or [])
     if not set(stop_ids) <= set(known):
         model.generation_config.eos_token_id = [*known, *(index for index in stop_ids if index not in known)]
+
+
+def _count_predicting_layers(model: PreTrainedModel) -> None:
+    """Say in a model's config that it has no layers for predicting several tokens at once, if it has none.
+
+    transformers (5.23) skips those of GLM-4.5, DeepSeek-V3 and others when it loads them, and would still write their
+    number: vLLM and llama.cpp then look for weights that are not in the directory.
+    """
+    names = "\n".join(name for name, _ in model.named_parameters())
+    configs = {id(config): config for config in (model.config, model.config.get_text_config())}
+    for config in configs.values():
+        layers = getattr(config, "num_hidden_layers", 0)
+        if re.search(rf"mtp|nextn|(^|\.)layers\.{layers}\.", names, re.MULTILINE):
+            continue
+        for key, value in config.to_dict().items():
+            if _PREDICTING.fullmatch(key) and isinstance(value, int) and value:
+                setattr(config, key, 0)

@@ -218,6 +218,13 @@ def _tell(report: PrepareReport, say: Callable[[str], None]) -> None:
         ),
         (len(report.unused), tr("Columns that are not read: {names}.", names=", ".join(report.unused))),
         (
+            len(report.message_keys),
+            tr(
+                "Keys of messages that are not read: {names}.",
+                names=", ".join(f"{key} ({count:,})" for key, count in report.message_keys.items()),
+            ),
+        ),
+        (
             report.bad_rows,
             tr("The rows that cannot be used are listed in {file}.", file=Path(report.folder) / BAD_ROWS),
         ),
