@@ -31,6 +31,7 @@ CHINESE: dict[str, str] = {
     "cannot write to the standard output: {reason}.": "无法写入标准输出：{reason}。",
     "{file}: {reason}.": "{file}：{reason}。",
     "{file}: {reason}. {place} belongs to user {owner} (mode {mode}), and this process runs as user {user}. Ask for access, or choose another directory: run.dir, prepare.dir, data.sources, model.path or TMPDIR.": "{file}：{reason}。{place} 属于用户 {owner}（权限 {mode}），而本进程以用户 {user} 运行。请申请访问权限，或更换目录：run.dir、prepare.dir、data.sources、model.path 或 TMPDIR。",
+    "{reason}: /dev/shm, the memory that ranks and the workers of data.num_workers share. Remove what old processes left there, or give containers more (docker run --shm-size=16g), or set data.num_workers=0.": "{reason}：/dev/shm，即各 rank 与 data.num_workers 的工作进程共用的内存。请删除旧进程留在其中的文件，或为容器分配更大的空间（docker run --shm-size=16g），或设置 data.num_workers=0。",
     "{reason}: {places}. Free some, or choose other directories (run.dir, prepare.dir, TMPDIR).": "{reason}：{places}。请释放空间，或更换目录（run.dir、prepare.dir、TMPDIR）。",
     "{path} is not JSON: {reason}": "{path} 不是 JSON：{reason}",
     "the tokenizer fails on the text: {reason}": "分词器处理这段文本时出错：{reason}",

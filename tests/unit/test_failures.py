@@ -275,7 +275,11 @@ def test_disks_that_fail_are_named_without_a_traceback(
     error = OSError(errno.ENOSPC, "No space left on device")
     monkeypatch.setattr("toolkit.cli.failures._free_mib", lambda place: 0.0 if place == "/dev/shm" else 9.0)
     assert guarded(fail) == 74
-    assert capsys.readouterr().err.startswith("No space left on device: /dev/shm. Free some")
+    said = capsys.readouterr().err
+    assert said.startswith("No space left on device: /dev/shm, the memory that ranks and") and "--shm-size" in said
+    monkeypatch.setattr("toolkit.cli.failures._free_mib", lambda place: 0.0)
+    assert guarded(fail) == 74
+    assert ", /dev/shm. Free some" in capsys.readouterr().err
 
 
 def test_what_another_user_owns_is_named_with_the_owner(

@@ -121,6 +121,12 @@ def _of_the_machine(error: OSError) -> str | None:
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         places = (str(Path.cwd()), tempfile.gettempdir(), "/dev/shm")  # noqa: S108
         full = [place for place in places if _free_mib(place) < 1]
+        if full == ["/dev/shm"]:  # noqa: S108
+            return tr(
+                "{reason}: /dev/shm, the memory that ranks and the workers of data.num_workers share. Remove what old "
+                "processes left there, or give containers more (docker run --shm-size=16g), or set data.num_workers=0.",
+                reason=error.strerror,
+            )
         return tr(
             "{reason}: {places}. Free some, or choose other directories (run.dir, prepare.dir, TMPDIR).",
             reason=error.strerror,
