@@ -86,7 +86,7 @@ def test_the_process_takes_no_more_than_planned(tmp_path: Path, rows_file: Path,
     """On full rows, where activations are most of it; the heap keeps half as much again as the tensors."""
     text = " ".join(f"word{number % 97}" for number in range(1500))
     rows = tmp_path / "long.jsonl"
-    rows.write_text("".join(json.dumps({"prompt": f"{n} {text}", "response": text}) + "\n" for n in range(32)))
+    rows.write_text("".join(json.dumps({"text": f"{n} {text}"}) + "\n" for n in range(32)))
     shape = ["model.shape.hidden_size=192", "model.shape.intermediate_size=512", "model.shape.num_layers=4"]
     more = {"packed": ["data.packing=packed"], "lora": ["tuning=lora"]}[way]
     lengths = ["data.max_length=1024", "data.too_long=truncate", "batch.micro_per_gpu=8", "batch.global_size=8"]
@@ -95,7 +95,8 @@ def test_the_process_takes_no_more_than_planned(tmp_path: Path, rows_file: Path,
     assert ran.code == 0, ran.output[-6000:]
     logged = [json.loads(line) for line in (tmp_path / "runs" / way / "metrics.jsonl").read_text().splitlines()]
     last = [row for row in logged if "loss" in row][-1]
-    assert 0.5 < last["host_memory_peak_bytes"] / last["planned_memory_bytes"] <= 1
+    share = last["host_memory_peak_bytes"] / last["planned_memory_bytes"]
+    assert 0.5 < share <= 1, last
 
 
 def test_plan_auto_chooses_and_a_resumed_run_keeps_it(tmp_path: Path, rows_file: Path) -> None:
