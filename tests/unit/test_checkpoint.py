@@ -1,6 +1,8 @@
 """Checkpoints on disk: whole or passed over, never half-made, never a way out of their folder, never code."""
 
 import dataclasses
+import errno
+import io
 import json
 import math
 import os
@@ -126,6 +128,27 @@ def test_the_newest_whole_one_is_found(tmp_path: Path) -> None:
         *("step-2", "step-9.damaged", "step-10.damaged", "step-11.tmp", "step-x")
     }
     assert folders.newest_whole(tmp_path / "nowhere", said.append) is None
+
+
+@pytest.mark.parametrize("denied", ["manifest.json", "model.pt"])
+def test_a_checkpoint_that_may_not_be_read_is_not_put_aside(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, denied: str
+) -> None:
+    """Another user's checkpoint may be whole: to call it damaged, and rename it, would hide it from its owner."""
+    made = checkpoint(tmp_path, 4)
+    opened = io.open
+
+    def closed(file: Any, *args: Any, **options: Any) -> Any:
+        if str(file).endswith(denied):
+            raise PermissionError(errno.EACCES, "Permission denied", str(file))
+        return opened(file, *args, **options)
+
+    monkeypatch.setattr(io, "open", closed)
+    monkeypatch.setattr("builtins.open", closed)
+    said: list[str] = []
+    with pytest.raises(PermissionError):
+        folders.newest_whole(tmp_path, said.append)
+    assert made.is_dir() and not said
 
 
 def test_publishing_names_the_newest_and_removes_the_oldest(tmp_path: Path) -> None:

@@ -59,6 +59,9 @@ def newest_whole(checkpoints: Path, say: Callable[[str], None]) -> Path | None:
     Args:
         checkpoints: checkpoints/ of a run.
         say: is told of each that was passed over.
+
+    Raises:
+        PermissionError: this user may not read the newest one.
     """
     for folder in published(checkpoints):
         wrong = problems(folder)

@@ -84,9 +84,12 @@ def read(folder: Path) -> dict[str, Any]:
 
     Raises:
         CheckpointError: there is none that can be read.
+        PermissionError: this user may not read it, which says nothing about the checkpoint.
     """
     try:
         found = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+    except PermissionError:
+        raise
     except (OSError, ValueError) as error:
         raise CheckpointError(
             tr("{folder} is no whole checkpoint: {reason}.", folder=folder, reason=_why(error))
@@ -108,7 +111,11 @@ def read(folder: Path) -> dict[str, Any]:
 
 
 def problems(folder: Path) -> list[str]:
-    """Return what is wrong with a checkpoint, nothing if it is exactly what was written; reads every byte of it."""
+    """Return what is wrong with a checkpoint, nothing if it is exactly what was written; reads every byte of it.
+
+    Raises:
+        PermissionError: this user may not read it. It may be whole, so nobody must put it aside as damaged.
+    """
     try:
         files = read(folder)["files"]
     except CheckpointError as error:
@@ -143,6 +150,8 @@ def _problem(folder: Path, name: str, known: Mapping[str, Any]) -> str:
             )
         if sha256(path) != known.get("sha256"):
             return tr("{name}: its content is not what was written", name=name)
+    except PermissionError:
+        raise
     except OSError as error:
         return f"{name}: {_why(error)}"
     return ""
