@@ -58,6 +58,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items[:] = sorted(selected, key=lambda item: -seconds.get(file_of(item.nodeid), 0.0))
 
 
+def pytest_make_parametrize_id(val: object, argname: str) -> str | None:
+    """Name no test after bytes: packed ones hold the time, and pytest's workers must collect the same names."""
+    return argname if isinstance(val, bytes) else None
+
+
 def file_of(nodeid: str) -> str:
     """Return the file of a test's identifier."""
     return nodeid.partition("::")[0]
