@@ -57,7 +57,14 @@ def test_a_killed_rank_costs_a_restart_and_nothing_else(rows_file: Path, tmp_pat
 
 @pytest.mark.fault("K1")
 def test_a_crash_in_one_place_ends_after_the_second_time(rows_file: Path, tmp_path: Path) -> None:
-    fault = {"at": "each life", "step": 5, "rank": 0, "do": "fail", "note": str(tmp_path / "note")}
+    fault = {
+        "at": "each life",
+        "step": 5,
+        "rank": 0,
+        "do": "tell",
+        "tell": "broken on purpose",
+        "note": str(tmp_path / "note"),
+    }
     command = launch(*faulty_words(rows_file, tmp_path, "run", "run.max_restarts=9", "checkpoint.every=5"))
     finished = run(command, cwd=tmp_path, FAULT=json.dumps(fault))
     assert (tmp_path / "note").read_text() == "each life 0\n" * 2
