@@ -53,7 +53,7 @@ SECTIONS: dict[str, tuple[str, tuple[str, ...]]] = {
     "zero_optimization.offload_param": ("zero.offload_param", _names(OffloadParamConfig)),
     "zero_optimization.zenflow": ("zero.zenflow", _names(ZenFlowConfig, "enabled")),
     "aio": ("zero.aio", _names(AioConfig)),
-    "fp16": ("precision", _names(PrecisionConfig, "dtype")),
+    "fp16": ("precision", _names(PrecisionConfig, "dtype", "tf32")),
     "optimizer.params": ("optim", ("lr", "weight_decay", *SOMETIMES_READ)),
     "activation_checkpointing": ("train.activation_checkpointing", _names(ActivationCheckpointingConfig, "enabled")),
     "flops_profiler": ("profile.flops", _names(FlopsProfilerConfig)),
