@@ -98,6 +98,5 @@ def test_nvme_is_really_used(runs: Path) -> None:
 def test_fp16_is_refused_on_a_cpu(rows_file: Path, tmp_path: Path) -> None:
     finished = run(forked(2, str(REPOSITORY / "run.py"), *overrides("fp16", rows_file, tmp_path)), cwd=tmp_path)
     assert finished.code == 2, finished.output[-3000:]
-    assert "ConfigError: DeepSpeed refuses this configuration: " in finished.output
-    assert "fp16" in finished.output
+    assert "precision.dtype = fp16 needs a GPU" in finished.output
     assert "Traceback" not in finished.output
