@@ -213,7 +213,7 @@ def plain_loop(
     batches = list(islice(sampler, max(data)))
     found, before, updates = [], validation_loss(), 0
     for step, rows in enumerate((batches[number - 1] for number in data), start=1):
-        # DeepSpeed's WarmupDecayLR between half the peak, 1 / its steps of warm-up, and the peak: two steps at the least
+        # DeepSpeed's WarmupDecayLR between half the peak (1 / its warm-up steps) and the peak: two steps at the least
         # (before and at its iteration 0), up over 2 steps, then down to it again.
         iteration = max(updates - 1, 0)
         share = iteration / 2 if iteration < 2 else (steps - iteration) / (steps - 2)
