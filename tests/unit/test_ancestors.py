@@ -116,9 +116,9 @@ def test_only_the_launchers_own_words_count() -> None:
 
 def test_a_hostfile_may_be_named_among_the_overrides() -> None:
     words = ["hostfile=h", "--include", "a:0", "recipe=x", "b=1"]
-    expected = ["--include", "a:0", "--hostfile", "h"], {"--include": "a:0", "--hostfile": "h"}, ["recipe=x", "b=1"]
-    assert typed(words) == expected
-    assert typed([*words[1:], words[0]]) == expected
+    options, overrides = {"--include": "a:0", "--hostfile": "h"}, ["recipe=x", "b=1"]
+    assert typed(words) == (["--hostfile", "h", "--include", "a:0"], options, overrides), "in the order of typing"
+    assert typed([*words[1:], words[0]]) == (["--include", "a:0", "--hostfile", "h"], options, overrides)
     assert typed(["-H", "h", "recipe=x"]) == (["-H", "h"], {"-H": "h"}, ["recipe=x"])
 
 
