@@ -15,8 +15,8 @@ WORKER = str(REPOSITORY / "tests" / "ranks" / "sessions_worker.py")
 # fp32 on one machine: the only difference left is the order of additions. Measured: at most 6.4e-7 over 10 steps.
 TOLERANCE = 5e-6
 # bf16 keeps 8 bits. Stage 0 adds gradients up in bf16, stages 1-3 in fp32 (deepspeed 0.19.8). Measured over 10 steps:
-# 0.066 and 0.002.
-BF16_TOLERANCE, BF16_TOLERANCE_STAGE0 = 0.01, 0.1
+# 0.115 and 0.002; 0.066 while the first two steps of a warm-up changed no weights.
+BF16_TOLERANCE, BF16_TOLERANCE_STAGE0 = 0.01, 0.15
 
 # name -> overrides; two ranks
 FP32_CELLS = {
