@@ -114,7 +114,7 @@ def problems(folder: Path) -> list[str]:
     """Return what is wrong with a checkpoint, nothing if it is exactly what was written; reads every byte of it.
 
     Raises:
-        PermissionError: this user may not read it. It may be whole, so nobody must put it aside as damaged.
+        PermissionError: this user may not read it. It may be whole, so it must not be put aside as damaged.
     """
     try:
         files = read(folder)["files"]

@@ -47,7 +47,7 @@ def with_optimizer(cfg: RunConfig, origin: Origin) -> RunConfig:
 
     Args:
         cfg: checked config.
-        origin: what the run goes on from.
+        origin: what the run resumes from.
     """
     if cfg.optim.torch != AUTO:
         return cfg

@@ -48,7 +48,7 @@ def guarded(function: Callable[[], int]) -> int:
     except KeyboardInterrupt:
         code = 130
         _report(tr("interrupted."), trace="", code=code, agreed=False)
-    except BaseException as error:  # the last resort: whatever it is, it is told once, with its traceback
+    except BaseException as error:  # the last resort: whatever it is, it is reported once, with its traceback
         if isinstance(error, OSError) and (told := _of_the_machine(error)) is not None:
             if told:
                 _report(told, trace="", code=_MACHINE, agreed=False)
@@ -144,7 +144,7 @@ def _free_mib(place: str) -> float:
 
 def _lost() -> str:
     """End with the launcher from now on, in the seconds in which this process imports too; "" or why it must end."""
-    with suppress(LaunchError):  # the command finds that out again, and it is told then
+    with suppress(LaunchError):  # the command finds that out again, and reports it then
         return orphans.watch(environment.detect(os.environ))
     return ""
 

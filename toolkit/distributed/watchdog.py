@@ -63,7 +63,7 @@ class Watchdog:
         world_size: number of ranks.
         hang_after_s: `distributed.hang_after_s`; below 0 nothing is watched.
         patience_s: for what is no step (evaluation, a checkpoint) and for the first steps; half of it for data, so that
-            the reason is told before the collectives of the other ranks give up.
+            the reason is logged before the collectives of the other ranks give up.
     """
 
     def __init__(self, folder: Path, rank: int, world_size: int, hang_after_s: float, patience_s: float) -> None:

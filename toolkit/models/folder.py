@@ -244,7 +244,7 @@ def _check_pickle(file: Path) -> None:
 
 
 def _check_safetensors(file: Path) -> None:
-    """Read a safetensors file's header: half a download is told at once, and so is a damaged one."""
+    """Read a safetensors file's header: half a download is reported at once, and so is a damaged one."""
     size = file.stat().st_size
     with file.open("rb") as handle:
         header_bytes = int.from_bytes(handle.read(8), "little")

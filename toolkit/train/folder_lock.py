@@ -169,7 +169,7 @@ def _lock_directory(folder: Path) -> tuple[bool, int | None]:
 
 
 def _who_counts(folder: Path) -> str:
-    """Return a rank whose heartbeat goes on, "" if there is none; takes some seconds if there are heartbeats."""
+    """Return a rank whose heartbeat continues, "" if there is none; takes some seconds if there are heartbeats."""
     before = _heartbeats(folder)
     if not before:
         return ""

@@ -80,7 +80,7 @@ class Outcome:
     trained_tokens: int = 0
     """Trained tokens in all."""
     total_tokens: int = 0
-    """Tokens in all, padding left out."""
+    """Tokens in all, without padding."""
     skipped_steps: int = 0
     """Steps without an update: gradients overflowed, or the step went wrong."""
     bad_steps: int = 0
