@@ -35,6 +35,7 @@ LAYERS = {
     "toolkit.engine.ds_json": 1,
     "toolkit.engine.ds_keys": 1,
     "toolkit.engine.ds_names": 1,
+    "toolkit.engine.ds_scheduler": 1,
     "toolkit.engine.ds_translate": 1,
     "toolkit.distributed": 2,
     "toolkit.checkpoint": 3,

@@ -150,6 +150,8 @@ CHINESE: dict[str, str] = {
     "{override} ({steps} steps)": "{override}（{steps} 步）",
     "WARNING: too few optimizer steps to learn much: {steps} ({samples} samples in {sequences} sequences, {per_step} per step, train.epochs={epochs}); {fewest} or more are usual. Each of these makes the run longer: {ways}": "警告：优化步数太少，模型很难学到东西：{steps} 步（{samples} 个样本，{sequences} 个序列，每步 {per_step} 个，train.epochs={epochs}）；通常需要 {fewest} 步以上。以下任一设置都能增加步数：{ways}",
     "DeepSpeed's WarmupCosineLR takes the first step at a learning rate of 0, whatever warmup_min_ratio is; in a run of the toolkit it is {rate}. All other steps are equal.": "DeepSpeed 的 WarmupCosineLR 不论 warmup_min_ratio 是多少，第一步的学习率都是 0；用本工具训练时是 {rate}。其余各步相同。",
+    "DeepSpeed's WarmupDecayLR ends at the learning rate of its first step, {rate}; in a run of the toolkit the learning rate falls to 0. The steps of the warm-up are equal.": "DeepSpeed 的 WarmupDecayLR 最后降到第一步的学习率 {rate}；用本工具训练时学习率降到 0。预热各步相同。",
+    "DeepSpeed's WarmupDecayLR falls to warmup_min_lr = {rate}; here the learning rate falls to 0.": "DeepSpeed 的 WarmupDecayLR 降到 warmup_min_lr = {rate}；这里学习率降到 0。",
     "Learning rate: {rate:g} at its peak (tuning.method = {method}).": "学习率峰值：{rate:g}（tuning.method = {method}）。",
     "default of tuning.method = {method}": "tuning.method = {method} 的默认值",
     "Evaluations take {count} of {all} validation samples, the same ones each time (evaluate.max_samples; 0 takes all).": "每次评估使用 {all} 个验证样本中的 {count} 个，每次都相同（evaluate.max_samples；0 表示全部）。",

@@ -200,6 +200,15 @@ def test_schedulers(tmp_path: Path, scheduler: dict[str, Any], name: str, ratios
     assert cfg.schedule.warmup_type is WarmupType.log
 
 
+def test_a_linear_schedule_of_deepspeed_ends_at_its_beginning(tmp_path: Path) -> None:
+    params = {"total_num_steps": 90, "warmup_max_lr": 2e-5, "warmup_min_lr": 1e-6}
+    loaded, notes = import_json(
+        write(tmp_path, {"scheduler": {"type": "WarmupDecayLR", "params": params}}), recipe(), 8
+    )
+    assert loaded.cfg.schedule.warmup_min_ratio == pytest.approx(0.05)
+    assert any("falls to warmup_min_lr = 1e-06; here the learning rate falls to 0" in note for note in notes)
+
+
 def test_auto_everywhere(tmp_path: Path) -> None:
     auto = {
         "fp16": {"enabled": "auto"},

@@ -213,11 +213,10 @@ def plain_loop(
     batches = list(islice(sampler, max(data)))
     found, before, updates = [], validation_loss(), 0
     for step, rows in enumerate((batches[number - 1] for number in data), start=1):
-        # DeepSpeed's WarmupDecayLR between half the peak (1 / its warm-up steps) and the peak: two steps at the least
-        # (before and at its iteration 0), up over 2 steps, then down to it again.
+        # DeepSpeed's warm-up from half the peak (1 / its steps): two steps there (before and at its iteration 0), up
+        # over 2 steps, then down to 0.
         iteration = max(updates - 1, 0)
-        share = iteration / 2 if iteration < 2 else (steps - iteration) / (steps - 2)
-        factor = 0.5 + 0.5 * share
+        factor = 0.5 + 0.5 * iteration / 2 if iteration < 2 else (steps - iteration) / (steps - 2)
         for group in optimizer.param_groups:
             group["lr"] = cfg.optim.lr * factor
         loss = mean_loss([prepared.train[sample] for row in rows for sample in plan[row]])

@@ -10,7 +10,8 @@ from transformers import get_scheduler
 
 from toolkit.cli.building import schedule_maker
 from toolkit.config.schema import Decay, RunConfig, ScheduleName, WarmupType
-from toolkit.engine.ds_config import build_ds_config, warmup_steps
+from toolkit.engine.ds_config import build_ds_config
+from toolkit.engine.ds_scheduler import warmup_steps
 from toolkit.errors import ConfigError
 from toolkit.train.schedule import Schedule, learning_rate
 
@@ -58,6 +59,13 @@ def test_equal_to_deepspeed(name: ScheduleName, kind: WarmupType, warmup: int, l
         assert expected[0] == 0 < actual[0] == pytest.approx(actual[1])
         assert "takes the first step at a learning rate of 0" in exported.missing[-1]
         expected[0] = actual[0]
+    if name is ScheduleName.linear and lowest:  # DeepSpeed's falls to the lowest rate of the warm-up, ours to 0
+        least, rises = expected[0], max(2, warmup) + 1
+        decay = [cfg.optim.lr * (rate - least) / (cfg.optim.lr - least) for rate in expected[rises:]]
+        assert min(expected) == least > 0
+        assert actual[rises:] == pytest.approx(decay, rel=1e-12, abs=1e-18)
+        assert "WarmupDecayLR ends at the learning rate of its first step" in exported.missing[-1]
+        expected[rises:] = actual[rises:]
     assert actual == pytest.approx(expected, rel=1e-15, abs=0)
 
 
@@ -71,6 +79,15 @@ def test_every_update_before_the_last_changes_the_weights(name: ScheduleName, ki
     assert min(curve[:-1]) > 0
     if warmup:
         assert curve[0] == 1 / max(2, warmup)
+
+
+@pytest.mark.parametrize("warmup", [0, 1, 2, 9])
+@pytest.mark.parametrize("lowest", [-1.0, 0.0, 0.5])
+@pytest.mark.parametrize("name", [ScheduleName.linear, ScheduleName.cosine, ScheduleName.polynomial, ScheduleName.wsd])
+def test_a_decay_ends_at_zero(name: ScheduleName, lowest: float, warmup: int) -> None:
+    """Wherever its warm-up begins; DeepSpeed's delay of its three is two steps at most."""
+    cfg = make_config(name, WarmupType.linear, warmup, lowest, 0.0)
+    assert learning_rate(cfg.schedule, 1.0, TOTAL + 1, TOTAL, warmup) == pytest.approx(0.0, abs=1e-12)
 
 
 THEIRS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {

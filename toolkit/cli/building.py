@@ -13,7 +13,8 @@ from transformers import PreTrainedModel
 from toolkit.config.layout import layout_of
 from toolkit.config.schema import Init, Packing, RunConfig, ScheduleName, TuningMethod
 from toolkit.distributed.process_group import on_rank0, rank, world_size
-from toolkit.engine.ds_config import DsConfig, warmup_steps
+from toolkit.engine.ds_config import DsConfig
+from toolkit.engine.ds_scheduler import warmup_steps
 from toolkit.engine.initialize import initialize, use_tf32
 from toolkit.errors import ConfigError
 from toolkit.export.folder import write_folder

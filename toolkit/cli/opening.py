@@ -16,7 +16,8 @@ from toolkit.config.checks import accumulation, micro_sizes, settled
 from toolkit.config.load import to_yaml
 from toolkit.config.schema import AUTO, Packing, RunConfig
 from toolkit.distributed.process_group import on_rank0
-from toolkit.engine.ds_config import DsConfig, build_ds_config, warmup_steps
+from toolkit.engine.ds_config import DsConfig, build_ds_config
+from toolkit.engine.ds_scheduler import warmup_steps
 from toolkit.engine.memory import PeakMemory, limit_bytes, shown
 from toolkit.errors import ConfigError
 from toolkit.launch.environment import Ranks

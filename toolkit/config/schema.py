@@ -493,10 +493,10 @@ class OptimConfig:
 
 @dataclass(kw_only=True, slots=True)
 class ScheduleConfig:
-    """`schedule`: the learning rate over the steps. constant, linear and cosine equal DeepSpeed's WarmupLR, WarmupDecayLR and WarmupCosineLR; polynomial, inverse_sqrt and wsd those of transformers."""
+    """`schedule`: the learning rate over the steps. constant, linear and cosine equal DeepSpeed's WarmupLR, WarmupDecayLR and WarmupCosineLR with the lowest rate 0; polynomial, inverse_sqrt and wsd those of transformers."""
 
     name: ScheduleName = ScheduleName.cosine
-    """constant: stays at the peak; linear: falls to 0 at the last step; cosine: falls to `schedule.min_lr_ratio` of the peak; polynomial: falls there as a power of the steps that are left; inverse_sqrt: falls as 1 / sqrt(step); wsd: stays at the peak and falls at the end (warm-up, stable, decay)."""
+    """constant: stays at the peak; linear: falls in a straight line to 0; cosine: falls to `schedule.min_lr_ratio` of the peak; polynomial: falls there as a power of the steps that are left; inverse_sqrt: falls as 1 / sqrt(step); wsd: stays at the peak and falls at the end (warm-up, stable, decay)."""
     warmup_steps: int = 0
     """Optimizer steps of warm-up; 0 starts at the peak."""
     warmup_ratio: float = 0.0

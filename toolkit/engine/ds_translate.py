@@ -217,6 +217,14 @@ def translate_scheduler(task: Translation) -> None:
     lowest, lowest_key = _param(task, "warmup_min_ratio" if cosine else "warmup_min_lr")
     if lowest is not None:
         task.take("schedule.warmup_min_ratio", float(lowest) if cosine else lowest / (rate or 1.0), lowest_key)
+    if lowest and name == "WarmupDecayLR":
+        task.note(
+            lowest_key,
+            tr(
+                "DeepSpeed's WarmupDecayLR falls to warmup_min_lr = {rate}; here the learning rate falls to 0.",
+                rate=lowest,
+            ),
+        )
     if cosine:
         floor, floor_key = _param(task, "cos_min_ratio")
         if floor is not None:

@@ -1,16 +1,17 @@
 """The learning rate over the steps, numerically equal to DeepSpeed's WarmupLR, WarmupDecayLR and WarmupCosineLR.
 
-Equal on purpose, so that an exported JSON trains the same in plain DeepSpeed; but for the first step of a cosine, which
-DeepSpeed 0.19.8 takes at a rate of 0. The first update of a run changes the weights: a warm-up begins above 0 unless
-schedule.warmup_min_ratio says 0. What DeepSpeed has no schedule for (polynomial, inverse_sqrt, wsd) equals
-transformers' (5.23, optimization.py) with that first rate in the place of its 0.
+Equal on purpose, so that an exported JSON trains the same in plain DeepSpeed. The first update of a run changes the
+weights: a warm-up begins above 0 unless schedule.warmup_min_ratio is 0. With such a warm-up two schedulers of
+DeepSpeed 0.19.8 differ from ours: its cosine takes the first step at a rate of 0, and its linear one falls to the
+lowest rate of the warm-up, where ours falls to 0. What DeepSpeed has no schedule for (polynomial, inverse_sqrt, wsd)
+equals transformers' (5.23, optimization.py) with that first rate in the place of its 0.
 """
 
 import math
 from typing import Any, Protocol
 
 from toolkit.config.schema import Decay, ScheduleConfig, ScheduleName, WarmupType
-from toolkit.engine.ds_config import warmup_lowest
+from toolkit.engine.ds_scheduler import warmup_lowest
 
 _OF_DEEPSPEED = (ScheduleName.constant, ScheduleName.linear, ScheduleName.cosine)
 _TIMESCALE = 10_000
@@ -52,7 +53,7 @@ def learning_rate(schedule: ScheduleConfig, peak: float, done: int, total_steps:
     elif cosine:
         return peak * _decay(schedule, index - warmup + 1, max(1, total_steps - warmup))
     elif schedule.name is ScheduleName.linear:
-        gamma = max(0.0, float(total_steps - index) / float(max(1.0, total_steps - warmup)))
+        return peak * max(0.0, float(total_steps - index) / float(max(1.0, total_steps - warmup)))
     else:
         gamma = 1.0
     if cosine:
