@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 from toolkit.config.reference import render, sentences
-from toolkit.config.reference_zh import CHINESE
+from toolkit.messages import chinese
 from toolkit.translate.tables import filled
 
 DOCS = Path(__file__).parents[1] / "docs"
@@ -14,8 +14,8 @@ DOCS = Path(__file__).parents[1] / "docs"
 def main() -> None:
     """Write the pages."""
     (DOCS / "config.md").write_text(render(), encoding="utf-8")
-    if missing := sorted(sentences() - set(CHINESE)):
-        sys.exit("Write their Chinese into toolkit/config/reference_zh.py:\n" + "\n".join(missing))
+    if missing := sorted(sentences() - set(chinese()["sentences"])):
+        sys.exit("Write their Chinese into the sentences of toolkit/locale/zh.yaml:\n" + "\n".join(missing))
     (DOCS / "config_zh.md").write_text(render(chinese=True), encoding="utf-8")
     for language, name in (("en", "coming_from.md"), ("zh", "coming_from_zh.md")):
         page = DOCS / name

@@ -16,7 +16,6 @@ LAYERS = {
     "toolkit": 0,
     "toolkit.errors": 0,
     "toolkit.messages": 0,
-    "toolkit.messages_zh": 0,
     "toolkit.secrets": 0,
     "toolkit.config": 0,
     "toolkit.launch": 1,
@@ -56,7 +55,7 @@ LAYERS = {
 STRANGERS = [("models", "data"), ("train", "evaluate"), ("train", "export"), ("evaluate", "export")]
 # distributed/build_once.py and failure.py serve processes that have no torch yet; the rest of the layer needs it.
 LARGEST_FILE, LARGEST_FUNCTION = 400, 60
-GENERATED = {"ds_keys.py", "messages_zh.py"}
+GENERATED = {"ds_keys.py"}
 
 
 def module_name(path: Path) -> str:
@@ -122,6 +121,19 @@ def test_every_package_is_in_the_table() -> None:
     assert packages <= set(LAYERS)
     listed = re.findall(r'^    "(toolkit[a-z.]*)",$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
     assert sorted(listed) == sorted({module_name(path) for path in PACKAGE.glob("**/__init__.py")}), "for a wheel"
+
+
+def test_a_wheel_holds_every_data_file() -> None:
+    table = (ROOT / "pyproject.toml").read_text().partition("[tool.setuptools.package-data]")[2].partition("\n[")[0]
+    packed = {
+        path
+        for name, patterns in re.findall(r'^"(toolkit[.a-z]*)" = (\[.*\])$', table, re.MULTILINE)
+        for pattern in ast.literal_eval(patterns)
+        for path in ROOT.joinpath(*name.split(".")).glob(pattern)
+    }
+    data = {path for path in PACKAGE.rglob("*.*") if path.suffix not in (".py", ".pyc")}
+    assert data == packed
+    assert PACKAGE / "locale" / "zh.yaml" in packed
 
 
 def test_nothing_is_called_utils() -> None:

@@ -8,12 +8,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import yaml
 
 from toolkit.cli import main
-from toolkit.messages import current_language, placeholders, set_language, tr
-from toolkit.messages_zh import CHINESE
+from toolkit.messages import chinese, current_language, placeholders, set_language, tr
 
 ROOT = Path(__file__).parents[1]
+CHINESE = chinese()["messages"]
 
 
 def calls() -> Iterator[tuple[str, ast.Call]]:
@@ -40,6 +41,26 @@ def test_the_chinese_catalogue_is_complete_and_has_nothing_else() -> None:
     templates = {str(call.args[0].value) for _, call in calls()}  # type: ignore[attr-defined]
     assert templates - set(CHINESE) == set(), "without Chinese"
     assert set(CHINESE) - templates == set(), "no longer used"
+
+
+class OneLineEach(yaml.SafeDumper):
+    """How zh.yaml is written: each pair on a line, in double quotes where single ones would double or break it."""
+
+    def check_simple_key(self) -> bool:
+        return True
+
+    def choose_scalar_style(self) -> str:
+        style = super().choose_scalar_style()
+        return '"' if style == "'" and set("'\n") & set(self.event.value) else style
+
+
+def test_the_chinese_catalogue_has_one_line_per_text_and_none_twice() -> None:
+    text = (ROOT / "toolkit" / "locale" / "zh.yaml").read_text(encoding="utf-8")
+    lines = [line for line in text.splitlines(keepends=True) if not line.startswith("#")]
+    written = yaml.dump(chinese(), Dumper=OneLineEach, allow_unicode=True, width=float("inf"), sort_keys=False)
+    expected = written.splitlines(keepends=True)
+    assert set(lines) - set(expected) == set(), f"write: {set(expected) - set(lines)}"
+    assert lines == expected, "a text stands there twice"
 
 
 @pytest.mark.parametrize("english", CHINESE)

@@ -6,8 +6,9 @@ import pytest
 
 from toolkit.config.keys import all_keys, field_type
 from toolkit.config.reference import render, sentences
-from toolkit.config.reference_zh import CHINESE
+from toolkit.messages import chinese
 
+CHINESE = chinese()["sentences"]
 DOCS = Path(__file__).parents[2] / "docs"
 PAGES = [DOCS / "config.md", DOCS / "config_zh.md"]
 

@@ -6,8 +6,7 @@ import re
 import pytest
 from pages import ROOT, Block, blocks, chinese
 
-from toolkit import errors
-from toolkit.messages_zh import CHINESE
+from toolkit import errors, messages
 
 PAGE = ROOT / "docs" / "debugging.md"
 QUOTES = [
@@ -43,7 +42,7 @@ def patterns(language: int) -> list[tuple[re.Pattern[str], str]]:
     """Return every template of a language, and its beginnings, with the English template that each belongs to."""
     return [
         (re.compile(pattern(one), re.DOTALL), pair[0])
-        for pair in CHINESE.items()
+        for pair in messages.chinese()["messages"].items()
         for one in starts(pair[language])
         # "{what}." alone would fit anything
         if len(re.sub(r"\W", "", PLACEHOLDER.sub("", one))) >= (2 if language else 7)

@@ -9,7 +9,8 @@ from collections.abc import Iterator
 from enum import Enum
 from typing import Any
 
-from toolkit.config import reference_zh, schema
+from toolkit import messages
+from toolkit.config import schema
 from toolkit.config.schema import RunConfig
 
 ENGLISH_HEADER = """# Configuration reference
@@ -50,11 +51,11 @@ def render(chinese: bool = False) -> str:
     """Return the whole page.
 
     Args:
-        chinese: with the sentences of `reference_zh`, which has to know them all.
+        chinese: with the sentences of locale/zh.yaml, which must hold all of them.
     """
 
     def said(text: str) -> str:
-        return (WORDS.get(text) or reference_zh.CHINESE[text]) if chinese else text
+        return (WORDS.get(text) or messages.chinese()["sentences"][text]) if chinese else text
 
     texts = _field_texts()
     parts = [CHINESE_HEADER if chinese else ENGLISH_HEADER]
