@@ -10,7 +10,6 @@ import torch
 from deepspeed import DeepSpeedEngine
 from deepspeed.accelerator import get_accelerator
 
-from toolkit.bench.calibrate import longest_batch
 from toolkit.config.checks import accumulation
 from toolkit.config.schema import RunConfig
 from toolkit.distributed.process_group import barrier, gather
@@ -21,6 +20,7 @@ from toolkit.plan.machine import Machine
 from toolkit.plan.memory import plan_rank
 from toolkit.plan.outline import outline_of
 from toolkit.plan.speed import Rates, step_time
+from toolkit.train.calibration import longest_batch
 from toolkit.train.guard import Guard
 from toolkit.train.step import train_step
 

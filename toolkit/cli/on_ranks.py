@@ -49,10 +49,10 @@ def _plan(
     import torch
     from deepspeed.accelerator import get_accelerator
 
-    from toolkit.bench.calibrate import measure
     from toolkit.bench.peaks import compare
     from toolkit.cli.building import build_engine
     from toolkit.engine.ds_config import build_ds_config
+    from toolkit.train.calibration import measure
     from toolkit.train.resume import Origin
 
     ds = build_ds_config(cfg, ranks.world_size, _STEPS)

@@ -20,14 +20,13 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.cli import plan_view as view
-from toolkit.cli.calibrating import calibrate
 from toolkit.cli.compose import compose, one_of, positive_int
 from toolkit.config.checks import check, settled
 from toolkit.config.hub import with_folder
 from toolkit.config.schema import Init, RunConfig
 from toolkit.errors import ConfigError
 from toolkit.messages import say, tr
-from toolkit.plan.calibration import rates_of
+from toolkit.plan.calibrate import calibrate, rates_of
 from toolkit.plan.cards import GIB
 from toolkit.plan.host import checkpoint_bytes, export_bytes, offloads_to_disk
 from toolkit.plan.machine import Machine, parse_bytes, parse_machine, this_machine

@@ -15,7 +15,7 @@ from toolkit.engine.memory import limit_bytes
 from toolkit.errors import OutOfMemory
 from toolkit.launch.environment import Ranks
 from toolkit.messages import say, tr
-from toolkit.plan.calibration import rates_of
+from toolkit.plan.calibrate import rates_of
 from toolkit.plan.cards import find_card
 from toolkit.plan.host import process_bytes
 from toolkit.plan.machine import Machine, own_memory

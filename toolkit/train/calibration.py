@@ -1,26 +1,32 @@
-"""Measure in a few seconds what `toolkit plan` otherwise assumes of this machine; run by it, a process per rank.
+"""Measure in a few seconds what `toolkit plan` otherwise assumes of this machine.
 
-One layer of the model, with its real sizes and rows, is what two layers take beyond one. Every rank measures at the
-same time, as they would train.
+A program, `python -m toolkit.train.calibration CONFIG ANSWER`: `plan/calibrate.py` starts it on every rank, with the
+variables of that rank set, and all measure at the same time, as they would train. One layer of the model, with its real
+sizes and rows, is what two layers take beyond one.
 """
 
+import json
 import logging
 import os
 import statistics
+import sys
 import time
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 from deepspeed import DeepSpeedEngine
+from deepspeed.accelerator import get_accelerator
 from torch import distributed
 from torch.nn import functional
 from torch.optim.lr_scheduler import ConstantLR
 from transformers import AutoConfig, AutoModelForCausalLM, GlmForCausalLM
 
+from toolkit.config.load import load
 from toolkit.config.schema import (
     ActivationCheckpointingConfig,
     CompileConfig,
@@ -33,7 +39,8 @@ from toolkit.config.schema import (
 from toolkit.distributed import process_group
 from toolkit.engine.ds_config import build_ds_config
 from toolkit.engine.initialize import initialize
-from toolkit.messages import tr
+from toolkit.launch import environment
+from toolkit.messages import set_language, tr
 from toolkit.models.build import TORCH_DTYPES, random_config
 from toolkit.models.chatglm.family import Architecture, architecture_of
 from toolkit.models.chatglm.glm import glm_config
@@ -220,25 +227,30 @@ def _latency(device: torch.device, world_size: int) -> float:
     return 0.0 if world_size == 1 else _seconds(lambda: distributed.all_reduce(one), device)
 
 
-def measure_rank(cfg: RunConfig, rank: int, world_size: int, port: int, on_cpu: bool) -> dict[str, Any]:
-    """Return one rank's rates, measured beside the others; the target of a process.
+def main(config: str, answer: str) -> None:
+    """Measure as one rank, whose variables are set, together with the others.
 
     Args:
-        cfg: whose model and rows are measured.
-        rank: of this process.
-        world_size: processes.
-        port: free, for them to meet at.
-        on_cpu: whether to leave GPUs alone.
+        config: file with the config whose model and rows are measured.
+        answer: file for this rank's rates, JSON.
     """
-    # DeepSpeed 0.19.8 calls collectives by names that torch 2.13 deprecates, and tells what it builds.
+    # DeepSpeed 0.19.8 calls collectives by names that torch 2.13 deprecates, and logs what it builds.
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+    cfg = load([f"recipe={config}"]).cfg
+    set_language(cfg.language)
+    ranks = environment.detect(os.environ)
+    on_cpu = get_accelerator().device_name() == "cpu"
     if on_cpu:
         torch.set_num_threads(1)
-        os.environ["DS_ACCELERATOR"] = "cpu"
-    places = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "MASTER_PORT": port}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", **{name: str(value) for name, value in places.items()}}
-    process_group.start(DistributedConfig())
-    rates = asdict(measure(cfg, rank, world_size, on_cpu))
-    process_group.stop()
-    return rates
+    try:
+        process_group.start(DistributedConfig())
+        rates = measure(cfg, ranks.local_rank, ranks.world_size, on_cpu)
+        process_group.stop()
+    except (RuntimeError, ValueError, OSError, MemoryError) as error:
+        sys.exit(" ".join(str(error).split()) or type(error).__name__)
+    Path(answer).write_text(json.dumps(asdict(rates)), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
