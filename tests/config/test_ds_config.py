@@ -13,7 +13,7 @@ from toolkit.config.files import known_recipes
 from toolkit.config.load import load
 from toolkit.config.schema import Device, Dtype, OptimizerName, RunConfig, ScheduleName
 from toolkit.engine.ds_config import OWNED, build_ds_config, explain, leaves, read_key
-from toolkit.engine.ds_names import dotted_keys
+from toolkit.engine.ds_keys import dotted_keys
 from toolkit.errors import ConfigError
 from toolkit.testing.ds_key_table import source
 
@@ -200,7 +200,7 @@ def test_every_owned_key_exists_on_both_sides() -> None:
 
 
 def test_key_table_is_fresh() -> None:
-    written = (ROOT / "toolkit" / "engine" / "ds_keys.py").read_text(encoding="utf-8")
+    written = (ROOT / "toolkit" / "engine" / "ds_keys.json").read_text(encoding="utf-8")
     assert source() == written, "run scripts/generate_ds_keys.py"
 
 

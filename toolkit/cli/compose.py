@@ -9,7 +9,7 @@ from toolkit.config.files import known_recipes
 from toolkit.config.layout import model_ranks
 from toolkit.config.load import Loaded, load
 from toolkit.engine.ds_config import OWNED, build_ds_config
-from toolkit.engine.ds_names import check_extra
+from toolkit.engine.ds_keys import check_extra
 from toolkit.errors import ConfigError
 from toolkit.messages import set_language, tr
 from toolkit.problems import Problems

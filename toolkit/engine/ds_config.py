@@ -31,7 +31,7 @@ from toolkit.config.schema import (
 )
 from toolkit.config.tensor import partition_config
 from toolkit.config.unread import STAGE3_KEYS, SUPER_OFFLOAD_KEYS
-from toolkit.engine.ds_names import check_extra
+from toolkit.engine.ds_keys import check_extra
 from toolkit.engine.ds_optimizer import write_optimizer
 from toolkit.engine.ds_scheduler import write_scheduler
 from toolkit.messages import tr

@@ -6,8 +6,7 @@ Read in DeepSpeed 0.19.8. A likely misspelling is left in, so that it becomes an
 import difflib
 from typing import Any
 
-from toolkit.engine.ds_keys import KEYS, REMOVED, RENAMED
-from toolkit.engine.ds_names import INSTEAD, dotted_keys
+from toolkit.engine.ds_keys import INSTEAD, KEYS, REMOVED, RENAMED, dotted_keys
 from toolkit.messages import tr
 
 _OFFLOADS = {

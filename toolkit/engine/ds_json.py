@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.engine.ds_ignored import without_ignored
-from toolkit.engine.ds_names import name_problems
+from toolkit.engine.ds_keys import name_problems
 from toolkit.errors import ConfigError
 from toolkit.messages import tr
 from toolkit.outside import reason_of

@@ -1,241 +1,139 @@
-"""Keys of DeepSpeed 0.19.8. Written by scripts/generate_ds_keys.py; do not edit."""
+"""Names of DeepSpeed's JSON (ds_keys.json). DeepSpeed ignores unknown ones silently, so they are rejected here."""
 
+import json
+from collections.abc import Iterator, Mapping
+from itertools import islice
+from pathlib import Path
 from typing import Any
 
-# fmt: off
-# ruff: noqa: E501
-KEYS: dict[str, Any] = {'train_batch_size': None,
- 'train_micro_batch_size_per_gpu': None,
- 'gradient_accumulation_steps': None,
- 'managed_gradient_accumulation': None,
- 'steps_per_print': None,
- 'dump_state': None,
- 'disable_python_gc': None,
- 'disable_allgather': None,
- 'communication_data_type': None,
- 'seq_parallel_communication_data_type': None,
- 'prescale_gradients': None,
- 'gradient_predivide_factor': None,
- 'gradient_allreduce_op': None,
- 'zero_optimization': {'stage': None,
-                       'contiguous_gradients': None,
-                       'reduce_scatter': None,
-                       'reduce_bucket_size': None,
-                       'use_multi_rank_bucket_allreduce': None,
-                       'allgather_partitions': None,
-                       'allgather_bucket_size': None,
-                       'overlap_comm': None,
-                       'compute_grad_norm': None,
-                       'load_from_fp32_weights': None,
-                       'elastic_checkpoint': None,
-                       'offload_param': {'device': None,
-                                         'nvme_path': None,
-                                         'buffer_count': None,
-                                         'buffer_size': None,
-                                         'max_in_cpu': None,
-                                         'pin_memory': None},
-                       'offload_optimizer': {'device': None,
-                                             'nvme_path': None,
-                                             'buffer_count': None,
-                                             'pin_memory': None,
-                                             'pipeline_read': None,
-                                             'pipeline_write': None,
-                                             'fast_init': None,
-                                             'ratio': None,
-                                             'super_offload': None,
-                                             'cpuadam_cores_perc': None},
-                       'zenflow': {'topk_ratio': None,
-                                   'select_strategy': None,
-                                   'select_interval': None,
-                                   'update_interval': None,
-                                   'overlap_step': None,
-                                   'offload': None,
-                                   'auto_ratio': None,
-                                   'full_warm_up_rounds': None,
-                                   'pt_reserved_cores_perc': None,
-                                   'steps_per_epoch': None},
-                       'sub_group_size': None,
-                       'stage3_prefetch_bucket_size': None,
-                       'stage3_param_persistence_threshold': None,
-                       'stage3_model_persistence_threshold': None,
-                       'stage3_max_live_parameters': None,
-                       'stage3_max_reuse_distance': None,
-                       'stage3_gather_16bit_weights_on_model_save': None,
-                       'stage3_module_granularity_threshold': None,
-                       'stage3_use_all_reduce_for_fetch_params': None,
-                       'stage3_allgather_sequential': None,
-                       'ignore_unused_parameters': None,
-                       'legacy_stage1': None,
-                       'round_robin_gradients': None,
-                       'parameter_alignment': None,
-                       'zero_hpz_partition_size': None,
-                       'zero_quantized_weights': None,
-                       'zero_quantized_nontrainable_weights': None,
-                       'zero_quantized_gradients': None,
-                       'memory_efficient_linear': None,
-                       'pipeline_loading_checkpoint': None,
-                       'override_module_apply': None,
-                       'log_trace_cache_warnings': None,
-                       'enable_sanity_checks': None,
-                       'save_muon_momentum_buffer_in_memory': None,
-                       'leaf_module': {'classes': None, 'names': None, 'name_suffixes': None}},
- 'activation_checkpointing': {'partition_activations': None,
-                              'number_checkpoints': None,
-                              'contiguous_memory_optimization': None,
-                              'synchronize_checkpoint_boundary': None,
-                              'profile': None,
-                              'cpu_checkpointing': None},
- 'comms_logger': {'enabled': None, 'prof_all': None, 'prof_ops': None, 'verbose': None, 'debug': None},
- 'tensorboard': {'enabled': None, 'output_path': None, 'job_name': None},
- 'wandb': {'enabled': None, 'group': None, 'team': None, 'project': None},
- 'csv_monitor': {'enabled': None, 'output_path': None, 'job_name': None},
- 'comet': {'enabled': None,
-           'samples_log_interval': None,
-           'project': None,
-           'workspace': None,
-           'api_key': None,
-           'experiment_name': None,
-           'experiment_key': None,
-           'online': None,
-           'mode': None},
- 'gradient_clipping': None,
- 'fp16': {'enabled': None,
-          'auto_cast': None,
-          'loss_scale': None,
-          'initial_scale_power': None,
-          'loss_scale_window': None,
-          'hysteresis': None,
-          'consecutive_hysteresis': None,
-          'min_loss_scale': None,
-          'fp16_master_weights_and_grads': None},
- 'bf16': {'enabled': None,
-          'immediate_grad_update': None,
-          'check_grad_overflow': None,
-          'bf16_master_weights_and_grads': None,
-          'bf16_optimizer_states': None},
- 'torch_autocast': {'enabled': None, 'dtype': None, 'lower_precision_safe_modules': None},
- 'optimizer': {'type': None,
-               'legacy_fusion': None,
-               'params': {'lr': None,
-                          'bias_correction': None,
-                          'betas': None,
-                          'eps': None,
-                          'adam_w_mode': None,
-                          'weight_decay': None,
-                          'amsgrad': None,
-                          'set_grad_none': None,
-                          'fp32_optimizer_states': None,
-                          'maximize': None,
-                          'foreach': None,
-                          'capturable': None,
-                          'differentiable': None,
-                          'fused': None,
-                          'torch_adam': None,
-                          'momentum': None,
-                          'ns_method': None,
-                          'muon_lr': None,
-                          'adam_lr': None,
-                          'per_head_muon': None,
-                          'dampening': None,
-                          'nesterov': None,
-                          'lr_decay': None,
-                          'initial_accumulator_value': None,
-                          'beta2_decay': None,
-                          'd': None}},
- 'zero_allow_untested_optimizer': None,
- 'zero_force_ds_cpu_optimizer': None,
- 'scheduler': {'type': None,
-               'params': {'warmup_min_lr': None,
-                          'warmup_max_lr': None,
-                          'warmup_num_steps': None,
-                          'warmup_type': None,
-                          'total_num_steps': None,
-                          'warmup_min_ratio': None,
-                          'cos_min_ratio': None}},
- 'flops_profiler': {'enabled': None,
-                    'recompute_fwd_factor': None,
-                    'profile_step': None,
-                    'module_depth': None,
-                    'top_modules': None,
-                    'detailed': None,
-                    'output_file': None},
- 'wall_clock_breakdown': None,
- 'memory_breakdown': None,
- 'use_data_before_expert_parallelism': None,
- 'hybrid_engine': {'enabled': None,
-                   'max_out_tokens': None,
-                   'inference_tp_size': None,
-                   'release_inference_cache': None,
-                   'pin_parameters': None,
-                   'tp_gather_partition_size': None,
-                   'enable_cuda_graph': None},
- 'pipeline': None,
- 'data_efficiency': None,
- 'checkpoint': {'tag_validation': None,
-                'load_universal': None,
-                'use_node_local_storage': None,
-                'parallel_write': {'pipeline_stage': None},
-                'checkpoint_serialization': None,
-                'writer': None},
- 'data_types': {'grad_accum_dtype': None, 'param_dtype': None, 'buffer_dtype': None, 'keep_in_fp32_modules': None},
- 'aio': {'block_size': None,
-         'queue_depth': None,
-         'intra_op_parallelism': None,
-         'single_submit': None,
-         'overlap_events': None,
-         'use_gds': None},
- 'dataloader_drop_last': None,
- 'log_level': None,
- 'datastates_ckpt': None,
- 'weight_quantization': None,
- 'compile': {'deepcompile': None,
-             'autoep_non_moe': None,
-             'free_activation': None,
-             'free_activation_threshold': None,
-             'offload_activation': None,
-             'offload_activation_pin_memory': None,
-             'offload_opt_states': None,
-             'double_buffer': None,
-             'symmetric_memory': None,
-             'debug_log': None,
-             'offload_parameters': None,
-             'sync_before_reduce': None,
-             'sync_after_reduce': None,
-             'sync_before_allgather': None,
-             'sync_after_allgather': None,
-             'keep_int_input_tensors': None,
-             'keep_all_input_tensors': None,
-             'passes': None},
- 'timers': {'throughput': {'enabled': None, 'synchronized': None}},
- 'tensor_parallel': None,
- 'expert_parallel': None,
- 'sequence_parallel_size': None,
- 'vocabulary_size': None}
-RENAMED: dict[str, str] = {'bfloat16': 'bf16',
- 'zero_optimization.cpu_offload_param': 'zero_optimization.offload_param',
- 'zero_optimization.cpu_offload_use_pin_memory': 'zero_optimization.offload_param or offload_optimizer',
- 'zero_optimization.cpu_offload': 'zero_optimization.offload_optimizer',
- 'zero_optimization.prefetch_bucket_size': 'zero_optimization.stage3_prefetch_bucket_size',
- 'zero_optimization.param_persistence_threshold': 'zero_optimization.stage3_param_persistence_threshold',
- 'zero_optimization.model_persistence_threshold': 'zero_optimization.stage3_model_persistence_threshold',
- 'zero_optimization.max_live_parameters': 'zero_optimization.stage3_max_live_parameters',
- 'zero_optimization.max_reuse_distance': 'zero_optimization.stage3_max_reuse_distance',
- 'zero_optimization.gather_16bit_weights_on_model_save': 'zero_optimization.stage3_gather_16bit_weights_on_model_save',
- 'zero_optimization.module_granularity_threshold': 'zero_optimization.stage3_module_granularity_threshold',
- 'zero_optimization.use_all_reduce_for_fetch_params': 'zero_optimization.stage3_use_all_reduce_for_fetch_params',
- 'zero_optimization.allgather_sequential': 'zero_optimization.stage3_allgather_sequential',
- 'zero_optimization.stage3_gather_fp16_weights_on_model_save': 'zero_optimization.stage3_gather_16bit_weights_on_model_save'}
-REMOVED: tuple[str, ...] = ('nebula',
- 'compression_training',
- 'amp',
- 'quantize_training',
- 'sparse_gradients',
- 'eigenvalue',
- 'sparse_attention',
- 'elasticity',
- 'graph_harvesting',
- 'curriculum_learning',
- 'progressive_layer_drop',
- 'zero_optimization.mics_shard_size',
- 'zero_optimization.mics_hierarchical_params_gather',
- 'zero_optimization.zeropp_loco_param')
+from toolkit.config.suggest import nearest
+from toolkit.errors import ConfigError
+from toolkit.messages import tr
+from toolkit.problems import raise_all
+
+_TABLE = json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8"))
+KEYS: dict[str, Any] = _TABLE["keys"]
+"""Name -> the names below it, None where it is no section."""
+RENAMED: dict[str, str] = _TABLE["renamed"]
+REMOVED: list[str] = _TABLE["removed"]
+# Names that people write and that DeepSpeed never had at that place, or refuses there.
+ELSEWHERE = {
+    "optimizer.params.max_grad_norm": "gradient_clipping",
+    "optimizer.params.learning_rate": "optimizer.params.lr",
+}
+# What does today what a removed section did, and the page about it.
+INSTEAD = {
+    "elasticity": ("batch.world_sizes", "docs/data_efficiency.md"),
+    "curriculum_learning": ("data.curriculum", "docs/data_efficiency.md"),
+    "zero_optimization.mics_shard_size": ("zero.zero_hpz_partition_size", "docs/zero.md"),
+}
+# Without these DeepSpeed (0.19.8) does not look at a step's gradient norm, or goes on if it is not finite.
+NEEDED = ("zero_optimization.compute_grad_norm", "bf16.check_grad_overflow")
+
+
+MOST_PROBLEMS = 20
+"""So many are named one by one."""
+
+
+def dotted_keys(tree: dict[str, Any] | None = None, prefix: str = "") -> Iterator[str]:
+    """Yield every key of DeepSpeed's JSON as a dotted path, sections included."""
+    for name, children in (KEYS if tree is None else tree).items():
+        yield prefix + name
+        if children:
+            yield from dotted_keys(children, f"{prefix}{name}.")
+
+
+def name_problems(section: dict[str, Any], tree: dict[str, Any] | None = None, prefix: str = "") -> dict[str, str]:
+    """Return dotted key -> sentence for every name below `section` that DeepSpeed does not know."""
+    known: dict[str, Any] = KEYS if tree is None else tree
+    problems: dict[str, str] = {}
+    for name, value in section.items():
+        key = prefix + name
+        if key == "data_efficiency":
+            problems[key] = tr(
+                "'{key}' works with DeepSpeed's own data loader and layers only, which are not used here. Take it out, "
+                "and use data.curriculum or train.random_ltd instead (docs/data_efficiency.md).",
+                key=key,
+            )
+        elif name not in known:
+            many = len(problems) >= MOST_PROBLEMS  # to look for a similar name takes milliseconds
+            problems[key] = tr("DeepSpeed has no key '{key}'.", key=key) if many else _unknown(key, known, prefix)
+        elif isinstance(value, dict) and known[name]:
+            problems |= name_problems(value, known[name], f"{key}.")
+        elif known[name] and value is not None and not isinstance(value, dict):
+            problems[key] = tr("'{key}' is a section, so it needs {{...}}, not a value.", key=key)
+    return problems
+
+
+def _unknown(key: str, siblings: dict[str, Any], prefix: str) -> str:
+    name = key.removeprefix(prefix)
+    if key in INSTEAD:
+        return tr(
+            "'{key}' belongs to a feature that was removed from DeepSpeed. Take it out, and use {schema} instead "
+            "({page}).",
+            key=key,
+            schema=INSTEAD[key][0],
+            page=INSTEAD[key][1],
+        )
+    if key in REMOVED:
+        return tr("'{key}' belongs to a feature that was removed from DeepSpeed. Take it out.", key=key)
+    if key in RENAMED:
+        return tr("'{key}' is an old name. Write '{today}'.", key=key, today=RENAMED[key])
+    places = [other for other in dotted_keys() if other.rpartition(".")[2] == name]
+    close = nearest(name, list(siblings))
+    guess = ELSEWHERE.get(key) or (places[0] if places else None) or (prefix + close if close else None)
+    if guess is None:
+        guess = nearest(key, list(dotted_keys()))
+    if guess is None:
+        return tr("DeepSpeed has no key '{key}'.", key=key)
+    if guess in places:
+        return tr("'{key}' stands in the wrong place. It belongs to '{guess}'.", key=key, guess=guess)
+    return tr("DeepSpeed has no key '{key}'. Did you mean '{guess}'?", key=key, guess=guess)
+
+
+def check_extra(extra: dict[str, Any], owned: Mapping[str, str], where: Mapping[str, str] | None = None) -> None:
+    """Refuse unknown names in ds_extra, and keys that the schema owns.
+
+    Args:
+        extra: the recipe's ds_extra.
+        owned: dotted DeepSpeed key -> the schema's key for it.
+        where: schema key -> the place that set it, for the messages.
+
+    Raises:
+        ConfigError: with every such key.
+    """
+    problems = name_problems(extra) | _owned(extra, owned)
+    named = islice(problems.items(), MOST_PROBLEMS)
+    errors = [ConfigError(_place(key, where or {}) + f"ds_extra.{key}: {sentence}") for key, sentence in named]
+    if len(problems) > MOST_PROBLEMS:
+        errors.append(ConfigError(tr("… and {count} more.", count=f"{len(problems) - MOST_PROBLEMS:,}")))
+    raise_all(errors)
+
+
+def _place(key: str, where: Mapping[str, str]) -> str:
+    """Return "file:line: " of a key of ds_extra, or of the first one below it that has a place."""
+    full = f"ds_extra.{key}"
+    for known, place in where.items():
+        if full == known or full.startswith(f"{known}.") or known.startswith(f"{full}."):
+            return tr("{place}: ", place=place)
+    return ""
+
+
+def _owned(section: dict[str, Any], owned: Mapping[str, str], prefix: str = "") -> dict[str, str]:
+    problems: dict[str, str] = {}
+    for name, value in section.items():
+        key = prefix + name
+        if key in owned:
+            problems[key] = tr("set {schema} instead; ds_extra is for keys that have no own place.", schema=owned[key])
+        elif isinstance(value, dict):
+            problems |= _owned(value, owned, f"{key}.")
+        elif key in NEEDED and value is False:
+            problems[key] = tr(
+                "cannot be false: every step is judged by the norm of its gradient before it changes the weights "
+                "(train.on_bad_step). Take it out."
+            )
+        elif value is None or value == "auto":
+            problems[key] = tr(
+                "needs a value; {value} would be read as something else by DeepSpeed.", value=repr(value)
+            )
+    return problems

@@ -1,7 +1,7 @@
-"""The text of toolkit/engine/ds_keys.py, from the installed DeepSpeed, so that planning need not import it."""
+"""The text of toolkit/engine/ds_keys.json, from the installed DeepSpeed, so that planning need not import it."""
 
 import inspect
-import pprint
+import json
 from typing import Any, get_args
 
 import deepspeed as ds
@@ -49,7 +49,7 @@ def _parameters(*kinds: Any) -> dict[str, None]:
 
 
 def source() -> str:
-    """Return the module's text for the installed DeepSpeed."""
+    """Return the file's text for the installed DeepSpeed."""
     read, top, flops, renamed = (
         config.DeepSpeedConfig.__new__(config.DeepSpeedConfig),
         _Spy(),
@@ -86,8 +86,5 @@ def source() -> str:
     )
     keys = {name: children for name, children in keys.items() if name not in (*removed, *renamed)}
     renamed = {old: renamed.get(new, new) for old, new in renamed.items()}
-    head = f'"""Keys of DeepSpeed {ds.__version__}. Written by scripts/generate_ds_keys.py; do not edit."""'
-    lines = [head, "\nfrom typing import Any\n\n# fmt: off\n# ruff: noqa: E501"]
-    parts = {"KEYS: dict[str, Any]": keys, "RENAMED: dict[str, str]": renamed, "REMOVED: tuple[str, ...]": removed}
-    lines += [f"{name} = {pprint.pformat(value, width=118, sort_dicts=False)}" for name, value in parts.items()]
-    return "\n".join(lines) + "\n"
+    table = {"deepspeed": ds.__version__, "keys": keys, "renamed": renamed, "removed": removed}
+    return json.dumps(table, indent=1) + "\n"
