@@ -11,12 +11,14 @@ import torch
 
 from toolkit.config.load import load
 from toolkit.engine.ds_config import build_ds_config
+from toolkit.engine.memory import PeakMemory
 from toolkit.errors import BaseMissing, ConfigError, ModelError, RowError
+from toolkit.models import template_bounds
 from toolkit.models.folder import read_config
 from toolkit.models.limits import TooSlow, time_limit
 from toolkit.models.template_chat import TemplateChatEncoder
 from toolkit.models.tokenizer import fit_tokenizer, load_tokenizer
-from toolkit.models.tuning import adapter
+from toolkit.models.tuning import adapter, patterns
 from toolkit.models.tuning.base import Base
 from toolkit.models.weights import WeightFiles, read_tensors
 from toolkit.outside import reading
@@ -206,6 +208,58 @@ def test_templates_that_fail(template: str, tokenizer_folder: Path, tmp_path: Pa
         TemplateChatEncoder(load_tokenizer(tokenizer_folder, chat_template=str(tmp_path / "t.jinja"))).encode(MESSAGES)
 
 
+GROWING = {
+    "repetition": "{{ 'x' * 10**9 }}",
+    "of a list": "{{ ([0] * 10**8)|length }}",
+    "twice": "{% set x = 'x' * 10**6 %}{{ (x ~ '') * 10**3 }}",
+    "doubling": "{% set n = namespace(x='xx') %}{% for i in range(29) %}{% set n.x = n.x ~ n.x %}{% endfor %}",
+    "adding": "{% set n = namespace(x=[1]) %}{% for i in range(29) %}{% set n.x = n.x + n.x %}{% endfor %}",
+    "output": "{% set x = 'x' * 10**7 %}{% for i in range(99) %}{{ x }}{% endfor %}",
+    "macro": "{% set x = 'x' * 10**7 %}"
+    "{% macro f() %}{% for i in range(99) %}{{ x }}{% endfor %}{% endmacro %}{{ f() }}",
+    "method": "{{ 'x'.ljust(10**9) }}",
+    "filter": "{{ 'x'|center(10**9) }}",
+    "indent": "{{ ('\n' * 10**4)|indent(10**5) }}",
+    "replace": "{{ ('x' * 10**4).replace('x', 'y' * 10**5) }}",
+    "join": "{{ ('x' * 10**4).join(['a', 'b'] * 49999) }}",
+    "format": "{{ '%999999999d' % 1 }}",
+    "filtered format": "{{ '%*d'|format(10**9, 1) }}",
+    "method format": "{{ '{:999999999}'.format(1) }}",
+    "json": "{{ messages|tojson(indent=10**8) }}",
+    "power": "{{ 10 ** (10 ** 6) }}",
+    "bytes": "{{ (1).to_bytes(10**9, 'big') }}",
+}
+
+
+@pytest.mark.parametrize("name", GROWING)
+def test_templates_that_fill_the_memory(name: str, tokenizer_folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "t.jinja").write_text(GROWING[name], encoding="utf-8")
+    with PeakMemory(torch.device("cpu"), only_new=True) as memory:
+        with pytest.raises(
+            RowError, match=r"the chat template refuses the conversation: it makes a text.* are the most"
+        ):
+            TemplateChatEncoder(load_tokenizer(tokenizer_folder, chat_template=str(tmp_path / "t.jinja"))).encode(
+                MESSAGES
+            )
+        assert memory.highest() < 512 << 20
+
+
+def test_templates_within_the_bounds_are_rendered_as_before() -> None:
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    template_bounds.install()
+    template = (
+        "{{ '-' * 3 }}{{ [1] + [2] }}{{ 2 ** 5 }}{{ 7 % 4 }}{{ '%s|%d' % ('a', 3) }}{{ '{:>3}'.format(1) }}"
+        "{{ 'a' ~ 1 ~ none }}{{ messages|tojson(indent=1) }}{{ ['a', 'b']|join(',') }}{{ 'a\nb'|indent(2) }}"
+        "{{ 'ab'.replace('a', 'c') }}{{ messages|map(attribute='role')|join('+') }}{{ 'x'|upper|center(3) }}"
+        "{{ '%s!'|format('a') }}{{ ''.join(['a', 'b']) }}{{ [[1], [2]]|sum(start=[]) }}"
+    )
+    texts, _ = render_jinja_template([[{"role": "user", "content": "你好"}]], chat_template=template)
+    assert texts == [
+        '---[1, 2]323a|3  1a1None[\n {\n  "role": "user",\n  "content": "你好"\n }\n]a,ba\n  bcbuser X a!ab[1, 2]'
+    ]
+
+
 def test_templates_that_never_end(tokenizer_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("toolkit.models.template_chat._RENDERING_S", 0.5)
     loop = "{% for i in range(99999) %}" * 3 + "{% endfor %}" * 3
@@ -256,12 +310,51 @@ def test_bases_of_adapters_are_directories_of_models_or_nothing(base: object, tm
         ({"r": "x"}, "r = 'x' is not a whole number"),
         ({"peft_type": ["LORA"]}, "is of the kind"),
         ({"peft_type": None}, "is of the kind"),
+        ({"modules_to_save": ["(a+)+b"]}, "modules_to_save holds '(a+)+b', which is no name of a module"),
+        ({"rank_pattern": {"(.*)*q": 4}}, "rank_pattern holds '(.*)*q'"),
+        ({"layers_pattern": "(h+)*"}, "layers_pattern holds '(h+)*'"),
     ],
 )
 def test_damaged_settings_of_adapters(settings: dict[str, Any], said: str, tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"adapter_config\.json") as error:
         adapter.read_settings(adapter_of(tmp_path, **settings))
     assert said in str(error.value)
+
+
+NAMED = ["model.layers.0.self_attn.q_proj", "model.layers.1.self_attn.q_proj", "model.layers.1.mlp.up_proj"]
+
+
+def test_expressions_of_adapters_become_names() -> None:
+    found = patterns.with_names({"target_modules": r".*\.1\.(self_attn\.q_proj|mlp\.up_proj)", "r": 2}, ["", *NAMED])
+    assert found == {"target_modules": NAMED[1:], "r": 2}
+    both = {"target_modules": ".*proj", "exclude_modules": "no such"}
+    assert patterns.with_names(both, NAMED) == {"target_modules": NAMED, "exclude_modules": []}
+    for kept in ({"target_modules": "all-linear"}, {"target_modules": ["q_proj"]}, {"target_modules": None}):
+        assert patterns.with_names(kept, NAMED) == kept
+
+
+@pytest.mark.parametrize(
+    ("expression", "reason"),
+    [
+        ("(([a-z_.0-9])+)+!", "takes more than 0.5 s"),
+        ("(", "missing ), unterminated subpattern"),
+        ("no such", "it matches no module of the model"),
+        ("a" * 30_000, "it has more than 20,000 characters"),
+    ],
+    ids=["endless", "damaged", "nothing", "long"],
+)
+def test_expressions_of_adapters_are_bounded(
+    expression: str, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(patterns, "_MATCHING_S", 0.5 if "takes" in reason else 60)
+    settings = adapter.read_settings(adapter_of(tmp_path, target_modules=expression))
+    with torch.device("meta"):
+        model: Any = torch.nn.Sequential()
+        model.add_module("model_layers_0_self_attn_q_proj_" * 2, torch.nn.Linear(2, 2))
+    model.device = torch.device("meta")
+    with pytest.raises(ModelError, match=r"adapter_config\.json: the expression target_modules = ") as error:
+        adapter.attach(model, settings, Base(path="", numbers={}))
+    assert reason in str(error.value)
 
 
 def test_adapters_cannot_name_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

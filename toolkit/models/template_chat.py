@@ -331,6 +331,9 @@ def _rendered(render: Callable[[Sequence[Message]], _Rendering], messages: Seque
     """
     from jinja2 import TemplateError
 
+    from toolkit.models import template_bounds
+
+    template_bounds.install()
     try:
         with time_limit(_RENDERING_S):
             try:

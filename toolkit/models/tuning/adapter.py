@@ -20,7 +20,7 @@ from toolkit.messages import tr
 from toolkit.models.chatglm.prefix import PREFIX, prefix_for
 from toolkit.models.folder import read_object
 from toolkit.models.limits import check_sizes
-from toolkit.models.tuning import lora
+from toolkit.models.tuning import lora, patterns
 from toolkit.models.tuning.base import FILE as BASE_FILE
 from toolkit.models.tuning.base import Base, check_base, find_base, numbers_of, read_base
 from toolkit.models.tuning.prefix import attach_prefix
@@ -133,6 +133,7 @@ def read_settings(folder: Path) -> dict[str, Any]:
             )
         )
     check_sizes(settings, folder / CONFIG)
+    patterns.check_names(settings, folder / CONFIG)
     return settings
 
 
@@ -221,6 +222,7 @@ def attach(
                 for name, value in settings.items()
                 if name in LoraConfig.__dataclass_fields__ and name not in _OUTSIDE
             }
+            known = patterns.with_names(known, [name for name, _ in model.named_modules()])
             lora.inject(model, LoraConfig(**known | {"inference_mode": False}), ds_config)
     model.tuned = Tuned(method, settings, base)
 

@@ -1,0 +1,105 @@
+"""Regular expressions in adapter_config.json: peft (0.21) runs whatever is written there, and one may take years."""
+
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from toolkit.children import run
+from toolkit.errors import ModelError
+from toolkit.messages import tr
+from toolkit.plan.names import ALL_LINEAR
+
+_MATCHING_S = 20.0
+"""For all modules of a model; hundredths of a second are usual."""
+_LONGEST = 20_000
+"""Characters of an expression."""
+_EXPRESSIONS = ("target_modules", "exclude_modules")
+"""Where a single text is an expression; in a list they are names, or ends of names."""
+_NAMES = ("modules_to_save", "layers_pattern", "rank_pattern", "alpha_pattern")
+"""What peft puts into expressions of its own."""
+_PLAIN = re.compile(r"(?:[\w.^$-]|\\[.d]\+?)*")
+_MATCH = """
+import json, re, sys
+pattern, names = json.load(sys.stdin)
+try:
+    json.dump([name for name in names if re.fullmatch(pattern, name)], sys.stdout)
+except (re.error, RecursionError, OverflowError) as error:
+    sys.exit(str(error))
+"""
+
+
+def check_names(settings: dict[str, Any], file: Path) -> None:
+    """Reject an adapter's settings that hold expressions where names belong.
+
+    Raises:
+        ModelError: with the setting and its value.
+    """
+    for key in _NAMES:
+        value = settings.get(key) or ()
+        for name in [value] if isinstance(value, str) else value if isinstance(value, (list, dict)) else ():
+            if not isinstance(name, str) or not _PLAIN.fullmatch(name):
+                raise ModelError(
+                    tr(
+                        "{file}: {key} holds {value}, which is no name of a module. Write names, or ends of names, "
+                        "without wildcards.",
+                        file=file,
+                        key=key,
+                        value=repr(name)[:200],
+                    )
+                )
+
+
+def with_names(settings: dict[str, Any], modules: Iterable[str]) -> dict[str, Any]:
+    """Return an adapter's settings with the modules that its expressions match in their place.
+
+    They are matched in a process of their own, which is ended if it takes too long.
+
+    Args:
+        settings: of adapter_config.json.
+        modules: names of the model's.
+
+    Raises:
+        ModelError: an expression is damaged, takes too long, or matches nothing.
+    """
+    names: list[str] = []
+    for key in _EXPRESSIONS:
+        value = settings.get(key)
+        if isinstance(value, str) and value != ALL_LINEAR:
+            names = names or [name for name in modules if name]
+            settings = settings | {key: _matching(key, value, names)}
+    return settings
+
+
+def _matching(key: str, expression: str, names: list[str]) -> list[str]:
+    if len(expression) > _LONGEST:
+        reason = tr("it has more than {count} characters", count=f"{_LONGEST:,}")
+    else:
+        try:
+            ended = run(
+                [sys.executable, "-I", "-S", "-c", _MATCH],
+                input=json.dumps([expression, names]),
+                capture_output=True,
+                text=True,
+                timeout=_MATCHING_S,
+            )
+        except subprocess.TimeoutExpired:
+            reason = tr("matching it takes more than {seconds} s", seconds=f"{_MATCHING_S:g}")
+        else:
+            found: list[str] = json.loads(ended.stdout) if ended.returncode == 0 else []
+            if found or (not ended.returncode and key != "target_modules"):
+                return found
+            reason = ended.stderr.strip() or tr("it matches no module of the model")
+    raise ModelError(
+        tr(
+            "adapter_config.json: the expression {key} = {value} cannot be used: {reason}. Write a list of module "
+            "names, or of ends of names, such as {example}.",
+            key=key,
+            value=repr(expression)[:200],
+            reason=reason,
+            example='["q_proj", "v_proj"]',
+        )
+    )
