@@ -15,9 +15,8 @@ from toolkit.config.schema import TuningConfig, TuningMethod
 from toolkit.engine.initialize import _want_gradient
 from toolkit.errors import ConfigError
 from toolkit.models.chatglm.modeling import ChatGLMConfig, ChatGLMForConditionalGeneration
-from toolkit.plan.cards import CARDS, find_card
 from toolkit.plan.flops import Work, causal_pairs, formula
-from toolkit.plan.machine import parse_machine
+from toolkit.plan.machine import find_gpu, known_gpus, parse_machine
 from toolkit.plan.outline import PUBLISHED
 from toolkit.plan.parameters import Shapes, shapes_of_config, tuned
 
@@ -194,7 +193,7 @@ def test_a_learned_prefix_is_seen_by_every_token() -> None:
     ],
 )
 def test_cards_by_the_names_that_drivers_give(reported: str, name: str | None) -> None:
-    found = find_card(reported)
+    found = find_gpu(reported)
     assert (found and found.name) == name
 
 
@@ -204,11 +203,11 @@ def test_a_name_without_its_memory_is_told_the_sizes() -> None:
 
 
 def test_the_datasheet_is_plausible() -> None:
-    assert len({card.name for card in CARDS}) == len(CARDS)
-    for card in CARDS:
-        assert find_card(card.name) is card
-        assert card.fp32_flops < card.fp16_flops
-        assert card.bf16_flops in (0, card.fp16_flops)
-        assert card.flops("bf16") == card.bf16_flops
-        assert 10 << 30 < card.memory_bytes < 200 << 30
-        assert card.link_bytes_per_s < card.memory_bytes_per_s
+    assert len({gpu.name for gpu in known_gpus()}) == len(known_gpus())
+    for gpu in known_gpus():
+        assert find_gpu(gpu.name) is gpu
+        assert gpu.fp32_flops < gpu.fp16_flops
+        assert gpu.bf16_flops in (0, gpu.fp16_flops)
+        assert gpu.flops("bf16") == gpu.bf16_flops
+        assert 10 << 30 < gpu.memory_bytes < 200 << 30
+        assert gpu.link_bytes_per_s < gpu.memory_bytes_per_s

@@ -10,8 +10,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from toolkit.config.schema import TuningConfig, TuningMethod
 from toolkit.messages import set_language
-from toolkit.plan.cards import find_card
 from toolkit.plan.flops import Formula, Rates, formula
+from toolkit.plan.machine import find_gpu
 from toolkit.terminal import set_display
 from toolkit.track.names import UNITS
 from toolkit.track.progress import Progress
@@ -94,7 +94,7 @@ def test_row_of_uneven_steps(clock: SimpleNamespace) -> None:
 
 
 def test_a_card_by_its_datasheet() -> None:
-    card = find_card("NVIDIA H20")
+    card = find_gpu("NVIDIA H20")
     assert card
     known = an_account(device="NVIDIA H20", card=card)
     assert known.speed(*2 * (account.Work(8, 20, 4),), 2.0)["mfu"] == 180 / card.bf16_flops
@@ -103,7 +103,7 @@ def test_a_card_by_its_datasheet() -> None:
         "What the datasheet of 'NVIDIA X1' says of that is not known here" in an_account(device="NVIDIA X1").describe()
     )
     assert an_account(formula=None).speed(*2 * (account.Work(8, 20, 4),), 2.0) == {}
-    v100 = find_card("Tesla V100-SXM2-16GB")
+    v100 = find_gpu("Tesla V100-SXM2-16GB")
     beyond = an_account(device="V100", card=v100)
     assert "mfu" not in beyond.speed(*2 * (account.Work(8, 20, 4),), 2.0)
     assert "What the datasheet of 'V100' says of that is not known here" in beyond.describe()

@@ -17,9 +17,8 @@ from toolkit.cli.plan import as_json
 from toolkit.config.checks import check, micro_sizes
 from toolkit.config.load import load
 from toolkit.config.schema import Device, Dtype, RunConfig, TuningConfig, TuningMethod
-from toolkit.plan.cards import GIB
 from toolkit.plan.host import HEAP_SHARE, PROCESS_BYTES, checkpoint_bytes, plan_host, process_bytes
-from toolkit.plan.machine import Machine, parse_bytes, parse_machine
+from toolkit.plan.machine import GIB, Machine, parse_bytes, parse_machine
 from toolkit.plan.memory import plan_rank
 from toolkit.plan.outline import PUBLISHED, outline_of
 from toolkit.plan.parameters import Outline, shapes_of_config, tuned

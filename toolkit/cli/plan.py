@@ -27,9 +27,8 @@ from toolkit.config.schema import Init, RunConfig
 from toolkit.errors import ConfigError
 from toolkit.messages import say, tr
 from toolkit.plan.calibrate import calibrate, rates_of
-from toolkit.plan.cards import GIB
 from toolkit.plan.host import checkpoint_bytes, export_bytes, offloads_to_disk
-from toolkit.plan.machine import Machine, parse_bytes, parse_machine, this_machine
+from toolkit.plan.machine import GIB, Machine, parse_bytes, parse_machine, this_machine
 from toolkit.plan.outline import PUBLISHED, outline_of
 from toolkit.plan.parameters import Outline
 from toolkit.plan.search import Layout, cheapest, lay_out, layouts, overrides

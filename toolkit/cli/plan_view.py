@@ -6,9 +6,8 @@ from typing import Any
 from toolkit.cli.text_table import table
 from toolkit.config.checks import accumulation
 from toolkit.messages import tr
-from toolkit.plan.cards import GIB
 from toolkit.plan.host import checkpoint_bytes, export_bytes
-from toolkit.plan.machine import Machine
+from toolkit.plan.machine import GIB, Machine
 from toolkit.plan.memory import longest_rows
 from toolkit.plan.parameters import Outline
 from toolkit.plan.search import Layout

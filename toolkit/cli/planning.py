@@ -16,9 +16,8 @@ from toolkit.errors import OutOfMemory
 from toolkit.launch.environment import Ranks
 from toolkit.messages import say, tr
 from toolkit.plan.calibrate import rates_of
-from toolkit.plan.cards import find_card
 from toolkit.plan.host import process_bytes
-from toolkit.plan.machine import Machine, own_memory
+from toolkit.plan.machine import Machine, find_gpu, own_memory
 from toolkit.plan.outline import known_outline, outline_of
 from toolkit.plan.search import Layout, changed, cheapest, lay_out, layouts, overrides
 from toolkit.train.prepared import Prepared
@@ -132,7 +131,7 @@ def _machine(cfg: RunConfig, ranks: Ranks, device: torch.device) -> Machine:
     return Machine(
         ranks=local,
         memory_bytes=min(one for one, *_ in found),
-        card=None if on_cpu else find_card(torch.cuda.get_device_name(device)),
+        card=None if on_cpu else find_gpu(torch.cuda.get_device_name(device)),
         nodes=-(-ranks.world_size // local),
         uneven_ranks=ranks.world_size,
         host_bytes=min(one for _, one, _ in found),

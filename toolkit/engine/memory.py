@@ -10,7 +10,7 @@ import torch
 from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from toolkit.plan.cards import GIB
+from toolkit.plan.machine import GIB
 
 _OUT_OF_MEMORY = ("DefaultCPUAllocator", "out of memory", "STATUS_ALLOC_FAILED")
 """What errors without a class of their own say: PyTorch on CPUs; CUDA, by itself or through NCCL; cuBLAS, cuDNN."""

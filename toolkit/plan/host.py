@@ -4,8 +4,7 @@ from collections import Counter
 from dataclasses import dataclass
 
 from toolkit.config.schema import Device, Init, RunConfig
-from toolkit.plan.cards import GIB
-from toolkit.plan.machine import Machine
+from toolkit.plan.machine import GIB, Machine
 from toolkit.plan.memory import WIDTHS, Parts, RankMemory
 from toolkit.plan.parameters import Outline
 

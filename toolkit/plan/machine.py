@@ -1,5 +1,6 @@
-"""The machines that a run is planned for. No torch."""
+"""The machines that a run is planned for, and what their GPUs can do by datasheet (gpus.yaml). No torch."""
 
+import functools
 import os
 import re
 import subprocess
@@ -8,13 +9,42 @@ from dataclasses import dataclass
 from toolkit import children
 from toolkit.errors import ConfigError
 from toolkit.messages import tr
-from toolkit.plan.cards import GIB, Card, find_card, similar
+from toolkit.tables import read_table
 
+GIB = 1 << 30
 _UNITS = {"": 1, "KB": 1 << 10, "MB": 1 << 20, "GB": GIB, "TB": 1 << 40}
 RESERVE = 0.05
 """Of a card's memory that fragments of what has been freed take."""
 CONTEXT_BYTES = GIB
 """What CUDA, cuBLAS and NCCL take of a card; 0.5 to 1.5 GiB by what others report, not measured here."""
+_SIZE_OFF = 0.1
+"""Of a GPU's memory by which the size in a name may differ: an L40S with its 45 GiB is sold as one of 48 GB."""
+_QUALIFIERS = {"d", "laptop", "max", "mig", "super", "ti"}
+"""Words that make a name mean another GPU."""
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """One GPU's datasheet."""
+
+    name: str
+    """The words by which it is found."""
+    memory_bytes: int
+    """As nvidia-smi shows it."""
+    bf16_flops: float
+    """FLOP/s; 0: it cannot."""
+    fp16_flops: float
+    """FLOP/s."""
+    fp32_flops: float
+    """FLOP/s, without tensor cores; 0: not known."""
+    memory_bytes_per_s: float
+    """Bandwidth of its memory."""
+    link_bytes_per_s: float
+    """To the other GPUs of a server, one direction."""
+
+    def flops(self, dtype: str) -> float:
+        """Return the peak of `bf16`, `fp16` or `fp32`, FLOP/s; 0: it cannot, or it is not known."""
+        return {"bf16": self.bf16_flops, "fp16": self.fp16_flops, "fp32": self.fp32_flops}[dtype]
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +55,7 @@ class Machine:
     """Of each machine: GPUs, or processes on CPUs."""
     memory_bytes: int
     """Of a GPU; on CPUs a rank's share of the machine's."""
-    card: Card | None
+    card: Gpu | None
     """The GPU's datasheet, None if it is not known."""
     nodes: int = 1
     """Machines."""
@@ -94,9 +124,9 @@ def parse_machine(gpus: str, nodes: int, host_memory: str) -> Machine:
         return Machine(ranks, host // ranks, None, nodes, host, on_cpu=True)
     if re.fullmatch(r"\d+(\.\d+)?\s*[KMGT]i?B?", what, re.IGNORECASE):
         return Machine(ranks, parse_bytes(what, "gpus"), None, nodes, host)
-    card = find_card(what)
+    card = find_gpu(what)
     if card is None:
-        known = ", ".join(similar(what))
+        known = ", ".join(similar_gpus(what))
         raise ConfigError(
             tr(
                 "gpus: no datasheet of '{card}' is known. Write its memory, 8x80GB, or one of: {known}.",
@@ -124,7 +154,51 @@ def this_machine(nodes: int = 1) -> Machine | None:
     if not cards:
         return None
     least = min(mib for _, mib in cards)
-    return Machine(len(cards), least << 20, find_card(cards[0][0]), nodes, own_memory())
+    return Machine(len(cards), least << 20, find_gpu(cards[0][0]), nodes, own_memory())
+
+
+@functools.cache
+def known_gpus() -> tuple[Gpu, ...]:
+    """Return the GPUs of gpus.yaml."""
+    return tuple(
+        Gpu(
+            name=name,
+            memory_bytes=int(row["memory_gib"] * GIB),
+            bf16_flops=row["half_tflops"] * 1e12 if row.get("bf16", True) else 0.0,
+            fp16_flops=row["half_tflops"] * 1e12,
+            fp32_flops=row["fp32_tflops"] * 1e12,
+            memory_bytes_per_s=row["memory_gb_s"] * 1e9,
+            link_bytes_per_s=row["link_gb_s"] * 1e9,
+        )
+        for name, row in read_table("plan/gpus.yaml").items()
+    )
+
+
+def find_gpu(name: str) -> Gpu | None:
+    """Return a GPU by the name that torch or nvidia-smi gives it, such as "NVIDIA A100-SXM4-80GB"; None if unknown.
+
+    A part of a GPU (MIG, vGPU), a notebook's and the like are unknown: they are slower than what they are named after.
+    So is one with another size of memory.
+    """
+    words = _words(name)
+    if any(re.fullmatch(r"\d+[qcab]", word) for word in words):  # a vGPU: A10-24Q
+        return None
+    found = [gpu for gpu in known_gpus() if _words(gpu.name) <= words and not (words & _QUALIFIERS) - _words(gpu.name)]
+    best = max(found, key=lambda gpu: len(_words(gpu.name)), default=None)
+    sizes = [int(word[:-2]) * GIB for word in words if re.fullmatch(r"\d+gb", word)]
+    if best and any(abs(size / best.memory_bytes - 1) > _SIZE_OFF for size in sizes):
+        return None
+    return best
+
+
+def similar_gpus(name: str) -> list[str]:
+    """Return the names of the GPUs that a name could mean, as "A100" without its memory; of all if there are none."""
+    names = [gpu.name for gpu in known_gpus()]
+    return [known for known in names if _words(name) <= _words(known)] or names
+
+
+def _words(name: str) -> set[str]:
+    return {*re.findall(r"[a-z0-9]+", name.lower())} - {"rtx"}
 
 
 def own_memory() -> int:

@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping
 
 from toolkit.messages import tr
-from toolkit.plan.cards import GIB
+from toolkit.plan.machine import GIB
 
 WORTH_TELLING = 0.05
 """Share of time, or of tokens, that is mentioned; the others are left to metrics.jsonl."""

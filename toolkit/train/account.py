@@ -10,8 +10,8 @@ from toolkit.config.schema import TuningConfig, TuningMethod
 from toolkit.distributed.tensor import shape_of
 from toolkit.messages import tr
 from toolkit.models.stages import whole_model
-from toolkit.plan.cards import Card, find_card
 from toolkit.plan.flops import Formula, Work, formula, is_countable
+from toolkit.plan.machine import Gpu, find_gpu
 from toolkit.plan.parameters import Shapes
 from toolkit.train.matmul import median_of_ranks
 
@@ -32,7 +32,7 @@ class Account:
     """FLOP/s of a large matrix product, measured; 0 where there was no memory for it."""
     device: str
     """What the driver calls the card; "" is a processor."""
-    card: Card | None
+    card: Gpu | None
     """Its datasheet, if known."""
     planned_bytes: int | None
     """Memory of a rank that the plan expects."""
@@ -100,7 +100,7 @@ def account_of(
         dtype=_DTYPES[dtype],
         matmul_flops=median_of_ranks(device, dtype),
         device=name,
-        card=find_card(name),
+        card=find_gpu(name),
         planned_bytes=planned_bytes,
     )
 
