@@ -12,8 +12,9 @@ from toolkit.cli.context import Session
 from toolkit.cli.tracking import hand_on_end
 from toolkit.config import examples
 from toolkit.data.baselines import ngram_baselines
+from toolkit.disk import unused
 from toolkit.distributed import process_group
-from toolkit.errors import ProofDiffers
+from toolkit.errors import CheckpointError, ProofDiffers
 from toolkit.evaluate.generate import answer
 from toolkit.export.adapter import export_adapter, prove_adapter
 from toolkit.export.card import FILE as CARD
@@ -70,7 +71,11 @@ def _export(session: Session, outcome: Outcome) -> None:
 def _prove(folder: Path) -> None:
     """Compare a model's export with the run.
 
-    A device that rounds otherwise than was measured is no reason to lose a run's model: the export stays.
+    A device that rounds otherwise than was measured is no reason to lose a run's model: the export stays. One of other
+    weights is put aside, so that nothing takes it for the run's model.
+
+    Raises:
+        CheckpointError: the weights are others than were trained.
     """
     try:
         run_forward(folder)
@@ -83,6 +88,17 @@ def _prove(folder: Path) -> None:
                 folder=folder,
             )
         )
+    except CheckpointError as error:
+        aside = folder.rename(unused(folder.with_name("export.wrong")))
+        raise CheckpointError(
+            tr(
+                "{reason}. The export is kept as {folder} for inspection, and the checkpoints are untouched: make "
+                "another with toolkit export-model {run}.",
+                reason=error,
+                folder=aside,
+                run=folder.parent,
+            )
+        ) from error
 
 
 def _answers(session: Session) -> list[dict[str, str]]:

@@ -11,7 +11,7 @@ from toolkit.models import fill
 from toolkit.models.load import opened
 
 
-def streamed_model(path: str | Path) -> PreTrainedModel:
+def streamed_model(path: str | Path, dtype: torch.dtype | None = None) -> PreTrainedModel:
     """Return a folder's model that reads a layer's weights when the layer is called, and drops them afterwards.
 
     For a few forward passes, since each reads all files. Parameters that are not there are NaN without memory of their
@@ -19,6 +19,7 @@ def streamed_model(path: str | Path) -> PreTrainedModel:
 
     Args:
         path: see `load_model`.
+        dtype: to compute in; None for the files' own.
 
     Raises:
         ModelError: the folder cannot be loaded; some of it in the forward pass.
@@ -26,14 +27,19 @@ def streamed_model(path: str | Path) -> PreTrainedModel:
     model, files, layout = opened(path)
     fill.check(model, files, layout, Path(path))
     shapes = fill.shapes_of(model)
-    dtypes = {target: files[name].dtype for name in files for target in layout.parameters(name)}
+    kept = {name: files[name].dtype for name in files}
+    dtypes = {
+        target: dtype if dtype and known.is_floating_point else known
+        for name, known in kept.items()
+        for target in layout.parameters(name)
+    }
     tied = getattr(model, "all_tied_weights_keys", None) or {}
 
     def read(names: dict[str, str]) -> None:
         """Set the parameters `names` to the values of those that they are tied to, or their own."""
         found = dict(fill.values(files, layout, shapes, {*names.values()}))
         for name, source in names.items():
-            fill.set_value(model, name, found[source].contiguous())
+            fill.set_value(model, name, found[source].to(dtypes[source]).contiguous())
 
     def drop(names: dict[str, str]) -> None:
         for name, source in names.items():
