@@ -12,7 +12,9 @@ import time
 from itertools import cycle, islice
 from pathlib import Path
 
-from toolkit.cli import results
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from benchmarks import results
 from toolkit.cli.compose import compose, positive_int
 
 
@@ -20,7 +22,7 @@ def main() -> None:
     """Measure and write."""
     composed = compose(sys.argv[1:], world_size=1, arguments=("repeats", "rows", "output"))
     cfg, given = composed.loaded.cfg, composed.arguments
-    from toolkit.bench.encode import compare
+    from benchmarks.encode import compare
     from toolkit.data.sources import read_conversations
     from toolkit.models.chat import FamilyChatEncoder, load_chat_encoder
 
@@ -36,7 +38,7 @@ def main() -> None:
     conversations = list(islice(cycle(rows), positive_int(given, "rows") or 10000))
     result = compare(encoder, conversations, positive_int(given, "repeats") or 20)
     command = ["scripts/bench_encode.py", *sys.argv[1:]]
-    print(json.dumps(results.keep(output, before, command, result, 1), indent=2))
+    print(json.dumps(results.append_result(output, before, command, result, 1), indent=2))
 
 
 if __name__ == "__main__":

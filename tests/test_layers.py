@@ -44,7 +44,6 @@ LAYERS = {
     "toolkit.train": 4,
     "toolkit.evaluate": 4,
     "toolkit.export": 4,
-    "toolkit.bench": 5,
     "toolkit.doctor": 5,
     "toolkit.testing": 5,
     "toolkit.cli": 6,
@@ -136,11 +135,24 @@ def test_a_wheel_holds_every_data_file() -> None:
     assert PACKAGE / "locale" / "zh.yaml" in packed
 
 
+def test_the_package_knows_nothing_of_what_measures_and_tests_it() -> None:
+    """benchmarks/, scripts/ and tests/ import the package; it imports none of them, and a wheel holds none of them."""
+    outside = {"benchmarks", "scripts", "tests"}
+    for path in files():
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            names += [str(node.module)] if isinstance(node, ast.ImportFrom) else []
+            assert not {name.split(".")[0] for name in names} & outside, path
+    packages = re.search(r"^packages = \[\n(.*?)\]", (ROOT / "pyproject.toml").read_text(), re.DOTALL | re.MULTILINE)
+    assert packages
+    assert {name.split(".")[0] for name in re.findall(r'"(.+)"', packages[1])} == {"toolkit"}
+
+
 def test_nothing_is_called_utils() -> None:
     assert not [path for path in PACKAGE.rglob("*") if path.stem in ("utils", "util", "common", "helpers", "misc")]
 
 
-@pytest.mark.parametrize("path", files(), ids=module_name)
+@pytest.mark.parametrize("path", [*files(), *sorted((ROOT / "benchmarks").glob("*.py"))], ids=module_name)
 def test_sizes(path: Path) -> None:
     text = path.read_text(encoding="utf-8")
     if path.name != "schema.py":  # a list of fields, most of it documentation

@@ -19,7 +19,7 @@ CHINESE = chinese()["messages"]
 
 def calls() -> Iterator[tuple[str, ast.Call]]:
     """Yield each call of tr with the place where it stands."""
-    for path in sorted((ROOT / "toolkit").rglob("*.py")):
+    for path in sorted([*(ROOT / "toolkit").rglob("*.py"), *(ROOT / "benchmarks").glob("*.py")]):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "tr":
                 yield f"{path.relative_to(ROOT)}:{node.lineno}", node

@@ -98,7 +98,7 @@ def understand(line: str, monkeypatch: pytest.MonkeyPatch) -> None:
         return
     any_recipe = "chatglm_lora_adgen" if any(word.startswith("tuning.") for word in rest) else "zero1"
     rest = [f"recipe={any_recipe}" if word == "recipe=NAME" else word for word in rest]
-    module = import_module(COMMANDS[command])
+    module = import_module("benchmarks.run" if command == "bench" else COMMANDS[command])
 
     def composed(words: Sequence[str], **how: Any) -> NoReturn:
         how = {name: value for name, value in how.items() if name in ("arguments", "flags")}
@@ -116,7 +116,7 @@ def understand(line: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
     for name, stand_in in (("compose", composed), ("compose_checked", composed), ("named_arguments", named)):
         for place, one in list(sys.modules.items()):  # a command may hand its words to another one
-            if place.startswith("toolkit.cli.") and one is not composing and hasattr(one, name):
+            if place.startswith(("toolkit.cli.", "benchmarks.")) and one is not composing and hasattr(one, name):
                 monkeypatch.setattr(one, name, stand_in)
     if command == "eval":
         monkeypatch.setattr(module, "_with_base", lambda words: words)  # reads the adapter's folder

@@ -55,7 +55,7 @@ PATTERNS = [patterns(language) for language in (0, 1)]
 def raised() -> dict[str, str]:
     """Return the templates that are raised where they are said, with the kind of error."""
     found = {}
-    for path in (ROOT / "toolkit").rglob("*.py"):
+    for path in [*(ROOT / "toolkit").rglob("*.py"), *(ROOT / "benchmarks").glob("*.py")]:
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call):
                 kind = ast.unparse(node.exc.func).rpartition(".")[2]

@@ -1,6 +1,6 @@
 """Run on every rank: engines of several configs one after another, each with what was planned for it.
 
-Arguments: a JSON file with {name: overrides}, and where rank 0 writes {name: see bench/peaks.py}.
+Arguments: a JSON file with {name: overrides}, and where rank 0 writes {name: see benchmarks/plan.py}.
 """
 
 import json
@@ -25,7 +25,7 @@ def main() -> None:
 
     from torch.nn import functional
 
-    from toolkit.bench.peaks import compare
+    from benchmarks.plan import compare
     from toolkit.cli.building import build_engine
     from toolkit.distributed import process_group
     from toolkit.engine.ds_config import build_ds_config

@@ -1,4 +1,4 @@
-"""The benchmark of the data side measures something; its numbers are no test."""
+"""The benchmarks measure something; their numbers are no test."""
 
 import json
 import os
@@ -10,11 +10,14 @@ from typing import Any
 
 import pytest
 
-from toolkit.bench import start
-from toolkit.bench.rows import rows_file
+from benchmarks import start
+from benchmarks.rows import rows_file
+from benchmarks.run import ARGUMENTS
+from benchmarks.run import run as bench
+from toolkit.cli import bench as door
 from toolkit.cli import main
 from toolkit.config.schema import RunConfig
-from toolkit.errors import LaunchError
+from toolkit.errors import ConfigError, LaunchError
 
 ROOT = Path(__file__).parents[2]
 
@@ -28,12 +31,12 @@ def test_rows_are_the_same_for_the_same_seed(tmp_path: Path) -> None:
 
 
 def test_bench_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr("toolkit.bench.data.FEW", 60)
-    monkeypatch.setattr("toolkit.bench.data.WORKERS", (1,))
+    monkeypatch.setattr("benchmarks.data.FEW", 60)
+    monkeypatch.setattr("benchmarks.data.WORKERS", (1,))
     output = tmp_path / "results.json"
     output.write_text('["earlier"]', encoding="utf-8")
     words = ["recipe=zero1", "model=glm_tiny", f"prepare.dir={tmp_path}/cache", "data.packing=packed"]
-    assert main(["bench", "data", "rows=200", f"output={output}", *words]) == 0
+    assert bench(["data", "rows=200", f"output={output}", *words]) == 0
     earlier, found = json.loads(output.read_text(encoding="utf-8"))
     assert earlier == "earlier"
     assert json.loads(capsys.readouterr().out.splitlines()[-1]) == found
@@ -49,14 +52,30 @@ def test_bench_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pyt
     assert [path.name for path in (tmp_path / "cache" / "bench").iterdir() if path.is_dir()] == []
 
 
-def test_results_are_never_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_results_are_never_overwritten(tmp_path: Path) -> None:
     output = tmp_path / "notes.json"
     output.write_text("{}", encoding="utf-8")
-    assert main(["bench", "data", "recipe=zero1", "model=glm_tiny", f"output={output}"]) == 2
-    assert "is not a list of results" in capsys.readouterr().err
+    with pytest.raises(ConfigError, match="is not a list of results"):
+        bench(["data", "recipe=zero1", "model=glm_tiny", f"output={output}"])
     assert output.read_text(encoding="utf-8") == "{}"
+
+
+def test_the_command_runs_the_program_of_its_checkout(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
     assert main(["bench", "everything"]) == 2
-    assert "Known: step, data, memory, checkpoint, start, plan, resume, nvme, faults." in capsys.readouterr().err
+    assert "Known: step, data, memory, checkpoint, start, plan, resume, nvme, faults." in capfd.readouterr().err
+    monkeypatch.setattr(door, "PACKAGE", tmp_path / "site-packages" / "toolkit")
+    assert main(["bench", "data", "recipe=zero1"]) == 2
+    assert capfd.readouterr().err.startswith("ConfigError: toolkit bench needs a checkout of this toolkit: there is no")
+
+
+def test_the_help_lists_what_can_be_measured_and_every_argument() -> None:
+    lines = {line.split()[0]: line for line in (door.__doc__ or "").splitlines() if line.startswith("  ")}
+    for name, arguments in ARGUMENTS.items():
+        own = [argument for argument in arguments if argument != "ranks"]
+        assert all(f"[{argument}=" in lines[name] for argument in own), name
 
 
 def test_everything_is_measured_and_told(tmp_path: Path) -> None:
@@ -120,7 +139,7 @@ def test_starts_are_compared_in_turns(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(start, "Sides", FakeSides)
     folder, said = tmp_path / "work", []
     folder.mkdir()
-    found = start.compare(RunConfig(), [], 2, 2, folder, said.append)
+    found = start.compare_with_bare(RunConfig(), [], 2, 2, folder, said.append)
     assert found["ours_s"] == [3.0, 3.0]
     assert found["ratio"] == 1.5
     assert len(said) == 3
@@ -128,14 +147,13 @@ def test_starts_are_compared_in_turns(tmp_path: Path, monkeypatch: pytest.Monkey
     folder.mkdir()
     monkeypatch.setattr(FakeSides, "fails", True)
     with pytest.raises(LaunchError):
-        start.compare(RunConfig(), [], 2, 2, folder, said.append)
+        start.compare_with_bare(RunConfig(), [], 2, 2, folder, said.append)
     assert not folder.exists()
 
 
-def test_a_bare_script_knows_no_adapters(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["recipe=zero1", "model=glm_tiny", "tuning=lora", f"prepare.dir={tmp_path}"]
-    assert main(["bench", "start", *words]) == 2
-    assert "set tuning=full data.packing=none" in capsys.readouterr().err
+def test_a_bare_script_knows_no_adapters(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"set tuning=full data\.packing=none"):
+        bench(["start", "recipe=zero1", "model=glm_tiny", "tuning=lora", f"prepare.dir={tmp_path}"])
 
 
 def test_the_gpu_bench_runs_without_a_gpu(tmp_path: Path) -> None:

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from deepspeed.ops.op_builder import AsyncIOBuilder
 
-from toolkit.bench import nvme
-from toolkit.cli import main
+from benchmarks import nvme
+from benchmarks.run import run as bench
 from toolkit.config.checks import check
 from toolkit.config.load import load
 from toolkit.config.schema import AioConfig
@@ -60,11 +60,11 @@ def test_size_of_the_file(gib: str, size: int) -> None:
 
 
 @needs_aio
-def test_what_cannot_be_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_cannot_be_measured_is_an_error(tmp_path: Path) -> None:
     for gib in ("0", "much", "nan"):
         with pytest.raises(ConfigError, match=f"gib = {gib} must be a number above 0"):
             nvme.pieces(gib)
     with pytest.raises(ConfigError, match="does not take asynchronous, direct input/output: the write failed"):
         nvme.measure(tmp_path / "nowhere", nvme.PIECE, 1, lambda line: None, [AioConfig()])
-    assert main(["bench", "nvme", "recipe=quickstart", f"folder={tmp_path}/nowhere"]) == 2
-    assert "is not a folder here. Give one on the disk to be measured: folder=/nvme" in capsys.readouterr().err
+    with pytest.raises(ConfigError, match="Give one on the disk to be measured: folder=/nvme"):
+        bench(["nvme", "recipe=quickstart", f"folder={tmp_path}/nowhere"])

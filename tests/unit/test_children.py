@@ -33,7 +33,10 @@ def names_called(path: Path) -> set[str]:
     return found
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "toolkit").rglob("*.py")), ids=lambda path: str(path.relative_to(ROOT)))
+FILES = sorted([*(ROOT / "toolkit").rglob("*.py"), *(ROOT / "benchmarks").glob("*.py")])
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_processes_are_started_in_one_place(path: Path) -> None:
     if str(path.relative_to(ROOT)) not in MAY:
         assert not names_called(path) & STARTS, "use toolkit.children"

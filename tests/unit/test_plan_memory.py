@@ -1,4 +1,4 @@
-"""The plan of memory: consistent with itself, whatever the model and the machines. Beside real runs: bench/peaks.py."""
+"""The plan of memory: consistent with itself, whatever the model and the machines; benchmarks/plan.py runs it."""
 
 import json
 import subprocess

@@ -1,6 +1,6 @@
 """The part of `toolkit bench` that runs on all ranks: `toolkit bench NAME` starts it and reads what it writes.
 
-python -m toolkit.cli.on_ranks NAME FILE recipe=… [key=value …]
+deepspeed … benchmarks/on_ranks.py NAME FILE recipe=… [key=value …]
 """
 
 import json
@@ -29,7 +29,7 @@ _STEPS = 100
 def _step(
     cfg: RunConfig, prepared: "Prepared", ranks: environment.Ranks, given: dict[str, str], folder: Path
 ) -> dict[str, Any]:
-    from toolkit.bench.step import compare
+    from benchmarks.step import compare
 
     pairs, steps = positive_int(given, "pairs") or 20, positive_int(given, "steps") or 5
     return compare(cfg, prepared, ranks, pairs, steps, folder)
@@ -38,7 +38,7 @@ def _step(
 def _checkpoint(
     cfg: RunConfig, prepared: "Prepared", ranks: environment.Ranks, given: dict[str, str], folder: Path
 ) -> dict[str, Any]:
-    from toolkit.bench.checkpoint import compare
+    from benchmarks.checkpoint import compare
 
     return compare(cfg, prepared, ranks, positive_int(given, "repeats") or 5, folder)
 
@@ -49,7 +49,7 @@ def _plan(
     import torch
     from deepspeed.accelerator import get_accelerator
 
-    from toolkit.bench.peaks import compare
+    from benchmarks.plan import compare
     from toolkit.cli.building import build_engine
     from toolkit.engine.ds_config import build_ds_config
     from toolkit.train.calibration import measure

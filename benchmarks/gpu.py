@@ -19,7 +19,7 @@ import torch
 import transformers
 from deepspeed.accelerator import get_accelerator
 
-from toolkit.bench.processes import measure
+from benchmarks.processes import measure
 from toolkit.config.load import load
 from toolkit.config.schema import RunConfig
 from toolkit.data.collate import collate

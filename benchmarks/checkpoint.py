@@ -17,7 +17,7 @@ from typing import Any
 from deepspeed import DeepSpeedEngine
 from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
 
-from toolkit.bench.step import build_bare_engine
+from benchmarks.step import build_bare_engine
 from toolkit.checkpoint.run_state import RunState
 from toolkit.config.checks import micro_rows
 from toolkit.config.schema import RunConfig

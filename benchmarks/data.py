@@ -17,9 +17,9 @@ from typing import Any
 
 import numpy as np
 
-from toolkit.bench.library import fresh, library_calls, texts_of
-from toolkit.bench.processes import children, measure, uss
-from toolkit.bench.rows import rows_file
+from benchmarks.encode import fresh, library_calls, texts_of
+from benchmarks.processes import children, measure, uss
+from benchmarks.rows import rows_file
 from toolkit.config.checks import micro_rows
 from toolkit.config.schema import Packing, RunConfig, SourceConfig
 from toolkit.data.loader import build_loader

@@ -1,6 +1,6 @@
 """Time the loss of one micro-batch and its memory, with all logits and without: output layer and cross entropy alone.
 
-OMP_NUM_THREADS=1 python -m toolkit.bench.loss tokens=2048 trained=0.5 hidden=1024 vocab=65024 dtype=float32
+OMP_NUM_THREADS=1 python -m benchmarks.loss tokens=2048 trained=0.5 hidden=1024 vocab=65024 dtype=float32
 On a GPU the memory is what PyTorch held at most, on a CPU what the process grew by. Words: see DEFAULTS.
 """
 

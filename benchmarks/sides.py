@@ -5,8 +5,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from toolkit.bench import bare
-from toolkit.bench.launches import Launch
+from benchmarks import bare
+from benchmarks.processes import Launch
 from toolkit.config.schema import Init, Packing, RunConfig, TuningMethod
 from toolkit.data.sampler import BEGINNING
 from toolkit.engine.ds_config import build_ds_config

@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from toolkit.bench.processes import tree_pss, uss
-from toolkit.bench.sides import Sides
+from benchmarks.processes import tree_pss, uss
+from benchmarks.sides import Sides
 from toolkit.config.schema import RunConfig
 from toolkit.messages import tr
 

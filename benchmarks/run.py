@@ -1,0 +1,152 @@
+"""What `toolkit bench` runs: the arguments of each benchmark, and what measures; see docs/bench.md."""
+
+import json
+import os
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from benchmarks import on_ranks, results
+from toolkit.cli.compose import Composed, compose, named_arguments, positive_int
+from toolkit.cli.failures import guarded
+from toolkit.cli.text_table import table
+from toolkit.config.checks import check
+from toolkit.config.load import to_yaml
+from toolkit.errors import ConfigError
+from toolkit.messages import say, tr
+
+Measure = Callable[[Composed, list[str], int, Path], dict[str, Any]]
+"""Gets the config, the words without the benchmark's own, the number of ranks and a folder to work in."""
+
+
+def run(words: list[str]) -> int:
+    """Measure one thing.
+
+    Args:
+        words: what is to be measured, and its arguments.
+
+    Returns:
+        The exit code: 1 if a fault of the battery did not pass.
+
+    Raises:
+        ConfigError: an argument is wrong.
+        LaunchError: a launch failed.
+    """
+    if words and words[0] == "faults":
+        return _faults(words)
+    if not words or words[0] not in ARGUMENTS:
+        known = ", ".join([*ARGUMENTS, "faults"])
+        raise ConfigError(tr("what is to be measured? Known: {known}. For example: toolkit bench data", known=known))
+    name = words[0]
+    own = (*ARGUMENTS[name], "output")
+    composed = compose(words[1:], world_size=None, arguments=own)
+    ranks = positive_int(composed.arguments, "ranks") or (2 if "ranks" in own else 1)
+    check(composed.loaded, ranks)
+    output = composed.arguments.get("output", "")
+    before = results.earlier(output)
+    plain = [word for word in words[1:] if word.partition("=")[0] not in own]
+    folder = Path(composed.loaded.cfg.prepare.dir).absolute() / "bench"
+    found = _MEASURES.get(name, _on_ranks)(composed, [name, *plain], ranks, folder)
+    found = {"measured": name, **found, "config": yaml.safe_load(to_yaml(composed.loaded.cfg))}
+    result = results.append_result(output, before, ["toolkit", "bench", *words], found, ranks)
+    say(json.dumps(result, ensure_ascii=False))
+    return 0
+
+
+def _on_ranks(composed: Composed, words: list[str], ranks: int, folder: Path) -> dict[str, Any]:
+    """Measure on ranks that are started for it; see on_ranks.py."""
+    from benchmarks.processes import Launch
+
+    work = _own(folder, words)
+    work.mkdir(parents=True)
+    file = work / "found.json"
+    own, _ = on_ranks.MEASURES[words[0]]
+    given = [f"{name}={composed.arguments[name]}" for name in own if name in composed.arguments]
+    try:
+        with Launch([on_ranks.__file__, words[0], str(file), *words[1:], *given], ranks) as launch:
+            launch.wait()
+        found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+        return found
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+
+
+def _data(composed: Composed, words: list[str], ranks: int, folder: Path) -> dict[str, Any]:
+    from benchmarks.data import compare
+
+    return compare(composed.loaded.cfg, positive_int(composed.arguments, "rows") or 1_000_000, folder, say)
+
+
+def _memory(composed: Composed, words: list[str], ranks: int, folder: Path) -> dict[str, Any]:
+    from benchmarks.memory import compare
+
+    steps = positive_int(composed.arguments, "steps") or 20
+    return compare(composed.loaded.cfg, words[1:], ranks, steps, _own(folder, words), say)
+
+
+def _start(composed: Composed, words: list[str], ranks: int, folder: Path) -> dict[str, Any]:
+    from benchmarks.start import compare_with_bare
+
+    pairs = positive_int(composed.arguments, "pairs") or 5
+    return compare_with_bare(composed.loaded.cfg, words[1:], ranks, pairs, _own(folder, words), say)
+
+
+def _resume(composed: Composed, words: list[str], ranks: int, folder: Path) -> dict[str, Any]:
+    from benchmarks.start import compare_with_resumed
+
+    pairs = positive_int(composed.arguments, "pairs") or 5
+    return compare_with_resumed(words[1:], ranks, pairs, _own(folder, words), say)
+
+
+def _nvme(composed: Composed, words: list[str], ranks: int, folder: Path) -> dict[str, Any]:
+    from benchmarks.nvme import measure, pieces
+
+    path = composed.arguments.get("folder") or composed.loaded.cfg.zero.offload_optimizer.nvme_path
+    if not path or not Path(path).is_dir():
+        raise ConfigError(
+            tr("folder = {path} is not a folder here. Give one on the disk to be measured: folder=/nvme", path=path)
+        )
+    num_bytes = pieces(composed.arguments.get("gib", "1"))
+    found = measure(Path(path), num_bytes, positive_int(composed.arguments, "repeats") or 3, say)
+    say(tr("Best: {overrides}", overrides=" ".join(found["overrides"]) or tr("DeepSpeed's own settings")))
+    return found
+
+
+def _own(folder: Path, words: list[str]) -> Path:
+    """Return a folder that no other benchmark works in at the same time."""
+    return folder / f"{words[0]}-{os.getpid()}"
+
+
+ARGUMENTS = {
+    "step": ("ranks", "pairs", "steps"),
+    "data": ("rows",),
+    "memory": ("ranks", "steps"),
+    "checkpoint": ("ranks", "repeats"),
+    "start": ("ranks", "pairs"),
+    "plan": ("ranks",),
+    "resume": ("ranks", "pairs"),
+    "nvme": ("folder", "gib", "repeats"),
+}
+"""What is measured, and the words of its own that it takes beside `output`."""
+_MEASURES: dict[str, Measure] = {"data": _data, "memory": _memory, "start": _start, "resume": _resume, "nvme": _nvme}
+
+
+def _faults(words: list[str]) -> int:
+    from benchmarks.faults import run_battery
+
+    arguments = named_arguments(words[1:], required=(), optional=("only", "output"), usage="toolkit bench faults")
+    output = arguments.get("output", "")
+    before = results.earlier(output)
+    found = run_battery(arguments.get("only", ""))
+    results.append_result(output, before, ["toolkit", "bench", *words], found, 1)
+    rows = [(name, str(one["passed"]), str(one["cases"])) for name, one in found["faults"].items()]
+    say("\n".join(table((tr("fault"), tr("passed"), tr("cases")), rows)))
+    return 0 if found["passed"] else 1
+
+
+if __name__ == "__main__":
+    sys.exit(guarded(lambda: run(sys.argv[1:])))
