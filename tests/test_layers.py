@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import yaml
+from omegaconf._utils import get_yaml_loader
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "toolkit"
@@ -22,10 +24,7 @@ LAYERS = {
     "toolkit.plan": 1,
     "toolkit.report": 1,
     "toolkit.translate": 2,
-    "toolkit.translate.chatglm_keys": 0,
-    "toolkit.translate.factory_keys": 0,
     "toolkit.translate.key": 0,
-    "toolkit.translate.trainer_keys": 0,
     "toolkit.engine.ds_batch": 1,
     "toolkit.engine.ds_config": 1,
     "toolkit.engine.ds_ignored": 1,
@@ -146,6 +145,11 @@ def test_the_package_knows_nothing_of_what_measures_and_tests_it() -> None:
     packages = re.search(r"^packages = \[\n(.*?)\]", (ROOT / "pyproject.toml").read_text(), re.DOTALL | re.MULTILINE)
     assert packages
     assert {name.split(".")[0] for name in re.findall(r'"(.+)"', packages[1])} == {"toolkit"}
+
+
+@pytest.mark.parametrize("path", sorted(PACKAGE.rglob("*.yaml")), ids=lambda path: path.name)
+def test_no_data_file_names_a_key_twice(path: Path) -> None:
+    assert yaml.load(path.read_text(encoding="utf-8"), get_yaml_loader())  # OmegaConf's loader rejects it
 
 
 def test_nothing_is_called_utils() -> None:

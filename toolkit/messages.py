@@ -44,10 +44,12 @@ def tr(english: str, /, **values: object) -> str:
         english: the English template, written out at the call so that a test can find it and its translation.
         **values: what the placeholders stand for.
     """
-    template = english
-    if current_language() == "zh":
-        template = chinese()["messages"].get(english, english)
-    return hide(printable(template.format(**values)))
+    return hide(printable(translated(english).format(**values)))
+
+
+def translated(english: str) -> str:
+    """Return a text in the user's language as it is: one of a data file, or a template that is not filled in."""
+    return chinese()["messages"].get(english, english) if current_language() == "zh" else english
 
 
 @functools.cache

@@ -29,11 +29,9 @@ from toolkit.config.schema import (
     TuningMethod,
 )
 from toolkit.errors import ConfigError
-from toolkit.translate.chatglm_keys import CHATGLM
-from toolkit.translate.factory_keys import FACTORY
-from toolkit.translate.sentences import sentence
+from toolkit.tables import read_table
+from toolkit.translate.key import keys_of, sentence
 from toolkit.translate.tables import filled
-from toolkit.translate.trainer_keys import HF, TRAINER
 
 ROOT = Path(__file__).parents[2]
 
@@ -570,10 +568,14 @@ def test_swanlab_of_llama_factory(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_tables_name_keys_of_ours() -> None:
-    for name, key in (FACTORY | CHATGLM | HF).items():
+    tables = keys_of("factory") | keys_of("chatglm") | keys_of("hf")
+    for name, key in tables.items():
         assert all(field_type(part) is not None for part in key.to.split(", ") if part), name
-        sentence(key.says)
         assert key.to or key.says, f"{name}: neither mapped nor explained"
+    said = {key.says for program in ("factory", "chatglm", "hf") for key in keys_of(program).values()}
+    assert said == {"", *read_table("translate/keys.yaml")["sentences"]}
+    assert sentence("media") == "texts only"
+    assert tables["report_to"].to.split(", ") == [f"track.{name}.enabled" for name in TRACKERS]
 
 
 def test_trainer_keys_are_the_installed_ones() -> None:
@@ -582,8 +584,8 @@ def test_trainer_keys_are_the_installed_ones() -> None:
 
     for item in dataclasses.fields(Seq2SeqTrainingArguments):
         default = item.default_factory() if item.default is dataclasses.MISSING else item.default
-        assert item.name in TRAINER, item.name
-        assert TRAINER[item.name].default == getattr(default, "value", default), item.name
+        assert item.name in keys_of("trainer"), item.name
+        assert keys_of("trainer")[item.name].default == getattr(default, "value", default), item.name
 
 
 @pytest.mark.parametrize(("page", "language"), [("coming_from.md", "en"), ("coming_from_zh.md", "zh")])

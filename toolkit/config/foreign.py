@@ -3,10 +3,9 @@
 from collections.abc import Callable
 from functools import cache
 
-from toolkit.translate.chatglm_keys import CHATGLM
-from toolkit.translate.factory_keys import FACTORY
-from toolkit.translate.trainer_keys import HF
+from toolkit.translate.key import keys_of
 
+_PROGRAMS = ("chatglm", "hf", "factory")
 _OTHERS = {
     # DeepSpeed's JSON; a test compares them with the tables of engine.ds_config.
     "train_batch_size": "batch.global_size",
@@ -52,7 +51,7 @@ _OTHERS = {
 @cache
 def names() -> dict[str, tuple[str, ...]]:
     """Return another program's name -> our keys for it."""
-    found = {name: key.to for table in (CHATGLM, HF, FACTORY) for name, key in table.items() if key.to}
+    found = {name: key.to for program in _PROGRAMS for name, key in keys_of(program).items() if key.to}
     return {name: tuple(keys.split(", ")) for name, keys in (found | _OTHERS).items()}
 
 
@@ -70,4 +69,4 @@ def our_keys(path: str, is_key: Callable[[str], bool]) -> tuple[str, ...]:
 
 def is_known(name: str) -> bool:
     """Return whether another program has an argument of this name."""
-    return any(name in table for table in (CHATGLM, HF, FACTORY))
+    return any(name in keys_of(program) for program in _PROGRAMS)

@@ -17,8 +17,8 @@ from toolkit.secrets import hide_all
 from toolkit.translate.chatglm import translate_chatglm
 from toolkit.translate.factory import translate_factory
 from toolkit.translate.given import Draft, Given, copy_plain
+from toolkit.translate.key import sentence
 from toolkit.translate.reading import CHATGLM_NAME, FACTORY_NAME
-from toolkit.translate.sentences import sentence
 from toolkit.translate.trainer import translate_evaluation, translate_model, translate_trainer
 from toolkit.translate.write import chosen_groups, recipe_text
 

@@ -1,7 +1,11 @@
-"""What a key of another program becomes here: the rows of the tables that translate configs, and of their docs."""
+"""What a key of another program becomes here (keys.yaml): for translating configs, and for the tables of the docs."""
 
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
+
+from toolkit.messages import translated
+from toolkit.tables import read_table
 
 
 @dataclass(frozen=True, slots=True)
@@ -13,31 +17,30 @@ class Key:
     to: str = ""
     """Our keys, joined by ", "; "" where there is none."""
     says: str = ""
-    """Name of the sentence about it (`sentences`): what differs here, or why there is no such key."""
+    """Name of the sentence about it in keys.yaml: what differs here, or why there is no such key."""
     made: bool = False
     """Its value is computed together with others, not copied."""
     is_harmless: bool = False
     """Leaving it out changes nothing that is trained, so it is not counted as lost."""
 
 
-def same(to: str, default: Any = None, says: str = "") -> Key:
-    """Return a key whose value is copied."""
-    return Key(default=default, to=to, says=says)
+@cache
+def _table() -> dict[str, dict[str, Any]]:
+    found: dict[str, dict[str, Any]] = read_table("translate/keys.yaml")
+    return found
 
 
-def made(to: str, default: Any = None, says: str = "") -> Key:
-    """Return a key from which, with others, one or several of ours are computed."""
-    return Key(default=default, to=to, says=says, made=True)
+@cache
+def keys_of(program: str) -> dict[str, Key]:
+    """Return a program's keys by name.
+
+    Args:
+        program: trainer, for the keys that all share; or hf, factory or chatglm, which have those and their own.
+    """
+    own = {name: Key(**row) for name, row in _table()[program].items()}
+    return own if program == "trainer" else keys_of("trainer") | own
 
 
-def none(says: str, *names: str, **defaults: Any) -> dict[str, Key]:
-    """Return keys without a counterpart, for one reason; names have the default None."""
-    return {name: Key(default=default, says=says) for name, default in (dict.fromkeys(names) | defaults).items()}
-
-
-def idle(says: str, *names: str, **defaults: Any) -> dict[str, Key]:
-    """Return keys without a counterpart that change nothing of what is trained."""
-    return {
-        name: Key(default=default, says=says, is_harmless=True)
-        for name, default in (dict.fromkeys(names) | defaults).items()
-    }
+def sentence(name: str) -> str:
+    """Return a sentence by its name in the tables, in the user's language; "" for none."""
+    return translated(_table()["sentences"][name]) if name else ""

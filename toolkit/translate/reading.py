@@ -8,15 +8,13 @@ from toolkit.config import files
 from toolkit.config.suggest import did_you_mean
 from toolkit.errors import ConfigError
 from toolkit.messages import tr
-from toolkit.translate.chatglm_keys import CHATGLM
-from toolkit.translate.factory_keys import FACTORY
 from toolkit.translate.given import Given
-from toolkit.translate.key import Key
+from toolkit.translate.key import Key, keys_of
 from toolkit.translate.shell import read_command
-from toolkit.translate.trainer_keys import HF
 
 FACTORY_NAME, CHATGLM_NAME, HF_NAME = "LLaMA-Factory", "ChatGLM", "TrainingArguments"
-PROGRAMS: dict[str, dict[str, Key]] = {CHATGLM_NAME: CHATGLM, FACTORY_NAME: FACTORY, HF_NAME: HF}
+HF = keys_of("hf")
+PROGRAMS: dict[str, dict[str, Key]] = {CHATGLM_NAME: keys_of("chatglm"), FACTORY_NAME: keys_of("factory"), HF_NAME: HF}
 _DEEPSPEED = ("zero_optimization", "train_micro_batch_size_per_gpu", "train_batch_size")
 _SUFFIXES = (".yaml", ".yml", ".json", ".sh", ".bash")
 

@@ -3,16 +3,12 @@
 from collections.abc import Mapping
 
 from toolkit.messages import current_language, set_language, tr
-from toolkit.translate.chatglm_keys import CHATGLM
-from toolkit.translate.factory_keys import FACTORY
-from toolkit.translate.key import Key
-from toolkit.translate.sentences import sentence
-from toolkit.translate.trainer_keys import HF, TRAINER
+from toolkit.translate.key import Key, keys_of, sentence
 
 TABLES: dict[str, Mapping[str, Key]] = {
-    "chatglm": {name: key for name, key in CHATGLM.items() if name not in TRAINER},
-    "factory": {name: key for name, key in FACTORY.items() if name not in TRAINER},
-    "trainer": HF,
+    "chatglm": {name: key for name, key in keys_of("chatglm").items() if name not in keys_of("trainer")},
+    "factory": {name: key for name, key in keys_of("factory").items() if name not in keys_of("trainer")},
+    "trainer": keys_of("hf"),
 }
 """Name of a table -> its keys; what is the Trainer's stands in its own table only."""
 
