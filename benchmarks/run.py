@@ -11,13 +11,13 @@ from typing import Any
 import yaml
 
 from benchmarks import on_ranks, results
-from toolkit.cli.compose import Composed, compose, named_arguments, positive_int
+from toolkit.cli.compose import Composed, check_composed, compose, named_arguments, positive_int
 from toolkit.cli.failures import guarded
 from toolkit.cli.text_table import table
-from toolkit.config.checks import check
 from toolkit.config.load import to_yaml
 from toolkit.errors import ConfigError
 from toolkit.messages import say, tr
+from toolkit.problems import Problems
 
 Measure = Callable[[Composed, list[str], int, Path], dict[str, Any]]
 """Gets the config, the words without the benchmark's own, the number of ranks and a folder to work in."""
@@ -43,9 +43,11 @@ def run(words: list[str]) -> int:
         raise ConfigError(tr("what is to be measured? Known: {known}. For example: toolkit bench data", known=known))
     name = words[0]
     own = (*ARGUMENTS[name], "output")
-    composed = compose(words[1:], world_size=None, arguments=own)
-    ranks = positive_int(composed.arguments, "ranks") or (2 if "ranks" in own else 1)
-    check(composed.loaded, ranks)
+    problems = Problems()
+    composed = compose(words[1:], world_size=None, arguments=own, problems=problems)
+    ranks = problems.attempt(positive_int, composed.arguments, "ranks") or (2 if "ranks" in own else 1)
+    check_composed(composed.loaded, ranks, problems)
+    problems.raise_all()
     output = composed.arguments.get("output", "")
     before = results.earlier(output)
     plain = [word for word in words[1:] if word.partition("=")[0] not in own]

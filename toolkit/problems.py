@@ -31,6 +31,16 @@ class Problems:
                 raise
         return None
 
+    def apply(self, rules: Iterable[Callable[..., Iterable[ToolkitError]]], *arguments: Any) -> None:
+        """Call every rule with the same arguments; keep all errors that it yields."""
+
+        def keep(rule: Callable[..., Iterable[ToolkitError]]) -> None:
+            for error in rule(*arguments):
+                self.add(error)
+
+        for rule in rules:
+            self.attempt(keep, rule)
+
     def add(self, error: ToolkitError) -> None:
         """Keep an error, unless it is known already or follows from a value that is wrong anyway; see `settle`."""
         for one in error.parts or (error,):
@@ -60,18 +70,6 @@ class Problems:
         joined = kind("\n".join([tr("{count} errors:", count=len(self.errors)), *lines]))
         joined.parts = tuple(self.errors)
         raise joined
-
-
-def check_all(rules: Iterable[Callable[..., object]], *arguments: Any) -> None:
-    """Call every rule with the same arguments, then raise everything that they raised.
-
-    Raises:
-        ToolkitError: see `Problems.raise_all`.
-    """
-    problems = Problems()
-    for rule in rules:
-        problems.attempt(rule, *arguments)
-    problems.raise_all()
 
 
 def raise_all(errors: Iterable[ToolkitError]) -> None:

@@ -10,6 +10,7 @@ from toolkit.config.checks import accumulation, check, settled
 from toolkit.config.load import load
 from toolkit.engine.ds_config import build_ds_config
 from toolkit.errors import ConfigError
+from toolkit.problems import Problems
 
 CONTIGUOUS = "train.activation_checkpointing.contiguous_memory_optimization"
 TRUSTED = "model=hf model.trust_remote_code=true"
@@ -64,7 +65,7 @@ REFUSED = {
         "data.sources[0]: a weight must be a number of at least 0."
     ),
     "data.sources=[{path:b,weight:0},{path:a,weights:[{at:0},{at:0.5,weight:0}]}]": (
-        "no source has a weight above 0 at 0.5 of the run."
+        "no source has a weight above 0 at 0.5, 1.0 of the run."
     ),
     "train.random_ltd.steps=9 train.random_ltd.start_share=1": (
         "train.random_ltd.start_share = 1.0 must be above 0 and below 1."
@@ -397,6 +398,77 @@ def test_refused(words: str, tmp_path: Path) -> None:
     place, _, sentence = str(first).partition(": ")
     assert place == "command line" or place.startswith("conf/")
     assert sentence == REFUSED[words]
+
+
+ALL_AT_ONCE = {
+    "zero=stage2 zero.offload_param.device=cpu zero.offload_optimizer.device=nvme checkpoint.keep_weights=1": (
+        "zero.offload_param.device = cpu needs zero.stage = 3",
+        "zero.offload_optimizer.device = nvme needs zero.stage = 3",
+        "checkpoint.keep_weights = 1 cannot be",
+    ),
+    "tuning=lora tuning.dropout=1.5 tuning.alpha=0 tuning.dora=true zero=stage3": (
+        "tuning.dropout = 1.5 must be from 0 to below 1",
+        "tuning.alpha = 0.0 must be above 0",
+        "tuning.dora = true and zero.stage = 3 do not go together",
+    ),
+    "schedule.warmup_steps=9 schedule.warmup_ratio=0.5 train.max_steps=5": (
+        "schedule.warmup_steps = 9 and schedule.warmup_ratio = 0.5 are both given",
+        "schedule.warmup_steps = 9 is more than train.max_steps = 5",
+    ),
+    "language=fr run.name=a/b prepare.shard=2": ("language = fr must be", "run.name = a/b must", "prepare.shard = 2"),
+    "zero.zenflow.enabled=true zero.zenflow.topk_ratio=2 zero.zenflow.select_interval=5 "
+    "zero.zenflow.update_interval=2": (
+        "zero.zenflow.topk_ratio = 2.0 must be above 0",
+        "zero.zenflow.enabled = true cannot be with the other settings",
+        "zero.zenflow.select_interval = 5 must be a multiple",
+    ),
+    "optim=muon optim.momentum=2 parallel=pipeline parallel.pipeline=2 tuning=prompt train.gradient_clipping=1": (
+        "optim.momentum = 2.0 must be from 0",
+        "optim.name = muon and parallel.pipeline = 2",
+        "optim.name = muon needs matrices of layers",
+        "train.gradient_clipping = 1.0 and optim.name = muon",
+        "tuning.method = prompt cannot be together with parallel.pipeline = 2",
+    ),
+    "parallel=pipeline parallel.pipeline=2 zero=stage3 precision=fp16 compile=inductor": (
+        "zero.stage = 3 cannot be together with parallel.pipeline",
+        "precision.dtype = fp16 cannot be together with parallel.pipeline",
+        "compile.enabled = true cannot be together with parallel.pipeline",
+    ),
+    "parallel=tensor parallel.tensor=2 zero=stage3 tuning=lora": (
+        "parallel.tensor = 2 cannot be: zero.stage = 3",
+        "parallel.tensor = 2 cannot be: tuning.method = lora",
+    ),
+    "parallel=sequence parallel.sequence=2 tuning=prompt model.attention=eager compile=inductor": (
+        "parallel.sequence = 2 cannot be: what tuning=prompt learns",
+        "parallel.sequence = 2 cannot be: model.attention = eager",
+        "parallel.sequence = 2 cannot be: what ranks exchange",
+    ),
+    "track.wandb.enabled=true track.wandb.project= track.mlflow.enabled=true track.mlflow.experiment=": (
+        "track.wandb.project must not be empty",
+        "track.mlflow.experiment must not be empty",
+    ),
+    "+launch.env.RANK=1 +launch.env.WORLD_SIZE=2": (
+        "launch.env.RANK: the launcher",
+        "launch.env.WORLD_SIZE: the launcher",
+    ),
+    "data.sources=[{path:no.jsonl,subset:x,columns:{rompt:a},weight:-1}]": (
+        "data.sources[0].path = no.jsonl: there is no such file",
+        "data.sources[0].subset has an effect with hub only",
+        "data.sources[0].columns: no format reads 'rompt'",
+        "data.sources[0].weight = -1.0 must be above 0",
+    ),
+}
+"""Words -> what is wrong with them, each independent of the others."""
+
+
+@pytest.mark.parametrize("words", ALL_AT_ONCE)
+def test_independent_errors_are_reported_together(words: str, tmp_path: Path) -> None:
+    problems = Problems()
+    loaded = load(["recipe=zero1", "model=glm_tiny", f"run.dir={tmp_path}", *words.split()], problems=problems)
+    check(loaded, world_size=8, problems=problems)
+    found = "\n".join(map(str, problems.errors))
+    for sentence in ALL_AT_ONCE[words]:
+        assert found.count(sentence) == 1, found
 
 
 def test_the_place_is_file_and_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,7 @@
 """`toolkit check`: what it must not let pass, all of it at once, and without torch."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -106,6 +107,31 @@ def test_all_errors_at_once(capsys: pytest.CaptureFixture[str], monkeypatch: pyt
 def test_a_run_reports_all_errors_too(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", *TINY, "data=chat.jsonl", "optim.lr=-1", "resume=runs/nope", "ds_extra.foo=1"]) == 2
     assert capsys.readouterr().err.startswith("ConfigError: 3 errors:\n1. command line: optim.lr = -1.0 must be")
+
+
+@pytest.mark.parametrize(
+    ("command", "own"),
+    [
+        (["plan", "gpus=8", "calibrate=perhaps"], ["gpus = 8 should be the GPUs", "calibrate = perhaps is none of"]),
+        (["sweep", "--num_gpus=2", "optim.eps=1e-8,1e-7", "run.name=x"], ["the sweep names its runs itself"]),
+        (["sweep", "optim.eps=1e-8,1e-7", "trials=0"], ["trials = 0 is not a positive whole number"]),
+        (["autotune", "--num_gpus", "2", "stages=9", "zero=stage2"], ["stages: 9 is none of", "what autotune seeks"]),
+        (
+            ["eval", "output=x.txt", "data.validation_fraction=0"],
+            ["x.txt must end with", "there is nothing to evaluate"],
+        ),
+    ],
+    ids=lambda given: given[0] if given else "",
+)
+def test_other_commands_report_all_errors_too(
+    command: list[str], own: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "environ", dict(os.environ))  # eval sets RANK and others
+    assert main([*command, *TINY, "data=chat.jsonl", "zero.stag=3", "train.log_every=0", "tuning.rank=0"]) == 2
+    said = capsys.readouterr().err
+    for sentence in ("unknown key 'zero.stag'", "train.log_every = 0 must", "tuning.rank = 0 must", *own):
+        assert said.count(sentence) == 1, said
+    assert {path.name for path in Path().iterdir()} == {"chat.jsonl"}
 
 
 def test_a_model_that_cannot_be_used(capsys: pytest.CaptureFixture[str]) -> None:

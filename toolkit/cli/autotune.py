@@ -12,16 +12,15 @@ The global batch stays the recipe's. Experiments are the runs of a sweep: the sa
 not done. What the config checks refuse, or this machine's GPUs have no memory for by plan, is told and left out.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from toolkit.cli import sweep as sweeping
-from toolkit.cli.compose import compose
+from toolkit.cli.compose import check_composed, compose
 from toolkit.cli.sweep_results import read_result
-from toolkit.config.checks import check, micro_sizes
-from toolkit.config.layout import layout_of
-from toolkit.config.load import Loaded
+from toolkit.config.checks import micro_sizes
+from toolkit.config.layout import model_ranks
 from toolkit.config.schema import Device, RunConfig
 from toolkit.distributed.launched import Requests
 from toolkit.errors import ConfigError, LaunchError, Stopped
@@ -32,6 +31,7 @@ from toolkit.plan.machine import Machine, this_machine
 from toolkit.plan.memory import plan_rank
 from toolkit.plan.outline import outline_of
 from toolkit.plan.parameters import Outline
+from toolkit.problems import Problems
 
 _OWN = ("stages", "micro", "sweep")
 _STAGES = (0, 1, 2, 3)
@@ -103,17 +103,22 @@ def run(words: list[str]) -> int:
     """Search."""
     sweeping.refuse_ranks()
     launcher, options, rest = ancestors.typed(words)
-    composed = compose(rest, world_size=None, arguments=_OWN)
-    cfg, given = composed.loaded.cfg, composed.arguments
-    hosts = _hosts(options)
+    problems = Problems()
+    hosts = problems.attempt(_hosts, options) or {}
     world_size = sum(map(len, hosts.values()))
+    composed = compose(rest, world_size=None, arguments=_OWN, problems=problems)
+    cfg, given = composed.loaded.cfg, composed.arguments
     recipe = [word for word in rest if word.partition("=")[0] not in _OWN]
-    groups = _groups(cfg)
-    _check(recipe, composed.loaded, world_size)
-    sizes = micro_sizes(cfg, world_size)
+    groups = problems.attempt(_groups, cfg) or {}
+    stages = problems.attempt(_numbers, given, "stages", list(groups), list(groups)) if groups else None
+    problems.apply((_unsuitable,), recipe, cfg)
+    smallest = replace(cfg, batch=replace(cfg.batch, micro_per_gpu=1))
+    check_composed(replace(composed.loaded, cfg=smallest), world_size or None, problems)
+    sizes = problems.attempt(micro_sizes, cfg, world_size) or [] if hosts else []
     powers = [rows for rows in sizes if rows <= _MOST and rows.bit_count() == 1]
-    stages = _numbers(given, "stages", list(groups), list(groups))
-    micro = _numbers(given, "micro", powers, sizes)
+    micro = problems.attempt(_numbers, given, "micro", powers, sizes) if sizes else None
+    problems.raise_all()
+    assert stages is not None and micro is not None
     own = {"sweep": given.get("sweep") or f"autotune-{Path(cfg.recipe).stem}-{digest(sorted([*launcher, *recipe]))}"}
     plan = sweeping.Plan(launcher=launcher, options=options, fixed=[*recipe, *_BRIEF], axes=[], own=own)
     configs = _configs(plan, {stage: groups[stage] for stage in stages}, micro, world_size, _machine(hosts))
@@ -190,27 +195,20 @@ def _groups(cfg: RunConfig) -> dict[int, str]:
     return {stage: f"stage{stage}" for stage in _STAGES}
 
 
-def _check(recipe: Sequence[str], loaded: Loaded, world_size: int) -> None:
-    """Refuse what an experiment could not be made of.
-
-    Raises:
-        ConfigError: it is so.
-    """
-    cfg = loaded.cfg
+def _unsuitable(recipe: Sequence[str], cfg: RunConfig) -> Iterator[ConfigError]:
+    """Yield what an experiment cannot be made of."""
     for word in recipe:
         if word.lstrip("+").partition("=")[0] in ("zero", "zero.stage", "batch.micro_per_gpu"):
-            raise ConfigError(
+            yield ConfigError(
                 tr("{word}: that is what autotune seeks. stages= and micro= say among what; take it out.", word=word)
             )
     if cfg.deepspeed_json or cfg.plan.auto:
         key = "deepspeed_json" if cfg.deepspeed_json else "plan.auto"
-        raise ConfigError(tr("{key} chooses the ZeRO stage itself. Take it out, or do without autotune.", key=key))
-    if layout_of(cfg, world_size).model_ranks > 1:
-        raise ConfigError(
+        yield ConfigError(tr("{key} chooses the ZeRO stage itself. Take it out, or do without autotune.", key=key))
+    if model_ranks(cfg) > 1:
+        yield ConfigError(
             tr("autotune was not tried with model parallelism. Use `toolkit sweep` (docs/zero.md), or parallel=data.")
         )
-    smallest = replace(cfg, batch=replace(cfg.batch, micro_per_gpu=1))
-    check(replace(loaded, cfg=smallest), world_size)
 
 
 def _configs(

@@ -100,16 +100,30 @@ def compose_checked(
     """
     found = Problems() if problems is None else problems
     composed = compose(words, world_size=world_size, arguments=arguments, flags=flags, problems=found)
-    check(composed.loaded, composed.world_size, files=files, own=own, problems=found)
-    found.attempt(check_extra, composed.loaded.cfg.ds_extra, OWNED, composed.loaded.where)
-    if not found.errors:
-        cfg = settled(composed.loaded.cfg)
-        ranks = composed.world_size or model_ranks(cfg)
-        found.attempt(build_ds_config, cfg, ranks, cfg.train.max_steps or None)
+    check_composed(composed.loaded, composed.world_size, found, files=files, own=own)
     if problems is None:
         found.raise_all()
     composed.notes += composed.loaded.notices
     return composed
+
+
+def check_composed(
+    loaded: Loaded, world_size: int | None, problems: Problems, *, files: bool = True, own: bool = False
+) -> None:
+    """Check a config that was composed, and the DeepSpeed JSON that it makes.
+
+    Args:
+        loaded: the config.
+        world_size: number of ranks; None where unknown.
+        problems: what was wrong before; receives the errors.
+        files: see `checks.check`; so is `own`.
+        own: see there.
+    """
+    check(loaded, world_size, files=files, own=own, problems=problems)
+    problems.attempt(check_extra, loaded.cfg.ds_extra, OWNED, loaded.where)
+    if not problems.errors:
+        cfg = settled(loaded.cfg)
+        problems.attempt(build_ds_config, cfg, world_size or model_ranks(cfg), cfg.train.max_steps or None)
 
 
 def _sort(

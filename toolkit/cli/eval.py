@@ -20,15 +20,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from toolkit.cli.compose import compose
+from toolkit.cli.compose import Composed, check_composed, compose
 from toolkit.cli.trusted import warn_of_code
-from toolkit.config.checks import check, micro_rows, settled
+from toolkit.config.checks import micro_rows, settled
 from toolkit.config.hub import with_folder
 from toolkit.config.schema import ParallelConfig, RunConfig
 from toolkit.disk import unused
 from toolkit.errors import ConfigError
 from toolkit.launch import build_locks, environment, forward
 from toolkit.messages import say, tr
+from toolkit.problems import Problems
 
 if TYPE_CHECKING:
     import torch
@@ -43,14 +44,8 @@ def run(words: list[str]) -> int:
     inherited = dict(os.environ)
     ranks = environment.detect(os.environ)
     environment.apply(ranks, os.environ)  # from here on an error knows which rank it speaks for
-    words = _with_base(words)
-    composed = compose(words, world_size=ranks.world_size, arguments=("output", "adapter"))
+    composed, file = _checked(words, ranks.world_size)
     cfg = composed.loaded.cfg
-    if not (cfg.data.validation or cfg.data.validation_fraction):
-        raise ConfigError(tr("there is nothing to evaluate: set data.validation or data.validation_fraction."))
-    check(composed.loaded)
-    cfg = settled(cfg)
-    file = _output(cfg, composed.arguments.get("output", ""))
     forward.apply(cfg.launch.env, ranks, os.environ, inherited)
     if cfg.distributed.interface:
         environment.set_interface(cfg.distributed.interface, os.environ)
@@ -62,6 +57,25 @@ def run(words: list[str]) -> int:
     cfg = replace(cfg, parallel=ParallelConfig())  # each rank, or ZeRO-3, has a whole model
     _evaluate(cfg, ranks, file, composed.arguments.get("adapter", "") or cfg.tuning.adapter)
     return 0
+
+
+def _checked(words: list[str], world_size: int) -> tuple[Composed, Path]:
+    """Return the checked config, and where the answers go.
+
+    Raises:
+        ConfigError: everything that is wrong with them.
+    """
+    problems = Problems()
+    words = _with_base(words)
+    composed = compose(words, world_size=world_size, arguments=("output", "adapter"), problems=problems)
+    cfg = composed.loaded.cfg
+    if not (cfg.data.validation or cfg.data.validation_fraction):
+        problems.add(ConfigError(tr("there is nothing to evaluate: set data.validation or data.validation_fraction.")))
+    file = problems.attempt(_output, cfg, composed.arguments.get("output", ""))
+    check_composed(composed.loaded, None, problems)  # no steps are taken: the batch need not fit these ranks
+    problems.raise_all()
+    assert file is not None
+    return composed, file
 
 
 def _with_base(words: list[str]) -> list[str]:

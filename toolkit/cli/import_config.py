@@ -17,10 +17,11 @@ import textwrap
 from pathlib import Path
 
 from toolkit.cli.compose import named_arguments, positive_int
-from toolkit.config.checks_files import check_files
+from toolkit.config.checks_files import FILES
 from toolkit.config.checks_tuning import check_tuning_here
 from toolkit.errors import ConfigError
 from toolkit.messages import printable, tr
+from toolkit.problems import Problems
 from toolkit.secrets import hide
 from toolkit.translate.convert import Converted, convert
 from toolkit.translate.given import Given
@@ -101,14 +102,11 @@ def _report(converted: Converted) -> str:
 
 
 def _missing(converted: Converted) -> list[str]:
-    """Return what the recipe names that is not on this machine; the first of it."""
-    try:
-        check_files(converted.loaded)
-        check_tuning_here(converted.loaded)
-    except ConfigError as error:
-        # Its place is in a file that was removed again, or in a group.
-        return [re.sub(r"^\S*\.yaml:\d+: ", "", str(error))]
-    return []
+    """Return what the recipe names that is not on this machine."""
+    problems = Problems()
+    problems.apply((*FILES, check_tuning_here), converted.loaded)
+    # Their places are in a file that was removed again, or in a group.
+    return [re.sub(r"^\S*\.yaml:\d+: ", "", str(error)) for error in problems.errors]
 
 
 def _write(file: Path, text: str) -> None:

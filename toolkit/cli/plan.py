@@ -20,9 +20,10 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.cli import plan_view as view
-from toolkit.cli.compose import compose, one_of, positive_int
-from toolkit.config.checks import check, settled
+from toolkit.cli.compose import check_composed, compose, one_of, positive_int
+from toolkit.config.checks import settled
 from toolkit.config.hub import with_folder
+from toolkit.config.load import Loaded
 from toolkit.config.schema import Init, RunConfig
 from toolkit.errors import ConfigError
 from toolkit.messages import say, tr
@@ -33,24 +34,20 @@ from toolkit.plan.outline import PUBLISHED, outline_of
 from toolkit.plan.parameters import Outline
 from toolkit.plan.search import Layout, cheapest, lay_out, layouts, overrides
 from toolkit.plan.speed import Rates
+from toolkit.problems import Problems
 
 _USUAL = "8x80GB"
 
 
 def run(words: list[str]) -> int:
     """Plan."""
-    own = ("gpus", "nodes", "host_memory", "calibrate", "output")
-    composed = compose(words, world_size=None, arguments=own)
-    given, output = composed.arguments, composed.arguments.get("output", "")
-    if output and Path(output).exists():
-        raise ConfigError(tr("output={file} is there already; nothing is overwritten.", file=output))
-    if composed.loaded.cfg.model.name not in PUBLISHED:  # the sizes of those are known without a network
-        composed.loaded = with_folder(composed.loaded, say, config_only=True)
-    cfg = settled(composed.loaded.cfg)
-    machine = _machine(given, cfg)
-    check(replace(composed.loaded, cfg=cfg), machine.world_size, files=False)
+    loaded, given, machine = _checked(words)
+    output = given.get("output", "")
+    if loaded.cfg.model.name not in PUBLISHED:  # the sizes of those are known without a network
+        loaded = with_folder(loaded, say, config_only=True)
+    cfg = settled(loaded.cfg)
     outline = outline_of(cfg, say)
-    if one_of(given, "calibrate", ("false", "true")) == "true":
+    if given.get("calibrate") == "true":
         calibrate(cfg, machine, outline)
     rates = rates_of(cfg, machine, outline)
     mine = lay_out(outline, cfg, machine, rates)
@@ -64,6 +61,26 @@ def run(words: list[str]) -> int:
         except OSError as error:
             raise ConfigError(tr("output={file} cannot be written: {reason}", file=output, reason=error)) from error
     return 0
+
+
+def _checked(words: list[str]) -> tuple[Loaded, dict[str, str], Machine]:
+    """Return the checked config, the command's own arguments and the machine to plan for.
+
+    Raises:
+        ConfigError: everything that is wrong with them.
+    """
+    problems = Problems()
+    own = ("gpus", "nodes", "host_memory", "calibrate", "output")
+    composed = compose(words, world_size=None, arguments=own, problems=problems)
+    given, output = composed.arguments, composed.arguments.get("output", "")
+    if output and Path(output).exists():
+        problems.add(ConfigError(tr("output={file} is there already; nothing is overwritten.", file=output)))
+    problems.attempt(one_of, given, "calibrate", ("false", "true"))
+    machine = problems.attempt(_machine, given, composed.loaded.cfg)
+    check_composed(composed.loaded, machine.world_size if machine else None, problems, files=False)
+    problems.raise_all()
+    assert machine is not None
+    return composed.loaded, given, machine
 
 
 def _machine(given: dict[str, str], cfg: RunConfig) -> Machine:

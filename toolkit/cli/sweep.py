@@ -25,10 +25,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from toolkit import children
-from toolkit.cli.compose import compose, positive_int
+from toolkit.cli.compose import compose_checked, positive_int
 from toolkit.cli.sweep_results import lines, state_name
 from toolkit.config import sweeps as grammar
-from toolkit.config.checks import check
 from toolkit.config.load import recorded, to_yaml
 from toolkit.config.schema import EVAL_LOSS, RunConfig
 from toolkit.distributed.launched import Requests
@@ -36,6 +35,7 @@ from toolkit.errors import ConfigError, Diverged, LaunchError, Stopped
 from toolkit.launch import ancestors, environment
 from toolkit.launch.sweeps import DIVERGED, DONE, FAILED, RUNNING, STOPPED, Job, Sweep, digest, job_name, now, opened
 from toolkit.messages import say, tr
+from toolkit.problems import Problems
 from toolkit.report.sweeps import runs_of
 from toolkit.secrets import hide
 
@@ -72,14 +72,38 @@ class Plan:
         Raises:
             ConfigError: it is wrong; the message names the job.
         """
-        try:
-            loaded = compose([*self.words(job), "run.name=run"], world_size=None).loaded
-            world_size = positive_int(
-                {"world_size": text} if (text := self.options.get("--num_gpus")) else {}, "world_size"
-            )
-            check(loaded, world_size, files=ancestors.hostfile_of(self.options) is None)
-        except ConfigError as error:
-            raise ConfigError(f"{hide(' '.join(job))}: {error}") from error
+        problems = Problems()
+        found = self.composed_all([job], problems)
+        problems.raise_all()
+        return found[0]
+
+    def composed_all(self, jobs: Sequence[Sequence[str]], problems: Problems) -> list[RunConfig]:
+        """Compose and check jobs.
+
+        Args:
+            jobs: what is special about each.
+            problems: receives what is wrong; what is wrong with some of several jobs only names the first of these.
+        """
+        found, wrong = [], dict[str, list[str]]()
+        for job in jobs:
+            name = hide(" ".join(job))
+            try:
+                found.append(self._composed(job))
+            except ConfigError as error:
+                for one in error.parts or (error,):
+                    wrong.setdefault(str(one), []).append(name)
+        for sentence, names in wrong.items():
+            of_all = len(names) == len(jobs) > 1 or not names[0]
+            problems.add(ConfigError(sentence if of_all else f"{names[0]}: {sentence}"))
+        return found
+
+    def _composed(self, job: Sequence[str]) -> RunConfig:
+        problems = Problems()
+        given = {"world_size": text} if (text := self.options.get("--num_gpus")) else {}
+        world_size = problems.attempt(positive_int, given, "world_size")
+        words, here = [*self.words(job), "run.name=run"], ancestors.hostfile_of(self.options) is None
+        loaded = compose_checked(words, world_size=world_size, files=here, problems=problems).loaded
+        problems.raise_all()
         recorded(loaded.cfg)  # learns the secrets in it
         return loaded.cfg
 
@@ -87,20 +111,20 @@ class Plan:
 def run(words: list[str]) -> int:
     """Sweep."""
     refuse_ranks()
-    plan = _read(words)
+    problems = Problems()
+    plan = _read(words, problems)
     if "trials" in plan.own:
         from toolkit.cli.sweep_trials import search
 
-        return search(plan, words)
+        return search(plan, words, problems)
     if "metric" in plan.own:
-        raise ConfigError(tr("metric= has no effect without trials=N."))
-    combinations = grammar.grid(plan.axes)
-    most = positive_int(plan.own, "max_jobs") or MOST_JOBS
-    if len(combinations) > most:
-        raise ConfigError(
-            tr("these are {number} runs. Add max_jobs={number} if that is meant.", number=len(combinations))
-        )
-    configs = [plan.composed(job) for job in combinations]
+        problems.add(ConfigError(tr("metric= has no effect without trials=N.")))
+    combinations = problems.attempt(grammar.grid, plan.axes) or []
+    most = problems.attempt(positive_int, plan.own, "max_jobs") or MOST_JOBS
+    if (number := len(combinations)) > most:
+        problems.add(ConfigError(tr("these are {number} runs. Add max_jobs={number} if that is meant.", number=number)))
+    configs = plan.composed_all(combinations[:most], problems)
+    problems.raise_all()
     with opened(folder_of(plan, configs[0]), typed(words)) as sweep:
         jobs = [sweep.add(new_job(job, cfg)) for job, cfg in zip(combinations, configs, strict=True)]
         sweep.save()
@@ -227,8 +251,8 @@ def refuse_ranks() -> None:
         )
 
 
-def _read(words: Sequence[str]) -> Plan:
-    """Tell the launcher's words, our own, and overrides apart."""
+def _read(words: Sequence[str], problems: Problems) -> Plan:
+    """Tell the launcher's words, our own, and overrides apart; `problems` receives what does not belong in a sweep."""
     mine, options, rest = ancestors.typed([word for word in words if word not in MULTIRUN])
     own = {name: value for name, equals, value in (word.partition("=") for word in rest) if equals and name in _OWN}
     overrides, others, config_dir = [], [], ""
@@ -243,14 +267,16 @@ def _read(words: Sequence[str]) -> Plan:
     fixed, axes = grammar.read(overrides, config_dir)
     for word in [*fixed, *(f"{axis.key}=" for axis in axes)]:
         if word.lstrip("+").startswith("run.name="):
-            raise ConfigError(tr("the sweep names its runs itself; sweep=NAME names the sweep."))
+            problems.add(ConfigError(tr("the sweep names its runs itself; sweep=NAME names the sweep.")))
     if any(axis.key.lstrip("+") == "run.dir" for axis in axes):
-        raise ConfigError(tr("run.dir is one folder for the whole sweep."))
+        problems.add(ConfigError(tr("run.dir is one folder for the whole sweep.")))
     if not axes:
-        raise ConfigError(
-            tr(
-                "nothing is swept: give a key several values, such as optim.lr=1e-5,2e-5, or run it once with "
-                "`toolkit launch`."
+        problems.add(
+            ConfigError(
+                tr(
+                    "nothing is swept: give a key several values, such as optim.lr=1e-5,2e-5, or run it once with "
+                    "`toolkit launch`."
+                )
             )
         )
     return Plan(launcher=mine, options=options, fixed=[*others, *fixed], axes=axes, own=own)

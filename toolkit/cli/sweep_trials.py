@@ -13,6 +13,7 @@ from toolkit.distributed.launched import Requests
 from toolkit.errors import ConfigError
 from toolkit.launch.sweeps import DONE, FAILED, STOPPED, Job, Sweep, opened
 from toolkit.messages import say, tr
+from toolkit.problems import Problems
 from toolkit.secrets import hide
 
 STUDY = "optuna.log"
@@ -20,12 +21,13 @@ STUDY = "optuna.log"
 _BEGAN = "began with"
 
 
-def search(plan: Plan, words: list[str]) -> int:
+def search(plan: Plan, words: list[str], problems: Problems) -> int:
     """Run trials until there are as many as asked for.
 
     Args:
         plan: the command line.
         words: as they were typed.
+        problems: what is wrong with them already.
 
     Returns:
         The exit code: 0 if there are, and one of them at least has finished.
@@ -35,13 +37,13 @@ def search(plan: Plan, words: list[str]) -> int:
             was begun by another one.
         Stopped: a signal ended the search.
     """
-    most = positive_int(plan.own, "trials") or 1
+    most = problems.attempt(positive_int, plan.own, "trials") or 1
     try:
         import optuna
     except ImportError as error:
         raise ConfigError(tr("trials=N needs Optuna: pip install 'optuna>=5'")) from error
     optuna.logging.set_verbosity(optuna.logging.WARNING)
-    first = _check_ends(plan)
+    first = _check_ends(plan, problems)
     metric = _metric(plan, first)
     with opened(sweeping.folder_of(plan, first), sweeping.typed(words)) as sweep:
         study = _opened_study(plan, sweep, metric, first)
@@ -115,14 +117,17 @@ def _opened_study(plan: Plan, sweep: Sweep, metric: str, first: RunConfig) -> An
     return study
 
 
-def _check_ends(plan: Plan) -> RunConfig:
+def _check_ends(plan: Plan, problems: Problems) -> RunConfig:
     """Compose and check the ends of every axis, the others at their first values; return the first config."""
     ends = [axis.ends() for axis in plan.axes]
     first = [f"{axis.key}={low}" for axis, (low, _) in zip(plan.axes, ends, strict=True)]
-    found = plan.composed(first)
-    for place, (axis, (_, high)) in enumerate(zip(plan.axes, ends, strict=True)):
-        plan.composed([*first[:place], f"{axis.key}={high}", *first[place + 1 :]])
-    return found
+    others = [
+        [*first[:place], f"{axis.key}={high}", *first[place + 1 :]]
+        for place, (axis, (_, high)) in enumerate(zip(plan.axes, ends, strict=True))
+    ]
+    found = plan.composed_all([first, *others], problems)
+    problems.raise_all()
+    return found[0]
 
 
 def _metric(plan: Plan, cfg: RunConfig) -> str:

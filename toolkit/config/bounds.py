@@ -7,7 +7,6 @@ from toolkit.config.load import Loaded
 from toolkit.config.places import fail, value_of
 from toolkit.errors import ConfigError
 from toolkit.messages import tr
-from toolkit.problems import raise_all
 
 LEAST_LENGTH = 8
 # What Adam keeps per parameter on NVMe: parameter, gradient, two moments; with fewer DeepSpeed runs out of buffers.
@@ -103,16 +102,8 @@ LEAST = {
 }
 
 
-def check_numbers(loaded: Loaded) -> None:
-    """Check the ranges of single values.
-
-    Raises:
-        ConfigError: each value out of its range.
-    """
-    raise_all(_out_of_range(loaded))
-
-
-def _out_of_range(loaded: Loaded) -> Iterator[ConfigError]:
+def check_numbers(loaded: Loaded) -> Iterator[ConfigError]:
+    """Yield each value out of its range."""
     for key, bound in LEAST.items():
         value = value_of(loaded.cfg, key)
         if isinstance(value, (int, float)) and not bound <= value < math.inf:

@@ -1,14 +1,15 @@
 """Rules that join several keys. Each message says both values and the mend."""
 
 import re
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 from toolkit.config.bounds import check_numbers
 from toolkit.config.checks_code import check_code
-from toolkit.config.checks_data import check_data
+from toolkit.config.checks_data import DATA_RULES
 from toolkit.config.checks_device import check_device
-from toolkit.config.checks_files import check_files
+from toolkit.config.checks_files import FILES, OWN_FILES
 from toolkit.config.checks_optim import check_optim, check_optim_here
 from toolkit.config.checks_own import check_own, unread_own
 from toolkit.config.checks_pipeline import check_pipeline
@@ -52,25 +53,15 @@ def check(
     """
     found = Problems() if problems is None else problems
     found.settle()
-    for rule in _VALUES:
-        found.attempt(rule, loaded)
+    found.apply(_VALUES, loaded)
     found.settle()
-    if own:
-        found.attempt(check_own, loaded)
-    skipped = (_evaluate, check_tuning, check_effect, check_code) if own else ()
-    for rule in (*_RULES, check_data, *_SHARED, *_LATE):
-        if rule not in skipped:
-            found.attempt(rule, loaded)
-    if own:
-        found.attempt(check_effect, loaded, unread_own(loaded.cfg))
+    found.apply((check_own, *_RULES) if own else (*_RULES, *_MODEL_RULES), loaded)
+    found.apply((check_effect,), loaded, unread_own(loaded.cfg) if own else ())
     found.attempt(_divided, loaded, world_size or model_ranks(loaded.cfg))
     if world_size is not None:
-        found.attempt(check_ranks, loaded, world_size)
+        found.apply((check_ranks,), loaded, world_size)
     if files:
-        here = (check_optim_here, check_device) if own else (check_optim_here, check_device, *_HERE)
-        found.attempt(check_files, loaded, own)
-        for rule in here:
-            found.attempt(rule, loaded)
+        found.apply((*OWN_FILES, *_HERE) if own else (*FILES, *_HERE, *_MODEL_HERE), loaded)
     if problems is None:
         found.raise_all()
 
@@ -144,11 +135,11 @@ def accumulation(cfg: RunConfig, world_size: int, where: str = "") -> int:
     return size // unit
 
 
-def _batch(loaded: Loaded) -> None:
+def _batch(loaded: Loaded) -> Iterator[ConfigError]:
     batch, key = settled(loaded.cfg).batch, "batch.micro_per_gpu"
     if isinstance(batch.micro_per_gpu, str):  # through a reference to another key
         wanted = tr("{key} = {value} must be a whole number or auto.", key=key, value=batch.micro_per_gpu)
-        raise fail(loaded, key, wanted)
+        yield fail(loaded, key, wanted)
 
 
 def _from_one_place(loaded: Loaded, *keys: str) -> bool:
@@ -156,7 +147,7 @@ def _from_one_place(loaded: Loaded, *keys: str) -> bool:
     return len({loaded.where.get(key, "").split(":")[0] for key in keys}) == 1
 
 
-def _length_of_run(loaded: Loaded) -> None:
+def _length_of_run(loaded: Loaded) -> Iterator[ConfigError]:
     train = loaded.cfg.train
     if (
         train.max_steps
@@ -164,7 +155,7 @@ def _length_of_run(loaded: Loaded) -> None:
         and "train.epochs" in loaded.explicit
         and "train.max_steps" in loaded.explicit
     ) and _from_one_place(loaded, "train.max_steps", "train.epochs"):
-        raise fail(
+        yield fail(
             loaded,
             "train.max_steps",
             tr(
@@ -175,11 +166,11 @@ def _length_of_run(loaded: Loaded) -> None:
         )
 
 
-def _schedule(loaded: Loaded) -> None:
+def _schedule(loaded: Loaded) -> Iterator[ConfigError]:
     schedule = loaded.cfg.schedule
     if schedule.warmup_steps and schedule.warmup_ratio:
         both_from_one = _from_one_place(loaded, "schedule.warmup_steps", "schedule.warmup_ratio")
-        raise fail(
+        yield fail(
             loaded,
             "schedule.warmup_steps",
             tr(
@@ -190,7 +181,7 @@ def _schedule(loaded: Loaded) -> None:
             + ("" if both_from_one else " " + tr("Set the other to 0.")),
         )
     if loaded.cfg.train.max_steps and schedule.warmup_steps > loaded.cfg.train.max_steps:
-        raise fail(
+        yield fail(
             loaded,
             "schedule.warmup_steps",
             tr(
@@ -202,19 +193,19 @@ def _schedule(loaded: Loaded) -> None:
         )
 
 
-def _zero(loaded: Loaded) -> None:
+def _zero(loaded: Loaded) -> Iterator[ConfigError]:
     stage = loaded.cfg.zero.stage
     if stage not in (0, 1, 2, 3):
-        raise fail(loaded, "zero.stage", tr("zero.stage = {stage} must be 0, 1, 2 or 3.", stage=stage))
+        yield fail(loaded, "zero.stage", tr("zero.stage = {stage} must be 0, 1, 2 or 3.", stage=stage))
 
 
-def _offload(loaded: Loaded) -> None:
+def _offload(loaded: Loaded) -> Iterator[ConfigError]:
     zero = loaded.cfg.zero
     optimizer, param = zero.offload_optimizer.device, zero.offload_param.device
     if param is not Device.none and zero.stage != 3:
         key = "zero.offload_param.device"
         mend = tr("Use zero.stage=3, or zero.offload_param.device=none.")
-        raise fail(
+        yield fail(
             loaded,
             key,
             tr(
@@ -228,21 +219,21 @@ def _offload(loaded: Loaded) -> None:
         )
     if optimizer is not Device.none and zero.stage == 0:
         key = "zero.offload_optimizer.device"
-        raise fail(
+        yield fail(
             loaded,
             key,
             tr("{key} = {device} needs zero.stage 1, 2 or 3, but it is 0.", key=key, device=optimizer.value),
         )
-    if optimizer is Device.nvme and zero.stage != 3:
+    elif optimizer is Device.nvme and zero.stage != 3:
         key = "zero.offload_optimizer.device"
-        raise fail(
+        yield fail(
             loaded,
             key,
             tr("{key} = nvme needs zero.stage = 3, but it is {stage}. Use cpu.", key=key, stage=zero.stage),
         )
     if optimizer is Device.nvme and loaded.cfg.checkpoint.keep_weights:
         key = "checkpoint.keep_weights"
-        raise fail(
+        yield fail(
             loaded,
             key,
             tr(
@@ -257,7 +248,7 @@ def _offload(loaded: Loaded) -> None:
         checkpointing.partition_activations and checkpointing.number_checkpoints
     ):
         key = "train.activation_checkpointing.contiguous_memory_optimization"
-        raise fail(
+        yield fail(
             loaded,
             key,
             tr(
@@ -270,25 +261,25 @@ def _offload(loaded: Loaded) -> None:
         )
 
 
-def _compile(loaded: Loaded) -> None:
+def _compile(loaded: Loaded) -> Iterator[ConfigError]:
     config, stage = loaded.cfg.compile, loaded.cfg.zero.stage
     key = "compile.deepcompile"
     if config.deepcompile and stage == 0:
-        raise fail(loaded, key, tr("{key} = true needs zero.stage 1, 2 or 3, but it is 0.", key=key))
+        yield fail(loaded, key, tr("{key} = true needs zero.stage 1, 2 or 3, but it is 0.", key=key))
     if config.deepcompile and config.backend not in (INDUCTOR, "eager"):
-        raise fail(
+        yield fail(
             loaded,
             key,
             tr("{key} = true needs compile.backend = inductor, but it is {backend}.", key=key, backend=config.backend),
         )
 
 
-def _profile(loaded: Loaded) -> None:
+def _profile(loaded: Loaded) -> Iterator[ConfigError]:
     """A profile of a step that never comes would be missed at the end only."""
     cfg, key = loaded.cfg, "profile.flops.profile_step"
     flops, steps = cfg.profile.flops, cfg.train.max_steps
     if flops.enabled and steps and flops.profile_step >= steps:
-        raise fail(
+        yield fail(
             loaded,
             key,
             tr(
@@ -300,27 +291,27 @@ def _profile(loaded: Loaded) -> None:
         )
 
 
-def _names(loaded: Loaded) -> None:
+def _names(loaded: Loaded) -> Iterator[ConfigError]:
     cfg = loaded.cfg
     if cfg.language not in ("", "en", "zh"):
-        raise fail(loaded, "language", tr("language = {value} must be en, zh or empty.", value=cfg.language))
+        yield fail(loaded, "language", tr("language = {value} must be en, zh or empty.", value=cfg.language))
     name = cfg.run.name
     if name and (Path(name).name != name or name.startswith((".", "-")) or not name.isprintable()):
-        raise fail(
+        yield fail(
             loaded,
             "run.name",
             tr("run.name = {name} must be a plain folder name; the folder around it is run.dir.", name=name),
         )
     shard = cfg.prepare.shard
     if shard and not ((match := re.fullmatch(r"(\d+)/(\d+)", shard)) and 0 < int(match[1]) <= int(match[2])):
-        raise fail(
+        yield fail(
             loaded,
             "prepare.shard",
             tr("prepare.shard = {value} must be i/n, such as 1/4 to 4/4 for four machines.", value=shard),
         )
 
 
-def _restarts(loaded: Loaded) -> None:
+def _restarts(loaded: Loaded) -> Iterator[ConfigError]:
     """A run that is started again has to go on, not to begin anew or to be refused."""
     cfg = loaded.cfg
     words = {
@@ -330,7 +321,7 @@ def _restarts(loaded: Loaded) -> None:
     }
     missing = [word for word, is_missing in words.items() if is_missing]
     if cfg.run.max_restarts and missing:
-        raise fail(
+        yield fail(
             loaded,
             "run.max_restarts",
             tr(
@@ -341,7 +332,7 @@ def _restarts(loaded: Loaded) -> None:
         )
 
 
-def _evaluate(loaded: Loaded) -> None:
+def _evaluate(loaded: Loaded) -> Iterator[ConfigError]:
     """The best checkpoint can be chosen by what is measured only, and only where more or less of it is better."""
     evaluate = loaded.cfg.evaluate
     known = [EVAL_LOSS, *(f"eval_{metric.value}" for metric in evaluate.metrics if metric is not Metric.length)]
@@ -350,7 +341,7 @@ def _evaluate(loaded: Loaded) -> None:
         return
     key = "evaluate.keep_best"
     could_be = name in {f"eval_{metric.value}" for metric in Metric if metric is not Metric.length}
-    raise fail(
+    yield fail(
         loaded,
         key,
         tr("{key} = {value} is none of {known}.", key=key, value=name, known=", ".join(known))
@@ -360,7 +351,12 @@ def _evaluate(loaded: Loaded) -> None:
 
 _VALUES = (check_numbers, _batch, _zero, _names)
 """Rules about single values: where one does not hold, those that join it with others say nothing more."""
-_RULES = (_length_of_run, _schedule, _offload, _compile, _profile, _restarts, _evaluate)
-_SHARED = (check_pipeline, check_sequence, check_tensor, check_code)
-_LATE = (check_tuning, check_zero, check_optim, check_track, check_effect, check_variables)
-_HERE = (check_tuning_here, check_zero_here)
+_RULES = (
+    *(_length_of_run, _schedule, _offload, _compile, _profile, _restarts),
+    *DATA_RULES,
+    *(check_pipeline, check_sequence, check_tensor, check_zero, check_optim, check_track, check_variables),
+)
+_MODEL_RULES = (_evaluate, check_code, check_tuning)
+"""Rules about language models, which a program with a model of its own does not need."""
+_HERE = (check_optim_here, check_device, check_zero_here)
+_MODEL_HERE = (check_tuning_here,)

@@ -1,26 +1,28 @@
 """Rules for models that bring Python code of their own."""
 
 import re
+from collections.abc import Iterator
 
 from toolkit.config.hub import is_hub_name
 from toolkit.config.load import Loaded
 from toolkit.config.places import fail
 from toolkit.config.schema import Init
+from toolkit.errors import ConfigError
 from toolkit.messages import tr
 
 
-def check_code(loaded: Loaded) -> None:
+def check_code(loaded: Loaded) -> Iterator[ConfigError]:
     """Apply every rule.
 
-    Raises:
-        ConfigError: the first rule that does not hold.
+    Yields:
+        What does not hold.
     """
     model, keep = loaded.cfg.model, loaded.cfg.checkpoint.keep_weights
     if not model.trust_remote_code or model.init is Init.random:
         return
     # A mistyped folder must not run a stranger's code, nor a branch what is pushed to it after one has read it.
     if is_hub_name(model.path) and not re.fullmatch("[0-9a-f]{40}", model.revision):
-        raise fail(
+        yield fail(
             loaded,
             "model.revision",
             tr(
@@ -30,7 +32,7 @@ def check_code(loaded: Loaded) -> None:
             ),
         )
     if keep:
-        raise fail(
+        yield fail(
             loaded,
             "checkpoint.keep_weights",
             tr(

@@ -1,32 +1,23 @@
 """Rules about which rows make up a step."""
 
 import math
+from collections.abc import Iterator
 
 from toolkit.config.layout import layout_of
 from toolkit.config.load import Loaded
 from toolkit.config.places import fail
-from toolkit.config.schema import AUTO, TuningMethod
+from toolkit.config.schema import AUTO, SourceConfig, TuningMethod
 from toolkit.config.weights import weight_at
 from toolkit.errors import ConfigError
 from toolkit.messages import tr
-from toolkit.problems import check_all
 
 
-def check_data(loaded: Loaded) -> None:
-    """Apply the rules about which rows make up a step.
-
-    Raises:
-        ConfigError: those that do not hold.
-    """
-    check_all((_world_sizes, _curriculum, _weights, _random_ltd, _neftune), loaded)
-
-
-def _curriculum(loaded: Loaded) -> None:
+def _curriculum(loaded: Loaded) -> Iterator[ConfigError]:
     """The longest sample has to grow."""
     curriculum, most = loaded.cfg.data.curriculum, loaded.cfg.data.max_length
     if curriculum.steps and curriculum.start_length >= most:
         key = "data.curriculum.start_length"
-        raise fail(
+        yield fail(
             loaded,
             key,
             tr(
@@ -38,16 +29,17 @@ def _curriculum(loaded: Loaded) -> None:
         )
 
 
-def _weights(loaded: Loaded) -> None:
+def _weights(loaded: Loaded) -> Iterator[ConfigError]:
     """Weights that change: points in their order, something to mix, and always a source to take rows from."""
     sources = loaded.cfg.data.sources
     if not any(source.weights for source in sources):
         return
     key = "data.sources"
     if len(sources) < 2:
-        raise fail(loaded, key, tr("weights of the only source have no effect: there is nothing to mix it with."))
+        yield fail(loaded, key, tr("weights of the only source have no effect: there is nothing to mix it with."))
+        return
     if loaded.cfg.data.curriculum.steps:
-        raise fail(
+        yield fail(
             loaded,
             "data.curriculum.steps",
             tr(
@@ -55,42 +47,46 @@ def _weights(loaded: Loaded) -> None:
                 "them."
             ),
         )
-    for number, source in enumerate(sources):
-        places = [point.at for point in source.weights]
-        if source.weights and source.weight != 1:
-            raise fail(
-                loaded,
-                key,
-                tr("data.sources[{number}]: weight and weights are both given: keep one of them.", number=number),
-            )
-        if any(not 0 <= place <= 1 for place in places) or places != sorted(set(places)):
-            raise fail(
-                loaded,
-                key,
-                tr(
-                    "data.sources[{number}].weights: the points {places} must rise from 0, the beginning of the run, "
-                    "to at most 1, its end.",
-                    number=number,
-                    places=places,
-                ),
-            )
-        if any(not 0 <= weight < math.inf for weight in [source.weight, *(point.weight for point in source.weights)]):
-            raise fail(
-                loaded, key, tr("data.sources[{number}]: a weight must be a number of at least 0.", number=number)
-            )
-    for place in sorted({0.0, 1.0, *(point.at for source in sources for point in source.weights)}):
-        if not any(weight_at(source, place) for source in sources):
-            raise fail(loaded, key, tr("no source has a weight above 0 at {place} of the run.", place=place))
+    wrong = [error for number, source in enumerate(sources) for error in _wrong_weights(loaded, number, source)]
+    yield from wrong
+    times = sorted({0.0, 1.0, *(point.at for source in sources for point in source.weights)})
+    empty = [] if wrong else [time for time in times if not any(weight_at(source, time) for source in sources)]
+    if empty:
+        places = ", ".join(map(str, empty))
+        yield fail(loaded, key, tr("no source has a weight above 0 at {place} of the run.", place=places))
 
 
-def _random_ltd(loaded: Loaded) -> None:
+def _wrong_weights(loaded: Loaded, number: int, source: SourceConfig) -> Iterator[ConfigError]:
+    key, places = "data.sources", [point.at for point in source.weights]
+    if source.weights and source.weight != 1:
+        yield fail(
+            loaded,
+            key,
+            tr("data.sources[{number}]: weight and weights are both given: keep one of them.", number=number),
+        )
+    if any(not 0 <= place <= 1 for place in places) or places != sorted(set(places)):
+        yield fail(
+            loaded,
+            key,
+            tr(
+                "data.sources[{number}].weights: the points {places} must rise from 0, the beginning of the run, "
+                "to at most 1, its end.",
+                number=number,
+                places=places,
+            ),
+        )
+    if any(not 0 <= weight < math.inf for weight in [source.weight, *(point.weight for point in source.weights)]):
+        yield fail(loaded, key, tr("data.sources[{number}]: a weight must be a number of at least 0.", number=number))
+
+
+def _random_ltd(loaded: Loaded) -> Iterator[ConfigError]:
     """Tokens can be dropped where layers are transformers' own, whole, and called as they are."""
     cfg, key = loaded.cfg, "train.random_ltd.steps"
     ltd, parallel = cfg.train.random_ltd, cfg.parallel
     if not ltd.steps:
         return
     if not 0 < ltd.start_share < 1:
-        raise fail(
+        yield fail(
             loaded,
             "train.random_ltd.start_share",
             tr(
@@ -107,27 +103,26 @@ def _random_ltd(loaded: Loaded) -> None:
         f"parallel.pipeline = {parallel.pipeline}": parallel.pipeline > 1,
         "compile.enabled = true": cfg.compile.enabled,
     }
-    for setting, is_so in reasons.items():
-        if is_so:
-            raise fail(
-                loaded,
-                key,
-                tr(
-                    "train.random_ltd cannot be used with {setting}: it works where all or some layers are trained "
-                    "(tuning=full or freeze), each whole on its rank and not compiled. Set train.random_ltd.steps=0.",
-                    setting=setting,
-                ),
-            )
+    if any(reasons.values()):
+        yield fail(
+            loaded,
+            key,
+            tr(
+                "train.random_ltd cannot be used with {setting}: it works where all or some layers are trained "
+                "(tuning=full or freeze), each whole on its rank and not compiled. Set train.random_ltd.steps=0.",
+                setting=", ".join(setting for setting, is_so in reasons.items() if is_so),
+            ),
+        )
 
 
-def _neftune(loaded: Loaded) -> None:
+def _neftune(loaded: Loaded) -> Iterator[ConfigError]:
     """Noise is drawn by each rank for its own rows: ranks that share rows would disagree about it."""
     parallel = loaded.cfg.parallel
     if not loaded.cfg.train.neftune_alpha:
         return
     for name in ("tensor", "sequence", "pipeline"):
         if getattr(parallel, name) > 1:
-            raise fail(
+            yield fail(
                 loaded,
                 "train.neftune_alpha",
                 tr(
@@ -139,24 +134,21 @@ def _neftune(loaded: Loaded) -> None:
             )
 
 
-def _world_sizes(loaded: Loaded) -> None:
-    """Refuse a global batch that one of `batch.world_sizes` cannot divide evenly; say which ones all of them can.
-
-    Raises:
-        ConfigError: which sizes would do.
-    """
+def _world_sizes(loaded: Loaded) -> Iterator[ConfigError]:
+    """Reject a global batch that one of `batch.world_sizes` cannot divide evenly; say which ones all of them can."""
     cfg, key = loaded.cfg, "batch.world_sizes"
     sizes, size = cfg.batch.world_sizes, cfg.batch.global_size
-    for ranks in sizes:
-        if ranks < 1:
-            raise fail(loaded, key, tr("{key} = {value} must hold numbers of at least 1.", key=key, value=sizes))
+    if any(ranks < 1 for ranks in sizes):
+        yield fail(loaded, key, tr("{key} = {value} must hold numbers of at least 1.", key=key, value=sizes))
+        return
     micro = 1 if cfg.batch.micro_per_gpu == AUTO else int(cfg.batch.micro_per_gpu)
     try:
         unit = micro * math.lcm(*(layout_of(cfg, ranks).data_ranks for ranks in sizes))
     except ConfigError as error:
-        raise fail(loaded, key, str(error)) from error
+        yield fail(loaded, key, str(error))
+        return
     if cfg.parallel.tensor > 1 and len(set(sizes)) > 1:
-        raise fail(
+        yield fail(
             loaded,
             key,
             tr(
@@ -170,7 +162,7 @@ def _world_sizes(loaded: Loaded) -> None:
     if not sizes or size % unit == 0:
         return
     below, above = size // unit * unit, -(-size // unit) * unit
-    raise fail(
+    yield fail(
         loaded,
         "batch.global_size",
         tr(
@@ -184,3 +176,7 @@ def _world_sizes(loaded: Loaded) -> None:
         + " "
         + (tr("Use {below} or {above}.", below=below, above=above) if below else tr("Use {above}.", above=above)),
     )
+
+
+DATA_RULES = (_world_sizes, _curriculum, _weights, _random_ltd, _neftune)
+"""Rules about which rows make up a step."""

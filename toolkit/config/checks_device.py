@@ -4,11 +4,13 @@ import os
 import platform
 import re
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 from toolkit.config.load import Loaded
 from toolkit.config.places import fail
 from toolkit.config.schema import Dtype
+from toolkit.errors import ConfigError
 from toolkit.messages import tr
 
 _TOOLS = ("nvidia-smi", "rocm-smi", "amd-smi", "npu-smi", "hl-smi", "xpu-smi", "cnmon", "mthreads-gmi")
@@ -31,15 +33,15 @@ def _has_fp16(cpuinfo: Path) -> bool:
     return bool(re.search(r"\b(avx512_fp16|avx_ne_convert)\b", cpuinfo.read_text(errors="replace")))
 
 
-def check_device(loaded: Loaded) -> None:
+def check_device(loaded: Loaded) -> Iterator[ConfigError]:
     """Check that the ranks' device computes in the precision of the run.
 
-    Raises:
-        ConfigError: it does not.
+    Yields:
+        What does not hold.
     """
     # DeepSpeed 0.19.8, runtime/engine.py: "Type fp16 is not supported on your device" once the model is built.
     if loaded.cfg.precision.dtype is Dtype.fp16 and is_cpu() and not _has_fp16(Path("/proc/cpuinfo")):
-        raise fail(
+        yield fail(
             loaded,
             "precision.dtype",
             tr(

@@ -5,6 +5,7 @@ import importlib.util
 import math
 import os
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 from toolkit.config.examples import located
@@ -13,27 +14,11 @@ from toolkit.config.load import Loaded
 from toolkit.config.places import fail, value_of
 from toolkit.config.schema import ROW_FIELDS, Device, Init, RowFormat, SourceConfig
 from toolkit.config.suggest import did_you_mean
+from toolkit.errors import ConfigError
 from toolkit.messages import tr
-from toolkit.problems import Problems, check_all
 
 
-def check_files(loaded: Loaded, own: bool = False) -> None:
-    """Apply every rule.
-
-    Args:
-        loaded: the config and where its values come from.
-        own: whether a program brings model and data itself.
-
-    Raises:
-        ConfigError: each file or directory that does not exist or cannot be used.
-    """
-    rules = (
-        (_nvme_folders, _run_dir, _resume) if own else (_nvme_folders, _model, _sources, _run_dir, _packages, _resume)
-    )
-    check_all(rules, loaded)
-
-
-def _nvme_folders(loaded: Loaded) -> None:
+def _nvme_folders(loaded: Loaded) -> Iterator[ConfigError]:
     """An nvme path must be a folder that can be written to, found out by writing."""
     for section in ("zero.offload_optimizer", "zero.offload_param"):
         if value_of(loaded.cfg, f"{section}.device") is not Device.nvme:
@@ -41,16 +26,17 @@ def _nvme_folders(loaded: Loaded) -> None:
         key = f"{section}.nvme_path"
         path = str(value_of(loaded.cfg, key))
         if not path:
-            raise fail(
+            yield fail(
                 loaded,
                 f"{section}.device",
                 tr("{section}.device = nvme needs {key}=FOLDER on the NVMe disk.", section=section, key=key),
             )
+            continue
         try:
             with tempfile.TemporaryFile(dir=path):
                 pass
         except OSError as error:
-            raise fail(
+            yield fail(
                 loaded,
                 key,
                 tr(
@@ -59,15 +45,15 @@ def _nvme_folders(loaded: Loaded) -> None:
                     path=path,
                     reason=error.strerror,
                 ),
-            ) from error
+            )
 
 
-def _model(loaded: Loaded) -> None:
+def _model(loaded: Loaded) -> Iterator[ConfigError]:
     model = loaded.cfg.model
     if model.init is Init.random:
         shape = model.shape
         if shape.hidden_size % shape.num_heads or shape.num_heads % shape.num_kv_heads:
-            raise fail(
+            yield fail(
                 loaded,
                 "model.shape.num_heads",
                 tr(
@@ -78,8 +64,8 @@ def _model(loaded: Loaded) -> None:
                     kv_heads=shape.num_kv_heads,
                 ),
             )
-        if shape.hidden_size // shape.num_heads % 4:
-            raise fail(
+        elif shape.hidden_size // shape.num_heads % 4:
+            yield fail(
                 loaded,
                 "model.shape.num_heads",
                 tr(
@@ -92,56 +78,47 @@ def _model(loaded: Loaded) -> None:
             )
     elif not model.path:
         sentence = tr("model.path is empty: set model.path=DIR to a folder with a model in transformers' layout.")
-        raise fail(loaded, "model.path", sentence)
+        yield fail(loaded, "model.path", sentence)
     elif not Path(model.path).is_dir() and not is_hub_name(model.path):
         sentence = tr("model.path = {path} is not a folder here.", path=model.path)
         hint = tr("It must be the folder that holds config.json and the weights, or owner/name on Hugging Face.")
-        raise fail(loaded, "model.path", f"{sentence} {hint}")
+        yield fail(loaded, "model.path", f"{sentence} {hint}")
     for key in ("model.tokenizer", "model.chat_template"):
         path = str(value_of(loaded.cfg, key))
         if path and not Path(path).exists():
-            raise fail(loaded, key, tr("{key} = {path} does not exist.", key=key, path=path))
+            yield fail(loaded, key, tr("{key} = {path} does not exist.", key=key, path=path))
 
 
-def _sources(loaded: Loaded) -> None:
+def _sources(loaded: Loaded) -> Iterator[ConfigError]:
     data = loaded.cfg.data
     if not data.sources:
-        raise fail(
+        yield fail(
             loaded,
             "data.sources",
             tr("data.sources is empty: add 'data.sources=[{{path: FILE.jsonl}}]', or data=examples to try."),
         )
-    problems = Problems()
     for name, sources in (("data.sources", data.sources), ("data.validation", data.validation)):
         for index, source in enumerate(sources):
-            problems.attempt(_source, loaded, name, index, source)
-    problems.raise_all()
+            for sentence in _wrong_source(source, f"{name}[{index}]"):
+                error = fail(loaded, name, sentence)
+                error.keys = (f"{name}[{index}]",)
+                yield error
 
 
-def _source(loaded: Loaded, name: str, index: int, source: SourceConfig) -> None:
-    place = f"{name}[{index}]"
-    if sentence := _wrong_source(source, place):
-        error = fail(loaded, name, sentence)
-        error.keys = (place,)
-        raise error
-
-
-def _wrong_source(source: SourceConfig, place: str) -> str:
-    """Return what is wrong with a source, "" if nothing is."""
+def _wrong_source(source: SourceConfig, place: str) -> Iterator[str]:
+    """Yield what is wrong with a source."""
     if source.format is RowFormat.docstrings:
         for key in ("path", "hub"):
             if value := getattr(source, key):
-                return tr(
+                yield tr(
                     "{key} = {path} has no effect with format docstrings. Remove it.",
                     key=f"{place}.{key}",
                     path=value,
                 )
     elif bool(source.path) == bool(source.hub):
-        return tr(
-            "{place} needs one of path (a file, folder or pattern) and hub (a name on Hugging Face).", place=place
-        )
+        yield tr("{place} needs one of path (a file, folder or pattern) and hub (a name on Hugging Face).", place=place)
     elif source.path and not Path(located(source.path)).exists() and not glob.glob(source.path, recursive=True):
-        return tr(
+        yield tr(
             "{key} = {path}: there is no such file (looked in {folder}).",
             key=f"{place}.path",
             path=source.path,
@@ -149,14 +126,13 @@ def _wrong_source(source: SourceConfig, place: str) -> str:
         )
     for key in ("subset", "revision"):
         if getattr(source, key) and not source.hub:
-            return tr("{place}.{key} has an effect with hub only. Remove it.", place=place, key=key)
+            yield tr("{place}.{key} has an effect with hub only. Remove it.", place=place, key=key)
     if sentence := unread_column(source, place):
-        return sentence
+        yield sentence
     if not 0 < source.weight < math.inf:
-        return tr(
+        yield tr(
             "{place}.weight = {weight} must be above 0; remove the source instead.", place=place, weight=source.weight
         )
-    return ""
 
 
 def unread_column(source: SourceConfig, place: str) -> str:
@@ -174,27 +150,27 @@ def unread_column(source: SourceConfig, place: str) -> str:
     return ""
 
 
-def _run_dir(loaded: Loaded) -> None:
+def _run_dir(loaded: Loaded) -> Iterator[ConfigError]:
     """The run folder's parent must be writable, found out before anything is loaded."""
     existing = Path(loaded.cfg.run.dir).absolute()
     while not existing.exists():
         existing = existing.parent
     if not existing.is_dir() or not os.access(existing, os.W_OK):
-        raise fail(
+        yield fail(
             loaded,
             "run.dir",
             tr("run.dir = {dir}: {folder} cannot be written to.", dir=loaded.cfg.run.dir, folder=existing),
         )
 
 
-def _resume(loaded: Loaded) -> None:
+def _resume(loaded: Loaded) -> Iterator[ConfigError]:
     """A path to resume from must hold a checkpoint; whether it is intact is found out by reading it."""
     resume = loaded.cfg.resume
     if resume in ("auto", "must", "never"):
         return
     path = Path(resume)
     if any((path / name).is_file() for name in ("config.json", "adapter_config.json")):
-        raise fail(
+        yield fail(
             loaded,
             "resume",
             tr(
@@ -204,21 +180,21 @@ def _resume(loaded: Loaded) -> None:
                 path=path,
             ),
         )
-    if not ((path / "manifest.json").is_file() or any((path / "checkpoints").glob("step-*"))):
-        raise fail(
+    elif not ((path / "manifest.json").is_file() or any((path / "checkpoints").glob("step-*"))):
+        yield fail(
             loaded,
             "resume",
             tr("resume = {path} is not auto, must or never, nor a checkpoint or a run directory with one.", path=path),
         )
 
 
-def _packages(loaded: Loaded) -> None:
+def _packages(loaded: Loaded) -> Iterator[ConfigError]:
     """What the metrics of the ChatGLM repositories need is no part of this package: it is old, and few need it."""
     wanted = [metric.value for metric in loaded.cfg.evaluate.metrics if metric.value.startswith("chatglm_")]
     packages = {"jieba": "jieba", "rouge_chinese": "rouge-chinese", "nltk": "nltk"}
     missing = [package for name, package in packages.items() if wanted and importlib.util.find_spec(name) is None]
     if missing:
-        raise fail(
+        yield fail(
             loaded,
             "evaluate.metrics",
             tr(
@@ -227,3 +203,9 @@ def _packages(loaded: Loaded) -> None:
                 packages=" ".join(missing),
             ),
         )
+
+
+OWN_FILES = (_nvme_folders, _run_dir, _resume)
+"""Rules about files and directories for a program that brings its own model and data."""
+FILES = (*OWN_FILES, _model, _sources, _packages)
+"""Rules about files and directories."""

@@ -7,6 +7,7 @@ from toolkit.config.load import Loaded
 from toolkit.config.optimizers import GROUPING, OPTIMIZERS, SOMETIMES_READ
 from toolkit.config.places import fail, value_of
 from toolkit.config.schema import Device, OptimizerName, RunConfig, ScheduleName, TuningMethod
+from toolkit.errors import ConfigError
 from toolkit.messages import tr
 
 
@@ -20,21 +21,21 @@ def unread_optim(cfg: RunConfig) -> Iterator[tuple[str, str, str]]:
         yield "optim.decay", tr("optim.weight_decay is 0"), "optim.weight_decay"
 
 
-def check_optim(loaded: Loaded) -> None:
+def check_optim(loaded: Loaded) -> Iterator[ConfigError]:
     """Apply the rules.
 
-    Raises:
-        ConfigError: the first that does not hold.
+    Yields:
+        What does not hold.
     """
     optim, stage = loaded.cfg.optim, loaded.cfg.zero.stage
     if not 0 <= optim.momentum < 1:
         key, number = "optim.momentum", optim.momentum
-        raise fail(loaded, key, tr("{key} = {value} must be from 0 to below 1.", key=key, value=number))
+        yield fail(loaded, key, tr("{key} = {value} must be from 0 to below 1.", key=key, value=number))
     if not 0 < optim.layer_lr_decay <= 1:
         key, number = "optim.layer_lr_decay", optim.layer_lr_decay
-        raise fail(loaded, key, tr("{key} = {value} must be above 0 and at most 1.", key=key, value=number))
-    if optim.layer_lr_decay != 1 and loaded.cfg.tuning.method in (TuningMethod.ptuning_v2, TuningMethod.prompt):
-        raise fail(
+        yield fail(loaded, key, tr("{key} = {value} must be above 0 and at most 1.", key=key, value=number))
+    elif optim.layer_lr_decay != 1 and loaded.cfg.tuning.method in (TuningMethod.ptuning_v2, TuningMethod.prompt):
+        yield fail(
             loaded,
             "optim.layer_lr_decay",
             tr(
@@ -43,20 +44,20 @@ def check_optim(loaded: Loaded) -> None:
                 method=loaded.cfg.tuning.method.value,
             ),
         )
-    _check_together(loaded)
+    yield from _check_together(loaded)
     if OPTIMIZERS[optim.name].needs_whole and stage:
-        raise fail(loaded, "optim.name", _whole(optim.name, stage))
+        yield fail(loaded, "optim.name", _whole(optim.name, stage))
     if optim.name is OptimizerName.muon:
-        _check_muon(loaded)
-    _check_stable(loaded)
+        yield from _check_muon(loaded)
+    yield from _check_stable(loaded)
 
 
-def _check_stable(loaded: Loaded) -> None:
+def _check_stable(loaded: Loaded) -> Iterator[ConfigError]:
     """A wsd schedule has to have room for warm-up and decay."""
     schedule = loaded.cfg.schedule
     steps = loaded.cfg.train.max_steps
     if steps and schedule.name is ScheduleName.wsd and schedule.warmup_steps + schedule.decay_steps > steps:
-        raise fail(
+        yield fail(
             loaded,
             "schedule.decay_steps",
             tr(
@@ -69,7 +70,7 @@ def _check_stable(loaded: Loaded) -> None:
         )
 
 
-def _check_together(loaded: Loaded) -> None:
+def _check_together(loaded: Loaded) -> Iterator[ConfigError]:
     """What has not been tried together, and would go wrong in silence if it did."""
     cfg, zero = loaded.cfg, loaded.cfg.zero
     changed = [key for key in GROUPING if value_of(cfg, key) != value_of(RunConfig(), key)]
@@ -89,7 +90,7 @@ def _check_together(loaded: Loaded) -> None:
         return
     for other, is_on in others.items():
         if is_on:
-            raise fail(
+            yield fail(
                 loaded,
                 key,
                 tr(
@@ -119,10 +120,10 @@ def _whole(name: OptimizerName, stage: int) -> str:
     )
 
 
-def _check_muon(loaded: Loaded) -> None:
+def _check_muon(loaded: Loaded) -> Iterator[ConfigError]:
     cfg = loaded.cfg
     if cfg.tuning.method in (TuningMethod.ptuning_v2, TuningMethod.prompt):
-        raise fail(
+        yield fail(
             loaded,
             "optim.name",
             tr(
@@ -132,7 +133,7 @@ def _check_muon(loaded: Loaded) -> None:
             ),
         )
     if cfg.train.gradient_clipping:
-        raise fail(
+        yield fail(
             loaded,
             "train.gradient_clipping",
             tr(
@@ -143,21 +144,21 @@ def _check_muon(loaded: Loaded) -> None:
             ),
         )
     if Device.nvme in (cfg.zero.offload_optimizer.device, cfg.zero.offload_param.device):
-        raise fail(
+        yield fail(
             loaded,
             "optim.name",
             tr("optim.name = muon and offloading to NVMe are untested together. Offload to cpu, or use optim=adamw."),
         )
 
 
-def check_optim_here(loaded: Loaded) -> None:
+def check_optim_here(loaded: Loaded) -> Iterator[ConfigError]:
     """Apply the rule about this machine.
 
-    Raises:
-        ConfigError: it does not hold.
+    Yields:
+        What does not hold.
     """
     if loaded.cfg.optim.name is OptimizerName.adamw_8bit and importlib.util.find_spec("bitsandbytes") is None:
-        raise fail(
+        yield fail(
             loaded,
             "optim.name",
             tr(

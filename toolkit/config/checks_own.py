@@ -8,7 +8,9 @@ from toolkit.config.load import Loaded
 from toolkit.config.places import fail
 from toolkit.config.schema import AUTO, DecayOf, RunConfig
 from toolkit.config.unread import check_effect
+from toolkit.errors import ConfigError
 from toolkit.messages import tr
+from toolkit.problems import raise_all
 
 _READ = ("data.num_workers", "evaluate.every", "evaluate.at_start", "evaluate.keep_best")
 _SECTIONS = (
@@ -32,17 +34,17 @@ def unread_own(cfg: RunConfig) -> Iterator[tuple[str, str, str]]:
             yield key, reason, ""
 
 
-def check_own(loaded: Loaded) -> None:
+def check_own(loaded: Loaded) -> Iterator[ConfigError]:
     """Refuse what needs to know the model.
 
-    Raises:
-        ConfigError: the first rule that does not hold.
+    Yields:
+        What does not hold.
     """
     cfg = loaded.cfg
     for name in ("tensor", "sequence", "pipeline"):
         ranks, key = getattr(cfg.parallel, name), f"parallel.{name}"
         if ranks > 1:
-            raise fail(
+            yield fail(
                 loaded,
                 key,
                 tr(
@@ -54,7 +56,7 @@ def check_own(loaded: Loaded) -> None:
             )
     for key, value in (("batch.micro_per_gpu", cfg.batch.micro_per_gpu), ("plan.auto", cfg.plan.auto)):
         if value in (AUTO, True) and isinstance(value, (str, bool)):
-            raise fail(
+            yield fail(
                 loaded,
                 key,
                 tr(
@@ -64,17 +66,17 @@ def check_own(loaded: Loaded) -> None:
                     value=str(value).lower(),
                 ),
             )
-    _check_optim(loaded)
+    yield from _check_optim(loaded)
     name = cfg.evaluate.keep_best
     if name and not re.fullmatch(r"eval_\w+", name):
-        raise fail(
+        yield fail(
             loaded,
             "evaluate.keep_best",
             tr("evaluate.keep_best = {name} must be eval_loss, or eval_ and the name of a metric.", name=name),
         )
 
 
-def _check_optim(loaded: Loaded) -> None:
+def _check_optim(loaded: Loaded) -> Iterator[ConfigError]:
     """Refuse rates and decay by the place of a parameter: it is told by names that language models have."""
     optim = loaded.cfg.optim
     for key, value, is_placed, others in (
@@ -82,7 +84,7 @@ def _check_optim(loaded: Loaded) -> None:
         ("optim.layer_lr_decay", optim.layer_lr_decay, optim.layer_lr_decay != 1, "1"),
     ):
         if is_placed:
-            raise fail(
+            yield fail(
                 loaded,
                 key,
                 tr(
@@ -99,7 +101,7 @@ def check_without_validation(loaded: Loaded) -> None:
     """Refuse settings of evaluations in a program without validation data.
 
     Raises:
-        ConfigError: the first that was changed.
+        ConfigError: those that were changed.
     """
     reason = tr("the program gives no validation=")
-    check_effect(loaded, [(key, reason, "") for key in _READ if key.startswith("evaluate.")])
+    raise_all(check_effect(loaded, [(key, reason, "") for key in _READ if key.startswith("evaluate.")]))

@@ -1,24 +1,25 @@
 """What cannot be together with pipeline stages, and why."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from toolkit.config.load import Loaded
 from toolkit.config.places import fail
 from toolkit.config.schema import AUTO, Device, Dtype, RunConfig, TuningMethod
+from toolkit.errors import ConfigError
 from toolkit.messages import tr
 
 
-def check_pipeline(loaded: Loaded) -> None:
+def check_pipeline(loaded: Loaded) -> Iterator[ConfigError]:
     """Refuse what a run whose layers are divided into stages cannot do.
 
-    Raises:
-        ConfigError: the first such thing.
+    Yields:
+        What does not hold.
     """
     stages = loaded.cfg.parallel.pipeline
     if stages == 1:
         return
     for key, value, reason in _impossible(loaded.cfg):
-        raise fail(
+        yield fail(
             loaded,
             key,
             tr(

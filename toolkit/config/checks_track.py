@@ -1,13 +1,16 @@
 """Rules about `track`: what a tracker needs, before anything is loaded."""
 
 import importlib.util
+from collections.abc import Iterator
 from pathlib import Path
 from urllib.parse import urlsplit
 
 from toolkit.config.load import Loaded
 from toolkit.config.places import fail, value_of
 from toolkit.config.schema import TRACKERS, RunConfig
+from toolkit.errors import ConfigError
 from toolkit.messages import tr
+from toolkit.problems import raise_all
 
 PACKAGES = {
     "tensorboard": "tensorboard",
@@ -25,19 +28,19 @@ def enabled_trackers(cfg: RunConfig) -> list[str]:
     return [name for name in TRACKERS if value_of(cfg, f"track.{name}.enabled")]
 
 
-def check_track(loaded: Loaded) -> None:
+def check_track(loaded: Loaded) -> Iterator[ConfigError]:
     """Refuse names that are empty, and passwords in an address: they come from the environment.
 
-    Raises:
-        ConfigError: the first such.
+    Yields:
+        What does not hold.
     """
     for name in enabled_trackers(loaded.cfg):
         key = f"track.{name}.{_NAMED[name]}" if name in _NAMED else ""
         if key and not str(value_of(loaded.cfg, key)).strip():
-            raise fail(loaded, key, tr("{key} must not be empty.", key=key))
+            yield fail(loaded, key, tr("{key} must not be empty.", key=key))
     uri = loaded.cfg.track.mlflow.uri
     if "@" in urlsplit(uri).netloc:
-        raise fail(
+        yield fail(
             loaded,
             "track.mlflow.uri",
             tr(
@@ -51,20 +54,21 @@ def check_track_here(loaded: Loaded) -> None:
     """Refuse a tracker whose package is not installed on this machine. For rank 0 only: no other rank needs it.
 
     Raises:
-        ConfigError: the first such.
+        ConfigError: all such.
     """
-    for name in enabled_trackers(loaded.cfg):
-        if name in PACKAGES and not _is_installed(name):
-            key = f"track.{name}.enabled"
-            raise fail(
-                loaded,
-                key,
-                tr(
-                    "track.{name} needs the package {name}, which is not installed:  pip install {package}",
-                    name=name,
-                    package=PACKAGES[name],
-                ),
-            )
+    raise_all(
+        fail(
+            loaded,
+            f"track.{name}.enabled",
+            tr(
+                "track.{name} needs the package {name}, which is not installed:  pip install {package}",
+                name=name,
+                package=PACKAGES[name],
+            ),
+        )
+        for name in enabled_trackers(loaded.cfg)
+        if name in PACKAGES and not _is_installed(name)
+    )
 
 
 def mlflow_folder(uri: str) -> Path | None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from toolkit.config.load import Loaded
 from toolkit.config.places import fail
 from toolkit.config.schema import RunConfig, TuningConfig, TuningMethod
+from toolkit.errors import ConfigError
 from toolkit.messages import tr
 
 _LORA = (TuningMethod.lora, TuningMethod.qlora)
@@ -41,30 +42,30 @@ def unread_tuning(cfg: RunConfig) -> Iterator[tuple[str, str, str]]:
             yield f"tuning.{name}", tr("tuning.adapter decides it"), "tuning.adapter"
 
 
-def check_tuning(loaded: Loaded) -> None:
+def check_tuning(loaded: Loaded) -> Iterator[ConfigError]:
     """Apply the rules that need no file.
 
-    Raises:
-        ConfigError: the first that does not hold.
+    Yields:
+        What does not hold.
     """
     tuning = loaded.cfg.tuning
     if not 0 <= tuning.dropout < 1:
-        raise fail(
+        yield fail(
             loaded,
             "tuning.dropout",
             tr("{key} = {value} must be from 0 to below 1.", key="tuning.dropout", value=tuning.dropout),
         )
     if not 0 < tuning.alpha < float("inf"):
-        raise fail(
+        yield fail(
             loaded, "tuning.alpha", tr("{key} = {value} must be above 0.", key="tuning.alpha", value=tuning.alpha)
         )
     if tuning.method is TuningMethod.freeze and not (tuning.last_layers or tuning.patterns):
-        raise fail(
+        yield fail(
             loaded,
             "tuning.last_layers",
             tr("tuning.method = freeze trains nothing: set tuning.last_layers or tuning.patterns."),
         )
-    _check_stage3(loaded)
+    yield from _check_stage3(loaded)
 
 
 def highest_stage(tuning: TuningConfig) -> int:
@@ -72,13 +73,13 @@ def highest_stage(tuning: TuningConfig) -> int:
     return 2 if tuning.method is TuningMethod.qlora or tuning.dora else 3
 
 
-def _check_stage3(loaded: Loaded) -> None:
+def _check_stage3(loaded: Loaded) -> Iterator[ConfigError]:
     """What ZeRO-3's pieces of weights do not go together with."""
     tuning = loaded.cfg.tuning
     if loaded.cfg.zero.stage <= highest_stage(tuning):
         return
     if tuning.method is TuningMethod.qlora:
-        raise fail(
+        yield fail(
             loaded,
             "tuning.method",
             tr(
@@ -87,26 +88,28 @@ def _check_stage3(loaded: Loaded) -> None:
                 "zero=stage2, or tuning=lora."
             ),
         )
-    # peft 0.21, tuners/lora/dora.py: `lora_A.weight.shape[1]` of a weight that is not gathered (IndexError, measured).
-    raise fail(
-        loaded,
-        "tuning.dora",
-        tr(
-            "tuning.dora = true and zero.stage = 3 do not go together: DoRA measures whole weights, also where "
-            "ZeRO-3 has not gathered them. Use zero=stage2, or leave dora out."
-        ),
-    )
+    if tuning.dora:
+        # peft 0.21, tuners/lora/dora.py: `lora_A.weight.shape[1]` of a weight that is not gathered (IndexError,
+        # measured).
+        yield fail(
+            loaded,
+            "tuning.dora",
+            tr(
+                "tuning.dora = true and zero.stage = 3 do not go together: DoRA measures whole weights, also where "
+                "ZeRO-3 has not gathered them. Use zero=stage2, or leave dora out."
+            ),
+        )
 
 
-def check_tuning_here(loaded: Loaded) -> None:
+def check_tuning_here(loaded: Loaded) -> Iterator[ConfigError]:
     """Apply the rules about this machine.
 
-    Raises:
-        ConfigError: the first that does not hold.
+    Yields:
+        What does not hold.
     """
     tuning = loaded.cfg.tuning
     if tuning.adapter and not Path(tuning.adapter).is_dir():
-        raise fail(
+        yield fail(
             loaded,
             "tuning.adapter",
             tr("tuning.adapter = {path} is not a folder here.", path=tuning.adapter),
@@ -119,7 +122,7 @@ def check_tuning_here(loaded: Loaded) -> None:
     elif shutil.which("nvidia-smi") is None:
         missing = tr("an NVIDIA GPU")
     if missing:
-        raise fail(
+        yield fail(
             loaded,
             "tuning.method",
             tr("tuning.method = qlora needs {missing}, which is not here. Use tuning=lora.", missing=missing),

@@ -1,10 +1,11 @@
 """Rules about what goes beyond ZeRO's stages: ZeRO++, ZenFlow, SuperOffload, DeepCompile; see docs/zero.md."""
 
 import shutil
+from collections.abc import Iterator
 
 from toolkit.config.layout import layout_of
 from toolkit.config.load import Loaded
-from toolkit.config.places import fail, prefix, value_of
+from toolkit.config.places import fail, value_of
 from toolkit.config.schema import AUTO, Device, Dtype, OnBadStep, OptimizerName, RunConfig
 from toolkit.errors import ConfigError
 from toolkit.messages import tr
@@ -12,11 +13,11 @@ from toolkit.messages import tr
 _GPU_ONLY = ("zero.zero_quantized_weights", "zero.zero_quantized_gradients", "zero.offload_optimizer.super_offload")
 
 
-def check_zero(loaded: Loaded) -> None:
+def check_zero(loaded: Loaded) -> Iterator[ConfigError]:
     """Apply the rules that need neither ranks nor machine.
 
-    Raises:
-        ConfigError: the first that does not hold.
+    Yields:
+        What does not hold.
     """
     cfg, zero = loaded.cfg, loaded.cfg.zero
     for key, value in (
@@ -24,39 +25,38 @@ def check_zero(loaded: Loaded) -> None:
         ("zero.offload_optimizer.cpuadam_cores_perc", zero.offload_optimizer.cpuadam_cores_perc),
     ):
         if not 0 < value < 1:
-            raise fail(loaded, key, tr("{key} = {value} must be above 0 and below 1.", key=key, value=value))
+            yield fail(loaded, key, tr("{key} = {value} must be above 0 and below 1.", key=key, value=value))
     key, number = "zero.zenflow.pt_reserved_cores_perc", zero.zenflow.pt_reserved_cores_perc
     if not 0 <= number <= 1:
-        raise fail(loaded, key, tr("{key} = {value} must be from 0 to 1.", key=key, value=number))
+        yield fail(loaded, key, tr("{key} = {value} must be from 0 to 1.", key=key, value=number))
     if zero.zero_hpz_partition_size > 1:
-        _require(loaded, "zero.zero_hpz_partition_size", {"zero.offload_param.device=none": _holds_weights(cfg)})
-        _require_data_parallel(loaded, "zero.zero_hpz_partition_size")
+        wanted = {"zero.offload_param.device=none": _holds_weights(cfg)}
+        yield from _require(loaded, "zero.zero_hpz_partition_size", wanted)
     if zero.zero_quantized_gradients:
         # 0.19.8, csrc/quantization/pt_binding.cpp: ds_swizzle_quant reads whatever it gets as __half.
         wanted = {
             "precision=fp16": cfg.precision.dtype is Dtype.fp16,
             "zero.reduce_scatter=true": zero.reduce_scatter,
         }
-        _require(loaded, "zero.zero_quantized_gradients", wanted)
-        _require_data_parallel(loaded, "zero.zero_quantized_gradients")
+        yield from _require(loaded, "zero.zero_quantized_gradients", wanted)
     if cfg.compile.deepcompile:
-        _deepcompile(loaded)
+        yield from _deepcompile(loaded)
     if zero.offload_optimizer.super_offload:
-        _super_offload(loaded)
+        yield from _super_offload(loaded)
     if zero.zenflow.enabled:
-        _zenflow(loaded)
+        yield from _zenflow(loaded)
 
 
-def check_ranks(loaded: Loaded, world_size: int) -> None:
+def check_ranks(loaded: Loaded, world_size: int) -> Iterator[ConfigError]:
     """Apply the rules that need the number of ranks.
 
-    Raises:
-        ConfigError: the first that does not hold.
+    Yields:
+        What does not hold.
     """
     cfg = loaded.cfg
     key, size = "zero.zero_hpz_partition_size", cfg.zero.zero_hpz_partition_size
     if world_size % size:
-        raise fail(
+        yield fail(
             loaded,
             key,
             tr("{key} = {value} must divide the {ranks} ranks of the run.", key=key, value=size, ranks=world_size),
@@ -65,28 +65,29 @@ def check_ranks(loaded: Loaded, world_size: int) -> None:
     is_known = batch.micro_per_gpu != AUTO
     ranks = layout_of(cfg, world_size).data_ranks
     if cfg.zero.zenflow.enabled and is_known and batch.global_size != batch.micro_per_gpu * ranks:
-        raise ConfigError(
-            prefix(loaded, "zero.zenflow.enabled")
-            + tr(
+        yield fail(
+            loaded,
+            "zero.zenflow.enabled",
+            tr(
                 "zero.zenflow.enabled = true makes an update of every micro-batch, so a step has to have one: "
                 "batch.global_size = {size} must be batch.micro_per_gpu ({micro}) x {ranks} ranks. Leave more steps "
                 "together with zero.zenflow.update_interval.",
                 size=batch.global_size,
                 micro=batch.micro_per_gpu,
                 ranks=ranks,
-            )
+            ),
         )
 
 
-def check_zero_here(loaded: Loaded) -> None:
+def check_zero_here(loaded: Loaded) -> Iterator[ConfigError]:
     """Apply the rules about this machine.
 
-    Raises:
-        ConfigError: it has no NVIDIA GPU, and the config asks for what runs on those only.
+    Yields:
+        What does not hold.
     """
     for key in _GPU_ONLY:
         if value_of(loaded.cfg, key) and shutil.which("nvidia-smi") is None:
-            raise fail(
+            yield fail(
                 loaded, key, tr("{key} = true needs NVIDIA GPUs, and there are none here. Set it to false.", key=key)
             )
 
@@ -104,10 +105,10 @@ def _holds_weights(cfg: RunConfig) -> bool:
     return cfg.zero.offload_param.device is Device.none
 
 
-def _deepcompile(loaded: Loaded) -> None:
+def _deepcompile(loaded: Loaded) -> Iterator[ConfigError]:
     """Its graph has gathers and reductions of its own (0.19.8, compile/init_z3.py), which know none of these."""
     cfg, key = loaded.cfg, "compile.deepcompile"
-    _require(
+    yield from _require(
         loaded,
         key,
         {
@@ -119,13 +120,12 @@ def _deepcompile(loaded: Loaded) -> None:
             "zero.zenflow.enabled=false": not cfg.zero.zenflow.enabled,
         },
     )
-    _require_data_parallel(loaded, key)
 
 
-def _super_offload(loaded: Loaded) -> None:
+def _super_offload(loaded: Loaded) -> Iterator[ConfigError]:
     """Its process has a DeepSpeedCPUAdam that knows AdamW only (0.19.8, superoffload_utils.py)."""
     cfg, key = loaded.cfg, "zero.offload_optimizer.super_offload"
-    _require(
+    yield from _require(
         loaded,
         key,
         {
@@ -137,13 +137,12 @@ def _super_offload(loaded: Loaded) -> None:
             **_judged_late(cfg),
         },
     )
-    _require_data_parallel(loaded, key)
 
 
-def _zenflow(loaded: Loaded) -> None:
+def _zenflow(loaded: Loaded) -> Iterator[ConfigError]:
     cfg, key, zenflow = loaded.cfg, "zero.zenflow.enabled", loaded.cfg.zero.zenflow
     if cfg.zero.stage == 3:
-        raise fail(
+        yield fail(
             loaded,
             key,
             tr(
@@ -151,7 +150,7 @@ def _zenflow(loaded: Loaded) -> None:
                 "it splits them, and here they are split as they are read. Use zero.stage=2."
             ),
         )
-    _require(
+    yield from _require(
         loaded,
         key,
         {
@@ -165,9 +164,8 @@ def _zenflow(loaded: Loaded) -> None:
             **_judged_late(cfg),
         },
     )
-    _require_data_parallel(loaded, key)
     if zenflow.select_interval % zenflow.update_interval:
-        raise fail(
+        yield fail(
             loaded,
             "zero.zenflow.select_interval",
             tr(
@@ -198,10 +196,14 @@ def _judged_late(cfg: RunConfig) -> dict[str, bool]:
     return wanted
 
 
-def _require(loaded: Loaded, key: str, wanted: dict[str, bool]) -> None:
+def _require(loaded: Loaded, key: str, wanted: dict[str, bool]) -> Iterator[ConfigError]:
+    """What a setting needs of the others; all of them work in data parallelism only."""
+    parallel = loaded.cfg.parallel
+    names = ("tensor", "sequence", "pipeline")
+    wanted = wanted | {f"parallel.{name}=1": getattr(parallel, name) == 1 for name in names}
     missing = [word for word, is_so in wanted.items() if not is_so]
     if missing:
-        raise fail(
+        yield fail(
             loaded,
             key,
             tr(
@@ -212,9 +214,3 @@ def _require(loaded: Loaded, key: str, wanted: dict[str, bool]) -> None:
                 words=" ".join(missing),
             ),
         )
-
-
-def _require_data_parallel(loaded: Loaded, key: str) -> None:
-    parallel = loaded.cfg.parallel
-    wanted = {f"parallel.{name}=1": getattr(parallel, name) == 1 for name in ("tensor", "sequence", "pipeline")}
-    _require(loaded, key, wanted)

@@ -22,8 +22,8 @@ from toolkit.config.schema import (
     RunConfig,
     ScheduleName,
 )
+from toolkit.errors import ConfigError
 from toolkit.messages import tr
-from toolkit.problems import raise_all
 
 Unread = tuple[str, str, str]
 """A key that is not read, why, and the key whose value makes it so ("" where it is none of the config's)."""
@@ -62,7 +62,7 @@ SCHEDULES_READ = {
 ZERO_KEYS = ("contiguous_gradients", "overlap_comm", "reduce_scatter", "reduce_bucket_size")
 
 
-def check_effect(loaded: Loaded, more: Iterable[Unread] = ()) -> None:
+def check_effect(loaded: Loaded, more: Iterable[Unread] = ()) -> Iterator[ConfigError]:
     """Report every key that was changed but is not read in this configuration.
 
     It is an error where the same layer made it so, or a higher one set the key: a recipe or a command line that
@@ -73,8 +73,8 @@ def check_effect(loaded: Loaded, more: Iterable[Unread] = ()) -> None:
         loaded: the config and where its values come from; receives the notices.
         more: further keys that are not read.
 
-    Raises:
-        ConfigError: each such key, and why it is not read.
+    Yields:
+        Each such key, and why it is not read.
     """
     default = RunConfig()
     reasons: dict[str, str] = {}
@@ -86,7 +86,7 @@ def check_effect(loaded: Loaded, more: Iterable[Unread] = ()) -> None:
             if owner and loaded.layer_of(owner) > loaded.layers.get(key, 0):
                 noticed.setdefault(key, reason)
     loaded.notices += [_notice(loaded, key, reason) for key, reason in noticed.items()]
-    raise_all(
+    yield from (
         fail(
             loaded,
             key,

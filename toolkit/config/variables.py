@@ -1,11 +1,13 @@
 """`launch.env`: environment variables of the ranks, with a value or by name alone."""
 
 import re
+from collections.abc import Iterator
 from enum import Enum
 from typing import Any
 
 from toolkit.config.load import Loaded
 from toolkit.config.places import fail
+from toolkit.errors import ConfigError
 from toolkit.messages import tr
 from toolkit.secrets import is_under_secret_name
 
@@ -31,15 +33,15 @@ def names(env: dict[str, Any]) -> list[str]:
     return [name for name, value in env.items() if value is None]
 
 
-def check_variables(loaded: Loaded) -> None:
+def check_variables(loaded: Loaded) -> Iterator[ConfigError]:
     """Refuse variables that cannot be set, that launchers own, and secrets.
 
-    Raises:
-        ConfigError: the first such.
+    Yields:
+        What does not hold.
     """
     for name, value in loaded.cfg.launch.env.items():
         if reason := _reason(name, value, loaded.cfg.distributed.interface):
-            raise fail(loaded, f"launch.env.{name}", f"launch.env.{name}: {reason}")
+            yield fail(loaded, f"launch.env.{name}", f"launch.env.{name}: {reason}")
 
 
 def _reason(name: str, value: Any, interface: str) -> str:
