@@ -4,9 +4,10 @@
 import sys
 from pathlib import Path
 
-from toolkit.config.reference import render, sentences
+from config_reference import render, sentences
+from translation_tables import fill_tables
+
 from toolkit.messages import chinese
-from toolkit.translate.tables import filled
 
 DOCS = Path(__file__).parents[1] / "docs"
 
@@ -19,7 +20,7 @@ def main() -> None:
     (DOCS / "config_zh.md").write_text(render(chinese=True), encoding="utf-8")
     for language, name in (("en", "coming_from.md"), ("zh", "coming_from_zh.md")):
         page = DOCS / name
-        page.write_text(filled(page.read_text(encoding="utf-8"), language), encoding="utf-8")
+        page.write_text(fill_tables(page.read_text(encoding="utf-8"), language), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -44,7 +44,6 @@ LAYERS = {
     "toolkit.evaluate": 4,
     "toolkit.export": 4,
     "toolkit.doctor": 5,
-    "toolkit.testing": 5,
     "toolkit.cli": 6,
     "toolkit.own": 7,
     "toolkit.__main__": 7,

@@ -8,6 +8,7 @@ from typing import Any
 import deepspeed.comm
 import pytest
 from deepspeed.runtime.config import DeepSpeedConfig
+from generate_ds_keys import key_table
 
 from toolkit.config.files import known_recipes
 from toolkit.config.load import load
@@ -15,7 +16,6 @@ from toolkit.config.schema import Device, Dtype, OptimizerName, RunConfig, Sched
 from toolkit.engine.ds_config import OWNED, build_ds_config, explain, leaves, read_key
 from toolkit.engine.ds_keys import dotted_keys
 from toolkit.errors import ConfigError
-from toolkit.testing.ds_key_table import source
 
 ROOT = Path(__file__).parents[2]
 WORLD = 8
@@ -201,7 +201,7 @@ def test_every_owned_key_exists_on_both_sides() -> None:
 
 def test_key_table_is_fresh() -> None:
     written = (ROOT / "toolkit" / "engine" / "ds_keys.json").read_text(encoding="utf-8")
-    assert source() == written, "run scripts/generate_ds_keys.py"
+    assert key_table() == written, "run scripts/generate_ds_keys.py"
 
 
 @pytest.mark.parametrize("recipe", known_recipes())

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import yaml
+from translation_tables import fill_tables
 
 from toolkit.cli import import_config
 from toolkit.config.checks_track import enabled_trackers
@@ -31,7 +32,6 @@ from toolkit.config.schema import (
 from toolkit.errors import ConfigError
 from toolkit.tables import read_table
 from toolkit.translate.key import keys_of, sentence
-from toolkit.translate.tables import filled
 
 ROOT = Path(__file__).parents[2]
 
@@ -592,4 +592,4 @@ def test_trainer_keys_are_the_installed_ones() -> None:
 def test_tables_of_the_docs_are_fresh(page: str, language: str) -> None:
     text = (ROOT / "docs" / page).read_text(encoding="utf-8")
     assert text.count("\n| `") > 140
-    assert filled(text, language) == text, "run scripts/generate_config_docs.py"
+    assert fill_tables(text, language) == text, "run scripts/generate_config_docs.py"

@@ -3,9 +3,9 @@
 from pathlib import Path
 
 import pytest
+from config_reference import render, sentences
 
 from toolkit.config.keys import all_keys, field_type
-from toolkit.config.reference import render, sentences
 from toolkit.messages import chinese
 
 CHINESE = chinese()["sentences"]

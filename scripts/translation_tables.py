@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from toolkit.messages import current_language, set_language, tr
+from toolkit.messages import current_language, set_language
 from toolkit.translate.key import Key, keys_of, sentence
 
 TABLES: dict[str, Mapping[str, Key]] = {
@@ -10,11 +10,16 @@ TABLES: dict[str, Mapping[str, Key]] = {
     "factory": {name: key for name, key in keys_of("factory").items() if name not in keys_of("trainer")},
     "trainer": keys_of("hf"),
 }
-"""Name of a table -> its keys; what is the Trainer's stands in its own table only."""
+"""Name of a table -> its keys; those of the Trainer are in its own table only."""
+HEADS = {
+    "en": ("key there", "when not given", "here", "what to know"),
+    "zh": ("原来的键", "不给时", "这里", "说明"),
+}
+NONE = {"en": "none", "zh": "无"}
 
 
-def filled(page: str, language: str) -> str:
-    """Return a page with its tables made anew.
+def fill_tables(page: str, language: str) -> str:
+    """Return a page with its tables filled in.
 
     Args:
         page: holds `<!-- table NAME -->` and `<!-- end -->` around each table.
@@ -28,16 +33,15 @@ def filled(page: str, language: str) -> str:
             head, _, rest = page.partition(mark)
             _, end, tail = rest.partition("<!-- end -->")
             if end:
-                page = head + mark + _table(keys) + end + tail
+                page = head + mark + _table(keys, language) + end + tail
     finally:
         set_language(before)
     return page
 
 
-def _table(keys: Mapping[str, Key]) -> str:
+def _table(keys: Mapping[str, Key], language: str) -> str:
     """Return one row for each key with a counterpart, then one for each reason that others have none."""
-    head = (tr("key there"), tr("when not given"), tr("here"), tr("what to know"))
-    rows = [_row(head), _row(("---",) * 4)]
+    rows = [_row(HEADS[language]), _row(("---",) * 4)]
     reasons: dict[str, list[str]] = {}
     for name, key in keys.items():
         if key.to:
@@ -46,7 +50,7 @@ def _table(keys: Mapping[str, Key]) -> str:
             rows.append(_row((f"`{name}`", default, ours, sentence(key.says))))
         else:
             reasons.setdefault(key.says, []).append(f"`{name}`")
-    rows += [_row((", ".join(names), "", tr("none"), sentence(says))) for says, names in reasons.items()]
+    rows += [_row((", ".join(names), "", NONE[language], sentence(says))) for says, names in reasons.items()]
     return "".join(rows)
 
 
