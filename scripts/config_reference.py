@@ -20,7 +20,8 @@ ENGLISH_HEADER = """# Configuration reference
 Made from `toolkit/config/schema.py` by `scripts/generate_config_docs.py`; do not edit.
 
 Set a key in a recipe (nested YAML) or on the command line (`key=value`); the command line wins. `group=choice` takes a
-file of `conf/GROUP/`. Every other name is an error, and so is a key that has no effect beside the others.
+file of `conf/GROUP/`; on the command line it beats the recipe's keys, and single keys beat it. Every other
+name is an error, and so is a key that has no effect beside the others.
 """
 CHINESE_HEADER = """# 所有配置键
 
@@ -28,7 +29,8 @@ CHINESE_HEADER = """# 所有配置键
 
 由 `scripts/generate_config_docs.py` 根据 `toolkit/config/schema.py` 生成，请勿编辑。
 
-键写在配方中（嵌套的 YAML），或写在命令行上（`键=值`）；命令行优先。`组=选项` 采用 `conf/组/` 中的一个文件。
+键写在配方中（嵌套的 YAML），或写在命令行上（`键=值`）；命令行优先。`组=选项` 采用 `conf/组/` 中的一个文件；\
+写在命令行上时优先于配方中的键，而命令行上的单个键又优先于它。
 其他任何名字都是错误，与其他设置并存而不起作用的键也是错误。
 """
 WORDS = {

@@ -9,7 +9,7 @@ import pytest
 
 from toolkit.config import foreign
 from toolkit.config.keys import all_keys
-from toolkit.config.load import load, replace, to_yaml
+from toolkit.config.load import TYPED, load, replace, to_yaml
 from toolkit.config.rates import LEARNING_RATES
 from toolkit.config.schema import Dtype, TuningMethod
 from toolkit.engine import ds_config
@@ -165,6 +165,18 @@ def test_command_line_beats_recipe_beats_group_beats_default(tmp_path: Path) -> 
     assert (cfg.zero.stage, cfg.zero.overlap_comm) == (1, False)
     # conf/config.yaml takes bf16; the recipe's own value beats it.
     assert load([write(tmp_path, "other", "precision:\n  dtype: fp32\n")]).cfg.precision.dtype is Dtype.fp32
+
+
+def test_a_typed_group_beats_the_recipes_keys_and_typed_keys_beat_the_group(tmp_path: Path) -> None:
+    recipe = write(tmp_path, "mine", "defaults:\n  - override /zero: stage1\n  - _self_\nzero:\n  stage: 3\n")
+    assert load([recipe]).cfg.zero.stage == 3, "the recipe's own group loses to its keys"
+    loaded = load(["zero=stage2", recipe])
+    assert (loaded.cfg.zero.stage, loaded.where["zero.stage"]) == (2, "conf/zero/stage2.yaml:2")
+    assert loaded.layers["zero.stage"] == TYPED and "zero.stage" in loaded.explicit
+    assert load(["zero.stage=0", recipe, "zero=stage2"]).cfg.zero.stage == 0
+    resolved = write(tmp_path, "resolved", to_yaml(load([recipe]).cfg))
+    cfg = load([resolved, "zero=stage2", "precision=fp32", "track=csv"]).cfg
+    assert (cfg.zero.stage, cfg.precision.dtype, cfg.track.csv.enabled) == (2, Dtype.fp32, True)
 
 
 def test_a_recipe_can_build_on_another(tmp_path: Path) -> None:

@@ -148,7 +148,9 @@ def _wrong_default(item: Any, place: str) -> ConfigError:
 def documents(
     order: Sequence[Any], recipes: dict[str, Document], groups: dict[str, dict[str, Path]], layers: dict[str, int]
 ) -> Iterator[tuple[Document, str, int]]:
-    """Yield the YAML files in the order in which Hydra merges them, with their package and layer.
+    """Yield the YAML files in the order in which they are merged, with their package and layer.
+
+    It is Hydra's order, but a group that the command line chose comes after the recipes: what is typed beats them.
 
     Args:
         order: Hydra's list of defaults.
@@ -160,6 +162,8 @@ def documents(
     ordinary = {
         f"{key}/{value}" for item in config.values["defaults"] if isinstance(item, dict) for key, value in item.items()
     }
+    typed = set(layers)
+    order = sorted(order, key=lambda item: (item.config_path or "").rpartition("/")[0] in typed)
     named = [path.removeprefix("recipe/") for item in order if (path := item.config_path or "").startswith("recipe/")]
     for number, name in enumerate(named, start=1):
         for item in recipes[name].values.get("defaults", []):
