@@ -80,6 +80,10 @@ def test_settings_are_compared_by_key_and_folders_by_what_they_hold(tmp_path: Pa
     assert seen[3] == seen[5], "not that of a cache"
 
 
-def test_code_and_versions_are_compared() -> None:
+def test_code_and_versions_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    files: set[str] = set()
+    digest = alike._digest
+    monkeypatch.setattr(alike, "_digest", lambda found: digest(files.add(one[0].name) or one for one in found))
     found = alike._code()
+    assert {"alike.py", "gpus.yaml", "ds_keys.json"} <= files, "tables too"
     assert {"version: torch", "version: deepspeed", "version: python", "code: toolkit", "device"} <= set(found)

@@ -198,6 +198,12 @@ def test_what_is_hidden_is_no_part_of_a_model(tmp_path: Path) -> None:
     assert "error" in facts.of_recipe(gone, {})["files"]["model.path"]
 
 
+def test_code_is_compared_with_its_tables() -> None:
+    files = {*facts._code()["files"]}
+    assert {"run.py", "toolkit/doctor/facts.py", "toolkit/plan/gpus.yaml", "toolkit/engine/ds_keys.json"} <= files
+    assert {"conf/zero/stage3.yaml", "recipes/quickstart.yaml"} <= files
+
+
 def test_a_firewall_for_datagrams_is_no_small_mtu() -> None:
     listener = network.Listener("127.0.0.1")
     peer = {"address": "127.0.0.1", "tcp": listener.tcp, "udp": listener.udp}

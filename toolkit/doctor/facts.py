@@ -101,7 +101,8 @@ def _run(*command: str) -> str | None:
 def _code() -> dict[str, Any]:
     """Return the commit, and a hash of each file that a run is made of: copies need not be repositories."""
     # A wheel has conf/ and recipes/ inside the package.
-    patterns = ("toolkit/**/*.py", "toolkit/**/*.yaml", "conf/**/*.yaml", "recipes/*.yaml", "run.py")
+    tables = ("toolkit/**/*.yaml", "toolkit/**/*.json", "conf/**/*.yaml", "recipes/*.yaml")
+    patterns = ("run.py", "toolkit/**/*.py", *tables)
     found = [path for pattern in patterns for path in ROOT.glob(pattern)]
     files = {str(path.relative_to(ROOT)): hashed(path.read_bytes()) for path in sorted(found)}
     return {"commit": _run("git", "-C", str(ROOT), "rev-parse", "--short", "HEAD") or "", "files": files}

@@ -34,6 +34,7 @@ _FOLDERS = {"model.path": "model.hub_id", "tuning.adapter": ""}
 """Keys that name a folder, compared by its content; and the key that stands for the place of the folder, if any: the
 cache of Hugging Face may be elsewhere on another node."""
 _MODEL_FILES = (".json", ".safetensors", ".bin", ".model", ".py")
+_CODE_FILES = (".py", ".json", ".yaml")  # tables decide too: plan/gpus.yaml chooses layouts
 _SAMPLE = 1 << 16
 """Bytes that are read at the beginning, in the middle and at the end of a file."""
 
@@ -104,7 +105,8 @@ def _code() -> dict[str, str]:
     versions = {**run_folder.versions(), "python": sys.version.split()[0]}
     found = {f"version: {name}": version for name, version in versions.items()}
     here = Path(__file__).resolve().parents[1]
-    found["code: toolkit"] = _digest((file, file.read_bytes()) for file in sorted(here.rglob("*.py")))
+    files = sorted(file for file in here.rglob("*.*") if file.suffix in _CODE_FILES)
+    found["code: toolkit"] = _digest((file, file.read_bytes()) for file in files)
     program = Path(sys.argv[0])
     if program.is_file():
         found[f"code: {program.name}"] = _digest([(program, program.read_bytes())])
