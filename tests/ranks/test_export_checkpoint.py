@@ -87,7 +87,7 @@ def test_weights_of_an_old_checkpoint_stay(
 ) -> None:
     checkpoints = runs / name / "checkpoints"
     weights = checkpoints / "step-3-weights"
-    assert sorted(path.name for path in checkpoints.iterdir()) == ["latest", "step-3-weights", "step-6"]
+    assert sorted(path.name for path in checkpoints.iterdir()) == ["good", "latest", "step-3-weights", "step-6"]
     older, newer = probe.read(weights), probe.read(checkpoints / "step-6")
     assert older is not None
     assert newer is not None

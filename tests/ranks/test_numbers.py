@@ -145,7 +145,7 @@ def test_ruined_weights_displace_no_good_checkpoint(name: str, folder: Path) -> 
     assert all(isinstance(row["loss"], float) for row in rows)
     assert json.loads((run_folder / "DONE").read_text())["rewinds"] == len(back)
     kept = sorted(path.name for path in (run_folder / "checkpoints").iterdir())
-    assert kept == ["latest", "step-10", *(["step-6.replaced"] if unseen else [])]
+    assert kept == ["good", "latest", "step-10", *(["step-6.replaced"] if unseen else [])]
 
 
 def output(folder: Path, name: str) -> str:

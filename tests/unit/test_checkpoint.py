@@ -31,6 +31,7 @@ from toolkit.cli import main
 from toolkit.config.influence import FREE, Influence, influence_of
 from toolkit.config.load import recorded
 from toolkit.config.schema import CheckpointConfig, RunConfig
+from toolkit.engine import optimizer_states
 from toolkit.errors import CheckpointError, ConfigError
 from toolkit.train import folder_lock, resume
 from toolkit.train.checkpoint import Saver, _Pending
@@ -260,7 +261,7 @@ def saver_in(folder: Path, config: CheckpointConfig, said: list[str]) -> Saver:
     saver = Saver.__new__(Saver)
     saver.folder, saver.config, saver.keep_best, saver.say = folder, config, "", said.append
     saver.newest = saver.good = saver._pending = saver._rated = None
-    saver.failed = saver.is_ruined = False
+    saver.failed, saver.ruin = False, ""
     saver._last_bytes, saver._probe_s, saver._probed_at, saver.patience_s = 1, 0.0, 0.0, 30.0
     saver._rotation = Rotation(folder, config, lambda source, target: None, said.append)
     return saver
@@ -308,11 +309,11 @@ def test_a_save_never_waits_for_what_is_removed(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(folders.shutil, "rmtree", real)
     again.request()
     assert not again.is_busy(30)
-    assert names(tmp_path) == ["latest", "step-2", "step-3"], "as another process would"
+    assert names(tmp_path) == ["good", "latest", "step-2", "step-3"], "as another process would"
     (tmp_path / "step-1.trash").mkdir()  # for the first one, which still removes it
     may_go_on.set()
     assert not saver._rotation.is_busy(30)
-    assert names(tmp_path) == ["latest", "step-3"]
+    assert names(tmp_path) == ["good", "latest", "step-3"]
     assert not said
 
 
@@ -337,6 +338,62 @@ def test_a_checkpoint_goes_only_after_a_good_step_followed_a_newer_one(tmp_path:
     assert saver.good == tmp_path / "step-3"
 
 
+def test_a_resumed_run_knows_the_checkpoint_that_a_good_step_followed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_files, "install", mock.Mock())
+    engine = mock.Mock(**{"module.parameters.return_value": []})
+
+    def resumed() -> Path | None:
+        return Saver(engine, tmp_path, CheckpointConfig(keep=1), mock.Mock(), print).good
+
+    assert resumed() is None
+    saver = saver_in(tmp_path, CheckpointConfig(keep=1), [])
+    for step in (1, 2):
+        save(saver, step)
+        if step == 1:
+            saver.see_good_step()
+    saver.finish()  # and bad steps alone followed it, until the process was killed
+    assert resumed() == tmp_path / "step-1"
+    saver.see_good_step()
+    assert resumed() == tmp_path / "step-2"
+    folders.put_aside_after(tmp_path / "step-1")
+    assert resumed() is None
+
+
+def optimizer_with(value: float) -> torch.optim.Optimizer:
+    """Return an optimizer that has made a step, with a value among its states."""
+    weight = torch.nn.Parameter(torch.ones(3))
+    optimizer = torch.optim.AdamW([weight])
+    weight.grad = torch.ones(3)
+    optimizer.step()
+    optimizer.state[weight]["exp_avg_sq"][1:] = value
+    return optimizer
+
+
+@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
+def test_states_that_are_no_numbers_are_neither_saved_nor_resumed(value: float, tmp_path: Path) -> None:
+    said: list[str] = []
+    saver = saver_in(tmp_path, CheckpointConfig(), said)
+    saver.described = mock.Mock(probe_ids=None)
+    saver._is_part = False
+    saver.engine = mock.Mock(basic_optimizer=optimizer_with(value))
+    saver.begin(RunState(step=3))
+    assert saver.failed
+    assert not list(tmp_path.iterdir())
+    assert said[0].startswith(
+        "WARNING: the checkpoint step-3 could not be saved: the optimizer's states hold NaN or Inf on rank 0. Earlier"
+    )
+    saver.engine.load_checkpoint.return_value = ("step-2", {})
+    with pytest.raises(
+        CheckpointError, match=r"step-2 cannot be resumed: the optimizer's states hold NaN or Inf on ra"
+    ):
+        saver.load(tmp_path / "step-2")
+    saver.engine.basic_optimizer = optimizer_with(3e38)  # two of them have a sum that is none
+    assert optimizer_states.are_finite(saver.engine)
+    saver.load(tmp_path / "step-2")
+
+
 def test_a_save_of_ruined_weights_is_rejected(tmp_path: Path) -> None:
     said: list[str] = []
     saver = saver_in(tmp_path, CheckpointConfig(), said)
@@ -344,7 +401,7 @@ def test_a_save_of_ruined_weights_is_rejected(tmp_path: Path) -> None:
     saver.engine = mock.Mock()
     saver._probe = lambda: mock.Mock(logits=torch.tensor([1.0, math.nan]))  # type: ignore[method-assign]
     saver.begin(RunState(step=3))
-    assert saver.failed and saver.is_ruined
+    assert saver.failed and "logits that are NaN" in saver.ruin
     assert not list(tmp_path.iterdir())
     assert said == [
         "WARNING: the checkpoint step-3 could not be saved: the weights give logits that are NaN or Inf, an update has "

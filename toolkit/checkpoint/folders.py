@@ -9,7 +9,8 @@ from toolkit.checkpoint.manifest import problems
 from toolkit.disk import flush, unused
 from toolkit.messages import tr
 
-LATEST = "latest"
+LATEST, GOOD = "latest", "good"
+"""Files that name a checkpoint: the newest, and the newest that a good step has followed."""
 _PREFIX = "step-"
 _WEIGHTS = "-weights"
 _TRASH = ".trash"
@@ -93,12 +94,29 @@ def publish(temporary: Path, target: Path) -> None:
         target.rename(unused(target.with_name(target.name + ".replaced")))
     temporary.rename(target)
     flush(target.parent)
-    latest = target.parent / LATEST
-    latest_new = target.parent / f"{LATEST}.tmp"
-    latest_new.write_text(target.name + "\n", encoding="utf-8")
-    flush(latest_new)
-    latest_new.replace(latest)
-    flush(target.parent)
+    write_name(LATEST, target)
+
+
+def write_name(file: str, checkpoint: Path) -> None:
+    """Write a checkpoint's name into `latest` or `good` beside it.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    new = checkpoint.parent / f"{file}.tmp"
+    new.write_text(checkpoint.name + "\n", encoding="utf-8")
+    flush(new)
+    new.replace(checkpoint.parent / file)
+    flush(checkpoint.parent)
+
+
+def known_good(checkpoints: Path) -> Path | None:
+    """Return the newest checkpoint that a good step of this run has followed, as far as it is known and still there."""
+    try:
+        name = (checkpoints / GOOD).read_text(encoding="utf-8").strip()
+    except (OSError, ValueError):
+        return None
+    return next((path for path in published(checkpoints) if path.name == name), None)
 
 
 def outdated(checkpoints: Path, keep: int, also: Collection[Path] = ()) -> list[Path]:

@@ -29,6 +29,7 @@ from toolkit.checkpoint.run_state import RunState
 from toolkit.config.schema import EVAL_LOSS, CheckpointConfig
 from toolkit.disk import flush
 from toolkit.distributed.process_group import barrier, gather, on_rank0, rank
+from toolkit.engine import optimizer_states
 from toolkit.engine.gather import is_divided
 from toolkit.errors import CheckpointError
 from toolkit.messages import tr
@@ -92,9 +93,9 @@ class Saver:
         """The last checkpoint that was published."""
         self.failed = False
         """Whether the last save came to nothing, and is to be tried again."""
-        self.is_ruined = False
-        """Whether that was because the weights give NaN or Inf."""
-        self.good: Path | None = None
+        self.ruin = ""
+        """What was NaN or Inf then; "" if it was for another reason."""
+        self.good: Path | None = on_rank0(lambda: folders.known_good(folder))
         """The newest checkpoint that a good step has followed: it stays, whatever becomes of newer ones."""
         self._pending: _Pending | None = None
         is_whole = described.holds_frozen or all(parameter.requires_grad for parameter in engine.module.parameters())
@@ -121,14 +122,17 @@ class Saver:
         if refusal:
             self._give_up(name, refusal)
             return
-        self.failed = self.is_ruined = False
+        self.failed, self.ruin = False, ""
         # Only a divided model needs all ranks for it, and rank 0 writes it.
         runs_probe = has_probe and (rank() == 0 or is_divided(self.engine) or is_pipeline(self.engine))
         taken = self._probe() if runs_probe else None
         if has_probe and on_rank0(lambda: taken is not None and not bool(torch.isfinite(taken.logits).all())):
-            self.is_ruined = True
+            self.ruin = tr("the weights give logits that are NaN or Inf, an update has ruined them")
+        elif ruined := optimizer_states.ruined_ranks(self.engine):
+            self.ruin = tr("the optimizer's states hold NaN or Inf on {ranks}", ranks=ruined)
+        if self.ruin:
             on_rank0(lambda: shutil.rmtree(temporary, ignore_errors=True))  # it is empty
-            self._give_up(name, tr("the weights give logits that are NaN or Inf, an update has ruined them"))
+            self._give_up(name, self.ruin)
             return
         self.files.begin()
         with engine_files.gathered(self.engine.optimizer):
@@ -216,14 +220,16 @@ class Saver:
             # puts saved groups in the place of these, ZeRO-3's universal form the first saved one in that of all.
             group.update({name: value for name, value in settings.items() if name != "step"})
         self.engine.lr_scheduler.write()
-        counting = getattr(basic, "aux_optimizer", None) or basic  # Muon's, for what is no matrix
-        is_torch = type(counting).__module__.startswith("torch.optim.")
-        for state in basic.state.values():
-            if "step" in state:
-                # A tensor of its own for PyTorch's optimizers, a number for all others, whoever saved it: PyTorch's
-                # refuse numbers, and ZeRO-3's universal form (0.19.8) lets all sub-groups count in one tensor.
-                count = float(state["step"])
-                state["step"] = torch.tensor(count) if is_torch else int(count)
+        optimizer_states.repair_counts(basic)
+        if ruined := optimizer_states.ruined_ranks(self.engine):
+            raise CheckpointError(
+                tr(
+                    "the checkpoint {folder} cannot be resumed: the optimizer's states hold NaN or Inf on {ranks}. "
+                    "Resume an earlier one (resume=PATH), or train its weights in another run (toolkit export-model).",
+                    folder=folder,
+                    ranks=ruined,
+                )
+            )
 
     def is_proven(self) -> bool:
         """Whether this rank has done its part of a save that is not published yet. No collective."""
@@ -256,7 +262,7 @@ class Saver:
         self._last_bytes = sum(one.size_bytes for one in records.values())
         self._rated = pending.evaluations
         if pending.is_good:
-            self.good = target
+            self._mark_good(target)
         self._rotate()
 
     def see_good_step(self) -> None:
@@ -264,8 +270,15 @@ class Saver:
         if self._pending is not None:
             self._pending.is_good = True
         if self.newest is not None and self.good != self.newest:
-            self.good = self.newest
+            self._mark_good(self.newest)
             self._rotate()
+
+    def _mark_good(self, checkpoint: Path) -> None:
+        """Remember it beyond this process too: a resumed run may have to go back to it."""
+        self.good = checkpoint
+        if rank() == 0 and checkpoint.parent == self.folder:
+            with suppress(OSError):  # an earlier one is named then, and stays as long
+                folders.write_name(folders.GOOD, checkpoint)
 
     def end(self) -> None:
         """Wait until rank 0 has removed what is too much, however long that takes. A collective."""

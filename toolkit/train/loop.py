@@ -162,13 +162,14 @@ class _Run:
             raise self._stopped()
 
     def _unsaved(self) -> Diverged | CheckpointError:
-        if not self.job.saver.is_ruined:
+        if not self.job.saver.ruin:
             return CheckpointError(tr("the last checkpoint could not be saved; the reason is told above."))
         return Diverged(
             tr(
-                "the weights after step {step} give logits that are NaN or Inf, and are not saved. Lower optim.lr, or "
-                "use precision=bf16 or precision=fp32. The last checkpoint is {checkpoint}.",
+                "after step {step} {reason}, and nothing is saved. Lower optim.lr, or use precision=bf16 or "
+                "precision=fp32. The last checkpoint is {checkpoint}.",
                 step=self.step,
+                reason=self.job.saver.ruin,
                 checkpoint=self.job.saver.good or self.outcome.checkpoint or tr("none"),
             )
         )
