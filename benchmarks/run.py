@@ -13,11 +13,11 @@ import yaml
 from benchmarks import on_ranks, results
 from toolkit.cli.compose import Composed, check_composed, compose, named_arguments, positive_int
 from toolkit.cli.failures import guarded
-from toolkit.cli.text_table import table
 from toolkit.config.load import to_yaml
 from toolkit.errors import ConfigError
 from toolkit.messages import say, tr
 from toolkit.problems import Problems
+from toolkit.terminal import text_table
 
 Measure = Callable[[Composed, list[str], int, Path], dict[str, Any]]
 """Gets the config, the words without the benchmark's own, the number of ranks and a folder to work in."""
@@ -146,7 +146,7 @@ def _faults(words: list[str]) -> int:
     found = run_battery(arguments.get("only", ""))
     results.append_result(output, before, ["toolkit", "bench", *words], found, 1)
     rows = [(name, str(one["passed"]), str(one["cases"])) for name, one in found["faults"].items()]
-    say("\n".join(table((tr("fault"), tr("passed"), tr("cases")), rows)))
+    say("\n".join(text_table((tr("fault"), tr("passed"), tr("cases")), rows)))
     return 0 if found["passed"] else 1
 
 

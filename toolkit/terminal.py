@@ -7,14 +7,16 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TextIO
+from unicodedata import east_asian_width
 
 from toolkit.messages import say, tr
 
 if TYPE_CHECKING:
     from rich.live import Live
+
 
 SCHEDULERS = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "CI")
 """Variables that say that nobody watches, even where there is a terminal."""
@@ -56,7 +58,7 @@ def _stream() -> TextIO:
     return sys.stdout if _is_session else sys.stderr
 
 
-def line(text: str) -> None:
+def print_line(text: str) -> None:
     """Write a line, above the live view if there is one; the terminal wraps it, so that it can be copied whole.
 
     Args:
@@ -145,7 +147,7 @@ def phase(title: str, total: int = 0, unit: str = "", speaks: bool = True) -> It
         yield advance
     seconds = time.monotonic() - started
     if seconds >= WORTH_TELLING_S:
-        line(tr("{title}: done in {seconds} s.", title=title, seconds=f"{seconds:.0f}"))
+        print_line(tr("{title}: done in {seconds} s.", title=title, seconds=f"{seconds:.0f}"))
 
 
 @contextmanager
@@ -184,9 +186,9 @@ def _lines(title: str, total: int, unit: str) -> Iterator[Callable[[int], None]]
             seconds = f"{time.monotonic() - started:.0f}"
             if total:
                 share = f"{100 * done / total:.0f}"
-                line(tr("{title}: {share} % after {seconds} s.", title=title, share=share, seconds=seconds))
+                print_line(tr("{title}: {share} % after {seconds} s.", title=title, share=share, seconds=seconds))
             else:
-                line(tr("{title}: {seconds} s so far.", title=title, seconds=seconds))
+                print_line(tr("{title}: {seconds} s so far.", title=title, seconds=seconds))
 
     teller = threading.Thread(target=tell, name="progress", daemon=True)
     teller.start()
@@ -194,3 +196,26 @@ def _lines(title: str, total: int, unit: str) -> Iterator[Callable[[int], None]]
         yield advance
     finally:
         ended.set()
+
+
+def text_table(
+    heads: Sequence[str], rows: Iterable[Sequence[str]], indent: str = "  ", *, texts: bool = False
+) -> list[str]:
+    """Return the lines of a table: the first column is text, the others are numbers, to the right, or all `texts`."""
+    listed = [list(heads), *map(list, rows)]
+    widths = [max(_text_width(row[column]) for row in listed) for column in range(len(heads))]
+    return [
+        indent
+        + "  ".join(
+            cell + " " * (width - _text_width(cell))
+            if texts or not column
+            else " " * (width - _text_width(cell)) + cell
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        )
+        for row in listed
+    ]
+
+
+def _text_width(text: str) -> int:
+    """Return the columns of a terminal that a text takes: Chinese letters take two."""
+    return sum(2 if east_asian_width(letter) in "WF" else 1 for letter in text)

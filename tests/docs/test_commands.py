@@ -25,7 +25,7 @@ from toolkit.config.load import load
 from toolkit.config.schema import Init
 from toolkit.engine.ds_config import build_ds_config
 from toolkit.errors import ConfigError
-from toolkit.launch import ancestors
+from toolkit.launch import deepspeed
 
 ELSEWHERE = {
     "scripts/": "makes environments and trains; CI runs scripts/test, and its parts one by one",
@@ -64,7 +64,7 @@ def inner(words: list[str]) -> tuple[str, list[str], int]:
     if program == "toolkit":
         return rest[0], rest[1:], 1
     if program == "deepspeed":
-        options, rest = ancestors.split(rest)
+        options, rest = deepspeed.split_words(rest)
         ranks = int(options.get("--num_gpus", 16 if "--hostfile" in options else 1))
     elif program == "torchrun":
         given = get_args_parser().parse_args(rest)

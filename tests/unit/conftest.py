@@ -2,10 +2,10 @@
 
 import pytest
 
-from toolkit.distributed import build_once
+from toolkit.distributed import file_lock
 
 
 @pytest.fixture(autouse=True)
 def quick_claims(monkeypatch: pytest.MonkeyPatch) -> None:
     """Do not wait for signatures of other machines."""
-    monkeypatch.setattr(build_once, "_CLAIM_S", 0.0)
+    monkeypatch.setattr(file_lock, "_CLAIM_S", 0.0)

@@ -10,7 +10,7 @@ from torch.distributed import HashStore
 
 from toolkit.config.keys import field_type
 from toolkit.config.load import load
-from toolkit.distributed.alike import differences
+from toolkit.distributed.process_group import differences
 from toolkit.errors import LaunchError
 from toolkit.train import alike
 

@@ -10,7 +10,7 @@ import pytest
 
 from toolkit.cli import main
 from toolkit.errors import LaunchError
-from toolkit.launch.ancestors import age_s, check_launcher, deepspeed_options, hostfile_of, typed
+from toolkit.launch.deepspeed import age_s, check_launcher, deepspeed_options, hostfile_of, typed_options
 from toolkit.launch.environment import Ranks
 
 RANKS = Ranks(0, 0, 2, 0, "deepspeed")
@@ -117,9 +117,11 @@ def test_only_the_launchers_own_words_count() -> None:
 def test_a_hostfile_may_be_named_among_the_overrides() -> None:
     words = ["hostfile=h", "--include", "a:0", "recipe=x", "b=1"]
     options, overrides = {"--include": "a:0", "--hostfile": "h"}, ["recipe=x", "b=1"]
-    assert typed(words) == (["--hostfile", "h", "--include", "a:0"], options, overrides), "in the order of typing"
-    assert typed([*words[1:], words[0]]) == (["--include", "a:0", "--hostfile", "h"], options, overrides)
-    assert typed(["-H", "h", "recipe=x"]) == (["-H", "h"], {"-H": "h"}, ["recipe=x"])
+    assert typed_options(words) == (["--hostfile", "h", "--include", "a:0"], options, overrides), (
+        "in the order of typing"
+    )
+    assert typed_options([*words[1:], words[0]]) == (["--include", "a:0", "--hostfile", "h"], options, overrides)
+    assert typed_options(["-H", "h", "recipe=x"]) == (["-H", "h"], {"-H": "h"}, ["recipe=x"])
 
 
 def test_a_hostfile_without_a_name_is_one_that_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from toolkit.cli import main
 from toolkit.cli import sweep as sweeping
-from toolkit.distributed.launched import Requests
+from toolkit.launch.processes import SignalRequests
 from toolkit.launch.sweeps import DONE, FAILED, STOPPED, Job, Sweep
 from toolkit.plan.machine import parse_machine
 
@@ -32,7 +32,7 @@ def tried(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Replace runs by what SPEEDS says; what was started, in order."""
     started: list[str] = []
 
-    def launch(plan: sweeping.Plan, sweep: Sweep, job: Job, special: Sequence[str], requests: Requests) -> None:
+    def launch(plan: sweeping.Plan, sweep: Sweep, job: Job, special: Sequence[str], requests: SignalRequests) -> None:
         group, micro = special[0].removeprefix("zero="), special[1].removeprefix("batch.micro_per_gpu=")
         started.append(f"{group} {micro}")
         folder = sweep.run_folder(job)
@@ -117,7 +117,7 @@ def test_secrets_stay_out(tried: list[str], tmp_path: Path, capfd: pytest.Captur
 def test_a_signal_stops_the_search(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def launch(plan: sweeping.Plan, sweep: Sweep, job: Job, special: Sequence[str], requests: Requests) -> None:
+    def launch(plan: sweeping.Plan, sweep: Sweep, job: Job, special: Sequence[str], requests: SignalRequests) -> None:
         job.state, requests.last = STOPPED, 15
 
     monkeypatch.setattr(sweeping, "launch", launch)

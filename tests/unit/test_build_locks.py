@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from toolkit.config.ops import check_build_locks
 from toolkit.errors import LaunchError
-from toolkit.launch.build_locks import check
 
 
 def lock(root: Path, age_s: float) -> Path:
@@ -23,16 +23,16 @@ def lock(root: Path, age_s: float) -> Path:
 def test_a_lock_that_nobody_holds_is_told(tmp_path: Path) -> None:
     path = lock(tmp_path, 2000)
     with pytest.raises(LaunchError, match=rf"{path} was left 33 minutes ago .* rm {path}"):
-        check({"TORCH_EXTENSIONS_DIR": str(tmp_path)})
+        check_build_locks({"TORCH_EXTENSIONS_DIR": str(tmp_path)})
     assert path.exists()
     path.unlink()
-    check({"TORCH_EXTENSIONS_DIR": str(tmp_path)})
+    check_build_locks({"TORCH_EXTENSIONS_DIR": str(tmp_path)})
 
 
 def test_the_default_place_is_searched(tmp_path: Path) -> None:
     lock(tmp_path / "torch_extensions" / "py311_cpu", 2000)
     with pytest.raises(LaunchError, match="py311_cpu/cpu_adam/lock"):
-        check({"XDG_CACHE_HOME": str(tmp_path)})
+        check_build_locks({"XDG_CACHE_HOME": str(tmp_path)})
 
 
 def test_a_build_in_progress_is_left_alone(tmp_path: Path) -> None:
@@ -40,6 +40,6 @@ def test_a_build_in_progress_is_left_alone(tmp_path: Path) -> None:
     builder = tmp_path / "proc" / "1234"
     builder.mkdir(parents=True)
     (builder / "cwd").symlink_to(path.parent)
-    check({"TORCH_EXTENSIONS_DIR": str(tmp_path)}, proc=tmp_path / "proc")
+    check_build_locks({"TORCH_EXTENSIONS_DIR": str(tmp_path)}, proc=tmp_path / "proc")
     os.utime(path)
-    check({"TORCH_EXTENSIONS_DIR": str(tmp_path)})
+    check_build_locks({"TORCH_EXTENSIONS_DIR": str(tmp_path)})

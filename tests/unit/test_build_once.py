@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from toolkit.distributed import build_once as module
-from toolkit.distributed.build_once import build_once
+from toolkit.distributed import file_lock as module
+from toolkit.distributed.file_lock import build_once
 from toolkit.errors import DataError
 
 SPAWN = multiprocessing.get_context("spawn")

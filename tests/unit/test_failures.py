@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from toolkit.cli.failures import guarded
-from toolkit.distributed import peers
+from toolkit.distributed import failure
 from toolkit.distributed.process_group import on_rank0
 from toolkit.errors import CheckpointError, ConfigError, DataError, Diverged, LaunchError, ModelError, Stopped
 
@@ -45,7 +45,7 @@ def test_success_is_passed_on() -> None:
 SIGNALLED = """
 import os, signal, sys
 from toolkit.cli.failures import guarded
-from toolkit.distributed import signals
+from toolkit.distributed import failure
 from toolkit.errors import ConfigError
 
 class Lost(ConfigError if sys.argv[1] == "ours" else RuntimeError):
@@ -56,7 +56,7 @@ class Lost(ConfigError if sys.argv[1] == "ours" else RuntimeError):
 def lose():
     raise Lost
 
-signals.install()
+failure.install_signals()
 sys.exit(guarded(lose))
 """
 
@@ -76,11 +76,11 @@ import sys, time
 from pathlib import Path
 from toolkit.distributed import failure
 folder = Path(sys.argv[1])
-failure.watch(folder)
+failure.watch_failures(folder)
 if sys.argv[2] == "announce":
-    print(failure.announce(3, "first", 70), failure.announce(3, "again", 1), flush=True)
+    print(failure.announce_failure(3, "first", 70), failure.announce_failure(3, "again", 1), flush=True)
 else:
-    print(failure.announce(4, "second", 1) if sys.argv[2] == "late" else "waits", flush=True)
+    print(failure.announce_failure(4, "second", 1) if sys.argv[2] == "late" else "waits", flush=True)
     time.sleep(30)
 """
 
@@ -114,14 +114,14 @@ import json, os, sys, time
 from dataclasses import astuple
 from pathlib import Path
 from toolkit.cli.failures import guarded
-from toolkit.distributed import failure, peers
+from toolkit.distributed import failure
 folder, rank, do = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
 os.environ["RANK"] = str(rank)
-(folder / f"{rank}.new").write_text(json.dumps(astuple(peers.me())))
+(folder / f"{rank}.new").write_text(json.dumps(astuple(failure.me())))
 (folder / f"{rank}.new").rename(folder / str(rank))
 while not all((folder / name).exists() for name in "01"):
     time.sleep(0.05)
-failure.watch(folder, rank, [peers.Peer(*json.loads((folder / name).read_text())) for name in "01"])
+failure.watch_failures(folder, rank, [failure.Peer(*json.loads((folder / name).read_text())) for name in "01"])
 (folder / f"watches-{rank}").touch()
 
 def run():
@@ -183,9 +183,9 @@ def test_a_rank_that_ends_in_good_order_is_not_missed(tmp_path: Path) -> None:
 
 def test_a_rank_of_another_machine_that_is_silent_is_named(tmp_path: Path) -> None:
     (tmp_path / "logs").mkdir()
-    mine = peers.me()
-    everybody = [mine, peers.Peer("far", "far", 7), peers.Peer("away", "away", 7)]
-    views = [peers.Peers(tmp_path, rank, everybody) for rank in range(3)]
+    mine = failure.me()
+    everybody = [mine, failure.Peer("far", "far", 7), failure.Peer("away", "away", 7)]
+    views = [failure.Peers(tmp_path, rank, everybody) for rank in range(3)]
     beating, over = threading.Event(), threading.Event()
 
     def beat() -> None:
@@ -209,9 +209,9 @@ def test_a_rank_of_another_machine_that_is_silent_is_named(tmp_path: Path) -> No
 def test_the_kernels_line_about_a_process(tmp_path: Path) -> None:
     log = tmp_path / "kmsg"
     log.write_text("4,1,1;Out of memory: Killed process 123 (python) total-vm:9kB\n4,1,1;Killed process 12 (x)\n")
-    assert peers.kernel_line(123, str(log)) == "Out of memory: Killed process 123 (python) total-vm:9kB"
-    assert peers.kernel_line(1, str(log)) == ""
-    assert peers.kernel_line(1, str(tmp_path / "none")) == ""
+    assert failure.kernel_line(123, str(log)) == "Out of memory: Killed process 123 (python) total-vm:9kB"
+    assert failure.kernel_line(1, str(log)) == ""
+    assert failure.kernel_line(1, str(tmp_path / "none")) == ""
 
 
 def command(shell: str, **environ: str) -> tuple[int, str]:

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from toolkit.errors import LaunchError
-from toolkit.launch.hostfile import parse, read
+from toolkit.launch.hostfile import parse_hostfile, read_hostfile
 
 WRONG = {
     "node1 slots=8\nnode1 slots=8\n": "h:2: node1 is listed twice: give all its slots in one line.",
@@ -29,21 +29,21 @@ WRONG = {
 @pytest.mark.parametrize("text", WRONG)
 def test_each_mistake_has_its_line_and_mend(text: str) -> None:
     with pytest.raises(LaunchError) as caught:
-        parse(text, "h")
+        parse_hostfile(text, "h")
     assert str(caught.value) == WRONG[text]
 
 
 def test_what_deepspeed_reads() -> None:
     """The same file gives the same hosts in DeepSpeed's own parser."""
     text = "# cluster\nnode1 slots=8\n\n  node-2.x   slots=4  # half\nnode_3 slots=16"
-    assert parse(text, "h") == {"node1": 8, "node-2.x": 4, "node_3": 16}
+    assert parse_hostfile(text, "h") == {"node1": 8, "node-2.x": 4, "node_3": 16}
     from deepspeed.launcher.runner import _parse_hostfile
 
-    assert dict(_parse_hostfile(text.splitlines())) == parse(text, "h")
+    assert dict(_parse_hostfile(text.splitlines())) == parse_hostfile(text, "h")
 
 
 def test_the_example_is_right() -> None:
-    assert read(Path(__file__).parents[2] / "hostfile.example") == {"node1": 8, "node2": 8}
+    assert read_hostfile(Path(__file__).parents[2] / "hostfile.example") == {"node1": 8, "node2": 8}
 
 
 @pytest.mark.parametrize("content", [None, b"node\xff slots=8"])
@@ -52,4 +52,4 @@ def test_unreadable(content: bytes | None, tmp_path: Path) -> None:
     if content is not None:
         file.write_bytes(content)
     with pytest.raises(LaunchError, match=r"hosts cannot be read: .* DeepSpeed alone would train on this machine only"):
-        read(file)
+        read_hostfile(file)

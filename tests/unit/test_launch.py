@@ -11,9 +11,10 @@ import pytest
 from torch.distributed import HashStore
 
 from toolkit.cli import launch
-from toolkit.distributed.rendezvous import agree
+from toolkit.distributed.process_group import agree_on_store
 from toolkit.errors import LaunchError, RepeatedDeath
-from toolkit.launch import ancestors, report, restarts
+from toolkit.launch import deepspeed as deepspeed_module
+from toolkit.launch import rank_status
 from toolkit.launch.environment import Ranks
 from toolkit.train import starts
 
@@ -29,7 +30,7 @@ SPLIT: dict[str, tuple[list[str], list[str]]] = {
 @pytest.mark.parametrize("name", SPLIT)
 def test_words(name: str) -> None:
     options, rest = SPLIT[name]
-    found, left = ancestors.split([*options, *rest])
+    found, left = deepspeed_module.split_words([*options, *rest])
     assert left == rest
     assert set(found) == {word.partition("=")[0] for word in options if word.startswith("--") or word == "-i"}
     if name == "values":
@@ -45,7 +46,7 @@ def test_words(name: str) -> None:
     ],
 )
 def test_launcher_options_may_stand_anywhere(words: list[str]) -> None:
-    mine, options, rest = ancestors.typed(words)
+    mine, options, rest = deepspeed_module.typed_options(words)
     assert (mine, options) == (["--num_gpus", "2"], {"--num_gpus": "2"})
     assert rest == ["recipe=x", "optim.lr=1", "--config-dir", "c"]
 
@@ -92,30 +93,30 @@ def test_done_decides(tmp_path: Path) -> None:
 
 
 def test_the_first_word_counts(tmp_path: Path) -> None:
-    environ = {report.VARIABLE: str(report.begin(tmp_path, restart=3))}
-    report.note(environ, code=70)
-    report.note(environ, code=1, folder="f")
-    told = report.read(environ)
+    environ = {rank_status.VARIABLE: str(rank_status.create_status_file(tmp_path, restart=3))}
+    rank_status.report_status(environ, code=70)
+    rank_status.report_status(environ, code=1, folder="f")
+    told = rank_status.read_status(environ)
     assert (told["code"], told["folder"], told["restart"]) == (70, "f", 3)
-    assert restarts.number(environ) == 3
-    Path(environ[report.VARIABLE]).unlink()
-    report.note(environ, code=1)
+    assert deepspeed_module.restart_number(environ) == 3
+    Path(environ[rank_status.VARIABLE]).unlink()
+    rank_status.report_status(environ, code=1)
     assert not list(tmp_path.iterdir()), "its reader is gone: nothing is made anew"
-    assert report.read({}) == {}
+    assert rank_status.read_status({}) == {}
 
 
 def test_who_starts_again_has_to_agree() -> None:
     torchrun, deepspeed = Ranks(0, 0, 2, 2, "torchrun"), Ranks(0, 0, 2, 0, "deepspeed")
-    restarts.check(0, deepspeed, [], {})
-    restarts.check(2, torchrun, [], {"TORCHELASTIC_MAX_RESTARTS": "2"})
+    deepspeed_module.check_restarts(0, deepspeed, [], {})
+    deepspeed_module.check_restarts(2, torchrun, [], {"TORCHELASTIC_MAX_RESTARTS": "2"})
     for most, given in ((2, "0"), (0, "3")):
         with pytest.raises(
             LaunchError, match=rf"torchrun starts again {given} times. Type `torchrun --max-restarts={most} "
         ):
-            restarts.check(most, torchrun, [], {"TORCHELASTIC_MAX_RESTARTS": given})
+            deepspeed_module.check_restarts(most, torchrun, [], {"TORCHELASTIC_MAX_RESTARTS": given})
     for launcher in ("deepspeed", "single", "openmpi", "slurm"):
         with pytest.raises(LaunchError, match=rf"\({launcher}\). Type: toolkit launch 'a=\[b\]'$"):
-            restarts.check(1, Ranks(0, 0, 2, 0, launcher), ["a=[b]"], {})
+            deepspeed_module.check_restarts(1, Ranks(0, 0, 2, 0, launcher), ["a=[b]"], {})
 
 
 def test_the_command_that_is_shown_has_the_options_that_were_typed(tmp_path: Path) -> None:
@@ -124,7 +125,7 @@ def test_the_command_that_is_shown_has_the_options_that_were_typed(tmp_path: Pat
         (tmp_path / pid).mkdir()
         (tmp_path / pid / "status").write_text(f"PPid:\t{parent}\n")
         (tmp_path / pid / "cmdline").write_bytes("\0".join(line).encode() + b"\0")
-    assert ancestors.launcher_options(tmp_path, "9") == ["--num_gpus", "2", "--master_port=7"]
+    assert deepspeed_module.launcher_options(tmp_path, "9") == ["--num_gpus", "2", "--master_port=7"]
 
 
 def write(path: Path, *rows: dict[str, Any]) -> None:
@@ -182,7 +183,7 @@ def test_ranks_that_start_again_agree_on_something_new() -> None:
         found: dict[int, str] = {}
 
         def meet(rank: int, size: int = size, found: dict[int, str] = found) -> None:
-            found[rank] = agree(store, rank, size, timeout)
+            found[rank] = agree_on_store(store, rank, size, timeout)
 
         threads = [threading.Thread(target=meet, args=(rank,)) for rank in reversed(range(size))]
         for thread in threads:
@@ -194,4 +195,4 @@ def test_ranks_that_start_again_agree_on_something_new() -> None:
         seen |= set(found.values())
     assert len(seen) == 3
     with pytest.raises(RuntimeError, match=r"no sign of rank \[1\]"):
-        agree(store, 0, 2, timedelta(seconds=0.2))
+        agree_on_store(store, 0, 2, timedelta(seconds=0.2))

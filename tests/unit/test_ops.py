@@ -80,7 +80,7 @@ def test_the_choice_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
 
 BUILDS = """
 import os, sys
-from toolkit.distributed.orphans import tie_builds
+from toolkit.launch.processes import tie_builds
 tie_builds()
 from torch.utils import cpp_extension
 cpp_extension.subprocess.run(["sh", "-c", "echo $$ > " + sys.argv[1] + "; exec sleep 300"])

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from toolkit.distributed import orphans
+from toolkit.launch import processes
 
 ROOT = Path(__file__).parents[2]
 RANK = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
@@ -59,7 +59,7 @@ def read(file: Path) -> int:
 
 def wait_until_gone(pid: int) -> None:
     until = time.monotonic() + 60
-    while orphans._stat(pid).state not in ("", "Z"):
+    while processes._stat(pid).state not in ("", "Z"):
         assert time.monotonic() < until, "still there"
         time.sleep(0.05)
 
@@ -131,7 +131,7 @@ def test_a_rank_whose_front_end_died_first_does_not_begin(started: tuple[Path, s
     read(folder / "rank")
     os.kill(read(folder / "starter-2"), signal.SIGKILL)
     launcher = read(folder / "starter-1")
-    while orphans._stat(launcher).parent not in (0, 1):
+    while processes._stat(launcher).parent not in (0, 1):
         time.sleep(0.05)
     (folder / "late").unlink()
     assert read(folder / "code") == 1
@@ -158,8 +158,8 @@ FAMILIES = [
 def test_who_may_be_the_parent(
     name: str, words: str, pid: int, session: int, own: int, taken: tuple[bool, bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    stats = {7: orphans._Stat("S", pid, own), pid: orphans._Stat("S", 0, session)}
-    monkeypatch.setattr(orphans, "_stat", stats.__getitem__)
-    monkeypatch.setattr(orphans, "_name", {pid: name}.__getitem__)
-    monkeypatch.setattr(orphans, "_words", {pid: words.split()}.__getitem__)
-    assert (orphans.is_taken_over(7, by_kind=True), orphans.is_taken_over(7, by_kind=False)) == taken
+    stats = {7: processes._Stat("S", pid, own), pid: processes._Stat("S", 0, session)}
+    monkeypatch.setattr(processes, "_stat", stats.__getitem__)
+    monkeypatch.setattr(processes, "_process_name", {pid: name}.__getitem__)
+    monkeypatch.setattr(processes, "_command_line", {pid: words.split()}.__getitem__)
+    assert (processes.is_taken_over(7, by_kind=True), processes.is_taken_over(7, by_kind=False)) == taken

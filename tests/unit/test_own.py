@@ -17,7 +17,7 @@ from toolkit.config.checks_own import check_without_validation
 from toolkit.config.load import load
 from toolkit.data.sampler import Position
 from toolkit.distributed import process_group
-from toolkit.distributed.metrics import gather_metrics
+from toolkit.distributed.process_group import gather_metrics
 from toolkit.errors import CheckpointError, ConfigError, DataError
 from toolkit.export import own as export
 from toolkit.launch.environment import Ranks

@@ -283,7 +283,7 @@ def test_full_disk(tmp_path: Path, small_disk: Path) -> None:
 
 def node(cfg: RunConfig, host: str, no_locks: bool, results: "multiprocessing.Queue[tuple[bool, int]]") -> None:
     """Prepare as a machine of its own, with locks that other machines do not see, or on a file system without any."""
-    from toolkit.distributed import build_once
+    from toolkit.distributed import file_lock
 
     real, handles = fcntl.flock, {}
 
@@ -291,15 +291,15 @@ def node(cfg: RunConfig, host: str, no_locks: bool, results: "multiprocessing.Qu
         handle = handles.setdefault(file.name, open(f"{file.name}.of.{host}", "a"))
         real(handle, how)
 
-    build_once.fcntl.flock = local  # type: ignore[attr-defined]
-    build_once.socket.gethostname = lambda: host  # type: ignore[attr-defined]
-    build_once._BEAT_S, build_once._SILENT_S = 0.1, 1.0
+    file_lock.fcntl.flock = local  # type: ignore[attr-defined]
+    file_lock.socket.gethostname = lambda: host  # type: ignore[attr-defined]
+    file_lock._BEAT_S, file_lock._SILENT_S = 0.1, 1.0
     if no_locks:
 
         def refuse(file: Any, how: int) -> None:
             raise OSError(errno.ENOLCK, "no locks")
 
-        build_once.fcntl.flock = refuse  # type: ignore[attr-defined]
+        file_lock.fcntl.flock = refuse  # type: ignore[attr-defined]
     train, _, report = prepare(cfg, SlowEncoder(), lambda line: None)
     results.put((report.built, int(train.read_ids(0, int(train.offsets[-1])).astype(np.int64).sum())))
 
@@ -319,9 +319,9 @@ def test_two_machines_without_common_locks(cfg: RunConfig, no_locks: bool) -> No
 
 @pytest.mark.fault("H4")
 def test_a_lock_left_by_a_dead_machine_is_taken_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from toolkit.distributed import build_once
+    from toolkit.distributed import file_lock
 
-    monkeypatch.setattr(build_once, "_SILENT_S", 0.5)
+    monkeypatch.setattr(file_lock, "_SILENT_S", 0.5)
     cfg = run_config(tmp_path, write_rows(tmp_path / "d.jsonl", pairs(3)))
     folder = prepare(cfg, ByteEncoder()).train.folder
     lock = folder.with_name(folder.name + ".lock")
@@ -345,7 +345,7 @@ def test_a_lock_left_by_a_dead_machine_is_taken_over(tmp_path: Path, monkeypatch
                 file.write(json.dumps(content) + "\n")
                 file.truncate()
 
-    monkeypatch.setattr(build_once, "NOTICE_AFTER_S", 0.2)
+    monkeypatch.setattr(file_lock, "NOTICE_AFTER_S", 0.2)
     said: list[str] = []
     lock.write_text(json.dumps({"pid": 1, "host": "busy", "token": "y", "beat": -1, "doing": ""}))
     beating = threading.Thread(target=beat)

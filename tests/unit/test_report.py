@@ -14,9 +14,9 @@ import pytest
 from tests.unit.fake_runs import HOSTILE, fake_run, lines, row
 from toolkit.cli import main
 from toolkit.config.schema import Metric
-from toolkit.launch.command import typed_command
+from toolkit.launch.deepspeed import typed_command
 from toolkit.launch.environment import without_ranks
-from toolkit.launch.report import VARIABLE
+from toolkit.launch.rank_status import VARIABLE
 from toolkit.report import answers, differences, facts, fonts, rows
 from toolkit.report.automatic import AutomaticReport
 from toolkit.report.drawings import NAMES, draw, happened

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from toolkit.cli import main
 from toolkit.errors import LaunchError
-from toolkit.launch import env_files, reach, slurm
-from toolkit.launch.resources import check_visible_devices, is_here, rank_table, used
+from toolkit.launch import deepspeed, env_vars, hostfile
+from toolkit.launch.hostfile import check_visible_devices, is_here, rank_table, select_gpus
 
 HOSTS = {"node1": 4, "node2": 4, "gpu-3": 2}
 WRONG = {
@@ -30,14 +30,14 @@ WRONG = {
 @pytest.mark.parametrize("option", WRONG)
 def test_what_deepspeed_would_misread(option: tuple[str, str]) -> None:
     with pytest.raises(LaunchError) as caught:
-        used(HOSTS, dict([option]))
+        select_gpus(HOSTS, dict([option]))
     assert str(caught.value) == WRONG[option]
 
 
 def test_contradictions() -> None:
     for options in ({"--include": "node1", "--exclude": "node2"}, {"-i": "node1", "--num_gpus": "1"}):
         with pytest.raises(LaunchError, match="give one of --include"):
-            used(HOSTS, options)
+            select_gpus(HOSTS, options)
 
 
 def parts() -> st.SearchStrategy[str]:
@@ -58,7 +58,7 @@ def test_filters_are_deepspeeds(specification: str, option: str) -> None:
     include, exclude = (specification, "") if option == "--include" else ("", specification)
     theirs = dict(parse_inclusion_exclusion(HOSTS, include, exclude))
     try:
-        ours = used(HOSTS, {option: specification})
+        ours = select_gpus(HOSTS, {option: specification})
     except LaunchError:
         ours = {}
     assert list(ours.items()) == list(theirs.items())
@@ -69,11 +69,11 @@ def test_numbers_are_deepspeeds(nodes: int, gpus: int) -> None:
     from deepspeed.launcher.runner import apply_num_nodes_and_gpus, parse_inclusion_exclusion
 
     theirs = apply_num_nodes_and_gpus(parse_inclusion_exclusion(HOSTS, "", ""), nodes, gpus)
-    assert used(HOSTS, {"--num_nodes": str(nodes), "--num_gpus": str(gpus)}) == dict(theirs)
+    assert select_gpus(HOSTS, {"--num_nodes": str(nodes), "--num_gpus": str(gpus)}) == dict(theirs)
 
 
 def test_ranks_are_counted_in_the_order_of_the_hostfile() -> None:
-    resources = used(HOSTS, {"--include": "gpu-3@node1:0,2,3"})
+    resources = select_gpus(HOSTS, {"--include": "gpu-3@node1:0,2,3"})
     assert rank_table(resources) == [("node1", "0,2-3", "0-2"), ("gpu-3", "0-1", "3-4")]
 
 
@@ -98,13 +98,13 @@ def test_names() -> None:
     ],
 )
 def test_slurms_nodes(nodes: str, hosts: list[str]) -> None:
-    assert slurm.expand(nodes) == hosts
+    assert hostfile.expand_nodes(nodes) == hosts
 
 
 @pytest.mark.parametrize("nodes", ["", "gpu[1-", "gpu[]", "gpu[3-1]", "gpu[a-b]", "a b", "a,,b", "a,"])
 def test_what_is_no_list_of_nodes(nodes: str) -> None:
     with pytest.raises(LaunchError, match="is no list of nodes"):
-        slurm.expand(nodes)
+        hostfile.expand_nodes(nodes)
 
 
 def test_a_hostfile_from_slurm(
@@ -127,41 +127,41 @@ def test_files_with_variables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     for folder in (home, here):
         folder.mkdir()
     monkeypatch.setenv("HOME", str(home))
-    assert env_files.passed_on(here) == {}
+    assert env_vars.variables_of_files(here) == {}
     file = here / ".deepspeed_env"
     file.write_text("NCCL_DEBUG=INFO\nA=b=c\n")
     file.chmod(0o644)
-    assert env_files.passed_on(here) == {file: ["NCCL_DEBUG", "A"]}
+    assert env_vars.variables_of_files(here) == {file: ["NCCL_DEBUG", "A"]}
     file.chmod(0o664)
     with pytest.raises(LaunchError, match="others than you can write it"):
-        env_files.passed_on(here)
+        env_vars.variables_of_files(here)
     file.chmod(0o644)
     monkeypatch.setattr(os, "getuid", lambda: file.stat().st_uid + 1000)
     if file.stat().st_uid:
         with pytest.raises(LaunchError, match="others than you can write it"):
-            env_files.passed_on(here)
+            env_vars.variables_of_files(here)
     monkeypatch.undo()
     monkeypatch.setenv("HOME", str(home))
     file.write_text("A=1\n\n# note\n")
     with pytest.raises(LaunchError, match=r"deepspeed_env:2: DeepSpeed wants NAME=value in every line"):
-        env_files.passed_on(here)
+        env_vars.variables_of_files(here)
     file.write_text("LD_LIBRARY_PATH=/x y:$LD_LIBRARY_PATH:${B}\nA=it's; true & (b)\n")
-    assert env_files.passed_on(here) == {file: ["LD_LIBRARY_PATH", "A"]}
+    assert env_vars.variables_of_files(here) == {file: ["LD_LIBRARY_PATH", "A"]}
     for value in ("$(touch x)", "`touch x`", 'a"; touch x; "', "a\\", "${A:-$(touch x)}", "a\x0bB=$(touch x)"):
         file.write_text(f"B=1\nA={value}\n")
         with pytest.raises(LaunchError, match=r"deepspeed_env:2: the shells of all machines would run"):
-            env_files.passed_on(here)
+            env_vars.variables_of_files(here)
 
 
 def test_the_launchers_program_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     hosts = {"good1": [0], "good2": [0]}
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(LaunchError, match="several machines need pdsh, which is not installed here"):
-        reach.check_program(hosts, {})
-    reach.check_program({"good1": [0]}, {})
+        deepspeed.check_backend_program(hosts, {})
+    deepspeed.check_backend_program({"good1": [0]}, {})
     (tmp_path / "pdsh").write_text("#!/bin/sh\n")
     (tmp_path / "pdsh").chmod(0o755)
-    reach.check_program(hosts, {})
+    deepspeed.check_backend_program(hosts, {})
 
 
 def test_ranks_that_would_not_be_bound_to_cores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -177,29 +177,29 @@ def test_ranks_that_would_not_be_bound_to_cores(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setenv("PATH", str(tmp_path))
     for hosts in ({}, here):
         with pytest.raises(LaunchError, match="--bind_cores_to_rank needs numactl, which is not installed here:  apt"):
-            reach.check_binding(hosts, bind)
+            deepspeed.check_binding(hosts, bind)
     (tmp_path / "numactl").write_text("#!/bin/sh\n")
     (tmp_path / "numactl").chmod(0o755)
     for hosts, options in ((both, {}), ({}, bind), (here, bind), (both, {**bind, "--no_ssh": ""})):
-        reach.check_binding(hosts, options)
-    reach.check_binding(both, {**bind, "--bind_core_list": "0-1", "--launcher": "impi"})
+        deepspeed.check_binding(hosts, options)
+    deepspeed.check_binding(both, {**bind, "--bind_core_list": "0-1", "--launcher": "impi"})
     for options, launcher in (({}, "pdsh"), ({"--launcher": "OpenMPI"}, "openmpi")):
         with pytest.raises(LaunchError, match=f"machines that it starts through {launcher}; their ranks"):
-            reach.check_binding(both, {**bind, **options})
+            deepspeed.check_binding(both, {**bind, **options})
     with pytest.raises(LaunchError, match="through pdsh"):
-        reach.check_binding(here, {**bind, "--force_multi": ""})
+        deepspeed.check_binding(here, {**bind, "--force_multi": ""})
     with pytest.raises(LaunchError, match="--bind_core_list does nothing alone: add --bind_cores_to_rank"):
-        reach.check_binding({}, {"--bind_core_list": "0-1"})
+        deepspeed.check_binding({}, {"--bind_core_list": "0-1"})
 
 
 def test_this_machine_alone_needs_no_ssh() -> None:
-    assert reach.options_for({"here": [0]}, {}) == ["--no_ssh_check", "--master_addr", "127.0.0.1"]
-    assert reach.options_for({"here": [0]}, {"--master_addr": "10.0.0.1"}) == ["--no_ssh_check"]
-    assert reach.options_for({"here": [0]}, {"--force_multi": ""}) == []
-    assert reach.options_for({"here": [0], "there": [0]}, {}) == []
+    assert deepspeed.options_without_ssh({"here": [0]}, {}) == ["--no_ssh_check", "--master_addr", "127.0.0.1"]
+    assert deepspeed.options_without_ssh({"here": [0]}, {"--master_addr": "10.0.0.1"}) == ["--no_ssh_check"]
+    assert deepspeed.options_without_ssh({"here": [0]}, {"--force_multi": ""}) == []
+    assert deepspeed.options_without_ssh({"here": [0], "there": [0]}, {}) == []
     mpirun = {"--force_multi": "", "--launcher": "mpich"}
-    assert reach.options_for({"localhost": [0]}, mpirun) == ["--no_ssh_check", "--master_addr", "127.0.0.1"]
-    assert reach.options_for({"localhost": [0], "there.invalid": [0]}, mpirun) == []
+    assert deepspeed.options_without_ssh({"localhost": [0]}, mpirun) == ["--no_ssh_check", "--master_addr", "127.0.0.1"]
+    assert deepspeed.options_without_ssh({"localhost": [0], "there.invalid": [0]}, mpirun) == []
 
 
 WORDS = [
@@ -220,12 +220,12 @@ def test_words_arrive_as_they_are(tmp_path: Path) -> None:
 
     hosts = {"a": [0], "b": [0]}
     runner = PDSHRunner.__new__(PDSHRunner)
-    runner.args = argparse.Namespace(user_args=reach.words_for(hosts, {}, WORDS))
+    runner.args = argparse.Namespace(user_args=deepspeed.quoted_words(hosts, {}, WORDS))
     (tmp_path / "x.py").touch()
     line = " ".join(runner.parse_user_args())
     done = subprocess.run(
         ["bash", "-c", f"printf '%s\\0' {line}"], capture_output=True, text=True, cwd=tmp_path, timeout=20
     )
     assert done.stdout.split("\0")[:-1] == WORDS
-    assert reach.words_for({"a": [0]}, {}, WORDS) == WORDS
-    assert reach.words_for(hosts, {"--launcher": "openmpi"}, WORDS) == WORDS
+    assert deepspeed.quoted_words({"a": [0]}, {}, WORDS) == WORDS
+    assert deepspeed.quoted_words(hosts, {"--launcher": "openmpi"}, WORDS) == WORDS

@@ -15,7 +15,7 @@ import pytest
 from toolkit.config.schema import RunConfig
 from toolkit.distributed.watchdog import heartbeat_file
 from toolkit.errors import CheckpointError, RunFolderError
-from toolkit.launch import restarts
+from toolkit.launch import deepspeed
 from toolkit.train import folder_lock, resume, run_folder
 
 HOLD = """
@@ -161,7 +161,7 @@ def test_a_stop_file_of_an_earlier_start_is_removed(tmp_path: Path, monkeypatch:
     assert not stop.exists()
     assert f"Removed the file {stop}, which is older than this start. To stop this run, create it again." in said
     # Of a run that its launcher starts again it is meant for this very command.
-    monkeypatch.setattr(restarts, "number", lambda: 1)
+    monkeypatch.setattr(deepspeed, "restart_number", lambda: 1)
     monkeypatch.setattr(resume.starts, "check", lambda folder, step: None)
     stop.touch()
     resume.choose(cfg, print)

@@ -16,9 +16,9 @@ import pytest
 from toolkit.cli import sweep, train
 from toolkit.cli.sweep_results import read_result
 from toolkit.config import sweeps as grammar
-from toolkit.distributed.launched import SIGNALS
 from toolkit.errors import ConfigError, DataError, LaunchError
 from toolkit.launch import sweeps
+from toolkit.launch.processes import SIGNALS
 
 ROOT = Path(__file__).parents[2]
 FAKE = [sys.executable, str(ROOT / "tests" / "unit" / "fake_launch.py")]

@@ -241,7 +241,7 @@ def test_long_lines_can_be_copied_whole_and_stderr_stays_where_it_goes(
 ) -> None:
     command = "toolkit generate " + "x" * 2 * COLUMNS
     with redirect_stdout(screen), terminal.showing(lambda: "view"):
-        terminal.line(command)
+        terminal.print_line(command)
         sys.stderr.write("an error\n")
         wait_for(lambda: "view" in screen.shows())
     assert command in screen.shows().replace("\n", "")

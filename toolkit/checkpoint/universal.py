@@ -12,9 +12,9 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from toolkit.distributed.build_once import build_once
-from toolkit.distributed.own_process import run_module
+from toolkit.distributed.file_lock import build_once
 from toolkit.errors import CheckpointError
+from toolkit.launch.processes import run_module
 from toolkit.messages import tr
 
 SUFFIX = ".universal"

@@ -22,9 +22,9 @@ from toolkit.cli.sweep_results import read_result
 from toolkit.config.checks import micro_sizes
 from toolkit.config.layout import model_ranks
 from toolkit.config.schema import Device, RunConfig
-from toolkit.distributed.launched import Requests
 from toolkit.errors import ConfigError, LaunchError, Stopped
-from toolkit.launch import ancestors, hostfile, resources
+from toolkit.launch import deepspeed, hostfile
+from toolkit.launch.processes import SignalRequests
 from toolkit.launch.sweeps import DONE, Job, Sweep, digest, opened
 from toolkit.messages import say, tr
 from toolkit.plan.machine import Machine, this_machine
@@ -70,7 +70,7 @@ class Search:
     """Stage and micro-batch -> the config of what is tried."""
     rows: int
     """Of a rank in one optimizer step."""
-    requests: Requests = field(default_factory=Requests)
+    requests: SignalRequests = field(default_factory=SignalRequests)
     """Signals that ask to stop."""
     jobs: list[Job] = field(default_factory=list)
     """What was tried."""
@@ -102,7 +102,7 @@ class Search:
 def run(words: list[str]) -> int:
     """Search."""
     sweeping.refuse_ranks()
-    launcher, options, rest = ancestors.typed(words)
+    launcher, options, rest = deepspeed.typed_options(words)
     problems = Problems()
     hosts = problems.attempt(_hosts, options) or {}
     world_size = sum(map(len, hosts.values()))
@@ -152,26 +152,26 @@ def _words(group: str, micro: int) -> list[str]:
     return [f"zero={group}", f"batch.micro_per_gpu={micro}"]
 
 
-def _hosts(options: dict[str, str]) -> resources.Resources:
+def _hosts(options: dict[str, str]) -> hostfile.Resources:
     """Return which GPUs take part.
 
     Raises:
         LaunchError: that is not said in a way that has a meaning.
     """
-    if path := ancestors.hostfile_of(options):
-        return resources.used(hostfile.read(Path(path)), options)
+    if path := deepspeed.hostfile_of(options):
+        return hostfile.select_gpus(hostfile.read_hostfile(Path(path)), options)
     if number := options.get("--num_gpus", ""):
         if not number.isdecimal() or not int(number):
             raise LaunchError(tr("--num_gpus {value} is not a number from 1.", value=number))
         return {"localhost": list(range(int(number)))}
     from deepspeed.accelerator import get_accelerator
 
-    return resources.used({"localhost": get_accelerator().device_count()}, options)
+    return hostfile.select_gpus({"localhost": get_accelerator().device_count()}, options)
 
 
-def _machine(hosts: resources.Resources) -> Machine | None:
+def _machine(hosts: hostfile.Resources) -> Machine | None:
     """Return the machine whose memory decides; None where that is not this one, or where nobody knows its GPUs."""
-    return this_machine(len(hosts)) if any(resources.is_here(host) for host in hosts) else None
+    return this_machine(len(hosts)) if any(hostfile.is_here(host) for host in hosts) else None
 
 
 def _groups(cfg: RunConfig) -> dict[int, str]:

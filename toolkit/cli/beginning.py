@@ -11,10 +11,10 @@ from toolkit.cli.context import AnySession
 from toolkit.config import ops
 from toolkit.config.optimizers import OPTIMIZERS
 from toolkit.config.schema import AUTO, RunConfig
-from toolkit.distributed import failure, peers, process_group
+from toolkit.distributed import failure, process_group
 from toolkit.distributed.watchdog import Watchdog
 from toolkit.errors import RunFolderError
-from toolkit.launch import environment, report
+from toolkit.launch import environment, rank_status
 from toolkit.launch.environment import Ranks
 from toolkit.messages import say, tr
 from toolkit.report.automatic import PATIENCE_S, AutomaticReport
@@ -35,9 +35,9 @@ def begin(cfg: RunConfig, ranks: Ranks) -> tuple[Origin, list[str]]:
     origin = process_group.on_rank0(lambda: resume.choose(cfg, say))
     folder = origin.folder
     if ranks.rank and ranks.local_rank == 0:  # rank 0 has told it; a `toolkit launch` of another machine has no other
-        report.note(folder=str(folder))
+        rank_status.report_status(folder=str(folder))
     everybody = _check_shared(folder)
-    failure.watch(folder, ranks.rank, everybody)
+    failure.watch_failures(folder, ranks.rank, everybody)
     run_logs.begin(folder / "logs" / f"rank_{ranks.rank}.log", ranks.rank)
     return origin, [peer.host for peer in everybody]
 
@@ -73,7 +73,7 @@ def _optimizer_before(origin: Origin) -> bool | None:
     return known if isinstance(known, bool) else None
 
 
-def _check_shared(folder: Path) -> list[peers.Peer]:
+def _check_shared(folder: Path) -> list[failure.Peer]:
     """Refuse a run folder that some rank does not see: its part of a checkpoint would be lost to the others.
 
     Returns:
@@ -82,7 +82,7 @@ def _check_shared(folder: Path) -> list[peers.Peer]:
     Raises:
         RunFolderError: on every rank.
     """
-    found = process_group.gather((peers.me(), folder.is_dir()))
+    found = process_group.gather((failure.me(), folder.is_dir()))
     blind = [peer.host for peer, sees in found if not sees]
     if blind:
         raise RunFolderError(

@@ -25,7 +25,7 @@ from toolkit.doctor.facts import FORWARDED
 from toolkit.doctor.hosts import Way
 from toolkit.doctor.judge import ERROR, NOTE, WARNING
 from toolkit.errors import ConfigError, LaunchError
-from toolkit.launch import ancestors, env_files, hostfile, mpi, reach, resources
+from toolkit.launch import deepspeed, env_vars, hostfile, mpi
 from toolkit.messages import say, tr
 
 CHECKS = (
@@ -53,7 +53,7 @@ def run(words: list[str]) -> int:
         agent.serve(lambda asked: compose(asked, world_size=None).loaded.cfg)
         return 0
     started = time.monotonic()
-    _, options, rest = ancestors.typed(words)
+    _, options, rest = deepspeed.typed_options(words)
     own = dict(word.split("=", 1) for word in rest if word.partition("=")[0] in _OWN and "=" in word)
     overrides = [word for word in rest if word.partition("=")[0] not in _OWN]
     if own.get("quick", "true") not in ("true", "false"):
@@ -69,7 +69,7 @@ def run(words: list[str]) -> int:
 
 
 def examination(
-    options: Mapping[str, str], hosts: resources.Resources, words: Sequence[str], cfg: RunConfig
+    options: Mapping[str, str], hosts: hostfile.Resources, words: Sequence[str], cfg: RunConfig
 ) -> Examination:
     """Return what is to be examined.
 
@@ -79,9 +79,9 @@ def examination(
         words: recipe and overrides; [] for the machines alone.
         cfg: what they mean.
     """
-    used = reach.backend(hosts, options)
-    through_ssh = reach.logs_in(hosts, options)
-    files = env_files.passed_on(Path.cwd()) if through_ssh else {}
+    used = deepspeed.backend(hosts, options)
+    through_ssh = deepspeed.logs_in(hosts, options)
+    files = env_vars.variables_of_files(Path.cwd()) if through_ssh else {}
     forwarded = {
         name: value for name, value in os.environ.items() if name.startswith(FORWARDED) and name != "PYTHONPATH"
     }
@@ -93,26 +93,26 @@ def examination(
         words=words,
         cfg=cfg,
         way=Way(through_ssh=through_ssh, arguments=_ssh_arguments(options), script=options.get("--venv_script", "")),
-        environ={**forwarded, **env_files.values(files)} if through_ssh else {},
+        environ={**forwarded, **env_vars.values_of_files(files)} if through_ssh else {},
         secrets=variables.names(cfg.launch.env) if used == "pdsh" else (),
         master_addr=options.get("--master_addr", ""),
         master_port=int(port),
     )
 
 
-def _hosts(options: Mapping[str, str]) -> resources.Resources:
+def _hosts(options: Mapping[str, str]) -> hostfile.Resources:
     """Return the machines that are to be examined.
 
     Raises:
         LaunchError: not all of them can be asked from here.
     """
-    path = ancestors.hostfile_of(options)
+    path = deepspeed.hostfile_of(options)
     if path is None:
-        return resources.used({"localhost": resources.count_here()}, options)
-    hosts = resources.used(hostfile.read(Path(path)), options)
+        return hostfile.select_gpus({"localhost": hostfile.count_here()}, options)
+    hosts = hostfile.select_gpus(hostfile.read_hostfile(Path(path)), options)
     if "--no_ssh" in options and len(hosts) > 1:
         raise LaunchError(tr("--no_ssh: other machines are asked through ssh. Type this on each, without a hostfile."))
-    ancestors.check_machines(hosts, options, resources.is_here)
+    deepspeed.check_machines(hosts, options, hostfile.is_here)
     return hosts
 
 

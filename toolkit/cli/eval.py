@@ -22,12 +22,13 @@ from typing import TYPE_CHECKING
 
 from toolkit.cli.compose import Composed, check_composed, compose
 from toolkit.cli.trusted import warn_of_code
+from toolkit.config import ops
 from toolkit.config.checks import micro_rows, settled
 from toolkit.config.hub import with_folder
 from toolkit.config.schema import ParallelConfig, RunConfig
 from toolkit.disk import unused
 from toolkit.errors import ConfigError
-from toolkit.launch import build_locks, environment, forward
+from toolkit.launch import env_vars, environment
 from toolkit.messages import say, tr
 from toolkit.problems import Problems
 
@@ -46,11 +47,11 @@ def run(words: list[str]) -> int:
     environment.apply(ranks, os.environ)  # from here on an error knows which rank it speaks for
     composed, file = _checked(words, ranks.world_size)
     cfg = composed.loaded.cfg
-    forward.apply(cfg.launch.env, ranks, os.environ, inherited)
+    env_vars.apply_env(cfg.launch.env, ranks, os.environ, inherited)
     if cfg.distributed.interface:
         environment.set_interface(cfg.distributed.interface, os.environ)
     environment.check_port(os.environ)
-    build_locks.check(os.environ)
+    ops.check_build_locks(os.environ)
     if ranks.rank == 0:
         warn_of_code(cfg.model)
     cfg = settled(with_folder(composed.loaded, say if ranks.rank == 0 else lambda line: None).cfg)
@@ -188,7 +189,7 @@ def _model(
 
 def _lines(figures: dict[str, float]) -> list[str]:
     """Return the figures as a table, with a column for each source where there are several."""
-    from toolkit.cli.text_table import table
+    from toolkit.terminal import text_table
 
     sources = sorted({name.partition("/")[2] for name in figures} - {""})
     rows = []
@@ -196,7 +197,7 @@ def _lines(figures: dict[str, float]) -> list[str]:
         if "/" not in name:
             cells = [figures.get(key) for key in (name, *(f"{name}/{source}" for source in sources))]
             rows.append([name.removeprefix("eval_"), *(_shown(cell) for cell in cells)])
-    return table(["", tr("all"), *sources], rows)
+    return text_table(["", tr("all"), *sources], rows)
 
 
 def _shown(value: float | None) -> str:

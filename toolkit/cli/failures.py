@@ -14,9 +14,9 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from toolkit.distributed import failure, orphans, signals
+from toolkit.distributed import failure
 from toolkit.errors import LaunchError, Stopped, ToolkitError
-from toolkit.launch import environment, report
+from toolkit.launch import environment, processes, rank_status
 from toolkit.messages import tr
 from toolkit.outside import is_failure, system_text
 from toolkit.secrets import hide
@@ -145,7 +145,7 @@ def _free_mib(place: str) -> float:
 def _lost() -> str:
     """End with the launcher from now on, in the seconds in which this process imports too; "" or why it must end."""
     with suppress(LaunchError):  # the command finds that out again, and reports it then
-        return orphans.watch(environment.detect(os.environ))
+        return processes.exit_with_launcher(environment.detect(os.environ))
     return ""
 
 
@@ -157,7 +157,7 @@ def _deferring(function: Callable[[], int]) -> int:
     try:
         return function()
     except BaseException:
-        signals.defer()
+        failure.defer_signals()
         raise
 
 
@@ -182,16 +182,16 @@ def _report(message: str, trace: str, code: int, agreed: bool) -> None:
         # A launcher signals the ranks that are left when one has failed: that one has the last word.
         if not failure.another_has_failed():
             if _number("LOCAL_RANK", 0) == 0:
-                report.note(code=code)
+                rank_status.report_status(code=code)
             if rank == 0:
                 _say(message, trace)
         return
     if trace and failure.was_killed():
         return
-    if not failure.announce(rank, message + ("\n" + trace if trace else ""), code):
+    if not failure.announce_failure(rank, message + ("\n" + trace if trace else ""), code):
         return
     if not failure.is_watching() and _number("LOCAL_RANK", 0) != 0:
-        signals.end_in_silence()
+        failure.exit_silently()
         time.sleep(OTHER_RANKS_WAIT_S)
         message = f"[rank {rank}] {message}"
     _say(message, trace)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from toolkit.cli.compose import named_arguments, positive_int
 from toolkit.errors import LaunchError
-from toolkit.launch import hostfile, slurm
+from toolkit.launch import hostfile
 from toolkit.messages import say, tr
 
 
@@ -25,8 +25,8 @@ def run(words: list[str]) -> int:
     slots = positive_int(given, "slots")
     if not given.get("nodes") or not slots:
         raise LaunchError(tr("this is no Slurm job that says nodes and GPUs: give both. {usage}", usage=usage))
-    text = "".join(f"{host} slots={slots}\n" for host in slurm.expand(given["nodes"]))
-    hosts = hostfile.parse(text, given["output"])
+    text = "".join(f"{host} slots={slots}\n" for host in hostfile.expand_nodes(given["nodes"]))
+    hosts = hostfile.parse_hostfile(text, given["output"])
     try:
         with Path(given["output"]).open("x", encoding="utf-8") as file:
             file.write(text)

@@ -21,11 +21,10 @@ from toolkit.cli import doctor
 from toolkit.cli.compose import compose_checked
 from toolkit.config import variables
 from toolkit.config.schema import RunConfig
-from toolkit.distributed import launched
 from toolkit.doctor.examine import Examination
 from toolkit.doctor.judge import ERROR, WARNING
 from toolkit.errors import CheckpointError, Diverged, LaunchError, Stopped, ToolkitError
-from toolkit.launch import ancestors, env_files, environment, forward, hostfile, mpi, reach, report, resources
+from toolkit.launch import deepspeed, env_vars, environment, hostfile, mpi, processes, rank_status
 from toolkit.messages import say, tr
 from toolkit.train import run_folder, starts
 
@@ -39,10 +38,10 @@ _KILLED = 128
 
 def run(words: list[str]) -> int:
     """Launch, and launch again as often as that can help and is asked for."""
-    mine, options, rest = ancestors.typed(words)
+    mine, options, rest = deepspeed.typed_options(words)
     cfg = _checked(rest)
     folder, hosts = run_folder.make_parent(cfg), _machines(options, rest, cfg)
-    if "--launcher" in options and not reach.backend(hosts, options):
+    if "--launcher" in options and not deepspeed.backend(hosts, options):
         say(
             tr(
                 "Note: --launcher {launcher} has no effect on this machine alone: DeepSpeed's own launcher starts the "
@@ -50,16 +49,24 @@ def run(words: list[str]) -> int:
                 launcher=options["--launcher"],
             )
         )
-    command = [sys.executable, "-m", "deepspeed.launcher.runner", *_quiet(options), *reach.options_for(hosts, options)]
+    command = [
+        sys.executable,
+        "-m",
+        "deepspeed.launcher.runner",
+        *_quiet(options),
+        *deepspeed.options_without_ssh(hosts, options),
+    ]
     environ, more = _forwarded(cfg, hosts, options)
-    command += [*mine, *more, *program(), *reach.words_for(hosts, options, rest)]
+    command += [*mine, *more, *program(), *deepspeed.quoted_words(hosts, options, rest)]
     say(tr("Starts:  {command}", command=shlex.join(["deepspeed", *command[3:]])))
-    requests, most = launched.Requests(), cfg.run.max_restarts
+    requests, most = processes.SignalRequests(), cfg.run.max_restarts
     restart, died = 0, 0.0
     while True:
         life = _Life(folder, environ, restart, most, died)
         try:
-            child = launched.run(command, life.environ, rest, requests, life.look, float(cfg.distributed.timeout_s))
+            child = processes.run_launcher(
+                command, life.environ, rest, requests, life.look, float(cfg.distributed.timeout_s)
+            )
             told = life.last_words(float(cfg.distributed.timeout_s) if requests.last and len(hosts) > 1 else 0.0)
         finally:
             life.path.unlink(missing_ok=True)
@@ -122,27 +129,27 @@ def _checked(rest: Sequence[str]) -> RunConfig:
     return compose_checked(rest, world_size=None, files=False).loaded.cfg
 
 
-def _machines(options: Mapping[str, str], words: Sequence[str], cfg: RunConfig) -> resources.Resources:
+def _machines(options: Mapping[str, str], words: Sequence[str], cfg: RunConfig) -> hostfile.Resources:
     """Check the machines of a hostfile, say which rank runs where, and return them; {} without one."""
-    path = ancestors.hostfile_of(options)
+    path = deepspeed.hostfile_of(options)
     if path is None:
-        reach.check_binding({}, options)
+        deepspeed.check_binding({}, options)
         return {}
-    hosts = resources.used(hostfile.read(Path(path)), options)
-    resources.check_visible_devices(hosts)
-    ancestors.check_machines(hosts, options, resources.is_here)
-    reach.check_program(hosts, options)
-    reach.check_binding(hosts, options)
-    if reach.logs_in(hosts, options) and "--no_ssh_check" not in options:
+    hosts = hostfile.select_gpus(hostfile.read_hostfile(Path(path)), options)
+    hostfile.check_visible_devices(hosts)
+    deepspeed.check_machines(hosts, options, hostfile.is_here)
+    deepspeed.check_backend_program(hosts, options)
+    deepspeed.check_binding(hosts, options)
+    if deepspeed.logs_in(hosts, options) and "--no_ssh_check" not in options:
         _examine(doctor.examination(options, hosts, words, cfg))
-    rows = resources.rank_table(hosts)
+    rows = hostfile.rank_table(hosts)
     widths = [max(len(row[column]) for row in rows) for column in range(3)]
     for row in rows:
         host, gpus, ranks = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
         say(tr("{host}  GPUs {gpus}  ranks {ranks}", host=host, gpus=gpus, ranks=ranks).rstrip())
     if len({len(gpus) for gpus in hosts.values()}) > 1:
         say(tr("Note: the machines take part with different numbers of GPUs."))
-    for file, names in env_files.passed_on(Path.cwd()).items() if len(hosts) > 1 else ():
+    for file, names in env_vars.variables_of_files(Path.cwd()).items() if len(hosts) > 1 else ():
         say(tr("{file} sets on all machines: {names}", file=file, names=", ".join(names)))
     return hosts
 
@@ -168,23 +175,23 @@ def _examine(machines: Examination) -> None:
 
 
 def _forwarded(
-    cfg: RunConfig, hosts: resources.Resources, options: Mapping[str, str]
+    cfg: RunConfig, hosts: hostfile.Resources, options: Mapping[str, str]
 ) -> tuple[dict[str, str], list[str]]:
     """Say which variables of `launch.env` the ranks get; return the launcher's environment and options for that.
 
     Raises:
         LaunchError: a secret is not set here.
     """
-    backend, env = reach.backend(hosts, options), cfg.launch.env
+    backend, env = deepspeed.backend(hosts, options), cfg.launch.env
     names = variables.names(env)
-    files = env_files.passed_on(Path.cwd()) if backend and names else {}
+    files = env_vars.variables_of_files(Path.cwd()) if backend and names else {}
     here = [name for name in names if os.environ.get(name)]
-    forward.remember([os.environ[name] for name in here])
+    env_vars.mask_values([os.environ[name] for name in here])
     if missing := sorted(set(names).difference(here, *files.values())):
-        raise forward.without_value(missing)
+        raise env_vars.without_value(missing)
     if env:
         say(tr("Variables of the ranks: {names}", names=", ".join(env)))
-    environ, exported = forward.for_launcher(here, backend, os.environ) if backend else (dict(os.environ), [])
+    environ, exported = env_vars.for_launcher(here, backend, os.environ) if backend else (dict(os.environ), [])
     return environ, mpi.launcher_args(hosts, options, exported) if backend == "openmpi" else []
 
 
@@ -198,13 +205,13 @@ class _Life:
     """One start of the ranks."""
 
     def __init__(self, folder: Path, environ: Mapping[str, str], restart: int, most: int, died: float) -> None:
-        self.path = report.begin(folder, restart)
-        self.environ = {**environ, **reach.ssh_variables(environ), **report.variables(self.path)}
+        self.path = rank_status.create_status_file(folder, restart)
+        self.environ = {**environ, **deepspeed.ssh_variables(environ), **rank_status.status_variables(self.path)}
         self.restart, self.most, self.died = restart, most, died
 
     def read(self) -> dict[str, Any]:
         """Return what the ranks have told."""
-        return report.read(self.environ)
+        return rank_status.read_status(self.environ)
 
     def last_words(self, patience_s: float) -> dict[str, Any]:
         """Return what the ranks have told when their launcher has ended.

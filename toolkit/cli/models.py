@@ -5,9 +5,9 @@ toolkit models
 
 from toolkit.cli.compose import named_arguments
 from toolkit.cli.recipes import about
-from toolkit.cli.text_table import table
 from toolkit.config.files import conf_folder, read
 from toolkit.messages import say, tr
+from toolkit.terminal import text_table
 
 
 def run(words: list[str]) -> int:
@@ -17,5 +17,5 @@ def run(words: list[str]) -> int:
     for path in sorted((conf_folder() / "model").glob("*.yaml")):
         values = read(path).values
         rows.append((path.stem, str(values.get("hub_id", "")), str(values.get("modelscope_id", "")), about(path)))
-    say("\n".join(table((tr("model"), "Hugging Face", "ModelScope", tr("what it is")), rows, texts=True)))
+    say("\n".join(text_table((tr("model"), "Hugging Face", "ModelScope", tr("what it is")), rows, texts=True)))
     return 0

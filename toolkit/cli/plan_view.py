@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from typing import Any
 
-from toolkit.cli.text_table import table
 from toolkit.config.checks import accumulation
 from toolkit.messages import tr
 from toolkit.plan.host import checkpoint_bytes, export_bytes
@@ -12,6 +11,7 @@ from toolkit.plan.memory import longest_rows
 from toolkit.plan.parameters import Outline
 from toolkit.plan.search import Layout
 from toolkit.plan.speed import Rates
+from toolkit.terminal import text_table
 
 
 def _words() -> dict[str, str]:
@@ -87,7 +87,7 @@ def memory_table(layout: Layout) -> list[str]:
     kinds = [kind for kind in _words() if any(device[phase].get(kind) for phase in PHASES)]
     rows = [[_words()[kind], *(gib(device[phase].get(kind, 0)) for phase in PHASES)] for kind in kinds]
     rows.append([tr("together"), *(gib(layout.memory.peak(phase)) for phase in PHASES)])
-    lines = table([tr("GiB per rank"), *(_words()[phase] for phase in PHASES)], rows, indent="")
+    lines = text_table([tr("GiB per rank"), *(_words()[phase] for phase in PHASES)], rows, indent="")
     if peaks := layout.memory.stages:
         known = ", ".join(gib(peak) for peak in peaks)
         lines.append(tr("The largest stage of the pipeline; all of them: {peaks} GiB.", peaks=known))
@@ -100,7 +100,7 @@ def host_table(layout: Layout) -> list[str]:
     kinds = [kind for kind in _words() if any(parts.get(kind) for parts in phases.values())]
     rows = [[_words()[kind], *(gib(parts.get(kind, 0)) for parts in phases.values())] for kind in kinds]
     rows.append([tr("together"), *(gib(sum(parts.values())) for parts in phases.values())])
-    return table([tr("GiB per machine"), *(_words()[phase] for phase in phases)], rows, indent="")
+    return text_table([tr("GiB per machine"), *(_words()[phase] for phase in phases)], rows, indent="")
 
 
 def disk_line(outline: Outline, layout: Layout) -> str:
@@ -171,7 +171,7 @@ def layout_table(found: Sequence[Layout]) -> list[str]:
             ]
         )
     heads = [tr("layout"), tr("micro-batch"), tr("GiB per rank"), tr("when"), tr("GiB per machine")]
-    return table([*heads, tr("s per step"), "tokens/s", tr("fits")], rows, indent="")
+    return text_table([*heads, tr("s per step"), "tokens/s", tr("fits")], rows, indent="")
 
 
 def best_of_each(found: Sequence[Layout]) -> list[Layout]:

@@ -6,16 +6,16 @@ toolkit recipes
 from pathlib import Path
 
 from toolkit.cli.compose import named_arguments
-from toolkit.cli.text_table import table
 from toolkit.config.files import known_recipes
 from toolkit.messages import say, tr
+from toolkit.terminal import text_table
 
 
 def run(words: list[str]) -> int:
     """List them."""
     named_arguments(words, required=(), optional=(), usage="toolkit recipes")
     rows = [(name, about(path)) for name, path in known_recipes().items()]
-    say("\n".join(table((tr("recipe"), tr("what it does")), rows, texts=True)))
+    say("\n".join(text_table((tr("recipe"), tr("what it does")), rows, texts=True)))
     return 0
 
 

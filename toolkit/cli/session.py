@@ -23,11 +23,11 @@ from toolkit.config.layout import layout_of
 from toolkit.config.load import Loaded
 from toolkit.config.schema import RunConfig
 from toolkit.data.sampler import Position
-from toolkit.distributed import failure, process_group, signals
+from toolkit.distributed import failure, process_group
 from toolkit.engine import memory
 from toolkit.engine.gather import is_divided
 from toolkit.export.checkpoint import export_beside
-from toolkit.launch import report
+from toolkit.launch import rank_status
 from toolkit.launch.environment import Ranks
 from toolkit.messages import say, tr
 from toolkit.models import probe
@@ -58,7 +58,7 @@ def train(loaded: Loaded, ranks: Ranks, started: float) -> int:
     Returns:
         The exit code.
     """
-    signals.install()
+    failure.install_signals()
     set_display(loaded.cfg.run.display.value)
     alike.check_settings(loaded.cfg)
     # Before the process group exists: however long tokenising takes, no collective can time out over it.
@@ -92,7 +92,7 @@ def run_session(cfg: RunConfig, ranks: Ranks, prepared: Prepared, started: float
     opened = open_run(cfg, prepared, ranks, origin, hosts)
     cfg, prepared, engine = opened.cfg, opened.prepared, opened.engine
     start, total_steps = opened.start, opened.total_steps
-    told = partial(report.note, first_step=start.step + 1)
+    told = partial(rank_status.report_status, first_step=start.step + 1)
     progress = Progress(total_steps, ranks.rank == 0, start.step, on_first_step=told)
     session = Session(
         cfg=cfg,

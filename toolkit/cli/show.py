@@ -95,7 +95,7 @@ def _show_step(file: Path, words: list[str]) -> int:
 
 def _counts(cfg: RunConfig, prepared: "Prepared", store: "Store", plan: "Plan") -> list[str]:
     from toolkit.cli.sample_view import filled_line, histogram
-    from toolkit.cli.text_table import table
+    from toolkit.terminal import text_table
 
     heads = (tr("source"), tr("split"), tr("rows"), tr("samples"), tr("tokens"), tr("trained"))
     names = [source.path or source.hub or source.format.value for source in (*cfg.data.sources, *cfg.data.validation)]
@@ -110,7 +110,7 @@ def _counts(cfg: RunConfig, prepared: "Prepared", store: "Store", plan: "Plan") 
     report, lengths = prepared.report, store.lengths()
     left_out = sum(report.dropped.values())
     lines = [
-        *table(heads, rows),
+        *text_table(heads, rows),
         tr(
             "Left out: {dropped} rows. Truncated: {truncated} samples. Split for their length: {split} rows.",
             dropped=f"{left_out:,}",

@@ -30,9 +30,9 @@ from toolkit.cli.sweep_results import lines, state_name
 from toolkit.config import sweeps as grammar
 from toolkit.config.load import recorded, to_yaml
 from toolkit.config.schema import EVAL_LOSS, RunConfig
-from toolkit.distributed.launched import Requests
 from toolkit.errors import ConfigError, Diverged, LaunchError, Stopped
-from toolkit.launch import ancestors, environment
+from toolkit.launch import deepspeed, environment
+from toolkit.launch.processes import SignalRequests
 from toolkit.launch.sweeps import DIVERGED, DONE, FAILED, RUNNING, STOPPED, Job, Sweep, digest, job_name, now, opened
 from toolkit.messages import say, tr
 from toolkit.problems import Problems
@@ -101,7 +101,7 @@ class Plan:
         problems = Problems()
         given = {"world_size": text} if (text := self.options.get("--num_gpus")) else {}
         world_size = problems.attempt(positive_int, given, "world_size")
-        words, here = [*self.words(job), "run.name=run"], ancestors.hostfile_of(self.options) is None
+        words, here = [*self.words(job), "run.name=run"], deepspeed.hostfile_of(self.options) is None
         loaded = compose_checked(words, world_size=world_size, files=here, problems=problems).loaded
         problems.raise_all()
         recorded(loaded.cfg)  # learns the secrets in it
@@ -129,7 +129,7 @@ def run(words: list[str]) -> int:
         jobs = [sweep.add(new_job(job, cfg)) for job, cfg in zip(combinations, configs, strict=True)]
         sweep.save()
         say(tr("{number} runs, in {folder}.", number=len(jobs), folder=sweep.folder))
-        requests = Requests()
+        requests = SignalRequests()
         for place, (job, special) in enumerate(zip(jobs, combinations, strict=True), start=1):
             if requests.last:
                 break
@@ -179,7 +179,7 @@ def new_job(words: Sequence[str], cfg: RunConfig, trial: int | None = None) -> J
     return Job(name=name, words=[hide(word) for word in words], config=config, trial=trial)
 
 
-def launch(plan: Plan, sweep: Sweep, job: Job, special: Sequence[str], requests: Requests) -> None:
+def launch(plan: Plan, sweep: Sweep, job: Job, special: Sequence[str], requests: SignalRequests) -> None:
     """Run one job in a process of its own, pass signals on, and note how it ended."""
     folder = str(sweep.folder)
     if not re.fullmatch(r"[\w./+-]+", folder, re.ASCII):  # Hydra takes anything else in quotes only
@@ -219,7 +219,7 @@ def name_report(sweep: Sweep) -> None:
         say(tr("To compare the runs in a page of charts:  {command}", command=f"toolkit report {folder}"))
 
 
-def check_stopped(sweep: Sweep, requests: Requests) -> None:
+def check_stopped(sweep: Sweep, requests: SignalRequests) -> None:
     """End a sweep that was asked to stop, with the exit code of a run that was.
 
     Raises:
@@ -253,7 +253,7 @@ def refuse_ranks() -> None:
 
 def _read(words: Sequence[str], problems: Problems) -> Plan:
     """Tell the launcher's words, our own, and overrides apart; `problems` receives what does not belong in a sweep."""
-    mine, options, rest = ancestors.typed([word for word in words if word not in MULTIRUN])
+    mine, options, rest = deepspeed.typed_options([word for word in words if word not in MULTIRUN])
     own = {name: value for name, equals, value in (word.partition("=") for word in rest) if equals and name in _OWN}
     overrides, others, config_dir = [], [], ""
     iterator = iter(word for word in rest if word.partition("=")[0] not in _OWN)

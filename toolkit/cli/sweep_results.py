@@ -7,11 +7,11 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from toolkit.cli.text_table import table
 from toolkit.config.schema import EVAL_LOSS
 from toolkit.launch.sweeps import DIVERGED, DONE, FAILED, RUNNING, STOPPED, Job, Sweep
 from toolkit.messages import tr
 from toolkit.report.rows import json_lines
+from toolkit.terminal import text_table
 
 _LESS_IS_BETTER = ("loss", "perplexity")
 
@@ -64,7 +64,7 @@ def lines(sweep: Sweep, jobs: Sequence[Job], metric: str = EVAL_LOSS) -> list[st
         rows.append((" ".join(job.words) or job.name, state_name(job.state), code, *numbers, job.name))
         if job.state in (FAILED, DIVERGED) and (reason := _first_error(sweep.run_folder(job))):
             errors.append(f"  {job.name}: {reason}")
-    shown = table((*heads, tr("tokens/s"), tr("folder")), rows)
+    shown = text_table((*heads, tr("tokens/s"), tr("folder")), rows)
     return [*shown, *([tr("Errors:"), *errors] if errors else [])]
 
 

@@ -9,8 +9,8 @@ from toolkit.cli.sweep_results import is_less_better, read_result
 from toolkit.config.schema import EVAL_LOSS, RunConfig
 from toolkit.config.suggest import did_you_mean
 from toolkit.config.sweeps import Axis, written
-from toolkit.distributed.launched import Requests
 from toolkit.errors import ConfigError
+from toolkit.launch.processes import SignalRequests
 from toolkit.launch.sweeps import DONE, FAILED, STOPPED, Job, Sweep, opened
 from toolkit.messages import say, tr
 from toolkit.problems import Problems
@@ -49,7 +49,7 @@ def search(plan: Plan, words: list[str], problems: Problems) -> int:
         study = _opened_study(plan, sweep, metric, first)
         sweep.save()
         say(tr("{number} trials, in {folder}.", number=most, folder=sweep.folder))
-        requests = Requests()
+        requests = SignalRequests()
         while not requests.last and (trial := _next(plan, study, most)) is not None:
             number, special = trial
             try:

@@ -19,7 +19,7 @@ from pathlib import Path
 from toolkit.cli import sweep
 from toolkit.cli.compose import Composed, compose, compose_checked
 from toolkit.cli.trusted import warn_of_code
-from toolkit.config import examples
+from toolkit.config import examples, ops
 from toolkit.config.checks import accumulation
 from toolkit.config.checks_positions import check_positions
 from toolkit.config.checks_track import check_track_here
@@ -29,7 +29,7 @@ from toolkit.config.load import to_yaml
 from toolkit.config.ops import check_compiler
 from toolkit.config.schema import AUTO
 from toolkit.errors import ConfigError
-from toolkit.launch import ancestors, build_locks, environment, forward, mpi, restarts
+from toolkit.launch import deepspeed, env_vars, environment, mpi
 from toolkit.messages import say, tr
 
 
@@ -52,7 +52,7 @@ def run(words: list[str]) -> int:
     # Only now is torch imported: whatever is wrong so far was told within seconds.
     from toolkit.cli.session import train
 
-    return train(loaded, ranks, started=time.monotonic() - ancestors.age_s())
+    return train(loaded, ranks, started=time.monotonic() - deepspeed.age_s())
 
 
 def make_ready(words: list[str], own: bool = False) -> tuple[Composed, environment.Ranks] | None:
@@ -73,21 +73,18 @@ def make_ready(words: list[str], own: bool = False) -> tuple[Composed, environme
     ranks = environment.detect(os.environ)
     environment.apply(ranks, os.environ)  # from here on an error knows which rank it speaks for
     if "--cfg" in words:
-        print(
-            to_yaml(compose(_without_cfg(words), world_size=ranks.world_size).loaded.cfg),
-            end="",
-        )
+        print(to_yaml(compose(_without_cfg(words), world_size=ranks.world_size).loaded.cfg), end="")
         return None
     composed = compose_checked(words, world_size=ranks.world_size, own=own)
     cfg = composed.loaded.cfg
     check_compiler(composed.loaded)
-    forward.apply(cfg.launch.env, ranks, os.environ, inherited)
-    ancestors.check_launcher(cfg.launch.num_nodes, ranks)
-    restarts.check(cfg.run.max_restarts, ranks, words)
+    env_vars.apply_env(cfg.launch.env, ranks, os.environ, inherited)
+    deepspeed.check_launcher(cfg.launch.num_nodes, ranks)
+    deepspeed.check_restarts(cfg.run.max_restarts, ranks, words)
     if cfg.distributed.interface:
         environment.set_interface(cfg.distributed.interface, os.environ)
     environment.check_port(os.environ)
-    build_locks.check(os.environ)
+    ops.check_build_locks(os.environ)
     if ranks.rank == 0:
         check_track_here(composed.loaded)
     return composed, ranks

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from toolkit.distributed.build_once import build_once
+from toolkit.distributed.file_lock import build_once
 from toolkit.errors import DataError
 from toolkit.messages import tr
 

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from toolkit.config.schema import Packing, SourceConfig
 from toolkit.data.permutation import Permutation
 from toolkit.data.store import Store, read_manifest
-from toolkit.distributed.build_once import build_once
+from toolkit.distributed.file_lock import build_once
 
 CODE_VERSION = 1
 """Part of a plan's name; raise it when plans come out differently."""

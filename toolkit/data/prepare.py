@@ -29,9 +29,9 @@ from toolkit.data.pool import LEAST_BYTES_FOR_PROCESSES, Made, Pace, cores, make
 from toolkit.data.prepare_report import PrepareReport
 from toolkit.data.sources import DataFile, content_hash, locate_all, read_blocks, total_bytes
 from toolkit.data.store import BAD_ROWS, MANIFEST, Index, Store, StoreWriter, is_complete, read_manifest
-from toolkit.distributed.build_once import build_once, explained
+from toolkit.distributed.file_lock import build_once, explain_lock_error
 from toolkit.errors import DataError
-from toolkit.launch.ancestors import age_s
+from toolkit.launch.deepspeed import age_s
 from toolkit.messages import tr
 from toolkit.secrets import hide
 
@@ -105,7 +105,7 @@ def prepare_shard(cfg: RunConfig, encoder: ChatEncoder, say: Callable[[str], Non
     try:
         return builder.make_shard(number - 1, count)
     except OSError as error:
-        raise explained(error, builder.parts) from error
+        raise explain_lock_error(error, builder.parts) from error
 
 
 def _inputs(cfg: RunConfig, encoder: ChatEncoder, files: list[DataFile]) -> dict[str, Any]:

@@ -1,27 +1,45 @@
-"""One error, told once: the first rank that fails says why, the others end quietly within seconds.
+"""Ranks that fail, are killed or get a signal: one error is reported once, and all ranks end together.
 
-The first to create the marker FAILED in the run folder is the one that speaks. The others notice the marker, either
+The first to create the marker FAILED in the run folder is the one that reports. The others notice the marker, either
 when their own collective breaks or through a thread that looks for it (a rank inside a collective runs no Python).
-That thread speaks for a rank that was killed and cannot (see peers.py).
+That thread reports for a rank that was killed and cannot.
+
+Killed ranks: each rank notes in logs/rank-N.json how much memory it uses, and at an orderly end that it has left. Linux
+wakes the ranks of a machine as soon as a process of it ends (pidfd), before its launcher has asked for its exit status;
+ranks of other machines are looked for by their notes, which stand still.
+
+Signals (SIGINT, SIGTERM, Slurm's SIGUSR1, the SIGHUP of a closed terminal) are noted at once and acted on by all ranks
+at the next step boundary: launchers signal ranks one by one, DeepSpeed's up to 30 s apart, so a rank must never act on
+one alone; its peers would wait for it in a collective. The flag rides on the sum that each step needs anyway.
 """
 
+import json
 import os
+import re
+import select
+import signal
 import socket
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import psutil
 
 from toolkit import terminal
-from toolkit.distributed.peers import Peer, Peers
-from toolkit.launch import report
+from toolkit.errors import Stopped
+from toolkit.launch import rank_status
+from toolkit.messages import tr
 
 _marker: Path | None = None
 _is_mine = False
 _over = threading.Event()
-_peers: Peers | None = None
+_peers: "Peers | None" = None
 _told_of_peer = threading.Event()
 
 CHECK_EVERY_S = 0.5
@@ -30,7 +48,7 @@ _PEER_S = 1.5
 """How long a rank whose collective breaks looks for one that was killed, before it takes the error for its own."""
 
 
-def watch(folder: Path, rank: int = 0, everybody: Sequence[Peer] = ()) -> None:
+def watch_failures(folder: Path, rank: int = 0, everybody: "Sequence[Peer]" = ()) -> None:
     """From now on this process ends itself soon after another rank has failed or was killed.
 
     Args:
@@ -59,7 +77,7 @@ def another_has_failed() -> bool:
     return _marker is not None and not _is_mine and _marker.exists()
 
 
-def announce(rank: int, text: str, code: int, of_peer: bool = False) -> bool:
+def announce_failure(rank: int, text: str, code: int, of_peer: bool = False) -> bool:
     """Claim the failure.
 
     Args:
@@ -78,7 +96,7 @@ def announce(rank: int, text: str, code: int, of_peer: bool = False) -> bool:
         return _is_mine
     except OSError:
         file = None  # the folder is gone or full: better told twice than not at all
-    report.note(code=code, died=time.time())
+    rank_status.report_status(code=code, died=time.time())
     if file:
         _is_mine = True
         with suppress(OSError), file:  # a full disk leaves it empty, which still ends the others
@@ -108,8 +126,8 @@ def end_watch() -> None:
         _peers.note(left=True)
 
 
-def _tell_of_peer(peers: Peers, text: str) -> None:
-    if announce(peers.rank, text, 1, of_peer=True):
+def _tell_of_peer(peers: "Peers", text: str) -> None:
+    if announce_failure(peers.rank, text, 1, of_peer=True):
         _told_of_peer.set()
         with suppress(OSError):
             sys.stderr.write(f"{text}\n")
@@ -130,3 +148,250 @@ def _wait_for_marker() -> None:
             if not _over.is_set():
                 terminal.show_cursor()
                 os._exit(1)
+
+
+NOTE_EVERY_S = 2.0
+SILENT_S = 6.0
+"""A note that stands still for so long is that of a process that is gone."""
+_GIB = 2**30
+
+
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """A rank's process."""
+
+    host: str
+    """Name of its machine."""
+    machine: str
+    """What tells machines apart."""
+    pid: int
+    """Its number there."""
+
+
+def me() -> Peer:
+    """Return this process."""
+    boot = ""
+    with suppress(OSError):  # Linux alone has it
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    # Containers on one machine do not see each other's processes.
+    space = ""
+    with suppress(OSError):
+        space = str(Path("/proc/self/ns/pid").readlink())
+    return Peer(socket.gethostname(), f"{socket.gethostname()} {boot} {space}", os.getpid())
+
+
+class Peers:
+    """All ranks of a run, as one of them sees them.
+
+    Args:
+        folder: the run directory.
+        rank: this rank.
+        everybody: all ranks in their order.
+    """
+
+    def __init__(self, folder: Path, rank: int, everybody: Sequence[Peer]) -> None:
+        self.folder, self.rank, self.everybody = folder / "logs", rank, list(everybody)
+        self._noted = 0.0
+        self._kills = out_of_memory_kills()
+        self._poll = select.poll()
+        self._files: dict[int, int] = {}
+        """Descriptor -> rank, of those of this machine."""
+        for number, peer in enumerate(everybody):
+            if number != rank and peer.machine == everybody[rank].machine:
+                with suppress(OSError, AttributeError):  # an old kernel: its launcher alone notices
+                    handle = os.pidfd_open(peer.pid)
+                    self._files[handle] = number
+                    self._poll.register(handle, select.POLLIN)
+        self.note()
+
+    def note(self, left: bool = False) -> None:
+        """Write down that this rank is there, or that it has left in good order."""
+        if not left and time.monotonic() - self._noted < NOTE_EVERY_S:
+            return
+        self._noted = time.monotonic()
+        path = self._path(self.rank)
+        new = path.with_name(f".{path.name}")
+        with suppress(OSError, psutil.Error):
+            known = {"rss": psutil.Process().memory_info().rss, "time": time.time(), "left": left}
+            new.write_text(json.dumps({**asdict(self.everybody[self.rank]), **known}), encoding="utf-8")
+            os.replace(new, path)
+
+    def wait(self, seconds: float) -> str:
+        """Wait for the end of a rank on this machine that has not left in good order; return what to say of it, or "".
+
+        A rank that ends with an error of its own has told it before it ends.
+        """
+        for handle, _ in self._poll.poll(1000 * seconds):
+            rank = self._files[handle]
+            status = exit_status(self.everybody[rank].pid)  # at once: its launcher takes it away
+            self._poll.unregister(handle)
+            os.close(handle)
+            known = self._read(rank)
+            if not known.get("left") and (status is None or os.WIFSIGNALED(status)):
+                return self._killed(rank, status, known)
+        return ""
+
+    def silent(self, seconds: float = SILENT_S) -> str:
+        """Return what to say of ranks on other machines that do not write any more, after looking for so long."""
+        mine = self.everybody[self.rank].machine
+        others = [rank for rank, peer in enumerate(self.everybody) if peer.machine != mine]
+        if not others:
+            return ""
+        before = {rank: self._read(rank) for rank in others}
+        time.sleep(seconds)
+        gone = [rank for rank in others if before[rank] == self._read(rank) and not before[rank].get("left")]
+        if not gone or len(gone) == len(others) > 1:  # of all the others it is rather this machine that is cut off
+            return ""
+        return tr(
+            "rank {ranks} gives no sign of life any more: killed, or the node or the network to it is gone.",
+            ranks=", ".join(f"{rank} ({self.everybody[rank].host})" for rank in gone),
+        )
+
+    def _killed(self, rank: int, status: int | None, known: Mapping[str, Any]) -> str:
+        peer = self.everybody[rank]
+        if status is None:
+            text = tr(
+                "rank {rank} on {host} (pid {pid}) was killed: it has ended without an error of its own, and its "
+                "launcher has its exit status.",
+                rank=rank,
+                host=peer.host,
+                pid=peer.pid,
+            )
+        else:
+            number = os.WTERMSIG(status)
+            text = tr(
+                "rank {rank} on {host} (pid {pid}) was killed by signal {number} ({name}).",
+                rank=rank,
+                host=peer.host,
+                pid=peer.pid,
+                number=number,
+                name=_signal_name(number),
+            )
+        lines = [text]
+        if "rss" in known:
+            lines.append(
+                tr(
+                    "It used {used} GiB of memory {seconds} s before.",
+                    used=f"{known['rss'] / _GIB:.2f}",
+                    seconds=f"{max(0.0, time.time() - known['time']):.0f}",
+                )
+            )
+        kernel = kernel_line(peer.pid)
+        if kernel or out_of_memory_kills() > self._kills:
+            lines.append(
+                tr(
+                    "The system ran out of memory and ended it. Use less: a smaller batch.micro_per_gpu, no or less "
+                    "offloading, fewer ranks on this node; `toolkit plan` counts host memory."
+                )
+            )
+        elif status is None or os.WTERMSIG(status) == signal.SIGKILL:
+            lines.append(tr("If nobody did that, memory may have run out: see dmesg, or ask the scheduler."))
+        return " ".join([*lines, *([kernel] if kernel else [])])
+
+    def _path(self, rank: int) -> Path:
+        return self.folder / f"rank-{rank}.json"
+
+    def _read(self, rank: int) -> dict[str, Any]:
+        with suppress(OSError, ValueError):
+            return dict(json.loads(self._path(rank).read_text(encoding="utf-8")))
+        return {}
+
+
+def exit_status(pid: int) -> int | None:
+    """Return the wait status of a process that has ended and whose parent has not asked yet; None of any other."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
+        return int(fields[-1]) if fields[0] in "ZX" else None
+    except (OSError, ValueError, IndexError):
+        return None
+
+
+def out_of_memory_kills() -> int:
+    """Return how many processes the kernel has ended for lack of memory in this process's control group; 0 unknown."""
+    try:
+        groups = Path("/proc/self/cgroup").read_text(encoding="utf-8")
+        place = next((line[3:] for line in groups.splitlines() if line.startswith("0::")), "/").strip("/")
+        root = Path("/sys/fs/cgroup")
+        for file in (root / place / "memory.events", root / "memory.events", root / "memory" / "memory.oom_control"):
+            if file.is_file():
+                return sum(map(int, re.findall(r"^oom_kill (\d+)$", file.read_text(encoding="utf-8"), re.MULTILINE)))
+    except (OSError, ValueError):
+        pass
+    return 0
+
+
+def kernel_line(pid: int, log: str = "/dev/kmsg") -> str:
+    """Return the kernel's own line about a process that it ended for lack of memory; "" if there is none to be read."""
+    found = ""
+    with suppress(OSError):
+        handle = os.open(log, os.O_RDONLY | os.O_NONBLOCK)
+        try:
+            with suppress(BlockingIOError):
+                while record := os.read(handle, 1 << 13):
+                    for line in record.decode(errors="replace").splitlines():
+                        if re.search(rf"Killed process {pid}\b", line):
+                            found = line.rpartition(";")[2].strip()
+        finally:
+            os.close(handle)
+    return found
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return "?"
+
+
+_CAUGHT = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
+_received = ""
+_deferred = False
+
+
+def install_signals() -> None:
+    """Catch them. Before `defer` they end this process; afterwards they only raise the flag."""
+    act_on_signals_at_once()
+    for number in _CAUGHT:
+        if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:  # as nohup has it
+            signal.signal(number, _handle)
+
+
+def exit_silently() -> None:
+    """From now on they end this process without a word: it is only waiting for whether it has to speak."""
+    for number in _CAUGHT:
+        signal.signal(number, signal.SIG_DFL)
+
+
+def defer_signals() -> None:
+    """From now on a signal only raises the flag, which the training loop looks at; after a failure nobody does."""
+    global _deferred
+    _deferred = True
+
+
+def act_on_signals_at_once() -> None:
+    """From now on (after the loop) a signal ends this process again."""
+    global _deferred, _received
+    _deferred, _received = False, ""
+
+
+def received_signal() -> str:
+    """Return the name of the signal that has come, or ""."""
+    return _received
+
+
+def _handle(number: int, frame: FrameType | None) -> None:
+    global _received
+    again = bool(_received)
+    _received = signal.Signals(number).name
+    if not _deferred:
+        if again:
+            # The first one is already unwinding; the launcher's SIGTERM after a Ctrl-C must not disturb that.
+            return
+        raise Stopped(
+            tr(
+                "stopped by {signal} outside of training steps (pid {pid}). Without a file DONE in its folder the run "
+                "is unfinished.",
+                signal=_received,
+                pid=os.getpid(),
+            )
+        )

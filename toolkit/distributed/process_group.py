@@ -1,22 +1,40 @@
-"""Ranks, sums and agreement: everything that all ranks do together outside the engine."""
+"""The process group: where ranks meet, what they must have alike, collectives of small values.
 
+Ranks meet in one store as soon as they can, compare there what they were given, and the process group that is made
+later takes the same store. Comparing sends no tensor, so no shape can differ and hang.
+
+torchrun's agent keeps one store for all starts, and torch takes it as it is (torch 2.13, rendezvous.py,
+_create_c10d_store): ranks of the second start would find the first ones' addresses there and wait for them. The number
+of the restart is no way out, as the agents of several machines may count differently. So the ranks of one start agree
+on a part of the store that is new.
+"""
+
+import json
 import os
 import re
-from collections.abc import Callable, Mapping
+import socket
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from datetime import timedelta
 from itertools import count
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch.distributed import Store  # type: ignore[attr-defined]
+from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
+from torch.distributed.rendezvous import register_rendezvous_handler, rendezvous
 
 from toolkit import errors
 from toolkit.config.schema import Backend, DistributedConfig
-from toolkit.distributed import alike, orphans, rendezvous
+from toolkit.errors import LaunchError
+from toolkit.launch import processes
 from toolkit.messages import tr
 from toolkit.outside import system_text
+from toolkit.secrets import are_same
 
 T = TypeVar("T")
 _comparisons = count()
@@ -39,17 +57,15 @@ def check_alike(config: DistributedConfig, mine: Mapping[str, str], error: type[
     """
     if world_size() == 1:
         return
-    store, rank, size = _met(config)
-    told = alike.differences(
-        store, rank, size, f"alike/{next(_comparisons)}", mine, timedelta(seconds=config.timeout_s)
-    )
+    store, rank, size = _meet_or_explain(config)
+    told = differences(store, rank, size, f"alike/{next(_comparisons)}", mine, timedelta(seconds=config.timeout_s))
     if told:
         raise error(told)
 
 
-def _met(config: DistributedConfig) -> tuple[Store, int, int]:
+def _meet_or_explain(config: DistributedConfig) -> tuple[Store, int, int]:
     try:
-        return rendezvous.meet(timedelta(seconds=config.timeout_s))
+        return meet(timedelta(seconds=config.timeout_s))
     except (RuntimeError, ValueError) as error:
         raise _not_together(config, error) from error
 
@@ -79,7 +95,7 @@ def start(config: DistributedConfig) -> torch.device:
     from deepspeed.accelerator import get_accelerator
 
     accelerator = get_accelerator()
-    orphans.tie_builds()
+    processes.tie_builds()
     on_cpu = accelerator.device_name() == "cpu"
     if on_cpu and not config.cpu_shared_memory:
         # TorchBackend compiles its shared-memory all-reduce (1-3 minutes) whenever this table says that it could
@@ -96,7 +112,7 @@ def start(config: DistributedConfig) -> torch.device:
         deepspeed.init_distributed(
             dist_backend=backend,
             timeout=timeout,
-            init_method=rendezvous.init_method(timeout),
+            init_method=init_method(timeout),
             auto_mpi_discovery=False,
             verbose=False,
         )
@@ -111,7 +127,7 @@ def stop() -> None:
         rank, port = dist.get_rank(), os.environ.get("MASTER_PORT", "")
         dist.barrier()
         dist.destroy_process_group()
-        rendezvous.leave()
+        leave()
         remove_shared_memory(rank, port)
 
 
@@ -184,3 +200,249 @@ def on_rank0(function: Callable[[], T]) -> T:
     if kind:
         raise getattr(errors, kind, errors.CheckpointError)(message)  # the system's own: input or output has failed
     return result  # type: ignore[return-value]
+
+
+_SCHEME = "met"
+_POLL_S = 0.05
+_met: tuple[Store, int, int] | None = None
+
+
+def meet(timeout: timedelta) -> tuple[Store, int, int]:
+    """Return the store of all ranks, this rank and their number; the first call waits until all of them have come.
+
+    Expects RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT in the environment.
+
+    Raises:
+        RuntimeError: they have not come within `timeout`.
+    """
+    global _met
+    if _met is None:
+        _met = _without_blocking_signals(timeout)
+    return _met
+
+
+def init_method(timeout: timedelta) -> str | None:
+    """Return what `init_process_group` is to be told so that it takes the ranks' store; None for a single rank."""
+    if os.environ.get("WORLD_SIZE", "1") == "1":
+        return None
+    meet(timeout)
+    register_rendezvous_handler(_SCHEME, _yield_met)
+    return f"{_SCHEME}://"
+
+
+def leave() -> None:
+    """Forget the store: the next process group begins with one of its own."""
+    global _met
+    _met = None
+
+
+def _yield_met(url: str, timeout: timedelta, **unused: Any) -> Iterator[tuple[Store, int, int]]:
+    yield meet(timeout)
+
+
+def _without_blocking_signals(timeout: timedelta) -> tuple[Store, int, int]:
+    """Meet in a thread: while C++ waits, the main thread runs no Python, and with it no handler of a SIGTERM."""
+    found: list[tuple[Store, int, int]] = []
+    errors: list[Exception] = []
+
+    def wait() -> None:
+        try:
+            found.append(_first_meeting(timeout))
+        except Exception as error:  # handed on to the thread that waits
+            errors.append(error)
+
+    thread = threading.Thread(target=wait, name="meeting", daemon=True)
+    thread.start()
+    while thread.is_alive():
+        thread.join(_POLL_S)
+    if errors:
+        raise errors[0]
+    return found[0]
+
+
+def _first_meeting(timeout: timedelta) -> tuple[Store, int, int]:
+    store, rank, size = next(rendezvous("env://", timeout=timeout))
+    kept = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    if kept and os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0":
+        store = PrefixStore(agree_on_store(store, rank, size, timeout), store)
+    return store, rank, size
+
+
+def agree_on_store(store: Store, rank: int, size: int, timeout: timedelta) -> str:
+    """Return a name that all ranks of this start have, and none of an earlier one had.
+
+    Each rank leaves a name of its own, and rank 0 answers to every name that it finds. Some of them may be left from
+    ranks that are gone; no answer to them reaches anybody.
+
+    Args:
+        store: of all ranks, with whatever earlier starts have left there.
+        rank: this rank.
+        size: number of ranks.
+        timeout: after which ranks that do not come are given up.
+
+    Raises:
+        RuntimeError: they did not come.
+    """
+    mine = uuid.uuid4().hex
+    if rank:
+        store.set(f"name/{rank}", mine)
+        agreed = str(store.get(f"answer/{mine}").decode())
+        store.set(f"heard/{agreed}/{rank}", "")
+        return agreed
+    missing, deadline = set(range(1, size)), time.monotonic() + timeout.total_seconds()
+    while missing:
+        for other in sorted(missing):
+            if store.check([f"heard/{mine}/{other}"]):
+                missing.discard(other)
+            elif store.check([f"name/{other}"]):
+                store.set(f"answer/{store.get(f'name/{other}').decode()}", mine)
+        if missing and time.monotonic() > deadline:
+            raise RuntimeError(f"no sign of rank {sorted(missing)} in {timeout.total_seconds():.0f} s")
+        time.sleep(_POLL_S)
+    return mine
+
+
+_HEARD_S = 10.0
+_MOST = 8
+"""Differences that are shown."""
+_LONGEST = 120
+"""Characters of a value that are shown."""
+
+
+def differences(store: Store, rank: int, size: int, key: str, mine: Mapping[str, str], timeout: timedelta) -> str:
+    """Return what the ranks have that is not the same, as a message, the same on all ranks; "" if all is the same.
+
+    Args:
+        store: of all ranks.
+        rank: this rank.
+        size: number of ranks.
+        key: where in the store; it has not been used yet.
+        mine: what this rank has, by name.
+        timeout: after which a rank that does not answer is given up.
+
+    Raises:
+        LaunchError: a rank has not answered.
+    """
+    until = time.monotonic() + timeout.total_seconds()
+    if rank:
+        _wait_for_keys(store, {0: f"{key}/first"}, until)
+        first = json.loads(store.get(f"{key}/first"))
+        found = _compare_settings(first["values"], mine)
+        store.set(f"{key}/{rank}", json.dumps({"host": socket.gethostname(), "differ": found}))
+        _wait_for_keys(store, {0: f"{key}/verdict"}, until)
+        told = str(store.get(f"{key}/verdict").decode())
+        store.set(f"{key}/heard/{rank}", "")
+        return told
+    host = socket.gethostname()
+    store.set(f"{key}/first", json.dumps({"values": dict(mine)}))
+    _wait_for_keys(store, {other: f"{key}/{other}" for other in range(1, size)}, until)
+    answers = {other: json.loads(store.get(f"{key}/{other}")) for other in range(1, size)}
+    told = _differences_text(host, answers)
+    store.set(f"{key}/verdict", told)
+    if told:  # the store ends with this process
+        with suppress(LaunchError):
+            heard = {other: f"{key}/heard/{other}" for other in range(1, size)}
+            _wait_for_keys(store, heard, time.monotonic() + _HEARD_S)
+    return told
+
+
+def _wait_for_keys(store: Store, keys: Mapping[int, str], until: float) -> None:
+    """Wait for what ranks publish; by asking again and again, as a signal is not noticed while the store waits."""
+    missing = dict(keys)
+    while missing:
+        missing = {rank: key for rank, key in missing.items() if not store.check([key])}
+        if missing and time.monotonic() > until:
+            raise LaunchError(
+                tr(
+                    "no answer from rank {ranks} when the ranks compared their settings. Its own log says why, if it "
+                    "has ended; distributed.timeout_s is how long ranks wait for each other.",
+                    ranks=", ".join(map(str, missing)),
+                )
+            )
+        if missing:
+            time.sleep(_POLL_S)
+
+
+def _compare_settings(first: Mapping[str, str], mine: Mapping[str, str]) -> dict[str, tuple[str | None, str | None]]:
+    """Return rank 0's value and this rank's where they differ; None where there is none."""
+    names = [*first, *(name for name in mine if name not in first)]
+    pairs = {name: (first.get(name), mine.get(name)) for name in names}
+    return {name: pair for name, pair in pairs.items() if None in pair or not are_same(*pair)}
+
+
+def _differences_text(host: str, answers: Mapping[int, dict[str, dict[str, tuple[str | None, str | None]]]]) -> str:
+    """Return one message about all differences: of each thing, the first rank that has another value."""
+    found: dict[str, list[int]] = {}
+    for rank, answer in answers.items():
+        for name in answer["differ"]:
+            found.setdefault(name, []).append(rank)
+    lines = []
+    for name, ranks in list(found.items())[:_MOST]:
+        first, other = answers[ranks[0]]["differ"][name]
+        line = tr(
+            "  {name}: {first} on rank 0 ({host}), {other} on rank {rank} ({other_host})",
+            name=name,
+            first=_shortened(first),
+            host=host,
+            other=_shortened(other),
+            rank=ranks[0],
+            other_host=answers[ranks[0]]["host"],
+        )
+        lines.append(line + (tr(" and {count} more ranks", count=len(ranks) - 1) if len(ranks) > 1 else ""))
+    if len(found) > _MOST:
+        lines.append(tr("  and {count} more", count=len(found) - _MOST))
+    if not lines:
+        return ""
+    return tr(
+        "the ranks do not have the same settings, data or code:\n{lines}\nStart every rank with the same command, "
+        "on the same data, code and package versions.",
+        lines="\n".join(lines),
+    )
+
+
+def _shortened(value: str | None) -> str:
+    if value is None:
+        return tr("missing")
+    return value if len(value) <= _LONGEST else value[: _LONGEST - 3] + "..."
+
+
+def gather_metrics(values: Mapping[str, torch.Tensor], device: torch.device | str = "cpu") -> dict[str, torch.Tensor]:
+    """Return the rows of all ranks, those of rank 0 first, on every rank. A collective.
+
+    For what is no mean, such as F1 or AUC; of a mean it is enough to sum numerator and denominator (`sum_over_ranks`).
+
+    Args:
+        values: by name, `[n, ...]`; n may differ between ranks and be 0, all else is the same on all that have rows.
+        device: where the backend needs its tensors: the rank's GPU for nccl, the CPU for gloo.
+
+    Returns:
+        By name `[N, ...]` on the CPU, N rows in all.
+
+    Raises:
+        ValueError: on every rank: ranks give other names, types or shapes.
+    """
+    names = gather({name: (len(one), str(one.dtype), tuple(one.shape[1:])) for name, one in values.items()})
+    if any(set(one) != set(names[0]) for one in names):
+        raise ValueError(f"ranks gather other metrics: {[sorted(one) for one in names]}")
+    return {name: _gather_tensors(values[name], [one[name] for one in names], device) for name in sorted(values)}
+
+
+def _gather_tensors(
+    value: torch.Tensor, kinds: list[tuple[int, str, tuple[int, ...]]], device: torch.device | str
+) -> torch.Tensor:
+    filled = {(dtype, shape) for count, dtype, shape in kinds if count}
+    if len(filled) > 1:
+        raise ValueError(f"ranks gather other shapes or types: {kinds}")
+    if len(kinds) == 1 or not filled:
+        return value.detach().cpu()
+    [(name, shape)] = filled
+    dtype = getattr(torch, name.removeprefix("torch."))
+    # As bytes: not every backend knows every type (gloo: bool and bfloat16). all_gather wants one length of all ranks.
+    longest, width = max(count for count, *_ in kinds), torch.Size(shape).numel() * dtype.itemsize
+    mine = torch.zeros(longest, width, dtype=torch.uint8, device=device)
+    if len(value):
+        mine[: len(value)] = value.detach().to(device).contiguous().reshape(len(value), -1).view(torch.uint8)
+    parts = [torch.empty_like(mine) for _ in kinds]
+    dist.all_gather(parts, mine)
+    rows = torch.cat([part[:count] for part, (count, *_) in zip(parts, kinds, strict=True)]).cpu()
+    return rows.contiguous().view(dtype).reshape(-1, *shape)

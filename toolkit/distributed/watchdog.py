@@ -227,7 +227,7 @@ class Watchdog:
 
     def _tell(self, text: str, stopped: Iterable[int]) -> None:
         """Say it if no other rank has, and end."""
-        if failure.announce(self.rank, text, EXIT_CODE):
+        if failure.announce_failure(self.rank, text, EXIT_CODE):
             sys.stderr.write(f"Hang: {text}\n")
             sys.stderr.flush()
             for pid in stopped:  # a stopped process heeds nothing else, and the launcher would wait half a minute

@@ -17,7 +17,7 @@ from toolkit.config import variables
 from toolkit.config.schema import RunConfig
 from toolkit.doctor import facts, network
 from toolkit.errors import ToolkitError
-from toolkit.launch.forward import PACKED
+from toolkit.launch.env_vars import PACKED
 from toolkit.messages import set_language, tr
 
 MARK = "toolkit-doctor "

@@ -13,7 +13,7 @@ from toolkit.doctor.facts import MATTERING, hashed
 from toolkit.doctor.hosts import Hosts, Way
 from toolkit.doctor.judge import ERROR, NOTE, WARNING, Finding
 from toolkit.launch import environment, mpi
-from toolkit.launch.resources import Resources
+from toolkit.launch.hostfile import Resources
 from toolkit.messages import current_language, tr
 
 _COLLECTIVE_S, _ENDING_S = 60.0, 10.0

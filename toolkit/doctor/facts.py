@@ -22,7 +22,6 @@ from toolkit.config.load import recorded
 from toolkit.config.schema import Device, Init, RunConfig
 from toolkit.doctor import bandwidth
 from toolkit.errors import ToolkitError
-from toolkit.launch import build_locks
 
 PACKAGES = ("torch", "deepspeed", "transformers", "datasets", "hydra-core", "numpy", "tokenizers", "safetensors")
 FORWARDED = ("PYTHON", "MLFLOW", "MV2", "UCX", "NCCL")
@@ -51,7 +50,7 @@ def of_machine(environ: Mapping[str, str]) -> dict[str, Any]:
         "memory": psutil.virtual_memory().available,
         "network": _network(environ),
         "limits": _limits(),
-        "locks": [str(path) for path, _ in build_locks.stale(environ)],
+        "locks": [str(path) for path, _ in ops.stale_build_locks(environ)],
         "environment": {name: hashed(value) for name, value in environ.items() if name.startswith(MATTERING)},
     }
 

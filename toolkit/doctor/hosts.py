@@ -19,7 +19,7 @@ from typing import IO, Any
 from toolkit import children
 from toolkit.doctor.agent import MARK
 from toolkit.errors import LaunchError
-from toolkit.launch.forward import PACKED
+from toolkit.launch.env_vars import PACKED
 from toolkit.messages import tr
 
 NO_FOLDER = 121

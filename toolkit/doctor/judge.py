@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from toolkit.doctor.facts import FORWARDED
-from toolkit.launch.forward import PACKED
-from toolkit.launch.resources import Resources
+from toolkit.launch.env_vars import PACKED
+from toolkit.launch.hostfile import Resources
 from toolkit.messages import tr
 
 ERROR, WARNING, NOTE = "error", "warning", "note"

@@ -17,7 +17,6 @@ from transformers import PreTrainedModel
 from toolkit.checkpoint import manifest, run_state
 from toolkit.checkpoint.weights import weights
 from toolkit.config.schema import TuningMethod
-from toolkit.distributed.own_process import run_module
 from toolkit.errors import CheckpointError, ConfigError, NotExportable, ToolkitError
 from toolkit.export import own
 from toolkit.export.adapter import write_adapter, write_original_prefix
@@ -25,6 +24,7 @@ from toolkit.export.card import FILE as CARD
 from toolkit.export.card import card
 from toolkit.export.folder import write_folder
 from toolkit.export.tuned import Part, loaded, merged, part_of_checkpoint
+from toolkit.launch.processes import run_module
 from toolkit.messages import tr
 from toolkit.models import fill, probe
 from toolkit.models.folder import read_object

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from toolkit.errors import LaunchError
-from toolkit.launch import mpi, report
+from toolkit.launch import mpi, rank_status
 from toolkit.messages import tr
 
 # Launcher -> its variables for rank, local rank, world size, ranks on this machine. The first whose rank is set wins.
@@ -159,7 +159,7 @@ def free_port() -> int:
 
 def without_ranks(environ: Mapping[str, str]) -> dict[str, str]:
     """Return an environment for a process that is no rank, and tells `toolkit launch` nothing."""
-    names = {report.VARIABLE, *(name for names in VARIABLES.values() for name in names)}
+    names = {rank_status.VARIABLE, *(name for names in VARIABLES.values() for name in names)}
     return {name: value for name, value in environ.items() if name not in names}
 
 

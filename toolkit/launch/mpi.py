@@ -12,8 +12,8 @@ import psutil
 
 from toolkit import children
 from toolkit.errors import LaunchError
-from toolkit.launch import report
-from toolkit.launch.resources import Resources, is_here
+from toolkit.launch import rank_status
+from toolkit.launch.hostfile import Resources, is_here
 from toolkit.messages import tr
 
 LAUNCHERS = {"openmpi": "hydra", "mpich": "open mpi|openrte|prrte"}
@@ -96,7 +96,7 @@ def notes(launcher: str, local_world_size: int, environ: Mapping[str, str]) -> l
         local_world_size: ranks on this machine.
         environ: the environment.
     """
-    if launcher != "openmpi" or report.read(environ):
+    if launcher != "openmpi" or rank_status.read_status(environ):
         return []
     # It would be asked in vain for more time: Open MPI 4.1 waits its odls_base_sigkill_timeout out whatever happens.
     said = [

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from toolkit.config.schema import Family
-from toolkit.distributed.build_once import build_once
+from toolkit.distributed.file_lock import build_once
 from toolkit.errors import ModelError
 from toolkit.messages import tr
 from toolkit.models.chatglm.detect import family_of, image_tokens, official_vocabulary, read_json

@@ -16,7 +16,7 @@ from toolkit.cli.train import greet, make_ready
 from toolkit.config.checks_own import check_without_validation
 from toolkit.errors import ConfigError
 from toolkit.launch import environment
-from toolkit.launch.ancestors import age_s
+from toolkit.launch.deepspeed import age_s
 from toolkit.messages import tr
 from toolkit.own.task import Loss, Metrics, Score, Task
 

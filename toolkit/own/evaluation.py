@@ -7,8 +7,7 @@ from deepspeed import DeepSpeedEngine
 
 from toolkit.checkpoint import random_state
 from toolkit.config.schema import EVAL_LOSS, RunConfig
-from toolkit.distributed.metrics import gather_metrics
-from toolkit.distributed.process_group import sum_over_ranks
+from toolkit.distributed.process_group import gather_metrics, sum_over_ranks
 from toolkit.errors import DataError
 from toolkit.launch.environment import Ranks
 from toolkit.messages import tr

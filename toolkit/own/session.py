@@ -22,7 +22,7 @@ from toolkit.config.checks import accumulation
 from toolkit.config.load import to_yaml
 from toolkit.config.schema import RunConfig
 from toolkit.data.sampler import Position
-from toolkit.distributed import failure, process_group, signals
+from toolkit.distributed import failure, process_group
 from toolkit.distributed.process_group import on_rank0
 from toolkit.engine import memory
 from toolkit.engine.ds_config import DsConfig, build_ds_config
@@ -30,7 +30,7 @@ from toolkit.engine.initialize import initialize, use_tf32
 from toolkit.errors import ConfigError, DataError
 from toolkit.export.checkpoint import export_beside
 from toolkit.export.own import CARD
-from toolkit.launch import report
+from toolkit.launch import rank_status
 from toolkit.launch.environment import Ranks
 from toolkit.messages import say, tr
 from toolkit.models.build import TORCH_DTYPES
@@ -63,7 +63,7 @@ def run(task: Task, cfg: RunConfig, ranks: Ranks, started: float) -> Path:
         ranks: who this process is; the environment is set accordingly.
         started: time.monotonic() when the command was started.
     """
-    signals.install()
+    failure.install_signals()
     set_display(cfg.run.display.value)
     alike.check_settings(cfg)
     device = process_group.start(cfg.distributed)
@@ -88,7 +88,10 @@ def run_session(task: Task, cfg: RunConfig, ranks: Ranks, started: float) -> Pat
     on_rank0(lambda: _record(folder, cfg, ds, data, card, hosts))
     engine = _engine(model, cfg, ds, data.total_steps, folder)
     progress = Progress(
-        data.total_steps, ranks.rank == 0, start.step, on_first_step=partial(report.note, first_step=start.step + 1)
+        data.total_steps,
+        ranks.rank == 0,
+        start.step,
+        on_first_step=partial(rank_status.report_status, first_step=start.step + 1),
     )
     files = {CARD: (json.dumps(card, indent=2) + "\n").encode()}
     session = AnySession(

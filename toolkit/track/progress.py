@@ -68,7 +68,7 @@ class Progress:
         step = int(row["step"])
         remaining_s = self._remaining_s(step)
         left = "?" if remaining_s is None else clock(remaining_s)
-        terminal.line(f"step {step}/{self.view.total_steps}  {figures}  ETA {left}")
+        terminal.print_line(f"step {step}/{self.view.total_steps}  {figures}  ETA {left}")
 
     def note(self, evaluation: dict[str, float] | None = None, checkpoint: Path | None = None) -> None:
         """Keep for the live view what is told in lines of its own.
@@ -86,7 +86,7 @@ class Progress:
         """Write a line; on a terminal above the live view."""
         if self.shown:
             self.view.warnings += line.startswith(_WARNING)
-            terminal.line(line)
+            terminal.print_line(line)
 
     def close(self) -> None:
         """Take the live view away."""

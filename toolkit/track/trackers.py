@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from toolkit import children
-from toolkit.distributed.own_process import environment
+from toolkit.launch.processes import child_environment
 from toolkit.messages import current_language, tr
 from toolkit.secrets import hide_all
 from toolkit.track.clients.base import FAILED, FINISHED
@@ -73,7 +73,7 @@ class Trackers:
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,
                     stderr=log,
-                    env=environment(),
+                    env=child_environment(),
                     start_new_session=True,
                 )
             for pipe in (self._process.stdin, self._process.stdout):

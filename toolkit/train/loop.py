@@ -14,7 +14,7 @@ from toolkit.checkpoint.run_state import RunState
 from toolkit.config.layout import layout_of
 from toolkit.config.schema import OnBadStep
 from toolkit.data.sampler import Position
-from toolkit.distributed import failure, signals
+from toolkit.distributed import failure
 from toolkit.distributed.process_group import gather, on_rank0, rank, world_size
 from toolkit.distributed.watchdog import DATA, STEP
 from toolkit.errors import CheckpointError, Diverged, RunFolderError, Stopped
@@ -87,7 +87,7 @@ class _Run:
             self._evaluate()
             self.meter.resume()
         self.progress.start()
-        signals.defer()
+        failure.defer_signals()
         while self.step < self.job.total_steps:
             self._take_step()
         if on_rank0(lambda: folder_lock.is_lost(now=True)):
@@ -96,7 +96,7 @@ class _Run:
         evaluations = self.outcome.evaluations if self.job.evaluate else []
         self.guard.check_end(evaluations[-1]["eval_loss"] if evaluations else None)
         self.job.watchdog.enter("", self.step)
-        signals.act_at_once()
+        failure.act_on_signals_at_once()
         self.outcome.trained_tokens = self.meter.trained_tokens_so_far
         self.outcome.total_tokens = self.meter.total_tokens_so_far
         self.outcome.skipped_steps = self.engine.skipped_steps
@@ -111,7 +111,7 @@ class _Run:
         job.watchdog.enter(DATA, self.step)
         window = list(islice(self.batches, job.accumulation))
         self.meter.data_wait_s += time.perf_counter() - asked
-        stops = bool(signals.received()) or self.stop_file.is_there()
+        stops = bool(failure.received_signal()) or self.stop_file.is_there()
         votes = (stops, saver.is_proven(), folder_lock.is_lost())
         job.watchdog.enter(STEP, self.step, f"rows x tokens: {[job.objective.shape(batch) for batch in window]}")
         begin_step(self.engine.module, self.step)
@@ -314,7 +314,7 @@ class _Run:
         job, saver = self.job, self.job.saver
         job.watchdog.enter("checkpoint", self.step)
         place = on_rank0(lambda: run_folder.rescue(job.folder))
-        failure.watch(place)
+        failure.watch_failures(place)
         saver.folder = place / "checkpoints"
         saver.begin(self._state())
         saver.finish()
@@ -340,7 +340,7 @@ class _Run:
             tr(
                 "stopped by {signal} after step {step} of {total}, as all ranks agreed. Saved: {checkpoint}. "
                 "There is no DONE marker: the run is unfinished. With a run.name the same command goes on with it.",
-                signal=by_file or signals.received() or tr("a signal to another rank"),
+                signal=by_file or failure.received_signal() or tr("a signal to another rank"),
                 step=self.step,
                 total=self.job.total_steps,
                 checkpoint=self.outcome.checkpoint,

@@ -11,8 +11,8 @@ from typing import Any
 from toolkit.checkpoint import folders
 from toolkit.distributed import watchdog
 from toolkit.errors import RepeatedDeath
-from toolkit.launch import report, restarts
-from toolkit.launch.command import typed_command
+from toolkit.launch import deepspeed, rank_status
+from toolkit.launch.deepspeed import typed_command
 from toolkit.launch.environment import detect
 from toolkit.messages import tr
 from toolkit.report.rows import json_lines
@@ -32,7 +32,7 @@ def record(folder: Path, step: int) -> None:
         RepeatedDeath: see `check`.
         OSError: it cannot be written.
     """
-    restart = restarts.number()
+    restart = deepspeed.restart_number()
     if restart:
         check(folder, step)
     logs = folder / "logs"
@@ -40,7 +40,7 @@ def record(folder: Path, step: int) -> None:
         "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "from_step": step,
         "restart": restart,
-        "by": "toolkit launch" if report.read() else detect(os.environ).launcher,
+        "by": "toolkit launch" if rank_status.read_status() else detect(os.environ).launcher,
         "reached_step": reached(folder) if (logs / STARTS).exists() else 0,
         "command": typed_command(),
         "world_size": detect(os.environ).world_size,
@@ -52,7 +52,7 @@ def record(folder: Path, step: int) -> None:
         file.write(json.dumps(row) + "\n")
     for path in logs.glob(watchdog.heartbeat_file("*")):  # of the ranks that are gone
         path.unlink(missing_ok=True)
-    report.note(folder=str(folder))
+    rank_status.report_status(folder=str(folder))
 
 
 def check(folder: Path, step: int) -> None:

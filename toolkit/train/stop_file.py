@@ -5,7 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from toolkit.distributed.process_group import rank
-from toolkit.launch import restarts
+from toolkit.launch import deepspeed
 from toolkit.messages import tr
 
 STOP = "stop"
@@ -43,7 +43,7 @@ def remove_stale(folder: Path, say: Callable[[str], None]) -> None:
     A run that its launcher starts again after a failure obeys it: it was made since the command was typed.
     """
     path = folder / STOP
-    if path.exists() and not restarts.number():
+    if path.exists() and not deepspeed.restart_number():
         path.unlink(missing_ok=True)
         say(
             tr(

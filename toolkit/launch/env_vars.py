@@ -1,16 +1,18 @@
-"""`launch.env` on the ranks: variables with a value, which every rank sets itself, and secrets, which are handed on.
+"""Variables of a launch: `launch.env` on the ranks, and `.deepspeed_env`, which DeepSpeed sets on all machines.
 
-Every rank composes the same recipe, so the values need no launcher, and no shell changes them on the way. Secrets are
-in the environment where the command was typed. Launchers of several machines get them from `toolkit launch` in ways in
-which no command line, log or file has them.
+Every rank composes the same recipe, so it sets the variables with a value itself: no launcher and no shell changes them
+on the way. Secrets are in the environment where the command was typed. Launchers of several machines get them from
+`toolkit launch` in ways in which no command line, log or file has them.
 """
 
 import json
 import os
 import re
 import socket
+import stat
 import sys
-from collections.abc import Callable, Collection, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from toolkit import secrets
@@ -32,7 +34,7 @@ _ON_COMMAND_LINES = (
 EXPORT_ENVS, and its accelerators' export_envs)."""
 
 
-def apply(
+def apply_env(
     env: Mapping[str, Any],
     ranks: Ranks,
     environ: MutableMapping[str, str],
@@ -54,8 +56,8 @@ def apply(
     sent = json.loads(environ.pop(PACKED, "{}"))
     found = {name: environ.get(name) or sent.get(name, "") for name in variables.names(dict(env))}
     if missing := [name for name, value in found.items() if not value]:
-        raise without_value(missing, _mend(ranks, environ))
-    remember(found.values())
+        raise without_value(missing, _how_to_set(ranks, environ))
+    mask_values(found.values())
     wanted = {**found, **variables.values(dict(env))}
     changed = {name for name, value in wanted.items() if environ.get(name) != value}
     environ.update(wanted)
@@ -66,7 +68,7 @@ def apply(
         replace_process(sys.executable, [sys.executable, *sys.orig_argv[1:]], {**kept, **wanted, _ANEW: "1"})
 
 
-def remember(values: Collection[str]) -> None:
+def mask_values(values: Collection[str]) -> None:
     """Let messages, logs and files of this process leave out the values of secrets."""
     for value in values:
         secrets.learn(value)
@@ -89,7 +91,7 @@ def without_value(names: Collection[str], mend: str = "") -> LaunchError:
     )
 
 
-def _mend(ranks: Ranks, environ: Mapping[str, str]) -> str:
+def _how_to_set(ranks: Ranks, environ: Mapping[str, str]) -> str:
     """Return what to do about a missing secret where it is not enough to set it, by who started this rank."""
     if ranks.launcher == "deepspeed" and environ.get("CROSS_SIZE", "1") != "1":
         return tr(
@@ -136,3 +138,73 @@ def for_launcher(names: Sequence[str], launcher: str, environ: Mapping[str, str]
         changed["PDSH_SSH_ARGS_APPEND"] = f"{environ.get('PDSH_SSH_ARGS_APPEND', '')} -o SendEnv={PACKED}".strip()
     # mpich and slurm hand the whole environment on.
     return changed, [word for name in by_name for word in ("-x", name)] if launcher == "openmpi" else []
+
+
+_COMMAND = re.compile(r"[\"`\\\x00]|\$(?!\{?[A-Za-z_])")
+"""What ends a text between double quotes, or runs a command in it (DeepSpeed 0.19.8); $NAME and ${NAME} do not."""
+
+
+def variables_of_files(folder: Path, environ: Mapping[str, str] = os.environ) -> dict[Path, list[str]]:
+    """Return the files that DeepSpeed reads when it starts several machines, and the variables that each sets.
+
+    Args:
+        folder: the folder where the command was typed.
+        environ: the environment; DS_ENV_FILE names the file.
+
+    Raises:
+        LaunchError: somebody else could have written it (whoever clones a repository gets its files), or DeepSpeed
+            0.19.8 would fail on a line of it.
+    """
+    name = environ.get("DS_ENV_FILE", ".deepspeed_env")
+    found = {}
+    for place in dict.fromkeys((Path.home(), folder)):
+        file = place / name
+        if file.is_file():
+            _check_owner(file)
+            found[file] = _names_in(file)
+    return found
+
+
+def values_of_files(files: Iterable[Path]) -> dict[str, str]:
+    """Return what files of `passed_on` set, the last one winning."""
+    lines = [line for file in files for line in file.read_text(encoding="utf-8", errors="replace").splitlines()]
+    return {name.strip(): value.strip() for name, _, value in (line.partition("=") for line in lines)}
+
+
+def _check_owner(file: Path) -> None:
+    status = file.stat()
+    if status.st_uid not in (0, os.getuid()) or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise LaunchError(
+            tr(
+                "{file} sets variables on all machines, and others than you can write it. Look at it, then:  chmod "
+                "go-w {file}  (and chown it, if it is not yours), or remove it.",
+                file=file,
+            )
+        )
+
+
+def _names_in(file: Path) -> list[str]:
+    names = []
+    # DeepSpeed cuts at newlines alone; `splitlines` at other characters too, which would be looked at as other lines.
+    lines = file.read_text(encoding="utf-8", errors="replace").removesuffix("\n").split("\n")
+    for number, line in enumerate(lines if lines != [""] else [], start=1):
+        name, equals, value = line.partition("=")
+        if not equals or not name.isidentifier():
+            raise LaunchError(
+                tr(
+                    "{file}:{line}: DeepSpeed wants NAME=value in every line, without blank lines and comments.",
+                    file=file,
+                    line=number,
+                )
+            )
+        if _COMMAND.search(value):
+            raise LaunchError(
+                tr(
+                    "{file}:{line}: the shells of all machines would run a part of this value: DeepSpeed puts it "
+                    'between double quotes as it is. Write it without ", `, \\ and $(.',
+                    file=file,
+                    line=number,
+                )
+            )
+        names.append(name)
+    return names

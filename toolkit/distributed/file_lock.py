@@ -73,7 +73,7 @@ def build_once(
             _build_and_rename(target, build, is_complete)
             return True
     except OSError as error:
-        raise explained(error, target.parent, setting) from error
+        raise explain_lock_error(error, target.parent, setting) from error
 
 
 def _build_and_rename(target: Path, build: Callable[[Path], None], is_complete: Callable[[Path], bool]) -> None:
@@ -221,7 +221,7 @@ def _unlock(file: IO[str]) -> None:
         fcntl.flock(file, fcntl.LOCK_UN)
 
 
-def explained(error: OSError, folder: Path, setting: str = "prepare.dir") -> DataError:
+def explain_lock_error(error: OSError, folder: Path, setting: str = "prepare.dir") -> DataError:
     """Return the message for a folder that cannot be written."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return DataError(

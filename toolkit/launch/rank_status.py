@@ -20,7 +20,7 @@ _FRONT_END = "PYTHON_TOOLKIT_LAUNCHED_BY"
 """Host and process of `toolkit launch`: in the environment, as the file is gone with it."""
 
 
-def begin(folder: Path, restart: int) -> Path:
+def create_status_file(folder: Path, restart: int) -> Path:
     """Make the file for one start of the ranks, with who reads it.
 
     Args:
@@ -36,7 +36,7 @@ def begin(folder: Path, restart: int) -> Path:
     return Path(name)
 
 
-def variables(file: Path) -> dict[str, str]:
+def status_variables(file: Path) -> dict[str, str]:
     """Return what `toolkit launch` adds to its ranks' environment."""
     return {VARIABLE: str(file), _FRONT_END: f"{socket.gethostname()}:{os.getpid()}"}
 
@@ -47,7 +47,7 @@ def front_end(environ: Mapping[str, str] = os.environ) -> int:
     return int(pid) if host == socket.gethostname() and pid.isdecimal() else 0
 
 
-def note(environ: Mapping[str, str] = os.environ, **facts: Any) -> None:
+def report_status(environ: Mapping[str, str] = os.environ, **facts: Any) -> None:
     """Tell something; nothing happens where no `toolkit launch` listens."""
     path = _file(environ)
     if not path:
@@ -58,7 +58,7 @@ def note(environ: Mapping[str, str] = os.environ, **facts: Any) -> None:
             file.write(json.dumps(facts) + "\n")
 
 
-def read(environ: Mapping[str, str] = os.environ) -> dict[str, Any]:
+def read_status(environ: Mapping[str, str] = os.environ) -> dict[str, Any]:
     """Return what has been told, {} where no `toolkit launch` listens. Of several words on a thing the first counts."""
     found: dict[str, Any] = {}
     with suppress(OSError, ValueError):

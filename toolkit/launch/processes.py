@@ -1,0 +1,295 @@
+"""Processes of a launch: DeepSpeed's launcher as a child, and ranks that end with their launcher.
+
+DeepSpeed's launcher does not pass signals on: its front end dies of a SIGTERM and leaves the ranks behind, and below it
+ranks get theirs one after another, 30 s apart, and are then killed; killed with -9, it leaves its ranks training
+(deepspeed 0.19.8, launch.py, measured). So `run_launcher` sends signals to the ranks itself, and each rank watches its
+launcher from its first lines on, and finds out too whether it died before that: this file imports nothing that takes
+long.
+"""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from types import FrameType
+from typing import Any, NamedTuple
+
+import psutil
+
+from toolkit import children
+from toolkit.launch import rank_status
+from toolkit.launch.environment import Ranks
+from toolkit.messages import tr
+
+_POLL_S = 0.2
+_AGAIN_S = 1.0
+"""Ranks that start while a signal is passed on get it a moment later."""
+_LOCAL_RANK_NAMES = {"LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK"}
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
+
+
+class SignalRequests:
+    """Signals that this process has got, to be passed on."""
+
+    def __init__(self) -> None:
+        self.last = 0
+        """The last one's number, 0 before the first."""
+        self.is_new = False
+        """Whether it has not been passed on yet."""
+        for number in SIGNALS:
+            if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:  # as nohup has it
+                signal.signal(number, self._note)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self.last, self.is_new = number, True
+
+
+def run_launcher(
+    command: Sequence[str],
+    environ: Mapping[str, str],
+    words: Sequence[str],
+    requests: SignalRequests,
+    look: Callable[[], None],
+    patience_s: float,
+) -> int:
+    """Run a launcher until nothing of it is left on this machine.
+
+    Args:
+        command: the launcher with everything that it gets.
+        environ: the environment, with `report.variables`, by which ranks are known that are in a session of their own.
+        words: the ranks' own, recipe and overrides, by which they are known.
+        requests: signals; they are passed on to all ranks at once.
+        look: called several times a second.
+        patience_s: how long what has lost its launcher may take to end, until it is killed.
+
+    Returns:
+        The launcher's exit code; negative if a signal killed it.
+    """
+    # A session of its own: Ctrl-C reaches the ranks through us alone, and they can be found without their launcher.
+    process = children.start(command, env=environ, stdin=subprocess.DEVNULL, start_new_session=True)
+    passed = ended = 0.0
+    told, seen = environ[rank_status.VARIABLE], False
+    while (code := process.poll()) is None or _session_processes(process.pid) or _find_ranks(words, told):
+        now = time.monotonic()
+        if requests.is_new or (requests.last and now - passed > _AGAIN_S):
+            ranks = _find_ranks(words, told)
+            for rank in ranks:
+                _send_signal(rank, requests.last)
+            seen = seen or bool(ranks)
+            if not ranks and (requests.is_new or not seen):  # still starting, or all of them are on other machines
+                _stop_launchers(process.pid)
+            requests.is_new, passed = False, now
+        if code is not None:
+            ended = ended or now
+            for left in _session_processes(process.pid) + _find_ranks(words, told) if now - ended > patience_s else []:
+                _send_signal(left, signal.SIGKILL)
+        look()
+        time.sleep(_POLL_S)
+    return code
+
+
+def _send_signal(process: psutil.Process, number: int) -> None:
+    with suppress(psutil.Error):
+        process.send_signal(number)
+
+
+def _session_processes(session: int) -> list[psutil.Process]:
+    """Return what is alive of a session."""
+    found = []
+    for pid in psutil.pids():
+        with suppress(OSError, psutil.Error):
+            if os.getsid(pid) == session and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+                found.append(psutil.Process(pid))
+    return found
+
+
+def _stop_launchers(session: int) -> None:
+    """End the front end and the launcher of this machine; an mpirun passes SIGUSR1 on, and waits for its ranks.
+
+    Not a pdsh, in whose words the launcher's name stands.
+    """
+    launchers, mpiruns = [], []
+    for process in _session_processes(session):
+        with suppress(psutil.Error):
+            words = process.cmdline()
+            if Path(words[0]).name.startswith("mpirun"):
+                mpiruns.append(process)
+            elif {"deepspeed.launcher.runner", "deepspeed.launcher.launch"} & set(words):
+                launchers.append(process)
+    for process in mpiruns or launchers:
+        _send_signal(process, signal.SIGUSR1 if mpiruns else signal.SIGTERM)
+
+
+def _find_ranks(words: Sequence[str], told: str) -> list[psutil.Process]:
+    """Return the ranks on this machine: they have a rank, the run's words and report, and are no children of a rank.
+
+    MPICH's, and those that were started through ssh, are in a session of their own.
+    """
+    found = {}
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            if process.cmdline()[-len(words) :] == list(words) and process.status() != psutil.STATUS_ZOMBIE:
+                environ = process.environ()
+                if _LOCAL_RANK_NAMES & environ.keys() and told in environ.get(rank_status.VARIABLE, ""):
+                    found[process.pid] = process.ppid()
+    return [psutil.Process(pid) for pid, parent in found.items() if parent not in found and psutil.pid_exists(pid)]
+
+
+CHECK_EVERY_S = 1.0
+_LAUNCHERS = ("python", "pypy", "deepspeed", "torchrun", "mpirun", "mpiexec", "orterun", "orted", "prte", "hydra_pmi")
+"""How programs begin that start ranks. In a container one of them may be process 1, which otherwise is whoever takes
+over what has lost its parent."""
+_REAPERS = ("systemd", "containerd-shim", "conmon")
+"""Processes that take it over elsewhere, where they asked the kernel for it (PR_SET_CHILD_SUBREAPER)."""
+
+
+def exit_with_launcher(ranks: Ranks) -> str:
+    """From now on this process gets a SIGTERM when its launcher ends, or what started that.
+
+    Args:
+        ranks: who this process is; nothing is done for one that no launcher started.
+
+    Returns:
+        What to say if one of them has ended already, and this process with it has to; else "".
+    """
+    if ranks.launcher not in ("deepspeed", "torchrun", "openmpi", "mpich"):
+        return ""
+    children.end_with_parent()
+    parent = os.getppid()
+    if is_taken_over(os.getpid(), by_kind=True):
+        return _lost_text(ranks)
+    grandparent = 0
+    if ranks.launcher == "deepspeed" and "deepspeed.launcher.launch" in _command_line(parent):
+        if is_taken_over(parent, by_kind=False):
+            return _lost_text(ranks)
+        grandparent = _stat(parent).parent
+    front_end = rank_status.front_end()
+    threading.Thread(
+        target=_watch_parents, args=(parent, grandparent, front_end), name="orphan-watch", daemon=True
+    ).start()
+    return ""
+
+
+def is_taken_over(pid: int, by_kind: bool) -> bool:
+    """Return whether a process has lost the one that started it, and process 1, or a reaper, has taken it over.
+
+    Args:
+        pid: the process.
+        by_kind: what it is that takes over tells: no rank is started by anything but a launcher. Else their sessions
+            tell, as DeepSpeed's launcher may be a service, or what a container runs: then it leads its session, or is
+            in that of its parent.
+    """
+    parent = _stat(pid).parent
+    name = _process_name(parent)
+    if parent != 1 and not name.startswith(_REAPERS):
+        return False
+    words = _command_line(parent)
+    if not words or Path(words[0]).name.startswith(_LAUNCHERS) or name.startswith(_LAUNCHERS):
+        return False
+    session = _stat(pid).session
+    return by_kind or session not in (pid, _stat(parent).session)
+
+
+def _lost_text(ranks: Ranks) -> str:
+    return tr(
+        "rank {rank} ends: what started it ({launcher}) has been killed. Start the run again with the same command.",
+        rank=ranks.rank,
+        launcher=ranks.launcher,
+    )
+
+
+def tie_builds() -> None:
+    """Let builds of DeepSpeed's ops end with this process: PyTorch starts ninja, and ninja ends its compilers."""
+    from torch.utils import cpp_extension
+
+    vars(cpp_extension)["subprocess"] = _Tied()
+
+
+class _Tied:
+    """The module `subprocess`, whose `run` starts processes that end with this one."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(subprocess, name)
+
+    @staticmethod
+    def run(*arguments: Any, **options: Any) -> Any:
+        """Run a command."""
+        return children.run(*arguments, **options)
+
+
+def _watch_parents(parent: int, grandparent: int, front_end: int) -> None:
+    """Wait until one of them is gone; 0 for what there is not. The front end is `toolkit launch`."""
+    while (
+        os.getppid() == parent
+        and (grandparent <= 1 or _stat(parent).parent == grandparent)
+        and (not front_end or _stat(front_end).state not in ("", "Z"))
+    ):
+        time.sleep(CHECK_EVERY_S)
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+class _Stat(NamedTuple):
+    """What the system knows of a process; empty and 0 of one that is gone."""
+
+    state: str = ""
+    parent: int = 0
+    session: int = 0
+
+
+def _stat(pid: int) -> _Stat:
+    try:
+        # After the name, which stands in brackets and may hold anything: state, parent, group, session.
+        fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
+        return _Stat(fields[0], int(fields[1]), int(fields[3]))
+    except (OSError, ValueError, IndexError):
+        return _Stat()
+
+
+def _process_name(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/comm").read_text(encoding="utf-8", errors="replace").strip()
+    except OSError:
+        return ""
+
+
+def _command_line(pid: int) -> list[str]:
+    """Return a process's command line; [] where it is gone or another user's."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").rstrip("\0").split("\0")
+    except OSError:
+        return []
+
+
+# Nothing of the launch may reach it: it is no rank.
+_RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+def run_module(module: str, *words: str) -> str:
+    """Run a module of this package as a program and wait for it.
+
+    Args:
+        module: its dotted name.
+        *words: its arguments.
+
+    Returns:
+        "" if it succeeded, else the last line that it said.
+    """
+    command = [sys.executable, "-m", module, *words]
+    finished = children.run(command, capture_output=True, text=True, env=child_environment())
+    if not finished.returncode:
+        return ""
+    lines = [line for line in finished.stderr.splitlines() if line.strip()] or ["?"]
+    return lines[-1]
+
+
+def child_environment() -> dict[str, str]:
+    """Return the environment of such a process."""
+    env = {name: value for name, value in os.environ.items() if name not in _RANK_VARIABLES}
+    here = str(Path(__file__).resolve().parents[2])  # run.py of a checkout serves from any working folder
+    env["PYTHONPATH"] = os.pathsep.join([here, *filter(None, [env.get("PYTHONPATH")])])
+    return env
