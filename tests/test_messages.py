@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from toolkit.cli import main
-from toolkit.messages import chinese, current_language, placeholders, set_language, tr
+from toolkit.messages import chinese, current_language, joined, placeholders, set_language, tr
 from toolkit.tables import read_table
 
 ROOT = Path(__file__).parents[1]
@@ -87,6 +87,55 @@ def test_the_language_of_the_command_line_holds_for_errors_of_the_config(
     assert capsys.readouterr().err.startswith("ConfigError: 命令行：未知的键 'zero.stag'")
 
 
+BROKEN = {
+    "language: zh\nzero:\n  stag: 3\n": "mine.yaml:3：未知的键 'zero.stag'。是不是想写 'zero.stage'？",
+    "defaults:\n  - base  # the language is there\n  - _self_\nzero:\n  stage: x\n": "base.yaml:2：'base'：请写",
+    "defaults:\n  - none\nlanguage: 'zh'\n": "mine.yaml:2：未知的配方 'none'",
+}
+
+
+@pytest.mark.parametrize("content", BROKEN)
+def test_the_language_of_a_recipe_holds_for_its_own_errors(
+    content: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("recipes").mkdir()
+    Path("recipes/base.yaml").write_text("defaults:\n  - base\nlanguage: zh\n")
+    Path("recipes/mine.yaml").write_text(content)
+    assert main(["check", "recipe=mine"]) == 2
+    said = capsys.readouterr().err
+    assert BROKEN[content] in said and re.search("[\u4e00-\u9fff]", said)
+    assert main(["check", "recipe=mine", "language=en"]) == 2
+    assert not re.search("[\u4e00-\u9fff]", capsys.readouterr().err)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["chek"],
+        ["check", "zero=stage2"],
+        ["check", "recipe=quikstart"],
+        ["check", "recipe=none.yaml"],
+        ["check", "recipe=quickstart", "zero.stag=3", "zero=stagee3", "optim.name=adamv"],
+        ["check", "recipe=quickstart", "model=hf", "model.path=none", "zero.offload_param.device=cpu"],
+        ["check", "recipe=quickstart", "batch.global_size=7", "world_size=2", "batch.world_sizes=[4]"],
+    ],
+    ids=lambda words: words[-1],
+)
+def test_no_space_follows_a_chinese_full_stop(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    set_language("zh")
+    assert main([*words, "language=zh"] if len(words) > 1 else words) == 2
+    said = capsys.readouterr().err
+    assert "。" in said
+    assert not re.search("[。？！：] ", said), said
+
+
+def test_sentences_are_joined_by_a_space_where_the_language_has_one() -> None:
+    assert joined("One.", "", "Two?", "Three.") == "One. Two? Three."
+    assert joined("一。", "二？", "", "three.", "四。") == "一。二？three. 四。"
+    assert joined("", "") == ""
+
+
 def test_most_chinese_is_chinese() -> None:
     without = [text for text in CHINESE.values() if not any("\u4e00" <= letter <= "\u9fff" for letter in text)]
     assert set(without) <= {"{place}：", "{file}: {reason}", "{file}:{line}: {reason}", "{file}：{reason}。"} | {
@@ -111,7 +160,7 @@ def test_a_chinese_user_reads_chinese() -> None:
         command, cwd=ROOT, capture_output=True, text=True, timeout=60, env={"LANG": "zh_CN.UTF-8", "PYTHONUTF8": "1"}
     )
     assert finished.returncode == 2
-    assert finished.stderr == "ConfigError: 命令行：未知的键 'zero.stag'。 是不是想写 'zero.stage'？\n"
+    assert finished.stderr == "ConfigError: 命令行：未知的键 'zero.stag'。是不是想写 'zero.stage'？\n"
 
 
 @pytest.mark.fault("S6")

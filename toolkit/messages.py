@@ -13,6 +13,7 @@ from toolkit.secrets import hide
 from toolkit.tables import read_table
 
 _CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
+_FULL_WIDTH = ("。", "！", "？", "；", "：", "）")
 _language = ""
 
 
@@ -45,6 +46,15 @@ def tr(english: str, /, **values: object) -> str:
         **values: what the placeholders stand for.
     """
     return hide(printable(translated(english).format(**values)))
+
+
+def joined(*sentences: str) -> str:
+    """Return sentences in one line: with spaces in between, but with none after Chinese punctuation; "" is skipped."""
+    line = ""
+    for sentence in filter(None, sentences):
+        space = "" if not line or line.endswith(_FULL_WIDTH) else " "
+        line += space + sentence
+    return line
 
 
 def translated(english: str) -> str:

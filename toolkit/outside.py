@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.errors import RowError, ToolkitError
-from toolkit.messages import tr
+from toolkit.messages import joined, tr
 
 _LARGEST_JSON_BYTES = 256 << 20
 """Of a file that is one JSON object; the largest in use are tokenizers and the indices of weights, below 64 MiB."""
@@ -39,7 +39,7 @@ def reading(file: Path | str, error: type[ToolkitError], mend: str = "") -> Iter
         if not is_failure(problem):
             raise
         text = tr("Cannot read '{path}': {reason}.", path=file, reason=reason_of(problem))
-        raise error(f"{text} {mend}".rstrip()) from problem
+        raise error(joined(text, mend)) from problem
 
 
 def is_failure(problem: BaseException) -> bool:

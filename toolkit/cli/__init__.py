@@ -11,7 +11,7 @@ from toolkit import __version__
 from toolkit.cli.failures import guarded
 from toolkit.config.suggest import did_you_mean
 from toolkit.errors import ConfigError
-from toolkit.messages import tr
+from toolkit.messages import joined, tr
 
 # Command -> module with `run(arguments)` and a docstring that is its help. Imported when called: help needs no torch.
 COMMANDS = {
@@ -80,10 +80,11 @@ def _dispatch(words: list[str]) -> int:
     command, rest = words[0], words[1:]
     if command not in COMMANDS:
         raise ConfigError(
-            tr("unknown command '{command}'.", command=command)
-            + did_you_mean(command, COMMANDS)
-            + " "
-            + tr("Known: {commands}.", commands=", ".join(COMMANDS))
+            joined(
+                tr("unknown command '{command}'.", command=command),
+                did_you_mean(command, COMMANDS),
+                tr("Known: {commands}.", commands=", ".join(COMMANDS)),
+            )
         )
     module = import_module(COMMANDS[command])
     if any(word in ("-h", "--help") for word in rest):

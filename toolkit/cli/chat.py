@@ -29,7 +29,7 @@ from toolkit.cli.asking import MODEL, SAMPLING, check_model, check_system, sampl
 from toolkit.cli.compose import named_arguments
 from toolkit.config.suggest import did_you_mean
 from toolkit.errors import ConfigError, ModelError, RowError
-from toolkit.messages import printable, tr
+from toolkit.messages import joined, printable, tr
 
 if TYPE_CHECKING:
     from toolkit.cli.usable import Usable
@@ -139,10 +139,11 @@ class Chat:
             _tell((sys.modules[__name__].__doc__ or "").partition("Commands:\n\n")[2].rstrip())
         elif command != "/exit":
             raise ConfigError(
-                tr("unknown command '{command}'.", command=command)
-                + did_you_mean(command, COMMANDS)
-                + " "
-                + tr("Known: {commands}.", commands=", ".join(COMMANDS))
+                joined(
+                    tr("unknown command '{command}'.", command=command),
+                    did_you_mean(command, COMMANDS),
+                    tr("Known: {commands}.", commands=", ".join(COMMANDS)),
+                )
             )
         return command != "/exit"
 

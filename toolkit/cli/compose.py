@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from toolkit.config.checks import check, settled
-from toolkit.config.files import known_recipes
+from toolkit.config.files import known_recipes, language_of
 from toolkit.config.layout import model_ranks
 from toolkit.config.load import Loaded, load
 from toolkit.engine.ds_config import OWNED, build_ds_config
@@ -55,10 +55,12 @@ def compose(
         ConfigError: anything wrong with recipe, overrides or JSON.
     """
     found = Problems() if problems is None else problems
-    for word in words:  # errors of the config itself are in the chosen language too
-        if word in ("language=zh", "language=en"):
-            set_language(word.partition("=")[2])
+    typed = [word.partition("=")[2] for word in words if word in ("language=zh", "language=en")]
+    set_language("".join(typed[-1:]))  # errors of the config itself are in the chosen language too
     own, seen, config_dir, overrides = _sort(words, arguments, flags)
+    recipes = [word.partition("=")[2].strip("'\"") for word in overrides if word.startswith("recipe=")]
+    if recipes and not typed:
+        set_language(language_of(recipes[-1]))
     world_size = positive_int(own, "world_size") or world_size
     loaded = load(overrides, config_dir=config_dir, problems=found)
     set_language(loaded.cfg.language)

@@ -22,7 +22,7 @@ from toolkit.evaluate.loss import evaluate_loss
 from toolkit.evaluate.questions import Question, choose_questions
 from toolkit.evaluate.results import Results, judge
 from toolkit.launch.environment import Ranks
-from toolkit.messages import tr
+from toolkit.messages import joined, tr
 from toolkit.models.stages import whole_model
 from toolkit.terminal import phase
 from toolkit.train.batches import Batch, evaluation_batches, num_evaluation_batches
@@ -120,8 +120,8 @@ class Evaluation:
                 most=most,
             )
             if not fitting:
-                raise ModelError(sentence + " " + tr("Set it lower."))
-            self.say(sentence + " " + tr("They are not answered."))
+                raise ModelError(joined(sentence, tr("Set it lower.")))
+            self.say(joined(sentence, tr("They are not answered.")))
         self.questions = fitting
 
     def run(self, file: Path, alive: Callable[[], object] = lambda: None) -> dict[str, float]:

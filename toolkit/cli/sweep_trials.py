@@ -12,7 +12,7 @@ from toolkit.config.sweeps import Axis, written
 from toolkit.errors import ConfigError
 from toolkit.launch.processes import SignalRequests
 from toolkit.launch.sweeps import DONE, FAILED, STOPPED, Job, Sweep, opened
-from toolkit.messages import say, tr
+from toolkit.messages import joined, say, tr
 from toolkit.problems import Problems
 from toolkit.secrets import hide
 
@@ -142,8 +142,10 @@ def _metric(plan: Plan, cfg: RunConfig) -> str:
     metric = plan.own.get("metric", "")
     if metric not in known:
         raise ConfigError(
-            tr("metric = {metric} is none of {known}.", metric=metric or '""', known=", ".join(known))
-            + did_you_mean(metric, known)
+            joined(
+                tr("metric = {metric} is none of {known}.", metric=metric or '""', known=", ".join(known)),
+                did_you_mean(metric, known),
+            )
         )
     return metric
 

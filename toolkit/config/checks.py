@@ -26,7 +26,7 @@ from toolkit.config.suggest import did_you_mean
 from toolkit.config.unread import check_effect
 from toolkit.config.variables import check_variables
 from toolkit.errors import ConfigError
-from toolkit.messages import tr
+from toolkit.messages import joined, tr
 from toolkit.problems import Problems
 
 
@@ -131,7 +131,7 @@ def accumulation(cfg: RunConfig, world_size: int, where: str = "") -> int:
                 "batch.global_size = {size} is not a multiple of batch.micro_per_gpu ({micro}).", size=size, micro=micro
             )
         )
-        raise ConfigError(f"{where}{sentence} {choices}")
+        raise ConfigError(joined(where + sentence, choices))
     return size // unit
 
 
@@ -173,12 +173,15 @@ def _schedule(loaded: Loaded) -> Iterator[ConfigError]:
         yield fail(
             loaded,
             "schedule.warmup_steps",
-            tr(
-                "schedule.warmup_steps = {steps} and schedule.warmup_ratio = {ratio} are both given: keep one of them.",
-                steps=schedule.warmup_steps,
-                ratio=schedule.warmup_ratio,
-            )
-            + ("" if both_from_one else " " + tr("Set the other to 0.")),
+            joined(
+                tr(
+                    "schedule.warmup_steps = {steps} and schedule.warmup_ratio = {ratio} are both given: keep one of "
+                    "them.",
+                    steps=schedule.warmup_steps,
+                    ratio=schedule.warmup_ratio,
+                ),
+                "" if both_from_one else tr("Set the other to 0."),
+            ),
         )
     if loaded.cfg.train.max_steps and schedule.warmup_steps > loaded.cfg.train.max_steps:
         yield fail(
@@ -204,18 +207,18 @@ def _offload(loaded: Loaded) -> Iterator[ConfigError]:
     optimizer, param = zero.offload_optimizer.device, zero.offload_param.device
     if param is not Device.none and zero.stage != 3:
         key = "zero.offload_param.device"
-        mend = tr("Use zero.stage=3, or zero.offload_param.device=none.")
         yield fail(
             loaded,
             key,
-            tr(
-                "{key} = {device} needs zero.stage = 3, but it is {stage}.",
-                key=key,
-                device=param.value,
-                stage=zero.stage,
-            )
-            + " "
-            + mend,
+            joined(
+                tr(
+                    "{key} = {device} needs zero.stage = 3, but it is {stage}.",
+                    key=key,
+                    device=param.value,
+                    stage=zero.stage,
+                ),
+                tr("Use zero.stage=3, or zero.offload_param.device=none."),
+            ),
         )
     if optimizer is not Device.none and zero.stage == 0:
         key = "zero.offload_optimizer.device"
@@ -344,8 +347,10 @@ def _evaluate(loaded: Loaded) -> Iterator[ConfigError]:
     yield fail(
         loaded,
         key,
-        tr("{key} = {value} is none of {known}.", key=key, value=name, known=", ".join(known))
-        + (" " + tr("Add it to evaluate.metrics.") if could_be else did_you_mean(name, known)),
+        joined(
+            tr("{key} = {value} is none of {known}.", key=key, value=name, known=", ".join(known)),
+            tr("Add it to evaluate.metrics.") if could_be else did_you_mean(name, known),
+        ),
     )
 
 

@@ -9,7 +9,7 @@ from toolkit.config.places import fail
 from toolkit.config.schema import AUTO, SourceConfig, TuningMethod
 from toolkit.config.weights import weight_at
 from toolkit.errors import ConfigError
-from toolkit.messages import tr
+from toolkit.messages import joined, tr
 
 
 def _curriculum(loaded: Loaded) -> Iterator[ConfigError]:
@@ -165,16 +165,17 @@ def _world_sizes(loaded: Loaded) -> Iterator[ConfigError]:
     yield fail(
         loaded,
         "batch.global_size",
-        tr(
-            "batch.global_size = {size} cannot be divided on each of batch.world_sizes = {ranks}: with "
-            "batch.micro_per_gpu = {micro} it must be a multiple of {unit}.",
-            size=size,
-            ranks=sizes,
-            micro=cfg.batch.micro_per_gpu,
-            unit=unit,
-        )
-        + " "
-        + (tr("Use {below} or {above}.", below=below, above=above) if below else tr("Use {above}.", above=above)),
+        joined(
+            tr(
+                "batch.global_size = {size} cannot be divided on each of batch.world_sizes = {ranks}: with "
+                "batch.micro_per_gpu = {micro} it must be a multiple of {unit}.",
+                size=size,
+                ranks=sizes,
+                micro=cfg.batch.micro_per_gpu,
+                unit=unit,
+            ),
+            tr("Use {below} or {above}.", below=below, above=above) if below else tr("Use {above}.", above=above),
+        ),
     )
 
 

@@ -15,7 +15,7 @@ from toolkit.config.places import fail, value_of
 from toolkit.config.schema import ROW_FIELDS, Device, Init, RowFormat, SourceConfig
 from toolkit.config.suggest import did_you_mean
 from toolkit.errors import ConfigError
-from toolkit.messages import tr
+from toolkit.messages import joined, tr
 
 
 def _nvme_folders(loaded: Loaded) -> Iterator[ConfigError]:
@@ -82,7 +82,7 @@ def _model(loaded: Loaded) -> Iterator[ConfigError]:
     elif not Path(model.path).is_dir() and not is_hub_name(model.path):
         sentence = tr("model.path = {path} is not a folder here.", path=model.path)
         hint = tr("It must be the folder that holds config.json and the weights, or owner/name on Hugging Face.")
-        yield fail(loaded, "model.path", f"{sentence} {hint}")
+        yield fail(loaded, "model.path", joined(sentence, hint))
     for key in ("model.tokenizer", "model.chat_template"):
         path = str(value_of(loaded.cfg, key))
         if path and not Path(path).exists():
@@ -146,7 +146,7 @@ def unread_column(source: SourceConfig, place: str) -> str:
     for column in source.columns:
         if column not in fields:
             sentence = tr("{place}.columns: no format reads '{column}'.", place=place, column=column)
-            return sentence + did_you_mean(str(column), fields)
+            return joined(sentence, did_you_mean(str(column), fields))
     return ""
 
 

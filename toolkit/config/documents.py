@@ -14,7 +14,7 @@ from toolkit.config.keys import about, check_tree, field_type, unknown_key
 from toolkit.config.schema import RunConfig
 from toolkit.config.suggest import did_you_mean
 from toolkit.errors import ConfigError
-from toolkit.messages import tr
+from toolkit.messages import joined, tr
 from toolkit.problems import Problems
 
 CHOSEN = "chosen"
@@ -43,7 +43,7 @@ def check_choice(group: str, chosen: Any, groups: dict[str, dict[str, Path]], pl
             "{place}: unknown choice '{group}={name}'.", place=place or tr("command line"), group=group, name=name
         )
         known = tr("Known: {choices}.", choices=", ".join(groups[group]))
-        raise about(group, f"{sentence}{did_you_mean(name, groups[group])} {known}")
+        raise about(group, joined(sentence, did_you_mean(name, groups[group]), known))
 
 
 def register_recipes(
@@ -116,7 +116,7 @@ def _check_default(item: Any, place: str, recipes: dict[str, Path], groups: dict
     if isinstance(item, str):
         if item not in recipes:
             raise ConfigError(
-                tr("{place}: unknown recipe '{name}'.", place=place, name=item) + did_you_mean(item, recipes)
+                joined(tr("{place}: unknown recipe '{name}'.", place=place, name=item), did_you_mean(item, recipes))
             )
         return item
     if isinstance(item, dict) and len(item) == 1:
@@ -127,10 +127,11 @@ def _check_default(item: Any, place: str, recipes: dict[str, Path], groups: dict
             return ""
         if str(key).startswith("override /") and group not in groups:
             raise ConfigError(
-                tr("{place}: unknown group '{group}'.", place=place, group=group)
-                + did_you_mean(group, groups)
-                + " "
-                + tr("Known: {choices}.", choices=", ".join(groups))
+                joined(
+                    tr("{place}: unknown group '{group}'.", place=place, group=group),
+                    did_you_mean(group, groups),
+                    tr("Known: {choices}.", choices=", ".join(groups)),
+                )
             )
     raise _wrong_default(item, place)
 

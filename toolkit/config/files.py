@@ -1,5 +1,7 @@
 """YAML files read as data, with the line of every key; and where conf/, recipes/ and examples/data/ are."""
 
+import os
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -55,6 +57,31 @@ def known_recipes() -> dict[str, Path]:
         for path in sorted(folder.glob("*.yaml")):
             found.setdefault(path.stem, path)
     return found
+
+
+def language_of(recipe: str) -> str:
+    """Return the language of messages that a recipe, or one that it builds on, sets; "" if none does.
+
+    The text is searched before anything is read as YAML: errors of the recipe itself are reported in its language.
+
+    Args:
+        recipe: name or path.
+    """
+    known, seen, waiting = known_recipes(), set[Path](), [recipe]
+    while waiting:
+        name = waiting.pop()
+        path = Path(name) if name.endswith((".yaml", ".yml")) or os.sep in name else known.get(name)
+        if path is None or path in seen:
+            continue
+        seen.add(path)
+        try:
+            text = path.read_bytes()[:LARGEST_FILE_BYTES].decode(errors="replace")
+        except OSError:
+            continue
+        if found := re.search(r"""^language *: *["']?(en|zh)\b""", text, re.MULTILINE):
+            return found[1]
+        waiting += re.findall(r"^ *- +([\w.-]+) *(?:#.*)?$", text, re.MULTILINE)
+    return ""
 
 
 def _beside_or_installed(name: str, installed: str = "") -> Path:

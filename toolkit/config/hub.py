@@ -12,7 +12,7 @@ from toolkit.config.load import Loaded, replace
 from toolkit.config.places import fail
 from toolkit.config.schema import Init, ModelConfig
 from toolkit.disk import try_lock
-from toolkit.messages import tr
+from toolkit.messages import joined, tr
 
 _NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*", re.ASCII)
 _FILES = ("*.json", "*.model", "*.txt", "*.jinja", "*.tiktoken", "*.py", "*.safetensors")
@@ -54,7 +54,7 @@ def with_folder(loaded: Loaded, say: Callable[[str], None], *, config_only: bool
         else:
             folder = _once_per_machine(name, revision, lambda is_first: _snapshot(name, revision, is_first, say))
     except Exception as error:
-        reason = " ".join(filter(None, (_reason(name, revision, error), _other_ways(loaded.cfg.model))))
+        reason = joined(_reason(name, revision, error), _other_ways(loaded.cfg.model))
         raise fail(loaded, "model.path", reason) from error
     place = tr("{name} on Hugging Face", name=name)
     values = {"model.path": folder, "model.revision": "", "model.hub_id": name}

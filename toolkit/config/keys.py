@@ -14,7 +14,7 @@ from toolkit.config.foreign import our_keys
 from toolkit.config.schema import AUTO, RunConfig
 from toolkit.config.suggest import did_you_mean, nearest
 from toolkit.errors import ConfigError
-from toolkit.messages import tr
+from toolkit.messages import joined, tr
 from toolkit.problems import Problems
 
 Place = Callable[[str], str]
@@ -105,9 +105,9 @@ def unknown_key(path: str, place: Place) -> ConfigError:
     meant = theirs or _nearest_key(path, shown, siblings)
     sentence = tr("{place}: unknown key '{key}'.", place=place(path), key=path)
     if meant:
-        sentence += " " + tr("Did you mean '{name}'?", name="' / '".join(meant[:3]))
+        sentence = joined(sentence, tr("Did you mean '{name}'?", name="' / '".join(meant[:3])))
     elif siblings:
-        sentence += " " + tr("Known here: {keys}.", keys=", ".join(siblings))
+        sentence = joined(sentence, tr("Known here: {keys}.", keys=", ".join(siblings)))
     error = ConfigError(sentence)
     error.keys = tuple(re.sub(r"\[\d+\].*", "", key) for key in (path, *meant))
     return error
@@ -194,7 +194,7 @@ def _check_scalar(value: Any, kind: Any, path: str, place: Place) -> None:
                 value=value,
                 choices=choices,
             )
-            raise about(path, error + did_you_mean(str(value), kind.__members__))
+            raise about(path, joined(error, did_you_mean(str(value), kind.__members__)))
         return
     if value is None or isinstance(value, (dict, list)):
         raise _wrong(path, value, _described(kind), place)

@@ -33,7 +33,7 @@ from toolkit.config.rates import follow_method
 from toolkit.config.schema import RunConfig
 from toolkit.config.suggest import did_you_mean
 from toolkit.errors import ConfigError
-from toolkit.messages import tr
+from toolkit.messages import joined, tr
 from toolkit.problems import Problems
 from toolkit.secrets import hide_all
 
@@ -246,12 +246,12 @@ def _choose_recipe(parsed: list[Override]) -> tuple[str, Path, dict[str, Path]]:
     chosen = [str(override.value()) for override in parsed if override.key_or_group == "recipe"]
     listing = tr("Known: {recipes}.", recipes=", ".join(sorted(recipes)))
     if not chosen:
-        raise ConfigError(tr("no recipe is chosen: add recipe=NAME or recipe=PATH.yaml.") + " " + listing)
+        raise ConfigError(joined(tr("no recipe is chosen: add recipe=NAME or recipe=PATH.yaml."), listing))
     name = chosen[-1]
     if name.endswith((".yaml", ".yml")) or os.sep in name:
         path = Path(name)
         if not path.is_file():
-            raise ConfigError(tr("command line: there is no recipe file {path}.", path=name) + " " + listing)
+            raise ConfigError(joined(tr("command line: there is no recipe file {path}.", path=name), listing))
         return path.stem, path.resolve(), recipes
     if name.endswith((".json", ".sh")) and Path(name).is_file():
         raise ConfigError(
@@ -264,7 +264,7 @@ def _choose_recipe(parsed: list[Override]) -> tuple[str, Path, dict[str, Path]]:
         )
     if name not in recipes:
         raise ConfigError(
-            tr("command line: unknown recipe '{name}'.", name=name) + did_you_mean(name, recipes) + " " + listing
+            joined(tr("command line: unknown recipe '{name}'.", name=name), did_you_mean(name, recipes), listing)
         )
     return name, recipes[name], recipes
 
@@ -344,7 +344,7 @@ def _compose(
         problems.raise_all()  # what is wrong with a group's file ends Hydra too, with less to say about it
         reason = tr("cannot compose the config: {reason}", reason=" ".join(str(error).split()))
         if isinstance(error, InterpolationResolutionError):
-            reason += " " + tr("Where ${{ is meant as it stands, write \\${{.")
+            reason = joined(reason, tr("Where ${{ is meant as it stands, write \\${{."))
         raise ConfigError(reason) from error
     if not isinstance(cfg, RunConfig):
         raise TypeError("conf/config.yaml must list run_schema first")

@@ -13,6 +13,6 @@ def nearest(name: str, candidates: Iterable[str]) -> str | None:
 
 
 def did_you_mean(name: str, candidates: Iterable[str]) -> str:
-    """Return " Did you mean 'x'?" (with the leading space), or "" without a candidate that is like `name`."""
+    """Return "Did you mean 'x'?", or "" without a candidate that is like `name`."""
     found = nearest(name, candidates)
-    return "" if found is None else " " + tr("Did you mean '{name}'?", name=found)
+    return "" if found is None else tr("Did you mean '{name}'?", name=found)

@@ -10,7 +10,7 @@ from toolkit.data.files import Block, blocks, files_of, rows_of
 from toolkit.data.formats import RowReader, parse_row
 from toolkit.data.sources import DataFile, with_format
 from toolkit.errors import DataError, RowError
-from toolkit.messages import tr
+from toolkit.messages import joined, tr
 from toolkit.problems import Problems
 
 _ROWS = 1000
@@ -116,7 +116,7 @@ def _missing_column(source: SourceConfig, rows: list[Any], place: str, path: str
                 path=path,
                 names=", ".join(f"'{name}'" for name in list(names)[:10]),
             )
-            return sentence + did_you_mean(theirs, names)
+            return joined(sentence, did_you_mean(theirs, names))
     return ""
 
 

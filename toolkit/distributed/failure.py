@@ -34,7 +34,7 @@ import psutil
 from toolkit import terminal
 from toolkit.errors import Stopped
 from toolkit.launch import rank_status
-from toolkit.messages import tr
+from toolkit.messages import joined, tr
 
 _marker: Path | None = None
 _is_mine = False
@@ -286,7 +286,7 @@ class Peers:
             )
         elif status is None or os.WTERMSIG(status) == signal.SIGKILL:
             lines.append(tr("If nobody did that, memory may have run out: see dmesg, or ask the scheduler."))
-        return " ".join([*lines, *([kernel] if kernel else [])])
+        return joined(*lines, kernel)
 
     def _path(self, rank: int) -> Path:
         return self.folder / f"rank-{rank}.json"

@@ -14,7 +14,7 @@ from toolkit.doctor.hosts import Hosts, Way
 from toolkit.doctor.judge import ERROR, NOTE, WARNING, Finding
 from toolkit.launch import environment, mpi
 from toolkit.launch.hostfile import Resources
-from toolkit.messages import current_language, tr
+from toolkit.messages import current_language, joined, tr
 
 _COLLECTIVE_S, _ENDING_S = 60.0, 10.0
 
@@ -242,9 +242,9 @@ def _explained(host: str, said: str) -> str:
     """Return why a machine does not answer, with what helps."""
     text = f"{host}: {said.rstrip('.')}."
     if "Permission denied" in said:
-        return text + " " + tr("Give it your key:  ssh-copy-id {host}", host=host)
+        return joined(text, tr("Give it your key:  ssh-copy-id {host}", host=host))
     if "Host key verification failed" in said:
-        return text + " " + tr("Log in once and accept its key:  ssh {host} hostname", host=host)
+        return joined(text, tr("Log in once and accept its key:  ssh {host} hostname", host=host))
     if "No module named toolkit" in said or "not found" in said:
-        return text + " " + tr("Install the toolkit there, in the same place.")
+        return joined(text, tr("Install the toolkit there, in the same place."))
     return text

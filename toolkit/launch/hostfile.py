@@ -15,7 +15,7 @@ import psutil
 
 from toolkit.config.suggest import did_you_mean
 from toolkit.errors import LaunchError
-from toolkit.messages import tr
+from toolkit.messages import joined, tr
 
 HOST = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 LINE = re.compile(r"(?P<host>\S+)\s+slots=(?P<slots>\S+)")
@@ -181,8 +181,10 @@ def _named_gpus(specification: str, there: Resources, option: str) -> Resources:
         host, colon, gpus = part.partition(":")
         if host not in there:
             raise LaunchError(
-                tr("{option} {part}: the hostfile has no {host}.", option=option, part=part, host=host)
-                + did_you_mean(host, there)
+                joined(
+                    tr("{option} {part}: the hostfile has no {host}.", option=option, part=part, host=host),
+                    did_you_mean(host, there),
+                )
             )
         numbers = gpus.split(",") if colon else []
         wrong = [number for number in numbers if not number.strip().isdecimal() or int(number) not in there[host]]

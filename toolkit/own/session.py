@@ -32,7 +32,7 @@ from toolkit.export.checkpoint import export_beside
 from toolkit.export.own import CARD
 from toolkit.launch import rank_status
 from toolkit.launch.environment import Ranks
-from toolkit.messages import say, tr
+from toolkit.messages import joined, say, tr
 from toolkit.models.build import TORCH_DTYPES
 from toolkit.models.save import MODEL_DIR
 from toolkit.own.data import Data, data_of
@@ -232,7 +232,7 @@ def _check_alike(cfg: RunConfig, data: Data, card: dict[str, Any]) -> None:
             "Give every rank the whole dataset, which is divided among the ranks here, and build the same model on "
             "each; with shards_itself=True the length of a dataset is that of all ranks together."
         )
-        raise DataError(f"{error} {advice}") from error
+        raise DataError(joined(str(error), advice)) from error
 
 
 def _counts(data: Data, card: dict[str, Any]) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from fnmatch import fnmatchcase
 
 from toolkit.config.suggest import did_you_mean
 from toolkit.errors import ConfigError
-from toolkit.messages import tr
+from toolkit.messages import joined, tr
 
 ALL_LINEAR = "all-linear"
 _ATTENTION = {"chatglm": ["query_key_value"], "glm": ["q_proj", "k_proj", "v_proj"]}
@@ -51,9 +51,10 @@ def check_matches(key: str, pattern: str, names: Collection[str]) -> list[str]:
     if not found:
         ends = sorted({".".join(name.split(".")[-2:]) if "." in pattern else name.rpartition(".")[2] for name in names})
         raise ConfigError(
-            tr("{key}: nothing in this model is called '{pattern}'.", key=key, pattern=pattern)
-            + did_you_mean(pattern, ends)
-            + " "
-            + tr("Known: {names}.", names=", ".join(ends))
+            joined(
+                tr("{key}: nothing in this model is called '{pattern}'.", key=key, pattern=pattern),
+                did_you_mean(pattern, ends),
+                tr("Known: {names}.", names=", ".join(ends)),
+            )
         )
     return found

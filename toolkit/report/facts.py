@@ -7,7 +7,7 @@ from datetime import datetime
 from typing import Any
 
 from toolkit.config import examples
-from toolkit.messages import printable, tr
+from toolkit.messages import joined, printable, tr
 from toolkit.report import differences
 from toolkit.report.drawings import GIB, happened, is_own
 from toolkit.report.folder import DONE, FAILED, RUNNING, Run
@@ -294,7 +294,7 @@ def data_card(run: Run) -> list[Table]:
                     validation=_count(duplicates.get("validation")),
                 )
             )
-        found.append(Table(heads=heads, rows=rows, note=" ".join(notes)))
+        found.append(Table(heads=heads, rows=rows, note=joined(*notes)))
     sources = data.get("sources")
     if isinstance(sources, list) and sources:
         keys = ("rows", "samples", "tokens", "trained_tokens")

@@ -16,7 +16,7 @@ from toolkit import children
 from toolkit.config.schema import RunConfig
 from toolkit.disk import refuse_links, unused
 from toolkit.errors import CheckpointError, RunFolderError
-from toolkit.messages import tr
+from toolkit.messages import joined, tr
 from toolkit.secrets import hide_all
 from toolkit.train import folder_lock
 
@@ -78,7 +78,7 @@ def rescue(folder: Path) -> Path:
     try:
         (place / "logs").mkdir(parents=True)
     except OSError as error:
-        raise RunFolderError(f"{folder_lock.lost_text(folder)} {_refused(place.parent, error)}") from error
+        raise RunFolderError(joined(folder_lock.lost_text(folder), _refused(place.parent, error))) from error
     return place
 
 

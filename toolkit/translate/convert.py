@@ -12,7 +12,7 @@ from toolkit.config.suggest import did_you_mean
 from toolkit.engine.ds_config import build_ds_config
 from toolkit.engine.ds_import import import_json
 from toolkit.errors import ConfigError
-from toolkit.messages import tr
+from toolkit.messages import joined, tr
 from toolkit.secrets import hide_all
 from toolkit.translate.chatglm import translate_chatglm
 from toolkit.translate.factory import translate_factory
@@ -180,7 +180,7 @@ def _report(given: Given, draft: Draft, result: Converted) -> None:
     for name, value in given.values.items():
         key = given.keys.get(name)
         if key is None:
-            result.unknown.append(f"{given.place(name)}: {name}." + did_you_mean(name, given.keys))
+            result.unknown.append(joined(f"{given.place(name)}: {name}.", did_you_mean(name, given.keys)))
         elif name in draft.lost or (_is_default(value, key.default) and key.says not in _ALWAYS):
             continue
         elif key.to and key.says and key.says not in _LIMITS:

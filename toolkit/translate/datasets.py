@@ -6,7 +6,7 @@ from typing import Any
 
 from toolkit.config.suggest import did_you_mean
 from toolkit.errors import ConfigError
-from toolkit.messages import tr
+from toolkit.messages import joined, tr
 from toolkit.translate.given import Draft, Given
 
 INFO = "dataset_info.json"
@@ -56,8 +56,15 @@ def sources_of(given: Given, name: str, stage: str, draft: Draft) -> list[dict[s
     for item in sets:
         if item not in info:
             raise ConfigError(
-                tr("{place}: {file} has no data set '{name}'.", place=given.place(name), file=base / INFO, name=item)
-                + did_you_mean(item, info)
+                joined(
+                    tr(
+                        "{place}: {file} has no data set '{name}'.",
+                        place=given.place(name),
+                        file=base / INFO,
+                        name=item,
+                    ),
+                    did_you_mean(item, info),
+                )
             )
         if source := _source(item, info[item], base, stage, draft):
             found.append(source)

@@ -7,7 +7,7 @@ from typing import Any
 from toolkit.config import files
 from toolkit.config.suggest import did_you_mean
 from toolkit.errors import ConfigError
-from toolkit.messages import tr
+from toolkit.messages import joined, tr
 from toolkit.translate.given import Given
 from toolkit.translate.key import Key, keys_of
 from toolkit.translate.shell import read_command
@@ -140,6 +140,8 @@ def _program(values: dict[str, Any], path: Path) -> str:
     known = {name for keys in PROGRAMS.values() for name in keys}
     first = str(next(iter(values)))
     raise ConfigError(
-        tr("{file}: none of its keys is known; the first is '{key}'.", file=path, key=first)
-        + did_you_mean(first, known)
+        joined(
+            tr("{file}: none of its keys is known; the first is '{key}'.", file=path, key=first),
+            did_you_mean(first, known),
+        )
     )

@@ -5,7 +5,7 @@ from typing import Any
 
 from toolkit.config.suggest import did_you_mean
 from toolkit.errors import ConfigError
-from toolkit.messages import tr
+from toolkit.messages import joined, tr
 from toolkit.translate.given import Draft, Given, typed
 
 SCHEDULES = {
@@ -34,9 +34,9 @@ def translate_schedule(given: Given, draft: Draft) -> None:
     if name in SCHEDULES:
         draft.put("schedule.name", SCHEDULES[name], *stated)
     else:
-        draft.lost["lr_scheduler_type"] = tr(
-            "there are {names}; the recipe takes cosine", names=", ".join(SCHEDULES)
-        ) + did_you_mean(name, SCHEDULES)
+        draft.lost["lr_scheduler_type"] = joined(
+            tr("there are {names}; the recipe takes cosine", names=", ".join(SCHEDULES)), did_you_mean(name, SCHEDULES)
+        )
     warms_up = _warmup(given, draft, name)
     readers = {
         "cosine_with_min_lr": _floor,
