@@ -78,7 +78,7 @@ def rescue(folder: Path) -> Path:
     try:
         (place / "logs").mkdir(parents=True)
     except OSError as error:
-        raise RunFolderError(joined(folder_lock.lost_text(folder), _refused(place.parent, error))) from error
+        raise RunFolderError(joined(folder_lock.lost_text(folder), str(_refused(place.parent, error)))) from error
     return place
 
 
