@@ -79,5 +79,5 @@ def test_each_python_is_python(block: Block) -> None:
 def test_each_source_file_that_is_named_exists(page: Path) -> None:
     for name in re.findall(r"`((?:[a-z_]+/)+[a-z0-9_.]*/?)`", page.read_text(encoding="utf-8")):
         top = name.split("/")[0]
-        if top in ("conf", "recipes", "scripts", "tests") or (name.endswith(".py") and top in PACKAGES):
+        if top in ("benchmarks", "conf", "recipes", "scripts", "tests") or (name.endswith(".py") and top in PACKAGES):
             assert (ROOT / "toolkit" / name).exists() or (ROOT / name).exists(), name
