@@ -4,10 +4,13 @@ import logging
 from pathlib import Path
 
 import pytest
+import torch
 
 from toolkit.checkpoint.changes import check, differences
 from toolkit.errors import ConfigError
+from toolkit.export.tuned import Part
 from toolkit.messages import tr
+from toolkit.models.tuning.base import base_of
 from toolkit.secrets import HidingFilter, are_same, hide, hide_all, learn
 
 PASSWORD = "pa\"ss\\wörd'1"
@@ -33,6 +36,7 @@ TEXTS = {
     "https://me:pass@word@host/x and ssh://git@host": "https://***@host/x and ssh://git@host",
     "ftp://:only@h": "ftp://***@h",
     "https://access-token@host/x ssh://git@host": "https://***@host/x ssh://git@host",
+    "none at /a/https:/me:pass@host/x, https:/token@host": "none at /a/https:/***@host/x, https:/***@host",
     "https://h/a@b?to=me@host http://h?mail=me@host": "https://h/a@b?to=me@host http://h?mail=me@host",
     "s3://b/f.jsonl?a=1&access_token=t1&b=2": "s3://b/f.jsonl?a=1&access_token=***&b=2",
     "'s3://f?X-Amz-Credential=c%2Fd&X-Amz-Signature=e' g": "'s3://f?X-Amz-Credential=***&X-Amz-Signature=***' g",
@@ -59,6 +63,17 @@ def test_what_is_written_with_escapes_is_found_too() -> None:
 
 def test_paths_stay(tmp_path: Path) -> None:
     assert hide(f"{tmp_path}/x") == f"{tmp_path}/x"
+
+
+def test_the_path_of_a_model_with_a_token_is_written_nowhere(tmp_path: Path) -> None:
+    """Of what an adapter, a checkpoint and an export say of their base."""
+    folder = Path("https://me:token-in-a-path@host/hf_abcdefghijklmnopqrst/model")
+    known = base_of(torch.nn.Linear(2, 2), folder)  # type: ignore[arg-type]
+    part = Part(tmp_path, {"peft_type": "LORA"}, known, folder, {})
+    written = known.write() + b"".join(part.describe().values())
+    assert b"token-in-a-path" not in written
+    assert b"hf_abc" not in written
+    assert known.path.endswith("https:/***@host/***/model")
 
 
 def test_messages_hide_what_they_are_given() -> None:

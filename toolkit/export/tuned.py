@@ -19,6 +19,7 @@ from toolkit.models.load import empty, load_model, stream
 from toolkit.models.save import MODEL_DIR
 from toolkit.models.tuning import adapter, lora
 from toolkit.models.tuning.base import Base, base_of, check_base, check_numbers, find_base, numbers_of, read_base
+from toolkit.secrets import hide
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +44,7 @@ class Part:
 
     def describe(self) -> dict[str, bytes]:
         """Return the files that say what an adapter is, and where its base lies now."""
-        path = str(self.base.absolute())
+        path = hide(str(self.base.absolute()))
         base = Base(path, {} if self.known is None else self.known.numbers)
         settings = self.settings | {"base_model_name_or_path": path}
         return adapter.Tuned(adapter.method_of(self.settings), settings, base).describe()

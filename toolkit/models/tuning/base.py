@@ -17,6 +17,7 @@ from toolkit.errors import BaseMissing, ModelError
 from toolkit.messages import tr
 from toolkit.models.fill import whole
 from toolkit.outside import json_object, reading
+from toolkit.secrets import hide
 
 FILE = "base.json"
 RUN_BASE = "base"
@@ -31,7 +32,7 @@ class Base:
     """A model that something was trained on."""
 
     path: str
-    """Folder where it lay; absolute."""
+    """Absolute path of its directory; without secrets, so that a base below one has to be named again."""
     numbers: dict[str, list[float]]
     """By name of a parameter, eight of its numbers."""
 
@@ -49,7 +50,7 @@ def base_of(model: PreTrainedModel, path: Path) -> Base:
     """
     parameters = sorted(model.named_parameters(), key=lambda one: one[0])
     chosen = _spread(parameters, _PARAMETERS)
-    return Base(str(path.absolute()), {name: numbers_of(parameter) for name, parameter in chosen})
+    return Base(hide(str(path.absolute())), {name: numbers_of(parameter) for name, parameter in chosen})
 
 
 def _spread(values: Sequence[Any], count: int) -> list[Any]:
