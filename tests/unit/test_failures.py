@@ -1,11 +1,13 @@
 """One error, told once, with the right exit code."""
 
 import errno
+import json
 import os
 import subprocess
 import sys
 import threading
 import time
+from dataclasses import astuple
 from pathlib import Path
 from typing import Any
 
@@ -179,6 +181,30 @@ def test_a_rank_that_ends_in_good_order_is_not_missed(tmp_path: Path) -> None:
     assert not (tmp_path / "FAILED").exists()
     left.kill()
     left.communicate()
+
+
+def test_an_orderly_end_is_known_after_the_launcher_has_taken_the_exit_status(tmp_path: Path) -> None:
+    """On a busy machine a rank looks after its launcher has."""
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "0").write_text(json.dumps(astuple(failure.me())))
+    with subprocess.Popen([sys.executable, "-c", RANK, str(tmp_path), "1", "end"], cwd=ROOT) as other:
+        while not (tmp_path / "watches-1").exists():
+            assert other.poll() is None
+            time.sleep(0.05)
+        its = failure.Peer(*json.loads((tmp_path / "1").read_text()))
+        view = failure.Peers(tmp_path, 0, [failure.me(), its])
+        (tmp_path / "go").touch()
+        assert other.wait(timeout=60) == 0
+    assert view.wait(60) == ""
+
+
+def test_nothing_is_noted_after_the_note_that_a_rank_has_left(tmp_path: Path) -> None:
+    (tmp_path / "logs").mkdir()
+    view = failure.Peers(tmp_path, 0, [failure.me()])
+    for left in (False, True, False):
+        view._noted = -1e9
+        view.note(left)
+    assert view._read(0)["left"] is True
 
 
 def test_a_rank_of_another_machine_that_is_silent_is_named(tmp_path: Path) -> None:

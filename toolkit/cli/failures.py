@@ -41,6 +41,7 @@ def guarded(function: Callable[[], int]) -> int:
     try:
         code = _deferring(function)
         sys.stdout.flush()  # here, where a full disk behind it can still be told
+        failure.end_watch()  # the exit status does not tell other ranks: its launcher may have taken it already
         return code
     except ToolkitError as error:
         code = error.exit_code

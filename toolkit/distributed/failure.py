@@ -192,6 +192,8 @@ class Peers:
     def __init__(self, folder: Path, rank: int, everybody: Sequence[Peer]) -> None:
         self.folder, self.rank, self.everybody = folder / "logs", rank, list(everybody)
         self._noted = 0.0
+        self._has_left = False
+        self._noting = threading.Lock()
         self._kills = out_of_memory_kills()
         self._poll = select.poll()
         self._files: dict[int, int] = {}
@@ -205,13 +207,15 @@ class Peers:
         self.note()
 
     def note(self, left: bool = False) -> None:
-        """Write down that this rank is there, or that it has left in good order."""
+        """Write down that this rank is there, or that it has left in good order, which is its last note."""
         if not left and time.monotonic() - self._noted < NOTE_EVERY_S:
             return
-        self._noted = time.monotonic()
         path = self._path(self.rank)
         new = path.with_name(f".{path.name}")
-        with suppress(OSError, psutil.Error):
+        with self._noting, suppress(OSError, psutil.Error):  # the watching thread notes too
+            if self._has_left:
+                return
+            self._noted, self._has_left = time.monotonic(), left
             known = {"rss": psutil.Process().memory_info().rss, "time": time.time(), "left": left}
             new.write_text(json.dumps({**asdict(self.everybody[self.rank]), **known}), encoding="utf-8")
             os.replace(new, path)
