@@ -81,7 +81,8 @@ class TemplateChatEncoder:
         self.frame: tuple[str, str] | None = None
         """What the template writes between a question and an answer, and after it, where both are always the same."""
         self._probe()
-        self.shield = Shield(tokenizer, self._turn_marks())
+        self.turn_marks = self._turn_marks()
+        self.shield = Shield(tokenizer, self.turn_marks)
         self.span_tokenizer = SpanTokenizer(tokenizer, self.frame, self.shield)
 
     def encode(self, messages: Sequence[Message], tools: Sequence[Any] | None = None) -> Encoded:
@@ -318,6 +319,14 @@ class TemplateChatEncoder:
             messages,
         )
         return text
+
+
+def turn_marks_of(tokenizer: "PreTrainedTokenizerBase") -> list[str]:
+    """Return the added tokens by which a tokenizer's chat template begins and ends turns; none if it cannot be used."""
+    try:
+        return sorted(TemplateChatEncoder(tokenizer).turn_marks)
+    except ModelError:
+        return []
 
 
 _Rendering = TypeVar("_Rendering")
