@@ -213,4 +213,5 @@ def test_plain_python_and_torchrun(tmp_path: Path) -> None:
     torchrun = [str(BIN / "torchrun"), "--nproc-per-node", "2", "--master-port", str(free_port())]
     finished = run([*torchrun, str(EXAMPLES / "cifar10.py"), *given[:-1], "run.name=two", "zero=stage2"], tmp_path)
     assert finished.code == 0, finished.output[-4000:]
+    assert finished.output.count("train.max_steps = 2: enough to try the recipe out, too few to learn.") == 1
     assert losses(tmp_path / "runs" / "one")[0] == pytest.approx(losses(tmp_path / "runs" / "two")[0], rel=0.1)

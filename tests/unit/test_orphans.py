@@ -42,8 +42,13 @@ class Slow:
             (folder / "imports").touch()
             time.sleep(300)
 sys.meta_path.insert(0, Slow())
-from toolkit.cli import main
-code = main(["train", "recipe=quickstart"])
+try:
+    if sys.argv[2] == "import":
+        import toolkit.own
+    from toolkit.cli import main
+    code = main(["train", "recipe=quickstart"])
+except SystemExit as end:
+    code = end.code
 (folder / "code").write_text(str(code))
 """
 
@@ -67,10 +72,10 @@ def wait_until_gone(pid: int) -> None:
 @pytest.fixture
 def started(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[Path, str]]:
     """Start a front end, its launcher and a rank that imports for ever, or begins late."""
-    launcher, is_late = request.param
+    launcher, is_late, does = (*request.param, "train")[:3]
     if is_late:
         (tmp_path / "late").touch()
-    rank = [sys.executable, "-c", RANK_PROGRAM, str(tmp_path)]
+    rank = [sys.executable, "-c", RANK_PROGRAM, str(tmp_path), does]
     commands = [["deepspeed.launcher.launch"], rank]
     environ = {name: value for name, value in os.environ.items() if name not in ("TORCHELASTIC_RUN_ID", "CROSS_SIZE")}
     log = (tmp_path / "log").open("w")
@@ -92,7 +97,7 @@ def started(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[Pa
                 os.kill(int((tmp_path / name).read_text()), signal.SIGKILL)
 
 
-WHILE_IMPORTING = [("deepspeed", False), ("torchrun", False)]
+WHILE_IMPORTING = [("deepspeed", False), ("torchrun", False), ("torchrun", False, "import")]
 
 
 @pytest.mark.parametrize("started", WHILE_IMPORTING, indirect=True)
@@ -115,7 +120,9 @@ def test_a_rank_that_imports_ends_with_its_front_end(started: tuple[Path, str]) 
     wait_until_gone(rank)
 
 
-@pytest.mark.parametrize("started", [("deepspeed", True), ("torchrun", True)], indirect=True)
+@pytest.mark.parametrize(
+    "started", [("deepspeed", True), ("torchrun", True), ("torchrun", True, "import")], indirect=True
+)
 def test_a_rank_whose_launcher_died_first_does_not_begin(started: tuple[Path, str]) -> None:
     folder, launcher = started
     read(folder / "rank")

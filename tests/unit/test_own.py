@@ -124,6 +124,33 @@ def test_ranks_have_the_same_data_and_model(monkeypatch: pytest.MonkeyPatch) -> 
             session._check_alike(loaded().cfg, theirs, model)
 
 
+@pytest.mark.parametrize(
+    ("dataset", "given", "told"),
+    [
+        ([1] * 8, [], ["too few optimizer steps to learn much: 2 (8 samples, 4 per step, train.epochs=1); 50"]),
+        ([1] * 800, [], []),
+        ([1] * 800, ["train.max_steps=7"], ["train.max_steps = 7: enough to try the recipe out, too few to learn."]),
+        (iter, ["train.max_steps=7"], ["train.max_steps = 7: enough"]),
+        (
+            [1] * 800,
+            ["schedule.warmup_steps=5", "schedule.warmup_min_ratio=0"],
+            ["schedule.warmup_min_ratio = 0.0 lets the learning rate begin at 0"],
+        ),
+    ],
+    ids=["short epoch", "long", "short", "short stream", "no rate"],
+)
+def test_a_run_that_cannot_learn_is_reported(dataset: Any, given: list[str], told: list[str]) -> None:
+    class Endless(IterableDataset[int]):
+        def __iter__(self) -> Any:
+            return iter([1])
+
+    ranks = Ranks(rank=0, local_rank=0, world_size=2, local_world_size=2, launcher="single")
+    cfg = loaded(*given).cfg
+    found = session._length_warnings(cfg, data.data_of(task(Endless() if dataset is iter else dataset), cfg, ranks), 2)
+    assert len(found) == len(told)
+    assert all(text in line for text, line in zip(told, found, strict=True))
+
+
 def test_validation_data_is_the_same_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
     ranks = Ranks(rank=0, local_rank=0, world_size=2, local_world_size=2, launcher="single")
     monkeypatch.setattr(process_group, "gather", lambda value: [value, 3])

@@ -3,6 +3,7 @@
 import errno
 import io
 import math
+import multiprocessing
 import os
 import socket
 import sys
@@ -141,6 +142,19 @@ def _free_mib(place: str) -> float:
         found = os.statvfs(place)
         return found.f_bavail * found.f_frsize / (1 << 20)
     return math.inf
+
+
+def end_with_launcher() -> None:
+    """End with the launcher from now on, in a program that imports for seconds before it calls `guarded`.
+
+    Processes that multiprocessing starts read the program too, but the rank ends them.
+
+    Raises:
+        SystemExit: the launcher has ended already.
+    """
+    if multiprocessing.parent_process() is None and (lost := _lost()):
+        _say(lost, trace="")
+        raise SystemExit(1)
 
 
 def _lost() -> str:

@@ -141,6 +141,7 @@ def _find_ranks(words: Sequence[str], told: str) -> list[psutil.Process]:
 
 
 CHECK_EVERY_S = 1.0
+_WATCH = "orphan-watch"
 _LAUNCHERS = ("python", "pypy", "deepspeed", "torchrun", "mpirun", "mpiexec", "orterun", "orted", "prte", "hydra_pmi")
 """How programs begin that start ranks. In a container one of them may be process 1, which otherwise is whoever takes
 over what has lost its parent."""
@@ -152,12 +153,13 @@ def exit_with_launcher(ranks: Ranks) -> str:
     """From now on this process gets a SIGTERM when its launcher ends, or what started that.
 
     Args:
-        ranks: who this process is; nothing is done for one that no launcher started.
+        ranks: who this process is; nothing is done for one that no launcher started, or that does so already.
 
     Returns:
         What to say if one of them has ended already, and this process with it has to; else "".
     """
-    if ranks.launcher not in ("deepspeed", "torchrun", "openmpi", "mpich"):
+    is_watched = any(thread.name == _WATCH for thread in threading.enumerate())
+    if is_watched or ranks.launcher not in ("deepspeed", "torchrun", "openmpi", "mpich"):
         return ""
     children.end_with_parent()
     parent = os.getppid()
@@ -169,9 +171,7 @@ def exit_with_launcher(ranks: Ranks) -> str:
             return _lost_text(ranks)
         grandparent = _stat(parent).parent
     front_end = rank_status.front_end()
-    threading.Thread(
-        target=_watch_parents, args=(parent, grandparent, front_end), name="orphan-watch", daemon=True
-    ).start()
+    threading.Thread(target=_watch_parents, args=(parent, grandparent, front_end), name=_WATCH, daemon=True).start()
     return ""
 
 

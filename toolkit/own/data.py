@@ -38,6 +38,8 @@ class Data(Protocol):
     """What is the same if a run learns from the same."""
     described: str
     """The data set, for the user."""
+    size: int
+    """Samples of a pass over all ranks; 0 of a stream whose length is not known."""
     steps_per_epoch: int
     """Optimizer steps of a pass; of a stream whose length nobody knows, of the run."""
     total_steps: int
@@ -188,7 +190,7 @@ class _Stream:
     def __init__(self, task: Task, cfg: RunConfig, ranks: Ranks) -> None:
         self.task, self.cfg, self.ranks = task, cfg, ranks
         size, name = cfg.batch.global_size, type(task.dataset).__name__
-        known = len(task.dataset) if hasattr(task.dataset, "__len__") else 0
+        known = self.size = len(task.dataset) if hasattr(task.dataset, "__len__") else 0
         if not (cfg.train.max_steps or known):
             raise DataError(
                 tr("{kind} has no length: say how long to train, train.max_steps=1000.", kind=name),

@@ -44,7 +44,7 @@ from toolkit.own.task import Task, digest
 from toolkit.secrets import hide_all
 from toolkit.terminal import phase, set_display
 from toolkit.track.progress import Progress
-from toolkit.train import alike, data_card, folder_lock, run_folder
+from toolkit.train import alike, data_card, folder_lock, run_folder, run_length
 from toolkit.train.account import account_of
 from toolkit.train.bad_steps import Samples
 from toolkit.train.checkpoint import Described, Saver
@@ -52,6 +52,7 @@ from toolkit.train.guard import Guard
 from toolkit.train.job import Job
 from toolkit.train.loop import train as run_loop
 from toolkit.train.resume import Origin, go_back, go_on, starting_state
+from toolkit.train.run_length import Epoch
 
 
 def run(task: Task, cfg: RunConfig, ranks: Ranks, started: float) -> Path:
@@ -86,6 +87,9 @@ def run_session(task: Task, cfg: RunConfig, ranks: Ranks, started: float) -> Pat
     ds = build_ds_config(cfg, ranks.world_size, data.total_steps)
     start = on_rank0(lambda: _starting_state(cfg, data, ranks, origin, card))
     on_rank0(lambda: _record(folder, cfg, ds, data, card, hosts))
+    if ranks.rank == 0:
+        for line in _length_warnings(cfg, data, ranks.world_size):
+            say(line)
     engine = _engine(model, cfg, ds, data.total_steps, folder)
     progress = Progress(
         data.total_steps,
@@ -233,6 +237,11 @@ def _check_alike(cfg: RunConfig, data: Data, card: dict[str, Any]) -> None:
             "each; with shards_itself=True the length of a dataset is that of all ranks together."
         )
         raise DataError(joined(str(error), advice)) from error
+
+
+def _length_warnings(cfg: RunConfig, data: Data, world_size: int) -> list[str]:
+    epoch = Epoch(samples=data.size, sequences=data.size, per_step=cfg.batch.global_size) if data.size else None
+    return run_length.warnings(cfg, epoch, data.total_steps, world_size)
 
 
 def _counts(data: Data, card: dict[str, Any]) -> dict[str, Any]:

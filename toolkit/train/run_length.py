@@ -74,13 +74,17 @@ def _too_short(cfg: RunConfig, epoch: Epoch, total_steps: int, world_size: int) 
     longer = [
         tr("{override} ({steps} steps)", override=word, steps=steps) for word, steps in _longer(cfg, epoch, world_size)
     ]
+    samples, sequences = f"{epoch.samples:,}", f"{epoch.sequences:,}"
+    data = (
+        tr("{samples} samples", samples=samples)
+        if epoch.samples == epoch.sequences
+        else tr("{samples} samples in {sequences} sequences", samples=samples, sequences=sequences)
+    )
     return tr(
-        "WARNING: too few optimizer steps to learn much: {steps} ({samples} samples in {sequences} sequences, "
-        "{per_step} per step, train.epochs={epochs}); {fewest} or more are usual. Each of these makes the run "
-        "longer: {ways}",
+        "WARNING: too few optimizer steps to learn much: {steps} ({data}, {per_step} per step, "
+        "train.epochs={epochs}); {fewest} or more are usual. Each of these makes the run longer: {ways}",
         steps=total_steps,
-        samples=f"{epoch.samples:,}",
-        sequences=f"{epoch.sequences:,}",
+        data=data,
         per_step=epoch.per_step,
         epochs=cfg.train.epochs,
         fewest=FEWEST_STEPS,
