@@ -10,6 +10,8 @@ import deepspeed
 import torch
 from deepspeed.compile.util import is_deepcompile_supported
 from deepspeed.pipe import PipelineModule
+from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
+from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 from deepspeed.utils import groups
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -23,6 +25,10 @@ from toolkit.messages import tr
 
 # 1.2 s each time; for an op of the CPU DeepSpeed 0.19.8 asks twice, to compare with what it was built on.
 cpuinfo.get_cpu_info = cache(cpuinfo.get_cpu_info)
+# To allocate the optimizer's states, DeepSpeed 0.19.8 updates once with gradients of 0 where fp16 or bf16 runs without
+# ZeRO. Adam counts that step, so that its first real update has 0.74 of its size, and weights decay once too often.
+# Optimizers allocate their states at the first update anyway.
+FP16_Optimizer.initialize_optimizer_states = FP16_UnfusedOptimizer.initialize_optimizer_states = lambda _: None
 STAGE = "stage"
 """Attribute of a PipelineModule: the transformers model that computes this rank's stage (toolkit.models.stages)."""
 
