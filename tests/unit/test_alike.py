@@ -10,6 +10,7 @@ from torch.distributed import HashStore
 
 from toolkit.config.keys import field_type
 from toolkit.config.load import load
+from toolkit.distributed import process_group
 from toolkit.distributed.process_group import differences
 from toolkit.errors import LaunchError
 from toolkit.train import alike
@@ -87,3 +88,9 @@ def test_code_and_versions_are_compared(monkeypatch: pytest.MonkeyPatch) -> None
     found = alike._code()
     assert {"alike.py", "gpus.yaml", "ds_keys.json"} <= files, "tables too"
     assert {"version: torch", "version: deepspeed", "version: python", "code: toolkit", "device"} <= set(found)
+
+
+def test_a_process_may_start_two_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setattr(process_group, "_met", (HashStore(), 0, 2))
+    assert [process_group.init_method(timedelta(seconds=1)) for _ in range(2)] == ["met://", "met://"]

@@ -19,6 +19,7 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from datetime import timedelta
+from functools import cache
 from itertools import count
 from pathlib import Path
 from typing import Any, TypeVar
@@ -226,8 +227,14 @@ def init_method(timeout: timedelta) -> str | None:
     if os.environ.get("WORLD_SIZE", "1") == "1":
         return None
     meet(timeout)
-    register_rendezvous_handler(_SCHEME, _yield_met)
+    _register()
     return f"{_SCHEME}://"
+
+
+@cache
+def _register() -> None:
+    """Once in a process, which may start and stop several groups: torch rejects a second handler of a scheme."""
+    register_rendezvous_handler(_SCHEME, _yield_met)
 
 
 def leave() -> None:
