@@ -16,6 +16,8 @@ from toolkit.engine.optimizers import Lion
 WORKER = str(REPOSITORY / "tests" / "ranks" / "sessions_worker.py")
 STEPS, SAVED = 6, 3
 TOLERANCE = 5e-6
+# Lion takes signs: of a number next to 0 the order of additions decides. Measured: 8.7e-6, of losses that fall by 0.1.
+LION_TOLERANCE = 5e-5
 # Muon orthogonalises in bfloat16, where another order of additions shows. Measured: at most 1.3e-3.
 MUON_TOLERANCE = 1e-2
 
@@ -97,7 +99,7 @@ def test_as_in_a_plain_loop(
         words(rows_file, tmp_path, "reference", *CELLS[name], OFFLOAD.replace("cpu", "none")), STEPS
     )
     assert expected[0] - expected[-1] > 0.02, "the reference itself must learn, or the comparison says little"
-    assert furthest(losses(runs / name), expected) < TOLERANCE
+    assert furthest(losses(runs / name), expected) < (LION_TOLERANCE if "lion" in name else TOLERANCE)
 
 
 @pytest.mark.parametrize(
