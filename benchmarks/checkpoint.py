@@ -18,7 +18,7 @@ from deepspeed import DeepSpeedEngine
 from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
 
 from benchmarks.step import build_bare_engine
-from toolkit.checkpoint.run_state import RunState
+from toolkit.checkpoint.directory import RunState
 from toolkit.config.checks import micro_rows
 from toolkit.config.schema import RunConfig
 from toolkit.distributed.process_group import barrier, gather, rank, world_size

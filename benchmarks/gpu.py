@@ -26,8 +26,8 @@ from toolkit.data.collate import collate
 from toolkit.data.plan import pack
 from toolkit.data.store import Sample
 from toolkit.distributed import process_group
+from toolkit.engine.build import initialize_engine
 from toolkit.engine.ds_config import build_ds_config
-from toolkit.engine.initialize import initialize
 from toolkit.launch import environment
 from toolkit.models.attention import choose_attention
 from toolkit.models.build import TORCH_DTYPES, random_config
@@ -111,7 +111,7 @@ def ours(size: Size, words: Sequence[str]) -> dict[str, float]:
     def schedule(optimizer: torch.optim.Optimizer) -> Schedule:
         return Schedule(optimizer, cfg.schedule, cfg.optim.lr, _ENDLESS, 0)
 
-    engine = initialize(model, values, cfg.train.activation_checkpointing, schedule, optim=cfg.optim)
+    engine = initialize_engine(model, values, cfg.train.activation_checkpointing, schedule, optim=cfg.optim)
     engine.train()
     guard = Guard(engine, cfg.train)
     on_cpu = get_accelerator().device_name() == "cpu"

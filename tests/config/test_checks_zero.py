@@ -20,7 +20,7 @@ from toolkit.errors import CheckpointError, ConfigError
 from toolkit.plan.memory import plan_rank
 from toolkit.plan.outline import PUBLISHED
 from toolkit.plan.parameters import shapes_of_config, tuned
-from toolkit.plan.search import changed, overrides
+from toolkit.plan.search import overrides, with_layout
 from toolkit.train.resume import _check_states
 
 ZENFLOW = "zero=stage2_zenflow train.rehearse=false train.on_bad_step=stop batch.global_size=8"
@@ -220,10 +220,10 @@ def test_plan_counts_what_is_added() -> None:
 
 def test_what_a_plan_proposes_is_accepted() -> None:
     cfg = loaded_with("zero=stage3_hpz").cfg
-    other = changed(cfg, 2, Device.none, Device.none, False, 1)
+    other = with_layout(cfg, 2, Device.none, Device.none, False, 1)
     assert overrides(cfg, other) == ["zero.stage=2", "zero.zero_hpz_partition_size=1"]
     cfg = loaded_with(ZENFLOW).cfg
-    assert overrides(cfg, changed(cfg, 1, Device.none, Device.none, False, 1)) == [
+    assert overrides(cfg, with_layout(cfg, 1, Device.none, Device.none, False, 1)) == [
         "zero.stage=1",
         "zero.offload_optimizer.device=none",
         "zero.zenflow.enabled=false",

@@ -7,7 +7,7 @@ import pytest
 
 from toolkit.cli.compose import positive_int
 from toolkit.config.load import load
-from toolkit.engine.ds_json import read_json
+from toolkit.engine.ds_import import read_json
 from toolkit.errors import ConfigError, LaunchError
 from toolkit.launch.environment import detect
 

@@ -14,13 +14,12 @@ from toolkit.config.checks import accumulation, check
 from toolkit.config.load import load
 from toolkit.config.schema import Init, RunConfig, TuningConfig
 from toolkit.config.tensor import FAMILIES, Split, check_split, part_shape, partition_config, split_of, whole_shape
-from toolkit.distributed.tensor import join
+from toolkit.distributed.tensor import join_parts
 from toolkit.engine.ds_config import build_ds_config, explain
 from toolkit.engine.ds_import import import_json
 from toolkit.errors import ConfigError
 from toolkit.plan.memory import plan_rank
-from toolkit.plan.parameters import shapes_of_config, tuned
-from toolkit.plan.tensor import exchanged, part_of
+from toolkit.plan.parameters import exchanged_bytes, shapes_of_config, tensor_part, tuned
 
 WORDS = "recipe=zero1 model=glm_tiny parallel=tensor"
 REFUSED = {
@@ -119,7 +118,7 @@ def test_parts_join_to_the_whole(kind: str) -> None:
         pieces = [whole[: len(whole) // 2], whole[len(whole) // 2 :]] if split is Split.pairs else [whole]
         parts = [torch.cat([piece.chunk(2, place)[rank] for piece in pieces]) for rank in range(2)]
         parts = parts if split else [whole, whole]
-        assert torch.equal(join(name, parts), whole), name
+        assert torch.equal(join_parts(name, parts), whole), name
         assert tuple(parts[0].shape) == part_shape(name, shape, 2)
         assert whole_shape(name, tuple(parts[0].shape), 2) == shape
         num_split += split is not None
@@ -130,7 +129,7 @@ def test_the_plan_knows_the_parts() -> None:
     known = shapes_of_config(GLM)
     assert known is not None
     outline = tuned(*known, TuningConfig())
-    part = part_of(outline, 2)
+    part = tensor_part(outline, 2)
     assert part.vocabulary == outline.vocabulary
     assert part.sizes["heads"] == 2 and part.sizes["keys"] == outline.sizes["keys"] // 2
     whole, split = (load([*WORDS.split(), f"parallel.tensor={size}"]).cfg for size in (1, 2))
@@ -139,8 +138,8 @@ def test_the_plan_knows_the_parts() -> None:
     assert after["optimizer"] == 12 * -(-part.num_parameters // 4)
     assert after["mlp"] < before["mlp"] and after["attention"] < before["attention"]
     # Each of the six matrices of a layer (q, k, v, o, gate and up in one, down) is one all-reduce.
-    assert exchanged(outline, 2, 1000) == (12 * 1000, 12)
-    assert exchanged(outline, 1, 1000) == (0, 0)
+    assert exchanged_bytes(outline, 2, 1000) == (12 * 1000, 12)
+    assert exchanged_bytes(outline, 1, 1000) == (0, 0)
     with pytest.raises(ConfigError, match="does not divide"):
-        part_of(outline, 4)
+        tensor_part(outline, 4)
     assert whole.model.init is Init.random and len(partition_config()["layer_specs"]) == 4

@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from toolkit.cli import main
 from toolkit.cli.usable import load_usable
 from toolkit.config.schema import TuningConfig, TuningMethod
+from toolkit.engine.parameters import count_parameters
 from toolkit.errors import CheckpointError, ConfigError, ModelError
 from toolkit.export import adapter as export_adapter
 from toolkit.export.adapter import write_adapter
@@ -22,7 +23,6 @@ from toolkit.models import load_tokenizer, probe
 from toolkit.models.tuning.adapter import base_of_adapter, load_adapter, stored_names, trained_names
 from toolkit.models.tuning.apply import tune
 from toolkit.models.tuning.base import base_of
-from toolkit.models.tuning.count import count_parameters
 from toolkit.plan.parameters import shapes_of_config
 from toolkit.plan.parameters import tuned as plan
 

@@ -11,8 +11,8 @@ from engine_worker import DS_CONFIG, no_schedule
 
 from toolkit.config.schema import ActivationCheckpointingConfig, DistributedConfig
 from toolkit.distributed import process_group
-from toolkit.engine.gather import gathered_parameters
-from toolkit.engine.initialize import initialize
+from toolkit.engine.build import initialize_engine
+from toolkit.engine.parameters import gathered_parameters
 from toolkit.launch import environment
 from toolkit.models import load_model, save_model
 
@@ -30,7 +30,7 @@ def check(folder: Path) -> None:
             state[name] = value
     buffers = dict(expected.named_buffers())
     assert set(buffers) == {name for name, _ in model.named_buffers()}
-    engine = initialize(model, DS_CONFIG, ActivationCheckpointingConfig(), no_schedule)
+    engine = initialize_engine(model, DS_CONFIG, ActivationCheckpointingConfig(), no_schedule)
     for name, buffer in engine.module.named_buffers():
         assert torch.equal(buffer, buffers[name]), name
         assert buffer.dtype is torch.float32, name

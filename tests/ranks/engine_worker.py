@@ -20,8 +20,8 @@ from toolkit.config.schema import (
     TrainConfig,
 )
 from toolkit.distributed import process_group
-from toolkit.engine.gather import gathered_parameters
-from toolkit.engine.initialize import initialize
+from toolkit.engine.build import initialize_engine
+from toolkit.engine.parameters import gathered_parameters
 from toolkit.errors import Diverged, ModelError
 from toolkit.launch import environment
 from toolkit.models import load_model
@@ -62,7 +62,7 @@ def check_loading(path: str) -> None:
     for name, buffer in model.named_buffers():
         assert buffer.dtype is torch.float32
         assert torch.equal(buffer, buffers[name]), name
-    engine = initialize(model, DS_CONFIG, ActivationCheckpointingConfig(), no_schedule)
+    engine = initialize_engine(model, DS_CONFIG, ActivationCheckpointingConfig(), no_schedule)
     for name, buffer in engine.module.named_buffers():
         assert torch.equal(buffer, buffers[name]), name
 
@@ -82,7 +82,7 @@ def check_recomputation(path: str) -> None:
         model = transformers.AutoModelForCausalLM.from_pretrained(path)
         config = {**DS_CONFIG, "zero_optimization": {"stage": 1}}
         recompute = ActivationCheckpointingConfig(enabled=enabled, synchronize_checkpoint_boundary=enabled)
-        engine = initialize(model, config, recompute, no_schedule)
+        engine = initialize_engine(model, config, recompute, no_schedule)
         engine.train()
         for _ in range(3):
             engine.backward(engine(input_ids=batch, labels=batch, use_cache=False).loss)
@@ -99,7 +99,7 @@ def check_skipped_steps(path: str) -> None:
     config = {**DS_CONFIG, "zero_optimization": {"stage": 2}}
     schedule = ScheduleConfig(name=ScheduleName.linear, warmup_steps=2, warmup_min_ratio=0.1)
     model = transformers.AutoModelForCausalLM.from_pretrained(path)
-    engine = initialize(
+    engine = initialize_engine(
         model, config, ActivationCheckpointingConfig(), lambda optimizer: Schedule(optimizer, schedule, 0.001, 20, 2)
     )
     ids = torch.arange(8).reshape(1, 8)

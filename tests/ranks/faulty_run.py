@@ -141,7 +141,7 @@ def turn_back_the_clock(loop: Any) -> None:
 
 def install() -> None:
     """Put the fault in its place."""
-    from toolkit.checkpoint import engine_files, folders, manifest
+    from toolkit.checkpoint import directory, engine_files
     from toolkit.train import loop, rehearse
 
     at, step = FAULT["at"], FAULT.get("step")
@@ -177,27 +177,27 @@ def install() -> None:
 
         loop.Saver.begin = begin
     elif at == "save.prove":
-        before(manifest, "prove", of_step)
+        before(directory, "verify_files", of_step)
     elif at == "save.manifest":
-        before(manifest, "write", lambda folder, *_: of_step(folder))
+        before(directory, "write_manifest", lambda folder, *_: of_step(folder))
     elif at == "save.rename":
-        before(folders, "publish", lambda temporary, _target: of_step(temporary))
+        before(directory, "publish_checkpoint", lambda temporary, _target: of_step(temporary))
     elif at == "save.latest":
         # After the rename, before `latest` is replaced: at the second flush of the folder that holds the checkpoints.
-        real = folders.publish
+        real = directory.publish_checkpoint
 
         def publish(temporary: Path, target: Path) -> None:
             if of_step(target) and FAULT.get("rank", RANK) == RANK:
-                before(folders, "flush", lambda path: path == target.parent)
+                before(directory, "flush", lambda path: path == target.parent)
             real(temporary, target)
 
-        folders.publish = publish
+        directory.publish_checkpoint = publish
     elif at == "slow":
         slow_down(loop)
     elif at == "rehearsal":
         before(rehearse, "train_step", nth)
     elif at == "rotate":
-        before(folders, "remove_old", nth)
+        before(directory, "remove_old", nth)
     else:
         raise SystemExit(f"no such place: {at}")
 

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from toolkit.config.schema import ActivationCheckpointingConfig, CompileConfig, DistributedConfig, TrainConfig, When
 from toolkit.distributed import process_group
-from toolkit.engine.initialize import initialize
+from toolkit.engine.build import initialize_engine
 from toolkit.errors import ConfigError
 from toolkit.models.loss import Way, loss_head, with_places
 from toolkit.train import step
@@ -84,7 +84,7 @@ def build(stage: int, dtype: str, compiling: CompileConfig | None = None) -> Dee
         "optimizer": {"type": "AdamW", "params": {"lr": 0.01, "torch_adam": True, "fused": True}},
     }
     model = transformers.GlmForCausalLM(config)
-    engine = initialize(
+    engine = initialize_engine(
         model,
         ds_config,
         ActivationCheckpointingConfig(),

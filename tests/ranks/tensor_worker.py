@@ -19,14 +19,13 @@ from toolkit.config.schema import (
     TrainConfig,
 )
 from toolkit.distributed import process_group
-from toolkit.distributed.tensor import is_part
+from toolkit.distributed.tensor import is_tensor_part
+from toolkit.engine.build import initialize_engine
 from toolkit.engine.ds_config import build_ds_config
-from toolkit.engine.gather import gathered_parameters
-from toolkit.engine.initialize import initialize
+from toolkit.engine.parameters import count_parameters, gathered_parameters
 from toolkit.models import probe
 from toolkit.models.build import TORCH_DTYPES
 from toolkit.models.chatglm.modeling import ChatGLMConfig, ChatGLMForConditionalGeneration
-from toolkit.models.tuning.count import count_parameters
 from toolkit.train.guard import Guard
 from toolkit.train.step import train_step
 
@@ -142,7 +141,7 @@ def check(kind: str, stage: int, dtype: Dtype, offloads: bool) -> None:
     sizes = {group: one.total for group, one in count_parameters(model).items()}
     ids = batch_of(kind, 0, range(2))["input_ids"][:, :5]
     expected = probe.take(model.eval(), ids).logits
-    engine = initialize(
+    engine = initialize_engine(
         model.train(),
         build_ds_config(cfg, world, STEPS).values,
         ActivationCheckpointingConfig(),
@@ -166,7 +165,7 @@ def check(kind: str, stage: int, dtype: Dtype, offloads: bool) -> None:
     whole = dict(gathered_parameters(engine.module))
     everywhere = {}
     for name, parameter in engine.module.named_parameters():
-        if not is_part(parameter):  # whole on every rank
+        if not is_tensor_part(parameter):  # whole on every rank
             everywhere[name] = [torch.empty_like(parameter) for _ in range(world)]
             torch.distributed.all_gather(everywhere[name], parameter.detach().contiguous())
     different = [name for name, found in everywhere.items() if not all(torch.equal(one, found[0]) for one in found)]

@@ -11,7 +11,7 @@ from ranks import REPOSITORY, forked, run
 from safetensors.torch import load_file, save_file
 from shared import experts, tiny
 
-from toolkit.checkpoint import folders, manifest
+from toolkit.checkpoint import directory
 from toolkit.cli import main
 from toolkit.config.load import load
 from toolkit.errors import ConfigError
@@ -60,7 +60,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 @pytest.mark.parametrize("name", CELLS)
 def test_a_checkpoint_elsewhere_exports_what_the_run_exported(name: str, runs: Path, tmp_path: Path) -> None:
     """Copied, and the cache and the base model's folder gone."""
-    [checkpoint] = folders.published(runs / name / "checkpoints")
+    [checkpoint] = directory.published_checkpoints(runs / name / "checkpoints")
     assert checkpoint.name == "step-6"
     moved = shutil.copytree(checkpoint, tmp_path / "moved")
     hidden = [runs.parent / one for one in ("cache", "v1", "v3", "experts")]
@@ -108,9 +108,11 @@ def test_weights_of_an_old_checkpoint_stay(
 
 def reseal(folder: Path) -> None:
     """Write the manifest anew over whatever lies there: now only the content can tell."""
-    (folder / manifest.MANIFEST).unlink()
+    (folder / directory.MANIFEST).unlink()
     paths = [path for path in folder.rglob("*") if path.is_file()]
-    manifest.write(folder, {path.relative_to(folder).as_posix(): manifest.record(path) for path in paths}, {})
+    directory.write_manifest(
+        folder, {path.relative_to(folder).as_posix(): directory.record_file(path) for path in paths}, {}
+    )
 
 
 @pytest.mark.parametrize("what", ["wrong", "empty", "missing"])
@@ -151,7 +153,7 @@ def test_verify_sees_foreign_files_and_says_what_is_old(
     assert main(["verify", str(folder)]) == 74
     assert "model-2.safetensors: the manifest does not know it" in capsys.readouterr().out
     (folder / "model-2.safetensors").unlink()
-    (folder / manifest.MANIFEST).unlink()  # as an older version left it
+    (folder / directory.MANIFEST).unlink()  # as an older version left it
     shutil.rmtree(folder / "probe")
     assert main(["verify", str(folder)]) == 0
     said = capsys.readouterr().out

@@ -11,7 +11,7 @@ import torch
 from ranks import REPOSITORY, deepspeed, run
 from shared import losses, plain_loop, tiny
 
-from toolkit.engine.optimizers import Lion
+from toolkit.engine.build import Lion
 
 WORKER = str(REPOSITORY / "tests" / "ranks" / "sessions_worker.py")
 STEPS, SAVED = 6, 3

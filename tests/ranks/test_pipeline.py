@@ -11,7 +11,7 @@ from ranks import REPOSITORY, deepspeed, run
 from safetensors.torch import load_file
 from shared import SHORT_FIRST, check_short_first, eval_losses, losses, plain_loop, rows_of, tiny, trained
 
-from toolkit.checkpoint.weights import weights
+from toolkit.checkpoint.convert import iter_weights
 from toolkit.cli import main
 
 WORKER = str(REPOSITORY / "tests" / "ranks" / "sessions_worker.py")
@@ -109,7 +109,7 @@ def test_exports_are_whole(name: str, exported: str, runs: Path, tmp_path: Path)
     assert main(["verify", str(runs / name / "export")]) == 0
     assert main(["verify", str(runs / name / "checkpoints" / f"step-{STEPS}")]) == 0
     held = load_file(runs / name / "export" / "model.safetensors")
-    found = dict(weights(runs / name / "checkpoints" / f"step-{STEPS}", torch.float32))
+    found = dict(iter_weights(runs / name / "checkpoints" / f"step-{STEPS}", torch.float32))
     assert set(found) == set(held)
     assert all(torch.equal(found[one], held[one]) for one in held)
     assert main(["export-model", f"model.path={runs / name}/checkpoints/step-{STEPS}", f"output={tmp_path}/out"]) == 0

@@ -10,8 +10,8 @@ from ranks import REPOSITORY, deepspeed, run
 from safetensors.torch import load_file
 from shared import default_first, of_tier, rows_of, tiny, trained
 
+from toolkit.checkpoint.directory import manifest_problems
 from toolkit.checkpoint.engine_files import EngineFiles
-from toolkit.checkpoint.manifest import problems
 
 WORKER = str(REPOSITORY / "tests" / "ranks" / "sessions_worker.py")
 STEPS, EVERY = 10, 4
@@ -164,8 +164,8 @@ def test_the_rest_of_the_run_is_the_same(name: str, runs: Path) -> None:
 @pytest.mark.parametrize("name", default_first(CELLS, SHORT))
 def test_the_last_checkpoint_is_the_same(name: str, runs: Path) -> None:
     straight, again = (runs / one / "checkpoints" / f"step-{STEPS}" for one in (name, f"{name}-again"))
-    assert not problems(straight)
-    assert not problems(again)
+    assert not manifest_problems(straight)
+    assert not manifest_problems(again)
     files = sorted(path.name for path in straight.glob("*.pt"))
     assert files == sorted(path.name for path in again.glob("*.pt"))
     for file in files:

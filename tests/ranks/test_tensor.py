@@ -7,7 +7,7 @@ import pytest
 from ranks import REPOSITORY, deepspeed, forked, run
 from shared import SHORT_FIRST, check_short_first, rows_of, tiny, trained
 
-from toolkit.checkpoint import manifest
+from toolkit.checkpoint import directory
 from toolkit.export.checkpoint import load_checkpoint
 from toolkit.models import load_model, probe
 
@@ -85,7 +85,7 @@ def test_it_goes_on_bit_for_bit(runs: Path) -> None:
 def test_checkpoints_and_exports_are_whole(name: str, runs: Path) -> None:
     """The same logits by the run, by its export, and by its last checkpoint without ranks."""
     export, checkpoint = runs / name / "export", runs / name / "checkpoints" / f"step-{STEPS}"
-    assert not manifest.problems(checkpoint)
+    assert not directory.manifest_problems(checkpoint)
     for model in (load_model(export), load_checkpoint(checkpoint)):
         taken = probe.read(export)
         assert taken is not None

@@ -13,7 +13,7 @@ from ranks import BIN, REPOSITORY, deepspeed, environment, forked, run
 from safetensors.torch import load_file
 from shared import eval_losses, experts, losses, tiny
 
-from toolkit.checkpoint.weights import weights
+from toolkit.checkpoint.convert import iter_weights
 from toolkit.cli import main
 from toolkit.cli.usable import load_usable
 from toolkit.models import probe
@@ -138,7 +138,7 @@ def test_a_bad_step_goes_back_to_a_checkpoint_without_the_frozen(name: str, runs
 
 def weights_of(checkpoint: Path) -> dict[str, torch.Tensor]:
     """Return what a checkpoint holds of the model."""
-    return dict(weights(checkpoint, torch.float32))
+    return dict(iter_weights(checkpoint, torch.float32))
 
 
 @pytest.mark.parametrize("name", CELLS)

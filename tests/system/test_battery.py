@@ -20,8 +20,7 @@ import pytest
 from ranks import deepspeed, environment, forked, gone, kill_session, run, start, wait_for
 from shared import FAULTY, STEPS, faulty_words, losses, rows_of
 
-from toolkit.checkpoint.folders import newest_whole, published
-from toolkit.checkpoint.manifest import problems
+from toolkit.checkpoint.directory import manifest_problems, newest_complete, published_checkpoints
 
 
 def life(folder: Path, words: list[str], fault: dict[str, Any], num_ranks: int = 2) -> Any:
@@ -47,9 +46,9 @@ def test_a_hard_life_in_a_strange_place(rows_file: Path, tmp_path: Path, straigh
     # The clock goes back a year at step 2, and a rank that is not rank 0 gets two signals at step 3.
     stopped = life(folder, words, {"at": "step", "step": 3, "rank": 1, "do": "term", "back_at": 2})
     assert "Stopped: stopped by " in stopped.output, stopped.output[-3000:]
-    [newest, *_] = published(run_folder / "checkpoints")
+    [newest, *_] = published_checkpoints(run_folder / "checkpoints")
     assert newest.name == "step-4", "the vote of step 3 was cast already"
-    assert not problems(newest)
+    assert not manifest_problems(newest)
     assert not (run_folder / "FAILED").exists()
     os.utime(newest, (0, 0))  # its time says that it is the oldest: order is by step
 
@@ -89,9 +88,9 @@ def test_a_disk_that_is_full_for_a_while(
     folder = small_disk / "runs" / "run"
     assert "WARNING: the checkpoint step-4 could not be saved: " in finished.output, finished.output[-5000:]
     assert losses(folder) == straight
-    found = published(folder / "checkpoints")
+    found = published_checkpoints(folder / "checkpoints")
     assert [path.name for path in found] == ["step-8", "step-6"], "tried again, and once it succeeds no more"
-    assert not [path for path in found if problems(path)]
+    assert not [path for path in found if manifest_problems(path)]
     assert not list(folder.rglob("*.tmp"))
 
 
@@ -106,7 +105,7 @@ def test_a_disk_that_stays_full_and_one_that_cannot_be_written(
     assert finished.code != 0
     assert "CheckpointError: the last checkpoint could not be saved" in finished.output, finished.output[-3000:]
     assert not (small_disk / "runs" / "run" / "DONE").exists()
-    newest = newest_whole(small_disk / "runs" / "run" / "checkpoints", print)
+    newest = newest_complete(small_disk / "runs" / "run" / "checkpoints", print)
     assert newest is not None and newest.name in ("step-4", "step-6")
     (small_disk / "ballast").unlink()
     subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
@@ -184,8 +183,8 @@ def test_killed_at_random_instants_of_saves(asynchronous: str, rows_file: Path, 
         dead = life(tmp_path, words, {"at": "save.random", "rank": 0, "do": "killall", **when})
         assert not (folder / "DONE").exists(), dead.output[-2000:]
         gone(f"run.dir={tmp_path}/runs", 30)
-        found = published(folder / "checkpoints")
-        assert not [path for path in found if problems(path)], "a checkpoint that was published is not whole"
+        found = published_checkpoints(folder / "checkpoints")
+        assert not [path for path in found if manifest_problems(path)], "a checkpoint that was published is not whole"
         newest = int(found[0].name.removeprefix("step-")) if found else 0
         assert newest >= reached, "a checkpoint was lost"
         reached = newest
@@ -223,8 +222,8 @@ def test_signals(name: str, whom: str, rows_file: Path, tmp_path: Path, record_p
     finally:
         kill_session(process)
         process.communicate(timeout=30)
-    [newest] = published(folder / "checkpoints")
-    assert not problems(newest)
+    [newest] = published_checkpoints(folder / "checkpoints")
+    assert not manifest_problems(newest)
     lost = len([row for row in rows_of(folder) if "loss" in row]) - int(newest.name.removeprefix("step-"))
     record_property("steps lost", lost)
     assert lost == 0
@@ -344,7 +343,7 @@ def test_a_run_that_is_hit_again_and_again(rows_file: Path, tmp_path: Path, reco
     assert process.returncode == 0, said[-4000:]
     assert sum(hits.values()) >= 3, "too few faults happened"
     assert losses(folder) == losses(tmp_path / "runs" / "whole")
-    assert not [path for path in published(folder / "checkpoints") if problems(path)]
+    assert not [path for path in published_checkpoints(folder / "checkpoints") if manifest_problems(path)]
     waits = [float(found) for found in re.findall(r"(\d+\.\d) s from the death to the first new step", said)]
     lost = (folder / "logs" / "metrics-lost.jsonl").read_text().count("\n")
     record_property("hits", ", ".join(f"{kind} {count}" for kind, count in hits.items()))

@@ -12,8 +12,7 @@ import pytest
 from ranks import deepspeed, forked, free_port, gone, kill_session, run, start, wait_for
 from shared import FAULTY, faulty_words, losses, rows_of
 
-from toolkit.checkpoint.folders import published
-from toolkit.checkpoint.manifest import problems
+from toolkit.checkpoint.directory import manifest_problems, published_checkpoints
 
 OFTEN = (
     {"at": "step", "step": 5, "rank": 0, "do": "kill"},
@@ -48,15 +47,15 @@ def test_the_same_command_goes_on_to_the_same_end(
     folder = tmp_path / "runs" / "run"
     assert not (folder / "DONE").exists(), killed.output[-2000:]
     gone(f"run.dir={tmp_path}/runs", 30)
-    for checkpoint in published(folder / "checkpoints"):
-        assert not problems(checkpoint)
+    for checkpoint in published_checkpoints(folder / "checkpoints"):
+        assert not manifest_problems(checkpoint)
     finished = run(forked(2, FAULTY, *command), cwd=tmp_path, FAULT="{}")
     assert finished.code == 0, finished.output[-4000:]
     assert losses(folder) == straight
     assert (folder / "DONE").exists()
     assert not (folder / "FAILED").exists()
     assert not [*folder.rglob("*.tmp"), *folder.rglob("*.trash")]
-    newest = published(folder / "checkpoints")
+    newest = published_checkpoints(folder / "checkpoints")
     assert [path.name for path in newest] == ["step-8", "step-6"]
     assert (folder / "checkpoints" / "latest").read_text() == "step-8\n"
     if fault["at"] != "step" or fault["step"] > 2:
@@ -83,8 +82,8 @@ def test_no_rank_outlives_its_launcher(victim: str, rows_file: Path, tmp_path: P
         process.kill()
         process.communicate(timeout=30)
         kill_session(process)
-    [newest] = published(metrics.parent / "checkpoints")
-    assert not problems(newest)
+    [newest] = published_checkpoints(metrics.parent / "checkpoints")
+    assert not manifest_problems(newest)
     assert not (metrics.parent / "DONE").exists()
 
 
@@ -109,8 +108,8 @@ def test_a_file_stops_the_run_and_only_one_process_may_work_in_it(
         kill_session(process)
     assert "stopped by the file 'stop' after step " in output, output[-2000:]
     assert not (folder / "stop").exists()
-    [newest] = published(folder / "checkpoints")
-    assert not problems(newest)
+    [newest] = published_checkpoints(folder / "checkpoints")
+    assert not manifest_problems(newest)
     # A run of another length is another run; the key that says so is named.
     shorter = run(forked(2, FAULTY, *faulty_words(rows_file, tmp_path, "run")), cwd=tmp_path, FAULT="{}")
     assert shorter.code != 0
@@ -167,9 +166,9 @@ def test_a_run_whose_folder_is_removed_says_so_and_saves_what_it_has(rows_file: 
         kill_session(process)
     assert process.returncode != 0
     assert output.count(f"RunFolderError: the run folder {folder} was removed, moved or replaced") == 1, output[-3000:]
-    [saved] = published(tmp_path / "runs" / "run.rescued" / "checkpoints")
+    [saved] = published_checkpoints(tmp_path / "runs" / "run.rescued" / "checkpoints")
     assert f"is saved: resume={saved} continues from it" in output
-    assert not problems(saved)
+    assert not manifest_problems(saved)
     assert not folder.exists()
 
 
@@ -182,7 +181,7 @@ def test_a_damaged_checkpoint_is_passed_over(rows_file: Path, tmp_path: Path, st
     run(forked(2, FAULTY, *command), cwd=tmp_path, FAULT=json.dumps(fault))
     assert note.exists()
     folder = tmp_path / "runs" / "run"
-    newest, before = published(folder / "checkpoints")
+    newest, before = published_checkpoints(folder / "checkpoints")
     file = next(newest.glob("zero_pp_rank_1*"))
     content = bytearray(file.read_bytes())
     content[len(content) // 2] ^= 4
@@ -211,7 +210,7 @@ def test_a_full_disk_costs_a_checkpoint_and_not_the_run(
     assert "WARNING: the checkpoint step-4 could not be saved: No space left on device" in finished.output
     folder = tmp_path / "runs" / "run"
     assert losses(folder) == straight
-    names = [path.name for path in published(folder / "checkpoints")]
+    names = [path.name for path in published_checkpoints(folder / "checkpoints")]
     assert names[0] == "step-8"
     assert len(names) == 2
     assert names[1] in ("step-5", "step-6", "step-7"), "it is tried again soon, and once it succeeds no more"

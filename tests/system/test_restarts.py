@@ -13,8 +13,7 @@ import pytest
 from ranks import BIN, REPOSITORY, alive, free_port, gone, kill_session, run, start, wait_for
 from shared import FAULTY, faulty_words, losses, rows_of, tiny
 
-from toolkit.checkpoint.folders import published
-from toolkit.checkpoint.manifest import problems
+from toolkit.checkpoint.directory import manifest_problems, published_checkpoints
 
 LAUNCH = [sys.executable, str(REPOSITORY / "tests" / "ranks" / "faulty_launch.py")]
 
@@ -115,8 +114,8 @@ def test_a_lost_launcher_is_replaced_and_a_request_to_stop_is_obeyed(rows_file: 
     assert "stopped by SIGTERM after step " in output
     assert output.count("Restart 1 of 2, from the checkpoint of step ") == 1
     gone(f"run.dir={tmp_path}/runs", 5)
-    newest = published(folder / "checkpoints")[0]
-    assert not problems(newest)
+    newest = published_checkpoints(folder / "checkpoints")[0]
+    assert not manifest_problems(newest)
     assert int(newest.name.removeprefix("step-")) > starts_of(folder)[1][0] > 0
 
 
@@ -127,7 +126,7 @@ def children(pid: int) -> list[int]:
 
 def size_at_start(folder: Path) -> int:
     """Return the length of metrics.jsonl from which the last start goes on."""
-    newest = published(folder / "checkpoints")[0]
+    newest = published_checkpoints(folder / "checkpoints")[0]
     return int(json.loads((newest / "state.json").read_text())["metrics_bytes"])
 
 
@@ -171,8 +170,8 @@ def test_no_rank_outlives_a_killed_toolkit_launch(rows_file: Path, tmp_path: Pat
         process.kill()
         process.communicate(timeout=30)
         kill_session(process)
-    [newest] = published(folder / "checkpoints")
-    assert not problems(newest)
+    [newest] = published_checkpoints(folder / "checkpoints")
+    assert not manifest_problems(newest)
 
 
 REFUSED: dict[str, tuple[list[str], str]] = {

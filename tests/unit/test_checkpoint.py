@@ -21,12 +21,11 @@ import numpy as np
 import pytest
 import torch
 
-from toolkit.checkpoint import changes, engine_files, folders, manifest, random_state
+from toolkit.checkpoint import changes, directory, engine_files, random_state
+from toolkit.checkpoint.convert import iter_weights
+from toolkit.checkpoint.directory import RunState, manifest_problems, record_file, write_manifest
+from toolkit.checkpoint.directory import read_run_state as read_state
 from toolkit.checkpoint.engine_files import EngineFiles
-from toolkit.checkpoint.manifest import problems, record, write
-from toolkit.checkpoint.run_state import RunState
-from toolkit.checkpoint.run_state import read as read_state
-from toolkit.checkpoint.weights import weights
 from toolkit.cli import main
 from toolkit.config.influence import FREE, Influence, influence_of
 from toolkit.config.load import recorded
@@ -40,17 +39,17 @@ from toolkit.train.rotation import Rotation
 
 def checkpoint(folder: Path, step: int) -> Path:
     """Make a small checkpoint under its name."""
-    made = folder / folders.name_of(step)
+    made = folder / directory.checkpoint_name(step)
     made.mkdir(parents=True)
     torch.save({"weights": torch.arange(1000.0), "step": step}, made / "model.pt")
     RunState(step=step).write(made)
-    write(made, {path.name: record(path) for path in sorted(made.iterdir())}, {"step": step})
+    write_manifest(made, {path.name: record_file(path) for path in sorted(made.iterdir())}, {"step": step})
     return made
 
 
 def test_a_whole_one_has_no_problems(tmp_path: Path) -> None:
     made = checkpoint(tmp_path, 3)
-    assert problems(made) == []
+    assert manifest_problems(made) == []
     assert read_state(made).step == 3
 
 
@@ -63,9 +62,9 @@ def test_every_flipped_bit_is_found(tmp_path: Path, file: str) -> None:
         content = bytearray(whole)
         content[place] ^= 1 << (place % 8)
         path.write_bytes(content)
-        assert problems(path.parent) == [f"{file}: its content is not what was written"], place
+        assert manifest_problems(path.parent) == [f"{file}: its content is not what was written"], place
     path.write_bytes(whole)
-    assert problems(path.parent) == []
+    assert manifest_problems(path.parent) == []
 
 
 @pytest.mark.fault("C1")
@@ -74,17 +73,17 @@ def test_cut_off_and_missing_files_are_found(tmp_path: Path, size: int) -> None:
     path = checkpoint(tmp_path, 3) / "model.pt"
     whole = path.stat().st_size
     os.truncate(path, size)
-    assert problems(path.parent) == [f"model.pt: {size} bytes instead of {whole}"]
+    assert manifest_problems(path.parent) == [f"model.pt: {size} bytes instead of {whole}"]
     path.unlink()
-    assert problems(path.parent) == ["model.pt: No such file or directory"]
+    assert manifest_problems(path.parent) == ["model.pt: No such file or directory"]
 
 
 def test_foreign_files_are_found(tmp_path: Path) -> None:
     made = checkpoint(tmp_path, 3)
     (made / "notes.md").write_text("nobody loads this")
-    assert problems(made) == []
+    assert manifest_problems(made) == []
     torch.save({}, made / "zero_pp_rank_0_mp_rank_00_optim_states.pt")
-    assert problems(made) == ["zero_pp_rank_0_mp_rank_00_optim_states.pt: the manifest does not know it"]
+    assert manifest_problems(made) == ["zero_pp_rank_0_mp_rank_00_optim_states.pt: the manifest does not know it"]
 
 
 @pytest.mark.fault("C3", "S1")
@@ -96,7 +95,7 @@ def test_no_path_leads_out(tmp_path: Path, name: str) -> None:
     found = json.loads((made / "manifest.json").read_text())
     found["files"][name] = found["files"]["model.pt"]
     (made / "manifest.json").write_text(json.dumps(found))
-    assert f"{name}: this path leads out of the checkpoint" in problems(made)
+    assert f"{name}: this path leads out of the checkpoint" in manifest_problems(made)
 
 
 @pytest.mark.fault("C3")
@@ -104,9 +103,9 @@ def test_no_path_leads_out(tmp_path: Path, name: str) -> None:
 def test_a_broken_manifest_is_no_checkpoint(tmp_path: Path, text: str) -> None:
     made = checkpoint(tmp_path, 3)
     (made / "manifest.json").write_text(text)
-    assert len(problems(made)) >= 1
+    assert len(manifest_problems(made)) >= 1
     (made / "manifest.json").unlink()
-    assert problems(made) == [f"{made} is no whole checkpoint: No such file or directory."]
+    assert manifest_problems(made) == [f"{made} is no whole checkpoint: No such file or directory."]
 
 
 def test_the_newest_whole_one_is_found(tmp_path: Path) -> None:
@@ -116,11 +115,11 @@ def test_the_newest_whole_one_is_found(tmp_path: Path) -> None:
     (tmp_path / "step-11.tmp").mkdir()
     (tmp_path / "step-x").mkdir()
     said: list[str] = []
-    assert folders.newest_whole(tmp_path, said.append) == tmp_path / "step-10"
+    assert directory.newest_complete(tmp_path, said.append) == tmp_path / "step-10"
     assert not said
     os.truncate(tmp_path / "step-10" / "model.pt", 50)
     (tmp_path / "step-9" / "manifest.json").unlink()
-    assert folders.newest_whole(tmp_path, said.append) == tmp_path / "step-2"
+    assert directory.newest_complete(tmp_path, said.append) == tmp_path / "step-2"
     assert [line.split(" is damaged")[0] for line in said] == [
         f"Warning: the checkpoint {tmp_path}/step-10",
         f"Warning: the checkpoint {tmp_path}/step-9",
@@ -128,7 +127,7 @@ def test_the_newest_whole_one_is_found(tmp_path: Path) -> None:
     assert {path.name for path in tmp_path.iterdir()} == {
         *("step-2", "step-9.damaged", "step-10.damaged", "step-11.tmp", "step-x")
     }
-    assert folders.newest_whole(tmp_path / "nowhere", said.append) is None
+    assert directory.newest_complete(tmp_path / "nowhere", said.append) is None
 
 
 @pytest.mark.parametrize("denied", ["manifest.json", "model.pt"])
@@ -148,7 +147,7 @@ def test_a_checkpoint_that_may_not_be_read_is_not_put_aside(
     monkeypatch.setattr("builtins.open", closed)
     said: list[str] = []
     with pytest.raises(PermissionError):
-        folders.newest_whole(tmp_path, said.append)
+        directory.newest_complete(tmp_path, said.append)
     assert made.is_dir() and not said
 
 
@@ -157,22 +156,22 @@ def test_publishing_names_the_newest_and_removes_the_oldest(tmp_path: Path) -> N
         made = checkpoint(tmp_path / "elsewhere", step)
         temporary = tmp_path / f"step-{step}.tmp"
         made.rename(temporary)
-        folders.publish(temporary, tmp_path / f"step-{step}")
+        directory.publish_checkpoint(temporary, tmp_path / f"step-{step}")
         assert (tmp_path / "latest").read_text() == f"step-{step}\n"
-        folders.remove_old(tmp_path, 2, also={tmp_path / "step-1"} if step == 3 else ())
-    assert [path.name for path in folders.published(tmp_path)] == ["step-3", "step-2", "step-1"]
-    folders.remove_old(tmp_path, 1)
-    assert [path.name for path in folders.published(tmp_path)] == ["step-3"]
-    folders.remove_old(tmp_path, 0)
-    assert [path.name for path in folders.published(tmp_path)] == ["step-3"]
+        directory.remove_old(tmp_path, 2, also={tmp_path / "step-1"} if step == 3 else ())
+    assert [path.name for path in directory.published_checkpoints(tmp_path)] == ["step-3", "step-2", "step-1"]
+    directory.remove_old(tmp_path, 1)
+    assert [path.name for path in directory.published_checkpoints(tmp_path)] == ["step-3"]
+    directory.remove_old(tmp_path, 0)
+    assert [path.name for path in directory.published_checkpoints(tmp_path)] == ["step-3"]
     # A step that was there already is kept beside.
     checkpoint(tmp_path / "elsewhere", 3).rename(tmp_path / "step-3.tmp")
-    folders.publish(tmp_path / "step-3.tmp", tmp_path / "step-3")
+    directory.publish_checkpoint(tmp_path / "step-3.tmp", tmp_path / "step-3")
     assert (tmp_path / "step-3.replaced").is_dir()
     (tmp_path / "step-9.tmp").mkdir()
-    folders.discard_unfinished(tmp_path)
+    directory.discard_unfinished(tmp_path)
     assert (tmp_path / "step-9.tmp.trash").is_dir()
-    folders.empty_trash(tmp_path)
+    directory.empty_trash(tmp_path)
     assert not [*tmp_path.glob("*.tmp"), *tmp_path.glob("*.trash")]
 
 
@@ -180,10 +179,10 @@ def test_a_budget_removes_the_oldest_but_never_the_newest(tmp_path: Path) -> Non
     for step in (1, 2, 3, 4):
         checkpoint(tmp_path, step)
     size = sum(path.stat().st_size for path in (tmp_path / "step-1").iterdir())
-    folders.remove_old(tmp_path, 0, also={tmp_path / "step-1"}, most_bytes=2.5 * size)
-    assert [path.name for path in folders.published(tmp_path)] == ["step-4", "step-3", "step-1"]
-    folders.remove_old(tmp_path, 0, most_bytes=1)
-    assert [path.name for path in folders.published(tmp_path)] == ["step-4"]
+    directory.remove_old(tmp_path, 0, also={tmp_path / "step-1"}, most_bytes=2.5 * size)
+    assert [path.name for path in directory.published_checkpoints(tmp_path)] == ["step-4", "step-3", "step-1"]
+    directory.remove_old(tmp_path, 0, most_bytes=1)
+    assert [path.name for path in directory.published_checkpoints(tmp_path)] == ["step-4"]
 
 
 def names(folder: Path) -> list[str]:
@@ -197,25 +196,25 @@ def test_weights_alone_are_no_checkpoints(tmp_path: Path) -> None:
     for step in (1, 2, 3):
         (tmp_path / f"step-{step}").rename(tmp_path / f"step-{step}-weights")
     (tmp_path / "step-x-weights").mkdir()
-    assert [path.name for path in folders.published(tmp_path)] == ["step-10"]
-    assert [path.name for path in folders.weights_only(tmp_path)] == [
+    assert [path.name for path in directory.published_checkpoints(tmp_path)] == ["step-10"]
+    assert [path.name for path in directory.weights_only(tmp_path)] == [
         "step-3-weights",
         "step-2-weights",
         "step-1-weights",
     ]
-    assert folders.newest_whole(tmp_path, print) == tmp_path / "step-10"
+    assert directory.newest_complete(tmp_path, print) == tmp_path / "step-10"
     (tmp_path / ".step-4-weights.abc.tmp").mkdir()
-    folders.discard_unfinished(tmp_path)
-    folders.empty_trash(tmp_path)
+    directory.discard_unfinished(tmp_path)
+    directory.empty_trash(tmp_path)
     assert not list(tmp_path.glob(".step-4-weights*"))
     size = sum(path.stat().st_size for path in (tmp_path / "step-10").iterdir())
-    folders.remove_old(tmp_path, 1)
+    directory.remove_old(tmp_path, 1)
     assert len(names(tmp_path)) == 5, "0 makes none and removes none"
-    folders.remove_old(tmp_path, 1, most_bytes=3.5 * size)
+    directory.remove_old(tmp_path, 1, most_bytes=3.5 * size)
     assert names(tmp_path) == ["step-10", "step-2-weights", "step-3-weights", "step-x-weights"]
-    folders.remove_old(tmp_path, 1, keep_weights=1)
+    directory.remove_old(tmp_path, 1, keep_weights=1)
     assert names(tmp_path) == ["step-10", "step-3-weights", "step-x-weights"]
-    folders.remove_old(tmp_path, 1, most_bytes=1)
+    directory.remove_old(tmp_path, 1, most_bytes=1)
     assert names(tmp_path) == ["step-10", "step-x-weights"]
 
 
@@ -285,7 +284,7 @@ def test_a_save_never_waits_for_what_is_removed(tmp_path: Path, monkeypatch: pyt
     begun, may_go_on, real = threading.Event(), threading.Event(), shutil.rmtree
 
     def slow(path: Path, *more: Any) -> None:
-        next(file for file in Path(path).iterdir() if file.name != manifest.MANIFEST).unlink()
+        next(file for file in Path(path).iterdir() if file.name != directory.MANIFEST).unlink()
         begun.set()
         assert may_go_on.wait(60)
         real(path)
@@ -295,18 +294,18 @@ def test_a_save_never_waits_for_what_is_removed(tmp_path: Path, monkeypatch: pyt
         save(saver, step)
         saver.see_good_step()
         saver.finish()
-        monkeypatch.setattr(folders.shutil, "rmtree", slow)
+        monkeypatch.setattr(directory.shutil, "rmtree", slow)
     assert begun.wait(30)
     save(saver, 3)
     saver.see_good_step()
     saver.finish()
     assert saver._rotation.is_busy()
-    assert [path.name for path in folders.published(tmp_path)] == ["step-3", "step-2"]
+    assert [path.name for path in directory.published_checkpoints(tmp_path)] == ["step-3", "step-2"]
     assert (tmp_path / "step-1.trash").is_dir()
-    assert folders.newest_whole(tmp_path, said.append) == tmp_path / "step-3"
+    assert directory.newest_complete(tmp_path, said.append) == tmp_path / "step-3"
 
     again = Rotation(tmp_path, CheckpointConfig(keep=1), lambda source, target: None, said.append)
-    monkeypatch.setattr(folders.shutil, "rmtree", real)
+    monkeypatch.setattr(directory.shutil, "rmtree", real)
     again.request()
     assert not again.is_busy(30)
     assert names(tmp_path) == ["good", "latest", "step-2", "step-3"], "as another process would"
@@ -323,7 +322,7 @@ def test_a_checkpoint_goes_only_after_a_good_step_followed_a_newer_one(tmp_path:
 
     def kept() -> list[str]:
         assert not saver._rotation.is_busy(30)
-        return [path.name for path in folders.published(tmp_path)]
+        return [path.name for path in directory.published_checkpoints(tmp_path)]
 
     save(saver, 1)
     saver.see_good_step()
@@ -341,7 +340,7 @@ def test_a_checkpoint_goes_only_after_a_good_step_followed_a_newer_one(tmp_path:
 def test_a_resumed_run_knows_the_checkpoint_that_a_good_step_followed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(engine_files, "install", mock.Mock())
+    monkeypatch.setattr(engine_files, "install_engine_files", mock.Mock())
     engine = mock.Mock(**{"module.parameters.return_value": []})
 
     def resumed() -> Path | None:
@@ -357,7 +356,7 @@ def test_a_resumed_run_knows_the_checkpoint_that_a_good_step_followed(
     assert resumed() == tmp_path / "step-1"
     saver.see_good_step()
     assert resumed() == tmp_path / "step-2"
-    folders.put_aside_after(tmp_path / "step-1")
+    directory.move_aside_after(tmp_path / "step-1")
     assert resumed() is None
 
 
@@ -412,12 +411,12 @@ def test_a_save_of_ruined_weights_is_rejected(tmp_path: Path) -> None:
 def test_what_torch_wrote_is_proven(tmp_path: Path) -> None:
     path = tmp_path / "model.pt"
     torch.save({"weights": torch.arange(5000.0)}, path)
-    manifest.prove(path)
+    directory.verify_files(path)
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 1
     path.write_bytes(content)
     with pytest.raises(OSError, match=r"model\.pt"):
-        manifest.prove(path)
+        directory.verify_files(path)
 
 
 class Evil:
@@ -455,7 +454,7 @@ def test_no_code_in_a_checkpoint_is_run_for_its_weights(stage: int, tmp_path: Pa
         torch.save(state, tmp_path / "zero_pp_rank_0_mp_rank_00_model_states.pt")
         torch.save({"optimizer_state_dict": evil}, tmp_path / "zero_pp_rank_0_mp_rank_00_optim_states.pt")
     with pytest.raises(CheckpointError, match="a pickle that wants to run code, which is refused"):
-        list(weights(tmp_path, torch.bfloat16))
+        list(iter_weights(tmp_path, torch.bfloat16))
     assert not (tmp_path / "canary").exists()
 
 
@@ -691,7 +690,7 @@ def test_a_copy_that_fails_costs_the_checkpoint_and_keeps_no_update_waiting(
     def fail(copies: object) -> None:
         raise MemoryError
 
-    monkeypatch.setattr("toolkit.checkpoint.host_copies.HostCopies.complete", fail)
+    monkeypatch.setattr("toolkit.checkpoint.engine_files.HostCopies.complete", fail)
     pending = _Pending(3, tmp_path, files, [])
     pending.start()
     files.wait_for_copies()
@@ -733,7 +732,7 @@ def test_going_back_in_a_run_puts_aside_what_came_after(tmp_path: Path) -> None:
     cfg.resume = str(run / "checkpoints" / "step-2")
     assert resume.choose(cfg, print) == resume.Origin(run, run / "checkpoints" / "step-2")
     folder_lock.release()
-    folders.empty_trash(run / "checkpoints")
+    directory.empty_trash(run / "checkpoints")
     assert sorted(path.name for path in (run / "checkpoints").iterdir()) == [
         "step-2",
         "step-4.replaced",
@@ -779,7 +778,7 @@ def test_links_and_files_that_would_be_loaded_are_foreign(tmp_path: Path) -> Non
     for name in ("chat_template.jinja", "modeling_x.py", "merges.txt"):
         (made / name).touch()
     (made / "notes.md").symlink_to("/etc/passwd")
-    found = "; ".join(problems(made))
+    found = "; ".join(manifest_problems(made))
     for name in ("chat_template.jinja", "modeling_x.py", "merges.txt", "notes.md"):
         assert f"{name}: the manifest does not know it" in found
 
@@ -793,7 +792,7 @@ def test_whatever_a_proof_raises_nothing_is_published(tmp_path: Path, monkeypatc
     def fail(path: Path) -> None:
         raise MemoryError("no room")
 
-    monkeypatch.setattr(manifest, "prove", fail)
+    monkeypatch.setattr(directory, "verify_files", fail)
     pending._prove()
     assert pending.failure == "MemoryError: no room"
 
@@ -825,7 +824,7 @@ def test_the_best_checkpoint(keep_best: str, values: list[float | None], best: i
 
 def test_a_checkpoint_without_its_manifest_is_damaged(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     made = checkpoint(tmp_path, 3)
-    (made / manifest.MANIFEST).unlink()
+    (made / directory.MANIFEST).unlink()
     assert main(["verify", str(made), "forward=no"]) == 74
     assert "DAMAGED" in capsys.readouterr().out
     assert main(["verify", str(tmp_path / "nosuch"), "forward=no"]) == 2

@@ -12,13 +12,13 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from toolkit.config.schema import TuningConfig, TuningMethod
-from toolkit.engine.initialize import _want_gradient
+from toolkit.engine.deepspeed_patches import _want_gradient
 from toolkit.errors import ConfigError
 from toolkit.models.chatglm.modeling import ChatGLMConfig, ChatGLMForConditionalGeneration
-from toolkit.plan.flops import Work, causal_pairs, formula
 from toolkit.plan.machine import find_gpu, known_gpus, parse_machine
 from toolkit.plan.outline import PUBLISHED
 from toolkit.plan.parameters import Shapes, shapes_of_config, tuned
+from toolkit.plan.speed import Work, causal_pairs, formula
 
 ROWS, TOKENS, LAYERS, HIDDEN, HEADS, VOCAB = 2, 24, 3, 32, 4, 96
 RANK = 5

@@ -10,8 +10,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from toolkit.config.schema import TuningConfig, TuningMethod
 from toolkit.messages import set_language
-from toolkit.plan.flops import Formula, Rates, formula
 from toolkit.plan.machine import find_gpu
+from toolkit.plan.speed import FlopRates, Formula, formula
 from toolkit.terminal import set_display
 from toolkit.track.names import UNITS
 from toolkit.track.progress import Progress
@@ -21,7 +21,7 @@ from toolkit.train.meter import Meter
 from toolkit.train.step import StepResult
 
 ENGINE: Any = SimpleNamespace(device=torch.device("cpu"), skipped_steps=0, fp16_enabled=lambda: False)
-FORMULA = Formula(Rates(10, 1, 5), Rates(20, 2, 10), Rates(10, 1, 0))
+FORMULA = Formula(FlopRates(10, 1, 5), FlopRates(20, 2, 10), FlopRates(10, 1, 0))
 
 
 def an_account(**given: Any) -> Account:

@@ -15,9 +15,9 @@ from toolkit.config.load import Loaded, load
 from toolkit.config.ops import with_optimizer
 from toolkit.config.optimizers import OPTIMIZERS
 from toolkit.config.schema import DecayOf, OptimConfig, OptimizerName, RunConfig, ShapeConfig
+from toolkit.engine.build import Lion, client_optimizer, parameter_groups
 from toolkit.engine.ds_config import build_ds_config
 from toolkit.engine.ds_import import import_json
-from toolkit.engine.optimizers import Lion, client_optimizer, parameter_groups
 from toolkit.errors import ConfigError
 from toolkit.models.build import random_config
 from toolkit.plan.memory import plan_rank

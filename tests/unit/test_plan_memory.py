@@ -17,12 +17,11 @@ from toolkit.cli.plan import as_json
 from toolkit.config.checks import check, micro_sizes
 from toolkit.config.load import load
 from toolkit.config.schema import Device, Dtype, RunConfig, TuningConfig, TuningMethod
-from toolkit.plan.host import HEAP_SHARE, PROCESS_BYTES, checkpoint_bytes, plan_host, process_bytes
 from toolkit.plan.machine import GIB, Machine, parse_bytes, parse_machine
-from toolkit.plan.memory import plan_rank
+from toolkit.plan.memory import HEAP_SHARE, PROCESS_BYTES, checkpoint_bytes, plan_host, plan_rank, process_bytes
 from toolkit.plan.outline import PUBLISHED, outline_of
 from toolkit.plan.parameters import Outline, shapes_of_config, tuned
-from toolkit.plan.search import changed, cheapest, lay_out, layouts, overrides
+from toolkit.plan.search import cheapest, evaluate_layout, layouts, overrides, with_layout
 from toolkit.plan.speed import assumed, step_time
 
 WORLDS = st.sampled_from([1, 2, 4, 8, 16, 64])
@@ -45,7 +44,7 @@ RECIPE = load(["recipe=chatglm", "train.activation_checkpointing.enabled=false",
 
 def config(stage: int, dtype: Dtype, micro: int = 1, world: int = 8) -> RunConfig:
     """Return a config of some layout."""
-    cfg = changed(RECIPE, stage, Device.none, Device.none, False, micro)
+    cfg = with_layout(RECIPE, stage, Device.none, Device.none, False, micro)
     cfg.batch.global_size = 64 * micro * world
     cfg.precision.dtype = dtype
     return cfg
@@ -118,7 +117,7 @@ def test_recomputing_and_training_less_save_memory(name: str, stage: int, dtype:
 @settings(deadline=None, max_examples=20)
 def test_what_is_offloaded_moves_to_the_host(name: str, dtype: Dtype, stage: int) -> None:
     outline, cfg = model(name), config(stage, dtype)
-    there = changed(cfg, stage, Device.cpu, Device.none, False, 1)
+    there = with_layout(cfg, stage, Device.cpu, Device.none, False, 1)
     before, after = plan_rank(outline, cfg, 8), plan_rank(outline, there, 8)
     assert after.peak("step") < before.peak("step")
     assert sum(after.host.values()) >= 12 * outline.num_trained / 8
@@ -178,7 +177,7 @@ def test_the_cheapest_fits_and_nothing_faster_does() -> None:
     assert all(layout.time.seconds >= best.time.seconds / 1.03 for layout in found if layout.fits)
     small = parse_machine("1x8GB", 1, "16GB")
     assert cheapest(list(layouts(outline, cfg, small, assumed(small, "bf16")))) is None
-    assert as_json(outline, A100, lay_out(outline, cfg, A100, rates), found, best)["cheapest"] == overrides(
+    assert as_json(outline, A100, evaluate_layout(outline, cfg, A100, rates), found, best)["cheapest"] == overrides(
         cfg, best.cfg
     )
 

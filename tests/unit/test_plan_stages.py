@@ -12,8 +12,7 @@ from toolkit.config.load import load
 from toolkit.models.stages import own_parameters
 from toolkit.plan.memory import plan_rank
 from toolkit.plan.outline import PUBLISHED
-from toolkit.plan.parameters import Outline, shapes_of_config, tuned
-from toolkit.plan.stages import balanced, stage_outlines
+from toolkit.plan.parameters import Outline, balance_stages, shapes_of_config, stage_outlines, tuned
 
 WORDS = [
     "recipe=zero1",
@@ -37,7 +36,10 @@ def test_parts_are_those_of_deepspeed() -> None:
     for _ in range(200):
         sizes = [draw.choice([0, 1, 5, 5, 5, draw.randint(1, 60)]) for _ in range(draw.randint(3, 12))]
         stages = draw.randint(2, len(sizes) - 1)
-        assert balanced(sizes, stages) == [int(bound) for bound in partition_balanced(sizes, stages)], (sizes, stages)
+        assert balance_stages(sizes, stages) == [int(bound) for bound in partition_balanced(sizes, stages)], (
+            sizes,
+            stages,
+        )
 
 
 @pytest.mark.parametrize("tied", [False, True])

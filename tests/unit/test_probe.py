@@ -10,7 +10,7 @@ from transformers import GlmConfig
 
 from toolkit.cli import finish
 from toolkit.config.schema import PrecisionConfig
-from toolkit.engine.initialize import use_tf32
+from toolkit.engine.build import use_tf32
 from toolkit.errors import CheckpointError, ModelError, ProofDiffers
 from toolkit.export.prove import run_forward
 from toolkit.models import probe

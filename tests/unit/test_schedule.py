@@ -10,8 +10,7 @@ from transformers import get_scheduler
 
 from toolkit.cli.building import schedule_maker
 from toolkit.config.schema import Decay, RunConfig, ScheduleName, WarmupType
-from toolkit.engine.ds_config import build_ds_config
-from toolkit.engine.ds_scheduler import warmup_steps
+from toolkit.engine.ds_config import build_ds_config, warmup_steps
 from toolkit.errors import ConfigError
 from toolkit.train.schedule import Schedule, learning_rate
 

@@ -1,5 +1,9 @@
-"""How the engine's own files are written and read: errors are kept for all ranks to see, and nothing in them is run."""
+"""How the engine's own files are written and read: errors are kept for all ranks to see, and nothing in them is run.
 
+Copies of what is saved, in host memory, made beside training: until an update, weights stay as they are.
+"""
+
+import copy
 import os
 import threading
 import time
@@ -10,13 +14,13 @@ from typing import Any
 
 import torch
 from deepspeed import DeepSpeedEngine
+from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointCommitInfo, CheckpointEngine
 from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
 from deepspeed.runtime.zero.config import ZeroStageEnum
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from deepspeed.utils.tensor_fragment import fragment_address
 
-from toolkit.checkpoint.host_copies import HostCopies
 from toolkit.errors import CheckpointError
 from toolkit.messages import tr
 from toolkit.secrets import hide_all
@@ -120,7 +124,7 @@ class EngineFiles(CheckpointEngine):
         try:
             return torch.load(path, map_location=map_location, weights_only=True)
         except Exception as error:  # pickle and zip raise whatever they like on damaged files
-            raise unreadable(path, error) from None
+            raise unreadable_error(path, error) from None
 
     def commit(self, info: CheckpointCommitInfo) -> bool:
         """Called by DeepSpeed after the last file."""
@@ -130,7 +134,7 @@ class EngineFiles(CheckpointEngine):
         self.failure = self.failure or (getattr(error, "strerror", None) or str(error).splitlines()[0])
 
 
-def unreadable(path: str | Path, error: Exception) -> CheckpointError:
+def unreadable_error(path: str | Path, error: Exception) -> CheckpointError:
     """Return what to say of a file that cannot be read."""
     text = str(error)
     if "Unsupported global" in text or "WeightsUnpickler" in text or "weights_only" in text.lower():
@@ -145,7 +149,7 @@ def unreadable(path: str | Path, error: Exception) -> CheckpointError:
     return CheckpointError(tr("{file} cannot be read: {reason}.", file=path, reason=text.splitlines()[0][:300]))
 
 
-def install(engine: DeepSpeedEngine, asynchronous: bool = False) -> EngineFiles:
+def install_engine_files(engine: DeepSpeedEngine, asynchronous: bool = False) -> EngineFiles:
     """Make the engine write and read through `EngineFiles`."""
     # With these, optimizer states are moved or changed outside the optimizer's step as well (deepspeed 0.19.8).
     moves = engine.zero_nvme_offload_optimizer() or engine.zenflow or engine.super_offload()
@@ -160,7 +164,7 @@ def install(engine: DeepSpeedEngine, asynchronous: bool = False) -> EngineFiles:
 
 
 @contextmanager
-def gathered(optimizer: Any) -> Iterator[None]:
+def gathered_states(optimizer: Any) -> Iterator[None]:
     """Spare a save a collective: ZeRO-3 drops the small parameters that every rank holds, and gathers them again.
 
     (deepspeed 0.19.8.) They are the same after a save as before it, so they are put back instead.
@@ -181,3 +185,62 @@ def gathered(optimizer: Any) -> Iterator[None]:
         yield
     finally:
         del optimizer.checkpoint_event_epilogue
+
+
+class HostCopies:
+    """Copies in memory that is used again at the next save: new memory costs as much as the copying.
+
+    `copy` returns where everything will be, and `complete`, in whatever thread, copies the tensors. Copied at once is
+    what may change before the next update: plain values, tensors of one number (steps, scales), and those named.
+    """
+
+    def __init__(self) -> None:
+        self.kept: list[torch.Tensor] = []
+        self.used = 0
+        self.waiting: dict[tuple[Any, ...], tuple[torch.Tensor, torch.Tensor]] = {}
+        """What is to be copied, and where to."""
+        accelerator = get_accelerator()
+        # Of its own, or the copies would stand in line with the passes of the next step.
+        self.stream = None if accelerator.is_synchronized_device() else accelerator.Stream()
+
+    def begin(self) -> None:
+        """Forget the save before; its copies are not needed any more."""
+        self.used, self.waiting = 0, {}
+        if self.stream is not None:
+            self.stream.wait_stream(get_accelerator().current_stream())
+
+    def copy(self, value: Any, at_once: set[int]) -> Any:
+        """Return a copy that is whole after `complete`; tensors that are one stay one.
+
+        Args:
+            value: what one file holds.
+            at_once: addresses of tensors that a forward pass may change.
+        """
+        if isinstance(value, torch.Tensor):
+            value = value.detach()
+            if value.numel() < 2 or value.data_ptr() in at_once:
+                return value.to("cpu", copy=True)
+            key = (value.data_ptr(), value.dtype, value.shape, value.stride())
+            if key not in self.waiting:
+                self.waiting[key] = value, self._kept_like(value)
+            return self.waiting[key][1]
+        if isinstance(value, dict):
+            return type(value)((name, self.copy(item, at_once)) for name, item in value.items())
+        if type(value) in (list, tuple):
+            return type(value)(self.copy(item, at_once) for item in value)
+        return copy.deepcopy(value)
+
+    def complete(self) -> None:
+        """Copy what is waiting."""
+        with get_accelerator().stream(self.stream):
+            for source, target in self.waiting.values():
+                target.copy_(source)
+        self.waiting = {}
+
+    def _kept_like(self, value: torch.Tensor) -> torch.Tensor:
+        place, self.used = self.used, self.used + 1
+        if place == len(self.kept):
+            self.kept.append(torch.empty_like(value, device="cpu"))
+        elif self.kept[place].shape != value.shape or self.kept[place].dtype != value.dtype:
+            self.kept[place] = torch.empty_like(value, device="cpu")
+        return self.kept[place]

@@ -17,7 +17,7 @@ def file_name(rank: int) -> str:
     return f"random-rank-{rank:05d}.safetensors"
 
 
-def take() -> dict[str, torch.Tensor]:
+def capture() -> dict[str, torch.Tensor]:
     """Return the state of Python's, NumPy's, PyTorch's and the device's generators."""
     _, python_words, python_gauss = random.getstate()
     _, numpy_words, numpy_place, numpy_has_gauss, numpy_gauss = np.random.get_state()
@@ -34,7 +34,7 @@ def take() -> dict[str, torch.Tensor]:
     return tensors
 
 
-def put(found: Mapping[str, torch.Tensor]) -> None:
+def restore_state(found: Mapping[str, torch.Tensor]) -> None:
     """Set all generators as they were.
 
     Args:
@@ -56,7 +56,7 @@ def save(path: Path) -> None:
     Raises:
         OSError: it cannot be written.
     """
-    save_file(take(), path)
+    save_file(capture(), path)
     grant(path)
 
 
@@ -66,7 +66,7 @@ def restore(path: Path) -> None:
     Raises:
         OSError: the file is not there or damaged.
     """
-    put(load_file(path))
+    restore_state(load_file(path))
 
 
 def seed_all(seed: int) -> None:

@@ -5,7 +5,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-from toolkit.checkpoint import run_state
+from toolkit.checkpoint import directory
 from toolkit.cli import run_logs
 from toolkit.cli.context import AnySession
 from toolkit.config import ops
@@ -69,7 +69,7 @@ def _optimizer_before(origin: Origin) -> bool | None:
     """Return what the checkpoint's run decided; None without one."""
     if origin.checkpoint is None:
         return None
-    known = run_state.read(origin.checkpoint).config.get("optim", {}).get("torch")
+    known = directory.read_run_state(origin.checkpoint).config.get("optim", {}).get("torch")
     return known if isinstance(known, bool) else None
 
 

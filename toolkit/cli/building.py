@@ -13,9 +13,8 @@ from transformers import PreTrainedModel
 from toolkit.config.layout import layout_of
 from toolkit.config.schema import Init, Packing, RunConfig, ScheduleName, TuningMethod
 from toolkit.distributed.process_group import on_rank0, rank, world_size
-from toolkit.engine.ds_config import DsConfig
-from toolkit.engine.ds_scheduler import warmup_steps
-from toolkit.engine.initialize import initialize, use_tf32
+from toolkit.engine.build import initialize_engine, use_tf32
+from toolkit.engine.ds_config import DsConfig, warmup_steps
 from toolkit.errors import ConfigError
 from toolkit.export.folder import write_folder
 from toolkit.messages import say, tr
@@ -77,7 +76,7 @@ def build_engine(cfg: RunConfig, prepared: Prepared, ds: DsConfig, total_steps: 
         module = StagedModel(model, stages, TORCH_DTYPES[cfg.precision.dtype]) if stages > 1 else model
         settings = run_folder.profiled(ds.values, origin.folder)
         recompute = cfg.train.activation_checkpointing
-        engine = initialize(module, settings, recompute, make_schedule, cfg.compile, cfg.optim)
+        engine = initialize_engine(module, settings, recompute, make_schedule, cfg.compile, cfg.optim)
     # What building leaves behind refers to itself, and would keep the memory of weights until Python looks for it.
     gc.collect()
     of_model = engine, len(prepared.tokenizer), engine.device, cfg.model.name or cfg.model.path

@@ -22,8 +22,7 @@ from toolkit.data.first_rows import check_sources
 from toolkit.data.sources import local_files
 from toolkit.messages import say, tr
 from toolkit.models.folder import read_config, trust_folder
-from toolkit.plan.parameters import Shapes, Sizes, shapes_of_config, tuned
-from toolkit.plan.tensor import part_of
+from toolkit.plan.parameters import Shapes, Sizes, shapes_of_config, tensor_part, tuned
 from toolkit.problems import Problems
 from toolkit.train.run_length import FEWEST_STEPS, Epoch, warnings
 
@@ -85,7 +84,7 @@ def _shapes(composed: Composed, problems: Problems) -> tuple[Shapes, Sizes] | No
         trust_folder(cfg.model.path)
     shapes = shapes_of_config(read_config(cfg.model.path, with_weights=has_weights))
     if shapes and not cfg.tuning.adapter:
-        part_of(tuned(*shapes, cfg.tuning), cfg.parallel.tensor)  # refuses what cannot be split
+        tensor_part(tuned(*shapes, cfg.tuning), cfg.parallel.tensor)  # refuses what cannot be split
     return shapes
 
 
@@ -93,7 +92,7 @@ def _say_shapes(cfg: RunConfig, shapes: tuple[Shapes, Sizes]) -> None:
     outline = tuned(*shapes, cfg.tuning)
     trained, total = f"{outline.num_trained:,}", f"{outline.num_parameters:,}"
     print(tr("{trained} of {total} parameters are trained.", trained=trained, total=total))
-    mine = part_of(outline, cfg.parallel.tensor)
+    mine = tensor_part(outline, cfg.parallel.tensor)
     if mine is not outline:
         print(tr("{count} of all parameters are on each rank.", count=f"{mine.num_parameters:,}"))
 

@@ -166,8 +166,8 @@ def _model(
 ) -> "DeepSpeedEngine | PreTrainedModel":
     """Return the model: under ZeRO-3 partitioned over the ranks as in training, else whole on each of them."""
     from toolkit.config.schema import Packing
+    from toolkit.engine.build import initialize_untrained, use_tf32
     from toolkit.engine.ds_config import build_ds_config
-    from toolkit.engine.initialize import initialize_untrained, use_tf32
     from toolkit.models.attention import check_isolation
     from toolkit.models.build import build_model
     from toolkit.models.tuning.adapter import load_adapter

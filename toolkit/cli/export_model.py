@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from toolkit.cli.checkpoints import checkpoint_at
+from toolkit.checkpoint.directory import resolve_checkpoint
 from toolkit.cli.compose import named_arguments, one_of
 from toolkit.errors import ConfigError, ToolkitError
 from toolkit.messages import tr
@@ -94,7 +94,7 @@ def _export(asked: _Asked, wanted: "Wanted") -> None:
     from toolkit.models.tuning.adapter import is_adapter
 
     adapter = asked.adapter or (str(asked.path) if is_adapter(asked.path) else "")
-    checkpoint = None if adapter else checkpoint_at(asked.path)
+    checkpoint = None if adapter else resolve_checkpoint(asked.path)
     if checkpoint is not None and asked.family != "auto":
         raise ConfigError(tr("model.family has no effect: a checkpoint knows its tokenizer. Remove it."))
     if checkpoint is not None:

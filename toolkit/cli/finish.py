@@ -14,6 +14,7 @@ from toolkit.config import examples
 from toolkit.data.baselines import ngram_baselines
 from toolkit.disk import unused
 from toolkit.distributed import process_group
+from toolkit.engine.parameters import count_parameters
 from toolkit.errors import CheckpointError, ProofDiffers
 from toolkit.evaluate.generate import answer
 from toolkit.export.adapter import export_adapter, prove_adapter
@@ -25,7 +26,6 @@ from toolkit.messages import tr
 from toolkit.models.stages import whole_model
 from toolkit.models.tuning.adapter import has_adapter
 from toolkit.models.tuning.base import FILE as BASE_FILE
-from toolkit.models.tuning.count import count_parameters
 from toolkit.secrets import hide
 from toolkit.terminal import phase
 from toolkit.train import folder_lock, run_folder

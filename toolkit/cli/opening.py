@@ -7,8 +7,8 @@ import torch
 from deepspeed import DeepSpeedEngine
 from deepspeed.accelerator import get_accelerator
 
-from toolkit.checkpoint import run_state
-from toolkit.checkpoint.run_state import RunState
+from toolkit.checkpoint import directory
+from toolkit.checkpoint.directory import RunState
 from toolkit.cli.building import build_engine
 from toolkit.cli.planning import choose
 from toolkit.cli.rehearsal import told
@@ -16,8 +16,7 @@ from toolkit.config.checks import accumulation, micro_sizes, settled
 from toolkit.config.load import to_yaml
 from toolkit.config.schema import AUTO, Packing, RunConfig
 from toolkit.distributed.process_group import on_rank0
-from toolkit.engine.ds_config import DsConfig, build_ds_config
-from toolkit.engine.ds_scheduler import warmup_steps
+from toolkit.engine.ds_config import DsConfig, build_ds_config, warmup_steps
 from toolkit.engine.memory import PeakMemory, limit_bytes, shown
 from toolkit.errors import ConfigError
 from toolkit.launch.environment import Ranks
@@ -116,7 +115,7 @@ def _rows_before(cfg: RunConfig, ranks: Ranks, origin: Origin) -> int:
     """Return the micro-batch that the run began with; 0 if it begins now, or so many ranks cannot have that one."""
     if origin.checkpoint is None:
         return 0
-    rows = int(run_state.read(origin.checkpoint).config["batch"]["micro_per_gpu"])
+    rows = int(directory.read_run_state(origin.checkpoint).config["batch"]["micro_per_gpu"])
     return rows if rows in micro_sizes(cfg, ranks.world_size) else 0
 
 

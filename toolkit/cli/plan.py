@@ -19,7 +19,6 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from toolkit.cli import plan_view as view
 from toolkit.cli.compose import check_composed, compose, one_of, positive_int
 from toolkit.config.checks import settled
 from toolkit.config.hub import with_folder
@@ -27,12 +26,13 @@ from toolkit.config.load import Loaded
 from toolkit.config.schema import Init, RunConfig
 from toolkit.errors import ConfigError
 from toolkit.messages import say, tr
+from toolkit.plan import table as view
 from toolkit.plan.calibrate import calibrate, rates_of
-from toolkit.plan.host import checkpoint_bytes, export_bytes, offloads_to_disk
 from toolkit.plan.machine import GIB, Machine, parse_bytes, parse_machine, this_machine
+from toolkit.plan.memory import checkpoint_bytes, export_bytes, offloads_to_disk
 from toolkit.plan.outline import PUBLISHED, outline_of
 from toolkit.plan.parameters import Outline
-from toolkit.plan.search import Layout, cheapest, lay_out, layouts, overrides
+from toolkit.plan.search import Layout, cheapest, evaluate_layout, layouts, overrides
 from toolkit.plan.speed import Rates
 from toolkit.problems import Problems
 
@@ -50,7 +50,7 @@ def run(words: list[str]) -> int:
     if given.get("calibrate") == "true":
         calibrate(cfg, machine, outline)
     rates = rates_of(cfg, machine, outline)
-    mine = lay_out(outline, cfg, machine, rates)
+    mine = evaluate_layout(outline, cfg, machine, rates)
     found = list(layouts(outline, cfg, machine, rates))
     best = cheapest(found)
     for line in _lines(outline, cfg, machine, rates, mine, found, best):
@@ -172,7 +172,7 @@ def as_json(
         "machine": {**asdict(machine), "card": machine.card.name if machine.card else None},
         "checkpoint_bytes": checkpoint_bytes(outline, mine.cfg),
         "export_bytes": export_bytes(outline, mine.cfg),
-        "recipe": view.numbers(mine),
-        "layouts": [view.numbers(layout) for layout in found],
+        "recipe": view.layout_numbers(mine),
+        "layouts": [view.layout_numbers(layout) for layout in found],
         "cheapest": overrides(mine.cfg, best.cfg) if best else None,
     }

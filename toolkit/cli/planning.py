@@ -6,8 +6,7 @@ from pathlib import Path
 
 import torch
 
-from toolkit.checkpoint import run_state
-from toolkit.cli import plan_view as view
+from toolkit.checkpoint import directory
 from toolkit.config.checks import micro_sizes
 from toolkit.config.schema import Device, RunConfig
 from toolkit.distributed.process_group import gather, on_rank0
@@ -15,11 +14,12 @@ from toolkit.engine.memory import limit_bytes
 from toolkit.errors import OutOfMemory
 from toolkit.launch.environment import Ranks
 from toolkit.messages import say, tr
+from toolkit.plan import table as view
 from toolkit.plan.calibrate import rates_of
-from toolkit.plan.host import process_bytes
 from toolkit.plan.machine import Machine, find_gpu, own_memory
-from toolkit.plan.outline import known_outline, outline_of
-from toolkit.plan.search import Layout, changed, cheapest, lay_out, layouts, overrides
+from toolkit.plan.memory import process_bytes
+from toolkit.plan.outline import cached_outline, outline_of
+from toolkit.plan.search import Layout, cheapest, evaluate_layout, layouts, overrides, with_layout
 from toolkit.train.prepared import Prepared
 from toolkit.train.resume import Origin
 
@@ -45,7 +45,7 @@ class RunPlan:
 
     def write(self, file: Path) -> None:
         """Write it down, in bytes and seconds."""
-        file.write_text(json.dumps(view.numbers(self.layout), indent=2) + "\n", encoding="utf-8")
+        file.write_text(json.dumps(view.layout_numbers(self.layout), indent=2) + "\n", encoding="utf-8")
 
     def lines(self) -> str:
         """Return the plan of a rank's memory as a table."""
@@ -61,10 +61,10 @@ def plan_run(cfg: RunConfig, prepared: Prepared, ranks: Ranks, device: torch.dev
 
     def plan() -> RunPlan | None:
         try:
-            outline = known_outline(cfg, len(prepared.tokenizer))
+            outline = cached_outline(cfg, len(prepared.tokenizer))
             if outline is None:
                 return None
-            found = RunPlan(lay_out(outline, cfg, machine, rates_of(cfg, machine, outline)), machine.on_cpu)
+            found = RunPlan(evaluate_layout(outline, cfg, machine, rates_of(cfg, machine, outline)), machine.on_cpu)
             found.write(file)
         except Exception as error:  # whatever it is: it is there to be told, and training can begin without it
             say(tr("WARNING: this run has no plan of its memory: {reason}", reason=repr(error)))
@@ -105,12 +105,12 @@ def choose(cfg: RunConfig, prepared: Prepared, ranks: Ranks, device: torch.devic
 
 def _as_before(cfg: RunConfig, checkpoint: Path | None, world_size: int) -> RunConfig:
     assert checkpoint is not None
-    before = run_state.read(checkpoint).config
+    before = directory.read_run_state(checkpoint).config
     micro = before["batch"]["micro_per_gpu"]
     possible = micro_sizes(cfg, world_size)
     if micro not in possible:  # on another number of ranks: the nearest below it, which takes no more memory
         micro = max((one for one in possible if one < micro), default=micro)
-    return changed(
+    return with_layout(
         cfg,
         before["zero"]["stage"],
         Device(before["zero"]["offload_optimizer"]["device"]),

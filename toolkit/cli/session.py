@@ -8,7 +8,7 @@ from typing import Any
 from deepspeed import DeepSpeedEngine
 
 from toolkit.checkpoint import random_state
-from toolkit.checkpoint.run_state import RunState
+from toolkit.checkpoint.directory import RunState
 from toolkit.cli.beginning import begin, ready_line, reporter, watchdog, with_optimizer
 from toolkit.cli.context import Session
 from toolkit.cli.evaluation import Evaluation, questions_of
@@ -25,7 +25,7 @@ from toolkit.config.schema import RunConfig
 from toolkit.data.sampler import Position
 from toolkit.distributed import failure, process_group
 from toolkit.engine import memory
-from toolkit.engine.gather import is_divided
+from toolkit.engine.parameters import count_parameters, is_partitioned
 from toolkit.export.checkpoint import export_beside
 from toolkit.launch import rank_status
 from toolkit.launch.environment import Ranks
@@ -33,7 +33,6 @@ from toolkit.messages import say, tr
 from toolkit.models import probe
 from toolkit.models.save import describe
 from toolkit.models.stages import whole_model
-from toolkit.models.tuning.count import count_parameters
 from toolkit.terminal import phase, set_display
 from toolkit.track.progress import Progress
 from toolkit.train import alike, folder_lock
@@ -209,7 +208,7 @@ def _evaluation(session: Session, tell: Callable[[str], None]) -> Evaluation:
         questions=session.questions,
         model=engine,
         device=engine.device,
-        in_step=is_divided(engine),
+        in_step=is_partitioned(engine),
         say=tell,
     )
     evaluation.leave_out_too_long()

@@ -9,8 +9,8 @@ import torch
 import transformers
 from transformers import PreTrainedModel
 
-from toolkit.checkpoint import manifest
-from toolkit.cli.checkpoints import checkpoint_at
+from toolkit.checkpoint import directory
+from toolkit.checkpoint.directory import resolve_checkpoint
 from toolkit.config.schema import Dtype, ModelConfig
 from toolkit.errors import ConfigError, ModelError
 from toolkit.messages import tr
@@ -64,7 +64,7 @@ def load_usable(path: str, *, adapter: str = "", family: str = "auto", dtype: st
         if not path:  # an adapter can name any model: its user shall see which
             note = tr("The base model is {base}, which {adapter} names.", base=folder, adapter=adapter)
             print(note, file=sys.stderr)
-    elif (folder / manifest.MANIFEST).is_file() and (folder / MODEL_DIR).is_dir():
+    elif (folder / directory.MANIFEST).is_file() and (folder / MODEL_DIR).is_dir():
         return _of_checkpoint(folder, family, precision, place)
     own_tokenizer = bool(adapter) and (Path(adapter) / "tokenizer_config.json").is_file()
     encoder = load_chat_encoder(adapter if own_tokenizer else folder, family=family)
@@ -81,7 +81,7 @@ def _of_run(path: Path) -> Path:
     export = path / "export"
     if (export / "config.json").is_file() or is_adapter(export):
         return export
-    newest = checkpoint_at(path)
+    newest = resolve_checkpoint(path)
     if newest is None:
         raise ConfigError(tr("the run {folder} has neither export/ nor a checkpoint yet.", folder=path))
     return newest

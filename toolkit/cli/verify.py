@@ -16,7 +16,7 @@ import sys
 import time
 from pathlib import Path
 
-from toolkit.checkpoint import folders, manifest
+from toolkit.checkpoint import directory
 from toolkit.errors import BaseMissing, CheckpointError, ConfigError, ToolkitError
 from toolkit.messages import tr
 from toolkit.models.folder import read_config
@@ -44,21 +44,21 @@ def _found(path: Path) -> list[Path]:
     """Return what there is to verify, oldest first."""
     if not path.is_dir():
         return []
-    is_one = folders.step_of_any(path.absolute()) >= 0  # by its name, though it has lost its manifest
-    if is_one or (path / manifest.MANIFEST).exists() or (path / "config.json").exists():
+    is_one = directory.step_of_any(path.absolute()) >= 0  # by its name, though it has lost its manifest
+    if is_one or (path / directory.MANIFEST).exists() or (path / "config.json").exists():
         return [path]
     checkpoints = path / "checkpoints" if (path / "checkpoints").is_dir() else path
-    both = [*folders.published(checkpoints), *folders.weights_only(checkpoints)]
+    both = [*directory.published_checkpoints(checkpoints), *directory.weights_only(checkpoints)]
     models = [path / name for name in ("base", "export", "merged", "official") if (path / name).is_dir()]
-    return [*sorted(both, key=folders.step_of_any), *models]
+    return [*sorted(both, key=directory.step_of_any), *models]
 
 
 def _is_whole(folder: Path, forward: bool) -> bool:
     """Verify one, say what was found, and return whether it is good."""
     started = time.monotonic()
-    has_manifest = (folder / manifest.MANIFEST).exists()
+    has_manifest = (folder / directory.MANIFEST).exists()
     is_model = (folder / "config.json").exists()
-    wrong = manifest.problems(folder) if has_manifest or not is_model else []
+    wrong = directory.manifest_problems(folder) if has_manifest or not is_model else []
     seconds = max(time.monotonic() - started, 1e-9)
     note = ""
     try:
@@ -72,7 +72,7 @@ def _is_whole(folder: Path, forward: bool) -> bool:
         sys.stdout.write(tr("{folder}: DAMAGED", folder=folder) + "".join(f"\n  {one}" for one in wrong) + "\n")
         return False
     if has_manifest:
-        files = manifest.read(folder)["files"].values()
+        files = directory.read_manifest(folder)["files"].values()
         size = sum(one["size_bytes"] for one in files) / 1e6
         line = tr(
             "{folder}: whole, {count} files, {size} MB ({rate} MB/s).",

@@ -7,37 +7,37 @@ import torch
 from toolkit.config.tensor import Split, split_of, whole_shape
 
 
-def is_part(parameter: torch.Tensor) -> bool:
+def is_tensor_part(parameter: torch.Tensor) -> bool:
     """Whether this rank has a part of a parameter, as DeepSpeed's AutoTP marks it."""
     return getattr(parameter, "tensor_model_parallel", False)
 
 
-def group() -> torch.distributed.ProcessGroup:
+def tensor_group() -> torch.distributed.ProcessGroup:
     """Return the ranks that share each split parameter; only where the model is split."""
     from deepspeed.utils import groups  # takes seconds, which those who have whole models need not wait
 
     return groups.get_tensor_model_parallel_group()
 
 
-def group_size() -> int:
+def tensor_group_size() -> int:
     """Return how many they are."""
-    return torch.distributed.get_world_size(group())
+    return torch.distributed.get_world_size(tensor_group())
 
 
-def shape_of(name: str, parameter: torch.Tensor) -> tuple[int, ...]:
+def full_shape(name: str, parameter: torch.Tensor) -> tuple[int, ...]:
     """Return the shape of the whole parameter, however it is divided over ranks."""
     shape = tuple(getattr(parameter, "ds_shape", parameter.shape))
-    return whole_shape(name, shape, group_size()) if is_part(parameter) else shape
+    return whole_shape(name, shape, tensor_group_size()) if is_tensor_part(parameter) else shape
 
 
 def gather_parts(name: str, part: torch.Tensor) -> torch.Tensor:
     """Return the whole of a parameter; a collective of the tensor group."""
-    parts = [torch.empty_like(part) for _ in range(group_size())]
-    torch.distributed.all_gather(parts, part.contiguous(), group())
-    return join(name, parts)
+    parts = [torch.empty_like(part) for _ in range(tensor_group_size())]
+    torch.distributed.all_gather(parts, part.contiguous(), tensor_group())
+    return join_parts(name, parts)
 
 
-def join(name: str, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+def join_parts(name: str, parts: Sequence[torch.Tensor]) -> torch.Tensor:
     """Return a parameter, or a stored buffer, from what the ranks of a tensor group have of it, in their order."""
     split = split_of(name)
     if split is None or len(parts) == 1:  # one part is not copied: it may be a view of a mapped file

@@ -2,9 +2,11 @@
 
 Two dictionaries say which key of the schema owns which DeepSpeed key: `SAME` for values that pass unchanged,
 `DERIVED` for the others. Import (ds_import) reads the same tables backwards, so both directions cannot drift apart.
+Optimizer and learning-rate schedule have a function each.
 """
 
 import json
+import math
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -12,7 +14,7 @@ from toolkit.config.checks import accumulation
 from toolkit.config.checks_track import enabled_trackers
 from toolkit.config.layout import layout_of
 from toolkit.config.ops import with_optimizer
-from toolkit.config.optimizers import SOMETIMES_READ
+from toolkit.config.optimizers import OPTIMIZERS, SOMETIMES_READ, is_client, is_grouped
 from toolkit.config.places import value_of
 from toolkit.config.schema import (
     ActivationCheckpointingConfig,
@@ -26,14 +28,14 @@ from toolkit.config.schema import (
     OptimizerName,
     PrecisionConfig,
     RunConfig,
+    ScheduleConfig,
+    ScheduleName,
     ZenFlowConfig,
     ZeroConfig,
 )
 from toolkit.config.tensor import partition_config
 from toolkit.config.unread import STAGE3_KEYS, SUPER_OFFLOAD_KEYS
 from toolkit.engine.ds_keys import check_extra
-from toolkit.engine.ds_optimizer import write_optimizer
-from toolkit.engine.ds_scheduler import write_scheduler
 from toolkit.messages import tr
 
 # DeepSpeed prints its own progress line every so many steps, and its default was 10 in older versions.
@@ -150,8 +152,8 @@ def build_ds_config(cfg: RunConfig, world_size: int, total_steps: int | None = N
     _batch(ds, cfg, world_size)
     _precision(ds, cfg)
     _zero(ds, cfg)
-    write_optimizer(ds, cfg, reason)
-    write_scheduler(ds, cfg, total_steps or cfg.train.max_steps or None)
+    optimizer_section(ds, cfg, reason)
+    scheduler_section(ds, cfg, total_steps or cfg.train.max_steps or None)
     if cfg.train.activation_checkpointing.enabled:
         _copy(ds, cfg, "activation_checkpointing")
         # 0 stands for DeepSpeed's null; it is read only with contiguous_memory_optimization.
@@ -305,3 +307,155 @@ def _observers(ds: DsConfig, cfg: RunConfig) -> None:
                 names=", ".join(trackers),
             )
         )
+
+
+def optimizer_section(ds: DsConfig, cfg: RunConfig, reason: str) -> None:
+    """Name the optimizer and its settings, or say what a JSON cannot.
+
+    Args:
+        ds: gets it.
+        cfg: the run; `optim.torch` is true or false.
+        reason: why it is that, where it was auto; else "".
+    """
+    optim, kind = cfg.optim, OPTIMIZERS[cfg.optim.name]
+    # torch's Adam, and what DeepSpeed makes by name, are on its list of tested ones, offloaded too.
+    if cfg.zero.stage and (is_client(optim) or not kind.is_known):
+        ds.put("zero_allow_untested_optimizer", True, "= true: DeepSpeed has not tested its ZeRO with optim.name")
+    if is_client(optim) and cfg.zero.offload_optimizer.device is not Device.none:
+        ds.put("zero_force_ds_cpu_optimizer", False, "= false: optim.name is offloaded, and not DeepSpeed's own")
+    if is_grouped(optim):
+        ds.missing.append(
+            tr(
+                "Parameter groups (optim.decay, optim.layer_lr_decay, optim.adam_lr) are left out: a JSON has one rate "
+                "and one weight decay. Pass groups to deepspeed.initialize as model_parameters."
+            )
+        )
+    if not kind.ds_type:
+        ds.missing.append(
+            tr(
+                "The optimizer is left out: DeepSpeed has no name for {name}. Pass one to deepspeed.initialize as "
+                "optimizer.",
+                name=optim.name.value,
+            )
+        )
+        return
+    ds.put("optimizer.type", kind.ds_type, "optim.name")
+    for name in ("lr", *kind.reads, "weight_decay"):
+        value = getattr(optim, name)
+        if name != "adam_lr" or value:
+            _optimizer_param(ds, name, list(value) if isinstance(value, list) else value, f"optim.{name}")
+    if kind.takes_adam and not cfg.zero.zenflow.enabled:  # which hands all to PyTorch's AdamW too
+        if kind.is_adam:  # DeepSpeed reads type "Adam" as AdamW unless adam_w_mode is false
+            _optimizer_param(ds, "adam_w_mode", kind.ds_type == "AdamW", "optim.name")
+        why = tr("= optim.torch: auto, {reason}", reason=reason) if reason else "optim.torch"
+        _optimizer_param(ds, "torch_adam", optim.torch, why)
+        if kind.is_adam and optim.torch:  # else PyTorch takes one parameter after the other, ten times as slow on CPUs
+            _optimizer_param(ds, "fused", True, why)
+
+
+def _optimizer_param(ds: DsConfig, name: str, value: Any, why: str) -> None:
+    ds.put(f"optimizer.params.{name}", value, why)
+
+
+SCHEDULERS = {
+    ScheduleName.constant: "WarmupLR",
+    ScheduleName.linear: "WarmupDecayLR",
+    ScheduleName.cosine: "WarmupCosineLR",
+}
+
+
+def warmup_steps(cfg: RunConfig, total_steps: int) -> int:
+    """Return the optimizer steps of warm-up: `schedule.warmup_steps`, or `schedule.warmup_ratio` of all, rounded up."""
+    if cfg.schedule.warmup_ratio:
+        # 0.07 x 100 is 7.000000000000001 in floating point: that is 7 steps, not 8.
+        return math.ceil(round(cfg.schedule.warmup_ratio * total_steps, 6))
+    return cfg.schedule.warmup_steps
+
+
+def warmup_lowest(schedule: ScheduleConfig, steps: int) -> float:
+    """Return the first learning rate of a warm-up of so many steps as a fraction of the peak."""
+    given = schedule.warmup_min_ratio
+    return given if given >= 0 else 1.0 / max(2, steps)  # DeepSpeed warms up for 2 steps at least
+
+
+def scheduler_section(ds: DsConfig, cfg: RunConfig, total_steps: int | None) -> None:
+    """Name DeepSpeed's scheduler that is equal to ours (train/schedule.py), or say what it does otherwise.
+
+    Args:
+        ds: gets it.
+        cfg: the run.
+        total_steps: optimizer steps of the whole run; None where they are not known.
+    """
+    schedule = cfg.schedule
+    if schedule.name not in SCHEDULERS:
+        ds.missing.append(
+            tr(
+                "The scheduler is left out: schedule.name = {name} has no equal in DeepSpeed. A plain "
+                "deepspeed.initialize keeps the learning rate constant.",
+                name=schedule.name.value,
+            )
+        )
+        return
+    constant = schedule.name is ScheduleName.constant
+    if total_steps is None and (not constant or schedule.warmup_ratio):
+        ds.missing.append(
+            tr(
+                "The scheduler is left out, because it depends on the number of steps, which comes from the data: "
+                "give train.max_steps, or total_steps=N to `toolkit export-config`, to have it in the file."
+            )
+        )
+        return
+    steps = warmup_steps(cfg, total_steps or 0)
+    if steps == 0:
+        if not constant:  # Without warm-up a constant rate needs no scheduler.
+            ds.missing.append(
+                tr(
+                    "The scheduler is left out: schedule.name = {name} without warm-up has no equal in DeepSpeed, "
+                    "whose schedulers warm up for at least 2 steps. A plain deepspeed.initialize keeps the learning "
+                    "rate constant.",
+                    name=schedule.name.value,
+                )
+            )
+        return
+    _named_scheduler(ds, cfg, steps, total_steps)
+
+
+def _named_scheduler(ds: DsConfig, cfg: RunConfig, steps: int, total_steps: int | None) -> None:
+    schedule, params = cfg.schedule, "scheduler.params."
+    lowest = warmup_lowest(schedule, steps)
+    is_given = schedule.warmup_min_ratio >= 0
+    why = f"= schedule.warmup_min_ratio {lowest}" if is_given else f"= 1 / {round(1 / lowest)} steps of warm-up"
+    ds.put("scheduler.type", SCHEDULERS[schedule.name], "schedule.name")
+    if schedule.name is ScheduleName.cosine:
+        ds.put(params + "warmup_min_ratio", lowest, why)
+        if lowest:
+            ds.missing.append(
+                tr(
+                    "DeepSpeed's WarmupCosineLR takes the first step at a learning rate of 0, whatever "
+                    "warmup_min_ratio is; in a run of the toolkit it is {rate}. All other steps are equal.",
+                    rate=f"{lowest * cfg.optim.lr:.3g}",
+                )
+            )
+        ds.put(params + "cos_min_ratio", schedule.min_lr_ratio, "schedule.min_lr_ratio")
+    else:
+        ds.put(
+            params + "warmup_min_lr",
+            lowest * cfg.optim.lr,
+            f"{why} x optim.lr {cfg.optim.lr}",
+        )
+        ds.put(params + "warmup_max_lr", cfg.optim.lr, "optim.lr")
+    if schedule.name is ScheduleName.linear and lowest:
+        ds.missing.append(
+            tr(
+                "DeepSpeed's WarmupDecayLR ends at the learning rate of its first step, {rate}; in a run of the "
+                "toolkit the learning rate falls to 0. The steps of the warm-up are equal.",
+                rate=f"{lowest * cfg.optim.lr:.3g}",
+            )
+        )
+    ratio = f"= schedule.warmup_ratio {schedule.warmup_ratio} x {total_steps} steps, rounded up"
+    ds.put(params + "warmup_num_steps", steps, ratio if schedule.warmup_ratio else "schedule.warmup_steps")
+    ds.put(params + "warmup_type", schedule.warmup_type.value, "schedule.warmup_type")
+    if schedule.name is not ScheduleName.constant:
+        given = total_steps == cfg.train.max_steps
+        why = "train.max_steps" if given else f"= train.epochs {cfg.train.epochs} x steps of one pass over the data"
+        ds.put(params + "total_num_steps", total_steps, why)

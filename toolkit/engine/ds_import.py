@@ -1,23 +1,28 @@
 """Somebody's DeepSpeed JSON, taken instead of the recipe's DeepSpeed settings.
 
-Each value is translated to the schema's key; what the schema does not own goes to ds_extra. At the end the JSON that
-the result makes is held against the file, so a setting is either kept, or a note says what became of it.
+It is read strictly, with the line of each key. What DeepSpeed 0.19.8 ignores is taken out first, and its old names are
+replaced; a likely misspelling stays, so that it becomes an error. Each value is translated to the schema's key; what
+the schema does not own goes to ds_extra. At the end the JSON that the result makes is held against the file, so a
+setting is either kept, or a note says what became of it.
 """
 
+import difflib
+import json
+import re
+from pathlib import Path
 from typing import Any
 
 from toolkit.config.checks import micro_rows, settled
 from toolkit.config.load import JSON, Loaded, replace
 from toolkit.config.schema import AUTO, RunConfig
 from toolkit.config.tensor import partition_config
-from toolkit.engine.ds_batch import translate_batch
 from toolkit.engine.ds_config import OWNED, SAME, build_ds_config, leaves, read_key
-from toolkit.engine.ds_json import read_json
-from toolkit.engine.ds_translate import (
-    Translation,
+from toolkit.engine.ds_import_sections import (
+    SectionImport,
     equal,
     optimizer_defaults,
     translate_activation_checkpointing,
+    translate_batch,
     translate_monitors,
     translate_optimizer,
     translate_precision,
@@ -25,8 +30,11 @@ from toolkit.engine.ds_translate import (
     translate_steps_per_print,
     translate_zenflow,
 )
+from toolkit.engine.ds_keys import INSTEAD, KEYS, REMOVED, RENAMED, dotted_keys, name_problems
 from toolkit.errors import ConfigError
 from toolkit.messages import tr
+from toolkit.outside import reason_of
+from toolkit.problems import raise_all
 
 AUTOTP = "tensor_parallel.autotp_size"
 ELSEWHERE = ("train_batch_size", "train_micro_batch_size_per_gpu", AUTOTP)
@@ -50,7 +58,7 @@ def import_json(path: str, loaded: Loaded, world_size: int | None, *, strict: bo
         ConfigError: the file cannot be read or names unknown keys, has no counterpart here, or contradicts the recipe.
     """
     values, where, ignored = read_json(path)
-    task = Translation(
+    task = SectionImport(
         path=path, loaded=loaded, world_size=world_size, given=dict(leaves(values)), where=where, strict=strict
     )
     for key, sentence in ignored.items():
@@ -77,7 +85,7 @@ def import_json(path: str, loaded: Loaded, world_size: int | None, *, strict: bo
     return result, task.notes + _compare(task, result)
 
 
-def _defaults(task: Translation, values: dict[str, Any]) -> None:
+def _defaults(task: SectionImport, values: dict[str, Any]) -> None:
     """Where the file is silent, DeepSpeed's own defaults hold, except for keys that the recipe sets explicitly."""
     plain, stage = RunConfig(), task.given.get("zero_optimization.stage", 0)
     silent = {key: read_key(plain, ours) for key, ours in SAME.items() if ours.startswith(("zero.", "precision."))}
@@ -113,7 +121,7 @@ def _defaults(task: Translation, values: dict[str, Any]) -> None:
             )
 
 
-def _tensor(task: Translation) -> None:
+def _tensor(task: SectionImport) -> None:
     """Take the number of ranks that split layers; DeepSpeed's 0 is our 1.
 
     Raises:
@@ -129,7 +137,7 @@ def _tensor(task: Translation) -> None:
             )
 
 
-def _extra(task: Translation) -> dict[str, Any]:
+def _extra(task: SectionImport) -> dict[str, Any]:
     """Return the recipe's ds_extra with everything of the file that the schema does not own."""
     merged: dict[str, Any] = {}
     foreign = {key: value for key, value in task.given.items() if key not in OWNED and key != "steps_per_print"}
@@ -147,7 +155,7 @@ def _extra(task: Translation) -> dict[str, Any]:
     return merged
 
 
-def _compare(task: Translation, result: Loaded) -> list[str]:
+def _compare(task: SectionImport, result: Loaded) -> list[str]:
     """Hold the JSON that the result makes against the file; say what "auto" became and what falls away."""
     cfg = settled(result.cfg)
     ranks = task.world_size or max(1, cfg.batch.global_size // micro_rows(cfg)) * cfg.parallel.tensor
@@ -181,3 +189,165 @@ def _compare(task: Translation, result: Loaded) -> list[str]:
         keys = ", ".join(idle)
         notes.append(tr("{path}: no effect beside the other settings: {keys}.", path=task.path, keys=keys))
     return notes
+
+
+_TOKEN = re.compile(r'"(?:\\.|[^"\\])*"|[{}\[\]:,]')
+
+
+def read_json(path: str) -> tuple[dict[str, Any], dict[str, str], dict[str, str]]:
+    """Read a DeepSpeed JSON; what DeepSpeed ignores in it is left out.
+
+    Args:
+        path: the file.
+
+    Returns:
+        The nested dictionary without nulls (which mean "not given"); dotted key -> "file:line"; and dotted key -> a
+        sentence about what DeepSpeed ignores, or calls otherwise today.
+
+    Raises:
+        ConfigError: the file is missing, no JSON, holds a key twice, or names that are likely misspelt.
+    """
+    try:
+        text = Path(path).read_text(encoding="utf-8-sig")
+        values = json.loads(text)
+    except OSError as error:
+        raise ConfigError(
+            tr("deepspeed_json = {path} cannot be read: {reason}", path=path, reason=error.strerror or error)
+        ) from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(tr("{path} is not UTF-8 (byte {position}).", path=path, position=error.start)) from error
+    except json.JSONDecodeError as error:
+        raise ConfigError(
+            tr(
+                "{path}:{line}:{column}: this is not JSON: {reason}",
+                path=path,
+                line=error.lineno,
+                column=error.colno,
+                reason=error.msg,
+            )
+        ) from error
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(tr("{path} is not JSON: {reason}", path=path, reason=reason_of(error))) from error
+    if not isinstance(values, dict):
+        raise ConfigError(tr("{path}: a DeepSpeed JSON must be an object, {{...}}.", path=path))
+    where = _lines_of_keys(text, path)
+    values, ignored = without_ignored(_without_nulls(values), where)
+    problems = name_problems(values)
+    raise_all(ConfigError(f"{where.get(key, path)}: {sentence}") for key, sentence in problems.items())
+    return values, where, ignored
+
+
+def _lines_of_keys(text: str, path: str) -> dict[str, str]:
+    """Return dotted key -> "file:line" of valid JSON, and refuse a key that stands twice in one object.
+
+    The standard parser tells no positions and takes the last of two equal keys. Objects inside lists are not entered.
+    """
+    where: dict[str, str] = {}
+    opened: list[str | None] = []  # the prefix of each open object; None inside lists
+    here, word = "", ""
+    for token in _TOKEN.finditer(text):
+        mark = token.group()
+        inside = opened[-1] if opened else ""
+        if mark == "{":
+            opened.append(None if inside is None else here and f"{here}.")
+        elif mark == "[":
+            opened.append(None)
+        elif mark in "}]":
+            opened.pop()
+        elif mark == ":" and inside is not None:
+            here = inside + json.loads(word)
+            place = f"{path}:{text.count(chr(10), 0, token.start()) + 1}"
+            if here in where:
+                raise ConfigError(
+                    tr("{place}: '{key}' stands twice, first at {first}.", place=place, key=here, first=where[here])
+                )
+            where[here] = place
+        elif mark not in ":,":
+            word = mark
+    return where
+
+
+def _without_nulls(section: dict[str, Any]) -> dict[str, Any]:
+    return {
+        name: _without_nulls(value) if isinstance(value, dict) else value
+        for name, value in section.items()
+        if value is not None
+    }
+
+
+_OFFLOADS = {
+    "zero_optimization.cpu_offload": "offload_optimizer",
+    "zero_optimization.cpu_offload_param": "offload_param",
+}
+"""Switches of old versions -> the section that took their place."""
+_KNOWN = ("zero_optimization.cpu_offload_use_pin_memory", "scheduler.params.last_batch_iteration")
+"""Names that could be taken for misspellings, and that change nothing."""
+_LIKELY = 0.8
+"""How alike a name must be to a known one to be a misspelling of it."""
+
+
+def without_ignored(values: dict[str, Any], where: dict[str, str]) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return a DeepSpeed JSON without what DeepSpeed ignores in it, and with today's names.
+
+    Args:
+        values: the nested dictionary, without nulls.
+        where: dotted key -> "file:line"; receives the places of renamed keys.
+
+    Returns:
+        A new dictionary; and dotted key -> a sentence about what became of it.
+    """
+    notes: dict[str, str] = {}
+    return _without_ignored_in(values, KEYS, "", where, notes), notes
+
+
+def _without_ignored_in(
+    section: dict[str, Any], known: dict[str, Any], prefix: str, where: dict[str, str], notes: dict[str, str]
+) -> dict[str, Any]:
+    kept: dict[str, Any] = {}
+    is_disabled = bool(prefix) and section.get("enabled") is False
+    for name, value in section.items():
+        key = prefix + name
+        if is_disabled and name != "enabled":
+            notes[prefix.rstrip(".")] = tr("{key} is disabled: its other keys have no effect.", key=prefix.rstrip("."))
+        elif key in _OFFLOADS:
+            if value is True:
+                kept.setdefault(_OFFLOADS[key], {"device": "cpu"})
+            notes[key] = tr(
+                "{key} is an old name, read as {today}.",
+                key=key,
+                today=f"{prefix}{_OFFLOADS[key]}.device = {'cpu' if value is True else 'none'}",
+            )
+        elif key in RENAMED and " or " not in RENAMED[key]:
+            today = RENAMED[key]
+            notes[key] = tr("{key} is an old name, read as {today}.", key=key, today=today)
+            where.update(
+                {today + place.removeprefix(key): line for place, line in list(where.items()) if place.startswith(key)}
+            )
+            short = today.removeprefix(prefix)
+            kept.setdefault(
+                short,
+                value
+                if not isinstance(value, dict)
+                else _without_ignored_in(value, known[short], f"{today}.", where, notes),
+            )
+        elif key == "data_efficiency" and isinstance(value, dict) and value.get("enabled") is False:
+            notes[key] = tr("DeepSpeed ignores {key}.", key=key)  # known to it, and not used here if it is on
+        elif name in known and isinstance(value, dict) and known[name]:
+            kept[name] = _without_ignored_in(value, known[name], f"{key}.", where, notes)
+        elif name in known or not _is_ignored(key, name, known):
+            kept[name] = value
+        elif key in INSTEAD:
+            notes[key] = tr("DeepSpeed ignores {key}; {schema} does what it did.", key=key, schema=INSTEAD[key][0])
+        else:
+            notes[key] = tr("DeepSpeed ignores {key}.", key=key)
+    return kept
+
+
+def _is_ignored(key: str, name: str, known: dict[str, Any]) -> bool:
+    """Return whether an unknown name is no more than that: a comment, a removed feature, what others read."""
+    if key in REMOVED or key in _KNOWN or name.startswith(("_", "#", "//")) or name.lower().startswith("comment"):
+        return True
+    elsewhere = {other.rpartition(".")[2] for other in dotted_keys()}
+    close = difflib.get_close_matches(name, list(known), n=1, cutoff=_LIKELY)
+    begins = any(other.startswith(f"{name}_") or name.startswith(f"{other}_") for other in known)
+    return name not in elsewhere and name != "learning_rate" and not close and not begins

@@ -10,7 +10,7 @@ from deepspeed import DeepSpeedEngine
 from safetensors.torch import save_file
 
 from toolkit.distributed.process_group import on_rank0
-from toolkit.engine.gather import gathered_parameters
+from toolkit.engine.parameters import gathered_parameters
 from toolkit.errors import CheckpointError
 from toolkit.export.folder import whole_or_absent, write_files
 from toolkit.messages import tr

@@ -4,7 +4,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from toolkit.checkpoint.run_state import RunState
+from toolkit.checkpoint.directory import RunState
 from toolkit.config.schema import TuningMethod
 from toolkit.messages import tr
 from toolkit.secrets import hide_all

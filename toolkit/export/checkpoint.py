@@ -14,8 +14,8 @@ from tempfile import TemporaryDirectory
 import torch
 from transformers import PreTrainedModel
 
-from toolkit.checkpoint import manifest, run_state
-from toolkit.checkpoint.weights import weights
+from toolkit.checkpoint import directory
+from toolkit.checkpoint.convert import iter_weights
 from toolkit.config.schema import TuningMethod
 from toolkit.errors import CheckpointError, ConfigError, NotExportable, ToolkitError
 from toolkit.export import own
@@ -74,7 +74,7 @@ def rebuild(
         )
     trained_in: torch.dtype = getattr(torch, read_object(described / "config.json")["dtype"])
     if part is None:
-        return collect(empty(described), weights(checkpoint, trained_in), checkpoint, dtype, scratch)
+        return collect(empty(described), iter_weights(checkpoint, trained_in), checkpoint, dtype, scratch)
     return collect(*merged(part), checkpoint, dtype or trained_in, scratch)
 
 
@@ -190,10 +190,10 @@ def export_checkpoint(checkpoint: Path, folder: Path, wanted: Wanted | None = No
         return
     wanted = wanted or Wanted()
     described, part = checkpoint / MODEL_DIR, part_of_checkpoint(checkpoint, base)
-    names = [PurePosixPath(name) for name in manifest.read(checkpoint)["files"]]
+    names = [PurePosixPath(name) for name in directory.read_manifest(checkpoint)["files"]]
     mine = [name.relative_to(MODEL_DIR) for name in names if name.is_relative_to(MODEL_DIR)]
     files = {name.as_posix(): (described / name).read_bytes() for name in mine}
-    state = run_state.read(checkpoint)
+    state = directory.read_run_state(checkpoint)
     is_adapter = part is not None and bool(part.settings) and not wanted.merge
     files[CARD] = card(state, is_adapter)
     taken = probe.read(checkpoint)
@@ -274,7 +274,7 @@ def export_beside(checkpoint: Path, folder: Path) -> None:
 def main() -> None:
     """Export."""
     source, target = map(Path, sys.argv[1:])
-    if wrong := manifest.problems(source):
+    if wrong := directory.manifest_problems(source):
         sys.exit("; ".join(wrong[:3]))
     try:
         export_checkpoint(source, target)

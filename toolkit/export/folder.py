@@ -14,10 +14,10 @@ from deepspeed import DeepSpeedEngine
 from safetensors import SafetensorError
 from transformers import PreTrainedModel
 
-from toolkit.checkpoint import manifest
+from toolkit.checkpoint import directory
 from toolkit.disk import flush, grant
 from toolkit.distributed.process_group import on_rank0
-from toolkit.engine.gather import gathered_parameters
+from toolkit.engine.parameters import gathered_parameters
 from toolkit.errors import CheckpointError
 from toolkit.messages import tr
 from toolkit.models import probe
@@ -120,7 +120,9 @@ def _seal(folder: Path) -> None:
     paths = sorted(path for path in folder.rglob("*") if path.is_file())
     for path in paths:
         flush(path)
-    manifest.write(folder, {path.relative_to(folder).as_posix(): manifest.record(path) for path in paths}, {})
+    directory.write_manifest(
+        folder, {path.relative_to(folder).as_posix(): directory.record_file(path) for path in paths}, {}
+    )
     flush(folder)
 
 

@@ -11,11 +11,11 @@ import torch
 from deepspeed import DeepSpeedEngine
 from safetensors.torch import load_file, save_file
 
-from toolkit.checkpoint import run_state
-from toolkit.checkpoint.weights import weights
+from toolkit.checkpoint import directory
+from toolkit.checkpoint.convert import iter_weights
 from toolkit.config.schema import Dtype
 from toolkit.distributed.process_group import on_rank0
-from toolkit.engine.gather import gathered_parameters
+from toolkit.engine.parameters import gathered_parameters
 from toolkit.errors import CheckpointError
 from toolkit.export.folder import whole_or_absent
 from toolkit.messages import tr
@@ -75,11 +75,11 @@ def export_checkpoint(checkpoint: Path, folder: Path) -> None:
     Raises:
         CheckpointError: they cannot be read or written.
     """
-    dtype = TORCH_DTYPES[Dtype(run_state.read(checkpoint).config["precision"]["dtype"])]
+    dtype = TORCH_DTYPES[Dtype(directory.read_run_state(checkpoint).config["precision"]["dtype"])]
     card = json.loads((checkpoint / MODEL_DIR / CARD).read_text(encoding="utf-8"))
     state: dict[str, torch.Tensor] = {}
     names = set(card["names"])
-    for name, value in weights(checkpoint, dtype):
+    for name, value in iter_weights(checkpoint, dtype):
         if name in names:  # of tied ones the first, as in the model
             state[name] = value.clone()
     _write(state, card, folder)

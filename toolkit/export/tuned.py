@@ -10,7 +10,7 @@ from peft.tuners.lora import LoraLayer
 from peft.utils import ModulesToSaveWrapper
 from transformers import PreTrainedModel
 
-from toolkit.checkpoint.weights import weights
+from toolkit.checkpoint.convert import iter_weights
 from toolkit.config.schema import TuningMethod
 from toolkit.errors import CheckpointError, ConfigError
 from toolkit.messages import tr
@@ -67,7 +67,7 @@ def part_of_checkpoint(checkpoint: Path, given: str = "") -> Part | None:
         return None
     settings = read_object(described / adapter.CONFIG) if (described / adapter.CONFIG).is_file() else {}
     dtype = getattr(torch, read_object(described / "config.json")["dtype"])
-    values = dict(weights(checkpoint, dtype))
+    values = dict(iter_weights(checkpoint, dtype))
     if settings:
         shell = _shell(described, settings, known)
         stored = adapter.stored_names(shell)

@@ -46,7 +46,7 @@ def evaluate(
     """
     sums: dict[str, float] = {EVAL_LOSS: 0.0, evaluated.SAMPLES: 0.0}
     kept: list[dict[str, torch.Tensor]] = []
-    generators, was_training = random_state.take(), engine.module.training
+    generators, was_training = random_state.capture(), engine.module.training
     share_buffers(engine.module)
     engine.eval()
     try:
@@ -65,7 +65,7 @@ def evaluate(
                 alive()
     finally:
         engine.train(was_training)
-        random_state.put(generators)
+        random_state.restore_state(generators)
     total = sum_over_ranks(list(sums.values()), engine.device).tolist()
     found = dict(zip(sums, total, strict=True))
     count = found.pop(evaluated.SAMPLES)

@@ -13,7 +13,7 @@ from deepspeed.accelerator import get_accelerator
 from torch import nn
 
 from toolkit.checkpoint import random_state
-from toolkit.checkpoint.run_state import RunState
+from toolkit.checkpoint.directory import RunState
 from toolkit.cli.beginning import begin, ready_line, reporter, watchdog, with_optimizer
 from toolkit.cli.building import schedule_maker
 from toolkit.cli.context import AnySession
@@ -25,8 +25,8 @@ from toolkit.data.sampler import Position
 from toolkit.distributed import failure, process_group
 from toolkit.distributed.process_group import on_rank0
 from toolkit.engine import memory
+from toolkit.engine.build import initialize_engine, use_tf32
 from toolkit.engine.ds_config import DsConfig, build_ds_config
-from toolkit.engine.initialize import initialize, use_tf32
 from toolkit.errors import ConfigError, DataError
 from toolkit.export.checkpoint import export_beside
 from toolkit.export.own import CARD
@@ -200,7 +200,9 @@ def _engine(model: nn.Module, cfg: RunConfig, ds: DsConfig, total_steps: int, fo
     speaks = process_group.rank() == 0
     with phase(tr("Building the engine (the first time DeepSpeed compiles its ops: minutes)"), speaks=speaks):
         values = run_folder.profiled(ds.values, folder)
-        return initialize(model, values, cfg.train.activation_checkpointing, make_schedule, cfg.compile, cfg.optim)
+        return initialize_engine(
+            model, values, cfg.train.activation_checkpointing, make_schedule, cfg.compile, cfg.optim
+        )
 
 
 def _card(model: nn.Module) -> dict[str, Any]:

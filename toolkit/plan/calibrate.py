@@ -15,8 +15,8 @@ from toolkit.config.schema import RunConfig
 from toolkit.errors import ConfigError
 from toolkit.launch.environment import free_port
 from toolkit.messages import tr
-from toolkit.plan.kept import file_for, write
 from toolkit.plan.machine import Machine, this_machine
+from toolkit.plan.outline import cache_file, write_cache
 from toolkit.plan.parameters import Outline
 from toolkit.plan.speed import Rates, assumed
 
@@ -34,7 +34,7 @@ def file_of(cfg: RunConfig, machine: Machine, outline: Outline) -> Path:
         cfg.precision.dtype.value,
         cfg.data.max_length,
     ]
-    return file_for(cfg, f"rates-{os.uname().nodename}", inputs)
+    return cache_file(cfg, f"rates-{os.uname().nodename}", inputs)
 
 
 def rates_of(cfg: RunConfig, machine: Machine, outline: Outline) -> Rates:
@@ -67,7 +67,7 @@ def calibrate(cfg: RunConfig, machine: Machine, outline: Outline) -> None:
         name: (max if name in ("micro_s", "latency_s") else min)(rates[name] for rates in measured)
         for name in measured[0]
     }
-    write(file_of(cfg, machine, outline), slowest)
+    write_cache(file_of(cfg, machine, outline), slowest)
 
 
 def _measure(cfg: RunConfig, machine: Machine, folder: Path) -> list[dict[str, float]]:

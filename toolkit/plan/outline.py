@@ -1,6 +1,11 @@
-"""The outline of the model that a config names: by formula, or measured once and remembered. No torch here."""
+"""The outline of the model that a config names: by formula, or measured once and remembered. No torch here.
 
+What has been measured once for all plans, in files beside the tokenised data. No torch.
+"""
+
+import hashlib
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
@@ -12,7 +17,6 @@ from toolkit import children
 from toolkit.config.schema import Init, RunConfig
 from toolkit.errors import ConfigError
 from toolkit.messages import tr
-from toolkit.plan.kept import file_for, write
 from toolkit.plan.parameters import Outline, Shapes, Sizes, shape_of_random, shapes_of_config, tuned
 
 _CHATGLM2: dict[str, Any] = {
@@ -55,14 +59,14 @@ def outline_of(cfg: RunConfig, say: Callable[[str], None], vocab_size: int = 0) 
     Raises:
         ConfigError: the model is not known, or the way of tuning does not fit it.
     """
-    found = known_outline(cfg, vocab_size)
+    found = cached_outline(cfg, vocab_size)
     found = found or tuned(*_measured(cfg, config_of(cfg), say), cfg.tuning)
     if not found.num_trained:
         raise ConfigError(tr("tuning: nothing of this model would be trained as far as its parameters' names tell."))
     return found
 
 
-def known_outline(cfg: RunConfig, vocab_size: int = 0) -> Outline | None:
+def cached_outline(cfg: RunConfig, vocab_size: int = 0) -> Outline | None:
     """Return the same without measuring; None for a model that no formula knows and that has not been measured.
 
     Arguments as above.
@@ -137,14 +141,34 @@ def _measured(cfg: RunConfig, config: Mapping[str, Any], say: Callable[[str], No
                 reason=reason,
             )
         )
-    write(kept, json.loads(ran.stdout.strip().splitlines()[-1]))
+    write_cache(kept, json.loads(ran.stdout.strip().splitlines()[-1]))
     return _read(kept)
 
 
 def _kept(cfg: RunConfig, config: Mapping[str, Any]) -> Path:
-    return file_for(cfg, "outline", [config, _FORM, version("transformers")])
+    return cache_file(cfg, "outline", [config, _FORM, version("transformers")])
 
 
 def _read(file: Path) -> tuple[Shapes, Sizes]:
     measured = json.loads(file.read_text(encoding="utf-8"))
     return {name: tuple(shape) for name, shape in measured["shapes"].items()}, measured["sizes"]
+
+
+def cache_file(cfg: RunConfig, kind: str, inputs: object) -> Path:
+    """Return where something is kept that depends on these inputs alone.
+
+    Args:
+        cfg: its `prepare.dir` holds all of them.
+        kind: the file's name begins with it.
+        inputs: JSON-able.
+    """
+    key = hashlib.sha256(json.dumps(inputs, sort_keys=True).encode()).hexdigest()[:16]
+    return Path(cfg.prepare.dir) / "plan" / f"{kind}-{key}.json"
+
+
+def write_cache(file: Path, values: Any) -> None:
+    """Write values as JSON, so that a reader finds all of them or no file."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    part = file.with_suffix(f".{os.getpid()}")
+    part.write_text(json.dumps(values) + "\n", encoding="utf-8")
+    part.replace(file)

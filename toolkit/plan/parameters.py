@@ -2,16 +2,28 @@
 
 Known are ChatGLM-6B's own class and, of transformers, GLM, GLM-4, Llama, Mistral, Qwen2 and Qwen3; any other model is
 measured (see `outline`).
+
+Which parameters a way of tuning means, by their names alone. No torch.
+
+What the stages of a pipeline hold of a model. No torch.
+
+What one of the ranks that split a model's layers has of it. No torch.
 """
 
 import math
+import re
 from collections import Counter
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from itertools import accumulate, pairwise
 from typing import Any
 
 from toolkit.config.schema import ShapeConfig, TuningConfig, TuningMethod
-from toolkit.plan.names import ALL_LINEAR, check_matches, default_targets
+from toolkit.config.suggest import did_you_mean
+from toolkit.config.tensor import check_split, part_shape, split_of
+from toolkit.errors import ConfigError
+from toolkit.messages import joined, tr
 
 Shapes = dict[str, tuple[int, ...]]
 Sizes = dict[str, int]
@@ -264,3 +276,159 @@ def layer_of(name: str) -> int:
     if name.startswith("prefix_encoder."):
         return -1
     return next((int(part) for part in name.split(".") if part.isdecimal()), -1)
+
+
+ALL_LINEAR = "all-linear"
+_ATTENTION = {"chatglm": ["query_key_value"], "glm": ["q_proj", "k_proj", "v_proj"]}
+"""By model type, what the ChatGLM repositories train: query, key and value, one matrix in their own code."""
+_USUAL = (["q_proj", "k_proj", "v_proj"], ["query_key_value"], ["qkv_proj"], ["c_attn"], ["Wqkv"])
+"""What query, key and value are called elsewhere."""
+
+
+def matches(name: str, pattern: str) -> bool:
+    """Whether a name, or its end from a dot on, is what a pattern (`*`, `?`) says."""
+    return fnmatchcase(name, pattern) or fnmatchcase(name, f"*.{pattern}")
+
+
+def select_names(names: Iterable[str], patterns: Collection[str]) -> list[str]:
+    """Return the names that match any of the patterns."""
+    return [name for name in names if any(matches(name, pattern) for pattern in patterns)]
+
+
+def default_targets(model_type: str, linear: Collection[str]) -> list[str]:
+    """Return what LoRA is added to where nothing is said: query, key and value, else every linear layer.
+
+    Args:
+        model_type: of the config.
+        linear: names of the linear layers of the decoder.
+    """
+    known = _ATTENTION.get(model_type)
+    usual = (names for names in _USUAL if all(select_names(linear, [name]) for name in names))
+    return known or next(usual, [ALL_LINEAR])
+
+
+def check_matches(key: str, pattern: str, names: Collection[str]) -> list[str]:
+    """Return the names that match a pattern.
+
+    Args:
+        key: whose value the pattern is part of.
+        pattern: see `matches`.
+        names: what there is.
+
+    Raises:
+        ConfigError: none does; the nearest are named.
+    """
+    found = select_names(names, [pattern])
+    if not found:
+        ends = sorted({".".join(name.split(".")[-2:]) if "." in pattern else name.rpartition(".")[2] for name in names})
+        raise ConfigError(
+            joined(
+                tr("{key}: nothing in this model is called '{pattern}'.", key=key, pattern=pattern),
+                did_you_mean(pattern, ends),
+                tr("Known: {names}.", names=", ".join(ends)),
+            )
+        )
+    return found
+
+
+_HEAD = "lm_head.weight"
+
+
+def stage_outlines(outline: Outline, num_stages: int) -> list[Outline]:
+    """Return the parts of a model as models of their own, in the order in which they compute.
+
+    What a stage lacks stands in it with no rows: an embedding, as the states that come in have a gradient, and a head.
+
+    Args:
+        outline: the whole.
+        num_stages: stages.
+    """
+    layers, hidden = outline.sizes["layers"], outline.sizes["hidden"]
+    before = {name: shape for name, shape in outline.shapes.items() if "embed" in name}
+    head = {name: shape for name, shape in outline.shapes.items() if name == _HEAD} or before
+    norm = {name: shape for name, shape in outline.shapes.items() if layer_of(name) < 0 and name not in (before | head)}
+    inner = [{name: s for name, s in outline.shapes.items() if layer_of(name) == layer} for layer in range(layers)]
+    parts = [before, *inner, norm, head]
+    bounds = balance_stages([sum(map(math.prod, part.values())) for part in parts], num_stages)
+    found = []
+    for first, end in pairwise(bounds):
+        own = [place for place in range(first, end) if 1 <= place <= layers]
+        shapes: Shapes = {} if first == 0 else {name: (0, hidden) for name in before}
+        shapes |= {} if end == len(parts) else {_HEAD: (0, hidden)}
+        for place in range(first, end):
+            start = own[0] - 1 if own else 0
+            shapes |= {_renumbered(name, start): shape for name, shape in parts[place].items()}
+        found.append(
+            replace(outline, shapes=shapes, trained=frozenset(shapes), sizes=outline.sizes | {"layers": len(own)})
+        )
+    return found
+
+
+def balance_stages(sizes: Sequence[int], num_parts: int) -> list[int]:
+    """Return where the parts of a sequence begin and end that differ least: as DeepSpeed divides layers by parameters.
+
+    Step by step the division is kept whose largest and smallest part differ least, of equal ones the one whose last
+    part is the shortest (deepspeed 0.19.8, runtime/utils.py, partition_balanced).
+
+    Args:
+        sizes: more than `num_parts` of them.
+        num_parts: of which none is empty.
+    """
+    ends = [0, *accumulate(sizes)]
+    found: dict[int, tuple[float, float, list[int]]] = {0: (0, math.inf, [0])}
+    for _ in range(num_parts):
+        longer = {}
+        for end in range(1, len(ends)):
+            ways = [
+                (max(largest, ends[end] - ends[begin]), min(smallest, ends[end] - ends[begin]), [*bounds, end])
+                for begin, (largest, smallest, bounds) in found.items()
+                if begin < end
+            ]
+            if ways:
+                longer[end] = min(reversed(ways), key=lambda way: way[0] - way[1])
+        found = longer
+    return found[len(sizes)][2]
+
+
+def _renumbered(name: str, start: int) -> str:
+    """Return a parameter's name with its layer counted from a stage's first."""
+    return re.sub(r"(?<=\.)\d+(?=\.)", lambda number: str(int(number[0]) - start), name, count=1)
+
+
+def tensor_part(outline: Outline, size: int) -> Outline:
+    """Return a rank's part of a model.
+
+    Args:
+        outline: of the whole model.
+        size: `parallel.tensor`.
+
+    Raises:
+        ConfigError: the heads, or the inner width, cannot be divided by it.
+    """
+    if size == 1:
+        return outline
+    sizes = outline.sizes
+    check_split(
+        {"heads": sizes["heads"], "key_heads": sizes["keys"] // sizes["head_size"], "inner": sizes["inner"]}, size
+    )
+    shapes = {name: part_shape(name, shape, size) for name, shape in outline.shapes.items()}
+    own = {name: sizes[name] // size for name in ("heads", "keys", "inner")}
+    return replace(outline, shapes=shapes, sizes=sizes | own)
+
+
+def exchanged_bytes(outline: Outline, size: int, states_bytes: int) -> tuple[float, int]:
+    """Return the bytes that a rank sends to its neighbours for a micro-batch, and in how many collectives.
+
+    Of each matrix that is split by columns the output is added up in the forward pass, of each other one what goes
+    back in the backward pass (deepspeed 0.19.8, module_inject/layers.py: one all-reduce for each matrix, also of three
+    that share an input); ring algorithms taken for granted.
+
+    Args:
+        outline: of the whole model.
+        size: `parallel.tensor`.
+        states_bytes: hidden states of a micro-batch.
+    """
+    if size == 1:
+        return 0.0, 0
+    times = sum(1 for name, shape in outline.shapes.items() if len(shape) == 2 and split_of(name))
+    return times * 2 * (size - 1) / size * states_bytes, times

@@ -10,9 +10,8 @@ from toolkit.config.optimizers import OPTIMIZERS
 from toolkit.config.places import value_of
 from toolkit.config.schema import Device, Dtype, RunConfig
 from toolkit.messages import tr
-from toolkit.plan.host import HostMemory, plan_host
 from toolkit.plan.machine import Machine
-from toolkit.plan.memory import RankMemory, plan_rank
+from toolkit.plan.memory import HostMemory, RankMemory, plan_host, plan_rank
 from toolkit.plan.parameters import Outline
 from toolkit.plan.speed import Rates, StepTime, step_time
 
@@ -61,7 +60,7 @@ class Layout:
         return ", ".join(words)
 
 
-def lay_out(outline: Outline, cfg: RunConfig, machine: Machine, rates: Rates) -> Layout:
+def evaluate_layout(outline: Outline, cfg: RunConfig, machine: Machine, rates: Rates) -> Layout:
     """Return the plan of one config. Raises ConfigError where its batch cannot be divided."""
     memory = plan_rank(outline, cfg, machine.world_size, machine.on_cpu)
     host = plan_host(outline, cfg, machine, memory)
@@ -80,7 +79,9 @@ def layouts(outline: Outline, cfg: RunConfig, machine: Machine, rates: Rates) ->
             continue  # the same
         for recomputes in (False, True):
             for micro in [one for one in micro_sizes(cfg, machine.world_size) if one <= MOST_MICRO]:
-                yield lay_out(outline, changed(cfg, stage, optimizer, parameters, recomputes, micro), machine, rates)
+                yield evaluate_layout(
+                    outline, with_layout(cfg, stage, optimizer, parameters, recomputes, micro), machine, rates
+                )
 
 
 def _adds_in_bf16(cfg: RunConfig, stage: int) -> bool:
@@ -98,7 +99,7 @@ def cheapest(found: list[Layout]) -> Layout | None:
     return next(roomy, None) or min(fast, key=lambda layout: layout.memory.peak(layout.memory.worst))
 
 
-def changed(
+def with_layout(
     cfg: RunConfig, stage: int, optimizer: Device, parameters: Device, recomputes: bool, micro: int
 ) -> RunConfig:
     """Return a copy with other choices."""

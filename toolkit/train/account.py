@@ -7,12 +7,12 @@ import torch
 from deepspeed import DeepSpeedEngine
 
 from toolkit.config.schema import TuningConfig, TuningMethod
-from toolkit.distributed.tensor import shape_of
+from toolkit.distributed.tensor import full_shape
 from toolkit.messages import tr
 from toolkit.models.stages import whole_model
-from toolkit.plan.flops import Formula, Work, formula, is_countable
 from toolkit.plan.machine import Gpu, find_gpu
 from toolkit.plan.parameters import Shapes
+from toolkit.plan.speed import Formula, Work, formula, is_countable
 from toolkit.train.matmul import median_of_ranks
 
 _DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
@@ -114,7 +114,7 @@ def _shapes(model: torch.nn.Module) -> tuple[Shapes, set[str]]:
         if isinstance(owner, torch.nn.Linear) and name.endswith(".weight"):
             shapes[name] = (owner.out_features, owner.in_features)
         else:
-            shapes[name] = shape_of(name, parameter)
+            shapes[name] = full_shape(name, parameter)
         if parameter.requires_grad:
             trained.add(name)
     return shapes, trained

@@ -37,8 +37,8 @@ from toolkit.config.schema import (
     ZeroConfig,
 )
 from toolkit.distributed import process_group
+from toolkit.engine.build import initialize_engine
 from toolkit.engine.ds_config import build_ds_config
-from toolkit.engine.initialize import initialize
 from toolkit.launch import environment
 from toolkit.messages import set_language, tr
 from toolkit.models.build import TORCH_DTYPES, random_config
@@ -46,11 +46,10 @@ from toolkit.models.chatglm.family import Architecture, architecture_of
 from toolkit.models.chatglm.glm import glm_config
 from toolkit.models.chatglm.modeling import ChatGLMConfig, ChatGLMForConditionalGeneration
 from toolkit.models.loss import Batch, token_loss_sum
-from toolkit.plan.flops import Work, causal_pairs, formula
 from toolkit.plan.memory import WIDTHS, longest_rows
 from toolkit.plan.outline import config_of, outline_of
 from toolkit.plan.parameters import Outline
-from toolkit.plan.speed import Rates, gathered_bytes
+from toolkit.plan.speed import Rates, Work, causal_pairs, formula, gathered_bytes
 
 _REPEATS = 7
 _UPDATED = 4_000_000
@@ -130,7 +129,7 @@ def _gather(cfg: RunConfig, outline: Outline, layer_s: float, device: torch.devi
         sizes.append(sum(one.numel() for one in model.parameters()))
         batch = longest_batch(cfg, outline, model)
         schedule = partial(ConstantLR, factor=1)
-        engine = initialize(model, ds, split.train.activation_checkpointing, schedule, optim=split.optim)
+        engine = initialize_engine(model, ds, split.train.activation_checkpointing, schedule, optim=split.optim)
         engine.train()
         calls.append(partial(_pass_of_engine, engine, batch))
     _, split_s = _seconds_and_more(calls, device)

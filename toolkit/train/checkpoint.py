@@ -23,14 +23,13 @@ from pathlib import Path
 import torch
 from deepspeed import DeepSpeedEngine
 
-from toolkit.checkpoint import engine_files, folders, manifest, random_state, universal
-from toolkit.checkpoint.manifest import FileRecord
-from toolkit.checkpoint.run_state import RunState
+from toolkit.checkpoint import convert, directory, engine_files, random_state
+from toolkit.checkpoint.directory import FileRecord, RunState
 from toolkit.config.schema import EVAL_LOSS, CheckpointConfig
 from toolkit.disk import flush
 from toolkit.distributed.process_group import barrier, gather, on_rank0, rank
 from toolkit.engine import optimizer_states
-from toolkit.engine.gather import is_divided
+from toolkit.engine.parameters import is_partitioned
 from toolkit.errors import CheckpointError
 from toolkit.messages import tr
 from toolkit.models import probe
@@ -88,14 +87,14 @@ class Saver:
     ) -> None:
         self.engine, self.folder, self.config, self.described, self.say = engine, folder, config, described, say
         self.keep_best, self.patience_s = keep_best, patience_s
-        self.files = engine_files.install(engine, config.asynchronous)
+        self.files = engine_files.install_engine_files(engine, config.asynchronous)
         self.newest: Path | None = None
         """The last checkpoint that was published."""
         self.failed = False
         """Whether the last save came to nothing, and is to be tried again."""
         self.ruin = ""
         """What was NaN or Inf then; "" if it was for another reason."""
-        self.good: Path | None = on_rank0(lambda: folders.known_good(folder))
+        self.good: Path | None = on_rank0(lambda: directory.known_good(folder))
         """The newest checkpoint that a good step has followed: it stays, whatever becomes of newer ones."""
         self._pending: _Pending | None = None
         is_whole = described.holds_frozen or all(parameter.requires_grad for parameter in engine.module.parameters())
@@ -116,7 +115,7 @@ class Saver:
             is_last: whether no step follows that could show that its weights are good: a probe has to.
         """
         self.finish()
-        name = folders.name_of(state.step)
+        name = directory.checkpoint_name(state.step)
         temporary = self.folder / f"{name}.tmp"
         refusal, has_probe = on_rank0(lambda: (self._make_room(temporary), self._may_probe(is_last)))
         if refusal:
@@ -124,7 +123,7 @@ class Saver:
             return
         self.failed, self.ruin = False, ""
         # Only a divided model needs all ranks for it, and rank 0 writes it.
-        runs_probe = has_probe and (rank() == 0 or is_divided(self.engine) or is_pipeline(self.engine))
+        runs_probe = has_probe and (rank() == 0 or is_partitioned(self.engine) or is_pipeline(self.engine))
         taken = self._probe() if runs_probe else None
         if has_probe and on_rank0(lambda: taken is not None and not bool(torch.isfinite(taken.logits).all())):
             self.ruin = tr("the weights give logits that are NaN or Inf, an update has ruined them")
@@ -135,7 +134,7 @@ class Saver:
             self._give_up(name, self.ruin)
             return
         self.files.begin()
-        with engine_files.gathered(self.engine.optimizer):
+        with engine_files.gathered_states(self.engine.optimizer):
             self.engine.save_checkpoint(
                 str(self.folder), tag=temporary.name, save_latest=False, exclude_frozen_parameters=self._is_part
             )
@@ -194,7 +193,7 @@ class Saver:
         Raises:
             CheckpointError: it cannot be read or converted.
         """
-        converted = universal.make(checkpoint, self.folder, self.say)
+        converted = convert.make_universal(checkpoint, self.folder, self.say)
         config = self.engine._config
         config.load_universal_checkpoint = True
         try:
@@ -202,7 +201,7 @@ class Saver:
         finally:
             config.load_universal_checkpoint = False
         barrier()
-        on_rank0(lambda: universal.remove(converted))
+        on_rank0(lambda: convert.remove_universal(converted))
         self.newest = checkpoint
 
     def _load(self, folder: Path) -> None:
@@ -254,7 +253,7 @@ class Saver:
         if failure:
             if rank() == 0:
                 with suppress(OSError):
-                    folders.discard(pending.folder)
+                    directory.discard_checkpoint(pending.folder)
                 self._rotation.request()
             self._give_up(name, failure)
             return
@@ -278,7 +277,7 @@ class Saver:
         self.good = checkpoint
         if rank() == 0 and checkpoint.parent == self.folder:
             with suppress(OSError):  # an earlier one is named then, and stays as long
-                folders.write_name(folders.GOOD, checkpoint)
+                directory.write_name(directory.GOOD, checkpoint)
 
     def end(self) -> None:
         """Wait until rank 0 has removed what is too much, however long that takes. A collective."""
@@ -296,7 +295,7 @@ class Saver:
         """Make an empty folder; return why not, if there is no room for what will be in it."""
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            folders.discard(temporary)
+            directory.discard_checkpoint(temporary)
             temporary.mkdir()
             needed = int(_ROOM * (self._last_bytes or self.least_bytes()))
             if shutil.disk_usage(self.folder).free < needed:
@@ -313,10 +312,10 @@ class Saver:
 
     def _publish(self, pending: "_Pending", target: Path, records: dict[str, FileRecord]) -> None:
         try:
-            manifest.write(pending.folder, records, {"step": pending.step})
+            directory.write_manifest(pending.folder, records, {"step": pending.step})
             for folder in {pending.folder, *((pending.folder / name).parent for name in records)}:
                 flush(folder)
-            folders.publish(pending.folder, target)
+            directory.publish_checkpoint(pending.folder, target)
         except OSError as error:
             raise CheckpointError(error.strerror or str(error)) from error
 
@@ -327,7 +326,7 @@ class Saver:
 
     def _best(self, evaluations: list[dict[str, float]]) -> list[Path]:
         """Return the best checkpoint so far, of equal ones the first, if `evaluate.keep_best` wants it kept."""
-        there = {folders.step_of(path): path for path in folders.published(self.folder)}
+        there = {directory.step_of(path): path for path in directory.published_checkpoints(self.folder)}
         sign = 1 if self.keep_best == EVAL_LOSS else -1
         rated = [
             (sign * one[self.keep_best], int(one["step"]))
@@ -391,8 +390,8 @@ class _Pending:
             self.failure = self.failure or self.files.failure
             for path in [] if self.failure else [*self.files.written, *self.mine]:
                 flush(path)
-                manifest.prove(path)
-                self.records[path.relative_to(self.folder).as_posix()] = manifest.record(path)
+                directory.verify_files(path)
+                self.records[path.relative_to(self.folder).as_posix()] = directory.record_file(path)
         except OSError as error:
             self.failure = f"{error.filename or ''} {error.strerror or error}".strip()
         except Exception as error:  # whatever it is: a save that has not been proven must not be published

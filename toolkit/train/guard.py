@@ -10,7 +10,7 @@ from enum import Enum
 from deepspeed import DeepSpeedEngine
 
 from toolkit.config.schema import TrainConfig
-from toolkit.engine.update_gate import UpdateGate
+from toolkit.engine.deepspeed_patches import UpdateVeto
 from toolkit.errors import Diverged
 from toolkit.messages import tr
 
@@ -61,7 +61,7 @@ class Guard:
 
     def __init__(self, engine: DeepSpeedEngine, config: TrainConfig) -> None:
         self.engine, self.config = engine, config
-        self.gate = UpdateGate(engine, self._may_update)
+        self.gate = UpdateVeto(engine, self._may_update)
         self.restart((), (), 0)
 
     def restart(self, losses: Sequence[float], grad_norms: Sequence[float], skips_in_a_row: int) -> None:

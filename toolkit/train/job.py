@@ -8,7 +8,7 @@ from typing import Any
 
 from deepspeed import DeepSpeedEngine
 
-from toolkit.checkpoint.run_state import RunState
+from toolkit.checkpoint.directory import RunState
 from toolkit.config.schema import RunConfig
 from toolkit.data.sampler import Position
 from toolkit.distributed.watchdog import Watchdog

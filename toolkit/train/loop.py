@@ -9,8 +9,8 @@ from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 
-from toolkit.checkpoint import folders
-from toolkit.checkpoint.run_state import RunState
+from toolkit.checkpoint import directory
+from toolkit.checkpoint.directory import RunState
 from toolkit.config.layout import layout_of
 from toolkit.config.schema import OnBadStep
 from toolkit.data.sampler import Position
@@ -210,7 +210,7 @@ class _Run:
         if checkpoint is not None and good is not None and good != checkpoint and self.rewound_to[checkpoint]:
             # No good step has followed it, and going back to it did not help: its weights may be the trouble.
             checkpoint = good
-            on_rank0(lambda: folders.put_aside_after(good))
+            on_rank0(lambda: directory.move_aside_after(good))
         if checkpoint is None:
             raise Diverged(tr("{what}; there is no checkpoint to go back to: set checkpoint.every.", what=what))
         self.rewound_to[checkpoint] += 1

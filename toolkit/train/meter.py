@@ -9,7 +9,7 @@ import torch
 from deepspeed import DeepSpeedEngine
 
 from toolkit.distributed.process_group import world_size
-from toolkit.plan.flops import Work
+from toolkit.plan.speed import Work
 from toolkit.train.account import Account
 from toolkit.train.collectives import Collectives
 from toolkit.train.pace import Pace, exchange

@@ -43,13 +43,13 @@ def unchanged(engine: DeepSpeedEngine) -> Iterator[None]:
     counters = {name: getattr(engine, name) for name in _COUNTERS}
     scaler = _loss_scaler(engine)
     scale = dict(vars(scaler)) if scaler is not None else {}
-    generators, is_monitored = random_state.take(), engine.monitor.enabled
+    generators, is_monitored = random_state.capture(), engine.monitor.enabled
     engine.monitor.enabled = False
     try:
         yield
     finally:
         engine.monitor.enabled = is_monitored
-        random_state.put(generators)
+        random_state.restore_state(generators)
         if scaler is not None:
             vars(scaler).update(scale)
         for name, value in counters.items():

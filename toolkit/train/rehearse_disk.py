@@ -9,7 +9,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
-from toolkit.checkpoint import folders, manifest
+from toolkit.checkpoint import directory
 from toolkit.checkpoint.engine_files import EngineFiles
 from toolkit.config.schema import CheckpointConfig
 from toolkit.disk import flush
@@ -35,7 +35,7 @@ def try_checkpoint(folder: Path) -> None:
         files.save(_TINY, str(path))
         if not files.failure:
             flush(path)
-            manifest.prove(path)
+            directory.verify_files(path)
 
     if not any(reasons):
         written = _reason(write) or files.failure
@@ -99,7 +99,7 @@ def check_room(folder: Path, config: CheckpointConfig, saves: int, each_bytes: i
     """
     # An older one goes only when its successor is whole.
     at_once = min(saves, config.keep + 1) if config.keep else saves
-    count = max(at_once - len(folders.published(folder)), min(saves, 1))
+    count = max(at_once - len(directory.published_checkpoints(folder)), min(saves, 1))
     most = count * each_bytes
     if config.max_gib:
         most = min(most, int(config.max_gib * 2**30) + each_bytes)

@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from toolkit.checkpoint import changes, engine_files, folders, manifest, random_state, run_state, universal
-from toolkit.checkpoint.run_state import RunState
+from toolkit.checkpoint import changes, convert, directory, engine_files, random_state
+from toolkit.checkpoint.directory import RunState
 from toolkit.config.load import recorded
 from toolkit.config.optimizers import OPTIMIZERS
 from toolkit.config.schema import RunConfig
@@ -52,7 +52,7 @@ def choose(cfg: RunConfig, say: Callable[[str], None]) -> Origin:
         if named is None or checkpoint.parent.parent != named:
             return Origin(_new(cfg, checkpoint, say), checkpoint)
         _claim(named, say)
-        folders.discard_unfinished(checkpoint.parent)
+        directory.discard_unfinished(checkpoint.parent)
         _put_aside(named, checkpoint)
         return Origin(named, checkpoint)
     is_run = named is not None and any((named / name).exists() for name in (folder_lock.LOCK, "config.yaml"))
@@ -67,9 +67,9 @@ def choose(cfg: RunConfig, say: Callable[[str], None]) -> Origin:
         return Origin(_new(cfg, None, say), None)
     _claim(named, say)
     checkpoints = named / "checkpoints"
-    were_there = bool(folders.published(checkpoints))
-    checkpoint = folders.newest_whole(checkpoints, say)
-    folders.discard_unfinished(checkpoints)
+    were_there = bool(directory.published_checkpoints(checkpoints))
+    checkpoint = directory.newest_complete(checkpoints, say)
+    directory.discard_unfinished(checkpoints)
     if checkpoint is None and (were_there or cfg.resume == MUST):
         raise CheckpointError(
             tr(
@@ -95,13 +95,13 @@ def _checkpoint_at(path: Path, say: Callable[[str], None]) -> Path:
                 path=path,
             )
         )
-    if (path / manifest.MANIFEST).is_file():
-        if wrong := manifest.problems(path):
+    if (path / directory.MANIFEST).is_file():
+        if wrong := directory.manifest_problems(path):
             raise CheckpointError(
                 tr("the checkpoint {folder} is damaged: {reason}.", folder=path, reason="; ".join(wrong[:3]))
             )
         return path
-    found = folders.newest_whole(path / "checkpoints", say) if path.is_dir() else None
+    found = directory.newest_complete(path / "checkpoints", say) if path.is_dir() else None
     if found is None:
         raise ConfigError(
             tr(
@@ -120,7 +120,7 @@ def _new(cfg: RunConfig, checkpoint: Path | None, say: Callable[[str], None]) ->
 
 
 def _step(checkpoint: Path | None) -> int:
-    return run_state.read(checkpoint).step if checkpoint else 0
+    return directory.read_run_state(checkpoint).step if checkpoint else 0
 
 
 def _claim(folder: Path, say: Callable[[str], None]) -> None:
@@ -146,7 +146,7 @@ def _put_aside(folder: Path, checkpoint: Path | None) -> None:
         for path in [*folder.glob(".export.*.tmp"), *folder.glob(".base.*.tmp")]:
             shutil.rmtree(path)
         if checkpoint is not None:
-            folders.put_aside_after(checkpoint)
+            directory.move_aside_after(checkpoint)
         elif (folder / "base").exists():  # the random model of another config, maybe
             (folder / "base").rename(unused(folder / "base.replaced"))
     except OSError as error:
@@ -205,7 +205,7 @@ def starting_state(
     if origin.checkpoint is None:
         trim_metrics(origin.folder, 0)
         return RunState(**same)
-    state = run_state.read(origin.checkpoint)
+    state = directory.read_run_state(origin.checkpoint)
     _check_tensor(state, config["parallel"]["tensor"], ranks.world_size)
     changed = changes.check(hide_all(state.config), config, state.data, data, cfg.checkpoint.allow_changes)
     _check_stages(_stage(state), config["zero"]["stage"])
@@ -246,7 +246,7 @@ def _check_optimizer(state: RunState, cfg: RunConfig, ranks: Ranks) -> None:
 
 def _check_stages(before: int, now: int) -> None:
     """Refuse a ZeRO stage that the files of a checkpoint cannot be brought into."""
-    if before != now and not universal.can_convert(before, now):
+    if before != now and not convert.can_convert(before, now):
         raise CheckpointError(
             tr(
                 "the checkpoint was saved under ZeRO-{before}, which cannot go on under ZeRO-{now}: only the stages 1 "
@@ -320,7 +320,7 @@ def go_on(saver: Saver, checkpoint: Path, state: RunState, ranks: Ranks, seed: i
     Raises:
         CheckpointError: it cannot be read.
     """
-    saved = run_state.read(checkpoint)
+    saved = directory.read_run_state(checkpoint)
     if _is_converted(saved, _stage(state), ranks):
         saver.load_universal(checkpoint)
     else:
@@ -330,7 +330,7 @@ def go_on(saver: Saver, checkpoint: Path, state: RunState, ranks: Ranks, seed: i
         try:
             random_state.restore(path)
         except (OSError, KeyError, ValueError, RuntimeError) as error:
-            raise engine_files.unreadable(path, error) from error
+            raise engine_files.unreadable_error(path, error) from error
     else:  # other ranks, other streams: dropout differs, the mathematics do not
         random_state.seed_all(seed + 1_000_003 * state.step + ranks.rank)
 
@@ -352,7 +352,7 @@ def go_back(saver: Saver, checkpoint: Path, start: RunState, folder: Path, ranks
     Raises:
         CheckpointError: it cannot be read.
     """
-    state = replace(run_state.read(checkpoint), config=start.config)
+    state = replace(directory.read_run_state(checkpoint), config=start.config)
     on_rank0(lambda: trim_metrics(folder, state.metrics_bytes if checkpoint.parent.parent == folder else 0))
     go_on(saver, checkpoint, state, ranks, seed)
     return state

@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable, Collection
 from pathlib import Path
 
-from toolkit.checkpoint import folders
+from toolkit.checkpoint import directory
 from toolkit.config.schema import CheckpointConfig
 from toolkit.errors import CheckpointError
 from toolkit.messages import tr
@@ -66,7 +66,7 @@ class Rotation:
                     return
                 also, self._is_due, self._also = self._also, False, None
             try:
-                folders.empty_trash(self.folder)
+                directory.empty_trash(self.folder)
                 if also is not None:
                     self._rotate(also)
             except Exception as error:  # whatever it is: the thread must be there for the next save
@@ -75,11 +75,11 @@ class Rotation:
 
     def _rotate(self, also: Collection[Path]) -> None:
         keep, keep_weights = self.config.keep, self.config.keep_weights
-        waiting = self._waiting(folders.outdated(self.folder, keep, also))
-        folders.remove_old(self.folder, keep, [*also, *waiting], self.config.max_gib * 2**30, keep_weights)
+        waiting = self._waiting(directory.outdated_checkpoints(self.folder, keep, also))
+        directory.remove_old(self.folder, keep, [*also, *waiting], self.config.max_gib * 2**30, keep_weights)
         for checkpoint in reversed(waiting):  # the oldest first
             try:
-                self.export(checkpoint, folders.weights_of(checkpoint))
+                self.export(checkpoint, directory.weights_of(checkpoint))
             except (CheckpointError, OSError) as error:
                 self.say(
                     tr(
@@ -90,14 +90,16 @@ class Rotation:
                     )
                 )
                 continue
-            folders.remove(checkpoint)
-            folders.remove_old(self.folder, 0, keep_weights=keep_weights)
+            directory.remove_directory(checkpoint)
+            directory.remove_old(self.folder, 0, keep_weights=keep_weights)
 
     def _waiting(self, outdated: list[Path]) -> list[Path]:
         """Return which of the checkpoints that may go must stay until their weights are next to them, newest first."""
-        there = folders.weights_only(self.folder)
-        steps = sorted({folders.step_of_any(path) for path in (*outdated, *there)}, reverse=True)
+        there = directory.weights_only(self.folder)
+        steps = sorted({directory.step_of_any(path) for path in (*outdated, *there)}, reverse=True)
         wanted = steps if self.config.keep_weights < 0 else steps[: self.config.keep_weights]
         return [
-            path for path in outdated if folders.step_of_any(path) in wanted and folders.weights_of(path) not in there
+            path
+            for path in outdated
+            if directory.step_of_any(path) in wanted and directory.weights_of(path) not in there
         ]

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from toolkit.config.checks import micro_rows, settled
 from toolkit.config.layout import layout_of
 from toolkit.config.schema import Packing, RunConfig
-from toolkit.engine.ds_scheduler import warmup_steps
+from toolkit.engine.ds_config import warmup_steps
 from toolkit.messages import tr
 from toolkit.train.schedule import learning_rate
 

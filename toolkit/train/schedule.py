@@ -11,7 +11,7 @@ import math
 from typing import Any, Protocol
 
 from toolkit.config.schema import Decay, ScheduleConfig, ScheduleName, WarmupType
-from toolkit.engine.ds_scheduler import warmup_lowest
+from toolkit.engine.ds_config import warmup_lowest
 
 _OF_DEEPSPEED = (ScheduleName.constant, ScheduleName.linear, ScheduleName.cosine)
 _TIMESCALE = 10_000

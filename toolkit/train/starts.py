@@ -8,7 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from toolkit.checkpoint import folders
+from toolkit.checkpoint import directory
 from toolkit.distributed import watchdog
 from toolkit.errors import RepeatedDeath
 from toolkit.launch import deepspeed, rank_status
@@ -83,8 +83,8 @@ def check(folder: Path, step: int) -> None:
 
 def newest_step(folder: Path) -> int:
     """Return the step of a run's newest checkpoint, 0 if there is none; whether it is whole is not looked at."""
-    found = folders.published(folder / "checkpoints")
-    return (folders.step_of(found[0]) or 0) if found else 0
+    found = directory.published_checkpoints(folder / "checkpoints")
+    return (directory.step_of(found[0]) or 0) if found else 0
 
 
 def reached(folder: Path) -> int:

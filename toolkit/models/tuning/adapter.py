@@ -14,7 +14,7 @@ from peft import LoraConfig, PromptTuningConfig, get_peft_model_state_dict
 from transformers import PreTrainedModel
 
 from toolkit.config.schema import TuningMethod
-from toolkit.distributed.tensor import is_part
+from toolkit.distributed.tensor import is_tensor_part
 from toolkit.errors import ModelError
 from toolkit.messages import tr
 from toolkit.models.chatglm.prefix import PREFIX, prefix_for
@@ -74,7 +74,7 @@ def base_numbers(model: PreTrainedModel) -> dict[str, list[float]]:
     found = {}
     for name, parameter in model.named_parameters():
         of_base = name.replace(".base_layer", "").replace(".original_module", "")
-        is_its_own = parameter.is_floating_point() and not is_part(parameter)
+        is_its_own = parameter.is_floating_point() and not is_tensor_part(parameter)
         if of_base in known and is_its_own and not parameter.requires_grad:
             found[of_base] = numbers_of(parameter)
     return found

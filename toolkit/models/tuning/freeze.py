@@ -6,7 +6,7 @@ from toolkit.config.schema import TuningConfig
 from toolkit.errors import ConfigError
 from toolkit.messages import tr
 from toolkit.models.tuning.layers import decoder_layers, decoder_layers_name
-from toolkit.plan.names import check_matches
+from toolkit.plan.parameters import check_matches
 
 
 def freeze(model: PreTrainedModel, config: TuningConfig) -> None:

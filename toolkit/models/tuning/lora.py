@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from toolkit.config.schema import TuningConfig
 from toolkit.models.tuning.layers import decoder_layers_name
-from toolkit.plan.names import ALL_LINEAR, check_matches, chosen, default_targets
+from toolkit.plan.parameters import ALL_LINEAR, check_matches, default_targets, select_names
 
 ADAPTER = "default"
 
@@ -92,7 +92,7 @@ def _targets(model: PreTrainedModel, patterns: list[str]) -> list[str]:
         check_matches("tuning.target_modules", pattern, fitting)
     if not any(sign in pattern for pattern in patterns for sign in "*?["):
         return patterns
-    return sorted(chosen(fitting, patterns))
+    return sorted(select_names(fitting, patterns))
 
 
 def _saved(model: PreTrainedModel, names: list[str]) -> list[str]:

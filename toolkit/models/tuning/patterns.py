@@ -11,7 +11,7 @@ from typing import Any
 from toolkit.children import run
 from toolkit.errors import ModelError
 from toolkit.messages import tr
-from toolkit.plan.names import ALL_LINEAR
+from toolkit.plan.parameters import ALL_LINEAR
 
 _MATCHING_S = 20.0
 """For all modules of a model; hundredths of a second are usual."""

@@ -5,16 +5,15 @@ from typing import Any
 
 from toolkit.config.checks import accumulation
 from toolkit.messages import tr
-from toolkit.plan.host import checkpoint_bytes, export_bytes
 from toolkit.plan.machine import GIB, Machine
-from toolkit.plan.memory import longest_rows
+from toolkit.plan.memory import checkpoint_bytes, export_bytes, longest_rows
 from toolkit.plan.parameters import Outline
 from toolkit.plan.search import Layout
 from toolkit.plan.speed import Rates
 from toolkit.terminal import text_table
 
 
-def _words() -> dict[str, str]:
+def _table_words() -> dict[str, str]:
     """Return what phases and kinds of memory are called in the user's language."""
     return {
         "load": tr("loading"),
@@ -84,10 +83,10 @@ def head(outline: Outline, layout: Layout, machine: Machine, name: str) -> str:
 def memory_table(layout: Layout) -> list[str]:
     """Return the bytes of one rank by kind and phase, in GiB."""
     device = layout.memory.device
-    kinds = [kind for kind in _words() if any(device[phase].get(kind) for phase in PHASES)]
-    rows = [[_words()[kind], *(gib(device[phase].get(kind, 0)) for phase in PHASES)] for kind in kinds]
+    kinds = [kind for kind in _table_words() if any(device[phase].get(kind) for phase in PHASES)]
+    rows = [[_table_words()[kind], *(gib(device[phase].get(kind, 0)) for phase in PHASES)] for kind in kinds]
     rows.append([tr("together"), *(gib(layout.memory.peak(phase)) for phase in PHASES)])
-    lines = text_table([tr("GiB per rank"), *(_words()[phase] for phase in PHASES)], rows, indent="")
+    lines = text_table([tr("GiB per rank"), *(_table_words()[phase] for phase in PHASES)], rows, indent="")
     if peaks := layout.memory.stages:
         known = ", ".join(gib(peak) for peak in peaks)
         lines.append(tr("The largest stage of the pipeline; all of them: {peaks} GiB.", peaks=known))
@@ -97,10 +96,10 @@ def memory_table(layout: Layout) -> list[str]:
 def host_table(layout: Layout) -> list[str]:
     """Return the bytes of one machine's memory by kind and phase, in GiB."""
     phases = layout.host.phases
-    kinds = [kind for kind in _words() if any(parts.get(kind) for parts in phases.values())]
-    rows = [[_words()[kind], *(gib(parts.get(kind, 0)) for parts in phases.values())] for kind in kinds]
+    kinds = [kind for kind in _table_words() if any(parts.get(kind) for parts in phases.values())]
+    rows = [[_table_words()[kind], *(gib(parts.get(kind, 0)) for parts in phases.values())] for kind in kinds]
     rows.append([tr("together"), *(gib(sum(parts.values())) for parts in phases.values())])
-    return text_table([tr("GiB per machine"), *(_words()[phase] for phase in phases)], rows, indent="")
+    return text_table([tr("GiB per machine"), *(_table_words()[phase] for phase in phases)], rows, indent="")
 
 
 def disk_line(outline: Outline, layout: Layout) -> str:
@@ -136,7 +135,7 @@ def time_line(layout: Layout, rates: Rates) -> str:
     )
 
 
-def numbers(layout: Layout) -> dict[str, Any]:
+def layout_numbers(layout: Layout) -> dict[str, Any]:
     """Return what a layout is and takes, bytes and seconds, for JSON."""
     cfg, time = layout.cfg, layout.time
     return {
@@ -163,7 +162,7 @@ def layout_table(found: Sequence[Layout]) -> list[str]:
                 layout.name,
                 str(layout.cfg.batch.micro_per_gpu),
                 gib(layout.memory.peak(layout.memory.worst)),
-                _words()[layout.memory.worst],
+                _table_words()[layout.memory.worst],
                 gib(layout.host.peak),
                 f"{layout.time.seconds:.3g}" if layout.time.is_known else "?",
                 f"{layout.time.tokens_per_s:,.0f}" if layout.time.is_known else "?",

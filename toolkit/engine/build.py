@@ -1,27 +1,40 @@
-"""The one call of `deepspeed.initialize`."""
+"""The one call of `deepspeed.initialize`, parameter groups, and the optimizers that DeepSpeed cannot make from a name."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import cache
-from types import ModuleType
 from typing import Any
 
 import cpuinfo
 import deepspeed
 import torch
+from deepspeed.accelerator import get_accelerator
 from deepspeed.compile.util import is_deepcompile_supported
 from deepspeed.pipe import PipelineModule
 from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
 from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
-from deepspeed.utils import groups
 from transformers import PreTrainedModel
-from transformers.modeling_layers import GradientCheckpointingLayer
 
-from toolkit.config.schema import ActivationCheckpointingConfig, CompileConfig, OptimConfig, PrecisionConfig, When
-from toolkit.config.tensor import check_split
-from toolkit.engine import zenflow
-from toolkit.engine.optimizers import client_optimizer, parameter_groups
+from toolkit.config.optimizers import is_client, is_grouped
+from toolkit.config.schema import (
+    ActivationCheckpointingConfig,
+    CompileConfig,
+    DecayOf,
+    OptimConfig,
+    OptimizerName,
+    PrecisionConfig,
+    When,
+)
+from toolkit.engine import deepspeed_patches
+from toolkit.engine.deepspeed_patches import (
+    assert_frequencies_kept,
+    checkpoint_activations,
+    patch_tensor_groups,
+    rotary_frequencies,
+    scale_fp16_loss,
+)
 from toolkit.errors import ConfigError
 from toolkit.messages import tr
+from toolkit.plan.parameters import layer_of
 
 # 1.2 s each time; for an op of the CPU DeepSpeed 0.19.8 asks twice, to compare with what it was built on.
 cpuinfo.get_cpu_info = cache(cpuinfo.get_cpu_info)
@@ -38,7 +51,7 @@ def use_tf32(precision: PrecisionConfig) -> None:
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = precision.tf32
 
 
-def initialize(
+def initialize_engine(
     model: PreTrainedModel | PipelineModule,
     ds_config: dict[str, Any],
     activation_checkpointing: ActivationCheckpointingConfig,
@@ -61,26 +74,26 @@ def initialize(
     """
     computing = getattr(model, STAGE, model)
     if activation_checkpointing.enabled:
-        _checkpoint_activations(computing, activation_checkpointing)
-    frequencies = _rotary_frequencies(computing)
+        checkpoint_activations(computing, activation_checkpointing)
+    frequencies = rotary_frequencies(computing)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     has_zenflow = "zenflow" in ds_config["zero_optimization"]
     if has_zenflow:
-        zenflow.prepare(trained)
+        deepspeed_patches.patch_zenflow(trained)
     try:
         engine, *_ = deepspeed.initialize(
             model=model,
             model_parameters=parameter_groups(model.named_parameters(), optim or OptimConfig()),
             optimizer=client_optimizer(optim, "offload_optimizer" in ds_config["zero_optimization"]) if optim else None,
             config=_fitted(ds_config, trained),
-            mpu=_tensor_groups(model, ds_config),
+            mpu=patch_tensor_groups(model, ds_config),
             lr_scheduler=make_schedule,
             dist_init_required=False,
         )
     except (AssertionError, ValueError, NotImplementedError) as error:
         raise _refusal(error) from error
-    _assert_frequencies_kept(getattr(engine.module, STAGE, engine.module), frequencies)
-    _scale_fp16_loss(engine)
+    assert_frequencies_kept(getattr(engine.module, STAGE, engine.module), frequencies)
+    scale_fp16_loss(engine)
     if has_zenflow:  # which otherwise makes its first update at the peak of the schedule
         engine.optimizer._sync_selective_optimizer_lr()
     if compiling is not None and compiling.enabled:
@@ -101,12 +114,12 @@ def initialize_untrained(model: PreTrainedModel, ds_config: dict[str, Any]) -> d
     values = {name: value for name, value in ds_config.items() if name not in ("optimizer", "scheduler")}
     zero = ds_config["zero_optimization"]
     values["zero_optimization"] = {name: value for name, value in zero.items() if name != "offload_optimizer"}
-    frequencies = _rotary_frequencies(model)
+    frequencies = rotary_frequencies(model)
     try:
         engine, *_ = deepspeed.initialize(model=model, config=values, dist_init_required=False)
     except (AssertionError, ValueError, NotImplementedError) as error:
         raise _refusal(error) from error
-    _assert_frequencies_kept(engine.module, frequencies)
+    assert_frequencies_kept(engine.module, frequencies)
     return engine
 
 
@@ -122,38 +135,8 @@ def _fitted(ds_config: dict[str, Any], trained: list[torch.nn.Parameter]) -> dic
     return {**ds_config, "zero_optimization": {**zero, "reduce_bucket_size": elements}}
 
 
-def _tensor_groups(model: PreTrainedModel, ds_config: dict[str, Any]) -> ModuleType | None:
-    """Return what knows a rank's place where layers are split over ranks, None elsewhere.
-
-    Without it DeepSpeed 0.19.8 divides the global batch by all ranks (runtime/config.py).
-
-    Raises:
-        ConfigError: this model cannot be split so.
-    """
-    size = ds_config.get("tensor_parallel", {}).get("autotp_size", 1)
-    if size == 1:
-        return None
-    config = model.config
-    heads = config.num_attention_heads
-    key_heads = getattr(config, "num_key_value_heads", None) or heads
-    inner = getattr(config, "intermediate_size", None) or getattr(config, "inner_hidden_size", 0)
-    check_split({"model_type": config.model_type, "heads": heads, "key_heads": key_heads, "inner": inner}, size)
-    groups._init_tp_mesh_device(size)
-    return groups
-
-
 def _refusal(error: Exception) -> ConfigError:
     return ConfigError(tr("DeepSpeed refuses this configuration: {reason}", reason=str(error) or type(error).__name__))
-
-
-def _scale_fp16_loss(engine: deepspeed.DeepSpeedEngine) -> None:
-    """Without ZeRO, fp16 gradients are divided by a loss scale that DeepSpeed never multiplied the loss by.
-
-    Clipping then has no effect and small gradients are lost (0.19.8, engine.backward; DeepSpeed pull request 8393).
-    """
-    if engine.fp16_enabled() and not engine.zero_optimization():
-        backward = engine.backward
-        engine.backward = lambda loss, **options: backward(loss * engine.optimizer.loss_scale, **options)
 
 
 def _compile(engine: deepspeed.DeepSpeedEngine, config: CompileConfig) -> None:
@@ -180,69 +163,105 @@ def _compile(engine: deepspeed.DeepSpeedEngine, config: CompileConfig) -> None:
         raise _refusal(error) from error
 
 
-def _checkpoint_activations(model: PreTrainedModel, config: ActivationCheckpointingConfig) -> None:
-    """Route the model's layers through DeepSpeed's checkpoint function, so that its settings take effect.
+Groups = list[torch.nn.Parameter] | list[dict[str, Any]]
 
-    transformers would use torch's function and leave DeepSpeed's section unread.
+
+def parameter_groups(named: Iterable[tuple[str, torch.nn.Parameter]], optim: OptimConfig) -> Groups:
+    """Return what is trained: the parameters, or groups of those with the same rate and weight decay.
+
+    The rate falls from layer to layer as in ELECTRA (arXiv 2003.10555, appendix B) and BEiT. The group with the highest
+    rate comes first: it is what logs show.
+
+    Args:
+        named: names and parameters; frozen ones are left out.
+        optim: rates and decay.
     """
-    # On CPU ranks the activations are in host memory already, and DeepSpeed 0.19.8 would empty them there: its copy to
-    # the CPU is the same tensor (checkpointing.py, get_cpu_activations_for_backward).
-    in_host_memory = deepspeed.accelerator.get_accelerator().device_name() == "cpu"
-    deepspeed.checkpointing.configure(
-        None,
-        partition_activations=config.partition_activations,
-        contiguous_checkpointing=config.contiguous_memory_optimization,
-        num_checkpoints=config.number_checkpoints or None,
-        checkpoint_in_cpu=config.cpu_checkpointing and not in_host_memory,
-        synchronize=config.synchronize_checkpoint_boundary,
-        profile=config.profile,
-    )
-    if not model.supports_gradient_checkpointing:
-        raise ConfigError(
-            tr(
-                "train.activation_checkpointing.enabled = true, but {architecture} does not support it.",
-                architecture=type(model).__name__,
-            )
-        )
-    layers = [part for part in model.modules() if isinstance(part, GradientCheckpointingLayer)]
-    reads_more = any(layer._can_checkpoint_with_cache for layer in layers)
-    function = _checkpoint_all if reads_more else _checkpoint
-    model._set_gradient_checkpointing(enable=True, gradient_checkpointing_func=function)
-    trained = (layer for layer in layers if any(parameter.requires_grad for parameter in layer.parameters()))
-    first = next(trained, None)
-    if first is not None:
-        first.register_forward_pre_hook(_want_gradient)
+    trained = [(name, parameter) for name, parameter in named if parameter.requires_grad]
+    if not is_grouped(optim):
+        return [parameter for _, parameter in trained]
+    layers = 1 + max((layer_of(name) for name, _ in trained), default=-1)
+    groups: dict[tuple[float, bool], list[torch.nn.Parameter]] = {}
+    for name, parameter in trained:
+        is_matrix = len(getattr(parameter, "ds_shape", parameter.shape)) >= 2
+        decays = {
+            DecayOf.all: True,
+            DecayOf.matrices: is_matrix,
+            DecayOf.hidden: is_matrix and layer_of(name) >= 0,
+        }[optim.decay]
+        rate = optim.lr
+        if optim.adam_lr and not _is_muon(name, is_matrix):
+            rate = optim.adam_lr
+        rate *= optim.layer_lr_decay ** (layers + 1 - _depth(name, layers))
+        groups.setdefault((rate, decays), []).append(parameter)
+    return [
+        {"params": groups[rate, decays], "lr": rate, "weight_decay": optim.weight_decay if decays else 0.0}
+        for rate, decays in sorted(groups, reverse=True)
+    ]
 
 
-def _want_gradient(_: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
-    """Let the first layer that is trained have inputs with a gradient, also where all before it is frozen.
+def _depth(name: str, layers: int) -> int:
+    """Return 0 for embeddings, 1 for the first layer, and so on; what is above the last layer is one more."""
+    layer = layer_of(name)
+    return layer + 1 if layer >= 0 else 0 if "embed" in name.lower() else layers + 1
 
-    The layer is computed again from its inputs; from what has no gradient nothing would lead back to its parameters.
+
+def _is_muon(name: str, is_matrix: bool) -> bool:
+    """Whether DeepSpeed's Muon orthogonalises it (0.19.8, deepspeed/__init__.py, set_optimizer_flags)."""
+    return is_matrix and not any(word in name.lower() for word in ("embed", "lm_head"))
+
+
+def client_optimizer(optim: OptimConfig, is_offloaded: bool) -> Callable[[Any], torch.optim.Optimizer] | None:
+    """Return what makes the optimizer of parameters or groups; None where DeepSpeed does, by its name.
+
+    Args:
+        optim: which.
+        is_offloaded: whether its states are in host memory.
+
+    Raises:
+        ConfigError: DeepSpeed has none for this machine.
     """
-    if torch.is_grad_enabled() and not inputs[0].requires_grad:
-        inputs[0].requires_grad_()
+    settings: dict[str, Any] = {"lr": optim.lr, "betas": tuple(optim.betas), "weight_decay": optim.weight_decay}
+    if optim.name is OptimizerName.adamw_8bit:
+        from bitsandbytes.optim import AdamW8bit
+
+        return lambda groups: AdamW8bit(groups, eps=optim.eps, **settings)
+    if is_client(optim):
+        return lambda groups: Lion(groups, **settings)
+    on_cpu = get_accelerator().device_name() == "cpu"
+    if optim.name is OptimizerName.lion and on_cpu and not is_offloaded:
+        raise ConfigError(tr("optim.name = lion: DeepSpeed has no FusedLion for CPU ranks. Add optim.torch=true."))
+    return None
 
 
-def _checkpoint(function: Callable[..., Any], *inputs: Any) -> Any:
-    """DeepSpeed's checkpoint during training; looked up late, so that tests can count its calls."""
-    return deepspeed.checkpointing.checkpoint(function, *inputs)
+class Lion(torch.optim.Optimizer):
+    """Lion (arXiv 2302.06675, algorithm 2), parameter by parameter; each number by itself, so ZeRO may cut them up.
 
-
-def _checkpoint_all(function: Callable[..., Any], *inputs: Any) -> Any:
-    """The same where a layer reads more than its inputs that has a gradient: a learned prefix.
-
-    Not for trained layers: their pieces under ZeRO-3 are gone when this function's gradients come (deepspeed 0.19.8).
+    Args:
+        params: parameters or groups.
+        lr: learning rate.
+        betas: share of the momentum in the update, and in the next momentum.
+        weight_decay: decoupled, times the rate.
     """
-    return deepspeed.checkpointing.non_reentrant_checkpoint(function, *inputs)
 
+    def __init__(
+        self, params: Any, lr: float = 1e-4, betas: tuple[float, float] = (0.9, 0.99), weight_decay: float = 0.0
+    ) -> None:
+        super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
 
-def _rotary_frequencies(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    return {name: buffer.detach().clone() for name, buffer in model.named_buffers() if name.endswith("inv_freq")}
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Update every parameter that has a gradient."""
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self._update(parameter, group)
 
-
-def _assert_frequencies_kept(model: torch.nn.Module, before: dict[str, torch.Tensor]) -> None:
-    """In half precision, positions beyond a few hundred turn into noise; DeepSpeed 0.18.9 cast the frequencies."""
-    for name, buffer in _rotary_frequencies(model).items():
-        expected = before[name].to(buffer.device)
-        if buffer.dtype is not torch.float32 or not torch.equal(buffer, expected):
-            raise RuntimeError(f"{name} is {buffer.dtype} after deepspeed.initialize; it must stay as it was, float32")
+    def _update(self, parameter: torch.Tensor, group: dict[str, Any]) -> None:
+        state = self.state[parameter]
+        if not state:
+            state["exp_avg"] = torch.zeros_like(parameter)
+        momentum, gradient, (now, later) = state["exp_avg"], parameter.grad, group["betas"]
+        assert gradient is not None
+        update = momentum.lerp(gradient, 1 - now).sign_()
+        parameter.mul_(1 - group["lr"] * group["weight_decay"]).add_(update, alpha=-group["lr"])
+        momentum.lerp_(gradient, 1 - later)

@@ -7,6 +7,7 @@ from typing import Any
 
 from toolkit.config.load import TYPED, Loaded
 from toolkit.config.optimizers import OPTIMIZERS
+from toolkit.config.schema import AUTO
 from toolkit.engine.ds_config import read_key
 from toolkit.errors import ConfigError
 from toolkit.messages import tr
@@ -33,7 +34,7 @@ WARMUP_DEFAULTS: dict[str, Any] = {
 
 
 @dataclass(kw_only=True, slots=True)
-class Translation:
+class SectionImport:
     """One file on its way into the schema: what it gives, what was taken from it, what there is to say."""
 
     path: str
@@ -137,7 +138,7 @@ class Translation:
         return value
 
 
-def translate_precision(task: Translation) -> None:
+def translate_precision(task: SectionImport) -> None:
     """fp16 and bf16 sections become precision.dtype; neither of them means fp32."""
     fp16, bf16 = (task.given.get("fp16.enabled", False), task.given.get("bf16.enabled", False))
     if fp16 is True and bf16 is True:
@@ -154,14 +155,14 @@ def translate_precision(task: Translation) -> None:
             task.take("precision.dtype", "fp32", (stated or ["fp16.enabled"])[0])
 
 
-def optimizer_defaults(task: Translation) -> dict[str, Any]:
+def optimizer_defaults(task: SectionImport) -> dict[str, Any]:
     """Return what DeepSpeed's optimizers, or PyTorch's, take where the file is silent; the schema's defaults differ."""
     name = str(task.given.get("optimizer.type", "adam")).lower()
     silent = OPTIMIZER_DEFAULTS.get(name, OPTIMIZER_DEFAULTS["adam"])
     return {f"optimizer.params.{key}": value for key, value in silent.items()} | {"optimizer.params.weight_decay": 0.0}
 
 
-def translate_optimizer(task: Translation) -> None:
+def translate_optimizer(task: SectionImport) -> None:
     """DeepSpeed's type "Adam" is AdamW unless adam_w_mode is false; PyTorch's own is always its fused one here."""
     key, mode, fused = "optimizer.type", "optimizer.params.adam_w_mode", "optimizer.params.fused"
     if not task.has(key):
@@ -187,7 +188,7 @@ def translate_optimizer(task: Translation) -> None:
         _translate_muon(task)
 
 
-def _translate_muon(task: Translation) -> None:
+def _translate_muon(task: SectionImport) -> None:
     """Muon's own rate beats lr, which is Adam's then; ZeRO-3 has no reduce-scatter for it."""
     own, adam, scatter = "optimizer.params.muon_lr", "optimizer.params.adam_lr", "zero_optimization.reduce_scatter"
     if task.has(own):
@@ -200,7 +201,7 @@ def _translate_muon(task: Translation) -> None:
         task.note(scatter, tr("reduce_scatter is off: Muon needs whole gradients under ZeRO-3."), dropped=True)
 
 
-def translate_scheduler(task: Translation) -> None:
+def translate_scheduler(task: SectionImport) -> None:
     """The three warm-up schedulers have equals here; what they leave out is DeepSpeed's default, not ours."""
     key = "scheduler.type"
     if not task.has(key):
@@ -245,7 +246,7 @@ def translate_scheduler(task: Translation) -> None:
         task.take("train.max_steps", task.given["scheduler.params.total_num_steps"], "scheduler.params.total_num_steps")
 
 
-def _param(task: Translation, name: str) -> tuple[Any, str]:
+def _param(task: SectionImport, name: str) -> tuple[Any, str]:
     """Return a scheduler parameter, or DeepSpeed's default for it, or None for "auto"; and the key to point at."""
     key = f"scheduler.params.{name}"
     if task.given.get(key) == "auto":
@@ -256,7 +257,7 @@ def _param(task: Translation, name: str) -> tuple[Any, str]:
     return value, key
 
 
-def _peak(task: Translation, name: str, rate: float) -> None:
+def _peak(task: SectionImport, name: str, rate: float) -> None:
     """A schedule that warms up to another rate than the optimizer's has no counterpart here."""
     key = "scheduler.params.warmup_max_lr"
     if name == "WarmupCosineLR" or task.given.get(key) == "auto":
@@ -281,7 +282,7 @@ def _peak(task: Translation, name: str, rate: float) -> None:
         )
 
 
-def translate_activation_checkpointing(task: Translation, values: dict[str, Any]) -> None:
+def translate_activation_checkpointing(task: SectionImport, values: dict[str, Any]) -> None:
     """A section that is present switches it on; DeepSpeed's own section has no such key."""
     section = "activation_checkpointing"
     if section not in values:
@@ -299,7 +300,7 @@ def translate_activation_checkpointing(task: Translation, values: dict[str, Any]
         )
 
 
-def translate_zenflow(task: Translation, values: dict[str, Any]) -> None:
+def translate_zenflow(task: SectionImport, values: dict[str, Any]) -> None:
     """A section that is present switches it on; of its two ways to count only steps are possible here."""
     key = "zero_optimization.zenflow"
     if not isinstance(values.get("zero_optimization"), dict) or "zenflow" not in values["zero_optimization"]:
@@ -318,7 +319,7 @@ def translate_zenflow(task: Translation, values: dict[str, Any]) -> None:
         )
 
 
-def translate_steps_per_print(task: Translation) -> None:
+def translate_steps_per_print(task: SectionImport) -> None:
     """DeepSpeed's progress lines stay off."""
     if "steps_per_print" in task.given:
         task.note(
@@ -328,7 +329,7 @@ def translate_steps_per_print(task: Translation) -> None:
         )
 
 
-def translate_monitors(task: Translation) -> None:
+def translate_monitors(task: SectionImport) -> None:
     """DeepSpeed's monitors stay off: what they were asked to write our own trackers write, to the same places."""
     monitors = {"tensorboard": "tensorboard", "csv_monitor": "csv", "wandb": "wandb"}
     names = {"wandb.project": "project", "wandb.group": "group", "wandb.team": "entity"}
@@ -363,3 +364,92 @@ def equal(left: Any, right: Any) -> bool:
     if isinstance(left, (int, float)) and isinstance(right, (int, float)) and bool not in (type(left), type(right)):
         return abs(left - right) <= 1e-12 * max(abs(left), abs(right))
     return bool(left == right)
+
+
+def translate_batch(task: SectionImport) -> None:
+    """Two of the three sizes determine the third, once the number of ranks is known."""
+    total, micro, steps = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+    for key in (total, micro, steps):
+        size = task.given.get(key, 1)
+        if size != "auto" and (type(size) not in (int, float) or size != int(size) or size < 1):
+            raise task.fail(key, tr("{key} = {value} must be a whole number of at least 1.", key=key, value=repr(size)))
+    if task.has(micro):
+        task.take("batch.micro_per_gpu", task.given[micro], micro)
+    if task.has(total):
+        task.take("batch.global_size", task.given[total], total)
+    if not task.has(steps):
+        if not task.strict:
+            _fit_batch(task, total, micro)
+        return
+    if task.world_size is None:
+        if not (task.has(total) and task.has(micro)):
+            said = tr(
+                "{key} = {value} says nothing without the number of ranks: give world_size=N. Taken is "
+                "batch.global_size = {size}.",
+                key=steps,
+                value=task.given[steps],
+                size=task.now("batch.global_size"),
+            )
+            if task.strict:
+                raise task.fail(steps, said)
+            task.note(steps, said, dropped=True)
+        return
+    if task.now("batch.micro_per_gpu") == AUTO:
+        raise task.fail(
+            steps,
+            tr(
+                "{key} = {value} cannot be with batch.micro_per_gpu = auto, which decides about it. Leave it out.",
+                key=steps,
+                value=task.given[steps],
+            ),
+        )
+    _accumulate(task, total, micro, steps)
+
+
+def _shares(task: SectionImport) -> int:
+    """Return the ranks whose rows differ; 1 where nothing is known of ranks."""
+    return (task.world_size or 1) // max(1, task.now("parallel.tensor")) or 1
+
+
+def _fit_batch(task: SectionImport, total: str, micro: str) -> None:
+    """Where the file gives one of two sizes, let the recipe's other one fit to it."""
+    size, rows, shares = task.now("batch.global_size"), task.now("batch.micro_per_gpu"), _shares(task)
+    if rows == AUTO or size % (rows * shares) == 0:
+        return
+    if task.has(micro) and not task.has(total) and not task.is_typed("batch.global_size"):
+        task.take("batch.global_size", rows * shares, micro)  # as DeepSpeed, which then accumulates nothing
+    elif task.has(total) and not task.has(micro) and size % shares == 0 and not task.is_typed("batch.micro_per_gpu"):
+        task.take("batch.micro_per_gpu", math.gcd(size // shares, rows), total)
+
+
+def _accumulate(task: SectionImport, total: str, micro: str, steps: str) -> None:
+    """Take the size that the file leaves open from its accumulation, or hold its sizes against each other.
+
+    Raises:
+        ConfigError: they contradict each other.
+    """
+    times, shares = task.given[steps], _shares(task)
+    if task.is_typed("batch.global_size") or (task.has(total) and task.is_typed("batch.micro_per_gpu")):
+        said = tr("{key} = {value} gives way to the batch sizes of the command line.", key=steps, value=times)
+        task.note(steps, said, dropped=True)
+        return
+    expected = times * shares * task.now("batch.micro_per_gpu")
+    is_free = "batch.micro_per_gpu" not in task.loaded.explicit or not task.strict
+    if not task.has(total):
+        task.take("batch.global_size", int(expected), steps)
+    elif not task.has(micro) and is_free:
+        task.take("batch.micro_per_gpu", task.given[total] // (times * shares) or 1, steps)
+        expected = times * shares * task.now("batch.micro_per_gpu")
+    if task.now("batch.global_size") != expected and not task.contradictions:
+        raise task.fail(
+            total,
+            tr(
+                "train_batch_size = {total} is not train_micro_batch_size_per_gpu {micro} x "
+                "gradient_accumulation_steps {steps} x {ranks} ranks = {expected}.",
+                total=task.now("batch.global_size"),
+                micro=task.now("batch.micro_per_gpu"),
+                steps=times,
+                ranks=shares,
+                expected=expected,
+            ),
+        )

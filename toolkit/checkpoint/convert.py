@@ -1,0 +1,156 @@
+"""Checkpoints brought into another form: DeepSpeed's universal one for other ranks, and weights read without ranks."""
+
+import argparse
+import io
+import os
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import redirect_stderr, redirect_stdout
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from toolkit.checkpoint.engine_files import unreadable_error
+from toolkit.distributed.file_lock import build_once
+from toolkit.distributed.tensor import join_parts
+from toolkit.errors import CheckpointError, NotExportable
+from toolkit.launch.processes import run_module
+from toolkit.messages import tr
+
+SUFFIX = ".universal"
+
+
+def can_convert(stage_before: int, stage_now: int) -> bool:
+    """Whether the universal form leads from one ZeRO stage to another.
+
+    Stage 0 has none, and stage 3 reads another one than 1 and 2 write (deepspeed 0.19.8, measured: KeyError in
+    load_hp_checkpoint_state_from_checkpoint_dir_stage3).
+    """
+    return {stage_before, stage_now} <= {1, 2} or stage_before == stage_now == 3
+
+
+def make_universal(checkpoint: Path, folder: Path, say: Callable[[str], None]) -> Path:
+    """Return a checkpoint in its universal form, made now by whichever process is first; the others wait.
+
+    No process waits in a collective, however long it takes.
+
+    Args:
+        checkpoint: verified.
+        folder: where it is made; the checkpoint may lie on a disk that cannot be written to.
+        say: tells the user.
+
+    Raises:
+        CheckpointError: DeepSpeed cannot convert it.
+        DataError: the disk is full or not writable.
+    """
+    target = folder / (checkpoint.name + SUFFIX)
+    build_once(
+        target,
+        partial(_convert_in_process, checkpoint, say),
+        lambda made: (made / "zero").is_dir(),
+        say,
+        setting="run.dir",
+    )
+    return target
+
+
+def remove_universal(universal: Path) -> None:
+    """Remove what `make` made; the checkpoint itself stays."""
+    shutil.rmtree(universal, ignore_errors=True)
+    universal.with_name(universal.name + ".lock").unlink(missing_ok=True)
+
+
+def _convert_in_process(checkpoint: Path, say: Callable[[str], None], target: Path) -> None:
+    say(tr("Converting {checkpoint} for other ranks or another ZeRO stage …", checkpoint=checkpoint))
+    if reason := run_module("toolkit.checkpoint.convert", str(checkpoint), str(target)):
+        raise CheckpointError(tr("cannot convert {folder}: {reason}.", folder=checkpoint, reason=reason))
+
+
+def main() -> None:
+    """Convert."""
+    from deepspeed.checkpoint import ds_to_universal
+
+    from toolkit.checkpoint import engine_files  # noqa: F401  lets its classes be read
+
+    os.environ["TORCH_FORCE_WEIGHTS_ONLY_LOAD"] = "1"
+
+    source, target = sys.argv[1:]
+    ds_to_universal.main(
+        argparse.Namespace(
+            input_folder=source,
+            output_folder=target,
+            num_extract_workers=2,
+            num_merge_workers=2,
+            keep_temp_folder=False,
+            strict=True,
+            inject_missing_state=True,
+        )
+    )
+
+
+if __name__ == "__main__":
+    main()
+
+
+_LAYERS = "layer_*-model_states.pt"
+_PARTS, _FIRST_PART = "mp_rank_*_model_states.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt"
+
+
+def iter_weights(checkpoint: Path, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield name and value of every parameter and stored buffer as the run held them; tied ones may come twice.
+
+    Args:
+        checkpoint: verified.
+        dtype: precision of the training, in which partitioned parameters are given.
+
+    Raises:
+        CheckpointError: a file is missing, damaged or wants to run code.
+        NotExportable: the weights lie in the files of an offload to NVMe.
+    """
+    if layers := sorted(checkpoint.glob(_LAYERS)):
+        for file in layers:
+            yield from _load(file).items()
+    elif parts := sorted(checkpoint.glob(_PARTS)):
+        modules = [_load(part)["module"] for part in parts]
+        yield from ((name, join_parts(name, [module[name] for module in modules])) for name in modules[0])
+    else:
+        yield from _join_zero_parts(checkpoint, dtype)
+
+
+def _load(path: Path) -> dict[str, Any]:
+    try:
+        found: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except Exception as error:  # pickle and zip raise whatever they like on damaged files
+        raise unreadable_error(path, error) from None
+    return found
+
+
+def _join_zero_parts(checkpoint: Path, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
+    from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+
+    first = _load(checkpoint / _FIRST_PART)
+    os.environ["TORCH_FORCE_WEIGHTS_ONLY_LOAD"] = "1"  # over DeepSpeed's own arguments, which allow anything
+    place = checkpoint.resolve()
+    try:
+        with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):  # progress, for developers
+            found = get_fp32_state_dict_from_zero_checkpoint(str(place.parent), tag=place.name, lazy_mode=True)
+    except Exception as error:  # as above; a sum that does not come out is a ValueError
+        if (checkpoint / "offloaded_tensors").is_dir():
+            raise NotExportable(
+                tr(
+                    "the weights in {folder} lie in the files of an offload to NVMe, which only the run itself can "
+                    "read. Go on with the run (resume={folder}) to its end: it writes export/.",
+                    folder=checkpoint,
+                )
+            ) from error
+        raise unreadable_error(checkpoint, error) from None
+    for name, value in found.items():
+        if name in first["buffer_names"]:  # DeepSpeed makes float32 of them
+            yield name, first["module"][name]
+        elif isinstance(value, torch.Tensor):  # not trained: kept as it is
+            yield name, value
+        else:
+            yield name, value.contiguous().to(dtype)

@@ -1,0 +1,469 @@
+"""What a checkpoint's directory holds, without torch: names, the manifest with sizes and digests, a run's state.
+
+The manifest is written last and proves that all files are complete. Without torch `toolkit verify` and the choice of a
+checkpoint are quick. Here is also which checkpoints are published, outdated, removed or moved aside.
+"""
+
+import json
+import os
+import shutil
+import zipfile
+from collections.abc import Callable, Collection, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from toolkit.disk import flush, sha256, unused
+from toolkit.errors import CheckpointError
+from toolkit.messages import say, tr
+
+LATEST, GOOD = "latest", "good"
+"""Files that name a checkpoint: the newest, and the newest that a good step has followed."""
+_PREFIX = "step-"
+_WEIGHTS = "-weights"
+_TRASH = ".trash"
+
+
+def checkpoint_name(step: int) -> str:
+    """Return the name of a step's checkpoint."""
+    return f"{_PREFIX}{step}"
+
+
+def step_of(folder: Path) -> int | None:
+    """Return the step of a published checkpoint's name, None for anything else."""
+    digits = folder.name.removeprefix(_PREFIX)
+    return int(digits) if folder.name.startswith(_PREFIX) and digits.isdecimal() else None
+
+
+def published_checkpoints(checkpoints: Path) -> list[Path]:
+    """Return the checkpoints that are there, newest step first. By step, never by time: clocks jump."""
+    if not checkpoints.is_dir():
+        return []
+    found = [(step, path) for path in checkpoints.iterdir() if (step := step_of(path)) is not None and path.is_dir()]
+    return [path for _, path in sorted(found, reverse=True)]
+
+
+def weights_of(checkpoint: Path) -> Path:
+    """Return the place of the weights that stay when a checkpoint goes: an export, nothing to go on from."""
+    return checkpoint.with_name(checkpoint.name + _WEIGHTS)
+
+
+def weights_only(checkpoints: Path) -> list[Path]:
+    """Return those that are there, newest step first."""
+    found = [(step, path) for path in checkpoints.glob(f"{_PREFIX}*{_WEIGHTS}") if (step := step_of_any(path)) >= 0]
+    return [path for _, path in sorted(found, reverse=True)]
+
+
+def step_of_any(folder: Path) -> int:
+    """Return the step of a checkpoint or of its weights, -1 for anything else."""
+    step = step_of(folder.with_name(folder.name.removesuffix(_WEIGHTS)))
+    return -1 if step is None else step
+
+
+def newest_complete(checkpoints: Path, say: Callable[[str], None]) -> Path | None:
+    """Return the newest checkpoint that is exactly what was written; every byte of it is read.
+
+    A damaged one is left where it is, under another name, so that it cannot be taken for a whole one again.
+
+    Args:
+        checkpoints: checkpoints/ of a run.
+        say: is told of each that was passed over.
+
+    Raises:
+        PermissionError: this user may not read the newest one.
+    """
+    for folder in published_checkpoints(checkpoints):
+        wrong = manifest_problems(folder)
+        if not wrong:
+            return folder
+        aside = unused(folder.with_name(folder.name + ".damaged"))
+        try:
+            folder.rename(aside)
+        except OSError:
+            aside = folder
+        say(
+            tr(
+                "Warning: the checkpoint {folder} is damaged and is passed over ({reason}). It is kept as {aside}.",
+                folder=folder,
+                reason="; ".join(wrong[:3]),
+                aside=aside.name,
+            )
+        )
+    return None
+
+
+def publish_checkpoint(temporary: Path, target: Path) -> None:
+    """Give a finished checkpoint its name, then name it in `latest`; a reader always finds a whole one.
+
+    Raises:
+        OSError: it cannot be renamed.
+    """
+    if target.exists():  # of this step there was one that could not be used, or that another session went on from
+        target.rename(unused(target.with_name(target.name + ".replaced")))
+    temporary.rename(target)
+    flush(target.parent)
+    write_name(LATEST, target)
+
+
+def write_name(file: str, checkpoint: Path) -> None:
+    """Write a checkpoint's name into `latest` or `good` beside it.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    new = checkpoint.parent / f"{file}.tmp"
+    new.write_text(checkpoint.name + "\n", encoding="utf-8")
+    flush(new)
+    new.replace(checkpoint.parent / file)
+    flush(checkpoint.parent)
+
+
+def known_good(checkpoints: Path) -> Path | None:
+    """Return the newest checkpoint that a good step of this run has followed, as far as it is known and still there."""
+    try:
+        name = (checkpoints / GOOD).read_text(encoding="utf-8").strip()
+    except (OSError, ValueError):
+        return None
+    return next((path for path in published_checkpoints(checkpoints) if path.name == name), None)
+
+
+def outdated_checkpoints(checkpoints: Path, keep: int, also: Collection[Path] = ()) -> list[Path]:
+    """Return the checkpoints beyond the newest `keep` that are not among `also`, newest first; 0 keeps all."""
+    return [path for path in published_checkpoints(checkpoints)[keep:] if path not in also] if keep else []
+
+
+def remove_old(
+    checkpoints: Path, keep: int, also: Collection[Path] = (), most_bytes: float = 0, keep_weights: int = 0
+) -> None:
+    """Remove all but the newest checkpoints.
+
+    Args:
+        checkpoints: checkpoints/ of a run.
+        keep: how many stay; 0 keeps all.
+        also: those that stay as well, such as the best one.
+        most_bytes: room for all of them together, weights alone included; the oldest go first, the newest and `also`
+            never. 0 is no limit.
+        keep_weights: how many weights alone stay; 0 and -1 remove none.
+    """
+    whole, light = published_checkpoints(checkpoints), weights_only(checkpoints)
+    old = {*outdated_checkpoints(checkpoints, keep, also), *(light[keep_weights:] if keep_weights > 0 else ())}
+    taken = 0
+    for folder in sorted([*whole, *light], key=step_of_any, reverse=True):
+        size = _directory_bytes(folder) if most_bytes else 0
+        has_no_room = most_bytes and taken + size > most_bytes and folder not in (*whole[:1], *also)
+        if folder in old or has_no_room:
+            remove_directory(folder)
+        else:
+            taken += size
+
+
+def _directory_bytes(folder: Path) -> int:
+    """Return the bytes in a folder, which may be going away."""
+    total = 0
+    for path in folder.rglob("*"):
+        with suppress(FileNotFoundError):
+            total += path.stat().st_size if path.is_file() else 0
+    return total
+
+
+def discard_checkpoint(folder: Path) -> Path | None:
+    """Rename what is to be removed, which takes no time: half removed, it must not look like a checkpoint.
+
+    Returns:
+        Its new name, which `empty_trash` knows; None if it is not there any more.
+    """
+    trash = unused(folder.with_name(folder.name + _TRASH))
+    try:
+        return folder.rename(trash)
+    except FileNotFoundError:
+        return None
+
+
+def remove_directory(folder: Path) -> None:
+    """Remove a checkpoint, if it is still there. Takes minutes where it is large and the disk slow."""
+    if trash := discard_checkpoint(folder):
+        shutil.rmtree(trash)
+
+
+def empty_trash(checkpoints: Path) -> None:
+    """Remove what was discarded, in this life of the run or in an earlier one."""
+    for path in checkpoints.glob(f"*{_TRASH}"):
+        shutil.rmtree(path)
+
+
+def move_aside_after(checkpoint: Path) -> None:
+    """Rename what a run has saved after a checkpoint, from which it now goes another way.
+
+    Raises:
+        OSError: it cannot be renamed.
+    """
+    for path in [*published_checkpoints(checkpoint.parent), *weights_only(checkpoint.parent)]:
+        if step_of_any(path) > step_of_any(checkpoint):
+            with suppress(FileNotFoundError):  # it was old enough to be removed meanwhile
+                path.rename(unused(path.with_name(path.name + ".replaced")))
+
+
+def discard_unfinished(checkpoints: Path) -> None:
+    """Discard what a save left that did not come to its end. Only whoever holds the run's lock may."""
+    # Of a checkpoint, and of weights; one converted for other ranks may be that of an earlier checkpoint of its name.
+    for pattern in (f"{_PREFIX}*.tmp", f".{_PREFIX}*.tmp", f"{_PREFIX}*.universal*"):
+        for path in checkpoints.glob(pattern) if checkpoints.is_dir() else []:
+            if not path.is_dir():  # the lock beside what is converted
+                path.unlink()
+            elif path.suffix != _TRASH:
+                discard_checkpoint(path)
+
+
+MANIFEST = "manifest.json"
+FORMAT = 1
+"""Of the manifest; raise it when an older one can no longer be read."""
+
+_LOADED = (".pt", ".safetensors", ".json", ".swp", ".bin", ".model", ".txt", ".jinja", ".py")
+"""Endings of what is read when a checkpoint or an export is loaded: such files, and links, must be in the manifest."""
+
+
+@dataclass(frozen=True, slots=True)
+class FileRecord:
+    """A file of a checkpoint."""
+
+    size_bytes: int
+    sha256: str
+
+
+def record_file(path: Path) -> FileRecord:
+    """Return size and hash of a file.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    return FileRecord(path.stat().st_size, sha256(path))
+
+
+def verify_files(path: Path) -> None:
+    """Compare what is on the disk with the checksums that torch.save took of it in memory.
+
+    Raises:
+        OSError: they differ.
+    """
+    if path.suffix != ".pt":
+        return
+    try:
+        with zipfile.ZipFile(path) as archive:
+            wrong = archive.testzip()
+    except zipfile.BadZipFile as error:
+        raise OSError(f"{path.name}: {error}") from None
+    if wrong:
+        raise OSError(f"{path.name}: {wrong}")
+
+
+def write_manifest(folder: Path, files: Mapping[str, FileRecord], facts: Mapping[str, Any]) -> None:
+    """Write the manifest, last of all.
+
+    Args:
+        folder: the checkpoint.
+        files: its files by their path in the folder.
+        facts: what else is known of it.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    whole = {
+        "format": FORMAT,
+        **facts,
+        "files": {name: {"size_bytes": files[name].size_bytes, "sha256": files[name].sha256} for name in sorted(files)},
+    }
+    path = folder / MANIFEST
+    path.write_text(json.dumps(whole, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    flush(path)
+
+
+def read_manifest(folder: Path) -> dict[str, Any]:
+    """Return the manifest of a checkpoint.
+
+    Raises:
+        CheckpointError: there is none that can be read.
+        PermissionError: this user may not read it, which says nothing about the checkpoint.
+    """
+    try:
+        found = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+    except PermissionError:
+        raise
+    except (OSError, ValueError) as error:
+        raise CheckpointError(
+            tr("{folder} is no whole checkpoint: {reason}.", folder=folder, reason=_why(error))
+        ) from None
+    if not isinstance(found, dict) or not isinstance(found.get("files"), dict):
+        raise CheckpointError(
+            tr("{folder} is no whole checkpoint: {reason}.", folder=folder, reason=tr("its manifest lists no files"))
+        )
+    if found.get("format") != FORMAT:
+        raise CheckpointError(
+            tr(
+                "{folder} was written by another version of this toolkit (format {found}, here {known}).",
+                folder=folder,
+                found=found.get("format"),
+                known=FORMAT,
+            )
+        )
+    return found
+
+
+def manifest_problems(folder: Path) -> list[str]:
+    """Return what is wrong with a checkpoint, nothing if it is exactly what was written; reads every byte of it.
+
+    Raises:
+        PermissionError: this user may not read it. It may be whole, so it must not be put aside as damaged.
+    """
+    try:
+        files = read_manifest(folder)["files"]
+    except CheckpointError as error:
+        return [str(error)]
+    wrong = []
+    listed = []
+    for name, known in files.items():
+        if not _stays_inside(folder, name):
+            wrong.append(tr("{name}: this path leads out of the checkpoint", name=name))
+        elif not isinstance(known, dict):
+            wrong.append(tr("{name}: the manifest says nothing of it", name=name))
+        else:
+            listed.append((name, known))
+    workers = min(8, os.cpu_count() or 1)
+    with ThreadPoolExecutor(workers) as pool:  # hashing lets other threads run
+        found = pool.map(lambda one: _problem(folder, *one), listed)
+        wrong += [problem for problem in found if problem]
+    for path in folder.rglob("*"):
+        name = path.relative_to(folder).as_posix()
+        if (path.suffix in _LOADED or path.is_symlink()) and name != MANIFEST and name not in files:
+            wrong.append(tr("{name}: the manifest does not know it", name=name))
+    return wrong
+
+
+def _problem(folder: Path, name: str, known: Mapping[str, Any]) -> str:
+    path = folder / name
+    try:
+        size = path.stat().st_size
+        if size != known.get("size_bytes"):
+            return tr(
+                "{name}: {size} bytes instead of {expected}", name=name, size=size, expected=known.get("size_bytes")
+            )
+        if sha256(path) != known.get("sha256"):
+            return tr("{name}: its content is not what was written", name=name)
+    except PermissionError:
+        raise
+    except OSError as error:
+        return f"{name}: {_why(error)}"
+    return ""
+
+
+def _stays_inside(folder: Path, name: str) -> bool:
+    """Whether a name of a manifest is that of a file in the folder: no way up, no link that somebody placed."""
+    path = PurePosixPath(name)
+    if path.is_absolute() or ".." in path.parts or not path.parts or "\0" in name:
+        return False
+    place = folder
+    for part in path.parts:
+        place = place / part
+        if place.is_symlink():
+            return False
+    return True
+
+
+def _why(error: Exception) -> str:
+    return (error.strerror if isinstance(error, OSError) else None) or str(error)
+
+
+STATE = "state.json"
+
+
+@dataclass(kw_only=True, slots=True)
+class RunState:
+    """Everything the next step depends on that is not in the engine or in a random generator."""
+
+    step: int = 0
+    """Optimizer steps done."""
+    epoch: int = 0
+    """Passes over the data that are complete."""
+    row: int = 0
+    """Rows of this pass that are done, over all ranks."""
+    trained_tokens: int = 0
+    """Tokens whose loss counted so far."""
+    total_tokens: int = 0
+    """Tokens so far, padding left out."""
+    first_loss: float | None = None
+    """Training loss of the first step, nats per token."""
+    last_loss: float | None = None
+    """Training loss of the last logged step."""
+    skips_in_a_row: int = 0
+    """Steps skipped just before."""
+    bad_steps: int = 0
+    """Steps whose numbers went wrong."""
+    rewinds: int = 0
+    """Times that the run went back to a checkpoint for them."""
+    losses: list[float] = field(default_factory=list)
+    """Of the last good steps, by which spikes are known."""
+    grad_norms: list[float] = field(default_factory=list)
+    """Of the last good steps."""
+    evaluations: list[dict[str, float]] = field(default_factory=list)
+    """Each evaluation with its step."""
+    metrics_bytes: int = 0
+    """Length of metrics.jsonl: what follows belongs to steps that are done again."""
+    world_size: int = 0
+    """Ranks that saved it."""
+    data: dict[str, str] = field(default_factory=dict)
+    """Fingerprints of the stores and the way their rows were planned."""
+    config: dict[str, Any] = field(default_factory=dict)
+    """The whole resolved config."""
+    versions: dict[str, Any] = field(default_factory=dict)
+    """Packages and commit."""
+
+    def write(self, folder: Path) -> Path:
+        """Write it into a checkpoint and return the file.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        path = folder / STATE
+        path.write_text(json.dumps(asdict(self), indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+        return path
+
+
+def read_run_state(folder: Path) -> RunState:
+    """Return the state in a checkpoint.
+
+    Raises:
+        CheckpointError: it cannot be read.
+    """
+    try:
+        found = json.loads((folder / STATE).read_text(encoding="utf-8"))
+        return RunState(**found)
+    except (OSError, ValueError, TypeError) as error:
+        raise CheckpointError(
+            tr("{file} cannot be read: {reason}.", file=folder / STATE, reason=str(error).splitlines()[0])
+        ) from None
+
+
+def resolve_checkpoint(path: Path) -> Path | None:
+    """Return the checkpoint that a path means: itself, or the newest whole one of a run; None where there is none.
+
+    Args:
+        path: a checkpoint, checkpoints/ of a run, or a run folder. Nothing in it is changed.
+
+    Raises:
+        CheckpointError: there are checkpoints, but none is whole.
+    """
+    if (path / "config.json").is_file():
+        return None
+    is_one = (path / MANIFEST).is_file()
+    found = [path] if is_one else published_checkpoints(path / "checkpoints") or published_checkpoints(path)
+    for folder in found:
+        wrong = manifest_problems(folder)
+        if not wrong:
+            if not is_one:
+                say(tr("Taking {folder}.", folder=folder))
+            return folder
+        say(tr("{folder}: DAMAGED", folder=folder) + "".join(f"\n  {one}" for one in wrong[:3]))
+    if found:
+        raise CheckpointError(tr("{folder} holds no checkpoint that is whole.", folder=path))
+    return None

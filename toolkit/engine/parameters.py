@@ -1,0 +1,88 @@
+"""Full parameters and stored buffers from a partitioned model, one after another; and how many of them are trained."""
+
+import math
+from collections import Counter
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+
+import deepspeed
+import torch
+from deepspeed.pipe import PipelineModule
+from transformers import PreTrainedModel
+
+from toolkit.distributed.tensor import full_shape, gather_parts, is_tensor_part
+
+
+def is_partitioned(engine: deepspeed.DeepSpeedEngine) -> bool:
+    """Whether no rank alone can run the model: its parameters are divided over ranks."""
+    return bool(engine.zero_optimization_partition_weights()) or engine.autotp_size() > 1
+
+
+def gathered_parameters(
+    module: torch.nn.Module, only: Collection[str] | None = None
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the name and whole value, on rank 0's CPU, of all that a checkpoint must hold: parameters, stored buffers.
+
+    On other ranks the value is an empty tensor.
+
+    A collective where the model is divided: every rank must iterate to the end. One parameter is whole at a time.
+
+    Args:
+        module: the engine's.
+        only: names; None yields all.
+    """
+    if isinstance(module, PipelineModule):  # toolkit.models.stages.StagedModel
+        yield from module.gathered()
+        return
+    is_rank0 = torch.distributed.get_rank() == 0
+    for name, parameter in module.named_parameters():
+        if only is not None and name not in only:
+            continue
+        with deepspeed.zero.GatheredParameters([parameter], modifier_rank=None):
+            whole = gather_parts(name, parameter.detach()) if is_tensor_part(parameter) else parameter.detach()
+            value = whole.to("cpu", copy=True) if is_rank0 else torch.empty(0)
+        yield name, value
+    stored = module.state_dict(keep_vars=True)
+    for name, buffer in module.named_buffers():
+        if name in stored and only is None:
+            yield name, buffer.detach().to("cpu", copy=True) if is_rank0 else torch.empty(0)
+
+
+_GROUPS = (
+    ("norms", ("norm",)),
+    ("attention", ("attn", "attention", "query_key_value")),
+    ("feed-forward", ("mlp", "expert", "feed_forward", "ffn")),
+)
+"""Groups, by what the names of their parameters hold; what comes first decides."""
+
+
+@dataclass(frozen=True, slots=True)
+class Count:
+    """Parameters of one group."""
+
+    trained: int
+    """Those that are trained."""
+    total: int
+    """All."""
+
+
+def count_parameters(model: PreTrainedModel) -> dict[str, Count]:
+    """Return the parameters of a model by group; partitioned ones count whole, what LoRA adds with what it adds to."""
+    inner = {id(parameter) for parameter in model.get_input_embeddings().parameters()}
+    head = model.get_output_embeddings()
+    outer = {id(parameter) for parameter in head.parameters()} if head is not None else set()
+    total: Counter[str] = Counter()
+    trained: Counter[str] = Counter()
+    for name, parameter in model.named_parameters():
+        if name.startswith(("prefix_encoder.", "soft_prompt.")):
+            group = "prefix"
+        elif id(parameter) in inner:
+            group = "embedding"
+        elif id(parameter) in outer:
+            group = "head"
+        else:
+            group = next((group for group, parts in _GROUPS if any(part in name.lower() for part in parts)), "other")
+        size = math.prod(full_shape(name, parameter))
+        total[group] += size
+        trained[group] += size if parameter.requires_grad else 0
+    return {group: Count(trained[group], total[group]) for group in total}
