@@ -1,4 +1,4 @@
-"""The one call of `deepspeed.initialize`, parameter groups, and the optimizers that DeepSpeed cannot make from a name."""
+"""The one call of `deepspeed.initialize`; parameter groups, and optimizers that DeepSpeed cannot make from a name."""
 
 from collections.abc import Callable, Iterable
 from functools import cache

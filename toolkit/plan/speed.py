@@ -3,8 +3,9 @@
 What is not measured is assumed, and the assumptions are shown beside the estimate. A calibration (`calibrate=true`)
 measures on the machine at hand what is assumed here.
 
-FLOPs come from the shapes of a model's parameters. Counted are matrix products, 2 FLOPs for each multiplication and addition, and nothing else: of a dense decoder they are
-nearly everything. What is counted is what the result needs, whoever computes more:
+FLOPs come from the shapes of a model's parameters. Counted are matrix products, 2 FLOPs for each multiplication and
+addition, and nothing else: of a dense decoder they are nearly everything. What is counted is what the result needs,
+whoever computes more:
 
 - Linear layers, for each token that is not padding. Looking up an embedding is no FLOP.
 - Attention, for each pair of a token and one that it sees: L (L + 1) / 2 of a sample of L tokens, also for samples that
