@@ -8,11 +8,13 @@ and keeps its traceback.
 class ToolkitError(Exception):
     """Base of all errors that are shown to the user as one message. `exit_code` is the process's exit status.
 
-    `parts` are the errors that one message numbers (toolkit.problems), `keys` the config keys that it is about.
+    `parts` are the errors that one message numbers (toolkit.problems), `more` how many it only counts, `keys` the
+    config keys that it is about.
     """
 
     exit_code = 2
     parts: "tuple[ToolkitError, ...]" = ()
+    more: int = 0
     keys: tuple[str, ...] = ()
 
 

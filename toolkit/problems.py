@@ -9,13 +9,31 @@ from toolkit.messages import tr
 
 T = TypeVar("T")
 
+MOST = 50
+"""Errors that are told; further ones are counted: who made thousands of them made one mistake."""
+
 
 class Problems:
     """Errors found so far."""
 
     def __init__(self) -> None:
         self.errors: list[ToolkitError] = []
+        self.more = 0
+        """Further ones."""
+        self._texts: set[str] = set()
         self._doubtful: set[str] = set()
+
+    @property
+    def count(self) -> int:
+        """All errors so far."""
+        return len(self.errors) + self.more
+
+    def add_made(self, make: Callable[..., ToolkitError], *arguments: Any) -> None:
+        """Keep an error that takes time to make, or count it where no more are told."""
+        if len(self.errors) < MOST:
+            self.add(make(*arguments))
+        else:
+            self.more += 1
 
     def attempt(self, function: Callable[..., T], *arguments: Any) -> T | None:
         """Call a function; return its result, or None where it raised an error, which is kept.
@@ -43,12 +61,16 @@ class Problems:
 
     def add(self, error: ToolkitError) -> None:
         """Keep an error, unless it is known already or follows from a value that is wrong anyway; see `settle`."""
+        self.more += error.more
         for one in error.parts or (error,):
             text = str(one)
-            if all(text != str(other) for other in self.errors) and not any(
-                _mentions(text, key) for key in self._doubtful
-            ):
+            if text in self._texts or any(_mentions(text, key) for key in self._doubtful):
+                continue
+            if len(self.errors) < MOST:
+                self._texts.add(text)
                 self.errors.append(one)
+            else:
+                self.more += 1
 
     def settle(self) -> None:
         """From here on skip errors that mention a key which an error so far is about: its value is not known."""
@@ -62,13 +84,14 @@ class Problems:
         """
         if not self.errors:
             return
-        if len(self.errors) == 1:
+        if self.count == 1:
             raise self.errors[0]
         kinds = {type(error) for error in self.errors}
         lines = [f"{number}. " + str(error).replace("\n", "\n   ") for number, error in enumerate(self.errors, start=1)]
         kind = kinds.pop() if len(kinds) == 1 else ConfigError
-        joined = kind("\n".join([tr("{count} errors:", count=len(self.errors)), *lines]))
-        joined.parts = tuple(self.errors)
+        lines += [tr("… and {count} more.", count=f"{self.more:,}")] if self.more else []
+        joined = kind("\n".join([tr("{count} errors:", count=self.count), *lines]))
+        joined.parts, joined.more = tuple(self.errors), self.more
         raise joined
 
 

@@ -67,10 +67,10 @@ def check_tree(value: Any, kind: Any, path: str, place: Place, problems: Problem
     if dataclasses.is_dataclass(kind):
         yield from _check_section(value, typing.cast("type", kind), path, place, problems)
         return
-    before = len(problems.errors)
+    before = problems.count
     if typing.get_origin(kind) is list:
         if not isinstance(value, list):
-            problems.add(_wrong(path, value, tr("a list, for example [a, b]"), place))
+            problems.add_made(_wrong, path, value, tr("a list, for example [a, b]"), place)
             return
         for index, item in enumerate(value):
             list(check_tree(item, typing.get_args(kind)[0], f"{path}[{index}]", place, problems))
@@ -79,13 +79,13 @@ def check_tree(value: Any, kind: Any, path: str, place: Place, problems: Problem
             problems.add(_wrong(path, value, tr("a section of keys"), place))
             return
         problems.attempt(_check_free, value, path, place)
-        if len(problems.errors) == before:
+        if problems.count == before:
             yield from ((f"{path}.{key}", inner) for key, inner in value.items())
     elif kind is Any:
         problems.attempt(_check_free, value, path, place)
     else:
         problems.attempt(_check_scalar, value, kind, path, place)
-    if len(problems.errors) == before:
+    if problems.count == before:
         yield path, value
 
 
@@ -138,16 +138,16 @@ def _check_section(value: Any, kind: type, path: str, place: Place, problems: Pr
     types = typing.get_type_hints(kind)
     for key, inner in list(value.items()):
         below = f"{path}.{key}" if path else str(key)
-        before = len(problems.errors)
+        before = problems.count
         if key == "_target_":
-            problems.add(_names_code(below, place))
+            problems.add_made(_names_code, below, place)
         elif key not in types:
-            problems.add(unknown_key(below, place))
+            problems.add_made(unknown_key, below, place)
         else:
             yield from check_tree(inner, types[key], below, place, problems)
             if isinstance(inner, dict) and dataclasses.is_dataclass(types[key]):
                 continue  # what is wrong below it has been removed there
-        if len(problems.errors) > before:
+        if problems.count > before:
             del value[key]
 
 

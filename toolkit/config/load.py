@@ -137,9 +137,9 @@ def replace(loaded: Loaded, values: dict[str, tuple[object, str]], layer: int = 
         if kind is None:
             raise unknown_key(key, lambda _, place=place: place)  # type: ignore[misc]
         named = value.name if isinstance(value, Enum) else value
-        before = len(problems.errors)
+        before = problems.count
         list(check_tree(named, kind, key, lambda _, place=place: place, problems))  # type: ignore[misc]
-        if len(problems.errors) > before:
+        if problems.count > before:
             continue
         if isinstance(named, list):  # its items may be sections, which `update` takes as objects only
             tree = OmegaConf.merge(tree, OmegaConf.create(_nested(key, named)))
@@ -295,9 +295,9 @@ def _value_override(override: Override, values: dict[str, Any], problems: Proble
     kind = field_type(key)
     if kind is None or "_target_" in key.split("."):
         raise unknown_key(key, place)
-    before = len(problems.errors)
+    before = problems.count
     leaves = dict(check_tree(override.value(), kind, key, place, problems))
-    if len(problems.errors) > before:
+    if problems.count > before:
         return []
     values |= leaves
     word = str(override.input_line).lstrip("+")
