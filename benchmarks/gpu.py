@@ -29,9 +29,9 @@ from toolkit.distributed import process_group
 from toolkit.engine.build import initialize_engine
 from toolkit.engine.ds_config import build_ds_config
 from toolkit.launch import environment
+from toolkit.models.adapters import apply_tuning
 from toolkit.models.attention import choose_attention
-from toolkit.models.build import TORCH_DTYPES, random_config
-from toolkit.models.tuning.apply import tune
+from toolkit.models.load import TORCH_DTYPES, random_config
 from toolkit.plan.memory import plan_rank
 from toolkit.plan.outline import outline_of
 from toolkit.train.account import account_of
@@ -106,7 +106,7 @@ def ours(size: Size, words: Sequence[str]) -> dict[str, float]:
     cfg, values = _begin(size, words)
     model = _model(cfg)
     choose_attention(model, cfg.model.attention, True, TORCH_DTYPES[cfg.precision.dtype])
-    tune(model, cfg.tuning, Path(), None, cfg.run.seed, values)
+    apply_tuning(model, cfg.tuning, Path(), None, cfg.run.seed, values)
 
     def schedule(optimizer: torch.optim.Optimizer) -> Schedule:
         return Schedule(optimizer, cfg.schedule, cfg.optim.lr, _ENDLESS, 0)

@@ -14,7 +14,7 @@ import torch
 from torch.nn import functional
 
 from toolkit import children
-from toolkit.models import chunked_loss
+from toolkit.models import loss as loss_module
 
 DEFAULTS: dict[str, Any] = {
     "tokens": 2048,
@@ -23,14 +23,14 @@ DEFAULTS: dict[str, Any] = {
     "vocab": 65024,
     "dtype": "float32",
     "frozen": 0,
-    "chunk_mib": chunked_loss.CHUNK_BYTES / 2**20,
+    "chunk_mib": loss_module.CHUNK_BYTES / 2**20,
     "rounds": 5,
 }
 
 
 def measure(way: str, given: dict[str, Any]) -> None:
     """Print seconds per forward and backward pass, and bytes."""
-    chunked_loss.CHUNK_BYTES = int(given["chunk_mib"] * 2**20)
+    loss_module.CHUNK_BYTES = int(given["chunk_mib"] * 2**20)
     device, dtype = "cuda" if torch.cuda.is_available() else "cpu", getattr(torch, given["dtype"])
     torch.manual_seed(0)
     hidden = torch.randn(given["tokens"], given["hidden"], device=device).to(dtype).requires_grad_()
@@ -46,7 +46,7 @@ def measure(way: str, given: dict[str, Any]) -> None:
         if way == "logits":
             loss = functional.cross_entropy(functional.linear(hidden, weight).float(), targets, reduction="sum")
         else:
-            loss = chunked_loss.chunked_loss_sum(hidden.index_select(0, places), weight, None, targets[places])
+            loss = loss_module.chunked_loss_sum(hidden.index_select(0, places), weight, None, targets[places])
         loss.backward()
         value = loss.item()
         seconds.append(time.perf_counter() - started)

@@ -12,7 +12,7 @@ from toolkit.data.sampler import BEGINNING
 from toolkit.engine.ds_config import build_ds_config
 from toolkit.errors import ConfigError
 from toolkit.messages import tr
-from toolkit.models.build import TORCH_DTYPES, build_model
+from toolkit.models.load import TORCH_DTYPES, create_model
 from toolkit.train.batches import place_after, step_samples
 from toolkit.train.prepared import Prepared, prepare_data
 
@@ -72,7 +72,7 @@ class Sides:
         words += ["--dtype", str(TORCH_DTYPES[cfg.precision.dtype]).removeprefix("torch.")]
         if cfg.model.init is Init.pretrained:
             return [*words, "--model", cfg.model.path]
-        model = build_model(cfg.model, cfg.precision.dtype, prepared.tokenizer, cfg.run.seed)
+        model = create_model(cfg.model, cfg.precision.dtype, prepared.tokenizer, cfg.run.seed)
         model.config.save_pretrained(self.folder / "model")
         return [*words, "--model", str(self.folder / "model"), "--random"]
 

@@ -19,8 +19,8 @@ from toolkit.config.schema import RunConfig
 from toolkit.distributed.process_group import barrier, rank, world_size
 from toolkit.engine.ds_config import build_ds_config
 from toolkit.launch.environment import Ranks
-from toolkit.models.build import build_model
-from toolkit.models.tuning.apply import tune
+from toolkit.models.adapters import apply_tuning
+from toolkit.models.load import create_model
 from toolkit.track.metrics import MetricsLog
 from toolkit.train.account import account_of
 from toolkit.train.batches import training_batches
@@ -87,8 +87,8 @@ def build_bare_engine(cfg: RunConfig, prepared: Prepared) -> deepspeed.DeepSpeed
     """Return an engine as DeepSpeed's getting-started page makes it, from the recipe's settings."""
     ds = build_ds_config(cfg, world_size(), 1_000_000)
     values = {key: value for key, value in ds.values.items() if key != "scheduler"}
-    model = build_model(cfg.model, cfg.precision.dtype, prepared.tokenizer, cfg.run.seed, values)
-    tune(model, cfg.tuning, Path(cfg.model.path), prepared.tokenizer, cfg.run.seed, values)
+    model = create_model(cfg.model, cfg.precision.dtype, prepared.tokenizer, cfg.run.seed, values)
+    apply_tuning(model, cfg.tuning, Path(cfg.model.path), prepared.tokenizer, cfg.run.seed, values)
     engine, *_ = deepspeed.initialize(
         model=model,
         model_parameters=[parameter for parameter in model.parameters() if parameter.requires_grad],

@@ -14,8 +14,8 @@ from official import random_weights, write
 from toolkit.config.schema import Dtype, ModelConfig
 from toolkit.errors import ModelError
 from toolkit.models import load_model, load_tokenizer
-from toolkit.models.build import build_model
-from toolkit.models.folder import read_config
+from toolkit.models.directory import read_config
+from toolkit.models.load import create_model
 
 POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n"
 
@@ -209,7 +209,7 @@ def test_vocabularies_that_cannot_be_read(tmp_path: Path) -> None:
 
 def built(folder: Path, tokenizer: Path) -> None:
     """Build as training does."""
-    build_model(ModelConfig(path=str(folder)), Dtype.fp32, load_tokenizer(tokenizer), seed=0)
+    create_model(ModelConfig(path=str(folder)), Dtype.fp32, load_tokenizer(tokenizer), seed=0)
 
 
 def test_model_and_tokenizer_of_different_revisions(tmp_path: Path) -> None:

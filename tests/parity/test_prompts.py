@@ -15,7 +15,7 @@ from toolkit.evaluate.generate import text_of
 from toolkit.evaluate.row_answers import hears_system
 from toolkit.evaluate.stream import AnswerStream
 from toolkit.models import load_chat_encoder
-from toolkit.models.template_chat import TemplateChatEncoder
+from toolkit.models.chat_template import TemplateChatEncoder
 from toolkit.models.tokenizer import fit_tokenizer
 
 FAMILIES = ["v1", "v2", "v3", "glm4", "quickstart"]

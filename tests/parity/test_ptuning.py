@@ -15,9 +15,7 @@ from transformers import PreTrainedModel
 from toolkit.cli import main
 from toolkit.config.schema import TuningConfig, TuningMethod
 from toolkit.errors import ModelError
-from toolkit.models.tuning.adapter import attach, load_adapter, prefix_settings, stored_names
-from toolkit.models.tuning.apply import tune
-from toolkit.models.tuning.base import base_of
+from toolkit.models.adapters import apply_tuning, attach_adapter, base_of, load_adapter, prefix_settings, stored_names
 
 NAMES = pytest.mark.parametrize("name", ["v1", "v2", "v3"])
 KINDS = pytest.mark.parametrize("kind", ["ptuning", "ptuning_proj"])
@@ -120,7 +118,7 @@ def test_recomputed_activations_have_the_prefix_too(name: str, tmp_path: Path) -
 
 def test_dropout_is_drawn_for_each_row() -> None:
     model = load("v2")
-    attach(model, prefix_settings(6, False, ""), base_of(model, GOLDEN / "v2"), dropout=0.5)
+    attach_adapter(model, prefix_settings(6, False, ""), base_of(model, GOLDEN / "v2"), dropout=0.5)
     encoder = model.prefix_encoder
     [keys, _], *_ = encoder.train().states(2)
     assert not torch.equal(keys[0], keys[1])
@@ -143,7 +141,7 @@ def test_a_new_prefix_has_the_originals_sizes() -> None:
     for name, kind in (("v1", "ptuning_proj"), ("v2", "ptuning_proj"), ("v3", "ptuning")):
         model = load(name)
         config = TuningConfig(method=TuningMethod.ptuning_v2, num_tokens=6, projection=kind == "ptuning_proj")
-        tune(model, config, GOLDEN / name, tokenizer=None, seed=1)
+        apply_tuning(model, config, GOLDEN / name, tokenizer=None, seed=1)
         wanted = {key: value.shape for key, value in load_file(GOLDEN / name / f"{kind}.safetensors").items()}
         assert {stored: model.get_parameter(own).shape for own, stored in stored_names(model).items()} == wanted
 

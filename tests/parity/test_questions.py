@@ -9,7 +9,7 @@ from test_tokenizers import NAMES, TOOLS, saved
 from toolkit.evaluate.generate import text_of
 from toolkit.evaluate.questions import split_sample
 from toolkit.models import load_chat_encoder
-from toolkit.models.template_chat import TemplateChatEncoder
+from toolkit.models.chat_template import TemplateChatEncoder
 
 ANSWER = "好的，  answer <|user|> 1.\n第二行"
 

@@ -14,7 +14,7 @@ from toolkit.errors import CheckpointError, ModelError
 from toolkit.models.chatglm.modeling import ChatGLMConfig, ChatGLMForConditionalGeneration
 from toolkit.models.load import load_model
 from toolkit.models.loss import hidden_states, token_loss_sum
-from toolkit.models.stages import FAMILIES, keep_only, own_parameters, own_parts, part_names, stage_of
+from toolkit.models.pipeline import FAMILIES, keep_only, own_parts, part_names, stage_of, stage_parameters
 
 SIZES: dict[str, Any] = {
     "vocab_size": 128,
@@ -105,9 +105,11 @@ def test_a_stage_reads_its_own_weights_alone(kind: str, tmp_path: Path) -> None:
     expected = dict(load_model(tmp_path / "m", dtype=torch.float32).named_parameters())
     read: list[str] = []
     for stage in range(2):
-        model = load_model(tmp_path / "m", dtype=torch.float32, own=partial(own_parameters, num_stages=2, stage=stage))
+        model = load_model(
+            tmp_path / "m", dtype=torch.float32, own=partial(stage_parameters, num_stages=2, stage=stage)
+        )
         filled = {name: one for name, one in model.named_parameters() if not one.is_meta}
-        assert set(filled) == own_parameters(model, 2, stage)
+        assert set(filled) == stage_parameters(model, 2, stage)
         assert all(torch.equal(one, expected[name]) for name, one in filled.items())
         assert len(filled) < len(expected)
         read += filled

@@ -20,9 +20,7 @@ from toolkit.export import adapter as export_adapter
 from toolkit.export.adapter import write_adapter
 from toolkit.models import load as load_module
 from toolkit.models import load_tokenizer, probe
-from toolkit.models.tuning.adapter import base_of_adapter, load_adapter, stored_names, trained_names
-from toolkit.models.tuning.apply import tune
-from toolkit.models.tuning.base import base_of
+from toolkit.models.adapters import apply_tuning, base_of, base_of_adapter, load_adapter, stored_names, trained_names
 from toolkit.plan.parameters import shapes_of_config
 from toolkit.plan.parameters import tuned as plan
 
@@ -33,7 +31,7 @@ def tuned(name: str, **settings):
     """Return a golden model with what a method adds to it, as if it had been trained: all that is new is drawn."""
     model = load(name)
     config = TuningConfig(**{"method": LORA, **settings})
-    tune(model, config, GOLDEN / name, tokenizer=range(50), seed=1)
+    apply_tuning(model, config, GOLDEN / name, tokenizer=range(50), seed=1)
     torch.manual_seed(5)
     for parameter in model.parameters():
         if parameter.requires_grad:
@@ -113,7 +111,7 @@ def test_a_stranger_s_peft_adapter_goes_on(variant: str, tmp_path: Path) -> None
             parameter.data += 0.05 * torch.randn_like(parameter)
     theirs.save_pretrained(tmp_path / "adapter")
     model = load("glm4")
-    tune(model, TuningConfig(method=LORA, adapter=str(tmp_path / "adapter")), GOLDEN / "glm4", None, seed=1)
+    apply_tuning(model, TuningConfig(method=LORA, adapter=str(tmp_path / "adapter")), GOLDEN / "glm4", None, seed=1)
     assert torch.allclose(logits(model.eval(), "glm4"), logits(theirs, "glm4"), atol=1e-6)
     assert len(trained_names(model)) == len([one for one in theirs.parameters() if one.requires_grad])
 
@@ -150,10 +148,10 @@ def test_a_prompt_begins_with_words(tmp_path: Path) -> None:
     model = load("v3")
     config = TuningConfig(method=TuningMethod.prompt, num_tokens=5, init_text="广告")
     with pytest.raises(ModelError, match="use ptuning_v2"):
-        tune(load("v1"), config, GOLDEN / "v1", tokenizer, seed=1)
+        apply_tuning(load("v1"), config, GOLDEN / "v1", tokenizer, seed=1)
     size = model.config.vocab_size
     model.resize_token_embeddings(len(tokenizer))
-    tune(model, config, GOLDEN / "v3", tokenizer, seed=1)
+    apply_tuning(model, config, GOLDEN / "v3", tokenizer, seed=1)
     ids = tokenizer("广告", add_special_tokens=False)["input_ids"]
     wanted = model.get_input_embeddings().weight[torch.tensor((ids * 5)[:5])]
     assert torch.equal(model.soft_prompt.embedding.weight, wanted)

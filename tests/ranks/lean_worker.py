@@ -18,7 +18,7 @@ from toolkit.config.schema import ActivationCheckpointingConfig, CompileConfig, 
 from toolkit.distributed import process_group
 from toolkit.engine.build import initialize_engine
 from toolkit.errors import ConfigError
-from toolkit.models.loss import Way, loss_head, with_places
+from toolkit.models.loss import LossPath, loss_head, with_label_positions
 from toolkit.train import step
 from toolkit.train.guard import Guard
 
@@ -107,7 +107,7 @@ def window(number: int) -> list[dict[str, torch.Tensor]]:
             labels[:] = -100
         positions = torch.arange(16)[None]
         batch = {"input_ids": ids, "labels": labels, "position_ids": positions, "segment_ids": segments}
-        batches.append(with_places(batch))
+        batches.append(with_label_positions(batch))
     return batches
 
 
@@ -117,7 +117,7 @@ def check_step(stage: int, dtype: str) -> None:
     Stages 0 and 1 reduce once per step, 2 and 3 in every micro-batch, as each rank keeps only its part of them.
     """
     engine = build(stage, dtype)
-    assert loss_head(engine).way(engine) is Way.losses
+    assert loss_head(engine).way(engine) is LossPath.losses
     guard = Guard(engine, TrainConfig())
     step.train_step(engine, window(0), 2, guard)
     watched: list[Watch] = []

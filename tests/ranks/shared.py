@@ -182,14 +182,14 @@ def plain_loop(
     from toolkit.config.load import load
     from toolkit.data.collate import collate
     from toolkit.data.sampler import GlobalBatchSampler
-    from toolkit.models.build import build_model
+    from toolkit.models.load import create_model
     from toolkit.train.batches import rows_per_step
     from toolkit.train.prepared import prepare_data
 
     cfg = load(overrides).cfg
     prepared = prepare_data(cfg, speaks=False)
     assert prepared.validation is not None
-    model = build_model(cfg.model, cfg.precision.dtype, prepared.tokenizer, cfg.run.seed)
+    model = create_model(cfg.model, cfg.precision.dtype, prepared.tokenizer, cfg.run.seed)
 
     def mean_loss(samples: list[tuple]) -> torch.Tensor:
         batch = collate([[sample] for sample in samples], prepared.pad_id)

@@ -24,8 +24,8 @@ from toolkit.engine.build import initialize_engine
 from toolkit.engine.ds_config import build_ds_config
 from toolkit.engine.parameters import count_parameters, gathered_parameters
 from toolkit.models import probe
-from toolkit.models.build import TORCH_DTYPES
 from toolkit.models.chatglm.modeling import ChatGLMConfig, ChatGLMForConditionalGeneration
+from toolkit.models.load import TORCH_DTYPES
 from toolkit.train.guard import Guard
 from toolkit.train.step import train_step
 

@@ -17,7 +17,7 @@ from toolkit.checkpoint.convert import iter_weights
 from toolkit.cli import main
 from toolkit.cli.usable import load_usable
 from toolkit.models import probe
-from toolkit.models.tuning.adapter import CONFIG, WEIGHTS
+from toolkit.models.adapters import CONFIG, WEIGHTS
 
 WORKER = str(REPOSITORY / "tests" / "ranks" / "sessions_worker.py")
 ALL = "zero.stage3_param_persistence_threshold=0"  # every parameter in pieces, as a real model's are

@@ -14,11 +14,11 @@ from toolkit.config.schema import Attention, LossKernel
 from toolkit.errors import ModelError
 from toolkit.models import load_model
 from toolkit.models.attention import check_isolation, choose_attention
-from toolkit.models.fill import put
 from toolkit.models.layout import TransformersLayout
 from toolkit.models.load import stream
 from toolkit.models.loss import LossHead, token_loss_sum
 from toolkit.models.save import describe, save_model
+from toolkit.models.weights import assign
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -26,7 +26,7 @@ def test_tensor_by_tensor_is_as_transformers_loads_it(name: str, tmp_path: Path)
     folder = write(tmp_path / name, name)
     whole = load_model(folder)
     model, values = stream(folder)
-    put(model, dict(values))
+    assign(model, dict(values))
     ids = torch.arange(3, 23).view(2, 10)
     assert torch.equal(model(ids, use_cache=False).logits, whole(ids, use_cache=False).logits)
 
@@ -82,7 +82,7 @@ def test_more_in_the_files_than_is_read(tmp_path: Path) -> None:
     file = folder / "model.safetensors"
     save_file(load_file(file) | {"model.layers.46.eh_proj.weight": torch.ones(2, 2)}, file, metadata={"format": "pt"})
     model, values = stream(folder)
-    put(model, dict(values))
+    assign(model, dict(values))
     ids = torch.arange(8)[None]
     assert torch.equal(model(ids).logits, wanted(ids).logits)
 
@@ -115,7 +115,7 @@ def test_layers_that_predict_several_tokens_are_not_promised(name: str, tmp_path
     described = json.loads(describe(model, None)["config.json"])
     save_model(model, tmp_path / "out")
     model, values = stream(folder)
-    put(model, dict(values))
+    assign(model, dict(values))
     save_model(model, tmp_path / "streamed")
     saved = [json.loads((tmp_path / place / "config.json").read_text()) for place in ("out", "streamed")]
     for written in (described, *saved):

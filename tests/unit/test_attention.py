@@ -15,7 +15,7 @@ from toolkit.data.store import Sample
 from toolkit.errors import ModelError
 from toolkit.models import attention
 from toolkit.models.attention import attention_arguments, check_isolation, choose_attention
-from toolkit.models.packing import why_not_packed
+from toolkit.models.directory import packing_unsupported
 
 MOE = {
     "moe_intermediate_size": 16,
@@ -238,9 +238,9 @@ def test_one_token_of_another_sample_in_one_layer_is_caught(
     ],
 )
 def test_models_that_cannot(config: dict[str, Any], reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("toolkit.models.packing.read_config", lambda path: config)
-    assert why_not_packed(ModelConfig(path="x"), 64) == reason
-    assert why_not_packed(ModelConfig(init=Init.random), 64) == ""
+    monkeypatch.setattr("toolkit.models.directory.read_config", lambda path: config)
+    assert packing_unsupported(ModelConfig(path="x"), 64) == reason
+    assert packing_unsupported(ModelConfig(init=Init.random), 64) == ""
 
 
 def test_unknown_attention() -> None:

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from tests.unit.data_tools import trained_stretches
 from toolkit.errors import ModelError, RowError
-from toolkit.models.span_tokens import SpanTokenizer
-from toolkit.models.template_chat import TemplateChatEncoder
+from toolkit.models.chat_template import SpanTokenizer, TemplateChatEncoder
 from toolkit.models.tokenizer import END, PAD, SPECIAL_TOKENS, fit_tokenizer, load_tokenizer
 
 TEXTS = ["hello world, 你好世界", "the quick brown fox", "hello fox"] * 20

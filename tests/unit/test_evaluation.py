@@ -21,7 +21,7 @@ from toolkit.errors import DataError, ModelError
 from toolkit.evaluate import answers, metrics
 from toolkit.evaluate.generate import Sampling, generate, text_of
 from toolkit.launch.environment import Ranks
-from toolkit.models.build import build_model
+from toolkit.models.load import create_model
 from toolkit.models.loss import num_trained_tokens, token_loss_sum
 from toolkit.secrets import hide
 from toolkit.train.batches import rows_per_step
@@ -55,7 +55,7 @@ def make(folder: Path) -> Made:
     def made(*words: str) -> tuple[Evaluation, list[str]]:
         cfg, prepared = read(folder, *words)
         said: list[str] = []
-        model = build_model(cfg.model, cfg.precision.dtype, prepared.tokenizer, cfg.run.seed).eval()
+        model = create_model(cfg.model, cfg.precision.dtype, prepared.tokenizer, cfg.run.seed).eval()
         evaluation = Evaluation(
             cfg=cfg,
             prepared=prepared,

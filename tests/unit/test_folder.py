@@ -13,8 +13,7 @@ from toolkit.cli import eval
 from toolkit.cli.trusted import warn_of_code
 from toolkit.config.schema import ModelConfig
 from toolkit.errors import ModelError
-from toolkit.models.folder import read_config, runs_code, trust_folder
-from toolkit.models.remote_code import code_files, is_trusted
+from toolkit.models.directory import code_files, is_trusted, read_config, runs_code, trust_code
 
 
 def good(folder: Path) -> None:
@@ -106,12 +105,12 @@ def test_trust_is_in_all_files(tmp_path: Path) -> None:
         (tmp_path / name).write_text(f"name = {name!r} + {tmp_path.name!r}")
     with pytest.raises(ModelError, match=r"there are \['own.py', 'sub/part.py'\]"):
         read_config(str(tmp_path))
-    trust_folder(str(tmp_path))
+    trust_code(str(tmp_path))
     assert read_config(str(tmp_path))["model_type"] == "x" and len(code_files(tmp_path)) == 2
     (tmp_path / "sub" / "part.py").write_text("changed = True")
     assert not is_trusted(tmp_path)
     config(OWN.replace("own.M", "sub/part.M"))(tmp_path)
-    trust_folder(str(tmp_path))
+    trust_code(str(tmp_path))
     with pytest.raises(ModelError, match=r"\(sub/part.M\): refused, trusted or not"):
         read_config(str(tmp_path))
 
@@ -121,7 +120,7 @@ def test_trust_without_effect(content: str, tmp_path: Path, capsys: pytest.Captu
     config(content)(tmp_path)
     (tmp_path / "b.py").write_text("")
     with pytest.raises(ModelError, match=r"trust_remote_code = true has no effect: .* brings no code that would run"):
-        trust_folder(str(tmp_path))
+        trust_code(str(tmp_path))
     warn_of_code(ModelConfig(path=str(tmp_path), trust_remote_code=True))
     assert not capsys.readouterr().out
     config(OWN)(tmp_path)

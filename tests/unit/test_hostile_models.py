@@ -13,13 +13,12 @@ from toolkit.config.load import load
 from toolkit.engine.ds_config import build_ds_config
 from toolkit.engine.memory import PeakMemory
 from toolkit.errors import BaseMissing, ConfigError, ModelError, RowError
-from toolkit.models import template_bounds
-from toolkit.models.folder import read_config
+from toolkit.models import adapter_patterns, adapters, template_bounds
+from toolkit.models.adapters import BaseModel
+from toolkit.models.chat_template import TemplateChatEncoder
+from toolkit.models.directory import read_config
 from toolkit.models.limits import TooSlow, time_limit
-from toolkit.models.template_chat import TemplateChatEncoder
 from toolkit.models.tokenizer import fit_tokenizer, load_tokenizer
-from toolkit.models.tuning import adapter, patterns
-from toolkit.models.tuning.base import Base
 from toolkit.models.weights import WeightFiles, read_tensors
 from toolkit.outside import reading
 
@@ -261,7 +260,7 @@ def test_templates_within_the_bounds_are_rendered_as_before() -> None:
 
 
 def test_templates_that_never_end(tokenizer_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("toolkit.models.template_chat._RENDERING_S", 0.5)
+    monkeypatch.setattr("toolkit.models.chat_template._RENDERING_S", 0.5)
     loop = "{% for i in range(99999) %}" * 3 + "{% endfor %}" * 3
     (tmp_path / "t.jinja").write_text(loop, encoding="utf-8")
     started = time.monotonic()
@@ -300,7 +299,7 @@ def adapter_of(tmp_path: Path, **settings: object) -> Path:
 @pytest.mark.parametrize("base", ["https://host/model", "owner/name", "/etc", "../..", ["a"], 5, None])
 def test_bases_of_adapters_are_directories_of_models_or_nothing(base: object, tmp_path: Path) -> None:
     with pytest.raises(BaseMissing, match="is to be added to a model that is not there"):
-        adapter.base_of_adapter(adapter_of(tmp_path, base_model_name_or_path=base))
+        adapters.base_of_adapter(adapter_of(tmp_path, base_model_name_or_path=base))
 
 
 @pytest.mark.parametrize(
@@ -317,7 +316,7 @@ def test_bases_of_adapters_are_directories_of_models_or_nothing(base: object, tm
 )
 def test_damaged_settings_of_adapters(settings: dict[str, Any], said: str, tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"adapter_config\.json") as error:
-        adapter.read_settings(adapter_of(tmp_path, **settings))
+        adapters.read_settings(adapter_of(tmp_path, **settings))
     assert said in str(error.value)
 
 
@@ -325,12 +324,14 @@ NAMED = ["model.layers.0.self_attn.q_proj", "model.layers.1.self_attn.q_proj", "
 
 
 def test_expressions_of_adapters_become_names() -> None:
-    found = patterns.with_names({"target_modules": r".*\.1\.(self_attn\.q_proj|mlp\.up_proj)", "r": 2}, ["", *NAMED])
+    found = adapter_patterns.with_names(
+        {"target_modules": r".*\.1\.(self_attn\.q_proj|mlp\.up_proj)", "r": 2}, ["", *NAMED]
+    )
     assert found == {"target_modules": NAMED[1:], "r": 2}
     both = {"target_modules": ".*proj", "exclude_modules": "no such"}
-    assert patterns.with_names(both, NAMED) == {"target_modules": NAMED, "exclude_modules": []}
+    assert adapter_patterns.with_names(both, NAMED) == {"target_modules": NAMED, "exclude_modules": []}
     for kept in ({"target_modules": "all-linear"}, {"target_modules": ["q_proj"]}, {"target_modules": None}):
-        assert patterns.with_names(kept, NAMED) == kept
+        assert adapter_patterns.with_names(kept, NAMED) == kept
 
 
 @pytest.mark.parametrize(
@@ -346,14 +347,14 @@ def test_expressions_of_adapters_become_names() -> None:
 def test_expressions_of_adapters_are_bounded(
     expression: str, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(patterns, "_MATCHING_S", 0.5 if "takes" in reason else 60)
-    settings = adapter.read_settings(adapter_of(tmp_path, target_modules=expression))
+    monkeypatch.setattr(adapter_patterns, "_MATCHING_S", 0.5 if "takes" in reason else 60)
+    settings = adapters.read_settings(adapter_of(tmp_path, target_modules=expression))
     with torch.device("meta"):
         model: Any = torch.nn.Sequential()
         model.add_module("model_layers_0_self_attn_q_proj_" * 2, torch.nn.Linear(2, 2))
     model.device = torch.device("meta")
     with pytest.raises(ModelError, match=r"adapter_config\.json: the expression target_modules = ") as error:
-        adapter.attach(model, settings, Base(path="", numbers={}))
+        adapters.attach_adapter(model, settings, BaseModel(path="", numbers={}))
     assert reason in str(error.value)
 
 
@@ -361,12 +362,12 @@ def test_adapters_cannot_name_code(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     """peft imports what some settings name."""
     names = {"megatron_core": "canary", "megatron_config": {"a": 1}, "auto_mapping": {"parent_library": "canary"}}
     found: list[Any] = []
-    monkeypatch.setattr(adapter.lora, "inject", lambda model, config, ds_config: found.append(config))
+    monkeypatch.setattr(adapters.lora, "inject", lambda model, config, ds_config: found.append(config))
     with torch.device("meta"):
         model: Any = torch.nn.Linear(2, 2)
     model.device = torch.device("meta")
-    settings = adapter.read_settings(adapter_of(tmp_path, **names))
-    adapter.attach(model, settings, Base(path="", numbers={}))
+    settings = adapters.read_settings(adapter_of(tmp_path, **names))
+    adapters.attach_adapter(model, settings, BaseModel(path="", numbers={}))
     (config,) = found
     assert config.r == 2
     assert config.auto_mapping is None

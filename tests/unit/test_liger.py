@@ -10,9 +10,9 @@ from torch.nn import functional
 
 from toolkit.config.schema import KernelsConfig, LossKernel, When
 from toolkit.errors import ConfigError
-from toolkit.models import liger
-from toolkit.models.liger import apply_liger
-from toolkit.models.loss import LossHead, Way, loss_head, token_loss_sum
+from toolkit.models import kernels
+from toolkit.models.kernels import apply_liger
+from toolkit.models.loss import LossHead, LossPath, loss_head, token_loss_sum
 
 
 class FusedLoss:
@@ -65,8 +65,8 @@ def package(monkeypatch: pytest.MonkeyPatch) -> None:
     modules["liger_kernel.transformers.monkey_patch"].MODEL_TYPE_TO_APPLY_LIGER_FN = {"llama": apply}
     for name, module in modules.items():
         monkeypatch.setitem(sys.modules, name, module)
-    monkeypatch.setattr(liger, "find_spec", lambda name: object())
-    monkeypatch.setattr(liger, "trains_on_gpu", lambda: True)
+    monkeypatch.setattr(kernels, "find_spec", lambda name: object())
+    monkeypatch.setattr(kernels, "trains_on_gpu", lambda: True)
 
 
 @pytest.mark.usefixtures("package")
@@ -92,7 +92,7 @@ def test_not_here() -> None:
 
 @pytest.mark.usefixtures("package")
 def test_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(liger, "find_spec", lambda name: None)
+    monkeypatch.setattr(kernels, "find_spec", lambda name: None)
     reason = r"the package liger-kernel is not installed \(pip install liger-kernel\)"
     with pytest.raises(ConfigError, match=rf"kernels\.loss = liger: {reason}"):
         apply_liger(Model(), KernelsConfig(loss=LossKernel.liger))
@@ -109,7 +109,7 @@ def test_loss() -> None:
     expected = token_loss_sum(model, batch)
     assert not CALLS
     model.loss_head = LossHead(LossKernel.liger)
-    assert loss_head(model).way(model) is Way.losses
+    assert loss_head(model).way(model) is LossPath.losses
     torch.testing.assert_close(token_loss_sum(model, batch), expected)
     assert CALLS == [("loss", (3, 4))]
     assert token_loss_sum(model, {**batch, "labels": torch.full_like(ids, -100)}) == 0

@@ -12,10 +12,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.unit.tiny_model import SIZES
 from toolkit.config.schema import LossKernel
-from toolkit.models import chunked_loss
+from toolkit.models import loss as loss_module
 from toolkit.models.chatglm.modeling import ChatGLMConfig, ChatGLMForConditionalGeneration
-from toolkit.models.loss import LossHead, Way, loss_head, num_trained_tokens, token_loss_sum, token_losses
-from toolkit.models.tuning.prompt import SoftPrompt, attach_prompt
+from toolkit.models.loss import LossHead, LossPath, loss_head, num_trained_tokens, token_loss_sum, token_losses
+from toolkit.models.prompt_tuning import SoftPrompt, attach_prompt
 
 SOP, PAD = 120, 3
 
@@ -65,26 +65,26 @@ class Halved(transformers.GlmForCausalLM):
         return output
 
 
-MODELS: dict[str, tuple[Any, Way]] = {
-    "glm": (glm, Way.losses),
-    "glm4": (lambda: transformers.Glm4ForCausalLM(transformers.Glm4Config(**SIZES)), Way.losses),
-    "llama": (lambda: transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES)), Way.losses),
+MODELS: dict[str, tuple[Any, LossPath]] = {
+    "glm": (glm, LossPath.losses),
+    "glm4": (lambda: transformers.Glm4ForCausalLM(transformers.Glm4Config(**SIZES)), LossPath.losses),
+    "llama": (lambda: transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES)), LossPath.losses),
     "qwen2-tied": (
         lambda: transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**SIZES, tie_word_embeddings=True)),
-        Way.losses,
+        LossPath.losses,
     ),
-    "bias": (with_bias, Way.losses),
-    "chatglm": (chatglm, Way.losses),
-    "lora": (lambda: lora("q_proj"), Way.losses),
-    "prompt": (prompted, Way.losses),
+    "bias": (with_bias, LossPath.losses),
+    "chatglm": (chatglm, LossPath.losses),
+    "lora": (lambda: lora("q_proj"), LossPath.losses),
+    "prompt": (prompted, LossPath.losses),
     "gemma2": (
         lambda: transformers.Gemma2ForCausalLM(transformers.Gemma2Config(**SIZES, final_logit_softcapping=3.0)),
-        Way.picked,
+        LossPath.picked,
     ),
-    "cohere": (lambda: transformers.CohereForCausalLM(transformers.CohereConfig(**SIZES)), Way.picked),
-    "in-place": (lambda: Halved(transformers.GlmConfig(**SIZES, attention_bias=True)), Way.picked),
-    "lora-head": (lambda: lora("lm_head"), Way.picked),
-    "saved-head": (lambda: lora("q_proj", modules_to_save=["lm_head"]), Way.picked),
+    "cohere": (lambda: transformers.CohereForCausalLM(transformers.CohereConfig(**SIZES)), LossPath.picked),
+    "in-place": (lambda: Halved(transformers.GlmConfig(**SIZES, attention_bias=True)), LossPath.picked),
+    "lora-head": (lambda: lora("lm_head"), LossPath.picked),
+    "saved-head": (lambda: lora("q_proj", modules_to_save=["lm_head"]), LossPath.picked),
 }
 
 
@@ -138,7 +138,7 @@ def assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tenso
 
 @pytest.mark.parametrize("name", MODELS)
 def test_every_model(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chunked_loss, "CHUNK_BYTES", 4 * 128 * 7)  # seven tokens a chunk
+    monkeypatch.setattr(loss_module, "CHUNK_BYTES", 4 * 128 * 7)  # seven tokens a chunk
     model, batch = build(name), make_batch()
     expected = reference(model, batch)
     (expected.sum() * 0.25).backward()
@@ -175,14 +175,14 @@ def test_full_is_the_same() -> None:
     chunked = token_loss_sum(model, batch)
     model.loss_head = LossHead(LossKernel.full)
     torch.testing.assert_close(token_loss_sum(model, batch), chunked, rtol=1e-6, atol=0)
-    assert loss_head(model).way(model) is Way.whole
+    assert loss_head(model).way(model) is LossPath.whole
 
 
 def test_no_logits_of_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     """No tensor as large as the trained tokens' logits is made, in the forward or the backward pass."""
     model = build("glm")
     batch = make_batch()
-    monkeypatch.setattr(chunked_loss, "CHUNK_BYTES", 4 * 128 * 7)
+    monkeypatch.setattr(loss_module, "CHUNK_BYTES", 4 * 128 * 7)
     token_loss_sum(model, batch)
     made = []
 
@@ -205,13 +205,13 @@ def test_no_logits_of_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_precision(dtype: torch.dtype, factor: float, trained: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """With a vocabulary whose probabilities fp16 cannot hold; what is compared with is fp64 on the same numbers."""
     vocab, width, tokens = 20_000, 16, 50
-    monkeypatch.setattr(chunked_loss, "CHUNK_BYTES", 4 * vocab * 8)
+    monkeypatch.setattr(loss_module, "CHUNK_BYTES", 4 * vocab * 8)
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(tokens, width, generator=generator).to(dtype).requires_grad_()
     weight = (torch.randn(vocab, width, generator=generator) * 0.05).to(dtype).requires_grad_(trained)
     bias = (torch.randn(vocab, generator=generator) * 0.05).to(dtype).requires_grad_(trained)
     targets = torch.randint(vocab, (tokens,), generator=generator)
-    loss = chunked_loss.chunked_loss_sum(hidden, weight, bias, targets)
+    loss = loss_module.chunked_loss_sum(hidden, weight, bias, targets)
     (loss * factor).backward()
     exact = [one.detach().double().requires_grad_() for one in (hidden, weight, bias)]
     logits = functional.linear(*exact)
@@ -229,7 +229,7 @@ def test_precision(dtype: torch.dtype, factor: float, trained: bool, monkeypatch
 
 def test_a_second_backward_pass_is_refused() -> None:
     hidden, weight = torch.randn(3, 4, requires_grad=True), torch.randn(9, 4, requires_grad=True)
-    loss = chunked_loss.chunked_loss_sum(hidden, weight, None, torch.tensor([1, 2, 3]))
+    loss = loss_module.chunked_loss_sum(hidden, weight, None, torch.tensor([1, 2, 3]))
     loss.backward(retain_graph=True)
     with pytest.raises(TypeError):
         loss.backward()

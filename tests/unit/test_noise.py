@@ -8,7 +8,7 @@ import transformers
 
 from tests.unit.test_attention import CONFIGS
 from toolkit.models.chatglm.modeling import ChatGLMConfig, ChatGLMForConditionalGeneration
-from toolkit.models.noise import add_noise
+from toolkit.models.regularization import add_neftune
 
 ALPHA = 5.0
 
@@ -25,7 +25,7 @@ def test_noise_of_neftunes_size_while_training(family: str) -> None:
     embedding = model.get_input_embeddings()
     ids = torch.randint(0, 100, (3, 20))
     plain = embedding(ids).detach()
-    add_noise(model, ALPHA)
+    add_neftune(model, ALPHA)
     most = ALPHA / math.sqrt(20 * plain.size(-1))
     model.train()
     noise = [(embedding(ids) - plain).detach() for _ in range(2)]

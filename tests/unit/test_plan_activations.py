@@ -8,9 +8,9 @@ import torch
 import transformers
 
 from toolkit.config.schema import TuningConfig, TuningMethod
+from toolkit.models.adapters import apply_tuning
 from toolkit.models.chatglm.modeling import ChatGLMConfig, ChatGLMForConditionalGeneration
 from toolkit.models.outline import outline, saved_by_layer
-from toolkit.models.tuning.apply import tune
 from toolkit.plan.activations import Rows, layer_bytes, saved_bytes
 from toolkit.plan.parameters import shapes_of_config, tuned
 
@@ -65,7 +65,7 @@ def test_formula_is_what_is_kept(kind: str, way: str, dtype: torch.dtype, tmp_pa
     known = shapes_of_config(model.config.to_dict())
     assert known is not None
     if tuning.method is not TuningMethod.full:
-        tune(model, tuning, tmp_path, None, 1, {})
+        apply_tuning(model, tuning, tmp_path, None, 1, {})
     rows = Rows(ROWS, LENGTH, mask_bytes=width if kind == "chatglm" else 0, on_cpu=True)
     assert sum(saved_bytes(tuned(*known, tuning), rows, width, tuning.dropout).values()) == kept(model)
 

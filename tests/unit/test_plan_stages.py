@@ -9,7 +9,7 @@ import transformers
 from deepspeed.runtime.utils import partition_balanced
 
 from toolkit.config.load import load
-from toolkit.models.stages import own_parameters
+from toolkit.models.pipeline import stage_parameters
 from toolkit.plan.memory import plan_rank
 from toolkit.plan.outline import PUBLISHED
 from toolkit.plan.parameters import Outline, balance_stages, shapes_of_config, stage_outlines, tuned
@@ -60,7 +60,7 @@ def test_a_stage_has_the_parameters_that_it_will_hold(tied: bool) -> None:
     assert known is not None
     parts = stage_outlines(tuned(*known, load(WORDS).cfg.tuning), 3)
     for stage, part in enumerate(parts):
-        names = own_parameters(model, 3, stage)
+        names = stage_parameters(model, 3, stage)
         held = sum(one.numel() for name, one in model.named_parameters() if name in names)
         assert part.num_parameters == held
         assert part.sizes["layers"] == len({name.split(".")[2] for name in names if ".layers." in name})

@@ -12,8 +12,7 @@ from toolkit.config.load import load
 from toolkit.config.schema import CheckpointConfig, Packing
 from toolkit.data.plan import Plan
 from toolkit.errors import CheckpointError, OutOfMemory
-from toolkit.models.chatglm.modeling import ChatGLMConfig
-from toolkit.models.chatglm.positions import check_rows
+from toolkit.models.chatglm.modeling import ChatGLMConfig, check_rows
 from toolkit.train.longest import longest_batch, repeated_batch
 from toolkit.train.micro_batch import _next
 from toolkit.train.rehearse_disk import check_room, try_checkpoint

@@ -10,7 +10,7 @@ from toolkit.checkpoint.changes import check, differences
 from toolkit.errors import ConfigError
 from toolkit.export.tuned import Part
 from toolkit.messages import tr
-from toolkit.models.tuning.base import base_of
+from toolkit.models.adapters import base_of
 from toolkit.secrets import HidingFilter, are_same, hide, hide_all, learn
 
 PASSWORD = "pa\"ss\\wörd'1"

@@ -8,9 +8,9 @@ from tests.unit.tiny_model import SIZES
 from toolkit.config.load import load
 from toolkit.data.plan import pad_multiple
 from toolkit.errors import ModelError
-from toolkit.models.loss import with_places
-from toolkit.models.packing import why_not_in_parts
-from toolkit.models.sequence import part_of, split_sequences
+from toolkit.models.directory import sequence_parallel_unsupported
+from toolkit.models.loss import with_label_positions
+from toolkit.models.sequence import local_part, split_sequences
 from toolkit.plan.machine import Machine
 from toolkit.plan.memory import longest_rows, plan_rank
 from toolkit.plan.outline import outline_of
@@ -31,9 +31,9 @@ def test_parts_together_are_the_rows(parts: int) -> None:
         "segment_ids": torch.ones_like(ids),
         "cu_seq_lens": torch.tensor([0, rows * size], dtype=torch.int32),
     }
-    whole = with_places(batch)
+    whole = with_label_positions(batch)
     whole["sources"] = sources.flatten()[whole["places"]]
-    cut = [part_of(whole, part, parts) for part in range(parts)]
+    cut = [local_part(whole, part, parts) for part in range(parts)]
     for name in ("input_ids", "position_ids", "segment_ids"):
         assert torch.equal(torch.cat([one[name] for one in cut], dim=1), batch[name])
     assert sum(len(one["places"]) for one in cut) == len(whole["places"])
@@ -47,7 +47,7 @@ def test_parts_together_are_the_rows(parts: int) -> None:
         found[row, part, column] = one["targets"]
     # What stands before a token predicts it; before the first of a row nothing stands.
     assert torch.equal(found.view(rows, size)[:, :-1], labels[:, 1:])
-    assert part_of(batch, 0, 1) is batch
+    assert local_part(batch, 0, 1) is batch
 
 
 def test_models_that_cannot_be_divided(tmp_path) -> None:
@@ -61,8 +61,8 @@ def test_models_that_cannot_be_divided(tmp_path) -> None:
     sliding = transformers.MistralConfig(**SIZES, sliding_window=16)
     transformers.MistralForCausalLM(sliding).save_pretrained(tmp_path)
     model_config = load(["recipe=quickstart", "model=hf", f"model.path={tmp_path}"]).cfg.model
-    assert "reaches back 16 tokens only" in why_not_in_parts(model_config, 32)
-    assert why_not_in_parts(model_config, 16) == ""
+    assert "reaches back 16 tokens only" in sequence_parallel_unsupported(model_config, 32)
+    assert sequence_parallel_unsupported(model_config, 16) == ""
 
 
 def test_plan_divides_activations_and_counts_the_exchange() -> None:

@@ -15,7 +15,7 @@ from toolkit.data.collate import collate
 from toolkit.errors import ModelError
 from toolkit.models.attention import attention_arguments, choose_attention
 from toolkit.models.chatglm.modeling import ChatGLMConfig, ChatGLMForConditionalGeneration
-from toolkit.models.token_dropping import TokenDropping, begin_step, dropping_figures
+from toolkit.models.regularization import TokenDropping, begin_step, dropping_metrics
 
 FAMILIES = ["glm", "glm4", "llama", "qwen3"]
 WAYS = [(False, "sdpa"), (True, "sdpa"), (True, "eager"), (True, "varlen")]
@@ -108,11 +108,11 @@ def test_only_middle_layers_only_while_it_lasts_and_never_in_evaluation() -> Non
         begin_step(model, step)
         found, kept = logits(model, batch), -(-int(share * size) // 8) * 8
         assert seen == [size, kept, kept, size]
-        assert dropping_figures(model) == {"ltd_share": share}
+        assert dropping_metrics(model) == {"ltd_share": share}
         assert torch.equal(found, expected) == (kept == size)
     begin_step(model, 1)
     assert torch.equal(logits(model.eval(), batch), expected)
-    assert dropping_figures(torch.nn.Linear(1, 1)) == {}
+    assert dropping_metrics(torch.nn.Linear(1, 1)) == {}
 
 
 def test_what_is_dropped_follows_from_seed_step_micro_batch_and_rank() -> None:

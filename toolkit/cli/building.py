@@ -18,21 +18,25 @@ from toolkit.engine.ds_config import DsConfig, warmup_steps
 from toolkit.errors import ConfigError
 from toolkit.export.folder import write_folder
 from toolkit.messages import say, tr
+from toolkit.models.adapters import RUN_BASE, apply_tuning, check_base, read_base
 from toolkit.models.attention import check_isolation
-from toolkit.models.build import TORCH_DTYPES, build_model
-from toolkit.models.liger import apply_liger
-from toolkit.models.loss import LossHead, Way, loss_head
-from toolkit.models.noise import add_noise
-from toolkit.models.packing import why_not_in_parts
-from toolkit.models.pipeline import forward_logits, is_pipeline, value_of_last_stage
+from toolkit.models.directory import sequence_parallel_unsupported
+from toolkit.models.kernels import apply_liger, tile_mlp
+from toolkit.models.load import TORCH_DTYPES, create_model
+from toolkit.models.loss import LossHead, LossPath, loss_head
+from toolkit.models.pipeline import (
+    PipelineStage,
+    broadcast_from_last,
+    forward_logits,
+    is_pipeline,
+    stage_model,
+    stage_of,
+    stage_parameters,
+)
+from toolkit.models.regularization import TokenDropping, add_neftune
 from toolkit.models.router_loss import router_loss
 from toolkit.models.save import MODEL_DIR, describe
-from toolkit.models.sequence import check_parts
-from toolkit.models.stages import StagedModel, own_parameters, stage_model, stage_of
-from toolkit.models.tiled import tile_mlp
-from toolkit.models.token_dropping import TokenDropping
-from toolkit.models.tuning.apply import tune
-from toolkit.models.tuning.base import RUN_BASE, check_base, read_base
+from toolkit.models.sequence import check_sequence_parallel
 from toolkit.terminal import phase
 from toolkit.train import run_folder
 from toolkit.train.prepared import Prepared
@@ -61,19 +65,19 @@ def build_engine(cfg: RunConfig, prepared: Prepared, ds: DsConfig, total_steps: 
     model.loss_head, model.router_loss = LossHead(cfg.kernels.loss), router_loss(model, cfg)
     if cfg.tuning.method is not TuningMethod.full:
         base = _base_folder(cfg, prepared, model, origin.folder)
-        tune(model, cfg.tuning, base, prepared.tokenizer, cfg.run.seed, ds.values)
+        apply_tuning(model, cfg.tuning, base, prepared.tokenizer, cfg.run.seed, ds.values)
         if origin.checkpoint and (known := read_base(origin.checkpoint / MODEL_DIR)):
             check_base(known, model.tuned.base, origin.checkpoint)
     if cfg.kernels.mlp_pieces > 1:
         tile_mlp(model, cfg.kernels.mlp_pieces)
     if cfg.train.neftune_alpha:
-        add_noise(model, cfg.train.neftune_alpha)
+        add_neftune(model, cfg.train.neftune_alpha)
     if cfg.train.random_ltd.steps:
         place = layout_of(cfg, world_size(), rank())
         model.token_dropping = TokenDropping(model, cfg.train.random_ltd, cfg.run.seed, place.data_rank)
     make_schedule = schedule_maker(cfg, total_steps)
     with phase(tr("Building the engine (the first time DeepSpeed compiles its ops: minutes)"), speaks=rank() == 0):
-        module = StagedModel(model, stages, TORCH_DTYPES[cfg.precision.dtype]) if stages > 1 else model
+        module = PipelineStage(model, stages, TORCH_DTYPES[cfg.precision.dtype]) if stages > 1 else model
         settings = run_folder.profiled(ds.values, origin.folder)
         recompute = cfg.train.activation_checkpointing
         engine = initialize_engine(module, settings, recompute, make_schedule, cfg.compile, cfg.optim)
@@ -83,7 +87,7 @@ def build_engine(cfg: RunConfig, prepared: Prepared, ds: DsConfig, total_steps: 
     if packed:
         check_isolation(*of_model, partial(forward_logits, engine, pick=_few) if is_pipeline(engine) else None)
     if parts > 1:
-        check_parts(*of_model, packed)
+        check_sequence_parallel(*of_model, packed)
     in_use = _in_use(engine, cfg, without_liger)
     if rank() == 0:
         say(in_use)
@@ -102,12 +106,12 @@ def build_engine(cfg: RunConfig, prepared: Prepared, ds: DsConfig, total_steps: 
 def _loaded(cfg: RunConfig, prepared: Prepared, ds: DsConfig) -> PreTrainedModel:
     """Return the model that is trained; with pipeline stages with the weights of this rank's stage alone."""
     packed, parts = prepared.packing is Packing.packed, cfg.parallel.sequence
-    if parts > 1 and (reason := why_not_in_parts(cfg.model, cfg.data.max_length)):
+    if parts > 1 and (reason := sequence_parallel_unsupported(cfg.model, cfg.data.max_length)):
         raise ConfigError(tr("parallel.sequence = {ranks} cannot be: {reason}.", ranks=parts, reason=reason))
     stages, dtype = cfg.parallel.pipeline, cfg.precision.dtype
     stage = stage_of(rank(), world_size(), stages)
-    own = partial(own_parameters, num_stages=stages, stage=stage) if stages > 1 else None
-    return build_model(cfg.model, dtype, prepared.tokenizer, cfg.run.seed, ds.values, packed, parts, own)
+    own = partial(stage_parameters, num_stages=stages, stage=stage) if stages > 1 else None
+    return create_model(cfg.model, dtype, prepared.tokenizer, cfg.run.seed, ds.values, packed, parts, own)
 
 
 def _few(logits: torch.Tensor) -> torch.Tensor:
@@ -139,11 +143,11 @@ def _in_use(engine: DeepSpeedEngine, cfg: RunConfig, without_liger: str) -> str:
     """Return a line about what computes this run. A collective."""
     model = stage_model(engine.module)
     ways = {
-        Way.losses: tr("fused with the output layer ({kernel})", kernel=model.loss_head.name),
-        Way.picked: tr("from the logits of trained tokens"),
-        Way.whole: tr("from all logits"),
+        LossPath.losses: tr("fused with the output layer ({kernel})", kernel=model.loss_head.name),
+        LossPath.picked: tr("from the logits of trained tokens"),
+        LossPath.whole: tr("from all logits"),
     }
-    way = value_of_last_stage(engine, lambda: loss_head(model).way(model if is_pipeline(engine) else engine))
+    way = broadcast_from_last(engine, lambda: loss_head(model).way(model if is_pipeline(engine) else engine))
     optimizer = engine.basic_optimizer
     is_fused = isinstance(optimizer, torch.optim.Adam) and optimizer.defaults["fused"]
     backend = cfg.compile.backend + (" + DeepCompile" if cfg.compile.deepcompile else "")

@@ -21,7 +21,7 @@ from toolkit.data.estimate import estimate
 from toolkit.data.first_rows import check_sources
 from toolkit.data.sources import local_files
 from toolkit.messages import say, tr
-from toolkit.models.folder import read_config, trust_folder
+from toolkit.models.directory import read_config, trust_code
 from toolkit.plan.parameters import Shapes, Sizes, shapes_of_config, tensor_part, tuned
 from toolkit.problems import Problems
 from toolkit.train.run_length import FEWEST_STEPS, Epoch, warnings
@@ -81,7 +81,7 @@ def _shapes(composed: Composed, problems: Problems) -> tuple[Shapes, Sizes] | No
     if cfg.model.init is not Init.pretrained:
         return None  # the vocabulary of a random model is known once its tokenizer has been fitted
     if cfg.model.trust_remote_code:
-        trust_folder(cfg.model.path)
+        trust_code(cfg.model.path)
     shapes = shapes_of_config(read_config(cfg.model.path, with_weights=has_weights))
     if shapes and not cfg.tuning.adapter:
         tensor_part(tuned(*shapes, cfg.tuning), cfg.parallel.tensor)  # refuses what cannot be split

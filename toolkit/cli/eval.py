@@ -84,7 +84,7 @@ def _with_base(words: list[str]) -> list[str]:
     adapter = next((word.removeprefix("adapter=") for word in words if word.startswith("adapter=")), "")
     if not adapter:
         return words
-    from toolkit.models.tuning.adapter import base_of_adapter, method_of, read_settings
+    from toolkit.models.adapters import base_of_adapter, method_of, read_settings
 
     own = [f"tuning={method_of(read_settings(Path(adapter))).value}"]
     if not any(word.startswith("model.path=") for word in words):
@@ -168,17 +168,16 @@ def _model(
     from toolkit.config.schema import Packing
     from toolkit.engine.build import initialize_untrained, use_tf32
     from toolkit.engine.ds_config import build_ds_config
+    from toolkit.models.adapters import base_of, load_adapter
     from toolkit.models.attention import check_isolation
-    from toolkit.models.build import build_model
-    from toolkit.models.tuning.adapter import load_adapter
-    from toolkit.models.tuning.base import base_of
+    from toolkit.models.load import create_model
 
     use_tf32(cfg.precision)
     packed = prepared.packing is Packing.packed
     # Steps are not taken: batch.global_size need not fit these ranks.
     batch = replace(cfg.batch, global_size=micro_rows(cfg) * world_size)
     ds = build_ds_config(replace(cfg, batch=batch), world_size).values
-    model = build_model(cfg.model, cfg.precision.dtype, prepared.tokenizer, cfg.run.seed, ds, packed)
+    model = create_model(cfg.model, cfg.precision.dtype, prepared.tokenizer, cfg.run.seed, ds, packed)
     if adapter:
         load_adapter(model, Path(adapter), base_of(model, Path(cfg.model.path)), ds_config=ds)
     loaded = initialize_untrained(model, ds) if cfg.zero.stage == 3 else model.to(device)

@@ -23,7 +23,7 @@ from toolkit.evaluate.questions import Question, choose_questions
 from toolkit.evaluate.results import Results, judge
 from toolkit.launch.environment import Ranks
 from toolkit.messages import joined, tr
-from toolkit.models.stages import whole_model
+from toolkit.models.pipeline import unwrap_model
 from toolkit.terminal import phase
 from toolkit.train.batches import Batch, evaluation_batches, num_evaluation_batches
 from toolkit.train.prepared import Prepared
@@ -186,7 +186,7 @@ class Evaluation:
 
     @property
     def _module(self) -> PreTrainedModel:
-        return whole_model(getattr(self.model, "module", self.model))
+        return unwrap_model(getattr(self.model, "module", self.model))
 
     @property
     def _layout(self) -> Layout:

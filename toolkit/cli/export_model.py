@@ -91,7 +91,7 @@ def _output(path: Path, output: str, format: str, merge: bool) -> Path:
 
 
 def _export(asked: _Asked, wanted: "Wanted") -> None:
-    from toolkit.models.tuning.adapter import is_adapter
+    from toolkit.models.adapters import is_adapter
 
     adapter = asked.adapter or (str(asked.path) if is_adapter(asked.path) else "")
     checkpoint = None if adapter else resolve_checkpoint(asked.path)

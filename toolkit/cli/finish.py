@@ -23,9 +23,9 @@ from toolkit.export.card import card
 from toolkit.export.folder import export
 from toolkit.export.prove import run_forward
 from toolkit.messages import tr
-from toolkit.models.stages import whole_model
-from toolkit.models.tuning.adapter import has_adapter
-from toolkit.models.tuning.base import FILE as BASE_FILE
+from toolkit.models.adapters import FILE as BASE_FILE
+from toolkit.models.adapters import has_adapter
+from toolkit.models.pipeline import unwrap_model
 from toolkit.secrets import hide
 from toolkit.terminal import phase
 from toolkit.train import folder_lock, run_folder
@@ -123,7 +123,7 @@ def _answers(session: Session) -> list[dict[str, str]]:
 
 
 def _summary(session: Session, outcome: Outcome, total_steps: int) -> dict[str, object]:
-    counts = count_parameters(whole_model(session.engine.module)).values()
+    counts = count_parameters(unwrap_model(session.engine.module)).values()
     summary: dict[str, object] = {
         "parameters": sum(one.total for one in counts),
         "trained_parameters": sum(one.trained for one in counts),
@@ -217,7 +217,7 @@ def _print_next_steps(session: Session, samples: list[dict[str, str]]) -> None:
     if session.cfg.checkpoint.export:
         if has_adapter(session.engine.module):
             print(tr("The adapter: {folder}/export", folder=folder))
-        elif whole_model(session.engine.module).config.model_type == "chatglm":
+        elif unwrap_model(session.engine.module).config.model_type == "chatglm":
             print(tr("The model: {folder}/export (transformers itself does not know ChatGLM-6B)", folder=folder))
         else:
             print(tr("The model, for any program that uses transformers: {folder}/export", folder=folder))

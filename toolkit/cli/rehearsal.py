@@ -19,8 +19,8 @@ from toolkit.errors import OutOfMemory
 from toolkit.evaluate.generate import answer, check_length
 from toolkit.launch.environment import Ranks
 from toolkit.messages import tr
-from toolkit.models.stages import whole_model
-from toolkit.models.tuning.adapter import has_adapter
+from toolkit.models.adapters import has_adapter
+from toolkit.models.pipeline import unwrap_model
 from toolkit.track.writable import check_writable
 from toolkit.train.checkpoint import Saver
 from toolkit.train.job import Job
@@ -133,7 +133,7 @@ def try_disk(session: AnySession, saver: Saver, steps: range) -> None:
     process_group.on_rank0(lambda: check_writable(cfg.track, folder))
     try_checkpoint(saver.folder)
     export = folder / "export"
-    export_bytes = _export_bytes(whole_model(engine.module)) if cfg.checkpoint.export else 0
+    export_bytes = _export_bytes(unwrap_model(engine.module)) if cfg.checkpoint.export else 0
     saves = _saves(cfg.checkpoint, steps)
     process_group.on_rank0(lambda: try_export(export) if cfg.checkpoint.export else None)
     process_group.on_rank0(lambda: check_room(saver.folder, cfg.checkpoint, saves, saver.least_bytes(), export_bytes))

@@ -29,7 +29,7 @@ from toolkit.cli.compose import named_arguments, one_of, positive_int
 from toolkit.errors import ConfigError, ModelError
 from toolkit.messages import say, tr
 from toolkit.models.chatglm.family import Architecture, architecture_of
-from toolkit.models.folder import read_config, read_object
+from toolkit.models.directory import read_config, read_object
 
 USAGE = "toolkit serve PATH"
 BACKENDS = ("auto", "vllm", "transformers")

@@ -31,8 +31,8 @@ from toolkit.launch import rank_status
 from toolkit.launch.environment import Ranks
 from toolkit.messages import say, tr
 from toolkit.models import probe
+from toolkit.models.pipeline import unwrap_model
 from toolkit.models.save import describe
-from toolkit.models.stages import whole_model
 from toolkit.terminal import phase, set_display
 from toolkit.track.progress import Progress
 from toolkit.train import alike, folder_lock
@@ -153,7 +153,7 @@ def _rehearsed(session: Session, job: Job, evaluation: Evaluation | None, plan: 
 def _describe(engine: DeepSpeedEngine, prepared: Prepared) -> Described:
     """Return what checkpoints hold of the model. Now, while its folder is there, and not hours later."""
     files: dict[str, bytes] = {}
-    model = whole_model(engine.module)
+    model = unwrap_model(engine.module)
     process_group.on_rank0(lambda: files.update(describe(model, prepared.encoder)))
     if tuned := getattr(engine.module, "tuned", None):
         files |= tuned.describe()
@@ -243,7 +243,7 @@ def _samples_at(session: Session, place: Position) -> Samples:
 
 def _start_line(session: Session, total_steps: int, steps_per_epoch: int) -> str:
     store = session.prepared.train
-    counts = count_parameters(whole_model(session.engine.module))
+    counts = count_parameters(unwrap_model(session.engine.module))
     trained, total = sum(one.trained for one in counts.values()), sum(one.total for one in counts.values())
     parts = [
         f"{group} {one.trained:,} / {one.total:,}" if one.trained not in (0, one.total) else f"{group} {one.total:,}"

@@ -52,7 +52,7 @@ def keep_text() -> None:
     """
     from transformers import PreTrainedTokenizerBase
 
-    from toolkit.models.template_chat import turn_marks_of
+    from toolkit.models.chat_template import turn_marks_of
 
     apply = PreTrainedTokenizerBase.apply_chat_template
 

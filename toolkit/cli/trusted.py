@@ -2,7 +2,7 @@
 
 from toolkit.config.schema import ModelConfig
 from toolkit.messages import tr
-from toolkit.models.folder import runs_code
+from toolkit.models.directory import runs_code
 
 
 def warn_of_code(model: ModelConfig) -> None:

@@ -14,11 +14,10 @@ from toolkit.checkpoint.directory import resolve_checkpoint
 from toolkit.config.schema import Dtype, ModelConfig
 from toolkit.errors import ConfigError, ModelError
 from toolkit.messages import tr
-from toolkit.models.build import TORCH_DTYPES, build_model
+from toolkit.models.adapters import base_of, base_of_adapter, is_adapter, load_adapter
 from toolkit.models.chat import AnyChatEncoder, load_chat_encoder
+from toolkit.models.load import TORCH_DTYPES, create_model
 from toolkit.models.save import MODEL_DIR
-from toolkit.models.tuning.adapter import base_of_adapter, is_adapter, load_adapter
-from toolkit.models.tuning.base import base_of
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -68,7 +67,7 @@ def load_usable(path: str, *, adapter: str = "", family: str = "auto", dtype: st
         return _of_checkpoint(folder, family, precision, place)
     own_tokenizer = bool(adapter) and (Path(adapter) / "tokenizer_config.json").is_file()
     encoder = load_chat_encoder(adapter if own_tokenizer else folder, family=family)
-    model = build_model(ModelConfig(path=str(folder)), precision, encoder.tokenizer, seed=0)
+    model = create_model(ModelConfig(path=str(folder)), precision, encoder.tokenizer, seed=0)
     if adapter:
         load_adapter(model, Path(adapter), base_of(model, folder))
     return Usable(model=model.eval().to(place), encoder=encoder)

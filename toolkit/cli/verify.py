@@ -19,7 +19,7 @@ from pathlib import Path
 from toolkit.checkpoint import directory
 from toolkit.errors import BaseMissing, CheckpointError, ConfigError, ToolkitError
 from toolkit.messages import tr
-from toolkit.models.folder import read_config
+from toolkit.models.directory import read_config
 
 
 def run(words: list[str]) -> int:

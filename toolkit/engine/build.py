@@ -43,7 +43,7 @@ cpuinfo.get_cpu_info = cache(cpuinfo.get_cpu_info)
 # Optimizers allocate their states at the first update anyway.
 FP16_Optimizer.initialize_optimizer_states = FP16_UnfusedOptimizer.initialize_optimizer_states = lambda _: None
 STAGE = "stage"
-"""Attribute of a PipelineModule: the transformers model that computes this rank's stage (toolkit.models.stages)."""
+"""Attribute of a PipelineModule: the transformers model that computes this rank's stage (toolkit.models.pipeline)."""
 
 
 def use_tf32(precision: PrecisionConfig) -> None:

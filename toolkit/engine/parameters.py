@@ -31,7 +31,7 @@ def gathered_parameters(
         module: the engine's.
         only: names; None yields all.
     """
-    if isinstance(module, PipelineModule):  # toolkit.models.stages.StagedModel
+    if isinstance(module, PipelineModule):  # toolkit.models.pipeline.PipelineStage
         yield from module.gathered()
         return
     is_rank0 = torch.distributed.get_rank() == 0

@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 
 from toolkit.errors import ModelError
 from toolkit.messages import tr
-from toolkit.models.tuning.adapter import has_adapter
+from toolkit.models.adapters import has_adapter
 
 FAMILIES = ("glm", "glm4", "llama", "mistral", "qwen2", "qwen3")
 """Of which a test shows that two ranks answer as one does; DeepSpeed 0.19.8 splits others too, some of them wrongly."""

@@ -15,20 +15,21 @@ from toolkit.errors import CheckpointError
 from toolkit.export.folder import whole_or_absent, write_files
 from toolkit.messages import tr
 from toolkit.models import probe
-from toolkit.models.folder import read_object
-from toolkit.models.official import ORIGIN_DIR
-from toolkit.models.probe import Probe
-from toolkit.models.tuning.adapter import (
+from toolkit.models.adapters import (
     CONFIG,
     WEIGHTS,
-    Tuned,
+    AdapterState,
     base_numbers,
+    check_numbers,
+    read_adapter_weights,
+    read_base,
     read_settings,
-    read_weights,
     stored_names,
 )
-from toolkit.models.tuning.base import FILE as BASE_FILE
-from toolkit.models.tuning.base import check_numbers, read_base
+from toolkit.models.adapters import FILE as BASE_FILE
+from toolkit.models.directory import read_object
+from toolkit.models.probe import Probe
+from toolkit.models.save import ORIGIN_DIR
 from toolkit.models.weights import read_tensors
 
 _OF_MODELS = ("config.json", "generation_config.json")
@@ -104,8 +105,10 @@ def prove_adapter(engine: DeepSpeedEngine, folder: Path) -> None:
     on_rank0(lambda: _compare(folder, model.tuned, state, numbers))
 
 
-def _compare(folder: Path, tuned: Tuned, state: dict[str, torch.Tensor], numbers: dict[str, list[float]]) -> None:
-    values, base = read_weights(folder), read_base(folder)
+def _compare(
+    folder: Path, tuned: AdapterState, state: dict[str, torch.Tensor], numbers: dict[str, list[float]]
+) -> None:
+    values, base = read_adapter_weights(folder), read_base(folder)
     wrong = sorted({*values} ^ {*state})
     wrong += [name for name, value in state.items() if name in values and not _is_same(value, values[name])]
     wrong += [CONFIG] * (read_settings(folder) != tuned.settings) + [BASE_FILE] * (base != tuned.base)

@@ -26,13 +26,12 @@ from toolkit.export.folder import write_folder
 from toolkit.export.tuned import Part, loaded, merged, part_of_checkpoint
 from toolkit.launch.processes import run_module
 from toolkit.messages import tr
-from toolkit.models import fill, probe
-from toolkit.models.folder import read_object
+from toolkit.models import adapters, probe, weights
+from toolkit.models.adapters import CONFIG as ADAPTER_FILE
+from toolkit.models.adapters import FILE as BASE_FILE
+from toolkit.models.directory import read_object
 from toolkit.models.load import empty
 from toolkit.models.save import MAX_SHARD_SIZE, MODEL_DIR, Format
-from toolkit.models.tuning import adapter
-from toolkit.models.tuning.adapter import CONFIG as ADAPTER_FILE
-from toolkit.models.tuning.base import FILE as BASE_FILE
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +89,7 @@ def load_checkpoint(checkpoint: Path) -> PreTrainedModel:
     if part is not None:
         return loaded(part)
     rebuilt = rebuild(checkpoint)
-    fill.put(rebuilt.model, rebuilt.state)
+    weights.assign(rebuilt.model, rebuilt.state)
     return rebuilt.model
 
 
@@ -113,7 +112,7 @@ def collect(
     Raises:
         CheckpointError: they are not those of the model.
     """
-    wanted, tied = fill.shapes_of(model), fill.tied_names(model)
+    wanted, tied = weights.shapes_of(model), weights.tied_names(model)
     state: dict[str, torch.Tensor] = {}
     for name, value in values:
         if name in wanted or name not in tied:
@@ -121,8 +120,8 @@ def collect(
             state[name] = kept if scratch is None else _mapped(kept, scratch / f"{len(state)}.pt")
             del kept
         del value
-        fill.return_memory()
-    if wrong := fill.differences(model, state):
+        weights.return_memory()
+    if wrong := weights.differences(model, state):
         raise CheckpointError(
             tr("{folder} does not hold its model: {reason}.", folder=source, reason="; ".join(wrong[:5]))
         )
@@ -228,7 +227,7 @@ def export_part(
     if wanted.merge and not is_adapter:
         raise nothing_to_merge()
     if part is not None and is_adapter and not wanted.merge:
-        is_prefix = adapter.method_of(part.settings) is TuningMethod.ptuning_v2
+        is_prefix = adapters.method_of(part.settings) is TuningMethod.ptuning_v2
         whole = wanted.dtype or wanted.max_shard_size != MAX_SHARD_SIZE or (wanted.format != "hf" and not is_prefix)
         if whole and part.can_merge:
             raise ConfigError(tr("format=official, dtype= and max_shard_size= are for whole models: add merge=true."))

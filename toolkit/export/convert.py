@@ -8,7 +8,7 @@ from toolkit.export.folder import write_folder
 from toolkit.export.tuned import merged, part_of_adapter
 from toolkit.models import probe
 from toolkit.models.chat import AnyChatEncoder, load_chat_encoder
-from toolkit.models.chatglm.detect import official_vocabulary
+from toolkit.models.chatglm.vocabulary import official_vocabulary
 from toolkit.models.load import empty, load_model
 from toolkit.models.save import describe
 

@@ -21,12 +21,10 @@ from toolkit.engine.parameters import gathered_parameters
 from toolkit.errors import CheckpointError
 from toolkit.messages import tr
 from toolkit.models import probe
-from toolkit.models.fill import tied_names
-from toolkit.models.pipeline import take_probe
+from toolkit.models.pipeline import take_probe, unwrap_model
 from toolkit.models.probe import Probe
 from toolkit.models.save import MAX_SHARD_SIZE, Format, save_model
-from toolkit.models.stages import whole_model
-from toolkit.models.weights import WeightFiles
+from toolkit.models.weights import WeightFiles, tied_names
 
 
 def export(engine: DeepSpeedEngine, files: Mapping[str, bytes], probe_ids: torch.Tensor, folder: Path) -> None:
@@ -41,7 +39,7 @@ def export(engine: DeepSpeedEngine, files: Mapping[str, bytes], probe_ids: torch
     Raises:
         CheckpointError: the disk is full, or what was written is not what was in memory.
     """
-    taken, model = take_probe(engine, probe_ids), whole_model(engine.module)
+    taken, model = take_probe(engine, probe_ids), unwrap_model(engine.module)
     state = {name: value for name, value in gathered_parameters(engine.module) if value.numel()}
     on_rank0(lambda: write_folder(model, files, folder, "hf", taken, state))
 

@@ -19,7 +19,7 @@ from toolkit.engine.parameters import gathered_parameters
 from toolkit.errors import CheckpointError
 from toolkit.export.folder import whole_or_absent
 from toolkit.messages import tr
-from toolkit.models.build import TORCH_DTYPES
+from toolkit.models.load import TORCH_DTYPES
 from toolkit.models.save import MODEL_DIR
 
 WEIGHTS, CARD = "model.safetensors", "own.json"

@@ -10,9 +10,9 @@ from toolkit.export.own import is_own
 from toolkit.export.tuned import loaded, part_of_adapter
 from toolkit.messages import tr
 from toolkit.models import probe
+from toolkit.models.adapters import CONFIG, is_original_prefix
 from toolkit.models.load import load_model, stream
 from toolkit.models.streamed import streamed_model
-from toolkit.models.tuning.adapter import CONFIG, is_original_prefix
 
 
 def run_forward(folder: Path) -> str:

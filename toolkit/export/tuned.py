@@ -14,11 +14,11 @@ from toolkit.checkpoint.convert import iter_weights
 from toolkit.config.schema import TuningMethod
 from toolkit.errors import CheckpointError, ConfigError
 from toolkit.messages import tr
-from toolkit.models.folder import read_object
+from toolkit.models import adapters, lora
+from toolkit.models.adapters import BaseModel, base_of, check_base, check_numbers, find_base, fingerprint_of, read_base
+from toolkit.models.directory import read_object
 from toolkit.models.load import empty, load_model, stream
 from toolkit.models.save import MODEL_DIR
-from toolkit.models.tuning import adapter, lora
-from toolkit.models.tuning.base import Base, base_of, check_base, check_numbers, find_base, numbers_of, read_base
 from toolkit.secrets import hide
 
 
@@ -30,7 +30,7 @@ class Part:
     """Checkpoint or adapter, for messages."""
     settings: dict[str, Any]
     """Content of adapter_config.json; {} where parameters of the model itself were trained."""
-    known: Base | None
+    known: BaseModel | None
     """What tells the model; None where an adapter of other programs says nothing."""
     base: Path
     """Folder of the model."""
@@ -40,14 +40,14 @@ class Part:
     @property
     def can_merge(self) -> bool:
         """Whether it can become a part of the model's own weights."""
-        return not self.settings or adapter.method_of(self.settings) is TuningMethod.lora
+        return not self.settings or adapters.method_of(self.settings) is TuningMethod.lora
 
     def describe(self) -> dict[str, bytes]:
         """Return the files that say what an adapter is, and where its base lies now."""
         path = hide(str(self.base.absolute()))
-        base = Base(path, {} if self.known is None else self.known.numbers)
+        base = BaseModel(path, {} if self.known is None else self.known.numbers)
         settings = self.settings | {"base_model_name_or_path": path}
-        return adapter.Tuned(adapter.method_of(self.settings), settings, base).describe()
+        return adapters.AdapterState(adapters.method_of(self.settings), settings, base).describe()
 
 
 def part_of_checkpoint(checkpoint: Path, given: str = "") -> Part | None:
@@ -65,12 +65,12 @@ def part_of_checkpoint(checkpoint: Path, given: str = "") -> Part | None:
     known = read_base(described)
     if known is None:
         return None
-    settings = read_object(described / adapter.CONFIG) if (described / adapter.CONFIG).is_file() else {}
+    settings = read_object(described / adapters.CONFIG) if (described / adapters.CONFIG).is_file() else {}
     dtype = getattr(torch, read_object(described / "config.json")["dtype"])
     values = dict(iter_weights(checkpoint, dtype))
     if settings:
         shell = _shell(described, settings, known)
-        stored = adapter.stored_names(shell)
+        stored = adapters.stored_names(shell)
         # Beside it stand buffers, and what is tied under its second name: DeepSpeed takes neither for frozen.
         frozen = {*shell.state_dict()} - {*stored}
         values = {name: value for name, value in values.items() if name not in frozen}
@@ -88,8 +88,8 @@ def part_of_adapter(folder: Path, given: str = "") -> Part:
     Raises:
         ModelError: it is none, or the base is not there.
     """
-    base = adapter.base_of_adapter(folder, given)
-    return Part(folder, adapter.read_settings(folder), read_base(folder), base, adapter.read_weights(folder))
+    base = adapters.base_of_adapter(folder, given)
+    return Part(folder, adapters.read_settings(folder), read_base(folder), base, adapters.read_adapter_weights(folder))
 
 
 def loaded(part: Part) -> PreTrainedModel:
@@ -106,8 +106,8 @@ def loaded(part: Part) -> PreTrainedModel:
     if not part.settings:
         model.load_state_dict(part.values, strict=False)
         return model
-    adapter.attach(model, part.settings, found)
-    adapter.fill(model, part.values, part.source)
+    adapters.attach_adapter(model, part.settings, found)
+    adapters.load_values(model, part.values, part.source)
     return model.eval()
 
 
@@ -140,7 +140,7 @@ def _with_trained(
     layers: dict[str, tuple[Any, dict[str, torch.Tensor]]] = {}
     whole = dict(part.values)
     if part.settings:
-        shell = _shell(part.base, part.settings, part.known or Base(str(part.base), {}))
+        shell = _shell(part.base, part.settings, part.known or BaseModel(str(part.base), {}))
         layers, whole = _by_weight(shell, part)
         if apart := sorted({*layers, *whole} & {*tied, *tied.values()}):
             raise ConfigError(
@@ -155,11 +155,11 @@ def _with_trained(
     for name, value in values:
         unused.discard(name)
         if part.known is not None and name in part.known.numbers:
-            check_numbers(part.known, name, numbers_of(value), part.base, part.source)
+            check_numbers(part.known, name, fingerprint_of(value), part.base, part.source)
         if name in layers:
             layer, added = layers[name]
             try:
-                yield name, lora.merged(layer, value, added)
+                yield name, lora.merge_lora(layer, value, added)
             except ValueError as error:  # peft looks for what is no number
                 raise CheckpointError(tr("{name} is no number: the run had diverged.", name=name)) from error
         else:
@@ -170,10 +170,10 @@ def _with_trained(
         )
 
 
-def _shell(folder: Path, settings: dict[str, Any], base: Base) -> PreTrainedModel:
+def _shell(folder: Path, settings: dict[str, Any], base: BaseModel) -> PreTrainedModel:
     """Return a folder's model with an adapter, both without anything in their parameters."""
     model = empty(folder)
-    adapter.attach(model, settings, base)
+    adapters.attach_adapter(model, settings, base)
     return model
 
 
@@ -181,7 +181,7 @@ def _by_weight(
     shell: PreTrainedModel, part: Part
 ) -> tuple[dict[str, tuple[Any, dict[str, torch.Tensor]]], dict[str, torch.Tensor]]:
     """Return LoRA's layers with their additions, and what replaces weights, by the name of the weight."""
-    stored = adapter.stored_names(shell)
+    stored = adapters.stored_names(shell)
     values = {name: part.values[stored_name] for name, stored_name in stored.items() if stored_name in part.values}
     layers: dict[str, tuple[Any, dict[str, torch.Tensor]]] = {}
     whole: dict[str, torch.Tensor] = {}

@@ -8,11 +8,10 @@ from typing import Any
 from toolkit.config.schema import Family
 from toolkit.errors import ModelError
 from toolkit.messages import tr
+from toolkit.models.chat_template import Encoded, Message, TemplateChatEncoder
 from toolkit.models.chatglm.formats import Piece, format_of, with_tools
 from toolkit.models.chatglm.tokenizers import ChatGLMTokenizer, GlmTokenizer
 from toolkit.models.chatglm.vocabulary import no_cycles
-from toolkit.models.span_tokens import Encoded
-from toolkit.models.template_chat import Message, TemplateChatEncoder
 from toolkit.models.tokenizer import load_tokenizer
 
 CODE_VERSION = 3

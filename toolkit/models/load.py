@@ -1,23 +1,34 @@
-"""From a model folder to a transformers model: official ChatGLM folders and transformers' own layout alike."""
+"""Models from a directory, or with random weights as a config says; streamed, so that ranks need little memory.
 
+Which class a directory is loaded with, and what is refused before anything is read.
+"""
+
+import re
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import GenerationConfig, GlmConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
-from toolkit.models import fill
+from toolkit.config.schema import Dtype, Init, ModelConfig, ShapeConfig
+from toolkit.errors import ModelError
+from toolkit.messages import tr
+from toolkit.models import weights
+from toolkit.models.attention import choose_attention
 from toolkit.models.chatglm.family import Architecture, architecture_of, divides_positions
 from toolkit.models.chatglm.glm import glm_config
 from toolkit.models.chatglm.modeling import ChatGLMConfig, ChatGLMForConditionalGeneration
-from toolkit.models.fill import empty_model, read_weights
-from toolkit.models.folder import read_config, read_object
-from toolkit.models.hf import empty_hf, load_hf
-from toolkit.models.layout import Layout, TransformersLayout, official_layout
-from toolkit.models.official import recall_origin, remember_origin
-from toolkit.models.weights import WeightFiles
+from toolkit.models.chatglm.tokenizers import GlmTokenizer
+from toolkit.models.directory import alone, code_files, is_trusted, read_config, read_object
+from toolkit.models.layout import Layout, TransformersLayout, official_layout, predicting
+from toolkit.models.save import load_origin, save_origin
+from toolkit.models.sequence import split_sequences
+from toolkit.models.weights import WeightFiles, empty_model, read_weights, refuse_other_weights, shapes_of, tied_names
+from toolkit.outside import reason_of
 
 
 def load_model(
@@ -58,7 +69,7 @@ def load_model(
     interleaved = architecture is Architecture.glm and not config.get("multi_query_attention")
     layout, files = official_layout(model.config, interleaved), WeightFiles(folder)
     read_weights(model, files, layout, folder, dtype, own)
-    remember_origin(model, folder, files, layout, interleaved)
+    save_origin(model, folder, files, layout, interleaved)
     return model.eval()
 
 
@@ -72,7 +83,7 @@ def stream(path: str | Path) -> tuple[PreTrainedModel, Iterator[tuple[str, torch
         ModelError: the folder cannot be loaded; some of it while the values are read.
     """
     model, files, layout = opened(path)
-    return model, fill.stream(model, files, layout, Path(path))
+    return model, weights.stream(model, files, layout, Path(path))
 
 
 def opened(path: str | Path) -> tuple[PreTrainedModel, WeightFiles, Layout]:
@@ -90,11 +101,11 @@ def opened(path: str | Path) -> tuple[PreTrainedModel, WeightFiles, Layout]:
     files = WeightFiles(folder)
     if architecture is None:
         model = empty_hf(folder)
-        return model, files, TransformersLayout(model, fill.shapes_of(model))
+        return model, files, TransformersLayout(model, weights.shapes_of(model))
     model = _build_official(folder, config, architecture, None)
     interleaved = architecture is Architecture.glm and not config.get("multi_query_attention")
     layout = official_layout(model.config, interleaved)
-    remember_origin(model, folder, files, layout, interleaved)
+    save_origin(model, folder, files, layout, interleaved)
     return model.eval(), files, layout
 
 
@@ -113,7 +124,7 @@ def empty(path: str | Path) -> PreTrainedModel:
     if architecture is None:
         return empty_hf(folder)
     model = _build_official(folder, config, architecture, None)
-    recall_origin(model, folder)
+    load_origin(model, folder)
     return model.eval()
 
 
@@ -139,3 +150,236 @@ def _build_official(
         pad_token_id=config.get("pad_token_id", generation.get("pad_token_id", 0)),
     )
     return model
+
+
+TORCH_DTYPES = {
+    Dtype.fp32: torch.float32,
+    Dtype.bf16: torch.bfloat16,
+    Dtype.fp16: torch.float16,
+}
+
+
+def create_model(
+    config: ModelConfig,
+    dtype: Dtype,
+    tokenizer: PreTrainedTokenizerBase,
+    seed: int,
+    ds_config: dict[str, Any] | None = None,
+    packed: bool = False,
+    parts: int = 1,
+    own: Callable[[PreTrainedModel], set[str]] | None = None,
+) -> PreTrainedModel:
+    """Build the model that is trained.
+
+    Args:
+        config: where the weights come from.
+        dtype: the arithmetic; weights are loaded in it.
+        tokenizer: its length bounds the vocabulary.
+        seed: for the weights of a random model; every rank gets the same.
+        ds_config: the DeepSpeed dict; with stage 3 the parameters are partitioned as they are read, so that no rank
+            ever holds the whole model. Needs a process group.
+        packed: whether rows will hold several samples.
+        parts: ranks over which the tokens of each row are divided.
+        own: see `load_model`; a random model is built whole in any case.
+
+    Raises:
+        ModelError: the weights do not fit the architecture, or the tokenizer does not fit the model.
+    """
+    if config.init is Init.random:
+        # Built whole even under stage 3: random models are small, and every stage then starts from the same bits.
+        model = _random_glm(config.shape, tokenizer, seed)
+    else:
+        model = load_model(config.path, dtype=TORCH_DTYPES[dtype], ds_config=ds_config, own=own)
+    _check_vocabulary(model, tokenizer)
+    if parts > 1:
+        split_sequences(model, parts)
+    else:
+        choose_attention(model, config.attention, packed, TORCH_DTYPES[dtype])
+    model.config.use_cache = False
+    return model
+
+
+def random_config(shape: ShapeConfig, vocab_size: int, eos_token_id: int | None = None) -> GlmConfig:
+    """Return the config of a random model.
+
+    Args:
+        shape: `model.shape`; its vocabulary is at most what the tokenizer is fitted to, so it is not looked at.
+        vocab_size: of the tokenizer.
+        eos_token_id: of the tokenizer.
+    """
+    return GlmConfig(
+        vocab_size=vocab_size,
+        hidden_size=shape.hidden_size,
+        intermediate_size=shape.intermediate_size,
+        num_hidden_layers=shape.num_layers,
+        num_attention_heads=shape.num_heads,
+        num_key_value_heads=shape.num_kv_heads,
+        head_dim=shape.hidden_size // shape.num_heads,
+        max_position_embeddings=shape.max_positions,
+        attention_bias=True,
+        # A padding id here would freeze its row of the embedding (torch.nn.Embedding's padding_idx).
+        pad_token_id=None,
+        bos_token_id=None,
+        eos_token_id=eos_token_id,
+    )
+
+
+def _random_glm(shape: ShapeConfig, tokenizer: PreTrainedTokenizerBase, seed: int) -> PreTrainedModel:
+    glm = random_config(shape, len(tokenizer), tokenizer.eos_token_id)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = transformers.GlmForCausalLM(glm)
+    model.generation_config.pad_token_id = tokenizer.pad_token_id
+    return model
+
+
+def _check_vocabulary(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Refuse a tokenizer whose ids mean something else to the model."""
+    if len(tokenizer) > model.config.vocab_size:
+        raise ModelError(
+            tr(
+                "the tokenizer has {tokens} tokens, the model only {rows}: they do not belong together "
+                "(model.tokenizer, model.path).",
+                tokens=len(tokenizer),
+                rows=model.config.vocab_size,
+            )
+        )
+    if isinstance(model, ChatGLMForConditionalGeneration):
+        _check_special_ids(model, tokenizer)
+    if isinstance(tokenizer, GlmTokenizer):
+        ends = model.config.eos_token_id
+        ends = ends if isinstance(ends, list) else [ends]
+        stops = tokenizer.format.stop_ids
+        if not set(ends) & set(stops):
+            raise ModelError(
+                tr(
+                    "the model ends its answers with {ends} (eos_token_id in config.json), the tokenizer's format of "
+                    "{family} with {stops}: they do not belong together (model.tokenizer, model.path).",
+                    ends=ends,
+                    family=tokenizer.family.value,
+                    stops=stops,
+                )
+            )
+
+
+def _check_special_ids(model: ChatGLMForConditionalGeneration, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Refuse a ChatGLM-6B tokenizer of another revision, which would put <sop> where the model never looks."""
+    for key, token in (("bos_token_id", "<sop>"), ("eos_token_id", "<eop>"), ("gmask_token_id", "[gMASK]")):
+        expected, found = getattr(model.config, key), tokenizer.convert_tokens_to_ids(token)
+        if found != expected:
+            raise ModelError(
+                tr(
+                    "the tokenizer's {token} is {found}, the model's {expected} ({key} in config.json): they are of "
+                    "different revisions. Download tokenizer and model from the same revision.",
+                    token=token,
+                    found=found,
+                    expected=expected,
+                    key=key,
+                )
+            )
+
+
+def load_hf(
+    folder: Path,
+    dtype: torch.dtype | None,
+    ds_config: dict[str, Any] | None,
+    own: Callable[[PreTrainedModel], set[str]] | None = None,
+) -> PreTrainedModel:
+    """Load a folder that transformers knows; with `ds_config` partitioned over the ranks. See `load_model`."""
+    config = _known_config(folder)
+    if ds_config is None and own is None:
+        model = _load_whole(folder, dtype)
+    else:
+        model = _empty_of_class(folder, config, dtype, ds_config)
+        layout = TransformersLayout(model, shapes_of(model))
+        read_weights(model, WeightFiles(folder), layout, folder, dtype, own)
+    return _finished(model, folder)
+
+
+def empty_hf(folder: Path) -> PreTrainedModel:
+    """Build what a folder's config says, with nothing in the parameters; see `toolkit.models.load.empty`."""
+    return _finished(_empty_of_class(folder, _known_config(folder), None, None), folder)
+
+
+def _empty_of_class(
+    folder: Path, config: Any, dtype: torch.dtype | None, ds_config: dict[str, Any] | None
+) -> PreTrainedModel:
+    trusted = is_trusted(folder)
+    model = empty_model(
+        lambda: transformers.AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=trusted),
+        ds_config,
+    )
+    if (folder / "generation_config.json").is_file():
+        model.generation_config = transformers.GenerationConfig.from_pretrained(folder, local_files_only=True)
+    return model
+
+
+def _finished(model: PreTrainedModel, folder: Path) -> PreTrainedModel:
+    # A padding id freezes its row of the embedding (torch.nn.Embedding's padding_idx), also where it is the end
+    # token's, as in glm-4-9b-chat-hf. Padding itself is never attended to, so its row needs no such care.
+    model.get_input_embeddings().padding_idx = None
+    load_origin(model, folder)
+    if is_trusted(folder):
+        model.code_files = {str(file.relative_to(folder)): file.read_bytes() for file in code_files(folder)}
+    return model.eval()
+
+
+def _known_config(folder: Path) -> Any:
+    """Return the config of an architecture that transformers has, and import the architecture.
+
+    It must be imported before zero.Init begins: DeepSpeed 0.19.8 undoes what decorators make of the constructors of
+    classes that are defined meanwhile (transformers' experts would lose their config).
+    """
+    trusted = is_trusted(folder)
+    try:
+        with alone() if trusted else nullcontext():
+            config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=trusted, local_files_only=True)
+            own = (getattr(config, "auto_map", None) or {}).get("AutoModelForCausalLM") if trusted else None
+            if own:
+                get_class_from_dynamic_module(own, folder, local_files_only=True)
+                return config
+    except Exception as error:  # whatever a damaged or absurd config.json makes the library raise
+        if trusted and not isinstance(error, (OSError, ValueError, ImportError)):
+            raise  # the folder's own code: its author needs the traceback
+        raise _not_loadable(folder, error) from error
+    if transformers.MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None) is None:
+        raise ModelError(
+            tr(
+                "{folder} holds a {kind}, which is no causal language model that transformers {version} knows.",
+                folder=folder,
+                kind=config.model_type,
+                version=transformers.__version__,
+            )
+        )
+    return config
+
+
+def _not_loadable(folder: Path, error: Exception) -> ModelError:
+    return ModelError(tr("cannot load the model in {path}: {reason}", path=folder, reason=reason_of(error)))
+
+
+def _load_whole(folder: Path, dtype: torch.dtype | None) -> PreTrainedModel:
+    try:
+        model, report = transformers.AutoModelForCausalLM.from_pretrained(
+            folder,
+            dtype=dtype or "auto",
+            trust_remote_code=is_trusted(folder),
+            local_files_only=True,
+            use_safetensors=True,
+            output_loading_info=True,
+        )
+    except Exception as error:
+        if is_trusted(folder) and not isinstance(error, (OSError, ValueError, RuntimeError)):
+            raise
+        raise _not_loadable(folder, error) from error
+    # A head that is tied to the embedding is in no file, and rightly so.
+    tied = tied_names(model)
+    names = {
+        kind: sorted(map(str, report.get(kind) or ()))
+        for kind in ("missing_keys", "unexpected_keys", "mismatched_keys")
+    }
+    missing = [name for name in names["missing_keys"] if name not in tied]
+    unexpected = [name for name in names["unexpected_keys"] if not re.search(predicting(model.config), name)]
+    refuse_other_weights(folder, model, missing, unexpected, names["mismatched_keys"])
+    loaded: PreTrainedModel = model
+    return loaded

@@ -3,6 +3,11 @@
 While a loss is computed, the model's output layer yields losses in place of logits. They are made inside that layer's
 own forward pass, so whatever hangs on it (ZeRO-3 gathers its weight before and hands on the weight's gradient after)
 sees an ordinary pass.
+
+Cross entropy straight from hidden states, a chunk of tokens at a time. T tokens, H hidden width, V vocabulary.
+
+The gradients are made beside the loss, while a chunk's logits are there: nothing of the size [T, V] is ever held, and
+no logit is computed twice. Hsu et al. 2024 (Liger Kernel), https://arxiv.org/abs/2410.10989, section 3.2.
 """
 
 from collections.abc import Iterator
@@ -16,9 +21,9 @@ from torch.nn import functional
 
 from toolkit.config.schema import LossKernel
 from toolkit.models.attention import attention_arguments
-from toolkit.models.chatglm.positions import check_rows
-from toolkit.models.chunked_loss import chunked_loss_sum, chunked_losses
-from toolkit.models.liger import liger_loss_sum
+from toolkit.models.chatglm.modeling import check_rows
+from toolkit.models.kernels import liger_loss_sum
+from toolkit.plan.memory import CHUNK_BYTES as CHUNK_BYTES
 
 UNTRAINED = -100
 Batch = dict[str, torch.Tensor]
@@ -59,11 +64,11 @@ def token_losses(engine: Any, batch: Batch) -> torch.Tensor:
     return everywhere.index_copy_(0, given["places"] - 1, losses).view(given["input_ids"].shape)
 
 
-def with_places(batch: Batch) -> Batch:
+def with_label_positions(batch: Batch) -> Batch:
     """Return a batch with `places`, int64 [T]: where its trained tokens stand in the flattened rows; `targets`: these.
 
     Their number is the shape of what is computed, so they are counted before the batch goes to a device. Of a part of
-    rows (`toolkit.models.sequence.part_of`) the tokens count before which a token of this part stands.
+    rows (`toolkit.models.sequence.local_part`) the tokens count before which a token of this part stands.
     """
     if "places" in batch:
         return batch
@@ -75,12 +80,12 @@ def with_places(batch: Batch) -> Batch:
 
 def num_trained_tokens(batch: Batch) -> int:
     """Return how many tokens `token_loss_sum` sums over (the first of a row is never predicted)."""
-    return len(with_places(batch)["places"])
+    return len(with_label_positions(batch)["places"])
 
 
 def _on_device(engine: Any, batch: Batch) -> Batch:
     module = getattr(engine, "module", engine)
-    given = {name: tensor.to(engine.device, non_blocking=True) for name, tensor in with_places(batch).items()}
+    given = {name: tensor.to(engine.device, non_blocking=True) for name, tensor in with_label_positions(batch).items()}
     if _builds_positions(module):  # checked here, as the model itself would make the host wait for the device
         check_rows(batch["input_ids"], module.config)
         given["input_ids"].is_checked = True  # type: ignore[attr-defined]
@@ -92,7 +97,7 @@ def _builds_positions(module: Any) -> bool:
     return getattr(module, "builds_positions", False)
 
 
-class Way(Enum):
+class LossPath(Enum):
     """What a model's output layer computes while a loss is computed."""
 
     losses = "losses"
@@ -112,7 +117,7 @@ class LossHead:
 
     def __init__(self, kernel: LossKernel = LossKernel.auto) -> None:
         self.kernel = kernel
-        self._way: Way | None = None
+        self._way: LossPath | None = None
         # One and the same function in all passes, which a compiled model calls but does not look into.
         self._forward = torch.compiler.disable(self._yield)
 
@@ -121,10 +126,10 @@ class LossHead:
         """The kernel of `Way.losses`."""
         return LossKernel.liger.value if self.kernel is LossKernel.liger else LossKernel.chunked.value
 
-    def way(self, engine: Any) -> Way:
+    def way(self, engine: Any) -> LossPath:
         """Return what the output layer computes; a collective under ZeRO-3 the first time."""
         if self._way is None:
-            self._way = Way.whole if self.kernel is LossKernel.full else self._find_way(engine)
+            self._way = LossPath.whole if self.kernel is LossKernel.full else self._find_way(engine)
         return self._way
 
     def losses(self, engine: Any, batch: Batch) -> torch.Tensor:
@@ -138,12 +143,12 @@ class LossHead:
             float32 [T]; where a gradient is wanted perhaps only their sum, [1].
         """
         way, targets = self.way(engine), batch["targets"]
-        if way is Way.whole:
+        if way is LossPath.whole:
             logits = _logits(engine, batch).flatten(0, 1).index_select(0, batch["places"] - 1)
         else:
             with self._in_place_of_logits(engine, batch, targets):
                 logits = _logits(engine, batch).flatten(0, 1)
-            if way is Way.losses:
+            if way is LossPath.losses:
                 return logits.flatten()
         return functional.cross_entropy(logits.float(), targets, reduction="none")
 
@@ -168,7 +173,7 @@ class LossHead:
         """
         # What is learned before the first token, as tuning=prompt does, stands in front.
         states = states[:, -self._size :].flatten(0, 1).index_select(0, self._before)
-        if self._way is not Way.losses:
+        if self._way is not LossPath.losses:
             return self._own_forward(states[:, None])
         given = states, self._layer.weight, self._layer.bias, self._targets
         if not torch.is_grad_enabled():
@@ -176,13 +181,13 @@ class LossHead:
         add_up = liger_loss_sum if self.kernel is LossKernel.liger and len(states) else chunked_loss_sum
         return add_up(*given)[None, None, None]
 
-    def _find_way(self, engine: Any) -> Way:
+    def _find_way(self, engine: Any) -> LossPath:
         """Find out, by one pass over a few tokens, what the model does with what its output layer returns."""
         module = getattr(engine, "module", engine)
         layer = module.get_output_embeddings()
         if layer is None:
-            return Way.whole
-        batch, targets = _probe(module, engine.device)
+            return LossPath.whole
+        batch, targets = _probe_head(module, engine.device)
         seen: list[tuple[torch.Tensor, torch.Tensor, int]] = []
         is_logits: list[bool] = []
 
@@ -205,13 +210,13 @@ class LossHead:
             for hook in hooks:
                 hook.remove()
         if len(seen) != 1 or logits.shape[:2] != (len(targets), 1):
-            return Way.whole
+            return LossPath.whole
         [(states, output, _)] = seen
         is_plain = type(layer) is nn.Linear and states.dtype == layer.weight.dtype == output.dtype
-        return Way.losses if is_plain and is_logits == [True] else Way.picked
+        return LossPath.losses if is_plain and is_logits == [True] else LossPath.picked
 
 
-def _probe(module: Any, device: torch.device) -> tuple[Batch, torch.Tensor]:
+def _probe_head(module: Any, device: torch.device) -> tuple[Batch, torch.Tensor]:
     """Return a row of eight tokens of which the last five are trained, and these."""
     token = module.config.pad_token_id if _builds_positions(module) else 0
     ids = torch.full((1, 8), token, device=device)
@@ -273,3 +278,121 @@ def loss_head(engine: Any) -> LossHead:
     if head is None:
         head = module.loss_head = LossHead()
     return head
+
+
+_FP16_SCALE = 2.0**12
+"""float16 ends at 6e-8: probabilities of a large vocabulary are scaled by it (exactly) while they are in float16."""
+
+
+def chunked_losses(
+    hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, targets: torch.Tensor
+) -> torch.Tensor:
+    """Return each token's cross entropy, without gradients.
+
+    Args:
+        hidden: [T, H].
+        weight: of the output layer, [V, H], of the same type.
+        bias: [V].
+        targets: [T].
+
+    Returns:
+        float32 [T].
+    """
+    pieces = zip(hidden.split(_rows(weight)), targets.split(_rows(weight)), strict=True)
+    losses = [_log_probabilities(states, weight, bias).gather(1, wanted[:, None]) for states, wanted in pieces]
+    return -torch.cat(losses).view(-1)
+
+
+def chunked_loss_sum(
+    hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, targets: torch.Tensor
+) -> torch.Tensor:
+    """Return the sum of the tokens' cross entropies, once differentiable in all but the targets. Arguments as above.
+
+    Gradients are made and added up in float32 and not multiplied by the caller's until the backward pass, so neither
+    a loss scale nor its absence makes them over- or underflow. Where the weight is trained, its gradient is held in
+    float32 from the forward pass to the backward pass (V x H x 4 bytes, beside what is added to it once more as much);
+    of a frozen weight there is none.
+
+    Returns:
+        float32 scalar; 0, with zero gradients, of no tokens.
+    """
+    return _ChunkedLossSum.apply(hidden, weight, bias, targets)
+
+
+class _ChunkedLossSum(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, targets: torch.Tensor
+    ) -> torch.Tensor:
+        of_hidden, of_weight, of_bias, _ = ctx.needs_input_grad
+        scale = _FP16_SCALE if hidden.dtype is torch.float16 else 1.0
+        total = hidden.new_zeros((), dtype=torch.float32)
+        hidden_gradient = torch.empty_like(hidden, dtype=torch.float32) if of_hidden else None
+        weight_gradient: torch.Tensor | None = None
+        bias_gradient = torch.zeros_like(bias, dtype=torch.float32) if bias is not None and of_bias else None
+        size = _rows(weight)
+        for begin in range(0, len(hidden), size):
+            states, wanted = hidden[begin : begin + size], targets[begin : begin + size, None]
+            gradient = _log_probabilities(states, weight, bias)
+            total -= gradient.gather(1, wanted).sum()
+            # Of a token's loss by its logits: the probabilities, less 1 at the target.
+            gradient.exp_()
+            gradient.scatter_(1, wanted, gradient.gather(1, wanted) - 1)
+            if bias_gradient is not None:
+                bias_gradient += gradient.sum(dim=0)
+            gradient = gradient.mul_(scale).to(hidden.dtype)
+            if hidden_gradient is not None:
+                hidden_gradient[begin : begin + size] = _product(gradient, weight)
+            if of_weight:
+                weight_gradient = _sum_with_product(weight_gradient, gradient.t(), states)
+        if of_weight and weight_gradient is None:
+            weight_gradient = torch.zeros_like(weight, dtype=torch.float32)
+        ctx.dtype, ctx.scale = hidden.dtype, scale
+        ctx.gradients = hidden_gradient, weight_gradient, bias_gradient
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *outer: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        hidden_gradient, weight_gradient, bias_gradient = ctx.gradients
+        ctx.gradients = None  # they are changed in place: a second pass must fail
+        factor = outer[0] / ctx.scale
+        return (
+            _scaled(hidden_gradient, factor, ctx.dtype),
+            _scaled(weight_gradient, factor, ctx.dtype),
+            _scaled(bias_gradient, outer[0], ctx.dtype),
+            None,
+        )
+
+
+def _rows(weight: torch.Tensor) -> int:
+    """Return the tokens of a chunk."""
+    return max(1, CHUNK_BYTES // (4 * weight.size(0)))
+
+
+def _log_probabilities(states: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    return torch.log_softmax(functional.linear(states, weight, bias), dim=1, dtype=torch.float32)
+
+
+def _product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    """Return the matrix product in float32, with factors in half precision as they are."""
+    if left.dtype is torch.float32:
+        return left @ right
+    if left.is_cuda:
+        return torch.mm(left, right, out_dtype=torch.float32)
+    if left.dtype is torch.bfloat16:
+        # Added up in float32 inside, rounded once per chunk: as exact as what the optimizer gets in the end. A fifth of
+        # the time of float32 factors on a processor that knows bfloat16.
+        return (left @ right).float()
+    return left.float() @ right.float()
+
+
+def _sum_with_product(total: torch.Tensor | None, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    if total is None:
+        return _product(left, right)
+    if left.dtype is torch.float32:
+        return total.addmm_(left, right)
+    return total.add_(_product(left, right))
+
+
+def _scaled(gradient: torch.Tensor | None, factor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | None:
+    return None if gradient is None else gradient.mul_(factor).to(dtype)

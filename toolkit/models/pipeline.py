@@ -1,22 +1,266 @@
-"""Passes over a pipeline: every rank of it calls these with the same micro-batches."""
+"""A model cut into the stages of a pipeline: each rank holds some of its layers and hands hidden states on.
 
+DeepSpeed's PipelineModule wants a sequence of layers, each of which passes a tensor or a tuple of tensors. Here that
+sequence says who holds what: it is divided by parameters, names the files of a checkpoint and ties embeddings. A stage
+computes with the model's own forward function, in which the layers of other stages hand on what they get, so that
+masks, positions and kinds of layers stay the model's own business. All that travels is one tensor, the hidden states
+[B, S, H]: the ranks of a pipeline read the same rows and have everything else themselves.
+
+Passes over a pipeline: every rank of it calls these with the same micro-batches.
+"""
+
+import io
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import redirect_stdout
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from deepspeed import DeepSpeedEngine
+from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.pipe.schedule import OptimizerStep
+from deepspeed.runtime.utils import partition_balanced
+from torch import nn
 from transformers import PreTrainedModel
+from transformers.initialization import no_init_weights
+from transformers.modeling_layers import GradientCheckpointingLayer
 
+from toolkit.errors import ModelError
+from toolkit.messages import tr
 from toolkit.models import probe
-from toolkit.models.loss import logits_of
-from toolkit.models.stages import stage_model
+from toolkit.models.loss import hidden_states, logits_of
+from toolkit.models.weights import tied_names
 
+FAMILIES = ("chatglm", "glm", "glm4", "llama", "mistral", "qwen2", "qwen3")
+"""`model_type` of the models whose forward function is known to do nothing between embedding, layers, norm and head."""
 Batch = dict[str, torch.Tensor]
 Finish = Callable[[PreTrainedModel, Batch], torch.Tensor]
+
+
+def part_names(model: PreTrainedModel, num_stages: int) -> list[str]:
+    """Return the names of the modules that stages are made of, in the order in which they compute.
+
+    Args:
+        model: whole; it may be empty.
+        num_stages: stages.
+
+    Raises:
+        ModelError: it cannot be cut, or not into so many stages.
+    """
+    kind, ends = model.config.model_type, (model.get_input_embeddings(), model.get_output_embeddings())
+    layers = [name for name, part in model.named_modules() if isinstance(part, GradientCheckpointingLayer)]
+    if kind not in FAMILIES:
+        raise ModelError(
+            tr(
+                "parallel.pipeline = {stages} cannot be: models of the kind {kind} are not known to be a plain "
+                "sequence of layers. Known: {known}. Use zero=stage3 or parallel=tensor.",
+                stages=num_stages,
+                kind=kind,
+                known=", ".join(FAMILIES),
+            )
+        )
+    if num_stages > len(layers):
+        raise ModelError(
+            tr(
+                "parallel.pipeline = {stages} is more than the model's {layers} layers. Use at most {layers}.",
+                stages=num_stages,
+                layers=len(layers),
+            )
+        )
+    others = [
+        name
+        for name, part in model.base_model.named_children()
+        if part is not ends[0] and not isinstance(part, nn.ModuleList) and any(True for _ in part.parameters())
+    ]
+    by_module = {part: name for name, part in model.named_modules()}
+    norms = [by_module[getattr(model.base_model, name)] for name in others]
+    return [by_module[ends[0]], *layers, *norms, by_module[ends[1]]]
+
+
+def own_parts(model: PreTrainedModel, num_stages: int, stage: int) -> list[str]:
+    """Return the names of the modules that a stage holds.
+
+    Args:
+        model: whole; it may be empty.
+        num_stages: stages.
+        stage: which one.
+    """
+    names = part_names(model, num_stages)
+    sizes = [_num_trained(model.get_submodule(name)) for name in names]
+    bounds = partition_balanced(sizes, num_stages)  # as PipelineModule's partition_method="parameters" (0.19.8)
+    return names[bounds[stage] : bounds[stage + 1]]
+
+
+def stage_parameters(model: PreTrainedModel, num_stages: int, stage: int) -> set[str]:
+    """Return the names of the parameters that a stage holds; of tied ones the first name.
+
+    Args:
+        model: whole; it may be empty.
+        num_stages: stages.
+        stage: which one.
+    """
+    held = {id(one) for name in own_parts(model, num_stages, stage) for one in model.get_submodule(name).parameters()}
+    return {name for name, one in model.named_parameters() if id(one) in held}
+
+
+def keep_only(model: PreTrainedModel, names: list[str], own: list[str]) -> None:
+    """Let a model compute what some of its parts compute, from the hidden states that come before them.
+
+    Args:
+        model: whole; what is not kept may be empty.
+        names: of all its parts.
+        own: of those that are kept.
+    """
+    for name in names:
+        if name not in own:
+            model.set_submodule(name, _HandOn(model.get_submodule(name)))
+    model.begins = names[0] in own
+
+
+def stage_of(rank: int, world_size: int, num_stages: int) -> int:
+    """Return a rank's stage: the ranks of one stage lie side by side (PipeDataParallelTopology, deepspeed 0.19.8)."""
+    return rank // (world_size // num_stages)
+
+
+class PipelineStage(PipelineModule):
+    """One stage of a model, and what is known of the whole.
+
+    A pass over a micro-batch takes it from `batches`, in their order, and ends on the last stage with `finish`.
+
+    Args:
+        model: whole, of which this rank's part has its weights; it is cut.
+        num_stages: stages.
+        dtype: of the training.
+    """
+
+    def __init__(self, model: PreTrainedModel, num_stages: int, dtype: torch.dtype) -> None:
+        names, whole = part_names(model, num_stages), _skeleton(model, dtype)
+        with redirect_stdout(io.StringIO()):  # it prints the sequence, with all that the layers hold
+            super().__init__(
+                layers=_specs(model, names), num_stages=num_stages, partition_method="parameters", dynamic_shape=True
+            )
+        self._layer_specs.clear()  # they keep the other stages' parts
+        own = names[self._local_start : self._local_stop]
+        keep_only(model, names, own)
+        model.to(next(self.parameters()).device)  # rotary frequencies, which no layer holds
+        # Without this DeepSpeed leaves all stages but the first out of the gradient's norm (0.19.8, clip_grad_norm_).
+        for parameter in self.parameters():
+            parameter.model_parallel = not parameter.ds_pipe_replicated
+        # Not as submodules: the layers are that already, under their places in the sequence.
+        self.__dict__["stage"], self.__dict__["whole"] = model, whole
+        self.begins, self.ends = self.stage_id == 0, self.stage_id == num_stages - 1
+        self.batches: deque[Batch] = deque()
+        self.finish: Finish | None = None
+
+    def train(self, mode: bool = True) -> "PipelineStage":
+        """Switch to training, or back."""
+        super().train(mode)
+        if "stage" in self.__dict__:
+            self.__dict__["stage"].train(mode)
+        return self
+
+    def forward(self, received: torch.Tensor) -> Any:
+        """Compute this stage's part of the next micro-batch.
+
+        Args:
+            received: hidden states [B, S, H] of the stage before; on the first stage token ids, which the batch has.
+
+        Returns:
+            Hidden states [B, S, H]; on the last stage what `finish` makes of them.
+        """
+        model, batch = self.__dict__["stage"], self.batches.popleft()
+        if not self.begins:
+            batch = {**batch, "inputs_embeds": received}
+        if not self.ends:
+            return hidden_states(model, batch)
+        assert self.finish is not None
+        return self.finish(model, batch)
+
+    def gathered(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield name and value of all parameters, on rank 0's CPU; on other ranks the value is an empty tensor.
+
+        A collective: the first rank of each stage sends what it holds to rank 0, one tensor after another.
+        """
+        own = {name: one.detach() for name, one in self.__dict__["stage"].named_parameters()}
+        rank, per_stage = dist.get_rank(), dist.get_world_size() // self.num_stages
+        for source in range(0, dist.get_world_size(), per_stage):
+            listed = [[(name, one.shape, one.dtype) for name, one in own.items()]]
+            dist.broadcast_object_list(listed, src=source)
+            for name, shape, dtype in listed[0]:
+                value = torch.empty(0)
+                if source == 0 == rank:
+                    value = own[name].to("cpu", copy=True)
+                elif rank == source:
+                    dist.send(own[name].contiguous(), dst=0)
+                elif rank == 0:
+                    received = torch.empty(shape, dtype=dtype, device=next(iter(own.values())).device)
+                    dist.recv(received, src=source)
+                    value = received.cpu()
+                yield name, value
+
+
+def stage_model(module: Any) -> Any:
+    """Return the model that computes in an engine's module: itself, or with pipeline stages this rank's part."""
+    return module.__dict__["stage"] if isinstance(module, PipelineStage) else module
+
+
+def unwrap_model(module: Any) -> Any:
+    """Return the model that an engine trains: itself, or with pipeline stages the whole without its weights."""
+    return module.__dict__["whole"] if isinstance(module, PipelineStage) else module
+
+
+class _Named(nn.Module):
+    """A part under the name that it has in the model, so that a checkpoint's files hold the model's own names."""
+
+    def __init__(self, name: str, part: nn.Module) -> None:
+        super().__init__()
+        *path, last = name.split(".")
+        place: nn.Module = self
+        for step in path:
+            place.add_module(step, nn.Module())
+            place = place.get_submodule(step)
+        place.add_module(last, part)
+
+
+class _HandOn(nn.Module):
+    """In the place of a part that another stage holds."""
+
+    def __init__(self, part: nn.Module) -> None:
+        super().__init__()
+        if hasattr(part, "attention_type"):  # by which some models choose the mask of a layer
+            self.attention_type = part.attention_type
+
+    def forward(self, states: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+        return states
+
+
+def _specs(model: PreTrainedModel, names: list[str]) -> list[LayerSpec]:
+    """Return the sequence. A head that is the embedding stands in it twice, under the embedding's name."""
+    parts = [model.get_submodule(name) for name in names]
+    specs: list[LayerSpec] = [LayerSpec(_Named, name, part) for name, part in zip(names, parts, strict=True)]
+    if tied_names(model) and getattr(parts[-1], "weight", None) is not None:
+        for place in (0, -1):
+            weight = f"{names[0]}.weight"
+            specs[place] = TiedLayerSpec("embedding", _Named, names[0], parts[place], tied_weight_attr=weight)
+    return specs
+
+
+def _skeleton(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
+    """Return the same model, as it will be trained, with nothing in its parameters."""
+    with no_init_weights(), torch.device("meta"):
+        whole = type(model)(model.config)
+    whole.tie_weights()
+    whole.to(dtype)
+    whole.generation_config = model.generation_config
+    if hasattr(model, "origin"):
+        whole.origin = model.origin
+    return whole
+
+
+def _num_trained(part: nn.Module) -> int:
+    return sum(one.numel() for one in part.parameters() if one.requires_grad)
 
 
 def is_pipeline(engine: Any) -> bool:
@@ -98,7 +342,7 @@ def take_probe(engine: DeepSpeedEngine, ids: torch.Tensor) -> probe.Probe:
     return probe.Probe(ids, logits, str(stage_model(engine.module).dtype).removeprefix("torch."))
 
 
-def value_of_last_stage(engine: DeepSpeedEngine, ask: Callable[[], Any]) -> Any:
+def broadcast_from_last(engine: DeepSpeedEngine, ask: Callable[[], Any]) -> Any:
     """Return on every rank what is known on the last stage; without stages simply that. A collective."""
     if not is_pipeline(engine):
         return ask()

@@ -28,7 +28,7 @@ from toolkit.models.attention import (
     isolation_rows,
     training_mask,
 )
-from toolkit.models.loss import with_places
+from toolkit.models.loss import with_label_positions
 
 Batch = dict[str, torch.Tensor]
 MOST_CHANGE = 0.1
@@ -71,7 +71,7 @@ def split_sequences(model: PreTrainedModel, ranks: int) -> None:
     _group, _ = dist.new_subgroups(ranks)
 
 
-def part_of(batch: Batch, part: int, parts: int) -> Batch:
+def local_part(batch: Batch, part: int, parts: int) -> Batch:
     """Return one rank's part of each row.
 
     Labels are looked up before: the loss of a token stands at the one before it, which may be another rank's.
@@ -90,7 +90,7 @@ def part_of(batch: Batch, part: int, parts: int) -> Batch:
     size = batch["input_ids"].size(1)
     length = size // parts
     begin = part * length
-    given = with_places(batch)
+    given = with_label_positions(batch)
     before = given["places"] - 1
     column = before % size - begin
     mine = (column >= 0) & (column < length)
@@ -175,7 +175,9 @@ def _exchange(states: torch.Tensor, cut: int, joined: int) -> torch.Tensor:
     return exchanged
 
 
-def check_parts(engine: torch.nn.Module, vocab_size: int, device: torch.device, name: str, packed: bool) -> None:
+def check_sequence_parallel(
+    engine: torch.nn.Module, vocab_size: int, device: torch.device, name: str, packed: bool
+) -> None:
     """Make sure, on the model as it is, that parts of rows give the logits of whole ones. A collective.
 
     Args:
@@ -194,7 +196,7 @@ def check_parts(engine: torch.nn.Module, vocab_size: int, device: torch.device, 
     if not packed:
         batch = {"input_ids": batch["input_ids"], "segment_ids": torch.ones_like(batch["input_ids"])}
         batch["position_ids"] = torch.arange(batch["input_ids"].size(1)).expand_as(batch["input_ids"])
-    own = part_of({**batch, "labels": batch["input_ids"]}, part, parts)
+    own = local_part({**batch, "labels": batch["input_ids"]}, part, parts)
     was_training = module.training
     module.eval()
     found = []

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from toolkit.models import fill
+from toolkit.models import weights
 from toolkit.models.load import opened
 
 
@@ -25,8 +25,8 @@ def streamed_model(path: str | Path, dtype: torch.dtype | None = None) -> PreTra
         ModelError: the folder cannot be loaded; some of it in the forward pass.
     """
     model, files, layout = opened(path)
-    fill.check(model, files, layout, Path(path))
-    shapes = fill.shapes_of(model)
+    weights.check_weights_fit(model, files, layout, Path(path))
+    shapes = weights.shapes_of(model)
     kept = {name: files[name].dtype for name in files}
     dtypes = {
         target: dtype if dtype and known.is_floating_point else known
@@ -37,15 +37,15 @@ def streamed_model(path: str | Path, dtype: torch.dtype | None = None) -> PreTra
 
     def read(names: dict[str, str]) -> None:
         """Set the parameters `names` to the values of those that they are tied to, or their own."""
-        found = dict(fill.values(files, layout, shapes, {*names.values()}))
+        found = dict(weights.stored_values(files, layout, shapes, {*names.values()}))
         for name, source in names.items():
-            fill.set_value(model, name, found[source].to(dtypes[source]).contiguous())
+            weights.set_value(model, name, found[source].to(dtypes[source]).contiguous())
 
     def drop(names: dict[str, str]) -> None:
         for name, source in names.items():
             nothing = torch.full((), torch.nan, dtype=dtypes[source])
-            fill.set_value(model, name, nothing.expand(shapes[source]))
-        fill.return_memory()
+            weights.set_value(model, name, nothing.expand(shapes[source]))
+        weights.return_memory()
 
     rest = {name: name for name in shapes}
     for prefix, unit in _units(model):
@@ -58,7 +58,7 @@ def streamed_model(path: str | Path, dtype: torch.dtype | None = None) -> PreTra
             unit.register_forward_pre_hook(lambda *_, names=names: read(names))
             unit.register_forward_hook(lambda *_, names=names: drop(names))
     read(rest)
-    fill.compute_buffers(model)
+    weights.compute_buffers(model)
     return model.eval()
 
 

@@ -1,21 +1,33 @@
-"""The weight files of a model folder: safetensors and pickled shards, one tensor at a time, nothing executed.
+"""The weight files of a model directory, and weights into parameters, partitioned or not.
+
+Safetensors and pickled shards are read one tensor at a time, and nothing is executed.
 
 A file is opened for each tensor: pages that were read would count as this process's memory until it is closed.
+
+transformers' own loading (5.23) holds the whole checkpoint on rank 0 under ZeRO-3 and needs accelerate; here no rank
+ever holds more than its part and one tensor.
 """
 
+import contextlib
+import ctypes
 import pickle
 import zipfile
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence, Set
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import safe_open
+from transformers import PreTrainedModel
+from transformers.initialization import no_init_weights
 
+from toolkit import terminal
 from toolkit.errors import ModelError
 from toolkit.messages import tr
-from toolkit.models.folder import weight_files
+from toolkit.models.directory import weight_files
+from toolkit.models.layout import Layout, Shapes
 from toolkit.outside import reading
 
 _DTYPES = {
@@ -180,3 +192,277 @@ def index_of(folder: Path) -> Path | None:
         return None
     stem = "model.safetensors" if files[0].suffix == ".safetensors" else "pytorch_model.bin"
     return folder / f"{stem}.index.json"
+
+
+def empty_model(build: Callable[[], PreTrainedModel], ds_config: dict[str, Any] | None) -> PreTrainedModel:
+    """Return a model whose parameters hold nothing yet, but whose rotary frequencies are computed.
+
+    Args:
+        build: makes it.
+        ds_config: with it the parameters are partitioned over the ranks, in the precision that it says; else they are
+            on the meta device.
+    """
+    place: AbstractContextManager[Any]
+    if ds_config is None:
+        place = torch.device("meta")
+    else:
+        import deepspeed
+
+        # Its argument dtype is not used: DeepSpeed 0.19.8 makes bfloat16 of any on CPU ranks.
+        place = deepspeed.zero.Init(config_dict_or_path=ds_config)
+    with no_init_weights(), place:
+        model = build()
+    model.tie_weights()
+    _restore_rotary_frequencies(model)
+    return model
+
+
+def _restore_rotary_frequencies(model: PreTrainedModel) -> None:
+    """Compute the frequencies anew in float32: the meta device leaves them empty, and zero.Init casts whatever a
+    constructor makes; in half precision they are noise beyond a few hundred positions.
+    """
+    for module in model.modules():
+        # Gemma 3 has those of each kind of layer, under names that end so.
+        if any(name.endswith("inv_freq") for name, _ in module.named_buffers(recurse=False)):
+            fresh = type(module)(config=module.config)
+            for name, buffer in fresh.named_buffers(recurse=False):
+                old = getattr(module, name).device
+                setattr(module, name, buffer if old.type == "meta" else buffer.to(old))
+
+
+def read_weights(
+    model: PreTrainedModel,
+    files: WeightFiles,
+    layout: Layout,
+    folder: Path,
+    dtype: torch.dtype | None,
+    own: Callable[[PreTrainedModel], set[str]] | None = None,
+) -> None:
+    """Fill every parameter and stored buffer.
+
+    A collective if the model is partitioned: rank 0 reads, every rank keeps its part.
+
+    Args:
+        model: empty.
+        files: of the folder.
+        layout: how tensors become parameters.
+        folder: for messages.
+        dtype: of the parameters; None keeps each file's own.
+        own: returns the names of what is filled, where this process needs no more; None fills all.
+
+    Raises:
+        ModelError: the files lack a parameter, or hold one that the architecture has not, or in another shape.
+    """
+    held = _stored_as(model)
+    check_weights_fit(model, files, layout, folder)
+    is_partitioned = any(hasattr(value, "ds_shape") for value in held.values())
+    is_rank0 = not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0
+    groups = _by_target(files, layout, held if own is None else own(model))
+    num_bytes = sum(files[name].num_bytes for names in groups.values() for name in names)
+    with terminal.phase(tr("Loading weights"), num_bytes, terminal.BYTES, speaks=is_rank0) as advance:
+        for targets, names in groups.items():
+            partitioned = [held[target] for target in targets if hasattr(held[target], "ds_shape")]
+            with full_params(partitioned, modifier_rank=0):  # what rank 0 writes is what all keep
+                for name in names:
+                    if is_rank0 or not partitioned:
+                        with files.open(name) as value:
+                            parts = layout.split(name, value)
+                            if is_partitioned:
+                                for target, part in zip(targets, parts, strict=True):
+                                    held[target].data[layout.place(name)].copy_(part)
+                            else:
+                                for target, part in zip(targets, parts, strict=True):
+                                    set_value(model, target, part.to(dtype or part.dtype, copy=True).contiguous())
+                    advance(files[name].num_bytes)
+            if partitioned:
+                return_memory()
+    if own is not None:  # a tied head has lost the parameter that was replaced
+        model.tie_weights()
+
+
+def stream(
+    model: PreTrainedModel, files: WeightFiles, layout: Layout, folder: Path
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield name and value of each parameter and stored buffer of a folder, in its own precision, one after another.
+
+    Args:
+        model: what they belong to; nothing is put into it.
+        files: of the folder.
+        layout: how tensors become parameters.
+        folder: for messages.
+
+    Raises:
+        ModelError: as `read_weights`.
+    """
+    check_weights_fit(model, files, layout, folder)
+    shapes = shapes_of(model)
+    yield from stored_values(files, layout, shapes, shapes.keys())
+
+
+def stored_values(
+    files: WeightFiles, layout: Layout, shapes: Shapes, wanted: Set[str]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield name and value of some parameters and stored buffers, and of those that share a stored tensor with them.
+
+    Args:
+        files: of a folder that `check` has passed.
+        layout: how tensors become parameters.
+        shapes: of all parameters and stored buffers.
+        wanted: their names.
+    """
+    for targets, names in _by_target(files, layout, shapes).items():
+        if wanted.isdisjoint(targets):
+            continue
+        if all(layout.place(name) is ... for name in names):
+            for name in names:
+                with files.open(name) as value:
+                    yield from zip(targets, layout.split(name, value), strict=True)
+            continue
+        joint = {target: torch.empty(shapes[target], dtype=files[names[0]].dtype) for target in targets}
+        for name in names:
+            with files.open(name) as value:
+                for target, part in zip(targets, layout.split(name, value), strict=True):
+                    joint[target][layout.place(name)] = part
+        yield from joint.items()
+
+
+def _by_target(files: WeightFiles, layout: Layout, held: Container[str]) -> dict[tuple[str, ...], list[str]]:
+    """Return the stored tensors of each set of parameters; tied copies and what is computed are left out."""
+    groups: dict[tuple[str, ...], list[str]] = {}
+    for name in files:
+        groups.setdefault(tuple(target for target in layout.parameters(name) if target in held), []).append(name)
+    groups.pop((), None)
+    return groups
+
+
+def assign(model: PreTrainedModel, state: Mapping[str, torch.Tensor]) -> None:
+    """Make a state's tensors, without copying them, the parameters and buffers of an empty model."""
+    model.load_state_dict(state, strict=False, assign=True)
+    model.tie_weights()
+    compute_buffers(model)
+
+
+def compute_buffers(model: PreTrainedModel) -> None:
+    """Compute the buffers of an empty model that no file holds."""
+    computed = [name for name, buffer in model.named_buffers() if buffer.is_meta]
+    if computed:  # masks, scales, frequencies by kind of layer: the constructor knows them
+        with no_init_weights():  # its parameters are never written to, and so take no memory
+            fresh = dict(type(model)(model.config).named_buffers())
+        for name in computed:
+            module, _, leaf = name.rpartition(".")
+            setattr(model.get_submodule(module), leaf, fresh[name])
+
+
+def tied_names(model: PreTrainedModel) -> set[str]:
+    """Return the names of parameters that are others under a second name."""
+    return set(getattr(model, "all_tied_weights_keys", None) or ())
+
+
+def differences(model: PreTrainedModel, state: Mapping[str, torch.Tensor]) -> list[str]:
+    """Return what a state lacks, has too much or has in another shape than a model's config says; [] if it fits."""
+    shapes = shapes_of(model)
+    wrong = [tr("{name}: missing", name=name) for name in shapes if name not in state]
+    for name, value in state.items():
+        expected, found = shapes.get(name), tuple(value.shape)
+        if expected is None:
+            wrong.append(tr("{name}: the model has no such tensor", name=name))
+        elif found != expected:
+            wrong.append(tr("{name}: {found} instead of {expected}", name=name, found=found, expected=expected))
+    return wrong
+
+
+def shapes_of(model: PreTrainedModel) -> Shapes:
+    """Return the whole shape of every parameter and stored buffer, also of partitioned ones."""
+    return {name: tuple(getattr(value, "ds_shape", value.shape)) for name, value in _stored_as(model).items()}
+
+
+def _stored_as(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    """Return what a checkpoint must hold, by name: parameters, each once, and persistent buffers."""
+    known = {name for name, _ in model.named_parameters()} | {name for name, _ in model.named_buffers()}
+    return {name: value for name, value in model.state_dict(keep_vars=True).items() if name in known}
+
+
+def full_params(parameters: Sequence[torch.Tensor], modifier_rank: int | None = None) -> AbstractContextManager[Any]:
+    """Make parameters whole that are partitioned; a collective if any is.
+
+    Args:
+        parameters: of a model.
+        modifier_rank: whose changes all ranks keep; None: they are only read.
+    """
+    partitioned = [parameter for parameter in parameters if hasattr(parameter, "ds_shape")]
+    if not partitioned:
+        return nullcontext()
+    import deepspeed
+
+    gathered: AbstractContextManager[Any] = deepspeed.zero.GatheredParameters(partitioned, modifier_rank=modifier_rank)
+    return gathered
+
+
+def return_memory() -> None:
+    """Give freed memory back to the system: glibc would keep what was gathered, in all about half the model again."""
+    with contextlib.suppress(AttributeError, OSError):  # another C library
+        ctypes.CDLL(None).malloc_trim(0)
+
+
+def set_value(model: PreTrainedModel, name: str, value: torch.Tensor) -> None:
+    """Put a value in an empty parameter's place."""
+    module, _, leaf = name.rpartition(".")
+    setattr(model.get_submodule(module), leaf, torch.nn.Parameter(value, requires_grad=value.is_floating_point()))
+
+
+def check_weights_fit(model: PreTrainedModel, files: WeightFiles, layout: Layout, folder: Path) -> None:
+    """Reject anything but an exact match. Buffers and tied copies may be in the files; they are not read.
+
+    Raises:
+        ModelError: the files lack a parameter, or hold one that the architecture has not, or in another shape.
+    """
+    shapes = shapes_of(model)
+    extra = {name for name, _ in model.named_buffers(remove_duplicate=False)}
+    extra |= {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    filled = dict.fromkeys(shapes, 0)
+    unexpected, mismatched = [], []
+    for name, info in files.items():
+        targets = layout.parameters(name)
+        if any(target not in shapes for target in targets):
+            unexpected += [name] if any(target not in extra for target in targets) else []
+        elif targets and info.shape != layout.stored_shape(name, shapes):
+            mismatched.append(f"{name} {info.shape} instead of {layout.stored_shape(name, shapes)}")
+            filled |= {target: torch.Size(shapes[target]).numel() for target in targets}
+        else:
+            for target in targets:
+                whole = torch.Size(shapes[target]).numel()
+                filled[target] += whole if layout.place(name) is ... else torch.Size(info.shape).numel()
+    missing = [name for name, count in filled.items() if count < torch.Size(shapes[name]).numel()]
+    refuse_other_weights(folder, model, sorted(missing), sorted(unexpected), mismatched)
+
+
+def refuse_other_weights(
+    folder: Path,
+    model: PreTrainedModel,
+    missing: list[str],
+    unexpected: list[str],
+    mismatched: list[str],
+) -> None:
+    """Raise if files and architecture differ.
+
+    Raises:
+        ModelError: any of the lists is not empty.
+    """
+    if missing or unexpected or mismatched:
+        raise ModelError(
+            tr(
+                "the weights in {path} are not those of {architecture}: missing {missing}, unexpected {unexpected}, of "
+                "another shape {mismatched}. Nothing was trained.",
+                path=folder,
+                architecture=type(model).__name__,
+                missing=_listed(missing),
+                unexpected=_listed(unexpected),
+                mismatched=_listed(mismatched),
+            )
+        )
+
+
+def _listed(names: list[str]) -> str:
+    """Return the first few and how many there are."""
+    more = f" … ({len(names)})" if len(names) > 5 else ""
+    return "[" + ", ".join(names[:5]) + more + "]"

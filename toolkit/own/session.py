@@ -33,7 +33,7 @@ from toolkit.export.own import CARD
 from toolkit.launch import rank_status
 from toolkit.launch.environment import Ranks
 from toolkit.messages import joined, say, tr
-from toolkit.models.build import TORCH_DTYPES
+from toolkit.models.load import TORCH_DTYPES
 from toolkit.models.save import MODEL_DIR
 from toolkit.own.data import Data, data_of
 from toolkit.own.evaluation import evaluate

@@ -9,7 +9,7 @@ from deepspeed import DeepSpeedEngine
 from toolkit.config.schema import TuningConfig, TuningMethod
 from toolkit.distributed.tensor import full_shape
 from toolkit.messages import tr
-from toolkit.models.stages import whole_model
+from toolkit.models.pipeline import unwrap_model
 from toolkit.plan.machine import Gpu, find_gpu
 from toolkit.plan.parameters import Shapes
 from toolkit.plan.speed import Formula, Work, formula, is_countable
@@ -87,7 +87,7 @@ def account_of(
         recomputes: whether activations are computed again.
         planned_bytes: memory of a rank by the plan: of its GPU, on a processor of the process.
     """
-    model, device = whole_model(engine.module), engine.device
+    model, device = unwrap_model(engine.module), engine.device
     dtype = next(one.dtype for one in model.parameters() if one.is_floating_point())
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
     sizes = _sizes(getattr(model, "config", None))

@@ -19,8 +19,8 @@ from toolkit.data.sampler import BEGINNING, GlobalBatchSampler, Order, Position,
 from toolkit.errors import ConfigError
 from toolkit.launch.environment import Ranks
 from toolkit.messages import tr
-from toolkit.models.loss import with_places
-from toolkit.models.sequence import part_of
+from toolkit.models.loss import with_label_positions
+from toolkit.models.sequence import local_part
 from toolkit.train.prepared import Prepared
 
 Batch = dict[str, torch.Tensor]
@@ -117,7 +117,7 @@ def training_batches(
         multiple=pad_multiple(place.sequence),
     )
     # Iterated from here: the loader watches its processes only if they are started by the main thread.
-    parts = map(partial(part_of, part=place.part, parts=place.sequence), iter(loader))
+    parts = map(partial(local_part, part=place.part, parts=place.sequence), iter(loader))
     return ahead(parts, accumulation(cfg, ranks.world_size))
 
 
@@ -133,8 +133,8 @@ def ahead(batches: Iterator[Batch], count: int) -> Iterator[Batch]:
     def prepare() -> Batch | None:
         batch = next(batches, None)
         if batch is None or not on_gpu:
-            return batch and with_places(batch)
-        return {name: tensor.pin_memory() for name, tensor in with_places(batch).items()}
+            return batch and with_label_positions(batch)
+        return {name: tensor.pin_memory() for name, tensor in with_label_positions(batch).items()}
 
     # A thread begins on the first GPU, whichever is this rank's.
     own_gpu = partial(torch.cuda.set_device, torch.cuda.current_device()) if on_gpu else None
@@ -214,5 +214,5 @@ def evaluation_batches(cfg: RunConfig, prepared: Prepared, ranks: Ranks) -> Iter
         of_segment = torch.full((len(batch["segment_ids"]), int(batch["segment_ids"].max()) + 1), -1)
         for row, listed in enumerate(samples):
             of_segment[row, 1 : len(listed) + 1] = torch.from_numpy(sources[listed])
-        given, of_token = with_places(batch), of_segment.gather(1, batch["segment_ids"]).flatten()
-        yield part_of({**given, "sources": of_token[given["places"]]}, place.part, place.sequence)
+        given, of_token = with_label_positions(batch), of_segment.gather(1, batch["segment_ids"]).flatten()
+        yield local_part({**given, "sources": of_token[given["places"]]}, place.part, place.sequence)

@@ -33,9 +33,8 @@ from toolkit.engine.parameters import is_partitioned
 from toolkit.errors import CheckpointError
 from toolkit.messages import tr
 from toolkit.models import probe
-from toolkit.models.pipeline import is_pipeline, take_probe
+from toolkit.models.pipeline import is_pipeline, take_probe, unwrap_model
 from toolkit.models.save import MODEL_DIR
-from toolkit.models.stages import whole_model
 from toolkit.train.rotation import Rotation
 
 _ROOM = 1.1
@@ -288,7 +287,7 @@ class Saver:
 
     def least_bytes(self) -> int:
         """Return how large a checkpoint will be at least."""
-        trained = [p for p in whole_model(self.engine.module).parameters() if p.requires_grad]
+        trained = [p for p in unwrap_model(self.engine.module).parameters() if p.requires_grad]
         return _FIRST_BYTES_PER_PARAMETER * sum(getattr(p, "ds_numel", p.numel()) for p in trained)
 
     def _make_room(self, temporary: Path) -> str:

@@ -10,7 +10,7 @@ from toolkit.data.collate import collate
 from toolkit.data.plan import PAD_MULTIPLE, pad_multiple
 from toolkit.data.store import Sample
 from toolkit.distributed.process_group import rank
-from toolkit.models.sequence import part_of
+from toolkit.models.sequence import local_part
 from toolkit.train.batches import rows_per_step
 from toolkit.train.prepared import Prepared
 
@@ -86,4 +86,4 @@ def _batch(cfg: RunConfig, prepared: Prepared, rows: list[list[Sample]]) -> Batc
     parts, packed = cfg.parallel.sequence, prepared.packing is Packing.packed
     if not packed:
         rows = [[sample] for row in rows for sample in row]
-    return part_of(collate(rows, prepared.pad_id, packed, pad_multiple(parts)), rank() % parts, parts)
+    return local_part(collate(rows, prepared.pad_id, packed, pad_multiple(parts)), rank() % parts, parts)

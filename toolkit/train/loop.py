@@ -19,7 +19,7 @@ from toolkit.distributed.process_group import gather, on_rank0, rank, world_size
 from toolkit.distributed.watchdog import DATA, STEP
 from toolkit.errors import CheckpointError, Diverged, RunFolderError, Stopped
 from toolkit.messages import tr
-from toolkit.models.token_dropping import begin_step, dropping_figures
+from toolkit.models.regularization import begin_step, dropping_metrics
 from toolkit.terminal import phase
 from toolkit.track.metrics import MetricsLog
 from toolkit.track.progress import Progress
@@ -243,7 +243,7 @@ class _Run:
         self.outcome.steps_s += pace.seconds
         row = self.meter.row(self.step, self.step / self.job.steps_per_epoch, lr, pace)
         row |= {"bad_steps": self.outcome.bad_steps, "rewinds": self.outcome.rewinds}
-        row |= self.job.figures_at(self.began) | dropping_figures(self.engine.module)
+        row |= self.job.figures_at(self.began) | dropping_metrics(self.engine.module)
         if rank() == 0:
             self.metrics.append(row)
             if self.collectives.is_on:

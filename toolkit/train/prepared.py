@@ -20,8 +20,7 @@ from toolkit.disk import refuse_links
 from toolkit.errors import DataError
 from toolkit.messages import say, tr
 from toolkit.models.chat import AnyChatEncoder, chat_encoder
-from toolkit.models.folder import read_config, trust_folder
-from toolkit.models.packing import why_not_packed
+from toolkit.models.directory import packing_unsupported, read_config, trust_code
 from toolkit.models.tokenizer import fit_tokenizer, load_tokenizer
 
 if TYPE_CHECKING:
@@ -149,7 +148,7 @@ def build_encoder(cfg: RunConfig, say: Callable[[str], None]) -> AnyChatEncoder:
     refuse_links(Path(cfg.prepare.dir), DataError, FOLDERS)
     if cfg.model.init is Init.pretrained:
         if cfg.model.trust_remote_code:
-            trust_folder(cfg.model.path)
+            trust_code(cfg.model.path)
         read_config(cfg.model.path)
     return chat_encoder(_tokenizer(cfg, say), cfg.model.original_labels)
 
@@ -158,7 +157,7 @@ def _packing(cfg: RunConfig, say: Callable[[str], None]) -> Packing:
     """Return how rows are made: as asked for, or grouped where the model cannot be trained on packed rows."""
     if cfg.data.packing is not Packing.packed:
         return cfg.data.packing
-    reason = why_not_packed(cfg.model, cfg.data.max_length, cfg.tuning.method)
+    reason = packing_unsupported(cfg.model, cfg.data.max_length, cfg.tuning.method)
     if not reason:
         return Packing.packed
     say(

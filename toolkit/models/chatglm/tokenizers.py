@@ -13,13 +13,13 @@ from typing import Any, ClassVar
 from transformers import PreTrainedTokenizer, PreTrainedTokenizerFast
 
 from toolkit.config.schema import Family
-from toolkit.models.chatglm.detect import read_json
 from toolkit.models.chatglm.formats import TEMPLATES, Format, format_of, with_tools
 from toolkit.models.chatglm.vocabulary import (
     EOP,
     SOP,
     IceText,
     no_cycles,
+    read_json,
     sentencepiece_bpe,
     tiktoken_bpe,
 )

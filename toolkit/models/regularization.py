@@ -1,4 +1,8 @@
-"""Random layerwise token dropping: while training begins, middle layers compute some tokens of each row only.
+"""Noise on embeddings (NEFTune), and layers that leave tokens out (random-LTD).
+
+NEFTune: noise on the embeddings of training rows (Jain et al., 2023, arXiv 2310.05914).
+
+Random layerwise token dropping: while training begins, middle layers compute some tokens of each row only.
 
 After random-LTD (Yao et al., 2022, arXiv 2211.11586): each middle layer draws the tokens that it computes anew, the
 others pass it by, the first and last layers compute all, and the number of tokens grows until all are computed.
@@ -12,11 +16,28 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import PreTrainedModel
+from transformers.integrations.neftune import neftune_post_forward_hook
 
 from toolkit.config.schema import RandomLtdConfig
 from toolkit.errors import ModelError
 from toolkit.messages import tr
-from toolkit.models.tuning.layers import by_name, decoder_layers
+from toolkit.models.lora import arguments_by_name, decoder_layers
+
+
+def add_neftune(model: PreTrainedModel, alpha: float) -> None:
+    """Add uniform noise to what the input embedding gives in training mode; evaluation is left alone.
+
+    transformers' own hook (5.23): of up to alpha / sqrt(S x H) for rows of S tokens, padding included, and hidden
+    width H. What is drawn follows from the rank's random state, as dropout does, so that a resumed run goes on alike.
+
+    Args:
+        model: as it will be trained.
+        alpha: size of the noise, above 0.
+    """
+    embedding = model.get_input_embeddings()
+    embedding.neftune_noise_alpha = alpha
+    embedding.register_forward_hook(neftune_post_forward_hook)
+
 
 _MULTIPLE = 8
 """Kept tokens are rounded up to a multiple of this, so that there are few different shapes."""
@@ -69,7 +90,7 @@ class TokenDropping:
         self.kept, share = [], self.share(self.step)
         if not model.training or share == 1:
             return
-        ids = by_name(model, args, kwargs)["input_ids"]
+        ids = arguments_by_name(model, args, kwargs)["input_ids"]
         rows, size = ids.shape
         count = min(size, -(-int(share * size) // _MULTIPLE) * _MULTIPLE)
         digest = hashlib.sha256(f"{self.key} {self.step} {self.micro_batch}".encode()).digest()
@@ -122,7 +143,7 @@ def begin_step(model: nn.Module, step: int) -> None:
         dropping.begin(step)
 
 
-def dropping_figures(model: nn.Module) -> dict[str, float]:
+def dropping_metrics(model: nn.Module) -> dict[str, float]:
     """Return what metrics.jsonl says of it; {} if no token is ever dropped."""
     dropping = getattr(model, "token_dropping", None)
     return {} if dropping is None else {"ltd_share": round(dropping.share(dropping.step), 6)}

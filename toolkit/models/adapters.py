@@ -1,32 +1,171 @@
-"""Adapters as folders: peft's layout for LoRA and prompt tuning, the ChatGLM repositories' names for P-Tuning v2.
+"""Adapters: from `tuning` to a model of which a part is trained, as directories, and the base model that they fit.
+
+`apply_tuning` is one function for every method; the loop knows none of them. A base model is recognised by a few of its
+numbers, taken from parameters under transformers' names, so that they are the same for an official folder and for one
+that was converted from it, and but for rounding in any precision.
+
+Directories have peft's layout for LoRA and prompt tuning, the ChatGLM repositories' names for P-Tuning v2.
 
 `adapter_config.json` and `adapter_model.safetensors`, and beside them base.json, which tells the model they stand on.
 """
 
 import json
+from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from peft import LoraConfig, PromptTuningConfig, get_peft_model_state_dict
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from toolkit.config.schema import TuningMethod
+from toolkit.config.schema import TuningConfig, TuningMethod
 from toolkit.distributed.tensor import is_tensor_part
-from toolkit.errors import ModelError
+from toolkit.errors import BaseMissing, ConfigError, ModelError
 from toolkit.messages import tr
-from toolkit.models.chatglm.prefix import PREFIX, prefix_for
-from toolkit.models.folder import read_object
+from toolkit.models import adapter_patterns, lora
+from toolkit.models.directory import read_object
 from toolkit.models.limits import check_sizes
-from toolkit.models.tuning import lora, patterns
-from toolkit.models.tuning.base import FILE as BASE_FILE
-from toolkit.models.tuning.base import Base, check_base, find_base, numbers_of, read_base
-from toolkit.models.tuning.prefix import attach_prefix
-from toolkit.models.tuning.prompt import SoftPrompt, attach_prompt
-from toolkit.models.weights import read_tensors
-from toolkit.outside import reading
+from toolkit.models.lora import freeze
+from toolkit.models.prompt_tuning import PREFIX, SoftPrompt, attach_prefix, attach_prompt, prefix_for
+from toolkit.models.weights import full_params, read_tensors
+from toolkit.outside import json_object, reading
+from toolkit.secrets import hide
+
+FILE = "base.json"
+RUN_BASE = "base"
+"""Folder of a run that holds its base where that was random and so is nowhere else."""
+_PARAMETERS, _NUMBERS = 8, 8
+_ROUNDING = 0.02
+"""Largest difference as a fraction of the number; bfloat16 rounds by 0.004."""
+
+
+@dataclass(frozen=True, slots=True)
+class BaseModel:
+    """A model that something was trained on."""
+
+    path: str
+    """Absolute path of its directory; without secrets, so that a base below one has to be named again."""
+    numbers: dict[str, list[float]]
+    """By name of a parameter, eight of its numbers."""
+
+    def write(self) -> bytes:
+        """Return the content of base.json."""
+        return (json.dumps(asdict(self), indent=1, ensure_ascii=False) + "\n").encode()
+
+
+def base_of(model: PreTrainedModel, path: Path) -> BaseModel:
+    """Return what tells a model again. A collective under ZeRO-3.
+
+    Args:
+        model: as loaded, before anything is added to it.
+        path: its folder.
+    """
+    parameters = sorted(model.named_parameters(), key=lambda one: one[0])
+    chosen = _spread(parameters, _PARAMETERS)
+    return BaseModel(hide(str(path.absolute())), {name: fingerprint_of(parameter) for name, parameter in chosen})
+
+
+def _spread(values: Sequence[Any], count: int) -> list[Any]:
+    """Return some of a sequence, from the first to the last."""
+    places = torch.linspace(0, len(values) - 1, min(count, len(values))).round().long().tolist()
+    return [values[place] for place in dict.fromkeys(places)]
+
+
+def fingerprint_of(parameter: torch.Tensor) -> list[float]:
+    """Return some of a parameter's numbers, from all over it."""
+    with full_params([parameter]):
+        flat = parameter.detach().flatten()
+        places = torch.linspace(0, flat.numel() - 1, _NUMBERS, dtype=torch.float64).long()
+        return [float(value) for value in flat[places.to(flat.device)].float()]
+
+
+def read_base(folder: Path) -> BaseModel | None:
+    """Return what an adapter or a checkpoint says of its base, None if it says nothing.
+
+    Raises:
+        ModelError: it is damaged.
+    """
+    file = folder / FILE
+    if not file.is_file():
+        return None
+    with reading(file, ModelError):
+        return BaseModel(**json_object(file, ModelError))
+
+
+def check_base(known: BaseModel, found: BaseModel, folder: object) -> None:
+    """Refuse a model that is not the one that was trained on.
+
+    Args:
+        known: what was trained on.
+        found: what is to be used now.
+        folder: what was trained, for the message.
+
+    Raises:
+        ModelError: they differ.
+    """
+    for name in known.numbers:
+        check_numbers(known, name, found.numbers.get(name, []), found.path, folder)
+
+
+def check_numbers(known: BaseModel, name: str, found: list[float], path: object, folder: object) -> None:
+    """Refuse a model of which one parameter differs; see `check_base`.
+
+    Args:
+        known: what was trained on.
+        name: of the parameter.
+        found: of `numbers_of`.
+        path: the model's folder.
+        folder: what was trained, for the message.
+
+    Raises:
+        ModelError: it differs.
+    """
+    numbers = known.numbers[name]
+    if len(found) != len(numbers) or not all(map(_close, numbers, found)):
+        raise ModelError(
+            tr(
+                "{folder} was trained on another model than {path}: {name} differs. It was trained on {known}; set "
+                "model.path to that model.",
+                folder=folder,
+                path=path,
+                name=name,
+                known=known.path,
+            )
+        )
+
+
+def _close(one: float, other: float) -> bool:
+    return abs(one - other) <= _ROUNDING * max(abs(one), abs(other)) + 1e-6
+
+
+def find_base(folder: Path, given: str = "") -> Path:
+    """Return the folder of the model that something was trained on.
+
+    Args:
+        folder: an adapter or a checkpoint's description, with base.json.
+        given: where the user says that it is; "" looks where it was, and in the run folder.
+
+    Raises:
+        BaseMissing: it is nowhere.
+    """
+    known = read_base(folder)
+    recorded = given or ("" if known is None else known.path)
+    near = [] if given else [parent / RUN_BASE for parent in folder.absolute().parents[:4]]
+    for path in [*([Path(recorded)] if recorded else []), *near]:
+        if (path / "config.json").is_file():
+            return path
+    raise BaseMissing(
+        tr(
+            "{folder} is to be added to a model that is not there: {path}. Say where it is: toolkit export-model PATH "
+            "base=DIR output=OUT writes an adapter that knows; toolkit generate, chat and eval take model.path=DIR "
+            "adapter={folder}.",
+            folder=folder,
+            path=recorded or "?",
+        )
+    )
+
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PTUNING_V2 = "PTUNING_V2"
@@ -36,19 +175,19 @@ _SOFT_PROMPT = "soft_prompt.embedding.weight"
 
 
 @dataclass(frozen=True, slots=True)
-class Tuned:
+class AdapterState:
     """How a model was changed for training a part of it; its attribute `tuned`."""
 
     method: TuningMethod
     """lora also for qlora: the additions are the same."""
     settings: dict[str, Any]
     """Content of adapter_config.json; {} where the model's own parameters are trained."""
-    base: Base
+    base: BaseModel
     """The model as it was."""
 
     def describe(self) -> dict[str, bytes]:
         """Return the files that say what an adapter, or a checkpoint without frozen weights, is."""
-        files = {BASE_FILE: self.base.write()}
+        files = {FILE: self.base.write()}
         if self.settings:
             files[CONFIG] = (json.dumps(self.settings, indent=2, ensure_ascii=False) + "\n").encode()
         return files
@@ -56,7 +195,7 @@ class Tuned:
 
 def has_adapter(model: PreTrainedModel) -> bool:
     """Whether what is trained of a model is an adapter, and no part of its own parameters."""
-    tuned: Tuned | None = getattr(model, "tuned", None)
+    tuned: AdapterState | None = getattr(model, "tuned", None)
     return tuned is not None and bool(tuned.settings)
 
 
@@ -76,7 +215,7 @@ def base_numbers(model: PreTrainedModel) -> dict[str, list[float]]:
         of_base = name.replace(".base_layer", "").replace(".original_module", "")
         is_its_own = parameter.is_floating_point() and not is_tensor_part(parameter)
         if of_base in known and is_its_own and not parameter.requires_grad:
-            found[of_base] = numbers_of(parameter)
+            found[of_base] = fingerprint_of(parameter)
     return found
 
 
@@ -133,7 +272,7 @@ def read_settings(folder: Path) -> dict[str, Any]:
             )
         )
     check_sizes(settings, folder / CONFIG)
-    patterns.check_names(settings, folder / CONFIG)
+    adapter_patterns.check_names(settings, folder / CONFIG)
     return settings
 
 
@@ -188,10 +327,10 @@ def as_json(config: Any) -> dict[str, Any]:
     return plain
 
 
-def attach(
+def attach_adapter(
     model: PreTrainedModel,
     settings: dict[str, Any],
-    base: Base,
+    base: BaseModel,
     *,
     dropout: float = 0.0,
     ds_config: dict[str, Any] | None = None,
@@ -222,15 +361,15 @@ def attach(
                 for name, value in settings.items()
                 if name in LoraConfig.__dataclass_fields__ and name not in _OUTSIDE
             }
-            known = patterns.with_names(known, [name for name, _ in model.named_modules()])
-            lora.inject(model, LoraConfig(**known | {"inference_mode": False}), ds_config)
-    model.tuned = Tuned(method, settings, base)
+            known = adapter_patterns.with_names(known, [name for name, _ in model.named_modules()])
+            lora.inject_lora(model, LoraConfig(**known | {"inference_mode": False}), ds_config)
+    model.tuned = AdapterState(method, settings, base)
 
 
 def load_adapter(
     model: PreTrainedModel,
     folder: Path,
-    base: Base,
+    base: BaseModel,
     *,
     dropout: float = 0.0,
     ds_config: dict[str, Any] | None = None,
@@ -250,15 +389,15 @@ def load_adapter(
     settings, known = read_settings(folder), read_base(folder)
     if known is not None:
         check_base(known, base, folder)
-    values = read_weights(folder)
+    values = read_adapter_weights(folder)
     with reading(folder / CONFIG, ModelError):
-        attach(model, settings, base, dropout=dropout, ds_config=ds_config)
+        attach_adapter(model, settings, base, dropout=dropout, ds_config=ds_config)
     if method_of(settings) is TuningMethod.ptuning_v2:  # ChatGLM-6B's own training saved lm_head too
         values = {name: value for name, value in values.items() if name.startswith(PREFIX)}
-    fill(model, values, folder)
+    load_values(model, values, folder)
 
 
-def read_weights(folder: Path) -> dict[str, torch.Tensor]:
+def read_adapter_weights(folder: Path) -> dict[str, torch.Tensor]:
     """Return an adapter's tensors by their stored names; nothing in the file is executed.
 
     Raises:
@@ -270,7 +409,7 @@ def read_weights(folder: Path) -> dict[str, torch.Tensor]:
     raise ModelError(tr("{folder} holds no adapter: there is no {file}.", folder=folder, file=WEIGHTS))
 
 
-def fill(model: PreTrainedModel, values: dict[str, torch.Tensor], folder: Path) -> None:
+def load_values(model: PreTrainedModel, values: dict[str, torch.Tensor], folder: Path) -> None:
     """Give an adapter's parameters their values; all of them, and nothing else.
 
     Args:
@@ -293,3 +432,91 @@ def fill(model: PreTrainedModel, values: dict[str, torch.Tensor], folder: Path) 
         raise ModelError(
             tr("the adapter in {folder} does not fit the model: {names}.", folder=folder, names="; ".join(wrong[:5]))
         )
+
+
+def apply_tuning(
+    model: PreTrainedModel,
+    config: TuningConfig,
+    base: Path,
+    tokenizer: PreTrainedTokenizerBase,
+    seed: int,
+    ds_config: dict[str, Any] | None = None,
+) -> None:
+    """Add what a method adds, and leave trainable what it trains.
+
+    Args:
+        model: as loaded; afterwards `model.tuned` says what was done to it, unless everything is trained.
+        config: `tuning`.
+        base: folder of the model.
+        tokenizer: for `tuning.init_text`.
+        seed: of what is added; every rank adds the same.
+        ds_config: the DeepSpeed dict if the model's parameters are partitioned: a collective then.
+
+    Raises:
+        ConfigError: a setting does not fit the model.
+        ModelError: `tuning.adapter` cannot be used, or the model has no such method.
+    """
+    method = config.method
+    if method is TuningMethod.full:
+        return
+    known = base_of(model, base)
+    if method is TuningMethod.prompt and getattr(model, "builds_positions", False):
+        raise ModelError(
+            tr("ChatGLM-6B finds its positions from its tokens, among which a learned prompt has none: use ptuning_v2.")
+        )
+    if method is TuningMethod.qlora:
+        from toolkit.models.lora import quantize
+
+        quantize(model)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        if config.adapter:
+            _go_on_from(model, config, known, ds_config)
+        elif method is TuningMethod.freeze:
+            freeze(model, config)
+            model.tuned = AdapterState(method, {}, known)
+        else:
+            settings = _settings(model, config, known.path)
+            attach_adapter(model, settings, known, dropout=config.dropout, ds_config=ds_config)
+            if method is TuningMethod.prompt:
+                model.soft_prompt.embedding.weight.data.copy_(_prompt_values(model, config, tokenizer))
+
+
+def _settings(model: PreTrainedModel, config: TuningConfig, base: str) -> dict[str, Any]:
+    """Return adapter_config.json of an adapter that is begun."""
+    if config.method is TuningMethod.ptuning_v2:
+        return prefix_settings(config.num_tokens, config.projection, base)
+    if config.method is TuningMethod.prompt:
+        return prompt_settings(model, config.num_tokens, base)
+    return as_json(lora.lora_config(model, config, base))
+
+
+def _go_on_from(
+    model: PreTrainedModel, config: TuningConfig, base: BaseModel, ds_config: dict[str, Any] | None
+) -> None:
+    folder = Path(config.adapter)
+    found = method_of(read_settings(folder))
+    if found is not (TuningMethod.lora if config.method is TuningMethod.qlora else config.method):
+        raise ConfigError(
+            tr(
+                "tuning.adapter = {folder} is an adapter of tuning={found}, not of tuning={wanted}.",
+                folder=folder,
+                found=found.value,
+                wanted=config.method.value,
+            )
+        )
+    load_adapter(model, folder, base, dropout=config.dropout, ds_config=ds_config)
+
+
+def _prompt_values(model: PreTrainedModel, config: TuningConfig, tokenizer: PreTrainedTokenizerBase) -> torch.Tensor:
+    """Return the embeddings that a prompt begins with, [P, H]."""
+    embedding, number = model.get_input_embeddings(), config.num_tokens
+    if config.init_text:
+        ids = tokenizer(config.init_text, add_special_tokens=False)["input_ids"]
+        if not ids:
+            raise ConfigError(tr("tuning.init_text = '{text}' holds no token.", text=config.init_text))
+        places = torch.tensor((ids * (number // len(ids) + 1))[:number])
+    else:
+        places = torch.randint(len(tokenizer), (number,))
+    with full_params([embedding.weight]):
+        return embedding.weight.detach()[places.to(embedding.weight.device)].cpu()

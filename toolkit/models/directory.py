@@ -1,19 +1,26 @@
-"""What a model folder on disk holds, found out without torch and without running anything in it."""
+"""What a model directory on disk holds, found out without torch and without running anything in it.
 
+Also which models can be trained on packed rows, known from their config before anything is loaded; and which Python
+files there are, and whether they may run.
+"""
+
+import fcntl
+import hashlib
 import json
 import re
 import zipfile
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from safetensors import safe_open
 
+from toolkit.config.schema import Init, ModelConfig, TuningMethod
 from toolkit.errors import ModelError
 from toolkit.messages import tr
 from toolkit.models.chatglm.family import Architecture, architecture_of, check_supported
 from toolkit.models.limits import check_sizes
-from toolkit.models.remote_code import code_files, is_trusted, trust
 from toolkit.outside import json_object, reading
 
 LFS_POINTER = b"version https://git-lfs"
@@ -44,7 +51,7 @@ def read_config(path: str, *, with_weights: bool = True) -> dict[str, Any]:
     else:
         _refuse_unknown(folder, config)
     if with_weights:
-        _check_weights(folder, architecture)
+        _check_weight_files(folder, architecture)
     return config
 
 
@@ -57,7 +64,7 @@ def read_object(file: Path) -> dict[str, Any]:
     return json_object(file, ModelError)
 
 
-def trust_folder(path: str) -> None:
+def trust_code(path: str) -> None:
     """Let the Python files of a folder run in this process, as they are now.
 
     Raises:
@@ -181,7 +188,7 @@ def weight_files(folder: Path) -> list[Path]:
     return []
 
 
-def _check_weights(folder: Path, architecture: Architecture | None) -> None:
+def _check_weight_files(folder: Path, architecture: Architecture | None) -> None:
     files = weight_files(folder)
     missing = [file.name for file in files if not file.is_file()]
     if missing:
@@ -269,3 +276,97 @@ def _check_safetensors(file: Path) -> None:
         raise ModelError(
             tr("{file} holds tensors without content: {names}. Export it again.", file=file, names=empty[:5])
         )
+
+
+_WHOLE = "full_attention"
+
+
+def packing_unsupported(model: ModelConfig, max_length: int, tuning: TuningMethod = TuningMethod.full) -> str:
+    """Return why a model cannot be trained on packed rows, "" if nothing speaks against it.
+
+    Whether samples really do not see each other is measured on the loaded model; see `attention.check_isolation`.
+
+    Args:
+        model: the recipe's section.
+        max_length: tokens of a row.
+        tuning: which parameters are trained.
+
+    Raises:
+        ModelError: the model folder cannot be read.
+    """
+    if tuning in (TuningMethod.ptuning_v2, TuningMethod.prompt):
+        return tr("what tuning={method} learns stands before a row, not before each sample in it", method=tuning.value)
+    if model.init is Init.random:
+        return ""
+    return _unsupported(model, max_length)
+
+
+def sequence_parallel_unsupported(model: ModelConfig, max_length: int) -> str:
+    """Return why rows of a model cannot be divided over ranks, "" if nothing in its config speaks against it.
+
+    What the loaded model says to it is seen by `toolkit.models.sequence`.
+
+    Args:
+        model: the recipe's section.
+        max_length: tokens of a row.
+
+    Raises:
+        ModelError: the model folder cannot be read.
+    """
+    return "" if model.init is Init.random else _unsupported(model, max_length)
+
+
+def _unsupported(model: ModelConfig, max_length: int) -> str:
+    """Return what in a model folder's config mixes the tokens of a row otherwise than by causal attention."""
+    config = read_config(model.path)
+    if architecture_of(config) is Architecture.v1:
+        return tr("ChatGLM-6B finds the positions of a whole row from its one <sop>")
+    layers = set(config.get("layer_types") or [_WHOLE])
+    window = config.get("sliding_window")
+    if window and config.get("use_sliding_window", True):
+        if window >= max_length:
+            layers.discard("sliding_attention")
+        elif "layer_types" not in config or "sliding_attention" in layers:
+            return tr(
+                "its attention reaches back {window} tokens only, less than data.max_length = {length}",
+                window=window,
+                length=max_length,
+            )
+    others = sorted(layers - {_WHOLE})
+    return tr("it has layers that mix a whole row: {layers}", layers=", ".join(others)) if others else ""
+
+
+_trusted: set[str] = set()
+"""SHA-256 of the files that this process may run; by content, so that checkpoints and exports may have copies."""
+
+
+def code_files(folder: Path) -> list[Path]:
+    """Return the Python files of a folder and of those in it; any of them may run where its code is trusted."""
+    return sorted(folder.rglob("*.py"))
+
+
+def trust(folder: Path) -> None:
+    """Let the Python files of a folder run in this process, as they are now."""
+    _trusted.update(map(_code_digest, code_files(folder)))
+
+
+def is_trusted(folder: Path) -> bool:
+    """Return whether there is code in a folder, and all of it may run."""
+    files = code_files(folder)
+    return bool(files) and all(_code_digest(file) in _trusted for file in files)
+
+
+def _code_digest(file: Path) -> str:
+    return hashlib.sha256(file.read_bytes()).hexdigest()
+
+
+@contextmanager
+def alone() -> Iterator[None]:
+    """Keep this machine's other processes out: transformers (5.23) copies code and imports it without a lock."""
+    from transformers.utils.hub import HF_MODULES_CACHE
+
+    place = Path(HF_MODULES_CACHE)
+    place.mkdir(parents=True, exist_ok=True)
+    with (place / "toolkit.lock").open("a") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield

@@ -1,0 +1,250 @@
+"""LoRA, QLoRA and training some layers: which parts of a model are trained, and how.
+
+LoRA comes through peft, put into the model in place: its class, and all that knows it, stays.
+
+Hu et al. 2021, https://arxiv.org/abs/2106.09685; rsLoRA: Kalajdzievski 2023, https://arxiv.org/abs/2312.03732; DoRA:
+Liu et al. 2024, https://arxiv.org/abs/2402.09353.
+
+QLoRA's frozen weights in 4 bits (NF4, double quantisation), through bitsandbytes.
+
+Dettmers et al. 2023, https://arxiv.org/abs/2305.14314.
+"""
+
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
+
+import torch
+from peft import LoraConfig, inject_adapter_in_model
+from torch import nn
+from transformers import PreTrainedModel
+
+from toolkit.config.schema import TuningConfig
+from toolkit.errors import ConfigError
+from toolkit.messages import tr
+from toolkit.plan.parameters import ALL_LINEAR, check_matches, default_targets, select_names
+
+
+def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
+    """Return a model's decoder layers, first to last."""
+    layers: nn.ModuleList = model.get_submodule(decoder_layers_name(model))
+    return layers
+
+
+def decoder_layers_name(model: PreTrainedModel) -> str:
+    """Return the name of the list of a model's decoder layers."""
+    number = model.config.num_hidden_layers
+    found = [name for name, part in model.named_modules() if isinstance(part, nn.ModuleList) and len(part) == number]
+    return min(found, key=len)
+
+
+def arguments_by_name(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Return all arguments of a forward pass by name."""
+    return dict(zip(_argument_names(type(model).forward), args, strict=False)) | kwargs
+
+
+@cache
+def _argument_names(forward: Callable[..., Any]) -> list[str]:
+    return list(inspect.signature(forward).parameters)[1:]
+
+
+def num_cached(kwargs: dict[str, Any]) -> int:
+    """Return how many places the cache of a forward pass holds already."""
+    cache = kwargs.get("past_key_values")
+    return 0 if cache is None else int(cache.get_seq_length())
+
+
+def mask_and_positions(kwargs: dict[str, Any], ids: torch.Tensor, num_before: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the attention mask and the positions of a forward pass before which something learned stands.
+
+    Args:
+        kwargs: arguments of the pass; what they leave out is made as transformers makes it.
+        ids: `[B, S]`, or embeddings `[B, S, H]`.
+        num_before: places of what is learned: the mask has ones for them in front, positions do not count them.
+    """
+    rows, size = ids.shape[:2]
+    mask = kwargs.get("attention_mask")
+    if mask is None:
+        earlier = max(num_cached(kwargs) - num_before, 0)
+        mask = torch.ones(rows, earlier + size, dtype=torch.long, device=ids.device)
+    positions = kwargs.get("position_ids")
+    if positions is None:
+        positions = (mask.long().cumsum(dim=1) - 1).clamp(min=0)[:, -size:]
+    return torch.cat((mask.new_ones(rows, num_before), mask), dim=1), positions
+
+
+def freeze(model: PreTrainedModel, config: TuningConfig) -> None:
+    """Leave trainable the last layers, and the parameters that the patterns name.
+
+    Raises:
+        ConfigError: more layers than there are, or a pattern that matches nothing.
+    """
+    number = len(decoder_layers(model))
+    if config.last_layers > number:
+        raise ConfigError(
+            tr(
+                "tuning.last_layers = {value}, but the model has {number} layers.",
+                value=config.last_layers,
+                number=number,
+            )
+        )
+    names = [name for name, _ in model.named_parameters()]
+    layers = decoder_layers_name(model)
+    last = tuple(f"{layers}.{place}." for place in range(number - config.last_layers, number))
+    trained = {name for name in names if name.startswith(last)}
+    for pattern in config.patterns:
+        trained.update(check_matches("tuning.patterns", pattern, names))
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name in trained)
+
+
+ADAPTER = "default"
+
+
+def lora_config(model: PreTrainedModel, config: TuningConfig, base: str) -> LoraConfig:
+    """Return peft's settings for a model.
+
+    Args:
+        model: as loaded.
+        config: `tuning`.
+        base: folder of the model, for adapter_config.json.
+
+    Raises:
+        ConfigError: target_modules or save_modules match nothing.
+    """
+    return LoraConfig(
+        task_type="CAUSAL_LM",
+        base_model_name_or_path=base,
+        r=config.rank,
+        lora_alpha=config.alpha,  # type: ignore[arg-type]  # peft says int, and takes any number
+        lora_dropout=config.dropout,
+        use_rslora=config.rslora,
+        use_dora=config.dora,
+        target_modules=_targets(model, config.target_modules),
+        modules_to_save=_saved(model, config.save_modules) or None,
+    )
+
+
+def inject_lora(model: PreTrainedModel, config: LoraConfig, ds_config: dict[str, Any] | None) -> None:
+    """Put untrained additions into a model; only they, and the modules saved whole, stay trainable.
+
+    Args:
+        model: as loaded; its parameters may be partitioned or on the meta device.
+        config: peft's settings.
+        ds_config: the DeepSpeed dict if the parameters are partitioned.
+    """
+    precision = model.dtype
+    is_partitioned = any(hasattr(parameter, "ds_shape") for parameter in model.parameters())
+    with _partitioning_known(ds_config if is_partitioned else None):
+        inject_adapter_in_model(config, model, adapter_name=ADAPTER)
+    for parameter in model.parameters():  # peft keeps additions to half-precision models in float32
+        if parameter.requires_grad and not hasattr(parameter, "ds_shape"):
+            parameter.data = parameter.data.to(precision)
+
+
+@contextmanager
+def _partitioning_known(ds_config: dict[str, Any] | None) -> Iterator[None]:
+    """Let peft gather partitioned weights where it reads them: it asks transformers whether they are (peft 0.21)."""
+    if ds_config is None:
+        yield
+        return
+    from transformers.integrations.deepspeed import (
+        HfDeepSpeedConfig,
+        unset_hf_deepspeed_config,
+    )
+
+    known = HfDeepSpeedConfig(ds_config)  # kept by a weak reference
+    try:
+        yield
+    finally:
+        unset_hf_deepspeed_config()
+        del known
+
+
+def _targets(model: PreTrainedModel, patterns: list[str]) -> list[str]:
+    """Return the names, or ends of names, of the layers that get additions."""
+    layers = f"{decoder_layers_name(model)}."
+    linear = {name for name, part in model.named_modules() if isinstance(part, nn.Linear) and name.startswith(layers)}
+    patterns = patterns or default_targets(model.config.model_type, linear)
+    if ALL_LINEAR in patterns:
+        return sorted({name.rpartition(".")[2] for name in linear})
+    fitting = {name for name, part in model.named_modules() if isinstance(part, nn.Linear | nn.Embedding)}
+    for pattern in patterns:
+        check_matches("tuning.target_modules", pattern, fitting)
+    if not any(sign in pattern for pattern in patterns for sign in "*?["):
+        return patterns
+    return sorted(select_names(fitting, patterns))
+
+
+def _saved(model: PreTrainedModel, names: list[str]) -> list[str]:
+    modules = {name for name, part in model.named_modules() if next(part.parameters(recurse=False), None) is not None}
+    for name in names:
+        check_matches("tuning.save_modules", name, modules)
+    return names
+
+
+def parameter_of(layer: Any) -> str:
+    """Return what the parameter is called that one of peft's layers adds to."""
+    name: str = getattr(layer, "parameter_name", "weight")
+    return name
+
+
+def merge_lora(layer: Any, weight: torch.Tensor, trained: dict[str, torch.Tensor]) -> torch.Tensor:
+    """Return a layer's weight with its additions in it, computed in float32.
+
+    Args:
+        layer: peft's, on the meta device; left there.
+        weight: its own weight.
+        trained: the additions, by their names in the layer.
+    """
+    base, own = layer.get_base_layer(), parameter_of(layer)
+    empty = base.get_parameter(own)
+    setattr(base, own, nn.Parameter(weight.float(), requires_grad=False))
+    before = {name: layer.get_parameter(name) for name in trained}
+    for name, value in trained.items():
+        _set_parameter(layer, name, nn.Parameter(value.float(), requires_grad=False))
+    layer.merge(safe_merge=True)
+    found = base.get_parameter(own).detach()
+    layer.merged_adapters.clear()
+    setattr(base, own, empty)
+    for name, parameter in before.items():
+        _set_parameter(layer, name, parameter)
+    return found
+
+
+def _set_parameter(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
+    owner, _, leaf = name.rpartition(".")
+    place = module.get_submodule(owner)
+    if isinstance(place, nn.ParameterDict):
+        place[leaf] = parameter
+    else:
+        setattr(place, leaf, parameter)
+
+
+def quantize(model: PreTrainedModel) -> None:
+    """Put the linear layers of a model's decoder on the GPU in 4 bits, one after another; embedding and head stay.
+
+    Args:
+        model: whole, on the CPU; `config.checks_tuning` has seen to it that bitsandbytes and a GPU are there.
+    """
+    import bitsandbytes
+
+    device = torch.device("cuda", torch.cuda.current_device())
+    for layer in decoder_layers(model):
+        for name, linear in list(layer.named_modules()):
+            if not isinstance(linear, nn.Linear):
+                continue
+            small = bitsandbytes.nn.Linear4bit(
+                linear.in_features,
+                linear.out_features,
+                bias=linear.bias is not None,
+                compute_dtype=model.dtype,
+                compress_statistics=True,
+                quant_type="nf4",
+            )
+            small.load_state_dict(linear.state_dict())
+            owner, _, leaf = name.rpartition(".")
+            setattr(layer.get_submodule(owner), leaf, small.to(device))
+    model.is_loaded_in_4bit = True  # asked for by peft 0.21
