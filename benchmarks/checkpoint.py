@@ -22,7 +22,7 @@ from toolkit.checkpoint.directory import RunState
 from toolkit.config.checks import micro_rows
 from toolkit.config.schema import RunConfig
 from toolkit.distributed.process_group import barrier, gather, rank, world_size
-from toolkit.export.checkpoint import export_beside
+from toolkit.export.checkpoint import export_in_background
 from toolkit.launch.environment import Ranks
 from toolkit.models import probe
 from toolkit.models.save import describe
@@ -58,7 +58,9 @@ def compare(cfg: RunConfig, prepared: Prepared, ranks: Ranks, repeats: int, fold
 
     step()  # optimizer states exist from here on
     files = describe(engine.module, prepared.encoder) if rank() == 0 else {}
-    described = Described(files, probe.ids_of([prepared.train[0][0].tolist()], engine.module.config), export_beside)
+    described = Described(
+        files, probe.ids_of([prepared.train[0][0].tolist()], engine.module.config), export_in_background
+    )
     savers = {
         name: Saver(
             engine,

@@ -23,7 +23,7 @@ from benchmarks.rows import rows_file
 from toolkit.config.checks import micro_rows
 from toolkit.config.schema import Packing, RunConfig, SourceConfig
 from toolkit.data.loader import build_loader
-from toolkit.data.plan import Plan, pack
+from toolkit.data.packing import PackingPlan, pack
 from toolkit.data.sampler import Position
 from toolkit.data.sources import read_conversations
 from toolkit.launch.environment import Ranks
@@ -176,7 +176,9 @@ def open_nothing(cfg: RunConfig) -> dict[str, float]:
     started = time.monotonic()
     nothing: Any = _Nothing()
     micro_batches = [[0] * micro_rows(cfg)] * 10_000
-    loader = build_loader(nothing, Plan(64), micro_batches, 0, Packing.none, seed=0, num_workers=cfg.data.num_workers)
+    loader = build_loader(
+        nothing, PackingPlan(64), micro_batches, 0, Packing.none, seed=0, num_workers=cfg.data.num_workers
+    )
     return _read_on(cfg, iter(loader), started)
 
 

@@ -22,8 +22,8 @@ from deepspeed.accelerator import get_accelerator
 from benchmarks.processes import measure
 from toolkit.config.load import load
 from toolkit.config.schema import RunConfig
-from toolkit.data.collate import collate
-from toolkit.data.plan import pack
+from toolkit.data.loader import collate
+from toolkit.data.packing import pack
 from toolkit.data.store import Sample
 from toolkit.distributed import process_group
 from toolkit.engine.build import initialize_engine

@@ -15,7 +15,7 @@ from toolkit.config.files import known_recipes, read
 from toolkit.config.hub import is_hub_name
 from toolkit.config.load import load
 from toolkit.config.schema import Init, RowFormat, RunConfig
-from toolkit.data.files import files_of
+from toolkit.data.readers import files_of
 from toolkit.engine.ds_config import build_ds_config
 from toolkit.launch.environment import Ranks
 

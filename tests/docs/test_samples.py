@@ -9,8 +9,8 @@ from pages import ROOT, blocks, chinese
 
 from toolkit.config.schema import DataConfig, RowFormat, SourceConfig
 from toolkit.data.formats import detect_format, parse_row
-from toolkit.data.json_rows import parse_line
 from toolkit.data.sources import read_conversations
+from toolkit.data.strict_json import parse_line
 
 ENGLISH = ROOT / "docs" / "data.md"
 PAGES = [ENGLISH, chinese(ENGLISH), ROOT / "README.md", ROOT / "README_zh.md"]

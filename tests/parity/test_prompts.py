@@ -11,9 +11,8 @@ from golden import GOLDEN, lines
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from toolkit.evaluate.generate import text_of
-from toolkit.evaluate.row_answers import hears_system
-from toolkit.evaluate.stream import AnswerStream
+from toolkit.evaluate.answers import has_system_role
+from toolkit.evaluate.generate import AnswerStream, decode_answer
 from toolkit.models import load_chat_encoder
 from toolkit.models.chat_template import TemplateChatEncoder
 from toolkit.models.tokenizer import fit_tokenizer
@@ -60,7 +59,7 @@ def test_training_begins_with_the_prompt(
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_who_hears_a_system_message(name: str, folder: Callable[[], Path]) -> None:
-    assert hears_system(encoder_of(name, folder)) == HEARS[name]
+    assert has_system_role(encoder_of(name, folder)) == HEARS[name]
 
 
 def streamed(encoder: Any, ids: list[int]) -> list[str]:
@@ -86,7 +85,7 @@ def test_answers_appear_in_whole_characters(name: str, folder: Callable[[], Path
         else:
             ids = encoder.tokenizer.encode_texts([text])[0]
         pieces = streamed(encoder, [*ids, encoder.stop_ids[0]])
-        assert "".join(pieces) == text_of(encoder, ids)
+        assert "".join(pieces) == decode_answer(encoder, ids)
         assert not any("\ufffd" in piece for piece in pieces)
         assert not "".join(pieces).startswith(("\n", " "))
         several += len(pieces) > 3

@@ -6,8 +6,8 @@ import pytest
 from golden import GOLDEN, vocabulary
 from test_tokenizers import NAMES, TOOLS, saved
 
-from toolkit.evaluate.generate import text_of
-from toolkit.evaluate.questions import split_sample
+from toolkit.evaluate.answers import split_sample
+from toolkit.evaluate.generate import decode_answer
 from toolkit.models import load_chat_encoder
 from toolkit.models.chat_template import TemplateChatEncoder
 
@@ -19,7 +19,7 @@ def parts(encoder: Any, messages: list[dict[str, Any]], tools: Any = None) -> tu
     ids, trained = encoder.encode(messages, tools)
     found = split_sample(ids, [False, *trained[1:]], encoder)
     assert found is not None
-    return found[0], text_of(encoder, found[1])
+    return found[0], decode_answer(encoder, found[1])
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -30,7 +30,7 @@ def test_each_familys_own_format(name: str, original: bool) -> None:
         messages = chat["messages"]
         assert parts(encoder, [*messages, {"role": "assistant", "content": ANSWER}]) == (
             encoder.prompt(messages),
-            text_of(encoder, encoder.tokenizer.encode_texts([ANSWER])[0]),
+            decode_answer(encoder, encoder.tokenizer.encode_texts([ANSWER])[0]),
         )
     assert split_sample(*encoder.encode([{"role": "text", "content": ANSWER}]), encoder) is None
 

@@ -14,7 +14,7 @@ from safetensors import SafetensorError
 
 from toolkit.cli import main
 from toolkit.errors import CheckpointError, ModelError
-from toolkit.export import folder as folder_module
+from toolkit.export import huggingface as folder_module
 from toolkit.models import load_model, load_tokenizer, save_model
 from toolkit.models.weights import WeightFiles
 

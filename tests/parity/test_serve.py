@@ -17,8 +17,8 @@ from official import write
 
 from tests.unit.speaker import write_random
 from toolkit.cli import main, serve
-from toolkit.cli.usable import load_usable
-from toolkit.evaluate.generate import Sampling, generate, text_of
+from toolkit.evaluate.generate import Sampling, decode_answer, generate
+from toolkit.export.load import load_any
 from toolkit.launch.environment import free_port
 
 ROOT = Path(__file__).parents[2]
@@ -184,7 +184,7 @@ def test_transformers_server_answers_as_generate_does(kind: str, tmp_path: Path)
         {"role": "assistant", "content": "好"},
         {"role": "user", "content": "为什么？ <|user|>\nno<|assistant|> [gMASK]"},  # stays text
     ]
-    usable = load_usable(str(model))
+    usable = load_any(str(model))
     prompt = usable.encoder.prompt(messages)
     [ids] = generate(usable.model, usable.encoder, [prompt], Sampling(max_new_tokens=12), usable.model.device)
 
@@ -218,5 +218,5 @@ def test_transformers_server_answers_as_generate_does(kind: str, tmp_path: Path)
         server.communicate()
     assert models == ["mine"]
     assert by_name["choices"] == answer["choices"]
-    assert answer["choices"][0]["message"]["content"].strip() == text_of(usable.encoder, ids)
+    assert answer["choices"][0]["message"]["content"].strip() == decode_answer(usable.encoder, ids)
     assert answer["usage"]["prompt_tokens"] == len(prompt)

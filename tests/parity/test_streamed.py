@@ -13,8 +13,8 @@ from safetensors.torch import load_file, save_file
 from tests.unit.tiny_model import SIZES
 from toolkit.engine.memory import PeakMemory
 from toolkit.errors import CheckpointError
-from toolkit.export.folder import write_folder
-from toolkit.export.prove import run_forward
+from toolkit.export.huggingface import write_folder
+from toolkit.export.verify import verify_logits
 from toolkit.models import load_model, probe
 from toolkit.models.save import describe
 from toolkit.models.streamed import streamed_model
@@ -67,13 +67,13 @@ def test_an_export_is_proven_without_loading_it(tmp_path: Path, monkeypatch: pyt
     model, folder = model_of("llama"), tmp_path / "export"
     taken = probe.take(model, probe.spread_ids(model.config))
     write_folder(model, describe(model, None), folder, "hf", taken)
-    monkeypatch.setattr("toolkit.export.prove.load_model", lambda path: pytest.fail("it was loaded whole"))
-    assert "the logits are those of the save" in run_forward(folder)
+    monkeypatch.setattr("toolkit.export.verify.load_model", lambda path: pytest.fail("it was loaded whole"))
+    assert "the logits are those of the save" in verify_logits(folder)
     values = load_file(folder / "model.safetensors")
     name = "model.layers.1.mlp.down_proj.weight"
     save_file({**values, name: values[name].flip(0)}, folder / "model.safetensors", {"format": "pt"})
     with pytest.raises(CheckpointError, match="other weights than were saved: the logits differ by"):
-        run_forward(folder)
+        verify_logits(folder)
 
 
 def test_a_model_that_uses_a_layer_elsewhere_is_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -86,15 +86,15 @@ def test_a_model_that_uses_a_layer_elsewhere_is_loaded(tmp_path: Path, monkeypat
         return owner[head].model.layers[0].mlp.down_proj.weight.sum() if head in owner else torch.zeros(())
 
     owner: dict[Any, Any] = {model.lm_head: model}
-    monkeypatch.setattr("toolkit.export.prove.streamed_model", lambda path: _linked(streamed_model(path), owner))
-    monkeypatch.setattr("toolkit.export.prove.load_model", lambda path: _linked(load_model(path), owner))
+    monkeypatch.setattr("toolkit.export.verify.streamed_model", lambda path: _linked(streamed_model(path), owner))
+    monkeypatch.setattr("toolkit.export.verify.load_model", lambda path: _linked(load_model(path), owner))
     taken = probe.take(model, probe.spread_ids(model.config))
     write_folder(model, describe(model, None), folder, "hf", taken)
     with monkeypatch.context() as patched:
         patched.setattr(torch.nn.Linear, "forward", forward)
         ids = probe.spread_ids(model.config)
         assert math.isnan(float(probe.take(_linked(streamed_model(folder), owner), ids).logits.sum()))
-        assert "the logits are those of the save" in run_forward(folder)
+        assert "the logits are those of the save" in verify_logits(folder)
 
 
 def _linked(model: Any, owner: dict[Any, Any]) -> Any:

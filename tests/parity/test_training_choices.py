@@ -11,7 +11,7 @@ from golden import GOLDEN
 
 from tests.unit.data_tools import trained_stretches
 from toolkit.config.schema import TrainOn
-from toolkit.data.conversation import Conversation, marked
+from toolkit.data.formats import Conversation, mark_trained
 from toolkit.errors import RowError
 from toolkit.models import load_chat_encoder
 
@@ -39,7 +39,7 @@ def encoder(name: str) -> Any:
 
 def samples(name: str, messages: list[dict[str, Any]], train_on: TrainOn) -> list[tuple[list[int], list[bool]]]:
     """Return what is learned from a conversation."""
-    found = marked(Conversation(list(messages)), train_on, encoder(name).only_last)
+    found = mark_trained(Conversation(list(messages)), train_on, encoder(name).only_last)
     return [encoder(name).encode(one.messages) for one in found]
 
 

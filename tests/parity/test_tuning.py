@@ -12,12 +12,12 @@ from golden import GOLDEN, SETS, inputs, load
 from safetensors.torch import load_file, save_file
 
 from toolkit.cli import main
-from toolkit.cli.usable import load_usable
 from toolkit.config.schema import TuningConfig, TuningMethod
 from toolkit.engine.parameters import count_parameters
 from toolkit.errors import CheckpointError, ConfigError, ModelError
-from toolkit.export import adapter as export_adapter
-from toolkit.export.adapter import write_adapter
+from toolkit.export import huggingface as export_adapter
+from toolkit.export.huggingface import write_adapter
+from toolkit.export.load import load_any
 from toolkit.models import load as load_module
 from toolkit.models import load_tokenizer, probe
 from toolkit.models.adapters import apply_tuning, base_of, base_of_adapter, load_adapter, stored_names, trained_names
@@ -282,11 +282,11 @@ def test_one_adapter_is_asked_and_its_base_is_found(tmp_path: Path) -> None:
     written(tuned("v2"), tmp_path / "run" / "export")
     for path in (adapter, tmp_path / "run"):
         with pytest.raises(ConfigError, match=f"is an adapter itself: {other} cannot be added to it"):
-            load_usable(str(path), adapter=str(other))
+            load_any(str(path), adapter=str(other))
     with pytest.raises(ModelError, match=f"{tmp_path} holds no adapter: there is no adapter_config.json"):
-        load_usable("", adapter=str(tmp_path))
+        load_any("", adapter=str(tmp_path))
     with pytest.raises(ModelError, match="there is no folder nowhere"):
-        load_usable("nowhere")
+        load_any("nowhere")
     (adapter / "base.json").unlink()  # as peft writes it
     assert base_of_adapter(adapter) == GOLDEN / "v2"
 

@@ -142,7 +142,7 @@ def turn_back_the_clock(loop: Any) -> None:
 def install() -> None:
     """Put the fault in its place."""
     from toolkit.checkpoint import directory, engine_files
-    from toolkit.train import loop, rehearse
+    from toolkit.train import checkpoint, loop, rehearse
 
     at, step = FAULT["at"], FAULT.get("step")
     count = 0
@@ -168,14 +168,14 @@ def install() -> None:
     elif at == "save.shard":
         before(engine_files.torch, "save", lambda _state, path: of_step(path))
     elif at == "save.random":
-        real_begin = loop.Saver.begin
+        real_begin = checkpoint.Saver.begin
 
         def begin(saver: Any, state: Any) -> None:
             if nth() and FAULT["rank"] == RANK:
                 threading.Timer(FAULT["after_s"], strike).start()
             real_begin(saver, state)
 
-        loop.Saver.begin = begin
+        checkpoint.Saver.begin = begin
     elif at == "save.prove":
         before(directory, "verify_files", of_step)
     elif at == "save.manifest":

@@ -180,7 +180,7 @@ def plain_loop(
     import torch
 
     from toolkit.config.load import load
-    from toolkit.data.collate import collate
+    from toolkit.data.loader import collate
     from toolkit.data.sampler import GlobalBatchSampler
     from toolkit.models.load import create_model
     from toolkit.train.batches import rows_per_step

@@ -14,7 +14,7 @@ from toolkit.cli import main
 from toolkit.config.schema import DistributedConfig
 from toolkit.distributed import process_group
 from toolkit.errors import ModelError
-from toolkit.evaluate.split import FAMILIES, split
+from toolkit.evaluate.generate import FAMILIES, split_inference
 
 SHAPE = {
     "vocab_size": 320,
@@ -49,7 +49,7 @@ def check_family(family: str) -> None:
     with torch.no_grad():
         logits = whole(input_ids=ids).logits
         tokens = whole.generate(ids, max_new_tokens=12, do_sample=False)
-        part = split(whole)
+        part = split_inference(whole)
         assert float((part(input_ids=ids).logits - logits).abs().max()) < 1e-4, family
         assert torch.equal(part.generate(ids, max_new_tokens=12, do_sample=False), tokens), family
     # DeepSpeed keeps its part of each layer beside it.
@@ -62,7 +62,7 @@ def check_precision() -> None:
     half = model("glm").to(torch.bfloat16)
     half.model.rotary_emb.inv_freq = model("glm").model.rotary_emb.inv_freq
     wanted = half.model.rotary_emb.inv_freq.clone()
-    part = split(half)
+    part = split_inference(half)
     assert part.dtype is torch.bfloat16
     assert part.model.rotary_emb.inv_freq.dtype is torch.float32
     assert torch.equal(part.model.rotary_emb.inv_freq, wanted)
@@ -71,13 +71,13 @@ def check_precision() -> None:
 def check_refusals() -> None:
     """What would fail later, or answer wrongly."""
     with pytest.raises(ModelError, match="GPT2LMHeadModel"):
-        split(model("gpt2"))
+        split_inference(model("gpt2"))
     with pytest.raises(ModelError, match="1 heads of keys and values cannot be split over 2 ranks"):
-        split(model("glm", num_key_value_heads=1))
+        split_inference(model("glm", num_key_value_heads=1))
     adapted = model("glm")
     adapted.tuned = SimpleNamespace(settings={"peft_type": "LORA"})
     with pytest.raises(ModelError, match="Merge the adapter first"):
-        split(adapted)
+        split_inference(adapted)
 
 
 process_group.start(DistributedConfig())

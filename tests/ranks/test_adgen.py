@@ -12,7 +12,7 @@ from ranks import REPOSITORY, forked, run
 from shared import rows_of
 
 from toolkit.cli import main
-from toolkit.cli.usable import load_usable
+from toolkit.export.load import load_any
 
 WORKER = str(REPOSITORY / "tests" / "ranks" / "sessions_worker.py")
 PARTS = ["上衣", "裙", "裤", "牛仔布", "棉", "白色", "黑色", "简约", "复古", "刺绣", "格子", "外套"]
@@ -114,7 +114,7 @@ def test_lora_becomes_an_official_folder(folder: Path, tmp_path: Path) -> None:
     assert sorted(path.name for path in (tmp_path / "official").iterdir()) == sorted(
         [*before, "manifest.json", "probe"]
     )
-    usable = load_usable(str(tmp_path / "official"))
+    usable = load_any(str(tmp_path / "official"))
     assert usable.encoder.prompt([{"role": "user", "content": "类型#裙"}])
     assert main(["export-model", str(folder / "runs" / "chatglm_ptuning_adgen"), "format=official"]) == 0
     assert (folder / "runs" / "chatglm_ptuning_adgen" / "official" / "pytorch_model.bin").is_file()

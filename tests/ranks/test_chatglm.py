@@ -127,8 +127,8 @@ def test_training_follows_the_plain_loop(
 @pytest.mark.parametrize("name", ["v1-stage3", "v3-stage2", *NEWER])
 def test_what_is_exported_answers_and_is_what_was_trained(name: str, runs: Path) -> None:
     """Loaded again, by plain transformers where it knows the model, the validation loss is the one that was logged."""
-    from toolkit.data.collate import collate
-    from toolkit.data.store import Store
+    from toolkit.data.loader import collate
+    from toolkit.data.store import TokenizedCache
 
     export = runs / name / "export"
     encoder = load_chat_encoder(export)
@@ -139,7 +139,9 @@ def test_what_is_exported_answers_and_is_what_was_trained(name: str, runs: Path)
         models.append(plain)
     config = json.loads((export / "generation_config.json").read_text())
     assert set(encoder.stop_ids) <= {*torch.tensor(config["eos_token_id"]).flatten().tolist()}
-    stores = [Store(file.parent, "validation") for file in (runs.parent / "cache" / "stores").glob("*/manifest.json")]
+    stores = [
+        TokenizedCache(file.parent, "validation") for file in (runs.parent / "cache" / "stores").glob("*/manifest.json")
+    ]
     found = []
     for store in stores:
         batch = collate([[store[i]] for i in range(len(store))], 3 if name.startswith("v1") else 0)

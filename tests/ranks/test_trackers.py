@@ -9,7 +9,7 @@ from ranks import Finished, alive, forked, run
 from shared import FAULTY, tiny
 
 from tests import series
-from toolkit.track.names import hf_name, tracked_name
+from toolkit.track.metrics import hf_name, tracked_name
 
 NAMES = ("csv", "tensorboard", "wandb", "mlflow")
 SAVED, KILLED_IN, LAST = 4, 7, 10

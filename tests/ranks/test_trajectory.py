@@ -184,14 +184,14 @@ def test_export_is_what_was_trained(name: str, runs: Path) -> None:
     """Plain transformers loads the folder; its loss on the validation rows is the one that was logged."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from toolkit.data.collate import collate
-    from toolkit.data.store import Store
+    from toolkit.data.loader import collate
+    from toolkit.data.store import TokenizedCache
 
     export = runs / name / "export"
     model = AutoModelForCausalLM.from_pretrained(export)
     tokenizer = AutoTokenizer.from_pretrained(export)
     [folder] = (runs.parent / "cache" / "stores").glob("*/manifest.json")
-    store = Store(folder.parent, "validation")
+    store = TokenizedCache(folder.parent, "validation")
     batch = collate([[store[i]] for i in range(len(store))], tokenizer.pad_token_id)
     with torch.no_grad():
         logits = model(input_ids=batch["input_ids"], attention_mask=(batch["segment_ids"] > 0).long()).logits.float()

@@ -15,7 +15,7 @@ from shared import eval_losses, experts, losses, tiny
 
 from toolkit.checkpoint.convert import iter_weights
 from toolkit.cli import main
-from toolkit.cli.usable import load_usable
+from toolkit.export.load import load_any
 from toolkit.models import probe
 from toolkit.models.adapters import CONFIG, WEIGHTS
 
@@ -184,12 +184,12 @@ def test_everything_kept_proves_itself(
     if mergeable:
         saved = probe.read(copy / "merged")
         assert saved is not None
-        usable = load_usable(str(copy / "merged"))
+        usable = load_any(str(copy / "merged"))
         difference, tolerance = probe.compare(usable.model, saved)
         assert difference <= tolerance
         assert not list((copy / "merged").glob("adapter*"))
     elif "freeze" not in name:
-        assert load_usable(str(copy)).model.tuned.method.value == CELLS[name][0].removeprefix("tuning=")
+        assert load_any(str(copy)).model.tuned.method.value == CELLS[name][0].removeprefix("tuning=")
 
 
 def test_the_command_evaluates_an_adapter_and_says_which(runs: Path, rows_file: Path, tmp_path: Path) -> None:

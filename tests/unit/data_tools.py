@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.config.schema import RunConfig, SourceConfig
-from toolkit.data.conversation import Message
 from toolkit.data.encode import Encoded
+from toolkit.data.formats import Message
 from toolkit.errors import RowError
 
 END = 1

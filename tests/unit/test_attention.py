@@ -10,7 +10,7 @@ import transformers
 
 from tests.unit.tiny_model import SIZES
 from toolkit.config.schema import Attention, Init, ModelConfig
-from toolkit.data.collate import collate
+from toolkit.data.loader import collate
 from toolkit.data.store import Sample
 from toolkit.errors import ModelError
 from toolkit.models import attention

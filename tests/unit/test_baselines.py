@@ -6,14 +6,14 @@ from collections import Counter
 from pathlib import Path
 
 from tests.unit.data_tools import ByteEncoder, run_config, write_rows
-from toolkit.data.baselines import ngram_baselines
-from toolkit.data.prepare import prepare
-from toolkit.data.store import Store
+from toolkit.data.store import TokenizedCache
+from toolkit.data.tokenize import build_caches
+from toolkit.evaluate.loss import ngram_baselines
 
 VOCAB = 258
 
 
-def trained_pairs(store: Store) -> list[tuple[int, int]]:
+def trained_pairs(store: TokenizedCache) -> list[tuple[int, int]]:
     found = []
     for index in range(len(store)):
         ids, trained = store[index]
@@ -21,7 +21,7 @@ def trained_pairs(store: Store) -> list[tuple[int, int]]:
     return found
 
 
-def by_formula(train: Store, validation: Store) -> tuple[float, float]:
+def by_formula(train: TokenizedCache, validation: TokenizedCache) -> tuple[float, float]:
     pairs = trained_pairs(train)
     tokens, both = Counter(token for _, token in pairs), Counter(pairs)
     histories = Counter(before for before, _ in pairs)
@@ -46,7 +46,7 @@ def test_against_the_formula(tmp_path: Path) -> None:
     rows += [{"prompt": chr(200 + number), "response": chr(300 + number)} for number in range(20)]
     cfg = run_config(tmp_path, write_rows(tmp_path / "d.jsonl", rows))
     cfg.data.validation_fraction = 0.3
-    train, validation, _ = prepare(cfg, ByteEncoder())
+    train, validation, _ = build_caches(cfg, ByteEncoder())
     assert validation is not None
     assert {token for _, token in trained_pairs(validation)} - {token for _, token in trained_pairs(train)}
     found = ngram_baselines(train, validation, VOCAB)

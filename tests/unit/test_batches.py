@@ -10,12 +10,11 @@ import torch
 
 from tests.unit.data_tools import ByteEncoder, pairs, run_config, write_rows
 from toolkit.config.schema import Packing
-from toolkit.data.collate import collate
-from toolkit.data.loader import build_loader
-from toolkit.data.plan import Plan, plan_rows
-from toolkit.data.prepare import prepare
+from toolkit.data.loader import build_loader, collate
+from toolkit.data.packing import PackingPlan, plan_sequences
 from toolkit.data.sampler import GlobalBatchSampler, sequential
-from toolkit.data.store import Sample, Store
+from toolkit.data.store import Sample, TokenizedCache
+from toolkit.data.tokenize import build_caches
 from toolkit.errors import DataError
 from toolkit.train.batches import ahead
 
@@ -25,9 +24,9 @@ def sample(ids: list[int], trained: list[int]) -> Sample:
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> Store:
+def store(tmp_path: Path) -> TokenizedCache:
     cfg = run_config(tmp_path, write_rows(tmp_path / "d.jsonl", pairs(21)))
-    return prepare(cfg, ByteEncoder()).train
+    return build_caches(cfg, ByteEncoder()).train
 
 
 def as_lists(batch: dict[str, torch.Tensor]) -> dict[str, list[list[int]]]:
@@ -78,8 +77,10 @@ def test_largest_ids_survive() -> None:
 
 @pytest.mark.parametrize("num_workers", [0, 2])
 @pytest.mark.parametrize("packing", list(Packing))
-def test_loader_gives_each_sample_once(store: Store, tmp_path: Path, packing: Packing, num_workers: int) -> None:
-    plan = plan_rows(
+def test_loader_gives_each_sample_once(
+    store: TokenizedCache, tmp_path: Path, packing: Packing, num_workers: int
+) -> None:
+    plan = plan_sequences(
         store, packing, max_length=32, micro_per_gpu=2, seed=3, sources=[], cache_dir=tmp_path, say=pytest.fail
     )
     trained, seen = 0, 0
@@ -93,10 +94,10 @@ def test_loader_gives_each_sample_once(store: Store, tmp_path: Path, packing: Pa
     assert seen == store.num_tokens
 
 
-def test_loader_leaves_the_global_generator_alone(store: Store) -> None:
+def test_loader_leaves_the_global_generator_alone(store: TokenizedCache) -> None:
     before = torch.get_rng_state()
     shares = sequential(len(store), 4, 0, 1)
-    batches = list(build_loader(store, Plan(len(store)), shares, 0, Packing.none, seed=1))
+    batches = list(build_loader(store, PackingPlan(len(store)), shares, 0, Packing.none, seed=1))
     assert len(batches) == 6
     assert torch.equal(torch.get_rng_state(), before)
 

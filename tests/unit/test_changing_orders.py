@@ -31,7 +31,7 @@ def given(tmp_path: Path, packing: Packing) -> tuple[RunConfig, Prepared]:
 
 
 def with_encoder(cfg: RunConfig) -> Prepared:
-    with mock.patch("toolkit.train.prepared.why_not_packed", return_value=""):
+    with mock.patch("toolkit.train.prepared.packing_unsupported", return_value=""):
         return prepare_with(cfg, ByteEncoder(), lambda line: None)  # type: ignore[arg-type]
 
 

@@ -16,9 +16,9 @@ import pytest
 from tests.unit.speaker import SAYS, write_random, write_speaker
 from toolkit.cli import main
 from toolkit.cli.chat import Chat
-from toolkit.cli.usable import Usable, load_usable
 from toolkit.errors import ModelError
 from toolkit.evaluate.generate import Sampling
+from toolkit.export.load import LoadedModel, load_any
 
 ROOT = Path(__file__).parents[2]
 ENVIRONMENT = os.environ | {"PYTHONPATH": str(ROOT), "LANG": "C.UTF-8", "LC_ALL": "", "TERM": "dumb"}
@@ -155,16 +155,16 @@ def test_questions_through_a_pipe(
 
 
 @pytest.fixture(scope="module")
-def usable(tmp_path_factory: pytest.TempPathFactory) -> Usable:
-    return load_usable(str(write_random(tmp_path_factory.mktemp("models") / "random", positions=120)))
+def usable(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
+    return load_any(str(write_random(tmp_path_factory.mktemp("models") / "random", positions=120)))
 
 
-def chat(usable: Usable, max_new_tokens: int = 8) -> Chat:
+def chat(usable: LoadedModel, max_new_tokens: int = 8) -> Chat:
     """Return a conversation in which nothing was said."""
     return Chat(usable, Sampling(max_new_tokens=max_new_tokens), is_terminal=False)
 
 
-def test_the_prompt_is_the_training_prompt(usable: Usable, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_prompt_is_the_training_prompt(usable: LoadedModel, capsys: pytest.CaptureFixture[str]) -> None:
     """What was said and the next question, as training writes it."""
     talk, encoder = chat(usable), usable.encoder
     talk.set_system("简短")
@@ -178,7 +178,7 @@ def test_the_prompt_is_the_training_prompt(usable: Usable, capsys: pytest.Captur
     assert [message["role"] for message in talk.history] == ["user", "assistant"] * 2
 
 
-def test_the_oldest_turns_leave_when_there_is_no_room(usable: Usable, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_oldest_turns_leave_when_there_is_no_room(usable: LoadedModel, capsys: pytest.CaptureFixture[str]) -> None:
     talk = chat(usable)
     talk.set_system("s")
     for text in ("a", "b", "c"):

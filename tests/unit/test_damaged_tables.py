@@ -18,7 +18,7 @@ COUNT = 240
 READ = """
 import sys
 from pathlib import Path
-from toolkit.data.files import blocks
+from toolkit.data.readers import blocks
 from toolkit.errors import DataError
 
 for name in sys.argv[1:]:

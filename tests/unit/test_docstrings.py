@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from toolkit.config.schema import DataConfig, RowFormat, SourceConfig
-from toolkit.data.docstrings import derive_pairs, pairs_file
-from toolkit.data.sources import read_conversations
+from toolkit.data.sources import derive_pairs, pairs_file, read_conversations
 
 MODULE = '''
 """Tools for doing things in the right order.

@@ -12,7 +12,7 @@ from tests.unit.data_tools import ByteEncoder, pairs, run_config, write_rows
 from toolkit.cli import check
 from toolkit.config.schema import RowFormat, SourceConfig, TooLong
 from toolkit.data.duplicates import first_equal
-from toolkit.data.prepare import prepare
+from toolkit.data.tokenize import build_caches
 from toolkit.errors import ToolkitError
 from toolkit.messages import set_language
 from toolkit.report.facts import data_card
@@ -43,7 +43,7 @@ def test_a_file_under_two_entries_is_an_error(
         else r"data.sources\[0\] and data.sources\[1\] read the same file: .*a.jsonl.*`weight`"
     )
     with pytest.raises(ToolkitError, match=expected):
-        prepare(cfg, ByteEncoder())
+        build_caches(cfg, ByteEncoder())
 
 
 def test_check_finds_a_file_under_two_entries(tmp_path: Path) -> None:
@@ -58,12 +58,12 @@ def test_one_file_read_in_two_ways_is_no_duplicate(tmp_path: Path) -> None:
     path = write_rows(tmp_path / "a.jsonl", pairs(20))
     cfg = run_config(tmp_path, path, path)
     cfg.data.sources[1].columns = {"prompt": "response", "response": "prompt"}
-    assert prepare(cfg, ByteEncoder()).report.repeated == 0
+    assert build_caches(cfg, ByteEncoder()).report.repeated == 0
     rows = [{**row, "text": f"text {number}"} for number, row in enumerate(pairs(20))]
     both = write_rows(tmp_path / "both.jsonl", rows)
     cfg = run_config(tmp_path, both, both)
     cfg.data.sources[0].format, cfg.data.sources[1].format = RowFormat.text, RowFormat.prompt_response
-    assert prepare(cfg, ByteEncoder()).report.train_samples == 40
+    assert build_caches(cfg, ByteEncoder()).report.train_samples == 40
 
 
 def test_equal_rows_are_counted_whatever_their_format(tmp_path: Path) -> None:
@@ -72,7 +72,7 @@ def test_equal_rows_are_counted_whatever_their_format(tmp_path: Path) -> None:
     second = write_rows(tmp_path / "b.jsonl", [{"messages": turns}, {"messages": [*turns, *turns]}])
     cfg = run_config(tmp_path, first, second)
     cfg.data.validation = [SourceConfig(path=write_rows(tmp_path / "v.jsonl", [*pairs(2), NEW]))]
-    report = prepare(cfg, ByteEncoder()).report
+    report = build_caches(cfg, ByteEncoder()).report
     assert (report.repeated, report.leaked) == (2, 2)
     assert report.repeated_examples == [f"{first}:6 = {first}:4", f"{second}:1 = {first}:2"]
     assert report.leaked_examples == [f"{tmp_path}/v.jsonl:{line} = {first}:{line}" for line in (1, 2)]
@@ -85,7 +85,7 @@ def test_an_answer_that_is_not_trained_makes_another_row(tmp_path: Path) -> None
         return {"messages": [question, answers[0], question, answers[1]]}
 
     cfg = run_config(tmp_path, write_rows(tmp_path / "a.jsonl", [row(True), row(False), row(True)]))
-    assert prepare(cfg, ByteEncoder()).report.repeated == 1
+    assert build_caches(cfg, ByteEncoder()).report.repeated == 1
 
 
 def test_all_samples_of_a_row_count(tmp_path: Path) -> None:
@@ -93,7 +93,7 @@ def test_all_samples_of_a_row_count(tmp_path: Path) -> None:
     rows = [{"text": "0123456789abcdefghijk"}, {"text": "0123456789abcdefghijX"}, {"text": "0123456789abcdefghijk"}]
     cfg = run_config(tmp_path, write_rows(tmp_path / "t.jsonl", rows))
     cfg.data.max_length, cfg.data.too_long = 10, TooLong.split
-    report = prepare(cfg, ByteEncoder()).report
+    report = build_caches(cfg, ByteEncoder()).report
     assert report.train_samples > 3
     assert report.repeated == 1
 
@@ -101,7 +101,7 @@ def test_all_samples_of_a_row_count(tmp_path: Path) -> None:
 def test_equal_rows_stay_on_one_side_of_the_split(tmp_path: Path) -> None:
     cfg = run_config(tmp_path, write_rows(tmp_path / "a.jsonl", [*pairs(200), *pairs(200)[::2], *pairs(200)]))
     cfg.data.validation_fraction = 0.2
-    train, validation, report = prepare(cfg, ByteEncoder())
+    train, validation, report = build_caches(cfg, ByteEncoder())
     assert validation is not None
     sides = [{store[index][0].tobytes() for index in range(len(store))} for store in (train, validation)]
     assert not sides[0] & sides[1]

@@ -14,12 +14,12 @@ from transformers import GenerationConfig, PreTrainedModel
 from toolkit.cli.evaluation import Evaluation, questions_of
 from toolkit.config.load import load
 from toolkit.config.schema import RunConfig
-from toolkit.data.collate import collate
-from toolkit.data.plan import evaluated_samples
+from toolkit.data.loader import collate
+from toolkit.data.packing import evaluated_samples
 from toolkit.data.sampler import sequential
 from toolkit.errors import DataError, ModelError
 from toolkit.evaluate import answers, metrics
-from toolkit.evaluate.generate import Sampling, generate, text_of
+from toolkit.evaluate.generate import Sampling, decode_answer, generate
 from toolkit.launch.environment import Ranks
 from toolkit.models.load import create_model
 from toolkit.models.loss import num_trained_tokens, token_loss_sum
@@ -143,7 +143,7 @@ def test_every_answer_is_kept_with_its_scores(make: Made, tmp_path: Path, monkey
     for row, question in zip(rows, evaluation.questions, strict=True):
         [ids] = generate(evaluation.model, evaluation.prepared.encoder, [question.prompt], evaluation._sampling(), CPU)
         assert len(ids) == row["output_tokens"]
-        assert hide(text_of(evaluation.prepared.encoder, ids)) == row["output"]
+        assert hide(decode_answer(evaluation.prepared.encoder, ids)) == row["output"]
 
 
 def test_what_is_drawn_is_the_same_on_any_number_of_ranks(make: Made, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -157,7 +157,7 @@ def test_what_is_drawn_is_the_same_on_any_number_of_ranks(make: Made, monkeypatc
         for rank in range(num_ranks):
             monkeypatch.setattr(answers, "rank", lambda rank=rank: rank)
             count: list[None] = []
-            own = answers.answer_all(
+            own = answers.generate_all(
                 evaluation.model,
                 evaluation.prepared.encoder,
                 prompts,

@@ -5,9 +5,8 @@ from pathlib import Path
 import pytest
 
 from toolkit.config.schema import RowFormat, SourceConfig
-from toolkit.data.conversation import Conversation
-from toolkit.data.files import block_bytes, blocks, files_of, first_row, rows_of
-from toolkit.data.formats import RowReader, as_object, detect_format, parse_row
+from toolkit.data.formats import Conversation, RowReader, as_object, detect_format, parse_row
+from toolkit.data.readers import block_bytes, blocks, files_of, first_row, rows_of
 
 DATA = Path(__file__).parents[2] / "examples" / "data"
 LANGUAGES = ("en", "zh")

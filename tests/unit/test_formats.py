@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from toolkit.config.schema import RowFormat, TrainOn
-from toolkit.data.conversation import Conversation, marked, turns
-from toolkit.data.formats import RowReader, detect_format
+from toolkit.data.formats import Conversation, RowReader, detect_format, mark_trained, turns
 from toolkit.errors import RowError
 
 
@@ -229,7 +228,7 @@ def test_turns() -> None:
     ],
 )
 def test_what_is_trained(train_on: TrainOn, flags: list[bool | None]) -> None:
-    (found,) = marked(Conversation(CHAT), train_on, only_last=False)
+    (found,) = mark_trained(Conversation(CHAT), train_on, only_last=False)
     assert [message.get("loss") for message in found.messages] == flags  # the question without an answer is gone
 
 
@@ -237,7 +236,7 @@ def test_what_is_trained(train_on: TrainOn, flags: list[bool | None]) -> None:
     ("train_on", "ends"), [(TrainOn.auto, [7]), (TrainOn.all, [3, 7]), (TrainOn.last, [7]), (TrainOn.marked, [])]
 )
 def test_formats_that_train_the_last_answer_only(train_on: TrainOn, ends: list[int]) -> None:
-    found = list(marked(Conversation(CHAT), train_on, only_last=True))
+    found = list(mark_trained(Conversation(CHAT), train_on, only_last=True))
     assert [len(conversation.messages) for conversation in found] == ends
     assert all("loss" not in message for conversation in found for message in conversation.messages)
 

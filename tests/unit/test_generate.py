@@ -10,8 +10,8 @@ import pytest
 
 from tests.unit.speaker import SAYS, write_random, write_speaker
 from toolkit.cli import main
-from toolkit.evaluate import row_answers as answers
-from toolkit.evaluate.answer_file import AnswerFile
+from toolkit.evaluate import answers
+from toolkit.evaluate.answers import AnswerFile
 
 
 @pytest.fixture(scope="module")

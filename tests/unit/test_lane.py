@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from toolkit.track import lane as lanes
-from toolkit.track.clients.base import FAILED, FINISHED, Client, Run
-from toolkit.track.lane import Lane
+from toolkit.track import queue as lanes
+from toolkit.track.backends import FAILED, FINISHED, Backend, TrackedRun
+from toolkit.track.queue import BackendQueue
 
 
-class Memory(Client):
+class Memory(Backend):
     """A tracker that keeps what it gets; a test says what goes wrong."""
 
     def __init__(self, fault: Callable[[str, int], None], redoes: bool) -> None:
@@ -23,7 +23,7 @@ class Memory(Client):
         self.rows: list[tuple[int, float]] = []
         self.ended = ""
 
-    def begin(self, run: Run) -> None:
+    def begin(self, run: TrackedRun) -> None:
         self.fault("begin", run.step)
 
     def take_back(self, step: int) -> None:
@@ -39,34 +39,34 @@ class Memory(Client):
 
 
 @pytest.fixture
-def make(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., tuple[Lane, Memory, list[str]]]:
+def make(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., tuple[BackendQueue, Memory, list[str]]]:
     """Return what starts a tracker in a thread."""
     monkeypatch.setattr(lanes, "PAUSES_S", (0.01, 0.01))
     monkeypatch.setattr(lanes, "BEGIN_AGAIN_S", 0.01)
-    monkeypatch.setitem(lanes.CLIENTS, "memory", ("memory_for_tests", "memory"))
+    monkeypatch.setitem(lanes.BACKENDS, "memory", ("memory_for_tests", "memory"))
 
     def started(
         fault: Callable[[str, int], None] = lambda what, step: None,
         redoes: bool = False,
         step: int = 0,
         rows: list[dict[str, Any]] | None = None,
-    ) -> tuple[Lane, Memory, list[str]]:
+    ) -> tuple[BackendQueue, Memory, list[str]]:
         client, said = Memory(fault, redoes), []
         module = types.ModuleType("memory_for_tests")
         module.memory = lambda: client  # type: ignore[attr-defined]
-        monkeypatch.setitem(sys.modules, "toolkit.track.clients.memory_for_tests", module)
-        run = Run(name="r", id="", folder=tmp_path, settings={}, hyperparameters={}, texts={}, step=step)
-        return Lane("memory", run, rows or [], lambda reply: said.append(reply.get("say", ""))), client, said
+        monkeypatch.setitem(sys.modules, "toolkit.track.backends.memory_for_tests", module)
+        run = TrackedRun(name="r", id="", folder=tmp_path, settings={}, hyperparameters={}, texts={}, step=step)
+        return BackendQueue("memory", run, rows or [], lambda reply: said.append(reply.get("say", ""))), client, said
 
     return started
 
 
-def send(lane: Lane, *steps: int, loss: float = 1.0) -> None:
+def send(lane: BackendQueue, *steps: int, loss: float = 1.0) -> None:
     for step in steps:
         lane.put("row", {"row": {"step": step, "loss": loss}})
 
 
-def end(lane: Lane, status: str = FINISHED, wait_s: float = 5.0) -> None:
+def end(lane: BackendQueue, status: str = FINISHED, wait_s: float = 5.0) -> None:
     lane.close(status)
     lane.wait(time.monotonic() + wait_s)
 

@@ -11,15 +11,15 @@ from typing import Any
 import pytest
 
 from tests import series
-from toolkit.track import lane
-from toolkit.track.clients.base import FINISHED, Run
-from toolkit.track.clients.csv_file import CsvFile
-from toolkit.track.lane import Lane
+from toolkit.track import queue
+from toolkit.track.backends import FINISHED, TrackedRun
+from toolkit.track.backends.csv import CsvFile
+from toolkit.track.queue import BackendQueue
 
 
-def run_in(folder: Path, step: int = 0) -> Run:
+def run_in(folder: Path, step: int = 0) -> TrackedRun:
     """Return what a tracker is told first."""
-    return Run(
+    return TrackedRun(
         name="mine", id="", folder=folder, settings={"dir": ""}, hyperparameters={"a": 1}, texts={"f": "t"}, step=step
     )
 
@@ -49,9 +49,9 @@ def test_tensorboard_outlives_a_disk_that_is_full_for_a_while(
     small_disk: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("tensorboard")
-    monkeypatch.setattr(lane, "PAUSES_S", (0.1,) * 200)
+    monkeypatch.setattr(queue, "PAUSES_S", (0.1,) * 200)
     said: list[Mapping[str, Any]] = []
-    one = Lane("tensorboard", run_in(small_disk), [], said.append)
+    one = BackendQueue("tensorboard", run_in(small_disk), [], said.append)
     for row in rows_to(5):
         one.put("row", {"row": row})
     until(lambda: recorded(small_disk, "tensorboard") == 5)
@@ -89,7 +89,7 @@ def test_rows_of_earlier_sessions_are_written_in_one_go(
 
     monkeypatch.setattr(Path, "replace", replace)
     began = time.monotonic()
-    one = Lane(name, run_in(tmp_path, 1500), rows_to(1500), lambda answer: None)
+    one = BackendQueue(name, run_in(tmp_path, 1500), rows_to(1500), lambda answer: None)
     for row in rows_to(2500)[1500:]:
         one.put("row", {"row": row})
     one.close(FINISHED)
@@ -107,7 +107,7 @@ def test_rows_of_earlier_sessions_are_written_in_one_go(
 def test_a_session_that_is_too_short_leaves_the_table_and_counts_what_is_missing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    first = Lane("csv", run_in(tmp_path), rows_to(3), lambda answer: None)
+    first = BackendQueue("csv", run_in(tmp_path), rows_to(3), lambda answer: None)
     first.close(FINISHED)
     first.wait(time.monotonic() + 30)
     table = (tmp_path / "metrics.csv").read_text()
@@ -120,7 +120,7 @@ def test_a_session_that_is_too_short_leaves_the_table_and_counts_what_is_missing
 
     monkeypatch.setattr(CsvFile, "write", slow)
     said: list[Mapping[str, Any]] = []
-    second = Lane("csv", run_in(tmp_path, 5), rows_to(5), said.append)
+    second = BackendQueue("csv", run_in(tmp_path, 5), rows_to(5), said.append)
     second.put("row", {"row": {"step": 6, "loss": 1.0}})
     assert is_asked.wait(30)
     second.close(FINISHED)
@@ -131,10 +131,10 @@ def test_a_session_that_is_too_short_leaves_the_table_and_counts_what_is_missing
 
 
 def test_what_was_handed_on_is_recorded_when_the_time_is_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lane, "RECORD_EVERY_S", math.inf)
+    monkeypatch.setattr(queue, "RECORD_EVERY_S", math.inf)
     may_go_on = threading.Event()
     monkeypatch.setattr(CsvFile, "answers", lambda *words: may_go_on.wait(30))
-    one = Lane("csv", run_in(tmp_path), [], lambda answer: None)
+    one = BackendQueue("csv", run_in(tmp_path), [], lambda answer: None)
     one.put("row", {"row": {"step": 1, "loss": 1.0}})
     one.put("answers", {"step": 1, "name": "answers", "answers": []})
     until(lambda: one.record.steps["train"] == 1)

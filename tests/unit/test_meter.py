@@ -13,7 +13,7 @@ from toolkit.messages import set_language
 from toolkit.plan.machine import find_gpu
 from toolkit.plan.speed import FlopRates, Formula, formula
 from toolkit.terminal import set_display
-from toolkit.track.names import UNITS
+from toolkit.track.metrics import UNITS
 from toolkit.track.progress import Progress
 from toolkit.train import account, matmul, meter
 from toolkit.train.account import Account, account_of

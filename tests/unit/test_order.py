@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from toolkit.config.schema import CurriculumConfig, CurriculumShape, SourceConfig, WeightPoint
 from toolkit.config.weights import mean_weight, weight_at
-from toolkit.data.order import ChangingMixture, ShortFirst, length_classes, length_limits
+from toolkit.data.curriculum import CurriculumOrder, ScheduledMixture, length_classes, length_limits
 from toolkit.data.sampler import BEGINNING, GlobalBatchSampler, Order, Position
 from toolkit.errors import DataError
 
@@ -54,7 +54,7 @@ def test_curriculum_by_property(
     steps = max(1, round(part * per_epoch))
     lengths = np.random.default_rng(seed).integers(1, 100, num_rows)
     limits = length_limits(CurriculumConfig(steps=steps, start_length=10, shape=shape), 100)
-    order = ShortFirst(lengths, limits, global_size, 100, f"{seed}")
+    order = CurriculumOrder(lengths, limits, global_size, 100, f"{seed}")
     come: list[int] = []
     for number, place in enumerate(places(order, global_size, 2 * per_epoch)):
         rows, figure = taken(order, global_size, place), order.figures(place)["curriculum_length"]
@@ -82,12 +82,12 @@ def test_curriculum_by_property(
 def test_a_curriculum_draws_by_chance() -> None:
     """Among the rows within its limit it prefers neither short ones nor those that stand first."""
     lengths = np.arange(1, 1001)
-    order = ShortFirst(lengths, np.full(5, 500.0), 50, 1000, "k")
+    order = CurriculumOrder(lengths, np.full(5, 500.0), 50, 1000, "k")
     first = order.rows(BEGINNING, 250)
     assert lengths[first].max() <= 500
     assert 200 < lengths[first].mean() < 300
     assert abs(np.corrcoef(np.arange(250), first)[0, 1]) < 0.2
-    other = ShortFirst(lengths, np.full(5, 500.0), 50, 1000, "other").rows(BEGINNING, 250)
+    other = CurriculumOrder(lengths, np.full(5, 500.0), 50, 1000, "other").rows(BEGINNING, 250)
     assert other.tolist() != first.tolist()
 
 
@@ -103,7 +103,7 @@ def test_weights_by_hand() -> None:
     assert (weight_at(source(weight=0.5), 0.3), mean_weight(source(weight=0.5))) == (0.5, 0.5)
 
 
-def mixture(**values: object) -> ChangingMixture:
+def mixture(**values: object) -> ScheduledMixture:
     given = {
         "bounds": [0, 60, 100, 120],
         "sources": [source((0, 2), (1, 0)), source((0, 0), (0.5, 1)), source(weight=0.5)],
@@ -113,7 +113,7 @@ def mixture(**values: object) -> ChangingMixture:
         "epochs": 3,
         "key": "k",
     }
-    return ChangingMixture(**(given | values))  # type: ignore[arg-type]
+    return ScheduledMixture(**(given | values))  # type: ignore[arg-type]
 
 
 def test_a_mixture_keeps_its_shares() -> None:
@@ -158,7 +158,7 @@ def test_any_place_goes_on_with_the_same_rows(world_size: int) -> None:
     limits = length_limits(CurriculumConfig(steps=9, start_length=10), 100)
     for order, other in (
         (mixture(), mixture()),
-        (ShortFirst(lengths, limits, 8, 100, "k"), ShortFirst(lengths, limits, 8, 100, "k")),
+        (CurriculumOrder(lengths, limits, 8, 100, "k"), CurriculumOrder(lengths, limits, 8, 100, "k")),
     ):
         every = places(order, 8, 30)
         for number in (0, 5, 13, 20):

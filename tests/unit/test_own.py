@@ -19,7 +19,7 @@ from toolkit.data.sampler import Position
 from toolkit.distributed import process_group
 from toolkit.distributed.process_group import gather_metrics
 from toolkit.errors import CheckpointError, ConfigError, DataError
-from toolkit.export import own as export
+from toolkit.export import checkpoint as export
 from toolkit.launch.environment import Ranks
 from toolkit.own import data, entry, finish, session
 from toolkit.own.evaluation import _metrics, evaluate
@@ -201,7 +201,7 @@ def test_the_best_is_chosen_by_a_figure_that_is_there() -> None:
 
 
 def test_a_model_that_is_not_made_again(tmp_path: Path) -> None:
-    export._write(nn.Linear(1, 1).state_dict(), {}, tmp_path / "export")
+    export._write_custom(nn.Linear(1, 1).state_dict(), {}, tmp_path / "export")
     finish._prove(task([1]), 1, tmp_path / "export")
     with pytest.raises(
         CheckpointError, match="model= failed when it was called once more, ZeroDivisionError: division"
@@ -218,7 +218,7 @@ def test_empty_tensors_are_exported(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         return model
 
     monkeypatch.setattr(export, "gathered_parameters", lambda module: module.state_dict().items())
-    export.export(Engine(make()), {}, tmp_path / "export")  # type: ignore[arg-type]
+    export.export_custom(Engine(make()), {}, tmp_path / "export")  # type: ignore[arg-type]
     finish._prove(task([1], model=make), 1, tmp_path / "export")
 
 
@@ -330,7 +330,7 @@ def test_onnx_by_torch_s_exporter(tmp_path: Path) -> None:
     from onnx.reference import ReferenceEvaluator
 
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(144, 2))
-    export._write(model.state_dict(), {"model": "Sequential"}, tmp_path / "export")
+    export._write_custom(model.state_dict(), {"model": "Sequential"}, tmp_path / "export")
     load_model(model, tmp_path / "export" / "model.safetensors")
     images = torch.randn(2, 3, 8, 8)
     with warnings.catch_warnings():

@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 
 from tests.unit.data_tools import ByteEncoder, pairs, run_config, write_rows
 from toolkit.config.schema import Packing, SourceConfig
-from toolkit.data.collate import collate
-from toolkit.data.permutation import Permutation
-from toolkit.data.plan import PAD_MULTIPLE, Plan, evaluated_samples, group, pack, plan_rows
-from toolkit.data.prepare import prepare
-from toolkit.data.store import Store
+from toolkit.data.loader import collate
+from toolkit.data.packing import PAD_MULTIPLE, PackingPlan, evaluated_samples, group, pack, plan_sequences
+from toolkit.data.sampler import Permutation
+from toolkit.data.store import TokenizedCache
+from toolkit.data.tokenize import build_caches
 
 LENGTHS = st.lists(st.integers(1, 60), min_size=1, max_size=300)
 
@@ -81,18 +81,20 @@ def test_permutation_is_random_enough() -> None:
     assert Permutation(10, "a")(np.arange(10)).tolist() == [7, 3, 6, 5, 0, 2, 1, 4, 8, 9]  # the same on every machine
 
 
-def stores(tmp_path: Path) -> tuple[Store, list[SourceConfig]]:
+def stores(tmp_path: Path) -> tuple[TokenizedCache, list[SourceConfig]]:
     """Return a store of 40 and 20 samples from two sources."""
     cfg = run_config(
         tmp_path,
         write_rows(tmp_path / "1.jsonl", pairs(40, 5)),
         write_rows(tmp_path / "2.jsonl", pairs(20, 9)),
     )
-    return prepare(cfg, ByteEncoder()).train, cfg.data.sources
+    return build_caches(cfg, ByteEncoder()).train, cfg.data.sources
 
 
-def planned(store: Store, folder: Path, packing: Packing, sources: list[SourceConfig], seed: int = 1) -> Plan:
-    return plan_rows(
+def planned(
+    store: TokenizedCache, folder: Path, packing: Packing, sources: list[SourceConfig], seed: int = 1
+) -> PackingPlan:
+    return plan_sequences(
         store,
         packing,
         max_length=40,

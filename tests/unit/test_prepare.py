@@ -13,13 +13,13 @@ import pytest
 
 from tests.unit.data_tools import END, ByteEncoder, UntrainedEncoder, pairs, run_config, text_of, write_rows
 from toolkit.config.schema import OnBadRow, RunConfig, SourceConfig, TooLong, TrainOn
-from toolkit.data.prepare import prepare, split_rows
-from toolkit.data.store import Store, damaged_files
+from toolkit.data.store import TokenizedCache, damaged_files
+from toolkit.data.tokenize import build_caches, split_rows
 from toolkit.errors import DataError
 from toolkit.train.prepared import _tell
 
 
-def answers(store: Store) -> list[str]:
+def answers(store: TokenizedCache) -> list[str]:
     """Return the trained text of each sample."""
     texts = []
     for index in range(len(store)):
@@ -39,7 +39,7 @@ def made(tmp_path: Path, rows: Sequence[object], **data: object) -> RunConfig:
 
 def test_ids_and_masks_by_hand(tmp_path: Path) -> None:
     cfg = made(tmp_path, [{"prompt": "ab", "response": "c"}, {"prompt": "d", "response": "ef"}])
-    train, validation, report = prepare(cfg, ByteEncoder())
+    train, validation, report = build_caches(cfg, ByteEncoder())
     assert validation is None
     assert [train[index][0].tolist() for index in range(2)] == [[99, 100, 101, 1], [102, 103, 104, 1]]
     assert [train[index][1].tolist() for index in range(2)] == [[False, False, True, True], [False, True, True, True]]
@@ -52,19 +52,19 @@ def test_ids_and_masks_by_hand(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("vocab_size", "dtype"), [(65536, np.uint16), (65537, np.uint32)])
 def test_smallest_width(tmp_path: Path, vocab_size: int, dtype: type) -> None:
     cfg = made(tmp_path, pairs(1))
-    assert prepare(cfg, ByteEncoder(vocab_size)).train[0][0].dtype == dtype
+    assert build_caches(cfg, ByteEncoder(vocab_size)).train[0][0].dtype == dtype
 
 
 def test_split_by_fraction(tmp_path: Path) -> None:
     cfg = made(tmp_path, pairs(1200, length=5), validation_fraction=0.1)
-    train, validation, report = prepare(cfg, ByteEncoder())
+    train, validation, report = build_caches(cfg, ByteEncoder())
     assert validation is not None
     assert (len(train), len(validation), report.train_samples, report.validation_samples) == (1080, 120, 1080, 120)
     assert sorted(answers(train) + answers(validation)) == [f"{number:05d}" for number in range(1200)]
     assert train.num_tokens + validation.num_tokens == train.offsets[-1]
     assert sorted([*train.members, *validation.members]) == list(range(1200))
     cfg.run.seed += 1
-    other = prepare(cfg, ByteEncoder()).validation
+    other = build_caches(cfg, ByteEncoder()).validation
     assert other is not None
     assert answers(other) != answers(validation)
 
@@ -82,7 +82,7 @@ def test_split_by_file(tmp_path: Path) -> None:
     cfg = made(tmp_path, pairs(3), validation_fraction=0.5)
     cfg.data.validation = [SourceConfig(path=write_rows(tmp_path / "v.jsonl", [{"prompt": "p", "response": "v"}]))]
     cfg.data.max_samples = 2
-    train, validation, report = prepare(cfg, ByteEncoder())
+    train, validation, report = build_caches(cfg, ByteEncoder())
     assert validation is not None
     assert (answers(train), answers(validation), report.rows_read) == (["000", "001"], ["v"], 3)
 
@@ -98,7 +98,7 @@ LONG = [
 
 def test_too_long_is_dropped(tmp_path: Path) -> None:
     cfg = made(tmp_path, LONG, max_length=10)
-    train, _, report = prepare(cfg, ByteEncoder())
+    train, _, report = build_caches(cfg, ByteEncoder())
     assert answers(train) == ["b" * 8]
     assert report.dropped == {"longer than data.max_length = 10": 4}
     assert report.examples["longer than data.max_length = 10"][0] == f"{tmp_path}/d.jsonl:1"
@@ -109,7 +109,7 @@ def chat(*contents: str, system: str = "") -> dict[str, object]:
     return {"messages": [{"role": "system", "content": system}] * bool(system) + messages}
 
 
-def texts(store: Store) -> list[str]:
+def texts(store: TokenizedCache) -> list[str]:
     """Return each sample as text, $ for end tokens, what is trained in upper case."""
     found = []
     for index in range(len(store)):
@@ -128,19 +128,19 @@ CHATS = [
 
 def test_truncation_keeps_the_newest_whole_turns(tmp_path: Path) -> None:
     cfg = made(tmp_path, CHATS, max_length=10, too_long=TooLong.truncate)
-    train, _, report = prepare(cfg, ByteEncoder())
+    train, _, report = build_caches(cfg, ByteEncoder())
     assert texts(train) == ["_qA$rB$sC$", "_sCCC$", "sCCC$"]
     assert report.truncated == 2
     assert report.dropped == {"newest turn alone longer than data.max_length = 10": 1}
     cfg.data.max_length = 12
-    assert texts(prepare(cfg, ByteEncoder()).train) == ["_qA$rB$sC$", "_rBBBB$sCCC$", "sCCC$"]
+    assert texts(build_caches(cfg, ByteEncoder()).train) == ["_qA$rB$sC$", "_rBBBB$sCCC$", "sCCC$"]
 
 
 def test_splitting_trains_every_token_once(tmp_path: Path) -> None:
     cfg = made(tmp_path, [*CHATS, {"text": "x" * 25}], max_length=10, too_long=TooLong.split)
     cfg.data.sources.append(SourceConfig(path=write_rows(tmp_path / "t.jsonl", [{"text": "0123456789abcdefghijk"}])))
     write_rows(tmp_path / "d.jsonl", CHATS)
-    train, _, report = prepare(cfg, ByteEncoder())
+    train, _, report = build_caches(cfg, ByteEncoder())
     assert texts(train) == [
         "_qA$rB$sC$",
         "_qAAAA$",
@@ -163,21 +163,21 @@ def test_splitting_trains_every_token_once(tmp_path: Path) -> None:
 
 def test_windows_without_a_trained_token_are_left_out(tmp_path: Path) -> None:
     cfg = made(tmp_path, [chat("q" * 25, "ab"), chat("q", "abc" * 5)], max_length=10, too_long=TooLong.split)
-    assert texts(prepare(cfg, ByteEncoder()).train) == ["qqqqqqqAB$", "qABCABCABC", "cABCABC$"]
+    assert texts(build_caches(cfg, ByteEncoder()).train) == ["qqqqqqqAB$", "qABCABCABC", "cABCABC$"]
     whole_only = ByteEncoder()
     whole_only.can_cut, whole_only.fingerprint = False, "uncut"
     with pytest.raises(DataError, match=r"none of the 2 rows.*\n  2 x longer than data.max_length = 10"):
-        prepare(cfg, whole_only)
+        build_caches(cfg, whole_only)
 
 
 def test_a_format_that_trains_last_answers(tmp_path: Path) -> None:
     cfg = made(tmp_path, CHATS[:2], max_length=12, train_on=TrainOn.all, too_long=TooLong.truncate)
-    train, _, report = prepare(cfg, ByteEncoder(only_last=True))
+    train, _, report = build_caches(cfg, ByteEncoder(only_last=True))
     assert [text.replace("$", "") for text in texts(train)][:3] == ["_qA", "_qArB", "_qArBsC"]
     assert report.rows_read == 2
     assert train.num_tokens == sum(map(len, texts(train)))
     cfg.data.validation_fraction = 0.5
-    train, validation, _ = prepare(cfg, ByteEncoder(only_last=True))
+    train, validation, _ = build_caches(cfg, ByteEncoder(only_last=True))
     assert validation is not None
     lines = [{store.where(index) for index in range(len(store))} for store in (train, validation)]
     assert not lines[0] & lines[1]  # samples of one row are never on both sides
@@ -185,7 +185,7 @@ def test_a_format_that_trains_last_answers(tmp_path: Path) -> None:
 
 def test_plain_text_is_cut_at_its_end(tmp_path: Path) -> None:
     cfg = made(tmp_path, [{"text": "abcdefghijklm"}, {"text": "xy"}], max_length=8, too_long=TooLong.truncate)
-    train, _, report = prepare(cfg, ByteEncoder())
+    train, _, report = build_caches(cfg, ByteEncoder())
     assert texts(train) == ["aBCDEFGH", "xY$"]
     assert report.truncated == 1
 
@@ -200,19 +200,19 @@ def test_flags_at_messages(tmp_path: Path) -> None:
         (TrainOn.last, ["qa$rB$", "qA$"]),
     ):
         cfg.data.train_on = train_on
-        assert texts(prepare(cfg, ByteEncoder()).train) == expected
+        assert texts(build_caches(cfg, ByteEncoder()).train) == expected
     cfg.data.train_on = TrainOn.marked
     with pytest.raises(DataError, match="2 x no token the loss covers"):
-        prepare(cfg, ByteEncoder())
+        build_caches(cfg, ByteEncoder())
     row["messages"][3]["loss"] = True  # type: ignore[index]
     write_rows(tmp_path / "d.jsonl", [row, chat("q", "a")])
-    assert texts(prepare(cfg, ByteEncoder()).train) == ["qa$rB$"]
+    assert texts(build_caches(cfg, ByteEncoder()).train) == ["qa$rB$"]
 
 
 def test_too_long_is_an_error(tmp_path: Path) -> None:
     cfg = made(tmp_path, LONG[1:], max_length=10, too_long=TooLong.error)
     with pytest.raises(DataError) as error:
-        prepare(cfg, ByteEncoder())
+        build_caches(cfg, ByteEncoder())
     assert str(error.value) == (
         f"{tmp_path}/d.jsonl:2: 11 tokens, more than data.max_length = 10. Raise it, or choose what happens to long "
         "rows with data.too_long=drop, truncate or split."
@@ -222,7 +222,7 @@ def test_too_long_is_an_error(tmp_path: Path) -> None:
 def test_nothing_trained(tmp_path: Path) -> None:
     cfg = made(tmp_path, pairs(2))
     with pytest.raises(DataError) as error:
-        prepare(cfg, UntrainedEncoder())
+        build_caches(cfg, UntrainedEncoder())
     assert str(error.value) == (
         "No trained tokens: none of the 2 rows of data.sources can be used.\n"
         f"  2 x no token the loss covers ({tmp_path}/d.jsonl:1, {tmp_path}/d.jsonl:2)"
@@ -233,7 +233,7 @@ def test_nothing_trained(tmp_path: Path) -> None:
 def test_seven_of_eight(tmp_path: Path) -> None:
     """The mask is kept as bits: samples begin anywhere in a byte."""
     rows = [{"prompt": "p" * (number % 11 + 1), "response": "a" * (number * 7 % 13 + 1)} for number in range(300)]
-    train = prepare(made(tmp_path, rows), ByteEncoder()).train
+    train = build_caches(made(tmp_path, rows), ByteEncoder()).train
     for row, text in zip(rows, texts(train), strict=True):
         assert text == row["prompt"] + row["response"].upper() + "$"
 
@@ -242,12 +242,12 @@ def test_rows_the_encoder_refuses(tmp_path: Path) -> None:
     cfg = made(tmp_path, [*pairs(2), {"prompt": "p", "response": "REFUSED"}, {"prompt": "p"}])
     with pytest.raises(DataError) as error:
         cfg.data.max_samples = 3
-        prepare(cfg, ByteEncoder())
+        build_caches(cfg, ByteEncoder())
     assert str(error.value) == (
         f"{tmp_path}/d.jsonl:3: refused by the encoder. Such rows are left out and counted with data.on_bad_row=skip."
     )
     cfg.data.on_bad_row, cfg.data.max_samples = OnBadRow.skip, 0
-    train, _, report = prepare(cfg, ByteEncoder())
+    train, _, report = build_caches(cfg, ByteEncoder())
     assert len(train) == 2
     assert report.dropped == {"cannot be used": 2}
     assert report.examples["cannot be used"] == [
@@ -258,8 +258,8 @@ def test_rows_the_encoder_refuses(tmp_path: Path) -> None:
 
 def test_store_is_reused_until_something_changes(tmp_path: Path) -> None:
     cfg, encoder = made(tmp_path, pairs(6)), ByteEncoder()
-    first = prepare(cfg, encoder).report
-    second = prepare(cfg, encoder).report
+    first = build_caches(cfg, encoder).report
+    second = build_caches(cfg, encoder).report
     assert (first.built, second.built, encoder.calls) == (True, False, 1)
     second.built = second.is_new = True
     assert second == first
@@ -267,35 +267,35 @@ def test_store_is_reused_until_something_changes(tmp_path: Path) -> None:
     changes = [("max_length", 9), ("too_long", TooLong.truncate), ("max_samples", 3), ("validation_fraction", 0.3)]
     for name, value in changes:
         setattr(cfg.data, name, value)
-        assert prepare(cfg, encoder).report.built, name
+        assert build_caches(cfg, encoder).report.built, name
     encoder.fingerprint = "other"
-    assert prepare(cfg, encoder).report.built
+    assert build_caches(cfg, encoder).report.built
     write_rows(tmp_path / "d.jsonl", pairs(7))
-    assert prepare(cfg, encoder).report.built
-    assert not prepare(cfg, encoder).report.built
+    assert build_caches(cfg, encoder).report.built
+    assert not build_caches(cfg, encoder).report.built
 
 
 def test_moved_file_is_the_same_data(tmp_path: Path) -> None:
     cfg = made(tmp_path, pairs(6))
-    prepare(cfg, ByteEncoder())
+    build_caches(cfg, ByteEncoder())
     (tmp_path / "d.jsonl").rename(tmp_path / "moved.jsonl")
     cfg.data.sources[0].path = str(tmp_path / "moved.jsonl")
-    assert not prepare(cfg, ByteEncoder()).report.built
+    assert not build_caches(cfg, ByteEncoder()).report.built
 
 
 @pytest.mark.parametrize("name", ["ids.bin", "trained.bin", "manifest.json", "train.npy", "offsets.npy"])
 def test_damaged_store_is_built_again(tmp_path: Path, name: str) -> None:
     cfg = made(tmp_path, pairs(6))
-    folder = Path(prepare(cfg, ByteEncoder()).report.folder)
+    folder = Path(build_caches(cfg, ByteEncoder()).report.folder)
     content = (folder / name).read_bytes()
     (folder / name).write_bytes(content[:-3])
-    train, _, report = prepare(cfg, ByteEncoder())
+    train, _, report = build_caches(cfg, ByteEncoder())
     assert report.built
     assert len(train) == 6
 
 
 def test_a_flipped_bit_is_found(tmp_path: Path) -> None:
-    folder = prepare(made(tmp_path, pairs(6)), ByteEncoder()).train.folder
+    folder = build_caches(made(tmp_path, pairs(6)), ByteEncoder()).train.folder
     assert damaged_files(folder) == []
     for name in ("ids.bin", "trained.bin", "offsets.npy", "lines.npy"):
         content = (folder / name).read_bytes()
@@ -306,12 +306,12 @@ def test_a_flipped_bit_is_found(tmp_path: Path) -> None:
 
 def test_what_changed_is_said(tmp_path: Path) -> None:
     cfg, said = made(tmp_path, pairs(6)), list[str]()
-    first = prepare(cfg, ByteEncoder(), said.append).train
+    first = build_caches(cfg, ByteEncoder(), said.append).train
     assert said == []
     cfg.data.max_length = 9
-    prepare(cfg, ByteEncoder(), said.append)
+    build_caches(cfg, ByteEncoder(), said.append)
     write_rows(tmp_path / "d.jsonl", pairs(7))
-    second = prepare(cfg, ByteEncoder(), said.append).train
+    second = build_caches(cfg, ByteEncoder(), said.append).train
     changes = [line.partition("this changed: ")[2] for line in said]
     assert changes == ["max_length 1024 -> 9.", "the content, format or columns of the data files."]
     assert first.fingerprint[:8] in said[0] and second.fingerprint != first.fingerprint
@@ -319,16 +319,16 @@ def test_what_changed_is_said(tmp_path: Path) -> None:
 
 def test_a_foreign_store_is_not_used(tmp_path: Path) -> None:
     cfg = made(tmp_path, pairs(6))
-    ours = prepare(cfg, ByteEncoder()).train.folder
+    ours = build_caches(cfg, ByteEncoder()).train.folder
     cfg.data.max_length = 9
-    other = prepare(cfg, ByteEncoder()).train.folder
+    other = build_caches(cfg, ByteEncoder()).train.folder
     shutil.rmtree(other)
     shutil.copytree(ours, other)  # whole, but not what its name says
-    assert prepare(cfg, ByteEncoder()).report.built
+    assert build_caches(cfg, ByteEncoder()).report.built
 
 
 def prepare_in_process(cfg: RunConfig, results: "multiprocessing.Queue[tuple[bool, bool, int]]") -> None:
-    train, _, report = prepare(cfg, ByteEncoder())
+    train, _, report = build_caches(cfg, ByteEncoder())
     results.put((report.built, report.is_new, int(train.read_ids(0, int(train.offsets[-1])).sum())))
 
 
@@ -345,7 +345,7 @@ def test_two_processes_at_once(tmp_path: Path) -> None:
     assert sorted(built for built, _, _ in answers_) == [False, True]
     assert all(is_new for _, is_new, _ in answers_), "whichever built it, both began before"
     assert len({total for _, _, total in answers_}) == 1
-    manifest = Path(prepare(cfg, ByteEncoder()).report.folder) / "manifest.json"
+    manifest = Path(build_caches(cfg, ByteEncoder()).report.folder) / "manifest.json"
     day_s = 24 * 3600
     os.utime(manifest, (manifest.stat().st_atime - day_s, manifest.stat().st_mtime - day_s))
     later = context.Process(target=prepare_in_process, args=(cfg, results))
@@ -355,7 +355,7 @@ def test_two_processes_at_once(tmp_path: Path) -> None:
 
 
 def test_store_travels_as_a_path(tmp_path: Path) -> None:
-    train = prepare(made(tmp_path, pairs(500)), ByteEncoder()).train
+    train = build_caches(made(tmp_path, pairs(500)), ByteEncoder()).train
     data = pickle.dumps(train)
     assert len(data) < 500
     assert answers(pickle.loads(data)) == answers(train)
@@ -363,7 +363,7 @@ def test_store_travels_as_a_path(tmp_path: Path) -> None:
 
 def test_manifest_says_what_the_store_is(tmp_path: Path) -> None:
     cfg = made(tmp_path, pairs(4), validation_fraction=0.25)
-    manifest = json.loads((Path(prepare(cfg, ByteEncoder()).report.folder) / "manifest.json").read_text())
+    manifest = json.loads((Path(build_caches(cfg, ByteEncoder()).report.folder) / "manifest.json").read_text())
     assert manifest["inputs"]["encoder"] == "bytes"
     assert manifest["splits"]["train"] == {"samples": 3, "tokens": 18, "trained_tokens": 12}
     assert manifest["splits"]["validation"] == {"samples": 1, "tokens": 6, "trained_tokens": 4}
@@ -372,7 +372,7 @@ def test_manifest_says_what_the_store_is(tmp_path: Path) -> None:
 def test_keys_of_messages_that_are_not_read_are_counted_and_text_is_an_error(tmp_path: Path) -> None:
     turns = [{"role": "user", "content": "q", "id": "a1"}, {"role": "assistant", "content": "a", "id": "a2"}]
     cfg = made(tmp_path, [{"messages": turns}] * 3)
-    report = prepare(cfg, ByteEncoder()).report
+    report = build_caches(cfg, ByteEncoder()).report
     assert report.message_keys == {"id": 6}
     said: list[str] = []
     _tell(report, said.append)
@@ -382,4 +382,4 @@ def test_keys_of_messages_that_are_not_read_are_counted_and_text_is_an_error(tmp
     with pytest.raises(
         DataError, match=r"d\.jsonl:1: message 2 of 'messages': the key 'reasoning_content' is not read"
     ):
-        prepare(cfg, ByteEncoder())
+        build_caches(cfg, ByteEncoder())

@@ -18,13 +18,13 @@ import pytest
 
 from tests.unit.data_tools import ByteEncoder, pairs, run_config, write_rows
 from toolkit.config.schema import OnBadRow, RunConfig, TooLong, TrainOn
-from toolkit.data import pool
-from toolkit.data import prepare as module
-from toolkit.data.files import block_bytes
-from toolkit.data.parts import PartMaker, Rules
-from toolkit.data.prepare import prepare, prepare_shard
+from toolkit.data import tokenize as module
+from toolkit.data import tokenize_workers
+from toolkit.data.readers import block_bytes
 from toolkit.data.sources import read_blocks
-from toolkit.data.store import Store
+from toolkit.data.store import TokenizedCache
+from toolkit.data.tokenize import build_caches, prepare_shard
+from toolkit.data.tokenize_workers import PartBuilder, Rules
 from toolkit.errors import DataError
 
 ROWS = 4000
@@ -58,7 +58,7 @@ def long_rows(count: int = ROWS) -> list[dict[str, str]]:
 @pytest.fixture
 def cfg(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunConfig:
     """A run over some four megabytes, tokenised by two processes."""
-    monkeypatch.setattr(pool, "LEAST_BYTES_FOR_PROCESSES", 0)
+    monkeypatch.setattr(tokenize_workers, "LEAST_BYTES_FOR_PROCESSES", 0)
     monkeypatch.setattr(module, "LEAST_BYTES_FOR_PROCESSES", 0)
     made = run_config(tmp_path, write_rows(tmp_path / "d.jsonl", long_rows()))
     made.prepare.num_workers = 2
@@ -70,7 +70,7 @@ def parts(cfg: RunConfig) -> list[Path]:
     return sorted(Path(cfg.prepare.dir, "parts").glob("*.npz"))
 
 
-def content(store: Store) -> list[tuple[list[int], list[bool]]]:
+def content(store: TokenizedCache) -> list[tuple[list[int], list[bool]]]:
     """Return all samples."""
     return [(ids.tolist(), trained.tolist()) for ids, trained in (store[index] for index in range(len(store)))]
 
@@ -79,12 +79,12 @@ def expected(tmp_path: Path, cfg: RunConfig) -> list[tuple[list[int], list[bool]
     """Return the samples as one process makes them in a cache of its own."""
     plain = run_config(tmp_path, cfg.data.sources[0].path)
     plain.prepare.dir, plain.prepare.num_workers = str(tmp_path / "plain"), 1
-    return content(prepare(plain, ByteEncoder()).train)
+    return content(build_caches(plain, ByteEncoder()).train)
 
 
 def test_processes_make_what_one_makes(tmp_path: Path, cfg: RunConfig) -> None:
     said: list[str] = []
-    train, _, report = prepare(cfg, ByteEncoder(), said.append)
+    train, _, report = build_caches(cfg, ByteEncoder(), said.append)
     assert report.rows_read == ROWS
     assert [train.where(index) for index in (0, 1, ROWS - 1)] == [f"{tmp_path}/d.jsonl:{n}" for n in (1, 2, ROWS)]
     assert content(train) == expected(tmp_path, cfg)
@@ -92,8 +92,8 @@ def test_processes_make_what_one_makes(tmp_path: Path, cfg: RunConfig) -> None:
 
 
 def run_prepare(cfg: RunConfig) -> None:
-    pool.LEAST_BYTES_FOR_PROCESSES = module.LEAST_BYTES_FOR_PROCESSES = 0
-    prepare(cfg, SlowEncoder(), lambda line: None)
+    tokenize_workers.LEAST_BYTES_FOR_PROCESSES = module.LEAST_BYTES_FOR_PROCESSES = 0
+    build_caches(cfg, SlowEncoder(), lambda line: None)
 
 
 @pytest.mark.fault("K1")
@@ -114,7 +114,7 @@ def test_killed_build_goes_on_where_it_stopped(tmp_path: Path, cfg: RunConfig, d
     while b"multiprocessing" in subprocess.run(["ps", "-o", "args", "--ppid", "1"], capture_output=True).stdout:
         assert time.monotonic() < deadline, "orphaned workers"
         time.sleep(0.2)
-    train, _, report = prepare(cfg, ByteEncoder())
+    train, _, report = build_caches(cfg, ByteEncoder())
     assert report.parts_kept >= kept
     assert content(train) == expected(tmp_path, cfg)
     assert parts(cfg) == []
@@ -126,13 +126,13 @@ def test_killed_worker_is_named_and_nothing_lost(tmp_path: Path, cfg: RunConfig)
     rows[-1]["response"] += " kill"
     write_rows(tmp_path / "d.jsonl", rows)
     with pytest.raises(DataError) as error:
-        prepare(cfg, DeadlyEncoder())
+        build_caches(cfg, DeadlyEncoder())
     assert str(error.value) == (
         "A tokenising process was killed, most likely by the system for lack of memory (see `dmesg`). What was "
         "finished is kept: the same command goes on from there. With less memory: prepare.num_workers=1."
     )
     assert parts(cfg)
-    report = prepare(cfg, ByteEncoder()).report
+    report = build_caches(cfg, ByteEncoder()).report
     assert report.parts_kept >= 1
 
 
@@ -141,11 +141,11 @@ def test_row_in_the_middle_is_mended(tmp_path: Path, cfg: RunConfig) -> None:
     rows[3100] = {"prompt": "p"}
     write_rows(tmp_path / "d.jsonl", rows)
     with pytest.raises(DataError, match=r"d\.jsonl:3101: no key 'response'; the row has 'prompt'\. "):
-        prepare(cfg, ByteEncoder())
+        build_caches(cfg, ByteEncoder())
     kept = len(parts(cfg))
     assert kept >= 2
     write_rows(tmp_path / "d.jsonl", long_rows())
-    train, _, report = prepare(cfg, ByteEncoder())
+    train, _, report = build_caches(cfg, ByteEncoder())
     assert report.parts_kept >= kept - 2  # the block of the row, and at most the one after it
     assert content(train) == expected(tmp_path, cfg)
 
@@ -155,10 +155,10 @@ def test_skip_uses_what_error_had_finished(tmp_path: Path, cfg: RunConfig) -> No
     rows[3100] = 7
     write_rows(tmp_path / "d.jsonl", rows)
     with pytest.raises(DataError):
-        prepare(cfg, ByteEncoder())
+        build_caches(cfg, ByteEncoder())
     kept = len(parts(cfg))
     cfg.data.on_bad_row = OnBadRow.skip
-    report = prepare(cfg, ByteEncoder()).report
+    report = build_caches(cfg, ByteEncoder()).report
     assert (report.parts_kept, report.bad_rows, report.train_samples) == (kept, 1, ROWS - 1)
 
 
@@ -178,7 +178,7 @@ def test_damaged_part_is_made_anew(tmp_path: Path, cfg: RunConfig, damage: str) 
             "other": b"PK not a part",
         }[damage]
     )
-    train, _, report = prepare(cfg, ByteEncoder())
+    train, _, report = build_caches(cfg, ByteEncoder())
     assert report.parts_kept == total - 1
     assert content(train) == expected(tmp_path, cfg)
 
@@ -192,7 +192,7 @@ def test_shards_of_several_machines(tmp_path: Path, cfg: RunConfig) -> None:
     assert prepare_shard(cfg, ByteEncoder()) == (counts[2][0], 0)
     encoder = ByteEncoder()
     cfg.prepare.num_workers = 1
-    train, _, report = prepare(cfg, encoder)
+    train, _, report = build_caches(cfg, encoder)
     assert report.parts_kept == sum(total for total, _ in counts)
     assert encoder.calls == 0
     assert content(train) == expected(tmp_path, cfg)
@@ -210,9 +210,9 @@ def test_file_that_changes_while_it_is_read(tmp_path: Path, cfg: RunConfig) -> N
             return super().encode_many(conversations, tools)
 
     with pytest.raises(DataError, match="A data file was changed while it was being tokenised"):
-        prepare(cfg, Changing())
+        build_caches(cfg, Changing())
     assert not list(Path(cfg.prepare.dir, "stores").glob("*/manifest.json"))
-    assert len(prepare(cfg, ByteEncoder()).train) == 3
+    assert len(build_caches(cfg, ByteEncoder()).train) == 3
 
 
 def test_parts_of_other_rules_are_never_used(tmp_path: Path) -> None:
@@ -223,7 +223,7 @@ def test_parts_of_other_rules_are_never_used(tmp_path: Path) -> None:
     def path(rules: Rules, columns: dict[str, str] | None = None, fingerprint: str = "bytes") -> Path:
         encoder = ByteEncoder()
         encoder.fingerprint = fingerprint
-        return PartMaker(encoder, rules, tmp_path).path(block, file.row_format, columns or {})
+        return PartBuilder(encoder, rules, tmp_path).path(block, file.row_format, columns or {})
 
     rules = [
         Rules(100, TooLong.drop, TrainOn.auto),
@@ -240,13 +240,13 @@ FILL = """
 import sys
 from pathlib import Path
 from tests.unit.data_tools import ByteEncoder, run_config
-from toolkit.data.prepare import prepare
+from toolkit.data.tokenize import build_caches
 from toolkit.errors import DataError
 folder, data = map(Path, sys.argv[1:])
 cfg = run_config(folder, str(data))
 cfg.prepare.num_workers = 2
 try:
-    report = prepare(cfg, ByteEncoder(300)).report
+    report = build_caches(cfg, ByteEncoder(300)).report
     print("KEPT", report.parts_kept, report.train_samples)
 except DataError as error:
     print("ERROR", error)
@@ -300,7 +300,7 @@ def node(cfg: RunConfig, host: str, no_locks: bool, results: "multiprocessing.Qu
             raise OSError(errno.ENOLCK, "no locks")
 
         file_lock.fcntl.flock = refuse  # type: ignore[attr-defined]
-    train, _, report = prepare(cfg, SlowEncoder(), lambda line: None)
+    train, _, report = build_caches(cfg, SlowEncoder(), lambda line: None)
     results.put((report.built, int(train.read_ids(0, int(train.offsets[-1])).astype(np.int64).sum())))
 
 
@@ -323,12 +323,12 @@ def test_a_lock_left_by_a_dead_machine_is_taken_over(tmp_path: Path, monkeypatch
 
     monkeypatch.setattr(file_lock, "_SILENT_S", 0.5)
     cfg = run_config(tmp_path, write_rows(tmp_path / "d.jsonl", pairs(3)))
-    folder = prepare(cfg, ByteEncoder()).train.folder
+    folder = build_caches(cfg, ByteEncoder()).train.folder
     lock = folder.with_name(folder.name + ".lock")
     (folder / "manifest.json").unlink()
     lock.write_text(json.dumps({"pid": 1, "host": "gone", "token": "x", "beat": 7, "doing": ""}))
     started = time.monotonic()
-    assert prepare(cfg, ByteEncoder()).report.built
+    assert build_caches(cfg, ByteEncoder()).report.built
     assert time.monotonic() - started >= 0.5
     assert lock.read_text() == ""
 
@@ -351,7 +351,7 @@ def test_a_lock_left_by_a_dead_machine_is_taken_over(tmp_path: Path, monkeypatch
     beating = threading.Thread(target=beat)
     beating.start()
     threading.Timer(2.0, alive.set).start()
-    assert prepare(cfg, ByteEncoder(), said.append).report.built
+    assert build_caches(cfg, ByteEncoder(), said.append).report.built
     assert time.monotonic() - started >= 2.0
     beating.join()
     assert said == [f"Waiting for process 1 on busy, which is preparing {folder}. Tokenising: 3 %"]
@@ -359,7 +359,7 @@ def test_a_lock_left_by_a_dead_machine_is_taken_over(tmp_path: Path, monkeypatch
 
 def test_a_store_that_is_cut_short_under_a_run_is_an_error_with_its_name(tmp_path: Path) -> None:
     """A mapped file would end the process with SIGBUS and no word."""
-    store = prepare(run_config(tmp_path, write_rows(tmp_path / "d.jsonl", pairs(9))), ByteEncoder()).train
+    store = build_caches(run_config(tmp_path, write_rows(tmp_path / "d.jsonl", pairs(9))), ByteEncoder()).train
     ids = store.folder / "ids.bin"
     os.truncate(ids, ids.stat().st_size // 2)
     assert len(store[0][0])

@@ -12,7 +12,7 @@ from toolkit.cli import finish
 from toolkit.config.schema import PrecisionConfig
 from toolkit.engine.build import use_tf32
 from toolkit.errors import CheckpointError, ModelError, ProofDiffers
-from toolkit.export.prove import run_forward
+from toolkit.export.verify import verify_logits
 from toolkit.models import probe
 from toolkit.models.chatglm.modeling import ChatGLMConfig
 from toolkit.models.save import describe, save_model
@@ -135,7 +135,7 @@ def test_an_export_that_is_merely_outside_the_tolerance_is_kept(
         finish._prove(tmp_path / "export")
         assert capsys.readouterr().out.startswith(said)
     with pytest.raises(ProofDiffers, match=r"differ from those of the save by 0\.0002 of their spread"):
-        run_forward(tmp_path / "export")  # `toolkit verify` says so with an error
+        verify_logits(tmp_path / "export")  # `toolkit verify` says so with an error
     for number, wrong in enumerate((taken.logits.flip(1), taken.logits + 2e-3 * taken.logits.std())):
         shutil.rmtree(tmp_path / "export" / "probe")
         probe.write(probe.Probe(taken.ids, wrong, "float32"), tmp_path / "export")
@@ -210,7 +210,7 @@ def test_rounding_is_proven_and_damage_is_an_error(
     save_model(model, tmp_path / "export")
     ids = probe.spread_ids(model.config)
     probe.write(probe.Probe(ids, jittered(model, step, ids), ran), tmp_path / "export")
-    assert "the logits are those of the save" in run_forward(tmp_path / "export")
+    assert "the logits are those of the save" in verify_logits(tmp_path / "export")
     for name, damage in DAMAGED.values():
         weight = model.model.layers[layers // 2].get_submodule(name).weight
         whole = weight.data
@@ -218,7 +218,7 @@ def test_rounding_is_proven_and_damage_is_an_error(
         save_model(model, tmp_path / "damaged")
         shutil.copytree(tmp_path / "export" / "probe", tmp_path / "damaged" / "probe", dirs_exist_ok=True)
         with pytest.raises(CheckpointError, match="other weights than were saved") as error:
-            run_forward(tmp_path / "damaged")
+            verify_logits(tmp_path / "damaged")
         assert not isinstance(error.value, ProofDiffers)
         weight.data = whole
         shutil.rmtree(tmp_path / "damaged")

@@ -10,7 +10,7 @@ from toolkit.cli.rehearsal import _saves, _tried, remedies, told
 from toolkit.config.checks import check
 from toolkit.config.load import load
 from toolkit.config.schema import CheckpointConfig, Packing
-from toolkit.data.plan import Plan
+from toolkit.data.packing import PackingPlan
 from toolkit.errors import CheckpointError, OutOfMemory
 from toolkit.models.chatglm.modeling import ChatGLMConfig, check_rows
 from toolkit.train.longest import longest_batch, repeated_batch
@@ -34,7 +34,7 @@ class Rows:
         return np.array(LENGTHS)[slice(None) if indices is None else indices]
 
 
-def prepared(packing: Packing, plan: Plan) -> mock.Mock:
+def prepared(packing: Packing, plan: PackingPlan) -> mock.Mock:
     """Return what training data looks like."""
     return mock.Mock(train=Rows(), train_plan=plan, packing=packing, pad_id=0)
 
@@ -45,23 +45,23 @@ def cfg(*words: str):
 
 
 def test_the_longest_rows() -> None:
-    plain = prepared(Packing.none, Plan(len(LENGTHS)))
+    plain = prepared(Packing.none, PackingPlan(len(LENGTHS)))
     batch = longest_batch(cfg("batch.global_size=8", "batch.micro_per_gpu=3"), plain, 1)["input_ids"]
     assert batch.shape == (4, 32)  # 8 rows in two micro-batches: 4 at most
     assert set(batch[:, 0].tolist()) == {1, 5, 3, 7}
-    rows = Plan(3, np.arange(8, dtype=np.uint32), np.array([0, 2, 5, 8]))
+    rows = PackingPlan(3, np.arange(8, dtype=np.uint32), np.array([0, 2, 5, 8]))
     batch = longest_batch(cfg("batch.micro_per_gpu=1"), prepared(Packing.packed, rows), 1)
     assert batch["input_ids"].shape == (1, 56)
     assert batch["segment_ids"].max() == 3
     batch = longest_batch(cfg("batch.micro_per_gpu=1"), prepared(Packing.grouped, rows), 1)["input_ids"]
     assert batch.shape == (3, 32)
-    members = Plan(4, np.array([4, 2, 3, 0], np.uint32))  # a weighted plan takes some of the samples
+    members = PackingPlan(4, np.array([4, 2, 3, 0], np.uint32))  # a weighted plan takes some of the samples
     batch = longest_batch(cfg("batch.micro_per_gpu=1"), prepared(Packing.none, members), 1)["input_ids"]
     assert batch[0, 0] == 3
 
 
 def test_a_row_repeated_and_cut() -> None:
-    rows = Plan(3, np.arange(8, dtype=np.uint32), np.array([0, 2, 5, 8]))
+    rows = PackingPlan(3, np.arange(8, dtype=np.uint32), np.array([0, 2, 5, 8]))
     whole, half = (repeated_batch(cfg(), prepared(Packing.packed, rows), 2, share) for share in (1.0, 0.5))
     assert (whole["input_ids"].shape, half["input_ids"].shape) == ((2, 56), (2, 24))
     assert (half["labels"] >= 0).any(1).all()
@@ -75,7 +75,7 @@ def test_a_cut_row_of_chatglm_keeps_sop() -> None:
         store = mock.MagicMock()
         store.lengths.return_value = np.array([len(ids)])
         store.__getitem__.return_value = (ids, np.arange(len(ids)) >= prompt)
-        given = mock.Mock(train=store, train_plan=Plan(1), packing=Packing.none, pad_id=3)
+        given = mock.Mock(train=store, train_plan=PackingPlan(1), packing=Packing.none, pad_id=3)
         batch = repeated_batch(cfg(), given, 2, 0.5)
         check_rows(batch["input_ids"], config)
         assert batch["input_ids"].shape == (2, 16)

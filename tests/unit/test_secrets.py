@@ -8,7 +8,7 @@ import torch
 
 from toolkit.checkpoint.changes import check, differences
 from toolkit.errors import ConfigError
-from toolkit.export.tuned import Part
+from toolkit.export.merge import TunedPart
 from toolkit.messages import tr
 from toolkit.models.adapters import base_of
 from toolkit.secrets import HidingFilter, are_same, hide, hide_all, learn
@@ -69,7 +69,7 @@ def test_the_path_of_a_model_with_a_token_is_written_nowhere(tmp_path: Path) -> 
     """Of what an adapter, a checkpoint and an export say of their base."""
     folder = Path("https://me:token-in-a-path@host/hf_abcdefghijklmnopqrst/model")
     known = base_of(torch.nn.Linear(2, 2), folder)  # type: ignore[arg-type]
-    part = Part(tmp_path, {"peft_type": "LORA"}, known, folder, {})
+    part = TunedPart(tmp_path, {"peft_type": "LORA"}, known, folder, {})
     written = known.write() + b"".join(part.describe().values())
     assert b"token-in-a-path" not in written
     assert b"hf_abc" not in written

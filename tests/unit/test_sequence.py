@@ -6,7 +6,7 @@ import transformers
 
 from tests.unit.tiny_model import SIZES
 from toolkit.config.load import load
-from toolkit.data.plan import pad_multiple
+from toolkit.data.packing import pad_multiple
 from toolkit.errors import ModelError
 from toolkit.models.directory import sequence_parallel_unsupported
 from toolkit.models.loss import with_label_positions

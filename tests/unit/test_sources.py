@@ -13,9 +13,9 @@ import pytest
 
 from tests.unit.data_tools import ByteEncoder, pairs, run_config, write_rows
 from toolkit.config.schema import OnBadRow, RowFormat, SourceConfig
-from toolkit.data import files as files_module
+from toolkit.data import readers as files_module
 from toolkit.data import sources
-from toolkit.data.prepare import Prepared, prepare
+from toolkit.data.tokenize import CachePair, build_caches
 from toolkit.errors import DataError
 
 GOOD = b'{"prompt": "a", "response": "b"}\n'
@@ -23,13 +23,13 @@ ONE_OF = "A file holds one {…} per line, or one list [{…}, …]"
 HISTORY = "Write it as a list of [question, answer] pairs of texts that are not empty"
 
 
-def prepared(folder: Path, *given: SourceConfig, skip: bool = False) -> tuple[Prepared, ByteEncoder]:
+def prepared(folder: Path, *given: SourceConfig, skip: bool = False) -> tuple[CachePair, ByteEncoder]:
     """Prepare sources; the encoder has seen their conversations in order."""
     cfg, encoder = run_config(folder), ByteEncoder()
     cfg.data.sources = list(given)
     cfg.data.on_bad_row = OnBadRow.skip if skip else OnBadRow.error
     cfg.data.max_bad_fraction = 0.999
-    return prepare(cfg, encoder), encoder
+    return build_caches(cfg, encoder), encoder
 
 
 def read(path: Path, row_format: RowFormat = RowFormat.auto, skip: bool = False, **source: Any) -> list[Any]:
@@ -175,7 +175,7 @@ def test_too_many_bad_rows_stop_even_skip(tmp_path: Path) -> None:
     cfg = run_config(tmp_path, str(path))
     cfg.data.on_bad_row, cfg.data.max_bad_fraction = OnBadRow.skip, 0.02
     with pytest.raises(DataError) as error:
-        prepare(cfg, ByteEncoder())
+        build_caches(cfg, ByteEncoder())
     listed = tmp_path / "cache" / "bad_rows.jsonl"
     assert str(error.value).startswith(
         f"12 of 512 rows cannot be used, more than data.max_bad_fraction = 0.02 allows. They are listed in {listed}. \n"
@@ -183,10 +183,10 @@ def test_too_many_bad_rows_stop_even_skip(tmp_path: Path) -> None:
     )
     assert len(listed.read_text().splitlines()) == 12
     cfg.data.max_bad_fraction = 0.03
-    assert prepare(cfg, ByteEncoder()).report.bad_rows == 12
+    assert build_caches(cfg, ByteEncoder()).report.bad_rows == 12
     write_rows(path, [*pairs(3), *[{}] * 10])  # ten are tolerated whatever the fraction
     cfg.data.max_bad_fraction = 0.0
-    assert prepare(cfg, ByteEncoder()).report.bad_rows == 10
+    assert build_caches(cfg, ByteEncoder()).report.bad_rows == 10
 
 
 @pytest.mark.parametrize(
@@ -270,7 +270,7 @@ def test_several_sources_and_max_samples(tmp_path: Path) -> None:
     write_rows(first, pairs(3))
     second.write_text(json.dumps([{"instruction": "i", "output": "o"}] * 3))
     cfg = run_config(tmp_path, str(first), str(second))
-    train, _, report = prepare(cfg, ByteEncoder())
+    train, _, report = build_caches(cfg, ByteEncoder())
     assert [train.where(index) for index in range(6)] == [f"{first}:{n}" for n in (1, 2, 3)] + [f"{second}:1"] * 3
     assert [(source["name"], source["rows"], source["samples"]) for source in report.sources] == [
         (str(first), 3, 3),
@@ -278,10 +278,10 @@ def test_several_sources_and_max_samples(tmp_path: Path) -> None:
     ]
     for most in (2, 3, 5, 6, 9):
         cfg.data.max_samples = most
-        assert len(prepare(cfg, ByteEncoder()).train) == min(most, 6)
+        assert len(build_caches(cfg, ByteEncoder()).train) == min(most, 6)
     cfg.data.sources = []
     with pytest.raises(DataError, match=r"data\.sources is empty"):
-        prepare(cfg, ByteEncoder())
+        build_caches(cfg, ByteEncoder())
 
 
 ROWS = [{"prompt": f"问 {number}\n", "response": 'a "b", c'} for number in range(5)]
@@ -419,9 +419,9 @@ def test_csv_row_with_too_few_or_many_fields(tmp_path: Path) -> None:
 
 
 def test_long_array_is_read_piece_by_piece(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from toolkit.data import json_rows
+    from toolkit.data import strict_json
 
-    monkeypatch.setattr(json_rows, "_CHUNK_BYTES", 7)
+    monkeypatch.setattr(strict_json, "_CHUNK_BYTES", 7)
     rows = [{"prompt": f"é{'x' * (number % 90)}", "response": "\\u4f60 你好 \\n"} for number in range(200)]
     for indent in (None, 2):
         path = written(tmp_path, json.dumps(rows, indent=indent, ensure_ascii=indent is None).encode(), "d.json")

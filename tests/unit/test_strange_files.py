@@ -13,25 +13,25 @@ import pytest
 
 from tests.unit.data_tools import ByteEncoder, pairs, run_config, write_rows
 from toolkit.config.schema import OnBadRow, RunConfig, SourceConfig, TooLong, TrainOn
-from toolkit.data.plan import pack, weighted_samples
-from toolkit.data.pool import make_parts
-from toolkit.data.prepare import Prepared, prepare
-from toolkit.data.sources import locate
+from toolkit.data.packing import pack, weighted_samples
+from toolkit.data.sources import locate_source
+from toolkit.data.tokenize import CachePair, build_caches
+from toolkit.data.tokenize_workers import make_parts
 from toolkit.errors import DataError
 
 GOOD = {"prompt": "a", "response": "b"}
 
 
-def made(cfg: RunConfig, encoder: ByteEncoder | None = None) -> Prepared:
+def made(cfg: RunConfig, encoder: ByteEncoder | None = None) -> CachePair:
     """Prepare; rows that cannot be used are skipped."""
     cfg.data.on_bad_row, cfg.data.max_bad_fraction = OnBadRow.skip, 0.9
-    return prepare(cfg, encoder or ByteEncoder(), lambda line: None)
+    return build_caches(cfg, encoder or ByteEncoder(), lambda line: None)
 
 
 def message(cfg: RunConfig) -> str:
     """Return what preparing says that does not succeed."""
     with pytest.raises(DataError) as error:
-        prepare(cfg, ByteEncoder(), lambda line: None)
+        build_caches(cfg, ByteEncoder(), lambda line: None)
     return str(error.value)
 
 
@@ -215,7 +215,7 @@ def test_tools_without_a_place_are_counted(tmp_path: Path) -> None:
 
 def test_slices_of_a_split_are_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"`split` = train\[:10\] selects rows, which is not known here"):
-        locate(SourceConfig(hub="owner/name", split="train[:10]"), 0, tmp_path, print)
+        locate_source(SourceConfig(hub="owner/name", split="train[:10]"), 0, tmp_path, print)
 
 
 def test_a_small_weight_leaves_a_sample(tmp_path: Path) -> None:
@@ -243,7 +243,7 @@ def test_parts_that_another_build_removed_are_made_again(tmp_path: Path, monkeyp
             one.path.unlink()
             yield one
 
-    monkeypatch.setattr("toolkit.data.prepare.make_parts", removed)
+    monkeypatch.setattr("toolkit.data.tokenize.make_parts", removed)
     assert len(made(cfg).train) == 50
 
 

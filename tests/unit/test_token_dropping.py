@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 from tests.unit.test_attention import CONFIGS, samples
 from tests.unit.tiny_model import SIZES
 from toolkit.config.schema import Attention, RandomLtdConfig
-from toolkit.data.collate import collate
+from toolkit.data.loader import collate
 from toolkit.errors import ModelError
 from toolkit.models.attention import attention_arguments, choose_attention
 from toolkit.models.chatglm.modeling import ChatGLMConfig, ChatGLMForConditionalGeneration

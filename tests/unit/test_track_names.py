@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from toolkit.config.schema import EVAL_LOSS, Metric
-from toolkit.track.names import SUMMARY, UNITS, figures, hf_name, is_evaluation, tracked_name
+from toolkit.track.metrics import SUMMARY, UNITS, hf_name, is_evaluation, metric_values, tracked_name
 
 DOCS = Path(__file__).parents[2] / "docs"
 
@@ -53,7 +53,7 @@ def test_names_are_those_of_transformers() -> None:
 
 def test_a_rows_figures() -> None:
     row = {"step": 1, "loss": "nan", "grad_norm": "inf", "name": "x", "lr": 0.1}
-    found = figures(row)
+    found = metric_values(row)
     assert str(found.pop("loss")) == "nan"
     assert found == {"step": 1.0, "grad_norm": float("inf"), "lr": 0.1}
     assert is_evaluation({"step": 1, "eval_loss": 1.0})

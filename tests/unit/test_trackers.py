@@ -15,9 +15,8 @@ from tests import series
 from toolkit.config.load import plain
 from toolkit.config.schema import TrackConfig
 from toolkit.track import trackers as tracking
-from toolkit.track.clients.base import ANSWERS, FINISHED, SAMPLES, STOPPED
-from toolkit.track.metrics import MetricsLog
-from toolkit.track.names import hf_name, tracked_name
+from toolkit.track.backends import ANSWERS, FINISHED, SAMPLES, STOPPED
+from toolkit.track.metrics import MetricsLog, hf_name, tracked_name
 from toolkit.track.trackers import Trackers
 from toolkit.train.resume import trim_metrics
 

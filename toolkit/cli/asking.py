@@ -62,9 +62,9 @@ def check_system(encoder: "AnyChatEncoder", system: str) -> None:
     Raises:
         ConfigError: its chat format has no place for one.
     """
-    from toolkit.evaluate.row_answers import hears_system
+    from toolkit.evaluate.answers import has_system_role
 
-    if system and not hears_system(encoder):
+    if system and not has_system_role(encoder):
         family = getattr(encoder.tokenizer, "family", None)
         raise ConfigError(
             tr(

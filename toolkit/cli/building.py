@@ -16,7 +16,7 @@ from toolkit.distributed.process_group import on_rank0, rank, world_size
 from toolkit.engine.build import initialize_engine, use_tf32
 from toolkit.engine.ds_config import DsConfig, warmup_steps
 from toolkit.errors import ConfigError
-from toolkit.export.folder import write_folder
+from toolkit.export.huggingface import write_folder
 from toolkit.messages import say, tr
 from toolkit.models.adapters import RUN_BASE, apply_tuning, check_base, read_base
 from toolkit.models.attention import check_isolation

@@ -32,9 +32,9 @@ from toolkit.errors import ConfigError, ModelError, RowError
 from toolkit.messages import joined, printable, tr
 
 if TYPE_CHECKING:
-    from toolkit.cli.usable import Usable
-    from toolkit.data.conversation import Message
+    from toolkit.data.formats import Message
     from toolkit.evaluate.generate import Sampling
+    from toolkit.export.load import LoadedModel
 
 COMMANDS = ("/reset", "/undo", "/system", "/help", "/exit")
 USAGE = "toolkit chat PATH"
@@ -46,9 +46,9 @@ def run(words: list[str]) -> int:
     check_model(given, USAGE)
     sampling = sampling_of(given, max_new_tokens=512)
     path, family, adapter = (given.get(name, "") for name in MODEL)
-    from toolkit.cli.usable import load_usable
+    from toolkit.export.load import load_any
 
-    usable = load_usable(path, adapter=adapter, family=family or "auto")
+    usable = load_any(path, adapter=adapter, family=family or "auto")
     chat = Chat(usable, sampling, is_terminal=sys.stdin.isatty())
     chat.set_system(given.get("system", ""))
     chat.talk()
@@ -64,7 +64,7 @@ class Chat:
         is_terminal: a person types: mistakes are told and the conversation goes on; else they end the command.
     """
 
-    def __init__(self, usable: "Usable", sampling: "Sampling", is_terminal: bool) -> None:
+    def __init__(self, usable: "LoadedModel", sampling: "Sampling", is_terminal: bool) -> None:
         self.usable, self.sampling, self.is_terminal = usable, sampling, is_terminal
         self.system = ""
         self.asked = 0
@@ -149,8 +149,7 @@ class Chat:
 
     def _answer(self, question: str) -> None:
         """Ask the model, show the answer as it comes, and remember both."""
-        from toolkit.evaluate.generate import generate, text_of
-        from toolkit.evaluate.stream import AnswerStream
+        from toolkit.evaluate.generate import AnswerStream, decode_answer, generate
 
         usable = self.usable
         stream = AnswerStream(usable.encoder, _show)
@@ -159,7 +158,7 @@ class Chat:
             drawn = replace(self.sampling, seed=self.sampling.seed + self.asked)
             self.asked += 1
             [ids] = generate(usable.model, usable.encoder, [prompt], drawn, device, streamer=stream)
-            answer = text_of(usable.encoder, ids)
+            answer = decode_answer(usable.encoder, ids)
             print(flush=True)
         except KeyboardInterrupt:
             if not self.is_terminal:
@@ -176,8 +175,8 @@ class Chat:
         Raises:
             ModelError: the question alone is too long.
         """
+        from toolkit.evaluate.answers import with_system
         from toolkit.evaluate.generate import check_length
-        from toolkit.evaluate.row_answers import with_system
 
         left_out = 0
         while True:

@@ -7,7 +7,7 @@ from deepspeed import DeepSpeedEngine
 
 from toolkit.config.schema import RunConfig
 from toolkit.engine.ds_config import DsConfig
-from toolkit.evaluate.questions import Question
+from toolkit.evaluate.answers import ValidationQuestion
 from toolkit.launch.environment import Ranks
 from toolkit.report.automatic import AutomaticReport
 from toolkit.track.trackers import Trackers
@@ -54,5 +54,5 @@ class Session(AnySession):
 
     prepared: Prepared
     """Tokenizer and stores."""
-    questions: list[Question]
+    questions: list[ValidationQuestion]
     """What the model is asked at each evaluation."""

@@ -16,11 +16,10 @@ from toolkit.config.schema import RunConfig
 from toolkit.distributed.process_group import on_rank0
 from toolkit.engine.memory import is_out_of_memory
 from toolkit.errors import DataError, ModelError
-from toolkit.evaluate.answers import Answers, answer_all
+from toolkit.evaluate.answers import Answers, ValidationQuestion, choose_questions, generate_all
 from toolkit.evaluate.generate import Sampling, generate, most_tokens
 from toolkit.evaluate.loss import evaluate_loss
-from toolkit.evaluate.questions import Question, choose_questions
-from toolkit.evaluate.results import Results, judge
+from toolkit.evaluate.metrics import Results, score_answers
 from toolkit.launch.environment import Ranks
 from toolkit.messages import joined, tr
 from toolkit.models.pipeline import unwrap_model
@@ -31,7 +30,7 @@ from toolkit.train.prepared import Prepared
 Say = Callable[[str], None]
 
 
-def questions_of(cfg: RunConfig, prepared: Prepared, say: Say) -> list[Question]:
+def questions_of(cfg: RunConfig, prepared: Prepared, say: Say) -> list[ValidationQuestion]:
     """Return the validation samples that the model is to answer; before it is loaded, as this may fail.
 
     Args:
@@ -88,7 +87,7 @@ class Evaluation:
     """Encoder and stores; the validation split is there."""
     ranks: Ranks
     """Who this process is."""
-    questions: list[Question]
+    questions: list[ValidationQuestion]
     """Of `questions_of`."""
     model: DeepSpeedEngine | PreTrainedModel
     """The engine, or where there is none the model."""
@@ -145,7 +144,7 @@ class Evaluation:
         at_once = cfg.evaluate.batch_size * self._layout.data_ranks
         count = -(-len(self.questions) // at_once)
         with phase(tr("Answering"), count, tr("batches"), speaks=speaks) as advance:
-            answers = answer_all(
+            answers = generate_all(
                 self._module,
                 prepared.encoder,
                 [question.prompt for question in self.questions],
@@ -216,7 +215,7 @@ class Evaluation:
             )
         if not answers.ids:
             return {}
-        results = judge(self.questions, answers, self.cfg.evaluate.metrics, self.prepared.encoder)
+        results = score_answers(self.questions, answers, self.cfg.evaluate.metrics, self.prepared.encoder)
         for name, reason in results.failures.items():
             self.say(tr("WARNING: the metric {name} failed and is left out: {reason}.", name=name, reason=reason))
         try:

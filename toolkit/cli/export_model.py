@@ -32,7 +32,7 @@ from toolkit.errors import ConfigError, ToolkitError
 from toolkit.messages import tr
 
 if TYPE_CHECKING:
-    from toolkit.export.checkpoint import Wanted
+    from toolkit.export.checkpoint import ExportOptions
     from toolkit.models.save import Format
 
 FORMATS: "tuple[Format, ...]" = ("hf", "official")
@@ -70,12 +70,12 @@ def run(words: list[str]) -> int:
     )
     if asked.output.exists():
         raise ConfigError(tr("{folder} exists already: nothing was written. Name another folder.", folder=asked.output))
-    from toolkit.export.checkpoint import Wanted
+    from toolkit.export.checkpoint import ExportOptions
 
     _quiet()
     shards = {"max_shard_size": size} if size else {}
     layout: Format = "official" if format == "official" else "hf"
-    _export(asked, Wanted(format=layout, merge=merge == "true", dtype=dtype, **shards))
+    _export(asked, ExportOptions(format=layout, merge=merge == "true", dtype=dtype, **shards))
     print(tr("wrote {folder}.", folder=asked.output))
     if forward == "yes":
         print("  " + _proven(asked.output))
@@ -90,7 +90,7 @@ def _output(path: Path, output: str, format: str, merge: bool) -> Path:
     return path / ("official" if format == "official" else "merged" if merge else "export")
 
 
-def _export(asked: _Asked, wanted: "Wanted") -> None:
+def _export(asked: _Asked, wanted: "ExportOptions") -> None:
     from toolkit.models.adapters import is_adapter
 
     adapter = asked.adapter or (str(asked.path) if is_adapter(asked.path) else "")
@@ -102,22 +102,22 @@ def _export(asked: _Asked, wanted: "Wanted") -> None:
 
         export_checkpoint(checkpoint, asked.output, wanted, asked.base)
     elif adapter:
-        from toolkit.export.convert import export_adapter_folder
+        from toolkit.export.checkpoint import export_adapter_folder
 
         base = str(asked.path) if asked.adapter else asked.base
         export_adapter_folder(Path(adapter), asked.output, wanted, base, asked.family)
     else:
-        from toolkit.export.convert import convert
+        from toolkit.export.checkpoint import convert_model
 
-        convert(asked.path, asked.output, wanted, asked.family)
+        convert_model(asked.path, asked.output, wanted, asked.family)
 
 
 def _proven(folder: Path) -> str:
     """Load what was written and compare it with what it was written from; what is wrong does not stay."""
-    from toolkit.export.prove import run_forward
+    from toolkit.export.verify import verify_logits
 
     try:
-        return run_forward(folder)
+        return verify_logits(folder)
     except ToolkitError:
         shutil.rmtree(folder)
         raise

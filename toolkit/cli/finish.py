@@ -11,17 +11,15 @@ from numpy.typing import NDArray
 from toolkit.cli.context import Session
 from toolkit.cli.tracking import hand_on_end
 from toolkit.config import examples
-from toolkit.data.baselines import ngram_baselines
 from toolkit.disk import unused
 from toolkit.distributed import process_group
 from toolkit.engine.parameters import count_parameters
 from toolkit.errors import CheckpointError, ProofDiffers
 from toolkit.evaluate.generate import answer
-from toolkit.export.adapter import export_adapter, prove_adapter
-from toolkit.export.card import FILE as CARD
-from toolkit.export.card import card
-from toolkit.export.folder import export
-from toolkit.export.prove import run_forward
+from toolkit.evaluate.loss import ngram_baselines
+from toolkit.export.huggingface import CARD_FILE as CARD
+from toolkit.export.huggingface import card, export_adapter, export_model, prove_adapter
+from toolkit.export.verify import verify_logits
 from toolkit.messages import tr
 from toolkit.models.adapters import FILE as BASE_FILE
 from toolkit.models.adapters import has_adapter
@@ -59,7 +57,7 @@ def _export(session: Session, outcome: Outcome) -> None:
     assert probe_ids is not None
     speaks = process_group.rank() == 0
     with phase(tr("Exporting"), speaks=speaks):
-        (export_adapter if is_adapter else export)(session.engine, files, probe_ids, folder)
+        (export_adapter if is_adapter else export_model)(session.engine, files, probe_ids, folder)
     if session.cfg.checkpoint.verify_export:
         with phase(tr("Comparing the export with the run"), speaks=speaks):
             if is_adapter:
@@ -78,7 +76,7 @@ def _prove(folder: Path) -> None:
         CheckpointError: the weights are others than were trained.
     """
     try:
-        run_forward(folder)
+        verify_logits(folder)
     except ProofDiffers as error:
         print(
             tr(

@@ -38,9 +38,9 @@ from toolkit.messages import printable, say, tr
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from toolkit.cli.usable import Usable
-    from toolkit.evaluate.answer_file import AnswerFile
+    from toolkit.evaluate.answers import AnswerFile
     from toolkit.evaluate.generate import Sampling
+    from toolkit.export.load import LoadedModel
 
 ENGINES = ("transformers", "deepspeed")
 USAGE = 'toolkit generate PATH prompt="…"'
@@ -78,13 +78,13 @@ def _ask(given: dict[str, str], sampling: "Sampling", is_split: bool) -> None:
             raise ConfigError(tr("{name} has an effect with input=FILE only. Remove it.", name=name))
     usable = _load(given, is_split)
     from toolkit.distributed import process_group
-    from toolkit.evaluate.generate import generate, text_of
-    from toolkit.evaluate.row_answers import with_system
+    from toolkit.evaluate.answers import with_system
+    from toolkit.evaluate.generate import decode_answer, generate
 
     messages = with_system([{"role": "user", "content": given["prompt"]}], given.get("system", ""))
     [ids] = generate(usable.model, usable.encoder, [usable.encoder.prompt(messages)], sampling, usable.model.device)
     if process_group.rank() == 0:
-        print(printable(text_of(usable.encoder, ids)))
+        print(printable(decode_answer(usable.encoder, ids)))
 
 
 def _ask_file(given: dict[str, str], sampling: "Sampling", is_split: bool) -> None:
@@ -92,12 +92,11 @@ def _ask_file(given: dict[str, str], sampling: "Sampling", is_split: bool) -> No
         raise ConfigError(tr("{name} is missing: {usage}", name="output", usage="input=FILE output=FILE"))
     source = _source(given)
     batch_size = positive_int(given, "batch_size") or 8
-    from toolkit.data.questions import question_files, read_questions
+    from toolkit.evaluate.answers import question_files, read_questions
 
     total = sum(1 for _ in read_questions(source))  # a broken file is told before the model loads
     from toolkit.distributed import process_group
-    from toolkit.evaluate.answer_file import AnswerFile
-    from toolkit.evaluate.row_answers import BATCHES, answers
+    from toolkit.evaluate.answers import BATCHES, AnswerFile, answer_rows
 
     settings = _settings(given, question_files(source), batch_size)
     first = process_group.rank() == 0  # all ranks of engine=deepspeed compute the same; one writes
@@ -105,7 +104,7 @@ def _ask_file(given: dict[str, str], sampling: "Sampling", is_split: bool) -> No
     with opened as file:
         usable = _load(given, is_split)
         done = process_group.on_rank0(lambda: file.done if file else 0)
-        found = answers(
+        found = answer_rows(
             usable.model,
             usable.encoder,
             read_questions(source),
@@ -147,8 +146,8 @@ def _write(found: "Iterator[list[dict[str, Any]]]", file: "AnswerFile | None", t
         )
 
 
-def _load(given: dict[str, str], is_split: bool) -> "Usable":
-    from toolkit.cli.usable import load_usable
+def _load(given: dict[str, str], is_split: bool) -> "LoadedModel":
+    from toolkit.export.load import load_any
 
     path, family, adapter = (given.get(name, "") for name in MODEL)
     if is_split:
@@ -156,21 +155,21 @@ def _load(given: dict[str, str], is_split: bool) -> "Usable":
 
         from toolkit.config.schema import DistributedConfig
         from toolkit.distributed import process_group
-        from toolkit.evaluate.split import split
+        from toolkit.evaluate.generate import split_inference
 
         if int(os.environ.get("WORLD_SIZE", "1")) > 1:
             process_group.start(DistributedConfig())
         # In host memory until it is split: a part may fit onto a GPU where the whole does not.
-        usable = load_usable(
+        usable = load_any(
             path,
             adapter=adapter,
             family=family or "auto",
             dtype="fp32" if get_accelerator().device_name() == "cpu" else "bf16",
             device="cpu",
         )
-        split(usable.model)
+        split_inference(usable.model)
     else:
-        usable = load_usable(path, adapter=adapter, family=family or "auto")
+        usable = load_any(path, adapter=adapter, family=family or "auto")
     check_system(usable.encoder, given.get("system", ""))
     return usable
 

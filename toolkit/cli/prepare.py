@@ -20,9 +20,9 @@ def run(words: list[str]) -> int:
     loaded = with_folder(composed.loaded, say)
     check_positions(loaded)
     cfg = loaded.cfg
-    from toolkit.cli.sample_view import filled_line
-    from toolkit.data.prepare import prepare_shard
+    from toolkit.data.preview import padding_line
     from toolkit.data.store import damaged_files
+    from toolkit.data.tokenize import prepare_shard
     from toolkit.train.prepared import build_encoder, prepare_data
 
     if cfg.prepare.shard:
@@ -56,6 +56,6 @@ def run(words: list[str]) -> int:
             folder=folder,
         )
     )
-    if line := filled_line(cfg, prepared.packing, prepared.train, prepared.train_plan):
+    if line := padding_line(cfg, prepared.packing, prepared.train, prepared.train_plan):
         say(line)
     return 0

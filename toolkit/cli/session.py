@@ -16,17 +16,17 @@ from toolkit.cli.finish import finish
 from toolkit.cli.opening import open_run
 from toolkit.cli.planning import RunPlan, plan_run
 from toolkit.cli.rehearsal import rehearse
-from toolkit.cli.sample_view import stretches
 from toolkit.cli.tracking import data_summary, hand_on_answers, tracked, trackers_of
 from toolkit.config.checks import accumulation
 from toolkit.config.layout import layout_of
 from toolkit.config.load import Loaded
 from toolkit.config.schema import RunConfig
+from toolkit.data.preview import colored_spans
 from toolkit.data.sampler import Position
 from toolkit.distributed import failure, process_group
 from toolkit.engine import memory
 from toolkit.engine.parameters import count_parameters, is_partitioned
-from toolkit.export.checkpoint import export_beside
+from toolkit.export.checkpoint import export_in_background
 from toolkit.launch import rank_status
 from toolkit.launch.environment import Ranks
 from toolkit.messages import say, tr
@@ -159,7 +159,7 @@ def _describe(engine: DeepSpeedEngine, prepared: Prepared) -> Described:
         files |= tuned.describe()
     store = prepared.train
     rows = [store[row][0].tolist() for row in range(min(probe.ROWS, len(store)))]
-    return Described(files, probe.ids_of(rows, model.config), export_beside)
+    return Described(files, probe.ids_of(rows, model.config), export_in_background)
 
 
 def _job(
@@ -234,7 +234,7 @@ def _samples_at(session: Session, place: Position) -> Samples:
 
     def shown(sample: int) -> dict[str, Any]:
         ids, trained = store[sample]
-        text = stretches(tokenizer, ids.tolist(), trained.tolist())
+        text = colored_spans(tokenizer, ids.tolist(), trained.tolist())
         return {"where": store.where(sample), "tokens": len(ids), "trained_tokens": int(trained.sum()), "text": text}
 
     by_rank = step_samples(session.cfg, session.prepared, session.ranks.world_size, place)

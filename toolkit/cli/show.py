@@ -22,9 +22,9 @@ from toolkit.messages import say, tr
 from toolkit.secrets import hide
 
 if TYPE_CHECKING:
-    from toolkit.cli.sample_view import Style
-    from toolkit.data.plan import Plan
-    from toolkit.data.store import Store
+    from toolkit.data.packing import PackingPlan
+    from toolkit.data.preview import Style
+    from toolkit.data.store import TokenizedCache
     from toolkit.train.prepared import Prepared
 
 COLORS = ("auto", "always", "never")
@@ -53,7 +53,7 @@ def run(words: list[str]) -> int:
 
 
 def _style(color: str) -> "Style":
-    from toolkit.cli.sample_view import BRACKETS, COLOURS
+    from toolkit.data.preview import BRACKETS, COLOURS
 
     on_terminal = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
     return COLOURS if color == "always" or (color == "auto" and on_terminal) else BRACKETS
@@ -61,7 +61,7 @@ def _style(color: str) -> "Style":
 
 def _show_step(file: Path, words: list[str]) -> int:
     """Show the samples of a step that went wrong, from the file that the run wrote."""
-    from toolkit.cli.sample_view import legend, marked
+    from toolkit.data.preview import legend, marked
 
     usage = "toolkit show runs/NAME/logs/bad-step-N.jsonl n=5 color=auto"
     given = named_arguments(words, required=(), optional=("n", "color"), usage=usage)
@@ -93,8 +93,8 @@ def _show_step(file: Path, words: list[str]) -> int:
     return 0
 
 
-def _counts(cfg: RunConfig, prepared: "Prepared", store: "Store", plan: "Plan") -> list[str]:
-    from toolkit.cli.sample_view import filled_line, histogram
+def _counts(cfg: RunConfig, prepared: "Prepared", store: "TokenizedCache", plan: "PackingPlan") -> list[str]:
+    from toolkit.data.preview import histogram, padding_line
     from toolkit.terminal import text_table
 
     heads = (tr("source"), tr("split"), tr("rows"), tr("samples"), tr("tokens"), tr("trained"))
@@ -126,18 +126,18 @@ def _counts(cfg: RunConfig, prepared: "Prepared", store: "Store", plan: "Plan") 
         ),
         *histogram(lengths, cfg.data.max_length),
     ]
-    if line := filled_line(cfg, prepared.packing, store, plan):
+    if line := padding_line(cfg, prepared.packing, store, plan):
         lines.append(line)
     return [*lines, ""]
 
 
 def _samples(
-    cfg: RunConfig, prepared: "Prepared", store: "Store", plan: "Plan", count: int, style: "Style"
+    cfg: RunConfig, prepared: "Prepared", store: "TokenizedCache", plan: "PackingPlan", count: int, style: "Style"
 ) -> list[str]:
     import numpy as np
 
-    from toolkit.cli.sample_view import legend, marked, padding_text, stretches
-    from toolkit.data.permutation import Permutation
+    from toolkit.data.preview import colored_spans, legend, marked, padding_text
+    from toolkit.data.sampler import Permutation
     from toolkit.data.sources import locate_all
 
     # The cache knows its data by content: the run that made it may have called the same files otherwise.
@@ -158,7 +158,7 @@ def _samples(
                     tokens=len(ids),
                     trained=int(trained.sum()),
                 ),
-                marked(stretches(prepared.tokenizer, ids.tolist(), trained.tolist()), style),
+                marked(colored_spans(prepared.tokenizer, ids.tolist(), trained.tolist()), style),
             ]
         if prepared.packing is Packing.packed:
             lines.append(padding_text(cfg.data.max_length - filled, style))

@@ -10,11 +10,11 @@ from toolkit.cli.context import AnySession, Session
 from toolkit.config.checks_track import enabled_trackers
 from toolkit.config.load import plain, recorded
 from toolkit.config.schema import RunConfig
-from toolkit.data.store import Store
+from toolkit.data.store import TokenizedCache
 from toolkit.engine.ds_config import leaves
 from toolkit.errors import Stopped
-from toolkit.track.clients.base import ANSWERS, FAILED, FINISHED, SAMPLES, STOPPED
-from toolkit.track.names import figures, is_evaluation
+from toolkit.track.backends import ANSWERS, FAILED, FINISHED, SAMPLES, STOPPED
+from toolkit.track.metrics import is_evaluation, metric_values
 from toolkit.track.trackers import Trackers
 from toolkit.train.job import Outcome
 from toolkit.train.prepared import Prepared
@@ -109,7 +109,7 @@ def hand_on_end(session: AnySession, outcome: Outcome, steps: int, samples: list
     session.trackers.summary(steps, values)
 
 
-def _size(store: Store) -> dict[str, int]:
+def _size(store: TokenizedCache) -> dict[str, int]:
     return {"samples": len(store), "tokens": store.num_tokens, "trained_tokens": store.num_trained_tokens}
 
 
@@ -118,7 +118,7 @@ def _mean_loss(session: AnySession) -> float:
     total = tokens = before = 0.0
     with suppress(OSError, ValueError, KeyError), (session.folder / "metrics.jsonl").open(encoding="utf-8") as lines:
         for line in lines:
-            row = figures(json.loads(line))
+            row = metric_values(json.loads(line))
             if is_evaluation(row):
                 continue
             count = row["trained_tokens"] if "trained_tokens" in row else row["samples"]

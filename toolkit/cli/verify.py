@@ -94,10 +94,10 @@ def _is_whole(folder: Path, forward: bool) -> bool:
 def _forward(folder: Path) -> str:
     import transformers
 
-    from toolkit.export.prove import run_forward
+    from toolkit.export.verify import verify_logits
 
     transformers.utils.logging.disable_progress_bar()
     try:
-        return run_forward(folder)
+        return verify_logits(folder)
     except BaseMissing as error:
         return tr("no forward: {reason}", reason=error)

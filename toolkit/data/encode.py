@@ -1,7 +1,12 @@
-"""What the data side knows of a tokenizer and of a model's way of writing conversations."""
+"""What the data side knows of a tokenizer and of a model's way of writing conversations, and of `data.max_length`."""
 
-from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple, Protocol
+
+from toolkit.config.schema import TooLong
+from toolkit.data.formats import Conversation, Message, turns
+from toolkit.messages import tr
 
 Encoded = tuple[list[int], list[bool]]
 """Ids of one conversation, and for each whether the loss covers it."""
@@ -10,7 +15,7 @@ Encoded = tuple[list[int], list[bool]]
 class ChatEncoder(Protocol):
     """Messages to token ids and to the mask of what is trained: the only place where text becomes tokens for training.
 
-    Messages are those of `toolkit.data.conversation.Message`: `loss` at a message says whether it is trained, without
+    Messages are those of `toolkit.data.formats.Message`: `loss` at a message says whether it is trained, without
     it the model family's own way decides; a plain text (role `text`) is trained as a whole, with an end token.
     Implementations can be pickled. `toolkit.models.load_chat_encoder` gives a model's own.
     """
@@ -41,3 +46,146 @@ class ChatEncoder(Protocol):
     ) -> list[Encoded]:
         """Return `encode` of each; faster where the tokenizer works on batches."""
         ...
+
+
+class FittedConversation(NamedTuple):
+    """What became of one conversation."""
+
+    samples: list[Encoded]
+    """What goes into the store, each at most max_length tokens."""
+    left_out: str = ""
+    """Why nothing (or not all) of it could be used, "" if all is well."""
+    truncated: bool = False
+    """Whether turns were left out."""
+    split: bool = False
+    """Whether it became several samples."""
+
+
+class LengthRule:
+    """`data.too_long` for one encoder.
+
+    Args:
+        encoder: encodes again what is left of a conversation, so that it is always the family's own form.
+        max_length: most tokens of a sample.
+        too_long: what to do; `error` is the caller's.
+    """
+
+    def __init__(self, encoder: ChatEncoder, max_length: int, too_long: TooLong) -> None:
+        self.encoder, self.limit, self.too_long = encoder, max_length, too_long
+
+    def fit(self, conversation: Conversation, encoded: Encoded) -> FittedConversation:
+        """Return what of a conversation can be used. A sample without a trained token never is.
+
+        Raises:
+            RowError: what is left of the conversation cannot be encoded.
+        """
+        if len(encoded[0]) <= self.limit:
+            kept = _usable(encoded)
+            return FittedConversation([kept] if kept else [], "" if kept else tr("no token the loss covers"))
+        if self.too_long is TooLong.truncate:
+            return self._truncate(conversation, encoded)
+        if self.too_long is TooLong.split:
+            return self._split(conversation, encoded)
+        return FittedConversation([], tr("longer than data.max_length = {limit}", limit=self.limit))
+
+    def _truncate(self, conversation: Conversation, encoded: Encoded) -> FittedConversation:
+        """Leave out the oldest turns; of a plain text the end, so that its beginning stays one."""
+        if conversation.is_text:
+            return FittedConversation(
+                [_first_unmarked(encoded[0][: self.limit], encoded[1][: self.limit])], truncated=True
+            )
+        shorter = self._newest(conversation)
+        if shorter is None:
+            return FittedConversation(
+                [], tr("newest turn alone longer than data.max_length = {limit}", limit=self.limit)
+            )
+        kept = _usable(shorter)
+        return FittedConversation(
+            [kept] if kept else [], "" if kept else tr("no token the loss covers"), truncated=True
+        )
+
+    def _newest(self, conversation: Conversation) -> Encoded | None:
+        """Return as many of the newest turns as fit, after the system message; None if the newest does not."""
+        system, parts = turns(conversation.messages)
+        return _most(len(parts), lambda count: self._fits(conversation, system, parts[len(parts) - count :]))[1]
+
+    def _split(self, conversation: Conversation, encoded: Encoded) -> FittedConversation:
+        """Make several samples, so that each trained token is in exactly one of them."""
+        if conversation.is_text:
+            samples = list(self._windows(encoded))
+        elif self.encoder.only_last:
+            newest = self._newest(conversation)
+            samples = [newest] if newest else list(self._windows(encoded))
+        else:
+            samples = list(self._turn_windows(conversation))
+        kept = [sample for sample in map(_usable, samples) if sample]
+        lost = sum(encoded[1][1:]) - sum(sum(mask) for _, mask in kept)
+        reason = tr("longer than data.max_length = {limit}", limit=self.limit) if lost > 0 else ""
+        return FittedConversation(kept, reason, split=len(kept) > 1)
+
+    def _turn_windows(self, conversation: Conversation) -> Iterator[Encoded]:
+        """Yield samples of whole turns, as many as fit; of a turn that is too long, windows of tokens."""
+        system, parts = turns(conversation.messages)
+        start = 0
+        while start < len(parts):
+            rest = parts[start:]
+            count, found = _most(len(rest), partial(self._first_turns, conversation, system, rest))
+            if found is None:
+                alone = [*system, *rest[0]]
+                yield from self._windows(self.encoder.encode(alone, conversation.tools))
+            else:
+                yield found
+            start += max(count, 1)
+
+    def _first_turns(
+        self, conversation: Conversation, system: Sequence[Message], parts: Sequence[Sequence[Message]], count: int
+    ) -> Encoded | None:
+        return self._fits(conversation, system, parts[:count])
+
+    def _fits(
+        self, conversation: Conversation, system: Sequence[Message], parts: Sequence[Sequence[Message]]
+    ) -> Encoded | None:
+        messages = [*system, *(message for part in parts for message in part)]
+        encoded = self.encoder.encode(messages, conversation.tools)
+        return encoded if len(encoded[0]) <= self.limit else None
+
+    def _windows(self, encoded: Encoded) -> Iterator[Encoded]:
+        """Yield pieces of the ids; each begins with the last token of the one before it, as context for the next."""
+        ids, trained = encoded
+        if not self.encoder.can_cut:
+            return
+        for start in range(0, len(ids) - 1, self.limit - 1):
+            yield _first_unmarked(ids[start : start + self.limit], trained[start : start + self.limit])
+
+
+def _most(count: int, attempt: Callable[[int], Encoded | None]) -> tuple[int, Encoded | None]:
+    """Return the largest count for which an attempt succeeds, found by halving, and its result; 0 and None if 1 fails.
+
+    Args:
+        count: largest to try.
+        attempt: succeeds up to some count and fails from there on.
+    """
+    low, high, best = 0, count, None
+    while low < high:
+        middle = (low + high + 1) // 2
+        found = attempt(middle)
+        if found is None:
+            high = middle - 1
+        else:
+            low, best = middle, found
+    return low, best
+
+
+def _usable(encoded: Encoded) -> Encoded | None:
+    """Return a sample if anything in it is trained.
+
+    The first token has nothing before it to be predicted from; unmarking it keeps every count exact.
+    """
+    ids, trained = _first_unmarked(*encoded)
+    return (ids, trained) if any(trained) else None
+
+
+def _first_unmarked(ids: list[int], trained: list[bool]) -> Encoded:
+    if trained and trained[0]:
+        trained = [False, *trained[1:]]
+    return ids, trained

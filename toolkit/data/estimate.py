@@ -6,7 +6,7 @@ from typing import Any
 
 from toolkit.config.schema import DataConfig, Packing, RowFormat
 from toolkit.config.weights import mean_weight
-from toolkit.data.files import Block, blocks, files_of, rows_of
+from toolkit.data.readers import Block, blocks, files_of, rows_of
 from toolkit.errors import ToolkitError
 
 _BYTES_PER_TOKEN = 4

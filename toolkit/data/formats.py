@@ -1,17 +1,104 @@
-"""What a row of a data file becomes: a conversation; and the rules that turn each format into one."""
+"""What a row of a data file becomes: a conversation, its turns, and which of its messages are trained.
+
+Each format has its rules. Keys of a message that none of them reads are counted if they are metadata, and an error if
+they hold text, lest it vanish.
+"""
 
 import difflib
 import json
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
-from toolkit.config.schema import ROW_FIELDS, RowFormat
-from toolkit.data.conversation import TEXT, Conversation, Message
-from toolkit.data.json_rows import DECODER, check_characters, parse_line
-from toolkit.data.message_keys import unread_keys
+from toolkit.config.schema import ROW_FIELDS, RowFormat, TrainOn
+from toolkit.data.strict_json import DECODER, check_characters, parse_line
 from toolkit.errors import RowError
 from toolkit.messages import tr
+
+Message = Mapping[str, Any]
+"""One turn: `role` and `content`; an assistant's may have `tool_calls` (as OpenAI writes them, arguments as an object)
+and `metadata`; `loss`, if there, says whether it is trained. Roles: system, user, assistant, tool; and text, a plain
+text that is a conversation's only message."""
+
+TEXT = "text"
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """Messages, and the tools that the assistant may call."""
+
+    messages: list[Message]
+    tools: list[Any] | None = None
+
+    @property
+    def is_text(self) -> bool:
+        """Return whether this is a plain text."""
+        return bool(self.messages) and self.messages[0]["role"] == TEXT
+
+    def with_messages(self, messages: Sequence[Message]) -> "Conversation":
+        """Return the same with other messages."""
+        return replace(self, messages=list(messages))
+
+
+def turns(messages: Sequence[Message]) -> tuple[list[Message], list[list[Message]]]:
+    """Return the system messages at the beginning, and the rest cut before each user's message."""
+    start = next((index for index, message in enumerate(messages) if message["role"] != "system"), len(messages))
+    parts: list[list[Message]] = []
+    for message in messages[start:]:
+        if message["role"] == "user" or not parts:
+            # Several messages of the user in a row are one turn.
+            if parts and parts[-1][-1]["role"] == "user":
+                parts[-1].append(message)
+                continue
+            parts.append([])
+        parts[-1].append(message)
+    return list(messages[:start]), parts
+
+
+def mark_trained(conversation: Conversation, train_on: TrainOn, only_last: bool) -> Iterator[Conversation]:
+    """Yield what is learned from a conversation, with `loss` set at its messages as `data.train_on` says.
+
+    Args:
+        conversation: as read; a `loss` at a message decides for it.
+        train_on: for messages without one. auto leaves them to the encoder.
+        only_last: the model's format can train a conversation's last message only: one conversation for each trained
+            answer is yielded, which ends with it.
+    """
+    if conversation.is_text:
+        yield conversation
+        return
+    messages = _without_tail(conversation.messages)
+    if train_on is TrainOn.auto and not any("loss" in message for message in messages):
+        yield conversation if len(messages) == len(conversation.messages) else conversation.with_messages(messages)
+        return
+    answers = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
+    chosen: dict[int, bool] = {}
+    if train_on is not TrainOn.auto:
+        default = {TrainOn.all: answers, TrainOn.last: answers[-1:], TrainOn.marked: []}[train_on]
+        chosen = {index: index in default for index in range(len(messages))}
+    chosen.update({index: bool(message["loss"]) for index, message in enumerate(messages) if "loss" in message})
+    if not only_last:
+        yield conversation.with_messages(
+            [
+                {**message, "loss": chosen[index]} if index in chosen else message
+                for index, message in enumerate(messages)
+            ]
+        )
+        return
+    trained = [index for index in answers if chosen.get(index, train_on is TrainOn.auto and index == answers[-1])]
+    plain = [{name: value for name, value in message.items() if name != "loss"} for message in messages]
+    for index in trained:
+        yield conversation.with_messages(plain[: index + 1])
+
+
+def _without_tail(messages: Sequence[Message]) -> list[Message]:
+    """Leave out what follows the last answer: nothing is learned from a question that nobody answers."""
+    end = len(messages)
+    while end and messages[end - 1]["role"] != "assistant":
+        end -= 1
+    return list(messages[:end])
+
 
 _ROLE_NAMES = {
     "system": "system",
@@ -398,3 +485,50 @@ def _quoted(row: Mapping[str, Any]) -> str:
     """Return the keys of a row for a message, not more than a screen line of them."""
     names = [f"'{name[:40]}'" for name in list(row)[:8]]
     return ", ".join(names + ["…"] * (len(row) > 8)) or tr("no keys at all")
+
+
+METADATA = frozenset(
+    {
+        *("id", "uuid", "message_id", "parent_id", "conversation_id", "tool_call_id", "turn_id", "turn_identifier"),
+        *("index", "rank", "score", "name", "author", "source", "model", "model_name", "metadata", "header"),
+        *("timestamp", "time", "date", "created_at", "create_time", "update_time"),
+        *("lang", "language", "country", "state", "hashed_ip", "status", "tag", "tags", "label", "category"),
+    }
+)
+"""Keys that data sets hang on messages and that no model is meant to learn, whatever they hold."""
+
+
+_READ = {
+    "assistant": ("loss", "weight", "tool_calls", "metadata"),
+    "call": ("loss", "weight", "name", "parameters", "observation"),
+}
+"""Keys that are read besides role and text, by role; "call" is an item that holds a call and its result."""
+
+
+def unread_keys(item: Mapping[str, object], role: str, speaker: str, said: str) -> Iterator[str]:
+    """Yield the keys of a message that are skipped: metadata, and whatever holds no text of its own.
+
+    Args:
+        item: the message as it stands in its file.
+        role: who speaks, see `_READ`.
+        speaker: the key of the role.
+        said: the key of the text; the same text under another key is not lost.
+
+    Raises:
+        RowError: another key holds text, a list or an object, such as `reasoning_content`.
+    """
+    read = (speaker, said, *_READ.get(role, ("loss", "weight")))
+    for key, value in item.items():
+        if key in read:
+            continue
+        has_text = bool(value.strip()) if isinstance(value, str) else isinstance(value, (list, dict)) and bool(value)
+        if has_text and key not in METADATA and value != item.get(said):
+            raise RowError(
+                tr(
+                    "the key '{key}' is not read, and what it holds would be lost. Write it into the message's text "
+                    "(reasoning as the model writes it, for example <think>…</think> before the answer), calls into "
+                    "the assistant's 'tool_calls', tools into the row's 'tools', or remove the key",
+                    key=key[:40],
+                )
+            )
+        yield key

@@ -1,4 +1,7 @@
-"""The torch loader that joins store, plan, sampler and collate."""
+"""The torch loader that joins store, plan, sampler and collation.
+
+Collated are samples to one rectangular batch of tensors. B: rows of the micro-batch; S: padded length.
+"""
 
 from collections.abc import Iterable, Sequence
 from functools import partial
@@ -7,9 +10,57 @@ import torch
 from torch.utils.data import DataLoader
 
 from toolkit.config.schema import Packing
-from toolkit.data.collate import Batch, collate
-from toolkit.data.plan import PAD_MULTIPLE, Plan
-from toolkit.data.store import Sample, Store
+from toolkit.data.packing import PAD_MULTIPLE, PackingPlan
+from toolkit.data.store import Sample, TokenizedCache
+
+Batch = dict[str, torch.Tensor]
+"""input_ids, labels, position_ids, segment_ids, each int64 [B, S]; for packed rows also cu_seq_lens, int32 [segments+1]
+over the B x S tokens, padding as segments of its own."""
+
+UNTRAINED = -100
+"""Label of a token that the loss does not cover."""
+
+
+def collate(rows: Sequence[Sequence[Sample]], pad_id: int, packed: bool = False, multiple: int = PAD_MULTIPLE) -> Batch:
+    """Lay samples out side by side and pad on the right to the longest row, rounded up.
+
+    Args:
+        rows: samples of each row, ids and mask each; no rows give a filler of one that is wholly untrained, for ranks
+            that have nothing left but must take part in the step.
+        pad_id: id that fills up.
+        packed: whether rows may hold several samples.
+        multiple: of how many tokens the rows' length is made a multiple.
+
+    Returns:
+        The batch. `labels` stand at their own token's position (not shifted): -100 where the loss does not cover it,
+        the first token of each sample always. `position_ids` begin anew with each sample. `segment_ids` number a row's
+        samples from 1; 0 is padding. A filler is one sample, as attention over nothing would give NaN.
+    """
+    longest = max((sum(len(ids) for ids, _ in row) for row in rows), default=1)
+    size = (max(len(rows), 1), -(-longest // multiple) * multiple)
+    input_ids = torch.full(size, pad_id, dtype=torch.int64)
+    labels = torch.full(size, UNTRAINED, dtype=torch.int64)
+    position_ids = torch.arange(size[1]).repeat(size[0], 1)
+    segment_ids = torch.zeros(size, dtype=torch.int64) if rows else torch.ones(size, dtype=torch.int64)
+    bounds = [0]
+    for number, row in enumerate(rows):
+        begin = 0
+        for segment, (ids, trained) in enumerate(row, start=1):
+            end = begin + len(ids)
+            # Copies: torch has no uint32 arithmetic, and what a store gives is read-only.
+            tokens = torch.from_numpy(ids.astype("int64"))
+            input_ids[number, begin:end] = tokens
+            labels[number, begin:end] = tokens.masked_fill(~torch.from_numpy(trained.copy()), UNTRAINED)
+            position_ids[number, begin:end] = torch.arange(len(ids))
+            segment_ids[number, begin:end] = segment
+            bounds.append(number * size[1] + end)
+            begin = end
+        if begin < size[1]:
+            bounds.append((number + 1) * size[1])
+    batch = {"input_ids": input_ids, "labels": labels, "position_ids": position_ids, "segment_ids": segment_ids}
+    if packed:
+        batch["cu_seq_lens"] = torch.tensor(bounds if rows else [0, size[1]], dtype=torch.int32)
+    return batch
 
 
 class PlannedRows:
@@ -20,7 +71,7 @@ class PlannedRows:
         plan: its rows.
     """
 
-    def __init__(self, store: Store, plan: Plan) -> None:
+    def __init__(self, store: TokenizedCache, plan: PackingPlan) -> None:
         self.store, self.plan = store, plan
 
     def __len__(self) -> int:
@@ -32,8 +83,8 @@ class PlannedRows:
 
 
 def build_loader(
-    store: Store,
-    plan: Plan,
+    store: TokenizedCache,
+    plan: PackingPlan,
     micro_batches: Iterable[list[int]],
     pad_id: int,
     packing: Packing,

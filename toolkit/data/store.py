@@ -22,7 +22,7 @@ from typing import IO, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from toolkit.data.parts import Part
+from toolkit.data.tokenize_workers import Part
 from toolkit.errors import DataError
 from toolkit.messages import tr
 
@@ -40,7 +40,7 @@ Sample = tuple[NDArray[Any], NDArray[np.bool_]]
 """Ids (unsigned integers) and mask of one sample."""
 
 
-class Store:
+class TokenizedCache:
     """One split of a finished store. Costs next to no memory of its own; pickled as a path, so workers open it again.
 
     Args:
@@ -134,11 +134,11 @@ class Store:
         of_file = np.array([file["source"] for file in read_manifest(self.folder)["files"]], np.int64)
         return of_file[self.files[self.members]]
 
-    def __reduce__(self) -> tuple[type["Store"], tuple[Path, str]]:
-        return Store, (self.folder, self.split)
+    def __reduce__(self) -> tuple[type["TokenizedCache"], tuple[Path, str]]:
+        return TokenizedCache, (self.folder, self.split)
 
 
-class StoreWriter:
+class CacheWriter:
     """Joins parts in an empty folder. Use as a context manager, then `finish`."""
 
     def __init__(self, folder: Path, dtype: np.dtype[Any]) -> None:
@@ -155,7 +155,7 @@ class StoreWriter:
         self._rest = np.empty(0, np.bool_)  # of the mask, less than a byte
         self._out: dict[str, IO[bytes]] = {name: open(folder / name, "wb") for name in (IDS, TRAINED)}
 
-    def __enter__(self) -> "StoreWriter":
+    def __enter__(self) -> "CacheWriter":
         return self
 
     def __exit__(
@@ -192,9 +192,9 @@ class StoreWriter:
         self.num_samples += len(part.lengths)
         self.num_tokens += len(part.ids)
 
-    def index(self) -> "Index":
+    def index(self) -> "CacheIndex":
         """Return what is known of each sample so far."""
-        return Index(
+        return CacheIndex(
             lengths=_joined(self._lengths, np.uint32),
             trained=_joined(self._trained_counts, np.uint32),
             files=_joined(self._files, np.uint16),
@@ -248,7 +248,7 @@ class StoreWriter:
         self._out[name].write(content)
 
 
-class Index:
+class CacheIndex:
     """What a store knows of each sample, [samples] each, and of each row that gave one.
 
     Args:

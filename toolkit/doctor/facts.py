@@ -176,7 +176,7 @@ def _flat(value: Any, prefix: str = "") -> dict[str, str]:
 
 def _files(cfg: RunConfig) -> dict[str, Any]:
     """Return of each file or folder that the recipe reads what it holds, or why it cannot be read."""
-    from toolkit.data.files import files_of
+    from toolkit.data.readers import files_of
 
     found = {}
     if cfg.model.init is Init.pretrained:

@@ -1,16 +1,25 @@
-"""Answers of a model: batched, padded on the left, with a cache of keys and values, greedy or sampled by a seed."""
+"""Answers of a model: batched, padded on the left, with a cache of keys and values, greedy or sampled by a seed.
 
+They can be streamed: whole characters, no special tokens, and in the end exactly the text of the whole answer. Linear
+layers can be split over ranks by DeepSpeed's inference engine (tensor parallelism).
+"""
+
+import contextlib
+import io
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from transformers import GenerationConfig, PreTrainedModel
+from transformers.generation.streamers import BaseStreamer
 
 from toolkit.config.checks_positions import position_limit
 from toolkit.errors import ModelError
 from toolkit.messages import tr
+from toolkit.models.adapters import has_adapter
 from toolkit.models.chat import AnyChatEncoder
 
 
@@ -83,10 +92,10 @@ def answer(
     """Return the model's greedy answer to one question; under ZeRO-3 every rank asks the same one."""
     prompt = encoder.prompt([{"role": "user", "content": question}])
     [ids] = generate(model, encoder, [prompt], Sampling(max_new_tokens=max_new_tokens), device)
-    return text_of(encoder, ids)
+    return decode_answer(encoder, ids)
 
 
-def text_of(encoder: AnyChatEncoder, ids: Sequence[int]) -> str:
+def decode_answer(encoder: AnyChatEncoder, ids: Sequence[int]) -> str:
     """Return generated tokens as text, without special tokens and the blanks around it."""
     return str(encoder.tokenizer.decode(list(ids), skip_special_tokens=True)).strip()
 
@@ -138,3 +147,93 @@ def _pad_id(encoder: AnyChatEncoder) -> int:
 def until_stop(ids: list[int], stops: set[int]) -> list[int]:
     """Return the ids before the first that ends an answer."""
     return ids[: next((place for place, token in enumerate(ids) if token in stops), len(ids))]
+
+
+FAMILIES = ("glm", "glm4", "llama", "mistral", "qwen2", "qwen3")
+"""Of which a test shows that two ranks answer as one does; DeepSpeed 0.19.8 splits others too, some of them wrongly."""
+
+
+def split_inference(model: PreTrainedModel) -> PreTrainedModel:
+    """Return the model after `deepspeed.init_inference`, on this rank's device. A collective.
+
+    With one rank the model computes as before: DeepSpeed 0.19.8 has kernels of its own for none of the families.
+
+    Args:
+        model: whole, in the precision that it is to compute in; it is changed.
+
+    Raises:
+        ModelError: DeepSpeed cannot split it, or not over so many ranks.
+    """
+    import deepspeed
+
+    ranks = dist.get_world_size() if dist.is_initialized() else 1
+    kind = model.config.model_type
+    if kind not in FAMILIES:
+        raise ModelError(
+            tr(
+                "engine = deepspeed: DeepSpeed's inference engine is not known to split a {kind} rightly; known are "
+                "{known}. Leave engine out.",
+                kind=type(model).__name__,
+                known=", ".join(FAMILIES),
+            )
+        )
+    if has_adapter(model):
+        raise ModelError(
+            tr("engine = deepspeed splits whole models only. Merge the adapter first: toolkit export-model merge=true")
+        )
+    groups = model.config.num_key_value_heads
+    if groups % ranks:
+        raise ModelError(
+            tr(
+                "engine = deepspeed: the model's {groups} heads of keys and values cannot be split over {ranks} ranks. "
+                "Take a number of ranks that divides {groups}.",
+                groups=groups,
+                ranks=ranks,
+            )
+        )
+    exact = [(name, value.clone()) for name, value in model.named_buffers() if value.dtype is torch.float32]
+    with contextlib.redirect_stdout(io.StringIO()):  # it prints which layers it takes
+        engine = deepspeed.init_inference(model, dtype=model.dtype, tensor_parallel={"tp_size": ranks})
+    split_model: PreTrainedModel = engine.module
+    # It casts buffers too; rotary frequencies are right in float32 alone.
+    for name, value in exact:
+        owner, _, leaf = name.rpartition(".")
+        setattr(split_model.get_submodule(owner), leaf, value.to(split_model.device))
+    return split_model
+
+
+class AnswerStream(BaseStreamer):
+    """For `generate(…, streamer=…)` with one prompt.
+
+    All tokens are decoded anew with each one: what a token stands for depends on those around it (bytes of a
+    character, sentencepiece's blank at a beginning), and decoding costs nothing beside the model.
+
+    Args:
+        encoder: of the model.
+        write: gets each piece of text, without the blanks around the answer.
+    """
+
+    def __init__(self, encoder: AnyChatEncoder, write: Callable[[str], None]) -> None:
+        self.encoder, self.write = encoder, write
+        self.ids: list[int] = []
+        self.text = ""
+        """What has been written."""
+        self._is_prompt = True
+
+    def put(self, value: torch.Tensor) -> None:
+        """Take the prompt, then a token at a time."""
+        if self._is_prompt:
+            self._is_prompt = False
+            return
+        self.ids += [token for token in value.flatten().tolist() if token not in self.encoder.stop_ids]
+        # Half a character is decoded as U+FFFD.
+        self._show(decode_answer(self.encoder, self.ids).rstrip("\ufffd"))
+
+    def end(self) -> None:
+        """Write what is left."""
+        self._show(decode_answer(self.encoder, self.ids))
+
+    def _show(self, text: str) -> None:
+        if len(text) > len(self.text):
+            self.write(text[len(self.text) :])
+            self.text = text

@@ -1,14 +1,23 @@
-"""Scores of answers against references: pure functions over texts. All but `length` (characters) are from 0 to 100."""
+"""Scores of answers against references: pure functions over texts. All but `length` (characters) are from 0 to 100.
+
+Then from answers to metrics and to the rows that are kept, and what is said of an evaluation.
+"""
 
 import importlib
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cache, partial
 from typing import Any
 
-from toolkit.config.schema import Metric
+from toolkit.config.schema import EVAL_LOSS, Metric
+from toolkit.errors import Stopped
+from toolkit.evaluate.answers import Answers, ValidationQuestion
+from toolkit.evaluate.generate import decode_answer
+from toolkit.messages import tr
+from toolkit.models.chat import AnyChatEncoder
+from toolkit.secrets import hide
 
 _CHINESE = re.compile("[\u3400-\u9fff\uf900-\ufaff\U00020000-\U000323af]")
 _BLANKS = re.compile(r"\s+")
@@ -170,3 +179,134 @@ _METRICS: dict[Metric, _Score] = {
     Metric.chatglm_rouge_2: partial(_mean, partial(_chatglm_rouge, "rouge-2")),
     Metric.chatglm_rouge_l: partial(_mean, partial(_chatglm_rouge, "rouge-l")),
 }
+
+
+@dataclass(kw_only=True, slots=True)
+class Results:
+    """What the answers are worth."""
+
+    values: dict[str, float] = field(default_factory=dict)
+    """As in metrics.jsonl: eval_METRIC, eval_METRIC/SOURCE where there are several, eval_answers, eval_tokens_per_s."""
+    rows: list[dict[str, Any]] = field(default_factory=list)
+    """One for each answer, in the order of the questions."""
+    tokenize: str = ""
+    """How texts became words; see `metrics.tokenization`."""
+    signatures: dict[str, str] = field(default_factory=dict)
+    """How sacrebleu computed its metrics."""
+    failures: dict[str, str] = field(default_factory=dict)
+    """Metric -> why it could not be computed."""
+
+
+def score_answers(
+    questions: Sequence[ValidationQuestion], answers: Answers, metrics: Sequence[Metric], encoder: AnyChatEncoder
+) -> Results:
+    """Score the answers; a metric that fails is left out.
+
+    Args:
+        questions: what was asked.
+        answers: by their numbers; at least one.
+        metrics: the scores wanted.
+        encoder: turns ids into texts.
+    """
+    numbers = sorted(answers.ids)
+    asked = [questions[number] for number in numbers]
+    texts = [decode_answer(encoder, answers.ids[number]) for number in numbers]
+    references = [decode_answer(encoder, question.answer) for question in asked]
+    tokens = [len(answers.ids[number]) for number in numbers]
+    results = Results(
+        values={"eval_answers": len(asked), "eval_tokens_per_s": sum(tokens) / answers.seconds},
+        tokenize=tokenization(references),
+    )
+    each = _score_all(results, metrics, asked, texts, references)
+    results.rows = [
+        {
+            "source": question.source,
+            "where": question.where,
+            "prompt": hide(str(encoder.tokenizer.decode(question.prompt))),
+            "output": hide(text),
+            "reference": hide(reference),
+            "output_tokens": count,
+            **{name: scores[place] for name, scores in each.items()},
+        }
+        for place, (question, text, reference, count) in enumerate(zip(asked, texts, references, tokens, strict=True))
+    ]
+    return results
+
+
+def _score_all(
+    results: Results,
+    metrics: Sequence[Metric],
+    asked: Sequence[ValidationQuestion],
+    texts: Sequence[str],
+    references: Sequence[str],
+) -> dict[str, list[float]]:
+    """Fill in the values, over all answers and by source, and return the scores of single answers."""
+    tokenize = results.tokenize
+    by_source: dict[str, list[int]] = {}
+    for place, question in enumerate(asked):
+        by_source.setdefault(question.source, []).append(place)
+    each = {}
+    for metric in metrics:
+        name = metric.value
+        try:
+            scores = score(metric, texts, references, tokenize)
+            values = {f"eval_{name}": scores.value}
+            for source, places in sorted(by_source.items()) if len(by_source) > 1 else ():
+                of_source = score(metric, [texts[i] for i in places], [references[i] for i in places], tokenize)
+                values[f"eval_{name}/{source}"] = of_source.value
+        except Stopped:
+            raise
+        except Exception as error:  # a library's fault is no reason to lose the others, let alone a training run
+            results.failures[name] = f"{type(error).__name__}: {error}".splitlines()[0]
+            continue
+        results.values |= values
+        each[name] = scores.each
+        if scores.signature:
+            results.signatures[name] = scores.signature
+    return each
+
+
+SAMPLES = "eval_samples"
+"""How many samples an evaluation of a model of one's own is of; a language model's counts tokens."""
+
+
+def describe_evaluation(row: Mapping[str, float]) -> list[str]:
+    """Return the lines about an evaluation.
+
+    Args:
+        row: of metrics.jsonl.
+    """
+    step = int(row["step"])
+    if SAMPLES in row:
+        others = {name: value for name, value in row.items() if name not in ("step", EVAL_LOSS, SAMPLES)}
+        return [
+            tr(
+                "step {step}  validation loss {loss} over {count} samples",
+                step=step,
+                loss=f"{row[EVAL_LOSS]:.4f}",
+                count=f"{int(row[SAMPLES]):,}",
+            )
+            + "".join(f"  {name.removeprefix('eval_')} {value:.4f}" for name, value in others.items())
+        ]
+    lines = [
+        tr(
+            "step {step}  validation loss {loss} nats/token, perplexity {perplexity} over {tokens} tokens",
+            step=step,
+            loss=f"{row[EVAL_LOSS]:.4f}",
+            perplexity=f"{row['eval_perplexity']:.2f}",
+            tokens=f"{int(row['eval_tokens']):,}",
+        )
+    ]
+    if "eval_answers" in row:
+        whole = {name.removeprefix("eval_"): value for name, value in row.items() if "/" not in name}
+        figures = [f"{metric.value} {whole[metric.value]:.2f}" for metric in Metric if metric.value in whole]
+        lines.append(
+            tr(
+                "step {step}  {count} answers, {pace} tokens/s: {figures}",
+                step=step,
+                count=f"{whole['answers']:,}",
+                pace=f"{whole['tokens_per_s']:,.0f}",
+                figures=", ".join(figures),
+            )
+        )
+    return lines

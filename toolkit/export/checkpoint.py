@@ -1,5 +1,8 @@
 """A model out of a checkpoint, without the ranks that saved it: as an export, or to be run.
 
+Also models and adapters that were exported before, or come from elsewhere, in another form; and the weights of a model
+of one's own as safetensors.
+
 As a program it exports (`python -m toolkit.export.checkpoint FROM TO`): writing weights holds Python's lock, which
 training beside it needs.
 """
@@ -10,28 +13,32 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import torch
+from deepspeed import DeepSpeedEngine
+from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
 from toolkit.checkpoint import directory
 from toolkit.checkpoint.convert import iter_weights
-from toolkit.config.schema import TuningMethod
+from toolkit.config.schema import Dtype, TuningMethod
+from toolkit.distributed.process_group import on_rank0
+from toolkit.engine.parameters import gathered_parameters
 from toolkit.errors import CheckpointError, ConfigError, NotExportable, ToolkitError
-from toolkit.export import own
-from toolkit.export.adapter import write_adapter, write_original_prefix
-from toolkit.export.card import FILE as CARD
-from toolkit.export.card import card
-from toolkit.export.folder import write_folder
-from toolkit.export.tuned import Part, loaded, merged, part_of_checkpoint
+from toolkit.export.huggingface import CARD_FILE as CARD
+from toolkit.export.huggingface import atomic_directory, card, write_adapter, write_folder, write_original_prefix
+from toolkit.export.merge import TunedPart, loaded, merge_adapter, part_of_adapter, part_of_checkpoint
 from toolkit.launch.processes import run_module
 from toolkit.messages import tr
 from toolkit.models import adapters, probe, weights
 from toolkit.models.adapters import CONFIG as ADAPTER_FILE
 from toolkit.models.adapters import FILE as BASE_FILE
+from toolkit.models.chat import AnyChatEncoder, load_chat_encoder
+from toolkit.models.chatglm.vocabulary import official_vocabulary
 from toolkit.models.directory import read_object
-from toolkit.models.load import empty
-from toolkit.models.save import MAX_SHARD_SIZE, MODEL_DIR, Format
+from toolkit.models.load import TORCH_DTYPES, empty, load_model
+from toolkit.models.save import MAX_SHARD_SIZE, MODEL_DIR, Format, describe
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +52,7 @@ class Rebuilt:
 
 
 def rebuild(
-    checkpoint: Path, scratch: Path | None = None, part: Part | None = None, dtype: torch.dtype | None = None
+    checkpoint: Path, scratch: Path | None = None, part: TunedPart | None = None, dtype: torch.dtype | None = None
 ) -> Rebuilt:
     """Return the whole model of a checkpoint.
 
@@ -73,8 +80,8 @@ def rebuild(
         )
     trained_in: torch.dtype = getattr(torch, read_object(described / "config.json")["dtype"])
     if part is None:
-        return collect(empty(described), iter_weights(checkpoint, trained_in), checkpoint, dtype, scratch)
-    return collect(*merged(part), checkpoint, dtype or trained_in, scratch)
+        return collect_files(empty(described), iter_weights(checkpoint, trained_in), checkpoint, dtype, scratch)
+    return collect_files(*merge_adapter(part), checkpoint, dtype or trained_in, scratch)
 
 
 def load_checkpoint(checkpoint: Path) -> PreTrainedModel:
@@ -93,7 +100,7 @@ def load_checkpoint(checkpoint: Path) -> PreTrainedModel:
     return rebuilt.model
 
 
-def collect(
+def collect_files(
     model: PreTrainedModel,
     values: Iterator[tuple[str, torch.Tensor]],
     source: Path,
@@ -145,7 +152,7 @@ def _mapped(value: torch.Tensor, file: Path) -> torch.Tensor:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Wanted:
+class ExportOptions:
     """How an export is to be."""
 
     format: Format = "hf"
@@ -163,7 +170,7 @@ class Wanted:
         return getattr(torch, self.dtype) if self.dtype else None
 
 
-def export_checkpoint(checkpoint: Path, folder: Path, wanted: Wanted | None = None, base: str = "") -> None:
+def export_checkpoint(checkpoint: Path, folder: Path, wanted: ExportOptions | None = None, base: str = "") -> None:
     """Write the model of a checkpoint, or its adapter. Bit for bit what the run would have exported at that step.
 
     Args:
@@ -177,17 +184,17 @@ def export_checkpoint(checkpoint: Path, folder: Path, wanted: Wanted | None = No
         ConfigError: there is nothing to be merged, or it cannot be.
         ModelError: there is no official layout to go back to, or the base is not there.
     """
-    if own.is_own(checkpoint):
-        if wanted not in (None, Wanted()):
+    if is_custom(checkpoint):
+        if wanted not in (None, ExportOptions()):
             raise ConfigError(
                 tr(
                     "{folder} holds a model of one's own: its weights alone are written, as they are.",
                     folder=checkpoint,
                 )
             )
-        own.export_checkpoint(checkpoint, folder)
+        export_custom_checkpoint(checkpoint, folder)
         return
-    wanted = wanted or Wanted()
+    wanted = wanted or ExportOptions()
     described, part = checkpoint / MODEL_DIR, part_of_checkpoint(checkpoint, base)
     names = [PurePosixPath(name) for name in directory.read_manifest(checkpoint)["files"]]
     mine = [name.relative_to(MODEL_DIR) for name in names if name.is_relative_to(MODEL_DIR)]
@@ -202,9 +209,9 @@ def export_checkpoint(checkpoint: Path, folder: Path, wanted: Wanted | None = No
 
 
 def export_part(
-    part: Part | None,
+    part: TunedPart | None,
     folder: Path,
-    wanted: Wanted,
+    wanted: ExportOptions,
     files: Mapping[str, bytes],
     taken: probe.Probe | None,
     build: Callable[[Path], Rebuilt],
@@ -260,7 +267,7 @@ def nothing_to_merge() -> ConfigError:
     return ConfigError(tr("this is a whole model already: there is nothing to merge. Leave merge=true out."))
 
 
-def export_beside(checkpoint: Path, folder: Path) -> None:
+def export_in_background(checkpoint: Path, folder: Path) -> None:
     """Verify a checkpoint and export it in transformers' layout, in a process of its own, beside training.
 
     Raises:
@@ -279,6 +286,135 @@ def main() -> None:
         export_checkpoint(source, target)
     except (ToolkitError, OSError) as error:
         sys.exit(str(error))
+
+
+def convert_model(path: Path, folder: Path, wanted: ExportOptions, family: str = "auto") -> None:
+    """Write a model folder in another layout or precision.
+
+    Args:
+        path: official, or transformers' layout.
+        folder: must not exist.
+        wanted: how.
+        family: see `load_chat_encoder`.
+
+    Raises:
+        ConfigError: there is nothing to be merged.
+        ModelError: the model cannot be loaded, or there is no official layout to go back to.
+        CheckpointError: it cannot be written.
+    """
+    if wanted.merge:
+        raise nothing_to_merge()
+    model = load_model(path, dtype=wanted.precision)
+    before = probe.read(path)
+    ids = probe.spread_ids(model.config) if before is None else before.ids
+    files, taken = describe(model, _encoder(path, family)), probe.take(model, ids)
+    write_folder(model, files, folder, wanted.format, taken, max_shard_size=wanted.max_shard_size)
+
+
+def export_adapter_folder(
+    path: Path, folder: Path, wanted: ExportOptions, base: str = "", family: str = "auto"
+) -> None:
+    """Put an adapter into the weights of its base, or copy it.
+
+    Args:
+        path: the adapter.
+        folder: must not exist.
+        wanted: how.
+        base: folder of the base; "" finds it.
+        family: see `load_chat_encoder`.
+
+    Raises:
+        ConfigError: it cannot be merged.
+        ModelError: the base is not there, or another one.
+        CheckpointError: it cannot be written.
+    """
+    part = part_of_adapter(path, base)
+    precision = wanted.precision or next(iter(part.values.values())).dtype
+    model = empty(part.base)
+    model.to(precision)
+    own_tokenizer = (path / "tokenizer_config.json").is_file()
+    files = describe(model, _encoder(path if own_tokenizer else part.base, family))
+    if (path / CARD).is_file():
+        files[CARD] = (path / CARD).read_bytes()
+        if wanted.merge:
+            files[CARD] = files[CARD].replace(b'library_name: "peft"', b'library_name: "transformers"', 1)
+    export_part(
+        part,
+        folder,
+        wanted,
+        files,
+        probe.read(path),
+        lambda scratch: collect_files(*merge_adapter(part), path, precision, scratch),
+    )
+
+
+def _encoder(folder: Path, family: str) -> AnyChatEncoder | None:
+    """Return a folder's tokenizer, None where it has none."""
+    has_one = official_vocabulary(folder) is not None or (folder / "tokenizer.json").is_file()
+    return load_chat_encoder(folder, family=family) if has_one else None
+
+
+WEIGHTS, CUSTOM_CARD = "model.safetensors", "own.json"
+
+
+def export_custom(engine: DeepSpeedEngine, card: dict[str, Any], folder: Path) -> None:
+    """Write parameters and stored buffers, whole, in the precision of the training. A collective.
+
+    Args:
+        engine: the engine.
+        card: what the model is.
+        folder: must not exist.
+
+    Raises:
+        CheckpointError: it cannot be written, or is not what was in memory.
+    """
+    state = dict(gathered_parameters(engine.module))
+    on_rank0(lambda: _write_custom(state, card, folder))
+
+
+def _write_custom(state: dict[str, torch.Tensor], card: dict[str, Any], folder: Path) -> None:
+    with atomic_directory(folder) as temporary:
+        temporary.mkdir()
+        save_file({name: value.contiguous() for name, value in state.items()}, temporary / WEIGHTS)
+        (temporary / CUSTOM_CARD).write_text(json.dumps(card, indent=2) + "\n", encoding="utf-8")
+        written = load_file(temporary / WEIGHTS)
+        wrong = [name for name, value in state.items() if not _are_equal(written.get(name), value)]
+        if wrong:
+            raise CheckpointError(
+                tr("{folder} does not hold its model: {reason}.", folder=folder, reason="; ".join(wrong[:5]))
+            )
+
+
+def _are_equal(written: torch.Tensor | None, value: torch.Tensor) -> bool:
+    """Whether two tensors have the same bytes: nan is nan."""
+    if written is None or (written.shape, written.dtype) != (value.shape, value.dtype):
+        return False
+    return torch.equal(written.reshape(-1).view(torch.uint8), value.contiguous().reshape(-1).view(torch.uint8))
+
+
+def is_custom(folder: Path) -> bool:
+    """Whether a checkpoint or an export is of a model of one's own."""
+    return (folder / CUSTOM_CARD).is_file() or (folder / MODEL_DIR / CUSTOM_CARD).is_file()
+
+
+def export_custom_checkpoint(checkpoint: Path, folder: Path) -> None:
+    """Write the weights in a checkpoint, without the ranks that saved it: those that `export` would have written.
+
+    Args:
+        checkpoint: verified; of a model of one's own.
+        folder: must not exist.
+
+    Raises:
+        CheckpointError: they cannot be read or written.
+    """
+    dtype = TORCH_DTYPES[Dtype(directory.read_run_state(checkpoint).config["precision"]["dtype"])]
+    card = json.loads((checkpoint / MODEL_DIR / CUSTOM_CARD).read_text(encoding="utf-8"))
+    state: dict[str, torch.Tensor] = {}
+    names = set(card["names"])
+    for name, value in iter_weights(checkpoint, dtype):
+        if name in names:  # of tied ones the first, as in the model
+            state[name] = value.clone()
+    _write_custom(state, card, folder)
 
 
 if __name__ == "__main__":

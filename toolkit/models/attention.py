@@ -172,7 +172,7 @@ def attention_arguments(module: Any, batch: dict[str, torch.Tensor]) -> dict[str
 
     Args:
         module: a transformers model, or ChatGLM-6B's.
-        batch: see `toolkit.data.collate.Batch`; packed if it holds `cu_seq_lens`; parts of rows if it holds `part`.
+        batch: see `toolkit.data.loader.Batch`; packed if it holds `cu_seq_lens`; parts of rows if it holds `part`.
     """
     segments = batch["segment_ids"]
     if "part" in batch:

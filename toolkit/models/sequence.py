@@ -77,7 +77,7 @@ def local_part(batch: Batch, part: int, parts: int) -> Batch:
     Labels are looked up before: the loss of a token stands at the one before it, which may be another rank's.
 
     Args:
-        batch: whole rows, see `toolkit.data.collate.Batch`; S is a multiple of `parts`. `sources`, [T], is divided too.
+        batch: whole rows, see `toolkit.data.loader.Batch`; S is a multiple of `parts`. `sources`, [T], is divided too.
         part: which, from 0.
         parts: P.
 

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 
 from toolkit.config.checks import accumulation, micro_rows
 from toolkit.config.schema import RunConfig
-from toolkit.data.sampler import GlobalBatchSampler, Position, after, sequential, steps_per_epoch
+from toolkit.data.sampler import GlobalBatchSampler, Position, next_position, sequential, steps_per_epoch
 from toolkit.distributed import process_group
 from toolkit.errors import DataError
 from toolkit.launch.environment import Ranks
@@ -95,7 +95,7 @@ class _Samples:
         return iter(loader)
 
     def position_after(self, place: Position) -> Position:
-        return after(place, self.size, self.cfg.batch.global_size)
+        return next_position(place, self.size, self.cfg.batch.global_size)
 
     def samples_at(self, place: Position) -> list[list[list[str]]]:
         by_rank = [self._sampler(rank, place, 1) for rank in range(self.ranks.world_size)]

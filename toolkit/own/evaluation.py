@@ -9,12 +9,12 @@ from toolkit.checkpoint import random_state
 from toolkit.config.schema import EVAL_LOSS, RunConfig
 from toolkit.distributed.process_group import gather_metrics, sum_over_ranks
 from toolkit.errors import DataError
+from toolkit.evaluate import metrics
 from toolkit.launch.environment import Ranks
 from toolkit.messages import tr
 from toolkit.own.data import MicroBatch, validation_batches
 from toolkit.own.objective import losses_of, on_device, share_buffers
 from toolkit.own.task import Task
-from toolkit.train import evaluated
 
 _NUMBER = "number of the sample"
 
@@ -44,7 +44,7 @@ def evaluate(
         DataError: the program's functions return something else than they should, or not what `evaluate.keep_best`
             names.
     """
-    sums: dict[str, float] = {EVAL_LOSS: 0.0, evaluated.SAMPLES: 0.0}
+    sums: dict[str, float] = {EVAL_LOSS: 0.0, metrics.SAMPLES: 0.0}
     kept: list[dict[str, torch.Tensor]] = []
     generators, was_training = random_state.capture(), engine.module.training
     share_buffers(engine.module)
@@ -55,7 +55,7 @@ def evaluate(
                 if place == most:
                     break
                 sums[EVAL_LOSS] += float(losses_of(task.loss, engine, micro)[: micro.size].double().sum())
-                sums[evaluated.SAMPLES] += micro.size
+                sums[metrics.SAMPLES] += micro.size
                 values = _metrics(task, engine, micro)
                 if task.score is not None:
                     kept.append({_NUMBER: torch.tensor(numbers, dtype=torch.long), **values})
@@ -68,13 +68,13 @@ def evaluate(
         random_state.restore_state(generators)
     total = sum_over_ranks(list(sums.values()), engine.device).tolist()
     found = dict(zip(sums, total, strict=True))
-    count = found.pop(evaluated.SAMPLES)
+    count = found.pop(metrics.SAMPLES)
     figures = {name: value / count for name, value in found.items()}
     if task.score is not None and most is None:
         figures |= _scored(task.score, kept, engine.device)
     if most is None:
         _check_best(cfg.evaluate.keep_best, figures)
-    return {EVAL_LOSS: figures.pop(EVAL_LOSS), evaluated.SAMPLES: count, **figures}
+    return {EVAL_LOSS: figures.pop(EVAL_LOSS), metrics.SAMPLES: count, **figures}
 
 
 def _check_best(name: str, figures: Mapping[str, float]) -> None:
@@ -104,7 +104,7 @@ def _metrics(task: Task, engine: DeepSpeedEngine, micro: MicroBatch) -> dict[str
                     count=wanted,
                 )
             )
-        if f"eval_{name}" in (EVAL_LOSS, evaluated.SAMPLES) or not name.isidentifier():
+        if f"eval_{name}" in (EVAL_LOSS, metrics.SAMPLES) or not name.isidentifier():
             raise DataError(tr("metrics=: '{name}' cannot be the name of a metric.", name=name))
         if task.score is None and value.ndim > 1:
             raise DataError(

@@ -12,7 +12,7 @@ from toolkit.cli.tracking import hand_on_end
 from toolkit.config.schema import EVAL_LOSS
 from toolkit.distributed import process_group
 from toolkit.errors import CheckpointError
-from toolkit.export.own import WEIGHTS, export
+from toolkit.export.checkpoint import WEIGHTS, export_custom
 from toolkit.messages import tr
 from toolkit.own.objective import share_buffers
 from toolkit.own.task import Task
@@ -27,7 +27,7 @@ def finish(session: AnySession, task: Task, outcome: Outcome, total_steps: int, 
     if config.export:
         share_buffers(session.engine.module)
         with phase(tr("Exporting"), speaks=session.ranks.rank == 0):
-            export(session.engine, card, folder)
+            export_custom(session.engine, card, folder)
             if config.verify_export:
                 process_group.on_rank0(lambda: _prove(task, session.cfg.run.seed, folder))
     summary = _summary(session, outcome, total_steps, card)

@@ -28,8 +28,7 @@ from toolkit.engine import memory
 from toolkit.engine.build import initialize_engine, use_tf32
 from toolkit.engine.ds_config import DsConfig, build_ds_config
 from toolkit.errors import ConfigError, DataError
-from toolkit.export.checkpoint import export_beside
-from toolkit.export.own import CARD
+from toolkit.export.checkpoint import CUSTOM_CARD, export_in_background
 from toolkit.launch import rank_status
 from toolkit.launch.environment import Ranks
 from toolkit.messages import joined, say, tr
@@ -97,7 +96,7 @@ def run_session(task: Task, cfg: RunConfig, ranks: Ranks, started: float) -> Pat
         start.step,
         on_first_step=partial(rank_status.report_status, first_step=start.step + 1),
     )
-    files = {CARD: (json.dumps(card, indent=2) + "\n").encode()}
+    files = {CUSTOM_CARD: (json.dumps(card, indent=2) + "\n").encode()}
     session = AnySession(
         cfg=cfg,
         ranks=ranks,
@@ -105,7 +104,7 @@ def run_session(task: Task, cfg: RunConfig, ranks: Ranks, started: float) -> Pat
         ds=ds,
         engine=engine,
         guard=Guard(engine, cfg.train),
-        described=Described(files, None, export_beside, holds_frozen=True),
+        described=Described(files, None, export_in_background, holds_frozen=True),
         trackers=trackers_of(cfg, progress.say),
         started=started,
         reporter=reporter(cfg, folder) if ranks.rank == 0 else None,
@@ -256,7 +255,7 @@ def _starting_state(cfg: RunConfig, data: Data, ranks: Ranks, origin: Origin, ca
     Raises:
         ConfigError: the checkpoint is of another model.
     """
-    file = None if origin.checkpoint is None else origin.checkpoint / MODEL_DIR / CARD
+    file = None if origin.checkpoint is None else origin.checkpoint / MODEL_DIR / CUSTOM_CARD
     if file is not None:
         saved = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {"model": "?", "digest": ""}
         if saved["digest"] != card["digest"]:

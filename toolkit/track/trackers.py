@@ -16,8 +16,8 @@ from toolkit import children
 from toolkit.launch.processes import child_environment
 from toolkit.messages import current_language, tr
 from toolkit.secrets import hide_all
-from toolkit.track.clients.base import FAILED, FINISHED
-from toolkit.track.sidecar import KILLED_PATIENCE_S
+from toolkit.track.backends import FAILED, FINISHED
+from toolkit.track.queue import KILLED_PATIENCE_S
 
 MOST_WAITING_BYTES = 8 << 20
 """Messages that wait for a process that does not read them."""
@@ -68,7 +68,7 @@ class Trackers:
         try:
             with open(folder / "logs" / "trackers.log", "ab") as log:
                 self._process = children.start(
-                    [sys.executable, "-m", "toolkit.track.sidecar", str(folder)],
+                    [sys.executable, "-m", "toolkit.track.queue", str(folder)],
                     ends_with_input=True,
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,

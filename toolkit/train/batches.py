@@ -12,10 +12,18 @@ from deepspeed.accelerator import get_accelerator
 from toolkit.config.checks import accumulation, micro_rows
 from toolkit.config.layout import Layout, layout_of
 from toolkit.config.schema import Packing, RunConfig
+from toolkit.data.curriculum import CurriculumOrder, ScheduledMixture, length_limits
 from toolkit.data.loader import build_loader
-from toolkit.data.order import ChangingMixture, ShortFirst, length_limits
-from toolkit.data.plan import pad_multiple
-from toolkit.data.sampler import BEGINNING, GlobalBatchSampler, Order, Position, after, sequential, steps_per_epoch
+from toolkit.data.packing import pad_multiple
+from toolkit.data.sampler import (
+    BEGINNING,
+    GlobalBatchSampler,
+    Order,
+    Position,
+    next_position,
+    sequential,
+    steps_per_epoch,
+)
 from toolkit.errors import ConfigError
 from toolkit.launch.environment import Ranks
 from toolkit.messages import tr
@@ -65,17 +73,17 @@ def changing_order(cfg: RunConfig, prepared: Prepared) -> Order | None:
     if any(source.weights for source in data.sources):
         names = prepared.source_names[: len(data.sources)]
         plan, train = prepared.train_plan, cfg.train
-        return ChangingMixture(plan.bounds, data.sources, names, global_size, train.max_steps, train.epochs, key)
+        return ScheduledMixture(plan.bounds, data.sources, names, global_size, train.max_steps, train.epochs, key)
     if not data.curriculum.steps:
         return None
     limits = length_limits(data.curriculum, data.max_length)
-    return ShortFirst(prepared.longest_samples(), limits, global_size, data.max_length, key)
+    return CurriculumOrder(prepared.longest_samples(), limits, global_size, data.max_length, key)
 
 
 def place_after(cfg: RunConfig, prepared: Prepared) -> Callable[[Position], Position]:
     """Return what tells the place in the training data after the step that begins at a place."""
     num_rows, (global_size, _) = epoch_rows(cfg, prepared), rows_per_step(cfg, prepared.packing)
-    return lambda place: after(place, num_rows, global_size)
+    return lambda place: next_position(place, num_rows, global_size)
 
 
 def order_figures(cfg: RunConfig, prepared: Prepared) -> Callable[[Position], dict[str, float]]:

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from toolkit.data.store import Store
+from toolkit.data.store import TokenizedCache
 from toolkit.secrets import hide_all
 from toolkit.train.prepared import Prepared
 
@@ -45,7 +45,7 @@ def record(folder: Path, prepared: Prepared, total_steps: int, steps_per_epoch: 
         (folder / FILE).write_text(text, encoding="utf-8", errors="backslashreplace")
 
 
-def _split(store: Store) -> dict[str, Any]:
+def _split(store: TokenizedCache) -> dict[str, Any]:
     """Return counts and a histogram of lengths; bin i holds lengths of more than edges[i], up to edges[i + 1]."""
     lengths = store.lengths()
     longest = int(lengths.max(initial=1))

@@ -6,8 +6,8 @@ from numpy.typing import NDArray
 
 from toolkit.config.layout import layout_of
 from toolkit.config.schema import Packing, RunConfig
-from toolkit.data.collate import collate
-from toolkit.data.plan import PAD_MULTIPLE, pad_multiple
+from toolkit.data.loader import collate
+from toolkit.data.packing import PAD_MULTIPLE, pad_multiple
 from toolkit.data.store import Sample
 from toolkit.distributed.process_group import rank
 from toolkit.models.sequence import local_part

@@ -18,6 +18,7 @@ from toolkit.distributed import failure
 from toolkit.distributed.process_group import gather, on_rank0, rank, world_size
 from toolkit.distributed.watchdog import DATA, STEP
 from toolkit.errors import CheckpointError, Diverged, RunFolderError, Stopped
+from toolkit.evaluate.metrics import describe_evaluation
 from toolkit.messages import tr
 from toolkit.models.regularization import begin_step, dropping_metrics
 from toolkit.terminal import phase
@@ -25,7 +26,6 @@ from toolkit.track.metrics import MetricsLog
 from toolkit.track.progress import Progress
 from toolkit.train import bad_steps, folder_lock, run_folder
 from toolkit.train.collectives import Collectives
-from toolkit.train.evaluated import told
 from toolkit.train.guard import Trouble
 from toolkit.train.job import Job, Outcome
 from toolkit.train.meter import Meter
@@ -270,7 +270,7 @@ class _Run:
         self.progress.note(evaluation=row)
         if rank() == 0:
             self.metrics.append(row)
-        for line in told(row):
+        for line in describe_evaluation(row):
             self.progress.say(line)
 
     def _again(self) -> bool:

@@ -10,12 +10,11 @@ from numpy.typing import NDArray
 
 from toolkit.config.checks import micro_rows, settled
 from toolkit.config.schema import Init, Packing, RunConfig, SourceConfig
-from toolkit.data.order import length_classes
-from toolkit.data.plan import Plan, plan_rows
-from toolkit.data.prepare import FOLDERS, prepare
-from toolkit.data.prepare_report import PrepareReport
+from toolkit.data.curriculum import length_classes
+from toolkit.data.packing import PackingPlan, plan_sequences
 from toolkit.data.sources import read_conversations
-from toolkit.data.store import BAD_ROWS, Store
+from toolkit.data.store import BAD_ROWS, TokenizedCache
+from toolkit.data.tokenize import FOLDERS, PrepareReport, build_caches
 from toolkit.disk import refuse_links
 from toolkit.errors import DataError
 from toolkit.messages import say, tr
@@ -33,15 +32,15 @@ class Prepared:
 
     encoder: AnyChatEncoder
     """Turns conversations into ids."""
-    train: Store
+    train: TokenizedCache
     """Tokenised training split."""
-    validation: Store | None
+    validation: TokenizedCache | None
     """Tokenised validation split."""
     packing: Packing
     """How rows are made; not what the recipe says where the model cannot be trained on packed rows."""
-    train_plan: Plan
+    train_plan: PackingPlan
     """Rows of the training split."""
-    validation_plan: Plan | None
+    validation_plan: PackingPlan | None
     """Rows of the validation split."""
     report: PrepareReport
     """What became of the rows."""
@@ -97,14 +96,14 @@ def _silent(line: str) -> None:
 
 def prepare_with(cfg: RunConfig, encoder: AnyChatEncoder, say: Callable[[str], None]) -> Prepared:
     """Do the same with an encoder that is there already."""
-    train, validation, report = prepare(cfg, encoder, say)
+    train, validation, report = build_caches(cfg, encoder, say)
     _tell(report, say)
     packing = _packing(cfg, say)
 
     most = cfg.evaluate.max_samples
 
-    def plan(store: Store, sources: list[SourceConfig]) -> Plan:
-        return plan_rows(
+    def plan(store: TokenizedCache, sources: list[SourceConfig]) -> PackingPlan:
+        return plan_sequences(
             store,
             packing,
             max_length=cfg.data.max_length,

@@ -10,8 +10,8 @@ from numpy.typing import NDArray
 
 from toolkit.config.checks import micro_rows, settled
 from toolkit.config.schema import Packing, RunConfig
-from toolkit.data.plan import Plan
-from toolkit.data.store import Store
+from toolkit.data.packing import PackingPlan
+from toolkit.data.store import TokenizedCache
 from toolkit.messages import printable, tr
 
 _BAR = 40
@@ -47,7 +47,7 @@ def legend(style: Style) -> str:
     return " · ".join(f"{begin}{word}{end}" for (begin, end), word in words)
 
 
-def stretches(tokenizer: Any, ids: Sequence[int], trained: Sequence[bool]) -> list[tuple[str, str]]:
+def colored_spans(tokenizer: Any, ids: Sequence[int], trained: Sequence[bool]) -> list[tuple[str, str]]:
     """Return a sample as a person reads it: every token is there, special ones by their names.
 
     Args:
@@ -105,7 +105,7 @@ def histogram(lengths: NDArray[np.int64], longest: int, bins: int = 10) -> list[
     ]
 
 
-def filled_line(cfg: RunConfig, packing: Packing, store: Store, plan: Plan) -> str:
+def padding_line(cfg: RunConfig, packing: Packing, store: TokenizedCache, plan: PackingPlan) -> str:
     """Return how much of the planned rows is tokens, "" where each sample is a row of its own."""
     if packing is Packing.none:
         return ""

@@ -23,7 +23,7 @@ from toolkit.secrets import hide
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class TunedPart:
     """Trained parameters, and the model that the others are of."""
 
     source: Path
@@ -50,7 +50,7 @@ class Part:
         return adapters.AdapterState(adapters.method_of(self.settings), settings, base).describe()
 
 
-def part_of_checkpoint(checkpoint: Path, given: str = "") -> Part | None:
+def part_of_checkpoint(checkpoint: Path, given: str = "") -> TunedPart | None:
     """Return what a checkpoint holds, None if that is the whole model.
 
     Args:
@@ -79,20 +79,22 @@ def part_of_checkpoint(checkpoint: Path, given: str = "") -> Part | None:
                 tr("{folder} does not hold its model: {reason}.", folder=checkpoint, reason=wrong[:5])
             )
         values = {stored[name]: value for name, value in values.items()}
-    return Part(checkpoint, settings, known, find_base(described, given), values)
+    return TunedPart(checkpoint, settings, known, find_base(described, given), values)
 
 
-def part_of_adapter(folder: Path, given: str = "") -> Part:
+def part_of_adapter(folder: Path, given: str = "") -> TunedPart:
     """Return an adapter.
 
     Raises:
         ModelError: it is none, or the base is not there.
     """
     base = adapters.base_of_adapter(folder, given)
-    return Part(folder, adapters.read_settings(folder), read_base(folder), base, adapters.read_adapter_weights(folder))
+    return TunedPart(
+        folder, adapters.read_settings(folder), read_base(folder), base, adapters.read_adapter_weights(folder)
+    )
 
 
-def loaded(part: Part) -> PreTrainedModel:
+def loaded(part: TunedPart) -> PreTrainedModel:
     """Return the model with what was trained in it or added to it, on the CPU.
 
     Raises:
@@ -111,7 +113,7 @@ def loaded(part: Part) -> PreTrainedModel:
     return model.eval()
 
 
-def merged(part: Part) -> tuple[PreTrainedModel, Iterator[tuple[str, torch.Tensor]]]:
+def merge_adapter(part: TunedPart) -> tuple[PreTrainedModel, Iterator[tuple[str, torch.Tensor]]]:
     """Return the model with nothing in its parameters, and their values, trained ones included, one after another.
 
     Values are in the precision of the base's files, or float32 where something was added to them.
@@ -135,7 +137,7 @@ def merged(part: Part) -> tuple[PreTrainedModel, Iterator[tuple[str, torch.Tenso
 
 
 def _with_trained(
-    part: Part, values: Iterator[tuple[str, torch.Tensor]], tied: Mapping[str, str]
+    part: TunedPart, values: Iterator[tuple[str, torch.Tensor]], tied: Mapping[str, str]
 ) -> Iterator[tuple[str, torch.Tensor]]:
     layers: dict[str, tuple[Any, dict[str, torch.Tensor]]] = {}
     whole = dict(part.values)
@@ -178,7 +180,7 @@ def _shell(folder: Path, settings: dict[str, Any], base: BaseModel) -> PreTraine
 
 
 def _by_weight(
-    shell: PreTrainedModel, part: Part
+    shell: PreTrainedModel, part: TunedPart
 ) -> tuple[dict[str, tuple[Any, dict[str, torch.Tensor]]], dict[str, torch.Tensor]]:
     """Return LoRA's layers with their additions, and what replaces weights, by the name of the weight."""
     stored = adapters.stored_names(shell)

@@ -14,8 +14,7 @@ from numpy.typing import NDArray
 
 from toolkit.config.schema import CurriculumConfig, CurriculumShape, SourceConfig
 from toolkit.config.weights import mean_weight, weight_at
-from toolkit.data.permutation import Permutation
-from toolkit.data.sampler import Position, steps_per_epoch
+from toolkit.data.sampler import Permutation, Position, steps_per_epoch
 from toolkit.errors import DataError
 from toolkit.messages import tr
 
@@ -45,7 +44,7 @@ def length_classes(curriculum: CurriculumConfig, max_length: int) -> list[int]:
     return classes
 
 
-class ShortFirst:
+class CurriculumOrder:
     """Short rows first, after competence-based curriculum learning (Platanios et al., NAACL 2019, arXiv 1903.09848).
 
     Each row comes once per epoch: while the curriculum lasts, a step draws from the rows that are within its limit and
@@ -115,7 +114,7 @@ def _drawn(candidates: NDArray[np.int64], within: NDArray[np.int64], ends: NDArr
     return np.concatenate((np.array(order, np.int64), np.flatnonzero(left)))
 
 
-class ChangingMixture:
+class ScheduledMixture:
     """Sources whose shares of a step follow weights that change over the run.
 
     At each point of the run a source has the share weight x rows / sum of those over all sources, as it has with fixed

@@ -2,15 +2,20 @@
 
 A part's name is a hash of the block's content and of every rule that made it. So parts of an interrupted build are
 found again, also after a row was mended or the file has grown, and one that was made under other rules never is.
+Processes make parts in order, with little in flight; a message says when one of them was killed.
 """
 
 import hashlib
 import json
 import os
 import pickle
+import time
 import zipfile
 from array import array
-from collections.abc import Iterable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -19,15 +24,15 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from toolkit import children
 from toolkit.config.schema import RowFormat, TooLong, TrainOn
-from toolkit.data.conversation import Conversation, marked
 from toolkit.data.duplicates import row_hashes
-from toolkit.data.encode import ChatEncoder, Encoded
-from toolkit.data.files import Block, rows_of
-from toolkit.data.formats import RowReader, parse_row
-from toolkit.data.lengths import LengthRule
-from toolkit.errors import RowError
-from toolkit.messages import current_language, tr
+from toolkit.data.encode import ChatEncoder, Encoded, LengthRule
+from toolkit.data.formats import Conversation, RowReader, mark_trained, parse_row
+from toolkit.data.readers import Block, rows_of
+from toolkit.data.sources import DataFile
+from toolkit.errors import DataError, RowError
+from toolkit.messages import current_language, set_language, tr
 
 CODE_VERSION = 4
 """Part of a part's and of a store's name; raise it when ids, masks or counts would come out differently."""
@@ -52,7 +57,7 @@ class Rules:
     train_on: TrainOn
 
 
-class RowPlace(NamedTuple):
+class RowPosition(NamedTuple):
     """Where a row stands, wherever its block stands."""
 
     offset: int
@@ -62,18 +67,18 @@ class RowPlace(NamedTuple):
 
 
 @dataclass(slots=True)
-class Account:
+class PartCounts:
     """What became of the rows of a part."""
 
     rows: int = 0
     """Rows that are not blank."""
-    bad: list[tuple[RowPlace, str, str]] = field(default_factory=list)
+    bad: list[tuple[RowPosition, str, str]] = field(default_factory=list)
     """Rows that cannot be used: place, reason, excerpt."""
     dropped: dict[str, int] = field(default_factory=dict)
     """Rows of which nothing, or not all, was used, by reason."""
-    dropped_rows: dict[str, list[RowPlace]] = field(default_factory=dict)
+    dropped_rows: dict[str, list[RowPosition]] = field(default_factory=dict)
     """The first few of them."""
-    too_long: list[tuple[RowPlace, int]] = field(default_factory=list)
+    too_long: list[tuple[RowPosition, int]] = field(default_factory=list)
     """With too_long=error: the first row that is too long, and its tokens."""
     truncated: int = 0
     split: int = 0
@@ -84,9 +89,9 @@ class Account:
     message_keys: dict[str, int] = field(default_factory=dict)
     """Keys of messages that are not read, and in how many messages."""
 
-    _last: dict[str, RowPlace] = field(default_factory=dict)
+    _last: dict[str, RowPosition] = field(default_factory=dict)
 
-    def drop(self, reason: str, row: RowPlace) -> None:
+    def drop(self, reason: str, row: RowPosition) -> None:
         """Count a row that is left out; once, however many of its samples are."""
         if self._last.get(reason) == row:
             return
@@ -96,7 +101,7 @@ class Account:
         if len(rows) < EXAMPLES:
             rows.append(row)
 
-    def refuse(self, row: RowPlace, reason: RowError, value: object) -> None:
+    def refuse(self, row: RowPosition, reason: RowError, value: object) -> None:
         """Count a row that cannot be used; once, however many samples it would have given."""
         if not self.bad or self.bad[-1][0] != row:
             self.bad.append((row, str(reason), _excerpt(value)))
@@ -118,10 +123,10 @@ class Part:
     """Ordinal of that row in the block, [samples]; several samples of a row follow each other."""
     hashes: NDArray[np.uint64]
     """Of each row that gave a sample, see `duplicates.row_hashes`, [rows with a sample]."""
-    account: Account
+    account: PartCounts
 
 
-class PartMaker:
+class PartBuilder:
     """Makes parts and keeps them in a folder.
 
     Args:
@@ -160,9 +165,9 @@ class PartMaker:
         return path, True
 
     def _encode(self, block: Block, reader: RowReader) -> Part:
-        account, ids, trained = Account(), array("I"), bytearray()
+        account, ids, trained = PartCounts(), array("I"), bytearray()
         lengths, lines, ordinals = array("I"), array("I"), array("I")
-        rows = ((RowPlace(offset, number), value) for number, (offset, value) in enumerate(rows_of(block)))
+        rows = ((RowPosition(offset, number), value) for number, (offset, value) in enumerate(rows_of(block)))
         while batch := list(islice(rows, _BATCH_ROWS)):
             for row, (sample_ids, covered) in self._batch(batch, reader, account):
                 ids.extend(sample_ids)
@@ -178,11 +183,11 @@ class PartMaker:
         return Part(tokens, mask, sizes, np.frombuffer(lines, np.uint32), rows_of_samples, hashes, account)
 
     def _batch(
-        self, batch: list[tuple[RowPlace, Any]], reader: RowReader, account: Account
-    ) -> Iterator[tuple[RowPlace, Encoded]]:
+        self, batch: list[tuple[RowPosition, Any]], reader: RowReader, account: PartCounts
+    ) -> Iterator[tuple[RowPosition, Encoded]]:
         """Yield the samples of some rows, each with its row."""
         account.rows += len(batch)
-        read: list[tuple[RowPlace, Conversation]] = []
+        read: list[tuple[RowPosition, Conversation]] = []
         for row, value in batch:
             try:
                 parsed = parse_row(value)
@@ -217,7 +222,7 @@ class PartMaker:
                     most=f"{_MOST_MESSAGES:,}",
                 )
             )
-        found = list(marked(whole, self.rules.train_on, self.encoder.only_last))
+        found = list(mark_trained(whole, self.rules.train_on, self.encoder.only_last))
         if len(found) > 1 and sum(map(_chars, found)) > _MOST_TEXT:
             raise RowError(
                 tr(
@@ -230,8 +235,8 @@ class PartMaker:
         return found
 
     def _encoded(
-        self, read: list[tuple[RowPlace, Conversation]], values: dict[RowPlace, Any], account: Account
-    ) -> Iterator[tuple[RowPlace, Conversation, Encoded]]:
+        self, read: list[tuple[RowPosition, Conversation]], values: dict[RowPosition, Any], account: PartCounts
+    ) -> Iterator[tuple[RowPosition, Conversation, Encoded]]:
         """Encode a batch at once; if a row of it cannot be encoded, one by one to find which."""
         try:
             encoded: Iterable[Encoded] = self.encoder.encode_many(
@@ -248,8 +253,13 @@ class PartMaker:
                 account.refuse(row, error, values[row])
 
     def _fitted(
-        self, row: RowPlace, conversation: Conversation, encoded: Encoded, account: Account, values: dict[RowPlace, Any]
-    ) -> Iterator[tuple[RowPlace, Encoded]]:
+        self,
+        row: RowPosition,
+        conversation: Conversation,
+        encoded: Encoded,
+        account: PartCounts,
+        values: dict[RowPosition, Any],
+    ) -> Iterator[tuple[RowPosition, Encoded]]:
         if self.rules.too_long is TooLong.error and len(encoded[0]) > self.rules.max_length:
             account.too_long = account.too_long or [(row, len(encoded[0]))]
             return
@@ -265,9 +275,9 @@ class PartMaker:
         yield from ((row, sample) for sample in fitted.samples)
 
 
-def _by_size(read: list[tuple[RowPlace, Conversation]]) -> Iterator[list[tuple[RowPlace, Conversation]]]:
+def _by_size(read: list[tuple[RowPosition, Conversation]]) -> Iterator[list[tuple[RowPosition, Conversation]]]:
     """Yield the conversations of a batch in groups of a bounded size, in their order."""
-    group: list[tuple[RowPlace, Conversation]] = []
+    group: list[tuple[RowPosition, Conversation]] = []
     size = 0
     for item in read:
         size += _chars(item[1])
@@ -321,16 +331,18 @@ def read_part(path: Path) -> Part | None:
     return Part(ids, trained, lengths, lines, rows, hashes, account) if int(lengths.sum()) == len(ids) else None
 
 
-def _to_json(account: Account) -> bytes:
+def _to_json(account: PartCounts) -> bytes:
     return json.dumps({name: value for name, value in asdict(account).items() if name != "_last"}).encode()
 
 
-def _from_json(text: bytes) -> Account:
+def _from_json(text: bytes) -> PartCounts:
     found = json.loads(text)
-    found["bad"] = [(RowPlace(*row), reason, excerpt) for row, reason, excerpt in found["bad"]]
-    found["too_long"] = [(RowPlace(*row), length) for row, length in found["too_long"]]
-    found["dropped_rows"] = {reason: [RowPlace(*row) for row in rows] for reason, rows in found["dropped_rows"].items()}
-    return Account(**found)
+    found["bad"] = [(RowPosition(*row), reason, excerpt) for row, reason, excerpt in found["bad"]]
+    found["too_long"] = [(RowPosition(*row), length) for row, length in found["too_long"]]
+    found["dropped_rows"] = {
+        reason: [RowPosition(*row) for row in rows] for reason, rows in found["dropped_rows"].items()
+    }
+    return PartCounts(**found)
 
 
 def _definite(row_format: RowFormat) -> RowFormat:
@@ -341,3 +353,143 @@ def _definite(row_format: RowFormat) -> RowFormat:
 def _excerpt(value: object) -> str:
     text = value[: 4 * _EXCERPT_CHARS].decode("utf-8", "replace") if isinstance(value, bytes) else repr(value)
     return text.strip()[:_EXCERPT_CHARS]
+
+
+LEAST_BYTES_FOR_PROCESSES = 8 << 20
+"""Starting a process takes seconds; less data than this is tokenised at once."""
+_AHEAD = 2
+
+
+class BuiltPart(NamedTuple):
+    """One part that is ready."""
+
+    file_number: int
+    file: DataFile
+    block: Block
+    """What the part is made of."""
+    path: Path
+    """The part."""
+    is_new: bool
+    """Whether it had to be made now."""
+
+
+def make_parts(
+    blocks: Iterable[tuple[int, DataFile, Block]], encoder: ChatEncoder, rules: Rules, folder: Path, num_workers: int
+) -> Iterator[BuiltPart]:
+    """Yield the parts of blocks in their order.
+
+    Args:
+        blocks: of `sources.read_blocks`.
+        encoder: see `PartMaker`.
+        rules: see `PartMaker`.
+        folder: where parts are kept; made if it is not there.
+        num_workers: processes; 1 works in this one.
+
+    Raises:
+        DataError: a process was killed.
+        OSError: a part cannot be written.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    if num_workers == 1:
+        maker = PartBuilder(encoder, rules, folder)
+        for number, file, block in blocks:
+            path, is_new = maker.make(block, file.row_format, file.columns)
+            yield BuiltPart(number, file, block, path, is_new)
+        return
+    executor = children.workers(num_workers, _start, encoder, rules, folder, current_language())
+    try:
+        yield from _in_order(executor, blocks, num_workers * _AHEAD)
+    except BrokenProcessPool:
+        raise DataError(
+            tr(
+                "A tokenising process was killed, most likely by the system for lack of memory (see `dmesg`). What was "
+                "finished is kept: the same command goes on from there. With less memory: prepare.num_workers={fewer}.",
+                fewer=max(1, num_workers // 2),
+            )
+        ) from None
+    finally:
+        executor.shutdown(cancel_futures=True)
+
+
+def _in_order(
+    executor: ProcessPoolExecutor, blocks: Iterable[tuple[int, DataFile, Block]], most: int
+) -> Iterator[BuiltPart]:
+    waiting: deque[tuple[int, DataFile, Block, Future[tuple[Path, bool]]]] = deque()
+
+    def oldest() -> BuiltPart:
+        number, file, block, future = waiting.popleft()
+        return BuiltPart(number, file, block, *future.result())
+
+    for number, file, block in blocks:
+        future = executor.submit(_make, block, file.row_format, file.columns)
+        waiting.append((number, file, block, future))
+        if len(waiting) >= most:
+            yield oldest()
+    while waiting:
+        yield oldest()
+
+
+_maker: PartBuilder | None = None
+
+
+def _start(encoder: ChatEncoder, rules: Rules, folder: Path, language: str) -> None:
+    """Prepare a process: one thread each, as there is a process for every core."""
+    global _maker
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    set_language(language)
+    _maker = PartBuilder(encoder, rules, folder)
+
+
+def _make(block: Block, row_format: RowFormat, columns: dict[str, str]) -> tuple[Path, bool]:
+    assert _maker is not None
+    return _maker.make(block, row_format, columns)
+
+
+def cores() -> int:
+    """Return how many cores this process may use."""
+    return len(os.sched_getaffinity(0))
+
+
+class BuildProgress:
+    """Says how far the work is, every few seconds.
+
+    Args:
+        total: bytes in all.
+        say: receives the lines.
+    """
+
+    FIRST_S, EVERY_S = 5.0, 10.0
+
+    def __init__(self, total: int, say: Callable[[str], None]) -> None:
+        self.total, self.say = max(total, 1), say
+        self.started = time.monotonic()
+        self.next = self.started + self.FIRST_S
+        self.new_tokens = self.new_bytes = 0
+        self.line = ""
+
+    def update(self, done: int, rows: int, new_bytes: int, new_tokens: int) -> None:
+        """Tell where the work is.
+
+        Args:
+            done: bytes done, those of kept parts included.
+            rows: rows done.
+            new_bytes: bytes of them that were worked on now; the time left is reckoned from these.
+            new_tokens: tokens of them.
+        """
+        self.new_bytes, self.new_tokens = new_bytes, new_tokens
+        seconds = max(time.monotonic() - self.started, 1e-6)
+        left = (self.total - done) / (new_bytes / seconds) if new_bytes else 0
+        self.line = tr(
+            "Tokenising: {rows} rows, {percent} %, {rate} tokens/s, about {minutes} min left.",
+            rows=f"{rows:,}",
+            percent=f"{100 * done / self.total:.0f}",
+            rate=f"{new_tokens / seconds:,.0f}",
+            minutes=f"{left / 60:.1f}",
+        )
+        if time.monotonic() >= self.next:
+            self.next = time.monotonic() + self.EVERY_S
+            self.say(self.line)
+
+    def status(self) -> str:
+        """Return the last line."""
+        return self.line

@@ -15,12 +15,11 @@ from tensorboard.plugins.text.metadata import create_summary_metadata
 from tensorboard.summary.writer.record_writer import RecordWriter
 from tensorboard.util.tensor_util import make_tensor_proto
 
-from toolkit.track.append import append
-from toolkit.track.clients.base import Client, Row, Run, as_markdown
-from toolkit.track.names import tracked_name
+from toolkit.track.backends import Backend, Row, TrackedRun, as_markdown
+from toolkit.track.metrics import append_rows, tracked_name
 
 
-class TensorboardEvents(Client):
+class TensorboardEvents(Backend):
     """A file of events per session. Readers leave out what an earlier file holds after the step that one begins at.
 
     TensorBoard's own EventFileWriter has a thread, which one error ends for good, and tells too late what was lost.
@@ -29,7 +28,7 @@ class TensorboardEvents(Client):
     redoes = True
     most_rows = 1000
 
-    def begin(self, run: Run) -> None:
+    def begin(self, run: TrackedRun) -> None:
         """Open a file; what older ones hold after the session's first step counts no more."""
         chosen = run.settings["dir"]
         folder = Path(chosen) / f"{run.name}-{run.id}" if chosen else run.folder / "tensorboard"
@@ -74,7 +73,7 @@ class TensorboardEvents(Client):
         for event in events:
             event.wall_time = now
             records.write(event.SerializeToString())
-        append(self.file, content.getvalue())
+        append_rows(self.file, content.getvalue())
 
 
 def _beginning(step: int) -> Event:

@@ -4,14 +4,14 @@ from collections.abc import Mapping, Sequence
 
 import swanlab
 
-from toolkit.track.clients.base import FINISHED, Client, Run, as_markdown
-from toolkit.track.names import tracked_name
+from toolkit.track.backends import FINISHED, Backend, TrackedRun, as_markdown
+from toolkit.track.metrics import tracked_name
 
 
-class SwanlabRun(Client):
+class SwanlabRun(Backend):
     """A run that goes on under its id. SwanLab leaves out a step of a metric that is not after the last one it has."""
 
-    def begin(self, run: Run) -> None:
+    def begin(self, run: TrackedRun) -> None:
         """Begin the run or go on with it; its files lie in swanlab/ of the run folder."""
         chosen = run.settings
         self.run = swanlab.init(

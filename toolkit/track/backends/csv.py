@@ -5,17 +5,17 @@ import io
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 
-from toolkit.track.append import append
-from toolkit.track.clients.base import EVAL, TRAIN, Client, Row, Run
+from toolkit.track.backends import EVAL, TRAIN, Backend, Row, TrackedRun
+from toolkit.track.metrics import append_rows
 
 
-class CsvFile(Client):
+class CsvFile(Backend):
     """Written anew with the first rows of a session, and when there is a new column; otherwise appended to."""
 
     redoes = True
     most_rows = sys.maxsize
 
-    def begin(self, run: Run) -> None:
+    def begin(self, run: TrackedRun) -> None:
         """Make the file, without rows; one of an earlier session stays until its rows are there again."""
         self.path = run.folder / "metrics.csv"
         self.columns = ["step"]
@@ -42,7 +42,7 @@ class CsvFile(Client):
         columns = list(dict.fromkeys([*self.columns, *(name for row in cells for name in row)]))
         is_there = self.path.exists() and not self.is_old
         if is_there and columns == self.columns:
-            append(self.path, _text(columns, cells))
+            append_rows(self.path, _text(columns, cells))
             return
         self._write(columns, [*(self._read() if is_there else []), *cells])
         self.columns, self.is_old = columns, False  # not before: without room for it, it is tried again

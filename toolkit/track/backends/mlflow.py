@@ -11,8 +11,8 @@ from mlflow.entities import Metric, Param
 from mlflow.exceptions import MlflowException
 
 from toolkit.config.checks_track import mlflow_folder
-from toolkit.track.clients.base import EVAL, FAILED, FINISHED, STOPPED, TRAIN, Client, Run
-from toolkit.track.names import hf_name
+from toolkit.track.backends import EVAL, FAILED, FINISHED, STOPPED, TRAIN, Backend, TrackedRun
+from toolkit.track.metrics import hf_name
 
 _MOST_PARAMETERS, _LONGEST_PARAMETER = 100, 6000
 """Of one request, and of one value."""
@@ -20,10 +20,10 @@ _STATUS = {FINISHED: "FINISHED", STOPPED: "KILLED", FAILED: "FAILED"}
 _OURS = "toolkit.run_id"
 
 
-class MlflowRun(Client):
+class MlflowRun(Backend):
     """A run that is found again by a tag. MLflow keeps every value that it gets, so it is asked for the last step."""
 
-    def begin(self, run: Run) -> None:
+    def begin(self, run: TrackedRun) -> None:
         """Find the run or make it."""
         uri = run.settings["uri"] or os.environ.get("MLFLOW_TRACKING_URI") or str(run.folder.parent / "mlruns")
         if mlflow_folder(uri):

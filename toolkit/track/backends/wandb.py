@@ -5,14 +5,14 @@ from pathlib import Path
 
 import wandb
 
-from toolkit.track.clients.base import FINISHED, Client, Run
-from toolkit.track.names import tracked_name
+from toolkit.track.backends import FINISHED, Backend, TrackedRun
+from toolkit.track.metrics import tracked_name
 
 
-class WandbRun(Client):
+class WandbRun(Backend):
     """A run that goes on under its id. wandb leaves out a step that is not after the last one it has."""
 
-    def begin(self, run: Run) -> None:
+    def begin(self, run: TrackedRun) -> None:
         """Begin the run or go on with it; its files lie in wandb/ of the run folder."""
         chosen = run.settings
         self.run = wandb.init(

@@ -14,7 +14,7 @@ Row = tuple[int, Mapping[str, float]]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Run:
+class TrackedRun:
     """What is to be known of a run before its first row. All texts are without secrets."""
 
     name: str
@@ -33,7 +33,7 @@ class Run:
     """The step after which this session begins."""
 
 
-class Client:
+class Backend:
     """A tracker. Whatever it raises is told once and ends nothing; it may take its time."""
 
     redoes = False
@@ -41,7 +41,7 @@ class Client:
     most_rows = 1
     """Rows that `write` takes in one go: all of them are written or, if it raises, none."""
 
-    def begin(self, run: Run) -> None:
+    def begin(self, run: TrackedRun) -> None:
         """Begin the run, or go on with it. Called again if it fails."""
 
     def held(self) -> dict[str, int]:

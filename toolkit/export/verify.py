@@ -5,9 +5,8 @@ from collections import deque
 from pathlib import Path
 
 from toolkit.errors import CheckpointError, NotExportable, ProofDiffers
-from toolkit.export.checkpoint import load_checkpoint
-from toolkit.export.own import is_own
-from toolkit.export.tuned import loaded, part_of_adapter
+from toolkit.export.checkpoint import is_custom, load_checkpoint
+from toolkit.export.merge import loaded, part_of_adapter
 from toolkit.messages import tr
 from toolkit.models import probe
 from toolkit.models.adapters import CONFIG, is_original_prefix
@@ -15,7 +14,7 @@ from toolkit.models.load import load_model, stream
 from toolkit.models.streamed import streamed_model
 
 
-def run_forward(folder: Path) -> str:
+def verify_logits(folder: Path) -> str:
     """Run the model of a checkpoint or an export once, on the CPU, in the precision of its weights.
 
     Memory holds one layer of a model folder, and the weights once of a checkpoint or of an adapter with its base.
@@ -34,7 +33,7 @@ def run_forward(folder: Path) -> str:
     if is_original_prefix(folder):
         reason = tr("the layout of the ChatGLM repositories does not say of which model a prefix is")
         return tr("no forward: {reason}", reason=reason)
-    if is_own(folder):
+    if is_custom(folder):
         return tr("no forward: {reason}", reason=tr("it holds a model of one's own, which its program alone can build"))
     saved = probe.read(folder)
     if (folder / "config.json").is_file():

@@ -4,14 +4,14 @@ from collections.abc import Mapping, Sequence
 
 import trackio
 
-from toolkit.track.clients.base import Client, Run, as_markdown
-from toolkit.track.names import tracked_name
+from toolkit.track.backends import Backend, TrackedRun, as_markdown
+from toolkit.track.metrics import tracked_name
 
 
-class TrackioRun(Client):
+class TrackioRun(Backend):
     """A run that goes on under its name, so the name holds the id too."""
 
-    def begin(self, run: Run) -> None:
+    def begin(self, run: TrackedRun) -> None:
         """Begin the run or go on with it."""
         self.project, self.space = run.settings["project"], run.settings["space"]
         self.run = trackio.init(

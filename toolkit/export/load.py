@@ -21,7 +21,7 @@ from toolkit.models.save import MODEL_DIR
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Usable:
+class LoadedModel:
     """A model with what turns text into ids for it."""
 
     model: PreTrainedModel
@@ -30,7 +30,9 @@ class Usable:
     """Its tokenizer and chat format."""
 
 
-def load_usable(path: str, *, adapter: str = "", family: str = "auto", dtype: str = "auto", device: str = "") -> Usable:
+def load_any(
+    path: str, *, adapter: str = "", family: str = "auto", dtype: str = "auto", device: str = ""
+) -> LoadedModel:
     """Load a model for generation.
 
     Args:
@@ -62,7 +64,7 @@ def load_usable(path: str, *, adapter: str = "", family: str = "auto", dtype: st
         folder = base_of_adapter(Path(adapter), str(folder) if path else "")
         if not path:  # an adapter can name any model: its user shall see which
             note = tr("The base model is {base}, which {adapter} names.", base=folder, adapter=adapter)
-            print(note, file=sys.stderr)
+            print(note, file=sys.stderr)  # noqa: T201  # stdout is for answers
     elif (folder / directory.MANIFEST).is_file() and (folder / MODEL_DIR).is_dir():
         return _of_checkpoint(folder, family, precision, place)
     own_tokenizer = bool(adapter) and (Path(adapter) / "tokenizer_config.json").is_file()
@@ -70,7 +72,7 @@ def load_usable(path: str, *, adapter: str = "", family: str = "auto", dtype: st
     model = create_model(ModelConfig(path=str(folder)), precision, encoder.tokenizer, seed=0)
     if adapter:
         load_adapter(model, Path(adapter), base_of(model, folder))
-    return Usable(model=model.eval().to(place), encoder=encoder)
+    return LoadedModel(model=model.eval().to(place), encoder=encoder)
 
 
 def _of_run(path: Path) -> Path:
@@ -86,7 +88,7 @@ def _of_run(path: Path) -> Path:
     return newest
 
 
-def _of_checkpoint(checkpoint: Path, family: str, precision: Dtype, place: torch.device) -> Usable:
+def _of_checkpoint(checkpoint: Path, family: str, precision: Dtype, place: torch.device) -> LoadedModel:
     # What DeepSpeed has to say when it is imported goes to where messages go: stdout is for answers alone.
     with redirect_stdout(sys.stderr):
         from toolkit.export.checkpoint import load_checkpoint
@@ -95,4 +97,4 @@ def _of_checkpoint(checkpoint: Path, family: str, precision: Dtype, place: torch
     model = load_checkpoint(checkpoint)
     for parameter in model.parameters():  # not the rotary frequencies, which have to stay float32
         parameter.data = parameter.data.to(TORCH_DTYPES[precision])
-    return Usable(model=model.eval().to(place), encoder=encoder)
+    return LoadedModel(model=model.eval().to(place), encoder=encoder)

@@ -1,8 +1,17 @@
-"""One tracker and its queue: what it has, what it is sent, what is told when it fails."""
+"""The process that feeds the trackers, beside rank 0: whatever a tracker does, training does not wait for it.
+
+python -m toolkit.track.queue RUN_FOLDER
+
+Reads messages from stdin, one JSON object per line, and answers on stdout with what is to be shown to the user. Each
+tracker has a thread and a queue of its own, which knows what it has, what it is sent, and what is said when it fails.
+The process ends when stdin does, whatever became of rank 0, and soon.
+"""
 
 import json
 import os
 import queue
+import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -10,19 +19,20 @@ from contextlib import suppress
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO, cast
 
-from toolkit.messages import tr
-from toolkit.track.clients.base import ANSWERS, EVAL, SAMPLES, TRAIN, Client, Row, Run
-from toolkit.track.names import figures, is_evaluation
+from toolkit.messages import set_language, tr
+from toolkit.secrets import hide
+from toolkit.track.backends import ANSWERS, EVAL, FAILED, SAMPLES, TRAIN, Backend, Row, TrackedRun
+from toolkit.track.metrics import is_evaluation, metric_values
 
-CLIENTS = {
-    "tensorboard": ("tensorboard_events", "TensorboardEvents"),
-    "csv": ("csv_file", "CsvFile"),
-    "wandb": ("wandb_run", "WandbRun"),
-    "mlflow": ("mlflow_run", "MlflowRun"),
-    "swanlab": ("swanlab_run", "SwanlabRun"),
-    "trackio": ("trackio_run", "TrackioRun"),
+BACKENDS = {
+    "tensorboard": ("tensorboard", "TensorboardEvents"),
+    "csv": ("csv", "CsvFile"),
+    "wandb": ("wandb", "WandbRun"),
+    "mlflow": ("mlflow", "MlflowRun"),
+    "swanlab": ("swanlab", "SwanlabRun"),
+    "trackio": ("trackio", "TrackioRun"),
 }
 MOST_WAITING = 10_000
 """Messages for a tracker that does not keep up; what comes beyond is left out."""
@@ -42,7 +52,7 @@ _IMPORTING = threading.Lock()
 """Large libraries that import one another from several threads may see half of one."""
 
 
-class Lane:
+class BackendQueue:
     """A thread that hands on messages in their order.
 
     Args:
@@ -53,7 +63,7 @@ class Lane:
     """
 
     def __init__(
-        self, name: str, run: Run, rows: Sequence[Mapping[str, Any]], reply: Callable[[Mapping[str, Any]], None]
+        self, name: str, run: TrackedRun, rows: Sequence[Mapping[str, Any]], reply: Callable[[Mapping[str, Any]], None]
     ) -> None:
         self.name, self.rows, self.reply = name, rows, reply
         self.record = _Record(run.folder / "trackers" / f"{name}.json", run.step)
@@ -113,7 +123,7 @@ class Lane:
             self.messages.task_done()
         self.is_done = self._is_done(lambda: client.end(self._status))
 
-    def _begin(self) -> Client | None:
+    def _begin(self) -> Backend | None:
         """Begin, again and again, until it succeeds or the session ends."""
         while True:
             try:
@@ -123,10 +133,10 @@ class Lane:
             if self.ending.wait(BEGIN_AGAIN_S):
                 return None
 
-    def _begun(self) -> Client:
-        module, kind = CLIENTS[self.name]
+    def _begun(self) -> Backend:
+        module, kind = BACKENDS[self.name]
         with _IMPORTING:
-            client: Client = getattr(import_module(f"toolkit.track.clients.{module}"), kind)()
+            client: Backend = getattr(import_module(f"toolkit.track.backends.{module}"), kind)()
         client.begin(self.run)
         self.record.has(client.held())
         if client.redoes:
@@ -135,7 +145,7 @@ class Lane:
         self.reply({"begun": self.name})
         return client
 
-    def _replay(self, client: Client) -> None:
+    def _replay(self, client: Backend) -> None:
         """Hand on what an earlier session did not hand on any more."""
         rows = self._new(self.rows)
         self._replaying = len(rows)
@@ -148,19 +158,19 @@ class Lane:
         """Return what the tracker does not have from an earlier attempt at the same step, each with TRAIN or EVAL."""
         last = dict(self.record.steps)
         found: list[tuple[str, Row]] = []
-        for row in map(figures, rows):
+        for row in map(metric_values, rows):
             step, part = int(row["step"]), EVAL if is_evaluation(row) else TRAIN
             if step > last[part]:
                 last[part] = step
                 found.append((part, (step, {name: value for name, value in row.items() if name != "step"})))
         return found
 
-    def _hand_on_rows(self, client: Client, rows: Sequence[tuple[str, Row]]) -> None:
+    def _hand_on_rows(self, client: Backend, rows: Sequence[tuple[str, Row]]) -> None:
         if rows and self._is_done(lambda: client.write([row for _, row in rows]), len(rows)):
             self.record.has({part: step for part, (step, _) in rows})
             self.record.write_now_and_then()
 
-    def _hand_on(self, client: Client, kind: str, message: dict[str, Any]) -> None:
+    def _hand_on(self, client: Backend, kind: str, message: dict[str, Any]) -> None:
         step = int(message.get("step", 0))
         if kind == "row":
             self._hand_on_rows(client, self._new([message["row"]]))
@@ -277,3 +287,105 @@ class _Record:
             temporary.write_text(json.dumps(values) + "\n", encoding="utf-8")
             temporary.replace(self.path)
             self._written = values
+
+
+KILLED_PATIENCE_S = 5.0
+"""Time to end in when rank 0 is gone without a word: its run may be started again at once."""
+
+
+def main() -> None:
+    """Serve one session, to its end."""
+    folder = Path(sys.argv[1])
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)  # the end of stdin is the word that counts
+    os.nice(5)
+    lanes = _serve(folder, _own_stdout())
+    with suppress(OSError):
+        sys.stderr.flush()
+    # Not sys.exit: a library may wait at exit for a server that does not answer.
+    os._exit(0 if all(lane.is_done for lane in lanes) else 1)
+
+
+def _own_stdout() -> TextIO:
+    """Return a file for answers; whatever else is printed, by libraries and their processes, goes where stderr goes."""
+    replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)
+    sys.stdout = sys.stderr = cast("TextIO", _Hiding(sys.stderr))
+    return replies
+
+
+class _Hiding:
+    """A stream that leaves out secrets."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        """Write a text without them."""
+        return self._stream.write(hide(text))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+def _serve(folder: Path, replies: TextIO) -> list[BackendQueue]:
+    lock = threading.Lock()
+
+    def reply(message: Mapping[str, Any]) -> None:
+        with lock, suppress(OSError):
+            replies.write(json.dumps(message) + "\n")
+            replies.flush()
+
+    lanes: list[BackendQueue] = []
+    status, patience_s = FAILED, KILLED_PATIENCE_S
+    for line in sys.stdin:
+        try:
+            message = json.loads(line)
+        except ValueError:  # half a line: rank 0 died while it wrote
+            break
+        kind = message.pop("kind")
+        if kind == "begin":
+            lanes = _begin(folder, message, reply)
+        elif kind == "end":
+            status, patience_s = message["status"], message["patience_s"]
+            break
+        else:
+            for lane in lanes:
+                lane.put(kind, message)
+    until = time.monotonic() + patience_s
+    for lane in lanes:
+        lane.close(status)
+    for lane in lanes:
+        lane.wait(until)
+    return lanes
+
+
+def _begin(folder: Path, message: dict[str, Any], reply: Callable[[Mapping[str, Any]], None]) -> list[BackendQueue]:
+    set_language(message["language"])
+    lanes = []
+    rows = _rows_so_far(folder, message["metrics_bytes"])
+    for name, settings in message["trackers"].items():
+        run = TrackedRun(
+            name=folder.name,
+            id="",
+            folder=folder,
+            settings=settings,
+            hyperparameters=message["hyperparameters"],
+            texts=message["texts"],
+            step=message["step"],
+        )
+        lanes.append(BackendQueue(name, run, rows, reply))
+    return lanes
+
+
+def _rows_so_far(folder: Path, length: int) -> list[dict[str, Any]]:
+    """Return the rows that metrics.jsonl had when the session began."""
+    try:
+        with open(folder / "metrics.jsonl", "rb") as file:
+            return [json.loads(line) for line in file.read(length).splitlines()]
+    except (OSError, ValueError):
+        return []
+
+
+if __name__ == "__main__":
+    main()

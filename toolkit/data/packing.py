@@ -13,8 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from toolkit.config.schema import Packing, SourceConfig
-from toolkit.data.permutation import Permutation
-from toolkit.data.store import Store, read_manifest
+from toolkit.data.sampler import Permutation
+from toolkit.data.store import TokenizedCache, read_manifest
 from toolkit.distributed.file_lock import build_once
 
 CODE_VERSION = 1
@@ -36,7 +36,7 @@ Fill = Callable[[NDArray[np.int64]], NDArray[np.int64]]
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class PackingPlan:
     """Rows, each a list of samples of one split; with `grouped` a row is a whole micro-batch.
 
     Without arrays each sample is a row of its own.
@@ -66,12 +66,12 @@ class Plan:
 
     def __reduce__(self) -> Any:
         if self.folder is None:
-            return Plan, (self.num_rows, self.members)
+            return PackingPlan, (self.num_rows, self.members)
         return load_plan, (self.folder,)
 
 
-def plan_rows(
-    store: Store,
+def plan_sequences(
+    store: TokenizedCache,
     packing: Packing,
     *,
     max_length: int,
@@ -83,7 +83,7 @@ def plan_rows(
     most: int = 0,
     cache_dir: Path,
     say: Callable[[str], None],
-) -> Plan:
+) -> PackingPlan:
     """Return the plan of a split, made now if nobody has.
 
     Args:
@@ -107,7 +107,7 @@ def plan_rows(
     is_capped = 0 < most < len(store)
     if packing is Packing.none and not by_source and all(weight == 1 for weight in weights):
         members = evaluated_samples(store, most).astype(np.uint32) if is_capped else None
-        return Plan(len(store) if members is None else len(members), members)
+        return PackingPlan(len(store) if members is None else len(members), members)
     key: list[Any] = [CODE_VERSION, store.fingerprint, store.split, packing.name, max_length, window, seed, weights]
     key += [micro_per_gpu] if packing is Packing.grouped else []
     key += [{"most": most}] if is_capped else []
@@ -124,7 +124,7 @@ def plan_rows(
         lengths = store.lengths(samples)
         kinds = sources_of(store)[samples] if by_source else np.searchsorted(classes, lengths)
         fill = _fill(packing, max_length, micro_per_gpu, window)
-        rows, bounds = apart(lengths, kinds, len(sources) if by_source else len(classes) + 1, fill)
+        rows, bounds = one_per_sequence(lengths, kinds, len(sources) if by_source else len(classes) + 1, fill)
         _save(folder, samples, rows, bounds if by_source else [])
 
     target = cache_dir / "plans" / name
@@ -141,7 +141,7 @@ def _fill(packing: Packing, max_length: int, micro_per_gpu: int, window: int) ->
     return fills[packing]
 
 
-def weighted_samples(store: Store, weights: list[float], seed: int) -> NDArray[np.int64]:
+def weighted_samples(store: TokenizedCache, weights: list[float], seed: int) -> NDArray[np.int64]:
     """Return the samples of an epoch: each as often as its source's weight says, of a fraction a random part."""
     everything = np.arange(len(store))
     if all(weight == 1 for weight in weights):
@@ -159,7 +159,7 @@ def weighted_samples(store: Store, weights: list[float], seed: int) -> NDArray[n
     return np.concatenate(chosen) if chosen else everything[:0]
 
 
-def evaluated_samples(store: Store, most: int) -> NDArray[np.int64]:
+def evaluated_samples(store: TokenizedCache, most: int) -> NDArray[np.int64]:
     """Return the samples of a split that its loss is measured on: the same ones each time, on any number of ranks.
 
     Each source gives its share, drawn at random, and one sample at least; so there are more than `most` if there are
@@ -189,13 +189,13 @@ def evaluated_samples(store: Store, most: int) -> NDArray[np.int64]:
     return np.sort(np.concatenate(chosen))
 
 
-def sources_of(store: Store) -> NDArray[np.int64]:
+def sources_of(store: TokenizedCache) -> NDArray[np.int64]:
     """Return the source of each sample of a split, by its number in `data.sources`, [samples]."""
     of_file = np.array([file["source"] for file in read_manifest(store.folder)["files"]])
     return of_file[store.files[store.members]]
 
 
-def apart(
+def one_per_sequence(
     lengths: NDArray[np.int64],
     kinds: NDArray[np.int64],
     num_kinds: int,
@@ -298,11 +298,11 @@ def _save(folder: Path, samples: NDArray[np.int64], rows: NDArray[np.int64], bou
     (folder / "plan.json").write_text(json.dumps(about), encoding="utf-8")
 
 
-def load_plan(folder: Path) -> Plan:
+def load_plan(folder: Path) -> PackingPlan:
     """Return a saved plan, mapped."""
     arrays = [
         np.load(path, mmap_mode="r").view(np.ndarray) if path.is_file() else None
         for path in (folder / "members.npy", folder / "offsets.npy")
     ]
     about = json.loads((folder / "plan.json").read_text(encoding="utf-8"))
-    return Plan(about["num_rows"], arrays[0], arrays[1], folder, tuple(about.get("bounds", ())))
+    return PackingPlan(about["num_rows"], arrays[0], arrays[1], folder, tuple(about.get("bounds", ())))

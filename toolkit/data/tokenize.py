@@ -1,8 +1,9 @@
 """Tokenise once: from the recipe's data section to a finished store that all processes map.
 
-The store's name is a fingerprint of everything it depends on, so a stale one is never found. It is made before any
-process group exists; whoever comes second waits at the lock (see `build_once`). An interrupted build goes on from the
-parts that it finished.
+The store's name is a fingerprint of everything it depends on, so a stale one is never found; a message says why a new
+one is made although there are others. It is made before any process group exists; whoever comes second waits at the
+lock (see `build_once`). An interrupted build continues with the parts that it finished. A report counts what became of
+all rows, with first examples.
 """
 
 import hashlib
@@ -10,9 +11,9 @@ import json
 import logging
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,20 +21,175 @@ import numpy as np
 from numpy.typing import NDArray
 
 from toolkit.config.schema import OnBadRow, RunConfig
-from toolkit.data.changes import what_changed
 from toolkit.data.duplicates import check_contents, check_paths, first_equal
 from toolkit.data.encode import ChatEncoder
-from toolkit.data.files import Block, block_bytes
-from toolkit.data.parts import CODE_VERSION, EXAMPLES, Part, PartMaker, RowPlace, Rules, id_dtype, read_part
-from toolkit.data.pool import LEAST_BYTES_FOR_PROCESSES, Made, Pace, cores, make_parts
-from toolkit.data.prepare_report import PrepareReport
+from toolkit.data.readers import Block, block_bytes
 from toolkit.data.sources import DataFile, content_hash, locate_all, read_blocks, total_bytes
-from toolkit.data.store import BAD_ROWS, MANIFEST, Index, Store, StoreWriter, is_complete, read_manifest
+from toolkit.data.store import BAD_ROWS, MANIFEST, CacheIndex, CacheWriter, TokenizedCache, is_complete, read_manifest
+from toolkit.data.tokenize_workers import (
+    CODE_VERSION,
+    EXAMPLES,
+    LEAST_BYTES_FOR_PROCESSES,
+    BuildProgress,
+    BuiltPart,
+    Part,
+    PartBuilder,
+    RowPosition,
+    Rules,
+    cores,
+    id_dtype,
+    make_parts,
+    read_part,
+)
 from toolkit.distributed.file_lock import build_once, explain_lock_error
 from toolkit.errors import DataError
 from toolkit.launch.deepspeed import age_s
 from toolkit.messages import tr
 from toolkit.secrets import hide
+
+
+def cache_changes(stores: Path, inputs: dict[str, Any]) -> str:
+    """Return why none of the stores fits: how the one that comes nearest differs; "" if none is anywhere near."""
+    nearest: tuple[int, float, str, list[str]] | None = None
+    for folder in stores.glob("*"):
+        if not is_complete(folder):
+            continue
+        known = read_manifest(folder).get("inputs", {})
+        differing = [name for name, value in inputs.items() if known.get(name) != value]
+        entry = (len(differing), -folder.stat().st_mtime, folder.name, differing)
+        nearest = min(nearest, entry) if nearest else entry
+    if nearest is None or nearest[0] > len(inputs) // 3:
+        return ""
+    known = read_manifest(stores / nearest[2])["inputs"]
+    words = [
+        f"{name} {known.get(name)} -> {inputs[name]}" if name not in ("files", "encoder") else _named_change(name)
+        for name in nearest[3]
+    ]
+    return tr(
+        "Tokenising anew: since store {name} was made, this changed: {changes}.",
+        name=nearest[2][:8],
+        changes="; ".join(words),
+    )
+
+
+def _named_change(name: str) -> str:
+    return {
+        "files": tr("the content, format or columns of the data files"),
+        "encoder": tr("the tokenizer or its chat template"),
+    }[name]
+
+
+@dataclass(slots=True)
+class PrepareReport:
+    """What became of the rows; kept in the manifest, so that a later run can show it too."""
+
+    rows_read: int = 0
+    """Rows of training and validation files together, blank lines excepted."""
+    train_samples: int = 0
+    validation_samples: int = 0
+    dropped: dict[str, int] = field(default_factory=dict)
+    """Rows of which nothing, or not all, was used, by reason."""
+    examples: dict[str, list[str]] = field(default_factory=dict)
+    """For each reason the first few places, "file:line"; for unusable rows with what is wrong."""
+    bad_rows: int = 0
+    """Rows that could not be used; all are listed in bad_rows.jsonl of the store."""
+    truncated: int = 0
+    """Samples that lost their oldest turns (a plain text: its end)."""
+    split: int = 0
+    """Conversations that became several samples for their length."""
+    systems: int = 0
+    """Rows whose system message was left out because the model's format has no place for it."""
+    unused: list[str] = field(default_factory=list)
+    """Columns that were not read."""
+    message_keys: dict[str, int] = field(default_factory=dict)
+    """Keys of messages that were not read, and in how many messages."""
+    repeated: int = 0
+    """Training rows that give the same samples as an earlier training row."""
+    repeated_examples: list[str] = field(default_factory=list)
+    """The first few, "file:line = file:line"."""
+    leaked: int = 0
+    """Validation rows that give the same samples as a training row."""
+    leaked_examples: list[str] = field(default_factory=list)
+    """The first few, "file:line = file:line"."""
+    tokens: int = 0
+    """Tokens in the training split."""
+    trained_tokens: int = 0
+    """Tokens in the training split that the loss covers."""
+    sources: list[dict[str, Any]] = field(default_factory=list)
+    """For each source: name, split, rows, samples, tokens, trained_tokens."""
+    seconds: float = 0.0
+    """Time the build took; of the earlier build if the store is reused."""
+    parts_kept: int = 0
+    """Parts of an interrupted build that were used."""
+    built: bool = False
+    """Whether this process built the store."""
+    is_new: bool = False
+    """Whether the store was built since this process began, by whichever rank."""
+    folder: str = ""
+    """The store."""
+
+    def count_equal(
+        self, index: CacheIndex, first: NDArray[np.int64], training: NDArray[np.int64], paths: Sequence[Path]
+    ) -> None:
+        """Count the rows that are there twice.
+
+        Args:
+            index: of the store, training files before validation files.
+            first: of each used row the first one that is equal, see `duplicates.first_equal`.
+            training: samples of the training split.
+            paths: of the files, by their numbers.
+        """
+        rows = index.used_rows()
+        is_training = np.zeros(len(first), dtype=np.bool_)
+        is_training[rows[training]] = True
+        sample_of = np.flatnonzero(np.diff(rows, prepend=-1))
+
+        def where(row: int) -> str:
+            sample = sample_of[row]
+            return f"{paths[index.files[sample]]}:{index.lines[sample]}"
+
+        def examples(found: NDArray[np.int64]) -> list[str]:
+            return [f"{where(row)} = {where(first[row])}" for row in found[:EXAMPLES]]
+
+        # Training files are read first, so the first of equal rows is a training row if any of them is.
+        repeated = np.flatnonzero(is_training & (first != np.arange(len(first))))
+        leaked = np.flatnonzero(~is_training & is_training[first])
+        self.repeated, self.repeated_examples = len(repeated), examples(repeated)
+        self.leaked, self.leaked_examples = len(leaked), examples(leaked)
+
+    def duplicates(self) -> str:
+        """Return how many rows are there twice, in one sentence; "" if none is."""
+        if not self.repeated and not self.leaked:
+            return ""
+        return tr(
+            "Duplicates: {training} training rows; {validation} validation rows that are also training rows.",
+            training=f"{self.repeated:,}",
+            validation=f"{self.leaked:,}",
+        )
+
+    def duplicate_lines(self) -> list[str]:
+        """Return the same with the first places, a line for each split; [] if there is none."""
+        lines = []
+        if self.repeated:
+            lines.append(
+                tr(
+                    "Duplicates: {count} training rows are equal to an earlier one and are trained again. First: "
+                    "{examples}",
+                    count=f"{self.repeated:,}",
+                    examples="; ".join(self.repeated_examples),
+                )
+            )
+        if self.leaked:
+            lines.append(
+                tr(
+                    "WARNING: {count} validation rows are also training rows: the validation loss will be too low. "
+                    "Remove them from one of the two. First: {examples}",
+                    count=f"{self.leaked:,}",
+                    examples="; ".join(self.leaked_examples),
+                )
+            )
+        return lines
+
 
 FOLDERS = ("stores", "parts", "plans", "tokenizers", "hashes", "docstrings", BAD_ROWS)
 """What `prepare.dir` holds; it may hold other things beside them."""
@@ -44,15 +200,15 @@ _opened: set[Path] = set()
 """Stores that this process has opened before."""
 
 
-class Prepared(NamedTuple):
+class CachePair(NamedTuple):
     """The finished store's splits (validation is None if there is none) and what became of the rows."""
 
-    train: Store
-    validation: Store | None
+    train: TokenizedCache
+    validation: TokenizedCache | None
     report: PrepareReport
 
 
-def prepare(cfg: RunConfig, encoder: ChatEncoder, say: Callable[[str], None] = _log) -> Prepared:
+def build_caches(cfg: RunConfig, encoder: ChatEncoder, say: Callable[[str], None] = _log) -> CachePair:
     """Return the tokenised data, made now if no store with the same fingerprint exists.
 
     Args:
@@ -73,7 +229,7 @@ def prepare(cfg: RunConfig, encoder: ChatEncoder, say: Callable[[str], None] = _
     builder = _Builder(cfg, encoder, files, say)
 
     def build(building: Path) -> None:
-        if changes := what_changed(stores, inputs):
+        if changes := cache_changes(stores, inputs):
             say(changes)
         builder.build(building, {"fingerprint": fingerprint, "inputs": inputs})
         if _inputs(cfg, encoder, files)["files"] != inputs["files"]:
@@ -87,8 +243,8 @@ def prepare(cfg: RunConfig, encoder: ChatEncoder, say: Callable[[str], None] = _
     is_new = folder not in _opened and (built or (folder / MANIFEST).stat().st_mtime > time.time() - age_s())
     _opened.add(folder)
     report = PrepareReport(**{**manifest["report"], "built": built, "is_new": is_new, "folder": str(folder)})
-    validation = Store(folder, "validation") if report.validation_samples else None
-    return Prepared(Store(folder, "train"), validation, report)
+    validation = TokenizedCache(folder, "validation") if report.validation_samples else None
+    return CachePair(TokenizedCache(folder, "train"), validation, report)
 
 
 def prepare_shard(cfg: RunConfig, encoder: ChatEncoder, say: Callable[[str], None] = _log) -> tuple[int, int]:
@@ -142,7 +298,7 @@ class _Builder:
             self.num_workers = 1
         self.parts = Path(cfg.prepare.dir) / "parts"
         self.rules = Rules(cfg.data.max_length, cfg.data.too_long, cfg.data.train_on)
-        self.pace = Pace(self.bytes, say)
+        self.pace = BuildProgress(self.bytes, say)
         self.report = PrepareReport()
         self.used: list[Path] = []
         self.source_rows = [0] * (len(cfg.data.sources) + len(cfg.data.validation))
@@ -151,7 +307,7 @@ class _Builder:
     def build(self, folder: Path, manifest: dict[str, Any]) -> None:
         """Write the store into an empty folder."""
         started = time.monotonic()
-        with StoreWriter(folder, id_dtype(self.encoder.vocab_size)) as writer:
+        with CacheWriter(folder, id_dtype(self.encoder.vocab_size)) as writer:
             self._join(writer, folder / BAD_ROWS)
             index = writer.index()
             first = first_equal(index.hashes)
@@ -185,7 +341,7 @@ class _Builder:
         limits = [data.max_samples if file.source < len(data.sources) else 0 for file in self.files]
         return read_blocks(self.files, limits, block_bytes(self.bytes))
 
-    def _join(self, writer: StoreWriter, bad_rows_file: Path) -> None:
+    def _join(self, writer: CacheWriter, bad_rows_file: Path) -> None:
         """Append all parts, in order, while later ones are being made."""
         before = new_bytes = new_tokens = position = 0
         file_number = 0
@@ -206,10 +362,10 @@ class _Builder:
             self._check_limit(before + position, bad_rows_file)
         self._check_limit(self.bytes, bad_rows_file)
 
-    def _read(self, made: Made) -> Part:
+    def _read(self, made: BuiltPart) -> Part:
         part = read_part(made.path)
         if part is None:  # another build that has it too was finished, and removed it
-            maker = PartMaker(self.encoder, self.rules, self.parts)
+            maker = PartBuilder(self.encoder, self.rules, self.parts)
             part = read_part(maker.make(made.block, made.file.row_format, made.file.columns)[0])
         if part is None:
             raise DataError(
@@ -221,7 +377,7 @@ class _Builder:
             )
         return part
 
-    def _check(self, made: Made, part: Part) -> None:
+    def _check(self, made: BuiltPart, part: Part) -> None:
         """Stop at the first row that must not be there."""
         account = part.account
         if account.bad and self.data.on_bad_row is OnBadRow.error:
@@ -240,7 +396,7 @@ class _Builder:
                 )
             )
 
-    def _account(self, made: Made, part: Part, bad_rows_file: Path) -> None:
+    def _account(self, made: BuiltPart, part: Part, bad_rows_file: Path) -> None:
         """Add a part's account to the report."""
         report, account, path = self.report, part.account, made.file.path
         report.rows_read += account.rows
@@ -291,7 +447,7 @@ class _Builder:
             ).rstrip()
         )
 
-    def _splits(self, index: Index, first: NDArray[np.int64]) -> dict[str, NDArray[np.int64]]:
+    def _splits(self, index: CacheIndex, first: NDArray[np.int64]) -> dict[str, NDArray[np.int64]]:
         """Return the samples of both splits.
 
         All samples of a row, and all rows that are equal, are on one side: validation must not be known.
@@ -314,7 +470,7 @@ class _Builder:
         chosen = chosen[first]
         return {"train": np.flatnonzero(~chosen[rows]), "validation": np.flatnonzero(chosen[rows])}
 
-    def _count(self, index: Index, splits: dict[str, NDArray[np.int64]]) -> None:
+    def _count(self, index: CacheIndex, splits: dict[str, NDArray[np.int64]]) -> None:
         """Fill in the report what is known at the end only."""
         report, train = self.report, splits["train"]
         report.train_samples, report.validation_samples = len(train), len(splits["validation"])
@@ -353,7 +509,7 @@ class _Builder:
         )
 
 
-def _place(made: Made, row: RowPlace) -> str:
+def _place(made: BuiltPart, row: RowPosition) -> str:
     """Return "file:line" of a row; of an item of a JSON array also which it is, as a line may hold them all."""
     place = f"{made.file.path}:{made.block.first + row.offset}"
     if made.block.first_item:

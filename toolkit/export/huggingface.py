@@ -1,0 +1,360 @@
+"""A model or an adapter as a directory that other programs load, all checked before it gets its name.
+
+Beside weights, config and tokenizer lie manifest.json, with size and SHA-256 of every file, and a probe;
+`toolkit verify` reads both. The model card says what was trained, on what, how far, with what. Nothing in it is a claim
+of quality.
+"""
+
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from deepspeed import DeepSpeedEngine
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from transformers import PreTrainedModel
+
+from toolkit.checkpoint import directory
+from toolkit.checkpoint.directory import RunState
+from toolkit.config.schema import TuningMethod
+from toolkit.disk import flush, grant
+from toolkit.distributed.process_group import on_rank0
+from toolkit.engine.parameters import gathered_parameters
+from toolkit.errors import CheckpointError
+from toolkit.messages import tr
+from toolkit.models import probe
+from toolkit.models.adapters import (
+    CONFIG,
+    WEIGHTS,
+    AdapterState,
+    base_numbers,
+    check_numbers,
+    read_adapter_weights,
+    read_base,
+    read_settings,
+    stored_names,
+)
+from toolkit.models.adapters import FILE as BASE_FILE
+from toolkit.models.directory import read_object
+from toolkit.models.pipeline import take_probe, unwrap_model
+from toolkit.models.probe import Probe
+from toolkit.models.save import MAX_SHARD_SIZE, ORIGIN_DIR, Format, save_model
+from toolkit.models.weights import WeightFiles, read_tensors, tied_names
+from toolkit.secrets import hide_all
+
+CARD_FILE = "README.md"
+_PACKAGES = ("torch", "deepspeed", "transformers", "peft")
+
+
+def card(state: RunState, is_adapter: bool) -> bytes:
+    """Return the card of what a run made.
+
+    Args:
+        state: of the checkpoint, or of the run's end.
+        is_adapter: whether the folder holds an adapter and no model.
+    """
+    config: Mapping[str, Any] = hide_all(state.config)
+    model, tuning = config["model"], config["tuning"]
+    base = model["name"] or model["path"] or "?"
+    front = {"pipeline_tag": "text-generation", "tags": ["deepspeed", f"tuning-{tuning['method']}"]}
+    if not (is_adapter and tuning["method"] == TuningMethod.ptuning_v2.value):  # which no library loads
+        front["library_name"] = "peft" if is_adapter else "transformers"
+    if model["hub_id"]:
+        front["base_model"] = model["hub_id"]
+    lines = ["---", *(f"{key}: {json.dumps(value, ensure_ascii=False)}" for key, value in front.items()), "---", ""]
+    lines += [f"# {tr('{base}, fine-tuned', base=base)}", "", *_facts(state, config), ""]
+    lines += [f"## {tr('Losses')}", "", *_losses(state), "", f"## {tr('Versions')}", ""]
+    packages = state.versions.get("packages", {})
+    lines += [f"- {name} {packages[name]}" for name in _PACKAGES if name in packages]
+    if commit := state.versions.get("commit"):
+        lines.append(f"- {tr('toolkit commit {commit}', commit=commit)}")
+    lines += ["", f"## {tr('Settings')}", "", "```json"]
+    shown = {key: config[key] for key in ("tuning", "data", "batch", "optim", "schedule", "precision")}
+    lines += [json.dumps(shown, indent=1, ensure_ascii=False, default=str), "```", ""]
+    return "\n".join(lines).encode()
+
+
+def _facts(state: RunState, config: Mapping[str, Any]) -> list[str]:
+    sources = [str(one["hub"] or one["path"] or one["format"]) for one in config["data"]["sources"]]
+    return [
+        f"- {line}"
+        for line in (
+            tr("recipe: {recipe}", recipe=config["recipe"]),
+            tr("base model: {path}", path=config["model"]["path"] or config["model"]["name"]),
+            tr("what was trained: tuning={method}", method=config["tuning"]["method"]),
+            tr("data: {sources} (store {store})", sources=", ".join(sources), store=state.data.get("store", "?")),
+            tr(
+                "{steps} steps, {trained} trained tokens of {total}, {ranks} ranks",
+                steps=f"{state.step:,}",
+                trained=f"{state.trained_tokens:,}",
+                total=f"{state.total_tokens:,}",
+                ranks=state.world_size,
+            ),
+        )
+    ]
+
+
+def _losses(state: RunState) -> list[str]:
+    """Return a table of the validation, and the training loss at both ends; nats per trained token."""
+    lines = []
+    if state.first_loss is not None and state.last_loss is not None:
+        line = tr(
+            "training: {first} -> {last} nats/token", first=f"{state.first_loss:.4f}", last=f"{state.last_loss:.4f}"
+        )
+        lines += [line, ""]
+    if state.evaluations:
+        names = [name for name in state.evaluations[-1] if name != "step" and "/" not in name]  # not each source's
+        lines += [f"| step | {' | '.join(names)} |", "|" + " --- |" * (len(names) + 1)]
+        lines += [
+            f"| {int(row['step'])} | {' | '.join(f'{row[name]:.4g}' if name in row else '' for name in names)} |"
+            for row in (state.evaluations if len(state.evaluations) <= 20 else state.evaluations[-20:])
+        ]
+    return lines or [tr("none were logged")]
+
+
+def export_model(engine: DeepSpeedEngine, files: Mapping[str, bytes], probe_ids: torch.Tensor, folder: Path) -> None:
+    """Write what was trained, in transformers' layout. A collective; rank 0 holds the whole model in host memory.
+
+    Args:
+        engine: the engine whose module is exported, in its training precision.
+        files: of `toolkit.models.save.describe`; rank 0 alone needs them.
+        probe_ids: of `toolkit.models.probe`.
+        folder: must not exist.
+
+    Raises:
+        CheckpointError: the disk is full, or what was written is not what was in memory.
+    """
+    taken, model = take_probe(engine, probe_ids), unwrap_model(engine.module)
+    state = {name: value for name, value in gathered_parameters(engine.module) if value.numel()}
+    on_rank0(lambda: write_folder(model, files, folder, "hf", taken, state))
+
+
+def write_folder(
+    model: PreTrainedModel,
+    files: Mapping[str, bytes],
+    folder: Path,
+    format: Format,
+    taken: Probe | None,
+    state: dict[str, torch.Tensor] | None = None,
+    max_shard_size: str = MAX_SHARD_SIZE,
+) -> None:
+    """Write a model folder and check what was written: `folder` is whole or absent.
+
+    Args:
+        model: the model.
+        files: of `toolkit.models.save.describe`. The official layout brings its own.
+        folder: must not exist.
+        format: see `save_model`.
+        taken: what this model makes of a few ids; None where that is not known.
+        state: whole parameters by name, where the model's own are partitioned or empty.
+        max_shard_size: see `save_model`.
+
+    Raises:
+        CheckpointError: the disk is full, or what was written is not what was in memory.
+    """
+    with atomic_directory(folder) as temporary:
+        save_model(model, temporary, format, state=state, max_shard_size=max_shard_size)
+        write_files(files if format == "hf" else {}, temporary)
+        if taken is not None:
+            probe.write(taken, temporary)
+        _verify(model, temporary, format, state)
+
+
+@contextmanager
+def atomic_directory(folder: Path) -> Iterator[Path]:
+    """Give a place beside a folder to write to; sealed, it gets the folder's name.
+
+    Args:
+        folder: must not exist.
+
+    Raises:
+        CheckpointError: it cannot be written.
+    """
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        # A name that nobody else has: whatever stands beside the folder is the user's.
+        with TemporaryDirectory(prefix=f".{folder.name}.", suffix=".tmp", dir=folder.parent) as parent:
+            temporary = Path(parent) / folder.name
+            yield temporary
+            _seal(temporary)
+            for path in temporary.rglob("*"):
+                grant(path)
+            temporary.rename(folder)
+            flush(folder.parent)
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(
+            tr(
+                "cannot write the export to {folder}: {reason}. Nothing else was touched.",
+                folder=folder,
+                reason=error,
+            )
+        ) from error
+
+
+def write_files(files: Mapping[str, bytes], folder: Path) -> None:
+    """Write files by their path in a folder."""
+    for name, content in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(content)
+
+
+def _seal(folder: Path) -> None:
+    """Write the manifest of what is on the disk."""
+    paths = sorted(path for path in folder.rglob("*") if path.is_file())
+    for path in paths:
+        flush(path)
+    directory.write_manifest(
+        folder, {path.relative_to(folder).as_posix(): directory.record_file(path) for path in paths}, {}
+    )
+    flush(folder)
+
+
+def _verify(model: PreTrainedModel, folder: Path, format: Format, state: dict[str, torch.Tensor] | None) -> None:
+    """Read back every header: nothing missing, nothing empty (a known fate under ZeRO-3), every shape whole."""
+    tied = tied_names(model)
+    held = state if state is not None else model.state_dict()
+    held = {name: value for name, value in held.items() if name not in tied}
+    written = {name: info.shape for name, info in WeightFiles(folder).items()}
+    if format == "official":
+        wrong = sorted(set(written) ^ set(model.origin.tensors))
+    else:
+        wrong = [name for name, shape in written.items() if name in held and tuple(held[name].shape) != shape]
+        # transformers may store parameters under other names (experts one by one), but never fewer numbers.
+        expected = sum(value.numel() for value in held.values())
+        found = sum(torch.Size(shape).numel() for shape in written.values())
+        if expected != found:
+            wrong += sorted(set(held) - set(written)) or [json.dumps({"expected": expected, "found": found})]
+    wrong += [name for name, shape in written.items() if 0 in shape]
+    if wrong or not written:
+        raise CheckpointError(
+            tr(
+                "the export in {folder} does not hold what was trained: {names}",
+                folder=folder,
+                names=wrong[:5],
+            )
+        )
+
+
+_OF_MODELS = ("config.json", "generation_config.json")
+"""Files by which a folder is a model of its own."""
+
+
+def export_adapter(engine: DeepSpeedEngine, files: Mapping[str, bytes], probe_ids: torch.Tensor, folder: Path) -> None:
+    """Write what was trained of a tuned model, and nothing else. A collective.
+
+    Args:
+        engine: its module has `tuned`.
+        files: of `toolkit.models.save.describe` and `Tuned.describe`; rank 0 alone needs them.
+        probe_ids: of `toolkit.models.probe`.
+        folder: must not exist.
+
+    Raises:
+        CheckpointError: the disk is full, or what was written is not what was in memory.
+    """
+    taken = probe.take(engine.module, probe_ids, engine.device)
+    names = stored_names(engine.module)
+    state = {names[name]: value for name, value in gathered_parameters(engine.module, names)}
+    on_rank0(lambda: write_adapter(state, files, folder, taken))
+
+
+def write_adapter(
+    state: dict[str, torch.Tensor], files: Mapping[str, bytes], folder: Path, taken: Probe | None
+) -> None:
+    """Write an adapter's folder: it is whole or absent.
+
+    Args:
+        state: by stored name.
+        files: as above.
+        folder: must not exist.
+        taken: what the model with it makes of a few ids.
+
+    Raises:
+        CheckpointError: the disk is full, a tensor is empty, or what was written is not what was in memory.
+    """
+    with atomic_directory(folder) as temporary:
+        temporary.mkdir()
+        empty = [name for name, value in state.items() if not value.numel()]
+        save_file({name: value.contiguous() for name, value in state.items()}, temporary / WEIGHTS, {"format": "pt"})
+        own = {name: content for name, content in files.items() if not _is_of_models(name)}
+        write_files(own, temporary)
+        if taken is not None:
+            probe.write(taken, temporary)
+        read = read_tensors(temporary / WEIGHTS)
+        wrong = empty + [name for name, value in state.items() if name not in read or not value.equal(read[name])]
+        if wrong or not state:
+            raise CheckpointError(
+                tr("the export in {folder} does not hold what was trained: {names}", folder=folder, names=wrong[:5])
+            )
+
+
+def prove_adapter(engine: DeepSpeedEngine, folder: Path) -> None:
+    """Compare an adapter's folder with the adapter and the base that are in memory. A collective.
+
+    No model is loaded, and the engine's is only read: what has the same numbers, settings and base bit for bit gives
+    the logits that the engine's model gave for the folder's probe.
+
+    Args:
+        engine: as for `export_adapter`.
+        folder: what that has written.
+
+    Raises:
+        CheckpointError: on every rank, if the folder holds another adapter.
+        ModelError: on every rank, if it names another base than the one in memory.
+    """
+    model = engine.module
+    names = stored_names(model)
+    state = {names[name]: value for name, value in gathered_parameters(model, names)}
+    numbers = base_numbers(model)
+    on_rank0(lambda: _compare(folder, model.tuned, state, numbers))
+
+
+def _compare(
+    folder: Path, tuned: AdapterState, state: dict[str, torch.Tensor], numbers: dict[str, list[float]]
+) -> None:
+    values, base = read_adapter_weights(folder), read_base(folder)
+    wrong = sorted({*values} ^ {*state})
+    wrong += [name for name, value in state.items() if name in values and not _is_same(value, values[name])]
+    wrong += [CONFIG] * (read_settings(folder) != tuned.settings) + [BASE_FILE] * (base != tuned.base)
+    if wrong or base is None:
+        raise CheckpointError(
+            tr("the export in {folder} does not hold what was trained: {names}", folder=folder, names=wrong[:5])
+        )
+    for name, found in numbers.items():
+        check_numbers(base, name, found, base.path, folder)
+
+
+def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors are equal bit for bit; NaN equals NaN."""
+    if (one.dtype, one.shape) != (other.dtype, other.shape):
+        return False
+    return torch.equal(one.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8))
+
+
+def write_original_prefix(
+    state: dict[str, torch.Tensor], settings: Mapping[str, Any], base: Path, folder: Path
+) -> None:
+    """Write a P-Tuning v2 prefix as the ChatGLM repositories' training leaves it, for programs that are theirs.
+
+    Args:
+        state: by stored name, which is the original's.
+        settings: content of adapter_config.json.
+        base: the model's folder, whose config.json is taken.
+        folder: must not exist.
+
+    Raises:
+        CheckpointError: it cannot be written.
+    """
+    with atomic_directory(folder) as temporary:
+        temporary.mkdir()
+        torch.save({name: value.clone() for name, value in state.items()}, temporary / "pytorch_model.bin")
+        own = {key: settings[key] for key in ("pre_seq_len", "prefix_projection")}
+        config = json.dumps(read_object(base / "config.json") | own, indent=2, ensure_ascii=False)
+        (temporary / "config.json").write_text(config + "\n", encoding="utf-8")
+
+
+def _is_of_models(name: str) -> bool:
+    return name in _OF_MODELS or name.startswith(f"{ORIGIN_DIR}/")
