@@ -35,16 +35,16 @@ LAYERS = {
     "toolkit.data": 3,
     "toolkit.track": 3,
     "toolkit.engine": 3,
-    "toolkit.train": 4,
+    "toolkit.train": 5,
     "toolkit.evaluate": 4,
     "toolkit.export": 4,
-    "toolkit.doctor": 5,
-    "toolkit.cli": 6,
-    "toolkit.own": 7,
-    "toolkit.__main__": 7,
+    "toolkit.doctor": 6,
+    "toolkit.cli": 7,
+    "toolkit.own": 8,
+    "toolkit.__main__": 8,
 }
 SAME_LAYER = {("toolkit.plan.calibrate", "toolkit.launch.environment")}  # a free port for its ranks
-STRANGERS = [("models", "data"), ("train", "evaluate"), ("train", "export"), ("evaluate", "export")]
+STRANGERS = [("models", "data"), ("evaluate", "export")]
 # distributed/file_lock.py and failure.py serve processes that have no torch yet; the rest of the layer needs it.
 LARGEST_FILE, LARGEST_FUNCTION = 800, 60
 
