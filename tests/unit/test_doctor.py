@@ -9,8 +9,9 @@ import pytest
 
 from toolkit.cli import main
 from toolkit.config.schema import Init, ModelConfig, RunConfig
-from toolkit.doctor import facts, judge, links, network
-from toolkit.doctor.judge import ERROR, NOTE, WARNING
+from toolkit.doctor import facts, network
+from toolkit.doctor import findings as findings_module
+from toolkit.doctor.findings import ERROR, NOTE, WARNING
 
 CARD = {"index": "0", "name": "H200", "mib": 141000, "free_mib": 140000, "used_by": 0}
 ONE: dict[str, Any] = {
@@ -149,13 +150,13 @@ HERE = {"HF_HOME": "h", "NCCL_DEBUG": "forwarded anyway"}
 
 
 def test_nothing_is_found_where_nothing_is() -> None:
-    assert judge.all_of({host: ONE for host in "abc"}, RESOURCES, HERE) == []
+    assert findings_module.findings({host: ONE for host in "abc"}, RESOURCES, HERE) == []
 
 
 @pytest.mark.parametrize("case", PATHS)
 def test_what_is_different_is_found(case: str) -> None:
     path, value, check, level, text = PATHS[case]
-    findings = judge.all_of(facts_with(path, value), RESOURCES, HERE)
+    findings = findings_module.findings(facts_with(path, value), RESOURCES, HERE)
     assert [(one.check, one.level) for one in findings] == [(check, level)], findings
     assert text in findings[0].text
 
@@ -163,21 +164,21 @@ def test_what_is_different_is_found(case: str) -> None:
 def test_of_two_machines_the_first_is_the_usual_one() -> None:
     machines = facts_with("packages.torch", "2.12.0")
     del machines["a"]
-    assert judge.all_of(machines, RESOURCES, {})[0].text.startswith("c has torch 2.13.0, b has 2.12.0.")
+    assert findings_module.findings(machines, RESOURCES, {})[0].text.startswith("c has torch 2.13.0, b has 2.12.0.")
 
 
 def test_cpu_ranks_need_cores() -> None:
     machines = {host: {**ONE, "gpus": {"driver": "", "cards": [], "late": False}, "cores": 1} for host in "ab"}
-    found = judge.all_of(machines, RESOURCES, {})
+    found = findings_module.findings(machines, RESOURCES, {})
     assert [one.level for one in found] == [WARNING, WARNING]
     assert found[1].text.startswith("b: 2 slots on 1 CPU cores, and no GPU")
 
 
 def test_secrets_that_would_not_arrive() -> None:
     machines = facts_with("takes_secrets", False)
-    assert judge.secrets(machines, []) == []
-    assert judge.secrets({"a": ONE}, ["HF_TOKEN"]) == []
-    (found,) = judge.secrets(machines, ["HF_TOKEN"])
+    assert findings_module.secrets(machines, []) == []
+    assert findings_module.secrets({"a": ONE}, ["HF_TOKEN"]) == []
+    (found,) = findings_module.secrets(machines, ["HF_TOKEN"])
     assert found.level == ERROR
     assert found.text.startswith("the sshd of b does not take LC_TOOLKIT_ENV, so HF_TOKEN would not arrive.")
 
@@ -208,17 +209,17 @@ def test_a_firewall_for_datagrams_is_no_small_mtu() -> None:
     listener = network.Listener("127.0.0.1")
     peer = {"address": "127.0.0.1", "tcp": listener.tcp, "udp": listener.udp}
     try:
-        assert network.reach("127.0.0.1", 1500, {"a": peer}) == {"a": {"error": "", "meet": "", "mtu": True}}
-        assert network.reach("127.0.0.1", 1500, {"a": {**peer, "udp": 9}})["a"]["mtu"] is None
-        assert network.reach("127.0.0.1", 1500, {"a": {**peer, "tcp": 9}})["a"]["error"] == "Connection refused"
+        assert network.can_connect("127.0.0.1", 1500, {"a": peer}) == {"a": {"error": "", "meet": "", "mtu": True}}
+        assert network.can_connect("127.0.0.1", 1500, {"a": {**peer, "udp": 9}})["a"]["mtu"] is None
+        assert network.can_connect("127.0.0.1", 1500, {"a": {**peer, "tcp": 9}})["a"]["error"] == "Connection refused"
         assert isinstance(network.speed("127.0.0.1", peer), float)
     finally:
         listener.close()
 
 
 def test_clocks() -> None:
-    assert judge.clocks({"a": 0.0, "b": 0.4, "c": -3.0}) == []
-    found = judge.clocks({"a": -599.0, "b": 1.0, "c": 0.5, "d": 10.5})
+    assert findings_module.clocks({"a": 0.0, "b": 0.4, "c": -3.0}) == []
+    found = findings_module.clocks({"a": -599.0, "b": 1.0, "c": 0.5, "d": 10.5})
     assert [(one.level, one.text.split(":")[0]) for one in found] == [
         (ERROR, "a's clock is -600 s off"),
         (WARNING, "d's clock is +10 s off"),
@@ -247,7 +248,7 @@ def test_the_card_that_a_backend_takes(change: dict[str, Any], interface: str, b
 def test_cards() -> None:
     lo, eth0 = (ONE["network"]["cards"][name] for name in ("lo", "eth0"))
     machines = {host: ONE for host in "abcd"}
-    found = links.cards(
+    found = findings_module.interfaces(
         {"a": ("eth0", eth0), "b": ("lo", lo), "c": ("", {}), "d": ("eth0", {**eth0, "up": False})},
         machines,
         "",
@@ -256,21 +257,21 @@ def test_cards() -> None:
     assert [one.level for one in found] == [ERROR] * 3
     assert "Set distributed.interface to one of docker0, eth0, or" in found[0].text
     assert found[2].text.startswith("d: the network card eth0 is down.")
-    found = links.cards({"a": ("", {})}, machines, "ib0", "gloo")
+    found = findings_module.interfaces({"a": ("", {})}, machines, "ib0", "gloo")
     assert found[0].text.startswith("a has no network card ib0, only docker0, eth0.")
 
 
 def test_a_slow_machine_is_named_and_of_two_neither() -> None:
     rates: dict[tuple[str, str], float | str] = {("a", "b"): 900.0, ("b", "c"): 100.0, ("c", "a"): 110.0}
     rates |= {("b", "a"): 910.0, ("c", "b"): 105.0, ("a", "c"): 90.0}
-    assert links.speeds(rates) == []
+    assert findings_module.speeds(rates) == []
     rates = {pair: rate / 10 if "c" in pair and not isinstance(rate, str) else rate for pair, rate in rates.items()}
-    (found,) = links.speeds(rates)
+    (found,) = findings_module.speeds(rates)
     assert found.level == ERROR
     assert "(the fastest carries 910 MB/s). All links of c are slow, no others." in found.text
-    (found,) = links.speeds({("a", "b"): 1.0, ("b", "a"): 1.0})
+    (found,) = findings_module.speeds({("a", "b"): 1.0, ("b", "a"): 1.0})
     assert "All links" not in found.text
-    (found,) = links.speeds({("a", "b"): "reset", ("b", "a"): 100.0})
+    (found,) = findings_module.speeds({("a", "b"): "reset", ("b", "a"): 100.0})
     assert found.text.splitlines() == ["transfers broke off:", "    a -> b: reset"]
 
 
@@ -280,13 +281,13 @@ def rank(pair_s: float, **more: Any) -> dict[str, Any]:
 
 def test_the_all_reduce_names_the_slow_pair() -> None:
     hosts = {0: "a", 1: "a", 2: "b", 3: "b"}
-    found, told = links.collective({n: rank(0.001, seconds=0.01) for n in range(4)}, hosts)
+    found, told = findings_module.collective({n: rank(0.001, seconds=0.01) for n in range(4)}, hosts)
     assert (found, told) == ([], "4 ranks, 1 MiB, 157 MB/s on each link")
-    found, _ = links.collective({n: rank(0.5 if n == 2 else 0.001) for n in range(4)}, hosts)
+    found, _ = findings_module.collective({n: rank(0.5 if n == 2 else 0.001) for n in range(4)}, hosts)
     assert "\n    1 (a) -> 2 (b): 0.52 MB/s\n" in found[0].text
-    found, _ = links.collective({0: rank(0.1), 1: rank(0.1, right=False)}, hosts)
+    found, _ = findings_module.collective({0: rank(0.1), 1: rank(0.1, right=False)}, hosts)
     assert "wrong sum on ranks 1 (a)" in found[0].text
-    found, _ = links.collective({0: rank(0.1), 1: {"error": "no route"}}, hosts)
+    found, _ = findings_module.collective({0: rank(0.1), 1: {"error": "no route"}}, hosts)
     assert found[0].text.splitlines()[1] == "    1 (a): no route"
 
 

@@ -15,8 +15,8 @@ from toolkit.data.duplicates import first_equal
 from toolkit.data.tokenize import build_caches
 from toolkit.errors import ToolkitError
 from toolkit.messages import set_language
-from toolkit.report.facts import data_card
-from toolkit.report.folder import read_run
+from toolkit.report.run import read_run
+from toolkit.report.tables import data_card
 from toolkit.train.prepared import prepare_with
 
 NEW = {"prompt": "new", "response": "row"}

@@ -17,10 +17,13 @@ from toolkit.config.schema import Metric
 from toolkit.launch.deepspeed import typed_command
 from toolkit.launch.environment import without_ranks
 from toolkit.launch.rank_status import VARIABLE
-from toolkit.report import answers, differences, facts, fonts, rows
+from toolkit.report import history as history_module
+from toolkit.report import page as page_module
+from toolkit.report import run as run_module
+from toolkit.report import tables
 from toolkit.report.automatic import AutomaticReport
-from toolkit.report.drawings import NAMES, draw, happened
-from toolkit.report.folder import FAILED, RUNNING, UNFINISHED, read_run, told_apart
+from toolkit.report.figures import NAMES, draw, events_of
+from toolkit.report.run import FAILED, RUNNING, UNFINISHED, distinct_names, read_run
 
 
 class Page(HTMLParser):
@@ -117,7 +120,7 @@ def test_a_file_cut_anywhere_is_read(tmp_path: Path) -> None:
     file = tmp_path / "metrics.jsonl"
     for end in range(len(whole) - 600, len(whole), 7):
         file.write_bytes(whole[:end])
-        found = rows.read(file)
+        found = history_module.read_history(file)
         complete = whole[:end].count(b"\n") + (whole[:end].endswith(b"}"))
         assert found.training.rows == complete and found.unreadable == (1 if whole[:end].split(b"\n")[-1] else 0) - (
             whole[:end].endswith(b"}")
@@ -131,8 +134,8 @@ def test_what_is_no_number_is_an_event(tmp_path: Path) -> None:
     found += [{"step": "x"}, {"eval_loss": 3.0}, {"step": 5, "eval_loss": "nan"}]
     lines(tmp_path / "metrics.jsonl", [*found, [1], 7])
     with (tmp_path / "metrics.jsonl").open("ab") as file:
-        file.write(b"\xff\xfe not text\n" + b"[" * 100_000 + b"\n" + b" " * rows.LONGEST_LINE + b"{}\n")
-    history = rows.read(tmp_path / "metrics.jsonl")
+        file.write(b"\xff\xfe not text\n" + b"[" * 100_000 + b"\n" + b" " * history_module.LONGEST_LINE + b"{}\n")
+    history = history_module.read_history(tmp_path / "metrics.jsonl")
     assert [(step, name) for name, step, _ in history.events] == [
         *((2, "grad_norm"), (2, "loss"), (3, "bad_steps"), (3, "skipped_steps")),
         *((5, "eval_loss"), (5, "rewinds")),
@@ -142,7 +145,7 @@ def test_what_is_no_number_is_an_event(tmp_path: Path) -> None:
     assert history.training.last("step_s") == 0.5
     run = read_run(tmp_path)
     kinds = ["no number", "no number", "bad step", "no number", "rewind"]
-    assert [event.kind for event in happened(run)] == kinds
+    assert [event.kind for event in events_of(run)] == kinds
     assert all(math.isfinite(point.mean) for _, point in history.training.series("loss"))
     assert "loss" in [drawing.name for drawing in draw([run])["learning"]]
 
@@ -155,13 +158,13 @@ def test_many_rows_become_few_points_and_spikes_stay(tmp_path: Path) -> None:
             out.write((line % step).replace('"loss": 2.0', '"loss": 77.0' if step == 12_345 else '"loss": 2.0') + "\n")
             if step % 10 == 0:
                 out.write(f'{{"step": {step}, "eval_loss": {5 if step != 20_000 else 1}}}\n')
-    history = rows.read(file)
+    history = history_module.read_history(file)
     found = history.training.series("loss")
-    assert rows.LIMIT <= len(found) < 2 * rows.LIMIT and history.training.width == 64
+    assert history_module.LIMIT <= len(found) < 2 * history_module.LIMIT and history.training.width == 64
     assert [step for step, point in found if point.most == 77] == [next(step for step, _ in found if step >= 12_345)]
     assert sum(point.mean * 64 for _, point in found[:-1]) == pytest.approx(2 * 64 * (len(found) - 1) + 75)
     assert found[-1][0] == 30_000 and history.seconds == pytest.approx(15_000)
-    assert history.best == (1, 20_000) and len(history.evaluations) < 2 * rows.LIMIT
+    assert history.best == (1, 20_000) and len(history.evaluations) < 2 * history_module.LIMIT
     assert history.evaluations[-1]["step"] == 30_000
 
 
@@ -170,23 +173,25 @@ def test_a_large_file_of_answers_is_read_at_its_beginning(tmp_path: Path) -> Non
     for step in range(12):
         one = json.dumps({"where": "f:1", "prompt": "p", "output": text, "reference": "r"})
         with (tmp_path / f"step-{step}.jsonl").open("w") as file:
-            file.writelines(f"{one}\n" for _ in range(answers.LINES))
+            file.writelines(f"{one}\n" for _ in range(run_module.LINES))
             file.truncate(10**9)  # a million more, as far as the size says
     (tmp_path / "step-x.jsonl").write_text("of somebody else")
     began = time.process_time()
-    found = answers.read(tmp_path)
+    found = run_module.read_answers(tmp_path)
     assert time.process_time() - began < 2
     assert found.steps == [0, 3, 6, 8, 11] and found.evaluations == 12
-    assert len(found.samples[0].said[11]) == answers.LETTERS + 1
+    assert len(found.samples[0].said[11]) == run_module.LETTERS + 1
 
 
 def test_runs_of_one_name_are_told_apart(quick: None, tmp_path: Path) -> None:
     folders = [fake_run(tmp_path / parent / "same") for parent in ("a", "b")]
     other = fake_run(tmp_path / "other", 40, "optim.lr=0.5")
     runs = [read_run(folder) for folder in (*folders, other)]
-    told_apart(runs)
+    distinct_names(runs)
     assert [run.name for run in runs] == ["a/same", "b/same", "other"]
-    assert [(one.key, one.values) for one in differences.between(runs)] == [("optim.lr", ["0.002", "0.002", "0.5"])]
+    assert [(one.key, one.values) for one in tables.differences_between(runs)] == [
+        ("optim.lr", ["0.002", "0.002", "0.5"])
+    ]
     page = tmp_path / "all.html"
     report(*map(str, (*folders, other)), f"output={page}", "language=zh")
     text = Page(page.read_text()).text
@@ -202,7 +207,7 @@ def test_every_chart_is_known_by_name(tmp_path: Path) -> None:
             for step in (41, 42):
                 file.write(json.dumps(row(step, loss_scale=2.0)) + "\n" + json.dumps({"step": step, **scores}) + "\n")
     runs = [read_run(folder) for folder in folders]
-    told_apart(runs)
+    distinct_names(runs)
     drawn = {one.name for some in (runs, runs[:1]) for section in draw(some).values() for one in section}
     assert drawn == NAMES
 
@@ -244,17 +249,17 @@ def test_a_sweep_is_compared(quick: None, tmp_path: Path, capsys: pytest.Capture
 def test_do_it_again(hosts: list[str], start: str, tmp_path: Path) -> None:
     folder = fake_run(tmp_path / "run", 3)
     (folder / "environment.json").write_text(json.dumps({"world_size": len(hosts), "hosts": hosts}))
-    assert facts.commands(read_run(folder))[-1][1] == f"{start} recipe={folder}/config.yaml run.name=NAME"
+    assert tables.commands(read_run(folder))[-1][1] == f"{start} recipe={folder}/config.yaml run.name=NAME"
 
 
 def test_a_run_is_compared_with_its_recipe(tmp_path: Path) -> None:
     run = read_run(fake_run(tmp_path / "run", 3, "optim.lr=0.5"))
-    changed, has_recipe = differences.of_run(run)
+    changed, has_recipe = tables.differences_of_run(run)
     assert has_recipe
     assert [one.key for one in changed if one.is_new] == ["optim.lr", "train.max_steps", "evaluate.prompts"]
     assert next(one.values for one in changed if one.key == "optim.lr") == ["0.5", "0.002", "2.0e-05"]
     run.config["recipe"] = "gone"
-    changed, has_recipe = differences.of_run(run)
+    changed, has_recipe = tables.differences_of_run(run)
     assert not has_recipe and "train.max_steps" in {one.key for one in changed}
 
 
@@ -329,16 +334,16 @@ def test_the_automatic_report_never_harms(tmp_path: Path) -> None:
 
 
 def test_boxes_are_known(tmp_path: Path) -> None:
-    assert not fonts.has_chinese([str(tmp_path), "/nowhere"])
+    assert not page_module.has_chinese([str(tmp_path), "/nowhere"])
     (tmp_path / "NotoSansCJK-Regular.ttc").touch()
-    assert fonts.has_chinese([str(tmp_path)])
+    assert page_module.has_chinese([str(tmp_path)])
 
 
 def test_pictures_are_english_without_chinese_letters(
     quick: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     titles: list[Any] = []
-    monkeypatch.setattr("toolkit.report.make.fonts.has_chinese", lambda: False)
+    monkeypatch.setattr("toolkit.report.page.has_chinese", lambda: False)
     monkeypatch.setattr("toolkit.report.page.png", lambda drawing: titles.append(drawing.title) or b"picture")
     folder = fake_run(tmp_path / "run", 3)
     report(str(folder), "language=zh")
@@ -378,7 +383,7 @@ def test_the_command_is_as_it_was_typed_without_secrets(tmp_path: Path) -> None:
 
 def test_collectives_are_shown_the_longest_first(tmp_path: Path, quick: None) -> None:
     folder = fake_run(tmp_path / "run")
-    assert facts.collectives(read_run(folder)) is None
+    assert tables.collectives(read_run(folder)) is None
     found = [
         {"operation": "all_reduce", "calls": 4, "bytes": 2**22, "seconds": 0.5},
         {"operation": "all_gather", "calls": 1000, "bytes": 2**31, "seconds": 2.0},
@@ -387,7 +392,7 @@ def test_collectives_are_shown_the_longest_first(tmp_path: Path, quick: None) ->
         "no operation",
     ]
     (folder / "collectives.json").write_text(json.dumps({"operations": found}))
-    table = facts.collectives(read_run(folder))
+    table = tables.collectives(read_run(folder))
     assert table is not None
     assert [list(row) for row in table.rows] == [
         ["all_gather", "1,000", "2.048", "2.000", "2.00", "1.07"],

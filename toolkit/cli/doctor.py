@@ -19,11 +19,11 @@ from pathlib import Path
 from toolkit.cli.compose import compose, positive_int
 from toolkit.config import variables
 from toolkit.config.schema import RunConfig
-from toolkit.doctor import agent
+from toolkit.doctor import agents
+from toolkit.doctor.agents import SshOptions
 from toolkit.doctor.examine import Examination
 from toolkit.doctor.facts import FORWARDED
-from toolkit.doctor.hosts import Way
-from toolkit.doctor.judge import ERROR, NOTE, WARNING
+from toolkit.doctor.findings import ERROR, NOTE, WARNING
 from toolkit.errors import ConfigError, LaunchError
 from toolkit.launch import deepspeed, env_vars, hostfile, mpi
 from toolkit.messages import say, tr
@@ -50,7 +50,7 @@ _SIGNS = {ERROR: "FAIL", WARNING: "warn", NOTE: "note", "": "ok"}
 def run(words: list[str]) -> int:
     """Examine."""
     if words == ["--agent"]:
-        agent.serve(lambda asked: compose(asked, world_size=None).loaded.cfg)
+        agents.serve(lambda asked: compose(asked, world_size=None).loaded.cfg)
         return 0
     started = time.monotonic()
     _, options, rest = deepspeed.typed_options(words)
@@ -92,7 +92,9 @@ def examination(
         resources=hosts,
         words=words,
         cfg=cfg,
-        way=Way(through_ssh=through_ssh, arguments=_ssh_arguments(options), script=options.get("--venv_script", "")),
+        way=SshOptions(
+            through_ssh=through_ssh, arguments=_ssh_arguments(options), script=options.get("--venv_script", "")
+        ),
         environ={**forwarded, **env_vars.values_of_files(files)} if through_ssh else {},
         secrets=variables.names(cfg.launch.env) if used == "pdsh" else (),
         master_addr=options.get("--master_addr", ""),

@@ -24,8 +24,8 @@ from toolkit.messages import printable, tr
 from toolkit.problems import Problems
 from toolkit.secrets import hide
 from toolkit.translate.convert import Converted, convert
-from toolkit.translate.given import Given
-from toolkit.translate.reading import read_all
+from toolkit.translate.draft import ForeignConfig
+from toolkit.translate.read import read_all
 
 _WIDTH = 118
 _USAGE = "toolkit import-config FILE [DEEPSPEED.json] [world_size=8] [output=FILE.yaml]"
@@ -55,7 +55,7 @@ def run(words: list[str]) -> int:
     return 0
 
 
-def _header(given: Given, converted: Converted, output: str) -> str:
+def _header(given: ForeignConfig, converted: Converted, output: str) -> str:
     """Return the comment on top: where the recipe comes from, how to start it, what is not the same."""
     name, ranks = output or "FILE.yaml", converted.world_size
     lines = [

@@ -22,7 +22,7 @@ from toolkit.cli.compose import compose_checked
 from toolkit.config import variables
 from toolkit.config.schema import RunConfig
 from toolkit.doctor.examine import Examination
-from toolkit.doctor.judge import ERROR, WARNING
+from toolkit.doctor.findings import ERROR, WARNING
 from toolkit.errors import CheckpointError, Diverged, LaunchError, Stopped, ToolkitError
 from toolkit.launch import deepspeed, env_vars, environment, hostfile, mpi, processes, rank_status
 from toolkit.messages import say, tr

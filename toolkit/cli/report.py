@@ -38,9 +38,9 @@ def run(words: list[str]) -> int:
     if language not in ("", "en", "zh"):
         raise ConfigError(tr("language = {value} must be en, zh or empty.", value=language))
     set_language(language)
-    from toolkit.report.make import make  # only now: what draws takes a second to import
+    from toolkit.report.page import make_report  # only now: what draws takes a second to import
 
-    output, images = make(paths, Path(given["output"]) if given.get("output") else None)
+    output, images = make_report(paths, Path(given["output"]) if given.get("output") else None)
     say(tr("The report: {file}", file=output))
     say(tr("Its charts as pictures: {folder}", folder=images))
     return 0

@@ -36,7 +36,7 @@ from toolkit.launch.processes import SignalRequests
 from toolkit.launch.sweeps import DIVERGED, DONE, FAILED, RUNNING, STOPPED, Job, Sweep, digest, job_name, now, opened
 from toolkit.messages import say, tr
 from toolkit.problems import Problems
-from toolkit.report.sweeps import runs_of
+from toolkit.report.page import runs_of
 from toolkit.secrets import hide
 
 LAUNCH = [sys.executable, "-m", "toolkit", "launch"]

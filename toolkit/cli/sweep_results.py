@@ -10,7 +10,7 @@ from pathlib import Path
 from toolkit.config.schema import EVAL_LOSS
 from toolkit.launch.sweeps import DIVERGED, DONE, FAILED, RUNNING, STOPPED, Job, Sweep
 from toolkit.messages import tr
-from toolkit.report.rows import json_lines
+from toolkit.report.history import json_lines
 from toolkit.terminal import text_table
 
 _LESS_IS_BETTER = ("loss", "perplexity")

@@ -8,10 +8,11 @@ from typing import Any
 
 from toolkit.config.schema import Backend, RunConfig
 from toolkit.config.variables import INTERFACES
-from toolkit.doctor import judge, links, network
+from toolkit.doctor import findings as findings_module
+from toolkit.doctor import network
+from toolkit.doctor.agents import Hosts, SshOptions
 from toolkit.doctor.facts import MATTERING, hashed
-from toolkit.doctor.hosts import Hosts, Way
-from toolkit.doctor.judge import ERROR, NOTE, WARNING, Finding
+from toolkit.doctor.findings import ERROR, NOTE, WARNING, Finding
 from toolkit.launch import environment, mpi
 from toolkit.launch.hostfile import Resources
 from toolkit.messages import current_language, joined, tr
@@ -38,7 +39,7 @@ class Examination:
     resources: Resources
     words: Sequence[str]
     cfg: RunConfig
-    way: Way
+    way: SshOptions
     environ: Mapping[str, str] = field(default_factory=dict)
     secrets: Sequence[str] = ()
     master_addr: str = ""
@@ -92,12 +93,12 @@ class Examination:
             for name, value in os.environ.items()
             if self.way.through_ssh and name.startswith(MATTERING) and name not in handed_on
         }
-        self.findings += judge.all_of(self.facts, self.resources, here)
+        self.findings += findings_module.findings(self.facts, self.resources, here)
         if self.way.through_ssh and self.facts:
-            self.findings += judge.secrets(self.facts, self.secrets)
+            self.findings += findings_module.secrets(self.facts, self.secrets)
             self.summaries["environment"] = tr("handed on: {names}", names=", ".join(sorted(handed_on)) or "-")
             asked = {host: self._offset(hosts, host) for host in self.facts}
-            self.findings += judge.clocks(asked)
+            self.findings += findings_module.clocks(asked)
         self._summarise()
 
     def _offset(self, hosts: Hosts, host: str) -> float:
@@ -119,14 +120,14 @@ class Examination:
             ),
             "GPUs": f"{len(cards)} x {cards[0]}, {one['gpus']['driver']}" if cards else tr("none: CPU ranks (gloo)"),
             "ops": ", ".join(one.get("ops", {}).get("built", [])),
-            "disks": ", ".join(f"{name} {least / judge.GIB:.0f} GiB" for name, least in free.items()),
+            "disks": ", ".join(f"{name} {least / findings_module.GIB:.0f} GiB" for name, least in free.items()),
         }
 
     def _cards(self) -> dict[str, tuple[str, dict[str, Any]]]:
         backend, interface = self.backend, self.cfg.distributed.interface
         chosen = {host: network.chosen(one["network"], interface, backend) for host, one in self.facts.items()}
         if len(chosen) > 1:
-            self.findings += links.cards(chosen, self.facts, interface, backend)
+            self.findings += findings_module.interfaces(chosen, self.facts, interface, backend)
             first, card = next(iter(chosen.values()))
             self.summaries["network"] = f"{first} {card.get('address', '')}, MTU {card.get('mtu', '')}"
         return chosen
@@ -166,7 +167,7 @@ class Examination:
         self.findings += [
             Finding("network", ERROR, f"{a}: {one['error']}") for a, one in answers.items() if "error" in one
         ]
-        self.findings += links.reached(results, self.master_port)
+        self.findings += findings_module.connections(results, self.master_port)
         self._folders({host: one["shared"] for host, one in answers.items() if host != first and "shared" in one})
         if not self.has_errors("network"):
             self._measure(hosts, names, peers, chosen)
@@ -198,7 +199,7 @@ class Examination:
             asked = {host: {"address": chosen[host][1]["address"], "peer": peers[senders[host]]} for host in names}
             for host, answer in hosts.ask("speed", self.limit_s, asked).items():
                 rates[senders[host], host] = answer.get("mb_s", answer.get("error", "?"))
-        self.findings += links.speeds(rates)
+        self.findings += findings_module.speeds(rates)
         numbers = [rate for rate in rates.values() if not isinstance(rate, str)]
         if numbers:
             self.summaries["network"] += tr(", at least {rate} MB/s", rate=f"{min(numbers):.0f}")
@@ -234,7 +235,7 @@ class Examination:
             )
             for environ, one in zip(request["environments"], told, strict=True):
                 ranks[int(environ["RANK"])] = one
-        found, self.summaries["all-reduce"] = links.collective(ranks, where)
+        found, self.summaries["all-reduce"] = findings_module.collective(ranks, where)
         self.findings += found
 
 

@@ -102,7 +102,7 @@ def _receive(connection: socket.socket, count: int) -> bytes:
     return found
 
 
-def reach(address: str, mtu: int, peers: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+def can_connect(address: str, mtu: int, peers: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
     """Try every other machine, at once.
 
     Args:

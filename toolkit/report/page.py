@@ -1,11 +1,19 @@
-"""A report as one HTML file that needs nothing else, and its charts as PNG files."""
+"""Make a report: read the runs (a sweep's are compared), write one HTML file that needs nothing else, and PNG files.
+
+PNG files are drawn with the fonts of this machine, and no others.
+"""
 
 import base64
 import hashlib
+import os
+import re
+import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib import resources
+from pathlib import Path
 from typing import Any
 
 import altair as alt
@@ -14,13 +22,40 @@ import vl_convert
 from markupsafe import Markup
 
 import toolkit
-from toolkit.messages import current_language, printable, tr
-from toolkit.report import charts, facts
+from toolkit.disk import grant, refuse_links
+from toolkit.errors import ConfigError, RunFolderError, TrackError
+from toolkit.messages import current_language, printable, set_language, tr
+from toolkit.report import charts
+from toolkit.report import tables as tables_module
+from toolkit.report.automatic import PAGE
 from toolkit.report.charts import Drawing
-from toolkit.report.facts import Table
-from toolkit.report.folder import Run
-from toolkit.report.fonts import PNG_FONTS
+from toolkit.report.figures import NAMES, draw
+from toolkit.report.run import Run, distinct_names, read_run
+from toolkit.report.tables import Table
 from toolkit.secrets import hide, hide_all
+
+PNG_FONTS = (
+    "Noto Sans, DejaVu Sans, Liberation Sans, Noto Sans CJK SC, Noto Sans SC, Source Han Sans SC, "
+    "WenQuanYi Micro Hei, WenQuanYi Zen Hei, Droid Sans Fallback, Arial, sans-serif"
+)
+_FOLDERS = ("/usr/share/fonts", "/usr/local/share/fonts", "~/.fonts", "~/.local/share/fonts")
+_CHINESE = re.compile(
+    r"cjk|wqy|wenquanyi|droidsansfallback|sourcehan|notos(?:ans|erif)sc|simsun|simhei|msyh|uming|ukai"
+)
+
+
+def has_chinese(folders: Iterable[str] = _FOLDERS) -> bool:
+    """Whether a font with Chinese letters is installed; told by the names of the files.
+
+    Args:
+        folders: where fonts lie.
+    """
+    for folder in folders:
+        root = Path(folder).expanduser()
+        if root.is_dir() and any(_CHINESE.search(path.name.lower()) for path in root.rglob("*.[ot]t[fc]")):
+            return True
+    return False
+
 
 GENERATOR = "deepspeed-finetuning-toolkit report"
 """What a page of ours says in its head: such a one may be replaced."""
@@ -66,11 +101,11 @@ def render(runs: Sequence[Run], drawings: dict[str, list[Drawing]], images: str)
         language="zh-CN" if current_language() == "zh" else "en",
         generator=GENERATOR,
         title=one.name if one else tr("{count} runs compared", count=len(runs)),
-        state=facts.status(one) if one else None,
-        examples=facts.example_data(one) if one else "",
-        head=facts.head(one) if one else [run.name for run in runs],
+        state=tables_module.status(one) if one else None,
+        examples=tables_module.example_data(one) if one else "",
+        head=tables_module.head(one) if one else [run.name for run in runs],
         failure=one.failure[:4000] if one and not one.summary else "",
-        tiles=facts.tiles(one) if one else [],
+        tiles=tables_module.tiles(one) if one else [],
         sections=[section for section in _sections(runs, drawings) if not section.is_empty],
         words={
             "kind": tr("Training run") if one else tr("Comparison of training runs"),
@@ -137,13 +172,13 @@ def _digest(text: str) -> str:
 
 def _sections(runs: Sequence[Run], drawings: dict[str, list[Drawing]]) -> list[Section]:
     one = runs[0] if len(runs) == 1 else None
-    happened = facts.events(one) if one else None
-    planned = facts.plan(one) if one else None
-    sent = facts.collectives(one) if one else None
-    changed = facts.settings(runs)
-    known = facts.environment(runs)
+    happened = tables_module.events(one) if one else None
+    planned = tables_module.plan(one) if one else None
+    sent = tables_module.collectives(one) if one else None
+    changed = tables_module.settings(runs)
+    known = tables_module.environment(runs)
     return [
-        *([] if one else [Section(id="overview", title=tr("At a glance"), tables=[facts.overview(runs)])]),
+        *([] if one else [Section(id="overview", title=tr("At a glance"), tables=[tables_module.overview(runs)])]),
         Section(
             id="learning",
             title=tr("Learning"),
@@ -163,7 +198,7 @@ def _sections(runs: Sequence[Run], drawings: dict[str, list[Drawing]]) -> list[S
             id="data",
             title=tr("Data"),
             drawings=drawings.get("data", ()),
-            tables=facts.data_card(one) if one else (),
+            tables=tables_module.data_card(one) if one else (),
         ),
         Section(
             id="settings",
@@ -243,10 +278,145 @@ def _answer(title: str, text: str, scores: dict[str, float], is_reference: bool 
 def _again(runs: Sequence[Run]) -> Section:
     named = len(runs) > 1
     found = [
-        (f"{run.name}: {label}" if named else label, command) for run in runs for label, command in facts.commands(run)
+        (f"{run.name}: {label}" if named else label, command)
+        for run in runs
+        for label, command in tables_module.commands(run)
     ]
     commits = {str(run.environment.get("commit", "")) for run in runs}
     note = ""
     if any(commit.endswith("+changes") for commit in commits):
         note = tr("The toolkit had changes that are in no commit (+changes): the commit alone does not make it again.")
     return Section(id="again", title=tr("Do it again"), commands=found, note=note)
+
+
+COMPARISON = "comparison.html"
+_HEAD_BYTES = 2048
+
+
+def make_report(paths: Sequence[Path], output: Path | None = None) -> tuple[Path, Path]:
+    """Make a report of one run, or of several in one picture.
+
+    Args:
+        paths: folders of runs, or of sweeps, of which all runs are taken that have metrics.
+        output: the page; None is report.html in the one folder, for several comparison.html here.
+
+    Returns:
+        The page; the folder of the pictures.
+
+    Raises:
+        RunFolderError: a folder is no run's, and no sweep's with metrics.
+        ConfigError: a run is named twice, or something else is where the report is to be.
+        TrackError: the report cannot be written.
+    """
+    folders = expand_sweeps(paths)
+    real = [path.resolve() for path in folders]
+    if twice := [str(path) for path, one in zip(folders, real, strict=True) if real.count(one) > 1]:
+        raise ConfigError(tr("{runs}: these are the same run. Name each once.", runs=", ".join(twice)))
+    runs = [read_run(path) for path in real]
+    distinct_names(runs)
+    if output is None:
+        output = paths[0].resolve() / PAGE if len(paths) == 1 else Path(COMPARISON)
+    output = output.absolute()
+    images = output.with_suffix("")
+    _check_target(output, images)
+    try:
+        _write(runs, output, images)
+    except OSError as error:
+        raise TrackError(
+            tr(
+                "the report {file} cannot be written: {reason}. Choose another place with output=FILE.html.",
+                file=error.filename or output,
+                reason=error.strerror or error,
+            )
+        ) from error
+    return output, images
+
+
+def _check_target(output: Path, images: Path) -> None:
+    """Refuse to write over what is no report.
+
+    Raises:
+        ConfigError: something else is there.
+    """
+    if output.suffix != ".html":
+        raise ConfigError(tr("output = {file} must end in .html.", file=output))
+    is_ours = _is_report(output)
+    if os.path.lexists(output) and not is_ours:
+        raise ConfigError(
+            tr("{file} is there already and is no report; it is not touched. Choose another output.", file=output)
+        )
+    if os.path.lexists(images) and not is_ours and not (images.is_dir() and not any(images.iterdir())):
+        raise ConfigError(
+            tr(
+                "{folder} is there already and is not of a report; it is not touched. Choose another output.",
+                folder=images,
+            )
+        )
+    refuse_links(images, ConfigError)
+
+
+def _is_report(path: Path) -> bool:
+    with suppress(OSError), path.open("rb") as file:
+        return GENERATOR.encode() in file.read(_HEAD_BYTES)
+    return False
+
+
+def _write(runs: Sequence[Run], output: Path, images: Path) -> None:
+    drawings = draw(runs)
+    _replace(output, render(runs, drawings, images.name).encode("utf-8", errors="backslashreplace"))
+    language = current_language()
+    if language == "zh" and not has_chinese():  # the letters would be boxes
+        set_language("en")
+        drawings = draw(runs)
+    try:
+        images.mkdir(exist_ok=True)
+        names = set()
+        for drawing in (one for of_section in drawings.values() for one in of_section):
+            names.add(f"{drawing.name}.png")
+            _replace(images / f"{drawing.name}.png", png(drawing))
+    finally:
+        set_language(language)
+    for name in {f"{name}.png" for name in NAMES} - names:  # of a report with other charts
+        (images / name).unlink(missing_ok=True)
+
+
+def _replace(path: Path, content: bytes) -> None:
+    """Write a file whole or not at all."""
+    handle, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent)
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(content)
+        grant(Path(name))
+        os.replace(name, path)
+    except BaseException:
+        with suppress(OSError):
+            os.unlink(name)
+        raise
+
+
+_IS_SWEEP, _HAS_METRICS = "sweep.json", "metrics.jsonl"
+
+
+def is_sweep(folder: Path) -> bool:
+    """Whether a folder is a sweep's."""
+    return (folder / _IS_SWEEP).is_file()
+
+
+def runs_of(folder: Path) -> list[Path]:
+    """Return the folders of a sweep's runs that have metrics, by their names."""
+    return sorted(path.parent for path in folder.glob(f"*/{_HAS_METRICS}") if path.stat().st_size)
+
+
+def expand_sweeps(paths: Sequence[Path]) -> list[Path]:
+    """Return run folders, in the place of a sweep's folder those of its runs.
+
+    Raises:
+        RunFolderError: no run of a sweep has metrics yet.
+    """
+    found: list[Path] = []
+    for path in paths:
+        runs = runs_of(path) if is_sweep(path) else [path]
+        if not runs:
+            raise RunFolderError(tr("{folder}: no run of this sweep has metrics yet.", folder=path))
+        found += runs
+    return found

@@ -15,7 +15,7 @@ from toolkit.launch import deepspeed, rank_status
 from toolkit.launch.deepspeed import typed_command
 from toolkit.launch.environment import detect
 from toolkit.messages import tr
-from toolkit.report.rows import json_lines
+from toolkit.report.history import json_lines
 from toolkit.train.run_folder import commit
 
 STARTS = "starts.jsonl"

@@ -1,26 +1,33 @@
-"""From another program's config to a recipe: translate, compose, check, write down."""
+"""From another program's config to a recipe: translate, compose, check, write down.
 
+The recipe's text has groups, then only what differs from them, each line with the key that it comes from.
+"""
+
+import dataclasses
 import json
 import tempfile
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import yaml
+
+from toolkit.config import files
 from toolkit.config.checks import check, settled
-from toolkit.config.load import Loaded, load, plain, replace
+from toolkit.config.load import Loaded, escaped, load, plain, replace
+from toolkit.config.schema import Device, OptimizerName, RunConfig, ScheduleName, SourceConfig, TuningMethod
 from toolkit.config.suggest import did_you_mean
 from toolkit.engine.ds_config import build_ds_config
 from toolkit.engine.ds_import import import_json
 from toolkit.errors import ConfigError
 from toolkit.messages import joined, tr
 from toolkit.secrets import hide_all
-from toolkit.translate.chatglm import translate_chatglm
-from toolkit.translate.factory import translate_factory
-from toolkit.translate.given import Draft, Given, copy_plain
+from toolkit.translate.draft import ForeignConfig, RecipeDraft, copy_plain
 from toolkit.translate.key import sentence
-from toolkit.translate.reading import CHATGLM_NAME, FACTORY_NAME
+from toolkit.translate.programs import translate_chatglm, translate_factory
+from toolkit.translate.read import CHATGLM_NAME, FACTORY_NAME
 from toolkit.translate.trainer import translate_evaluation, translate_model, translate_trainer
-from toolkit.translate.write import chosen_groups, recipe_text
 
 _LIMITS = frozenset(
     [
@@ -68,7 +75,7 @@ class Converted:
     """What became of the DeepSpeed JSON, and what is missing."""
 
 
-def convert(given: Given, deepspeed_json: str) -> Converted:
+def convert(given: ForeignConfig, deepspeed_json: str) -> Converted:
     """Translate a config into a recipe that composes and passes every check that needs no file.
 
     Args:
@@ -78,7 +85,7 @@ def convert(given: Given, deepspeed_json: str) -> Converted:
     Raises:
         ConfigError: it contradicts itself, has no counterpart, or cannot be.
     """
-    draft = Draft()
+    draft = RecipeDraft()
     copy_plain(given, draft)
     translate_trainer(given, draft)
     if given.program == FACTORY_NAME:
@@ -97,7 +104,7 @@ def convert(given: Given, deepspeed_json: str) -> Converted:
             raise ConfigError(str(error).replace(f"{folder}/", "")) from error
 
 
-def _finish(given: Given, draft: Draft, deepspeed_json: str, folder: Path) -> Converted:
+def _finish(given: ForeignConfig, draft: RecipeDraft, deepspeed_json: str, folder: Path) -> Converted:
     """Compose, import the JSON, write the recipe, read it again, check it."""
     assert given.world_size is not None  # the batch was computed with it
     base = _compose(folder, draft.groups)
@@ -138,13 +145,13 @@ def _compose(folder: Path, groups: dict[str, str]) -> Loaded:
     return load([f"recipe={path}"])
 
 
-def _place(given: Given, source: str) -> str:
+def _place(given: ForeignConfig, source: str) -> str:
     """Return where the first of the keys that a value comes from stands."""
     first = source.split(", ")[0]
     return f"{given.place(first)} ({first})" if first else given.shown
 
 
-def _named_json(given: Given, folder: Path, notes: list[str]) -> str:
+def _named_json(given: ForeignConfig, folder: Path, notes: list[str]) -> str:
     """Return the path of the JSON that the config names or holds; "" without one."""
     named = given.get("deepspeed")
     if isinstance(named, str) and named.lstrip().startswith("{"):
@@ -171,7 +178,7 @@ def _named_json(given: Given, folder: Path, notes: list[str]) -> str:
     return ""
 
 
-def _report(given: Given, draft: Draft, result: Converted) -> None:
+def _report(given: ForeignConfig, draft: RecipeDraft, result: Converted) -> None:
     """Sort every key that is given, and is not taken over as it is, under what there is to say about it."""
     shown = hide_all(given.values)
     differs: dict[str, list[str]] = {}
@@ -206,3 +213,89 @@ def _is_default(value: Any, default: Any) -> bool:
     if str(value).lower() == str(default).lower():
         return True
     return (value in empty or value in ([], {})) and default in (*empty, [])
+
+
+_INDENT = "  "
+
+
+def chosen_groups(cfg: RunConfig) -> dict[str, str]:
+    """Return the groups, other than those that are taken anyway, whose files say what a config says."""
+    found = {}
+    if cfg.tuning.method is not TuningMethod.full:
+        found["tuning"] = cfg.tuning.method.value
+    if cfg.optim.name is not OptimizerName.adamw:
+        found["optim"] = cfg.optim.name.value
+    if cfg.schedule.name is not ScheduleName.cosine:
+        found["schedule"] = cfg.schedule.name.value
+    if cfg.precision.dtype.value != "bf16":
+        found["precision"] = cfg.precision.dtype.value
+    zero, stage = cfg.zero, cfg.zero.stage
+    optimizer, param = zero.offload_optimizer.device, zero.offload_param.device
+    kind = ""
+    if stage == 3 and optimizer is param and optimizer is not Device.none:
+        kind = "_nvme" if optimizer is Device.nvme else "_offload"
+    elif stage == 2 and optimizer is Device.cpu:
+        kind = "_offload"
+    if (stage, kind) != (2, ""):
+        found["zero"] = f"stage{stage}{kind}"
+    return found
+
+
+def recipe_text(
+    cfg: RunConfig | None, base: RunConfig | None, groups: Mapping[str, str], origins: Mapping[str, str]
+) -> str:
+    """Return a recipe.
+
+    Args:
+        cfg: what it shall say; None: nothing but the groups.
+        base: what the groups say without it.
+        groups: group -> choice.
+        origins: our key -> where it comes from, for the comment behind it.
+    """
+    lines = ["# @package _global_", "defaults:"]
+    lines += [f"  - override /{group}: {choice}" for group, choice in sorted(groups.items())]
+    lines += ["  - _self_"]
+    if cfg is not None and base is not None:
+        body = list(_lines(_differing(cfg, base), "", "", origins))
+        lines += ["", *body] if body else []
+    return "\n".join(lines) + "\n"
+
+
+def _differing(cfg: Any, base: Any) -> dict[str, Any]:
+    """Return the fields that differ, nested; the name of the recipe is no setting."""
+    found: dict[str, Any] = {}
+    for item in dataclasses.fields(cfg):
+        mine, theirs = getattr(cfg, item.name), getattr(base, item.name)
+        if dataclasses.is_dataclass(mine):
+            if inner := _differing(mine, theirs):
+                found[item.name] = inner
+        elif mine != theirs and not (isinstance(cfg, RunConfig) and item.name == "recipe"):
+            found[item.name] = mine
+    return found
+
+
+def _lines(tree: Mapping[str, Any], path: str, indent: str, origins: Mapping[str, str]) -> Iterator[str]:
+    for name, value in tree.items():
+        key = f"{path}.{name}" if path else name
+        comment = f"  # {origins[key]}" if key in origins else ""
+        if isinstance(value, dict) and value:
+            yield f"{indent}{name}:{comment}"
+            yield from _lines(value, key, indent + _INDENT, origins)
+        elif isinstance(value, list) and value and isinstance(value[0], SourceConfig):
+            yield f"{indent}{name}:{comment}"
+            for source in value:
+                yield f"{indent}{_INDENT}- {_inline(plain_source(source))}"
+        else:
+            yield f"{indent}{name}: {_inline(plain(value))}{comment}"
+
+
+def plain_source(source: SourceConfig) -> dict[str, Any]:
+    """Return what a source says beside the defaults."""
+    return {name: plain(value) for name, value in _differing(source, SourceConfig()).items()}
+
+
+def _inline(value: Any) -> str:
+    """Return a value in one line of YAML, which reads as the same value again."""
+    text = yaml.safe_dump([escaped(value)], default_flow_style=True, allow_unicode=True, sort_keys=False, width=10**9)
+    text = text.strip()[1:-1]
+    return text if files.parse(f"x: {text}", "").values["x"] == escaped(value) else json.dumps(escaped(value))

@@ -1,15 +1,132 @@
 """The Trainer's arguments: batch, schedule, precision, saving; the same for every program that is built on it."""
 
+import json
 import math
 from pathlib import Path
+from typing import Any
 
 from toolkit.config.hub import is_hub_name
 from toolkit.config.optimizers import OPTIMIZERS
 from toolkit.config.schema import TRACKERS, OptimizerName
+from toolkit.config.suggest import did_you_mean
 from toolkit.errors import ConfigError
-from toolkit.messages import tr
-from toolkit.translate.given import Draft, Given
-from toolkit.translate.schedules import translate_schedule
+from toolkit.messages import joined, tr
+from toolkit.translate.draft import ForeignConfig, RecipeDraft, typed
+
+SCHEDULES = {
+    "linear": "linear",
+    "cosine": "cosine",
+    "constant": "constant",
+    "constant_with_warmup": "constant",
+    "cosine_with_min_lr": "cosine",
+    "polynomial": "polynomial",
+    "inverse_sqrt": "inverse_sqrt",
+    "warmup_stable_decay": "wsd",
+}
+_DECAYS = {"linear": "linear", "cosine": "cosine", "1-sqrt": "sqrt"}
+_LR_END = 1e-7
+"""Where transformers' polynomial schedule ends (5.23, get_polynomial_decay_schedule_with_warmup)."""
+
+
+def translate_schedule(given: ForeignConfig, draft: RecipeDraft) -> None:
+    """Compute the schedule.
+
+    Raises:
+        ConfigError: a value that cannot be.
+    """
+    name = str(given.get("lr_scheduler_type")).lower()
+    stated = ["lr_scheduler_type"] if given.has("lr_scheduler_type") else []
+    if name in SCHEDULES:
+        draft.put("schedule.name", SCHEDULES[name], *stated)
+    else:
+        draft.lost["lr_scheduler_type"] = joined(
+            tr("there are {names}; the recipe takes cosine", names=", ".join(SCHEDULES)), did_you_mean(name, SCHEDULES)
+        )
+    warms_up = _warmup(given, draft, name)
+    readers = {
+        "cosine_with_min_lr": _floor,
+        "polynomial": _polynomial,
+        "inverse_sqrt": _inverse_sqrt,
+        "warmup_stable_decay": _stable,
+    }
+    if name in readers:
+        readers[name](given, draft)
+    if not warms_up:
+        draft.values.pop("schedule.warmup_min_ratio", None)
+
+
+def _warmup(given: ForeignConfig, draft: RecipeDraft, name: str) -> bool:
+    """Take over the warm-up; return whether there is one."""
+    steps, ratio = given.number("warmup_steps"), 0.0
+    if given.has("warmup_ratio") and not steps:
+        ratio = given.number("warmup_ratio")
+    key = "warmup_steps" if steps else "warmup_ratio"
+    if not (steps or ratio):
+        return False
+    if name == "constant":
+        draft.lost[key] = tr("lr_scheduler_type = constant does not read it; constant_with_warmup does")
+        return False
+    if steps >= 1:
+        draft.put("schedule.warmup_steps", int(steps), key)
+    else:
+        draft.put("schedule.warmup_ratio", steps or ratio, key)
+    return True
+
+
+def _arguments(given: ForeignConfig) -> tuple[dict[str, Any], str]:
+    """Return lr_scheduler_kwargs, and how messages name them."""
+    place = f"{given.place('lr_scheduler_kwargs')}: lr_scheduler_kwargs"
+    values: Any = given.get("lr_scheduler_kwargs") or {}
+    if isinstance(values, str):
+        try:
+            values = json.loads(values)
+        except json.JSONDecodeError as error:
+            raise ConfigError(tr("{place} is no JSON object: {reason}", place=place, reason=error.msg)) from error
+    return (values if isinstance(values, dict) else {}), place
+
+
+def _floor(given: ForeignConfig, draft: RecipeDraft) -> None:
+    """Where a cosine ends: a rate, or a fraction of the peak."""
+    values, place = _arguments(given)
+    if ("min_lr" in values) == ("min_lr_rate" in values):
+        raise ConfigError(tr("{place}: cosine_with_min_lr needs one of min_lr and min_lr_rate.", place=place))
+    [name] = {"min_lr", "min_lr_rate"} & values.keys()
+    floor = typed(values[name], float, f"{place}.{name}")
+    rate = floor if name == "min_lr_rate" else floor / given.number("learning_rate")
+    draft.put("schedule.min_lr_ratio", rate, "lr_scheduler_kwargs")
+
+
+def _polynomial(given: ForeignConfig, draft: RecipeDraft) -> None:
+    values, place = _arguments(given)
+    stated = ["lr_scheduler_kwargs"] if values else []
+    end = typed(values.get("lr_end", _LR_END), float, f"{place}.lr_end")
+    draft.put("schedule.min_lr_ratio", end / given.number("learning_rate"), *stated)
+    draft.put("schedule.power", typed(values.get("power", 1.0), float, f"{place}.power"), *stated)
+
+
+def _inverse_sqrt(given: ForeignConfig, draft: RecipeDraft) -> None:
+    values, place = _arguments(given)
+    if values.get("timescale"):
+        steps = typed(values["timescale"], int, f"{place}.timescale")
+        draft.put("schedule.timescale", steps, "lr_scheduler_kwargs")
+
+
+def _stable(given: ForeignConfig, draft: RecipeDraft) -> None:
+    """Warm-up, stable, decay; its warm-up begins where its decay ends."""
+    values, place = _arguments(given)
+    if "num_decay_steps" not in values:
+        raise ConfigError(tr("{place}: warmup_stable_decay needs num_decay_steps.", place=place))
+    steps = typed(values["num_decay_steps"], int, f"{place}.num_decay_steps")
+    draft.put("schedule.decay_steps", steps, "lr_scheduler_kwargs")
+    decay, warmup = str(values.get("decay_type", "cosine")), str(values.get("warmup_type", "linear"))
+    if decay in _DECAYS and warmup == "linear" and values.get("num_cycles", 0.5) == 0.5:
+        draft.put("schedule.decay_type", _DECAYS[decay], "lr_scheduler_kwargs")
+    else:
+        draft.lost["lr_scheduler_kwargs"] = tr("a linear warm-up, and a decay that is linear, cosine or 1-sqrt")
+    floor = typed(values.get("min_lr_ratio", 0.0), float, f"{place}.min_lr_ratio")
+    draft.put("schedule.min_lr_ratio", floor, "lr_scheduler_kwargs")
+    draft.put("schedule.warmup_min_ratio", floor, "lr_scheduler_kwargs")
+
 
 ADAMW = ("adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw_apex_fused", "adamw_torch_xla", "adamw_torch_npu_fused")
 OPTIMIZERS_THERE = {
@@ -35,7 +152,7 @@ MODELS = {
 OWNERS = ("thudm", "zai-org", "zhipuai")
 
 
-def translate_trainer(given: Given, draft: Draft) -> None:
+def translate_trainer(given: ForeignConfig, draft: RecipeDraft) -> None:
     """Compute what the Trainer's arguments say together.
 
     Raises:
@@ -50,7 +167,7 @@ def translate_trainer(given: Given, draft: Draft) -> None:
     _logging(given, draft)
 
 
-def translate_model(given: Given, draft: Draft) -> None:
+def translate_model(given: ForeignConfig, draft: RecipeDraft) -> None:
     """A folder becomes model.path; the published ChatGLM models have groups of their own."""
     path = given.get("model_name_or_path")
     if not path:
@@ -69,7 +186,7 @@ def translate_model(given: Given, draft: Draft) -> None:
         draft.lost["model_revision"] = tr("model.path is a folder")
 
 
-def translate_evaluation(given: Given, draft: Draft, has_validation: bool) -> None:
+def translate_evaluation(given: ForeignConfig, draft: RecipeDraft, has_validation: bool) -> None:
     """How often is evaluated, and whether the best is kept; nothing of it without validation data."""
     name = "evaluation_strategy" if given.has("evaluation_strategy") else "eval_strategy"
     strategy = str(given.get(name)).lower()
@@ -95,7 +212,7 @@ def translate_evaluation(given: Given, draft: Draft, has_validation: bool) -> No
             draft.lost["metric_for_best_model"] = tr("evaluate.keep_best takes eval_loss and evaluate.metrics")
 
 
-def _batch(given: Given, draft: Draft) -> None:
+def _batch(given: ForeignConfig, draft: RecipeDraft) -> None:
     if given.world_size is None:
         raise ConfigError(
             tr(
@@ -112,7 +229,7 @@ def _batch(given: Given, draft: Draft) -> None:
     draft.put("batch.global_size", rows * times * given.world_size, *stated)
 
 
-def _length(given: Given, draft: Draft) -> None:
+def _length(given: ForeignConfig, draft: RecipeDraft) -> None:
     steps = given.number("max_steps", int)
     if steps > 0:
         draft.put("train.max_steps", steps, "max_steps")
@@ -131,7 +248,7 @@ def _length(given: Given, draft: Draft) -> None:
     draft.put("train.epochs", math.ceil(epochs), *(["num_train_epochs"] if given.has("num_train_epochs") else []))
 
 
-def _optimizer(given: Given, draft: Draft) -> None:
+def _optimizer(given: ForeignConfig, draft: RecipeDraft) -> None:
     name, kind = str(given.get("optim")).lower(), OptimizerName.adamw
     if name in OPTIMIZERS_THERE:
         kind = OptimizerName(OPTIMIZERS_THERE[name])
@@ -162,7 +279,7 @@ def _optimizer(given: Given, draft: Draft) -> None:
     draft.put("optim.betas", [given.number("adam_beta1"), given.number("adam_beta2")], *stated)
 
 
-def _precision(given: Given, draft: Draft) -> None:
+def _precision(given: ForeignConfig, draft: RecipeDraft) -> None:
     fp16, bf16 = given.flag("fp16"), given.flag("bf16")
     if fp16 and bf16:
         raise ConfigError(tr("{place}: fp16 and bf16 are both true. Keep one of them.", place=given.place("bf16")))
@@ -172,7 +289,7 @@ def _precision(given: Given, draft: Draft) -> None:
         draft.put("precision.dtype", "fp32", *[name for name in ("fp16", "bf16") if given.has(name)])
 
 
-def _compute(given: Given, draft: Draft) -> None:
+def _compute(given: ForeignConfig, draft: RecipeDraft) -> None:
     recompute = [name for name in ("activation_checkpointing", "gradient_checkpointing") if given.flag(name)]
     if recompute:
         draft.put("train.activation_checkpointing.enabled", True, recompute[0])
@@ -185,7 +302,7 @@ def _compute(given: Given, draft: Draft) -> None:
         draft.put("kernels.liger", "always", "use_liger_kernel")
 
 
-def _whole_steps(given: Given, draft: Draft, name: str) -> int:
+def _whole_steps(given: ForeignConfig, draft: RecipeDraft, name: str) -> int:
     """Return a number of steps; 0 where it is a fraction of all steps, which has no counterpart."""
     steps = given.number(name)
     if 0 < steps < 1:
@@ -194,7 +311,7 @@ def _whole_steps(given: Given, draft: Draft, name: str) -> int:
     return max(0, int(steps))
 
 
-def _logging(given: Given, draft: Draft) -> None:
+def _logging(given: ForeignConfig, draft: RecipeDraft) -> None:
     if given.has("logging_steps") and (steps := _whole_steps(given, draft, "logging_steps")):
         draft.put("train.log_every", steps, "logging_steps")
     strategy = str(given.get("save_strategy")).lower()
@@ -208,7 +325,7 @@ def _logging(given: Given, draft: Draft) -> None:
     _trackers(given, draft)
 
 
-def _trackers(given: Given, draft: Draft) -> None:
+def _trackers(given: ForeignConfig, draft: RecipeDraft) -> None:
     asked = [name.lower() for name in given.names("report_to") if name.lower() not in ("", "none")]
     for name in asked:
         if name in TRACKERS:

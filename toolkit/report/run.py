@@ -1,10 +1,15 @@
-"""A run folder as a report needs it: everything is optional, as a run may have died anywhere, and of bounded size."""
+"""A run directory as a report needs it: everything is optional, as a run may have died anywhere, and of bounded size.
+
+Answers to the same validation samples at several evaluations stand side by side; only the beginnings of files are read.
+"""
 
 import json
 import os
+import re
 import socket
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +17,93 @@ import yaml
 
 from toolkit.errors import RunFolderError
 from toolkit.messages import printable, tr
-from toolkit.report import answers, rows
-from toolkit.secrets import hide_all
+from toolkit.report import history as history_module
+from toolkit.report.history import json_lines
+from toolkit.secrets import hide, hide_all
+
+SAMPLES, STEPS, LINES, LETTERS = 6, 5, 200, 600
+"""Samples and evaluations shown at most; lines of a file that are looked at; letters of a text."""
+_TEXTS = ("where", "prompt", "reference", "output")
+_NO_SCORE = ("output_tokens",)
+
+
+@dataclass(slots=True)
+class Sample:
+    """A question, and what the model said to it after some steps."""
+
+    where: str
+    prompt: str
+    reference: str
+    said: dict[int, str]
+    """Answer by step."""
+    scores: dict[int, dict[str, float]]
+    """Metrics of the answer by step."""
+
+
+@dataclass(slots=True)
+class Answers:
+    """Those that are shown."""
+
+    steps: list[int] = field(default_factory=list)
+    samples: list[Sample] = field(default_factory=list)
+    evaluations: int = 0
+    """How many have a file of answers."""
+
+
+def read_answers(folder: Path) -> Answers:
+    """Return the answers of the first, the last and some evaluations between.
+
+    Args:
+        folder: `evaluations` of a run.
+    """
+    files = {}
+    for path in folder.glob("step-*.jsonl"):
+        if found := re.fullmatch(r"step-(\d+)", path.stem):
+            files[int(found[1])] = path
+    every = sorted(files)
+    count = min(STEPS, len(every))
+    steps = [every[round(place * (len(every) - 1) / max(count - 1, 1))] for place in range(count)]
+    asked: dict[tuple[str, str], dict[int, dict[str, Any]]] = {}
+    for step in steps:
+        for row in _answer_rows(files[step]):
+            asked.setdefault((row["where"], row["prompt"]), {}).setdefault(step, row)
+    # Those first that were answered most often: a file may have been cut off.
+    chosen = sorted(asked.values(), key=lambda by_step: -len(by_step))[:SAMPLES]
+    return Answers(steps, [_sample(by_step) for by_step in chosen], len(every))
+
+
+def _answer_rows(path: Path) -> list[dict[str, Any]]:
+    """Return the first rows of a file, their texts cut: not so short that half a secret would be left of one."""
+    found = []
+    with suppress(OSError):
+        for row in islice(json_lines(path), LINES):
+            if row is not None and isinstance(row.get("output"), str):
+                texts = {name: str(row.get(name) or "")[: 4 * LETTERS] for name in _TEXTS}
+                found.append({**texts, "scores": _scores(row)})
+    return found
+
+
+def _scores(row: dict[str, Any]) -> dict[str, float]:
+    kinds = ((name, value) for name, value in row.items() if name not in _NO_SCORE)
+    return {name: value for name, value in kinds if isinstance(value, (int, float)) and not isinstance(value, bool)}
+
+
+def _sample(by_step: dict[int, dict[str, Any]]) -> Sample:
+    first = next(iter(by_step.values()))
+    return Sample(
+        where=_shown_text(first["where"]),
+        prompt=_shown_text(first["prompt"]),
+        reference=_shown_text(first["reference"]),
+        said={step: _shown_text(row["output"]) for step, row in by_step.items()},
+        scores={step: row["scores"] for step, row in by_step.items()},
+    )
+
+
+def _shown_text(text: str) -> str:
+    """Return a text as it may be shown, cut where it is long."""
+    whole = printable(hide(text)).strip()
+    return whole[:LETTERS] + "…" if len(whole) > LETTERS else whole
+
 
 _LARGEST_BYTES = 16 << 20
 """Of a file that is read whole."""
@@ -31,7 +121,7 @@ class Run:
     """Absolute."""
     name: str
     """What tells it from the other runs of a report."""
-    history: rows.History
+    history: history_module.History
     config: dict[str, Any]
     environment: dict[str, Any]
     plan: dict[str, Any]
@@ -44,7 +134,7 @@ class Run:
     """Every start, the oldest first."""
     bad_steps: dict[int, str]
     """What went wrong in steps that were left out."""
-    answers: answers.Answers
+    answers: Answers
     """To validation samples, over time."""
     collectives: list[dict[str, Any]]
     """What DeepSpeed's log of collectives counted on rank 0, an operation each."""
@@ -97,7 +187,7 @@ def read_run(path: Path) -> Run:
             )
         )
     try:
-        history = rows.read(folder / "metrics.jsonl")
+        history = history_module.read_history(folder / "metrics.jsonl")
     except OSError as error:
         raise RunFolderError(
             tr("{file} cannot be read: {reason}.", file=folder / "metrics.jsonl", reason=error.strerror or error)
@@ -114,13 +204,13 @@ def read_run(path: Path) -> Run:
         failure=_text(folder / "FAILED").strip(),
         starts=_lines(folder / "logs" / "starts.jsonl"),
         bad_steps=_bad_steps(folder),
-        answers=answers.read(folder / "evaluations"),
+        answers=read_answers(folder / "evaluations"),
         collectives=_operations(folder / "collectives.json"),
         samples=_lines(folder / "samples.jsonl"),
     )
 
 
-def told_apart(runs: list[Run]) -> None:
+def distinct_names(runs: list[Run]) -> None:
     """Give runs of the same name as much of their paths as tells them apart."""
     for run in runs:
         parts = run.folder.parts
@@ -165,7 +255,7 @@ def _mapping(path: Path) -> dict[str, Any]:
 def _lines(path: Path) -> list[dict[str, Any]]:
     found = []
     with suppress(OSError):
-        for row in rows.json_lines(path):
+        for row in history_module.json_lines(path):
             if row is not None:
                 found.append(row)
             if len(found) == _MOST_LINES:
@@ -183,7 +273,7 @@ def _bad_steps(folder: Path) -> dict[int, str]:
     found: dict[int, str] = {}
     for path in sorted((folder / "logs").glob("bad-step-*.jsonl"))[:_MOST_LINES]:
         with suppress(OSError, TypeError, ValueError):
-            head = next(rows.json_lines(path), None) or {}
+            head = next(history_module.json_lines(path), None) or {}
             found[int(head["step"])] = str(head["text"])
     return found
 

@@ -7,8 +7,8 @@ from toolkit.config.schema import Metric
 from toolkit.messages import printable, tr
 from toolkit.report import charts
 from toolkit.report.charts import BLUE, CYAN, GREEN, GREY, ORANGE, PALETTE, PURPLE, RED, Axes, Drawing, Event, Series
-from toolkit.report.folder import Run
-from toolkit.report.rows import COUNTERS
+from toolkit.report.history import COUNTERS
+from toolkit.report.run import Run
 
 GIB = 1024**3
 _SPAN = 20
@@ -41,7 +41,7 @@ def draw(runs: Sequence[Run]) -> dict[str, list[Drawing]]:
     return {name: kept for name, found in sections.items() if (kept := [one for one in found if one is not None])}
 
 
-def happened(run: Run) -> list[Event]:
+def events_of(run: Run) -> list[Event]:
     """Return what happened in a run beside its steps, in their order."""
     found = []
     for row in run.starts[1:]:
@@ -126,7 +126,7 @@ def _loss(runs: Sequence[Run]) -> Drawing | None:
         quiet += [raw] if smoothed and not prefix else []
         dashed += [validation] if len(runs) > 1 else []
         dotted.append(validation)
-        events += happened(run) if len(runs) == 1 else []
+        events += events_of(run) if len(runs) == 1 else []
     if not records:
         return None
     looks = Series(colors=colors, faint=quiet, dashed=dashed, dotted=dotted, unlisted=dashed)

@@ -250,7 +250,7 @@ def _number_or_nan(value: object) -> float:
     return math.nan if number is None else number
 
 
-def read(path: Path) -> History:
+def read_history(path: Path) -> History:
     """Return what a metrics.jsonl tells; one that is not there tells nothing.
 
     Args:

@@ -12,7 +12,7 @@ from toolkit.translate.key import Key
 
 
 @dataclass(kw_only=True, slots=True)
-class Given:
+class ForeignConfig:
     """One config of another program, read and not yet understood."""
 
     program: str
@@ -70,7 +70,7 @@ class Given:
 
 
 @dataclass(kw_only=True, slots=True)
-class Draft:
+class RecipeDraft:
     """Settings of ours on their way into a recipe, and what there is to say about them."""
 
     values: dict[str, tuple[Any, str]] = field(default_factory=dict)
@@ -124,7 +124,7 @@ def typed(value: Any, kind: Any, place: str) -> Any:
     return str(value) if kind is str else value
 
 
-def copy_plain(given: Given, draft: Draft) -> None:
+def copy_plain(given: ForeignConfig, draft: RecipeDraft) -> None:
     """Copy every key that has one counterpart of the same meaning; the program's default counts where it differs.
 
     Raises:

@@ -1,16 +1,25 @@
-"""What a report says in words and numbers: the figures on top, the tables, and how to do it again."""
+"""What a report says in words and numbers: the figures on top, the tables, and how to do it again.
+
+Settings that differ: of a run from its recipe and from the defaults, and of several runs from one another.
+"""
 
 import shlex
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any
 
+import yaml
+
 from toolkit.config import examples
+from toolkit.config.files import known_recipes
+from toolkit.config.load import load, recorded
+from toolkit.config.schema import RunConfig
+from toolkit.errors import ToolkitError
 from toolkit.messages import joined, printable, tr
-from toolkit.report import differences
-from toolkit.report.drawings import GIB, happened, is_own
-from toolkit.report.folder import DONE, FAILED, RUNNING, Run
+from toolkit.report.figures import GIB, events_of, is_own
+from toolkit.report.run import DONE, FAILED, RUNNING, Run
+from toolkit.secrets import are_same
 
 _MOST_ROWS = 60
 _GOOD, _BAD = "good", "bad"
@@ -207,7 +216,7 @@ def overview(runs: Sequence[Run]) -> Table:
 
 def events(run: Run) -> Table | None:
     """Return what happened in a run, in the order of its steps."""
-    found = happened(run)
+    found = events_of(run)
     if not found:
         return None
     left = max(len(found) - _MOST_ROWS, 0) + run.history.more_events
@@ -219,9 +228,9 @@ def events(run: Run) -> Table | None:
 def settings(runs: Sequence[Run]) -> Table | None:
     """Return what one run sets otherwise than its recipe and the defaults, or in what several differ."""
     if len(runs) > 1:
-        rows = [[one.key, *one.values] for one in differences.between(runs)]
+        rows = [[one.key, *one.values] for one in differences_between(runs)]
         return Table(heads=(tr("setting"), *(run.name for run in runs)), rows=rows) if rows else None
-    changed, has_recipe = differences.of_run(runs[0])
+    changed, has_recipe = differences_of_run(runs[0])
     if not changed:
         return None
     recipe = tr("recipe {name}", name=runs[0].config.get("recipe", ""))
@@ -389,3 +398,75 @@ def head(run: Run) -> list[str]:
         tr("{count} ranks", count=ranks) if ranks else "",
     ]
     return [printable(part) for part in parts if part]
+
+
+_OWN = ("run.name", "run.dir", "recipe", "resume")
+"""What differs between any two runs and says nothing of them."""
+_NO_VALUE = "—"
+
+
+@dataclass(frozen=True, slots=True)
+class Changed:
+    """A setting."""
+
+    key: str
+    values: Sequence[str]
+    """Of the run, its recipe and the defaults; or of each run."""
+    is_new: bool
+    """Whether the run's value is not its recipe's either."""
+
+
+def differences_of_run(run: Run) -> tuple[list[Changed], bool]:
+    """Return what a run sets otherwise than the defaults, with its recipe's values; and whether that was found."""
+    ours, defaults = dict(_leaves(run.config)), dict(_leaves(recorded(RunConfig())))
+    recipe = _recipe_settings(str(run.config.get("recipe", "")))
+    found = []
+    for key in dict.fromkeys([*ours, *(recipe or {})]):
+        value, default = ours.get(key), defaults.get(key)
+        its = recipe.get(key) if recipe is not None else default
+        if key not in _OWN and key in ours and not (are_same(value, default) and are_same(value, its)):
+            found.append(
+                Changed(
+                    key, [_setting_text(value), _setting_text(its), _setting_text(default)], not are_same(value, its)
+                )
+            )
+    return sorted(found, key=lambda one: not one.is_new), recipe is not None
+
+
+def differences_between(runs: Sequence[Run]) -> list[Changed]:
+    """Return the settings in which runs differ."""
+    leaves = [dict(_leaves(run.config)) for run in runs]
+    keys = dict.fromkeys(key for one in leaves for key in one)
+    return [
+        Changed(key, [_setting_text(one.get(key)) for one in leaves], True)
+        for key in keys
+        if key not in _OWN and any(not are_same(one.get(key), leaves[0].get(key)) for one in leaves[1:])
+    ]
+
+
+def _recipe_settings(name: str) -> dict[str, Any] | None:
+    """Return the settings of a recipe as it is here; None where there is none of this name, or it cannot be read."""
+    if name not in known_recipes():
+        return None
+    try:
+        return dict(_leaves(recorded(load([f"recipe={name}"]).cfg)))
+    except ToolkitError:
+        return None
+
+
+def _leaves(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in config.items():
+        if isinstance(value, Mapping) and value:
+            yield from _leaves(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
+
+
+def _setting_text(value: object) -> str:
+    """Return a value as YAML has it."""
+    if value is None:
+        return _NO_VALUE
+    if isinstance(value, str):
+        return value or '""'
+    text = yaml.safe_dump(value, default_flow_style=True, allow_unicode=True, width=10**6, sort_keys=False)
+    return text.removesuffix("\n").removesuffix("\n...")
