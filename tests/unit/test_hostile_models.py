@@ -311,6 +311,7 @@ def test_bases_of_adapters_are_directories_of_models_or_nothing(base: object, tm
         ({"peft_type": None}, "is of the kind"),
         ({"modules_to_save": ["(a+)+b"]}, "modules_to_save holds '(a+)+b', which is no name of a module"),
         ({"rank_pattern": {"(.*)*q": 4}}, "rank_pattern holds '(.*)*q'"),
+        ({"rank_pattern": {".*.*.*q": 4}}, "rank_pattern holds '.*.*.*q'"),
         ({"layers_pattern": "(h+)*"}, "layers_pattern holds '(h+)*'"),
     ],
 )
@@ -318,6 +319,11 @@ def test_damaged_settings_of_adapters(settings: dict[str, Any], said: str, tmp_p
     with pytest.raises(ModelError, match=r"adapter_config\.json") as error:
         adapters.read_settings(adapter_of(tmp_path, **settings))
     assert said in str(error.value)
+
+
+def test_patterns_that_peft_writes_are_read(tmp_path: Path) -> None:
+    patterns = {r".*\.gate_up_proj": 8, r"^layers\.1\.mlp\-up": 4}
+    assert adapters.read_settings(adapter_of(tmp_path, rank_pattern=patterns))["rank_pattern"] == patterns
 
 
 NAMED = ["model.layers.0.self_attn.q_proj", "model.layers.1.self_attn.q_proj", "model.layers.1.mlp.up_proj"]

@@ -21,7 +21,9 @@ _EXPRESSIONS = ("target_modules", "exclude_modules")
 """Where a single text is an expression; in a list they are names, or ends of names."""
 _NAMES = ("modules_to_save", "layers_pattern", "rank_pattern", "alpha_pattern")
 """What peft puts into expressions of its own."""
-_PLAIN = re.compile(r"(?:[\w.^$-]|\\[.d]\+?)*")
+_PLAIN = re.compile(r"(?:[\w.^$-]|\\[.d-]\+?)*")
+_MOST_WILDCARDS = 2
+"""Matching takes that power of a name's length; peft itself writes one, as in `.*\\.gate_up_proj`."""
 _MATCH = """
 import json, re, sys
 pattern, names = json.load(sys.stdin)
@@ -41,11 +43,11 @@ def check_names(settings: dict[str, Any], file: Path) -> None:
     for key in _NAMES:
         value = settings.get(key) or ()
         for name in [value] if isinstance(value, str) else value if isinstance(value, (list, dict)) else ():
-            if not isinstance(name, str) or not _PLAIN.fullmatch(name):
+            if not isinstance(name, str) or not _PLAIN.fullmatch(name.replace(".*", "", _MOST_WILDCARDS)):
                 raise ModelError(
                     tr(
                         "{file}: {key} holds {value}, which is no name of a module. Write names, or ends of names, "
-                        "without wildcards.",
+                        "with two wildcards .* at most.",
                         file=file,
                         key=key,
                         value=repr(name)[:200],
