@@ -30,6 +30,7 @@ def test_rows_are_the_same_for_the_same_seed(tmp_path: Path) -> None:
     assert all(row["prompt"] and row["response"] for row in rows)
 
 
+@pytest.mark.ranks
 def test_bench_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr("benchmarks.data.FEW", 60)
     monkeypatch.setattr("benchmarks.data.WORKERS", (1,))
@@ -78,6 +79,7 @@ def test_the_help_lists_what_can_be_measured_and_every_argument() -> None:
         assert all(f"[{argument}=" in lines[name] for argument in own), name
 
 
+@pytest.mark.ranks
 def test_everything_is_measured_and_told(tmp_path: Path) -> None:
     """One rank of a tiny model: what is measured on ranks, and our run and a bare script watched from outside."""
     (tmp_path / "README.md").write_text("# Results\n", encoding="utf-8")
@@ -156,6 +158,7 @@ def test_a_bare_script_knows_no_adapters(tmp_path: Path) -> None:
         bench(["start", "recipe=zero1", "model=glm_tiny", "tuning=lora", f"prepare.dir={tmp_path}"])
 
 
+@pytest.mark.ranks
 def test_the_gpu_bench_runs_without_a_gpu(tmp_path: Path) -> None:
     output = tmp_path / "gpu.json"
     command = [sys.executable, str(ROOT / "scripts" / "bench_gpu"), "model=tiny", f"output={output}", "steps=1"]
