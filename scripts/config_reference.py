@@ -11,7 +11,6 @@ from typing import Any
 
 from toolkit import messages
 from toolkit.config import schema
-from toolkit.config.schema import RunConfig
 
 ENGLISH_HEADER = """# Configuration reference
 
@@ -61,7 +60,7 @@ def render(chinese: bool = False) -> str:
 
     texts = _field_texts()
     parts = [CHINESE_HEADER if chinese else ENGLISH_HEADER]
-    for name, text, section in _sections(RunConfig, ""):
+    for name, text, section in _sections(schema.RunConfig, ""):
         head = said("| key | type | default | meaning |")
         parts.append(f"\n## {name or said('Top level')}\n\n{said(text)}\n\n{head}\n| --- | --- | --- | --- |\n")
         for item, inner in _own_fields(section):
@@ -77,9 +76,9 @@ def render(chinese: bool = False) -> str:
 def sentences() -> set[str]:
     """Return every English sentence of the page: those of the keys, and those of the sections."""
     texts = _field_texts()
-    found = {text for _, text, _ in _sections(RunConfig, "")}
+    found = {text for _, text, _ in _sections(schema.RunConfig, "")}
     return found | {
-        texts[kind.__name__][item.name] for _, _, kind in _sections(RunConfig, "") for item, _ in _own_fields(kind)
+        texts[kind.__name__][item.name] for _, _, kind in _sections(schema.RunConfig, "") for item, _ in _own_fields(kind)
     }
 
 
