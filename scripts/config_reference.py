@@ -76,10 +76,9 @@ def render(chinese: bool = False) -> str:
 def sentences() -> set[str]:
     """Return every English sentence of the page: those of the keys, and those of the sections."""
     texts = _field_texts()
-    found = {text for _, text, _ in _sections(schema.RunConfig, "")}
-    return found | {
-        texts[kind.__name__][item.name] for _, _, kind in _sections(schema.RunConfig, "") for item, _ in _own_fields(kind)
-    }
+    sections = list(_sections(schema.RunConfig, ""))
+    keys = {texts[kind.__name__][item.name] for _, _, kind in sections for item, _ in _own_fields(kind)}
+    return keys | {text for _, text, _ in sections}
 
 
 def _sections(kind: type, prefix: str) -> Iterator[tuple[str, str, type]]:
