@@ -103,6 +103,20 @@ def test_a_rank_that_waits_for_data_is_no_hang(tmp_path: Path, quick: list[str])
     assert quick[0].startswith(("step 5 has taken ", "step 6 has taken "))
 
 
+def test_a_run_that_ends_while_it_is_judged_ends_as_it_is(
+    tmp_path: Path, quick: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "logs").mkdir()
+    judged, read = threading.Event(), Watchdog._read
+    monkeypatch.setattr(Watchdog, "_read", lambda self, ranks: (judged.set(), read(self, ranks))[1])
+    one = Watchdog(tmp_path, 0, 1, hang_after_s=0.1, patience_s=3600.0)
+    one.enter(watchdog.STEP, 5)
+    assert judged.wait(60)
+    one.stop()
+    time.sleep(1)
+    assert not quick
+
+
 def test_a_wait_for_data_has_a_limit_and_words_of_its_own(tmp_path: Path, quick: list[str]) -> None:
     (tmp_path / "logs").mkdir()
     one = Watchdog(tmp_path, 0, 1, hang_after_s=0.0, patience_s=1.0)

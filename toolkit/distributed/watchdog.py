@@ -149,7 +149,7 @@ class Watchdog:
             judge = threading.Thread(target=self._end, args=(waited,), daemon=True)
             judge.start()
             judge.join(_LOOK_S + _WRITING_S)
-            if judge.is_alive():
+            if judge.is_alive() and not self._over.is_set():
                 terminal.show_cursor()
                 os._exit(EXIT_CODE)
 
@@ -187,10 +187,9 @@ class Watchdog:
         everybody = range(self.world_size)
         since, phase, limit = self.since, self.phase, self.limit()
         before = self._read(everybody)
-        time.sleep(_LOOK_S)
-        after = self._read(everybody)
-        if self.since != since:
+        if self._over.wait(_LOOK_S) or self.since != since:
             return  # it came to its end meanwhile
+        after = self._read(everybody)
         others = [rank for rank in everybody if rank != self.rank]
         silent = [rank for rank in others if after.get(rank) == before.get(rank)]
         fetching = [rank for rank in others if after.get(rank, {}).get("phase") == DATA and rank not in silent]
@@ -201,6 +200,8 @@ class Watchdog:
         times = {"step": self.step, "seconds": f"{waited:.0f}", "limit": f"{limit:.0f}"}
         text = self._data_text(times) if phase == DATA else self._hang_text(phase, silent, after, times)
         here = [after[rank] for rank in silent if after.get(rank, {}).get("machine") == _MACHINE]
+        if self._over.is_set():  # writing takes time too
+            return
         self._tell(text, [int(one["pid"]) for one in here])
 
     def _data_text(self, times: dict[str, Any]) -> str:
