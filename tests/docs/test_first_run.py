@@ -5,12 +5,14 @@ import re
 import shlex
 from pathlib import Path
 
+import pytest
 from pages import ROOT, blocks, commands
 from ranks import BIN, deepspeed, run
 
 PAGE = ROOT / "docs" / "first_run.md"
 
 
+@pytest.mark.ranks
 def test_a_reader_without_a_gpu_comes_to_a_model(tmp_path: Path) -> None:
     """The recipe, the row and the commands are the page's; the run is called try-1, as there."""
     (recipe,), (row,) = blocks(PAGE, "yaml"), blocks(PAGE, "json")

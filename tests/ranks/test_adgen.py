@@ -19,8 +19,6 @@ PARTS = ["上衣", "裙", "裤", "牛仔布", "棉", "白色", "黑色", "简约
 RECIPES = ["chatglm_full_adgen", "chatglm_lora_adgen", "chatglm_ptuning_adgen"]
 COLUMNS = "columns={prompt: content, response: summary}"
 
-pytestmark = pytest.mark.default
-
 
 def rows(seed: int, count: int) -> list[dict[str, str]]:
     """Return rows in AdvertiseGen's form: attributes, and a sentence about them."""
