@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from toolkit.cli.compose import compose_checked, positive_int
+from toolkit.arguments import parse_checked, positive_int
 from toolkit.config.hub import with_folder
 from toolkit.config.schema import RunConfig
 from toolkit.launch import environment
@@ -73,17 +73,17 @@ def main() -> None:
     """Measure on all ranks; rank 0 writes the figures."""
     words = environment.strip_launcher_arguments(sys.argv[1:])
     name, file, *words = words
-    arguments, measure = MEASURES[name]
+    names, measure = MEASURES[name]
     ranks = environment.detect(os.environ)
-    composed = compose_checked(words, world_size=ranks.world_size, arguments=arguments)
+    arguments = parse_checked(words, world_size=ranks.world_size, names=names)
     environment.apply(ranks, os.environ)
-    cfg = with_folder(composed.loaded, lambda line: None).cfg
+    cfg = with_folder(arguments.loaded, lambda line: None).cfg
     from toolkit.distributed import process_group
     from toolkit.train.prepared import prepare_data
 
     prepared = prepare_data(cfg, speaks=False)
     process_group.start(cfg.distributed)
-    found = measure(cfg, prepared, ranks, composed.arguments, Path(file).parent)
+    found = measure(cfg, prepared, ranks, arguments.values, Path(file).parent)
     if ranks.rank == 0:
         Path(file).write_text(json.dumps(found), encoding="utf-8")
     process_group.stop()

@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 
 from benchmarks import on_ranks, results
-from toolkit.cli.compose import Composed, check_composed, compose, named_arguments, positive_int
+from toolkit.arguments import Arguments, check_parsed, named_arguments, parse, positive_int
 from toolkit.cli.failures import guarded
 from toolkit.config.load import to_yaml
 from toolkit.errors import ConfigError
@@ -19,7 +19,7 @@ from toolkit.messages import say, tr
 from toolkit.problems import Problems
 from toolkit.terminal import text_table
 
-Measure = Callable[[Composed, list[str], int, Path], dict[str, Any]]
+Measure = Callable[[Arguments, list[str], int, Path], dict[str, Any]]
 """Gets the config, the words without the benchmark's own, the number of ranks and a folder to work in."""
 
 
@@ -44,22 +44,22 @@ def run(words: list[str]) -> int:
     name = words[0]
     own = (*ARGUMENTS[name], "output")
     problems = Problems()
-    composed = compose(words[1:], world_size=None, arguments=own, problems=problems)
-    ranks = problems.attempt(positive_int, composed.arguments, "ranks") or (2 if "ranks" in own else 1)
-    check_composed(composed.loaded, ranks, problems)
+    arguments = parse(words[1:], names=own, problems=problems)
+    ranks = problems.attempt(positive_int, arguments.values, "ranks") or (2 if "ranks" in own else 1)
+    check_parsed(arguments.loaded, ranks, problems)
     problems.raise_all()
-    output = composed.arguments.get("output", "")
+    output = arguments.values.get("output", "")
     before = results.earlier(output)
     plain = [word for word in words[1:] if word.partition("=")[0] not in own]
-    folder = Path(composed.loaded.cfg.prepare.dir).absolute() / "bench"
-    found = _MEASURES.get(name, _on_ranks)(composed, [name, *plain], ranks, folder)
-    found = {"measured": name, **found, "config": yaml.safe_load(to_yaml(composed.loaded.cfg))}
+    folder = Path(arguments.loaded.cfg.prepare.dir).absolute() / "bench"
+    found = _MEASURES.get(name, _on_ranks)(arguments, [name, *plain], ranks, folder)
+    found = {"measured": name, **found, "config": yaml.safe_load(to_yaml(arguments.loaded.cfg))}
     result = results.append_result(output, before, ["toolkit", "bench", *words], found, ranks)
     say(json.dumps(result, ensure_ascii=False))
     return 0
 
 
-def _on_ranks(composed: Composed, words: list[str], ranks: int, folder: Path) -> dict[str, Any]:
+def _on_ranks(arguments: Arguments, words: list[str], ranks: int, folder: Path) -> dict[str, Any]:
     """Measure on ranks that are started for it; see on_ranks.py."""
     from benchmarks.processes import Launch
 
@@ -67,7 +67,7 @@ def _on_ranks(composed: Composed, words: list[str], ranks: int, folder: Path) ->
     work.mkdir(parents=True)
     file = work / "found.json"
     own, _ = on_ranks.MEASURES[words[0]]
-    given = [f"{name}={composed.arguments[name]}" for name in own if name in composed.arguments]
+    given = [f"{name}={arguments.values[name]}" for name in own if name in arguments.values]
     try:
         with Launch([on_ranks.__file__, words[0], str(file), *words[1:], *given], ranks) as launch:
             launch.wait()
@@ -77,43 +77,43 @@ def _on_ranks(composed: Composed, words: list[str], ranks: int, folder: Path) ->
         shutil.rmtree(work, ignore_errors=True)
 
 
-def _data(composed: Composed, words: list[str], ranks: int, folder: Path) -> dict[str, Any]:
+def _data(arguments: Arguments, words: list[str], ranks: int, folder: Path) -> dict[str, Any]:
     from benchmarks.data import compare
 
-    return compare(composed.loaded.cfg, positive_int(composed.arguments, "rows") or 1_000_000, folder, say)
+    return compare(arguments.loaded.cfg, positive_int(arguments.values, "rows") or 1_000_000, folder, say)
 
 
-def _memory(composed: Composed, words: list[str], ranks: int, folder: Path) -> dict[str, Any]:
+def _memory(arguments: Arguments, words: list[str], ranks: int, folder: Path) -> dict[str, Any]:
     from benchmarks.memory import compare
 
-    steps = positive_int(composed.arguments, "steps") or 20
-    return compare(composed.loaded.cfg, words[1:], ranks, steps, _own(folder, words), say)
+    steps = positive_int(arguments.values, "steps") or 20
+    return compare(arguments.loaded.cfg, words[1:], ranks, steps, _own(folder, words), say)
 
 
-def _start(composed: Composed, words: list[str], ranks: int, folder: Path) -> dict[str, Any]:
+def _start(arguments: Arguments, words: list[str], ranks: int, folder: Path) -> dict[str, Any]:
     from benchmarks.start import compare_with_bare
 
-    pairs = positive_int(composed.arguments, "pairs") or 5
-    return compare_with_bare(composed.loaded.cfg, words[1:], ranks, pairs, _own(folder, words), say)
+    pairs = positive_int(arguments.values, "pairs") or 5
+    return compare_with_bare(arguments.loaded.cfg, words[1:], ranks, pairs, _own(folder, words), say)
 
 
-def _resume(composed: Composed, words: list[str], ranks: int, folder: Path) -> dict[str, Any]:
+def _resume(arguments: Arguments, words: list[str], ranks: int, folder: Path) -> dict[str, Any]:
     from benchmarks.start import compare_with_resumed
 
-    pairs = positive_int(composed.arguments, "pairs") or 5
+    pairs = positive_int(arguments.values, "pairs") or 5
     return compare_with_resumed(words[1:], ranks, pairs, _own(folder, words), say)
 
 
-def _nvme(composed: Composed, words: list[str], ranks: int, folder: Path) -> dict[str, Any]:
+def _nvme(arguments: Arguments, words: list[str], ranks: int, folder: Path) -> dict[str, Any]:
     from benchmarks.nvme import measure, pieces
 
-    path = composed.arguments.get("folder") or composed.loaded.cfg.zero.offload_optimizer.nvme_path
+    path = arguments.values.get("folder") or arguments.loaded.cfg.zero.offload_optimizer.nvme_path
     if not path or not Path(path).is_dir():
         raise ConfigError(
             tr("folder = {path} is not a folder here. Give one on the disk to be measured: folder=/nvme", path=path)
         )
-    num_bytes = pieces(composed.arguments.get("gib", "1"))
-    found = measure(Path(path), num_bytes, positive_int(composed.arguments, "repeats") or 3, say)
+    num_bytes = pieces(arguments.values.get("gib", "1"))
+    found = measure(Path(path), num_bytes, positive_int(arguments.values, "repeats") or 3, say)
     say(tr("Best: {overrides}", overrides=" ".join(found["overrides"]) or tr("DeepSpeed's own settings")))
     return found
 

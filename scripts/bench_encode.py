@@ -15,13 +15,13 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks import results
-from toolkit.cli.compose import compose, positive_int
+from toolkit.arguments import parse, positive_int
 
 
 def main() -> None:
     """Measure and write."""
-    composed = compose(sys.argv[1:], world_size=1, arguments=("repeats", "rows", "output"))
-    cfg, given = composed.loaded.cfg, composed.arguments
+    arguments = parse(sys.argv[1:], world_size=1, names=("repeats", "rows", "output"))
+    cfg, given = arguments.loaded.cfg, arguments.values
     from benchmarks.encode import compare
     from toolkit.data.sources import read_conversations
     from toolkit.models.chat import FamilyChatEncoder, load_chat_encoder

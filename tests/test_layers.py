@@ -22,6 +22,7 @@ LAYERS = {
     "toolkit.config": 0,
     "toolkit.launch": 1,
     "toolkit.plan": 1,
+    "toolkit.arguments": 1,
     "toolkit.report": 1,
     "toolkit.translate": 2,
     "toolkit.translate.key": 0,
@@ -43,7 +44,12 @@ LAYERS = {
     "toolkit.own": 8,
     "toolkit.__main__": 8,
 }
-SAME_LAYER = {("toolkit.plan.calibrate", "toolkit.launch.environment")}  # a free port for its ranks
+SAME_LAYER = {
+    ("toolkit.plan.calibrate", "toolkit.launch.environment"),  # a free port for its ranks
+    ("toolkit.arguments", "toolkit.engine.ds_config"),  # arguments make a DeepSpeed JSON, or are made of one
+    ("toolkit.arguments", "toolkit.engine.ds_import"),
+    ("toolkit.arguments", "toolkit.engine.ds_keys"),
+}
 STRANGERS = [("models", "data"), ("evaluate", "export")]
 # distributed/file_lock.py and failure.py serve processes that have no torch yet; the rest of the layer needs it.
 LARGEST_FILE, LARGEST_FUNCTION = 800, 60

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from toolkit.cli.compose import compose_checked
+from toolkit.arguments import parse_checked
 from toolkit.config.files import known_recipes
 from toolkit.config.load import Loaded, load
 from toolkit.config.schema import Device, Dtype, OptimizerName, RunConfig, ScheduleName, WarmupType
@@ -316,7 +316,7 @@ FOUND = sorted((Path(__file__).parent / "deepspeed_json").glob("*.json"))
 @pytest.mark.parametrize("ranks", [None, 2])
 def test_files_that_people_have_work_with_a_recipe(path: Path, ranks: int | None, tmp_path: Path) -> None:
     words = ["recipe=chatglm", "model=glm_tiny", "data=docstrings", f"run.dir={tmp_path}", f"deepspeed_json={path}"]
-    cfg = compose_checked(words, world_size=ranks).loaded.cfg
+    cfg = parse_checked(words, world_size=ranks).loaded.cfg
     values = json.loads(path.read_text())
     assert cfg.zero.stage == values["zero_optimization"]["stage"]
     made = build_ds_config(cfg, ranks or cfg.parallel.tensor).values
@@ -331,8 +331,8 @@ def test_there_are_ten_of_them() -> None:
 def test_the_file_beats_the_recipe_and_loses_to_the_command_line(tmp_path: Path) -> None:
     path = write(tmp_path, {"zero_optimization": {"stage": 1}, "gradient_clipping": 0.5, "fp16": {"enabled": True}})
     words = ["recipe=chatglm", "model=glm_tiny", "data=docstrings", f"deepspeed_json={path}", f"run.dir={tmp_path}"]
-    composed = compose_checked([*words, "train.gradient_clipping=2", "precision=fp32"], world_size=2)
-    cfg, notes = composed.loaded.cfg, "\n".join(composed.notes)
+    arguments = parse_checked([*words, "train.gradient_clipping=2", "precision=fp32"], world_size=2)
+    cfg, notes = arguments.loaded.cfg, "\n".join(arguments.notes)
     assert (cfg.zero.stage, cfg.train.gradient_clipping, cfg.precision.dtype) == (1, 2.0, Dtype.fp32)
     assert "takes the place of: zero.stage = 3 (conf/zero/stage3.yaml:2) -> 1" in notes
     assert "gradient_clipping = 0.5 gives way to train.gradient_clipping = 2.0 on the command line" in notes

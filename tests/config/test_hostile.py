@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from toolkit.cli.compose import positive_int
+from toolkit.arguments import positive_int
 from toolkit.config.load import load
 from toolkit.engine.ds_import import read_json
 from toolkit.errors import ConfigError, LaunchError

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import yaml
 
-from toolkit.cli.compose import compose
+from toolkit.arguments import parse
 from toolkit.cli.train import greet
 from toolkit.config import examples
 from toolkit.config.checks import check
@@ -175,5 +175,5 @@ def test_a_run_on_example_data_begins_with_saying_so(capsys: pytest.CaptureFixtu
         (["recipe=quickstart"], True),
         (["recipe=zero1", "data=x.jsonl"], False),
     ):
-        greet(compose(["model=glm_tiny", *words], world_size=2), ranks, "glm-tiny")
+        greet(parse(["model=glm_tiny", *words], world_size=2), ranks, "glm-tiny")
         assert capsys.readouterr().out.startswith("EXAMPLE DATA") == told

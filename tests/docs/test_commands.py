@@ -10,14 +10,15 @@ import sys
 from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
+from types import FunctionType
 from typing import Any, NoReturn
 
 import pytest
 from pages import PAIRED, ROOT, chinese, commands
 from torch.distributed.run import get_args_parser
 
+from toolkit import arguments
 from toolkit.cli import COMMANDS
-from toolkit.cli import compose as composing
 from toolkit.cli import main as toolkit_main
 from toolkit.config import examples
 from toolkit.config.checks import check, settled
@@ -100,24 +101,26 @@ def understand(line: str, monkeypatch: pytest.MonkeyPatch) -> None:
     rest = [f"recipe={any_recipe}" if word == "recipe=NAME" else word for word in rest]
     module = import_module("benchmarks.run" if command == "bench" else COMMANDS[command])
 
-    def composed(words: Sequence[str], **how: Any) -> NoReturn:
-        how = {name: value for name, value in how.items() if name in ("arguments", "flags")}
-        found = composing.compose(words, **how, world_size=ranks)
-        world = int(found.arguments.get("world_size") or found.arguments.get("ranks") or ranks)
-        if "gpus" not in found.arguments and command != "eval":
+    def parsed(words: Sequence[str], **how: Any) -> NoReturn:
+        how = {name: value for name, value in how.items() if name in ("names", "flags")}
+        found = arguments.parse(words, **how, world_size=ranks)
+        world = int(found.values.get("world_size") or found.values.get("ranks") or ranks)
+        if "gpus" not in found.values and command != "eval":
             check(found.loaded, world, files=False)
             cfg = settled(found.loaded.cfg)
             build_ds_config(cfg, world, cfg.train.max_steps or 100)
         raise Stop
 
     def named(words: Sequence[str], **how: Any) -> NoReturn:
-        composing.named_arguments(words, **how)
+        arguments.named_arguments(words, **how)
         raise Stop
 
-    for name, stand_in in (("compose", composed), ("compose_checked", composed), ("named_arguments", named)):
-        for place, one in list(sys.modules.items()):  # a command may hand its words to another one
-            if place.startswith(("toolkit.cli.", "benchmarks.")) and one is not composing and hasattr(one, name):
-                monkeypatch.setattr(one, name, stand_in)
+    stand_ins = {"parse": parsed, "parse_checked": parsed, "named_arguments": named}
+    for place, one in list(sys.modules.items()):  # a command may hand its words to another one
+        if place.startswith(("toolkit.cli.", "toolkit.jobs.", "benchmarks.")):
+            for name, value in list(vars(one).items()):
+                if isinstance(value, FunctionType) and value.__module__ == "toolkit.arguments":
+                    monkeypatch.setattr(one, name, stand_ins.get(value.__name__, value))
     if command == "eval":
         monkeypatch.setattr(module, "_with_base", lambda words: words)  # reads the adapter's folder
     if command in PATHS:
@@ -162,18 +165,18 @@ PLACES = ("/models/", "/data/", "DIR")
 def test_training_commands_name_data_or_are_complete_as_typed(
     line: str, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    composed: list[composing.Composed] = []
-    compose = composing.compose
+    found: list[arguments.Arguments] = []
+    parse = arguments.parse
 
-    def watched(words: Sequence[str], **how: Any) -> composing.Composed:
-        composed.append(compose(words, **how))
-        return composed[-1]
+    def watched(words: Sequence[str], **how: Any) -> arguments.Arguments:
+        found.append(parse(words, **how))
+        return found[-1]
 
-    monkeypatch.setattr(composing, "compose", watched)
+    monkeypatch.setattr(arguments, "parse", watched)
     if inner(words_of(line))[0] not in TRAINING:
         return
     understand(line, monkeypatch)
-    for cfg in (one.loaded.cfg for one in composed):
+    for cfg in (one.loaded.cfg for one in found):
         assert cfg.data.sources, "it names no data"
         assert cfg.model.init is Init.random or cfg.model.path, "it names no model"
         theirs = [place for place in PLACES if place in line]

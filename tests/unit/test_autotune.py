@@ -81,7 +81,7 @@ def test_what_has_no_room_is_left_out_alone(
     tried: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each micro-batch at each stage by its own plan."""
-    from toolkit.cli.compose import compose
+    from toolkit.arguments import parse
     from toolkit.plan.memory import plan_rank
     from toolkit.plan.outline import outline_of
 
@@ -89,7 +89,7 @@ def test_what_has_no_room_is_left_out_alone(
     for stage in (1, 3):
         for micro in (1, 2, 4):
             words = [*RECIPE, f"zero=stage{stage}", f"batch.micro_per_gpu={micro}"]
-            cfg = compose(words, world_size=None).loaded.cfg
+            cfg = parse(words).loaded.cfg
             memory = plan_rank(outline_of(cfg, print), cfg, 2)
             peaks[f"stage{stage} {micro}"] = memory.peak(memory.worst)
     room = peaks["stage1 2"]

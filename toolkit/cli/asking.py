@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from toolkit.cli.compose import non_negative_int, number, positive_int
+from toolkit.arguments import non_negative_int, number, positive_int
 from toolkit.errors import ConfigError, ModelError
 from toolkit.messages import tr
 

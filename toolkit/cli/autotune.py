@@ -16,8 +16,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from toolkit.arguments import check_parsed, parse
 from toolkit.cli import sweep as sweeping
-from toolkit.cli.compose import check_composed, compose
 from toolkit.cli.sweep_results import read_result
 from toolkit.config.checks import micro_sizes
 from toolkit.config.layout import model_ranks
@@ -106,14 +106,14 @@ def run(words: list[str]) -> int:
     problems = Problems()
     hosts = problems.attempt(_hosts, options) or {}
     world_size = sum(map(len, hosts.values()))
-    composed = compose(rest, world_size=None, arguments=_OWN, problems=problems)
-    cfg, given = composed.loaded.cfg, composed.arguments
+    arguments = parse(rest, names=_OWN, problems=problems)
+    cfg, given = arguments.loaded.cfg, arguments.values
     recipe = [word for word in rest if word.partition("=")[0] not in _OWN]
     groups = problems.attempt(_groups, cfg) or {}
     stages = problems.attempt(_numbers, given, "stages", list(groups), list(groups)) if groups else None
     problems.apply((_unsuitable,), recipe, cfg)
     smallest = replace(cfg, batch=replace(cfg.batch, micro_per_gpu=1))
-    check_composed(replace(composed.loaded, cfg=smallest), world_size or None, problems)
+    check_parsed(replace(arguments.loaded, cfg=smallest), world_size or None, problems)
     sizes = problems.attempt(micro_sizes, cfg, world_size) or [] if hosts else []
     powers = [rows for rows in sizes if rows <= _MOST and rows.bit_count() == 1]
     micro = problems.attempt(_numbers, given, "micro", powers, sizes) if sizes else None

@@ -25,8 +25,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from toolkit.arguments import named_arguments
 from toolkit.cli.asking import MODEL, SAMPLING, check_model, check_system, sampling_of
-from toolkit.cli.compose import named_arguments
 from toolkit.config.suggest import did_you_mean
 from toolkit.errors import ConfigError, ModelError, RowError
 from toolkit.messages import joined, printable, tr

@@ -7,7 +7,7 @@ toolkit check recipe=NAME [world_size=8] [key=value …]
 Every error is reported, not the first alone. Of each data file the first rows are read.
 """
 
-from toolkit.cli.compose import Composed, compose_checked
+from toolkit.arguments import Arguments, parse_checked
 from toolkit.config import examples
 from toolkit.config.checks import accumulation, settled
 from toolkit.config.checks_positions import check_positions
@@ -30,18 +30,18 @@ from toolkit.train.run_length import FEWEST_STEPS, Epoch, warnings
 def run(words: list[str]) -> int:
     """Check."""
     problems = Problems()
-    composed = compose_checked(words, world_size=None, arguments=("world_size",), problems=problems)
-    cfg, world_size = composed.loaded.cfg, composed.world_size
-    problems.attempt(check_track_here, composed.loaded)
-    problems.attempt(check_compiler, composed.loaded)
+    arguments = parse_checked(words, names=("world_size",), problems=problems)
+    cfg, world_size = arguments.loaded.cfg, arguments.world_size
+    problems.attempt(check_track_here, arguments.loaded)
+    problems.attempt(check_compiler, arguments.loaded)
     known = {key for error in problems.errors for key in error.keys}
     unread = check_sources(cfg.data, known, problems)
     if not any(key.startswith("data.") for key in known):
         problems.attempt(lambda: check_paths(cfg.data, local_files(cfg.data)))
     problems.settle()
-    shapes = problems.attempt(_shapes, composed, problems) if not known & {"model", "model.path"} else None
+    shapes = problems.attempt(_shapes, arguments, problems) if not known & {"model", "model.path"} else None
     problems.raise_all()
-    for note in [*composed.notes, *([unread] if unread else [])]:
+    for note in [*arguments.notes, *([unread] if unread else [])]:
         print(note)
     for ranks in sorted({*cfg.batch.world_sizes, *([world_size] if world_size else [])}):
         print(_rows(cfg, ranks))
@@ -68,14 +68,14 @@ def _length(cfg: RunConfig, world_size: int) -> list[str]:
     return warnings(settled(cfg), epoch, epoch.steps * cfg.train.epochs if epoch else steps, world_size)
 
 
-def _shapes(composed: Composed, problems: Problems) -> tuple[Shapes, Sizes] | None:
+def _shapes(arguments: Arguments, problems: Problems) -> tuple[Shapes, Sizes] | None:
     """Read the model directory; return the shapes of its parameters, None where only training knows them.
 
     Raises:
         ToolkitError: it cannot be trained, or not as the config says.
     """
-    has_weights = not is_hub_name(composed.loaded.cfg.model.path)
-    loaded = with_folder(composed.loaded, say, config_only=True)
+    has_weights = not is_hub_name(arguments.loaded.cfg.model.path)
+    loaded = with_folder(arguments.loaded, say, config_only=True)
     problems.attempt(check_positions, loaded)
     cfg = loaded.cfg
     if cfg.model.init is not Init.pretrained:

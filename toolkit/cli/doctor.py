@@ -16,7 +16,7 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from toolkit.cli.compose import compose, positive_int
+from toolkit.arguments import parse, positive_int
 from toolkit.config import variables
 from toolkit.config.schema import RunConfig
 from toolkit.doctor import agents
@@ -50,7 +50,7 @@ _SIGNS = {ERROR: "FAIL", WARNING: "warn", NOTE: "note", "": "ok"}
 def run(words: list[str]) -> int:
     """Examine."""
     if words == ["--agent"]:
-        agents.serve(lambda asked: compose(asked, world_size=None).loaded.cfg)
+        agents.serve(lambda asked: parse(asked).loaded.cfg)
         return 0
     started = time.monotonic()
     _, options, rest = deepspeed.typed_options(words)
@@ -58,7 +58,7 @@ def run(words: list[str]) -> int:
     overrides = [word for word in rest if word.partition("=")[0] not in _OWN]
     if own.get("quick", "true") not in ("true", "false"):
         raise ConfigError(tr("quick = {value}: write true or false.", value=own["quick"]))
-    cfg = compose(overrides, world_size=None).loaded.cfg if overrides else RunConfig()
+    cfg = parse(overrides).loaded.cfg if overrides else RunConfig()
     hosts = _hosts(options)
     found = examination(options, hosts, overrides, cfg)
     found.limit_s = float(positive_int(own, "timeout_s") or found.limit_s)

@@ -20,7 +20,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from toolkit.cli.compose import Composed, check_composed, compose
+from toolkit.arguments import Arguments, check_parsed, parse
 from toolkit.cli.trusted import warn_of_code
 from toolkit.config import ops
 from toolkit.config.checks import micro_rows, settled
@@ -45,8 +45,8 @@ def run(words: list[str]) -> int:
     inherited = dict(os.environ)
     ranks = environment.detect(os.environ)
     environment.apply(ranks, os.environ)  # from here on an error knows which rank it speaks for
-    composed, file = _checked(words, ranks.world_size)
-    cfg = composed.loaded.cfg
+    arguments, file = _checked(words, ranks.world_size)
+    cfg = arguments.loaded.cfg
     env_vars.apply_env(cfg.launch.env, ranks, os.environ, inherited)
     if cfg.distributed.interface:
         environment.set_interface(cfg.distributed.interface, os.environ)
@@ -54,13 +54,13 @@ def run(words: list[str]) -> int:
     ops.check_build_locks(os.environ)
     if ranks.rank == 0:
         warn_of_code(cfg.model)
-    cfg = settled(with_folder(composed.loaded, say if ranks.rank == 0 else lambda line: None).cfg)
+    cfg = settled(with_folder(arguments.loaded, say if ranks.rank == 0 else lambda line: None).cfg)
     cfg = replace(cfg, parallel=ParallelConfig())  # each rank, or ZeRO-3, has a whole model
-    _evaluate(cfg, ranks, file, composed.arguments.get("adapter", "") or cfg.tuning.adapter)
+    _evaluate(cfg, ranks, file, arguments.values.get("adapter", "") or cfg.tuning.adapter)
     return 0
 
 
-def _checked(words: list[str], world_size: int) -> tuple[Composed, Path]:
+def _checked(words: list[str], world_size: int) -> tuple[Arguments, Path]:
     """Return the checked config, and where the answers go.
 
     Raises:
@@ -68,15 +68,15 @@ def _checked(words: list[str], world_size: int) -> tuple[Composed, Path]:
     """
     problems = Problems()
     words = _with_base(words)
-    composed = compose(words, world_size=world_size, arguments=("output", "adapter"), problems=problems)
-    cfg = composed.loaded.cfg
+    arguments = parse(words, world_size=world_size, names=("output", "adapter"), problems=problems)
+    cfg = arguments.loaded.cfg
     if not (cfg.data.validation or cfg.data.validation_fraction):
         problems.add(ConfigError(tr("there is nothing to evaluate: set data.validation or data.validation_fraction.")))
-    file = problems.attempt(_output, cfg, composed.arguments.get("output", ""))
-    check_composed(composed.loaded, None, problems)  # no steps are taken: the batch need not fit these ranks
+    file = problems.attempt(_output, cfg, arguments.values.get("output", ""))
+    check_parsed(arguments.loaded, None, problems)  # no steps are taken: the batch need not fit these ranks
     problems.raise_all()
     assert file is not None
-    return composed, file
+    return arguments, file
 
 
 def _with_base(words: list[str]) -> list[str]:

@@ -12,7 +12,7 @@ import json
 import sys
 from pathlib import Path
 
-from toolkit.cli.compose import compose_checked, positive_int
+from toolkit.arguments import parse_checked, positive_int
 from toolkit.config.places import fail
 from toolkit.engine.ds_config import build_ds_config, explain
 from toolkit.errors import ConfigError
@@ -21,19 +21,19 @@ from toolkit.messages import tr
 
 def run(words: list[str]) -> int:
     """Export."""
-    composed = compose_checked(
+    arguments = parse_checked(
         words,
         world_size=1,
-        arguments=("world_size", "total_steps", "output"),
+        names=("world_size", "total_steps", "output"),
         flags=("--explain",),
         files=False,
     )
-    world_size = composed.world_size or 1
-    cfg = composed.loaded.cfg
-    total_steps = positive_int(composed.arguments, "total_steps")
+    world_size = arguments.world_size or 1
+    cfg = arguments.loaded.cfg
+    total_steps = positive_int(arguments.values, "total_steps")
     if total_steps and cfg.train.max_steps and total_steps != cfg.train.max_steps:
         raise fail(
-            composed.loaded,
+            arguments.loaded,
             "train.max_steps",
             tr(
                 "train.max_steps = {steps} and total_steps={total} contradict each other: remove total_steps, or set "
@@ -45,8 +45,8 @@ def run(words: list[str]) -> int:
     total_steps = total_steps or cfg.train.max_steps or None
     ds = build_ds_config(cfg, world_size, total_steps)
     text = json.dumps(ds.values, indent=2) + "\n"
-    output = composed.arguments.get("output")
-    for note in [*composed.notes, *ds.missing]:
+    output = arguments.values.get("output")
+    for note in [*arguments.notes, *ds.missing]:
         sys.stderr.write(note + "\n")
     if output:
         _write(Path(output), text)
@@ -57,8 +57,8 @@ def run(words: list[str]) -> int:
                 world_size=world_size,
             )
         )
-    if "--explain" in composed.flags:
-        print(explain(ds, composed.loaded.where))
+    if "--explain" in arguments.flags:
+        print(explain(ds, arguments.loaded.where))
     elif not output:
         print(text, end="")
     return 0

@@ -26,8 +26,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from toolkit.arguments import named_arguments, one_of
 from toolkit.checkpoint.directory import resolve_checkpoint
-from toolkit.cli.compose import named_arguments, one_of
 from toolkit.errors import ConfigError, ToolkitError
 from toolkit.messages import tr
 

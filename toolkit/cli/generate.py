@@ -28,8 +28,8 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from toolkit.arguments import named_arguments, one_of, positive_int
 from toolkit.cli.asking import MODEL, SAMPLING, check_model, check_system, sampling_of
-from toolkit.cli.compose import named_arguments, one_of, positive_int
 from toolkit.config.checks_files import unread_column
 from toolkit.config.schema import RowFormat, SourceConfig
 from toolkit.errors import ConfigError

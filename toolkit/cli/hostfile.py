@@ -10,7 +10,7 @@ toolkit hostfile output=FILE [nodes=LIST] [slots=N]
 import os
 from pathlib import Path
 
-from toolkit.cli.compose import named_arguments, positive_int
+from toolkit.arguments import named_arguments, positive_int
 from toolkit.errors import LaunchError
 from toolkit.launch import hostfile
 from toolkit.messages import say, tr

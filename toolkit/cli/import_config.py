@@ -16,7 +16,7 @@ import sys
 import textwrap
 from pathlib import Path
 
-from toolkit.cli.compose import named_arguments, positive_int
+from toolkit.arguments import named_arguments, positive_int
 from toolkit.config.checks_files import FILES
 from toolkit.config.checks_tuning import check_tuning_here
 from toolkit.errors import ConfigError

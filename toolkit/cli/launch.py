@@ -17,8 +17,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from toolkit.arguments import parse_checked
 from toolkit.cli import doctor
-from toolkit.cli.compose import compose_checked
 from toolkit.config import variables
 from toolkit.config.schema import RunConfig
 from toolkit.doctor.examine import Examination
@@ -126,7 +126,7 @@ def _checked(rest: Sequence[str]) -> RunConfig:
         raise LaunchError(
             tr("toolkit launch starts the ranks itself: type it once, without {launcher}.", launcher=ranks.launcher)
         )
-    return compose_checked(rest, world_size=None, files=False).loaded.cfg
+    return parse_checked(rest, world_size=None, files=False).loaded.cfg
 
 
 def _machines(options: Mapping[str, str], words: Sequence[str], cfg: RunConfig) -> hostfile.Resources:

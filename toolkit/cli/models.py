@@ -3,7 +3,7 @@
 toolkit models
 """
 
-from toolkit.cli.compose import named_arguments
+from toolkit.arguments import named_arguments
 from toolkit.cli.recipes import about
 from toolkit.config.files import conf_folder, read
 from toolkit.messages import say, tr

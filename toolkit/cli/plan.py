@@ -19,7 +19,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from toolkit.cli.compose import check_composed, compose, one_of, positive_int
+from toolkit.arguments import check_parsed, one_of, parse, positive_int
 from toolkit.config.checks import settled
 from toolkit.config.hub import with_folder
 from toolkit.config.load import Loaded
@@ -71,16 +71,16 @@ def _checked(words: list[str]) -> tuple[Loaded, dict[str, str], Machine]:
     """
     problems = Problems()
     own = ("gpus", "nodes", "host_memory", "calibrate", "output")
-    composed = compose(words, world_size=None, arguments=own, problems=problems)
-    given, output = composed.arguments, composed.arguments.get("output", "")
+    arguments = parse(words, names=own, problems=problems)
+    given, output = arguments.values, arguments.values.get("output", "")
     if output and Path(output).exists():
         problems.add(ConfigError(tr("output={file} is there already; nothing is overwritten.", file=output)))
     problems.attempt(one_of, given, "calibrate", ("false", "true"))
-    machine = problems.attempt(_machine, given, composed.loaded.cfg)
-    check_composed(composed.loaded, machine.world_size if machine else None, problems, files=False)
+    machine = problems.attempt(_machine, given, arguments.loaded.cfg)
+    check_parsed(arguments.loaded, machine.world_size if machine else None, problems, files=False)
     problems.raise_all()
     assert machine is not None
-    return composed.loaded, given, machine
+    return arguments.loaded, given, machine
 
 
 def _machine(given: dict[str, str], cfg: RunConfig) -> Machine:

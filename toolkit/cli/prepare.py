@@ -7,7 +7,7 @@ toolkit prepare recipe=NAME [key=value …]
 An interrupted run goes on where it stopped. Data that is prepared already is verified: every byte is read.
 """
 
-from toolkit.cli.compose import compose_checked
+from toolkit.arguments import parse_checked
 from toolkit.config.checks_positions import check_positions
 from toolkit.config.hub import with_folder
 from toolkit.errors import DataError
@@ -16,8 +16,8 @@ from toolkit.messages import say, tr
 
 def run(words: list[str]) -> int:
     """Prepare."""
-    composed = compose_checked(words, world_size=None)
-    loaded = with_folder(composed.loaded, say)
+    arguments = parse_checked(words)
+    loaded = with_folder(arguments.loaded, say)
     check_positions(loaded)
     cfg = loaded.cfg
     from toolkit.data.preview import padding_line

@@ -5,7 +5,7 @@ toolkit recipes
 
 from pathlib import Path
 
-from toolkit.cli.compose import named_arguments
+from toolkit.arguments import named_arguments
 from toolkit.config.files import known_recipes
 from toolkit.messages import say, tr
 from toolkit.terminal import text_table

@@ -25,7 +25,7 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
-from toolkit.cli.compose import named_arguments, one_of, positive_int
+from toolkit.arguments import named_arguments, one_of, positive_int
 from toolkit.errors import ConfigError, ModelError
 from toolkit.messages import say, tr
 from toolkit.models.chatglm.family import Architecture, architecture_of

@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from toolkit.cli.compose import compose_checked, named_arguments, non_negative_int, one_of
+from toolkit.arguments import named_arguments, non_negative_int, one_of, parse_checked
 from toolkit.config.hub import with_folder
 from toolkit.config.schema import Packing, RunConfig
 from toolkit.errors import ConfigError, DataError
@@ -34,11 +34,11 @@ def run(words: list[str]) -> int:
     """Show."""
     if words and words[0].endswith(".jsonl") and "=" not in words[0]:
         return _show_step(Path(words[0]), words[1:])
-    composed = compose_checked(words, world_size=None, arguments=("n", "split", "color"))
-    count = non_negative_int(composed.arguments, "n", 5)
-    split = one_of(composed.arguments, "split", ("train", "validation"))
-    color = one_of(composed.arguments, "color", COLORS)
-    cfg = with_folder(composed.loaded, say).cfg
+    arguments = parse_checked(words, names=("n", "split", "color"))
+    count = non_negative_int(arguments.values, "n", 5)
+    split = one_of(arguments.values, "split", ("train", "validation"))
+    color = one_of(arguments.values, "color", COLORS)
+    cfg = with_folder(arguments.loaded, say).cfg
     from toolkit.train.prepared import prepare_data
 
     prepared = prepare_data(cfg, speaks=True)

@@ -25,7 +25,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from toolkit import children
-from toolkit.cli.compose import compose_checked, positive_int
+from toolkit.arguments import parse_checked, positive_int
 from toolkit.cli.sweep_results import lines, state_name
 from toolkit.config import sweeps as grammar
 from toolkit.config.load import recorded, to_yaml
@@ -102,7 +102,7 @@ class Plan:
         given = {"world_size": text} if (text := self.options.get("--num_gpus")) else {}
         world_size = problems.attempt(positive_int, given, "world_size")
         words, here = [*self.words(job), "run.name=run"], deepspeed.hostfile_of(self.options) is None
-        loaded = compose_checked(words, world_size=world_size, files=here, problems=problems).loaded
+        loaded = parse_checked(words, world_size=world_size, files=here, problems=problems).loaded
         problems.raise_all()
         recorded(loaded.cfg)  # learns the secrets in it
         return loaded.cfg

@@ -2,8 +2,8 @@
 
 from typing import Any
 
+from toolkit.arguments import positive_int
 from toolkit.cli import sweep as sweeping
-from toolkit.cli.compose import positive_int
 from toolkit.cli.sweep import Plan
 from toolkit.cli.sweep_results import is_less_better, read_result
 from toolkit.config.schema import EVAL_LOSS, RunConfig

@@ -16,8 +16,10 @@ import sys
 import time
 from pathlib import Path
 
+from toolkit.arguments import Arguments as Composed
+from toolkit.arguments import parse as compose
+from toolkit.arguments import parse_checked as compose_checked
 from toolkit.cli import sweep
-from toolkit.cli.compose import Composed, compose, compose_checked
 from toolkit.cli.trusted import warn_of_code
 from toolkit.config import examples, ops
 from toolkit.config.checks import accumulation

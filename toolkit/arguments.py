@@ -1,0 +1,202 @@
+"""From a command's arguments to a checked config; the same for every command."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from toolkit.config.checks import check, settled
+from toolkit.config.files import known_recipes, language_of
+from toolkit.config.layout import model_ranks
+from toolkit.config.load import Loaded, load
+from toolkit.engine.ds_config import OWNED, build_ds_config
+from toolkit.engine.ds_keys import check_extra
+from toolkit.errors import ConfigError
+from toolkit.messages import set_language, tr
+from toolkit.problems import Problems
+
+_MAX_DIGITS = 18
+"""Python refuses to read thousands."""
+
+
+@dataclass(kw_only=True, slots=True)
+class Arguments:
+    """A command's own arguments, and the config that the others make."""
+
+    loaded: Loaded
+    values: dict[str, str]
+    """The command's own `name=value` arguments."""
+    flags: set[str]
+    """The command's own flags, such as --explain."""
+    notes: list[str] = field(default_factory=list)
+    """What was resolved from a DeepSpeed JSON, and notices of the config."""
+    world_size: int | None = None
+    """Number of ranks; None if unknown."""
+
+
+def parse(
+    words: Sequence[str],
+    *,
+    world_size: int | None = None,
+    names: Sequence[str] = (),
+    flags: Sequence[str] = (),
+    problems: Problems | None = None,
+) -> Arguments:
+    """Compose the config, translate a DeepSpeed JSON if one is given, choose the language.
+
+    Args:
+        words: command line after the command's name.
+        world_size: number of ranks; None if unknown. The command's own argument `world_size=N` wins.
+        names: names of the command's own `name=value` arguments.
+        flags: the command's own `--flags`.
+        problems: receives wrong keys and values, and what is wrong with the JSON; None raises them as a ConfigError.
+    """
+    errors = Problems() if problems is None else problems
+    typed = [word.partition("=")[2] for word in words if word in ("language=zh", "language=en")]
+    set_language("".join(typed[-1:]))  # errors of the config itself are in the chosen language too
+    values, given_flags, config_dir, overrides = _sort(words, names, flags)
+    recipes = [word.partition("=")[2].strip("'\"") for word in overrides if word.startswith("recipe=")]
+    if recipes and not typed:
+        set_language(language_of(recipes[-1]))
+    world_size = positive_int(values, "world_size") or world_size
+    loaded = load(overrides, config_dir=config_dir, problems=errors)
+    set_language(loaded.cfg.language)
+    arguments = Arguments(loaded=loaded, values=values, flags=given_flags, world_size=world_size)
+    if loaded.cfg.deepspeed_json:
+        from toolkit.engine.ds_import import import_json
+
+        if imported := errors.attempt(import_json, loaded.cfg.deepspeed_json, loaded, world_size):
+            arguments.loaded, arguments.notes = imported
+    if problems is None:
+        errors.raise_all()
+    return arguments
+
+
+def parse_checked(
+    words: Sequence[str],
+    *,
+    world_size: int | None = None,
+    names: Sequence[str] = (),
+    flags: Sequence[str] = (),
+    files: bool = True,
+    own: bool = False,
+    problems: Problems | None = None,
+) -> Arguments:
+    """Parse as `parse` does and check the config as `check_parsed` does; every error is reported at once."""
+    errors = Problems() if problems is None else problems
+    arguments = parse(words, world_size=world_size, names=names, flags=flags, problems=errors)
+    check_parsed(arguments.loaded, arguments.world_size, errors, files=files, own=own)
+    if problems is None:
+        errors.raise_all()
+    arguments.notes += arguments.loaded.notices
+    return arguments
+
+
+def check_parsed(
+    loaded: Loaded, world_size: int | None, problems: Problems, *, files: bool = True, own: bool = False
+) -> None:
+    """Check a config and the DeepSpeed JSON that it makes; `files` and `own` as for `checks.check`."""
+    check(loaded, world_size, files=files, own=own, problems=problems)
+    problems.attempt(check_extra, loaded.cfg.ds_extra, OWNED, loaded.where)
+    if not problems.errors:
+        cfg = settled(loaded.cfg)
+        problems.attempt(build_ds_config, cfg, world_size or model_ranks(cfg), cfg.train.max_steps or None)
+
+
+def _sort(
+    words: Sequence[str], names: Sequence[str], flags: Sequence[str]
+) -> tuple[dict[str, str], set[str], str, list[str]]:
+    """Split words into the command's own values, its flags, --config-dir and Hydra overrides."""
+    values: dict[str, str] = {}
+    given_flags: set[str] = set()
+    config_dir, overrides = "", []
+    rest = iter(words)
+    for word in rest:
+        name, equals, value = word.partition("=")
+        if word in flags:
+            given_flags.add(word)
+        elif name in ("--config-dir", "-cd"):
+            config_dir = value if equals else next(rest, "")
+        elif equals and name in names:
+            values[name] = value
+        elif not equals and (name.endswith((".yaml", ".yml")) or name in known_recipes()):
+            overrides.append(f"recipe={name}")
+        elif word.startswith("-"):
+            known = ", ".join([*flags, "--config-dir DIR"])
+            raise ConfigError(tr("unknown option {word}. Known here: {known}.", word=word, known=known))
+        else:
+            overrides.append(word)
+    return values, given_flags, config_dir, overrides
+
+
+def named_arguments(
+    words: Sequence[str], *, required: Sequence[str], optional: Sequence[str], usage: str, bare: str = ""
+) -> dict[str, str]:
+    """Return the `name=value` arguments of a command that takes no recipe.
+
+    Args:
+        words: command line after the command's name.
+        required: names that must be given.
+        optional: names that may be given.
+        usage: an example, shown if one is missing.
+        bare: the name of an argument whose value may stand alone, such as a path; "" for none.
+    """
+    given: dict[str, str] = {}
+    known = [*required, *optional]
+    for word in words:
+        name, equals, value = word.partition("=")
+        if bare and bare not in given and not equals and not word.startswith("-"):
+            given[bare] = word
+            continue
+        if not equals or name not in known:
+            raise ConfigError(tr("unknown argument '{word}'. Known: {known}.", word=word, known=", ".join(known)))
+        given[name] = value
+    for name in required:
+        if not given.get(name):
+            raise ConfigError(tr("{name} is missing: {usage}", name=name, usage=usage))
+    return given
+
+
+def positive_int(values: dict[str, str], name: str) -> int | None:
+    """Return an argument as a positive integer, None if it was not given."""
+    if name not in values:
+        return None
+    text = values[name]
+    if not _is_whole(text) or int(text) == 0:
+        raise ConfigError(tr("{name} = {text} is not a positive whole number.", name=name, text=text[:40]))
+    return int(text)
+
+
+def non_negative_int(values: dict[str, str], name: str, default: int) -> int:
+    """Return an argument as a whole number from 0, the default if it was not given."""
+    text = values.get(name, str(default))
+    if not _is_whole(text):
+        raise ConfigError(tr("{name} = {text} is not a whole number from 0.", name=name, text=text))
+    return int(text)
+
+
+def _is_whole(text: str) -> bool:
+    return text.isdecimal() and len(text) <= _MAX_DIGITS
+
+
+def number(values: dict[str, str], name: str, default: float, most: float = math.inf) -> float:
+    """Return an argument as a number from 0 to `most`, the default if it was not given."""
+    text = values.get(name, str(default))
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not (0 <= value <= most and value < math.inf):
+        raise ConfigError(
+            tr("{name} = {text} is not a number from 0.", name=name, text=text)
+            if most == math.inf
+            else tr("{name} = {text} is not a number from 0 to {most}.", name=name, text=text, most=f"{most:g}")
+        )
+    return value
+
+
+def one_of(values: dict[str, str], name: str, known: Sequence[str]) -> str:
+    """Return an argument that is one of the known values, the first of them if it was not given."""
+    value = values.get(name, known[0])
+    if value not in known:
+        raise ConfigError(tr("{name} = {value} is none of {known}.", name=name, value=value, known=", ".join(known)))
+    return value
