@@ -45,7 +45,7 @@ def serve(path: str) -> None:
 
     import toolkit.cli.session  # noqa: F401
 
-    cpuinfo.get_cpu_info()  # kept by toolkit.engine.build
+    cpuinfo.get_cpu_info()  # cached by toolkit.engine.deepspeed_patches
     Path(path + PIDS).mkdir()
     signal.signal(signal.SIGCHLD, lambda number, frame: reap())
     with socket.socket(socket.AF_UNIX) as listener:

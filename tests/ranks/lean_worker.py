@@ -117,7 +117,7 @@ def check_step(stage: int, dtype: str) -> None:
     Stages 0 and 1 reduce once per step, 2 and 3 in every micro-batch, as each rank keeps only its part of them.
     """
     engine = build(stage, dtype)
-    assert loss_head(engine).way(engine) is LossPath.losses
+    assert loss_head(engine).path(engine) is LossPath.losses
     guard = Guard(engine, TrainConfig())
     step.train_step(engine, window(0), 2, guard)
     watched: list[Watch] = []

@@ -109,7 +109,7 @@ def test_loss() -> None:
     expected = token_loss_sum(model, batch)
     assert not CALLS
     model.loss_head = LossHead(LossKernel.liger)
-    assert loss_head(model).way(model) is LossPath.losses
+    assert loss_head(model).path(model) is LossPath.losses
     torch.testing.assert_close(token_loss_sum(model, batch), expected)
     assert CALLS == [("loss", (3, 4))]
     assert token_loss_sum(model, {**batch, "labels": torch.full_like(ids, -100)}) == 0

@@ -16,6 +16,7 @@ from toolkit.models import loss as loss_module
 from toolkit.models.chatglm.modeling import ChatGLMConfig, ChatGLMForConditionalGeneration
 from toolkit.models.loss import LossHead, LossPath, loss_head, num_trained_tokens, token_loss_sum, token_losses
 from toolkit.models.prompt_tuning import SoftPrompt, attach_prompt
+from toolkit.plan import memory
 
 SOP, PAD = 120, 3
 
@@ -144,7 +145,7 @@ def test_every_model(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     (expected.sum() * 0.25).backward()
     wanted = gradients(model)
     loss = token_loss_sum(model, batch)
-    assert loss_head(model).way(model) is MODELS[name][1]
+    assert loss_head(model).path(model) is MODELS[name][1]
     assert loss.shape == () and loss.dtype is torch.float32
     torch.testing.assert_close(loss, expected.sum().detach(), rtol=1e-6, atol=0, check_dtype=True)
     (loss * 0.25).backward()
@@ -175,7 +176,7 @@ def test_full_is_the_same() -> None:
     chunked = token_loss_sum(model, batch)
     model.loss_head = LossHead(LossKernel.full)
     torch.testing.assert_close(token_loss_sum(model, batch), chunked, rtol=1e-6, atol=0)
-    assert loss_head(model).way(model) is LossPath.whole
+    assert loss_head(model).path(model) is LossPath.all_logits
 
 
 def test_no_logits_of_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -245,3 +246,7 @@ def test_right_padding_needs_no_mask() -> None:
     loss.backward()
     shorter.backward()
     assert_equal(gradients(model), gradients(expected), 3e-6)
+
+
+def test_the_memory_estimate_counts_the_same_chunks() -> None:
+    assert loss_module.CHUNK_BYTES == memory.CHUNK_BYTES

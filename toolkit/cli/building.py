@@ -145,9 +145,9 @@ def _in_use(engine: DeepSpeedEngine, cfg: RunConfig, without_liger: str) -> str:
     ways = {
         LossPath.losses: tr("fused with the output layer ({kernel})", kernel=model.loss_head.name),
         LossPath.picked: tr("from the logits of trained tokens"),
-        LossPath.whole: tr("from all logits"),
+        LossPath.all_logits: tr("from all logits"),
     }
-    way = broadcast_from_last(engine, lambda: loss_head(model).way(model if is_pipeline(engine) else engine))
+    way = broadcast_from_last(engine, lambda: loss_head(model).path(model if is_pipeline(engine) else engine))
     optimizer = engine.basic_optimizer
     is_fused = isinstance(optimizer, torch.optim.Adam) and optimizer.defaults["fused"]
     backend = cfg.compile.backend + (" + DeepCompile" if cfg.compile.deepcompile else "")

@@ -1,17 +1,13 @@
 """The one call of `deepspeed.initialize`; parameter groups, and optimizers that DeepSpeed cannot make from a name."""
 
 from collections.abc import Callable, Iterable
-from functools import cache
 from typing import Any
 
-import cpuinfo
 import deepspeed
 import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.compile.util import is_deepcompile_supported
 from deepspeed.pipe import PipelineModule
-from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
-from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 from transformers import PreTrainedModel
 
 from toolkit.config.optimizers import is_client, is_grouped
@@ -24,11 +20,13 @@ from toolkit.config.schema import (
     PrecisionConfig,
     When,
 )
-from toolkit.engine import deepspeed_patches
 from toolkit.engine.deepspeed_patches import (
     assert_frequencies_kept,
     checkpoint_activations,
+    fit_reduce_bucket,
+    follow_schedule_in_zenflow,
     patch_tensor_groups,
+    patch_zenflow,
     rotary_frequencies,
     scale_fp16_loss,
 )
@@ -36,12 +34,6 @@ from toolkit.errors import ConfigError
 from toolkit.messages import tr
 from toolkit.plan.parameters import layer_of
 
-# 1.2 s each time; for an op of the CPU DeepSpeed 0.19.8 asks twice, to compare with what it was built on.
-cpuinfo.get_cpu_info = cache(cpuinfo.get_cpu_info)
-# To allocate the optimizer's states, DeepSpeed 0.19.8 updates once with gradients of 0 where fp16 or bf16 runs without
-# ZeRO. Adam counts that step, so that its first real update has 0.74 of its size, and weights decay once too often.
-# Optimizers allocate their states at the first update anyway.
-FP16_Optimizer.initialize_optimizer_states = FP16_UnfusedOptimizer.initialize_optimizer_states = lambda _: None
 STAGE = "stage"
 """Attribute of a PipelineModule: the transformers model that computes this rank's stage (toolkit.models.pipeline)."""
 
@@ -79,13 +71,13 @@ def initialize_engine(
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     has_zenflow = "zenflow" in ds_config["zero_optimization"]
     if has_zenflow:
-        deepspeed_patches.patch_zenflow(trained)
+        patch_zenflow(trained)
     try:
         engine, *_ = deepspeed.initialize(
             model=model,
             model_parameters=parameter_groups(model.named_parameters(), optim or OptimConfig()),
             optimizer=client_optimizer(optim, "offload_optimizer" in ds_config["zero_optimization"]) if optim else None,
-            config=_fitted(ds_config, trained),
+            config=fit_reduce_bucket(ds_config, trained),
             mpu=patch_tensor_groups(model, ds_config),
             lr_scheduler=make_schedule,
             dist_init_required=False,
@@ -94,8 +86,8 @@ def initialize_engine(
         raise _refusal(error) from error
     assert_frequencies_kept(getattr(engine.module, STAGE, engine.module), frequencies)
     scale_fp16_loss(engine)
-    if has_zenflow:  # which otherwise makes its first update at the peak of the schedule
-        engine.optimizer._sync_selective_optimizer_lr()
+    if has_zenflow:
+        follow_schedule_in_zenflow(engine)
     if compiling is not None and compiling.enabled:
         _compile(engine, compiling)
     return engine
@@ -121,18 +113,6 @@ def initialize_untrained(model: PreTrainedModel, ds_config: dict[str, Any]) -> d
         raise _refusal(error) from error
     assert_frequencies_kept(engine.module, frequencies)
     return engine
-
-
-def _fitted(ds_config: dict[str, Any], trained: list[torch.nn.Parameter]) -> dict[str, Any]:
-    """Leave off of the buffers for gradients what no gradient will ever fill.
-
-    DeepSpeed 0.19.8 allocates reduce_bucket_size whole, 1 GB in bf16 by default, for LoRA's few megabytes too.
-    """
-    zero = ds_config["zero_optimization"]
-    elements = sum(getattr(parameter, "ds_numel", parameter.numel()) for parameter in trained)
-    if zero.get("reduce_bucket_size", 0) <= elements:
-        return ds_config
-    return {**ds_config, "zero_optimization": {**zero, "reduce_bucket_size": elements}}
 
 
 def _refusal(error: Exception) -> ConfigError:

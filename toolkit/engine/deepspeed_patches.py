@@ -1,19 +1,18 @@
-"""Every place where DeepSpeed or PyTorch is worked around; each says the version in which it was seen.
-
-Among them: an update is asked for just before it happens, when its gradient norm is known and the weights are untouched
-(`UpdateVeto`). A veto takes DeepSpeed's own way of skipping a step whose gradients overflowed, so that all its counts
-agree: the step is in `skipped_steps`, the schedule does not advance, gradients are dropped (deepspeed 0.19.8).
-"""
+"""Every workaround of DeepSpeed or PyTorch, with the version in which it was seen; an import applies the first two."""
 
 import math
 from collections.abc import Callable, Sequence
+from functools import cache
 from types import ModuleType
 from typing import Any
 
+import cpuinfo
 import deepspeed
 import torch
 from deepspeed import DeepSpeedEngine
 from deepspeed.ops.adam import ZenFlowSelectiveAdamW
+from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
+from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 from deepspeed.runtime.utils import combine_grad_norm_groups
 from deepspeed.runtime.zenflow.zenflow_stage_1_and_2 import ZenFlowZeroOptimizer
 from deepspeed.utils import groups
@@ -25,6 +24,14 @@ from toolkit.config.tensor import check_split
 from toolkit.distributed.tensor import is_tensor_part, tensor_group
 from toolkit.errors import ConfigError
 from toolkit.messages import tr
+
+# 1.2 s each time; for an op of the CPU DeepSpeed asks twice, to compare with what it was built on (0.19.8,
+# op_builder/builder.py, cpu_arch and simd_width).
+cpuinfo.get_cpu_info = cache(cpuinfo.get_cpu_info)
+# To allocate the optimizer's states, DeepSpeed updates once with gradients of 0 where fp16 or bf16 runs without ZeRO
+# (0.19.8, runtime/fp16/fused_optimizer.py). Adam counts that step, so that its first real update has 0.74 of its size,
+# and weights decay once too often. Optimizers allocate their states at the first update anyway.
+FP16_Optimizer.initialize_optimizer_states = FP16_UnfusedOptimizer.initialize_optimizer_states = lambda _: None
 
 
 def patch_tensor_groups(model: PreTrainedModel, ds_config: dict[str, Any]) -> ModuleType | None:
@@ -113,6 +120,19 @@ def _checkpoint_all(function: Callable[..., Any], *inputs: Any) -> Any:
     return deepspeed.checkpointing.non_reentrant_checkpoint(function, *inputs)
 
 
+def fit_reduce_bucket(ds_config: dict[str, Any], trained: Sequence[torch.nn.Parameter]) -> dict[str, Any]:
+    """Return the config with buffers for gradients that are no larger than all gradients together.
+
+    DeepSpeed 0.19.8 allocates reduce_bucket_size in full, 1 GB in bf16 by default, for LoRA's few megabytes too
+    (runtime/zero/stage_1_and_2.py, stage3.py).
+    """
+    zero = ds_config["zero_optimization"]
+    elements = sum(getattr(parameter, "ds_numel", parameter.numel()) for parameter in trained)
+    if zero.get("reduce_bucket_size", 0) <= elements:
+        return ds_config
+    return {**ds_config, "zero_optimization": {**zero, "reduce_bucket_size": elements}}
+
+
 def rotary_frequencies(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Return copies of a model's rotary frequencies, which DeepSpeed may turn into the model's precision."""
     return {name: buffer.detach().clone() for name, buffer in model.named_buffers() if name.endswith("inv_freq")}
@@ -127,104 +147,122 @@ def assert_frequencies_kept(model: torch.nn.Module, before: dict[str, torch.Tens
 
 
 class UpdateVeto:
-    """Stands before the optimizer of one engine.
-
-    Args:
-        engine: the engine.
-        may_update: gets the norm of the whole gradient before clipping, the same on every rank; called inside
-            `engine.step` unless DeepSpeed has found an overflow already. Must answer alike on all ranks.
-    """
+    """Stops updates of an engine's optimizer; a subclass for each family of optimizers, see `veto_updates`."""
 
     def __init__(self, engine: DeepSpeedEngine, may_update: Callable[[float], bool]) -> None:
         self.engine, self.optimizer, self.may_update = engine, engine.optimizer, may_update
         self.grad_norm = math.inf
         """Norm before clipping of the step in progress or just done; inf where gradients overflowed."""
-        self.refused = False
-        """Whether this gate stopped the step in progress or just done."""
-        if hasattr(self.optimizer, "_update_scale"):  # a refusal is no overflow: fp16's loss scale stays as it is
+        self.vetoed = False
+        """Whether the step in progress or just done was stopped here."""
+        if hasattr(self.optimizer, "_update_scale"):  # a veto is no overflow: fp16's loss scale stays as it is
             update_scale = self.optimizer._update_scale
-            self.optimizer._update_scale = lambda overflow=False: update_scale(overflow and not self.refused)
-        stage = engine.zero_optimization_stage() if hasattr(self.optimizer, "averaged_gradients") else 0
-        # Muon puts its update, and its momentum forward, before DeepSpeed takes the norm: it is asked still earlier.
-        is_muon = type(engine.basic_optimizer).__name__ == "MuonWithAuxAdam"
-        if is_muon and stage == 3:
-            self._before_muon("_apply_muon_to_accumulated_grads", "_get_norm_groups", combine_grad_norm_groups)
-        elif is_muon and stage and self.optimizer.cpu_offload:
-            self._before_muon("_apply_muon_updates_cpu_offload", "scaled_global_norm", float)
-        elif stage == 3:
-            self._replace("_get_norm_groups", self._stage3_norms)
-        elif stage:
-            self._replace("scaled_global_norm", self._stage2_norm)
-        else:  # no ZeRO, or BF16_Optimizer (stage 1 in bf16)
-            take_model_step = engine._take_model_step
-            engine._take_model_step = lambda lr_kwargs: self._take_model_step(take_model_step, lr_kwargs)
-            if not hasattr(self.optimizer, "overflow"):  # PyTorch's own or a fused one, in fp32
-                self._replace("step", self._plain_step)
+            self.optimizer._update_scale = lambda overflow=False: update_scale(overflow and not self.vetoed)
+        self.install()
+
+    def install(self) -> None:
+        """Wrap the methods of DeepSpeed in which the norm is computed and the weights are updated."""
+        raise NotImplementedError
 
     def begin(self) -> None:
-        """A new step: nothing is known of it yet."""
-        self.grad_norm, self.refused = math.inf, False
+        """Start a step, of which nothing is known yet."""
+        self.grad_norm, self.vetoed = math.inf, False
 
-    def _ask(self, scaled_norm: Any) -> bool:
-        """Return whether the update is refused."""
+    def judge(self, scaled_norm: Any) -> bool:
+        """Return whether the update must not happen."""
         scale = float(getattr(self.optimizer, "loss_scale", None) or 1.0)  # None: bf16 without ZeRO, FusedAdam (0.19.8)
         norm = float(scaled_norm) / scale
         # DeepSpeed's helpers say -1 for what is not finite.
         self.grad_norm = norm if math.isfinite(norm) and norm >= 0 else math.inf
-        self.refused = not self.may_update(self.grad_norm)
-        return self.refused
+        self.vetoed = not self.may_update(self.grad_norm)
+        return self.vetoed
 
-    def _replace(self, name: str, function: Callable[..., Any]) -> None:
+    def wrap(self, name: str, function: Callable[..., Any]) -> None:
+        """Replace a method of the optimizer by a function whose first argument is that method."""
         real = getattr(self.optimizer, name)
         setattr(self.optimizer, name, lambda *arguments, **options: function(real, *arguments, **options))
 
-    def _stage3_norms(self, real: Callable[[], list[Any]]) -> list[Any]:
-        norms = real()
-        return [torch.full((), math.inf)] if self._ask(combine_grad_norm_groups(norms)) else norms
 
-    def _stage2_norm(self, real: Callable[..., Any], *arguments: Any) -> Any:
-        norm = real(*arguments)
-        return torch.full((), math.inf) if self._ask(norm) else norm
+class _Zero12Veto(UpdateVeto):
+    """ZeRO 1 and 2: DeepSpeed skips the update where the norm is infinite."""
 
-    def _before_muon(self, update: str, norm: str, combine: Callable[[Any], Any]) -> None:
-        """Ask with the gradient's norm before Muon makes updates of gradients: refused, its momentum stays.
+    norm_method = "scaled_global_norm"
 
-        Args:
-            update: what does so.
-            norm: what DeepSpeed takes the norm by: of gradients before, of updates after.
-            combine: makes one number of that.
-        """
-        take_norm = getattr(self.optimizer, norm)
+    def install(self) -> None:
+        self.wrap(self.norm_method, self.norm_or_infinity)
 
-        def ask_first(real: Callable[[], None]) -> None:
-            if not self._ask(combine(take_norm())):
+    def norm_or_infinity(self, real: Callable[..., Any], *arguments: Any) -> Any:
+        result = real(*arguments)
+        return self.infinity() if self.judge(self.total(result)) else result
+
+    def total(self, result: Any) -> Any:
+        """Return the norm of the whole gradient from the result of `norm_method`."""
+        return result
+
+    def infinity(self) -> Any:
+        """Return a result of `norm_method` that is infinite."""
+        return torch.full((), math.inf)
+
+
+class _Zero3Veto(_Zero12Veto):
+    norm_method = "_get_norm_groups"
+
+    def total(self, result: list[Any]) -> Any:
+        return combine_grad_norm_groups(result)
+
+    def infinity(self) -> Any:
+        return [torch.full((), math.inf)]
+
+
+class _MuonOffloadVeto(_Zero12Veto):
+    """Muon advances its momentum before DeepSpeed computes the norm, which is then of updates: judge still earlier."""
+
+    update_method = "_apply_muon_updates_cpu_offload"
+
+    def install(self) -> None:
+        compute_norm = getattr(self.optimizer, self.norm_method)
+
+        def update_unless_vetoed(real: Callable[[], None]) -> None:
+            if not self.judge(self.total(compute_norm())):
                 real()
 
-        def norm_or_refusal(real: Callable[..., Any], *arguments: Any) -> Any:
-            infinite = torch.full((), math.inf)
-            return ([infinite] if norm == "_get_norm_groups" else infinite) if self.refused else real(*arguments)
+        self.wrap(self.update_method, update_unless_vetoed)
+        super().install()
 
-        self._replace(update, ask_first)
-        self._replace(norm, norm_or_refusal)
+    def norm_or_infinity(self, real: Callable[..., Any], *arguments: Any) -> Any:
+        return self.infinity() if self.vetoed else real(*arguments)
+
+
+class _MuonZero3Veto(_MuonOffloadVeto, _Zero3Veto):
+    update_method = "_apply_muon_to_accumulated_grads"
+
+
+class _PlainVeto(UpdateVeto):
+    """No ZeRO, or BF16_Optimizer (ZeRO 1 in bf16): DeepSpeed skips the update where a gradient is infinite."""
+
+    def install(self) -> None:
+        take_model_step = self.engine._take_model_step
+        self.engine._take_model_step = lambda lr_kwargs: self._take_model_step(take_model_step, lr_kwargs)
+        if not hasattr(self.optimizer, "overflow"):  # PyTorch's own or a fused one, in fp32
+            self.wrap("step", self._step_unless_vetoed)
 
     def _take_model_step(self, real: Callable[[Any], None], lr_kwargs: Any) -> None:
         gradients = self._gradients()
         # In fp32: the squares of fp16 gradients that are in order would overflow.
         norms = [torch.linalg.vector_norm(gradient, dtype=torch.float32) for gradient in gradients]
         own = torch.stack(norms).norm() if norms else torch.zeros((), device=self.engine.device)
-        if self._ask(self._over_model(own)) and gradients:
-            gradients[0].view(-1)[0] = math.inf  # which DeepSpeed's optimizers skip themselves
+        if self.judge(self._over_model(own)) and gradients:
+            gradients[0].view(-1)[0] = math.inf
         real(lr_kwargs)
 
     def _gradients(self) -> list[torch.Tensor]:
-        """Return this rank's; of what all ranks of a tensor group have whole the first alone has the gradient."""
+        """Return this rank's; of what several ranks of one model have whole, one rank alone has the gradient."""
         if hasattr(self.optimizer, "get_grads_for_norm"):
             gradients: list[torch.Tensor] = self.optimizer.get_grads_for_norm()[0]
             return gradients
-        # Of what all ranks of a tensor group have whole, and of what stages of a pipeline share, one has the gradient.
-        has_whole = self.engine.autotp_size() <= 1 or torch.distributed.get_rank(tensor_group()) == 0
+        counts_replicated = self.engine.autotp_size() <= 1 or torch.distributed.get_rank(tensor_group()) == 0
         own = (p for p in self.engine.module.parameters() if not getattr(p, "ds_pipe_replicated", False))
-        return [p.grad for p in own if p.grad is not None and (has_whole or is_tensor_part(p))]
+        return [p.grad for p in own if p.grad is not None and (counts_replicated or is_tensor_part(p))]
 
     def _over_model(self, norm: torch.Tensor) -> torch.Tensor:
         """Return the norm of the gradients of all ranks that share one model: stages, or ranks that split layers."""
@@ -234,10 +272,30 @@ class UpdateVeto:
         torch.distributed.all_reduce(total, group=self.engine.mpu.get_model_parallel_group())
         return total.sqrt()
 
-    def _plain_step(self, real: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-        """Without ZeRO in fp32 DeepSpeed looks for no overflow, but heeds the attribute."""
-        self.optimizer.overflow = self.refused
-        return None if self.refused else real(*arguments, **options)
+    def _step_unless_vetoed(self, real: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+        """In fp32 DeepSpeed looks for no overflow, but heeds the attribute."""
+        self.optimizer.overflow = self.vetoed
+        return None if self.vetoed else real(*arguments, **options)
+
+
+def veto_updates(engine: DeepSpeedEngine, may_update: Callable[[float], bool]) -> UpdateVeto:
+    """Ask before each update of an engine, when its gradient norm is known and the weights are untouched.
+
+    A veto takes DeepSpeed's own path of a step whose gradients overflowed, so that all its counts agree: the step is in
+    `skipped_steps`, the schedule does not advance, gradients are dropped (0.19.8).
+
+    Args:
+        engine: the engine.
+        may_update: gets the norm of the whole gradient before clipping, the same on every rank; called inside
+            `engine.step` unless DeepSpeed has found an overflow already. Must answer alike on all ranks.
+    """
+    stage = engine.zero_optimization_stage() if hasattr(engine.optimizer, "averaged_gradients") else 0
+    is_muon = type(engine.basic_optimizer).__name__ == "MuonWithAuxAdam"
+    if not stage:
+        return _PlainVeto(engine, may_update)
+    if stage == 3:
+        return (_MuonZero3Veto if is_muon else _Zero3Veto)(engine, may_update)
+    return (_MuonOffloadVeto if is_muon and engine.optimizer.cpu_offload else _Zero12Veto)(engine, may_update)
 
 
 _STEP = ZenFlowSelectiveAdamW._step_with_offload
@@ -291,3 +349,8 @@ def _update_model_bit16_weights(self: Any, group_index: int) -> None:
         parameter.data = piece.view(meta.shape[::-1]).t() if meta.dim() == 2 else piece.view(meta.shape)
     for index, parameter in enumerate(self.bit16_groups[group_index]):
         parameter.data = reordered[self.round_robin_bit16_indices[group_index][index]].data
+
+
+def follow_schedule_in_zenflow(engine: DeepSpeedEngine) -> None:
+    """Give ZenFlow's optimizer the schedule's first rate; its first update would have the peak's (deepspeed 0.19.8)."""
+    engine.optimizer._sync_selective_optimizer_lr()

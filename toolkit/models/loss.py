@@ -10,8 +10,9 @@ The gradients are made beside the loss, while a chunk's logits are there: nothin
 no logit is computed twice. Hsu et al. 2024 (Liger Kernel), https://arxiv.org/abs/2410.10989, section 3.2.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
@@ -23,9 +24,10 @@ from toolkit.config.schema import LossKernel
 from toolkit.models.attention import attention_arguments
 from toolkit.models.chatglm.modeling import check_rows
 from toolkit.models.kernels import liger_loss_sum
-from toolkit.plan.memory import CHUNK_BYTES as CHUNK_BYTES
 
 UNTRAINED = -100
+CHUNK_BYTES = 128 * 2**20
+"""Of the logits in float32 that the loss computes at once; plan/memory.py counts with it."""
 Batch = dict[str, torch.Tensor]
 
 
@@ -104,90 +106,113 @@ class LossPath(Enum):
     """The losses of the trained tokens."""
     picked = "picked"
     """Logits of the trained tokens: the model does something with them, or the layer is more than a matrix."""
-    whole = "whole"
+    all_logits = "all_logits"
     """All logits."""
 
 
-class LossHead:
-    """A model's output layer while a loss is computed; `model.loss_head`.
+@dataclass(frozen=True, slots=True)
+class LossRequest:
+    """What a model's output layer computes in one forward pass, in place of all logits."""
 
-    Args:
-        kernel: what was asked for.
-    """
+    layer: nn.Linear
+    """The output layer: [V, H], [V]."""
+    forward: Callable[[torch.Tensor], torch.Tensor]
+    """Its own forward."""
+    path: LossPath
+    """`losses` or `picked`."""
+    kernel: LossKernel
+    """Of `losses`."""
+    positions: torch.Tensor
+    """int64 [T], in the flattened rows: of the states that predict the targets."""
+    targets: torch.Tensor
+    """int64 [T]."""
+    length: int
+    """S."""
+
+    def answer(self, states: torch.Tensor) -> torch.Tensor:
+        """Return the losses [T, 1, 1] or their sum [1, 1, 1], or the logits [T, 1, V]; of states [B, S, H].
+
+        Nothing that cuts [B, S, V] by its second dimension, as tuning=prompt does, mistakes these for it.
+        """
+        # What is learned before the first token, as in tuning=prompt, is in front.
+        states = states[:, -self.length :].flatten(0, 1).index_select(0, self.positions)
+        if self.path is LossPath.picked:
+            return self.forward(states[:, None])
+        inputs = states, self.layer.weight, self.layer.bias, self.targets
+        if not torch.is_grad_enabled():
+            return chunked_losses(*inputs)[:, None, None]
+        loss_sum = liger_loss_sum if self.kernel is LossKernel.liger and len(states) else chunked_loss_sum
+        return loss_sum(*inputs)[None, None, None]
+
+
+class LossHead:
+    """A model's output layer while a loss is computed; `model.loss_head`."""
 
     def __init__(self, kernel: LossKernel = LossKernel.auto) -> None:
         self.kernel = kernel
-        self._way: LossPath | None = None
+        self._path: LossPath | None = None
+        self._request: LossRequest | None = None
         # One and the same function in all passes, which a compiled model calls but does not look into.
-        self._forward = torch.compiler.disable(self._yield)
+        self._forward = torch.compiler.disable(self._answer)
 
     @property
     def name(self) -> str:
-        """The kernel of `Way.losses`."""
+        """The kernel of `LossPath.losses`."""
         return LossKernel.liger.value if self.kernel is LossKernel.liger else LossKernel.chunked.value
 
-    def way(self, engine: Any) -> LossPath:
+    def path(self, engine: Any) -> LossPath:
         """Return what the output layer computes; a collective under ZeRO-3 the first time."""
-        if self._way is None:
-            self._way = LossPath.whole if self.kernel is LossKernel.full else self._find_way(engine)
-        return self._way
+        if self._path is None:
+            self._path = LossPath.all_logits if self.kernel is LossKernel.full else self._find_path(engine)
+        return self._path
 
     def losses(self, engine: Any, batch: Batch) -> torch.Tensor:
         """Run the model forward and return the losses of the trained tokens.
 
         Args:
             engine: the engine, or the model.
-            batch: on its device, with places.
+            batch: on its device, with label positions.
 
         Returns:
             float32 [T]; where a gradient is wanted perhaps only their sum, [1].
         """
-        way, targets = self.way(engine), batch["targets"]
-        if way is LossPath.whole:
+        path, targets = self.path(engine), batch["targets"]
+        if path is LossPath.all_logits:
             logits = _logits(engine, batch).flatten(0, 1).index_select(0, batch["places"] - 1)
         else:
-            with self._in_place_of_logits(engine, batch, targets):
+            with self._requested(engine, batch, path):
                 logits = _logits(engine, batch).flatten(0, 1)
-            if way is LossPath.losses:
+            if path is LossPath.losses:
                 return logits.flatten()
         return functional.cross_entropy(logits.float(), targets, reduction="none")
 
     @contextmanager
-    def _in_place_of_logits(self, engine: Any, batch: Batch, targets: torch.Tensor) -> Iterator[None]:
+    def _requested(self, engine: Any, batch: Batch, path: LossPath) -> Iterator[None]:
+        """Let the output layer answer a request in place of its own forward."""
         layer = getattr(engine, "module", engine).get_output_embeddings()
-        own = layer.__dict__.get("forward")
-        self._layer, self._own_forward = layer, layer.forward
-        self._before, self._targets, self._size = batch["places"] - 1, targets, batch["input_ids"].size(1)
+        instance_forward = layer.__dict__.get("forward")
+        positions, length = batch["places"] - 1, batch["input_ids"].size(1)
+        self._request = LossRequest(layer, layer.forward, path, self.kernel, positions, batch["targets"], length)
         layer.forward = self._forward
         try:
             yield
         finally:
-            del layer.forward, self._layer, self._own_forward, self._before, self._targets
-            if own is not None:
-                layer.forward = own
+            del layer.forward
+            self._request = None
+            if instance_forward is not None:
+                layer.forward = instance_forward
 
-    def _yield(self, states: torch.Tensor) -> torch.Tensor:
-        """Return the losses [T, 1, 1] or their sum [1, 1, 1], or the logits [T, 1, V]; of states [B, S, H].
+    def _answer(self, states: torch.Tensor) -> torch.Tensor:
+        assert self._request is not None
+        return self._request.answer(states)
 
-        Nothing that cuts [B, S, V] by its second dimension, as tuning=prompt does, mistakes these for it.
-        """
-        # What is learned before the first token, as tuning=prompt does, stands in front.
-        states = states[:, -self._size :].flatten(0, 1).index_select(0, self._before)
-        if self._way is not LossPath.losses:
-            return self._own_forward(states[:, None])
-        given = states, self._layer.weight, self._layer.bias, self._targets
-        if not torch.is_grad_enabled():
-            return chunked_losses(*given)[:, None, None]
-        add_up = liger_loss_sum if self.kernel is LossKernel.liger and len(states) else chunked_loss_sum
-        return add_up(*given)[None, None, None]
-
-    def _find_way(self, engine: Any) -> LossPath:
+    def _find_path(self, engine: Any) -> LossPath:
         """Find out, by one pass over a few tokens, what the model does with what its output layer returns."""
         module = getattr(engine, "module", engine)
         layer = module.get_output_embeddings()
         if layer is None:
-            return LossPath.whole
-        batch, targets = _probe_head(module, engine.device)
+            return LossPath.all_logits
+        batch = _probe_batch(module, engine.device)
         seen: list[tuple[torch.Tensor, torch.Tensor, int]] = []
         is_logits: list[bool] = []
 
@@ -203,21 +228,21 @@ class LossHead:
         module.eval()
         try:
             eagerly = torch.compiler.set_stance("force_eager")
-            with torch.no_grad(), eagerly, self._in_place_of_logits(engine, batch, targets):
+            with torch.no_grad(), eagerly, self._requested(engine, batch, LossPath.picked):
                 logits = _logits(engine, batch)
         finally:
             module.train(was_training)
             for hook in hooks:
                 hook.remove()
-        if len(seen) != 1 or logits.shape[:2] != (len(targets), 1):
-            return LossPath.whole
+        if len(seen) != 1 or logits.shape[:2] != (len(batch["targets"]), 1):
+            return LossPath.all_logits
         [(states, output, _)] = seen
         is_plain = type(layer) is nn.Linear and states.dtype == layer.weight.dtype == output.dtype
         return LossPath.losses if is_plain and is_logits == [True] else LossPath.picked
 
 
-def _probe_head(module: Any, device: torch.device) -> tuple[Batch, torch.Tensor]:
-    """Return a row of eight tokens of which the last five are trained, and these."""
+def _probe_batch(module: Any, device: torch.device) -> Batch:
+    """Return a row of eight tokens of which the last five are trained."""
     token = module.config.pad_token_id if _builds_positions(module) else 0
     ids = torch.full((1, 8), token, device=device)
     places = torch.arange(3, 8, device=device)
@@ -231,7 +256,7 @@ def _probe_head(module: Any, device: torch.device) -> tuple[Batch, torch.Tensor]
     }
     if not getattr(module, "begins", True):  # the last stage of a pipeline
         batch["inputs_embeds"] = torch.zeros(1, 8, module.config.hidden_size, dtype=module.dtype, device=device)
-    return batch, batch["targets"]
+    return batch
 
 
 def _logits(engine: Any, batch: Batch) -> torch.Tensor:

@@ -26,7 +26,7 @@ from toolkit.plan.machine import GIB, Machine
 from toolkit.plan.parameters import Outline, layer_of, stage_outlines, tensor_part
 
 CHUNK_BYTES = 128 * 2**20
-"""Of the logits in float32 that the loss computes at once; it holds about two and a half times as much."""
+"""Of the logits in float32 that the loss computes at once: models/loss.py's constant of this name, as a test checks."""
 _CHUNK_COPIES = 2.5
 """Times that a chunk's bytes are held: logits, probabilities, and their gradient in the model's type."""
 _ALL_REDUCE = 500_000_000

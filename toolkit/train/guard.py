@@ -10,7 +10,7 @@ from enum import Enum
 from deepspeed import DeepSpeedEngine
 
 from toolkit.config.schema import TrainConfig
-from toolkit.engine.deepspeed_patches import UpdateVeto
+from toolkit.engine.deepspeed_patches import veto_updates
 from toolkit.errors import Diverged
 from toolkit.messages import tr
 
@@ -61,7 +61,7 @@ class Guard:
 
     def __init__(self, engine: DeepSpeedEngine, config: TrainConfig) -> None:
         self.engine, self.config = engine, config
-        self.gate = UpdateVeto(engine, self._may_update)
+        self.gate = veto_updates(engine, self._may_update)
         self.restart((), (), 0)
 
     def restart(self, losses: Sequence[float], grad_norms: Sequence[float], skips_in_a_row: int) -> None:
