@@ -7,10 +7,13 @@ from pathlib import Path
 import pytest
 from pages import ROOT, blocks, chinese
 
+from tests.unit.data_tools import ByteEncoder, pairs, run_config, write_rows
+
 from toolkit.config.schema import DataConfig, RowFormat, SourceConfig
 from toolkit.data.formats import detect_format, parse_row
 from toolkit.data.sources import read_conversations
 from toolkit.data.strict_json import parse_line
+from toolkit.data.tokenize import build_caches
 
 ENGLISH = ROOT / "docs" / "data.md"
 PAGES = [ENGLISH, chinese(ENGLISH), ROOT / "README.md", ROOT / "README_zh.md"]
@@ -47,3 +50,19 @@ def test_a_table_is_read_by_the_names_of_its_columns(tmp_path: Path) -> None:
     source = SourceConfig(path=str(file), columns={"prompt": columns[1], "response": columns[2]})
     (conversation,) = read_conversations(DataConfig(sources=[source]), tmp_path, print)
     assert [message["content"] for message in conversation.messages] == ["你好", "你好！\nHello"]
+
+
+def test_tokenized_data_is_handed_on_as_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import datasets
+
+    cache = build_caches(run_config(tmp_path, write_rows(tmp_path / "d.jsonl", pairs(3))), ByteEncoder()).train
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    for page in PAGES[:2]:
+        (block,) = (block for block in blocks(page, "python") if "to_dataset" in block.body)
+        exec(re.sub('"(DIRECTORY|目录)"', repr(str(cache.folder)), block.body))  # it is our own page
+        for handed_on in (datasets.load_from_disk("train"), datasets.Dataset.from_parquet("train.parquet")):
+            assert handed_on.column_names == ["input_ids", "labels"]
+            for row, (ids, trained) in zip(handed_on, map(cache.__getitem__, range(len(cache))), strict=True):
+                assert row["input_ids"] == ids.tolist()
+                assert row["labels"] == [token if kept else -100 for token, kept in zip(ids, trained, strict=True)]

@@ -372,6 +372,26 @@ def test_folders_that_datasets_saved(tmp_path: Path) -> None:
         read(tmp_path / "dict", split="dev")
 
 
+def test_messages_of_varying_fields_that_datasets_wrote(tmp_path: Path) -> None:
+    """`datasets` has no type for them and stores each message as a text of JSON."""
+    import datasets
+
+    def called(**arguments: object) -> list[dict[str, Any]]:
+        call = {"type": "function", "function": {"name": "f", "arguments": arguments}}
+        return [user("q"), {"role": "assistant", "content": "", "tool_calls": [call]}]
+
+    rows = [{"messages": called(n=3)}, {"messages": [user("q"), assistant("a")]}, {"messages": called(n="three")}]
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    data = datasets.load_dataset("json", data_files=str(file), split="train", cache_dir=str(tmp_path / "cache"))
+    assert "Json" in str(data.features)
+    data.save_to_disk(str(tmp_path / "saved"))
+    data.to_parquet(str(tmp_path / "d.parquet"))
+    expected = [messages for messages, _ in read(file)]
+    for path in (tmp_path / "saved", tmp_path / "d.parquet"):
+        assert [messages for messages, _ in read(path)] == expected
+
+
 def test_hub_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import datasets
 

@@ -12,7 +12,7 @@ import glob
 import io
 import os
 import zlib
-from collections.abc import Collection, Generator, Iterator
+from collections.abc import Callable, Collection, Generator, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -78,6 +78,7 @@ def _table_rows_of(batch: Any, names: list[str]) -> Iterator[list[dict[str, Any]
     if len(set(names)) != len(names):
         raise ValueError(tr("two columns are called '{name}'", name=next(n for n in names if names.count(n) > 1)))
     batch.validate(full=True)
+    decode = _json_decoder(batch.schema)
     others = dict.fromkeys(names)
     for start in range(0, batch.num_rows, _TABLE_BATCH_ROWS):
         rows = batch.slice(start, _TABLE_BATCH_ROWS)
@@ -85,9 +86,21 @@ def _table_rows_of(batch: Any, names: list[str]) -> Iterator[list[dict[str, Any]
         for begin in range(0, rows.num_rows, step):
             piece = rows.slice(begin, step)
             if batch.num_columns:
-                yield [{**others, **row} for row in piece.to_pylist()]
+                yield [{**others, **decode(row)} for row in piece.to_pylist()]
             else:
                 yield [others] * piece.num_rows
+
+
+def _json_decoder(schema: Any) -> Callable[[dict[str, Any]], dict[str, Any]]:
+    """Return what makes values of JSON columns: `datasets` stores messages of varying fields as texts of JSON."""
+    fields = [field for field in schema if "extension<arrow.json>" in str(field.type)]
+    if not fields:
+        return dict
+    import datasets
+    import pyarrow
+
+    features = datasets.Features.from_arrow_schema(pyarrow.schema(fields))
+    return lambda row: {**row, **features.decode_example({name: row[name] for name in features})}
 
 
 def _arrow_batches(mapped: Any) -> Iterator[Any]:

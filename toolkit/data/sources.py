@@ -78,12 +78,8 @@ def _from_hub(source: SourceConfig) -> list[Path]:
                 split=source.split,
             )
         )
-    try:
-        import datasets
-    except ImportError as error:
-        raise DataError(
-            tr("Data sets from Hugging Face need a package that is not installed: pip install 'datasets>=4'.")
-        ) from error
+    import datasets
+
     try:
         data = datasets.load_dataset(
             source.hub, source.subset or None, split=source.split, revision=source.revision or None

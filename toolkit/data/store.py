@@ -14,10 +14,10 @@ import json
 import os
 import weakref
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,6 +25,9 @@ from numpy.typing import NDArray
 from toolkit.data.tokenize_workers import Part
 from toolkit.errors import DataError
 from toolkit.messages import tr
+
+if TYPE_CHECKING:
+    import datasets
 
 IDS, TRAINED, OFFSETS, FILES, LINES, MANIFEST = (
     "ids.bin",
@@ -133,6 +136,26 @@ class TokenizedCache:
         """Return the number of each sample's source, those of validation after those of training, [len(self)]."""
         of_file = np.array([file["source"] for file in read_manifest(self.folder)["files"]], np.int64)
         return of_file[self.files[self.members]]
+
+    def to_dataset(self) -> "datasets.Dataset":
+        """Return this split for other programs, mapped from a copy in the cache directory of `datasets`.
+
+        Its columns are `input_ids` and `labels`: the ids, and -100 where the loss does not cover them.
+        """
+        import datasets
+
+        def samples() -> Iterator[dict[str, NDArray[np.int32]]]:
+            for ids, trained in map(self.__getitem__, range(len(self))):
+                signed = ids.astype(np.int32)
+                yield {"input_ids": signed, "labels": np.where(trained, signed, np.int32(-100))}
+
+        column = datasets.List(datasets.Value("int32"))
+        return datasets.Dataset.from_generator(
+            samples,
+            features=datasets.Features({"input_ids": column, "labels": column}),
+            split=self.split,
+            fingerprint=f"{self.fingerprint}-{self.split}",
+        )
 
     def __reduce__(self) -> tuple[type["TokenizedCache"], tuple[Path, str]]:
         return TokenizedCache, (self.folder, self.split)
