@@ -8,7 +8,6 @@ import pytest
 from pages import ROOT, blocks, chinese
 
 from tests.unit.data_tools import ByteEncoder, pairs, run_config, write_rows
-
 from toolkit.config.schema import DataConfig, RowFormat, SourceConfig
 from toolkit.data.formats import detect_format, parse_row
 from toolkit.data.sources import read_conversations
