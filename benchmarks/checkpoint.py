@@ -19,7 +19,7 @@ from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchChe
 
 from benchmarks.step import build_bare_engine
 from toolkit.checkpoint.directory import RunState
-from toolkit.config.checks import micro_rows
+from toolkit.config.mesh import micro_rows
 from toolkit.config.schema import RunConfig
 from toolkit.distributed.process_group import barrier, gather, rank, world_size
 from toolkit.export.checkpoint import export_in_background

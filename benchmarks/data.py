@@ -20,7 +20,7 @@ import numpy as np
 from benchmarks.encode import fresh, library_calls, texts_of
 from benchmarks.processes import children, measure, uss
 from benchmarks.rows import rows_file
-from toolkit.config.checks import micro_rows
+from toolkit.config.mesh import micro_rows
 from toolkit.config.schema import Packing, RunConfig, SourceConfig
 from toolkit.data.loader import build_loader
 from toolkit.data.packing import PackingPlan, pack

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from toolkit.arguments import parse_checked, positive_int
-from toolkit.config.hub import with_folder
+from toolkit.config.hub import resolve_model_path
 from toolkit.config.schema import RunConfig
 from toolkit.launch import environment
 
@@ -77,7 +77,7 @@ def main() -> None:
     ranks = environment.detect(os.environ)
     arguments = parse_checked(words, world_size=ranks.world_size, names=names)
     environment.apply(ranks, os.environ)
-    cfg = with_folder(arguments.loaded, lambda line: None).cfg
+    cfg = resolve_model_path(arguments.loaded, lambda line: None).cfg
     from toolkit.distributed import process_group
     from toolkit.train.prepared import prepare_data
 

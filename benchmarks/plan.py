@@ -10,7 +10,7 @@ import torch
 from deepspeed import DeepSpeedEngine
 from deepspeed.accelerator import get_accelerator
 
-from toolkit.config.checks import accumulation
+from toolkit.config.mesh import accumulation
 from toolkit.config.schema import RunConfig
 from toolkit.distributed.process_group import barrier, gather
 from toolkit.engine.memory import PeakMemory

@@ -14,7 +14,7 @@ from typing import Any
 import deepspeed
 import torch
 
-from toolkit.config.checks import accumulation
+from toolkit.config.mesh import accumulation
 from toolkit.config.schema import RunConfig
 from toolkit.distributed.process_group import barrier, rank, world_size
 from toolkit.engine.ds_config import build_ds_config

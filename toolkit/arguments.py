@@ -4,10 +4,10 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from toolkit.config.checks import check, settled
 from toolkit.config.files import known_recipes, language_of
-from toolkit.config.layout import model_ranks
-from toolkit.config.load import Loaded, load
+from toolkit.config.load import LoadedConfig, load
+from toolkit.config.mesh import model_ranks, with_micro_batch
+from toolkit.config.rules import check_rules
 from toolkit.engine.ds_config import OWNED, build_ds_config
 from toolkit.engine.ds_keys import check_extra
 from toolkit.errors import ConfigError
@@ -22,7 +22,7 @@ _MAX_DIGITS = 18
 class Arguments:
     """A command's own arguments, and the config that the others make."""
 
-    loaded: Loaded
+    loaded: LoadedConfig
     values: dict[str, str]
     """The command's own `name=value` arguments."""
     flags: set[str]
@@ -92,13 +92,13 @@ def parse_checked(
 
 
 def check_parsed(
-    loaded: Loaded, world_size: int | None, problems: Problems, *, files: bool = True, own: bool = False
+    loaded: LoadedConfig, world_size: int | None, problems: Problems, *, files: bool = True, own: bool = False
 ) -> None:
     """Check a config and the DeepSpeed JSON that it makes; `files` and `own` as for `checks.check`."""
-    check(loaded, world_size, files=files, own=own, problems=problems)
+    check_rules(loaded, world_size, files=files, own=own, problems=problems)
     problems.attempt(check_extra, loaded.cfg.ds_extra, OWNED, loaded.where)
     if not problems.errors:
-        cfg = settled(loaded.cfg)
+        cfg = with_micro_batch(loaded.cfg)
         problems.attempt(build_ds_config, cfg, world_size or model_ranks(cfg), cfg.train.max_steps or None)
 
 

@@ -3,11 +3,13 @@
 The language is decided once: `set_language` (from the recipe's `language`), else the locale. Tests pin English.
 """
 
+import difflib
 import functools
 import os
 import re
 import string
 import sys
+from collections.abc import Iterable
 
 from toolkit.secrets import hide
 from toolkit.tables import read_table
@@ -86,3 +88,15 @@ def say(line: str) -> None:
 def placeholders(template: str) -> set[str]:
     """Return the names of a template's placeholders (for the test that compares both languages)."""
     return {name for _, name, _, _ in string.Formatter().parse(template) if name}
+
+
+def nearest(name: str, candidates: Iterable[str]) -> str | None:
+    """Return the candidate most like `name`, None if none is like it."""
+    found = difflib.get_close_matches(name, list(candidates), n=1, cutoff=0.6)
+    return found[0] if found else None
+
+
+def did_you_mean(name: str, candidates: Iterable[str]) -> str:
+    """Return "Did you mean 'x'?", or "" without a candidate that is like `name`."""
+    found = nearest(name, candidates)
+    return "" if found is None else tr("Did you mean '{name}'?", name=found)

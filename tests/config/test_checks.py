@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from toolkit.config.checks import accumulation, check, settled
 from toolkit.config.load import load
+from toolkit.config.mesh import accumulation, with_micro_batch
+from toolkit.config.rules import check_rules
 from toolkit.engine.ds_config import build_ds_config
 from toolkit.errors import ConfigError
 from toolkit.problems import Problems
@@ -386,14 +387,14 @@ REFUSED = {
 
 def test_a_run_name_is_printable() -> None:
     with pytest.raises(ConfigError, match="must be a plain folder name"):
-        check(load(["recipe=zero1", "model=glm_tiny", "run.name='a\nb'"]))
+        check_rules(load(["recipe=zero1", "model=glm_tiny", "run.name='a\nb'"]))
 
 
 @pytest.mark.parametrize("words", REFUSED)
 def test_refused(words: str, tmp_path: Path) -> None:
     loaded = load(["recipe=zero1", "model=glm_tiny", f"run.dir={tmp_path}", *words.split()])
     with pytest.raises(ConfigError) as caught:
-        check(loaded, world_size=8)
+        check_rules(loaded, world_size=8)
     first, *_ = caught.value.parts or [caught.value]  # files that are not there are reported too, after it
     place, _, sentence = str(first).partition(": ")
     assert place == "command line" or place.startswith("conf/")
@@ -465,7 +466,7 @@ ALL_AT_ONCE = {
 def test_independent_errors_are_reported_together(words: str, tmp_path: Path) -> None:
     problems = Problems()
     loaded = load(["recipe=zero1", "model=glm_tiny", f"run.dir={tmp_path}", *words.split()], problems=problems)
-    check(loaded, world_size=8, problems=problems)
+    check_rules(loaded, world_size=8, problems=problems)
     found = "\n".join(map(str, problems.errors))
     for sentence in ALL_AT_ONCE[words]:
         assert found.count(sentence) == 1, found
@@ -475,14 +476,14 @@ def test_the_place_is_file_and_line(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.chdir(tmp_path)
     Path("r.yaml").write_text("defaults:\n  - zero1\n  - _self_\nbatch:\n  global_size: 12\n")
     with pytest.raises(ConfigError, match=r"^r\.yaml:5: batch\.global_size = 12 is not .* Use 8 or 16\.$"):
-        check(load(["recipe=r.yaml", "model=glm_tiny"]), world_size=8)
+        check_rules(load(["recipe=r.yaml", "model=glm_tiny"]), world_size=8)
 
 
 def test_a_micro_batch_that_is_found_by_training() -> None:
     loaded = load(["recipe=quickstart", "batch.micro_per_gpu=auto"])
-    check(loaded, 4)
-    assert settled(loaded.cfg).batch.micro_per_gpu == 1
-    assert settled(settled(loaded.cfg, 2), 4).batch.micro_per_gpu == 2
+    check_rules(loaded, 4)
+    assert with_micro_batch(loaded.cfg).batch.micro_per_gpu == 1
+    assert with_micro_batch(with_micro_batch(loaded.cfg, 2), 4).batch.micro_per_gpu == 2
     for needs_it in (partial(accumulation, loaded.cfg, 4), partial(build_ds_config, loaded.cfg, 4)):
         with pytest.raises(ConfigError, match=r"Here give one: batch\.micro_per_gpu=1\."):
             needs_it()
@@ -495,20 +496,20 @@ def test_accumulation_is_derived() -> None:
 @pytest.mark.parametrize("method", ["lora", "ptuning_v2", "prompt"])
 def test_every_method_goes_on_from_an_adapter(method: str, tmp_path: Path) -> None:
     """Nothing that its group sets stands against what the adapter decides."""
-    check(load(["recipe=zero1", "model=glm_tiny", f"tuning={method}", f"tuning.adapter={tmp_path}"]))
+    check_rules(load(["recipe=zero1", "model=glm_tiny", f"tuning={method}", f"tuning.adapter={tmp_path}"]))
 
 
 def test_unknown_world_size_and_absent_files_can_be_left_out() -> None:
     loaded = load(["recipe=chatglm", "model.path="])
-    check(loaded, files=False)
+    check_rules(loaded, files=False)
     with pytest.raises(ConfigError, match=r"model\.path is empty"):
-        check(loaded)
+        check_rules(loaded)
 
 
 def test_a_recipes_own_steps_can_be_overridden_by_epochs_of_the_command_line(tmp_path: Path) -> None:
     """max_steps from one place and epochs from another is an override, not a contradiction."""
     (tmp_path / "r.yaml").write_text("defaults:\n  - zero1\n  - _self_\ntrain:\n  epochs: 3\n")
-    check(load([f"recipe={tmp_path}/r.yaml", "model=glm_tiny", "train.max_steps=5", f"run.dir={tmp_path}"]), 8)
+    check_rules(load([f"recipe={tmp_path}/r.yaml", "model=glm_tiny", "train.max_steps=5", f"run.dir={tmp_path}"]), 8)
 
 
 def test_check_shows_the_batch_for_every_number_of_ranks(capsys: pytest.CaptureFixture[str]) -> None:
@@ -524,7 +525,7 @@ def test_check_shows_the_batch_for_every_number_of_ranks(capsys: pytest.CaptureF
 def test_keys_that_a_higher_layer_switched_off_are_noticed(tmp_path: Path) -> None:
     """An error stays what one layer says against itself, or what is typed without effect."""
     loaded = load(["recipe=fp16", "model=glm_tiny", "precision=bf16", f"run.dir={tmp_path}"])
-    check(loaded)
+    check_rules(loaded)
     [notice] = loaded.notices
     assert re.fullmatch(
         r"recipes/fp16\.yaml:\d+: precision\.initial_scale_power = 12 has no effect here: precision\.dtype is bf16, "
@@ -532,25 +533,25 @@ def test_keys_that_a_higher_layer_switched_off_are_noticed(tmp_path: Path) -> No
         notice,
     )
     with pytest.raises(ConfigError, match=r"^command line: precision\.hysteresis = 3 has no effect: "):
-        check(load(["recipe=fp16", "model=glm_tiny", "precision=bf16", "precision.hysteresis=3"]))
+        check_rules(load(["recipe=fp16", "model=glm_tiny", "precision=bf16", "precision.hysteresis=3"]))
     recipe = tmp_path / "r.yaml"
     recipe.write_text("defaults:\n  - override /model: glm_tiny\n  - _self_\nprecision:\n  hysteresis: 3\n")
     with pytest.raises(ConfigError, match=r"r\.yaml:5: precision\.hysteresis = 3 has no effect: "):
-        check(load([f"recipe={recipe}", "data=docstrings"]))
+        check_rules(load([f"recipe={recipe}", "data=docstrings"]))
 
 
 def test_a_recipe_switches_off_what_it_builds_on(tmp_path: Path) -> None:
     recipe = tmp_path / "r.yaml"
     recipe.write_text("defaults:\n  - fp16\n  - override /model: glm_tiny\n  - override /precision: bf16\n  - _self_\n")
     loaded = load([f"recipe={recipe}"])
-    check(loaded)
+    check_rules(loaded)
     assert len(loaded.notices) == 1
 
 
 def test_wrong_values_spare_what_follows_from_them() -> None:
     loaded = load(["recipe=zero1", "model=glm_tiny", "batch.micro_per_gpu=0", "zero.stage=7", "optim.lr=0"])
     with pytest.raises(ConfigError) as caught:
-        check(loaded, world_size=8)
+        check_rules(loaded, world_size=8)
     assert [str(part).split(" = ")[0] for part in caught.value.parts] == [
         *("command line: batch.micro_per_gpu", "command line: optim.lr", "command line: zero.stage")
     ]

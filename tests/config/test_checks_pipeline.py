@@ -2,9 +2,8 @@
 
 import pytest
 
-from toolkit.config.checks import check
 from toolkit.config.load import load
-from toolkit.config.places import prefix
+from toolkit.config.rules import check_rules
 from toolkit.engine.ds_config import build_ds_config
 from toolkit.errors import ConfigError
 
@@ -57,19 +56,19 @@ def test_refused(words: str) -> None:
     loaded = load([*WORDS, *words.split()])
     what, reason = REFUSED[words]
     with pytest.raises(ConfigError) as caught:
-        check(loaded, 4, files=False)
-    place = prefix(loaded, what.split(" = ")[0])
+        check_rules(loaded, 4, files=False)
+    place = loaded.position(what.split(" = ")[0])
     first, *_ = caught.value.parts or [caught.value]
     assert str(first) == f"{place}{what} cannot be together with parallel.pipeline = 2: {reason}"
 
 
 def test_ranks_that_cannot_be_divided_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"3 ranks cannot be divided into groups of 2 .*parallel\.pipeline 2"):
-        check(load(WORDS), 3, files=False)
+        check_rules(load(WORDS), 3, files=False)
 
 
 def test_pipelines_share_the_global_batch() -> None:
     """Four ranks in two stages are two pipelines: each takes half of the rows."""
     loaded = load([*WORDS, "batch.global_size=8", "batch.micro_per_gpu=1"])
-    check(loaded, 4, files=False)
+    check_rules(loaded, 4, files=False)
     assert build_ds_config(loaded.cfg, 4, 10).values["gradient_accumulation_steps"] == 4

@@ -11,8 +11,8 @@ from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.zenflow.zenflow_config import ZenFlowConfig
 
 from toolkit.config import checks_zero
-from toolkit.config.checks import check
-from toolkit.config.load import Loaded, load
+from toolkit.config.load import LoadedConfig, load
+from toolkit.config.rules import check_rules
 from toolkit.config.schema import Device
 from toolkit.engine.ds_config import build_ds_config, leaves
 from toolkit.engine.ds_import import import_json
@@ -118,7 +118,7 @@ ACCEPTED = {
 }
 
 
-def loaded_with(words: str, *more: str) -> Loaded:
+def loaded_with(words: str, *more: str) -> LoadedConfig:
     return load(["recipe=zero1", "model=glm_tiny", *words.split(), *more])
 
 
@@ -126,7 +126,7 @@ def loaded_with(words: str, *more: str) -> Loaded:
 def test_refused(words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checks_zero.shutil, "which", lambda name: None)
     with pytest.raises(ConfigError) as caught:
-        check(loaded_with(words, f"run.dir={tmp_path}"), world_size=8)
+        check_rules(loaded_with(words, f"run.dir={tmp_path}"), world_size=8)
     first, *_ = caught.value.parts or [caught.value]
     assert str(first).partition(": ")[2] == REFUSED[words]
 
@@ -136,7 +136,7 @@ def test_accepted_by_deepspeed(name: str, tmp_path: Path, monkeypatch: pytest.Mo
     """Every value that is written arrives in DeepSpeed's own config, on a machine with GPUs."""
     monkeypatch.setattr(checks_zero.shutil, "which", lambda name: f"/usr/bin/{name}")
     loaded = loaded_with(ACCEPTED[name], f"run.dir={tmp_path}")
-    check(loaded, world_size=8)
+    check_rules(loaded, world_size=8)
     values = build_ds_config(loaded.cfg, 8, 100).values
     monkeypatch.setattr(deepspeed.comm, "get_rank", lambda: 0)
     monkeypatch.setattr(deepspeed.comm, "get_world_size", lambda: 8)
@@ -162,7 +162,7 @@ def test_compile_is_one_word(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         ("deepcompile", True, True),
     ):
         loaded = loaded_with(f"zero=stage3 compile={word}", f"run.dir={tmp_path}")
-        check(loaded, world_size=8)
+        check_rules(loaded, world_size=8)
         assert (loaded.cfg.compile.enabled, loaded.cfg.compile.deepcompile) == (enabled, deepcompile)
         values = build_ds_config(loaded.cfg, 8, 100).values
         assert ("compile" in values) == deepcompile

@@ -8,7 +8,7 @@ import pytest
 
 from toolkit.arguments import parse_checked
 from toolkit.config.files import known_recipes
-from toolkit.config.load import Loaded, load
+from toolkit.config.load import LoadedConfig, load
 from toolkit.config.schema import Device, Dtype, OptimizerName, RunConfig, ScheduleName, WarmupType
 from toolkit.engine.ds_config import build_ds_config
 from toolkit.engine.ds_import import import_json
@@ -58,12 +58,12 @@ TUTORIAL: dict[str, Any] = {
 }
 
 
-def recipe(**where: str) -> Loaded:
+def recipe(**where: str) -> LoadedConfig:
     """A small recipe; keyword arguments name explicit keys (with __ for dots) and their places."""
     cfg = RunConfig()
     cfg.batch.global_size, cfg.batch.micro_per_gpu = 64, 4
     places = {key.replace("__", "."): place for key, place in where.items()}
-    return Loaded(cfg=cfg, where=places, explicit=set(places))
+    return LoadedConfig(cfg=cfg, where=places, explicit=set(places))
 
 
 def write(folder: Path, values: object) -> str:
@@ -73,7 +73,7 @@ def write(folder: Path, values: object) -> str:
 
 
 def refused(
-    folder: Path, values: object, loaded: Loaded | None = None, world_size: int | None = 8, strict: bool = False
+    folder: Path, values: object, loaded: LoadedConfig | None = None, world_size: int | None = 8, strict: bool = False
 ) -> str:
     with pytest.raises(ConfigError) as caught:
         import_json(write(folder, values), loaded or recipe(), world_size, strict=strict)

@@ -13,10 +13,7 @@ import yaml
 from translation_tables import fill_tables
 
 from toolkit.cli import import_config
-from toolkit.config.checks_track import enabled_trackers
-from toolkit.config.keys import field_type
 from toolkit.config.load import load
-from toolkit.config.places import value_of
 from toolkit.config.schema import (
     TRACKERS,
     Decay,
@@ -28,7 +25,9 @@ from toolkit.config.schema import (
     ScheduleName,
     TrainOn,
     TuningMethod,
+    get_value,
 )
+from toolkit.config.validate import field_type
 from toolkit.errors import ConfigError
 from toolkit.tables import read_table
 from toolkit.translate.key import keys_of, sentence
@@ -356,7 +355,7 @@ def test_single_keys(capsys: pytest.CaptureFixture[str], change: dict[str, Any],
     }
     cfg, _ = imported(capsys, put("one.yaml", yaml.safe_dump(small | change)), "world_size=2")
     for key, value in expected.items():
-        found = value_of(cfg, key)
+        found = get_value(cfg, key)
         assert (found == pytest.approx(value)) if isinstance(value, float) else found == value, key
 
 
@@ -538,7 +537,7 @@ def test_trackers(capsys: pytest.CaptureFixture[str], said: Any, enabled: list[s
     cfg, told = imported(
         capsys, put("args.json", {"per_device_train_batch_size": 2, "report_to": said}), "world_size=2"
     )
-    assert enabled_trackers(cfg) == [name for name in TRACKERS if name in enabled]
+    assert cfg.track.enabled == [name for name in TRACKERS if name in enabled]
     assert (lost in told) if lost else "report_to" not in told
 
 
@@ -547,7 +546,7 @@ def test_trackio_of_the_trainer(capsys: pytest.CaptureFixture[str]) -> None:
     cfg, _ = imported(capsys, put("args.json", args), "world_size=2")
     assert (cfg.track.trackio.project, cfg.track.trackio.space) == ("p", "me/space")
     cfg, said = imported(capsys, put("args.json", args | {"report_to": "wandb"}), "world_size=2")
-    assert enabled_trackers(cfg) == ["wandb"] and "trackio_space_id = me/space: has no effect there" in said
+    assert cfg.track.enabled == ["wandb"] and "trackio_space_id = me/space: has no effect there" in said
 
 
 def test_swanlab_of_llama_factory(capsys: pytest.CaptureFixture[str]) -> None:
@@ -558,13 +557,13 @@ def test_swanlab_of_llama_factory(capsys: pytest.CaptureFixture[str]) -> None:
     )
     found = cfg.track.swanlab
     assert (found.enabled, found.project, found.workspace, found.mode.value) == (True, "mine", "team", "offline")
-    assert enabled_trackers(cfg) == ["tensorboard", "swanlab"]
+    assert cfg.track.enabled == ["tensorboard", "swanlab"]
     needless = said.partition("Not needed here:")[2]
     assert "swanlab_api_key = ***, swanlab_run_name = r: the key comes from SWANLAB_API_KEY" in needless
     assert "use_swanlab" not in needless and "abcdefghijkl" not in said + Path("last.yaml").read_text()
     off = FACTORY_YAML.replace("deepspeed:", "# ") + "use_swanlab: false\nswanlab_project: mine\n"
     cfg, said = imported(capsys, put("off.yaml", off), "world_size=4")
-    assert enabled_trackers(cfg) == ["tensorboard"] and "swanlab_project = mine: has no effect there" in said
+    assert cfg.track.enabled == ["tensorboard"] and "swanlab_project = mine: has no effect there" in said
 
 
 def test_tables_name_keys_of_ours() -> None:

@@ -8,11 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from toolkit.config import foreign
-from toolkit.config.keys import all_keys
-from toolkit.config.load import TYPED, load, replace, to_yaml
-from toolkit.config.rates import LEARNING_RATES
+from toolkit.config import validate
+from toolkit.config.load import LEARNING_RATES, TYPED, load, replace, to_yaml
 from toolkit.config.schema import Dtype, TuningMethod
+from toolkit.config.validate import all_keys
 from toolkit.engine import ds_config
 from toolkit.engine.ds_config import build_ds_config
 from toolkit.errors import ConfigError
@@ -296,9 +295,9 @@ def test_every_error_is_reported_at_once(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_names_of_deepspeed_are_those_of_its_table() -> None:
-    for name, ours in foreign._OTHERS.items():
+    for name, ours in validate._OTHERS.items():
         assert ds_config.OWNED.get(name, ours) == ours
-    for keys in foreign.names().values():
+    for keys in validate.foreign_names().values():
         assert all(key in set(all_keys()) | {"ds_extra"} for key in keys)
 
 

@@ -9,11 +9,11 @@ import yaml
 
 from toolkit.arguments import parse
 from toolkit.cli.train import greet
-from toolkit.config import examples
-from toolkit.config.checks import check
+from toolkit.config import files
 from toolkit.config.files import known_recipes, read
 from toolkit.config.hub import is_hub_name
 from toolkit.config.load import load
+from toolkit.config.rules import check_rules
 from toolkit.config.schema import Init, RowFormat, RunConfig
 from toolkit.data.readers import files_of
 from toolkit.engine.ds_config import build_ds_config
@@ -97,7 +97,7 @@ def test_every_recipe_runs_anywhere_with_glm_tiny(recipe: str, tmp_path: Path) -
     for precision in ([], ["precision=fp32"]):
         data = ["data=examples"] if recipe.endswith("_adgen") else []
         loaded = load([f"recipe={recipe}", "model=glm_tiny", f"run.dir={tmp_path}", *data, *nvme, *precision])
-        check(loaded, world_size=2)
+        check_rules(loaded, world_size=2)
 
 
 def test_every_recipe_keeps_its_own_zero_group() -> None:
@@ -127,7 +127,7 @@ def test_every_recipe_names_its_model_and_its_data(recipe: str) -> None:
     assert cfg.data.sources
     assert cfg.model.init is Init.random or is_hub_name(cfg.model.path)
     told = not recipe.endswith("_adgen")
-    assert bool(examples.notice(cfg.data)) == told
+    assert bool(files.notice(cfg.data)) == told
 
 
 def test_example_data_is_found_from_anywhere_and_gives_way_to_a_file_of_that_name(
@@ -135,16 +135,16 @@ def test_example_data_is_found_from_anywhere_and_gives_way_to_a_file_of_that_nam
 ) -> None:
     monkeypatch.chdir(tmp_path)
     sources = load(["recipe=chatglm"]).cfg.data.sources
-    assert [source.path for source in sources] == list(examples.SHIPPED)
+    assert [source.path for source in sources] == list(files.SHIPPED)
     assert [file for source in sources for file in files_of(source)] == [
-        ROOT / "examples" / "data" / Path(path).name for path in examples.SHIPPED
+        ROOT / "examples" / "data" / Path(path).name for path in files.SHIPPED
     ]
-    check(load(["recipe=chatglm", "model=glm_tiny"]), world_size=2)
-    own = tmp_path / examples.SHIPPED[0]
+    check_rules(load(["recipe=chatglm", "model=glm_tiny"]), world_size=2)
+    own = tmp_path / files.SHIPPED[0]
     own.parent.mkdir(parents=True)
     own.write_text("{}")
-    assert examples.located(examples.SHIPPED[0]) == examples.SHIPPED[0]
-    assert examples.located("chat.jsonl") == "chat.jsonl"
+    assert files.located(files.SHIPPED[0]) == files.SHIPPED[0]
+    assert files.located("chat.jsonl") == "chat.jsonl"
 
 
 def test_an_installed_package_holds_the_example_data() -> None:
@@ -155,10 +155,10 @@ def test_an_installed_package_holds_the_example_data() -> None:
 
 def test_example_data_is_announced() -> None:
     own = load(["recipe=chatglm", "data.sources=[{path: chat.jsonl}]"]).cfg.data
-    assert not examples.notice(own)
+    assert not files.notice(own)
     mixed = load(["recipe=chatglm", "data.sources=[{path: chat.jsonl}, {format: docstrings}]"]).cfg.data
-    assert "the docstrings of the installed Python" in examples.notice(mixed)
-    assert "data=chat.jsonl" in examples.notice(load(["recipe=zero1"]).cfg.data)
+    assert "the docstrings of the installed Python" in files.notice(mixed)
+    assert "data=chat.jsonl" in files.notice(load(["recipe=zero1"]).cfg.data)
 
 
 def test_no_recipe_overlaps_reductions() -> None:

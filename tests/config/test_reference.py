@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from config_reference import render, sentences
 
-from toolkit.config.keys import all_keys, field_type
+from toolkit.config.validate import all_keys, field_type
 from toolkit.messages import chinese
 
 CHINESE = chinese()["sentences"]

@@ -10,10 +10,19 @@ import torch
 from deepspeed.module_inject.autotp_config import AutoTPConfig, PartitionType
 from deepspeed.runtime.config import DeepSpeedConfig
 
-from toolkit.config.checks import accumulation, check
 from toolkit.config.load import load
+from toolkit.config.mesh import (
+    FAMILIES,
+    Split,
+    accumulation,
+    check_split,
+    part_shape,
+    partition_config,
+    split_of,
+    unsplit_shape,
+)
+from toolkit.config.rules import check_rules
 from toolkit.config.schema import Init, RunConfig, TuningConfig
-from toolkit.config.tensor import FAMILIES, Split, check_split, part_shape, partition_config, split_of, whole_shape
 from toolkit.distributed.tensor import join_parts
 from toolkit.engine.ds_config import build_ds_config, explain
 from toolkit.engine.ds_import import import_json
@@ -54,7 +63,7 @@ GLM = {
 @pytest.mark.parametrize("words", REFUSED)
 def test_what_does_not_go_together(words: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(REFUSED[words])):
-        check(load([*WORDS.split(), *words.split()]), files=False)
+        check_rules(load([*WORDS.split(), *words.split()]), files=False)
 
 
 def test_models_that_nobody_has_compared_are_refused() -> None:
@@ -69,7 +78,7 @@ def test_the_batch_is_divided_by_the_groups() -> None:
     loaded = load([*WORDS.split(), "batch.global_size=12", "batch.micro_per_gpu=1"])
     assert accumulation(loaded.cfg, 8) == 3
     with pytest.raises(ConfigError, match="7 ranks cannot be divided into groups of 2"):
-        check(loaded, 7, files=False)
+        check_rules(loaded, 7, files=False)
 
 
 def test_deepspeed_reads_what_was_written(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -120,7 +129,7 @@ def test_parts_join_to_the_whole(kind: str) -> None:
         parts = parts if split else [whole, whole]
         assert torch.equal(join_parts(name, parts), whole), name
         assert tuple(parts[0].shape) == part_shape(name, shape, 2)
-        assert whole_shape(name, tuple(parts[0].shape), 2) == shape
+        assert unsplit_shape(name, tuple(parts[0].shape), 2) == shape
         num_split += split is not None
     assert num_split >= 8 * 2 - 4
 

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from toolkit.config.checks import check
-from toolkit.config.checks_track import PACKAGES, check_track_here, enabled_trackers, mlflow_folder
-from toolkit.config.load import Loaded, load, to_yaml
+from toolkit.config.load import LoadedConfig, load, to_yaml
+from toolkit.config.preflight import PACKAGES, check_track_here, mlflow_folder
+from toolkit.config.rules import check_rules
 from toolkit.config.schema import TRACKERS
 from toolkit.engine.ds_config import build_ds_config
 from toolkit.engine.ds_import import import_json
@@ -18,7 +18,7 @@ RECIPE = "recipe=quickstart"
 
 
 def enabled(*words: str) -> list[str]:
-    return enabled_trackers(load([RECIPE, *words]).cfg)
+    return load([RECIPE, *words]).cfg.track.enabled
 
 
 @pytest.mark.parametrize("name", TRACKERS)
@@ -37,12 +37,12 @@ def test_a_recipe_lists_several(tmp_path: Path) -> None:
     recipe = tmp_path / "mine.yaml"
     recipe.write_text("# @package _global_\ndefaults:\n  - override /track: [csv, mlflow]\n")
     loaded = load([f"recipe={recipe}"])
-    assert enabled_trackers(loaded.cfg) == ["csv", "mlflow"]
+    assert loaded.cfg.track.enabled == ["csv", "mlflow"]
     assert loaded.where["track.csv.enabled"] == "conf/track/csv.yaml:3"
-    assert enabled_trackers(load([f"recipe={recipe}", "track=wandb"]).cfg) == ["wandb"]
+    assert load([f"recipe={recipe}", "track=wandb"]).cfg.track.enabled == ["wandb"]
     again = tmp_path / "config.yaml"
     again.write_text(to_yaml(loaded.cfg))
-    assert enabled_trackers(load([f"recipe={again}"]).cfg) == ["csv", "mlflow"]
+    assert load([f"recipe={again}"]).cfg.track.enabled == ["csv", "mlflow"]
 
 
 @pytest.mark.parametrize(
@@ -71,7 +71,7 @@ def test_a_package_that_is_not_installed(name: str, tmp_path: Path, monkeypatch:
     empty.submodule_search_locations = [here]
     monkeypatch.setattr(importlib.util, "find_spec", lambda asked: empty if asked == name else real(asked))
     loaded = load([RECIPE, f"track=[csv,{name}]"])
-    check(loaded, 2)
+    check_rules(loaded, 2)
     with pytest.raises(ConfigError) as caught:
         check_track_here(loaded)
     assert str(caught.value) == (
@@ -87,7 +87,7 @@ def test_which_mlflow_addresses_are_folders() -> None:
     assert [mlflow_folder(uri) for uri in ("http://h:5000", "sqlite:///a.db", "databricks://x")] == [None] * 3
 
 
-def imported(folder: Path, values: object, *words: str) -> tuple[Loaded, list[str]]:
+def imported(folder: Path, values: object, *words: str) -> tuple[LoadedConfig, list[str]]:
     path = folder / "ds.json"
     path.write_text(json.dumps(values, indent=1))
     return import_json(str(path), load([RECIPE, *words]), 2)
@@ -102,7 +102,7 @@ def test_deepspeeds_monitors_become_trackers(tmp_path: Path) -> None:
     }
     loaded, notes = imported(tmp_path, values)
     track = loaded.cfg.track
-    assert enabled_trackers(loaded.cfg) == ["tensorboard", "csv", "wandb"]
+    assert loaded.cfg.track.enabled == ["tensorboard", "csv", "wandb"]
     assert track.tensorboard.dir == "/tb/mine"
     assert (track.wandb.project, track.wandb.group, track.wandb.entity) == ("p", "g", "t")
     text = "\n".join(notes)
@@ -121,7 +121,7 @@ def test_monitors_that_are_off_or_left_open_change_nothing(tmp_path: Path) -> No
         "csv_monitor": {"output_path": "/csv"},
     }
     loaded, notes = imported(tmp_path, values, "track=wandb", "track.wandb.project=mine")
-    assert enabled_trackers(loaded.cfg) == ["wandb"]
+    assert loaded.cfg.track.enabled == ["wandb"]
     assert loaded.cfg.track.wandb.project == "mine"
     assert "stays off" not in "\n".join(notes)
 

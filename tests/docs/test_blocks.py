@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from pages import PAIRED, ROOT, Block, blocks, chinese
 
-from toolkit.config.checks import check
 from toolkit.config.load import load
+from toolkit.config.rules import check_rules
 
 BOTH = [page for pair in PAIRED for page in (pair, chinese(pair))]
 PACKAGES = {path.name for path in (ROOT / "toolkit").iterdir() if path.is_dir()}
@@ -55,7 +55,7 @@ def test_each_recipe_composes(block: Block, tmp_path: Path) -> None:
     """A section of a recipe is a recipe, too; what it builds on is a recipe that says nothing."""
     file = tmp_path / "shown.yaml"
     file.write_text(block.body, encoding="utf-8")
-    check(load([f"recipe={file}"]), files=False)
+    check_rules(load([f"recipe={file}"]), files=False)
 
 
 @pytest.mark.parametrize("block", shown("json"), ids=str)

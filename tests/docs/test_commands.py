@@ -20,9 +20,10 @@ from torch.distributed.run import get_args_parser
 from toolkit import arguments
 from toolkit.cli import COMMANDS
 from toolkit.cli import main as toolkit_main
-from toolkit.config import examples
-from toolkit.config.checks import check, settled
+from toolkit.config import files
 from toolkit.config.load import load
+from toolkit.config.mesh import with_micro_batch
+from toolkit.config.rules import check_rules
 from toolkit.config.schema import Init
 from toolkit.engine.ds_config import build_ds_config
 from toolkit.errors import ConfigError
@@ -95,7 +96,7 @@ def understand(line: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the command's own code read its words, and stop it where it would begin to work."""
     command, rest, ranks = inner(words_of(line))
     if command == "own":
-        check(load([f"recipe={OWN}", *rest]), ranks, files=False, own=True)
+        check_rules(load([f"recipe={OWN}", *rest]), ranks, files=False, own=True)
         return
     any_recipe = "chatglm_lora_adgen" if any(word.startswith("tuning.") for word in rest) else "zero1"
     rest = [f"recipe={any_recipe}" if word == "recipe=NAME" else word for word in rest]
@@ -106,8 +107,8 @@ def understand(line: str, monkeypatch: pytest.MonkeyPatch) -> None:
         found = arguments.parse(words, **how, world_size=ranks)
         world = int(found.values.get("world_size") or found.values.get("ranks") or ranks)
         if "gpus" not in found.values and command != "eval":
-            check(found.loaded, world, files=False)
-            cfg = settled(found.loaded.cfg)
+            check_rules(found.loaded, world, files=False)
+            cfg = with_micro_batch(found.loaded.cfg)
             build_ds_config(cfg, world, cfg.train.max_steps or 100)
         raise Stop
 
@@ -180,7 +181,7 @@ def test_training_commands_name_data_or_are_complete_as_typed(
         assert cfg.data.sources, "it names no data"
         assert cfg.model.init is Init.random or cfg.model.path, "it names no model"
         theirs = [place for place in PLACES if place in line]
-        assert not (theirs and examples.notice(cfg.data)), f"with {theirs} it should name data, too"
+        assert not (theirs and files.notice(cfg.data)), f"with {theirs} it should name data, too"
 
 
 def test_a_command_that_is_wrong_is_found(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,8 +9,8 @@ import sys
 from functools import partial
 from pathlib import Path
 
-from toolkit.config.checks import check
 from toolkit.config.load import load
+from toolkit.config.rules import check_rules
 from toolkit.launch import environment
 from toolkit.messages import set_language
 
@@ -38,7 +38,7 @@ def main() -> None:
     for name, overrides in cases.items():
         functional.linear = linear
         loaded = load(overrides)
-        check(loaded, ranks.world_size)
+        check_rules(loaded, ranks.world_size)
         cfg = loaded.cfg
         prepared = prepare_data(cfg, speaks=False)
         device = device or process_group.start(cfg.distributed)

@@ -22,8 +22,8 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from toolkit.config.checks import check
-from toolkit.config.load import Loaded, load, replace
+from toolkit.config.load import LoadedConfig, load, replace
+from toolkit.config.rules import check_rules
 from toolkit.launch import environment
 from toolkit.messages import set_language
 
@@ -70,7 +70,7 @@ def copy_late() -> list[int]:
 
 
 @cache
-def composed(overrides: tuple[str, ...]) -> Loaded:
+def composed(overrides: tuple[str, ...]) -> LoadedConfig:
     """Return a config; composing takes longer than many a session."""
     return load(list(overrides))
 
@@ -110,7 +110,7 @@ def main() -> None:
     from spoil import spoilt
 
     from toolkit.cli.session import run_session
-    from toolkit.config import checks_device
+    from toolkit.config import preflight
     from toolkit.distributed import failure, process_group
     from toolkit.errors import Diverged, ToolkitError
     from toolkit.train import checkpoint, folder_lock
@@ -118,7 +118,7 @@ def main() -> None:
 
     checkpoint._PROBE_S = 60.0  # a probe in every checkpoint, though these follow each other within a second
     updates = copy_late()
-    checks_device.is_cpu = lambda: False  # fp16 is tried on CPUs here
+    preflight.is_cpu = lambda: False  # fp16 is tried on CPUs here
     get_accelerator().is_fp16_supported = lambda: True
     get_accelerator().supported_dtypes = lambda: [torch.float32, torch.bfloat16, torch.float16]
     for index, case in enumerate(cases):
@@ -126,7 +126,7 @@ def main() -> None:
             process_group.on_rank0(partial(die, **{"folder" if k == "as" else k: v for k, v in case["died"].items()}))
         values = {key: (value, "the case") for key, value in case.get("values", {}).items()}
         loaded = replace(composed(tuple(case["overrides"])), values)
-        check(loaded, ranks.world_size)
+        check_rules(loaded, ranks.world_size)
         prepared = prepare_data(loaded.cfg, speaks=False)
         if index == 0:
             process_group.start(loaded.cfg.distributed)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import transformers
 
-from toolkit.config.layout import layout_of
+from toolkit.config.mesh import mesh_of
 from toolkit.config.schema import (
     ActivationCheckpointingConfig,
     Device,
@@ -134,7 +134,7 @@ def check(kind: str, stage: int, dtype: Dtype, offloads: bool) -> None:
     losses, norms, weights = alone(kind)
     rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
     cfg = config_of(stage, dtype, offloads)
-    place = layout_of(cfg, world, rank)
+    place = mesh_of(cfg, world, rank)
     model = built(kind)
     for parameter in model.parameters():  # not the rotary frequencies, which stay float32
         parameter.data = parameter.data.to(TORCH_DTYPES[dtype])

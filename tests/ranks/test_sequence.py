@@ -8,8 +8,8 @@ from ranks import REPOSITORY, forked, run
 from shared import SHORT_FIRST, check_short_first, eval_losses, losses, plain_loop, rows_of, tiny
 from test_trajectory import TOLERANCE, furthest
 
-from toolkit.config.checks import check
 from toolkit.config.load import load
+from toolkit.config.rules import check_rules
 from toolkit.errors import ConfigError
 
 WORKER = str(REPOSITORY / "tests" / "ranks" / "sessions_worker.py")
@@ -164,5 +164,5 @@ def test_heads_that_cannot_be_divided(runs: Path) -> None:
 def test_refused(words: list[str], said: str) -> None:
     loaded = load(["recipe=quickstart", "parallel=sequence", *words])
     with pytest.raises(ConfigError, match=said) as refusal:
-        check(loaded, 2)
+        check_rules(loaded, 2)
     assert "parallel.sequence = 2 cannot be" in str(refusal.value)

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from torch.distributed import HashStore
 
-from toolkit.config.keys import field_type
 from toolkit.config.load import load
+from toolkit.config.validate import field_type
 from toolkit.distributed import process_group
 from toolkit.distributed.process_group import differences
 from toolkit.errors import LaunchError

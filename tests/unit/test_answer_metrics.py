@@ -107,12 +107,12 @@ def test_chatglm_metrics_are_what_the_repositories_computed(metric: Metric) -> N
 
 
 def test_chatglm_metrics_say_at_once_what_they_need(monkeypatch: pytest.MonkeyPatch) -> None:
-    from toolkit.config.checks import check
+    from toolkit.config.rules import check_rules
 
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     loaded = load(["recipe=quickstart", "evaluate.metrics=[bleu,chatglm_rouge_l]"])
     with pytest.raises(ConfigError, match=r"chatglm_rouge_l needs .* pip install jieba rouge-chinese nltk$"):
-        check(loaded)
+        check_rules(loaded)
 
 
 @pytest.mark.parametrize("metric", OWN)

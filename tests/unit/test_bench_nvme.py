@@ -9,8 +9,8 @@ from deepspeed.ops.op_builder import AsyncIOBuilder
 
 from benchmarks import nvme
 from benchmarks.run import run as bench
-from toolkit.config.checks import check
 from toolkit.config.load import load
+from toolkit.config.rules import check_rules
 from toolkit.config.schema import AioConfig
 from toolkit.errors import ConfigError
 
@@ -43,7 +43,7 @@ def test_overrides_are_those_of_a_run(tmp_path: Path) -> None:
     ]
     path = f"zero.offload_optimizer.nvme_path={tmp_path}"
     loaded = load(["recipe=zero3_nvme", "model=glm_tiny", path, f"run.dir={tmp_path}", *words])
-    check(loaded, 1)
+    check_rules(loaded, 1)
     assert loaded.cfg.zero.aio == nvme.variants(OTHER)[1]
 
 

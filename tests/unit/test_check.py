@@ -70,7 +70,7 @@ def test_rows_that_may_be_skipped(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.parametrize("word", WRONG)
 def test_refused(word: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("toolkit.config.checks_device._has_fp16", lambda _: False)
+    monkeypatch.setattr("toolkit.config.preflight._has_fp16", lambda _: False)
     code, said = check(capsys, word)
     assert code == 2
     assert said.startswith(f"ConfigError: {WRONG[word]}")
@@ -93,7 +93,7 @@ def test_columns_are_to_blame(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_all_errors_at_once(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """From the command line to the rows of a file; what follows from another error is not told."""
-    monkeypatch.setattr("toolkit.config.checks_device._has_fp16", lambda _: False)
+    monkeypatch.setattr("toolkit.config.preflight._has_fp16", lambda _: False)
     Path("bad.jsonl").write_text(GOOD * 6 + "{\n")
     code, said = check(capsys, "zero.stag=3", "optim.lr=-1", *WRONG, "batch.micro_per_gpu=0", data="bad.jsonl")
     assert code == 2

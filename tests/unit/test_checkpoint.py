@@ -27,9 +27,8 @@ from toolkit.checkpoint.directory import RunState, manifest_problems, record_fil
 from toolkit.checkpoint.directory import read_run_state as read_state
 from toolkit.checkpoint.engine_files import EngineFiles
 from toolkit.cli import main
-from toolkit.config.influence import FREE, Influence, influence_of
-from toolkit.config.load import recorded
-from toolkit.config.schema import CheckpointConfig, RunConfig
+from toolkit.config.load import to_dict
+from toolkit.config.schema import FREE, CheckpointConfig, Influence, RunConfig, influence_of
 from toolkit.engine import optimizer_states
 from toolkit.errors import CheckpointError, ConfigError
 from toolkit.train import folder_lock, resume
@@ -548,7 +547,7 @@ def test_what_is_trained_never_changes() -> None:
 
 
 def test_a_run_older_than_a_key_did_what_its_default_says() -> None:
-    now = json.loads(json.dumps(recorded(RunConfig())))
+    now = json.loads(json.dumps(to_dict(RunConfig())))
     before = json.loads(json.dumps(now))
     del before["parallel"], before["optim"]["decay"], before["train"]["neftune_alpha"]
     assert changes.check(before, now, {}, {}, []) == []
@@ -559,7 +558,7 @@ def test_a_run_older_than_a_key_did_what_its_default_says() -> None:
 
 def test_every_key_says_what_it_influences_or_cannot_change() -> None:
     """All keys are walked: without metadata, in a section without any, or unknown to the schema, a key decides."""
-    from toolkit.config.keys import all_keys
+    from toolkit.config.validate import all_keys
 
     def declared(kind: Any) -> Iterator[tuple[str, Any]]:
         for item in dataclasses.fields(kind):
@@ -594,9 +593,9 @@ def test_every_key_says_what_it_influences_or_cannot_change() -> None:
 
 
 def test_the_display_of_a_run_may_change() -> None:
-    now = json.loads(json.dumps(recorded(RunConfig())))
+    now = json.loads(json.dumps(to_dict(RunConfig())))
     now["run"]["display"], now["deepspeed_json"] = "plain", "other.json"
-    before = json.loads(json.dumps(recorded(RunConfig())))
+    before = json.loads(json.dumps(to_dict(RunConfig())))
     assert sorted(changes.check(before, now, {}, {}, [])) == [
         "  deepspeed_json:  -> other.json",
         "  run.display: auto -> plain",

@@ -12,9 +12,8 @@ from typing import Any
 import pytest
 
 from toolkit import secrets
-from toolkit.config import variables
-from toolkit.config.checks import check
-from toolkit.config.load import Loaded, load, replace, to_yaml
+from toolkit.config.load import LoadedConfig, load, replace, to_yaml
+from toolkit.config.rules import check_rules
 from toolkit.errors import ConfigError, LaunchError
 from toolkit.launch import env_vars
 from toolkit.launch.environment import Ranks
@@ -41,7 +40,7 @@ launch:
 ONE = Ranks(0, 0, 1, 1, "single")
 
 
-def composed(tmp_path: Path, *words: str) -> Loaded:
+def composed(tmp_path: Path, *words: str) -> LoadedConfig:
     """Return the config of the recipe above."""
     file = tmp_path / "mine.yaml"
     file.write_text(RECIPE)
@@ -52,10 +51,10 @@ def test_values_are_as_they_were_typed(tmp_path: Path) -> None:
     words = ["launch.env.A=1e3", "launch.env.B=012", "launch.env.C=True", "launch.env.D=", "launch.env.E=null"]
     words += ["launch.env.F='\\${x} y'", "launch.env={G: off, H: 7}", "launch.env.TIME='  '"]
     loaded = composed(tmp_path, *words)
-    check(loaded, files=False)
-    given = loaded.cfg.launch.env
-    assert variables.names(given) == ["SOME_TOKEN", "E"]
-    assert variables.values(given) == {
+    check_rules(loaded, files=False)
+    given = loaded.cfg.launch
+    assert given.forwarded == ["SOME_TOKEN", "E"]
+    assert given.values == {
         "STRANGE": STRANGE,
         "OFF": "off",
         "OCTAL": "012",
@@ -77,8 +76,8 @@ def test_values_are_as_they_were_typed(tmp_path: Path) -> None:
     saved.write_text(to_yaml(loaded.cfg))
     again = [load([f"recipe={saved}"]), replace(loaded, {"run.seed": (1, "here")})]
     for other in again:
-        assert variables.values(other.cfg.launch.env) == variables.values(given)
-        assert variables.names(other.cfg.launch.env) == variables.names(given)
+        assert other.cfg.launch.values == given.values
+        assert other.cfg.launch.forwarded == given.forwarded
 
 
 def test_a_reference_to_nothing_is_explained(tmp_path: Path) -> None:
@@ -116,14 +115,14 @@ def test_refused(env: str) -> None:
     name, reason = REFUSED[env]
     loaded = load(["recipe=quickstart", "distributed.interface=lo", f"launch.env={env}"])
     with pytest.raises(ConfigError) as caught:
-        check(loaded, files=False)
+        check_rules(loaded, files=False)
     assert f"launch.env.{name}: {reason}" in str(caught.value)
     assert "hunter2" not in str(caught.value)
 
 
 def test_what_only_looks_like_a_secret_is_taken(tmp_path: Path) -> None:
     env = f"{{TOKENIZERS_PARALLELISM: false, SSL_KEY_FILE: {tmp_path}, NCCL_SOCKET_IFNAME: lo, HF_TOKEN: ''}}"
-    check(load(["recipe=quickstart", f"launch.env={env}"]), files=False)
+    check_rules(load(["recipe=quickstart", f"launch.env={env}"]), files=False)
 
 
 class Replaced(Exception):

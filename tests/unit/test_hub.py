@@ -34,7 +34,7 @@ PICKLED = {"config.json": b"{}", "pytorch_model.bin": b"weights"}
 # One process asks for all: huggingface_hub reads its variables when it is imported.
 ASK = """
 import json, sys
-from toolkit.config.hub import with_folder
+from toolkit.config.hub import resolve_model_path
 from toolkit.config.load import load
 from toolkit.errors import ConfigError
 from toolkit.messages import set_language
@@ -44,7 +44,7 @@ for path, revision, config_only in json.loads(sys.argv[1]):
     loaded = load(["recipe=quickstart", "model=hf", f"model.path={path}", f"model.revision={revision}"])
     said = []
     try:
-        model = with_folder(loaded, said.append, config_only=config_only).cfg.model
+        model = resolve_model_path(loaded, said.append, config_only=config_only).cfg.model
         print(json.dumps([model.path, model.revision, model.hub_id, said]))
     except ConfigError as error:
         print(json.dumps(str(error)))
@@ -193,7 +193,7 @@ def test_what_cannot_be_had(tmp_path: Path, hub: ThreadingHTTPServer) -> None:
 
 
 def test_other_models_are_left_alone() -> None:
-    from toolkit.config.hub import with_folder
+    from toolkit.config.hub import resolve_model_path
 
     loaded = load(["recipe=quickstart"])
-    assert with_folder(loaded, print) is loaded
+    assert resolve_model_path(loaded, print) is loaded

@@ -11,9 +11,9 @@ import transformers
 from deepspeed.runtime.config import DeepSpeedConfig
 
 from toolkit.checkpoint import changes
-from toolkit.config.load import Loaded, load
+from toolkit.config.load import LoadedConfig, load
 from toolkit.config.ops import with_optimizer
-from toolkit.config.optimizers import OPTIMIZERS
+from toolkit.config.rule_tables import OPTIMIZERS
 from toolkit.config.schema import DecayOf, OptimConfig, OptimizerName, RunConfig, ShapeConfig
 from toolkit.engine.build import Lion, client_optimizer, parameter_groups
 from toolkit.engine.ds_config import build_ds_config
@@ -107,9 +107,9 @@ def test_lion_of_deepspeed_needs_a_gpu_or_offloading() -> None:
     assert client_optimizer(optim, is_offloaded=True) is None
 
 
-def silent() -> Loaded:
+def silent() -> LoadedConfig:
     """A config in which nobody has said anything."""
-    return Loaded(cfg=RunConfig(), where={}, explicit=set())
+    return LoadedConfig(cfg=RunConfig(), where={}, explicit=set())
 
 
 @pytest.mark.parametrize("name", [one for one in OptimizerName if OPTIMIZERS[one].ds_type])

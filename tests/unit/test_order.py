@@ -9,7 +9,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from toolkit.config.schema import CurriculumConfig, CurriculumShape, SourceConfig, WeightPoint
-from toolkit.config.weights import mean_weight, weight_at
 from toolkit.data.curriculum import CurriculumOrder, ScheduledMixture, length_classes, length_limits
 from toolkit.data.sampler import BEGINNING, GlobalBatchSampler, Order, Position
 from toolkit.errors import DataError
@@ -97,10 +96,10 @@ def source(*points: tuple[float, float], weight: float = 1.0) -> SourceConfig:
 
 def test_weights_by_hand() -> None:
     rising = source((0.25, 1.0), (0.75, 3.0))
-    assert [weight_at(rising, at) for at in (0, 0.25, 0.5, 0.75, 1)] == [1, 1, 2, 3, 3]
-    assert mean_weight(rising) == 2
-    assert mean_weight(source((0, 0), (1, 3))) == 1.5
-    assert (weight_at(source(weight=0.5), 0.3), mean_weight(source(weight=0.5))) == (0.5, 0.5)
+    assert [rising.weight_at(at) for at in (0, 0.25, 0.5, 0.75, 1)] == [1, 1, 2, 3, 3]
+    assert rising.mean_weight == 2
+    assert source((0, 0), (1, 3)).mean_weight == 1.5
+    assert (source(weight=0.5).weight_at(0.3), source(weight=0.5).mean_weight) == (0.5, 0.5)
 
 
 def mixture(**values: object) -> ScheduledMixture:

@@ -12,9 +12,8 @@ from safetensors.torch import load_model
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
-from toolkit.config.checks import check
-from toolkit.config.checks_own import check_without_validation
 from toolkit.config.load import load
+from toolkit.config.rules import check_rules, check_without_validation
 from toolkit.data.sampler import Position
 from toolkit.distributed import process_group
 from toolkit.distributed.process_group import gather_metrics
@@ -67,11 +66,13 @@ def read(dataset: Any, rank: int, steps: int, place: Position, *words: str, **mo
 )
 def test_settings_that_cannot_be(words: list[str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        check(loaded(*words), 2, own=True)
+        check_rules(loaded(*words), 2, own=True)
 
 
 def test_settings_that_can_be() -> None:
-    check(loaded("zero=stage3", "data.num_workers=2", "evaluate.keep_best=eval_f1", "evaluate.every=3"), 2, own=True)
+    check_rules(
+        loaded("zero=stage3", "data.num_workers=2", "evaluate.keep_best=eval_f1", "evaluate.every=3"), 2, own=True
+    )
 
 
 @pytest.mark.parametrize(

@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 
 from toolkit.cli import main
 from toolkit.cli.plan import as_json
-from toolkit.config.checks import check, micro_sizes
 from toolkit.config.load import load
+from toolkit.config.mesh import micro_sizes
+from toolkit.config.rules import check_rules
 from toolkit.config.schema import Device, Dtype, RunConfig, TuningConfig, TuningMethod
 from toolkit.plan.machine import GIB, Machine, parse_bytes, parse_machine
 from toolkit.plan.memory import HEAP_SHARE, PROCESS_BYTES, checkpoint_bytes, plan_host, plan_rank, process_bytes
@@ -163,7 +164,7 @@ def test_every_layout_keeps_the_batch_and_can_be_typed() -> None:
     for layout in found:
         assert layout.cfg.batch.global_size == before.batch.global_size
         loaded = load([*words, *overrides(before, layout.cfg)])
-        check(loaded, 8, files=False)
+        check_rules(loaded, 8, files=False)
         assert plan_rank(outline, loaded.cfg, 8) == layout.memory
 
 

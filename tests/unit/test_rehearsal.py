@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from toolkit.cli.rehearsal import _saves, _tried, remedies, told
-from toolkit.config.checks import check
 from toolkit.config.load import load
+from toolkit.config.rules import check_rules
 from toolkit.config.schema import CheckpointConfig, Packing
 from toolkit.data.packing import PackingPlan
 from toolkit.errors import CheckpointError, OutOfMemory
@@ -146,7 +146,7 @@ def test_what_helps() -> None:
         words = remedies(load(begun).cfg, 2)
         assert words
         for word in words:  # each can be pasted behind it
-            check(load([*begun, word]), 2, files=False)
+            check_rules(load([*begun, word]), 2, files=False)
         assert ("zero=stage3" in words) == ("zero=stage3_offload" in words) == (tuning in (["full"], ["lora"]))
     smallest = ["zero=stage3_offload", "batch.micro_per_gpu=1", "train.activation_checkpointing.enabled=true"]
     assert remedies(cfg(*smallest, "data.max_length=128", "optim.torch=false"), 2) == [

@@ -15,7 +15,7 @@ import pytest
 
 from toolkit.cli import sweep, train
 from toolkit.cli.sweep_results import read_result
-from toolkit.config import sweeps as grammar
+from toolkit.config import sweep as grammar
 from toolkit.errors import ConfigError, DataError, LaunchError
 from toolkit.launch import sweeps
 from toolkit.launch.processes import SIGNALS

@@ -9,8 +9,8 @@ import torch
 import transformers
 
 from tests.unit.tiny_model import SIZES
-from toolkit.config.checks import check
 from toolkit.config.load import load
+from toolkit.config.rules import check_rules
 from toolkit.errors import ConfigError
 from toolkit.models.kernels import tile_mlp
 from toolkit.plan.memory import plan_rank
@@ -90,4 +90,4 @@ def test_plan_keeps_what_goes_in() -> None:
 )
 def test_refused(words: list[str], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
-        check(load(["recipe=quickstart", "kernels.mlp_pieces=2", *words]))
+        check_rules(load(["recipe=quickstart", "kernels.mlp_pieces=2", *words]))

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests import series
-from toolkit.config.load import plain
+from toolkit.config.load import to_plain
 from toolkit.config.schema import TrackConfig
 from toolkit.track import trackers as tracking
 from toolkit.track.backends import ANSWERS, FINISHED, SAMPLES, STOPPED
@@ -27,7 +27,7 @@ CHECKPOINT, STOPPED_AT, LAST = 6, 8, 12
 
 def settings(**changes: dict[str, Any]) -> dict[str, dict[str, Any]]:
     """Return the sections of `track` for trackers without a network."""
-    track = plain(TrackConfig())
+    track = to_plain(TrackConfig())
     names = ("csv", *PACKAGES) if not changes else tuple(changes)
     chosen = {name: track[name] | changes.get(name, {}) for name in names}
     for name in {"wandb", "swanlab"} & set(chosen):

@@ -3,9 +3,8 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from toolkit.config.influence import Influence, influence_of
-from toolkit.config.load import recorded
-from toolkit.config.schema import RunConfig
+from toolkit.config.load import to_dict
+from toolkit.config.schema import Influence, RunConfig, influence_of
 from toolkit.engine.ds_config import leaves
 from toolkit.errors import ConfigError
 from toolkit.messages import tr
@@ -18,7 +17,7 @@ def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[tuple
     A run older than a key did what the key's default says; only of what was trained it says nothing.
     """
     old, new = dict(leaves(dict(before))), dict(leaves(dict(now)))
-    defaults = leaves(recorded(RunConfig()))
+    defaults = leaves(to_dict(RunConfig()))
     old = {key: value for key, value in defaults if key in new and not _is_trained(key)} | old
     keys = [*new, *(key for key in old if key not in new)]
     return [(key, old.get(key), new.get(key)) for key in keys if not are_same(old.get(key), new.get(key))]

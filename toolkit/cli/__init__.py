@@ -9,9 +9,8 @@ from importlib import import_module
 
 from toolkit import __version__
 from toolkit.cli.failures import guarded
-from toolkit.config.suggest import did_you_mean
 from toolkit.errors import ConfigError
-from toolkit.messages import joined, tr
+from toolkit.messages import did_you_mean, joined, tr
 
 # Command -> module with `run(arguments)` and a docstring that is its help. Imported when called: help needs no torch.
 COMMANDS = {

@@ -19,8 +19,7 @@ from pathlib import Path
 from toolkit.arguments import check_parsed, parse
 from toolkit.cli import sweep as sweeping
 from toolkit.cli.sweep_results import read_result
-from toolkit.config.checks import micro_sizes
-from toolkit.config.layout import model_ranks
+from toolkit.config.mesh import micro_sizes, model_ranks
 from toolkit.config.schema import Device, RunConfig
 from toolkit.errors import ConfigError, LaunchError, Stopped
 from toolkit.launch import deepspeed, hostfile

@@ -9,7 +9,7 @@ from toolkit.checkpoint import directory
 from toolkit.cli import run_logs
 from toolkit.cli.context import AnySession
 from toolkit.config import ops
-from toolkit.config.optimizers import OPTIMIZERS
+from toolkit.config.rule_tables import OPTIMIZERS
 from toolkit.config.schema import AUTO, RunConfig
 from toolkit.distributed import failure, process_group
 from toolkit.distributed.watchdog import Watchdog

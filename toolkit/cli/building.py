@@ -10,7 +10,7 @@ import torch
 from deepspeed import DeepSpeedEngine
 from transformers import PreTrainedModel
 
-from toolkit.config.layout import layout_of
+from toolkit.config.mesh import mesh_of
 from toolkit.config.schema import Init, Packing, RunConfig, ScheduleName, TuningMethod
 from toolkit.distributed.process_group import on_rank0, rank, world_size
 from toolkit.engine.build import initialize_engine, use_tf32
@@ -73,7 +73,7 @@ def build_engine(cfg: RunConfig, prepared: Prepared, ds: DsConfig, total_steps: 
     if cfg.train.neftune_alpha:
         add_neftune(model, cfg.train.neftune_alpha)
     if cfg.train.random_ltd.steps:
-        place = layout_of(cfg, world_size(), rank())
+        place = mesh_of(cfg, world_size(), rank())
         model.token_dropping = TokenDropping(model, cfg.train.random_ltd, cfg.run.seed, place.data_rank)
     make_schedule = schedule_maker(cfg, total_steps)
     with phase(tr("Building the engine (the first time DeepSpeed compiles its ops: minutes)"), speaks=rank() == 0):

@@ -27,9 +27,8 @@ from typing import TYPE_CHECKING
 
 from toolkit.arguments import named_arguments
 from toolkit.cli.asking import MODEL, SAMPLING, check_model, check_system, sampling_of
-from toolkit.config.suggest import did_you_mean
 from toolkit.errors import ConfigError, ModelError, RowError
-from toolkit.messages import joined, printable, tr
+from toolkit.messages import did_you_mean, joined, printable, tr
 
 if TYPE_CHECKING:
     from toolkit.data.formats import Message

@@ -8,13 +8,11 @@ Every error is reported, not the first alone. Of each data file the first rows a
 """
 
 from toolkit.arguments import Arguments, parse_checked
-from toolkit.config import examples
-from toolkit.config.checks import accumulation, settled
-from toolkit.config.checks_positions import check_positions
-from toolkit.config.checks_track import check_track_here
-from toolkit.config.hub import is_hub_name, with_folder
-from toolkit.config.layout import layout_of
+from toolkit.config import files
+from toolkit.config.hub import is_hub_name, resolve_model_path
+from toolkit.config.mesh import accumulation, mesh_of, with_micro_batch
 from toolkit.config.ops import check_compiler
+from toolkit.config.preflight import check_positions, check_track_here
 from toolkit.config.schema import AUTO, Init, RunConfig
 from toolkit.data.duplicates import check_paths
 from toolkit.data.estimate import estimate
@@ -46,7 +44,7 @@ def run(words: list[str]) -> int:
     for ranks in sorted({*cfg.batch.world_sizes, *([world_size] if world_size else [])}):
         print(_rows(cfg, ranks))
     if world_size and cfg.parallel.tensor > 1:
-        groups, size = layout_of(cfg, world_size).data_ranks, cfg.parallel.tensor
+        groups, size = mesh_of(cfg, world_size).data_ranks, cfg.parallel.tensor
         print(tr("{groups} groups of {size} neighbouring ranks, which split the layers.", groups=groups, size=size))
     if shapes and not cfg.tuning.adapter:
         _say_shapes(cfg, shapes)
@@ -55,7 +53,7 @@ def run(words: list[str]) -> int:
     for line in _length(cfg, world_size or 1):
         print(line)
     print(tr("{recipe}: config and files are in order.", recipe=cfg.recipe))
-    if line := examples.notice(cfg.data):
+    if line := files.notice(cfg.data):
         print(line)
     return 0
 
@@ -65,7 +63,7 @@ def _length(cfg: RunConfig, world_size: int) -> list[str]:
     size, steps = cfg.batch.global_size, cfg.train.max_steps
     found = None if steps else estimate(cfg.data, size * -(-FEWEST_STEPS // cfg.train.epochs))
     epoch = Epoch(samples=found[0], sequences=found[1], per_step=size) if found and found[1] else None
-    return warnings(settled(cfg), epoch, epoch.steps * cfg.train.epochs if epoch else steps, world_size)
+    return warnings(with_micro_batch(cfg), epoch, epoch.steps * cfg.train.epochs if epoch else steps, world_size)
 
 
 def _shapes(arguments: Arguments, problems: Problems) -> tuple[Shapes, Sizes] | None:
@@ -75,7 +73,7 @@ def _shapes(arguments: Arguments, problems: Problems) -> tuple[Shapes, Sizes] | 
         ToolkitError: it cannot be trained, or not as the config says.
     """
     has_weights = not is_hub_name(arguments.loaded.cfg.model.path)
-    loaded = with_folder(arguments.loaded, say, config_only=True)
+    loaded = resolve_model_path(arguments.loaded, say, config_only=True)
     problems.attempt(check_positions, loaded)
     cfg = loaded.cfg
     if cfg.model.init is not Init.pretrained:
@@ -110,5 +108,5 @@ def _rows(cfg: RunConfig, world_size: int) -> str:
         size=size,
         micro=cfg.batch.micro_per_gpu,
         times=accumulation(cfg, world_size),
-        world_size=layout_of(cfg, world_size).data_ranks,
+        world_size=mesh_of(cfg, world_size).data_ranks,
     )

@@ -17,7 +17,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from toolkit.arguments import parse, positive_int
-from toolkit.config import variables
 from toolkit.config.schema import RunConfig
 from toolkit.doctor import agents
 from toolkit.doctor.agents import SshOptions
@@ -96,7 +95,7 @@ def examination(
             through_ssh=through_ssh, arguments=_ssh_arguments(options), script=options.get("--venv_script", "")
         ),
         environ={**forwarded, **env_vars.values_of_files(files)} if through_ssh else {},
-        secrets=variables.names(cfg.launch.env) if used == "pdsh" else (),
+        secrets=cfg.launch.forwarded if used == "pdsh" else (),
         master_addr=options.get("--master_addr", ""),
         master_port=int(port),
     )

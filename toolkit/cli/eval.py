@@ -23,8 +23,8 @@ from typing import TYPE_CHECKING
 from toolkit.arguments import Arguments, check_parsed, parse
 from toolkit.cli.trusted import warn_of_code
 from toolkit.config import ops
-from toolkit.config.checks import micro_rows, settled
-from toolkit.config.hub import with_folder
+from toolkit.config.hub import resolve_model_path
+from toolkit.config.mesh import micro_rows, with_micro_batch
 from toolkit.config.schema import ParallelConfig, RunConfig
 from toolkit.disk import unused
 from toolkit.errors import ConfigError
@@ -54,7 +54,7 @@ def run(words: list[str]) -> int:
     ops.check_build_locks(os.environ)
     if ranks.rank == 0:
         warn_of_code(cfg.model)
-    cfg = settled(with_folder(arguments.loaded, say if ranks.rank == 0 else lambda line: None).cfg)
+    cfg = with_micro_batch(resolve_model_path(arguments.loaded, say if ranks.rank == 0 else lambda line: None).cfg)
     cfg = replace(cfg, parallel=ParallelConfig())  # each rank, or ZeRO-3, has a whole model
     _evaluate(cfg, ranks, file, arguments.values.get("adapter", "") or cfg.tuning.adapter)
     return 0

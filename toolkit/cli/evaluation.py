@@ -10,8 +10,8 @@ import torch
 from deepspeed import DeepSpeedEngine
 from transformers import PreTrainedModel
 
-from toolkit.config.layout import Layout, layout_of
-from toolkit.config.load import recorded
+from toolkit.config.load import to_dict
+from toolkit.config.mesh import Mesh, mesh_of
 from toolkit.config.schema import RunConfig
 from toolkit.distributed.process_group import on_rank0
 from toolkit.engine.memory import is_out_of_memory
@@ -188,8 +188,8 @@ class Evaluation:
         return unwrap_model(getattr(self.model, "module", self.model))
 
     @property
-    def _layout(self) -> Layout:
-        return layout_of(self.cfg, self.ranks.world_size, self.ranks.rank)
+    def _layout(self) -> Mesh:
+        return mesh_of(self.cfg, self.ranks.world_size, self.ranks.rank)
 
     def _sampling(self) -> Sampling:
         evaluate = self.cfg.evaluate
@@ -228,7 +228,7 @@ class Evaluation:
         file.parent.mkdir(parents=True, exist_ok=True)
         lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in results.rows]
         file.write_text("".join(lines), encoding="utf-8", errors="backslashreplace")
-        config = recorded(self.cfg)
+        config = to_dict(self.cfg)
         whole = {
             "figures": figures,
             "tokenization": results.tokenize,

@@ -13,7 +13,6 @@ import sys
 from pathlib import Path
 
 from toolkit.arguments import parse_checked, positive_int
-from toolkit.config.places import fail
 from toolkit.engine.ds_config import build_ds_config, explain
 from toolkit.errors import ConfigError
 from toolkit.messages import tr
@@ -32,8 +31,7 @@ def run(words: list[str]) -> int:
     cfg = arguments.loaded.cfg
     total_steps = positive_int(arguments.values, "total_steps")
     if total_steps and cfg.train.max_steps and total_steps != cfg.train.max_steps:
-        raise fail(
-            arguments.loaded,
+        raise arguments.loaded.error(
             "train.max_steps",
             tr(
                 "train.max_steps = {steps} and total_steps={total} contradict each other: remove total_steps, or set "

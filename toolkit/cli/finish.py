@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from toolkit.cli.context import Session
 from toolkit.cli.tracking import hand_on_end
-from toolkit.config import examples
+from toolkit.config import files
 from toolkit.disk import unused
 from toolkit.distributed import process_group
 from toolkit.engine.parameters import count_parameters
@@ -44,7 +44,7 @@ def finish(session: Session, outcome: Outcome, total_steps: int) -> None:
         run_folder.mark_done(session.folder, summary)
         if session.reporter:
             session.reporter.finish()
-        if line := examples.notice(session.cfg.data):
+        if line := files.notice(session.cfg.data):
             print(line)
 
 

@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any
 
 from toolkit.arguments import named_arguments, one_of, positive_int
 from toolkit.cli.asking import MODEL, SAMPLING, check_model, check_system, sampling_of
-from toolkit.config.checks_files import unread_column
+from toolkit.config.preflight import check_columns
 from toolkit.config.schema import RowFormat, SourceConfig
 from toolkit.errors import ConfigError
 from toolkit.messages import printable, say, tr
@@ -193,7 +193,7 @@ def _source(given: dict[str, str]) -> SourceConfig:
             tr("columns = {text} is not of the form {{prompt: question, response: answer}}.", text=given["columns"])
         )
     source = SourceConfig(path=given["input"], format=row_format, columns=columns)
-    if sentence := unread_column(source, "input"):
+    if sentence := check_columns(source, "input"):
         raise ConfigError(sentence)
     return source
 

@@ -17,8 +17,7 @@ import textwrap
 from pathlib import Path
 
 from toolkit.arguments import named_arguments, positive_int
-from toolkit.config.checks_files import FILES
-from toolkit.config.checks_tuning import check_tuning_here
+from toolkit.config.preflight import FILES, check_tuning_here
 from toolkit.errors import ConfigError
 from toolkit.messages import printable, tr
 from toolkit.problems import Problems

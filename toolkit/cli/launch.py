@@ -19,7 +19,6 @@ from typing import Any
 
 from toolkit.arguments import parse_checked
 from toolkit.cli import doctor
-from toolkit.config import variables
 from toolkit.config.schema import RunConfig
 from toolkit.doctor.examine import Examination
 from toolkit.doctor.findings import ERROR, WARNING
@@ -183,7 +182,7 @@ def _forwarded(
         LaunchError: a secret is not set here.
     """
     backend, env = deepspeed.backend(hosts, options), cfg.launch.env
-    names = variables.names(env)
+    names = cfg.launch.forwarded
     files = env_vars.variables_of_files(Path.cwd()) if backend and names else {}
     here = [name for name in names if os.environ.get(name)]
     env_vars.mask_values([os.environ[name] for name in here])

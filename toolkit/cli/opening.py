@@ -12,8 +12,8 @@ from toolkit.checkpoint.directory import RunState
 from toolkit.cli.building import build_engine
 from toolkit.cli.planning import choose
 from toolkit.cli.rehearsal import told
-from toolkit.config.checks import accumulation, micro_sizes, settled
 from toolkit.config.load import to_yaml
+from toolkit.config.mesh import accumulation, micro_sizes, with_micro_batch
 from toolkit.config.schema import AUTO, Packing, RunConfig
 from toolkit.distributed.process_group import on_rank0
 from toolkit.engine.ds_config import DsConfig, build_ds_config, warmup_steps
@@ -66,8 +66,8 @@ def open_run(cfg: RunConfig, prepared: Prepared, ranks: Ranks, origin: Origin, h
     elif is_open:
         rows = on_rank0(lambda: _rows_before(cfg, ranks, origin))
         if not rows:
-            rows, built = _find_rows(settled(cfg), prepared, ranks, origin)
-        cfg = settled(cfg, rows)
+            rows, built = _find_rows(with_micro_batch(cfg), prepared, ranks, origin)
+        cfg = with_micro_batch(cfg, rows)
     if is_open and prepared.packing is Packing.grouped:  # its rows are micro-batches
         prepared = prepare_with(cfg, prepared.encoder, lambda line: None)
     total_steps = _total_steps(cfg, prepared)

@@ -20,9 +20,9 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.arguments import check_parsed, one_of, parse, positive_int
-from toolkit.config.checks import settled
-from toolkit.config.hub import with_folder
-from toolkit.config.load import Loaded
+from toolkit.config.hub import resolve_model_path
+from toolkit.config.load import LoadedConfig
+from toolkit.config.mesh import with_micro_batch
 from toolkit.config.schema import Init, RunConfig
 from toolkit.errors import ConfigError
 from toolkit.messages import say, tr
@@ -44,8 +44,8 @@ def run(words: list[str]) -> int:
     loaded, given, machine = _checked(words)
     output = given.get("output", "")
     if loaded.cfg.model.name not in PUBLISHED:  # the sizes of those are known without a network
-        loaded = with_folder(loaded, say, config_only=True)
-    cfg = settled(loaded.cfg)
+        loaded = resolve_model_path(loaded, say, config_only=True)
+    cfg = with_micro_batch(loaded.cfg)
     outline = outline_of(cfg, say)
     if given.get("calibrate") == "true":
         calibrate(cfg, machine, outline)
@@ -63,7 +63,7 @@ def run(words: list[str]) -> int:
     return 0
 
 
-def _checked(words: list[str]) -> tuple[Loaded, dict[str, str], Machine]:
+def _checked(words: list[str]) -> tuple[LoadedConfig, dict[str, str], Machine]:
     """Return the checked config, the command's own arguments and the machine to plan for.
 
     Raises:

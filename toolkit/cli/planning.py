@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from toolkit.checkpoint import directory
-from toolkit.config.checks import micro_sizes
+from toolkit.config.mesh import micro_sizes
 from toolkit.config.schema import Device, RunConfig
 from toolkit.distributed.process_group import gather, on_rank0
 from toolkit.engine.memory import limit_bytes

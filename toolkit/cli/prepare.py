@@ -8,8 +8,8 @@ An interrupted run goes on where it stopped. Data that is prepared already is ve
 """
 
 from toolkit.arguments import parse_checked
-from toolkit.config.checks_positions import check_positions
-from toolkit.config.hub import with_folder
+from toolkit.config.hub import resolve_model_path
+from toolkit.config.preflight import check_positions
 from toolkit.errors import DataError
 from toolkit.messages import say, tr
 
@@ -17,7 +17,7 @@ from toolkit.messages import say, tr
 def run(words: list[str]) -> int:
     """Prepare."""
     arguments = parse_checked(words)
-    loaded = with_folder(arguments.loaded, say)
+    loaded = resolve_model_path(arguments.loaded, say)
     check_positions(loaded)
     cfg = loaded.cfg
     from toolkit.data.preview import padding_line

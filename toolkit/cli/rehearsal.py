@@ -10,8 +10,7 @@ import torch
 from toolkit.cli.context import AnySession, Session
 from toolkit.cli.evaluation import Evaluation
 from toolkit.cli.planning import RunPlan
-from toolkit.config.checks import micro_rows, micro_sizes
-from toolkit.config.checks_tuning import highest_stage
+from toolkit.config.mesh import micro_rows, micro_sizes
 from toolkit.config.schema import CheckpointConfig, Device, RunConfig, TuningMethod
 from toolkit.distributed import process_group
 from toolkit.engine.memory import PeakMemory, is_out_of_memory, limit_bytes, shown
@@ -115,7 +114,7 @@ def remedies(cfg: RunConfig, world_size: int) -> list[str]:
         words.append("train.activation_checkpointing.enabled=true")
     if smaller[:-1]:
         words.append("batch.micro_per_gpu=1")
-    highest = highest_stage(cfg.tuning)
+    highest = cfg.tuning.max_stage
     if world_size > 1:
         words += [f"zero=stage{stage}" for stage in range(max(zero.stage + 1, 2), highest + 1)]
     if zero.offload_optimizer.device is Device.none:

@@ -17,9 +17,8 @@ from toolkit.cli.opening import open_run
 from toolkit.cli.planning import RunPlan, plan_run
 from toolkit.cli.rehearsal import rehearse
 from toolkit.cli.tracking import data_summary, hand_on_answers, tracked, trackers_of
-from toolkit.config.checks import accumulation
-from toolkit.config.layout import layout_of
-from toolkit.config.load import Loaded
+from toolkit.config.load import LoadedConfig
+from toolkit.config.mesh import accumulation, mesh_of
 from toolkit.config.schema import RunConfig
 from toolkit.data.preview import colored_spans
 from toolkit.data.sampler import Position
@@ -46,7 +45,7 @@ from toolkit.train.prepared import Prepared, prepare_data
 from toolkit.train.resume import Origin, go_back, go_on
 
 
-def train(loaded: Loaded, ranks: Ranks, started: float) -> int:
+def train(loaded: LoadedConfig, ranks: Ranks, started: float) -> int:
     """Join the process group, run one session, leave.
 
     Args:
@@ -83,7 +82,7 @@ def run_session(cfg: RunConfig, ranks: Ranks, prepared: Prepared, started: float
     Returns:
         The run folder.
     """
-    random_state.seed_all(cfg.run.seed + layout_of(cfg, ranks.world_size, ranks.rank).data_rank)
+    random_state.seed_all(cfg.run.seed + mesh_of(cfg, ranks.world_size, ranks.rank).data_rank)
     questions = questions_of(cfg, prepared, say if ranks.rank == 0 else lambda line: None)
     origin, hosts = begin(cfg, ranks)
     cfg = with_optimizer(cfg, origin)

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from toolkit.arguments import named_arguments, non_negative_int, one_of, parse_checked
-from toolkit.config.hub import with_folder
+from toolkit.config.hub import resolve_model_path
 from toolkit.config.schema import Packing, RunConfig
 from toolkit.errors import ConfigError, DataError
 from toolkit.messages import say, tr
@@ -38,7 +38,7 @@ def run(words: list[str]) -> int:
     count = non_negative_int(arguments.values, "n", 5)
     split = one_of(arguments.values, "split", ("train", "validation"))
     color = one_of(arguments.values, "color", COLORS)
-    cfg = with_folder(arguments.loaded, say).cfg
+    cfg = resolve_model_path(arguments.loaded, say).cfg
     from toolkit.train.prepared import prepare_data
 
     prepared = prepare_data(cfg, speaks=True)

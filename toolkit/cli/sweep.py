@@ -27,8 +27,8 @@ from pathlib import Path
 from toolkit import children
 from toolkit.arguments import parse_checked, positive_int
 from toolkit.cli.sweep_results import lines, state_name
-from toolkit.config import sweeps as grammar
-from toolkit.config.load import recorded, to_yaml
+from toolkit.config import sweep as grammar
+from toolkit.config.load import to_dict, to_yaml
 from toolkit.config.schema import EVAL_LOSS, RunConfig
 from toolkit.errors import ConfigError, Diverged, LaunchError, Stopped
 from toolkit.launch import deepspeed, environment
@@ -104,7 +104,7 @@ class Plan:
         words, here = [*self.words(job), "run.name=run"], deepspeed.hostfile_of(self.options) is None
         loaded = parse_checked(words, world_size=world_size, files=here, problems=problems).loaded
         problems.raise_all()
-        recorded(loaded.cfg)  # learns the secrets in it
+        to_dict(loaded.cfg)  # learns the secrets in it
         return loaded.cfg
 
 

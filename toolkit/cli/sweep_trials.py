@@ -7,12 +7,11 @@ from toolkit.cli import sweep as sweeping
 from toolkit.cli.sweep import Plan
 from toolkit.cli.sweep_results import is_less_better, read_result
 from toolkit.config.schema import EVAL_LOSS, RunConfig
-from toolkit.config.suggest import did_you_mean
-from toolkit.config.sweeps import Axis, written
+from toolkit.config.sweep import Axis, written
 from toolkit.errors import ConfigError
 from toolkit.launch.processes import SignalRequests
 from toolkit.launch.sweeps import DONE, FAILED, STOPPED, Job, Sweep, opened
-from toolkit.messages import joined, say, tr
+from toolkit.messages import did_you_mean, joined, say, tr
 from toolkit.problems import Problems
 from toolkit.secrets import hide
 

@@ -7,8 +7,7 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 from toolkit.cli.context import AnySession, Session
-from toolkit.config.checks_track import enabled_trackers
-from toolkit.config.load import plain, recorded
+from toolkit.config.load import to_dict, to_plain
 from toolkit.config.schema import RunConfig
 from toolkit.data.store import TokenizedCache
 from toolkit.engine.ds_config import leaves
@@ -42,8 +41,8 @@ def tracked(session: AnySession, step: int, data: Mapping[str, Any]) -> Iterator
     """
     trackers = session.trackers
     if session.ranks.rank == 0:
-        track = plain(session.cfg.track)
-        chosen = {name: track[name] for name in enabled_trackers(session.cfg)}
+        track = to_plain(session.cfg.track)
+        chosen = {name: track[name] for name in session.cfg.track.enabled}
         trackers.begin(session.folder, chosen, hyperparameters(session, data) if chosen else {}, step)
     try:
         yield
@@ -68,7 +67,7 @@ def hyperparameters(session: AnySession, data: Mapping[str, Any]) -> dict[str, A
     """Return what the run is made of, flat: its config, its data, the code's commit and the versions."""
     environment = json.loads((session.folder / "environment.json").read_text(encoding="utf-8"))
     return {
-        **dict(leaves(recorded(session.cfg))),
+        **dict(leaves(to_dict(session.cfg))),
         **{f"data_summary.{key}": value for key, value in leaves(dict(data))},
         **{f"environment.{key}": value for key, value in leaves(environment)},
         "commit": environment["commit"],

@@ -21,14 +21,12 @@ from toolkit.arguments import parse as compose
 from toolkit.arguments import parse_checked as compose_checked
 from toolkit.cli import sweep
 from toolkit.cli.trusted import warn_of_code
-from toolkit.config import examples, ops
-from toolkit.config.checks import accumulation
-from toolkit.config.checks_positions import check_positions
-from toolkit.config.checks_track import check_track_here
-from toolkit.config.hub import with_folder
-from toolkit.config.layout import layout_of
+from toolkit.config import files, ops
+from toolkit.config.hub import resolve_model_path
 from toolkit.config.load import to_yaml
+from toolkit.config.mesh import accumulation, mesh_of
 from toolkit.config.ops import check_compiler
+from toolkit.config.preflight import check_positions, check_track_here
 from toolkit.config.schema import AUTO
 from toolkit.errors import ConfigError
 from toolkit.launch import deepspeed, env_vars, environment, mpi
@@ -49,7 +47,7 @@ def run(words: list[str]) -> int:
         raise ConfigError(tr("prepare.shard is for `toolkit prepare` alone: training needs all parts. Remove it."))
     if ranks.rank == 0:
         greet(composed, ranks, cfg.model.name or Path(cfg.model.path).name or "?")
-    loaded = with_folder(composed.loaded, say if ranks.local_rank == 0 else lambda line: None)
+    loaded = resolve_model_path(composed.loaded, say if ranks.local_rank == 0 else lambda line: None)
     check_positions(loaded)
     # Only now is torch imported: whatever is wrong so far was told within seconds.
     from toolkit.cli.session import train
@@ -100,7 +98,7 @@ def _without_cfg(words: list[str]) -> list[str]:
 def greet(composed: Composed, ranks: environment.Ranks, model: str) -> None:
     """Say what begins: on which ranks, in which batches."""
     cfg = composed.loaded.cfg
-    if line := examples.notice(cfg.data):
+    if line := files.notice(cfg.data):
         print(line)
     for note in [*composed.notes, *mpi.notes(ranks.launcher, ranks.local_world_size, os.environ)]:
         print(note)
@@ -117,7 +115,7 @@ def greet(composed: Composed, ranks: environment.Ranks, model: str) -> None:
             micro=cfg.batch.micro_per_gpu,
             times=AUTO if is_found else accumulation(cfg, ranks.world_size),
             world=ranks.world_size,
-            parts=layout_of(cfg, ranks.world_size).data_ranks,
+            parts=mesh_of(cfg, ranks.world_size).data_ranks,
             size=cfg.batch.global_size,
         )
     )

@@ -3,8 +3,8 @@
 import math
 from collections.abc import Iterator
 
-from toolkit.config.load import Loaded
-from toolkit.config.places import fail, value_of
+from toolkit.config.load import LoadedConfig
+from toolkit.config.schema import get_value
 from toolkit.errors import ConfigError
 from toolkit.messages import tr
 
@@ -102,18 +102,17 @@ LEAST = {
 }
 
 
-def check_numbers(loaded: Loaded) -> Iterator[ConfigError]:
+def check_numbers(loaded: LoadedConfig) -> Iterator[ConfigError]:
     """Yield each value out of its range."""
     for key, bound in LEAST.items():
-        value = value_of(loaded.cfg, key)
+        value = get_value(loaded.cfg, key)
         if isinstance(value, (int, float)) and not bound <= value < math.inf:
-            yield fail(loaded, key, tr("{key} = {value} must be at least {least}.", key=key, value=value, least=bound))
+            yield loaded.error(key, tr("{key} = {value} must be at least {least}.", key=key, value=value, least=bound))
     cfg = loaded.cfg
     if not 0 < cfg.optim.lr < float("inf"):
-        yield fail(loaded, "optim.lr", tr("optim.lr = {value} must be greater than 0.", value=cfg.optim.lr))
+        yield loaded.error("optim.lr", tr("optim.lr = {value} must be greater than 0.", value=cfg.optim.lr))
     if len(cfg.optim.betas) != 2 or not all(0 <= beta < 1 for beta in cfg.optim.betas):
-        yield fail(
-            loaded,
+        yield loaded.error(
             "optim.betas",
             tr("optim.betas = {value} must be two numbers from 0 to below 1.", value=cfg.optim.betas),
         )
@@ -125,13 +124,13 @@ def check_numbers(loaded: Loaded) -> Iterator[ConfigError]:
         "schedule.decay_ratio",
         "schedule.warmup_min_ratio",
     ):
-        value = value_of(cfg, key)
+        value = get_value(cfg, key)
         assert isinstance(value, float)
         if not 0 <= value < 1 and (key, value) != ("schedule.warmup_min_ratio", -1):
-            yield fail(loaded, key, tr("{key} = {value} must be from 0 to below 1.", key=key, value=value))
+            yield loaded.error(key, tr("{key} = {value} must be from 0 to below 1.", key=key, value=value))
     if not 0 < cfg.evaluate.top_p <= 1:
         key, number = "evaluate.top_p", cfg.evaluate.top_p
-        yield fail(loaded, key, tr("{key} = {value} must be above 0 and at most 1.", key=key, value=number))
+        yield loaded.error(key, tr("{key} = {value} must be above 0 and at most 1.", key=key, value=number))
     if not 0 <= cfg.zero.offload_optimizer.ratio <= 1:
         key, value = "zero.offload_optimizer.ratio", cfg.zero.offload_optimizer.ratio
-        yield fail(loaded, key, tr("{key} = {value} must be from 0 to 1.", key=key, value=value))
+        yield loaded.error(key, tr("{key} = {value} must be from 0 to 1.", key=key, value=value))

@@ -4,14 +4,13 @@ import re
 from collections.abc import Iterator
 
 from toolkit.config.hub import is_hub_name
-from toolkit.config.load import Loaded
-from toolkit.config.places import fail
+from toolkit.config.load import LoadedConfig
 from toolkit.config.schema import Init
 from toolkit.errors import ConfigError
 from toolkit.messages import tr
 
 
-def check_code(loaded: Loaded) -> Iterator[ConfigError]:
+def check_code(loaded: LoadedConfig) -> Iterator[ConfigError]:
     """Apply every rule.
 
     Yields:
@@ -22,8 +21,7 @@ def check_code(loaded: Loaded) -> Iterator[ConfigError]:
         return
     # A mistyped folder must not run a stranger's code, nor a branch what is pushed to it after one has read it.
     if is_hub_name(model.path) and not re.fullmatch("[0-9a-f]{40}", model.revision):
-        yield fail(
-            loaded,
+        yield loaded.error(
             "model.revision",
             tr(
                 "model.trust_remote_code = true and model.path = {path}, which is no folder here but a name on Hugging "
@@ -32,8 +30,7 @@ def check_code(loaded: Loaded) -> Iterator[ConfigError]:
             ),
         )
     if keep:
-        yield fail(
-            loaded,
+        yield loaded.error(
             "checkpoint.keep_weights",
             tr(
                 "checkpoint.keep_weights = {value} and model.trust_remote_code = true do not go together: exports of "

@@ -3,22 +3,19 @@
 import math
 from collections.abc import Iterator
 
-from toolkit.config.layout import layout_of
-from toolkit.config.load import Loaded
-from toolkit.config.places import fail
+from toolkit.config.load import LoadedConfig
+from toolkit.config.mesh import mesh_of
 from toolkit.config.schema import AUTO, SourceConfig, TuningMethod
-from toolkit.config.weights import weight_at
 from toolkit.errors import ConfigError
 from toolkit.messages import joined, tr
 
 
-def _curriculum(loaded: Loaded) -> Iterator[ConfigError]:
+def _curriculum(loaded: LoadedConfig) -> Iterator[ConfigError]:
     """The longest sample has to grow."""
     curriculum, most = loaded.cfg.data.curriculum, loaded.cfg.data.max_length
     if curriculum.steps and curriculum.start_length >= most:
         key = "data.curriculum.start_length"
-        yield fail(
-            loaded,
+        yield loaded.error(
             key,
             tr(
                 "{key} = {start} must be less than data.max_length = {most}.",
@@ -29,18 +26,17 @@ def _curriculum(loaded: Loaded) -> Iterator[ConfigError]:
         )
 
 
-def _weights(loaded: Loaded) -> Iterator[ConfigError]:
+def _weights(loaded: LoadedConfig) -> Iterator[ConfigError]:
     """Weights that change: points in their order, something to mix, and always a source to take rows from."""
     sources = loaded.cfg.data.sources
     if not any(source.weights for source in sources):
         return
     key = "data.sources"
     if len(sources) < 2:
-        yield fail(loaded, key, tr("weights of the only source have no effect: there is nothing to mix it with."))
+        yield loaded.error(key, tr("weights of the only source have no effect: there is nothing to mix it with."))
         return
     if loaded.cfg.data.curriculum.steps:
-        yield fail(
-            loaded,
+        yield loaded.error(
             "data.curriculum.steps",
             tr(
                 "data.curriculum and weights of a source that change both decide which rows come when: keep one of "
@@ -50,23 +46,21 @@ def _weights(loaded: Loaded) -> Iterator[ConfigError]:
     wrong = [error for number, source in enumerate(sources) for error in _wrong_weights(loaded, number, source)]
     yield from wrong
     times = sorted({0.0, 1.0, *(point.at for source in sources for point in source.weights)})
-    empty = [] if wrong else [time for time in times if not any(weight_at(source, time) for source in sources)]
+    empty = [] if wrong else [time for time in times if not any(source.weight_at(time) for source in sources)]
     if empty:
         places = ", ".join(map(str, empty))
-        yield fail(loaded, key, tr("no source has a weight above 0 at {place} of the run.", place=places))
+        yield loaded.error(key, tr("no source has a weight above 0 at {place} of the run.", place=places))
 
 
-def _wrong_weights(loaded: Loaded, number: int, source: SourceConfig) -> Iterator[ConfigError]:
+def _wrong_weights(loaded: LoadedConfig, number: int, source: SourceConfig) -> Iterator[ConfigError]:
     key, places = "data.sources", [point.at for point in source.weights]
     if source.weights and source.weight != 1:
-        yield fail(
-            loaded,
+        yield loaded.error(
             key,
             tr("data.sources[{number}]: weight and weights are both given: keep one of them.", number=number),
         )
     if any(not 0 <= place <= 1 for place in places) or places != sorted(set(places)):
-        yield fail(
-            loaded,
+        yield loaded.error(
             key,
             tr(
                 "data.sources[{number}].weights: the points {places} must rise from 0, the beginning of the run, "
@@ -76,18 +70,17 @@ def _wrong_weights(loaded: Loaded, number: int, source: SourceConfig) -> Iterato
             ),
         )
     if any(not 0 <= weight < math.inf for weight in [source.weight, *(point.weight for point in source.weights)]):
-        yield fail(loaded, key, tr("data.sources[{number}]: a weight must be a number of at least 0.", number=number))
+        yield loaded.error(key, tr("data.sources[{number}]: a weight must be a number of at least 0.", number=number))
 
 
-def _random_ltd(loaded: Loaded) -> Iterator[ConfigError]:
+def _random_ltd(loaded: LoadedConfig) -> Iterator[ConfigError]:
     """Tokens can be dropped where layers are transformers' own, whole, and called as they are."""
     cfg, key = loaded.cfg, "train.random_ltd.steps"
     ltd, parallel = cfg.train.random_ltd, cfg.parallel
     if not ltd.steps:
         return
     if not 0 < ltd.start_share < 1:
-        yield fail(
-            loaded,
+        yield loaded.error(
             "train.random_ltd.start_share",
             tr(
                 "{key} = {value} must be above 0 and below 1.",
@@ -104,8 +97,7 @@ def _random_ltd(loaded: Loaded) -> Iterator[ConfigError]:
         "compile.enabled = true": cfg.compile.enabled,
     }
     if any(reasons.values()):
-        yield fail(
-            loaded,
+        yield loaded.error(
             key,
             tr(
                 "train.random_ltd cannot be used with {setting}: it works where all or some layers are trained "
@@ -115,15 +107,14 @@ def _random_ltd(loaded: Loaded) -> Iterator[ConfigError]:
         )
 
 
-def _neftune(loaded: Loaded) -> Iterator[ConfigError]:
+def _neftune(loaded: LoadedConfig) -> Iterator[ConfigError]:
     """Noise is drawn by each rank for its own rows: ranks that share rows would disagree about it."""
     parallel = loaded.cfg.parallel
     if not loaded.cfg.train.neftune_alpha:
         return
     for name in ("tensor", "sequence", "pipeline"):
         if getattr(parallel, name) > 1:
-            yield fail(
-                loaded,
+            yield loaded.error(
                 "train.neftune_alpha",
                 tr(
                     "train.neftune_alpha cannot be used with parallel.{name} = {ranks}: each rank draws its own noise, "
@@ -134,22 +125,21 @@ def _neftune(loaded: Loaded) -> Iterator[ConfigError]:
             )
 
 
-def _world_sizes(loaded: Loaded) -> Iterator[ConfigError]:
+def _world_sizes(loaded: LoadedConfig) -> Iterator[ConfigError]:
     """Reject a global batch that one of `batch.world_sizes` cannot divide evenly; say which ones all of them can."""
     cfg, key = loaded.cfg, "batch.world_sizes"
     sizes, size = cfg.batch.world_sizes, cfg.batch.global_size
     if any(ranks < 1 for ranks in sizes):
-        yield fail(loaded, key, tr("{key} = {value} must hold numbers of at least 1.", key=key, value=sizes))
+        yield loaded.error(key, tr("{key} = {value} must hold numbers of at least 1.", key=key, value=sizes))
         return
     micro = 1 if cfg.batch.micro_per_gpu == AUTO else int(cfg.batch.micro_per_gpu)
     try:
-        unit = micro * math.lcm(*(layout_of(cfg, ranks).data_ranks for ranks in sizes))
+        unit = micro * math.lcm(*(mesh_of(cfg, ranks).data_ranks for ranks in sizes))
     except ConfigError as error:
-        yield fail(loaded, key, str(error))
+        yield loaded.error(key, str(error))
         return
     if cfg.parallel.tensor > 1 and len(set(sizes)) > 1:
-        yield fail(
-            loaded,
+        yield loaded.error(
             key,
             tr(
                 "{key} = {value}: with parallel.tensor = {tensor} a run goes on on as many ranks as it was saved by "
@@ -162,8 +152,7 @@ def _world_sizes(loaded: Loaded) -> Iterator[ConfigError]:
     if not sizes or size % unit == 0:
         return
     below, above = size // unit * unit, -(-size // unit) * unit
-    yield fail(
-        loaded,
+    yield loaded.error(
         "batch.global_size",
         joined(
             tr(

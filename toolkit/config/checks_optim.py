@@ -3,10 +3,9 @@
 import importlib.util
 from collections.abc import Iterator
 
-from toolkit.config.load import Loaded
-from toolkit.config.optimizers import GROUPING, OPTIMIZERS, SOMETIMES_READ
-from toolkit.config.places import fail, value_of
-from toolkit.config.schema import Device, OptimizerName, RunConfig, ScheduleName, TuningMethod
+from toolkit.config.load import LoadedConfig
+from toolkit.config.rule_tables import GROUPING, OPTIMIZERS, SOMETIMES_READ
+from toolkit.config.schema import Device, OptimizerName, RunConfig, ScheduleName, TuningMethod, get_value
 from toolkit.errors import ConfigError
 from toolkit.messages import tr
 
@@ -21,7 +20,7 @@ def unread_optim(cfg: RunConfig) -> Iterator[tuple[str, str, str]]:
         yield "optim.decay", tr("optim.weight_decay is 0"), "optim.weight_decay"
 
 
-def check_optim(loaded: Loaded) -> Iterator[ConfigError]:
+def check_optim(loaded: LoadedConfig) -> Iterator[ConfigError]:
     """Apply the rules.
 
     Yields:
@@ -30,13 +29,12 @@ def check_optim(loaded: Loaded) -> Iterator[ConfigError]:
     optim, stage = loaded.cfg.optim, loaded.cfg.zero.stage
     if not 0 <= optim.momentum < 1:
         key, number = "optim.momentum", optim.momentum
-        yield fail(loaded, key, tr("{key} = {value} must be from 0 to below 1.", key=key, value=number))
+        yield loaded.error(key, tr("{key} = {value} must be from 0 to below 1.", key=key, value=number))
     if not 0 < optim.layer_lr_decay <= 1:
         key, number = "optim.layer_lr_decay", optim.layer_lr_decay
-        yield fail(loaded, key, tr("{key} = {value} must be above 0 and at most 1.", key=key, value=number))
+        yield loaded.error(key, tr("{key} = {value} must be above 0 and at most 1.", key=key, value=number))
     elif optim.layer_lr_decay != 1 and loaded.cfg.tuning.method in (TuningMethod.ptuning_v2, TuningMethod.prompt):
-        yield fail(
-            loaded,
+        yield loaded.error(
             "optim.layer_lr_decay",
             tr(
                 "optim.layer_lr_decay = {value} needs layers to train, and tuning.method = {method} trains none.",
@@ -46,19 +44,18 @@ def check_optim(loaded: Loaded) -> Iterator[ConfigError]:
         )
     yield from _check_together(loaded)
     if OPTIMIZERS[optim.name].needs_whole and stage:
-        yield fail(loaded, "optim.name", _whole(optim.name, stage))
+        yield loaded.error("optim.name", _whole(optim.name, stage))
     if optim.name is OptimizerName.muon:
         yield from _check_muon(loaded)
     yield from _check_stable(loaded)
 
 
-def _check_stable(loaded: Loaded) -> Iterator[ConfigError]:
+def _check_stable(loaded: LoadedConfig) -> Iterator[ConfigError]:
     """A wsd schedule has to have room for warm-up and decay."""
     schedule = loaded.cfg.schedule
     steps = loaded.cfg.train.max_steps
     if steps and schedule.name is ScheduleName.wsd and schedule.warmup_steps + schedule.decay_steps > steps:
-        yield fail(
-            loaded,
+        yield loaded.error(
             "schedule.decay_steps",
             tr(
                 "schedule.warmup_steps = {warmup} and schedule.decay_steps = {decay} are more together than "
@@ -70,10 +67,10 @@ def _check_stable(loaded: Loaded) -> Iterator[ConfigError]:
         )
 
 
-def _check_together(loaded: Loaded) -> Iterator[ConfigError]:
+def _check_together(loaded: LoadedConfig) -> Iterator[ConfigError]:
     """What has not been tried together, and would go wrong in silence if it did."""
     cfg, zero = loaded.cfg, loaded.cfg.zero
-    changed = [key for key in GROUPING if value_of(cfg, key) != value_of(RunConfig(), key)]
+    changed = [key for key in GROUPING if get_value(cfg, key) != get_value(RunConfig(), key)]
     key = changed[0] if changed else "optim.name"
     others = {
         "parallel.pipeline": cfg.parallel.pipeline > 1,
@@ -90,15 +87,14 @@ def _check_together(loaded: Loaded) -> Iterator[ConfigError]:
         return
     for other, is_on in others.items():
         if is_on:
-            yield fail(
-                loaded,
+            yield loaded.error(
                 key,
                 tr(
                     "{key} = {value} and {other} = {theirs} do not go together: untested. Leave one of them out.",
                     key=key,
-                    value=getattr(value_of(cfg, key), "value", value_of(cfg, key)),
+                    value=getattr(get_value(cfg, key), "value", get_value(cfg, key)),
                     other=other,
-                    theirs=str(value_of(cfg, other)).lower(),
+                    theirs=str(get_value(cfg, other)).lower(),
                 ),
             )
 
@@ -120,11 +116,10 @@ def _whole(name: OptimizerName, stage: int) -> str:
     )
 
 
-def _check_muon(loaded: Loaded) -> Iterator[ConfigError]:
+def _check_muon(loaded: LoadedConfig) -> Iterator[ConfigError]:
     cfg = loaded.cfg
     if cfg.tuning.method in (TuningMethod.ptuning_v2, TuningMethod.prompt):
-        yield fail(
-            loaded,
+        yield loaded.error(
             "optim.name",
             tr(
                 "optim.name = muon needs matrices of layers to train, and tuning.method = {method} trains none. Use "
@@ -133,8 +128,7 @@ def _check_muon(loaded: Loaded) -> Iterator[ConfigError]:
             ),
         )
     if cfg.train.gradient_clipping:
-        yield fail(
-            loaded,
+        yield loaded.error(
             "train.gradient_clipping",
             tr(
                 "train.gradient_clipping = {value} and optim.name = muon do not go together: under most ZeRO stages "
@@ -144,22 +138,20 @@ def _check_muon(loaded: Loaded) -> Iterator[ConfigError]:
             ),
         )
     if Device.nvme in (cfg.zero.offload_optimizer.device, cfg.zero.offload_param.device):
-        yield fail(
-            loaded,
+        yield loaded.error(
             "optim.name",
             tr("optim.name = muon and offloading to NVMe are untested together. Offload to cpu, or use optim=adamw."),
         )
 
 
-def check_optim_here(loaded: Loaded) -> Iterator[ConfigError]:
+def check_optim_here(loaded: LoadedConfig) -> Iterator[ConfigError]:
     """Apply the rule about this machine.
 
     Yields:
         What does not hold.
     """
     if loaded.cfg.optim.name is OptimizerName.adamw_8bit and importlib.util.find_spec("bitsandbytes") is None:
-        yield fail(
-            loaded,
+        yield loaded.error(
             "optim.name",
             tr(
                 "optim.name = adamw_8bit needs the package bitsandbytes, which is not installed:  pip install "

@@ -3,14 +3,11 @@
 import re
 from collections.abc import Iterator
 
-from toolkit.config.keys import all_keys
-from toolkit.config.load import Loaded
-from toolkit.config.places import fail
+from toolkit.config.load import LoadedConfig
 from toolkit.config.schema import AUTO, DecayOf, RunConfig
-from toolkit.config.unread import check_effect
+from toolkit.config.validate import all_keys
 from toolkit.errors import ConfigError
 from toolkit.messages import tr
-from toolkit.problems import raise_all
 
 _READ = ("data.num_workers", "evaluate.every", "evaluate.at_start", "evaluate.keep_best")
 _SECTIONS = (
@@ -34,7 +31,7 @@ def unread_own(cfg: RunConfig) -> Iterator[tuple[str, str, str]]:
             yield key, reason, ""
 
 
-def check_own(loaded: Loaded) -> Iterator[ConfigError]:
+def check_own(loaded: LoadedConfig) -> Iterator[ConfigError]:
     """Refuse what needs to know the model.
 
     Yields:
@@ -44,8 +41,7 @@ def check_own(loaded: Loaded) -> Iterator[ConfigError]:
     for name in ("tensor", "sequence", "pipeline"):
         ranks, key = getattr(cfg.parallel, name), f"parallel.{name}"
         if ranks > 1:
-            yield fail(
-                loaded,
+            yield loaded.error(
                 key,
                 tr(
                     "{key} = {value}: how to split a model of one's own is not known; its ranks share the data. Set it "
@@ -56,8 +52,7 @@ def check_own(loaded: Loaded) -> Iterator[ConfigError]:
             )
     for key, value in (("batch.micro_per_gpu", cfg.batch.micro_per_gpu), ("plan.auto", cfg.plan.auto)):
         if value in (AUTO, True) and isinstance(value, (str, bool)):
-            yield fail(
-                loaded,
+            yield loaded.error(
                 key,
                 tr(
                     "{key} = {value}: nobody knows what a model of one's own takes. Give batch.micro_per_gpu a number, "
@@ -69,14 +64,13 @@ def check_own(loaded: Loaded) -> Iterator[ConfigError]:
     yield from _check_optim(loaded)
     name = cfg.evaluate.keep_best
     if name and not re.fullmatch(r"eval_\w+", name):
-        yield fail(
-            loaded,
+        yield loaded.error(
             "evaluate.keep_best",
             tr("evaluate.keep_best = {name} must be eval_loss, or eval_ and the name of a metric.", name=name),
         )
 
 
-def _check_optim(loaded: Loaded) -> Iterator[ConfigError]:
+def _check_optim(loaded: LoadedConfig) -> Iterator[ConfigError]:
     """Refuse rates and decay by the place of a parameter: it is told by names that language models have."""
     optim = loaded.cfg.optim
     for key, value, is_placed, others in (
@@ -84,8 +78,7 @@ def _check_optim(loaded: Loaded) -> Iterator[ConfigError]:
         ("optim.layer_lr_decay", optim.layer_lr_decay, optim.layer_lr_decay != 1, "1"),
     ):
         if is_placed:
-            yield fail(
-                loaded,
+            yield loaded.error(
                 key,
                 tr(
                     "{key} = {value}: which parameters of a model of one's own are layers, embeddings or output is not "
@@ -95,13 +88,3 @@ def _check_optim(loaded: Loaded) -> Iterator[ConfigError]:
                     others=others,
                 ),
             )
-
-
-def check_without_validation(loaded: Loaded) -> None:
-    """Refuse settings of evaluations in a program without validation data.
-
-    Raises:
-        ConfigError: those that were changed.
-    """
-    reason = tr("the program gives no validation=")
-    raise_all(check_effect(loaded, [(key, reason, "") for key in _READ if key.startswith("evaluate.")]))

@@ -2,14 +2,13 @@
 
 from collections.abc import Iterator, Sequence
 
-from toolkit.config.load import Loaded
-from toolkit.config.places import fail
+from toolkit.config.load import LoadedConfig
 from toolkit.config.schema import AUTO, Device, Dtype, RunConfig, TuningMethod
 from toolkit.errors import ConfigError
 from toolkit.messages import tr
 
 
-def check_pipeline(loaded: Loaded) -> Iterator[ConfigError]:
+def check_pipeline(loaded: LoadedConfig) -> Iterator[ConfigError]:
     """Refuse what a run whose layers are divided into stages cannot do.
 
     Yields:
@@ -19,8 +18,7 @@ def check_pipeline(loaded: Loaded) -> Iterator[ConfigError]:
     if stages == 1:
         return
     for key, value, reason in _impossible(loaded.cfg):
-        yield fail(
-            loaded,
+        yield loaded.error(
             key,
             tr(
                 "{key} = {value} cannot be together with parallel.pipeline = {stages}: {reason}",

@@ -2,14 +2,13 @@
 
 from collections.abc import Iterator
 
-from toolkit.config.load import Loaded
-from toolkit.config.places import fail
+from toolkit.config.load import LoadedConfig
 from toolkit.config.schema import Attention, RunConfig, TuningMethod
 from toolkit.errors import ConfigError
 from toolkit.messages import tr
 
 
-def check_sequence(loaded: Loaded) -> Iterator[ConfigError]:
+def check_sequence(loaded: LoadedConfig) -> Iterator[ConfigError]:
     """Apply the rules that need neither model nor ranks.
 
     Yields:
@@ -18,8 +17,7 @@ def check_sequence(loaded: Loaded) -> Iterator[ConfigError]:
     yield from _mlp_pieces(loaded)
     ranks = loaded.cfg.parallel.sequence
     for reason in _reasons(loaded.cfg) if ranks > 1 else ():
-        yield fail(
-            loaded,
+        yield loaded.error(
             "parallel.sequence",
             tr("parallel.sequence = {ranks} cannot be: {reason}.", ranks=ranks, reason=reason),
         )
@@ -45,7 +43,7 @@ def _reasons(cfg: RunConfig) -> Iterator[str]:
         yield tr("what ranks exchange within attention cannot be compiled. Set compile.enabled=false")
 
 
-def _mlp_pieces(loaded: Loaded) -> Iterator[ConfigError]:
+def _mlp_pieces(loaded: LoadedConfig) -> Iterator[ConfigError]:
     cfg, key, pieces = loaded.cfg, "kernels.mlp_pieces", loaded.cfg.kernels.mlp_pieces
     reasons = []
     if pieces > 1 and cfg.compile.enabled:
@@ -59,4 +57,4 @@ def _mlp_pieces(loaded: Loaded) -> Iterator[ConfigError]:
             )
         )
     for reason in reasons:
-        yield fail(loaded, key, tr("{key} = {value} cannot be: {reason}.", key=key, value=pieces, reason=reason))
+        yield loaded.error(key, tr("{key} = {value} cannot be: {reason}.", key=key, value=pieces, reason=reason))

@@ -2,15 +2,14 @@
 
 from collections.abc import Iterator
 
-from toolkit.config.load import Loaded
-from toolkit.config.places import fail
+from toolkit.config.load import LoadedConfig
+from toolkit.config.mesh import check_split
 from toolkit.config.schema import Init, OptimizerName, RunConfig, TuningMethod
-from toolkit.config.tensor import check_split
 from toolkit.errors import ConfigError
 from toolkit.messages import tr
 
 
-def check_tensor(loaded: Loaded) -> Iterator[ConfigError]:
+def check_tensor(loaded: LoadedConfig) -> Iterator[ConfigError]:
     """Apply them.
 
     Yields:
@@ -21,7 +20,7 @@ def check_tensor(loaded: Loaded) -> Iterator[ConfigError]:
     if size == 1:
         return
     for reason in _reasons(cfg):
-        yield fail(loaded, key, tr("{key} = {value} cannot be: {reason}.", key=key, value=size, reason=reason))
+        yield loaded.error(key, tr("{key} = {value} cannot be: {reason}.", key=key, value=size, reason=reason))
     if cfg.model.init is Init.random:
         shape = cfg.model.shape
         try:
@@ -29,7 +28,7 @@ def check_tensor(loaded: Loaded) -> Iterator[ConfigError]:
                 {"heads": shape.num_heads, "key_heads": shape.num_kv_heads, "inner": shape.intermediate_size}, size
             )
         except ConfigError as error:
-            yield fail(loaded, key, str(error))
+            yield loaded.error(key, str(error))
 
 
 def _reasons(cfg: RunConfig) -> Iterator[str]:

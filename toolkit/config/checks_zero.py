@@ -3,17 +3,16 @@
 import shutil
 from collections.abc import Iterator
 
-from toolkit.config.layout import layout_of
-from toolkit.config.load import Loaded
-from toolkit.config.places import fail, value_of
-from toolkit.config.schema import AUTO, Device, Dtype, OnBadStep, OptimizerName, RunConfig
+from toolkit.config.load import LoadedConfig
+from toolkit.config.mesh import mesh_of
+from toolkit.config.schema import AUTO, Device, Dtype, OnBadStep, OptimizerName, RunConfig, get_value
 from toolkit.errors import ConfigError
 from toolkit.messages import tr
 
 _GPU_ONLY = ("zero.zero_quantized_weights", "zero.zero_quantized_gradients", "zero.offload_optimizer.super_offload")
 
 
-def check_zero(loaded: Loaded) -> Iterator[ConfigError]:
+def check_zero(loaded: LoadedConfig) -> Iterator[ConfigError]:
     """Apply the rules that need neither ranks nor machine.
 
     Yields:
@@ -25,10 +24,10 @@ def check_zero(loaded: Loaded) -> Iterator[ConfigError]:
         ("zero.offload_optimizer.cpuadam_cores_perc", zero.offload_optimizer.cpuadam_cores_perc),
     ):
         if not 0 < value < 1:
-            yield fail(loaded, key, tr("{key} = {value} must be above 0 and below 1.", key=key, value=value))
+            yield loaded.error(key, tr("{key} = {value} must be above 0 and below 1.", key=key, value=value))
     key, number = "zero.zenflow.pt_reserved_cores_perc", zero.zenflow.pt_reserved_cores_perc
     if not 0 <= number <= 1:
-        yield fail(loaded, key, tr("{key} = {value} must be from 0 to 1.", key=key, value=number))
+        yield loaded.error(key, tr("{key} = {value} must be from 0 to 1.", key=key, value=number))
     if zero.zero_hpz_partition_size > 1:
         wanted = {"zero.offload_param.device=none": _holds_weights(cfg)}
         yield from _require(loaded, "zero.zero_hpz_partition_size", wanted)
@@ -47,7 +46,7 @@ def check_zero(loaded: Loaded) -> Iterator[ConfigError]:
         yield from _zenflow(loaded)
 
 
-def check_ranks(loaded: Loaded, world_size: int) -> Iterator[ConfigError]:
+def check_ranks(loaded: LoadedConfig, world_size: int) -> Iterator[ConfigError]:
     """Apply the rules that need the number of ranks.
 
     Yields:
@@ -56,17 +55,15 @@ def check_ranks(loaded: Loaded, world_size: int) -> Iterator[ConfigError]:
     cfg = loaded.cfg
     key, size = "zero.zero_hpz_partition_size", cfg.zero.zero_hpz_partition_size
     if world_size % size:
-        yield fail(
-            loaded,
+        yield loaded.error(
             key,
             tr("{key} = {value} must divide the {ranks} ranks of the run.", key=key, value=size, ranks=world_size),
         )
     batch = cfg.batch
     is_known = batch.micro_per_gpu != AUTO
-    ranks = layout_of(cfg, world_size).data_ranks
+    ranks = mesh_of(cfg, world_size).data_ranks
     if cfg.zero.zenflow.enabled and is_known and batch.global_size != batch.micro_per_gpu * ranks:
-        yield fail(
-            loaded,
+        yield loaded.error(
             "zero.zenflow.enabled",
             tr(
                 "zero.zenflow.enabled = true makes an update of every micro-batch, so a step has to have one: "
@@ -79,16 +76,16 @@ def check_ranks(loaded: Loaded, world_size: int) -> Iterator[ConfigError]:
         )
 
 
-def check_zero_here(loaded: Loaded) -> Iterator[ConfigError]:
+def check_zero_here(loaded: LoadedConfig) -> Iterator[ConfigError]:
     """Apply the rules about this machine.
 
     Yields:
         What does not hold.
     """
     for key in _GPU_ONLY:
-        if value_of(loaded.cfg, key) and shutil.which("nvidia-smi") is None:
-            yield fail(
-                loaded, key, tr("{key} = true needs NVIDIA GPUs, and there are none here. Set it to false.", key=key)
+        if get_value(loaded.cfg, key) and shutil.which("nvidia-smi") is None:
+            yield loaded.error(
+                key, tr("{key} = true needs NVIDIA GPUs, and there are none here. Set it to false.", key=key)
             )
 
 
@@ -105,7 +102,7 @@ def _holds_weights(cfg: RunConfig) -> bool:
     return cfg.zero.offload_param.device is Device.none
 
 
-def _deepcompile(loaded: Loaded) -> Iterator[ConfigError]:
+def _deepcompile(loaded: LoadedConfig) -> Iterator[ConfigError]:
     """Its graph has gathers and reductions of its own (0.19.8, compile/init_z3.py), which know none of these."""
     cfg, key = loaded.cfg, "compile.deepcompile"
     yield from _require(
@@ -122,7 +119,7 @@ def _deepcompile(loaded: Loaded) -> Iterator[ConfigError]:
     )
 
 
-def _super_offload(loaded: Loaded) -> Iterator[ConfigError]:
+def _super_offload(loaded: LoadedConfig) -> Iterator[ConfigError]:
     """Its process has a DeepSpeedCPUAdam that knows AdamW only (0.19.8, superoffload_utils.py)."""
     cfg, key = loaded.cfg, "zero.offload_optimizer.super_offload"
     yield from _require(
@@ -139,11 +136,10 @@ def _super_offload(loaded: Loaded) -> Iterator[ConfigError]:
     )
 
 
-def _zenflow(loaded: Loaded) -> Iterator[ConfigError]:
+def _zenflow(loaded: LoadedConfig) -> Iterator[ConfigError]:
     cfg, key, zenflow = loaded.cfg, "zero.zenflow.enabled", loaded.cfg.zero.zenflow
     if cfg.zero.stage == 3:
-        yield fail(
-            loaded,
+        yield loaded.error(
             key,
             tr(
                 "zero.zenflow.enabled = true and zero.stage = 3 do not go together: ZenFlow turns whole weights before "
@@ -165,8 +161,7 @@ def _zenflow(loaded: Loaded) -> Iterator[ConfigError]:
         },
     )
     if zenflow.select_interval % zenflow.update_interval:
-        yield fail(
-            loaded,
+        yield loaded.error(
             "zero.zenflow.select_interval",
             tr(
                 "zero.zenflow.select_interval = {select} must be a multiple of zero.zenflow.update_interval = "
@@ -196,21 +191,20 @@ def _judged_late(cfg: RunConfig) -> dict[str, bool]:
     return wanted
 
 
-def _require(loaded: Loaded, key: str, wanted: dict[str, bool]) -> Iterator[ConfigError]:
+def _require(loaded: LoadedConfig, key: str, wanted: dict[str, bool]) -> Iterator[ConfigError]:
     """What a setting needs of the others; all of them work in data parallelism only."""
     parallel = loaded.cfg.parallel
     names = ("tensor", "sequence", "pipeline")
     wanted = wanted | {f"parallel.{name}=1": getattr(parallel, name) == 1 for name in names}
     missing = [word for word, is_so in wanted.items() if not is_so]
     if missing:
-        yield fail(
-            loaded,
+        yield loaded.error(
             key,
             tr(
                 "{key} = {value} cannot be with the other settings; docs/zero.md says why. Add {words}, or leave it "
                 "out.",
                 key=key,
-                value=str(value_of(loaded.cfg, key)).lower(),
+                value=str(get_value(loaded.cfg, key)).lower(),
                 words=" ".join(missing),
             ),
         )

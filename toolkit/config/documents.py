@@ -8,13 +8,12 @@ from typing import Any
 from hydra.core.config_store import ConfigStore
 from omegaconf import OmegaConf
 
-from toolkit.config import files, foreign, short_forms
-from toolkit.config.files import Document
-from toolkit.config.keys import about, check_tree, field_type, unknown_key
+from toolkit.config import files, short_forms, validate
+from toolkit.config.files import YamlDocument
 from toolkit.config.schema import RunConfig
-from toolkit.config.suggest import did_you_mean
+from toolkit.config.validate import about, field_type, unknown_key, validate_tree
 from toolkit.errors import ConfigError
-from toolkit.messages import joined, tr
+from toolkit.messages import did_you_mean, joined, tr
 from toolkit.problems import Problems
 
 CHOSEN = "chosen"
@@ -52,9 +51,9 @@ def register_recipes(
     recipes: dict[str, Path],
     groups: dict[str, dict[str, Path]],
     problems: Problems,
-) -> dict[str, Document]:
+) -> dict[str, YamlDocument]:
     """Hand the chosen recipe, and those it builds on, to Hydra as the group `recipe`; return what was read."""
-    documents: dict[str, Document] = {}
+    documents: dict[str, YamlDocument] = {}
     # Name, file, and the files that build on it: a recipe cannot build on itself.
     waiting: list[tuple[str, Path, tuple[Path, ...]]] = [(CHOSEN, chosen, ())]
     while waiting:
@@ -82,14 +81,14 @@ def register_recipes(
     return documents
 
 
-def _refuse_foreign(document: Document) -> None:
+def _refuse_foreign(document: YamlDocument) -> None:
     """Refuse another program's config, whose keys would be told one by one.
 
     Raises:
         ConfigError: how to make a recipe of it.
     """
     own = {item.name for item in fields(RunConfig)} | {"defaults"}
-    others = [str(key) for key in document.values if key not in own and foreign.is_known(str(key))]
+    others = [str(key) for key in document.values if key not in own and validate.is_foreign(str(key))]
     if len(others) >= 2 and 2 * len(others) > len(document.values):
         raise ConfigError(
             tr(
@@ -147,8 +146,8 @@ def _wrong_default(item: Any, place: str) -> ConfigError:
 
 
 def documents(
-    order: Sequence[Any], recipes: dict[str, Document], groups: dict[str, dict[str, Path]], layers: dict[str, int]
-) -> Iterator[tuple[Document, str, int]]:
+    order: Sequence[Any], recipes: dict[str, YamlDocument], groups: dict[str, dict[str, Path]], layers: dict[str, int]
+) -> Iterator[tuple[YamlDocument, str, int]]:
     """Yield the YAML files in the order in which they are merged, with their package and layer.
 
     It is Hydra's order, but a group that the command line chose comes after the recipes: what is typed beats them.
@@ -183,7 +182,7 @@ def documents(
             yield config, "", 0
 
 
-def check_document(document: Document, package: str, problems: Problems) -> Iterator[tuple[str, str]]:
+def check_document(document: YamlDocument, package: str, problems: Problems) -> Iterator[tuple[str, str]]:
     """Hold one file against the schema; yield each of its right leaves and where it stands, remove the others."""
 
     def place(path: str) -> str:
@@ -196,7 +195,7 @@ def check_document(document: Document, package: str, problems: Problems) -> Iter
         problems.add(ConfigError(tr("{place}: a 'hydra:' section is not allowed in a recipe.", place=place_of_it)))
     if kind is None:  # a group of --config-dir whose name is no section, without `# @package _global_`
         raise unknown_key(package, lambda _: document.shown)
-    for path, _ in check_tree(document.values, kind, package, place, problems):
+    for path, _ in validate_tree(document.values, kind, package, place, problems):
         yield path, place(path)
     if defaults is not None:
         document.values["defaults"] = defaults

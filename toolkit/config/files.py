@@ -4,6 +4,7 @@ import functools
 import importlib
 import os
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import yaml
 from omegaconf._utils import get_yaml_loader
 
+from toolkit.config.schema import DataConfig, RowFormat
 from toolkit.errors import ConfigError
 from toolkit.messages import tr
 
@@ -21,7 +23,7 @@ _TEXT = "tag:yaml.org,2002:str"
 
 
 @dataclass(frozen=True, slots=True)
-class Document:
+class YamlDocument:
     """One YAML file."""
 
     shown: str
@@ -100,7 +102,7 @@ def show(path: Path) -> str:
     return str(path)
 
 
-def read(path: Path) -> Document:
+def read(path: Path) -> YamlDocument:
     """Read a recipe or a group file. Nothing in it is executed, and aliases, which can explode, are refused.
 
     Raises:
@@ -118,7 +120,7 @@ def read(path: Path) -> Document:
     return parse(text, shown)
 
 
-def parse(text: str, shown: str) -> Document:
+def parse(text: str, shown: str) -> YamlDocument:
     """Parse YAML text; see `read`."""
     try:
         try:
@@ -135,7 +137,7 @@ def parse(text: str, shown: str) -> Document:
     lines: dict[str, int] = {}
     if node is not None:
         _note_lines(node, "", lines)
-    return Document(shown, values, lines)
+    return YamlDocument(shown, values, lines)
 
 
 def _parsed(text: str, shown: str, loader_class: Any) -> tuple[yaml.Node | None, Any]:
@@ -200,3 +202,42 @@ def _note_lines(node: yaml.Node, path: str, lines: dict[str, int]) -> None:
         for index, item in enumerate(node.value):
             lines[f"{path}[{index}]"] = item.start_mark.line + 1
             _note_lines(item, f"{path}[{index}]", lines)
+
+
+SHIPPED = ("examples/data/chat_zh.jsonl", "examples/data/chat_en.jsonl")
+"""Paths that name a shipped file from any working directory, unless a file of that name is there."""
+OWN = "data=chat.jsonl"
+"""The shortest override that names data of one's own."""
+
+
+def located(path: str) -> str:
+    """Return where the files of a source are: the path as it is, or the shipped file that it names."""
+    if path in SHIPPED and not Path(path).exists():
+        return str(example_folder() / Path(path).name)
+    return path
+
+
+def notice(data: DataConfig) -> str:
+    """Return the sentence about example data in data.sources; "" if there is none."""
+    return sentence((source.path, source.format.value) for source in data.sources)
+
+
+def sentence(sources: Iterable[tuple[str, str]]) -> str:
+    """Return the sentence about example data among a run's sources; "" if there is none.
+
+    Args:
+        sources: path and format of each item of data.sources.
+    """
+    names = []
+    for path, row_format in sources:
+        if row_format == RowFormat.docstrings.value:
+            names.append(tr("the docstrings of the installed Python"))
+        elif path in SHIPPED:
+            names.append(path)
+    if not names:
+        return ""
+    return tr(
+        "EXAMPLE DATA: this run trains on {names}. To train on your own conversations, add {override}",
+        names=", ".join(names),
+        override=OWN,
+    )

@@ -8,8 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from toolkit.config.load import Loaded, replace
-from toolkit.config.places import fail
+from toolkit.config.load import LoadedConfig, replace
 from toolkit.config.schema import Init, ModelConfig
 from toolkit.disk import try_lock
 from toolkit.messages import joined, tr
@@ -28,7 +27,7 @@ def is_hub_name(path: str) -> bool:
     return _NAME.fullmatch(path) is not None and not Path(path).exists()
 
 
-def with_folder(loaded: Loaded, say: Callable[[str], None], *, config_only: bool = False) -> Loaded:
+def resolve_model_path(loaded: LoadedConfig, say: Callable[[str], None], *, config_only: bool = False) -> LoadedConfig:
     """Return a config whose `model.path` is a folder: that of a snapshot in the cache, downloaded if it is not there.
 
     One process of a machine downloads; the others wait and take what it got. HF_HOME, HF_HUB_OFFLINE, HF_TOKEN and
@@ -55,7 +54,7 @@ def with_folder(loaded: Loaded, say: Callable[[str], None], *, config_only: bool
             folder = _once_per_machine(name, revision, lambda is_first: _snapshot(name, revision, is_first, say))
     except Exception as error:
         reason = joined(_reason(name, revision, error), _other_ways(loaded.cfg.model))
-        raise fail(loaded, "model.path", reason) from error
+        raise loaded.error("model.path", reason) from error
     place = tr("{name} on Hugging Face", name=name)
     values = {"model.path": folder, "model.revision": "", "model.hub_id": name}
     return replace(loaded, {key: (value, place) for key, value in values.items()})

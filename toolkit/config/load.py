@@ -28,12 +28,10 @@ from omegaconf.errors import InterpolationResolutionError, OmegaConfBaseExceptio
 from toolkit.config import files, short_forms
 from toolkit.config.documents import CHOSEN, check_choice, check_document, documents, is_choice, register_recipes
 from toolkit.config.files import known_recipes
-from toolkit.config.keys import check_tree, field_type, unknown_key
-from toolkit.config.rates import follow_method
-from toolkit.config.schema import RunConfig
-from toolkit.config.suggest import did_you_mean
+from toolkit.config.schema import RunConfig, TuningMethod
+from toolkit.config.validate import field_type, unknown_key, validate_tree
 from toolkit.errors import ConfigError
-from toolkit.messages import joined, tr
+from toolkit.messages import did_you_mean, joined, tr
 from toolkit.problems import Problems
 from toolkit.secrets import hide_all
 
@@ -46,7 +44,7 @@ _LONGEST_WORD = 200
 
 
 @dataclass(kw_only=True, slots=True)
-class Loaded:
+class LoadedConfig:
     """A config and where its values come from."""
 
     cfg: RunConfig
@@ -61,6 +59,17 @@ class Loaded:
     that was named last, then `JSON` and `TYPED`."""
     notices: list[str] = field(default_factory=list)
     """What a user may want to know about the config, but need not correct."""
+
+    def position(self, key: str) -> str:
+        """Return "file:line: " of a key that somebody set, else ""."""
+        place = self.where.get(key, "")
+        return tr("{place}: ", place=place) if place else ""
+
+    def error(self, key: str, sentence: str) -> ConfigError:
+        """Return the error about a key, with its place in front."""
+        error = ConfigError(self.position(key) + sentence)
+        error.keys = (key,)
+        return error
 
     def layer_of(self, key: str) -> int:
         """Return the layer of a key's value; where nothing sets it, that of the choice of its group."""
@@ -77,7 +86,7 @@ def group_choices(config_dir: str = "") -> dict[str, list[str]]:
     return {group: list(choices) for group, choices in _groups(config_dir).items()}
 
 
-def load(overrides: Sequence[str], *, config_dir: str = "", problems: Problems | None = None) -> Loaded:
+def load(overrides: Sequence[str], *, config_dir: str = "", problems: Problems | None = None) -> LoadedConfig:
     """Compose a config.
 
     Args:
@@ -119,7 +128,7 @@ def load(overrides: Sequence[str], *, config_dir: str = "", problems: Problems |
     return loaded
 
 
-def replace(loaded: Loaded, values: dict[str, tuple[object, str]], layer: int = TYPED) -> Loaded:
+def replace(loaded: LoadedConfig, values: dict[str, tuple[object, str]], layer: int = TYPED) -> LoadedConfig:
     """Return a copy with other values.
 
     Args:
@@ -130,7 +139,7 @@ def replace(loaded: Loaded, values: dict[str, tuple[object, str]], layer: int = 
     Raises:
         ConfigError: unknown key or wrong type.
     """
-    tree = OmegaConf.merge(_schema(), escaped(plain(loaded.cfg)))
+    tree = OmegaConf.merge(_schema(), escaped(to_plain(loaded.cfg)))
     problems = Problems()
     for key, (value, place) in values.items():
         kind = field_type(key)
@@ -138,7 +147,7 @@ def replace(loaded: Loaded, values: dict[str, tuple[object, str]], layer: int = 
             raise unknown_key(key, lambda _, place=place: place)  # type: ignore[misc]
         named = value.name if isinstance(value, Enum) else value
         before = problems.count
-        list(check_tree(named, kind, key, lambda _, place=place: place, problems))  # type: ignore[misc]
+        list(validate_tree(named, kind, key, lambda _, place=place: place, problems))  # type: ignore[misc]
         if problems.count > before:
             continue
         if isinstance(named, list):  # its items may be sections, which `update` takes as objects only
@@ -148,7 +157,7 @@ def replace(loaded: Loaded, values: dict[str, tuple[object, str]], layer: int = 
     problems.raise_all()
     cfg = OmegaConf.to_object(tree)
     assert isinstance(cfg, RunConfig)
-    return Loaded(
+    return LoadedConfig(
         cfg=cfg,
         where=loaded.where | {key: place for key, (_, place) in values.items()},
         explicit=set(loaded.explicit),
@@ -172,20 +181,20 @@ def _nested(key: str, value: Any) -> dict[str, Any]:
 
 def to_yaml(cfg: RunConfig) -> str:
     """Return the whole config as YAML; it is a recipe itself (`recipe=runs/NAME/config.yaml`)."""
-    return str(OmegaConf.to_yaml(OmegaConf.create(escaped(recorded(cfg)))))
+    return str(OmegaConf.to_yaml(OmegaConf.create(escaped(to_dict(cfg)))))
 
 
-def recorded(cfg: RunConfig) -> dict[str, Any]:
+def to_dict(cfg: RunConfig) -> dict[str, Any]:
     """Return a config as dicts, lists and plain values, as it may be written down: without secrets."""
-    return dict(hide_all(plain(cfg)))
+    return dict(hide_all(to_plain(cfg)))
 
 
-def plain(value: Any) -> Any:
+def to_plain(value: Any) -> Any:
     """Return a config as dicts, lists and plain values."""
     if dataclasses.is_dataclass(value):
-        return {item.name: plain(getattr(value, item.name)) for item in dataclasses.fields(value)}
+        return {item.name: to_plain(getattr(value, item.name)) for item in dataclasses.fields(value)}
     if isinstance(value, list):
-        return [plain(item) for item in value]
+        return [to_plain(item) for item in value]
     return value.name if isinstance(value, Enum) else value
 
 
@@ -296,7 +305,7 @@ def _value_override(override: Override, values: dict[str, Any], problems: Proble
     if kind is None or "_target_" in key.split("."):
         raise unknown_key(key, place)
     before = problems.count
-    leaves = dict(check_tree(override.value(), kind, key, place, problems))
+    leaves = dict(validate_tree(override.value(), kind, key, place, problems))
     if problems.count > before:
         return []
     values |= leaves
@@ -314,7 +323,7 @@ def _compose(
     recipes: dict[str, Path],
     groups: dict[str, dict[str, Path]],
     problems: Problems,
-) -> Loaded:
+) -> LoadedConfig:
     store = ConfigStore.instance()
     store.store(name="run_schema", node={})  # Hydra orders the files; their values are merged onto the schema here
     recipes_read = register_recipes(store, recipe, recipes, groups, problems)
@@ -348,4 +357,24 @@ def _compose(
         raise ConfigError(reason) from error
     if not isinstance(cfg, RunConfig):
         raise TypeError("conf/config.yaml must list run_schema first")
-    return Loaded(cfg=cfg, where=where, explicit=explicit, layers=layers)
+    return LoadedConfig(cfg=cfg, where=where, explicit=explicit, layers=layers)
+
+
+LEARNING_RATES = {
+    TuningMethod.full: 2e-5,
+    TuningMethod.freeze: 2e-5,
+    TuningMethod.lora: 2e-4,
+    TuningMethod.qlora: 2e-4,
+    TuningMethod.ptuning_v2: 5e-3,  # the original's 2e-2 diverges in float16
+    TuningMethod.prompt: 3e-2,  # as in peft's own examples
+}
+"""Peak rates with AdamW. Few new parameters that begin at 0 or at random need larger ones than trained weights."""
+
+
+def follow_method(loaded: LoadedConfig) -> None:
+    """Set `optim.lr` by `tuning.method` where nothing names it."""
+    method = loaded.cfg.tuning.method
+    if "optim.lr" in loaded.where or loaded.cfg.optim.lr == LEARNING_RATES[method]:
+        return
+    loaded.cfg.optim.lr = LEARNING_RATES[method]
+    loaded.where["optim.lr"] = tr("default of tuning.method = {method}", method=method.value)

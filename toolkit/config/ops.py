@@ -19,8 +19,7 @@ from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
 
-from toolkit.config.load import Loaded
-from toolkit.config.places import fail
+from toolkit.config.load import LoadedConfig
 from toolkit.config.schema import AUTO, Device, OptimizerName, RunConfig
 from toolkit.errors import LaunchError
 from toolkit.messages import tr
@@ -127,7 +126,7 @@ def how_to_install(tools: Sequence[str]) -> str:
     return "; ".join(commands[tool] for tool in tools)
 
 
-def check_compiler(loaded: Loaded, environ: Mapping[str, str] = os.environ) -> None:
+def check_compiler(loaded: LoadedConfig, environ: Mapping[str, str] = os.environ) -> None:
     """See that what DeepSpeed has to compile for a recipe can be compiled here.
 
     Raises:
@@ -140,8 +139,7 @@ def check_compiler(loaded: Loaded, environ: Mapping[str, str] = os.environ) -> N
         return
     instead = {"async_io": "zero=stage3_offload", "deepspeed_shm_comm": "distributed.cpu_shared_memory=false"}
     key = {"async_io": "zero.offload_optimizer.device", "deepspeed_shm_comm": "distributed.cpu_shared_memory"}
-    raise fail(
-        loaded,
+    raise loaded.error(
         key.get(missing[0], "optim.torch"),
         tr(
             "DeepSpeed has to compile {ops} for this recipe, and {tools} is missing on this machine. Install it "

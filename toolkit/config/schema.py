@@ -3,14 +3,34 @@
 Keyword-only, slotted dataclasses: a stray attribute raises instead of being lost. Plain enums instead of `Literal`,
 which OmegaConf 2.3 does not know. Enum members are named as users write them. `docs/config.md` is generated from this
 file: the string under a field is its documentation, so it says unit, allowed values and what 0 or "" means. The metadata
-of a field says what it influences (influence.py): without any, a run with another value cannot be resumed.
+of a field says what it influences (`Influence`): without any, a run with another value cannot be resumed.
 """
 
+import dataclasses
+import typing
+from bisect import bisect_right
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
+from itertools import pairwise
 from typing import Any
 
-from toolkit.config.influence import BY_CONTENT, FREE, TRAINED
+
+class Influence(Enum):
+    """What changes with a key."""
+
+    result = "what is computed: rejected, unless `checkpoint.allow_changes` names the key"
+    free = "where and how work is done, what is written and shown: may change"
+    content = "what data is read: may change, as the fingerprint of the tokenized data is compared instead"
+    trained = "which parameters are trained: rejected, as a checkpoint holds those and no others"
+
+
+def _declares(influence: Influence) -> Mapping[str, Influence]:
+    return {"influence": influence}
+
+
+FREE, BY_CONTENT, TRAINED = map(_declares, (Influence.free, Influence.content, Influence.trained))
+"""Metadata of fields."""
 
 
 class Init(str, Enum):
@@ -227,6 +247,8 @@ EVAL_LOSS = "eval_loss"
 """Name of the validation loss in metrics.jsonl, beside eval_ and the name of each metric. Less of it is better."""
 
 
+INTERFACES = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
+"""Environment variables that `distributed.interface` sets."""
 INDUCTOR = "inductor"
 """torch.compile's own backend."""
 
@@ -352,6 +374,11 @@ class TuningConfig:
     patterns: list[str] = field(default_factory=list, metadata=TRAINED)
     """freeze: train the parameters whose names match one of these patterns too, such as lm_head.* or *.mlp.*."""
 
+    @property
+    def max_stage(self) -> int:
+        """Highest ZeRO stage that the method is compatible with; config/rule_tables.py says why."""
+        return 2 if self.method is TuningMethod.qlora or self.dora else 3
+
 
 @dataclass(kw_only=True, slots=True)
 class WeightPoint:
@@ -385,6 +412,23 @@ class SourceConfig:
     """How often each of its samples comes per epoch: 2 is twice, 0.5 takes half of them (chosen by `run.seed`); validation ignores it."""
     weights: list[WeightPoint] = field(default_factory=list)
     """A weight that changes while the run goes on, in the place of `weight`: [{at: 0, weight: 2}, {at: 1, weight: 0.5}] (docs/data_efficiency.md); [] keeps it."""
+
+    def weight_at(self, at: float) -> float:
+        """Return the weight at a point of the run from 0 to 1; outside of its points that of the nearest."""
+        points = self.weights
+        if not points:
+            return self.weight
+        behind = bisect_right(points, at, key=lambda point: point.at)
+        if behind in (0, len(points)):
+            return points[max(0, behind - 1)].weight
+        left, right = points[behind - 1], points[behind]
+        return left.weight + (right.weight - left.weight) * (at - left.at) / (right.at - left.at)
+
+    @property
+    def mean_weight(self) -> float:
+        """Mean of the weight over the run."""
+        points = sorted({0.0, 1.0, *(point.at for point in self.weights)})
+        return sum((end - begin) * (self.weight_at(begin) + self.weight_at(end)) / 2 for begin, end in pairwise(points))
 
 
 class CurriculumShape(str, Enum):
@@ -932,6 +976,11 @@ class TrackConfig:
     trackio: TrackioConfig = field(default_factory=TrackioConfig)
     """Trackio."""
 
+    @property
+    def enabled(self) -> list[str]:
+        """Names of the trackers that are switched on."""
+        return [name for name in TRACKERS if getattr(self, name).enabled]
+
 
 @dataclass(kw_only=True, slots=True)
 class ReportConfig:
@@ -1013,6 +1062,23 @@ class LaunchConfig:
     env: dict[str, Any] = field(default_factory=dict)
     """Environment variables of every rank on every machine: {NCCL_DEBUG: INFO, HF_TOKEN: }. A value is set as it is typed and wins over the environment; a name without one (null) has to be set where the command is typed: for secrets, which are handed on and never written down. In recipes and configs \\${ stands for ${."""
 
+    @property
+    def values(self) -> dict[str, str]:
+        """Name -> value of the variables that the recipe sets."""
+        return {name: as_text(value) for name, value in self.env.items() if value is not None}
+
+    @property
+    def forwarded(self) -> list[str]:
+        """Variables whose values come from the environment where the command is typed."""
+        return [name for name, value in self.env.items() if value is None]
+
+
+def as_text(value: Any) -> str:
+    """Return a value of `launch.env` as the environment has it."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    return str(value.name if isinstance(value, Enum) else value)
+
 
 @dataclass(kw_only=True, slots=True)
 class DistributedConfig:
@@ -1088,3 +1154,30 @@ class RunConfig:
     """Collectives."""
     ds_extra: dict[str, Any] = field(default_factory=dict)
     """Further DeepSpeed keys, nested as in its JSON; unknown names and keys that a section above owns are refused."""
+
+
+def influence_of(key: str, schema: type) -> Influence:
+    """Return what a dotted key influences: what its field declares, else the nearest section that it is in.
+
+    Args:
+        key: such as optim.lr; one that the schema does not know decides about what is computed.
+        schema: the dataclass of the whole config.
+    """
+    found, kind = Influence.result, typing.cast("Any", schema)
+    for part in key.split("."):
+        if not dataclasses.is_dataclass(kind):
+            break  # inside a list or a mapping
+        field = next((one for one in dataclasses.fields(kind) if one.name == part), None)
+        if field is None:
+            return Influence.result
+        found = field.metadata.get("influence", found)
+        kind = typing.get_type_hints(kind)[part]
+    return found
+
+
+def get_value(cfg: RunConfig, key: str) -> object:
+    """Return the value of a dotted key."""
+    value: object = cfg
+    for part in key.split("."):
+        value = getattr(value, part)
+    return value

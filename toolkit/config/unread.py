@@ -4,12 +4,10 @@ from collections.abc import Iterable, Iterator
 from enum import Enum
 
 from toolkit.config.checks_optim import unread_optim
-from toolkit.config.checks_track import enabled_trackers
 from toolkit.config.checks_tuning import unread_tuning
 from toolkit.config.hub import is_hub_name
-from toolkit.config.keys import all_keys
-from toolkit.config.load import JSON, Loaded
-from toolkit.config.places import fail, prefix, value_of
+from toolkit.config.load import JSON, LoadedConfig
+from toolkit.config.rule_tables import STAGE3_KEYS
 from toolkit.config.schema import (
     INDUCTOR,
     TRACKERS,
@@ -21,7 +19,9 @@ from toolkit.config.schema import (
     Packing,
     RunConfig,
     ScheduleName,
+    get_value,
 )
+from toolkit.config.validate import all_keys
 from toolkit.errors import ConfigError
 from toolkit.messages import tr
 
@@ -36,18 +36,6 @@ FP16_KNOBS = (
     "min_loss_scale",
     "auto_cast",
 )
-STAGE3_KEYS = (
-    "sub_group_size",
-    "stage3_prefetch_bucket_size",
-    "stage3_param_persistence_threshold",
-    "stage3_max_live_parameters",
-    "stage3_max_reuse_distance",
-    "stage3_gather_16bit_weights_on_model_save",
-    "zero_hpz_partition_size",
-    "zero_quantized_weights",
-    "zero_quantized_gradients",
-)
-SUPER_OFFLOAD_KEYS = ("super_offload", "cpuadam_cores_perc")
 STAGE12_KEYS = ("allgather_partitions", "allgather_bucket_size", "round_robin_gradients")
 SCHEDULES_READ = {
     "min_lr_ratio": (ScheduleName.cosine, ScheduleName.polynomial, ScheduleName.wsd),
@@ -62,7 +50,7 @@ SCHEDULES_READ = {
 ZERO_KEYS = ("contiguous_gradients", "overlap_comm", "reduce_scatter", "reduce_bucket_size")
 
 
-def check_effect(loaded: Loaded, more: Iterable[Unread] = ()) -> Iterator[ConfigError]:
+def check_effect(loaded: LoadedConfig, more: Iterable[Unread] = ()) -> Iterator[ConfigError]:
     """Report every key that was changed but is not read in this configuration.
 
     It is an error where the same layer made it so, or a higher one set the key: a recipe or a command line that
@@ -81,21 +69,20 @@ def check_effect(loaded: Loaded, more: Iterable[Unread] = ()) -> Iterator[Config
     noticed: dict[str, str] = {}
     for key, reason, owner in (*more, *_unread(loaded.cfg)):
         of_json = loaded.layers.get(key) == JSON  # DeepSpeed ignores it too, and its import has listed it
-        if key in loaded.where and not of_json and value_of(loaded.cfg, key) != value_of(default, key):
+        if key in loaded.where and not of_json and get_value(loaded.cfg, key) != get_value(default, key):
             reasons.setdefault(key, reason)
             if owner and loaded.layer_of(owner) > loaded.layers.get(key, 0):
                 noticed.setdefault(key, reason)
     loaded.notices += [_notice(loaded, key, reason) for key, reason in noticed.items()]
     yield from (
-        fail(
-            loaded,
+        loaded.error(
             key,
             tr(
                 "{key} = {value} has no effect: {reason}. Remove it, or set {key}={default}.",
                 key=key,
-                value=_as_written(value_of(loaded.cfg, key)),
+                value=_as_written(get_value(loaded.cfg, key)),
                 reason=reason,
-                default=_as_written(value_of(default, key)),
+                default=_as_written(get_value(default, key)),
             ),
         )
         for key, reason in reasons.items()
@@ -103,11 +90,11 @@ def check_effect(loaded: Loaded, more: Iterable[Unread] = ()) -> Iterator[Config
     )
 
 
-def _notice(loaded: Loaded, key: str, reason: str) -> str:
-    return prefix(loaded, key) + tr(
+def _notice(loaded: LoadedConfig, key: str, reason: str) -> str:
+    return loaded.position(key) + tr(
         "{key} = {value} has no effect here: {reason}.",
         key=key,
-        value=_as_written(value_of(loaded.cfg, key)),
+        value=_as_written(get_value(loaded.cfg, key)),
         reason=reason,
     )
 
@@ -242,10 +229,10 @@ def _unread_evaluate(cfg: RunConfig) -> Iterator[Unread]:
 
 def _unread_observers(cfg: RunConfig) -> Iterator[Unread]:
     """Settings of trackers, reports and profilers that are switched off."""
-    if not enabled_trackers(cfg):
+    if not cfg.track.enabled:
         yield "track.patience_s", tr("no tracker is enabled"), "track"
     for section in (*(f"track.{name}" for name in TRACKERS), "report", "profile.flops", "profile.comms"):
-        if not value_of(cfg, f"{section}.enabled"):
+        if not get_value(cfg, f"{section}.enabled"):
             for key in all_keys():
                 if key.startswith(f"{section}.") and not key.endswith(".enabled"):
                     yield key, tr("{section}.enabled is false", section=section), f"{section}.enabled"

@@ -13,7 +13,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from toolkit.config.schema import CurriculumConfig, CurriculumShape, SourceConfig
-from toolkit.config.weights import mean_weight, weight_at
 from toolkit.data.sampler import Permutation, Position, steps_per_epoch
 from toolkit.errors import DataError
 from toolkit.messages import tr
@@ -146,14 +145,14 @@ class ScheduledMixture:
         self.global_size, self.key = global_size, key
         self.sizes = [end - begin for begin, end in pairwise(self.bounds)]
         for name, size, source in zip(names, self.sizes, sources, strict=True):
-            if not size and mean_weight(source):
+            if not size and source.mean_weight:
                 raise DataError(
                     tr(
                         "data source {name} has no row to train, so that its weights mean nothing. Remove it.",
                         name=name,
                     )
                 )
-        means = [mean_weight(source) for source in sources]
+        means = [source.mean_weight for source in sources]
         self.num_rows = max(1, round(sum(mean * size for mean, size in zip(means, self.sizes, strict=True))))
         self.steps_per_epoch = steps_per_epoch(self.num_rows, global_size)
         self.total_steps = max_steps or epochs * self.steps_per_epoch
@@ -163,7 +162,7 @@ class ScheduledMixture:
     def shares(self, step: int) -> list[float]:
         """Return the share of each source in a step, from 0; after the run's last step those of its end."""
         at = min(1.0, (step + 0.5) / self.total_steps)
-        parts = [weight_at(source, at) * size for source, size in zip(self.sources, self.sizes, strict=True)]
+        parts = [source.weight_at(at) * size for source, size in zip(self.sources, self.sizes, strict=True)]
         return [part / sum(parts) for part in parts]
 
     def rows(self, place: Position, count: int) -> NDArray[np.int64]:

@@ -5,7 +5,6 @@ import time
 from typing import Any
 
 from toolkit.config.schema import DataConfig, Packing, RowFormat
-from toolkit.config.weights import mean_weight
 from toolkit.data.readers import Block, blocks, files_of, rows_of
 from toolkit.errors import ToolkitError
 
@@ -28,7 +27,7 @@ def estimate(data: DataConfig, most: int) -> tuple[int, int] | None:
     for source in data.sources:
         if source.hub or source.format is RowFormat.docstrings:
             return None
-        weight = kept * (mean_weight(source) if source.weights else source.weight)
+        weight = kept * (source.mean_weight if source.weights else source.weight)
         try:
             for path in files_of(source):
                 for block in blocks(path, _BLOCK_BYTES, source.columns.values()):

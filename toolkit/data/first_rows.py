@@ -5,12 +5,11 @@ from collections.abc import Collection, Iterator
 from typing import Any
 
 from toolkit.config.schema import DataConfig, OnBadRow, RowFormat, SourceConfig
-from toolkit.config.suggest import did_you_mean
 from toolkit.data.formats import RowReader, parse_row
 from toolkit.data.readers import Block, blocks, files_of, rows_of
 from toolkit.data.sources import DataFile, with_format
 from toolkit.errors import DataError, RowError
-from toolkit.messages import joined, tr
+from toolkit.messages import did_you_mean, joined, tr
 from toolkit.problems import Problems
 
 _ROWS = 1000

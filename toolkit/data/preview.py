@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from toolkit.config.checks import micro_rows, settled
+from toolkit.config.mesh import micro_rows, with_micro_batch
 from toolkit.config.schema import Packing, RunConfig
 from toolkit.data.packing import PackingPlan
 from toolkit.data.store import TokenizedCache
@@ -109,7 +109,7 @@ def padding_line(cfg: RunConfig, packing: Packing, store: TokenizedCache, plan: 
     """Return how much of the planned rows is tokens, "" where each sample is a row of its own."""
     if packing is Packing.none:
         return ""
-    room = cfg.data.max_length * (micro_rows(settled(cfg)) if packing is Packing.grouped else 1)
+    room = cfg.data.max_length * (micro_rows(with_micro_batch(cfg)) if packing is Packing.grouped else 1)
     taken = int(store.lengths(plan.members).sum())
     return tr(
         "{rows} rows of {room} tokens ({packing}), {percent} % of them filled.",

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from toolkit.config.examples import located
+from toolkit.config.files import located
 from toolkit.config.schema import ROW_FIELDS, SourceConfig
 from toolkit.data.strict_json import BOM, BrokenArray, array_rows, parse_line
 from toolkit.errors import DataError, RowError

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import torch
 
-from toolkit.config.tensor import Split, split_of, whole_shape
+from toolkit.config.mesh import Split, split_of, unsplit_shape
 
 
 def is_tensor_part(parameter: torch.Tensor) -> bool:
@@ -27,7 +27,7 @@ def tensor_group_size() -> int:
 def full_shape(name: str, parameter: torch.Tensor) -> tuple[int, ...]:
     """Return the shape of the whole parameter, however it is divided over ranks."""
     shape = tuple(getattr(parameter, "ds_shape", parameter.shape))
-    return whole_shape(name, shape, tensor_group_size()) if is_tensor_part(parameter) else shape
+    return unsplit_shape(name, shape, tensor_group_size()) if is_tensor_part(parameter) else shape
 
 
 def gather_parts(name: str, part: torch.Tensor) -> torch.Tensor:

@@ -23,7 +23,6 @@ from pathlib import Path
 from typing import IO, Any
 
 from toolkit import children
-from toolkit.config import variables
 from toolkit.config.schema import RunConfig
 from toolkit.doctor import facts, network
 from toolkit.errors import LaunchError, ToolkitError
@@ -57,7 +56,7 @@ class Agent:
             cfg = self.compose(words)
         except ToolkitError as error:
             return {**facts.of_machine(os.environ), **takes, "wrong": str(error)}
-        os.environ.update(variables.values(cfg.launch.env))
+        os.environ.update(cfg.launch.values)
         return {**facts.of_machine(os.environ), **takes, **facts.of_recipe(cfg, os.environ)}
 
     def clock(self) -> dict[str, Any]:

@@ -6,8 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from toolkit.config.schema import Backend, RunConfig
-from toolkit.config.variables import INTERFACES
+from toolkit.config.schema import INTERFACES, Backend, RunConfig
 from toolkit.doctor import findings as findings_module
 from toolkit.doctor import network
 from toolkit.doctor.agents import Hosts, SshOptions

@@ -23,7 +23,7 @@ import psutil
 
 from toolkit import children
 from toolkit.config import ops
-from toolkit.config.load import recorded
+from toolkit.config.load import to_dict
 from toolkit.config.schema import Device, Init, RunConfig
 from toolkit.errors import ToolkitError
 
@@ -119,7 +119,7 @@ def of_recipe(cfg: RunConfig, environ: Mapping[str, str]) -> dict[str, Any]:
     shm = {"/dev/shm": "shm"}  # noqa: S108 -- DataLoader workers, NCCL and DeepSpeed share memory through it
     folders = {cfg.run.dir: "run.dir", cfg.prepare.dir: "prepare.dir", **shm, **dict.fromkeys(nvme, "nvme")}
     return {
-        "recipe": _flat(recorded(cfg)),
+        "recipe": _flat(to_dict(cfg)),
         "files": _files(cfg),
         "stores": sorted(path.parent.name for path in Path(cfg.prepare.dir).glob("stores/*/manifest.json")),
         "disks": {name: _disk(Path(folder)) for folder, name in folders.items()},

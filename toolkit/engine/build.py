@@ -10,7 +10,7 @@ from deepspeed.compile.util import is_deepcompile_supported
 from deepspeed.pipe import PipelineModule
 from transformers import PreTrainedModel
 
-from toolkit.config.optimizers import is_client, is_grouped
+from toolkit.config.rule_tables import is_client, is_grouped
 from toolkit.config.schema import (
     ActivationCheckpointingConfig,
     CompileConfig,

@@ -19,8 +19,8 @@ from deepspeed.utils import groups
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from toolkit.config.mesh import check_split
 from toolkit.config.schema import ActivationCheckpointingConfig
-from toolkit.config.tensor import check_split
 from toolkit.distributed.tensor import is_tensor_part, tensor_group
 from toolkit.errors import ConfigError
 from toolkit.messages import tr

@@ -10,12 +10,16 @@ import math
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from toolkit.config.checks import accumulation
-from toolkit.config.checks_track import enabled_trackers
-from toolkit.config.layout import layout_of
+from toolkit.config.mesh import accumulation, mesh_of, partition_config
 from toolkit.config.ops import with_optimizer
-from toolkit.config.optimizers import OPTIMIZERS, SOMETIMES_READ, is_client, is_grouped
-from toolkit.config.places import value_of
+from toolkit.config.rule_tables import (
+    OPTIMIZERS,
+    SOMETIMES_READ,
+    STAGE3_KEYS,
+    SUPER_OFFLOAD_KEYS,
+    is_client,
+    is_grouped,
+)
 from toolkit.config.schema import (
     ActivationCheckpointingConfig,
     AioConfig,
@@ -32,9 +36,8 @@ from toolkit.config.schema import (
     ScheduleName,
     ZenFlowConfig,
     ZeroConfig,
+    get_value,
 )
-from toolkit.config.tensor import partition_config
-from toolkit.config.unread import STAGE3_KEYS, SUPER_OFFLOAD_KEYS
 from toolkit.engine.ds_keys import check_extra
 from toolkit.messages import tr
 
@@ -130,7 +133,7 @@ class DsConfig:
 
 def read_key(cfg: RunConfig, key: str) -> Any:
     """Return the value of a dotted schema key, with enums as their plain strings."""
-    value = value_of(cfg, key)
+    value = get_value(cfg, key)
     return getattr(value, "value", list(value) if isinstance(value, list) else value)
 
 
@@ -230,7 +233,7 @@ def _batch(ds: DsConfig, cfg: RunConfig, world_size: int) -> None:
         "gradient_accumulation_steps",
         times,
         f"= batch.global_size {cfg.batch.global_size} / "
-        f"(batch.micro_per_gpu {cfg.batch.micro_per_gpu} x {layout_of(cfg, world_size).data_ranks} ranks)",
+        f"(batch.micro_per_gpu {cfg.batch.micro_per_gpu} x {mesh_of(cfg, world_size).data_ranks} ranks)",
     )
     if cfg.parallel.sequence > 1:
         # From it DeepSpeed 0.19.8 learns how many ranks have rows of their own (runtime/config.py); as no mpu and no
@@ -299,7 +302,7 @@ def _observers(ds: DsConfig, cfg: RunConfig) -> None:
     if "flops_profiler" in ds.values:
         _drop(ds, "flops_profiler.output_file", "")
     _same(ds, cfg, "wall_clock_breakdown", "memory_breakdown", "dump_state")
-    if trackers := enabled_trackers(cfg):
+    if trackers := cfg.track.enabled:
         ds.missing.append(
             tr(
                 "The trackers ({names}) are left out: they write through their own clients, not through DeepSpeed's "

@@ -12,10 +12,9 @@ import re
 from pathlib import Path
 from typing import Any
 
-from toolkit.config.checks import micro_rows, settled
-from toolkit.config.load import JSON, Loaded, replace
+from toolkit.config.load import JSON, LoadedConfig, replace
+from toolkit.config.mesh import micro_rows, partition_config, with_micro_batch
 from toolkit.config.schema import AUTO, RunConfig
-from toolkit.config.tensor import partition_config
 from toolkit.engine.ds_config import OWNED, SAME, build_ds_config, leaves, read_key
 from toolkit.engine.ds_import_sections import (
     SectionImport,
@@ -41,7 +40,9 @@ ELSEWHERE = ("train_batch_size", "train_micro_batch_size_per_gpu", AUTOTP)
 """Keys that need more than a new name."""
 
 
-def import_json(path: str, loaded: Loaded, world_size: int | None, *, strict: bool = False) -> tuple[Loaded, list[str]]:
+def import_json(
+    path: str, loaded: LoadedConfig, world_size: int | None, *, strict: bool = False
+) -> tuple[LoadedConfig, list[str]]:
     """Translate a DeepSpeed JSON into the run's settings.
 
     Args:
@@ -155,9 +156,9 @@ def _extra(task: SectionImport) -> dict[str, Any]:
     return merged
 
 
-def _compare(task: SectionImport, result: Loaded) -> list[str]:
+def _compare(task: SectionImport, result: LoadedConfig) -> list[str]:
     """Hold the JSON that the result makes against the file; say what "auto" became and what falls away."""
-    cfg = settled(result.cfg)
+    cfg = with_micro_batch(result.cfg)
     ranks = task.world_size or max(1, cfg.batch.global_size // micro_rows(cfg)) * cfg.parallel.tensor
     made = dict(leaves(build_ds_config(cfg, ranks).values))
     if cfg is not result.cfg:  # both are found by training

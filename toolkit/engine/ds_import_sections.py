@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
-from toolkit.config.load import TYPED, Loaded
-from toolkit.config.optimizers import OPTIMIZERS
+from toolkit.config.load import TYPED, LoadedConfig
+from toolkit.config.rule_tables import OPTIMIZERS
 from toolkit.config.schema import AUTO
 from toolkit.engine.ds_config import read_key
 from toolkit.errors import ConfigError
@@ -38,7 +38,7 @@ class SectionImport:
     """One file on its way into the schema: what it gives, what was taken from it, what there is to say."""
 
     path: str
-    loaded: Loaded
+    loaded: LoadedConfig
     world_size: int | None
     given: dict[str, Any]
     """Dotted DeepSpeed key -> value, without nulls."""

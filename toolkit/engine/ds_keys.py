@@ -6,9 +6,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from toolkit.config.suggest import nearest
 from toolkit.errors import ConfigError
-from toolkit.messages import tr
+from toolkit.messages import nearest, tr
 from toolkit.problems import raise_all
 
 _TABLE = json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8"))

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
 
-from toolkit.config.checks_positions import position_limit
+from toolkit.config.preflight import position_limit
 from toolkit.errors import ModelError
 from toolkit.messages import tr
 from toolkit.models.adapters import has_adapter

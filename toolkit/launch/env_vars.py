@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from toolkit import secrets
-from toolkit.config import variables
+from toolkit.config.schema import LaunchConfig
 from toolkit.errors import LaunchError
 from toolkit.launch.environment import Ranks
 from toolkit.messages import tr
@@ -54,11 +54,11 @@ def apply_env(
         LaunchError: a secret is missing.
     """
     sent = json.loads(environ.pop(PACKED, "{}"))
-    found = {name: environ.get(name) or sent.get(name, "") for name in variables.names(dict(env))}
+    found = {name: environ.get(name) or sent.get(name, "") for name in LaunchConfig(env=dict(env)).forwarded}
     if missing := [name for name, value in found.items() if not value]:
         raise without_value(missing, _how_to_set(ranks, environ))
     mask_values(found.values())
-    wanted = {**found, **variables.values(dict(env))}
+    wanted = {**found, **LaunchConfig(env=dict(env)).values}
     changed = {name for name, value in wanted.items() if environ.get(name) != value}
     environ.update(wanted)
     is_new = environ.pop(_ANEW, "")  # what does not stay as it is set must not start the process for ever

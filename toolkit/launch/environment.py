@@ -9,6 +9,7 @@ from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from toolkit.config.schema import INTERFACES
 from toolkit.errors import LaunchError
 from toolkit.launch import mpi, rank_status
 from toolkit.messages import tr
@@ -196,8 +197,6 @@ def set_interface(name: str, environ: MutableMapping[str, str]) -> None:
     Raises:
         LaunchError: this machine has no such interface.
     """
-    from toolkit.config.variables import INTERFACES  # and Hydra: a rank is to look after itself before that
-
     existing = [interface for _, interface in socket.if_nameindex()]
     if name not in existing:
         raise LaunchError(

@@ -13,9 +13,8 @@ from pathlib import Path
 
 import psutil
 
-from toolkit.config.suggest import did_you_mean
 from toolkit.errors import LaunchError
-from toolkit.messages import joined, tr
+from toolkit.messages import did_you_mean, joined, tr
 
 HOST = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 LINE = re.compile(r"(?P<host>\S+)\s+slots=(?P<slots>\S+)")

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader
 
-from toolkit.config.checks import accumulation, micro_rows
+from toolkit.config.mesh import accumulation, micro_rows
 from toolkit.config.schema import RunConfig
 from toolkit.data.sampler import GlobalBatchSampler, Position, next_position, sequential, steps_per_epoch
 from toolkit.distributed import process_group

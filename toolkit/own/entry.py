@@ -13,7 +13,7 @@ from torch.utils.data import default_collate
 
 from toolkit.cli.failures import guarded
 from toolkit.cli.train import greet, make_ready
-from toolkit.config.checks_own import check_without_validation
+from toolkit.config.rules import check_without_validation
 from toolkit.errors import ConfigError
 from toolkit.launch import environment
 from toolkit.launch.deepspeed import age_s

@@ -18,8 +18,8 @@ from toolkit.cli.beginning import begin, ready_line, reporter, watchdog, with_op
 from toolkit.cli.building import schedule_maker
 from toolkit.cli.context import AnySession
 from toolkit.cli.tracking import tracked, trackers_of
-from toolkit.config.checks import accumulation
 from toolkit.config.load import to_yaml
+from toolkit.config.mesh import accumulation
 from toolkit.config.schema import RunConfig
 from toolkit.data.sampler import Position
 from toolkit.distributed import failure, process_group

@@ -18,8 +18,8 @@ import math
 from collections import Counter
 from dataclasses import dataclass, field, replace
 
-from toolkit.config.checks import accumulation, micro_rows
-from toolkit.config.optimizers import OPTIMIZERS
+from toolkit.config.mesh import accumulation, micro_rows
+from toolkit.config.rule_tables import OPTIMIZERS
 from toolkit.config.schema import Attention, Device, Dtype, Init, LossKernel, Packing, RunConfig, TuningMethod
 from toolkit.plan.activations import Rows, layer_bytes, saved_bytes
 from toolkit.plan.machine import GIB, Machine

@@ -19,11 +19,10 @@ from fnmatch import fnmatchcase
 from itertools import accumulate, pairwise
 from typing import Any
 
+from toolkit.config.mesh import check_split, part_shape, split_of
 from toolkit.config.schema import ShapeConfig, TuningConfig, TuningMethod
-from toolkit.config.suggest import did_you_mean
-from toolkit.config.tensor import check_split, part_shape, split_of
 from toolkit.errors import ConfigError
-from toolkit.messages import joined, tr
+from toolkit.messages import did_you_mean, joined, tr
 
 Shapes = dict[str, tuple[int, ...]]
 Sizes = dict[str, int]

@@ -4,11 +4,9 @@ from collections.abc import Iterator
 from copy import deepcopy
 from dataclasses import dataclass
 
-from toolkit.config.checks import micro_sizes
-from toolkit.config.checks_tuning import highest_stage
-from toolkit.config.optimizers import OPTIMIZERS
-from toolkit.config.places import value_of
-from toolkit.config.schema import Device, Dtype, RunConfig
+from toolkit.config.mesh import micro_sizes
+from toolkit.config.rule_tables import OPTIMIZERS
+from toolkit.config.schema import Device, Dtype, RunConfig, get_value
 from toolkit.messages import tr
 from toolkit.plan.machine import Machine
 from toolkit.plan.memory import HostMemory, RankMemory, plan_host, plan_rank
@@ -72,7 +70,7 @@ def evaluate_layout(outline: Outline, cfg: RunConfig, machine: Machine, rates: R
 def layouts(outline: Outline, cfg: RunConfig, machine: Machine, rates: Rates) -> Iterator[Layout]:
     """Yield every way that keeps the global batch: stages, offloading, activation checkpointing, micro-batches."""
     for stage, optimizer, parameters in LAYOUTS:
-        most = 0 if OPTIMIZERS[cfg.optim.name].needs_whole else highest_stage(cfg.tuning)
+        most = 0 if OPTIMIZERS[cfg.optim.name].needs_whole else cfg.tuning.max_stage
         if stage > most or (stage == 0 and cfg.compile.deepcompile):
             continue  # what config.checks refuses
         if cfg.parallel.pipeline > 1 and (stage > 1 or optimizer is not Device.none or _adds_in_bf16(cfg, stage)):
@@ -147,7 +145,9 @@ def overrides(before: RunConfig, after: RunConfig) -> list[str]:
         if getattr(before.zero, name).device is not device:
             words.append(f"zero.{name}.device={device.value}")
     words += [
-        f"{key}={str(value_of(after, key)).lower()}" for key in _BEYOND if value_of(before, key) != value_of(after, key)
+        f"{key}={str(get_value(after, key)).lower()}"
+        for key in _BEYOND
+        if get_value(before, key) != get_value(after, key)
     ]
     if before.zero.overlap_comm and not after.zero.overlap_comm:
         words.append("zero.overlap_comm=false")

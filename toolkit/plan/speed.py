@@ -24,8 +24,8 @@ import math
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
-from toolkit.config.checks import accumulation
-from toolkit.config.optimizers import OPTIMIZERS
+from toolkit.config.mesh import accumulation
+from toolkit.config.rule_tables import OPTIMIZERS
 from toolkit.config.schema import Device, RunConfig
 from toolkit.plan.activations import Rows
 from toolkit.plan.machine import Machine

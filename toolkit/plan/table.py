@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from toolkit.config.checks import accumulation
+from toolkit.config.mesh import accumulation
 from toolkit.messages import tr
 from toolkit.plan.machine import GIB, Machine
 from toolkit.plan.memory import checkpoint_bytes, export_bytes, longest_rows

@@ -11,9 +11,9 @@ from typing import Any
 
 import yaml
 
-from toolkit.config import examples
+from toolkit.config import files
 from toolkit.config.files import known_recipes
-from toolkit.config.load import load, recorded
+from toolkit.config.load import load, to_dict
 from toolkit.config.schema import RunConfig
 from toolkit.errors import ToolkitError
 from toolkit.messages import joined, printable, tr
@@ -382,7 +382,7 @@ def example_data(run: Run) -> str:
     """Return the sentence about a run that trained on example data; "" if it did not."""
     sources = run.section("data").get("sources")
     listed = [one for one in sources if isinstance(one, dict)] if isinstance(sources, list) else []
-    return examples.sentence((str(one.get("path")), str(one.get("format"))) for one in listed)
+    return files.sentence((str(one.get("path")), str(one.get("format"))) for one in listed)
 
 
 def head(run: Run) -> list[str]:
@@ -418,7 +418,7 @@ class Changed:
 
 def differences_of_run(run: Run) -> tuple[list[Changed], bool]:
     """Return what a run sets otherwise than the defaults, with its recipe's values; and whether that was found."""
-    ours, defaults = dict(_leaves(run.config)), dict(_leaves(recorded(RunConfig())))
+    ours, defaults = dict(_leaves(run.config)), dict(_leaves(to_dict(RunConfig())))
     recipe = _recipe_settings(str(run.config.get("recipe", "")))
     found = []
     for key in dict.fromkeys([*ours, *(recipe or {})]):
@@ -449,7 +449,7 @@ def _recipe_settings(name: str) -> dict[str, Any] | None:
     if name not in known_recipes():
         return None
     try:
-        return dict(_leaves(recorded(load([f"recipe={name}"]).cfg)))
+        return dict(_leaves(to_dict(load([f"recipe={name}"]).cfg)))
     except ToolkitError:
         return None
 

@@ -4,7 +4,7 @@ import os
 from pathlib import Path
 from tempfile import TemporaryFile
 
-from toolkit.config.checks_track import mlflow_folder
+from toolkit.config.preflight import mlflow_folder
 from toolkit.config.schema import TrackConfig
 from toolkit.errors import TrackError
 from toolkit.messages import tr

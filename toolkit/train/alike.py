@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from toolkit.config.load import recorded
+from toolkit.config.load import to_dict
 from toolkit.config.schema import RunConfig
 from toolkit.distributed import process_group
 from toolkit.errors import ConfigError, DataError
@@ -73,7 +73,7 @@ def _count(number: int, fingerprint: str) -> str:
 
 def _settings(cfg: RunConfig) -> dict[str, str]:
     """Return the config by key, without secrets, and digests of the folders that it names."""
-    values = dict(_leaves(recorded(cfg), ""))
+    values = dict(_leaves(to_dict(cfg), ""))
     found = {
         key: value
         for key, value in values.items()

@@ -9,8 +9,7 @@ from functools import partial
 import torch
 from deepspeed.accelerator import get_accelerator
 
-from toolkit.config.checks import accumulation, micro_rows
-from toolkit.config.layout import Layout, layout_of
+from toolkit.config.mesh import Mesh, accumulation, mesh_of, micro_rows
 from toolkit.config.schema import Packing, RunConfig
 from toolkit.data.curriculum import CurriculumOrder, ScheduledMixture, length_limits
 from toolkit.data.loader import build_loader
@@ -113,7 +112,7 @@ def training_batches(
         total_steps: optimizer steps.
         start: where in the data to begin.
     """
-    place = layout_of(cfg, ranks.world_size, ranks.rank)
+    place = mesh_of(cfg, ranks.world_size, ranks.rank)
     loader = build_loader(
         prepared.train,
         prepared.train_plan,
@@ -166,13 +165,13 @@ def step_samples(cfg: RunConfig, prepared: Prepared, world_size: int, start: Pos
         start: the place at which the step begins.
     """
     plan, order = prepared.train_plan, changing_order(cfg, prepared)
-    places = [layout_of(cfg, world_size, rank) for rank in range(world_size)]
+    places = [mesh_of(cfg, world_size, rank) for rank in range(world_size)]
     by_rank = [_sampler(cfg, prepared, place, start, 1, order) for place in places]
     return [[[sample for row in rows for sample in plan[row]] for rows in sampler] for sampler in by_rank]
 
 
 def _sampler(
-    cfg: RunConfig, prepared: Prepared, place: Layout, start: Position, num_steps: int, order: Order | None
+    cfg: RunConfig, prepared: Prepared, place: Mesh, start: Position, num_steps: int, order: Order | None
 ) -> GlobalBatchSampler:
     global_size, micro = rows_per_step(cfg, prepared.packing)
     return GlobalBatchSampler(
@@ -198,7 +197,7 @@ def num_evaluation_batches(cfg: RunConfig, prepared: Prepared, world_size: int) 
         world_size: number of ranks.
     """
     assert prepared.validation_plan is not None
-    ranks = layout_of(cfg, world_size).data_ranks
+    ranks = mesh_of(cfg, world_size).data_ranks
     return math.ceil(len(prepared.validation_plan) / (rows_per_step(cfg, prepared.packing)[1] * ranks))
 
 
@@ -209,7 +208,7 @@ def evaluation_batches(cfg: RunConfig, prepared: Prepared, ranks: Ranks) -> Iter
     """
     assert prepared.validation is not None and prepared.validation_plan is not None
     store, plan = prepared.validation, prepared.validation_plan
-    place = layout_of(cfg, ranks.world_size, ranks.rank)
+    place = mesh_of(cfg, ranks.world_size, ranks.rank)
     shares = sequential(len(plan), rows_per_step(cfg, prepared.packing)[1], place.data_rank, place.data_ranks)
     loader = build_loader(
         store, plan, shares, prepared.pad_id, prepared.packing, seed=cfg.run.seed, multiple=pad_multiple(place.sequence)

@@ -4,7 +4,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from toolkit.config.layout import layout_of
+from toolkit.config.mesh import mesh_of
 from toolkit.config.schema import Packing, RunConfig
 from toolkit.data.loader import collate
 from toolkit.data.packing import PAD_MULTIPLE, pad_multiple
@@ -26,7 +26,7 @@ def longest_batch(cfg: RunConfig, prepared: Prepared, world_size: int) -> Batch:
         world_size: number of ranks; in a small split micro-batches never get full.
     """
     num_rows, (per_step, micro) = len(prepared.train_plan), rows_per_step(cfg, prepared.packing)
-    ranks = layout_of(cfg, world_size).data_ranks
+    ranks = mesh_of(cfg, world_size).data_ranks
     per_rank = -(-min(per_step, num_rows) // ranks)
     times = per_step // (micro * ranks)
     return _batch(cfg, prepared, [_samples(prepared, row) for row in _longest(prepared, -(-per_rank // times))])

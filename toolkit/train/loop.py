@@ -11,7 +11,7 @@ from pathlib import Path
 
 from toolkit.checkpoint import directory
 from toolkit.checkpoint.directory import RunState
-from toolkit.config.layout import layout_of
+from toolkit.config.mesh import mesh_of
 from toolkit.config.schema import OnBadStep
 from toolkit.data.sampler import Position
 from toolkit.distributed import failure
@@ -56,7 +56,7 @@ class _Run:
     def __init__(self, job: Job, progress: Progress) -> None:
         self.job, self.progress, self.cfg, self.engine = job, progress, job.cfg, job.engine
         self.guard = job.guard
-        self.copies = layout_of(job.cfg, world_size()).copies
+        self.copies = mesh_of(job.cfg, world_size()).copies
         self.slow_ranks = SlowRanks(gather(socket.gethostname()))
         self.stop_file = StopFile(job.folder)
         self.collectives = Collectives()

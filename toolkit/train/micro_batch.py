@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from deepspeed import DeepSpeedEngine
 from deepspeed.accelerator import get_accelerator
 
-from toolkit.config.checks import accumulation, micro_rows, micro_sizes
+from toolkit.config.mesh import accumulation, micro_rows, micro_sizes
 from toolkit.config.schema import RunConfig
 from toolkit.distributed.process_group import gather, world_size
 from toolkit.engine.memory import PeakMemory

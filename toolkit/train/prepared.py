@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from toolkit.config.checks import micro_rows, settled
+from toolkit.config.mesh import micro_rows, with_micro_batch
 from toolkit.config.schema import Init, Packing, RunConfig, SourceConfig
 from toolkit.data.curriculum import length_classes
 from toolkit.data.packing import PackingPlan, plan_sequences
@@ -107,7 +107,7 @@ def prepare_with(cfg: RunConfig, encoder: AnyChatEncoder, say: Callable[[str], N
             store,
             packing,
             max_length=cfg.data.max_length,
-            micro_per_gpu=micro_rows(settled(cfg)),
+            micro_per_gpu=micro_rows(with_micro_batch(cfg)),
             window=cfg.data.packing_window,
             classes=length_classes(cfg.data.curriculum, cfg.data.max_length) if store is train else [],
             seed=cfg.run.seed,

@@ -10,8 +10,8 @@ from typing import Any
 
 from toolkit.checkpoint import changes, convert, directory, engine_files, random_state
 from toolkit.checkpoint.directory import RunState
-from toolkit.config.load import recorded
-from toolkit.config.optimizers import OPTIMIZERS
+from toolkit.config.load import to_dict
+from toolkit.config.rule_tables import OPTIMIZERS
 from toolkit.config.schema import RunConfig
 from toolkit.disk import refuse_links, unused
 from toolkit.distributed.process_group import on_rank0
@@ -195,7 +195,7 @@ def starting_state(
         ConfigError: the run computes something else than the one that saved the checkpoint.
         CheckpointError: the checkpoint cannot be read, or not by so many ranks.
     """
-    config = json.loads(json.dumps(recorded(cfg)))
+    config = json.loads(json.dumps(to_dict(cfg)))
     same: dict[str, Any] = {
         "world_size": ranks.world_size,
         "data": data,

@@ -4,8 +4,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from toolkit.config.checks import micro_rows, settled
-from toolkit.config.layout import layout_of
+from toolkit.config.mesh import mesh_of, micro_rows, with_micro_batch
 from toolkit.config.schema import Packing, RunConfig
 from toolkit.engine.ds_config import warmup_steps
 from toolkit.messages import tr
@@ -100,7 +99,7 @@ def _longer(cfg: RunConfig, epoch: Epoch, world_size: int) -> Iterator[tuple[str
         enough = max(epochs, math.ceil(FEWEST_STEPS / unpacked))
         more = f" train.epochs={enough}" if enough > epochs else ""
         yield f"data.packing=none{more}", unpacked * enough
-    unit = micro_rows(settled(cfg)) * layout_of(cfg, world_size).data_ranks
+    unit = micro_rows(with_micro_batch(cfg)) * mesh_of(cfg, world_size).data_ranks
     scale = epoch.per_step / size  # rows of a grouped plan are micro-batches
     for smaller in range((size - 1) // unit * unit, 0, -unit):
         steps = math.ceil(epoch.sequences / max(1.0, smaller * scale)) * epochs

@@ -14,14 +14,14 @@ from typing import Any
 import yaml
 
 from toolkit.config import files
-from toolkit.config.checks import check, settled
-from toolkit.config.load import Loaded, escaped, load, plain, replace
+from toolkit.config.load import LoadedConfig, escaped, load, replace, to_plain
+from toolkit.config.mesh import with_micro_batch
+from toolkit.config.rules import check_rules
 from toolkit.config.schema import Device, OptimizerName, RunConfig, ScheduleName, SourceConfig, TuningMethod
-from toolkit.config.suggest import did_you_mean
 from toolkit.engine.ds_config import build_ds_config
 from toolkit.engine.ds_import import import_json
 from toolkit.errors import ConfigError
-from toolkit.messages import joined, tr
+from toolkit.messages import did_you_mean, joined, tr
 from toolkit.secrets import hide_all
 from toolkit.translate.draft import ForeignConfig, RecipeDraft, copy_plain
 from toolkit.translate.key import sentence
@@ -59,7 +59,7 @@ class Converted:
 
     text: str
     """The recipe without its header."""
-    loaded: Loaded
+    loaded: LoadedConfig
     """The recipe, composed and checked."""
     world_size: int
     """Ranks that the other program was started on."""
@@ -118,7 +118,7 @@ def _finish(given: ForeignConfig, draft: RecipeDraft, deepspeed_json: str, folde
         notes += [note.replace(f"{folder}/", "") for note in told]
     elif not given.has("deepspeed"):
         notes.append(tr("No DeepSpeed JSON is named, so nothing is split there; the recipe has zero=stage2."))
-    check(loaded, given.world_size, files=False)  # its messages say where the other program's config says so
+    check_rules(loaded, given.world_size, files=False)  # its messages say where the other program's config says so
     groups = chosen_groups(loaded.cfg) | draft.groups
     origins = {key: source for key, (_, source) in draft.values.items() if source}
     if path:
@@ -128,17 +128,17 @@ def _finish(given: ForeignConfig, draft: RecipeDraft, deepspeed_json: str, folde
     again = folder / "recipe.yaml"
     again.write_text(text, encoding="utf-8")
     final = load([f"recipe={again}"])
-    expected, found = plain(loaded.cfg), plain(final.cfg)
+    expected, found = to_plain(loaded.cfg), to_plain(final.cfg)
     if expected | {"recipe": ""} != found | {"recipe": ""}:
         raise RuntimeError("the recipe says something else than was translated")
-    check(final, given.world_size, files=False)
-    build_ds_config(settled(final.cfg), given.world_size, final.cfg.train.max_steps or None)
+    check_rules(final, given.world_size, files=False)
+    build_ds_config(with_micro_batch(final.cfg), given.world_size, final.cfg.train.max_steps or None)
     result = Converted(text=text, loaded=final, world_size=given.world_size, notes=notes)
     _report(given, draft, result)
     return result
 
 
-def _compose(folder: Path, groups: dict[str, str]) -> Loaded:
+def _compose(folder: Path, groups: dict[str, str]) -> LoadedConfig:
     """Return the config of nothing but groups."""
     path = folder / "groups.yaml"
     path.write_text(recipe_text(None, None, groups, {}), encoding="utf-8")
@@ -286,12 +286,12 @@ def _lines(tree: Mapping[str, Any], path: str, indent: str, origins: Mapping[str
             for source in value:
                 yield f"{indent}{_INDENT}- {_inline(plain_source(source))}"
         else:
-            yield f"{indent}{name}: {_inline(plain(value))}{comment}"
+            yield f"{indent}{name}: {_inline(to_plain(value))}{comment}"
 
 
 def plain_source(source: SourceConfig) -> dict[str, Any]:
     """Return what a source says beside the defaults."""
-    return {name: plain(value) for name, value in _differing(source, SourceConfig()).items()}
+    return {name: to_plain(value) for name, value in _differing(source, SourceConfig()).items()}
 
 
 def _inline(value: Any) -> str:

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from toolkit.config.keys import field_type
+from toolkit.config.validate import field_type
 from toolkit.errors import ConfigError
 from toolkit.messages import tr
 from toolkit.translate.key import Key

@@ -8,9 +8,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from toolkit.config.suggest import did_you_mean
 from toolkit.errors import ConfigError
-from toolkit.messages import joined, tr
+from toolkit.messages import did_you_mean, joined, tr
 from toolkit.translate.draft import ForeignConfig, RecipeDraft
 from toolkit.translate.trainer import translate_evaluation, translate_model
 

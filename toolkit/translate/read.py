@@ -12,9 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.config import files
-from toolkit.config.suggest import did_you_mean
 from toolkit.errors import ConfigError
-from toolkit.messages import joined, tr
+from toolkit.messages import did_you_mean, joined, tr
 from toolkit.translate.draft import ForeignConfig
 from toolkit.translate.key import Key, keys_of
 

@@ -6,11 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.config.hub import is_hub_name
-from toolkit.config.optimizers import OPTIMIZERS
+from toolkit.config.rule_tables import OPTIMIZERS
 from toolkit.config.schema import TRACKERS, OptimizerName
-from toolkit.config.suggest import did_you_mean
 from toolkit.errors import ConfigError
-from toolkit.messages import joined, tr
+from toolkit.messages import did_you_mean, joined, tr
 from toolkit.translate.draft import ForeignConfig, RecipeDraft, typed
 
 SCHEDULES = {

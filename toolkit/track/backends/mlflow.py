@@ -10,7 +10,7 @@ from mlflow import MlflowClient
 from mlflow.entities import Metric, Param
 from mlflow.exceptions import MlflowException
 
-from toolkit.config.checks_track import mlflow_folder
+from toolkit.config.preflight import mlflow_folder
 from toolkit.track.backends import EVAL, FAILED, FINISHED, STOPPED, TRAIN, Backend, TrackedRun
 from toolkit.track.metrics import hf_name
 

@@ -6,7 +6,7 @@ from toolkit.config.schema import OptimConfig, OptimizerName
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Optimizer:
+class OptimizerTraits:
     """One of `optim.name`."""
 
     ds_type: str
@@ -27,26 +27,28 @@ class Optimizer:
 
 
 OPTIMIZERS = {
-    OptimizerName.adamw: Optimizer(
+    OptimizerName.adamw: OptimizerTraits(
         ds_type="AdamW", reads=("betas", "eps"), state_bytes=8, is_adam=True, takes_adam=True
     ),
-    OptimizerName.adam: Optimizer(ds_type="Adam", reads=("betas", "eps"), state_bytes=8, is_adam=True, takes_adam=True),
+    OptimizerName.adam: OptimizerTraits(
+        ds_type="Adam", reads=("betas", "eps"), state_bytes=8, is_adam=True, takes_adam=True
+    ),
     # Two numbers of 8 bits, and for each 256 of them a float32 scale (bitsandbytes 0.50, optim/optimizer.py).
-    OptimizerName.adamw_8bit: Optimizer(ds_type="", reads=("betas", "eps"), state_bytes=2.04, is_known=False),
-    OptimizerName.muon: Optimizer(
+    OptimizerName.adamw_8bit: OptimizerTraits(ds_type="", reads=("betas", "eps"), state_bytes=2.04, is_known=False),
+    OptimizerName.muon: OptimizerTraits(
         ds_type="Muon",
         reads=("betas", "eps", "momentum", "adam_lr"),
         state_bytes=8,
         takes_adam=True,
         is_known=False,
     ),
-    OptimizerName.lion: Optimizer(ds_type="Lion", reads=("betas",), state_bytes=4),
+    OptimizerName.lion: OptimizerTraits(ds_type="Lion", reads=("betas",), state_bytes=4),
     # A row and a column for each matrix.
-    OptimizerName.adafactor: Optimizer(
+    OptimizerName.adafactor: OptimizerTraits(
         ds_type="Adafactor", reads=(), state_bytes=0.1, is_known=False, needs_whole=True
     ),
-    OptimizerName.sgd: Optimizer(ds_type="SGD", reads=("momentum",), state_bytes=4, is_known=False),
-    OptimizerName.adagrad: Optimizer(ds_type="Adagrad", reads=("eps",), state_bytes=4, needs_whole=True),
+    OptimizerName.sgd: OptimizerTraits(ds_type="SGD", reads=("momentum",), state_bytes=4, is_known=False),
+    OptimizerName.adagrad: OptimizerTraits(ds_type="Adagrad", reads=("eps",), state_bytes=4, needs_whole=True),
 }
 SOMETIMES_READ = ("betas", "eps", "momentum", "adam_lr")
 """Settings that not every optimizer reads."""
@@ -63,3 +65,17 @@ def is_client(optim: OptimConfig) -> bool:
 def is_grouped(optim: OptimConfig) -> bool:
     """Whether parameters differ in learning rate or weight decay."""
     return optim.decay.value != "all" or optim.layer_lr_decay != 1 or bool(optim.adam_lr)
+
+
+STAGE3_KEYS = (
+    "sub_group_size",
+    "stage3_prefetch_bucket_size",
+    "stage3_param_persistence_threshold",
+    "stage3_max_live_parameters",
+    "stage3_max_reuse_distance",
+    "stage3_gather_16bit_weights_on_model_save",
+    "zero_hpz_partition_size",
+    "zero_quantized_weights",
+    "zero_quantized_gradients",
+)
+SUPER_OFFLOAD_KEYS = ("super_offload", "cpuadam_cores_perc")

@@ -5,17 +5,17 @@ import re
 import typing
 from collections.abc import Callable, Iterator
 from enum import Enum
+from functools import cache
 from typing import Any
 
 from omegaconf.errors import ValidationError
 from omegaconf.nodes import BooleanNode, FloatNode, IntegerNode, StringNode
 
-from toolkit.config.foreign import our_keys
 from toolkit.config.schema import AUTO, RunConfig
-from toolkit.config.suggest import did_you_mean, nearest
 from toolkit.errors import ConfigError
-from toolkit.messages import joined, tr
+from toolkit.messages import did_you_mean, joined, nearest, tr
 from toolkit.problems import Problems
+from toolkit.translate.key import keys_of
 
 Place = Callable[[str], str]
 """From a dotted path to where it stands: "recipes/x.yaml:3" or "command line"."""
@@ -48,7 +48,7 @@ def all_keys(kind: type = RunConfig, prefix: str = "") -> Iterator[str]:
             yield from all_keys(typing.cast("type", inner), f"{prefix}{name}.")
 
 
-def check_tree(value: Any, kind: Any, path: str, place: Place, problems: Problems) -> Iterator[tuple[str, Any]]:
+def validate_tree(value: Any, kind: Any, path: str, place: Place, problems: Problems) -> Iterator[tuple[str, Any]]:
     """Check values against their type and yield each right leaf's path and value.
 
     Args:
@@ -73,7 +73,7 @@ def check_tree(value: Any, kind: Any, path: str, place: Place, problems: Problem
             problems.add_made(_wrong, path, value, tr("a list, for example [a, b]"), place)
             return
         for index, item in enumerate(value):
-            list(check_tree(item, typing.get_args(kind)[0], f"{path}[{index}]", place, problems))
+            list(validate_tree(item, typing.get_args(kind)[0], f"{path}[{index}]", place, problems))
     elif typing.get_origin(kind) is dict:
         if not isinstance(value, dict):
             problems.add(_wrong(path, value, tr("a section of keys"), place))
@@ -144,7 +144,7 @@ def _check_section(value: Any, kind: type, path: str, place: Place, problems: Pr
         elif key not in types:
             problems.add_made(unknown_key, below, place)
         else:
-            yield from check_tree(inner, types[key], below, place, problems)
+            yield from validate_tree(inner, types[key], below, place, problems)
             if isinstance(inner, dict) and dataclasses.is_dataclass(types[key]):
                 continue  # what is wrong below it has been removed there
         if problems.count > before:
@@ -225,3 +225,70 @@ def _wrong(path: str, value: Any, wanted: str, place: Place) -> ConfigError:
         path,
         tr("{place}: '{key}' = {value} must be {wanted}.", place=place(path), key=path, value=shown, wanted=wanted),
     )
+
+
+_PROGRAMS = ("chatglm", "hf", "factory")
+_OTHERS = {
+    # DeepSpeed's JSON; a test compares them with the tables of engine.ds_config.
+    "train_batch_size": "batch.global_size",
+    "train_micro_batch_size_per_gpu": "batch.micro_per_gpu",
+    "gradient_clipping": "train.gradient_clipping",
+    "zero_optimization": "zero",
+    "scheduler": "schedule",
+    "optimizer": "optim",
+    "optimizer.params.lr": "optim.lr",
+    "optimizer.params.betas": "optim.betas",
+    "optimizer.params.eps": "optim.eps",
+    "activation_checkpointing": "train.activation_checkpointing",
+    "tensorboard": "track.tensorboard",
+    "wandb": "track.wandb",
+    "wall_clock_breakdown": "profile.wall_clock_breakdown",
+    "flops_profiler": "profile.flops",
+    "comms_logger": "profile.comms",
+    # What the Trainer's scripts, peft, TRL, ms-swift and FastChat call it where the tables have no counterpart.
+    "output_dir": "run.dir",
+    "run_name": "run.name",
+    "resume_from_checkpoint": "resume",
+    "batch_size": "batch.micro_per_gpu, batch.global_size",
+    "max_seq_length": "data.max_length",
+    "max_seq_len": "data.max_length",
+    "seq_length": "data.max_length",
+    "model_max_length": "data.max_length",
+    "model_name": "model.path",
+    "data_path": "data.sources",
+    "dataset_path": "data.sources",
+    "datasets": "data.sources",
+    "val_dataset": "data.validation",
+    "num_epochs": "train.epochs",
+    "grad_clip": "train.gradient_clipping",
+    "lora_r": "tuning.rank",
+    "target_modules": "tuning.target_modules",
+    "train_type": "tuning.method",
+    "tuner_type": "tuning.method",
+    "torch_dtype": "precision.dtype",
+    "zero_stage": "zero.stage",
+}
+
+
+@cache
+def foreign_names() -> dict[str, tuple[str, ...]]:
+    """Return another program's name -> our keys for it."""
+    found = {name: key.to for program in _PROGRAMS for name, key in keys_of(program).items() if key.to}
+    return {name: tuple(keys.split(", ")) for name, keys in (found | _OTHERS).items()}
+
+
+def our_keys(path: str, is_key: Callable[[str], bool]) -> tuple[str, ...]:
+    """Return our keys for another program's path: for the whole of it, within its section, or by its last part.
+
+    Args:
+        path: dotted.
+        is_key: whether the schema has a key.
+    """
+    section, _, rest = path.partition(".")
+    inside = tuple(f"{ours}.{rest}" for ours in foreign_names().get(section, ()) if rest and is_key(f"{ours}.{rest}"))
+    return foreign_names().get(path) or inside or foreign_names().get(path.rpartition(".")[2], ())
+
+
+def is_foreign(name: str) -> bool:
+    """Return whether another program has an argument of this name."""
+    return any(name in keys_of(program) for program in _PROGRAMS)

@@ -1,0 +1,265 @@
+"""How ranks share the work: which of them compute the same rows, and which hold parts of one model."""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from enum import Enum
+from typing import Any
+
+from toolkit.config.schema import AUTO, RunConfig
+from toolkit.errors import ConfigError
+from toolkit.messages import joined, tr
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Mesh:
+    """One rank's place among all. Ranks that work on the same rows are a model's ranks; they lie side by side.
+
+    Only with pipeline stages do the ranks of one *stage* lie side by side, as DeepSpeed numbers them (0.19.8,
+    runtime/pipe/topology.py, PipeDataParallelTopology).
+    """
+
+    world_size: int
+    """Ranks over all machines."""
+    rank: int = 0
+    """This one."""
+    tensor: int = 1
+    """Ranks that split each layer's matrices."""
+    sequence: int = 1
+    """Ranks that split each row's tokens."""
+    pipeline: int = 1
+    """Ranks that split the layers."""
+
+    @property
+    def model_ranks(self) -> int:
+        """Ranks that work on the same rows."""
+        return self.tensor * self.sequence * self.pipeline
+
+    @property
+    def data_ranks(self) -> int:
+        """Into how many parts the global batch is divided."""
+        return self.world_size // self.model_ranks
+
+    @property
+    def data_rank(self) -> int:
+        """Which of these parts is this rank's."""
+        return self.rank % self.data_ranks if self.pipeline > 1 else self.rank // self.model_ranks
+
+    @property
+    def part(self) -> int:
+        """Which part of each row's tokens is this rank's, from 0."""
+        return self.rank % self.sequence
+
+    @property
+    def copies(self) -> int:
+        """How many ranks count the same token: what is summed over all ranks is so many times too large."""
+        return self.tensor
+
+
+def model_ranks(cfg: RunConfig) -> int:
+    """Return how many ranks share one model: the fewest that a run can have."""
+    return cfg.parallel.tensor * cfg.parallel.sequence * cfg.parallel.pipeline
+
+
+def mesh_of(cfg: RunConfig, world_size: int, rank: int = 0) -> Mesh:
+    """Return a rank's place.
+
+    Args:
+        cfg: the run.
+        world_size: ranks over all machines.
+        rank: which one.
+
+    Raises:
+        ConfigError: the ranks cannot be divided so.
+    """
+    parallel = cfg.parallel
+    layout = Mesh(
+        world_size=world_size,
+        rank=rank,
+        tensor=parallel.tensor,
+        sequence=parallel.sequence,
+        pipeline=parallel.pipeline,
+    )
+    if world_size % layout.model_ranks:
+        raise ConfigError(
+            tr(
+                "{ranks} ranks cannot be divided into groups of {size} (parallel.tensor {tensor} x parallel.sequence "
+                "{sequence} x parallel.pipeline {pipeline}). Start on a multiple of {size} ranks.",
+                ranks=world_size,
+                size=layout.model_ranks,
+                tensor=parallel.tensor,
+                sequence=parallel.sequence,
+                pipeline=parallel.pipeline,
+            )
+        )
+    return layout
+
+
+FAMILIES = ("chatglm", "glm", "glm4", "llama", "mistral", "qwen2", "qwen3")
+"""`model_type` of the models whose parts are known to compute what the whole does: those that a test compares."""
+
+
+class Split(Enum):
+    """How one parameter is divided."""
+
+    rows = "rows"
+    """Each rank has some of the rows of a matrix, or numbers of a bias, side by side."""
+    pairs = "pairs"
+    """Two matrices lie on top of each other, and each rank has rows of both."""
+    columns = "columns"
+    """Each rank has some of a matrix's columns; what comes out is added up over the ranks."""
+
+
+_PATTERNS = {
+    Split.rows: r".*\.(q_proj|k_proj|v_proj|gate_proj|up_proj|query_key_value|dense_h_to_4h)\.(weight|bias)$",
+    Split.pairs: r".*\.gate_up_proj\.(weight|bias)$",
+    # Their biases are added once, after the sum over the ranks.
+    Split.columns: r".*\.(o_proj|down_proj|attention\.dense|dense_4h_to_h)\.weight$",
+}
+_ON_HEADS = r".*\.(q_norm|k_norm)\.weight$"
+"""Whole on every rank, but each applies them to its own heads: their gradients are added up."""
+
+
+def split_of(name: str) -> Split | None:
+    """Return how a parameter is split; None for one that every rank has whole."""
+    return next((split for split, pattern in _PATTERNS.items() if re.match(pattern, name)), None)
+
+
+def part_shape(name: str, shape: tuple[int, ...], size: int) -> tuple[int, ...]:
+    """Return the shape of a rank's part of a parameter."""
+    split = split_of(name)
+    if split is None:
+        return shape
+    place = 1 if split is Split.columns else 0
+    return (*shape[:place], shape[place] // size, *shape[place + 1 :])
+
+
+def unsplit_shape(name: str, shape: tuple[int, ...], size: int) -> tuple[int, ...]:
+    """Return the shape of a parameter of which each of `size` ranks has a part of this shape."""
+    split = split_of(name)
+    if split is None:
+        return shape
+    place = 1 if split is Split.columns else 0
+    return (*shape[:place], shape[place] * size, *shape[place + 1 :])
+
+
+def partition_config() -> dict[str, Any]:
+    """Return the same for DeepSpeed's AutoTP, which splits nothing but what is named here.
+
+    Its own guess (heuristics, or transformers' plan) would gather logits and guess fused matrices from class names
+    (deepspeed 0.19.8, engine._apply_autotp_partitioning).
+    """
+    rows, pairs, columns = (_PATTERNS[split] for split in Split)
+    return {
+        "use_default_specs": False,
+        "layer_specs": [
+            {"patterns": [rows], "partition_type": "column"},
+            {"patterns": [pairs], "partition_type": "column", "shape": [2, -1], "partition_dim": 0},
+            {"patterns": [columns], "partition_type": "row"},
+            {"patterns": [_ON_HEADS], "partition_type": "skip", "grad_allreduce": True},
+        ],
+    }
+
+
+def check_split(config: Mapping[str, Any], size: int) -> None:
+    """Refuse a model that cannot be split over so many ranks.
+
+    Args:
+        config: `heads`, `key_heads` and `inner` of the model, and `model_type` where that is not known to be right.
+        size: `parallel.tensor`.
+
+    Raises:
+        ConfigError: it is of another kind, or a number of heads or the inner width does not divide.
+    """
+    if size == 1:
+        return
+    kind = config.get("model_type", FAMILIES[0])
+    if kind not in FAMILIES:
+        raise ConfigError(
+            tr(
+                "parallel.tensor = {size}: how the layers of '{kind}' are split is not known here. Known are {known}. "
+                "zero=stage3 divides any model.",
+                size=size,
+                kind=kind,
+                known=", ".join(FAMILIES),
+            )
+        )
+    for value, what in (
+        (config["heads"], tr("attention heads")),
+        (config["key_heads"], tr("heads of keys and values")),
+        (config["inner"], tr("numbers in the middle of the feed-forward part")),
+    ):
+        if value % size:
+            raise ConfigError(
+                tr(
+                    "parallel.tensor = {size} does not divide the model's {count} {what}. Use a number that does.",
+                    size=size,
+                    count=value,
+                    what=what,
+                )
+            )
+
+
+def micro_rows(cfg: RunConfig) -> int:
+    """Return `batch.micro_per_gpu`.
+
+    Raises:
+        ConfigError: it is auto, and only training finds the number.
+    """
+    if isinstance(cfg.batch.micro_per_gpu, str):
+        raise ConfigError(
+            tr(
+                "batch.micro_per_gpu = {value} is a number only when training has begun: it is then in config.yaml of "
+                "the run. Here give one: batch.micro_per_gpu=1.",
+                value=cfg.batch.micro_per_gpu,
+            )
+        )
+    return cfg.batch.micro_per_gpu
+
+
+def micro_sizes(cfg: RunConfig, world_size: int) -> list[int]:
+    """Return the micro-batches into which the global batch can be divided, ascending; [] if there are none."""
+    per_rank, rest = divmod(cfg.batch.global_size, mesh_of(cfg, world_size).data_ranks)
+    return [] if rest else [rows for rows in range(1, per_rank + 1) if per_rank % rows == 0]
+
+
+def with_micro_batch(cfg: RunConfig, rows: int = 1) -> RunConfig:
+    """Return a config whose `batch.micro_per_gpu` is a number.
+
+    Args:
+        cfg: the config.
+        rows: what to put in the place of auto.
+    """
+    if cfg.batch.micro_per_gpu != AUTO:
+        return cfg
+    return replace(cfg, batch=replace(cfg.batch, micro_per_gpu=rows))
+
+
+def accumulation(cfg: RunConfig, world_size: int, where: str = "") -> int:
+    """Return micro-batches per rank and step: global_size / (micro_per_gpu x data-parallel ranks).
+
+    Raises:
+        ConfigError: micro_per_gpu is auto; or it is no whole number: the message names the nearest sizes that work.
+    """
+    size, micro = cfg.batch.global_size, micro_rows(cfg)
+    ranks = mesh_of(cfg, world_size).data_ranks
+    unit = micro * ranks
+    if size % unit:
+        below, above = size // unit * unit, -(-size // unit) * unit
+        choices = tr("Use {below} or {above}.", below=below, above=above) if below else tr("Use {above}.", above=above)
+        sentence = (
+            tr(
+                "batch.global_size = {size} is not a multiple of batch.micro_per_gpu ({micro}) x {ranks} ranks "
+                "= {unit}.",
+                size=size,
+                micro=micro,
+                ranks=ranks,
+                unit=unit,
+            )
+            if ranks > 1
+            else tr(
+                "batch.global_size = {size} is not a multiple of batch.micro_per_gpu ({micro}).", size=size, micro=micro
+            )
+        )
+        raise ConfigError(joined(where + sentence, choices))
+    return size // unit

@@ -1,0 +1,407 @@
+"""Rules about files and folders that a config names, found out before anything is loaded."""
+
+import glob
+import importlib.util
+import json
+import math
+import os
+import platform
+import re
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from toolkit.config.files import located
+from toolkit.config.hub import is_hub_name
+from toolkit.config.load import LoadedConfig
+from toolkit.config.schema import ROW_FIELDS, Device, Dtype, Init, RowFormat, SourceConfig, TuningMethod, get_value
+from toolkit.errors import ConfigError
+from toolkit.messages import did_you_mean, joined, tr
+from toolkit.problems import raise_all
+
+
+def _nvme_folders(loaded: LoadedConfig) -> Iterator[ConfigError]:
+    """An nvme path must be a folder that can be written to, found out by writing."""
+    for section in ("zero.offload_optimizer", "zero.offload_param"):
+        if get_value(loaded.cfg, f"{section}.device") is not Device.nvme:
+            continue
+        key = f"{section}.nvme_path"
+        path = str(get_value(loaded.cfg, key))
+        if not path:
+            yield loaded.error(
+                f"{section}.device",
+                tr("{section}.device = nvme needs {key}=FOLDER on the NVMe disk.", section=section, key=key),
+            )
+            continue
+        try:
+            with tempfile.TemporaryFile(dir=path):
+                pass
+        except OSError as error:
+            yield loaded.error(
+                key,
+                tr(
+                    "{key} = {path} is not a folder that can be written to: {reason}.",
+                    key=key,
+                    path=path,
+                    reason=error.strerror,
+                ),
+            )
+
+
+def _model(loaded: LoadedConfig) -> Iterator[ConfigError]:
+    model = loaded.cfg.model
+    if model.init is Init.random:
+        shape = model.shape
+        if shape.hidden_size % shape.num_heads or shape.num_heads % shape.num_kv_heads:
+            yield loaded.error(
+                "model.shape.num_heads",
+                tr(
+                    "model.shape: hidden_size {hidden} must be a multiple of num_heads {heads}, and that of "
+                    "num_kv_heads {kv_heads}.",
+                    hidden=shape.hidden_size,
+                    heads=shape.num_heads,
+                    kv_heads=shape.num_kv_heads,
+                ),
+            )
+        elif shape.hidden_size // shape.num_heads % 4:
+            yield loaded.error(
+                "model.shape.num_heads",
+                tr(
+                    "model.shape: hidden_size {hidden} / num_heads {heads} = {size} must be a multiple of 4, "
+                    "because half of a head is rotated in pairs.",
+                    hidden=shape.hidden_size,
+                    heads=shape.num_heads,
+                    size=shape.hidden_size // shape.num_heads,
+                ),
+            )
+    elif not model.path:
+        sentence = tr("model.path is empty: set model.path=DIR to a folder with a model in transformers' layout.")
+        yield loaded.error("model.path", sentence)
+    elif not Path(model.path).is_dir() and not is_hub_name(model.path):
+        sentence = tr("model.path = {path} is not a folder here.", path=model.path)
+        hint = tr("It must be the folder that holds config.json and the weights, or owner/name on Hugging Face.")
+        yield loaded.error("model.path", joined(sentence, hint))
+    for key in ("model.tokenizer", "model.chat_template"):
+        path = str(get_value(loaded.cfg, key))
+        if path and not Path(path).exists():
+            yield loaded.error(key, tr("{key} = {path} does not exist.", key=key, path=path))
+
+
+def _sources(loaded: LoadedConfig) -> Iterator[ConfigError]:
+    data = loaded.cfg.data
+    if not data.sources:
+        yield loaded.error(
+            "data.sources",
+            tr("data.sources is empty: add 'data.sources=[{{path: FILE.jsonl}}]', or data=examples to try."),
+        )
+    for name, sources in (("data.sources", data.sources), ("data.validation", data.validation)):
+        for index, source in enumerate(sources):
+            for sentence in _wrong_source(source, f"{name}[{index}]"):
+                error = loaded.error(name, sentence)
+                error.keys = (f"{name}[{index}]",)
+                yield error
+
+
+def _wrong_source(source: SourceConfig, place: str) -> Iterator[str]:
+    """Yield what is wrong with a source."""
+    if source.format is RowFormat.docstrings:
+        for key in ("path", "hub"):
+            if value := getattr(source, key):
+                yield tr(
+                    "{key} = {path} has no effect with format docstrings. Remove it.",
+                    key=f"{place}.{key}",
+                    path=value,
+                )
+    elif bool(source.path) == bool(source.hub):
+        yield tr("{place} needs one of path (a file, folder or pattern) and hub (a name on Hugging Face).", place=place)
+    elif source.path and not Path(located(source.path)).exists() and not glob.glob(source.path, recursive=True):
+        yield tr(
+            "{key} = {path}: there is no such file (looked in {folder}).",
+            key=f"{place}.path",
+            path=source.path,
+            folder=Path.cwd(),
+        )
+    for key in ("subset", "revision"):
+        if getattr(source, key) and not source.hub:
+            yield tr("{place}.{key} has an effect with hub only. Remove it.", place=place, key=key)
+    if sentence := check_columns(source, place):
+        yield sentence
+    if not 0 < source.weight < math.inf:
+        yield tr(
+            "{place}.weight = {weight} must be above 0; remove the source instead.", place=place, weight=source.weight
+        )
+
+
+def check_columns(source: SourceConfig, place: str) -> str:
+    """Return what is wrong with a source's `columns`: a name that its format does not read; "" if nothing is.
+
+    Args:
+        source: its format and columns.
+        place: where it stands, for the message.
+    """
+    fields = ROW_FIELDS.get(source.format) or tuple(field for names in ROW_FIELDS.values() for field in names)
+    for column in source.columns:
+        if column not in fields:
+            sentence = tr("{place}.columns: no format reads '{column}'.", place=place, column=column)
+            return joined(sentence, did_you_mean(str(column), fields))
+    return ""
+
+
+def _run_dir(loaded: LoadedConfig) -> Iterator[ConfigError]:
+    """The run folder's parent must be writable, found out before anything is loaded."""
+    existing = Path(loaded.cfg.run.dir).absolute()
+    while not existing.exists():
+        existing = existing.parent
+    if not existing.is_dir() or not os.access(existing, os.W_OK):
+        yield loaded.error(
+            "run.dir",
+            tr("run.dir = {dir}: {folder} cannot be written to.", dir=loaded.cfg.run.dir, folder=existing),
+        )
+
+
+def _resume(loaded: LoadedConfig) -> Iterator[ConfigError]:
+    """A path to resume from must hold a checkpoint; whether it is intact is found out by reading it."""
+    resume = loaded.cfg.resume
+    if resume in ("auto", "must", "never"):
+        return
+    path = Path(resume)
+    if any((path / name).is_file() for name in ("config.json", "adapter_config.json")):
+        yield loaded.error(
+            "resume",
+            tr(
+                "resume = {path} is a model or an adapter alone, without what training needs to resume. Query it "
+                "(toolkit generate {path}), or start another training from it: model.path={path}, of an adapter "
+                "tuning.adapter={path}.",
+                path=path,
+            ),
+        )
+    elif not ((path / "manifest.json").is_file() or any((path / "checkpoints").glob("step-*"))):
+        yield loaded.error(
+            "resume",
+            tr("resume = {path} is not auto, must or never, nor a checkpoint or a run directory with one.", path=path),
+        )
+
+
+def _packages(loaded: LoadedConfig) -> Iterator[ConfigError]:
+    """What the metrics of the ChatGLM repositories need is no part of this package: it is old, and few need it."""
+    wanted = [metric.value for metric in loaded.cfg.evaluate.metrics if metric.value.startswith("chatglm_")]
+    packages = {"jieba": "jieba", "rouge_chinese": "rouge-chinese", "nltk": "nltk"}
+    missing = [package for name, package in packages.items() if wanted and importlib.util.find_spec(name) is None]
+    if missing:
+        yield loaded.error(
+            "evaluate.metrics",
+            tr(
+                "evaluate.metrics: {metrics} needs what is not installed: pip install {packages}",
+                metrics=", ".join(wanted),
+                packages=" ".join(missing),
+            ),
+        )
+
+
+OWN_FILES = (_nvme_folders, _run_dir, _resume)
+"""Rules about files and directories for a program that brings its own model and data."""
+FILES = (*OWN_FILES, _model, _sources, _packages)
+"""Rules about files and directories."""
+
+
+_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len")
+# These scale whatever positions the model had before; the others (llama3, longrope) come with the scaled number.
+_SCALES = ("linear", "dynamic", "ntk", "yarn")
+# Published with linear scaling and the scaled number.
+_IS_COUNTED = ("gemma3", "gemma3_text", "glm")
+_LEARNED = ("gpt2", "gpt_bigcode", "gpt_neo", "opt", "xglm", "biogpt", "mpt")
+_EXAMPLE = '"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": %d}'
+
+
+def position_limit(config: Mapping[str, Any]) -> int | None:
+    """Return the most tokens that a model of some config.json has positions for; None if it has no limit.
+
+    Scaling of rotary positions that config.json names counts.
+    """
+    if "position_encoding_2d" in config:
+        return _number(config, "max_sequence_length")
+    if "padded_vocab_size" in config:  # official ChatGLM2 and later: rope_ratio is counted in
+        return _number(config, "seq_length")
+    inner = config.get("text_config")
+    config = {**config, **inner} if isinstance(inner, Mapping) else config
+    own = next((found for key in _KEYS if (found := _number(config, key))), None)
+    if own is None or config.get("alibi"):
+        return None
+    return max([own, *_scaled(config, own)])
+
+
+def _number(config: Mapping[str, Any], key: str) -> int | None:
+    value = config.get(key)
+    return value if isinstance(value, int) and not isinstance(value, bool) and 0 < value < 2**63 else None
+
+
+def _scaled(config: Mapping[str, Any], own: int) -> Iterator[int]:
+    """Yield the positions of each scaling in a config; some models have one for each kind of layer."""
+    for key in ("rope_scaling", "rope_parameters"):
+        given = config.get(key)
+        for scaling in [given, *given.values()] if isinstance(given, Mapping) else []:
+            if not isinstance(scaling, Mapping):
+                continue
+            kind, factor = scaling.get("rope_type") or scaling.get("type"), scaling.get("factor")
+            is_counted = kind == "linear" and config.get("model_type") in _IS_COUNTED
+            if kind in _SCALES and isinstance(factor, (int, float)) and 0 < factor < 2**20 and not is_counted:
+                yield int((_number(scaling, "original_max_position_embeddings") or own) * factor)
+
+
+def check_positions(loaded: LoadedConfig) -> None:
+    """Compare `data.max_length` with the positions of the model that is trained.
+
+    Args:
+        loaded: checked config; a model on Hugging Face is in its local directory already.
+
+    Raises:
+        ConfigError: a sample may be longer than the model has positions.
+    """
+    cfg = loaded.cfg
+    config: Any = {}
+    if cfg.model.init is Init.random:
+        limit: int | None = cfg.model.shape.max_positions
+    else:
+        file = Path(cfg.model.path) / "config.json"
+        try:
+            config = json.loads(file.read_text(encoding="utf-8"))
+        except (OSError, ValueError):  # reported by what loads the model
+            return
+        limit = position_limit(config) if isinstance(config, dict) else None
+    learned = cfg.tuning.num_tokens if cfg.tuning.method is TuningMethod.prompt else 0
+    if limit is None or cfg.data.max_length + learned <= limit:
+        return
+    length = f"data.max_length = {cfg.data.max_length}"
+    if learned:
+        length = f"data.max_length + tuning.num_tokens = {cfg.data.max_length} + {learned}"
+    sentence = tr(
+        "{length}: more than the {limit} positions that the model has. Set data.max_length={left} (longer samples: "
+        "data.too_long), {remedy}.",
+        length=length,
+        limit=limit,
+        left=limit - learned,
+        remedy=_remedy(cfg.model.init, config, limit),
+    )
+    raise loaded.error("data.max_length", sentence)
+
+
+def _remedy(init: Init, config: Mapping[str, Any], limit: int) -> str:
+    if init is Init.random:
+        return tr("or raise model.shape.max_positions")
+    if "position_encoding_2d" in config or "padded_vocab_size" in config:
+        return tr("or train the variant for long texts, such as chatglm3-6b-32k, chatglm3-6b-128k or glm-4-9b-chat-1m")
+    if config.get("model_type") in _LEARNED:
+        return tr("or train a model with more positions: this one has learned an embedding for each")
+    return tr(
+        "train the variant of the model for long texts, or extend its positions by rope_scaling in its config.json: "
+        "{example}",
+        example=_EXAMPLE % limit,
+    )
+
+
+_TOOLS = ("nvidia-smi", "rocm-smi", "amd-smi", "npu-smi", "hl-smi", "xpu-smi", "cnmon", "mthreads-gmi")
+"""Programs that come with the drivers of NVIDIA, AMD, Ascend, Gaudi, Intel, Cambricon and Moore Threads."""
+
+
+def is_cpu() -> bool:
+    """Return whether ranks on this machine compute on its processors: DeepSpeed was told so, or finds nothing else."""
+    accelerator = os.environ.get("DS_ACCELERATOR", "")
+    return accelerator == "cpu" if accelerator else not any(map(shutil.which, _TOOLS))
+
+
+def _has_fp16(cpuinfo: Path) -> bool:
+    """Return whether oneDNN computes in fp16 on these processors, which DeepSpeed asks; true where it is unknown.
+
+    oneDNN 3 has it for the instruction sets avx512_core_fp16 and avx2_vnni_2, of which avx_ne_convert is part.
+    """
+    if platform.machine() != "x86_64" or not cpuinfo.is_file():
+        return True
+    return bool(re.search(r"\b(avx512_fp16|avx_ne_convert)\b", cpuinfo.read_text(errors="replace")))
+
+
+def check_device(loaded: LoadedConfig) -> Iterator[ConfigError]:
+    """Check that the ranks' device computes in the precision of the run.
+
+    Yields:
+        What does not hold.
+    """
+    # DeepSpeed 0.19.8, runtime/engine.py: "Type fp16 is not supported on your device" once the model is built.
+    if loaded.cfg.precision.dtype is Dtype.fp16 and is_cpu() and not _has_fp16(Path("/proc/cpuinfo")):
+        yield loaded.error(
+            "precision.dtype",
+            tr(
+                "precision.dtype = fp16 needs a GPU: the ranks here run on CPUs that do not compute in fp16. Use "
+                "precision=bf16 or precision=fp32. To check a recipe for other machines, set DS_ACCELERATOR=cuda."
+            ),
+        )
+
+
+PACKAGES = {
+    "tensorboard": "tensorboard",
+    "wandb": "wandb",
+    "mlflow": "mlflow-skinny",
+    "swanlab": "swanlab",
+    "trackio": "trackio",
+}
+"""Tracker, which is also the name of its module -> what pip installs. A CSV file needs none."""
+
+
+def check_track_here(loaded: LoadedConfig) -> None:
+    """Refuse a tracker whose package is not installed on this machine. For rank 0 only: no other rank needs it.
+
+    Raises:
+        ConfigError: all such.
+    """
+    raise_all(
+        loaded.error(
+            f"track.{name}.enabled",
+            tr(
+                "track.{name} needs the package {name}, which is not installed:  pip install {package}",
+                name=name,
+                package=PACKAGES[name],
+            ),
+        )
+        for name in loaded.cfg.track.enabled
+        if name in PACKAGES and not _is_installed(name)
+    )
+
+
+def mlflow_folder(uri: str) -> Path | None:
+    """Return the folder that an MLflow address means; None for a server or a database."""
+    parts = urlsplit(uri)
+    return Path(parts.path if parts.scheme == "file" else uri) if parts.scheme in ("", "file") else None
+
+
+def _is_installed(module: str) -> bool:
+    """Whether a module can be imported; a folder of its name, as wandb leaves one, is none."""
+    spec = importlib.util.find_spec(module)
+    return spec is not None and spec.origin is not None
+
+
+def check_tuning_here(loaded: LoadedConfig) -> Iterator[ConfigError]:
+    """Apply the rules about this machine.
+
+    Yields:
+        What does not hold.
+    """
+    tuning = loaded.cfg.tuning
+    if tuning.adapter and not Path(tuning.adapter).is_dir():
+        yield loaded.error(
+            "tuning.adapter",
+            tr("tuning.adapter = {path} is not a folder here.", path=tuning.adapter),
+        )
+    if tuning.method is not TuningMethod.qlora:
+        return
+    missing = ""
+    if importlib.util.find_spec("bitsandbytes") is None:
+        missing = tr("the package bitsandbytes (pip install bitsandbytes)")
+    elif shutil.which("nvidia-smi") is None:
+        missing = tr("an NVIDIA GPU")
+    if missing:
+        yield loaded.error(
+            "tuning.method",
+            tr("tuning.method = qlora needs {missing}, which is not here. Use tuning=lora.", missing=missing),
+        )
