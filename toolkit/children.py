@@ -32,10 +32,7 @@ def run(command: Sequence[str], **options: Any) -> "subprocess.CompletedProcess[
 def start(command: Sequence[str], *, ends_with_input: bool = False, **options: Any) -> "subprocess.Popen[Any]":
     """Start a command.
 
-    Args:
-        command: what to start.
-        ends_with_input: it ends by itself as soon as its standard input, a pipe from here, does; it may need time then.
-        **options: as of `subprocess.Popen`.
+    `ends_with_input`: it ends by itself as soon as its standard input, a pipe from here, does; it may need time then.
     """
     return subprocess.Popen(command, preexec_fn=None if ends_with_input else _tie(), **options)  # noqa: S603
 

@@ -20,11 +20,7 @@ _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
 
 def flush(path: Path) -> None:
-    """Make sure that a file or a folder is on the disk, not only on its way.
-
-    Raises:
-        OSError: it is not there, or the disk fails.
-    """
+    """Make sure that a file or a folder is on the disk, not only on its way."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -33,11 +29,7 @@ def flush(path: Path) -> None:
 
 
 def sha256(path: Path) -> str:
-    """Return the SHA-256 of a file's bytes in hexadecimal.
-
-    Raises:
-        OSError: it cannot be read.
-    """
+    """Return the SHA-256 of a file's bytes in hexadecimal."""
     digest = hashlib.sha256()
     with open(path, "rb") as file:
         while block := file.read(_BLOCK_BYTES):
@@ -55,11 +47,7 @@ def unused(path: Path) -> Path:
 
 
 def grant(path: Path) -> None:
-    """Give a file or folder the mode that the user's umask leaves: temporary ones, and safetensors, come out private.
-
-    Raises:
-        OSError: it is not there, or somebody else's.
-    """
+    """Give a file or directory the mode that the umask leaves: temporary ones, and safetensors, come out private."""
     mode = path.stat().st_mode
     asked = 0o777 if stat.S_ISDIR(mode) else 0o666
     path.chmod(asked & ~umask() | mode & stat.S_ISGID)  # a folder keeps handing its group on
@@ -80,10 +68,7 @@ def umask() -> int:
 def try_lock(file: IO[str] | IO[bytes]) -> tuple[bool, bool]:
     """Return whether the lock on a file was granted, and whether that means anything on this machine.
 
-    The system lets go of it when the file is closed, or its process ends.
-
-    Raises:
-        OSError: the file system fails.
+    The system lets go of it when the file is closed, or its process ends. Raises OSError if the file system fails.
     """
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -99,15 +84,8 @@ def try_lock(file: IO[str] | IO[bytes]) -> tuple[bool, bool]:
 def refuse_links(folder: Path, error: type[ToolkitError], names: Sequence[str] | None = None) -> None:
     """Refuse a folder in which writing would follow a symbolic link of somebody else to wherever that leads.
 
-    This user and root are trusted. Looked at are the folder, what it holds, and what its folders hold.
-
-    Args:
-        folder: need not exist.
-        error: what is raised.
-        names: what in the folder is ours; None is all of it.
-
-    Raises:
-        ToolkitError: of the kind `error`, with the link and its owner.
+    This user and root are trusted. Looked at are the folder, what it holds, and what its folders hold. `folder` need
+    not exist. `names`: what in it is ours; None is all. The error, of the kind `error`, names the link and its owner.
     """
     for path in _places(folder, names):
         try:

@@ -22,8 +22,7 @@ _language = ""
 def set_language(language: str) -> None:
     """Choose the language of all later messages.
 
-    Args:
-        language: "en", "zh", or "" for the locale's (LC_ALL, LC_MESSAGES, LANG in that order).
+    "" is the locale's: LC_ALL, LC_MESSAGES, LANG in that order.
     """
     global _language
     _language = language
@@ -43,9 +42,7 @@ def current_language() -> str:
 def tr(english: str, /, **values: object) -> str:
     """Return the message in the user's language with its `{placeholders}` filled in, and secrets left out.
 
-    Args:
-        english: the English template, written out at the call so that a test can find it and its translation.
-        **values: what the placeholders stand for.
+    The template is written out at the call, so that a test can find it and its translation.
     """
     return hide(printable(translated(english).format(**values)))
 

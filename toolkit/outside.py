@@ -21,15 +21,8 @@ _REASON_CHARS = 300
 def reading(file: Path | str, error: type[ToolkitError], mend: str = "") -> Iterator[None]:
     """Turn whatever the body raises while it reads a file into one message.
 
-    The body holds calls of libraries on the file and little else, so that no mistake of ours hides in it.
-
-    Args:
-        file: the file, or the directory.
-        error: what to raise.
-        mend: a sentence that says what to do.
-
-    Raises:
-        ToolkitError: as `error`; what already names its place passes.
+    The body holds calls of libraries on the file and little else, so that no mistake of ours hides in it. `mend`: a
+    sentence that says what to do. An error that already names its position passes.
     """
     try:
         yield
@@ -98,11 +91,7 @@ def user_name(number: int) -> str:
 
 
 def json_object(file: Path, error: type[ToolkitError]) -> dict[str, Any]:
-    """Return the JSON object in a file.
-
-    Raises:
-        ToolkitError: as `error`: the file cannot be read, or holds anything else.
-    """
+    """Return the JSON object in a file."""
     with reading(file, error):
         size = file.stat().st_size
         if size > _LARGEST_JSON_BYTES:

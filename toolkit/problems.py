@@ -77,11 +77,7 @@ class Problems:
         self._doubtful |= {key for error in self.errors for key in error.keys if key}
 
     def raise_all(self) -> None:
-        """Raise what was found, as one error.
-
-        Raises:
-            ToolkitError: the only error, or one whose message numbers all of them.
-        """
+        """Raise what was found, as one error."""
         if not self.errors:
             return
         if self.count == 1:
@@ -96,11 +92,7 @@ class Problems:
 
 
 def raise_all(errors: Iterable[ToolkitError]) -> None:
-    """Raise all of some errors as one.
-
-    Raises:
-        ToolkitError: see `Problems.raise_all`.
-    """
+    """Raise all of some errors as one."""
     problems = Problems()
     for error in errors:
         problems.add(error)

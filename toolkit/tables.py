@@ -7,8 +7,7 @@ from typing import Any
 def read_table(path: str) -> Any:
     """Return what a data file of the package holds.
 
-    Args:
-        path: relative to the package, such as "plan/gpus.yaml".
+    `path` is relative to the package.
     """
     import yaml
 

@@ -33,21 +33,13 @@ _live: "Live | None" = None
 
 
 def set_display(display: str) -> None:
-    """Choose how the progress of a training session is shown; that of other commands goes to stderr, beside answers.
-
-    Args:
-        display: `run.display`.
-    """
+    """Choose how the progress of a training session is shown; that of other commands goes to stderr, beside answers."""
     global _display, _is_session
     _display, _is_session = display, True
 
 
 def is_live(environment: Mapping[str, str] = os.environ) -> bool:
-    """Return whether there is a live view: asked for, or on a terminal that nobody else's program reads.
-
-    Args:
-        environment: variables.
-    """
+    """Return whether there is a live view: asked for, or on a terminal that nobody else's program reads."""
     if _display != "auto":
         return _display == "live"
     is_watched = _stream().isatty() and environment.get("TERM", "") not in ("", "dumb")
@@ -59,11 +51,7 @@ def _stream() -> TextIO:
 
 
 def print_line(text: str) -> None:
-    """Write a line, above the live view if there is one; the terminal wraps it, so that it can be copied whole.
-
-    Args:
-        text: without an end of line.
-    """
+    """Write a line, above the live view if there is one; the terminal wraps it, so that it can be copied whole."""
     live = _live
     if live is not None:
         from rich.text import Text
@@ -80,8 +68,7 @@ def print_line(text: str) -> None:
 def showing(view: Callable[[], Any]) -> Iterator[None]:
     """Keep a view at the bottom of the terminal; lines that are printed go above it.
 
-    Args:
-        view: returns something that rich shows; it is called several times a second.
+    `view` returns what rich shows; it is called several times a second.
     """
     _shown.append(view)
     _follow()
@@ -130,14 +117,8 @@ def _follow() -> None:
 def phase(title: str, total: int = 0, unit: str = "", speaks: bool = True) -> Iterator[Callable[[int], None]]:
     """Show how far something long has got.
 
-    Args:
-        title: what is being done, translated.
-        total: how much there is of it; 0 where that is not known.
-        unit: of what, translated; `BYTES` is shown as such.
-        speaks: whether this process tells; False shows nothing.
-
-    Yields:
-        What is called with how much more is done.
+    `total`: how much there is, 0 if unknown; `unit`: of what, translated (`BYTES` is shown as such); `speaks` False
+    shows nothing. Yields what is called with how much more is done.
     """
     if not speaks:
         yield lambda more: None

@@ -41,15 +41,7 @@ def check(
 ) -> list[str]:
     """Return a line for each difference.
 
-    Args:
-        before: config of the checkpoint.
-        now: config of this run.
-        data_before: fingerprints of the checkpoint.
-        data_now: fingerprints of this run.
-        allowed: `checkpoint.allow_changes`: keys and sections that may change all the same; `data` for the data.
-
-    Raises:
-        ConfigError: something differs that changes what is computed, and is not allowed; or what is trained.
+    `allowed` is `checkpoint.allow_changes`: keys and sections; `data` for the data, which fingerprints compare.
     """
     found = differences(before, now)
     lines = [f"  {key}: {_shown(old)} -> {_shown(new)}" for key, old, new in found]

@@ -35,16 +35,11 @@ def can_convert(stage_before: int, stage_now: int) -> bool:
 def make_universal(checkpoint: Path, folder: Path, say: Callable[[str], None]) -> Path:
     """Return a checkpoint in its universal form, made now by whichever process is first; the others wait.
 
-    No process waits in a collective, however long it takes.
-
-    Args:
-        checkpoint: verified.
-        folder: where it is made; the checkpoint may lie on a disk that cannot be written to.
-        say: tells the user.
+    No process waits in a collective, however long it takes. `folder` is where it is made, as the checkpoint may be on a
+    disk that cannot be written to.
 
     Raises:
         CheckpointError: DeepSpeed cannot convert it.
-        DataError: the disk is full or not writable.
     """
     target = folder / (checkpoint.name + SUFFIX)
     build_once(
@@ -102,9 +97,7 @@ _PARTS, _FIRST_PART = "mp_rank_*_model_states.pt", "zero_pp_rank_0_mp_rank_00_mo
 def iter_weights(checkpoint: Path, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield name and value of every parameter and stored buffer as the run held them; tied ones may come twice.
 
-    Args:
-        checkpoint: verified.
-        dtype: precision of the training, in which partitioned parameters are given.
+    Partitioned parameters are given in `dtype`, the precision of the training.
 
     Raises:
         CheckpointError: a file is missing, damaged or wants to run code.

@@ -65,11 +65,8 @@ def step_of_any(folder: Path) -> int:
 def newest_complete(checkpoints: Path, say: Callable[[str], None]) -> Path | None:
     """Return the newest checkpoint that is exactly what was written; every byte of it is read.
 
-    A damaged one is left where it is, under another name, so that it cannot be taken for a whole one again.
-
-    Args:
-        checkpoints: checkpoints/ of a run.
-        say: is told of each that was passed over.
+    A damaged one is left where it is, under another name, so that it cannot be taken for a whole one again. `say` gets
+    a sentence about each that is skipped.
 
     Raises:
         PermissionError: this user may not read the newest one.
@@ -95,11 +92,7 @@ def newest_complete(checkpoints: Path, say: Callable[[str], None]) -> Path | Non
 
 
 def publish_checkpoint(temporary: Path, target: Path) -> None:
-    """Give a finished checkpoint its name, then name it in `latest`; a reader always finds a whole one.
-
-    Raises:
-        OSError: it cannot be renamed.
-    """
+    """Give a finished checkpoint its name, then name it in `latest`; a reader always finds a whole one."""
     if target.exists():  # of this step there was one that could not be used, or that another session went on from
         target.rename(unused(target.with_name(target.name + ".replaced")))
     temporary.rename(target)
@@ -108,11 +101,7 @@ def publish_checkpoint(temporary: Path, target: Path) -> None:
 
 
 def write_name(file: str, checkpoint: Path) -> None:
-    """Write a checkpoint's name into `latest` or `good` beside it.
-
-    Raises:
-        OSError: it cannot be written.
-    """
+    """Write a checkpoint's name into `latest` or `good` beside it."""
     new = checkpoint.parent / f"{file}.tmp"
     new.write_text(checkpoint.name + "\n", encoding="utf-8")
     flush(new)
@@ -139,13 +128,9 @@ def remove_old(
 ) -> None:
     """Remove all but the newest checkpoints.
 
-    Args:
-        checkpoints: checkpoints/ of a run.
-        keep: how many stay; 0 keeps all.
-        also: those that stay as well, such as the best one.
-        most_bytes: room for all of them together, weights alone included; the oldest go first, the newest and `also`
-            never. 0 is no limit.
-        keep_weights: how many weights alone stay; 0 and -1 remove none.
+    `keep`: how many stay, 0 keeps all; `also`: others that stay, such as the best; `most_bytes`: room for all together,
+    weights alone included: the oldest go first, the newest and `also` never, 0 is no limit; `keep_weights`: how many
+    weights alone stay, 0 and -1 remove none.
     """
     whole, light = published_checkpoints(checkpoints), weights_only(checkpoints)
     old = {*outdated_checkpoints(checkpoints, keep, also), *(light[keep_weights:] if keep_weights > 0 else ())}
@@ -171,8 +156,7 @@ def _directory_bytes(folder: Path) -> int:
 def discard_checkpoint(folder: Path) -> Path | None:
     """Rename what is to be removed, which takes no time: half removed, it must not look like a checkpoint.
 
-    Returns:
-        Its new name, which `empty_trash` knows; None if it is not there any more.
+    Returns its new name, which `empty_trash` knows; None if it is not there any more.
     """
     trash = unused(folder.with_name(folder.name + _TRASH))
     try:
@@ -194,11 +178,7 @@ def empty_trash(checkpoints: Path) -> None:
 
 
 def move_aside_after(checkpoint: Path) -> None:
-    """Rename what a run has saved after a checkpoint, from which it now goes another way.
-
-    Raises:
-        OSError: it cannot be renamed.
-    """
+    """Rename what a run has saved after a checkpoint, from which it now goes another way."""
     for path in [*published_checkpoints(checkpoint.parent), *weights_only(checkpoint.parent)]:
         if step_of_any(path) > step_of_any(checkpoint):
             with suppress(FileNotFoundError):  # it was old enough to be removed meanwhile
@@ -233,11 +213,7 @@ class FileRecord:
 
 
 def record_file(path: Path) -> FileRecord:
-    """Return size and hash of a file.
-
-    Raises:
-        OSError: it cannot be read.
-    """
+    """Return size and hash of a file."""
     return FileRecord(path.stat().st_size, sha256(path))
 
 
@@ -259,16 +235,7 @@ def verify_files(path: Path) -> None:
 
 
 def write_manifest(folder: Path, files: Mapping[str, FileRecord], facts: Mapping[str, Any]) -> None:
-    """Write the manifest, last of all.
-
-    Args:
-        folder: the checkpoint.
-        files: its files by their path in the folder.
-        facts: what else is known of it.
-
-    Raises:
-        OSError: it cannot be written.
-    """
+    """Write the manifest, last of all."""
     whole = {
         "format": FORMAT,
         **facts,
@@ -419,22 +386,14 @@ class RunState:
     """Packages and commit."""
 
     def write(self, folder: Path) -> Path:
-        """Write it into a checkpoint and return the file.
-
-        Raises:
-            OSError: it cannot be written.
-        """
+        """Write it into a checkpoint and return the file."""
         path = folder / STATE
         path.write_text(json.dumps(asdict(self), indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
         return path
 
 
 def read_run_state(folder: Path) -> RunState:
-    """Return the state in a checkpoint.
-
-    Raises:
-        CheckpointError: it cannot be read.
-    """
+    """Return the state in a checkpoint."""
     try:
         found = json.loads((folder / STATE).read_text(encoding="utf-8"))
         return RunState(**found)
@@ -447,8 +406,7 @@ def read_run_state(folder: Path) -> RunState:
 def resolve_checkpoint(path: Path) -> Path | None:
     """Return the checkpoint that a path means: itself, or the newest whole one of a run; None where there is none.
 
-    Args:
-        path: a checkpoint, checkpoints/ of a run, or a run folder. Nothing in it is changed.
+    `path`: a checkpoint, checkpoints/ of a run, or a run directory; nothing in it is changed.
 
     Raises:
         CheckpointError: there are checkpoints, but none is whole.

@@ -90,8 +90,7 @@ class EngineFiles(CheckpointEngine):
     def write(self) -> None:
         """Copy what was noted and write it. Runs beside training.
 
-        Raises:
-            Exception: of a copy that failed.
+        Raises what a copy has failed with.
         """
         try:
             self.copies.complete()
@@ -116,11 +115,7 @@ class EngineFiles(CheckpointEngine):
             self._fail(error)
 
     def load(self, path: str, map_location: Any = None) -> Any:
-        """Read one file.
-
-        Raises:
-            CheckpointError: it holds something else than tensors and plain values, or cannot be read.
-        """
+        """Read one file."""
         try:
             return torch.load(path, map_location=map_location, weights_only=True)
         except Exception as error:  # pickle and zip raise whatever they like on damaged files
@@ -210,12 +205,7 @@ class HostCopies:
             self.stream.wait_stream(get_accelerator().current_stream())
 
     def copy(self, value: Any, at_once: set[int]) -> Any:
-        """Return a copy that is whole after `complete`; tensors that are one stay one.
-
-        Args:
-            value: what one file holds.
-            at_once: addresses of tensors that a forward pass may change.
-        """
+        """Return a copy that is whole after `complete`; tensors that are one stay one."""
         if isinstance(value, torch.Tensor):
             value = value.detach()
             if value.numel() < 2 or value.data_ptr() in at_once:

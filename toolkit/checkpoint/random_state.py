@@ -35,11 +35,7 @@ def capture() -> dict[str, torch.Tensor]:
 
 
 def restore_state(found: Mapping[str, torch.Tensor]) -> None:
-    """Set all generators as they were.
-
-    Args:
-        found: of `take`.
-    """
+    """Set all generators as they were."""
     gauss = found["python_gauss"].tolist()
     random.setstate((3, tuple(found["python"].tolist()), gauss[0] if gauss else None))
     place, has_gauss = found["numpy_place"].tolist()
@@ -51,11 +47,7 @@ def restore_state(found: Mapping[str, torch.Tensor]) -> None:
 
 
 def save(path: Path) -> None:
-    """Write the state of all generators.
-
-    Raises:
-        OSError: it cannot be written.
-    """
+    """Write the state of all generators."""
     save_file(capture(), path)
     grant(path)
 

@@ -49,13 +49,7 @@ _PEER_S = 1.5
 
 
 def watch_failures(folder: Path, rank: int = 0, everybody: "Sequence[Peer]" = ()) -> None:
-    """From now on this process ends itself soon after another rank has failed or was killed.
-
-    Args:
-        folder: the run directory, in which the one that fails puts FAILED.
-        rank: this rank.
-        everybody: all ranks in their order; none where they are known already.
-    """
+    """From now on this process ends itself soon after another rank has failed or was killed."""
     global _marker, _peers
     first, _marker = _marker is None, folder / "FAILED"
     if everybody:
@@ -80,14 +74,8 @@ def another_has_failed() -> bool:
 def announce_failure(rank: int, text: str, code: int, of_peer: bool = False) -> bool:
     """Claim the failure.
 
-    Args:
-        rank: this rank.
-        text: what went wrong, for the marker.
-        code: exit code of this rank, for the marker and for `toolkit launch`.
-        of_peer: it went wrong with another rank, which the text names.
-
-    Returns:
-        True if this rank was the first and should tell the user; False if another rank has already spoken.
+    `text` and the exit code `code` go into the marker; `of_peer`: the text names another rank. Returns whether this
+    rank was the first, and so has to report it.
     """
     global _is_mine
     try:
@@ -181,13 +169,7 @@ def me() -> Peer:
 
 
 class Peers:
-    """All ranks of a run, as one of them sees them.
-
-    Args:
-        folder: the run directory.
-        rank: this rank.
-        everybody: all ranks in their order.
-    """
+    """All ranks of a run, as one of them sees them."""
 
     def __init__(self, folder: Path, rank: int, everybody: Sequence[Peer]) -> None:
         self.folder, self.rank, self.everybody = folder / "logs", rank, list(everybody)

@@ -47,20 +47,9 @@ def build_once(
     """Make `target` with `build`, unless it is complete or another process is making it.
 
     The folder is built under a temporary name, flushed to disk and renamed: under its own name it is whole or absent.
-
-    Args:
-        target: the folder to make; the lock file is `target` with the suffix `.lock`.
-        build: fills the empty folder it is given.
-        is_complete: whether a folder found at `target` can be used; one that cannot is replaced.
-        say: receives the message shown while waiting for another process.
-        status: says in a few words how far the build is; shown to those who wait.
-        setting: the key by which the user chooses another folder.
-
-    Returns:
-        True if this process built the folder, False if it was there or another process built it.
-
-    Raises:
-        DataError: the folder cannot be written, or the disk is full.
+    `build` fills an empty directory, which becomes `target`; `target` + .lock is locked. `is_complete` says whether one
+    that exists can be used, else it is replaced. `say` gets the message shown while waiting, with `status`: how far the
+    build is. `setting`: the key by which the user chooses another directory. Returns whether this process has built.
     """
     if is_complete(target):
         return False
@@ -153,8 +142,7 @@ class _Signature:
     def another_lives(self, trusted: bool) -> bool:
         """Whether the signature found is of a process that still beats.
 
-        Args:
-            trusted: the lock was granted, so a holder on this machine is gone.
+        `trusted`: the lock was granted, so a holder on this node is gone.
         """
         found = self.read()
         if not found or found.get("token") == self.me["token"]:

@@ -45,16 +45,9 @@ _comparisons = count()
 def check_alike(config: DistributedConfig, mine: Mapping[str, str], error: type[errors.ToolkitError]) -> None:
     """See that all ranks have the same; before the process group exists or after. A collective.
 
-    Ranks with different settings would train something that none of them was asked for, or wait for each other for
-    ever in collectives that do not fit together.
-
-    Args:
-        config: how long ranks are waited for.
-        mine: what this rank has, by name, as it may be shown.
-        error: what is raised on every rank where they differ.
-
-    Raises:
-        LaunchError: not all ranks have come.
+    Ranks with different settings would train something that none of them was asked for, or wait for each other for ever
+    in collectives that do not fit together. `mine` is what this rank has, by name, as it may be shown; `error` is
+    raised on every rank where they differ.
     """
     if world_size() == 1:
         return
@@ -88,9 +81,6 @@ def start(config: DistributedConfig) -> torch.device:
     """Join the process group through DeepSpeed and return this rank's device.
 
     Expects RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT in the environment.
-
-    Raises:
-        LaunchError: the backend is not there, or the ranks did not find each other.
     """
     import deepspeed
     from deepspeed.accelerator import get_accelerator
@@ -152,12 +142,7 @@ def world_size() -> int:
 def sum_over_ranks(values: list[float] | torch.Tensor, device: torch.device) -> torch.Tensor:
     """Return the sum over all ranks.
 
-    Args:
-        values: one-dimensional; the same length on every rank.
-        device: where the backend needs its tensors.
-
-    Returns:
-        float64 tensor of the same length on `device`, the same on every rank.
+    `values` are one-dimensional, of the same length on every rank. Returns float64 on `device`, the same on every rank.
     """
     total = torch.as_tensor(values, dtype=torch.float64).clone()
     if total.device != device:  # from page-locked memory, so that the host does not wait for the device
@@ -211,10 +196,8 @@ _met: tuple[Store, int, int] | None = None
 def meet(timeout: timedelta) -> tuple[Store, int, int]:
     """Return the store of all ranks, this rank and their number; the first call waits until all of them have come.
 
-    Expects RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT in the environment.
-
-    Raises:
-        RuntimeError: they have not come within `timeout`.
+    Expects RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT in the environment. Raises RuntimeError if they have not come
+    within `timeout`.
     """
     global _met
     if _met is None:
@@ -279,16 +262,8 @@ def agree_on_store(store: Store, rank: int, size: int, timeout: timedelta) -> st
     """Return a name that all ranks of this start have, and none of an earlier one had.
 
     Each rank leaves a name of its own, and rank 0 answers to every name that it finds. Some of them may be left from
-    ranks that are gone; no answer to them reaches anybody.
-
-    Args:
-        store: of all ranks, with whatever earlier starts have left there.
-        rank: this rank.
-        size: number of ranks.
-        timeout: after which ranks that do not come are given up.
-
-    Raises:
-        RuntimeError: they did not come.
+    ranks that are gone; no answer to them reaches anybody. The store has whatever earlier starts left there. Raises
+    RuntimeError if ranks do not come within `timeout`.
     """
     mine = uuid.uuid4().hex
     if rank:
@@ -319,16 +294,7 @@ _LONGEST = 120
 def differences(store: Store, rank: int, size: int, key: str, mine: Mapping[str, str], timeout: timedelta) -> str:
     """Return what the ranks have that is not the same, as a message, the same on all ranks; "" if all is the same.
 
-    Args:
-        store: of all ranks.
-        rank: this rank.
-        size: number of ranks.
-        key: where in the store; it has not been used yet.
-        mine: what this rank has, by name.
-        timeout: after which a rank that does not answer is given up.
-
-    Raises:
-        LaunchError: a rank has not answered.
+    `key` has not been used in the store yet.
     """
     until = time.monotonic() + timeout.total_seconds()
     if rank:

@@ -57,13 +57,9 @@ def heartbeat_file(rank: int | str) -> str:
 class Watchdog:
     """One rank's. `enter` is called by the loop, everything else happens in the thread.
 
-    Args:
-        folder: the run folder.
-        rank: this rank.
-        world_size: number of ranks.
-        hang_after_s: `distributed.hang_after_s`; below 0 nothing is watched.
-        patience_s: for what is no step (evaluation, a checkpoint) and for the first steps; half of it for data, so that
-            the reason is logged before the collectives of the other ranks give up.
+    `hang_after_s` is `distributed.hang_after_s`; below 0 nothing is watched. `patience_s` is for what is no step
+    (evaluation, a checkpoint) and for the first steps; half of it for data, so that the reason is logged before the
+    collectives of the other ranks give up.
     """
 
     def __init__(self, folder: Path, rank: int, world_size: int, hang_after_s: float, patience_s: float) -> None:
@@ -85,10 +81,8 @@ class Watchdog:
     def enter(self, phase: str, step: int, detail: str = "") -> None:
         """Say what this rank does from now on.
 
-        Args:
-            phase: STEP, DATA, or a word for anything else; "" is not watched.
-            step: number of the step.
-            detail: what helps to find the cause, such as shapes.
+        `phase`: STEP, DATA, or a name for anything else, "" is not watched; `detail`: what helps to find the cause,
+        such as shapes.
         """
         now = time.monotonic()
         if self.phase == STEP and not self._is_excused:

@@ -53,16 +53,8 @@ def initialize_engine(
 ) -> deepspeed.DeepSpeedEngine:
     """Build the engine: partitioning and precision come from `ds_config` alone, and so does the optimizer if it can.
 
-    Args:
-        model: the model, already partitioned under stage 3; or a pipeline's stage of it.
-        ds_config: what ds_config.build_ds_config made.
-        activation_checkpointing: which activations are recomputed.
-        make_schedule: gets the optimizer, returns the learning-rate schedule.
-        compiling: whether and how the model is compiled; None leaves it as it is.
-        optim: parameter groups, and an optimizer that `ds_config` cannot name; None: one group.
-
-    Raises:
-        ConfigError: DeepSpeed refuses the combination.
+    Under stage 3 the model is partitioned already. `make_schedule` gets the optimizer and returns its learning-rate
+    schedule.
     """
     computing = getattr(model, STAGE, model)
     if activation_checkpointing.enabled:
@@ -96,12 +88,7 @@ def initialize_engine(
 def initialize_untrained(model: PreTrainedModel, ds_config: dict[str, Any]) -> deepspeed.DeepSpeedEngine:
     """Build an engine that only runs a partitioned model forward: without an optimizer, and what belongs to one.
 
-    Args:
-        model: the model, already partitioned under stage 3.
-        ds_config: what ds_config.build_ds_config made.
-
-    Raises:
-        ConfigError: DeepSpeed refuses the combination.
+    The model is partitioned already.
     """
     values = {name: value for name, value in ds_config.items() if name not in ("optimizer", "scheduler")}
     zero = ds_config["zero_optimization"]
@@ -120,11 +107,7 @@ def _refusal(error: Exception) -> ConfigError:
 
 
 def _compile(engine: deepspeed.DeepSpeedEngine, config: CompileConfig) -> None:
-    """Have the model compiled at its first forward pass.
-
-    Raises:
-        ConfigError: there is no such backend or mode, or DeepCompile cannot be had here.
-    """
+    """Have the model compiled at its first forward pass."""
     known = torch.compiler.list_backends(exclude_tags=())
     if config.backend not in known:
         raise ConfigError(
@@ -151,10 +134,6 @@ def parameter_groups(named: Iterable[tuple[str, torch.nn.Parameter]], optim: Opt
 
     The rate falls from layer to layer as in ELECTRA (arXiv 2003.10555, appendix B) and BEiT. The group with the highest
     rate comes first: it is what logs show.
-
-    Args:
-        named: names and parameters; frozen ones are left out.
-        optim: rates and decay.
     """
     trained = [(name, parameter) for name, parameter in named if parameter.requires_grad]
     if not is_grouped(optim):
@@ -191,15 +170,7 @@ def _is_muon(name: str, is_matrix: bool) -> bool:
 
 
 def client_optimizer(optim: OptimConfig, is_offloaded: bool) -> Callable[[Any], torch.optim.Optimizer] | None:
-    """Return what makes the optimizer of parameters or groups; None where DeepSpeed does, by its name.
-
-    Args:
-        optim: which.
-        is_offloaded: whether its states are in host memory.
-
-    Raises:
-        ConfigError: DeepSpeed has none for this machine.
-    """
+    """Return what makes the optimizer of parameters or groups; None where DeepSpeed does, by its name."""
     settings: dict[str, Any] = {"lr": optim.lr, "betas": tuple(optim.betas), "weight_decay": optim.weight_decay}
     if optim.name is OptimizerName.adamw_8bit:
         from bitsandbytes.optim import AdamW8bit
@@ -214,14 +185,7 @@ def client_optimizer(optim: OptimConfig, is_offloaded: bool) -> Callable[[Any], 
 
 
 class Lion(torch.optim.Optimizer):
-    """Lion (arXiv 2302.06675, algorithm 2), parameter by parameter; each number by itself, so ZeRO may cut them up.
-
-    Args:
-        params: parameters or groups.
-        lr: learning rate.
-        betas: share of the momentum in the update, and in the next momentum.
-        weight_decay: decoupled, times the rate.
-    """
+    """Lion (arXiv 2302.06675, algorithm 2), parameter by parameter; each number by itself, so ZeRO may cut them up."""
 
     def __init__(
         self, params: Any, lr: float = 1e-4, betas: tuple[float, float] = (0.9, 0.99), weight_decay: float = 0.0

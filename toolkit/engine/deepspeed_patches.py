@@ -38,9 +38,6 @@ def patch_tensor_groups(model: PreTrainedModel, ds_config: dict[str, Any]) -> Mo
     """Return what knows a rank's place where layers are split over ranks, None elsewhere.
 
     Without it DeepSpeed 0.19.8 divides the global batch by all ranks (runtime/config.py).
-
-    Raises:
-        ConfigError: this model cannot be split so.
     """
     size = ds_config.get("tensor_parallel", {}).get("autotp_size", 1)
     if size == 1:
@@ -308,12 +305,6 @@ def patch_zenflow(trained: Sequence[torch.nn.Parameter]) -> None:
     parameters are then made views of it row by row (stage_1_and_2.py, _update_model_bit16_weights): every matrix is
     scrambled before the first step (measured). With this, an update of everything in every step is AdamW's. With
     `zero.zenflow.offload` too: see `_step_with_offload`.
-
-    Args:
-        trained: what will be trained.
-
-    Raises:
-        ConfigError: something of it has no columns.
     """
     if any(parameter.dim() > 2 for parameter in trained):
         raise ConfigError(

@@ -140,14 +140,8 @@ def read_key(cfg: RunConfig, key: str) -> Any:
 def build_ds_config(cfg: RunConfig, world_size: int, total_steps: int | None = None) -> DsConfig:
     """Write a run's settings as DeepSpeed's JSON.
 
-    Args:
-        cfg: the run.
-        world_size: ranks over all nodes.
-        total_steps: optimizer steps of the whole run; None takes `train.max_steps`, and where that is 0 too and the
-            scheduler depends on it, the scheduler section is left out and `missing` says so.
-
-    Raises:
-        ConfigError: the batch cannot be divided, or ds_extra holds an unknown or owned key.
+    Where `total_steps`, those of the whole run, is None and `train.max_steps` is 0, a scheduler that depends on it is
+    left out, and `missing` says so.
     """
     check_extra(cfg.ds_extra, OWNED)
     cfg, reason = with_optimizer(cfg)
@@ -187,9 +181,7 @@ def leaves(section: dict[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
 def explain(ds: DsConfig, where: dict[str, str]) -> str:
     """Return a table: each DeepSpeed key, its value, the schema key or formula and the place that set it.
 
-    Args:
-        ds: from build_ds_config.
-        where: schema key -> "file:line" or "command line", from config.load.
+    `where`: schema key -> "file:line" or "command line", from config.load.
     """
     rows = []
     for key, value in leaves(ds.values):
@@ -315,10 +307,7 @@ def _observers(ds: DsConfig, cfg: RunConfig) -> None:
 def optimizer_section(ds: DsConfig, cfg: RunConfig, reason: str) -> None:
     """Name the optimizer and its settings, or say what a JSON cannot.
 
-    Args:
-        ds: gets it.
-        cfg: the run; `optim.torch` is true or false.
-        reason: why it is that, where it was auto; else "".
+    `reason`: why `optim.torch` is true or false where it was auto, else "".
     """
     optim, kind = cfg.optim, OPTIMIZERS[cfg.optim.name]
     # torch's Adam, and what DeepSpeed makes by name, are on its list of tested ones, offloaded too.
@@ -382,13 +371,7 @@ def warmup_lowest(schedule: ScheduleConfig, steps: int) -> float:
 
 
 def scheduler_section(ds: DsConfig, cfg: RunConfig, total_steps: int | None) -> None:
-    """Name DeepSpeed's scheduler that is equal to ours (train/schedule.py), or say what it does otherwise.
-
-    Args:
-        ds: gets it.
-        cfg: the run.
-        total_steps: optimizer steps of the whole run; None where they are not known.
-    """
+    """Name DeepSpeed's scheduler that is equal to ours (train/schedule.py), or say what it does otherwise."""
     schedule = cfg.schedule
     if schedule.name not in SCHEDULERS:
         ds.missing.append(

@@ -45,18 +45,8 @@ def import_json(
 ) -> tuple[LoadedConfig, list[str]]:
     """Translate a DeepSpeed JSON into the run's settings.
 
-    Args:
-        path: the JSON file.
-        loaded: the recipe.
-        world_size: ranks over all nodes; None when unknown.
-        strict: whether a file that contradicts the recipe is an error; else it beats the recipe, and loses to the
-            command line.
-
-    Returns:
-        The settings with the file's values in them, and notes: what "auto" became, what has no effect, what is renamed.
-
-    Raises:
-        ConfigError: the file cannot be read or names unknown keys, has no counterpart here, or contradicts the recipe.
+    With `strict`, a file that contradicts the recipe is an error; else it beats the recipe, and loses to the command
+    line. Returns the settings, and notes: what "auto" became, what has no effect, what is renamed.
     """
     values, where, ignored = read_json(path)
     task = SectionImport(
@@ -123,11 +113,7 @@ def _defaults(task: SectionImport, values: dict[str, Any]) -> None:
 
 
 def _tensor(task: SectionImport) -> None:
-    """Take the number of ranks that split layers; DeepSpeed's 0 is our 1.
-
-    Raises:
-        ConfigError: the file splits otherwise.
-    """
+    """Take the number of ranks that split layers; DeepSpeed's 0 is our 1."""
     if task.has(AUTOTP):
         task.take(SAME[AUTOTP], max(1, task.given[AUTOTP]), AUTOTP)
     for name, ours in partition_config().items():
@@ -198,15 +184,8 @@ _TOKEN = re.compile(r'"(?:\\.|[^"\\])*"|[{}\[\]:,]')
 def read_json(path: str) -> tuple[dict[str, Any], dict[str, str], dict[str, str]]:
     """Read a DeepSpeed JSON; what DeepSpeed ignores in it is left out.
 
-    Args:
-        path: the file.
-
-    Returns:
-        The nested dictionary without nulls (which mean "not given"); dotted key -> "file:line"; and dotted key -> a
-        sentence about what DeepSpeed ignores, or calls otherwise today.
-
-    Raises:
-        ConfigError: the file is missing, no JSON, holds a key twice, or names that are likely misspelt.
+    Returns the nested dictionary without nulls (which mean "not given"); dotted key -> "file:line"; and dotted key -> a
+    sentence about what DeepSpeed ignores or has renamed.
     """
     try:
         text = Path(path).read_text(encoding="utf-8-sig")
@@ -290,12 +269,8 @@ _LIKELY = 0.8
 def without_ignored(values: dict[str, Any], where: dict[str, str]) -> tuple[dict[str, Any], dict[str, str]]:
     """Return a DeepSpeed JSON without what DeepSpeed ignores in it, and with today's names.
 
-    Args:
-        values: the nested dictionary, without nulls.
-        where: dotted key -> "file:line"; receives the places of renamed keys.
-
-    Returns:
-        A new dictionary; and dotted key -> a sentence about what became of it.
+    `where` (dotted key -> "file:line") receives the lines of renamed keys. Also returns dotted key -> what became of
+    it.
     """
     notes: dict[str, str] = {}
     return _without_ignored_in(values, KEYS, "", where, notes), notes

@@ -423,11 +423,7 @@ def _fit_batch(task: SectionImport, total: str, micro: str) -> None:
 
 
 def _accumulate(task: SectionImport, total: str, micro: str, steps: str) -> None:
-    """Take the size that the file leaves open from its accumulation, or hold its sizes against each other.
-
-    Raises:
-        ConfigError: they contradict each other.
-    """
+    """Take the size that the file leaves open from its accumulation, or hold its sizes against each other."""
     times, shares = task.given[steps], _shares(task)
     if task.is_typed("batch.global_size") or (task.has(total) and task.is_typed("batch.micro_per_gpu")):
         said = tr("{key} = {value} gives way to the batch sizes of the command line.", key=steps, value=times)

@@ -93,13 +93,7 @@ def _unknown(key: str, siblings: dict[str, Any], prefix: str) -> str:
 def check_extra(extra: dict[str, Any], owned: Mapping[str, str], where: Mapping[str, str] | None = None) -> None:
     """Refuse unknown names in ds_extra, and keys that the schema owns.
 
-    Args:
-        extra: the recipe's ds_extra.
-        owned: dotted DeepSpeed key -> the schema's key for it.
-        where: schema key -> the place that set it, for the messages.
-
-    Raises:
-        ConfigError: with every such key.
+    `owned`: dotted DeepSpeed key -> the schema's key for it; `where`: schema key -> the position that set it.
     """
     problems = name_problems(extra) | _owned(extra, owned)
     named = islice(problems.items(), MOST_PROBLEMS)

@@ -20,10 +20,8 @@ class LiveBytes(TorchDispatchMode):
     """Counts the bytes of the tensors that exist, as operations make them and as they are dropped.
 
     What an operation allocates and frees inside itself is not seen. Threads other than the one that entered are not
-    either; on CPUs the backward pass runs in the same thread.
-
-    Args:
-        limit_bytes: an operation that goes beyond them runs out of memory; 0 never.
+    either; on CPUs the backward pass runs in the same thread. An operation that goes beyond `limit_bytes` (0: no limit)
+    runs out of memory.
     """
 
     def __init__(self, limit_bytes: int = 0) -> None:
@@ -65,10 +63,7 @@ class LiveBytes(TorchDispatchMode):
 class PeakMemory:
     """A context in which this rank's memory is watched.
 
-    Args:
-        device: of this rank.
-        limit_bytes: of a CPU rank: more is out of memory; 0 does not limit. A GPU has its own limit.
-        only_new: on a CPU rank, leave out what is there already.
+    CPU ranks alone have `limit_bytes` (0: none) and can leave out what exists already (`only_new`).
     """
 
     def __init__(self, device: torch.device, limit_bytes: int = 0, only_new: bool = False) -> None:
@@ -114,9 +109,7 @@ class PeakMemory:
 def limit_bytes(device: torch.device, max_gib: float) -> int:
     """Return how many bytes this rank may use: what is asked for and what others leave; 0 where nothing limits a CPU.
 
-    Args:
-        device: of this rank.
-        max_gib: `plan.max_gpu_gib`; 0 asks for nothing.
+    `max_gib` is `plan.max_gpu_gib`.
     """
     asked = int(max_gib * GIB)
     if device.type == "cpu":

@@ -26,10 +26,6 @@ def gathered_parameters(
     On other ranks the value is an empty tensor.
 
     A collective where the model is divided: every rank must iterate to the end. One parameter is whole at a time.
-
-    Args:
-        module: the engine's.
-        only: names; None yields all.
     """
     if isinstance(module, PipelineModule):  # toolkit.models.pipeline.PipelineStage
         yield from module.gathered()

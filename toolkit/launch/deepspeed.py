@@ -62,16 +62,8 @@ def check_launcher(
 ) -> None:
     """Compare what was asked for with what was started.
 
-    Args:
-        num_nodes: `launch.num_nodes`; 0 expects nothing.
-        ranks: who this process is.
-        proc: the process file system (for tests).
-        pid: this process in it.
-        is_here: whether a name means this machine (for tests).
-
-    Raises:
-        LaunchError: the hostfile that was asked for is missing or malformed, or other machines take part than it says,
-            or than `launch.num_nodes` says, or ranks are not bound to cores as asked.
+    An error if the hostfile that was asked for is missing or malformed; if other nodes take part than it says, or than
+    `launch.num_nodes` (0: any); if ranks are not bound to cores as asked.
     """
     chain = list(ancestors(proc, pid))
     nodes = _nodes_started(chain, ranks)
@@ -110,16 +102,7 @@ def check_launcher(
 
 
 def check_machines(hosts: hostfile.Resources, options: Mapping[str, str], is_here: Callable[[str], bool]) -> None:
-    """Refuse what DeepSpeed would do in silence: train here although another machine was named.
-
-    Args:
-        hosts: those that take part.
-        options: of `deepspeed`.
-        is_here: whether a name means this machine.
-
-    Raises:
-        LaunchError: it would.
-    """
+    """Refuse what DeepSpeed would do in silence: train here although another machine was named."""
     only = next(iter(hosts)) if len(hosts) == 1 else ""
     if only and "--force_multi" not in options and "--no_ssh" not in options and not is_here(only):
         raise LaunchError(
@@ -265,13 +248,8 @@ _TYPED_MODULES = ("torch.distributed.run", "torch.distributed.launch", "deepspee
 def typed_command(argv: Sequence[str] | None = None, proc: Path = PROC, pid: str = "self") -> list[str]:
     """Return the words of the command that a person, or a script, started this process with, without secrets.
 
-    Args:
-        argv: words of this process; None takes its own.
-        proc: the process file system (for tests).
-        pid: this process in it.
-
-    Returns:
-        The outermost launcher's words where one is found among this machine's processes, else those of this process.
+    `argv` None takes this process's own. Returns the outermost launcher's words where one is among this node's
+    processes.
     """
     words: list[str] = []
     for process in ancestors(proc, pid):
@@ -314,9 +292,7 @@ _BACKENDS = {
 def options_without_ssh(hosts: Resources, options: Mapping[str, str]) -> list[str]:
     """Return options by which DeepSpeed's launcher needs no ssh to this machine, if a hostfile leaves it alone.
 
-    Args:
-        hosts: those that take part; one alone is this machine, see `check_machines`; {} without a hostfile.
-        options: of `deepspeed`.
+    One host alone is this node, see `check_machines`; {} without a hostfile.
     """
     if not hosts or logs_in(hosts, options) or "--no_ssh" in options:
         return []
@@ -329,11 +305,6 @@ def quoted_words(hosts: Resources, options: Mapping[str, str], words: Sequence[s
 
     pdsh hands them to a shell on each machine, bare, or between double quotes if there is a space in them (DeepSpeed
     0.19.8, PDSHRunner.parse_user_args): braces, `$`, globs and quotes would not survive.
-
-    Args:
-        hosts: those that take part; {} without a hostfile.
-        options: of `deepspeed`.
-        words: recipe and overrides.
     """
     if backend(hosts, options) != "pdsh":
         return list(words)
@@ -343,20 +314,14 @@ def quoted_words(hosts: Resources, options: Mapping[str, str], words: Sequence[s
 def ssh_variables(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
     """Return what lets pdsh notice that a machine is gone: ssh alone waits for it for hours.
 
-    Args:
-        environ: the environment, whose own arguments for ssh come first, as the first counts.
+    The environment's own arguments for ssh come first, as the first counts.
     """
     alive = "-o ServerAliveInterval=10 -o ServerAliveCountMax=3"
     return {"PDSH_SSH_ARGS_APPEND": f"{environ.get('PDSH_SSH_ARGS_APPEND', '')} {alive}".strip()}
 
 
 def backend(hosts: Resources, options: Mapping[str, str]) -> str:
-    """Return the --launcher through which DeepSpeed starts the ranks, "" where it starts them itself, on this machine.
-
-    Args:
-        hosts: those that take part; {} without a hostfile.
-        options: of `deepspeed`.
-    """
+    """Return the --launcher through which DeepSpeed starts the ranks, "" where it starts them itself, on this node."""
     is_used = (len(hosts) > 1 or "--force_multi" in options) and "--no_ssh" not in options
     return options.get("--launcher", "pdsh").lower() if is_used else ""
 
@@ -368,15 +333,7 @@ def logs_in(hosts: Resources, options: Mapping[str, str]) -> bool:
 
 
 def check_backend_program(hosts: Resources, options: Mapping[str, str]) -> None:
-    """Look for the program by which DeepSpeed's launcher starts ranks on several machines.
-
-    Args:
-        hosts: those that take part.
-        options: of `deepspeed`.
-
-    Raises:
-        LaunchError: it is not installed, could not go into this folder, or cannot choose among machines.
-    """
+    """Look for the program by which DeepSpeed's launcher starts ranks on several machines."""
     used, folder = backend(hosts, options), os.getcwd()
     if used == "pdsh" and shlex.quote(folder) != folder:
         raise LaunchError(
@@ -411,15 +368,7 @@ def check_backend_program(hosts: Resources, options: Mapping[str, str]) -> None:
 
 
 def check_binding(hosts: Resources, options: Mapping[str, str]) -> None:
-    """Refuse to bind ranks to cores where DeepSpeed's launcher would not do it in silence, or fail (0.19.8).
-
-    Args:
-        hosts: those that take part; {} without a hostfile.
-        options: of `deepspeed`.
-
-    Raises:
-        LaunchError: it would.
-    """
+    """Refuse to bind ranks to cores where DeepSpeed's launcher would not do it in silence, or fail (0.19.8)."""
     asked = [name for name in options if name.startswith("--bind_core")]
     if not asked:
         return
@@ -449,17 +398,7 @@ def restart_number(environ: Mapping[str, str] = os.environ) -> int:
 
 
 def check_restarts(most: int, ranks: Ranks, words: Sequence[str], environ: Mapping[str, str] = os.environ) -> None:
-    """Refuse what would not be started again, or more often than was asked for.
-
-    Args:
-        most: `run.max_restarts`.
-        ranks: who this process is.
-        words: the command line after run.py, for the command that is shown.
-        environ: the environment.
-
-    Raises:
-        LaunchError: the launcher does something else.
-    """
+    """Refuse what would not be started again, or more often than was asked for."""
     if rank_status.read_status(environ):
         return
     if ranks.launcher == "torchrun":

@@ -43,15 +43,8 @@ def apply_env(
 ) -> None:
     """Set the variables of this rank; start this process anew where some of them are read at its start only.
 
-    Args:
-        env: `launch.env`.
-        ranks: who this process is.
-        environ: the environment.
-        inherited: the environment that this process was started with.
-        replace_process: os.execve; the process stays the same for its launcher (for tests).
-
-    Raises:
-        LaunchError: a secret is missing.
+    `inherited` is the environment that this process was started with; `replace_process` keeps the process id
+    (os.execve).
     """
     sent = json.loads(environ.pop(PACKED, "{}"))
     found = {name: environ.get(name) or sent.get(name, "") for name in LaunchConfig(env=dict(env)).forwarded}
@@ -77,9 +70,7 @@ def mask_values(values: Collection[str]) -> None:
 def without_value(names: Collection[str], mend: str = "") -> LaunchError:
     """Return the error about secrets that are not set on this machine.
 
-    Args:
-        names: of the secrets.
-        mend: what to do; "" to set them here.
+    `mend`: what to do; "" to set them here.
     """
     return LaunchError(
         tr(
@@ -106,16 +97,7 @@ def _how_to_set(ranks: Ranks, environ: Mapping[str, str]) -> str:
 
 
 def for_launcher(names: Sequence[str], launcher: str, environ: Mapping[str, str]) -> tuple[dict[str, str], list[str]]:
-    """Return the environment of DeepSpeed's launcher for several machines, and options that it gets for secrets.
-
-    Args:
-        names: of the secrets.
-        launcher: of `deepspeed`: pdsh, openmpi, mpich or slurm.
-        environ: the environment, in which all of them are set.
-
-    Raises:
-        LaunchError: nobody knows how this launcher hands them on.
-    """
+    """Return the environment of DeepSpeed's launcher for several machines, and options that it gets for secrets."""
     if not names:
         return dict(environ), []
     if launcher not in ("pdsh", "openmpi", "mpich", "slurm"):
@@ -147,13 +129,8 @@ _COMMAND = re.compile(r"[\"`\\\x00]|\$(?!\{?[A-Za-z_])")
 def variables_of_files(folder: Path, environ: Mapping[str, str] = os.environ) -> dict[Path, list[str]]:
     """Return the files that DeepSpeed reads when it starts several machines, and the variables that each sets.
 
-    Args:
-        folder: the folder where the command was typed.
-        environ: the environment; DS_ENV_FILE names the file.
-
-    Raises:
-        LaunchError: somebody else could have written it (whoever clones a repository gets its files), or DeepSpeed
-            0.19.8 would fail on a line of it.
+    A file that somebody else could have written is an error (whoever clones a repository gets its files), and so is a
+    line on which DeepSpeed 0.19.8 would fail.
     """
     name = environ.get("DS_ENV_FILE", ".deepspeed_env")
     found = {}

@@ -47,11 +47,7 @@ class Ranks:
 
 
 def detect(environ: Mapping[str, str]) -> Ranks:
-    """Return who this process is.
-
-    Raises:
-        LaunchError: variables that are no numbers or do not fit together.
-    """
+    """Return who this process is."""
     for launcher, (rank, local_rank, world_size, local_world_size) in VARIABLES.items():
         if rank not in environ:
             continue
@@ -100,11 +96,7 @@ def _number(environ: Mapping[str, str], name: str, default: str | None = None) -
 
 
 def apply(ranks: Ranks, environ: MutableMapping[str, str]) -> None:
-    """Set what the process group reads: RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT; threads, PATH.
-
-    Raises:
-        LaunchError: several ranks without an address to meet at, or without a number for this one.
-    """
+    """Set what the process group reads: RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT; threads, PATH."""
     if ranks.launcher == "single" and environ.get("WORLD_SIZE", "") not in ("", "0", "1"):
         raise LaunchError(
             tr(
@@ -165,11 +157,7 @@ def without_ranks(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def strip_launcher_arguments(words: Sequence[str]) -> list[str]:
-    """Drop --local_rank, which DeepSpeed's and older torch launchers put in front of the user's words.
-
-    Raises:
-        LaunchError: --deepspeed or --deepspeed_config, the habit of argparse scripts; the message names our key.
-    """
+    """Drop --local_rank, which DeepSpeed's and older torch launchers put in front of the user's words."""
     kept = []
     rest = iter(words)
     for word in rest:
@@ -192,11 +180,7 @@ def strip_launcher_arguments(words: Sequence[str]) -> list[str]:
 
 
 def set_interface(name: str, environ: MutableMapping[str, str]) -> None:
-    """Let NCCL and gloo use one network interface.
-
-    Raises:
-        LaunchError: this machine has no such interface.
-    """
+    """Let NCCL and gloo use one network interface."""
     existing = [interface for _, interface in socket.if_nameindex()]
     if name not in existing:
         raise LaunchError(
@@ -211,11 +195,7 @@ def set_interface(name: str, environ: MutableMapping[str, str]) -> None:
 
 
 def check_port(environ: Mapping[str, str]) -> None:
-    """On rank 0, see that nobody listens on the port where the ranks are to meet.
-
-    Raises:
-        LaunchError: somebody does; two runs on one machine with DeepSpeed's default port, most of the time.
-    """
+    """On rank 0, see that nobody listens on the port where the ranks are to meet."""
     # torchrun's agent itself holds the store, and with it the port.
     if environ.get("RANK") != "0" or environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         return

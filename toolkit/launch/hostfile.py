@@ -21,11 +21,7 @@ LINE = re.compile(r"(?P<host>\S+)\s+slots=(?P<slots>\S+)")
 
 
 def read_hostfile(path: Path) -> dict[str, int]:
-    """Return host -> slots of a hostfile, in its order.
-
-    Raises:
-        LaunchError: missing, unreadable, empty or malformed.
-    """
+    """Return host -> slots of a hostfile, in its order."""
     try:
         text = path.read_bytes().decode("utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -42,15 +38,7 @@ def read_hostfile(path: Path) -> dict[str, int]:
 
 
 def parse_hostfile(text: str, path: str) -> dict[str, int]:
-    """Parse `HOST slots=N` lines; blank lines and `#` comments are passed over, as DeepSpeed 0.19.8 does.
-
-    Args:
-        text: the file's content.
-        path: the file, for messages.
-
-    Raises:
-        LaunchError: the first line that is wrong, with the mend.
-    """
+    """Parse `HOST slots=N` lines; blank lines and `#` comments are passed over, as DeepSpeed 0.19.8 does."""
     hosts: dict[str, int] = {}
     if text.startswith("\ufeff"):
         raise LaunchError(tr("{path}:1: begins with a byte-order mark: save it as plain UTF-8.", path=path))
@@ -112,13 +100,8 @@ Resources = dict[str, list[int]]
 def select_gpus(hosts: Mapping[str, int], options: Mapping[str, str]) -> Resources:
     """Return what --include, --exclude, --num_nodes and --num_gpus leave, as DeepSpeed 0.19.8 reads them.
 
-    Args:
-        hosts: host -> slots, of a hostfile.
-        options: of `deepspeed`, see `deepspeed.deepspeed_options`.
-
-    Raises:
-        LaunchError: they name what is not there, contradict each other, or leave nothing; or DeepSpeed would take
-            fewer machines, or more GPUs, than there are without a word.
+    An error if they name what is not there, contradict each other, or leave nothing; or if DeepSpeed would silently
+    take fewer nodes, or more GPUs, than there are.
     """
     include = options.get("--include") or options.get("-i") or ""
     exclude = options.get("--exclude") or options.get("-e") or ""
@@ -203,15 +186,7 @@ def _named_gpus(specification: str, there: Resources, option: str) -> Resources:
 
 
 def check_visible_devices(hosts: Resources, environ: Mapping[str, str] = os.environ) -> None:
-    """Refuse a choice of GPUs that DeepSpeed's launcher (0.19.8, launch.py) writes over beside a hostfile.
-
-    Args:
-        hosts: those that take part.
-        environ: where the command was typed.
-
-    Raises:
-        LaunchError: CUDA_VISIBLE_DEVICES names other GPUs than those of this machine that take part.
-    """
+    """Refuse a choice of GPUs that DeepSpeed's launcher (0.19.8, launch.py) writes over beside a hostfile."""
     chosen = environ.get("CUDA_VISIBLE_DEVICES")
     mine = [gpus for host, gpus in hosts.items() if is_here(host)]
     if chosen and [",".join(map(str, gpus)) for gpus in mine] != [chosen]:
@@ -270,12 +245,6 @@ def expand_nodes(nodes: str) -> list[str]:
     """Return the hosts of a list such as gpu[01-03,07],login1, in its order.
 
     Leading zeros stay; several brackets in a name are multiplied, as `scontrol show hostnames` does.
-
-    Args:
-        nodes: as in SLURM_JOB_NODELIST.
-
-    Raises:
-        LaunchError: it is none.
     """
     items = _ITEM.findall(nodes)
     if not items or ",".join(items) != nodes.strip():

@@ -27,14 +27,7 @@ _BINDING = "OMPI_MCA_hwloc_base_binding_policy"
 
 
 def check_program(launcher: str) -> None:
-    """See that the `mpirun` that DeepSpeed will start is not the other one, which does not know the options.
-
-    Args:
-        launcher: openmpi or mpich.
-
-    Raises:
-        LaunchError: it is another one.
-    """
+    """See that the `mpirun` that DeepSpeed will start is not the other one, which does not know the options."""
     said = children.run(["mpirun", "--version"], capture_output=True, text=True, timeout=60).stdout
     if re.search(LAUNCHERS[launcher], said, re.IGNORECASE):
         found = next((line.strip() for line in said.splitlines() if line.strip()), "?")
@@ -52,13 +45,8 @@ def launcher_args(hosts: Resources, options: Mapping[str, str], exported: Sequen
     """Return DeepSpeed's --launcher_args for Open MPI: the user's own, and what is missing there.
 
     DeepSpeed 0.19.8 tells Open MPI's ranks no address to meet at. By itself Open MPI holds each rank on one core, its
-    data loading and tokenising too.
-
-    Args:
-        hosts: those that take part; rank 0 is on the first.
-        options: of `deepspeed`.
-        exported: `-x NAME` for each variable that is handed on. (DeepSpeed's own `-x NAME="…"` would write the quotes
-            too, as no shell is there that takes them away.)
+    data loading and tokenising too. `exported`: `-x NAME` for each variable that is handed on. (DeepSpeed's own `-x
+    NAME="…"` would write the quotes too, as no shell takes them away.)
     """
     typed = options.get("--launcher_args", "")
     first = "127.0.0.1" if all(map(is_here, hosts)) else next(iter(hosts))
@@ -74,8 +62,7 @@ def launcher_args(hosts: Resources, options: Mapping[str, str], exported: Sequen
 def meeting_port(rank_variable: str) -> int:
     """Return a port that all ranks of this machine choose without a word: by the process that started them all.
 
-    Args:
-        rank_variable: what mpirun tells each rank and has not itself.
+    `rank_variable`: what mpirun sets for each rank and not for itself.
     """
     starter = os.getppid()
     for parent in psutil.Process().parents():
@@ -89,13 +76,7 @@ def meeting_port(rank_variable: str) -> int:
 
 
 def notes(launcher: str, local_world_size: int, environ: Mapping[str, str]) -> list[str]:
-    """Return what somebody who types Open MPI's mpirun should know; `toolkit launch` sees to it.
-
-    Args:
-        launcher: who started this rank.
-        local_world_size: ranks on this machine.
-        environ: the environment.
-    """
+    """Return what somebody who types Open MPI's mpirun should know; `toolkit launch` sees to it."""
     if launcher != "openmpi" or rank_status.read_status(environ):
         return []
     # It would be asked in vain for more time: Open MPI 4.1 waits its odls_base_sigkill_timeout out whatever happens.

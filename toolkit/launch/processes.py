@@ -59,16 +59,9 @@ def run_launcher(
 ) -> int:
     """Run a launcher until nothing of it is left on this machine.
 
-    Args:
-        command: the launcher with everything that it gets.
-        environ: the environment, with `report.variables`, by which ranks are known that are in a session of their own.
-        words: the ranks' own, recipe and overrides, by which they are known.
-        requests: signals; they are passed on to all ranks at once.
-        look: called several times a second.
-        patience_s: how long what has lost its launcher may take to end, until it is killed.
-
-    Returns:
-        The launcher's exit code; negative if a signal killed it.
+    Ranks are known by `environ`, which holds `report.variables`, where they are in a session of their own, else by
+    their arguments `words`. `requests` are passed on to all at once; `look` is called several times a second; what has
+    lost its launcher is killed after `patience_s`. Returns the exit code, negative if a signal killed it.
     """
     # A session of its own: Ctrl-C reaches the ranks through us alone, and they can be found without their launcher.
     process = children.start(command, env=environ, stdin=subprocess.DEVNULL, start_new_session=True)
@@ -152,11 +145,8 @@ _REAPERS = ("systemd", "containerd-shim", "conmon")
 def exit_with_launcher(ranks: Ranks) -> str:
     """From now on this process gets a SIGTERM when its launcher ends, or what started that.
 
-    Args:
-        ranks: who this process is; nothing is done for one that no launcher started, or that does so already.
-
-    Returns:
-        What to say if one of them has ended already, and this process with it has to; else "".
+    Nothing is done for a rank that no launcher started, or that does so already. Returns what to say if one has ended
+    already, and this process with it has to; else "".
     """
     is_watched = any(thread.name == _WATCH for thread in threading.enumerate())
     if is_watched or ranks.launcher not in ("deepspeed", "torchrun", "openmpi", "mpich"):
@@ -178,11 +168,9 @@ def exit_with_launcher(ranks: Ranks) -> str:
 def is_taken_over(pid: int, by_kind: bool) -> bool:
     """Return whether a process has lost the one that started it, and process 1, or a reaper, has taken it over.
 
-    Args:
-        pid: the process.
-        by_kind: what it is that takes over tells: no rank is started by anything but a launcher. Else their sessions
-            tell, as DeepSpeed's launcher may be a service, or what a container runs: then it leads its session, or is
-            in that of its parent.
+    `by_kind`: what takes over tells, as no rank is started by anything but a launcher. Else sessions tell, as
+    DeepSpeed's launcher may be a service, or what a container runs: then it leads its session, or is in that of its
+    parent.
     """
     parent = _stat(pid).parent
     name = _process_name(parent)
@@ -272,12 +260,7 @@ _RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MAST
 def run_module(module: str, *words: str) -> str:
     """Run a module of this package as a program and wait for it.
 
-    Args:
-        module: its dotted name.
-        *words: its arguments.
-
-    Returns:
-        "" if it succeeded, else the last line that it said.
+    Returns "" if it succeeded, else the last line that it said.
     """
     command = [sys.executable, "-m", module, *words]
     finished = children.run(command, capture_output=True, text=True, env=child_environment())

@@ -23,12 +23,7 @@ _FRONT_END = "PYTHON_TOOLKIT_LAUNCHED_BY"
 def create_status_file(folder: Path, restart: int) -> Path:
     """Make the file for one start of the ranks, with who reads it.
 
-    Args:
-        folder: `run.dir`.
-        restart: how often the run has been started again by now.
-
-    Raises:
-        OSError: it cannot be written.
+    `restart`: how often the run has been started again by now.
     """
     handle, name = tempfile.mkstemp(prefix=".launch-", suffix=".jsonl", dir=folder)
     with os.fdopen(handle, "w", encoding="utf-8") as file:

@@ -57,11 +57,7 @@ class Rows:
 def saved_bytes(outline: Outline, rows: Rows, width: int, dropout: float = 0.0) -> dict[str, int]:
     """Return the bytes by kind: norms, attention, mlp, lora, mask.
 
-    Args:
-        outline: the model and what is trained in it.
-        rows: of one rank's forward pass.
-        width: bytes of a number, 4 or 2.
-        dropout: of LoRA's.
+    `width`: bytes of a number; `dropout`: LoRA's.
     """
     kept: Counter[str] = Counter()
     for layer in range(outline.sizes["layers"]):

@@ -49,16 +49,7 @@ def rates_of(cfg: RunConfig, machine: Machine, outline: Outline) -> Rates:
 
 
 def calibrate(cfg: RunConfig, machine: Machine, outline: Outline) -> None:
-    """Measure this machine's rates and keep them.
-
-    Args:
-        cfg: whose model and rows are measured.
-        machine: how many ranks, on what.
-        outline: of the model.
-
-    Raises:
-        ConfigError: it is not this machine, or the measuring fails.
-    """
+    """Measure this machine's rates and keep them."""
     _check_here(machine)
     with tempfile.TemporaryDirectory() as folder:
         measured = _measure(cfg, machine, Path(folder))

@@ -89,11 +89,7 @@ class Machine:
 
 
 def parse_bytes(text: str, key: str) -> int:
-    """Return the bytes of `80GB`, `1.5TB`; a K is 1024, as memory is sold.
-
-    Raises:
-        ConfigError: it is no size.
-    """
+    """Return the bytes of `80GB`, `1.5TB`; a K is 1024, as memory is sold."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)i?B?", text, re.IGNORECASE)
     if not found:
         raise ConfigError(tr("{key} = {value} is no size: write 80GB or 1TB.", key=key, value=text))
@@ -104,13 +100,7 @@ def parse_bytes(text: str, key: str) -> int:
 def parse_machine(gpus: str, nodes: int, host_memory: str) -> Machine:
     """Return the machines that the words of the command describe.
 
-    Args:
-        gpus: of one machine: 8x80GB, 8xA100-80GB, 4xH100, 2xcpu.
-        nodes: machines.
-        host_memory: of one machine, such as 1TB; "" is not known.
-
-    Raises:
-        ConfigError: a word says nothing that is known.
+    `gpus`, of one node: 8x80GB, 8xA100-80GB, 4xH100, 2xcpu; `host_memory`, of one: such as 1TB, "" is not known.
     """
     host = parse_bytes(host_memory, "host_memory") if host_memory else 0
     found = re.fullmatch(r"(\d+)\s*[xX*×]\s*(.+)", gpus)

@@ -62,11 +62,7 @@ class RankMemory:
 def plan_rank(outline: Outline, cfg: RunConfig, world_size: int, on_cpu: bool = False) -> RankMemory:
     """Return the memory of one rank on the longest rows that the config allows.
 
-    Args:
-        outline: the model and what is trained in it.
-        cfg: checked config.
-        world_size: ranks.
-        on_cpu: whether ranks run on processors, where a device's memory and the host's are one.
+    With `on_cpu` ranks run on processors, where a device's memory and the host's are one.
     """
     if (stages := cfg.parallel.pipeline) == 1:
         return _Rank(tensor_part(outline, cfg.parallel.tensor), cfg, world_size, on_cpu).memory()
@@ -436,14 +432,7 @@ def process_bytes(memory: RankMemory) -> int:
 
 
 def plan_host(outline: Outline, cfg: RunConfig, machine: Machine, memory: RankMemory) -> HostMemory:
-    """Return the memory of one machine.
-
-    Args:
-        outline: the model and what is trained in it.
-        cfg: checked config.
-        machine: how many ranks it has.
-        memory: of one of its ranks.
-    """
+    """Return the memory of one machine."""
     ranks = machine.ranks
     always: Parts = {"processes": ranks * (PROCESS_BYTES + (0 if machine.on_cpu else CUDA_BYTES))}
     if cfg.data.num_workers:

@@ -51,13 +51,8 @@ _FORM = 1
 def outline_of(cfg: RunConfig, say: Callable[[str], None], vocab_size: int = 0) -> Outline:
     """Return what is trained, and in what.
 
-    Args:
-        cfg: checked config; the model's folder need not be there if the model is a published ChatGLM.
-        say: told when a model has to be measured.
-        vocab_size: of a random model's tokenizer; 0 takes the most that the recipe allows.
-
-    Raises:
-        ConfigError: the model is not known, or the way of tuning does not fit it.
+    A published ChatGLM needs no directory. `vocab_size`: of a random model's tokenizer; 0 takes the most that the
+    recipe allows.
     """
     found = cached_outline(cfg, vocab_size)
     found = found or tuned(*_measured(cfg, config_of(cfg), say), cfg.tuning)
@@ -70,9 +65,6 @@ def cached_outline(cfg: RunConfig, vocab_size: int = 0) -> Outline | None:
     """Return the same without measuring; None for a model that no formula knows and that has not been measured.
 
     Arguments as above.
-
-    Raises:
-        ConfigError: as above.
     """
     model = cfg.model
     if model.init is Init.random:
@@ -90,11 +82,7 @@ def cached_outline(cfg: RunConfig, vocab_size: int = 0) -> Outline | None:
 
 
 def config_of(cfg: RunConfig) -> dict[str, Any]:
-    """Return config.json of the model, or what it says of a published one that is not there.
-
-    Raises:
-        ConfigError: neither.
-    """
+    """Return config.json of the model, or what it says of a published one that is not there."""
     model, file = cfg.model, _file(cfg)
     if file is None:
         if model.name in PUBLISHED:
@@ -155,13 +143,7 @@ def _read(file: Path) -> tuple[Shapes, Sizes]:
 
 
 def cache_file(cfg: RunConfig, kind: str, inputs: object) -> Path:
-    """Return where something is kept that depends on these inputs alone.
-
-    Args:
-        cfg: its `prepare.dir` holds all of them.
-        kind: the file's name begins with it.
-        inputs: JSON-able.
-    """
+    """Return where something is kept that depends on these inputs alone."""
     key = hashlib.sha256(json.dumps(inputs, sort_keys=True).encode()).hexdigest()[:16]
     return Path(cfg.prepare.dir) / "plan" / f"{kind}-{key}.json"
 

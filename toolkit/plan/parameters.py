@@ -35,8 +35,7 @@ _DENSE = ("glm", "glm4", "llama", "mistral", "qwen2", "qwen3")
 def shapes_of_config(config: Mapping[str, Any]) -> tuple[Shapes, Sizes] | None:
     """Return the parameters that a config.json describes, and its sizes; None for a model that is not known here.
 
-    Args:
-        config: of an official ChatGLM folder, or in transformers' layout.
+    It may be of an official ChatGLM directory, or in transformers' layout.
     """
     if "inner_hidden_size" in config:
         return _v1(config)
@@ -62,12 +61,7 @@ def shapes_of_config(config: Mapping[str, Any]) -> tuple[Shapes, Sizes] | None:
 
 
 def shape_of_random(vocab_size: int, shape: ShapeConfig) -> tuple[Shapes, Sizes]:
-    """Return the same of a random model (`model.init=random`).
-
-    Args:
-        vocab_size: of its tokenizer.
-        shape: the recipe's `model.shape`.
-    """
+    """Return the same of a random model (`model.init=random`)."""
     return _dense(
         {
             "model_type": "glm",
@@ -214,13 +208,7 @@ class Outline:
 def tuned(shapes: Shapes, sizes: Sizes, tuning: TuningConfig) -> Outline:
     """Return a model with what a way of tuning adds to it, and what of it is trained.
 
-    Args:
-        shapes: of the model.
-        sizes: of the functions above.
-        tuning: without `tuning.adapter`, which decides for itself.
-
-    Raises:
-        ConfigError: a pattern matches nothing.
+    `tuning.adapter`, which decides for itself, is not looked at.
     """
     if tuning.method is TuningMethod.full:
         return Outline(shapes, frozenset(shapes), sizes)
@@ -295,28 +283,14 @@ def select_names(names: Iterable[str], patterns: Collection[str]) -> list[str]:
 
 
 def default_targets(model_type: str, linear: Collection[str]) -> list[str]:
-    """Return what LoRA is added to where nothing is said: query, key and value, else every linear layer.
-
-    Args:
-        model_type: of the config.
-        linear: names of the linear layers of the decoder.
-    """
+    """Return what LoRA is added to where nothing is said: query, key and value, else every linear layer."""
     known = _ATTENTION.get(model_type)
     usual = (names for names in _USUAL if all(select_names(linear, [name]) for name in names))
     return known or next(usual, [ALL_LINEAR])
 
 
 def check_matches(key: str, pattern: str, names: Collection[str]) -> list[str]:
-    """Return the names that match a pattern.
-
-    Args:
-        key: whose value the pattern is part of.
-        pattern: see `matches`.
-        names: what there is.
-
-    Raises:
-        ConfigError: none does; the nearest are named.
-    """
+    """Return the names that match a pattern."""
     found = select_names(names, [pattern])
     if not found:
         ends = sorted({".".join(name.split(".")[-2:]) if "." in pattern else name.rpartition(".")[2] for name in names})
@@ -337,10 +311,6 @@ def stage_outlines(outline: Outline, num_stages: int) -> list[Outline]:
     """Return the parts of a model as models of their own, in the order in which they compute.
 
     What a stage lacks stands in it with no rows: an embedding, as the states that come in have a gradient, and a head.
-
-    Args:
-        outline: the whole.
-        num_stages: stages.
     """
     layers, hidden = outline.sizes["layers"], outline.sizes["hidden"]
     before = {name: shape for name, shape in outline.shapes.items() if "embed" in name}
@@ -367,11 +337,8 @@ def balance_stages(sizes: Sequence[int], num_parts: int) -> list[int]:
     """Return where the parts of a sequence begin and end that differ least: as DeepSpeed divides layers by parameters.
 
     Step by step the division is kept whose largest and smallest part differ least, of equal ones the one whose last
-    part is the shortest (deepspeed 0.19.8, runtime/utils.py, partition_balanced).
-
-    Args:
-        sizes: more than `num_parts` of them.
-        num_parts: of which none is empty.
+    part is the shortest (deepspeed 0.19.8, runtime/utils.py, partition_balanced). There are more `sizes` than parts, of
+    which none is empty.
     """
     ends = [0, *accumulate(sizes)]
     found: dict[int, tuple[float, float, list[int]]] = {0: (0, math.inf, [0])}
@@ -395,15 +362,7 @@ def _renumbered(name: str, start: int) -> str:
 
 
 def tensor_part(outline: Outline, size: int) -> Outline:
-    """Return a rank's part of a model.
-
-    Args:
-        outline: of the whole model.
-        size: `parallel.tensor`.
-
-    Raises:
-        ConfigError: the heads, or the inner width, cannot be divided by it.
-    """
+    """Return a rank's part of a model."""
     if size == 1:
         return outline
     sizes = outline.sizes
@@ -418,14 +377,9 @@ def tensor_part(outline: Outline, size: int) -> Outline:
 def exchanged_bytes(outline: Outline, size: int, states_bytes: int) -> tuple[float, int]:
     """Return the bytes that a rank sends to its neighbours for a micro-batch, and in how many collectives.
 
-    Of each matrix that is split by columns the output is added up in the forward pass, of each other one what goes
-    back in the backward pass (deepspeed 0.19.8, module_inject/layers.py: one all-reduce for each matrix, also of three
-    that share an input); ring algorithms taken for granted.
-
-    Args:
-        outline: of the whole model.
-        size: `parallel.tensor`.
-        states_bytes: hidden states of a micro-batch.
+    Of each matrix that is split by columns the output is added up in the forward pass, of each other one what goes back
+    in the backward pass (deepspeed 0.19.8, module_inject/layers.py: one all-reduce for each matrix, also of three that
+    share an input); ring algorithms taken for granted. `states_bytes`: hidden states of a micro-batch.
     """
     if size == 1:
         return 0.0, 0

@@ -108,14 +108,7 @@ class StepTime:
 
 
 def step_time(outline: Outline, cfg: RunConfig, machine: Machine, rates: Rates) -> StepTime:
-    """Return an estimate for full rows, all of whose tokens are trained.
-
-    Args:
-        outline: the model and what is trained in it.
-        cfg: checked config.
-        machine: what it runs on.
-        rates: measured or assumed.
-    """
+    """Return an estimate for full rows, all of whose tokens are trained."""
     rows, stages, tensor = longest_rows(outline, cfg), cfg.parallel.pipeline, cfg.parallel.tensor
     weight = WIDTHS[cfg.precision.dtype]
     times, world = (
@@ -171,13 +164,8 @@ def _exchanged(outline: Outline, rows: Rows, weight: int, recomputes: bool) -> f
 def gathered_bytes(parameters: int, trained: int, weight: int, world_size: int) -> float:
     """Return the bytes that a rank sends for a micro-batch under ZeRO 3.
 
-    Weights travel twice, for the forward and the backward pass, and gradients once, to their owners.
-
-    Args:
-        parameters: of the model.
-        trained: those of them that are trained.
-        weight: bytes of one.
-        world_size: ranks.
+    Weights travel twice, for the forward and the backward pass, and gradients once, to their owners. `weight`: bytes of
+    one.
     """
     return (2 * parameters + trained) * weight * (world_size - 1) / world_size
 
@@ -282,11 +270,8 @@ def formula(
 ) -> Formula:
     """Return the FLOPs of a dense decoder.
 
-    Args:
-        shapes: parameters by name, with what tuning adds: `tuned`'s, or a real model's.
-        sizes: `layers`, `heads` and `head_size`; others are not looked at.
-        trained: names of the trained parameters; None is all.
-        prefix_tokens: learned keys and values that every token sees besides (P-Tuning v2).
+    `shapes` include what tuning adds; of `sizes` `layers`, `heads` and `head_size` are read; `trained` None is all;
+    `prefix_tokens` are learned keys and values that every token sees besides (P-Tuning v2).
     """
     layers = sizes["layers"]
     names = shapes if trained is None else trained
