@@ -35,11 +35,7 @@ except (re.error, RecursionError, OverflowError) as error:
 
 
 def check_names(settings: dict[str, Any], file: Path) -> None:
-    """Reject an adapter's settings that hold expressions where names belong.
-
-    Raises:
-        ModelError: with the setting and its value.
-    """
+    """Reject an adapter's settings that hold expressions where names belong."""
     for key in _NAMES:
         value = settings.get(key) or ()
         for name in [value] if isinstance(value, str) else value if isinstance(value, (list, dict)) else ():
@@ -58,14 +54,9 @@ def check_names(settings: dict[str, Any], file: Path) -> None:
 def with_names(settings: dict[str, Any], modules: Iterable[str]) -> dict[str, Any]:
     """Return an adapter's settings with the modules that its expressions match in their place.
 
-    They are matched in a process of their own, which is ended if it takes too long.
-
-    Args:
-        settings: of adapter_config.json.
-        modules: names of the model's.
-
-    Raises:
-        ModelError: an expression is damaged, takes too long, or matches nothing.
+    They are matched in a process of their own, which is ended if it takes too long. `settings` are those of
+    adapter_config.json, `modules` the names of the model's. An expression that is damaged, takes too long, or matches
+    nothing is an error.
     """
     names: list[str] = []
     for key in _EXPRESSIONS:

@@ -58,9 +58,7 @@ class BaseModel:
 def base_of(model: PreTrainedModel, path: Path) -> BaseModel:
     """Return what tells a model again. A collective under ZeRO-3.
 
-    Args:
-        model: as loaded, before anything is added to it.
-        path: its folder.
+    The model is as loaded, from `path`.
     """
     parameters = sorted(model.named_parameters(), key=lambda one: one[0])
     chosen = _spread(parameters, _PARAMETERS)
@@ -82,11 +80,7 @@ def fingerprint_of(parameter: torch.Tensor) -> list[float]:
 
 
 def read_base(folder: Path) -> BaseModel | None:
-    """Return what an adapter or a checkpoint says of its base, None if it says nothing.
-
-    Raises:
-        ModelError: it is damaged.
-    """
+    """Return what an adapter or a checkpoint says of its base, None if it says nothing."""
     file = folder / FILE
     if not file.is_file():
         return None
@@ -97,13 +91,7 @@ def read_base(folder: Path) -> BaseModel | None:
 def check_base(known: BaseModel, found: BaseModel, folder: object) -> None:
     """Refuse a model that is not the one that was trained on.
 
-    Args:
-        known: what was trained on.
-        found: what is to be used now.
-        folder: what was trained, for the message.
-
-    Raises:
-        ModelError: they differ.
+    `known`: what was trained on; `found`: what is to be used now; `folder`: what was trained, for the message.
     """
     for name in known.numbers:
         check_numbers(known, name, found.numbers.get(name, []), found.path, folder)
@@ -112,15 +100,7 @@ def check_base(known: BaseModel, found: BaseModel, folder: object) -> None:
 def check_numbers(known: BaseModel, name: str, found: list[float], path: object, folder: object) -> None:
     """Refuse a model of which one parameter differs; see `check_base`.
 
-    Args:
-        known: what was trained on.
-        name: of the parameter.
-        found: of `numbers_of`.
-        path: the model's folder.
-        folder: what was trained, for the message.
-
-    Raises:
-        ModelError: it differs.
+    `known`: what was trained on; `found`: of `numbers_of`.
     """
     numbers = known.numbers[name]
     if len(found) != len(numbers) or not all(map(_close, numbers, found)):
@@ -143,9 +123,8 @@ def _close(one: float, other: float) -> bool:
 def find_base(folder: Path, given: str = "") -> Path:
     """Return the folder of the model that something was trained on.
 
-    Args:
-        folder: an adapter or a checkpoint's description, with base.json.
-        given: where the user says that it is; "" looks where it was, and in the run folder.
+    `folder` is an adapter or a checkpoint's description, with base.json. `given`: where the user says the base is; ""
+    looks where it was, and in the run directory.
 
     Raises:
         BaseMissing: it is nowhere.
@@ -251,11 +230,7 @@ def is_original_prefix(path: Path) -> bool:
 
 
 def read_settings(folder: Path) -> dict[str, Any]:
-    """Return an adapter's adapter_config.json.
-
-    Raises:
-        ModelError: no adapter is there, or one of a kind that is not known here.
-    """
+    """Return an adapter's adapter_config.json."""
     if not (folder / CONFIG).is_file():
         if not is_original_prefix(folder):
             raise ModelError(tr("{folder} holds no adapter: there is no {file}.", folder=folder, file=CONFIG))
@@ -280,7 +255,6 @@ def base_of_adapter(folder: Path, given: str = "") -> Path:
     """Return the folder of the model that an adapter was trained on; see `find_base`.
 
     Raises:
-        ModelError: there is no adapter.
         BaseMissing: the model is nowhere.
     """
     settings = read_settings(folder)
@@ -337,12 +311,8 @@ def attach_adapter(
 ) -> None:
     """Put an untrained adapter into a model; only its parameters stay trainable.
 
-    Args:
-        model: as loaded; on the meta device the adapter is too.
-        settings: content of adapter_config.json.
-        base: of the model.
-        dropout: of a prefix in training; LoRA's is among the settings.
-        ds_config: the DeepSpeed dict if the model's parameters are partitioned.
+    `settings` are those of adapter_config.json; `dropout` is of a prefix in training, as LoRA's is among the settings.
+    On the meta device the adapter is too. `ds_config` where parameters are partitioned.
     """
     method, settings = method_of(settings), settings | {"base_model_name_or_path": base.path}
     place = torch.device("meta") if model.device.type == "meta" else nullcontext()
@@ -376,15 +346,7 @@ def load_adapter(
 ) -> None:
     """Put a trained adapter into the model that it was trained on; see `attach`.
 
-    Args:
-        model: as loaded.
-        folder: the adapter's.
-        base: of the model; see `base_of`.
-        dropout: of a prefix in training.
-        ds_config: the DeepSpeed dict if the model's parameters are partitioned.
-
-    Raises:
-        ModelError: no adapter, one of another model, or one that is not whole.
+    `ds_config` where the model's parameters are partitioned.
     """
     settings, known = read_settings(folder), read_base(folder)
     if known is not None:
@@ -398,11 +360,7 @@ def load_adapter(
 
 
 def read_adapter_weights(folder: Path) -> dict[str, torch.Tensor]:
-    """Return an adapter's tensors by their stored names; nothing in the file is executed.
-
-    Raises:
-        ModelError: no weights, or damaged ones.
-    """
+    """Return an adapter's tensors by their stored names; nothing in the file is executed."""
     for name in (WEIGHTS, "adapter_model.bin", "pytorch_model.bin"):
         if (folder / name).is_file():
             return read_tensors(folder / name)
@@ -410,16 +368,7 @@ def read_adapter_weights(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def load_values(model: PreTrainedModel, values: dict[str, torch.Tensor], folder: Path) -> None:
-    """Give an adapter's parameters their values; all of them, and nothing else.
-
-    Args:
-        model: with the adapter.
-        values: by stored name.
-        folder: where they come from, for messages.
-
-    Raises:
-        ModelError: a value is missing, too much, or of another shape.
-    """
+    """Give an adapter's parameters their values; all of them, and nothing else."""
     stored = stored_names(model)
     wrong = sorted({*values} ^ {*stored.values()})
     for name, stored_name in stored.items():
@@ -444,17 +393,8 @@ def apply_tuning(
 ) -> None:
     """Add what a method adds, and leave trainable what it trains.
 
-    Args:
-        model: as loaded; afterwards `model.tuned` says what was done to it, unless everything is trained.
-        config: `tuning`.
-        base: folder of the model.
-        tokenizer: for `tuning.init_text`.
-        seed: of what is added; every rank adds the same.
-        ds_config: the DeepSpeed dict if the model's parameters are partitioned: a collective then.
-
-    Raises:
-        ConfigError: a setting does not fit the model.
-        ModelError: `tuning.adapter` cannot be used, or the model has no such method.
+    Afterwards `model.tuned` says what was done, unless everything is trained. Every rank adds the same, by `seed`. With
+    `ds_config`, where parameters are partitioned, a collective.
     """
     method = config.method
     if method is TuningMethod.full:

@@ -41,14 +41,8 @@ def trains_on_gpu() -> bool:
 def choose_attention(model: PreTrainedModel, attention: Attention, packed: bool, dtype: torch.dtype | None) -> None:
     """Set how a model computes attention; see `model.attention` in the schema.
 
-    Args:
-        model: as loaded.
-        attention: what was asked for.
-        packed: whether rows hold several samples.
-        dtype: of the arithmetic; PyTorch's kernel for variable lengths knows half precision only.
-
-    Raises:
-        ModelError: this model does not have it.
+    `packed`: whether rows hold several samples. PyTorch's kernel for variable lengths knows half precision (`dtype`)
+    only.
     """
     name = attention.value
     if attention is Attention.auto:
@@ -82,17 +76,8 @@ def check_isolation(
 ) -> None:
     """Make sure, on the model as it is, that samples of a packed row do not see each other. A collective under ZeRO-3.
 
-    Three rows in one forward pass: [a b], [c b] and [b]. The logits of b must be the same in all.
-
-    Args:
-        engine: the engine, or the model.
-        vocab_size: ids are below it.
-        device: where the model lives.
-        name: of the model, for the message.
-        forward: returns logits of a batch where the engine cannot simply be called, such as a pipeline's.
-
-    Raises:
-        ModelError: they do see each other, or positions do not begin anew.
+    Three rows in one forward pass: [a b], [c b] and [b]. The logits of b must be the same in all. Ids are below
+    `vocab_size`. `forward` returns logits of a batch where the engine cannot simply be called, such as a pipeline's.
     """
     batch = isolation_rows(vocab_size)
     first, second = 12, 20
@@ -170,9 +155,7 @@ def isolation_rows(vocab_size: int, times: int = 1) -> dict[str, torch.Tensor]:
 def attention_arguments(module: Any, batch: dict[str, torch.Tensor]) -> dict[str, Any]:
     """Return what a model's forward takes so that no token sees padding or another sample.
 
-    Args:
-        module: a transformers model, or ChatGLM-6B's.
-        batch: see `toolkit.data.loader.Batch`; packed if it holds `cu_seq_lens`; parts of rows if it holds `part`.
+    The batch is packed if it holds `cu_seq_lens`, and has parts of rows if it holds `part`.
     """
     segments = batch["segment_ids"]
     if "part" in batch:

@@ -21,12 +21,7 @@ CODE_VERSION = 3
 class FamilyChatEncoder:
     """A ChatGLM's own format, exactly as the original builds it; control strings in messages stay text.
 
-    Args:
-        tokenizer: what `load_tokenizer` gives for an official folder.
-        original_labels: train exactly what the original trains; False leaves out ChatGLM-6B's <sop> and observations.
-
-    Raises:
-        ModelError: the folder does not tell ChatGLM2 from ChatGLM3.
+    `original_labels` trains exactly what the original trains; False leaves out ChatGLM-6B's <sop> and observations.
     """
 
     def __init__(self, tokenizer: GlmTokenizer | ChatGLMTokenizer, original_labels: bool = True) -> None:
@@ -87,17 +82,7 @@ AnyChatEncoder = FamilyChatEncoder | TemplateChatEncoder
 def load_chat_encoder(
     path: str | Path, *, family: Family | str = Family.auto, chat_template: str = "", original_labels: bool = True
 ) -> AnyChatEncoder:
-    """Return a folder's way of turning conversations into ids and the mask of what is trained.
-
-    Args:
-        path: an official ChatGLM folder, or any folder with a tokenizer that has a chat template.
-        family: see `load_tokenizer`.
-        chat_template: file with a Jinja template to use instead.
-        original_labels: see `FamilyChatEncoder`.
-
-    Raises:
-        ModelError: the folder cannot be read, or has no chat format.
-    """
+    """Return a folder's way of turning conversations into ids and the mask of what is trained."""
     return chat_encoder(load_tokenizer(path, family=family, chat_template=chat_template), original_labels)
 
 

@@ -28,12 +28,9 @@ Span = tuple[int, int]
 class SpanTokenizer:
     """Tokenises whole texts and says which tokens belong to spans of them.
 
-    Args:
-        tokenizer: any transformers tokenizer with an end-of-sequence token.
-        frame: what always stands before an answer and after it, if that is known. With words before it that begin
-            with a special token, answers are found among the ids themselves, several times as fast as by asking the
-            tokenizer where each token stands in its text.
-        shield: has covered the control strings in the texts' messages.
+    `frame` is what always stands before an answer and after it, if known: where it begins with a special token, answers
+    are found among the ids themselves, several times as fast as by asking the tokenizer for each token's position.
+    `shield` has covered the control strings in the messages' texts.
     """
 
     def __init__(
@@ -217,13 +214,8 @@ class TemplateChatEncoder:
     Where answers stand in the text is found by comparison: what the template writes for the conversation up to an
     answer, against what it writes with the answer. A template that marks answers itself ({% generation %}) says so; the
     two must agree on a conversation to begin with. Some templates write earlier answers otherwise once another turn
-    follows (without their reasoning, for example): without marks, these train the last answer only.
-
-    Args:
-        tokenizer: any transformers tokenizer with a chat template and an end-of-sequence token.
-
-    Raises:
-        ModelError: the tokenizer lacks one of the two, or its template marks other tokens than it writes for answers.
+    follows (without their reasoning, for example): without marks, these train the last answer only. A template that
+    marks other tokens than it writes for answers is an error.
     """
 
     drops_system = False
@@ -402,10 +394,7 @@ class TemplateChatEncoder:
     ) -> tuple[str, list[Span]] | None:
         """Return a conversation's text and where some messages stand in it, None if the template rewrites turns.
 
-        Args:
-            messages: the conversation.
-            tools: its tools.
-            wanted: the messages; None takes the assistant's.
+        `wanted` None: the assistant's messages.
         """
         if wanted is None:
             wanted = [index for index, message in enumerate(messages) if message["role"] == "assistant"]

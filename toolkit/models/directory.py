@@ -30,13 +30,7 @@ def read_config(path: str, *, with_weights: bool = True) -> dict[str, Any]:
     """Return config.json of a folder that can be loaded without remote code: transformers' layout, or an official
     ChatGLM folder, whose *.py files are ignored.
 
-    Args:
-        path: local folder.
-        with_weights: False for one whose weights lie elsewhere.
-
-    Raises:
-        ModelError: no folder, no config.json, code instead of a known architecture, an official variant that cannot
-            be expressed, missing, half-downloaded or pickled weights.
+    `with_weights` False: the weights are elsewhere.
     """
     folder = Path(path)
     config_file = folder / "config.json"
@@ -56,20 +50,12 @@ def read_config(path: str, *, with_weights: bool = True) -> dict[str, Any]:
 
 
 def read_object(file: Path) -> dict[str, Any]:
-    """Return the JSON object in a file.
-
-    Raises:
-        ModelError: it holds anything else.
-    """
+    """Return the JSON object in a file."""
     return json_object(file, ModelError)
 
 
 def trust_code(path: str) -> None:
-    """Let the Python files of a folder run in this process, as they are now.
-
-    Raises:
-        ModelError: none of them would run.
-    """
+    """Let the Python files of a folder run in this process, as they are now."""
     if not runs_code(path):
         raise ModelError(
             tr(
@@ -156,9 +142,6 @@ def weight_files(folder: Path) -> list[Path]:
 
     Safetensors before pickles, but what is complete before what is not: repositories have both, and people download
     one. [] if there are none.
-
-    Raises:
-        ModelError: the index is damaged or names files elsewhere, or there are shards without an index.
     """
     listed: list[list[Path]] = []
     for single in ("model.safetensors", "pytorch_model.bin"):
@@ -285,14 +268,6 @@ def packing_unsupported(model: ModelConfig, max_length: int, tuning: TuningMetho
     """Return why a model cannot be trained on packed rows, "" if nothing speaks against it.
 
     Whether samples really do not see each other is measured on the loaded model; see `attention.check_isolation`.
-
-    Args:
-        model: the recipe's section.
-        max_length: tokens of a row.
-        tuning: which parameters are trained.
-
-    Raises:
-        ModelError: the model folder cannot be read.
     """
     if tuning in (TuningMethod.ptuning_v2, TuningMethod.prompt):
         return tr("what tuning={method} learns stands before a row, not before each sample in it", method=tuning.value)
@@ -305,13 +280,6 @@ def sequence_parallel_unsupported(model: ModelConfig, max_length: int) -> str:
     """Return why rows of a model cannot be divided over ranks, "" if nothing in its config speaks against it.
 
     What the loaded model says to it is seen by `toolkit.models.sequence`.
-
-    Args:
-        model: the recipe's section.
-        max_length: tokens of a row.
-
-    Raises:
-        ModelError: the model folder cannot be read.
     """
     return "" if model.init is Init.random else _unsupported(model, max_length)
 

@@ -38,15 +38,7 @@ def liger_loss_sum(
 def apply_liger(model: Any, kernels: KernelsConfig) -> str:
     """Replace a model's norms, feed-forward layers and rotary positions by liger's, as `kernels.liger` says.
 
-    Args:
-        model: as built, before anything is added to it.
-        kernels: what was asked for.
-
-    Returns:
-        Why nothing was replaced; "" if it was.
-
-    Raises:
-        ConfigError: it was asked for and cannot be.
+    The model is as built. Returns why nothing was replaced; "" if it was.
     """
     if kernels.loss is LossKernel.liger and (reason := _why_no_kernels()):
         raise ConfigError(tr("kernels.loss = liger: {reason}", reason=reason))
@@ -83,12 +75,7 @@ Forward = Callable[[torch.Tensor], torch.Tensor]
 def tile_mlp(model: nn.Module, pieces: int) -> None:
     """Let each decoder layer's feed-forward layer take its tokens in pieces. Layers of experts stay as they are.
 
-    Args:
-        model: with all that tuning adds to it.
-        pieces: as many on every rank, whatever the rows: ZeRO-3 gathers weights for each of them.
-
-    Raises:
-        ConfigError: there is no such layer.
+    `pieces` are as many on every rank, whatever the rows: ZeRO-3 gathers weights for each of them.
     """
     found = [part for name, part in model.named_modules() if name.endswith(".mlp") and not hasattr(part, "experts")]
     if not found:

@@ -49,8 +49,7 @@ class Layout(Protocol):
 class SameNames:
     """Each tensor fills the parameter of its own name.
 
-    Args:
-        ignored: ends of the names that are computed instead of read.
+    `ignored`: ends of names that are computed instead of read.
     """
 
     def __init__(self, ignored: tuple[str, ...] = ()) -> None:
@@ -78,12 +77,7 @@ class SameNames:
 
 
 def official_layout(config: Any, interleaved: bool) -> Layout:
-    """Return the official layout of a ChatGLM.
-
-    Args:
-        config: the model's, a ChatGLMConfig or a GlmConfig.
-        interleaved: see `GlmLayout`.
-    """
+    """Return the official layout of a ChatGLM."""
     if config.model_type == "glm":
         return GlmLayout(config, interleaved)
     return SameNames(ignored=(".rotary_emb.inv_freq",))
@@ -104,10 +98,6 @@ class TransformersLayout(SameNames):
 
     Some are called otherwise (GPT-NeoX's head), and the experts of a layer stand in one parameter but are stored one by
     one. What becomes of which is read off transformers' own table (5.23, conversion_mapping.py).
-
-    Args:
-        model: may be empty or partitioned.
-        shapes: of its parameters.
     """
 
     def __init__(self, model: PreTrainedModel, shapes: Shapes) -> None:

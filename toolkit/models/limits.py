@@ -32,11 +32,7 @@ _MOST_GROWTH = 100
 
 
 def check_sizes(config: Mapping[str, Any], file: Path) -> None:
-    """Refuse a config.json whose model could not be built, or not within a day.
-
-    Raises:
-        ModelError: with the key and its value.
-    """
+    """Refuse a config.json whose model could not be built, or not within a day."""
     sections = [config, *(value for value in config.values() if isinstance(value, dict))]
     for section in sections:
         for key, (least, most) in _SIZES.items():
@@ -59,11 +55,7 @@ def check_sizes(config: Mapping[str, Any], file: Path) -> None:
 
 
 def check_growth(file: Path) -> None:
-    """Refuse a tokenizer.json that makes texts longer and longer: ten replacements of a by aaaaaaaaaa fill any memory.
-
-    Raises:
-        ModelError: it does, or the file is damaged.
-    """
+    """Reject a tokenizer.json whose replacements make texts grow: ten of a by aaaaaaaaaa fill any memory."""
     tokenizer = json_object(file, ModelError)
     for part in ("normalizer", "decoder"):
         growth = _growth(tokenizer.get(part))

@@ -74,27 +74,13 @@ def load_model(
 
 
 def stream(path: str | Path) -> tuple[PreTrainedModel, Iterator[tuple[str, torch.Tensor]]]:
-    """Return a folder's model with nothing in its parameters, and their values one after another.
-
-    Args:
-        path: see `load_model`.
-
-    Raises:
-        ModelError: the folder cannot be loaded; some of it while the values are read.
-    """
+    """Return a folder's model with nothing in its parameters, and their values one after another."""
     model, files, layout = opened(path)
     return model, weights.stream(model, files, layout, Path(path))
 
 
 def opened(path: str | Path) -> tuple[PreTrainedModel, WeightFiles, Layout]:
-    """Return a folder's model with nothing in its parameters, its files, and how their tensors become parameters.
-
-    Args:
-        path: see `load_model`.
-
-    Raises:
-        ModelError: the folder cannot be loaded.
-    """
+    """Return a folder's model with nothing in its parameters, its files, and how their tensors become parameters."""
     folder = Path(path)
     config = read_config(str(folder))
     architecture = architecture_of(config)
@@ -110,14 +96,7 @@ def opened(path: str | Path) -> tuple[PreTrainedModel, WeightFiles, Layout]:
 
 
 def empty(path: str | Path) -> PreTrainedModel:
-    """Build the model that a folder describes, with nothing in its parameters (on the meta device) and no weights read.
-
-    Args:
-        path: a folder in transformers' layout, weights or not.
-
-    Raises:
-        ModelError: the folder describes no model that can be built.
-    """
+    """Build the model that a directory describes, with its parameters empty on the meta device; reads no weights."""
     folder = Path(path)
     config = read_config(str(folder), with_weights=False)
     architecture = architecture_of(config)
@@ -171,19 +150,10 @@ def create_model(
 ) -> PreTrainedModel:
     """Build the model that is trained.
 
-    Args:
-        config: where the weights come from.
-        dtype: the arithmetic; weights are loaded in it.
-        tokenizer: its length bounds the vocabulary.
-        seed: for the weights of a random model; every rank gets the same.
-        ds_config: the DeepSpeed dict; with stage 3 the parameters are partitioned as they are read, so that no rank
-            ever holds the whole model. Needs a process group.
-        packed: whether rows will hold several samples.
-        parts: ranks over which the tokens of each row are divided.
-        own: see `load_model`; a random model is built whole in any case.
-
-    Raises:
-        ModelError: the weights do not fit the architecture, or the tokenizer does not fit the model.
+    `tokenizer` bounds the vocabulary; every rank of a random model gets the same weights, by `seed`. With `ds_config`
+    of stage 3 the parameters are partitioned as they are read, so that no rank ever holds the full model: needs a
+    process group. `packed`: rows will hold several samples; `parts`: ranks over which the tokens of each row are
+    divided; `own`: see `load_model`, a random model is built in full in any case.
     """
     if config.init is Init.random:
         # Built whole even under stage 3: random models are small, and every stage then starts from the same bits.
@@ -202,10 +172,7 @@ def create_model(
 def random_config(shape: ShapeConfig, vocab_size: int, eos_token_id: int | None = None) -> GlmConfig:
     """Return the config of a random model.
 
-    Args:
-        shape: `model.shape`; its vocabulary is at most what the tokenizer is fitted to, so it is not looked at.
-        vocab_size: of the tokenizer.
-        eos_token_id: of the tokenizer.
+    The vocabulary is the tokenizer's; that of `model.shape` is only its upper bound.
     """
     return GlmConfig(
         vocab_size=vocab_size,

@@ -59,10 +59,8 @@ def num_cached(kwargs: dict[str, Any]) -> int:
 def mask_and_positions(kwargs: dict[str, Any], ids: torch.Tensor, num_before: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the attention mask and the positions of a forward pass before which something learned stands.
 
-    Args:
-        kwargs: arguments of the pass; what they leave out is made as transformers makes it.
-        ids: `[B, S]`, or embeddings `[B, S, H]`.
-        num_before: places of what is learned: the mask has ones for them in front, positions do not count them.
+    `kwargs` are the pass's arguments; what they leave out is made as transformers makes it. `ids` are `[B, S]`, or
+    embeddings `[B, S, H]`. The mask has ones for `num_before` learned tokens in front; positions do not count them.
     """
     rows, size = ids.shape[:2]
     mask = kwargs.get("attention_mask")
@@ -76,11 +74,7 @@ def mask_and_positions(kwargs: dict[str, Any], ids: torch.Tensor, num_before: in
 
 
 def freeze(model: PreTrainedModel, config: TuningConfig) -> None:
-    """Leave trainable the last layers, and the parameters that the patterns name.
-
-    Raises:
-        ConfigError: more layers than there are, or a pattern that matches nothing.
-    """
+    """Leave trainable the last layers, and the parameters that the patterns name."""
     number = len(decoder_layers(model))
     if config.last_layers > number:
         raise ConfigError(
@@ -104,16 +98,7 @@ ADAPTER = "default"
 
 
 def lora_config(model: PreTrainedModel, config: TuningConfig, base: str) -> LoraConfig:
-    """Return peft's settings for a model.
-
-    Args:
-        model: as loaded.
-        config: `tuning`.
-        base: folder of the model, for adapter_config.json.
-
-    Raises:
-        ConfigError: target_modules or save_modules match nothing.
-    """
+    """Return peft's settings for a model."""
     return LoraConfig(
         task_type="CAUSAL_LM",
         base_model_name_or_path=base,
@@ -128,13 +113,7 @@ def lora_config(model: PreTrainedModel, config: TuningConfig, base: str) -> Lora
 
 
 def inject_lora(model: PreTrainedModel, config: LoraConfig, ds_config: dict[str, Any] | None) -> None:
-    """Put untrained additions into a model; only they, and the modules saved whole, stay trainable.
-
-    Args:
-        model: as loaded; its parameters may be partitioned or on the meta device.
-        config: peft's settings.
-        ds_config: the DeepSpeed dict if the parameters are partitioned.
-    """
+    """Put untrained additions into a model; only they, and the modules saved whole, stay trainable."""
     precision = model.dtype
     is_partitioned = any(hasattr(parameter, "ds_shape") for parameter in model.parameters())
     with _partitioning_known(ds_config if is_partitioned else None):
@@ -194,10 +173,7 @@ def parameter_of(layer: Any) -> str:
 def merge_lora(layer: Any, weight: torch.Tensor, trained: dict[str, torch.Tensor]) -> torch.Tensor:
     """Return a layer's weight with its additions in it, computed in float32.
 
-    Args:
-        layer: peft's, on the meta device; left there.
-        weight: its own weight.
-        trained: the additions, by their names in the layer.
+    `trained`: the additions, by their names in the layer, which is on the meta device and stays there.
     """
     base, own = layer.get_base_layer(), parameter_of(layer)
     empty = base.get_parameter(own)
@@ -224,11 +200,7 @@ def _set_parameter(module: nn.Module, name: str, parameter: nn.Parameter) -> Non
 
 
 def quantize(model: PreTrainedModel) -> None:
-    """Put the linear layers of a model's decoder on the GPU in 4 bits, one after another; embedding and head stay.
-
-    Args:
-        model: whole, on the CPU; `config.checks_tuning` has seen to it that bitsandbytes and a GPU are there.
-    """
+    """Put the linear layers of a model's decoder on the GPU in 4 bits, one after another; embedding and head stay."""
     import bitsandbytes
 
     device = torch.device("cuda", torch.cuda.current_device())

@@ -42,12 +42,7 @@ Finish = Callable[[PreTrainedModel, Batch], torch.Tensor]
 def part_names(model: PreTrainedModel, num_stages: int) -> list[str]:
     """Return the names of the modules that stages are made of, in the order in which they compute.
 
-    Args:
-        model: whole; it may be empty.
-        num_stages: stages.
-
-    Raises:
-        ModelError: it cannot be cut, or not into so many stages.
+    The model may be empty.
     """
     kind, ends = model.config.model_type, (model.get_input_embeddings(), model.get_output_embeddings())
     layers = [name for name, part in model.named_modules() if isinstance(part, GradientCheckpointingLayer)]
@@ -82,10 +77,7 @@ def part_names(model: PreTrainedModel, num_stages: int) -> list[str]:
 def own_parts(model: PreTrainedModel, num_stages: int, stage: int) -> list[str]:
     """Return the names of the modules that a stage holds.
 
-    Args:
-        model: whole; it may be empty.
-        num_stages: stages.
-        stage: which one.
+    The model may be empty.
     """
     names = part_names(model, num_stages)
     sizes = [_num_trained(model.get_submodule(name)) for name in names]
@@ -94,13 +86,7 @@ def own_parts(model: PreTrainedModel, num_stages: int, stage: int) -> list[str]:
 
 
 def stage_parameters(model: PreTrainedModel, num_stages: int, stage: int) -> set[str]:
-    """Return the names of the parameters that a stage holds; of tied ones the first name.
-
-    Args:
-        model: whole; it may be empty.
-        num_stages: stages.
-        stage: which one.
-    """
+    """Return the names of the parameters that a stage holds; of tied ones the first name."""
     held = {id(one) for name in own_parts(model, num_stages, stage) for one in model.get_submodule(name).parameters()}
     return {name for name, one in model.named_parameters() if id(one) in held}
 
@@ -108,10 +94,7 @@ def stage_parameters(model: PreTrainedModel, num_stages: int, stage: int) -> set
 def keep_only(model: PreTrainedModel, names: list[str], own: list[str]) -> None:
     """Let a model compute what some of its parts compute, from the hidden states that come before them.
 
-    Args:
-        model: whole; what is not kept may be empty.
-        names: of all its parts.
-        own: of those that are kept.
+    `names` are those of all its parts, `own` of those that are kept; the others may be empty.
     """
     for name in names:
         if name not in own:
@@ -127,12 +110,8 @@ def stage_of(rank: int, world_size: int, num_stages: int) -> int:
 class PipelineStage(PipelineModule):
     """One stage of a model, and what is known of the whole.
 
-    A pass over a micro-batch takes it from `batches`, in their order, and ends on the last stage with `finish`.
-
-    Args:
-        model: whole, of which this rank's part has its weights; it is cut.
-        num_stages: stages.
-        dtype: of the training.
+    A pass over a micro-batch takes it from `batches`, in their order, and ends on the last stage with `finish`. The
+    model, of which this rank's part has its weights, is cut.
     """
 
     def __init__(self, model: PreTrainedModel, num_stages: int, dtype: torch.dtype) -> None:
@@ -293,13 +272,8 @@ def train_window(
 def evaluate_window(engine: PipelineEngine, micro_batches: Sequence[Batch], finish: Finish) -> list[torch.Tensor]:
     """Run micro-batches forward in evaluation mode. A collective over all ranks, with as many on each.
 
-    Args:
-        engine: the engine; left in evaluation mode.
-        micro_batches: any number.
-        finish: on the last stage makes something of the model and a micro-batch with `inputs_embeds`.
-
-    Returns:
-        What `finish` returned for each; [] on other stages.
+    Any number of micro-batches; leaves the engine in evaluation mode. Returns what `finish` made, on the last stage, of
+    the model and each micro-batch with `inputs_embeds`; [] on other stages.
     """
     found: list[torch.Tensor] = []
 

@@ -62,10 +62,7 @@ class Probe:
 def ids_of(samples: Sequence[Sequence[int]], config: PreTrainedConfig) -> torch.Tensor:
     """Return the beginning of the first two samples, cut to one length, [R, L].
 
-    Args:
-        samples: at least one.
-        config: the model's; for ChatGLM-6B, which finds its positions from <sop>, a row ends with what an answer
-            begins after.
+    A row of ChatGLM-6B, which finds its positions from <sop>, ends with what an answer begins after.
     """
     samples = samples[:ROWS]
     length = min(LENGTH, *map(len, samples))
@@ -101,11 +98,7 @@ def precision_of(model: PreTrainedModel, device: torch.device | str) -> str:
 
 
 def write(probe: Probe, folder: Path) -> Path:
-    """Write a probe into a checkpoint or an export and return the file.
-
-    Raises:
-        OSError: it cannot be written.
-    """
+    """Write a probe into a checkpoint or an export and return the file."""
     file = folder / FILE
     file.parent.mkdir()
     tensors = {"ids": probe.ids.contiguous(), "logits": probe.logits.contiguous()}
@@ -114,11 +107,7 @@ def write(probe: Probe, folder: Path) -> Path:
 
 
 def read(folder: Path) -> Probe | None:
-    """Return the probe of a checkpoint or an export, None where an older version wrote none.
-
-    Raises:
-        CheckpointError: it cannot be read.
-    """
+    """Return the probe of a checkpoint or an export, None where an older version wrote none."""
     file = folder / FILE
     if not file.is_file():
         return None
@@ -163,10 +152,7 @@ def other_precision(found: Probe, probe: Probe) -> torch.dtype | None:
 def rounding(found: Probe, again: Probe, probe: Probe) -> float:
     """Return how much a model's logits are rounded in the coarser precision of `found` and `probe`.
 
-    Args:
-        found: the model's.
-        again: in `other_precision`.
-        probe: the saved one.
+    `again` is `found` in `other_precision`.
     """
     ran = _STEPS[coarser(found, again)]
     return difference_of(again, found) * _STEPS[coarser(found, probe)] / ran

@@ -86,14 +86,7 @@ class PrefixEncoder(nn.Module):
 
 
 def prefix_for(model: PreTrainedModel, num_tokens: int, projection: bool, dropout: float = 0.0) -> PrefixEncoder:
-    """Return an untrained prefix with the official sizes for a ChatGLM model.
-
-    Args:
-        model: what `load_model` returns.
-        num_tokens: P.
-        projection: with the MLP.
-        dropout: see `PrefixEncoder`.
-    """
+    """Return an untrained prefix with the official sizes for a ChatGLM model."""
     config = model.config
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
@@ -124,9 +117,7 @@ class FixedCache(DynamicCache):
 def attach_prefix(model: PreTrainedModel, encoder: PrefixEncoder) -> None:
     """Let every forward pass of a model begin with a prefix.
 
-    Args:
-        model: its class stays; the prefix becomes its submodule `prefix_encoder`.
-        encoder: of the model's sizes.
+    The model's class stays; the prefix becomes its submodule `prefix_encoder`.
     """
     model.prefix_encoder = encoder
     model.register_forward_pre_hook(partial(_begin_with_prefix, encoder), with_kwargs=True)
@@ -155,8 +146,7 @@ def _begin_with_prefix(
 class SoftPrompt(nn.Module):
     """The learned embeddings.
 
-    Args:
-        values: [P, H], where they begin.
+    `values`, [P, H], are where they begin.
     """
 
     def __init__(self, values: torch.Tensor) -> None:
@@ -175,9 +165,7 @@ class SoftPrompt(nn.Module):
 def attach_prompt(model: PreTrainedModel, prompt: SoftPrompt) -> None:
     """Let every forward pass of a model begin with learned embeddings, and its logits with the first token's.
 
-    Args:
-        model: its class stays; the prompt becomes its submodule `soft_prompt`.
-        prompt: of the model's width.
+    The model's class stays; the prompt becomes its submodule `soft_prompt`.
     """
     model.soft_prompt = prompt
     model.register_forward_pre_hook(partial(_make_room, prompt), with_kwargs=True)

@@ -29,10 +29,6 @@ def add_neftune(model: PreTrainedModel, alpha: float) -> None:
 
     transformers' own hook (5.23): of up to alpha / sqrt(S x H) for rows of S tokens, padding included, and hidden
     width H. What is drawn follows from the rank's random state, as dropout does, so that a resumed run goes on alike.
-
-    Args:
-        model: as it will be trained.
-        alpha: size of the noise, above 0.
     """
     embedding = model.get_input_embeddings()
     embedding.neftune_noise_alpha = alpha
@@ -48,16 +44,8 @@ class TokenDropping:
     """What the middle layers of a model compute; `model.token_dropping`. Evaluation is left alone.
 
     Nothing of it needs saving: what is drawn follows from seed, step, micro-batch and data rank. On another number of
-    ranks it is other tokens, as with dropout.
-
-    Args:
-        model: whose layers get hooks.
-        config: the section.
-        seed: of the run.
-        data_rank: this rank's part of the data; ranks with the same rows drop the same tokens.
-
-    Raises:
-        ModelError: the model has no middle layers, or layers that read more than can be picked per token.
+    ranks it is other tokens, as with dropout. Ranks with the same rows (`data_rank`) drop the same tokens. Models
+    without middle layers, or with layers that read more than can be picked per token, are an error.
     """
 
     def __init__(self, model: PreTrainedModel, config: RandomLtdConfig, seed: int, data_rank: int) -> None:

@@ -24,11 +24,7 @@ class RouterLoss:
 
     Its gradient enters where the weights of the chosen experts leave the router, in the pass that gradients go back
     through: also where layers are computed again, whose first pass leaves nothing to go back through, and whatever is
-    done with the logits of the model.
-
-    Args:
-        coefficient: what it is multiplied by.
-        routers: the layers' routers, which return logits [T, E], weights of the chosen and the chosen [T, K].
+    done with the logits of the model. `routers` return logits [T, E], weights of the chosen and the chosen [T, K].
     """
 
     def __init__(self, coefficient: float, routers: list[nn.Module]) -> None:
@@ -43,10 +39,7 @@ class RouterLoss:
     def begin(self, segment_ids: torch.Tensor, device: torch.device, scale: float) -> None:
         """Take notice of the next micro-batch's forward and backward pass.
 
-        Args:
-            segment_ids: [B, S], 0 where padding stands.
-            device: where the model computes.
-            scale: of this micro-batch's loss, beside the coefficient.
+        `segment_ids`, [B, S], are 0 on padding; `scale` is of this micro-batch's loss, beside the coefficient.
         """
         self._end()
         self._is_token = (segment_ids > 0).to(device, non_blocking=True)
@@ -127,15 +120,7 @@ class _WithLoss(torch.autograd.Function):
 
 
 def router_loss(model: PreTrainedModel, cfg: RunConfig) -> RouterLoss | None:
-    """Return a model's loss of its routers as `model.router_loss` says; None where it is not wanted.
-
-    Args:
-        model: as built, before anything is put around its layers.
-        cfg: the config.
-
-    Raises:
-        ConfigError: the model has none, or it does not go together with something else.
-    """
+    """Return a model's loss of its routers as `model.router_loss` says; None where it is not wanted."""
     wanted, own = cfg.model.router_loss, getattr(model.config, "router_aux_loss_coef", None)
     routers = _routers(model) if own is not None else []
     if wanted > 0 and not routers:

@@ -75,14 +75,6 @@ def describe(model: PreTrainedModel, encoder: AnyChatEncoder | None) -> dict[str
 
     Config, generation config, tokenizer, and what it takes to go back to the official layout: with the weights all that
     an export needs. Some megabytes, mostly tokenizer.
-
-    Args:
-        model: the model; its parameters may be partitioned or empty.
-        encoder: its tokenizer; None without one.
-
-    Raises:
-        ModelError: the generation config cannot be written.
-        OSError: the official folder, or the place for temporary files, cannot be used.
     """
     with TemporaryDirectory() as place:
         folder = Path(place)
@@ -186,11 +178,7 @@ def save_origin(model: PreTrainedModel, folder: Path, files: WeightFiles, layout
 
 
 def load_origin(model: PreTrainedModel, folder: Path) -> bool:
-    """Read the origin that was saved beside a model; return whether there is one.
-
-    Raises:
-        ModelError: the record is damaged, or names files outside of its folder.
-    """
+    """Read the origin that was saved beside a model; return whether there is one."""
     record = folder / ORIGIN_DIR / _RECORD
     if not record.is_file():
         return False
@@ -230,13 +218,9 @@ def write_origin(model: PreTrainedModel, folder: Path) -> None:
 def write_official(model: PreTrainedModel, folder: Path, value_of: Callable[[str], torch.Tensor] | None = None) -> None:
     """Write a model in the official layout it came from: each tensor in its shard, in its official precision.
 
-    Args:
-        model: loaded from an official folder, or from one that was saved from such a model.
-        folder: must not exist.
-        value_of: gives a parameter by name; None: the model's own.
+    `value_of` gives a parameter by name; None: the model's own.
 
     Raises:
-        ModelError: the model never was in the official layout.
         CheckpointError: a value has no room in the official precision.
     """
     origin: Origin | None = getattr(model, "origin", None)

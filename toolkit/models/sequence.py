@@ -40,12 +40,7 @@ _group: dist.ProcessGroup | None = None
 def split_sequences(model: PreTrainedModel, ranks: int) -> None:
     """Let a model take parts of rows (`part_of`) beside whole ones. A collective.
 
-    Args:
-        model: as loaded, on every rank.
-        ranks: P, neighbours.
-
-    Raises:
-        ModelError: its attention cannot be divided so.
+    `ranks`, P, are neighbours.
     """
     global _group  # attention is called by transformers, with nothing of ours
     config, name = model.config.get_text_config(), type(model).__name__
@@ -178,18 +173,7 @@ def _exchange(states: torch.Tensor, cut: int, joined: int) -> torch.Tensor:
 def check_sequence_parallel(
     engine: torch.nn.Module, vocab_size: int, device: torch.device, name: str, packed: bool
 ) -> None:
-    """Make sure, on the model as it is, that parts of rows give the logits of whole ones. A collective.
-
-    Args:
-        engine: the engine, or the model.
-        vocab_size: ids are below it.
-        device: where the model lives.
-        name: of the model, for the message.
-        packed: whether rows will hold several samples.
-
-    Raises:
-        ModelError: they do not.
-    """
+    """Make sure, on the model as it is, that parts of rows give the logits of whole ones. A collective."""
     assert _group is not None
     module, part, parts = getattr(engine, "module", engine), dist.get_rank(_group), dist.get_world_size(_group)
     batch = isolation_rows(vocab_size, parts)

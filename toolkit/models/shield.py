@@ -29,9 +29,7 @@ _Value = TypeVar("_Value")
 class Shield:
     """What keeps control strings in messages text.
 
-    Args:
-        tokenizer: any transformers tokenizer.
-        turn_marks: added tokens by which the chat template begins and ends turns.
+    `turn_marks`: added tokens by which the chat template begins and ends turns.
     """
 
     def __init__(self, tokenizer: "PreTrainedTokenizerBase", turn_marks: Iterable[str]) -> None:

@@ -16,13 +16,6 @@ def streamed_model(path: str | Path, dtype: torch.dtype | None = None) -> PreTra
 
     For a few forward passes, since each reads all files. Parameters that are not there are NaN without memory of their
     own: a model that uses a layer's weights elsewhere gives NaN.
-
-    Args:
-        path: see `load_model`.
-        dtype: to compute in; None for the files' own.
-
-    Raises:
-        ModelError: the folder cannot be loaded; some of it in the forward pass.
     """
     model, files, layout = opened(path)
     weights.check_weights_fit(model, files, layout, Path(path))

@@ -59,17 +59,10 @@ def fit_tokenizer(
 ) -> "PreTrainedTokenizerFast":
     """Return a byte-level BPE tokenizer fitted to the texts, with GLM's special tokens and chat form.
 
-    Fitted once per content of the texts; later calls, and other processes, load what was written.
-
-    Args:
-        texts: gives the texts anew at each call: they are read once for their fingerprint, and again for fitting.
-        vocab_size: most tokens of the vocabulary, the special ones included; texts that are too short give fewer.
-        folder: `prepare.dir`; the tokenizer is kept in tokenizers/FINGERPRINT below it.
-        say: receives messages about waiting for another process.
-
-    Raises:
-        ModelError: the vocabulary is too small to hold all bytes and the special tokens.
-        DataError: the folder cannot be written.
+    Fitted once per content of the texts; later calls, and other processes, load what was written. `texts` gives the
+    texts again at each call: they are read once for their fingerprint, and once for fitting. `vocab_size` counts the
+    special tokens; short texts give fewer. `folder` is `prepare.dir`; the tokenizer is kept in tokenizers/FINGERPRINT
+    below it.
     """
     least = 256 + len(SPECIAL_TOKENS)
     if vocab_size < least:
@@ -98,14 +91,10 @@ def load_tokenizer(
 ) -> "PreTrainedTokenizerBase":
     """Return the tokenizer in a local folder. Nothing is downloaded, and no code in the folder is executed.
 
-    Args:
-        path: an official ChatGLM folder, whose vocabulary file alone is read, or one in transformers' layout.
-        family: whose an official tokenizer is; auto finds it in the folder's files.
-        chat_template: file with a Jinja template that replaces the tokenizer's own; "" keeps its own. With an official
-            tokenizer, special tokens that stand in a text are parsed then, as with any other tokenizer.
-
-    Raises:
-        ModelError: the folder or file is missing, or is of a kind that cannot be read.
+    `path` is an official ChatGLM directory, whose vocabulary file alone is read, or one in transformers' layout.
+    `family`: whose an official tokenizer is; auto finds it in the files. `chat_template`: a Jinja template to use
+    instead of the tokenizer's own; special tokens in the texts of an official tokenizer are parsed then, as with any
+    other.
     """
     families = [known.value for known in Family]
     if family not in families:

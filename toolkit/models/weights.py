@@ -64,11 +64,7 @@ class TensorInfo:
 class WeightFiles(Mapping[str, TensorInfo]):
     """All tensors of a folder by name, in file order.
 
-    Args:
-        folder: a folder that `folder.read_config` has passed.
-
-    Raises:
-        ModelError: a file is damaged, or a pickle holds anything but tensors.
+    The directory has passed `directory.read_config`.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -136,11 +132,7 @@ class WeightFiles(Mapping[str, TensorInfo]):
 
 
 def read_tensors(file: Path) -> dict[str, torch.Tensor]:
-    """Return all tensors of a small file, safetensors or pickled; nothing in it is executed.
-
-    Raises:
-        ModelError: it cannot be read.
-    """
+    """Return all tensors of a small file, safetensors or pickled; nothing in it is executed."""
     if file.suffix != ".safetensors":
         return unpickle(file, mapped=False)
     with reading(file, ModelError, tr("Download it again.")), safe_open(file, framework="pt") as tensors:
@@ -150,12 +142,7 @@ def read_tensors(file: Path) -> dict[str, torch.Tensor]:
 def unpickle(file: Path, mapped: bool) -> dict[str, torch.Tensor]:
     """Return the named tensors of a torch file; nothing in it is executed.
 
-    Args:
-        file: the file.
-        mapped: leave the values in the file until they are used; not for torch's format from before 1.6.
-
-    Raises:
-        ModelError: it wants to execute something, is damaged, or holds something else.
+    `mapped` leaves the values in the file until they are used; not for torch's format from before 1.6.
     """
     try:
         values = torch.load(file, map_location="cpu", weights_only=True, mmap=mapped)
@@ -197,10 +184,7 @@ def index_of(folder: Path) -> Path | None:
 def empty_model(build: Callable[[], PreTrainedModel], ds_config: dict[str, Any] | None) -> PreTrainedModel:
     """Return a model whose parameters hold nothing yet, but whose rotary frequencies are computed.
 
-    Args:
-        build: makes it.
-        ds_config: with it the parameters are partitioned over the ranks, in the precision that it says; else they are
-            on the meta device.
+    With `ds_config` the parameters are partitioned over the ranks, in its precision; else they are on the meta device.
     """
     place: AbstractContextManager[Any]
     if ds_config is None:
@@ -240,18 +224,8 @@ def read_weights(
 ) -> None:
     """Fill every parameter and stored buffer.
 
-    A collective if the model is partitioned: rank 0 reads, every rank keeps its part.
-
-    Args:
-        model: empty.
-        files: of the folder.
-        layout: how tensors become parameters.
-        folder: for messages.
-        dtype: of the parameters; None keeps each file's own.
-        own: returns the names of what is filled, where this process needs no more; None fills all.
-
-    Raises:
-        ModelError: the files lack a parameter, or hold one that the architecture has not, or in another shape.
+    A collective if the model is partitioned: rank 0 reads, every rank keeps its part. `dtype` None keeps each file's
+    own. `own` returns the names of what is filled, where this process needs no more.
     """
     held = _stored_as(model)
     check_weights_fit(model, files, layout, folder)
@@ -283,17 +257,7 @@ def read_weights(
 def stream(
     model: PreTrainedModel, files: WeightFiles, layout: Layout, folder: Path
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield name and value of each parameter and stored buffer of a folder, in its own precision, one after another.
-
-    Args:
-        model: what they belong to; nothing is put into it.
-        files: of the folder.
-        layout: how tensors become parameters.
-        folder: for messages.
-
-    Raises:
-        ModelError: as `read_weights`.
-    """
+    """Yield name and value of each parameter and stored buffer of a folder, in its own precision, one after another."""
     check_weights_fit(model, files, layout, folder)
     shapes = shapes_of(model)
     yield from stored_values(files, layout, shapes, shapes.keys())
@@ -304,11 +268,7 @@ def stored_values(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield name and value of some parameters and stored buffers, and of those that share a stored tensor with them.
 
-    Args:
-        files: of a folder that `check` has passed.
-        layout: how tensors become parameters.
-        shapes: of all parameters and stored buffers.
-        wanted: their names.
+    `shapes` are those of all parameters and stored buffers, `wanted` their names.
     """
     for targets, names in _by_target(files, layout, shapes).items():
         if wanted.isdisjoint(targets):
@@ -385,9 +345,7 @@ def _stored_as(model: PreTrainedModel) -> dict[str, torch.Tensor]:
 def full_params(parameters: Sequence[torch.Tensor], modifier_rank: int | None = None) -> AbstractContextManager[Any]:
     """Make parameters whole that are partitioned; a collective if any is.
 
-    Args:
-        parameters: of a model.
-        modifier_rank: whose changes all ranks keep; None: they are only read.
+    All ranks keep the changes of `modifier_rank`; None: the values are only read.
     """
     partitioned = [parameter for parameter in parameters if hasattr(parameter, "ds_shape")]
     if not partitioned:
@@ -411,11 +369,7 @@ def set_value(model: PreTrainedModel, name: str, value: torch.Tensor) -> None:
 
 
 def check_weights_fit(model: PreTrainedModel, files: WeightFiles, layout: Layout, folder: Path) -> None:
-    """Reject anything but an exact match. Buffers and tied copies may be in the files; they are not read.
-
-    Raises:
-        ModelError: the files lack a parameter, or hold one that the architecture has not, or in another shape.
-    """
+    """Reject anything but an exact match. Buffers and tied copies may be in the files; they are not read."""
     shapes = shapes_of(model)
     extra = {name for name, _ in model.named_buffers(remove_duplicate=False)}
     extra |= {name for name, _ in model.named_parameters(remove_duplicate=False)}
@@ -443,11 +397,7 @@ def refuse_other_weights(
     unexpected: list[str],
     mismatched: list[str],
 ) -> None:
-    """Raise if files and architecture differ.
-
-    Raises:
-        ModelError: any of the lists is not empty.
-    """
+    """Raise if files and architecture differ."""
     if missing or unexpected or mismatched:
         raise ModelError(
             tr(

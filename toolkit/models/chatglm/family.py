@@ -84,9 +84,6 @@ def divides_positions(config: dict[str, Any], folder: Path) -> bool:
     """Return whether `rope_ratio` divides the positions, as in chatglm2-6b-32k, or multiplies the base (all others).
 
     The key is the same in both. The folder's modeling_chatglm.py decides (read as text), then the names in its files.
-
-    Raises:
-        ModelError: `rope_ratio` is no positive number, or nothing in the folder says which of the two it means.
     """
     ratio = config.get("rope_ratio", 1)
     if isinstance(ratio, bool) or not isinstance(ratio, (int, float)) or not 0 < ratio < float("inf"):
@@ -124,11 +121,7 @@ def read_text(file: Path) -> str:
 
 
 def check_supported(config: dict[str, Any], architecture: Architecture, folder: Path) -> None:
-    """Refuse by name what the architecture's code here cannot express.
-
-    Raises:
-        ModelError: a quantised repository, a variant of the block, a missing key, or a `rope_ratio` of unknown meaning.
-    """
+    """Refuse by name what the architecture's code here cannot express."""
     if config.get("quantization_bit"):
         raise ModelError(
             tr(

@@ -46,10 +46,7 @@ class Vocabulary(Protocol):
 class Format:
     """One family's way. Subclasses say how; here pieces become ids.
 
-    Args:
-        tokenizer: gives ids.
-        original: train exactly what the original trains; False: only what the assistant says and the token that ends
-            it.
+    `original` trains exactly what the original trains; else only what the assistant says and the token that ends it.
     """
 
     stops: tuple[str, ...]

@@ -30,10 +30,7 @@ _FREQUENCIES = "rotary_pos_emb.inv_freq"
 def glm_config(official: dict[str, Any], generation: dict[str, Any], *, divides_positions: bool) -> GlmConfig:
     """Return the transformers config of an official one.
 
-    Args:
-        official: config.json, passed by `family.check_supported`.
-        generation: generation_config.json, {} without one.
-        divides_positions: what `rope_ratio` does; see `family.divides_positions`.
+    `official` has passed `family.check_supported`; `divides_positions`: see `family.divides_positions`.
     """
     heads = official["num_attention_heads"]
     config = GlmConfig(
@@ -75,10 +72,7 @@ def _rope_parameters(ratio: float, divides_positions: bool) -> dict[str, Any]:
 class GlmLayout:
     """Official names on the one side, GlmForCausalLM's on the other; see `toolkit.models.layout.Layout`.
 
-    Args:
-        config: its heads, groups and head size divide the joint query_key_value matrix.
-        interleaved: q, k and v stand together for each head (multi_query_attention false) instead of one after
-            another.
+    With `interleaved`, q, k and v stand together for each head (multi_query_attention false), not one after another.
     """
 
     def __init__(self, config: GlmConfig, interleaved: bool) -> None:

@@ -70,11 +70,7 @@ def rotate(states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.
 
 
 def check_rows(input_ids: torch.Tensor, config: SpecialIds) -> None:
-    """Make sure that each row `[B, S]` holds <sop>, or nothing but padding: a rank may have no sample left.
-
-    Raises:
-        ModelError: one does not.
-    """
+    """Make sure that each row `[B, S]` holds <sop>, or nothing but padding: a rank may have no sample left."""
     has_sop = (input_ids == config.bos_token_id).any(dim=1)
     is_filler = (input_ids == config.pad_token_id).all(dim=1)
     if not (has_sop | is_filler).all():
@@ -90,10 +86,8 @@ def check_rows(input_ids: torch.Tensor, config: SpecialIds) -> None:
 def build_positions(input_ids: torch.Tensor, config: SpecialIds, padded: torch.Tensor | None) -> torch.Tensor:
     """Return the position ids `[B, 2, S]` of whole rows.
 
-    Args:
-        input_ids: `[B, S]`; each row holds <sop>.
-        config: names the special ids.
-        padded: bool `[B, S]`, True on padding; on the left it is not counted. None: no padding.
+    `input_ids` are `[B, S]`, each row with <sop>; `padded` is True on padding, bool `[B, S]`: on the left it is not
+    counted.
     """
     start = first_index(input_ids, config.bos_token_id)[:, None]  # [B, 1]
     # [gMASK], else [MASK], else (where the original gives up) the context's end, where one would stand.
@@ -111,10 +105,7 @@ def build_positions(input_ids: torch.Tensor, config: SpecialIds, padded: torch.T
 def build_mask(input_ids: torch.Tensor, config: SpecialIds, padded: torch.Tensor | None) -> torch.Tensor:
     """Return the attention mask of whole rows, bool `[B, 1, S, S]`, True where attention is forbidden.
 
-    Args:
-        input_ids: `[B, S]`; each row holds <sop>.
-        config: names the special ids.
-        padded: bool `[B, S]`, True on padding; neither seen nor seeing. None: no padding.
+    `input_ids` are `[B, S]`, each row with <sop>; `padded` is True on padding, bool `[B, S]`: neither seen nor seeing.
     """
     size = input_ids.size(1)
     place = torch.arange(size, device=input_ids.device)

@@ -96,10 +96,7 @@ class _Chats:
 class GlmTokenizer(_Chats, PreTrainedTokenizerFast):
     """ChatGLM2, ChatGLM3 and glm-4.
 
-    Args:
-        family: which.
-        vocab_file: the official tokenizer.model.
-        has_chat_format: False where the vocabulary alone does not tell ChatGLM2 from ChatGLM3.
+    `has_chat_format` is False where the vocabulary alone does not tell ChatGLM2 from ChatGLM3.
     """
 
     def __init__(self, family: Family, vocab_file: Path, has_chat_format: bool = True) -> None:
@@ -180,12 +177,7 @@ def _unnamed(backend: Any, named: dict[str, str]) -> list[str]:
 
 
 class ChatGLMTokenizer(_Chats, PreTrainedTokenizer):
-    """ChatGLM-6B, through sentencepiece.
-
-    Args:
-        vocab_file: the official ice_text.model.
-        offset: see `IceText`.
-    """
+    """ChatGLM-6B, through sentencepiece."""
 
     vocab_files_names: ClassVar = {"vocab_file": "ice_text.model"}
     family = Family.chatglm

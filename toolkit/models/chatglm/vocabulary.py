@@ -52,11 +52,7 @@ def is_tiktoken(file: Path) -> bool:
 
 
 def load_pieces(file: Path) -> "SentencePieceProcessor":
-    """Return a sentencepiece model.
-
-    Raises:
-        ModelError: the file is damaged, or a git-lfs pointer.
-    """
+    """Return a sentencepiece model."""
     from sentencepiece import SentencePieceProcessor
 
     try:
@@ -68,9 +64,7 @@ def load_pieces(file: Path) -> "SentencePieceProcessor":
 def sentencepiece_bpe(file: Path, roles: bool) -> "Tokenizer":
     """Return ChatGLM2's and 3's tokenizer.
 
-    Args:
-        file: the official tokenizer.model.
-        roles: with ChatGLM3's role tokens.
+    `roles`: with ChatGLM3's role tokens.
     """
     from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, processors
 
@@ -100,11 +94,7 @@ def sentencepiece_bpe(file: Path, roles: bool) -> "Tokenizer":
 
 
 def tiktoken_bpe(file: Path) -> "Tokenizer":
-    """Return glm-4's tokenizer from the official tokenizer.model.
-
-    Raises:
-        ModelError: the file is damaged.
-    """
+    """Return glm-4's tokenizer from the official tokenizer.model."""
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, processors
 
     ranks = _read_ranks(file)
@@ -184,11 +174,7 @@ class IceText:
     """ChatGLM-6B's vocabulary, ice_text.model: sentencepiece with its own spelling of white space.
 
     The fast Unigram of the tokenizers library differs on decomposed accents and on ties, so sentencepiece itself is
-    used.
-
-    Args:
-        file: the vocabulary.
-        offset: number of ids before the first piece: 0, or 20,000 in the repository's first months (150,528 rows).
+    used. `offset`: ids before the first piece: 0, or 20,000 in the repository's first months (150,528 rows).
     """
 
     def __init__(self, file: Path, offset: int = 0) -> None:
@@ -262,9 +248,6 @@ def official_vocabulary(folder: Path) -> Path | None:
 
     A model saved in transformers' layout keeps the files it came with in `official/`; those are preferred, because in
     memory they give a tokenizer that never parses control strings.
-
-    Raises:
-        ModelError: an official tokenizer whose vocabulary is missing.
     """
     if (folder / "official" / "layout.json").is_file():
         return official_vocabulary(folder / "official")
@@ -310,11 +293,7 @@ def family_of(vocabulary: Path) -> Family:
 
 
 def image_tokens(vocabulary: Path) -> int:
-    """Return the number of ids before ChatGLM-6B's first piece: 0, or 20,000 in the repository's first months.
-
-    Raises:
-        ModelError: the vocabulary does not belong to the model in the same folder.
-    """
+    """Return the number of ids before ChatGLM-6B's first piece: 0, or 20,000 in the repository's first months."""
     folder = vocabulary.parent
     first = read_json(folder / "config.json").get("bos_token_id")
     named = read_json(folder / "tokenizer_config.json").get("num_image_tokens")
