@@ -52,9 +52,6 @@ class CurriculumOrder:
     Args:
         lengths: the longest sample of each row, tokens [rows].
         limits: of the first steps, see `length_limits`; no more than an epoch has.
-        global_size: rows per step.
-        max_length: tokens of the longest sample that there may be.
-        key: decides the order.
     """
 
     def __init__(
@@ -123,12 +120,8 @@ class ScheduledMixture:
 
     Args:
         bounds: the first row of each source, and the end.
-        sources: with their weights.
-        names: of the sources; those of one name are told as one.
-        global_size: rows per step.
         max_steps: optimizer steps of the run; 0: `epochs` epochs.
         epochs: passes; an epoch has as many rows as the mean weights give.
-        key: decides the orders.
     """
 
     def __init__(

@@ -33,11 +33,6 @@ def check_paths(data: DataConfig, files: Sequence[DataFile]) -> None:
 def check_contents(data: DataConfig, files: Sequence[DataFile], hashes: Sequence[str]) -> None:
     """Reject files of two entries that have the same content.
 
-    Args:
-        data: whose entries the files belong to.
-        files: of `sources.locate_all`.
-        hashes: of each file's content.
-
     Raises:
         DataError: if there are two; names both entries.
     """

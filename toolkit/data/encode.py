@@ -62,13 +62,7 @@ class FittedConversation(NamedTuple):
 
 
 class LengthRule:
-    """`data.too_long` for one encoder.
-
-    Args:
-        encoder: encodes again what is left of a conversation, so that it is always the family's own form.
-        max_length: most tokens of a sample.
-        too_long: what to do; `error` is the caller's.
-    """
+    """`data.too_long` for one encoder."""
 
     def __init__(self, encoder: ChatEncoder, max_length: int, too_long: TooLong) -> None:
         self.encoder, self.limit, self.too_long = encoder, max_length, too_long
@@ -159,12 +153,7 @@ class LengthRule:
 
 
 def _most(count: int, attempt: Callable[[int], Encoded | None]) -> tuple[int, Encoded | None]:
-    """Return the largest count for which an attempt succeeds, found by halving, and its result; 0 and None if 1 fails.
-
-    Args:
-        count: largest to try.
-        attempt: succeeds up to some count and fails from there on.
-    """
+    """Return the largest count for which an attempt succeeds, by bisection, and its result; 0 and None if 1 fails."""
     low, high, best = 0, count, None
     while low < high:
         middle = (low + high + 1) // 2

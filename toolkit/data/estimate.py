@@ -15,12 +15,7 @@ _MOST_S = 1.0
 
 
 def estimate(data: DataConfig, most: int) -> tuple[int, int] | None:
-    """Return about how many samples, and sequences of them, an epoch has; None if it is more than `most`, or not known.
-
-    Args:
-        data: the sources; what is on Hugging Face or derived is not counted.
-        most: sequences; reading ends where there are more.
-    """
+    """Return about how many samples and sequences an epoch has; None if there are more than `most`, or unknown."""
     until = time.monotonic() + _MOST_S
     kept = 1.0 if data.validation else 1.0 - data.validation_fraction
     rows = size = 0.0

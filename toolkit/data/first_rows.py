@@ -26,9 +26,7 @@ def check_sources(data: DataConfig, known: Collection[str], problems: Problems) 
     """Read the first rows of every file; datasets on Hugging Face and derived data are left to training.
 
     Args:
-        data: sources and validation sources.
         known: places such as "data.sources[0]" that are known to be wrong already.
-        problems: receives an error for each row that cannot be used, and for columns that are not there.
 
     Returns:
         A sentence where not all files were looked at, else "".
@@ -58,11 +56,7 @@ def check_sources(data: DataConfig, known: Collection[str], problems: Problems) 
 
 
 def _check_file(file: DataFile, source: SourceConfig, place: str, on_bad_row: OnBadRow, problems: Problems) -> None:
-    """Check the columns and the first rows of one file.
-
-    Raises:
-        DataError: it cannot be read, holds no row, or belongs to no known format; a column is not there.
-    """
+    """Check the columns and the first rows of one file."""
     block = next(blocks(file.path, _BYTES, file.columns.values()), None)
     rows = list(_first(block)) if block else []
     if block is None or not rows:

@@ -60,8 +60,6 @@ def mark_trained(conversation: Conversation, train_on: TrainOn, only_last: bool)
     """Yield what is learned from a conversation, with `loss` set at its messages as `data.train_on` says.
 
     Args:
-        conversation: as read; a `loss` at a message decides for it.
-        train_on: for messages without one. auto leaves them to the encoder.
         only_last: the model's format can train a conversation's last message only: one conversation for each trained
             answer is yielded, which ends with it.
     """
@@ -131,7 +129,6 @@ class RowReader:
     """Turns parsed rows of one source into conversations.
 
     Args:
-        row_format: not `auto` and not `docstrings`; `detect_format` finds it.
         columns: the format's name -> the file's.
         answered: refuse rows without an answer; False where they are questions for a model.
     """
@@ -507,12 +504,6 @@ _READ = {
 
 def unread_keys(item: Mapping[str, object], role: str, speaker: str, said: str) -> Iterator[str]:
     """Yield the keys of a message that are skipped: metadata, and whatever holds no text of its own.
-
-    Args:
-        item: the message as it stands in its file.
-        role: who speaks, see `_READ`.
-        speaker: the key of the role.
-        said: the key of the text; the same text under another key is not lost.
 
     Raises:
         RowError: another key holds text, a list or an object, such as `reasoning_content`.

@@ -27,8 +27,6 @@ def collate(rows: Sequence[Sequence[Sample]], pad_id: int, packed: bool = False,
     Args:
         rows: samples of each row, ids and mask each; no rows give a filler of one that is wholly untrained, for ranks
             that have nothing left but must take part in the step.
-        pad_id: id that fills up.
-        packed: whether rows may hold several samples.
         multiple: of how many tokens the rows' length is made a multiple.
 
     Returns:
@@ -64,12 +62,7 @@ def collate(rows: Sequence[Sequence[Sample]], pad_id: int, packed: bool = False,
 
 
 class PlannedRows:
-    """The rows of a plan as a torch data set; travels to worker processes as paths, so they map the files again.
-
-    Args:
-        store: the split.
-        plan: its rows.
-    """
+    """The rows of a plan as a torch data set; travels to worker processes as paths, so they map the files again."""
 
     def __init__(self, store: TokenizedCache, plan: PackingPlan) -> None:
         self.store, self.plan = store, plan
@@ -96,13 +89,6 @@ def build_loader(
     """Return an iterable over one rank's micro-batches as tensors.
 
     Args:
-        store: the split.
-        plan: its rows.
-        micro_batches: rows of each; a `GlobalBatchSampler` or the list of `sequential`.
-        pad_id: id that fills up.
-        packing: how the plan was made.
-        seed: seeds the workers.
-        num_workers: processes that load ahead; 0 loads in this one.
         multiple: of so many tokens each row is a multiple.
     """
     # A generator of its own: DataLoader otherwise draws from torch's global one, and a loader more or less

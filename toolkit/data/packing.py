@@ -87,17 +87,11 @@ def plan_sequences(
     """Return the plan of a split, made now if nobody has.
 
     Args:
-        store: the split.
-        packing: see the schema.
-        max_length: tokens of a row.
-        micro_per_gpu: rows of a micro-batch; used by `grouped`.
         window: see `data.packing_window`.
         classes: longest samples of some classes of length, ascending; packed rows hold samples of one class each.
         seed: decides which samples meet, and which are taken of a source whose weight is no whole number.
         sources: the training sources with their weights; [] takes each sample once.
         most: without sources: see `evaluated_samples`.
-        cache_dir: `prepare.dir`; plans are kept in plans/ below it.
-        say: receives the message shown while waiting for another process.
 
     Raises:
         DataError: the plan cannot be written.
@@ -166,7 +160,6 @@ def evaluated_samples(store: TokenizedCache, most: int) -> NDArray[np.int64]:
     more sources than that.
 
     Args:
-        store: the split.
         most: how many; 0 takes all.
 
     Returns:
@@ -206,7 +199,6 @@ def one_per_sequence(
     Args:
         lengths: tokens of each sample, [samples].
         kinds: what kind each sample is, from 0, [samples].
-        num_kinds: how many kinds there are.
         fill: from lengths to the row of each.
 
     Returns:

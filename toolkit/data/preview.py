@@ -48,16 +48,7 @@ def legend(style: Style) -> str:
 
 
 def colored_spans(tokenizer: Any, ids: Sequence[int], trained: Sequence[bool]) -> list[tuple[str, str]]:
-    """Return a sample as a person reads it: every token is there, special ones by their names.
-
-    Args:
-        tokenizer: of the ids.
-        ids: the sample.
-        trained: whether the loss covers each.
-
-    Returns:
-        Stretches of one kind and their text; kinds are named as in `Style`.
-    """
+    """Return a sample as a person reads it: every token is there, special ones by their names."""
     special = set(tokenizer.all_special_ids) | set(getattr(tokenizer, "added_tokens_decoder", {}))
     found: list[tuple[str, str]] = []
     pairs = [(int(token), bool(kept)) for token, kept in zip(ids, trained, strict=True)]
@@ -88,13 +79,7 @@ def padding_text(count: int, style: Style) -> str:
 
 
 def histogram(lengths: NDArray[np.int64], longest: int, bins: int = 10) -> list[str]:
-    """Return lines with how many samples have how many tokens.
-
-    Args:
-        lengths: tokens of each.
-        longest: upper end of the last bin.
-        bins: lines.
-    """
+    """Return lines with how many samples have how many tokens."""
     edges = np.unique(np.linspace(0, longest, bins + 1).round().astype(np.int64))
     counts, _ = np.histogram(lengths, edges + 1)  # NumPy's bins begin with their edge, these end with it
     most = max(int(counts.max(initial=0)), 1)

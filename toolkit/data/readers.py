@@ -35,10 +35,6 @@ _ROWS_OF_ANY_FILE = 1 << 20
 def table_rows(path: Path, columns: Collection[str]) -> Iterator[tuple[list[dict[str, Any]], int]]:
     """Yield the rows of a file in batches, each with the bytes of the file that were read so far.
 
-    Args:
-        path: the file.
-        columns: names that are read; others are null, as they may hold anything.
-
     Raises:
         Exception: whatever Arrow raises of a damaged file; the caller names it.
     """
@@ -189,11 +185,7 @@ def files_of(source: SourceConfig) -> list[Path]:
 
 
 def _known_files(folder: Path) -> list[Path]:
-    """Return the data files below a folder, behind links too; hidden ones are left out.
-
-    Raises:
-        DataError: part of it cannot be read, which would leave files out without a word.
-    """
+    """Return the data files below a folder, behind links too; hidden ones are left out."""
 
     def stop(error: OSError) -> None:
         raise DataError(
@@ -268,8 +260,6 @@ def blocks(path: Path, least_bytes: int, columns: Collection[str] = ()) -> Itera
     """Yield a file's rows, the same blocks whenever the content is the same.
 
     Args:
-        path: the file; how it is written is decided by its content and, for tables, by its name.
-        least_bytes: see `block_bytes`.
         columns: names that are read beside those of the formats; others of a Parquet or Arrow file are null in its
             rows, as they may hold anything.
 

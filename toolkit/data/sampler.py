@@ -19,10 +19,6 @@ class Permutation:
     A Feistel network over the smallest even number of bits that holds `size`, walked along its cycles until the result
     is below `size` (Black and Rogaway, Ciphers with Arbitrary Finite Domains, 2002); round function: the mixing of
     splitmix64 (Steele, Lea and Flood, 2014).
-
-    Args:
-        size: number of elements.
-        key: anything; another key gives another order.
     """
 
     def __init__(self, size: int, key: str) -> None:
@@ -100,15 +96,9 @@ class GlobalBatchSampler:
     Any place is reached at once: the order is computed for a step's rows only, nothing is kept and nothing skipped.
 
     Args:
-        num_rows: rows of an epoch.
         global_size: rows per step over all ranks.
         micro_per_gpu: most rows in one micro-batch.
-        rank: this process.
-        world_size: number of processes.
         key: decides the order of every epoch: seed and fingerprint of the data.
-        shuffle: False takes the rows as they come.
-        start: place to begin with.
-        num_steps: steps after which to stop; None never stops.
         lengths: tokens of some rows. If given, a step's rows are dealt out by length, so that those of a micro-batch
             are alike: the same step for the model, as its loss is a sum over all its tokens, with less padding.
         order: decides the rows of each step in the place of `key` and `shuffle`.
@@ -167,12 +157,6 @@ class GlobalBatchSampler:
 
 def sequential(num_rows: int, micro_per_gpu: int, rank: int, world_size: int) -> list[list[int]]:
     """Return one rank's micro-batches for an evaluation: each row once over all ranks, in their order.
-
-    Args:
-        num_rows: rows of the split.
-        micro_per_gpu: most rows in one micro-batch.
-        rank: this process.
-        world_size: number of processes.
 
     Returns:
         As many micro-batches on every rank; [] where a rank has run out of rows.

@@ -49,12 +49,6 @@ class DataFile:
 def locate_source(source: SourceConfig, number: int, cache_dir: Path, say: Callable[[str], None]) -> list[DataFile]:
     """Return the files of a source, derived or downloaded first if need be.
 
-    Args:
-        source: an item of data.sources or data.validation.
-        number: see `DataFile`.
-        cache_dir: where derived data (docstrings) is kept.
-        say: receives messages about waiting.
-
     Raises:
         DataError: there is no such file or data set, or it is empty.
     """
@@ -129,10 +123,8 @@ def read_blocks(
     """Yield the blocks of several files, in order, each with its file's number; formats are found on the way.
 
     Args:
-        files: in the order in which they are read.
         limits: for each file how many rows, at most, it and the files before it of the same limit give together;
             0 means all. Only used with `data.max_samples`.
-        least_bytes: see `files.block_bytes`.
 
     Raises:
         DataError: a file cannot be read, or belongs to no known format.
@@ -212,10 +204,6 @@ def content_hash(path: Path, cache_dir: Path) -> str:
     """Return the SHA-256 of a file's bytes, remembered for as long as the file's size, times and inode stay the same.
 
     Like git, it does not trust the memory of a file that was changed within the clock's resolution of being read.
-
-    Args:
-        path: the file.
-        cache_dir: `prepare.dir`; hashes are kept in hashes/ below it, and not kept if that cannot be written.
 
     Raises:
         DataError: the file cannot be read.
@@ -306,10 +294,6 @@ class _Object:
 def pairs_file(cache_dir: Path, say: Callable[[str], None]) -> Path:
     """Return the JSONL file of the pairs (keys prompt, response), written at first use.
 
-    Args:
-        cache_dir: `prepare.dir`.
-        say: receives messages about waiting for another process.
-
     Raises:
         DataError: the folder cannot be written, or this Python comes without the sources of its library.
     """
@@ -338,11 +322,7 @@ def pairs_file(cache_dir: Path, say: Callable[[str], None]) -> Path:
 
 
 def derive_pairs(library: Path) -> Iterator[tuple[str, str]]:
-    """Yield (question, answer), in an order that depends on names only; equal answers appear once.
-
-    Args:
-        library: folder of the standard library.
-    """
+    """Yield (question, answer), in an order that depends on names only; equal answers appear once."""
     seen: set[str] = set()
     names: set[str] = set()
     for path in _module_sources(library):

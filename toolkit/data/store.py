@@ -44,12 +44,7 @@ Sample = tuple[NDArray[Any], NDArray[np.bool_]]
 
 
 class TokenizedCache:
-    """One split of a finished store. Costs next to no memory of its own; pickled as a path, so workers open it again.
-
-    Args:
-        folder: the store.
-        split: "train" or "validation".
-    """
+    """One split ("train" or "validation") of a finished cache; pickled as a path, so that workers open it again."""
 
     def __init__(self, folder: Path, split: str) -> None:
         self.folder, self.split = folder, split
@@ -121,12 +116,7 @@ class TokenizedCache:
         return self.offsets[members.astype(np.int64) + 1] - self.offsets[members]
 
     def where(self, index: int, paths: Sequence[Path] = ()) -> str:
-        """Return "file:line" of a sample of this split.
-
-        Args:
-            index: the sample.
-            paths: of the files today, in their order; () as the run named them that made the cache.
-        """
+        """Return "file:line" of a sample of this split."""
         member = self.members[index]
         number = self.files[member]
         path = paths[number] if paths else read_manifest(self.folder)["files"][number]["path"]
@@ -191,13 +181,7 @@ class CacheWriter:
             file.close()
 
     def append(self, part: Part, file: int, first_line: int) -> None:
-        """Add the samples of a part.
-
-        Args:
-            part: as read.
-            file: number of its file.
-            first_line: line of that file where its block begins.
-        """
+        """Add the samples of a part."""
         self._write(IDS, part.ids.astype(self.dtype, copy=False))
         trained = np.concatenate((self._rest, part.trained))
         whole = len(trained) // 8 * 8
@@ -227,12 +211,7 @@ class CacheWriter:
         )
 
     def finish(self, splits: dict[str, NDArray[np.int64]], manifest: dict[str, Any]) -> None:
-        """Write the index files and, last, the manifest.
-
-        Args:
-            splits: ascending sample numbers of each split.
-            manifest: what else to write into manifest.json; splits, sizes and checksums are added.
-        """
+        """Write the index files and, last, the manifest."""
         self._write(TRAINED, np.packbits(self._rest))
         for file in self._out.values():
             file.close()
@@ -275,10 +254,7 @@ class CacheIndex:
     """What a store knows of each sample, [samples] each, and of each row that gave one.
 
     Args:
-        lengths: tokens.
         trained: tokens that the loss covers.
-        files: number of the file.
-        lines: line in it.
         rows: number of the row over all files; also of rows that gave no sample.
         hashes: of the rows that gave a sample, see `duplicates.row_hashes`, [used rows].
     """

@@ -84,12 +84,7 @@ def array_rows(file: IO[bytes]) -> Generator[tuple[int, object]]:
 
 
 class BrokenArray(Exception):
-    """A JSON array that cannot be read on.
-
-    Args:
-        line: line of the file, from 1.
-        error: what is wrong.
-    """
+    """A JSON array that cannot be read on."""
 
     def __init__(self, line: int, error: RowError) -> None:
         super().__init__(str(error))

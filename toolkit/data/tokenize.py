@@ -136,8 +136,6 @@ class PrepareReport:
         Args:
             index: of the store, training files before validation files.
             first: of each used row the first one that is equal, see `duplicates.first_equal`.
-            training: samples of the training split.
-            paths: of the files, by their numbers.
         """
         rows = index.used_rows()
         is_training = np.zeros(len(first), dtype=np.bool_)
@@ -211,11 +209,6 @@ class CachePair(NamedTuple):
 def build_caches(cfg: RunConfig, encoder: ChatEncoder, say: Callable[[str], None] = _log) -> CachePair:
     """Return the tokenised data, made now if no store with the same fingerprint exists.
 
-    Args:
-        cfg: the run; its sections data and prepare and `run.seed` are used.
-        encoder: turns messages into ids and mask.
-        say: receives messages about progress and about waiting for another process.
-
     Raises:
         DataError: a file or a row cannot be used, nothing is left to train on, or the store cannot be written.
     """
@@ -248,10 +241,7 @@ def build_caches(cfg: RunConfig, encoder: ChatEncoder, say: Callable[[str], None
 
 
 def prepare_shard(cfg: RunConfig, encoder: ChatEncoder, say: Callable[[str], None] = _log) -> tuple[int, int]:
-    """Make the parts of `prepare.shard` only; `prepare` joins them once all are there.
-
-    Returns:
-        How many parts this shard has, and how many of them had to be made now.
+    """Make the parts of `prepare.shard`; return how many there are and how many were made now. `prepare` joins them.
 
     Raises:
         DataError: see `prepare`.
@@ -521,9 +511,7 @@ def split_rows(num_rows: int, fraction: float, seed: int) -> dict[str, NDArray[n
     """Return the rows of both splits, ascending: a function of its arguments only.
 
     Args:
-        num_rows: rows to split.
         fraction: share of the validation split; it gets at least one row if this is above 0 and there are two.
-        seed: chooses the rows.
     """
     count = min(max(1, round(num_rows * fraction)), num_rows - 1) if fraction > 0 else 0
     chosen = np.zeros(num_rows, dtype=np.bool_)

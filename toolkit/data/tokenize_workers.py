@@ -127,13 +127,7 @@ class Part:
 
 
 class PartBuilder:
-    """Makes parts and keeps them in a folder.
-
-    Args:
-        encoder: turns conversations into ids and mask.
-        rules: see `Rules`.
-        folder: where parts are kept.
-    """
+    """Makes parts and keeps them in a folder."""
 
     def __init__(self, encoder: ChatEncoder, rules: Rules, folder: Path) -> None:
         self.encoder, self.rules, self.folder = encoder, rules, folder
@@ -149,10 +143,7 @@ class PartBuilder:
         return self.folder / f"{digest.hexdigest()[:40]}.npz"
 
     def make(self, block: Block, row_format: RowFormat, columns: dict[str, str]) -> tuple[Path, bool]:
-        """Make a part unless an undamaged one is kept already.
-
-        Returns:
-            Where it is, and whether it had to be made.
+        """Make a part unless an undamaged one is there; return where it is and whether it was made.
 
         Raises:
             OSError: it cannot be written.
@@ -209,11 +200,7 @@ class PartBuilder:
                 yield from self._fitted(row, conversation, encoded, account, values)
 
     def _marked(self, whole: Conversation) -> list[Conversation]:
-        """Return what is learned from a row; see `conversation.marked`.
-
-        Raises:
-            RowError: it is so much that it would take minutes.
-        """
+        """Return what is learned from a row; see `conversation.marked`."""
         if len(whole.messages) > _MOST_MESSAGES:
             raise RowError(
                 tr(
@@ -378,13 +365,6 @@ def make_parts(
 ) -> Iterator[BuiltPart]:
     """Yield the parts of blocks in their order.
 
-    Args:
-        blocks: of `sources.read_blocks`.
-        encoder: see `PartMaker`.
-        rules: see `PartMaker`.
-        folder: where parts are kept; made if it is not there.
-        num_workers: processes; 1 works in this one.
-
     Raises:
         DataError: a process was killed.
         OSError: a part cannot be written.
@@ -451,12 +431,7 @@ def cores() -> int:
 
 
 class BuildProgress:
-    """Says how far the work is, every few seconds.
-
-    Args:
-        total: bytes in all.
-        say: receives the lines.
-    """
+    """Says how far the work is, every few seconds."""
 
     FIRST_S, EVERY_S = 5.0, 10.0
 
@@ -471,10 +446,7 @@ class BuildProgress:
         """Tell where the work is.
 
         Args:
-            done: bytes done, those of kept parts included.
-            rows: rows done.
             new_bytes: bytes of them that were worked on now; the time left is reckoned from these.
-            new_tokens: tokens of them.
         """
         self.new_bytes, self.new_tokens = new_bytes, new_tokens
         seconds = max(time.monotonic() - self.started, 1e-6)

@@ -34,11 +34,7 @@ MARK = "toolkit-doctor "
 
 
 class Agent:
-    """One machine's.
-
-    Args:
-        compose: makes a config of recipe and overrides.
-    """
+    """One machine's."""
 
     def __init__(self, compose: Callable[[Sequence[str]], RunConfig]) -> None:
         self.compose = compose
@@ -132,11 +128,7 @@ def _end_program(rank: "subprocess.Popen[bytes]") -> None:
 
 
 def serve(compose: Callable[[Sequence[str]], RunConfig]) -> None:
-    """Answer until the input ends.
-
-    Args:
-        compose: makes a config of recipe and overrides.
-    """
+    """Answer until the input ends."""
     agent = Agent(compose)
     verbs = (agent.facts, agent.clock, agent.listen, agent.reach, agent.speed, agent.collective)
     named = {verb.__name__: verb for verb in verbs}
@@ -168,12 +160,7 @@ class SshOptions:
 
 
 class Host:
-    """One machine.
-
-    Args:
-        name: as the hostfile has it.
-        way: to it.
-    """
+    """One machine."""
 
     def __init__(self, name: str, way: SshOptions) -> None:
         self.name = name
@@ -249,10 +236,6 @@ class Host:
 class Hosts:
     """All machines.
 
-    Args:
-        names: as the hostfile has them.
-        way: to them.
-
     Raises:
         LaunchError: there is no ssh here, or too few files may be open.
     """
@@ -274,13 +257,7 @@ class Hosts:
         self.pool = ThreadPoolExecutor(max_workers=max(1, len(self.hosts)))
 
     def ask(self, verb: str, limit_s: float, requests: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
-        """Ask several at once.
-
-        Args:
-            verb: what is asked.
-            limit_s: for each.
-            requests: host -> arguments.
-        """
+        """Ask several at once."""
         asked = {
             name: self.pool.submit(self.hosts[name].ask, verb, limit_s, **arguments)
             for name, arguments in requests.items()

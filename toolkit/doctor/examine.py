@@ -24,15 +24,8 @@ class Examination:
     """One look at the machines of a run; `run` fills it.
 
     Args:
-        resources: host -> its GPUs that take part.
         words: recipe and overrides; [] looks at the machines alone.
-        cfg: the config of these words, or the defaults.
-        way: to the machines.
-        environ: variables that the launcher hands on, with their values.
-        secrets: names of variables that it hands on through ssh.
         master_addr: where ranks meet; "" takes the first machine's first address, as DeepSpeed does.
-        master_port: where ranks meet.
-        limit_s: for each answer of a machine.
     """
 
     resources: Resources
@@ -51,11 +44,7 @@ class Examination:
     """Check -> what is usual, or was measured."""
 
     def run(self, quick: bool) -> None:
-        """Examine.
-
-        Args:
-            quick: ask each machine about itself only.
-        """
+        """Examine."""
         with Hosts(list(self.resources), self.way) as hosts:
             self._ask(hosts, ERROR if not quick else WARNING)
             if self.facts and not quick:

@@ -105,12 +105,7 @@ def of_machine(environ: Mapping[str, str]) -> dict[str, Any]:
 
 
 def of_recipe(cfg: RunConfig, environ: Mapping[str, str]) -> dict[str, Any]:
-    """Return what depends on a recipe.
-
-    Args:
-        cfg: a config; nothing in it needs to exist.
-        environ: the environment.
-    """
+    """Return what depends on a recipe."""
     nvme = {
         getattr(cfg.zero, section).nvme_path
         for section in ("offload_optimizer", "offload_param")

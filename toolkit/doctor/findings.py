@@ -49,7 +49,6 @@ def findings(facts: Facts, resources: Resources, here: Mapping[str, str]) -> lis
     """Judge what machines say of themselves.
 
     Args:
-        facts: of the machines that answered.
         resources: host -> its GPUs that take part.
         here: variables of this shell by which runs differ, as hashes, without those that the launcher or the recipe
             hands on; {} where ranks are started from this shell itself.
@@ -327,12 +326,7 @@ def _environment(facts: Facts, here: Mapping[str, str]) -> Iterable[Finding]:
 
 
 def secrets(facts: Facts, names: Sequence[str]) -> list[Finding]:
-    """Judge whether the secrets of launch.env would arrive.
-
-    Args:
-        facts: of the machines.
-        names: of the secrets.
-    """
+    """Judge whether the secrets of launch.env would arrive."""
     deaf = [host for host, one in facts.items() if names and not one["takes_secrets"]]
     if not deaf:
         return []
@@ -347,11 +341,7 @@ def secrets(facts: Facts, names: Sequence[str]) -> list[Finding]:
 
 
 def clocks(offsets: Mapping[str, float]) -> list[Finding]:
-    """Judge how far clocks are from the middle one.
-
-    Args:
-        offsets: host -> seconds ahead of this machine's.
-    """
+    """Judge how far clocks are from the middle one."""
     middle = statistics.median_low(offsets.values())
     return [
         Finding(
@@ -383,14 +373,7 @@ Pairs = Mapping[tuple[str, str], Any]
 def interfaces(
     chosen: Mapping[str, tuple[str, Mapping[str, Any]]], facts: Facts, interface: str, backend: str
 ) -> list[Finding]:
-    """Judge the network card that each machine would use.
-
-    Args:
-        chosen: host -> name and facts of the card, see `network.chosen`.
-        facts: of the machines.
-        interface: `distributed.interface`.
-        backend: nccl or gloo.
-    """
+    """Judge the network card that each machine would use."""
     found = []
     for host, (name, card) in chosen.items():
         own = facts[host]["network"]["own_name"]
@@ -437,7 +420,6 @@ def connections(results: Pairs, port: int) -> list[Finding]:
 
     Args:
         results: (from, to) -> `error`, `meet`, `mtu` of `network.reach`.
-        port: where the ranks meet.
     """
     found = []
     broken = [f"{a} -> {b}: {one['error']}" for (a, b), one in results.items() if one["error"]]
@@ -504,12 +486,7 @@ def _blame(slow: Pairs, all_links: Pairs) -> str:
 
 
 def collective(ranks: Mapping[int, Mapping[str, Any]], hosts: Mapping[int, str]) -> tuple[list[Finding], str]:
-    """Judge the all-reduce; return findings, and its speed in words.
-
-    Args:
-        ranks: rank -> what it told.
-        hosts: rank -> its host.
-    """
+    """Judge the all-reduce; return findings, and its speed in words."""
     broken = [f"{rank} ({hosts[rank]}): {one['error']}" for rank, one in ranks.items() if "error" in one]
     if broken:
         text = tr("the ranks' all-reduce failed:\n{lines}", lines=_lines(broken))

@@ -23,7 +23,6 @@ class Listener:
     """Answers other machines until it is closed: as many bytes as they ask for, and datagrams as they came.
 
     Args:
-        address: own address that collectives use.
         port: where the ranks are to meet, on the first machine; 0 elsewhere.
 
     Raises:
@@ -106,8 +105,6 @@ def can_connect(address: str, mtu: int, peers: Mapping[str, Mapping[str, Any]]) 
     """Try every other machine, at once.
 
     Args:
-        address: own address that collectives use.
-        mtu: largest packet of its card in bytes.
         peers: host -> its `address`, `tcp` and `udp` ports, and for the first `meet`, the [address, port] of the ranks.
 
     Returns:
@@ -192,11 +189,6 @@ def chosen(network: Mapping[str, Any], interface: str, backend: str) -> tuple[st
 
     gloo takes the one with the address of the machine's own name, NCCL an InfiniBand card, else the first that is no
     loopback and no bridge (NCCL 2.27, socket.cc, ncclFindInterfaces; torch 2.13, ProcessGroupGloo).
-
-    Args:
-        network: of `facts`.
-        interface: `distributed.interface`; "" leaves it to the backend.
-        backend: nccl or gloo.
     """
     cards: Mapping[str, dict[str, Any]] = network["cards"]
     asked = interface or network["asked"][backend]

@@ -23,14 +23,7 @@ _CODE = (
 
 
 class AutomaticReport:
-    """Makes RUN/report.html while a run goes on and at its end. For rank 0 only.
-
-    Args:
-        folder: the run folder.
-        environ: of its process, which is no rank.
-        say: tells the user.
-        patience_s: of the end.
-    """
+    """Makes RUN/report.html while a run goes on and at its end. For rank 0 only."""
 
     def __init__(
         self, folder: Path, environ: Mapping[str, str], say: Callable[[str], None], patience_s: float = PATIENCE_S

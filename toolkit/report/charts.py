@@ -99,14 +99,7 @@ def rounded(value: float) -> float:
 
 
 def lines(records: Sequence[Record], axes: Axes, looks: Series, events: Sequence[Event] = ()) -> Chart:
-    """Return a chart of values over steps.
-
-    Args:
-        records: the points of all series.
-        axes: what the axes say.
-        looks: of the series; those without records are left out.
-        events: drawn as upright lines.
-    """
+    """Return a chart of values over steps."""
     there = {record["s"] for record in records}
     names = [name for name in looks.colors if name in there]
     base = alt.Chart(alt.InlineData(values=list(records)))
@@ -202,8 +195,6 @@ def stacked(records: Sequence[Record], axes: Axes, colors: dict[str, str]) -> Ch
     """Return a chart of parts over steps that add up.
 
     Args:
-        records: the points of all parts.
-        axes: what the axes say.
         colors: of the parts, the lowest first.
     """
     order = {name: place for place, name in enumerate(colors)}
@@ -236,8 +227,6 @@ def bars(records: Sequence[Record], axes: Axes, looks: Series) -> Chart:
 
     Args:
         records: x is a name; s tells bars of one name apart.
-        axes: what the axes say.
-        looks: of the series.
     """
     names = list(looks.colors)
     order = list(dict.fromkeys(record["x"] for record in records))
@@ -276,8 +265,6 @@ def histogram(records: Sequence[Record], axes: Axes, color: str) -> Chart:
 
     Args:
         records: low and high, the ends of each bin, and y, how often.
-        axes: what the axes say.
-        color: of the bars.
     """
     definition = (
         alt.Chart(alt.InlineData(values=list(records)))
@@ -294,12 +281,7 @@ def histogram(records: Sequence[Record], axes: Axes, color: str) -> Chart:
 
 
 def config(ink: str, font: str) -> dict[str, Any]:
-    """Return Vega-Lite's configuration.
-
-    Args:
-        ink: color of all that is no data.
-        font: families, best first.
-    """
+    """Return Vega-Lite's configuration."""
     quiet = {"gridColor": ink, "gridOpacity": 0.12, "domainColor": ink, "domainOpacity": 0.35, "tickOpacity": 0}
     words = {"labelColor": ink, "titleColor": ink, "labelOpacity": 0.8, "titleOpacity": 0.65, "titleFontWeight": 500}
     return {

@@ -26,11 +26,7 @@ NAMES = frozenset(
 
 
 def draw(runs: Sequence[Run]) -> dict[str, list[Drawing]]:
-    """Return the charts by the section that they stand in: learning, speed, memory, data.
-
-    Args:
-        runs: one, or several with names that tell them apart.
-    """
+    """Return the charts by the section that they stand in: learning, speed, memory, data."""
     one = len(runs) == 1
     sections: dict[str, list[Drawing | None]] = {
         "learning": [_loss(runs), _learning_rate(runs), _gradient(runs), *_scores(runs), _loss_scale(runs)],

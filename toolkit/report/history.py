@@ -253,9 +253,6 @@ def _number_or_nan(value: object) -> float:
 def read_history(path: Path) -> History:
     """Return what a metrics.jsonl tells; one that is not there tells nothing.
 
-    Args:
-        path: the file; it may be cut off anywhere, and may be written to meanwhile.
-
     Raises:
         OSError: it cannot be read.
     """

@@ -45,11 +45,7 @@ _CHINESE = re.compile(
 
 
 def has_chinese(folders: Iterable[str] = _FOLDERS) -> bool:
-    """Whether a font with Chinese letters is installed; told by the names of the files.
-
-    Args:
-        folders: where fonts lie.
-    """
+    """Whether a font with Chinese letters is installed; told by the names of the files."""
     for folder in folders:
         root = Path(folder).expanduser()
         if root.is_dir() and any(_CHINESE.search(path.name.lower()) for path in root.rglob("*.[ot]t[fc]")):
@@ -86,13 +82,7 @@ class Section:
 
 
 def render(runs: Sequence[Run], drawings: dict[str, list[Drawing]], images: str) -> str:
-    """Return the page.
-
-    Args:
-        runs: one, or several with names that tell them apart.
-        drawings: of `draw`.
-        images: name of the folder with the charts as PNG files.
-    """
+    """Return the page."""
     one = runs[0] if len(runs) == 1 else None
     drawn = [drawing for of_section in drawings.values() for drawing in of_section]
     program, library = _file("report.js"), vl_convert.javascript_bundle("window.vegaEmbed = vegaEmbed;", _VEGA_LITE)
@@ -294,14 +284,9 @@ _HEAD_BYTES = 2048
 
 
 def make_report(paths: Sequence[Path], output: Path | None = None) -> tuple[Path, Path]:
-    """Make a report of one run, or of several in one picture.
+    """Make a report of one run, or of several compared; return the page and the directory of its pictures.
 
-    Args:
-        paths: folders of runs, or of sweeps, of which all runs are taken that have metrics.
-        output: the page; None is report.html in the one folder, for several comparison.html here.
-
-    Returns:
-        The page; the folder of the pictures.
+    Of a sweep all runs with metrics are taken.
 
     Raises:
         RunFolderError: a folder is no run's, and no sweep's with metrics.
@@ -333,11 +318,7 @@ def make_report(paths: Sequence[Path], output: Path | None = None) -> tuple[Path
 
 
 def _check_target(output: Path, images: Path) -> None:
-    """Refuse to write over what is no report.
-
-    Raises:
-        ConfigError: something else is there.
-    """
+    """Refuse to write over what is no report."""
     if output.suffix != ".html":
         raise ConfigError(tr("output = {file} must end in .html.", file=output))
     is_ours = _is_report(output)

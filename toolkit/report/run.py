@@ -51,11 +51,7 @@ class Answers:
 
 
 def read_answers(folder: Path) -> Answers:
-    """Return the answers of the first, the last and some evaluations between.
-
-    Args:
-        folder: `evaluations` of a run.
-    """
+    """Return the answers of the first, the last and some evaluations between."""
     files = {}
     for path in folder.glob("step-*.jsonl"):
         if found := re.fullmatch(r"step-(\d+)", path.stem):
@@ -169,9 +165,6 @@ class Run:
 
 def read_run(path: Path) -> Run:
     """Read a run folder.
-
-    Args:
-        path: the folder; wherever it has been copied to.
 
     Raises:
         RunFolderError: it is no folder of a run, or cannot be read.

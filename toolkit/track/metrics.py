@@ -17,10 +17,6 @@ from toolkit.messages import tr
 def append_rows(file: Path, content: bytes) -> None:
     """Add to the end of a file all of it, or nothing: half a row would be no row for any reader.
 
-    Args:
-        file: made if it is not there.
-        content: whole rows.
-
     Raises:
         OSError: there is no room, or no folder; the file is as it was.
     """
@@ -131,11 +127,6 @@ class MetricsLog:
     """Appends rows to metrics.jsonl of a run. For rank 0 only.
 
     A disk that is full is no reason to end a run: rows wait in memory until there is room.
-
-    Args:
-        file: metrics.jsonl.
-        say: tells the user.
-        hand_on: gets each row too: what the trackers get.
     """
 
     def __init__(
@@ -149,9 +140,6 @@ class MetricsLog:
 
         Numbers that are not finite are written as strings ("nan", "inf"): JSON has no such numbers, and a row that a
         strict reader refuses would hide just the step that matters.
-
-        Args:
-            row: names and values.
         """
         clean = {
             key: str(value) if isinstance(value, float) and not math.isfinite(value) else value

@@ -21,11 +21,7 @@ WORTH_TELLING = 0.05
 
 
 def speed(row: Mapping[str, float]) -> list[str]:
-    """Return what a row says of speed.
-
-    Args:
-        row: of metrics.jsonl.
-    """
+    """Return what a row says of speed."""
     units = ("tokens", "samples")
     parts = [f"{row[f'{unit}_per_s']:,.0f} {unit}/s" for unit in units if f"{unit}_per_s" in row]
     if "mfu" in row:
@@ -42,11 +38,7 @@ def speed(row: Mapping[str, float]) -> list[str]:
 
 
 def memory(row: Mapping[str, float]) -> list[str]:
-    """Return what a row says of memory, beside the plan where there is one.
-
-    Args:
-        row: of metrics.jsonl.
-    """
+    """Return what a row says of memory, beside the plan where there is one."""
     peak = row.get("device_memory_peak_bytes", row.get("host_memory_peak_bytes"))
     if not peak:
         return []
@@ -57,11 +49,7 @@ def memory(row: Mapping[str, float]) -> list[str]:
 
 
 def clock(seconds: float) -> str:
-    """Return hours:minutes:seconds.
-
-    Args:
-        seconds: a span of time.
-    """
+    """Return hours:minutes:seconds."""
     whole = int(seconds)
     return f"{whole // 3600}:{whole % 3600 // 60:02d}:{whole % 60:02d}"
 
@@ -148,14 +136,7 @@ class Progress:
     def __init__(
         self, total_steps: int, shown: bool, done: int = 0, on_first_step: Callable[[], None] = lambda: None
     ) -> None:
-        """Make ready; nothing is shown before `start`.
-
-        Args:
-            total_steps: optimizer steps of the run.
-            shown: whether this rank speaks.
-            done: steps that an earlier session has done.
-            on_first_step: called once this session has done a step, on the rank that speaks.
-        """
+        """Make ready; nothing is shown before `start`."""
         self.shown, self.done = shown, done
         self.on_first_step: Callable[[], None] | None = on_first_step if shown else None
         self.view = LiveView(total_steps, done)
@@ -200,12 +181,7 @@ class Progress:
         terminal.print_line(f"step {step}/{self.view.total_steps}  {figures}  ETA {left}")
 
     def note(self, evaluation: dict[str, float] | None = None, checkpoint: Path | None = None) -> None:
-        """Keep for the live view what is told in lines of its own.
-
-        Args:
-            evaluation: the row of an evaluation.
-            checkpoint: the last checkpoint that was published.
-        """
+        """Keep for the live view what is told in lines of its own."""
         if evaluation is not None:
             self.view.evaluation = evaluation
         if checkpoint is not None:

@@ -56,8 +56,6 @@ class BackendQueue:
     """A thread that hands on messages in their order.
 
     Args:
-        name: of the tracker.
-        run: what it is told first; its id comes from the run folder.
         rows: what metrics.jsonl held when the session began.
         reply: tells the parent: {"say": …} for the user, {"begun": name} when the tracker has answered.
     """
@@ -241,12 +239,7 @@ class BackendQueue:
 
 
 class _Record:
-    """RUN/trackers/NAME.json: the run's id there, and the last steps that it was handed.
-
-    Args:
-        path: the file.
-        step: after which the session begins.
-    """
+    """RUN/trackers/NAME.json: the run's id there, and the last steps that it was handed."""
 
     def __init__(self, path: Path, step: int) -> None:
         self.path = path

@@ -28,12 +28,7 @@ TEXTS = ("config.yaml", "ds_config.json", "environment.json")
 
 
 class Trackers:
-    """Hands on what a run records. One without trackers does nothing, as on all ranks but the first.
-
-    Args:
-        say: tells the user.
-        patience_s: that the beginning and the end are each waited for at most.
-    """
+    """Hands on what a run records. One without trackers does nothing, as on all ranks but the first."""
 
     def __init__(self, say: Callable[[str], None], patience_s: float = 0.0) -> None:
         self.say, self.patience_s = say, patience_s
@@ -54,14 +49,7 @@ class Trackers:
         hyperparameters: Mapping[str, Any],
         step: int,
     ) -> None:
-        """Start the process and let it begin; wait for nothing.
-
-        Args:
-            folder: the run folder.
-            trackers: name -> its section of `track`.
-            hyperparameters: dotted key -> value.
-            step: after which the session begins; metrics.jsonl holds the rows up to it.
-        """
+        """Start the process and let it begin; wait for nothing."""
         if not trackers:
             return
         metrics = folder / "metrics.jsonl"
@@ -119,13 +107,7 @@ class Trackers:
         self._send("back", step=step)
 
     def answers(self, step: int, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Hand on some of what the model answered.
-
-        Args:
-            step: after which.
-            name: ANSWERS or SAMPLES.
-            rows: of an evaluation's file, or of samples.jsonl.
-        """
+        """Hand on some of what the model answered."""
         names = {"prompt": "prompt", "output": "answer", "answer": "answer", "reference": "reference"}
         some = rows[:: max(1, -(-len(rows) // MOST_ANSWERS))]
         answers = [{names[name]: str(value) for name, value in row.items() if name in names} for row in some]
@@ -137,11 +119,7 @@ class Trackers:
         self._send("summary", step=step, values=values)
 
     def end(self, status: str) -> None:
-        """Let the trackers end. Only a run that has finished waits for that, no longer than `patience_s`.
-
-        Args:
-            status: FINISHED, STOPPED or FAILED.
-        """
+        """Let the trackers end. Only a run that has finished waits for that, no longer than `patience_s`."""
         process, is_finished = self._process, status == FINISHED
         if process is None:
             return

@@ -15,10 +15,6 @@ def check_writable(track: TrackConfig, folder: Path) -> None:
 
     Of what lies elsewhere the trackers themselves tell, and end nothing. For rank 0 only.
 
-    Args:
-        track: the config.
-        folder: the run folder.
-
     Raises:
         TrackError: it cannot.
     """

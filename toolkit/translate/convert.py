@@ -78,10 +78,6 @@ class Converted:
 def convert(given: ForeignConfig, deepspeed_json: str) -> Converted:
     """Translate a config into a recipe that composes and passes every check that needs no file.
 
-    Args:
-        given: the config.
-        deepspeed_json: a DeepSpeed JSON that is given beside it; "" takes the one that it names.
-
     Raises:
         ConfigError: it contradicts itself, has no counterpart, or cannot be.
     """
@@ -244,14 +240,7 @@ def chosen_groups(cfg: RunConfig) -> dict[str, str]:
 def recipe_text(
     cfg: RunConfig | None, base: RunConfig | None, groups: Mapping[str, str], origins: Mapping[str, str]
 ) -> str:
-    """Return a recipe.
-
-    Args:
-        cfg: what it shall say; None: nothing but the groups.
-        base: what the groups say without it.
-        groups: group -> choice.
-        origins: our key -> where it comes from, for the comment behind it.
-    """
+    """Return a recipe."""
     lines = ["# @package _global_", "defaults:"]
     lines += [f"  - override /{group}: {choice}" for group, choice in sorted(groups.items())]
     lines += ["  - _self_"]

@@ -86,8 +86,6 @@ class RecipeDraft:
         """Set a key of ours.
 
         Args:
-            key: dotted.
-            value: of its type.
             sources: the keys that say so; none when it is the other program's default.
         """
         self.values[key] = (value, ", ".join(sources))
@@ -95,11 +93,6 @@ class RecipeDraft:
 
 def typed(value: Any, kind: Any, place: str) -> Any:
     """Return a value of a file or a command line as a type of the schema.
-
-    Args:
-        value: number, text, true or false, list.
-        kind: type of the schema's field; other than bool, int, float and str are left alone.
-        place: "file:line: key", for the message.
 
     Raises:
         ConfigError: it cannot be read as that.

@@ -32,11 +32,7 @@ def _table() -> dict[str, dict[str, Any]]:
 
 @cache
 def keys_of(program: str) -> dict[str, Key]:
-    """Return a program's keys by name.
-
-    Args:
-        program: trainer, for the keys that all share; or hf, factory or chatglm, which have those and their own.
-    """
+    """Return a program's keys by name."""
     own = {name: Key(**row) for name, row in _table()[program].items()}
     return own if program == "trainer" else keys_of("trainer") | own
 

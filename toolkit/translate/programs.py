@@ -28,12 +28,6 @@ _MEDIA = ("images", "videos", "audios")
 def sources_of(given: ForeignConfig, name: str, stage: str, draft: RecipeDraft) -> list[dict[str, Any]]:
     """Return the items of `data.sources` for a list of data sets.
 
-    Args:
-        given: the config.
-        name: dataset or eval_dataset.
-        stage: sft, or pt: texts.
-        draft: gets a note where something cannot be taken over.
-
     Raises:
         ConfigError: dataset_info.json cannot be read, or does not name a data set.
     """

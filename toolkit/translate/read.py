@@ -45,10 +45,6 @@ class Command:
 def read_command(text: str, shown: str) -> Command:
     """Read the one training command of a script.
 
-    Args:
-        text: the script.
-        shown: its name, for messages.
-
     Raises:
         ConfigError: there is none, or more than one; or a part of it would have to be executed.
     """
@@ -184,14 +180,9 @@ _SUFFIXES = (".yaml", ".yml", ".json", ".sh", ".bash")
 
 
 def read_all(paths: list[str], world_size: int | None) -> tuple[ForeignConfig, str]:
-    """Read a config, and a DeepSpeed JSON that is given beside it.
+    """Return a config, and the path of the DeepSpeed JSON that is given with it ("" without one).
 
-    Args:
-        paths: one or two files.
-        world_size: ranks that the config is started on; None takes what the command says.
-
-    Returns:
-        The config, and the path of the DeepSpeed JSON, "" without one.
+    Without `world_size` the number of ranks is what the command says.
 
     Raises:
         ConfigError: a file that cannot be read or is of no known kind; two configs, or none.
