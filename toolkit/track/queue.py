@@ -19,7 +19,7 @@ from contextlib import suppress
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
-from typing import Any, TextIO, cast
+from typing import Any, TextIO, TypeVar, cast
 
 from toolkit.messages import set_language, tr
 from toolkit.secrets import hide
@@ -48,12 +48,13 @@ SLOW_S = 60.0
 """An answer that takes longer is told."""
 
 
+_T = TypeVar("_T")
 _IMPORTING = threading.Lock()
 """Large libraries that import one another from several threads may see half of one."""
 
 
 class BackendQueue:
-    """A thread that hands on messages in their order.
+    """A thread that delivers messages to one tracker, in their order.
 
     Args:
         rows: what metrics.jsonl held when the session began.
@@ -69,31 +70,31 @@ class BackendQueue:
         self.messages: queue.Queue[tuple[str, dict[str, Any]]] = queue.Queue(MOST_WAITING)
         self.ending = threading.Event()
         self.is_done = False
-        self.left_out = self._replaying = 0
-        self._told: set[str] = set()
+        self.dropped = self._replaying = 0
+        self._warned: set[str] = set()
         self._status = ""
         self.thread = threading.Thread(target=self._work, name=name, daemon=True)
         self.thread.start()
 
     def put(self, kind: str, message: dict[str, Any]) -> None:
-        """Take a message: a `row`, `answers`, a `summary`, or how far the run has gone `back`."""
+        """Take a message: a `row`, `answers`, a `summary`, or the step that the run has gone `back` to."""
         try:
             self.messages.put_nowait((kind, message))
         except queue.Full:
-            self.left_out += 1
+            self.dropped += 1
 
     def close(self, status: str) -> None:
-        """Say how the session ended; what waits is still handed on."""
+        """Say how the session ended; messages that wait are still delivered."""
         self._status = status
         self.ending.set()
 
     def wait(self, until: float) -> None:
-        """Wait for the end, not beyond a time of time.monotonic(), and tell what is missing."""
+        """Wait for the end, not beyond a time of time.monotonic(), and warn of what is missing."""
         self.thread.join(max(0.0, until - time.monotonic()))
         self.record.write()
-        missing = self.left_out + (0 if self.is_done else self._replaying + self.messages.unfinished_tasks)
+        missing = self.dropped + (0 if self.is_done else self._replaying + self.messages.unfinished_tasks)
         if missing or not self.is_done:
-            self._tell(
+            self._warn_once(
                 "end",
                 tr(
                     "WARNING: {tracker} did not take everything in time (messages left: {count}). metrics.jsonl has it "
@@ -104,11 +105,11 @@ class BackendQueue:
             )
 
     def _work(self) -> None:
-        self._replaying = len(self._new(self.rows))
-        client = self._begin()
-        if client is None:
+        self._replaying = len(self._missing(self.rows))
+        backend = self._begin_with_retries()
+        if backend is None:
             return
-        self._replay(client)
+        self._replay(backend)
         while True:
             try:
                 kind, message = self.messages.get(timeout=LOOK_EVERY_S)
@@ -117,43 +118,40 @@ class BackendQueue:
                 if self.ending.is_set():
                     break
                 continue
-            self._hand_on(client, kind, message)
+            self._deliver(backend, kind, message)
             self.messages.task_done()
-        self.is_done = self._is_done(lambda: client.end(self._status))
+        self.is_done = self._deliver_with_retries(lambda: backend.end(self._status))
 
-    def _begin(self) -> Backend | None:
+    def _begin_with_retries(self) -> Backend | None:
         """Begin, again and again, until it succeeds or the session ends."""
-        while True:
-            try:
-                return self._watched(self._begun)
-            except Exception as error:  # whatever a library raises
-                self._failed(error)
+        while not (began := self._attempt(self._begin)):
             if self.ending.wait(BEGIN_AGAIN_S):
                 return None
+        return began[0]
 
-    def _begun(self) -> Backend:
+    def _begin(self) -> Backend:
         module, kind = BACKENDS[self.name]
         with _IMPORTING:
-            client: Backend = getattr(import_module(f"toolkit.track.backends.{module}"), kind)()
-        client.begin(self.run)
-        self.record.has(client.held())
-        if client.redoes:
+            backend: Backend = getattr(import_module(f"toolkit.track.backends.{module}"), kind)()
+        backend.begin(self.run)
+        self.record.has(backend.held())
+        if backend.redoes:
             self.record.back_to(self.run.step)
         self.record.write()
         self.reply({"begun": self.name})
-        return client
+        return backend
 
-    def _replay(self, client: Backend) -> None:
-        """Hand on what an earlier session did not hand on any more."""
-        rows = self._new(self.rows)
+    def _replay(self, backend: Backend) -> None:
+        """Deliver what an earlier session did not deliver any more."""
+        rows = self._missing(self.rows)
         self._replaying = len(rows)
-        for first in range(0, len(rows), client.most_rows):
-            some = rows[first : first + client.most_rows]
-            self._hand_on_rows(client, some)
+        for first in range(0, len(rows), backend.most_rows):
+            some = rows[first : first + backend.most_rows]
+            self._deliver_rows(backend, some)
             self._replaying -= len(some)
 
-    def _new(self, rows: Sequence[Mapping[str, Any]]) -> list[tuple[str, Row]]:
-        """Return what the tracker does not have from an earlier attempt at the same step, each with TRAIN or EVAL."""
+    def _missing(self, rows: Sequence[Mapping[str, Any]]) -> list[tuple[str, Row]]:
+        """Return the rows that the tracker does not have from an earlier attempt at their steps, with TRAIN or EVAL."""
         last = dict(self.record.steps)
         found: list[tuple[str, Row]] = []
         for row in map(metric_values, rows):
@@ -163,78 +161,79 @@ class BackendQueue:
                 found.append((part, (step, {name: value for name, value in row.items() if name != "step"})))
         return found
 
-    def _hand_on_rows(self, client: Backend, rows: Sequence[tuple[str, Row]]) -> None:
-        if rows and self._is_done(lambda: client.write([row for _, row in rows]), len(rows)):
-            self.record.has({part: step for part, (step, _) in rows})
-            self.record.write_now_and_then()
-
-    def _hand_on(self, client: Backend, kind: str, message: dict[str, Any]) -> None:
+    def _deliver(self, backend: Backend, kind: str, message: dict[str, Any]) -> None:
         step = int(message.get("step", 0))
         if kind == "row":
-            self._hand_on_rows(client, self._new([message["row"]]))
+            self._deliver_rows(backend, self._missing([message["row"]]))
         elif kind == "back":
-            if client.redoes and self._is_done(lambda: client.take_back(step)):
+            if backend.redoes and self._deliver_with_retries(lambda: backend.take_back(step)):
                 self.record.back_to(step)
         elif kind == "answers":
-            name = message["name"]
-            if step > self.record.steps[name] and self._is_done(lambda: client.answers(step, name, message["answers"])):
-                self.record.has({name: step})
-                self.record.write_now_and_then()
+            name, answers = message["name"], message["answers"]
+            if step > self.record.steps[name]:
+                self._deliver_with_retries(lambda: backend.answers(step, name, answers), {name: step})
         elif kind == "summary":
-            self._is_done(lambda: client.summary(step, message["values"]))
+            self._deliver_with_retries(lambda: backend.summary(step, message["values"]))
 
-    def _is_done(self, call: Callable[[], object], count: int = 1) -> bool:
-        """Call, several times if it fails; return whether it succeeded, and else count its messages as left out."""
+    def _deliver_rows(self, backend: Backend, rows: Sequence[tuple[str, Row]]) -> None:
+        if rows:
+            steps = {part: step for part, (step, _) in rows}
+            self._deliver_with_retries(lambda: backend.write([row for _, row in rows]), steps, len(rows))
+
+    def _deliver_with_retries(
+        self, deliver: Callable[[], object], steps: Mapping[str, int] | None = None, count: int = 1
+    ) -> bool:
+        """Deliver and record the last steps; if the retries fail too, count the messages as dropped.
+
+        Once the session ends there is one more attempt.
+        """
         for pause_s in (*PAUSES_S, 0.0):
-            was_ending = self.ending.is_set()
-            try:
-                self._watched(call)
+            is_last = self.ending.is_set()
+            if self._attempt(deliver):
+                if steps:
+                    self.record.has(steps)
+                    self.record.write_now_and_then()
                 return True
-            except Exception as error:  # whatever a library raises
-                self._failed(error)
-            if was_ending:
+            if is_last:
                 break
             self.ending.wait(pause_s)
-        self.left_out += count
+        self.dropped += count
         return False
 
-    def _watched(self, call: Callable[[], Any]) -> Any:
-        """Call, and tell if it takes long."""
-        timer = threading.Timer(SLOW_S, self._slow)
+    def _attempt(self, call: Callable[[], _T]) -> tuple[_T] | None:
+        """Return what the call returns, in a tuple; None if it fails. Warn if it fails or takes long."""
+        timer = threading.Timer(SLOW_S, self._warn_once, ("slow", self._slow_text()))
         timer.daemon = True
         timer.start()
         try:
-            return call()
+            return (call(),)
+        except Exception as error:  # whatever a library raises
+            self._warn_once("failed", self._failed_text(error))
+            return None
         finally:
             timer.cancel()
 
-    def _slow(self) -> None:
-        self._tell(
-            "slow",
-            tr(
-                "WARNING: {tracker} has not answered for {seconds} s. Training does not wait for it.",
-                tracker=self.name,
-                seconds=f"{SLOW_S:.0f}",
-            ),
+    def _slow_text(self) -> str:
+        return tr(
+            "WARNING: {tracker} has not answered for {seconds} s. Training does not wait for it.",
+            tracker=self.name,
+            seconds=f"{SLOW_S:.0f}",
         )
 
-    def _failed(self, error: Exception) -> None:
+    def _failed_text(self, error: Exception) -> str:
         reason = " ".join((str(error) or type(error).__name__).split()).rstrip(".")
-        self._tell(
-            "failed",
-            tr(
-                "WARNING: {tracker} failed: {kind}: {reason}. It is tried again; training goes on, and metrics.jsonl "
-                "has everything.",
-                tracker=self.name,
-                kind=type(error).__name__,
-                reason=reason if len(reason) <= 300 else reason[:297] + "...",
-            ),
+        return tr(
+            "WARNING: {tracker} failed: {kind}: {reason}. It is tried again; training goes on, and metrics.jsonl has "
+            "everything.",
+            tracker=self.name,
+            kind=type(error).__name__,
+            reason=reason if len(reason) <= 300 else reason[:297] + "...",
         )
 
-    def _tell(self, what: str, sentence: str) -> None:
-        """Tell the user, once for each kind of trouble."""
-        if what not in self._told:
-            self._told.add(what)
+    def _warn_once(self, what: str, sentence: str) -> None:
+        """Warn the user, once for each kind of trouble."""
+        if what not in self._warned:
+            self._warned.add(what)
             self.reply({"say": sentence, "failed": self.name})
 
 
@@ -292,11 +291,11 @@ def main() -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # the end of stdin is the word that counts
     os.nice(5)
-    lanes = _serve(folder, _own_stdout())
+    queues = _serve(folder, _own_stdout())
     with suppress(OSError):
         sys.stderr.flush()
     # Not sys.exit: a library may wait at exit for a server that does not answer.
-    os._exit(0 if all(lane.is_done for lane in lanes) else 1)
+    os._exit(0 if all(one.is_done for one in queues) else 1)
 
 
 def _own_stdout() -> TextIO:
@@ -329,7 +328,7 @@ def _serve(folder: Path, replies: TextIO) -> list[BackendQueue]:
             replies.write(json.dumps(message) + "\n")
             replies.flush()
 
-    lanes: list[BackendQueue] = []
+    queues: list[BackendQueue] = []
     status, patience_s = FAILED, KILLED_PATIENCE_S
     for line in sys.stdin:
         try:
@@ -338,24 +337,24 @@ def _serve(folder: Path, replies: TextIO) -> list[BackendQueue]:
             break
         kind = message.pop("kind")
         if kind == "begin":
-            lanes = _begin(folder, message, reply)
+            queues = _begin(folder, message, reply)
         elif kind == "end":
             status, patience_s = message["status"], message["patience_s"]
             break
         else:
-            for lane in lanes:
-                lane.put(kind, message)
+            for one in queues:
+                one.put(kind, message)
     until = time.monotonic() + patience_s
-    for lane in lanes:
-        lane.close(status)
-    for lane in lanes:
-        lane.wait(until)
-    return lanes
+    for one in queues:
+        one.close(status)
+    for one in queues:
+        one.wait(until)
+    return queues
 
 
 def _begin(folder: Path, message: dict[str, Any], reply: Callable[[Mapping[str, Any]], None]) -> list[BackendQueue]:
     set_language(message["language"])
-    lanes = []
+    queues = []
     rows = _rows_so_far(folder, message["metrics_bytes"])
     for name, settings in message["trackers"].items():
         run = TrackedRun(
@@ -367,8 +366,8 @@ def _begin(folder: Path, message: dict[str, Any], reply: Callable[[Mapping[str, 
             texts=message["texts"],
             step=message["step"],
         )
-        lanes.append(BackendQueue(name, run, rows, reply))
-    return lanes
+        queues.append(BackendQueue(name, run, rows, reply))
+    return queues
 
 
 def _rows_so_far(folder: Path, length: int) -> list[dict[str, Any]]:

@@ -63,7 +63,8 @@ class Backend:
         """Write ANSWERS or SAMPLES: each has `prompt`, `answer`, and where there is one `reference`."""
 
     def summary(self, step: int, values: Mapping[str, float]) -> None:
-        """Write figures of the whole run, at its last step."""
+        """Write figures of the whole run, at its last step: here like those of a step, as transformers does."""
+        self.write([(step, values)])
 
     def end(self, status: str) -> None:
         """End the session: FINISHED, STOPPED or FAILED; everything is to be on its way before it returns."""

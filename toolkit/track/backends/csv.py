@@ -47,6 +47,9 @@ class CsvFile(Backend):
         self._write(columns, [*(self._read() if is_there else []), *cells])
         self.columns, self.is_old = columns, False  # not before: without room for it, it is tried again
 
+    def summary(self, step: int, values: Mapping[str, float]) -> None:
+        """Skip it: the table holds logged steps and evaluations only."""
+
     def _read(self) -> list[dict[str, str]]:
         with self.path.open(newline="", encoding="utf-8") as file:
             return list(csv.DictReader(file))

@@ -68,10 +68,6 @@ class MlflowRun(Backend):
         lines = [json.dumps(answer, ensure_ascii=False) for answer in answers]
         self.client.log_text(self.id, "\n".join(lines) + "\n", f"{name}/step-{step}.jsonl")
 
-    def summary(self, step: int, values: Mapping[str, float]) -> None:
-        """Log them like other figures, as transformers does."""
-        self.row(step, values)
-
     def end(self, status: str) -> None:
         """Set how the run ended."""
         self.client.set_terminated(self.id, _STATUS[status])

@@ -41,10 +41,6 @@ class SwanlabRun(Backend):
         """Log a text."""
         self.run.log({name: swanlab.Text(as_markdown(answers))}, step=step)
 
-    def summary(self, step: int, values: Mapping[str, float]) -> None:
-        """Log them like other figures."""
-        self.row(step, values)
-
     def end(self, status: str) -> None:
         """Wait until all is sent, or written."""
         if status == FINISHED:

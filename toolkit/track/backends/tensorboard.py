@@ -63,10 +63,6 @@ class TensorboardEvents(Backend):
         """Write a table."""
         self._write(Event(step=step, summary=_text(name, as_markdown(answers))))
 
-    def summary(self, step: int, values: Mapping[str, float]) -> None:
-        """Write scalars of one point each."""
-        self.write([(step, values)])
-
     def _write(self, *events: Event) -> None:
         content, now = io.BytesIO(), time.time()
         records = RecordWriter(content)

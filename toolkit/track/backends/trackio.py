@@ -35,10 +35,6 @@ class TrackioRun(Backend):
         """Log a table."""
         self.run.log({name: trackio.Markdown(as_markdown(answers))}, step=step)
 
-    def summary(self, step: int, values: Mapping[str, float]) -> None:
-        """Log them like other figures."""
-        self.row(step, values)
-
     def end(self, status: str) -> None:
         """Wait until all is sent, or written."""
         self.run.finish()
