@@ -40,6 +40,7 @@ LAYERS = {
     "toolkit.evaluate": 4,
     "toolkit.export": 4,
     "toolkit.doctor": 6,
+    "toolkit.jobs": 6,
     "toolkit.cli": 7,
     "toolkit.own": 8,
     "toolkit.__main__": 8,
@@ -49,6 +50,8 @@ SAME_LAYER = {
     ("toolkit.arguments", "toolkit.engine.ds_config"),  # arguments make a DeepSpeed JSON, or are made of one
     ("toolkit.arguments", "toolkit.engine.ds_import"),
     ("toolkit.arguments", "toolkit.engine.ds_keys"),
+    ("toolkit.jobs.launch", "toolkit.doctor.examine"),  # the nodes, before ranks are started there
+    ("toolkit.jobs.launch", "toolkit.doctor.findings"),
 }
 STRANGERS = [("models", "data"), ("evaluate", "export")]
 # distributed/file_lock.py and failure.py serve processes that have no torch yet; the rest of the layer needs it.

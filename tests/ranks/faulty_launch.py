@@ -7,7 +7,8 @@ import os
 import sys
 from pathlib import Path
 
-from toolkit.cli import launch, main
+from toolkit.cli import main
+from toolkit.jobs import launch
 
 script = "nowhere" if os.environ.get("AS_MODULE") else os.environ.get("SCRIPT", "faulty_run.py")
 launch.SCRIPT = Path(__file__).with_name(script)

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from toolkit.cli import main
-from toolkit.cli import sweep as sweeping
+from toolkit.jobs import sweep as sweeping
+from toolkit.jobs.sweep import DONE, FAILED, STOPPED, SweepDir, SweepJob, SweepPlan
 from toolkit.launch.processes import SignalRequests
-from toolkit.launch.sweeps import DONE, FAILED, STOPPED, Job, Sweep
 from toolkit.plan.machine import parse_machine
 
 RECIPE = ["recipe=quickstart", "model=glm_tiny", "batch.global_size=8"]
@@ -32,10 +32,12 @@ def tried(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Replace runs by what SPEEDS says; what was started, in order."""
     started: list[str] = []
 
-    def launch(plan: sweeping.Plan, sweep: Sweep, job: Job, special: Sequence[str], requests: SignalRequests) -> None:
+    def launch(
+        plan: SweepPlan, sweep: SweepDir, job: SweepJob, special: Sequence[str], requests: SignalRequests
+    ) -> None:
         group, micro = special[0].removeprefix("zero="), special[1].removeprefix("batch.micro_per_gpu=")
         started.append(f"{group} {micro}")
-        folder = sweep.run_folder(job)
+        folder = sweep.run_dir(job)
         folder.mkdir(exist_ok=True)
         if speed := SPEEDS[f"{group} {micro}"]:
             rows = [{"step": step, "loss": 1.0, "tokens_per_s": speed} for step in range(1, 9)]
@@ -47,7 +49,7 @@ def tried(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         sweep.save()
 
     monkeypatch.setattr(sweeping, "launch", launch)
-    monkeypatch.setattr("toolkit.cli.autotune.this_machine", lambda nodes: None)
+    monkeypatch.setattr("toolkit.jobs.autotune.this_machine", lambda nodes: None)
     return started
 
 
@@ -95,7 +97,7 @@ def test_what_has_no_room_is_left_out_alone(
     room = peaks["stage1 2"]
     assert peaks["stage1 4"] > room
     machine = replace(parse_machine("2x80GB", 1, ""), memory_bytes=room, context_bytes=0)
-    monkeypatch.setattr("toolkit.cli.autotune.this_machine", lambda nodes: machine)
+    monkeypatch.setattr("toolkit.jobs.autotune.this_machine", lambda nodes: machine)
     assert main(["autotune", "--num_gpus", "2", *RECIPE, "stages=1,3", f"run.dir={tmp_path}"]) == 0
     assert sorted(tried) == sorted(name for name, peak in peaks.items() if peak <= machine.usable_bytes)
     assert "zero=stage1 batch.micro_per_gpu=4  left out: by plan a rank needs " in capfd.readouterr().out
@@ -117,7 +119,9 @@ def test_secrets_stay_out(tried: list[str], tmp_path: Path, capfd: pytest.Captur
 def test_a_signal_stops_the_search(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def launch(plan: sweeping.Plan, sweep: Sweep, job: Job, special: Sequence[str], requests: SignalRequests) -> None:
+    def launch(
+        plan: SweepPlan, sweep: SweepDir, job: SweepJob, special: Sequence[str], requests: SignalRequests
+    ) -> None:
         job.state, requests.last = STOPPED, 15
 
     monkeypatch.setattr(sweeping, "launch", launch)
@@ -156,4 +160,4 @@ def test_not_on_ranks(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFix
     for name, value in {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "CROSS_SIZE": "1"}.items():
         monkeypatch.setenv(name, value)
     assert main(["autotune", *RECIPE]) == 2
-    assert "starts the ranks of each run itself" in capsys.readouterr().err
+    assert "starts the ranks itself" in capsys.readouterr().err

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 from torch.distributed import HashStore
 
-from toolkit.cli import launch
 from toolkit.distributed.process_group import agree_on_store
 from toolkit.errors import LaunchError, RepeatedDeath
+from toolkit.jobs import launch
 from toolkit.launch import deepspeed as deepspeed_module
 from toolkit.launch import rank_status
 from toolkit.launch.environment import Ranks
@@ -82,14 +82,16 @@ VERDICTS: list[tuple[dict[str, Any], int, bool, int, bool]] = [
 
 @pytest.mark.parametrize(("told", "child", "asked", "code", "again"), VERDICTS)
 def test_verdict(told: dict[str, Any], child: int, asked: bool, code: int, again: bool) -> None:
-    assert launch.verdict(told, child, asked) == code
-    assert launch.is_worth_a_restart(code, told, asked) is again
+    assert launch.exit_code_of_run(told, child, asked) == code
+    assert launch.should_restart(code, told, asked) is again
 
 
 def test_done_decides(tmp_path: Path) -> None:
     (tmp_path / "DONE").touch()
-    assert launch.verdict({"folder": str(tmp_path)}, 0, False) == 0
-    assert launch.verdict({"code": 2}, 2, False) == 2, "a finished run that is refused is not this one's success"
+    assert launch.exit_code_of_run({"folder": str(tmp_path)}, 0, False) == 0
+    assert launch.exit_code_of_run({"code": 2}, 2, False) == 2, (
+        "a finished run that is refused is not this one's success"
+    )
 
 
 def test_the_first_word_counts(tmp_path: Path) -> None:

@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 
 from toolkit.cli import sweep, train
-from toolkit.cli.sweep_results import read_result
 from toolkit.config import sweep as grammar
 from toolkit.errors import ConfigError, DataError, LaunchError
-from toolkit.launch import sweeps
+from toolkit.jobs import sweep as sweeps
+from toolkit.jobs.sweep import read_result
 from toolkit.launch.processes import SIGNALS
 
 ROOT = Path(__file__).parents[2]
@@ -28,7 +28,7 @@ RECIPE = ["--num_gpus=2", "recipe=quickstart", "model=glm_tiny"]
 @pytest.fixture(autouse=True)
 def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sweep, "LAUNCH", FAKE)
+    monkeypatch.setattr(sweeps, "LAUNCH", FAKE)
     before = {number: signal.getsignal(number) for number in SIGNALS}
     yield
     for number, handler in before.items():
@@ -234,7 +234,7 @@ def test_refused_folders() -> None:
         sweep.run(words)
     Path("runs/s/sweep.json").unlink()
     Path("runs/s/mine.txt").unlink()
-    with sweeps.opened(Path("runs/s"), ""), pytest.raises(LaunchError, match="another process"):
+    with sweeps.open_sweep(Path("runs/s"), ""), pytest.raises(LaunchError, match="another process"):
         sweep.run(words)
 
 
@@ -275,7 +275,8 @@ def test_multirun_is_a_sweep() -> None:
 def test_a_signal_reaches_the_run_and_stops_the_sweep(number: signal.Signals) -> None:
     Path("runs").mkdir()
     Path("runs/lr-0.1.do").write_text("wait")
-    code = f"import sys; from toolkit.cli import main, sweep; sweep.LAUNCH = {FAKE!r}; sys.exit(main(sys.argv[1:]))"
+    imports = "import sys; from toolkit.cli import main; from toolkit.jobs import sweep"
+    code = f"{imports}; sweep.LAUNCH = {FAKE!r}; sys.exit(main(sys.argv[1:]))"
     words = ["sweep", *RECIPE, "optim.lr=0.1,0.2", "sweep=s"]
     env = {**os.environ, "PYTHONPATH": str(ROOT), "LANG": "C.UTF-8"}
     process = subprocess.Popen(

@@ -1,18 +1,22 @@
 """The examination: asks every machine, lets them try each other, and collects what is wrong."""
 
+import itertools
 import os
+import shlex
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from toolkit.config.schema import INTERFACES, Backend, RunConfig
 from toolkit.doctor import findings as findings_module
 from toolkit.doctor import network
 from toolkit.doctor.agents import Hosts, SshOptions
-from toolkit.doctor.facts import MATTERING, hashed
+from toolkit.doctor.facts import FORWARDED, MATTERING, hashed
 from toolkit.doctor.findings import ERROR, NOTE, WARNING, Finding
-from toolkit.launch import environment, mpi
+from toolkit.errors import LaunchError
+from toolkit.launch import deepspeed, env_vars, environment, hostfile, mpi
 from toolkit.launch.hostfile import Resources
 from toolkit.messages import current_language, joined, tr
 
@@ -44,7 +48,7 @@ class Examination:
     """Check -> what is usual, or was measured."""
 
     def run(self, quick: bool) -> None:
-        """Examine."""
+        """Examine; `quick` asks each machine about itself only."""
         with Hosts(list(self.resources), self.way) as hosts:
             self._ask(hosts, ERROR if not quick else WARNING)
             if self.facts and not quick:
@@ -58,6 +62,10 @@ class Examination:
     def has_errors(self, *checks: str) -> bool:
         """Whether anything would break the run; of these checks, or of all."""
         return any(one.level == ERROR and (not checks or one.check in checks) for one in self.findings)
+
+    def lines(self, level: str) -> list[str]:
+        """Return the findings of one level as text."""
+        return [f"  {one.check}: {one.text}" for one in self.findings if one.level == level]
 
     @property
     def backend(self) -> str:
@@ -225,6 +233,64 @@ class Examination:
                 ranks[int(environ["RANK"])] = one
         found, self.summaries["all-reduce"] = findings_module.collective(ranks, where)
         self.findings += found
+
+
+def plan_examination(
+    options: Mapping[str, str], words: Sequence[str], cfg: RunConfig, hosts: Resources | None = None
+) -> Examination:
+    """Return what is to be examined.
+
+    Args:
+        options: of `deepspeed`.
+        words: recipe and overrides; [] for the machines alone.
+        cfg: what they mean.
+        hosts: those that take part; None reads them from the options.
+    """
+    hosts = _hosts(options) if hosts is None else hosts
+    through_ssh = deepspeed.logs_in(hosts, options)
+    files = env_vars.variables_of_files(Path.cwd()) if through_ssh else {}
+    forwarded = {
+        name: value for name, value in os.environ.items() if name.startswith(FORWARDED) and name != "PYTHONPATH"
+    }
+    port = options.get("--master_port", mpi.DEFAULT_PORT)
+    if not port.isdecimal():
+        raise LaunchError(tr("{name} {value}: write a positive whole number.", name="--master_port", value=port))
+    script = options.get("--venv_script", "")
+    return Examination(
+        resources=hosts,
+        words=words,
+        cfg=cfg,
+        way=SshOptions(through_ssh=through_ssh, arguments=_ssh_arguments(options), script=script),
+        environ={**forwarded, **env_vars.values_of_files(files)} if through_ssh else {},
+        secrets=cfg.launch.forwarded if deepspeed.backend(hosts, options) == "pdsh" else (),
+        master_addr=options.get("--master_addr", ""),
+        master_port=int(port),
+    )
+
+
+def _hosts(options: Mapping[str, str]) -> Resources:
+    """Return the machines that are to be examined; an error if not all of them can be asked from here."""
+    path = deepspeed.hostfile_of(options)
+    if path is None:
+        return hostfile.select_gpus({"localhost": hostfile.count_here()}, options)
+    hosts = hostfile.select_gpus(hostfile.read_hostfile(Path(path)), options)
+    if "--no_ssh" in options and len(hosts) > 1:
+        raise LaunchError(tr("--no_ssh: other machines are asked through ssh. Type this on each, without a hostfile."))
+    deepspeed.check_machines(hosts, options, hostfile.is_here)
+    return hosts
+
+
+def _ssh_arguments(options: Mapping[str, str]) -> list[str]:
+    """Return what DeepSpeed's launcher gives to ssh through pdsh."""
+    given = shlex.split(os.environ.get("PDSH_SSH_ARGS_APPEND", ""))
+    if port := options.get("--ssh_port"):
+        given += ["-p", port]
+    is_pdsh = options.get("--launcher", "pdsh").lower() == "pdsh"
+    words = shlex.split(options.get("--launcher_args", "")) if is_pdsh else []
+    for word, value in itertools.pairwise([*words, ""]):
+        if word == "-l":
+            given += ["-l", value]
+    return given
 
 
 def _explained(host: str, said: str) -> str:

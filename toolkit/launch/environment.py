@@ -95,6 +95,15 @@ def _number(environ: Mapping[str, str], name: str, default: str | None = None) -
     return int(text)
 
 
+def refuse_ranks() -> None:
+    """Reject a command that starts ranks itself in a process that is a rank already."""
+    launcher = detect(os.environ).launcher
+    if launcher != "single":
+        raise LaunchError(
+            tr("this command starts the ranks itself: type it once, without {launcher}.", launcher=launcher)
+        )
+
+
 def apply(ranks: Ranks, environ: MutableMapping[str, str]) -> None:
     """Set what the process group reads: RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT; threads, PATH."""
     if ranks.launcher == "single" and environ.get("WORLD_SIZE", "") not in ("", "0", "1"):

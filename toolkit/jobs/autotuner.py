@@ -15,7 +15,7 @@ from typing import Any
 from deepspeed.autotuning import Autotuner
 from deepspeed.autotuning.scheduler import ResourceManager
 
-from toolkit.cli.autotune import Search
+from toolkit.jobs.autotune import AutotuneSearch
 
 _MICRO = "train_micro_batch_size_per_gpu"
 
@@ -23,7 +23,7 @@ _MICRO = "train_micro_batch_size_per_gpu"
 class _Runs(ResourceManager):
     """Runs experiments one after another, and gives the autotuner what we measured."""
 
-    def __init__(self, search: Search, results: str, experiments: str) -> None:
+    def __init__(self, search: AutotuneSearch, results: str, experiments: str) -> None:
         super().__init__(Namespace(), ["localhost"], 1, results, experiments, None)
         self.search = search
 
@@ -43,7 +43,7 @@ class _Runs(ResourceManager):
 class _Tuner(Autotuner):
     """Tries at each stage what can be tried there."""
 
-    def __init__(self, search: Search, folder: Path) -> None:
+    def __init__(self, search: AutotuneSearch, folder: Path) -> None:
         self.search, self.folder = search, folder
         super().__init__(Namespace(user_args=[], num_nodes=1, num_gpus=1, hostfile=""), {"localhost": [0]})
 
@@ -83,10 +83,6 @@ class _Tuner(Autotuner):
         return super().tune_space(tuning_space, 0, prev_best_mbs, prev_best_metric_val)
 
 
-def tune(search: Search) -> None:
-    """Run the search; what it comes to is in `search.jobs`.
-
-    Raises:
-        Stopped: somebody asked for that.
-    """
+def tune(search: AutotuneSearch) -> None:
+    """Run the search; its results are in `search.jobs`. Raises Stopped if a signal asked for that."""
     _Tuner(search, search.sweep.folder / ".autotuning").tune()

@@ -1,16 +1,15 @@
 """A sweep whose combinations Optuna chooses, each by what the ones before it came to; kept in the sweep's folder."""
 
+import math
 from typing import Any
 
 from toolkit.arguments import positive_int
-from toolkit.cli import sweep as sweeping
-from toolkit.cli.sweep import Plan
-from toolkit.cli.sweep_results import is_less_better, read_result
 from toolkit.config.schema import EVAL_LOSS, RunConfig
 from toolkit.config.sweep import Axis, written
 from toolkit.errors import ConfigError
+from toolkit.jobs import sweep as sweeping
+from toolkit.jobs.sweep import DONE, FAILED, STOPPED, SweepDir, SweepJob, SweepPlan
 from toolkit.launch.processes import SignalRequests
-from toolkit.launch.sweeps import DONE, FAILED, STOPPED, Job, Sweep, opened
 from toolkit.messages import did_you_mean, joined, say, tr
 from toolkit.problems import Problems
 from toolkit.secrets import hide
@@ -20,21 +19,16 @@ STUDY = "optuna.log"
 _BEGAN = "began with"
 
 
-def search(plan: Plan, words: list[str], problems: Problems) -> int:
+def run_trials(plan: SweepPlan, words: list[str], problems: Problems) -> int:
     """Run trials until there are as many as asked for.
 
     Args:
-        plan: the command line.
-        words: as they were typed.
-        problems: what is wrong with them already.
+        plan: the command line, parsed.
+        words: the command line, as it was typed.
+        problems: what is wrong with it so far.
 
     Returns:
-        The exit code: 0 if there are, and one of them at least has finished.
-
-    Raises:
-        ConfigError: Optuna is not installed, something is wrong with the command line, or the search that is there
-            was begun by another one.
-        Stopped: a signal ended the search.
+        The exit code: 0 if all trials have ended, and one of them at least has finished.
     """
     most = problems.attempt(positive_int, plan.own, "trials") or 1
     try:
@@ -44,15 +38,15 @@ def search(plan: Plan, words: list[str], problems: Problems) -> int:
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     first = _check_ends(plan, problems)
     metric = _metric(plan, first)
-    with opened(sweeping.folder_of(plan, first), sweeping.typed(words)) as sweep:
-        study = _opened_study(plan, sweep, metric, first)
+    with sweeping.open_sweep(sweeping.sweep_dir(plan, first), sweeping.typed_command(words)) as sweep:
+        study = _open_study(plan, sweep, metric, first)
         sweep.save()
         say(tr("{number} trials, in {folder}.", number=most, folder=sweep.folder))
         requests = SignalRequests()
         while not requests.last and (trial := _next(plan, study, most)) is not None:
             number, special = trial
             try:
-                job = sweep.add(sweeping.new_job(special, plan.composed(special), number))
+                job = sweep.add(sweeping.new_job(special, plan.compose(special), number))
             except ConfigError as error:
                 say(f"[{number + 1}/{most}] " + tr("left out: {reason}", reason=error))
                 _leave_out(study, sweep, special, number)
@@ -67,18 +61,12 @@ def search(plan: Plan, words: list[str], problems: Problems) -> int:
         is_found = _say_best(study, sweep, metric)
         sweeping.check_stopped(sweep, requests)
         is_stopped = any(job.state == STOPPED for job in sweep.jobs)
-        if is_stopped:
-            say(tr("What is not done is tried again by the same command:  {command}", command=sweep.command))
-        sweeping.name_report(sweep)
+        sweeping.end(sweep, is_done=not is_stopped)
         return 0 if is_found and not is_stopped else 1
 
 
-def _opened_study(plan: Plan, sweep: Sweep, metric: str, first: RunConfig) -> Any:
-    """Return the study in a sweep's folder, or begin it; its trials mean something to the same search only.
-
-    Raises:
-        ConfigError: it has another metric or other axes, or the config beside them has changed.
-    """
+def _open_study(plan: SweepPlan, sweep: SweepDir, metric: str, first: RunConfig) -> Any:
+    """Return the study in a sweep's directory, or begin it; one of another metric, axes or config is an error."""
     import optuna
     from optuna.storages.journal import JournalFileBackend
 
@@ -87,7 +75,7 @@ def _opened_study(plan: Plan, sweep: Sweep, metric: str, first: RunConfig) -> An
         # The seed says where a search begins; what comes back decides how it goes on.
         sampler=optuna.samplers.TPESampler(seed=first.run.seed + len(sweep.jobs)),
         study_name="sweep",
-        direction="minimize" if is_less_better(metric) else "maximize",
+        direction="minimize" if sweeping.lower_is_better(metric) else "maximize",
         load_if_exists=True,
     )
     words = [hide(word) for word in sorted(map(str, plan.axes))]
@@ -116,7 +104,7 @@ def _opened_study(plan: Plan, sweep: Sweep, metric: str, first: RunConfig) -> An
     return study
 
 
-def _check_ends(plan: Plan, problems: Problems) -> RunConfig:
+def _check_ends(plan: SweepPlan, problems: Problems) -> RunConfig:
     """Compose and check the ends of every axis, the others at their first values; return the first config."""
     ends = [axis.ends() for axis in plan.axes]
     first = [f"{axis.key}={low}" for axis, (low, _) in zip(plan.axes, ends, strict=True)]
@@ -124,32 +112,24 @@ def _check_ends(plan: Plan, problems: Problems) -> RunConfig:
         [*first[:place], f"{axis.key}={high}", *first[place + 1 :]]
         for place, (axis, (_, high)) in enumerate(zip(plan.axes, ends, strict=True))
     ]
-    found = plan.composed_all([first, *others], problems)
+    found = plan.compose_all([first, *others], problems)
     problems.raise_all()
     return found[0]
 
 
-def _metric(plan: Plan, cfg: RunConfig) -> str:
-    """Return the name in metrics.jsonl that decides.
-
-    Raises:
-        ConfigError: none is given, or no run of this sweep writes it.
-    """
+def _metric(plan: SweepPlan, cfg: RunConfig) -> str:
+    """Return the name in metrics.jsonl that decides; an error if no run of this sweep writes it."""
     known = ["loss"]
     if cfg.data.validation or cfg.data.validation_fraction:
         known += [EVAL_LOSS, "eval_perplexity", *(f"eval_{metric.value}" for metric in cfg.evaluate.metrics)]
     metric = plan.own.get("metric", "")
     if metric not in known:
-        raise ConfigError(
-            joined(
-                tr("metric = {metric} is none of {known}.", metric=metric or '""', known=", ".join(known)),
-                did_you_mean(metric, known),
-            )
-        )
+        text = tr("metric = {metric} is none of {known}.", metric=metric or '""', known=", ".join(known))
+        raise ConfigError(joined(text, did_you_mean(metric, known)))
     return metric
 
 
-def _next(plan: Plan, study: Any, most: int) -> tuple[int, list[str]] | None:
+def _next(plan: SweepPlan, study: Any, most: int) -> tuple[int, list[str]] | None:
     """Return number and overrides of the trial that is open still, else of a new one; None after the last."""
     import optuna
 
@@ -179,29 +159,29 @@ def _distribution(axis: Axis) -> Any:
     return distributions.FloatDistribution(axis.low, axis.high, log=axis.is_log)
 
 
-def _tell(study: Any, sweep: Sweep, job: Job, metric: str) -> None:
+def _tell(study: Any, sweep: SweepDir, job: SweepJob, metric: str) -> None:
     """Tell Optuna what a run came to."""
     import optuna
 
-    value = read_result(sweep.run_folder(job), metric).best
-    if job.state == DONE and value == value:  # not NaN
+    value = sweeping.read_result(sweep.run_dir(job), metric).best
+    if job.state == DONE and not math.isnan(value):
         study.tell(job.trial, value)
     else:
         study.tell(job.trial, state=optuna.trial.TrialState.FAIL)
 
 
-def _leave_out(study: Any, sweep: Sweep, special: list[str], number: int) -> None:
+def _leave_out(study: Any, sweep: SweepDir, special: list[str], number: int) -> None:
     """Note that the combination of a trial is refused: it failed, and nothing was started."""
     import optuna
 
-    job = Job(name=f"trial-{number:03}", words=[hide(word) for word in special], trial=number)
+    job = SweepJob(name=f"trial-{number:03}", words=[hide(word) for word in special], trial=number)
     job.state, job.exit_code = FAILED, ConfigError.exit_code
     sweep.jobs = [*(other for other in sweep.jobs if other.name != job.name), job]
     sweep.save()
     study.tell(number, state=optuna.trial.TrialState.FAIL)
 
 
-def _say_best(study: Any, sweep: Sweep, metric: str) -> bool:
+def _say_best(study: Any, sweep: SweepDir, metric: str) -> bool:
     """Say which trial was the best; return whether there is one."""
     import optuna
 

@@ -1,0 +1,230 @@
+"""Searches for the ZeRO stage and micro-batch that train fastest; its experiments are the runs of a sweep."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from toolkit.arguments import check_parsed, parse
+from toolkit.config.mesh import micro_sizes, model_ranks
+from toolkit.config.schema import Device, RunConfig
+from toolkit.errors import ConfigError, LaunchError, Stopped
+from toolkit.jobs import sweep as sweeping
+from toolkit.jobs.sweep import DONE, SweepDir, SweepJob, SweepPlan
+from toolkit.launch import deepspeed, hostfile
+from toolkit.launch.processes import SignalRequests
+from toolkit.messages import say, tr
+from toolkit.plan.machine import Machine, this_machine
+from toolkit.plan.memory import plan_rank
+from toolkit.plan.outline import outline_of
+from toolkit.plan.parameters import Outline
+from toolkit.problems import Problems
+
+_OWN = ("stages", "micro", "sweep")
+_STAGES = (0, 1, 2, 3)
+_MOST = 16
+"""Of the micro-batches that are tried unasked."""
+_BRIEF = (
+    "train.max_steps=8",
+    "train.log_every=1",
+    "train.rehearse=false",
+    "schedule=constant",
+    "schedule.warmup_steps=0",
+    "schedule.warmup_ratio=0",
+    "checkpoint.every=0",
+    "checkpoint.at_end=false",
+    "checkpoint.export=false",
+    "evaluate.at_start=false",
+    "evaluate.every=0",
+    "report.enabled=false",
+    "track=jsonl",
+    "run.max_restarts=0",
+)
+"""An experiment trains, and is evaluated once at its end, as all runs with validation data are."""
+
+
+@dataclass(kw_only=True, slots=True)
+class AutotuneSearch:
+    """What is searched, and what was tried."""
+
+    plan: SweepPlan
+    """How experiments are launched."""
+    sweep: SweepDir
+    """Where they are."""
+    groups: dict[int, str]
+    """ZeRO stage -> its config group."""
+    configs: dict[tuple[int, int], RunConfig]
+    """Stage and micro-batch -> the config of what is tried."""
+    rows: int
+    """Of a rank in one optimizer step."""
+    requests: SignalRequests = field(default_factory=SignalRequests)
+    jobs: list[SweepJob] = field(default_factory=list)
+    """What was tried."""
+
+    def micro_batches(self, stage: int) -> list[int]:
+        """Return those to try at a stage."""
+        return [micro for one, micro in self.configs if one == stage]
+
+    def tokens_per_s(self, stage: int, micro: int) -> float:
+        """Train a few steps, unless that was done before; return the speed of all ranks, 0 if that failed.
+
+        Raises:
+            Stopped: if a signal asked for that.
+        """
+        words = _words(self.groups[stage], micro)
+        job = self.sweep.add(sweeping.new_job(words, self.configs[stage, micro]))
+        self.jobs.append(job)
+        if job.state != DONE:
+            say(f"[{len(self.jobs)}/{len(self.configs)}] {' '.join(words)}")
+            sweeping.launch(self.plan, self.sweep, job, words, self.requests)
+            sweeping.check_stopped(self.sweep, self.requests)
+        return self.measured(job)
+
+    def measured(self, job: SweepJob) -> float:
+        """Return the tokens per second of a job, 0 if it is not done."""
+        return sweeping.read_result(self.sweep.run_dir(job)).tokens_per_s if job.state == DONE else 0.0
+
+    def show_best(self) -> int:
+        """Print what was measured, and the overrides of the fastest; return the exit code."""
+        sweeping.show(self.sweep, self.jobs)
+        best = max(self.jobs, key=self.measured, default=None)
+        if best is None or not self.measured(best):
+            say(tr("None of them ran."))
+            return 1
+        say(tr("The fastest: {words}", words=" ".join(best.words)))
+        return 0
+
+
+@contextmanager
+def open_search(words: list[str]) -> Iterator[AutotuneSearch]:
+    """Parse and check a command line, and open the sweep of its experiments; everything wrong is reported at once."""
+    launcher, options, rest = deepspeed.typed_options(words)
+    problems = Problems()
+    hosts = problems.attempt(_hosts, options) or {}
+    world_size = sum(map(len, hosts.values()))
+    arguments = parse(rest, names=_OWN, problems=problems)
+    cfg, given = arguments.loaded.cfg, arguments.values
+    recipe = [word for word in rest if word.partition("=")[0] not in _OWN]
+    groups = problems.attempt(_groups, cfg) or {}
+    stages = problems.attempt(_numbers, given, "stages", list(groups), list(groups)) if groups else None
+    problems.apply((_unsuitable,), recipe, cfg)
+    smallest = replace(cfg, batch=replace(cfg.batch, micro_per_gpu=1))
+    check_parsed(replace(arguments.loaded, cfg=smallest), world_size or None, problems)
+    sizes = problems.attempt(micro_sizes, cfg, world_size) or [] if hosts else []
+    powers = [rows for rows in sizes if rows <= _MOST and rows.bit_count() == 1]
+    micro = problems.attempt(_numbers, given, "micro", powers, sizes) if sizes else None
+    problems.raise_all()
+    assert stages is not None and micro is not None
+    own = {
+        "sweep": given.get("sweep")
+        or f"autotune-{Path(cfg.recipe).stem}-{sweeping.digest(sorted([*launcher, *recipe]))}"
+    }
+    plan = SweepPlan(launcher=launcher, options=options, fixed=[*recipe, *_BRIEF], axes=[], own=own)
+    configs = _configs(plan, {stage: groups[stage] for stage in stages}, micro, world_size, _machine(hosts))
+    if not configs:
+        raise ConfigError(tr("nothing is left to try."))
+    with sweeping.open_sweep(sweeping.sweep_dir(plan, cfg), sweeping.typed_command(words, "autotune")) as sweep:
+        search = AutotuneSearch(plan=plan, sweep=sweep, groups=groups, configs=configs, rows=max(sizes))
+        say(tr("At most {number} experiments, in {folder}.", number=len(configs), folder=sweep.folder))
+        try:
+            yield search
+        except Stopped:
+            sweeping.show(sweep, search.jobs)
+            raise
+
+
+def _words(group: str, micro: int) -> list[str]:
+    return [f"zero={group}", f"batch.micro_per_gpu={micro}"]
+
+
+def _hosts(options: dict[str, str]) -> hostfile.Resources:
+    """Return which GPUs take part."""
+    if path := deepspeed.hostfile_of(options):
+        return hostfile.select_gpus(hostfile.read_hostfile(Path(path)), options)
+    if number := options.get("--num_gpus", ""):
+        if not number.isdecimal() or not int(number):
+            raise LaunchError(tr("--num_gpus {value} is not a number from 1.", value=number))
+        return {"localhost": list(range(int(number)))}
+    from deepspeed.accelerator import get_accelerator
+
+    return hostfile.select_gpus({"localhost": get_accelerator().device_count()}, options)
+
+
+def _machine(hosts: hostfile.Resources) -> Machine | None:
+    """Return the machine whose memory decides; None where that is not this one, or where nobody knows its GPUs."""
+    return this_machine(len(hosts)) if any(hostfile.is_here(host) for host in hosts) else None
+
+
+def _groups(cfg: RunConfig) -> dict[int, str]:
+    """Return the config group of each stage that offloads what the recipe offloads; an error if there are none."""
+    zero = cfg.zero
+    where = (zero.offload_optimizer.device, zero.offload_param.device)
+    is_special = zero.zenflow.enabled or zero.offload_optimizer.super_offload or zero.zero_hpz_partition_size > 1
+    if is_special or Device.nvme in where or zero.zero_quantized_weights or zero.zero_quantized_gradients:
+        raise ConfigError(
+            tr(
+                "autotune knows plain ZeRO stages and those with optimizer states on the host. Measure this recipe's "
+                "with `toolkit sweep` (docs/zero.md)."
+            )
+        )
+    if zero.offload_optimizer.device is Device.cpu:
+        return {2: "stage2_offload", 3: "stage3_offload"}
+    return {stage: f"stage{stage}" for stage in _STAGES}
+
+
+def _unsuitable(recipe: Sequence[str], cfg: RunConfig) -> Iterator[ConfigError]:
+    """Yield what an experiment cannot be made of."""
+    for word in recipe:
+        if word.lstrip("+").partition("=")[0] in ("zero", "zero.stage", "batch.micro_per_gpu"):
+            yield ConfigError(
+                tr("{word}: that is what autotune seeks. stages= and micro= say among what; take it out.", word=word)
+            )
+    if cfg.deepspeed_json or cfg.plan.auto:
+        key = "deepspeed_json" if cfg.deepspeed_json else "plan.auto"
+        yield ConfigError(tr("{key} chooses the ZeRO stage itself. Take it out, or do without autotune.", key=key))
+    if model_ranks(cfg) > 1:
+        yield ConfigError(
+            tr("autotune was not tried with model parallelism. Use `toolkit sweep` (docs/zero.md), or parallel=data.")
+        )
+
+
+def _configs(
+    plan: SweepPlan, groups: dict[int, str], micro: Sequence[int], world_size: int, machine: Machine | None
+) -> dict[tuple[int, int], RunConfig]:
+    """Return what can be tried, and say of the rest why it cannot."""
+    found: dict[tuple[int, int], RunConfig] = {}
+    outline: Outline | None = None
+    for stage, group in groups.items():
+        for rows in micro:
+            words = _words(group, rows)
+            try:
+                cfg = plan.compose(words)
+            except ConfigError as error:
+                say(tr("left out: {reason}", reason=error))
+                continue
+            if machine is not None:
+                outline = outline or outline_of(cfg, say)  # the same at every stage
+                memory = plan_rank(outline, cfg, world_size)
+                if (needed := memory.peak(memory.worst)) > machine.usable_bytes:
+                    reason = tr(
+                        "by plan a rank needs {needed} GiB of {there} GiB",
+                        needed=f"{needed / 2**30:.1f}",
+                        there=f"{machine.usable_bytes / 2**30:.1f}",
+                    )
+                    say(f"{' '.join(words)}  " + tr("left out: {reason}", reason=reason))
+                    continue
+            found[stage, rows] = cfg
+    return found
+
+
+def _numbers(given: dict[str, str], name: str, default: Sequence[int], known: Sequence[int]) -> list[int]:
+    """Return a list of numbers that was given, each of them known."""
+    if name not in given:
+        return list(default)
+    words = given[name].split(",")
+    wrong = [word for word in words if not word.isdecimal() or int(word) not in known]
+    if wrong:
+        raise ConfigError(
+            tr("{name}: {word} is none of {known}.", name=name, word=wrong[0], known=", ".join(map(str, known)))
+        )
+    return sorted({int(word) for word in words})

@@ -1,0 +1,225 @@
+"""Starts DeepSpeed's launcher, supervises its ranks, and starts a run that crashed again."""
+
+import os
+import shlex
+import signal
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from toolkit.config.schema import RunConfig
+from toolkit.doctor.examine import Examination, plan_examination
+from toolkit.doctor.findings import ERROR, WARNING
+from toolkit.errors import CheckpointError, Diverged, LaunchError, Stopped, ToolkitError
+from toolkit.launch import deepspeed, env_vars, hostfile, mpi, processes, rank_status
+from toolkit.messages import say, tr
+from toolkit.train import run_folder, starts
+
+SCRIPT = Path(__file__).parents[2] / "run.py"
+"""There in a checkout, not in an installed package."""
+HANG = 124
+MISTAKE, DIVERGED, IO, STOPPED = (kind.exit_code for kind in (ToolkitError, Diverged, CheckpointError, Stopped))
+_KILLED = 128
+"""Launchers add it to the number of the signal that killed a rank."""
+
+
+def launch(typed: Sequence[str], options: Mapping[str, str], words: Sequence[str], cfg: RunConfig) -> int:
+    """Launch a run, and again after a crash up to `run.max_restarts` times; return its exit code.
+
+    Args:
+        typed: arguments of `deepspeed`, as they were typed.
+        options: its options by name.
+        words: recipe and overrides.
+        cfg: what they mean.
+    """
+    folder, hosts = run_folder.make_parent(cfg), _machines(options, words, cfg)
+    command, environ = _command(typed, options, words, hosts, cfg)
+    say(tr("Starts:  {command}", command=shlex.join(["deepspeed", *command[3:]])))
+    requests, most, timeout_s = processes.SignalRequests(), cfg.run.max_restarts, float(cfg.distributed.timeout_s)
+    restart, died = 0, 0.0
+    while True:
+        attempt = Attempt(folder, environ, restart, most, died)
+        try:
+            child = processes.run_launcher(command, attempt.environ, words, requests, attempt.look, timeout_s)
+            status = attempt.final_status(timeout_s if requests.last and len(hosts) > 1 else 0.0)
+        finally:
+            attempt.path.unlink(missing_ok=True)
+        code = exit_code_of_run(status, child, asked=bool(requests.last))
+        restart += 1
+        if not should_restart(code, status, asked=bool(requests.last)) or restart > most:
+            if len(hosts) > 1:
+                _say_first_error(status)
+            return code
+        died = status.get("died", time.time())
+        _say_restart(Path(status["folder"]), code, restart, most)
+
+
+def exit_code_of_run(status: Mapping[str, Any], child: int, asked: bool) -> int:
+    """Return the exit code of a run.
+
+    Args:
+        status: what the ranks reported.
+        child: exit code of their launcher; negative if a signal killed it.
+        asked: whether this process was asked to stop, and has passed that on.
+    """
+    if "folder" in status and (Path(status["folder"]) / "DONE").exists():
+        return 0
+    code = status.get("code")
+    if asked and (code == 130 or (code is None and "folder" not in status)):
+        return STOPPED  # before the ranks could report it
+    if code == STOPPED and not asked:
+        # Ranks are stopped as well when one of them was killed, or their launcher was: nobody asked for that.
+        is_stop = 0 < child <= _KILLED or child in (-signal.SIGINT, -signal.SIGTERM)
+        return STOPPED if is_stop else 1
+    if code is None and child == MISTAKE:
+        return MISTAKE  # options that the launcher does not know
+    return code if code in (MISTAKE, DIVERGED, IO, STOPPED, HANG) else 1
+
+
+def should_restart(code: int, status: Mapping[str, Any], asked: bool) -> bool:
+    """Whether a run that ended like this may resume by itself: after a crash, a kill, a hang, a lost launcher.
+
+    Not after a disk error (74): the next checkpoint would fail too, and the steps up to it be lost again. Not when it
+    ended before it had a run directory: there is nothing to resume.
+    """
+    return code in (1, HANG) and "folder" in status and not asked
+
+
+def program() -> list[str]:
+    """Return the words by which the launcher starts us: run.py of the checkout, or the installed package's command."""
+    if SCRIPT.is_file():
+        return [str(SCRIPT)]
+    # The launcher would put --local_rank between `toolkit` and `train`; the variable says the same.
+    return ["--module", "--no_local_rank", "toolkit", "train"]
+
+
+def _machines(options: Mapping[str, str], words: Sequence[str], cfg: RunConfig) -> hostfile.Resources:
+    """Check the nodes of a hostfile, print which rank runs where, and return them; {} without one."""
+    path = deepspeed.hostfile_of(options)
+    if path is None:
+        deepspeed.check_binding({}, options)
+        return {}
+    hosts = hostfile.select_gpus(hostfile.read_hostfile(Path(path)), options)
+    hostfile.check_visible_devices(hosts)
+    deepspeed.check_machines(hosts, options, hostfile.is_here)
+    deepspeed.check_backend_program(hosts, options)
+    deepspeed.check_binding(hosts, options)
+    if deepspeed.logs_in(hosts, options) and "--no_ssh_check" not in options:
+        _examine(plan_examination(options, words, cfg, hosts))
+    rows = hostfile.rank_table(hosts)
+    widths = [max(len(row[column]) for row in rows) for column in range(3)]
+    for row in rows:
+        host, gpus, ranks = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
+        say(tr("{host}  GPUs {gpus}  ranks {ranks}", host=host, gpus=gpus, ranks=ranks).rstrip())
+    if len({len(gpus) for gpus in hosts.values()}) > 1:
+        say(tr("Note: the machines take part with different numbers of GPUs."))
+    for file, names in env_vars.variables_of_files(Path.cwd()).items() if len(hosts) > 1 else ():
+        say(tr("{file} sets on all machines: {names}", file=file, names=", ".join(names)))
+    return hosts
+
+
+def _examine(machines: Examination) -> None:
+    """Ask all nodes about themselves, and print what may hurt the run; an error is what would break it."""
+    machines.run(quick=True)
+    if wrong := machines.lines(ERROR):
+        raise LaunchError(
+            tr(
+                "this would break the run:\n{lines}\n`toolkit doctor` looks closer; --no_ssh_check launches all the "
+                "same.",
+                lines="\n".join(wrong),
+            )
+        )
+    for line in machines.lines(WARNING):
+        say(tr("Note: {line}", line=line.strip()))
+
+
+def _command(
+    typed: Sequence[str], options: Mapping[str, str], words: Sequence[str], hosts: hostfile.Resources, cfg: RunConfig
+) -> tuple[list[str], dict[str, str]]:
+    """Return the launcher's command and its environment; print which variables of `launch.env` the ranks get."""
+    backend, env = deepspeed.backend(hosts, options), cfg.launch.env
+    if "--launcher" in options and not backend:
+        say(
+            tr(
+                "Note: --launcher {launcher} has no effect on this machine alone: DeepSpeed's own launcher starts the "
+                "ranks. With a hostfile, --force_multi uses it here too.",
+                launcher=options["--launcher"],
+            )
+        )
+    names = cfg.launch.forwarded
+    files = env_vars.variables_of_files(Path.cwd()) if backend and names else {}
+    here = [name for name in names if os.environ.get(name)]
+    env_vars.mask_values([os.environ[name] for name in here])
+    if missing := sorted(set(names).difference(here, *files.values())):
+        raise env_vars.without_value(missing)
+    if env:
+        say(tr("Variables of the ranks: {names}", names=", ".join(env)))
+    environ, exported = env_vars.for_launcher(here, backend, os.environ) if backend else (dict(os.environ), [])
+    # Unless asked, the launcher shall not write whole command lines, with what is in them, into logs.
+    quiet = [] if {"--log_level", "-q", "--quiet"} & set(options) else ["--log_level", "critical"]
+    command = [sys.executable, "-m", "deepspeed.launcher.runner", *quiet]
+    command += [*deepspeed.options_without_ssh(hosts, options), *typed]
+    command += mpi.launcher_args(hosts, options, exported) if backend == "openmpi" else []
+    return [*command, *program(), *deepspeed.quoted_words(hosts, options, words)], environ
+
+
+class Attempt:
+    """One start of the ranks."""
+
+    def __init__(self, folder: Path, environ: Mapping[str, str], restart: int, most: int, died: float) -> None:
+        self.path = rank_status.create_status_file(folder, restart)
+        self.environ = {**environ, **deepspeed.ssh_variables(environ), **rank_status.status_variables(self.path)}
+        self.restart, self.most, self.died = restart, most, died
+
+    def final_status(self, patience_s: float) -> dict[str, Any]:
+        """Return what the ranks have reported when their launcher has ended.
+
+        Args:
+            patience_s: how long ranks of other nodes, which may still be saving, are given to report their code.
+        """
+        until = time.monotonic() + patience_s
+        while "folder" in (status := rank_status.read_status(self.environ)) and "code" not in status:
+            if time.monotonic() >= until:
+                break
+            time.sleep(0.5)
+        return status
+
+    def look(self) -> None:
+        """Print once how long it took until a restarted run has done a new step."""
+        if self.died and (step := rank_status.read_status(self.environ).get("first_step")):
+            say(
+                tr(
+                    "Restart {restart} of {most}: {seconds} s from the death to the first new step (step {step}).",
+                    restart=self.restart,
+                    most=self.most,
+                    seconds=f"{time.time() - self.died:.1f}",
+                    step=step,
+                )
+            )
+            self.died = 0.0
+
+
+def _say_first_error(status: Mapping[str, Any]) -> None:
+    """Repeat the error of the rank that failed first: what other nodes print comes in any order."""
+    marker = Path(status.get("folder", "")) / "FAILED"
+    if "folder" in status and marker.is_file():
+        say(tr("The first error:  {text}", text=marker.read_text(encoding="utf-8", errors="replace").strip()))
+
+
+def _say_restart(folder: Path, code: int, restart: int, most: int) -> None:
+    """Print that a run is restarted, or raise if it would fail in the same place for ever."""
+    step = starts.newest_step(folder)
+    starts.check(folder, step)
+    say(
+        tr(
+            "The run died at step {step} (exit code {code}). Restart {restart} of {most}, from the checkpoint of step "
+            "{saved}.",
+            step=starts.reached(folder),
+            code=code,
+            restart=restart,
+            most=most,
+            saved=step,
+        )
+    )

@@ -1,0 +1,466 @@
+"""A sweep: runs of one recipe with other overrides, launched one after another; sweep.json lets the command resume."""
+
+import hashlib
+import json
+import math
+import os
+import re
+import shlex
+import signal
+import statistics
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import IO
+
+from toolkit import children
+from toolkit.arguments import parse_checked, positive_int
+from toolkit.config import sweep as grammar
+from toolkit.config.load import to_dict, to_yaml
+from toolkit.config.schema import EVAL_LOSS, RunConfig
+from toolkit.disk import try_lock
+from toolkit.errors import ConfigError, DataError, Diverged, LaunchError, Stopped
+from toolkit.launch import deepspeed
+from toolkit.launch.processes import SignalRequests
+from toolkit.messages import say, tr
+from toolkit.problems import Problems
+from toolkit.report.history import json_lines
+from toolkit.report.page import runs_of
+from toolkit.secrets import MASK, hide, hide_all
+from toolkit.terminal import text_table
+
+FILE = "sweep.json"
+LAUNCH = [sys.executable, "-m", "toolkit", "launch"]
+"""What starts one run."""
+MOST_JOBS = 64
+WAITING, RUNNING, DONE, FAILED, DIVERGED, STOPPED = "waiting", "running", "done", "failed", "diverged", "stopped"
+_OWN = ("sweep", "max_jobs", "trials", "metric")
+_POLL_S = 0.1
+_LONGEST_NAME, _LONGEST_VALUE = 60, 20
+_LOWER_IS_BETTER = ("loss", "perplexity")
+
+
+@dataclass(kw_only=True, slots=True)
+class SweepJob:
+    """One run of a sweep, as sweep.json has it."""
+
+    name: str
+    """Its run.name."""
+    words: list[str]
+    """Its own overrides, without secrets."""
+    config: str = ""
+    """Digest of its composed config, without name and place."""
+    state: str = WAITING
+    exit_code: int | None = None
+    """Of its last launch."""
+    started: str = ""
+    ended: str = ""
+    trial: int | None = None
+    """Number of the trial of a search."""
+
+
+@dataclass(kw_only=True, slots=True)
+class SweepDir:
+    """A sweep on disk: sweep.json and the run directories."""
+
+    folder: Path
+    command: str
+    """What was typed, without secrets."""
+    jobs: list[SweepJob] = field(default_factory=list)
+    """In the order in which they run."""
+
+    def save(self) -> None:
+        """Write sweep.json atomically."""
+        values = {"command": self.command, "jobs": [asdict(job) for job in self.jobs]}
+        temporary = self.folder / f".{FILE}.tmp"
+        try:
+            with open(temporary, "w", encoding="utf-8") as file:
+                file.write(json.dumps(hide_all(values), indent=1, ensure_ascii=False) + "\n")
+                file.flush()
+                os.fsync(file.fileno())
+            temporary.replace(self.folder / FILE)
+        except OSError as error:
+            reason = error.strerror or error
+            raise LaunchError(tr("cannot write {file}: {reason}.", file=self.folder / FILE, reason=reason)) from error
+
+    def add(self, job: SweepJob) -> SweepJob:
+        """Add a job, or return the one of this name that is there already; an error if that has other settings."""
+        known = next((other for other in self.jobs if other.name == job.name), None)
+        if known is None:
+            self.jobs.append(job)
+            return job
+        if known.config != job.config:
+            raise LaunchError(
+                tr(
+                    "{folder}: the run {name} of this sweep began with other settings (the recipe or an override has "
+                    "changed since). Choose another sweep=NAME.",
+                    folder=self.folder,
+                    name=job.name,
+                )
+            )
+        return known
+
+    def run_dir(self, job: SweepJob) -> Path:
+        """Return where a job's run is."""
+        return self.folder / job.name
+
+
+@dataclass(kw_only=True, slots=True)
+class SweepPlan:
+    """A command line, parsed."""
+
+    launcher: list[str]
+    """Arguments of the launcher."""
+    options: Mapping[str, str]
+    """The launcher's options by name."""
+    fixed: list[str]
+    """Overrides that all jobs share, and --config-dir."""
+    axes: list[grammar.Axis]
+    """Overrides with several values."""
+    own: dict[str, str]
+    """The sweep's own arguments."""
+
+    def words(self, job: Sequence[str]) -> list[str]:
+        """Return all overrides of a job."""
+        return [*self.fixed, *job]
+
+    def compose(self, job: Sequence[str]) -> RunConfig:
+        """Compose and check a job; the ConfigError names it."""
+        problems = Problems()
+        configs = self.compose_all([job], problems)
+        problems.raise_all()
+        return configs[0]
+
+    def compose_all(self, jobs: Sequence[Sequence[str]], problems: Problems) -> list[RunConfig]:
+        """Compose and check jobs; `problems` receives the errors, each of them once, with the first job's name."""
+        configs, wrong = [], dict[str, list[str]]()
+        for job in jobs:
+            name = hide(" ".join(job))
+            try:
+                configs.append(self._compose(job))
+            except ConfigError as error:
+                for one in error.parts or (error,):
+                    wrong.setdefault(str(one), []).append(name)
+        for sentence, names in wrong.items():
+            of_all = len(names) == len(jobs) > 1 or not names[0]
+            problems.add(ConfigError(sentence if of_all else f"{names[0]}: {sentence}"))
+        return configs
+
+    def _compose(self, job: Sequence[str]) -> RunConfig:
+        problems = Problems()
+        given = {"world_size": text} if (text := self.options.get("--num_gpus")) else {}
+        world_size = problems.attempt(positive_int, given, "world_size")
+        words, here = [*self.words(job), "run.name=run"], deepspeed.hostfile_of(self.options) is None
+        cfg = parse_checked(words, world_size=world_size, files=here, problems=problems).loaded.cfg
+        problems.raise_all()
+        to_dict(cfg)  # learns the secrets in it
+        return cfg
+
+
+def parse_sweep(words: Sequence[str], problems: Problems) -> SweepPlan:
+    """Sort the words into launcher options, the sweep's own and overrides; `problems` receives what is wrong."""
+    launcher, options, rest = deepspeed.typed_options(words)
+    own = {name: value for name, equals, value in (word.partition("=") for word in rest) if equals and name in _OWN}
+    overrides, others, config_dir = [], [], ""
+    iterator = iter(word for word in rest if word.partition("=")[0] not in _OWN)
+    for word in iterator:
+        name, equals, value = word.partition("=")
+        if name in ("--config-dir", "-cd"):
+            config_dir = value if equals else next(iterator, "")
+            others += ["--config-dir", config_dir]
+        else:
+            overrides.append(word)
+    fixed, axes = grammar.read(overrides, config_dir)
+    for word in [*fixed, *(f"{axis.key}=" for axis in axes)]:
+        if word.lstrip("+").startswith("run.name="):
+            problems.add(ConfigError(tr("the sweep names its runs itself; sweep=NAME names the sweep.")))
+    if any(axis.key.lstrip("+") == "run.dir" for axis in axes):
+        problems.add(ConfigError(tr("run.dir is one folder for the whole sweep.")))
+    if not axes:
+        problems.add(
+            ConfigError(
+                tr(
+                    "nothing is swept: give a key several values, such as optim.lr=1e-5,2e-5, or run it once with "
+                    "`toolkit launch`."
+                )
+            )
+        )
+    return SweepPlan(launcher=launcher, options=options, fixed=[*others, *fixed], axes=axes, own=own)
+
+
+def run_grid(plan: SweepPlan, words: Sequence[str], problems: Problems) -> int:
+    """Run every combination that is not done; return the exit code: 0 if all are.
+
+    Args:
+        plan: the command line, parsed.
+        words: the command line, as it was typed.
+        problems: what is wrong with it so far.
+    """
+    if "metric" in plan.own:
+        problems.add(ConfigError(tr("metric= has no effect without trials=N.")))
+    combinations = problems.attempt(grammar.grid, plan.axes) or []
+    most = problems.attempt(positive_int, plan.own, "max_jobs") or MOST_JOBS
+    if (number := len(combinations)) > most:
+        problems.add(ConfigError(tr("these are {number} runs. Add max_jobs={number} if that is meant.", number=number)))
+    configs = plan.compose_all(combinations[:most], problems)
+    problems.raise_all()
+    with open_sweep(sweep_dir(plan, configs[0]), typed_command(words)) as sweep:
+        jobs = [sweep.add(new_job(job, cfg)) for job, cfg in zip(combinations, configs, strict=True)]
+        sweep.save()
+        say(tr("{number} runs, in {folder}.", number=len(jobs), folder=sweep.folder))
+        requests = SignalRequests()
+        for place, (job, special) in enumerate(zip(jobs, combinations, strict=True), start=1):
+            if requests.last:
+                break
+            label = f"[{place}/{len(jobs)}] {job.name}"
+            if job.state in (DONE, DIVERGED):
+                say(tr("{run}: {state} already.", run=label, state=state_name(job.state)))
+                continue
+            say(label)
+            launch(plan, sweep, job, special, requests)
+        show(sweep, jobs)
+        check_stopped(sweep, requests)
+        end(sweep, is_done=all(job.state in (DONE, DIVERGED) for job in jobs))
+        return 0 if all(job.state == DONE for job in jobs) else 1
+
+
+def sweep_dir(plan: SweepPlan, cfg: RunConfig) -> Path:
+    """Return the sweep's directory: run.dir and sweep=NAME, or a name made of the recipe and all overrides."""
+    words = [*plan.fixed, *map(str, plan.axes), plan.own.get("metric", "")]
+    name = plan.own.get("sweep") or f"sweep-{Path(cfg.recipe).stem}-{digest(sorted(words))}"
+    if Path(name).name != name or name.startswith((".", "-")) or not name.isprintable():
+        raise ConfigError(tr("sweep = {name} must be a plain folder name; the folder around it is run.dir.", name=name))
+    return Path(cfg.run.dir).absolute() / name
+
+
+def typed_command(words: Sequence[str], command: str = "sweep") -> str:
+    """Return the command as it was typed, without secrets."""
+    return hide(shlex.join(["toolkit", command, *words]))
+
+
+def new_job(words: Sequence[str], cfg: RunConfig, trial: int | None = None) -> SweepJob:
+    """Return a job that has not run yet: its own overrides, its config, and its number in a search."""
+    nowhere = replace(cfg, run=replace(cfg.run, name="", dir=""))
+    config = hashlib.sha256(to_yaml(nowhere).encode()).hexdigest()[:16]
+    name = job_name(words) if trial is None else f"trial-{trial:03}"
+    return SweepJob(name=name, words=[hide(word) for word in words], config=config, trial=trial)
+
+
+def job_name(words: Sequence[str]) -> str:
+    """Return a short directory name: optim.lr=1e-5 zero=stage2 is lr-1e-5_zero-stage2.
+
+    A name that cannot hold all of its words gets their digest.
+    """
+    parts, is_complete = [], True
+    for word in words:
+        key, _, value = word.lstrip("+").partition("=")
+        name = key.rpartition(".")[2]
+        shown = str(hide_all({name: hide(value)})[name]).replace(MASK, "hidden")
+        if "/" in shown:
+            shown = Path(shown.strip("/'\"")).name
+        shown = re.sub(r"[^A-Za-z0-9._+-]+", "-", shown).strip("-.")[:_LONGEST_VALUE]
+        # With both, a value may look like two words: a=x_b-y, and a=x b=y.
+        is_complete = is_complete and shown == value and not {"_", "-"} <= set(value)
+        parts.append(f"{name}-{shown}")
+    name = "_".join(parts) or "run"
+    if is_complete and len(name) <= _LONGEST_NAME:
+        return name
+    return f"{name[: _LONGEST_NAME - 9]}-{digest(words)}"
+
+
+def digest(words: Sequence[str]) -> str:
+    """Return eight letters for a list of words."""
+    return hashlib.sha256("\0".join(words).encode()).hexdigest()[:8]
+
+
+@contextmanager
+def open_sweep(folder: Path, command: str) -> Iterator[SweepDir]:
+    """Read a sweep, or begin one, and lock it for this process.
+
+    Raises:
+        LaunchError: if the directory cannot be made, holds something else, or another process has it.
+        DataError: if sweep.json is broken.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        is_new = not (folder / FILE).exists()
+        if is_new and any(not path.name.startswith(".") for path in folder.iterdir()):
+            raise LaunchError(
+                tr(
+                    "{folder} exists and is no sweep ({file} is missing). Choose another sweep=NAME.",
+                    folder=folder,
+                    file=FILE,
+                )
+            )
+        lock = open(folder / ".lock", "w", encoding="utf-8")
+    except OSError as error:
+        reason = error.strerror or error
+        raise LaunchError(
+            tr("cannot make the sweep's folder {folder}: {reason}.", folder=folder, reason=reason)
+        ) from error
+    with lock:
+        _lock(lock, folder)
+        yield SweepDir(folder=folder, command=command, jobs=_read_jobs(folder))
+
+
+def _lock(lock: IO[str], folder: Path) -> None:
+    try:
+        is_granted, is_trusted = try_lock(lock)
+    except OSError as error:
+        reason = error.strerror or error
+        raise LaunchError(
+            tr("cannot lock the sweep's folder {folder}: {reason}.", folder=folder, reason=reason)
+        ) from error
+    if not is_granted:
+        raise LaunchError(tr("another process is running the sweep in {folder}.", folder=folder))
+    if not is_trusted:
+        say(
+            tr("WARNING: the disk of {folder} has no locks: see to it that nobody else runs this sweep.", folder=folder)
+        )
+
+
+def _read_jobs(folder: Path) -> list[SweepJob]:
+    """Return the jobs of sweep.json, [] without one; a run that has DONE is done, whatever was written last."""
+    if not (folder / FILE).exists():
+        return []
+    try:
+        jobs = [SweepJob(**job) for job in json.loads((folder / FILE).read_text(encoding="utf-8"))["jobs"]]
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise DataError(
+            tr("{file} cannot be read: {reason}. Choose another sweep=NAME.", file=folder / FILE, reason=error)
+        ) from error
+    for job in jobs:
+        if (folder / job.name / "DONE").exists():
+            job.state = DONE
+        elif job.state == DIVERGED and not (folder / job.name).exists():
+            job.state = WAITING  # removed, to be run again
+        elif job.state in (RUNNING, DONE):
+            job.state = FAILED  # the sweep died next to it, or its DONE was removed
+    return jobs
+
+
+def launch(plan: SweepPlan, sweep: SweepDir, job: SweepJob, special: Sequence[str], requests: SignalRequests) -> None:
+    """Run one job in a child process, pass signals on, and record how it ended."""
+    folder = str(sweep.folder)
+    if not re.fullmatch(r"[\w./+-]+", folder, re.ASCII):  # Hydra takes anything else in quotes only
+        folder = "'" + folder.replace("\\", "\\\\").replace("'", "\\'") + "'"
+    command = [*LAUNCH, *plan.launcher, *plan.words(special), f"run.dir={folder}", f"run.name={job.name}"]
+    job.state, job.started, job.ended, job.exit_code = RUNNING, _now(), "", None
+    sweep.save()
+    # A session of its own: Ctrl-C reaches it through us alone, once.
+    process = children.start(command, start_new_session=True)
+    while (code := process.poll()) is None:
+        if requests.is_new:
+            requests.is_new = False
+            process.send_signal(requests.last)
+        time.sleep(_POLL_S)
+    job.exit_code, job.ended = code, _now()
+    if (sweep.run_dir(job) / "DONE").exists():
+        job.state = DONE
+    elif code == Stopped.exit_code or requests.last:
+        job.state = STOPPED
+    else:
+        job.state = DIVERGED if code == Diverged.exit_code else FAILED
+    sweep.save()
+
+
+def _now() -> str:
+    return time.strftime("%Y-%m-%dT%H:%M:%S%z")
+
+
+def check_stopped(sweep: SweepDir, requests: SignalRequests) -> None:
+    """Raise Stopped if the sweep was asked to stop."""
+    if requests.last:
+        raise Stopped(
+            tr(
+                "the sweep was stopped by {signal}. The same command goes on with it:  {command}",
+                signal=signal.Signals(requests.last).name,
+                command=sweep.command,
+            )
+        )
+
+
+def end(sweep: SweepDir, is_done: bool) -> None:
+    """Print the commands that resume what is not done, and compare the runs if there is anything to compare."""
+    if not is_done:
+        say(tr("What is not done is tried again by the same command:  {command}", command=sweep.command))
+    if runs_of(sweep.folder):
+        folder = shlex.quote(str(sweep.folder))
+        say(tr("To compare the runs in a page of charts:  {command}", command=f"toolkit report {folder}"))
+
+
+@dataclass(frozen=True, slots=True)
+class JobResult:
+    """Numbers of one run's metrics.jsonl; NaN if there are none."""
+
+    loss: float
+    """Training loss of the last step."""
+    best: float
+    """The best value of the metric."""
+    tokens_per_s: float
+    """Median over the steps."""
+
+
+def lower_is_better(metric: str) -> bool:
+    """Whether a smaller value of a name in metrics.jsonl is the better one."""
+    return metric.endswith(_LOWER_IS_BETTER)
+
+
+def read_result(folder: Path, metric: str = EVAL_LOSS) -> JobResult:
+    """Read the numbers of a run directory, which need not exist, with the best value of a metric."""
+    rows = []
+    with suppress(OSError):
+        rows = [row for row in json_lines(folder / "metrics.jsonl") if row is not None]
+    losses, speeds, values = (
+        [float(row[name]) for row in rows if isinstance(row.get(name), (int, float))]
+        for name in ("loss", "tokens_per_s", metric)
+    )
+    best = (min if lower_is_better(metric) else max)(filter(math.isfinite, values), default=math.nan)
+    return JobResult(losses[-1] if losses else math.nan, best, statistics.median(speeds) if speeds else math.nan)
+
+
+def show(sweep: SweepDir, jobs: Sequence[SweepJob], metric: str = EVAL_LOSS) -> None:
+    """Print the table of all jobs, and below it the first error of each that failed."""
+    heads = (tr("overrides"), tr("state"), tr("exit code"), tr("loss"), tr("best {metric}", metric=metric))
+    rows, errors = [], []
+    for job in jobs:
+        result = read_result(sweep.run_dir(job), metric)
+        code = "" if job.exit_code is None else str(job.exit_code)
+        speed = _number(result.tokens_per_s, ".0f")
+        numbers = (_number(result.loss, ".4f"), _number(result.best, ".4f"), speed)
+        rows.append((" ".join(job.words) or job.name, state_name(job.state), code, *numbers, job.name))
+        if job.state in (FAILED, DIVERGED) and (reason := _first_error(sweep.run_dir(job))):
+            errors.append(f"  {job.name}: {reason}")
+    say("")
+    for line in text_table((*heads, tr("tokens/s"), tr("folder")), rows):
+        say(line)
+    for line in [tr("Errors:"), *errors] if errors else []:
+        say(line)
+    say(tr("Everything is in {folder}.", folder=sweep.folder))
+
+
+def state_name(state: str) -> str:
+    """Return a state in the user's language."""
+    names = {
+        DONE: tr("done"),
+        FAILED: tr("failed"),
+        DIVERGED: tr("diverged"),
+        STOPPED: tr("stopped"),
+        RUNNING: tr("running"),
+    }
+    return names.get(state, tr("waiting"))
+
+
+def _first_error(folder: Path) -> str:
+    """Return what the run's FAILED marker says, its first lines in one."""
+    with suppress(OSError):
+        text = (folder / "FAILED").read_text(encoding="utf-8", errors="replace")
+        return " ".join(text.split())[:200]
+    return ""
+
+
+def _number(value: float, form: str) -> str:
+    return "-" if math.isnan(value) else format(value, form)
