@@ -7,7 +7,7 @@ import os
 import pwd
 import re
 import stat
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import IO
@@ -79,6 +79,14 @@ def try_lock(file: IO[str] | IO[bytes]) -> tuple[bool, bool]:
             return True, False
         raise
     return True, True
+
+
+def lock_or_warn(file: IO[str] | IO[bytes], path: Path, say: Callable[[str], None]) -> bool:
+    """Return whether the lock on a file was granted; where the disk has none, warn about other users of `path`."""
+    is_granted, means_anything = try_lock(file)
+    if is_granted and not means_anything:
+        say(tr("WARNING: the disk of {path} has no locks: make sure that no other process uses it.", path=path))
+    return is_granted
 
 
 def refuse_links(folder: Path, error: type[ToolkitError], names: Sequence[str] | None = None) -> None:

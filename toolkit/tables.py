@@ -1,5 +1,6 @@
-"""Tables of the package that are data files, in YAML next to the code that uses them."""
+"""Tables of the package that are data files, in YAML next to the code that uses them; and nested ones made flat."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,3 +14,14 @@ def read_table(path: str) -> Any:
 
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # a tenth of the time where PyYAML has libyaml
     return yaml.load((Path(__file__).parent / path).read_text(encoding="utf-8"), loader)  # noqa: S506
+
+
+def leaves(section: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
+    """Return (dotted key, value) of everything below `section` that is no non-empty dictionary."""
+    found: list[tuple[str, Any]] = []
+    for name, value in section.items():
+        if isinstance(value, Mapping) and value:
+            found += leaves(value, f"{prefix}{name}.")
+        else:
+            found.append((f"{prefix}{name}", value))
+    return found

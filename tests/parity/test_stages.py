@@ -10,11 +10,12 @@ import torch
 import transformers
 from official import write
 
+from toolkit.config.mesh import FAMILIES, Mesh
 from toolkit.errors import CheckpointError, ModelError
 from toolkit.models.chatglm.modeling import ChatGLMConfig, ChatGLMForConditionalGeneration
 from toolkit.models.load import load_model
 from toolkit.models.loss import hidden_states, token_loss_sum
-from toolkit.models.pipeline import FAMILIES, keep_only, own_parts, part_names, stage_of, stage_parameters
+from toolkit.models.pipeline import keep_only, own_parts, part_names, stage_parameters
 
 SIZES: dict[str, Any] = {
     "vocab_size": 128,
@@ -93,7 +94,7 @@ def test_parts_are_divided_by_parameters_and_no_stage_is_empty() -> None:
     held = [own_parts(model, 4, stage) for stage in range(4)]
     assert [name for part in held for name in part] == part_names(model, 4)
     assert all(held) and held[0] == ["model.embed_tokens"]
-    assert [stage_of(rank, 4, 2) for rank in range(4)] == [0, 0, 1, 1]
+    assert [Mesh(world_size=4, rank=rank, pipeline=2).stage for rank in range(4)] == [0, 0, 1, 1]
 
 
 @pytest.mark.parametrize("kind", ["glm", "v2", "tied"])

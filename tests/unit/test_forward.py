@@ -16,7 +16,7 @@ from toolkit.config.load import LoadedConfig, load, replace, to_yaml
 from toolkit.config.rules import check_rules
 from toolkit.errors import ConfigError, LaunchError
 from toolkit.launch import env_vars
-from toolkit.launch.environment import Ranks
+from toolkit.launch.environment import VARIABLES, Ranks
 
 STRANGE = " {a} ${HOME} 'b' \"c\" 中文 * \\ \\${d} $e `f`"
 """What shells, YAML, Hydra and OmegaConf each read something into."""
@@ -91,9 +91,9 @@ REFUSED: dict[str, tuple[str, str]] = {
     **{
         f"{{{name}: '1'}}": (name, "the launcher sets this variable for each rank. Remove it.")
         for name in (
-            *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "LOCAL_SIZE", "CROSS_SIZE", "MASTER_ADDR"),
-            *("MASTER_PORT", "CUDA_VISIBLE_DEVICES", "ASCEND_RT_VISIBLE_DEVICES", "OMPI_COMM_WORLD_RANK", "PMI_RANK"),
-            *("SLURM_PROCID", "TORCHELASTIC_RUN_ID", "PYTHON_TOOLKIT_REPORT", "LC_TOOLKIT_ENV"),
+            *("LOCAL_SIZE", "CROSS_SIZE", "MASTER_ADDR", "MASTER_PORT", "CUDA_VISIBLE_DEVICES"),
+            *("ASCEND_RT_VISIBLE_DEVICES", "TORCHELASTIC_RUN_ID", "PYTHON_TOOLKIT_REPORT", "LC_TOOLKIT_ENV"),
+            *(name for names in VARIABLES.values() for name in names),
         )
     },
     "{RANK: null}": ("RANK", "the launcher sets this variable"),

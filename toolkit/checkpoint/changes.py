@@ -5,10 +5,10 @@ from typing import Any
 
 from toolkit.config.load import to_dict
 from toolkit.config.schema import Influence, RunConfig, influence_of
-from toolkit.engine.ds_config import leaves
 from toolkit.errors import ConfigError
 from toolkit.messages import tr
 from toolkit.secrets import are_same
+from toolkit.tables import leaves
 
 
 def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
@@ -16,7 +16,7 @@ def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[tuple
 
     A run older than a key did what the key's default says; only of what was trained it says nothing.
     """
-    old, new = dict(leaves(dict(before))), dict(leaves(dict(now)))
+    old, new = dict(leaves(before)), dict(leaves(now))
     defaults = leaves(to_dict(RunConfig()))
     old = {key: value for key, value in defaults if key in new and not _is_trained(key)} | old
     keys = [*new, *(key for key in old if key not in new)]

@@ -30,7 +30,6 @@ from toolkit.models.pipeline import (
     forward_logits,
     is_pipeline,
     stage_model,
-    stage_of,
     stage_parameters,
 )
 from toolkit.models.regularization import TokenDropping, add_neftune
@@ -109,7 +108,7 @@ def _loaded(cfg: RunConfig, prepared: Prepared, ds: DsConfig) -> PreTrainedModel
     if parts > 1 and (reason := sequence_parallel_unsupported(cfg.model, cfg.data.max_length)):
         raise ConfigError(tr("parallel.sequence = {ranks} cannot be: {reason}.", ranks=parts, reason=reason))
     stages, dtype = cfg.parallel.pipeline, cfg.precision.dtype
-    stage = stage_of(rank(), world_size(), stages)
+    stage = mesh_of(cfg, world_size(), rank()).stage
     own = partial(stage_parameters, num_stages=stages, stage=stage) if stages > 1 else None
     return create_model(cfg.model, dtype, prepared.tokenizer, cfg.run.seed, ds.values, packed, parts, own)
 

@@ -10,8 +10,8 @@ from toolkit.cli.context import AnySession, Session
 from toolkit.config.load import to_dict, to_plain
 from toolkit.config.schema import RunConfig
 from toolkit.data.store import TokenizedCache
-from toolkit.engine.ds_config import leaves
 from toolkit.errors import Stopped
+from toolkit.tables import leaves
 from toolkit.track.backends import ANSWERS, FAILED, FINISHED, SAMPLES, STOPPED
 from toolkit.track.metrics import is_evaluation, metric_values
 from toolkit.track.trackers import Trackers

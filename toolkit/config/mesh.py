@@ -46,6 +46,11 @@ class Mesh:
         return self.rank % self.data_ranks if self.pipeline > 1 else self.rank // self.model_ranks
 
     @property
+    def stage(self) -> int:
+        """This rank's pipeline stage."""
+        return self.rank // (self.world_size // self.pipeline)
+
+    @property
     def part(self) -> int:
         """Which part of each row's tokens is this rank's, from 0."""
         return self.rank % self.sequence
@@ -96,7 +101,7 @@ def mesh_of(cfg: RunConfig, world_size: int, rank: int = 0) -> Mesh:
 
 
 FAMILIES = ("chatglm", "glm", "glm4", "llama", "mistral", "qwen2", "qwen3")
-"""`model_type` of the models whose parts are known to compute what the whole does: those that a test compares."""
+"""`model_type` of the models whose parts, of tensors or of layers, compute what the model does, as a test compares."""
 
 
 class Split(Enum):

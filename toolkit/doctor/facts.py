@@ -26,6 +26,8 @@ from toolkit.config import ops
 from toolkit.config.load import to_dict
 from toolkit.config.schema import Device, Init, RunConfig
 from toolkit.errors import ToolkitError
+from toolkit.launch.env_vars import EXPORTED_PREFIXES
+from toolkit.tables import leaves
 
 _DISK_BLOCK = 1 << 22
 _DISK_BLOCKS = 64
@@ -73,8 +75,8 @@ def _measure_pass(name: str, mode: int, block: mmap.mmap) -> float:
 
 
 PACKAGES = ("torch", "deepspeed", "transformers", "datasets", "hydra-core", "numpy", "tokenizers", "safetensors")
-FORWARDED = ("PYTHON", "MLFLOW", "MV2", "UCX", "NCCL")
-"""Beginnings of the variables that DeepSpeed 0.19.8 hands on to other machines (runner.py; NCCL on NVIDIA GPUs)."""
+FORWARDED = (*EXPORTED_PREFIXES, "NCCL")
+"""Beginnings of the variables that DeepSpeed 0.19.8 hands on to other machines that have NVIDIA GPUs."""
 MATTERING = (
     *("CUDA_", "DS_", "GLOO_", "HF_", "LD_", "MODELSCOPE_", "NCCL_", "OMP_", "TOKENIZERS_", "TORCH_", "TRANSFORMERS_"),
     *("WANDB_", "XDG_CACHE_HOME", "http_proxy", "https_proxy"),
@@ -114,7 +116,7 @@ def of_recipe(cfg: RunConfig, environ: Mapping[str, str]) -> dict[str, Any]:
     shm = {"/dev/shm": "shm"}  # noqa: S108 -- DataLoader workers, NCCL and DeepSpeed share memory through it
     folders = {cfg.run.dir: "run.dir", cfg.prepare.dir: "prepare.dir", **shm, **dict.fromkeys(nvme, "nvme")}
     return {
-        "recipe": _flat(to_dict(cfg)),
+        "recipe": {key: str(value) for key, value in leaves(to_dict(cfg))},
         "files": _files(cfg),
         "stores": sorted(path.parent.name for path in Path(cfg.prepare.dir).glob("stores/*/manifest.json")),
         "disks": {name: _disk(Path(folder)) for folder, name in folders.items()},
@@ -206,16 +208,6 @@ def _network(environ: Mapping[str, str]) -> dict[str, Any]:
 def _limits() -> dict[str, int]:
     names = {"open files": "RLIMIT_NOFILE", "locked memory": "RLIMIT_MEMLOCK", "processes": "RLIMIT_NPROC"}
     return {name: resource.getrlimit(getattr(resource, limit))[0] for name, limit in names.items()}
-
-
-def _flat(value: Any, prefix: str = "") -> dict[str, str]:
-    if isinstance(value, Mapping) and value:
-        return {
-            key: text
-            for name, item in value.items()
-            for key, text in _flat(item, f"{prefix}.{name}" if prefix else name).items()
-        }
-    return {prefix: str(value)}
 
 
 def _files(cfg: RunConfig) -> dict[str, Any]:

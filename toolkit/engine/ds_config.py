@@ -40,6 +40,7 @@ from toolkit.config.schema import (
 )
 from toolkit.engine.ds_keys import check_extra
 from toolkit.messages import tr
+from toolkit.tables import leaves
 
 # DeepSpeed prints its own progress line every so many steps, and its default was 10 in older versions.
 SILENT = 2_000_000_000
@@ -165,17 +166,6 @@ def build_ds_config(cfg: RunConfig, world_size: int, total_steps: int | None = N
     for key, value in leaves(cfg.ds_extra):
         ds.put(key, value, f"ds_extra.{key}")
     return ds
-
-
-def leaves(section: dict[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
-    """Return (dotted key, value) of everything below `section` that is no non-empty dictionary."""
-    found: list[tuple[str, Any]] = []
-    for name, value in section.items():
-        if isinstance(value, dict) and value:
-            found += leaves(value, f"{prefix}{name}.")
-        else:
-            found.append((prefix + name, value))
-    return found
 
 
 def explain(ds: DsConfig, where: dict[str, str]) -> str:

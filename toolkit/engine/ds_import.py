@@ -15,7 +15,7 @@ from typing import Any
 from toolkit.config.load import JSON, LoadedConfig, replace
 from toolkit.config.mesh import micro_rows, partition_config, with_micro_batch
 from toolkit.config.schema import AUTO, RunConfig
-from toolkit.engine.ds_config import OWNED, SAME, build_ds_config, leaves, read_key
+from toolkit.engine.ds_config import OWNED, SAME, build_ds_config, read_key
 from toolkit.engine.ds_import_sections import (
     SectionImport,
     equal,
@@ -34,6 +34,7 @@ from toolkit.errors import ConfigError
 from toolkit.messages import tr
 from toolkit.outside import reason_of
 from toolkit.problems import raise_all
+from toolkit.tables import leaves
 
 AUTOTP = "tensor_parallel.autotp_size"
 ELSEWHERE = ("train_batch_size", "train_micro_batch_size_per_gpu", AUTOTP)

@@ -8,7 +8,7 @@ from typing import Any
 from toolkit.config.load import TYPED, LoadedConfig
 from toolkit.config.rule_tables import OPTIMIZERS
 from toolkit.config.schema import AUTO
-from toolkit.engine.ds_config import read_key
+from toolkit.engine.ds_config import SCHEDULERS, read_key
 from toolkit.errors import ConfigError
 from toolkit.messages import tr
 
@@ -22,7 +22,7 @@ OPTIMIZER_DEFAULTS: dict[str, dict[str, Any]] = {
     "adagrad": {"eps": 1e-10},
     "adafactor": {},
 }
-SCHEDULERS = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
+SCHEDULES = {scheduler: schedule.value for schedule, scheduler in SCHEDULERS.items()}
 # What DeepSpeed's schedulers take where the file is silent.
 WARMUP_DEFAULTS: dict[str, Any] = {
     "warmup_num_steps": 1000,
@@ -207,11 +207,11 @@ def translate_scheduler(task: SectionImport) -> None:
     if not task.has(key):
         return
     name = str(task.given[key])
-    if name not in SCHEDULERS:
+    if name not in SCHEDULES:
         raise task.fail(
-            key, tr("scheduler {value} is not available. There are {names}.", value=name, names=", ".join(SCHEDULERS))
+            key, tr("scheduler {value} is not available. There are {names}.", value=name, names=", ".join(SCHEDULES))
         )
-    task.take("schedule.name", SCHEDULERS[name], key)
+    task.take("schedule.name", SCHEDULES[name], key)
     cosine = name == "WarmupCosineLR"
     rate = task.now("optim.lr")
     _peak(task, name, rate)

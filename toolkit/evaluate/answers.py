@@ -24,7 +24,7 @@ from toolkit.data.formats import Conversation, Message, RowReader, parse_row
 from toolkit.data.readers import block_bytes, files_of, rows_of
 from toolkit.data.sources import DataFile, read_blocks, total_bytes
 from toolkit.data.store import TokenizedCache
-from toolkit.disk import try_lock
+from toolkit.disk import lock_or_warn
 from toolkit.distributed.process_group import barrier, gather, rank, world_size
 from toolkit.errors import CheckpointError, ConfigError, DataError, ModelError, RowError, Stopped
 from toolkit.evaluate.generate import Sampling, check_length, decode_answer, generate, until_stop
@@ -234,11 +234,8 @@ class AnswerFile:
 
     def _claim(self, settings: dict[str, Any], window: int) -> int:
         """Lock the file, cut it after its last whole window, and return how many lines it holds."""
-        granted, is_trusted = try_lock(self.file)
-        if not granted:
+        if not lock_or_warn(self.file, self.part, say):
             raise ConfigError(tr("another process is writing {file}.", file=self.part))
-        if not is_trusted:
-            say(tr("WARNING: the disk of {file} has no locks: see to it that nobody else writes it.", file=self.part))
         self.file.seek(0)
         count = sum(line.endswith(b"\n") for line in self.file) // window * window
         if count:

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
 
+from toolkit.config import mesh
 from toolkit.config.preflight import position_limit
 from toolkit.errors import ModelError
 from toolkit.messages import tr
@@ -149,7 +150,7 @@ def until_stop(ids: list[int], stops: set[int]) -> list[int]:
     return ids[: next((place for place, token in enumerate(ids) if token in stops), len(ids))]
 
 
-FAMILIES = ("glm", "glm4", "llama", "mistral", "qwen2", "qwen3")
+FAMILIES = tuple(kind for kind in mesh.FAMILIES if kind != "chatglm")
 """Of which a test shows that two ranks answer as one does; DeepSpeed 0.19.8 splits others too, some of them wrongly."""
 
 

@@ -21,7 +21,7 @@ from toolkit.arguments import parse_checked, positive_int
 from toolkit.config import sweep as grammar
 from toolkit.config.load import to_dict, to_yaml
 from toolkit.config.schema import EVAL_LOSS, RunConfig
-from toolkit.disk import try_lock
+from toolkit.disk import lock_or_warn
 from toolkit.errors import ConfigError, DataError, Diverged, LaunchError, Stopped
 from toolkit.launch import deepspeed
 from toolkit.launch.processes import SignalRequests
@@ -308,7 +308,7 @@ def open_sweep(folder: Path, command: str) -> Iterator[SweepDir]:
 
 def _lock(lock: IO[str], folder: Path) -> None:
     try:
-        is_granted, is_trusted = try_lock(lock)
+        is_granted = lock_or_warn(lock, folder, say)
     except OSError as error:
         reason = error.strerror or error
         raise LaunchError(
@@ -316,10 +316,6 @@ def _lock(lock: IO[str], folder: Path) -> None:
         ) from error
     if not is_granted:
         raise LaunchError(tr("another process is running the sweep in {folder}.", folder=folder))
-    if not is_trusted:
-        say(
-            tr("WARNING: the disk of {folder} has no locks: see to it that nobody else runs this sweep.", folder=folder)
-        )
 
 
 def _read_jobs(folder: Path) -> list[SweepJob]:

@@ -26,8 +26,10 @@ PACKED = "LC_TOOLKIT_ENV"
 _ANEW = "PYTHON_TOOLKIT_STARTED_ANEW"
 _READ_AT_START = re.compile(r"(?:LD_|PYTHON|MALLOC_|LC_)\w*|GLIBC_TUNABLES|LANG|LANGUAGE|TZ")
 """Variables that the loader, the C library or Python read when a process starts, and not again."""
+EXPORTED_PREFIXES = ("MLFLOW", "PYTHON", "MV2", "UCX")
+"""Beginnings of the variables that DeepSpeed hands on to other nodes, whatever they have (0.19.8, EXPORT_ENVS)."""
 _ON_COMMAND_LINES = (
-    *("MLFLOW", "PYTHON", "MV2", "UCX", "PATH", "LD_LIBRARY"),
+    *(*EXPORTED_PREFIXES, "PATH", "LD_LIBRARY"),
     *("NCCL", "HCCL", "CNCL", "BKCL", "BCCL", "ASCEND", "BIREN", "SUPA", "XPU", "XMLIR", "NEUWARE_HOME"),
 )
 """Beginnings of names that DeepSpeed writes with their values into the command of several machines (0.19.8: runner.py,

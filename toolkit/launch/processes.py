@@ -23,13 +23,13 @@ import psutil
 
 from toolkit import children
 from toolkit.launch import rank_status
-from toolkit.launch.environment import Ranks
+from toolkit.launch.environment import PROCESS_GROUP_VARIABLES, VARIABLES, Ranks
 from toolkit.messages import tr
 
 _POLL_S = 0.2
 _AGAIN_S = 1.0
 """Ranks that start while a signal is passed on get it a moment later."""
-_LOCAL_RANK_NAMES = {"LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK"}
+_LOCAL_RANK_NAMES = {VARIABLES[launcher][1] for launcher in ("torch", "openmpi")}
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 
 
@@ -253,10 +253,6 @@ def _command_line(pid: int) -> list[str]:
         return []
 
 
-# Nothing of the launch may reach it: it is no rank.
-_RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-
-
 def run_module(module: str, *words: str) -> str:
     """Run a module of this package as a program and wait for it.
 
@@ -271,8 +267,8 @@ def run_module(module: str, *words: str) -> str:
 
 
 def child_environment() -> dict[str, str]:
-    """Return the environment of such a process."""
-    env = {name: value for name, value in os.environ.items() if name not in _RANK_VARIABLES}
+    """Return the environment of such a process, which is no rank."""
+    env = {name: value for name, value in os.environ.items() if name not in PROCESS_GROUP_VARIABLES}
     here = str(Path(__file__).resolve().parents[2])  # run.py of a checkout serves from any working folder
     env["PYTHONPATH"] = os.pathsep.join([here, *filter(None, [env.get("PYTHONPATH")])])
     return env

@@ -27,14 +27,13 @@ from transformers import PreTrainedModel
 from transformers.initialization import no_init_weights
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from toolkit.config.mesh import FAMILIES
 from toolkit.errors import ModelError
 from toolkit.messages import tr
 from toolkit.models import probe
 from toolkit.models.loss import hidden_states, logits_of
 from toolkit.models.weights import tied_names
 
-FAMILIES = ("chatglm", "glm", "glm4", "llama", "mistral", "qwen2", "qwen3")
-"""`model_type` of the models whose forward function is known to do nothing between embedding, layers, norm and head."""
 Batch = dict[str, torch.Tensor]
 Finish = Callable[[PreTrainedModel, Batch], torch.Tensor]
 
@@ -100,11 +99,6 @@ def keep_only(model: PreTrainedModel, names: list[str], own: list[str]) -> None:
         if name not in own:
             model.set_submodule(name, _HandOn(model.get_submodule(name)))
     model.begins = names[0] in own
-
-
-def stage_of(rank: int, world_size: int, num_stages: int) -> int:
-    """Return a rank's stage: the ranks of one stage lie side by side (PipeDataParallelTopology, deepspeed 0.19.8)."""
-    return rank // (world_size // num_stages)
 
 
 class PipelineStage(PipelineModule):

@@ -4,7 +4,7 @@ Settings that differ: of a run from its recipe and from the defaults, and of sev
 """
 
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any
@@ -20,6 +20,7 @@ from toolkit.messages import joined, printable, tr
 from toolkit.report.figures import GIB, events_of, is_own
 from toolkit.report.run import DONE, FAILED, RUNNING, Run
 from toolkit.secrets import are_same
+from toolkit.tables import leaves
 
 _MOST_ROWS = 60
 _GOOD, _BAD = "good", "bad"
@@ -418,7 +419,7 @@ class Changed:
 
 def differences_of_run(run: Run) -> tuple[list[Changed], bool]:
     """Return what a run sets otherwise than the defaults, with its recipe's values; and whether that was found."""
-    ours, defaults = dict(_leaves(run.config)), dict(_leaves(to_dict(RunConfig())))
+    ours, defaults = dict(leaves(run.config)), dict(leaves(to_dict(RunConfig())))
     recipe = _recipe_settings(str(run.config.get("recipe", "")))
     found = []
     for key in dict.fromkeys([*ours, *(recipe or {})]):
@@ -435,12 +436,12 @@ def differences_of_run(run: Run) -> tuple[list[Changed], bool]:
 
 def differences_between(runs: Sequence[Run]) -> list[Changed]:
     """Return the settings in which runs differ."""
-    leaves = [dict(_leaves(run.config)) for run in runs]
-    keys = dict.fromkeys(key for one in leaves for key in one)
+    settings = [dict(leaves(run.config)) for run in runs]
+    keys = dict.fromkeys(key for one in settings for key in one)
     return [
-        Changed(key, [_setting_text(one.get(key)) for one in leaves], True)
+        Changed(key, [_setting_text(one.get(key)) for one in settings], True)
         for key in keys
-        if key not in _OWN and any(not are_same(one.get(key), leaves[0].get(key)) for one in leaves[1:])
+        if key not in _OWN and any(not are_same(one.get(key), settings[0].get(key)) for one in settings[1:])
     ]
 
 
@@ -449,17 +450,9 @@ def _recipe_settings(name: str) -> dict[str, Any] | None:
     if name not in known_recipes():
         return None
     try:
-        return dict(_leaves(to_dict(load([f"recipe={name}"]).cfg)))
+        return dict(leaves(to_dict(load([f"recipe={name}"]).cfg)))
     except ToolkitError:
         return None
-
-
-def _leaves(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for name, value in config.items():
-        if isinstance(value, Mapping) and value:
-            yield from _leaves(value, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", value
 
 
 def _setting_text(value: object) -> str:

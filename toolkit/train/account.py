@@ -9,13 +9,14 @@ from deepspeed import DeepSpeedEngine
 from toolkit.config.schema import TuningConfig, TuningMethod
 from toolkit.distributed.tensor import full_shape
 from toolkit.messages import tr
+from toolkit.models.load import TORCH_DTYPES
 from toolkit.models.pipeline import unwrap_model
 from toolkit.plan.machine import Gpu, find_gpu
 from toolkit.plan.parameters import Shapes
 from toolkit.plan.speed import Formula, Work, formula, is_countable
 from toolkit.train.matmul import median_of_ranks
 
-_DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+_DTYPES = {torch_dtype: dtype.value for dtype, torch_dtype in TORCH_DTYPES.items()}
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from toolkit.disk import try_lock
+from toolkit.disk import lock_or_warn, try_lock
 from toolkit.distributed.watchdog import heartbeat_file
 from toolkit.errors import RunFolderError
 from toolkit.messages import tr
@@ -51,7 +51,7 @@ def take(folder: Path, say: Callable[[str], None]) -> None:
         RunFolderError: another process works in it.
     """
     file = open(folder / LOCK, "a+", encoding="utf-8")
-    granted, is_trusted = try_lock(file)
+    granted = lock_or_warn(file, folder, say)
     is_free, directory = _lock_directory(folder) if granted else (False, None)
     file.seek(0)
     who = file.read().strip()
@@ -63,13 +63,6 @@ def take(folder: Path, say: Callable[[str], None]) -> None:
             os.close(directory)
         raise RunFolderError(
             tr("another process works in {folder}: {who}. Wait for it, or stop it.", folder=folder, who=who or "?")
-        )
-    if not is_trusted:
-        say(
-            tr(
-                "WARNING: the disk of {folder} has no locks: see to it that nobody else works in this run folder.",
-                folder=folder,
-            )
         )
     _sign(file)
     _held.append(_Held(folder, _identity(folder), [file], directory))
