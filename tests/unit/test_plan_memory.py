@@ -13,7 +13,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from toolkit.cli import main
-from toolkit.cli.plan import as_json
 from toolkit.config.load import load
 from toolkit.config.mesh import micro_sizes
 from toolkit.config.rules import check_rules
@@ -24,6 +23,7 @@ from toolkit.plan.outline import PUBLISHED, outline_of
 from toolkit.plan.parameters import Outline, shapes_of_config, tuned
 from toolkit.plan.search import cheapest, evaluate_layout, layouts, overrides, with_layout
 from toolkit.plan.speed import assumed, step_time
+from toolkit.plan.table import plan_json
 
 WORLDS = st.sampled_from([1, 2, 4, 8, 16, 64])
 STAGES = st.sampled_from([0, 1, 2, 3])
@@ -178,9 +178,8 @@ def test_the_cheapest_fits_and_nothing_faster_does() -> None:
     assert all(layout.time.seconds >= best.time.seconds / 1.03 for layout in found if layout.fits)
     small = parse_machine("1x8GB", 1, "16GB")
     assert cheapest(list(layouts(outline, cfg, small, assumed(small, "bf16")))) is None
-    assert as_json(outline, A100, evaluate_layout(outline, cfg, A100, rates), found, best)["cheapest"] == overrides(
-        cfg, best.cfg
-    )
+    mine = evaluate_layout(outline, cfg, A100, rates)
+    assert plan_json(outline, A100, mine, found)["cheapest"] == overrides(cfg, best.cfg)
 
 
 @given(world=st.sampled_from([2, 4, 8, 16]), stage=STAGES)

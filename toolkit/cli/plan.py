@@ -14,26 +14,21 @@ in 1024s, as memory is sold.
 """
 
 import json
-from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from toolkit.arguments import check_parsed, one_of, parse, positive_int
 from toolkit.config.hub import resolve_model_path
 from toolkit.config.load import LoadedConfig
 from toolkit.config.mesh import with_micro_batch
-from toolkit.config.schema import Init, RunConfig
+from toolkit.config.schema import RunConfig
 from toolkit.errors import ConfigError
 from toolkit.messages import say, tr
-from toolkit.plan import table as view
+from toolkit.plan import table
 from toolkit.plan.calibrate import calibrate, rates_of
 from toolkit.plan.machine import GIB, Machine, parse_bytes, parse_machine, this_machine
-from toolkit.plan.memory import checkpoint_bytes, export_bytes, offloads_to_disk
 from toolkit.plan.outline import PUBLISHED, outline_of
-from toolkit.plan.parameters import Outline
-from toolkit.plan.search import Layout, cheapest, evaluate_layout, layouts, overrides
-from toolkit.plan.speed import Rates
+from toolkit.plan.search import evaluate_layout, layouts
 from toolkit.problems import Problems
 
 _USUAL = "8x80GB"
@@ -52,23 +47,18 @@ def run(words: list[str]) -> int:
     rates = rates_of(cfg, machine, outline)
     mine = evaluate_layout(outline, cfg, machine, rates)
     found = list(layouts(outline, cfg, machine, rates))
-    best = cheapest(found)
-    for line in _lines(outline, cfg, machine, rates, mine, found, best):
+    for line in table.plan_lines(outline, machine, rates, mine, found):
         say(line)
     if output:
         try:
-            Path(output).write_text(json.dumps(as_json(outline, machine, mine, found, best), indent=2) + "\n")
+            Path(output).write_text(json.dumps(table.plan_json(outline, machine, mine, found), indent=2) + "\n")
         except OSError as error:
             raise ConfigError(tr("output={file} cannot be written: {reason}", file=output, reason=error)) from error
     return 0
 
 
 def _checked(words: list[str]) -> tuple[LoadedConfig, dict[str, str], Machine]:
-    """Return the checked config, the command's own arguments and the machine to plan for.
-
-    Raises:
-        ConfigError: everything that is wrong with them.
-    """
+    """Return the checked config, the command's own arguments and the machine to plan for."""
     problems = Problems()
     own = ("gpus", "nodes", "host_memory", "calibrate", "output")
     arguments = parse(words, names=own, problems=problems)
@@ -96,83 +86,3 @@ def _machine(given: dict[str, str], cfg: RunConfig) -> Machine:
     if bound and bound < machine.usable_bytes:
         machine = replace(machine, memory_bytes=bound, context_bytes=0)
     return machine
-
-
-def _lines(
-    outline: Outline,
-    cfg: RunConfig,
-    machine: Machine,
-    rates: Rates,
-    mine: Layout,
-    found: Sequence[Layout],
-    best: Layout | None,
-) -> list[str]:
-    fits = tr("It fits.") if mine.fits else tr("It does NOT fit.")
-    lines = [
-        view.head(outline, mine, machine, cfg.model.name or cfg.model.path),
-        "",
-        tr(
-            "The recipe as it is: {layout}, micro-batch {micro}. {fits}",
-            layout=mine.name,
-            micro=cfg.batch.micro_per_gpu,
-            fits=fits,
-        ),
-        *view.memory_table(mine),
-        "",
-        *view.host_table(mine),
-        view.disk_line(outline, mine),
-        view.time_line(mine, rates),
-        "",
-        tr(
-            "Every way with the same global batch of {size} rows, each with its fastest micro-batch that fits:",
-            size=cfg.batch.global_size,
-        ),
-        *view.layout_table(found),
-        "",
-    ]
-    if best is None:
-        lines.append(
-            tr(
-                "None fits. Shorter rows (data.max_length), tuning=lora, zero=stage3_nvme, or more GPUs: plan again "
-                "with another gpus= or nodes=."
-            )
-        )
-    else:
-        changes = overrides(cfg, best.cfg)
-        lines.append(
-            tr("The cheapest that fits: {words}", words=" ".join(changes))
-            if changes
-            else tr("The cheapest that fits is the recipe as it is.")
-        )
-    return [*lines, *_unknown(cfg, machine, rates)]
-
-
-def _unknown(cfg: RunConfig, machine: Machine, rates: Rates) -> list[str]:
-    """Say what the plan cannot know."""
-    notes = []
-    if not machine.host_bytes:
-        notes.append(tr("host_memory= is not given: whether the host's memory is enough is not judged."))
-    if cfg.model.init is Init.random:
-        notes.append(tr("The vocabulary of a random model is that of its tokenizer, at most model.shape.vocab_size."))
-    if offloads_to_disk(cfg):
-        notes.append(tr("NVMe: the disk's speed is not known, so neither is the time of an update."))
-    if not rates.is_measured:
-        notes.append(tr("Times rest on datasheets and assumptions: trust their order, not their digits."))
-    notes.append(tr("Not counted: pages of the tokenised data (they give way), and other programs."))
-    return [f"  {note}" for note in notes]
-
-
-def as_json(
-    outline: Outline, machine: Machine, mine: Layout, found: Sequence[Layout], best: Layout | None
-) -> dict[str, Any]:
-    """Return the plan's numbers, bytes and seconds."""
-    return {
-        "parameters": outline.num_parameters,
-        "trained_parameters": outline.num_trained,
-        "machine": {**asdict(machine), "card": machine.card.name if machine.card else None},
-        "checkpoint_bytes": checkpoint_bytes(outline, mine.cfg),
-        "export_bytes": export_bytes(outline, mine.cfg),
-        "recipe": view.layout_numbers(mine),
-        "layouts": [view.layout_numbers(layout) for layout in found],
-        "cheapest": overrides(mine.cfg, best.cfg) if best else None,
-    }

@@ -1,14 +1,16 @@
-"""A plan as lines of text."""
+"""A plan as lines of text and as JSON."""
 
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
 
 from toolkit.config.mesh import accumulation
+from toolkit.config.schema import Init
 from toolkit.messages import tr
 from toolkit.plan.machine import GIB, Machine
-from toolkit.plan.memory import checkpoint_bytes, export_bytes, longest_rows
+from toolkit.plan.memory import checkpoint_bytes, export_bytes, longest_rows, offloads_to_disk
 from toolkit.plan.parameters import Outline
-from toolkit.plan.search import Layout
+from toolkit.plan.search import Layout, cheapest, overrides
 from toolkit.plan.speed import Rates
 from toolkit.terminal import text_table
 
@@ -59,6 +61,77 @@ def gib(size: float) -> str:
     if 0 < value < 0.1:
         return f"{value:.4f}"
     return f"{value:.2f}" if value < 10 else f"{value:.1f}" if value < 100 else f"{value:.0f}"
+
+
+def plan_lines(outline: Outline, machine: Machine, rates: Rates, mine: Layout, found: Sequence[Layout]) -> list[str]:
+    """Return a plan as text: the recipe's own layout, all layouts, the cheapest, and what the plan cannot know."""
+    cfg, best = mine.cfg, cheapest(found)
+    if best is None:
+        advice = tr(
+            "None fits. Shorter rows (data.max_length), tuning=lora, zero=stage3_nvme, or more GPUs: plan again with "
+            "another gpus= or nodes=."
+        )
+    elif changes := overrides(cfg, best.cfg):
+        advice = tr("The cheapest that fits: {words}", words=" ".join(changes))
+    else:
+        advice = tr("The cheapest that fits is the recipe as it is.")
+    return [
+        head(outline, mine, machine, cfg.model.name or cfg.model.path),
+        "",
+        tr(
+            "The recipe as it is: {layout}, micro-batch {micro}. {fits}",
+            layout=mine.name,
+            micro=cfg.batch.micro_per_gpu,
+            fits=tr("It fits.") if mine.fits else tr("It does NOT fit."),
+        ),
+        *memory_table(mine),
+        "",
+        *host_table(mine),
+        disk_line(outline, mine),
+        time_line(mine, rates),
+        "",
+        tr(
+            "Every way with the same global batch of {size} rows, each with its fastest micro-batch that fits:",
+            size=cfg.batch.global_size,
+        ),
+        *layout_table(found),
+        "",
+        advice,
+        *(f"  {note}" for note in _unknown(mine, machine, rates)),
+    ]
+
+
+def _unknown(mine: Layout, machine: Machine, rates: Rates) -> list[str]:
+    """Return what the plan cannot know."""
+    notes = (
+        (not machine.host_bytes, tr("host_memory= is not given: whether the host's memory is enough is not judged.")),
+        (
+            mine.cfg.model.init is Init.random,
+            tr("The vocabulary of a random model is that of its tokenizer, at most model.shape.vocab_size."),
+        ),
+        (
+            offloads_to_disk(mine.cfg),
+            tr("NVMe: the disk's speed is not known, so neither is the time of an update."),
+        ),
+        (not rates.is_measured, tr("Times rest on datasheets and assumptions: trust their order, not their digits.")),
+        (True, tr("Not counted: pages of the tokenised data (they give way), and other programs.")),
+    )
+    return [note for is_due, note in notes if is_due]
+
+
+def plan_json(outline: Outline, machine: Machine, mine: Layout, found: Sequence[Layout]) -> dict[str, Any]:
+    """Return a plan's numbers, bytes and seconds."""
+    best = cheapest(found)
+    return {
+        "parameters": outline.num_parameters,
+        "trained_parameters": outline.num_trained,
+        "machine": {**asdict(machine), "card": machine.card.name if machine.card else None},
+        "checkpoint_bytes": checkpoint_bytes(outline, mine.cfg),
+        "export_bytes": export_bytes(outline, mine.cfg),
+        "recipe": layout_numbers(mine),
+        "layouts": [layout_numbers(layout) for layout in found],
+        "cheapest": overrides(mine.cfg, best.cfg) if best else None,
+    }
 
 
 def head(outline: Outline, layout: Layout, machine: Machine, name: str) -> str:
@@ -155,20 +228,19 @@ def layout_numbers(layout: Layout) -> dict[str, Any]:
 
 def layout_table(found: Sequence[Layout]) -> list[str]:
     """Return the best micro-batch of each way, and what it takes."""
-    rows = []
-    for layout in best_of_each(found):
-        rows.append(
-            [
-                layout.name,
-                str(layout.cfg.batch.micro_per_gpu),
-                gib(layout.memory.peak(layout.memory.worst)),
-                _table_words()[layout.memory.worst],
-                gib(layout.host.peak),
-                f"{layout.time.seconds:.3g}" if layout.time.is_known else "?",
-                f"{layout.time.tokens_per_s:,.0f}" if layout.time.is_known else "?",
-                tr("yes") if layout.fits else tr("no"),
-            ]
-        )
+    rows = [
+        [
+            layout.name,
+            str(layout.cfg.batch.micro_per_gpu),
+            gib(layout.memory.peak(layout.memory.worst)),
+            _table_words()[layout.memory.worst],
+            gib(layout.host.peak),
+            f"{layout.time.seconds:.3g}" if layout.time.is_known else "?",
+            f"{layout.time.tokens_per_s:,.0f}" if layout.time.is_known else "?",
+            tr("yes") if layout.fits else tr("no"),
+        ]
+        for layout in best_of_each(found)
+    ]
     heads = [tr("layout"), tr("micro-batch"), tr("GiB per rank"), tr("when"), tr("GiB per machine")]
     return text_table([*heads, tr("s per step"), "tokens/s", tr("fits")], rows, indent="")
 
