@@ -1,8 +1,10 @@
 """Samples and counts as text for a terminal: what is trained, what is context, what is padding."""
 
+import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,8 +13,14 @@ from numpy.typing import NDArray
 from toolkit.config.mesh import micro_rows, with_micro_batch
 from toolkit.config.schema import Packing, RunConfig
 from toolkit.data.packing import PackingPlan
+from toolkit.data.sampler import Permutation
+from toolkit.data.sources import locate_all
 from toolkit.data.store import TokenizedCache
-from toolkit.messages import printable, tr
+from toolkit.data.tokenize import PrepareReport
+from toolkit.errors import DataError
+from toolkit.messages import printable, say, tr
+from toolkit.secrets import hide
+from toolkit.terminal import text_table
 
 _BAR = 40
 
@@ -103,3 +111,101 @@ def padding_line(cfg: RunConfig, packing: Packing, store: TokenizedCache, plan: 
         packing=packing.value,
         percent=f"{100 * taken / (len(plan) * room):.1f}",
     )
+
+
+def count_lines(
+    cfg: RunConfig, report: PrepareReport, packing: Packing, cache: TokenizedCache, plan: PackingPlan
+) -> list[str]:
+    """Return what became of each source's rows, and how long the samples of a split are."""
+    heads = (tr("source"), tr("split"), tr("rows"), tr("samples"), tr("tokens"), tr("trained"))
+    names = [source.path or source.hub or source.format.value for source in (*cfg.data.sources, *cfg.data.validation)]
+    keys = ("rows", "samples", "tokens", "trained_tokens")
+    rows = [
+        (hide(name), str(source["split"]), *(f"{source[key]:,}" for key in keys))
+        for name, source in zip(names, report.sources, strict=True)
+    ]
+    lengths = cache.lengths()
+    filled = padding_line(cfg, packing, cache, plan)
+    return [
+        *text_table(heads, rows),
+        tr(
+            "Left out: {dropped} rows. Truncated: {truncated} samples. Split for their length: {split} rows.",
+            dropped=f"{sum(report.dropped.values()):,}",
+            truncated=f"{report.truncated:,}",
+            split=f"{report.split:,}",
+        ),
+        "",
+        tr(
+            "Tokens per sample: {least} to {most}, median {median}.",
+            least=f"{lengths.min():,}",
+            most=f"{lengths.max():,}",
+            median=f"{int(sorted(lengths)[len(lengths) // 2]):,}",
+        ),
+        *histogram(lengths, cfg.data.max_length),
+        *([filled] if filled else []),
+        "",
+    ]
+
+
+def sample_lines(
+    cfg: RunConfig,
+    tokenizer: Any,
+    packing: Packing,
+    cache: TokenizedCache,
+    plan: PackingPlan,
+    count: int,
+    style: Style,
+) -> list[str]:
+    """Return the samples of some sequences of a split, the same ones for the same seed."""
+    # The cache knows its data by content: the run that made it may have called the same files otherwise.
+    paths = [file.path for file in locate_all(cfg.data, Path(cfg.prepare.dir), say)]
+    chosen = Permutation(len(plan), f"show {cfg.run.seed}")(np.arange(min(count, len(plan))))
+    lines = [legend(style), ""] if len(chosen) else []
+    for row in sorted(chosen.tolist()):
+        filled = 0
+        for sample in plan[row]:
+            ids, trained = cache[sample]
+            filled += len(ids)
+            lines += [
+                tr(
+                    "── row {row}: sample {sample} from {where}, {tokens} tokens, {trained} trained",
+                    row=row,
+                    sample=sample,
+                    where=cache.where(sample, paths),
+                    tokens=len(ids),
+                    trained=int(trained.sum()),
+                ),
+                marked(colored_spans(tokenizer, ids.tolist(), trained.tolist()), style),
+            ]
+        if packing is Packing.packed:
+            lines.append(padding_text(cfg.data.max_length - filled, style))
+        lines.append("")
+    return lines
+
+
+def bad_step_lines(file: Path, count: int, style: Style) -> list[str]:
+    """Return the samples of a bad step, from the file that the run wrote; `count` of them, 0 all."""
+    try:
+        with file.open(encoding="utf-8") as content:  # str.splitlines would cut texts at U+2028 and its like too
+            step, *rows = [json.loads(line) for line in content]
+        lines = [tr("Step {step}: {what}.", step=step["step"], what=step["text"]), legend(style), ""]
+        for row in rows[: count or None]:
+            lines += [
+                tr(
+                    "── {where}: rank {rank}, micro-batch {micro_batch} with loss {loss}, {tokens} tokens, "
+                    "{trained} trained",
+                    where=row["where"],
+                    rank=row["rank"],
+                    micro_batch=row["micro_batch"],
+                    loss=row["loss"],
+                    tokens=row["tokens"],
+                    trained=row["trained_tokens"],
+                ),
+                marked(row["text"], style),
+                "",
+            ]
+        if count and len(rows) > count:
+            lines.append(tr("{count} more; n=0 shows all.", count=len(rows) - count))
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise DataError(tr("{file} is no file of a step's samples: {reason}.", file=file, reason=error)) from None
+    return lines

@@ -1,6 +1,6 @@
 """All ways to lay a run out on some machines, which fit, and which of them is the cheapest. No torch."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 
@@ -86,7 +86,7 @@ def _adds_in_bf16(cfg: RunConfig, stage: int) -> bool:
     return stage == 0 and cfg.precision.dtype is Dtype.bf16
 
 
-def cheapest(found: list[Layout]) -> Layout | None:
+def cheapest(found: Sequence[Layout]) -> Layout | None:
     """Return the fastest that fits; of equally fast ones (2 %) the simplest that leaves 5 % of the memory free."""
     fitting = [layout for layout in found if layout.fits]
     if not fitting:
