@@ -1,4 +1,4 @@
-"""Which charts a report has, of one run or of several in one picture."""
+"""Which charts a report has, of one run or of several in one picture: the table FIGURES, and what draws its rows."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -15,26 +15,7 @@ _SPAN = 20
 """A smoothed curve weighs over about this part of its length, and is drawn from so many points on."""
 _LEAST_STEPS = 2
 Record = charts.Record
-NAMES = frozenset(
-    (
-        *("loss", "learning-rate", "grad-norm", "loss-scale", "answers", *(f"answers-{one.value}" for one in Metric)),
-        *("tokens", "step-parts", "step-time", "ranks", "stragglers", "memory"),
-        *("padding", "padding-histogram", "lengths"),
-    )
-)
-"""All charts that there are, by what their pictures are called."""
-
-
-def draw(runs: Sequence[Run]) -> dict[str, list[Drawing]]:
-    """Return the charts by the section that they stand in: learning, speed, memory, data."""
-    one = len(runs) == 1
-    sections: dict[str, list[Drawing | None]] = {
-        "learning": [_loss(runs), _learning_rate(runs), _gradient(runs), *_scores(runs), _loss_scale(runs)],
-        "speed": [_tokens(runs), *([_parts(runs[0]), _ranks(runs[0]), _slowest(runs[0])] if one else [_step(runs)])],
-        "memory": [_memory(runs)],
-        "data": [_padding(runs), *([_padded(runs[0]), *_lengths(runs[0])] if one else [])],
-    }
-    return {name: kept for name, found in sections.items() if (kept := [one for one in found if one is not None])}
+_Draw = Callable[[Sequence[Run]], list[Drawing]]
 
 
 def events_of(run: Run) -> list[Event]:
@@ -98,97 +79,61 @@ def _colors(runs: Sequence[Run]) -> dict[str, str]:
     return {run.name: PALETTE[place % len(PALETTE)] for place, run in enumerate(runs)}
 
 
-def _loss(runs: Sequence[Run]) -> Drawing | None:
+def _loss(runs: Sequence[Run]) -> list[Drawing]:
     y = tr("loss per sample") if is_own(runs[0]) else tr("nats per token")
     axes = Axes(x=tr("step"), y=y, series=tr("loss"))
-    records: list[Record] = []
-    events: list[Event] = []
-    colors: dict[str, str] = {}
-    quiet, dashed, dotted = [], [], []
-    for place, run in enumerate(runs):
-        color, other = (BLUE, ORANGE) if len(runs) == 1 else (PALETTE[place % len(PALETTE)],) * 2
-        prefix = "" if len(runs) == 1 else f"{run.name} · "
-        raw, smooth, validation = (
-            prefix + word for word in (tr("training"), tr("training, smoothed"), tr("validation"))
-        )
-        if prefix:
-            raw = smooth = run.name
+    if len(runs) == 1:
+        (run,) = runs
+        raw, smooth, validation = tr("training"), tr("training, smoothed"), tr("validation")
         points = _points(run, "loss", raw)
         smoothed = _smooth(points, smooth)
-        if len(runs) > 1 and smoothed:
-            points = []
-        records += [*points, *smoothed, *_validation(run, "eval_loss", validation)]
-        colors |= {raw: color, smooth: color, validation: other}
-        quiet += [raw] if smoothed and not prefix else []
-        dashed += [validation] if len(runs) > 1 else []
-        dotted.append(validation)
-        events += events_of(run) if len(runs) == 1 else []
-    if not records:
-        return None
-    looks = Series(colors=colors, faint=quiet, dashed=dashed, dotted=dotted, unlisted=dashed)
-    note = tr("Pale: as logged.") if quiet else ""
-    if len(runs) > 1:
+        records = [*points, *smoothed, *_validation(run, "eval_loss", validation)]
+        colors = {raw: BLUE, smooth: BLUE, validation: ORANGE}
+        looks = Series(colors=colors, faint=[raw] if smoothed else [], dotted=[validation])
+        note = tr("Pale: as logged.") if smoothed else ""
+        if any("low" in record for record in records):
+            note = tr("Pale: as logged. The band spans the extremes where a point stands for several rows.")
+        events = events_of(run)
+    else:
+        records, colors, events = [], {}, []
+        validations = [f"{run.name} · " + tr("validation") for run in runs]
+        for run, color, validation in zip(runs, _colors(runs).values(), validations, strict=True):
+            points = _points(run, "loss", run.name)
+            records += [*(_smooth(points, run.name) or points), *_validation(run, "eval_loss", validation)]
+            colors |= {run.name: color, validation: color}
+        looks = Series(colors=colors, dashed=validations, dotted=validations, unlisted=validations)
         note = tr("Training loss smoothed; dashed: validation.")
-    elif any("low" in record for record in records):
-        note = tr("Pale: as logged. The band spans the extremes where a point stands for several rows.")
-    return Drawing(
-        name="loss", title=tr("Loss"), chart=charts.lines(records, axes, looks, events), note=note, is_wide=True
-    )
+    if not records:
+        return []
+    chart = charts.lines(records, axes, looks, events)
+    return [Drawing(name="loss", title=tr("Loss"), chart=chart, note=note, is_wide=True)]
 
 
-def _plain(runs: Sequence[Run], figure: str, name: str, title: str, y: str, **more: Any) -> Drawing | None:
-    """Return a chart of one figure, a line for each run."""
-    note, smooth = more.pop("note", ""), more.pop("smooth", False)
-    colors = {"": BLUE} if len(runs) == 1 else _colors(runs)
-    records, looks = [], Series(colors=colors)
-    for run in runs:
-        points = _points(run, figure, "" if len(runs) == 1 else run.name)
-        smoothed = _smooth(points, points[0]["s"]) if smooth and points else []
-        if smoothed and len(runs) == 1:
-            raw, even = tr("as logged"), tr("smoothed")
-            records += [{**point, "s": raw} for point in points] + [{**point, "s": even} for point in smoothed]
-            looks = Series(colors={raw: BLUE, even: BLUE}, faint=[raw])
-        else:
-            records += smoothed or points
-    if len({record["x"] for record in records}) < _LEAST_STEPS:
-        return None
-    axes = Axes(x=tr("step"), y=y, series=tr("run") if len(runs) > 1 else tr("values"), **more)
-    return Drawing(name=name, title=title, chart=charts.lines(records, axes, looks), note=note)
+def _lines(name: str, metric: str, words: Callable[[], Sequence[str]], *, smooth: bool = False, **look: Any) -> _Draw:
+    """Return what draws a metric over the steps, a line for each run; the words are title, y axis and note."""
+
+    def draw_lines(runs: Sequence[Run]) -> list[Drawing]:
+        is_one = len(runs) == 1
+        records, looks = [], Series(colors={"": BLUE} if is_one else _colors(runs))
+        for run in runs:
+            points = _points(run, metric, "" if is_one else run.name)
+            smoothed = _smooth(points, points[0]["s"]) if smooth and points else []
+            if smoothed and is_one:
+                raw, even = tr("as logged"), tr("smoothed")
+                records += [{**point, "s": raw} for point in points] + [{**point, "s": even} for point in smoothed]
+                looks = Series(colors={raw: BLUE, even: BLUE}, faint=[raw])
+            else:
+                records += smoothed or points
+        if len({record["x"] for record in records}) < _LEAST_STEPS:
+            return []
+        title, y, note = words()
+        axes = Axes(x=tr("step"), y=y, series=tr("values") if is_one else tr("run"), **look)
+        return [Drawing(name=name, title=title, chart=charts.lines(records, axes, looks), note=note)]
+
+    return draw_lines
 
 
-def _learning_rate(runs: Sequence[Run]) -> Drawing | None:
-    return _plain(runs, "lr", "learning-rate", tr("Learning rate"), tr("learning rate"), format=".1e", from_zero=True)
-
-
-def _gradient(runs: Sequence[Run]) -> Drawing | None:
-    note = tr("Before clipping.")
-    return _plain(runs, "grad_norm", "grad-norm", tr("Gradient norm"), tr("norm"), smooth=True, note=note)
-
-
-def _loss_scale(runs: Sequence[Run]) -> Drawing | None:
-    return _plain(runs, "loss_scale", "loss-scale", tr("Loss scale"), tr("scale"), format="~s")
-
-
-def _tokens(runs: Sequence[Run]) -> Drawing | None:
-    note = tr("All ranks together, padding left out; evaluation and saving are not counted.")
-    title, y = tr("Tokens per second"), tr("tokens per second")
-    if is_own(runs[0]):
-        note = tr("All ranks together; evaluation and saving are not counted.")
-        title, y = tr("Samples per second"), tr("samples per second")
-        return _plain(runs, "samples_per_s", "tokens", title, y, format="~s", from_zero=True, smooth=True, note=note)
-    return _plain(runs, "tokens_per_s", "tokens", title, y, format="~s", from_zero=True, smooth=True, note=note)
-
-
-def _step(runs: Sequence[Run]) -> Drawing | None:
-    return _plain(runs, "step_s", "step-time", tr("Step time"), tr("seconds per step"), from_zero=True, smooth=True)
-
-
-def _padding(runs: Sequence[Run]) -> Drawing | None:
-    title, y = tr("Padding over the run"), tr("share of the tokens computed")
-    return _plain(runs, "padding_fraction", "padding", title, y, format=".0%", from_zero=True, smooth=True)
-
-
-def _scores(runs: Sequence[Run]) -> list[Drawing | None]:
+def _scores(runs: Sequence[Run]) -> list[Drawing]:
     """Return a chart of the answers' metrics, for several runs one of each metric."""
     left_out = ("eval_loss", "eval_perplexity", "eval_tokens", "eval_answers", "eval_tokens_per_s", "eval_samples")
     found = {
@@ -222,14 +167,14 @@ def _score(records: list[Record], colors: dict[str, str], name: str, title: str,
     return Drawing(name=name, title=title, chart=charts.lines(records, axes, looks))
 
 
-def _parts(run: Run) -> Drawing | None:
+def _parts(run: Run) -> list[Drawing]:
     """Return what a step's time is made of: limits between its parts, each not before the one below."""
     figures = ("data_wait_s", "median_rank_s", "slowest_rank_s", "step_s")
     names = (tr("waiting for data"), tr("forward, own work"), tr("waiting for the slowest rank"), tr("the rest"))
     known = [dict(run.history.training.series(figure)) for figure in figures]
     steps = [step for step in known[-1] if step in known[0]]
     if len(steps) < _LEAST_STEPS:
-        return None
+        return []
     records: list[Record] = []
     for step in steps:
         below, whole = 0.0, known[-1][step].mean
@@ -244,12 +189,11 @@ def _parts(run: Run) -> Drawing | None:
     note = tr("The rest: backward, reduction over the ranks, update.")
     if len(colors) < len(names):
         note = tr("The rest: forward, backward, update.")
-    return Drawing(
-        name="step-parts", title=tr("What a step is made of"), chart=charts.stacked(records, axes, colors), note=note
-    )
+    chart = charts.stacked(records, axes, colors)
+    return [Drawing(name="step-parts", title=tr("What a step is made of"), chart=chart, note=note)]
 
 
-def _ranks(run: Run) -> Drawing | None:
+def _ranks(run: Run) -> list[Drawing]:
     names = {"slowest_rank_s": tr("slowest"), "median_rank_s": tr("median"), "fastest_rank_s": tr("fastest")}
     found = {name: _points(run, figure, name) for figure, name in names.items()}
     pairs = zip(found[names["median_rank_s"]], found[names["fastest_rank_s"]], strict=False)
@@ -257,18 +201,17 @@ def _ranks(run: Run) -> Drawing | None:
         del found[names["median_rank_s"]]
     records = [{"x": one["x"], "y": one["y"], "s": one["s"]} for points in found.values() for one in points]
     if len({record["x"] for record in records}) < _LEAST_STEPS:
-        return None
+        return []
     axes = Axes(x=tr("step"), y=tr("own seconds per step"), series=tr("rank"), from_zero=True)
     looks = Series(colors=dict(zip(names.values(), (RED, BLUE, GREEN), strict=True)))
     note = tr("What each rank does by itself before it waits for the others.")
-    return Drawing(
-        name="ranks", title=tr("Slowest and fastest rank"), chart=charts.lines(records, axes, looks), note=note
-    )
+    chart = charts.lines(records, axes, looks)
+    return [Drawing(name="ranks", title=tr("Slowest and fastest rank"), chart=chart, note=note)]
 
 
-def _slowest(run: Run) -> Drawing | None:
+def _slowest(run: Run) -> list[Drawing]:
     if not run.history.slowest:
-        return None
+        return []
     hosts = run.environment.get("hosts")
     names = [str(host) for host in hosts] if isinstance(hosts, list) else []
     total = sum(run.history.slowest.values())
@@ -278,60 +221,50 @@ def _slowest(run: Run) -> Drawing | None:
     ]
     axes = Axes(x=tr("rank"), y=tr("share of the log lines"), format=".0%")
     chart = charts.bars(records, axes, Series(colors={"": BLUE}))
-    return Drawing(name="stragglers", title=tr("Which rank was the slowest"), chart=chart)
+    return [Drawing(name="stragglers", title=tr("Which rank was the slowest"), chart=chart)]
 
 
-def _memory(runs: Sequence[Run]) -> Drawing | None:
+def _memory(runs: Sequence[Run]) -> list[Drawing]:
     """Return what was measured beside what was planned: over the steps, for several runs as bars."""
     measured, planned = tr("measured"), tr("planned")
     looks = Series(colors={measured: BLUE, planned: GREY}, dashed=[planned])
-    figures = [
-        "device_memory_peak_bytes"
-        if run.history.training.series("device_memory_peak_bytes")
-        else "host_memory_peak_bytes"
-        for run in runs
-    ]
-    note = tr("The highest of all ranks since the start, of a GPU; without one, of the process.")
-    pairs: list[tuple[Run, str, str]] = [
-        (run, figure, name)
-        for run, of_run in zip(runs, figures, strict=True)
-        for figure, name in ((of_run, measured), ("planned_memory_bytes", planned))
-    ]
-    title = tr("Memory of a rank, measured and planned")
-    if len(runs) == 1:
-        records = [point for run, figure, name in pairs for point in _points(run, figure, name, 1 / GIB)]
-        axes = Axes(x=tr("step"), y="GiB", series=tr("memory"), from_zero=True)
-        draw_it: Callable[..., charts.Chart] = charts.lines
-    else:
-        tops = [(run, name, run.history.training.most(figure)) for run, figure, name in pairs]
-        records = [{"x": run.name, "y": charts.rounded(top / GIB), "s": name} for run, name, top in tops if top]
-        axes = Axes(x=tr("run"), y="GiB", series=tr("memory"), format="~g")
-        draw_it = charts.bars
+    records: list[Record] = []
+    for run in runs:
+        series, most = run.history.training.series, run.history.training.most
+        peak = "device_memory_peak_bytes" if series("device_memory_peak_bytes") else "host_memory_peak_bytes"
+        for metric, name in ((peak, measured), ("planned_memory_bytes", planned)):
+            if len(runs) == 1:
+                records += _points(run, metric, name, 1 / GIB)
+            elif top := most(metric):
+                records.append({"x": run.name, "y": charts.rounded(top / GIB), "s": name})
     if not records:
-        return None
-    return Drawing(name="memory", title=title, chart=draw_it(records, axes, looks), note=note)
+        return []
+    if len(runs) == 1:
+        chart = charts.lines(records, Axes(x=tr("step"), y="GiB", series=tr("memory"), from_zero=True), looks)
+    else:
+        chart = charts.bars(records, Axes(x=tr("run"), y="GiB", series=tr("memory"), format="~g"), looks)
+    note = tr("The highest of all ranks since the start, of a GPU; without one, of the process.")
+    return [Drawing(name="memory", title=tr("Memory of a rank, measured and planned"), chart=chart, note=note)]
 
 
-def _padded(run: Run) -> Drawing | None:
+def _bin(low: float, high: float, count: int, text: str) -> Record:
+    return {"low": low, "high": high, "y": count, "text": text}
+
+
+def _padded(run: Run) -> list[Drawing]:
     found = run.history.padding
     if not found:
-        return None
+        return []
     records = [
-        {
-            "low": low / 100,
-            "high": (low + 5) / 100,
-            "y": sum(found[low + one] for one in range(5)),
-            "text": f"{low}–{low + 5} %",
-        }
+        _bin(low / 100, (low + 5) / 100, sum(found[low + one] for one in range(5)), f"{low}–{low + 5} %")
         for low in range(0, 100, 5)
     ]
     axes = Axes(x=tr("share of padding"), y=tr("log lines"), format=".0%")
-    return Drawing(
-        name="padding-histogram", title=tr("How much padding there is"), chart=charts.histogram(records, axes, ORANGE)
-    )
+    chart = charts.histogram(records, axes, ORANGE)
+    return [Drawing(name="padding-histogram", title=tr("How much padding there is"), chart=chart)]
 
 
-def _lengths(run: Run) -> list[Drawing | None]:
+def _lengths(run: Run) -> list[Drawing]:
     splits = run.data.get("splits")
     train = splits.get("train") if isinstance(splits, dict) else None
     edges, counts = (train.get("edges"), train.get("counts")) if isinstance(train, dict) else (None, None)
@@ -340,9 +273,79 @@ def _lengths(run: Run) -> list[Drawing | None]:
     if not all(isinstance(value, (int, float)) for value in (*edges, *counts)):
         return []
     records = [
-        {"low": low, "high": high, "y": count, "text": f"{low + 1:,}–{high:,}"}
+        _bin(low, high, count, f"{low + 1:,}–{high:,}")
         for low, high, count in zip(edges[:-1], edges[1:], counts, strict=True)
     ]
     axes = Axes(x=tr("tokens per sample"), y=tr("samples"))
     chart = charts.histogram(records, axes, GREEN)
     return [Drawing(name="lengths", title=tr("Lengths of the training samples"), chart=chart)]
+
+
+def _of_one(draw_run: Callable[[Run], list[Drawing]]) -> _Draw:
+    """Draw where there is one run only."""
+    return lambda runs: draw_run(runs[0]) if len(runs) == 1 else []
+
+
+_RATE: dict[str, Any] = {"format": "~s", "from_zero": True, "smooth": True}
+_TOKENS_PER_S = _lines(
+    "tokens",
+    "tokens_per_s",
+    lambda: (
+        tr("Tokens per second"),
+        tr("tokens per second"),
+        tr("All ranks together, padding left out; evaluation and saving are not counted."),
+    ),
+    **_RATE,
+)
+_SAMPLES_PER_S = _lines(
+    "tokens",
+    "samples_per_s",
+    lambda: (
+        tr("Samples per second"),
+        tr("samples per second"),
+        tr("All ranks together; evaluation and saving are not counted."),
+    ),
+    **_RATE,
+)
+_LEARNING_RATE = _lines(
+    "learning-rate", "lr", lambda: (tr("Learning rate"), tr("learning rate"), ""), format=".1e", from_zero=True
+)
+_GRADIENT_NORM = _lines(
+    "grad-norm", "grad_norm", lambda: (tr("Gradient norm"), tr("norm"), tr("Before clipping.")), smooth=True
+)
+_LOSS_SCALE = _lines("loss-scale", "loss_scale", lambda: (tr("Loss scale"), tr("scale"), ""), format="~s")
+_STEP_TIME = _lines(
+    "step-time", "step_s", lambda: (tr("Step time"), tr("seconds per step"), ""), from_zero=True, smooth=True
+)
+_PADDING = _lines(
+    "padding",
+    "padding_fraction",
+    lambda: (tr("Padding over the run"), tr("share of the tokens computed"), ""),
+    **_RATE | {"format": ".0%"},
+)
+FIGURES: tuple[tuple[str, Sequence[str], _Draw], ...] = (
+    ("learning", ["loss"], _loss),
+    ("learning", ["learning-rate"], _LEARNING_RATE),
+    ("learning", ["grad-norm"], _GRADIENT_NORM),
+    ("learning", ["answers", *(f"answers-{metric.value}" for metric in Metric)], _scores),
+    ("learning", ["loss-scale"], _LOSS_SCALE),
+    ("speed", ["tokens"], lambda runs: (_SAMPLES_PER_S if is_own(runs[0]) else _TOKENS_PER_S)(runs)),
+    ("speed", ["step-parts"], _of_one(_parts)),
+    ("speed", ["ranks"], _of_one(_ranks)),
+    ("speed", ["stragglers"], _of_one(_slowest)),
+    ("speed", ["step-time"], lambda runs: _STEP_TIME(runs) if len(runs) > 1 else []),
+    ("memory", ["memory"], _memory),
+    ("data", ["padding"], _PADDING),
+    ("data", ["padding-histogram"], _of_one(_padded)),
+    ("data", ["lengths"], _of_one(_lengths)),
+)
+"""Section of the page, names of the charts (and of their pictures), what draws them of the runs."""
+NAMES = frozenset(name for _, names, _ in FIGURES for name in names)
+
+
+def draw(runs: Sequence[Run]) -> dict[str, list[Drawing]]:
+    """Return the charts by section."""
+    sections: dict[str, list[Drawing]] = {}
+    for section, _, figure in FIGURES:
+        sections.setdefault(section, []).extend(figure(runs))
+    return {name: drawn for name, drawn in sections.items() if drawn}
