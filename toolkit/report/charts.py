@@ -103,13 +103,12 @@ def lines(records: Sequence[Record], axes: Axes, looks: Series, events: Sequence
     there = {record["s"] for record in records}
     names = [name for name in looks.colors if name in there]
     base = alt.Chart(alt.InlineData(values=list(records)))
-    scale = alt.Scale(domain=names, range=[looks.colors[name] for name in names])
     listed = [name for name in names if name not in (*looks.faint, *looks.unlisted)]
-    color = alt.Color("s:N", scale=scale, legend=_legend(listed))
+    color = _colored("s:N", {name: looks.colors[name] for name in names}, _legend(listed))
     shown = [record["y"] for record in records]
     is_log = _is_log(shown) and not axes.from_zero
     fitted = alt.Scale(type="log") if is_log else alt.Scale(zero=axes.from_zero, nice=True)
-    x = alt.X("x:Q", title=axes.x, axis=alt.Axis(format="~s", tickMinStep=1), scale=alt.Scale(nice=False))
+    x = _steps(axes.x)
     y = alt.Y("y:Q", title=axes.y, scale=fitted, axis=alt.Axis(format=axes.format) if axes.format else alt.Axis())
     layers = [_band(base, x, color, axes.y)] if any("low" in record for record in records) else []
     for name in names:
@@ -130,7 +129,19 @@ def lines(records: Sequence[Record], axes: Axes, looks: Series, events: Sequence
         kinds = {event.kind: event.color for event in events}
         keys += [Key(name=kind, color=kind_color, look="event") for kind, kind_color in kinds.items()]
         chart = _with_events(chart, events, x, axes.x)
-    return Chart(definition=chart.properties(width="container", height=HEIGHT), keys=keys)
+    return _chart(chart, keys)
+
+
+def _chart(definition: Any, keys: Sequence[Key] = ()) -> Chart:
+    return Chart(definition=definition.properties(width="container", height=HEIGHT), keys=keys)
+
+
+def _steps(title: str) -> alt.X:
+    return alt.X("x:Q", title=title, axis=alt.Axis(format="~s", tickMinStep=1), scale=alt.Scale(nice=False))
+
+
+def _colored(field: str, colors: dict[str, str], legend: alt.Legend | None) -> alt.Color:
+    return alt.Color(field, scale=alt.Scale(domain=list(colors), range=list(colors.values())), legend=legend)
 
 
 def _is_log(values: Sequence[float]) -> bool:
@@ -173,18 +184,13 @@ def _with_events(chart: Any, events: Sequence[Event], x: alt.X, title: str) -> A
     """Return a chart with upright lines for what happened, and a second legend for their kinds."""
     kinds = {event.kind: event.color for event in events}
     values = [{"x": event.step, "kind": event.kind, "text": event.text} for event in events]
+    legend = alt.Legend(title=None, orient="top", symbolType="stroke", symbolDash=[3, 3], labelLimit=_LABEL_PIXELS)
     rules = (
         alt.Chart(alt.InlineData(values=values))
         .mark_rule(strokeWidth=1.5, strokeDash=[3, 3])
         .encode(
             x=x,
-            color=alt.Color(
-                "kind:N",
-                scale=alt.Scale(domain=list(kinds), range=list(kinds.values())),
-                legend=alt.Legend(
-                    title=None, orient="top", symbolType="stroke", symbolDash=[3, 3], labelLimit=_LABEL_PIXELS
-                ),
-            ),
+            color=_colored("kind:N", kinds, legend),
             tooltip=[alt.Tooltip("text:N", title=" "), alt.Tooltip("x:Q", title=title, format=",d")],
         )
     )
@@ -203,13 +209,9 @@ def stacked(records: Sequence[Record], axes: Axes, colors: dict[str, str]) -> Ch
         alt.Chart(alt.InlineData(values=values))
         .mark_area(opacity=0.85, line=False)
         .encode(
-            x=alt.X("x:Q", title=axes.x, axis=alt.Axis(format="~s", tickMinStep=1), scale=alt.Scale(nice=False)),
+            x=_steps(axes.x),
             y=alt.Y("y:Q", title=axes.y, stack="zero", axis=alt.Axis(format="~g")),
-            color=alt.Color(
-                "s:N",
-                scale=alt.Scale(domain=list(colors), range=list(colors.values())),
-                legend=alt.Legend(title=None, orient="top", columns=2, labelLimit=_LABEL_PIXELS),
-            ),
+            color=_colored("s:N", colors, alt.Legend(title=None, orient="top", columns=2, labelLimit=_LABEL_PIXELS)),
             order=alt.Order("o:Q"),
             tooltip=[
                 alt.Tooltip("s:N", title=axes.series),
@@ -217,9 +219,8 @@ def stacked(records: Sequence[Record], axes: Axes, colors: dict[str, str]) -> Ch
                 alt.Tooltip("y:Q", title=axes.y, format=".4~g"),
             ],
         )
-        .properties(width="container", height=HEIGHT)
     )
-    return Chart(definition=definition, keys=[Key(name=name, color=color) for name, color in colors.items()])
+    return _chart(definition, [Key(name=name, color=color) for name, color in colors.items()])
 
 
 def bars(records: Sequence[Record], axes: Axes, looks: Series) -> Chart:
@@ -243,21 +244,15 @@ def bars(records: Sequence[Record], axes: Axes, looks: Series) -> Chart:
             ),
             xOffset=alt.XOffset("s:N", sort=names) if len(names) > 1 else alt.Undefined,
             y=alt.Y("y:Q", title=axes.y, axis=alt.Axis(format=axes.format or "~s")),
-            color=alt.Color(
-                "s:N",
-                scale=alt.Scale(domain=names, range=list(looks.colors.values())),
-                legend=_legend(names),
-            ),
+            color=_colored("s:N", looks.colors, _legend(names)),
             tooltip=[
                 alt.Tooltip("x:N", title=axes.x),
                 alt.Tooltip("y:Q", title=axes.y, format=",.4~g"),
                 *([alt.Tooltip("s:N", title=axes.series)] if axes.series else []),
             ],
         )
-        .properties(width="container", height=HEIGHT)
     )
-    keys = [Key(name=name, color=color) for name, color in looks.colors.items()] if len(names) > 1 else []
-    return Chart(definition=definition, keys=keys)
+    return _chart(definition, [Key(name=name, color=looks.colors[name]) for name in names] if len(names) > 1 else [])
 
 
 def histogram(records: Sequence[Record], axes: Axes, color: str) -> Chart:
@@ -275,9 +270,8 @@ def histogram(records: Sequence[Record], axes: Axes, color: str) -> Chart:
             y=alt.Y("y:Q", title=axes.y, axis=alt.Axis(format="~s")),
             tooltip=[alt.Tooltip("text:N", title=axes.x), alt.Tooltip("y:Q", title=axes.y, format=",d")],
         )
-        .properties(width="container", height=HEIGHT)
     )
-    return Chart(definition=definition)
+    return _chart(definition)
 
 
 def config(ink: str, font: str) -> dict[str, Any]:

@@ -27,9 +27,9 @@ _GOOD, _BAD = "good", "bad"
 NONE = "—"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Tile:
-    """A figure on top of the page."""
+    """A number at the top of the page."""
 
     label: str
     value: str
@@ -37,16 +37,16 @@ class Tile:
     tone: str = ""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Table:
     """Rows with the same columns."""
 
     heads: Sequence[str]
     rows: Sequence[Sequence[str]]
-    marked: set[int] = field(default_factory=set)
-    """Rows that stand out."""
-    title: str = ""
     note: str = ""
+    title: str = ""
+    marked: set[int] = field(default_factory=set)
+    """Rows that are highlighted."""
 
 
 def status(run: Run) -> tuple[str, str]:
@@ -61,12 +61,6 @@ def clock(seconds: float) -> str:
     return f"{whole // 3600}:{whole % 3600 // 60:02d}:{whole % 60:02d}"
 
 
-def tiles(run: Run) -> list[Tile]:
-    """Return the figures that answer first what one asks of a run."""
-    found = [_validation(run), _training(run), _steps(run), _tokens(run), _speed(run), _memory(run), _time(run)]
-    return [tile for tile in (*found, _trouble(run)) if tile is not None]
-
-
 def _validation(run: Run) -> Tile | None:
     history = run.history
     if history.best is None:
@@ -74,33 +68,32 @@ def _validation(run: Run) -> Tile | None:
     best, at = history.best
     last = next((row["eval_loss"] for row in reversed(history.evaluations) if "eval_loss" in row), best)
     detail = tr("best {loss} at step {step}", loss=f"{best:.4f}", step=f"{at:,}")
-    return Tile(label=tr("Validation loss"), value=f"{last:.4f}", detail=detail, tone=_GOOD if last <= best else "")
+    return Tile(tr("Validation loss"), f"{last:.4f}", detail, _GOOD if last <= best else "")
 
 
 def _training(run: Run) -> Tile | None:
     last = run.history.training.last("loss")
     if last is None:
         return None
-    first = run.history.first_loss or last
-    return Tile(label=tr("Training loss"), value=f"{last:.4f}", detail=tr("from {loss}", loss=f"{first:.4f}"))
+    return Tile(tr("Training loss"), f"{last:.4f}", tr("from {loss}", loss=f"{run.history.first_loss or last:.4f}"))
 
 
 def _steps(run: Run) -> Tile:
     epochs = run.history.training.last("epoch")
-    detail = tr("of {total}", total=f"{run.total_steps:,}") if run.total_steps else ""
-    if epochs is not None:
-        detail += (", " if detail else "") + tr("{epochs} epochs", epochs=f"{epochs:.2f}")
-    return Tile(label=tr("Steps"), value=f"{run.step:,}", detail=detail)
+    parts = [tr("of {total}", total=f"{run.total_steps:,}")] if run.total_steps else []
+    parts += [tr("{epochs} epochs", epochs=f"{epochs:.2f}")] if epochs is not None else []
+    return Tile(tr("Steps"), f"{run.step:,}", ", ".join(parts))
 
 
 def _tokens(run: Run) -> Tile | None:
-    total, trained = (run.history.training.last(name) for name in ("total_tokens", "trained_tokens"))
-    if (samples := run.history.training.last("samples")) is not None:
-        return Tile(label=tr("Samples"), value=short(samples))
+    last = run.history.training.last
+    if (samples := last("samples")) is not None:
+        return Tile(tr("Samples"), short(samples))
+    total, trained = last("total_tokens"), last("trained_tokens")
     if total is None:
         return None
     detail = tr("{count} of them trained", count=short(trained)) if trained is not None else ""
-    return Tile(label=tr("Tokens"), value=short(total), detail=detail)
+    return Tile(tr("Tokens"), short(total), detail)
 
 
 def short(value: float) -> str:
@@ -123,14 +116,12 @@ def _speed(run: Run) -> Tile | None:
     found = speed(run)
     if found is None:
         return None
-    share = [(name, run.history.training.series(name)) for name in ("mfu", "mfu_matmul")]
     detail = ""
-    for name, series in share:
-        if series and not detail:
+    for name in ("mfu_matmul", "mfu"):
+        if series := run.history.training.series(name):
             mean = f"{sum(one.mean for _, one in series) / len(series):.0%}"
             detail = f"MFU {mean}" if name == "mfu" else tr("{share} of matmul", share=mean)
-    label = tr("Samples per second") if is_own(run) else tr("Tokens per second")
-    return Tile(label=label, value=f"{found:,.0f}", detail=detail)
+    return Tile(tr("Samples per second") if is_own(run) else tr("Tokens per second"), f"{found:,.0f}", detail)
 
 
 def peak(run: Run) -> tuple[float | None, float | None]:
@@ -146,7 +137,7 @@ def _memory(run: Run) -> Tile | None:
         return None
     detail = tr("of {planned} GiB planned", planned=f"{planned / GIB:.2f}") if planned else ""
     tone = _BAD if planned and most > planned else ""
-    return Tile(label=tr("Memory of a rank"), value=f"{most / GIB:.2f} GiB", detail=detail, tone=tone)
+    return Tile(tr("Memory of a rank"), f"{most / GIB:.2f} GiB", detail, tone)
 
 
 def _time(run: Run) -> Tile | None:
@@ -156,7 +147,7 @@ def _time(run: Run) -> Tile | None:
     detail = tr("in steps")
     if began is not None and ended is not None and ended > began:
         detail = tr("in steps; {time} from the start on", time=clock(ended - began))
-    return Tile(label=tr("Time"), value=clock(run.history.seconds), detail=detail)
+    return Tile(tr("Time"), clock(run.history.seconds), detail)
 
 
 def _begun(run: Run) -> float | None:
@@ -177,12 +168,17 @@ def _trouble(run: Run) -> Tile:
         tr("steps left out: {count}", count=skipped) if skipped else "",
         tr("rewinds: {count}", count=rewinds) if rewinds else "",
     ]
-    return Tile(
-        label=tr("Bad steps"),
-        value=f"{bad:,}",
-        detail=", ".join(filter(None, parts)) or tr("no restarts"),
-        tone=_BAD if bad or rewinds else "",
-    )
+    detail = ", ".join(filter(None, parts)) or tr("no restarts")
+    return Tile(tr("Bad steps"), f"{bad:,}", detail, _BAD if bad or rewinds else "")
+
+
+TILES = (_validation, _training, _steps, _tokens, _speed, _memory, _time, _trouble)
+"""What answers first what one asks of a run; None where there is nothing to say."""
+
+
+def tiles(run: Run) -> list[Tile]:
+    """Return the numbers at the top of the page."""
+    return [tile for make in TILES if (tile := make(run))]
 
 
 def overview(runs: Sequence[Run]) -> Table:
@@ -212,7 +208,7 @@ def overview(runs: Sequence[Run]) -> Table:
     )
     known = [run.history.best[0] for run in runs if run.history.best]
     best = {place for place, run in enumerate(runs) if run.history.best and run.history.best[0] == min(known)}
-    return Table(heads=heads, rows=rows, marked=best, note=tr("Marked: the lowest validation loss."))
+    return Table(heads, rows, marked=best, note=tr("Marked: the lowest validation loss."))
 
 
 def events(run: Run) -> Table | None:
@@ -223,14 +219,14 @@ def events(run: Run) -> Table | None:
     left = max(len(found) - _MOST_ROWS, 0) + run.history.more_events
     note = tr("{count} more are not listed.", count=f"{left:,}") if left else ""
     rows = [[event.kind, f"{event.step:,}", event.text] for event in found[:_MOST_ROWS]]
-    return Table(heads=(tr("event"), tr("step"), tr("details")), rows=rows, note=note)
+    return Table((tr("event"), tr("step"), tr("details")), rows, note=note)
 
 
 def settings(runs: Sequence[Run]) -> Table | None:
     """Return what one run sets otherwise than its recipe and the defaults, or in what several differ."""
     if len(runs) > 1:
         rows = [[one.key, *one.values] for one in differences_between(runs)]
-        return Table(heads=(tr("setting"), *(run.name for run in runs)), rows=rows) if rows else None
+        return Table((tr("setting"), *(run.name for run in runs)), rows) if rows else None
     changed, has_recipe = differences_of_run(runs[0])
     if not changed:
         return None
@@ -244,7 +240,7 @@ def settings(runs: Sequence[Run]) -> Table | None:
         )
     rows = [[one.key, *(one.values if has_recipe else (one.values[0], one.values[2]))] for one in changed]
     marked = {place for place, one in enumerate(changed) if one.is_new} if has_recipe else set()
-    return Table(heads=heads, rows=rows, marked=marked, note=note)
+    return Table(heads, rows, marked=marked, note=note)
 
 
 def plan(run: Run) -> Table | None:
@@ -260,7 +256,7 @@ def plan(run: Run) -> Table | None:
     if isinstance(step_s, float) and isinstance(pace, float):
         note = tr("A step was planned to take {time} s: {pace} tokens/s.", time=f"{step_s:.3g}", pace=f"{pace:,.0f}")
     heads = (tr("phase"), tr("GiB of tensors, planned"), tr("of it"))
-    return Table(heads=heads, rows=rows, note=note) if rows else None
+    return Table(heads, rows, note=note) if rows else None
 
 
 def collectives(run: Run) -> Table | None:
@@ -276,7 +272,7 @@ def collectives(run: Run) -> Table | None:
     found.sort(key=lambda pair: -pair[0])
     heads = [tr("collective"), tr("calls"), tr("MiB per call"), tr("GiB"), tr("seconds"), tr("GB per second")]
     title = tr("Communication of rank 0 while it trained (profile.comms)")
-    return Table(heads=heads, rows=[row for _, row in found[:_MOST_ROWS]], title=title) if found else None
+    return Table(heads, [row for _, row in found[:_MOST_ROWS]], title=title) if found else None
 
 
 def data_card(run: Run) -> list[Table]:
@@ -304,7 +300,7 @@ def data_card(run: Run) -> list[Table]:
                     validation=_count(duplicates.get("validation")),
                 )
             )
-        found.append(Table(heads=heads, rows=rows, note=joined(*notes)))
+        found.append(Table(heads, rows, note=joined(*notes)))
     sources = data.get("sources")
     if isinstance(sources, list) and sources:
         keys = ("rows", "samples", "tokens", "trained_tokens")
@@ -314,7 +310,7 @@ def data_card(run: Run) -> list[Table]:
             if isinstance(one, dict)
         ]
         heads = [tr("source"), tr("split"), tr("rows"), tr("samples"), tr("tokens"), tr("trained")]
-        found.append(Table(heads=heads, rows=rows))
+        found.append(Table(heads, rows))
     return found
 
 
@@ -331,7 +327,7 @@ def environment(runs: Sequence[Run]) -> Table | None:
     rows = [[name, *values] for name, values in kept.items()]
     marked = {place for place, row in enumerate(rows) if len(set(row[1:])) > 1}
     heads = ("", *(run.name if len(runs) > 1 else tr("this run") for run in runs))
-    return Table(heads=heads, rows=rows, marked=marked) if rows else None
+    return Table(heads, rows, marked=marked) if rows else None
 
 
 def _environment(run: Run) -> dict[str, str]:
