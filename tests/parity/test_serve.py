@@ -16,7 +16,8 @@ import pytest
 from official import write
 
 from tests.unit.speaker import write_random
-from toolkit.cli import main, serve
+from toolkit.cli import main
+from toolkit.evaluate import server
 from toolkit.evaluate.generate import Sampling, decode_answer, generate
 from toolkit.export.load import load_any
 from toolkit.launch.environment import free_port
@@ -38,7 +39,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         raise Started
 
     monkeypatch.setattr(os, "execve", become)
-    monkeypatch.setattr(serve, "_NEEDED", ())
+    monkeypatch.setattr(server, "_NEEDED", ())
     return found
 
 
@@ -65,7 +66,7 @@ def command(started: list[Any], *words: str) -> list[str]:
 
 def test_the_command(started: list[Any], vllm: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = write_random(tmp_path / "run" / "export")
-    by_transformers = [sys.executable, "-m", "toolkit.cli.transformers_server", "run", "serve", str(model)]
+    by_transformers = [sys.executable, "-m", "toolkit.evaluate.server", "run", "serve", str(model)]
     assert command(started, f"{tmp_path}/run", "backend=transformers") == [
         *by_transformers, "--host", "127.0.0.1", "--port", "8000"
     ]  # fmt: skip
@@ -117,7 +118,7 @@ def test_refusals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytes
     assert f"toolkit export-model {adapter} merge=true" in refused(tmp_path / "lora-run")
     model = write_random(tmp_path / "model")
     assert "there is no vllm here:  pip install vllm" in refused(model, "backend=vllm")
-    monkeypatch.setattr(serve, "_NEEDED", ("json", "no_such_package"))
+    monkeypatch.setattr(server, "_NEEDED", ("json", "no_such_package"))
     assert "needs packages that are not installed:  pip install no_such_package" in refused(model)
     assert "the @ in" in refused(write_random(tmp_path / "me@home"))
     (model / "chat_template.jinja").unlink()

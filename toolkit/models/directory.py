@@ -17,7 +17,7 @@ from typing import Any
 from safetensors import safe_open
 
 from toolkit.config.schema import Init, ModelConfig, TuningMethod
-from toolkit.errors import ModelError
+from toolkit.errors import ConfigError, ModelError
 from toolkit.messages import tr
 from toolkit.models.chatglm.family import Architecture, architecture_of, check_supported
 from toolkit.models.limits import check_sizes
@@ -302,6 +302,58 @@ def _unsupported(model: ModelConfig, max_length: int) -> str:
             )
     others = sorted(layers - {_WHOLE})
     return tr("it has layers that mix a whole row: {layers}", layers=", ".join(others)) if others else ""
+
+
+def resolve_servable(path: Path) -> Path:
+    """Return the directory that servers load for a path: a run's export, or a model in transformers' layout.
+
+    Raises:
+        ConfigError: if it is an adapter, in the official layout, or has no chat template.
+        ModelError: if it is no model directory, or one that no server knows.
+    """
+    folder = (path if (path / "config.json").is_file() or not (path / "export").is_dir() else path / "export").resolve()
+    if (folder / "adapter_config.json").is_file():
+        raise ConfigError(
+            tr(
+                "{folder} is an adapter, not a whole model. Merge it: toolkit export-model {folder} merge=true "
+                "output=DIR. Or serve its base, with backend=vllm adapter={folder}.",
+                folder=folder,
+            )
+        )
+    config = read_config(str(folder))
+    architecture = architecture_of(config)
+    if architecture is Architecture.v1:
+        raise ModelError(
+            tr(
+                "{folder} holds a ChatGLM-6B, which neither transformers' server nor vLLM knows. What works: `toolkit "
+                "chat`, `toolkit generate`, and the original's own servers (`toolkit export-model format=official`).",
+                folder=folder,
+            )
+        )
+    if architecture is not None:
+        raise ConfigError(
+            tr(
+                "{folder} is an official ChatGLM folder, which servers load with its remote code only. Convert it "
+                "first: toolkit export-model model.path={folder} format=hf output=DIR",
+                folder=folder,
+            )
+        )
+    if not _has_template(folder):
+        raise ConfigError(
+            tr("{folder} has no chat template (chat_template.jinja): a server could not chat.", folder=folder)
+        )
+    if "@" in str(folder):
+        raise ConfigError(
+            tr("servers take what follows the @ in {folder} for a revision. Rename the folder.", folder=folder)
+        )
+    return folder
+
+
+def _has_template(folder: Path) -> bool:
+    config = folder / "tokenizer_config.json"
+    return (folder / "chat_template.jinja").is_file() or (
+        config.is_file() and bool(read_object(config).get("chat_template"))
+    )
 
 
 _trusted: set[str] = set()

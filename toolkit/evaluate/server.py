@@ -1,18 +1,34 @@
-"""What a request to transformers' server may ask for: `transformers_server.py` puts this in front of the server.
+"""Servers of a model over HTTP: which program serves, and transformers' own with bounds on requests.
 
-transformers 5.23 answers a request of another form with status 500 and a traceback, generates as many tokens as a
-request says while all others wait, reads bodies of any size, takes a chat template and all options of `generate` from a
-request, and loads or unloads whatever model directory a request names at /load_model and /reset.
+python -m toolkit.evaluate.server NAME serve DIRECTORY [--option-of-the-server …]
+
+runs transformers' server with one model under a short name; `toolkit serve` becomes this. transformers 5.23 takes the
+path of a local model for its name, and its GET /v1/models lists the Hugging Face cache (an error without one). It
+answers a request of another form with status 500 and a traceback, generates as many tokens as a request says while all
+others wait, reads bodies of any size, takes a chat template and all options of `generate` from a request, and loads or
+unloads whatever model directory a request names at /load_model and /reset.
 """
 
+import importlib.util
 import inspect
 import json
 import math
+import os
+import shutil
+import sys
+import time
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 from typing import Any
 
+from toolkit.config.preflight import position_limit
+from toolkit.errors import ConfigError
 from toolkit.messages import tr
+from toolkit.models.directory import read_object
 
+_NEEDED = ("fastapi", "uvicorn", "openai", "pydantic")
+_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""That vLLM has for adapters."""
 MOST_BYTES = 16 << 20
 """Of a request: several times what a context of a million tokens takes."""
 CLOSED = ("/load_model", "/reset", "/v1/audio/transcriptions")
@@ -38,12 +54,43 @@ Receive = Callable[[], Awaitable[dict[str, Any]]]
 Send = Callable[[dict[str, Any]], Awaitable[None]]
 
 
-class Bounded:
-    """An ASGI application that takes JSON objects of at most `MOST_BYTES`, and nothing for `CLOSED` paths.
+def server_program(backend: str) -> list[str]:
+    """Return the program that serves and its first arguments; an error if it is not installed."""
+    vllm = shutil.which("vllm", path=os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")]))
+    if vllm and backend != "transformers":
+        return [vllm]
+    if backend == "vllm":
+        raise ConfigError(tr("backend = vllm, but there is no vllm here:  pip install vllm"))
+    missing = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
+    if missing:
+        raise ConfigError(
+            tr(
+                "transformers' server needs packages that are not installed:  pip install {packages}",
+                packages=" ".join(missing),
+            )
+        )
+    return [sys.executable, "-m", "toolkit.evaluate.server"]
 
-    Args:
-        app: the application behind it.
-    """
+
+def adapter_options(adapter: Path, name: str, is_vllm: bool) -> list[str]:
+    """Return the options by which vLLM loads a LoRA adapter in peft's layout under a name."""
+    if not is_vllm:
+        raise ConfigError(
+            tr("transformers' server takes no adapter. Export base and adapter as one model, or take backend=vllm.")
+        )
+    file = adapter / "adapter_config.json"
+    config: dict[str, Any] = read_object(file) if file.is_file() else {}
+    if config.get("peft_type") != "LORA":
+        raise ConfigError(
+            tr("{folder} is no LoRA adapter in peft's layout; vLLM serves no other kind of adapter.", folder=adapter)
+        )
+    needed = max(config.get("r", 0), *config.get("rank_pattern", {}).values(), 0)
+    rank = next((known for known in _RANKS if known >= needed), needed)
+    return ["--enable-lora", "--max-lora-rank", str(rank), "--lora-modules", f"{name}={adapter.resolve()}"]
+
+
+class Bounded:
+    """Wraps an ASGI application: only JSON objects of at most `MOST_BYTES`, and no `CLOSED` paths."""
 
     def __init__(self, app: Callable[[Any, Receive, Send], Awaitable[None]]) -> None:
         self.app = app
@@ -83,9 +130,7 @@ async def _answer(send: Send, status: int, sentence: str) -> None:
 def problem(body: dict[str, Any], reserved: frozenset[str]) -> str:
     """Return what is wrong with the fields of a request; "" if nothing is.
 
-    Args:
-        body: the request.
-        reserved: names that `chat_template_kwargs` must not hold, as they are options of the tokenizer.
+    `chat_template_kwargs` must hold no `reserved` names: they are options of the tokenizer.
     """
     for name, (kind, least, greatest) in RANGES.items():
         value = body.get(name)
@@ -127,7 +172,7 @@ def bound_tokens(model: Any, inputs: Any, generation: Any) -> str:
         inputs: with `input_ids`, (1, length) or a list.
         generation: transformers' GenerationConfig, changed in place.
     """
-    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    positions = position_limit(model.config.to_dict())
     ids = inputs["input_ids"]
     length = len(ids) if isinstance(ids, list) else ids.shape[-1]
     if not positions:
@@ -143,8 +188,21 @@ def bound_tokens(model: Any, inputs: Any, generation: Any) -> str:
     return ""
 
 
-def install() -> None:
-    """Put these bounds in front of transformers' server, in this process."""
+def main(words: list[str]) -> None:
+    """Serve; the words are the model's name and the arguments of transformers' command line."""
+    from transformers.cli.transformers import app
+
+    from toolkit.models import template_bounds
+
+    _bound_requests()
+    template_bounds.install()
+    _keep_text()
+    _serve_one(name=words[0], folder=words[2])
+    app(words[1:])
+
+
+def _bound_requests() -> None:
+    """Put `Bounded`, `problem` and `bound_tokens` in front of transformers' server, in this process."""
     from fastapi import HTTPException
     from jinja2 import TemplateError
     from transformers import PreTrainedTokenizerBase
@@ -190,13 +248,56 @@ def install() -> None:
 
         manager.generate_streaming, manager.generate_non_streaming = generate_streaming, generate_non_streaming
 
-    for handler in (
-        chat_completion.ChatCompletionHandler,
-        completion.CompletionHandler,
-        response.ResponseHandler,
-        systemone.SystemOneHandler,
-    ):
-        guard(handler)
-    for manager in (utils.GenerateManager, utils.CBGenerateManager):
-        limit(manager)
+    guard(chat_completion.ChatCompletionHandler)
+    guard(completion.CompletionHandler)
+    guard(response.ResponseHandler)
+    guard(systemone.SystemOneHandler)
+    limit(utils.GenerateManager)
+    limit(utils.CBGenerateManager)
     server.build_server = lambda *given, **named: Bounded(build(*given, **named))
+
+
+def _keep_text() -> None:
+    """Let control strings in messages stay text in this process, as in training (`toolkit.models.shield`).
+
+    transformers (5.23) can keep them so if it is asked to; without the names of the control tokens it would also take
+    `<think>` and `<tool_call>` in an earlier answer for text, as they stand in the template.
+    """
+    from transformers import PreTrainedTokenizerBase
+
+    from toolkit.models.chat_template import turn_marks_of
+
+    apply = PreTrainedTokenizerBase.apply_chat_template
+
+    def with_text(self: Any, conversation: Any, **options: Any) -> Any:
+        if options.get("tokenize", True) and not options.get("return_assistant_tokens_mask"):
+            if self.chat_control_tokens is None:
+                self.chat_control_tokens = turn_marks_of(self)
+            options["sanitize_control_tokens"] = True
+        return apply(self, conversation, **options)
+
+    PreTrainedTokenizerBase.apply_chat_template = with_text
+
+
+def _serve_one(name: str, folder: str) -> None:
+    """Let the server list one model, and find it by its name as by its path."""
+    from transformers.cli.serving.model_manager import ModelManager
+    from transformers.cli.serving.utils import BaseHandler
+
+    listed = {"id": name, "object": "model", "created": int(time.time()), "owned_by": "toolkit"}
+    by_path = BaseHandler._resolve_model
+
+    def models(cache_dir: str | None = None) -> list[dict[str, Any]]:
+        return [listed]
+
+    def by_name(self: BaseHandler, body: dict[str, Any]) -> Any:
+        if body.get("model") == name:
+            body["model"] = folder
+        return by_path(self, body)
+
+    ModelManager.get_gen_models = staticmethod(models)
+    BaseHandler._resolve_model = by_name
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from toolkit.cli.server_bounds import MOST_BYTES, Bounded, bound_tokens, problem
+from toolkit.evaluate.server import MOST_BYTES, Bounded, bound_tokens, problem
 
 RESERVED = frozenset({"chat_template", "tokenize"})
 
@@ -90,8 +90,8 @@ def test_bad_fields(body: dict[str, Any]) -> None:
 
 def test_an_answer_ends_with_the_positions() -> None:
     def model(positions: int | None) -> Any:
-        config = SimpleNamespace(max_position_embeddings=positions)
-        return SimpleNamespace(config=SimpleNamespace(get_text_config=lambda: config))
+        config = {"model_type": "llama", "max_position_embeddings": positions}
+        return SimpleNamespace(config=SimpleNamespace(to_dict=lambda: config))
 
     for most, room in ((10**9, 7), (None, 7), (3, 3)):
         generation = SimpleNamespace(max_new_tokens=most)
