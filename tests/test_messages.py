@@ -38,9 +38,25 @@ def test_each_call_has_a_literal_template_and_fills_it() -> None:
     assert found > 200
 
 
+def test_each_finding_of_the_doctor_is_in_its_table_and_filled() -> None:
+    """finding("NAME", …), whose name may have a placeholder itself: f"{key} not shared"."""
+    table, used = read_table("doctor/findings.yaml"), set()
+    for path in (ROOT / "toolkit" / "doctor").glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "finding":
+                pattern = re.sub(r"\{\w+\}", ".+", ast.literal_eval(ast.unparse(node.args[0]).removeprefix("f")))
+                names = [name for name in table if re.fullmatch(pattern, name)]
+                assert names, f"{path}:{node.lineno}"
+                used.update(names)
+                given = {keyword.arg for keyword in node.keywords} - {"level"}
+                assert all(given == placeholders(table[name][2]) for name in names), f"{path}:{node.lineno}"
+    assert used == set(table)
+
+
 def test_the_chinese_catalogue_is_complete_and_has_nothing_else() -> None:
     templates = {str(call.args[0].value) for _, call in calls()}  # type: ignore[attr-defined]
     templates |= set(read_table("translate/keys.yaml")["sentences"].values())
+    templates |= {text for _, _, text in read_table("doctor/findings.yaml").values()}
     assert templates - set(CHINESE) == set(), "without Chinese"
     assert set(CHINESE) - templates == set(), "no longer used"
 

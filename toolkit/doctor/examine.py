@@ -14,7 +14,7 @@ from toolkit.doctor import findings as findings_module
 from toolkit.doctor import network
 from toolkit.doctor.agents import Hosts, SshOptions
 from toolkit.doctor.facts import FORWARDED, MATTERING, hashed
-from toolkit.doctor.findings import ERROR, NOTE, WARNING, Finding
+from toolkit.doctor.findings import ERROR, WARNING, Finding, finding
 from toolkit.errors import LaunchError
 from toolkit.launch import deepspeed, env_vars, environment, hostfile, mpi
 from toolkit.launch.hostfile import Resources
@@ -138,13 +138,7 @@ class Examination:
         peers = hosts.ask("listen", self.limit_s, requests)
         for host, answer in peers.items():
             if "error" in answer:
-                text = tr(
-                    "{host} cannot listen: {reason}. Is port {port} taken? --master_port N chooses another.",
-                    host=host,
-                    reason=answer["error"],
-                    port=self.master_port,
-                )
-                self.findings.append(Finding("network", ERROR, text))
+                self.findings.append(finding("cannot listen", host=host, reason=answer["error"], port=self.master_port))
         peers = {host: answer for host, answer in peers.items() if "error" not in answer}
         marks = peers.get(first, {}).pop("marks", {})
         if first in peers:
@@ -169,23 +163,9 @@ class Examination:
             self._measure(hosts, names, peers, chosen)
 
     def _folders(self, shared: Mapping[str, Mapping[str, bool]]) -> None:
-        apart = [host for host, seen in shared.items() if not seen.get("run.dir", True)]
-        if apart:
-            text = tr(
-                "run.dir = {dir} is another folder on {hosts} than on the first machine. Put it on a disk that all "
-                "machines share.",
-                dir=self.cfg.run.dir,
-                hosts=", ".join(apart),
-            )
-            self.findings.append(Finding("disks", ERROR, text))
-        own = [host for host, seen in shared.items() if not seen.get("prepare.dir", True)]
-        if own:
-            text = tr(
-                "prepare.dir = {dir} is each machine's own ({hosts}): each prepares the data once.",
-                dir=self.cfg.prepare.dir,
-                hosts=", ".join(own),
-            )
-            self.findings.append(Finding("disks", NOTE, text))
+        for key, folder in (("run.dir", self.cfg.run.dir), ("prepare.dir", self.cfg.prepare.dir)):
+            if apart := [host for host, seen in shared.items() if not seen.get(key, True)]:
+                self.findings.append(finding(f"{key} not shared", dir=folder, hosts=", ".join(apart)))
 
     def _measure(self, hosts: Hosts, names: list[str], peers: Mapping[str, Any], chosen: Mapping[str, Any]) -> None:
         """Let each machine receive from the one before it, then from the one after it: two rounds, however many."""
