@@ -15,8 +15,8 @@ import pytest
 
 from tests.unit.speaker import SAYS, write_random, write_speaker
 from toolkit.cli import main
-from toolkit.cli.chat import Chat
 from toolkit.errors import ModelError
+from toolkit.evaluate.chat import ChatSession
 from toolkit.evaluate.generate import Sampling
 from toolkit.export.load import LoadedModel, load_any
 
@@ -159,9 +159,10 @@ def usable(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
     return load_any(str(write_random(tmp_path_factory.mktemp("models") / "random", positions=120)))
 
 
-def chat(usable: LoadedModel, max_new_tokens: int = 8) -> Chat:
+def chat(usable: LoadedModel, max_new_tokens: int = 8) -> ChatSession:
     """Return a conversation in which nothing was said."""
-    return Chat(usable, Sampling(max_new_tokens=max_new_tokens), is_terminal=False)
+    sampling = Sampling(max_new_tokens=max_new_tokens)
+    return ChatSession(usable.model, usable.encoder, sampling, is_terminal=False, help_text="")
 
 
 def test_the_prompt_is_the_training_prompt(usable: LoadedModel, capsys: pytest.CaptureFixture[str]) -> None:

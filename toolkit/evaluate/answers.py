@@ -6,6 +6,7 @@ part, and answers come back in the order of the questions. A file of answers is 
 when it has its name, and is continued by the same command.
 """
 
+import contextlib
 import json
 import os
 import time
@@ -17,15 +18,18 @@ from types import TracebackType
 from typing import Any
 
 import torch
+import yaml
+from tqdm import tqdm
 from transformers import PreTrainedModel
 
+from toolkit.config.preflight import check_columns
 from toolkit.config.schema import RowFormat, SourceConfig
 from toolkit.data.formats import Conversation, Message, RowReader, parse_row
 from toolkit.data.readers import block_bytes, files_of, rows_of
 from toolkit.data.sources import DataFile, read_blocks, total_bytes
 from toolkit.data.store import TokenizedCache
-from toolkit.disk import lock_or_warn
-from toolkit.distributed.process_group import barrier, gather, rank, world_size
+from toolkit.disk import lock_or_warn, sha256
+from toolkit.distributed.process_group import barrier, gather, on_rank0, rank, world_size
 from toolkit.errors import CheckpointError, ConfigError, DataError, ModelError, RowError, Stopped
 from toolkit.evaluate.generate import Sampling, check_length, decode_answer, generate, until_stop
 from toolkit.messages import say, tr
@@ -46,6 +50,22 @@ class RowQuestion:
     """The row's own last answer; None if it has none."""
     error: str = ""
     """Why the row cannot be used."""
+
+
+def question_source(path: str, row_format: RowFormat, columns: str) -> SourceConfig:
+    """Return questions as a data source; `columns` is YAML such as `{prompt: question}`."""
+    try:
+        names = yaml.safe_load(columns)
+    except yaml.YAMLError:
+        names = None
+    if not isinstance(names, dict) or not all(isinstance(value, str) for value in names.values()):
+        raise ConfigError(
+            tr("columns = {text} is not of the form {{prompt: question, response: answer}}.", text=columns)
+        )
+    source = SourceConfig(path=path, format=row_format, columns=names)
+    if sentence := check_columns(source, "input"):
+        raise ConfigError(sentence)
+    return source
 
 
 def question_files(source: SourceConfig) -> list[Path]:
@@ -399,6 +419,77 @@ def answer_rows(
         yield results
 
 
+def answer_source(
+    source: SourceConfig,
+    output: Path,
+    load: Callable[[], tuple[PreTrainedModel, AnyChatEncoder]],
+    sampling: Sampling,
+    *,
+    batch_size: int,
+    system: str,
+    models: Sequence[Path],
+    settings: Mapping[str, Any],
+) -> None:
+    """Ask a model every question of a source, and write a file of answers; continue one that was begun.
+
+    Args:
+        source: the questions.
+        output: JSON lines; see `answer_rows` and `AnswerFile`.
+        load: returns the model; called once the questions could be read and the file be opened.
+        sampling: how to choose tokens.
+        batch_size: questions in a forward.
+        system: system message for questions without one.
+        models: directories whose weights decide about the answers.
+        settings: what else decides about them.
+    """
+    total = sum(1 for _ in read_questions(source))  # a broken file is reported before the model loads
+    inputs = {str(path): sha256(path) for path in question_files(source)}
+    weights = {
+        str(path): [path.stat().st_size, path.stat().st_mtime_ns]
+        for folder in models
+        for path in sorted(folder.rglob("*"))
+        if path.suffix in (".safetensors", ".bin", ".pt") and path.is_file()
+    }
+    settings = {**settings, "input": inputs, "batch_size": batch_size, "weights": weights}
+    first = rank() == 0  # all ranks of engine=deepspeed compute the same; one writes
+    opened = AnswerFile(output, settings, batch_size * BATCHES) if first else contextlib.nullcontext()
+    with opened as file:
+        model, encoder = load()
+        done = on_rank0(lambda: file.done if file else 0)
+        questions = read_questions(source)
+        found = answer_rows(
+            model, encoder, questions, sampling, model.device, batch_size=batch_size, system=system, done=done
+        )
+        _write(found, file, total, done)
+
+
+def _write(found: Iterator[list[dict[str, Any]]], file: AnswerFile | None, total: int, done: int) -> None:
+    """Write answers as they come; ranks without a file only help to make them."""
+    failed = cut = 0
+    with tqdm(total=total, initial=done, unit="row", dynamic_ncols=True, disable=file is None) as bar:
+        for rows in found:
+            failed += sum("error" in row for row in rows)
+            cut += sum(row.get("finish") == "length" for row in rows)
+            if file:
+                file.write(rows)
+            bar.update(len(rows))
+    if not file:
+        return
+    file.finish()
+    asked = f"{total - done:,}"
+    say(tr("wrote {file}: {rows} rows.", file=file.output, rows=f"{total:,}"))
+    if cut:
+        say(tr("{cut} of the {rows} now asked were cut at max_new_tokens.", cut=f"{cut:,}", rows=asked))
+    if failed:
+        say(
+            tr(
+                "{failed} of the {rows} now asked have no answer: their lines hold the error.",
+                failed=f"{failed:,}",
+                rows=asked,
+            )
+        )
+
+
 def with_system(messages: Sequence[Message], system: str) -> list[Message]:
     """Return a conversation with a system message, if one is wanted and it has none."""
     if not system or (messages and messages[0]["role"] == "system"):
@@ -413,6 +504,19 @@ def has_system_role(encoder: AnyChatEncoder) -> bool:
         return encoder.prompt(with_system(asked, "!")) != encoder.prompt(asked)
     except RowError:
         return False
+
+
+def check_system(encoder: AnyChatEncoder, system: str) -> None:
+    """Reject a system message that the model would not see."""
+    if system and not has_system_role(encoder):
+        family = getattr(encoder.tokenizer, "family", None)
+        raise ConfigError(
+            tr(
+                "the chat format of {name} has no system message: the model would not see it. Leave it out, or put it "
+                "into the question.",
+                name=family.value if family else encoder.tokenizer.name_or_path,
+            )
+        )
 
 
 def _prompt(

@@ -1,4 +1,4 @@
-"""What `generate` and `chat` have in common: which model is asked, and how."""
+"""Arguments of `generate` and `chat`: which model is asked, and how it samples."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -9,19 +9,13 @@ from toolkit.messages import tr
 
 if TYPE_CHECKING:
     from toolkit.evaluate.generate import Sampling
-    from toolkit.models.chat import AnyChatEncoder
 
 MODEL = ("model.path", "model.family", "adapter")
 SAMPLING = ("max_new_tokens", "temperature", "top_p", "top_k", "seed")
 
 
 def check_model(given: dict[str, str], usage: str) -> None:
-    """Refuse a command that names no model, or one that does not exist. No torch.
-
-    Raises:
-        ConfigError: neither a path nor an adapter, which knows its base.
-        ModelError: there is no such directory.
-    """
+    """Reject a command that names neither a model nor an adapter, which knows its base, or one that does not exist."""
     if not given.get("model.path") and not given.get("adapter"):
         raise ConfigError(tr("{name} is missing: {usage}", name="model.path", usage=usage))
     for name in ("model.path", "adapter"):
@@ -29,16 +23,8 @@ def check_model(given: dict[str, str], usage: str) -> None:
             raise ModelError(tr("there is no directory {path} ({name}).", path=given[name], name=name))
 
 
-def sampling_of(given: dict[str, str], max_new_tokens: int) -> "Sampling":
-    """Return how tokens are chosen.
-
-    Args:
-        given: the command's arguments.
-        max_new_tokens: where they do not say.
-
-    Raises:
-        ConfigError: a value that cannot be, or one that greedy answers ignore.
-    """
+def sampling_arguments(given: dict[str, str], max_new_tokens: int) -> "Sampling":
+    """Return how tokens are chosen; an argument that greedy decoding ignores is an error."""
     temperature = number(given, "temperature", 0.0)
     drawn = [name for name in ("top_p", "top_k", "seed") if name in given]
     if drawn and not temperature:
@@ -54,22 +40,3 @@ def sampling_of(given: dict[str, str], max_new_tokens: int) -> "Sampling":
         top_k=non_negative_int(given, "top_k", 0),
         seed=non_negative_int(given, "seed", 0),
     )
-
-
-def check_system(encoder: "AnyChatEncoder", system: str) -> None:
-    """Refuse a system message that the model would not see.
-
-    Raises:
-        ConfigError: its chat format has no place for one.
-    """
-    from toolkit.evaluate.answers import has_system_role
-
-    if system and not has_system_role(encoder):
-        family = getattr(encoder.tokenizer, "family", None)
-        raise ConfigError(
-            tr(
-                "the chat format of {name} has no system message: the model would not see it. Leave it out, or put it "
-                "into the question.",
-                name=family.value if family else encoder.tokenizer.name_or_path,
-            )
-        )
