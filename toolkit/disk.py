@@ -7,6 +7,7 @@ import os
 import pwd
 import re
 import stat
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -26,6 +27,20 @@ def flush(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def write_atomically(path: Path, content: bytes) -> None:
+    """Write a file whole, or raise OSError and leave it as it was."""
+    handle, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent)
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(content)
+        grant(Path(name))
+        os.replace(name, path)
+    except BaseException:
+        with suppress(OSError):
+            os.unlink(name)
+        raise
 
 
 def sha256(path: Path) -> str:

@@ -14,9 +14,8 @@ from toolkit.config.mesh import accumulation, mesh_of, with_micro_batch
 from toolkit.config.ops import check_compiler
 from toolkit.config.preflight import check_positions, check_track_here
 from toolkit.config.schema import AUTO, Init, RunConfig
+from toolkit.data.check import check_sources, estimate
 from toolkit.data.duplicates import check_paths
-from toolkit.data.estimate import estimate
-from toolkit.data.first_rows import check_sources
 from toolkit.data.sources import local_files
 from toolkit.messages import say, tr
 from toolkit.models.directory import read_config, trust_code

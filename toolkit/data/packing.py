@@ -1,4 +1,4 @@
-"""Which samples share a row of a batch: planned once for the whole run, saved beside the store, mapped by all ranks."""
+"""Which samples share a sequence: planned once for the whole run, saved next to the cache, mapped by all ranks."""
 
 import hashlib
 import json
@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from toolkit.config.schema import Packing, SourceConfig
 from toolkit.data.sampler import Permutation
-from toolkit.data.store import TokenizedCache, read_manifest
+from toolkit.data.store import TokenizedCache
 from toolkit.distributed.file_lock import build_once
 
 CODE_VERSION = 1
@@ -116,7 +116,7 @@ def plan_sequences(
         # Samples of one length are dealt out at random, so that rows do not follow the order of the files.
         samples = samples[Permutation(len(samples), f"plan {seed}")(np.arange(len(samples)))]
         lengths = store.lengths(samples)
-        kinds = sources_of(store)[samples] if by_source else np.searchsorted(classes, lengths)
+        kinds = store.sources()[samples] if by_source else np.searchsorted(classes, lengths)
         fill = _fill(packing, max_length, micro_per_gpu, window)
         rows, bounds = one_per_sequence(lengths, kinds, len(sources) if by_source else len(classes) + 1, fill)
         _save(folder, samples, rows, bounds if by_source else [])
@@ -140,7 +140,7 @@ def weighted_samples(store: TokenizedCache, weights: list[float], seed: int) -> 
     everything = np.arange(len(store))
     if all(weight == 1 for weight in weights):
         return everything
-    source_of = sources_of(store)
+    source_of = store.sources()
     chosen = []
     for number, weight in enumerate(weights):
         mine = everything[source_of == number]
@@ -180,12 +180,6 @@ def evaluated_samples(store: TokenizedCache, most: int) -> NDArray[np.int64]:
         mine = np.flatnonzero(source_of == number)
         chosen.append(mine[Permutation(len(mine), f"evaluation {number}")(np.arange(share))])
     return np.sort(np.concatenate(chosen))
-
-
-def sources_of(store: TokenizedCache) -> NDArray[np.int64]:
-    """Return the source of each sample of a split, by its number in `data.sources`, [samples]."""
-    of_file = np.array([file["source"] for file in read_manifest(store.folder)["files"]])
-    return of_file[store.files[store.members]]
 
 
 def one_per_sequence(

@@ -14,11 +14,11 @@ import platform
 import re
 import sys
 import sysconfig
-import tempfile
 import time
 import warnings
 import zlib
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ from typing import Any
 from toolkit.config.schema import DataConfig, RowFormat, SourceConfig
 from toolkit.data.formats import Conversation, RowReader, detect_format, parse_row
 from toolkit.data.readers import Block, block_bytes, blocks, files_of, first_row, rows_of
-from toolkit.disk import grant, sha256
+from toolkit.disk import sha256, write_atomically
 from toolkit.distributed.file_lock import build_once
 from toolkit.errors import DataError, RowError
 from toolkit.messages import tr
@@ -236,14 +236,9 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 def _write_json(path: Path, value: dict[str, Any]) -> None:
     """Write at once or not at all; a memory that cannot be kept is no error."""
-    try:
+    with suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False, encoding="utf-8") as file:
-            json.dump(value, file)
-        grant(Path(file.name))
-        os.replace(file.name, path)
-    except OSError:
-        pass
+        write_atomically(path, json.dumps(value).encode())
 
 
 CODE_VERSION = 1

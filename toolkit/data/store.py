@@ -15,6 +15,7 @@ import os
 import weakref
 import zlib
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import IO, TYPE_CHECKING, Any
@@ -38,6 +39,14 @@ IDS, TRAINED, OFFSETS, FILES, LINES, MANIFEST = (
     "manifest.json",
 )
 BAD_ROWS = "bad_rows.jsonl"
+_COLUMNS = {
+    "lengths": np.uint32,
+    "trained": np.uint32,
+    "files": np.uint16,
+    "lines": np.uint32,
+    "rows": np.int64,
+    "hashes": np.uint64,
+}
 
 Sample = tuple[NDArray[Any], NDArray[np.bool_]]
 """Ids (unsigned integers) and mask of one sample."""
@@ -157,13 +166,8 @@ class CacheWriter:
     def __init__(self, folder: Path, dtype: np.dtype[Any]) -> None:
         self.folder, self.dtype = folder, dtype
         self.num_samples = self.num_tokens = 0
-        self._lengths: list[NDArray[np.uint32]] = []
-        self._lines: list[NDArray[np.uint32]] = []
-        self._files: list[NDArray[np.uint16]] = []
-        self._rows: list[NDArray[np.int64]] = []
-        self._hashes: list[NDArray[np.uint64]] = []
         self._num_rows = 0
-        self._trained_counts: list[NDArray[np.uint32]] = []
+        self._columns: dict[str, list[NDArray[Any]]] = {name: [np.empty(0, dtype)] for name, dtype in _COLUMNS.items()}
         self._checksums: dict[str, int] = {IDS: 0, TRAINED: 0}
         self._rest = np.empty(0, np.bool_)  # of the mask, less than a byte
         self._out: dict[str, IO[bytes]] = {name: open(folder / name, "wb") for name in (IDS, TRAINED)}
@@ -187,28 +191,25 @@ class CacheWriter:
         whole = len(trained) // 8 * 8
         self._write(TRAINED, np.packbits(trained[:whole]))
         self._rest = trained[whole:].copy()
-        self._lengths.append(part.lengths)
-        self._lines.append(part.lines + np.uint32(first_line))
-        self._rows.append(part.rows + np.int64(self._num_rows))
-        self._hashes.append(part.hashes)
+        starts = np.concatenate(([0], np.cumsum(part.lengths, dtype=np.int64)))
+        trained_before = np.concatenate(([0], np.cumsum(part.trained, dtype=np.uint32)))
+        of_part = {
+            "lengths": part.lengths,
+            "trained": np.diff(trained_before[starts]),
+            "files": np.full(len(part.lengths), file),
+            "lines": part.lines + np.uint32(first_line),
+            "rows": part.rows + np.int64(self._num_rows),
+            "hashes": part.hashes,
+        }
+        for name, values in of_part.items():
+            self._columns[name].append(values.astype(_COLUMNS[name], copy=False))
         self._num_rows += part.account.rows
-        self._files.append(np.full(len(part.lengths), file, np.uint16))
-        if len(part.lengths):
-            starts = np.concatenate(([0], np.cumsum(part.lengths[:-1], dtype=np.int64)))
-            self._trained_counts.append(np.add.reduceat(part.trained, starts, dtype=np.uint32))
         self.num_samples += len(part.lengths)
         self.num_tokens += len(part.ids)
 
     def index(self) -> "CacheIndex":
         """Return what is known of each sample so far."""
-        return CacheIndex(
-            lengths=_joined(self._lengths, np.uint32),
-            trained=_joined(self._trained_counts, np.uint32),
-            files=_joined(self._files, np.uint16),
-            lines=_joined(self._lines, np.uint32),
-            rows=_joined(self._rows, np.int64),
-            hashes=_joined(self._hashes, np.uint64),
-        )
+        return CacheIndex(**{name: np.concatenate(parts) for name, parts in self._columns.items()})
 
     def finish(self, splits: dict[str, NDArray[np.int64]], manifest: dict[str, Any]) -> None:
         """Write the index files and, last, the manifest."""
@@ -250,27 +251,19 @@ class CacheWriter:
         self._out[name].write(content)
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
 class CacheIndex:
-    """What a store knows of each sample, [samples] each, and of each row that gave one.
+    """What a cache knows of each sample, [samples] each, and of each row that gave one."""
 
-    Args:
-        trained: tokens that the loss covers.
-        rows: number of the row over all files; also of rows that gave no sample.
-        hashes: of the rows that gave a sample, see `duplicates.row_hashes`, [used rows].
-    """
-
-    def __init__(
-        self,
-        *,
-        lengths: NDArray[np.uint32],
-        trained: NDArray[np.uint32],
-        files: NDArray[np.uint16],
-        lines: NDArray[np.uint32],
-        rows: NDArray[np.int64],
-        hashes: NDArray[np.uint64],
-    ) -> None:
-        self.lengths, self.trained, self.files, self.lines, self.rows = lengths, trained, files, lines, rows
-        self.hashes = hashes
+    lengths: NDArray[np.uint32]
+    trained: NDArray[np.uint32]
+    """Tokens that the loss covers."""
+    files: NDArray[np.uint16]
+    lines: NDArray[np.uint32]
+    rows: NDArray[np.int64]
+    """Number of the row over all files; rows that gave no sample are counted too."""
+    hashes: NDArray[np.uint64]
+    """Of the rows that gave a sample, see `duplicates.row_hashes`, [used rows]."""
 
     def used_rows(self) -> NDArray[np.int64]:
         """Return the number of the row that each sample comes from, counting only rows that gave one, [samples]."""
@@ -310,10 +303,6 @@ def checksum(path: Path) -> int:
         while block := file.read(1 << 22):
             value = zlib.crc32(block, value)
     return value
-
-
-def _joined(arrays: Sequence[NDArray[Any]], dtype: Any) -> NDArray[Any]:
-    return np.concatenate(arrays) if arrays else np.empty(0, dtype)
 
 
 def _loaded(path: Path) -> NDArray[Any]:

@@ -7,7 +7,6 @@ import base64
 import hashlib
 import os
 import re
-import tempfile
 import time
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
@@ -22,7 +21,7 @@ import vl_convert
 from markupsafe import Markup
 
 import toolkit
-from toolkit.disk import grant, refuse_links
+from toolkit.disk import refuse_links, write_atomically
 from toolkit.errors import ConfigError, RunFolderError, TrackError
 from toolkit.messages import current_language, printable, set_language, tr
 from toolkit.report import charts
@@ -344,7 +343,7 @@ def _is_report(path: Path) -> bool:
 
 def _write(runs: Sequence[Run], output: Path, images: Path) -> None:
     drawings = draw(runs)
-    _replace(output, render(runs, drawings, images.name).encode("utf-8", errors="backslashreplace"))
+    write_atomically(output, render(runs, drawings, images.name).encode("utf-8", errors="backslashreplace"))
     language = current_language()
     if language == "zh" and not has_chinese():  # the letters would be boxes
         set_language("en")
@@ -354,25 +353,11 @@ def _write(runs: Sequence[Run], output: Path, images: Path) -> None:
         names = set()
         for drawing in (one for of_section in drawings.values() for one in of_section):
             names.add(f"{drawing.name}.png")
-            _replace(images / f"{drawing.name}.png", png(drawing))
+            write_atomically(images / f"{drawing.name}.png", png(drawing))
     finally:
         set_language(language)
     for name in {f"{name}.png" for name in NAMES} - names:  # of a report with other charts
         (images / name).unlink(missing_ok=True)
-
-
-def _replace(path: Path, content: bytes) -> None:
-    """Write a file whole or not at all."""
-    handle, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent)
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(content)
-        grant(Path(name))
-        os.replace(name, path)
-    except BaseException:
-        with suppress(OSError):
-            os.unlink(name)
-        raise
 
 
 _IS_SWEEP, _HAS_METRICS = "sweep.json", "metrics.jsonl"

@@ -1,14 +1,18 @@
-"""The first rows of every source, read as training reads them: a broken file is found before a model is loaded."""
+"""What `toolkit check` reads of the data: the first rows of every source, and about how many samples an epoch has.
 
+Rows are read as training reads them, so that a broken file is found before a model is loaded.
+"""
+
+import math
 import time
 from collections.abc import Collection, Iterator
 from typing import Any
 
-from toolkit.config.schema import DataConfig, OnBadRow, RowFormat, SourceConfig
+from toolkit.config.schema import DataConfig, OnBadRow, Packing, RowFormat, SourceConfig
 from toolkit.data.formats import RowReader, parse_row
 from toolkit.data.readers import Block, blocks, files_of, rows_of
 from toolkit.data.sources import DataFile, with_format
-from toolkit.errors import DataError, RowError
+from toolkit.errors import DataError, RowError, ToolkitError
 from toolkit.messages import did_you_mean, joined, tr
 from toolkit.problems import Problems
 
@@ -123,3 +127,45 @@ def _names(row: Any) -> Iterator[str]:
         for item in value[:20] if isinstance(value, list) else ():
             if isinstance(item, dict):
                 yield from (key for key in item if isinstance(key, str))
+
+
+_BYTES_PER_TOKEN = 4
+"""Of a row as it is in its file, roughly, in English and in Chinese."""
+_ESTIMATE_S = 1.0
+
+
+def estimate(data: DataConfig, most: int) -> tuple[int, int] | None:
+    """Return about how many samples and sequences an epoch has; None if there are more than `most`, or unknown."""
+    until = time.monotonic() + _ESTIMATE_S
+    kept = 1.0 if data.validation else 1.0 - data.validation_fraction
+    rows = size = 0.0
+    for source in data.sources:
+        if source.hub or source.format is RowFormat.docstrings:
+            return None
+        weight = kept * (source.mean_weight if source.weights else source.weight)
+        try:
+            for path in files_of(source):
+                for block in blocks(path, _BYTES, source.columns.values()):
+                    count, length = _measure(block)
+                    rows, size = rows + weight * count, size + weight * length
+                    if _sequences(data, rows, size) > most or time.monotonic() > until:
+                        return None
+        except ToolkitError:
+            return None  # told by the check of the files
+    if data.max_samples:
+        rows, size = (value * min(1.0, data.max_samples * kept / max(rows, 1.0)) for value in (rows, size))
+    return round(rows), _sequences(data, rows, size)
+
+
+def _sequences(data: DataConfig, rows: float, size: float) -> int:
+    if data.packing is Packing.none:
+        return math.ceil(rows)
+    return math.ceil(min(rows, size / _BYTES_PER_TOKEN / data.max_length))
+
+
+def _measure(block: Block) -> tuple[int, int]:
+    """Return the rows of a block and their bytes."""
+    found: list[tuple[int, Any]] = list(rows_of(block))
+    if isinstance(block.content, bytes):
+        return len(found), len(block.content)
+    return len(found), sum(len(str(row)) for _, row in found)
