@@ -30,21 +30,10 @@ from toolkit.translate.read import CHATGLM_NAME, FACTORY_NAME
 from toolkit.translate.trainer import translate_evaluation, translate_model, translate_trainer
 
 _LIMITS = frozenset(
-    [
-        "epochs",
-        "schedule_kwargs",
-        "deepspeed",
-        "saving",
-        "keep",
-        "report_to",
-        "adapters",
-        "stage",
-        "quantization",
-        "freeze_modules",
-        "max_samples",
-        "val_size",
-        "lora_target",
-    ]
+    (
+        *("epochs", "schedule_kwargs", "deepspeed", "saving", "keep", "report_to", "adapters", "stage"),
+        *("quantization", "freeze_modules", "max_samples", "val_size", "lora_target"),
+    )
 )
 """Sentences about what a key cannot say here; where it has been taken over, nothing differs."""
 _USED = frozenset(("deepspeed", "dataset_dir", "stage"))
@@ -81,7 +70,7 @@ def convert(given: ForeignConfig, deepspeed_json: str) -> Converted:
     Raises:
         ConfigError: it contradicts itself, has no counterpart, or cannot be.
     """
-    draft = RecipeDraft()
+    draft = RecipeDraft(given=given)
     copy_plain(given, draft)
     translate_trainer(given, draft)
     if given.program == FACTORY_NAME:

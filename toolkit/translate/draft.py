@@ -73,6 +73,7 @@ class ForeignConfig:
 class RecipeDraft:
     """Settings of ours on their way into a recipe, and what there is to say about them."""
 
+    given: ForeignConfig
     values: dict[str, tuple[Any, str]] = field(default_factory=dict)
     """Our key -> (value, the keys that it comes from; "" for a default of the other program)."""
     groups: dict[str, str] = field(default_factory=dict)
@@ -83,12 +84,8 @@ class RecipeDraft:
     """Further sentences."""
 
     def put(self, key: str, value: Any, *sources: str) -> None:
-        """Set a key of ours.
-
-        Args:
-            sources: the keys that say so; none when it is the other program's default.
-        """
-        self.values[key] = (value, ", ".join(sources))
+        """Set a key of ours; of the keys that say so those that are given, none for the other program's default."""
+        self.values[key] = (value, ", ".join(filter(self.given.has, sources)))
 
 
 def typed(value: Any, kind: Any, place: str) -> Any:
@@ -127,4 +124,4 @@ def copy_plain(given: ForeignConfig, draft: RecipeDraft) -> None:
         if not key.to or key.made or given.get(name) is None:
             continue
         value = typed(given.get(name), field_type(key.to), f"{given.place(name)}: {name}")
-        draft.put(key.to, value, *([name] if given.has(name) else []))
+        draft.put(key.to, value, name)

@@ -184,26 +184,24 @@ def _chatglm_data(given: ForeignConfig, draft: RecipeDraft) -> None:
     fields = {"prompt": "prompt_column", "response": "response_column", "history": "history_column"}
     columns = {name: str(given.get(key)) for name, key in fields.items() if given.has(key) and given.get(key) != name}
     rest: dict[str, Any] = {"format": "prompt_response"} | ({"columns": columns} if columns else {})
-    named = [key for key in fields.values() if given.has(key)]
     if given.has("train_file"):
-        draft.put("data.sources", [{"path": str(given.get("train_file")), **rest}], "train_file", *named)
+        draft.put("data.sources", [{"path": str(given.get("train_file")), **rest}], "train_file", *fields.values())
     elif given.has("dataset_name"):
         subset = {"subset": str(given.get("dataset_config_name"))} if given.has("dataset_config_name") else {}
         source = {"hub": str(given.get("dataset_name")), **subset, **rest}
-        draft.put("data.sources", [source], "dataset_name", *named)
+        draft.put("data.sources", [source], "dataset_name", *fields.values())
     else:
         raise ConfigError(tr("{file}: there is no --train_file.", file=given.shown))
     if given.has("validation_file"):
         source = {"path": str(given.get("validation_file")), **rest}
-        draft.put("data.validation", [source], "validation_file", *named)
+        draft.put("data.validation", [source], "validation_file", *fields.values())
     else:
         draft.put("data.validation_fraction", 0.0)
     translate_evaluation(given, draft, given.has("validation_file"))
     # ChatGLM2's own end token comes on top of the two lengths; ChatGLM-6B's lies within.
     own_end = 0 if draft.groups.get("model") == "chatglm_6b" else 1
     length = given.number("max_source_length", int) + given.number("max_target_length", int) + own_end
-    stated = [name for name in ("max_source_length", "max_target_length") if given.has(name)]
-    draft.put("data.max_length", length, *stated)
+    draft.put("data.max_length", length, "max_source_length", "max_target_length")
 
 
 GLM_NAMES = {
@@ -244,34 +242,31 @@ def translate_factory(given: ForeignConfig, draft: RecipeDraft) -> None:
 
 def _swanlab(given: ForeignConfig, draft: RecipeDraft) -> None:
     draft.put("track.swanlab.enabled", True, "use_swanlab")
-    stated = ["swanlab_project"] if given.has("swanlab_project") else []
-    draft.put("track.swanlab.project", str(given.get("swanlab_project")), *stated)
+    draft.put("track.swanlab.project", str(given.get("swanlab_project")), "swanlab_project")
     if given.has("swanlab_workspace"):
         draft.put("track.swanlab.workspace", str(given.get("swanlab_workspace")), "swanlab_workspace")
     mode = str(given.get("swanlab_mode")).lower()
     if mode in ("cloud", "local", "offline"):
-        stated = ["swanlab_mode"] if given.has("swanlab_mode") else []
-        draft.put("track.swanlab.mode", "online" if mode == "cloud" else "offline", *stated)
+        draft.put("track.swanlab.mode", "online" if mode == "cloud" else "offline", "swanlab_mode")
     else:
         draft.lost["swanlab_mode"] = tr("there are cloud and local")
 
 
 def _method(given: ForeignConfig, draft: RecipeDraft) -> None:
     method = str(given.get("finetuning_type"))
-    stated = ["finetuning_type"] if given.has("finetuning_type") else []
     bits = given.get("quantization_bit")
     if method == "lora":
         quantized = bits is not None and given.number("quantization_bit", int) == 4
         if bits is not None and not quantized:
             draft.lost["quantization_bit"] = tr("4 bits are there (tuning=qlora), {bits} are not", bits=bits)
-        named = [*stated, "quantization_bit"] if quantized else stated
+        named = ["finetuning_type", *(["quantization_bit"] if quantized else [])]
         draft.put("tuning.method", "qlora" if quantized else "lora", *named)
         _lora(given, draft)
     elif method == "freeze":
-        draft.put("tuning.method", "freeze", *stated)
+        draft.put("tuning.method", "freeze", "finetuning_type")
         _freeze(given, draft)
     elif method == "full":
-        draft.put("tuning.method", "full", *stated)
+        draft.put("tuning.method", "full", "finetuning_type")
     else:
         raise ConfigError(
             tr(
@@ -283,7 +278,6 @@ def _method(given: ForeignConfig, draft: RecipeDraft) -> None:
 
 
 def _lora(given: ForeignConfig, draft: RecipeDraft) -> None:
-    dropout = ["lora_dropout"] if given.has("lora_dropout") else []
     adapters = given.names("adapter_name_or_path")
     if len(adapters) == 1 and not given.flag("create_new_adapter"):
         draft.put("tuning.adapter", adapters[0], "adapter_name_or_path")
@@ -291,10 +285,10 @@ def _lora(given: ForeignConfig, draft: RecipeDraft) -> None:
     if adapters:
         draft.lost["adapter_name_or_path"] = tr("several adapters: merge them into the model before")
     rank = given.number("lora_rank", int)
-    draft.put("tuning.rank", rank, *(["lora_rank"] if given.has("lora_rank") else []))
+    draft.put("tuning.rank", rank, "lora_rank")
     alpha = given.number("lora_alpha") if given.get("lora_alpha") else 2.0 * rank
-    draft.put("tuning.alpha", alpha, *(["lora_alpha"] if given.has("lora_alpha") else []))
-    draft.put("tuning.dropout", given.number("lora_dropout"), *dropout)
+    draft.put("tuning.alpha", alpha, "lora_alpha")
+    draft.put("tuning.dropout", given.number("lora_dropout"), "lora_dropout")
     for theirs, ours in (("use_rslora", "rslora"), ("use_dora", "dora")):
         if given.flag(theirs):
             draft.put(f"tuning.{ours}", True, theirs)
@@ -303,7 +297,7 @@ def _lora(given: ForeignConfig, draft: RecipeDraft) -> None:
         targets = ["all-linear"]
     elif draft.groups.get("model", "chatglm_6b") != "chatglm_6b":
         targets = [name for target in targets for name in GLM_NAMES.get(target, (target,))]
-    draft.put("tuning.target_modules", targets, *(["lora_target"] if given.has("lora_target") else []))
+    draft.put("tuning.target_modules", targets, "lora_target")
     if given.has("additional_target"):
         draft.put("tuning.save_modules", given.names("additional_target"), "additional_target")
 
@@ -322,8 +316,7 @@ def _freeze(given: ForeignConfig, draft: RecipeDraft) -> None:
         )
     if not whole:
         draft.lost["freeze_trainable_modules"] = tr("the recipe trains whole layers")
-    stated = ["freeze_trainable_layers"] if given.has("freeze_trainable_layers") else []
-    draft.put("tuning.last_layers", layers, *stated)
+    draft.put("tuning.last_layers", layers, "freeze_trainable_layers")
     if given.has("freeze_extra_modules"):
         patterns = [f"*{name}*" for name in given.names("freeze_extra_modules")]
         draft.put("tuning.patterns", patterns, "freeze_extra_modules")
@@ -333,8 +326,7 @@ def _model(given: ForeignConfig, draft: RecipeDraft) -> None:
     if given.flag("pure_bf16"):
         draft.put("precision.dtype", "bf16", "pure_bf16")
     recompute = not given.flag("disable_gradient_checkpointing")
-    stated = ["disable_gradient_checkpointing"] if given.has("disable_gradient_checkpointing") else []
-    draft.put("train.activation_checkpointing.enabled", recompute, *stated)
+    draft.put("train.activation_checkpointing.enabled", recompute, "disable_gradient_checkpointing")
     if given.flag("enable_liger_kernel"):
         draft.put("kernels.liger", "always", "enable_liger_kernel")
     attention = str(given.get("flash_attn")).lower()
@@ -355,7 +347,7 @@ def _data(given: ForeignConfig, draft: RecipeDraft, stage: str) -> None:
     elif 0 < size < 1:
         draft.put("data.validation_fraction", size, "val_size")
     else:
-        draft.put("data.validation_fraction", 0.0, *(["val_size"] if given.has("val_size") else []))
+        draft.put("data.validation_fraction", 0.0, "val_size")
         if size:
             draft.lost["val_size"] = tr(
                 "a number of rows: set data.validation_fraction to {rows} by the number of all rows", rows=int(size)
@@ -368,6 +360,5 @@ def _data(given: ForeignConfig, draft: RecipeDraft, stage: str) -> None:
             draft.lost["max_samples"] = tr("data.max_samples takes the first rows of all sources together")
     packs = given.flag("packing") if given.has("packing") else stage == "pt"
     if packs or given.flag("neat_packing"):
-        draft.put("data.packing", "packed", *[name for name in ("packing", "neat_packing") if given.has(name)])
-    stated = ["mask_history"] if given.has("mask_history") else []
-    draft.put("data.train_on", "last" if given.flag("mask_history") else "all", *stated)
+        draft.put("data.packing", "packed", "packing", "neat_packing")
+    draft.put("data.train_on", "last" if given.flag("mask_history") else "all", "mask_history")

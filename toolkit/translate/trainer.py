@@ -34,9 +34,8 @@ def translate_schedule(given: ForeignConfig, draft: RecipeDraft) -> None:
         ConfigError: a value that cannot be.
     """
     name = str(given.get("lr_scheduler_type")).lower()
-    stated = ["lr_scheduler_type"] if given.has("lr_scheduler_type") else []
     if name in SCHEDULES:
-        draft.put("schedule.name", SCHEDULES[name], *stated)
+        draft.put("schedule.name", SCHEDULES[name], "lr_scheduler_type")
     else:
         draft.lost["lr_scheduler_type"] = joined(
             tr("there are {names}; the recipe takes cosine", names=", ".join(SCHEDULES)), did_you_mean(name, SCHEDULES)
@@ -97,10 +96,9 @@ def _floor(given: ForeignConfig, draft: RecipeDraft) -> None:
 
 def _polynomial(given: ForeignConfig, draft: RecipeDraft) -> None:
     values, place = _arguments(given)
-    stated = ["lr_scheduler_kwargs"] if values else []
     end = typed(values.get("lr_end", _LR_END), float, f"{place}.lr_end")
-    draft.put("schedule.min_lr_ratio", end / given.number("learning_rate"), *stated)
-    draft.put("schedule.power", typed(values.get("power", 1.0), float, f"{place}.power"), *stated)
+    draft.put("schedule.min_lr_ratio", end / given.number("learning_rate"), "lr_scheduler_kwargs")
+    draft.put("schedule.power", typed(values.get("power", 1.0), float, f"{place}.power"), "lr_scheduler_kwargs")
 
 
 def _inverse_sqrt(given: ForeignConfig, draft: RecipeDraft) -> None:
@@ -200,7 +198,7 @@ def translate_evaluation(given: ForeignConfig, draft: RecipeDraft, has_validatio
     elif strategy == "epoch":
         draft.lost[name] = tr("{key} counts steps; it stays 0, which evaluates at the end", key="evaluate.every")
     if not given.flag("eval_on_start"):
-        draft.put("evaluate.at_start", False, *(["eval_on_start"] if given.has("eval_on_start") else []))
+        draft.put("evaluate.at_start", False, "eval_on_start")
     if given.flag("load_best_model_at_end"):
         metric = str(given.get("metric_for_best_model") or "loss").removeprefix("eval_")
         if not given.get("save_total_limit"):
@@ -223,9 +221,9 @@ def _batch(given: ForeignConfig, draft: RecipeDraft) -> None:
         )
     rows = given.number("per_device_train_batch_size", int)
     times = given.number("gradient_accumulation_steps", int)
-    stated = [name for name in ("per_device_train_batch_size", "gradient_accumulation_steps") if given.has(name)]
-    draft.put("batch.micro_per_gpu", rows, *[name for name in stated if name.startswith("per_device")])
-    draft.put("batch.global_size", rows * times * given.world_size, *stated)
+    draft.put("batch.micro_per_gpu", rows, "per_device_train_batch_size")
+    global_size = rows * times * given.world_size
+    draft.put("batch.global_size", global_size, "per_device_train_batch_size", "gradient_accumulation_steps")
 
 
 def _length(given: ForeignConfig, draft: RecipeDraft) -> None:
@@ -244,7 +242,7 @@ def _length(given: ForeignConfig, draft: RecipeDraft) -> None:
         )
     if epochs != int(epochs):
         draft.lost["num_train_epochs"] = tr("whole epochs only; the recipe has {epochs}", epochs=math.ceil(epochs))
-    draft.put("train.epochs", math.ceil(epochs), *(["num_train_epochs"] if given.has("num_train_epochs") else []))
+    draft.put("train.epochs", math.ceil(epochs), "num_train_epochs")
 
 
 def _optimizer(given: ForeignConfig, draft: RecipeDraft) -> None:
@@ -274,8 +272,7 @@ def _optimizer(given: ForeignConfig, draft: RecipeDraft) -> None:
         )
     if "betas" not in OPTIMIZERS[kind].reads:
         return
-    stated = [name for name in ("adam_beta1", "adam_beta2") if given.has(name)]
-    draft.put("optim.betas", [given.number("adam_beta1"), given.number("adam_beta2")], *stated)
+    draft.put("optim.betas", [given.number("adam_beta1"), given.number("adam_beta2")], "adam_beta1", "adam_beta2")
 
 
 def _precision(given: ForeignConfig, draft: RecipeDraft) -> None:
@@ -285,7 +282,7 @@ def _precision(given: ForeignConfig, draft: RecipeDraft) -> None:
     if fp16 or bf16:
         draft.put("precision.dtype", "fp16" if fp16 else "bf16", "fp16" if fp16 else "bf16")
     else:
-        draft.put("precision.dtype", "fp32", *[name for name in ("fp16", "bf16") if given.has(name)])
+        draft.put("precision.dtype", "fp32", "fp16", "bf16")
 
 
 def _compute(given: ForeignConfig, draft: RecipeDraft) -> None:
@@ -315,7 +312,7 @@ def _logging(given: ForeignConfig, draft: RecipeDraft) -> None:
         draft.put("train.log_every", steps, "logging_steps")
     strategy = str(given.get("save_strategy")).lower()
     if strategy == "steps" and (steps := _whole_steps(given, draft, "save_steps")):
-        draft.put("checkpoint.every", steps, *(["save_steps"] if given.has("save_steps") else []))
+        draft.put("checkpoint.every", steps, "save_steps")
     elif strategy not in ("steps", "no"):
         draft.lost["save_strategy"] = tr("checkpoint.every counts steps; the recipe saves at the end only")
     limit = given.get("save_total_limit")
@@ -338,6 +335,6 @@ def _trackers(given: ForeignConfig, draft: RecipeDraft) -> None:
     elif strangers := [name for name in asked if name not in TRACKERS]:
         draft.lost["report_to"] = tr("{names}: there are {known}", names=", ".join(strangers), known=known)
     if "trackio" in asked:
-        draft.put("track.trackio.project", str(given.get("project")), *(["project"] if given.has("project") else []))
+        draft.put("track.trackio.project", str(given.get("project")), "project")
         if given.has("trackio_space_id"):
             draft.put("track.trackio.space", str(given.get("trackio_space_id")), "trackio_space_id")
