@@ -1,17 +1,9 @@
-"""Bytes of one rank at every stage of a run, from the shapes of the model's parameters. No torch.
+"""Bytes of one rank and of a node in every phase of a run, from the shapes of the model's parameters. No torch.
 
-P are the model's parameters, X the trained ones, N the ranks, w the bytes of a weight. What DeepSpeed 0.19.8 holds was
-read in its code and measured, tensor by tensor, on two and four ranks (docs/planning.md has the table):
-
-| ZeRO stage | weights | optimizer states, with fp32 weights in half precision | gradients |
-| --- | --- | --- | --- |
-| 0, fp32 | w P | 8 X | w X |
-| 0, half | w P | 12 X | w X, and 8 X while they become float32 |
-| 1 | w P | 12 X / N | w X, and w X / N reduced; bf16: w X, and 4 X in float32 |
-| 2 | w P | 12 X / N | g X / N, with g = 4, or 2 in fp16 |
-| 3 | w P / N | 12 X / N | g X / N |
-
-Memory of a machine and bytes on its disk. No torch.
+P are the model's parameters, X the trained ones, N the ranks, w the bytes of a weight, g those of an added-up gradient
+(4, or 2 in fp16), s those of the optimizer's states per parameter (8 for Adam). A function for each ZeRO stage has its
+formulas (Rajbhandari et al. 2020, https://arxiv.org/abs/1910.02054, section 5); what DeepSpeed 0.19.8 holds besides was
+read in its code and measured, tensor by tensor, on two and four ranks (docs/planning.md).
 """
 
 import math
@@ -124,10 +116,6 @@ class _Rank:
         self.rows = longest_rows(self.outline, self.cfg, self.on_cpu)
 
     @property
-    def stage(self) -> int:
-        return self.cfg.zero.stage
-
-    @property
     def is_half(self) -> bool:
         return self.weight == 2
 
@@ -151,17 +139,18 @@ class _Rank:
         return -(-elements // (self.world // (self.cfg.parallel.pipeline * self.cfg.parallel.tensor)))
 
     def memory(self) -> RankMemory:
-        at_rest = self.at_rest()
-        ways = (self.forward(), self.turn(), self.backward(), self.update())
-        steps = [Counter(at_rest) + Counter(one) for one in ways]
+        stage = _STAGES[self.cfg.zero.stage](self)
+        forward = self.forward(stage)
+        moments = [forward, forward | stage.first_gradient, stage.backward, stage.update]
+        steps = [Counter(stage.at_rest) + Counter(parts) for parts in moments]
         step = max(steps, key=lambda parts: sum(parts.values()))
-        whole = {"gathered": self.weight * self.largest_anywhere()} if self.stage == 3 else {}
+        full = {"gathered": self.weight * self.largest_anywhere()} if self.cfg.zero.stage == 3 else {}
         device = {
-            "load": self.load(),
+            "load": self.load(stage.load),
             "step": dict(step),
-            "evaluation": dict(Counter(at_rest) + Counter(self.evaluation())),
-            "save": dict(Counter(at_rest) + Counter(self.gathered())),  # a checkpoint's probe is a forward pass
-            "export": dict(Counter(at_rest) + Counter(whole)),
+            "evaluation": dict(Counter(stage.at_rest) + Counter(self.evaluation())),
+            "save": dict(Counter(stage.at_rest) + Counter(self.gathered())),  # a checkpoint's probe is a forward pass
+            "export": dict(Counter(stage.at_rest) + Counter(full)),
         }
         host = self.host()
         if self.on_cpu:
@@ -177,37 +166,7 @@ class _Rank:
     def largest_anywhere(self) -> int:
         return max(map(math.prod, self.outline.shapes.values()))
 
-    def at_rest(self) -> Parts:
-        """Between two steps."""
-        if self.stage == 0:
-            kept = int(((4 if self.is_half else 0) + self.states) * self.trained)
-            return {"weights": self.whole(), "optimizer": kept}
-        parts = {"weights": self.whole(), "optimizer": int((4 + self.states) * self.part(self.trained))}
-        if self.keeps_float_gradients:
-            parts["gradients"] = 4 * self.trained
-        if self.stage == 3:
-            zero = self.cfg.zero
-            sizes = map(math.prod, self.outline.shapes.values())
-            small = [size for size in sizes if size <= zero.stage3_param_persistence_threshold]
-            on_device = zero.offload_param.device is Device.none
-            parts["weights"] = (self.weight * self.part(self.all) if on_device else 0) + self.weight * sum(small)
-            parts["gradients"] = self.grad * self.part(self.trained)
-            parts["buckets"] = self.weight * self.bucket
-            if zero.zero_hpz_partition_size > 1:  # the second copy, split over the ranks of one machine
-                parts["second weights"] = self.weight * -(-self.all // zero.zero_hpz_partition_size)
-        if self.offloads:
-            del parts["optimizer"]
-            if self.stage == 3:
-                del parts["gradients"]
-            else:
-                parts["buckets"] = (self.weight + self.grad) * self.largest // 2
-            zenflow = self.cfg.zero.zenflow
-            if zenflow.enabled:  # gradients of the chosen columns on every rank, and two states of the weights' type
-                chosen = self.weight * int(self.trained * zenflow.topk_ratio)
-                parts["zenflow"] = chosen * (1 if zenflow.offload else 3)
-        return parts
-
-    def whole(self) -> int:
+    def weights(self) -> int:
         """Bytes of all weights; QLoRA has those of the layers' matrices in 4 bits, and 1/64 byte of statistics."""
         if self.cfg.tuning.method is not TuningMethod.qlora:
             return self.weight * self.all
@@ -218,83 +177,24 @@ class _Rank:
         )
         return self.weight * (self.all - small) + small // 2 + small // 64
 
-    @property
-    def keeps_float_gradients(self) -> bool:
-        """bf16 at stage 1 is DeepSpeed's BF16_Optimizer, which adds all gradients up in float32."""
-        return self.stage == 1 and self.cfg.precision.dtype is Dtype.bf16 and not self.offloads
-
-    def gradients(self) -> int:
-        """Bytes of the gradients of the micro-batches so far, beyond what is there at rest."""
-        if self.stage in (0, 1):
-            return self.weight * self.trained
-        return 0 if self.stage == 3 or self.offloads else self.grad * self.part(self.trained)
-
-    def forward(self) -> Parts:
+    def forward(self, stage: "_Stage") -> Parts:
         """At the end of a forward pass, when everything is kept for the backward pass, and its beginning."""
         parts = self.kept() | {"loss": self.loss()}
         zero = self.cfg.zero
-        if self.stage == 3 and self.all <= zero.stage3_max_live_parameters:
+        if zero.stage == 3 and self.all <= zero.stage3_max_live_parameters:
             # Everything is fetched once and stays: no more is on its way when the activations are there.
             coming, staying = self.gathered(), self.gathered(ahead=False)
             extra = sum(coming.values()) - sum(staying.values())
             parts = coming if extra > sum(parts.values()) else parts | staying
         else:
             parts |= self.gathered()
-        if accumulation(self.cfg, self.world) > 1:
-            parts["gradients"] = self.gradients()
-            if self.stage == 1 and not self.keeps_float_gradients:
-                parts["buckets"] = self.weight * self.bucket
-        return parts
-
-    def turn(self) -> Parts:
-        """When the first gradient is there, and with it the buffer for all of them: activations are not freed yet."""
-        if self.stage != 2:
-            return {}
-        vocab, hidden = self.outline.vocabulary
-        first = self.weight * vocab * hidden if self.outline.trains_head else 0
-        return self.forward() | {"loss": first, "buckets": self.weight * self.bucket}
-
-    def backward(self) -> Parts:
-        """At its end: gradients are complete, and reduced."""
-        weight, trained, stage = self.weight, self.trained, self.stage
-        parts = {"gradients": self.gradients(), **self.gathered(ahead=False)}
-        if stage == 0:
-            parts["buckets"] = weight * min(trained, _ALL_REDUCE)
-        elif self.keeps_float_gradients:
-            parts["buckets"] = weight * trained
-        elif stage == 1:
-            parts["buckets"] = weight * self.bucket + (own := weight * self.part(trained)) - self.part(own)
-        else:
-            flush = weight * min(trained, self.cfg.zero.reduce_bucket_size)
-            again = 0  # of the micro-batch beside those before it, unless they are added up in one buffer
-            if stage == 2 and not self.offloads and self.cfg.precision.dtype is not Dtype.bf16:
-                again = self.grad * self.part(trained) + weight * self.largest
-                if accumulation(self.cfg, self.world) == 1:  # none are before it
-                    parts["gradients"] = 0
-            buffer = weight * self.bucket if stage == 2 else 0
-            parts["buckets"] = buffer + max(flush + weight * self.largest // 2, again)
-        return parts
-
-    def update(self) -> Parts:
-        """While weights change."""
-        trained, part = self.trained, self.part(self.trained)
-        if self.offloads:
-            return {}
-        if self.stage == 0:
-            return {"gradients": self.weight * trained + (8 * trained if self.is_half else 0)}
-        if self.keeps_float_gradients:
-            return {"gradients": self.weight * trained}
-        if self.stage == 3:
-            return {"gradients": 4 * min(part, self.cfg.zero.sub_group_size)}
-        if self.cfg.precision.dtype is Dtype.bf16:
-            return {"gradients": 4 * part + 4 * self.largest // 2}
-        return {"gradients": (self.grad + 4) * part}
+        return parts | (stage.accumulated if accumulation(self.cfg, self.world) > 1 else {})
 
     def gathered(self, ahead: bool = True) -> Parts:
         """Stage 3: the layers that are whole for the moment, and those on their way."""
-        if self.stage != 3:
-            return {}
         zero = self.cfg.zero
+        if zero.stage != 3:
+            return {}
         live = min(self.all, zero.stage3_max_live_parameters)
         coming = min(self.all, max(zero.stage3_prefetch_bucket_size, self.outline.largest_layer())) if ahead else 0
         return {"gathered": self.weight * min(live + coming, 2 * self.all)}
@@ -350,20 +250,12 @@ class _Rank:
             parts = max(parts, answers, key=lambda found: sum(found.values()))
         return parts | self.gathered()
 
-    def load(self) -> Parts:
-        """When DeepSpeed makes its own copies of the weights; Adam's states come with the first step."""
-        parts, trained = self.at_rest(), self.trained
-        if self.stage == 0 and self.is_half:  # but here, by a step with gradients of zero
-            parts["gradients"] = 4 * trained
-        elif "optimizer" in parts:
-            parts["optimizer"] -= int(self.states * (self.part(trained) if self.stage else trained))
-        if self.stage in (1, 2) and not self.keeps_float_gradients and not self.offloads:
-            flattened = max(0, self.weight * trained - parts["optimizer"])  # freed before the states are made
-            parts["weights"] += flattened
-        if self.on_cpu and self.cfg.model.init is Init.random:  # made in float32, whole
-            parts["weights"] += max(0, 4 * self.all - sum(parts.values()))
-        elif self.on_cpu:
-            parts["read"] = self.weight * self.largest_anywhere()  # pages of the tensor that is copied from its file
+    def load(self, parts: Parts) -> Parts:
+        """When DeepSpeed makes its own copies of the weights; on CPU ranks beside the weights as they are read."""
+        if self.on_cpu and self.cfg.model.init is Init.random:  # made in float32, in full
+            return parts | {"weights": parts["weights"] + max(0, 4 * self.all - sum(parts.values()))}
+        if self.on_cpu:
+            return parts | {"read": self.weight * self.largest_anywhere()}  # of the tensor that is copied from its file
         return parts
 
     def zenflow_host(self, part: int) -> int:
@@ -384,7 +276,7 @@ class _Rank:
             tile = min(part, zero.sub_group_size)
             parts["optimizer"] = 4 * tile * zero.offload_optimizer.buffer_count
         if self.offloads:
-            parts["gradients"] = (4 + self.grad) * part if self.stage == 3 else (4 + 2 * self.weight) * part
+            parts["gradients"] = (4 + self.grad) * part if zero.stage == 3 else (4 + 2 * self.weight) * part
             parts["zenflow"] = self.zenflow_host(part)
             if zero.offload_optimizer.super_offload:  # the process's own copy of a tile's gradients
                 parts["gradients"] += 4 * min(part, zero.sub_group_size)
@@ -393,6 +285,141 @@ class _Rank:
         elif zero.offload_param.device is Device.nvme:
             parts["weights"] = self.weight * zero.offload_param.buffer_size * zero.offload_param.buffer_count
         return {kind: count for kind, count in parts.items() if count}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Stage:
+    """What a ZeRO stage holds in the moments of a run, beside activations and gathered layers."""
+
+    load: Parts
+    """Before the first step, which makes the optimizer's states."""
+    at_rest: Parts
+    """Between two steps."""
+    accumulated: Parts = field(default_factory=dict)
+    """In a forward pass, from the second micro-batch on; this and what follows, beyond `at_rest`."""
+    first_gradient: Parts = field(default_factory=dict)
+    """When the first gradient is there and activations are not freed yet."""
+    backward: Parts
+    """At the end of the backward pass, when gradients are complete and reduced."""
+    update: Parts
+    """While weights change."""
+
+
+def _stage0(rank: _Rank) -> _Stage:
+    """Weights w P, states s X, gradients w X; half precision: (4 + s) X, and 8 X while gradients become float32."""
+    weight, trained = rank.weight, rank.trained
+    states = int(((4 if rank.is_half else 0) + rank.states) * trained)
+    at_rest = {"weights": rank.weights(), "optimizer": states}
+    # In half precision DeepSpeed makes the states by a step with gradients of zero.
+    first = {"gradients": 4 * trained} if rank.is_half else {"optimizer": states - int(rank.states * trained)}
+    return _Stage(
+        load=at_rest | first,
+        at_rest=at_rest,
+        accumulated={"gradients": weight * trained},
+        backward={"gradients": weight * trained, "buckets": weight * min(trained, _ALL_REDUCE)},
+        update={"gradients": weight * trained + (8 * trained if rank.is_half else 0)},
+    )
+
+
+def _stage1(rank: _Rank) -> _Stage:
+    """Weights w P, states (4 + s) X / N, gradients w X, and w X / N of them reduced."""
+    if rank.cfg.precision.dtype is Dtype.bf16 and not rank.offloads:
+        return _stage1_bf16(rank)
+    weight, trained = rank.weight, rank.trained
+    own, bucket = weight * rank.part(trained), weight * rank.bucket
+    at_rest = _at_rest_below_3(rank)
+    return _Stage(
+        load=_load_flattened(rank, at_rest),
+        at_rest=at_rest,
+        accumulated={"gradients": weight * trained, "buckets": bucket},
+        backward={"gradients": weight * trained, "buckets": bucket + own - rank.part(own)},
+        update={} if rank.offloads else {"gradients": (rank.grad + 4) * rank.part(trained)},
+    )
+
+
+def _stage1_bf16(rank: _Rank) -> _Stage:
+    """DeepSpeed's BF16_Optimizer: weights w P, states (4 + s) X / N, gradients w X, and 4 X in float32."""
+    own = {"gradients": rank.weight * rank.trained}
+    at_rest = _at_rest_below_3(rank) | {"gradients": 4 * rank.trained}
+    return _Stage(
+        load=_without_states(rank, at_rest),
+        at_rest=at_rest,
+        accumulated=own,
+        backward=own | {"buckets": rank.weight * rank.trained},
+        update=own,
+    )
+
+
+def _stage2(rank: _Rank) -> _Stage:
+    """Weights w P, states (4 + s) X / N, gradients g X / N."""
+    cfg, weight, part = rank.cfg, rank.weight, rank.part(rank.trained)
+    is_bf16, bucket = cfg.precision.dtype is Dtype.bf16, weight * rank.bucket
+    gradients = 0 if rank.offloads else rank.grad * part
+    flush = weight * min(rank.trained, cfg.zero.reduce_bucket_size) + weight * rank.largest // 2
+    backward = {"gradients": gradients, "buckets": bucket + flush}
+    if not rank.offloads and not is_bf16:  # a micro-batch's beside those before it; bf16 adds up in one buffer
+        backward["buckets"] = bucket + max(flush, rank.grad * part + weight * rank.largest)
+        if accumulation(cfg, rank.world) == 1:  # none are before it
+            backward["gradients"] = 0
+    vocab, hidden = rank.outline.vocabulary
+    at_rest = _at_rest_below_3(rank)
+    update = 4 * part + 4 * rank.largest // 2 if is_bf16 else (rank.grad + 4) * part
+    return _Stage(
+        load=_load_flattened(rank, at_rest),
+        at_rest=at_rest,
+        accumulated={"gradients": gradients},
+        first_gradient={"loss": weight * vocab * hidden if rank.outline.trains_head else 0, "buckets": bucket},
+        backward=backward,
+        update={} if rank.offloads else {"gradients": update},
+    )
+
+
+def _stage3(rank: _Rank) -> _Stage:
+    """Weights w P / N, states (4 + s) X / N, gradients g X / N; and the layers that are gathered."""
+    zero, weight, part = rank.cfg.zero, rank.weight, rank.part(rank.trained)
+    sizes = map(math.prod, rank.outline.shapes.values())
+    persistent = sum(size for size in sizes if size <= zero.stage3_param_persistence_threshold)
+    own = rank.part(rank.all) if zero.offload_param.device is Device.none else 0
+    states = {} if rank.offloads else {"optimizer": int((4 + rank.states) * part), "gradients": rank.grad * part}
+    at_rest = {"weights": weight * (own + persistent), **states, "buckets": weight * rank.bucket}
+    if zero.zero_hpz_partition_size > 1:  # the second copy, split over the ranks of one node
+        at_rest["second weights"] = weight * -(-rank.all // zero.zero_hpz_partition_size)
+    flush = weight * min(rank.trained, zero.reduce_bucket_size) + weight * rank.largest // 2
+    return _Stage(
+        load=_without_states(rank, at_rest),
+        at_rest=at_rest,
+        backward={**rank.gathered(ahead=False), "buckets": flush},
+        update={} if rank.offloads else {"gradients": 4 * min(part, zero.sub_group_size)},
+    )
+
+
+_STAGES = (_stage0, _stage1, _stage2, _stage3)
+
+
+def _at_rest_below_3(rank: _Rank) -> Parts:
+    """Return what stages 1 and 2 hold between two steps."""
+    if not rank.offloads:
+        return {"weights": rank.weights(), "optimizer": int((4 + rank.states) * rank.part(rank.trained))}
+    parts = {"weights": rank.weights(), "buckets": (rank.weight + rank.grad) * rank.largest // 2}
+    zenflow = rank.cfg.zero.zenflow
+    if zenflow.enabled:  # gradients of the chosen columns on every rank, and two states of the weights' type
+        parts["zenflow"] = rank.weight * int(rank.trained * zenflow.topk_ratio) * (1 if zenflow.offload else 3)
+    return parts
+
+
+def _without_states(rank: _Rank, at_rest: Parts) -> Parts:
+    """Return what is there before the states are."""
+    if rank.offloads:
+        return at_rest
+    return at_rest | {"optimizer": at_rest["optimizer"] - int(rank.states * rank.part(rank.trained))}
+
+
+def _load_flattened(rank: _Rank, at_rest: Parts) -> Parts:
+    """Return the same where weights are flattened, and the copy is freed before the states are made."""
+    parts = _without_states(rank, at_rest)
+    if rank.offloads:
+        return parts
+    return parts | {"weights": parts["weights"] + max(0, rank.weight * rank.trained - parts["optimizer"])}
 
 
 PROCESS_BYTES = int(0.6 * GIB)
