@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from toolkit import errors
 from toolkit.cli import main
 from toolkit.messages import chinese, current_language, joined, placeholders, set_language, tr
 from toolkit.tables import read_table
@@ -18,11 +19,18 @@ ROOT = Path(__file__).parents[1]
 CHINESE = chinese()["messages"]
 
 
+ERRORS = {name for name, kind in vars(errors).items() if isinstance(kind, type) and issubclass(kind, Exception)}
+
+
 def calls() -> Iterator[tuple[str, ast.Call]]:
-    """Yield each call of tr with the place where it stands."""
+    """Yield each call of tr, and each of an error with values for a template, with the place where it stands."""
     for path in sorted([*(ROOT / "toolkit").rglob("*.py"), *(ROOT / "benchmarks").glob("*.py")]):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "tr":
+            if (
+                isinstance(node, ast.Call)
+                and isinstance(node.func, ast.Name)
+                and (node.func.id == "tr" or (node.func.id in ERRORS and node.keywords))
+            ):
                 yield f"{path.relative_to(ROOT)}:{node.lineno}", node
 
 

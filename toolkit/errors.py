@@ -4,18 +4,24 @@ Whatever raises one of these ends as a single message without traceback; any oth
 and keeps its traceback.
 """
 
+from toolkit import messages
+
 
 class ToolkitError(Exception):
-    """Base of all errors that are shown to the user as one message. `exit_code` is the process's exit status.
+    """Base of all errors that are shown to the user as one message, in the user's language.
 
-    `parts` are the errors that one message numbers (toolkit.problems), `more` how many it only counts, `keys` the
-    config keys that it is about.
+    With values, the message is a template, written out at the call as that of `tr`; else it is taken as it is.
+    `exit_code` is the process's exit status, `parts` are the errors that one message numbers (toolkit.problems), `more`
+    how many it only counts, `keys` the config keys that it is about.
     """
 
     exit_code = 2
     parts: "tuple[ToolkitError, ...]" = ()
     more: int = 0
     keys: tuple[str, ...] = ()
+
+    def __init__(self, message: str = "", /, **values: object) -> None:
+        super().__init__(messages.tr(message, **values) if values else message)
 
 
 class ConfigError(ToolkitError):

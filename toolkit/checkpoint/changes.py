@@ -54,11 +54,9 @@ def check(
     other = [line for (key, old, _), line in zip(found, lines, strict=True) if _is_trained(key) and old is not None]
     if other:
         raise ConfigError(
-            tr(
-                "the checkpoint belongs to a run that trains other parameters:\n{changes}\nUndo this, or start anew "
-                "under another run.name; from an adapter: tuning.adapter=RUN/export.",
-                changes="\n".join(other),
-            )
+            "the checkpoint belongs to a run that trains other parameters:\n{changes}\nUndo this, or start anew "
+            "under another run.name; from an adapter: tuning.adapter=RUN/export.",
+            changes="\n".join(other),
         )
     for name, fingerprint in data_now.items():
         if data_before.get(name) != fingerprint:
@@ -69,12 +67,10 @@ def check(
     if refused:
         keys = list(dict.fromkeys(key for key, _ in refused))
         raise ConfigError(
-            tr(
-                "the checkpoint belongs to a run that computes something else:\n{changes}\nUndo this, or allow it: "
-                "checkpoint.allow_changes=[{keys}]; or start anew under another run.name.",
-                changes="\n".join(dict.fromkeys(line for _, line in refused)),
-                keys=",".join(keys),
-            )
+            "the checkpoint belongs to a run that computes something else:\n{changes}\nUndo this, or allow it: "
+            "checkpoint.allow_changes=[{keys}]; or start anew under another run.name.",
+            changes="\n".join(dict.fromkeys(line for _, line in refused)),
+            keys=",".join(keys),
         )
     return lines
 
@@ -90,11 +86,9 @@ def _check_states(found: Sequence[tuple[str, Any, Any]], lines: Sequence[str], b
     ]
     if other:
         raise ConfigError(
-            tr(
-                "the checkpoint holds the states of another optimizer, or of other parameter groups:\n{changes}\nUndo "
-                "this, or start anew under another run.name, from model.path=RUN/export.",
-                changes="\n".join(other),
-            )
+            "the checkpoint holds the states of another optimizer, or of other parameter groups:\n{changes}\nUndo "
+            "this, or start anew under another run.name, from model.path=RUN/export.",
+            changes="\n".join(other),
         )
 
 

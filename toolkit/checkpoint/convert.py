@@ -61,7 +61,7 @@ def remove_universal(universal: Path) -> None:
 def _convert_in_process(checkpoint: Path, say: Callable[[str], None], target: Path) -> None:
     say(tr("Converting {checkpoint} for other ranks or another ZeRO stage …", checkpoint=checkpoint))
     if reason := run_module("toolkit.checkpoint.convert", str(checkpoint), str(target)):
-        raise CheckpointError(tr("cannot convert {folder}: {reason}.", folder=checkpoint, reason=reason))
+        raise CheckpointError("cannot convert {folder}: {reason}.", folder=checkpoint, reason=reason)
 
 
 def main() -> None:
@@ -133,11 +133,9 @@ def _join_zero_parts(checkpoint: Path, dtype: torch.dtype) -> Iterator[tuple[str
     except Exception as error:  # as above; a sum that does not come out is a ValueError
         if (checkpoint / "offloaded_tensors").is_dir():
             raise NotExportable(
-                tr(
-                    "the weights in {folder} lie in the files of an offload to NVMe, which only the run itself can "
-                    "read. Go on with the run (resume={folder}) to its end: it writes export/.",
-                    folder=checkpoint,
-                )
+                "the weights in {folder} lie in the files of an offload to NVMe, which only the run itself can "
+                "read. Go on with the run (resume={folder}) to its end: it writes export/.",
+                folder=checkpoint,
             ) from error
         raise unreadable_error(checkpoint, error) from None
     for name, value in found.items():

@@ -258,21 +258,17 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     except PermissionError:
         raise
     except (OSError, ValueError) as error:
-        raise CheckpointError(
-            tr("{folder} is no whole checkpoint: {reason}.", folder=folder, reason=_why(error))
-        ) from None
+        raise CheckpointError("{folder} is no whole checkpoint: {reason}.", folder=folder, reason=_why(error)) from None
     if not isinstance(found, dict) or not isinstance(found.get("files"), dict):
         raise CheckpointError(
-            tr("{folder} is no whole checkpoint: {reason}.", folder=folder, reason=tr("its manifest lists no files"))
+            "{folder} is no whole checkpoint: {reason}.", folder=folder, reason=tr("its manifest lists no files")
         )
     if found.get("format") != FORMAT:
         raise CheckpointError(
-            tr(
-                "{folder} was written by another version of this toolkit (format {found}, here {known}).",
-                folder=folder,
-                found=found.get("format"),
-                known=FORMAT,
-            )
+            "{folder} was written by another version of this toolkit (format {found}, here {known}).",
+            folder=folder,
+            found=found.get("format"),
+            known=FORMAT,
         )
     return found
 
@@ -399,7 +395,7 @@ def read_run_state(folder: Path) -> RunState:
         return RunState(**found)
     except (OSError, ValueError, TypeError) as error:
         raise CheckpointError(
-            tr("{file} cannot be read: {reason}.", file=folder / STATE, reason=str(error).splitlines()[0])
+            "{file} cannot be read: {reason}.", file=folder / STATE, reason=str(error).splitlines()[0]
         ) from None
 
 
@@ -423,5 +419,5 @@ def resolve_checkpoint(path: Path) -> Path | None:
             return folder
         say(tr("{folder}: DAMAGED", folder=folder) + "".join(f"\n  {one}" for one in wrong[:3]))
     if found:
-        raise CheckpointError(tr("{folder} holds no checkpoint that is whole.", folder=path))
+        raise CheckpointError("{folder} holds no checkpoint that is whole.", folder=path)
     return None

@@ -22,7 +22,6 @@ from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from deepspeed.utils.tensor_fragment import fragment_address
 
 from toolkit.errors import CheckpointError
-from toolkit.messages import tr
 from toolkit.secrets import hide_all
 
 # Everything beside tensors and plain values that DeepSpeed's files name (deepspeed 0.19.8, measured).
@@ -135,13 +134,11 @@ def unreadable_error(path: str | Path, error: Exception) -> CheckpointError:
     if "Unsupported global" in text or "WeightsUnpickler" in text or "weights_only" in text.lower():
         reason = next((line.strip() for line in text.splitlines() if "GLOBAL" in line or "global" in line), text)
         return CheckpointError(
-            tr(
-                "{file} is a pickle that wants to run code, which is refused: {reason}. Nothing was executed.",
-                file=path,
-                reason=reason[:300],
-            )
+            "{file} is a pickle that wants to run code, which is refused: {reason}. Nothing was executed.",
+            file=path,
+            reason=reason[:300],
         )
-    return CheckpointError(tr("{file} cannot be read: {reason}.", file=path, reason=text.splitlines()[0][:300]))
+    return CheckpointError("{file} cannot be read: {reason}.", file=path, reason=text.splitlines()[0][:300])
 
 
 def install_engine_files(engine: DeepSpeedEngine, asynchronous: bool = False) -> EngineFiles:

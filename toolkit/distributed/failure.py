@@ -374,10 +374,8 @@ def _handle(number: int, frame: FrameType | None) -> None:
             # The first one is already unwinding; the launcher's SIGTERM after a Ctrl-C must not disturb that.
             return
         raise Stopped(
-            tr(
-                "stopped by {signal} outside of training steps (pid {pid}). Without a file DONE in its folder the run "
-                "is unfinished.",
-                signal=_received,
-                pid=os.getpid(),
-            )
+            "stopped by {signal} outside of training steps (pid {pid}). Without a file DONE in its folder the run "
+            "is unfinished.",
+            signal=_received,
+            pid=os.getpid(),
         )

@@ -213,18 +213,13 @@ def explain_lock_error(error: OSError, folder: Path, setting: str = "prepare.dir
     """Return the message for a folder that cannot be written."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return DataError(
-            tr(
-                "No space left while writing below '{folder}'. Free some, or choose another folder with "
-                "{setting}=FOLDER.",
-                folder=folder,
-                setting=setting,
-            )
-        )
-    return DataError(
-        tr(
-            "Cannot write below '{folder}': {reason}. Choose another folder with {setting}=FOLDER.",
+            "No space left while writing below '{folder}'. Free some, or choose another folder with {setting}=FOLDER.",
             folder=folder,
             setting=setting,
-            reason=error.strerror or error,
         )
+    return DataError(
+        "Cannot write below '{folder}': {reason}. Choose another folder with {setting}=FOLDER.",
+        folder=folder,
+        setting=setting,
+        reason=error.strerror or error,
     )

@@ -326,11 +326,9 @@ def _wait_for_keys(store: Store, keys: Mapping[int, str], until: float) -> None:
         missing = {rank: key for rank, key in missing.items() if not store.check([key])}
         if missing and time.monotonic() > until:
             raise LaunchError(
-                tr(
-                    "no answer from rank {ranks} when the ranks compared their settings. Its own log says why, if it "
-                    "has ended; distributed.timeout_s is how long ranks wait for each other.",
-                    ranks=", ".join(map(str, missing)),
-                )
+                "no answer from rank {ranks} when the ranks compared their settings. Its own log says why, if it "
+                "has ended; distributed.timeout_s is how long ranks wait for each other.",
+                ranks=", ".join(map(str, missing)),
             )
         if missing:
             time.sleep(_POLL_S)

@@ -103,7 +103,7 @@ def initialize_untrained(model: PreTrainedModel, ds_config: dict[str, Any]) -> d
 
 
 def _refusal(error: Exception) -> ConfigError:
-    return ConfigError(tr("DeepSpeed refuses this configuration: {reason}", reason=str(error) or type(error).__name__))
+    return ConfigError("DeepSpeed refuses this configuration: {reason}", reason=str(error) or type(error).__name__)
 
 
 def _compile(engine: deepspeed.DeepSpeedEngine, config: CompileConfig) -> None:
@@ -111,11 +111,9 @@ def _compile(engine: deepspeed.DeepSpeedEngine, config: CompileConfig) -> None:
     known = torch.compiler.list_backends(exclude_tags=())
     if config.backend not in known:
         raise ConfigError(
-            tr(
-                "compile.backend = {backend} is not installed. There are: {known}.",
-                backend=config.backend,
-                known=", ".join(known),
-            )
+            "compile.backend = {backend} is not installed. There are: {known}.",
+            backend=config.backend,
+            known=", ".join(known),
         )
     if config.deepcompile and not is_deepcompile_supported():
         raise ConfigError(tr("compile.deepcompile = true needs NVIDIA GPUs, and there are none here. Set it to false."))

@@ -80,10 +80,8 @@ def checkpoint_activations(model: PreTrainedModel, config: ActivationCheckpointi
     )
     if not model.supports_gradient_checkpointing:
         raise ConfigError(
-            tr(
-                "train.activation_checkpointing.enabled = true, but {architecture} does not support it.",
-                architecture=type(model).__name__,
-            )
+            "train.activation_checkpointing.enabled = true, but {architecture} does not support it.",
+            architecture=type(model).__name__,
         )
     layers = [part for part in model.modules() if isinstance(part, GradientCheckpointingLayer)]
     reads_more = any(layer._can_checkpoint_with_cache for layer in layers)

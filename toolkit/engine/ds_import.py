@@ -193,24 +193,22 @@ def read_json(path: str) -> tuple[dict[str, Any], dict[str, str], dict[str, str]
         values = json.loads(text)
     except OSError as error:
         raise ConfigError(
-            tr("deepspeed_json = {path} cannot be read: {reason}", path=path, reason=error.strerror or error)
+            "deepspeed_json = {path} cannot be read: {reason}", path=path, reason=error.strerror or error
         ) from error
     except UnicodeDecodeError as error:
-        raise ConfigError(tr("{path} is not UTF-8 (byte {position}).", path=path, position=error.start)) from error
+        raise ConfigError("{path} is not UTF-8 (byte {position}).", path=path, position=error.start) from error
     except json.JSONDecodeError as error:
         raise ConfigError(
-            tr(
-                "{path}:{line}:{column}: this is not JSON: {reason}",
-                path=path,
-                line=error.lineno,
-                column=error.colno,
-                reason=error.msg,
-            )
+            "{path}:{line}:{column}: this is not JSON: {reason}",
+            path=path,
+            line=error.lineno,
+            column=error.colno,
+            reason=error.msg,
         ) from error
     except (ValueError, RecursionError) as error:
-        raise ConfigError(tr("{path} is not JSON: {reason}", path=path, reason=reason_of(error))) from error
+        raise ConfigError("{path} is not JSON: {reason}", path=path, reason=reason_of(error)) from error
     if not isinstance(values, dict):
-        raise ConfigError(tr("{path}: a DeepSpeed JSON must be an object, {{...}}.", path=path))
+        raise ConfigError("{path}: a DeepSpeed JSON must be an object, {{...}}.", path=path)
     where = _lines_of_keys(text, path)
     values, ignored = without_ignored(_without_nulls(values), where)
     problems = name_problems(values)
@@ -240,7 +238,7 @@ def _lines_of_keys(text: str, path: str) -> dict[str, str]:
             place = f"{path}:{text.count(chr(10), 0, token.start()) + 1}"
             if here in where:
                 raise ConfigError(
-                    tr("{place}: '{key}' stands twice, first at {first}.", place=place, key=here, first=where[here])
+                    "{place}: '{key}' stands twice, first at {first}.", place=place, key=here, first=where[here]
                 )
             where[here] = place
         elif mark not in ":,":

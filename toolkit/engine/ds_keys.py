@@ -99,7 +99,7 @@ def check_extra(extra: dict[str, Any], owned: Mapping[str, str], where: Mapping[
     named = islice(problems.items(), MOST_PROBLEMS)
     errors = [ConfigError(_place(key, where or {}) + f"ds_extra.{key}: {sentence}") for key, sentence in named]
     if len(problems) > MOST_PROBLEMS:
-        errors.append(ConfigError(tr("… and {count} more.", count=f"{len(problems) - MOST_PROBLEMS:,}")))
+        errors.append(ConfigError("… and {count} more.", count=f"{len(problems) - MOST_PROBLEMS:,}"))
     raise_all(errors)
 
 

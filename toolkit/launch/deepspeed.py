@@ -69,12 +69,10 @@ def check_launcher(
     nodes = _nodes_started(chain, ranks)
     if num_nodes and nodes and num_nodes != nodes:
         raise LaunchError(
-            tr(
-                "launch.num_nodes = {asked}, but {nodes} machines were started. Check the hostfile and the launcher's "
-                "options, or set launch.num_nodes={nodes}.",
-                asked=num_nodes,
-                nodes=nodes,
-            )
+            "launch.num_nodes = {asked}, but {nodes} machines were started. Check the hostfile and the launcher's "
+            "options, or set launch.num_nodes={nodes}.",
+            asked=num_nodes,
+            nodes=nodes,
         )
     for process in chain:
         options = deepspeed_options(process.words)
@@ -86,13 +84,11 @@ def check_launcher(
         hosts = hostfile.select_gpus(hostfile.read_hostfile(folder / path), options)
         if nodes and len(hosts) != nodes:
             raise LaunchError(
-                tr(
-                    "the hostfile {path} names {expected} machines ({hosts}), but {nodes} were started.",
-                    path=path,
-                    expected=len(hosts),
-                    hosts=", ".join(hosts),
-                    nodes=nodes,
-                )
+                "the hostfile {path} names {expected} machines ({hosts}), but {nodes} were started.",
+                path=path,
+                expected=len(hosts),
+                hosts=", ".join(hosts),
+                nodes=nodes,
             )
         check_machines(hosts, options, is_here)
         check_binding(hosts, options)
@@ -106,12 +102,10 @@ def check_machines(hosts: hostfile.Resources, options: Mapping[str, str], is_her
     only = next(iter(hosts)) if len(hosts) == 1 else ""
     if only and "--force_multi" not in options and "--no_ssh" not in options and not is_here(only):
         raise LaunchError(
-            tr(
-                "the hostfile leaves {host} alone, which is not this machine ({here}): DeepSpeed would train here all "
-                "the same. Add --force_multi to train there, or type the command on {host}.",
-                host=only,
-                here=socket.gethostname(),
-            )
+            "the hostfile leaves {host} alone, which is not this machine ({here}): DeepSpeed would train here all "
+            "the same. Add --force_multi to train there, or type the command on {host}.",
+            host=only,
+            here=socket.gethostname(),
         )
 
 
@@ -337,31 +331,24 @@ def check_backend_program(hosts: Resources, options: Mapping[str, str]) -> None:
     used, folder = backend(hosts, options), os.getcwd()
     if used == "pdsh" and shlex.quote(folder) != folder:
         raise LaunchError(
-            tr(
-                "DeepSpeed's launcher gives the folder {folder} to the machines' shells unquoted. Type this in a "
-                "folder without spaces and special characters (a link to this one will do).",
-                folder=folder,
-            )
+            "DeepSpeed's launcher gives the folder {folder} to the machines' shells unquoted. Type this in a "
+            "folder without spaces and special characters (a link to this one will do).",
+            folder=folder,
         )
     chosen = {"--include", "-i", "--exclude", "-e", "--num_nodes", "--num_gpus", "--num_accelerators"} & set(options)
     if chosen and used in ("openmpi", "mpich", "impi"):
         raise LaunchError(
-            tr(
-                "--launcher {launcher} takes all machines and slots of the hostfile (DeepSpeed 0.19.8): leave out "
-                "{options}, and write a hostfile of what takes part.",
-                launcher=used,
-                options=", ".join(sorted(chosen)),
-            )
+            "--launcher {launcher} takes all machines and slots of the hostfile (DeepSpeed 0.19.8): leave out "
+            "{options}, and write a hostfile of what takes part.",
+            launcher=used,
+            options=", ".join(sorted(chosen)),
         )
     program, source = _BACKENDS.get(used, ("", ""))
     if program and not shutil.which(program):
         raise LaunchError(
-            tr(
-                "several machines need {program}, which is not installed here:  {source}  (or choose another "
-                "--launcher).",
-                program=program,
-                source=source,
-            )
+            "several machines need {program}, which is not installed here:  {source}  (or choose another --launcher).",
+            program=program,
+            source=source,
         )
     if used in mpi.LAUNCHERS:
         mpi.check_program(used)
@@ -377,18 +364,14 @@ def check_binding(hosts: Resources, options: Mapping[str, str]) -> None:
     used = backend(hosts, options)
     if used not in ("", "impi"):
         raise LaunchError(
-            tr(
-                "{option}: DeepSpeed does not hand this on to machines that it starts through {launcher}; their ranks "
-                "would not be bound. Leave it out, or type the command on every machine with --no_ssh --node_rank=N "
-                "--master_addr=HOST, N from 0 in the order of the hostfile.",
-                option=asked[0],
-                launcher=used,
-            )
+            "{option}: DeepSpeed does not hand this on to machines that it starts through {launcher}; their ranks "
+            "would not be bound. Leave it out, or type the command on every machine with --no_ssh --node_rank=N "
+            "--master_addr=HOST, N from 0 in the order of the hostfile.",
+            option=asked[0],
+            launcher=used,
         )
     if not shutil.which("numactl"):
-        raise LaunchError(
-            tr("{option} needs numactl, which is not installed here:  apt install numactl", option=asked[0])
-        )
+        raise LaunchError("{option} needs numactl, which is not installed here:  apt install numactl", option=asked[0])
 
 
 def restart_number(environ: Mapping[str, str] = os.environ) -> int:
@@ -405,20 +388,16 @@ def check_restarts(most: int, ranks: Ranks, words: Sequence[str], environ: Mappi
         given = int(environ.get("TORCHELASTIC_MAX_RESTARTS", "0"))
         if given != most:
             raise LaunchError(
-                tr(
-                    "run.max_restarts = {most}, but torchrun starts again {given} times. Type `torchrun "
-                    "--max-restarts={most} …`, or set run.max_restarts={given}.",
-                    most=most,
-                    given=given,
-                )
+                "run.max_restarts = {most}, but torchrun starts again {given} times. Type `torchrun "
+                "--max-restarts={most} …`, or set run.max_restarts={given}.",
+                most=most,
+                given=given,
             )
     elif most:
         command = shlex.join(["toolkit", "launch", *launcher_options(), *words])
         raise LaunchError(
-            tr(
-                "run.max_restarts = {most}, but nobody here would start the run again ({launcher}). Type: {command}",
-                most=most,
-                launcher=ranks.launcher,
-                command=command,
-            )
+            "run.max_restarts = {most}, but nobody here would start the run again ({launcher}). Type: {command}",
+            most=most,
+            launcher=ranks.launcher,
+            command=command,
         )

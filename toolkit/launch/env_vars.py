@@ -75,12 +75,10 @@ def without_value(names: Collection[str], mend: str = "") -> LaunchError:
     `mend`: what to do; "" to set them here.
     """
     return LaunchError(
-        tr(
-            "launch.env: {names}: no value in the recipe, and none in the environment on {host}. {mend}",
-            names=", ".join(names),
-            host=socket.gethostname(),
-            mend=mend or tr("Set it where you type the command:  export NAME=value"),
-        )
+        "launch.env: {names}: no value in the recipe, and none in the environment on {host}. {mend}",
+        names=", ".join(names),
+        host=socket.gethostname(),
+        mend=mend or tr("Set it where you type the command:  export NAME=value"),
     )
 
 
@@ -104,12 +102,10 @@ def for_launcher(names: Sequence[str], launcher: str, environ: Mapping[str, str]
         return dict(environ), []
     if launcher not in ("pdsh", "openmpi", "mpich", "slurm"):
         raise LaunchError(
-            tr(
-                "launch.env: {names}: how --launcher {launcher} hands on variables is not tested. Use pdsh, openmpi, "
-                "mpich or slurm.",
-                names=", ".join(names),
-                launcher=launcher,
-            )
+            "launch.env: {names}: how --launcher {launcher} hands on variables is not tested. Use pdsh, openmpi, "
+            "mpich or slurm.",
+            names=", ".join(names),
+            launcher=launcher,
         )
     written = {name for name in names if name.startswith(_ON_COMMAND_LINES)}
     packed = [name for name in names if launcher == "pdsh" or name in written]
@@ -154,11 +150,9 @@ def _check_owner(file: Path) -> None:
     status = file.stat()
     if status.st_uid not in (0, os.getuid()) or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         raise LaunchError(
-            tr(
-                "{file} sets variables on all machines, and others than you can write it. Look at it, then:  chmod "
-                "go-w {file}  (and chown it, if it is not yours), or remove it.",
-                file=file,
-            )
+            "{file} sets variables on all machines, and others than you can write it. Look at it, then:  chmod "
+            "go-w {file}  (and chown it, if it is not yours), or remove it.",
+            file=file,
         )
 
 
@@ -170,20 +164,16 @@ def _names_in(file: Path) -> list[str]:
         name, equals, value = line.partition("=")
         if not equals or not name.isidentifier():
             raise LaunchError(
-                tr(
-                    "{file}:{line}: DeepSpeed wants NAME=value in every line, without blank lines and comments.",
-                    file=file,
-                    line=number,
-                )
+                "{file}:{line}: DeepSpeed wants NAME=value in every line, without blank lines and comments.",
+                file=file,
+                line=number,
             )
         if _COMMAND.search(value):
             raise LaunchError(
-                tr(
-                    "{file}:{line}: the shells of all machines would run a part of this value: DeepSpeed puts it "
-                    'between double quotes as it is. Write it without ", `, \\ and $(.',
-                    file=file,
-                    line=number,
-                )
+                "{file}:{line}: the shells of all machines would run a part of this value: DeepSpeed puts it "
+                'between double quotes as it is. Write it without ", `, \\ and $(.',
+                file=file,
+                line=number,
             )
         names.append(name)
     return names

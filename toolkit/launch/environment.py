@@ -12,7 +12,6 @@ from pathlib import Path
 from toolkit.config.schema import INTERFACES
 from toolkit.errors import LaunchError
 from toolkit.launch import mpi, rank_status
-from toolkit.messages import tr
 
 # Launcher -> its variables for rank, local rank, world size, ranks on this machine. The first whose rank is set wins.
 VARIABLES = {
@@ -65,14 +64,12 @@ def detect(environ: Mapping[str, str]) -> Ranks:
         )
         if not (0 <= found.rank < found.world_size and 0 <= found.local_rank < found.world_size):
             raise LaunchError(
-                tr(
-                    "the launcher's variables do not fit together: {rank_name}={rank}, {size_name}={size}. "
-                    "Unset them, or start with deepspeed or torchrun.",
-                    rank_name=rank,
-                    rank=found.rank,
-                    size_name=world_size,
-                    size=found.world_size,
-                )
+                "the launcher's variables do not fit together: {rank_name}={rank}, {size_name}={size}. "
+                "Unset them, or start with deepspeed or torchrun.",
+                rank_name=rank,
+                rank=found.rank,
+                size_name=world_size,
+                size=found.world_size,
             )
         return found
     return Ranks(rank=0, local_rank=0, world_size=1, local_world_size=1, launcher="single")
@@ -90,9 +87,9 @@ def _torch_launcher(environ: Mapping[str, str]) -> str:
 def _number(environ: Mapping[str, str], name: str, default: str | None = None) -> int:
     text = environ.get(name, default)
     if text is None:
-        raise LaunchError(tr("{name} is not set although this process was started as one of several ranks.", name=name))
+        raise LaunchError("{name} is not set although this process was started as one of several ranks.", name=name)
     if not text.isdecimal() or len(text) > _MOST_DIGITS:
-        raise LaunchError(tr("{name}={text} is not a number.", name=name, text=text[:40]))
+        raise LaunchError("{name}={text} is not a number.", name=name, text=text[:40])
     return int(text)
 
 
@@ -100,21 +97,17 @@ def refuse_ranks() -> None:
     """Reject a command that starts ranks itself in a process that is a rank already."""
     launcher = detect(os.environ).launcher
     if launcher != "single":
-        raise LaunchError(
-            tr("this command starts the ranks itself: type it once, without {launcher}.", launcher=launcher)
-        )
+        raise LaunchError("this command starts the ranks itself: type it once, without {launcher}.", launcher=launcher)
 
 
 def apply(ranks: Ranks, environ: MutableMapping[str, str]) -> None:
     """Set what the process group reads: RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT; threads, PATH."""
     if ranks.launcher == "single" and environ.get("WORLD_SIZE", "") not in ("", "0", "1"):
         raise LaunchError(
-            tr(
-                "WORLD_SIZE={size}, but RANK is not set: this process would train alone. Start the ranks with a "
-                "launcher (deepspeed run.py …, torchrun … run.py …, toolkit launch …), set RANK and LOCAL_RANK for "
-                "each, or unset WORLD_SIZE to train on one rank.",
-                size=environ["WORLD_SIZE"],
-            )
+            "WORLD_SIZE={size}, but RANK is not set: this process would train alone. Start the ranks with a "
+            "launcher (deepspeed run.py …, torchrun … run.py …, toolkit launch …), set RANK and LOCAL_RANK for "
+            "each, or unset WORLD_SIZE to train on one rank.",
+            size=environ["WORLD_SIZE"],
         )
     environ["RANK"] = str(ranks.rank)
     environ["LOCAL_RANK"] = str(ranks.local_rank)
@@ -128,12 +121,10 @@ def apply(ranks: Ranks, environ: MutableMapping[str, str]) -> None:
         environ.setdefault("MASTER_PORT", str(mpi.meeting_port(VARIABLES[ranks.launcher][0])))
     elif "MASTER_ADDR" not in environ or "MASTER_PORT" not in environ:
         raise LaunchError(
-            tr(
-                "{size} ranks need MASTER_ADDR (the first machine) and MASTER_PORT (a free port on it) in the "
-                "environment; {launcher} does not set them.",
-                size=ranks.world_size,
-                launcher=ranks.launcher,
-            )
+            "{size} ranks need MASTER_ADDR (the first machine) and MASTER_PORT (a free port on it) in the "
+            "environment; {launcher} does not set them.",
+            size=ranks.world_size,
+            launcher=ranks.launcher,
         )
     # What lies beside this Python, such as ninja, which builds DeepSpeed's ops: a shell that ssh starts on another
     # machine knows no virtual environment.
@@ -157,7 +148,7 @@ def free_port() -> int:
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind(("127.0.0.1", port))
             return port
-    raise LaunchError(tr("no free port was found among {ports}.", ports=", ".join(map(str, ports[:3])) + " …"))
+    raise LaunchError("no free port was found among {ports}.", ports=", ".join(map(str, ports[:3])) + " …")
 
 
 def without_ranks(environ: Mapping[str, str]) -> dict[str, str]:
@@ -178,11 +169,9 @@ def strip_launcher_arguments(words: Sequence[str]) -> list[str]:
         elif name in ("--deepspeed", "--deepspeed_config", "--deepspeed-config"):
             file = value if equals else next((other for other in rest if other.endswith(".json")), "ds_config.json")
             raise LaunchError(
-                tr(
-                    "{word}: DeepSpeed is always on here. Take your JSON with deepspeed_json={file}.",
-                    word=name,
-                    file=file,
-                )
+                "{word}: DeepSpeed is always on here. Take your JSON with deepspeed_json={file}.",
+                word=name,
+                file=file,
             )
         else:
             kept.append(word)
@@ -194,12 +183,10 @@ def set_interface(name: str, environ: MutableMapping[str, str]) -> None:
     existing = [interface for _, interface in socket.if_nameindex()]
     if name not in existing:
         raise LaunchError(
-            tr(
-                "distributed.interface = {name}: {host} has no such network interface, only {existing}.",
-                name=name,
-                host=socket.gethostname(),
-                existing=", ".join(existing),
-            )
+            "distributed.interface = {name}: {host} has no such network interface, only {existing}.",
+            name=name,
+            host=socket.gethostname(),
+            existing=", ".join(existing),
         )
     environ.update(dict.fromkeys(INTERFACES, name))
 
@@ -216,10 +203,8 @@ def check_port(environ: Mapping[str, str]) -> None:
     except OSError:
         return  # refused, or not reachable this way: free, as far as can be told
     raise LaunchError(
-        tr(
-            "port {port} on {address} is taken, probably by another run. Choose another: `deepspeed "
-            "--master_port N run.py …`, `torchrun --master-port N run.py …` or `MASTER_PORT=N mpirun …`.",
-            port=port,
-            address=address,
-        )
+        "port {port} on {address} is taken, probably by another run. Choose another: `deepspeed "
+        "--master_port N run.py …`, `torchrun --master-port N run.py …` or `MASTER_PORT=N mpirun …`.",
+        port=port,
+        address=address,
     )

@@ -27,12 +27,10 @@ def read_hostfile(path: Path) -> dict[str, int]:
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
         raise LaunchError(
-            tr(
-                "the hostfile {path} cannot be read: {reason}. DeepSpeed alone would train on this machine only. "
-                "hostfile.example shows the form.",
-                path=path,
-                reason=reason,
-            )
+            "the hostfile {path} cannot be read: {reason}. DeepSpeed alone would train on this machine only. "
+            "hostfile.example shows the form.",
+            path=path,
+            reason=reason,
         ) from error
     return parse_hostfile(text, str(path))
 
@@ -41,27 +39,25 @@ def parse_hostfile(text: str, path: str) -> dict[str, int]:
     """Parse `HOST slots=N` lines; blank lines and `#` comments are passed over, as DeepSpeed 0.19.8 does."""
     hosts: dict[str, int] = {}
     if text.startswith("\ufeff"):
-        raise LaunchError(tr("{path}:1: begins with a byte-order mark: save it as plain UTF-8.", path=path))
+        raise LaunchError("{path}:1: begins with a byte-order mark: save it as plain UTF-8.", path=path)
     for number, line in enumerate(text.split("\n"), start=1):
         if line.endswith("\r"):
             raise LaunchError(
-                tr("{path}:{line}: Windows line end: convert the file with `dos2unix {path}`.", path=path, line=number)
+                "{path}:{line}: Windows line end: convert the file with `dos2unix {path}`.", path=path, line=number
             )
         content = line.partition("#")[0].strip()
         if content:
             host, slots = _host_and_slots(content, path, number)
             if host in hosts:
                 raise LaunchError(
-                    tr(
-                        "{path}:{line}: {host} is listed twice: give all its slots in one line.",
-                        path=path,
-                        line=number,
-                        host=host,
-                    )
+                    "{path}:{line}: {host} is listed twice: give all its slots in one line.",
+                    path=path,
+                    line=number,
+                    host=host,
                 )
             hosts[host] = slots
     if not hosts:
-        raise LaunchError(tr("{path} lists no host: write lines like `node1 slots=8`.", path=path))
+        raise LaunchError("{path} lists no host: write lines like `node1 slots=8`.", path=path)
     return hosts
 
 
@@ -69,26 +65,22 @@ def _host_and_slots(content: str, path: str, number: int) -> tuple[str, int]:
     found = LINE.fullmatch(content)
     if not found:
         raise LaunchError(
-            tr(
-                "{path}:{line}: '{content}': write `HOST slots=N`, for example `node1 slots=8`.",
-                path=path,
-                line=number,
-                content=content,
-            )
+            "{path}:{line}: '{content}': write `HOST slots=N`, for example `node1 slots=8`.",
+            path=path,
+            line=number,
+            content=content,
         )
     host, slots = found["host"], found["slots"]
     if not HOST.fullmatch(host):
         raise LaunchError(
-            tr(
-                "{path}:{line}: '{host}' is no host name: letters, digits, '.', '_' and '-' only, and no '-' in front.",
-                path=path,
-                line=number,
-                host=host,
-            )
+            "{path}:{line}: '{host}' is no host name: letters, digits, '.', '_' and '-' only, and no '-' in front.",
+            path=path,
+            line=number,
+            host=host,
         )
     if not re.fullmatch(r"[1-9][0-9]*", slots):
         raise LaunchError(
-            tr("{path}:{line}: slots={slots} is no positive whole number of GPUs.", path=path, line=number, slots=slots)
+            "{path}:{line}: slots={slots} is no positive whole number of GPUs.", path=path, line=number, slots=slots
         )
     return host, int(slots)
 
@@ -120,18 +112,16 @@ def select_gpus(hosts: Mapping[str, int], options: Mapping[str, str]) -> Resourc
         found = {host: gpus for host, gpus in found.items() if gpus}
     if nodes and nodes > len(found):
         raise LaunchError(
-            tr(
-                "--num_nodes {asked}, but the hostfile names {there}: {hosts}.",
-                asked=nodes,
-                there=len(found),
-                hosts=", ".join(found),
-            )
+            "--num_nodes {asked}, but the hostfile names {there}: {hosts}.",
+            asked=nodes,
+            there=len(found),
+            hosts=", ".join(found),
         )
     found = dict(list(found.items())[: nodes or None])
     small = [host for host in found if gpus and gpus > hosts[host]]
     if small:
         raise LaunchError(
-            tr("--num_gpus {asked}, but {host} has {slots} slots.", asked=gpus, host=small[0], slots=hosts[small[0]])
+            "--num_gpus {asked}, but {host} has {slots} slots.", asked=gpus, host=small[0], slots=hosts[small[0]]
         )
     if gpus:
         found = {host: list(range(gpus)) for host in found}
@@ -152,7 +142,7 @@ def _whole_number(options: Mapping[str, str], name: str) -> int | None:
     if value == "-1":
         return None
     if not value.isdecimal() or not int(value):
-        raise LaunchError(tr("{name} {value}: write a positive whole number.", name=name, value=value))
+        raise LaunchError("{name} {value}: write a positive whole number.", name=name, value=value)
     return int(value)
 
 
@@ -172,14 +162,12 @@ def _named_gpus(specification: str, there: Resources, option: str) -> Resources:
         wrong = [number for number in numbers if not number.strip().isdecimal() or int(number) not in there[host]]
         if wrong:
             raise LaunchError(
-                tr(
-                    "{option} {part}: {host} has no GPU {wrong}; its slots are 0 to {last}. Write HOST or HOST:0,1.",
-                    option=option,
-                    part=part,
-                    host=host,
-                    wrong=wrong[0] or "''",
-                    last=there[host][-1],
-                )
+                "{option} {part}: {host} has no GPU {wrong}; its slots are 0 to {last}. Write HOST or HOST:0,1.",
+                option=option,
+                part=part,
+                host=host,
+                wrong=wrong[0] or "''",
+                last=there[host][-1],
             )
         named[host] = sorted({*named.get(host, []), *map(int, numbers)})
     return named
@@ -191,12 +179,10 @@ def check_visible_devices(hosts: Resources, environ: Mapping[str, str] = os.envi
     mine = [gpus for host, gpus in hosts.items() if is_here(host)]
     if chosen and [",".join(map(str, gpus)) for gpus in mine] != [chosen]:
         raise LaunchError(
-            tr(
-                "CUDA_VISIBLE_DEVICES={chosen} has no effect beside a hostfile: DeepSpeed writes over it on every "
-                "machine. Unset it, and choose GPUs with --include {included}.",
-                chosen=chosen,
-                included="@".join(f"{host}:{chosen}" for host in hosts),
-            )
+            "CUDA_VISIBLE_DEVICES={chosen} has no effect beside a hostfile: DeepSpeed writes over it on every "
+            "machine. Unset it, and choose GPUs with --include {included}.",
+            chosen=chosen,
+            included="@".join(f"{host}:{chosen}" for host in hosts),
         )
 
 
@@ -269,4 +255,4 @@ def _expand_ranges(ranges: str, nodes: str) -> list[str]:
 
 
 def _no_node_list(nodes: str) -> LaunchError:
-    return LaunchError(tr("'{nodes}' is no list of nodes such as gpu[01-03,07],login1.", nodes=nodes))
+    return LaunchError("'{nodes}' is no list of nodes such as gpu[01-03,07],login1.", nodes=nodes)

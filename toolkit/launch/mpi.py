@@ -32,12 +32,10 @@ def check_program(launcher: str) -> None:
     if re.search(LAUNCHERS[launcher], said, re.IGNORECASE):
         found = next((line.strip() for line in said.splitlines() if line.strip()), "?")
         raise LaunchError(
-            tr(
-                "--launcher {launcher} starts the `mpirun` that is first on PATH, and that is another one: {found}. "
-                "Debian has both as mpirun.openmpi and mpirun.mpich:  update-alternatives --config mpirun",
-                launcher=launcher,
-                found=found,
-            )
+            "--launcher {launcher} starts the `mpirun` that is first on PATH, and that is another one: {found}. "
+            "Debian has both as mpirun.openmpi and mpirun.mpich:  update-alternatives --config mpirun",
+            launcher=launcher,
+            found=found,
         )
 
 

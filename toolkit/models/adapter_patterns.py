@@ -41,13 +41,11 @@ def check_names(settings: dict[str, Any], file: Path) -> None:
         for name in [value] if isinstance(value, str) else value if isinstance(value, (list, dict)) else ():
             if not isinstance(name, str) or not _PLAIN.fullmatch(name.replace(".*", "", _MOST_WILDCARDS)):
                 raise ModelError(
-                    tr(
-                        "{file}: {key} holds {value}, which is no name of a module. Write names, or ends of names, "
-                        "with two wildcards .* at most.",
-                        file=file,
-                        key=key,
-                        value=repr(name)[:200],
-                    )
+                    "{file}: {key} holds {value}, which is no name of a module. Write names, or ends of names, "
+                    "with two wildcards .* at most.",
+                    file=file,
+                    key=key,
+                    value=repr(name)[:200],
                 )
 
 
@@ -87,12 +85,10 @@ def _matching(key: str, expression: str, names: list[str]) -> list[str]:
                 return found
             reason = ended.stderr.strip() or tr("it matches no module of the model")
     raise ModelError(
-        tr(
-            "adapter_config.json: the expression {key} = {value} cannot be used: {reason}. Write a list of module "
-            "names, or of ends of names, such as {example}.",
-            key=key,
-            value=repr(expression)[:200],
-            reason=reason,
-            example='["q_proj", "v_proj"]',
-        )
+        "adapter_config.json: the expression {key} = {value} cannot be used: {reason}. Write a list of module "
+        "names, or of ends of names, such as {example}.",
+        key=key,
+        value=repr(expression)[:200],
+        reason=reason,
+        example='["q_proj", "v_proj"]',
     )

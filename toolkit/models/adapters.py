@@ -105,14 +105,12 @@ def check_numbers(known: BaseModel, name: str, found: list[float], path: object,
     numbers = known.numbers[name]
     if len(found) != len(numbers) or not all(map(_close, numbers, found)):
         raise ModelError(
-            tr(
-                "{folder} was trained on another model than {path}: {name} differs. It was trained on {known}; set "
-                "model.path to that model.",
-                folder=folder,
-                path=path,
-                name=name,
-                known=known.path,
-            )
+            "{folder} was trained on another model than {path}: {name} differs. It was trained on {known}; set "
+            "model.path to that model.",
+            folder=folder,
+            path=path,
+            name=name,
+            known=known.path,
         )
 
 
@@ -136,13 +134,11 @@ def find_base(folder: Path, given: str = "") -> Path:
         if (path / "config.json").is_file():
             return path
     raise BaseMissing(
-        tr(
-            "{folder} is to be added to a model that is not there: {path}. Say where it is: toolkit export-model PATH "
-            "base=DIR output=OUT writes an adapter that knows; toolkit generate, chat and eval take model.path=DIR "
-            "adapter={folder}.",
-            folder=folder,
-            path=recorded or "?",
-        )
+        "{folder} is to be added to a model that is not there: {path}. Say where it is: toolkit export-model PATH "
+        "base=DIR output=OUT writes an adapter that knows; toolkit generate, chat and eval take model.path=DIR "
+        "adapter={folder}.",
+        folder=folder,
+        path=recorded or "?",
     )
 
 
@@ -233,18 +229,16 @@ def read_settings(folder: Path) -> dict[str, Any]:
     """Return an adapter's adapter_config.json."""
     if not (folder / CONFIG).is_file():
         if not is_original_prefix(folder):
-            raise ModelError(tr("{folder} holds no adapter: there is no {file}.", folder=folder, file=CONFIG))
+            raise ModelError("{folder} holds no adapter: there is no {file}.", folder=folder, file=CONFIG)
         original = read_object(folder / "config.json")
         return prefix_settings(int(original["pre_seq_len"]), bool(original.get("prefix_projection")), "")
     settings = read_object(folder / CONFIG)
     if str(settings.get("peft_type")) not in _METHODS:
         raise ModelError(
-            tr(
-                "{file} is of the kind {kind}, which is not known here. Known: {known}.",
-                file=folder / CONFIG,
-                kind=settings.get("peft_type"),
-                known=", ".join(_METHODS),
-            )
+            "{file} is of the kind {kind}, which is not known here. Known: {known}.",
+            file=folder / CONFIG,
+            kind=settings.get("peft_type"),
+            known=", ".join(_METHODS),
         )
     check_sizes(settings, folder / CONFIG)
     adapter_patterns.check_names(settings, folder / CONFIG)
@@ -364,7 +358,7 @@ def read_adapter_weights(folder: Path) -> dict[str, torch.Tensor]:
     for name in (WEIGHTS, "adapter_model.bin", "pytorch_model.bin"):
         if (folder / name).is_file():
             return read_tensors(folder / name)
-    raise ModelError(tr("{folder} holds no adapter: there is no {file}.", folder=folder, file=WEIGHTS))
+    raise ModelError("{folder} holds no adapter: there is no {file}.", folder=folder, file=WEIGHTS)
 
 
 def load_values(model: PreTrainedModel, values: dict[str, torch.Tensor], folder: Path) -> None:
@@ -379,7 +373,7 @@ def load_values(model: PreTrainedModel, values: dict[str, torch.Tensor], folder:
             parameter.data.copy_(value)
     if wrong:
         raise ModelError(
-            tr("the adapter in {folder} does not fit the model: {names}.", folder=folder, names="; ".join(wrong[:5]))
+            "the adapter in {folder} does not fit the model: {names}.", folder=folder, names="; ".join(wrong[:5])
         )
 
 
@@ -438,12 +432,10 @@ def _go_on_from(
     found = method_of(read_settings(folder))
     if found is not (TuningMethod.lora if config.method is TuningMethod.qlora else config.method):
         raise ConfigError(
-            tr(
-                "tuning.adapter = {folder} is an adapter of tuning={found}, not of tuning={wanted}.",
-                folder=folder,
-                found=found.value,
-                wanted=config.method.value,
-            )
+            "tuning.adapter = {folder} is an adapter of tuning={found}, not of tuning={wanted}.",
+            folder=folder,
+            found=found.value,
+            wanted=config.method.value,
         )
     load_adapter(model, folder, base, dropout=config.dropout, ds_config=ds_config)
 
@@ -454,7 +446,7 @@ def _prompt_values(model: PreTrainedModel, config: TuningConfig, tokenizer: PreT
     if config.init_text:
         ids = tokenizer(config.init_text, add_special_tokens=False)["input_ids"]
         if not ids:
-            raise ConfigError(tr("tuning.init_text = '{text}' holds no token.", text=config.init_text))
+            raise ConfigError("tuning.init_text = '{text}' holds no token.", text=config.init_text)
         places = torch.tensor((ids * (number // len(ids) + 1))[:number])
     else:
         places = torch.randint(len(tokenizer), (number,))

@@ -58,12 +58,10 @@ def choose_attention(model: PreTrainedModel, attention: Attention, packed: bool,
         model.set_attn_implementation(name)
     except (ValueError, ImportError, KeyError) as error:
         raise ModelError(
-            tr(
-                "model.attention = {name} is nothing that a {model} has ({reason}). Leave it at auto.",
-                name=name,
-                model=type(model).__name__,
-                reason=str(error).splitlines()[0],
-            )
+            "model.attention = {name} is nothing that a {model} has ({reason}). Leave it at auto.",
+            name=name,
+            model=type(model).__name__,
+            reason=str(error).splitlines()[0],
         ) from error
 
 
@@ -87,14 +85,12 @@ def check_isolation(
     change = float(changes.max() / after_other.std())
     if not change <= MOST_CHANGE:  # nan too
         raise ModelError(
-            tr(
-                "{name} cannot be trained on packed rows: the samples of a row influence each other (logits of a token "
-                "change by {change} of their spread, rounding changes them by less than {most}). Use "
-                "data.packing=grouped.",
-                name=name,
-                change=f"{change:.3g}",
-                most=MOST_CHANGE,
-            )
+            "{name} cannot be trained on packed rows: the samples of a row influence each other (logits of a token "
+            "change by {change} of their spread, rounding changes them by less than {most}). Use "
+            "data.packing=grouped.",
+            name=name,
+            change=f"{change:.3g}",
+            most=MOST_CHANGE,
         )
 
 
@@ -120,12 +116,10 @@ def _packed_logits(engine: torch.nn.Module, batch: dict[str, torch.Tensor], name
             ).logits
     except (ValueError, TypeError, IndexError, RuntimeError) as error:
         raise ModelError(
-            tr(
-                "{name} cannot be trained on packed rows: it cannot do with what keeps their samples apart ({reason}). "
-                "Use data.packing=grouped.",
-                name=name,
-                reason=str(error).split("\n")[0],
-            )
+            "{name} cannot be trained on packed rows: it cannot do with what keeps their samples apart ({reason}). "
+            "Use data.packing=grouped.",
+            name=name,
+            reason=str(error).split("\n")[0],
         ) from error
     return logits.float()
 

@@ -7,7 +7,6 @@ from typing import Any
 
 from toolkit.config.schema import Family
 from toolkit.errors import ModelError
-from toolkit.messages import tr
 from toolkit.models.chat_template import Encoded, Message, TemplateChatEncoder
 from toolkit.models.chatglm.formats import Piece, format_of, with_tools
 from toolkit.models.chatglm.tokenizers import ChatGLMTokenizer, GlmTokenizer
@@ -27,11 +26,9 @@ class FamilyChatEncoder:
     def __init__(self, tokenizer: GlmTokenizer | ChatGLMTokenizer, original_labels: bool = True) -> None:
         if not tokenizer.has_chat_format:
             raise ModelError(
-                tr(
-                    "nothing in {folder} tells whether its tokenizer is ChatGLM2's or ChatGLM3's, whose vocabulary is "
-                    "the same. Say model.family=chatglm2 or model.family=chatglm3.",
-                    folder=tokenizer.name_or_path,
-                )
+                "nothing in {folder} tells whether its tokenizer is ChatGLM2's or ChatGLM3's, whose vocabulary is "
+                "the same. Say model.family=chatglm2 or model.family=chatglm3.",
+                folder=tokenizer.name_or_path,
             )
         self.tokenizer = tokenizer
         self.format = format_of(tokenizer.family, tokenizer, original_labels)
@@ -92,10 +89,8 @@ def chat_encoder(tokenizer: Any, original_labels: bool = True) -> AnyChatEncoder
         return FamilyChatEncoder(tokenizer, original_labels)
     if not original_labels:
         raise ModelError(
-            tr(
-                "model.original_labels = false has no effect: the tokenizer '{name}' does not use a ChatGLM's own chat "
-                "format. Remove it.",
-                name=tokenizer.name_or_path,
-            )
+            "model.original_labels = false has no effect: the tokenizer '{name}' does not use a ChatGLM's own chat "
+            "format. Remove it.",
+            name=tokenizer.name_or_path,
         )
     return TemplateChatEncoder(tokenizer)

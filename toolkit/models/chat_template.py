@@ -224,18 +224,14 @@ class TemplateChatEncoder:
     def __init__(self, tokenizer: "PreTrainedTokenizerBase") -> None:
         if not tokenizer.chat_template:
             raise ModelError(
-                tr(
-                    "The tokenizer '{name}' has no chat template. Name a file with one: model.chat_template=FILE.",
-                    name=tokenizer.name_or_path,
-                )
+                "The tokenizer '{name}' has no chat template. Name a file with one: model.chat_template=FILE.",
+                name=tokenizer.name_or_path,
             )
         if tokenizer.eos_token_id is None:
             raise ModelError(
-                tr(
-                    "The tokenizer '{name}' has no end-of-sequence token, so a model could not learn where to stop. "
-                    "Set eos_token in its tokenizer_config.json.",
-                    name=tokenizer.name_or_path,
-                )
+                "The tokenizer '{name}' has no end-of-sequence token, so a model could not learn where to stop. "
+                "Set eos_token in its tokenizer_config.json.",
+                name=tokenizer.name_or_path,
             )
         self.tokenizer = tokenizer
         self.vocab_size = len(tokenizer)
@@ -380,12 +376,10 @@ class TemplateChatEncoder:
             )
         if compared is None:
             raise ModelError(
-                tr(
-                    "The chat template of '{name}' cannot be trained with: the conversation with its answer does not "
-                    "begin with the prompt that generation would see. Give a template whose turns do not depend on "
-                    "later ones: model.chat_template=FILE.",
-                    name=self.tokenizer.name_or_path,
-                )
+                "The chat template of '{name}' cannot be trained with: the conversation with its answer does not "
+                "begin with the prompt that generation would see. Give a template whose turns do not depend on "
+                "later ones: model.chat_template=FILE.",
+                name=self.tokenizer.name_or_path,
             )
         return compared
 
@@ -454,13 +448,11 @@ class TemplateChatEncoder:
 
         if said(marks) != said(compared[1]):
             raise ModelError(
-                tr(
-                    "The chat template of '{name}' marks {marked} as what the assistant says, but generation would "
-                    "write {written}. Correct its {{% generation %}} marks, or give another: model.chat_template=FILE.",
-                    name=self.tokenizer.name_or_path,
-                    marked=said(marks),
-                    written=said(compared[1]),
-                )
+                "The chat template of '{name}' marks {marked} as what the assistant says, but generation would "
+                "write {written}. Correct its {{% generation %}} marks, or give another: model.chat_template=FILE.",
+                name=self.tokenizer.name_or_path,
+                marked=said(marks),
+                written=said(compared[1]),
             )
 
     def render(self, messages: Sequence[Message], tools: Sequence[Any] | None, add_generation_prompt: bool) -> str:
@@ -521,11 +513,9 @@ def _rendered(render: Callable[[Sequence[Message]], _Rendering], messages: Seque
     except TooSlow:
         # Not a row that could be skipped: the next one would take as long.
         raise ModelError(
-            tr(
-                "The chat template takes more than {seconds} s for one conversation. Give another: "
-                "model.chat_template=FILE.",
-                seconds=_RENDERING_S,
-            )
+            "The chat template takes more than {seconds} s for one conversation. Give another: "
+            "model.chat_template=FILE.",
+            seconds=_RENDERING_S,
         ) from None
     except Exception as error:  # a template is a program, in which anything may go wrong
         failure = tr("the chat template refuses the conversation: {reason}", reason=reason_of(error))

@@ -35,7 +35,7 @@ def read_config(path: str, *, with_weights: bool = True) -> dict[str, Any]:
     folder = Path(path)
     config_file = folder / "config.json"
     if not config_file.is_file():
-        raise ModelError(tr("model.path = {path} holds no config.json: it is not a model folder.", path=path))
+        raise ModelError("model.path = {path} holds no config.json: it is not a model folder.", path=path)
     config = read_object(config_file)
     check_sizes(config, config_file)
     architecture = architecture_of(config)
@@ -58,11 +58,9 @@ def trust_code(path: str) -> None:
     """Let the Python files of a folder run in this process, as they are now."""
     if not runs_code(path):
         raise ModelError(
-            tr(
-                "model.trust_remote_code = true has no effect: {folder} brings no code that would run (the official "
-                "ChatGLM folders' is ignored). Remove it.",
-                folder=path,
-            )
+            "model.trust_remote_code = true has no effect: {folder} brings no code that would run (the official "
+            "ChatGLM folders' is ignored). Remove it.",
+            folder=path,
         )
     trust(Path(path))
 
@@ -92,11 +90,9 @@ def _refuse_outside(folder: Path, config: dict[str, Any], *, is_run: bool) -> No
             names += [name for name in _strings(value) if "/" in name]
     if names:
         raise ModelError(
-            tr(
-                "{folder}/config.json names code outside of its Python files ({names}): refused, trusted or not.",
-                folder=folder,
-                names=", ".join(names),
-            )
+            "{folder}/config.json names code outside of its Python files ({names}): refused, trusted or not.",
+            folder=folder,
+            names=", ".join(names),
         )
 
 
@@ -117,24 +113,20 @@ def _strings(value: Any) -> list[str]:
 def _refuse_unknown(folder: Path, config: dict[str, Any]) -> None:
     if config.get("model_type") == "chatglm":
         raise ModelError(
-            tr(
-                "{folder}/config.json has model_type chatglm, but the keys of no known ChatGLM: neither "
-                "position_encoding_2d (ChatGLM-6B) nor padded_vocab_size (ChatGLM2, ChatGLM3, glm-4-9b).",
-                folder=folder,
-            )
+            "{folder}/config.json has model_type chatglm, but the keys of no known ChatGLM: neither "
+            "position_encoding_2d (ChatGLM-6B) nor padded_vocab_size (ChatGLM2, ChatGLM3, glm-4-9b).",
+            folder=folder,
         )
     if ("auto_map" in config or "_attn_implementation_internal" in config) and not is_trusted(folder):
         raise ModelError(
-            tr(
-                "{folder}/config.json names Python code to run (auto_map), which is refused; there are {files}. Read "
-                "them, then train with model.trust_remote_code=true, or use a folder whose architecture is part of "
-                "transformers.",
-                folder=folder,
-                files=[str(file.relative_to(folder)) for file in code_files(folder)],
-            )
+            "{folder}/config.json names Python code to run (auto_map), which is refused; there are {files}. Read "
+            "them, then train with model.trust_remote_code=true, or use a folder whose architecture is part of "
+            "transformers.",
+            folder=folder,
+            files=[str(file.relative_to(folder)) for file in code_files(folder)],
         )
     if not isinstance(config.get("model_type"), str):
-        raise ModelError(tr("{folder}/config.json has no model_type: it describes no model.", folder=folder))
+        raise ModelError("{folder}/config.json has no model_type: it describes no model.", folder=folder)
 
 
 def weight_files(folder: Path) -> list[Path]:
@@ -151,10 +143,10 @@ def weight_files(folder: Path) -> list[Path]:
             continue
         weight_map = read_object(index).get("weight_map")
         if not isinstance(weight_map, dict):
-            raise ModelError(tr("{file} has no weight_map: download it again.", file=index))
+            raise ModelError("{file} has no weight_map: download it again.", file=index)
         names = sorted(set(map(str, weight_map.values())))
         if any(Path(name).name != name for name in names):
-            raise ModelError(tr("{file} names files outside of its folder: refused.", file=index))
+            raise ModelError("{file} names files outside of its folder: refused.", file=index)
         listed.append([folder / name for name in names])
     complete = [files for files in listed if all(file.is_file() for file in files)]
     if listed:
@@ -162,11 +154,9 @@ def weight_files(folder: Path) -> list[Path]:
     shards = sorted(file.name for file in folder.glob("*-of-*") if file.suffix in (".safetensors", ".bin"))
     if shards:
         raise ModelError(
-            tr(
-                "{folder} holds shards ({file} …) but not the index that lists them (*.index.json): download it again.",
-                folder=folder,
-                file=shards[0],
-            )
+            "{folder} holds shards ({file} …) but not the index that lists them (*.index.json): download it again.",
+            folder=folder,
+            file=shards[0],
         )
     return []
 
@@ -176,18 +166,14 @@ def _check_weight_files(folder: Path, architecture: Architecture | None) -> None
     missing = [file.name for file in files if not file.is_file()]
     if missing:
         raise ModelError(
-            tr(
-                "{folder} lacks {files}, which its index lists: download them again.",
-                folder=folder,
-                files=missing,
-            )
+            "{folder} lacks {files}, which its index lists: download them again.",
+            folder=folder,
+            files=missing,
         )
     if not files:
         raise ModelError(
-            tr(
-                "{folder} holds no weights (model.safetensors or pytorch_model.bin, or shards with an index).",
-                folder=folder,
-            )
+            "{folder} holds no weights (model.safetensors or pytorch_model.bin, or shards with an index).",
+            folder=folder,
         )
     for file in files:
         _refuse_pointer(file, folder)
@@ -195,13 +181,11 @@ def _check_weight_files(folder: Path, architecture: Architecture | None) -> None
             _check_safetensors(file)
         elif architecture is None:
             raise ModelError(
-                tr(
-                    "{folder} has its weights in {file}, a pickle; of other models than ChatGLM only safetensors are "
-                    "read. Convert it once with transformers: "
-                    "AutoModelForCausalLM.from_pretrained(...).save_pretrained(...).",
-                    folder=folder,
-                    file=file.name,
-                )
+                "{folder} has its weights in {file}, a pickle; of other models than ChatGLM only safetensors are "
+                "read. Convert it once with transformers: "
+                "AutoModelForCausalLM.from_pretrained(...).save_pretrained(...).",
+                folder=folder,
+                file=file.name,
             )
         else:
             _check_pickle(file)
@@ -216,11 +200,9 @@ def is_lfs_pointer(file: Path) -> bool:
 def _refuse_pointer(file: Path, folder: Path) -> None:
     if is_lfs_pointer(file):
         raise ModelError(
-            tr(
-                "{file} is a git-lfs pointer, not the weights: run `git lfs pull` in {folder}.",
-                file=file,
-                folder=folder,
-            )
+            "{file} is a git-lfs pointer, not the weights: run `git lfs pull` in {folder}.",
+            file=file,
+            folder=folder,
         )
 
 
@@ -230,7 +212,7 @@ def _check_pickle(file: Path) -> None:
         is_archive = handle.read(4) == b"PK\x03\x04"
     size = file.stat().st_size
     if size == 0 or (is_archive and not zipfile.is_zipfile(file)):
-        raise ModelError(tr("{file} is cut short ({size} bytes): download it again.", file=file, size=size))
+        raise ModelError("{file} is cut short ({size} bytes): download it again.", file=file, size=size)
 
 
 def _check_safetensors(file: Path) -> None:
@@ -239,26 +221,22 @@ def _check_safetensors(file: Path) -> None:
     with file.open("rb") as handle:
         header_bytes = int.from_bytes(handle.read(8), "little")
         if size < 8 or header_bytes > size - 8:
-            raise ModelError(tr("{file} is cut short ({size} bytes): download it again.", file=file, size=size))
+            raise ModelError("{file} is cut short ({size} bytes): download it again.", file=file, size=size)
         with reading(file, ModelError, tr("Download it again.")):
             header = json.loads(handle.read(header_bytes))
             tensors = {name: entry for name, entry in header.items() if name != "__metadata__"}
             expected = 8 + header_bytes + max((entry["data_offsets"][1] for entry in tensors.values()), default=0)
     if size != expected:
         raise ModelError(
-            tr(
-                "{file} has {size} bytes where its header says {expected}: download it again.",
-                file=file,
-                size=size,
-                expected=expected,
-            )
+            "{file} has {size} bytes where its header says {expected}: download it again.",
+            file=file,
+            size=size,
+            expected=expected,
         )
     with reading(file, ModelError, tr("Download it again.")), safe_open(file, framework="numpy") as opened:
         opened.keys()  # the library's own rules for a header: shapes, offsets, types
     if empty := [name for name, entry in tensors.items() if 0 in entry["shape"]]:
-        raise ModelError(
-            tr("{file} holds tensors without content: {names}. Export it again.", file=file, names=empty[:5])
-        )
+        raise ModelError("{file} holds tensors without content: {names}. Export it again.", file=file, names=empty[:5])
 
 
 _WHOLE = "full_attention"

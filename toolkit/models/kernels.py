@@ -41,12 +41,12 @@ def apply_liger(model: Any, kernels: KernelsConfig) -> str:
     The model is as built. Returns why nothing was replaced; "" if it was.
     """
     if kernels.loss is LossKernel.liger and (reason := _why_no_kernels()):
-        raise ConfigError(tr("kernels.loss = liger: {reason}", reason=reason))
+        raise ConfigError("kernels.loss = liger: {reason}", reason=reason)
     if kernels.liger is When.never:
         return tr("kernels.liger is never")
     reason = _why_no_kernels() or _why_not_this(model.config.model_type)
     if reason and kernels.liger is When.always:
-        raise ConfigError(tr("kernels.liger = always: {reason}", reason=reason))
+        raise ConfigError("kernels.liger = always: {reason}", reason=reason)
     if not reason:
         from liger_kernel.transformers import _apply_liger_kernel_to_instance
 
@@ -80,11 +80,9 @@ def tile_mlp(model: nn.Module, pieces: int) -> None:
     found = [part for name, part in model.named_modules() if name.endswith(".mlp") and not hasattr(part, "experts")]
     if not found:
         raise ConfigError(
-            tr(
-                "kernels.mlp_pieces = {pieces}: {model} has no feed-forward layers that could be divided. Set it to 1.",
-                pieces=pieces,
-                model=type(model).__name__,
-            )
+            "kernels.mlp_pieces = {pieces}: {model} has no feed-forward layers that could be divided. Set it to 1.",
+            pieces=pieces,
+            model=type(model).__name__,
         )
     for layer in found:
         layer.forward = partial(_forward, layer, layer.forward, pieces)

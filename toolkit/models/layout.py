@@ -16,7 +16,6 @@ from transformers.core_model_loading import (
 )
 
 from toolkit.errors import ModelError
-from toolkit.messages import tr
 from toolkit.models.chatglm.glm import GlmLayout
 
 Shapes = dict[str, tuple[int, ...]]
@@ -145,12 +144,10 @@ class TransformersLayout(SameNames):
         parts = len(converter.source_patterns)
         if number is None or steps != [(MergeModulelist, 0), (Concatenate, 1)][: 1 if parts == 1 else 2]:
             raise ModelError(
-                tr(
-                    "{architecture} stores {name} in another form than it computes with, which cannot be read piece by "
-                    "piece: zero.stage=3, verify and export need that. Use zero=stage2 with checkpoint.export=false.",
-                    architecture=type(self._model).__name__,
-                    name=name,
-                )
+                "{architecture} stores {name} in another form than it computes with, which cannot be read piece by "
+                "piece: zero.stage=3, verify and export need that. Use zero=stage2 with checkpoint.export=false.",
+                architecture=type(self._model).__name__,
+                name=name,
             )
         if parts == 1:
             return parameter, int(number[1])

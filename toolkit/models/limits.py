@@ -9,7 +9,6 @@ from types import FrameType
 from typing import Any
 
 from toolkit.errors import ModelError
-from toolkit.messages import tr
 from toolkit.outside import json_object
 
 # Key of config.json -> least and largest value, several times what the largest published models have.
@@ -42,15 +41,13 @@ def check_sizes(config: Mapping[str, Any], file: Path) -> None:
             for one in value if isinstance(value, list) else [value]:
                 if isinstance(one, bool) or not isinstance(one, int) or not least <= one <= most:
                     raise ModelError(
-                        tr(
-                            "{file}: {key} = {value} is not a whole number from {least} to {most}. Correct it, or "
-                            "download the file again.",
-                            file=file,
-                            key=key,
-                            value=repr(one)[:40],
-                            least=least,
-                            most=f"{most:,}",
-                        )
+                        "{file}: {key} = {value} is not a whole number from {least} to {most}. Correct it, or "
+                        "download the file again.",
+                        file=file,
+                        key=key,
+                        value=repr(one)[:40],
+                        least=least,
+                        most=f"{most:,}",
                     )
 
 
@@ -61,13 +58,11 @@ def check_growth(file: Path) -> None:
         growth = _growth(tokenizer.get(part))
         if growth > _MOST_GROWTH:
             raise ModelError(
-                tr(
-                    "{file}: its {part} can make a text more than {times} times as long, which no tokenizer needs. Get "
-                    "the file from a source you trust.",
-                    file=file,
-                    part=part,
-                    times=_MOST_GROWTH,
-                )
+                "{file}: its {part} can make a text more than {times} times as long, which no tokenizer needs. Get "
+                "the file from a source you trust.",
+                file=file,
+                part=part,
+                times=_MOST_GROWTH,
             )
 
 

@@ -16,7 +16,6 @@ from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
 from toolkit.config.schema import Dtype, Init, ModelConfig, ShapeConfig
 from toolkit.errors import ModelError
-from toolkit.messages import tr
 from toolkit.models import weights
 from toolkit.models.attention import choose_attention
 from toolkit.models.chatglm.family import Architecture, architecture_of, divides_positions
@@ -204,12 +203,10 @@ def _check_vocabulary(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
     """Refuse a tokenizer whose ids mean something else to the model."""
     if len(tokenizer) > model.config.vocab_size:
         raise ModelError(
-            tr(
-                "the tokenizer has {tokens} tokens, the model only {rows}: they do not belong together "
-                "(model.tokenizer, model.path).",
-                tokens=len(tokenizer),
-                rows=model.config.vocab_size,
-            )
+            "the tokenizer has {tokens} tokens, the model only {rows}: they do not belong together "
+            "(model.tokenizer, model.path).",
+            tokens=len(tokenizer),
+            rows=model.config.vocab_size,
         )
     if isinstance(model, ChatGLMForConditionalGeneration):
         _check_special_ids(model, tokenizer)
@@ -219,13 +216,11 @@ def _check_vocabulary(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
         stops = tokenizer.format.stop_ids
         if not set(ends) & set(stops):
             raise ModelError(
-                tr(
-                    "the model ends its answers with {ends} (eos_token_id in config.json), the tokenizer's format of "
-                    "{family} with {stops}: they do not belong together (model.tokenizer, model.path).",
-                    ends=ends,
-                    family=tokenizer.family.value,
-                    stops=stops,
-                )
+                "the model ends its answers with {ends} (eos_token_id in config.json), the tokenizer's format of "
+                "{family} with {stops}: they do not belong together (model.tokenizer, model.path).",
+                ends=ends,
+                family=tokenizer.family.value,
+                stops=stops,
             )
 
 
@@ -235,14 +230,12 @@ def _check_special_ids(model: ChatGLMForConditionalGeneration, tokenizer: PreTra
         expected, found = getattr(model.config, key), tokenizer.convert_tokens_to_ids(token)
         if found != expected:
             raise ModelError(
-                tr(
-                    "the tokenizer's {token} is {found}, the model's {expected} ({key} in config.json): they are of "
-                    "different revisions. Download tokenizer and model from the same revision.",
-                    token=token,
-                    found=found,
-                    expected=expected,
-                    key=key,
-                )
+                "the tokenizer's {token} is {found}, the model's {expected} ({key} in config.json): they are of "
+                "different revisions. Download tokenizer and model from the same revision.",
+                token=token,
+                found=found,
+                expected=expected,
+                key=key,
             )
 
 
@@ -311,18 +304,16 @@ def _known_config(folder: Path) -> Any:
         raise _not_loadable(folder, error) from error
     if transformers.MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None) is None:
         raise ModelError(
-            tr(
-                "{folder} holds a {kind}, which is no causal language model that transformers {version} knows.",
-                folder=folder,
-                kind=config.model_type,
-                version=transformers.__version__,
-            )
+            "{folder} holds a {kind}, which is no causal language model that transformers {version} knows.",
+            folder=folder,
+            kind=config.model_type,
+            version=transformers.__version__,
         )
     return config
 
 
 def _not_loadable(folder: Path, error: Exception) -> ModelError:
-    return ModelError(tr("cannot load the model in {path}: {reason}", path=folder, reason=reason_of(error)))
+    return ModelError("cannot load the model in {path}: {reason}", path=folder, reason=reason_of(error))
 
 
 def _load_whole(folder: Path, dtype: torch.dtype | None) -> PreTrainedModel:

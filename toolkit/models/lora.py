@@ -23,7 +23,6 @@ from transformers import PreTrainedModel
 
 from toolkit.config.schema import TuningConfig
 from toolkit.errors import ConfigError
-from toolkit.messages import tr
 from toolkit.plan.parameters import ALL_LINEAR, check_matches, default_targets, select_names
 
 
@@ -78,11 +77,9 @@ def freeze(model: PreTrainedModel, config: TuningConfig) -> None:
     number = len(decoder_layers(model))
     if config.last_layers > number:
         raise ConfigError(
-            tr(
-                "tuning.last_layers = {value}, but the model has {number} layers.",
-                value=config.last_layers,
-                number=number,
-            )
+            "tuning.last_layers = {value}, but the model has {number} layers.",
+            value=config.last_layers,
+            number=number,
         )
     names = [name for name, _ in model.named_parameters()]
     layers = decoder_layers_name(model)

@@ -29,7 +29,6 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from toolkit.config.mesh import FAMILIES
 from toolkit.errors import ModelError
-from toolkit.messages import tr
 from toolkit.models import probe
 from toolkit.models.loss import hidden_states, logits_of
 from toolkit.models.weights import tied_names
@@ -47,21 +46,17 @@ def part_names(model: PreTrainedModel, num_stages: int) -> list[str]:
     layers = [name for name, part in model.named_modules() if isinstance(part, GradientCheckpointingLayer)]
     if kind not in FAMILIES:
         raise ModelError(
-            tr(
-                "parallel.pipeline = {stages} cannot be: models of the kind {kind} are not known to be a plain "
-                "sequence of layers. Known: {known}. Use zero=stage3 or parallel=tensor.",
-                stages=num_stages,
-                kind=kind,
-                known=", ".join(FAMILIES),
-            )
+            "parallel.pipeline = {stages} cannot be: models of the kind {kind} are not known to be a plain "
+            "sequence of layers. Known: {known}. Use zero=stage3 or parallel=tensor.",
+            stages=num_stages,
+            kind=kind,
+            known=", ".join(FAMILIES),
         )
     if num_stages > len(layers):
         raise ModelError(
-            tr(
-                "parallel.pipeline = {stages} is more than the model's {layers} layers. Use at most {layers}.",
-                stages=num_stages,
-                layers=len(layers),
-            )
+            "parallel.pipeline = {stages} is more than the model's {layers} layers. Use at most {layers}.",
+            stages=num_stages,
+            layers=len(layers),
         )
     others = [
         name

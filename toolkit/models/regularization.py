@@ -53,7 +53,7 @@ class TokenDropping:
         self.config, self.key = config, f"{seed} {data_rank}"
         self.middle = layers[config.first_layers : len(layers) - config.last_layers]
         if reason := _why_not(model, self.middle):
-            raise ModelError(tr("train.random_ltd cannot be used with this model: {reason}.", reason=reason))
+            raise ModelError("train.random_ltd cannot be used with this model: {reason}.", reason=reason)
         self.step, self.micro_batch = 0, 0
         self.kept: list[torch.Tensor] = []
         """Of each middle layer the tokens that it computes, ascending, int64 [B, K]; [] while all are computed."""

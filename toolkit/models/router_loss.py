@@ -125,12 +125,10 @@ def router_loss(model: PreTrainedModel, cfg: RunConfig) -> RouterLoss | None:
     routers = _routers(model) if own is not None else []
     if wanted > 0 and not routers:
         raise ConfigError(
-            tr(
-                "model.router_loss = {value}, but {architecture} has no routers with such a loss (no "
-                "router_aux_loss_coef in its config). Leave it out.",
-                value=wanted,
-                architecture=type(model).__name__,
-            )
+            "model.router_loss = {value}, but {architecture} has no routers with such a loss (no "
+            "router_aux_loss_coef in its config). Leave it out.",
+            value=wanted,
+            architecture=type(model).__name__,
         )
     coefficient = float(own or 0) if wanted < 0 else wanted
     if not routers or not coefficient:
@@ -144,12 +142,10 @@ def router_loss(model: PreTrainedModel, cfg: RunConfig) -> RouterLoss | None:
     }
     if used := [key for key, is_used in others.items() if is_used]:
         raise ConfigError(
-            tr(
-                "the loss of this model's routers ({value}, model.router_loss) does not go together with {key}. Leave "
-                "that out, or set model.router_loss=0.",
-                value=coefficient,
-                key=used[0],
-            )
+            "the loss of this model's routers ({value}, model.router_loss) does not go together with {key}. Leave "
+            "that out, or set model.router_loss=0.",
+            value=coefficient,
+            key=used[0],
         )
     return RouterLoss(coefficient, routers)
 

@@ -20,7 +20,6 @@ from safetensors.torch import save_file
 from transformers import PreTrainedModel
 
 from toolkit.errors import CheckpointError, ModelError
-from toolkit.messages import tr
 from toolkit.models.chat import AnyChatEncoder
 from toolkit.models.layout import Layout, official_layout
 from toolkit.models.weights import WeightFiles, index_of, tied_names
@@ -57,7 +56,7 @@ def save_model(
     """
     folder = Path(path)
     if folder.exists():
-        raise ModelError(tr("{folder} exists already: nothing was written. Name another folder.", folder=folder))
+        raise ModelError("{folder} exists already: nothing was written. Name another folder.", folder=folder)
     if format == "official":
         write_official(model, folder, None if state is None else state.__getitem__)
     elif format == "hf":
@@ -67,7 +66,7 @@ def save_model(
         model.save_pretrained(folder, state_dict=known, max_shard_size=max_shard_size)
         write_origin(model, folder)
     else:
-        raise ModelError(tr("unknown format '{format}'. Known: {known}.", format=format, known="hf, official"))
+        raise ModelError("unknown format '{format}'. Known: {known}.", format=format, known="hf, official")
 
 
 def describe(model: PreTrainedModel, encoder: AnyChatEncoder | None) -> dict[str, bytes]:
@@ -90,11 +89,9 @@ def describe(model: PreTrainedModel, encoder: AnyChatEncoder | None) -> dict[str
             model.generation_config.save_pretrained(folder)
         except ValueError as error:  # transformers loads such a file, but does not write it
             raise ModelError(
-                tr(
-                    "generation_config.json of the model contradicts itself, so transformers would not write it again: "
-                    "{reason} Correct it in the model's folder.",
-                    reason=" ".join(str(error).split())[:300],
-                )
+                "generation_config.json of the model contradicts itself, so transformers would not write it again: "
+                "{reason} Correct it in the model's folder.",
+                reason=" ".join(str(error).split())[:300],
             ) from error
         write_origin(model, folder)
         for name, code in getattr(model, "code_files", {}).items():  # the config names them
@@ -191,13 +188,11 @@ def load_origin(model: PreTrainedModel, folder: Path) -> bool:
                 raise ValueError(f"{entry}")
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise ModelError(
-            tr(
-                "{file} is damaged ({reason}): without the folder {folder} the model loads, but cannot go back to the "
-                "official layout.",
-                file=record,
-                reason=error,
-                folder=record.parent,
-            )
+            "{file} is damaged ({reason}): without the folder {folder} the model loads, but cannot go back to the "
+            "official layout.",
+            file=record,
+            reason=error,
+            folder=record.parent,
         ) from error
     model.origin = origin
     return True
@@ -226,11 +221,9 @@ def write_official(model: PreTrainedModel, folder: Path, value_of: Callable[[str
     origin: Origin | None = getattr(model, "origin", None)
     if origin is None:
         raise ModelError(
-            tr(
-                "this {architecture} did not come from an official ChatGLM folder, so there is no official layout to "
-                "write it in. Use format=hf.",
-                architecture=type(model).__name__,
-            )
+            "this {architecture} did not come from an official ChatGLM folder, so there is no official layout to "
+            "write it in. Use format=hf.",
+            architecture=type(model).__name__,
         )
     parameters = dict(model.named_parameters())
     get = value_of or (lambda name: parameters[name].detach())
@@ -259,17 +252,15 @@ def _stored_tensor(
         value = layout.join(name, [get(parameter).cpu() for parameter in layout.parameters(name)])
     except KeyError as error:
         raise ModelError(
-            tr("the official layout needs {name}, which this model has not: its record is of another model.", name=name)
+            "the official layout needs {name}, which this model has not: its record is of another model.", name=name
         ) from error
     stored = value.to(precision).contiguous()
     if stored.isinf().sum() > value.isinf().sum():
         raise CheckpointError(
-            tr(
-                "{name} holds values that {dtype}, its precision in the official files, has no room for. Nothing was "
-                "lost: save with format=hf.",
-                name=name,
-                dtype=dtype,
-            )
+            "{name} holds values that {dtype}, its precision in the official files, has no room for. Nothing was "
+            "lost: save with format=hf.",
+            name=name,
+            dtype=dtype,
         )
     return stored
 

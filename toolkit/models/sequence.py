@@ -55,12 +55,10 @@ def split_sequences(model: PreTrainedModel, ranks: int) -> None:
         )
     if reason:
         raise ModelError(
-            tr(
-                "parallel.sequence = {ranks} and {model} do not go together: {reason}.",
-                ranks=ranks,
-                model=name,
-                reason=reason,
-            )
+            "parallel.sequence = {ranks} and {model} do not go together: {reason}.",
+            ranks=ranks,
+            model=name,
+            reason=reason,
         )
     model.set_attn_implementation(SEQUENCE)
     _group, _ = dist.new_subgroups(ranks)
@@ -203,13 +201,11 @@ def check_sequence_parallel(
     change = float((sums[0] / sums[1]).sqrt())
     if not change <= MOST_CHANGE:
         raise ModelError(
-            tr(
-                "{name} cannot be trained with parallel.sequence = {ranks}: parts of rows give other logits than whole "
-                "rows (by {change} of their spread).",
-                name=name,
-                ranks=parts,
-                change=f"{change:.3g}",
-            )
+            "{name} cannot be trained with parallel.sequence = {ranks}: parts of rows give other logits than whole "
+            "rows (by {change} of their spread).",
+            name=name,
+            ranks=parts,
+            change=f"{change:.3g}",
         )
 
 

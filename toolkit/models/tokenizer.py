@@ -67,12 +67,10 @@ def fit_tokenizer(
     least = 256 + len(SPECIAL_TOKENS)
     if vocab_size < least:
         raise ModelError(
-            tr(
-                "model.shape.vocab_size = {size} is too small for a fitted tokenizer: all bytes and the special tokens "
-                "need {least}.",
-                size=vocab_size,
-                least=least,
-            )
+            "model.shape.vocab_size = {size} is too small for a fitted tokenizer: all bytes and the special tokens "
+            "need {least}.",
+            size=vocab_size,
+            least=least,
         )
     target = folder / "tokenizers" / _fingerprint(texts(), vocab_size)
 
@@ -98,27 +96,21 @@ def load_tokenizer(
     """
     families = [known.value for known in Family]
     if family not in families:
-        raise ModelError(
-            tr("unknown model.family '{family}'. Known: {known}.", family=family, known=", ".join(families))
-        )
+        raise ModelError("unknown model.family '{family}'. Known: {known}.", family=family, known=", ".join(families))
     folder, family = Path(path), Family(family)
     if not str(path) or not folder.is_dir():
         raise ModelError(
-            tr(
-                "There is no tokenizer folder '{folder}'. Point model.tokenizer to a local folder with the tokenizer's "
-                "files.",
-                folder=path,
-            )
+            "There is no tokenizer folder '{folder}'. Point model.tokenizer to a local folder with the tokenizer's "
+            "files.",
+            folder=path,
         )
     vocabulary = official_vocabulary(folder)
     if vocabulary is None and family is not Family.auto:
         raise ModelError(
-            tr(
-                "model.family = {family} has no effect: the tokenizer in '{folder}' is not an official ChatGLM one. "
-                "Remove it.",
-                family=family.value,
-                folder=folder,
-            )
+            "model.family = {family} has no effect: the tokenizer in '{folder}' is not an official ChatGLM one. "
+            "Remove it.",
+            family=family.value,
+            folder=folder,
         )
     if vocabulary is None:
         tokenizer = _load_other(folder)
@@ -142,12 +134,10 @@ def _load_official(vocabulary: Path, family: Family) -> "PreTrainedTokenizerBase
         known = family
     else:
         raise ModelError(
-            tr(
-                "model.family = {family}, but {file} is the vocabulary of {found}.",
-                family=family.value,
-                file=vocabulary,
-                found=found.value,
-            )
+            "model.family = {family}, but {file} is the vocabulary of {found}.",
+            family=family.value,
+            file=vocabulary,
+            found=found.value,
         )
     if known is Family.chatglm:
         return ChatGLMTokenizer(vocabulary, image_tokens(vocabulary))
@@ -161,11 +151,9 @@ def _load_other(path: Path) -> "PreTrainedTokenizerBase":
     _refuse_own_code(path)
     if not any((path / name).is_file() for name in _TOKENIZER_FILES):
         raise ModelError(
-            tr(
-                "The folder '{folder}' holds no tokenizer (tokenizer.json or tokenizer.model). Point model.tokenizer "
-                "to a folder that does.",
-                folder=path,
-            )
+            "The folder '{folder}' holds no tokenizer (tokenizer.json or tokenizer.model). Point model.tokenizer "
+            "to a folder that does.",
+            folder=path,
         )
     if (path / "tokenizer.json").is_file():
         check_growth(path / "tokenizer.json")
@@ -183,11 +171,9 @@ def _refuse_own_code(folder: Path) -> None:
     config = read_json(folder / "tokenizer_config.json")
     if "AutoTokenizer" in str(config.get("auto_map", "")) and not (folder / "tokenizer.json").is_file():
         raise ModelError(
-            tr(
-                "The tokenizer in '{folder}' needs Python code from that folder (auto_map), which is never executed. "
-                "Point model.tokenizer to one in transformers' own layout (tokenizer.json).",
-                folder=folder,
-            )
+            "The tokenizer in '{folder}' needs Python code from that folder (auto_map), which is never executed. "
+            "Point model.tokenizer to one in transformers' own layout (tokenizer.json).",
+            folder=folder,
         )
 
 

@@ -105,12 +105,10 @@ class WeightFiles(Mapping[str, TensorInfo]):
             for name, (shape, dtype) in found.items():
                 if dtype not in _DTYPES:
                     raise ModelError(
-                        tr(
-                            "{file}: '{name}' is of type {dtype}, which cannot be trained. Use the model in bf16.",
-                            file=file,
-                            name=name,
-                            dtype=dtype,
-                        )
+                        "{file}: '{name}' is of type {dtype}, which cannot be trained. Use the model in bf16.",
+                        file=file,
+                        name=name,
+                        dtype=dtype,
                     )
                 yield name, TensorInfo(file, shape, _DTYPES[dtype])
         else:
@@ -148,19 +146,17 @@ def unpickle(file: Path, mapped: bool) -> dict[str, torch.Tensor]:
         values = torch.load(file, map_location="cpu", weights_only=True, mmap=mapped)
     except pickle.UnpicklingError as error:
         raise ModelError(
-            tr(
-                "{file} is a pickle that wants to run code, which is refused: {reason}. Nothing was executed. Get the "
-                "weights from a source you trust, as safetensors if there are any.",
-                file=file,
-                reason=_reason(error),
-            )
+            "{file} is a pickle that wants to run code, which is refused: {reason}. Nothing was executed. Get the "
+            "weights from a source you trust, as safetensors if there are any.",
+            file=file,
+            reason=_reason(error),
         ) from error
     except Exception as error:  # whatever a damaged archive makes torch raise
         raise ModelError(
-            tr("{file} cannot be read ({reason}): download it again.", file=file, reason=_reason(error))
+            "{file} cannot be read ({reason}): download it again.", file=file, reason=_reason(error)
         ) from error
     if not isinstance(values, dict) or not all(isinstance(value, torch.Tensor) for value in values.values()):
-        raise ModelError(tr("{file} holds something else than named tensors.", file=file))
+        raise ModelError("{file} holds something else than named tensors.", file=file)
     return values
 
 
@@ -400,15 +396,13 @@ def refuse_other_weights(
     """Raise if files and architecture differ."""
     if missing or unexpected or mismatched:
         raise ModelError(
-            tr(
-                "the weights in {path} are not those of {architecture}: missing {missing}, unexpected {unexpected}, of "
-                "another shape {mismatched}. Nothing was trained.",
-                path=folder,
-                architecture=type(model).__name__,
-                missing=_listed(missing),
-                unexpected=_listed(unexpected),
-                mismatched=_listed(mismatched),
-            )
+            "the weights in {path} are not those of {architecture}: missing {missing}, unexpected {unexpected}, of "
+            "another shape {mismatched}. Nothing was trained.",
+            path=folder,
+            architecture=type(model).__name__,
+            missing=_listed(missing),
+            unexpected=_listed(unexpected),
+            mismatched=_listed(mismatched),
         )
 
 

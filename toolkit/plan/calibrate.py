@@ -85,13 +85,13 @@ def _measure(cfg: RunConfig, machine: Machine, folder: Path) -> list[dict[str, f
         until = time.monotonic() + _PATIENCE_S
         while None in (codes := [program.poll() for program in programs]) and not any(codes):
             if time.monotonic() > until:
-                raise ConfigError(tr("calibrate=true: no answer within {seconds} s.", seconds=_PATIENCE_S))
+                raise ConfigError("calibrate=true: no answer within {seconds} s.", seconds=_PATIENCE_S)
             time.sleep(_POLL_S)
     for log, code in zip(logs, codes, strict=True):
         if code:
             lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
             reason = lines[-1] if lines else f"exit code {code}"
-            raise ConfigError(tr("calibrate=true: the machine could not be measured: {reason}", reason=reason))
+            raise ConfigError("calibrate=true: the machine could not be measured: {reason}", reason=reason)
     return [json.loads(answer.read_text(encoding="utf-8")) for answer in answers]
 
 
@@ -111,10 +111,8 @@ def _check_here(machine: Machine) -> None:
     )
     if not is_alike:
         raise ConfigError(
-            tr(
-                "calibrate=true measures this machine, which is not {machine}: it has {here}. Leave gpus= out, or "
-                "write gpus=2xcpu.",
-                machine=machine.name,
-                here=here.name if here else tr("no NVIDIA GPU"),
-            )
+            "calibrate=true measures this machine, which is not {machine}: it has {here}. Leave gpus= out, or "
+            "write gpus=2xcpu.",
+            machine=machine.name,
+            here=here.name if here else tr("no NVIDIA GPU"),
         )

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 
 from toolkit import children
 from toolkit.errors import ConfigError
-from toolkit.messages import tr
 from toolkit.tables import read_table
 
 GIB = 1 << 30
@@ -92,7 +91,7 @@ def parse_bytes(text: str, key: str) -> int:
     """Return the bytes of `80GB`, `1.5TB`; a K is 1024, as memory is sold."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)i?B?", text, re.IGNORECASE)
     if not found:
-        raise ConfigError(tr("{key} = {value} is no size: write 80GB or 1TB.", key=key, value=text))
+        raise ConfigError("{key} = {value} is no size: write 80GB or 1TB.", key=key, value=text)
     unit = found[2].upper()
     return int(float(found[1]) * _UNITS[unit + "B" if unit else ""])
 
@@ -106,7 +105,7 @@ def parse_machine(gpus: str, nodes: int, host_memory: str) -> Machine:
     found = re.fullmatch(r"(\d+)\s*[xX*×]\s*(.+)", gpus)
     if not found or not int(found[1]):
         raise ConfigError(
-            tr("gpus = {value} should be the GPUs of one machine: 8x80GB, 8xA100-80GB, 4xH100 or 2xcpu.", value=gpus)
+            "gpus = {value} should be the GPUs of one machine: 8x80GB, 8xA100-80GB, 4xH100 or 2xcpu.", value=gpus
         )
     ranks, what = int(found[1]), found[2].strip()
     if what.lower() == "cpu":
@@ -118,11 +117,9 @@ def parse_machine(gpus: str, nodes: int, host_memory: str) -> Machine:
     if card is None:
         known = ", ".join(similar_gpus(what))
         raise ConfigError(
-            tr(
-                "gpus: no datasheet of '{card}' is known. Write its memory, 8x80GB, or one of: {known}.",
-                card=what,
-                known=known,
-            )
+            "gpus: no datasheet of '{card}' is known. Write its memory, 8x80GB, or one of: {known}.",
+            card=what,
+            known=known,
         )
     return Machine(ranks, card.memory_bytes, card, nodes, host)
 

@@ -73,9 +73,7 @@ def cached_outline(cfg: RunConfig, vocab_size: int = 0) -> Outline | None:
     try:
         found = shapes_of_config(config)
     except (KeyError, TypeError, AttributeError) as error:
-        raise ConfigError(
-            tr("{file} is no model's config.json: {reason}", file=_file(cfg), reason=repr(error))
-        ) from error
+        raise ConfigError("{file} is no model's config.json: {reason}", file=_file(cfg), reason=repr(error)) from error
     if found is None and (kept := _kept(cfg, config)).is_file():
         found = _read(kept)
     return found and tuned(*found, cfg.tuning)
@@ -88,13 +86,11 @@ def config_of(cfg: RunConfig) -> dict[str, Any]:
         if model.name in PUBLISHED:
             return PUBLISHED[model.name]
         raise ConfigError(
-            tr(
-                "model.path = '{path}' holds no config.json, and '{name}' is none of the models whose sizes are known "
-                "here ({known}). Set model.path to a folder with the model's config.json; no weights are needed.",
-                path=model.path,
-                name=model.name,
-                known=", ".join(PUBLISHED),
-            )
+            "model.path = '{path}' holds no config.json, and '{name}' is none of the models whose sizes are known "
+            "here ({known}). Set model.path to a folder with the model's config.json; no weights are needed.",
+            path=model.path,
+            name=model.name,
+            known=", ".join(PUBLISHED),
         )
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
@@ -103,7 +99,7 @@ def config_of(cfg: RunConfig) -> dict[str, Any]:
         reason = "[]"
     except (ValueError, OSError) as error:
         reason = str(error)
-    raise ConfigError(tr("{file} is no model's config.json: {reason}", file=file, reason=reason))
+    raise ConfigError("{file} is no model's config.json: {reason}", file=file, reason=reason)
 
 
 def _file(cfg: RunConfig) -> Path | None:
@@ -123,11 +119,9 @@ def _measured(cfg: RunConfig, config: Mapping[str, Any], say: Callable[[str], No
         reason = tr("no answer within {seconds} s", seconds=_MEASURE_S)
     if reason:
         raise ConfigError(
-            tr(
-                "{file}: the model cannot be built to be measured: {reason}",
-                file=folder / "config.json",
-                reason=reason,
-            )
+            "{file}: the model cannot be built to be measured: {reason}",
+            file=folder / "config.json",
+            reason=reason,
         )
     write_cache(kept, json.loads(ran.stdout.strip().splitlines()[-1]))
     return _read(kept)

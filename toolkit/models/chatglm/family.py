@@ -11,7 +11,6 @@ from typing import Any
 
 from toolkit.config.schema import Family
 from toolkit.errors import ModelError
-from toolkit.messages import tr
 
 
 class Architecture(str, Enum):
@@ -88,7 +87,7 @@ def divides_positions(config: dict[str, Any], folder: Path) -> bool:
     ratio = config.get("rope_ratio", 1)
     if isinstance(ratio, bool) or not isinstance(ratio, (int, float)) or not 0 < ratio < float("inf"):
         raise ModelError(
-            tr("{folder}/config.json has rope_ratio = {value}: not a positive number.", folder=folder, value=ratio)
+            "{folder}/config.json has rope_ratio = {value}: not a positive number.", folder=folder, value=ratio
         )
     if ratio == 1:
         return False
@@ -101,14 +100,12 @@ def divides_positions(config: dict[str, Any], folder: Path) -> bool:
     if isinstance(config.get("eos_token_id"), list) or "glm-4" in str(config.get("_name_or_path")).lower():
         return False  # only glm-4-9b has several end tokens
     raise ModelError(
-        tr(
-            "{folder}/config.json has rope_ratio = {ratio}, which divides the positions in ChatGLM2 and multiplies the "
-            "rotary base in ChatGLM3 and GLM-4, and no file in the directory names the model. Download {file} from the "
-            "model's repository into it: the file is read as text, not executed.",
-            folder=folder,
-            ratio=ratio,
-            file=_MODEL_CODE,
-        )
+        "{folder}/config.json has rope_ratio = {ratio}, which divides the positions in ChatGLM2 and multiplies the "
+        "rotary base in ChatGLM3 and GLM-4, and no file in the directory names the model. Download {file} from the "
+        "model's repository into it: the file is read as text, not executed.",
+        folder=folder,
+        ratio=ratio,
+        file=_MODEL_CODE,
     )
 
 
@@ -124,30 +121,25 @@ def check_supported(config: dict[str, Any], architecture: Architecture, folder: 
     """Refuse by name what the architecture's code here cannot express."""
     if config.get("quantization_bit"):
         raise ModelError(
-            tr(
-                "{folder} holds quantised weights (quantization_bit = {bits} in config.json), which cannot be trained. "
-                "Use the repository without -int4 or -int8.",
-                folder=folder,
-                bits=config["quantization_bit"],
-            )
+            "{folder} holds quantised weights (quantization_bit = {bits} in config.json), which cannot be trained. "
+            "Use the repository without -int4 or -int8.",
+            folder=folder,
+            bits=config["quantization_bit"],
         )
     missing = [key for key in _NEEDS[architecture] if key not in config]
     if missing:
         raise ModelError(
-            tr("{folder}/config.json lacks {keys}: download it again.", folder=folder, keys=", ".join(missing))
+            "{folder}/config.json lacks {keys}: download it again.", folder=folder, keys=", ".join(missing)
         )
     for key, expected, absent in _FIXED[architecture]:
         value = config.get(key, absent)
         if value != expected:
             raise ModelError(
-                tr(
-                    "{folder}/config.json has {key} = {value}; no released ChatGLM has, and only {expected} can be "
-                    "read.",
-                    folder=folder,
-                    key=key,
-                    value=value,
-                    expected=expected,
-                )
+                "{folder}/config.json has {key} = {value}; no released ChatGLM has, and only {expected} can be read.",
+                folder=folder,
+                key=key,
+                value=value,
+                expected=expected,
             )
     if architecture is Architecture.glm:
         divides_positions(config, folder)

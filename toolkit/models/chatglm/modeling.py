@@ -22,7 +22,6 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from toolkit.errors import ModelError
-from toolkit.messages import tr
 
 _ROTARY_BASE = 10000.0
 
@@ -75,11 +74,9 @@ def check_rows(input_ids: torch.Tensor, config: SpecialIds) -> None:
     is_filler = (input_ids == config.pad_token_id).all(dim=1)
     if not (has_sop | is_filler).all():
         raise ModelError(
-            tr(
-                "a row holds no <sop> (id {sop}): it was cut off, or the tokenizer belongs to another revision of "
-                "the model (130,528 or 150,528 tokens).",
-                sop=config.bos_token_id,
-            )
+            "a row holds no <sop> (id {sop}): it was cut off, or the tokenizer belongs to another revision of "
+            "the model (130,528 or 150,528 tokens).",
+            sop=config.bos_token_id,
         )
 
 

@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any
 
 from toolkit.config.schema import Family
 from toolkit.errors import ModelError
-from toolkit.messages import tr
 from toolkit.models.chatglm.family import TOKENIZER_CODE, architecture_of, named_family, read_text
 from toolkit.models.directory import is_lfs_pointer
 
@@ -155,18 +154,14 @@ def _merges(ranks: dict[str, int]) -> list[tuple[str, str]]:
 def _unreadable(file: Path, error: Exception) -> ModelError:
     if is_lfs_pointer(file):
         return ModelError(
-            tr(
-                "{file} is a git-lfs pointer, not the vocabulary: run `git lfs pull` in {folder}.",
-                file=file,
-                folder=file.parent,
-            )
+            "{file} is a git-lfs pointer, not the vocabulary: run `git lfs pull` in {folder}.",
+            file=file,
+            folder=file.parent,
         )
     return ModelError(
-        tr(
-            "the vocabulary {file} cannot be read ({reason}): download it again.",
-            file=file,
-            reason=str(error).splitlines()[0] if str(error) else type(error).__name__,
-        )
+        "the vocabulary {file} cannot be read ({reason}): download it again.",
+        file=file,
+        reason=str(error).splitlines()[0] if str(error) else type(error).__name__,
     )
 
 
@@ -181,7 +176,7 @@ class IceText:
         self.pieces: Any = load_pieces(file)
         self.offset = offset
         if self.pieces.piece_to_id("<sop>") == self.pieces.unk_id():
-            raise ModelError(tr("{file} is not ChatGLM-6B's vocabulary: it has no <sop>.", file=file))
+            raise ModelError("{file} is not ChatGLM-6B's vocabulary: it has no <sop>.", file=file)
 
     def encode(self, texts: list[str], num_threads: int = -1) -> list[list[int]]:
         """Return the ids of each text; special tokens in it are text like any other."""
@@ -256,11 +251,9 @@ def official_vocabulary(folder: Path) -> Path | None:
             return folder / name
     if "chatglm" in _classes(folder) and not (folder / "tokenizer.json").is_file():
         raise ModelError(
-            tr(
-                "'{folder}' has an official ChatGLM tokenizer, but not its vocabulary (ice_text.model or "
-                "tokenizer.model): download it again.",
-                folder=folder,
-            )
+            "'{folder}' has an official ChatGLM tokenizer, but not its vocabulary (ice_text.model or "
+            "tokenizer.model): download it again.",
+            folder=folder,
         )
     return None
 
@@ -303,13 +296,11 @@ def image_tokens(vocabulary: Path) -> int:
     offset = int(first) - sop
     if offset not in (0, 20000) or (named is not None and offset != named):
         raise ModelError(
-            tr(
-                "{file} is of another revision than the model beside it: <sop> is {sop} there, and {first} in "
-                "config.json (bos_token_id). Download tokenizer and model from the same revision.",
-                file=vocabulary,
-                sop=sop + int(named or 0),
-                first=first,
-            )
+            "{file} is of another revision than the model beside it: <sop> is {sop} there, and {first} in "
+            "config.json (bos_token_id). Download tokenizer and model from the same revision.",
+            file=vocabulary,
+            sop=sop + int(named or 0),
+            first=first,
         )
     return offset
 
