@@ -130,7 +130,7 @@ def test_plan_auto_says_when_nothing_fits(tmp_path: Path, rows_file: Path) -> No
 
 def test_a_calibration_measures_what_is_assumed_otherwise(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "toolkit", "plan", "recipe=quickstart", "model=glm_tiny", "gpus=2xcpu"]
-    options = ["data.sources=[{path: rows.jsonl}]", f"prepare.dir={tmp_path}"]
+    options = ["data.sources=[{path: rows.jsonl}]", f"prepare.dir={tmp_path}", "precision=bf16"]
     assumed = run([*command, *options], cwd=tmp_path, timeout_s=60)
     measured = run([*command, *options, "calibrate=true"], cwd=tmp_path, timeout_s=200)
     assert (assumed.code, measured.code) == (0, 0), measured.output[-3000:]

@@ -310,10 +310,8 @@ def _stage0(rank: _Rank) -> _Stage:
     weight, trained = rank.weight, rank.trained
     states = int(((4 if rank.is_half else 0) + rank.states) * trained)
     at_rest = {"weights": rank.weights(), "optimizer": states}
-    # In half precision DeepSpeed makes the states by a step with gradients of zero.
-    first = {"gradients": 4 * trained} if rank.is_half else {"optimizer": states - int(rank.states * trained)}
     return _Stage(
-        load=at_rest | first,
+        load=at_rest | {"optimizer": states - int(rank.states * trained)},
         at_rest=at_rest,
         accumulated={"gradients": weight * trained},
         backward={"gradients": weight * trained, "buckets": weight * min(trained, _ALL_REDUCE)},

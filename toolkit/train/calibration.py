@@ -88,7 +88,7 @@ def _layers(cfg: RunConfig, outline: Outline, device: torch.device) -> tuple[flo
     work = Work(rows.tokens, causal_pairs([rows.length] * rows.rows), rows.tokens)
     calls, flops = [], []
     for layers in (1, 2):
-        model = _model(cfg, layers).to(device, TORCH_DTYPES[cfg.precision.dtype]).train()
+        model = _in_precision(_model(cfg, layers), cfg, device).train()
         shapes = {name: tuple(one.shape) for name, one in model.named_parameters()}
         flops.append(formula(shapes, {**outline.sizes, "layers": layers}).model_flops(work))
         calls.append(partial(_pass, model, longest_batch(cfg, outline, model)))
@@ -125,7 +125,7 @@ def _gather(cfg: RunConfig, outline: Outline, layer_s: float, device: torch.devi
     ds = build_ds_config(split, world_size).values
     calls, sizes, linear = [], [], functional.linear
     for layers in (1, 2):
-        model = _model(cfg, layers).to(device, TORCH_DTYPES[cfg.precision.dtype])
+        model = _in_precision(_model(cfg, layers), cfg, device)
         sizes.append(sum(one.numel() for one in model.parameters()))
         batch = longest_batch(cfg, outline, model)
         schedule = partial(ConstantLR, factor=1)
@@ -176,6 +176,13 @@ def _model(cfg: RunConfig, layers: int) -> torch.nn.Module:
     known = AutoConfig.for_model(**config)
     known.get_text_config().num_hidden_layers = layers
     return AutoModelForCausalLM.from_config(known, trust_remote_code=False)
+
+
+def _in_precision(model: torch.nn.Module, cfg: RunConfig, device: torch.device) -> torch.nn.Module:
+    """Cast the parameters alone: rotary frequencies stay float32, as in a run."""
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(TORCH_DTYPES[cfg.precision.dtype])
+    return model.to(device)
 
 
 def _seconds(call: Callable[[], object], device: torch.device) -> float:
