@@ -12,6 +12,7 @@ import yaml
 
 from toolkit import errors
 from toolkit.cli import main
+from toolkit.config import rule_tables
 from toolkit.messages import chinese, current_language, joined, placeholders, set_language, tr
 from toolkit.tables import read_table
 
@@ -65,6 +66,7 @@ def test_the_chinese_catalogue_is_complete_and_has_nothing_else() -> None:
     templates = {str(call.args[0].value) for _, call in calls()}  # type: ignore[attr-defined]
     templates |= set(read_table("translate/keys.yaml")["sentences"].values())
     templates |= {text for _, _, text in read_table("doctor/findings.yaml").values()}
+    templates |= set(filter(None, rule_tables.sentences()))
     assert templates - set(CHINESE) == set(), "without Chinese"
     assert set(CHINESE) - templates == set(), "no longer used"
 

@@ -94,7 +94,7 @@ def parse_checked(
 def check_parsed(
     loaded: LoadedConfig, world_size: int | None, problems: Problems, *, files: bool = True, own: bool = False
 ) -> None:
-    """Check a config and the DeepSpeed JSON that it makes; `files` and `own` as for `checks.check`."""
+    """Check a config and the DeepSpeed JSON that it makes; `files` and `own` as for `check_rules`."""
     check_rules(loaded, world_size, files=files, own=own, problems=problems)
     problems.attempt(check_extra, loaded.cfg.ds_extra, OWNED, loaded.where)
     if not problems.errors:

@@ -9,7 +9,7 @@ import os
 import re
 import string
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from toolkit.secrets import hide
 from toolkit.tables import read_table
@@ -45,6 +45,11 @@ def tr(english: str, /, **values: object) -> str:
     The template is written out at the call, so that a test can find it and its translation.
     """
     return hide(printable(translated(english).format(**values)))
+
+
+def filled(english: str, value_of: Callable[[str], object]) -> str:
+    """Return a message of a table, as `tr` does: each {placeholder} is a name whose value `value_of` gives."""
+    return hide(printable(re.sub(r"\{([\w.]+)\}", lambda found: str(value_of(found[1])), translated(english))))
 
 
 def joined(*sentences: str) -> str:

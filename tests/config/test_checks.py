@@ -98,8 +98,8 @@ REFUSED = {
     "batch.micro_per_gpu=${track.wandb.project}": (
         "batch.micro_per_gpu = deepspeed-finetuning-toolkit must be a whole number or auto."
     ),
-    "optim.lr=0": "optim.lr = 0.0 must be greater than 0.",
-    "optim.lr=nan": "optim.lr = nan must be greater than 0.",
+    "optim.lr=0": "optim.lr = 0.0 must be above 0.",
+    "optim.lr=nan": "optim.lr = nan must be above 0.",
     "optim.betas=[0.9]": "optim.betas = [0.9] must be two numbers from 0 to below 1.",
     "optim.betas=[0.9,1.0]": "optim.betas = [0.9, 1.0] must be two numbers from 0 to below 1.",
     "data.validation_fraction=1.5": "data.validation_fraction = 1.5 must be from 0 to below 1.",

@@ -10,7 +10,7 @@ import pytest
 from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.zenflow.zenflow_config import ZenFlowConfig
 
-from toolkit.config import checks_zero
+from toolkit.config import preflight
 from toolkit.config.load import LoadedConfig, load
 from toolkit.config.rules import check_rules
 from toolkit.config.schema import Device
@@ -124,7 +124,7 @@ def loaded_with(words: str, *more: str) -> LoadedConfig:
 
 @pytest.mark.parametrize("words", REFUSED)
 def test_refused(words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checks_zero.shutil, "which", lambda name: None)
+    monkeypatch.setattr(preflight.shutil, "which", lambda name: None)
     with pytest.raises(ConfigError) as caught:
         check_rules(loaded_with(words, f"run.dir={tmp_path}"), world_size=8)
     first, *_ = caught.value.parts or [caught.value]
@@ -134,7 +134,7 @@ def test_refused(words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.parametrize("name", ACCEPTED)
 def test_accepted_by_deepspeed(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every value that is written arrives in DeepSpeed's own config, on a machine with GPUs."""
-    monkeypatch.setattr(checks_zero.shutil, "which", lambda name: f"/usr/bin/{name}")
+    monkeypatch.setattr(preflight.shutil, "which", lambda name: f"/usr/bin/{name}")
     loaded = loaded_with(ACCEPTED[name], f"run.dir={tmp_path}")
     check_rules(loaded, world_size=8)
     values = build_ds_config(loaded.cfg, 8, 100).values

@@ -10,8 +10,7 @@ import pytest
 
 from toolkit.config import validate
 from toolkit.config.load import LEARNING_RATES, TYPED, load, replace, to_yaml
-from toolkit.config.schema import Dtype, TuningMethod
-from toolkit.config.validate import all_keys
+from toolkit.config.schema import Dtype, TuningMethod, all_keys
 from toolkit.engine import ds_config
 from toolkit.engine.ds_config import build_ds_config
 from toolkit.errors import ConfigError

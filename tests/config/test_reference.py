@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 from config_reference import render, sentences
 
-from toolkit.config.validate import all_keys, field_type
+from toolkit.config.schema import all_keys
+from toolkit.config.validate import field_type
 from toolkit.messages import chinese
 
 CHINESE = chinese()["sentences"]

@@ -558,7 +558,7 @@ def test_a_run_older_than_a_key_did_what_its_default_says() -> None:
 
 def test_every_key_says_what_it_influences_or_cannot_change() -> None:
     """All keys are walked: without metadata, in a section without any, or unknown to the schema, a key decides."""
-    from toolkit.config.validate import all_keys
+    from toolkit.config.schema import all_keys
 
     def declared(kind: Any) -> Iterator[tuple[str, Any]]:
         for item in dataclasses.fields(kind):

@@ -17,7 +17,17 @@ from urllib.parse import urlsplit
 from toolkit.config.files import located
 from toolkit.config.hub import is_hub_name
 from toolkit.config.load import LoadedConfig
-from toolkit.config.schema import ROW_FIELDS, Device, Dtype, Init, RowFormat, SourceConfig, TuningMethod, get_value
+from toolkit.config.schema import (
+    ROW_FIELDS,
+    Device,
+    Dtype,
+    Init,
+    OptimizerName,
+    RowFormat,
+    SourceConfig,
+    TuningMethod,
+    get_value,
+)
 from toolkit.errors import ConfigError
 from toolkit.messages import did_you_mean, joined, tr
 from toolkit.problems import raise_all
@@ -201,9 +211,9 @@ def _packages(loaded: LoadedConfig) -> Iterator[ConfigError]:
         )
 
 
-OWN_FILES = (_nvme_folders, _run_dir, _resume)
+CUSTOM_FILES = (_nvme_folders, _run_dir, _resume)
 """Rules about files and directories for a program that brings its own model and data."""
-FILES = (*OWN_FILES, _model, _sources, _packages)
+FILES = (*CUSTOM_FILES, _model, _sources, _packages)
 """Rules about files and directories."""
 
 
@@ -323,11 +333,7 @@ def _has_fp16(cpuinfo: Path) -> bool:
 
 
 def check_device(loaded: LoadedConfig) -> Iterator[ConfigError]:
-    """Check that the ranks' device computes in the precision of the run.
-
-    Yields:
-        What does not hold.
-    """
+    """Check that the ranks' device computes in the precision of the run."""
     # DeepSpeed 0.19.8, runtime/engine.py: "Type fp16 is not supported on your device" once the model is built.
     if loaded.cfg.precision.dtype is Dtype.fp16 and is_cpu() and not _has_fp16(Path("/proc/cpuinfo")):
         yield loaded.error(
@@ -382,11 +388,7 @@ def _is_installed(module: str) -> bool:
 
 
 def check_tuning_here(loaded: LoadedConfig) -> Iterator[ConfigError]:
-    """Apply the rules about this machine.
-
-    Yields:
-        What does not hold.
-    """
+    """Apply the rules about this machine."""
     tuning = loaded.cfg.tuning
     if tuning.adapter and not Path(tuning.adapter).is_dir():
         yield loaded.error(
@@ -405,3 +407,31 @@ def check_tuning_here(loaded: LoadedConfig) -> Iterator[ConfigError]:
             "tuning.method",
             tr("tuning.method = qlora needs {missing}, which is not here. Use tuning=lora.", missing=missing),
         )
+
+
+_GPU_ONLY = ("zero.zero_quantized_weights", "zero.zero_quantized_gradients", "zero.offload_optimizer.super_offload")
+
+
+def check_zero_here(loaded: LoadedConfig) -> Iterator[ConfigError]:
+    """Apply the rules about this machine."""
+    for key in _GPU_ONLY:
+        if get_value(loaded.cfg, key) and shutil.which("nvidia-smi") is None:
+            yield loaded.error(
+                key, tr("{key} = true needs NVIDIA GPUs, and there are none here. Set it to false.", key=key)
+            )
+
+
+def check_optim_here(loaded: LoadedConfig) -> Iterator[ConfigError]:
+    """Apply the rule about this machine."""
+    if loaded.cfg.optim.name is OptimizerName.adamw_8bit and importlib.util.find_spec("bitsandbytes") is None:
+        yield loaded.error(
+            "optim.name",
+            tr(
+                "optim.name = adamw_8bit needs the package bitsandbytes, which is not installed:  pip install "
+                "bitsandbytes"
+            ),
+        )
+
+
+HERE = (check_optim_here, check_device, check_zero_here)
+"""Rules about this machine."""

@@ -1,28 +1,33 @@
-"""Rules that join several keys. Each message says both values and the mend."""
+"""Applies the tables of rule_tables.py, and the rules that compute. Each message says both values and the mend."""
 
+import math
 import re
-from collections.abc import Iterator
-from pathlib import Path
+from collections.abc import Iterable, Iterator
 from typing import Any
 
-from toolkit.config.bounds import check_numbers
-from toolkit.config.checks_code import check_code
-from toolkit.config.checks_data import DATA_RULES
-from toolkit.config.checks_optim import check_optim, check_optim_here
-from toolkit.config.checks_own import _READ, check_own, unread_own
-from toolkit.config.checks_pipeline import check_pipeline
-from toolkit.config.checks_sequence import check_sequence
-from toolkit.config.checks_tensor import check_tensor
-from toolkit.config.checks_track import check_track
-from toolkit.config.checks_tuning import check_tuning
-from toolkit.config.checks_zero import check_ranks, check_zero, check_zero_here
-from toolkit.config.load import LoadedConfig
-from toolkit.config.mesh import accumulation, model_ranks, with_micro_batch
-from toolkit.config.preflight import FILES, OWN_FILES, check_device, check_tuning_here
-from toolkit.config.schema import EVAL_LOSS, INDUCTOR, INTERFACES, Device, Metric, as_text
-from toolkit.config.unread import check_effect
+from annotated_types import Ge, Gt, Le, Lt
+
+from toolkit.config import rule_tables as tables
+from toolkit.config.load import JSON, LoadedConfig
+from toolkit.config.mesh import accumulation, check_split, mesh_of, model_ranks, with_micro_batch
+from toolkit.config.preflight import CUSTOM_FILES, FILES, HERE, check_tuning_here
+from toolkit.config.rule_tables import ReadWhen, Rule
+from toolkit.config.schema import (
+    AUTO,
+    EVAL_LOSS,
+    INTERFACES,
+    Init,
+    Metric,
+    OptimizerName,
+    RunConfig,
+    SourceConfig,
+    TuningMethod,
+    as_text,
+    bounds,
+    get_value,
+)
 from toolkit.errors import ConfigError
-from toolkit.messages import did_you_mean, joined, tr
+from toolkit.messages import did_you_mean, filled, joined, tr
 from toolkit.problems import Problems, raise_all
 from toolkit.secrets import is_under_secret_name
 
@@ -38,7 +43,7 @@ def check_rules(
     """Apply every rule.
 
     Args:
-        loaded: the config and where its values come from.
+        loaded: the config and where its values come from; receives notices.
         world_size: number of ranks; None leaves out the rules that need it.
         files: whether files, directories and devices that the config names must exist here; False for a config that is
             only exported for another machine.
@@ -50,43 +55,150 @@ def check_rules(
     """
     found = Problems() if problems is None else problems
     found.settle()
-    found.apply(_VALUES, loaded)
+    found.apply((_check_bounds,), loaded)
+    found.apply((_check_table,), loaded, tables.RANGES)
     found.settle()
-    found.apply((check_own, *_RULES) if own else (*_RULES, *_MODEL_RULES), loaded)
-    found.apply((check_effect,), loaded, unread_own(loaded.cfg) if own else ())
-    found.attempt(_divided, loaded, world_size or model_ranks(loaded.cfg))
+    if own:
+        found.apply((_check_table,), loaded, tables.INCOMPATIBLE_WITH_CUSTOM_MODELS)
+    found.apply((_check_both_given, _check_restarts), loaded)
+    found.apply((_check_table,), loaded, tables.INCOMPATIBLE)
+    found.apply((_check_world_sizes, _check_weights, _check_random_ltd, _check_shape), loaded)
+    found.apply((_check_requirements, _check_untested, _check_variables), loaded)
+    if not own:
+        found.apply((_check_keep_best,), loaded)
+        found.apply((_check_table,), loaded, tables.INCOMPATIBLE_OF_MODELS)
+    found.apply(
+        (check_unused_keys,), loaded, (tables.READ_BY_LANGUAGE_MODELS, *tables.READ_WHEN) if own else tables.READ_WHEN
+    )
+    found.attempt(_check_batch, loaded, world_size or model_ranks(loaded.cfg))
     if world_size is not None:
-        found.apply((check_ranks,), loaded, world_size)
+        found.apply((_check_ranks,), loaded, world_size)
     if files:
-        found.apply((*OWN_FILES, *_HERE) if own else (*FILES, *_HERE, *_MODEL_HERE), loaded)
+        found.apply((*CUSTOM_FILES, *HERE) if own else (*FILES, *HERE, check_tuning_here), loaded)
     if problems is None:
         found.raise_all()
 
 
-def _divided(loaded: LoadedConfig, world_size: int) -> None:
+def check_without_validation(loaded: LoadedConfig) -> None:
+    """Check that no setting of evaluations was changed in a program without validation data.
+
+    Raises:
+        ConfigError: those that were changed.
+    """
+    raise_all(check_unused_keys(loaded, [tables.READ_WITH_VALIDATION]))
+
+
+def _check_table(loaded: LoadedConfig, rules: Iterable[Rule]) -> Iterator[ConfigError]:
+    """Yield an error for each rule of a table that is broken."""
+    for rule in rules:
+        if rule.broken(loaded.cfg):
+            yield loaded.error(rule.key, _sentence(loaded.cfg, rule))
+
+
+def _sentence(cfg: RunConfig, rule: Rule) -> str:
+    def value_of(name: str) -> str:
+        if name == "reason":
+            return filled(rule.reason, value_of)
+        return rule.key if name == "key" else _written(get_value(cfg, rule.key if name == "value" else name), ", ")
+
+    return filled(rule.sentence, value_of)
+
+
+def check_unused_keys(loaded: LoadedConfig, table: Iterable[ReadWhen]) -> Iterator[ConfigError]:
+    """Yield an error for every key that was changed but is not read in this configuration.
+
+    It is an error where the same layer made it so, or a higher one set the key: a recipe or a command line that
+    contradicts itself. Where a higher layer switched off what reads it, as `precision=bf16` does over a recipe with
+    fp16's keys, it is a notice in `loaded`.
+    """
+    cfg, default, seen = loaded.cfg, RunConfig(), set[str]()
+    for row in table:
+        owners = row.owners.split()
+        unread = set() if row.is_read(cfg) else {*tables.expand(row.keys)} & loaded.where.keys() - {*owners, *seen}
+        for key in sorted(unread):
+            layer, value = loaded.layers.get(key, 0), get_value(cfg, key)
+            # What DeepSpeed's JSON names without effect its import has listed; DeepSpeed ignores it too.
+            if layer == JSON or value == get_value(default, key):
+                continue
+            seen.add(key)
+            reason = (
+                filled(row.reason, lambda name: _written(get_value(cfg, name)))
+                if row.reason
+                else tr("{key} is {value}", key=owners[0], value=_written(get_value(cfg, owners[0])))
+            )
+            if any(loaded.layer_of(owner) > layer for owner in owners):
+                sentence = tr(
+                    "{key} = {value} has no effect here: {reason}.", key=key, value=_written(value), reason=reason
+                )
+                loaded.notices.append(loaded.position(key) + sentence)
+            else:
+                sentence = tr(
+                    "{key} = {value} has no effect: {reason}. Remove it, or set {key}={default}.",
+                    key=key,
+                    value=_written(value),
+                    reason=reason,
+                    default=_written(get_value(default, key)),
+                )
+                yield loaded.error(key, sentence)
+
+
+def _written(value: object, comma: str = ",") -> str:
+    """Return a value as one writes it on the command line."""
+    if isinstance(value, list):
+        return f"[{comma.join(_written(item) for item in value)}]"
+    return as_text(value) or '""'
+
+
+def _check_bounds(loaded: LoadedConfig) -> Iterator[ConfigError]:
+    """Yield each number that is out of the bounds at its field."""
+    for key, constraints in bounds().items():
+        value = get_value(loaded.cfg, key)
+        if not isinstance(value, (int, float)) or _is_within(value, constraints):
+            continue
+        match constraints:
+            case (Ge(ge=low),):
+                yield loaded.error(
+                    key, tr("{key} = {value} must be at least {least}.", key=key, value=value, least=low)
+                )
+            case (Ge(), Lt()):
+                yield loaded.error(key, tr("{key} = {value} must be from 0 to below 1.", key=key, value=value))
+            case (Ge(), Le()):
+                yield loaded.error(key, tr("{key} = {value} must be from 0 to 1.", key=key, value=value))
+            case (Gt(), Lt()):
+                yield loaded.error(key, tr("{key} = {value} must be above 0 and below 1.", key=key, value=value))
+            case (Gt(), Le()):
+                yield loaded.error(key, tr("{key} = {value} must be above 0 and at most 1.", key=key, value=value))
+            case _:
+                yield loaded.error(key, tr("{key} = {value} must be above 0.", key=key, value=value))
+
+
+def _is_within(value: Any, constraints: tuple[Any, ...]) -> bool:
+    for constraint in constraints:
+        match constraint:
+            case Ge(ge=low) if not value >= low:
+                return False
+            case Gt(gt=low) if not value > low:
+                return False
+            case Le(le=high) if not value <= high:
+                return False
+            case Lt(lt=high) if not value < high:
+                return False
+    return bool(value < math.inf)
+
+
+def _check_batch(loaded: LoadedConfig, world_size: int) -> None:
     accumulation(with_micro_batch(loaded.cfg), world_size, loaded.position("batch.global_size"))
 
 
-def _batch(loaded: LoadedConfig) -> Iterator[ConfigError]:
-    batch, key = with_micro_batch(loaded.cfg).batch, "batch.micro_per_gpu"
-    if isinstance(batch.micro_per_gpu, str):  # through a reference to another key
-        wanted = tr("{key} = {value} must be a whole number or auto.", key=key, value=batch.micro_per_gpu)
-        yield loaded.error(key, wanted)
+def _check_both_given(loaded: LoadedConfig) -> Iterator[ConfigError]:
+    """Two keys for one thing, from one file or the command line, contradict each other; else one overrides."""
 
+    def are_from_one_place(*keys: str) -> bool:
+        return len({loaded.where.get(key, "").split(":")[0] for key in keys}) == 1
 
-def _from_one_place(loaded: LoadedConfig, *keys: str) -> bool:
-    """Return whether one file, or the command line, set all the keys: a contradiction rather than an override."""
-    return len({loaded.where.get(key, "").split(":")[0] for key in keys}) == 1
-
-
-def _length_of_run(loaded: LoadedConfig) -> Iterator[ConfigError]:
-    train = loaded.cfg.train
-    if (
-        train.max_steps
-        and train.epochs != 1
-        and "train.epochs" in loaded.explicit
-        and "train.max_steps" in loaded.explicit
-    ) and _from_one_place(loaded, "train.max_steps", "train.epochs"):
+    train, schedule = loaded.cfg.train, loaded.cfg.schedule
+    length = ("train.max_steps", "train.epochs")
+    if train.max_steps and train.epochs != 1 and loaded.explicit >= set(length) and are_from_one_place(*length):
         yield loaded.error(
             "train.max_steps",
             tr(
@@ -95,154 +207,25 @@ def _length_of_run(loaded: LoadedConfig) -> Iterator[ConfigError]:
                 epochs=train.epochs,
             ),
         )
-
-
-def _schedule(loaded: LoadedConfig) -> Iterator[ConfigError]:
-    schedule = loaded.cfg.schedule
     if schedule.warmup_steps and schedule.warmup_ratio:
-        both_from_one = _from_one_place(loaded, "schedule.warmup_steps", "schedule.warmup_ratio")
-        yield loaded.error(
-            "schedule.warmup_steps",
-            joined(
-                tr(
-                    "schedule.warmup_steps = {steps} and schedule.warmup_ratio = {ratio} are both given: keep one of "
-                    "them.",
-                    steps=schedule.warmup_steps,
-                    ratio=schedule.warmup_ratio,
-                ),
-                "" if both_from_one else tr("Set the other to 0."),
-            ),
+        sentence = tr(
+            "schedule.warmup_steps = {steps} and schedule.warmup_ratio = {ratio} are both given: keep one of them.",
+            steps=schedule.warmup_steps,
+            ratio=schedule.warmup_ratio,
         )
-    if loaded.cfg.train.max_steps and schedule.warmup_steps > loaded.cfg.train.max_steps:
-        yield loaded.error(
-            "schedule.warmup_steps",
-            tr(
-                "schedule.warmup_steps = {warmup} is more than train.max_steps = {steps}: the run would end while the "
-                "learning rate still rises.",
-                warmup=schedule.warmup_steps,
-                steps=loaded.cfg.train.max_steps,
-            ),
-        )
+        is_one = are_from_one_place("schedule.warmup_steps", "schedule.warmup_ratio")
+        yield loaded.error("schedule.warmup_steps", joined(sentence, "" if is_one else tr("Set the other to 0.")))
 
 
-def _zero(loaded: LoadedConfig) -> Iterator[ConfigError]:
-    stage = loaded.cfg.zero.stage
-    if stage not in (0, 1, 2, 3):
-        yield loaded.error("zero.stage", tr("zero.stage = {stage} must be 0, 1, 2 or 3.", stage=stage))
-
-
-def _offload(loaded: LoadedConfig) -> Iterator[ConfigError]:
-    zero = loaded.cfg.zero
-    optimizer, param = zero.offload_optimizer.device, zero.offload_param.device
-    if param is not Device.none and zero.stage != 3:
-        key = "zero.offload_param.device"
-        yield loaded.error(
-            key,
-            joined(
-                tr(
-                    "{key} = {device} needs zero.stage = 3, but it is {stage}.",
-                    key=key,
-                    device=param.value,
-                    stage=zero.stage,
-                ),
-                tr("Use zero.stage=3, or zero.offload_param.device=none."),
-            ),
-        )
-    if optimizer is not Device.none and zero.stage == 0:
-        key = "zero.offload_optimizer.device"
-        yield loaded.error(
-            key,
-            tr("{key} = {device} needs zero.stage 1, 2 or 3, but it is 0.", key=key, device=optimizer.value),
-        )
-    elif optimizer is Device.nvme and zero.stage != 3:
-        key = "zero.offload_optimizer.device"
-        yield loaded.error(
-            key,
-            tr("{key} = nvme needs zero.stage = 3, but it is {stage}. Use cpu.", key=key, stage=zero.stage),
-        )
-    if optimizer is Device.nvme and loaded.cfg.checkpoint.keep_weights:
-        key = "checkpoint.keep_weights"
-        yield loaded.error(
-            key,
-            tr(
-                "{key} = {value} cannot be: the weights of a run whose optimizer is offloaded to NVMe cannot be taken "
-                "from its checkpoints. Set it to 0.",
-                key=key,
-                value=loaded.cfg.checkpoint.keep_weights,
-            ),
-        )
-    checkpointing = loaded.cfg.train.activation_checkpointing
-    if checkpointing.contiguous_memory_optimization and not (
-        checkpointing.partition_activations and checkpointing.number_checkpoints
-    ):
-        key = "train.activation_checkpointing.contiguous_memory_optimization"
-        yield loaded.error(
-            key,
-            tr(
-                "{key} = true needs partition_activations = true (it is {partition}) and number_checkpoints, "
-                "the number of layers (it is {number}).",
-                key=key,
-                partition=str(checkpointing.partition_activations).lower(),
-                number=checkpointing.number_checkpoints,
-            ),
-        )
-
-
-def _compile(loaded: LoadedConfig) -> Iterator[ConfigError]:
-    config, stage = loaded.cfg.compile, loaded.cfg.zero.stage
-    key = "compile.deepcompile"
-    if config.deepcompile and stage == 0:
-        yield loaded.error(key, tr("{key} = true needs zero.stage 1, 2 or 3, but it is 0.", key=key))
-    if config.deepcompile and config.backend not in (INDUCTOR, "eager"):
-        yield loaded.error(
-            key,
-            tr("{key} = true needs compile.backend = inductor, but it is {backend}.", key=key, backend=config.backend),
-        )
-
-
-def _profile(loaded: LoadedConfig) -> Iterator[ConfigError]:
-    """A profile of a step that never comes would be missed at the end only."""
-    cfg, key = loaded.cfg, "profile.flops.profile_step"
-    flops, steps = cfg.profile.flops, cfg.train.max_steps
-    if flops.enabled and steps and flops.profile_step >= steps:
-        yield loaded.error(
-            key,
-            tr(
-                "{key} = {value} must be less than train.max_steps = {steps}.",
-                key=key,
-                value=flops.profile_step,
-                steps=steps,
-            ),
-        )
-
-
-def _names(loaded: LoadedConfig) -> Iterator[ConfigError]:
+def _check_restarts(loaded: LoadedConfig) -> Iterator[ConfigError]:
+    """A run that is started again has to resume, not to begin from the start or to be refused."""
     cfg = loaded.cfg
-    if cfg.language not in ("", "en", "zh"):
-        yield loaded.error("language", tr("language = {value} must be en, zh or empty.", value=cfg.language))
-    name = cfg.run.name
-    if name and (Path(name).name != name or name.startswith((".", "-")) or not name.isprintable()):
-        yield loaded.error(
-            "run.name",
-            tr("run.name = {name} must be a plain folder name; the folder around it is run.dir.", name=name),
-        )
-    shard = cfg.prepare.shard
-    if shard and not ((match := re.fullmatch(r"(\d+)/(\d+)", shard)) and 0 < int(match[1]) <= int(match[2])):
-        yield loaded.error(
-            "prepare.shard",
-            tr("prepare.shard = {value} must be i/n, such as 1/4 to 4/4 for four machines.", value=shard),
-        )
-
-
-def _restarts(loaded: LoadedConfig) -> Iterator[ConfigError]:
-    """A run that is started again has to go on, not to begin anew or to be refused."""
-    cfg = loaded.cfg
-    words = {
-        "run.name=NAME": not cfg.run.name,
-        "checkpoint.every=100": not cfg.checkpoint.every,
-        "resume=auto": cfg.resume not in ("auto", "must"),
+    wanted = {
+        "run.name=NAME": cfg.run.name,
+        "checkpoint.every=100": cfg.checkpoint.every,
+        "resume=auto": cfg.resume in ("auto", "must"),
     }
-    missing = [word for word, is_missing in words.items() if is_missing]
+    missing = [override for override, is_given in wanted.items() if not is_given]
     if cfg.run.max_restarts and missing:
         yield loaded.error(
             "run.max_restarts",
@@ -254,32 +237,179 @@ def _restarts(loaded: LoadedConfig) -> Iterator[ConfigError]:
         )
 
 
-def _evaluate(loaded: LoadedConfig) -> Iterator[ConfigError]:
-    """The best checkpoint can be chosen by what is measured only, and only where more or less of it is better."""
-    evaluate = loaded.cfg.evaluate
-    known = [EVAL_LOSS, *(f"eval_{metric.value}" for metric in evaluate.metrics if metric is not Metric.length)]
-    name = evaluate.keep_best
-    if not name or name in known:
+def _check_world_sizes(loaded: LoadedConfig) -> Iterator[ConfigError]:
+    """Reject a global batch that one of `batch.world_sizes` cannot divide evenly; say which ones all of them can."""
+    cfg, key = loaded.cfg, "batch.world_sizes"
+    sizes, size = cfg.batch.world_sizes, cfg.batch.global_size
+    if any(ranks < 1 for ranks in sizes):
+        yield loaded.error(key, tr("{key} = {value} must hold numbers of at least 1.", key=key, value=sizes))
         return
-    key = "evaluate.keep_best"
-    could_be = name in {f"eval_{metric.value}" for metric in Metric if metric is not Metric.length}
+    micro = 1 if cfg.batch.micro_per_gpu == AUTO else int(cfg.batch.micro_per_gpu)
+    try:
+        unit = micro * math.lcm(*(mesh_of(cfg, ranks).data_ranks for ranks in sizes))
+    except ConfigError as error:
+        yield loaded.error(key, str(error))
+        return
+    if cfg.parallel.tensor > 1 and len(set(sizes)) > 1:
+        yield loaded.error(
+            key,
+            tr(
+                "{key} = {value}: with parallel.tensor = {tensor} a run goes on on as many ranks as it was saved by "
+                "only. Take it out.",
+                key=key,
+                value=sizes,
+                tensor=cfg.parallel.tensor,
+            ),
+        )
+    if not sizes or size % unit == 0:
+        return
+    below, above = size // unit * unit, -(-size // unit) * unit
     yield loaded.error(
-        key,
+        "batch.global_size",
         joined(
-            tr("{key} = {value} is none of {known}.", key=key, value=name, known=", ".join(known)),
-            tr("Add it to evaluate.metrics.") if could_be else did_you_mean(name, known),
+            tr(
+                "batch.global_size = {size} cannot be divided on each of batch.world_sizes = {ranks}: with "
+                "batch.micro_per_gpu = {micro} it must be a multiple of {unit}.",
+                size=size,
+                ranks=sizes,
+                micro=cfg.batch.micro_per_gpu,
+                unit=unit,
+            ),
+            tr("Use {below} or {above}.", below=below, above=above) if below else tr("Use {above}.", above=above),
         ),
     )
 
 
-def check_without_validation(loaded: LoadedConfig) -> None:
-    """Refuse settings of evaluations in a program without validation data.
+def _check_weights(loaded: LoadedConfig) -> Iterator[ConfigError]:
+    """Weights that change: points in their order, something to mix, and always a source to take rows from."""
+    sources = loaded.cfg.data.sources
+    if not any(source.weights for source in sources):
+        return
+    key = "data.sources"
+    if len(sources) < 2:
+        yield loaded.error(key, tr("weights of the only source have no effect: there is nothing to mix it with."))
+        return
+    if loaded.cfg.data.curriculum.steps:
+        yield loaded.error(
+            "data.curriculum.steps",
+            tr(
+                "data.curriculum and weights of a source that change both decide which rows come when: keep one of "
+                "them."
+            ),
+        )
+    wrong = [error for number, source in enumerate(sources) for error in _wrong_weights(loaded, number, source)]
+    yield from wrong
+    times = sorted({0.0, 1.0, *(point.at for source in sources for point in source.weights)})
+    empty = [] if wrong else [time for time in times if not any(source.weight_at(time) for source in sources)]
+    if empty:
+        places = ", ".join(map(str, empty))
+        yield loaded.error(key, tr("no source has a weight above 0 at {place} of the run.", place=places))
 
-    Raises:
-        ConfigError: those that were changed.
-    """
-    reason = tr("the program gives no validation=")
-    raise_all(check_effect(loaded, [(key, reason, "") for key in _READ if key.startswith("evaluate.")]))
+
+def _wrong_weights(loaded: LoadedConfig, number: int, source: SourceConfig) -> Iterator[ConfigError]:
+    key, places = "data.sources", [point.at for point in source.weights]
+    if source.weights and source.weight != 1:
+        yield loaded.error(
+            key,
+            tr("data.sources[{number}]: weight and weights are both given: keep one of them.", number=number),
+        )
+    if any(not 0 <= place <= 1 for place in places) or places != sorted(set(places)):
+        yield loaded.error(
+            key,
+            tr(
+                "data.sources[{number}].weights: the points {places} must rise from 0, the beginning of the run, "
+                "to at most 1, its end.",
+                number=number,
+                places=places,
+            ),
+        )
+    if any(not 0 <= weight < math.inf for weight in [source.weight, *(point.weight for point in source.weights)]):
+        yield loaded.error(key, tr("data.sources[{number}]: a weight must be a number of at least 0.", number=number))
+
+
+def _check_random_ltd(loaded: LoadedConfig) -> Iterator[ConfigError]:
+    """Tokens can be dropped where layers are transformers' own, whole, and called as they are."""
+    cfg, key = loaded.cfg, "train.random_ltd.steps"
+    ltd, parallel = cfg.train.random_ltd, cfg.parallel
+    if not ltd.steps:
+        return
+    if not 0 < ltd.start_share < 1:
+        yield loaded.error(
+            "train.random_ltd.start_share",
+            tr(
+                "{key} = {value} must be above 0 and below 1.",
+                key="train.random_ltd.start_share",
+                value=ltd.start_share,
+            ),
+        )
+    tuning = f"tuning.method = {cfg.tuning.method.value}"
+    reasons = {
+        tuning: cfg.tuning.method not in (TuningMethod.full, TuningMethod.freeze),
+        f"parallel.tensor = {parallel.tensor}": parallel.tensor > 1,
+        f"parallel.sequence = {parallel.sequence}": parallel.sequence > 1,
+        f"parallel.pipeline = {parallel.pipeline}": parallel.pipeline > 1,
+        "compile.enabled = true": cfg.compile.enabled,
+    }
+    if any(reasons.values()):
+        yield loaded.error(
+            key,
+            tr(
+                "train.random_ltd cannot be used with {setting}: it works where all or some layers are trained "
+                "(tuning=full or freeze), each whole on its rank and not compiled. Set train.random_ltd.steps=0.",
+                setting=", ".join(setting for setting, is_so in reasons.items() if is_so),
+            ),
+        )
+
+
+def _check_shape(loaded: LoadedConfig) -> Iterator[ConfigError]:
+    """The sizes of a random model must divide over `parallel.tensor`."""
+    shape, size = loaded.cfg.model.shape, loaded.cfg.parallel.tensor
+    sizes = {"heads": shape.num_heads, "key_heads": shape.num_kv_heads, "inner": shape.intermediate_size}
+    try:
+        check_split(sizes, size if loaded.cfg.model.init is Init.random else 1)
+    except ConfigError as error:
+        yield loaded.error("parallel.tensor", str(error))
+
+
+def _check_requirements(loaded: LoadedConfig) -> Iterator[ConfigError]:
+    """What ZeRO++, ZenFlow, SuperOffload and DeepCompile need of the others; all work in data parallelism only."""
+    cfg = loaded.cfg
+    for key, (is_on, wanted) in tables.REQUIRES.items():
+        missing = [override for override, is_so in wanted.items() if not is_so(cfg)]
+        missing += [f"{parallel}=1" for parallel in tables.PARALLEL if get_value(cfg, parallel) != 1]
+        if is_on(cfg) and missing:
+            yield loaded.error(
+                key,
+                tr(
+                    "{key} = {value} cannot be with the other settings; docs/zero.md says why. Add {words}, or leave "
+                    "it out.",
+                    key=key,
+                    value=_written(get_value(cfg, key)),
+                    words=" ".join(missing),
+                ),
+            )
+
+
+def _check_untested(loaded: LoadedConfig) -> Iterator[ConfigError]:
+    """What has not been tried together, and would go wrong in silence if it did."""
+    cfg = loaded.cfg
+    changed = [key for key in tables.GROUPING if get_value(cfg, key) != get_value(RunConfig(), key)]
+    is_muon = cfg.optim.name is OptimizerName.muon
+    if not (changed or is_muon or cfg.optim.name is OptimizerName.adamw_8bit):
+        return
+    key = changed[0] if changed else "optim.name"
+    for other, is_on in (tables.UNTESTED | (tables.UNTESTED_WITH_MUON if is_muon else {})).items():
+        if is_on(cfg):
+            yield loaded.error(
+                key,
+                tr(
+                    "{key} = {value} and {other} = {theirs} do not go together: untested. Leave one of them out.",
+                    key=key,
+                    value=_written(get_value(cfg, key)),
+                    other=other,
+                    theirs=_written(get_value(cfg, other)),
+                ),
+            )
 
 
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
@@ -292,12 +422,8 @@ _OWNED = re.compile(
 _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 
 
-def check_variables(loaded: LoadedConfig) -> Iterator[ConfigError]:
-    """Refuse variables that cannot be set, that launchers own, and secrets.
-
-    Yields:
-        What does not hold.
-    """
+def _check_variables(loaded: LoadedConfig) -> Iterator[ConfigError]:
+    """Reject variables that cannot be set, that launchers own, and secrets."""
     for name, value in loaded.cfg.launch.env.items():
         if reason := _reason(name, value, loaded.cfg.distributed.interface):
             yield loaded.error(f"launch.env.{name}", f"launch.env.{name}: {reason}")
@@ -324,14 +450,45 @@ def _reason(name: str, value: Any, interface: str) -> str:
     return ""
 
 
-_VALUES = (check_numbers, _batch, _zero, _names)
-"""Rules about single values: where one does not hold, those that join it with others say nothing more."""
-_RULES = (
-    *(_length_of_run, _schedule, _offload, _compile, _profile, _restarts),
-    *DATA_RULES,
-    *(check_pipeline, check_sequence, check_tensor, check_zero, check_optim, check_track, check_variables),
-)
-_MODEL_RULES = (_evaluate, check_code, check_tuning)
-"""Rules about language models, which a program with a model of its own does not need."""
-_HERE = (check_optim_here, check_device, check_zero_here)
-_MODEL_HERE = (check_tuning_here,)
+def _check_keep_best(loaded: LoadedConfig) -> Iterator[ConfigError]:
+    """The best checkpoint can be chosen by what is measured only, and only where more or less of it is better."""
+    evaluate = loaded.cfg.evaluate
+    known = [EVAL_LOSS, *(f"eval_{metric.value}" for metric in evaluate.metrics if metric is not Metric.length)]
+    name = evaluate.keep_best
+    if not name or name in known:
+        return
+    key = "evaluate.keep_best"
+    could_be = name in {f"eval_{metric.value}" for metric in Metric if metric is not Metric.length}
+    yield loaded.error(
+        key,
+        joined(
+            tr("{key} = {value} is none of {known}.", key=key, value=name, known=", ".join(known)),
+            tr("Add it to evaluate.metrics.") if could_be else did_you_mean(name, known),
+        ),
+    )
+
+
+def _check_ranks(loaded: LoadedConfig, world_size: int) -> Iterator[ConfigError]:
+    """Apply the rules that need the number of ranks."""
+    cfg = loaded.cfg
+    key, size = "zero.zero_hpz_partition_size", cfg.zero.zero_hpz_partition_size
+    if world_size % size:
+        yield loaded.error(
+            key,
+            tr("{key} = {value} must divide the {ranks} ranks of the run.", key=key, value=size, ranks=world_size),
+        )
+    batch = cfg.batch
+    is_known = batch.micro_per_gpu != AUTO
+    ranks = mesh_of(cfg, world_size).data_ranks
+    if cfg.zero.zenflow.enabled and is_known and batch.global_size != batch.micro_per_gpu * ranks:
+        yield loaded.error(
+            "zero.zenflow.enabled",
+            tr(
+                "zero.zenflow.enabled = true makes an update of every micro-batch, so a step has to have one: "
+                "batch.global_size = {size} must be batch.micro_per_gpu ({micro}) x {ranks} ranks. Leave more steps "
+                "together with zero.zenflow.update_interval.",
+                size=batch.global_size,
+                micro=batch.micro_per_gpu,
+                ranks=ranks,
+            ),
+        )

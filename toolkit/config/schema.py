@@ -9,11 +9,20 @@ of a field says what it influences (`Influence`): without any, a run with anothe
 import dataclasses
 import typing
 from bisect import bisect_right
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
+from functools import cache
 from itertools import pairwise
-from typing import Any
+from typing import Annotated, Any
+
+from annotated_types import BaseMetadata, Ge, Gt, Le, Lt
+
+PositiveInt = Annotated[int, Ge(1)]
+NonNegativeInt = Annotated[int, Ge(0)]
+PositiveFloat = Annotated[float, Gt(0)]
+NonNegativeFloat = Annotated[float, Ge(0)]
+Share = Annotated[float, Ge(0), Lt(1)]
 
 
 class Influence(Enum):
@@ -249,6 +258,20 @@ EVAL_LOSS = "eval_loss"
 
 INTERFACES = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
 """Environment variables that `distributed.interface` sets."""
+STAGE3_KEYS = (
+    "sub_group_size",
+    "stage3_prefetch_bucket_size",
+    "stage3_param_persistence_threshold",
+    "stage3_max_live_parameters",
+    "stage3_max_reuse_distance",
+    "stage3_gather_16bit_weights_on_model_save",
+    "zero_hpz_partition_size",
+    "zero_quantized_weights",
+    "zero_quantized_gradients",
+)
+"""Settings of `zero` that stage 3 alone reads."""
+SUPER_OFFLOAD_KEYS = ("super_offload", "cpuadam_cores_perc")
+"""Settings of `zero.offload_optimizer` that SuperOffload alone reads."""
 INDUCTOR = "inductor"
 """torch.compile's own backend."""
 
@@ -279,9 +302,9 @@ class RunFolderConfig:
     """Name of the run folder below `run.dir`; the same name goes on with the same run (see `resume`). "" makes a new folder from recipe and time."""
     dir: str = field(default="runs", metadata=FREE)
     """Folder that holds the run folders; relative to the folder where the command was typed."""
-    seed: int = 42
+    seed: NonNegativeInt = 42
     """Seed of everything random: weights of a random model, order of the samples, validation split, dropout."""
-    max_restarts: int = field(default=0, metadata=FREE)
+    max_restarts: NonNegativeInt = field(default=0, metadata=FREE)
     """How often a run that died or hung is started again from its last checkpoint, by `toolkit launch` or by torchrun (whose --max-restarts must be the same); needs `run.name` and `checkpoint.every`."""
     display: Display = field(default=Display.auto, metadata=FREE)
     """How rank 0 shows progress: live (one view that is redrawn) or plain (a line per log interval); auto is live on a terminal, and plain in a pipe, under Slurm, PBS or LSF, and in CI."""
@@ -291,19 +314,19 @@ class RunFolderConfig:
 class ShapeConfig:
     """`model.shape`: sizes of a randomly initialised GLM (`model.init=random`)."""
 
-    vocab_size: int = 4096
+    vocab_size: PositiveInt = 4096
     """Size of the vocabulary in tokens; also the size to which a tokenizer is fitted."""
-    hidden_size: int = 128
+    hidden_size: PositiveInt = 128
     """Width of the residual stream."""
-    intermediate_size: int = 384
+    intermediate_size: PositiveInt = 384
     """Width inside the feed-forward layer."""
-    num_layers: int = 2
+    num_layers: PositiveInt = 2
     """Number of decoder layers."""
-    num_heads: int = 4
+    num_heads: PositiveInt = 4
     """Number of attention heads."""
-    num_kv_heads: int = 2
+    num_kv_heads: PositiveInt = 2
     """Number of key/value heads (multi-query groups)."""
-    max_positions: int = 2048
+    max_positions: Annotated[int, Ge(8)] = 2048
     """Longest sequence in tokens that the position encoding is made for."""
 
 
@@ -329,7 +352,7 @@ class ModelConfig:
     """auto: varlen for packed rows, else PyTorch's scaled_dot_product_attention; sdpa: the latter, with a mask of blocks for packed rows; eager: written out; varlen: each sample of a packed row for itself (PyTorch's kernel for variable lengths on GPUs)."""
     trust_remote_code: bool = False
     """Run the Python files of the model's folder, with all your rights, where its architecture is not part of transformers; without it such models are refused."""
-    router_loss: float = -1.0
+    router_loss: Annotated[float, Ge(-1)] = -1.0
     """Mixture of experts: what the load-balancing loss of the routers is multiplied by before it is added to the loss; -1 takes `router_aux_loss_coef` of the model's config, 0 leaves it out."""
     init: Init = Init.pretrained
     """pretrained: read the weights in `model.path`; random: a small GLM of `model.shape` with random weights."""
@@ -349,11 +372,11 @@ class TuningConfig:
     """full: every parameter; freeze: those of some layers; lora: low-rank additions to linear layers; qlora: the same on weights of 4 bits (GPU); ptuning_v2: learned keys and values before every layer's own, as in the ChatGLM repositories; prompt: learned embeddings before the first token."""
     adapter: str = ""
     """Folder of an adapter to go on from: peft's (lora, qlora, prompt), or a P-Tuning v2 checkpoint, the original's too. It decides what the other settings of its method are. "" begins anew."""
-    rank: int = field(default=8, metadata=TRAINED)
+    rank: PositiveInt = field(default=8, metadata=TRAINED)
     """lora, qlora: rank of the additions."""
-    alpha: float = 16.0
+    alpha: PositiveFloat = 16.0
     """lora, qlora: the additions are scaled by alpha / rank (rslora: alpha / sqrt(rank))."""
-    dropout: float = 0.0
+    dropout: Share = 0.0
     """lora, qlora: dropout before the additions; ptuning_v2: of the prefix (the original: 0.1)."""
     rslora: bool = False
     """lora, qlora: rank-stabilised scaling."""
@@ -363,13 +386,13 @@ class TuningConfig:
     """lora, qlora: which linear layers: names or ends of names (q_proj), patterns (*.mlp.*), or all-linear; [] takes the family's attention: query, key and value."""
     save_modules: list[str] = field(default_factory=list, metadata=TRAINED)
     """lora, qlora: modules that are trained whole beside the additions and saved with them, such as lm_head."""
-    num_tokens: int = field(default=128, metadata=TRAINED)
+    num_tokens: PositiveInt = field(default=128, metadata=TRAINED)
     """ptuning_v2, prompt: length of what is learned, in tokens (the original's pre_seq_len)."""
     projection: bool = field(default=False, metadata=TRAINED)
     """ptuning_v2: compute the prefix by a two-layer network from smaller embeddings (the original's prefix_projection)."""
     init_text: str = ""
     """prompt: begin with the embeddings of this text, repeated to the length; "" begins with tokens drawn from the vocabulary."""
-    last_layers: int = field(default=0, metadata=TRAINED)
+    last_layers: NonNegativeInt = field(default=0, metadata=TRAINED)
     """freeze: train so many of the last layers."""
     patterns: list[str] = field(default_factory=list, metadata=TRAINED)
     """freeze: train the parameters whose names match one of these patterns too, such as lm_head.* or *.mlp.*."""
@@ -443,13 +466,13 @@ class CurriculumShape(str, Enum):
 class CurriculumConfig:
     """`data.curriculum`: short samples first (docs/data_efficiency.md). Each sample still comes once per epoch."""
 
-    steps: int = 0
+    steps: NonNegativeInt = 0
     """Optimizer steps after which samples of all lengths come; at most those of an epoch. 0: all lengths from the first step."""
-    start_length: int = 64
+    start_length: PositiveInt = 64
     """Longest sample of the first step, in tokens."""
     shape: CurriculumShape = CurriculumShape.linear
     """How the longest sample grows from `start_length` to `data.max_length`: linear; root: with the square root of the steps, fast at first; discrete: in stairs of like width and height."""
-    levels: int = 4
+    levels: PositiveInt = 4
     """discrete: number of stairs."""
 
 
@@ -461,27 +484,27 @@ class DataConfig:
     """Training data; several sources are mixed according to their weights."""
     validation: list[SourceConfig] = field(default_factory=list, metadata=BY_CONTENT)
     """Validation data; empty: `data.validation_fraction` is split off the training rows."""
-    validation_fraction: float = 0.05
+    validation_fraction: Share = 0.05
     """Fraction of the training rows, chosen by `run.seed`, kept for validation when `data.validation` is empty; 0 keeps none."""
     train_on: TrainOn = TrainOn.auto
     """auto: what the model family's own fine-tuning trains (ChatGLM-6B and ChatGLM2: the last answer; all others: every answer); all: every answer; last: the last answer; marked: messages with "loss": true. In all of them "loss": true or false at a message decides for it. With ChatGLM-6B and ChatGLM2 each trained answer becomes a sample of its own."""
-    max_length: int = 1024
+    max_length: Annotated[int, Ge(8)] = 1024
     """Longest sample in tokens, prompt and answer together, at most the model's positions; also the length of a packed row."""
     too_long: TooLong = TooLong.drop
     """drop: leave out and count; truncate: leave out the oldest turns (dropped if the newest turn alone is too long); split: make several samples, of whole turns where they fit, else of windows of tokens; error: stop."""
     on_bad_row: OnBadRow = OnBadRow.error
     """error: stop at the first row that cannot be used, with file and line; skip: leave out, count and list them in a file."""
-    max_bad_fraction: float = 0.01
+    max_bad_fraction: Share = 0.01
     """skip: stop all the same when more than this fraction of the rows (and more than 10) cannot be used."""
-    max_samples: int = 0
+    max_samples: NonNegativeInt = 0
     """Use only the first so many rows of all sources together; 0 uses all."""
     packing: Packing = Packing.none
     """none: a row per sample, padded to the longest of its micro-batch; packed: rows of `data.max_length` filled with several samples that do not see each other; grouped: micro-batches of samples of like length, as many as fit into `batch.micro_per_gpu` rows of `data.max_length`. With packed and grouped `batch.global_size` counts rows of `data.max_length`."""
-    packing_window: int = 0
+    packing_window: NonNegativeInt = 0
     """packed: fill rows from so many samples at a time; 0 from the whole epoch, which wastes least."""
     curriculum: CurriculumConfig = field(default_factory=CurriculumConfig)
     """Short samples first."""
-    num_workers: int = field(default=0, metadata=FREE)
+    num_workers: NonNegativeInt = field(default=0, metadata=FREE)
     """Data-loader processes per rank; 0 loads in the training process."""
 
 
@@ -491,7 +514,7 @@ class PrepareConfig:
 
     dir: str = ".cache/toolkit"
     """Folder for tokenised data and fitted tokenizers, shared by all ranks of a node; relative to the folder where the command was typed."""
-    num_workers: int = 0
+    num_workers: NonNegativeInt = 0
     """Processes that tokenise; 0 takes as many as this process may use cores."""
     shard: str = ""
     """i/n: do the i-th of n parts only, for several machines that share `prepare.dir`; run once more without it to join the parts."""
@@ -501,9 +524,9 @@ class PrepareConfig:
 class BatchConfig:
     """`batch`: rows per step. Gradient accumulation is derived: global_size / (micro_per_gpu x ranks)."""
 
-    global_size: int = 32
+    global_size: PositiveInt = 32
     """Rows per optimizer step over all ranks; a row is a sample, or with `data.packing` packed or grouped up to `data.max_length` tokens of several."""
-    micro_per_gpu: int | str = field(default=1, metadata=FREE)
+    micro_per_gpu: PositiveInt | str = field(default=1, metadata=FREE)
     """Rows of one rank per forward pass; auto: the most that fit into the memory of every rank, found before the first step and written into config.yaml of the run (docs/rehearsal.md)."""
     world_sizes: list[int] = field(default_factory=list, metadata=FREE)
     """Numbers of ranks that the run is to start or go on with: `batch.global_size` is checked for each of them, before anything starts; [] checks the present one only."""
@@ -515,21 +538,21 @@ class OptimConfig:
 
     name: OptimizerName = OptimizerName.adamw
     """adamw: decoupled weight decay; adam: weight decay added to the gradient; adamw_8bit: AdamW whose states take 8 bits (bitsandbytes); muon: orthogonalised momentum for the matrices of the layers, AdamW for the rest; lion: the sign of a momentum; adafactor: factored second moments; sgd, adagrad: PyTorch's."""
-    lr: float = 2e-5
+    lr: PositiveFloat = 2e-5
     """Peak learning rate. Where nothing names it, it follows `tuning.method`: full and freeze 2e-5, lora and qlora 2e-4, ptuning_v2 5e-3, prompt 3e-2."""
-    adam_lr: float = 0.0
+    adam_lr: NonNegativeFloat = 0.0
     """muon: peak learning rate of what AdamW trains (embeddings, output layer, norms, biases); 0 takes `optim.lr`."""
     betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
     """adamw, adam, adamw_8bit, muon, lion: the two decay rates of the moving averages."""
-    momentum: float = 0.0
+    momentum: Share = 0.0
     """muon, sgd: share of the last step's momentum that stays; the groups set 0.95 and 0.9."""
-    eps: float = 1e-8
+    eps: NonNegativeFloat = 1e-8
     """adamw, adam, adamw_8bit, muon, adagrad: term added to the denominator."""
-    weight_decay: float = 0.0
+    weight_decay: NonNegativeFloat = 0.0
     """Weight decay of the parameters that `optim.decay` names."""
     decay: DecayOf = DecayOf.all
     """Which trained parameters have weight decay. all: every one; matrices: no biases and norms; hidden: no embeddings and output layer either."""
-    layer_lr_decay: float = 1.0
+    layer_lr_decay: Annotated[float, Gt(0), Le(1)] = 1.0
     """Each layer learns by this factor slower than the one above it: of L layers, number i (from 0) at the rate times its power L - i, embeddings at L + 1, what stands above the layers at the full rate; 1 treats all alike."""
     torch: bool | str = field(default=AUTO, metadata=FREE)
     """true: PyTorch's own fused Adam, and a Lion of PyTorch's operations; false: DeepSpeed's (FusedAdam and FusedLion, or DeepSpeedCPUAdam and DeepSpeedCPULion when offloaded), which are compiled once at first use. auto: PyTorch's without a GPU, or without a compiler (nvcc) for DeepSpeed's; DeepSpeed's otherwise, and when offloaded. The other optimizers are not DeepSpeed's."""
@@ -541,21 +564,21 @@ class ScheduleConfig:
 
     name: ScheduleName = ScheduleName.cosine
     """constant: stays at the peak; linear: falls in a straight line to 0; cosine: falls to `schedule.min_lr_ratio` of the peak; polynomial: falls there as a power of the steps that are left; inverse_sqrt: falls as 1 / sqrt(step); wsd: stays at the peak and falls at the end (warm-up, stable, decay)."""
-    warmup_steps: int = 0
+    warmup_steps: NonNegativeInt = 0
     """Optimizer steps of warm-up; 0 starts at the peak."""
-    warmup_ratio: float = 0.0
+    warmup_ratio: Share = 0.0
     """Warm-up as a fraction of all steps, rounded up; give this or `schedule.warmup_steps`."""
     warmup_type: WarmupType = WarmupType.linear
     """linear or log: how the learning rate rises during warm-up; of polynomial, inverse_sqrt and wsd linearly."""
-    min_lr_ratio: float = 0.0
+    min_lr_ratio: Share = 0.0
     """cosine, polynomial, wsd: last learning rate as a fraction of the peak."""
-    power: float = 1.0
+    power: NonNegativeFloat = 1.0
     """polynomial: the power; 1 falls in a straight line, 2 fast at first and slowly at the end."""
-    timescale: int = 0
+    timescale: NonNegativeInt = 0
     """inverse_sqrt: steps after which the rate is 1 / sqrt(2) of the peak, counted from the end of the warm-up; 0 takes the steps of the warm-up, or 10000 without one."""
-    decay_steps: int = 0
+    decay_steps: NonNegativeInt = 0
     """wsd: optimizer steps of the fall at the end; 0 takes `schedule.decay_ratio`."""
-    decay_ratio: float = 0.1
+    decay_ratio: Share = 0.1
     """wsd: the fall at the end as a fraction of all steps, rounded up."""
     decay_type: Decay = Decay.linear
     """wsd: how it falls: linear, cosine, or sqrt (as 1 - sqrt, fast at first)."""
@@ -571,17 +594,17 @@ class PrecisionConfig:
     """fp32, bf16 or fp16. With bf16 and fp16 the optimizer keeps fp32 master weights."""
     tf32: bool = False
     """fp32 on GPUs: multiply matrices in TF32, several times as fast with 10 instead of 23 bits of mantissa; off, fp32 is fp32, convolutions included."""
-    loss_scale: float = 0.0
+    loss_scale: NonNegativeFloat = 0.0
     """fp16: fixed loss scale; 0 scales dynamically."""
-    initial_scale_power: int = 16
+    initial_scale_power: NonNegativeInt = 16
     """fp16: the dynamic loss scale starts at 2 to this power."""
-    loss_scale_window: int = 1000
+    loss_scale_window: PositiveInt = 1000
     """fp16: steps without overflow after which the dynamic scale doubles."""
-    hysteresis: int = 2
+    hysteresis: PositiveInt = 2
     """fp16: overflows that are tolerated before the scale is halved."""
     consecutive_hysteresis: bool = False
     """fp16: refill the hysteresis after each step without overflow."""
-    min_loss_scale: int = 1
+    min_loss_scale: PositiveInt = 1
     """fp16: smallest dynamic loss scale."""
     auto_cast: bool = False
     """fp16: cast floating-point inputs of the model to fp16; token ids are never cast."""
@@ -597,7 +620,7 @@ class OffloadOptimizerConfig:
     """Folder on the NVMe disk, made by you; needed with device=nvme."""
     pin_memory: bool = True
     """Page-locked host memory: faster, not swappable."""
-    buffer_count: int = 4
+    buffer_count: Annotated[int, Ge(4)] = 4
     """nvme: number of buffers; at least the number of states per parameter (4 for Adam)."""
     fast_init: bool = False
     """nvme: faster start."""
@@ -605,11 +628,11 @@ class OffloadOptimizerConfig:
     """nvme: read the next tile while this one is computed."""
     pipeline_write: bool = False
     """nvme: write the last tile while this one is computed."""
-    ratio: float = 1.0
+    ratio: Annotated[float, Ge(0), Le(1)] = 1.0
     """cpu, stage 3: fraction of the parameters whose optimizer step runs on the CPU."""
     super_offload: bool = False
     """cpu, stage 3, NVIDIA GPUs: DeepSpeed's SuperOffload for Grace Hopper and the like: the optimizer step in a process of its own, beside the backward pass where `train.gradient_clipping` is 0 (docs/zero.md)."""
-    cpuadam_cores_perc: float = 0.8
+    cpuadam_cores_perc: Annotated[float, Gt(0), Lt(1)] = 0.8
     """super_offload: fraction of a rank's cores that its optimizer process gets."""
 
 
@@ -623,11 +646,11 @@ class OffloadParamConfig:
     """Folder on the NVMe disk, made by you; needed with device=nvme."""
     pin_memory: bool = True
     """Page-locked host memory: faster, not swappable."""
-    buffer_count: int = 5
+    buffer_count: PositiveInt = 5
     """nvme: number of buffers."""
-    buffer_size: int = 100000000
+    buffer_size: PositiveInt = 100000000
     """nvme: elements per buffer; the largest parameter must fit."""
-    max_in_cpu: int = 1000000000
+    max_in_cpu: NonNegativeInt = 1000000000
     """nvme: elements that may stay in host memory."""
 
 
@@ -635,11 +658,11 @@ class OffloadParamConfig:
 class AioConfig:
     """`zero.aio`: asynchronous input/output of NVMe offload."""
 
-    block_size: int = 1048576
+    block_size: PositiveInt = 1048576
     """Bytes per request."""
-    queue_depth: int = 8
+    queue_depth: PositiveInt = 8
     """Requests under way at once per thread."""
-    intra_op_parallelism: int = 1
+    intra_op_parallelism: PositiveInt = 1
     """Threads per read or write."""
     single_submit: bool = False
     """Hand requests over one by one instead of in a batch."""
@@ -655,19 +678,19 @@ class ZenFlowConfig:
 
     enabled: bool = False
     """Use it; stages 1 and 2 with an optimizer offloaded to the CPU."""
-    topk_ratio: float = 0.1
+    topk_ratio: Annotated[float, Gt(0), Lt(1)] = 0.1
     """Fraction of the columns of each matrix that are updated in every step."""
-    select_interval: int = 16
+    select_interval: PositiveInt = 16
     """Steps after which these columns are chosen anew; a multiple of update_interval."""
-    update_interval: int = 4
+    update_interval: PositiveInt = 4
     """Steps whose gradients are added up for all other columns before they are updated."""
-    full_warm_up_rounds: int = 0
+    full_warm_up_rounds: NonNegativeInt = 0
     """Steps at the beginning in which everything is updated."""
     overlap_step: bool = False
     """Let the update on the CPU run beside the next steps, in a process of its own."""
     offload: bool = False
     """Keep the optimizer states of the chosen columns in host memory; needs zero.overlap_comm."""
-    pt_reserved_cores_perc: float = 0.5
+    pt_reserved_cores_perc: Annotated[float, Ge(0), Le(1)] = 0.5
     """overlap_step: fraction of the cores that are kept from the optimizer process."""
 
 
@@ -683,27 +706,27 @@ class ZeroConfig:
     """Overlap gradient reduction with the backward pass: faster on GPUs, needs 4.5 x reduce_bucket_size more memory; docs/speed.md says why it is off."""
     reduce_scatter: bool = True
     """Stages 1, 2: average gradients with reduce-scatter instead of all-reduce."""
-    reduce_bucket_size: int = 500000000
+    reduce_bucket_size: PositiveInt = 500000000
     """Elements that are reduced at once."""
     allgather_partitions: bool = True
     """Stages 1, 2: collect updated parameters with all-gather instead of broadcasts."""
-    allgather_bucket_size: int = 500000000
+    allgather_bucket_size: PositiveInt = 500000000
     """Stages 1, 2: elements that are gathered at once."""
     round_robin_gradients: bool = False
     """Stages 1, 2 with CPU offload: spread the copying of gradients evenly over the ranks."""
-    sub_group_size: int = 1000000000
+    sub_group_size: PositiveInt = 1000000000
     """Stage 3: elements of one optimizer tile."""
-    stage3_prefetch_bucket_size: int = 50000000
+    stage3_prefetch_bucket_size: NonNegativeInt = 50000000
     """Stage 3: elements fetched ahead of their use."""
-    stage3_param_persistence_threshold: int = 100000
+    stage3_param_persistence_threshold: NonNegativeInt = 100000
     """Stage 3: parameters smaller than this stay whole on every rank."""
-    stage3_max_live_parameters: int = 1000000000
+    stage3_max_live_parameters: NonNegativeInt = 1000000000
     """Stage 3: elements that may be gathered at once on one rank."""
-    stage3_max_reuse_distance: int = 1000000000
+    stage3_max_reuse_distance: NonNegativeInt = 1000000000
     """Stage 3: keep a gathered parameter if it is used again within so many elements."""
     stage3_gather_16bit_weights_on_model_save: bool = False
     """Stage 3: for other programs that call DeepSpeed's save_16bit_model; our own export gathers in any case."""
-    zero_hpz_partition_size: int = 1
+    zero_hpz_partition_size: PositiveInt = 1
     """Stage 3, ZeRO++: ranks (those of one machine) that keep a second copy of the weights, from which the backward pass gathers; 1 keeps none."""
     zero_quantized_weights: bool = False
     """Stage 3, ZeRO++: gather weights in 8 bits (NVIDIA GPUs)."""
@@ -723,11 +746,11 @@ class ZeroConfig:
 class ParallelConfig:
     """`parallel`: how many ranks share one model. Data-parallel ranks = ranks / (tensor x sequence x pipeline)."""
 
-    tensor: int = 1
+    tensor: PositiveInt = 1
     """Ranks over which the matrices of each layer are split (DeepSpeed's AutoTP); neighbours, best on one machine."""
-    sequence: int = field(default=1, metadata=FREE)
+    sequence: PositiveInt = field(default=1, metadata=FREE)
     """Ranks over which the tokens of each row are split (DeepSpeed's Ulysses): for rows too long for one."""
-    pipeline: int = 1
+    pipeline: PositiveInt = 1
     """Ranks over which the layers are split, each a stage (DeepSpeed's PipelineModule)."""
 
 
@@ -739,7 +762,7 @@ class KernelsConfig:
     """chunked: from the hidden states of trained tokens alone, a few at a time, so that the logits never stand in memory together; liger: the same by liger-kernel (GPU), which waits for the GPU once per micro-batch; full: all logits; auto: chunked. Models that change their logits afterwards (Gemma 2), and output layers with additions (LoRA), get the logits of all trained tokens at once."""
     liger: When = When.auto
     """liger-kernel's norms, feed-forward layers and rotary positions in place of the model's own (GPU): auto where the package is installed and knows the model; always: else refuse; never."""
-    mlp_pieces: int = 1
+    mlp_pieces: PositiveInt = 1
     """Pieces in which feed-forward layers take the tokens of a micro-batch, for long rows: their inner states are there for one piece at a time, and computed twice; 1 takes all at once. Layers of experts take all at once in any case."""
 
 
@@ -771,7 +794,7 @@ class ActivationCheckpointingConfig:
     """Keep the hidden states in host memory; no effect on CPU ranks."""
     contiguous_memory_optimization: bool = False
     """Copy the kept hidden states into one buffer; needs partition_activations and number_checkpoints."""
-    number_checkpoints: int = 0
+    number_checkpoints: NonNegativeInt = 0
     """Number of kept hidden states (the number of layers); 0 leaves it out; needed with contiguous_memory_optimization."""
     synchronize_checkpoint_boundary: bool = False
     """Synchronise the device at each layer's beginning and end."""
@@ -783,13 +806,13 @@ class ActivationCheckpointingConfig:
 class RandomLtdConfig:
     """`train.random_ltd`: random layerwise token dropping (docs/data_efficiency.md)."""
 
-    steps: int = 0
+    steps: NonNegativeInt = 0
     """Optimizer steps after which all layers compute all tokens; 0: from the first step."""
-    start_share: float = 0.5
+    start_share: Annotated[float, Gt(0), Lt(1)] = 0.5
     """Share of a row's tokens that each middle layer computes in the first step; it grows linearly to 1."""
-    first_layers: int = 1
+    first_layers: NonNegativeInt = 1
     """Layers at the beginning that always compute all tokens."""
-    last_layers: int = 1
+    last_layers: NonNegativeInt = 1
     """Layers at the end that always compute all tokens."""
 
 
@@ -797,15 +820,15 @@ class RandomLtdConfig:
 class TrainConfig:
     """`train`: how long, and what each step does beside the arithmetic."""
 
-    epochs: int = 1
+    epochs: PositiveInt = 1
     """Passes over the training data; unused when `train.max_steps` is given."""
-    max_steps: int = 0
+    max_steps: NonNegativeInt = 0
     """Optimizer steps; 0 trains `train.epochs` epochs."""
-    gradient_clipping: float = 1.0
+    gradient_clipping: NonNegativeFloat = 1.0
     """Largest norm of the whole gradient; 0 does not clip."""
     rehearse: bool = field(default=True, metadata=FREE)
     """Before the first step try once what comes later, and leave everything as it was: the longest batch forward and backward, the memory of an update, writing into checkpoints/ and beside export/, an evaluation batch (docs/rehearsal.md)."""
-    log_every: int = field(default=10, metadata=FREE)
+    log_every: PositiveInt = field(default=10, metadata=FREE)
     """Steps between two log lines; each step is in metrics.jsonl that is a multiple of it, and the first and last."""
     on_bad_step: OnBadStep = field(default=OnBadStep.skip, metadata=FREE)
     """What happens at a step whose loss or gradient is no number, or a spike; its samples are named and saved, its update is left out on all ranks. skip: go on; stop: end the run (exit code 70); rewind: go back to the last checkpoint, and on from there with the data after this step."""
@@ -813,13 +836,13 @@ class TrainConfig:
     """A loss more than so many times the median of the last 100 good steps is a spike; 0 never."""
     max_grad_norm_ratio: float = field(default=0.0, metadata=FREE)
     """A gradient norm more than so many times the median of the last 100 good steps is a spike; 0 never."""
-    max_skipped_steps: int = field(default=20, metadata=FREE)
+    max_skipped_steps: PositiveInt = field(default=20, metadata=FREE)
     """Stop (exit code 70) when so many steps in a row were skipped."""
     activation_checkpointing: ActivationCheckpointingConfig = field(
         default_factory=ActivationCheckpointingConfig, metadata=FREE
     )
     """Trade computation for memory."""
-    neftune_alpha: float = 0.0
+    neftune_alpha: NonNegativeFloat = 0.0
     """NEFTune: uniform noise of up to neftune_alpha / sqrt(tokens of a row x hidden width) is added to the embeddings of training rows; 5 to 15 are usual, 0 adds none."""
     random_ltd: RandomLtdConfig = field(default_factory=RandomLtdConfig)
     """Middle layers compute some tokens only, at first."""
@@ -829,13 +852,13 @@ class TrainConfig:
 class CheckpointConfig:
     """`checkpoint`: what is kept on disk."""
 
-    every: int = 0
+    every: NonNegativeInt = 0
     """Steps between two checkpoints; 0 saves at the end only."""
-    keep: int = 2
+    keep: NonNegativeInt = 2
     """Newest checkpoints kept; 0 keeps all. An older one is deleted only after a newer one is complete and a good step, or an evaluation, has followed it."""
-    keep_weights: int = 0
+    keep_weights: Annotated[int, Ge(-1)] = 0
     """Checkpoints beyond checkpoint.keep that stay as weights only (step-N-weights, a model folder, nothing to resume from); 0 makes none, -1 keeps all."""
-    max_gib: float = 0.0
+    max_gib: NonNegativeFloat = 0.0
     """GiB that the checkpoints of a run, weights only included, may take together; the oldest go first, the newest never. 0 is no limit."""
     at_end: bool = True
     """Save a checkpoint after the last step."""
@@ -853,27 +876,27 @@ class CheckpointConfig:
 class EvaluateConfig:
     """`evaluate`: loss and perplexity on the validation split, exact over all tokens of the samples taken, and the model's answers to it."""
 
-    every: int = 0
+    every: NonNegativeInt = 0
     """Steps between two evaluations; 0 evaluates at the end only."""
     at_start: bool = True
     """Evaluate before the first step too."""
     metrics: list[Metric] = field(default_factory=list)
     """At each evaluation the model also answers validation samples, and the answers are scored by these (docs/evaluation.md); [] leaves it out. Those that begin with chatglm_ are what the ChatGLM repositories computed, and need the packages jieba, rouge-chinese and nltk."""
-    max_samples: int = 1000
+    max_samples: NonNegativeInt = 1000
     """Measure the loss on so many validation samples, drawn once and the same in every evaluation, of each source in proportion; 0 takes all."""
-    max_answers: int = 200
+    max_answers: NonNegativeInt = 200
     """Answer so many validation samples, evenly spread over the split and at most `evaluate.max_samples`; 0 answers as many as that."""
-    batch_size: int = 8
+    batch_size: PositiveInt = 8
     """Samples that a rank answers at once."""
-    max_new_tokens: int = 64
+    max_new_tokens: PositiveInt = 64
     """Longest answer in tokens, to a validation sample or to a question of `evaluate.prompts`."""
-    temperature: float = 0.0
+    temperature: NonNegativeFloat = 0.0
     """0: the likeliest token each time; else the logits are divided by it and tokens are drawn."""
-    top_p: float = 1.0
+    top_p: Annotated[float, Gt(0), Le(1)] = 1.0
     """Draw among the likeliest tokens that hold this share of the probability together; 1 among all."""
-    top_k: int = 0
+    top_k: NonNegativeInt = 0
     """Draw among so many of the likeliest tokens; 0 among all."""
-    seed: int = 0
+    seed: NonNegativeInt = 0
     """Of what is drawn: the same seed gives the same answers, on any number of ranks."""
     keep_best: str = ""
     """Keep the checkpoint that is the best by this name in metrics.jsonl as well: eval_loss, or eval_ and one of `evaluate.metrics`, such as eval_rouge_l; "" keeps the newest only. Rated are checkpoints of steps that were evaluated."""
@@ -961,7 +984,7 @@ class TrackioConfig:
 class TrackConfig:
     """`track`: who gets what metrics.jsonl gets, which is always written (docs/tracking.md)."""
 
-    patience_s: float = 30.0
+    patience_s: NonNegativeFloat = 30.0
     """Seconds that the beginning of a run and its end each wait at most for trackers that do not answer; never more than a quarter of distributed.timeout_s."""
     tensorboard: TensorboardConfig = field(default_factory=TensorboardConfig)
     """TensorBoard."""
@@ -988,7 +1011,7 @@ class ReportConfig:
 
     enabled: bool = True
     """Make the page when the run is done."""
-    every: int = 0
+    every: NonNegativeInt = 0
     """Optimizer steps after which the page is made anew while the run goes on; 0 makes it at the end only."""
 
 
@@ -998,11 +1021,11 @@ class FlopsProfilerConfig:
 
     enabled: bool = False
     """Profile the forward passes of one step of rank 0."""
-    profile_step: int = 1
+    profile_step: PositiveInt = 1
     """Optimizer steps before the one that is profiled; fewer than the run has."""
-    module_depth: int = -1
+    module_depth: Annotated[int, Ge(-1)] = -1
     """Depth of modules in the table; -1 the innermost."""
-    top_modules: int = 1
+    top_modules: PositiveInt = 1
     """Modules shown per depth."""
     detailed: bool = True
     """Print the whole model's table."""
@@ -1033,7 +1056,7 @@ class PlanConfig:
     auto: bool = False
     """Choose ZeRO stage, offloading to host memory, activation checkpointing and micro-batch at launch: the fastest, by the plan, that fits on these machines with the same global batch. A run that goes on keeps what it began with."""
 
-    max_gpu_gib: float = 0.0
+    max_gpu_gib: NonNegativeFloat = 0.0
     """GiB of GPU memory that a rank may use; 0 is what the GPU has. On CPU ranks it bounds the bytes of their tensors while the run is rehearsed; 0 does not."""
 
 
@@ -1057,7 +1080,7 @@ class ProfileConfig:
 class LaunchConfig:
     """`launch`: what the launcher is expected to have started, and the ranks' environment."""
 
-    num_nodes: int = 0
+    num_nodes: NonNegativeInt = 0
     """Machines that must take part; a run on fewer or more is refused; 0 takes what the launcher gives."""
     env: dict[str, Any] = field(default_factory=dict)
     """Environment variables of every rank on every machine: {NCCL_DEBUG: INFO, HF_TOKEN: }. A value is set as it is typed and wins over the environment; a name without one (null) has to be set where the command is typed: for secrets, which are handed on and never written down. In recipes and configs \\${ stands for ${."""
@@ -1088,7 +1111,7 @@ class DistributedConfig:
     """auto: nccl on NVIDIA GPUs, gloo on CPUs."""
     interface: str = ""
     """Network interface of the collectives, for example eth0 (sets NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME); "" lets the library choose."""
-    timeout_s: int = 1800
+    timeout_s: PositiveInt = 1800
     """Seconds after which a collective that does not finish ends the run; also the patience with evaluations, checkpoints and first steps, and half of it that with waiting for data."""
     hang_after_s: float = 0.0
     """Seconds after which a step (or evaluation, or save) counts as hanging, waiting for data not included: all ranks write their stacks to logs/ and the run ends with code 124. 0 takes five times the slowest of the last 100 steps, at least 60; -1 never."""
@@ -1181,3 +1204,29 @@ def get_value(cfg: RunConfig, key: str) -> object:
     for part in key.split("."):
         value = getattr(value, part)
     return value
+
+
+def sections(kind: type = RunConfig, prefix: str = "") -> Iterator[tuple[str, type]]:
+    """Yield the prefix and the class of each section of the schema, outer ones first."""
+    yield prefix, kind
+    for name, inner in typing.get_type_hints(kind).items():
+        if dataclasses.is_dataclass(inner):
+            yield from sections(typing.cast("type", inner), f"{prefix}{name}.")
+
+
+@cache
+def all_keys() -> tuple[str, ...]:
+    """Return every dotted key of the schema, sections included."""
+    return tuple(prefix + name for prefix, kind in sections() for name in typing.get_type_hints(kind))
+
+
+@cache
+def bounds() -> dict[str, tuple[BaseMetadata, ...]]:
+    """Return the bounds of the keys that are numbers, as their fields declare them."""
+    found: dict[str, tuple[BaseMetadata, ...]] = {}
+    for prefix, kind in sections():
+        for name, hint in typing.get_type_hints(kind, include_extras=True).items():
+            for one in (hint, *typing.get_args(hint)):  # a number, or a number | str
+                if typing.get_origin(one) is Annotated:
+                    found[prefix + name] = one.__metadata__
+    return found

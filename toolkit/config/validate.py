@@ -11,7 +11,7 @@ from typing import Any
 from omegaconf.errors import ValidationError
 from omegaconf.nodes import BooleanNode, FloatNode, IntegerNode, StringNode
 
-from toolkit.config.schema import AUTO, RunConfig
+from toolkit.config.schema import AUTO, RunConfig, all_keys
 from toolkit.errors import ConfigError
 from toolkit.messages import did_you_mean, joined, nearest, tr
 from toolkit.problems import Problems
@@ -38,14 +38,6 @@ def field_type(path: str) -> Any:
         else:
             return None
     return kind
-
-
-def all_keys(kind: type = RunConfig, prefix: str = "") -> Iterator[str]:
-    """Yield every dotted key of the schema, sections included."""
-    for name, inner in typing.get_type_hints(kind).items():
-        yield prefix + name
-        if dataclasses.is_dataclass(inner):
-            yield from all_keys(typing.cast("type", inner), f"{prefix}{name}.")
 
 
 def validate_tree(value: Any, kind: Any, path: str, place: Place, problems: Problems) -> Iterator[tuple[str, Any]]:
@@ -119,7 +111,7 @@ def _nearest_key(path: str, shown: str, siblings: list[str]) -> tuple[str, ...]:
     close = nearest(name, siblings)
     if close:
         return (f"{prefix}.{close}" if prefix else close,)
-    leaf = {key.rpartition(".")[2]: key for key in reversed(list(all_keys()))}
+    leaf = {key.rpartition(".")[2]: key for key in reversed(all_keys())}
     found = nearest(shown, (key for key in all_keys() if not shown.startswith(f"{key}."))) or leaf.get(name)
     return (found,) if found else ()
 

@@ -15,12 +15,12 @@ from toolkit.config.ops import with_optimizer
 from toolkit.config.rule_tables import (
     OPTIMIZERS,
     SOMETIMES_READ,
-    STAGE3_KEYS,
-    SUPER_OFFLOAD_KEYS,
     is_client,
     is_grouped,
 )
 from toolkit.config.schema import (
+    STAGE3_KEYS,
+    SUPER_OFFLOAD_KEYS,
     ActivationCheckpointingConfig,
     AioConfig,
     CommsLoggerConfig,

@@ -115,7 +115,7 @@ def with_layout(
 
 
 def _leave_out(cfg: RunConfig) -> None:
-    """Switch off what is beyond ZeRO's stages and does not go with the choice; see config/checks_zero.py."""
+    """Switch off what is beyond ZeRO's stages and does not go with the choice; see config/rule_tables.py."""
     zero = cfg.zero
     on_cpu = zero.offload_optimizer.device is Device.cpu
     if zero.stage != 3 or zero.offload_param.device is not Device.none:
