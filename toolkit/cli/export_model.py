@@ -22,34 +22,22 @@ part of the weights is in memory at a time, also in the comparison afterwards; t
 
 import re
 import shutil
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from toolkit.arguments import named_arguments, one_of
-from toolkit.checkpoint.directory import resolve_checkpoint
 from toolkit.errors import ConfigError, ToolkitError
 from toolkit.messages import tr
 
 if TYPE_CHECKING:
-    from toolkit.export.checkpoint import ExportOptions
     from toolkit.models.save import Format
 
 FORMATS: "tuple[Format, ...]" = ("hf", "official")
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 _USAGE = "toolkit export-model PATH output=DIR"
 _OPTIONAL = ("adapter", "merge", "format", "dtype", "max_shard_size", "base", "output", "forward", "model.family")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Asked:
-    """The command's words."""
-
-    path: Path
-    adapter: str
-    base: str
-    family: str
-    output: Path
+_CHOSEN = {"adapter": "adapter", "base": "base", "family": "model.family"}
+"""Parameter of `export_any` -> argument."""
 
 
 def run(words: list[str]) -> int:
@@ -61,24 +49,23 @@ def run(words: list[str]) -> int:
     size = given.get("max_shard_size", "")
     if size and not re.fullmatch("[1-9][0-9]*[KMGT]B", size):
         raise ConfigError(tr("max_shard_size = {size} is no size such as 500MB or 5GB.", size=size))
-    asked = _Asked(
-        path=Path(given["model.path"]),
-        adapter=given.get("adapter", ""),
-        base=given.get("base", ""),
-        family=given.get("model.family", "auto"),
-        output=_output(Path(given["model.path"]), given.get("output", ""), format, merge == "true"),
-    )
-    if asked.output.exists():
-        raise ConfigError(tr("{folder} exists already: nothing was written. Name another folder.", folder=asked.output))
-    from toolkit.export.checkpoint import ExportOptions
+    path = Path(given["model.path"])
+    output = _output(path, given.get("output", ""), format, merge == "true")
+    if output.exists():
+        raise ConfigError(tr("{folder} exists already: nothing was written. Name another folder.", folder=output))
+    import transformers
 
-    _quiet()
+    from toolkit.export.checkpoint import ExportOptions, export_any
+
+    transformers.utils.logging.disable_progress_bar()
     shards = {"max_shard_size": size} if size else {}
     layout: Format = "official" if format == "official" else "hf"
-    _export(asked, ExportOptions(format=layout, merge=merge == "true", dtype=dtype, **shards))
-    print(tr("wrote {folder}.", folder=asked.output))
+    options = ExportOptions(format=layout, merge=merge == "true", dtype=dtype, **shards)
+    chosen = {name: given[word] for name, word in _CHOSEN.items() if word in given}
+    export_any(path, output, options, **chosen)
+    print(tr("wrote {folder}.", folder=output))
     if forward == "yes":
-        print("  " + _proven(asked.output))
+        print("  " + _proven(output))
     return 0
 
 
@@ -90,28 +77,6 @@ def _output(path: Path, output: str, format: str, merge: bool) -> Path:
     return path / ("official" if format == "official" else "merged" if merge else "export")
 
 
-def _export(asked: _Asked, wanted: "ExportOptions") -> None:
-    from toolkit.models.adapters import is_adapter
-
-    adapter = asked.adapter or (str(asked.path) if is_adapter(asked.path) else "")
-    checkpoint = None if adapter else resolve_checkpoint(asked.path)
-    if checkpoint is not None and asked.family != "auto":
-        raise ConfigError(tr("model.family has no effect: a checkpoint knows its tokenizer. Remove it."))
-    if checkpoint is not None:
-        from toolkit.export.checkpoint import export_checkpoint
-
-        export_checkpoint(checkpoint, asked.output, wanted, asked.base)
-    elif adapter:
-        from toolkit.export.checkpoint import export_adapter_folder
-
-        base = str(asked.path) if asked.adapter else asked.base
-        export_adapter_folder(Path(adapter), asked.output, wanted, base, asked.family)
-    else:
-        from toolkit.export.checkpoint import convert_model
-
-        convert_model(asked.path, asked.output, wanted, asked.family)
-
-
 def _proven(folder: Path) -> str:
     """Load what was written and compare it with what it was written from; what is wrong does not stay."""
     from toolkit.export.verify import verify_logits
@@ -121,9 +86,3 @@ def _proven(folder: Path) -> str:
     except ToolkitError:
         shutil.rmtree(folder)
         raise
-
-
-def _quiet() -> None:
-    import transformers
-
-    transformers.utils.logging.disable_progress_bar()

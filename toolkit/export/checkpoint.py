@@ -17,17 +17,25 @@ from typing import Any
 
 import torch
 from deepspeed import DeepSpeedEngine
-from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
 from toolkit.checkpoint import directory
 from toolkit.checkpoint.convert import iter_weights
+from toolkit.checkpoint.directory import resolve_checkpoint
 from toolkit.config.schema import Dtype, TuningMethod
 from toolkit.distributed.process_group import on_rank0
 from toolkit.engine.parameters import gathered_parameters
 from toolkit.errors import CheckpointError, ConfigError, NotExportable, ToolkitError
 from toolkit.export.huggingface import CARD_FILE as CARD
-from toolkit.export.huggingface import atomic_directory, card, write_adapter, write_folder, write_original_prefix
+from toolkit.export.huggingface import (
+    atomic_directory,
+    cannot_write,
+    card,
+    save_checked,
+    write_adapter,
+    write_folder,
+    write_original_prefix,
+)
 from toolkit.export.merge import TunedPart, loaded, merge_adapter, part_of_adapter, part_of_checkpoint
 from toolkit.launch.processes import run_module
 from toolkit.messages import tr
@@ -43,7 +51,7 @@ from toolkit.models.save import MAX_SHARD_SIZE, MODEL_DIR, Format, describe
 
 @dataclass(frozen=True, slots=True)
 class Rebuilt:
-    """What a checkpoint holds of the model."""
+    """The model of a checkpoint, its architecture and its weights apart."""
 
     model: PreTrainedModel
     """Its architecture, with nothing in the parameters."""
@@ -54,20 +62,17 @@ class Rebuilt:
 def rebuild(
     checkpoint: Path, scratch: Path | None = None, part: TunedPart | None = None, dtype: torch.dtype | None = None
 ) -> Rebuilt:
-    """Return the whole model of a checkpoint.
+    """Return the whole model of a verified checkpoint.
 
     Args:
         checkpoint: verified.
-        scratch: an empty folder for the weights, so that memory holds one at a time; None holds those of ZeRO-3, and
+        scratch: an empty directory for the weights, so that memory holds one at a time; None holds those of ZeRO-3, and
             those of a base, in memory, and maps others from the checkpoint.
-        part: what the checkpoint holds, if that is not all.
-        dtype: precision of the weights; None that of the training.
+        part: what the checkpoint holds, if that is not the whole model.
+        dtype: precision of the weights; None for that of the training.
 
     Raises:
-        CheckpointError: the weights cannot be read, or are not those of the model that the checkpoint describes.
-        NotExportable: it was saved by an older version, or its weights lie on an NVMe disk.
-        ConfigError: it cannot be merged.
-        ModelError: the model that it describes cannot be built.
+        NotExportable: if it was saved by an older version, or its weights are on an NVMe disk.
     """
     described = checkpoint / MODEL_DIR
     if not described.is_dir():
@@ -88,9 +93,7 @@ def load_checkpoint(checkpoint: Path) -> PreTrainedModel:
     """Return the model of a checkpoint on the CPU, with what was trained in it or added to it, in its precision.
 
     Raises:
-        CheckpointError: the weights cannot be read.
         NotExportable: see `rebuild`.
-        ModelError: the model, or the one that a part was trained of, cannot be loaded.
     """
     part = part_of_checkpoint(checkpoint)
     if part is not None:
@@ -107,17 +110,9 @@ def collect_files(
     dtype: torch.dtype | None,
     scratch: Path | None,
 ) -> Rebuilt:
-    """Return a model and its weights, all of them and in the right shapes.
+    """Return an empty model with its weights; a CheckpointError if any is missing, unknown or of another shape.
 
-    Args:
-        model: with nothing in its parameters.
-        values: by name; tied ones may come twice.
-        source: where they come from, for messages.
-        dtype: precision in which they are kept; None their own.
-        scratch: see `rebuild`.
-
-    Raises:
-        CheckpointError: they are not those of the model.
+    `values` may hold tied ones twice; `source` is for messages; `dtype` None keeps theirs; `scratch` as for `rebuild`.
     """
     wanted, tied = weights.shapes_of(model), weights.tied_names(model)
     state: dict[str, torch.Tensor] = {}
@@ -140,20 +135,14 @@ def _mapped(value: torch.Tensor, file: Path) -> torch.Tensor:
     try:
         torch.save(value.clone(), file)  # the value alone, not all that lies in memory with it
     except (OSError, RuntimeError) as error:  # torch.save reports a full disk as RuntimeError
-        raise CheckpointError(
-            tr(
-                "cannot write the export to {folder}: {reason}. Nothing else was touched.",
-                folder=file.parent,
-                reason=error,
-            )
-        ) from error
+        raise cannot_write(file.parent, error) from error
     mapped: torch.Tensor = torch.load(file, weights_only=True, mmap=True)
     return mapped
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExportOptions:
-    """How an export is to be."""
+    """How an export is written."""
 
     format: Format = "hf"
     """See `toolkit.models.save.save_model`."""
@@ -170,22 +159,39 @@ class ExportOptions:
         return getattr(torch, self.dtype) if self.dtype else None
 
 
-def export_checkpoint(checkpoint: Path, folder: Path, wanted: ExportOptions | None = None, base: str = "") -> None:
-    """Write the model of a checkpoint, or its adapter. Bit for bit what the run would have exported at that step.
+def export_any(
+    path: Path, folder: Path, wanted: ExportOptions, *, adapter: str = "", base: str = "", family: str = "auto"
+) -> None:
+    """Write the model of a run, a checkpoint, an adapter or a model directory, or the adapter of it.
 
     Args:
-        checkpoint: verified.
+        path: a run's newest complete checkpoint is taken; an adapter; or a model, on which `adapter` was trained.
         folder: must not exist.
-        wanted: how; None: as a run does.
-        base: folder of the model that a part was trained of; "" finds it.
-
-    Raises:
-        CheckpointError: the weights cannot be read, or the export cannot be written.
-        ConfigError: there is nothing to be merged, or it cannot be.
-        ModelError: there is no official layout to go back to, or the base is not there.
+        wanted: how.
+        adapter: directory of an adapter; "" none.
+        base: where the base of an adapter or checkpoint is now; "" finds it.
+        family: see `load_chat_encoder`.
     """
+    if adapter:
+        export_adapter_folder(Path(adapter), folder, wanted, str(path), family)
+    elif adapters.is_adapter(path):
+        export_adapter_folder(path, folder, wanted, base, family)
+    elif (checkpoint := resolve_checkpoint(path)) is None:
+        convert_model(path, folder, wanted, family)
+    elif family != "auto":
+        raise ConfigError(tr("model.family has no effect: a checkpoint knows its tokenizer. Remove it."))
+    else:
+        export_checkpoint(checkpoint, folder, wanted, base)
+
+
+def export_checkpoint(checkpoint: Path, folder: Path, wanted: ExportOptions | None = None, base: str = "") -> None:
+    """Write the model of a verified checkpoint, or its adapter, bit for bit as the run would have at that step.
+
+    `base` is the directory of the model that a part was trained of; "" finds it.
+    """
+    wanted = wanted or ExportOptions()
     if is_custom(checkpoint):
-        if wanted not in (None, ExportOptions()):
+        if wanted != ExportOptions():
             raise ConfigError(
                 tr(
                     "{folder} holds a model of one's own: its weights alone are written, as they are.",
@@ -194,7 +200,6 @@ def export_checkpoint(checkpoint: Path, folder: Path, wanted: ExportOptions | No
             )
         export_custom_checkpoint(checkpoint, folder)
         return
-    wanted = wanted or ExportOptions()
     described, part = checkpoint / MODEL_DIR, part_of_checkpoint(checkpoint, base)
     names = [PurePosixPath(name) for name in directory.read_manifest(checkpoint)["files"]]
     mine = [name.relative_to(MODEL_DIR) for name in names if name.is_relative_to(MODEL_DIR)]
@@ -202,10 +207,11 @@ def export_checkpoint(checkpoint: Path, folder: Path, wanted: ExportOptions | No
     state = directory.read_run_state(checkpoint)
     is_adapter = part is not None and bool(part.settings) and not wanted.merge
     files[CARD] = card(state, is_adapter)
-    taken = probe.read(checkpoint)
-    export_part(
-        part, folder, wanted, files, taken, lambda scratch: rebuild(checkpoint, scratch, part, wanted.precision)
-    )
+
+    def build(scratch: Path) -> Rebuilt:
+        return rebuild(checkpoint, scratch, part, wanted.precision)
+
+    export_part(part, folder, wanted, files, probe.read(checkpoint), build)
 
 
 def export_part(
@@ -219,20 +225,16 @@ def export_part(
     """Write a model, or an adapter alone.
 
     Args:
-        part: what was trained, if that is not all.
+        part: what was trained, if that is not the whole model.
         folder: must not exist.
         wanted: how.
         files: of `toolkit.models.save.describe`, and the card.
-        taken: what the model makes of a few ids.
-        build: makes the whole model, given an empty folder for its weights.
-
-    Raises:
-        CheckpointError: the export cannot be written.
-        ConfigError: there is nothing to be merged.
+        taken: logits of a few ids.
+        build: makes the whole model, given an empty directory for its weights.
     """
     is_adapter = part is not None and bool(part.settings)
     if wanted.merge and not is_adapter:
-        raise nothing_to_merge()
+        raise _nothing_to_merge()
     if part is not None and is_adapter and not wanted.merge:
         is_prefix = adapters.method_of(part.settings) is TuningMethod.ptuning_v2
         whole = wanted.dtype or wanted.max_shard_size != MAX_SHARD_SIZE or (wanted.format != "hf" and not is_prefix)
@@ -262,17 +264,12 @@ def export_part(
         )
 
 
-def nothing_to_merge() -> ConfigError:
-    """Return the error about merging what is whole."""
+def _nothing_to_merge() -> ConfigError:
     return ConfigError(tr("this is a whole model already: there is nothing to merge. Leave merge=true out."))
 
 
 def export_in_background(checkpoint: Path, folder: Path) -> None:
-    """Verify a checkpoint and export it in transformers' layout, in a process of its own, beside training.
-
-    Raises:
-        CheckpointError: it came to nothing; the message says why.
-    """
+    """Verify a checkpoint and export it in transformers' layout in a child process, alongside training."""
     if reason := run_module("toolkit.export.checkpoint", str(checkpoint), str(folder)):
         raise CheckpointError(reason)
 
@@ -289,21 +286,9 @@ def main() -> None:
 
 
 def convert_model(path: Path, folder: Path, wanted: ExportOptions, family: str = "auto") -> None:
-    """Write a model folder in another layout or precision.
-
-    Args:
-        path: official, or transformers' layout.
-        folder: must not exist.
-        wanted: how.
-        family: see `load_chat_encoder`.
-
-    Raises:
-        ConfigError: there is nothing to be merged.
-        ModelError: the model cannot be loaded, or there is no official layout to go back to.
-        CheckpointError: it cannot be written.
-    """
+    """Write a model directory in another layout or precision."""
     if wanted.merge:
-        raise nothing_to_merge()
+        raise _nothing_to_merge()
     model = load_model(path, dtype=wanted.precision)
     before = probe.read(path)
     ids = probe.spread_ids(model.config) if before is None else before.ids
@@ -314,20 +299,7 @@ def convert_model(path: Path, folder: Path, wanted: ExportOptions, family: str =
 def export_adapter_folder(
     path: Path, folder: Path, wanted: ExportOptions, base: str = "", family: str = "auto"
 ) -> None:
-    """Put an adapter into the weights of its base, or copy it.
-
-    Args:
-        path: the adapter.
-        folder: must not exist.
-        wanted: how.
-        base: folder of the base; "" finds it.
-        family: see `load_chat_encoder`.
-
-    Raises:
-        ConfigError: it cannot be merged.
-        ModelError: the base is not there, or another one.
-        CheckpointError: it cannot be written.
-    """
+    """Merge an adapter into the weights of its base, or copy it; `base` "" finds the base."""
     part = part_of_adapter(path, base)
     precision = wanted.precision or next(iter(part.values.values())).dtype
     model = empty(part.base)
@@ -338,18 +310,15 @@ def export_adapter_folder(
         files[CARD] = (path / CARD).read_bytes()
         if wanted.merge:
             files[CARD] = files[CARD].replace(b'library_name: "peft"', b'library_name: "transformers"', 1)
-    export_part(
-        part,
-        folder,
-        wanted,
-        files,
-        probe.read(path),
-        lambda scratch: collect_files(*merge_adapter(part), path, precision, scratch),
-    )
+
+    def build(scratch: Path) -> Rebuilt:
+        return collect_files(*merge_adapter(part), path, precision, scratch)
+
+    export_part(part, folder, wanted, files, probe.read(path), build)
 
 
 def _encoder(folder: Path, family: str) -> AnyChatEncoder | None:
-    """Return a folder's tokenizer, None where it has none."""
+    """Return a directory's tokenizer, None if it has none."""
     has_one = official_vocabulary(folder) is not None or (folder / "tokenizer.json").is_file()
     return load_chat_encoder(folder, family=family) if has_one else None
 
@@ -358,16 +327,7 @@ WEIGHTS, CUSTOM_CARD = "model.safetensors", "own.json"
 
 
 def export_custom(engine: DeepSpeedEngine, card: dict[str, Any], folder: Path) -> None:
-    """Write parameters and stored buffers, whole, in the precision of the training. A collective.
-
-    Args:
-        engine: the engine.
-        card: what the model is.
-        folder: must not exist.
-
-    Raises:
-        CheckpointError: it cannot be written, or is not what was in memory.
-    """
+    """Write a custom model's parameters and stored buffers in the precision of the training. A collective."""
     state = dict(gathered_parameters(engine.module))
     on_rank0(lambda: _write_custom(state, card, folder))
 
@@ -375,38 +335,17 @@ def export_custom(engine: DeepSpeedEngine, card: dict[str, Any], folder: Path) -
 def _write_custom(state: dict[str, torch.Tensor], card: dict[str, Any], folder: Path) -> None:
     with atomic_directory(folder) as temporary:
         temporary.mkdir()
-        save_file({name: value.contiguous() for name, value in state.items()}, temporary / WEIGHTS)
         (temporary / CUSTOM_CARD).write_text(json.dumps(card, indent=2) + "\n", encoding="utf-8")
-        written = load_file(temporary / WEIGHTS)
-        wrong = [name for name, value in state.items() if not _are_equal(written.get(name), value)]
-        if wrong:
-            raise CheckpointError(
-                tr("{folder} does not hold its model: {reason}.", folder=folder, reason="; ".join(wrong[:5]))
-            )
-
-
-def _are_equal(written: torch.Tensor | None, value: torch.Tensor) -> bool:
-    """Whether two tensors have the same bytes: nan is nan."""
-    if written is None or (written.shape, written.dtype) != (value.shape, value.dtype):
-        return False
-    return torch.equal(written.reshape(-1).view(torch.uint8), value.contiguous().reshape(-1).view(torch.uint8))
+        save_checked(state, temporary / WEIGHTS, folder)
 
 
 def is_custom(folder: Path) -> bool:
-    """Whether a checkpoint or an export is of a model of one's own."""
+    """Whether a checkpoint or an export is of a custom model."""
     return (folder / CUSTOM_CARD).is_file() or (folder / MODEL_DIR / CUSTOM_CARD).is_file()
 
 
 def export_custom_checkpoint(checkpoint: Path, folder: Path) -> None:
-    """Write the weights in a checkpoint, without the ranks that saved it: those that `export` would have written.
-
-    Args:
-        checkpoint: verified; of a model of one's own.
-        folder: must not exist.
-
-    Raises:
-        CheckpointError: they cannot be read or written.
-    """
+    """Write the weights in a verified checkpoint of a custom model, as `export_custom` would have."""
     dtype = TORCH_DTYPES[Dtype(directory.read_run_state(checkpoint).config["precision"]["dtype"])]
     card = json.loads((checkpoint / MODEL_DIR / CUSTOM_CARD).read_text(encoding="utf-8"))
     state: dict[str, torch.Tensor] = {}

@@ -6,7 +6,7 @@ of quality.
 """
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -51,12 +51,7 @@ _PACKAGES = ("torch", "deepspeed", "transformers", "peft")
 
 
 def card(state: RunState, is_adapter: bool) -> bytes:
-    """Return the card of what a run made.
-
-    Args:
-        state: of the checkpoint, or of the run's end.
-        is_adapter: whether the folder holds an adapter and no model.
-    """
+    """Return the model card of a run, or of its adapter."""
     config: Mapping[str, Any] = hide_all(state.config)
     model, tuning = config["model"], config["tuning"]
     base = model["name"] or model["path"] or "?"
@@ -65,41 +60,37 @@ def card(state: RunState, is_adapter: bool) -> bytes:
         front["library_name"] = "peft" if is_adapter else "transformers"
     if model["hub_id"]:
         front["base_model"] = model["hub_id"]
-    lines = ["---", *(f"{key}: {json.dumps(value, ensure_ascii=False)}" for key, value in front.items()), "---", ""]
-    lines += [f"# {tr('{base}, fine-tuned', base=base)}", "", *_facts(state, config), ""]
-    lines += [f"## {tr('Losses')}", "", *_losses(state), "", f"## {tr('Versions')}", ""]
-    packages = state.versions.get("packages", {})
-    lines += [f"- {name} {packages[name]}" for name in _PACKAGES if name in packages]
-    if commit := state.versions.get("commit"):
-        lines.append(f"- {tr('toolkit commit {commit}', commit=commit)}")
-    lines += ["", f"## {tr('Settings')}", "", "```json"]
+    sources = [str(one["hub"] or one["path"] or one["format"]) for one in config["data"]["sources"]]
+    facts = [
+        tr("recipe: {recipe}", recipe=config["recipe"]),
+        tr("base model: {path}", path=model["path"] or model["name"]),
+        tr("what was trained: tuning={method}", method=tuning["method"]),
+        tr("data: {sources} (store {store})", sources=", ".join(sources), store=state.data.get("store", "?")),
+        tr(
+            "{steps} steps, {trained} trained tokens of {total}, {ranks} ranks",
+            steps=f"{state.step:,}",
+            trained=f"{state.trained_tokens:,}",
+            total=f"{state.total_tokens:,}",
+            ranks=state.world_size,
+        ),
+    ]
+    packages, commit = state.versions.get("packages", {}), state.versions.get("commit")
+    versions = [f"{name} {packages[name]}" for name in _PACKAGES if name in packages]
+    versions += [tr("toolkit commit {commit}", commit=commit)] if commit else []
     shown = {key: config[key] for key in ("tuning", "data", "batch", "optim", "schedule", "precision")}
-    lines += [json.dumps(shown, indent=1, ensure_ascii=False, default=str), "```", ""]
+    lines = [
+        *("---", *(f"{key}: {json.dumps(value, ensure_ascii=False)}" for key, value in front.items()), "---", ""),
+        *(f"# {tr('{base}, fine-tuned', base=base)}", "", *(f"- {fact}" for fact in facts), ""),
+        *(f"## {tr('Losses')}", "", *_losses(state), ""),
+        *(f"## {tr('Versions')}", "", *(f"- {version}" for version in versions), ""),
+        *(f"## {tr('Settings')}", "", "```json"),
+        *(json.dumps(shown, indent=1, ensure_ascii=False, default=str), "```", ""),
+    ]
     return "\n".join(lines).encode()
 
 
-def _facts(state: RunState, config: Mapping[str, Any]) -> list[str]:
-    sources = [str(one["hub"] or one["path"] or one["format"]) for one in config["data"]["sources"]]
-    return [
-        f"- {line}"
-        for line in (
-            tr("recipe: {recipe}", recipe=config["recipe"]),
-            tr("base model: {path}", path=config["model"]["path"] or config["model"]["name"]),
-            tr("what was trained: tuning={method}", method=config["tuning"]["method"]),
-            tr("data: {sources} (store {store})", sources=", ".join(sources), store=state.data.get("store", "?")),
-            tr(
-                "{steps} steps, {trained} trained tokens of {total}, {ranks} ranks",
-                steps=f"{state.step:,}",
-                trained=f"{state.trained_tokens:,}",
-                total=f"{state.total_tokens:,}",
-                ranks=state.world_size,
-            ),
-        )
-    ]
-
-
 def _losses(state: RunState) -> list[str]:
-    """Return a table of the validation, and the training loss at both ends; nats per trained token."""
+    """Return a table of the evaluations, and the training loss at both ends; nats per trained token."""
     lines = []
     if state.first_loss is not None and state.last_loss is not None:
         line = tr(
@@ -111,23 +102,13 @@ def _losses(state: RunState) -> list[str]:
         lines += [f"| step | {' | '.join(names)} |", "|" + " --- |" * (len(names) + 1)]
         lines += [
             f"| {int(row['step'])} | {' | '.join(f'{row[name]:.4g}' if name in row else '' for name in names)} |"
-            for row in (state.evaluations if len(state.evaluations) <= 20 else state.evaluations[-20:])
+            for row in state.evaluations[-20:]
         ]
     return lines or [tr("none were logged")]
 
 
 def export_model(engine: DeepSpeedEngine, files: Mapping[str, bytes], probe_ids: torch.Tensor, folder: Path) -> None:
-    """Write what was trained, in transformers' layout. A collective; rank 0 holds the whole model in host memory.
-
-    Args:
-        engine: the engine whose module is exported, in its training precision.
-        files: of `toolkit.models.save.describe`; rank 0 alone needs them.
-        probe_ids: of `toolkit.models.probe`.
-        folder: must not exist.
-
-    Raises:
-        CheckpointError: the disk is full, or what was written is not what was in memory.
-    """
+    """Write what was trained, in transformers' layout. A collective; rank 0 holds the whole model in host memory."""
     taken, model = take_probe(engine, probe_ids), unwrap_model(engine.module)
     state = {name: value for name, value in gathered_parameters(engine.module) if value.numel()}
     on_rank0(lambda: write_folder(model, files, folder, "hf", taken, state))
@@ -142,19 +123,16 @@ def write_folder(
     state: dict[str, torch.Tensor] | None = None,
     max_shard_size: str = MAX_SHARD_SIZE,
 ) -> None:
-    """Write a model folder and check what was written: `folder` is whole or absent.
+    """Write a model directory atomically, and check what was written.
 
     Args:
         model: the model.
         files: of `toolkit.models.save.describe`. The official layout brings its own.
         folder: must not exist.
         format: see `save_model`.
-        taken: what this model makes of a few ids; None where that is not known.
-        state: whole parameters by name, where the model's own are partitioned or empty.
+        taken: this model's logits of a few ids; None if not known.
+        state: full parameters by name, if the model's own are partitioned or empty.
         max_shard_size: see `save_model`.
-
-    Raises:
-        CheckpointError: the disk is full, or what was written is not what was in memory.
     """
     with atomic_directory(folder) as temporary:
         save_model(model, temporary, format, state=state, max_shard_size=max_shard_size)
@@ -166,14 +144,7 @@ def write_folder(
 
 @contextmanager
 def atomic_directory(folder: Path) -> Iterator[Path]:
-    """Give a place beside a folder to write to; sealed, it gets the folder's name.
-
-    Args:
-        folder: must not exist.
-
-    Raises:
-        CheckpointError: it cannot be written.
-    """
+    """Yield a directory to write to; with a manifest, it then gets the name `folder`, which must not exist."""
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         # A name that nobody else has: whatever stands beside the folder is the user's.
@@ -186,24 +157,39 @@ def atomic_directory(folder: Path) -> Iterator[Path]:
             temporary.rename(folder)
             flush(folder.parent)
     except (OSError, SafetensorError) as error:
-        raise CheckpointError(
-            tr(
-                "cannot write the export to {folder}: {reason}. Nothing else was touched.",
-                folder=folder,
-                reason=error,
-            )
-        ) from error
+        raise cannot_write(folder, error) from error
+
+
+def cannot_write(folder: Path, error: Exception) -> CheckpointError:
+    """Return the error about an export that cannot be written."""
+    return CheckpointError(
+        tr("cannot write the export to {folder}: {reason}. Nothing else was touched.", folder=folder, reason=error)
+    )
+
+
+def _not_as_trained(folder: Path, names: Sequence[str]) -> CheckpointError:
+    return CheckpointError(
+        tr("the export in {folder} does not hold what was trained: {names}", folder=folder, names=list(names[:5]))
+    )
+
+
+def save_checked(state: Mapping[str, torch.Tensor], file: Path, folder: Path) -> None:
+    """Write tensors to a file of an export to `folder`, and read them back, bit for bit."""
+    save_file({name: value.contiguous() for name, value in state.items()}, file, {"format": "pt"})
+    written = read_tensors(file)
+    if wrong := [name for name, value in state.items() if name not in written or not _is_same(value, written[name])]:
+        raise _not_as_trained(folder, wrong)
 
 
 def write_files(files: Mapping[str, bytes], folder: Path) -> None:
-    """Write files by their path in a folder."""
+    """Write files by their path in a directory."""
     for name, content in files.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_bytes(content)
 
 
 def _seal(folder: Path) -> None:
-    """Write the manifest of what is on the disk."""
+    """Flush all files to the disk and write their manifest."""
     paths = sorted(path for path in folder.rglob("*") if path.is_file())
     for path in paths:
         flush(path)
@@ -214,7 +200,7 @@ def _seal(folder: Path) -> None:
 
 
 def _verify(model: PreTrainedModel, folder: Path, format: Format, state: dict[str, torch.Tensor] | None) -> None:
-    """Read back every header: nothing missing, nothing empty (a known fate under ZeRO-3), every shape whole."""
+    """Read back every header: nothing missing, nothing empty (a known defect under ZeRO-3), every shape complete."""
     tied = tied_names(model)
     held = state if state is not None else model.state_dict()
     held = {name: value for name, value in held.items() if name not in tied}
@@ -230,31 +216,11 @@ def _verify(model: PreTrainedModel, folder: Path, format: Format, state: dict[st
             wrong += sorted(set(held) - set(written)) or [json.dumps({"expected": expected, "found": found})]
     wrong += [name for name, shape in written.items() if 0 in shape]
     if wrong or not written:
-        raise CheckpointError(
-            tr(
-                "the export in {folder} does not hold what was trained: {names}",
-                folder=folder,
-                names=wrong[:5],
-            )
-        )
-
-
-_OF_MODELS = ("config.json", "generation_config.json")
-"""Files by which a folder is a model of its own."""
+        raise _not_as_trained(folder, wrong)
 
 
 def export_adapter(engine: DeepSpeedEngine, files: Mapping[str, bytes], probe_ids: torch.Tensor, folder: Path) -> None:
-    """Write what was trained of a tuned model, and nothing else. A collective.
-
-    Args:
-        engine: its module has `tuned`.
-        files: of `toolkit.models.save.describe` and `Tuned.describe`; rank 0 alone needs them.
-        probe_ids: of `toolkit.models.probe`.
-        folder: must not exist.
-
-    Raises:
-        CheckpointError: the disk is full, or what was written is not what was in memory.
-    """
+    """Write the adapter of a tuned model (`engine.module.tuned`), and nothing else. A collective."""
     taken = probe.take(engine.module, probe_ids, engine.device)
     names = stored_names(engine.module)
     state = {names[name]: value for name, value in gathered_parameters(engine.module, names)}
@@ -264,46 +230,23 @@ def export_adapter(engine: DeepSpeedEngine, files: Mapping[str, bytes], probe_id
 def write_adapter(
     state: dict[str, torch.Tensor], files: Mapping[str, bytes], folder: Path, taken: Probe | None
 ) -> None:
-    """Write an adapter's folder: it is whole or absent.
-
-    Args:
-        state: by stored name.
-        files: as above.
-        folder: must not exist.
-        taken: what the model with it makes of a few ids.
-
-    Raises:
-        CheckpointError: the disk is full, a tensor is empty, or what was written is not what was in memory.
-    """
+    """Write an adapter's directory atomically and read it back; `state` is by stored name."""
+    empty = [name for name, value in state.items() if not value.numel()]
+    if empty or not state:
+        raise _not_as_trained(folder, empty)
     with atomic_directory(folder) as temporary:
         temporary.mkdir()
-        empty = [name for name, value in state.items() if not value.numel()]
-        save_file({name: value.contiguous() for name, value in state.items()}, temporary / WEIGHTS, {"format": "pt"})
-        own = {name: content for name, content in files.items() if not _is_of_models(name)}
-        write_files(own, temporary)
+        write_files({name: content for name, content in files.items() if not _is_of_models(name)}, temporary)
         if taken is not None:
             probe.write(taken, temporary)
-        read = read_tensors(temporary / WEIGHTS)
-        wrong = empty + [name for name, value in state.items() if name not in read or not value.equal(read[name])]
-        if wrong or not state:
-            raise CheckpointError(
-                tr("the export in {folder} does not hold what was trained: {names}", folder=folder, names=wrong[:5])
-            )
+        save_checked(state, temporary / WEIGHTS, folder)
 
 
 def prove_adapter(engine: DeepSpeedEngine, folder: Path) -> None:
-    """Compare an adapter's folder with the adapter and the base that are in memory. A collective.
+    """Compare an adapter's directory with the adapter and the base that are in memory. A collective.
 
-    No model is loaded, and the engine's is only read: what has the same numbers, settings and base bit for bit gives
-    the logits that the engine's model gave for the folder's probe.
-
-    Args:
-        engine: as for `export_adapter`.
-        folder: what that has written.
-
-    Raises:
-        CheckpointError: on every rank, if the folder holds another adapter.
-        ModelError: on every rank, if it names another base than the one in memory.
+    No model is loaded, and the engine's is only read: the same numbers, settings and base bit for bit give the logits
+    that the engine's model gave for the directory's probe. What is wrong is raised on every rank.
     """
     model = engine.module
     names = stored_names(model)
@@ -320,9 +263,7 @@ def _compare(
     wrong += [name for name, value in state.items() if name in values and not _is_same(value, values[name])]
     wrong += [CONFIG] * (read_settings(folder) != tuned.settings) + [BASE_FILE] * (base != tuned.base)
     if wrong or base is None:
-        raise CheckpointError(
-            tr("the export in {folder} does not hold what was trained: {names}", folder=folder, names=wrong[:5])
-        )
+        raise _not_as_trained(folder, wrong)
     for name, found in numbers.items():
         check_numbers(base, name, found, base.path, folder)
 
@@ -331,23 +272,14 @@ def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether two tensors are equal bit for bit; NaN equals NaN."""
     if (one.dtype, one.shape) != (other.dtype, other.shape):
         return False
-    return torch.equal(one.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8))
+    mine, theirs = (value.contiguous().reshape(-1).view(torch.uint8) for value in (one, other))
+    return torch.equal(mine, theirs)
 
 
 def write_original_prefix(
     state: dict[str, torch.Tensor], settings: Mapping[str, Any], base: Path, folder: Path
 ) -> None:
-    """Write a P-Tuning v2 prefix as the ChatGLM repositories' training leaves it, for programs that are theirs.
-
-    Args:
-        state: by stored name, which is the original's.
-        settings: content of adapter_config.json.
-        base: the model's folder, whose config.json is taken.
-        folder: must not exist.
-
-    Raises:
-        CheckpointError: it cannot be written.
-    """
+    """Write a P-Tuning v2 prefix as the ChatGLM repositories' training leaves it, for their programs."""
     with atomic_directory(folder) as temporary:
         temporary.mkdir()
         torch.save({name: value.clone() for name, value in state.items()}, temporary / "pytorch_model.bin")
@@ -357,4 +289,5 @@ def write_original_prefix(
 
 
 def _is_of_models(name: str) -> bool:
-    return name in _OF_MODELS or name.startswith(f"{ORIGIN_DIR}/")
+    """Whether a file makes a directory a model of its own."""
+    return name in ("config.json", "generation_config.json") or name.startswith(f"{ORIGIN_DIR}/")

@@ -22,7 +22,7 @@ from toolkit.models.save import MODEL_DIR
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoadedModel:
-    """A model with what turns text into ids for it."""
+    """A model with its tokenizer and chat format."""
 
     model: PreTrainedModel
     """In evaluation mode, on its device."""
@@ -36,17 +36,12 @@ def load_any(
     """Load a model for generation.
 
     Args:
-        path: a model folder (official or transformers' layout); an adapter; a run folder: its export/, else its newest
-            checkpoint; or a checkpoint. "" with an adapter: the base that the adapter names.
-        adapter: folder of an adapter that was trained on the model in `path`; "" none.
+        path: a model directory (official or transformers' layout); an adapter; a run directory: its export/, else its
+            newest checkpoint; or a checkpoint. "" with an adapter: the base that the adapter names.
+        adapter: directory of an adapter that was trained on the model in `path`; "" none.
         family: see `load_chat_encoder`.
         dtype: fp32, bf16 or fp16; auto: bf16 on a GPU, fp32 on CPUs.
         device: such as cuda:1; "" takes the GPU if there is one.
-
-    Raises:
-        ConfigError: nothing there that could be asked.
-        ModelError: the folder cannot be loaded, or the adapter is of another model.
-        CheckpointError: the checkpoint is damaged.
     """
     transformers.utils.logging.disable_progress_bar()
     place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
@@ -76,7 +71,7 @@ def load_any(
 
 
 def _of_run(path: Path) -> Path:
-    """Return what is to be asked of a run: its export, else its newest whole checkpoint; of others the path itself."""
+    """Return a run's export, else its newest complete checkpoint; of others the path itself."""
     if not (path / "config.yaml").is_file():
         return path
     export = path / "export"

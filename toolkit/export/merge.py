@@ -43,7 +43,7 @@ class TunedPart:
         return not self.settings or adapters.method_of(self.settings) is TuningMethod.lora
 
     def describe(self) -> dict[str, bytes]:
-        """Return the files that say what an adapter is, and where its base lies now."""
+        """Return the files that describe an adapter, and where its base is now."""
         path = hide(str(self.base.absolute()))
         base = BaseModel(path, {} if self.known is None else self.known.numbers)
         settings = self.settings | {"base_model_name_or_path": path}
@@ -51,16 +51,7 @@ class TunedPart:
 
 
 def part_of_checkpoint(checkpoint: Path, given: str = "") -> TunedPart | None:
-    """Return what a checkpoint holds, None if that is the whole model.
-
-    Args:
-        checkpoint: verified.
-        given: folder of the base; "" finds it.
-
-    Raises:
-        ModelError: the base is not there.
-        CheckpointError: the weights cannot be read.
-    """
+    """Return what a verified checkpoint holds, None if that is the whole model; `given` "" finds the base."""
     described = checkpoint / MODEL_DIR
     known = read_base(described)
     if known is None:
@@ -83,11 +74,7 @@ def part_of_checkpoint(checkpoint: Path, given: str = "") -> TunedPart | None:
 
 
 def part_of_adapter(folder: Path, given: str = "") -> TunedPart:
-    """Return an adapter.
-
-    Raises:
-        ModelError: it is none, or the base is not there.
-    """
+    """Return an adapter; `given` "" finds the base."""
     base = adapters.base_of_adapter(folder, given)
     return TunedPart(
         folder, adapters.read_settings(folder), read_base(folder), base, adapters.read_adapter_weights(folder)
@@ -95,11 +82,7 @@ def part_of_adapter(folder: Path, given: str = "") -> TunedPart:
 
 
 def loaded(part: TunedPart) -> PreTrainedModel:
-    """Return the model with what was trained in it or added to it, on the CPU.
-
-    Raises:
-        ModelError: the base is another one, or cannot be loaded.
-    """
+    """Return the model with what was trained in it or added to it, on the CPU."""
     dtype = next(iter(part.values.values())).dtype
     model = load_model(part.base, dtype=dtype)
     found = base_of(model, part.base)
@@ -114,15 +97,11 @@ def loaded(part: TunedPart) -> PreTrainedModel:
 
 
 def merge_adapter(part: TunedPart) -> tuple[PreTrainedModel, Iterator[tuple[str, torch.Tensor]]]:
-    """Return the model with nothing in its parameters, and their values, trained ones included, one after another.
+    """Return the model with empty parameters, and their values, trained ones included, one after another.
 
-    Values are in the precision of the base's files, or float32 where something was added to them.
-
-    Raises:
-        ConfigError: a prefix or a prompt, which stands before the tokens and not in the weights; (while the values are
-            read) an addition to one of two tied weights.
-        ModelError: the base is another one, or cannot be loaded.
-        CheckpointError: (while the values are read) what was trained is not of this model, or no numbers.
+    Values are in the precision of the base's files, or float32 where something was added to them. While they are read,
+    ConfigError is raised for an addition to one of two tied weights, CheckpointError for values that are not finite or
+    not of this model.
     """
     if not part.can_merge:
         raise ConfigError(
@@ -173,7 +152,7 @@ def _with_trained(
 
 
 def _shell(folder: Path, settings: dict[str, Any], base: BaseModel) -> PreTrainedModel:
-    """Return a folder's model with an adapter, both without anything in their parameters."""
+    """Return a directory's model with an adapter, both with empty parameters."""
     model = empty(folder)
     adapters.attach_adapter(model, settings, base)
     return model

@@ -15,19 +15,14 @@ from toolkit.models.streamed import streamed_model
 
 
 def verify_logits(folder: Path) -> str:
-    """Run the model of a checkpoint or an export once, on the CPU, in the precision of its weights.
+    """Run the model of a checkpoint or an export once, on the CPU, and return the comparison with its probe as text.
 
-    Memory holds one layer of a model folder, and the weights once of a checkpoint or of an adapter with its base.
-
-    Args:
-        folder: one whose files are what the manifest says.
-
-    Returns:
-        What was found, for the user.
+    Its files are those of the manifest. Memory holds one layer of a model directory, and the weights once of a
+    checkpoint or of an adapter with its base.
 
     Raises:
-        ProofDiffers: the logits differ by more than rounding was measured to, but by less than damage does.
-        CheckpointError: weights are missing, empty, of another shape, or others than were saved: see `probe.WRONG`.
+        ProofDiffers: if the logits differ by more than rounding was measured to, but by less than damage does.
+        CheckpointError: if weights are missing, empty, of another shape, or others than were saved: see `probe.WRONG`.
         ModelError: the same, of an export.
     """
     if is_original_prefix(folder):
@@ -83,7 +78,7 @@ def _bounds(folder: Path | None, found: probe.Probe, saved: probe.Probe, differe
 
 
 def _judge(difference: float, tolerance: float, wrong: float) -> None:
-    """Raise what a difference beyond the tolerance means; see `run_forward`."""
+    """Raise what a difference beyond the tolerance means; see `verify_logits`."""
     if difference <= tolerance:
         return
     shown = {"difference": f"{difference:.2g}", "tolerance": f"{tolerance:.2g}"}
