@@ -52,7 +52,7 @@ class FittedConversation(NamedTuple):
     """What became of one conversation."""
 
     samples: list[Encoded]
-    """What goes into the store, each at most max_length tokens."""
+    """What goes into the cache, each at most max_length tokens."""
     left_out: str = ""
     """Why nothing (or not all) of it could be used, "" if all is well."""
     truncated: bool = False

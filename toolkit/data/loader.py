@@ -1,4 +1,4 @@
-"""The torch loader that joins store, plan, sampler and collation.
+"""The torch loader that joins cache, plan, sampler and collation.
 
 Collated are samples to one rectangular batch of tensors. B: rows of the micro-batch; S: padded length.
 """
@@ -45,7 +45,7 @@ def collate(rows: Sequence[Sequence[Sample]], pad_id: int, packed: bool = False,
         begin = 0
         for segment, (ids, trained) in enumerate(row, start=1):
             end = begin + len(ids)
-            # Copies: torch has no uint32 arithmetic, and what a store gives is read-only.
+            # Copies: torch has no uint32 arithmetic, and what a cache gives is read-only.
             tokens = torch.from_numpy(ids.astype("int64"))
             input_ids[number, begin:end] = tokens
             labels[number, begin:end] = tokens.masked_fill(~torch.from_numpy(trained.copy()), UNTRAINED)
@@ -64,19 +64,19 @@ def collate(rows: Sequence[Sequence[Sample]], pad_id: int, packed: bool = False,
 class PlannedRows:
     """The rows of a plan as a torch data set; travels to worker processes as paths, so they map the files again."""
 
-    def __init__(self, store: TokenizedCache, plan: PackingPlan) -> None:
-        self.store, self.plan = store, plan
+    def __init__(self, cache: TokenizedCache, plan: PackingPlan) -> None:
+        self.cache, self.plan = cache, plan
 
     def __len__(self) -> int:
         return len(self.plan)
 
     def __getitem__(self, row: int) -> list[Sample]:
         """Return the samples of a row."""
-        return [self.store[sample] for sample in self.plan[row]]
+        return [self.cache[sample] for sample in self.plan[row]]
 
 
 def build_loader(
-    store: TokenizedCache,
+    cache: TokenizedCache,
     plan: PackingPlan,
     micro_batches: Iterable[list[int]],
     pad_id: int,
@@ -95,7 +95,7 @@ def build_loader(
     # (an evaluation, another number of epochs) would change the dropout of the training.
     generator = torch.Generator().manual_seed(seed)
     return DataLoader(
-        PlannedRows(store, plan),  # type: ignore[arg-type]  # has a Dataset's methods without its base class
+        PlannedRows(cache, plan),  # type: ignore[arg-type]  # has a Dataset's methods without its base class
         batch_sampler=micro_batches,
         collate_fn=partial(_collate, pad_id=pad_id, packing=packing, multiple=multiple),
         num_workers=num_workers,

@@ -71,7 +71,7 @@ class PackingPlan:
 
 
 def plan_sequences(
-    store: TokenizedCache,
+    cache: TokenizedCache,
     packing: Packing,
     *,
     max_length: int,
@@ -98,11 +98,11 @@ def plan_sequences(
     """
     by_source = any(source.weights for source in sources)  # a row of several could come when one of them may not
     weights = [1.0 if by_source else source.weight for source in sources]
-    is_capped = 0 < most < len(store)
+    is_capped = 0 < most < len(cache)
     if packing is Packing.none and not by_source and all(weight == 1 for weight in weights):
-        members = evaluated_samples(store, most).astype(np.uint32) if is_capped else None
-        return PackingPlan(len(store) if members is None else len(members), members)
-    key: list[Any] = [CODE_VERSION, store.fingerprint, store.split, packing.name, max_length, window, seed, weights]
+        members = evaluated_samples(cache, most).astype(np.uint32) if is_capped else None
+        return PackingPlan(len(cache) if members is None else len(members), members)
+    key: list[Any] = [CODE_VERSION, cache.fingerprint, cache.split, packing.name, max_length, window, seed, weights]
     key += [micro_per_gpu] if packing is Packing.grouped else []
     key += [{"most": most}] if is_capped else []
     classes = list(classes) if packing is Packing.packed else []
@@ -112,11 +112,11 @@ def plan_sequences(
     name = hashlib.sha256(json.dumps(key).encode()).hexdigest()[:32]
 
     def build(folder: Path) -> None:
-        samples = evaluated_samples(store, most) if is_capped else weighted_samples(store, weights, seed)
+        samples = evaluated_samples(cache, most) if is_capped else weighted_samples(cache, weights, seed)
         # Samples of one length are dealt out at random, so that rows do not follow the order of the files.
         samples = samples[Permutation(len(samples), f"plan {seed}")(np.arange(len(samples)))]
-        lengths = store.lengths(samples)
-        kinds = store.sources()[samples] if by_source else np.searchsorted(classes, lengths)
+        lengths = cache.lengths(samples)
+        kinds = cache.sources()[samples] if by_source else np.searchsorted(classes, lengths)
         fill = _fill(packing, max_length, micro_per_gpu, window)
         rows, bounds = one_per_sequence(lengths, kinds, len(sources) if by_source else len(classes) + 1, fill)
         _save(folder, samples, rows, bounds if by_source else [])
@@ -135,12 +135,12 @@ def _fill(packing: Packing, max_length: int, micro_per_gpu: int, window: int) ->
     return fills[packing]
 
 
-def weighted_samples(store: TokenizedCache, weights: list[float], seed: int) -> NDArray[np.int64]:
+def weighted_samples(cache: TokenizedCache, weights: list[float], seed: int) -> NDArray[np.int64]:
     """Return the samples of an epoch: each as often as its source's weight says, of a fraction a random part."""
-    everything = np.arange(len(store))
+    everything = np.arange(len(cache))
     if all(weight == 1 for weight in weights):
         return everything
-    source_of = store.sources()
+    source_of = cache.sources()
     chosen = []
     for number, weight in enumerate(weights):
         mine = everything[source_of == number]
@@ -153,7 +153,7 @@ def weighted_samples(store: TokenizedCache, weights: list[float], seed: int) -> 
     return np.concatenate(chosen) if chosen else everything[:0]
 
 
-def evaluated_samples(store: TokenizedCache, most: int) -> NDArray[np.int64]:
+def evaluated_samples(cache: TokenizedCache, most: int) -> NDArray[np.int64]:
     """Return the samples of a split that its loss is measured on: the same ones each time, on any number of ranks.
 
     Each source gives its share, drawn at random, and one sample at least; so there are more than `most` if there are
@@ -165,11 +165,11 @@ def evaluated_samples(store: TokenizedCache, most: int) -> NDArray[np.int64]:
     Returns:
         Numbers of samples, ascending, [at most max(most, sources)].
     """
-    if not 0 < most < len(store):
-        return np.arange(len(store))
-    source_of = store.sources()
+    if not 0 < most < len(cache):
+        return np.arange(len(cache))
+    source_of = cache.sources()
     numbers, counts = np.unique(source_of, return_counts=True)
-    wanted = counts * (most / len(store))
+    wanted = counts * (most / len(cache))
     shares = np.maximum(1, np.floor(wanted).astype(np.int64))
     for place in np.argsort(shares - wanted, kind="stable")[: max(0, most - int(shares.sum()))]:
         shares[place] += 1  # the largest remainders first

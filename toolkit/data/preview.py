@@ -98,12 +98,12 @@ def histogram(lengths: NDArray[np.int64], longest: int, bins: int = 10) -> list[
     ]
 
 
-def padding_line(cfg: RunConfig, packing: Packing, store: TokenizedCache, plan: PackingPlan) -> str:
+def padding_line(cfg: RunConfig, packing: Packing, cache: TokenizedCache, plan: PackingPlan) -> str:
     """Return how much of the planned rows is tokens, "" where each sample is a row of its own."""
     if packing is Packing.none:
         return ""
     room = cfg.data.max_length * (micro_rows(with_micro_batch(cfg)) if packing is Packing.grouped else 1)
-    taken = int(store.lengths(plan.members).sum())
+    taken = int(cache.lengths(plan.members).sum())
     return tr(
         "{rows} rows of {room} tokens ({packing}), {percent} % of them filled.",
         rows=f"{len(plan):,}",

@@ -30,6 +30,7 @@ from toolkit.disk import sha256, write_atomically
 from toolkit.distributed.file_lock import build_once
 from toolkit.errors import DataError, RowError
 from toolkit.messages import tr
+from toolkit.outside import reading
 
 _SETTLED_S = 2.0
 
@@ -167,18 +168,18 @@ def with_format(file: DataFile, block: Block) -> DataFile | None:
         return None
     if not isinstance(row, dict):
         # Not an object: the row's own complaint is the clearest.
-        return DataFile(file.path, file.source, RowFormat.prompt_response, file.columns)
+        return replace(file, row_format=RowFormat.prompt_response)
     try:
         found = detect_format(row, file.columns)
     except RowError as error:  # the whole file is meant, so skipping rows would not help
         raise DataError(f"{file.path}:{line}: {error}.") from None
-    return DataFile(file.path, file.source, found, file.columns)
+    return replace(file, row_format=found)
 
 
 def read_conversations(data: DataConfig, cache_dir: Path, say: Callable[[str], None]) -> Iterator[Conversation]:
     """Yield the conversations of the training sources; rows that cannot be used are passed over.
 
-    For fitting a tokenizer: the store's build reports such rows, or stops at them.
+    For fitting a tokenizer: the cache's build reports such rows, or stops at them.
 
     Raises:
         DataError: a file cannot be read.
@@ -208,7 +209,7 @@ def content_hash(path: Path, cache_dir: Path) -> str:
     Raises:
         DataError: the file cannot be read.
     """
-    try:
+    with reading(path, DataError):
         found = path.stat()
         stamp = [found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino, found.st_dev]
         name = hashlib.sha256(str(path.absolute()).encode(errors="surrogateescape")).hexdigest()[:32]
@@ -217,10 +218,6 @@ def content_hash(path: Path, cache_dir: Path) -> str:
         if remembered.get("stamp") == stamp:
             return str(remembered["sha256"])
         digest = sha256(path)
-    except OSError as error:
-        raise DataError(
-            tr("Cannot read '{path}': {reason}.", path=path, reason=error.strerror or error),
-        ) from error
     if time.time() - max(found.st_mtime, found.st_ctime) > _SETTLED_S:
         _write_json(kept, {"path": str(path), "stamp": stamp, "sha256": digest})
     return digest

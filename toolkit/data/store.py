@@ -1,4 +1,4 @@
-"""The tokenised data as flat files: nothing is read before it is used, and all processes of a machine share it.
+"""The tokenized data as flat files: nothing is read before it is used, and all processes of a machine share it.
 
 The index is mapped into memory, 18 bytes a sample. Tokens are read from their place when a sample is asked for: the
 system's file cache keeps them once for all processes, as it would if they were mapped, but they count as no process's
@@ -26,6 +26,7 @@ from numpy.typing import NDArray
 from toolkit.data.tokenize_workers import Part
 from toolkit.errors import DataError
 from toolkit.messages import tr
+from toolkit.outside import reading
 
 if TYPE_CHECKING:
     import datasets
@@ -59,7 +60,7 @@ class TokenizedCache:
         self.folder, self.split = folder, split
         manifest = read_manifest(folder)
         self.fingerprint: str = manifest["fingerprint"]
-        """Name of the store; changes with everything in it."""
+        """Name of the cache; changes with everything in it."""
         self.dtype = np.dtype(manifest["dtype"])
         """Of the ids."""
         self._ids, self._trained = _opened(self, folder / IDS), _opened(self, folder / TRAINED)
@@ -107,17 +108,14 @@ class TokenizedCache:
         return bits[begin - 8 * first : end - 8 * first].view(np.bool_)
 
     def _read(self, file: int, name: str, begin: int, end: int) -> bytes:
-        try:
+        with reading(self.folder / name, DataError):
             content = os.pread(file, end - begin, begin)
             while len(content) < end - begin:  # one call reads at most 2 GiB
                 more = os.pread(file, end - begin - len(content), begin + len(content))
                 if not more:
                     raise OSError(tr("it is shorter than when it was written"))
                 content += more
-        except OSError as error:
-            path = self.folder / name
-            raise DataError(tr("Cannot read '{path}': {reason}.", path=path, reason=error.strerror or error)) from error
-        return content
+            return content
 
     def lengths(self, indices: NDArray[Any] | None = None) -> NDArray[np.int64]:
         """Return the tokens of some samples of this split, or of all (8 bytes of memory each)."""
@@ -203,7 +201,7 @@ class CacheWriter:
         }
         for name, values in of_part.items():
             self._columns[name].append(values.astype(_COLUMNS[name], copy=False))
-        self._num_rows += part.account.rows
+        self._num_rows += part.counts.rows
         self.num_samples += len(part.lengths)
         self.num_tokens += len(part.ids)
 
@@ -273,13 +271,13 @@ class CacheIndex:
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """Return the manifest of a store."""
+    """Return the manifest of a cache."""
     manifest: dict[str, Any] = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
     return manifest
 
 
 def is_complete(folder: Path) -> bool:
-    """Whether a store is there under its own name, with files of the sizes its manifest states."""
+    """Whether a cache is there under its own name, with files of the sizes its manifest states."""
     try:
         manifest = read_manifest(folder)
         sizes = manifest["sizes_bytes"]
@@ -291,7 +289,7 @@ def is_complete(folder: Path) -> bool:
 
 
 def damaged_files(folder: Path) -> list[str]:
-    """Return the files of a complete store whose content is not what was written; reads it all."""
+    """Return the files of a complete cache whose content is not what was written; reads it all."""
     checksums: dict[str, int] = read_manifest(folder)["crc32"]
     return [name for name, known in checksums.items() if checksum(folder / name) != known]
 

@@ -1,6 +1,6 @@
-"""Tokenise once: from the recipe's data section to a finished store that all processes map.
+"""Tokenize once: from the recipe's data section to a finished cache that all processes map.
 
-The store's name is a fingerprint of everything it depends on, so a stale one is never found; a message says why a new
+The cache's name is a fingerprint of everything it depends on, so a stale one is never found; a message says why a new
 one is made although there are others. It is made before any process group exists; whoever comes second waits at the
 lock (see `build_once`). An interrupted build continues with the parts that it finished. A report counts what became of
 all rows, with first examples.
@@ -49,7 +49,7 @@ from toolkit.secrets import hide
 
 
 def cache_changes(stores: Path, inputs: dict[str, Any]) -> str:
-    """Return why none of the stores fits: how the one that comes nearest differs; "" if none is anywhere near."""
+    """Return why none of the caches fits: how the one that comes nearest differs; "" if none is anywhere near."""
     nearest: tuple[int, float, str, list[str]] | None = None
     for folder in stores.glob("*"):
         if not is_complete(folder):
@@ -66,7 +66,7 @@ def cache_changes(stores: Path, inputs: dict[str, Any]) -> str:
         for name in nearest[3]
     ]
     return tr(
-        "Tokenising anew: since store {name} was made, this changed: {changes}.",
+        "Tokenizing again: since the cache {name} was built, this changed: {changes}.",
         name=nearest[2][:8],
         changes="; ".join(words),
     )
@@ -92,7 +92,7 @@ class PrepareReport:
     examples: dict[str, list[str]] = field(default_factory=dict)
     """For each reason the first few places, "file:line"; for unusable rows with what is wrong."""
     bad_rows: int = 0
-    """Rows that could not be used; all are listed in bad_rows.jsonl of the store."""
+    """Rows that could not be used; all are listed in bad_rows.jsonl of the cache."""
     truncated: int = 0
     """Samples that lost their oldest turns (a plain text: its end)."""
     split: int = 0
@@ -118,15 +118,15 @@ class PrepareReport:
     sources: list[dict[str, Any]] = field(default_factory=list)
     """For each source: name, split, rows, samples, tokens, trained_tokens."""
     seconds: float = 0.0
-    """Time the build took; of the earlier build if the store is reused."""
+    """Time the build took; of the earlier build if the cache is reused."""
     parts_kept: int = 0
     """Parts of an interrupted build that were used."""
     built: bool = False
-    """Whether this process built the store."""
+    """Whether this process built the cache."""
     is_new: bool = False
-    """Whether the store was built since this process began, by whichever rank."""
+    """Whether the cache was built since this process began, by whichever rank."""
     folder: str = ""
-    """The store."""
+    """The cache."""
 
     def count_equal(
         self, index: CacheIndex, first: NDArray[np.int64], training: NDArray[np.int64], paths: Sequence[Path]
@@ -134,7 +134,7 @@ class PrepareReport:
         """Count the rows that are there twice.
 
         Args:
-            index: of the store, training files before validation files.
+            index: of the cache, training files before validation files.
             first: of each used row the first one that is equal, see `duplicates.first_equal`.
         """
         rows = index.used_rows()
@@ -199,7 +199,7 @@ _opened: set[Path] = set()
 
 
 class CachePair(NamedTuple):
-    """The finished store's splits (validation is None if there is none) and what became of the rows."""
+    """The finished cache's splits (validation is None if there is none) and what became of the rows."""
 
     train: TokenizedCache
     validation: TokenizedCache | None
@@ -207,10 +207,10 @@ class CachePair(NamedTuple):
 
 
 def build_caches(cfg: RunConfig, encoder: ChatEncoder, say: Callable[[str], None] = _log) -> CachePair:
-    """Return the tokenised data, made now if no store with the same fingerprint exists.
+    """Return the tokenised data, made now if no cache with the same fingerprint exists.
 
     Raises:
-        DataError: a file or a row cannot be used, nothing is left to train on, or the store cannot be written.
+        DataError: a file or a row cannot be used, nothing is left to train on, or the cache cannot be written.
     """
     stores = Path(cfg.prepare.dir) / "stores"
     files = locate_all(cfg.data, Path(cfg.prepare.dir), say)
@@ -255,7 +255,7 @@ def prepare_shard(cfg: RunConfig, encoder: ChatEncoder, say: Callable[[str], Non
 
 
 def _inputs(cfg: RunConfig, encoder: ChatEncoder, files: list[DataFile]) -> dict[str, Any]:
-    """Return everything the store depends on."""
+    """Return everything the cache depends on."""
     data, cache_dir = cfg.data, Path(cfg.prepare.dir)
     return {
         "code_version": CODE_VERSION,
@@ -275,7 +275,7 @@ def _inputs(cfg: RunConfig, encoder: ChatEncoder, files: list[DataFile]) -> dict
 
 
 class _Builder:
-    """Fills one store."""
+    """Fills one cache."""
 
     def __init__(self, cfg: RunConfig, encoder: ChatEncoder, files: list[DataFile], say: Callable[[str], None]) -> None:
         self.data, self.seed = cfg.data, cfg.run.seed
@@ -295,7 +295,7 @@ class _Builder:
         self.bad_rows_file = Path(cfg.prepare.dir) / BAD_ROWS
 
     def build(self, folder: Path, manifest: dict[str, Any]) -> None:
-        """Write the store into an empty folder."""
+        """Write the cache into an empty folder."""
         started = time.monotonic()
         with CacheWriter(folder, id_dtype(self.encoder.vocab_size)) as writer:
             self._join(writer, folder / BAD_ROWS)
@@ -318,7 +318,7 @@ class _Builder:
         return total, new
 
     def remove_parts(self) -> None:
-        """Remove the parts that are in the store now, and forgotten ones."""
+        """Remove the parts that are in the cache now, and forgotten ones."""
         for path in self.used:
             path.unlink(missing_ok=True)
         for path in self.parts.glob("*"):
@@ -341,7 +341,7 @@ class _Builder:
                 file_number, position = file_number + 1, 0
             part = self._read(made)
             self._check(made, part)
-            self._account(made, part, bad_rows_file)
+            self._count_part(made, part, bad_rows_file)
             writer.append(part, made.file_number, made.block.first)
             self.used.append(made.path)
             new_bytes += made.is_new * (made.block.position - position)
@@ -369,13 +369,13 @@ class _Builder:
 
     def _check(self, made: BuiltPart, part: Part) -> None:
         """Stop at the first row that must not be there."""
-        account = part.account
-        if account.bad and self.data.on_bad_row is OnBadRow.error:
-            row, reason, _ = account.bad[0]
+        counts = part.counts
+        if counts.bad and self.data.on_bad_row is OnBadRow.error:
+            row, reason, _ = counts.bad[0]
             mend = tr("Such rows are left out and counted with data.on_bad_row=skip.")
             raise DataError(f"{_place(made, row)}: {reason}. {mend}")
-        if account.too_long:
-            row, length = account.too_long[0]
+        if counts.too_long:
+            row, length = counts.too_long[0]
             raise DataError(
                 tr(
                     "{where}: {length} tokens, more than data.max_length = {limit}. Raise it, or choose what happens "
@@ -386,28 +386,28 @@ class _Builder:
                 )
             )
 
-    def _account(self, made: BuiltPart, part: Part, bad_rows_file: Path) -> None:
-        """Add a part's account to the report."""
-        report, account, path = self.report, part.account, made.file.path
-        report.rows_read += account.rows
-        self.source_rows[made.file.source] += account.rows
-        report.truncated += account.truncated
-        report.split += account.split
-        report.systems += account.systems
-        report.unused += [name for name in account.unused if name not in report.unused]
-        for key, count in account.message_keys.items():
+    def _count_part(self, made: BuiltPart, part: Part, bad_rows_file: Path) -> None:
+        """Add a part's counts to the report."""
+        report, counts, path = self.report, part.counts, made.file.path
+        report.rows_read += counts.rows
+        self.source_rows[made.file.source] += counts.rows
+        report.truncated += counts.truncated
+        report.split += counts.split
+        report.systems += counts.systems
+        report.unused += [name for name in counts.unused if name not in report.unused]
+        for key, count in counts.message_keys.items():
             report.message_keys[key] = report.message_keys.get(key, 0) + count
-        for reason, count in account.dropped.items():
+        for reason, count in counts.dropped.items():
             report.dropped[reason] = report.dropped.get(reason, 0) + count
-            self._examples(reason, [_place(made, row) for row in account.dropped_rows[reason]])
-        if account.bad:
+            self._examples(reason, [_place(made, row) for row in counts.dropped_rows[reason]])
+        if counts.bad:
             reason = tr("cannot be used")
-            report.bad_rows += len(account.bad)
+            report.bad_rows += len(counts.bad)
             report.dropped[reason] = report.bad_rows
-            self._examples(reason, [f"{_place(made, row)}: {why}." for row, why, _ in account.bad])
+            self._examples(reason, [f"{_place(made, row)}: {why}." for row, why, _ in counts.bad])
             # A file's name need not be UTF-8; such bytes become escapes, which JSON reads back.
             with open(bad_rows_file, "a", encoding="utf-8", errors="backslashreplace") as file:
-                for row, why, excerpt in account.bad:
+                for row, why, excerpt in counts.bad:
                     place = {"file": str(path), "line": made.block.first + row.offset}
                     if made.block.first_item:
                         place["item"] = made.block.first_item + row.ordinal

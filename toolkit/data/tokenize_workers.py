@@ -1,4 +1,4 @@
-"""A block of rows to a part: ids, mask and an account of every row. What the tokenising processes do.
+"""A block of rows to a part: ids, mask and counts of its rows. What the tokenizing processes do.
 
 A part's name is a hash of the block's content and of every rule that made it. So parts of an interrupted build are
 found again, also after a row was mended or the file has grown, and one that was made under other rules never is.
@@ -35,7 +35,7 @@ from toolkit.errors import DataError, RowError
 from toolkit.messages import current_language, set_language, tr
 
 CODE_VERSION = 4
-"""Part of a part's and of a store's name; raise it when ids, masks or counts would come out differently."""
+"""Part of a part's and of a cache's name; raise it when ids, masks or counts would come out differently."""
 
 EXAMPLES = 5
 _BATCH_ROWS = 512
@@ -123,7 +123,7 @@ class Part:
     """Ordinal of that row in the block, [samples]; several samples of a row follow each other."""
     hashes: NDArray[np.uint64]
     """Of each row that gave a sample, see `duplicates.row_hashes`, [rows with a sample]."""
-    account: PartCounts
+    counts: PartCounts
 
 
 class PartBuilder:
@@ -156,28 +156,28 @@ class PartBuilder:
         return path, True
 
     def _encode(self, block: Block, reader: RowReader) -> Part:
-        account, ids, trained = PartCounts(), array("I"), bytearray()
+        counts, ids, trained = PartCounts(), array("I"), bytearray()
         lengths, lines, ordinals = array("I"), array("I"), array("I")
         rows = ((RowPosition(offset, number), value) for number, (offset, value) in enumerate(rows_of(block)))
         while batch := list(islice(rows, _BATCH_ROWS)):
-            for row, (sample_ids, covered) in self._batch(batch, reader, account):
+            for row, (sample_ids, covered) in self._batch(batch, reader, counts):
                 ids.extend(sample_ids)
                 trained.extend(covered)
                 lengths.append(len(sample_ids))
                 lines.append(row.offset)
                 ordinals.append(row.ordinal)
-        account.message_keys = dict(reader.skipped)
+        counts.message_keys = dict(reader.skipped)
         tokens = np.frombuffer(ids, np.uint32).astype(self.dtype, copy=False)
         mask, sizes = np.frombuffer(trained, np.bool_), np.frombuffer(lengths, np.uint32)
         rows_of_samples = np.frombuffer(ordinals, np.uint32)
         hashes = row_hashes(tokens, mask, sizes, rows_of_samples)
-        return Part(tokens, mask, sizes, np.frombuffer(lines, np.uint32), rows_of_samples, hashes, account)
+        return Part(tokens, mask, sizes, np.frombuffer(lines, np.uint32), rows_of_samples, hashes, counts)
 
     def _batch(
-        self, batch: list[tuple[RowPosition, Any]], reader: RowReader, account: PartCounts
+        self, batch: list[tuple[RowPosition, Any]], reader: RowReader, counts: PartCounts
     ) -> Iterator[tuple[RowPosition, Encoded]]:
         """Yield the samples of some rows, each with its row."""
-        account.rows += len(batch)
+        counts.rows += len(batch)
         read: list[tuple[RowPosition, Conversation]] = []
         for row, value in batch:
             try:
@@ -185,19 +185,19 @@ class PartBuilder:
                 whole = reader.read(parsed)
                 found = self._marked(whole)
             except RowError as error:
-                account.refuse(row, error, value)
+                counts.refuse(row, error, value)
                 continue
-            if not account.unused and isinstance(parsed, dict):
-                account.unused = reader.unused(parsed)
+            if not counts.unused and isinstance(parsed, dict):
+                counts.unused = reader.unused(parsed)
             if self.encoder.drops_system and (whole.tools or any(m["role"] == "system" for m in whole.messages)):
-                account.systems += 1
+                counts.systems += 1
             if not found:
-                account.drop(tr("no token the loss covers"), row)
+                counts.drop(tr("no token the loss covers"), row)
             read += [(row, conversation) for conversation in found]
         values = dict(batch)
         for some in _by_size(read):
-            for row, conversation, encoded in self._encoded(some, values, account):
-                yield from self._fitted(row, conversation, encoded, account, values)
+            for row, conversation, encoded in self._encoded(some, values, counts):
+                yield from self._fitted(row, conversation, encoded, counts, values)
 
     def _marked(self, whole: Conversation) -> list[Conversation]:
         """Return what is learned from a row; see `conversation.marked`."""
@@ -222,7 +222,7 @@ class PartBuilder:
         return found
 
     def _encoded(
-        self, read: list[tuple[RowPosition, Conversation]], values: dict[RowPosition, Any], account: PartCounts
+        self, read: list[tuple[RowPosition, Conversation]], values: dict[RowPosition, Any], counts: PartCounts
     ) -> Iterator[tuple[RowPosition, Conversation, Encoded]]:
         """Encode a batch at once; if a row of it cannot be encoded, one by one to find which."""
         try:
@@ -237,28 +237,28 @@ class PartBuilder:
             try:
                 yield row, conversation, self.encoder.encode(conversation.messages, conversation.tools)
             except RowError as error:
-                account.refuse(row, error, values[row])
+                counts.refuse(row, error, values[row])
 
     def _fitted(
         self,
         row: RowPosition,
         conversation: Conversation,
         encoded: Encoded,
-        account: PartCounts,
+        counts: PartCounts,
         values: dict[RowPosition, Any],
     ) -> Iterator[tuple[RowPosition, Encoded]]:
         if self.rules.too_long is TooLong.error and len(encoded[0]) > self.rules.max_length:
-            account.too_long = account.too_long or [(row, len(encoded[0]))]
+            counts.too_long = counts.too_long or [(row, len(encoded[0]))]
             return
         try:
             fitted = self.length_rule.fit(conversation, encoded)
         except RowError as error:
-            account.refuse(row, error, values[row])
+            counts.refuse(row, error, values[row])
             return
         if fitted.left_out:
-            account.drop(fitted.left_out, row)
-        account.truncated += fitted.truncated
-        account.split += fitted.split
+            counts.drop(fitted.left_out, row)
+        counts.truncated += fitted.truncated
+        counts.split += fitted.split
         yield from ((row, sample) for sample in fitted.samples)
 
 
@@ -298,7 +298,7 @@ def write_part(path: Path, part: Part) -> None:
                 lines=part.lines,
                 rows=part.rows,
                 hashes=part.hashes,
-                account=np.frombuffer(_to_json(part.account), np.uint8),
+                account=np.frombuffer(_to_json(part.counts), np.uint8),
             )
         os.replace(building, path)
     finally:
@@ -312,14 +312,14 @@ def read_part(path: Path) -> Part | None:
             ids, lengths, lines, rows = stored["ids"], stored["lengths"], stored["lines"], stored["rows"]
             hashes = stored["hashes"]
             trained = np.unpackbits(stored["trained"], count=len(ids)).view(np.bool_)
-            account = _from_json(stored["account"].tobytes())
+            counts = _from_json(stored["account"].tobytes())
     except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile):
         return None
-    return Part(ids, trained, lengths, lines, rows, hashes, account) if int(lengths.sum()) == len(ids) else None
+    return Part(ids, trained, lengths, lines, rows, hashes, counts) if int(lengths.sum()) == len(ids) else None
 
 
-def _to_json(account: PartCounts) -> bytes:
-    return json.dumps({name: value for name, value in asdict(account).items() if name != "_last"}).encode()
+def _to_json(counts: PartCounts) -> bytes:
+    return json.dumps({name: value for name, value in asdict(counts).items() if name != "_last"}).encode()
 
 
 def _from_json(text: bytes) -> PartCounts:
