@@ -24,13 +24,13 @@ ERRORS = {name for name, kind in vars(errors).items() if isinstance(kind, type) 
 
 
 def calls() -> Iterator[tuple[str, ast.Call]]:
-    """Yield each call of tr, and each of an error with values for a template, with the place where it stands."""
+    """Yield each call of tr, and each of say or an error with values for a template, with the place where it stands."""
     for path in sorted([*(ROOT / "toolkit").rglob("*.py"), *(ROOT / "benchmarks").glob("*.py")]):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if (
                 isinstance(node, ast.Call)
                 and isinstance(node.func, ast.Name)
-                and (node.func.id == "tr" or (node.func.id in ERRORS and node.keywords))
+                and (node.func.id == "tr" or (node.func.id in {"say", *ERRORS} and node.keywords))
             ):
                 yield f"{path.relative_to(ROOT)}:{node.lineno}", node
 

@@ -122,7 +122,7 @@ def _sort(
             overrides.append(f"recipe={name}")
         elif word.startswith("-"):
             known = ", ".join([*flags, "--config-dir DIR"])
-            raise ConfigError(tr("unknown option {word}. Known here: {known}.", word=word, known=known))
+            raise ConfigError("unknown option {word}. Known here: {known}.", word=word, known=known)
         else:
             overrides.append(word)
     return values, given_flags, config_dir, overrides
@@ -148,11 +148,11 @@ def named_arguments(
             given[bare] = word
             continue
         if not equals or name not in known:
-            raise ConfigError(tr("unknown argument '{word}'. Known: {known}.", word=word, known=", ".join(known)))
+            raise ConfigError("unknown argument '{word}'. Known: {known}.", word=word, known=", ".join(known))
         given[name] = value
     for name in required:
         if not given.get(name):
-            raise ConfigError(tr("{name} is missing: {usage}", name=name, usage=usage))
+            raise ConfigError("{name} is missing: {usage}", name=name, usage=usage)
     return given
 
 
@@ -162,7 +162,7 @@ def positive_int(values: dict[str, str], name: str) -> int | None:
         return None
     text = values[name]
     if not _is_whole(text) or int(text) == 0:
-        raise ConfigError(tr("{name} = {text} is not a positive whole number.", name=name, text=text[:40]))
+        raise ConfigError("{name} = {text} is not a positive whole number.", name=name, text=text[:40])
     return int(text)
 
 
@@ -170,7 +170,7 @@ def non_negative_int(values: dict[str, str], name: str, default: int) -> int:
     """Return an argument as a whole number from 0, the default if it was not given."""
     text = values.get(name, str(default))
     if not _is_whole(text):
-        raise ConfigError(tr("{name} = {text} is not a whole number from 0.", name=name, text=text))
+        raise ConfigError("{name} = {text} is not a whole number from 0.", name=name, text=text)
     return int(text)
 
 
@@ -198,5 +198,5 @@ def one_of(values: dict[str, str], name: str, known: Sequence[str]) -> str:
     """Return an argument that is one of the known values, the first of them if it was not given."""
     value = values.get(name, known[0])
     if value not in known:
-        raise ConfigError(tr("{name} = {value} is none of {known}.", name=name, value=value, known=", ".join(known)))
+        raise ConfigError("{name} = {value} is none of {known}.", name=name, value=value, known=", ".join(known))
     return value

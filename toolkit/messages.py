@@ -44,6 +44,10 @@ def tr(english: str, /, **values: object) -> str:
 
     The template is written out at the call, so that a test can find it and its translation.
     """
+    return _fill(english, values)
+
+
+def _fill(english: str, values: dict[str, object]) -> str:
     return hide(printable(translated(english).format(**values)))
 
 
@@ -81,9 +85,9 @@ def printable(text: str) -> str:
     return _CONTROLS.sub(lambda found: found[0].encode("unicode_escape").decode("ascii"), text)
 
 
-def say(line: str) -> None:
-    """Write a line to the user at once, as stdout may be a pipe that somebody watches."""
-    sys.stdout.write(line + "\n")
+def say(line: str, /, **values: object) -> None:
+    """Write a line to the user at once, as stdout may be a pipe that somebody watches; with values, a template."""
+    sys.stdout.write((_fill(line, values) if values else line) + "\n")
     sys.stdout.flush()
 
 

@@ -26,7 +26,6 @@ import sys
 from toolkit import children
 from toolkit.config.files import PACKAGE
 from toolkit.errors import ConfigError
-from toolkit.messages import tr
 
 
 def run(words: list[str]) -> int:
@@ -34,6 +33,6 @@ def run(words: list[str]) -> int:
     checkout = PACKAGE.parent
     program = checkout / "benchmarks" / "run.py"
     if not program.is_file():
-        raise ConfigError(tr("toolkit bench needs a checkout of this toolkit: there is no {file}.", file=program))
+        raise ConfigError("toolkit bench needs a checkout of this toolkit: there is no {file}.", file=program)
     path = os.pathsep.join(filter(None, [str(checkout), os.environ.get("PYTHONPATH")]))
     return children.start_tree([sys.executable, str(program), *words], env=os.environ | {"PYTHONPATH": path}).wait()

@@ -49,7 +49,7 @@ def run(words: list[str]) -> int:
     own = dict(word.split("=", 1) for word in rest if word.partition("=")[0] in _OWN and "=" in word)
     overrides = [word for word in rest if word.partition("=")[0] not in _OWN]
     if own.get("quick", "true") not in ("true", "false"):
-        raise ConfigError(tr("quick = {value}: write true or false.", value=own["quick"]))
+        raise ConfigError("quick = {value}: write true or false.", value=own["quick"])
     cfg = parse(overrides).loaded.cfg if overrides else RunConfig()
     found = plan_examination(options, overrides, cfg)
     found.limit_s = float(positive_int(own, "timeout_s") or found.limit_s)
@@ -73,13 +73,11 @@ def _tell(found: Examination, quick: bool, seconds: float) -> None:
     say("")
     errors = sum(one.level == ERROR for one in found.findings)
     say(
-        tr(
-            "{hosts} machines, {errors} errors, {warnings} warnings in {seconds} s.",
-            hosts=len(found.resources),
-            errors=errors,
-            warnings=sum(one.level == WARNING for one in found.findings),
-            seconds=f"{seconds:.1f}",
-        )
+        "{hosts} machines, {errors} errors, {warnings} warnings in {seconds} s.",
+        hosts=len(found.resources),
+        errors=errors,
+        warnings=sum(one.level == WARNING for one in found.findings),
+        seconds=f"{seconds:.1f}",
     )
     sys.stdout.flush()
 

@@ -103,10 +103,10 @@ def _output(cfg: RunConfig, given: str) -> Path:
         return unused(Path(cfg.run.dir) / "evaluations" / name)
     file = Path(given)
     if file.suffix != ".jsonl":
-        raise ConfigError(tr("output = {file} must end with .jsonl.", file=file))
+        raise ConfigError("output = {file} must end with .jsonl.", file=file)
     for path in (file, file.with_suffix(".json")):
         if path.exists():
-            raise ConfigError(tr("{path} is there already. Choose another output, or remove it.", path=path))
+            raise ConfigError("{path} is there already. Choose another output, or remove it.", path=path)
     return file
 
 

@@ -67,11 +67,8 @@ def _write(file: Path, text: str) -> None:
     try:
         if file.exists() and file.read_text(encoding="utf-8") != text:
             raise ConfigError(
-                tr(
-                    "{file} exists and says something else; it is not overwritten. Move it away first.",
-                    file=file,
-                )
+                "{file} exists and says something else; it is not overwritten. Move it away first.", file=file
             )
         file.write_text(text, encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(tr("cannot write {file}: {reason}", file=file, reason=error)) from error
+        raise ConfigError("cannot write {file}: {reason}", file=file, reason=error) from error

@@ -48,11 +48,11 @@ def run(words: list[str]) -> int:
     forward = one_of(given, "forward", ("yes", "no"))
     size = given.get("max_shard_size", "")
     if size and not re.fullmatch("[1-9][0-9]*[KMGT]B", size):
-        raise ConfigError(tr("max_shard_size = {size} is no size such as 500MB or 5GB.", size=size))
+        raise ConfigError("max_shard_size = {size} is no size such as 500MB or 5GB.", size=size)
     path = Path(given["model.path"])
     output = _output(path, given.get("output", ""), format, merge == "true")
     if output.exists():
-        raise ConfigError(tr("{folder} exists already: nothing was written. Name another folder.", folder=output))
+        raise ConfigError("{folder} exists already: nothing was written. Name another folder.", folder=output)
     import transformers
 
     from toolkit.export.checkpoint import ExportOptions, export_any
@@ -73,7 +73,7 @@ def _output(path: Path, output: str, format: str, merge: bool) -> Path:
     if output:
         return Path(output)
     if not (path / "config.yaml").is_file():
-        raise ConfigError(tr("{name} is missing: {usage}", name="output", usage=_USAGE))
+        raise ConfigError("{name} is missing: {usage}", name="output", usage=_USAGE)
     return path / ("official" if format == "official" else "merged" if merge else "export")
 
 

@@ -63,7 +63,7 @@ def run(words: list[str]) -> int:
 def _ask(given: dict[str, str], sampling: "Sampling", is_split: bool) -> None:
     for name in _FOR_FILES:
         if name in given:
-            raise ConfigError(tr("{name} has an effect with input=FILE only. Remove it.", name=name))
+            raise ConfigError("{name} has an effect with input=FILE only. Remove it.", name=name)
     model, encoder = _load(given, is_split)
     from toolkit.distributed import process_group
     from toolkit.evaluate.answers import with_system
@@ -77,7 +77,7 @@ def _ask(given: dict[str, str], sampling: "Sampling", is_split: bool) -> None:
 
 def _ask_file(given: dict[str, str], sampling: "Sampling", is_split: bool) -> None:
     if not given.get("output"):
-        raise ConfigError(tr("{name} is missing: {usage}", name="output", usage="input=FILE output=FILE"))
+        raise ConfigError("{name} is missing: {usage}", name="output", usage="input=FILE output=FILE")
     row_format = RowFormat(one_of(given, "format", [known.value for known in RowFormat]))
     from toolkit.evaluate.answers import answer_source, question_source
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from toolkit.arguments import named_arguments, positive_int
 from toolkit.errors import LaunchError
 from toolkit.launch import hostfile
-from toolkit.messages import say, tr
+from toolkit.messages import say
 
 
 def run(words: list[str]) -> int:
@@ -24,7 +24,7 @@ def run(words: list[str]) -> int:
     given = {**{name: value for name, value in defaults.items() if value}, **given}
     slots = positive_int(given, "slots")
     if not given.get("nodes") or not slots:
-        raise LaunchError(tr("this is no Slurm job that says nodes and GPUs: give both. {usage}", usage=usage))
+        raise LaunchError("this is no Slurm job that says nodes and GPUs: give both. {usage}", usage=usage)
     text = "".join(f"{host} slots={slots}\n" for host in hostfile.expand_nodes(given["nodes"]))
     hosts = hostfile.parse_hostfile(text, given["output"])
     try:
@@ -32,9 +32,9 @@ def run(words: list[str]) -> int:
             file.write(text)
     except FileExistsError as error:
         raise LaunchError(
-            tr("{file} exists already: nothing was written. Name another file.", file=given["output"])
+            "{file} exists already: nothing was written. Name another file.", file=given["output"]
         ) from error
     except OSError as error:
-        raise LaunchError(tr("cannot write {file}: {reason}.", file=given["output"], reason=error.strerror)) from error
-    say(tr("{file}: {count} machines, {slots} GPUs each.", file=given["output"], count=len(hosts), slots=slots))
+        raise LaunchError("cannot write {file}: {reason}.", file=given["output"], reason=error.strerror) from error
+    say("{file}: {count} machines, {slots} GPUs each.", file=given["output"], count=len(hosts), slots=slots)
     return 0

@@ -36,10 +36,10 @@ def run(words: list[str]) -> int:
     rest = [word for word in words if word not in paths]
     arguments = named_arguments(rest, required=(), optional=("world_size", "output"), usage=_USAGE)
     if not 1 <= len(paths) <= 2:
-        raise ConfigError(tr("give one file, and its DeepSpeed JSON if it has one: {usage}", usage=_USAGE))
+        raise ConfigError("give one file, and its DeepSpeed JSON if it has one: {usage}", usage=_USAGE)
     output = arguments.get("output", "")
     if output and Path(output).exists():
-        raise ConfigError(tr("output={file} is there already; nothing is overwritten.", file=output))
+        raise ConfigError("output={file} is there already; nothing is overwritten.", file=output)
     given, deepspeed_json = read_all(paths, positive_int(arguments, "world_size"))
     converted = convert(given, deepspeed_json)
     head, _, body = converted.text.partition("\n")
@@ -114,4 +114,4 @@ def _write(file: Path, text: str) -> None:
         with open(file, "x", encoding="utf-8") as target:
             target.write(text)
     except OSError as error:
-        raise ConfigError(tr("cannot write {file}: {reason}", file=file, reason=error.strerror or error)) from error
+        raise ConfigError("cannot write {file}: {reason}", file=file, reason=error.strerror or error) from error

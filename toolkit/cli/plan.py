@@ -23,7 +23,7 @@ from toolkit.config.load import LoadedConfig
 from toolkit.config.mesh import with_micro_batch
 from toolkit.config.schema import RunConfig
 from toolkit.errors import ConfigError
-from toolkit.messages import say, tr
+from toolkit.messages import say
 from toolkit.plan import table
 from toolkit.plan.calibrate import calibrate, rates_of
 from toolkit.plan.machine import GIB, Machine, parse_bytes, parse_machine, this_machine
@@ -53,7 +53,7 @@ def run(words: list[str]) -> int:
         try:
             Path(output).write_text(json.dumps(table.plan_json(outline, machine, mine, found), indent=2) + "\n")
         except OSError as error:
-            raise ConfigError(tr("output={file} cannot be written: {reason}", file=output, reason=error)) from error
+            raise ConfigError("output={file} cannot be written: {reason}", file=output, reason=error) from error
     return 0
 
 
@@ -64,7 +64,7 @@ def _checked(words: list[str]) -> tuple[LoadedConfig, dict[str, str], Machine]:
     arguments = parse(words, names=own, problems=problems)
     given, output = arguments.values, arguments.values.get("output", "")
     if output and Path(output).exists():
-        problems.add(ConfigError(tr("output={file} is there already; nothing is overwritten.", file=output)))
+        problems.add(ConfigError("output={file} is there already; nothing is overwritten.", file=output))
     problems.attempt(one_of, given, "calibrate", ("false", "true"))
     machine = problems.attempt(_machine, given, arguments.loaded.cfg)
     check_parsed(arguments.loaded, machine.world_size if machine else None, problems, files=False)
@@ -78,7 +78,7 @@ def _machine(given: dict[str, str], cfg: RunConfig) -> Machine:
     host = given.get("host_memory", "")
     machine = this_machine(nodes) if "gpus" not in given else parse_machine(given["gpus"], nodes, host)
     if machine is None:
-        say(tr("No GPU here and no gpus=: planned for {gpus}.", gpus=_USUAL))
+        say("No GPU here and no gpus=: planned for {gpus}.", gpus=_USUAL)
         machine = parse_machine(_USUAL, nodes, host)
     if host:
         machine = replace(machine, host_bytes=parse_bytes(host, "host_memory"))

@@ -11,7 +11,7 @@ from toolkit.arguments import parse_checked
 from toolkit.config.hub import resolve_model_path
 from toolkit.config.preflight import check_positions
 from toolkit.errors import DataError
-from toolkit.messages import say, tr
+from toolkit.messages import say
 
 
 def run(words: list[str]) -> int:
@@ -28,33 +28,27 @@ def run(words: list[str]) -> int:
     if cfg.prepare.shard:
         total, new = prepare_shard(cfg, build_encoder(cfg, say), say)
         say(
-            tr(
-                "Part {shard} is done: {total} pieces, {new} of them made now. When all parts are, run the same "
-                "command without prepare.shard to join them.",
-                shard=cfg.prepare.shard,
-                total=f"{total:,}",
-                new=f"{new:,}",
-            )
+            "Part {shard} is done: {total} pieces, {new} of them made now. When all parts are, run the same command "
+            "without prepare.shard to join them.",
+            shard=cfg.prepare.shard,
+            total=f"{total:,}",
+            new=f"{new:,}",
         )
         return 0
     prepared = prepare_data(cfg, speaks=True)
     folder = prepared.train.folder
     if not prepared.report.built and (damaged := damaged_files(folder)):
         raise DataError(
-            tr(
-                "The prepared data in {folder} is damaged ({files}). Remove the folder, and prepare anew.",
-                folder=folder,
-                files=", ".join(damaged),
-            )
+            "The prepared data in {folder} is damaged ({files}). Remove the folder, and prepare anew.",
+            folder=folder,
+            files=", ".join(damaged),
         )
     say(
-        tr(
-            "{samples} training samples, {tokens} tokens ({trained} trained), in {folder}.",
-            samples=f"{len(prepared.train):,}",
-            tokens=f"{prepared.train.num_tokens:,}",
-            trained=f"{prepared.train.num_trained_tokens:,}",
-            folder=folder,
-        )
+        "{samples} training samples, {tokens} tokens ({trained} trained), in {folder}.",
+        samples=f"{len(prepared.train):,}",
+        tokens=f"{prepared.train.num_tokens:,}",
+        trained=f"{prepared.train.num_trained_tokens:,}",
+        folder=folder,
     )
     if line := padding_line(cfg, prepared.packing, prepared.train, prepared.train_plan):
         say(line)

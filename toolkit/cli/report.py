@@ -27,7 +27,7 @@ def run(words: list[str]) -> int:
     for word in words:
         name, equals, value = word.partition("=")
         if word.startswith("-"):
-            raise ConfigError(tr("unknown option {word}. Known here: {known}.", word=word, known="output=, language="))
+            raise ConfigError("unknown option {word}. Known here: {known}.", word=word, known="output=, language=")
         if equals and name in _ARGUMENTS:
             given[name] = value
         else:  # a run's name may hold a =, as in lr=1e-4
@@ -36,11 +36,11 @@ def run(words: list[str]) -> int:
         raise ConfigError(tr("which run? toolkit report runs/NAME"))
     language = given.get("language", "")
     if language not in ("", "en", "zh"):
-        raise ConfigError(tr("language = {value} must be en, zh or empty.", value=language))
+        raise ConfigError("language = {value} must be en, zh or empty.", value=language)
     set_language(language)
     from toolkit.report.page import make_report  # only now: what draws takes a second to import
 
     output, images = make_report(paths, Path(given["output"]) if given.get("output") else None)
-    say(tr("The report: {file}", file=output))
-    say(tr("Its charts as pictures: {folder}", folder=images))
+    say("The report: {file}", file=output)
+    say("Its charts as pictures: {folder}", folder=images)
     return 0

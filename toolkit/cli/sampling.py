@@ -5,7 +5,6 @@ from typing import TYPE_CHECKING
 
 from toolkit.arguments import non_negative_int, number, positive_int
 from toolkit.errors import ConfigError, ModelError
-from toolkit.messages import tr
 
 if TYPE_CHECKING:
     from toolkit.evaluate.generate import Sampling
@@ -17,10 +16,10 @@ SAMPLING = ("max_new_tokens", "temperature", "top_p", "top_k", "seed")
 def check_model(given: dict[str, str], usage: str) -> None:
     """Reject a command that names neither a model nor an adapter, which knows its base, or one that does not exist."""
     if not given.get("model.path") and not given.get("adapter"):
-        raise ConfigError(tr("{name} is missing: {usage}", name="model.path", usage=usage))
+        raise ConfigError("{name} is missing: {usage}", name="model.path", usage=usage)
     for name in ("model.path", "adapter"):
         if given.get(name) and not Path(given[name]).is_dir():
-            raise ModelError(tr("there is no directory {path} ({name}).", path=given[name], name=name))
+            raise ModelError("there is no directory {path} ({name}).", path=given[name], name=name)
 
 
 def sampling_arguments(given: dict[str, str], max_new_tokens: int) -> "Sampling":
@@ -29,7 +28,7 @@ def sampling_arguments(given: dict[str, str], max_new_tokens: int) -> "Sampling"
     drawn = [name for name in ("top_p", "top_k", "seed") if name in given]
     if drawn and not temperature:
         raise ConfigError(
-            tr("{name} has no effect without temperature: the likeliest token is taken. Remove it.", name=drawn[0])
+            "{name} has no effect without temperature: the likeliest token is taken. Remove it.", name=drawn[0]
         )
     from toolkit.evaluate.generate import Sampling
 

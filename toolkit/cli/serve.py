@@ -23,7 +23,7 @@ from pathlib import Path
 
 from toolkit.arguments import named_arguments, one_of, positive_int
 from toolkit.evaluate.server import adapter_options, server_program
-from toolkit.messages import say, tr
+from toolkit.messages import say
 from toolkit.models.directory import resolve_servable
 
 USAGE = "toolkit serve PATH"
@@ -53,12 +53,10 @@ def run(words: list[str]) -> int:
         model = Path(given["adapter"]).resolve().name
         command += adapter_options(Path(given["adapter"]), model, is_vllm=is_vllm)
     body = json.dumps({"model": model, "messages": [{"role": "user", "content": "你好"}]}, ensure_ascii=False)
-    say(tr("Starting:  {command}", command=" ".join([*command, *options])))
+    say("Starting:  {command}", command=" ".join([*command, *options]))
     say(
-        tr(
-            "Ask it:  {command}",
-            command=f"curl http://{host}:{port}/v1/chat/completions -H 'Content-Type: application/json' -d '{body}'",
-        )
+        "Ask it:  {command}",
+        command=f"curl http://{host}:{port}/v1/chat/completions -H 'Content-Type: application/json' -d '{body}'",
     )
     # The model is here: nothing is looked up elsewhere, nor can a request have another one fetched.
     alone = {"HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_UPDATE_CHECK": "1"}

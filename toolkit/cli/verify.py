@@ -30,13 +30,13 @@ def run(words: list[str]) -> int:
         raise ConfigError(tr("which checkpoint? toolkit verify PATH"))
     forward = options[-1].removeprefix("forward=") if options else "yes"
     if forward not in ("yes", "no"):
-        raise ConfigError(tr("forward = {value} is neither yes nor no.", value=forward))
+        raise ConfigError("forward = {value} is neither yes nor no.", value=forward)
     found = _found(Path(paths[0]))
     if not found:
-        raise ConfigError(tr("{path} is no checkpoint and holds none.", path=paths[0]))
+        raise ConfigError("{path} is no checkpoint and holds none.", path=paths[0])
     damaged = sum(not _is_whole(folder, forward == "yes") for folder in found)
     if damaged:
-        raise CheckpointError(tr("{count} of {total} are damaged.", count=damaged, total=len(found)))
+        raise CheckpointError("{count} of {total} are damaged.", count=damaged, total=len(found))
     return 0
 
 

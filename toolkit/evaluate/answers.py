@@ -59,9 +59,7 @@ def question_source(path: str, row_format: RowFormat, columns: str) -> SourceCon
     except yaml.YAMLError:
         names = None
     if not isinstance(names, dict) or not all(isinstance(value, str) for value in names.values()):
-        raise ConfigError(
-            tr("columns = {text} is not of the form {{prompt: question, response: answer}}.", text=columns)
-        )
+        raise ConfigError("columns = {text} is not of the form {{prompt: question, response: answer}}.", text=columns)
     source = SourceConfig(path=path, format=row_format, columns=names)
     if sentence := check_columns(source, "input"):
         raise ConfigError(sentence)
@@ -75,7 +73,7 @@ def question_files(source: SourceConfig) -> list[Path]:
         DataError: there is none, or the format has no questions.
     """
     if source.format in (RowFormat.text, RowFormat.docstrings):
-        raise DataError(tr("format = {format} holds no questions.", format=source.format.value))
+        raise DataError("format = {format} holds no questions.", format=source.format.value)
     return files_of(source)
 
 
@@ -91,7 +89,7 @@ def read_questions(source: SourceConfig) -> Iterator[RowQuestion]:
     files = [DataFile(path, 0, source.format, dict(source.columns)) for path in question_files(source)]
     for _, file, block in read_blocks(files, [0] * len(files), block_bytes(total_bytes(files))):
         if file.row_format is RowFormat.text:
-            raise DataError(tr("{path}: rows of plain text hold no questions.", path=file.path))
+            raise DataError("{path}: rows of plain text hold no questions.", path=file.path)
         # Undecided where no row of the block can be parsed: each then says so itself.
         row_format = RowFormat.prompt_response if file.row_format is RowFormat.auto else file.row_format
         reader = RowReader(row_format, file.columns, answered=False)
@@ -197,7 +195,7 @@ class AnswerFile:
         self.output = output
         self.part, self.record = (output.with_name(f"{output.name}{suffix}") for suffix in (".part", ".part.json"))
         if output.exists():
-            raise ConfigError(tr("{file} exists already: nothing was written. Name another file.", file=output))
+            raise ConfigError("{file} exists already: nothing was written. Name another file.", file=output)
         try:
             self.file = self.part.open("a+b")
         except OSError as error:
@@ -211,7 +209,7 @@ class AnswerFile:
             self.file.close()
             raise
         if self.done:
-            say(tr("Going on after the {count} lines in {file}.", count=f"{self.done:,}", file=self.part))
+            say("Going on after the {count} lines in {file}.", count=f"{self.done:,}", file=self.part)
 
     def __enter__(self) -> "AnswerFile":
         return self
@@ -223,7 +221,7 @@ class AnswerFile:
             if kind is None or not self.part.exists():
                 return
             if self.part.stat().st_size:
-                say(tr("What is there so far is in {file}; the same command goes on from it.", file=self.part))
+                say("What is there so far is in {file}; the same command goes on from it.", file=self.part)
             else:
                 self.part.unlink()
                 self.record.unlink(missing_ok=True)
@@ -244,9 +242,10 @@ class AnswerFile:
         try:
             if self.output.exists():
                 raise ConfigError(
-                    tr("{file} was made by somebody else meanwhile; the answers are in {part}.", file=self.output,
-                       part=self.part)
-                )  # fmt: skip
+                    "{file} was made by somebody else meanwhile; the answers are in {part}.",
+                    file=self.output,
+                    part=self.part,
+                )
             self.part.rename(self.output)
             self.record.unlink()
         except OSError as error:
@@ -255,7 +254,7 @@ class AnswerFile:
     def _claim(self, settings: dict[str, Any], window: int) -> int:
         """Lock the file, cut it after its last whole window, and return how many lines it holds."""
         if not lock_or_warn(self.file, self.part, say):
-            raise ConfigError(tr("another process is writing {file}.", file=self.part))
+            raise ConfigError("another process is writing {file}.", file=self.part)
         self.file.seek(0)
         count = sum(line.endswith(b"\n") for line in self.file) // window * window
         if count:
@@ -274,16 +273,14 @@ class AnswerFile:
             changed = [self.record.name]
         if changed:
             raise ConfigError(
-                tr(
-                    "{file} was begun with something else ({names}), so it cannot be continued. Move it away, or name "
-                    "another output.",
-                    file=self.part,
-                    names=", ".join(changed),
-                )
+                "{file} was begun with something else ({names}), so it cannot be continued. Move it away, or name "
+                "another output.",
+                file=self.part,
+                names=", ".join(changed),
             )
 
     def _failed(self, error: OSError) -> CheckpointError:
-        return CheckpointError(tr("cannot write {file}: {reason}.", file=self.part, reason=error.strerror or error))
+        return CheckpointError("cannot write {file}: {reason}.", file=self.part, reason=error.strerror or error)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -477,16 +474,14 @@ def _write(found: Iterator[list[dict[str, Any]]], file: AnswerFile | None, total
         return
     file.finish()
     asked = f"{total - done:,}"
-    say(tr("wrote {file}: {rows} rows.", file=file.output, rows=f"{total:,}"))
+    say("wrote {file}: {rows} rows.", file=file.output, rows=f"{total:,}")
     if cut:
-        say(tr("{cut} of the {rows} now asked were cut at max_new_tokens.", cut=f"{cut:,}", rows=asked))
+        say("{cut} of the {rows} now asked were cut at max_new_tokens.", cut=f"{cut:,}", rows=asked)
     if failed:
         say(
-            tr(
-                "{failed} of the {rows} now asked have no answer: their lines hold the error.",
-                failed=f"{failed:,}",
-                rows=asked,
-            )
+            "{failed} of the {rows} now asked have no answer: their lines hold the error.",
+            failed=f"{failed:,}",
+            rows=asked,
         )
 
 
@@ -511,11 +506,9 @@ def check_system(encoder: AnyChatEncoder, system: str) -> None:
     if system and not has_system_role(encoder):
         family = getattr(encoder.tokenizer, "family", None)
         raise ConfigError(
-            tr(
-                "the chat format of {name} has no system message: the model would not see it. Leave it out, or put it "
-                "into the question.",
-                name=family.value if family else encoder.tokenizer.name_or_path,
-            )
+            "the chat format of {name} has no system message: the model would not see it. Leave it out, or put it "
+            "into the question.",
+            name=family.value if family else encoder.tokenizer.name_or_path,
         )
 
 

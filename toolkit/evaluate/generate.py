@@ -110,14 +110,12 @@ def check_length(model: PreTrainedModel, prompt_tokens: int, max_new_tokens: int
     most = most_tokens(model)
     if prompt_tokens + max_new_tokens > most:
         raise ModelError(
-            tr(
-                "a prompt of {prompt} tokens and max_new_tokens = {new} are more than the {most} positions that the "
-                "model has. Shorten the prompt, or set max_new_tokens to {left} at most.",
-                prompt=prompt_tokens,
-                new=max_new_tokens,
-                most=most,
-                left=max(most - prompt_tokens, 0),
-            )
+            "a prompt of {prompt} tokens and max_new_tokens = {new} are more than the {most} positions that the model "
+            "has. Shorten the prompt, or set max_new_tokens to {left} at most.",
+            prompt=prompt_tokens,
+            new=max_new_tokens,
+            most=most,
+            left=max(most - prompt_tokens, 0),
         )
 
 
@@ -171,12 +169,10 @@ def split_inference(model: PreTrainedModel) -> PreTrainedModel:
     kind = model.config.model_type
     if kind not in FAMILIES:
         raise ModelError(
-            tr(
-                "engine = deepspeed: DeepSpeed's inference engine is not known to split a {kind} rightly; known are "
-                "{known}. Leave engine out.",
-                kind=type(model).__name__,
-                known=", ".join(FAMILIES),
-            )
+            "engine = deepspeed: DeepSpeed's inference engine is not known to split a {kind} rightly; known are "
+            "{known}. Leave engine out.",
+            kind=type(model).__name__,
+            known=", ".join(FAMILIES),
         )
     if has_adapter(model):
         raise ModelError(
@@ -185,12 +181,10 @@ def split_inference(model: PreTrainedModel) -> PreTrainedModel:
     groups = model.config.num_key_value_heads
     if groups % ranks:
         raise ModelError(
-            tr(
-                "engine = deepspeed: the model's {groups} heads of keys and values cannot be split over {ranks} ranks. "
-                "Take a number of ranks that divides {groups}.",
-                groups=groups,
-                ranks=ranks,
-            )
+            "engine = deepspeed: the model's {groups} heads of keys and values cannot be split over {ranks} ranks. "
+            "Take a number of ranks that divides {groups}.",
+            groups=groups,
+            ranks=ranks,
         )
     exact = [(name, value.clone()) for name, value in model.named_buffers() if value.dtype is torch.float32]
     with contextlib.redirect_stdout(io.StringIO()):  # it prints which layers it takes

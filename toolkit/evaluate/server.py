@@ -64,10 +64,8 @@ def server_program(backend: str) -> list[str]:
     missing = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
     if missing:
         raise ConfigError(
-            tr(
-                "transformers' server needs packages that are not installed:  pip install {packages}",
-                packages=" ".join(missing),
-            )
+            "transformers' server needs packages that are not installed:  pip install {packages}",
+            packages=" ".join(missing),
         )
     return [sys.executable, "-m", "toolkit.evaluate.server"]
 
@@ -82,7 +80,7 @@ def adapter_options(adapter: Path, name: str, is_vllm: bool) -> list[str]:
     config: dict[str, Any] = read_object(file) if file.is_file() else {}
     if config.get("peft_type") != "LORA":
         raise ConfigError(
-            tr("{folder} is no LoRA adapter in peft's layout; vLLM serves no other kind of adapter.", folder=adapter)
+            "{folder} is no LoRA adapter in peft's layout; vLLM serves no other kind of adapter.", folder=adapter
         )
     needed = max(config.get("r", 0), *config.get("rank_pattern", {}).values(), 0)
     rank = next((known for known in _RANKS if known >= needed), needed)

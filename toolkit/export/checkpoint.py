@@ -77,11 +77,9 @@ def rebuild(
     described = checkpoint / MODEL_DIR
     if not described.is_dir():
         raise NotExportable(
-            tr(
-                "{folder} does not say what its model is: it was saved by an older version. Go on with the run "
-                "(resume={folder}) to its end: it writes export/.",
-                folder=checkpoint,
-            )
+            "{folder} does not say what its model is: it was saved by an older version. Go on with the run "
+            "(resume={folder}) to its end: it writes export/.",
+            folder=checkpoint,
         )
     trained_in: torch.dtype = getattr(torch, read_object(described / "config.json")["dtype"])
     if part is None:
@@ -124,9 +122,7 @@ def collect_files(
         del value
         weights.return_memory()
     if wrong := weights.differences(model, state):
-        raise CheckpointError(
-            tr("{folder} does not hold its model: {reason}.", folder=source, reason="; ".join(wrong[:5]))
-        )
+        raise CheckpointError("{folder} does not hold its model: {reason}.", folder=source, reason="; ".join(wrong[:5]))
     return Rebuilt(model, state)
 
 
@@ -193,10 +189,7 @@ def export_checkpoint(checkpoint: Path, folder: Path, wanted: ExportOptions | No
     if is_custom(checkpoint):
         if wanted != ExportOptions():
             raise ConfigError(
-                tr(
-                    "{folder} holds a model of one's own: its weights alone are written, as they are.",
-                    folder=checkpoint,
-                )
+                "{folder} holds a model of one's own: its weights alone are written, as they are.", folder=checkpoint
             )
         export_custom_checkpoint(checkpoint, folder)
         return
@@ -242,11 +235,9 @@ def export_part(
             raise ConfigError(tr("format=official, dtype= and max_shard_size= are for whole models: add merge=true."))
         if whole:
             raise ConfigError(
-                tr(
-                    "format=official, dtype= and max_shard_size= are for whole models, and what {folder} holds cannot "
-                    "be merged into one: leave them out.",
-                    folder=part.source,
-                )
+                "format=official, dtype= and max_shard_size= are for whole models, and what {folder} holds cannot be "
+                "merged into one: leave them out.",
+                folder=part.source,
             )
         if wanted.format == "official":
             write_original_prefix(part.values, part.settings, part.base, folder)

@@ -163,13 +163,13 @@ def atomic_directory(folder: Path) -> Iterator[Path]:
 def cannot_write(folder: Path, error: Exception) -> CheckpointError:
     """Return the error about an export that cannot be written."""
     return CheckpointError(
-        tr("cannot write the export to {folder}: {reason}. Nothing else was touched.", folder=folder, reason=error)
+        "cannot write the export to {folder}: {reason}. Nothing else was touched.", folder=folder, reason=error
     )
 
 
 def _not_as_trained(folder: Path, names: Sequence[str]) -> CheckpointError:
     return CheckpointError(
-        tr("the export in {folder} does not hold what was trained: {names}", folder=folder, names=list(names[:5]))
+        "the export in {folder} does not hold what was trained: {names}", folder=folder, names=list(names[:5])
     )
 
 

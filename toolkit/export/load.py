@@ -48,11 +48,11 @@ def load_any(
     precision = Dtype(dtype) if dtype != "auto" else Dtype.fp32 if place.type == "cpu" else Dtype.bf16
     folder = _of_run(Path(path)) if path else Path(adapter)
     if not folder.is_dir():
-        raise ModelError(tr("there is no folder {folder}", folder=folder))
+        raise ModelError("there is no folder {folder}", folder=folder)
     if path and is_adapter(folder):
         if adapter:
             raise ConfigError(
-                tr("{folder} is an adapter itself: {other} cannot be added to it.", folder=folder, other=adapter)
+                "{folder} is an adapter itself: {other} cannot be added to it.", folder=folder, other=adapter
             )
         path, adapter = "", str(folder)
     if adapter:
@@ -79,7 +79,7 @@ def _of_run(path: Path) -> Path:
         return export
     newest = resolve_checkpoint(path)
     if newest is None:
-        raise ConfigError(tr("the run {folder} has neither export/ nor a checkpoint yet.", folder=path))
+        raise ConfigError("the run {folder} has neither export/ nor a checkpoint yet.", folder=path)
     return newest
 
 

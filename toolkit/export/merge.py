@@ -13,7 +13,6 @@ from transformers import PreTrainedModel
 from toolkit.checkpoint.convert import iter_weights
 from toolkit.config.schema import TuningMethod
 from toolkit.errors import CheckpointError, ConfigError
-from toolkit.messages import tr
 from toolkit.models import adapters, lora
 from toolkit.models.adapters import BaseModel, base_of, check_base, check_numbers, find_base, fingerprint_of, read_base
 from toolkit.models.directory import read_object
@@ -66,9 +65,7 @@ def part_of_checkpoint(checkpoint: Path, given: str = "") -> TunedPart | None:
         frozen = {*shell.state_dict()} - {*stored}
         values = {name: value for name, value in values.items() if name not in frozen}
         if wrong := sorted({*values} ^ {*stored}):
-            raise CheckpointError(
-                tr("{folder} does not hold its model: {reason}.", folder=checkpoint, reason=wrong[:5])
-            )
+            raise CheckpointError("{folder} does not hold its model: {reason}.", folder=checkpoint, reason=wrong[:5])
         values = {stored[name]: value for name, value in values.items()}
     return TunedPart(checkpoint, settings, known, find_base(described, given), values)
 
@@ -105,11 +102,9 @@ def merge_adapter(part: TunedPart) -> tuple[PreTrainedModel, Iterator[tuple[str,
     """
     if not part.can_merge:
         raise ConfigError(
-            tr(
-                "what {folder} holds stands before the tokens, not in the weights: it cannot be merged. Export it "
-                "without merge=true, and use it as an adapter of its base.",
-                folder=part.source,
-            )
+            "what {folder} holds stands before the tokens, not in the weights: it cannot be merged. Export it without "
+            "merge=true, and use it as an adapter of its base.",
+            folder=part.source,
         )
     model, values = stream(part.base)
     return model, _with_trained(part, values, getattr(model, "all_tied_weights_keys", None) or {})
@@ -125,12 +120,10 @@ def _with_trained(
         layers, whole = _by_weight(shell, part)
         if apart := sorted({*layers, *whole} & {*tied, *tied.values()}):
             raise ConfigError(
-                tr(
-                    "{folder} changes {names} alone, which in the model is one with another weight "
-                    "(tie_word_embeddings): merged, both would change. Use it as an adapter of its base.",
-                    folder=part.source,
-                    names=", ".join(apart),
-                )
+                "{folder} changes {names} alone, which in the model is one with another weight (tie_word_embeddings): "
+                "merged, both would change. Use it as an adapter of its base.",
+                folder=part.source,
+                names=", ".join(apart),
             )
     unused = {*layers, *whole} - {*tied}
     for name, value in values:
@@ -142,12 +135,12 @@ def _with_trained(
             try:
                 yield name, lora.merge_lora(layer, value, added)
             except ValueError as error:  # peft looks for what is no number
-                raise CheckpointError(tr("{name} is no number: the run had diverged.", name=name)) from error
+                raise CheckpointError("{name} is no number: the run had diverged.", name=name) from error
         else:
             yield name, whole.get(name, value)
     if unused:
         raise CheckpointError(
-            tr("{folder} does not hold its model: {reason}.", folder=part.source, reason=sorted(unused)[:5])
+            "{folder} does not hold its model: {reason}.", folder=part.source, reason=sorted(unused)[:5]
         )
 
 

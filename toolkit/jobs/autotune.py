@@ -91,7 +91,7 @@ class AutotuneSearch:
         if best is None or not self.measured(best):
             say(tr("None of them ran."))
             return 1
-        say(tr("The fastest: {words}", words=" ".join(best.words)))
+        say("The fastest: {words}", words=" ".join(best.words))
         return 0
 
 
@@ -125,7 +125,7 @@ def open_search(words: list[str]) -> Iterator[AutotuneSearch]:
         raise ConfigError(tr("nothing is left to try."))
     with sweeping.open_sweep(sweeping.sweep_dir(plan, cfg), sweeping.typed_command(words, "autotune")) as sweep:
         search = AutotuneSearch(plan=plan, sweep=sweep, groups=groups, configs=configs, rows=max(sizes))
-        say(tr("At most {number} experiments, in {folder}.", number=len(configs), folder=sweep.folder))
+        say("At most {number} experiments, in {folder}.", number=len(configs), folder=sweep.folder)
         try:
             yield search
         except Stopped:
@@ -143,7 +143,7 @@ def _hosts(options: dict[str, str]) -> hostfile.Resources:
         return hostfile.select_gpus(hostfile.read_hostfile(Path(path)), options)
     if number := options.get("--num_gpus", ""):
         if not number.isdecimal() or not int(number):
-            raise LaunchError(tr("--num_gpus {value} is not a number from 1.", value=number))
+            raise LaunchError("--num_gpus {value} is not a number from 1.", value=number)
         return {"localhost": list(range(int(number)))}
     from deepspeed.accelerator import get_accelerator
 
@@ -177,11 +177,11 @@ def _unsuitable(recipe: Sequence[str], cfg: RunConfig) -> Iterator[ConfigError]:
     for word in recipe:
         if word.lstrip("+").partition("=")[0] in ("zero", "zero.stage", "batch.micro_per_gpu"):
             yield ConfigError(
-                tr("{word}: that is what autotune seeks. stages= and micro= say among what; take it out.", word=word)
+                "{word}: that is what autotune seeks. stages= and micro= say among what; take it out.", word=word
             )
     if cfg.deepspeed_json or cfg.plan.auto:
         key = "deepspeed_json" if cfg.deepspeed_json else "plan.auto"
-        yield ConfigError(tr("{key} chooses the ZeRO stage itself. Take it out, or do without autotune.", key=key))
+        yield ConfigError("{key} chooses the ZeRO stage itself. Take it out, or do without autotune.", key=key)
     if model_ranks(cfg) > 1:
         yield ConfigError(
             tr("autotune was not tried with model parallelism. Use `toolkit sweep` (docs/zero.md), or parallel=data.")
@@ -200,7 +200,7 @@ def _configs(
             try:
                 cfg = plan.compose(words)
             except ConfigError as error:
-                say(tr("left out: {reason}", reason=error))
+                say("left out: {reason}", reason=error)
                 continue
             if machine is not None:
                 outline = outline or outline_of(cfg, say)  # the same at every stage
@@ -225,6 +225,6 @@ def _numbers(given: dict[str, str], name: str, default: Sequence[int], known: Se
     wrong = [word for word in words if not word.isdecimal() or int(word) not in known]
     if wrong:
         raise ConfigError(
-            tr("{name}: {word} is none of {known}.", name=name, word=wrong[0], known=", ".join(map(str, known)))
+            "{name}: {word} is none of {known}.", name=name, word=wrong[0], known=", ".join(map(str, known))
         )
     return sorted({int(word) for word in words})

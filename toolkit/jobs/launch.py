@@ -36,7 +36,7 @@ def launch(typed: Sequence[str], options: Mapping[str, str], words: Sequence[str
     """
     folder, hosts = run_folder.make_parent(cfg), _machines(options, words, cfg)
     command, environ = _command(typed, options, words, hosts, cfg)
-    say(tr("Starts:  {command}", command=shlex.join(["deepspeed", *command[3:]])))
+    say("Starts:  {command}", command=shlex.join(["deepspeed", *command[3:]]))
     requests, most, timeout_s = processes.SignalRequests(), cfg.run.max_restarts, float(cfg.distributed.timeout_s)
     restart, died = 0, 0.0
     while True:
@@ -116,7 +116,7 @@ def _machines(options: Mapping[str, str], words: Sequence[str], cfg: RunConfig) 
     if len({len(gpus) for gpus in hosts.values()}) > 1:
         say(tr("Note: the machines take part with different numbers of GPUs."))
     for file, names in env_vars.variables_of_files(Path.cwd()).items() if len(hosts) > 1 else ():
-        say(tr("{file} sets on all machines: {names}", file=file, names=", ".join(names)))
+        say("{file} sets on all machines: {names}", file=file, names=", ".join(names))
     return hosts
 
 
@@ -125,14 +125,11 @@ def _examine(machines: Examination) -> None:
     machines.run(quick=True)
     if wrong := machines.lines(ERROR):
         raise LaunchError(
-            tr(
-                "this would break the run:\n{lines}\n`toolkit doctor` looks closer; --no_ssh_check launches all the "
-                "same.",
-                lines="\n".join(wrong),
-            )
+            "this would break the run:\n{lines}\n`toolkit doctor` looks closer; --no_ssh_check launches all the same.",
+            lines="\n".join(wrong),
         )
     for line in machines.lines(WARNING):
-        say(tr("Note: {line}", line=line.strip()))
+        say("Note: {line}", line=line.strip())
 
 
 def _command(
@@ -142,11 +139,9 @@ def _command(
     backend, env = deepspeed.backend(hosts, options), cfg.launch.env
     if "--launcher" in options and not backend:
         say(
-            tr(
-                "Note: --launcher {launcher} has no effect on this machine alone: DeepSpeed's own launcher starts the "
-                "ranks. With a hostfile, --force_multi uses it here too.",
-                launcher=options["--launcher"],
-            )
+            "Note: --launcher {launcher} has no effect on this machine alone: DeepSpeed's own launcher starts the "
+            "ranks. With a hostfile, --force_multi uses it here too.",
+            launcher=options["--launcher"],
         )
     names = cfg.launch.forwarded
     files = env_vars.variables_of_files(Path.cwd()) if backend and names else {}
@@ -155,7 +150,7 @@ def _command(
     if missing := sorted(set(names).difference(here, *files.values())):
         raise env_vars.without_value(missing)
     if env:
-        say(tr("Variables of the ranks: {names}", names=", ".join(env)))
+        say("Variables of the ranks: {names}", names=", ".join(env))
     environ, exported = env_vars.for_launcher(here, backend, os.environ) if backend else (dict(os.environ), [])
     # Unless asked, the launcher shall not write whole command lines, with what is in them, into logs.
     quiet = [] if {"--log_level", "-q", "--quiet"} & set(options) else ["--log_level", "critical"]
@@ -190,13 +185,11 @@ class Attempt:
         """Print once how long it took until a restarted run has done a new step."""
         if self.died and (step := rank_status.read_status(self.environ).get("first_step")):
             say(
-                tr(
-                    "Restart {restart} of {most}: {seconds} s from the death to the first new step (step {step}).",
-                    restart=self.restart,
-                    most=self.most,
-                    seconds=f"{time.time() - self.died:.1f}",
-                    step=step,
-                )
+                "Restart {restart} of {most}: {seconds} s from the death to the first new step (step {step}).",
+                restart=self.restart,
+                most=self.most,
+                seconds=f"{time.time() - self.died:.1f}",
+                step=step,
             )
             self.died = 0.0
 
@@ -205,7 +198,7 @@ def _say_first_error(status: Mapping[str, Any]) -> None:
     """Repeat the error of the rank that failed first: what other nodes print comes in any order."""
     marker = Path(status.get("folder", "")) / "FAILED"
     if "folder" in status and marker.is_file():
-        say(tr("The first error:  {text}", text=marker.read_text(encoding="utf-8", errors="replace").strip()))
+        say("The first error:  {text}", text=marker.read_text(encoding="utf-8", errors="replace").strip())
 
 
 def _say_restart(folder: Path, code: int, restart: int, most: int) -> None:
@@ -213,13 +206,11 @@ def _say_restart(folder: Path, code: int, restart: int, most: int) -> None:
     step = starts.newest_step(folder)
     starts.check(folder, step)
     say(
-        tr(
-            "The run died at step {step} (exit code {code}). Restart {restart} of {most}, from the checkpoint of step "
-            "{saved}.",
-            step=starts.reached(folder),
-            code=code,
-            restart=restart,
-            most=most,
-            saved=step,
-        )
+        "The run died at step {step} (exit code {code}). Restart {restart} of {most}, from the checkpoint of step "
+        "{saved}.",
+        step=starts.reached(folder),
+        code=code,
+        restart=restart,
+        most=most,
+        saved=step,
     )

@@ -41,7 +41,7 @@ def run_trials(plan: SweepPlan, words: list[str], problems: Problems) -> int:
     with sweeping.open_sweep(sweeping.sweep_dir(plan, first), sweeping.typed_command(words)) as sweep:
         study = _open_study(plan, sweep, metric, first)
         sweep.save()
-        say(tr("{number} trials, in {folder}.", number=most, folder=sweep.folder))
+        say("{number} trials, in {folder}.", number=most, folder=sweep.folder)
         requests = SignalRequests()
         while not requests.last and (trial := _next(plan, study, most)) is not None:
             number, special = trial
@@ -85,21 +85,17 @@ def _open_study(plan: SweepPlan, sweep: SweepDir, metric: str, first: RunConfig)
         study.set_user_attr(_BEGAN, now)
     elif (then["metric"], then["axes"]) != (metric, words):
         raise ConfigError(
-            tr(
-                "{folder}: this search began with {then}, and that cannot become {now}. Type the metric and the values "
-                "that it began with, or choose another sweep=NAME.",
-                folder=sweep.folder,
-                then=" ".join([f"metric={then['metric']}", *then["axes"]]),
-                now=" ".join([f"metric={metric}", *words]),
-            )
+            "{folder}: this search began with {then}, and that cannot become {now}. Type the metric and the values "
+            "that it began with, or choose another sweep=NAME.",
+            folder=sweep.folder,
+            then=" ".join([f"metric={then['metric']}", *then["axes"]]),
+            now=" ".join([f"metric={metric}", *words]),
         )
     elif then != now:
         raise ConfigError(
-            tr(
-                "{folder}: this search began with other settings (the recipe or an override has changed since). Choose "
-                "another sweep=NAME.",
-                folder=sweep.folder,
-            )
+            "{folder}: this search began with other settings (the recipe or an override has changed since). Choose "
+            "another sweep=NAME.",
+            folder=sweep.folder,
         )
     return study
 
@@ -189,12 +185,10 @@ def _say_best(study: Any, sweep: SweepDir, metric: str) -> bool:
         return False
     best = study.best_trial
     say(
-        tr(
-            "Best: {metric} = {value}, trial-{trial}: {words}",
-            metric=metric,
-            value=f"{best.value:.4f}",
-            trial=f"{best.number:03}",
-            words=" ".join(word for job in sweep.jobs if job.trial == best.number for word in job.words),
-        )
+        "Best: {metric} = {value}, trial-{trial}: {words}",
+        metric=metric,
+        value=f"{best.value:.4f}",
+        trial=f"{best.number:03}",
+        words=" ".join(word for job in sweep.jobs if job.trial == best.number for word in job.words),
     )
     return True

@@ -84,7 +84,7 @@ class SweepDir:
             temporary.replace(self.folder / FILE)
         except OSError as error:
             reason = error.strerror or error
-            raise LaunchError(tr("cannot write {file}: {reason}.", file=self.folder / FILE, reason=reason)) from error
+            raise LaunchError("cannot write {file}: {reason}.", file=self.folder / FILE, reason=reason) from error
 
     def add(self, job: SweepJob) -> SweepJob:
         """Add a job, or return the one of this name that is there already; an error if that has other settings."""
@@ -94,12 +94,10 @@ class SweepDir:
             return job
         if known.config != job.config:
             raise LaunchError(
-                tr(
-                    "{folder}: the run {name} of this sweep began with other settings (the recipe or an override has "
-                    "changed since). Choose another sweep=NAME.",
-                    folder=self.folder,
-                    name=job.name,
-                )
+                "{folder}: the run {name} of this sweep began with other settings (the recipe or an override has "
+                "changed since). Choose another sweep=NAME.",
+                folder=self.folder,
+                name=job.name,
             )
         return known
 
@@ -204,20 +202,20 @@ def run_grid(plan: SweepPlan, words: Sequence[str], problems: Problems) -> int:
     combinations = problems.attempt(grammar.grid, plan.axes) or []
     most = problems.attempt(positive_int, plan.own, "max_jobs") or MOST_JOBS
     if (number := len(combinations)) > most:
-        problems.add(ConfigError(tr("these are {number} runs. Add max_jobs={number} if that is meant.", number=number)))
+        problems.add(ConfigError("these are {number} runs. Add max_jobs={number} if that is meant.", number=number))
     configs = plan.compose_all(combinations[:most], problems)
     problems.raise_all()
     with open_sweep(sweep_dir(plan, configs[0]), typed_command(words)) as sweep:
         jobs = [sweep.add(new_job(job, cfg)) for job, cfg in zip(combinations, configs, strict=True)]
         sweep.save()
-        say(tr("{number} runs, in {folder}.", number=len(jobs), folder=sweep.folder))
+        say("{number} runs, in {folder}.", number=len(jobs), folder=sweep.folder)
         requests = SignalRequests()
         for place, (job, special) in enumerate(zip(jobs, combinations, strict=True), start=1):
             if requests.last:
                 break
             label = f"[{place}/{len(jobs)}] {job.name}"
             if job.state in (DONE, DIVERGED):
-                say(tr("{run}: {state} already.", run=label, state=state_name(job.state)))
+                say("{run}: {state} already.", run=label, state=state_name(job.state))
                 continue
             say(label)
             launch(plan, sweep, job, special, requests)
@@ -232,7 +230,7 @@ def sweep_dir(plan: SweepPlan, cfg: RunConfig) -> Path:
     words = [*plan.fixed, *map(str, plan.axes), plan.own.get("metric", "")]
     name = plan.own.get("sweep") or f"sweep-{Path(cfg.recipe).stem}-{digest(sorted(words))}"
     if Path(name).name != name or name.startswith((".", "-")) or not name.isprintable():
-        raise ConfigError(tr("sweep = {name} must be a plain folder name; the folder around it is run.dir.", name=name))
+        raise ConfigError("sweep = {name} must be a plain folder name; the folder around it is run.dir.", name=name)
     return Path(cfg.run.dir).absolute() / name
 
 
@@ -289,18 +287,14 @@ def open_sweep(folder: Path, command: str) -> Iterator[SweepDir]:
         is_new = not (folder / FILE).exists()
         if is_new and any(not path.name.startswith(".") for path in folder.iterdir()):
             raise LaunchError(
-                tr(
-                    "{folder} exists and is no sweep ({file} is missing). Choose another sweep=NAME.",
-                    folder=folder,
-                    file=FILE,
-                )
+                "{folder} exists and is no sweep ({file} is missing). Choose another sweep=NAME.",
+                folder=folder,
+                file=FILE,
             )
         lock = open(folder / ".lock", "w", encoding="utf-8")
     except OSError as error:
         reason = error.strerror or error
-        raise LaunchError(
-            tr("cannot make the sweep's folder {folder}: {reason}.", folder=folder, reason=reason)
-        ) from error
+        raise LaunchError("cannot make the sweep's folder {folder}: {reason}.", folder=folder, reason=reason) from error
     with lock:
         _lock(lock, folder)
         yield SweepDir(folder=folder, command=command, jobs=_read_jobs(folder))
@@ -311,11 +305,9 @@ def _lock(lock: IO[str], folder: Path) -> None:
         is_granted = lock_or_warn(lock, folder, say)
     except OSError as error:
         reason = error.strerror or error
-        raise LaunchError(
-            tr("cannot lock the sweep's folder {folder}: {reason}.", folder=folder, reason=reason)
-        ) from error
+        raise LaunchError("cannot lock the sweep's folder {folder}: {reason}.", folder=folder, reason=reason) from error
     if not is_granted:
-        raise LaunchError(tr("another process is running the sweep in {folder}.", folder=folder))
+        raise LaunchError("another process is running the sweep in {folder}.", folder=folder)
 
 
 def _read_jobs(folder: Path) -> list[SweepJob]:
@@ -326,7 +318,7 @@ def _read_jobs(folder: Path) -> list[SweepJob]:
         jobs = [SweepJob(**job) for job in json.loads((folder / FILE).read_text(encoding="utf-8"))["jobs"]]
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise DataError(
-            tr("{file} cannot be read: {reason}. Choose another sweep=NAME.", file=folder / FILE, reason=error)
+            "{file} cannot be read: {reason}. Choose another sweep=NAME.", file=folder / FILE, reason=error
         ) from error
     for job in jobs:
         if (folder / job.name / "DONE").exists():
@@ -371,21 +363,19 @@ def check_stopped(sweep: SweepDir, requests: SignalRequests) -> None:
     """Raise Stopped if the sweep was asked to stop."""
     if requests.last:
         raise Stopped(
-            tr(
-                "the sweep was stopped by {signal}. The same command goes on with it:  {command}",
-                signal=signal.Signals(requests.last).name,
-                command=sweep.command,
-            )
+            "the sweep was stopped by {signal}. The same command goes on with it:  {command}",
+            signal=signal.Signals(requests.last).name,
+            command=sweep.command,
         )
 
 
 def end(sweep: SweepDir, is_done: bool) -> None:
     """Print the commands that resume what is not done, and compare the runs if there is anything to compare."""
     if not is_done:
-        say(tr("What is not done is tried again by the same command:  {command}", command=sweep.command))
+        say("What is not done is tried again by the same command:  {command}", command=sweep.command)
     if runs_of(sweep.folder):
         folder = shlex.quote(str(sweep.folder))
-        say(tr("To compare the runs in a page of charts:  {command}", command=f"toolkit report {folder}"))
+        say("To compare the runs in a page of charts:  {command}", command=f"toolkit report {folder}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -435,7 +425,7 @@ def show(sweep: SweepDir, jobs: Sequence[SweepJob], metric: str = EVAL_LOSS) -> 
         say(line)
     for line in [tr("Errors:"), *errors] if errors else []:
         say(line)
-    say(tr("Everything is in {folder}.", folder=sweep.folder))
+    say("Everything is in {folder}.", folder=sweep.folder)
 
 
 def state_name(state: str) -> str:
