@@ -8,12 +8,12 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from tests.unit.metric_table import documented
 from toolkit.config.schema import TuningConfig, TuningMethod
 from toolkit.messages import set_language
 from toolkit.plan.machine import find_gpu
 from toolkit.plan.speed import FlopRates, Formula, formula
 from toolkit.terminal import set_display
-from toolkit.track.metrics import UNITS
 from toolkit.track.progress import Progress
 from toolkit.train import account, matmul, meter
 from toolkit.train.account import Account, account_of
@@ -86,7 +86,7 @@ def test_row_of_uneven_steps(clock: SimpleNamespace) -> None:
     assert row["planned_memory_bytes"] == 5
     assert not {"mfu", "device_memory_peak_bytes", "communication_fraction"} & set(row)
     # Every key has its line in the table of docs/tracking.md.
-    assert not set(row) - set(UNITS)
+    assert not set(row) - set(documented())
     clock.now += 1.0
     counted.add(a_step())
     row = counted.row(5, 0.5, 0.1, counted.pace())

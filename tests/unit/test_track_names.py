@@ -1,32 +1,27 @@
 """The names and units of metrics: those of the code are those of the documentation, and those of transformers."""
 
 import re
-from pathlib import Path
 
-import pytest
-
+from tests.unit.metric_table import PAGE, documented
 from toolkit.config.schema import EVAL_LOSS, Metric
-from toolkit.track.metrics import SUMMARY, UNITS, hf_name, is_evaluation, metric_values, tracked_name
+from toolkit.track.metrics import hf_name, is_evaluation, metric_values, tracked_name
 
-DOCS = Path(__file__).parents[2] / "docs"
+METRICS = documented()
 
 
-@pytest.mark.parametrize("page", ["tracking.md", "tracking_zh.md"])
-def test_the_table_is_the_codes(page: str) -> None:
-    """Name, unit, name in trackers, name in MLflow; what it means stands beside it."""
-    table = {}
-    for line in (DOCS / page).read_text(encoding="utf-8").splitlines():
-        cells = [cell.strip() for cell in line.strip("|").split("|")]
-        if len(cells) == 5 and cells[0].startswith("`"):
-            assert cells[4], f"{cells[0]} is not explained"
-            table[cells[0].strip("`")] = tuple(cell.strip("`") for cell in cells[1:4])
-    expected = {name: (unit, tracked_name(name), hf_name(name)) for name, unit in (UNITS | SUMMARY).items()}
-    assert table == expected
+def test_names_elsewhere_are_the_codes() -> None:
+    for name, metric in METRICS.items():
+        assert (metric.tracked_name, metric.hf_name) == (tracked_name(name), hf_name(name))
+    assert len(METRICS) > 50
+
+
+def test_both_languages_have_the_same_table() -> None:
+    assert documented(PAGE.with_stem("tracking_zh")) == METRICS
 
 
 def test_evaluations_are_in_it() -> None:
-    assert EVAL_LOSS in UNITS
-    others = {name for name in UNITS if name.startswith("eval_")} - {"eval_METRIC", "eval_length"}
+    assert EVAL_LOSS in METRICS
+    others = {name for name in METRICS if name.startswith("eval_")} - {"eval_METRIC", "eval_length"}
     assert others == {
         "eval_loss",
         "eval_perplexity",
@@ -42,11 +37,11 @@ def test_names_are_those_of_transformers() -> None:
     """Its integrations rewrite a log with this function; MLflow's does not."""
     from transformers.integrations.integration_utils import rewrite_logs
 
-    for name in UNITS | SUMMARY:
+    for name in METRICS:
         assert rewrite_logs({hf_name(name): 1}) == {tracked_name(name): 1}
     theirs = {"loss", "grad_norm", "learning_rate", "epoch", "num_input_tokens_seen", "global_step", "eval_loss"}
     theirs |= {"train_loss", "train_runtime", "train_samples_per_second", "train_steps_per_second"}
-    assert theirs <= {hf_name(name) for name in UNITS | SUMMARY}
+    assert theirs <= {hf_name(name) for name in METRICS}
     assert tracked_name("eval_loss/a") == "eval/loss/a"
     assert re.fullmatch(r"train/learning_rate", tracked_name("lr"))
 

@@ -1,7 +1,7 @@
 """metrics.jsonl: one object per logged step, one per evaluation; each is added whole, or not at all.
 
-What rows hold, in which unit, and what the trackers call it: as transformers' Trainer does. docs/tracking.md shows this
-table; a test holds the two together.
+Names and units are in the table of docs/tracking.md, to which tests hold what is written. Trackers get the names that
+transformers' Trainer uses.
 """
 
 import json
@@ -31,67 +31,6 @@ def append_rows(file: Path, content: bytes) -> None:
             raise
 
 
-UNITS: dict[str, str] = {
-    "step": "steps",
-    "epoch": "epochs",
-    "loss": "nats/token",
-    "lr": "1",
-    "grad_norm": "1",
-    "router_loss": "1",
-    "tokens_per_s": "tokens/s",
-    "trained_tokens_per_s": "tokens/s",
-    "rank_tokens_per_s": "tokens/s",
-    "step_s": "s",
-    "step_median_s": "s",
-    "step_p95_s": "s",
-    "trained_tokens": "tokens",
-    "total_tokens": "tokens",
-    "samples_per_s": "samples/s",
-    "rank_samples_per_s": "samples/s",
-    "samples": "samples",
-    "padding_fraction": "share",
-    "data_wait_s": "s/step",
-    "data_wait_fraction": "share",
-    "data_wait_rank": "rank",
-    "slowest_rank": "rank",
-    "slowest_rank_s": "s/step",
-    "median_rank_s": "s/step",
-    "fastest_rank_s": "s/step",
-    "model_flops_per_s": "FLOP/s",
-    "hardware_flops_per_s": "FLOP/s",
-    "mfu": "share",
-    "hfu": "share",
-    "mfu_matmul": "share",
-    "hfu_matmul": "share",
-    "host_memory_peak_bytes": "bytes",
-    "device_memory_peak_bytes": "bytes",
-    "planned_memory_bytes": "bytes",
-    "communication_fraction": "share",
-    "curriculum_length": "tokens",
-    "mixture_share": "share",
-    "ltd_share": "share",
-    "skipped_steps": "steps",
-    "bad_steps": "steps",
-    "rewinds": "times",
-    "loss_scale": "1",
-    "time": "s",
-    "eval_loss": "nats/token",
-    "eval_perplexity": "1",
-    "eval_tokens": "tokens",
-    "eval_samples": "samples",
-    "eval_answers": "answers",
-    "eval_tokens_per_s": "tokens/s",
-    "eval_METRIC": "0-100",
-    "eval_length": "characters",
-}
-"""Each name in metrics.jsonl -> its unit; eval_METRIC stands for those of evaluate.metrics, NAME/SOURCE is as NAME."""
-SUMMARY: dict[str, str] = {
-    "train_loss": "nats/token",
-    "train_runtime": "s",
-    "train_steps_per_second": "steps/s",
-    "train_samples_per_second": "samples/s",
-}
-"""What trackers get once, at the end of a run."""
 _HF_NAMES = {"step": "global_step", "lr": "learning_rate", "total_tokens": "num_input_tokens_seen"}
 _EVALUATION = "eval_"
 
