@@ -35,7 +35,7 @@ def write_atomically(path: Path, content: bytes) -> None:
     try:
         with os.fdopen(handle, "wb") as file:
             file.write(content)
-        grant(Path(name))
+        set_permissions(Path(name))
         os.replace(name, path)
     except BaseException:
         with suppress(OSError):
@@ -52,7 +52,7 @@ def sha256(path: Path) -> str:
     return digest.hexdigest()
 
 
-def unused(path: Path) -> Path:
+def unused_path(path: Path) -> Path:
     """Return the path, or the first with a number before its ending that nothing has."""
     number, free = 1, path
     while free.exists():
@@ -61,7 +61,7 @@ def unused(path: Path) -> Path:
     return free
 
 
-def grant(path: Path) -> None:
+def set_permissions(path: Path) -> None:
     """Give a file or directory the mode that the umask leaves: temporary ones, and safetensors, come out private."""
     mode = path.stat().st_mode
     asked = 0o777 if stat.S_ISDIR(mode) else 0o666
@@ -104,7 +104,7 @@ def lock_or_warn(file: IO[str] | IO[bytes], path: Path, say: Callable[[str], Non
     return is_granted
 
 
-def refuse_links(folder: Path, error: type[ToolkitError], names: Sequence[str] | None = None) -> None:
+def check_no_symlinks(folder: Path, error: type[ToolkitError], names: Sequence[str] | None = None) -> None:
     """Refuse a folder in which writing would follow a symbolic link of somebody else to wherever that leads.
 
     This user and root are trusted. Looked at are the folder, what it holds, and what its folders hold. `folder` need

@@ -47,8 +47,8 @@ def test_logits_are_those_of_the_whole_model(name: str, tmp_path: Path) -> None:
     ids = probe.spread_ids(whole.config)
     streamed = streamed_model(folder)
     for _ in range(2):  # what was dropped is read again
-        assert torch.equal(probe.take(streamed, ids).logits, probe.take(whole, ids).logits)
-    assert probe.take(streamed, ids).dtype == probe.take(whole, ids).dtype
+        assert torch.equal(probe.capture(streamed, ids).logits, probe.capture(whole, ids).logits)
+    assert probe.capture(streamed, ids).dtype == probe.capture(whole, ids).dtype
 
 
 def test_no_more_than_a_layer_is_in_memory(tmp_path: Path) -> None:
@@ -58,14 +58,14 @@ def test_no_more_than_a_layer_is_in_memory(tmp_path: Path) -> None:
     layer_bytes = sum(one.nbytes for one in model.model.layers[0].parameters())
     ids = probe.spread_ids(model.config)
     with PeakMemory(torch.device("cpu"), only_new=True) as memory:
-        probe.take(streamed_model(tmp_path / "model"), ids)
+        probe.capture(streamed_model(tmp_path / "model"), ids)
         peak = memory.highest()
     assert layer_bytes < peak < 4 * layer_bytes < all_bytes / 2
 
 
 def test_an_export_is_proven_without_loading_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, folder = model_of("llama"), tmp_path / "export"
-    taken = probe.take(model, probe.spread_ids(model.config))
+    taken = probe.capture(model, probe.spread_ids(model.config))
     write_folder(model, describe(model, None), folder, "hf", taken)
     monkeypatch.setattr("toolkit.export.verify.load_model", lambda path: pytest.fail("it was loaded whole"))
     assert "the logits are those of the save" in verify_logits(folder)
@@ -88,12 +88,12 @@ def test_a_model_that_uses_a_layer_elsewhere_is_loaded(tmp_path: Path, monkeypat
     owner: dict[Any, Any] = {model.lm_head: model}
     monkeypatch.setattr("toolkit.export.verify.streamed_model", lambda path: _linked(streamed_model(path), owner))
     monkeypatch.setattr("toolkit.export.verify.load_model", lambda path: _linked(load_model(path), owner))
-    taken = probe.take(model, probe.spread_ids(model.config))
+    taken = probe.capture(model, probe.spread_ids(model.config))
     write_folder(model, describe(model, None), folder, "hf", taken)
     with monkeypatch.context() as patched:
         patched.setattr(torch.nn.Linear, "forward", forward)
         ids = probe.spread_ids(model.config)
-        assert math.isnan(float(probe.take(_linked(streamed_model(folder), owner), ids).logits.sum()))
+        assert math.isnan(float(probe.capture(_linked(streamed_model(folder), owner), ids).logits.sum()))
         assert "the logits are those of the save" in verify_logits(folder)
 
 

@@ -57,7 +57,7 @@ def written(model, folder: Path) -> Path:
     """Write an adapter's folder as a run does."""
     state = {stored: model.get_parameter(name).detach() for name, stored in stored_names(model).items()}
     ids = probe.spread_ids(model.config)
-    write_adapter(state, model.tuned.describe(), folder, probe.take(model, ids))
+    write_adapter(state, model.tuned.describe(), folder, probe.capture(model, ids))
     return folder
 
 

@@ -140,7 +140,7 @@ def check(kind: str, stage: int, dtype: Dtype, offloads: bool) -> None:
         parameter.data = parameter.data.to(TORCH_DTYPES[dtype])
     sizes = {group: one.total for group, one in count_parameters(model).items()}
     ids = batch_of(kind, 0, range(2))["input_ids"][:, :5]
-    expected = probe.take(model.eval(), ids).logits
+    expected = probe.capture(model.eval(), ids).logits
     engine = initialize_engine(
         model.train(),
         build_ds_config(cfg, world, STEPS).values,
@@ -149,7 +149,7 @@ def check(kind: str, stage: int, dtype: Dtype, offloads: bool) -> None:
     )
     loose = 0.03 if dtype is Dtype.bf16 else 1e-5
     assert {group: one.total for group, one in count_parameters(engine.module).items()} == sizes
-    torch.testing.assert_close(probe.take(engine.module, ids).logits, expected, atol=loose * 10, rtol=loose)
+    torch.testing.assert_close(probe.capture(engine.module, ids).logits, expected, atol=loose * 10, rtol=loose)
     guard = Guard(engine, TrainConfig())
     seen = []
     for step in range(STEPS):

@@ -506,54 +506,54 @@ CONFIG = {"run": {"seed": 1, "name": "a"}, "optim": {"lr": 0.1}, "zero": {"stage
 
 def test_changes_that_move_work_about_are_told() -> None:
     now = {"run": {"seed": 1, "name": "b"}, "optim": {"lr": 0.1}, "zero": {"stage": 2}, "data": {"sources": ["y"]}}
-    lines = changes.check(CONFIG, now, {"store": "s"}, {"store": "s"}, [])
+    lines = changes.check_changes(CONFIG, now, {"store": "s"}, {"store": "s"}, [])
     assert lines == ["  run.name: a -> b", "  data.sources: ['x'] -> ['y']"]
-    assert changes.check(CONFIG, CONFIG, {}, {}, []) == []
+    assert changes.check_changes(CONFIG, CONFIG, {}, {}, []) == []
 
 
 @pytest.mark.fault("R2")
 def test_changes_that_change_the_mathematics_are_refused() -> None:
     now = {**CONFIG, "optim": {"lr": 0.2}, "run": {"seed": 2, "name": "a"}}
     with pytest.raises(ConfigError) as error:
-        changes.check(CONFIG, now, {"store": "s"}, {"store": "t"}, [])
+        changes.check_changes(CONFIG, now, {"store": "s"}, {"store": "t"}, [])
     assert str(error.value) == (
         "the checkpoint belongs to a run that computes something else:\n"
         "  run.seed: 1 -> 2\n  optim.lr: 0.1 -> 0.2\n  the prepared data: store is another one\n"
         "Undo this, or allow it: checkpoint.allow_changes=[run.seed,optim.lr,data]; or start anew under another "
         "run.name."
     )
-    lines = changes.check(CONFIG, now, {"store": "s"}, {"store": "t"}, ["run.seed", "optim", "data"])
+    lines = changes.check_changes(CONFIG, now, {"store": "s"}, {"store": "t"}, ["run.seed", "optim", "data"])
     assert len(lines) == 3
     with pytest.raises(ConfigError):
-        changes.check(CONFIG, {**CONFIG, "new": 1}, {}, {}, [])
+        changes.check_changes(CONFIG, {**CONFIG, "new": 1}, {}, {}, [])
 
 
 def test_the_base_of_a_tuned_run_may_have_moved() -> None:
     """That it is the same one is told by its numbers, when it is loaded; with all of it trained, nothing tells."""
     old, new = {**CONFIG, "model": {"path": "/old"}}, {**CONFIG, "model": {"path": "/new"}}
     lora, full = {"tuning": {"method": "lora"}}, {"tuning": {"method": "full"}}
-    assert changes.check(old | lora, new | lora, {}, {}, []) == ["  model.path: /old -> /new"]
+    assert changes.check_changes(old | lora, new | lora, {}, {}, []) == ["  model.path: /old -> /new"]
     with pytest.raises(ConfigError, match=r"allow_changes=\[model.path\]"):
-        changes.check(old | full, new | full, {}, {}, [])
+        changes.check_changes(old | full, new | full, {}, {}, [])
 
 
 def test_what_is_trained_never_changes() -> None:
     """A checkpoint holds the trained parameters alone. One of a version without a key says nothing about it."""
     before, now = ({**CONFIG, "tuning": {"method": "lora", "rank": rank}} for rank in (8, 4))
     with pytest.raises(ConfigError, match=r"trains other parameters:\n  tuning.rank: 8 -> 4\nUndo this, or start anew"):
-        changes.check(before, now, {}, {}, ["tuning"])
+        changes.check_changes(before, now, {}, {}, ["tuning"])
     older = {**CONFIG, "tuning": {"method": "lora"}}
-    assert changes.check(older, now, {}, {}, ["tuning"]) == ["  tuning.rank: None -> 4"]
+    assert changes.check_changes(older, now, {}, {}, ["tuning"]) == ["  tuning.rank: None -> 4"]
 
 
 def test_a_run_older_than_a_key_did_what_its_default_says() -> None:
     now = json.loads(json.dumps(to_dict(RunConfig())))
     before = json.loads(json.dumps(now))
     del before["parallel"], before["optim"]["decay"], before["train"]["neftune_alpha"]
-    assert changes.check(before, now, {}, {}, []) == []
+    assert changes.check_changes(before, now, {}, {}, []) == []
     now["train"]["neftune_alpha"] = 5.0
     with pytest.raises(ConfigError, match=r"train.neftune_alpha: 0.0 -> 5.0"):
-        changes.check(before, now, {}, {}, [])
+        changes.check_changes(before, now, {}, {}, [])
 
 
 def test_every_key_says_what_it_influences_or_cannot_change() -> None:
@@ -570,7 +570,7 @@ def test_every_key_says_what_it_influences_or_cannot_change() -> None:
         *("run", "model", "data", "batch", "optim", "parallel", "train")
     }, "of these sections single keys are free"
     for key in ("run.display", "run.name", "evaluate.every", "zero.stage", "distributed.timeout_s", "model.hub_id"):
-        assert changes.is_free(key), key
+        assert changes.is_allowed_change(key), key
     for key in ("optim.lr", "run.seed", "batch.global_size", "model.path", "data.max_length", "train.epochs"):
         assert influence_of(key, RunConfig) is Influence.result, key
     assert influence_of("tuning.rank", RunConfig) is Influence.trained
@@ -596,7 +596,7 @@ def test_the_display_of_a_run_may_change() -> None:
     now = json.loads(json.dumps(to_dict(RunConfig())))
     now["run"]["display"], now["deepspeed_json"] = "plain", "other.json"
     before = json.loads(json.dumps(to_dict(RunConfig())))
-    assert sorted(changes.check(before, now, {}, {}, [])) == [
+    assert sorted(changes.check_changes(before, now, {}, {}, [])) == [
         "  deepspeed_json:  -> other.json",
         "  run.display: auto -> plain",
     ]
@@ -662,11 +662,11 @@ def test_what_a_forward_pass_may_change_is_copied_at_once(tmp_path: Path) -> Non
     assert found["module"]["weight"].tolist() == [1.0] * 4
     assert found["module"]["weight"].data_ptr() == found["module"]["again"].data_ptr()
     assert (found["module"]["buffer"].tolist(), found["scale"].item(), found["counts"]) == ([1.0] * 3, 2.0, [1])
-    held = [tensor.data_ptr() for tensor in files.copies.kept]
+    held = [tensor.data_ptr() for tensor in files.copies.buffers]
     files.begin()
     files.save({"module": module, "buffer_names": ["buffer"]}, f"{tmp_path}/b.pt")
     files.write()
-    assert [tensor.data_ptr() for tensor in files.copies.kept] == held, "memory is used again"
+    assert [tensor.data_ptr() for tensor in files.copies.buffers] == held, "memory is used again"
 
 
 def test_with_states_that_move_everything_is_copied_at_once(tmp_path: Path) -> None:

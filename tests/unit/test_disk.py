@@ -9,7 +9,7 @@ import pytest
 
 from toolkit.config.load import load
 from toolkit.config.schema import RunConfig
-from toolkit.disk import grant, refuse_links, umask
+from toolkit.disk import check_no_symlinks, set_permissions, umask
 from toolkit.errors import DataError, RunFolderError
 from toolkit.train.folder_lock import release
 from toolkit.train.prepared import build_encoder
@@ -90,7 +90,7 @@ def test_prepared_data_behind_a_link(name: str, link_owner: int, tmp_path: Path)
             build_encoder(config(tmp_path), print)
         assert name == "cache" or not list((tmp_path / "elsewhere").iterdir())
     else:
-        refuse_links(tmp_path / "cache", DataError)
+        check_no_symlinks(tmp_path / "cache", DataError)
 
 
 @pytest.fixture(params=[0o002, 0o027, 0o077])
@@ -106,6 +106,6 @@ def test_private_files_get_what_the_umask_leaves(mask: int, tmp_path: Path) -> N
     (tmp_path / "folder").chmod(0o2700)
     (tmp_path / "file").touch(mode=0o600)
     for path in (tmp_path / "folder", tmp_path / "file"):
-        grant(path)
+        set_permissions(path)
     assert stat.S_IMODE((tmp_path / "file").stat().st_mode) == 0o666 & ~mask
     assert stat.S_IMODE((tmp_path / "folder").stat().st_mode) == 0o2777 & ~mask

@@ -13,8 +13,7 @@ from torch.distributed import HashStore
 from toolkit.distributed.process_group import agree_on_store
 from toolkit.errors import LaunchError, RepeatedDeath
 from toolkit.jobs import launch
-from toolkit.launch import deepspeed as deepspeed_module
-from toolkit.launch import rank_status
+from toolkit.launch import deepspeed, rank_status
 from toolkit.launch.environment import Ranks
 from toolkit.train import starts
 
@@ -30,7 +29,7 @@ SPLIT: dict[str, tuple[list[str], list[str]]] = {
 @pytest.mark.parametrize("name", SPLIT)
 def test_words(name: str) -> None:
     options, rest = SPLIT[name]
-    found, left = deepspeed_module.split_words([*options, *rest])
+    found, left = deepspeed.split_words([*options, *rest])
     assert left == rest
     assert set(found) == {word.partition("=")[0] for word in options if word.startswith("--") or word == "-i"}
     if name == "values":
@@ -46,7 +45,7 @@ def test_words(name: str) -> None:
     ],
 )
 def test_launcher_options_may_stand_anywhere(words: list[str]) -> None:
-    mine, options, rest = deepspeed_module.typed_options(words)
+    mine, options, rest = deepspeed.typed_options(words)
     assert (mine, options) == (["--num_gpus", "2"], {"--num_gpus": "2"})
     assert rest == ["recipe=x", "optim.lr=1", "--config-dir", "c"]
 
@@ -100,7 +99,7 @@ def test_the_first_word_counts(tmp_path: Path) -> None:
     rank_status.report_status(environ, code=1, folder="f")
     told = rank_status.read_status(environ)
     assert (told["code"], told["folder"], told["restart"]) == (70, "f", 3)
-    assert deepspeed_module.restart_number(environ) == 3
+    assert deepspeed.restart_number(environ) == 3
     Path(environ[rank_status.VARIABLE]).unlink()
     rank_status.report_status(environ, code=1)
     assert not list(tmp_path.iterdir()), "its reader is gone: nothing is made anew"
@@ -108,17 +107,17 @@ def test_the_first_word_counts(tmp_path: Path) -> None:
 
 
 def test_who_starts_again_has_to_agree() -> None:
-    torchrun, deepspeed = Ranks(0, 0, 2, 2, "torchrun"), Ranks(0, 0, 2, 0, "deepspeed")
-    deepspeed_module.check_restarts(0, deepspeed, [], {})
-    deepspeed_module.check_restarts(2, torchrun, [], {"TORCHELASTIC_MAX_RESTARTS": "2"})
+    torchrun, by_deepspeed = Ranks(0, 0, 2, 2, "torchrun"), Ranks(0, 0, 2, 0, "deepspeed")
+    deepspeed.check_restarts(0, by_deepspeed, [], {})
+    deepspeed.check_restarts(2, torchrun, [], {"TORCHELASTIC_MAX_RESTARTS": "2"})
     for most, given in ((2, "0"), (0, "3")):
         with pytest.raises(
             LaunchError, match=rf"torchrun starts again {given} times. Type `torchrun --max-restarts={most} "
         ):
-            deepspeed_module.check_restarts(most, torchrun, [], {"TORCHELASTIC_MAX_RESTARTS": given})
+            deepspeed.check_restarts(most, torchrun, [], {"TORCHELASTIC_MAX_RESTARTS": given})
     for launcher in ("deepspeed", "single", "openmpi", "slurm"):
         with pytest.raises(LaunchError, match=rf"\({launcher}\). Type: toolkit launch 'a=\[b\]'$"):
-            deepspeed_module.check_restarts(1, Ranks(0, 0, 2, 0, launcher), ["a=[b]"], {})
+            deepspeed.check_restarts(1, Ranks(0, 0, 2, 0, launcher), ["a=[b]"], {})
 
 
 def test_the_command_that_is_shown_has_the_options_that_were_typed(tmp_path: Path) -> None:
@@ -127,7 +126,7 @@ def test_the_command_that_is_shown_has_the_options_that_were_typed(tmp_path: Pat
         (tmp_path / pid).mkdir()
         (tmp_path / pid / "status").write_text(f"PPid:\t{parent}\n")
         (tmp_path / pid / "cmdline").write_bytes("\0".join(line).encode() + b"\0")
-    assert deepspeed_module.launcher_options(tmp_path, "9") == ["--num_gpus", "2", "--master_port=7"]
+    assert deepspeed.launcher_options(tmp_path, "9") == ["--num_gpus", "2", "--master_port=7"]
 
 
 def write(path: Path, *rows: dict[str, Any]) -> None:

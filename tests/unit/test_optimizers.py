@@ -163,7 +163,7 @@ def test_what_a_json_cannot_say() -> None:
 )
 def test_states_of_another_optimizer(before: dict[str, Any], now: dict[str, Any], refused: bool) -> None:
     def compare() -> None:
-        changes.check({"optim": before}, {"optim": now}, {}, {}, ["optim"])
+        changes.check_changes({"optim": before}, {"optim": now}, {}, {}, ["optim"])
 
     if refused:
         with pytest.raises(ConfigError, match="states of another optimizer, or of other parameter groups:\n  optim"):

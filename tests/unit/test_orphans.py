@@ -169,4 +169,4 @@ def test_who_may_be_the_parent(
     monkeypatch.setattr(processes, "_stat", stats.__getitem__)
     monkeypatch.setattr(processes, "_process_name", {pid: name}.__getitem__)
     monkeypatch.setattr(processes, "_command_line", {pid: words.split()}.__getitem__)
-    assert (processes.is_taken_over(7, by_kind=True), processes.is_taken_over(7, by_kind=False)) == taken
+    assert (processes.is_orphaned(7, by_kind=True), processes.is_orphaned(7, by_kind=False)) == taken

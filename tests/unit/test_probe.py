@@ -51,7 +51,7 @@ def test_rows_are_the_beginning_of_two_samples(model: transformers.GlmForCausalL
 def test_nothing_else_is_touched(model: transformers.GlmForCausalLM, tmp_path: Path) -> None:
     ids = probe.ids_of([range(50), range(40, 60)], model.config)
     before = torch.get_rng_state()
-    taken = probe.take(model, ids)
+    taken = probe.capture(model, ids)
     assert torch.equal(before, torch.get_rng_state())
     assert model.training
     assert all(parameter.grad is None for parameter in model.parameters())
@@ -67,7 +67,7 @@ def test_nothing_else_is_touched(model: transformers.GlmForCausalLM, tmp_path: P
 
 
 def test_other_weights_give_other_logits(model: transformers.GlmForCausalLM, tmp_path: Path) -> None:
-    taken = probe.take(model, probe.spread_ids(model.config))
+    taken = probe.capture(model, probe.spread_ids(model.config))
     half = model.bfloat16()
     difference, tolerance = probe.compare(half, taken)
     assert 0 < difference < tolerance == probe.TOLERANCES["bfloat16"], "the coarser precision of the two decides"
@@ -92,7 +92,7 @@ def test_weights_of_4_bits_are_told_again_by_whole_ones(model: transformers.GlmF
             step = layer.weight.data.abs().max() / 7.5
             layer.weight.data = (layer.weight.data / step).round() * step
     model.is_loaded_in_4bit = True
-    taken = probe.take(model, ids)
+    taken = probe.capture(model, ids)
     model.is_loaded_in_4bit = False
     model.load_state_dict(whole)
     difference, tolerance = probe.compare(model, taken)
@@ -113,7 +113,7 @@ def test_the_tolerance_follows_what_the_device_computes(model: transformers.GlmF
             model.float()
     finally:
         use_tf32(PrecisionConfig(tf32=before))
-    taken = probe.take(model, probe.spread_ids(model.config))
+    taken = probe.capture(model, probe.spread_ids(model.config))
     off = probe.Probe(taken.ids, taken.logits + 5e-3 * taken.logits.std(), "tf32")
     difference, tolerance = probe.compare(model, off)
     assert 1e-3 < difference < tolerance == 0.05
@@ -123,7 +123,7 @@ def test_an_export_that_is_merely_outside_the_tolerance_is_kept(
     model: transformers.GlmForCausalLM, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     save_model(model, tmp_path / "export")
-    taken = probe.take(model, probe.spread_ids(model.config))
+    taken = probe.capture(model, probe.spread_ids(model.config))
     for difference, said in (
         (0.0, ""),
         (2e-4, "WARNING: the export does not give the run's logits exactly: the logits"),
@@ -180,7 +180,7 @@ def jittered(model: transformers.PreTrainedModel, relative: float, ids: torch.Te
         return (out * (1 + relative * (2 * torch.rand(out.shape, generator=generator) - 1))).to(out.dtype)
 
     hooks = [one.register_forward_hook(shake) for one in model.modules() if not list(one.children())]
-    logits = probe.take(model, ids).logits
+    logits = probe.capture(model, ids).logits
     for hook in hooks:
         hook.remove()
     return logits

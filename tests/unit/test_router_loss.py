@@ -69,7 +69,7 @@ def test_value_and_gradients_are_those_of_the_formula(name: str, recomputed: boo
         model.get_input_embeddings().register_forward_hook(lambda *given: given[-1].requires_grad_())
     losses.begin(batch["segment_ids"], torch.device("cpu"), SCALE)
     (SCALE * token_loss_sum(model, batch)).backward()
-    assert float(losses.take()) == pytest.approx(float(wanted), abs=1e-5)
+    assert float(losses.collect()) == pytest.approx(float(wanted), abs=1e-5)
     expected = dict(plain.named_parameters())
     for key, parameter in model.named_parameters():
         torch.testing.assert_close(parameter.grad, expected[key].grad, atol=1e-5, rtol=1e-4, msg=key)
@@ -129,4 +129,4 @@ def test_learned_tokens_in_front_count() -> None:
     logits = torch.zeros(6, 2)  # of two rows: one learned token and two others each
     logits[2] = 50.0  # padding, which must not count
     router(logits)
-    assert float(losses.take()) == pytest.approx(1.0)
+    assert float(losses.collect()) == pytest.approx(1.0)

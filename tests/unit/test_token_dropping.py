@@ -67,7 +67,7 @@ def test_one_layer_computes_the_kept_tokens_as_if_there_were_no_others(
     batch = a_batch(packed)
     begin_step(model, 1)
     found = logits(model, batch)
-    [kept] = model.token_dropping.kept
+    [kept] = model.token_dropping.positions
     assert kept.shape == (len(batch["input_ids"]), 8 if not packed else kept.size(1))
     assert 0 < kept.size(1) < batch["input_ids"].size(1)
     assert torch.equal(kept, kept.sort(dim=1).values)
@@ -124,7 +124,7 @@ def test_what_is_dropped_follows_from_seed_step_micro_batch_and_rank() -> None:
         found = []
         for _ in range(2):
             logits(model, batch)
-            found += [kept.tolist() for kept in model.token_dropping.kept]
+            found += [kept.tolist() for kept in model.token_dropping.positions]
         return found
 
     torch.manual_seed(1)

@@ -23,7 +23,7 @@ def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[tuple
     return [(key, old.get(key), new.get(key)) for key in keys if not are_same(old.get(key), new.get(key))]
 
 
-def is_free(key: str) -> bool:
+def is_allowed_change(key: str) -> bool:
     """Whether a key may change without changing what is computed."""
     return influence_of(key, RunConfig) in (Influence.free, Influence.content)
 
@@ -32,7 +32,7 @@ def _is_trained(key: str) -> bool:
     return influence_of(key, RunConfig) is Influence.trained
 
 
-def check(
+def check_changes(
     before: Mapping[str, Any],
     now: Mapping[str, Any],
     data_before: Mapping[str, str],
@@ -48,7 +48,7 @@ def check(
     refused = [
         (key, line)
         for (key, _, _), line in zip(found, lines, strict=True)
-        if not is_free(key) and not _is_allowed(key, allowed) and not (key == "model.path" and _is_part(now))
+        if not is_allowed_change(key) and not _is_allowed(key, allowed) and not (key == "model.path" and _is_part(now))
     ]
     _check_states(found, lines, before)
     other = [line for (key, old, _), line in zip(found, lines, strict=True) if _is_trained(key) and old is not None]

@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from toolkit.disk import flush, sha256, unused
+from toolkit.disk import flush, sha256, unused_path
 from toolkit.errors import CheckpointError
 from toolkit.messages import say, tr
 
@@ -75,7 +75,7 @@ def newest_complete(checkpoints: Path, say: Callable[[str], None]) -> Path | Non
         wrong = manifest_problems(folder)
         if not wrong:
             return folder
-        aside = unused(folder.with_name(folder.name + ".damaged"))
+        aside = unused_path(folder.with_name(folder.name + ".damaged"))
         try:
             folder.rename(aside)
         except OSError:
@@ -94,7 +94,7 @@ def newest_complete(checkpoints: Path, say: Callable[[str], None]) -> Path | Non
 def publish_checkpoint(temporary: Path, target: Path) -> None:
     """Give a finished checkpoint its name, then name it in `latest`; a reader always finds a whole one."""
     if target.exists():  # of this step there was one that could not be used, or that another session went on from
-        target.rename(unused(target.with_name(target.name + ".replaced")))
+        target.rename(unused_path(target.with_name(target.name + ".replaced")))
     temporary.rename(target)
     flush(target.parent)
     write_name(LATEST, target)
@@ -132,12 +132,12 @@ def remove_old(
     weights alone included: the oldest go first, the newest and `also` never, 0 is no limit; `keep_weights`: how many
     weights alone stay, 0 and -1 remove none.
     """
-    whole, light = published_checkpoints(checkpoints), weights_only(checkpoints)
+    complete, light = published_checkpoints(checkpoints), weights_only(checkpoints)
     old = {*outdated_checkpoints(checkpoints, keep, also), *(light[keep_weights:] if keep_weights > 0 else ())}
     taken = 0
-    for folder in sorted([*whole, *light], key=step_of_any, reverse=True):
+    for folder in sorted([*complete, *light], key=step_of_any, reverse=True):
         size = _directory_bytes(folder) if most_bytes else 0
-        has_no_room = most_bytes and taken + size > most_bytes and folder not in (*whole[:1], *also)
+        has_no_room = most_bytes and taken + size > most_bytes and folder not in (*complete[:1], *also)
         if folder in old or has_no_room:
             remove_directory(folder)
         else:
@@ -158,7 +158,7 @@ def discard_checkpoint(folder: Path) -> Path | None:
 
     Returns its new name, which `empty_trash` knows; None if it is not there any more.
     """
-    trash = unused(folder.with_name(folder.name + _TRASH))
+    trash = unused_path(folder.with_name(folder.name + _TRASH))
     try:
         return folder.rename(trash)
     except FileNotFoundError:
@@ -182,7 +182,7 @@ def move_aside_after(checkpoint: Path) -> None:
     for path in [*published_checkpoints(checkpoint.parent), *weights_only(checkpoint.parent)]:
         if step_of_any(path) > step_of_any(checkpoint):
             with suppress(FileNotFoundError):  # it was old enough to be removed meanwhile
-                path.rename(unused(path.with_name(path.name + ".replaced")))
+                path.rename(unused_path(path.with_name(path.name + ".replaced")))
 
 
 def discard_unfinished(checkpoints: Path) -> None:
@@ -236,13 +236,13 @@ def verify_files(path: Path) -> None:
 
 def write_manifest(folder: Path, files: Mapping[str, FileRecord], facts: Mapping[str, Any]) -> None:
     """Write the manifest, last of all."""
-    whole = {
+    manifest = {
         "format": FORMAT,
         **facts,
         "files": {name: {"size_bytes": files[name].size_bytes, "sha256": files[name].sha256} for name in sorted(files)},
     }
     path = folder / MANIFEST
-    path.write_text(json.dumps(whole, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    path.write_text(json.dumps(manifest, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
     flush(path)
 
 

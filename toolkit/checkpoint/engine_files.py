@@ -187,7 +187,7 @@ class HostCopies:
     """
 
     def __init__(self) -> None:
-        self.kept: list[torch.Tensor] = []
+        self.buffers: list[torch.Tensor] = []
         self.used = 0
         self.waiting: dict[tuple[Any, ...], tuple[torch.Tensor, torch.Tensor]] = {}
         """What is to be copied, and where to."""
@@ -209,7 +209,7 @@ class HostCopies:
                 return value.to("cpu", copy=True)
             key = (value.data_ptr(), value.dtype, value.shape, value.stride())
             if key not in self.waiting:
-                self.waiting[key] = value, self._kept_like(value)
+                self.waiting[key] = value, self._buffer_like(value)
             return self.waiting[key][1]
         if isinstance(value, dict):
             return type(value)((name, self.copy(item, at_once)) for name, item in value.items())
@@ -224,10 +224,10 @@ class HostCopies:
                 target.copy_(source)
         self.waiting = {}
 
-    def _kept_like(self, value: torch.Tensor) -> torch.Tensor:
+    def _buffer_like(self, value: torch.Tensor) -> torch.Tensor:
         place, self.used = self.used, self.used + 1
-        if place == len(self.kept):
-            self.kept.append(torch.empty_like(value, device="cpu"))
-        elif self.kept[place].shape != value.shape or self.kept[place].dtype != value.dtype:
-            self.kept[place] = torch.empty_like(value, device="cpu")
-        return self.kept[place]
+        if place == len(self.buffers):
+            self.buffers.append(torch.empty_like(value, device="cpu"))
+        elif self.buffers[place].shape != value.shape or self.buffers[place].dtype != value.dtype:
+            self.buffers[place] = torch.empty_like(value, device="cpu")
+        return self.buffers[place]

@@ -9,7 +9,7 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from safetensors.torch import load_file, save_file
 
-from toolkit.disk import grant
+from toolkit.disk import set_permissions
 
 
 def file_name(rank: int) -> str:
@@ -49,7 +49,7 @@ def restore_state(found: Mapping[str, torch.Tensor]) -> None:
 def save(path: Path) -> None:
     """Write the state of all generators."""
     save_file(capture(), path)
-    grant(path)
+    set_permissions(path)
 
 
 def restore(path: Path) -> None:

@@ -26,7 +26,7 @@ from toolkit.config import ops
 from toolkit.config.hub import resolve_model_path
 from toolkit.config.mesh import micro_rows, with_micro_batch
 from toolkit.config.schema import ParallelConfig, RunConfig
-from toolkit.disk import unused
+from toolkit.disk import unused_path
 from toolkit.errors import ConfigError
 from toolkit.launch import env_vars, environment
 from toolkit.messages import say, tr
@@ -100,7 +100,7 @@ def _output(cfg: RunConfig, given: str) -> Path:
     """
     if not given:
         name = f"{cfg.recipe}-{time.strftime('%Y%m%d-%H%M%S')}.jsonl"
-        return unused(Path(cfg.run.dir) / "evaluations" / name)
+        return unused_path(Path(cfg.run.dir) / "evaluations" / name)
     file = Path(given)
     if file.suffix != ".jsonl":
         raise ConfigError("output = {file} must end with .jsonl.", file=file)

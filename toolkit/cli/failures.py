@@ -191,7 +191,7 @@ def _report(message: str, trace: str, code: int, agreed: bool) -> None:
     """
     message, trace = hide(message), hide(trace)
     rank = _number("RANK", 0)
-    if failure.is_told_of_peer():
+    if failure.has_reported_peer():
         return
     if agreed:
         # A launcher signals the ranks that are left when one has failed: that one has the last word.

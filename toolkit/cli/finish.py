@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from toolkit.cli.context import Session
 from toolkit.cli.tracking import hand_on_end
 from toolkit.config import files
-from toolkit.disk import unused
+from toolkit.disk import unused_path
 from toolkit.distributed import process_group
 from toolkit.engine.parameters import count_parameters
 from toolkit.errors import CheckpointError, ProofDiffers
@@ -87,7 +87,7 @@ def _prove(folder: Path) -> None:
             )
         )
     except CheckpointError as error:
-        aside = folder.rename(unused(folder.with_name("export.wrong")))
+        aside = folder.rename(unused_path(folder.with_name("export.wrong")))
         raise CheckpointError(
             tr(
                 "{reason}. The export is kept as {folder} for inspection, and the checkpoints are untouched: make "

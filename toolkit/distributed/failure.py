@@ -40,7 +40,7 @@ _marker: Path | None = None
 _is_mine = False
 _over = threading.Event()
 _peers: "Peers | None" = None
-_told_of_peer = threading.Event()
+_reported_peer = threading.Event()
 
 CHECK_EVERY_S = 0.5
 GRACE_S = 2.0
@@ -93,18 +93,18 @@ def announce_failure(rank: int, text: str, code: int, of_peer: bool = False) -> 
     return True
 
 
-def is_told_of_peer() -> bool:
+def has_reported_peer() -> bool:
     """Return whether this process has told already that another rank was killed: nothing else is to be told."""
-    return _told_of_peer.is_set()
+    return _reported_peer.is_set()
 
 
 def was_killed() -> bool:
     """Look whether another rank was killed, which breaks this one's collectives; if so tell it, and return True."""
-    if _peers is None or _told_of_peer.wait(_PEER_S) or another_has_failed():
-        return is_told_of_peer()
+    if _peers is None or _reported_peer.wait(_PEER_S) or another_has_failed():
+        return has_reported_peer()
     if text := _peers.silent():
-        _tell_of_peer(_peers, text)
-    return is_told_of_peer()
+        _report_peer(_peers, text)
+    return has_reported_peer()
 
 
 def end_watch() -> None:
@@ -114,9 +114,9 @@ def end_watch() -> None:
         _peers.note(left=True)
 
 
-def _tell_of_peer(peers: "Peers", text: str) -> None:
+def _report_peer(peers: "Peers", text: str) -> None:
     if announce_failure(peers.rank, text, 1, of_peer=True):
-        _told_of_peer.set()
+        _reported_peer.set()
         with suppress(OSError):
             sys.stderr.write(f"{text}\n")
             sys.stderr.flush()
@@ -129,9 +129,9 @@ def _wait_for_marker() -> None:
         else:
             text = _peers.wait(CHECK_EVERY_S)
             if text and not _over.is_set() and not another_has_failed():
-                _tell_of_peer(_peers, text)
+                _report_peer(_peers, text)
             _peers.note()
-        if another_has_failed() or is_told_of_peer():
+        if another_has_failed() or has_reported_peer():
             time.sleep(GRACE_S)  # let this rank's own unwinding finish if it can
             if not _over.is_set():
                 terminal.show_cursor()

@@ -23,7 +23,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
-from toolkit.disk import flush, grant, try_lock
+from toolkit.disk import flush, set_permissions, try_lock
 from toolkit.errors import DataError
 from toolkit.messages import tr
 
@@ -71,7 +71,7 @@ def _build_and_rename(target: Path, build: Callable[[Path], None], is_complete: 
     try:
         build(building)
         for path in [*building.rglob("*"), building]:
-            grant(path)  # mkdtemp's folder is private; other users of a shared cache must be able to read it
+            set_permissions(path)  # mkdtemp's folder is private; other users of a shared cache must be able to read it
             flush(path)
         try:
             building.rename(target)

@@ -21,7 +21,7 @@ from toolkit.config.schema import (
     When,
 )
 from toolkit.engine.deepspeed_patches import (
-    assert_frequencies_kept,
+    assert_frequencies_unchanged,
     checkpoint_activations,
     fit_reduce_bucket,
     follow_schedule_in_zenflow,
@@ -76,7 +76,7 @@ def initialize_engine(
         )
     except (AssertionError, ValueError, NotImplementedError) as error:
         raise _refusal(error) from error
-    assert_frequencies_kept(getattr(engine.module, STAGE, engine.module), frequencies)
+    assert_frequencies_unchanged(getattr(engine.module, STAGE, engine.module), frequencies)
     scale_fp16_loss(engine)
     if has_zenflow:
         follow_schedule_in_zenflow(engine)
@@ -98,7 +98,7 @@ def initialize_untrained(model: PreTrainedModel, ds_config: dict[str, Any]) -> d
         engine, *_ = deepspeed.initialize(model=model, config=values, dist_init_required=False)
     except (AssertionError, ValueError, NotImplementedError) as error:
         raise _refusal(error) from error
-    assert_frequencies_kept(engine.module, frequencies)
+    assert_frequencies_unchanged(engine.module, frequencies)
     return engine
 
 

@@ -133,7 +133,7 @@ def rotary_frequencies(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     return {name: buffer.detach().clone() for name, buffer in model.named_buffers() if name.endswith("inv_freq")}
 
 
-def assert_frequencies_kept(model: torch.nn.Module, before: dict[str, torch.Tensor]) -> None:
+def assert_frequencies_unchanged(model: torch.nn.Module, before: dict[str, torch.Tensor]) -> None:
     """In half precision, positions beyond a few hundred turn into noise; DeepSpeed 0.18.9 cast the frequencies."""
     for name, buffer in rotary_frequencies(model).items():
         expected = before[name].to(buffer.device)

@@ -162,7 +162,7 @@ def _compare(task: SectionImport, result: LoadedConfig) -> list[str]:
             notes.append(
                 tr(
                     "{place}: {key}: auto -> {value} ({schema}, {origin})",
-                    place=task.place(key),
+                    place=task.position(key),
                     key=key,
                     value=shown,
                     schema=schema_key,
@@ -172,7 +172,7 @@ def _compare(task: SectionImport, result: LoadedConfig) -> list[str]:
         elif key not in made and key in OWNED:
             idle.append(key)
         elif not equal(made.get(key), value):
-            raise AssertionError(f"{task.place(key)}: {key} = {value!r} became {made.get(key)!r}")
+            raise AssertionError(f"{task.position(key)}: {key} = {value!r} became {made.get(key)!r}")
     if idle:
         keys = ", ".join(idle)
         notes.append(tr("{path}: no effect beside the other settings: {keys}.", path=task.path, keys=keys))

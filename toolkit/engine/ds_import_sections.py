@@ -58,7 +58,7 @@ class SectionImport:
         """Say whether the file gives a value of its own, not "auto"."""
         return key in self.given and self.given[key] != "auto"
 
-    def place(self, key: str) -> str:
+    def position(self, key: str) -> str:
         """Return "file:line" of a DeepSpeed key, or the file."""
         return self.where.get(key, self.path)
 
@@ -76,11 +76,11 @@ class SectionImport:
 
     def fail(self, key: str, sentence: str) -> ConfigError:
         """Return the error that points at a key of the file."""
-        return ConfigError(f"{self.place(key)}: {sentence}")
+        return ConfigError(f"{self.position(key)}: {sentence}")
 
     def note(self, key: str, sentence: str, *, dropped: bool = False) -> None:
         """Tell the user something about a key; `dropped` when the result does not repeat it."""
-        self.notes.append(f"{self.place(key)}: {sentence}")
+        self.notes.append(f"{self.position(key)}: {sentence}")
         if dropped:
             self.noted.add(key)
 
@@ -106,7 +106,7 @@ class SectionImport:
                 tr(
                     "{place}: {key} gives {schema} = {theirs}, but {origin} says {mine}. "
                     'Change one of them, or write "auto" in the JSON to take the recipe\'s.',
-                    place=self.place(key),
+                    place=self.position(key),
                     key=key,
                     schema=schema_key,
                     theirs=value,
@@ -114,7 +114,7 @@ class SectionImport:
                     mine=mine,
                 )
             )
-        self.taken[schema_key] = (value, self.place(key))
+        self.taken[schema_key] = (value, self.position(key))
 
     def _typed(self, schema_key: str, value: Any, key: str) -> Any:
         """Return the value as the schema's type; 1e9 is a whole number, "true" is no boolean."""

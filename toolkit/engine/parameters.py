@@ -35,8 +35,8 @@ def gathered_parameters(
         if only is not None and name not in only:
             continue
         with deepspeed.zero.GatheredParameters([parameter], modifier_rank=None):
-            whole = gather_parts(name, parameter.detach()) if is_tensor_part(parameter) else parameter.detach()
-            value = whole.to("cpu", copy=True) if is_rank0 else torch.empty(0)
+            full = gather_parts(name, parameter.detach()) if is_tensor_part(parameter) else parameter.detach()
+            value = full.to("cpu", copy=True) if is_rank0 else torch.empty(0)
         yield name, value
     stored = module.state_dict(keep_vars=True)
     for name, buffer in module.named_buffers():

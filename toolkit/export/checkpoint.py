@@ -283,7 +283,7 @@ def convert_model(path: Path, folder: Path, wanted: ExportOptions, family: str =
     model = load_model(path, dtype=wanted.precision)
     before = probe.read(path)
     ids = probe.spread_ids(model.config) if before is None else before.ids
-    files, taken = describe(model, _encoder(path, family)), probe.take(model, ids)
+    files, taken = describe(model, _encoder(path, family)), probe.capture(model, ids)
     write_folder(model, files, folder, wanted.format, taken, max_shard_size=wanted.max_shard_size)
 
 

@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 from toolkit.checkpoint import directory
 from toolkit.checkpoint.directory import RunState
 from toolkit.config.schema import TuningMethod
-from toolkit.disk import flush, grant
+from toolkit.disk import flush, set_permissions
 from toolkit.distributed.process_group import on_rank0
 from toolkit.engine.parameters import gathered_parameters
 from toolkit.errors import CheckpointError
@@ -40,7 +40,7 @@ from toolkit.models.adapters import (
 )
 from toolkit.models.adapters import FILE as BASE_FILE
 from toolkit.models.directory import read_object
-from toolkit.models.pipeline import take_probe, unwrap_model
+from toolkit.models.pipeline import capture_probe, unwrap_model
 from toolkit.models.probe import Probe
 from toolkit.models.save import MAX_SHARD_SIZE, ORIGIN_DIR, Format, save_model
 from toolkit.models.weights import WeightFiles, read_tensors, tied_names
@@ -109,7 +109,7 @@ def _losses(state: RunState) -> list[str]:
 
 def export_model(engine: DeepSpeedEngine, files: Mapping[str, bytes], probe_ids: torch.Tensor, folder: Path) -> None:
     """Write what was trained, in transformers' layout. A collective; rank 0 holds the whole model in host memory."""
-    taken, model = take_probe(engine, probe_ids), unwrap_model(engine.module)
+    taken, model = capture_probe(engine, probe_ids), unwrap_model(engine.module)
     state = {name: value for name, value in gathered_parameters(engine.module) if value.numel()}
     on_rank0(lambda: write_folder(model, files, folder, "hf", taken, state))
 
@@ -153,7 +153,7 @@ def atomic_directory(folder: Path) -> Iterator[Path]:
             yield temporary
             _seal(temporary)
             for path in temporary.rglob("*"):
-                grant(path)
+                set_permissions(path)
             temporary.rename(folder)
             flush(folder.parent)
     except (OSError, SafetensorError) as error:
@@ -221,7 +221,7 @@ def _verify(model: PreTrainedModel, folder: Path, format: Format, state: dict[st
 
 def export_adapter(engine: DeepSpeedEngine, files: Mapping[str, bytes], probe_ids: torch.Tensor, folder: Path) -> None:
     """Write the adapter of a tuned model (`engine.module.tuned`), and nothing else. A collective."""
-    taken = probe.take(engine.module, probe_ids, engine.device)
+    taken = probe.capture(engine.module, probe_ids, engine.device)
     names = stored_names(engine.module)
     state = {names[name]: value for name, value in gathered_parameters(engine.module, names)}
     on_rank0(lambda: write_adapter(state, files, folder, taken))

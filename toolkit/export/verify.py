@@ -47,9 +47,9 @@ def verify_logits(folder: Path) -> str:
     if not saved.logits.isfinite().all():
         return tr("it loads; its logits were no numbers when it was saved: the model had diverged")
     is_model = (folder / "config.json").is_file()
-    found = probe.take(model, saved.ids)
+    found = probe.capture(model, saved.ids)
     if is_model and not found.logits.isfinite().all():  # a layer that is used elsewhere too
-        found = probe.take(load_model(folder), saved.ids)
+        found = probe.capture(load_model(folder), saved.ids)
     difference = probe.difference_of(found, saved)
     tolerance, wrong = _bounds(folder if is_model else None, found, saved, difference)
     _judge(difference, tolerance, wrong)
@@ -71,7 +71,7 @@ def _bounds(folder: Path | None, found: probe.Probe, saved: probe.Probe, differe
     other = probe.other_precision(found, saved)
     if not difference or folder is None or other is None or "expert" in (folder / "config.json").read_text("utf-8"):
         return bounds
-    rounding = probe.rounding(found, probe.take(streamed_model(folder, other), saved.ids), saved)
+    rounding = probe.rounding(found, probe.capture(streamed_model(folder, other), saved.ids), saved)
     if not math.isfinite(rounding):
         return bounds
     return probe.TIMES_ROUNDING * rounding, probe.TIMES_WRONG * rounding

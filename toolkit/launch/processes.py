@@ -153,11 +153,11 @@ def exit_with_launcher(ranks: Ranks) -> str:
         return ""
     children.end_with_parent()
     parent = os.getppid()
-    if is_taken_over(os.getpid(), by_kind=True):
+    if is_orphaned(os.getpid(), by_kind=True):
         return _lost_text(ranks)
     grandparent = 0
     if ranks.launcher == "deepspeed" and "deepspeed.launcher.launch" in _command_line(parent):
-        if is_taken_over(parent, by_kind=False):
+        if is_orphaned(parent, by_kind=False):
             return _lost_text(ranks)
         grandparent = _stat(parent).parent
     front_end = rank_status.front_end()
@@ -165,7 +165,7 @@ def exit_with_launcher(ranks: Ranks) -> str:
     return ""
 
 
-def is_taken_over(pid: int, by_kind: bool) -> bool:
+def is_orphaned(pid: int, by_kind: bool) -> bool:
     """Return whether a process has lost the one that started it, and process 1, or a reaper, has taken it over.
 
     `by_kind`: what takes over tells, as no rank is started by anything but a launcher. Else sessions tell, as

@@ -135,9 +135,9 @@ class SpanTokenizer:
 
     def _by_offsets(self, encoding: Any, text: str, spans: Sequence[Span]) -> Encoded:
         """Return ids and mask by the places in the text that the tokenizer gives for each token."""
-        whole = len(encoding)
+        num_tokens = len(encoding)
         tokens = [
-            (_token_at(encoding, begin), whole if stop == len(text) else _token_at(encoding, stop))
+            (_token_at(encoding, begin), num_tokens if stop == len(text) else _token_at(encoding, stop))
             for begin, stop in spans
         ]
         return self._ended(encoding.ids, tokens)
@@ -392,22 +392,22 @@ class TemplateChatEncoder:
         """
         if wanted is None:
             wanted = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
-        whole = self.render(messages, tools, add_generation_prompt=False)
+        rendered = self.render(messages, tools, add_generation_prompt=False)
         spans = []
         for index in wanted:
             last = index == len(messages) - 1
-            after = whole if last else self.render(messages[: index + 1], tools, add_generation_prompt=False)
-            if not last and not whole.startswith(after):
+            after = rendered if last else self.render(messages[: index + 1], tools, add_generation_prompt=False)
+            if not last and not rendered.startswith(after):
                 return None
             begin = self._begin(messages[index], after)
             if begin is None:
                 is_answer = messages[index]["role"] == "assistant"
                 before = self.render(messages[:index], tools, add_generation_prompt=is_answer)
-                if not whole.startswith(before):
+                if not rendered.startswith(before):
                     return None
                 begin = len(before)
             spans.append((begin, len(after)))
-        return whole, spans
+        return rendered, spans
 
     def _begin(self, message: Message, text: str) -> int | None:
         """Return where an answer begins in the text that ends with it, if it stands there as in the probe.

@@ -88,34 +88,34 @@ def tile_mlp(model: nn.Module, pieces: int) -> None:
         layer.forward = partial(_forward, layer, layer.forward, pieces)
 
 
-def _forward(layer: nn.Module, whole: Forward, pieces: int, states: torch.Tensor) -> torch.Tensor:
+def _forward(layer: nn.Module, mlp_forward: Forward, pieces: int, states: torch.Tensor) -> torch.Tensor:
     if not torch.is_grad_enabled():
-        return _in_pieces(whole, states, pieces)
+        return _in_pieces(mlp_forward, states, pieces)
     trained = [parameter for parameter in layer.parameters() if parameter.requires_grad]
     if trained and not states.requires_grad:  # or nothing would lead back to the weights
         states = states.detach().requires_grad_()
-    tiled: torch.Tensor = _Tiled.apply(states, whole, pieces, trained)
+    tiled: torch.Tensor = _Tiled.apply(states, mlp_forward, pieces, trained)
     return tiled
 
 
-def _in_pieces(whole: Forward, states: torch.Tensor, pieces: int) -> torch.Tensor:
-    """Return `whole` of the states [B, S, H], or [tokens, H], a piece of the tokens at a time."""
+def _in_pieces(mlp_forward: Forward, states: torch.Tensor, pieces: int) -> torch.Tensor:
+    """Return `mlp_forward` of the states [B, S, H], or [tokens, H], a piece of the tokens at a time."""
     flat = states.flatten(0, -2)
-    return torch.cat([whole(piece) for piece in flat.tensor_split(pieces)]).view(states.shape)
+    return torch.cat([mlp_forward(piece) for piece in flat.tensor_split(pieces)]).view(states.shape)
 
 
 class _Tiled(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, states: torch.Tensor, whole: Forward, pieces: int, trained: list[nn.Parameter]
+        ctx: Any, states: torch.Tensor, mlp_forward: Forward, pieces: int, trained: list[nn.Parameter]
     ) -> torch.Tensor:
         ctx.save_for_backward(states)
-        ctx.given = whole, pieces, trained
-        return _in_pieces(whole, states, pieces)
+        ctx.given = mlp_forward, pieces, trained
+        return _in_pieces(mlp_forward, states, pieces)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        whole, pieces, trained = ctx.given
+        mlp_forward, pieces, trained = ctx.given
         [states] = ctx.saved_tensors
         flat, outer = states.detach().flatten(0, -2), gradients[0].flatten(0, -2)
         found = []
@@ -125,7 +125,7 @@ class _Tiled(torch.autograd.Function):
                 parameter.ds_grad_is_ready = number == pieces
             piece = piece.clone().requires_grad_()
             with torch.enable_grad():
-                output = whole(piece)
+                output = mlp_forward(piece)
             torch.autograd.backward(output, gradient)
             found.append(piece.grad)
         return torch.cat(found).view(states.shape), None, None, None

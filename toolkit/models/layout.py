@@ -36,7 +36,7 @@ class Layout(Protocol):
         """Undo `split`."""
         ...
 
-    def place(self, name: str) -> Any:
+    def index(self, name: str) -> Any:
         """Return the index at which the parts stand in their parameters, `...` if they fill them."""
         ...
 
@@ -66,7 +66,7 @@ class SameNames:
         """Return the one part; see `Layout`."""
         return parts[0]
 
-    def place(self, name: str) -> Any:
+    def index(self, name: str) -> Any:
         """Return that it fills the parameter; see `Layout`."""
         return ...
 
@@ -115,7 +115,7 @@ class TransformersLayout(SameNames):
         parameter = self._target(name)[0]
         return [parameter] if parameter in self._shapes or not self._unread.search(name) else []
 
-    def place(self, name: str) -> Any:
+    def index(self, name: str) -> Any:
         """Return an expert's own part of the joint parameter; see `Layout`."""
         return self._target(name)[1]
 

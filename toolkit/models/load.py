@@ -248,7 +248,7 @@ def load_hf(
     """Load a folder that transformers knows; with `ds_config` partitioned over the ranks. See `load_model`."""
     config = _known_config(folder)
     if ds_config is None and own is None:
-        model = _load_whole(folder, dtype)
+        model = _load_full(folder, dtype)
     else:
         model = _empty_of_class(folder, config, dtype, ds_config)
         layout = TransformersLayout(model, shapes_of(model))
@@ -316,7 +316,7 @@ def _not_loadable(folder: Path, error: Exception) -> ModelError:
     return ModelError("cannot load the model in {path}: {reason}", path=folder, reason=reason_of(error))
 
 
-def _load_whole(folder: Path, dtype: torch.dtype | None) -> PreTrainedModel:
+def _load_full(folder: Path, dtype: torch.dtype | None) -> PreTrainedModel:
     try:
         model, report = transformers.AutoModelForCausalLM.from_pretrained(
             folder,

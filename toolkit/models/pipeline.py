@@ -104,7 +104,7 @@ class PipelineStage(PipelineModule):
     """
 
     def __init__(self, model: PreTrainedModel, num_stages: int, dtype: torch.dtype) -> None:
-        names, whole = part_names(model, num_stages), _skeleton(model, dtype)
+        names, full = part_names(model, num_stages), _skeleton(model, dtype)
         with redirect_stdout(io.StringIO()):  # it prints the sequence, with all that the layers hold
             super().__init__(
                 layers=_specs(model, names), num_stages=num_stages, partition_method="parameters", dynamic_shape=True
@@ -117,7 +117,7 @@ class PipelineStage(PipelineModule):
         for parameter in self.parameters():
             parameter.model_parallel = not parameter.ds_pipe_replicated
         # Not as submodules: the layers are that already, under their places in the sequence.
-        self.__dict__["stage"], self.__dict__["whole"] = model, whole
+        self.__dict__["stage"], self.__dict__["full_model"] = model, full
         self.begins, self.ends = self.stage_id == 0, self.stage_id == num_stages - 1
         self.batches: deque[Batch] = deque()
         self.finish: Finish | None = None
@@ -176,7 +176,7 @@ def stage_model(module: Any) -> Any:
 
 def unwrap_model(module: Any) -> Any:
     """Return the model that an engine trains: itself, or with pipeline stages the whole without its weights."""
-    return module.__dict__["whole"] if isinstance(module, PipelineStage) else module
+    return module.__dict__["full_model"] if isinstance(module, PipelineStage) else module
 
 
 class _Named(nn.Module):
@@ -218,13 +218,13 @@ def _specs(model: PreTrainedModel, names: list[str]) -> list[LayerSpec]:
 def _skeleton(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
     """Return the same model, as it will be trained, with nothing in its parameters."""
     with no_init_weights(), torch.device("meta"):
-        whole = type(model)(model.config)
-    whole.tie_weights()
-    whole.to(dtype)
-    whole.generation_config = model.generation_config
+        full = type(model)(model.config)
+    full.tie_weights()
+    full.to(dtype)
+    full.generation_config = model.generation_config
     if hasattr(model, "origin"):
-        whole.origin = model.origin
-    return whole
+        full.origin = model.origin
+    return full
 
 
 def _num_trained(part: nn.Module) -> int:
@@ -297,10 +297,10 @@ def forward_logits(engine: PipelineEngine, batch: Batch, pick: Callable[[torch.T
     return logits
 
 
-def take_probe(engine: DeepSpeedEngine, ids: torch.Tensor) -> probe.Probe:
+def capture_probe(engine: DeepSpeedEngine, ids: torch.Tensor) -> probe.Probe:
     """Return what an engine's model makes of a few ids. A collective over all ranks that hold parts of it."""
     if not is_pipeline(engine):
-        return probe.take(engine.module, ids, engine.device)
+        return probe.capture(engine.module, ids, engine.device)
     logits = forward_logits(engine, {"input_ids": ids}, lambda found: found[:, -1])
     return probe.Probe(ids, logits, str(stage_model(engine.module).dtype).removeprefix("torch."))
 

@@ -79,7 +79,7 @@ def spread_ids(config: PreTrainedConfig) -> torch.Tensor:
     )
 
 
-def take(model: PreTrainedModel, ids: torch.Tensor, device: torch.device | str = "cpu") -> Probe:
+def capture(model: PreTrainedModel, ids: torch.Tensor, device: torch.device | str = "cpu") -> Probe:
     """Run a model. A collective if it is partitioned; draws no random numbers and leaves the model in its mode."""
     was_training = model.training
     model.eval()
@@ -121,7 +121,7 @@ def compare(model: PreTrainedModel, probe: Probe) -> tuple[float, float]:
     Returns:
         The largest difference of a logit, see `difference_of`; and how large it may be.
     """
-    found = take(model, probe.ids)
+    found = capture(model, probe.ids)
     return difference_of(found, probe), TOLERANCES.get(coarser(found, probe), 0.0)
 
 

@@ -55,9 +55,9 @@ class TokenDropping:
         if reason := _why_not(model, self.middle):
             raise ModelError("train.random_ltd cannot be used with this model: {reason}.", reason=reason)
         self.step, self.micro_batch = 0, 0
-        self.kept: list[torch.Tensor] = []
+        self.positions: list[torch.Tensor] = []
         """Of each middle layer the tokens that it computes, ascending, int64 [B, K]; [] while all are computed."""
-        self._whole: dict[int, torch.Tensor] = {}
+        self._full_states: dict[int, torch.Tensor] = {}
         model.register_forward_pre_hook(self._draw, with_kwargs=True)
         for number, layer in enumerate(self.middle):
             layer.register_forward_pre_hook(_Picker(self, number).pick, with_kwargs=True)
@@ -75,7 +75,7 @@ class TokenDropping:
 
     def _draw(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Draw the tokens of a forward pass, before it."""
-        self.kept, share = [], self.share(self.step)
+        self.positions, share = [], self.share(self.step)
         if not model.training or share == 1:
             return
         ids = arguments_by_name(model, args, kwargs)["input_ids"]
@@ -85,7 +85,7 @@ class TokenDropping:
         generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little", signed=True))
         self.micro_batch += 1
         drawn = torch.rand(len(self.middle), rows, size, generator=generator).argsort(dim=-1)[..., :count]
-        self.kept = list(drawn.sort(dim=-1).values.to(ids.device, non_blocking=True))
+        self.positions = list(drawn.sort(dim=-1).values.to(ids.device, non_blocking=True))
 
 
 class _Picker:
@@ -98,10 +98,10 @@ class _Picker:
         self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         """Hand the layer the tokens that it computes, with their positions and what they may see."""
-        if not self.dropping.kept:
+        if not self.dropping.positions:
             return None
-        kept, states = self.dropping.kept[self.number], args[0]
-        self.dropping._whole[self.number] = states
+        kept, states = self.dropping.positions[self.number], args[0]
+        self.dropping._full_states[self.number] = states
         given = kwargs | {name: _picked(kwargs[name], kept) for name in _PER_TOKEN if kwargs.get(name) is not None}
         mask = kwargs.get("attention_mask")
         if mask is not None and mask.dim() == 4 and mask.size(-1) > 1:  # one of a single place is never looked at
@@ -116,9 +116,9 @@ class _Picker:
 
     def put_back(self, _: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         """Return all tokens: those of the layer, and the others as they came."""
-        if not self.dropping.kept:
+        if not self.dropping.positions:
             return None
-        whole, kept = self.dropping._whole.pop(self.number), self.dropping.kept[self.number]
+        whole, kept = self.dropping._full_states.pop(self.number), self.dropping.positions[self.number]
         states = output[0] if isinstance(output, tuple) else output
         merged = whole.scatter(1, kept[..., None].expand_as(states), states.to(whole.dtype))
         return (merged, *output[1:]) if isinstance(output, tuple) else merged

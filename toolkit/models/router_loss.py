@@ -45,7 +45,7 @@ class RouterLoss:
         self._is_token = (segment_ids > 0).to(device, non_blocking=True)
         self._factor = scale * self.coefficient / self.num_layers
 
-    def take(self) -> torch.Tensor:
+    def collect(self) -> torch.Tensor:
         """Return the sum over micro-batches of the mean over layers, and take notice of nothing more.
 
         Returns:

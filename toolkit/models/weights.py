@@ -239,7 +239,7 @@ def read_weights(
                             parts = layout.split(name, value)
                             if is_partitioned:
                                 for target, part in zip(targets, parts, strict=True):
-                                    held[target].data[layout.place(name)].copy_(part)
+                                    held[target].data[layout.index(name)].copy_(part)
                             else:
                                 for target, part in zip(targets, parts, strict=True):
                                     set_value(model, target, part.to(dtype or part.dtype, copy=True).contiguous())
@@ -269,7 +269,7 @@ def stored_values(
     for targets, names in _by_target(files, layout, shapes).items():
         if wanted.isdisjoint(targets):
             continue
-        if all(layout.place(name) is ... for name in names):
+        if all(layout.index(name) is ... for name in names):
             for name in names:
                 with files.open(name) as value:
                     yield from zip(targets, layout.split(name, value), strict=True)
@@ -278,7 +278,7 @@ def stored_values(
         for name in names:
             with files.open(name) as value:
                 for target, part in zip(targets, layout.split(name, value), strict=True):
-                    joint[target][layout.place(name)] = part
+                    joint[target][layout.index(name)] = part
         yield from joint.items()
 
 
@@ -381,7 +381,7 @@ def check_weights_fit(model: PreTrainedModel, files: WeightFiles, layout: Layout
         else:
             for target in targets:
                 whole = torch.Size(shapes[target]).numel()
-                filled[target] += whole if layout.place(name) is ... else torch.Size(info.shape).numel()
+                filled[target] += whole if layout.index(name) is ... else torch.Size(info.shape).numel()
     missing = [name for name, count in filled.items() if count < torch.Size(shapes[name]).numel()]
     refuse_other_weights(folder, model, sorted(missing), sorted(unexpected), mismatched)
 

@@ -70,7 +70,7 @@ def layer_bytes(outline: Outline, rows: Rows, width: int, layer: int, dropout: f
     """Return the same of one layer. Arguments as above."""
     if f"saved_{width}" in outline.sizes:  # measured on the whole model in training, whatever is trained of it
         return {"layers": outline.sizes[f"saved_{width}"] * rows.tokens}
-    return dict((_V1 if outline.is_v1 else _Dense)(outline, rows, width, layer, dropout).kept)
+    return dict((_V1 if outline.is_v1 else _Dense)(outline, rows, width, layer, dropout).bytes)
 
 
 class _Layer:
@@ -79,7 +79,7 @@ class _Layer:
     def __init__(self, outline: Outline, rows: Rows, width: int, layer: int, dropout: float) -> None:
         self.outline, self.rows, self.width, self.dropout = outline, rows, width, dropout
         self.size = outline.sizes
-        self.kept: Counter[str] = Counter()
+        self.bytes: Counter[str] = Counter()
         self.at = f"model.layers.{layer}."
         # Whether the states that come in have a gradient: something before is trained.
         self.has_gradient = any(layer_of(name) < layer and "norm" not in name for name in _before_end(outline))
@@ -89,7 +89,7 @@ class _Layer:
         raise NotImplementedError
 
     def keep(self, kind: str, per_token: int) -> None:
-        self.kept[kind] += self.rows.tokens * per_token
+        self.bytes[kind] += self.rows.tokens * per_token
 
     def trains(self, module: str) -> bool:
         return f"{self.at}{module}.weight" in self.outline.trained
@@ -118,9 +118,9 @@ class _Layer:
         wide = heads * self.size["head_size"]
         values = keys if values is None else values
         self.keep("attention", self.width * (2 * wide + keys + values) + 4 * heads)
-        self.kept["attention"] += rows.rows * rows.prefix * self.width * (keys + values)
+        self.bytes["attention"] += rows.rows * rows.prefix * self.width * (keys + values)
         if rows.mask_per_layer:
-            self.kept["mask"] += _mask(rows)
+            self.bytes["mask"] += _mask(rows)
 
 
 class _Dense(_Layer):

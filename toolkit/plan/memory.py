@@ -179,7 +179,7 @@ class _Rank:
 
     def forward(self, stage: "_Stage") -> Parts:
         """At the end of a forward pass, when everything is kept for the backward pass, and its beginning."""
-        parts = self.kept() | {"loss": self.loss()}
+        parts = self.activations() | {"loss": self.loss()}
         zero = self.cfg.zero
         if zero.stage == 3 and self.all <= zero.stage3_max_live_parameters:
             # Everything is fetched once and stays: no more is on its way when the activations are there.
@@ -199,7 +199,7 @@ class _Rank:
         coming = min(self.all, max(zero.stage3_prefetch_bucket_size, self.outline.largest_layer())) if ahead else 0
         return {"gathered": self.weight * min(live + coming, 2 * self.all)}
 
-    def kept(self) -> Parts:
+    def activations(self) -> Parts:
         """Activations by kind."""
         rows, dropout, sizes = self.rows, self.cfg.tuning.dropout, self.outline.sizes
         inner = self.weight * sizes["inner"] * -(-rows.tokens // rows.mlp_pieces)

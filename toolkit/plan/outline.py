@@ -74,7 +74,7 @@ def cached_outline(cfg: RunConfig, vocab_size: int = 0) -> Outline | None:
         found = shapes_of_config(config)
     except (KeyError, TypeError, AttributeError) as error:
         raise ConfigError("{file} is no model's config.json: {reason}", file=_file(cfg), reason=repr(error)) from error
-    if found is None and (kept := _kept(cfg, config)).is_file():
+    if found is None and (kept := _cache_of(cfg, config)).is_file():
         found = _read(kept)
     return found and tuned(*found, cfg.tuning)
 
@@ -109,7 +109,7 @@ def _file(cfg: RunConfig) -> Path | None:
 
 def _measured(cfg: RunConfig, config: Mapping[str, Any], say: Callable[[str], None]) -> tuple[Shapes, Sizes]:
     """Build the model on the meta device, in a process of its own, once for each config.json."""
-    kept, folder = _kept(cfg, config), Path(cfg.model.path).absolute()
+    kept, folder = _cache_of(cfg, config), Path(cfg.model.path).absolute()
     say(tr("{kind} is not known by formula: its outline is measured, once.", kind=config.get("model_type")))
     command = [sys.executable, "-m", "toolkit.models.outline", str(folder)]
     try:  # without a standard input: nobody is to be asked whether code of the folder may run
@@ -127,7 +127,7 @@ def _measured(cfg: RunConfig, config: Mapping[str, Any], say: Callable[[str], No
     return _read(kept)
 
 
-def _kept(cfg: RunConfig, config: Mapping[str, Any]) -> Path:
+def _cache_of(cfg: RunConfig, config: Mapping[str, Any]) -> Path:
     return cache_file(cfg, "outline", [config, _FORM, version("transformers")])
 
 

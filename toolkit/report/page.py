@@ -21,7 +21,7 @@ import vl_convert
 from markupsafe import Markup
 
 import toolkit
-from toolkit.disk import refuse_links, write_atomically
+from toolkit.disk import check_no_symlinks, write_atomically
 from toolkit.errors import ConfigError, RunFolderError, TrackError
 from toolkit.messages import current_language, printable, set_language, tr
 from toolkit.report import charts
@@ -332,7 +332,7 @@ def _check_target(output: Path, images: Path) -> None:
                 folder=images,
             )
         )
-    refuse_links(images, ConfigError)
+    check_no_symlinks(images, ConfigError)
 
 
 def _is_report(path: Path) -> bool:

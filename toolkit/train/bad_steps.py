@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from toolkit.disk import unused
+from toolkit.disk import unused_path
 from toolkit.distributed.process_group import gather, on_rank0
 from toolkit.messages import tr
 from toolkit.train.guard import Kind, Trouble
@@ -35,7 +35,7 @@ def record(
     sums = result.micro_losses.tolist()
     means = [loss / count if count else 0.0 for loss, count in zip(sums, result.micro_tokens, strict=True)]
     losses = gather(means)
-    file = unused(folder / "logs" / f"bad-step-{step}.jsonl")
+    file = unused_path(folder / "logs" / f"bad-step-{step}.jsonl")
     return on_rank0(lambda: _write(file, step, trouble, losses, samples())), file
 
 

@@ -33,7 +33,7 @@ from toolkit.engine.parameters import is_partitioned
 from toolkit.errors import CheckpointError
 from toolkit.messages import tr
 from toolkit.models import probe
-from toolkit.models.pipeline import is_pipeline, take_probe, unwrap_model
+from toolkit.models.pipeline import capture_probe, is_pipeline, unwrap_model
 from toolkit.models.save import MODEL_DIR
 from toolkit.train.rotation import Rotation
 
@@ -162,7 +162,7 @@ class Saver:
     def _probe(self) -> probe.Probe:
         started = time.monotonic()
         assert self.described.probe_ids is not None
-        taken = take_probe(self.engine, self.described.probe_ids)
+        taken = capture_probe(self.engine, self.described.probe_ids)
         self._probed_at = time.monotonic()
         self._probe_s = self._probed_at - started
         return taken

@@ -15,7 +15,7 @@ from toolkit.data.packing import PackingPlan, plan_sequences
 from toolkit.data.sources import read_conversations
 from toolkit.data.store import BAD_ROWS, TokenizedCache
 from toolkit.data.tokenize import FOLDERS, PrepareReport, build_caches
-from toolkit.disk import refuse_links
+from toolkit.disk import check_no_symlinks
 from toolkit.errors import DataError
 from toolkit.messages import say, tr
 from toolkit.models.chat import AnyChatEncoder, chat_encoder
@@ -144,7 +144,7 @@ def build_encoder(cfg: RunConfig, say: Callable[[str], None]) -> AnyChatEncoder:
         ModelError: model or tokenizer folder unusable.
         DataError: the folder for prepared data is not this user's to write to.
     """
-    refuse_links(Path(cfg.prepare.dir), DataError, FOLDERS)
+    check_no_symlinks(Path(cfg.prepare.dir), DataError, FOLDERS)
     if cfg.model.init is Init.pretrained:
         if cfg.model.trust_remote_code:
             trust_code(cfg.model.path)

@@ -13,7 +13,7 @@ from toolkit.checkpoint.directory import RunState
 from toolkit.config.load import to_dict
 from toolkit.config.rule_tables import OPTIMIZERS
 from toolkit.config.schema import RunConfig
-from toolkit.disk import refuse_links, unused
+from toolkit.disk import check_no_symlinks, unused_path
 from toolkit.distributed.process_group import on_rank0
 from toolkit.errors import CheckpointError, ConfigError, RunFolderError
 from toolkit.launch.environment import Ranks
@@ -125,7 +125,7 @@ def _step(checkpoint: Path | None) -> int:
 
 def _claim(folder: Path, say: Callable[[str], None]) -> None:
     """Keep an existing run folder to this process, unless the run has finished, or is not this user's to write to."""
-    refuse_links(folder, RunFolderError)
+    check_no_symlinks(folder, RunFolderError)
     if (folder / "DONE").exists():
         raise RunFolderError(
             tr("the run {folder} has finished already (DONE). For another one choose another run.name.", folder=folder)
@@ -140,15 +140,15 @@ def _put_aside(folder: Path, checkpoint: Path | None) -> None:
         starts.record(folder, _step(checkpoint))
         for name in ("config.yaml", "ds_config.json", "environment.json", "FAILED"):
             if (folder / name).exists():
-                (folder / name).rename(unused(folder / "logs" / name))
+                (folder / name).rename(unused_path(folder / "logs" / name))
         if (folder / "export").exists():  # of a run that died before it was DONE
-            (folder / "export").rename(unused(folder / "export.replaced"))
+            (folder / "export").rename(unused_path(folder / "export.replaced"))
         for path in [*folder.glob(".export.*.tmp"), *folder.glob(".base.*.tmp")]:
             shutil.rmtree(path)
         if checkpoint is not None:
             directory.move_aside_after(checkpoint)
         elif (folder / "base").exists():  # the random model of another config, maybe
-            (folder / "base").rename(unused(folder / "base.replaced"))
+            (folder / "base").rename(unused_path(folder / "base.replaced"))
     except OSError as error:
         raise RunFolderError(
             tr("cannot go on in {folder}: {reason}.", folder=folder, reason=error.strerror or error)
@@ -207,7 +207,7 @@ def starting_state(
         return RunState(**same)
     state = directory.read_run_state(origin.checkpoint)
     _check_tensor(state, config["parallel"]["tensor"], ranks.world_size)
-    changed = changes.check(hide_all(state.config), config, state.data, data, cfg.checkpoint.allow_changes)
+    changed = changes.check_changes(hide_all(state.config), config, state.data, data, cfg.checkpoint.allow_changes)
     _check_stages(_stage(state), config["zero"]["stage"])
     _check_optimizer(state, cfg, ranks)
     _check_pipeline(state, config, ranks.world_size)

@@ -14,7 +14,7 @@ from typing import Any
 
 from toolkit import children
 from toolkit.config.schema import RunConfig
-from toolkit.disk import refuse_links, unused
+from toolkit.disk import check_no_symlinks, unused_path
 from toolkit.errors import CheckpointError, RunFolderError
 from toolkit.messages import joined, tr
 from toolkit.secrets import hide_all
@@ -40,7 +40,7 @@ def create(cfg: RunConfig) -> Path:
         RunFolderError: the named folder exists and holds something, or the place is not writable, or not this user's to
             write to.
     """
-    refuse_links(Path(cfg.run.dir).absolute(), RunFolderError, [cfg.run.name] if cfg.run.name else [])
+    check_no_symlinks(Path(cfg.run.dir).absolute(), RunFolderError, [cfg.run.name] if cfg.run.name else [])
     parent = make_parent(cfg)
     try:
         if cfg.run.name:
@@ -74,7 +74,7 @@ def rescue(folder: Path) -> Path:
     Raises:
         RunFolderError: it cannot be made.
     """
-    place = unused(folder.with_name(f"{folder.name}.rescued"))
+    place = unused_path(folder.with_name(f"{folder.name}.rescued"))
     try:
         (place / "logs").mkdir(parents=True)
     except OSError as error:

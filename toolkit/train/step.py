@@ -239,7 +239,7 @@ def _read(
 
     The one wait for the device in a step; DeepSpeed's own check of the gradients follows at once.
     """
-    of_routers = routers.take() if routers else micro_losses.new_zeros(())
+    of_routers = routers.collect() if routers else micro_losses.new_zeros(())
     sums = sum_over_ranks(torch.stack((micro_losses.sum(), of_routers)), micro_losses.device)
     total, router_total, trained_tokens, *others = torch.cat((sums, counts)).tolist()
     if not trained_tokens:

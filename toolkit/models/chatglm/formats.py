@@ -84,7 +84,7 @@ class Format:
         """Return a whole conversation, whose last message is the assistant's, for training."""
         raise NotImplementedError
 
-    def whole(self, messages: Sequence[Message]) -> list[Piece]:
+    def conversation(self, messages: Sequence[Message]) -> list[Piece]:
         """Return a conversation without what would make the assistant speak; for training formats, the example."""
         return self.example(messages) if messages[-1]["role"] == "assistant" else self.prompt(messages)
 
@@ -106,7 +106,7 @@ class Format:
 
     def render(self, conversations: Iterable[Sequence[Message]], add_generation_prompt: bool) -> list[list[int]]:
         """Return the ids of each conversation, for `apply_chat_template`."""
-        pieces = self.prompt if add_generation_prompt else self.whole
+        pieces = self.prompt if add_generation_prompt else self.conversation
         return [ids for ids, _ in self.encode(pieces(messages) for messages in conversations)]
 
 
@@ -225,7 +225,7 @@ class _Roles(Format):
             return [*beginning, Piece(str(messages[0]["content"]), True), self.token(self.text_end, True)]
         return [*self._body(messages), self.token(self.end, bool(messages[-1].get("loss", True)))]
 
-    def whole(self, messages: Sequence[Message]) -> list[Piece]:
+    def conversation(self, messages: Sequence[Message]) -> list[Piece]:
         """Return the messages alone: what follows the last one depends on who speaks next."""
         return self._body(messages)
 

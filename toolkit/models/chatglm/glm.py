@@ -117,7 +117,7 @@ class GlmLayout:
             return torch.cat(by_head, dim=1).view(-1, *rest)
         return torch.cat(parts)
 
-    def place(self, name: str) -> Any:
+    def index(self, name: str) -> Any:
         """Return that the parts fill their parameters."""
         return ...
 
