@@ -67,25 +67,14 @@ def question_source(path: str, row_format: RowFormat, columns: str) -> SourceCon
 
 
 def question_files(source: SourceConfig) -> list[Path]:
-    """Return the files that `read_questions` reads.
-
-    Raises:
-        DataError: there is none, or the format has no questions.
-    """
+    """Return the files that `read_questions` reads."""
     if source.format in (RowFormat.text, RowFormat.docstrings):
         raise DataError("format = {format} holds no questions.", format=source.format.value)
     return files_of(source)
 
 
 def read_questions(source: SourceConfig) -> Iterator[RowQuestion]:
-    """Yield every row of a source in order, those that cannot be used too.
-
-    Args:
-        source: `path`, `format` and `columns` as for training data; here a row needs no answer.
-
-    Raises:
-        DataError: a file cannot be read, or belongs to no known format, or to one without questions.
-    """
+    """Yield every row of a source in order, also those that cannot be used; here a row needs no answer."""
     files = [DataFile(path, 0, source.format, dict(source.columns)) for path in question_files(source)]
     for _, file, block in read_blocks(files, [0] * len(files), block_bytes(total_bytes(files))):
         if file.row_format is RowFormat.text:
@@ -102,11 +91,7 @@ def read_questions(source: SourceConfig) -> Iterator[RowQuestion]:
 
 
 def _question(where: str, conversation: Conversation) -> RowQuestion:
-    """Return a row's question.
-
-    Raises:
-        RowError: nothing is asked.
-    """
+    """Return a row's question; a RowError if nothing is asked."""
     messages: list[Message] = [
         {key: value for key, value in message.items() if key != "loss"} for message in conversation.messages
     ]
@@ -137,16 +122,13 @@ class ValidationQuestion:
 def choose_questions(
     store: TokenizedCache, encoder: AnyChatEncoder, names: Sequence[str], max_samples: int
 ) -> tuple[list[ValidationQuestion], int]:
-    """Take samples evenly from all over a split.
+    """Take samples evenly from all over a split; return the questions, and how many samples have no prompt.
 
     Args:
         store: the split.
-        encoder: what tokenised it.
+        encoder: what tokenized it.
         names: of the sources.
         max_samples: how many samples to take; 0 takes all.
-
-    Returns:
-        The questions; and how many of the samples are none, such as plain texts, which have no prompt.
     """
     count = min(max_samples or len(store), len(store))
     chosen = [number * len(store) // count for number in range(count)]
@@ -184,11 +166,7 @@ class AnswerFile:
     Args:
         output: must not exist.
         settings: all that decides about the answers; lines that were written with others are not continued.
-        window: lines that are written together; a last part of a window is written again.
-
-    Raises:
-        ConfigError: OUTPUT exists, OUTPUT.part belongs to another command, or another process is writing it.
-        CheckpointError: nothing can be written there.
+        window: lines that are written together; an incomplete window is written again.
     """
 
     def __init__(self, output: Path, settings: Mapping[str, Any], window: int) -> None:
@@ -285,7 +263,7 @@ class AnswerFile:
 
 @dataclass(kw_only=True, slots=True)
 class Answers:
-    """What came of it, the same on every rank."""
+    """The answers to some prompts, the same on every rank."""
 
     ids: dict[int, list[int]] = field(default_factory=dict)
     """Number of the question -> tokens of its answer; without those that failed."""
@@ -313,14 +291,14 @@ def generate_all(
     Prompts of like length share a batch. Which do, and what is drawn for them, is the same on any number of ranks.
 
     Args:
-        model: see `generate`.
-        encoder: see `generate`.
-        prompts: the same on every rank; those too long for the model are left out already.
-        sampling: how to choose tokens.
+        model: see `generate`; so are `encoder`, `sampling`, `device`.
+        encoder: see there.
+        prompts: the same on every rank; those too long for the model are dropped already.
+        sampling: see there.
         batch_size: prompts that a rank answers at once.
-        device: see `generate`.
+        device: see there.
         in_step: see `generate`. A batch that fails then ends the run, as the other ranks are in the middle of theirs;
-            otherwise it is counted, and the others go on.
+            otherwise it is counted, and the others continue.
         alive: called after each batch.
         place: of this rank among those that take batches; None: each rank by itself.
         num_places: how many there are; ranks of one place answer the same batches together.
@@ -372,21 +350,12 @@ def answer_rows(
     system: str = "",
     done: int = 0,
 ) -> Iterator[list[dict[str, Any]]]:
-    """Yield what is known of each question after asking the model, a window of `batch_size * BATCHES` at a time.
+    """Yield a row for each question after asking the model, a window of `batch_size * BATCHES` at a time.
 
-    Each is an object with `messages` (`tools`), `answer`, `reference`, `prompt_tokens`, `tokens`, `finish` (stop, or
-    length: cut at max_new_tokens) and `where`; one that could not be asked has `error` in place of an answer.
-
-    Args:
-        model: the model.
-        encoder: its way of writing conversations.
-        questions: all of them.
-        sampling: how to choose tokens. Batches draw from seeds of their own, so that a question that comes several
-            times gets several answers.
-        device: where the model computes.
-        batch_size: questions in a forward.
-        system: system message for questions without one.
-        done: leave out so many of the first, whole windows: the others get the answers that they would have got.
+    Each has `messages` (`tools`), `answer`, `reference`, `prompt_tokens`, `tokens`, `finish` (stop, or length: cut at
+    max_new_tokens) and `where`; one that could not be asked has `error` instead of an answer. Batches draw from seeds
+    of their own, so that a question that comes several times gets several answers. The first `done` questions, complete
+    windows, are skipped: the others get the answers that they would have got.
     """
     rows = islice(questions, done, None)
     while window := list(islice(rows, batch_size * BATCHES)):
@@ -493,7 +462,7 @@ def with_system(messages: Sequence[Message], system: str) -> list[Message]:
 
 
 def has_system_role(encoder: AnyChatEncoder) -> bool:
-    """Return whether a system message changes what the model is given."""
+    """Return whether a system message changes the prompt."""
     asked = [{"role": "user", "content": "?"}]
     try:
         return encoder.prompt(with_system(asked, "!")) != encoder.prompt(asked)

@@ -55,15 +55,12 @@ def generate(
     Args:
         model: the model, `engine.module` included; left in its mode. B prompts are one batch.
         encoder: knows where answers end.
-        prompts: ids of `encoder.prompt`, of any lengths.
+        prompts: ids of `encoder.prompt`, of any lengths; too long ones are a ModelError.
         sampling: how to choose tokens.
         device: where the model computes; under ZeRO-3 with offload its parameters are elsewhere.
         in_step: the model is partitioned over ranks (ZeRO-3), whose prompts differ: every rank runs forward until the
             last has ended. A collective then; every rank must give as many batches.
         **options: for `transformers`' generate, such as `streamer`.
-
-    Raises:
-        ModelError: prompt and answer are longer than the model's positions.
     """
     longest = max(map(len, prompts))
     check_length(model, longest, sampling.max_new_tokens)
@@ -102,11 +99,7 @@ def decode_answer(encoder: AnyChatEncoder, ids: Sequence[int]) -> str:
 
 
 def check_length(model: PreTrainedModel, prompt_tokens: int, max_new_tokens: int) -> None:
-    """Refuse what the model has no positions for.
-
-    Raises:
-        ModelError: the answer could become too long.
-    """
+    """Raise a ModelError if prompt and answer could be longer than the model's positions."""
     most = most_tokens(model)
     if prompt_tokens + max_new_tokens > most:
         raise ModelError(
@@ -153,15 +146,9 @@ FAMILIES = tuple(kind for kind in mesh.FAMILIES if kind != "chatglm")
 
 
 def split_inference(model: PreTrainedModel) -> PreTrainedModel:
-    """Return the model after `deepspeed.init_inference`, on this rank's device. A collective.
+    """Return a full model after `deepspeed.init_inference`, on this rank's device. A collective; the model is changed.
 
     With one rank the model computes as before: DeepSpeed 0.19.8 has kernels of its own for none of the families.
-
-    Args:
-        model: whole, in the precision that it is to compute in; it is changed.
-
-    Raises:
-        ModelError: DeepSpeed cannot split it, or not over so many ranks.
     """
     import deepspeed
 
@@ -198,14 +185,10 @@ def split_inference(model: PreTrainedModel) -> PreTrainedModel:
 
 
 class AnswerStream(BaseStreamer):
-    """For `generate(…, streamer=…)` with one prompt.
+    """For `generate(…, streamer=…)` with one prompt; `write` gets each piece of text, without the blanks around it.
 
-    All tokens are decoded anew with each one: what a token stands for depends on those around it (bytes of a
-    character, sentencepiece's blank at a beginning), and decoding costs nothing beside the model.
-
-    Args:
-        encoder: of the model.
-        write: gets each piece of text, without the blanks around the answer.
+    All tokens are decoded again with each one: what a token stands for depends on those around it (bytes of a
+    character, sentencepiece's blank at a beginning), and decoding costs nothing next to the model.
     """
 
     def __init__(self, encoder: AnyChatEncoder, write: Callable[[str], None]) -> None:

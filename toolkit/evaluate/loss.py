@@ -29,19 +29,19 @@ def evaluate_loss(
     device: torch.device,
     copies: int = 1,
 ) -> dict[str, float]:
-    """Evaluate a model as it stands. A collective.
+    """Evaluate a model as it is. A collective.
 
     Args:
-        model: the engine, or the model where there is none; left in its mode.
+        model: the engine, or the model without one; left in its mode.
         micro_batches: this rank's part of the split, CPU tensors `[B, S]`; as many on every rank, fillers included.
-            `sources` tells of each trained token the number of its source.
+            `sources` has the source number of each trained token.
         names: of the sources, by number.
         device: where the model computes.
-        copies: how many ranks have the same rows.
+        copies: how many ranks have the same sequences.
 
     Returns:
         As in metrics.jsonl: `eval_loss` in nats per trained token, `eval_perplexity`, `eval_tokens`, the trained
-        tokens; where the split has several sources also `eval_loss/SOURCE`.
+        tokens; if the split has several sources also `eval_loss/SOURCE`.
     """
     sums = torch.zeros(len(names), 2, dtype=torch.float64)
     was_training = getattr(model, "module", model).training

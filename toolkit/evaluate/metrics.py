@@ -25,7 +25,7 @@ _BLANKS = re.compile(r"\s+")
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """What one metric says of some answers."""
+    """One metric's scores of some answers."""
 
     value: float
     """Of all answers together."""
@@ -44,14 +44,7 @@ def tokenization(references: Iterable[str]) -> str:
 
 
 def score(metric: Metric, answers: Sequence[str], references: Sequence[str], tokenize: str) -> Scores:
-    """Score some answers.
-
-    Args:
-        metric: which score.
-        answers: at least one; an empty one scores 0.
-        references: one for each answer.
-        tokenize: of `tokenization`; for BLEU and distinct-n.
-    """
+    """Score some answers, at least one, against one reference each; an empty one scores 0."""
     return _METRICS[metric](answers, references, tokenize)
 
 
@@ -183,7 +176,7 @@ _METRICS: dict[Metric, _Score] = {
 
 @dataclass(kw_only=True, slots=True)
 class Results:
-    """What the answers are worth."""
+    """The scores of an evaluation."""
 
     values: dict[str, float] = field(default_factory=dict)
     """As in metrics.jsonl: eval_METRIC, eval_METRIC/SOURCE where there are several, eval_answers, eval_tokens_per_s."""
@@ -200,14 +193,7 @@ class Results:
 def score_answers(
     questions: Sequence[ValidationQuestion], answers: Answers, metrics: Sequence[Metric], encoder: AnyChatEncoder
 ) -> Results:
-    """Score the answers; a metric that fails is left out.
-
-    Args:
-        questions: what was asked.
-        answers: by their numbers; at least one.
-        metrics: the scores wanted.
-        encoder: turns ids into texts.
-    """
+    """Score the answers to some questions, at least one; a metric that fails is left out."""
     numbers = sorted(answers.ids)
     asked = [questions[number] for number in numbers]
     texts = [decode_answer(encoder, answers.ids[number]) for number in numbers]
@@ -271,11 +257,7 @@ SAMPLES = "eval_samples"
 
 
 def describe_evaluation(row: Mapping[str, float]) -> list[str]:
-    """Return the lines about an evaluation.
-
-    Args:
-        row: of metrics.jsonl.
-    """
+    """Return the lines about an evaluation, a row of metrics.jsonl."""
     step = int(row["step"])
     if SAMPLES in row:
         others = {name: value for name, value in row.items() if name not in ("step", EVAL_LOSS, SAMPLES)}
