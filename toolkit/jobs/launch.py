@@ -154,7 +154,7 @@ def _command(
     environ, exported = env_vars.for_launcher(here, backend, os.environ) if backend else (dict(os.environ), [])
     # Unless asked, the launcher shall not write whole command lines, with what is in them, into logs.
     quiet = [] if {"--log_level", "-q", "--quiet"} & set(options) else ["--log_level", "critical"]
-    command = [sys.executable, "-m", "deepspeed.launcher.runner", *quiet]
+    command = [sys.executable, "-m", processes.FRONT_END, *quiet]
     command += [*deepspeed.options_without_ssh(hosts, options), *typed]
     command += mpi.launcher_args(hosts, options, exported) if backend == "openmpi" else []
     return [*command, *program(), *deepspeed.quoted_words(hosts, options, words)], environ

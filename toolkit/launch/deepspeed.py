@@ -21,7 +21,8 @@ from typing import Any
 from toolkit.errors import LaunchError
 from toolkit.launch import env_vars, hostfile, mpi, rank_status
 from toolkit.launch.environment import Ranks, strip_launcher_arguments
-from toolkit.launch.hostfile import Resources, is_here
+from toolkit.launch.hostfile import SELECTING, Resources, is_here
+from toolkit.launch.processes import DEEPSPEED, LAUNCHERS, TYPED_LAUNCHERS
 from toolkit.messages import tr
 from toolkit.secrets import MASK, hide_all, is_under_secret_name
 
@@ -32,13 +33,6 @@ WITH_VALUE = re.compile(
     r"|launcher_args|ssh_port|save_pid|enable_each_rank_log|autotuning|bind_core_list|elastic_training"
     r"|min_elastic_nodes|max_elastic_nodes|venv_script|log_level)"
 )
-
-_LAUNCHERS = {
-    *("deepspeed", "ds", "deepspeed.launcher.runner", "deepspeed.launcher.launch"),
-    *("torchrun", "torch.distributed.run", "torch.distributed.launch"),
-    *("mpirun", "mpiexec", "mpiexec.hydra", "hydra_pmi_proxy", "orterun", "orted", "prterun", "prted"),
-}
-
 
 OURS = {"--config-dir": True, "-cd": True, "--cfg": True, "--explain": False, "--help": False, "-h": False}
 """Options of our commands, and whether they take a value: all others in front of a recipe or behind it are the
@@ -165,12 +159,8 @@ def typed_options(words: Sequence[str]) -> tuple[list[str], dict[str, str], list
 
 
 def _after_front_end(words: list[str]) -> list[str]:
-    start = next((i for i, word in enumerate(words[:4]) if _is_front_end(word)), None)
+    start = next((i for i, word in enumerate(words[:4]) if Path(word).name in DEEPSPEED), None)
     return [] if start is None else words[start + 1 :]
-
-
-def _is_front_end(word: str) -> bool:
-    return Path(word).name in ("deepspeed", "ds") or word == "deepspeed.launcher.runner"
 
 
 def ancestors(proc: Path, pid: str) -> Iterator[Process]:
@@ -193,7 +183,7 @@ def age_s(proc: Path = PROC, pid: str = "self") -> float:
     oldest = pid
     if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
         for parent in ancestors(proc, pid):
-            if _program(parent.words) not in _LAUNCHERS:
+            if _program(parent.words) not in LAUNCHERS:
                 break
             oldest = str(parent.pid)
     try:
@@ -235,10 +225,6 @@ def _nodes_started(chain: list[Process], ranks: Ranks) -> int:
     return 0
 
 
-_TYPED_LAUNCHERS = ("deepspeed", "ds", "torchrun", "mpirun", "mpiexec", "mpiexec.hydra", "srun", "accelerate")
-_TYPED_MODULES = ("torch.distributed.run", "torch.distributed.launch", "deepspeed.launcher.runner")
-
-
 def typed_command(argv: Sequence[str] | None = None, proc: Path = PROC, pid: str = "self") -> list[str]:
     """Return the words of the command that a person, or a script, started this process with, without secrets.
 
@@ -257,8 +243,9 @@ def _launcher_words(words: list[str]) -> list[str]:
     """Return a launcher's words, begun with its name alone; [] for other programs."""
     for place, word in enumerate(words[:4]):
         name = Path(word).name
-        if name in _TYPED_LAUNCHERS or word in _TYPED_MODULES:
-            return [*(["python", "-m"] if word in _TYPED_MODULES else []), name, *words[place + 1 :]]
+        if name in TYPED_LAUNCHERS:
+            is_module = words[place - 1 : place] == ["-m"]
+            return [*(["python", "-m"] if is_module else []), name, *words[place + 1 :]]
         if name == "toolkit" and words[place + 1 : place + 2] in (["launch"], ["train"]):
             return [name, *words[place + 1 :]]
     return []
@@ -335,7 +322,7 @@ def check_backend_program(hosts: Resources, options: Mapping[str, str]) -> None:
             "folder without spaces and special characters (a link to this one will do).",
             folder=folder,
         )
-    chosen = {"--include", "-i", "--exclude", "-e", "--num_nodes", "--num_gpus", "--num_accelerators"} & set(options)
+    chosen = set(SELECTING) & set(options)
     if chosen and used in ("openmpi", "mpich", "impi"):
         raise LaunchError(
             "--launcher {launcher} takes all machines and slots of the hostfile (DeepSpeed 0.19.8): leave out "

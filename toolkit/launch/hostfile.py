@@ -89,6 +89,10 @@ Resources = dict[str, list[int]]
 """Host -> its GPUs that take part, in the order of the hostfile; ranks are counted in this order."""
 
 
+SELECTING = ("--include", "-i", "--exclude", "-e", "--num_nodes", "--num_gpus", "--num_accelerators")
+"""Options of `deepspeed` that choose among the nodes and GPUs of a hostfile."""
+
+
 def select_gpus(hosts: Mapping[str, int], options: Mapping[str, str]) -> Resources:
     """Return what --include, --exclude, --num_nodes and --num_gpus leave, as DeepSpeed 0.19.8 reads them.
 

@@ -26,6 +26,17 @@ from toolkit.launch import rank_status
 from toolkit.launch.environment import PROCESS_GROUP_VARIABLES, VARIABLES, Ranks
 from toolkit.messages import tr
 
+FRONT_END, NODE_LAUNCHER = "deepspeed.launcher.runner", "deepspeed.launcher.launch"
+DEEPSPEED = ("deepspeed", "ds", FRONT_END)
+"""The programs, or the module, by which a person starts DeepSpeed's launcher."""
+TYPED_LAUNCHERS = (
+    *DEEPSPEED,
+    *("torchrun", "torch.distributed.run", "torch.distributed.launch", "accelerate"),
+    *("mpirun", "mpiexec", "mpiexec.hydra", "srun"),
+)
+LAUNCHERS = (*TYPED_LAUNCHERS, NODE_LAUNCHER, "hydra_pmi_proxy", "orterun", "orted", "prte", "prterun", "prted")
+"""Programs and modules that start ranks: those that a person types, and those that they start."""
+
 _POLL_S = 0.2
 _AGAIN_S = 1.0
 """Ranks that start while a signal is passed on get it a moment later."""
@@ -112,7 +123,7 @@ def _stop_launchers(session: int) -> None:
             words = process.cmdline()
             if Path(words[0]).name.startswith("mpirun"):
                 mpiruns.append(process)
-            elif {"deepspeed.launcher.runner", "deepspeed.launcher.launch"} & set(words):
+            elif {FRONT_END, NODE_LAUNCHER} & set(words):
                 launchers.append(process)
     for process in mpiruns or launchers:
         _send_signal(process, signal.SIGUSR1 if mpiruns else signal.SIGTERM)
@@ -135,7 +146,7 @@ def _find_ranks(words: Sequence[str], told: str) -> list[psutil.Process]:
 
 CHECK_EVERY_S = 1.0
 _WATCH = "orphan-watch"
-_LAUNCHERS = ("python", "pypy", "deepspeed", "torchrun", "mpirun", "mpiexec", "orterun", "orted", "prte", "hydra_pmi")
+_PREFIXES = ("python", "pypy", *LAUNCHERS)
 """How programs begin that start ranks. In a container one of them may be process 1, which otherwise is whoever takes
 over what has lost its parent."""
 _REAPERS = ("systemd", "containerd-shim", "conmon")
@@ -156,7 +167,7 @@ def exit_with_launcher(ranks: Ranks) -> str:
     if is_orphaned(os.getpid(), by_kind=True):
         return _lost_text(ranks)
     grandparent = 0
-    if ranks.launcher == "deepspeed" and "deepspeed.launcher.launch" in _command_line(parent):
+    if ranks.launcher == "deepspeed" and NODE_LAUNCHER in _command_line(parent):
         if is_orphaned(parent, by_kind=False):
             return _lost_text(ranks)
         grandparent = _stat(parent).parent
@@ -177,7 +188,7 @@ def is_orphaned(pid: int, by_kind: bool) -> bool:
     if parent != 1 and not name.startswith(_REAPERS):
         return False
     words = _command_line(parent)
-    if not words or Path(words[0]).name.startswith(_LAUNCHERS) or name.startswith(_LAUNCHERS):
+    if not words or Path(words[0]).name.startswith(_PREFIXES) or name.startswith(_PREFIXES):
         return False
     session = _stat(pid).session
     return by_kind or session not in (pid, _stat(parent).session)
