@@ -26,14 +26,14 @@ from toolkit.export.checkpoint import export_in_background
 from toolkit.launch.environment import Ranks
 from toolkit.models import probe
 from toolkit.models.save import describe
-from toolkit.train.batches import training_batches
-from toolkit.train.checkpoint import Described, Saver
-from toolkit.train.guard import Guard
-from toolkit.train.prepared import Prepared
+from toolkit.train.anomalies import StepGuard
+from toolkit.train.checkpointer import Checkpointer, ModelFiles
+from toolkit.train.language_data import LanguageData, training_batches
+from toolkit.train.language_task import LanguageTask
 from toolkit.train.step import train_step
 
 
-def compare(cfg: RunConfig, prepared: Prepared, ranks: Ranks, repeats: int, folder: Path) -> dict[str, Any]:
+def compare(cfg: RunConfig, prepared: LanguageData, ranks: Ranks, repeats: int, folder: Path) -> dict[str, Any]:
     """Time the three ways. A collective.
 
     Args:
@@ -51,18 +51,18 @@ def compare(cfg: RunConfig, prepared: Prepared, ranks: Ranks, repeats: int, fold
     times = cfg.batch.global_size // (micro_rows(cfg) * world_size())
     batches = training_batches(cfg, prepared, ranks, 1)
     window = [next(batches) for _ in range(times)]
-    guard = Guard(engine, cfg.train)
+    guard = StepGuard(engine, cfg.train)
 
     def step() -> None:
-        train_step(engine, window, world_size(), guard)
+        train_step(engine, LanguageTask(), window, world_size(), guard)
 
     step()  # optimizer states exist from here on
     files = describe(engine.module, prepared.encoder) if rank() == 0 else {}
-    described = Described(
+    described = ModelFiles(
         files, probe.ids_of([prepared.train[0][0].tolist()], engine.module.config), export_in_background
     )
     savers = {
-        name: Saver(
+        name: Checkpointer(
             engine,
             folder / name,
             replace(cfg.checkpoint, asynchronous=name == "asynchronous", keep=1, keep_weights=0),
@@ -87,7 +87,7 @@ def compare(cfg: RunConfig, prepared: Prepared, ranks: Ranks, repeats: int, fold
 
 
 def _in_turns(
-    engine: DeepSpeedEngine, step: Callable[[], None], savers: dict[str, Saver], folder: Path, repeats: int
+    engine: DeepSpeedEngine, step: Callable[[], None], savers: dict[str, Checkpointer], folder: Path, repeats: int
 ) -> tuple[dict[str, list[float]], dict[str, int]]:
     """Return the seconds of each save, and the bytes of a checkpoint (rank 0 only), by name."""
     seconds: dict[str, list[float]] = defaultdict(list)

@@ -27,8 +27,7 @@ from toolkit.data.packing import PackingPlan, pack
 from toolkit.data.sampler import Position
 from toolkit.data.sources import read_conversations
 from toolkit.launch.environment import Ranks
-from toolkit.train.batches import epoch_steps, training_batches
-from toolkit.train.prepared import build_encoder, prepare_with
+from toolkit.train.language_data import build_encoder, epoch_steps, load_data_with, training_batches
 
 FEW = 10_000
 """Rows of the small data set that the large one is compared with."""
@@ -108,7 +107,7 @@ def _tokenising(few: RunConfig, many: RunConfig, rows: int, say: Callable[[str],
 
 def prepare_alone(cfg: RunConfig) -> dict[str, int]:
     """Tokenise the data set; return tokens and the store's bytes."""
-    report = prepare_with(cfg, build_encoder(cfg, lambda line: None), lambda line: None).report
+    report = load_data_with(cfg, build_encoder(cfg, lambda line: None), lambda line: None).report
     size = sum(file.stat().st_size for file in Path(report.folder).iterdir())
     return {"tokens": report.tokens, "bytes": size}
 
@@ -158,7 +157,7 @@ def open_store(cfg: RunConfig) -> dict[str, float]:
     _quiet()
     gc.collect()
     started = time.monotonic()
-    prepared = prepare_with(cfg, encoder, lambda line: None)
+    prepared = load_data_with(cfg, encoder, lambda line: None)
     opened = time.monotonic() - started
     assert not prepared.report.built
     steps = epoch_steps(cfg, prepared)

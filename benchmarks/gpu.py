@@ -34,11 +34,12 @@ from toolkit.models.attention import choose_attention
 from toolkit.models.load import TORCH_DTYPES, random_config
 from toolkit.plan.memory import plan_rank
 from toolkit.plan.outline import outline_of
-from toolkit.train.account import account_of
-from toolkit.train.guard import Guard
-from toolkit.train.meter import Meter, memory_peaks
+from toolkit.train.anomalies import StepGuard
+from toolkit.train.language_data import Batch
+from toolkit.train.language_task import LanguageTask
 from toolkit.train.schedule import Schedule
-from toolkit.train.step import Batch, train_step
+from toolkit.train.step import train_step
+from toolkit.train.throughput import ThroughputMeter, measure_baseline, memory_peaks
 
 MEDIAN_TOKENS, SIGMA = 300, 0.8
 """Of the log-normal lengths of samples."""
@@ -113,16 +114,16 @@ def ours(size: Size, words: Sequence[str]) -> dict[str, float]:
 
     engine = initialize_engine(model, values, cfg.train.activation_checkpointing, schedule, optim=cfg.optim)
     engine.train()
-    guard = Guard(engine, cfg.train)
+    guard = StepGuard(engine, cfg.train)
     on_cpu = get_accelerator().device_name() == "cpu"
     planned = plan_rank(outline_of(cfg, print), cfg, 1, on_cpu).peak("step")
-    account = account_of(engine, cfg.tuning, cfg.train.activation_checkpointing.enabled, planned)
+    account = measure_baseline(engine, cfg.tuning, cfg.train.activation_checkpointing.enabled, planned)
     batches = _batches(size)
     for place in range(WARM_UP + size.steps):
         if place in (0, WARM_UP):
             get_accelerator().synchronize()
-            meter = Meter(engine, account)
-        meter.add(train_step(engine, [next(batches) for _ in range(size.accumulation)], 1, guard))
+            meter = ThroughputMeter(engine, account)
+        meter.add(train_step(engine, LanguageTask(), [next(batches) for _ in range(size.accumulation)], 1, guard))
         guard.check()
     get_accelerator().synchronize()
     row = meter.row(size.steps, 0.0, cfg.optim.lr, meter.pace())

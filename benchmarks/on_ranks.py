@@ -16,9 +16,9 @@ from toolkit.config.schema import RunConfig
 from toolkit.launch import environment
 
 if TYPE_CHECKING:
-    from toolkit.train.prepared import Prepared
+    from toolkit.train.language_data import LanguageData
 
-Measure = Callable[[RunConfig, "Prepared", environment.Ranks, dict[str, str], Path], dict[str, Any]]
+Measure = Callable[[RunConfig, "LanguageData", environment.Ranks, dict[str, str], Path], dict[str, Any]]
 """Config, data, who this process is, the benchmark's own words, and a folder that all ranks see."""
 
 
@@ -27,7 +27,7 @@ _STEPS = 100
 
 
 def _step(
-    cfg: RunConfig, prepared: "Prepared", ranks: environment.Ranks, given: dict[str, str], folder: Path
+    cfg: RunConfig, prepared: "LanguageData", ranks: environment.Ranks, given: dict[str, str], folder: Path
 ) -> dict[str, Any]:
     from benchmarks.step import compare
 
@@ -36,7 +36,7 @@ def _step(
 
 
 def _checkpoint(
-    cfg: RunConfig, prepared: "Prepared", ranks: environment.Ranks, given: dict[str, str], folder: Path
+    cfg: RunConfig, prepared: "LanguageData", ranks: environment.Ranks, given: dict[str, str], folder: Path
 ) -> dict[str, Any]:
     from benchmarks.checkpoint import compare
 
@@ -44,21 +44,21 @@ def _checkpoint(
 
 
 def _plan(
-    cfg: RunConfig, prepared: "Prepared", ranks: environment.Ranks, given: dict[str, str], folder: Path
+    cfg: RunConfig, prepared: "LanguageData", ranks: environment.Ranks, given: dict[str, str], folder: Path
 ) -> dict[str, Any]:
     import torch
     from deepspeed.accelerator import get_accelerator
 
     from benchmarks.plan import compare
-    from toolkit.cli.building import build_engine
     from toolkit.engine.ds_config import build_ds_config
     from toolkit.train.calibration import measure
-    from toolkit.train.resume import Origin
+    from toolkit.train.language_task import build_engine
+    from toolkit.train.run_dir import RunSource
 
     ds = build_ds_config(cfg, ranks.world_size, _STEPS)
     rates = measure(cfg, ranks.local_rank, ranks.world_size, get_accelerator().device_name() == "cpu")
     device = torch.device(get_accelerator().current_device_name())
-    return compare(cfg, lambda: build_engine(cfg, prepared, ds, _STEPS, Origin(folder, None)), ranks, device, rates)
+    return compare(cfg, lambda: build_engine(cfg, prepared, ds, _STEPS, RunSource(folder, None)), ranks, device, rates)
 
 
 MEASURES: dict[str, tuple[tuple[str, ...], Measure]] = {
@@ -79,9 +79,9 @@ def main() -> None:
     environment.apply(ranks, os.environ)
     cfg = resolve_model_path(arguments.loaded, lambda line: None).cfg
     from toolkit.distributed import process_group
-    from toolkit.train.prepared import prepare_data
+    from toolkit.train.language_data import load_data
 
-    prepared = prepare_data(cfg, speaks=False)
+    prepared = load_data(cfg, speaks=False)
     process_group.start(cfg.distributed)
     found = measure(cfg, prepared, ranks, arguments.values, Path(file).parent)
     if ranks.rank == 0:

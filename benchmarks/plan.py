@@ -20,8 +20,10 @@ from toolkit.plan.machine import Machine
 from toolkit.plan.memory import plan_rank
 from toolkit.plan.outline import outline_of
 from toolkit.plan.speed import Rates, step_time
+from toolkit.train.anomalies import StepGuard
 from toolkit.train.calibration import longest_batch
-from toolkit.train.guard import Guard
+from toolkit.train.language_data import Batch
+from toolkit.train.language_task import LanguageTask
 from toolkit.train.step import train_step
 
 _STEPS = 2
@@ -32,13 +34,6 @@ def compare(
     cfg: RunConfig, build: Callable[[], DeepSpeedEngine], ranks: Ranks, device: torch.device, rates: Rates | None = None
 ) -> dict[str, Any]:
     """Build an engine, train a few steps, evaluate. A collective.
-
-    Args:
-        cfg: checked config.
-        build: makes the engine.
-        ranks: who this process is.
-        device: of this rank.
-        rates: measured ones, to estimate a step's time by.
 
     Returns:
         By phase, bytes of the rank that needs most: `planned_bytes` and `measured_bytes`; `memory_ratio` of the two in
@@ -53,11 +48,15 @@ def compare(
         measured["load"] = memory.peak() - before
         outline = outline_of(cfg, print, engine.module.config.vocab_size)
         batch = longest_batch(cfg, outline, engine.module)
-        guard = Guard(engine, cfg.train)
+        guard, task = StepGuard(engine, cfg.train), LanguageTask()
+
+        def window() -> list[Batch]:
+            return [dict(batch) for _ in range(accumulation(cfg, world_size))]
+
         engine.train()
         for _ in range(_STEPS):
             memory.restart()
-            train_step(engine, [dict(batch) for _ in range(accumulation(cfg, world_size))], world_size, guard)
+            train_step(engine, task, window(), world_size, guard)
             guard.check()
             measured["step"] = memory.peak() - before
         memory.restart()
@@ -71,7 +70,7 @@ def compare(
         for _ in range(_TIMED_STEPS):
             barrier()
             started = time.perf_counter()
-            train_step(engine, [dict(batch) for _ in range(accumulation(cfg, world_size))], world_size, guard)
+            train_step(engine, task, window(), world_size, guard)
             barrier()
             seconds.append(time.perf_counter() - started)
         estimate, measured_s = step_time(outline, cfg, _machine(ranks), rates).seconds, statistics.median(seconds)

@@ -11,7 +11,7 @@ from toolkit import children
 from toolkit.errors import ConfigError
 from toolkit.messages import tr
 from toolkit.plan.machine import own_memory
-from toolkit.train.run_folder import environment
+from toolkit.train.run_dir import describe_environment
 
 FIGURES = {
     "step": {
@@ -90,7 +90,7 @@ def append_result(
         found: the figures.
         world_size: number of ranks.
     """
-    known = {**environment(world_size), "machine": _machine()}
+    known = {**describe_environment(world_size), "machine": _machine()}
     result = {"command": shlex.join(command), **found, "environment": known}
     if output:
         Path(output).write_text(json.dumps([*before, result], indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

@@ -12,8 +12,8 @@ import yaml
 
 from benchmarks import on_ranks, results
 from toolkit.arguments import Arguments, check_parsed, named_arguments, parse, positive_int
-from toolkit.cli.failures import guarded
 from toolkit.config.load import to_yaml
+from toolkit.distributed.failure import run_guarded
 from toolkit.errors import ConfigError
 from toolkit.messages import say, tr
 from toolkit.problems import Problems
@@ -151,4 +151,4 @@ def _faults(words: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(guarded(lambda: run(sys.argv[1:])))
+    sys.exit(run_guarded(lambda: run(sys.argv[1:])))

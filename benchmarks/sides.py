@@ -13,8 +13,7 @@ from toolkit.engine.ds_config import build_ds_config
 from toolkit.errors import ConfigError
 from toolkit.messages import tr
 from toolkit.models.load import TORCH_DTYPES, create_model
-from toolkit.train.batches import place_after, step_samples
-from toolkit.train.prepared import Prepared, prepare_data
+from toolkit.train.language_data import LanguageData, load_data, next_position_of, step_samples
 
 QUIET = (
     *("evaluate.at_start=false", "checkpoint.export=false", "checkpoint.keep=0", "train.log_every=1"),
@@ -61,7 +60,7 @@ class Sides:
 
     def _bare_words(self, cfg: RunConfig) -> list[str]:
         """Write what the bare script reads; return its command line."""
-        prepared = prepare_data(cfg, speaks=False)
+        prepared = load_data(cfg, speaks=False)
         self.folder.mkdir(parents=True, exist_ok=True)
         ds_file, rows_file = self.folder / "ds.json", self.folder / "rows.jsonl"
         ds = build_ds_config(cfg, self.ranks, _ENDLESS)
@@ -77,10 +76,10 @@ class Sides:
         return [*words, "--model", str(self.folder / "model"), "--random"]
 
 
-def _rows(cfg: RunConfig, prepared: Prepared, ranks: int) -> list[dict[str, Any]]:
+def _rows(cfg: RunConfig, prepared: LanguageData, ranks: int) -> list[dict[str, Any]]:
     """Return the samples of the first steps in the order in which a plain sampler gives each rank those of its own."""
     ordered: list[int] = []
-    place, next_place = BEGINNING, place_after(cfg, prepared)
+    place, next_place = BEGINNING, next_position_of(cfg, prepared)
     for _ in range(_STEPS_OF_ROWS):
         by_rank = [
             [sample for batch in batches for sample in batch] for batches in step_samples(cfg, prepared, ranks, place)

@@ -22,17 +22,16 @@ from toolkit.launch.environment import Ranks
 from toolkit.models.adapters import apply_tuning
 from toolkit.models.load import create_model
 from toolkit.track.metrics import MetricsLog
-from toolkit.train.account import account_of
-from toolkit.train.batches import training_batches
-from toolkit.train.guard import Guard
-from toolkit.train.meter import Meter
-from toolkit.train.prepared import Prepared
-from toolkit.train.step import Batch, train_step
+from toolkit.train.anomalies import StepGuard
+from toolkit.train.language_data import Batch, LanguageData, training_batches
+from toolkit.train.language_task import LanguageTask
+from toolkit.train.step import train_step
+from toolkit.train.throughput import ThroughputMeter, measure_baseline
 
 
 def compare(
     cfg: RunConfig,
-    prepared: Prepared,
+    prepared: LanguageData,
     ranks: Ranks,
     pairs: int,
     steps: int,
@@ -83,7 +82,7 @@ def compare(
     }
 
 
-def build_bare_engine(cfg: RunConfig, prepared: Prepared) -> deepspeed.DeepSpeedEngine:
+def build_bare_engine(cfg: RunConfig, prepared: LanguageData) -> deepspeed.DeepSpeedEngine:
     """Return an engine as DeepSpeed's getting-started page makes it, from the recipe's settings."""
     ds = build_ds_config(cfg, world_size(), 1_000_000)
     values = {key: value for key, value in ds.values.items() if key != "scheduler"}
@@ -101,14 +100,14 @@ def build_bare_engine(cfg: RunConfig, prepared: Prepared) -> deepspeed.DeepSpeed
 
 def _ours(engine: deepspeed.DeepSpeedEngine, cfg: RunConfig, folder: Path) -> Callable[[list[list[Batch]]], None]:
     """Our step with what the loop does around it: counting, and a log line every `train.log_every` steps."""
-    meter = Meter(engine, account_of(engine, cfg.tuning, cfg.train.activation_checkpointing.enabled))
-    guard = Guard(engine, cfg.train)
+    meter = ThroughputMeter(engine, measure_baseline(engine, cfg.tuning, cfg.train.activation_checkpointing.enabled))
+    guard = StepGuard(engine, cfg.train)
     metrics, done = MetricsLog(folder / "metrics.jsonl", print), 0
 
     def block(windows: list[list[Batch]]) -> None:
         nonlocal done
         for window in windows:
-            meter.add(train_step(engine, window, world_size(), guard))
+            meter.add(train_step(engine, LanguageTask(), window, world_size(), guard))
             guard.check()
             done += 1
             if done % cfg.train.log_every == 0:

@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.data import TensorDataset
 
-from toolkit.own import train
+from toolkit.custom import train
 
 SIZE = 3 * 32 * 32
 

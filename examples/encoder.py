@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn import functional
 from transformers import AutoModel, BertConfig, BertModel
 
-from toolkit.own import train
+from toolkit.custom import train
 
 WORDS = 100
 

@@ -42,7 +42,7 @@ LAYERS = {
     "toolkit.doctor": 6,
     "toolkit.jobs": 6,
     "toolkit.cli": 7,
-    "toolkit.own": 8,
+    "toolkit.custom": 6,
     "toolkit.__main__": 8,
 }
 SAME_LAYER = {

@@ -8,7 +8,6 @@ import pytest
 import yaml
 
 from toolkit.arguments import parse
-from toolkit.cli.train import greet
 from toolkit.config import files
 from toolkit.config.files import known_recipes, read
 from toolkit.config.hub import is_hub_name
@@ -18,6 +17,7 @@ from toolkit.config.schema import Init, RowFormat, RunConfig
 from toolkit.data.readers import files_of
 from toolkit.engine.ds_config import build_ds_config
 from toolkit.launch.environment import Ranks
+from toolkit.train.startup import greet
 
 ROOT = Path(__file__).parents[2]
 GROUP_FILES = sorted((ROOT / "conf").glob("*/*.yaml"))

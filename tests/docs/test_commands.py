@@ -43,7 +43,7 @@ PATHS = {"verify": ("forward=",), "report": ("runs/", "output=", "language=")}
 """Commands that take paths at once, and what stands behind the first."""
 SHOWN = sorted({line for page in PAIRED for _, line in commands(page)})
 OURS = [line for line in SHOWN if not line.startswith(tuple(ELSEWHERE))]
-OWN = ROOT / "toolkit" / "own" / "own.yaml"
+OWN = ROOT / "toolkit" / "custom.yaml"
 QUICK = [
     line
     for line in OURS

@@ -25,8 +25,9 @@ from toolkit.engine.parameters import gathered_parameters
 from toolkit.errors import Diverged, ModelError
 from toolkit.launch import environment
 from toolkit.models import load_model
-from toolkit.train import step
-from toolkit.train.guard import Guard, Kind
+from toolkit.train import language_task, step
+from toolkit.train.anomalies import AnomalyKind, StepGuard
+from toolkit.train.language_task import LanguageTask
 from toolkit.train.schedule import Schedule
 
 LAYERS = 2
@@ -104,20 +105,20 @@ def check_skipped_steps(path: str) -> None:
     )
     ids = torch.arange(8).reshape(1, 8)
     batch = {"input_ids": ids, "labels": ids, "segment_ids": ids * 0 + 1, "position_ids": ids}
-    guard, rates = Guard(engine, TrainConfig(max_skipped_steps=2)), []
-    real, poisoned = step.token_loss_sum, [False]
+    guard, rates = StepGuard(engine, TrainConfig(max_skipped_steps=2)), []
+    real, poisoned = language_task.token_loss_sum, [False]
 
     def poison(*arguments: object) -> torch.Tensor:
         bad = poisoned[0] and torch.distributed.get_rank() == 1
         return real(*arguments) * (float("nan") if bad else 1.0)
 
-    step.token_loss_sum = poison
+    language_task.token_loss_sum = poison
     for number, bad in enumerate([False, False, False, True, False, True, True], start=1):
         poisoned[0] = bad
         rates.append(engine.get_lr()[0])
-        result = step.train_step(engine, [batch, batch], 2, guard)
+        result = step.train_step(engine, LanguageTask(), [batch, batch], 2, guard)
         trouble = guard.check()
-        assert (trouble is not None and trouble.kind is Kind.loss) == bad
+        assert (trouble is not None and trouble.kind is AnomalyKind.loss) == bad
         assert math.isinf(result.grad_norm) == bad
         if number == 7:
             with pytest.raises(Diverged, match="2 steps in a row up to step 7 were skipped"):
@@ -128,7 +129,7 @@ def check_skipped_steps(path: str) -> None:
     assert rates[4] == rates[3], "the schedule advanced on a skipped step"
     assert rates[5] != rates[4]
     assert all(bool(torch.isfinite(parameter).all()) for parameter in engine.module.parameters())
-    step.token_loss_sum = real
+    language_task.token_loss_sum = real
 
 
 def check_refusals(path: str) -> None:

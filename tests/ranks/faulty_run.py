@@ -105,7 +105,7 @@ def after_step(loop: Any, number: int, do: Callable[[], object]) -> None:
 
 def slow_down(loop: Any) -> None:
     """Let ranks sleep before they fetch a step's data, before the step, or in its forward pass."""
-    from toolkit.train import step
+    from toolkit.train import language_task
 
     steps = 0  # their data is what they begin with
 
@@ -125,7 +125,7 @@ def slow_down(loop: Any) -> None:
 
     loop.islice = sleepy("data", loop.islice)
     loop.train_step = sleepy("step", loop.train_step)
-    step.token_loss_sum = sleepy("forward", step.token_loss_sum)
+    language_task.token_loss_sum = sleepy("forward", language_task.token_loss_sum)
 
 
 def turn_back_the_clock(loop: Any) -> None:
@@ -142,7 +142,7 @@ def turn_back_the_clock(loop: Any) -> None:
 def install() -> None:
     """Put the fault in its place."""
     from toolkit.checkpoint import directory, engine_files
-    from toolkit.train import checkpoint, loop, rehearse
+    from toolkit.train import checkpointer, loop, trial_step
 
     at, step = FAULT["at"], FAULT.get("step")
     count = 0
@@ -168,14 +168,14 @@ def install() -> None:
     elif at == "save.shard":
         before(engine_files.torch, "save", lambda _state, path: of_step(path))
     elif at == "save.random":
-        real_begin = checkpoint.Saver.begin
+        real_begin = checkpointer.Checkpointer.begin
 
         def begin(saver: Any, state: Any) -> None:
             if nth() and FAULT["rank"] == RANK:
                 threading.Timer(FAULT["after_s"], strike).start()
             real_begin(saver, state)
 
-        checkpoint.Saver.begin = begin
+        checkpointer.Checkpointer.begin = begin
     elif at == "save.prove":
         before(directory, "verify_files", of_step)
     elif at == "save.manifest":
@@ -195,7 +195,7 @@ def install() -> None:
     elif at == "slow":
         slow_down(loop)
     elif at == "rehearsal":
-        before(rehearse, "train_step", nth)
+        before(trial_step, "train_step", nth)
     elif at == "rotate":
         before(directory, "remove_old", nth)
     else:

@@ -19,8 +19,9 @@ from toolkit.distributed import process_group
 from toolkit.engine.build import initialize_engine
 from toolkit.errors import ConfigError
 from toolkit.models.loss import LossPath, loss_head, with_label_positions
-from toolkit.train import step
-from toolkit.train.guard import Guard
+from toolkit.train import language_task, step
+from toolkit.train.anomalies import StepGuard
+from toolkit.train.language_task import LanguageTask
 
 ACCUMULATION = 4
 # A host that asks one of these of a device waits for all that the device has been told to do.
@@ -118,10 +119,10 @@ def check_step(stage: int, dtype: str) -> None:
     """
     engine = build(stage, dtype)
     assert loss_head(engine).path(engine) is LossPath.losses
-    guard = Guard(engine, TrainConfig())
-    step.train_step(engine, window(0), 2, guard)
+    guard = StepGuard(engine, TrainConfig())
+    step.train_step(engine, LanguageTask(), window(0), 2, guard)
     watched: list[Watch] = []
-    forward_pass, backward = step.token_loss_sum, engine.backward
+    forward_pass, backward = language_task.token_loss_sum, engine.backward
 
     def watched_loss(*arguments: Any) -> torch.Tensor:
         watched.append(Watch())
@@ -132,11 +133,11 @@ def check_step(stage: int, dtype: str) -> None:
         with watched[-1].whole():
             backward(*arguments, **options)
 
-    step.token_loss_sum, engine.backward = watched_loss, watched_backward
+    language_task.token_loss_sum, engine.backward = watched_loss, watched_backward
     try:
-        step.train_step(engine, window(1), 2, guard)
+        step.train_step(engine, LanguageTask(), window(1), 2, guard)
     finally:
-        step.token_loss_sum, engine.backward = forward_pass, backward
+        language_task.token_loss_sum, engine.backward = forward_pass, backward
     reductions = [one.reductions for one in watched]
     assert not any(one.waits for one in watched), (stage, dtype, [one.waits for one in watched])
     assert len(reductions) == ACCUMULATION
@@ -151,8 +152,8 @@ def check_compiled(stage: int) -> None:
     losses = []
     for compiling in (None, CompileConfig(enabled=True, dynamic=When.never)):
         engine = build(stage, "fp32", compiling)
-        guard = Guard(engine, TrainConfig())
-        losses.append([step.train_step(engine, window(number), 2, guard).loss for number in range(4)])
+        guard = StepGuard(engine, TrainConfig())
+        losses.append([step.train_step(engine, LanguageTask(), window(number), 2, guard).loss for number in range(4)])
     assert engine.is_compiled
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
     assert losses[0][0] - losses[0][-1] > 0.01, losses

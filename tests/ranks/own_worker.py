@@ -17,10 +17,12 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.data import IterableDataset
 
-from toolkit.cli.train import make_ready
+from toolkit import custom
+from toolkit.custom import gather_metrics, share, train
 from toolkit.distributed import process_group
 from toolkit.launch import environment
-from toolkit.own import entry, gather_metrics, session, share, train
+from toolkit.train.startup import make_ready
+from toolkit.train.trainer import Trainer
 
 ROOT = Path(__file__).parents[2]
 COUNT = 37
@@ -134,12 +136,12 @@ def main() -> None:
     """Run the sessions."""
     jobs = json.loads(Path(sys.argv[-1]).read_text())
     sys.argv = [sys.argv[0]]
-    ready = make_ready([f"recipe={ROOT}/toolkit/own/own.yaml"], own=True)
+    ready = make_ready([f"recipe={ROOT}/toolkit/custom.yaml"], own=True)
     assert ready
     process_group.start(ready[0].loaded.cfg.distributed)
     environment.check_port = lambda environ: None  # it is this process group's
-    session.run = session.run_session
-    entry.guarded = lambda function: function()
+    Trainer.train = Trainer.train_in_group  # type: ignore[method-assign]
+    custom.run_guarded = lambda function: function()
     check_gathering()
     for task, words in jobs:
         step, _, name = task.rpartition(":")

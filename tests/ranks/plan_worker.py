@@ -26,11 +26,11 @@ def main() -> None:
     from torch.nn import functional
 
     from benchmarks.plan import compare
-    from toolkit.cli.building import build_engine
     from toolkit.distributed import process_group
     from toolkit.engine.ds_config import build_ds_config
-    from toolkit.train.prepared import prepare_data
-    from toolkit.train.resume import Origin
+    from toolkit.train.language_data import load_data
+    from toolkit.train.language_task import build_engine
+    from toolkit.train.run_dir import RunSource
 
     found = {}
     linear = functional.linear  # ZeRO-3 puts its own there, for good (0.19.8); a run has one engine
@@ -40,12 +40,12 @@ def main() -> None:
         loaded = load(overrides)
         check_rules(loaded, ranks.world_size)
         cfg = loaded.cfg
-        prepared = prepare_data(cfg, speaks=False)
+        prepared = load_data(cfg, speaks=False)
         device = device or process_group.start(cfg.distributed)
         ds = build_ds_config(cfg, ranks.world_size, 100)
         folder = Path(words[1]).parent / name
         process_group.on_rank0(partial(folder.mkdir, exist_ok=True))
-        build = partial(build_engine, cfg, prepared, ds, 100, Origin(folder, None))
+        build = partial(build_engine, cfg, prepared, ds, 100, RunSource(folder, None))
         found[name] = compare(cfg, build, ranks, device)
         if ranks.rank == 0:
             Path(words[1]).write_text(json.dumps(found))

@@ -40,7 +40,7 @@ def die(of: str, step: int, folder: str) -> None:
 def copy_late() -> list[int]:
     """Make asynchronous saves copy only when somebody waits for the copies; return a list with the updates that did."""
     from toolkit.checkpoint.engine_files import EngineFiles, HostCopies
-    from toolkit.train.checkpoint import _Pending
+    from toolkit.train.checkpointer import _Pending
 
     begin, update, finish, complete = EngineFiles.begin, EngineFiles.wait_for_copies, _Pending.wait, HostCopies.complete
     asked = threading.Event()
@@ -93,7 +93,7 @@ def room_for(extra_mib: list[float] | None, rank: int) -> Iterator[None]:
         with PeakMemory(device) as memory:
             return memory.restart() + int(extra_mib[rank] * 2**20)
 
-    with mock.patch("toolkit.cli.opening.limit_bytes", limit) if extra_mib is not None else nullcontext():
+    with mock.patch("toolkit.train.trial_step.limit_bytes", limit) if extra_mib is not None else nullcontext():
         yield
 
 
@@ -109,14 +109,15 @@ def main() -> None:
     from deepspeed.accelerator import get_accelerator
     from spoil import spoilt
 
-    from toolkit.cli.session import run_session
     from toolkit.config import preflight
     from toolkit.distributed import failure, process_group
     from toolkit.errors import Diverged, ToolkitError
-    from toolkit.train import checkpoint, folder_lock
-    from toolkit.train.prepared import prepare_data
+    from toolkit.train import checkpointer, folder_lock
+    from toolkit.train.language_data import load_data
+    from toolkit.train.language_task import LanguageTask
+    from toolkit.train.trainer import Trainer
 
-    checkpoint._PROBE_S = 60.0  # a probe in every checkpoint, though these follow each other within a second
+    checkpointer._PROBE_S = 60.0  # a probe in every checkpoint, though these follow each other within a second
     updates = copy_late()
     preflight.is_cpu = lambda: False  # fp16 is tried on CPUs here
     get_accelerator().is_fp16_supported = lambda: True
@@ -127,7 +128,8 @@ def main() -> None:
         values = {key: (value, "the case") for key, value in case.get("values", {}).items()}
         loaded = replace(composed(tuple(case["overrides"])), values)
         check_rules(loaded, ranks.world_size)
-        prepared = prepare_data(loaded.cfg, speaks=False)
+        task = LanguageTask()
+        task.data = load_data(loaded.cfg, speaks=False)
         if index == 0:
             process_group.start(loaded.cfg.distributed)
         spoil = case.get("spoil", {"steps": {}, "note": os.devnull})
@@ -139,7 +141,7 @@ def main() -> None:
                 disk_with(case.get("free_bytes")),
                 room_for(case.get("room_mib"), ranks.rank),
             ):
-                run_session(loaded.cfg, ranks, prepared, time.monotonic())
+                Trainer(task, loaded.cfg, ranks, time.monotonic()).train_in_group()
             assert "refused" not in case
         except ToolkitError as error:
             if "refused" in case:

@@ -183,11 +183,10 @@ def plain_loop(
     from toolkit.data.loader import collate
     from toolkit.data.sampler import GlobalBatchSampler
     from toolkit.models.load import create_model
-    from toolkit.train.batches import rows_per_step
-    from toolkit.train.prepared import prepare_data
+    from toolkit.train.language_data import load_data, rows_per_step
 
     cfg = load(overrides).cfg
-    prepared = prepare_data(cfg, speaks=False)
+    prepared = load_data(cfg, speaks=False)
     assert prepared.validation is not None
     model = create_model(cfg.model, cfg.precision.dtype, prepared.tokenizer, cfg.run.seed)
 

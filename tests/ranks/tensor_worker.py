@@ -26,7 +26,8 @@ from toolkit.engine.parameters import count_parameters, gathered_parameters
 from toolkit.models import probe
 from toolkit.models.chatglm.modeling import ChatGLMConfig, ChatGLMForConditionalGeneration
 from toolkit.models.load import TORCH_DTYPES
-from toolkit.train.guard import Guard
+from toolkit.train.anomalies import StepGuard
+from toolkit.train.language_task import LanguageTask
 from toolkit.train.step import train_step
 
 STEPS, ROWS, LENGTH, LR, CLIP = 3, 4, 10, 0.01, 1.0
@@ -149,13 +150,13 @@ def check(kind: str, stage: int, dtype: Dtype, offloads: bool) -> None:
     )
     loose = 0.03 if dtype is Dtype.bf16 else 1e-5
     assert {group: one.total for group, one in count_parameters(engine.module).items()} == sizes
-    torch.testing.assert_close(probe.capture(engine.module, ids).logits, expected, atol=loose * 10, rtol=loose)
-    guard = Guard(engine, TrainConfig())
+    torch.testing.assert_close(probe.take(engine.module, ids).logits, expected, atol=loose * 10, rtol=loose)
+    guard = StepGuard(engine, TrainConfig())
     seen = []
     for step in range(STEPS):
         mine = range(2 * place.data_rank, 2 * place.data_rank + 2)
         window = [batch_of(kind, step, range(row, row + 1)) for row in mine]
-        result = train_step(engine, window, world, guard, copies=place.copies)
+        result = train_step(engine, LanguageTask(), window, world, guard, copies=place.copies)
         assert result.total_tokens == ROWS * LENGTH
         found, wanted = torch.tensor([result.loss, result.grad_norm]), torch.tensor([losses[step], norms[step]])
         seen.append((found, wanted))

@@ -239,14 +239,14 @@ CHOOSE = """
 import sys, time
 from toolkit.config.load import load
 from toolkit.errors import RunFolderError
-from toolkit.train import folder_lock, resume
+from toolkit.train import folder_lock, run_dir
 folder, rounds = sys.argv[1], int(sys.argv[2])
 for number in range(rounds):
     cfg = load(["recipe=quickstart", f"run.dir={folder}", f"run.name=run{number}"]).cfg
     print("ready", flush=True)
     sys.stdin.readline()
     try:
-        resume.choose(cfg, lambda line: None)
+        run_dir.choose_run_dir(cfg, lambda line: None)
         print("works", flush=True)
     except RunFolderError as error:
         print("told", error, flush=True)

@@ -87,7 +87,7 @@ def test_a_failing_rank_ends_the_others_and_has_the_last_word(rows_file: Path, t
         "    import importlib.abc\n"
         "    class Finder(importlib.abc.MetaPathFinder):\n"
         "        def find_spec(self, name, path, target=None):\n"
-        "            if name == 'toolkit.train.meter':\n"
+        "            if name == 'toolkit.train.loop':\n"
         "                import toolkit.train.step as step\n"
         "                real, calls = step.train_step, []\n"
         "                def failing(*arguments):\n"

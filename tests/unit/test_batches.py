@@ -16,7 +16,7 @@ from toolkit.data.sampler import GlobalBatchSampler, sequential
 from toolkit.data.store import Sample, TokenizedCache
 from toolkit.data.tokenize import build_caches
 from toolkit.errors import DataError
-from toolkit.train.batches import ahead
+from toolkit.train.language_data import ahead
 
 
 def sample(ids: list[int], trained: list[int]) -> Sample:

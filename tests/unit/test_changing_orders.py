@@ -10,11 +10,18 @@ from tests.unit.data_tools import ByteEncoder, run_config, write_rows
 from toolkit.config.schema import Packing, RunConfig, WeightPoint
 from toolkit.data.sampler import BEGINNING
 from toolkit.errors import ConfigError
-from toolkit.train.batches import epoch_rows, epoch_steps, order_figures, place_after, step_samples
-from toolkit.train.prepared import Prepared, prepare_with
+from toolkit.train.language_data import (
+    LanguageData,
+    epoch_rows,
+    epoch_steps,
+    load_data_with,
+    next_position_of,
+    order_metrics,
+    step_samples,
+)
 
 
-def given(tmp_path: Path, packing: Packing) -> tuple[RunConfig, Prepared]:
+def given(tmp_path: Path, packing: Packing) -> tuple[RunConfig, LanguageData]:
     """Return a config of two files, 60 and 40 samples of 4 to 63 tokens, and what it is prepared to."""
     draw = np.random.default_rng(4)
     files = [
@@ -30,14 +37,14 @@ def given(tmp_path: Path, packing: Packing) -> tuple[RunConfig, Prepared]:
     return cfg, with_encoder(cfg)
 
 
-def with_encoder(cfg: RunConfig) -> Prepared:
-    with mock.patch("toolkit.train.prepared.packing_unsupported", return_value=""):
-        return prepare_with(cfg, ByteEncoder(), lambda line: None)  # type: ignore[arg-type]
+def with_encoder(cfg: RunConfig) -> LanguageData:
+    with mock.patch("toolkit.train.language_data.packing_unsupported", return_value=""):
+        return load_data_with(cfg, ByteEncoder(), lambda line: None)  # type: ignore[arg-type]
 
 
-def steps_of(cfg: RunConfig, prepared: Prepared, world_size: int, count: int) -> list[list[int]]:
+def steps_of(cfg: RunConfig, prepared: LanguageData, world_size: int, count: int) -> list[list[int]]:
     """Return the samples of the first steps over all ranks."""
-    place, next_place, found = BEGINNING, place_after(cfg, prepared), []
+    place, next_place, found = BEGINNING, next_position_of(cfg, prepared), []
     for _ in range(count):
         parts = step_samples(cfg, prepared, world_size, place)
         found.append(sorted(sample for rank in parts for batch in rank for sample in batch))
@@ -52,7 +59,7 @@ def test_a_curriculum_of_any_rows(tmp_path: Path, packing: Packing) -> None:
     prepared = with_encoder(cfg)
     if packing is not Packing.packed:  # whose rows are made of other samples
         assert prepared.train_plan.folder == shuffled.train_plan.folder
-    per_epoch, figures = epoch_steps(cfg, prepared), order_figures(cfg, prepared)
+    per_epoch, figures = epoch_steps(cfg, prepared), order_metrics(cfg, prepared)
     steps = steps_of(cfg, prepared, 2, per_epoch)
     assert sorted(sample for step in steps for sample in step) == list(range(100))
     assert steps_of(cfg, prepared, 1, per_epoch) == steps_of(cfg, prepared, 4, per_epoch) == steps
@@ -79,7 +86,7 @@ def test_weights_that_change(tmp_path: Path, packing: Packing) -> None:
     assert {sample < 60 for row in range(bounds[1]) for sample in prepared.train_plan[row]} == {True}
     assert {sample < 60 for row in range(bounds[1], bounds[2]) for sample in prepared.train_plan[row]} == {False}
     assert epoch_rows(cfg, prepared) == bounds[2] == len(prepared.train_plan)
-    per_epoch, figures = epoch_steps(cfg, prepared), order_figures(cfg, prepared)
+    per_epoch, figures = epoch_steps(cfg, prepared), order_metrics(cfg, prepared)
     steps = steps_of(cfg, prepared, 2, per_epoch)
     assert steps_of(cfg, prepared, 1, per_epoch) == steps_of(cfg, prepared, 4, per_epoch) == steps
     halves = steps[: per_epoch // 2], steps[-(per_epoch // 2) :]

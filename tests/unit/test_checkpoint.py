@@ -21,7 +21,7 @@ import numpy as np
 import pytest
 import torch
 
-from toolkit.checkpoint import changes, directory, engine_files, random_state
+from toolkit.checkpoint import directory, engine_files, random_state
 from toolkit.checkpoint.convert import iter_weights
 from toolkit.checkpoint.directory import RunState, manifest_problems, record_file, write_manifest
 from toolkit.checkpoint.directory import read_run_state as read_state
@@ -31,9 +31,8 @@ from toolkit.config.load import to_dict
 from toolkit.config.schema import FREE, CheckpointConfig, Influence, RunConfig, influence_of
 from toolkit.engine import optimizer_states
 from toolkit.errors import CheckpointError, ConfigError
-from toolkit.train import folder_lock, resume
-from toolkit.train.checkpoint import Saver, _Pending
-from toolkit.train.rotation import Rotation
+from toolkit.train import folder_lock, resume, run_dir
+from toolkit.train.checkpointer import Checkpointer, Rotation, _Pending
 
 
 def checkpoint(folder: Path, step: int) -> Path:
@@ -254,9 +253,9 @@ def test_without_room_for_its_weights_a_checkpoint_stays(tmp_path: Path) -> None
     ]
 
 
-def saver_in(folder: Path, config: CheckpointConfig, said: list[str]) -> Saver:
+def saver_in(folder: Path, config: CheckpointConfig, said: list[str]) -> Checkpointer:
     """Return a saver without an engine."""
-    saver = Saver.__new__(Saver)
+    saver = Checkpointer.__new__(Checkpointer)
     saver.folder, saver.config, saver.keep_best, saver.say = folder, config, "", said.append
     saver.newest = saver.good = saver._pending = saver._rated = None
     saver.failed, saver.ruin = False, ""
@@ -265,7 +264,7 @@ def saver_in(folder: Path, config: CheckpointConfig, said: list[str]) -> Saver:
     return saver
 
 
-def save(saver: Saver, step: int) -> None:
+def save(saver: Checkpointer, step: int) -> None:
     """Begin a save, and let it be proven."""
     saver.finish()
     folder = saver.folder / f"step-{step}.tmp"
@@ -343,7 +342,7 @@ def test_a_resumed_run_knows_the_checkpoint_that_a_good_step_followed(
     engine = mock.Mock(**{"module.parameters.return_value": []})
 
     def resumed() -> Path | None:
-        return Saver(engine, tmp_path, CheckpointConfig(keep=1), mock.Mock(), print).good
+        return Checkpointer(engine, tmp_path, CheckpointConfig(keep=1), mock.Mock(), print).good
 
     assert resumed() is None
     saver = saver_in(tmp_path, CheckpointConfig(keep=1), [])
@@ -506,54 +505,54 @@ CONFIG = {"run": {"seed": 1, "name": "a"}, "optim": {"lr": 0.1}, "zero": {"stage
 
 def test_changes_that_move_work_about_are_told() -> None:
     now = {"run": {"seed": 1, "name": "b"}, "optim": {"lr": 0.1}, "zero": {"stage": 2}, "data": {"sources": ["y"]}}
-    lines = changes.check_changes(CONFIG, now, {"store": "s"}, {"store": "s"}, [])
+    lines = resume.check_changes(CONFIG, now, {"store": "s"}, {"store": "s"}, [])
     assert lines == ["  run.name: a -> b", "  data.sources: ['x'] -> ['y']"]
-    assert changes.check_changes(CONFIG, CONFIG, {}, {}, []) == []
+    assert resume.check_changes(CONFIG, CONFIG, {}, {}, []) == []
 
 
 @pytest.mark.fault("R2")
 def test_changes_that_change_the_mathematics_are_refused() -> None:
     now = {**CONFIG, "optim": {"lr": 0.2}, "run": {"seed": 2, "name": "a"}}
     with pytest.raises(ConfigError) as error:
-        changes.check_changes(CONFIG, now, {"store": "s"}, {"store": "t"}, [])
+        resume.check_changes(CONFIG, now, {"store": "s"}, {"store": "t"}, [])
     assert str(error.value) == (
         "the checkpoint belongs to a run that computes something else:\n"
         "  run.seed: 1 -> 2\n  optim.lr: 0.1 -> 0.2\n  the prepared data: store is another one\n"
         "Undo this, or allow it: checkpoint.allow_changes=[run.seed,optim.lr,data]; or start anew under another "
         "run.name."
     )
-    lines = changes.check_changes(CONFIG, now, {"store": "s"}, {"store": "t"}, ["run.seed", "optim", "data"])
+    lines = resume.check_changes(CONFIG, now, {"store": "s"}, {"store": "t"}, ["run.seed", "optim", "data"])
     assert len(lines) == 3
     with pytest.raises(ConfigError):
-        changes.check_changes(CONFIG, {**CONFIG, "new": 1}, {}, {}, [])
+        resume.check_changes(CONFIG, {**CONFIG, "new": 1}, {}, {}, [])
 
 
 def test_the_base_of_a_tuned_run_may_have_moved() -> None:
     """That it is the same one is told by its numbers, when it is loaded; with all of it trained, nothing tells."""
     old, new = {**CONFIG, "model": {"path": "/old"}}, {**CONFIG, "model": {"path": "/new"}}
     lora, full = {"tuning": {"method": "lora"}}, {"tuning": {"method": "full"}}
-    assert changes.check_changes(old | lora, new | lora, {}, {}, []) == ["  model.path: /old -> /new"]
+    assert resume.check_changes(old | lora, new | lora, {}, {}, []) == ["  model.path: /old -> /new"]
     with pytest.raises(ConfigError, match=r"allow_changes=\[model.path\]"):
-        changes.check_changes(old | full, new | full, {}, {}, [])
+        resume.check_changes(old | full, new | full, {}, {}, [])
 
 
 def test_what_is_trained_never_changes() -> None:
     """A checkpoint holds the trained parameters alone. One of a version without a key says nothing about it."""
     before, now = ({**CONFIG, "tuning": {"method": "lora", "rank": rank}} for rank in (8, 4))
     with pytest.raises(ConfigError, match=r"trains other parameters:\n  tuning.rank: 8 -> 4\nUndo this, or start anew"):
-        changes.check_changes(before, now, {}, {}, ["tuning"])
+        resume.check_changes(before, now, {}, {}, ["tuning"])
     older = {**CONFIG, "tuning": {"method": "lora"}}
-    assert changes.check_changes(older, now, {}, {}, ["tuning"]) == ["  tuning.rank: None -> 4"]
+    assert resume.check_changes(older, now, {}, {}, ["tuning"]) == ["  tuning.rank: None -> 4"]
 
 
 def test_a_run_older_than_a_key_did_what_its_default_says() -> None:
     now = json.loads(json.dumps(to_dict(RunConfig())))
     before = json.loads(json.dumps(now))
     del before["parallel"], before["optim"]["decay"], before["train"]["neftune_alpha"]
-    assert changes.check_changes(before, now, {}, {}, []) == []
+    assert resume.check_changes(before, now, {}, {}, []) == []
     now["train"]["neftune_alpha"] = 5.0
     with pytest.raises(ConfigError, match=r"train.neftune_alpha: 0.0 -> 5.0"):
-        changes.check_changes(before, now, {}, {}, [])
+        resume.check_changes(before, now, {}, {}, [])
 
 
 def test_every_key_says_what_it_influences_or_cannot_change() -> None:
@@ -570,7 +569,7 @@ def test_every_key_says_what_it_influences_or_cannot_change() -> None:
         *("run", "model", "data", "batch", "optim", "parallel", "train")
     }, "of these sections single keys are free"
     for key in ("run.display", "run.name", "evaluate.every", "zero.stage", "distributed.timeout_s", "model.hub_id"):
-        assert changes.is_allowed_change(key), key
+        assert resume.is_allowed_change(key), key
     for key in ("optim.lr", "run.seed", "batch.global_size", "model.path", "data.max_length", "train.epochs"):
         assert influence_of(key, RunConfig) is Influence.result, key
     assert influence_of("tuning.rank", RunConfig) is Influence.trained
@@ -596,7 +595,7 @@ def test_the_display_of_a_run_may_change() -> None:
     now = json.loads(json.dumps(to_dict(RunConfig())))
     now["run"]["display"], now["deepspeed_json"] = "plain", "other.json"
     before = json.loads(json.dumps(to_dict(RunConfig())))
-    assert sorted(changes.check_changes(before, now, {}, {}, [])) == [
+    assert sorted(resume.check_changes(before, now, {}, {}, [])) == [
         "  deepspeed_json:  -> other.json",
         "  run.display: auto -> plain",
     ]
@@ -700,8 +699,8 @@ def test_a_copy_that_fails_costs_the_checkpoint_and_keeps_no_update_waiting(
 
 def test_a_slow_probe_is_not_taken_at_every_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = [1000.0]
-    monkeypatch.setattr("toolkit.train.checkpoint.time.monotonic", lambda: clock[0])
-    saver = Saver.__new__(Saver)
+    monkeypatch.setattr("toolkit.train.checkpointer.time.monotonic", lambda: clock[0])
+    saver = Checkpointer.__new__(Checkpointer)
     saver.described = mock.Mock(probe_ids=[1])
     saver._probe_s, saver._probed_at = 0.0, 0.0
     assert saver._may_probe()
@@ -719,7 +718,7 @@ def test_going_back_in_a_run_puts_aside_what_came_after(tmp_path: Path) -> None:
     """Rotation and the next start go by step: what another way has saved later must not count any more."""
     cfg = RunConfig()
     cfg.run.dir, cfg.run.name = str(tmp_path), "mine"
-    resume.choose(cfg, print)
+    run_dir.choose_run_dir(cfg, print)
     folder_lock.release()
     run = tmp_path / "mine"
     for step in (2, 4, 6):
@@ -729,7 +728,7 @@ def test_going_back_in_a_run_puts_aside_what_came_after(tmp_path: Path) -> None:
     (run / "checkpoints" / "step-4.universal.lock").touch()
     (run / "FAILED").touch()
     cfg.resume = str(run / "checkpoints" / "step-2")
-    assert resume.choose(cfg, print) == resume.Origin(run, run / "checkpoints" / "step-2")
+    assert run_dir.choose_run_dir(cfg, print) == run_dir.RunSource(run, run / "checkpoints" / "step-2")
     folder_lock.release()
     directory.empty_trash(run / "checkpoints")
     assert sorted(path.name for path in (run / "checkpoints").iterdir()) == [
@@ -741,7 +740,7 @@ def test_going_back_in_a_run_puts_aside_what_came_after(tmp_path: Path) -> None:
     assert sorted(path.name for path in run.iterdir()) == ["checkpoints", "export.replaced", "logs", "run.lock"]
     assert (run / "logs" / "FAILED").exists()
     cfg.resume = "auto"
-    assert resume.choose(cfg, print).checkpoint == run / "checkpoints" / "step-2"
+    assert run_dir.choose_run_dir(cfg, print).checkpoint == run / "checkpoints" / "step-2"
     folder_lock.release()
 
 
@@ -749,17 +748,17 @@ def test_a_run_that_begins_anew_has_a_base_of_its_own(tmp_path: Path) -> None:
     """The random model that a start left may be of another seed or shape; a checkpoint stands on it."""
     cfg = RunConfig()
     cfg.run.dir, cfg.run.name = str(tmp_path), "mine"
-    resume.choose(cfg, print)
+    run_dir.choose_run_dir(cfg, print)
     folder_lock.release()
     run = tmp_path / "mine"
     for name in ("base", ".base.abc.tmp"):
         (run / name).mkdir()
-    resume.choose(cfg, print)
+    run_dir.choose_run_dir(cfg, print)
     folder_lock.release()
     assert sorted(path.name for path in run.iterdir()) == ["base.replaced", "logs", "run.lock"]
     (run / "base").mkdir()
     checkpoint(run / "checkpoints", 2)
-    resume.choose(cfg, print)
+    run_dir.choose_run_dir(cfg, print)
     folder_lock.release()
     assert (run / "base").is_dir()
 
@@ -769,7 +768,7 @@ def test_an_adapter_is_nothing_to_go_on_from(tmp_path: Path) -> None:
     (made / "adapter_config.json").touch()
     cfg = RunConfig(resume=str(made))
     with pytest.raises(ConfigError, match=rf"resume = {made} is a model or an adapter alone.*tuning\.adapter={made}"):
-        resume.choose(cfg, print)
+        run_dir.choose_run_dir(cfg, print)
 
 
 def test_links_and_files_that_would_be_loaded_are_foreign(tmp_path: Path) -> None:
@@ -811,7 +810,7 @@ def test_the_best_checkpoint(keep_best: str, values: list[float | None], best: i
     """By the lowest loss or the highest of a metric, which may be missing or no number; of equal ones the first."""
     for step in (2, 4, 6):
         checkpoint(tmp_path, step)
-    saver = Saver.__new__(Saver)
+    saver = Checkpointer.__new__(Checkpointer)
     saver.folder, saver.keep_best = tmp_path, keep_best
     rows = [
         {"step": step} | ({} if value is None else {keep_best or "eval_loss": value})

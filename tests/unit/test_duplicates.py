@@ -17,7 +17,7 @@ from toolkit.errors import ToolkitError
 from toolkit.messages import set_language
 from toolkit.report.run import read_run
 from toolkit.report.tables import data_card
-from toolkit.train.prepared import prepare_with
+from toolkit.train.language_data import load_data_with
 
 NEW = {"prompt": "new", "response": "row"}
 
@@ -127,7 +127,7 @@ def test_duplicates_are_told_by_a_store_that_is_used_again_too(tmp_path: Path, l
     }[language]
     for _ in range(2):
         lines: list[str] = []
-        prepared = prepare_with(cfg, ByteEncoder(), lines.append)  # type: ignore[arg-type]
+        prepared = load_data_with(cfg, ByteEncoder(), lines.append)  # type: ignore[arg-type]
         assert [line for line in lines if line.startswith(tuple(expected))] == lines[-2:]
     assert prepared.report.duplicates()
 

@@ -11,7 +11,6 @@ import pytest
 import torch
 from transformers import GenerationConfig, PreTrainedModel
 
-from toolkit.cli.evaluation import Evaluation, questions_of
 from toolkit.config.load import load
 from toolkit.config.schema import RunConfig
 from toolkit.data.loader import collate
@@ -24,8 +23,8 @@ from toolkit.launch.environment import Ranks
 from toolkit.models.load import create_model
 from toolkit.models.loss import num_trained_tokens, token_loss_sum
 from toolkit.secrets import hide
-from toolkit.train.batches import rows_per_step
-from toolkit.train.prepared import Prepared, prepare_data
+from toolkit.train.evaluation import Evaluation, choose_prompts
+from toolkit.train.language_data import LanguageData, load_data, rows_per_step
 
 WORDS = ["red", "green", "blue", "apple", "pear", "runs", "walks", "sleeps", "quickly", "today", "tomorrow", "never"]
 ALONE = Ranks(rank=0, local_rank=0, world_size=1, local_world_size=1, launcher="single")
@@ -60,7 +59,7 @@ def make(folder: Path) -> Made:
             cfg=cfg,
             prepared=prepared,
             ranks=ALONE,
-            questions=questions_of(cfg, prepared, said.append),
+            questions=choose_prompts(cfg, prepared, said.append),
             model=model,
             device=CPU,
             in_step=False,
@@ -71,7 +70,7 @@ def make(folder: Path) -> Made:
     return made
 
 
-def read(folder: Path, *words: str) -> tuple[RunConfig, Prepared]:
+def read(folder: Path, *words: str) -> tuple[RunConfig, LanguageData]:
     """Return a config and its data."""
     validation = ",".join(f"{{path: {folder}/{name}.jsonl}}" for name in ("one", "two", "texts"))
     cfg = load(
@@ -81,7 +80,7 @@ def read(folder: Path, *words: str) -> tuple[RunConfig, Prepared]:
             *("batch.micro_per_gpu=3", "evaluate.max_new_tokens=10", "evaluate.batch_size=4", *words),
         ]
     ).cfg
-    return cfg, prepare_data(cfg, speaks=False)
+    return cfg, load_data(cfg, speaks=False)
 
 
 ALL = "evaluate.metrics=[bleu,chrf,rouge_1,rouge_2,rouge_l,exact_match,distinct_1,distinct_2,length]"
@@ -258,7 +257,7 @@ def test_ranks_share_the_same_samples(
         for rows in sequential(len(plan), rows_per_step(cfg, prepared.packing)[1], rank, ranks):
             found += [sample for row in rows for sample in plan[row]]
     assert sorted(found) == wanted
-    prepare_data(cfg, speaks=True)
+    load_data(cfg, speaks=True)
     assert "Evaluations take 7 of 26 validation samples" in capsys.readouterr().out
 
 
@@ -276,10 +275,10 @@ def test_samples_are_spread_over_the_split(make: Made) -> None:
 def test_nothing_to_evaluate_is_told_before_the_model_is_loaded(folder: Path, tmp_path: Path) -> None:
     texts = f"data.validation=[{{path: {folder}/texts.jsonl}}]"
     with pytest.raises(DataError, match="none of 3 validation samples has a question and an answer"):
-        questions_of(*read(folder, texts, ALL), pytest.fail)
+        choose_prompts(*read(folder, texts, ALL), pytest.fail)
     one = tmp_path / "one.jsonl"
     one.write_text('{"prompt": "a", "response": "b"}\n')
     words = [f"data.sources=[{{path: {one}}}]", "data.validation=[]", "data.validation_fraction=0.5"]
     with pytest.raises(DataError, match=r"the validation split is empty: .* \(it is 0\.5\)\."):
-        questions_of(*read(folder, *words, "evaluate.keep_best=eval_loss"), pytest.fail)
-    assert questions_of(*read(folder, *words), pytest.fail) == []
+        choose_prompts(*read(folder, *words, "evaluate.keep_best=eval_loss"), pytest.fail)
+    assert choose_prompts(*read(folder, *words), pytest.fail) == []

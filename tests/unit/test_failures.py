@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from toolkit.cli.failures import guarded
 from toolkit.distributed import failure
+from toolkit.distributed.failure import run_guarded
 from toolkit.distributed.process_group import on_rank0
 from toolkit.errors import CheckpointError, ConfigError, DataError, Diverged, LaunchError, ModelError, Stopped
 
@@ -28,12 +28,12 @@ def raising(error: BaseException) -> int:
 
 @pytest.mark.parametrize("kind", CODES)
 def test_a_toolkit_error_is_one_message(kind: type, capsys: pytest.CaptureFixture[str]) -> None:
-    assert guarded(lambda: raising(kind("what, where, what to do"))) == CODES[kind]
+    assert run_guarded(lambda: raising(kind("what, where, what to do"))) == CODES[kind]
     assert capsys.readouterr().err == f"{kind.__name__}: what, where, what to do\n"
 
 
 def test_a_defect_keeps_its_traceback_and_its_message_comes_last(capsys: pytest.CaptureFixture[str]) -> None:
-    assert guarded(lambda: raising(ZeroDivisionError("oops"))) == 1
+    assert run_guarded(lambda: raising(ZeroDivisionError("oops"))) == 1
     lines = capsys.readouterr().err.splitlines()
     assert lines[0] == "Traceback (most recent call last):"
     assert lines[-1].startswith("ZeroDivisionError (rank 0 on ")
@@ -41,12 +41,12 @@ def test_a_defect_keeps_its_traceback_and_its_message_comes_last(capsys: pytest.
 
 
 def test_success_is_passed_on() -> None:
-    assert guarded(lambda: 0) == 0
+    assert run_guarded(lambda: 0) == 0
 
 
 SIGNALLED = """
 import os, signal, sys
-from toolkit.cli.failures import guarded
+from toolkit.distributed.failure import run_guarded
 from toolkit.distributed import failure
 from toolkit.errors import ConfigError
 
@@ -59,7 +59,7 @@ def lose():
     raise Lost
 
 failure.install_signals()
-sys.exit(guarded(lose))
+sys.exit(run_guarded(lose))
 """
 
 
@@ -115,7 +115,7 @@ RANK = """
 import json, os, sys, time
 from dataclasses import astuple
 from pathlib import Path
-from toolkit.cli.failures import guarded
+from toolkit.distributed.failure import run_guarded
 from toolkit.distributed import failure
 folder, rank, do = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
 os.environ["RANK"] = str(rank)
@@ -135,7 +135,7 @@ def run():
         time.sleep(300)
     return 0
 
-sys.exit(guarded(run))
+sys.exit(run_guarded(run))
 """
 
 
@@ -265,7 +265,8 @@ def test_streams_that_fail(shell: str, code: int, said: str) -> None:
 
 def test_warnings_as_errors_end_no_command() -> None:
     """torch and deepspeed warn as they are imported."""
-    line = "import sys, warnings; from toolkit.cli.failures import guarded; guarded(lambda: warnings.warn('x') or 0)"
+    call = "run_guarded(lambda: warnings.warn('x') or 0)"
+    line = f"import sys, warnings; from toolkit.distributed.failure import run_guarded; {call}"
     ran = subprocess.run(
         [sys.executable, "-c", line],
         env=os.environ | {"PYTHONWARNINGS": "error"},
@@ -285,7 +286,7 @@ def test_launchers_variables_that_are_no_numbers(
 
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
         monkeypatch.setenv(name, "abc")
-    assert guarded(fail) == 2
+    assert run_guarded(fail) == 2
     assert capsys.readouterr().err.endswith("ConfigError: mine\n")
 
 
@@ -296,15 +297,15 @@ def test_disks_that_fail_are_named_without_a_traceback(
         raise error
 
     error = OSError(errno.ENOSPC, "No space left on device", "/data/x")
-    assert guarded(fail) == 74
+    assert run_guarded(fail) == 74
     assert capsys.readouterr().err == "/data/x: No space left on device.\n"
     error = OSError(errno.ENOSPC, "No space left on device")
-    monkeypatch.setattr("toolkit.cli.failures._free_mib", lambda place: 0.0 if place == "/dev/shm" else 9.0)
-    assert guarded(fail) == 74
+    monkeypatch.setattr("toolkit.distributed.failure._free_mib", lambda place: 0.0 if place == "/dev/shm" else 9.0)
+    assert run_guarded(fail) == 74
     said = capsys.readouterr().err
     assert said.startswith("No space left on device: /dev/shm, the memory that ranks and") and "--shm-size" in said
-    monkeypatch.setattr("toolkit.cli.failures._free_mib", lambda place: 0.0)
-    assert guarded(fail) == 74
+    monkeypatch.setattr("toolkit.distributed.failure._free_mib", lambda place: 0.0)
+    assert run_guarded(fail) == 74
     assert ", /dev/shm. Free some" in capsys.readouterr().err
 
 
@@ -326,7 +327,7 @@ def test_what_another_user_owns_is_named_with_the_owner(
 
     monkeypatch.setattr(Path, "stat", hidden)
     monkeypatch.setattr("toolkit.outside.user_name", lambda number: "me" if number == os.geteuid() else "they")
-    assert guarded(fail) == 74
+    assert run_guarded(fail) == 74
     said = capsys.readouterr().err
     assert said.startswith(f"{closed}/deep/file: Permission denied. {closed} belongs to user me (mode 750), and this")
     assert "choose another directory: run.dir" in said and "Traceback" not in said
@@ -344,10 +345,10 @@ def test_panics_are_reported_and_exits_are_not(capsys: pytest.CaptureFixture[str
     def leave() -> int:
         raise SystemExit(5)
 
-    assert guarded(panic) == 1
+    assert run_guarded(panic) == 1
     assert "PanicException (rank 0 on" in capsys.readouterr().err
     with pytest.raises(SystemExit):
-        guarded(leave)
+        run_guarded(leave)
 
 
 def test_text_files_are_read_as_utf8_in_any_locale() -> None:

@@ -10,10 +10,10 @@ import pytest
 from safetensors.numpy import save_file
 
 from toolkit.cli import eval
-from toolkit.cli.trusted import warn_of_code
 from toolkit.config.schema import ModelConfig
 from toolkit.errors import ModelError
 from toolkit.models.directory import code_files, is_trusted, read_config, runs_code, trust_code
+from toolkit.train.startup import warn_remote_code
 
 
 def good(folder: Path) -> None:
@@ -121,13 +121,13 @@ def test_trust_without_effect(content: str, tmp_path: Path, capsys: pytest.Captu
     (tmp_path / "b.py").write_text("")
     with pytest.raises(ModelError, match=r"trust_remote_code = true has no effect: .* brings no code that would run"):
         trust_code(str(tmp_path))
-    warn_of_code(ModelConfig(path=str(tmp_path), trust_remote_code=True))
+    warn_remote_code(ModelConfig(path=str(tmp_path), trust_remote_code=True))
     assert not capsys.readouterr().out
     config(OWN)(tmp_path)
     assert runs_code(str(tmp_path)) and runs_code("me/model")
-    warn_of_code(ModelConfig(path=str(tmp_path), trust_remote_code=True))
+    warn_remote_code(ModelConfig(path=str(tmp_path), trust_remote_code=True))
     assert "run with all your rights" in capsys.readouterr().out
-    warn_of_code(ModelConfig(path=str(tmp_path)))
+    warn_remote_code(ModelConfig(path=str(tmp_path)))
     assert not capsys.readouterr().out
 
 

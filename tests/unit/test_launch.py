@@ -15,7 +15,7 @@ from toolkit.errors import LaunchError, RepeatedDeath
 from toolkit.jobs import launch
 from toolkit.launch import deepspeed, rank_status
 from toolkit.launch.environment import Ranks
-from toolkit.train import starts
+from toolkit.train import run_dir
 
 SPLIT: dict[str, tuple[list[str], list[str]]] = {
     "none": ([], ["recipe=x"]),
@@ -137,16 +137,16 @@ def write(path: Path, *rows: dict[str, Any]) -> None:
 def test_two_deaths_without_a_checkpoint_are_enough(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As under torchrun, which starts again whatever we say: every further start is refused."""
     metrics = tmp_path / "metrics.jsonl"
-    starts.record(tmp_path, 0)
+    run_dir.record_start(tmp_path, 0)
     write(metrics, *({"step": step} for step in (1, 2, 3, 4)))
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
-    starts.record(tmp_path, 2)
+    run_dir.record_start(tmp_path, 2)
     write(metrics, *({"step": step} for step in (1, 2, 3, 4, 5)))
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "2")
-    starts.record(tmp_path, 4)  # a checkpoint was gained
+    run_dir.record_start(tmp_path, 4)  # a checkpoint was gained
     for _ in range(2):
         with pytest.raises(RepeatedDeath, match=r"at step 6 and, started again, at step 6, .*last is of step 4"):
-            starts.record(tmp_path, 4)
+            run_dir.record_start(tmp_path, 4)
     rows = [json.loads(line) for line in (tmp_path / "logs" / "starts.jsonl").read_text().splitlines()]
     assert [(row["from_step"], row["restart"], row["reached_step"]) for row in rows] == [
         (0, 0, 0),
@@ -154,7 +154,7 @@ def test_two_deaths_without_a_checkpoint_are_enough(tmp_path: Path, monkeypatch:
         (4, 2, 6),
     ]
     monkeypatch.delenv("TORCHELASTIC_RESTART_COUNT")
-    starts.record(tmp_path, 4)  # somebody typed the command again
+    run_dir.record_start(tmp_path, 4)  # somebody typed the command again
 
 
 REACHED: list[tuple[int, list[tuple[int, str]], int]] = [
@@ -174,7 +174,7 @@ def test_where_a_run_died(logged: int, beats: list[tuple[int, str]], expected: i
         write(tmp_path / "metrics.jsonl", {"step": 1}, {"step": logged})
     for rank, (step, phase) in enumerate(beats):
         write(tmp_path / "logs" / f"heartbeat-rank-{rank}.json", {"step": step, "phase": phase})
-    assert starts.reached(tmp_path) == expected
+    assert run_dir.reached_step(tmp_path) == expected
 
 
 def test_ranks_that_start_again_agree_on_something_new() -> None:

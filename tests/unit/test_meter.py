@@ -15,16 +15,15 @@ from toolkit.plan.machine import find_gpu
 from toolkit.plan.speed import FlopRates, Formula, formula
 from toolkit.terminal import set_display
 from toolkit.track.progress import Progress
-from toolkit.train import account, matmul, meter
-from toolkit.train.account import Account, account_of
-from toolkit.train.meter import Meter
+from toolkit.train import throughput
 from toolkit.train.step import StepResult
+from toolkit.train.throughput import Baseline, ThroughputMeter, measure_baseline
 
 ENGINE: Any = SimpleNamespace(device=torch.device("cpu"), skipped_steps=0, fp16_enabled=lambda: False)
 FORMULA = Formula(FlopRates(10, 1, 5), FlopRates(20, 2, 10), FlopRates(10, 1, 0))
 
 
-def an_account(**given: Any) -> Account:
+def an_account(**given: Any) -> Baseline:
     """Return an account of round numbers."""
     usual: dict[str, Any] = {
         "formula": FORMULA,
@@ -35,7 +34,7 @@ def an_account(**given: Any) -> Account:
         "card": None,
         "planned_bytes": None,
     }
-    return Account(**{**usual, **given})
+    return Baseline(**{**usual, **given})
 
 
 def a_step(loss: float = 2.0) -> StepResult:
@@ -60,12 +59,12 @@ def a_step(loss: float = 2.0) -> StepResult:
 def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """Return the clock that the meter reads."""
     found = SimpleNamespace(now=0.0)
-    monkeypatch.setattr(meter.time, "perf_counter", lambda: found.now)
+    monkeypatch.setattr(throughput.time, "perf_counter", lambda: found.now)
     return found
 
 
 def test_row_of_uneven_steps(clock: SimpleNamespace) -> None:
-    counted = Meter(ENGINE, an_account(planned_bytes=5))
+    counted = ThroughputMeter(ENGINE, an_account(planned_bytes=5))
     for seconds, loss in [(1.0, 2.0), (1.0, 4.0), (4.0, math.nan), (2.0, 3.0)]:
         clock.now += seconds
         counted.add(a_step(loss))
@@ -97,15 +96,15 @@ def test_a_card_by_its_datasheet() -> None:
     card = find_gpu("NVIDIA H20")
     assert card
     known = an_account(device="NVIDIA H20", card=card)
-    assert known.speed(*2 * (account.Work(8, 20, 4),), 2.0)["mfu"] == 180 / card.bf16_flops
+    assert known.speed(*2 * (throughput.Work(8, 20, 4),), 2.0)["mfu"] == 180 / card.bf16_flops
     assert "the datasheet of the H20 says 148" in known.describe()
     assert (
         "What the datasheet of 'NVIDIA X1' says of that is not known here" in an_account(device="NVIDIA X1").describe()
     )
-    assert an_account(formula=None).speed(*2 * (account.Work(8, 20, 4),), 2.0) == {}
+    assert an_account(formula=None).speed(*2 * (throughput.Work(8, 20, 4),), 2.0) == {}
     v100 = find_gpu("Tesla V100-SXM2-16GB")
     beyond = an_account(device="V100", card=v100)
-    assert "mfu" not in beyond.speed(*2 * (account.Work(8, 20, 4),), 2.0)
+    assert "mfu" not in beyond.speed(*2 * (throughput.Work(8, 20, 4),), 2.0)
     assert "What the datasheet of 'V100' says of that is not known here" in beyond.describe()
 
 
@@ -118,19 +117,22 @@ def test_no_memory_for_a_matrix_product(monkeypatch: pytest.MonkeyPatch) -> None
             raise torch.OutOfMemoryError
         return 5.0
 
-    monkeypatch.setattr(matmul, "_measured", measured)
-    monkeypatch.setattr(matmul, "_sizes", lambda device, dtype: (4, 2))
+    monkeypatch.setattr(throughput, "_measured", measured)
+    monkeypatch.setattr(throughput, "_sizes", lambda device, dtype: (4, 2))
     for room, found in ((4, 5.0), (2, 5.0), (1, 0.0)):
         rooms.append(room)
-        assert matmul.median_of_ranks(torch.device("cpu"), torch.float32) == found
+        assert throughput.median_of_ranks(torch.device("cpu"), torch.float32) == found
     assert tried == [4, 4, 2, 4, 2]
     unmeasured = an_account(matmul_flops=0.0)
-    assert set(unmeasured.speed(*2 * (account.Work(8, 20, 4),), 2.0)) == {"model_flops_per_s", "hardware_flops_per_s"}
+    assert set(unmeasured.speed(*2 * (throughput.Work(8, 20, 4),), 2.0)) == {
+        "model_flops_per_s",
+        "hardware_flops_per_s",
+    }
     assert "runs at ? TFLOP/s" in unmeasured.describe()
 
 
 def test_account_of_a_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("toolkit.train.matmul._CPU_S", 0.0)
+    monkeypatch.setattr("toolkit.train.throughput._CPU_S", 0.0)
     model = LlamaForCausalLM(
         LlamaConfig(
             vocab_size=64, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4, head_dim=8
@@ -140,16 +142,18 @@ def test_account_of_a_model(monkeypatch: pytest.MonkeyPatch) -> None:
     for parameter in model.parameters():  # as ZeRO-3 leaves them
         parameter.ds_shape, parameter.data = parameter.shape, torch.empty(0)
     engine: Any = SimpleNamespace(module=model, device=torch.device("cpu"))
-    found = account_of(engine, TuningConfig(), recomputes=False)
+    found = measure_baseline(engine, TuningConfig(), recomputes=False)
     assert found.formula == formula(shapes, {"layers": 2, "heads": 4, "head_size": 8})
     assert found.dtype == "fp32"
     assert found.matmul_flops > 1e6
     assert found.card is None
-    prefix = account_of(engine, TuningConfig(method=TuningMethod.ptuning_v2, num_tokens=7), recomputes=False).formula
+    prefix = measure_baseline(
+        engine, TuningConfig(method=TuningMethod.ptuning_v2, num_tokens=7), recomputes=False
+    ).formula
     assert prefix
     assert prefix.forward.per_token - found.formula.forward.per_token == 7 * 4 * 2 * 4 * 8
     model.config.num_attention_heads = 0
-    assert account_of(engine, TuningConfig(), recomputes=False).formula is None
+    assert measure_baseline(engine, TuningConfig(), recomputes=False).formula is None
 
 
 def test_lines_stay_short(capsys: pytest.CaptureFixture[str]) -> None:
@@ -191,6 +195,6 @@ def test_a_product_that_the_processor_can_do(per_s: float, size: int, monkeypatc
         def __matmul__(self, other: "Square") -> None:
             now[0] += 2 * self.rows**3 / per_s
 
-    monkeypatch.setattr(matmul.torch, "ones", lambda rows, columns, dtype: Square(rows))
-    monkeypatch.setattr(matmul.time, "perf_counter", lambda: now[0])
-    assert matmul._sizes(torch.device("cpu"), torch.bfloat16) == (size,)
+    monkeypatch.setattr(throughput.torch, "ones", lambda rows, columns, dtype: Square(rows))
+    monkeypatch.setattr(throughput.time, "perf_counter", lambda: now[0])
+    assert throughput._sizes(torch.device("cpu"), torch.bfloat16) == (size,)

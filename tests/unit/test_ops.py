@@ -13,7 +13,7 @@ from toolkit.config import ops
 from toolkit.config.load import load
 from toolkit.engine.ds_config import build_ds_config
 from toolkit.errors import ConfigError
-from toolkit.train.resume import Origin
+from toolkit.train.resume import RunSource
 
 GPU = {"DS_ACCELERATOR": "cuda", "TORCH_EXTENSIONS_DIR": "/nowhere"}
 CPU = {"DS_ACCELERATOR": "cpu", "TORCH_EXTENSIONS_DIR": "/nowhere"}
@@ -115,5 +115,5 @@ def test_all_ranks_and_sessions_take_the_same(
 ) -> None:
     monkeypatch.setattr(beginning.process_group, "gather", lambda value: others)
     monkeypatch.setattr(beginning, "_optimizer_before", lambda origin: before)
-    cfg = beginning.with_optimizer(load(AUTO).cfg, Origin(Path("run"), None))
+    cfg = beginning.with_optimizer(load(AUTO).cfg, RunSource(Path("run"), None))
     assert cfg.optim.torch is expected

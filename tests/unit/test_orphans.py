@@ -44,7 +44,7 @@ class Slow:
 sys.meta_path.insert(0, Slow())
 try:
     if sys.argv[2] == "import":
-        import toolkit.own
+        import toolkit.custom
     from toolkit.cli import main
     code = main(["train", "recipe=quickstart"])
 except SystemExit as end:

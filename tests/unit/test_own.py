@@ -12,6 +12,7 @@ from safetensors.torch import load_model
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
+from toolkit import custom
 from toolkit.config.load import load
 from toolkit.config.rules import check_rules, check_without_validation
 from toolkit.data.sampler import Position
@@ -20,28 +21,31 @@ from toolkit.distributed.process_group import gather_metrics
 from toolkit.errors import CheckpointError, ConfigError, DataError
 from toolkit.export import checkpoint as export
 from toolkit.launch.environment import Ranks
-from toolkit.own import data, entry, finish, session
-from toolkit.own.evaluation import _metrics, evaluate
-from toolkit.own.objective import cast_inputs, losses_of, on_device
-from toolkit.own.task import Task, digest, is_map_style
+from toolkit.train import custom_data, custom_task, run_length
+from toolkit.train.custom_data import CustomSpec, digest, is_map_style
+from toolkit.train.custom_task import _metrics, cast_inputs, evaluate, losses_of, on_device
 
 ENGINE: Any = SimpleNamespace(device=torch.device("cpu"))
 
 
 def loaded(*words: str) -> Any:
     """Return the config of a program."""
-    return load([f"recipe={entry._BASE}", "batch.global_size=4", "batch.micro_per_gpu=1", *words])
+    return load([f"recipe={custom._BASE}", "batch.global_size=4", "batch.micro_per_gpu=1", *words])
 
 
-def task(dataset: Any, **more: Any) -> Task:
+def task(dataset: Any, **more: Any) -> CustomSpec:
     """Return a program's parts."""
-    return Task(**{"model": lambda: nn.Linear(1, 1), "dataset": dataset, "loss": lambda model, batch: batch, **more})
+    return CustomSpec(
+        **{"model": lambda: nn.Linear(1, 1), "dataset": dataset, "loss": lambda model, batch: batch, **more}
+    )
 
 
 def read(dataset: Any, rank: int, steps: int, place: Position, *words: str, **more: Any) -> list[Any]:
     """Return what one of two ranks reads."""
     ranks = Ranks(rank=rank, local_rank=rank, world_size=2, local_world_size=2, launcher="single")
-    found = data.data_of(task(dataset, collate=list, **more), loaded("train.max_steps=9", *words).cfg, ranks)
+    found = custom_data.open_dataset(
+        task(dataset, collate=list, **more), loaded("train.max_steps=9", *words).cfg, ranks
+    )
     return [one.batch[: one.size] for one in found.batches_from(place, steps)]
 
 
@@ -117,12 +121,16 @@ def test_ranks_have_the_same_data_and_model(monkeypatch: pytest.MonkeyPatch) -> 
             raise error("ranks differ.")
 
     monkeypatch.setattr(process_group, "check_alike", told)
-    card = session._card(nn.Linear(1, 1))
-    mine, others = (data.data_of(task([1] * count), loaded().cfg, ranks) for count in (8, 7))
-    session._check_alike(loaded().cfg, mine, card)
-    for theirs, model in ((others, card), (mine, session._card(nn.Linear(1, 2)))):
+
+    def begun(count: int, outputs: int) -> custom_task.CustomTask:
+        mine = custom_task.CustomTask(task([1] * count, model=lambda: nn.Linear(1, outputs)))
+        mine.begin(loaded().cfg, ranks)
+        return mine
+
+    begun(8, 1).settle(loaded().cfg)
+    for other in (begun(7, 1), begun(8, 2)):
         with pytest.raises(DataError, match=r"ranks differ. Give every rank the whole dataset"):
-            session._check_alike(loaded().cfg, theirs, model)
+            other.settle(loaded().cfg)
 
 
 @pytest.mark.parametrize(
@@ -147,7 +155,9 @@ def test_a_run_that_cannot_learn_is_reported(dataset: Any, given: list[str], tol
 
     ranks = Ranks(rank=0, local_rank=0, world_size=2, local_world_size=2, launcher="single")
     cfg = loaded(*given).cfg
-    found = session._length_warnings(cfg, data.data_of(task(Endless() if dataset is iter else dataset), cfg, ranks), 2)
+    mine = custom_task.CustomTask(task(Endless() if dataset is iter else dataset))
+    mine.begin(cfg, ranks)
+    found = run_length.warnings(cfg, mine.epoch, mine.total_steps, 2)
     assert len(found) == len(told)
     assert all(text in line for text, line in zip(told, found, strict=True))
 
@@ -157,8 +167,8 @@ def test_validation_data_is_the_same_everywhere(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(process_group, "gather", lambda value: [value, 3])
     for there in (0, 2):
         with pytest.raises(DataError, match="validation= must give every rank all samples"):
-            list(data.validation_batches(task([1], validation=[1] * there), loaded().cfg, ranks))
-    assert len(list(data.validation_batches(task([1], validation=[1] * 3), loaded().cfg, ranks))) == 2
+            list(custom_data.validation_batches(task([1], validation=[1] * there), loaded().cfg, ranks))
+    assert len(list(custom_data.validation_batches(task([1], validation=[1] * 3), loaded().cfg, ranks))) == 2
 
 
 class Engine(nn.Module):
@@ -203,13 +213,13 @@ def test_the_best_is_chosen_by_a_figure_that_is_there() -> None:
 
 def test_a_model_that_is_not_made_again(tmp_path: Path) -> None:
     export._write_custom(nn.Linear(1, 1).state_dict(), {}, tmp_path / "export")
-    finish._prove(task([1]), 1, tmp_path / "export")
+    custom_task._verify_export(task([1]), 1, tmp_path / "export")
     with pytest.raises(
         CheckpointError, match="model= failed when it was called once more, ZeroDivisionError: division"
     ):
-        finish._prove(task([1], model=lambda: 1 / 0), 1, tmp_path / "export")
+        custom_task._verify_export(task([1], model=lambda: 1 / 0), 1, tmp_path / "export")
     with pytest.raises(CheckpointError, match="does not hold its model: RuntimeError"):
-        finish._prove(task([1], model=lambda: nn.Linear(2, 1)), 1, tmp_path / "export")
+        custom_task._verify_export(task([1], model=lambda: nn.Linear(2, 1)), 1, tmp_path / "export")
 
 
 def test_empty_tensors_are_exported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -220,7 +230,7 @@ def test_empty_tensors_are_exported(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(export, "gathered_parameters", lambda module: module.state_dict().items())
     export.export_custom(Engine(make()), {}, tmp_path / "export")  # type: ignore[arg-type]
-    finish._prove(task([1], model=make), 1, tmp_path / "export")
+    custom_task._verify_export(task([1], model=make), 1, tmp_path / "export")
 
 
 def test_inputs_of_any_shape_are_cast() -> None:
@@ -235,7 +245,7 @@ def test_inputs_of_any_shape_are_cast() -> None:
 
 
 def test_a_loss_is_one_number_per_sample() -> None:
-    micro = data.MicroBatch(torch.ones(3, 2), 3)
+    micro = custom_data.MicroBatch(torch.ones(3, 2), 3)
     for wrong, shape in ((torch.ones(3, 2), r"\(3, 2\)"), (torch.tensor(1.0), r"\(\)"), (1.0, "float")):
         with pytest.raises(DataError, match=rf"a tensor \[3\] for this batch, and returned {shape}"):
             losses_of(lambda model, batch, wrong=wrong: wrong, ENGINE, micro)
@@ -252,7 +262,7 @@ def test_a_loss_is_one_number_per_sample() -> None:
 )
 def test_metrics_are_values_per_sample(values: Any, message: str) -> None:
     with pytest.raises(DataError, match=message):
-        _metrics(task([1], metrics=lambda model, batch: values), ENGINE, data.MicroBatch(torch.ones(3), 3))
+        _metrics(task([1], metrics=lambda model, batch: values), ENGINE, custom_data.MicroBatch(torch.ones(3), 3))
 
 
 def test_models_that_cannot_be() -> None:
@@ -261,7 +271,7 @@ def test_models_that_cannot_be() -> None:
     with pytest.raises(ConfigError, match="nothing in Linear is trained"):
         task([1], model=nn.Linear(1, 1).requires_grad_(False)).build(1)
     with pytest.raises(SystemExit) as ended:
-        entry.train(nn.Linear(1, 1), [1], lambda model, batch: batch, score=dict, words=[])
+        custom.train(nn.Linear(1, 1), [1], lambda model, batch: batch, score=dict, words=[])
     assert ended.value.code == 2
     assert digest(nn.Linear(1, 2)) == digest(nn.Linear(1, 2)) != digest(nn.Linear(2, 1))
 
@@ -307,7 +317,7 @@ def test_what_is_drawn_for_a_sample_is_its_own() -> None:
         def __getitem__(self, row: Any) -> Any:
             return torch.rand(1).item()
 
-    rows = data._Rows(Noisy(range(4)), list, 42)
+    rows = custom_data._Rows(Noisy(range(4)), list, 42)
     state = torch.random.get_rng_state()
     assert rows[0, [1, 2]].batch == [rows[0, [1]].batch[0], rows[0, [2]].batch[0]]
     assert rows[0, [1]] != rows[1, [1]]

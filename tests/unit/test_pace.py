@@ -5,25 +5,25 @@ from typing import Any
 import pytest
 import torch
 
-from toolkit.train import pace
-from toolkit.train.pace import IN_A_ROW, WINDOW, Pace, SlowRanks, Stopwatch
+from toolkit.train import stragglers
+from toolkit.train.stragglers import IN_A_ROW, WINDOW, RankTimes, Stopwatch, StragglerDetector
 
 HOSTS = ["a", "a", "b", "b"]
 
 
-def steps(own_s: list[float], data_wait_s: list[float] | None = None, tokens: list[float] | None = None) -> Pace:
+def steps(own_s: list[float], data_wait_s: list[float] | None = None, tokens: list[float] | None = None) -> RankTimes:
     """Return a window of steps that take a second each; figures are per step."""
 
     def of_all(values: list[float]) -> list[float]:
         return [value * WINDOW for value in values]
 
     waits, lengths = data_wait_s or [0.0] * len(own_s), tokens or [100.0] * len(own_s)
-    return Pace(WINDOW, float(WINDOW), of_all(own_s), of_all(waits), of_all(lengths))
+    return RankTimes(WINDOW, float(WINDOW), of_all(own_s), of_all(waits), of_all(lengths))
 
 
-def told(found: Pace, times: int = IN_A_ROW) -> list[str]:
+def told(found: RankTimes, times: int = IN_A_ROW) -> list[str]:
     """Return what is said after each of so many windows."""
-    ranks = SlowRanks(HOSTS[: len(found.own_s)])
+    ranks = StragglerDetector(HOSTS[: len(found.own_s)])
     return [ranks.see(found) for _ in range(times)]
 
 
@@ -38,7 +38,7 @@ def test_a_slow_rank_is_told_of_once() -> None:
 
 
 def test_short_rows_are_put_together() -> None:
-    ranks, one = SlowRanks(HOSTS), Pace(1, 1.0, [0.1, 0.1, 0.1, 0.9], [0.0] * 4, [9.0] * 4)
+    ranks, one = StragglerDetector(HOSTS), RankTimes(1, 1.0, [0.1, 0.1, 0.1, 0.9], [0.0] * 4, [9.0] * 4)
     said = [bool(ranks.see(one)) for _ in range(IN_A_ROW * WINDOW)]
     assert said == [False] * (IN_A_ROW * WINDOW - 1) + [True]
 
@@ -53,12 +53,12 @@ def test_short_rows_are_put_together() -> None:
         pytest.param(steps([0.5, 0.5, 0.5, 0.2]), id="one is fast"),
     ],
 )
-def test_who_is_not_slow(found: Pace) -> None:
+def test_who_is_not_slow(found: RankTimes) -> None:
     assert not any(told(found, 9))
 
 
 def test_now_this_rank_and_now_that() -> None:
-    ranks = SlowRanks(HOSTS)
+    ranks = StragglerDetector(HOSTS)
     for _ in range(9):
         assert not ranks.see(steps([0.9, 0.1, 0.1, 0.1]))
         assert not ranks.see(steps([0.1, 0.9, 0.1, 0.1]))
@@ -99,7 +99,7 @@ def test_the_watch_of_a_gpu_is_not_that_of_the_host(monkeypatch: pytest.MonkeyPa
         def __getattr__(self, name: str) -> Any:
             return {"Event": Event}[name]
 
-    monkeypatch.setattr(pace, "get_accelerator", Accelerator)
+    monkeypatch.setattr(stragglers, "get_accelerator", Accelerator)
     watch = Stopwatch(torch.device("cuda", 0))
     for _ in range(4):
         watch.mark()

@@ -16,7 +16,7 @@ from toolkit.config.schema import OnBadRow, RunConfig, SourceConfig, TooLong, Tr
 from toolkit.data.store import TokenizedCache, damaged_files
 from toolkit.data.tokenize import build_caches, split_rows
 from toolkit.errors import DataError
-from toolkit.train.prepared import _tell
+from toolkit.train.language_data import _tell
 
 
 def answers(store: TokenizedCache) -> list[str]:

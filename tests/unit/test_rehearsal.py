@@ -6,16 +6,15 @@ from unittest import mock
 import numpy as np
 import pytest
 
-from toolkit.cli.rehearsal import _saves, _tried, remedies, told
 from toolkit.config.load import load
 from toolkit.config.rules import check_rules
 from toolkit.config.schema import CheckpointConfig, Packing
 from toolkit.data.packing import PackingPlan
 from toolkit.errors import CheckpointError, OutOfMemory
 from toolkit.models.chatglm.modeling import ChatGLMConfig, check_rows
-from toolkit.train.longest import longest_batch, repeated_batch
-from toolkit.train.micro_batch import _next
-from toolkit.train.rehearse_disk import check_room, try_checkpoint
+from toolkit.train.dry_run import _saves, _tried, check_room, try_checkpoint
+from toolkit.train.language_data import longest_batch, repeated_batch
+from toolkit.train.trial_step import _next, explain_out_of_memory, remedies
 
 LENGTHS = [5, 30, 9, 17, 3, 30, 8, 11]
 
@@ -87,16 +86,16 @@ def test_a_cut_row_of_chatglm_keeps_sop() -> None:
 def test_what_was_tried() -> None:
     config = load(["recipe=quickstart", "checkpoint.export=false"]).cfg
     config.evaluate.prompts = []
-    assert _tried(config, 0, None) == "an update"
+    assert _tried(config, 0, False) == "an update"
     config.checkpoint.export, config.evaluate.prompts = True, ["red"]
-    assert _tried(config, 2, None) == "an update, a save, an export, an evaluation"
+    assert _tried(config, 2, False) == "an update, a save, an export, an evaluation"
 
 
 def test_an_error_without_words_is_told() -> None:
     memory, ranks = mock.Mock(restart=lambda: 0, highest=lambda: 0), mock.Mock(rank=0, world_size=2)
     with (
         pytest.raises(OutOfMemory, match="reason: MemoryError"),
-        told(cfg(), ranks, "a step", memory, 0, None),
+        explain_out_of_memory(cfg(), ranks, "a step", memory, 0, None),
     ):
         raise MemoryError
 

@@ -21,9 +21,9 @@ from toolkit.report import history as history_module
 from toolkit.report import page as page_module
 from toolkit.report import run as run_module
 from toolkit.report import tables
-from toolkit.report.automatic import AutomaticReport
 from toolkit.report.figures import NAMES, draw, events_of
 from toolkit.report.run import FAILED, RUNNING, UNFINISHED, distinct_names, read_run
+from toolkit.train.tracking import AutomaticReport
 
 
 class Page(HTMLParser):

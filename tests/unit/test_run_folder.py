@@ -16,7 +16,7 @@ from toolkit.config.schema import RunConfig
 from toolkit.distributed.watchdog import heartbeat_file
 from toolkit.errors import CheckpointError, RunFolderError
 from toolkit.launch import deepspeed
-from toolkit.train import folder_lock, resume, run_folder
+from toolkit.train import folder_lock, run_dir
 
 HOLD = """
 import sys, time
@@ -58,9 +58,9 @@ def test_a_start_that_died_early_is_in_nobodys_way(left: str, mode: str, tmp_pat
     cfg.resume = mode
     if (left, mode) == ("run.lock", "never"):
         with pytest.raises(RunFolderError, match="exists already and is not touched"):
-            resume.choose(cfg, print)
+            run_dir.choose_run_dir(cfg, print)
         return
-    assert resume.choose(cfg, print) == resume.Origin(run, None)
+    assert run_dir.choose_run_dir(cfg, print) == run_dir.RunSource(run, None)
 
 
 @pytest.mark.parametrize("left", ["notes.txt", "logs/notes.txt"])
@@ -69,7 +69,7 @@ def test_a_folder_that_holds_something_is_not_touched(left: str, tmp_path: Path)
     file.parent.mkdir(parents=True)
     file.touch()
     with pytest.raises(RunFolderError, match="exists already and is not touched"):
-        resume.choose(named(tmp_path), print)
+        run_dir.choose_run_dir(named(tmp_path), print)
 
 
 @pytest.mark.fault("X1")
@@ -151,36 +151,36 @@ def test_a_folder_that_was_taken_away_is_noticed(tmp_path: Path) -> None:
 
 def test_a_stop_file_of_an_earlier_start_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cfg = named(tmp_path)
-    resume.choose(cfg, print)
+    run_dir.choose_run_dir(cfg, print)
     folder_lock.release()
     stop = tmp_path / "mine" / "stop"
     stop.touch()
     said: list[str] = []
-    resume.choose(cfg, said.append)
+    run_dir.choose_run_dir(cfg, said.append)
     folder_lock.release()
     assert not stop.exists()
     assert f"Removed the file {stop}, which is older than this start. To stop this run, create it again." in said
     # Of a run that its launcher starts again it is meant for this very command.
     monkeypatch.setattr(deepspeed, "restart_number", lambda: 1)
-    monkeypatch.setattr(resume.starts, "check", lambda folder, step: None)
+    monkeypatch.setattr(run_dir, "check_repeated_death", lambda folder, step: None)
     stop.touch()
-    resume.choose(cfg, print)
+    run_dir.choose_run_dir(cfg, print)
     assert stop.exists()
 
 
 def test_what_can_be_saved_of_a_removed_folder_goes_next_to_it(tmp_path: Path) -> None:
-    assert run_folder.rescue(tmp_path / "a" / "mine") == tmp_path / "a" / "mine.rescued"
-    assert run_folder.rescue(tmp_path / "a" / "mine") == tmp_path / "a" / "mine-2.rescued"
+    assert run_dir.rescue(tmp_path / "a" / "mine") == tmp_path / "a" / "mine.rescued"
+    assert run_dir.rescue(tmp_path / "a" / "mine") == tmp_path / "a" / "mine-2.rescued"
     (tmp_path / "file").touch()
     if os.getuid():
         tmp_path.chmod(0o500)
     with pytest.raises(RunFolderError, match=r"was removed, moved or replaced.*cannot make a run folder below"):
-        run_folder.rescue(tmp_path / "file" / "mine")
+        run_dir.rescue(tmp_path / "file" / "mine")
 
 
 @pytest.mark.parametrize("small_disk", ["16k"], indirect=True)
 def test_a_full_disk_names_the_file(small_disk: Path) -> None:
     with pytest.raises(CheckpointError, match=f"cannot write {small_disk}/config.yaml: No space left on device"):
-        run_folder.record_start(small_disk, "x" * 100_000, {}, ["host"], "")
+        run_dir.write_settings(small_disk, "x" * 100_000, {}, ["host"], "")
     with pytest.raises(CheckpointError, match=f"cannot write {small_disk}/DONE: "):
-        run_folder.mark_done(small_disk, {"x": "y" * 100_000})
+        run_dir.mark_done(small_disk, {"x": "y" * 100_000})

@@ -8,11 +8,10 @@ import torch
 from deepspeed.runtime import lr_schedules
 from transformers import get_scheduler
 
-from toolkit.cli.building import schedule_maker
 from toolkit.config.schema import Decay, RunConfig, ScheduleName, WarmupType
 from toolkit.engine.ds_config import build_ds_config, warmup_steps
 from toolkit.errors import ConfigError
-from toolkit.train.schedule import Schedule, learning_rate
+from toolkit.train.schedule import Schedule, learning_rate, make_schedule
 
 STEPS = 60
 TOTAL = 40  # fewer than STEPS, so that the end of each curve and what follows are compared too
@@ -172,6 +171,6 @@ def test_a_run_that_is_too_short_for_warm_up_and_decay() -> None:
     """How many steps epochs have is known only when the data are: config checks know train.max_steps alone."""
     cfg = make_config(ScheduleName.wsd, WarmupType.linear, 30, 0.0, 0.0)
     cfg.schedule.decay_steps = 10
-    schedule_maker(cfg, TOTAL)
+    make_schedule(cfg, TOTAL)
     with pytest.raises(ConfigError, match=r"warmup_steps = 30 and .* = 10 are more together than the 39 steps"):
-        schedule_maker(cfg, TOTAL - 1)
+        make_schedule(cfg, TOTAL - 1)

@@ -6,12 +6,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from toolkit.checkpoint.changes import check, differences
 from toolkit.errors import ConfigError
 from toolkit.export.merge import TunedPart
 from toolkit.messages import tr
 from toolkit.models.adapters import base_of
 from toolkit.secrets import HidingFilter, are_same, hide, hide_all, learn
+from toolkit.train.resume import check_changes, differences
 
 PASSWORD = "pa\"ss\\wörd'1"
 
@@ -94,7 +94,7 @@ def test_a_secret_that_changed_refuses_no_resume() -> None:
     before, now = {"model": {"hub_id": "***", "path": "https://***@h/a"}}, {"model": {"hub_id": "t", "path": "h/b"}}
     assert [key for key, *_ in differences(before, now)] == ["model.path"]
     with pytest.raises(ConfigError, match=r"model\.path"):
-        check(before, now, {}, {}, [])
+        check_changes(before, now, {}, {}, [])
 
 
 def test_logs_hide_arguments_and_tracebacks(caplog: pytest.LogCaptureFixture) -> None:

@@ -8,9 +8,9 @@ from typing import Any, cast
 import pytest
 
 from toolkit.cli import show
-from toolkit.cli.context import Session
-from toolkit.cli.tracking import _mean_loss, hand_on_answers, trackers_of
 from toolkit.config.schema import RunConfig
+from toolkit.train.task import RunContext
+from toolkit.train.tracking import _mean_loss, log_answers, trackers_of
 
 BREAKS = "one\u2028two\u2029three\x85four"
 """What str.splitlines cuts, and JSON does not escape."""
@@ -33,7 +33,7 @@ def evaluated(folder: Path, text: str, is_on: bool = True) -> list[tuple[int, st
     (folder / "evaluations" / "step-2.jsonl").write_text(text, encoding="utf-8")
     trackers = Recorder(is_on)
     session = SimpleNamespace(folder=folder, trackers=trackers, ranks=SimpleNamespace(rank=0))
-    hand_on_answers(cast("Session", session), 2)
+    log_answers(cast("RunContext", session), 2)
     return trackers.handed
 
 
@@ -70,7 +70,7 @@ def test_the_mean_loss_leaves_out_the_tokens_of_a_bad_row(tmp_path: Path) -> Non
         {"step": 3, "loss": 3.0, "trained_tokens": 1100},
     ]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert _mean_loss(cast("Session", SimpleNamespace(folder=tmp_path))) == pytest.approx(2.0)
+    assert _mean_loss(cast("RunContext", SimpleNamespace(folder=tmp_path))) == pytest.approx(2.0)
 
 
 @pytest.mark.parametrize(("timeout_s", "patience_s"), [(1800, 30.0), (40, 10.0)])

@@ -6,7 +6,7 @@ import pytest
 
 from toolkit.config.schema import TrackConfig
 from toolkit.errors import TrackError
-from toolkit.track.writable import check_writable
+from toolkit.train.dry_run import check_writable
 
 
 def test_a_folder_of_the_users_choice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

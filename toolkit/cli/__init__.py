@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from importlib import import_module
 
 from toolkit import __version__
-from toolkit.cli.failures import guarded
+from toolkit.distributed.failure import run_guarded
 from toolkit.errors import ConfigError
 from toolkit.messages import did_you_mean, joined, tr
 
@@ -58,7 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if words[0] == "--version":
         _show(f"toolkit {__version__}")
         return 0
-    return guarded(lambda: _dispatch(words))
+    return run_guarded(lambda: _dispatch(words))
 
 
 def _use_utf8() -> None:

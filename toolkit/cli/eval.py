@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from toolkit.arguments import Arguments, check_parsed, parse
-from toolkit.cli.trusted import warn_of_code
 from toolkit.config import ops
 from toolkit.config.hub import resolve_model_path
 from toolkit.config.mesh import micro_rows, with_micro_batch
@@ -31,13 +30,14 @@ from toolkit.errors import ConfigError
 from toolkit.launch import env_vars, environment
 from toolkit.messages import say, tr
 from toolkit.problems import Problems
+from toolkit.train.startup import warn_remote_code
 
 if TYPE_CHECKING:
     import torch
     from deepspeed import DeepSpeedEngine
     from transformers import PreTrainedModel
 
-    from toolkit.train.prepared import Prepared
+    from toolkit.train.language_data import LanguageData
 
 
 def run(words: list[str]) -> int:
@@ -53,7 +53,7 @@ def run(words: list[str]) -> int:
     environment.check_port(os.environ)
     ops.check_build_locks(os.environ)
     if ranks.rank == 0:
-        warn_of_code(cfg.model)
+        warn_remote_code(cfg.model)
     cfg = with_micro_batch(resolve_model_path(arguments.loaded, say if ranks.rank == 0 else lambda line: None).cfg)
     cfg = replace(cfg, parallel=ParallelConfig())  # each rank, or ZeRO-3, has a whole model
     _evaluate(cfg, ranks, file, arguments.values.get("adapter", "") or cfg.tuning.adapter)
@@ -112,17 +112,17 @@ def _output(cfg: RunConfig, given: str) -> Path:
 
 def _evaluate(cfg: RunConfig, ranks: environment.Ranks, file: Path, adapter: str) -> None:
     """Load, evaluate and tell. A collective."""
-    from toolkit.cli.evaluation import Evaluation, questions_of
     from toolkit.distributed import process_group
     from toolkit.errors import DataError
     from toolkit.train import alike
-    from toolkit.train.prepared import prepare_data
+    from toolkit.train.evaluation import Evaluation, choose_prompts
+    from toolkit.train.language_data import load_data
 
     tell = say if ranks.rank == 0 else _silent
     alike.check_settings(cfg)
-    prepared = prepare_data(cfg, speaks=ranks.rank == 0)
+    prepared = load_data(cfg, speaks=ranks.rank == 0)
     alike.check_data(cfg, prepared)
-    questions = questions_of(cfg, prepared, tell)
+    questions = choose_prompts(cfg, prepared, tell)
     if prepared.validation is None:
         raise DataError(tr("the validation split is empty: there are too few rows."))
     device = process_group.start(cfg.distributed)
@@ -162,7 +162,7 @@ def _quieten() -> None:
 
 
 def _model(
-    cfg: RunConfig, prepared: "Prepared", world_size: int, device: "torch.device", adapter: str
+    cfg: RunConfig, prepared: "LanguageData", world_size: int, device: "torch.device", adapter: str
 ) -> "DeepSpeedEngine | PreTrainedModel":
     """Return the model: under ZeRO-3 partitioned over the ranks as in training, else whole on each of them."""
     from toolkit.config.schema import Packing

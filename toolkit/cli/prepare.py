@@ -23,7 +23,7 @@ def run(words: list[str]) -> int:
     from toolkit.data.preview import padding_line
     from toolkit.data.store import damaged_files
     from toolkit.data.tokenize import prepare_shard
-    from toolkit.train.prepared import build_encoder, prepare_data
+    from toolkit.train.language_data import build_encoder, load_data
 
     if cfg.prepare.shard:
         total, new = prepare_shard(cfg, build_encoder(cfg, say), say)
@@ -35,7 +35,7 @@ def run(words: list[str]) -> int:
             new=f"{new:,}",
         )
         return 0
-    prepared = prepare_data(cfg, speaks=True)
+    prepared = load_data(cfg, speaks=True)
     folder = prepared.train.folder
     if not prepared.report.built and (damaged := damaged_files(folder)):
         raise DataError(

@@ -40,9 +40,9 @@ def run(words: list[str]) -> int:
     color = one_of(arguments.values, "color", COLORS)
     cfg = resolve_model_path(arguments.loaded, say).cfg
     from toolkit.data.preview import count_lines, sample_lines
-    from toolkit.train.prepared import prepare_data
+    from toolkit.train.language_data import load_data
 
-    prepared = prepare_data(cfg, speaks=True)
+    prepared = load_data(cfg, speaks=True)
     cache, plan = prepared.train, prepared.train_plan
     if split == "validation":
         if prepared.validation is None or prepared.validation_plan is None:

@@ -15,7 +15,7 @@ from toolkit.doctor.findings import ERROR, WARNING
 from toolkit.errors import CheckpointError, Diverged, LaunchError, Stopped, ToolkitError
 from toolkit.launch import deepspeed, env_vars, hostfile, mpi, processes, rank_status
 from toolkit.messages import say, tr
-from toolkit.train import run_folder, starts
+from toolkit.train import run_dir
 
 SCRIPT = Path(__file__).parents[2] / "run.py"
 """There in a checkout, not in an installed package."""
@@ -34,7 +34,7 @@ def launch(typed: Sequence[str], options: Mapping[str, str], words: Sequence[str
         words: recipe and overrides.
         cfg: what they mean.
     """
-    folder, hosts = run_folder.make_parent(cfg), _machines(options, words, cfg)
+    folder, hosts = run_dir.make_parent(cfg), _machines(options, words, cfg)
     command, environ = _command(typed, options, words, hosts, cfg)
     say("Starts:  {command}", command=shlex.join(["deepspeed", *command[3:]]))
     requests, most, timeout_s = processes.SignalRequests(), cfg.run.max_restarts, float(cfg.distributed.timeout_s)
@@ -203,14 +203,16 @@ def _say_first_error(status: Mapping[str, Any]) -> None:
 
 def _say_restart(folder: Path, code: int, restart: int, most: int) -> None:
     """Print that a run is restarted, or raise if it would fail in the same place for ever."""
-    step = starts.newest_step(folder)
-    starts.check(folder, step)
+    step = run_dir.newest_step(folder)
+    run_dir.check_repeated_death(folder, step)
     say(
-        "The run died at step {step} (exit code {code}). Restart {restart} of {most}, from the checkpoint of step "
-        "{saved}.",
-        step=starts.reached(folder),
-        code=code,
-        restart=restart,
-        most=most,
-        saved=step,
+        tr(
+            "The run died at step {step} (exit code {code}). Restart {restart} of {most}, from the checkpoint of step "
+            "{saved}.",
+            step=run_dir.reached_step(folder),
+            code=code,
+            restart=restart,
+            most=most,
+            saved=step,
+        )
     )

@@ -26,10 +26,9 @@ from toolkit.errors import ConfigError, RunFolderError, TrackError
 from toolkit.messages import current_language, printable, set_language, tr
 from toolkit.report import charts
 from toolkit.report import tables as tables_module
-from toolkit.report.automatic import PAGE
 from toolkit.report.charts import Drawing
 from toolkit.report.figures import NAMES, draw
-from toolkit.report.run import Run, distinct_names, read_run
+from toolkit.report.run import PAGE, Run, distinct_names, read_run
 from toolkit.report.tables import Table
 from toolkit.secrets import hide, hide_all
 

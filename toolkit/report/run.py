@@ -26,6 +26,9 @@ SAMPLES, STEPS, LINES, LETTERS = 6, 5, 200, 600
 _TEXTS = ("where", "prompt", "reference", "output")
 _NO_SCORE = ("output_tokens",)
 
+PAGE = "report.html"
+"""The report of a run, in its directory."""
+
 
 @dataclass(slots=True)
 class Sample:

@@ -14,8 +14,8 @@ from toolkit.config.load import to_dict
 from toolkit.config.schema import RunConfig
 from toolkit.distributed import process_group
 from toolkit.errors import ConfigError, DataError
-from toolkit.train import run_folder
-from toolkit.train.prepared import Prepared
+from toolkit.train import run_dir
+from toolkit.train.language_data import LanguageData
 
 MAY_DIFFER = (
     "language",
@@ -49,7 +49,7 @@ def check_settings(cfg: RunConfig) -> None:
         process_group.check_alike(cfg.distributed, {**_settings(cfg), **_code()}, ConfigError)
 
 
-def check_data(cfg: RunConfig, prepared: Prepared) -> None:
+def check_data(cfg: RunConfig, prepared: LanguageData) -> None:
     """See that all ranks have prepared the same data: files of one name may differ from node to node. A collective.
 
     Raises:
@@ -102,7 +102,7 @@ def _leaves(value: Any, key: str) -> Iterator[tuple[str, str]]:
 
 def _code() -> dict[str, str]:
     """Return versions, and digests of the program and of this package."""
-    versions = {**run_folder.versions(), "python": sys.version.split()[0]}
+    versions = {**run_dir.versions(), "python": sys.version.split()[0]}
     found = {f"version: {name}": version for name, version in versions.items()}
     here = Path(__file__).resolve().parents[1]
     files = sorted(file for file in here.rglob("*.*") if file.suffix in _CODE_FILES)

@@ -4,6 +4,7 @@ import math
 import socket
 import time
 from collections import Counter
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from itertools import islice
@@ -24,21 +25,29 @@ from toolkit.models.regularization import begin_step, dropping_metrics
 from toolkit.terminal import phase
 from toolkit.track.metrics import MetricsLog
 from toolkit.track.progress import Progress
-from toolkit.train import bad_steps, folder_lock, run_folder
-from toolkit.train.collectives import Collectives
-from toolkit.train.guard import Trouble
-from toolkit.train.job import Job, Outcome
-from toolkit.train.meter import Meter
-from toolkit.train.pace import SlowRanks
-from toolkit.train.step import StepResult, train_step
-from toolkit.train.stop_file import StopFile
+from toolkit.train import anomalies, folder_lock, run_dir
+from toolkit.train.anomalies import Anomaly
+from toolkit.train.resume import rewind_to
+from toolkit.train.step import train_step
+from toolkit.train.stragglers import StragglerDetector
+from toolkit.train.task import FitResult, RunContext, StepResult, Task
+from toolkit.train.throughput import Baseline, Collectives, ThroughputMeter
 
 MOST_REWINDS = 3
 """Times that a run goes back to one and the same checkpoint."""
 
 
-def train(job: Job, progress: Progress) -> Outcome:
+def run_loop(
+    task: Task, run: RunContext, baseline: Baseline, progress: Progress, begin_report: Callable[[], object]
+) -> FitResult:
     """Train. A collective; returns the same on every rank.
+
+    Args:
+        task: what is learned.
+        run: the run, its engine in the state in which it begins.
+        baseline: what speed and memory are compared with.
+        progress: shows the user how far it is.
+        begin_report: begins to make a report of the run, on rank 0 only; costs no time.
 
     Raises:
         Stopped: a signal came, or a file `stop`; a checkpoint was saved at the step boundary that all ranks agreed on.
@@ -47,76 +56,81 @@ def train(job: Job, progress: Progress) -> Outcome:
         CheckpointError: the last checkpoint cannot be saved.
         RunFolderError: the run folder was removed; what could be saved is next to it.
     """
-    return _Run(job, progress).train()
+    return _Loop(task, run, baseline, progress, begin_report).train()
 
 
-class _Run:
+class _Loop:
     """The loop's state between two steps."""
 
-    def __init__(self, job: Job, progress: Progress) -> None:
-        self.job, self.progress, self.cfg, self.engine = job, progress, job.cfg, job.engine
-        self.guard = job.guard
-        self.copies = mesh_of(job.cfg, world_size()).copies
-        self.slow_ranks = SlowRanks(gather(socket.gethostname()))
-        self.stop_file = StopFile(job.folder)
+    def __init__(
+        self, task: Task, run: RunContext, baseline: Baseline, progress: Progress, begin_report: Callable[[], object]
+    ) -> None:
+        self.task, self.run, self.baseline = task, run, baseline
+        self.progress, self.begin_report = progress, begin_report
+        self.cfg, self.engine, self.guard, self.checkpointer = run.cfg, run.engine, run.guard, run.checkpointer
+        self.watchdog = run.watchdog
+        self.copies = mesh_of(run.cfg, world_size()).copies
+        self.slow_ranks = StragglerDetector(gather(socket.gethostname()))
+        self.stop_file = StopFile(run.folder)
         self.collectives = Collectives()
-        self.metrics = MetricsLog(job.folder / "metrics.jsonl", progress.say, job.trackers.row)
-        self.outcome = Outcome(bad_steps=job.start.bad_steps, rewinds=job.start.rewinds, checkpoint=job.saver.newest)
+        self.metrics = MetricsLog(run.folder / "metrics.jsonl", progress.say, run.trackers.row)
+        start, newest = run.start, run.checkpointer.newest
+        self.result = FitResult(bad_steps=start.bad_steps, rewinds=start.rewinds, checkpoint=newest)
         self.rewound_to: Counter[Path] = Counter()
         self.postponed = False
         """Whether a checkpoint is due as soon as a step is good again."""
-        self.begin_at(job.start, Position(job.start.epoch, job.start.row))
+        self.begin_at(start, Position(start.epoch, start.row))
 
     def begin_at(self, state: RunState, place: Position) -> None:
         """Go on after the step of a state, with the data at a place."""
         self.step, self.place, self.began = state.step, place, place
         counted = state.trained_tokens, state.total_tokens
-        self.meter = Meter(self.engine, self.job.account, *counted, self.job.objective.unit, self.collectives)
+        self.meter = ThroughputMeter(self.engine, self.baseline, *counted, self.task.unit, self.collectives)
         self.guard.restart(state.losses, state.grad_norms, state.skips_in_a_row)
-        self.outcome.evaluations = list(state.evaluations)
-        self.outcome.first_loss = math.nan if state.first_loss is None else state.first_loss
-        self.outcome.last_loss = math.nan if state.last_loss is None else state.last_loss
-        self.batches = self.job.batches_from(place, self.job.total_steps - state.step)
+        self.result.evaluations = list(state.evaluations)
+        self.result.first_loss = math.nan if state.first_loss is None else state.first_loss
+        self.result.last_loss = math.nan if state.last_loss is None else state.last_loss
+        self.batches = self.task.batches(place, self.run.total_steps - state.step)
 
-    def train(self) -> Outcome:
+    def train(self) -> FitResult:
         """Do all steps."""
         self.engine.train()
         # At step 0, or of a checkpoint that was saved by a run which was stopped before it could evaluate.
-        if self._evaluates() and all(int(row["step"]) != self.step for row in self.outcome.evaluations):
+        if self._evaluates() and all(int(row["step"]) != self.step for row in self.result.evaluations):
             self.meter.pause()
             self._evaluate()
             self.meter.resume()
         self.progress.start()
         failure.defer_signals()
-        while self.step < self.job.total_steps:
+        while self.step < self.run.total_steps:
             self._take_step()
         if on_rank0(lambda: folder_lock.is_lost(now=True)):
             raise self._lost()
         on_rank0(self.metrics.finish)
-        evaluations = self.outcome.evaluations if self.job.evaluate else []
+        evaluations = self.result.evaluations if self.task.has_validation else []
         self.guard.check_end(evaluations[-1]["eval_loss"] if evaluations else None)
-        self.job.watchdog.enter("", self.step)
+        self.watchdog.enter("", self.step)
         failure.act_on_signals_at_once()
-        self.outcome.trained_tokens = self.meter.trained_tokens_so_far
-        self.outcome.total_tokens = self.meter.total_tokens_so_far
-        self.outcome.skipped_steps = self.engine.skipped_steps
-        self.outcome.state = self._state()
-        return self.outcome
+        self.result.trained_tokens = self.meter.trained_tokens_so_far
+        self.result.total_tokens = self.meter.total_tokens_so_far
+        self.result.skipped_steps = self.engine.skipped_steps
+        self.result.state = self._state()
+        return self.result
 
     def _take_step(self) -> None:
-        job, saver = self.job, self.job.saver
+        run, task = self.run, self.task
         self.step += 1
         lr = float(self.engine.get_lr()[0])
         asked = time.perf_counter()
-        job.watchdog.enter(DATA, self.step)
-        window = list(islice(self.batches, job.accumulation))
+        self.watchdog.enter(DATA, self.step)
+        window = list(islice(self.batches, run.accumulation))
         self.meter.data_wait_s += time.perf_counter() - asked
         stops = bool(failure.received_signal()) or self.stop_file.is_there()
-        votes = (stops, saver.is_proven(), folder_lock.is_lost())
-        job.watchdog.enter(STEP, self.step, f"rows x tokens: {[job.objective.shape(batch) for batch in window]}")
+        votes = (stops, self.checkpointer.is_proven(), folder_lock.is_lost())
+        self.watchdog.enter(STEP, self.step, f"rows x tokens: {[task.shape(batch) for batch in window]}")
         begin_step(self.engine.module, self.step)
-        result = train_step(self.engine, window, world_size(), self.guard, votes, self.copies, job.objective)
-        self.began, self.place = self.place, job.position_after(self.place)
+        result = train_step(self.engine, task, window, world_size(), self.guard, votes, self.copies)
+        self.began, self.place = self.place, task.next_position(self.place)
         self.meter.add(result)
         self.progress.advance()
         if result.votes[2]:
@@ -125,60 +139,73 @@ class _Run:
             self._publish()
         trouble = self.guard.check()
         if not trouble and not self.guard.skips_in_a_row:
-            job.saver.see_good_step()
+            self.checkpointer.see_good_step()
         if trouble and self._is_rewound(trouble, result, lr):
             return
         self._step_done(result.votes[0] > 0, lr, log=trouble is not None)
         self.guard.check_patience(self.step)
 
     def _step_done(self, stops: bool, lr: float, log: bool) -> None:
-        """Do what is due after a step."""
-        cfg, job, step = self.cfg, self.job, self.step
-        last = step == job.total_steps
-        save = _due(step, cfg.checkpoint.every) or (last and cfg.checkpoint.at_end) or self._again() or self.postponed
-        # The loss of the step after an update is what shows whether the update has spoilt the weights.
-        self.postponed = save and (self.guard.is_spoilt if last else self.guard.has_bad_loss)
-        save = stops or (save and not self.postponed)
-        evaluate = self._evaluates() and not stops
-        if log or save or evaluate or last or step == 1 or step % cfg.train.log_every == 0:
+        """Do what is due after a step: log, evaluate, save, report, stop."""
+        step, last = self.step, self.step == self.run.total_steps
+        saves, evaluates = self._saves(stops, last), self._evaluates() and not stops
+        if log or saves or evaluates or last or step == 1 or step % self.cfg.train.log_every == 0:
             self._log(lr)
         self.meter.pause()
-        if evaluate:
+        if evaluates:
             self._evaluate()
-        if save or last:
-            job.watchdog.enter("checkpoint", step)
-        if save:
-            with self._phase(tr("Saving the checkpoint of step {step}", step=step)):
-                job.saver.begin(self._state(), is_last=last)
-        if (stops and save) or last:
-            with self._phase(tr("Proving the checkpoint of step {step}", step=step)):
-                self._published()
-            if save and job.saver.failed:
-                raise self._unsaved()
-        if _due(step, cfg.report.every) and not last:
-            job.begin_report()
+        if saves or last:
+            self._checkpoint(saves, last, waits=stops or last)
+        if _due(step, self.cfg.report.every) and not last:
+            self.begin_report()
         self.meter.resume()
         if stops:
             raise self._stopped()
 
+    def _saves(self, stops: bool, last: bool) -> bool:
+        """Whether a checkpoint is saved after this step; one that is due after a bad loss is postponed."""
+        config, saver = self.cfg.checkpoint, self.checkpointer
+        retries = saver.failed and self.step % max(1, config.every // 10) == 0  # ten times as often as saves are due
+        due = _due(self.step, config.every) or (last and config.at_end) or retries or self.postponed
+        # The loss of the step after an update is what shows whether the update has spoilt the weights.
+        self.postponed = due and (self.guard.is_spoilt if last else self.guard.has_bad_loss)
+        return stops or (due and not self.postponed)
+
+    def _checkpoint(self, saves: bool, last: bool, waits: bool) -> None:
+        """Save, if it is due, and publish what is written: at once where no step follows, else beside training."""
+        self.watchdog.enter("checkpoint", self.step)
+        if saves:
+            with self._phase(tr("Saving the checkpoint of step {step}", step=self.step)):
+                self.checkpointer.begin(self._state(), is_last=last)
+        if waits:
+            with self._phase(tr("Proving the checkpoint of step {step}", step=self.step)):
+                self._published()
+            if saves and self.checkpointer.failed:
+                raise self._unsaved()
+
     def _unsaved(self) -> Diverged | CheckpointError:
-        if not self.job.saver.ruin:
+        if not self.checkpointer.ruin:
             return CheckpointError(tr("the last checkpoint could not be saved; the reason is told above."))
         return Diverged(
             tr(
                 "after step {step} {reason}, and nothing is saved. Lower optim.lr, or use precision=bf16 or "
                 "precision=fp32. The last checkpoint is {checkpoint}.",
                 step=self.step,
-                reason=self.job.saver.ruin,
-                checkpoint=self.job.saver.good or self.outcome.checkpoint or tr("none"),
+                reason=self.checkpointer.ruin,
+                checkpoint=self.checkpointer.good or self.result.checkpoint or tr("none"),
             )
         )
 
-    def _is_rewound(self, trouble: Trouble, result: StepResult, lr: float) -> bool:
+    def _is_rewound(self, trouble: Anomaly, result: StepResult, lr: float) -> bool:
         """Tell of a step that went wrong, and do as the config says; return whether the run went back."""
-        self.outcome.bad_steps += 1
-        what, file = bad_steps.record(
-            self.job.folder, self.step, trouble, result, lambda: self.job.samples_at(self.began)
+        self.result.bad_steps += 1
+        what, file = anomalies.record_bad_step(
+            self.run.folder,
+            self.step,
+            trouble,
+            result.micro_losses,
+            result.micro_tokens,
+            lambda: self.task.samples_at(self.began),
         )
         self.progress.say(
             tr(
@@ -197,16 +224,16 @@ class _Run:
                     "{what}. train.on_bad_step=skip goes on without such steps, rewind goes back to the last "
                     "checkpoint and around them. The last checkpoint is {checkpoint}.",
                     what=what,
-                    checkpoint=self.outcome.checkpoint or tr("none"),
+                    checkpoint=self.result.checkpoint or tr("none"),
                 )
             )
         self._rewind(what)
         return True
 
     def _rewind(self, what: str) -> None:
-        self.job.watchdog.enter("rewind", self.step)
+        self.watchdog.enter("rewind", self.step)
         self._publish()
-        good, checkpoint = self.job.saver.good, self.outcome.checkpoint
+        good, checkpoint = self.checkpointer.good, self.result.checkpoint
         if checkpoint is not None and good is not None and good != checkpoint and self.rewound_to[checkpoint]:
             # No good step has followed it, and going back to it did not help: its weights may be the trouble.
             checkpoint = good
@@ -224,10 +251,10 @@ class _Run:
                 )
             )
         self.metrics.forget()
-        state = self.job.go_back(checkpoint)
-        self.outcome.rewinds += 1
+        state = rewind_to(self.run, checkpoint)
+        self.result.rewinds += 1
         self.progress.back_to(state.step)
-        self.job.trackers.back_to(state.step)
+        self.run.trackers.back_to(state.step)
         self.progress.say(
             tr(
                 "Went back to step {step}; the data of the steps up to {bad} is passed over.",
@@ -239,94 +266,90 @@ class _Run:
 
     def _log(self, lr: float) -> None:
         pace = self.meter.pace()
-        self.outcome.steps += pace.steps
-        self.outcome.steps_s += pace.seconds
-        row = self.meter.row(self.step, self.step / self.job.steps_per_epoch, lr, pace)
-        row |= {"bad_steps": self.outcome.bad_steps, "rewinds": self.outcome.rewinds}
-        row |= self.job.figures_at(self.began) | dropping_metrics(self.engine.module)
+        self.result.steps += pace.steps
+        self.result.steps_s += pace.seconds
+        row = self.meter.row(self.step, self.step / self.task.steps_per_epoch, lr, pace)
+        row |= {"bad_steps": self.result.bad_steps, "rewinds": self.result.rewinds}
+        row |= self.task.order_metrics(self.began) | dropping_metrics(self.engine.module)
         if rank() == 0:
             self.metrics.append(row)
             if self.collectives.is_on:
-                self.collectives.write(self.job.folder)
+                self.collectives.write(self.run.folder)
         self.progress.show(row)
         if slow := self.slow_ranks.see(pace):
             self.progress.say(slow)
-        if math.isnan(self.outcome.first_loss):
-            self.outcome.first_loss = row["loss"]
-        self.outcome.last_loss = row["loss"]
+        if math.isnan(self.result.first_loss):
+            self.result.first_loss = row["loss"]
+        self.result.last_loss = row["loss"]
 
     def _evaluates(self) -> bool:
         """Whether there is an evaluation at the present step."""
-        if self.job.evaluate is None or not self.step:
-            return self.job.evaluate is not None and self.cfg.evaluate.at_start
-        return _due(self.step, self.cfg.evaluate.every) or self.step == self.job.total_steps
+        if not self.task.has_validation or not self.step:
+            return self.task.has_validation and self.cfg.evaluate.at_start
+        return _due(self.step, self.cfg.evaluate.every) or self.step == self.run.total_steps
 
     def _evaluate(self) -> None:
-        assert self.job.evaluate is not None
-        step, watchdog = self.step, self.job.watchdog
+        step, watchdog = self.step, self.watchdog
         watchdog.enter("evaluation", step)
-        row: dict[str, float] = {"step": step, **self.job.evaluate(step, lambda: watchdog.enter("evaluation", step))}
-        self.outcome.evaluations.append(row)
+        figures = self.task.evaluate(self.run, step, lambda: watchdog.enter("evaluation", step))
+        row: dict[str, float] = {"step": step, **figures}
+        self.result.evaluations.append(row)
         self.progress.note(evaluation=row)
         if rank() == 0:
             self.metrics.append(row)
         for line in describe_evaluation(row):
             self.progress.say(line)
 
-    def _again(self) -> bool:
-        """Whether a save that failed is due again: ten times as often as saves are."""
-        return self.job.saver.failed and self.step % max(1, self.cfg.checkpoint.every // 10) == 0
-
     def _state(self) -> RunState:
-        metrics, outcome = self.metrics.file, self.outcome
+        metrics, result = self.metrics.file, self.result
         return replace(
-            self.job.start,
+            self.run.start,
             step=self.step,
             epoch=self.place.epoch,
             row=self.place.row,
             trained_tokens=self.meter.trained_tokens_so_far,
             total_tokens=self.meter.total_tokens_so_far,
-            first_loss=outcome.first_loss,
-            last_loss=outcome.last_loss,
+            first_loss=result.first_loss,
+            last_loss=result.last_loss,
             skips_in_a_row=self.guard.skips_in_a_row,
-            bad_steps=outcome.bad_steps,
-            rewinds=outcome.rewinds,
+            bad_steps=result.bad_steps,
+            rewinds=result.rewinds,
             losses=list(self.guard.losses),
             grad_norms=list(self.guard.grad_norms),
-            evaluations=outcome.evaluations,
+            evaluations=result.evaluations,
             metrics_bytes=metrics.stat().st_size if metrics.exists() else 0,
         )
 
     def _publish(self) -> None:
         """Publish the checkpoint that all ranks have proven."""
-        self.job.watchdog.enter("checkpoint", self.step)
+        self.watchdog.enter("checkpoint", self.step)
         self.meter.pause()
         self._published()
         self.meter.resume()
 
     def _published(self) -> None:
-        self.job.saver.finish()
-        self.outcome.checkpoint = self.job.saver.newest
-        self.progress.note(checkpoint=self.outcome.checkpoint)
+        self.checkpointer.finish()
+        self.result.checkpoint = self.checkpointer.newest
+        self.progress.note(checkpoint=self.result.checkpoint)
 
     def _lost(self) -> RunFolderError:
         """Save what the run has learned next to its folder, which is gone; return the error that ends the run."""
-        job, saver = self.job, self.job.saver
-        job.watchdog.enter("checkpoint", self.step)
-        place = on_rank0(lambda: run_folder.rescue(job.folder))
+        checkpointer, folder = self.checkpointer, self.run.folder
+        self.watchdog.enter("checkpoint", self.step)
+        place = on_rank0(lambda: run_dir.rescue(folder))
         failure.watch_failures(place)
-        saver.folder = place / "checkpoints"
-        saver.begin(self._state())
-        saver.finish()
-        what = folder_lock.lost_text(job.folder)
-        if saver.failed:
+        checkpointer.folder = place / "checkpoints"
+        checkpointer.begin(self._state())
+        checkpointer.finish()
+        what = folder_lock.lost_text(folder)
+        if checkpointer.failed:
             return RunFolderError(what)
         return RunFolderError(
             tr(
                 "{what} The state after step {step} is saved: resume={checkpoint} continues from it.",
                 what=what,
                 step=self.step,
-                checkpoint=saver.newest,
+                checkpoint=checkpointer.newest,
             )
         )
 
@@ -342,11 +365,37 @@ class _Run:
                 "There is no DONE marker: the run is unfinished. With a run.name the same command goes on with it.",
                 signal=by_file or failure.received_signal() or tr("a signal to another rank"),
                 step=self.step,
-                total=self.job.total_steps,
-                checkpoint=self.outcome.checkpoint,
+                total=self.run.total_steps,
+                checkpoint=self.result.checkpoint,
             )
         )
 
 
 def _due(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
+
+
+class StopFile:
+    """A file `stop` in the run folder, by which a run is stopped by hand where no signal can be sent.
+
+    Args:
+        folder: the run folder.
+    """
+
+    EVERY_S = 1.0
+
+    def __init__(self, folder: Path) -> None:
+        self.path, self.next = folder / run_dir.STOP, 0.0
+        self.found = False
+
+    def is_there(self) -> bool:
+        """Whether rank 0 sees the file; asked at most once a second, as the folder may be far away."""
+        if rank() == 0 and not self.found and time.monotonic() >= self.next:
+            self.next = time.monotonic() + self.EVERY_S
+            self.found = self.path.exists()
+        return self.found
+
+    def remove(self) -> None:
+        """Remove the file once it has been obeyed, or the run could never go on."""
+        if self.found:
+            self.path.unlink(missing_ok=True)

@@ -1,158 +1,26 @@
-"""Which folder a run works in, and from which checkpoint it goes on. Decided once, by rank 0."""
+"""Resuming: what may differ from the run that saved, and putting engine and random generators into its state."""
 
 import json
 import os
-import shutil
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from toolkit.checkpoint import changes, convert, directory, engine_files, random_state
+from toolkit.checkpoint import convert, directory, engine_files, random_state
 from toolkit.checkpoint.directory import RunState
 from toolkit.config.load import to_dict
 from toolkit.config.rule_tables import OPTIMIZERS
-from toolkit.config.schema import RunConfig
-from toolkit.disk import check_no_symlinks, unused_path
+from toolkit.config.schema import Influence, RunConfig, influence_of
 from toolkit.distributed.process_group import on_rank0
-from toolkit.errors import CheckpointError, ConfigError, RunFolderError
+from toolkit.errors import CheckpointError, ConfigError
 from toolkit.launch.environment import Ranks
 from toolkit.messages import tr
-from toolkit.secrets import hide_all
-from toolkit.train import folder_lock, run_folder, starts, stop_file
-from toolkit.train.checkpoint import Saver
-from toolkit.train.prepared import Prepared
-
-NEVER, AUTO, MUST = "never", "auto", "must"
-
-
-@dataclass(frozen=True, slots=True)
-class Origin:
-    """Where a run works and what it goes on from."""
-
-    folder: Path
-    """The run folder."""
-    checkpoint: Path | None
-    """Verified; None begins anew."""
-
-
-def choose(cfg: RunConfig, say: Callable[[str], None]) -> Origin:
-    """Return where to work, with the folder made and locked. For rank 0 only.
-
-    Raises:
-        RunFolderError: the run has finished already, somebody else works in it, or it cannot be made.
-        RepeatedDeath: it died twice in one place.
-        CheckpointError: there is nothing to go on from although there should be.
-        ConfigError: `resume` says something that cannot be.
-    """
-    named = Path(cfg.run.dir).absolute() / cfg.run.name if cfg.run.name else None
-    checkpoint: Path | None
-    if cfg.resume not in (NEVER, AUTO, MUST):
-        checkpoint = _checkpoint_at(Path(cfg.resume), say)
-        if named is None or checkpoint.parent.parent != named:
-            return Origin(_new(cfg, checkpoint, say), checkpoint)
-        _claim(named, say)
-        directory.discard_unfinished(checkpoint.parent)
-        _put_aside(named, checkpoint)
-        return Origin(named, checkpoint)
-    is_run = named is not None and any((named / name).exists() for name in (folder_lock.LOCK, "config.yaml"))
-    if named is None or not is_run or cfg.resume == NEVER:  # a folder that is no run is refused as it always was
-        if cfg.resume == MUST:
-            raise CheckpointError(
-                tr(
-                    "resume = must, but there is no run {folder}. Check run.name and run.dir.",
-                    folder=named or cfg.run.dir,
-                )
-            )
-        return Origin(_new(cfg, None, say), None)
-    _claim(named, say)
-    checkpoints = named / "checkpoints"
-    were_there = bool(directory.published_checkpoints(checkpoints))
-    checkpoint = directory.newest_complete(checkpoints, say)
-    directory.discard_unfinished(checkpoints)
-    if checkpoint is None and (were_there or cfg.resume == MUST):
-        raise CheckpointError(
-            tr(
-                "{folder} holds no checkpoint that is whole. To begin anew, choose another run.name.",
-                folder=checkpoints,
-            )
-        )
-    _put_aside(named, checkpoint)
-    if checkpoint is None:
-        say(tr("The run {folder} was stopped before its first checkpoint: it begins anew.", folder=named))
-    return Origin(named, checkpoint)
-
-
-def _checkpoint_at(path: Path, say: Callable[[str], None]) -> Path:
-    """Return the checkpoint that a path means: itself, or the newest of a run."""
-    path = path.absolute()
-    if any((path / name).is_file() for name in ("config.json", "adapter_config.json")):
-        raise ConfigError(
-            tr(
-                "resume = {path} is a model or an adapter alone, without what training needs to resume. Query it "
-                "(toolkit generate {path}), or start another training from it: model.path={path}, of an adapter "
-                "tuning.adapter={path}.",
-                path=path,
-            )
-        )
-    if (path / directory.MANIFEST).is_file():
-        if wrong := directory.manifest_problems(path):
-            raise CheckpointError(
-                tr("the checkpoint {folder} is damaged: {reason}.", folder=path, reason="; ".join(wrong[:3]))
-            )
-        return path
-    found = directory.newest_complete(path / "checkpoints", say) if path.is_dir() else None
-    if found is None:
-        raise ConfigError(
-            tr(
-                "resume = {path} is not auto, must or never, nor a checkpoint or a run directory with one.",
-                path=path,
-            )
-        )
-    return found
-
-
-def _new(cfg: RunConfig, checkpoint: Path | None, say: Callable[[str], None]) -> Path:
-    folder = run_folder.create(cfg)
-    folder_lock.take(folder, say)
-    starts.record(folder, _step(checkpoint))
-    return folder
-
-
-def _step(checkpoint: Path | None) -> int:
-    return directory.read_run_state(checkpoint).step if checkpoint else 0
-
-
-def _claim(folder: Path, say: Callable[[str], None]) -> None:
-    """Keep an existing run folder to this process, unless the run has finished, or is not this user's to write to."""
-    check_no_symlinks(folder, RunFolderError)
-    if (folder / "DONE").exists():
-        raise RunFolderError(
-            tr("the run {folder} has finished already (DONE). For another one choose another run.name.", folder=folder)
-        )
-    folder_lock.take(folder, say)
-    stop_file.remove_stale(folder, say)
-
-
-def _put_aside(folder: Path, checkpoint: Path | None) -> None:
-    """Make an existing run folder ready for going on: what would be overwritten is put aside."""
-    try:
-        starts.record(folder, _step(checkpoint))
-        for name in ("config.yaml", "ds_config.json", "environment.json", "FAILED"):
-            if (folder / name).exists():
-                (folder / name).rename(unused_path(folder / "logs" / name))
-        if (folder / "export").exists():  # of a run that died before it was DONE
-            (folder / "export").rename(unused_path(folder / "export.replaced"))
-        for path in [*folder.glob(".export.*.tmp"), *folder.glob(".base.*.tmp")]:
-            shutil.rmtree(path)
-        if checkpoint is not None:
-            directory.move_aside_after(checkpoint)
-        elif (folder / "base").exists():  # the random model of another config, maybe
-            (folder / "base").rename(unused_path(folder / "base.replaced"))
-    except OSError as error:
-        raise RunFolderError(
-            tr("cannot go on in {folder}: {reason}.", folder=folder, reason=error.strerror or error)
-        ) from error
+from toolkit.secrets import are_same, hide_all
+from toolkit.tables import leaves
+from toolkit.train.checkpointer import Checkpointer
+from toolkit.train.run_dir import RunSource, describe_environment
+from toolkit.train.task import RunContext
 
 
 def trim_metrics(folder: Path, length: int) -> None:
@@ -171,14 +39,8 @@ def trim_metrics(folder: Path, length: int) -> None:
     os.truncate(path, length)
 
 
-def identity(prepared: Prepared) -> dict[str, str]:
-    """Return what is the same if a run learns from the same, in the same rows."""
-    plan = prepared.train_plan.folder
-    return {"store": prepared.train.fingerprint, "rows": plan.name if plan else prepared.packing.value}
-
-
 def starting_state(
-    cfg: RunConfig, data: dict[str, str], ranks: Ranks, origin: Origin, say: Callable[[str], None]
+    cfg: RunConfig, data: dict[str, str], ranks: Ranks, source: RunSource, say: Callable[[str], None]
 ) -> RunState:
     """Return where the run begins, with everything in it that stays the same; put aside what is done again.
 
@@ -188,7 +50,7 @@ def starting_state(
         cfg: checked config.
         data: what the run learns from; see `identity`.
         ranks: who this process is.
-        origin: run folder, and what the run goes on from.
+        source: run folder, and what the run goes on from.
         say: tells the user.
 
     Raises:
@@ -200,22 +62,22 @@ def starting_state(
         "world_size": ranks.world_size,
         "data": data,
         "config": config,
-        "versions": run_folder.environment(ranks.world_size),
+        "versions": describe_environment(ranks.world_size),
     }
-    if origin.checkpoint is None:
-        trim_metrics(origin.folder, 0)
+    if source.checkpoint is None:
+        trim_metrics(source.folder, 0)
         return RunState(**same)
-    state = directory.read_run_state(origin.checkpoint)
+    state = directory.read_run_state(source.checkpoint)
     _check_tensor(state, config["parallel"]["tensor"], ranks.world_size)
-    changed = changes.check_changes(hide_all(state.config), config, state.data, data, cfg.checkpoint.allow_changes)
+    changed = check_changes(hide_all(state.config), config, state.data, data, cfg.checkpoint.allow_changes)
     _check_stages(_stage(state), config["zero"]["stage"])
     _check_optimizer(state, cfg, ranks)
     _check_pipeline(state, config, ranks.world_size)
     _check_states(state.config["zero"], config["zero"])
-    same_run = origin.checkpoint.parent.parent == origin.folder
+    same_run = source.checkpoint.parent.parent == source.folder
     if same_run:
-        trim_metrics(origin.folder, state.metrics_bytes)
-    say(tr("Going on after step {step} from {checkpoint}.", step=f"{state.step:,}", checkpoint=origin.checkpoint))
+        trim_metrics(source.folder, state.metrics_bytes)
+    say(tr("Going on after step {step} from {checkpoint}.", step=f"{state.step:,}", checkpoint=source.checkpoint))
     if changed:
         say(tr("Changed since then:") + "\n" + "\n".join(changed))
     return replace(state, **same)
@@ -307,11 +169,11 @@ def _check_states(before: dict[str, Any], now: dict[str, Any]) -> None:
                 )
 
 
-def go_on(saver: Saver, checkpoint: Path, state: RunState, ranks: Ranks, seed: int) -> None:
+def resume_from(checkpointer: Checkpointer, checkpoint: Path, state: RunState, ranks: Ranks, seed: int) -> None:
     """Put engine and random generators into the state of a checkpoint. A collective.
 
     Args:
-        saver: of the run's engine.
+        checkpointer: of the run's engine.
         checkpoint: verified.
         state: of `starting_state`.
         ranks: who this process is.
@@ -322,9 +184,9 @@ def go_on(saver: Saver, checkpoint: Path, state: RunState, ranks: Ranks, seed: i
     """
     saved = directory.read_run_state(checkpoint)
     if _is_converted(saved, _stage(state), ranks):
-        saver.load_universal(checkpoint)
+        checkpointer.load_universal(checkpoint)
     else:
-        saver.load(checkpoint)
+        checkpointer.load(checkpoint)
     path = checkpoint / random_state.file_name(ranks.rank)
     if saved.world_size == ranks.world_size:
         try:
@@ -335,24 +197,127 @@ def go_on(saver: Saver, checkpoint: Path, state: RunState, ranks: Ranks, seed: i
         random_state.seed_all(seed + 1_000_003 * state.step + ranks.rank)
 
 
-def go_back(saver: Saver, checkpoint: Path, start: RunState, folder: Path, ranks: Ranks, seed: int) -> RunState:
+def rewind_to(run: RunContext, checkpoint: Path) -> RunState:
     """Put a running run into the state of an earlier checkpoint, its metrics since then aside. A collective.
 
     Args:
-        saver: of the run's engine.
+        run: the run.
         checkpoint: that the run saved or began with.
-        start: where the run began, with its config.
-        folder: the run folder.
-        ranks: who this process is.
-        seed: `run.seed`.
-
-    Returns:
-        The state of the checkpoint.
 
     Raises:
-        CheckpointError: it cannot be read.
+        CheckpointError: if it cannot be read.
     """
-    state = replace(directory.read_run_state(checkpoint), config=start.config)
-    on_rank0(lambda: trim_metrics(folder, state.metrics_bytes if checkpoint.parent.parent == folder else 0))
-    go_on(saver, checkpoint, state, ranks, seed)
+    state = replace(directory.read_run_state(checkpoint), config=run.start.config)
+    is_own = checkpoint.parent.parent == run.folder
+    on_rank0(lambda: trim_metrics(run.folder, state.metrics_bytes if is_own else 0))
+    resume_from(run.checkpointer, checkpoint, state, run.ranks, run.cfg.run.seed)
     return state
+
+
+def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
+    """Return key, old and new value of everything that differs, in the order of the config; secrets do not.
+
+    A run older than a key did what the key's default says; only of what was trained it says nothing.
+    """
+    old, new = dict(leaves(before)), dict(leaves(now))
+    defaults = leaves(to_dict(RunConfig()))
+    old = {key: value for key, value in defaults if key in new and not _is_trained(key)} | old
+    keys = [*new, *(key for key in old if key not in new)]
+    return [(key, old.get(key), new.get(key)) for key in keys if not are_same(old.get(key), new.get(key))]
+
+
+def is_allowed_change(key: str) -> bool:
+    """Whether a key may change without changing what is computed."""
+    return influence_of(key, RunConfig) in (Influence.free, Influence.content)
+
+
+def _is_trained(key: str) -> bool:
+    return influence_of(key, RunConfig) is Influence.trained
+
+
+def check_changes(
+    before: Mapping[str, Any],
+    now: Mapping[str, Any],
+    data_before: Mapping[str, str],
+    data_now: Mapping[str, str],
+    allowed: Sequence[str],
+) -> list[str]:
+    """Return a line for each difference.
+
+    Args:
+        before: config of the checkpoint.
+        now: config of this run.
+        data_before: fingerprints of the checkpoint.
+        data_now: fingerprints of this run.
+        allowed: `checkpoint.allow_changes`: keys and sections that may change all the same; `data` for the data.
+
+    Raises:
+        ConfigError: something differs that changes what is computed, and is not allowed; or what is trained.
+    """
+    found = differences(before, now)
+    lines = [f"  {key}: {_shown(old)} -> {_shown(new)}" for key, old, new in found]
+    refused = [
+        (key, line)
+        for (key, _, _), line in zip(found, lines, strict=True)
+        if not is_allowed_change(key) and not _is_allowed(key, allowed) and not (key == "model.path" and _is_part(now))
+    ]
+    _check_kept_states(found, lines, before)
+    other = [line for (key, old, _), line in zip(found, lines, strict=True) if _is_trained(key) and old is not None]
+    if other:
+        raise ConfigError(
+            tr(
+                "the checkpoint belongs to a run that trains other parameters:\n{changes}\nUndo this, or start anew "
+                "under another run.name; from an adapter: tuning.adapter=RUN/export.",
+                changes="\n".join(other),
+            )
+        )
+    for name, fingerprint in data_now.items():
+        if data_before.get(name) != fingerprint:
+            line = tr("  the prepared data: {name} is another one", name=name)
+            lines.append(line)
+            if not _is_allowed("data", allowed):
+                refused.append(("data", line))
+    if refused:
+        keys = list(dict.fromkeys(key for key, _ in refused))
+        raise ConfigError(
+            tr(
+                "the checkpoint belongs to a run that computes something else:\n{changes}\nUndo this, or allow it: "
+                "checkpoint.allow_changes=[{keys}]; or start anew under another run.name.",
+                changes="\n".join(dict.fromkeys(line for _, line in refused)),
+                keys=",".join(keys),
+            )
+        )
+    return lines
+
+
+def _check_kept_states(found: Sequence[tuple[str, Any, Any]], lines: Sequence[str], before: Mapping[str, Any]) -> None:
+    """Refuse states that the optimizer cannot read; adam and adamw have the same, and older configs know no groups."""
+    adams, name = {"adam", "adamw"}, before.get("optim", {}).get("name")
+    other = [
+        line
+        for (key, old, now), line in zip(found, lines, strict=True)
+        if (key == "optim.name" and not {name, now} <= adams)
+        or (key in ("optim.decay", "optim.layer_lr_decay") and old is not None)
+    ]
+    if other:
+        raise ConfigError(
+            tr(
+                "the checkpoint holds the states of another optimizer, or of other parameter groups:\n{changes}\nUndo "
+                "this, or start anew under another run.name, from model.path=RUN/export.",
+                changes="\n".join(other),
+            )
+        )
+
+
+def _is_part(config: Mapping[str, Any]) -> bool:
+    """Whether a part of the model is trained: base.json in the checkpoint tells then whether the rest is the same."""
+    return bool(config.get("tuning", {}).get("method", "full") != "full")
+
+
+def _is_allowed(key: str, allowed: Sequence[str]) -> bool:
+    return any(key == name or key.startswith(f"{name}.") for name in allowed)
+
+
+def _shown(value: Any) -> str:
+    text = str(value)
+    return text if len(text) <= 80 else text[:77] + "..."

@@ -8,10 +8,19 @@ equals transformers' (5.23, optimization.py) with that first rate in the place o
 """
 
 import math
+from collections.abc import Callable
 from typing import Any, Protocol
 
-from toolkit.config.schema import Decay, ScheduleConfig, ScheduleName, WarmupType
-from toolkit.engine.ds_config import warmup_lowest
+from toolkit.config.schema import (
+    Decay,
+    RunConfig,
+    ScheduleConfig,
+    ScheduleName,
+    WarmupType,
+)
+from toolkit.engine.ds_config import warmup_lowest, warmup_steps
+from toolkit.errors import ConfigError
+from toolkit.messages import tr
 
 _OF_DEEPSPEED = (ScheduleName.constant, ScheduleName.linear, ScheduleName.cosine)
 _TIMESCALE = 10_000
@@ -160,3 +169,23 @@ class Schedule:
         """Put the rates of the next step into the groups."""
         for group, rate in zip(self.optimizer.param_groups, self.get_lr(), strict=True):
             group["lr"] = rate
+
+
+def make_schedule(cfg: RunConfig, total_steps: int) -> Callable[[HasGroups], Schedule]:
+    """Return what makes the learning-rate schedule of an optimizer.
+
+    Raises:
+        ConfigError: the run is too short for its schedule.
+    """
+    warmup, decay = warmup_steps(cfg, total_steps), cfg.schedule.decay_steps
+    if cfg.schedule.name is ScheduleName.wsd and warmup + decay > total_steps:
+        raise ConfigError(
+            tr(
+                "schedule.warmup_steps = {warmup} and schedule.decay_steps = {decay} are more together than the "
+                "{steps} steps of this run.",
+                warmup=warmup,
+                decay=decay,
+                steps=total_steps,
+            )
+        )
+    return lambda optimizer: Schedule(optimizer, cfg.schedule, cfg.optim.lr, total_steps, warmup)

@@ -1,8 +1,7 @@
 """One optimizer step: a function for each type of engine."""
 
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,107 +11,36 @@ from transformers import PreTrainedModel
 from toolkit.distributed.process_group import sum_over_ranks
 from toolkit.errors import Diverged
 from toolkit.messages import tr
-from toolkit.models.loss import num_trained_tokens, token_loss_sum
 from toolkit.models.pipeline import is_pipeline, train_window
 from toolkit.models.router_loss import RouterLoss
-from toolkit.train.guard import Guard
-from toolkit.train.pace import Stopwatch
-
-Batch = dict[str, torch.Tensor]
-TOKENS, SAMPLES = "tokens", "samples"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Objective:
-    """What a step sums up, and what it counts: the tokens of a language model, or a data set's samples."""
-
-    unit: str
-    """TOKENS or SAMPLES."""
-    count: Callable[[Any], int]
-    """Returns how many of a micro-batch's tokens or samples count."""
-    sizes: Callable[[list[Any]], list[int]]
-    """Returns how many are no padding in a rank's micro-batches, how many there are, and pairs of those that meet."""
-    loss_sum: Callable[[DeepSpeedEngine, Any], torch.Tensor]
-    """Runs a micro-batch forward and returns the sum of their losses, a float32 scalar on the engine's device."""
-    shape: Callable[[Any], tuple[int, ...]]
-    """Returns the size of a micro-batch, to be told where a step hangs."""
-
-
-@dataclass(kw_only=True, slots=True)
-class StepResult:
-    """What one step did. Loss and counts are those of the global batch, the same on every rank."""
-
-    loss: float
-    """Sum of the token losses / trained tokens, nats per token."""
-    trained_tokens: int
-    """Tokens whose loss counted."""
-    total_tokens: int
-    """Tokens that are not padding."""
-    computed_tokens: int
-    """Tokens including padding."""
-    pairs: int
-    """Pairs of a token and one of its sample that is not behind it."""
-    grad_norm: float
-    """Norm of the gradient before clipping; inf where it overflowed."""
-    votes: list[int]
-    """How many ranks voted for each question."""
-    micro_losses: torch.Tensor
-    """Sums of the token losses of this rank's micro-batches, float32 [accumulation] on the device."""
-    micro_tokens: list[int]
-    """Trained tokens of this rank's micro-batches."""
-    rank_tokens: int
-    """Tokens of this rank, including padding."""
-    arrived: float
-    """Seconds of `time.perf_counter` when this rank came to where ranks first wait for one another."""
-    forward_s: float
-    """Seconds of this rank's forward passes."""
-    router_loss: float | None = None
-    """Mean over layers and micro-batches of all ranks, without its coefficient; None where it is not counted."""
-
-
-def _tokens(micro_batches: list[Batch]) -> list[int]:
-    """Return a rank's tokens without padding and with it, and the pairs of a token and one that it sees."""
-    # A sample's tokens are numbered from 0, also in a packed row: each sees itself and those before it.
-    return [
-        sum(int((batch["segment_ids"] > 0).sum()) for batch in micro_batches),
-        sum(batch["input_ids"].numel() for batch in micro_batches),
-        sum(int(((batch["position_ids"] + 1) * (batch["segment_ids"] > 0)).sum()) for batch in micro_batches),
-    ]
-
-
-LANGUAGE = Objective(
-    unit=TOKENS,
-    count=num_trained_tokens,
-    sizes=_tokens,
-    loss_sum=lambda engine, batch: token_loss_sum(engine, batch),  # looked up late: tests put others in its place
-    shape=lambda batch: tuple(batch["input_ids"].shape),
-)
-"""Of a language model: the cross entropies of its trained tokens."""
+from toolkit.train.anomalies import StepGuard
+from toolkit.train.stragglers import Stopwatch
+from toolkit.train.task import StepResult, Task
 
 
 def train_step(
     engine: DeepSpeedEngine,
-    micro_batches: list[Batch],
+    task: Task,
+    micro_batches: list[Any],
     world_size: int,
-    guard: Guard,
+    guard: StepGuard,
     votes: Sequence[bool] = (),
     copies: int = 1,
-    objective: Objective = LANGUAGE,
 ) -> StepResult:
     """Do one optimizer step in the way of the engine's type; arguments, result and errors as `data_parallel_step`."""
     if is_pipeline(engine):
-        return pipeline_step(engine, micro_batches, guard, votes)
-    return data_parallel_step(engine, micro_batches, world_size, guard, votes, copies, objective)
+        return pipeline_step(engine, task, micro_batches, guard, votes)
+    return data_parallel_step(engine, task, micro_batches, world_size, guard, votes, copies)
 
 
 def data_parallel_step(
     engine: DeepSpeedEngine,
-    micro_batches: list[Batch],
+    task: Task,
+    micro_batches: list[Any],
     world_size: int,
-    guard: Guard,
+    guard: StepGuard,
     votes: Sequence[bool] = (),
     copies: int = 1,
-    objective: Objective = LANGUAGE,
 ) -> StepResult:
     """Do one optimizer step whose loss is exactly sum(token losses) / N over the global batch.
 
@@ -122,27 +50,27 @@ def data_parallel_step(
 
     Args:
         engine: the DeepSpeed engine.
-        micro_batches: this rank's accumulation window on the CPU; as many on every rank (see `training_batches`).
+        task: what is summed and counted.
+        micro_batches: this rank's accumulation window on the CPU; as many on every rank.
         world_size: number of ranks.
         guard: judges loss and gradient before the weights change.
         votes: this rank's answers to questions on which all must act alike; they ride on a sum.
         copies: how many ranks compute the same rows.
-        objective: what is summed and counted.
 
     Raises:
         ValueError: no token of the global batch is trained.
         Diverged: fp16's loss scale cannot be lowered any more.
     """
-    micro_tokens, tokens = [objective.count(batch) for batch in micro_batches], objective.sizes(micro_batches)
+    micro_tokens, tokens = [task.count(batch) for batch in micro_batches], task.sizes(micro_batches)
     arrived, forward = time.perf_counter(), Stopwatch(engine.device)
     # Not read here: the host would wait for the last step's update before it queues any work of this one.
     counts = sum_over_ranks([sum(micro_tokens), *tokens, *map(float, votes)], engine.device)
     factor = (world_size / counts[0]).float()
-    micro_losses = torch.zeros(len(micro_batches), device=engine.device)
+    micro_losses, routers = torch.zeros(len(micro_batches), device=engine.device), task.router_loss(engine)
     for place, batch in enumerate(micro_batches):
         forward.mark()
-        routers = _routers(engine, batch, len(micro_batches)) if objective is LANGUAGE else None
-        micro_sum = objective.loss_sum(engine, batch)
+        _begin_router_loss(routers, engine, batch, len(micro_batches))
+        micro_sum = task.loss_sum(engine, batch)
         forward.mark()
         engine.backward(micro_sum * factor, scale_wrt_gas=False)
         micro_losses[place] = micro_sum.detach()
@@ -168,7 +96,7 @@ def data_parallel_step(
 
 
 def pipeline_step(
-    engine: DeepSpeedEngine, micro_batches: list[Batch], guard: Guard, votes: Sequence[bool] = ()
+    engine: DeepSpeedEngine, task: Task, micro_batches: list[Any], guard: StepGuard, votes: Sequence[bool] = ()
 ) -> StepResult:
     """Do one optimizer step of a model that is divided into stages, with the same loss as `data_parallel_step`.
 
@@ -177,6 +105,7 @@ def pipeline_step(
 
     Args:
         engine: the PipelineEngine.
+        task: what is summed and counted.
         micro_batches: the accumulation window of this rank's pipeline; the same on all its stages.
         guard: judges loss and gradient before the weights change.
         votes: as `data_parallel_step`; of every rank.
@@ -185,8 +114,8 @@ def pipeline_step(
         ValueError: no token of the global batch is trained.
     """
     counts_here = engine.is_last_stage()
-    micro_tokens = [num_trained_tokens(batch) for batch in micro_batches]
-    tokens = _tokens(micro_batches)
+    micro_tokens = [task.count(batch) for batch in micro_batches]
+    tokens = task.sizes(micro_batches)
     arrived = time.perf_counter()
     mine = [sum(micro_tokens), *tokens] if counts_here else [0, 0, 0, 0]
     counts = sum_over_ranks([*map(float, mine), *map(float, votes)], engine.device)
@@ -194,8 +123,8 @@ def pipeline_step(
     micro_losses: list[torch.Tensor] = []
     read: list[tuple[float, float, float, list[float]]] = []
 
-    def finish(model: PreTrainedModel, batch: Batch) -> torch.Tensor:
-        micro_sum = token_loss_sum(model, batch)
+    def finish(model: PreTrainedModel, batch: Any) -> torch.Tensor:
+        micro_sum = task.loss_sum(model, batch)
         micro_losses.append(micro_sum.detach())
         return micro_sum * factor
 
@@ -222,14 +151,12 @@ def pipeline_step(
     )
 
 
-def _routers(engine: DeepSpeedEngine, batch: Batch, accumulation: int) -> RouterLoss | None:
-    """Return the loss of the model's routers, ready for a micro-batch; None where it is not counted."""
-    routers: RouterLoss | None = getattr(engine.module, "router_loss", None)
-    if routers is not None:
-        # Its gradient comes from no loss that the engine could scale.
-        loss_scale = float(engine.optimizer.loss_scale) if engine.fp16_enabled() else 1.0
-        routers.begin(batch["segment_ids"], engine.device, loss_scale / accumulation)
-    return routers
+def _begin_router_loss(routers: RouterLoss | None, engine: DeepSpeedEngine, batch: Any, accumulation: int) -> None:
+    if routers is None:
+        return
+    # Its gradient comes from no loss that the engine could scale.
+    loss_scale = float(engine.optimizer.loss_scale) if engine.fp16_enabled() else 1.0
+    routers.begin(batch["segment_ids"], engine.device, loss_scale / accumulation)
 
 
 def _read(

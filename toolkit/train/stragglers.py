@@ -61,7 +61,7 @@ class Stopwatch:
 
 
 @dataclass(frozen=True, slots=True)
-class Pace:
+class RankTimes:
     """Some steps, rank by rank. Sums over the steps."""
 
     steps: int
@@ -92,13 +92,13 @@ class Pace:
             }
         return row
 
-    def __add__(self, other: "Pace") -> "Pace":
+    def __add__(self, other: "RankTimes") -> "RankTimes":
         """Return both together."""
 
         def both(mine: Sequence[float], others: Sequence[float]) -> list[float]:
             return [one + more for one, more in zip(mine, others, strict=True)]
 
-        return Pace(
+        return RankTimes(
             self.steps + other.steps,
             self.seconds + other.seconds,
             both(self.own_s, other.own_s),
@@ -120,7 +120,7 @@ def exchange(mine: Sequence[float], device: torch.device) -> list[list[float]]:
     return found
 
 
-class SlowRanks:
+class StragglerDetector:
     """Tells, once for each, of ranks that are slow for long.
 
     Args:
@@ -129,11 +129,11 @@ class SlowRanks:
 
     def __init__(self, hosts: Sequence[str]) -> None:
         self.hosts = hosts
-        self._pace: Pace | None = None
+        self._pace: RankTimes | None = None
         self._suspect, self._times = -1, 0
         self._told: set[int] = set()
 
-    def see(self, pace: Pace) -> str:
+    def see(self, pace: RankTimes) -> str:
         """Take note of some steps; return what the user is to be told, "" if nothing.
 
         Args:
@@ -151,7 +151,7 @@ class SlowRanks:
         self._told.add(suspect)
         return self._text(pace, suspect)
 
-    def _text(self, pace: Pace, slow: int) -> str:
+    def _text(self, pace: RankTimes, slow: int) -> str:
         own_s, median_s = pace.own_s[slow], _median(pace.own_s)
         data_s = pace.data_wait_s[slow] - _median(pace.data_wait_s)
         if data_s > (own_s - median_s) / 2:
@@ -178,7 +178,7 @@ class SlowRanks:
         )
 
 
-def _slow(pace: Pace) -> int:
+def _slow(pace: RankTimes) -> int:
     """Return the rank that is slow, -1 if none is.
 
     A rank whose rows are longer than those of others takes longer, and is not slow: it has to be so per token as well.

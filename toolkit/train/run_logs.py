@@ -20,7 +20,7 @@ _LOOK_S = 1.0
 _is_apart = False
 
 
-def begin(file: Path, rank: int) -> None:
+def start_logs(file: Path, rank: int) -> None:
     """Send what libraries say to a file from here on.
 
     Warnings of DeepSpeed and transformers stay on the terminal of rank 0, errors on those of all ranks, NCCL's warnings
@@ -62,12 +62,12 @@ def _take_stdout(log: IO[str], rank: int) -> None:
     sys.stdout.flush()
     if not rank and not _is_apart:
         shown = os.fdopen(os.dup(1), "wb")
-        sys.stdout = Lasting(shown, encoding=sys.stdout.encoding, errors="backslashreplace", line_buffering=True)
+        sys.stdout = LastingStdout(shown, encoding=sys.stdout.encoding, errors="backslashreplace", line_buffering=True)
         _is_apart = True
     os.dup2(log.fileno(), 1)
 
 
-class Lasting(io.TextIOWrapper):
+class LastingStdout(io.TextIOWrapper):
     """A stdout that outlives its reader: who closes the terminal, or ends `tee`, must not keep a run from saving."""
 
     def write(self, text: str) -> int:

@@ -1,5 +1,10 @@
-"""The call by which a program trains its own model."""
+"""Train a user's own model and data set: docs/own_models.md."""
 
+from toolkit.distributed.failure import end_with_launcher
+
+end_with_launcher()  # before the seconds in which torch is imported
+
+# ruff: noqa: E402
 import os
 import sys
 import time
@@ -11,16 +16,18 @@ import torch
 from torch import nn
 from torch.utils.data import default_collate
 
-from toolkit.cli.failures import guarded
-from toolkit.cli.train import greet, make_ready
 from toolkit.config.rules import check_without_validation
+from toolkit.distributed.failure import run_guarded
+from toolkit.distributed.process_group import gather_metrics
 from toolkit.errors import ConfigError
 from toolkit.launch import environment
 from toolkit.launch.deepspeed import age_s
 from toolkit.messages import tr
-from toolkit.own.task import Loss, Metrics, Score, Task
+from toolkit.train.custom_data import CustomSpec, Loss, Metrics, Score
+from toolkit.train.startup import greet, make_ready
 
-_BASE = Path(__file__).with_name("own.yaml")
+__all__ = ["gather_metrics", "share", "train"]
+_BASE = Path(__file__).with_name("custom.yaml")
 
 
 def train(
@@ -55,7 +62,7 @@ def train(
             recorded in place of the means: for what is no mean.
         collate: makes a batch of a list of samples; torch's by default.
         shards_itself: the iterable data set gives each rank what is its own; see `share`.
-        recipe: a YAML file with settings, or the name of a recipe; "" takes `toolkit/own/own.yaml`.
+        recipe: a YAML file with settings, or the name of a recipe; "" takes `toolkit/custom.yaml`.
         overrides: settings as on the command line, which wins over them.
         words: the command line after the program; None takes it from sys.argv.
 
@@ -65,7 +72,7 @@ def train(
     Raises:
         SystemExit: the run did not come to its end; with the exit code of `toolkit train`. The reason has been told.
     """
-    task = Task(
+    spec = CustomSpec(
         model=model,
         dataset=dataset,
         loss=loss,
@@ -77,28 +84,38 @@ def train(
     )
     typed = environment.strip_launcher_arguments(sys.argv[1:] if words is None else words)
     found: list[Path] = []
-    code = guarded(lambda: _run(task, [f"recipe={recipe or _BASE}", *overrides, *typed], found))
+    code = run_guarded(lambda: _run(spec, [f"recipe={recipe or _BASE}", *overrides, *typed], found))
     if code or not found:
         raise SystemExit(code)
     return found[0]
 
 
-def _run(task: Task, words: list[str], found: list[Path]) -> int:
-    if task.score is not None and task.metrics is None:
+def _run(spec: CustomSpec, words: list[str], found: list[Path]) -> int:
+    if spec.score is not None and spec.metrics is None:
         raise ConfigError(tr("score= makes figures of what metrics= returns: give both."))
-    if task.metrics is not None and task.validation is None:
+    if spec.metrics is not None and spec.validation is None:
         raise ConfigError(tr("metrics= are of the validation data: give validation= too."))
     ready = make_ready(words, own=True)
     if ready is None:
         return 0
     composed, ranks = ready
-    if task.validation is None:
+    if spec.validation is None:
         check_without_validation(composed.loaded)
     if "OMP_NUM_THREADS" in os.environ:  # torch, which the program has imported, read it before it was set
         torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     if ranks.rank == 0:
-        greet(composed, ranks, task.model_name)
-    from toolkit.own import session
+        greet(composed, ranks, spec.model_name)
+    from toolkit.train.custom_task import CustomTask
+    from toolkit.train.trainer import Trainer
 
-    found.append(session.run(task, composed.loaded.cfg, ranks, time.monotonic() - age_s()))
+    found.append(Trainer(CustomTask(spec), composed.loaded.cfg, ranks, time.monotonic() - age_s()).train())
     return 0
+
+
+def share() -> tuple[int, int]:
+    """Return this rank's number and how many there are, for a data set that shards itself: `rows[number::count]`.
+
+    Right before and after the process group is there, under every launcher.
+    """
+    ranks = environment.detect(os.environ)
+    return ranks.rank, ranks.world_size

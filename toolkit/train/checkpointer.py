@@ -1,4 +1,10 @@
-"""Saving a run while it trains: written at once, proven in the background, published when every rank has done its part.
+"""Removes old checkpoints, and makes the weights that stay of them, next to training: a thread of rank 0.
+
+Deleting a checkpoint of 70 GB on a network disk takes minutes, and no step waits for it. What goes is renamed first:
+what is half deleted cannot be taken for a checkpoint, and the next start removes what a killed process has left.
+
+
+Saving a run while it trains: written at once, proven in the background, published when every rank has done its part.
 
 A save goes through three states. *Written*: every rank has handed its files to the system; training goes on. (With
 `checkpoint.asynchronous` it has noted what they will hold; its thread copies that, for which the next update waits, and
@@ -15,7 +21,7 @@ import math
 import shutil
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,7 +41,98 @@ from toolkit.messages import tr
 from toolkit.models import probe
 from toolkit.models.pipeline import capture_probe, is_pipeline, unwrap_model
 from toolkit.models.save import MODEL_DIR
-from toolkit.train.rotation import Rotation
+
+
+class Rotation:
+    """Keeps what the config says of the checkpoints of a run.
+
+    A run that is stopped does not wait for it: what is not done then is done by the next start.
+
+    Args:
+        folder: checkpoints/ of the run.
+        config: how much is kept.
+        export: makes an export of a checkpoint; raises CheckpointError.
+        say: tells the user.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        config: CheckpointConfig,
+        export: Callable[[Path, Path], None],
+        say: Callable[[str], None],
+    ) -> None:
+        self.folder, self.config, self.export, self.say = folder, config, export, say
+        self._lock = threading.Lock()
+        self._thread: threading.Thread | None = None
+        self._is_due = False
+        self._also: Collection[Path] | None = None
+
+    def request(self, also: Collection[Path] | None = None) -> None:
+        """Remove what is too much; returns at once. Of several requests the last one counts.
+
+        Args:
+            also: checkpoints that stay next to the newest ones; None removes only what was discarded already.
+        """
+        with self._lock:
+            self._is_due, self._also = True, self._also if also is None else also
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="rotation", daemon=True)
+                self._thread.start()
+
+    def is_busy(self, patience_s: float = 0.0) -> bool:
+        """Return whether something is still to be removed, after waiting at most so many seconds for the end of it."""
+        thread = self._thread
+        if thread is not None:
+            thread.join(patience_s)
+        return thread is not None and thread.is_alive()
+
+    def _run(self) -> None:
+        while True:
+            with self._lock:
+                if not self._is_due:
+                    self._thread = None
+                    return
+                also, self._is_due, self._also = self._also, False, None
+            try:
+                directory.empty_trash(self.folder)
+                if also is not None:
+                    self._rotate(also)
+            except Exception as error:  # whatever it is: the thread must be there for the next save
+                reason = error.strerror if isinstance(error, OSError) else None
+                self.say(tr("WARNING: older checkpoints could not be removed: {reason}.", reason=reason or error))
+
+    def _rotate(self, also: Collection[Path]) -> None:
+        keep, keep_weights = self.config.keep, self.config.keep_weights
+        waiting = self._waiting(directory.outdated_checkpoints(self.folder, keep, also))
+        directory.remove_old(self.folder, keep, [*also, *waiting], self.config.max_gib * 2**30, keep_weights)
+        for checkpoint in reversed(waiting):  # the oldest first
+            try:
+                self.export(checkpoint, directory.weights_of(checkpoint))
+            except (CheckpointError, OSError) as error:
+                self.say(
+                    tr(
+                        "WARNING: the weights of the checkpoint {name} could not be put aside: {reason}. It stays as "
+                        "it is, and it is tried again at the next save.",
+                        name=checkpoint.name,
+                        reason=error,
+                    )
+                )
+                continue
+            directory.remove_directory(checkpoint)
+            directory.remove_old(self.folder, 0, keep_weights=keep_weights)
+
+    def _waiting(self, outdated: list[Path]) -> list[Path]:
+        """Return which of the checkpoints that may go must stay until their weights are next to them, newest first."""
+        there = directory.weights_only(self.folder)
+        steps = sorted({directory.step_of_any(path) for path in (*outdated, *there)}, reverse=True)
+        wanted = steps if self.config.keep_weights < 0 else steps[: self.config.keep_weights]
+        return [
+            path
+            for path in outdated
+            if directory.step_of_any(path) in wanted and directory.weights_of(path) not in there
+        ]
+
 
 _ROOM = 1.1
 """Free space that a save wants, as a multiple of the last checkpoint's size."""
@@ -48,7 +145,7 @@ _FIRST_BYTES_PER_PARAMETER = 12
 
 
 @dataclass(frozen=True, slots=True)
-class Described:
+class ModelFiles:
     """What a checkpoint holds of the model beside the engine's files."""
 
     files: Mapping[str, bytes]
@@ -61,7 +158,7 @@ class Described:
     """Whether checkpoints hold what is not trained, too: of a model of one's own nobody else has it."""
 
 
-class Saver:
+class Checkpointer:
     """All checkpoints of one run. Every method but `is_proven` and `end` is a collective.
 
     Args:
@@ -79,7 +176,7 @@ class Saver:
         engine: DeepSpeedEngine,
         folder: Path,
         config: CheckpointConfig,
-        described: Described,
+        described: ModelFiles,
         say: Callable[[str], None],
         keep_best: str = "",
         patience_s: float = 300.0,

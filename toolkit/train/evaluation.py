@@ -24,13 +24,12 @@ from toolkit.launch.environment import Ranks
 from toolkit.messages import joined, tr
 from toolkit.models.pipeline import unwrap_model
 from toolkit.terminal import phase
-from toolkit.train.batches import Batch, evaluation_batches, num_evaluation_batches
-from toolkit.train.prepared import Prepared
+from toolkit.train.language_data import Batch, LanguageData, evaluation_batches, num_evaluation_batches
 
 Say = Callable[[str], None]
 
 
-def questions_of(cfg: RunConfig, prepared: Prepared, say: Say) -> list[ValidationQuestion]:
+def choose_prompts(cfg: RunConfig, prepared: LanguageData, say: Say) -> list[ValidationQuestion]:
     """Return the validation samples that the model is to answer; before it is loaded, as this may fail.
 
     Args:
@@ -83,7 +82,7 @@ class Evaluation:
 
     cfg: RunConfig
     """Checked config."""
-    prepared: Prepared
+    prepared: LanguageData
     """Encoder and stores; the validation split is there."""
     ranks: Ranks
     """Who this process is."""

@@ -1,23 +1,104 @@
-"""Micro-batches of a data set of one's own: whose each sample is, in which order, and how a run goes on in it."""
+"""What a program brings to train (its model, data sets and loss), and the micro-batches of its data."""
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader
+from torch import nn
+from torch.utils.data import DataLoader, IterableDataset, default_collate
 
+from toolkit.checkpoint import random_state
 from toolkit.config.mesh import accumulation, micro_rows
 from toolkit.config.schema import RunConfig
 from toolkit.data.sampler import GlobalBatchSampler, Position, next_position, sequential, steps_per_epoch
 from toolkit.distributed import process_group
-from toolkit.errors import DataError
+from toolkit.errors import ConfigError, DataError
 from toolkit.launch.environment import Ranks
 from toolkit.messages import tr
-from toolkit.own.task import Task, is_map_style
+
+Loss = Callable[[Any, Any], torch.Tensor]
+"""Given the model and a batch, returns one loss per sample, [n]."""
+Metrics = Callable[[Any, Any], Mapping[str, torch.Tensor]]
+"""Given the model and a batch, returns by name a value per sample, [n, ...]."""
+Score = Callable[[Mapping[str, torch.Tensor]], Mapping[str, float]]
+"""Given the values of all samples, by name [N, ...] on the CPU, returns figures."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CustomSpec:
+    """A program's own parts; see `toolkit.custom.train`."""
+
+    model: nn.Module | Callable[[], nn.Module]
+    dataset: Any
+    loss: Loss
+    validation: Any = None
+    metrics: Metrics | None = None
+    score: Score | None = None
+    collate: Callable[[list[Any]], Any] = default_collate
+    shards_itself: bool = False
+
+    @property
+    def model_name(self) -> str:
+        """Return what messages call the model."""
+        model = self.model
+        name = type(model).__name__ if isinstance(model, nn.Module) else getattr(model, "__name__", "?")
+        return tr("a model of one's own") if name == "<lambda>" else name
+
+    def build(self, seed: int) -> nn.Module:
+        """Return the model, the same on every rank; one that is there already is taken as rank 0 has it.
+
+        Args:
+            seed: of random weights, where a function makes the model.
+
+        Raises:
+            ConfigError: it is no module, or nothing in it is trained.
+        """
+        model = self.model
+        if not isinstance(model, nn.Module):
+            random_state.seed_all(seed)
+            model = model()
+        if not isinstance(model, nn.Module):
+            raise ConfigError(
+                tr("model= must be a torch.nn.Module or make one, and is {kind}.", kind=type(model).__name__)
+            )
+        if not any(parameter.requires_grad for parameter in model.parameters()):
+            raise ConfigError(
+                tr("nothing in {model} is trained: no parameter wants a gradient.", model=self.model_name)
+            )
+        return model
+
+
+def is_map_style(dataset: Any) -> bool:
+    """Whether any sample of a data set can be read at once.
+
+    Raises:
+        DataError: it is no data set.
+    """
+    if isinstance(dataset, DataLoader):
+        raise DataError(tr("give the data set, not a DataLoader: batches are made here."))
+    if hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__") and not isinstance(dataset, IterableDataset):
+        return True
+    if not hasattr(dataset, "__iter__"):
+        raise DataError(
+            tr(
+                "{kind} is no data set: it needs __len__ and __getitem__, or __iter__.",
+                kind=type(dataset).__name__,
+            )
+        )
+    return False
+
+
+def digest(model: nn.Module) -> str:
+    """Return what tells two models apart by the names and shapes of what a checkpoint holds."""
+    shapes = {name: tuple(getattr(one, "ds_shape", one.shape)) for name, one in model.named_parameters()}
+    shapes |= {name: tuple(one.shape) for name, one in model.named_buffers()}
+    return blake2b(repr(sorted(shapes.items())).encode(), digest_size=8).hexdigest()
+
 
 Collate = Callable[[list[Any]], Any]
 
@@ -31,7 +112,7 @@ class MicroBatch(NamedTuple):
     """Samples in it that count: 0 where it is there only for the ranks to compute in step."""
 
 
-class Data(Protocol):
+class CustomData(Protocol):
     """A training data set as the loop uses it."""
 
     identity: dict[str, str]
@@ -55,36 +136,36 @@ class Data(Protocol):
         """Return what the samples of a step are called: of each rank, of each micro-batch."""
 
 
-def data_of(task: Task, cfg: RunConfig, ranks: Ranks) -> Data:
+def open_dataset(spec: CustomSpec, cfg: RunConfig, ranks: Ranks) -> CustomData:
     """Return the training data of a program.
 
     Raises:
         DataError: it is no data set, or empty, or nobody knows when an endless one ends; or the validation data is
             none, or shared out by itself.
     """
-    if task.validation is not None and not is_map_style(task.validation) and task.shards_itself:
+    if spec.validation is not None and not is_map_style(spec.validation) and spec.shards_itself:
         raise DataError(_shared_out())
-    return _Samples(task, cfg, ranks) if is_map_style(task.dataset) else _Stream(task, cfg, ranks)
+    return _MapSamples(spec, cfg, ranks) if is_map_style(spec.dataset) else _StreamSamples(spec, cfg, ranks)
 
 
-class _Samples:
+class _MapSamples:
     """A map-style data set: each sample once per epoch over all ranks, in an order of `run.seed`."""
 
-    def __init__(self, task: Task, cfg: RunConfig, ranks: Ranks) -> None:
-        self.task, self.cfg, self.ranks, self.size = task, cfg, ranks, len(task.dataset)
+    def __init__(self, spec: CustomSpec, cfg: RunConfig, ranks: Ranks) -> None:
+        self.spec, self.cfg, self.ranks, self.size = spec, cfg, ranks, len(spec.dataset)
         if not self.size:
             raise DataError(tr("the data set is empty."))
-        if task.shards_itself:
+        if spec.shards_itself:
             raise DataError(tr("shards_itself= is for iterable data sets; of this one ranks read their own samples."))
-        self.identity = {"samples": f"{type(task.dataset).__name__} {self.size}"}
-        self.described = tr("{count} samples of {kind}", count=f"{self.size:,}", kind=type(task.dataset).__name__)
+        self.identity = {"samples": f"{type(spec.dataset).__name__} {self.size}"}
+        self.described = tr("{count} samples of {kind}", count=f"{self.size:,}", kind=type(spec.dataset).__name__)
         self.steps_per_epoch = steps_per_epoch(self.size, cfg.batch.global_size)
         self.total_steps = cfg.train.max_steps or cfg.train.epochs * self.steps_per_epoch
 
     def batches_from(self, place: Position, num_steps: int) -> Iterator[MicroBatch]:
         seed, workers = self.cfg.run.seed, self.cfg.data.num_workers
         loader: DataLoader[Any] = DataLoader(
-            _Rows(self.task.dataset, self.task.collate, seed),  # type: ignore[arg-type]
+            _Rows(self.spec.dataset, self.spec.collate, seed),  # type: ignore[arg-type]
             sampler=_Marked(self._sampler(self.ranks.rank, place, num_steps)),
             batch_size=None,  # a micro-batch is an item
             collate_fn=_as_it_is,  # type: ignore[arg-type]  # torch takes it for a list's
@@ -153,11 +234,11 @@ class _Rows:
             return MicroBatch(self.collate(samples), len(rows))
 
 
-def _take() -> tuple[Any, ...]:
+def _capture() -> tuple[Any, ...]:
     return random.getstate(), np.random.get_state(), torch.random.get_rng_state()
 
 
-def _put(states: tuple[Any, ...]) -> None:
+def _restore(states: tuple[Any, ...]) -> None:
     random.setstate(states[0])
     np.random.set_state(states[1])
     torch.random.set_rng_state(states[2])
@@ -165,11 +246,11 @@ def _put(states: tuple[Any, ...]) -> None:
 
 @contextmanager
 def _generators_kept() -> Iterator[None]:
-    before = _take()
+    before = _capture()
     try:
         yield
     finally:
-        _put(before)
+        _restore(before)
 
 
 def _seed(key: str) -> None:
@@ -180,17 +261,17 @@ def _seed(key: str) -> None:
     torch.default_generator.manual_seed(number)
 
 
-class _Stream:
+class _StreamSamples:
     """An iterable data set as one endless stream, begun anew whenever it ends; every step is whole.
 
     Each rank reads all of it and takes every n-th sample; or, if the data set shards itself, each reads what is its own
     and takes all of that.
     """
 
-    def __init__(self, task: Task, cfg: RunConfig, ranks: Ranks) -> None:
-        self.task, self.cfg, self.ranks = task, cfg, ranks
-        size, name = cfg.batch.global_size, type(task.dataset).__name__
-        known = self.size = len(task.dataset) if hasattr(task.dataset, "__len__") else 0
+    def __init__(self, spec: CustomSpec, cfg: RunConfig, ranks: Ranks) -> None:
+        self.spec, self.cfg, self.ranks = spec, cfg, ranks
+        size, name = cfg.batch.global_size, type(spec.dataset).__name__
+        known = self.size = len(spec.dataset) if hasattr(spec.dataset, "__len__") else 0
         if not (cfg.train.max_steps or known):
             raise DataError(
                 tr("{kind} has no length: say how long to train, train.max_steps=1000.", kind=name),
@@ -204,7 +285,7 @@ class _Stream:
                 )
             )
         # What a rank of another number would read of a data set that shards itself, nobody knows.
-        whose = f"{ranks.world_size} parts" if task.shards_itself else "shared out"
+        whose = f"{ranks.world_size} parts" if spec.shards_itself else "shared out"
         self.identity = {"samples": f"{name}, {whose}"}
         self.described = tr("A stream of {kind}", kind=name)
         self.total_steps = cfg.train.max_steps or steps_per_epoch(cfg.train.epochs * known, size)
@@ -212,8 +293,8 @@ class _Stream:
 
     def batches_from(self, place: Position, num_steps: int) -> Iterator[MicroBatch]:
         ranks, size = self.ranks.world_size, micro_rows(self.cfg)
-        first, every = (0, 1) if self.task.shards_itself else (self.ranks.rank, ranks)
-        skipped = place.row // ranks if self.task.shards_itself else place.row
+        first, every = (0, 1) if self.spec.shards_itself else (self.ranks.rank, ranks)
+        skipped = place.row // ranks if self.spec.shards_itself else place.row
         mine: list[Any] = []
         wanted = num_steps * accumulation(self.cfg, ranks)
         for number, sample in enumerate(self._samples()):
@@ -221,7 +302,7 @@ class _Stream:
                 continue
             mine.append(sample)
             if len(mine) == size:
-                yield MicroBatch(self.task.collate(mine), size)
+                yield MicroBatch(self.spec.collate(mine), size)
                 mine, wanted = [], wanted - 1
                 if not wanted:
                     return
@@ -237,36 +318,36 @@ class _Stream:
 
     def _samples(self) -> Iterator[Any]:
         """Yield samples without end; what the data set draws comes from generators of its own."""
-        states, number = _take(), 0
+        states, number = _capture(), 0
         while True:
             is_empty = True
-            outside = _take()
-            _put(states)
+            outside = _capture()
+            _restore(states)
             _seed(f"{self.cfg.run.seed} {number}")
-            if hasattr(self.task.dataset, "set_epoch"):
-                self.task.dataset.set_epoch(number)
-            stream = iter(self.task.dataset)
+            if hasattr(self.spec.dataset, "set_epoch"):
+                self.spec.dataset.set_epoch(number)
+            stream = iter(self.spec.dataset)
             while True:
                 try:
                     sample = next(stream)
                 except StopIteration:
                     break
                 finally:
-                    states = _take()
-                    _put(outside)
+                    states = _capture()
+                    _restore(outside)
                 is_empty = False
                 yield sample
-                outside = _take()
-                _put(states)
+                outside = _capture()
+                _restore(states)
             if is_empty:
-                name = type(self.task.dataset).__name__
+                name = type(self.spec.dataset).__name__
                 if not number:
                     raise DataError(tr("{kind} gives no sample.", kind=name))
                 raise DataError(tr("{kind} ends for good: iter() of it must begin anew each time.", kind=name))
             number += 1
 
 
-def validation_batches(task: Task, cfg: RunConfig, ranks: Ranks) -> Iterator[tuple[list[int], MicroBatch]]:
+def validation_batches(spec: CustomSpec, cfg: RunConfig, ranks: Ranks) -> Iterator[tuple[list[int], MicroBatch]]:
     """Yield this rank's micro-batches of the validation data, with the numbers of their samples.
 
     Each sample comes once over all ranks, and as many micro-batches on every rank. An iterable data set is read whole
@@ -278,8 +359,8 @@ def validation_batches(task: Task, cfg: RunConfig, ranks: Ranks) -> Iterator[tup
     size, rank, world = micro_rows(cfg), ranks.rank, ranks.world_size
     with _generators_kept():
         _seed(f"{cfg.run.seed} validation")
-        samples = task.validation if is_map_style(task.validation) else list(task.validation)
-        rows = _Rows(samples, task.collate, cfg.run.seed)
+        samples = spec.validation if is_map_style(spec.validation) else list(spec.validation)
+        rows = _Rows(samples, spec.collate, cfg.run.seed)
     if len(set(process_group.gather(len(samples)))) > 1:
         raise DataError(_shared_out())
     if not len(samples):

@@ -20,8 +20,7 @@ from toolkit.plan.machine import Machine, find_gpu, own_memory
 from toolkit.plan.memory import process_bytes
 from toolkit.plan.outline import cached_outline, outline_of
 from toolkit.plan.search import Layout, cheapest, evaluate_layout, layouts, overrides, with_layout
-from toolkit.train.prepared import Prepared
-from toolkit.train.resume import Origin
+from toolkit.train.run_dir import RunSource
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +51,7 @@ class RunPlan:
         return "\n".join(view.memory_table(self.layout))
 
 
-def plan_run(cfg: RunConfig, prepared: Prepared, ranks: Ranks, device: torch.device, file: Path) -> RunPlan | None:
+def plan_run(cfg: RunConfig, vocab_size: int, ranks: Ranks, device: torch.device, file: Path) -> RunPlan | None:
     """Write down and return the plan of a config on this machine; None for a model that nobody has planned yet.
 
     A collective.
@@ -61,7 +60,7 @@ def plan_run(cfg: RunConfig, prepared: Prepared, ranks: Ranks, device: torch.dev
 
     def plan() -> RunPlan | None:
         try:
-            outline = cached_outline(cfg, len(prepared.tokenizer))
+            outline = cached_outline(cfg, vocab_size)
             if outline is None:
                 return None
             found = RunPlan(evaluate_layout(outline, cfg, machine, rates_of(cfg, machine, outline)), machine.on_cpu)
@@ -74,7 +73,7 @@ def plan_run(cfg: RunConfig, prepared: Prepared, ranks: Ranks, device: torch.dev
     return on_rank0(plan)
 
 
-def choose(cfg: RunConfig, prepared: Prepared, ranks: Ranks, device: torch.device, origin: Origin) -> RunConfig:
+def choose_layout(cfg: RunConfig, vocab_size: int, ranks: Ranks, device: torch.device, origin: RunSource) -> RunConfig:
     """Return the config with the layout that `plan.auto` chooses, or that the run began with. A collective.
 
     Raises:
@@ -85,7 +84,7 @@ def choose(cfg: RunConfig, prepared: Prepared, ranks: Ranks, device: torch.devic
     machine = _machine(cfg, ranks, device)
 
     def best() -> Layout | None:
-        outline = outline_of(cfg, say, len(prepared.tokenizer))
+        outline = outline_of(cfg, say, vocab_size)
         return cheapest(list(layouts(outline, cfg, machine, rates_of(cfg, machine, outline))))
 
     found = on_rank0(best)

@@ -1,15 +1,24 @@
-"""Steps whose numbers go wrong: noticed before the weights change, alike on all ranks, and named."""
+"""Steps whose numbers go wrong: noticed before the weights change, alike on all ranks, and named.
 
+What a step that went wrong was made of, in a file that `toolkit show` prints.
+"""
+
+import json
 import math
 import statistics
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from pathlib import Path
+from typing import Any
 
+import torch
 from deepspeed import DeepSpeedEngine
 
 from toolkit.config.schema import TrainConfig
+from toolkit.disk import unused_path
+from toolkit.distributed.process_group import gather, on_rank0
 from toolkit.engine.deepspeed_patches import veto_updates
 from toolkit.errors import Diverged
 from toolkit.messages import tr
@@ -20,7 +29,7 @@ FEWEST = 10
 """Good steps that have to be known before anything is called a spike."""
 
 
-class Kind(Enum):
+class AnomalyKind(Enum):
     """What is wrong with a step."""
 
     loss = "loss"
@@ -30,10 +39,10 @@ class Kind(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Trouble:
+class Anomaly:
     """A step that went wrong and did not change the weights."""
 
-    kind: Kind
+    kind: AnomalyKind
     value: float
     """The loss in nats per token, or the norm of the gradient."""
     median: float
@@ -42,16 +51,16 @@ class Trouble:
     def text(self) -> str:
         """Return it as a sentence without its end."""
         figures = {"value": f"{self.value:.4g}", "median": f"{self.median:.4g}"}
-        if self.kind is Kind.loss:
+        if self.kind is AnomalyKind.loss:
             return tr("the loss is {value}", **figures)
-        if self.kind is Kind.gradient:
+        if self.kind is AnomalyKind.gradient:
             return tr("the gradient is not finite")
-        if self.kind is Kind.loss_spike:
+        if self.kind is AnomalyKind.loss_spike:
             return tr("the loss is {value}, while the median of the last steps is {median}", **figures)
         return tr("the gradient norm is {value}, while the median of the last steps is {median}", **figures)
 
 
-class Guard:
+class StepGuard:
     """Judges every step of an engine. All it goes by is the same on every rank.
 
     Args:
@@ -75,7 +84,7 @@ class Guard:
         self.losses, self.grad_norms = deque(losses, WINDOW), deque(grad_norms, WINDOW)
         self.skips_in_a_row, self._skipped = skips_in_a_row, self.engine.skipped_steps
         self.loss = math.nan
-        self.trouble: Trouble | None = None
+        self.trouble: Anomaly | None = None
 
     def see_loss(self, loss: float) -> None:
         """Take note of a step's loss before its update.
@@ -86,18 +95,18 @@ class Guard:
         self.gate.begin()
         self.loss, self.trouble = loss, None
         if not math.isfinite(loss):
-            self.trouble = Trouble(Kind.loss, loss, _median(self.losses))
+            self.trouble = Anomaly(AnomalyKind.loss, loss, _median(self.losses))
         elif _is_spike(loss, self.losses, self.config.max_loss_ratio):
-            self.trouble = Trouble(Kind.loss_spike, loss, _median(self.losses))
+            self.trouble = Anomaly(AnomalyKind.loss_spike, loss, _median(self.losses))
 
     def _may_update(self, grad_norm: float) -> bool:
         if self.trouble is None and not math.isfinite(grad_norm):
             return self.engine.fp16_enabled()  # an overflow belongs to finding the loss scale, and DeepSpeed skips it
         if self.trouble is None and _is_spike(grad_norm, self.grad_norms, self.config.max_grad_norm_ratio):
-            self.trouble = Trouble(Kind.gradient_spike, grad_norm, _median(self.grad_norms))
+            self.trouble = Anomaly(AnomalyKind.gradient_spike, grad_norm, _median(self.grad_norms))
         return self.trouble is None
 
-    def check(self) -> Trouble | None:
+    def check(self) -> Anomaly | None:
         """Return what was wrong with the step just done.
 
         Raises:
@@ -107,7 +116,7 @@ class Guard:
         self._skipped = self.engine.skipped_steps
         self.skips_in_a_row = self.skips_in_a_row + 1 if skipped else 0
         if skipped and self.trouble is None and not self.engine.fp16_enabled():
-            self.trouble = Trouble(Kind.gradient, self.gate.grad_norm, _median(self.grad_norms))
+            self.trouble = Anomaly(AnomalyKind.gradient, self.gate.grad_norm, _median(self.grad_norms))
         if self.trouble is not None and not skipped:  # a class of DeepSpeed's that the gate does not know
             raise Diverged(
                 tr(
@@ -125,7 +134,7 @@ class Guard:
     @property
     def has_bad_loss(self) -> bool:
         """Whether the loss of the step just done is no number."""
-        return self.trouble is not None and self.trouble.kind is Kind.loss
+        return self.trouble is not None and self.trouble.kind is AnomalyKind.loss
 
     @property
     def is_spoilt(self) -> bool:
@@ -174,3 +183,67 @@ def _is_spike(value: float, before: Sequence[float], ratio: float) -> bool:
 
 def _median(values: Sequence[float]) -> float:
     return statistics.median(values) if values else math.nan
+
+
+Samples = list[list[list[dict[str, Any]]]]
+"""Of each rank, of each micro-batch, each sample as something that JSON can say."""
+_NAMED = 3
+
+
+def record_bad_step(
+    folder: Path,
+    step: int,
+    trouble: Anomaly,
+    micro_losses: torch.Tensor,
+    micro_tokens: Sequence[int],
+    samples: Callable[[], Samples],
+) -> tuple[str, Path]:
+    """Write the samples of a step to logs/bad-step-N.jsonl, the worst micro-batch first. A collective.
+
+    Args:
+        folder: the run folder.
+        step: the step.
+        trouble: what is wrong with it.
+        micro_losses: sums of the losses of this rank's micro-batches, [accumulation].
+        micro_tokens: trained tokens of this rank's micro-batches.
+        samples: called on rank 0 only.
+
+    Returns:
+        On every rank: a sentence that names step, rank and samples; the file.
+    """
+    sums = micro_losses.tolist()
+    means = [loss / count if count else 0.0 for loss, count in zip(sums, micro_tokens, strict=True)]
+    losses = gather(means)
+    file = unused_path(folder / "logs" / f"bad-step-{step}.jsonl")
+    return on_rank0(lambda: _write(file, step, trouble, losses, samples())), file
+
+
+def _write(file: Path, step: int, trouble: Anomaly, losses: list[list[float]], samples: Samples) -> str:
+    rows = [
+        {"step": step, "rank": rank, "micro_batch": place, "loss": _number(losses[rank][place]), **sample}
+        for rank, micro_batches in enumerate(samples)
+        for place, micro_batch in enumerate(micro_batches)
+        for sample in micro_batch
+    ]
+    rows.sort(key=lambda row: math.inf if isinstance(row["loss"], str) else row["loss"], reverse=True)
+    try:
+        with file.open("w", encoding="utf-8") as handle:
+            handle.write(json.dumps({"step": step, "what": trouble.kind.value, "text": trouble.text()}) + "\n")
+            handle.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+    except OSError as error:  # a full disk is told by what has to be saved; the sentence below is the least of it
+        file.unlink(missing_ok=True)
+        rows = [{**row, "where": f"{row['where']} ({error.strerror})"} for row in rows]
+    worst = [row for row in rows if (row["rank"], row["micro_batch"]) == (rows[0]["rank"], rows[0]["micro_batch"])]
+    return tr(
+        "step {step}: {what}; {which} rank {rank}, micro-batch {micro_batch}: {samples}",
+        step=step,
+        what=trouble.text(),
+        which=tr("it comes from") if trouble.kind is AnomalyKind.loss else tr("the highest loss is that of"),
+        rank=rows[0]["rank"],
+        micro_batch=rows[0]["micro_batch"],
+        samples=", ".join(row["where"] for row in worst[:_NAMED]) + (", …" if len(worst) > _NAMED else ""),
+    )
+
+
+def _number(loss: float) -> float | str:
+    return loss if math.isfinite(loss) else str(loss)

@@ -1,0 +1,500 @@
+"""A user's own model, data set and loss: the sum of its samples' losses, exactly over the global batch."""
+
+import json
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from deepspeed import DeepSpeedEngine
+from safetensors.torch import load_model
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from toolkit.checkpoint import random_state
+from toolkit.config.schema import EVAL_LOSS, RunConfig
+from toolkit.data.sampler import Position
+from toolkit.distributed import process_group
+from toolkit.distributed.process_group import gather_metrics, on_rank0, sum_over_ranks, world_size
+from toolkit.engine.build import initialize_engine, use_tf32
+from toolkit.engine.ds_config import DsConfig
+from toolkit.errors import CheckpointError, ConfigError, DataError
+from toolkit.evaluate import metrics
+from toolkit.export.checkpoint import CUSTOM_CARD, WEIGHTS, export_custom, export_in_background
+from toolkit.launch.environment import Ranks
+from toolkit.messages import joined, tr
+from toolkit.models.load import TORCH_DTYPES
+from toolkit.models.save import MODEL_DIR
+from toolkit.terminal import phase
+from toolkit.train.anomalies import Samples
+from toolkit.train.checkpointer import ModelFiles
+from toolkit.train.custom_data import CustomData, CustomSpec, Loss, MicroBatch, digest, open_dataset, validation_batches
+from toolkit.train.run_dir import RunSource, with_profile
+from toolkit.train.run_length import Epoch
+from toolkit.train.schedule import make_schedule
+from toolkit.train.task import SAMPLES, FitResult, RunContext, Task
+
+_NUMBER = "number of the sample"
+
+
+class CustomTask(Task):
+    """Trains what a program brings: its module, its data set, its loss. See `toolkit.custom.train`."""
+
+    unit = SAMPLES
+    memory_sections = ("batch.", "zero")
+    cfg: RunConfig
+    ranks: Ranks
+    model: nn.Module | None
+    card: dict[str, Any]
+    """What a checkpoint and the report say of the model."""
+    data: CustomData
+
+    def __init__(self, spec: CustomSpec) -> None:
+        self.spec = spec
+
+    # Data
+
+    def begin(self, cfg: RunConfig, ranks: Ranks) -> None:
+        """Open the data set and make the model: both may want the process group."""
+        self.cfg, self.ranks = cfg, ranks
+        self.data = open_dataset(self.spec, cfg, ranks)
+        self.model = self.spec.build(cfg.run.seed)
+        random_state.seed_all(cfg.run.seed + ranks.rank)
+        self.card = _card(self.model)
+
+    def settle(self, cfg: RunConfig) -> None:
+        """See that all ranks train the same model on the same data: else they would wait for each other for ever.
+
+        Raises:
+            DataError: on every rank.
+        """
+        self.cfg = cfg
+        mine = {
+            **{f"data: {name}": str(value) for name, value in self.data.identity.items()},
+            "data: steps": f"{self.data.total_steps:,}",
+            "model: trained parameters": f"{self.card['trained_parameters']:,}",
+            "model: names and shapes": self.card["digest"],
+        }
+        try:
+            process_group.check_alike(cfg.distributed, mine, DataError)
+        except DataError as error:
+            advice = tr(
+                "Give every rank the whole dataset, which is divided among the ranks here, and build the same model on "
+                "each; with shards_itself=True the length of a dataset is that of all ranks together."
+            )
+            raise DataError(joined(str(error), advice)) from error
+
+    @property
+    def identity(self) -> dict[str, str]:
+        """Return the kind and size of the data set."""
+        return self.data.identity
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Return the optimizer steps of a pass; of a stream whose length is not known, of the run."""
+        return self.data.steps_per_epoch
+
+    @property
+    def total_steps(self) -> int:
+        """Return the optimizer steps of the run."""
+        return self.data.total_steps
+
+    @property
+    def epoch(self) -> Epoch | None:
+        """Return the size of a pass; None of a stream whose length is not known."""
+        size = self.data.size
+        return Epoch(samples=size, sequences=size, per_step=self.cfg.batch.global_size) if size else None
+
+    @property
+    def has_validation(self) -> bool:
+        """Whether the program gives validation data."""
+        return self.spec.validation is not None
+
+    @property
+    def data_summary(self) -> dict[str, Any]:
+        """Return model and data set."""
+        return {"model": self.card["model"], "parameters": self.card["parameters"], **self.data.identity}
+
+    def data_card(self) -> dict[str, Any]:
+        """Return program, model and data set."""
+        return {"program": self.card["program"], "model": self.card["model"], **self.data.identity}
+
+    def batches(self, position: Position, num_steps: int) -> Iterator[MicroBatch]:
+        """Return this rank's micro-batches."""
+        return self.data.batches_from(position, num_steps)
+
+    def next_position(self, position: Position) -> Position:
+        """Return the position after a step."""
+        return self.data.position_after(position)
+
+    def samples_at(self, position: Position) -> Samples:
+        """Return the numbers of a step's samples; what is in them only the program knows."""
+
+        def shown(name: str) -> dict[str, Any]:
+            return {"where": name, "tokens": 1, "trained_tokens": 1, "text": []}
+
+        return [[[shown(name) for name in names] for names in micro] for micro in self.data.samples_at(position)]
+
+    # Model
+
+    def check_checkpoint(self, checkpoint: Path) -> None:
+        """Reject a checkpoint of another model.
+
+        Raises:
+            ConfigError: if names or shapes of its parameters are others.
+        """
+        file = checkpoint / MODEL_DIR / CUSTOM_CARD
+        saved = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {"model": "?", "digest": ""}
+        if saved["digest"] != self.card["digest"]:
+            raise ConfigError(
+                tr(
+                    "the checkpoint {folder} is of another model ({before}): names or shapes of its parameters are not "
+                    "those of {now}. Undo this, or start anew under another run.name.",
+                    folder=checkpoint,
+                    before=saved["model"],
+                    now=self.card["model"],
+                )
+            )
+
+    def build(self, ds: DsConfig, source: RunSource) -> DeepSpeedEngine:
+        """Hand the module to DeepSpeed. A collective."""
+        cfg, model, self.model = self.cfg, self.model, None  # the engine has it from here on
+        assert model is not None
+        use_tf32(cfg.precision)
+        dtype = TORCH_DTYPES[cfg.precision.dtype]
+        if dtype is not torch.float32:
+            cast_inputs(model, dtype)
+        title = tr("Building the engine (the first time DeepSpeed compiles its ops: minutes)")
+        with phase(title, speaks=self.ranks.rank == 0):
+            values, recompute = with_profile(ds.values, source.folder), cfg.train.activation_checkpointing
+            schedule = make_schedule(cfg, self.total_steps)
+            return initialize_engine(model, values, recompute, schedule, cfg.compile, cfg.optim)
+
+    def model_files(self, engine: DeepSpeedEngine) -> ModelFiles:
+        """Return the model's card; what is not trained is kept too, as it is nowhere else."""
+        files = {CUSTOM_CARD: (json.dumps(self.card, indent=2) + "\n").encode()}
+        return ModelFiles(files, None, export_in_background, holds_frozen=True)
+
+    def start_lines(self, run: RunContext) -> str:
+        """Return the sizes of model and data."""
+        return tr(
+            "{trained} of {parameters} parameters of {model} are trained. {samples}, {steps} steps ({per_epoch} per "
+            "epoch). Run folder: {folder}",
+            trained=f"{self.card['trained_parameters']:,}",
+            parameters=f"{self.card['parameters']:,}",
+            model=self.card["model"],
+            samples=self.data.described,
+            steps=f"{run.total_steps:,}",
+            per_epoch=f"{self.steps_per_epoch:,}",
+            folder=run.display_folder,
+        )
+
+    # Dry run
+
+    def longest_batch(self, position: Position) -> tuple[MicroBatch, str]:
+        """Return the first micro-batch: which samples are the largest only the program knows."""
+        [batch] = islice(self.batches(position, 1), 1)
+        return batch, tr("the first batch")
+
+    def check_evaluation(self, run: RunContext) -> None:
+        """Evaluate one micro-batch."""
+        if self.has_validation:
+            evaluate(self.spec, run.cfg, run.ranks, run.engine, most=1)
+
+    # Steps
+
+    def count(self, batch: MicroBatch) -> int:
+        """Return the samples of a micro-batch that count."""
+        return batch.size
+
+    def sizes(self, batches: list[MicroBatch]) -> list[int]:
+        """Return samples, twice, and no pairs."""
+        return [sum(batch.size for batch in batches)] * 2 + [0]
+
+    def shape(self, batch: MicroBatch) -> tuple[int, ...]:
+        """Return the samples of a micro-batch."""
+        return (batch.size,)
+
+    def loss_sum(self, engine: Any, batch: MicroBatch) -> torch.Tensor:
+        """Return the sum of the samples' losses; those of a batch that fills up count nothing."""
+        share_buffers(engine.module)
+        with _statistics_kept(engine.module, not batch.size):
+            total = losses_of(self.spec.loss, engine, batch).float().sum()
+        return total if batch.size else total * 0
+
+    def evaluate(self, run: RunContext, step: int, alive: Callable[[], None]) -> dict[str, float]:
+        """Evaluate loss and the program's metrics."""
+        return evaluate(self.spec, run.cfg, run.ranks, run.engine, alive)
+
+    # End
+
+    def export(self, run: RunContext, result: FitResult) -> None:
+        """Write the weights, and load them into a new model where the program can make one."""
+        folder = run.folder / "export"
+        share_buffers(run.engine.module)
+        with phase(tr("Exporting"), speaks=run.ranks.rank == 0):
+            export_custom(run.engine, self.card, folder)
+            if run.cfg.checkpoint.verify_export:
+                on_rank0(lambda: _verify_export(self.spec, run.cfg.run.seed, folder))
+
+    def summary(self, run: RunContext, result: FitResult) -> dict[str, Any]:
+        """Return parameters, samples and the last figures."""
+        summary = {name: self.card[name] for name in ("parameters", "trained_parameters")}
+        summary["samples"] = result.total_tokens
+        if result.evaluations:
+            summary["first_eval_loss"] = result.evaluations[0][EVAL_LOSS]
+            summary |= {f"last_{name}": value for name, value in result.evaluations[-1].items() if name != "step"}
+        return summary
+
+    def next_steps(self, run: RunContext, samples: list[dict[str, str]]) -> list[str]:
+        """Return where the weights are."""
+        if not run.cfg.checkpoint.export:
+            return []
+        file = f"{run.display_folder}/export/{WEIGHTS}"
+        return [tr("The weights: {file} (safetensors.torch.load_model)", file=file)]
+
+
+def losses_of(loss: Loss, engine: DeepSpeedEngine, micro: MicroBatch) -> torch.Tensor:
+    """Return the losses of a micro-batch's samples, [n].
+
+    Raises:
+        DataError: that is not what the program's function returns.
+    """
+    found = loss(engine, on_device(micro.batch, engine.device))
+    wanted = max(micro.size, 1)
+    shape = tuple(found.shape) if isinstance(found, torch.Tensor) else type(found).__name__
+    if shape != (wanted,):
+        raise DataError(
+            tr(
+                "loss= must return one loss per sample, a tensor [{count}] for this batch, and returned {shape}. For "
+                "example cross_entropy(logits, labels, reduction='none'); of several losses per sample their mean: "
+                "losses.flatten(1).mean(1).",
+                count=wanted,
+                shape=shape,
+            )
+        )
+    return found
+
+
+def on_device(batch: Any, device: torch.device) -> Any:
+    """Return a batch with all its tensors on a device; from page-locked memory the host does not wait for it."""
+    return _with_tensors(batch, lambda tensor: tensor.to(device, non_blocking=True))
+
+
+def _with_tensors(batch: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """Return a batch with all its tensors changed, in whatever they lie."""
+    if isinstance(batch, torch.Tensor):
+        return change(batch)
+    if isinstance(batch, Mapping):
+        return {name: _with_tensors(value, change) for name, value in batch.items()}
+    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+        return type(batch)(*(_with_tensors(value, change) for value in batch))
+    if isinstance(batch, (list, tuple)):
+        return type(batch)(_with_tensors(value, change) for value in batch)
+    return batch
+
+
+@torch.no_grad()
+def share_buffers(model: nn.Module) -> None:
+    """Give every rank rank 0's buffers, such as the statistics of batch norm. A collective.
+
+    As DistributedDataParallel does before each forward pass. Checkpoints and export hold rank 0's, so a run that goes
+    on has what the run had.
+    """
+    if world_size() == 1:
+        return
+    for dtype in sorted({buffer.dtype for buffer in model.buffers()}, key=str):
+        buffers = [buffer for buffer in model.buffers() if buffer.dtype is dtype]
+        flat = torch.cat([buffer.reshape(-1) for buffer in buffers])
+        dist.broadcast(flat, 0)
+        for buffer, value in zip(buffers, flat.split([one.numel() for one in buffers]), strict=True):
+            buffer.copy_(value.view_as(buffer))
+
+
+@contextmanager
+def _statistics_kept(model: nn.Module, is_filler: bool) -> Iterator[None]:
+    """Let batch norm learn nothing from a sample that does not count."""
+    # SyncBatchNorm talks to the other ranks, which are in training.
+    norms = [part for part in model.modules() if isinstance(part, _BatchNorm) and part.training]
+    norms = [part for part in norms if is_filler and not isinstance(part, nn.SyncBatchNorm)]
+    for part in norms:
+        part.eval()
+    try:
+        yield
+    finally:
+        for part in norms:
+            part.train()
+
+
+def cast_inputs(model: nn.Module, dtype: torch.dtype) -> None:
+    """Let a model whose weights are in half precision take what a data set gives: floating-point inputs are cast,
+    those in dicts and lists too.
+
+    What only the loss sees, such as the numbers of a regression, keeps its precision.
+    """
+
+    def cast(value: torch.Tensor) -> torch.Tensor:
+        return value.to(dtype) if value.is_floating_point() else value
+
+    def hook(_: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, Any]:
+        return _with_tensors(inputs, cast), _with_tensors(named, cast)
+
+    model.register_forward_pre_hook(hook, with_kwargs=True)
+
+
+def evaluate(
+    spec: CustomSpec,
+    cfg: RunConfig,
+    ranks: Ranks,
+    engine: DeepSpeedEngine,
+    alive: Callable[[], object] = lambda: None,
+    most: int | None = None,
+) -> dict[str, float]:
+    """Return loss and metrics over the validation data, each sample once, the same on every rank. A collective.
+
+    Leaves no trace in the model or in random generators.
+
+    Args:
+        spec: with validation data.
+        cfg: checked config.
+        ranks: who this process is.
+        engine: the engine.
+        alive: called now and then.
+        most: so many micro-batches at most, to try it; None takes all. `score` is left out of a trial: of a few samples
+            there may be no such figure.
+
+    Raises:
+        DataError: the program's functions return something else than they should, or not what `evaluate.keep_best`
+            names.
+    """
+    sums: dict[str, float] = {EVAL_LOSS: 0.0, metrics.SAMPLES: 0.0}
+    kept: list[dict[str, torch.Tensor]] = []
+    generators, was_training = random_state.capture(), engine.module.training
+    share_buffers(engine.module)
+    engine.eval()
+    try:
+        with torch.no_grad():
+            for place, (numbers, micro) in enumerate(validation_batches(spec, cfg, ranks)):
+                if place == most:
+                    break
+                sums[EVAL_LOSS] += float(losses_of(spec.loss, engine, micro)[: micro.size].double().sum())
+                sums[metrics.SAMPLES] += micro.size
+                values = _metrics(spec, engine, micro)
+                if spec.score is not None:
+                    kept.append({_NUMBER: torch.tensor(numbers, dtype=torch.long), **values})
+                else:
+                    for name, value in values.items():
+                        sums[f"eval_{name}"] = sums.get(f"eval_{name}", 0.0) + float(value.double().sum())
+                alive()
+    finally:
+        engine.train(was_training)
+        random_state.restore_state(generators)
+    total = sum_over_ranks(list(sums.values()), engine.device).tolist()
+    found = dict(zip(sums, total, strict=True))
+    count = found.pop(metrics.SAMPLES)
+    figures = {name: value / count for name, value in found.items()}
+    if spec.score is not None and most is None:
+        figures |= _scored(spec.score, kept, engine.device)
+    if most is None:
+        _check_best(cfg.evaluate.keep_best, figures)
+    return {EVAL_LOSS: figures.pop(EVAL_LOSS), metrics.SAMPLES: count, **figures}
+
+
+def _check_best(name: str, figures: Mapping[str, float]) -> None:
+    """Refuse to choose checkpoints by a figure that is not there."""
+    if name and name not in figures:
+        raise DataError(
+            tr(
+                "evaluate.keep_best = {name}, and the evaluation gives no such figure. Known: {known}.",
+                name=name,
+                known=", ".join(figures),
+            )
+        )
+
+
+def _metrics(spec: CustomSpec, engine: DeepSpeedEngine, micro: MicroBatch) -> dict[str, torch.Tensor]:
+    """Return the values of a micro-batch's samples, by name [count, ...]."""
+    if spec.metrics is None:
+        return {}
+    values = spec.metrics(engine, on_device(micro.batch, engine.device))
+    wanted = max(micro.size, 1)
+    for name, value in values.items():
+        if not isinstance(value, torch.Tensor) or value.ndim < 1 or len(value) != wanted:
+            raise DataError(
+                tr(
+                    "metrics= must return a value per sample: '{name}' is no tensor of {count} rows.",
+                    name=name,
+                    count=wanted,
+                )
+            )
+        if f"eval_{name}" in (EVAL_LOSS, metrics.SAMPLES) or not name.isidentifier():
+            raise DataError(tr("metrics=: '{name}' cannot be the name of a metric.", name=name))
+        if spec.score is None and value.ndim > 1:
+            raise DataError(
+                tr(
+                    "metrics=: '{name}' has several numbers per sample. Return one, or give score= too.",
+                    name=name,
+                )
+            )
+    return {name: value[: micro.size] for name, value in values.items()}
+
+
+def _scored(
+    score: Callable[[Mapping[str, torch.Tensor]], Mapping[str, float]],
+    kept: list[dict[str, torch.Tensor]],
+    device: torch.device,
+) -> dict[str, float]:
+    """Put together what all ranks have kept, in the order of the samples, and return the figures of it."""
+    own = {name: torch.cat([part[name] for part in kept]) for name in kept[0]}
+    together = gather_metrics(own, device)
+    order = together.pop(_NUMBER).argsort()
+    return {f"eval_{name}": float(value) for name, value in score({n: v[order] for n, v in together.items()}).items()}
+
+
+def _verify_export(spec: CustomSpec, seed: int, folder: Path) -> None:
+    """Load the export into a new model, where the program can make one.
+
+    Raises:
+        CheckpointError: it does not fit, or the program's function fails: whatever it raises, other ranks wait for it.
+    """
+    if isinstance(spec.model, nn.Module):
+        return
+    try:
+        model = spec.build(seed)
+    except Exception as error:
+        raise CheckpointError(
+            tr(
+                "{folder} could not be proved: model= failed when it was called once more, {reason}. Let it make the "
+                "model again, or set checkpoint.verify_export=false.",
+                folder=folder,
+                reason=_first_line(error),
+            )
+        ) from error
+    try:
+        load_model(model, folder / WEIGHTS)
+    except Exception as error:
+        raise CheckpointError(
+            tr("{folder} does not hold its model: {reason}.", folder=folder, reason=_first_line(error))
+        ) from error
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}".splitlines()[0]
+
+
+def _card(model: nn.Module) -> dict[str, Any]:
+    """Return what a checkpoint and the report say of the model."""
+    stored = model.state_dict(keep_vars=True)
+    parameters = dict(model.named_parameters())
+    return {
+        "model": type(model).__name__,
+        "program": sys.argv[0],
+        "digest": digest(model),
+        "parameters": sum(one.numel() for one in parameters.values()),
+        "trained_parameters": sum(one.numel() for one in parameters.values() if one.requires_grad),
+        "names": [*parameters, *(name for name, _ in model.named_buffers() if name in stored)],
+    }

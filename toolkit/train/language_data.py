@@ -1,0 +1,570 @@
+"""Data of a language model: encoder, tokenized caches, packing plans, and this rank's micro-batches of them."""
+
+import math
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from deepspeed.accelerator import get_accelerator
+from numpy.typing import NDArray
+
+from toolkit.config.mesh import Mesh, accumulation, mesh_of, micro_rows, with_micro_batch
+from toolkit.config.schema import Init, Packing, RunConfig, SourceConfig
+from toolkit.data.curriculum import CurriculumOrder, ScheduledMixture, length_classes, length_limits
+from toolkit.data.loader import build_loader, collate
+from toolkit.data.packing import PAD_MULTIPLE, PackingPlan, pad_multiple, plan_sequences
+from toolkit.data.sampler import (
+    BEGINNING,
+    GlobalBatchSampler,
+    Order,
+    Position,
+    next_position,
+    sequential,
+    steps_per_epoch,
+)
+from toolkit.data.sources import read_conversations
+from toolkit.data.store import BAD_ROWS, Sample, TokenizedCache
+from toolkit.data.tokenize import FOLDERS, PrepareReport, build_caches
+from toolkit.disk import check_no_symlinks
+from toolkit.distributed.process_group import rank
+from toolkit.errors import ConfigError, DataError
+from toolkit.launch.environment import Ranks
+from toolkit.messages import say, tr
+from toolkit.models.chat import AnyChatEncoder, chat_encoder
+from toolkit.models.directory import packing_unsupported, read_config, trust_code
+from toolkit.models.loss import with_label_positions
+from toolkit.models.sequence import local_part
+from toolkit.models.tokenizer import fit_tokenizer, load_tokenizer
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+Batch = dict[str, torch.Tensor]
+
+
+@dataclass(kw_only=True, slots=True)
+class LanguageData:
+    """What all ranks of a node read together."""
+
+    encoder: AnyChatEncoder
+    """Turns conversations into ids."""
+    train: TokenizedCache
+    """Tokenised training split."""
+    validation: TokenizedCache | None
+    """Tokenised validation split."""
+    packing: Packing
+    """How rows are made; not what the recipe says where the model cannot be trained on packed rows."""
+    train_plan: PackingPlan
+    """Rows of the training split."""
+    validation_plan: PackingPlan | None
+    """Rows of the validation split."""
+    report: PrepareReport
+    """What became of the rows."""
+
+    @property
+    def train_lengths(self) -> Callable[[NDArray[np.int64]], NDArray[np.int64]] | None:
+        """Return what tells the tokens of some rows; None where rows are alike already."""
+        plan, store = self.train_plan, self.train
+        if self.packing is not Packing.none:
+            return None
+        return lambda rows: store.lengths(rows if plan.members is None else plan.members[rows])
+
+    def longest_samples(self) -> NDArray[np.int64]:
+        """Return the tokens of the longest sample of each row of the training plan, [rows]."""
+        lengths, offsets = self.train.lengths(self.train_plan.members), self.train_plan.offsets
+        return lengths if offsets is None else np.maximum.reduceat(lengths, offsets[:-1])
+
+    @property
+    def source_names(self) -> list[str]:
+        """Return the names of all sources by their numbers, as `toolkit show` has them; several may be the same."""
+        return [str(source["name"]) for source in self.report.sources]
+
+    @property
+    def tokenizer(self) -> "PreTrainedTokenizerBase":
+        """Return the encoder's tokenizer."""
+        return self.encoder.tokenizer
+
+    @property
+    def pad_id(self) -> int:
+        """Return the id that fills up; never trained, so any id serves where the tokenizer has no padding token."""
+        pad, end = self.tokenizer.pad_token_id, self.tokenizer.eos_token_id
+        return int(end if pad is None else pad)
+
+
+def load_data(cfg: RunConfig, speaks: bool) -> LanguageData:
+    """Open the tokenised stores, building them first if nobody has.
+
+    Args:
+        cfg: checked config.
+        speaks: whether this process tells what it does.
+
+    Raises:
+        ModelError: model or tokenizer folder unusable.
+        DataError: data unusable.
+    """
+    tell = say if speaks else _silent
+    return load_data_with(cfg, build_encoder(cfg, tell), tell)
+
+
+def _silent(line: str) -> None:
+    """Say nothing."""
+
+
+def load_data_with(cfg: RunConfig, encoder: AnyChatEncoder, say: Callable[[str], None]) -> LanguageData:
+    """Do the same with an encoder that is there already."""
+    train, validation, report = build_caches(cfg, encoder, say)
+    _tell(report, say)
+    packing = _packing(cfg, say)
+
+    most = cfg.evaluate.max_samples
+
+    def plan(store: TokenizedCache, sources: list[SourceConfig]) -> PackingPlan:
+        return plan_sequences(
+            store,
+            packing,
+            max_length=cfg.data.max_length,
+            micro_per_gpu=micro_rows(with_micro_batch(cfg)),
+            window=cfg.data.packing_window,
+            classes=length_classes(cfg.data.curriculum, cfg.data.max_length) if store is train else [],
+            seed=cfg.run.seed,
+            sources=sources,
+            most=0 if store is train else most,
+            cache_dir=Path(cfg.prepare.dir),
+            say=say,
+        )
+
+    if validation is not None and 0 < most < len(validation):
+        say(
+            tr(
+                "Evaluations take {count} of {all} validation samples, the same ones each time (evaluate.max_samples; "
+                "0 takes all).",
+                count=f"{most:,}",
+                all=f"{len(validation):,}",
+            )
+        )
+    return LanguageData(
+        encoder=encoder,
+        train=train,
+        validation=validation,
+        packing=packing,
+        train_plan=plan(train, cfg.data.sources),
+        validation_plan=None if validation is None else plan(validation, []),
+        report=report,
+    )
+
+
+def build_encoder(cfg: RunConfig, say: Callable[[str], None]) -> AnyChatEncoder:
+    """Return what turns the recipe's conversations into ids.
+
+    Raises:
+        ModelError: model or tokenizer folder unusable.
+        DataError: the folder for prepared data is not this user's to write to.
+    """
+    check_no_symlinks(Path(cfg.prepare.dir), DataError, FOLDERS)
+    if cfg.model.init is Init.pretrained:
+        if cfg.model.trust_remote_code:
+            trust_code(cfg.model.path)
+        read_config(cfg.model.path)
+    return chat_encoder(_tokenizer(cfg, say), cfg.model.original_labels)
+
+
+def _packing(cfg: RunConfig, say: Callable[[str], None]) -> Packing:
+    """Return how rows are made: as asked for, or grouped where the model cannot be trained on packed rows."""
+    if cfg.data.packing is not Packing.packed:
+        return cfg.data.packing
+    reason = packing_unsupported(cfg.model, cfg.data.max_length, cfg.tuning.method)
+    if not reason:
+        return Packing.packed
+    say(
+        tr(
+            "This model cannot be trained on packed rows: {reason}. Samples of like length share micro-batches instead "
+            "(data.packing=grouped).",
+            reason=reason,
+        )
+    )
+    return Packing.grouped
+
+
+def _tokenizer(cfg: RunConfig, say: Callable[[str], None]) -> "PreTrainedTokenizerBase":
+    folder = cfg.model.tokenizer or cfg.model.path
+    if folder:
+        return load_tokenizer(folder, family=cfg.model.family, chat_template=cfg.model.chat_template)
+    cache_dir = Path(cfg.prepare.dir)
+
+    def texts() -> Iterator[str]:
+        for conversation in read_conversations(cfg.data, cache_dir, say):
+            yield from (str(message["content"]) for message in conversation.messages)
+
+    return fit_tokenizer(texts, cfg.model.shape.vocab_size, cache_dir, say)
+
+
+def _tell(report: PrepareReport, say: Callable[[str], None]) -> None:
+    """Say where the rows went; a dropped row is never silent, whether the store is new or reused."""
+    if report.is_new:
+        say(
+            tr(
+                "Tokenised {rows} rows in {seconds} s.",
+                rows=f"{report.rows_read:,}",
+                seconds=f"{report.seconds:.1f}",
+            )
+        )
+    for reason, count in report.dropped.items():
+        say(
+            tr(
+                "Left out {count} rows: {reason}. First: {examples}",
+                count=f"{count:,}",
+                reason=reason,
+                examples="; ".join(report.examples.get(reason, [])),
+            )
+        )
+    for count, sentence in (
+        (
+            report.truncated,
+            tr("{count} samples lost their oldest turns to data.max_length.", count=f"{report.truncated:,}"),
+        ),
+        (report.split, tr("{count} conversations became several samples.", count=f"{report.split:,}")),
+        (
+            report.systems,
+            tr(
+                "{count} rows have a system message or tools, which this model's format has no place for: left out.",
+                count=f"{report.systems:,}",
+            ),
+        ),
+        (len(report.unused), tr("Columns that are not read: {names}.", names=", ".join(report.unused))),
+        (
+            len(report.message_keys),
+            tr(
+                "Keys of messages that are not read: {names}.",
+                names=", ".join(f"{key} ({count:,})" for key, count in report.message_keys.items()),
+            ),
+        ),
+        (
+            report.bad_rows,
+            tr("The rows that cannot be used are listed in {file}.", file=Path(report.folder) / BAD_ROWS),
+        ),
+    ):
+        if count:
+            say(sentence)
+    for line in report.duplicate_lines():
+        say(line)
+
+
+def rows_per_step(cfg: RunConfig, packing: Packing) -> tuple[int, int]:
+    """Return the plan's rows per step over all ranks and per micro-batch; a row of a grouped plan is a micro-batch."""
+    if packing is Packing.grouped:
+        return cfg.batch.global_size // micro_rows(cfg), 1
+    return cfg.batch.global_size, micro_rows(cfg)
+
+
+def epoch_rows(cfg: RunConfig, prepared: LanguageData) -> int:
+    """Return the rows of one pass over the training data: those of the plan, unless weights change."""
+    order = changing_order(cfg, prepared) if any(source.weights for source in cfg.data.sources) else None
+    return order.num_rows if order else len(prepared.train_plan)
+
+
+def epoch_steps(cfg: RunConfig, prepared: LanguageData) -> int:
+    """Return the optimizer steps of one pass over the training data.
+
+    Raises:
+        ConfigError: a curriculum is to last longer than that.
+    """
+    steps = steps_per_epoch(epoch_rows(cfg, prepared), rows_per_step(cfg, prepared.packing)[0])
+    if cfg.data.curriculum.steps > steps:
+        raise ConfigError(
+            tr(
+                "data.curriculum.steps = {wanted} is more than the {steps} steps of an epoch, in which each sample "
+                "comes once. Use at most {steps}.",
+                wanted=cfg.data.curriculum.steps,
+                steps=steps,
+            )
+        )
+    return steps
+
+
+def changing_order(cfg: RunConfig, prepared: LanguageData) -> Order | None:
+    """Return the order of the rows where it is more than shuffling: a curriculum, or weights that change."""
+    data, (global_size, _) = cfg.data, rows_per_step(cfg, prepared.packing)
+    key = _key(cfg, prepared)
+    if any(source.weights for source in data.sources):
+        names = prepared.source_names[: len(data.sources)]
+        plan, train = prepared.train_plan, cfg.train
+        return ScheduledMixture(plan.bounds, data.sources, names, global_size, train.max_steps, train.epochs, key)
+    if not data.curriculum.steps:
+        return None
+    limits = length_limits(data.curriculum, data.max_length)
+    return CurriculumOrder(prepared.longest_samples(), limits, global_size, data.max_length, key)
+
+
+def next_position_of(cfg: RunConfig, prepared: LanguageData) -> Callable[[Position], Position]:
+    """Return what tells the place in the training data after the step that begins at a place."""
+    num_rows, (global_size, _) = epoch_rows(cfg, prepared), rows_per_step(cfg, prepared.packing)
+    return lambda place: next_position(place, num_rows, global_size)
+
+
+def order_metrics(cfg: RunConfig, prepared: LanguageData) -> Callable[[Position], dict[str, float]]:
+    """Return what tells, for metrics.jsonl, how the step that begins at a place takes its rows; {} if shuffled."""
+    order = changing_order(cfg, prepared)
+    return lambda place: order.figures(place) if order else {}
+
+
+def _key(cfg: RunConfig, prepared: LanguageData) -> str:
+    return f"{cfg.run.seed} {prepared.train.fingerprint}"
+
+
+def training_batches(
+    cfg: RunConfig, prepared: LanguageData, ranks: Ranks, total_steps: int, start: Position = BEGINNING
+) -> Iterator[Batch]:
+    """Return the training micro-batches, accumulation x total_steps of them, as `train_step` likes them best.
+
+    Where the tokens of rows are divided over ranks, this rank's part of them.
+
+    A thread prepares those of the next step while this one is computed: it reads and lays out the samples (or takes
+    them from `data.num_workers`), finds the trained tokens, and on GPUs copies all into page-locked memory.
+
+    Args:
+        cfg: checked config.
+        prepared: tokenizer, stores and plans.
+        ranks: who this process is.
+        total_steps: optimizer steps.
+        start: where in the data to begin.
+    """
+    place = mesh_of(cfg, ranks.world_size, ranks.rank)
+    loader = build_loader(
+        prepared.train,
+        prepared.train_plan,
+        _sampler(cfg, prepared, place, start, total_steps, changing_order(cfg, prepared)),
+        prepared.pad_id,
+        prepared.packing,
+        seed=cfg.run.seed,
+        num_workers=cfg.data.num_workers,
+        multiple=pad_multiple(place.sequence),
+    )
+    # Iterated from here: the loader watches its processes only if they are started by the main thread.
+    parts = map(partial(local_part, part=place.part, parts=place.sequence), iter(loader))
+    return ahead(parts, accumulation(cfg, ranks.world_size))
+
+
+def ahead(batches: Iterator[Batch], count: int) -> Iterator[Batch]:
+    """Yield batches in their order while a thread prepares the next ones. An error comes up where its batch would have.
+
+    Args:
+        batches: used by the thread alone from now on.
+        count: so many at most are ready before they are asked for.
+    """
+    on_gpu = get_accelerator().device_name() == "cuda"  # a run on CPUs leaves a GPU that is there alone
+
+    def prepare() -> Batch | None:
+        batch = next(batches, None)
+        if batch is None or not on_gpu:
+            return batch and with_label_positions(batch)
+        return {name: tensor.pin_memory() for name, tensor in with_label_positions(batch).items()}
+
+    # A thread begins on the first GPU, whichever is this rank's.
+    own_gpu = partial(torch.cuda.set_device, torch.cuda.current_device()) if on_gpu else None
+    thread = ThreadPoolExecutor(1, thread_name_prefix="batches", initializer=own_gpu)
+    try:
+        waiting = deque(thread.submit(prepare) for _ in range(count))
+        while (batch := waiting.popleft().result()) is not None:
+            waiting.append(thread.submit(prepare))
+            yield batch
+    finally:  # also when the rest is not wanted, as after a rewind
+        thread.shutdown(cancel_futures=True)
+
+
+def step_samples(cfg: RunConfig, prepared: LanguageData, world_size: int, start: Position) -> list[list[list[int]]]:
+    """Return the samples of one step: of each rank, of each micro-batch, their numbers in the training split.
+
+    Args:
+        cfg: checked config.
+        prepared: stores and plans.
+        world_size: number of ranks.
+        start: the place at which the step begins.
+    """
+    plan, order = prepared.train_plan, changing_order(cfg, prepared)
+    places = [mesh_of(cfg, world_size, rank) for rank in range(world_size)]
+    by_rank = [_sampler(cfg, prepared, place, start, 1, order) for place in places]
+    return [[[sample for row in rows for sample in plan[row]] for rows in sampler] for sampler in by_rank]
+
+
+def _sampler(
+    cfg: RunConfig, prepared: LanguageData, place: Mesh, start: Position, num_steps: int, order: Order | None
+) -> GlobalBatchSampler:
+    global_size, micro = rows_per_step(cfg, prepared.packing)
+    return GlobalBatchSampler(
+        num_rows=order.num_rows if order else len(prepared.train_plan),
+        global_size=global_size,
+        micro_per_gpu=micro,
+        rank=place.data_rank,
+        world_size=place.data_ranks,
+        key=_key(cfg, prepared),
+        start=start,
+        num_steps=num_steps,
+        lengths=prepared.train_lengths,
+        order=order,
+    )
+
+
+def num_evaluation_batches(cfg: RunConfig, prepared: LanguageData, world_size: int) -> int:
+    """Return how many validation micro-batches a rank has.
+
+    Args:
+        cfg: checked config.
+        prepared: stores and plans.
+        world_size: number of ranks.
+    """
+    assert prepared.validation_plan is not None
+    ranks = mesh_of(cfg, world_size).data_ranks
+    return math.ceil(len(prepared.validation_plan) / (rows_per_step(cfg, prepared.packing)[1] * ranks))
+
+
+def evaluation_batches(cfg: RunConfig, prepared: LanguageData, ranks: Ranks) -> Iterator[Batch]:
+    """Yield the validation micro-batches of this rank: each sample once over all ranks.
+
+    Beside what training has they hold `sources`, int64 [T]: of each trained token the number of its source.
+    """
+    assert prepared.validation is not None and prepared.validation_plan is not None
+    store, plan = prepared.validation, prepared.validation_plan
+    place = mesh_of(cfg, ranks.world_size, ranks.rank)
+    shares = sequential(len(plan), rows_per_step(cfg, prepared.packing)[1], place.data_rank, place.data_ranks)
+    loader = build_loader(
+        store, plan, shares, prepared.pad_id, prepared.packing, seed=cfg.run.seed, multiple=pad_multiple(place.sequence)
+    )
+    sources = store.sources()
+    for rows, batch in zip(shares, loader, strict=True):
+        samples = [plan[row] for row in rows]
+        if prepared.packing is not Packing.packed:  # then each sample is a row of the batch by itself
+            samples = [[sample] for row in samples for sample in row]
+        of_segment = torch.full((len(batch["segment_ids"]), int(batch["segment_ids"].max()) + 1), -1)
+        for row, listed in enumerate(samples):
+            of_segment[row, 1 : len(listed) + 1] = torch.from_numpy(sources[listed])
+        given, of_token = with_label_positions(batch), of_segment.gather(1, batch["segment_ids"]).flatten()
+        yield local_part({**given, "sources": of_token[given["places"]]}, place.part, place.sequence)
+
+
+def longest_batch(cfg: RunConfig, prepared: LanguageData, world_size: int) -> Batch:
+    """Return the longest rows of the training data as one micro-batch, the same on every rank, or this rank's part.
+
+    Args:
+        cfg: checked config.
+        prepared: stores and plans.
+        world_size: number of ranks; in a small split micro-batches never get full.
+    """
+    num_rows, (per_step, micro) = len(prepared.train_plan), rows_per_step(cfg, prepared.packing)
+    ranks = mesh_of(cfg, world_size).data_ranks
+    per_rank = -(-min(per_step, num_rows) // ranks)
+    times = per_step // (micro * ranks)
+    return _batch(cfg, prepared, [_samples(prepared, row) for row in _longest(prepared, -(-per_rank // times))])
+
+
+def repeated_batch(cfg: RunConfig, prepared: LanguageData, times: int, share: float = 1.0) -> Batch:
+    """Return the longest row of the plan several times over: what a larger micro-batch would be.
+
+    Args:
+        cfg: checked config.
+        prepared: stores, and plans for micro-batches of one row.
+        times: rows.
+        share: of each sample's tokens that is kept.
+    """
+    [row] = _longest(prepared, 1)
+    samples = _samples(prepared, row)
+    if share < 1:
+        samples = [_cut(sample, share) for sample in samples]
+    return _batch(cfg, prepared, [samples] * times)
+
+
+def _longest(prepared: LanguageData, count: int) -> NDArray[np.int64]:
+    """Return the rows of the plan that take the most memory, the largest first."""
+    plan, store = prepared.train_plan, prepared.train
+    if plan.offsets is None:
+        tokens = store.lengths(plan.members)
+    else:
+        begins, lengths = plan.offsets[:-1], store.lengths(plan.members)
+        if prepared.packing is Packing.packed:
+            tokens = np.add.reduceat(lengths, begins)
+        else:  # padded to the longest of a row; of as many tokens, longer samples take more for their attention
+            longest = -(-np.maximum.reduceat(lengths, begins) // PAD_MULTIPLE) * PAD_MULTIPLE
+            padded = np.diff(plan.offsets) * longest
+            return np.lexsort((-longest, -padded))[:count]
+    return np.argsort(-tokens, kind="stable")[:count]
+
+
+def _samples(prepared: LanguageData, row: int) -> list[Sample]:
+    return [prepared.train[sample] for sample in prepared.train_plan[row]]
+
+
+def _cut(sample: Sample, share: float) -> Sample:
+    """Return some tokens of a sample in a row; the last of them is trained, as a step needs something that is.
+
+    The first ones, unless the prompt is longer: then those that end with the first trained token. ChatGLM-6B takes no
+    row without <sop>, which stands at the end of the prompt.
+    """
+    ids, trained = sample
+    kept = max(2, int(len(ids) * share))
+    end = max(kept, int(trained.argmax()) + 1)
+    trained = trained[end - kept : end].copy()
+    trained[-1] = True
+    return ids[end - kept : end], trained
+
+
+def _batch(cfg: RunConfig, prepared: LanguageData, rows: list[list[Sample]]) -> Batch:
+    parts, packed = cfg.parallel.sequence, prepared.packing is Packing.packed
+    if not packed:
+        rows = [[sample] for row in rows for sample in row]
+    return local_part(collate(rows, prepared.pad_id, packed, pad_multiple(parts)), rank() % parts, parts)
+
+
+_BINS = 40
+
+
+def _split(store: TokenizedCache) -> dict[str, Any]:
+    """Return counts and a histogram of lengths; bin i holds lengths of more than edges[i], up to edges[i + 1]."""
+    lengths = store.lengths()
+    longest = int(lengths.max(initial=1))
+    width = -(-longest // _BINS)
+    edges = np.arange(0, longest + width, width)
+    counts, _ = np.histogram(lengths, edges + 1)  # NumPy's bins begin with their edge, these end with it
+    return {
+        "fingerprint": store.fingerprint,
+        "samples": len(store),
+        "tokens": store.num_tokens,
+        "trained_tokens": store.num_trained_tokens,
+        "shortest": int(lengths.min(initial=longest)),
+        "median": int(np.median(lengths)) if len(lengths) else 0,
+        "longest": longest,
+        "edges": edges.tolist(),
+        "counts": counts.tolist(),
+    }
+
+
+def identity(prepared: LanguageData) -> dict[str, str]:
+    """Return what is the same if a run learns from the same, in the same rows."""
+    plan = prepared.train_plan.folder
+    return {"store": prepared.train.fingerprint, "rows": plan.name if plan else prepared.packing.value}
+
+
+def data_card(prepared: LanguageData, epoch_rows: int) -> dict[str, Any]:
+    """Return what the report says of the data: counts, dropped rows, and a histogram of each split's lengths.
+
+    Args:
+        prepared: the stores.
+        epoch_rows: rows of a pass over the training data.
+    """
+    report = prepared.report
+    splits = {"train": prepared.train, "validation": prepared.validation}
+    return {
+        "packing": prepared.packing.value,
+        "rows_per_epoch": epoch_rows,
+        "rows_read": report.rows_read,
+        "dropped": report.dropped,
+        "truncated": report.truncated,
+        "split": report.split,
+        "duplicates": {"training": report.repeated, "validation": report.leaked},
+        "sources": report.sources,
+        "splits": {name: _split(store) for name, store in splits.items() if store is not None},
+    }

@@ -1,0 +1,546 @@
+"""Language modelling: the cross entropy of trained tokens, on tokenized conversations, of any causal language model."""
+
+import gc
+import json
+import shlex
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from deepspeed import DeepSpeedEngine
+from transformers import PreTrainedModel
+
+from toolkit.checkpoint import random_state
+from toolkit.config.mesh import mesh_of
+from toolkit.config.schema import Init, Packing, RunConfig, TuningMethod
+from toolkit.data.preview import colored_spans
+from toolkit.data.sampler import Position
+from toolkit.data.store import TokenizedCache
+from toolkit.disk import unused_path
+from toolkit.distributed.process_group import on_rank0, rank, world_size
+from toolkit.engine.build import initialize_engine, use_tf32
+from toolkit.engine.ds_config import DsConfig
+from toolkit.engine.parameters import count_parameters, is_partitioned
+from toolkit.errors import CheckpointError, ConfigError, ProofDiffers
+from toolkit.evaluate.answers import ValidationQuestion
+from toolkit.evaluate.generate import answer, check_length
+from toolkit.evaluate.loss import ngram_baselines
+from toolkit.export.checkpoint import export_in_background
+from toolkit.export.huggingface import CARD_FILE, card, export_adapter, export_model, prove_adapter, write_folder
+from toolkit.export.verify import verify_logits
+from toolkit.launch.environment import Ranks
+from toolkit.messages import say, tr
+from toolkit.models import probe
+from toolkit.models.adapters import FILE as BASE_FILE
+from toolkit.models.adapters import RUN_BASE, apply_tuning, check_base, has_adapter, read_base
+from toolkit.models.attention import check_isolation
+from toolkit.models.directory import sequence_parallel_unsupported
+from toolkit.models.kernels import apply_liger, tile_mlp
+from toolkit.models.load import TORCH_DTYPES, create_model
+from toolkit.models.loss import LossHead, LossPath, loss_head, num_trained_tokens, token_loss_sum
+from toolkit.models.pipeline import (
+    PipelineStage,
+    broadcast_from_last,
+    forward_logits,
+    is_pipeline,
+    stage_model,
+    stage_parameters,
+    unwrap_model,
+)
+from toolkit.models.regularization import TokenDropping, add_neftune
+from toolkit.models.router_loss import RouterLoss, router_loss
+from toolkit.models.save import MODEL_DIR, describe
+from toolkit.models.sequence import check_sequence_parallel
+from toolkit.secrets import hide
+from toolkit.terminal import phase
+from toolkit.train import alike
+from toolkit.train.anomalies import Samples
+from toolkit.train.checkpointer import ModelFiles
+from toolkit.train.evaluation import Evaluation, choose_prompts
+from toolkit.train.language_data import (
+    Batch,
+    LanguageData,
+    data_card,
+    epoch_rows,
+    epoch_steps,
+    identity,
+    load_data,
+    load_data_with,
+    longest_batch,
+    next_position_of,
+    order_metrics,
+    repeated_batch,
+    rows_per_step,
+    step_samples,
+    training_batches,
+)
+from toolkit.train.run_dir import RunSource, with_profile
+from toolkit.train.run_length import Epoch
+from toolkit.train.schedule import make_schedule
+from toolkit.train.task import FitResult, RunContext, Task
+from toolkit.train.tracking import log_answers
+
+
+class LanguageTask(Task):
+    """Trains a causal language model on conversations and texts; its steps need no data and no run."""
+
+    cfg: RunConfig
+    ranks: Ranks
+    data: LanguageData
+    questions: list[ValidationQuestion]
+    """What the model is asked at each evaluation."""
+    evaluation: Evaluation | None = None
+
+    # Data
+
+    def load_data(self, cfg: RunConfig, ranks: Ranks) -> None:
+        """Open the tokenized caches, building them first if they are not there."""
+        self.data = load_data(cfg, speaks=ranks.rank == 0)
+        alike.check_data(cfg, self.data)
+
+    def begin(self, cfg: RunConfig, ranks: Ranks) -> None:
+        """Seed random generators, and choose what is asked at evaluations: before the model is loaded it may fail."""
+        self.cfg, self.ranks = cfg, ranks
+        random_state.seed_all(cfg.run.seed + mesh_of(cfg, ranks.world_size, ranks.rank).data_rank)
+        self.questions = choose_prompts(cfg, self.data, say if ranks.rank == 0 else lambda line: None)
+        self.vocab_size = len(self.data.tokenizer)
+
+    def settle(self, cfg: RunConfig) -> None:
+        """Take the settled config; sequences of a grouped plan are micro-batches, and are planned again."""
+        if cfg.batch.micro_per_gpu != self.cfg.batch.micro_per_gpu and self.data.packing is Packing.grouped:
+            self.data = load_data_with(cfg, self.data.encoder, lambda line: None)
+        self.cfg = cfg
+        self._next_position = next_position_of(cfg, self.data)
+        self._order_metrics = order_metrics(cfg, self.data)
+
+    @property
+    def identity(self) -> dict[str, str]:
+        """Return the fingerprints of tokenized cache and packing plan."""
+        return identity(self.data)
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Return the optimizer steps of a pass over the training data."""
+        return epoch_steps(self.cfg, self.data)
+
+    @property
+    def total_steps(self) -> int:
+        """Return the optimizer steps of the run."""
+        return self.cfg.train.max_steps or self.cfg.train.epochs * self.steps_per_epoch
+
+    @property
+    def epoch(self) -> Epoch:
+        """Return the size of a pass over the data."""
+        members = self.data.train_plan.members
+        return Epoch(
+            samples=len(self.data.train) if members is None else len(members),
+            sequences=epoch_rows(self.cfg, self.data),
+            per_step=rows_per_step(self.cfg, self.data.packing)[0],
+        )
+
+    @property
+    def has_validation(self) -> bool:
+        """Whether there is a validation split."""
+        return self.data.validation is not None
+
+    @property
+    def data_summary(self) -> dict[str, Any]:
+        """Return sources, packing and sizes of the splits."""
+
+        def sizes(store: TokenizedCache) -> dict[str, int]:
+            return {"samples": len(store), "tokens": store.num_tokens, "trained_tokens": store.num_trained_tokens}
+
+        data = self.data
+        return {
+            "sources": data.source_names,
+            "packing": data.packing.value,
+            "fingerprint": data.train.fingerprint,
+            "train": sizes(data.train),
+            "validation": sizes(data.validation) if data.validation else {},
+        }
+
+    def data_card(self) -> dict[str, Any]:
+        """Return counts, dropped rows and histograms of lengths."""
+        return data_card(self.data, epoch_rows(self.cfg, self.data))
+
+    def batches(self, position: Position, num_steps: int) -> Iterator[Batch]:
+        """Return this rank's micro-batches."""
+        return training_batches(self.cfg, self.data, self.ranks, num_steps, position)
+
+    def next_position(self, position: Position) -> Position:
+        """Return the position after a step."""
+        return self._next_position(position)
+
+    def order_metrics(self, position: Position) -> dict[str, float]:
+        """Return figures of a curriculum or of weights that change."""
+        return self._order_metrics(position)
+
+    def samples_at(self, position: Position) -> Samples:
+        """Return the samples of a step with their texts, trained tokens apart."""
+        store, tokenizer = self.data.train, self.data.tokenizer
+
+        def shown(sample: int) -> dict[str, Any]:
+            ids, trained = store[sample]
+            text = colored_spans(tokenizer, ids.tolist(), trained.tolist())
+            counts = {"tokens": len(ids), "trained_tokens": int(trained.sum())}
+            return {"where": store.where(sample), **counts, "text": text}
+
+        by_rank = step_samples(self.cfg, self.data, self.ranks.world_size, position)
+        return [[[shown(sample) for sample in samples] for samples in micro_batches] for micro_batches in by_rank]
+
+    # Model
+
+    def build(self, ds: DsConfig, source: RunSource) -> DeepSpeedEngine:
+        """Load the model, leave trainable what `tuning` says, and hand it to DeepSpeed. A collective.
+
+        Raises:
+            ModelError: if the model cannot be loaded, or is not the one that the checkpoint was trained on.
+            ConfigError: if `tuning` does not fit the model, or DeepSpeed rejects the combination.
+        """
+        return build_engine(self.cfg, self.data, ds, self.total_steps, source)
+
+    def model_files(self, engine: DeepSpeedEngine) -> ModelFiles:
+        """Return config, tokenizer and what tuning added. Now, while the model's directory is there."""
+        files: dict[str, bytes] = {}
+        model = unwrap_model(engine.module)
+        on_rank0(lambda: files.update(describe(model, self.data.encoder)))
+        if tuned := getattr(engine.module, "tuned", None):
+            files |= tuned.describe()
+        store = self.data.train
+        rows = [store[row][0].tolist() for row in range(min(probe.ROWS, len(store)))]
+        return ModelFiles(files, probe.ids_of(rows, model.config), export_in_background)
+
+    def start_lines(self, run: RunContext) -> str:
+        """Return the sizes of model and data; get ready to evaluate."""
+        if self.has_validation:
+            self.evaluation = Evaluation(
+                cfg=run.cfg,
+                prepared=self.data,
+                ranks=run.ranks,
+                questions=self.questions,
+                model=run.engine,
+                device=run.engine.device,
+                in_step=is_partitioned(run.engine),
+                say=run.checkpointer.say,
+            )
+            self.evaluation.leave_out_too_long()
+        return self._sizes_line(run)
+
+    def _sizes_line(self, run: RunContext) -> str:
+        store, counts = self.data.train, count_parameters(unwrap_model(run.engine.module))
+        trained, total = sum(one.trained for one in counts.values()), sum(one.total for one in counts.values())
+        parts = [
+            f"{group} {one.trained:,} / {one.total:,}"
+            if one.trained not in (0, one.total)
+            else f"{group} {one.total:,}"
+            for group, one in counts.items()
+            if one.trained
+        ]
+        line = tr(
+            "{trained} of {parameters} parameters are trained ({parts}). {samples} samples with {tokens} tokens "
+            "({trained_tokens} trained), {steps} steps ({per_epoch} per epoch). Run folder: {folder}",
+            trained=f"{trained:,}",
+            parameters=f"{total:,}",
+            parts=", ".join(parts),
+            samples=f"{len(store):,}",
+            tokens=f"{store.num_tokens:,}",
+            trained_tokens=f"{store.num_trained_tokens:,}",
+            steps=f"{run.total_steps:,}",
+            per_epoch=f"{self.steps_per_epoch:,}",
+            folder=run.display_folder,
+        )
+        duplicates = self.data.report.duplicates()
+        return f"{line}\n{duplicates}" if duplicates else line
+
+    # Dry run
+
+    def longest_batch(self, position: Position) -> tuple[Batch, str]:
+        """Return the longest rows of the training data."""
+        batch = longest_batch(self.cfg, self.data, self.ranks.world_size)
+        rows, tokens = self.shape(batch)
+        return batch, tr("the longest batch ({rows} x {tokens} tokens)", rows=rows, tokens=tokens)
+
+    def larger_batch(self, rows: int, share: float) -> Batch:
+        """Return the longest row several times over."""
+        return repeated_batch(self.cfg, self.data, rows, share)
+
+    def check_evaluation(self, run: RunContext) -> None:
+        """Evaluate one batch, and begin an answer."""
+        cfg, engine, encoder = run.cfg.evaluate, run.engine, self.data.encoder
+        if self.evaluation is not None:
+            self.evaluation.rehearse()
+        for prompt in cfg.prompts:
+            encoded = encoder.prompt([{"role": "user", "content": prompt}])
+            check_length(engine.module, len(encoded), cfg.max_new_tokens)
+        if cfg.prompts:
+            answer(engine.module, encoder, cfg.prompts[0], min(2, cfg.max_new_tokens), engine.device)
+
+    # Steps
+
+    def count(self, batch: Batch) -> int:
+        """Return the trained tokens of a micro-batch."""
+        return num_trained_tokens(batch)
+
+    def sizes(self, batches: list[Batch]) -> list[int]:
+        """Return tokens without padding and with it, and the pairs of a token and one that it attends to."""
+        # A sample's tokens are numbered from 0, also in a packed row: each sees itself and those before it.
+        return [
+            sum(int((batch["segment_ids"] > 0).sum()) for batch in batches),
+            sum(batch["input_ids"].numel() for batch in batches),
+            sum(int(((batch["position_ids"] + 1) * (batch["segment_ids"] > 0)).sum()) for batch in batches),
+        ]
+
+    def shape(self, batch: Batch) -> tuple[int, ...]:
+        """Return rows and tokens."""
+        return tuple(batch["input_ids"].shape)
+
+    def loss_sum(self, engine: Any, batch: Batch) -> torch.Tensor:
+        """Return the sum of the cross entropies of trained tokens, nats."""
+        return token_loss_sum(engine, batch)
+
+    def router_loss(self, engine: DeepSpeedEngine) -> RouterLoss | None:
+        """Return the load-balancing loss of a mixture of experts, where it is trained."""
+        found: RouterLoss | None = getattr(engine.module, "router_loss", None)
+        return found
+
+    def evaluate(self, run: RunContext, step: int, alive: Callable[[], None]) -> dict[str, float]:
+        """Evaluate loss, answers and their scores; the answers are kept in evaluations/ and handed to trackers."""
+        assert self.evaluation is not None
+        figures = self.evaluation.run(run.folder / "evaluations" / f"step-{step}.jsonl", alive)
+        if "eval_answers" in figures:
+            log_answers(run, step)
+        return figures
+
+    # End
+
+    def samples(self, run: RunContext) -> list[dict[str, str]]:
+        """Answer the recipe's questions, and write samples.jsonl."""
+        cfg, engine = run.cfg.evaluate, run.engine
+
+        def answered(prompt: str) -> str:
+            return answer(engine.module, self.data.encoder, prompt, cfg.max_new_tokens, engine.device)
+
+        samples = [{"prompt": hide(prompt), "answer": answered(prompt)} for prompt in cfg.prompts]
+        if samples and run.ranks.rank == 0:
+            lines = [json.dumps(sample, ensure_ascii=False) for sample in samples]
+            (run.folder / "samples.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
+        return samples
+
+    def export(self, run: RunContext, result: FitResult) -> None:
+        """Write export/ and prove it: it holds what was trained, and gives the logits that the run gives."""
+        is_adapter = has_adapter(run.engine.module)
+        files = {name: content for name, content in run.model_files.files.items() if is_adapter or name != BASE_FILE}
+        files[CARD_FILE] = card(result.state, is_adapter)
+        folder, probe_ids, speaks = run.folder / "export", run.model_files.probe_ids, run.ranks.rank == 0
+        assert probe_ids is not None
+        with phase(tr("Exporting"), speaks=speaks):
+            (export_adapter if is_adapter else export_model)(run.engine, files, probe_ids, folder)
+        if run.cfg.checkpoint.verify_export:
+            with phase(tr("Comparing the export with the run"), speaks=speaks):
+                if is_adapter:
+                    prove_adapter(run.engine, folder)
+                else:
+                    on_rank0(lambda: _verify_export(folder))
+
+    def summary(self, run: RunContext, result: FitResult) -> dict[str, Any]:
+        """Return parameters, tokens, validation losses, and those of unigrams and bigrams."""
+        counts = count_parameters(unwrap_model(run.engine.module)).values()
+        summary: dict[str, Any] = {
+            "parameters": sum(one.total for one in counts),
+            "trained_parameters": sum(one.trained for one in counts),
+            "trained_tokens": result.trained_tokens,
+            "total_tokens": result.total_tokens,
+        }
+        if result.evaluations:
+            summary["first_eval_loss"] = result.evaluations[0]["eval_loss"]
+            summary["last_eval_loss"] = result.evaluations[-1]["eval_loss"]
+        data = self.data
+        if run.cfg.evaluate.ngram_baselines and data.validation is not None and run.ranks.rank == 0:
+            # Of the samples that the loss is measured on, so that all figures are of the same tokens.
+            measured = None if data.validation_plan is None else data.validation_plan.members
+            counted = ngram_baselines(data.train, data.validation, len(data.tokenizer), measured)
+            summary |= {"unigram_loss": counted.unigram, "bigram_loss": counted.bigram}
+        return summary
+
+    def end_lines(self, result: FitResult, summary: Mapping[str, Any]) -> list[str]:
+        """Return losses, answers, and what can be done with the model."""
+        lines = []
+        if result.evaluations:
+            lines.append(
+                tr(
+                    "Validation loss {first} -> {last} nats/token.",
+                    first=f"{summary['first_eval_loss']:.3f}",
+                    last=f"{summary['last_eval_loss']:.3f}",
+                )
+            )
+        if "unigram_loss" in summary:
+            lines.append(
+                tr(
+                    "For comparison, on the same tokens: unigram {unigram}, bigram {bigram}.",
+                    unigram=f"{summary['unigram_loss']:.3f}",
+                    bigram=f"{summary['bigram_loss']:.3f}",
+                )
+            )
+        return lines
+
+    def next_steps(self, run: RunContext, samples: list[dict[str, str]]) -> list[str]:
+        """Return how to ask the model."""
+        folder = run.display_folder
+        if not run.cfg.checkpoint.export:
+            return [tr("See the curve:  {command}", command=f"less {folder}/metrics.jsonl")]
+        if has_adapter(run.engine.module):
+            what = tr("The adapter: {folder}/export", folder=folder)
+        elif unwrap_model(run.engine.module).config.model_type == "chatglm":
+            what = tr("The model: {folder}/export (transformers itself does not know ChatGLM-6B)", folder=folder)
+        else:
+            what = tr("The model, for any program that uses transformers: {folder}/export", folder=folder)
+        prompt = samples[0]["prompt"] if samples else "Hello"
+        command = shlex.join(["toolkit", "generate", f"model.path={folder}/export", f"prompt={prompt}"])
+        return [what, tr("Ask it:  {command}", command=command)]
+
+
+def build_engine(
+    cfg: RunConfig, data: LanguageData, ds: DsConfig, total_steps: int, source: RunSource
+) -> DeepSpeedEngine:
+    """Load the model, leave trainable what `tuning` says, and hand it to DeepSpeed. A collective.
+
+    Args:
+        cfg: checked config.
+        data: tokenizer and stores.
+        ds: the DeepSpeed dict.
+        total_steps: optimizer steps.
+        source: run folder, and what the run goes on from.
+
+    Raises:
+        ModelError: the model cannot be loaded, or is not the one that the checkpoint was trained on.
+        ConfigError: `tuning` does not fit the model, or DeepSpeed refuses the combination.
+    """
+    packed, parts, stages = data.packing is Packing.packed, cfg.parallel.sequence, cfg.parallel.pipeline
+    use_tf32(cfg.precision)
+    model = _loaded(cfg, data, ds)
+    without_liger = apply_liger(model, cfg.kernels)
+    model.loss_head, model.router_loss = LossHead(cfg.kernels.loss), router_loss(model, cfg)
+    if cfg.tuning.method is not TuningMethod.full:
+        base = _base_folder(cfg, data, model, source.folder)
+        apply_tuning(model, cfg.tuning, base, data.tokenizer, cfg.run.seed, ds.values)
+        if source.checkpoint and (known := read_base(source.checkpoint / MODEL_DIR)):
+            check_base(known, model.tuned.base, source.checkpoint)
+    if cfg.kernels.mlp_pieces > 1:
+        tile_mlp(model, cfg.kernels.mlp_pieces)
+    if cfg.train.neftune_alpha:
+        add_neftune(model, cfg.train.neftune_alpha)
+    if cfg.train.random_ltd.steps:
+        place = mesh_of(cfg, world_size(), rank())
+        model.token_dropping = TokenDropping(model, cfg.train.random_ltd, cfg.run.seed, place.data_rank)
+    with phase(tr("Building the engine (the first time DeepSpeed compiles its ops: minutes)"), speaks=rank() == 0):
+        module = PipelineStage(model, stages, TORCH_DTYPES[cfg.precision.dtype]) if stages > 1 else model
+        settings = with_profile(ds.values, source.folder)
+        recompute = cfg.train.activation_checkpointing
+        engine = initialize_engine(module, settings, recompute, make_schedule(cfg, total_steps), cfg.compile, cfg.optim)
+    # What building leaves behind refers to itself, and would keep the memory of weights until Python looks for it.
+    gc.collect()
+    of_model = engine, len(data.tokenizer), engine.device, cfg.model.name or cfg.model.path
+    if packed:
+        check_isolation(*of_model, partial(forward_logits, engine, pick=_few) if is_pipeline(engine) else None)
+    if parts > 1:
+        check_sequence_parallel(*of_model, packed)
+    in_use = _in_use(engine, cfg, without_liger)
+    if rank() == 0:
+        say(in_use)
+        if model.router_loss is not None:
+            say(
+                tr(
+                    "Routers: the mean of {count} layers' load-balancing losses x {coefficient} is added to the loss "
+                    "(model.router_loss).",
+                    count=model.router_loss.num_layers,
+                    coefficient=model.router_loss.coefficient,
+                )
+            )
+    return engine
+
+
+def _loaded(cfg: RunConfig, data: LanguageData, ds: DsConfig) -> PreTrainedModel:
+    """Return the model that is trained; with pipeline stages with the weights of this rank's stage alone."""
+    packed, parts = data.packing is Packing.packed, cfg.parallel.sequence
+    if parts > 1 and (reason := sequence_parallel_unsupported(cfg.model, cfg.data.max_length)):
+        raise ConfigError(tr("parallel.sequence = {ranks} cannot be: {reason}.", ranks=parts, reason=reason))
+    stages, dtype = cfg.parallel.pipeline, cfg.precision.dtype
+    stage = mesh_of(cfg, world_size(), rank()).stage
+    own = partial(stage_parameters, num_stages=stages, stage=stage) if stages > 1 else None
+    return create_model(cfg.model, dtype, data.tokenizer, cfg.run.seed, ds.values, packed, parts, own)
+
+
+def _few(logits: torch.Tensor) -> torch.Tensor:
+    """Return the logits of some of the vocabulary, which tell as much."""
+    return logits[..., :1024]
+
+
+def _in_use(engine: DeepSpeedEngine, cfg: RunConfig, without_liger: str) -> str:
+    """Return a line about what computes this run. A collective."""
+    model = stage_model(engine.module)
+    ways = {
+        LossPath.losses: tr("fused with the output layer ({kernel})", kernel=model.loss_head.name),
+        LossPath.picked: tr("from the logits of trained tokens"),
+        LossPath.all_logits: tr("from all logits"),
+    }
+    way = broadcast_from_last(engine, lambda: loss_head(model).path(model if is_pipeline(engine) else engine))
+    optimizer = engine.basic_optimizer
+    is_fused = isinstance(optimizer, torch.optim.Adam) and optimizer.defaults["fused"]
+    backend = cfg.compile.backend + (" + DeepCompile" if cfg.compile.deepcompile else "")
+    return tr(
+        "Attention: {attention}. Loss: {loss}. Liger layers: {liger}. Compiled: {compiled}. Optimizer: {optimizer}.",
+        attention=model.config._attn_implementation,
+        loss=ways[way],
+        liger=tr("no, {reason}", reason=without_liger) if without_liger else tr("yes"),
+        compiled=tr("yes, {backend}", backend=backend) if cfg.compile.enabled else tr("no"),
+        optimizer=type(optimizer).__name__ + (" (PyTorch, fused)" if is_fused else ""),
+    )
+
+
+def _base_folder(cfg: RunConfig, data: LanguageData, model: PreTrainedModel, folder: Path) -> Path:
+    """Return the folder of the model as it is before training; a random one is written into the run's."""
+    if cfg.model.init is Init.pretrained:
+        return Path(cfg.model.path)
+    base = folder / RUN_BASE
+
+    def write() -> None:
+        if not base.exists():
+            write_folder(model, describe(model, data.encoder), base, "hf", None)
+
+    on_rank0(write)
+    return base
+
+
+def _verify_export(folder: Path) -> None:
+    """Compare a model's export with the run.
+
+    A device that rounds otherwise than was measured is no reason to lose a run's model: the export stays. One of other
+    weights is put aside, so that nothing takes it for the run's model.
+
+    Raises:
+        CheckpointError: the weights are others than were trained.
+    """
+    try:
+        verify_logits(folder)
+    except ProofDiffers as error:
+        say(
+            tr(
+                "WARNING: the export does not give the run's logits exactly: {reason}. It is kept in {folder}. Compare "
+                "its loss with the run's last validation loss before you use it: toolkit eval.",
+                reason=error,
+                folder=folder,
+            )
+        )
+    except CheckpointError as error:
+        aside = folder.rename(unused_path(folder.with_name("export.wrong")))
+        raise CheckpointError(
+            tr(
+                "{reason}. The export is kept as {folder} for inspection, and the checkpoints are untouched: make "
+                "another with toolkit export-model {run}.",
+                reason=error,
+                folder=aside,
+                run=folder.parent,
+            )
+        ) from error

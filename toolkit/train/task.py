@@ -1,0 +1,285 @@
+"""What a run learns: the task that Trainer, loop and step are handed, and what they hand each other."""
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from deepspeed import DeepSpeedEngine
+
+from toolkit.checkpoint.directory import RunState
+from toolkit.config.schema import RunConfig
+from toolkit.data.sampler import Position
+from toolkit.distributed.watchdog import Watchdog
+from toolkit.engine.ds_config import DsConfig
+from toolkit.launch.environment import Ranks
+from toolkit.models.router_loss import RouterLoss
+from toolkit.track.trackers import Trackers
+from toolkit.train.anomalies import Samples, StepGuard
+from toolkit.train.checkpointer import Checkpointer, ModelFiles
+from toolkit.train.run_dir import RunSource
+from toolkit.train.run_length import Epoch
+
+TOKENS, SAMPLES = "tokens", "samples"
+
+
+@dataclass(kw_only=True, slots=True)
+class StepResult:
+    """What one step did. Loss and counts are those of the global batch, the same on every rank."""
+
+    loss: float
+    """Sum of the losses / trained tokens (or samples), nats per token."""
+    trained_tokens: int
+    """Tokens whose loss counted."""
+    total_tokens: int
+    """Tokens that are not padding."""
+    computed_tokens: int
+    """Tokens including padding."""
+    pairs: int
+    """Pairs of a token and one of its sample that is not behind it."""
+    grad_norm: float
+    """Norm of the gradient before clipping; inf where it overflowed."""
+    votes: list[int]
+    """How many ranks voted for each question."""
+    micro_losses: torch.Tensor
+    """Sums of the losses of this rank's micro-batches, float32 [accumulation] on the device."""
+    micro_tokens: list[int]
+    """Trained tokens of this rank's micro-batches."""
+    rank_tokens: int
+    """Tokens of this rank, including padding."""
+    arrived: float
+    """Seconds of `time.perf_counter` when this rank came to where ranks first wait for one another."""
+    forward_s: float
+    """Seconds of this rank's forward passes."""
+    router_loss: float | None = None
+    """Mean over layers and micro-batches of all ranks, without its coefficient; None where it is not counted."""
+
+
+@dataclass(kw_only=True, slots=True)
+class FitResult:
+    """What the loop achieved."""
+
+    first_loss: float = math.nan
+    """Training loss of the first step, nats per token."""
+    last_loss: float = math.nan
+    """Training loss since the last log line but one."""
+    evaluations: list[dict[str, float]] = field(default_factory=list)
+    """Each evaluation with its step."""
+    trained_tokens: int = 0
+    """Trained tokens in all."""
+    total_tokens: int = 0
+    """Tokens in all, without padding."""
+    skipped_steps: int = 0
+    """Steps without an update: gradients overflowed, or the step went wrong."""
+    bad_steps: int = 0
+    """Steps with NaN, Inf or spiking losses or gradients."""
+    rewinds: int = 0
+    """Times that the run went back to a checkpoint for them."""
+    steps: int = 0
+    """Steps that this process did, those done again after a rewind included."""
+    steps_s: float = 0.0
+    """Seconds that they took: without evaluation, saving and what comes before the first."""
+    checkpoint: Path | None = None
+    """The last checkpoint."""
+    state: RunState = field(default_factory=RunState)
+    """Of the run's end."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunContext:
+    """A run whose engine is built: what stays the same until its end."""
+
+    cfg: RunConfig
+    """The settled config."""
+    ranks: Ranks
+    """Who this process is."""
+    folder: Path
+    """The run directory."""
+    ds: DsConfig
+    """What DeepSpeed receives."""
+    engine: DeepSpeedEngine
+    """The engine."""
+    guard: StepGuard
+    """Judges every step."""
+    checkpointer: Checkpointer
+    """Saves checkpoints."""
+    model_files: ModelFiles
+    """What checkpoints and the export hold of the model next to its weights."""
+    start: RunState
+    """Where the run begins, and what is the same in all its checkpoints."""
+    trackers: Trackers
+    """Get what metrics.jsonl gets."""
+    watchdog: Watchdog
+    """Notices what does not come to an end."""
+    total_steps: int
+    """Optimizer steps of the run."""
+    accumulation: int
+    """Micro-batches of one rank per step."""
+    started: float
+    """time.monotonic() when the command was started, with its launcher."""
+
+    @property
+    def display_folder(self) -> str:
+        """Return the run directory as a user would type it from here."""
+        here = Path.cwd()
+        return str(self.folder.relative_to(here)) if self.folder.is_relative_to(here) else str(self.folder)
+
+
+class Task(ABC):
+    """What a run learns, from what, and what it leaves behind: language modelling, or a user's own model.
+
+    It is made without its data. The Trainer calls its methods in the order in which they stand here, on every rank
+    unless they say otherwise; Trainer, loop, step and checkpoints know no task by name.
+    """
+
+    unit = TOKENS
+    """What is counted: TOKENS or SAMPLES."""
+    memory_sections: tuple[str, ...] = ("",)
+    """Beginnings of the config's keys in which something that takes less memory can be set."""
+    vocab_size: int | None = None
+    """Tokens of the vocabulary, with which memory is planned; None: the model is not known to the plan."""
+
+    # Data
+
+    def load_data(self, cfg: RunConfig, ranks: Ranks) -> None:  # noqa: B027  # not every task has such data
+        """Read and prepare what takes long. Before the process group exists, so that no collective can time out."""
+
+    @abstractmethod
+    def begin(self, cfg: RunConfig, ranks: Ranks) -> None:
+        """Get ready for a run in the process group that is there; seed random generators."""
+
+    @abstractmethod
+    def settle(self, cfg: RunConfig) -> None:
+        """Take the config whose layout and micro-batch are decided."""
+
+    @property
+    @abstractmethod
+    def identity(self) -> dict[str, str]:
+        """Return what is the same if a run learns from the same data in the same sequences."""
+
+    @property
+    @abstractmethod
+    def steps_per_epoch(self) -> int:
+        """Return the optimizer steps of a pass over the training data."""
+
+    @property
+    @abstractmethod
+    def total_steps(self) -> int:
+        """Return the optimizer steps of the run."""
+
+    @property
+    @abstractmethod
+    def epoch(self) -> Epoch | None:
+        """Return the size of a pass over the data; None if it is not known."""
+
+    @property
+    @abstractmethod
+    def has_validation(self) -> bool:
+        """Whether there is something to evaluate on."""
+
+    @property
+    @abstractmethod
+    def data_summary(self) -> dict[str, Any]:
+        """Return what is learned from, in numbers, for trackers."""
+
+    @abstractmethod
+    def data_card(self) -> dict[str, Any]:
+        """Return what data.json tells the report of the data. For rank 0 only."""
+
+    @abstractmethod
+    def batches(self, position: Position, num_steps: int) -> Iterator[Any]:
+        """Return this rank's micro-batches from a position on, `accumulation` of them for each of so many steps."""
+
+    @abstractmethod
+    def next_position(self, position: Position) -> Position:
+        """Return the position in the training data after the step that begins at one."""
+
+    def order_metrics(self, position: Position) -> dict[str, float]:
+        """Return what metrics.jsonl says of how the step that begins at a position takes its data."""
+        return {}
+
+    @abstractmethod
+    def samples_at(self, position: Position) -> Samples:
+        """Return the samples of the step that begins at a position, as `toolkit show` prints them."""
+
+    # Model
+
+    def check_checkpoint(self, checkpoint: Path) -> None:  # noqa: B027  # resuming compares the settings anyway
+        """Reject a checkpoint of another model with a ConfigError. For rank 0 only."""
+
+    @abstractmethod
+    def build(self, ds: DsConfig, source: RunSource) -> DeepSpeedEngine:
+        """Build the model and hand it to DeepSpeed. A collective."""
+
+    @abstractmethod
+    def model_files(self, engine: DeepSpeedEngine) -> ModelFiles:
+        """Return what checkpoints hold of the model. A collective."""
+
+    @abstractmethod
+    def start_lines(self, run: RunContext) -> str:
+        """Return what is said of model and data before the first step. A collective."""
+
+    # Dry run
+
+    @abstractmethod
+    def longest_batch(self, position: Position) -> tuple[Any, str]:
+        """Return the micro-batch that a dry run tries, and what it is called; a run would begin at the position."""
+
+    def larger_batch(self, rows: int, share: float) -> Any:
+        """Return a micro-batch of so many of the longest rows, of which a share of the tokens is kept."""
+        raise NotImplementedError
+
+    @abstractmethod
+    def check_evaluation(self, run: RunContext) -> None:
+        """Evaluate a little, so that what fails does so before the first step. A collective without a trace."""
+
+    # Steps
+
+    @abstractmethod
+    def count(self, batch: Any) -> int:
+        """Return how many of a micro-batch's tokens or samples are trained."""
+
+    @abstractmethod
+    def sizes(self, batches: list[Any]) -> list[int]:
+        """Return of a rank's micro-batches: what is not padding, all of it, and pairs of those that attend."""
+
+    @abstractmethod
+    def shape(self, batch: Any) -> tuple[int, ...]:
+        """Return the size of a micro-batch, to be named where a step hangs."""
+
+    @abstractmethod
+    def loss_sum(self, engine: Any, batch: Any) -> torch.Tensor:
+        """Run a micro-batch forward; return the sum of its losses, a float32 scalar on the engine's device."""
+
+    def router_loss(self, engine: DeepSpeedEngine) -> RouterLoss | None:
+        """Return the load-balancing loss that is added to each micro-batch's; None without one."""
+        return None
+
+    @abstractmethod
+    def evaluate(self, run: RunContext, step: int, alive: Callable[[], None]) -> dict[str, float]:
+        """Evaluate after a step: `eval_loss` and more, the same on every rank; `alive` is called now and then."""
+
+    # End
+
+    def samples(self, run: RunContext) -> list[dict[str, str]]:
+        """Return answers of the trained model, prompt and answer, as samples.jsonl holds them. A collective."""
+        return []
+
+    @abstractmethod
+    def export(self, run: RunContext, result: FitResult) -> None:
+        """Write export/ and prove it. A collective."""
+
+    @abstractmethod
+    def summary(self, run: RunContext, result: FitResult) -> dict[str, Any]:
+        """Return what DONE says next to steps, losses and seconds: parameters, tokens, evaluations."""
+
+    def end_lines(self, result: FitResult, summary: Mapping[str, Any]) -> list[str]:
+        """Return what is printed of what was learned. For rank 0 only."""
+        return []
+
+    @abstractmethod
+    def next_steps(self, run: RunContext, samples: list[dict[str, str]]) -> list[str]:
+        """Return what can be done with the result. For rank 0 only."""

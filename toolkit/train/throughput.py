@@ -1,0 +1,424 @@
+"""How fast this machine multiplies matrices: what a step can be measured by where no datasheet is known, or true.
+
+What DeepSpeed's log of collectives (`profile.comms`) counted, operation by operation.
+
+What a run's figures are measured by: the FLOPs that its model needs, what the machine can do, and the plan.
+
+Figures between two log lines.
+"""
+
+import json
+import math
+import resource
+import statistics
+import time
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from deepspeed import DeepSpeedEngine
+from deepspeed.accelerator import get_accelerator
+from deepspeed.comm.comm import comms_logger, timers
+
+from toolkit.config.schema import TuningConfig, TuningMethod
+from toolkit.distributed.process_group import gather, world_size
+from toolkit.distributed.tensor import full_shape
+from toolkit.engine.memory import is_out_of_memory
+from toolkit.messages import tr
+from toolkit.models.load import TORCH_DTYPES
+from toolkit.models.pipeline import unwrap_model
+from toolkit.plan.machine import Gpu, find_gpu
+from toolkit.plan.parameters import Shapes
+from toolkit.plan.speed import Formula, Work, formula, is_countable
+from toolkit.train.stragglers import RankTimes, exchange
+from toolkit.train.task import SAMPLES, TOKENS, StepResult
+
+_GPU_SIZES = (8192, 4096, 2048)
+"""Of the matrices; the later ones where memory is too little for the first."""
+_CPU_SIZES = (96, 192, 384, 768)
+"""The first that takes long enough to be timed: one of 768 in bf16 takes 2.8 s where the processor has no such unit."""
+_LONG_ENOUGH_S = 0.005
+_GPU_S, _CPU_S = 0.3, 0.1
+"""How long products are repeated."""
+_AT_ONCE = 5
+
+
+def matmul_flops_per_s(device: torch.device, dtype: torch.dtype) -> float:
+    """Return the FLOP/s of large square matrix products, of the fastest few in a row. Takes less than a second.
+
+    Args:
+        device: where they are computed; a GPU needs 0.4 GiB of memory meanwhile, in fp32 0.8 GiB, a 16th of it at
+            least; 0 is returned where there is not even that.
+        dtype: of the matrices.
+    """
+    for size in _sizes(device, dtype):
+        try:
+            return _measured(size, device, dtype)
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
+        get_accelerator().empty_cache()
+    return 0.0
+
+
+def _sizes(device: torch.device, dtype: torch.dtype) -> tuple[int, ...]:
+    """Return what to try; on a GPU one after another where memory is too little, on a CPU what takes long enough."""
+    if device.type != "cpu":
+        return _GPU_SIZES
+    for size in _CPU_SIZES:
+        square = torch.ones(size, size, dtype=dtype)
+        seconds = []
+        for _ in range(2):  # the first loads libraries
+            started = time.perf_counter()
+            square @ square
+            seconds.append(time.perf_counter() - started)
+        if min(seconds) > _LONG_ENOUGH_S:
+            break
+    return (size,)
+
+
+def _measured(size: int, device: torch.device, dtype: torch.dtype) -> float:
+    seconds, times = (_CPU_S, 1) if device.type == "cpu" else (_GPU_S, _AT_ONCE)
+    # Equal numbers would take less power, so a GPU would be faster. A generator of its own: the run's stays as it is.
+    random = torch.Generator(device).manual_seed(0)
+    left, right = (torch.randn(size, size, generator=random, device=device, dtype=dtype) for _ in range(2))
+    out = left @ right  # warms up: libraries are loaded, kernels are chosen
+    fastest, begun = float("inf"), time.perf_counter()
+    while time.perf_counter() - begun < seconds or fastest == float("inf"):
+        get_accelerator().synchronize()
+        started = time.perf_counter()
+        for _ in range(times):
+            torch.mm(left, right, out=out)
+        get_accelerator().synchronize()
+        fastest = min(fastest, (time.perf_counter() - started) / times)
+    return 2.0 * size**3 / fastest
+
+
+def median_of_ranks(device: torch.device, dtype: torch.dtype) -> float:
+    """Return the same of the rank in the middle of those that have it; all measure at once. A collective."""
+    found = [speed for speed in gather(matmul_flops_per_s(device, dtype)) if speed]
+    get_accelerator().empty_cache()
+    return float(statistics.median_low(found)) if found else 0.0
+
+
+FILE = "collectives.json"
+
+
+class Collectives:
+    """Adds up this rank's collectives.
+
+    DeepSpeed's own summary holds sums of sums, as it never resets its timers (0.19.8, comm.timed_op). So seconds are
+    taken from the timers, and calls and bytes from the log.
+    """
+
+    def __init__(self) -> None:
+        self.calls: Counter[str] = Counter()
+        self.bytes: Counter[str] = Counter()
+        self.seconds: Counter[str] = Counter()
+
+    def take(self, counts: bool = True) -> float:
+        """Take what came since the last call out of DeepSpeed's log.
+
+        Args:
+            counts: whether it is added up; what happens beside training is not.
+
+        Returns:
+            Its seconds; 0 unless `profile.comms` times them.
+        """
+        log = comms_logger.get_raw_data()
+        comms_logger.reset_data()
+        spent = {name: timer.elapsed() / 1000 for name, timer in timers.timers.items()}
+        if counts:
+            for name, sizes in log.items():
+                self.calls[name] += sum(entry[0] for entry in sizes.values())
+                self.bytes[name] += sum(size * entry[0] for size, entry in sizes.items())
+                self.seconds[name] += spent.get(name, 0.0)
+        return sum(spent.values())
+
+    def write(self, folder: Path) -> None:
+        """Write the sums into a run folder, where the report finds them."""
+        rows = [
+            {"operation": name, "calls": calls, "bytes": self.bytes[name], "seconds": round(self.seconds[name], 6)}
+            for name, calls in sorted(self.calls.items())
+        ]
+        temporary = folder / f".{FILE}.tmp"
+        temporary.write_text(json.dumps({"operations": rows}, indent=1) + "\n", encoding="utf-8")
+        temporary.replace(folder / FILE)
+
+    @property
+    def is_on(self) -> bool:
+        """Whether DeepSpeed counts anything."""
+        return bool(comms_logger.enabled)
+
+
+_DTYPES = {torch_dtype: dtype.value for dtype, torch_dtype in TORCH_DTYPES.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class Baseline:
+    """What one rank's speed and memory are compared with."""
+
+    formula: Formula | None
+    """FLOPs of the model; None if they are not known."""
+    recomputes: bool
+    """Whether activations are computed again."""
+    dtype: str
+    """Of the model: bf16, fp16, fp32."""
+    matmul_flops: float
+    """FLOP/s of a large matrix product, measured; 0 where there was no memory for it."""
+    device: str
+    """What the driver calls the card; "" is a processor."""
+    card: Gpu | None
+    """Its datasheet, if known."""
+    planned_bytes: int | None
+    """Memory of a rank that the plan expects."""
+
+    def speed(self, needed: Work, computed: Work, rank_seconds: float) -> dict[str, float]:
+        """Return FLOP/s of a rank and what share they are of what is possible; {} where FLOPs are not known.
+
+        Args:
+            needed: tokens of all ranks without padding.
+            computed: the same with padding.
+            rank_seconds: seconds, times ranks.
+        """
+        if self.formula is None:
+            return {}
+        hardware = self.formula.hardware_flops if self.recomputes else self.formula.model_flops
+        model_speed, hardware_speed = self.formula.model_flops(needed) / rank_seconds, hardware(computed) / rank_seconds
+        row = {"model_flops_per_s": model_speed, "hardware_flops_per_s": hardware_speed}
+        if self.matmul_flops:
+            row |= {"mfu_matmul": model_speed / self.matmul_flops, "hfu_matmul": hardware_speed / self.matmul_flops}
+        if peak := self.card and self.card.flops(self.dtype):
+            row |= {"mfu": model_speed / peak, "hfu": hardware_speed / peak}
+        return row
+
+    def describe(self) -> str:
+        """Return a line that says what the shares are of."""
+        values = {"dtype": self.dtype, "measured": f"{self.matmul_flops / 1e12:.3g}" if self.matmul_flops else "?"}
+        if not self.device:
+            return tr("A matrix product ({dtype}) runs at {measured} TFLOP/s per rank.", **values)
+        if not (self.card and self.card.flops(self.dtype)):
+            return tr(
+                "A matrix product ({dtype}) runs at {measured} TFLOP/s per rank. What the datasheet of '{device}' says "
+                "of that is not known here: the FLOPs of training are compared with the matrix product alone.",
+                device=self.device,
+                **values,
+            )
+        return tr(
+            "A matrix product ({dtype}) runs at {measured} TFLOP/s per rank; the datasheet of the {card} says {peak}.",
+            card=self.card.name,
+            peak=f"{self.card.flops(self.dtype) / 1e12:.4g}",
+            **values,
+        )
+
+
+def measure_baseline(
+    engine: DeepSpeedEngine, tuning: TuningConfig, recomputes: bool, planned_bytes: int | None = None
+) -> Baseline:
+    """Return what a run is measured by; multiplies matrices for less than a second. A collective.
+
+    Args:
+        engine: with the model that is trained.
+        tuning: how.
+        recomputes: whether activations are computed again.
+        planned_bytes: memory of a rank by the plan: of its GPU, on a processor of the process.
+    """
+    model, device = unwrap_model(engine.module), engine.device
+    dtype = next(one.dtype for one in model.parameters() if one.is_floating_point())
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+    sizes = _attention_sizes(getattr(model, "config", None))
+    shapes, trained = _shapes(model)
+    known = sizes and is_countable(shapes)
+    prefix = tuning.num_tokens if tuning.method is TuningMethod.ptuning_v2 else 0
+    return Baseline(
+        formula=formula(shapes, sizes, trained, prefix) if known else None,
+        recomputes=recomputes,
+        dtype=_DTYPES[dtype],
+        matmul_flops=median_of_ranks(device, dtype),
+        device=name,
+        card=find_gpu(name),
+        planned_bytes=planned_bytes,
+    )
+
+
+def _shapes(model: torch.nn.Module) -> tuple[Shapes, set[str]]:
+    """Return the shapes of all parameters, as they are before they are partitioned or quantised, and who is trained."""
+    shapes: Shapes = {}
+    trained: set[str] = set()
+    for name, parameter in model.named_parameters():
+        owner = model.get_submodule(name.rpartition(".")[0])
+        if isinstance(owner, torch.nn.Linear) and name.endswith(".weight"):
+            shapes[name] = (owner.out_features, owner.in_features)
+        else:
+            shapes[name] = full_shape(name, parameter)
+        if parameter.requires_grad:
+            trained.add(name)
+    return shapes, trained
+
+
+def _attention_sizes(config: object) -> Mapping[str, int]:
+    """Return what attention's size depends on; {} for a model that does not say it as usual."""
+    layers, heads, hidden = (
+        getattr(config, name, 0) for name in ("num_hidden_layers", "num_attention_heads", "hidden_size")
+    )
+    if not (layers and heads and hidden):
+        return {}
+    return {"layers": layers, "heads": heads, "head_size": getattr(config, "head_dim", None) or hidden // heads}
+
+
+_IN_SAMPLES = {"tokens_per_s": "samples_per_s", "rank_tokens_per_s": "rank_samples_per_s", "total_tokens": "samples"}
+_OF_TOKENS = ("trained_tokens_per_s", "trained_tokens", "padding_fraction")
+
+
+class ThroughputMeter:
+    """Adds up steps."""
+
+    def __init__(
+        self,
+        engine: DeepSpeedEngine,
+        account: Baseline,
+        trained_tokens: int = 0,
+        total_tokens: int = 0,
+        unit: str = TOKENS,
+        collectives: Collectives | None = None,
+    ) -> None:
+        """Start counting.
+
+        Args:
+            engine: asked for its loss scale and skipped steps.
+            account: what speed and memory are compared with.
+            trained_tokens: those of the run so far.
+            total_tokens: those of the run so far.
+            unit: what is counted; with SAMPLES the rows say samples where they would say tokens.
+            collectives: those of the run so far.
+        """
+        self.engine, self.account, self.unit = engine, account, unit
+        self.collectives = collectives or Collectives()
+        self.collectives.take(counts=False)  # what came before the first step
+        self.trained_tokens_so_far, self.total_tokens_so_far = trained_tokens, total_tokens
+        self.grad_norm = math.nan
+        self.paused = 0.0
+        self.on_its_own_since = time.perf_counter()
+        """When ranks last waited for one another."""
+        self._reset()
+
+    def _reset(self) -> None:
+        self.loss_sum = 0.0
+        self.loss_tokens = self.trained_tokens = self.total_tokens = self.computed_tokens = self.steps = 0
+        self.pairs = self.rank_tokens = 0
+        self.step_seconds: list[float] = []
+        self.own_s = self.data_wait_s = self.communication_s = 0.0
+        self.bad_loss = math.nan
+        self.router_losses: list[float] = []
+        self.started = self.step_began = time.perf_counter()
+
+    def add(self, result: StepResult) -> None:
+        """Count one step."""
+        if math.isfinite(result.loss):
+            self.loss_sum += result.loss * result.trained_tokens
+            self.loss_tokens += result.trained_tokens
+        else:
+            self.bad_loss = result.loss
+        if result.router_loss is not None:
+            self.router_losses.append(result.router_loss)
+        self.trained_tokens += result.trained_tokens
+        self.total_tokens += result.total_tokens
+        self.computed_tokens += result.computed_tokens
+        self.pairs += result.pairs
+        self.trained_tokens_so_far += result.trained_tokens
+        self.total_tokens_so_far += result.total_tokens
+        self.steps += 1
+        self.grad_norm = result.grad_norm
+        self.rank_tokens += result.rank_tokens
+        self.own_s += result.arrived - self.on_its_own_since + result.forward_s
+        now = self.on_its_own_since = time.perf_counter()
+        self.step_seconds.append(now - self.step_began)
+        self.step_began = now
+
+    def pace(self) -> RankTimes:
+        """Return how fast each rank was since the last row. A collective."""
+        seconds = time.perf_counter() - self.started
+        self.communication_s += self.collectives.take()
+        mine = [self.own_s, self.data_wait_s, self.rank_tokens, self.communication_s]
+        own_s, data_wait_s, tokens, self.communication_of, *self.peaks = exchange(
+            [*mine, *memory_peaks(self.engine.device)], self.engine.device
+        )
+        return RankTimes(self.steps, seconds, own_s, data_wait_s, tokens)
+
+    def row(self, step: int, epoch: float, lr: float, pace: RankTimes) -> dict[str, float]:
+        """Return the row of metrics.jsonl and start anew.
+
+        Args:
+            step: the last step counted.
+            epoch: passes over the data so far, with fraction.
+            lr: learning rate that this step used.
+            pace: of the ranks since the last row, of the call just before.
+
+        Returns:
+            `loss` is exact: sum of token losses / trained tokens over all ranks and all steps since the last row whose
+            loss is a number.
+        """
+        seconds, ranks, in_samples = pace.seconds, world_size(), self.unit == SAMPLES
+        row = {
+            "step": step,
+            "epoch": round(epoch, 6),
+            "loss": self.loss_sum / self.loss_tokens if self.loss_tokens else self.bad_loss,
+            "lr": lr,
+            "grad_norm": self.grad_norm,
+            "tokens_per_s": self.total_tokens / seconds,
+            "trained_tokens_per_s": self.trained_tokens / seconds,
+            "rank_tokens_per_s": self.total_tokens / seconds / ranks,
+            "step_s": seconds / self.steps,
+            "step_median_s": statistics.median(self.step_seconds),
+            "step_p95_s": sorted(self.step_seconds)[math.ceil(0.95 * self.steps) - 1],
+            "trained_tokens": self.trained_tokens_so_far,
+            "total_tokens": self.total_tokens_so_far,
+            "padding_fraction": 1 - self.total_tokens / self.computed_tokens,
+            "skipped_steps": self.engine.skipped_steps,
+            "time": round(time.time(), 3),
+            **pace.row(),
+            **self.account.speed(
+                Work(self.total_tokens, self.pairs, self.trained_tokens),
+                Work(self.computed_tokens, self.pairs, self.trained_tokens),
+                seconds * ranks,
+            ),
+            **self._memory(),
+        }
+        if self.collectives.is_on:
+            row["communication_fraction"] = min(self.communication_of) / seconds
+        if self.router_losses:
+            row["router_loss"] = statistics.fmean(self.router_losses)
+        if self.engine.fp16_enabled():
+            row["loss_scale"] = float(self.engine.optimizer.loss_scale)
+        self._reset()
+        return {_IN_SAMPLES.get(name, name): row[name] for name in row if name not in _OF_TOKENS} if in_samples else row
+
+    def _memory(self) -> dict[str, float]:
+        host, device = (max(peaks) for peaks in self.peaks)
+        row: dict[str, float] = {"host_memory_peak_bytes": int(host)}
+        if device:
+            row["device_memory_peak_bytes"] = int(device)
+        if self.account.planned_bytes is not None:
+            row["planned_memory_bytes"] = self.account.planned_bytes
+        return row
+
+    def pause(self) -> None:
+        """Leave out what happens before `resume`: evaluation, saving."""
+        self.communication_s += self.collectives.take()
+        self.paused = time.perf_counter()
+
+    def resume(self) -> None:
+        """Count time again."""
+        gone = time.perf_counter() - self.paused
+        self.started += gone
+        self.step_began += gone
+        self.collectives.take(counts=False)
+        self.on_its_own_since += gone
+
+
+def memory_peaks(device: torch.device) -> tuple[float, float]:
+    """Return the most bytes so far that this process had in memory, and its tensors on a GPU (0 without one)."""
+    host = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return host, torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0

@@ -1,0 +1,197 @@
+"""What a run tells its trackers, and the report that it makes of itself in a process of its own."""
+
+import json
+import math
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from toolkit import children
+from toolkit.config.load import to_dict, to_plain
+from toolkit.config.schema import RunConfig
+from toolkit.errors import Stopped
+from toolkit.messages import current_language, tr
+from toolkit.report.run import PAGE
+from toolkit.tables import leaves
+from toolkit.track.backends import ANSWERS, FAILED, FINISHED, SAMPLES, STOPPED
+from toolkit.track.metrics import is_evaluation, metric_values
+from toolkit.track.trackers import Trackers
+from toolkit.train.task import FitResult, RunContext
+
+PATIENCE_S = 60.0
+"""Seconds that the end of a run waits for its report."""
+_LONGEST_S = 600
+"""Seconds after which a report ends itself, whoever started it, and whether that is still there or not."""
+_LOG = "report.log"
+_CODE = (
+    "import os, signal, sys; os.nice(10); signal.alarm(int(sys.argv[1]))\n"
+    "from toolkit.cli import main; sys.exit(main(sys.argv[2:]))"
+)
+
+
+class AutomaticReport:
+    """Makes RUN/report.html while a run goes on and at its end. For rank 0 only.
+
+    Args:
+        folder: the run folder.
+        environ: of its process, which is no rank.
+        say: tells the user.
+        patience_s: of the end.
+    """
+
+    def __init__(
+        self, folder: Path, environ: Mapping[str, str], say: Callable[[str], None], patience_s: float = PATIENCE_S
+    ) -> None:
+        self.folder, self.environ, self.say, self.patience_s = folder, environ, say, patience_s
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def begin(self) -> None:
+        """Begin to make it, unless the one before is not ready yet."""
+        if self._process is None or self._process.poll() is not None:
+            with suppress(OSError):  # told at the end, if it is so then too
+                self._process = self._start()
+
+    def finish(self) -> None:
+        """Make it a last time, and say where it is; or that it could not be made, and how to make it."""
+        try:
+            self._end()
+            self._process = self._start()
+            code = self._process.wait(self.patience_s)
+            reason = "" if code == 0 else self._last_line() or tr("exit code {code}", code=code)
+        except subprocess.TimeoutExpired:
+            reason = tr("it is not ready after {seconds} s", seconds=f"{self.patience_s:g}")
+        except OSError as error:
+            reason = error.strerror or str(error)
+        finally:
+            self._end()
+        if not reason:
+            self.say(tr("The report: {file}", file=self.folder / PAGE))
+            return
+        self.say(
+            tr(
+                "WARNING: no report was made: {reason}. The run is whole; to make it:  toolkit report {folder}",
+                reason=reason.rstrip("."),
+                folder=self.folder,
+            )
+        )
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        package = str(Path(__file__).resolve().parents[2])
+        path = os.pathsep.join(filter(None, (package, self.environ.get("PYTHONPATH", ""))))
+        words = ["report", str(self.folder), f"language={current_language()}"]
+        with open(self.folder / "logs" / _LOG, "wb") as log:
+            return children.start(
+                [sys.executable, "-c", _CODE, str(_LONGEST_S), *words],
+                env={**self.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+            )
+
+    def _end(self) -> None:
+        """End the one that is not ready."""
+        if self._process is not None and self._process.poll() is None:
+            self._process.kill()
+            self._process.wait()
+
+    def _last_line(self) -> str:
+        with suppress(OSError):
+            text = (self.folder / "logs" / _LOG).read_text(encoding="utf-8", errors="replace")
+            return next((line for line in reversed(text.splitlines()) if line.strip()), "")
+        return ""
+
+
+def trackers_of(cfg: RunConfig, say: Callable[[str], None]) -> Trackers:
+    """Return the trackers of a run, which have not begun.
+
+    Args:
+        cfg: with `track.patience_s`. What is waited for them is no more than a quarter of `distributed.timeout_s`:
+            meanwhile the other ranks wait in a collective, in the end for the report too, which may take half of it.
+        say: tells the user.
+    """
+    return Trackers(say, min(cfg.track.patience_s, cfg.distributed.timeout_s / 4))
+
+
+@contextmanager
+def tracking(run: RunContext, data: Mapping[str, Any]) -> Iterator[None]:
+    """Begin the trackers, on the first rank, and tell them how the run ended.
+
+    Args:
+        run: the run.
+        data: what it learns from, in numbers.
+    """
+    trackers = run.trackers
+    if run.ranks.rank == 0:
+        track = to_plain(run.cfg.track)
+        chosen = {name: track[name] for name in run.cfg.track.enabled}
+        trackers.begin(run.folder, chosen, hyperparameters(run, data) if chosen else {}, run.start.step)
+    try:
+        yield
+    except BaseException as error:
+        trackers.end(STOPPED if isinstance(error, Stopped) else FAILED)
+        raise
+    trackers.end(FINISHED)
+
+
+def hyperparameters(run: RunContext, data: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what the run is made of, flat: its config, its data, the code's commit and the versions."""
+    environment = json.loads((run.folder / "environment.json").read_text(encoding="utf-8"))
+    return {
+        **dict(leaves(to_dict(run.cfg))),
+        **{f"data_summary.{key}": value for key, value in leaves(dict(data))},
+        **{f"environment.{key}": value for key, value in leaves(environment)},
+        "commit": environment["commit"],
+    }
+
+
+def log_answers(run: RunContext, step: int) -> None:
+    """Hand on what the model answered at an evaluation, of which each answer is a line of a file."""
+    if not run.trackers.is_on:
+        return
+    # The file may be cut off: a disk that is full has been told, and is no reason to end a run.
+    with (
+        suppress(OSError, ValueError),
+        (run.folder / "evaluations" / f"step-{step}.jsonl").open(encoding="utf-8") as lines,
+    ):
+        run.trackers.answers(step, ANSWERS, [json.loads(line) for line in lines])
+
+
+def log_summary(run: RunContext, result: FitResult, samples: list[dict[str, str]]) -> None:
+    """Hand on the last answers, and figures of the whole run as transformers has them.
+
+    Args:
+        run: that has done its last step.
+        result: of its steps.
+        samples: of samples.jsonl.
+    """
+    if not run.trackers.is_on:
+        return
+    seconds = max(result.steps_s, 1e-9)
+    values = {
+        "train_runtime": result.steps_s,
+        "train_steps_per_second": result.steps / seconds,
+        "train_samples_per_second": result.steps * run.cfg.batch.global_size / seconds,
+        "train_loss": _mean_loss(run),
+    }
+    run.trackers.answers(run.total_steps, SAMPLES, samples)
+    run.trackers.summary(run.total_steps, values)
+
+
+def _mean_loss(run: RunContext) -> float:
+    """Return the mean over the trained tokens (or samples) of the run, by what metrics.jsonl says."""
+    total = tokens = before = 0.0
+    with suppress(OSError, ValueError, KeyError), (run.folder / "metrics.jsonl").open(encoding="utf-8") as lines:
+        for line in lines:
+            row = metric_values(json.loads(line))
+            if is_evaluation(row):
+                continue
+            count = row["trained_tokens"] if "trained_tokens" in row else row["samples"]
+            since, before = count - before, count
+            if math.isfinite(row["loss"]):
+                total += row["loss"] * since
+                tokens += since
+    return total / tokens if tokens else math.nan

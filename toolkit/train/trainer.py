@@ -1,0 +1,336 @@
+"""A training run from its config to the DONE marker: build (data, run directory, engine), fit (the loop), finish."""
+
+import json
+import os
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from deepspeed import DeepSpeedEngine
+from deepspeed.accelerator import get_accelerator
+
+from toolkit.checkpoint import directory
+from toolkit.config import files as recipe_files
+from toolkit.config import ops
+from toolkit.config.load import to_yaml
+from toolkit.config.mesh import accumulation, with_micro_batch
+from toolkit.config.rule_tables import OPTIMIZERS
+from toolkit.config.schema import AUTO, RunConfig
+from toolkit.distributed import failure, process_group
+from toolkit.distributed.process_group import on_rank0
+from toolkit.distributed.watchdog import Watchdog
+from toolkit.engine import memory
+from toolkit.engine.ds_config import DsConfig, build_ds_config, warmup_steps
+from toolkit.errors import RunFolderError
+from toolkit.launch import environment, rank_status
+from toolkit.launch.environment import Ranks
+from toolkit.messages import say, tr
+from toolkit.secrets import hide_all
+from toolkit.terminal import phase, set_display
+from toolkit.track.progress import Progress
+from toolkit.train import alike, folder_lock, run_dir, run_length, run_logs
+from toolkit.train.anomalies import StepGuard
+from toolkit.train.checkpointer import Checkpointer
+from toolkit.train.dry_run import dry_run
+from toolkit.train.loop import run_loop
+from toolkit.train.resume import resume_from, starting_state
+from toolkit.train.run_dir import RunSource, choose_run_dir
+from toolkit.train.run_plan import RunPlan, choose_layout, plan_run
+from toolkit.train.task import TOKENS, FitResult, RunContext, Task
+from toolkit.train.throughput import Baseline, measure_baseline
+from toolkit.train.tracking import PATIENCE_S, AutomaticReport, log_summary, trackers_of, tracking
+from toolkit.train.trial_step import micro_batch_before, search_micro_batch, set_micro_batch
+
+DATA_CARD = "data.json"
+"""What the report reads of the data, in the run directory."""
+
+
+class Trainer:
+    """Trains a task. Every method is a collective.
+
+    Args:
+        task: what is learned; without its data.
+        cfg: checked config.
+        ranks: who this process is; the environment is set accordingly.
+        started: time.monotonic() when the command was started.
+    """
+
+    progress: Progress
+    run: RunContext
+    plan: RunPlan | None = None
+    """What memory is expected to be; None where nobody knows."""
+
+    def __init__(self, task: Task, cfg: RunConfig, ranks: Ranks, started: float) -> None:
+        self.task, self.cfg, self.ranks, self.started = task, cfg, ranks, started
+
+    def train(self) -> Path:
+        """Join the process group, train, leave; return the run directory."""
+        failure.install_signals()
+        set_display(self.cfg.run.display.value)
+        alike.check_settings(self.cfg)
+        self.task.load_data(self.cfg, self.ranks)
+        device = process_group.start(self.cfg.distributed)
+        memory.set_limit(device, self.cfg.plan.max_gpu_gib)
+        folder = self.train_in_group()
+        failure.end_watch()
+        process_group.stop()
+        return folder
+
+    def train_in_group(self) -> Path:
+        """Train from the run directory to its DONE marker, in a process group that is there, on data that is loaded."""
+        self.build()
+        run = self.run
+        with tracking(run, self.task.data_summary):
+            try:
+                result = self.fit()
+            finally:
+                self.progress.close()
+                run.watchdog.stop()
+            self.finish(result)
+            run.checkpointer.end()  # after DONE: no result waits for it
+        folder_lock.release()
+        return run.folder
+
+    def build(self) -> None:
+        """Choose the run directory, settle the config, write it down, and build the engine in its starting state."""
+        task, ranks = self.task, self.ranks
+        task.begin(self.cfg, ranks)
+        source, hosts = self._open_run_dir()
+        cfg, built = self._settle(_with_optimizer(self.cfg, source), source)
+        self.cfg, total_steps = cfg, task.total_steps
+        if ranks.rank == 0:
+            for line in run_length.warnings(cfg, task.epoch, total_steps, ranks.world_size):
+                say(line)
+        ds = build_ds_config(cfg, ranks.world_size, total_steps)
+        start = on_rank0(lambda: self._record_start(cfg, ds, source, hosts))
+        if built is None:
+            engine, guard = self._build(cfg, source)
+        else:
+            engine, guard = built
+            set_micro_batch(engine, cfg)
+            engine.lr_scheduler.set_length(total_steps, warmup_steps(cfg, total_steps))
+        status = partial(rank_status.report_status, first_step=start.step + 1)
+        self.progress = Progress(total_steps, ranks.rank == 0, start.step, on_first_step=status)
+        files = task.model_files(engine)
+        checkpointer = Checkpointer(
+            engine,
+            source.folder / "checkpoints",
+            cfg.checkpoint,
+            files,
+            self.progress.say,
+            cfg.evaluate.keep_best,
+            cfg.distributed.timeout_s / 2,
+        )
+        if source.checkpoint is not None:
+            resume_from(checkpointer, source.checkpoint, start, ranks, cfg.run.seed)
+        limits = cfg.distributed.hang_after_s, float(cfg.distributed.timeout_s)
+        self.run = RunContext(
+            cfg=cfg,
+            ranks=ranks,
+            folder=source.folder,
+            ds=ds,
+            engine=engine,
+            guard=guard,
+            checkpointer=checkpointer,
+            model_files=files,
+            start=start,
+            trackers=trackers_of(cfg, self.progress.say),
+            watchdog=Watchdog(source.folder, ranks.rank, ranks.world_size, *limits),
+            total_steps=total_steps,
+            accumulation=accumulation(cfg, ranks.world_size),
+            started=self.started,
+        )
+        if task.vocab_size is not None:
+            self.plan = plan_run(cfg, task.vocab_size, ranks, engine.device, source.folder / "plan.json")
+        self.reporter = self._reporter() if ranks.rank == 0 else None
+
+    def fit(self) -> FitResult:
+        """Try the run before its first step, then do all its steps."""
+        run, progress, cfg = self.run, self.progress, self.cfg
+        baseline = self._baseline()
+        progress.say(self.task.start_lines(run))
+        if self.task.unit == TOKENS:
+            progress.say(baseline.describe())
+        if cfg.train.rehearse and run.start.step < run.total_steps:
+            with phase(tr("Rehearsing"), speaks=self.ranks.rank == 0):
+                line = dry_run(self.task, run, self.plan)
+            progress.say(line)
+        seconds = f"{time.monotonic() - self.started:.0f}"
+        progress.say(tr("Ready after {seconds} s, counted from the start of the command.", seconds=seconds))
+        begin_report = self.reporter.begin if self.reporter else lambda: None
+        return run_loop(self.task, run, baseline, progress, begin_report)
+
+    def finish(self, result: FitResult) -> None:
+        """Answer, export, mark the run done and say what was achieved."""
+        task, run = self.task, self.run
+        samples = task.samples(run)
+        if run.cfg.checkpoint.export:
+            task.export(run, result)
+        summary = task.summary(run, result) | {
+            "steps": run.total_steps,
+            "skipped_steps": result.skipped_steps,
+            "bad_steps": result.bad_steps,
+            "rewinds": result.rewinds,
+            "first_loss": result.first_loss,
+            "last_loss": result.last_loss,
+            "seconds": round(time.monotonic() - run.started, 1),
+            "steps_done": result.steps,
+            "steps_seconds": round(result.steps_s, 1),
+        }
+        log_summary(run, result, samples)
+        process_group.barrier()
+        on_rank0(lambda: folder_lock.check(run.folder))
+        if self.ranks.rank:
+            return
+        say("\n" + "\n".join(self._end_lines(result, summary, samples)))
+        run_dir.mark_done(run.folder, summary)
+        if self.reporter:
+            self.reporter.finish()
+        if line := recipe_files.notice(run.cfg.data):
+            say(line)
+
+    def _open_run_dir(self) -> tuple[RunSource, list[str]]:
+        """Choose the run directory, see that all ranks see it, and write logs into it; return the hosts too."""
+        ranks = self.ranks
+        source = on_rank0(lambda: choose_run_dir(self.cfg, say))
+        folder = source.folder
+        if ranks.rank and ranks.local_rank == 0:  # a `toolkit launch` of another node has no rank 0 to tell it
+            rank_status.report_status(folder=str(folder))
+        peers = _check_shared(folder)
+        failure.watch_failures(folder, ranks.rank, peers)
+        run_logs.start_logs(folder / "logs" / f"rank_{ranks.rank}.log", ranks.rank)
+        return source, [peer.host for peer in peers]
+
+    def _settle(self, cfg: RunConfig, source: RunSource) -> tuple[RunConfig, tuple[DeepSpeedEngine, StepGuard] | None]:
+        """Decide layout and micro-batch where they are `auto`; return the engine too if one was built for that."""
+        task, built = self.task, None
+        if cfg.plan.auto:
+            assert task.vocab_size is not None
+            device = torch.device(get_accelerator().current_device_name())
+            cfg = choose_layout(cfg, task.vocab_size, self.ranks, device, source)
+        elif cfg.batch.micro_per_gpu == AUTO:
+            rows = on_rank0(lambda: micro_batch_before(cfg, self.ranks, source))
+            if not rows:
+                smallest = with_micro_batch(cfg)
+                task.settle(smallest)
+                rows, built = search_micro_batch(smallest, task, self.ranks, lambda: self._build(smallest, source))
+            cfg = with_micro_batch(cfg, rows)
+        task.settle(cfg)
+        return cfg, built
+
+    def _build(self, cfg: RunConfig, source: RunSource) -> tuple[DeepSpeedEngine, StepGuard]:
+        ds = build_ds_config(cfg, self.ranks.world_size, self.task.total_steps)
+        engine = self.task.build(ds, source)
+        return engine, StepGuard(engine, cfg.train)
+
+    def _record_start(self, cfg: RunConfig, ds: DsConfig, source: RunSource, hosts: list[str]) -> directory.RunState:
+        """Return the starting state, and write down what the run is. For rank 0 only."""
+        task, folder = self.task, source.folder
+        if source.checkpoint is not None:
+            task.check_checkpoint(source.checkpoint)
+        start = starting_state(cfg, task.identity, self.ranks, source, say)
+        device = torch.cuda.get_device_name() if get_accelerator().device_name() == "cuda" else ""
+        run_dir.write_settings(folder, to_yaml(cfg), ds.values, hosts, device)
+        card = {"total_steps": task.total_steps, "steps_per_epoch": task.steps_per_epoch, **task.data_card()}
+        text = json.dumps(hide_all(card), indent=2, ensure_ascii=False) + "\n"
+        with suppress(OSError):  # a full disk is told by what a run cannot do without
+            (folder / DATA_CARD).write_text(text, encoding="utf-8", errors="backslashreplace")
+        return start
+
+    def _baseline(self) -> Baseline:
+        """Measure what speed and memory are compared with; FLOPs are known of language models alone."""
+        recomputes = self.cfg.train.activation_checkpointing.enabled
+        planned_bytes = self.plan.process_bytes if self.plan else None
+        baseline = measure_baseline(self.run.engine, self.cfg.tuning, recomputes, planned_bytes)
+        return baseline if self.task.unit == TOKENS else replace(baseline, formula=None)
+
+    def _reporter(self) -> AutomaticReport | None:
+        if not self.cfg.report.enabled:
+            return None
+        patience_s = min(PATIENCE_S, self.cfg.distributed.timeout_s / 2)  # the other ranks wait in a collective
+        return AutomaticReport(self.run.folder, environment.without_ranks(os.environ), say, patience_s)
+
+    def _end_lines(self, result: FitResult, summary: Mapping[str, Any], samples: list[dict[str, str]]) -> list[str]:
+        in_tokens = self.task.unit == TOKENS
+        first, last = (f"{loss:.{3 if in_tokens else 4}f}" for loss in (result.first_loss, result.last_loss))
+        lines = [
+            tr(
+                "Done: {steps} steps in {steps_s} s ({seconds} s in all, from the start of the command), training loss "
+                "{losses}.",
+                steps=summary["steps_done"],
+                steps_s=summary["steps_seconds"],
+                seconds=summary["seconds"],
+                losses=f"{first} -> {last}" + (" nats/token" if in_tokens else ""),
+            )
+        ]
+        if result.skipped_steps or result.rewinds:
+            lines.append(
+                tr(
+                    "{skipped} steps left out; {bad} went wrong (logs/bad-step-*.jsonl); "
+                    "{rewinds} times back to a checkpoint.",
+                    skipped=result.skipped_steps,
+                    bad=result.bad_steps,
+                    rewinds=result.rewinds,
+                )
+            )
+        everything = tr(
+            "Everything is in {folder}: metrics.jsonl, config.yaml, ds_config.json, checkpoints/.",
+            folder=self.run.display_folder,
+        )
+        answers = [tr("  Q: {prompt}\n  A: {answer}", **sample) for sample in samples]
+        next_steps = self.task.next_steps(self.run, samples)
+        return [*lines, *self.task.end_lines(result, summary), *answers, everything, *next_steps]
+
+
+def _with_optimizer(cfg: RunConfig, source: RunSource) -> RunConfig:
+    """Return the config with `optim.torch` decided, the same on all ranks and in every start of a run. A collective."""
+    if cfg.optim.torch != AUTO:
+        return cfg
+    mine, reason = ops.with_optimizer(cfg)
+    found = process_group.gather((bool(mine.optim.torch), reason))
+    known = on_rank0(lambda: _optimizer_before(source))
+    is_torch = any(torch for torch, _ in found) or known is True  # a node without a compiler decides for all
+    if is_torch and known is True and not any(torch for torch, _ in found):
+        reason = tr("as before")
+    else:
+        reason = next(reason for torch, reason in found if torch == is_torch)
+    if process_group.rank() == 0 and OPTIMIZERS[cfg.optim.name].takes_adam:
+        whose = tr("PyTorch's own Adam") if is_torch else tr("DeepSpeed's Adam")
+        say(tr("optim.torch = auto: {whose} ({reason}).", whose=whose, reason=reason))
+    return replace(cfg, optim=replace(cfg.optim, torch=is_torch))
+
+
+def _optimizer_before(source: RunSource) -> bool | None:
+    """Return what the checkpoint's run decided; None without one."""
+    if source.checkpoint is None:
+        return None
+    known = directory.read_run_state(source.checkpoint).config.get("optim", {}).get("torch")
+    return known if isinstance(known, bool) else None
+
+
+def _check_shared(folder: Path) -> list[failure.Peer]:
+    """Reject a run directory that some rank does not see: its part of a checkpoint would be lost to the others.
+
+    Returns:
+        The process of each rank.
+
+    Raises:
+        RunFolderError: on every rank.
+    """
+    found = process_group.gather((failure.me(), folder.is_dir()))
+    blind = [peer.host for peer, sees in found if not sees]
+    if blind:
+        raise RunFolderError(
+            tr(
+                "the run folder {folder} is not there on {hosts}: checkpoints need a disk that all machines share. Set "
+                "run.dir to a folder on one.",
+                folder=folder,
+                hosts=", ".join(sorted(set(blind))),
+            )
+        )
+    return [peer for peer, _ in found]
