@@ -195,7 +195,7 @@ def test_what_is_wrong_with_some_runs_names_the_first_of_them() -> None:
     with pytest.raises(ConfigError) as caught:
         sweep.run([*RECIPE, "train.log_every=1,0", "zero=stage1,stage3", "optim.lr=-1", "optim.eps=-1"])
     first, *others = [str(error) for error in caught.value.parts]
-    assert "optim.eps = -1.0 must" in first and others[0].startswith("command line: optim.lr = -1.0 must")
+    assert "optim.lr = -1.0 must" in first and others[0].startswith("command line: optim.eps = -1.0 must")
     assert len(others) == 2
     assert others[1].startswith("train.log_every=0 zero=stage1: command line: train.log_every = 0 must be at least 1")
 

@@ -5,7 +5,7 @@ import importlib
 import os
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,10 @@ class YamlDocument:
     """Its content, scalars as OmegaConf reads them (5e-5 is a number)."""
     lines: dict[str, int]
     """Line of each key and list item, by its path within the file: "zero.stage", "data.sources[0].path"."""
+    defaults: list[Any] = field(default_factory=list)
+    """What a recipe builds on, taken out of its values."""
+    leaves: list[tuple[str, str]] = field(default_factory=list)
+    """Each key of the schema that it sets, and where."""
 
     def place(self, path: str) -> str:
         """Return "file:line" of a path, or the file alone where the path is not in it."""

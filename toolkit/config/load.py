@@ -1,35 +1,35 @@
-"""From a command line to a RunConfig, through Hydra's compose API; the only place that sees Hydra.
+"""From a command line to a RunConfig: layers go in (files of conf/, recipes, a DeepSpeed JSON, the command line).
 
-`@hydra.main` is not used: it would run what a recipe puts under `hydra.callbacks` before our first line, and it rejects
-the launcher's --local_rank. Every file is held against the schema, with its line numbers, before Hydra merges anything.
+Hydra says which files there are and in which order, by its list of defaults; no other module sees it. `@hydra.main` is
+not used: it would run what a recipe puts under `hydra.callbacks` before our first line, and it rejects the launcher's
+--local_rank. Every file is held against the schema, with its line numbers, before anything is merged.
 """
 
 import dataclasses
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from functools import cache
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 from hydra import initialize_config_dir
-from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra.core.config_store import ConfigStore
+from hydra.core.default_element import ResultDefault
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 from hydra.types import RunMode
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
 from omegaconf.errors import InterpolationResolutionError, OmegaConfBaseException
 
-from toolkit.config import files, short_forms
-from toolkit.config.documents import CHOSEN, check_choice, check_document, documents, is_choice, register_recipes
-from toolkit.config.files import known_recipes
+from toolkit.config import files
+from toolkit.config.files import YamlDocument, known_recipes
 from toolkit.config.schema import RunConfig, TuningMethod
-from toolkit.config.validate import field_type, unknown_key, validate_tree
+from toolkit.config.validate import about, build, field_type, is_foreign, unknown_key, validate_tree
 from toolkit.errors import ConfigError
 from toolkit.messages import did_you_mean, joined, tr
 from toolkit.problems import Problems
@@ -37,10 +37,26 @@ from toolkit.secrets import hide_all
 
 JSON, TYPED = 500, 1000
 """Layers of a user's DeepSpeed JSON and of the command line; recipes count from 1."""
-FREE = ("ds_extra", "launch.env")
+LEARNING_RATES = {
+    TuningMethod.full: 2e-5,
+    TuningMethod.freeze: 2e-5,
+    TuningMethod.lora: 2e-4,
+    TuningMethod.qlora: 2e-4,
+    TuningMethod.ptuning_v2: 5e-3,  # the original's 2e-2 diverges in float16
+    TuningMethod.prompt: 3e-2,  # as in peft's own examples
+}
+"""Peak rates with AdamW. Few new parameters that begin at 0 or at random need larger ones than trained weights."""
+_CHOSEN = "chosen"
+"""The name under which Hydra knows the chosen recipe: its own may hold what Hydra's grammar refuses, or be the name of
+the recipe that it builds on."""
+_SEVERAL = ("track",)
+"""Groups of which several files may be chosen: track=[tensorboard,wandb]."""
+_SOURCES = ("sources", "validation")
 _LONGEST_WORD = 200
 """Characters of an argument that a message shows."""
-"""Sections whose keys the schema does not name."""
+
+Groups = dict[str, dict[str, Path]]
+"""Group -> its choices -> their files."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -67,22 +83,24 @@ class LoadedConfig:
 
     def error(self, key: str, sentence: str) -> ConfigError:
         """Return the error about a key, with its place in front."""
-        error = ConfigError(self.position(key) + sentence)
-        error.keys = (key,)
-        return error
+        return about(key, self.position(key) + sentence)
 
     def layer_of(self, key: str) -> int:
         """Return the layer of a key's value; where nothing sets it, that of the choice of its group."""
         parts = key.split(".")
         return max(self.layers.get(".".join(parts[:count]), 0) for count in range(1, len(parts) + 1))
 
+    def note(self, key: str, place: str, layer: int) -> None:
+        """Note where the value of a key comes from; what no layer above conf/ sets was not chosen by anybody."""
+        self.where[key], self.layers[key] = place, layer
+        if layer:
+            self.explicit.add(key)
+        else:
+            self.explicit.discard(key)
+
 
 def group_choices(config_dir: str = "") -> dict[str, list[str]]:
-    """Return the choices of every group.
-
-    Args:
-        config_dir: a further folder of groups; "" none.
-    """
+    """Return the choices of every group; `config_dir` is a further directory of groups, "" none."""
     return {group: list(choices) for group, choices in _groups(config_dir).items()}
 
 
@@ -106,25 +124,35 @@ def load(overrides: Sequence[str], *, config_dir: str = "", problems: Problems |
     if (chosen := found.attempt(_choose_recipe, parsed)) is None:
         found.raise_all()
         raise AssertionError("no recipe, and no error about it")
-    recipe, path, recipes = chosen
-    words = [f"recipe={CHOSEN}"]
-    values: dict[str, Any] = {}
+    name, path, recipes = chosen
+    typed = _CommandLine()
     for override in parsed:
         if override.key_or_group != "recipe":
-            words += found.attempt(_override, override, groups, values, found) or []
-    if config_dir:
-        folder = str(Path(config_dir).absolute()).replace("'", "\\'")
-        words.append(f"hydra.searchpath=['file://{folder}']")
-    loaded = _compose(words, path, recipes, groups, found)
+            found.attempt(typed.take, override, groups, found)
+    loaded, tree = LoadedConfig(cfg=RunConfig()), dict[str, Any]()
+    try:
+        documents = _read_recipes(path, recipes, groups, found)
+        order = _defaults_list(documents, typed.choices, config_dir)
+        for document, package, layer in _layers(order, documents, groups, typed, loaded, found):
+            for key, place in document.leaves:
+                loaded.note(key, place, layer)
+            _merge(tree, _nested(package, document.values))
+        for key in typed.keys:
+            loaded.note(key, tr("command line"), TYPED)
+        for key, value in typed.values:
+            _merge(tree, _nested(key, value))
+        loaded.cfg = build(_resolved(tree), RunConfig, "", lambda path: loaded.where.get(path, name))
+    except (HydraException, OmegaConfBaseException, RecursionError) as error:
+        found.raise_all()  # what is wrong with a group's file ends Hydra too, with less to say about it
+        reason = tr("cannot compose the config: {reason}", reason=" ".join(str(error).split()))
+        if isinstance(error, InterpolationResolutionError):
+            reason = joined(reason, tr("Where ${{ is meant as it stands, write \\${{."))
+        raise ConfigError(reason) from error
     if problems is None:
         found.raise_all()
-    for key in values:
-        loaded.where[key] = tr("command line")
-        loaded.explicit.add(key)
-        loaded.layers[key] = TYPED
-    follow_method(loaded)
+    _follow_method(loaded)
     # A resolved config (runs/NAME/config.yaml) keeps the name of the recipe that it was made from.
-    loaded.cfg.recipe = loaded.cfg.recipe or recipe
+    loaded.cfg.recipe = loaded.cfg.recipe or name
     return loaded
 
 
@@ -139,44 +167,25 @@ def replace(loaded: LoadedConfig, values: dict[str, tuple[object, str]], layer: 
     Raises:
         ConfigError: unknown key or wrong type.
     """
-    tree = OmegaConf.merge(_schema(), escaped(to_plain(loaded.cfg)))
-    problems = Problems()
+    tree, problems = to_plain(loaded.cfg), Problems()
     for key, (value, place) in values.items():
-        kind = field_type(key)
+        kind, value = field_type(key), to_plain(value)
         if kind is None:
             raise unknown_key(key, lambda _, place=place: place)  # type: ignore[misc]
-        named = value.name if isinstance(value, Enum) else value
-        before = problems.count
-        list(validate_tree(named, kind, key, lambda _, place=place: place, problems))  # type: ignore[misc]
-        if problems.count > before:
-            continue
-        if isinstance(named, list):  # its items may be sections, which `update` takes as objects only
-            tree = OmegaConf.merge(tree, OmegaConf.create(_nested(key, named)))
-        else:
-            OmegaConf.update(tree, key, named, merge=False, force_add=key.startswith(FREE))
+        list(validate_tree(value, kind, key, lambda _, place=place: place, problems))  # type: ignore[misc]
+        *sections, name = key.split(".")
+        section = tree
+        for part in sections:
+            section = section.setdefault(part, {})
+        section[name] = value
     problems.raise_all()
-    cfg = OmegaConf.to_object(tree)
-    assert isinstance(cfg, RunConfig)
     return LoadedConfig(
-        cfg=cfg,
+        cfg=build(tree, RunConfig, "", str),
         where=loaded.where | {key: place for key, (_, place) in values.items()},
         explicit=set(loaded.explicit),
         layers=loaded.layers | dict.fromkeys(values, layer),
         notices=list(loaded.notices),
     )
-
-
-@cache
-def _schema() -> DictConfig:
-    """Return the schema's defaults as OmegaConf has them; merging copies them."""
-    return OmegaConf.structured(RunConfig)
-
-
-def _nested(key: str, value: Any) -> dict[str, Any]:
-    """Return a value below a dotted key, or at the top for "", as nested dictionaries."""
-    for name in reversed(key.split(".") if key else []):
-        value = {name: value}
-    return dict(value)
 
 
 def to_yaml(cfg: RunConfig) -> str:
@@ -207,9 +216,9 @@ def escaped(value: Any) -> Any:
     return re.sub(r"(\\*)\$\{", r"\1\1\\${", value) if isinstance(value, str) else value
 
 
-def _groups(config_dir: str) -> dict[str, dict[str, Path]]:
-    """Return each group's choices; a user's own folder adds to ours."""
-    found: dict[str, dict[str, Path]] = {}
+def _groups(config_dir: str) -> Groups:
+    """Return each group's choices; a user's own directory adds to ours."""
+    found: Groups = {}
     for base in filter(None, (str(files.conf_folder()), config_dir)):
         for path in sorted(Path(base).glob("*/*.yaml")):
             found.setdefault(path.parent.name, {}).setdefault(path.stem, path)
@@ -217,6 +226,10 @@ def _groups(config_dir: str) -> dict[str, dict[str, Path]]:
 
 
 def _parse(word: str) -> Override:
+    depths = accumulate({"[": 1, "{": 1, "]": -1, "}": -1}.get(letter, 0) for letter in word)
+    if max(depths, default=0) > files.DEEPEST_NESTING:
+        limit, shown = files.DEEPEST_NESTING, word[:_LONGEST_WORD]
+        raise ConfigError(tr("command line: '{word}' nests deeper than {limit} levels.", word=shown, limit=limit))
     try:
         override = OverridesParser.create().parse_override(quoted(word))
         if override.package is not None:
@@ -278,100 +291,302 @@ def _choose_recipe(parsed: list[Override]) -> tuple[str, Path, dict[str, Path]]:
     return name, recipes[name], recipes
 
 
-def _override(
-    override: Override, groups: dict[str, dict[str, Path]], values: dict[str, Any], problems: Problems
-) -> list[str]:
-    """Check one argument and return it as Hydra should get it, [] if it is wrong; note the keys that it sets."""
-    group = override.key_or_group
-    written = short_forms.argument(group, override.value(), groups["data"])
-    if written:
-        return _override(_parse(written), groups, values, problems)
-    if group not in groups or not is_choice(group, override.value()):
-        return _value_override(override, values, problems)
-    check_choice(group, override.value(), groups)
-    # Hydra wants the + for a group that conf/config.yaml does not list, and only for that.
-    added = "" if group in _groups("") else "+"
-    return [added + str(override.input_line).lstrip("+")]
+class _CommandLine:
+    """What the command line chooses and sets."""
+
+    def __init__(self) -> None:
+        self.choices: dict[str, Any] = {}
+        """Group -> its choice, or several."""
+        self.values: list[tuple[str, Any]] = []
+        """Key or section, and its value."""
+        self.keys: set[str] = set()
+        """Keys that are set, those in sections too."""
+
+    def take(self, override: Override, groups: Groups, problems: Problems) -> None:
+        """Check one argument and note what it chooses or sets."""
+        key, value = _written_out(override.key_or_group, override.value(), groups)
+        if key in groups and _is_choice(key, value):
+            _check_choice(key, value, groups)
+            self.choices[key] = value
+            return
+
+        def place(_: str) -> str:
+            return tr("command line")
+
+        kind = field_type(key)
+        if kind is None or "_target_" in key.split("."):
+            raise unknown_key(key, place)
+        if key.startswith("launch.env.") and isinstance(value, (bool, int, float)):
+            value = str(override.input_line).partition("=")[2].strip()  # as it was typed: 1e3, not 1000.0
+        before = problems.count
+        keys = {leaf for leaf, _ in validate_tree(value, kind, key, place, problems)}
+        if problems.count == before:
+            self.values.append((key, value))
+            self.keys |= keys
 
 
-def _value_override(override: Override, values: dict[str, Any], problems: Problems) -> list[str]:
-    """Check one key=value argument, note it in `values` and return it as Hydra should get it, [] if it is wrong."""
-    key = override.key_or_group
-
-    def place(_: str) -> str:
-        return tr("command line")
-
-    kind = field_type(key)
-    if kind is None or "_target_" in key.split("."):
-        raise unknown_key(key, place)
-    before = problems.count
-    leaves = dict(validate_tree(override.value(), kind, key, place, problems))
-    if problems.count > before:
-        return []
-    values |= leaves
-    word = str(override.input_line).lstrip("+")
-    if key.startswith("launch.env.") and isinstance(override.value(), (bool, int, float)):
-        name, _, typed = word.partition("=")
-        word = f"{name}='{typed.strip()}'"  # as it was typed: 1e3, not 1000.0
-    # `+` on a known key adds nothing and, with a plain dataclass, would lose the value; in free sections it is needed.
-    return [("++" if key.startswith(FREE) else "") + word]
+def _written_out(key: str, value: Any, groups: Groups) -> tuple[str, Any]:
+    """Return what a short form on the command line stands for: data=chat.jsonl, data.sources=[a,b], zero=3."""
+    if key in [f"data.{name}" for name in _SOURCES]:
+        return key, _sources(value)
+    is_list = isinstance(value, list) and all(isinstance(item, str | dict) for item in value)
+    if key == "data" and (is_list or (_is_path(value) and value not in groups["data"])):
+        return "data.sources", _sources(value)
+    return key, _stage(key, value)
 
 
-def _compose(
-    words: list[str],
-    recipe: Path,
-    recipes: dict[str, Path],
-    groups: dict[str, dict[str, Path]],
-    problems: Problems,
-) -> LoadedConfig:
+def _write_out(values: dict[str, Any]) -> None:
+    """Write out the short forms in a recipe's content, in place."""
+    data, zero = values.get("data"), values.get("zero")
+    if _is_path(data) or isinstance(data, list):
+        values["data"] = {"sources": _sources(data)}
+    elif isinstance(data, dict):
+        data.update({name: _sources(data[name]) for name in _SOURCES if name in data})
+    if _stage("zero", zero) != zero:
+        values["zero"] = {"stage": zero}
+    if isinstance(values.get("defaults"), list):
+        for item in values["defaults"]:
+            for key in item if isinstance(item, dict) else ():
+                item[key] = _stage(str(key).rpartition("/")[2], item[key])
+
+
+def _sources(value: Any) -> Any:
+    """Return a list of sources in which a path alone stands for `{path: …}`; anything else as it is."""
+    listed = [value] if isinstance(value, str) and "${" not in value else value
+    if not isinstance(listed, list):
+        return value
+    return [{"path": item} if isinstance(item, str) and "${" not in item else item for item in listed]
+
+
+def _stage(group: str, value: Any) -> Any:
+    """Return the choice of a group that a value stands for: `zero=3` is `zero=stage3`."""
+    return f"stage{value}" if group == "zero" and value in (0, 1, 2, 3) and not isinstance(value, bool) else value
+
+
+def _is_path(value: Any) -> bool:
+    """Return whether a value looks like a file or directory, not like a name of a choice."""
+    return isinstance(value, str) and "${" not in value and (bool(re.search(r"[./*]", value)) or os.path.exists(value))
+
+
+def _is_choice(group: str, value: Any) -> bool:
+    """Return whether a value names a file of a group, or several where that is possible."""
+    names = value if isinstance(value, list) and group in _SEVERAL else [value]
+    return all(isinstance(name, str) for name in names)
+
+
+def _check_choice(group: str, chosen: Any, groups: Groups, place: str = "") -> None:
+    """Check that a choice of a group exists.
+
+    Raises:
+        ConfigError: it does not.
+    """
+    for name in chosen if isinstance(chosen, list) else [chosen]:
+        if name not in groups[group]:
+            known = ", ".join(groups[group])
+            sentence = tr(
+                "{place}: unknown choice '{group}={name}'.", place=place or tr("command line"), group=group, name=name
+            )
+            raise about(
+                group, joined(sentence, did_you_mean(name, groups[group]), tr("Known: {choices}.", choices=known))
+            )
+
+
+def _read_recipes(
+    chosen: Path, recipes: dict[str, Path], groups: Groups, problems: Problems
+) -> dict[str, YamlDocument]:
+    """Read the chosen recipe and those it builds on; what is wrong with their lists of defaults is left out."""
+    documents: dict[str, YamlDocument] = {}
+    # Name, file, and the files that build on it: a recipe cannot build on itself.
+    waiting: list[tuple[str, Path, tuple[Path, ...]]] = [(_CHOSEN, chosen, ())]
+    while waiting:
+        name, path, above = waiting.pop()
+        document = documents[name] = files.read(path)
+        _check_ours(document)
+        _write_out(document.values)
+        defaults = document.values.pop("defaults", [])
+        if not isinstance(defaults, list):
+            raise ConfigError(tr("{place}: 'defaults' must be a list.", place=document.place("defaults")))
+        for index, item in enumerate(defaults):
+            place = document.place(f"defaults[{index}]")
+            base = problems.attempt(_check_default, item, place, recipes, groups)
+            if base is not None:
+                document.defaults.append(item)
+            if base:
+                if recipes[base].resolve() in (path.resolve(), *above):
+                    raise _wrong_default(item, place)
+                waiting.append((base, recipes[base], (path.resolve(), *above)))
+        _check_document(document, "", problems)
+    return documents
+
+
+def _check_ours(document: YamlDocument) -> None:
+    """Refuse another program's config, whose keys would be reported one by one.
+
+    Raises:
+        ConfigError: how to make a recipe of it.
+    """
+    own = {item.name for item in dataclasses.fields(RunConfig)} | {"defaults"}
+    others = [str(key) for key in document.values if key not in own and is_foreign(str(key))]
+    if len(others) >= 2 and 2 * len(others) > len(document.values):
+        raise ConfigError(
+            tr(
+                "{file} is no recipe but another program's config ({keys}, …). Make a recipe of it:  toolkit "
+                "import-config {file} output=NAME.yaml",
+                file=document.shown,
+                keys=", ".join(others[:3]),
+            )
+        )
+
+
+def _check_default(item: Any, place: str, recipes: dict[str, Path], groups: Groups) -> str:
+    """Check an item of a recipe's defaults list; return the name of the recipe that it builds on, or ""."""
+    if item == "_self_":
+        return ""
+    if isinstance(item, str):
+        if item not in recipes:
+            raise ConfigError(
+                joined(tr("{place}: unknown recipe '{name}'.", place=place, name=item), did_you_mean(item, recipes))
+            )
+        return item
+    if isinstance(item, dict) and len(item) == 1:
+        [(key, value)] = item.items()
+        group = str(key).removeprefix("override").strip().lstrip("/")
+        if str(key).startswith("override /") and group in groups and _is_choice(group, value):
+            _check_choice(group, value, groups, place)
+            return ""
+        if str(key).startswith("override /") and group not in groups:
+            raise ConfigError(
+                joined(
+                    tr("{place}: unknown group '{group}'.", place=place, group=group),
+                    did_you_mean(group, groups),
+                    tr("Known: {choices}.", choices=", ".join(groups)),
+                )
+            )
+    raise _wrong_default(item, place)
+
+
+def _wrong_default(item: Any, place: str) -> ConfigError:
+    return ConfigError(
+        tr(
+            "{place}: '{item}': write `- override /GROUP: CHOICE`, or the name of another recipe.",
+            place=place,
+            item=item,
+        )
+    )
+
+
+def _defaults_list(
+    documents: dict[str, YamlDocument], choices: dict[str, Any], config_dir: str
+) -> Sequence[ResultDefault]:
+    """Return Hydra's list of the files that a config consists of, in their order."""
     store = ConfigStore.instance()
-    store.store(name="run_schema", node={})  # Hydra orders the files; their values are merged onto the schema here
-    recipes_read = register_recipes(store, recipe, recipes, groups, problems)
+    for name, document in documents.items():
+        store.store(
+            group="recipe",
+            name=name,
+            node={"defaults": document.defaults} if document.defaults else {},
+            package="_global_",
+        )
+    words = [f"recipe={_CHOSEN}"]
+    for group, value in choices.items():
+        # Hydra wants the + for a group that conf/config.yaml does not list, and only for that.
+        added = "" if group in _groups("") else "+"
+        written = [value] if isinstance(value, str) else value
+        quotes = [name if re.fullmatch(r"[\w.-]+", name, re.ASCII) else f"'{name}'" for name in written]
+        words.append(f"{added}{group}={quotes[0] if isinstance(value, str) else '[' + ','.join(quotes) + ']'}")
+    if config_dir:
+        folder = str(Path(config_dir).absolute()).replace("'", "\\'")
+        words.append(f"hydra.searchpath=['file://{folder}']")
     GlobalHydra.instance().clear()
-    where: dict[str, str] = {}
-    explicit: set[str] = set()
-    trees: list[DictConfig] = []
-    try:
-        with initialize_config_dir(str(files.conf_folder()), version_base="1.3"):
-            loader = GlobalHydra.instance().config_loader()
-            defaults = loader.compute_defaults_list("config", words, RunMode.RUN)
-            typed = {word.lstrip("+").partition("=")[0] for word in words[1:]} & set(groups)
-            layers = dict.fromkeys(typed, TYPED)
-            for document, package, layer in documents(defaults.defaults, recipes_read, groups, layers):
-                for path, place in check_document(document, package, problems):
-                    where[path], layers[path] = place, layer
-                    (explicit.add if layer else explicit.discard)(path)
-                values = {key: value for key, value in document.values.items() if key != "defaults"}
-                trees.append(OmegaConf.create(_nested(package, values)))
-            # What Hydra's `compose` does, which would make the defaults list and read all files a second time.
-            tree = OmegaConf.merge(_schema(), *trees)
-            OmegaConf.set_struct(tree, True)
-            values_typed = [one for one in defaults.config_overrides if not one.is_hydra_override()]
-            ConfigLoaderImpl._apply_overrides_to_config(values_typed, tree)
-            cfg = OmegaConf.to_object(tree)
-    except (HydraException, OmegaConfBaseException, RecursionError) as error:
-        problems.raise_all()  # what is wrong with a group's file ends Hydra too, with less to say about it
-        reason = tr("cannot compose the config: {reason}", reason=" ".join(str(error).split()))
-        if isinstance(error, InterpolationResolutionError):
-            reason = joined(reason, tr("Where ${{ is meant as it stands, write \\${{."))
-        raise ConfigError(reason) from error
-    if not isinstance(cfg, RunConfig):
-        raise TypeError("conf/config.yaml must list run_schema first")
-    return LoadedConfig(cfg=cfg, where=where, explicit=explicit, layers=layers)
+    with initialize_config_dir(str(files.conf_folder()), version_base="1.3"):
+        loader = GlobalHydra.instance().config_loader()
+        return loader.compute_defaults_list("config", words, RunMode.RUN).defaults
 
 
-LEARNING_RATES = {
-    TuningMethod.full: 2e-5,
-    TuningMethod.freeze: 2e-5,
-    TuningMethod.lora: 2e-4,
-    TuningMethod.qlora: 2e-4,
-    TuningMethod.ptuning_v2: 5e-3,  # the original's 2e-2 diverges in float16
-    TuningMethod.prompt: 3e-2,  # as in peft's own examples
-}
-"""Peak rates with AdamW. Few new parameters that begin at 0 or at random need larger ones than trained weights."""
+def _layers(
+    order: Sequence[ResultDefault],
+    recipes: dict[str, YamlDocument],
+    groups: Groups,
+    typed: _CommandLine,
+    loaded: LoadedConfig,
+    problems: Problems,
+) -> Iterator[tuple[YamlDocument, str, int]]:
+    """Yield the YAML files in the order in which they are merged, with their package and layer.
+
+    It is Hydra's order, but a group that the command line chose comes after the recipes: what is typed beats them.
+    `loaded` receives the layers of groups that were chosen.
+    """
+    config = files.read(files.conf_folder() / "config.yaml")
+    defaults = config.values.pop("defaults")
+    ordinary = {f"{key}/{value}" for item in defaults if isinstance(item, dict) for key, value in item.items()}
+    layers = loaded.layers
+    layers |= dict.fromkeys(typed.choices, TYPED)
+    order = sorted(order, key=lambda item: (item.config_path or "").rpartition("/")[0] in typed.choices)
+    named = [path.removeprefix("recipe/") for item in order if (path := item.config_path or "").startswith("recipe/")]
+    for number, name in enumerate(named, start=1):
+        for item in recipes[name].defaults:
+            for key in item if isinstance(item, dict) else ():
+                group = str(key).rpartition("/")[2]
+                layers[group] = max(layers.get(group, 0), number)
+    for one in order:
+        path = one.config_path or ""
+        group, _, name = path.rpartition("/")
+        if group == "recipe":
+            yield recipes[name], "", named.index(name) + 1
+        elif group in groups:
+            layer = layers.get(group, 0 if path in ordinary else 1)
+            document = files.read(groups[group][name])
+            _check_document(document, one.package or "", problems)
+            yield document, one.package or "", layer
+        elif path == "config":
+            yield config, "", 0
 
 
-def follow_method(loaded: LoadedConfig) -> None:
+def _check_document(document: YamlDocument, package: str, problems: Problems) -> None:
+    """Hold one file against the schema: note where each of its right leaves is, remove the others."""
+
+    def place(path: str) -> str:
+        return document.place(path.removeprefix(f"{package}.") if package else path)
+
+    kind = field_type(package) if package else RunConfig
+    if not package and document.values.pop("hydra", None) is not None:
+        position = document.place("hydra")
+        problems.add(ConfigError(tr("{place}: a 'hydra:' section is not allowed in a recipe.", place=position)))
+    if kind is None:  # a group of --config-dir whose name is no section, without `# @package _global_`
+        raise unknown_key(package, lambda _: document.shown)
+    document.values.pop("defaults", None)  # of a group's file: Hydra has read it
+    leaves = validate_tree(document.values, kind, package, place, problems)
+    document.leaves.extend((path, place(path)) for path, _ in leaves)
+
+
+def _merge(tree: dict[str, Any], values: dict[str, Any]) -> None:
+    """Put values into a tree: sections are joined, anything else takes the place of what was there."""
+    for key, value in values.items():
+        if isinstance(value, dict):
+            if not isinstance(tree.get(key), dict):
+                tree[key] = {}
+            _merge(tree[key], value)
+        else:
+            tree[key] = value
+
+
+def _nested(key: str, value: Any) -> dict[str, Any]:
+    """Return a value below a dotted key, or at the top for "", as nested dictionaries."""
+    for name in reversed(key.split(".") if key else []):
+        value = {name: value}
+    return dict(value)
+
+
+def _resolved(tree: dict[str, Any]) -> dict[str, Any]:
+    """Return a tree in which texts have taken the place of their references to other keys, such as ${run.name}."""
+    if "${" not in repr(tree):
+        return tree
+    whole = to_plain(RunConfig())
+    _merge(whole, tree)
+    return dict(OmegaConf.to_container(OmegaConf.create(whole), resolve=True))  # type: ignore[arg-type]
+
+
+def _follow_method(loaded: LoadedConfig) -> None:
     """Set `optim.lr` by `tuning.method` where nothing names it."""
     method = loaded.cfg.tuning.method
     if "optim.lr" in loaded.where or loaded.cfg.optim.lr == LEARNING_RATES[method]:

@@ -8,7 +8,7 @@ from typing import Any
 from annotated_types import Ge, Gt, Le, Lt
 
 from toolkit.config import rule_tables as tables
-from toolkit.config.load import JSON, LoadedConfig
+from toolkit.config.load import JSON, LoadedConfig, to_plain
 from toolkit.config.mesh import accumulation, check_split, mesh_of, model_ranks, with_micro_batch
 from toolkit.config.preflight import CUSTOM_FILES, FILES, HERE, check_tuning_here
 from toolkit.config.rule_tables import ReadWhen, Rule
@@ -146,7 +146,7 @@ def _written(value: object, comma: str = ",") -> str:
     """Return a value as one writes it on the command line."""
     if isinstance(value, list):
         return f"[{comma.join(_written(item) for item in value)}]"
-    return as_text(value) or '""'
+    return as_text(to_plain(value)) or '""'
 
 
 def _check_bounds(loaded: LoadedConfig) -> Iterator[ConfigError]:

@@ -1194,7 +1194,7 @@ def influence_of(key: str, schema: type) -> Influence:
         if field is None:
             return Influence.result
         found = field.metadata.get("influence", found)
-        kind = typing.get_type_hints(kind)[part]
+        kind = types_of(typing.cast("type", kind))[part]
     return found
 
 
@@ -1206,10 +1206,16 @@ def get_value(cfg: RunConfig, key: str) -> object:
     return value
 
 
+@cache
+def types_of(kind: Any) -> dict[str, Any]:
+    """Return the fields of a section and their types."""
+    return typing.get_type_hints(kind)
+
+
 def sections(kind: type = RunConfig, prefix: str = "") -> Iterator[tuple[str, type]]:
     """Yield the prefix and the class of each section of the schema, outer ones first."""
     yield prefix, kind
-    for name, inner in typing.get_type_hints(kind).items():
+    for name, inner in types_of(kind).items():
         if dataclasses.is_dataclass(inner):
             yield from sections(typing.cast("type", inner), f"{prefix}{name}.")
 
@@ -1217,7 +1223,7 @@ def sections(kind: type = RunConfig, prefix: str = "") -> Iterator[tuple[str, ty
 @cache
 def all_keys() -> tuple[str, ...]:
     """Return every dotted key of the schema, sections included."""
-    return tuple(prefix + name for prefix, kind in sections() for name in typing.get_type_hints(kind))
+    return tuple(prefix + name for prefix, kind in sections() for name in types_of(kind))
 
 
 @cache

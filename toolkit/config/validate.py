@@ -11,7 +11,7 @@ from typing import Any
 from omegaconf.errors import ValidationError
 from omegaconf.nodes import BooleanNode, FloatNode, IntegerNode, StringNode
 
-from toolkit.config.schema import AUTO, RunConfig, all_keys
+from toolkit.config.schema import AUTO, RunConfig, all_keys, types_of
 from toolkit.errors import ConfigError
 from toolkit.messages import did_you_mean, joined, nearest, tr
 from toolkit.problems import Problems
@@ -30,7 +30,7 @@ def field_type(path: str) -> Any:
     kind: Any = RunConfig
     for part in path.split("."):
         if dataclasses.is_dataclass(kind):
-            kind = typing.get_type_hints(kind).get(part)
+            kind = types_of(typing.cast("type", kind)).get(part)
         elif typing.get_origin(kind) is list and part.isdecimal():
             kind = typing.get_args(kind)[0]
         elif kind is Any or typing.get_origin(kind) is dict:
@@ -76,9 +76,24 @@ def validate_tree(value: Any, kind: Any, path: str, place: Place, problems: Prob
     elif kind is Any:
         problems.attempt(_check_free, value, path, place)
     else:
-        problems.attempt(_check_scalar, value, kind, path, place)
+        problems.attempt(_scalar, value, kind, path, place)
     if problems.count == before:
         yield path, value
+
+
+def build(value: Any, kind: Any, path: str, place: Place) -> Any:
+    """Return values that were checked, in the types of the schema; texts may have taken the place of references."""
+    if dataclasses.is_dataclass(kind):
+        types, prefix = types_of(typing.cast("type", kind)), f"{path}." if path else ""
+        made = {name: build(inner, types[name], prefix + name, place) for name, inner in value.items()}
+        return typing.cast("type", kind)(**made)
+    if typing.get_origin(kind) is list:
+        return [build(item, typing.get_args(kind)[0], f"{path}[{index}]", place) for index, item in enumerate(value)]
+    if typing.get_origin(kind) is dict:
+        return {name: build(inner, typing.get_args(kind)[1], f"{path}.{name}", place) for name, inner in value.items()}
+    if kind is Any or (kind in (int | str, bool | str) and isinstance(value, str)):
+        return value
+    return _scalar(value, kind, path, place)
 
 
 def about(key: str, sentence: str) -> ConfigError:
@@ -120,14 +135,14 @@ def _members(section: str) -> list[str]:
     kind = field_type(section) if section else RunConfig
     if typing.get_origin(kind) is list:
         kind = typing.get_args(kind)[0]
-    return list(typing.get_type_hints(kind)) if dataclasses.is_dataclass(kind) else []
+    return list(types_of(typing.cast("type", kind))) if dataclasses.is_dataclass(kind) else []
 
 
 def _check_section(value: Any, kind: type, path: str, place: Place, problems: Problems) -> Iterator[tuple[str, Any]]:
     if not isinstance(value, dict):
         problems.add(_wrong(path, value, tr("a section of keys"), place))
         return
-    types = typing.get_type_hints(kind)
+    types = types_of(kind)
     for key, inner in list(value.items()):
         below = f"{path}.{key}" if path else str(key)
         before = problems.count
@@ -175,28 +190,28 @@ def _is_interpolation(value: str, path: str, place: Place) -> bool:
     return "${" in value
 
 
-def _check_scalar(value: Any, kind: Any, path: str, place: Place) -> None:
+def _scalar(value: Any, kind: Any, path: str, place: Place) -> Any:
+    """Return a single value in its type."""
     if isinstance(kind, type) and issubclass(kind, Enum):
-        if not isinstance(value, str) or value not in kind.__members__:
-            choices = ", ".join(kind.__members__)
-            error = tr(
-                "{place}: '{key}' = {value} must be one of: {choices}.",
-                place=place(path),
-                key=path,
-                value=value,
-                choices=choices,
-            )
-            raise about(path, joined(error, did_you_mean(str(value), kind.__members__)))
-        return
+        if isinstance(value, str) and value in kind.__members__:
+            return kind[value]
+        error = tr(
+            "{place}: '{key}' = {value} must be one of: {choices}.",
+            place=place(path),
+            key=path,
+            value=value,
+            choices=", ".join(kind.__members__),
+        )
+        raise about(path, joined(error, did_you_mean(str(value), kind.__members__)))
     if value is None or isinstance(value, (dict, list)):
         raise _wrong(path, value, _described(kind), place)
     if kind in (int | str, bool | str):  # a value, or the word for one that is found
         if value == AUTO:
-            return
+            return value
         if isinstance(value, str):
             raise _wrong(path, value, _described(kind), place)
     try:
-        _NODES[kind](value=value)
+        return _NODES[kind](value=value)._value()
     except ValidationError as error:
         wanted = _described(kind)
         if kind is int and isinstance(value, float) and value.is_integer():
