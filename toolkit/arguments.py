@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from toolkit.config.files import known_recipes, language_of
 from toolkit.config.load import LoadedConfig, load
@@ -154,6 +155,23 @@ def named_arguments(
         if not given.get(name):
             raise ConfigError("{name} is missing: {usage}", name=name, usage=usage)
     return given
+
+
+def check_output(values: dict[str, str]) -> None:
+    """Reject an argument `output=FILE` that names a file which exists."""
+    if values.get("output") and Path(values["output"]).exists():
+        raise ConfigError("{file} exists already: nothing was written. Name another file.", file=values["output"])
+
+
+def write_output(values: dict[str, str], text: str) -> None:
+    """Write the file of `output=FILE`; an error if it exists or cannot be written."""
+    check_output(values)
+    try:
+        with open(values["output"], "x", encoding="utf-8") as file:
+            file.write(text)
+    except OSError as error:
+        reason = error.strerror or error
+        raise ConfigError("cannot write {file}: {reason}.", file=values["output"], reason=reason) from error
 
 
 def positive_int(values: dict[str, str], name: str) -> int | None:

@@ -504,7 +504,7 @@ def test_contradiction_within(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_nothing_is_overwritten() -> None:
     put("made.yaml", "mine")
-    with pytest.raises(ConfigError, match="is there already"):
+    with pytest.raises(ConfigError, match="exists already"):
         import_config.run([put("train.sh", PTUNING), "output=made.yaml"])
     assert Path("made.yaml").read_text() == "mine"
 

@@ -20,13 +20,8 @@ from toolkit.messages import tr
 
 def run(words: list[str]) -> int:
     """Export."""
-    arguments = parse_checked(
-        words,
-        world_size=1,
-        names=("world_size", "total_steps", "output"),
-        flags=("--explain",),
-        files=False,
-    )
+    names = ("world_size", "total_steps", "output")
+    arguments = parse_checked(words, world_size=1, names=names, flags=("--explain",), files=False)
     world_size = arguments.world_size or 1
     cfg = arguments.loaded.cfg
     total_steps = positive_int(arguments.values, "total_steps")
@@ -48,13 +43,7 @@ def run(words: list[str]) -> int:
         sys.stderr.write(note + "\n")
     if output:
         _write(Path(output), text)
-        print(
-            tr(
-                "wrote {file} for {world_size} ranks.",
-                file=output,
-                world_size=world_size,
-            )
-        )
+        print(tr("wrote {file} for {world_size} ranks.", file=output, world_size=world_size))
     if "--explain" in arguments.flags:
         print(explain(ds, arguments.loaded.where))
     elif not output:
@@ -71,4 +60,4 @@ def _write(file: Path, text: str) -> None:
             )
         file.write_text(text, encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError("cannot write {file}: {reason}", file=file, reason=error) from error
+        raise ConfigError("cannot write {file}: {reason}.", file=file, reason=error) from error

@@ -8,9 +8,8 @@ toolkit hostfile output=FILE [nodes=LIST] [slots=N]
 """
 
 import os
-from pathlib import Path
 
-from toolkit.arguments import named_arguments, positive_int
+from toolkit.arguments import named_arguments, positive_int, write_output
 from toolkit.errors import LaunchError
 from toolkit.launch import hostfile
 from toolkit.messages import say
@@ -27,14 +26,6 @@ def run(words: list[str]) -> int:
         raise LaunchError("this is no Slurm job that says nodes and GPUs: give both. {usage}", usage=usage)
     text = "".join(f"{host} slots={slots}\n" for host in hostfile.expand_nodes(given["nodes"]))
     hosts = hostfile.parse_hostfile(text, given["output"])
-    try:
-        with Path(given["output"]).open("x", encoding="utf-8") as file:
-            file.write(text)
-    except FileExistsError as error:
-        raise LaunchError(
-            "{file} exists already: nothing was written. Name another file.", file=given["output"]
-        ) from error
-    except OSError as error:
-        raise LaunchError("cannot write {file}: {reason}.", file=given["output"], reason=error.strerror) from error
+    write_output(given, text)
     say("{file}: {count} machines, {slots} GPUs each.", file=given["output"], count=len(hosts), slots=slots)
     return 0

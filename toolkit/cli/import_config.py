@@ -14,9 +14,8 @@ Nothing is executed. Every key that means something else here, or has no counter
 import re
 import sys
 import textwrap
-from pathlib import Path
 
-from toolkit.arguments import named_arguments, positive_int
+from toolkit.arguments import check_output, named_arguments, positive_int, write_output
 from toolkit.config.preflight import FILES, check_tuning_here
 from toolkit.errors import ConfigError
 from toolkit.messages import printable, tr
@@ -37,16 +36,15 @@ def run(words: list[str]) -> int:
     arguments = named_arguments(rest, required=(), optional=("world_size", "output"), usage=_USAGE)
     if not 1 <= len(paths) <= 2:
         raise ConfigError("give one file, and its DeepSpeed JSON if it has one: {usage}", usage=_USAGE)
+    check_output(arguments)
     output = arguments.get("output", "")
-    if output and Path(output).exists():
-        raise ConfigError("output={file} is there already; nothing is overwritten.", file=output)
     given, deepspeed_json = read_all(paths, positive_int(arguments, "world_size"))
     converted = convert(given, deepspeed_json)
     head, _, body = converted.text.partition("\n")
     text = hide(f"{head}\n{_header(given, converted, output)}\n{body}")
     said = _report(converted)
     if output:
-        _write(Path(output), text)
+        write_output(arguments, text)
         print(said + tr("Wrote {file}. Next:  toolkit check recipe={file}", file=output))
     else:
         print(text, end="")
@@ -106,12 +104,3 @@ def _missing(converted: Converted) -> list[str]:
     problems.apply((*FILES, check_tuning_here), converted.loaded)
     # Their places are in a file that was removed again, or in a group.
     return [re.sub(r"^\S*\.yaml:\d+: ", "", str(error)) for error in problems.errors]
-
-
-def _write(file: Path, text: str) -> None:
-    """Write a file that is not there yet."""
-    try:
-        with open(file, "x", encoding="utf-8") as target:
-            target.write(text)
-    except OSError as error:
-        raise ConfigError("cannot write {file}: {reason}", file=file, reason=error.strerror or error) from error

@@ -15,14 +15,12 @@ in 1024s, as memory is sold.
 
 import json
 from dataclasses import replace
-from pathlib import Path
 
-from toolkit.arguments import check_parsed, one_of, parse, positive_int
+from toolkit.arguments import check_output, check_parsed, one_of, parse, positive_int, write_output
 from toolkit.config.hub import resolve_model_path
 from toolkit.config.load import LoadedConfig
 from toolkit.config.mesh import with_micro_batch
 from toolkit.config.schema import RunConfig
-from toolkit.errors import ConfigError
 from toolkit.messages import say
 from toolkit.plan import table
 from toolkit.plan.calibrate import calibrate, rates_of
@@ -37,7 +35,6 @@ _USUAL = "8x80GB"
 def run(words: list[str]) -> int:
     """Plan."""
     loaded, given, machine = _checked(words)
-    output = given.get("output", "")
     if loaded.cfg.model.name not in PUBLISHED:  # the sizes of those are known without a network
         loaded = resolve_model_path(loaded, say, config_only=True)
     cfg = with_micro_batch(loaded.cfg)
@@ -49,11 +46,8 @@ def run(words: list[str]) -> int:
     found = list(layouts(outline, cfg, machine, rates))
     for line in table.plan_lines(outline, machine, rates, mine, found):
         say(line)
-    if output:
-        try:
-            Path(output).write_text(json.dumps(table.plan_json(outline, machine, mine, found), indent=2) + "\n")
-        except OSError as error:
-            raise ConfigError("output={file} cannot be written: {reason}", file=output, reason=error) from error
+    if given.get("output"):
+        write_output(given, json.dumps(table.plan_json(outline, machine, mine, found), indent=2) + "\n")
     return 0
 
 
@@ -62,9 +56,8 @@ def _checked(words: list[str]) -> tuple[LoadedConfig, dict[str, str], Machine]:
     problems = Problems()
     own = ("gpus", "nodes", "host_memory", "calibrate", "output")
     arguments = parse(words, names=own, problems=problems)
-    given, output = arguments.values, arguments.values.get("output", "")
-    if output and Path(output).exists():
-        problems.add(ConfigError("output={file} is there already; nothing is overwritten.", file=output))
+    given = arguments.values
+    problems.attempt(check_output, given)
     problems.attempt(one_of, given, "calibrate", ("false", "true"))
     machine = problems.attempt(_machine, given, arguments.loaded.cfg)
     check_parsed(arguments.loaded, machine.world_size if machine else None, problems, files=False)
