@@ -155,12 +155,13 @@ def test_answers_count_where_they_are_asked_for() -> None:
     assert sum(after.values()) > sum(before.values())
 
 
-def test_every_layout_keeps_the_batch_and_can_be_typed() -> None:
-    words = ["recipe=chatglm", "model.path=/models/none"]
+@pytest.mark.parametrize(("options", "choices"), [([], 8), (["parallel=tensor", "zero=stage1"], 5)])
+def test_every_layout_keeps_the_batch_and_can_be_typed(options: list[str], choices: int) -> None:
+    words = ["recipe=chatglm", "model.path=/models/none", *options]
     before = load(words).cfg
     outline = outline_of(before, print)
     found = list(layouts(outline, before, A100, assumed(A100, "bf16")))
-    assert len(found) == 8 * 2 * len(micro_sizes(before, 8))
+    assert len(found) == choices * 2 * len(micro_sizes(before, 8))
     for layout in found:
         assert layout.cfg.batch.global_size == before.batch.global_size
         loaded = load([*words, *overrides(before, layout.cfg)])

@@ -1,12 +1,20 @@
 """All ways to lay a run out on some machines, which fit, and which of them is the cheapest. No torch."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
+from itertools import product
 
 from toolkit.config.mesh import micro_sizes
-from toolkit.config.rule_tables import OPTIMIZERS
-from toolkit.config.schema import Device, Dtype, RunConfig, get_value
+from toolkit.config.rule_tables import (
+    INCOMPATIBLE,
+    INCOMPATIBLE_OF_MODELS,
+    OPTIMIZERS,
+    READ_WHEN,
+    REQUIRES,
+    expand,
+)
+from toolkit.config.schema import Device, RunConfig, get_value
 from toolkit.messages import tr
 from toolkit.plan.machine import Machine
 from toolkit.plan.memory import HostMemory, RankMemory, plan_host, plan_rank
@@ -69,21 +77,23 @@ def evaluate_layout(outline: Outline, cfg: RunConfig, machine: Machine, rates: R
 
 def layouts(outline: Outline, cfg: RunConfig, machine: Machine, rates: Rates) -> Iterator[Layout]:
     """Yield every way that keeps the global batch: stages, offloading, activation checkpointing, micro-batches."""
-    for stage, optimizer, parameters in LAYOUTS:
-        most = 0 if OPTIMIZERS[cfg.optim.name].needs_whole else cfg.tuning.max_stage
-        if stage > most or (stage == 0 and cfg.compile.deepcompile):
-            continue  # what config.checks refuses
-        if cfg.parallel.pipeline > 1 and (stage > 1 or optimizer is not Device.none or _adds_in_bf16(cfg, stage)):
-            continue  # the same
-        for recomputes in (False, True):
-            for micro in [one for one in micro_sizes(cfg, machine.world_size) if one <= MOST_MICRO]:
-                yield evaluate_layout(
-                    outline, with_layout(cfg, stage, optimizer, parameters, recomputes, micro), machine, rates
-                )
+    sizes = [size for size in micro_sizes(cfg, machine.world_size) if size <= MOST_MICRO]
+    for (stage, optimizer, parameters), recomputes, micro in product(LAYOUTS, (False, True), sizes):
+        other = with_layout(cfg, stage, optimizer, parameters, recomputes, micro)
+        if not _is_contradictory(other):
+            yield evaluate_layout(outline, other, machine, rates)
 
 
-def _adds_in_bf16(cfg: RunConfig, stage: int) -> bool:
-    return stage == 0 and cfg.precision.dtype is Dtype.bf16
+def _is_contradictory(cfg: RunConfig, keys: Collection[str] = ()) -> bool:
+    """Whether config/rule_tables.py rejects a config; with `keys` whether it rejects these or they are not read."""
+    broken = {rule.key for rule in (*INCOMPATIBLE, *INCOMPATIBLE_OF_MODELS) if rule.broken(cfg)}
+    for key, (is_on, needs) in REQUIRES.items():
+        if is_on(cfg) and not all(is_met(cfg) for is_met in needs.values()):
+            broken.add(key)
+    if not keys:
+        return bool(broken)
+    unread = {key for row in READ_WHEN if not row.is_read(cfg) for key in expand(row.keys)}
+    return not (broken | unread).isdisjoint(keys)
 
 
 def cheapest(found: Sequence[Layout]) -> Layout | None:
@@ -108,24 +118,13 @@ def with_layout(
         other.optim.torch = False
     if stage == 0:
         other.zero.overlap_comm = False
-    _leave_out(other)
     other.train.activation_checkpointing.enabled = recomputes
     other.batch.micro_per_gpu = micro
+    for key in _BEYOND:  # what goes beyond ZeRO's stages is switched off where it does not go with the choice
+        if get_value(other, key) and _is_contradictory(other, [key]):
+            section, _, name = key.rpartition(".")
+            setattr(get_value(other, section), name, get_value(RunConfig(), key))
     return other
-
-
-def _leave_out(cfg: RunConfig) -> None:
-    """Switch off what is beyond ZeRO's stages and does not go with the choice; see config/rule_tables.py."""
-    zero = cfg.zero
-    on_cpu = zero.offload_optimizer.device is Device.cpu
-    if zero.stage != 3 or zero.offload_param.device is not Device.none:
-        zero.zero_hpz_partition_size = 1
-    if zero.stage != 3:
-        zero.zero_quantized_weights = zero.zero_quantized_gradients = False
-    if zero.stage != 3 or not on_cpu:
-        zero.offload_optimizer.super_offload = False
-    if zero.stage not in (1, 2) or not on_cpu:
-        zero.zenflow.enabled = False
 
 
 _BEYOND = (
