@@ -8,7 +8,7 @@ import hashlib
 import os
 import re
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib import resources
@@ -28,7 +28,7 @@ from toolkit.report import charts
 from toolkit.report import tables as tables_module
 from toolkit.report.charts import Drawing
 from toolkit.report.figures import NAMES, draw
-from toolkit.report.run import PAGE, Run, distinct_names, read_run
+from toolkit.report.run import PAGE, Run, Sample, distinct_names, read_run
 from toolkit.report.tables import Table
 from toolkit.secrets import hide, hide_all
 
@@ -160,106 +160,79 @@ def _digest(text: str) -> str:
 
 def _sections(runs: Sequence[Run], drawings: dict[str, list[Drawing]]) -> list[Section]:
     one = runs[0] if len(runs) == 1 else None
-    happened = tables_module.events(one) if one else None
-    planned = tables_module.plan(one) if one else None
-    sent = tables_module.collectives(one) if one else None
     changed = tables_module.settings(runs)
-    known = tables_module.environment(runs)
+
+    def section(name: str, title: str, *tables: Table | None, empty: str = "") -> Section:
+        shown = [table for table in tables if table]
+        return Section(id=name, title=title, drawings=drawings.get(name, ()), tables=shown, empty=empty)
+
+    def of_one(table: Callable[[Run], Table | None]) -> Table | None:
+        return table(one) if one else None
+
+    no_step = "" if drawings.get("learning") else tr("No step has been logged yet.")
+    no_change = "" if changed or one else tr("None: the settings are the same.")
     return [
-        *([] if one else [Section(id="overview", title=tr("At a glance"), tables=[tables_module.overview(runs)])]),
-        Section(
-            id="learning",
-            title=tr("Learning"),
-            drawings=drawings.get("learning", ()),
-            tables=[happened] if happened else (),
-            empty="" if drawings.get("learning") else tr("No step has been logged yet."),
-        ),
-        Section(id="speed", title=tr("Speed"), drawings=drawings.get("speed", ()), tables=[sent] if sent else ()),
-        Section(
-            id="memory",
-            title=tr("Memory"),
-            drawings=drawings.get("memory", ()),
-            tables=[planned] if planned else (),
-        ),
+        section("overview", tr("At a glance"), None if one else tables_module.overview(runs)),
+        section("learning", tr("Learning"), of_one(tables_module.events), empty=no_step),
+        section("speed", tr("Speed"), of_one(tables_module.collectives)),
+        section("memory", tr("Memory"), of_one(tables_module.plan)),
         _answers(runs),
-        Section(
-            id="data",
-            title=tr("Data"),
-            drawings=drawings.get("data", ()),
-            tables=tables_module.data_card(one) if one else (),
-        ),
-        Section(
-            id="settings",
-            title=tr("Settings") if one else tr("Settings that differ"),
-            tables=[changed] if changed else (),
-            empty="" if changed or one else tr("None: the settings are the same."),
-        ),
-        Section(id="environment", title=tr("Environment"), tables=[known] if known else ()),
+        section("data", tr("Data"), *(tables_module.data_card(one) if one else ())),
+        section("settings", tr("Settings") if one else tr("Settings that differ"), changed, empty=no_change),
+        section("environment", tr("Environment"), tables_module.environment(runs)),
         _again(runs),
     ]
 
 
 def _answers(runs: Sequence[Run]) -> Section:
     """Return what models said: of one run over time, of several what each said last."""
-    section = Section(id="answers", title=tr("Answers"))
     if len(runs) > 1:
-        section.samples = _compared(runs)
-        return section
+        return Section(id="answers", title=tr("Answers"), samples=_compared(runs))
     found, run = runs[0].answers, runs[0]
-    section.samples = [
-        {
-            "where": sample.where,
-            "prompt": sample.prompt,
-            "answers": [
-                *(
-                    _answer(tr("step {step}", step=f"{step:,}"), sample.said[step], sample.scores.get(step, {}))
-                    for step in found.steps
-                    if step in sample.said
-                ),
-                *([_answer(tr("reference"), sample.reference, {}, is_reference=True)] if sample.reference else []),
-            ],
-        }
-        for sample in found.samples
-    ] + [
-        {
-            "where": tr("asked at the end"),
-            "prompt": str(row.get("prompt", "")),
-            "answers": [_answer(tr("answer"), str(row.get("answer", "")), {})],
-        }
+    samples = [_sample(one.where, one.prompt, _said_at(one, found.steps), one) for one in found.samples]
+    samples += [
+        _sample(tr("asked at the end"), str(row.get("prompt", "")), [_answer(tr("answer"), str(row.get("answer", "")))])
         for row in run.samples[:_MOST_QUESTIONS]
     ]
+    note = ""
     if found.evaluations > len(found.steps):
-        section.note = tr("{shown} of {count} evaluations are shown.", shown=len(found.steps), count=found.evaluations)
-    return section
+        note = tr("{shown} of {count} evaluations are shown.", shown=len(found.steps), count=found.evaluations)
+    return Section(id="answers", title=tr("Answers"), samples=samples, note=note)
 
 
 _MOST_QUESTIONS = 20
 
 
 def _compared(runs: Sequence[Run]) -> list[dict[str, Any]]:
-    asked: dict[tuple[str, str], list[dict[str, Any]]] = {}
-    references: dict[tuple[str, str], str] = {}
+    """Return the samples that several runs answered; the question alone tells samples apart, as data may be copied."""
+    asked: dict[tuple[str, str], tuple[Sample, list[dict[str, Any]]]] = {}
     for run in runs:
         for sample in run.answers.samples:
-            last = max(sample.said)
-            title = f"{run.name} · " + tr("step {step}", step=f"{last:,}")
-            answer = _answer(title, sample.said[last], sample.scores.get(last, {}))
-            # Copies of one data set may lie in several places: the question alone tells samples apart.
-            asked.setdefault((sample.prompt, sample.reference), []).append(answer)
-            references[sample.prompt, sample.reference] = sample.where
+            key = sample.prompt, sample.reference
+            _, said = asked.get(key, (sample, []))
+            asked[key] = sample, [*said, *_said_at(sample, [max(sample.said)], f"{run.name} · ")]
+    return [_sample(one.where, one.prompt, said, one) for one, said in asked.values() if len(said) > 1]
+
+
+def _sample(where: str, prompt: str, said: list[dict[str, Any]], of: Sample | None = None) -> dict[str, Any]:
+    """Return a sample as the page shows it, with the reference answer last."""
+    reference = [_answer(tr("reference"), of.reference, is_reference=True)] if of and of.reference else []
+    return {"where": where, "prompt": prompt, "answers": [*said, *reference]}
+
+
+def _said_at(sample: Sample, steps: Sequence[int], prefix: str = "") -> list[dict[str, Any]]:
+    """Return the answers after some steps, of those that have one."""
     return [
-        {
-            "where": references[key],
-            "prompt": key[0],
-            "answers": [*said, *([_answer(tr("reference"), key[1], {}, is_reference=True)] if key[1] else [])],
-        }
-        for key, said in asked.items()
-        if len(said) > 1
+        _answer(prefix + tr("step {step}", step=f"{step:,}"), sample.said[step], sample.scores.get(step))
+        for step in steps
+        if step in sample.said
     ]
 
 
-def _answer(title: str, text: str, scores: dict[str, float], is_reference: bool = False) -> dict[str, Any]:
-    score = " · ".join(f"{name} {value:.3g}" for name, value in list(scores.items())[:2])
+def _answer(
+    title: str, text: str, scores: dict[str, float] | None = None, is_reference: bool = False
+) -> dict[str, Any]:
+    score = " · ".join(f"{name} {value:.3g}" for name, value in list((scores or {}).items())[:2])
     return {"title": title, "text": text or tr("(nothing)"), "score": score, "is_reference": is_reference}
 
 
