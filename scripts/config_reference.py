@@ -1,6 +1,5 @@
 """docs/config.md and config_zh.md, made from the schema: each key, type, default and the sentence under the field."""
 
-import ast
 import dataclasses
 import inspect
 import re
@@ -8,6 +7,8 @@ import typing
 from collections.abc import Iterator
 from enum import Enum
 from typing import Any
+
+from recipe_schema import field_default, field_texts
 
 from toolkit import messages
 from toolkit.config import schema
@@ -21,6 +22,10 @@ Made from `toolkit/config/schema.py` by `scripts/generate_config_docs.py`; do no
 Set a key in a recipe (nested YAML) or on the command line (`key=value`); the command line wins. `group=choice` takes a
 file of `conf/GROUP/`; on the command line it beats the recipe's keys, and single keys beat it. Every other
 name is an error, and so is a key that has no effect beside the others.
+
+Editors with the YAML language server (in VS Code the extension YAML of Red Hat) complete and check recipes by the
+schema that the second line of ours names; in yours write its path:
+`# yaml-language-server: $schema=recipes/recipe.schema.json`.
 """
 CHINESE_HEADER = """# 所有配置键
 
@@ -31,6 +36,9 @@ CHINESE_HEADER = """# 所有配置键
 键写在配方中（嵌套的 YAML），或写在命令行上（`键=值`）；命令行优先。`组=选项` 采用 `conf/组/` 中的一个文件；\
 写在命令行上时优先于配方中的键，而命令行上的单个键又优先于它。
 其他任何名字都是错误，与其他设置并存而不起作用的键也是错误。
+
+支持 YAML language server 的编辑器（如装有 Red Hat YAML 扩展的 VS Code）会按 schema 补全并检查配方：\
+自带的配方在第二行指明了它，你的配方写上它的路径即可：`# yaml-language-server: $schema=recipes/recipe.schema.json`。
 """
 WORDS = {
     "Top level": "最上层",
@@ -58,7 +66,7 @@ def render(chinese: bool = False) -> str:
     def said(text: str) -> str:
         return (WORDS.get(text) or messages.chinese()["sentences"][text]) if chinese else text
 
-    texts = _field_texts()
+    texts = field_texts()
     parts = [CHINESE_HEADER if chinese else ENGLISH_HEADER]
     for name, text, section in _sections(schema.RunConfig, ""):
         head = said("| key | type | default | meaning |")
@@ -75,7 +83,7 @@ def render(chinese: bool = False) -> str:
 
 def sentences() -> set[str]:
     """Return every English sentence of the page: those of the keys, and those of the sections."""
-    texts = _field_texts()
+    texts = field_texts()
     sections = list(_sections(schema.RunConfig, ""))
     keys = {texts[kind.__name__][item.name] for _, _, kind in sections for item, _ in _own_fields(kind)}
     return keys | {text for _, text, _ in sections}
@@ -104,21 +112,6 @@ def _own_fields(kind: type) -> Iterator[tuple["dataclasses.Field[Any]", Any]]:
             yield item, hints[item.name]
 
 
-def _field_texts() -> dict[str, dict[str, str]]:
-    """Return class -> field -> the string literal below it."""
-    found: dict[str, dict[str, str]] = {}
-    for node in ast.parse(inspect.getsource(schema)).body:
-        if isinstance(node, ast.ClassDef):
-            for field, text in zip(node.body, node.body[1:], strict=False):
-                if (
-                    isinstance(field, ast.AnnAssign)
-                    and isinstance(text, ast.Expr)
-                    and isinstance(field.target, ast.Name)
-                ):
-                    found.setdefault(node.name, {})[field.target.id] = str(ast.literal_eval(text.value))
-    return found
-
-
 def _type(kind: Any) -> str:
     if isinstance(kind, type) and issubclass(kind, Enum):
         return ", ".join(f"`{name}`" for name in kind.__members__)
@@ -141,7 +134,7 @@ def _type(kind: Any) -> str:
 
 
 def _default(item: "dataclasses.Field[Any]") -> str:
-    value = item.default if item.default is not dataclasses.MISSING else item.default_factory()  # type: ignore[operator]
+    value = field_default(item)
     if isinstance(value, Enum):
         value = value.name
     elif isinstance(value, bool):

@@ -1,19 +1,22 @@
 #!/usr/bin/env python3
-"""Write docs/config.md, docs/config_zh.md and the tables of docs/coming_from.md; look at `git diff` after."""
+"""Write docs/config*.md, tables of docs/coming_from*.md and the JSON schema of recipes; look at `git diff` after."""
 
 import sys
 from pathlib import Path
 
 from config_reference import render, sentences
+from recipe_schema import recipe_schema
 from translation_tables import fill_tables
 
 from toolkit.messages import chinese
 
-DOCS = Path(__file__).parents[1] / "docs"
+ROOT = Path(__file__).parents[1]
+DOCS, SCHEMA = ROOT / "docs", ROOT / "recipes" / "recipe.schema.json"
 
 
 def main() -> None:
-    """Write the pages."""
+    """Write the files."""
+    SCHEMA.write_text(recipe_schema(), encoding="utf-8")
     (DOCS / "config.md").write_text(render(), encoding="utf-8")
     if missing := sorted(sentences() - set(chinese()["sentences"])):
         sys.exit("Write their Chinese into the sentences of toolkit/locale/zh.yaml:\n" + "\n".join(missing))
