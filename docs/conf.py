@@ -12,13 +12,17 @@ from sphinx.search.en import SearchEnglish
 
 ROOT = Path(__file__).parents[1]
 IS_CHINESE = tags.has("zh")  # type: ignore[name-defined]  # noqa: F821 (sphinx-build -t zh)
-ENGLISH_ONLY = ["CONTRIBUTING.md", "CHANGELOG.md", "recipes/README.md", "benchmarks/README.md"]
+ENGLISH_ONLY = ["CHANGELOG.md", "recipes/README.md", "benchmarks/README.md"]
 
 project = "DeepSpeed 微调工具包" if IS_CHINESE else "DeepSpeed fine-tuning toolkit"
 language = "zh_CN" if IS_CHINESE else "en"
 extensions = ["myst_parser", "sphinx_copybutton"]
 root_doc = "docs/index_zh" if IS_CHINESE else "docs/index"
-include_patterns = ["docs/*_zh.md", "README_zh.md"] if IS_CHINESE else ["docs/*.md", "README.md"]
+include_patterns = (
+    ["docs/*_zh.md", "README_zh.md", "CONTRIBUTING_zh.md"]
+    if IS_CHINESE
+    else ["docs/*.md", "README.md", "CONTRIBUTING.md"]
+)
 include_patterns += ENGLISH_ONLY
 # Folders without a page are not even walked: environments and runs may hold a million files.
 exclude_patterns = [path.name for path in ROOT.iterdir() if path.is_dir() and not list(path.glob("*.md"))]

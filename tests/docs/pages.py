@@ -5,7 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-PAIRED = [ROOT / "README.md", *sorted(path for path in (ROOT / "docs").glob("*.md") if not path.stem.endswith("_zh"))]
+DOCS = sorted(path for path in (ROOT / "docs").glob("*.md") if not path.stem.endswith("_zh"))
+PAIRED = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *DOCS]
 """Pages that are there in both languages, by the English one."""
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
