@@ -345,9 +345,7 @@ class RunState:
     """Everything the next step depends on that is not in the engine or in a random generator."""
 
     step: int = 0
-    """Optimizer steps done."""
     epoch: int = 0
-    """Passes over the data that are complete."""
     row: int = 0
     """Rows of this pass that are done, over all ranks."""
     trained_tokens: int = 0
@@ -357,7 +355,6 @@ class RunState:
     first_loss: float | None = None
     """Training loss of the first step, nats per token."""
     last_loss: float | None = None
-    """Training loss of the last logged step."""
     skips_in_a_row: int = 0
     """Steps skipped just before."""
     bad_steps: int = 0
@@ -367,19 +364,14 @@ class RunState:
     losses: list[float] = field(default_factory=list)
     """Of the last good steps, by which spikes are known."""
     grad_norms: list[float] = field(default_factory=list)
-    """Of the last good steps."""
     evaluations: list[dict[str, float]] = field(default_factory=list)
-    """Each evaluation with its step."""
     metrics_bytes: int = 0
     """Length of metrics.jsonl: what follows belongs to steps that are done again."""
     world_size: int = 0
-    """Ranks that saved it."""
     data: dict[str, str] = field(default_factory=dict)
     """Fingerprints of the stores and the way their rows were planned."""
     config: dict[str, Any] = field(default_factory=dict)
-    """The whole resolved config."""
     versions: dict[str, Any] = field(default_factory=dict)
-    """Packages and commit."""
 
     def write(self, folder: Path) -> Path:
         """Write it into a checkpoint and return the file."""

@@ -161,23 +161,25 @@ class Peer:
     """A rank's process."""
 
     host: str
-    """Name of its machine."""
     machine: str
-    """What tells machines apart."""
     pid: int
-    """Its number there."""
+
+
+def node_id() -> str:
+    """Return what tells nodes apart; containers on several may all have one name."""
+    boot = ""
+    with suppress(OSError):  # Linux alone has it
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    return f"{socket.gethostname()} {boot}"
 
 
 def me() -> Peer:
     """Return this process."""
-    boot = ""
-    with suppress(OSError):  # Linux alone has it
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     # Containers on one machine do not see each other's processes.
     space = ""
     with suppress(OSError):
         space = str(Path("/proc/self/ns/pid").readlink())
-    return Peer(socket.gethostname(), f"{socket.gethostname()} {boot} {space}", os.getpid())
+    return Peer(socket.gethostname(), f"{node_id()} {space}", os.getpid())
 
 
 class Peers:

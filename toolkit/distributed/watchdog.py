@@ -38,15 +38,7 @@ STEP, DATA = "step", "data"
 """A step's two phases: its data, which no other rank can hurry, and the rest."""
 
 
-def _machine() -> str:
-    """Return what tells machines apart; containers on several may all have one name."""
-    boot = ""
-    with suppress(OSError):  # Linux alone has it
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-    return f"{socket.gethostname()} {boot}"
-
-
-_MACHINE = _machine()
+_NODE = failure.node_id()
 
 
 def heartbeat_file(rank: int | str) -> str:
@@ -119,7 +111,7 @@ class Watchdog:
                 continue
             found = self._read(others)
             for rank, one in found.items():
-                if one.get("machine") != _MACHINE and counts.get(rank, (-1, 0))[0] != one["beats"]:
+                if one.get("machine") != _NODE and counts.get(rank, (-1, 0))[0] != one["beats"]:
                     counts[rank] = one["beats"], times
             lost = [rank for rank, (_, when) in counts.items() if times - when >= _LOST_BEATS]
             # Whoever goes on needs no judge: a file server may show old files.
@@ -156,7 +148,7 @@ class Watchdog:
         me = {
             "pid": os.getpid(),
             "host": socket.gethostname(),
-            "machine": _MACHINE,
+            "machine": _NODE,
             "beats": self.beats,
             "phase": self.phase,
         }
@@ -193,7 +185,7 @@ class Watchdog:
         self._write_stacks(waited)
         times = {"step": self.step, "seconds": f"{waited:.0f}", "limit": f"{limit:.0f}"}
         text = self._data_text(times) if phase == DATA else self._hang_text(phase, silent, after, times)
-        here = [after[rank] for rank in silent if after.get(rank, {}).get("machine") == _MACHINE]
+        here = [after[rank] for rank in silent if after.get(rank, {}).get("machine") == _NODE]
         if self._over.is_set():  # writing takes time too
             return
         self._tell(text, [int(one["pid"]) for one in here])

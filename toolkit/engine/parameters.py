@@ -57,9 +57,7 @@ class Count:
     """Parameters of one group."""
 
     trained: int
-    """Those that are trained."""
     total: int
-    """All."""
 
 
 def count_parameters(model: PreTrainedModel) -> dict[str, Count]:

@@ -158,7 +158,6 @@ class AdapterState:
     settings: dict[str, Any]
     """Content of adapter_config.json; {} where the model's own parameters are trained."""
     base: BaseModel
-    """The model as it was."""
 
     def describe(self) -> dict[str, bytes]:
         """Return the files that say what an adapter, or a checkpoint without frozen weights, is."""

@@ -1,7 +1,7 @@
 """How the tensors of a folder become the parameters of a model, and back."""
 
 import re
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
@@ -16,37 +16,12 @@ from transformers.core_model_loading import (
 )
 
 from toolkit.errors import ModelError
-from toolkit.models.chatglm.glm import GlmLayout
 
 Shapes = dict[str, tuple[int, ...]]
 
 
-class Layout(Protocol):
-    """The names and shapes of one kind of folder."""
-
-    def parameters(self, name: str) -> list[str]:
-        """Return the parameters that a stored tensor fills, [] if it is not read."""
-        ...
-
-    def split(self, name: str, value: torch.Tensor) -> list[torch.Tensor]:
-        """Return a stored tensor's parts, in the order of `parameters`."""
-        ...
-
-    def join(self, name: str, parts: list[torch.Tensor]) -> torch.Tensor:
-        """Undo `split`."""
-        ...
-
-    def index(self, name: str) -> Any:
-        """Return the index at which the parts stand in their parameters, `...` if they fill them."""
-        ...
-
-    def stored_shape(self, name: str, shapes: Shapes) -> tuple[int, ...]:
-        """Return the shape a tensor must have to fill parameters of these shapes."""
-        ...
-
-
-class SameNames:
-    """Each tensor fills the parameter of its own name.
+class Layout:
+    """How the tensors of one kind of directory fill a model's parameters: here each that of its own name.
 
     `ignored`: ends of names that are computed instead of read.
     """
@@ -55,31 +30,24 @@ class SameNames:
         self._ignored = ignored
 
     def parameters(self, name: str) -> list[str]:
-        """Return the name itself; see `Layout`."""
+        """Return the parameters that a stored tensor fills, [] if it is not read."""
         return [] if self._ignored and name.endswith(self._ignored) else [name]
 
     def split(self, name: str, value: torch.Tensor) -> list[torch.Tensor]:
-        """Return the tensor itself; see `Layout`."""
+        """Return a stored tensor's parts, in the order of `parameters`."""
         return [value]
 
     def join(self, name: str, parts: list[torch.Tensor]) -> torch.Tensor:
-        """Return the one part; see `Layout`."""
+        """Undo `split`."""
         return parts[0]
 
     def index(self, name: str) -> Any:
-        """Return that it fills the parameter; see `Layout`."""
+        """Return the index at which the parts stand in their parameters, `...` if they fill them."""
         return ...
 
     def stored_shape(self, name: str, shapes: Shapes) -> tuple[int, ...]:
-        """Return the parameter's own shape; see `Layout`."""
+        """Return the shape a tensor must have to fill parameters of these shapes."""
         return shapes[name]
-
-
-def official_layout(config: Any, interleaved: bool) -> Layout:
-    """Return the official layout of a ChatGLM."""
-    if config.model_type == "glm":
-        return GlmLayout(config, interleaved)
-    return SameNames(ignored=(".rotary_emb.inv_freq",))
 
 
 def predicting(config: Any) -> str:
@@ -92,7 +60,7 @@ def predicting(config: Any) -> str:
     return "|".join(rf"(?:^|\.)layers\.{number}\." for number in range(last, last + min(count, 16))) or r"(?!)"
 
 
-class TransformersLayout(SameNames):
+class TransformersLayout(Layout):
     """The names and shapes in which transformers writes a model, which for some are not those of its parameters.
 
     Some are called otherwise (GPT-NeoX's head), and the experts of a layer stand in one parameter but are stored one by

@@ -19,11 +19,11 @@ from toolkit.errors import ModelError
 from toolkit.models import weights
 from toolkit.models.attention import choose_attention
 from toolkit.models.chatglm.family import Architecture, architecture_of, divides_positions
-from toolkit.models.chatglm.glm import glm_config
+from toolkit.models.chatglm.glm import glm_config, official_layout
 from toolkit.models.chatglm.modeling import ChatGLMConfig, ChatGLMForConditionalGeneration
 from toolkit.models.chatglm.tokenizers import GlmTokenizer
 from toolkit.models.directory import alone, code_files, is_trusted, read_config, read_object
-from toolkit.models.layout import Layout, TransformersLayout, official_layout, predicting
+from toolkit.models.layout import Layout, TransformersLayout, predicting
 from toolkit.models.save import load_origin, save_origin
 from toolkit.models.sequence import split_sequences
 from toolkit.models.weights import WeightFiles, empty_model, read_weights, refuse_other_weights, shapes_of, tied_names
@@ -65,10 +65,8 @@ def load_model(
     if architecture is None:
         return load_hf(folder, dtype, ds_config if partitioned else None, own)
     model = _build_official(folder, config, architecture, ds_config if partitioned else None)
-    interleaved = architecture is Architecture.glm and not config.get("multi_query_attention")
-    layout, files = official_layout(model.config, interleaved), WeightFiles(folder)
+    files, layout = _official_files(model, folder, config)
     read_weights(model, files, layout, folder, dtype, own)
-    save_origin(model, folder, files, layout, interleaved)
     return model.eval()
 
 
@@ -83,15 +81,11 @@ def opened(path: str | Path) -> tuple[PreTrainedModel, WeightFiles, Layout]:
     folder = Path(path)
     config = read_config(str(folder))
     architecture = architecture_of(config)
-    files = WeightFiles(folder)
     if architecture is None:
         model = empty_hf(folder)
-        return model, files, TransformersLayout(model, weights.shapes_of(model))
+        return model, WeightFiles(folder), TransformersLayout(model, shapes_of(model))
     model = _build_official(folder, config, architecture, None)
-    interleaved = architecture is Architecture.glm and not config.get("multi_query_attention")
-    layout = official_layout(model.config, interleaved)
-    save_origin(model, folder, files, layout, interleaved)
-    return model.eval(), files, layout
+    return model.eval(), *_official_files(model, folder, config)
 
 
 def empty(path: str | Path) -> PreTrainedModel:
@@ -130,11 +124,15 @@ def _build_official(
     return model
 
 
-TORCH_DTYPES = {
-    Dtype.fp32: torch.float32,
-    Dtype.bf16: torch.bfloat16,
-    Dtype.fp16: torch.float16,
-}
+def _official_files(model: PreTrainedModel, folder: Path, config: dict[str, Any]) -> tuple[WeightFiles, Layout]:
+    """Return an official directory's files and their layout, and note on the model that it came from there."""
+    interleaved = architecture_of(config) is Architecture.glm and not config.get("multi_query_attention")
+    files, layout = WeightFiles(folder), official_layout(model.config, interleaved)
+    save_origin(model, folder, files, layout, interleaved)
+    return files, layout
+
+
+TORCH_DTYPES = {Dtype.fp32: torch.float32, Dtype.bf16: torch.bfloat16, Dtype.fp16: torch.float16}
 
 
 def create_model(

@@ -117,7 +117,6 @@ class LossRequest:
     layer: nn.Linear
     """The output layer: [V, H], [V]."""
     forward: Callable[[torch.Tensor], torch.Tensor]
-    """Its own forward."""
     path: LossPath
     """`losses` or `picked`."""
     kernel: LossKernel
@@ -125,7 +124,6 @@ class LossRequest:
     positions: torch.Tensor
     """int64 [T], in the flattened rows: of the states that predict the targets."""
     targets: torch.Tensor
-    """int64 [T]."""
     length: int
     """S."""
 

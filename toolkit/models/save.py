@@ -21,7 +21,8 @@ from transformers import PreTrainedModel
 
 from toolkit.errors import CheckpointError, ModelError
 from toolkit.models.chat import AnyChatEncoder
-from toolkit.models.layout import Layout, official_layout
+from toolkit.models.chatglm.glm import official_layout
+from toolkit.models.layout import Layout
 from toolkit.models.weights import WeightFiles, index_of, tied_names
 
 Format = Literal["hf", "official"]

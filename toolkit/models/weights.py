@@ -49,9 +49,7 @@ class TensorInfo:
     """What is known of a stored tensor without reading it."""
 
     file: Path
-    """Where it lies."""
     shape: tuple[int, ...]
-    """Its shape."""
     dtype: torch.dtype
     """Its own precision, which may differ from its neighbours'."""
 

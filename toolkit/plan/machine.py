@@ -33,7 +33,6 @@ class Gpu:
     bf16_flops: float
     """FLOP/s; 0: it cannot."""
     fp16_flops: float
-    """FLOP/s."""
     fp32_flops: float
     """FLOP/s, without tensor cores; 0: not known."""
     memory_bytes_per_s: float
@@ -57,11 +56,9 @@ class Machine:
     card: Gpu | None
     """The GPU's datasheet, None if it is not known."""
     nodes: int = 1
-    """Machines."""
     host_bytes: int = 0
     """Memory of a machine; 0 is not known."""
     on_cpu: bool = False
-    """Whether ranks run on CPUs."""
     context_bytes: int = CONTEXT_BYTES
     """Of a GPU's memory that is not there for tensors at all."""
     uneven_ranks: int = 0

@@ -96,7 +96,6 @@ class _Rank:
     in_flight: int = 1
     """Micro-batches whose activations are there at once."""
     weight: int = field(init=False)
-    """Bytes of a number."""
     grad: int = field(init=False)
     """Bytes of a number of an added-up gradient."""
     all: int = field(init=False)
@@ -106,7 +105,6 @@ class _Rank:
     states: float = field(init=False)
     """Bytes that the optimizer keeps per trained parameter, beside weights."""
     rows: Rows = field(init=False)
-    """The longest."""
 
     def __post_init__(self) -> None:
         dtype = self.cfg.precision.dtype
@@ -294,7 +292,6 @@ class _Stage:
     load: Parts
     """Before the first step, which makes the optimizer's states."""
     at_rest: Parts
-    """Between two steps."""
     accumulated: Parts = field(default_factory=dict)
     """In a forward pass, from the second micro-batch on; this and what follows, beyond `at_rest`."""
     first_gradient: Parts = field(default_factory=dict)
@@ -302,7 +299,6 @@ class _Stage:
     backward: Parts
     """At the end of the backward pass, when gradients are complete and reduced."""
     update: Parts
-    """While weights change."""
 
 
 def _stage0(rank: _Rank) -> _Stage:

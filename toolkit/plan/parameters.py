@@ -162,9 +162,7 @@ class Outline:
     shapes: Shapes
     """Every parameter, with what tuning adds, named as the real model's."""
     trained: frozenset[str]
-    """Names of those that are trained."""
     sizes: Sizes
-    """Of the model."""
     targets: frozenset[str] = frozenset()
     """Names of the linear layers that LoRA is added to."""
 

@@ -37,20 +37,14 @@ MOST_MICRO = 64
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """One way."""
+    """One layout of a run, and what it needs."""
 
     cfg: RunConfig
-    """The run's config, changed."""
     memory: RankMemory
-    """Of a rank."""
     host: HostMemory
-    """Of a machine."""
     time: StepTime
-    """Of a step."""
     usable_bytes: int
-    """Of a rank's device."""
     fits: bool
-    """Whether device and host memory are enough."""
 
     @property
     def name(self) -> str:

@@ -245,7 +245,6 @@ class Formula:
     """The FLOPs of one model and way of training."""
 
     forward: FlopRates
-    """Of the forward pass."""
     backward: FlopRates
     """Of the backward pass, without what is computed again in it."""
     recomputed: FlopRates

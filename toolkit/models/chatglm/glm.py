@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from transformers import GlmConfig
 
+from toolkit.models.layout import Layout, Shapes
+
 _LAYER = re.compile(r"transformer\.encoder\.layers\.(\d+)\.(.+)")
 _FIXED = {
     "transformer.embedding.word_embeddings.weight": "model.embed_tokens.weight",
@@ -69,8 +71,8 @@ def _rope_parameters(ratio: float, divides_positions: bool) -> dict[str, Any]:
     return shared | {"rope_type": "default", "rope_theta": 10000.0 * ratio}
 
 
-class GlmLayout:
-    """Official names on the one side, GlmForCausalLM's on the other; see `toolkit.models.layout.Layout`.
+class GlmLayout(Layout):
+    """Official names on the one side, GlmForCausalLM's on the other.
 
     With `interleaved`, q, k and v stand together for each head (multi_query_attention false), not one after another.
     """
@@ -117,11 +119,14 @@ class GlmLayout:
             return torch.cat(by_head, dim=1).view(-1, *rest)
         return torch.cat(parts)
 
-    def index(self, name: str) -> Any:
-        """Return that the parts fill their parameters."""
-        return ...
-
-    def stored_shape(self, name: str, shapes: dict[str, tuple[int, ...]]) -> tuple[int, ...]:
+    def stored_shape(self, name: str, shapes: Shapes) -> tuple[int, ...]:
         """Return the shape that the official tensor must have."""
         parts = [shapes[parameter] for parameter in self.parameters(name)]
         return (sum(part[0] for part in parts), *parts[0][1:])
+
+
+def official_layout(config: Any, interleaved: bool) -> Layout:
+    """Return the official layout of a ChatGLM; see `GlmLayout`."""
+    if config.model_type == "glm":
+        return GlmLayout(config, interleaved)
+    return Layout(ignored=(".rotary_emb.inv_freq",))

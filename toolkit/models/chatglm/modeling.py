@@ -30,13 +30,9 @@ class SpecialIds(Protocol):
     """The special ids of a ChatGLM-6B config."""
 
     bos_token_id: int
-    """<sop>."""
     gmask_token_id: int
-    """[gMASK]."""
     mask_token_id: int
-    """[MASK]."""
     pad_token_id: int
-    """Padding."""
 
 
 def rotary_tables(position_ids: torch.Tensor, head_size: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
