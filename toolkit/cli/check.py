@@ -15,7 +15,7 @@ from toolkit.config.ops import check_compiler
 from toolkit.config.preflight import check_positions, check_track_here
 from toolkit.config.schema import AUTO, Init, RunConfig
 from toolkit.data.check import check_sources, estimate
-from toolkit.data.duplicates import check_paths
+from toolkit.data.duplicates import check_distinct
 from toolkit.data.sources import local_files
 from toolkit.messages import say, tr
 from toolkit.models.directory import read_config, trust_code
@@ -34,7 +34,7 @@ def run(words: list[str]) -> int:
     known = {key for error in problems.errors for key in error.keys}
     unread = check_sources(cfg.data, known, problems)
     if not any(key.startswith("data.") for key in known):
-        problems.attempt(lambda: check_paths(cfg.data, local_files(cfg.data)))
+        problems.attempt(lambda: check_distinct(cfg.data, local_files(cfg.data)))
     problems.settle()
     shapes = problems.attempt(_shapes, arguments, problems) if not known & {"model", "model.path"} else None
     problems.raise_all()

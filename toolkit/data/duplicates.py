@@ -4,7 +4,6 @@ import hashlib
 import os
 from collections.abc import Hashable, Sequence
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,30 +15,13 @@ from toolkit.errors import DataError
 from toolkit.messages import tr
 
 
-def check_paths(data: DataConfig, files: Sequence[DataFile]) -> None:
-    """Reject a file that two entries read, under whatever path or link. Reads no content.
+def check_distinct(data: DataConfig, files: Sequence[DataFile], hashes: Sequence[str] | None = None) -> None:
+    """Reject a file that two entries read, under whatever path or link; with hashes also one of the same content.
 
     Raises:
         DataError: if there is one; names both entries.
     """
-
-    def identity(path: Path) -> Hashable:
-        found = os.stat(path)
-        return found.st_dev, found.st_ino
-
-    _check_distinct(data, files, [identity(file.path) for file in files])
-
-
-def check_contents(data: DataConfig, files: Sequence[DataFile], hashes: Sequence[str]) -> None:
-    """Reject files of two entries that have the same content.
-
-    Raises:
-        DataError: if there are two; names both entries.
-    """
-    _check_distinct(data, files, hashes)
-
-
-def _check_distinct(data: DataConfig, files: Sequence[DataFile], identities: Sequence[Hashable]) -> None:
+    identities: Sequence[Hashable] = hashes or [(found.st_dev, found.st_ino) for found in map(_stat, files)]
     seen: dict[Hashable, list[DataFile]] = {}
     for file, identity in zip(files, identities, strict=True):
         # Other columns or another format make other samples of the same rows, such as a translation in both directions.
@@ -49,6 +31,10 @@ def _check_distinct(data: DataConfig, files: Sequence[DataFile], identities: Seq
                 raise DataError(_sentence(data, other, file))
         if all(other.source != file.source for other in others):
             others.append(file)
+
+
+def _stat(file: DataFile) -> os.stat_result:
+    return os.stat(file.path)
 
 
 def _may_be_equal(one: RowFormat, other: RowFormat) -> bool:

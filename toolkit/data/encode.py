@@ -74,8 +74,7 @@ class LengthRule:
             RowError: what is left of the conversation cannot be encoded.
         """
         if len(encoded[0]) <= self.limit:
-            kept = _usable(encoded)
-            return FittedConversation([kept] if kept else [], "" if kept else tr("no token the loss covers"))
+            return _fitted(encoded)
         if self.too_long is TooLong.truncate:
             return self._truncate(conversation, encoded)
         if self.too_long is TooLong.split:
@@ -90,13 +89,9 @@ class LengthRule:
             )
         shorter = self._newest(conversation)
         if shorter is None:
-            return FittedConversation(
-                [], tr("newest turn alone longer than data.max_length = {limit}", limit=self.limit)
-            )
-        kept = _usable(shorter)
-        return FittedConversation(
-            [kept] if kept else [], "" if kept else tr("no token the loss covers"), truncated=True
-        )
+            reason = tr("newest turn alone longer than data.max_length = {limit}", limit=self.limit)
+            return FittedConversation([], reason)
+        return _fitted(shorter)._replace(truncated=True)
 
     def _newest(self, conversation: Conversation) -> Encoded | None:
         """Return as many of the newest turns as fit, after the system message; None if the newest does not."""
@@ -119,19 +114,17 @@ class LengthRule:
 
     def _turn_windows(self, conversation: Conversation) -> Iterator[Encoded]:
         """Yield samples of whole turns, as many as fit; of a turn that is too long, windows of tokens."""
-        system, parts = turns(conversation.messages)
-        start = 0
-        while start < len(parts):
-            rest = parts[start:]
-            count, found = _most(len(rest), partial(self._first_turns, conversation, system, rest))
+        system, rest = turns(conversation.messages)
+        while rest:
+            fits = partial(self._first_fit, conversation, system, rest)
+            count, found = _most(len(rest), fits)
             if found is None:
-                alone = [*system, *rest[0]]
-                yield from self._windows(self.encoder.encode(alone, conversation.tools))
+                yield from self._windows(self.encoder.encode([*system, *rest[0]], conversation.tools))
             else:
                 yield found
-            start += max(count, 1)
+            rest = rest[max(count, 1) :]
 
-    def _first_turns(
+    def _first_fit(
         self, conversation: Conversation, system: Sequence[Message], parts: Sequence[Sequence[Message]], count: int
     ) -> Encoded | None:
         return self._fits(conversation, system, parts[:count])
@@ -163,6 +156,11 @@ def _most(count: int, attempt: Callable[[int], Encoded | None]) -> tuple[int, En
         else:
             low, best = middle, found
     return low, best
+
+
+def _fitted(encoded: Encoded) -> FittedConversation:
+    kept = _usable(encoded)
+    return FittedConversation([kept]) if kept else FittedConversation([], tr("no token the loss covers"))
 
 
 def _usable(encoded: Encoded) -> Encoded | None:

@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from toolkit.config.schema import OnBadRow, RunConfig
-from toolkit.data.duplicates import check_contents, check_paths, first_equal
+from toolkit.data.duplicates import check_distinct, first_equal
 from toolkit.data.encode import ChatEncoder
 from toolkit.data.readers import Block, block_bytes
 from toolkit.data.sources import DataFile, content_hash, locate_all, read_blocks, total_bytes
@@ -214,9 +214,9 @@ def build_caches(cfg: RunConfig, encoder: ChatEncoder, say: Callable[[str], None
     """
     stores = Path(cfg.prepare.dir) / "stores"
     files = locate_all(cfg.data, Path(cfg.prepare.dir), say)
-    check_paths(cfg.data, files)
+    check_distinct(cfg.data, files)
     inputs = _inputs(cfg, encoder, files)
-    check_contents(cfg.data, files, [file[0] for file in inputs["files"]])
+    check_distinct(cfg.data, files, [file[0] for file in inputs["files"]])
     fingerprint = hashlib.sha256(json.dumps(inputs, sort_keys=True).encode()).hexdigest()[:32]
     folder = stores / fingerprint
     builder = _Builder(cfg, encoder, files, say)

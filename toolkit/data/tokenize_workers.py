@@ -290,16 +290,9 @@ def write_part(path: Path, part: Part) -> None:
     building = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     try:
         with open(building, "wb") as file:
-            np.savez(
-                file,
-                ids=part.ids,
-                trained=np.packbits(part.trained),
-                lengths=part.lengths,
-                lines=part.lines,
-                rows=part.rows,
-                hashes=part.hashes,
-                account=np.frombuffer(_to_json(part.counts), np.uint8),
-            )
+            arrays = {name: getattr(part, name) for name in ("ids", "lengths", "lines", "rows", "hashes")}
+            counts = np.frombuffer(_to_json(part.counts), np.uint8)
+            np.savez(file, trained=np.packbits(part.trained), account=counts, **arrays)
         os.replace(building, path)
     finally:
         building.unlink(missing_ok=True)
@@ -309,13 +302,12 @@ def read_part(path: Path) -> Part | None:
     """Return a part, None if it is not there or damaged: its container has a checksum for everything in it."""
     try:
         with np.load(path, allow_pickle=False) as stored:
-            ids, lengths, lines, rows = stored["ids"], stored["lengths"], stored["lines"], stored["rows"]
-            hashes = stored["hashes"]
-            trained = np.unpackbits(stored["trained"], count=len(ids)).view(np.bool_)
-            counts = _from_json(stored["account"].tobytes())
+            arrays = {name: stored[name] for name in ("ids", "lengths", "lines", "rows", "hashes")}
+            trained = np.unpackbits(stored["trained"], count=len(arrays["ids"])).view(np.bool_)
+            part = Part(**arrays, trained=trained, counts=_from_json(stored["account"].tobytes()))
     except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile):
         return None
-    return Part(ids, trained, lengths, lines, rows, hashes, counts) if int(lengths.sum()) == len(ids) else None
+    return part if int(part.lengths.sum()) == len(part.ids) else None
 
 
 def _to_json(counts: PartCounts) -> bytes:
