@@ -22,6 +22,14 @@ from toolkit.errors import ConfigError, LaunchError
 ROOT = Path(__file__).parents[2]
 
 
+def test_every_program_is_importable() -> None:
+    """They import the package, whose names change; most of them are started by `toolkit bench` alone."""
+    names = sorted(path.stem for path in (ROOT / "benchmarks").glob("*.py") if path.stem != "__init__")
+    code = "".join(f"import benchmarks.{name}\n" for name in names)
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=300)
+    assert len(names) > 15
+
+
 def test_rows_are_the_same_for_the_same_seed(tmp_path: Path) -> None:
     first, second, other = (rows_file(tmp_path / name, 50, seed) for name, seed in (("a", 0), ("b", 0), ("c", 1)))
     assert first.read_bytes() == second.read_bytes() != other.read_bytes()
