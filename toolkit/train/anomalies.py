@@ -119,11 +119,9 @@ class StepGuard:
             self.trouble = Anomaly(AnomalyKind.gradient, self.gate.grad_norm, _median(self.grad_norms))
         if self.trouble is not None and not skipped:  # a class of DeepSpeed's that the gate does not know
             raise Diverged(
-                tr(
-                    "{what}, and {optimizer} has updated the weights all the same.",
-                    what=self.trouble.text(),
-                    optimizer=type(self.engine.optimizer).__name__,
-                )
+                "{what}, and {optimizer} has updated the weights all the same.",
+                what=self.trouble.text(),
+                optimizer=type(self.engine.optimizer).__name__,
             )
         if not skipped:
             self.losses.append(self.loss)
@@ -152,11 +150,9 @@ class StepGuard:
         """
         if self.is_spoilt and (eval_loss is None or not math.isfinite(eval_loss)):
             raise Diverged(
-                tr(
-                    "the last {count} steps had a loss that is no number: the weights are of no use. Lower optim.lr; "
-                    "the last checkpoints are older than that.",
-                    count=self.skips_in_a_row,
-                )
+                "the last {count} steps had a loss that is no number: the weights are of no use. Lower optim.lr; "
+                "the last checkpoints are older than that.",
+                count=self.skips_in_a_row,
             )
 
     def check_patience(self, step: int) -> None:
@@ -167,13 +163,11 @@ class StepGuard:
         """
         if self.skips_in_a_row >= self.config.max_skipped_steps:
             raise Diverged(
-                tr(
-                    "{count} steps in a row up to step {step} were skipped because gradients overflowed, or loss or "
-                    "gradient was no number or a spike: nothing is being learned. Lower optim.lr, look at the samples "
-                    "that were named, or use precision=bf16 or precision=fp32.",
-                    count=self.skips_in_a_row,
-                    step=step,
-                )
+                "{count} steps in a row up to step {step} were skipped because gradients overflowed, or loss or "
+                "gradient was no number or a spike: nothing is being learned. Lower optim.lr, look at the samples "
+                "that were named, or use precision=bf16 or precision=fp32.",
+                count=self.skips_in_a_row,
+                step=step,
             )
 
 

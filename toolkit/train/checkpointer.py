@@ -309,7 +309,7 @@ class Checkpointer:
         )
         if found is None:
             reason = tr("it holds no engine state")
-            raise CheckpointError(tr("{file} cannot be read: {reason}.", file=folder, reason=reason))
+            raise CheckpointError("{file} cannot be read: {reason}.", file=folder, reason=reason)
         for group, settings in zip(basic.param_groups, own, strict=True):
             # The count of steps is the checkpoint's, all else the config's, which may have changed. DeepSpeed 0.19.8
             # puts saved groups in the place of these, ZeRO-3's universal form the first saved one in that of all.
@@ -318,12 +318,10 @@ class Checkpointer:
         optimizer_states.repair_counts(basic)
         if ruined := optimizer_states.ruined_ranks(self.engine):
             raise CheckpointError(
-                tr(
-                    "the checkpoint {folder} cannot be resumed: the optimizer's states hold NaN or Inf on {ranks}. "
-                    "Resume an earlier one (resume=PATH), or train its weights in another run (toolkit export-model).",
-                    folder=folder,
-                    ranks=ruined,
-                )
+                "the checkpoint {folder} cannot be resumed: the optimizer's states hold NaN or Inf on {ranks}. "
+                "Resume an earlier one (resume=PATH), or train its weights in another run (toolkit export-model).",
+                folder=folder,
+                ranks=ruined,
             )
 
     def is_proven(self) -> bool:

@@ -63,13 +63,9 @@ class CustomSpec:
             random_state.seed_all(seed)
             model = model()
         if not isinstance(model, nn.Module):
-            raise ConfigError(
-                tr("model= must be a torch.nn.Module or make one, and is {kind}.", kind=type(model).__name__)
-            )
+            raise ConfigError("model= must be a torch.nn.Module or make one, and is {kind}.", kind=type(model).__name__)
         if not any(parameter.requires_grad for parameter in model.parameters()):
-            raise ConfigError(
-                tr("nothing in {model} is trained: no parameter wants a gradient.", model=self.model_name)
-            )
+            raise ConfigError("nothing in {model} is trained: no parameter wants a gradient.", model=self.model_name)
         return model
 
 
@@ -85,10 +81,7 @@ def is_map_style(dataset: Any) -> bool:
         return True
     if not hasattr(dataset, "__iter__"):
         raise DataError(
-            tr(
-                "{kind} is no data set: it needs __len__ and __getitem__, or __iter__.",
-                kind=type(dataset).__name__,
-            )
+            "{kind} is no data set: it needs __len__ and __getitem__, or __iter__.", kind=type(dataset).__name__
         )
     return False
 
@@ -274,15 +267,14 @@ class _StreamSamples:
         known = self.size = len(spec.dataset) if hasattr(spec.dataset, "__len__") else 0
         if not (cfg.train.max_steps or known):
             raise DataError(
-                tr("{kind} has no length: say how long to train, train.max_steps=1000.", kind=name),
+                "{kind} has no length: say how long to train, train.max_steps=1000.",
+                kind=name,
             )
         if cfg.data.num_workers:
             raise DataError(
-                tr(
-                    "data.num_workers = {count}: an iterable data set is read by the training process. Set it to 0; to "
-                    "read ahead, let the data set itself use a torch.utils.data.DataLoader.",
-                    count=cfg.data.num_workers,
-                )
+                "data.num_workers = {count}: an iterable data set is read by the training process. Set it to 0; to "
+                "read ahead, let the data set itself use a torch.utils.data.DataLoader.",
+                count=cfg.data.num_workers,
             )
         # What a rank of another number would read of a data set that shards itself, nobody knows.
         whose = f"{ranks.world_size} parts" if spec.shards_itself else "shared out"
@@ -342,8 +334,8 @@ class _StreamSamples:
             if is_empty:
                 name = type(self.spec.dataset).__name__
                 if not number:
-                    raise DataError(tr("{kind} gives no sample.", kind=name))
-                raise DataError(tr("{kind} ends for good: iter() of it must begin anew each time.", kind=name))
+                    raise DataError("{kind} gives no sample.", kind=name)
+                raise DataError("{kind} ends for good: iter() of it must begin anew each time.", kind=name)
             number += 1
 
 

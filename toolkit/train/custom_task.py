@@ -151,13 +151,11 @@ class CustomTask(Task):
         saved = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {"model": "?", "digest": ""}
         if saved["digest"] != self.card["digest"]:
             raise ConfigError(
-                tr(
-                    "the checkpoint {folder} is of another model ({before}): names or shapes of its parameters are not "
-                    "those of {now}. Undo this, or start anew under another run.name.",
-                    folder=checkpoint,
-                    before=saved["model"],
-                    now=self.card["model"],
-                )
+                "the checkpoint {folder} is of another model ({before}): names or shapes of its parameters are not "
+                "those of {now}. Undo this, or start anew under another run.name.",
+                folder=checkpoint,
+                before=saved["model"],
+                now=self.card["model"],
             )
 
     def build(self, ds: DsConfig, source: RunSource) -> DeepSpeedEngine:
@@ -269,13 +267,11 @@ def losses_of(loss: Loss, engine: DeepSpeedEngine, micro: MicroBatch) -> torch.T
     shape = tuple(found.shape) if isinstance(found, torch.Tensor) else type(found).__name__
     if shape != (wanted,):
         raise DataError(
-            tr(
-                "loss= must return one loss per sample, a tensor [{count}] for this batch, and returned {shape}. For "
-                "example cross_entropy(logits, labels, reduction='none'); of several losses per sample their mean: "
-                "losses.flatten(1).mean(1).",
-                count=wanted,
-                shape=shape,
-            )
+            "loss= must return one loss per sample, a tensor [{count}] for this batch, and returned {shape}. For "
+            "example cross_entropy(logits, labels, reduction='none'); of several losses per sample their mean: "
+            "losses.flatten(1).mean(1).",
+            count=wanted,
+            shape=shape,
         )
     return found
 
@@ -408,11 +404,9 @@ def _check_best(name: str, figures: Mapping[str, float]) -> None:
     """Refuse to choose checkpoints by a figure that is not there."""
     if name and name not in figures:
         raise DataError(
-            tr(
-                "evaluate.keep_best = {name}, and the evaluation gives no such figure. Known: {known}.",
-                name=name,
-                known=", ".join(figures),
-            )
+            "evaluate.keep_best = {name}, and the evaluation gives no such figure. Known: {known}.",
+            name=name,
+            known=", ".join(figures),
         )
 
 
@@ -425,20 +419,15 @@ def _metrics(spec: CustomSpec, engine: DeepSpeedEngine, micro: MicroBatch) -> di
     for name, value in values.items():
         if not isinstance(value, torch.Tensor) or value.ndim < 1 or len(value) != wanted:
             raise DataError(
-                tr(
-                    "metrics= must return a value per sample: '{name}' is no tensor of {count} rows.",
-                    name=name,
-                    count=wanted,
-                )
+                "metrics= must return a value per sample: '{name}' is no tensor of {count} rows.",
+                name=name,
+                count=wanted,
             )
         if f"eval_{name}" in (EVAL_LOSS, metrics.SAMPLES) or not name.isidentifier():
-            raise DataError(tr("metrics=: '{name}' cannot be the name of a metric.", name=name))
+            raise DataError("metrics=: '{name}' cannot be the name of a metric.", name=name)
         if spec.score is None and value.ndim > 1:
             raise DataError(
-                tr(
-                    "metrics=: '{name}' has several numbers per sample. Return one, or give score= too.",
-                    name=name,
-                )
+                "metrics=: '{name}' has several numbers per sample. Return one, or give score= too.", name=name
             )
     return {name: value[: micro.size] for name, value in values.items()}
 
@@ -467,18 +456,16 @@ def _verify_export(spec: CustomSpec, seed: int, folder: Path) -> None:
         model = spec.build(seed)
     except Exception as error:
         raise CheckpointError(
-            tr(
-                "{folder} could not be proved: model= failed when it was called once more, {reason}. Let it make the "
-                "model again, or set checkpoint.verify_export=false.",
-                folder=folder,
-                reason=_first_line(error),
-            )
+            "{folder} could not be proved: model= failed when it was called once more, {reason}. Let it make the "
+            "model again, or set checkpoint.verify_export=false.",
+            folder=folder,
+            reason=_first_line(error),
         ) from error
     try:
         load_model(model, folder / WEIGHTS)
     except Exception as error:
         raise CheckpointError(
-            tr("{folder} does not hold its model: {reason}.", folder=folder, reason=_first_line(error))
+            "{folder} does not hold its model: {reason}.", folder=folder, reason=_first_line(error)
         ) from error
 
 

@@ -69,12 +69,10 @@ def _try(key: str, folder: Path) -> None:
 
 def _refused(key: str, path: Path, error: OSError) -> TrackError:
     return TrackError(
-        tr(
-            "{key}: cannot write to {folder}: {reason}. Choose another place.",
-            key=key,
-            folder=path,
-            reason=error.strerror or error,
-        )
+        "{key}: cannot write to {folder}: {reason}. Choose another place.",
+        key=key,
+        folder=path,
+        reason=error.strerror or error,
     )
 
 
@@ -108,12 +106,10 @@ def try_checkpoint(folder: Path) -> None:
     reason = next((f"{reason} (rank {number})" for number, reason in enumerate(reasons) if reason), "")
     if reason:
         raise CheckpointError(
-            tr(
-                "checkpoints cannot be written to {folder}: {reason}. Set run.dir to a folder that every rank may "
-                "write to.",
-                folder=folder,
-                reason=reason,
-            )
+            "checkpoints cannot be written to {folder}: {reason}. Set run.dir to a folder that every rank may "
+            "write to.",
+            folder=folder,
+            reason=reason,
         )
 
 
@@ -136,12 +132,10 @@ def try_export(folder: Path) -> None:
 
     if reason := _reason(write):
         raise CheckpointError(
-            tr(
-                "cannot write the export to {folder}: {reason}. Set run.dir to a folder that you may write to, or "
-                "checkpoint.export=false.",
-                folder=folder,
-                reason=reason,
-            )
+            "cannot write the export to {folder}: {reason}. Set run.dir to a folder that you may write to, or "
+            "checkpoint.export=false.",
+            folder=folder,
+            reason=reason,
         )
 
 
@@ -168,18 +162,16 @@ def check_room(folder: Path, config: CheckpointConfig, saves: int, each_bytes: i
     if needed <= free:
         return
     raise CheckpointError(
-        tr(
-            "{folder} has {free} GB free, and this run needs {needed} GB at least: {count} checkpoints of {each} GB "
-            "(checkpoint.keep = {keep}, and the next before an older one goes) and an export of {export} GB. Free "
-            "some, lower checkpoint.keep, or set run.dir to another disk; train.rehearse=false leaves out this check.",
-            folder=folder.parent,
-            free=_gb(free),
-            needed=_gb(needed),
-            count=count,
-            each=_gb(each_bytes),
-            keep=config.keep,
-            export=_gb(export_bytes),
-        )
+        "{folder} has {free} GB free, and this run needs {needed} GB at least: {count} checkpoints of {each} GB "
+        "(checkpoint.keep = {keep}, and the next before an older one goes) and an export of {export} GB. Free "
+        "some, lower checkpoint.keep, or set run.dir to another disk; train.rehearse=false leaves out this check.",
+        folder=folder.parent,
+        free=_gb(free),
+        needed=_gb(needed),
+        count=count,
+        each=_gb(each_bytes),
+        keep=config.keep,
+        export=_gb(export_bytes),
     )
 
 

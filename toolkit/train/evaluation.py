@@ -44,11 +44,9 @@ def choose_prompts(cfg: RunConfig, prepared: LanguageData, say: Say) -> list[Val
     if prepared.validation is None:
         if evaluate.metrics or evaluate.keep_best:
             raise DataError(
-                tr(
-                    "the validation split is empty: there is no row left for it. Give data.validation, more rows, or "
-                    "a larger data.validation_fraction (it is {fraction}).",
-                    fraction=cfg.data.validation_fraction,
-                )
+                "the validation split is empty: there is no row left for it. Give data.validation, more rows, or "
+                "a larger data.validation_fraction (it is {fraction}).",
+                fraction=cfg.data.validation_fraction,
             )
         return []
     if not evaluate.metrics:
@@ -58,11 +56,9 @@ def choose_prompts(cfg: RunConfig, prepared: LanguageData, say: Say) -> list[Val
     questions, others = choose_questions(prepared.validation, prepared.encoder, names, most)
     if not questions:
         raise DataError(
-            tr(
-                "evaluate.metrics: none of {count} validation samples has a question and an answer. Leave the metrics "
-                "out, or give conversations in data.validation.",
-                count=others,
-            )
+            "evaluate.metrics: none of {count} validation samples has a question and an answer. Leave the metrics "
+            "out, or give conversations in data.validation.",
+            count=others,
         )
     if others:
         say(
@@ -175,11 +171,9 @@ class Evaluation:
             if is_out_of_memory(error):
                 raise
             raise ModelError(
-                tr(
-                    "evaluate.metrics: the model cannot answer: {kind}: {reason}. Leave the metrics out, or mend that.",
-                    kind=type(error).__name__,
-                    reason=error,
-                )
+                "evaluate.metrics: the model cannot answer: {kind}: {reason}. Leave the metrics out, or mend that.",
+                kind=type(error).__name__,
+                reason=error,
             ) from error
 
     @property

@@ -62,7 +62,7 @@ def take(folder: Path, say: Callable[[str], None]) -> None:
         if directory is not None:
             os.close(directory)
         raise RunFolderError(
-            tr("another process works in {folder}: {who}. Wait for it, or stop it.", folder=folder, who=who or "?")
+            "another process works in {folder}: {who}. Wait for it, or stop it.", folder=folder, who=who or "?"
         )
     _sign(file)
     _held.append(_Held(folder, _identity(folder), [file], directory))

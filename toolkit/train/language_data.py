@@ -277,12 +277,10 @@ def epoch_steps(cfg: RunConfig, prepared: LanguageData) -> int:
     steps = steps_per_epoch(epoch_rows(cfg, prepared), rows_per_step(cfg, prepared.packing)[0])
     if cfg.data.curriculum.steps > steps:
         raise ConfigError(
-            tr(
-                "data.curriculum.steps = {wanted} is more than the {steps} steps of an epoch, in which each sample "
-                "comes once. Use at most {steps}.",
-                wanted=cfg.data.curriculum.steps,
-                steps=steps,
-            )
+            "data.curriculum.steps = {wanted} is more than the {steps} steps of an epoch, in which each sample "
+            "comes once. Use at most {steps}.",
+            wanted=cfg.data.curriculum.steps,
+            steps=steps,
         )
     return steps
 

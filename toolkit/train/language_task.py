@@ -465,7 +465,7 @@ def _loaded(cfg: RunConfig, data: LanguageData, ds: DsConfig) -> PreTrainedModel
     """Return the model that is trained; with pipeline stages with the weights of this rank's stage alone."""
     packed, parts = data.packing is Packing.packed, cfg.parallel.sequence
     if parts > 1 and (reason := sequence_parallel_unsupported(cfg.model, cfg.data.max_length)):
-        raise ConfigError(tr("parallel.sequence = {ranks} cannot be: {reason}.", ranks=parts, reason=reason))
+        raise ConfigError("parallel.sequence = {ranks} cannot be: {reason}.", ranks=parts, reason=reason)
     stages, dtype = cfg.parallel.pipeline, cfg.precision.dtype
     stage = mesh_of(cfg, world_size(), rank()).stage
     own = partial(stage_parameters, num_stages=stages, stage=stage) if stages > 1 else None
@@ -536,11 +536,9 @@ def _verify_export(folder: Path) -> None:
     except CheckpointError as error:
         aside = folder.rename(unused_path(folder.with_name("export.wrong")))
         raise CheckpointError(
-            tr(
-                "{reason}. The export is kept as {folder} for inspection, and the checkpoints are untouched: make "
-                "another with toolkit export-model {run}.",
-                reason=error,
-                folder=aside,
-                run=folder.parent,
-            )
+            "{reason}. The export is kept as {folder} for inspection, and the checkpoints are untouched: make "
+            "another with toolkit export-model {run}.",
+            reason=error,
+            folder=aside,
+            run=folder.parent,
         ) from error

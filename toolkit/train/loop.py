@@ -187,13 +187,11 @@ class _Loop:
         if not self.checkpointer.ruin:
             return CheckpointError(tr("the last checkpoint could not be saved; the reason is told above."))
         return Diverged(
-            tr(
-                "after step {step} {reason}, and nothing is saved. Lower optim.lr, or use precision=bf16 or "
-                "precision=fp32. The last checkpoint is {checkpoint}.",
-                step=self.step,
-                reason=self.checkpointer.ruin,
-                checkpoint=self.checkpointer.good or self.result.checkpoint or tr("none"),
-            )
+            "after step {step} {reason}, and nothing is saved. Lower optim.lr, or use precision=bf16 or "
+            "precision=fp32. The last checkpoint is {checkpoint}.",
+            step=self.step,
+            reason=self.checkpointer.ruin,
+            checkpoint=self.checkpointer.good or self.result.checkpoint or tr("none"),
         )
 
     def _is_rewound(self, trouble: Anomaly, result: StepResult, lr: float) -> bool:
@@ -220,12 +218,10 @@ class _Loop:
         self._log(lr)
         if policy is OnBadStep.stop:
             raise Diverged(
-                tr(
-                    "{what}. train.on_bad_step=skip goes on without such steps, rewind goes back to the last "
-                    "checkpoint and around them. The last checkpoint is {checkpoint}.",
-                    what=what,
-                    checkpoint=self.result.checkpoint or tr("none"),
-                )
+                "{what}. train.on_bad_step=skip goes on without such steps, rewind goes back to the last "
+                "checkpoint and around them. The last checkpoint is {checkpoint}.",
+                what=what,
+                checkpoint=self.result.checkpoint or tr("none"),
             )
         self._rewind(what)
         return True
@@ -239,16 +235,14 @@ class _Loop:
             checkpoint = good
             on_rank0(lambda: directory.move_aside_after(good))
         if checkpoint is None:
-            raise Diverged(tr("{what}; there is no checkpoint to go back to: set checkpoint.every.", what=what))
+            raise Diverged("{what}; there is no checkpoint to go back to: set checkpoint.every.", what=what)
         self.rewound_to[checkpoint] += 1
         if self.rewound_to[checkpoint] > MOST_REWINDS:
             raise Diverged(
-                tr(
-                    "{what}; going back to {checkpoint} has been of no use {count} times.",
-                    what=what,
-                    checkpoint=checkpoint,
-                    count=MOST_REWINDS,
-                )
+                "{what}; going back to {checkpoint} has been of no use {count} times.",
+                what=what,
+                checkpoint=checkpoint,
+                count=MOST_REWINDS,
             )
         self.metrics.forget()
         state = rewind_to(self.run, checkpoint)
@@ -345,12 +339,10 @@ class _Loop:
         if checkpointer.failed:
             return RunFolderError(what)
         return RunFolderError(
-            tr(
-                "{what} The state after step {step} is saved: resume={checkpoint} continues from it.",
-                what=what,
-                step=self.step,
-                checkpoint=checkpointer.newest,
-            )
+            "{what} The state after step {step} is saved: resume={checkpoint} continues from it.",
+            what=what,
+            step=self.step,
+            checkpoint=checkpointer.newest,
         )
 
     def _phase(self, title: str) -> AbstractContextManager[object]:
@@ -360,14 +352,12 @@ class _Loop:
         self.stop_file.remove()
         by_file = tr("the file 'stop'") if self.stop_file.found else ""
         return Stopped(
-            tr(
-                "stopped by {signal} after step {step} of {total}, as all ranks agreed. Saved: {checkpoint}. "
-                "There is no DONE marker: the run is unfinished. With a run.name the same command goes on with it.",
-                signal=by_file or failure.received_signal() or tr("a signal to another rank"),
-                step=self.step,
-                total=self.run.total_steps,
-                checkpoint=self.result.checkpoint,
-            )
+            "stopped by {signal} after step {step} of {total}, as all ranks agreed. Saved: {checkpoint}. "
+            "There is no DONE marker: the run is unfinished. With a run.name the same command goes on with it.",
+            signal=by_file or failure.received_signal() or tr("a signal to another rank"),
+            step=self.step,
+            total=self.run.total_steps,
+            checkpoint=self.result.checkpoint,
         )
 
 

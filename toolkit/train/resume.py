@@ -96,13 +96,11 @@ def _check_optimizer(state: RunState, cfg: RunConfig, ranks: Ranks) -> None:
     """Refuse other ranks, or another stage, for states that DeepSpeed's universal form does not hold."""
     if _is_converted(state, cfg.zero.stage, ranks) and not OPTIMIZERS[cfg.optim.name].is_adam:
         raise CheckpointError(
-            tr(
-                "the checkpoint was saved by {before} ranks under ZeRO-{stage}, and DeepSpeed can bring Adam's states "
-                "alone to others, not those of optim.name = {name}. Start with {before} ranks and zero.stage={stage}.",
-                before=state.world_size,
-                stage=_stage(state),
-                name=cfg.optim.name.value,
-            )
+            "the checkpoint was saved by {before} ranks under ZeRO-{stage}, and DeepSpeed can bring Adam's states "
+            "alone to others, not those of optim.name = {name}. Start with {before} ranks and zero.stage={stage}.",
+            before=state.world_size,
+            stage=_stage(state),
+            name=cfg.optim.name.value,
         )
 
 
@@ -110,12 +108,10 @@ def _check_stages(before: int, now: int) -> None:
     """Refuse a ZeRO stage that the files of a checkpoint cannot be brought into."""
     if before != now and not convert.can_convert(before, now):
         raise CheckpointError(
-            tr(
-                "the checkpoint was saved under ZeRO-{before}, which cannot go on under ZeRO-{now}: only the stages 1 "
-                "and 2 can change into each other. Start with zero.stage={before}, with any number of ranks.",
-                before=before,
-                now=now,
-            )
+            "the checkpoint was saved under ZeRO-{before}, which cannot go on under ZeRO-{now}: only the stages 1 "
+            "and 2 can change into each other. Start with zero.stage={before}, with any number of ranks.",
+            before=before,
+            now=now,
         )
 
 
@@ -124,15 +120,13 @@ def _check_tensor(state: RunState, now: int, world_size: int) -> None:
     before = int(state.config.get("parallel", {}).get("tensor", 1))
     if before != now or (now > 1 and state.world_size != world_size):
         raise CheckpointError(
-            tr(
-                "the checkpoint was saved by {ranks} ranks with parallel.tensor = {before}, and cannot go on with "
-                "{now_ranks} and {now}: the parts of layers stay on as many ranks. Start as before, or begin another "
-                "training with its weights (toolkit export-model).",
-                ranks=state.world_size,
-                before=before,
-                now_ranks=world_size,
-                now=now,
-            )
+            "the checkpoint was saved by {ranks} ranks with parallel.tensor = {before}, and cannot go on with "
+            "{now_ranks} and {now}: the parts of layers stay on as many ranks. Start as before, or begin another "
+            "training with its weights (toolkit export-model).",
+            ranks=state.world_size,
+            before=before,
+            now_ranks=world_size,
+            now=now,
         )
 
 
@@ -143,14 +137,12 @@ def _check_pipeline(state: RunState, config: dict[str, Any], world_size: int) ->
     if before == now and (now == 1 or is_same):
         return
     raise CheckpointError(
-        tr(
-            "the checkpoint was saved by {ranks} ranks in {before} pipeline stages under ZeRO-{zero}, and a pipeline's "
-            "goes on in the same way only: parallel.pipeline={before} zero.stage={zero} on {ranks} ranks. To train the "
-            "weights in another way begin another run with model.path=RUN/export.",
-            ranks=state.world_size,
-            before=before,
-            zero=_stage(state),
-        )
+        "the checkpoint was saved by {ranks} ranks in {before} pipeline stages under ZeRO-{zero}, and a pipeline's "
+        "goes on in the same way only: parallel.pipeline={before} zero.stage={zero} on {ranks} ranks. To train the "
+        "weights in another way begin another run with model.path=RUN/export.",
+        ranks=state.world_size,
+        before=before,
+        zero=_stage(state),
     )
 
 
@@ -160,12 +152,10 @@ def _check_states(before: dict[str, Any], now: dict[str, Any]) -> None:
         for name, section in (("zenflow", "zenflow.enabled"), ("offload_optimizer", "offload_optimizer.super_offload")):
             if zero.get(name, {}).get(section.partition(".")[2]):
                 raise CheckpointError(
-                    tr(
-                        "a run with {key} = true cannot go on from a checkpoint, nor another from its own: DeepSpeed "
-                        "does not save a part of its optimizer's states. Take the weights alone: toolkit export-model, "
-                        "then model.path=EXPORT under another run.name.",
-                        key=f"zero.{section}",
-                    )
+                    "a run with {key} = true cannot go on from a checkpoint, nor another from its own: DeepSpeed "
+                    "does not save a part of its optimizer's states. Take the weights alone: toolkit export-model, "
+                    "then model.path=EXPORT under another run.name.",
+                    key=f"zero.{section}",
                 )
 
 
@@ -265,11 +255,9 @@ def check_changes(
     other = [line for (key, old, _), line in zip(found, lines, strict=True) if _is_trained(key) and old is not None]
     if other:
         raise ConfigError(
-            tr(
-                "the checkpoint belongs to a run that trains other parameters:\n{changes}\nUndo this, or start anew "
-                "under another run.name; from an adapter: tuning.adapter=RUN/export.",
-                changes="\n".join(other),
-            )
+            "the checkpoint belongs to a run that trains other parameters:\n{changes}\nUndo this, or start anew "
+            "under another run.name; from an adapter: tuning.adapter=RUN/export.",
+            changes="\n".join(other),
         )
     for name, fingerprint in data_now.items():
         if data_before.get(name) != fingerprint:
@@ -280,12 +268,10 @@ def check_changes(
     if refused:
         keys = list(dict.fromkeys(key for key, _ in refused))
         raise ConfigError(
-            tr(
-                "the checkpoint belongs to a run that computes something else:\n{changes}\nUndo this, or allow it: "
-                "checkpoint.allow_changes=[{keys}]; or start anew under another run.name.",
-                changes="\n".join(dict.fromkeys(line for _, line in refused)),
-                keys=",".join(keys),
-            )
+            "the checkpoint belongs to a run that computes something else:\n{changes}\nUndo this, or allow it: "
+            "checkpoint.allow_changes=[{keys}]; or start anew under another run.name.",
+            changes="\n".join(dict.fromkeys(line for _, line in refused)),
+            keys=",".join(keys),
         )
     return lines
 
@@ -301,11 +287,9 @@ def _check_kept_states(found: Sequence[tuple[str, Any, Any]], lines: Sequence[st
     ]
     if other:
         raise ConfigError(
-            tr(
-                "the checkpoint holds the states of another optimizer, or of other parameter groups:\n{changes}\nUndo "
-                "this, or start anew under another run.name, from model.path=RUN/export.",
-                changes="\n".join(other),
-            )
+            "the checkpoint holds the states of another optimizer, or of other parameter groups:\n{changes}\nUndo "
+            "this, or start anew under another run.name, from model.path=RUN/export.",
+            changes="\n".join(other),
         )
 
 

@@ -60,10 +60,8 @@ def create_run_dir(cfg: RunConfig) -> Path:
         (folder / "logs").mkdir(exist_ok=True)
     except FileExistsError as error:
         raise RunFolderError(
-            tr(
-                "the run folder {folder} exists already and is not touched. Choose another run.name, or move it away.",
-                folder=error.filename,
-            )
+            "the run folder {folder} exists already and is not touched. Choose another run.name, or move it away.",
+            folder=error.filename,
         ) from error
     except OSError as error:
         raise _refused(parent, error) from error
@@ -107,11 +105,9 @@ def make_parent(cfg: RunConfig) -> Path:
 
 def _refused(parent: Path, error: OSError) -> RunFolderError:
     return RunFolderError(
-        tr(
-            "cannot make a run folder below {folder}: {reason}. Set run.dir to a folder that you may write to.",
-            folder=parent,
-            reason=error.strerror,
-        )
+        "cannot make a run folder below {folder}: {reason}. Set run.dir to a folder that you may write to.",
+        folder=parent,
+        reason=error.strerror,
     )
 
 
@@ -211,9 +207,7 @@ def _write(file: Path, text: str) -> None:
         temporary.write_text(text, encoding="utf-8")
         temporary.replace(file)
     except OSError as error:
-        raise CheckpointError(
-            tr("cannot write {file}: {reason}.", file=file, reason=error.strerror or error)
-        ) from error
+        raise CheckpointError("cannot write {file}: {reason}.", file=file, reason=error.strerror or error) from error
 
 
 def with_profile(values: dict[str, Any], folder: Path) -> dict[str, Any]:
@@ -273,16 +267,14 @@ def check_repeated_death(folder: Path, step: int) -> None:
     rows = _rows(folder / "logs" / STARTS)
     if rows and rows[-1]["restart"] and step <= rows[-1]["from_step"]:
         raise RepeatedDeath(
-            tr(
-                "the run {folder} died at step {before} and, started again, at step {now}, without a new checkpoint "
-                "in between (the last is of step {step}): another start would end there too. The messages above and "
-                "{logs} say why. Once that is mended the same command goes on.",
-                folder=folder,
-                before=rows[-1]["reached_step"],
-                now=reached_step(folder),
-                step=step,
-                logs=folder / "logs",
-            )
+            "the run {folder} died at step {before} and, started again, at step {now}, without a new checkpoint "
+            "in between (the last is of step {step}): another start would end there too. The messages above and "
+            "{logs} say why. Once that is mended the same command goes on.",
+            folder=folder,
+            before=rows[-1]["reached_step"],
+            now=reached_step(folder),
+            step=step,
+            logs=folder / "logs",
         )
 
 
@@ -346,10 +338,7 @@ def choose_run_dir(cfg: RunConfig, say: Callable[[str], None]) -> RunSource:
     if named is None or not is_run or cfg.resume == NEVER:  # a folder that is no run is refused as it always was
         if cfg.resume == MUST:
             raise CheckpointError(
-                tr(
-                    "resume = must, but there is no run {folder}. Check run.name and run.dir.",
-                    folder=named or cfg.run.dir,
-                )
+                "resume = must, but there is no run {folder}. Check run.name and run.dir.", folder=named or cfg.run.dir
             )
         return RunSource(_new(cfg, None, say), None)
     _claim(named, say)
@@ -359,10 +348,7 @@ def choose_run_dir(cfg: RunConfig, say: Callable[[str], None]) -> RunSource:
     directory.discard_unfinished(checkpoints)
     if checkpoint is None and (were_there or cfg.resume == MUST):
         raise CheckpointError(
-            tr(
-                "{folder} holds no checkpoint that is whole. To begin anew, choose another run.name.",
-                folder=checkpoints,
-            )
+            "{folder} holds no checkpoint that is whole. To begin anew, choose another run.name.", folder=checkpoints
         )
     _put_aside(named, checkpoint)
     if checkpoint is None:
@@ -375,26 +361,21 @@ def _checkpoint_at(path: Path, say: Callable[[str], None]) -> Path:
     path = path.absolute()
     if any((path / name).is_file() for name in ("config.json", "adapter_config.json")):
         raise ConfigError(
-            tr(
-                "resume = {path} is a model or an adapter alone, without what training needs to resume. Query it "
-                "(toolkit generate {path}), or start another training from it: model.path={path}, of an adapter "
-                "tuning.adapter={path}.",
-                path=path,
-            )
+            "resume = {path} is a model or an adapter alone, without what training needs to resume. Query it "
+            "(toolkit generate {path}), or start another training from it: model.path={path}, of an adapter "
+            "tuning.adapter={path}.",
+            path=path,
         )
     if (path / directory.MANIFEST).is_file():
         if wrong := directory.manifest_problems(path):
             raise CheckpointError(
-                tr("the checkpoint {folder} is damaged: {reason}.", folder=path, reason="; ".join(wrong[:3]))
+                "the checkpoint {folder} is damaged: {reason}.", folder=path, reason="; ".join(wrong[:3])
             )
         return path
     found = directory.newest_complete(path / "checkpoints", say) if path.is_dir() else None
     if found is None:
         raise ConfigError(
-            tr(
-                "resume = {path} is not auto, must or never, nor a checkpoint or a run directory with one.",
-                path=path,
-            )
+            "resume = {path} is not auto, must or never, nor a checkpoint or a run directory with one.", path=path
         )
     return found
 
@@ -415,7 +396,7 @@ def _claim(folder: Path, say: Callable[[str], None]) -> None:
     check_no_symlinks(folder, RunFolderError)
     if (folder / "DONE").exists():
         raise RunFolderError(
-            tr("the run {folder} has finished already (DONE). For another one choose another run.name.", folder=folder)
+            "the run {folder} has finished already (DONE). For another one choose another run.name.", folder=folder
         )
     folder_lock.take(folder, say)
     remove_stale(folder, say)
@@ -438,7 +419,7 @@ def _put_aside(folder: Path, checkpoint: Path | None) -> None:
             (folder / "base").rename(unused_path(folder / "base.replaced"))
     except OSError as error:
         raise RunFolderError(
-            tr("cannot go on in {folder}: {reason}.", folder=folder, reason=error.strerror or error)
+            "cannot go on in {folder}: {reason}.", folder=folder, reason=error.strerror or error
         ) from error
 
 

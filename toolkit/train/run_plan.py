@@ -90,11 +90,9 @@ def choose_layout(cfg: RunConfig, vocab_size: int, ranks: Ranks, device: torch.d
     found = on_rank0(best)
     if found is None:
         raise OutOfMemory(
-            tr(
-                "plan.auto: nothing fits on {machine}, of which {usable} GiB are for tensors. See  toolkit plan",
-                machine=machine.name,
-                usable=view.gib(machine.usable_bytes),
-            )
+            "plan.auto: nothing fits on {machine}, of which {usable} GiB are for tensors. See  toolkit plan",
+            machine=machine.name,
+            usable=view.gib(machine.usable_bytes),
         )
     if ranks.rank == 0:
         words = " ".join(overrides(cfg, found.cfg)) or tr("the recipe as it is")

@@ -20,7 +20,6 @@ from toolkit.config.schema import (
 )
 from toolkit.engine.ds_config import warmup_lowest, warmup_steps
 from toolkit.errors import ConfigError
-from toolkit.messages import tr
 
 _OF_DEEPSPEED = (ScheduleName.constant, ScheduleName.linear, ScheduleName.cosine)
 _TIMESCALE = 10_000
@@ -180,12 +179,10 @@ def make_schedule(cfg: RunConfig, total_steps: int) -> Callable[[HasGroups], Sch
     warmup, decay = warmup_steps(cfg, total_steps), cfg.schedule.decay_steps
     if cfg.schedule.name is ScheduleName.wsd and warmup + decay > total_steps:
         raise ConfigError(
-            tr(
-                "schedule.warmup_steps = {warmup} and schedule.decay_steps = {decay} are more together than the "
-                "{steps} steps of this run.",
-                warmup=warmup,
-                decay=decay,
-                steps=total_steps,
-            )
+            "schedule.warmup_steps = {warmup} and schedule.decay_steps = {decay} are more together than the "
+            "{steps} steps of this run.",
+            warmup=warmup,
+            decay=decay,
+            steps=total_steps,
         )
     return lambda optimizer: Schedule(optimizer, cfg.schedule, cfg.optim.lr, total_steps, warmup)

@@ -10,7 +10,6 @@ from transformers import PreTrainedModel
 
 from toolkit.distributed.process_group import sum_over_ranks
 from toolkit.errors import Diverged
-from toolkit.messages import tr
 from toolkit.models.pipeline import is_pipeline, train_window
 from toolkit.models.router_loss import RouterLoss
 from toolkit.train.anomalies import StepGuard
@@ -181,9 +180,7 @@ def _step(engine: DeepSpeedEngine) -> None:
         if "loss scale already at minimum" not in str(error):  # DeepSpeed raises a bare Exception (0.19.8)
             raise
         raise Diverged(
-            tr(
-                "fp16: gradients overflow even at the smallest loss scale ({scale}): these weights or this learning "
-                "rate do not fit into fp16. Use precision=bf16 or precision=fp32, or lower optim.lr.",
-                scale=engine.optimizer.loss_scale,
-            )
+            "fp16: gradients overflow even at the smallest loss scale ({scale}): these weights or this learning "
+            "rate do not fit into fp16. Use precision=bf16 or precision=fp32, or lower optim.lr.",
+            scale=engine.optimizer.loss_scale,
         ) from error

@@ -326,11 +326,9 @@ def _check_shared(folder: Path) -> list[failure.Peer]:
     blind = [peer.host for peer, sees in found if not sees]
     if blind:
         raise RunFolderError(
-            tr(
-                "the run folder {folder} is not there on {hosts}: checkpoints need a disk that all machines share. Set "
-                "run.dir to a folder on one.",
-                folder=folder,
-                hosts=", ".join(sorted(set(blind))),
-            )
+            "the run folder {folder} is not there on {hosts}: checkpoints need a disk that all machines share. Set "
+            "run.dir to a folder on one.",
+            folder=folder,
+            hosts=", ".join(sorted(set(blind))),
         )
     return [peer for peer, _ in found]
