@@ -71,9 +71,7 @@ def language_of(recipe: str) -> str:
     """Return the language of messages that a recipe, or one that it builds on, sets; "" if none does.
 
     The text is searched before anything is read as YAML: errors of the recipe itself are reported in its language.
-
-    Args:
-        recipe: name or path.
+    `recipe` is a name or a path.
     """
     known, seen, waiting = known_recipes(), set[Path](), [recipe]
     while waiting:
@@ -227,11 +225,7 @@ def notice(data: DataConfig) -> str:
 
 
 def sentence(sources: Iterable[tuple[str, str]]) -> str:
-    """Return the sentence about example data among a run's sources; "" if there is none.
-
-    Args:
-        sources: path and format of each item of data.sources.
-    """
+    """Return the sentence about example data among a run's sources, given as path and format; "" if there is none."""
     names = []
     for path, row_format in sources:
         if row_format == RowFormat.docstrings.value:

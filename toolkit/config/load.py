@@ -157,15 +157,10 @@ def load(overrides: Sequence[str], *, config_dir: str = "", problems: Problems |
 
 
 def replace(loaded: LoadedConfig, values: dict[str, tuple[object, str]], layer: int = TYPED) -> LoadedConfig:
-    """Return a copy with other values.
-
-    Args:
-        loaded: what is copied.
-        values: dotted key -> (value, where it comes from).
-        layer: of these values.
+    """Return a copy with other values: dotted key -> (value, where it comes from), all of one layer.
 
     Raises:
-        ConfigError: unknown key or wrong type.
+        ConfigError: if a key is unknown or a value has the wrong type.
     """
     tree, problems = to_plain(loaded.cfg), Problems()
     for key, (value, place) in values.items():
@@ -375,11 +370,7 @@ def _is_choice(group: str, value: Any) -> bool:
 
 
 def _check_choice(group: str, chosen: Any, groups: Groups, place: str = "") -> None:
-    """Check that a choice of a group exists.
-
-    Raises:
-        ConfigError: it does not.
-    """
+    """Raise an error if a choice of a group does not exist."""
     for name in chosen if isinstance(chosen, list) else [chosen]:
         if name not in groups[group]:
             known = ", ".join(groups[group])
@@ -420,11 +411,7 @@ def _read_recipes(
 
 
 def _check_ours(document: YamlDocument) -> None:
-    """Refuse another program's config, whose keys would be reported one by one.
-
-    Raises:
-        ConfigError: how to make a recipe of it.
-    """
+    """Reject another program's config, whose keys would be reported one by one, and say how to convert it."""
     own = {item.name for item in dataclasses.fields(RunConfig)} | {"defaults"}
     others = [str(key) for key in document.values if key not in own and is_foreign(str(key))]
     if len(others) >= 2 and 2 * len(others) > len(document.values):

@@ -67,37 +67,24 @@ def model_ranks(cfg: RunConfig) -> int:
 
 
 def mesh_of(cfg: RunConfig, world_size: int, rank: int = 0) -> Mesh:
-    """Return a rank's place.
-
-    Args:
-        cfg: the run.
-        world_size: ranks over all machines.
-        rank: which one.
+    """Return a rank's place among all ranks of all nodes.
 
     Raises:
-        ConfigError: the ranks cannot be divided so.
+        ConfigError: if the ranks cannot be divided so.
     """
-    parallel = cfg.parallel
-    layout = Mesh(
-        world_size=world_size,
-        rank=rank,
-        tensor=parallel.tensor,
-        sequence=parallel.sequence,
-        pipeline=parallel.pipeline,
-    )
-    if world_size % layout.model_ranks:
+    sizes = {"tensor": cfg.parallel.tensor, "sequence": cfg.parallel.sequence, "pipeline": cfg.parallel.pipeline}
+    mesh = Mesh(world_size=world_size, rank=rank, **sizes)
+    if world_size % mesh.model_ranks:
         raise ConfigError(
             tr(
                 "{ranks} ranks cannot be divided into groups of {size} (parallel.tensor {tensor} x parallel.sequence "
                 "{sequence} x parallel.pipeline {pipeline}). Start on a multiple of {size} ranks.",
                 ranks=world_size,
-                size=layout.model_ranks,
-                tensor=parallel.tensor,
-                sequence=parallel.sequence,
-                pipeline=parallel.pipeline,
+                size=mesh.model_ranks,
+                **sizes,
             )
         )
-    return layout
+    return mesh
 
 
 FAMILIES = ("chatglm", "glm", "glm4", "llama", "mistral", "qwen2", "qwen3")
@@ -167,14 +154,12 @@ def partition_config() -> dict[str, Any]:
 
 
 def check_split(config: Mapping[str, Any], size: int) -> None:
-    """Refuse a model that cannot be split over so many ranks.
+    """Check that a model can be split over so many ranks.
 
-    Args:
-        config: `heads`, `key_heads` and `inner` of the model, and `model_type` where that is not known to be right.
-        size: `parallel.tensor`.
+    `config` holds its `heads`, `key_heads` and `inner`, and `model_type` unless that is known to be right.
 
     Raises:
-        ConfigError: it is of another kind, or a number of heads or the inner width does not divide.
+        ConfigError: if it is of another kind, or a number of heads or the inner width cannot be divided.
     """
     if size == 1:
         return
@@ -209,7 +194,7 @@ def micro_rows(cfg: RunConfig) -> int:
     """Return `batch.micro_per_gpu`.
 
     Raises:
-        ConfigError: it is auto, and only training finds the number.
+        ConfigError: if it is auto, and only training finds the number.
     """
     if isinstance(cfg.batch.micro_per_gpu, str):
         raise ConfigError(
@@ -229,29 +214,28 @@ def micro_sizes(cfg: RunConfig, world_size: int) -> list[int]:
 
 
 def with_micro_batch(cfg: RunConfig, rows: int = 1) -> RunConfig:
-    """Return a config whose `batch.micro_per_gpu` is a number.
-
-    Args:
-        cfg: the config.
-        rows: what to put in the place of auto.
-    """
+    """Return a config whose `batch.micro_per_gpu` is a number: `rows` in the place of auto."""
     if cfg.batch.micro_per_gpu != AUTO:
         return cfg
     return replace(cfg, batch=replace(cfg.batch, micro_per_gpu=rows))
+
+
+def nearest_multiples(size: int, unit: int) -> str:
+    """Return the sentence that names the multiples of `unit` next to a global batch."""
+    below, above = size // unit * unit, -(-size // unit) * unit
+    return tr("Use {below} or {above}.", below=below, above=above) if below else tr("Use {above}.", above=above)
 
 
 def accumulation(cfg: RunConfig, world_size: int, where: str = "") -> int:
     """Return micro-batches per rank and step: global_size / (micro_per_gpu x data-parallel ranks).
 
     Raises:
-        ConfigError: micro_per_gpu is auto; or it is no whole number: the message names the nearest sizes that work.
+        ConfigError: if micro_per_gpu is auto, or if this is no whole number; the message names the nearest sizes.
     """
     size, micro = cfg.batch.global_size, micro_rows(cfg)
     ranks = mesh_of(cfg, world_size).data_ranks
     unit = micro * ranks
     if size % unit:
-        below, above = size // unit * unit, -(-size // unit) * unit
-        choices = tr("Use {below} or {above}.", below=below, above=above) if below else tr("Use {above}.", above=above)
         sentence = (
             tr(
                 "batch.global_size = {size} is not a multiple of batch.micro_per_gpu ({micro}) x {ranks} ranks "
@@ -266,5 +250,5 @@ def accumulation(cfg: RunConfig, world_size: int, where: str = "") -> int:
                 "batch.global_size = {size} is not a multiple of batch.micro_per_gpu ({micro}).", size=size, micro=micro
             )
         )
-        raise ConfigError(joined(where + sentence, choices))
+        raise ConfigError(joined(where + sentence, nearest_multiples(size, unit)))
     return size // unit

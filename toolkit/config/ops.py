@@ -127,11 +127,7 @@ def how_to_install(tools: Sequence[str]) -> str:
 
 
 def check_compiler(loaded: LoadedConfig, environ: Mapping[str, str] = os.environ) -> None:
-    """See that what DeepSpeed has to compile for a recipe can be compiled here.
-
-    Raises:
-        ConfigError: a tool is missing; the message says what to install.
-    """
+    """Check that what DeepSpeed has to compile for a recipe can be compiled here; if not, say what to install."""
     names = needed(loaded.cfg, environ)
     missing = [name for name in names if name not in built(names, environ)]
     tools = lacking(missing, environ)
@@ -163,13 +159,6 @@ def check_build_locks(environ: Mapping[str, str], proc: Path = Path("/proc")) ->
 
     PyTorch's builder makes a file `lock` and polls for its end without a limit (torch 2.13, utils/file_baton.py). While
     it works, ninja and the compiler have the build's folder as their working folder.
-
-    Args:
-        environ: the environment; TORCH_EXTENSIONS_DIR says where ops are built.
-        proc: the process file system (for tests).
-
-    Raises:
-        LaunchError: there is such a lock.
     """
     for lock, age_s in stale_build_locks(environ, proc):
         raise LaunchError(

@@ -146,12 +146,7 @@ def _wrong_source(source: SourceConfig, place: str) -> Iterator[str]:
 
 
 def check_columns(source: SourceConfig, place: str) -> str:
-    """Return what is wrong with a source's `columns`: a name that its format does not read; "" if nothing is.
-
-    Args:
-        source: its format and columns.
-        place: where it stands, for the message.
-    """
+    """Return what is wrong with a source's `columns`: a name that its format does not read; "" if nothing is."""
     fields = ROW_FIELDS.get(source.format) or tuple(field for names in ROW_FIELDS.values() for field in names)
     for column in source.columns:
         if column not in fields:
@@ -264,11 +259,10 @@ def _scaled(config: Mapping[str, Any], own: int) -> Iterator[int]:
 def check_positions(loaded: LoadedConfig) -> None:
     """Compare `data.max_length` with the positions of the model that is trained.
 
-    Args:
-        loaded: checked config; a model on Hugging Face is in its local directory already.
+    A model on Hugging Face is in its local directory already.
 
     Raises:
-        ConfigError: a sample may be longer than the model has positions.
+        ConfigError: if a sample may be longer than the model has positions.
     """
     cfg = loaded.cfg
     config: Any = {}

@@ -1,15 +1,14 @@
 """Applies the tables of rule_tables.py, and the rules that compute. Each message says both values and the mend."""
 
 import math
+import operator
 import re
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from annotated_types import Ge, Gt, Le, Lt
-
 from toolkit.config import rule_tables as tables
 from toolkit.config.load import JSON, LoadedConfig, to_plain
-from toolkit.config.mesh import accumulation, check_split, mesh_of, model_ranks, with_micro_batch
+from toolkit.config.mesh import accumulation, check_split, mesh_of, model_ranks, nearest_multiples, with_micro_batch
 from toolkit.config.preflight import CUSTOM_FILES, FILES, HERE, check_tuning_here
 from toolkit.config.rule_tables import ReadWhen, Rule
 from toolkit.config.schema import (
@@ -80,11 +79,7 @@ def check_rules(
 
 
 def check_without_validation(loaded: LoadedConfig) -> None:
-    """Check that no setting of evaluations was changed in a program without validation data.
-
-    Raises:
-        ConfigError: those that were changed.
-    """
+    """Raise an error about each setting of evaluations that was changed in a program without validation data."""
     raise_all(check_unused_keys(loaded, [tables.READ_WITH_VALIDATION]))
 
 
@@ -151,39 +146,28 @@ def _written(value: object, comma: str = ",") -> str:
 
 def _check_bounds(loaded: LoadedConfig) -> Iterator[ConfigError]:
     """Yield each number that is out of the bounds at its field."""
-    for key, constraints in bounds().items():
-        value = get_value(loaded.cfg, key)
-        if not isinstance(value, (int, float)) or _is_within(value, constraints):
+    for key, limits in bounds().items():
+        value: Any = get_value(loaded.cfg, key)
+        if not isinstance(value, (int, float)) or _is_within(value, limits):
             continue
-        match constraints:
-            case (Ge(ge=low),):
-                yield loaded.error(
-                    key, tr("{key} = {value} must be at least {least}.", key=key, value=value, least=low)
-                )
-            case (Ge(), Lt()):
-                yield loaded.error(key, tr("{key} = {value} must be from 0 to below 1.", key=key, value=value))
-            case (Ge(), Le()):
-                yield loaded.error(key, tr("{key} = {value} must be from 0 to 1.", key=key, value=value))
-            case (Gt(), Lt()):
-                yield loaded.error(key, tr("{key} = {value} must be above 0 and below 1.", key=key, value=value))
-            case (Gt(), Le()):
-                yield loaded.error(key, tr("{key} = {value} must be above 0 and at most 1.", key=key, value=value))
-            case _:
-                yield loaded.error(key, tr("{key} = {value} must be above 0.", key=key, value=value))
+        least = getattr(limits[0], "ge", 0)
+        sentences = {
+            "Ge": tr("{key} = {value} must be at least {least}.", key=key, value=value, least=least),
+            "Ge Lt": tr("{key} = {value} must be from 0 to below 1.", key=key, value=value),
+            "Ge Le": tr("{key} = {value} must be from 0 to 1.", key=key, value=value),
+            "Gt": tr("{key} = {value} must be above 0.", key=key, value=value),
+            "Gt Lt": tr("{key} = {value} must be above 0 and below 1.", key=key, value=value),
+            "Gt Le": tr("{key} = {value} must be above 0 and at most 1.", key=key, value=value),
+        }
+        yield loaded.error(key, sentences[" ".join(type(limit).__name__ for limit in limits)])
 
 
-def _is_within(value: Any, constraints: tuple[Any, ...]) -> bool:
-    for constraint in constraints:
-        match constraint:
-            case Ge(ge=low) if not value >= low:
-                return False
-            case Gt(gt=low) if not value > low:
-                return False
-            case Le(le=high) if not value <= high:
-                return False
-            case Lt(lt=high) if not value < high:
-                return False
-    return bool(value < math.inf)
+def _is_within(value: float, limits: Iterable[Any]) -> bool:
+    tests = {"ge": operator.ge, "gt": operator.gt, "le": operator.le, "lt": operator.lt}
+    holds = (
+        test(value, getattr(limit, name)) for limit in limits for name, test in tests.items() if hasattr(limit, name)
+    )
+    return all(holds) and value < math.inf
 
 
 def _check_batch(loaded: LoadedConfig, world_size: int) -> None:
@@ -263,7 +247,6 @@ def _check_world_sizes(loaded: LoadedConfig) -> Iterator[ConfigError]:
         )
     if not sizes or size % unit == 0:
         return
-    below, above = size // unit * unit, -(-size // unit) * unit
     yield loaded.error(
         "batch.global_size",
         joined(
@@ -275,7 +258,7 @@ def _check_world_sizes(loaded: LoadedConfig) -> Iterator[ConfigError]:
                 micro=cfg.batch.micro_per_gpu,
                 unit=unit,
             ),
-            tr("Use {below} or {above}.", below=below, above=above) if below else tr("Use {above}.", above=above),
+            nearest_multiples(size, unit),
         ),
     )
 
@@ -330,18 +313,9 @@ def _wrong_weights(loaded: LoadedConfig, number: int, source: SourceConfig) -> I
 def _check_random_ltd(loaded: LoadedConfig) -> Iterator[ConfigError]:
     """Tokens can be dropped where layers are transformers' own, whole, and called as they are."""
     cfg, key = loaded.cfg, "train.random_ltd.steps"
-    ltd, parallel = cfg.train.random_ltd, cfg.parallel
-    if not ltd.steps:
+    parallel = cfg.parallel
+    if not cfg.train.random_ltd.steps:
         return
-    if not 0 < ltd.start_share < 1:
-        yield loaded.error(
-            "train.random_ltd.start_share",
-            tr(
-                "{key} = {value} must be above 0 and below 1.",
-                key="train.random_ltd.start_share",
-                value=ltd.start_share,
-            ),
-        )
     tuning = f"tuning.method = {cfg.tuning.method.value}"
     reasons = {
         tuning: cfg.tuning.method not in (TuningMethod.full, TuningMethod.freeze),

@@ -1182,9 +1182,7 @@ class RunConfig:
 def influence_of(key: str, schema: type) -> Influence:
     """Return what a dotted key influences: what its field declares, else the nearest section that it is in.
 
-    Args:
-        key: such as optim.lr; one that the schema does not know decides about what is computed.
-        schema: the dataclass of the whole config.
+    A key that the schema does not know decides about what is computed.
     """
     found, kind = Influence.result, typing.cast("Any", schema)
     for part in key.split("."):

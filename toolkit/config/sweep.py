@@ -60,17 +60,10 @@ class _Groups:
 
 
 def read(words: Sequence[str], config_dir: str = "") -> tuple[list[str], list[Axis]]:
-    """Tell the overrides that name one value from those that name several.
-
-    Args:
-        words: overrides, as they are typed.
-        config_dir: a further folder of groups, for glob().
-
-    Returns:
-        The words with one value, as they are; and the others, in their order.
+    """Return the overrides that name one value, as they are typed, and those that name several as axes, in order.
 
     Raises:
-        ConfigError: a word that is no override, or names its values in an order by chance.
+        ConfigError: if a word is no override, or names its values in an order by chance.
     """
     parser, groups = OverridesParser.create(), _Groups(config_dir)
     fixed: list[str] = []
