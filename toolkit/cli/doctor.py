@@ -85,7 +85,7 @@ def _tell(found: Examination, quick: bool, seconds: float) -> None:
 def _looked_at(found: Examination, quick: bool) -> set[str]:
     """Return the checks that were made, so that no check is called good that nobody made."""
     checks = {one.check for one in found.findings} | set(found.summaries)
-    if found.way.through_ssh:
+    if found.ssh.through_ssh:
         checks |= {"ssh", *(("clocks", "environment") if found.facts else ())}
     if found.facts:
         checks |= {"limits", *(("recipe", "files") if found.words else ())}

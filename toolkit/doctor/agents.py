@@ -162,18 +162,18 @@ class SshOptions:
 class Host:
     """One machine."""
 
-    def __init__(self, name: str, way: SshOptions) -> None:
+    def __init__(self, name: str, ssh: SshOptions) -> None:
         self.name = name
         command = [sys.executable, *_AGENT]
-        if way.through_ssh:
+        if ssh.through_ssh:
             # As DeepSpeed's launcher starts ranks (0.19.8, PDSHRunner): the same folder, first on the path of the same
             # Python. Other variables are sent later, where no list of processes shows them.
             folder = os.getcwd()
             path = os.pathsep.join([folder, *filter(None, [os.environ.get("PYTHONPATH")])])
-            source = f"source {shlex.quote(way.script)}; " if way.script else ""
+            source = f"source {shlex.quote(ssh.script)}; " if ssh.script else ""
             inside = f"{source}cd {shlex.quote(folder)} || exit {NO_FOLDER}; PYTHONPATH={shlex.quote(path)} exec "
             options = ["-o", "BatchMode=yes", "-o", f"ConnectTimeout={_SSH_S}", "-o", f"SendEnv={PACKED}"]
-            command = ["ssh", *way.arguments, *options, name, inside + shlex.join(command)]
+            command = ["ssh", *ssh.arguments, *options, name, inside + shlex.join(command)]
         self.answers: queue.Queue[str] = queue.Queue()
         self.complaints: list[str] = []
         self.process = children.start(
@@ -240,7 +240,7 @@ class Hosts:
         LaunchError: there is no ssh here, or too few files may be open.
     """
 
-    def __init__(self, names: Sequence[str], way: SshOptions) -> None:
+    def __init__(self, names: Sequence[str], ssh: SshOptions) -> None:
         self.hosts: dict[str, Host] = {}
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         needed = 100 + 8 * len(names)
@@ -248,7 +248,7 @@ class Hosts:
             resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
         try:
             for name in names:
-                self.hosts[name] = Host(name, way)
+                self.hosts[name] = Host(name, ssh)
         except OSError as error:
             self.close()
             raise LaunchError(

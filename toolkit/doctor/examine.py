@@ -35,7 +35,7 @@ class Examination:
     resources: Resources
     words: Sequence[str]
     cfg: RunConfig
-    way: SshOptions
+    ssh: SshOptions
     environ: Mapping[str, str] = field(default_factory=dict)
     secrets: Sequence[str] = ()
     master_addr: str = ""
@@ -49,7 +49,7 @@ class Examination:
 
     def run(self, quick: bool) -> None:
         """Examine; `quick` asks each machine about itself only."""
-        with Hosts(list(self.resources), self.way) as hosts:
+        with Hosts(list(self.resources), self.ssh) as hosts:
             self._ask(hosts, ERROR if not quick else WARNING)
             if self.facts and not quick:
                 chosen = self._cards()
@@ -87,10 +87,10 @@ class Examination:
         here = {
             name: hashed(value)
             for name, value in os.environ.items()
-            if self.way.through_ssh and name.startswith(MATTERING) and name not in handed_on
+            if self.ssh.through_ssh and name.startswith(MATTERING) and name not in handed_on
         }
         self.findings += findings_module.findings(self.facts, self.resources, here)
-        if self.way.through_ssh and self.facts:
+        if self.ssh.through_ssh and self.facts:
             self.findings += findings_module.secrets(self.facts, self.secrets)
             self.summaries["environment"] = tr("handed on: {names}", names=", ".join(sorted(handed_on)) or "-")
             asked = {host: self._offset(hosts, host) for host in self.facts}
@@ -182,7 +182,7 @@ class Examination:
 
     def _master(self) -> str:
         first = self.facts[next(iter(self.facts))]["network"]
-        return self.master_addr or (first["first"] if self.way.through_ssh else "127.0.0.1")
+        return self.master_addr or (first["first"] if self.ssh.through_ssh else "127.0.0.1")
 
     def _all_reduce(self, hosts: Hosts) -> None:
         used = {host: gpus for host, gpus in self.resources.items() if host in self.facts}
@@ -190,7 +190,7 @@ class Examination:
         requests: dict[str, dict[str, Any]] = {}
         where: dict[int, str] = {}
         limit_s = max(_COLLECTIVE_S, 2 * self.limit_s)
-        port = self.master_port if self.way.through_ssh else environment.free_port()
+        port = self.master_port if self.ssh.through_ssh else environment.free_port()
         for host, gpus in used.items():
             environments = []
             for local in range(len(gpus)):
@@ -240,7 +240,7 @@ def plan_examination(
         resources=hosts,
         words=words,
         cfg=cfg,
-        way=SshOptions(through_ssh=through_ssh, arguments=_ssh_arguments(options), script=script),
+        ssh=SshOptions(through_ssh=through_ssh, arguments=_ssh_arguments(options), script=script),
         environ={**forwarded, **env_vars.values_of_files(files)} if through_ssh else {},
         secrets=cfg.launch.forwarded if deepspeed.backend(hosts, options) == "pdsh" else (),
         master_addr=options.get("--master_addr", ""),
