@@ -264,13 +264,20 @@ def _command_line(pid: int) -> list[str]:
         return []
 
 
+_MODULE_S = 24 * 3600
+"""Conversions of the largest checkpoints take hours."""
+
+
 def run_module(module: str, *words: str) -> str:
     """Run a module of this package as a program and wait for it.
 
     Returns "" if it succeeded, else the last line that it said.
     """
     command = [sys.executable, "-m", module, *words]
-    finished = children.run(command, capture_output=True, text=True, env=child_environment())
+    try:
+        finished = children.run(command, capture_output=True, text=True, env=child_environment(), timeout=_MODULE_S)
+    except subprocess.TimeoutExpired:
+        return tr("no answer within {seconds} s", seconds=_MODULE_S)
     if not finished.returncode:
         return ""
     lines = [line for line in finished.stderr.splitlines() if line.strip()] or ["?"]
