@@ -150,7 +150,7 @@ def check(kind: str, stage: int, dtype: Dtype, offloads: bool) -> None:
     )
     loose = 0.03 if dtype is Dtype.bf16 else 1e-5
     assert {group: one.total for group, one in count_parameters(engine.module).items()} == sizes
-    torch.testing.assert_close(probe.take(engine.module, ids).logits, expected, atol=loose * 10, rtol=loose)
+    torch.testing.assert_close(probe.capture(engine.module, ids).logits, expected, atol=loose * 10, rtol=loose)
     guard = StepGuard(engine, TrainConfig())
     seen = []
     for step in range(STEPS):
