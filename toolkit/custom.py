@@ -1,4 +1,4 @@
-"""Train a user's own model and data set: docs/own_models.md."""
+"""Train a user's own model and data set: docs/custom_models.md."""
 
 from toolkit.distributed.failure import end_with_launcher
 

@@ -59,7 +59,9 @@ def raised() -> dict[str, str]:
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call):
                 kind = ast.unparse(node.exc.func).rpartition(".")[2]
-                kind = {"fail": "ConfigError", "RowError": "DataError"}.get(kind, kind)  # what becomes of them
+                kind = {"error": "ConfigError", "RowError": "DataError"}.get(kind, kind)  # what becomes of them
+                if node.exc.args and isinstance(node.exc.args[0], ast.Constant):  # an error's own template
+                    found[str(node.exc.args[0].value)] = kind
                 for call in ast.walk(node.exc):
                     if isinstance(call, ast.Call) and ast.unparse(call.func) == "tr":
                         found[str(ast.literal_eval(call.args[0]))] = kind

@@ -632,14 +632,14 @@ INCOMPATIBLE_OF_MODELS: tuple[Rule, ...] = (
 )
 """Settings of a language model that contradict each other."""
 
-_OF_CUSTOM_MODELS = "{key} = {value}: which parameters of a model of one's own are layers, embeddings or output is not "
+_OF_CUSTOM_MODELS = "{key} = {value}: which parameters of a custom model are layers, embeddings or output is not "
 INCOMPATIBLE_WITH_CUSTOM_MODELS: tuple[Rule, ...] = (
     *(
         rule
         for name in PARALLEL
         for rule in _beside(
             name,
-            "{key} = {value}: how to split a model of one's own is not known; its ranks share the data. Set it to 1; "
+            "{key} = {value}: how to split a custom model is not known; its ranks share the data. Set it to 1; "
             "zero=stage3 splits the parameters of any model.",
             (name, lambda c: True, ""),
         )
@@ -648,7 +648,7 @@ INCOMPATIBLE_WITH_CUSTOM_MODELS: tuple[Rule, ...] = (
         Rule(
             key,
             lambda c, key=key: get_value(c, key) in (AUTO, True) and isinstance(get_value(c, key), (str, bool)),  # type: ignore[misc]
-            "{key} = {value}: nobody knows what a model of one's own takes. Give batch.micro_per_gpu a number, and "
+            "{key} = {value}: nobody knows what a custom model takes. Give batch.micro_per_gpu a number, and "
             "choose zero= yourself.",
         )
         for key in ("batch.micro_per_gpu", "plan.auto")

@@ -253,7 +253,7 @@ def _score_all(
 
 
 SAMPLES = "eval_samples"
-"""How many samples an evaluation of a model of one's own is of; a language model's counts tokens."""
+"""How many samples an evaluation of a custom model is of; a language model's counts tokens."""
 
 
 def describe_evaluation(row: Mapping[str, float]) -> list[str]:

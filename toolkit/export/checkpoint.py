@@ -1,7 +1,7 @@
 """A model out of a checkpoint, without the ranks that saved it: as an export, or to be run.
 
-Also models and adapters that were exported before, or come from elsewhere, in another form; and the weights of a model
-of one's own as safetensors.
+Also models and adapters that were exported before, or come from elsewhere, in another form; and the weights of
+custom models as safetensors.
 
 As a program it exports (`python -m toolkit.export.checkpoint FROM TO`): writing weights holds Python's lock, which
 training beside it needs.
@@ -189,7 +189,7 @@ def export_checkpoint(checkpoint: Path, folder: Path, wanted: ExportOptions | No
     if is_custom(checkpoint):
         if wanted != ExportOptions():
             raise ConfigError(
-                "{folder} holds a model of one's own: its weights alone are written, as they are.", folder=checkpoint
+                "{folder} holds a custom model: its weights alone are written, as they are.", folder=checkpoint
             )
         export_custom_checkpoint(checkpoint, folder)
         return

@@ -29,7 +29,7 @@ def verify_logits(folder: Path) -> str:
         reason = tr("the layout of the ChatGLM repositories does not say of which model a prefix is")
         return tr("no forward: {reason}", reason=reason)
     if is_custom(folder):
-        return tr("no forward: {reason}", reason=tr("it holds a model of one's own, which its program alone can build"))
+        return tr("no forward: {reason}", reason=tr("it holds a custom model, which its program alone can build"))
     saved = probe.read(folder)
     if (folder / "config.json").is_file():
         model = streamed_model(folder)

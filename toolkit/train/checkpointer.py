@@ -151,11 +151,11 @@ class ModelFiles:
     files: Mapping[str, bytes]
     """Of `toolkit.models.save.describe`; rank 0 alone has them."""
     probe_ids: torch.Tensor | None
-    """Of `toolkit.models.probe`; the same on every rank. None for a model of one's own, which takes who knows what."""
+    """Of `toolkit.models.probe`; the same on every rank. None for a custom model, which takes who knows what."""
     export: Callable[[Path, Path], None]
     """Makes an export of a checkpoint: what stays of it under `checkpoint.keep_weights`. Raises CheckpointError."""
     holds_frozen: bool = False
-    """Whether checkpoints hold what is not trained, too: of a model of one's own nobody else has it."""
+    """Whether checkpoints hold what is not trained, too: of a custom model nobody else has it."""
 
 
 class Checkpointer:

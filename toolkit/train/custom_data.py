@@ -47,7 +47,7 @@ class CustomSpec:
         """Return what messages call the model."""
         model = self.model
         name = type(model).__name__ if isinstance(model, nn.Module) else getattr(model, "__name__", "?")
-        return tr("a model of one's own") if name == "<lambda>" else name
+        return tr("a custom model") if name == "<lambda>" else name
 
     def build(self, seed: int) -> nn.Module:
         """Return the model, the same on every rank; one that is there already is taken as rank 0 has it.

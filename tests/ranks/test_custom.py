@@ -1,11 +1,11 @@
-"""Models and data sets of one's own on two ranks: the mean over samples exactly, resuming, streams, the examples."""
+"""Custom models and datasets on two ranks: the mean over samples exactly, resuming, streams, the examples."""
 
 import json
 from pathlib import Path
 
 import pytest
 import torch
-from own_worker import COUNT, Regression, Stream, network, plain, squares
+from custom_worker import COUNT, Regression, Stream, network, plain, squares
 from ranks import BIN, REPOSITORY, forked, kill_session, run, start, wait_for
 from safetensors.torch import load_file, load_model
 from shared import losses, rows_of, trained
@@ -16,7 +16,7 @@ from toolkit.data.sampler import GlobalBatchSampler
 from toolkit.launch.environment import free_port
 from toolkit.train.custom_data import _Rows
 
-WORKER = str(REPOSITORY / "tests" / "ranks" / "own_worker.py")
+WORKER = str(REPOSITORY / "tests" / "ranks" / "custom_worker.py")
 EXAMPLES = REPOSITORY / "examples"
 STEPS = 12
 

@@ -1,4 +1,4 @@
-"""Several sessions of models of one's own in one process group: its arguments are a JSON list of (task, words).
+"""Several sessions of custom models in one process group: its arguments are a JSON list of (task, words).
 
 STEP:TASK goes on with a run of the same words as if it had died after that step."""
 
