@@ -41,7 +41,10 @@ class BaseMissing(ModelError):
 
 
 class RowError(Exception):
-    """One row cannot be used; the text says why and what to do. Whoever reads rows adds where it stands."""
+    """One row cannot be used; the message, made as in ToolkitError, says why. Whoever reads rows adds the position."""
+
+    def __init__(self, message: str = "", /, **values: object) -> None:
+        super().__init__(messages.tr(message, **values) if values else message)
 
 
 class LaunchError(ToolkitError):

@@ -64,7 +64,7 @@ def _check_file(file: DataFile, source: SourceConfig, place: str, on_bad_row: On
     block = next(blocks(file.path, _BYTES, file.columns.values()), None)
     rows = list(_first(block)) if block else []
     if block is None or not rows:
-        raise DataError(tr("{path} holds no row.", path=file.path))
+        raise DataError("{path} holds no row.", path=file.path)
     if wrong := _missing_column(source, [row for _, row in rows], place, str(file.path)):
         raise DataError(wrong)
     known = with_format(file, block)

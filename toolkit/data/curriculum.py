@@ -15,7 +15,6 @@ from numpy.typing import NDArray
 from toolkit.config.schema import CurriculumConfig, CurriculumShape, SourceConfig
 from toolkit.data.sampler import Permutation, Position, steps_per_epoch
 from toolkit.errors import DataError
-from toolkit.messages import tr
 
 
 def length_limits(curriculum: CurriculumConfig, max_length: int) -> NDArray[np.float64]:
@@ -140,10 +139,7 @@ class ScheduledMixture:
         for name, size, source in zip(names, self.sizes, sources, strict=True):
             if not size and source.mean_weight:
                 raise DataError(
-                    tr(
-                        "data source {name} has no row to train, so that its weights mean nothing. Remove it.",
-                        name=name,
-                    )
+                    "data source {name} has no row to train, so that its weights mean nothing. Remove it.", name=name
                 )
         means = [source.mean_weight for source in sources]
         self.num_rows = max(1, round(sum(mean * size for mean, size in zip(means, self.sizes, strict=True))))

@@ -163,7 +163,7 @@ class RowReader:
         if system not in (None, ""):
             if messages[0]["role"] == "system":
                 raise RowError(
-                    tr("the row has a system message twice: under '{key}' and in the list. Remove one", key="system")
+                    "the row has a system message twice: under '{key}' and in the list. Remove one", key="system"
                 )
             messages = [_message("system", _text(mapping, self.names["system"])), *messages]
         return Conversation(messages, _tools(mapping.get(self.names["tools"]), self.names["tools"]))
@@ -174,12 +174,10 @@ class RowReader:
         if not isinstance(error, MissingKey) or ours is None:
             return error
         return RowError(
-            tr(
-                "`columns` reads {field} from '{key}', but the row has {keys}. Correct `columns`",
-                field=ours,
-                key=error.key,
-                keys=_quoted(error.row),
-            )
+            "`columns` reads {field} from '{key}', but the row has {keys}. Correct `columns`",
+            field=ours,
+            key=error.key,
+            keys=_quoted(error.row),
         )
 
     def unused(self, row: Mapping[str, object]) -> list[str]:
@@ -213,7 +211,7 @@ class RowReader:
         listed = _parsed(row[key]) if key in row else _missing(row, key)
         if not isinstance(listed, list) or not listed:
             raise RowError(
-                tr("'{key}' is {kind}, not a list of messages. Correct or remove the row", key=key, kind=_kind(listed))
+                "'{key}' is {kind}, not a list of messages. Correct or remove the row", key=key, kind=_kind(listed)
             )
         messages: list[Message] = []
         for number, item in enumerate(listed, start=1):
@@ -221,17 +219,15 @@ class RowReader:
                 messages += self._item(item)
             except RowError as error:
                 reason = self._explained(error)
-                raise RowError(
-                    tr("message {number} of '{key}': {reason}", number=number, key=key, reason=reason)
-                ) from None
+                raise RowError("message {number} of '{key}': {reason}", number=number, key=key, reason=reason) from None
         if self.answered and not any(message["role"] == "assistant" for message in messages):
-            raise RowError(tr("'{key}' holds no answer of the assistant. Correct or remove the row", key=key))
+            raise RowError("'{key}' holds no answer of the assistant. Correct or remove the row", key=key)
         return messages
 
     def _item(self, item: object) -> list[Message]:
         """Return the messages of one item; ChatGLM3's `tool` items are a call and what came back."""
         if not isinstance(item, dict):
-            raise RowError(tr("it is {kind}, not an object. Correct or remove the row", kind=_kind(item)))
+            raise RowError("it is {kind}, not an object. Correct or remove the row", kind=_kind(item))
         speaker, said = self.names["from"], self.names["value"]
         if speaker not in item:
             speaker, said = self.names["role"], self.names["content"]
@@ -239,7 +235,7 @@ class RowReader:
         role = _ROLE_NAMES.get(name)
         if role is None:
             raise RowError(
-                tr("unknown role '{name}'; expected one of {names}", name=name[:40], names=", ".join(_ROLE_NAMES))
+                "unknown role '{name}'; expected one of {names}", name=name[:40], names=", ".join(_ROLE_NAMES)
             )
         is_call = role == "tool" and "parameters" in item
         self.skipped.update(unread_keys(item, "call" if is_call else role, speaker, said))
@@ -287,20 +283,14 @@ def detect_format(row: Mapping[str, object], columns: Mapping[str, str]) -> RowF
     absent = [theirs for theirs in columns.values() if theirs not in row]
     if absent:
         raise RowError(
-            tr(
-                "`columns` names '{name}', but the row has {keys}. Correct `columns`",
-                name=absent[0],
-                keys=_quoted(row),
-            )
+            "`columns` names '{name}', but the row has {keys}. Correct `columns`", name=absent[0], keys=_quoted(row)
         )
     raise RowError(
-        tr(
-            "the keys {keys} belong to no known format. Known are prompt, response (history); instruction, output "
-            "(input, history); conversations; messages; text. Say which is which with `columns`, for example "
-            "columns: {{prompt: {first}, response: …}}",
-            keys=_quoted(row),
-            first=next(iter(row), "…"),
-        )
+        "the keys {keys} belong to no known format. Known are prompt, response (history); instruction, output "
+        "(input, history); conversations; messages; text. Say which is which with `columns`, for example "
+        "columns: {{prompt: {first}, response: …}}",
+        keys=_quoted(row),
+        first=next(iter(row), "…"),
     )
 
 
@@ -327,7 +317,7 @@ def as_object(row: object) -> dict[str, Any]:
             raise RowError(tr("the row has more fields than the first line names. Correct or remove the row"))
         return row
     raise RowError(
-        tr('the row is {kind}, not an object. Each row must look like {{"prompt": …, "response": …}}', kind=_kind(row))
+        'the row is {kind}, not an object. Each row must look like {{"prompt": …, "response": …}}', kind=_kind(row)
     )
 
 
@@ -342,7 +332,7 @@ def _loss(item: Mapping[str, Any]) -> dict[str, bool]:
         if value is None:
             continue
         if value not in (0, 1, True, False) or isinstance(value, str):
-            raise RowError(tr("'{key}' is {kind}, neither true nor false", key=key, kind=_kind(value)))
+            raise RowError("'{key}' is {kind}, neither true nor false", key=key, kind=_kind(value))
         return {"loss": bool(value)}
     return {}
 
@@ -354,15 +344,13 @@ def _calls(value: object) -> list[dict[str, Any]]:
         call = item.get("function", item) if isinstance(item, dict) else item
         if not isinstance(call, dict) or not isinstance(call.get("name"), str) or not call["name"]:
             raise RowError(
-                tr(
-                    'a call of a tool must look like {{"name": …, "arguments": {{…}}}}, and this is {kind}',
-                    kind=_kind(item),
-                )
+                'a call of a tool must look like {{"name": …, "arguments": {{…}}}}, and this is {kind}',
+                kind=_kind(item),
             )
         arguments = _parsed(call.get("arguments", call.get("parameters", {})))
         if not isinstance(arguments, dict):
             raise RowError(
-                tr("the arguments of '{name}' are {kind}, not an object", name=call["name"], kind=_kind(arguments))
+                "the arguments of '{name}' are {kind}, not an object", name=call["name"], kind=_kind(arguments)
             )
         calls.append({"type": "function", "function": {"name": call["name"], "arguments": arguments}})
     return calls
@@ -374,7 +362,7 @@ def _tools(value: object, key: str) -> list[Any] | None:
     if value in (None, "", []):
         return None
     if not isinstance(value, list) or not all(isinstance(tool, dict) for tool in value):
-        raise RowError(tr("'{key}' is {kind}, not a list of tools", key=key, kind=_kind(value)))
+        raise RowError("'{key}' is {kind}, not a list of tools", key=key, kind=_kind(value))
     return [tool if "function" in tool else {"type": "function", "function": tool} for tool in value]
 
 
@@ -385,21 +373,15 @@ def _history(history: object, key: str) -> list[tuple[str, str]]:
         return []
     mend = tr("Write it as a list of [question, answer] pairs of texts that are not empty")
     if not isinstance(history, list):
-        raise RowError(tr("'{key}' is {kind}. {mend}", key=key, kind=_kind(history), mend=mend))
+        raise RowError("'{key}' is {kind}. {mend}", key=key, kind=_kind(history), mend=mend)
     pairs = []
     for number, pair in enumerate(history, start=1):
         if not isinstance(pair, list) or len(pair) != 2:
-            raise RowError(tr("item {number} of '{key}' is no pair. {mend}", number=number, key=key, mend=mend))
+            raise RowError("item {number} of '{key}' is no pair. {mend}", number=number, key=key, mend=mend)
         for text in pair:
             if not isinstance(text, str) or not text.strip():
                 raise RowError(
-                    tr(
-                        "item {number} of '{key}' holds {kind}. {mend}",
-                        number=number,
-                        key=key,
-                        kind=_kind(text),
-                        mend=mend,
-                    )
+                    "item {number} of '{key}' holds {kind}. {mend}", number=number, key=key, kind=_kind(text), mend=mend
                 )
         pairs.append((pair[0], pair[1]))
     return pairs
@@ -412,7 +394,7 @@ def _content(item: Mapping[str, Any], key: str) -> str:
         return _text(item, key)
     for part in value:
         if not isinstance(part, dict) or part.get("type") != "text":
-            raise RowError(tr("'{key}' holds something that is no text: only text can be trained on", key=key))
+            raise RowError("'{key}' holds something that is no text: only text can be trained on", key=key)
     return _text({key: "".join(_text(part, "text") for part in value)}, key)
 
 
@@ -439,9 +421,9 @@ def _text(row: Mapping[str, Any], key: str) -> str:
     """Return the text under a key that must be there and not be empty."""
     value = row[key] if key in row else _missing(row, key)
     if not isinstance(value, str):
-        raise RowError(tr("'{key}' is {kind}, not a text. Correct or remove the row", key=key, kind=_kind(value)))
+        raise RowError("'{key}' is {kind}, not a text. Correct or remove the row", key=key, kind=_kind(value))
     if not value.strip():
-        raise RowError(tr("'{key}' is empty. Fill it in or remove the row", key=key))
+        raise RowError("'{key}' is empty. Fill it in or remove the row", key=key)
     return value
 
 
@@ -515,11 +497,9 @@ def unread_keys(item: Mapping[str, object], role: str, speaker: str, said: str) 
         has_text = bool(value.strip()) if isinstance(value, str) else isinstance(value, (list, dict)) and bool(value)
         if has_text and key not in METADATA and value != item.get(said):
             raise RowError(
-                tr(
-                    "the key '{key}' is not read, and what it holds would be lost. Write it into the message's text "
-                    "(reasoning as the model writes it, for example <think>…</think> before the answer), calls into "
-                    "the assistant's 'tool_calls', tools into the row's 'tools', or remove the key",
-                    key=key[:40],
-                )
+                "the key '{key}' is not read, and what it holds would be lost. Write it into the message's text "
+                "(reasoning as the model writes it, for example <think>…</think> before the answer), calls into "
+                "the assistant's 'tool_calls', tools into the row's 'tools', or remove the key",
+                key=key[:40],
             )
         yield key

@@ -207,5 +207,5 @@ def bad_step_lines(file: Path, count: int, style: Style) -> list[str]:
         if count and len(rows) > count:
             lines.append(tr("{count} more; n=0 shows all.", count=len(rows) - count))
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise DataError(tr("{file} is no file of a step's samples: {reason}.", file=file, reason=error)) from None
+        raise DataError("{file} is no file of a step's samples: {reason}.", file=file, reason=error) from None
     return lines

@@ -154,11 +154,9 @@ def files_of(source: SourceConfig) -> list[Path]:
         files = _saved_by_datasets(path, source.split) or _known_files(path)
         if not files:
             raise DataError(
-                tr(
-                    "The folder '{path}' holds no data file. Known are {suffixes}, also with .gz or .zst.",
-                    path=path,
-                    suffixes=", ".join(SUFFIXES),
-                )
+                "The folder '{path}' holds no data file. Known are {suffixes}, also with .gz or .zst.",
+                path=path,
+                suffixes=", ".join(SUFFIXES),
             )
     elif path.is_file():
         files = [path]
@@ -166,21 +164,17 @@ def files_of(source: SourceConfig) -> list[Path]:
         files = sorted(Path(name) for name in glob.glob(source.path, recursive=True) if Path(name).is_file())
         if not files or not source.path:
             raise DataError(
-                tr(
-                    "There is no data file '{path}' (looked in {folder}). Correct `path` under data.sources or "
-                    "data.validation.",
-                    path=source.path,
-                    folder=Path.cwd(),
-                )
+                "There is no data file '{path}' (looked in {folder}). Correct `path` under data.sources or "
+                "data.validation.",
+                path=source.path,
+                folder=Path.cwd(),
             )
     for file in files:
         suffixes = file.suffixes[-2:]
         if len(suffixes) == 2 and suffixes[0].lower() in TABLE_SUFFIXES and suffixes[1].lower() in _PACKED:
-            raise DataError(
-                tr("'{path}' is packed twice: Parquet and Arrow compress by themselves. Unpack it.", path=file)
-            )
+            raise DataError("'{path}' is packed twice: Parquet and Arrow compress by themselves. Unpack it.", path=file)
         if file.stat().st_size == 0:
-            raise DataError(tr("The data file '{path}' is empty.", path=file))
+            raise DataError("The data file '{path}' is empty.", path=file)
     return files
 
 
@@ -189,7 +183,7 @@ def _known_files(folder: Path) -> list[Path]:
 
     def stop(error: OSError) -> None:
         raise DataError(
-            tr("Cannot read '{path}': {reason}.", path=error.filename, reason=error.strerror or error)
+            "Cannot read '{path}': {reason}.", path=error.filename, reason=error.strerror or error
         ) from error
 
     found: list[Path] = []
@@ -201,7 +195,7 @@ def _known_files(folder: Path) -> list[Path]:
         seen.add(real)
     for path in found:
         if not path.exists():
-            raise DataError(tr("Cannot read '{path}': {reason}.", path=path, reason=tr("the link leads nowhere")))
+            raise DataError("Cannot read '{path}': {reason}.", path=path, reason=tr("the link leads nowhere"))
     return sorted(path for path in found if path.is_file())
 
 
@@ -221,22 +215,20 @@ def _saved_by_datasets(folder: Path, split: str) -> list[Path]:
         splits = _entry(folder / "dataset_dict.json", "splits", str)
         if split not in splits:
             raise DataError(
-                tr(
-                    "The data set '{path}' has no split '{split}'; it has {splits}. Choose one with `split`.",
-                    path=folder,
-                    split=split,
-                    splits=", ".join(splits),
-                )
+                "The data set '{path}' has no split '{split}'; it has {splits}. Choose one with `split`.",
+                path=folder,
+                split=split,
+                splits=", ".join(splits),
             )
         folder = folder / split
     if not (folder / "state.json").is_file():
         return []
     files = _entry(folder / "state.json", "_data_files", dict)
     if not files:
-        raise DataError(tr("{path} holds no row.", path=folder))
+        raise DataError("{path} holds no row.", path=folder)
     names = [str(item.get("filename", "")) for item in files]
     if any(name in ("", "..") or Path(name).name != name for name in names):
-        raise DataError(tr("{file} names files outside of its folder: refused.", file=folder / "state.json"))
+        raise DataError("{file} names files outside of its folder: refused.", file=folder / "state.json")
     return [folder / name for name in names]
 
 
@@ -244,7 +236,7 @@ def _entry(file: Path, key: str, kind: type) -> list[Any]:
     """Return a list of a file of `datasets`."""
     value = json_object(file, DataError).get(key)
     if not isinstance(value, list) or not all(isinstance(item, kind) for item in value):
-        raise DataError(tr("{file} has no list '{key}': save the dataset again.", file=file, key=key))
+        raise DataError("{file} has no list '{key}': save the dataset again.", file=file, key=key)
     return value
 
 
@@ -311,9 +303,7 @@ def opened(path: Path) -> Iterator[tuple[io.BufferedReader, IO[bytes]]]:
                 with pyarrow.CompressedInputStream(pyarrow.PythonFile(raw, "r"), codec) as unpacked:
                     yield io.BufferedReader(_Unpacked(unpacked, path), 1 << 20), raw
     except OSError as error:
-        raise DataError(
-            tr("Cannot read '{path}': {reason}.", path=path, reason=error.strerror or error),
-        ) from error
+        raise DataError("Cannot read '{path}': {reason}.", path=path, reason=error.strerror or error) from error
 
 
 class _Unpacked(io.RawIOBase):
@@ -337,11 +327,9 @@ class _Unpacked(io.RawIOBase):
         self.left -= count
         if self.left < 0:
             raise DataError(
-                tr(
-                    "'{path}' unpacks to more than {times} times its size. If that is really your data, unpack it.",
-                    path=self.path,
-                    times=_MOST_UNPACKED,
-                )
+                "'{path}' unpacks to more than {times} times its size. If that is really your data, unpack it.",
+                path=self.path,
+                times=_MOST_UNPACKED,
             )
         return count
 
@@ -354,13 +342,11 @@ def _line_blocks(file: io.BufferedReader, raw: IO[bytes], path: Path, least_byte
         number += 1
         if len(line) == _LARGEST_LINE_BYTES and not line.endswith(b"\n"):
             raise DataError(
-                tr(
-                    "{path}:{line}: a line of more than {size} MiB. A file holds one {{…}} per line, or one list "
-                    "[{{…}}, …].",
-                    path=path,
-                    line=number,
-                    size=_LARGEST_LINE_BYTES >> 20,
-                )
+                "{path}:{line}: a line of more than {size} MiB. A file holds one {{…}} per line, or one list "
+                "[{{…}}, …].",
+                path=path,
+                line=number,
+                size=_LARGEST_LINE_BYTES >> 20,
             )
         if is_blank := line == b"\n":  # with those that follow it: a file may hold millions
             ahead = file.peek()
@@ -413,14 +399,14 @@ def _csv_rows(file: io.BufferedReader, path: Path, delimiter: str) -> Generator[
         names = list(reader.fieldnames or ())
         if len(set(names)) != len(names):
             twice = next(name for name in names if names.count(name) > 1)
-            raise DataError(tr("{path}:1: two columns are called '{name}'. Rename one.", path=path, name=twice))
+            raise DataError("{path}:1: two columns are called '{name}'. Rename one.", path=path, name=twice)
         line = read
         for row in reader:
             yield line + 1, row
             line = read
     except csv.Error as error:
         raise DataError(
-            tr("{path}:{line}: broken CSV: {reason}. Correct the file.", path=path, line=line + 1, reason=error)
+            "{path}:{line}: broken CSV: {reason}. Correct the file.", path=path, line=line + 1, reason=error
         ) from None
 
 

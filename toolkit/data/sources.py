@@ -67,11 +67,9 @@ def _from_hub(source: SourceConfig) -> list[Path]:
     """Return the Arrow files that `datasets` makes of a data set on Hugging Face; no code of it is executed."""
     if "[" in source.split:
         raise DataError(
-            tr(
-                "`split` = {split} selects rows, which is not known here: the files are read whole. Name a whole "
-                "split, or save the selection with `datasets` (save_to_disk) and give its folder as `path`.",
-                split=source.split,
-            )
+            "`split` = {split} selects rows, which is not known here: the files are read whole. Name a whole "
+            "split, or save the selection with `datasets` (save_to_disk) and give its folder as `path`.",
+            split=source.split,
         )
     import datasets
 
@@ -81,12 +79,10 @@ def _from_hub(source: SourceConfig) -> list[Path]:
         )
     except Exception as error:  # whatever the library or the network raises, the user must choose something else
         raise DataError(
-            tr(
-                "The data set '{name}' cannot be had from Hugging Face ({reason}). Correct `hub`, `subset`, `split` or "
-                "`revision`, or download it and give its folder as `path`.",
-                name=source.hub,
-                reason=f"{type(error).__name__}: {error}".splitlines()[0],
-            )
+            "The data set '{name}' cannot be had from Hugging Face ({reason}). Correct `hub`, `subset`, `split` or "
+            "`revision`, or download it and give its folder as `path`.",
+            name=source.hub,
+            reason=f"{type(error).__name__}: {error}".splitlines()[0],
         ) from error
     return [Path(file["filename"]) for file in data.cache_files]
 
@@ -299,11 +295,9 @@ def pairs_file(cache_dir: Path, say: Callable[[str], None]) -> Path:
         pairs = list(derive_pairs(library))
         if not pairs:
             raise DataError(
-                tr(
-                    "'{folder}' holds no Python sources to take docstrings from. Use another Python installation, or "
-                    "name files of your own under data.sources.",
-                    folder=library,
-                )
+                "'{folder}' holds no Python sources to take docstrings from. Use another Python installation, or "
+                "name files of your own under data.sources.",
+                folder=library,
             )
         with open(building / _PAIRS_FILE, "w", encoding="utf-8") as file:
             for question, answer in pairs:

@@ -45,19 +45,15 @@ def check_characters(value: object) -> None:
         code, around = ord(error.object[error.start]), error.object[max(error.start - 20, 0) : error.start]
         if 0xDC80 <= code <= 0xDCFF:
             raise RowError(
-                tr(
-                    "not UTF-8: byte 0x{byte} after '{around}'. If the file is in GBK, convert it with `iconv -f GBK "
-                    "-t UTF-8`",
-                    byte=f"{code - 0xDC00:02x}",
-                    around=around,
-                )
+                "not UTF-8: byte 0x{byte} after '{around}'. If the file is in GBK, convert it with `iconv -f GBK "
+                "-t UTF-8`",
+                byte=f"{code - 0xDC00:02x}",
+                around=around,
             ) from None
         raise RowError(
-            tr(
-                "half of a character (\\u{code}) after '{around}'. Correct or remove the row",
-                code=f"{code:04x}",
-                around=around,
-            )
+            "half of a character (\\u{code}) after '{around}'. Correct or remove the row",
+            code=f"{code:04x}",
+            around=around,
         ) from None
     except RecursionError as error:
         raise reason(error) from None
@@ -66,11 +62,9 @@ def check_characters(value: object) -> None:
 def _check_size(size: int) -> None:
     if size > LARGEST_ROW_BYTES:
         raise RowError(
-            tr(
-                "a row of {size} MiB; at most {most} MiB can be tokenised at once. Split its text over several rows",
-                size=size >> 20,
-                most=LARGEST_ROW_BYTES >> 20,
-            )
+            "a row of {size} MiB; at most {most} MiB can be tokenised at once. Split its text over several rows",
+            size=size >> 20,
+            most=LARGEST_ROW_BYTES >> 20,
         )
 
 
@@ -201,22 +195,18 @@ def reason(error: ValueError | RecursionError) -> RowError:
     if isinstance(error, UnicodeDecodeError):
         content, start = error.object, error.start
         return RowError(
-            tr(
-                "not UTF-8: byte 0x{byte} at position {position} of the line. If the file is in {encoding}, convert it "
-                "with `iconv -f {encoding} -t UTF-8`",
-                byte=f"{content[start]:02x}",
-                position=start - content.rfind(b"\n", 0, start),
-                encoding="UTF-16" if content[:2] in (b"\xff\xfe", b"\xfe\xff") else "GBK",
-            )
+            "not UTF-8: byte 0x{byte} at position {position} of the line. If the file is in {encoding}, convert it "
+            "with `iconv -f {encoding} -t UTF-8`",
+            byte=f"{content[start]:02x}",
+            position=start - content.rfind(b"\n", 0, start),
+            encoding="UTF-16" if content[:2] in (b"\xff\xfe", b"\xfe\xff") else "GBK",
         )
     if isinstance(error, json.JSONDecodeError):
         return RowError(
-            tr(
-                "broken JSON at column {column}: {reason}. A file holds one {{…}} per line, or one list [{{…}}, …]",
-                column=error.colno,
-                reason=error.msg,
-            )
+            "broken JSON at column {column}: {reason}. A file holds one {{…}} per line, or one list [{{…}}, …]",
+            column=error.colno,
+            reason=error.msg,
         )
     if isinstance(error, RecursionError):
         return RowError(tr("the JSON is nested too deeply. Correct or remove the row"))
-    return RowError(tr("broken JSON: {reason}. Correct or remove the row", reason=error))
+    return RowError("broken JSON: {reason}. Correct or remove the row", reason=error)

@@ -281,7 +281,7 @@ class _Builder:
         self.data, self.seed = cfg.data, cfg.run.seed
         self.encoder, self.files, self.say = encoder, files, say
         if len(files) > np.iinfo(np.uint16).max:
-            raise DataError(tr("{count} data files are more than 65,535. Join some.", count=f"{len(files):,}"))
+            raise DataError("{count} data files are more than 65,535. Join some.", count=f"{len(files):,}")
         self.bytes = total_bytes(files)
         self.num_workers = cfg.prepare.num_workers or cores()
         if self.bytes < LEAST_BYTES_FOR_PROCESSES:
@@ -359,11 +359,9 @@ class _Builder:
             part = read_part(maker.make(made.block, made.file.row_format, made.file.columns)[0])
         if part is None:
             raise DataError(
-                tr(
-                    "{path} was changed or removed while it was being used. Start the same command again; what is "
-                    "whole is kept.",
-                    path=made.path,
-                )
+                "{path} was changed or removed while it was being used. Start the same command again; what is "
+                "whole is kept.",
+                path=made.path,
             )
         return part
 
@@ -377,13 +375,11 @@ class _Builder:
         if counts.too_long:
             row, length = counts.too_long[0]
             raise DataError(
-                tr(
-                    "{where}: {length} tokens, more than data.max_length = {limit}. Raise it, or choose what happens "
-                    "to long rows with data.too_long=drop, truncate or split.",
-                    where=_place(made, row),
-                    length=length,
-                    limit=self.data.max_length,
-                )
+                "{where}: {length} tokens, more than data.max_length = {limit}. Raise it, or choose what happens "
+                "to long rows with data.too_long=drop, truncate or split.",
+                where=_place(made, row),
+                length=length,
+                limit=self.data.max_length,
             )
 
     def _count_part(self, made: BuiltPart, part: Part, bad_rows_file: Path) -> None:
@@ -445,7 +441,7 @@ class _Builder:
         num_training = len(self.data.sources)
         for file in self.files:
             if not self.source_rows[file.source] and not self.data.max_samples:
-                raise DataError(tr("{path} holds no row.", path=file.path))
+                raise DataError("{path} holds no row.", path=file.path)
         of_file = np.array([file.source < num_training for file in self.files])
         is_training = of_file[index.files]
         self._check_not_empty(int(is_training.sum()), "data.sources")
@@ -490,12 +486,10 @@ class _Builder:
             for reason, count in self.report.dropped.items()
         )
         raise DataError(
-            tr(
-                "No trained tokens: none of the {count} rows of {key} can be used.{reasons}",
-                count=self.report.rows_read,
-                key=key,
-                reasons=reasons,
-            )
+            "No trained tokens: none of the {count} rows of {key} can be used.{reasons}",
+            count=self.report.rows_read,
+            key=key,
+            reasons=reasons,
         )
 
 

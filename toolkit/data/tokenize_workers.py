@@ -203,21 +203,17 @@ class PartBuilder:
         """Return what is learned from a row; see `conversation.marked`."""
         if len(whole.messages) > _MOST_MESSAGES:
             raise RowError(
-                tr(
-                    "a conversation of {count} messages; at most {most} can be used. Split it over several rows",
-                    count=f"{len(whole.messages):,}",
-                    most=f"{_MOST_MESSAGES:,}",
-                )
+                "a conversation of {count} messages; at most {most} can be used. Split it over several rows",
+                count=f"{len(whole.messages):,}",
+                most=f"{_MOST_MESSAGES:,}",
             )
         found = list(mark_trained(whole, self.rules.train_on, self.encoder.only_last))
         if len(found) > 1 and sum(map(_chars, found)) > _MOST_TEXT:
             raise RowError(
-                tr(
-                    "{count} answers, each with all that is said before it, come to more than {most} million "
-                    "characters. Split the conversation over several rows",
-                    count=len(found),
-                    most=_MOST_TEXT >> 20,
-                )
+                "{count} answers, each with all that is said before it, come to more than {most} million "
+                "characters. Split the conversation over several rows",
+                count=len(found),
+                most=_MOST_TEXT >> 20,
             )
         return found
 
@@ -373,11 +369,9 @@ def make_parts(
         yield from _in_order(executor, blocks, num_workers * _AHEAD)
     except BrokenProcessPool:
         raise DataError(
-            tr(
-                "A tokenising process was killed, most likely by the system for lack of memory (see `dmesg`). What was "
-                "finished is kept: the same command goes on from there. With less memory: prepare.num_workers={fewer}.",
-                fewer=max(1, num_workers // 2),
-            )
+            "A tokenising process was killed, most likely by the system for lack of memory (see `dmesg`). What was "
+            "finished is kept: the same command goes on from there. With less memory: prepare.num_workers={fewer}.",
+            fewer=max(1, num_workers // 2),
         ) from None
     finally:
         executor.shutdown(cancel_futures=True)

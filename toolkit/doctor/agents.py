@@ -252,7 +252,7 @@ class Hosts:
         except OSError as error:
             self.close()
             raise LaunchError(
-                tr("cannot start {program}: {reason}.", program="ssh", reason=error.strerror or error)
+                "cannot start {program}: {reason}.", program="ssh", reason=error.strerror or error
             ) from error
         self.pool = ThreadPoolExecutor(max_workers=max(1, len(self.hosts)))
 

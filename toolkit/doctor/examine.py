@@ -234,7 +234,7 @@ def plan_examination(
     }
     port = options.get("--master_port", mpi.DEFAULT_PORT)
     if not port.isdecimal():
-        raise LaunchError(tr("{name} {value}: write a positive whole number.", name="--master_port", value=port))
+        raise LaunchError("{name} {value}: write a positive whole number.", name="--master_port", value=port)
     script = options.get("--venv_script", "")
     return Examination(
         resources=hosts,

@@ -267,7 +267,7 @@ def make_report(paths: Sequence[Path], output: Path | None = None) -> tuple[Path
     folders = expand_sweeps(paths)
     real = [path.resolve() for path in folders]
     if twice := [str(path) for path, one in zip(folders, real, strict=True) if real.count(one) > 1]:
-        raise ConfigError(tr("{runs}: these are the same run. Name each once.", runs=", ".join(twice)))
+        raise ConfigError("{runs}: these are the same run. Name each once.", runs=", ".join(twice))
     runs = [read_run(path) for path in real]
     distinct_names(runs)
     if output is None:
@@ -279,11 +279,9 @@ def make_report(paths: Sequence[Path], output: Path | None = None) -> tuple[Path
         _write(runs, output, images)
     except OSError as error:
         raise TrackError(
-            tr(
-                "the report {file} cannot be written: {reason}. Choose another place with output=FILE.html.",
-                file=error.filename or output,
-                reason=error.strerror or error,
-            )
+            "the report {file} cannot be written: {reason}. Choose another place with output=FILE.html.",
+            file=error.filename or output,
+            reason=error.strerror or error,
         ) from error
     return output, images
 
@@ -291,18 +289,15 @@ def make_report(paths: Sequence[Path], output: Path | None = None) -> tuple[Path
 def _check_target(output: Path, images: Path) -> None:
     """Refuse to write over what is no report."""
     if output.suffix != ".html":
-        raise ConfigError(tr("output = {file} must end in .html.", file=output))
+        raise ConfigError("output = {file} must end in .html.", file=output)
     is_ours = _is_report(output)
     if os.path.lexists(output) and not is_ours:
         raise ConfigError(
-            tr("{file} is there already and is no report; it is not touched. Choose another output.", file=output)
+            "{file} is there already and is no report; it is not touched. Choose another output.", file=output
         )
     if os.path.lexists(images) and not is_ours and not (images.is_dir() and not any(images.iterdir())):
         raise ConfigError(
-            tr(
-                "{folder} is there already and is not of a report; it is not touched. Choose another output.",
-                folder=images,
-            )
+            "{folder} is there already and is not of a report; it is not touched. Choose another output.", folder=images
         )
     check_no_symlinks(images, ConfigError)
 
@@ -355,6 +350,6 @@ def expand_sweeps(paths: Sequence[Path]) -> list[Path]:
     for path in paths:
         runs = runs_of(path) if is_sweep(path) else [path]
         if not runs:
-            raise RunFolderError(tr("{folder}: no run of this sweep has metrics yet.", folder=path))
+            raise RunFolderError("{folder}: no run of this sweep has metrics yet.", folder=path)
         found += runs
     return found

@@ -16,7 +16,7 @@ from typing import Any
 import yaml
 
 from toolkit.errors import RunFolderError
-from toolkit.messages import printable, tr
+from toolkit.messages import printable
 from toolkit.report import history as history_module
 from toolkit.report.history import json_lines
 from toolkit.secrets import hide, hide_all
@@ -175,18 +175,16 @@ def read_run(path: Path) -> Run:
     folder = path.absolute()
     if not any((folder / name).is_file() for name in _IS_RUN):
         raise RunFolderError(
-            tr(
-                "{folder} is no folder of a run: it has none of {files}. Give the folder that run.dir and run.name "
-                "make, such as runs/NAME.",
-                folder=path,
-                files=", ".join(_IS_RUN),
-            )
+            "{folder} is no folder of a run: it has none of {files}. Give the folder that run.dir and run.name "
+            "make, such as runs/NAME.",
+            folder=path,
+            files=", ".join(_IS_RUN),
         )
     try:
         history = history_module.read_history(folder / "metrics.jsonl")
     except OSError as error:
         raise RunFolderError(
-            tr("{file} cannot be read: {reason}.", file=folder / "metrics.jsonl", reason=error.strerror or error)
+            "{file} cannot be read: {reason}.", file=folder / "metrics.jsonl", reason=error.strerror or error
         ) from error
     return Run(
         folder=folder,

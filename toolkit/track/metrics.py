@@ -113,12 +113,10 @@ class MetricsLog:
             self._write()
         except OSError as error:
             raise CheckpointError(
-                tr(
-                    "{file} cannot be written: {reason}. The last {count} rows are lost.",
-                    file=self.file,
-                    reason=error.strerror or error,
-                    count=len(self._waiting),
-                )
+                "{file} cannot be written: {reason}. The last {count} rows are lost.",
+                file=self.file,
+                reason=error.strerror or error,
+                count=len(self._waiting),
             ) from error
 
     def _write(self) -> None:

@@ -144,7 +144,7 @@ def _named_json(given: ForeignConfig, folder: Path, notes: list[str]) -> str:
             named = json.loads(named)
         except json.JSONDecodeError as error:
             place = given.place("deepspeed")
-            raise ConfigError(tr("{place}: deepspeed is no JSON: {reason}", place=place, reason=error)) from error
+            raise ConfigError("{place}: deepspeed is no JSON: {reason}", place=place, reason=error) from error
     if isinstance(named, dict):
         path = folder / "deepspeed"
         path.write_text(json.dumps(named, indent=1), encoding="utf-8")

@@ -7,7 +7,6 @@ from typing import Any
 
 from toolkit.config.validate import field_type
 from toolkit.errors import ConfigError
-from toolkit.messages import tr
 from toolkit.translate.key import Key
 
 
@@ -95,7 +94,7 @@ def typed(value: Any, kind: Any, place: str) -> Any:
         ConfigError: it cannot be read as that.
     """
     wrong = ConfigError(
-        tr("{place} = {value} must be of type {kind}.", place=place, value=value, kind=getattr(kind, "__name__", kind))
+        "{place} = {value} must be of type {kind}.", place=place, value=value, kind=getattr(kind, "__name__", kind)
     )
     try:
         if kind is bool:

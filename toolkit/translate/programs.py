@@ -34,7 +34,7 @@ def sources_of(given: ForeignConfig, name: str, stage: str, draft: RecipeDraft) 
     sets = given.names(name)
     folder = str(given.get("dataset_dir"))
     if not sets:
-        raise ConfigError(tr("{file}: {key} is not given: there is nothing to train on.", file=given.shown, key=name))
+        raise ConfigError("{file}: {key} is not given: there is nothing to train on.", file=given.shown, key=name)
     if folder == "ONLINE":
         return [{"hub": item} for item in sets]
     base = next((path for path in (Path(folder), given.folder / folder) if (path / INFO).is_file()), None)
@@ -73,9 +73,9 @@ def _read_info(path: Path) -> dict[str, Any]:
     try:
         info = json.loads(path.read_text(encoding="utf-8-sig"))
     except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise ConfigError(tr("cannot read {file}: {reason}", file=path, reason=error)) from error
+        raise ConfigError("cannot read {file}: {reason}", file=path, reason=error) from error
     if not isinstance(info, dict) or not all(isinstance(entry, dict) for entry in info.values()):
-        raise ConfigError(tr("{file} must be an object of objects, {{name: {{…}}}}.", file=path))
+        raise ConfigError("{file} must be an object of objects, {{name: {{…}}}}.", file=path)
     return info
 
 
@@ -154,11 +154,9 @@ def translate_chatglm(given: ForeignConfig, draft: RecipeDraft) -> None:
     """
     if not given.flag("do_train"):
         raise ConfigError(
-            tr(
-                "{file}: without --do_train this command trains nothing. `toolkit generate` and `toolkit eval` answer "
-                "and score.",
-                file=given.shown,
-            )
+            "{file}: without --do_train this command trains nothing. `toolkit generate` and `toolkit eval` answer "
+            "and score.",
+            file=given.shown,
         )
     translate_model(given, draft)
     _chatglm_tuning(given, draft)
@@ -191,7 +189,7 @@ def _chatglm_data(given: ForeignConfig, draft: RecipeDraft) -> None:
         source = {"hub": str(given.get("dataset_name")), **subset, **rest}
         draft.put("data.sources", [source], "dataset_name", *fields.values())
     else:
-        raise ConfigError(tr("{file}: there is no --train_file.", file=given.shown))
+        raise ConfigError("{file}: there is no --train_file.", file=given.shown)
     if given.has("validation_file"):
         source = {"path": str(given.get("validation_file")), **rest}
         draft.put("data.validation", [source], "validation_file", *fields.values())
@@ -222,15 +220,13 @@ def translate_factory(given: ForeignConfig, draft: RecipeDraft) -> None:
     stage = str(given.get("stage"))
     if stage not in ("sft", "pt"):
         raise ConfigError(
-            tr("{place}: stage = {value} has no counterpart: sft and pt have.", place=given.place("stage"), value=stage)
+            "{place}: stage = {value} has no counterpart: sft and pt have.", place=given.place("stage"), value=stage
         )
     if not given.flag("do_train"):
         raise ConfigError(
-            tr(
-                "{place}: do_train is not true, so this config trains nothing. `toolkit eval` scores, `toolkit "
-                "generate` answers, `toolkit export-model` merges.",
-                place=given.place("do_train"),
-            )
+            "{place}: do_train is not true, so this config trains nothing. `toolkit eval` scores, `toolkit "
+            "generate` answers, `toolkit export-model` merges.",
+            place=given.place("do_train"),
         )
     translate_model(given, draft)
     _method(given, draft)
@@ -269,11 +265,9 @@ def _method(given: ForeignConfig, draft: RecipeDraft) -> None:
         draft.put("tuning.method", "full", "finetuning_type")
     else:
         raise ConfigError(
-            tr(
-                "{place}: finetuning_type = {value} has no counterpart: lora, freeze and full have.",
-                place=given.place("finetuning_type"),
-                value=method,
-            )
+            "{place}: finetuning_type = {value} has no counterpart: lora, freeze and full have.",
+            place=given.place("finetuning_type"),
+            value=method,
         )
 
 
@@ -307,12 +301,10 @@ def _freeze(given: ForeignConfig, draft: RecipeDraft) -> None:
     whole = given.names("freeze_trainable_modules") == ["all"]
     if layers <= 0:
         raise ConfigError(
-            tr(
-                "{place}: freeze_trainable_layers = {layers} trains the first layers, which has no counterpart: the "
-                "last ones can be trained, with a number above 0.",
-                place=given.place("freeze_trainable_layers"),
-                layers=layers,
-            )
+            "{place}: freeze_trainable_layers = {layers} trains the first layers, which has no counterpart: the "
+            "last ones can be trained, with a number above 0.",
+            place=given.place("freeze_trainable_layers"),
+            layers=layers,
         )
     if not whole:
         draft.lost["freeze_trainable_modules"] = tr("the recipe trains whole layers")

@@ -61,25 +61,21 @@ def read_command(text: str, shown: str) -> Command:
             continue
         if words[0].startswith("--"):
             raise ConfigError(
-                tr(
-                    "{file}:{line}: the line begins with the option {word}: the line before must end with a backslash "
-                    "and nothing behind it, or a shell leaves out all that follows.",
-                    file=shown,
-                    line=number,
-                    word=words[0],
-                )
+                "{file}:{line}: the line begins with the option {word}: the line before must end with a backslash "
+                "and nothing behind it, or a shell leaves out all that follows.",
+                file=shown,
+                line=number,
+                word=words[0],
             )
         place = next((at for at, word in enumerate(words) if _PROGRAM.fullmatch(word)), None)
         if place is not None and any(word.startswith("--") for word in words[place + 1 :]):
             commands.append(_command(words, place, number, variables | before, shown))
         elif place is not None and (named := [word for word in words[place:] if word.endswith(_CONFIGS)]):
             raise ConfigError(
-                tr(
-                    "{file}:{line}: this command takes its arguments from {named}: give that file instead.",
-                    file=shown,
-                    line=number,
-                    named=named[0],
-                )
+                "{file}:{line}: this command takes its arguments from {named}: give that file instead.",
+                file=shown,
+                line=number,
+                named=named[0],
             )
     if len(commands) != 1:
         lines = ", ".join(str(command.line) for command in commands)
@@ -117,7 +113,7 @@ def _words_of_command(line: str, variables: dict[str, str], place: str) -> list[
     try:
         words = shlex.split(_VARIABLE.sub(value, plain), comments=True)
     except ValueError as error:
-        raise ConfigError(tr("{place}: a quote is not closed ({reason}).", place=place, reason=error)) from error
+        raise ConfigError("{place}: a quote is not closed ({reason}).", place=place, reason=error) from error
     return [word.replace(_QUOTED, "$").replace("\ue002", "`") for word in words]
 
 
@@ -132,20 +128,18 @@ def _command(words: list[str], place: int, line: int, variables: dict[str, str],
         if _UNKNOWN in word:
             variable = re.search(rf"{_UNKNOWN}(\w+){_UNKNOWN}", word)
             raise ConfigError(
-                tr(
-                    "{file}:{line}: the value of {option} is not in the file ({what}): nothing is executed here, and "
-                    "the environment is not read. Write the value itself.",
-                    file=shown,
-                    line=line,
-                    option=name and f"--{name}",
-                    what=f"${variable[1]}" if variable else "$(…)",
-                )
+                "{file}:{line}: the value of {option} is not in the file ({what}): nothing is executed here, and "
+                "the environment is not read. Write the value itself.",
+                file=shown,
+                line=line,
+                option=name and f"--{name}",
+                what=f"${variable[1]}" if variable else "$(…)",
             )
         if re.match(r"--[A-Za-z]", word):
             name, equals, value = word[2:].partition("=")
             name = name.replace("-", "_")
             if name in values:
-                raise ConfigError(tr("{file}:{line}: --{name} is given twice.", file=shown, line=line, name=name))
+                raise ConfigError("{file}:{line}: --{name} is given twice.", file=shown, line=line, name=name)
             values[name] = value if equals else True
         elif name:
             known = values[name]
@@ -197,14 +191,12 @@ def read_all(paths: list[str], world_size: int | None) -> tuple[ForeignConfig, s
             configs.append(found)
     if not configs:
         raise ConfigError(
-            tr(
-                "{files}: this is a DeepSpeed JSON alone. Give deepspeed_json=FILE to any recipe, or the training "
-                "arguments as well.",
-                files=", ".join(paths),
-            )
+            "{files}: this is a DeepSpeed JSON alone. Give deepspeed_json=FILE to any recipe, or the training "
+            "arguments as well.",
+            files=", ".join(paths),
         )
     if len(configs) > 1 or len(jsons) > 1:
-        raise ConfigError(tr("{files}: give one config, and one DeepSpeed JSON if it has one.", files=", ".join(paths)))
+        raise ConfigError("{files}: give one config, and one DeepSpeed JSON if it has one.", files=", ".join(paths))
     [given] = configs
     given.world_size = world_size or given.world_size
     return given, jsons[0] if jsons else ""
@@ -214,12 +206,10 @@ def _read(path: Path) -> ForeignConfig | None:
     """Read one file; None for a DeepSpeed JSON."""
     if path.suffix.lower() not in _SUFFIXES:
         raise ConfigError(
-            tr(
-                "{file}: files of this kind are not read. Known are {known}: a LLaMA-Factory or TrainingArguments YAML "
-                "or JSON, a DeepSpeed JSON, a shell script with a training command.",
-                file=path,
-                known=", ".join(_SUFFIXES),
-            )
+            "{file}: files of this kind are not read. Known are {known}: a LLaMA-Factory or TrainingArguments YAML "
+            "or JSON, a DeepSpeed JSON, a shell script with a training command.",
+            file=path,
+            known=", ".join(_SUFFIXES),
         )
     text = _text(path)
     lines: dict[str, int] = {}
@@ -236,7 +226,7 @@ def _read(path: Path) -> ForeignConfig | None:
         document = files.parse(text, str(path))
         values, lines = document.values, document.lines
     if not values:
-        raise ConfigError(tr("{file} is empty: there is nothing to take over.", file=path))
+        raise ConfigError("{file} is empty: there is nothing to take over.", file=path)
     program = _program(values, path)
     return ForeignConfig(
         program=program,
@@ -252,25 +242,25 @@ def _read(path: Path) -> ForeignConfig | None:
 def _text(path: Path) -> str:
     try:
         if path.stat().st_size > files.LARGEST_FILE_BYTES:
-            raise ConfigError(tr("{file} is larger than {limit} bytes.", file=path, limit=files.LARGEST_FILE_BYTES))
+            raise ConfigError("{file} is larger than {limit} bytes.", file=path, limit=files.LARGEST_FILE_BYTES)
         return path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(tr("cannot read {file}: {reason}", file=path, reason=error)) from error
+        raise ConfigError("cannot read {file}: {reason}", file=path, reason=error) from error
 
 
 def _json(text: str, path: Path) -> dict[str, Any]:
     def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         for name, _ in pairs:
             if [other for other, _ in pairs].count(name) > 1:
-                raise ConfigError(tr("{file}: the key '{key}' stands twice.", file=path, key=name))
+                raise ConfigError("{file}: the key '{key}' stands twice.", file=path, key=name)
         return dict(pairs)
 
     try:
         values = json.loads(text, object_pairs_hook=once)
     except (json.JSONDecodeError, RecursionError) as error:
-        raise ConfigError(tr("{file} is no JSON: {reason}", file=path, reason=error)) from error
+        raise ConfigError("{file} is no JSON: {reason}", file=path, reason=error) from error
     if not isinstance(values, dict):
-        raise ConfigError(tr("{file} must hold an object, {{...}}.", file=path))
+        raise ConfigError("{file} must hold an object, {{...}}.", file=path)
     return values
 
 

@@ -79,7 +79,7 @@ def _arguments(given: ForeignConfig) -> tuple[dict[str, Any], str]:
         try:
             values = json.loads(values)
         except json.JSONDecodeError as error:
-            raise ConfigError(tr("{place} is no JSON object: {reason}", place=place, reason=error.msg)) from error
+            raise ConfigError("{place} is no JSON object: {reason}", place=place, reason=error.msg) from error
     return (values if isinstance(values, dict) else {}), place
 
 
@@ -87,7 +87,7 @@ def _floor(given: ForeignConfig, draft: RecipeDraft) -> None:
     """Where a cosine ends: a rate, or a fraction of the peak."""
     values, place = _arguments(given)
     if ("min_lr" in values) == ("min_lr_rate" in values):
-        raise ConfigError(tr("{place}: cosine_with_min_lr needs one of min_lr and min_lr_rate.", place=place))
+        raise ConfigError("{place}: cosine_with_min_lr needs one of min_lr and min_lr_rate.", place=place)
     [name] = {"min_lr", "min_lr_rate"} & values.keys()
     floor = typed(values[name], float, f"{place}.{name}")
     rate = floor if name == "min_lr_rate" else floor / given.number("learning_rate")
@@ -112,7 +112,7 @@ def _stable(given: ForeignConfig, draft: RecipeDraft) -> None:
     """Warm-up, stable, decay; its warm-up begins where its decay ends."""
     values, place = _arguments(given)
     if "num_decay_steps" not in values:
-        raise ConfigError(tr("{place}: warmup_stable_decay needs num_decay_steps.", place=place))
+        raise ConfigError("{place}: warmup_stable_decay needs num_decay_steps.", place=place)
     steps = typed(values["num_decay_steps"], int, f"{place}.num_decay_steps")
     draft.put("schedule.decay_steps", steps, "lr_scheduler_kwargs")
     decay, warmup = str(values.get("decay_type", "cosine")), str(values.get("warmup_type", "linear"))
@@ -212,12 +212,10 @@ def translate_evaluation(given: ForeignConfig, draft: RecipeDraft, has_validatio
 def _batch(given: ForeignConfig, draft: RecipeDraft) -> None:
     if given.world_size is None:
         raise ConfigError(
-            tr(
-                "{place}: per_device_train_batch_size = {rows} are the rows of one rank, and it is not said of how "
-                "many. Add world_size=N: the number of GPUs that this config is started on.",
-                place=given.place("per_device_train_batch_size"),
-                rows=given.get("per_device_train_batch_size"),
-            )
+            "{place}: per_device_train_batch_size = {rows} are the rows of one rank, and it is not said of how "
+            "many. Add world_size=N: the number of GPUs that this config is started on.",
+            place=given.place("per_device_train_batch_size"),
+            rows=given.get("per_device_train_batch_size"),
         )
     rows = given.number("per_device_train_batch_size", int)
     times = given.number("gradient_accumulation_steps", int)
@@ -234,11 +232,7 @@ def _length(given: ForeignConfig, draft: RecipeDraft) -> None:
     epochs = given.number("num_train_epochs")
     if not 0 < epochs < math.inf:
         raise ConfigError(
-            tr(
-                "{place}: num_train_epochs = {value} trains nothing.",
-                place=given.place("num_train_epochs"),
-                value=epochs,
-            )
+            "{place}: num_train_epochs = {value} trains nothing.", place=given.place("num_train_epochs"), value=epochs
         )
     if epochs != int(epochs):
         draft.lost["num_train_epochs"] = tr("whole epochs only; the recipe has {epochs}", epochs=math.ceil(epochs))
@@ -278,7 +272,7 @@ def _optimizer(given: ForeignConfig, draft: RecipeDraft) -> None:
 def _precision(given: ForeignConfig, draft: RecipeDraft) -> None:
     fp16, bf16 = given.flag("fp16"), given.flag("bf16")
     if fp16 and bf16:
-        raise ConfigError(tr("{place}: fp16 and bf16 are both true. Keep one of them.", place=given.place("bf16")))
+        raise ConfigError("{place}: fp16 and bf16 are both true. Keep one of them.", place=given.place("bf16"))
     if fp16 or bf16:
         draft.put("precision.dtype", "fp16" if fp16 else "bf16", "fp16" if fp16 else "bf16")
     else:
