@@ -18,7 +18,7 @@ from pages import PAIRED, ROOT, chinese, commands
 from torch.distributed.run import get_args_parser
 
 from toolkit import arguments
-from toolkit.cli import COMMANDS
+from toolkit.cli import COMMANDS, _dispatch
 from toolkit.cli import main as toolkit_main
 from toolkit.config import files
 from toolkit.config.load import load
@@ -118,7 +118,7 @@ def understand(line: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
     stand_ins = {"parse": parsed, "parse_checked": parsed, "named_arguments": named}
     for place, one in list(sys.modules.items()):  # a command may hand its words to another one
-        if place.startswith(("toolkit.cli.", "toolkit.jobs.", "benchmarks.")):
+        if place.startswith(("toolkit.", "benchmarks.")) and one is not arguments:
             for name, value in list(vars(one).items()):
                 if isinstance(value, FunctionType) and value.__module__ == "toolkit.arguments":
                     monkeypatch.setattr(one, name, stand_ins.get(value.__name__, value))
@@ -128,7 +128,7 @@ def understand(line: str, monkeypatch: pytest.MonkeyPatch) -> None:
         assert not rest[0].startswith("-") and all(word.startswith(PATHS[command]) for word in rest[1:])
         return
     with pytest.raises(Stop):
-        module.run(rest)
+        module.run(rest) if command == "bench" else _dispatch([command, *rest])
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from toolkit.cli import sweep, train
+from toolkit.cli import _dispatch, sweep
 from toolkit.config import sweep as grammar
 from toolkit.errors import ConfigError, DataError, LaunchError
 from toolkit.jobs import sweep as sweeps
@@ -260,14 +260,14 @@ def test_a_disk_without_locks(
 def test_under_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in (("RANK", "0"), ("LOCAL_RANK", "0"), ("WORLD_SIZE", "2"), ("CROSS_SIZE", "1")):
         monkeypatch.setenv(name, value)
-    for run in (sweep.run, train.run):
+    for words in (["sweep"], ["train", "--multirun"]):
         with pytest.raises(LaunchError, match="type it once, without deepspeed"):
-            run(["--multirun", *RECIPE[1:], "optim.lr=1,2"])
+            _dispatch([*words, *RECIPE[1:], "optim.lr=1,2"])
     assert not Path("runs").exists()
 
 
 def test_multirun_is_a_sweep() -> None:
-    assert train.run(["-m", *RECIPE[1:], "optim.lr=0.1,0.2", "sweep=s"]) == 0
+    assert _dispatch(["train", "-m", *RECIPE[1:], "optim.lr=0.1,0.2", "sweep=s"]) == 0
     assert calls() == ["lr-0.1", "lr-0.2"]
 
 

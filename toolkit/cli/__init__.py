@@ -37,6 +37,8 @@ COMMANDS = {
     "report": "toolkit.cli.report",
     "bench": "toolkit.cli.bench",
 }
+MULTIRUN = ("-m", "--multirun")
+"""Options by which `toolkit train` is `toolkit sweep`."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -77,6 +79,8 @@ def _use_utf8() -> None:
 
 def _dispatch(words: list[str]) -> int:
     command, rest = words[0], words[1:]
+    if command == "train" and set(rest).intersection(MULTIRUN):
+        command, rest = "sweep", [word for word in rest if word not in MULTIRUN]
     if command not in COMMANDS:
         raise ConfigError(
             joined(

@@ -17,13 +17,10 @@ from toolkit.jobs.sweep import parse_sweep, run_grid
 from toolkit.launch import environment
 from toolkit.problems import Problems
 
-MULTIRUN = ("-m", "--multirun")
-
 
 def run(words: list[str]) -> int:
     """Sweep."""
     environment.refuse_ranks()
-    words = [word for word in words if word not in MULTIRUN]
     problems = Problems()
     plan = parse_sweep(words, problems)
     if "trials" in plan.own:

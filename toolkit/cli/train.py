@@ -14,7 +14,6 @@ Under several processes: deepspeed run.py …, torchrun … run.py …, mpirun �
 import time
 from pathlib import Path
 
-from toolkit.cli import sweep
 from toolkit.config.hub import resolve_model_path
 from toolkit.config.preflight import check_positions
 from toolkit.errors import ConfigError
@@ -26,8 +25,6 @@ from toolkit.train.startup import greet, make_ready
 def run(words: list[str]) -> int:
     """Train, evaluate, save and export."""
     words = environment.strip_launcher_arguments(words)
-    if any(word in sweep.MULTIRUN for word in words):
-        return sweep.run(words)
     ready = make_ready(words)
     if ready is None:
         return 0

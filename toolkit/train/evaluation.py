@@ -1,19 +1,25 @@
 """An evaluation of the validation split: its loss, the model's answers, their scores, and the files that keep them."""
 
 import json
+import logging
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 
 import torch
+import transformers
 from deepspeed import DeepSpeedEngine
 from transformers import PreTrainedModel
 
 from toolkit.config.load import to_dict
-from toolkit.config.mesh import Mesh, mesh_of
-from toolkit.config.schema import RunConfig
+from toolkit.config.mesh import Mesh, mesh_of, micro_rows
+from toolkit.config.schema import Packing, RunConfig
+from toolkit.distributed import process_group
 from toolkit.distributed.process_group import on_rank0
+from toolkit.engine.build import initialize_untrained, use_tf32
+from toolkit.engine.ds_config import build_ds_config
 from toolkit.engine.memory import is_out_of_memory
 from toolkit.errors import DataError, ModelError
 from toolkit.evaluate.answers import Answers, ValidationQuestion, choose_questions, generate_all
@@ -21,10 +27,14 @@ from toolkit.evaluate.generate import Sampling, generate, most_tokens
 from toolkit.evaluate.loss import evaluate_loss
 from toolkit.evaluate.metrics import Results, score_answers
 from toolkit.launch.environment import Ranks
-from toolkit.messages import joined, tr
+from toolkit.messages import joined, say, tr
+from toolkit.models.adapters import base_of, load_adapter
+from toolkit.models.attention import check_isolation
+from toolkit.models.load import create_model
 from toolkit.models.pipeline import unwrap_model
-from toolkit.terminal import phase
-from toolkit.train.language_data import Batch, LanguageData, evaluation_batches, num_evaluation_batches
+from toolkit.terminal import phase, text_table
+from toolkit.train import alike
+from toolkit.train.language_data import Batch, LanguageData, evaluation_batches, load_data, num_evaluation_batches
 
 Say = Callable[[str], None]
 
@@ -239,3 +249,83 @@ def _watched(batches: Iterator[Batch], alive: Callable[[], object]) -> Iterator[
     for batch in batches:
         yield batch
         alive()
+
+
+def evaluate_model(cfg: RunConfig, ranks: Ranks, file: Path, adapter: str) -> None:
+    """Load a model, evaluate it and print the scores. A collective.
+
+    Args:
+        cfg: checked config, without tensor, sequence or pipeline parallelism.
+        ranks: who this process is.
+        file: gets a line for each answer; see `Evaluation.run`.
+        adapter: directory of an adapter for the model; "" none.
+    """
+    tell = say if ranks.rank == 0 else _silent
+    alike.check_settings(cfg)
+    prepared = load_data(cfg, speaks=ranks.rank == 0)
+    alike.check_data(cfg, prepared)
+    questions = choose_prompts(cfg, prepared, tell)
+    if prepared.validation is None:
+        raise DataError(tr("the validation split is empty: there are too few rows."))
+    device = process_group.start(cfg.distributed)
+    transformers.utils.logging.disable_progress_bar()
+    logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+    warnings.simplefilter("ignore", FutureWarning)  # for the developers of libraries, not between these lines
+    evaluation = Evaluation(
+        cfg=cfg,
+        prepared=prepared,
+        ranks=ranks,
+        questions=questions,
+        model=_load_model(cfg, prepared, ranks.world_size, device, adapter),
+        device=device,
+        in_step=cfg.zero.stage == 3,
+        say=tell,
+        adapter=adapter,
+    )
+    evaluation.leave_out_too_long()
+    figures = evaluation.run(file)
+    tell("\n".join(_lines(figures)))
+    if not cfg.evaluate.metrics:
+        tell(tr("To see its answers too: evaluate.metrics=[bleu,chrf,rouge_l]"))
+    elif file.exists():
+        tell(tr("Each prompt, answer and score: {file}", file=file))
+    process_group.stop()
+
+
+def _silent(line: str) -> None:
+    """Print nothing."""
+
+
+def _load_model(
+    cfg: RunConfig, prepared: LanguageData, world_size: int, device: torch.device, adapter: str
+) -> DeepSpeedEngine | PreTrainedModel:
+    """Return the model: under ZeRO-3 partitioned over the ranks as in training, else whole on each of them."""
+    use_tf32(cfg.precision)
+    packed = prepared.packing is Packing.packed
+    # Steps are not taken: batch.global_size need not fit these ranks.
+    batch = replace(cfg.batch, global_size=micro_rows(cfg) * world_size)
+    ds = build_ds_config(replace(cfg, batch=batch), world_size).values
+    model = create_model(cfg.model, cfg.precision.dtype, prepared.tokenizer, cfg.run.seed, ds, packed)
+    if adapter:
+        load_adapter(model, Path(adapter), base_of(model, Path(cfg.model.path)), ds_config=ds)
+    loaded = initialize_untrained(model, ds) if cfg.zero.stage == 3 else model.to(device)
+    if packed:
+        check_isolation(loaded, len(prepared.tokenizer), device, cfg.model.name or cfg.model.path)
+    return loaded
+
+
+def _lines(figures: dict[str, float]) -> list[str]:
+    """Return the figures as a table, with a column for each source where there are several."""
+    sources = sorted({name.partition("/")[2] for name in figures} - {""})
+    rows = []
+    for name in figures:
+        if "/" not in name:
+            cells = [figures.get(key) for key in (name, *(f"{name}/{source}" for source in sources))]
+            rows.append([name.removeprefix("eval_"), *(_shown(cell) for cell in cells)])
+    return text_table(["", tr("all"), *sources], rows)
+
+
+def _shown(value: float | None) -> str:
+    if value is None:
+        return ""
+    return f"{value:,}" if isinstance(value, int) else f"{value:,.4f}"

@@ -8,7 +8,7 @@ from toolkit.config.load import to_yaml
 from toolkit.config.mesh import accumulation, mesh_of
 from toolkit.config.ops import check_compiler
 from toolkit.config.preflight import check_track_here
-from toolkit.config.schema import AUTO, ModelConfig
+from toolkit.config.schema import AUTO, ModelConfig, RunConfig
 from toolkit.launch import deepspeed, env_vars, environment, mpi
 from toolkit.messages import say, tr
 from toolkit.models.directory import runs_code
@@ -48,16 +48,21 @@ def make_ready(words: list[str], own: bool = False) -> tuple[Arguments, environm
     composed = parse_checked(words, world_size=ranks.world_size, own=own)
     cfg = composed.loaded.cfg
     check_compiler(composed.loaded)
-    env_vars.apply_env(cfg.launch.env, ranks, os.environ, inherited)
     deepspeed.check_launcher(cfg.launch.num_nodes, ranks)
     deepspeed.check_restarts(cfg.run.max_restarts, ranks, words)
+    set_environment(cfg, ranks, inherited)
+    if ranks.rank == 0:
+        check_track_here(composed.loaded)
+    return composed, ranks
+
+
+def set_environment(cfg: RunConfig, ranks: environment.Ranks, inherited: dict[str, str]) -> None:
+    """Set this process's variables by the config, and check that it can meet the other ranks."""
+    env_vars.apply_env(cfg.launch.env, ranks, os.environ, inherited)
     if cfg.distributed.interface:
         environment.set_interface(cfg.distributed.interface, os.environ)
     environment.check_port(os.environ)
     ops.check_build_locks(os.environ)
-    if ranks.rank == 0:
-        check_track_here(composed.loaded)
-    return composed, ranks
 
 
 def _without_cfg(words: list[str]) -> list[str]:
