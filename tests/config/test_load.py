@@ -238,6 +238,23 @@ def test_interpolation_of_another_key(tmp_path: Path) -> None:
     assert cfg.evaluate.every == 9
 
 
+REFERENCES = {
+    "evaluate:\n  every: ${run.dir}\n": ":2: 'evaluate.every' = runs must be a whole number.",
+    "precision:\n  dtype: ${run.dir}\n": ":2: 'precision.dtype' = runs must be one of: fp32, bf16, fp16.",
+    "zero: ${run.dir}\n": ":1: 'zero' = runs must be a section of keys.",
+    "zero: ${plan}\n": ":1: unknown key 'zero.auto'. Did you mean 'zero.aio'?",
+    "optim:\n  betas: ${run.dir}\n": ":2: 'optim.betas' = runs must be a list, for example [a, b].",
+    "ds_extra: ${run.dir}\n": ":1: 'ds_extra' = runs must be a section of keys.",
+}
+
+
+@pytest.mark.parametrize("content", REFERENCES)
+def test_a_reference_to_a_key_of_another_type(content: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("recipe.yaml").write_text(content)
+    assert message("recipe=recipe.yaml") == f"recipe.yaml{REFERENCES[content]}"
+
+
 SOURCES = {
     "data=chat.jsonl": ["chat.jsonl"],
     "data=[a.jsonl,b.jsonl]": ["a.jsonl", "b.jsonl"],

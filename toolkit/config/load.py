@@ -85,6 +85,12 @@ class LoadedConfig:
         """Return the error about a key, with its place in front."""
         return about(key, self.position(key) + sentence)
 
+    def place(self, path: str) -> str:
+        """Return where a key is set, or else the section or list that it is in; "" if neither is."""
+        while path and path not in self.where:
+            path = path[: max(path.rfind("."), path.rfind("["), 0)]
+        return self.where.get(path, "")
+
     def layer_of(self, key: str) -> int:
         """Return the layer of a key's value; where nothing sets it, that of the choice of its group."""
         parts = key.split(".")
@@ -141,7 +147,7 @@ def load(overrides: Sequence[str], *, config_dir: str = "", problems: Problems |
             loaded.note(key, tr("command line"), TYPED)
         for key, value in typed.values:
             _merge(tree, _nested(key, value))
-        loaded.cfg = build(_resolved(tree), RunConfig, "", lambda path: loaded.where.get(path, name))
+        loaded.cfg = build(_resolved(tree), RunConfig, "", lambda path: loaded.place(path) or name)
     except (HydraException, OmegaConfBaseException, RecursionError) as error:
         found.raise_all()  # what is wrong with a group's file ends Hydra too, with less to say about it
         reason = tr("cannot compose the config: {reason}", reason=" ".join(str(error).split()))

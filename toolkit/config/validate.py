@@ -83,14 +83,26 @@ def validate_tree(value: Any, kind: Any, path: str, place: Place, problems: Prob
 
 
 def build(value: Any, kind: Any, path: str, place: Place) -> Any:
-    """Return values that were checked, in the types of the schema; texts may have taken the place of references."""
+    """Return values that were checked, in the types of the schema; others may have taken the place of references.
+
+    Raises:
+        ConfigError: if what a key refers to is of another type.
+    """
     if dataclasses.is_dataclass(kind):
         types, prefix = types_of(typing.cast("type", kind)), f"{path}." if path else ""
+        if not isinstance(value, dict):
+            raise _wrong(path, value, tr("a section of keys"), place)
+        if strange := [name for name in value if name not in types]:
+            raise unknown_key(f"{prefix}{strange[0]}", place)
         made = {name: build(inner, types[name], prefix + name, place) for name, inner in value.items()}
         return typing.cast("type", kind)(**made)
     if typing.get_origin(kind) is list:
+        if not isinstance(value, list):
+            raise _wrong(path, value, tr("a list, for example [a, b]"), place)
         return [build(item, typing.get_args(kind)[0], f"{path}[{index}]", place) for index, item in enumerate(value)]
     if typing.get_origin(kind) is dict:
+        if not isinstance(value, dict):
+            raise _wrong(path, value, tr("a section of keys"), place)
         return {name: build(inner, typing.get_args(kind)[1], f"{path}.{name}", place) for name, inner in value.items()}
     if kind is Any or (kind in (int | str, bool | str) and isinstance(value, str)):
         return value
