@@ -28,11 +28,7 @@ _KILLED = 128
 def launch(typed: Sequence[str], options: Mapping[str, str], words: Sequence[str], cfg: RunConfig) -> int:
     """Launch a run, and again after a crash up to `run.max_restarts` times; return its exit code.
 
-    Args:
-        typed: arguments of `deepspeed`, as they were typed.
-        options: its options by name.
-        words: recipe and overrides.
-        cfg: what they mean.
+    `typed` are the arguments of `deepspeed`, `options` the same by name, `words` recipe and overrides of `cfg`.
     """
     folder, hosts = run_dir.make_parent(cfg), _machines(options, words, cfg)
     command, environ = _command(typed, options, words, hosts, cfg)
@@ -57,12 +53,10 @@ def launch(typed: Sequence[str], options: Mapping[str, str], words: Sequence[str
 
 
 def exit_code_of_run(status: Mapping[str, Any], child: int, asked: bool) -> int:
-    """Return the exit code of a run.
+    """Return the exit code of a run, from what the ranks reported.
 
-    Args:
-        status: what the ranks reported.
-        child: exit code of their launcher; negative if a signal killed it.
-        asked: whether this process was asked to stop, and has passed that on.
+    `child` is the exit code of their launcher, negative if a signal killed it; `asked`: whether this process was asked
+    to stop, and has passed that on.
     """
     if "folder" in status and (Path(status["folder"]) / "DONE").exists():
         return 0
@@ -169,11 +163,7 @@ class Attempt:
         self.restart, self.most, self.died = restart, most, died
 
     def final_status(self, patience_s: float) -> dict[str, Any]:
-        """Return what the ranks have reported when their launcher has ended.
-
-        Args:
-            patience_s: how long ranks of other nodes, which may still be saving, are given to report their code.
-        """
+        """Return what the ranks have reported when their launcher has ended; other nodes get `patience_s` to do so."""
         until = time.monotonic() + patience_s
         while "folder" in (status := rank_status.read_status(self.environ)) and "code" not in status:
             if time.monotonic() >= until:

@@ -20,16 +20,7 @@ _BEGAN = "began with"
 
 
 def run_trials(plan: SweepPlan, words: list[str], problems: Problems) -> int:
-    """Run trials until there are as many as asked for.
-
-    Args:
-        plan: the command line, parsed.
-        words: the command line, as it was typed.
-        problems: what is wrong with it so far.
-
-    Returns:
-        The exit code: 0 if all trials have ended, and one of them at least has finished.
-    """
+    """Run trials until there are as many as asked for; return the exit code: 0 if one at least has finished."""
     most = problems.attempt(positive_int, plan.own, "trials") or 1
     try:
         import optuna

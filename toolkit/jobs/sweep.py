@@ -190,13 +190,7 @@ def parse_sweep(words: Sequence[str], problems: Problems) -> SweepPlan:
 
 
 def run_grid(plan: SweepPlan, words: Sequence[str], problems: Problems) -> int:
-    """Run every combination that is not done; return the exit code: 0 if all are.
-
-    Args:
-        plan: the command line, parsed.
-        words: the command line, as it was typed.
-        problems: what is wrong with it so far.
-    """
+    """Run every combination that is not done; return the exit code: 0 if all are. `words` are as typed."""
     if "metric" in plan.own:
         problems.add(ConfigError(tr("metric= has no effect without trials=N.")))
     combinations = problems.attempt(grammar.grid, plan.axes) or []
@@ -248,10 +242,7 @@ def new_job(words: Sequence[str], cfg: RunConfig, trial: int | None = None) -> S
 
 
 def job_name(words: Sequence[str]) -> str:
-    """Return a short directory name: optim.lr=1e-5 zero=stage2 is lr-1e-5_zero-stage2.
-
-    A name that cannot hold all of its words gets their digest.
-    """
+    """Return a short directory name: optim.lr=1e-5 zero=stage2 is lr-1e-5_zero-stage2; with a digest if it is cut."""
     parts, is_complete = [], True
     for word in words:
         key, _, value = word.lstrip("+").partition("=")
@@ -276,12 +267,7 @@ def digest(words: Sequence[str]) -> str:
 
 @contextmanager
 def open_sweep(folder: Path, command: str) -> Iterator[SweepDir]:
-    """Read a sweep, or begin one, and lock it for this process.
-
-    Raises:
-        LaunchError: if the directory cannot be made, holds something else, or another process has it.
-        DataError: if sweep.json is broken.
-    """
+    """Read a sweep, or begin one, and lock it for this process; an error if another process has it."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         is_new = not (folder / FILE).exists()
