@@ -4,16 +4,17 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from toolkit.cli import beginning
 from toolkit.config import ops
 from toolkit.config.load import load
 from toolkit.engine.ds_config import build_ds_config
 from toolkit.errors import ConfigError
-from toolkit.train.resume import RunSource
+from toolkit.train import startup, trainer
+from toolkit.train.run_dir import RunSource
 
 GPU = {"DS_ACCELERATOR": "cuda", "TORCH_EXTENSIONS_DIR": "/nowhere"}
 CPU = {"DS_ACCELERATOR": "cpu", "TORCH_EXTENSIONS_DIR": "/nowhere"}
@@ -113,7 +114,22 @@ def test_a_build_ends_with_the_rank_that_started_it(tmp_path: Path) -> None:
 def test_all_ranks_and_sessions_take_the_same(
     others: list[tuple[bool, str]], before: bool | None, expected: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(beginning.process_group, "gather", lambda value: others)
-    monkeypatch.setattr(beginning, "_optimizer_before", lambda origin: before)
-    cfg = beginning.with_optimizer(load(AUTO).cfg, RunSource(Path("run"), None))
+    monkeypatch.setattr(trainer.process_group, "gather", lambda value: others)
+    monkeypatch.setattr(trainer, "_optimizer_before", lambda origin: before)
+    cfg = trainer._with_optimizer(load(AUTO).cfg, RunSource(Path("run"), None))
     assert cfg.optim.torch is expected
+
+
+def test_what_is_missing_here_is_told_with_what_is_wrong_in_the_config(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(what: str) -> Callable[[object], None]:
+        def check(loaded: object) -> None:
+            raise ConfigError(what)
+
+        return check
+
+    monkeypatch.setattr(startup, "check_compiler", missing("no compiler"))
+    monkeypatch.setattr(startup, "check_track_here", missing("no tracker"))
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    with pytest.raises(ConfigError) as told:
+        startup.make_ready(["recipe=quickstart", "schedule.warmup_steps=-3"])
+    assert all(text in str(told.value) for text in ("schedule.warmup_steps", "no compiler", "no tracker"))

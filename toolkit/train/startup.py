@@ -12,6 +12,7 @@ from toolkit.config.schema import AUTO, ModelConfig, RunConfig
 from toolkit.launch import deepspeed, env_vars, environment, mpi
 from toolkit.messages import say, tr
 from toolkit.models.directory import runs_code
+from toolkit.problems import Problems
 
 
 def warn_remote_code(model: ModelConfig) -> None:
@@ -45,14 +46,16 @@ def make_ready(words: list[str], own: bool = False) -> tuple[Arguments, environm
     if "--cfg" in words:
         say(to_yaml(parse(_without_cfg(words), world_size=ranks.world_size).loaded.cfg).rstrip("\n"))
         return None
-    composed = parse_checked(words, world_size=ranks.world_size, own=own)
+    problems = Problems()
+    composed = parse_checked(words, world_size=ranks.world_size, own=own, problems=problems)
+    problems.attempt(check_compiler, composed.loaded)
+    if ranks.rank == 0:
+        problems.attempt(check_track_here, composed.loaded)
+    problems.raise_all()
     cfg = composed.loaded.cfg
-    check_compiler(composed.loaded)
     deepspeed.check_launcher(cfg.launch.num_nodes, ranks)
     deepspeed.check_restarts(cfg.run.max_restarts, ranks, words)
     set_environment(cfg, ranks, inherited)
-    if ranks.rank == 0:
-        check_track_here(composed.loaded)
     return composed, ranks
 
 
