@@ -59,7 +59,7 @@ TASKLESS = (
     *("run_plan", "anomalies", "throughput", "stragglers", "tracking"),
 )
 # distributed/file_lock.py and failure.py serve processes that have no torch yet; the rest of the layer needs it.
-LARGEST_FILE, LARGEST_FUNCTION = 800, 60
+LARGEST_FILE, LARGEST_COMMAND, LARGEST_FUNCTION = 800, 120, 60
 
 
 def module_name(path: Path) -> str:
@@ -175,7 +175,7 @@ def test_nothing_is_called_utils() -> None:
 def test_sizes(path: Path) -> None:
     text = path.read_text(encoding="utf-8")
     if path.name != "schema.py":  # a list of fields, most of it documentation
-        assert len(text.splitlines()) <= LARGEST_FILE
+        assert len(text.splitlines()) <= (LARGEST_COMMAND if path.parent.name == "cli" else LARGEST_FILE)
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
             lines = (node.end_lineno or 0) - node.lineno + 1
