@@ -33,6 +33,13 @@ def calls() -> Iterator[tuple[str, ast.Call]]:
                 and (node.func.id == "tr" or (node.func.id in {"say", *ERRORS} and node.keywords))
             ):
                 yield f"{path.relative_to(ROOT)}:{node.lineno}", node
+            elif (
+                isinstance(node, ast.Call)
+                and isinstance(node.func, ast.Attribute)
+                and (node.func.attr == "error" and node.keywords and len(node.args) == 2)
+            ):  # LoadedConfig.error(KEY, template, …)
+                call = ast.Call(func=node.func, args=node.args[1:], keywords=node.keywords)
+                yield f"{path.relative_to(ROOT)}:{node.lineno}", call
 
 
 def test_each_call_has_a_literal_template_and_fills_it() -> None:

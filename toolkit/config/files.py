@@ -114,11 +114,11 @@ def read(path: Path) -> YamlDocument:
     try:
         if path.stat().st_size > LARGEST_FILE_BYTES:
             raise ConfigError(
-                tr("{file} is larger than {limit} bytes: not a recipe.", file=shown, limit=LARGEST_FILE_BYTES)
+                "{file} is larger than {limit} bytes: not a recipe.", file=shown, limit=LARGEST_FILE_BYTES
             )
         text = path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(tr("cannot read {file}: {reason}", file=shown, reason=error)) from error
+        raise ConfigError("cannot read {file}: {reason}", file=shown, reason=error) from error
     return parse(text, shown)
 
 
@@ -131,11 +131,11 @@ def parse(text: str, shown: str) -> YamlDocument:
             node, values = _parsed(text, shown, get_yaml_loader())
     except yaml.MarkedYAMLError as error:
         line = error.problem_mark.line + 1 if error.problem_mark else 1
-        raise ConfigError(tr("{file}:{line}: {reason}", file=shown, line=line, reason=error.problem)) from error
+        raise ConfigError("{file}:{line}: {reason}", file=shown, line=line, reason=error.problem) from error
     except (yaml.YAMLError, ValueError) as error:  # ValueError: a number of thousands of digits, a date that is none
-        raise ConfigError(tr("{file}: {reason}", file=shown, reason=error)) from error
+        raise ConfigError("{file}: {reason}", file=shown, reason=error) from error
     if not isinstance(values, dict):
-        raise ConfigError(tr("{file} must hold `key: value` lines, not a list or a single value.", file=shown))
+        raise ConfigError("{file} must hold `key: value` lines, not a list or a single value.", file=shown)
     lines: dict[str, int] = {}
     if node is not None:
         _note_lines(node, "", lines)
@@ -185,13 +185,13 @@ def _vet_events(text: str, shown: str, loader_class: Any) -> None:
     for event in yaml.parse(text, Loader=loader_class):
         if isinstance(event, yaml.AliasEvent):
             line = event.start_mark.line + 1 if event.start_mark else 1
-            raise ConfigError(tr("{file}:{line}: YAML aliases (*name) are not allowed.", file=shown, line=line))
+            raise ConfigError("{file}:{line}: YAML aliases (*name) are not allowed.", file=shown, line=line)
         if isinstance(event, yaml.CollectionStartEvent):
             depth += 1
         elif isinstance(event, yaml.CollectionEndEvent):
             depth -= 1
         if depth > DEEPEST_NESTING:
-            raise ConfigError(tr("{file} nests deeper than {limit} levels.", file=shown, limit=DEEPEST_NESTING))
+            raise ConfigError("{file} nests deeper than {limit} levels.", file=shown, limit=DEEPEST_NESTING)
 
 
 def _note_lines(node: yaml.Node, path: str, lines: dict[str, int]) -> None:

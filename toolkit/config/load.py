@@ -26,6 +26,7 @@ from hydra.types import RunMode
 from omegaconf import OmegaConf
 from omegaconf.errors import InterpolationResolutionError, OmegaConfBaseException
 
+from toolkit import messages
 from toolkit.config import files
 from toolkit.config.files import YamlDocument, known_recipes
 from toolkit.config.schema import RunConfig, TuningMethod
@@ -81,9 +82,9 @@ class LoadedConfig:
         place = self.where.get(key, "")
         return tr("{place}: ", place=place) if place else ""
 
-    def error(self, key: str, sentence: str) -> ConfigError:
-        """Return the error about a key, with its place in front."""
-        return about(key, self.position(key) + sentence)
+    def error(self, about_key: str, sentence: str, /, **values: object) -> ConfigError:
+        """Return the error about a key, with its place in front; with values, the sentence is a template."""
+        return about(about_key, self.position(about_key) + (messages.tr(sentence, **values) if values else sentence))
 
     def place(self, path: str) -> str:
         """Return where a key is set, or else the section or list that it is in; "" if neither is."""
@@ -124,7 +125,7 @@ def load(overrides: Sequence[str], *, config_dir: str = "", problems: Problems |
     """
     found = Problems() if problems is None else problems
     if config_dir and not Path(config_dir).is_dir():
-        raise ConfigError(tr("--config-dir {folder} is not a folder.", folder=config_dir))
+        raise ConfigError("--config-dir {folder} is not a folder.", folder=config_dir)
     groups = _groups(config_dir)
     parsed = [override for word in overrides if (override := found.attempt(_parse, word)) is not None]
     if (chosen := found.attempt(_choose_recipe, parsed)) is None:
@@ -230,25 +231,23 @@ def _parse(word: str) -> Override:
     depths = accumulate({"[": 1, "{": 1, "]": -1, "}": -1}.get(letter, 0) for letter in word)
     if max(depths, default=0) > files.DEEPEST_NESTING:
         limit, shown = files.DEEPEST_NESTING, word[:_LONGEST_WORD]
-        raise ConfigError(tr("command line: '{word}' nests deeper than {limit} levels.", word=shown, limit=limit))
+        raise ConfigError("command line: '{word}' nests deeper than {limit} levels.", word=shown, limit=limit)
     try:
         override = OverridesParser.create().parse_override(quoted(word))
         if override.package is not None:
             raise HydraException("no packages")
     except (HydraException, RecursionError, ValueError) as error:  # ValueError: a number of thousands of digits
         raise ConfigError(
-            tr(
-                "command line: cannot read '{word}': write key=value (quote spaces and brackets for the shell).",
-                word=word[:_LONGEST_WORD],
-            )
+            "command line: cannot read '{word}': write key=value (quote spaces and brackets for the shell).",
+            word=word[:_LONGEST_WORD],
         ) from error
     key = override.key_or_group
     if key == "hydra" or key.startswith("hydra."):
-        raise ConfigError(tr("command line: '{word}': Hydra's own settings cannot be changed here.", word=word))
+        raise ConfigError("command line: '{word}': Hydra's own settings cannot be changed here.", word=word)
     if override.is_delete():
-        raise ConfigError(tr("command line: '{word}': keys cannot be removed; set a value instead.", word=word))
+        raise ConfigError("command line: '{word}': keys cannot be removed; set a value instead.", word=word)
     if override.is_sweep_override():
-        raise ConfigError(tr("command line: '{word}' names several values; one run takes one.", word=word))
+        raise ConfigError("command line: '{word}' names several values; one run takes one.", word=word)
     return override
 
 
@@ -278,12 +277,10 @@ def _choose_recipe(parsed: list[Override]) -> tuple[str, Path, dict[str, Path]]:
         return path.stem, path.resolve(), recipes
     if name.endswith((".json", ".sh")) and Path(name).is_file():
         raise ConfigError(
-            tr(
-                "command line: {path} is no recipe. A DeepSpeed JSON goes with a recipe: recipe=NAME "
-                "deepspeed_json={path}. Of another program's config make one:  toolkit import-config {path} "
-                "output=NAME.yaml",
-                path=name,
-            )
+            "command line: {path} is no recipe. A DeepSpeed JSON goes with a recipe: recipe=NAME "
+            "deepspeed_json={path}. Of another program's config make one:  toolkit import-config {path} "
+            "output=NAME.yaml",
+            path=name,
         )
     if name not in recipes:
         raise ConfigError(
@@ -402,7 +399,7 @@ def _read_recipes(
         _write_out(document.values)
         defaults = document.values.pop("defaults", [])
         if not isinstance(defaults, list):
-            raise ConfigError(tr("{place}: 'defaults' must be a list.", place=document.place("defaults")))
+            raise ConfigError("{place}: 'defaults' must be a list.", place=document.place("defaults"))
         for index, item in enumerate(defaults):
             place = document.place(f"defaults[{index}]")
             base = problems.attempt(_check_default, item, place, recipes, groups)
@@ -422,12 +419,10 @@ def _check_ours(document: YamlDocument) -> None:
     others = [str(key) for key in document.values if key not in own and is_foreign(str(key))]
     if len(others) >= 2 and 2 * len(others) > len(document.values):
         raise ConfigError(
-            tr(
-                "{file} is no recipe but another program's config ({keys}, …). Make a recipe of it:  toolkit "
-                "import-config {file} output=NAME.yaml",
-                file=document.shown,
-                keys=", ".join(others[:3]),
-            )
+            "{file} is no recipe but another program's config ({keys}, …). Make a recipe of it:  toolkit "
+            "import-config {file} output=NAME.yaml",
+            file=document.shown,
+            keys=", ".join(others[:3]),
         )
 
 
@@ -460,11 +455,7 @@ def _check_default(item: Any, place: str, recipes: dict[str, Path], groups: Grou
 
 def _wrong_default(item: Any, place: str) -> ConfigError:
     return ConfigError(
-        tr(
-            "{place}: '{item}': write `- override /GROUP: CHOICE`, or the name of another recipe.",
-            place=place,
-            item=item,
-        )
+        "{place}: '{item}': write `- override /GROUP: CHOICE`, or the name of another recipe.", place=place, item=item
     )
 
 
@@ -544,7 +535,7 @@ def _check_document(document: YamlDocument, package: str, problems: Problems) ->
     kind = field_type(package) if package else RunConfig
     if not package and document.values.pop("hydra", None) is not None:
         position = document.place("hydra")
-        problems.add(ConfigError(tr("{place}: a 'hydra:' section is not allowed in a recipe.", place=position)))
+        problems.add(ConfigError("{place}: a 'hydra:' section is not allowed in a recipe.", place=position))
     if kind is None:  # a group of --config-dir whose name is no section, without `# @package _global_`
         raise unknown_key(package, lambda _: document.shown)
     document.values.pop("defaults", None)  # of a group's file: Hydra has read it

@@ -76,13 +76,11 @@ def mesh_of(cfg: RunConfig, world_size: int, rank: int = 0) -> Mesh:
     mesh = Mesh(world_size=world_size, rank=rank, **sizes)
     if world_size % mesh.model_ranks:
         raise ConfigError(
-            tr(
-                "{ranks} ranks cannot be divided into groups of {size} (parallel.tensor {tensor} x parallel.sequence "
-                "{sequence} x parallel.pipeline {pipeline}). Start on a multiple of {size} ranks.",
-                ranks=world_size,
-                size=mesh.model_ranks,
-                **sizes,
-            )
+            "{ranks} ranks cannot be divided into groups of {size} (parallel.tensor {tensor} x parallel.sequence "
+            "{sequence} x parallel.pipeline {pipeline}). Start on a multiple of {size} ranks.",
+            ranks=world_size,
+            size=mesh.model_ranks,
+            **sizes,
         )
     return mesh
 
@@ -166,13 +164,11 @@ def check_split(config: Mapping[str, Any], size: int) -> None:
     kind = config.get("model_type", FAMILIES[0])
     if kind not in FAMILIES:
         raise ConfigError(
-            tr(
-                "parallel.tensor = {size}: how the layers of '{kind}' are split is not known here. Known are {known}. "
-                "zero=stage3 divides any model.",
-                size=size,
-                kind=kind,
-                known=", ".join(FAMILIES),
-            )
+            "parallel.tensor = {size}: how the layers of '{kind}' are split is not known here. Known are {known}. "
+            "zero=stage3 divides any model.",
+            size=size,
+            kind=kind,
+            known=", ".join(FAMILIES),
         )
     for value, what in (
         (config["heads"], tr("attention heads")),
@@ -181,12 +177,10 @@ def check_split(config: Mapping[str, Any], size: int) -> None:
     ):
         if value % size:
             raise ConfigError(
-                tr(
-                    "parallel.tensor = {size} does not divide the model's {count} {what}. Use a number that does.",
-                    size=size,
-                    count=value,
-                    what=what,
-                )
+                "parallel.tensor = {size} does not divide the model's {count} {what}. Use a number that does.",
+                size=size,
+                count=value,
+                what=what,
             )
 
 
@@ -198,11 +192,9 @@ def micro_rows(cfg: RunConfig) -> int:
     """
     if isinstance(cfg.batch.micro_per_gpu, str):
         raise ConfigError(
-            tr(
-                "batch.micro_per_gpu = {value} is a number only when training has begun: it is then in config.yaml of "
-                "the run. Here give one: batch.micro_per_gpu=1.",
-                value=cfg.batch.micro_per_gpu,
-            )
+            "batch.micro_per_gpu = {value} is a number only when training has begun: it is then in config.yaml of "
+            "the run. Here give one: batch.micro_per_gpu=1.",
+            value=cfg.batch.micro_per_gpu,
         )
     return cfg.batch.micro_per_gpu
 

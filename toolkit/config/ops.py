@@ -137,14 +137,12 @@ def check_compiler(loaded: LoadedConfig, environ: Mapping[str, str] = os.environ
     key = {"async_io": "zero.offload_optimizer.device", "deepspeed_shm_comm": "distributed.cpu_shared_memory"}
     raise loaded.error(
         key.get(missing[0], "optim.torch"),
-        tr(
-            "DeepSpeed has to compile {ops} for this recipe, and {tools} is missing on this machine. Install it "
-            "({commands}), or set {other}.",
-            ops=", ".join(missing),
-            tools=", ".join(tools),
-            commands=how_to_install(tools),
-            other=instead.get(missing[0], "optim.torch=true"),
-        ),
+        "DeepSpeed has to compile {ops} for this recipe, and {tools} is missing on this machine. Install it "
+        "({commands}), or set {other}.",
+        ops=", ".join(missing),
+        tools=", ".join(tools),
+        commands=how_to_install(tools),
+        other=instead.get(missing[0], "optim.torch=true"),
     )
 
 
@@ -162,12 +160,10 @@ def check_build_locks(environ: Mapping[str, str], proc: Path = Path("/proc")) ->
     """
     for lock, age_s in stale_build_locks(environ, proc):
         raise LaunchError(
-            tr(
-                "{lock} was left {minutes} minutes ago by a build that did not come to its end, and nobody builds "
-                "there now on this machine: this run would wait for it for ever. Remove it:  rm {lock}",
-                lock=lock,
-                minutes=f"{age_s / 60:,.0f}",
-            )
+            "{lock} was left {minutes} minutes ago by a build that did not come to its end, and nobody builds "
+            "there now on this machine: this run would wait for it for ever. Remove it:  rm {lock}",
+            lock=lock,
+            minutes=f"{age_s / 60:,.0f}",
         )
 
 

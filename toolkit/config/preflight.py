@@ -43,7 +43,9 @@ def _nvme_folders(loaded: LoadedConfig) -> Iterator[ConfigError]:
         if not path:
             yield loaded.error(
                 f"{section}.device",
-                tr("{section}.device = nvme needs {key}=FOLDER on the NVMe disk.", section=section, key=key),
+                "{section}.device = nvme needs {key}=FOLDER on the NVMe disk.",
+                section=section,
+                key=key,
             )
             continue
         try:
@@ -52,12 +54,10 @@ def _nvme_folders(loaded: LoadedConfig) -> Iterator[ConfigError]:
         except OSError as error:
             yield loaded.error(
                 key,
-                tr(
-                    "{key} = {path} is not a folder that can be written to: {reason}.",
-                    key=key,
-                    path=path,
-                    reason=error.strerror,
-                ),
+                "{key} = {path} is not a folder that can be written to: {reason}.",
+                key=key,
+                path=path,
+                reason=error.strerror,
             )
 
 
@@ -68,24 +68,20 @@ def _model(loaded: LoadedConfig) -> Iterator[ConfigError]:
         if shape.hidden_size % shape.num_heads or shape.num_heads % shape.num_kv_heads:
             yield loaded.error(
                 "model.shape.num_heads",
-                tr(
-                    "model.shape: hidden_size {hidden} must be a multiple of num_heads {heads}, and that of "
-                    "num_kv_heads {kv_heads}.",
-                    hidden=shape.hidden_size,
-                    heads=shape.num_heads,
-                    kv_heads=shape.num_kv_heads,
-                ),
+                "model.shape: hidden_size {hidden} must be a multiple of num_heads {heads}, and that of "
+                "num_kv_heads {kv_heads}.",
+                hidden=shape.hidden_size,
+                heads=shape.num_heads,
+                kv_heads=shape.num_kv_heads,
             )
         elif shape.hidden_size // shape.num_heads % 4:
             yield loaded.error(
                 "model.shape.num_heads",
-                tr(
-                    "model.shape: hidden_size {hidden} / num_heads {heads} = {size} must be a multiple of 4, "
-                    "because half of a head is rotated in pairs.",
-                    hidden=shape.hidden_size,
-                    heads=shape.num_heads,
-                    size=shape.hidden_size // shape.num_heads,
-                ),
+                "model.shape: hidden_size {hidden} / num_heads {heads} = {size} must be a multiple of 4, "
+                "because half of a head is rotated in pairs.",
+                hidden=shape.hidden_size,
+                heads=shape.num_heads,
+                size=shape.hidden_size // shape.num_heads,
             )
     elif not model.path:
         sentence = tr("model.path is empty: set model.path=DIR to a folder with a model in transformers' layout.")
@@ -97,7 +93,7 @@ def _model(loaded: LoadedConfig) -> Iterator[ConfigError]:
     for key in ("model.tokenizer", "model.chat_template"):
         path = str(get_value(loaded.cfg, key))
         if path and not Path(path).exists():
-            yield loaded.error(key, tr("{key} = {path} does not exist.", key=key, path=path))
+            yield loaded.error(key, "{key} = {path} does not exist.", key=key, path=path)
 
 
 def _sources(loaded: LoadedConfig) -> Iterator[ConfigError]:
@@ -163,7 +159,9 @@ def _run_dir(loaded: LoadedConfig) -> Iterator[ConfigError]:
     if not existing.is_dir() or not os.access(existing, os.W_OK):
         yield loaded.error(
             "run.dir",
-            tr("run.dir = {dir}: {folder} cannot be written to.", dir=loaded.cfg.run.dir, folder=existing),
+            "run.dir = {dir}: {folder} cannot be written to.",
+            dir=loaded.cfg.run.dir,
+            folder=existing,
         )
 
 
@@ -176,17 +174,16 @@ def _resume(loaded: LoadedConfig) -> Iterator[ConfigError]:
     if any((path / name).is_file() for name in ("config.json", "adapter_config.json")):
         yield loaded.error(
             "resume",
-            tr(
-                "resume = {path} is a model or an adapter alone, without what training needs to resume. Query it "
-                "(toolkit generate {path}), or start another training from it: model.path={path}, of an adapter "
-                "tuning.adapter={path}.",
-                path=path,
-            ),
+            "resume = {path} is a model or an adapter alone, without what training needs to resume. Query it "
+            "(toolkit generate {path}), or start another training from it: model.path={path}, of an adapter "
+            "tuning.adapter={path}.",
+            path=path,
         )
     elif not ((path / "manifest.json").is_file() or any((path / "checkpoints").glob("step-*"))):
         yield loaded.error(
             "resume",
-            tr("resume = {path} is not auto, must or never, nor a checkpoint or a run directory with one.", path=path),
+            "resume = {path} is not auto, must or never, nor a checkpoint or a run directory with one.",
+            path=path,
         )
 
 
@@ -198,11 +195,9 @@ def _packages(loaded: LoadedConfig) -> Iterator[ConfigError]:
     if missing:
         yield loaded.error(
             "evaluate.metrics",
-            tr(
-                "evaluate.metrics: {metrics} needs what is not installed: pip install {packages}",
-                metrics=", ".join(wanted),
-                packages=" ".join(missing),
-            ),
+            "evaluate.metrics: {metrics} needs what is not installed: pip install {packages}",
+            metrics=", ".join(wanted),
+            packages=" ".join(missing),
         )
 
 
@@ -358,11 +353,9 @@ def check_track_here(loaded: LoadedConfig) -> None:
     raise_all(
         loaded.error(
             f"track.{name}.enabled",
-            tr(
-                "track.{name} needs the package {name}, which is not installed:  pip install {package}",
-                name=name,
-                package=PACKAGES[name],
-            ),
+            "track.{name} needs the package {name}, which is not installed:  pip install {package}",
+            name=name,
+            package=PACKAGES[name],
         )
         for name in loaded.cfg.track.enabled
         if name in PACKAGES and not _is_installed(name)
@@ -387,7 +380,8 @@ def check_tuning_here(loaded: LoadedConfig) -> Iterator[ConfigError]:
     if tuning.adapter and not Path(tuning.adapter).is_dir():
         yield loaded.error(
             "tuning.adapter",
-            tr("tuning.adapter = {path} is not a folder here.", path=tuning.adapter),
+            "tuning.adapter = {path} is not a folder here.",
+            path=tuning.adapter,
         )
     if tuning.method is not TuningMethod.qlora:
         return
@@ -399,7 +393,8 @@ def check_tuning_here(loaded: LoadedConfig) -> Iterator[ConfigError]:
     if missing:
         yield loaded.error(
             "tuning.method",
-            tr("tuning.method = qlora needs {missing}, which is not here. Use tuning=lora.", missing=missing),
+            "tuning.method = qlora needs {missing}, which is not here. Use tuning=lora.",
+            missing=missing,
         )
 
 
@@ -411,7 +406,7 @@ def check_zero_here(loaded: LoadedConfig) -> Iterator[ConfigError]:
     for key in _GPU_ONLY:
         if get_value(loaded.cfg, key) and shutil.which("nvidia-smi") is None:
             yield loaded.error(
-                key, tr("{key} = true needs NVIDIA GPUs, and there are none here. Set it to false.", key=key)
+                key, "{key} = true needs NVIDIA GPUs, and there are none here. Set it to false.", key=key
             )
 
 

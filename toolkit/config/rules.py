@@ -185,11 +185,9 @@ def _check_both_given(loaded: LoadedConfig) -> Iterator[ConfigError]:
     if train.max_steps and train.epochs != 1 and loaded.explicit >= set(length) and are_from_one_place(*length):
         yield loaded.error(
             "train.max_steps",
-            tr(
-                "train.max_steps = {steps} and train.epochs = {epochs} are both given: keep one of them.",
-                steps=train.max_steps,
-                epochs=train.epochs,
-            ),
+            "train.max_steps = {steps} and train.epochs = {epochs} are both given: keep one of them.",
+            steps=train.max_steps,
+            epochs=train.epochs,
         )
     if schedule.warmup_steps and schedule.warmup_ratio:
         sentence = tr(
@@ -213,11 +211,9 @@ def _check_restarts(loaded: LoadedConfig) -> Iterator[ConfigError]:
     if cfg.run.max_restarts and missing:
         yield loaded.error(
             "run.max_restarts",
-            tr(
-                "run.max_restarts = {most} needs a run that can go on from its checkpoints. Add {words}.",
-                most=cfg.run.max_restarts,
-                words=" ".join(missing),
-            ),
+            "run.max_restarts = {most} needs a run that can go on from its checkpoints. Add {words}.",
+            most=cfg.run.max_restarts,
+            words=" ".join(missing),
         )
 
 
@@ -226,7 +222,7 @@ def _check_world_sizes(loaded: LoadedConfig) -> Iterator[ConfigError]:
     cfg, key = loaded.cfg, "batch.world_sizes"
     sizes, size = cfg.batch.world_sizes, cfg.batch.global_size
     if any(ranks < 1 for ranks in sizes):
-        yield loaded.error(key, tr("{key} = {value} must hold numbers of at least 1.", key=key, value=sizes))
+        yield loaded.error(key, "{key} = {value} must hold numbers of at least 1.", key=key, value=sizes)
         return
     micro = 1 if cfg.batch.micro_per_gpu == AUTO else int(cfg.batch.micro_per_gpu)
     try:
@@ -237,13 +233,11 @@ def _check_world_sizes(loaded: LoadedConfig) -> Iterator[ConfigError]:
     if cfg.parallel.tensor > 1 and len(set(sizes)) > 1:
         yield loaded.error(
             key,
-            tr(
-                "{key} = {value}: with parallel.tensor = {tensor} a run goes on on as many ranks as it was saved by "
-                "only. Take it out.",
-                key=key,
-                value=sizes,
-                tensor=cfg.parallel.tensor,
-            ),
+            "{key} = {value}: with parallel.tensor = {tensor} a run goes on on as many ranks as it was saved by "
+            "only. Take it out.",
+            key=key,
+            value=sizes,
+            tensor=cfg.parallel.tensor,
         )
     if not sizes or size % unit == 0:
         return
@@ -286,7 +280,7 @@ def _check_weights(loaded: LoadedConfig) -> Iterator[ConfigError]:
     empty = [] if wrong else [time for time in times if not any(source.weight_at(time) for source in sources)]
     if empty:
         places = ", ".join(map(str, empty))
-        yield loaded.error(key, tr("no source has a weight above 0 at {place} of the run.", place=places))
+        yield loaded.error(key, "no source has a weight above 0 at {place} of the run.", place=places)
 
 
 def _wrong_weights(loaded: LoadedConfig, number: int, source: SourceConfig) -> Iterator[ConfigError]:
@@ -294,20 +288,19 @@ def _wrong_weights(loaded: LoadedConfig, number: int, source: SourceConfig) -> I
     if source.weights and source.weight != 1:
         yield loaded.error(
             key,
-            tr("data.sources[{number}]: weight and weights are both given: keep one of them.", number=number),
+            "data.sources[{number}]: weight and weights are both given: keep one of them.",
+            number=number,
         )
     if any(not 0 <= place <= 1 for place in places) or places != sorted(set(places)):
         yield loaded.error(
             key,
-            tr(
-                "data.sources[{number}].weights: the points {places} must rise from 0, the beginning of the run, "
-                "to at most 1, its end.",
-                number=number,
-                places=places,
-            ),
+            "data.sources[{number}].weights: the points {places} must rise from 0, the beginning of the run, "
+            "to at most 1, its end.",
+            number=number,
+            places=places,
         )
     if any(not 0 <= weight < math.inf for weight in [source.weight, *(point.weight for point in source.weights)]):
-        yield loaded.error(key, tr("data.sources[{number}]: a weight must be a number of at least 0.", number=number))
+        yield loaded.error(key, "data.sources[{number}]: a weight must be a number of at least 0.", number=number)
 
 
 def _check_random_ltd(loaded: LoadedConfig) -> Iterator[ConfigError]:
@@ -327,11 +320,9 @@ def _check_random_ltd(loaded: LoadedConfig) -> Iterator[ConfigError]:
     if any(reasons.values()):
         yield loaded.error(
             key,
-            tr(
-                "train.random_ltd cannot be used with {setting}: it works where all or some layers are trained "
-                "(tuning=full or freeze), each whole on its rank and not compiled. Set train.random_ltd.steps=0.",
-                setting=", ".join(setting for setting, is_so in reasons.items() if is_so),
-            ),
+            "train.random_ltd cannot be used with {setting}: it works where all or some layers are trained "
+            "(tuning=full or freeze), each whole on its rank and not compiled. Set train.random_ltd.steps=0.",
+            setting=", ".join(setting for setting, is_so in reasons.items() if is_so),
         )
 
 
@@ -354,13 +345,11 @@ def _check_requirements(loaded: LoadedConfig) -> Iterator[ConfigError]:
         if is_on(cfg) and missing:
             yield loaded.error(
                 key,
-                tr(
-                    "{key} = {value} cannot be with the other settings; docs/zero.md says why. Add {words}, or leave "
-                    "it out.",
-                    key=key,
-                    value=_written(get_value(cfg, key)),
-                    words=" ".join(missing),
-                ),
+                "{key} = {value} cannot be with the other settings; docs/zero.md says why. Add {words}, or leave "
+                "it out.",
+                key=key,
+                value=_written(get_value(cfg, key)),
+                words=" ".join(missing),
             )
 
 
@@ -376,13 +365,11 @@ def _check_untested(loaded: LoadedConfig) -> Iterator[ConfigError]:
         if is_on(cfg):
             yield loaded.error(
                 key,
-                tr(
-                    "{key} = {value} and {other} = {theirs} do not go together: untested. Leave one of them out.",
-                    key=key,
-                    value=_written(get_value(cfg, key)),
-                    other=other,
-                    theirs=_written(get_value(cfg, other)),
-                ),
+                "{key} = {value} and {other} = {theirs} do not go together: untested. Leave one of them out.",
+                key=key,
+                value=_written(get_value(cfg, key)),
+                other=other,
+                theirs=_written(get_value(cfg, other)),
             )
 
 
@@ -449,7 +436,10 @@ def _check_ranks(loaded: LoadedConfig, world_size: int) -> Iterator[ConfigError]
     if world_size % size:
         yield loaded.error(
             key,
-            tr("{key} = {value} must divide the {ranks} ranks of the run.", key=key, value=size, ranks=world_size),
+            "{key} = {value} must divide the {ranks} ranks of the run.",
+            key=key,
+            value=size,
+            ranks=world_size,
         )
     batch = cfg.batch
     is_known = batch.micro_per_gpu != AUTO
@@ -457,12 +447,10 @@ def _check_ranks(loaded: LoadedConfig, world_size: int) -> Iterator[ConfigError]
     if cfg.zero.zenflow.enabled and is_known and batch.global_size != batch.micro_per_gpu * ranks:
         yield loaded.error(
             "zero.zenflow.enabled",
-            tr(
-                "zero.zenflow.enabled = true makes an update of every micro-batch, so a step has to have one: "
-                "batch.global_size = {size} must be batch.micro_per_gpu ({micro}) x {ranks} ranks. Leave more steps "
-                "together with zero.zenflow.update_interval.",
-                size=batch.global_size,
-                micro=batch.micro_per_gpu,
-                ranks=ranks,
-            ),
+            "zero.zenflow.enabled = true makes an update of every micro-batch, so a step has to have one: "
+            "batch.global_size = {size} must be batch.micro_per_gpu ({micro}) x {ranks} ranks. Leave more steps "
+            "together with zero.zenflow.update_interval.",
+            size=batch.global_size,
+            micro=batch.micro_per_gpu,
+            ranks=ranks,
         )

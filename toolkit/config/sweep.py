@@ -13,7 +13,6 @@ from hydra.errors import HydraException
 from toolkit.config.files import known_recipes
 from toolkit.config.load import group_choices, quoted
 from toolkit.errors import ConfigError
-from toolkit.messages import tr
 
 
 @dataclass(kw_only=True, slots=True)
@@ -78,10 +77,10 @@ def read(words: Sequence[str], config_dir: str = "") -> tuple[list[str], list[Ax
                 fixed.append(word)
         except (HydraException, RecursionError) as error:
             raise ConfigError(
-                tr("command line: cannot read '{word}': {reason}", word=word, reason=" ".join(str(error).split()))
+                "command line: cannot read '{word}': {reason}", word=word, reason=" ".join(str(error).split())
             ) from error
     if twice := {axis.key for axis in axes if [other.key for other in axes].count(axis.key) > 1}:
-        raise ConfigError(tr("command line: {key} names several values twice.", key=", ".join(sorted(twice))))
+        raise ConfigError("command line: {key} names several values twice.", key=", ".join(sorted(twice)))
     return fixed, axes
 
 
@@ -94,11 +93,9 @@ def grid(axes: Sequence[Axis]) -> list[list[str]]:
     for axis in axes:
         if not axis.values:
             raise ConfigError(
-                tr(
-                    "command line: {key}: an interval needs trials=N metric=NAME, which choose values in it; without "
-                    "them list the values: {key}=A,B,C.",
-                    key=axis.key,
-                )
+                "command line: {key}: an interval needs trials=N metric=NAME, which choose values in it; without "
+                "them list the values: {key}=A,B,C.",
+                key=axis.key,
             )
     return [
         [f"{axis.key}={value}" for axis, value in zip(axes, values, strict=True)]
@@ -116,25 +113,21 @@ def _axis(override: Override, word: str) -> Axis:
     value = override.value()
     if getattr(value, "shuffle", False):
         raise ConfigError(
-            tr(
-                "command line: '{word}': the order would be another each time, and a sweep could not go on. Leave "
-                "shuffle() out.",
-                word=word,
-            )
+            "command line: '{word}': the order would be another each time, and a sweep could not go on. Leave "
+            "shuffle() out.",
+            word=word,
         )
     if isinstance(value, IntervalSweep):
         low, high = value.start, value.end
         is_log = "log" in (value.tags or ())
         if low is None or high is None or not -math.inf < low < high < math.inf or (is_log and low <= 0):
             raise ConfigError(
-                tr(
-                    "command line: '{word}': an interval goes from a number to a larger one, above 0 if it is drawn by "
-                    "its logarithm.",
-                    word=word,
-                )
+                "command line: '{word}': an interval goes from a number to a larger one, above 0 if it is drawn by "
+                "its logarithm.",
+                word=word,
             )
         return Axis(key=key, low=low, high=high, is_log=is_log, is_whole=isinstance(low, int))
     values = list(override.sweep_string_iterator())
     if not values:
-        raise ConfigError(tr("command line: '{word}' names no value.", word=word))
+        raise ConfigError("command line: '{word}' names no value.", word=word)
     return Axis(key=key, values=list(dict.fromkeys(values)))

@@ -172,7 +172,7 @@ def _check_section(value: Any, kind: type, path: str, place: Place, problems: Pr
 
 
 def _names_code(path: str, place: Place) -> ConfigError:
-    return ConfigError(tr("{place}: '_target_' is not allowed: a config never names code to run.", place=place(path)))
+    return ConfigError("{place}: '_target_' is not allowed: a config never names code to run.", place=place(path))
 
 
 def _check_free(value: Any, path: str, place: Place) -> None:
@@ -198,7 +198,7 @@ def _is_interpolation(value: str, path: str, place: Place) -> bool:
     # What is left without every plain ${other.key} may hold no "${": `${${x}:HOME}` would be a resolver too.
     if "${" in re.sub(r"\$\{[\w.\[\]]+\}", "", value):
         raise ConfigError(
-            tr("{place}: '{key}' = {value}: only ${{other.key}} is allowed.", place=place(path), key=path, value=value)
+            "{place}: '{key}' = {value}: only ${{other.key}} is allowed.", place=place(path), key=path, value=value
         )
     return "${" in value
 
