@@ -137,7 +137,9 @@ def test_a_signal_saves_and_leaves_a_clear_state(number: signal.Signals, rows_fi
     assert re.search(
         rf"Stopped: stopped by ({number.name}|a signal to another rank|SIG\w+) after step \d+ of 100000", output
     ), output[-3000:]
-    assert "Traceback" not in output.split("Stopped:")[0][-2000:]
+    # DeepSpeed's launcher gets the signal too, and prints a KeyboardInterrupt, maybe before the ranks speak.
+    traces = re.findall(r"Traceback \(most recent call last\):\n((?:  .*\n)+)", output)
+    assert not [trace for trace in traces if "/toolkit/" in trace or "run.py" in trace], output[-3000:]
     folder = tmp_path / "runs" / "stopped"
     [latest] = (folder / "checkpoints" / "latest").read_text().split()
     assert (folder / "checkpoints" / latest).is_dir()
