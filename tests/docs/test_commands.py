@@ -101,6 +101,7 @@ def understand(line: str, monkeypatch: pytest.MonkeyPatch) -> None:
     any_recipe = "chatglm_lora_adgen" if any(word.startswith("tuning.") for word in rest) else "zero1"
     rest = [f"recipe={any_recipe}" if word == "recipe=NAME" else word for word in rest]
     module = import_module("benchmarks.run" if command == "bench" else COMMANDS[command])
+    import_module(COMMANDS["sweep"])  # what --multirun hands its words to
 
     def parsed(words: Sequence[str], **how: Any) -> NoReturn:
         how = {name: value for name, value in how.items() if name in ("names", "flags")}
