@@ -292,37 +292,31 @@ def resolve_servable(path: Path) -> Path:
     folder = (path if (path / "config.json").is_file() or not (path / "export").is_dir() else path / "export").resolve()
     if (folder / "adapter_config.json").is_file():
         raise ConfigError(
-            tr(
-                "{folder} is an adapter, not a whole model. Merge it: toolkit export-model {folder} merge=true "
-                "output=DIR. Or serve its base, with backend=vllm adapter={folder}.",
-                folder=folder,
-            )
+            "{folder} is an adapter, not a whole model. Merge it: toolkit export-model {folder} merge=true "
+            "output=DIR. Or serve its base, with backend=vllm adapter={folder}.",
+            folder=folder,
         )
     config = read_config(str(folder))
     architecture = architecture_of(config)
     if architecture is Architecture.v1:
         raise ModelError(
-            tr(
-                "{folder} holds a ChatGLM-6B, which neither transformers' server nor vLLM knows. What works: `toolkit "
-                "chat`, `toolkit generate`, and the original's own servers (`toolkit export-model format=official`).",
-                folder=folder,
-            )
+            "{folder} holds a ChatGLM-6B, which neither transformers' server nor vLLM knows. What works: `toolkit "
+            "chat`, `toolkit generate`, and the original's own servers (`toolkit export-model format=official`).",
+            folder=folder,
         )
     if architecture is not None:
         raise ConfigError(
-            tr(
-                "{folder} is an official ChatGLM folder, which servers load with its remote code only. Convert it "
-                "first: toolkit export-model model.path={folder} format=hf output=DIR",
-                folder=folder,
-            )
+            "{folder} is an official ChatGLM folder, which servers load with its remote code only. Convert it "
+            "first: toolkit export-model model.path={folder} format=hf output=DIR",
+            folder=folder,
         )
     if not _has_template(folder):
         raise ConfigError(
-            tr("{folder} has no chat template (chat_template.jinja): a server could not chat.", folder=folder)
+            "{folder} has no chat template (chat_template.jinja): a server could not chat.", folder=folder
         )
     if "@" in str(folder):
         raise ConfigError(
-            tr("servers take what follows the @ in {folder} for a revision. Rename the folder.", folder=folder)
+            "servers take what follows the @ in {folder} for a revision. Rename the folder.", folder=folder
         )
     return folder
 
