@@ -7,8 +7,10 @@ import pytest
 from ranks import REPOSITORY, forked, run
 from shared import losses
 
+from toolkit.config.preflight import _has_fp16
+
 WORKER = str(REPOSITORY / "tests" / "ranks" / "sessions_worker.py")
-# Needs fp16 arithmetic, which DeepSpeed 0.19.8's CPU accelerator refuses; test_fp16_is_refused_on_a_cpu shows it.
+# Needs fp16 arithmetic, which DeepSpeed 0.19.8's CPU accelerator has on few processors; the last test shows it.
 NEEDS_GPU = {"fp16"}
 ADAM = {"zero2_offload": "DeepSpeedCPUAdam", "zero3_offload": "DeepSpeedCPUAdam", "zero3_nvme": "DeepSpeedCPUAdam"}
 
@@ -95,8 +97,11 @@ def test_nvme_is_really_used(runs: Path) -> None:
     assert len(list(made.glob("*params/rank*"))) == 2
 
 
-def test_fp16_is_refused_on_a_cpu(rows_file: Path, tmp_path: Path) -> None:
+def test_fp16_is_rejected_on_a_cpu_that_does_not_compute_in_it(rows_file: Path, tmp_path: Path) -> None:
     finished = run(forked(2, str(REPOSITORY / "run.py"), *overrides("fp16", rows_file, tmp_path)), cwd=tmp_path)
+    if _has_fp16(Path("/proc/cpuinfo")):  # as Xeons do from Sapphire Rapids on
+        assert finished.code == 0, finished.output[-3000:]
+        return
     assert finished.code == 2, finished.output[-3000:]
     assert "precision.dtype = fp16 needs a GPU" in finished.output
     assert "Traceback" not in finished.output
