@@ -1,7 +1,17 @@
-# Sourced by quickstart and test: makes or reuses the environment, and says how long that took.
+# Sourced by quickstart and test: makes or reuses the environment; `stage` runs and times a step, `summary` lists them.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 venv="${TOOLKIT_VENV:-$PWD/.venv}"
+summary=""
+
+stage() {
+    local name=$1 started=$SECONDS
+    shift
+    echo "== $name: $*"
+    "$@"
+    echo "== $name: done in $((SECONDS - started)) s"
+    summary="$summary${summary:+, }$name $((SECONDS - started)) s"
+}
 
 find_python() {
     local name
@@ -20,17 +30,22 @@ if ! command -v c++ >/dev/null && ! command -v g++ >/dev/null; then
     exit 2
 fi
 
-environment_started=$SECONDS
-# The stamp names what was installed, so that a changed pyproject.toml or constraints.txt installs anew.
+# The stamp names what was installed, so that a changed pyproject.toml or constraints.txt installs again.
 stamp="$(cat pyproject.toml constraints.txt | sha256sum | cut -c1-16)-$extras"
 if [ ! -f "$venv/.installed-$stamp" ]; then
-    [ -x "$venv/bin/python" ] || "$(find_python)" -m venv "$venv"
+    if [ ! -x "$venv/bin/python" ]; then
+        python="$(find_python)"
+        stage venv "$python" -m venv "$venv"
+    fi
+    pip_install=("$venv/bin/python" -m pip install --disable-pip-version-check)
+    [ -t 1 ] || pip_install+=(--quiet) # on a terminal pip shows its progress bars
     # torch first and pinned, so that nothing else can pull in another build of several gigabytes.
-    "$venv/bin/python" -m pip install --quiet --disable-pip-version-check "$(grep '^torch==' constraints.txt)"
-    "$venv/bin/python" -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".$extras"
+    stage torch "${pip_install[@]}" "$(grep '^torch==' constraints.txt)"
+    stage packages "${pip_install[@]}" -c constraints.txt -e ".$extras"
     touch "$venv/.installed-$stamp"
+else
+    echo "== environment: $venv is up to date"
 fi
-environment_s=$((SECONDS - environment_started))
 
 export PATH="$venv/bin:$PATH"
 export VIRTUAL_ENV="$venv"

@@ -1,0 +1,97 @@
+"""The wheel holds what the package reads and runs away from the checkout; scripts/environment.sh shows its stages."""
+
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PACKED = {"conf": "toolkit/_conf", "examples/data": "toolkit/_examples", "recipes": "toolkit/_recipes"}
+"""Directory of the checkout -> where a wheel has it."""
+PYTHON = """#!/bin/sh
+[ "$1 $2" = "-m venv" ] && mkdir -p "$3/bin" && cp "$0" "$3/bin/python"
+exit 0
+"""
+
+
+def pip(*words: str) -> None:
+    """Run pip without the network."""
+    command = [sys.executable, "-m", "pip", *words, "--no-deps", "--no-index", "--quiet", "--disable-pip-version-check"]
+    finished = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert finished.returncode == 0, finished.stdout + finished.stderr
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The built wheel; setuptools leaves files in what it builds from, so that is a copy."""
+    source, out = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheel")
+    for name in ("toolkit", "conf", "recipes", "examples"):
+        shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source)
+    pip("wheel", "--no-build-isolation", "--wheel-dir", str(out), str(source))
+    (built,) = out.glob("*.whl")
+    return built
+
+
+def test_a_wheel_holds_each_file_of_the_package(wheel: Path) -> None:
+    packed = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
+    sources = [path for path in (ROOT / "toolkit").rglob("*.*") if path.is_file() and "__pycache__" not in path.parts]
+    expected = {str(path.relative_to(ROOT)) for path in sources}
+    for folder, place in PACKED.items():
+        files = [path for path in (ROOT / folder).rglob("*") if path.suffix in (".yaml", ".json", ".jsonl")]
+        assert files
+        expected |= {f"{place}/{path.relative_to(ROOT / folder)}" for path in files}
+    assert packed == expected
+
+
+def test_an_installed_wheel_runs_away_from_the_checkout(wheel: Path, tmp_path: Path) -> None:
+    site, elsewhere = tmp_path / "site", tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    pip("install", "--target", str(site), str(wheel))
+
+    def run(*command: str) -> str:
+        env = os.environ | {"PYTHONPATH": str(site), "LC_ALL": "C.UTF-8"}
+        finished = subprocess.run(command, cwd=elsewhere, env=env, capture_output=True, text=True, timeout=120)
+        assert finished.returncode == 0, finished.stdout + finished.stderr
+        return finished.stdout
+
+    code = (
+        "import toolkit; from toolkit.config import files; "
+        "print(toolkit.__file__, files.conf_folder(), *files.recipe_folders(), files.example_folder(), sep='\\n')"
+    )
+    places = run(sys.executable, "-c", code).splitlines()
+    assert len(places) == 4
+    assert all(Path(place).is_relative_to(site) for place in places), places
+    toolkit = str(site / "bin" / "toolkit")
+    listed = run(toolkit, "recipes")
+    assert all(path.stem in listed for path in (ROOT / "recipes").glob("*.yaml"))
+    run(toolkit, "check", "recipe=zero1", "model=glm_tiny")
+    run(toolkit, "export-config", "recipe=chatglm", "world_size=2", "total_steps=10", "output=ds_config.json")
+    assert (elsewhere / "ds_config.json").is_file()
+
+
+def test_each_stage_of_the_environment_is_shown_with_its_seconds(tmp_path: Path) -> None:
+    python = tmp_path / "python"
+    python.write_text(PYTHON, encoding="utf-8")
+    python.chmod(0o755)
+    venv = tmp_path / "venv"
+
+    def source() -> list[str]:
+        script = f'extras="[serve]"; source {ROOT}/scripts/environment.sh; echo "$summary"'
+        env = os.environ | {"PYTHON": str(python), "TOOLKIT_VENV": str(venv)}
+        ran = subprocess.run(["bash", "-c", script], env=env, capture_output=True, text=True, timeout=60, check=True)
+        return ran.stdout.splitlines()
+
+    lines = source()
+    begun = [line for line in lines if line.startswith("== ") and ": done in " not in line]
+    assert [line.split(":")[0] for line in begun] == ["== venv", "== torch", "== packages"]
+    ended = [line.split(" done in ")[0] for line in lines if ": done in " in line]
+    assert ended == ["== venv:", "== torch:", "== packages:"]
+    assert "torch==" in begun[1] and "-c constraints.txt -e .[serve]" in begun[2]
+    assert lines[-1].startswith("venv ") and lines[-1].endswith(" s")
+    assert [line for line in source() if line] == [f"== environment: {venv} is up to date"]
