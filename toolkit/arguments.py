@@ -79,13 +79,13 @@ def parse_checked(
     names: Sequence[str] = (),
     flags: Sequence[str] = (),
     files: bool = True,
-    own: bool = False,
+    custom: bool = False,
     problems: Problems | None = None,
 ) -> Arguments:
     """Parse as `parse` does and check the config as `check_parsed` does; every error is reported at once."""
     errors = Problems() if problems is None else problems
     arguments = parse(words, world_size=world_size, names=names, flags=flags, problems=errors)
-    check_parsed(arguments.loaded, arguments.world_size, errors, files=files, own=own)
+    check_parsed(arguments.loaded, arguments.world_size, errors, files=files, custom=custom)
     if problems is None:
         errors.raise_all()
     arguments.notes += arguments.loaded.notices
@@ -93,10 +93,10 @@ def parse_checked(
 
 
 def check_parsed(
-    loaded: LoadedConfig, world_size: int | None, problems: Problems, *, files: bool = True, own: bool = False
+    loaded: LoadedConfig, world_size: int | None, problems: Problems, *, files: bool = True, custom: bool = False
 ) -> None:
-    """Check a config and the DeepSpeed JSON that it makes; `files` and `own` as for `check_rules`."""
-    check_rules(loaded, world_size, files=files, own=own, problems=problems)
+    """Check a config and the DeepSpeed JSON that it makes; `files` and `custom` as for `check_rules`."""
+    check_rules(loaded, world_size, files=files, custom=custom, problems=problems)
     problems.attempt(check_extra, loaded.cfg.ds_extra, OWNED, loaded.where)
     if not problems.errors:
         cfg = with_micro_batch(loaded.cfg)

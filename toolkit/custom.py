@@ -95,20 +95,20 @@ def _run(spec: CustomSpec, words: list[str], found: list[Path]) -> int:
         raise ConfigError(tr("score= makes figures of what metrics= returns: give both."))
     if spec.metrics is not None and spec.validation is None:
         raise ConfigError(tr("metrics= are of the validation data: give validation= too."))
-    ready = make_ready(words, own=True)
+    ready = make_ready(words, custom=True)
     if ready is None:
         return 0
-    composed, ranks = ready
+    arguments, ranks = ready
     if spec.validation is None:
-        check_without_validation(composed.loaded)
+        check_without_validation(arguments.loaded)
     if "OMP_NUM_THREADS" in os.environ:  # torch, which the program has imported, read it before it was set
         torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     if ranks.rank == 0:
-        greet(composed, ranks, spec.model_name)
+        greet(arguments, ranks, spec.model_name)
     from toolkit.train.custom_task import CustomTask
     from toolkit.train.trainer import Trainer
 
-    found.append(Trainer(CustomTask(spec), composed.loaded.cfg, ranks, time.monotonic() - age_s()).train())
+    found.append(Trainer(CustomTask(spec), arguments.loaded.cfg, ranks, time.monotonic() - age_s()).train())
     return 0
 
 

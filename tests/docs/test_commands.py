@@ -96,7 +96,7 @@ def understand(line: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the command's own code read its words, and stop it where it would begin to work."""
     command, rest, ranks = inner(words_of(line))
     if command == "own":
-        check_rules(load([f"recipe={OWN}", *rest]), ranks, files=False, own=True)
+        check_rules(load([f"recipe={OWN}", *rest]), ranks, files=False, custom=True)
         return
     any_recipe = "chatglm_lora_adgen" if any(word.startswith("tuning.") for word in rest) else "zero1"
     rest = [f"recipe={any_recipe}" if word == "recipe=NAME" else word for word in rest]

@@ -136,7 +136,7 @@ def main() -> None:
     """Run the sessions."""
     jobs = json.loads(Path(sys.argv[-1]).read_text())
     sys.argv = [sys.argv[0]]
-    ready = make_ready([f"recipe={ROOT}/toolkit/custom.yaml"], own=True)
+    ready = make_ready([f"recipe={ROOT}/toolkit/custom.yaml"], custom=True)
     assert ready
     process_group.start(ready[0].loaded.cfg.distributed)
     environment.check_port = lambda environ: None  # it is this process group's

@@ -70,12 +70,12 @@ def read(dataset: Any, rank: int, steps: int, place: Position, *words: str, **mo
 )
 def test_settings_that_cannot_be(words: list[str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        check_rules(loaded(*words), 2, own=True)
+        check_rules(loaded(*words), 2, custom=True)
 
 
 def test_settings_that_can_be() -> None:
     check_rules(
-        loaded("zero=stage3", "data.num_workers=2", "evaluate.keep_best=eval_f1", "evaluate.every=3"), 2, own=True
+        loaded("zero=stage3", "data.num_workers=2", "evaluate.keep_best=eval_f1", "evaluate.every=3"), 2, custom=True
     )
 
 

@@ -28,13 +28,13 @@ def run(words: list[str]) -> int:
     ready = make_ready(words)
     if ready is None:
         return 0
-    composed, ranks = ready
-    cfg = composed.loaded.cfg
+    arguments, ranks = ready
+    cfg = arguments.loaded.cfg
     if cfg.prepare.shard:
         raise ConfigError(tr("prepare.shard is for `toolkit prepare` alone: training needs all parts. Remove it."))
     if ranks.rank == 0:
-        greet(composed, ranks, cfg.model.name or Path(cfg.model.path).name or "?")
-    loaded = resolve_model_path(composed.loaded, say if ranks.local_rank == 0 else lambda line: None)
+        greet(arguments, ranks, cfg.model.name or Path(cfg.model.path).name or "?")
+    loaded = resolve_model_path(arguments.loaded, say if ranks.local_rank == 0 else lambda line: None)
     check_positions(loaded)
     # Only now is torch imported: whatever is wrong so far was told within seconds.
     from toolkit.train.language_task import LanguageTask

@@ -36,7 +36,7 @@ def check_rules(
     world_size: int | None = None,
     *,
     files: bool = True,
-    own: bool = False,
+    custom: bool = False,
     problems: Problems | None = None,
 ) -> None:
     """Apply every rule.
@@ -46,7 +46,7 @@ def check_rules(
         world_size: number of ranks; None leaves out the rules that need it.
         files: whether files, directories and devices that the config names must exist here; False for a config that is
             only exported for another machine.
-        own: whether a program trains a custom model and dataset with it.
+        custom: whether a program trains a custom model and dataset with it.
         problems: errors found before, and where those found here are added; None raises them.
 
     Raises:
@@ -57,23 +57,25 @@ def check_rules(
     found.apply((_check_bounds,), loaded)
     found.apply((_check_table,), loaded, tables.RANGES)
     found.settle()
-    if own:
+    if custom:
         found.apply((_check_table,), loaded, tables.INCOMPATIBLE_WITH_CUSTOM_MODELS)
     found.apply((_check_both_given, _check_restarts), loaded)
     found.apply((_check_table,), loaded, tables.INCOMPATIBLE)
     found.apply((_check_world_sizes, _check_weights, _check_random_ltd, _check_shape), loaded)
     found.apply((_check_requirements, _check_untested, _check_variables), loaded)
-    if not own:
+    if not custom:
         found.apply((_check_keep_best,), loaded)
         found.apply((_check_table,), loaded, tables.INCOMPATIBLE_OF_MODELS)
     found.apply(
-        (check_unused_keys,), loaded, (tables.READ_BY_LANGUAGE_MODELS, *tables.READ_WHEN) if own else tables.READ_WHEN
+        (check_unused_keys,),
+        loaded,
+        (tables.READ_BY_LANGUAGE_MODELS, *tables.READ_WHEN) if custom else tables.READ_WHEN,
     )
     found.attempt(_check_batch, loaded, world_size or model_ranks(loaded.cfg))
     if world_size is not None:
         found.apply((_check_ranks,), loaded, world_size)
     if files:
-        found.apply((*CUSTOM_FILES, *HERE) if own else (*FILES, *HERE, check_tuning_here), loaded)
+        found.apply((*CUSTOM_FILES, *HERE) if custom else (*FILES, *HERE, check_tuning_here), loaded)
     if problems is None:
         found.raise_all()
 

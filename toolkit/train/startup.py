@@ -26,12 +26,12 @@ def warn_remote_code(model: ModelConfig) -> None:
     Console().print(Text(line, style="bold red"), soft_wrap=True)
 
 
-def make_ready(words: list[str], own: bool = False) -> tuple[Arguments, environment.Ranks] | None:
+def make_ready(words: list[str], custom: bool = False) -> tuple[Arguments, environment.Ranks] | None:
     """Compose and check the config, and set this process's environment by it.
 
     Args:
         words: command line without what launchers add.
-        own: whether a program trains a model and a data set of its own.
+        custom: whether a program trains a model and a data set of its own.
 
     Returns:
         The config, and who this process is; None where the config alone was asked for, and has been printed.
@@ -47,16 +47,16 @@ def make_ready(words: list[str], own: bool = False) -> tuple[Arguments, environm
         say(to_yaml(parse(_without_cfg(words), world_size=ranks.world_size).loaded.cfg).rstrip("\n"))
         return None
     problems = Problems()
-    composed = parse_checked(words, world_size=ranks.world_size, own=own, problems=problems)
-    problems.attempt(check_compiler, composed.loaded)
+    arguments = parse_checked(words, world_size=ranks.world_size, custom=custom, problems=problems)
+    problems.attempt(check_compiler, arguments.loaded)
     if ranks.rank == 0:
-        problems.attempt(check_track_here, composed.loaded)
+        problems.attempt(check_track_here, arguments.loaded)
     problems.raise_all()
-    cfg = composed.loaded.cfg
+    cfg = arguments.loaded.cfg
     deepspeed.check_launcher(cfg.launch.num_nodes, ranks)
     deepspeed.check_restarts(cfg.run.max_restarts, ranks, words)
     set_environment(cfg, ranks, inherited)
-    return composed, ranks
+    return arguments, ranks
 
 
 def set_environment(cfg: RunConfig, ranks: environment.Ranks, inherited: dict[str, str]) -> None:
@@ -73,12 +73,12 @@ def _without_cfg(words: list[str]) -> list[str]:
     return words[:place] + words[place + 2 :]
 
 
-def greet(composed: Arguments, ranks: environment.Ranks, model: str) -> None:
+def greet(arguments: Arguments, ranks: environment.Ranks, model: str) -> None:
     """Say what begins: on which ranks, in which batches."""
-    cfg = composed.loaded.cfg
+    cfg = arguments.loaded.cfg
     if line := files.notice(cfg.data):
         say(line)
-    for note in [*composed.notes, *mpi.notes(ranks.launcher, ranks.local_world_size, os.environ)]:
+    for note in [*arguments.notes, *mpi.notes(ranks.launcher, ranks.local_world_size, os.environ)]:
         say(note)
     is_found = cfg.batch.micro_per_gpu == AUTO
     say(
