@@ -18,7 +18,7 @@ from toolkit.engine.ds_config import build_ds_config, leaves
 from toolkit.engine.ds_import import import_json
 from toolkit.errors import CheckpointError, ConfigError
 from toolkit.plan.memory import plan_rank
-from toolkit.plan.outline import PUBLISHED
+from toolkit.plan.outline import published_models
 from toolkit.plan.parameters import shapes_of_config, tuned
 from toolkit.plan.search import overrides, with_layout
 from toolkit.train.resume import _check_states
@@ -203,7 +203,7 @@ def test_no_checkpoint_leads_into_or_out_of_it(zero: dict[str, Any], key: str, s
 
 
 def test_plan_counts_what_is_added() -> None:
-    known = shapes_of_config(PUBLISHED["ChatGLM3-6B"])
+    known = shapes_of_config(published_models()["ChatGLM3-6B"])
     assert known is not None
     plain = loaded_with("zero=stage3 precision=bf16").cfg
     outline = tuned(*known, plain.tuning)

@@ -16,7 +16,7 @@ from toolkit.engine.deepspeed_patches import _want_gradient
 from toolkit.errors import ConfigError
 from toolkit.models.chatglm.modeling import ChatGLMConfig, ChatGLMForConditionalGeneration
 from toolkit.plan.machine import find_gpu, known_gpus, parse_machine
-from toolkit.plan.outline import PUBLISHED
+from toolkit.plan.outline import published_models
 from toolkit.plan.parameters import Shapes, shapes_of_config, tuned
 from toolkit.plan.speed import Work, causal_pairs, formula
 
@@ -131,7 +131,7 @@ def test_shapes_of_a_config_count_as_those_of_the_model() -> None:
 
 def test_chatglm3_6b_by_hand() -> None:
     """6 FLOPs for each parameter that a token meets, and attention."""
-    found = shapes_of_config(PUBLISHED["ChatGLM3-6B"])
+    found = shapes_of_config(published_models()["ChatGLM3-6B"])
     assert found
     per_layer = 4096 * (4096 + 2 * 256) + 4096 * 4096 + 3 * 4096 * 13696
     work = Work(4096, causal_pairs([1000, 3000, 96]), 2000)

@@ -19,7 +19,7 @@ from toolkit.config.rules import check_rules
 from toolkit.config.schema import Device, Dtype, RunConfig, TuningConfig, TuningMethod
 from toolkit.plan.machine import GIB, Machine, parse_bytes, parse_machine
 from toolkit.plan.memory import HEAP_SHARE, PROCESS_BYTES, checkpoint_bytes, plan_host, plan_rank, process_bytes
-from toolkit.plan.outline import PUBLISHED, outline_of
+from toolkit.plan.outline import outline_of, published_models
 from toolkit.plan.parameters import Outline, shapes_of_config, tuned
 from toolkit.plan.search import cheapest, evaluate_layout, layouts, overrides, with_layout
 from toolkit.plan.speed import assumed, step_time
@@ -29,13 +29,13 @@ WORLDS = st.sampled_from([1, 2, 4, 8, 16, 64])
 STAGES = st.sampled_from([0, 1, 2, 3])
 DTYPES = st.sampled_from(list(Dtype))
 METHODS = st.sampled_from([TuningMethod.full, TuningMethod.lora, TuningMethod.freeze, TuningMethod.ptuning_v2])
-NAMES = st.sampled_from(sorted(PUBLISHED))
+NAMES = st.sampled_from(sorted(published_models()))
 A100 = parse_machine("8xA100-80GB", 1, "1TB")
 
 
 def model(name: str, method: TuningMethod = TuningMethod.full) -> Outline:
     """Return a published model."""
-    known = shapes_of_config(PUBLISHED[name])
+    known = shapes_of_config(published_models()[name])
     assert known is not None
     return tuned(*known, TuningConfig(method=method, last_layers=2))
 

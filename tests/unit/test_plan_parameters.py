@@ -8,7 +8,7 @@ import torch
 import transformers
 
 from toolkit.models.chatglm.modeling import ChatGLMConfig, ChatGLMForConditionalGeneration
-from toolkit.plan.outline import PUBLISHED
+from toolkit.plan.outline import published_models
 from toolkit.plan.parameters import shapes_of_config
 
 COMMON = {
@@ -66,10 +66,32 @@ def test_chatglm_6b() -> None:
 
 
 def test_published_models_have_their_parameters() -> None:
-    """As their model cards say."""
-    found = shapes_of_config(PUBLISHED["ChatGLM3-6B"])
+    """As many as the indexes of their weights say (bytes / 2), and GGUF headers, rounded, for GLM-4-0414."""
+    found = {name: shapes_of_config(config) for name, config in published_models().items()}
+    assert {name: sum(map(math.prod, known[0].values())) for name, known in found.items() if known} == {
+        "ChatGLM-6B": 6_707_929_088,
+        "ChatGLM2-6B": 6_243_584_000,
+        "ChatGLM3-6B": 6_243_584_000,
+        "DeepSeek-R1-Distill-Qwen-7B": 7_615_616_512,
+        "GLM-4-32B-0414": 32_566_081_536,
+        "GLM-4-9B-0414": 9_400_279_040,
+        "Llama-3.1-8B-Instruct": 8_030_261_248,
+        "Qwen3-8B": 8_190_735_360,
+        "Qwen3-8B-Base": 8_190_735_360,
+        "glm-4-9b-chat": 9_399_951_360,
+    }
+
+
+@pytest.mark.parametrize("name", published_models())
+def test_published_models_are_those_that_transformers_builds(name: str) -> None:
+    config = published_models()[name]
+    if "model_type" not in config:
+        pytest.skip("an official ChatGLM directory: test_chatglm_6b, tests/parity")
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(**config))
+    found = shapes_of_config(config)
     assert found is not None
-    assert sum(map(math.prod, found[0].values())) == 6_243_584_000
+    assert found[0] == {name: tuple(one.shape) for name, one in model.named_parameters()}
 
 
 def test_what_is_not_known_is_not_guessed() -> None:

@@ -11,7 +11,7 @@ from deepspeed.runtime.utils import partition_balanced
 from toolkit.config.load import load
 from toolkit.models.pipeline import stage_parameters
 from toolkit.plan.memory import plan_rank
-from toolkit.plan.outline import PUBLISHED
+from toolkit.plan.outline import published_models
 from toolkit.plan.parameters import Outline, balance_stages, shapes_of_config, stage_outlines, tuned
 
 WORDS = [
@@ -26,7 +26,7 @@ WORDS = [
 
 def published(name: str, *words: str) -> Outline:
     """Return the outline of a published model."""
-    known = shapes_of_config(PUBLISHED[name])
+    known = shapes_of_config(published_models()[name])
     assert known is not None
     return tuned(*known, load([*WORDS, *words]).cfg.tuning)
 

@@ -9,7 +9,7 @@ toolkit plan recipe=NAME [gpus=8x80GB] [nodes=2] [host_memory=1TB] [calibrate=tr
   calibrate=true   measure for a few seconds how fast this machine is; kept in prepare.dir/plan
   output=FILE      the plan as JSON
 
-Nothing is loaded: model.path needs config.json alone, and the published ChatGLM models not even that. GB and TB count
+Nothing is loaded: model.path needs config.json alone, and the models of `toolkit models` not even that. GB and TB count
 in 1024s, as memory is sold.
 """
 
@@ -25,7 +25,7 @@ from toolkit.messages import say
 from toolkit.plan import table
 from toolkit.plan.calibrate import calibrate, rates_of
 from toolkit.plan.machine import GIB, Machine, parse_bytes, parse_machine, this_machine
-from toolkit.plan.outline import PUBLISHED, outline_of
+from toolkit.plan.outline import outline_of
 from toolkit.plan.search import evaluate_layout, layouts
 from toolkit.problems import Problems
 
@@ -35,7 +35,8 @@ _USUAL = "8x80GB"
 def run(words: list[str]) -> int:
     """Plan."""
     loaded, given, machine = _checked(words)
-    if loaded.cfg.model.name not in PUBLISHED:  # the sizes of those are known without a network
+    model = loaded.cfg.model
+    if not model.published or model.path != model.hub_id:  # else the sizes are known without a network
         loaded = resolve_model_path(loaded, say, config_only=True)
     cfg = with_micro_batch(loaded.cfg)
     outline = outline_of(cfg, say)

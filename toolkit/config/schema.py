@@ -362,6 +362,8 @@ class ModelConfig:
     """Name on Hugging Face: `model.path` of the groups that set it, and the base model in the card of an export."""
     modelscope_id: str = field(default="", metadata=FREE)
     """Name on ModelScope, for the message that says how to get the weights."""
+    published: dict[str, Any] = field(default_factory=dict, metadata=FREE)
+    """Sizes from config.json of `model.hub_id`, set by the group's file: `toolkit plan` needs no download with them."""
 
 
 @dataclass(kw_only=True, slots=True)

@@ -9,40 +9,18 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
+from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from toolkit import children
+from toolkit.config.files import conf_folder, read
 from toolkit.config.schema import Init, RunConfig
 from toolkit.errors import ConfigError
 from toolkit.messages import tr
 from toolkit.plan.parameters import Outline, Shapes, Sizes, shape_of_random, shapes_of_config, tuned
 
-_CHATGLM2: dict[str, Any] = {
-    "padded_vocab_size": 65024,
-    "hidden_size": 4096,
-    "ffn_hidden_size": 13696,
-    "num_layers": 28,
-    "num_attention_heads": 32,
-    "multi_query_attention": True,
-    "multi_query_group_num": 2,
-    "kv_channels": 128,
-    "add_qkv_bias": True,
-}
-PUBLISHED: dict[str, dict[str, Any]] = {
-    "ChatGLM-6B": {
-        "hidden_size": 4096,
-        "inner_hidden_size": 16384,
-        "num_layers": 28,
-        "num_attention_heads": 32,
-        "vocab_size": 130528,
-    },
-    "ChatGLM2-6B": _CHATGLM2,
-    "ChatGLM3-6B": _CHATGLM2,
-    "glm-4-9b-chat": {**_CHATGLM2, "padded_vocab_size": 151552, "num_layers": 40},
-}
-"""What config.json of the published models says (huggingface.co/zai-org), for those who have not downloaded them."""
 _MEASURE_S = 300
 _FORM = 1
 """Of what is remembered; another one is measured anew."""
@@ -51,8 +29,8 @@ _FORM = 1
 def outline_of(cfg: RunConfig, say: Callable[[str], None], vocab_size: int = 0) -> Outline:
     """Return what is trained, and in what.
 
-    A published ChatGLM needs no directory. `vocab_size`: of a random model's tokenizer; 0 takes the most that the
-    recipe allows.
+    A model whose group has `model.published` needs no directory. `vocab_size`: of a random model's tokenizer; 0 takes
+    the most that the recipe allows.
     """
     found = cached_outline(cfg, vocab_size)
     found = found or tuned(*_measured(cfg, config_of(cfg), say), cfg.tuning)
@@ -79,18 +57,25 @@ def cached_outline(cfg: RunConfig, vocab_size: int = 0) -> Outline | None:
     return found and tuned(*found, cfg.tuning)
 
 
+@cache
+def published_models() -> dict[str, dict[str, Any]]:
+    """Return by name the models of conf/model/ whose sizes are known, with what their config.json says of them."""
+    groups = [read(path).values for path in sorted((conf_folder() / "model").glob("*.yaml"))]
+    return {group["name"]: group["published"] for group in groups if "published" in group}
+
+
 def config_of(cfg: RunConfig) -> dict[str, Any]:
-    """Return config.json of the model, or what it says of a published one that is not there."""
+    """Return config.json of the model, or what its group says of a published one that is not there."""
     model, file = cfg.model, _file(cfg)
     if file is None:
-        if model.name in PUBLISHED:
-            return PUBLISHED[model.name]
+        if model.published:
+            return model.published
         raise ConfigError(
             "model.path = '{path}' holds no config.json, and '{name}' is none of the models whose sizes are known "
             "here ({known}). Set model.path to a folder with the model's config.json; no weights are needed.",
             path=model.path,
             name=model.name,
-            known=", ".join(PUBLISHED),
+            known=", ".join(published_models()),
         )
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
