@@ -8,6 +8,7 @@ import pytest
 import yaml
 
 from toolkit.arguments import parse
+from toolkit.cli.recipes import about
 from toolkit.config import files
 from toolkit.config.files import known_recipes, read
 from toolkit.config.hub import is_hub_name
@@ -39,6 +40,12 @@ def plain_leaves(cfg: RunConfig) -> dict[str, Any]:
     """Return a config's dotted keys and plain values."""
     tree = dataclasses.asdict(cfg)
     return {key: getattr(value, "value", value) for key, value in leaves(tree).items()}
+
+
+@pytest.mark.parametrize("path", [*known_recipes().values(), *(ROOT / "conf" / "model").glob("*.yaml")], ids=str)
+def test_lists_say_what_a_file_is_for(path: Path) -> None:
+    """And not what its comments say to programs."""
+    assert len(about(path)) > 15 and not set(about(path)) & set("@$")
 
 
 def test_every_yaml_file_is_known() -> None:

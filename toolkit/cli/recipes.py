@@ -10,6 +10,9 @@ from toolkit.config.files import known_recipes
 from toolkit.messages import say, tr
 from toolkit.terminal import text_table
 
+_FOR_PROGRAMS = ("# @package", "# yaml-language-server")
+"""Comments that Hydra and editors read."""
+
 
 def run(words: list[str]) -> int:
     """List them."""
@@ -22,6 +25,6 @@ def run(words: list[str]) -> int:
 def about(path: Path) -> str:
     """Return the first sentence of a YAML file's comment."""
     for line in path.read_text(encoding="utf-8").splitlines():
-        if line.startswith("# ") and not line.startswith("# @package"):
+        if line.startswith("# ") and not line.startswith(_FOR_PROGRAMS):
             return line[2:].split(". ")[0].rstrip(".:")
     return ""
