@@ -1,0 +1,213 @@
+"""docker/ and examples/cluster/: the images hold what they need and no more, and each command in them composes.
+
+No container engine, Slurm or Kubernetes is needed: files are read, and the Slurm script runs with stand-ins.
+"""
+
+import os
+import re
+import shlex
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from pages import PAIRED, ROOT, chinese
+from test_commands import folder as folder  # a fixture
+from test_commands import inner, understand
+
+DOCKERFILES = [ROOT / "docker" / "Dockerfile", ROOT / "docker" / "Dockerfile.cpu"]
+CLUSTER = ROOT / "examples" / "cluster"
+USER = 10001
+"""The number matters: Kubernetes' runAsNonRoot does not look names up."""
+KEYS = {
+    "PersistentVolumeClaim.spec": {"accessModes", "resources"},
+    "PyTorchJob.spec": {"nprocPerNode", "runPolicy", "pytorchReplicaSpecs"},
+    "runPolicy": {"activeDeadlineSeconds", "backoffLimit", "cleanPodPolicy", "ttlSecondsAfterFinished"},
+    "replica": {"replicas", "restartPolicy", "template"},
+    "pod": {"containers", "securityContext", "terminationGracePeriodSeconds", "volumes"},
+    "container": {"command", "env", "image", "name", "resources", "volumeMounts"},
+}
+"""Keys that an object of Kubernetes may have here (Training Operator 1.7 to 1.9, core v1)."""
+
+
+def instructions(file: Path) -> list[tuple[str, str]]:
+    """Return a Dockerfile's instructions: names and arguments."""
+    text = file.read_text(encoding="utf-8").replace("\\\n", " ")
+    lines = [line for line in text.splitlines() if line and not line.startswith("#")]
+    return [(name, " ".join(rest.split())) for name, _, rest in (line.partition(" ") for line in lines)]
+
+
+def copied(file: Path) -> list[str]:
+    """Return what a Dockerfile copies out of the checkout."""
+    return [source for name, rest in instructions(file) if name == "COPY" for source in rest.split()[:-1]]
+
+
+@pytest.mark.parametrize("file", DOCKERFILES, ids=lambda file: file.name)
+def test_an_image_is_pinned_and_runs_as_a_plain_user(file: Path) -> None:
+    found = instructions(file)
+    names = [name for name, _ in found]
+    assert set(names) <= {
+        "FROM",
+        "RUN",
+        "ENV",
+        "WORKDIR",
+        "COPY",
+        "USER",
+        "CMD",
+    }  # no ARG or ADD: nothing secret or remote
+    (base,) = [rest for name, rest in found if name == "FROM"]
+    assert re.fullmatch(r"[a-z/]+:[a-z0-9.-]*\d[a-z0-9.-]*", base) and not base.endswith("latest")
+    assert [rest for name, rest in found if name == "USER"] == [str(USER)]
+    assert not set(names[names.index("USER") :]) & {"RUN", "COPY"}
+    (made,) = [rest for _, rest in found if "useradd" in rest]
+    assert f"--uid {USER}" in made
+    assert not [rest for _, rest in found if re.search(r"(?i)token|passw|secret|api_key", rest)]
+    for _, rest in found:
+        if "apt-get install" in rest:
+            assert all(
+                part in rest for part in ("apt-get update", "--no-install-recommends", "rm -rf /var/lib/apt/lists/*")
+            )
+        if "pip install" in rest:
+            assert "--no-cache-dir" in rest and ("constraints.txt" in rest)
+
+
+@pytest.mark.parametrize("file", DOCKERFILES, ids=lambda file: file.name)
+def test_an_image_holds_what_a_wheel_is_made_of(file: Path) -> None:
+    sources = {source.rstrip("/") for source in copied(file)}
+    assert all((ROOT / source).exists() for source in sources)
+    allowed = [line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")]
+    assert sources == set(allowed)
+    packaging = (ROOT / "pyproject.toml").read_text()
+    package_dirs = re.search(r"^package-dir = \{(.*)\}$", packaging, re.MULTILINE)
+    assert package_dirs
+    assert sources >= {"toolkit", *re.findall(r'= "([^"]+)"', package_dirs[1])}
+    assert sources >= {
+        "pyproject.toml",
+        *re.findall(r'^(?:readme = |license-files = \[)"(\w+(?:\.md)?)"', packaging, re.M),
+    }
+
+
+def test_both_images_differ_in_nothing_but_what_they_run_on() -> None:
+    plain, cpu = ([line for line in instructions(file) if line[0] in ("COPY", "USER", "CMD")] for file in DOCKERFILES)
+    assert plain == cpu
+    installs = [rest for _, rest in instructions(DOCKERFILES[1]) if "torch==" in rest]
+    assert len(installs) == 1 and "https://download.pytorch.org/whl/cpu" in installs[0]
+
+
+def test_the_services_are_two_nodes_of_one_run(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = ROOT / "docker" / "compose.yaml"
+    found = yaml.safe_load(file.read_text(encoding="utf-8"))
+    keys = {"image", "build", "shm_size", "volumes", "hostname", "command", "depends_on"}
+    lines = []
+    for number, (name, service) in enumerate(found["services"].items()):
+        assert set(service) <= keys
+        assert service["hostname"] == name
+        build = service["build"]
+        assert (file.parent / build["context"] / build["dockerfile"]).resolve() == DOCKERFILES[1]
+        assert [place.split(":")[0] for place in service["volumes"]] == list(found["volumes"])
+        lines.append(service["command"])
+        assert f"--node-rank {number} " in lines[-1]
+        assert "--master-addr node1 " in lines[-1] and "node1" in found["services"]
+        assert inner(shlex.split(lines[-1]))[2] == 2
+        understand(lines[-1], monkeypatch)
+    assert lines[0].replace("--node-rank 0", "--node-rank 1") == lines[1]
+
+
+def documents() -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the claim and the job of pytorchjob.yaml."""
+    claim, job = yaml.safe_load_all((CLUSTER / "pytorchjob.yaml").read_text(encoding="utf-8"))
+    return claim, job
+
+
+def test_the_job_has_keys_that_kubernetes_knows_and_names_that_fit() -> None:
+    claim, job = documents()
+    assert (claim["apiVersion"], claim["kind"]) == ("v1", "PersistentVolumeClaim")
+    assert (job["apiVersion"], job["kind"]) == ("kubeflow.org/v1", "PyTorchJob")
+    assert set(claim["spec"]) <= KEYS["PersistentVolumeClaim.spec"] and claim["spec"]["accessModes"] == [
+        "ReadWriteMany"
+    ]
+    spec = job["spec"]
+    assert set(spec) <= KEYS["PyTorchJob.spec"] and set(spec["runPolicy"]) <= KEYS["runPolicy"]
+    assert isinstance(spec["nprocPerNode"], str)
+    assert list(spec["pytorchReplicaSpecs"]) == ["Master", "Worker"]
+    assert spec["pytorchReplicaSpecs"]["Master"]["replicas"] == 1
+    for replica in spec["pytorchReplicaSpecs"].values():
+        assert set(replica) <= KEYS["replica"] and replica["restartPolicy"] == "OnFailure"
+        pod = replica["template"]["spec"]
+        (container,) = pod["containers"]
+        assert set(pod) <= KEYS["pod"] and set(container) <= KEYS["container"]
+        assert container["name"] == "pytorch"
+        assert re.search(r":[\w.-]+$", container["image"]) and not container["image"].endswith(":latest")
+        assert pod["securityContext"] == {"runAsNonRoot": True, "runAsUser": USER, "fsGroup": USER}
+        assert container["resources"]["limits"]["nvidia.com/gpu"] == int(spec["nprocPerNode"])
+        volumes = {volume["name"]: volume for volume in pod["volumes"]}
+        mounts = {mount["name"]: mount["mountPath"] for mount in container["volumeMounts"]}
+        assert mounts == {"work": "/work", "shm": "/dev/shm"} and set(volumes) == set(mounts)
+        assert volumes["work"]["persistentVolumeClaim"]["claimName"] == claim["metadata"]["name"]
+        assert all("valueFrom" in variable for variable in container["env"])  # values of secrets are elsewhere
+        (waits,) = [
+            int(word.partition("=")[2]) for word in container["command"] if word.startswith("--shutdown-timeout=")
+        ]
+        assert waits < pod["terminationGracePeriodSeconds"]
+
+
+def test_the_job_trains_on_all_of_its_gpus(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = documents()[1]["spec"]
+    replicas = spec["pytorchReplicaSpecs"]
+    monkeypatch.setenv("PET_NNODES", str(sum(replica["replicas"] for replica in replicas.values())))
+    monkeypatch.setenv("PET_NPROC_PER_NODE", spec["nprocPerNode"])
+    for replica in replicas.values():
+        line = shlex.join(replica["template"]["spec"]["containers"][0]["command"])
+        assert inner(shlex.split(line))[2] == 16
+        understand(line, monkeypatch)
+
+
+def test_the_slurm_script_trains_and_is_queued_again_after_a_checkpoint(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = CLUSTER / "slurm.sh"
+    text = script.read_text(encoding="utf-8")
+    options = dict(re.findall(r"^#SBATCH --([\w-]+)=?(.*)$", text, re.MULTILINE))
+    assert options["ntasks-per-node"] == options["gpus-per-node"]
+    (line,) = re.findall(r'^(srun .*) "\$@" .*$', text, re.MULTILINE)
+    tasks = int(options["nodes"]) * int(options["ntasks-per-node"])
+    line = line.replace("srun ", f"srun -n {tasks} ", 1).replace('"$SLURM_JOB_NAME"', options["job-name"])
+    assert inner(shlex.split(line))[2] == 16
+    understand(line, monkeypatch)
+
+    commands = folder / "bin"
+    commands.mkdir()
+    (folder / ".venv" / "bin").mkdir(parents=True)
+    (folder / ".venv" / "bin" / "activate").touch()
+    log = 'echo "$(basename "$0") $*" >> log'
+    stand_ins = {
+        "srun": f'{log}\necho "$MASTER_ADDR:$MASTER_PORT" >> log\nexit $CODE',
+        "scontrol": f"{log}\necho gpu7\necho gpu8",
+    }
+    for name, body in stand_ins.items():
+        (commands / name).write_text(f"#!/bin/bash\n{body}\n")
+        (commands / name).chmod(0o755)
+    for code in (0, 2, 75):
+        (folder / "log").unlink(missing_ok=True)
+        env = os.environ | {
+            "PATH": f"{commands}{os.pathsep}{os.environ['PATH']}",
+            "CODE": str(code),
+            "SLURM_JOB_ID": "41",
+            "SLURM_JOB_NAME": "mine",
+            "SLURM_JOB_NODELIST": "gpu[7-8]",
+        }
+        ran = subprocess.run(["bash", str(script), "a b"], cwd=folder, env=env, timeout=60)
+        log_lines = (folder / "log").read_text().splitlines()
+        assert ran.returncode == code
+        assert log_lines[0] == "scontrol show hostnames gpu[7-8]"
+        assert log_lines[1].endswith("run.name=mine checkpoint.every=500 a b")
+        assert log_lines[2] == "gpu7:29500"
+        assert log_lines[3:] == (["scontrol requeue 41"] if code == 75 else [])
+
+
+def test_the_pages_name_the_torch_that_is_tested() -> None:
+    constraints = (ROOT / "constraints.txt").read_text(encoding="utf-8")
+    (tested,) = re.findall(r"^torch==(.*)$", constraints, re.MULTILINE)
+    for page in (one for pair in PAIRED for one in (pair, chinese(pair))):
+        assert set(re.findall(r"torch==([\d.]+\d)", page.read_text(encoding="utf-8"))) <= {tested}, page.name
