@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from toolkit.arguments import parse_checked
 from toolkit.config import validate
 from toolkit.config.load import LEARNING_RATES, TYPED, load, replace, to_yaml
 from toolkit.config.schema import Dtype, TuningMethod, all_keys
@@ -410,3 +411,9 @@ def test_thousands_of_unknown_keys_are_a_short_answer(section: str, tmp_path: Pa
     assert said.startswith("50000 errors:\n1. ")
     assert said.endswith("\n… and 49,950 more.")
     assert said.count("\n") == 51
+
+
+def test_a_misspelt_key_does_not_hide_the_errors_of_the_section_it_resembles() -> None:
+    with pytest.raises(ConfigError) as told:
+        parse_checked(["recipe=quickstart", "ranks=1", "train.epochs=-1"])
+    assert "unknown key 'ranks'" in str(told.value) and "train.epochs" in str(told.value)

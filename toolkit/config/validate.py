@@ -129,7 +129,9 @@ def unknown_key(path: str, place: Place) -> ConfigError:
     elif siblings:
         sentence = joined(sentence, tr("Known here: {keys}.", keys=", ".join(siblings)))
     error = ConfigError(sentence)
-    error.keys = tuple(re.sub(r"\[\d+\].*", "", key) for key in (path, *meant))
+    # Errors of a section that was maybe meant are errors all the same: they name other keys.
+    keys = (path, *(key for key in meant if not _members(key)))
+    error.keys = tuple(re.sub(r"\[\d+\].*", "", key) for key in keys)
     return error
 
 
