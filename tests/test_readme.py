@@ -17,6 +17,8 @@ DOCUMENTS = ("README.md", "README_zh.md")
 ELSEWHERE = (
     "scripts/",
     "source ",
+    "python3 -m venv",
+    "pip install",
     "deepspeed --hostfile",
     "toolkit launch recipe=NAME hostfile=hostfile",
     "torchrun --nproc-per-node 8",

@@ -35,9 +35,16 @@ ELSEWHERE = {
     "export ": "the shell's",
     "cp ": "the shell's; tests/test_readme.py runs the one of the README",
     "curl ": "asks a server; tests/unit and tests/parity ask them",
-    "pip install": "needs the network",
-    "hf download": "needs the network",
+    "pip ": "needs the network; tests/unit/test_installation.py builds and installs a wheel",
+    "python3 -m venv": "makes an environment",
+    "python -c": "the reader's own Python",
+    "hf ": "needs the network",
+    "modelscope ": "needs the network",
     "ssh": "another machine",
+    "rm ": "the shell's",
+    "docker ": "needs a container engine; tests/docs/test_cluster_files.py",
+    "sbatch ": "needs Slurm; tests/docs/test_cluster_files.py",
+    "kubectl ": "needs Kubernetes; tests/docs/test_cluster_files.py",
 }
 PATHS = {"verify": ("forward=",), "report": ("runs/", "output=", "language=")}
 """Commands that take paths at once, and what stands behind the first."""
