@@ -100,10 +100,11 @@ def test_every_recipe_is_introduced(recipe: str) -> None:
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_every_recipe_runs_anywhere_with_glm_tiny(recipe: str, tmp_path: Path) -> None:
-    nvme = [f"zero.offload_optimizer.nvme_path={tmp_path}"] if recipe == "zero3_nvme" else []
+    needed = [f"zero.offload_optimizer.nvme_path={tmp_path}"] if recipe == "zero3_nvme" else []
+    needed += ["tuning=lora"] if recipe == "chatglm3_qlora" else []  # weights in 4 bits need a GPU
     for precision in ([], ["precision=fp32"]):
         data = ["data=examples"] if recipe.endswith("_adgen") else []
-        loaded = load([f"recipe={recipe}", "model=glm_tiny", f"run.dir={tmp_path}", *data, *nvme, *precision])
+        loaded = load([f"recipe={recipe}", "model=glm_tiny", f"run.dir={tmp_path}", *data, *needed, *precision])
         check_rules(loaded, world_size=2)
 
 
@@ -115,6 +116,18 @@ def test_every_recipe_keeps_its_own_zero_group() -> None:
         "chatglm_6b": 3,
         "chatglm2_6b": 3,
         "glm4_9b": 3,
+        "chatglm3_lora": 2,
+        "chatglm3_qlora": 2,
+        "glm4_9b_lora": 2,
+        "glm4_0414_9b": 3,
+        "glm4_0414_32b": 3,
+        "qwen3_8b": 3,
+        "qwen3_8b_lora": 2,
+        "llama31_8b": 3,
+        "llama31_8b_lora": 2,
+        "deepseek_r1_distill_qwen_7b_lora": 2,
+        "pretrain_continue": 3,
+        "long_context": 3,
         "chatglm_full_adgen": 3,
         "chatglm_lora_adgen": 2,
         "chatglm_ptuning_adgen": 2,
@@ -157,7 +170,7 @@ def test_example_data_is_found_from_anywhere_and_gives_way_to_a_file_of_that_nam
 def test_an_installed_package_holds_the_example_data() -> None:
     text = (ROOT / "pyproject.toml").read_text()
     assert '"toolkit._examples" = "examples/data"' in text and '    "toolkit._examples",' in text
-    assert '"toolkit._examples" = ["*.jsonl"]' in text
+    assert '"toolkit._examples" = ["*.jsonl", "*.jinja"]' in text
 
 
 def test_example_data_is_announced() -> None:

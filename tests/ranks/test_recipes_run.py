@@ -11,8 +11,11 @@ from toolkit.config.preflight import _has_fp16
 
 WORKER = str(REPOSITORY / "tests" / "ranks" / "sessions_worker.py")
 # Needs fp16 arithmetic, which DeepSpeed 0.19.8's CPU accelerator has on few processors; the last test shows it.
-NEEDS_GPU = {"fp16"}
-ADAM = {"zero2_offload": "DeepSpeedCPUAdam", "zero3_offload": "DeepSpeedCPUAdam", "zero3_nvme": "DeepSpeedCPUAdam"}
+# QLoRA's weights in 4 bits are bitsandbytes' kernels for NVIDIA GPUs.
+NEEDS_GPU = {"fp16", "chatglm3_qlora"}
+# Their samples are longer than the positions of glm_tiny.
+LONG = {"deepseek_r1_distill_qwen_7b_lora", "long_context"}
+ADAM = dict.fromkeys(("glm4_0414_32b", "zero2_offload", "zero3_offload", "zero3_nvme"), "DeepSpeedCPUAdam")
 
 pytestmark = pytest.mark.default
 
@@ -53,6 +56,8 @@ def overrides(recipe: str, rows_file: Path, folder: Path) -> list[str]:
         "report.enabled=false",
         "evaluate.ngram_baselines=false",
     ]
+    if recipe in LONG:
+        words.append("data.max_length=2048")
     if recipe == "zero3_nvme":
         nvme = folder / "nvme"
         nvme.mkdir(exist_ok=True)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tests.unit.data_tools import trained_stretches
 from toolkit.errors import ModelError, RowError
 from toolkit.models.chat_template import SpanTokenizer, TemplateChatEncoder
-from toolkit.models.tokenizer import END, PAD, SPECIAL_TOKENS, fit_tokenizer, load_tokenizer
+from toolkit.models.tokenizer import END, PAD, SPECIAL_TOKENS, _read_template, fit_tokenizer, load_tokenizer
 
 TEXTS = ["hello world, 你好世界", "the quick brown fox", "hello fox"] * 20
 CHATML = (
@@ -252,6 +252,22 @@ def test_ids_are_the_templates_own(tokenizer: Any, template: str, contents: list
     # Up to the last end token, which is put there if the template has none.
     assert ids == (whole[: len(ids)] if end in whole else [*whole, end])
     assert trained[-1] and ids[-1] == end
+
+
+def test_the_shipped_template_keeps_the_reasoning_of_deepseek_r1(tokenizer: Any) -> None:
+    tokenizer.chat_template = _read_template("examples/data/deepseek_r1.jinja")
+    encoder = TemplateChatEncoder(tokenizer)
+    messages = [{"role": "system", "content": "kind."}, *chat("hello", "<think>\nfox\n</think>\n\none", "world", "two")]
+    ids, trained = encoder.encode(messages)
+    whole = (
+        "kind.<｜User｜>hello<｜Assistant｜><think>\nfox\n</think>\n\none"
+        + END
+        + "<｜User｜>world<｜Assistant｜>two"
+        + END
+    )
+    assert text_of(tokenizer, ids) == whole
+    assert spoken(tokenizer, (ids, trained)) == ["<think>\nfox\n</think>\n\none" + END, "two" + END]
+    assert text_of(tokenizer, encoder.prompt(messages[:2])) == "kind.<｜User｜>hello<｜Assistant｜>"
 
 
 @pytest.fixture

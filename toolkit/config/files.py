@@ -207,14 +207,17 @@ def _note_lines(node: yaml.Node, path: str, lines: dict[str, int]) -> None:
 
 
 SHIPPED = ("examples/data/chat_zh.jsonl", "examples/data/chat_en.jsonl")
+"""Example conversations."""
+_TEXTS = ("examples/data/text_zh.jsonl", "examples/data/text_en.jsonl")
+_SHIPPED = (*SHIPPED, *_TEXTS, "examples/data/deepseek_r1.jinja")
 """Paths that name a shipped file from any working directory, unless a file of that name is there."""
 OWN = "data=chat.jsonl"
 """The shortest override that names data of one's own."""
 
 
 def located(path: str) -> str:
-    """Return where the files of a source are: the path as it is, or the shipped file that it names."""
-    if path in SHIPPED and not Path(path).exists():
+    """Return where a file is: the path as it is, or the shipped file that it names."""
+    if path in _SHIPPED and not Path(path).exists():
         return str(example_folder() / Path(path).name)
     return path
 
@@ -230,7 +233,7 @@ def sentence(sources: Iterable[tuple[str, str]]) -> str:
     for path, row_format in sources:
         if row_format == RowFormat.docstrings.value:
             names.append(tr("the docstrings of the installed Python"))
-        elif path in SHIPPED:
+        elif path in (*SHIPPED, *_TEXTS):
             names.append(path)
     if not names:
         return ""

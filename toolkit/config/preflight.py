@@ -92,7 +92,7 @@ def _model(loaded: LoadedConfig) -> Iterator[ConfigError]:
         yield loaded.error("model.path", joined(sentence, hint))
     for key in ("model.tokenizer", "model.chat_template"):
         path = str(get_value(loaded.cfg, key))
-        if path and not Path(path).exists():
+        if path and not Path(located(path)).exists():
             yield loaded.error(key, "{key} = {path} does not exist.", key=key, path=path)
 
 

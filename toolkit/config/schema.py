@@ -420,7 +420,7 @@ class SourceConfig:
     """One item of `data.sources` or `data.validation`: files of one kind and how their rows are read."""
 
     path: str = ""
-    """File, folder or pattern (data/*.jsonl.gz): JSONL, a JSON array, CSV or TSV, plain or as .gz or .zst; Parquet or Arrow; a folder of such files, or one that `datasets` has saved; relative to the folder where the command was typed, but the shipped examples/data/chat_zh.jsonl and chat_en.jsonl are found from anywhere. Unused with format=docstrings."""
+    """File, folder or pattern (data/*.jsonl.gz): JSONL, a JSON array, CSV or TSV, plain or as .gz or .zst; Parquet or Arrow; a folder of such files, or one that `datasets` has saved; relative to the folder where the command was typed, but the shipped files of examples/data are found from anywhere. Unused with format=docstrings."""
     hub: str = ""
     """Instead of `path`: name of a data set on Hugging Face, such as owner/name; downloaded once into its own cache."""
     subset: str = ""

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from toolkit.config.files import located
 from toolkit.config.schema import Family
 from toolkit.distributed.file_lock import build_once
 from toolkit.errors import ModelError
@@ -179,7 +180,7 @@ def _refuse_own_code(folder: Path) -> None:
 
 def _read_template(path: str) -> str:
     with reading(path, ModelError, tr("Correct model.chat_template.")):
-        return Path(path).read_text(encoding="utf-8")
+        return Path(located(path)).read_text(encoding="utf-8")
 
 
 def _fit(texts: Iterable[str], vocab_size: int) -> "PreTrainedTokenizerFast":
