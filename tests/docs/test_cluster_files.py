@@ -28,7 +28,7 @@ KEYS = {
     "pod": {"containers", "securityContext", "terminationGracePeriodSeconds", "volumes"},
     "container": {"command", "env", "image", "name", "resources", "volumeMounts"},
 }
-"""Keys that an object of Kubernetes may have here (Training Operator 1.7 to 1.9, core v1)."""
+"""Keys that an object of Kubernetes may have here, out of the CRD of the Training Operator and of core v1."""
 
 
 def instructions(file: Path) -> list[tuple[str, str]]:
