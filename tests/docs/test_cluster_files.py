@@ -183,7 +183,7 @@ def test_the_slurm_script_trains_and_is_queued_again_after_a_checkpoint(
     log = 'echo "$(basename "$0") $*" >> log'
     stand_ins = {
         "srun": f'{log}\necho "$MASTER_ADDR:$MASTER_PORT" >> log\nexit $CODE',
-        "scontrol": f"{log}\necho gpu7\necho gpu8",
+        "scontrol": f"{log}\necho gpu7\nsleep 0.2\necho gpu8",
     }
     for name, body in stand_ins.items():
         (commands / name).write_text(f"#!/bin/bash\n{body}\n")
