@@ -25,9 +25,15 @@ ROOT = Path(__file__).parents[2]
 def test_every_program_is_importable() -> None:
     """They import the package, whose names change; most of them are started by `toolkit bench` alone."""
     names = sorted(path.stem for path in (ROOT / "benchmarks").glob("*.py") if path.stem != "__init__")
+    scripts = [path for path in (ROOT / "scripts").iterdir() if path.is_file()]
+    scripts = [
+        path for path in scripts if path.suffix == ".py" or path.read_text().startswith("#!/usr/bin/env python3")
+    ]
     code = "".join(f"import benchmarks.{name}\n" for name in names)
+    code += f"import runpy, sys; sys.path.insert(0, {str(ROOT / 'scripts')!r})\n"
+    code += "".join(f"runpy.run_path({str(path)!r})\n" for path in scripts)
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=300)
-    assert len(names) > 15
+    assert len(names) > 15 and len(scripts) > 8
 
 
 def test_rows_are_the_same_for_the_same_seed(tmp_path: Path) -> None:
