@@ -235,6 +235,24 @@ def test_a_model_that_is_not_known_needs_its_config(tmp_path: Path, capsys: pyte
     assert "is no model's config.json" in capsys.readouterr().err
 
 
+def test_the_sizes_of_a_group_are_those_of_its_own_model_only(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked: list[str] = []
+
+    def resolve(loaded: Any, *_: Any, **__: Any) -> Any:
+        asked.append(loaded.cfg.model.path)
+        return loaded
+
+    monkeypatch.setattr("toolkit.cli.plan.resolve_model_path", resolve)
+    words = ["plan", "recipe=qwen3_8b", "gpus=8x80GB"]
+    assert main(words) == 0
+    assert capsys.readouterr().out.startswith("Qwen3-8B: 8,190,735,360 of")
+    assert asked == []
+    main([*words, "model.path=owner/other"])
+    assert asked == ["owner/other"]
+
+
 def test_code_of_a_folder_is_not_run(tmp_path: Path) -> None:
     """transformers knows the type, but has no such class of its own, and would ask whether to run the code."""
     ran = tmp_path / "ran"
