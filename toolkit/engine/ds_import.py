@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.config.load import JSON, LoadedConfig, replace
-from toolkit.config.mesh import micro_rows, partition_config, with_micro_batch
+from toolkit.config.mesh import micro_rows, model_ranks, partition_config, with_micro_batch
 from toolkit.config.schema import AUTO, RunConfig
 from toolkit.engine.ds_config import OWNED, SAME, build_ds_config, read_key
 from toolkit.engine.ds_import_sections import (
@@ -146,7 +146,7 @@ def _extra(task: SectionImport) -> dict[str, Any]:
 def _compare(task: SectionImport, result: LoadedConfig) -> list[str]:
     """Hold the JSON that the result makes against the file; say what "auto" became and what falls away."""
     cfg = with_micro_batch(result.cfg)
-    ranks = task.world_size or max(1, cfg.batch.global_size // micro_rows(cfg)) * cfg.parallel.tensor
+    ranks = task.world_size or max(1, cfg.batch.global_size // micro_rows(cfg)) * model_ranks(cfg)
     made = dict(leaves(build_ds_config(cfg, ranks).values))
     if cfg is not result.cfg:  # both are found by training
         made |= dict.fromkeys(("train_micro_batch_size_per_gpu", "gradient_accumulation_steps"), AUTO)

@@ -408,7 +408,8 @@ def translate_batch(task: SectionImport) -> None:
 
 def _shares(task: SectionImport) -> int:
     """Return the ranks whose rows differ; 1 where nothing is known of ranks."""
-    return (task.world_size or 1) // max(1, task.now("parallel.tensor")) or 1
+    of_model = math.prod(task.now(f"parallel.{name}") for name in ("tensor", "sequence", "pipeline"))
+    return (task.world_size or 1) // max(1, of_model) or 1
 
 
 def _fit_batch(task: SectionImport, total: str, micro: str) -> None:
