@@ -170,10 +170,10 @@ def install() -> None:
     elif at == "save.random":
         real_begin = checkpointer.Checkpointer.begin
 
-        def begin(saver: Any, state: Any) -> None:
+        def begin(saver: Any, state: Any, **options: Any) -> None:
             if nth() and FAULT["rank"] == RANK:
                 threading.Timer(FAULT["after_s"], strike).start()
-            real_begin(saver, state)
+            real_begin(saver, state, **options)
 
         checkpointer.Checkpointer.begin = begin
     elif at == "save.prove":
