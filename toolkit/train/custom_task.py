@@ -62,6 +62,7 @@ class CustomTask(Task):
         """Open the data set and make the model: both may want the process group."""
         self.cfg, self.ranks = cfg, ranks
         self.data = open_dataset(self.spec, cfg, ranks)
+        self.steps_per_epoch = self.data.steps_per_epoch
         self.model = self.spec.build(cfg.run.seed)
         random_state.seed_all(cfg.run.seed + ranks.rank)
         self.card = _card(self.model)
@@ -92,11 +93,6 @@ class CustomTask(Task):
     def identity(self) -> dict[str, str]:
         """Return the kind and size of the data set."""
         return self.data.identity
-
-    @property
-    def steps_per_epoch(self) -> int:
-        """Return the optimizer steps of a pass; of a stream whose length is not known, of the run."""
-        return self.data.steps_per_epoch
 
     @property
     def total_steps(self) -> int:
@@ -192,6 +188,10 @@ class CustomTask(Task):
         )
 
     # Dry run
+
+    def trial_title(self) -> str:
+        """Return what the step of a dry run does."""
+        return tr("forward, backward and update of the first batch")
 
     def longest_batch(self, position: Position) -> tuple[MicroBatch, str]:
         """Return the first micro-batch: which samples are the largest only the program knows."""

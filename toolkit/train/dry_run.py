@@ -212,7 +212,7 @@ def dry_run(task: Task, run: RunContext, plan: RunPlan | None) -> str:
         def explained(doing: str) -> AbstractContextManager[None]:
             return explain_out_of_memory(cfg, run.ranks, doing, memory, limit, plan, task.memory_sections)
 
-        with explained(tr("forward, backward and update of the longest batch")):
+        with explained(task.trial_title()):
             batch, name = task.longest_batch(Position(start.epoch, start.row))
             measured = trial_step(engine, task, run.guard, batch, memory, run.accumulation)
         with explained(tr("an evaluation")):

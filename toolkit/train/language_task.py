@@ -13,7 +13,7 @@ from deepspeed import DeepSpeedEngine
 from transformers import PreTrainedModel
 
 from toolkit.checkpoint import random_state
-from toolkit.config.mesh import mesh_of
+from toolkit.config.mesh import mesh_of, with_micro_batch
 from toolkit.config.schema import Init, Packing, RunConfig, TuningMethod
 from toolkit.data.preview import colored_spans
 from toolkit.data.sampler import Position
@@ -109,9 +109,10 @@ class LanguageTask(Task):
 
     def settle(self, cfg: RunConfig) -> None:
         """Take the settled config; sequences of a grouped plan are micro-batches, and are planned again."""
-        if cfg.batch.micro_per_gpu != self.cfg.batch.micro_per_gpu and self.data.packing is Packing.grouped:
+        planned = with_micro_batch(self.cfg).batch.micro_per_gpu
+        if cfg.batch.micro_per_gpu != planned and self.data.packing is Packing.grouped:
             self.data = load_data_with(cfg, self.data.encoder, lambda line: None)
-        self.cfg = cfg
+        self.cfg, self.steps_per_epoch = cfg, epoch_steps(cfg, self.data)
         self._next_position = next_position_of(cfg, self.data)
         self._order_metrics = order_metrics(cfg, self.data)
 
@@ -119,11 +120,6 @@ class LanguageTask(Task):
     def identity(self) -> dict[str, str]:
         """Return the fingerprints of tokenized cache and packing plan."""
         return identity(self.data)
-
-    @property
-    def steps_per_epoch(self) -> int:
-        """Return the optimizer steps of a pass over the training data."""
-        return epoch_steps(self.cfg, self.data)
 
     @property
     def total_steps(self) -> int:
@@ -212,8 +208,8 @@ class LanguageTask(Task):
         rows = [store[row][0].tolist() for row in range(min(probe.ROWS, len(store)))]
         return ModelFiles(files, probe.ids_of(rows, model.config), export_in_background)
 
-    def start_lines(self, run: RunContext) -> str:
-        """Return the sizes of model and data; get ready to evaluate."""
+    def prepare_evaluation(self, run: RunContext) -> None:
+        """Skip questions whose answers would be too long for the model."""
         if self.has_validation:
             self.evaluation = Evaluation(
                 cfg=run.cfg,
@@ -226,9 +222,9 @@ class LanguageTask(Task):
                 say=run.checkpointer.say,
             )
             self.evaluation.leave_out_too_long()
-        return self._sizes_line(run)
 
-    def _sizes_line(self, run: RunContext) -> str:
+    def start_lines(self, run: RunContext) -> str:
+        """Return the sizes of model and data."""
         store, counts = self.data.train, count_parameters(unwrap_model(run.engine.module))
         trained, total = sum(one.trained for one in counts.values()), sum(one.total for one in counts.values())
         parts = [
@@ -255,6 +251,10 @@ class LanguageTask(Task):
         return f"{line}\n{duplicates}" if duplicates else line
 
     # Dry run
+
+    def trial_title(self) -> str:
+        """Return what the step of a dry run does."""
+        return tr("forward, backward and update of the longest batch")
 
     def longest_batch(self, position: Position) -> tuple[Batch, str]:
         """Return the longest rows of the training data."""

@@ -139,6 +139,8 @@ class Task(ABC):
     """What is counted: TOKENS or SAMPLES."""
     memory_sections: tuple[str, ...] = ("",)
     """Beginnings of the config's keys in which something that takes less memory can be set."""
+    steps_per_epoch: int
+    """Optimizer steps of a pass over the training data, once the config is settled; of a stream without end, the run's."""
     vocab_size: int | None = None
     """Tokens of the vocabulary, with which memory is planned; None: the model is not known to the plan."""
 
@@ -159,11 +161,6 @@ class Task(ABC):
     @abstractmethod
     def identity(self) -> dict[str, str]:
         """Return what is the same if a run learns from the same data in the same sequences."""
-
-    @property
-    @abstractmethod
-    def steps_per_epoch(self) -> int:
-        """Return the optimizer steps of a pass over the training data."""
 
     @property
     @abstractmethod
@@ -218,11 +215,18 @@ class Task(ABC):
     def model_files(self, engine: DeepSpeedEngine) -> ModelFiles:
         """Return what checkpoints hold of the model. A collective."""
 
+    def prepare_evaluation(self, run: RunContext) -> None:  # noqa: B027  # not every task needs the engine for it
+        """Get ready to evaluate the model of the engine. A collective."""
+
     @abstractmethod
     def start_lines(self, run: RunContext) -> str:
         """Return what is said of model and data before the first step. A collective."""
 
     # Dry run
+
+    @abstractmethod
+    def trial_title(self) -> str:
+        """Return what the step of a dry run does, for the message about memory that does not suffice."""
 
     @abstractmethod
     def longest_batch(self, position: Position) -> tuple[Any, str]:

@@ -109,7 +109,7 @@ class Trainer:
         ds = build_ds_config(cfg, ranks.world_size, total_steps)
         start = on_rank0(lambda: self._record_start(cfg, ds, source, hosts))
         if built is None:
-            engine, guard = self._build(cfg, source)
+            engine, guard = self._build(cfg, ds, source)
         else:
             engine, guard = built
             set_micro_batch(engine, cfg)
@@ -147,6 +147,7 @@ class Trainer:
         )
         if task.vocab_size is not None:
             self.plan = plan_run(cfg, task.vocab_size, ranks, engine.device, source.folder / "plan.json")
+        task.prepare_evaluation(self.run)
         self.reporter = self._reporter() if ranks.rank == 0 else None
 
     def fit(self) -> FitResult:
@@ -218,13 +219,13 @@ class Trainer:
             if not rows:
                 smallest = with_micro_batch(cfg)
                 task.settle(smallest)
-                rows, built = search_micro_batch(smallest, task, self.ranks, lambda: self._build(smallest, source))
+                ds = build_ds_config(smallest, self.ranks.world_size, task.total_steps)
+                rows, built = search_micro_batch(smallest, task, self.ranks, lambda: self._build(smallest, ds, source))
             cfg = with_micro_batch(cfg, rows)
         task.settle(cfg)
         return cfg, built
 
-    def _build(self, cfg: RunConfig, source: RunSource) -> tuple[DeepSpeedEngine, StepGuard]:
-        ds = build_ds_config(cfg, self.ranks.world_size, self.task.total_steps)
+    def _build(self, cfg: RunConfig, ds: DsConfig, source: RunSource) -> tuple[DeepSpeedEngine, StepGuard]:
         engine = self.task.build(ds, source)
         return engine, StepGuard(engine, cfg.train)
 
