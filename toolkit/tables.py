@@ -1,4 +1,4 @@
-"""Tables of the package that are data files, in YAML next to the code that uses them; and nested ones made flat."""
+"""Tables of the package that are data files, next to the code that uses them; nested ones made flat, and back."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -25,3 +25,11 @@ def leaves(section: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]
         else:
             found.append((f"{prefix}{name}", value))
     return found
+
+
+def set_leaf(section: dict[str, Any], key: str, value: Any) -> None:
+    """Set a dotted key in nested dictionaries; those on the way are made."""
+    *parents, name = key.split(".")
+    for parent in parents:
+        section = section.setdefault(parent, {})
+    section[name] = value

@@ -35,6 +35,7 @@ from toolkit.errors import ConfigError
 from toolkit.messages import did_you_mean, joined, tr
 from toolkit.problems import Problems
 from toolkit.secrets import hide_all
+from toolkit.tables import set_leaf
 
 JSON, TYPED = 500, 1000
 """Layers of a user's DeepSpeed JSON and of the command line; recipes count from 1."""
@@ -175,11 +176,7 @@ def replace(loaded: LoadedConfig, values: dict[str, tuple[object, str]], layer: 
         if kind is None:
             raise unknown_key(key, lambda _, place=place: place)  # type: ignore[misc]
         list(validate_tree(value, kind, key, lambda _, place=place: place, problems))  # type: ignore[misc]
-        *sections, name = key.split(".")
-        section = tree
-        for part in sections:
-            section = section.setdefault(part, {})
-        section[name] = value
+        set_leaf(tree, key, value)
     problems.raise_all()
     return LoadedConfig(
         cfg=build(tree, RunConfig, "", str),

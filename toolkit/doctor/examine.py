@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.config.schema import INTERFACES, Backend, RunConfig
-from toolkit.doctor import findings as findings_module
-from toolkit.doctor import network
+from toolkit.doctor import findings, network
 from toolkit.doctor.agents import Hosts, SshOptions
 from toolkit.doctor.facts import FORWARDED, MATTERING, hashed
 from toolkit.doctor.findings import ERROR, WARNING, Finding, finding
@@ -89,12 +88,12 @@ class Examination:
             for name, value in os.environ.items()
             if self.ssh.through_ssh and name.startswith(MATTERING) and name not in handed_on
         }
-        self.findings += findings_module.findings(self.facts, self.resources, here)
+        self.findings += findings.findings(self.facts, self.resources, here)
         if self.ssh.through_ssh and self.facts:
-            self.findings += findings_module.secrets(self.facts, self.secrets)
+            self.findings += findings.secrets(self.facts, self.secrets)
             self.summaries["environment"] = tr("handed on: {names}", names=", ".join(sorted(handed_on)) or "-")
             asked = {host: self._offset(hosts, host) for host in self.facts}
-            self.findings += findings_module.clocks(asked)
+            self.findings += findings.clocks(asked)
         self._summarise()
 
     def _offset(self, hosts: Hosts, host: str) -> float:
@@ -116,14 +115,14 @@ class Examination:
             ),
             "GPUs": f"{len(cards)} x {cards[0]}, {one['gpus']['driver']}" if cards else tr("none: CPU ranks (gloo)"),
             "ops": ", ".join(one.get("ops", {}).get("built", [])),
-            "disks": ", ".join(f"{name} {least / findings_module.GIB:.0f} GiB" for name, least in free.items()),
+            "disks": ", ".join(f"{name} {least / findings.GIB:.0f} GiB" for name, least in free.items()),
         }
 
     def _cards(self) -> dict[str, tuple[str, dict[str, Any]]]:
         backend, interface = self.backend, self.cfg.distributed.interface
         chosen = {host: network.chosen(one["network"], interface, backend) for host, one in self.facts.items()}
         if len(chosen) > 1:
-            self.findings += findings_module.interfaces(chosen, self.facts, interface, backend)
+            self.findings += findings.interfaces(chosen, self.facts, interface, backend)
             first, card = next(iter(chosen.values()))
             self.summaries["network"] = f"{first} {card.get('address', '')}, MTU {card.get('mtu', '')}"
         return chosen
@@ -157,7 +156,7 @@ class Examination:
         self.findings += [
             Finding("network", ERROR, f"{a}: {one['error']}") for a, one in answers.items() if "error" in one
         ]
-        self.findings += findings_module.connections(results, self.master_port)
+        self.findings += findings.connections(results, self.master_port)
         self._folders({host: one["shared"] for host, one in answers.items() if host != first and "shared" in one})
         if not self.has_errors("network"):
             self._measure(hosts, names, peers, chosen)
@@ -175,7 +174,7 @@ class Examination:
             asked = {host: {"address": chosen[host][1]["address"], "peer": peers[senders[host]]} for host in names}
             for host, answer in hosts.ask("speed", self.limit_s, asked).items():
                 rates[senders[host], host] = answer.get("mb_s", answer.get("error", "?"))
-        self.findings += findings_module.speeds(rates)
+        self.findings += findings.speeds(rates)
         numbers = [rate for rate in rates.values() if not isinstance(rate, str)]
         if numbers:
             self.summaries["network"] += tr(", at least {rate} MB/s", rate=f"{min(numbers):.0f}")
@@ -211,7 +210,7 @@ class Examination:
             )
             for environ, one in zip(request["environments"], told, strict=True):
                 ranks[int(environ["RANK"])] = one
-        found, self.summaries["all-reduce"] = findings_module.collective(ranks, where)
+        found, self.summaries["all-reduce"] = findings.collective(ranks, where)
         self.findings += found
 
 

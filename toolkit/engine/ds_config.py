@@ -40,7 +40,7 @@ from toolkit.config.schema import (
 )
 from toolkit.engine.ds_keys import check_extra
 from toolkit.messages import tr
-from toolkit.tables import leaves
+from toolkit.tables import leaves, set_leaf
 
 # DeepSpeed prints its own progress line every so many steps, and its default was 10 in older versions.
 SILENT = 2_000_000_000
@@ -124,11 +124,7 @@ class DsConfig:
 
     def put(self, key: str, value: Any, why: str) -> None:
         """Set a dotted DeepSpeed key."""
-        section = self.values
-        *parents, name = key.split(".")
-        for parent in parents:
-            section = section.setdefault(parent, {})
-        section[name] = value
+        set_leaf(self.values, key, value)
         self.why[key] = why
 
 

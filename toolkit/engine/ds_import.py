@@ -34,7 +34,7 @@ from toolkit.errors import ConfigError
 from toolkit.messages import tr
 from toolkit.outside import reason_of
 from toolkit.problems import raise_all
-from toolkit.tables import leaves
+from toolkit.tables import leaves, set_leaf
 
 AUTOTP = "tensor_parallel.autotp_size"
 ELSEWHERE = ("train_batch_size", "train_micro_batch_size_per_gpu", AUTOTP)
@@ -133,13 +133,8 @@ def _extra(task: SectionImport) -> dict[str, Any]:
         if value == "auto":
             task.note(key, tr('{key}: no setting of the recipe can replace "auto": left out.', key=key), dropped=True)
             continue
-        if value == {}:
-            continue
-        *parents, name = key.split(".")
-        section = merged
-        for parent in parents:
-            section = section.setdefault(parent, {})
-        section[name] = value
+        if value != {}:
+            set_leaf(merged, key, value)
     return merged
 
 

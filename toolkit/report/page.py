@@ -24,8 +24,7 @@ import toolkit
 from toolkit.disk import check_no_symlinks, write_atomically
 from toolkit.errors import ConfigError, RunFolderError, TrackError
 from toolkit.messages import current_language, printable, set_language, tr
-from toolkit.report import charts
-from toolkit.report import tables as tables_module
+from toolkit.report import charts, tables
 from toolkit.report.charts import Drawing
 from toolkit.report.figures import NAMES, draw
 from toolkit.report.run import PAGE, Run, Sample, distinct_names, read_run
@@ -89,11 +88,11 @@ def render(runs: Sequence[Run], drawings: dict[str, list[Drawing]], images: str)
         language="zh-CN" if current_language() == "zh" else "en",
         generator=GENERATOR,
         title=one.name if one else tr("{count} runs compared", count=len(runs)),
-        state=tables_module.status(one) if one else None,
-        examples=tables_module.example_data(one) if one else "",
-        head=tables_module.head(one) if one else [run.name for run in runs],
+        state=tables.status(one) if one else None,
+        examples=tables.example_data(one) if one else "",
+        head=tables.head(one) if one else [run.name for run in runs],
         failure=one.failure[:4000] if one and not one.summary else "",
-        tiles=tables_module.tiles(one) if one else [],
+        tiles=tables.tiles(one) if one else [],
         sections=[section for section in _sections(runs, drawings) if not section.is_empty],
         words={
             "kind": tr("Training run") if one else tr("Comparison of training runs"),
@@ -160,10 +159,10 @@ def _digest(text: str) -> str:
 
 def _sections(runs: Sequence[Run], drawings: dict[str, list[Drawing]]) -> list[Section]:
     one = runs[0] if len(runs) == 1 else None
-    changed = tables_module.settings(runs)
+    changed = tables.settings(runs)
 
-    def section(name: str, title: str, *tables: Table | None, empty: str = "") -> Section:
-        shown = [table for table in tables if table]
+    def section(name: str, title: str, *given: Table | None, empty: str = "") -> Section:
+        shown = [table for table in given if table]
         return Section(id=name, title=title, drawings=drawings.get(name, ()), tables=shown, empty=empty)
 
     def of_one(table: Callable[[Run], Table | None]) -> Table | None:
@@ -172,14 +171,14 @@ def _sections(runs: Sequence[Run], drawings: dict[str, list[Drawing]]) -> list[S
     no_step = "" if drawings.get("learning") else tr("No step has been logged yet.")
     no_change = "" if changed or one else tr("None: the settings are the same.")
     return [
-        section("overview", tr("At a glance"), None if one else tables_module.overview(runs)),
-        section("learning", tr("Learning"), of_one(tables_module.events), empty=no_step),
-        section("speed", tr("Speed"), of_one(tables_module.collectives)),
-        section("memory", tr("Memory"), of_one(tables_module.plan)),
+        section("overview", tr("At a glance"), None if one else tables.overview(runs)),
+        section("learning", tr("Learning"), of_one(tables.events), empty=no_step),
+        section("speed", tr("Speed"), of_one(tables.collectives)),
+        section("memory", tr("Memory"), of_one(tables.plan)),
         _answers(runs),
-        section("data", tr("Data"), *(tables_module.data_card(one) if one else ())),
+        section("data", tr("Data"), *(tables.data_card(one) if one else ())),
         section("settings", tr("Settings") if one else tr("Settings that differ"), changed, empty=no_change),
-        section("environment", tr("Environment"), tables_module.environment(runs)),
+        section("environment", tr("Environment"), tables.environment(runs)),
         _again(runs),
     ]
 
@@ -239,9 +238,7 @@ def _answer(
 def _again(runs: Sequence[Run]) -> Section:
     named = len(runs) > 1
     found = [
-        (f"{run.name}: {label}" if named else label, command)
-        for run in runs
-        for label, command in tables_module.commands(run)
+        (f"{run.name}: {label}" if named else label, command) for run in runs for label, command in tables.commands(run)
     ]
     commits = {str(run.environment.get("commit", "")) for run in runs}
     note = ""

@@ -17,8 +17,7 @@ import yaml
 
 from toolkit.errors import RunFolderError
 from toolkit.messages import printable
-from toolkit.report import history as history_module
-from toolkit.report.history import json_lines
+from toolkit.report.history import History, json_lines, read_history
 from toolkit.secrets import hide, hide_all
 
 SAMPLES, STEPS, LINES, LETTERS = 6, 5, 200, 600
@@ -120,7 +119,7 @@ class Run:
     """Absolute."""
     name: str
     """What tells it from the other runs of a report."""
-    history: history_module.History
+    history: History
     config: dict[str, Any]
     environment: dict[str, Any]
     plan: dict[str, Any]
@@ -181,7 +180,7 @@ def read_run(path: Path) -> Run:
             files=", ".join(_IS_RUN),
         )
     try:
-        history = history_module.read_history(folder / "metrics.jsonl")
+        history = read_history(folder / "metrics.jsonl")
     except OSError as error:
         raise RunFolderError(
             "{file} cannot be read: {reason}.", file=folder / "metrics.jsonl", reason=error.strerror or error
@@ -249,7 +248,7 @@ def _mapping(path: Path) -> dict[str, Any]:
 def _lines(path: Path) -> list[dict[str, Any]]:
     found = []
     with suppress(OSError):
-        for row in history_module.json_lines(path):
+        for row in json_lines(path):
             if row is not None:
                 found.append(row)
             if len(found) == _MOST_LINES:
@@ -267,7 +266,7 @@ def _bad_steps(folder: Path) -> dict[int, str]:
     found: dict[int, str] = {}
     for path in sorted((folder / "logs").glob("bad-step-*.jsonl"))[:_MOST_LINES]:
         with suppress(OSError, TypeError, ValueError):
-            head = next(history_module.json_lines(path), None) or {}
+            head = next(json_lines(path), None) or {}
             found[int(head["step"])] = str(head["text"])
     return found
 

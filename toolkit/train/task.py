@@ -140,7 +140,7 @@ class Task(ABC):
     memory_sections: tuple[str, ...] = ("",)
     """Beginnings of the config's keys in which something that takes less memory can be set."""
     steps_per_epoch: int
-    """Optimizer steps of a pass over the training data, once the config is settled; of a stream without end, the run's."""
+    """Optimizer steps of a pass over the training data, once the config is settled; of an endless stream, the run's."""
     vocab_size: int | None = None
     """Tokens of the vocabulary, with which memory is planned; None: the model is not known to the plan."""
 
