@@ -49,7 +49,7 @@ LEARNING_RATES = {
 }
 """Peak rates with AdamW. Few new parameters that begin at 0 or at random need larger ones than trained weights."""
 _CHOSEN = "chosen"
-"""The name under which Hydra knows the chosen recipe: its own may hold what Hydra's grammar refuses, or be the name of
+"""The name under which Hydra knows the chosen recipe: its own may hold what Hydra's grammar rejects, or be the name of
 the recipe that it builds on."""
 _SEVERAL = ("track",)
 """Groups of which several files may be chosen: track=[tensorboard,wandb]."""
@@ -79,7 +79,7 @@ class LoadedConfig:
     """What a user may want to know about the config, but need not correct."""
 
     def position(self, key: str) -> str:
-        """Return "file:line: " of a key that somebody set, else ""."""
+        """Return "file:line: " of a key that is set, else ""."""
         place = self.where.get(key, "")
         return tr("{place}: ", place=place) if place else ""
 
@@ -385,7 +385,7 @@ def _check_choice(group: str, chosen: Any, groups: Groups, place: str = "") -> N
 def _read_recipes(
     chosen: Path, recipes: dict[str, Path], groups: Groups, problems: Problems
 ) -> dict[str, YamlDocument]:
-    """Read the chosen recipe and those it builds on; what is wrong with their lists of defaults is left out."""
+    """Read the chosen recipe and those it builds on; wrong entries of their defaults lists are skipped."""
     documents: dict[str, YamlDocument] = {}
     # Name, file, and the files that build on it: a recipe cannot build on itself.
     waiting: list[tuple[str, Path, tuple[Path, ...]]] = [(_CHOSEN, chosen, ())]

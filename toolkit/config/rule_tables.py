@@ -47,9 +47,9 @@ class OptimizerTraits:
     ds_type: str
     """What DeepSpeed's JSON calls it; "" where it has no name for it."""
     reads: tuple[str, ...]
-    """Settings of `optim` that it reads beside those that all do."""
+    """Settings of `optim` that it reads in addition to those that all do."""
     state_bytes: float
-    """Bytes that it keeps per trained parameter, beside float32 weights. Of Muon the most: with ZeRO-1 and 2 the
+    """Bytes that it keeps per trained parameter next to float32 weights. Of Muon the most: with ZeRO-1 and 2 the
     momentum of a step is there twice until the step counts."""
     is_adam: bool = False
     """Whether its states are Adam's, which are all that DeepSpeed's universal checkpoints hold."""

@@ -202,7 +202,7 @@ def _check_both_given(loaded: LoadedConfig) -> Iterator[ConfigError]:
 
 
 def _check_restarts(loaded: LoadedConfig) -> Iterator[ConfigError]:
-    """A run that is started again has to resume, not to begin from the start or to be refused."""
+    """A restarted run has to resume: it may neither start over nor be rejected."""
     cfg = loaded.cfg
     wanted = {
         "run.name=NAME": cfg.run.name,
@@ -393,7 +393,7 @@ def _check_variables(loaded: LoadedConfig) -> Iterator[ConfigError]:
 
 
 def _reason(name: str, value: Any, interface: str) -> str:
-    """Return why a variable is refused, "" if it is not; never with its value, which may be a secret."""
+    """Return why a variable is rejected, "" if it is not; never with its value, which may be a secret."""
     if not _NAME.fullmatch(name):
         return tr("this is no name of a variable: letters, digits and _ only, and no digit in front.")
     if _OWNED.fullmatch(name):

@@ -1,6 +1,6 @@
 """DeepSpeed's autotuner, told by a recipe: it chooses what to try next and compares.
 
-Runs, their clock and the limits of memory are ours, for those of DeepSpeed 0.19.8 are of no use: `deepspeed
+Runs, their clock and the limits of memory are ours, as those of DeepSpeed 0.19.8 do not help: `deepspeed
 --autotuning` wants a JSON among the program's arguments and hands experiments over in base64 in its place, cleans up by
 `pkill` over pdsh also on one machine, and breaks where MLflow is installed (KeyError: MLFLOW_RUN_ID). It times the last
 step alone, from six micro-batches on without the one that updates the weights (engine.py, _autotuning_exit; timer.py,

@@ -46,7 +46,7 @@ def run_trials(plan: SweepPlan, words: list[str], problems: Problems) -> int:
                 say(f"[{number + 1}/{most}] {' '.join(job.words)}")
                 sweeping.launch(plan, sweep, job, special, requests)
             if job.state == STOPPED:
-                break  # by a signal, or its own file `stop`: it stays open, and goes on the next time
+                break  # by a signal, or its own file `stop`: it stays open, and resumes the next time
             _tell(study, sweep, job, metric)
         sweeping.show(sweep, sweep.jobs, metric)
         is_found = _say_best(study, sweep, metric)
@@ -63,7 +63,7 @@ def _open_study(plan: SweepPlan, sweep: SweepDir, metric: str, first: RunConfig)
 
     study = optuna.create_study(
         storage=optuna.storages.JournalStorage(JournalFileBackend(str(sweep.folder / STUDY))),
-        # The seed says where a search begins; what comes back decides how it goes on.
+        # The seed says where a search begins; what comes back decides how it continues.
         sampler=optuna.samplers.TPESampler(seed=first.run.seed + len(sweep.jobs)),
         study_name="sweep",
         direction="minimize" if sweeping.lower_is_better(metric) else "maximize",
@@ -158,7 +158,7 @@ def _tell(study: Any, sweep: SweepDir, job: SweepJob, metric: str) -> None:
 
 
 def _leave_out(study: Any, sweep: SweepDir, special: list[str], number: int) -> None:
-    """Note that the combination of a trial is refused: it failed, and nothing was started."""
+    """Note that the combination of a trial is rejected: it failed, and nothing was started."""
     import optuna
 
     job = SweepJob(name=f"trial-{number:03}", words=[hide(word) for word in special], trial=number)

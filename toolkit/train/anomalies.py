@@ -224,7 +224,7 @@ def _write(file: Path, step: int, trouble: Anomaly, losses: list[list[float]], s
         with file.open("w", encoding="utf-8") as handle:
             handle.write(json.dumps({"step": step, "what": trouble.kind.value, "text": trouble.text()}) + "\n")
             handle.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
-    except OSError as error:  # a full disk is told by what has to be saved; the sentence below is the least of it
+    except OSError as error:  # a full disk is reported by what has to be saved
         file.unlink(missing_ok=True)
         rows = [{**row, "where": f"{row['where']} ({error.strerror})"} for row in rows]
     worst = [row for row in rows if (row["rank"], row["micro_batch"]) == (rows[0]["rank"], rows[0]["micro_batch"])]

@@ -194,7 +194,7 @@ def dry_run(task: Task, run: RunContext, plan: RunPlan | None) -> str:
     Args:
         task: what is learned.
         run: with its engine in the state in which it begins.
-        plan: what memory is expected to be; None where nobody knows.
+        plan: what memory is expected to be; None if it is not known.
 
     Raises:
         OutOfMemory: if the run does not fit.

@@ -411,11 +411,11 @@ def build_engine(
         data: tokenizer and stores.
         ds: the DeepSpeed dict.
         total_steps: optimizer steps.
-        source: run folder, and what the run goes on from.
+        source: run directory, and what the run resumes from.
 
     Raises:
         ModelError: the model cannot be loaded, or is not the one that the checkpoint was trained on.
-        ConfigError: `tuning` does not fit the model, or DeepSpeed refuses the combination.
+        ConfigError: `tuning` does not fit the model, or DeepSpeed rejects the combination.
     """
     packed, parts, stages = data.packing is Packing.packed, cfg.parallel.sequence, cfg.parallel.pipeline
     use_tf32(cfg.precision)

@@ -50,7 +50,7 @@ def starting_state(
         cfg: checked config.
         data: what the run learns from; see `identity`.
         ranks: who this process is.
-        source: run folder, and what the run goes on from.
+        source: run directory, and what the run resumes from.
         say: tells the user.
 
     Raises:

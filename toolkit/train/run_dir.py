@@ -225,7 +225,7 @@ def record_start(folder: Path, step: int) -> None:
 
     Args:
         folder: the run folder.
-        step: of the checkpoint from which it goes on; 0 begins anew.
+        step: of the checkpoint that it resumes from; 0 starts over.
 
     Raises:
         RepeatedDeath: see `check`.
@@ -319,7 +319,7 @@ def choose_run_dir(cfg: RunConfig, say: Callable[[str], None]) -> RunSource:
     """Return where to work, with the folder made and locked. For rank 0 only.
 
     Raises:
-        RunFolderError: the run has finished already, somebody else works in it, or it cannot be made.
+        RunFolderError: if the run has finished, another process works in it, or it cannot be made.
         RepeatedDeath: it died twice in one place.
         CheckpointError: there is nothing to go on from although there should be.
         ConfigError: `resume` says something that cannot be.
@@ -335,7 +335,7 @@ def choose_run_dir(cfg: RunConfig, say: Callable[[str], None]) -> RunSource:
         _put_aside(named, checkpoint)
         return RunSource(named, checkpoint)
     is_run = named is not None and any((named / name).exists() for name in (folder_lock.LOCK, "config.yaml"))
-    if named is None or not is_run or cfg.resume == NEVER:  # a folder that is no run is refused as it always was
+    if named is None or not is_run or cfg.resume == NEVER:  # a directory that is no run is an error
         if cfg.resume == MUST:
             raise CheckpointError(
                 "resume = must, but there is no run {folder}. Check run.name and run.dir.", folder=named or cfg.run.dir

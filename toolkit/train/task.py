@@ -131,7 +131,7 @@ class RunContext:
 class Task(ABC):
     """What a run learns, from what, and what it leaves behind: language modelling, or a user's own model.
 
-    It is made without its data. The Trainer calls its methods in the order in which they stand here, on every rank
+    It is created without its data. The Trainer calls its methods in the order in which they are defined, on every rank
     unless they say otherwise; Trainer, loop, step and checkpoints know no task by name.
     """
 

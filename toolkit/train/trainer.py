@@ -63,7 +63,7 @@ class Trainer:
     progress: Progress
     run: RunContext
     plan: RunPlan | None = None
-    """What memory is expected to be; None where nobody knows."""
+    """What memory is expected to be; None if it is not known."""
 
     def __init__(self, task: Task, cfg: RunConfig, ranks: Ranks, started: float) -> None:
         self.task, self.cfg, self.ranks, self.started = task, cfg, ranks, started
@@ -239,7 +239,7 @@ class Trainer:
         run_dir.write_settings(folder, to_yaml(cfg), ds.values, hosts, device)
         card = {"total_steps": task.total_steps, "steps_per_epoch": task.steps_per_epoch, **task.data_card()}
         text = json.dumps(hide_all(card), indent=2, ensure_ascii=False) + "\n"
-        with suppress(OSError):  # a full disk is told by what a run cannot do without
+        with suppress(OSError):  # a full disk is reported by what a run cannot do without
             (folder / DATA_CARD).write_text(text, encoding="utf-8", errors="backslashreplace")
         return start
 
