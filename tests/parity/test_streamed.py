@@ -16,8 +16,8 @@ from toolkit.errors import CheckpointError
 from toolkit.export.huggingface import write_folder
 from toolkit.export.verify import verify_logits
 from toolkit.models import load_model, probe
+from toolkit.models.load import streamed_model
 from toolkit.models.save import describe
-from toolkit.models.streamed import streamed_model
 
 MODELS: dict[str, Any] = {
     "llama": (transformers.LlamaConfig, {}),

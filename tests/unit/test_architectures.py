@@ -14,11 +14,10 @@ from toolkit.config.schema import Attention, LossKernel
 from toolkit.errors import ModelError
 from toolkit.models import load_model
 from toolkit.models.attention import check_isolation, choose_attention
-from toolkit.models.layout import TransformersLayout
 from toolkit.models.load import stream
 from toolkit.models.loss import LossHead, token_loss_sum
 from toolkit.models.save import describe, save_model
-from toolkit.models.weights import assign
+from toolkit.models.weights import TransformersLayout, assign
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -91,7 +90,7 @@ def test_a_form_that_cannot_be_read_in_pieces(monkeypatch: pytest.MonkeyPatch) -
     from transformers.core_model_loading import Transpose, WeightConverter
 
     odd = [WeightConverter("q_proj.weight", "o_proj.weight", [Transpose(0, 1)])]
-    monkeypatch.setattr("toolkit.models.layout.get_model_conversion_mapping", lambda model: odd)
+    monkeypatch.setattr("toolkit.models.weights.get_model_conversion_mapping", lambda model: odd)
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(CONFIGS["llama"]())
     shapes = {name: tuple(value.shape) for name, value in model.named_parameters()}

@@ -13,11 +13,10 @@ from toolkit.config.load import load
 from toolkit.engine.ds_config import build_ds_config
 from toolkit.engine.memory import PeakMemory
 from toolkit.errors import BaseMissing, ConfigError, ModelError, RowError
-from toolkit.models import adapter_patterns, adapters, template_bounds
+from toolkit.models import adapters, template_bounds
 from toolkit.models.adapters import BaseModel
-from toolkit.models.chat_template import TemplateChatEncoder
+from toolkit.models.chat_template import TemplateChatEncoder, TooSlow, time_limit
 from toolkit.models.directory import read_config
-from toolkit.models.limits import TooSlow, time_limit
 from toolkit.models.tokenizer import fit_tokenizer, load_tokenizer
 from toolkit.models.weights import WeightFiles, read_tensors
 from toolkit.outside import reading
@@ -330,14 +329,12 @@ NAMED = ["model.layers.0.self_attn.q_proj", "model.layers.1.self_attn.q_proj", "
 
 
 def test_expressions_of_adapters_become_names() -> None:
-    found = adapter_patterns.with_names(
-        {"target_modules": r".*\.1\.(self_attn\.q_proj|mlp\.up_proj)", "r": 2}, ["", *NAMED]
-    )
+    found = adapters.with_names({"target_modules": r".*\.1\.(self_attn\.q_proj|mlp\.up_proj)", "r": 2}, ["", *NAMED])
     assert found == {"target_modules": NAMED[1:], "r": 2}
     both = {"target_modules": ".*proj", "exclude_modules": "no such"}
-    assert adapter_patterns.with_names(both, NAMED) == {"target_modules": NAMED, "exclude_modules": []}
+    assert adapters.with_names(both, NAMED) == {"target_modules": NAMED, "exclude_modules": []}
     for kept in ({"target_modules": "all-linear"}, {"target_modules": ["q_proj"]}, {"target_modules": None}):
-        assert adapter_patterns.with_names(kept, NAMED) == kept
+        assert adapters.with_names(kept, NAMED) == kept
 
 
 @pytest.mark.parametrize(
@@ -353,7 +350,7 @@ def test_expressions_of_adapters_become_names() -> None:
 def test_expressions_of_adapters_are_bounded(
     expression: str, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(adapter_patterns, "_MATCHING_S", 0.5 if "takes" in reason else 60)
+    monkeypatch.setattr(adapters, "_MATCHING_S", 0.5 if "takes" in reason else 60)
     settings = adapters.read_settings(adapter_of(tmp_path, target_modules=expression))
     with torch.device("meta"):
         model: Any = torch.nn.Sequential()

@@ -10,8 +10,7 @@ from toolkit.export.merge import loaded, part_of_adapter
 from toolkit.messages import tr
 from toolkit.models import probe
 from toolkit.models.adapters import CONFIG, is_original_prefix
-from toolkit.models.load import load_model, stream
-from toolkit.models.streamed import streamed_model
+from toolkit.models.load import load_model, stream, streamed_model
 
 
 def verify_logits(folder: Path) -> str:

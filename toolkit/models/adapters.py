@@ -7,10 +7,16 @@ that was converted from it, and but for rounding in any precision.
 Directories have peft's layout for LoRA and prompt tuning, the ChatGLM repositories' names for P-Tuning v2.
 
 `adapter_config.json` and `adapter_model.safetensors`, and beside them base.json, which tells the model they stand on.
+
+
+Regular expressions in adapter_config.json: peft (0.21) runs whatever is written there, and one may take years.
 """
 
 import json
-from collections.abc import Sequence
+import re
+import subprocess
+import sys
+from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -20,17 +26,18 @@ import torch
 from peft import LoraConfig, PromptTuningConfig, get_peft_model_state_dict
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from toolkit.children import run
 from toolkit.config.schema import TuningConfig, TuningMethod
 from toolkit.distributed.tensor import is_tensor_part
 from toolkit.errors import BaseMissing, ConfigError, ModelError
 from toolkit.messages import tr
-from toolkit.models import adapter_patterns, lora
-from toolkit.models.directory import read_object
-from toolkit.models.limits import check_sizes
+from toolkit.models import lora
+from toolkit.models.directory import check_sizes, read_object
 from toolkit.models.lora import freeze
 from toolkit.models.prompt_tuning import PREFIX, SoftPrompt, attach_prefix, attach_prompt, prefix_for
 from toolkit.models.weights import full_params, read_tensors
 from toolkit.outside import json_object, reading
+from toolkit.plan.parameters import ALL_LINEAR
 from toolkit.secrets import hide
 
 FILE = "base.json"
@@ -240,7 +247,7 @@ def read_settings(folder: Path) -> dict[str, Any]:
             known=", ".join(_METHODS),
         )
     check_sizes(settings, folder / CONFIG)
-    adapter_patterns.check_names(settings, folder / CONFIG)
+    check_names(settings, folder / CONFIG)
     return settings
 
 
@@ -324,7 +331,7 @@ def attach_adapter(
                 for name, value in settings.items()
                 if name in LoraConfig.__dataclass_fields__ and name not in _OUTSIDE
             }
-            known = adapter_patterns.with_names(known, [name for name, _ in model.named_modules()])
+            known = with_names(known, [name for name, _ in model.named_modules()])
             lora.inject_lora(model, LoraConfig(**known | {"inference_mode": False}), ds_config)
     model.tuned = AdapterState(method, settings, base)
 
@@ -451,3 +458,84 @@ def _prompt_values(model: PreTrainedModel, config: TuningConfig, tokenizer: PreT
         places = torch.randint(len(tokenizer), (number,))
     with full_params([embedding.weight]):
         return embedding.weight.detach()[places.to(embedding.weight.device)].cpu()
+
+
+_MATCHING_S = 20.0
+"""For all modules of a model; hundredths of a second are usual."""
+_LONGEST = 20_000
+"""Characters of an expression."""
+_EXPRESSIONS = ("target_modules", "exclude_modules")
+"""Where a single text is an expression; in a list they are names, or ends of names."""
+_NAMES = ("modules_to_save", "layers_pattern", "rank_pattern", "alpha_pattern")
+"""What peft puts into expressions of its own."""
+_PLAIN = re.compile(r"(?:[\w.^$-]|\\[.d-]\+?)*")
+_MOST_WILDCARDS = 2
+"""Matching takes that power of a name's length; peft itself writes one, as in `.*\\.gate_up_proj`."""
+_MATCH = """
+import json, re, sys
+pattern, names = json.load(sys.stdin)
+try:
+    json.dump([name for name in names if re.fullmatch(pattern, name)], sys.stdout)
+except (re.error, RecursionError, OverflowError) as error:
+    sys.exit(str(error))
+"""
+
+
+def check_names(settings: dict[str, Any], file: Path) -> None:
+    """Reject an adapter's settings that hold expressions where names belong."""
+    for key in _NAMES:
+        value = settings.get(key) or ()
+        for name in [value] if isinstance(value, str) else value if isinstance(value, (list, dict)) else ():
+            if not isinstance(name, str) or not _PLAIN.fullmatch(name.replace(".*", "", _MOST_WILDCARDS)):
+                raise ModelError(
+                    "{file}: {key} holds {value}, which is no name of a module. Write names, or ends of names, "
+                    "with two wildcards .* at most.",
+                    file=file,
+                    key=key,
+                    value=repr(name)[:200],
+                )
+
+
+def with_names(settings: dict[str, Any], modules: Iterable[str]) -> dict[str, Any]:
+    """Return an adapter's settings with the modules that its expressions match in their place.
+
+    They are matched in a process of their own, which is ended if it takes too long. `settings` are those of
+    adapter_config.json, `modules` the names of the model's. An expression that is damaged, takes too long, or matches
+    nothing is an error.
+    """
+    names: list[str] = []
+    for key in _EXPRESSIONS:
+        value = settings.get(key)
+        if isinstance(value, str) and value != ALL_LINEAR:
+            names = names or [name for name in modules if name]
+            settings = settings | {key: _matching(key, value, names)}
+    return settings
+
+
+def _matching(key: str, expression: str, names: list[str]) -> list[str]:
+    if len(expression) > _LONGEST:
+        reason = tr("it has more than {count} characters", count=f"{_LONGEST:,}")
+    else:
+        try:
+            ended = run(
+                [sys.executable, "-I", "-S", "-c", _MATCH],
+                input=json.dumps([expression, names]),
+                capture_output=True,
+                text=True,
+                timeout=_MATCHING_S,
+            )
+        except subprocess.TimeoutExpired:
+            reason = tr("matching it takes more than {seconds} s", seconds=f"{_MATCHING_S:g}")
+        else:
+            found: list[str] = json.loads(ended.stdout) if ended.returncode == 0 else []
+            if found or (not ended.returncode and key != "target_modules"):
+                return found
+            reason = ended.stderr.strip() or tr("it matches no module of the model")
+    raise ModelError(
+        "adapter_config.json: the expression {key} = {value} cannot be used: {reason}. Write a list of module "
+        "names, or of ends of names, such as {example}.",
+        key=key,
+        value=repr(expression)[:200],
+        reason=reason,
+        example='["q_proj", "v_proj"]',
+    )

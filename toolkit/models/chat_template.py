@@ -6,13 +6,15 @@ The template makes a text with spans of characters, `SpanTokenizer` token ids wi
 import hashlib
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+import signal
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from types import FrameType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from toolkit.errors import ModelError, RowError
 from toolkit.messages import tr
-from toolkit.models.limits import TooSlow, time_limit
 from toolkit.models.shield import Shield, any_of
 from toolkit.outside import is_failure, reason_of
 
@@ -552,3 +554,30 @@ def _fingerprint(tokenizer: "PreTrainedTokenizerBase") -> str:
         ),
     ]
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
+
+
+class TooSlow(Exception):
+    """A body took longer than it may."""
+
+
+@contextmanager
+def time_limit(seconds: float) -> Iterator[None]:
+    """Interrupt Python code that takes too long; only in a process's main thread, where signals are handled.
+
+    Raises:
+        TooSlow: it has taken longer.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        raise TooSlow
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)

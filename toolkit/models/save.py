@@ -22,8 +22,7 @@ from transformers import PreTrainedModel
 from toolkit.errors import CheckpointError, ModelError
 from toolkit.models.chat import AnyChatEncoder
 from toolkit.models.chatglm.glm import official_layout
-from toolkit.models.layout import Layout
-from toolkit.models.weights import WeightFiles, index_of, tied_names
+from toolkit.models.weights import Layout, WeightFiles, index_of, tied_names
 
 Format = Literal["hf", "official"]
 MAX_SHARD_SIZE = "5GB"

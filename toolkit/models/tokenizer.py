@@ -12,7 +12,7 @@ from toolkit.distributed.file_lock import build_once
 from toolkit.errors import ModelError
 from toolkit.messages import tr
 from toolkit.models.chatglm.vocabulary import family_of, image_tokens, official_vocabulary, read_json
-from toolkit.models.limits import check_growth
+from toolkit.models.directory import check_growth
 from toolkit.outside import reading
 
 if TYPE_CHECKING:

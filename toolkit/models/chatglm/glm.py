@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from transformers import GlmConfig
 
-from toolkit.models.layout import Layout, Shapes
+from toolkit.models.weights import Layout, Shapes
 
 _LAYER = re.compile(r"transformer\.encoder\.layers\.(\d+)\.(.+)")
 _FIXED = {
