@@ -23,7 +23,7 @@ from toolkit.config.mesh import (
 )
 from toolkit.config.rules import check_rules
 from toolkit.config.schema import Init, RunConfig, TuningConfig
-from toolkit.distributed.tensor import join_parts
+from toolkit.distributed.process_group import join_parts
 from toolkit.engine.ds_config import build_ds_config, explain
 from toolkit.engine.ds_import import import_json
 from toolkit.errors import ConfigError

@@ -19,7 +19,7 @@ from toolkit.config.schema import (
     TrainConfig,
 )
 from toolkit.distributed import process_group
-from toolkit.distributed.tensor import is_tensor_part
+from toolkit.distributed.process_group import is_tensor_part
 from toolkit.engine.build import initialize_engine
 from toolkit.engine.ds_config import build_ds_config
 from toolkit.engine.parameters import count_parameters, gathered_parameters

@@ -11,8 +11,7 @@ import pytest
 from tests.unit.data_tools import ByteEncoder, pairs, run_config, write_rows
 from toolkit.cli import check
 from toolkit.config.schema import RowFormat, SourceConfig, TooLong
-from toolkit.data.duplicates import first_equal
-from toolkit.data.tokenize import build_caches
+from toolkit.data.tokenize import build_caches, first_equal
 from toolkit.errors import ToolkitError
 from toolkit.messages import set_language
 from toolkit.report.run import read_run

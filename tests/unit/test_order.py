@@ -9,8 +9,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from toolkit.config.schema import CurriculumConfig, CurriculumShape, SourceConfig, WeightPoint
-from toolkit.data.curriculum import CurriculumOrder, ScheduledMixture, length_classes, length_limits
-from toolkit.data.sampler import BEGINNING, GlobalBatchSampler, Order, Position
+from toolkit.data.sampler import (
+    BEGINNING,
+    CurriculumOrder,
+    GlobalBatchSampler,
+    Order,
+    Position,
+    ScheduledMixture,
+    length_classes,
+    length_limits,
+)
 from toolkit.errors import DataError
 
 

@@ -439,9 +439,9 @@ def test_csv_row_with_too_few_or_many_fields(tmp_path: Path) -> None:
 
 
 def test_long_array_is_read_piece_by_piece(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from toolkit.data import strict_json
+    from toolkit.data import readers
 
-    monkeypatch.setattr(strict_json, "_CHUNK_BYTES", 7)
+    monkeypatch.setattr(readers, "_CHUNK_BYTES", 7)
     rows = [{"prompt": f"é{'x' * (number % 90)}", "response": "\\u4f60 你好 \\n"} for number in range(200)]
     for indent in (None, 2):
         path = written(tmp_path, json.dumps(rows, indent=indent, ensure_ascii=indent is None).encode(), "d.json")

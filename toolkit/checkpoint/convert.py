@@ -15,7 +15,7 @@ import torch
 
 from toolkit.checkpoint.engine_files import unreadable_error
 from toolkit.distributed.file_lock import build_once
-from toolkit.distributed.tensor import join_parts
+from toolkit.distributed.process_group import join_parts
 from toolkit.errors import CheckpointError, NotExportable
 from toolkit.launch.processes import run_module
 from toolkit.messages import tr

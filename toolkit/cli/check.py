@@ -14,8 +14,7 @@ from toolkit.config.mesh import accumulation, mesh_of, with_micro_batch
 from toolkit.config.ops import check_compiler
 from toolkit.config.preflight import check_positions, check_track_here
 from toolkit.config.schema import AUTO, Init, RunConfig
-from toolkit.data.check import check_sources, estimate
-from toolkit.data.duplicates import check_distinct
+from toolkit.data.check import check_distinct, check_sources, estimate
 from toolkit.data.sources import local_files
 from toolkit.messages import say, tr
 from toolkit.models.directory import read_config, trust_code

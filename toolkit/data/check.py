@@ -1,11 +1,12 @@
-"""What `toolkit check` reads of the data: the first rows of every source, and about how many samples an epoch has.
+"""What is checked of the data before a model is loaded: the first rows of every source, and files named twice.
 
-Rows are read as training reads them, so that a broken file is found before a model is loaded.
+Rows are read as training reads them; `toolkit check` also estimates how many samples an epoch has.
 """
 
 import math
+import os
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Hashable, Iterator, Sequence
 from typing import Any
 
 from toolkit.config.schema import DataConfig, OnBadRow, Packing, RowFormat, SourceConfig
@@ -127,6 +128,45 @@ def _names(row: Any) -> Iterator[str]:
         for item in value[:20] if isinstance(value, list) else ():
             if isinstance(item, dict):
                 yield from (key for key in item if isinstance(key, str))
+
+
+def check_distinct(data: DataConfig, files: Sequence[DataFile], hashes: Sequence[str] | None = None) -> None:
+    """Reject a file that two entries read, under whatever path or link; with hashes also one of the same content."""
+    identities: Sequence[Hashable] = hashes or [
+        (found.st_dev, found.st_ino) for found in (os.stat(file.path) for file in files)
+    ]
+    seen: dict[Hashable, list[DataFile]] = {}
+    for file, identity in zip(files, identities, strict=True):
+        # Other columns or another format make other samples of the same rows, such as a translation in both directions.
+        others = seen.setdefault((identity, tuple(sorted(file.columns.items()))), [])
+        for other in others:
+            formats = {other.row_format, file.row_format}
+            if other.source != file.source and (len(formats) == 1 or RowFormat.auto in formats):
+                raise DataError(_same_file_text(data, other, file))
+        if all(other.source != file.source for other in others):
+            others.append(file)
+
+
+def _same_file_text(data: DataConfig, first: DataFile, second: DataFile) -> str:
+    training = len(data.sources)
+    numbers = (first.source, second.source)
+    entries = [f"data.sources[{n}]" if n < training else f"data.validation[{n - training}]" for n in numbers]
+    named = f"{first.path}" if first.path == second.path else f"{first.path} = {second.path}"
+    if first.source < training <= second.source:
+        return tr(
+            "{second} is also training data ({first}): {files}. A validation loss on trained rows says nothing. Use "
+            "other rows for validation, or remove data.validation: data.validation_fraction then holds out some rows.",
+            first=entries[0],
+            second=entries[1],
+            files=named,
+        )
+    return tr(
+        "{first} and {second} read the same file: {files}. Remove one of them. To train its rows more often, set "
+        "`weight` (weight: 2 takes each row twice per epoch).",
+        first=entries[0],
+        second=entries[1],
+        files=named,
+    )
 
 
 _BYTES_PER_TOKEN = 4

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from toolkit.config.schema import ROW_FIELDS, RowFormat, TrainOn
-from toolkit.data.strict_json import DECODER, check_characters, parse_line
+from toolkit.data.readers import DECODER, check_characters, parse_line
 from toolkit.errors import RowError
 from toolkit.messages import tr
 

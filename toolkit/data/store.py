@@ -261,7 +261,7 @@ class CacheIndex:
     rows: NDArray[np.int64]
     """Number of the row over all files; rows that gave no sample are counted too."""
     hashes: NDArray[np.uint64]
-    """Of the rows that gave a sample, see `duplicates.row_hashes`, [used rows]."""
+    """Of the rows that gave a sample, see `tokenize_workers.row_hashes`, [used rows]."""
 
     def used_rows(self) -> NDArray[np.int64]:
         """Return the number of the row that each sample comes from, counting only rows that gave one, [samples]."""

@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from toolkit.config.schema import OnBadRow, RunConfig
-from toolkit.data.duplicates import check_distinct, first_equal
+from toolkit.data.check import check_distinct
 from toolkit.data.encode import ChatEncoder
 from toolkit.data.readers import Block, block_bytes
 from toolkit.data.sources import DataFile, content_hash, locate_all, read_blocks, total_bytes
@@ -135,7 +135,7 @@ class PrepareReport:
 
         Args:
             index: of the cache, training files before validation files.
-            first: of each used row the first one that is equal, see `duplicates.first_equal`.
+            first: of each used row the first one that is equal, see `first_equal`.
         """
         rows = index.used_rows()
         is_training = np.zeros(len(first), dtype=np.bool_)
@@ -499,6 +499,16 @@ def _place(made: BuiltPart, row: RowPosition) -> str:
     if made.block.first_item:
         place += " " + tr("(item {number})", number=f"{made.block.first_item + row.ordinal:,}")
     return place
+
+
+def first_equal(hashes: NDArray[np.uint64]) -> NDArray[np.int64]:
+    """Return for each row the number of the first row with the same hash, its own if none is before it, [rows]."""
+    order = np.argsort(hashes, kind="stable")
+    ordered = hashes[order]
+    is_new = np.concatenate(([True], ordered[1:] != ordered[:-1])) if len(order) else np.empty(0, np.bool_)
+    first = np.empty(len(order), np.int64)
+    first[order] = order[is_new][np.cumsum(is_new) - 1]
+    return first
 
 
 def split_rows(num_rows: int, fraction: float, seed: int) -> dict[str, NDArray[np.int64]]:

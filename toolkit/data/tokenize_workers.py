@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass, field
-from itertools import islice
+from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,7 +26,6 @@ from numpy.typing import NDArray
 
 from toolkit import children
 from toolkit.config.schema import RowFormat, TooLong, TrainOn
-from toolkit.data.duplicates import row_hashes
 from toolkit.data.encode import ChatEncoder, Encoded, LengthRule
 from toolkit.data.formats import Conversation, RowReader, mark_trained, parse_row
 from toolkit.data.readers import Block, rows_of
@@ -122,7 +121,7 @@ class Part:
     rows: NDArray[np.uint32]
     """Ordinal of that row in the block, [samples]; several samples of a row follow each other."""
     hashes: NDArray[np.uint64]
-    """Of each row that gave a sample, see `duplicates.row_hashes`, [rows with a sample]."""
+    """Of each row that gave a sample, see `row_hashes`, [rows with a sample]."""
     counts: PartCounts
 
 
@@ -256,6 +255,26 @@ class PartBuilder:
         counts.truncated += fitted.truncated
         counts.split += fitted.split
         yield from ((row, sample) for sample in fitted.samples)
+
+
+def row_hashes(
+    ids: NDArray[Any], trained: NDArray[np.bool_], lengths: NDArray[np.uint32], rows: NDArray[np.uint32]
+) -> NDArray[np.uint64]:
+    """Return a hash of what each row gives, [rows with a sample]: ids and mask of all its samples.
+
+    Equal for equal rows of any format. `ids` and `trained` (whether the loss covers it) are of all samples one after
+    another, [tokens]; `lengths` and `rows` (ascending) of each sample, [samples].
+    """
+    begins = np.flatnonzero(np.diff(rows, prepend=-1))
+    starts = np.concatenate(([0], np.cumsum(lengths, dtype=np.int64)))
+    bounds = [*starts[begins].tolist(), len(ids)]
+    id_bytes, mask_bytes, size = memoryview(ids.tobytes()), memoryview(trained.tobytes()), ids.itemsize
+    found = bytearray()
+    for start, end in pairwise(bounds):
+        digest = hashlib.blake2b(id_bytes[start * size : end * size], digest_size=8)
+        digest.update(mask_bytes[start:end])
+        found += digest.digest()
+    return np.frombuffer(found, np.uint64)
 
 
 def _by_size(read: list[tuple[RowPosition, Conversation]]) -> Iterator[list[tuple[RowPosition, Conversation]]]:

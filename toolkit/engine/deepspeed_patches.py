@@ -21,7 +21,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from toolkit.config.mesh import check_split
 from toolkit.config.schema import ActivationCheckpointingConfig
-from toolkit.distributed.tensor import is_tensor_part, tensor_group
+from toolkit.distributed.process_group import is_tensor_part, tensor_group
 from toolkit.errors import ConfigError
 from toolkit.messages import tr
 

@@ -10,7 +10,7 @@ import torch
 from deepspeed.pipe import PipelineModule
 from transformers import PreTrainedModel
 
-from toolkit.distributed.tensor import full_shape, gather_parts, is_tensor_part
+from toolkit.distributed.process_group import full_shape, gather_parts, is_tensor_part
 
 
 def is_partitioned(engine: deepspeed.DeepSpeedEngine) -> bool:

@@ -28,7 +28,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from toolkit.children import run
 from toolkit.config.schema import TuningConfig, TuningMethod
-from toolkit.distributed.tensor import is_tensor_part
+from toolkit.distributed.process_group import is_tensor_part
 from toolkit.errors import BaseMissing, ConfigError, ModelError
 from toolkit.messages import tr
 from toolkit.models import lora

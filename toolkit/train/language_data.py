@@ -16,14 +16,17 @@ from numpy.typing import NDArray
 
 from toolkit.config.mesh import Mesh, accumulation, mesh_of, micro_rows, with_micro_batch
 from toolkit.config.schema import Init, Packing, RunConfig, SourceConfig
-from toolkit.data.curriculum import CurriculumOrder, ScheduledMixture, length_classes, length_limits
 from toolkit.data.loader import build_loader, collate
 from toolkit.data.packing import PAD_MULTIPLE, PackingPlan, pad_multiple, plan_sequences
 from toolkit.data.sampler import (
     BEGINNING,
+    CurriculumOrder,
     GlobalBatchSampler,
     Order,
     Position,
+    ScheduledMixture,
+    length_classes,
+    length_limits,
     next_position,
     sequential,
     steps_per_epoch,

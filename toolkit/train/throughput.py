@@ -23,8 +23,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.comm.comm import comms_logger, timers
 
 from toolkit.config.schema import TuningConfig, TuningMethod
-from toolkit.distributed.process_group import gather, world_size
-from toolkit.distributed.tensor import full_shape
+from toolkit.distributed.process_group import full_shape, gather, world_size
 from toolkit.engine.memory import is_out_of_memory
 from toolkit.messages import tr
 from toolkit.models.load import TORCH_DTYPES
