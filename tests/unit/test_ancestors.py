@@ -2,59 +2,64 @@
 
 import base64
 import json
-import os
+import subprocess
+import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
+import psutil
 import pytest
 
+from tests.unit.made_processes import make_processes
 from toolkit.cli import main
 from toolkit.errors import LaunchError
-from toolkit.launch.deepspeed import age_s, check_launcher, deepspeed_options, hostfile_of, typed_options
+from toolkit.launch import deepspeed
+from toolkit.launch.deepspeed import age_s, check_launcher, hostfile_of, launcher_options, split_words, typed_options
 from toolkit.launch.environment import Ranks
 
 RANKS = Ranks(0, 0, 2, 0, "deepspeed")
 TWO_HOSTS = "a slots=1\nb slots=1\n"
+Start = Callable[[str, int], None]
 
 
-def tree(folder: Path, front_end: str, nodes: int) -> Path:
-    """Make a /proc with front end (10), launch.py (20) and a rank (30); the front end works in folder/work."""
-    world = base64.urlsafe_b64encode(json.dumps({f"n{i}": [0] for i in range(nodes)}).encode()).decode()
-    launch = f"/bin/python -u -m deepspeed.launcher.launch --world_info={world} --master_addr=x run.py recipe=x"
-    (folder / "work").mkdir(exist_ok=True)
-    for pid, parent, command in ((10, 1, front_end), (20, 10, launch), (30, 20, "python -u run.py --local_rank=0")):
-        place = folder / "proc" / str(pid)
-        place.mkdir(parents=True)
-        (place / "status").write_text(f"Name:\tx\nPPid:\t{parent}\n")
-        (place / "cmdline").write_bytes(b"\0".join(word.encode() for word in command.split()) + b"\0")
-        (place / "cwd").symlink_to(folder / "work")
-    return folder / "proc"
+@pytest.fixture
+def started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Start:
+    """Let this process be a rank of launch.py of a front end that works in tmp_path/work."""
+    (tmp_path / "work").mkdir()
+
+    def start(front_end: str, nodes: int) -> None:
+        world = base64.urlsafe_b64encode(json.dumps({f"n{i}": [0] for i in range(nodes)}).encode()).decode()
+        launch = f"/bin/python -u -m deepspeed.launcher.launch --world_info={world} --master_addr=x run.py recipe=x"
+        lines = [line.split() for line in ("python -u run.py --local_rank=0", launch, front_end)]
+        make_processes(monkeypatch, *lines, folder=tmp_path / "work", ages_s=(100, 200, 300))
+
+    return start
 
 
-def refused(folder: Path, front_end: str, nodes: int, num_nodes: int = 0) -> str:
+def refused(num_nodes: int = 0) -> str:
     with pytest.raises(LaunchError) as caught:
-        check_launcher(num_nodes, RANKS, tree(folder, front_end, nodes), "30", is_here="a".__eq__)
+        check_launcher(num_nodes, RANKS)
     return str(caught.value)
 
 
 @pytest.mark.parametrize("option", ["--hostfile hosts", "--hostfile=hosts", "-H hosts"])
-def test_missing_hostfile(option: str, tmp_path: Path) -> None:
-    message = refused(tmp_path, f"/venv/bin/python /venv/bin/deepspeed {option} run.py recipe=x", 1)
-    assert message.startswith(f"the hostfile {tmp_path}/work/hosts cannot be read: No such file")
+def test_missing_hostfile(option: str, tmp_path: Path, started: Start) -> None:
+    started(f"/venv/bin/python /venv/bin/deepspeed {option} run.py recipe=x", 1)
+    assert refused().startswith(f"the hostfile {tmp_path}/work/hosts cannot be read: No such file")
 
 
-def test_malformed_hostfile(tmp_path: Path) -> None:
-    proc_command = "deepspeed --hostfile hosts run.py"
-    (tmp_path / "work").mkdir()
+def test_malformed_hostfile(tmp_path: Path, started: Start) -> None:
     (tmp_path / "work" / "hosts").write_text("a slots=1\nb 8\n")
-    assert refused(tmp_path, proc_command, 1).startswith(f"{tmp_path}/work/hosts:2: 'b 8': write")
+    started("deepspeed --hostfile hosts run.py", 1)
+    assert refused().startswith(f"{tmp_path}/work/hosts:2: 'b 8': write")
 
 
-def test_fewer_machines_than_the_hostfile(tmp_path: Path) -> None:
-    (tmp_path / "work").mkdir()
+def test_fewer_machines_than_the_hostfile(tmp_path: Path, started: Start) -> None:
     (tmp_path / "work" / "hosts").write_text(TWO_HOSTS)
-    message = refused(tmp_path, "deepspeed --hostfile hosts run.py", 1)
-    assert message == "the hostfile hosts names 2 machines (a, b), but 1 were started."
+    started("deepspeed --hostfile hosts run.py", 1)
+    assert refused() == "the hostfile hosts names 2 machines (a, b), but 1 were started."
 
 
 @pytest.mark.parametrize(
@@ -70,48 +75,60 @@ def test_fewer_machines_than_the_hostfile(tmp_path: Path) -> None:
         ("python -m deepspeed.launcher.runner --hostfile hosts run.py", 2),
     ],
 )
-def test_what_fits_passes(front_end: str, nodes: int, tmp_path: Path) -> None:
-    (tmp_path / "work").mkdir()
+def test_what_fits_passes(
+    front_end: str, nodes: int, tmp_path: Path, started: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "work" / "hosts").write_text(TWO_HOSTS)
-    check_launcher(0, RANKS, tree(tmp_path, front_end, nodes), "30", is_here=lambda host: True)
+    monkeypatch.setattr(deepspeed, "is_here", lambda host: True)
+    started(front_end, nodes)
+    check_launcher(0, RANKS)
 
 
-def test_another_machine_alone_would_be_forgotten(tmp_path: Path) -> None:
+def test_another_machine_alone_would_be_forgotten(
+    tmp_path: Path, started: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """DeepSpeed 0.19.8 trains on the machine where it was typed if one host is left, whatever its name."""
-    (tmp_path / "work").mkdir()
     (tmp_path / "work" / "hosts").write_text(TWO_HOSTS)
-    message = refused(tmp_path, "deepspeed --hostfile hosts --include b run.py", 1)
-    assert message.startswith("the hostfile leaves b alone, which is not this machine")
+    monkeypatch.setattr(deepspeed, "is_here", "a".__eq__)
+    started("deepspeed --hostfile hosts --include b run.py", 1)
+    assert refused().startswith("the hostfile leaves b alone, which is not this machine")
 
 
-def test_ranks_that_are_not_bound_to_cores(tmp_path: Path) -> None:
-    (tmp_path / "work").mkdir()
+def test_ranks_that_are_not_bound_to_cores(tmp_path: Path, started: Start) -> None:
     (tmp_path / "work" / "hosts").write_text(TWO_HOSTS)
-    front_end = "deepspeed --hostfile hosts --launcher openmpi --bind_cores_to_rank run.py"
-    assert refused(tmp_path, front_end, 2).startswith("--bind_cores_to_rank: DeepSpeed does not hand this on")
+    started("deepspeed --hostfile hosts --launcher openmpi --bind_cores_to_rank run.py", 2)
+    assert refused().startswith("--bind_cores_to_rank: DeepSpeed does not hand this on")
 
 
-def test_cores_without_binding(tmp_path: Path) -> None:
-    message = refused(tmp_path, "deepspeed --bind_core_list 0-1 run.py", 1)
-    assert message == "--bind_core_list does nothing alone: add --bind_cores_to_rank."
+def test_cores_without_binding(started: Start) -> None:
+    started("deepspeed --bind_core_list 0-1 run.py", 1)
+    assert refused() == "--bind_core_list does nothing alone: add --bind_cores_to_rank."
 
 
-def test_num_nodes(tmp_path: Path) -> None:
-    message = refused(tmp_path, "deepspeed run.py", 1, num_nodes=4)
-    assert message.startswith("launch.num_nodes = 4, but 1 machines were started.")
-    check_launcher(2, Ranks(0, 0, 8, 4, "torchrun"), Path("/nosuch"), "30")
+def test_num_nodes(started: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    started("deepspeed run.py", 1)
+    assert refused(num_nodes=4).startswith("launch.num_nodes = 4, but 1 machines were started.")
+    make_processes(monkeypatch, ["python", "run.py"])
+    check_launcher(2, Ranks(0, 0, 8, 4, "torchrun"))
     with pytest.raises(LaunchError):
-        check_launcher(3, Ranks(0, 0, 8, 4, "torchrun"), Path("/nosuch"), "30")
+        check_launcher(3, Ranks(0, 0, 8, 4, "torchrun"))
 
 
-def test_no_proc_file_system_is_no_error() -> None:
-    check_launcher(0, RANKS, Path("/nosuch"), "30")
+def test_a_parent_that_is_hidden_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another user's, where /proc is mounted with hidepid."""
+
+    def hidden() -> None:
+        raise psutil.AccessDenied(1)
+
+    monkeypatch.setattr(psutil, "Process", lambda: SimpleNamespace(parent=hidden))
+    check_launcher(0, RANKS)
 
 
 def test_only_the_launchers_own_words_count() -> None:
     words = ["/usr/bin/deepspeed", "--num_gpus", "2", "--launcher_args", "-x", "run.py", "--hostfile", "mine"]
-    assert deepspeed_options(words) == {"--num_gpus": "2", "--launcher_args": "-x"}
-    assert deepspeed_options(["vim", "deepspeed.md"]) == {}
+    assert launcher_options(words) == words[1:5]
+    assert split_words(words[1:5]) == ({"--num_gpus": "2", "--launcher_args": "-x"}, [])
+    assert launcher_options(["vim", "deepspeed.md"]) == []
 
 
 def test_a_hostfile_may_be_named_among_the_overrides() -> None:
@@ -143,21 +160,21 @@ def test_a_hostfile_without_a_name_is_one_that_is_missing(tmp_path: Path, monkey
         ("bash -c deepspeed", 200),
     ],
 )
-def test_a_command_is_as_old_as_its_launcher(front_end: str, expected_s: int, tmp_path: Path) -> None:
-    proc = tree(tmp_path, front_end, 1)
-    now, ticks = time.clock_gettime(time.CLOCK_BOOTTIME), os.sysconf("SC_CLK_TCK")
-    for pid, age in ((10, 300), (20, 200), (30, 100)):
-        fields = ["S", *["0"] * 18, str(int((now - age) * ticks)), "0"]
-        (proc / str(pid) / "stat").write_text(f"{pid} (a (name) of b) {' '.join(fields)}\n")
-    assert age_s(proc, "30") == pytest.approx(expected_s, abs=30)
+def test_a_command_is_as_old_as_its_launcher(front_end: str, expected_s: int, started: Start) -> None:
+    started(front_end, 1)
+    assert age_s() == pytest.approx(expected_s, abs=30)
 
 
 def test_ranks_that_an_agent_starts_again_are_as_old_as_themselves(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    started: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    proc = tree(tmp_path, "/venv/bin/torchrun run.py recipe=x", 1)
-    now, ticks = time.clock_gettime(time.CLOCK_BOOTTIME), os.sysconf("SC_CLK_TCK")
-    (proc / "30" / "stat").write_text(f"30 (python) S {'0 ' * 18}{int((now - 100) * ticks)} 0\n")
+    started("/venv/bin/torchrun run.py recipe=x", 1)
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
-    assert age_s(proc, "30") == pytest.approx(100, abs=30)
-    assert age_s(tmp_path / "nowhere", "30") == 0
+    assert age_s() == pytest.approx(100, abs=30)
+
+
+def test_the_age_of_a_process_that_there_is() -> None:
+    code = "import time; time.sleep(1); from toolkit.launch.deepspeed import age_s; print(age_s())"
+    begun = time.monotonic()
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert 1 <= float(done.stdout) <= time.monotonic() - begun

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from toolkit.errors import LaunchError
-from toolkit.launch import mpi
+from toolkit.launch import deepspeed, environment
 from toolkit.launch.environment import Ranks, apply, check_port, detect, set_interface, strip_launcher_arguments
 
 TORCH = {"RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "4"}
@@ -102,7 +102,7 @@ def test_apply_shares_the_cores_and_asks_for_an_address() -> None:
 
 def test_ranks_of_one_mpirun_choose_the_same_port(monkeypatch: pytest.MonkeyPatch) -> None:
     """Started by it, or by a shell of their own, each in a process without a word to the other."""
-    code = "import os; from toolkit.launch.mpi import meeting_port; print(meeting_port('OMPI_COMM_WORLD_RANK'))"
+    code = "import os; from toolkit.launch.environment import meeting_port; print(meeting_port('OMPI_COMM_WORLD_RANK'))"
     python = [sys.executable, "-c", code]
     asked = [python, ["sh", "-c", f"{shlex.join(python)}; true"]]
 
@@ -113,7 +113,7 @@ def test_ranks_of_one_mpirun_choose_the_same_port(monkeypatch: pytest.MonkeyPatc
     environ = {**os.environ, "OMPI_COMM_WORLD_RANK": "1"}
     [port] = ports(environ)
     assert port == 10_000 + os.getpid() % 20_000
-    monkeypatch.setattr(mpi, "meeting_port", lambda variable: {"PMI_RANK": port}[variable])
+    monkeypatch.setattr(environment, "meeting_port", lambda variable: {"PMI_RANK": port}[variable])
     environ = {}
     apply(Ranks(0, 0, 2, 2, "mpich"), environ)
     assert (environ["MASTER_ADDR"], environ["MASTER_PORT"]) == ("127.0.0.1", str(port))
@@ -122,14 +122,16 @@ def test_ranks_of_one_mpirun_choose_the_same_port(monkeypatch: pytest.MonkeyPatc
 def test_what_open_mpi_does_to_ranks_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {3})
     monkeypatch.setattr(os, "cpu_count", lambda: 64)
-    said = mpi.notes("openmpi", 2, {})
+    said = environment.mpi_notes("openmpi", 2, {})
     assert [line.partition(",")[0] for line in said] == [
         "Note: Open MPI kills the ranks 1 s after a Ctrl-C or SIGTERM",
         "Note: Open MPI lets this rank use 1 of 64 cores",
     ]
-    assert len(mpi.notes("openmpi", 2, {"OMPI_MCA_hwloc_base_binding_policy": "core"})) == 1, "the user's choice"
-    assert len(mpi.notes("openmpi", 64, {})) == 1, "its share"
-    assert mpi.notes("mpich", 2, {}) == []
+    assert len(environment.mpi_notes("openmpi", 2, {"OMPI_MCA_hwloc_base_binding_policy": "core"})) == 1, (
+        "the user's choice"
+    )
+    assert len(environment.mpi_notes("openmpi", 64, {})) == 1, "its share"
+    assert environment.mpi_notes("mpich", 2, {}) == []
     environ = {"MASTER_ADDR": "a", "MASTER_PORT": "1"}
     apply(Ranks(0, 0, 2, 2, "openmpi"), environ)
     assert environ["OMP_NUM_THREADS"] == "1", "32 threads would fight for one core"
@@ -137,16 +139,16 @@ def test_what_open_mpi_does_to_ranks_is_told(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_options_for_open_mpi() -> None:
     """What is missing is added; the user's own stay, and win."""
-    assert mpi.launcher_args({"localhost": [0]}, {}, ["-x", "A"]) == [
+    assert deepspeed.mpi_launcher_args({"localhost": [0]}, {}, ["-x", "A"]) == [
         "--launcher_args",
         "--bind-to none -x MASTER_ADDR=127.0.0.1 -x MASTER_PORT=29500 -x A",
     ]
     options = {"--launcher_args": "--bind-to core -x 'B=c d' -x MASTER_ADDR=x", "--master_port": "7"}
-    assert mpi.launcher_args({"n1.invalid": [0], "n2.invalid": [0]}, options, []) == [
+    assert deepspeed.mpi_launcher_args({"n1.invalid": [0], "n2.invalid": [0]}, options, []) == [
         "--launcher_args",
         "--bind-to core -x 'B=c d' -x MASTER_ADDR=x -x MASTER_PORT=7",
     ]
-    [_, words] = mpi.launcher_args({"n1.invalid": [0], "localhost": [0]}, {}, [])
+    [_, words] = deepspeed.mpi_launcher_args({"n1.invalid": [0], "localhost": [0]}, {}, [])
     assert "-x MASTER_ADDR=n1.invalid " in words
 
 
@@ -158,9 +160,9 @@ def test_the_other_mpirun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     ):
         (tmp_path / "mpirun").write_text(f"#!/bin/sh\necho '{text}'\n")
         (tmp_path / "mpirun").chmod(0o755)
-        mpi.check_program(right)
+        deepspeed.check_mpirun(right)
         with pytest.raises(LaunchError, match=rf"--launcher {wrong} starts the `mpirun` .* is another one: "):
-            mpi.check_program(wrong)
+            deepspeed.check_mpirun(wrong)
 
 
 @pytest.mark.parametrize(

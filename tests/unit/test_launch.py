@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from torch.distributed import HashStore
 
+from tests.unit.made_processes import make_processes
 from toolkit.distributed.process_group import agree_on_store
 from toolkit.errors import LaunchError, RepeatedDeath
 from toolkit.jobs import launch
@@ -120,13 +121,11 @@ def test_who_starts_again_has_to_agree() -> None:
             deepspeed.check_restarts(1, Ranks(0, 0, 2, 0, launcher), ["a=[b]"], {})
 
 
-def test_the_command_that_is_shown_has_the_options_that_were_typed(tmp_path: Path) -> None:
+def test_the_command_that_is_shown_has_the_options_that_were_typed(monkeypatch: pytest.MonkeyPatch) -> None:
     words = ["/x/python3", "/x/deepspeed", "--num_gpus", "2", "--master_port=7", "run.py", "recipe=x"]
-    for pid, parent, line in (("9", "8", ["python3", "run.py"]), ("8", "1", words)):
-        (tmp_path / pid).mkdir()
-        (tmp_path / pid / "status").write_text(f"PPid:\t{parent}\n")
-        (tmp_path / pid / "cmdline").write_bytes("\0".join(line).encode() + b"\0")
-    assert deepspeed.launcher_options(tmp_path, "9") == ["--num_gpus", "2", "--master_port=7"]
+    make_processes(monkeypatch, ["python3", "run.py"], ["python3", "-m", "deepspeed.launcher.launch"], words)
+    with pytest.raises(LaunchError, match=r"\. Type: toolkit launch --num_gpus 2 --master_port=7 recipe=x$"):
+        deepspeed.check_restarts(1, Ranks(0, 0, 2, 0, "deepspeed"), ["recipe=x"], {})
 
 
 def write(path: Path, *rows: dict[str, Any]) -> None:

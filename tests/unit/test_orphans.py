@@ -9,7 +9,10 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+import psutil
 import pytest
 
 from toolkit.launch import processes
@@ -64,9 +67,10 @@ def read(file: Path) -> int:
 
 def wait_until_gone(pid: int) -> None:
     until = time.monotonic() + 60
-    while processes._stat(pid).state not in ("", "Z"):
-        assert time.monotonic() < until, "still there"
-        time.sleep(0.05)
+    with contextlib.suppress(psutil.NoSuchProcess):
+        while psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+            assert time.monotonic() < until, "still there"
+            time.sleep(0.05)
 
 
 @pytest.fixture
@@ -138,7 +142,7 @@ def test_a_rank_whose_front_end_died_first_does_not_begin(started: tuple[Path, s
     read(folder / "rank")
     os.kill(read(folder / "starter-2"), signal.SIGKILL)
     launcher = read(folder / "starter-1")
-    while processes._stat(launcher).parent not in (0, 1):
+    while psutil.Process(launcher).ppid() != 1:
         time.sleep(0.05)
     (folder / "late").unlink()
     assert read(folder / "code") == 1
@@ -165,8 +169,7 @@ FAMILIES = [
 def test_who_may_be_the_parent(
     name: str, words: str, pid: int, session: int, own: int, taken: tuple[bool, bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    stats = {7: processes._Stat("S", pid, own), pid: processes._Stat("S", 0, session)}
-    monkeypatch.setattr(processes, "_stat", stats.__getitem__)
-    monkeypatch.setattr(processes, "_process_name", {pid: name}.__getitem__)
-    monkeypatch.setattr(processes, "_command_line", {pid: words.split()}.__getitem__)
-    assert (processes.is_orphaned(7, by_kind=True), processes.is_orphaned(7, by_kind=False)) == taken
+    parent = SimpleNamespace(pid=pid, name=lambda: name, cmdline=words.split) if name else None
+    process: Any = SimpleNamespace(pid=7, parent=lambda: parent)
+    monkeypatch.setattr(os, "getsid", {7: own, pid: session}.__getitem__)
+    assert (processes.is_orphaned(process, by_kind=True), processes.is_orphaned(process, by_kind=False)) == taken

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from tests.unit.fake_runs import HOSTILE, fake_run, lines, row
+from tests.unit.made_processes import make_processes
 from toolkit.cli import main
 from toolkit.config.schema import Metric
 from toolkit.launch.deepspeed import typed_command
@@ -351,22 +352,15 @@ def test_pictures_are_english_without_chinese_letters(
     assert "学习率" in (folder / "report.html").read_text()
 
 
-def processes(folder: Path, *words: list[str]) -> None:
-    """Write a /proc of processes from 9 upwards, each the parent of the one before."""
-    for place, line in enumerate(words):
-        home = folder / str(9 + place)
-        home.mkdir(exist_ok=True)
-        (home / "status").write_text(f"PPid:\t{10 + place}\n")
-        (home / "cmdline").write_bytes("\0".join(line).encode() + b"\0")
-
-
-def test_the_command_is_as_it_was_typed_without_secrets(tmp_path: Path) -> None:
+def test_the_command_is_as_it_was_typed_without_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
     typed = ["deepspeed", "--num_gpus", "2", "run.py", "recipe=x"]
     ours = ["python3", "run.py", "--local_rank=0"]
-    processes(tmp_path, ours, ["python3", "-m", "deepspeed.launcher.launch"], ["python3", "/x/deepspeed", *typed[1:]])
-    assert typed_command(ours, tmp_path, "9") == typed
-    processes(tmp_path, ours, ["/x/python", "-u", "/x/toolkit", "launch", "recipe=x"], ["bash"])
-    assert typed_command(ours, tmp_path, "9") == ["toolkit", "launch", "recipe=x"]
+    make_processes(
+        monkeypatch, ours, ["python3", "-m", "deepspeed.launcher.launch"], ["python3", "/x/deepspeed", *typed[1:]]
+    )
+    assert typed_command(ours) == typed
+    make_processes(monkeypatch, ours, ["/x/python", "-u", "/x/toolkit", "launch", "recipe=x"], ["bash"])
+    assert typed_command(ours) == ["toolkit", "launch", "recipe=x"]
     words = [
         "run.py",
         "--local_rank=0",
@@ -374,8 +368,8 @@ def test_the_command_is_as_it_was_typed_without_secrets(tmp_path: Path) -> None:
         "ds_extra.comet.api_key=abcdefghijk",
         "launch.env.HF_TOKEN=qwertyuiop",
     ]
-    processes(tmp_path, ours, ["bash"], ["bash"])
-    assert typed_command([*words, "evaluate.max_new_tokens=24"], tmp_path, "9") == [
+    make_processes(monkeypatch, ours, ["bash"], ["bash"])
+    assert typed_command([*words, "evaluate.max_new_tokens=24"]) == [
         *("python", "run.py", "recipe=x"),
         *("ds_extra.comet.api_key=***", "launch.env.HF_TOKEN=***", "evaluate.max_new_tokens=24"),
     ]

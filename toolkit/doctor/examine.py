@@ -15,7 +15,7 @@ from toolkit.doctor.agents import Hosts, SshOptions
 from toolkit.doctor.facts import FORWARDED, MATTERING, hashed
 from toolkit.doctor.findings import ERROR, WARNING, Finding, finding
 from toolkit.errors import LaunchError
-from toolkit.launch import deepspeed, env_vars, environment, hostfile, mpi
+from toolkit.launch import deepspeed, env_vars, environment, hostfile
 from toolkit.launch.hostfile import Resources
 from toolkit.messages import current_language, joined, tr
 
@@ -38,7 +38,7 @@ class Examination:
     environ: Mapping[str, str] = field(default_factory=dict)
     secrets: Sequence[str] = ()
     master_addr: str = ""
-    master_port: int = int(mpi.DEFAULT_PORT)
+    master_port: int = int(deepspeed.DEFAULT_PORT)
     limit_s: float = 30.0
     findings: list[Finding] = field(default_factory=list)
     facts: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -231,7 +231,7 @@ def plan_examination(
     forwarded = {
         name: value for name, value in os.environ.items() if name.startswith(FORWARDED) and name != "PYTHONPATH"
     }
-    port = options.get("--master_port", mpi.DEFAULT_PORT)
+    port = options.get("--master_port", deepspeed.DEFAULT_PORT)
     if not port.isdecimal():
         raise LaunchError("{name} {value}: write a positive whole number.", name="--master_port", value=port)
     script = options.get("--venv_script", "")
@@ -255,7 +255,7 @@ def _hosts(options: Mapping[str, str]) -> Resources:
     hosts = hostfile.select_gpus(hostfile.read_hostfile(Path(path)), options)
     if "--no_ssh" in options and len(hosts) > 1:
         raise LaunchError(tr("--no_ssh: other machines are asked through ssh. Type this on each, without a hostfile."))
-    deepspeed.check_machines(hosts, options, hostfile.is_here)
+    deepspeed.check_machines(hosts, options)
     return hosts
 
 

@@ -9,11 +9,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from toolkit import secrets
 from toolkit.config.schema import RunConfig
 from toolkit.doctor.examine import Examination, plan_examination
 from toolkit.doctor.findings import ERROR, WARNING
 from toolkit.errors import CheckpointError, Diverged, LaunchError, Stopped, ToolkitError
-from toolkit.launch import deepspeed, env_vars, hostfile, mpi, processes, rank_status
+from toolkit.launch import deepspeed, env_vars, hostfile, processes, rank_status
 from toolkit.messages import say, tr
 from toolkit.train import run_dir
 
@@ -97,7 +98,7 @@ def _machines(options: Mapping[str, str], words: Sequence[str], cfg: RunConfig) 
         return {}
     hosts = hostfile.select_gpus(hostfile.read_hostfile(Path(path)), options)
     hostfile.check_visible_devices(hosts)
-    deepspeed.check_machines(hosts, options, hostfile.is_here)
+    deepspeed.check_machines(hosts, options)
     deepspeed.check_backend_program(hosts, options)
     deepspeed.check_binding(hosts, options)
     if deepspeed.logs_in(hosts, options) and "--no_ssh_check" not in options:
@@ -140,7 +141,8 @@ def _command(
     names = cfg.launch.forwarded
     files = env_vars.variables_of_files(Path.cwd()) if backend and names else {}
     here = [name for name in names if os.environ.get(name)]
-    env_vars.mask_values([os.environ[name] for name in here])
+    for name in here:
+        secrets.learn(os.environ[name])
     if missing := sorted(set(names).difference(here, *files.values())):
         raise env_vars.without_value(missing)
     if env:
@@ -150,7 +152,7 @@ def _command(
     quiet = [] if {"--log_level", "-q", "--quiet"} & set(options) else ["--log_level", "critical"]
     command = [sys.executable, "-m", processes.FRONT_END, *quiet]
     command += [*deepspeed.options_without_ssh(hosts, options), *typed]
-    command += mpi.launcher_args(hosts, options, exported) if backend == "openmpi" else []
+    command += deepspeed.mpi_launcher_args(hosts, options, exported) if backend == "openmpi" else []
     return [*command, *program(), *deepspeed.quoted_words(hosts, options, words)], environ
 
 
@@ -159,7 +161,9 @@ class Attempt:
 
     def __init__(self, folder: Path, environ: Mapping[str, str], restart: int, most: int, died: float) -> None:
         self.path = rank_status.create_status_file(folder, restart)
-        self.environ = {**environ, **deepspeed.ssh_variables(environ), **rank_status.status_variables(self.path)}
+        # ssh alone waits for hours for a lost machine; the environment's own arguments come first, as the first counts.
+        ssh = f"{environ.get('PDSH_SSH_ARGS_APPEND', '')} -o ServerAliveInterval=10 -o ServerAliveCountMax=3".strip()
+        self.environ = {**environ, "PDSH_SSH_ARGS_APPEND": ssh, **rank_status.status_variables(self.path)}
         self.restart, self.most, self.died = restart, most, died
 
     def final_status(self, patience_s: float) -> dict[str, Any]:

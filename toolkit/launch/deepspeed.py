@@ -1,7 +1,7 @@
 """DeepSpeed's launcher: its options, what was typed, what it needs to start ranks, and who restarts a run.
 
-Its command line is read from the process table: it forgets a missing hostfile in silence, and a rank sees only the
-words that its launcher left for it.
+Its command line is read from the process table: it ignores a missing hostfile without a message, and a rank sees only
+the arguments that its launcher left for it.
 """
 
 import base64
@@ -13,20 +13,23 @@ import shutil
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import psutil
+
+from toolkit import children
 from toolkit.errors import LaunchError
-from toolkit.launch import env_vars, hostfile, mpi, rank_status
-from toolkit.launch.environment import Ranks, strip_launcher_arguments
-from toolkit.launch.hostfile import SELECTING, Resources, is_here
+from toolkit.launch import env_vars, rank_status
+from toolkit.launch.environment import MPI_LAUNCHERS, Ranks, strip_launcher_arguments
+from toolkit.launch.hostfile import SELECTING, Resources, is_here, read_hostfile, select_gpus
 from toolkit.launch.processes import DEEPSPEED, LAUNCHERS, TYPED_LAUNCHERS
 from toolkit.messages import tr
 from toolkit.secrets import MASK, hide_all, is_under_secret_name
 
-PROC = Path("/proc")
 # Options of `deepspeed` that take a value; needed to tell its own words from the training program's.
 WITH_VALUE = re.compile(
     r"--?(?:H|i|e|hostfile|include|exclude|num_nodes|num_gpus|num_accelerators|master_port|master_addr|node_rank|launcher"
@@ -39,28 +42,16 @@ OURS = {"--config-dir": True, "-cd": True, "--cfg": True, "--explain": False, "-
 launcher's."""
 
 
-@dataclass(frozen=True, slots=True)
-class Process:
-    """An ancestor."""
-
-    pid: int
-    words: list[str]
-
-
-def check_launcher(
-    num_nodes: int,
-    ranks: Ranks,
-    proc: Path = PROC,
-    pid: str = "self",
-    is_here: Callable[[str], bool] = hostfile.is_here,
-) -> None:
+def check_launcher(num_nodes: int, ranks: Ranks) -> None:
     """Compare what was asked for with what was started.
 
     An error if the hostfile that was asked for is missing or malformed; if other nodes take part than it says, or than
     `launch.num_nodes` (0: any); if ranks are not bound to cores as asked.
     """
-    chain = list(ancestors(proc, pid))
-    nodes = _nodes_started(chain, ranks)
+    chain = list(ancestors())
+    nodes = max(1, ranks.world_size // ranks.local_world_size) if ranks.local_world_size else 0  # 0: it cannot be told
+    if world := next((word for _, words in chain for word in words if word.startswith("--world_info=")), ""):
+        nodes = len(json.loads(base64.urlsafe_b64decode(world.partition("=")[2])))
     if num_nodes and nodes and num_nodes != nodes:
         raise LaunchError(
             "launch.num_nodes = {asked}, but {nodes} machines were started. Check the hostfile and the launcher's "
@@ -68,14 +59,16 @@ def check_launcher(
             asked=num_nodes,
             nodes=nodes,
         )
-    for process in chain:
-        options = deepspeed_options(process.words)
+    for process, words in chain:
+        options, _ = split_words(launcher_options(words))
         path = hostfile_of(options)
         if path is None:
             check_binding({}, options)
             continue
-        folder = _working_folder(proc, process.pid)
-        hosts = hostfile.select_gpus(hostfile.read_hostfile(folder / path), options)
+        folder = Path.cwd()
+        with suppress(psutil.Error):
+            folder = Path(process.cwd())
+        hosts = select_gpus(read_hostfile(folder / path), options)
         if nodes and len(hosts) != nodes:
             raise LaunchError(
                 "the hostfile {path} names {expected} machines ({hosts}), but {nodes} were started.",
@@ -84,15 +77,15 @@ def check_launcher(
                 hosts=", ".join(hosts),
                 nodes=nodes,
             )
-        check_machines(hosts, options, is_here)
+        check_machines(hosts, options)
         check_binding(hosts, options)
         if len(hosts) > 1:
             env_vars.variables_of_files(folder)
         return
 
 
-def check_machines(hosts: hostfile.Resources, options: Mapping[str, str], is_here: Callable[[str], bool]) -> None:
-    """Refuse what DeepSpeed would do in silence: train here although another machine was named."""
+def check_machines(hosts: Resources, options: Mapping[str, str]) -> None:
+    """Reject what DeepSpeed would do without a message: train here although another machine was named."""
     only = next(iter(hosts)) if len(hosts) == 1 else ""
     if only and "--force_multi" not in options and "--no_ssh" not in options and not is_here(only):
         raise LaunchError(
@@ -103,17 +96,11 @@ def check_machines(hosts: hostfile.Resources, options: Mapping[str, str], is_her
         )
 
 
-def deepspeed_options(words: list[str]) -> dict[str, str]:
-    """Return the options of a `deepspeed` command line, without those of the program that it starts; {} for others."""
-    return split_words(_after_front_end(words))[0]
-
-
-def launcher_options(proc: Path = PROC, pid: str = "self") -> list[str]:
-    """Return the options of the `deepspeed` command that started this process, as they were typed; [] without one."""
-    for process in ancestors(proc, pid):
-        if words := _after_front_end(process.words):
-            return words[: len(words) - len(split_words(words)[1])]
-    return []
+def launcher_options(line: list[str]) -> list[str]:
+    """Return the options of a `deepspeed` command line as they were typed, without the program's; [] for others."""
+    start = next((i for i, word in enumerate(line[:4]) if Path(word).name in DEEPSPEED), len(line))
+    words = line[start + 1 :]
+    return words[: len(words) - len(split_words(words)[1])]
 
 
 def split_words(words: Sequence[str]) -> tuple[dict[str, str], list[str]]:
@@ -147,93 +134,59 @@ def typed_options(words: Sequence[str]) -> tuple[list[str], dict[str, str], list
         name, equals, value = word.partition("=")
         if name == "hostfile" and equals:
             mine += ["--hostfile", value]
-        elif not word.startswith("-") or name in OURS:
-            others.append(word)
-            if name in OURS and not equals and OURS[name]:
-                others += [value for value in (next(rest, None),) if value is not None]
-        else:
-            mine.append(word)
-            if not equals and WITH_VALUE.fullmatch(name):
-                mine += [value for value in (next(rest, None),) if value is not None]
+            continue
+        is_ours = not word.startswith("-") or name in OURS
+        takes_value = OURS.get(name, False) if is_ours else WITH_VALUE.fullmatch(name)
+        found = others if is_ours else mine
+        found += [word, *islice(rest, 1 if takes_value and not equals else 0)]
     return mine, split_words(mine)[0], others
 
 
-def _after_front_end(words: list[str]) -> list[str]:
-    start = next((i for i, word in enumerate(words[:4]) if Path(word).name in DEEPSPEED), None)
-    return [] if start is None else words[start + 1 :]
+def ancestors() -> Iterator[tuple[psutil.Process, list[str]]]:
+    """Yield the processes above this one with their command lines, parent first, up to one that is hidden."""
+    process: psutil.Process | None = psutil.Process()
+    with suppress(psutil.Error):
+        while process and (process := process.parent()):
+            yield process, process.cmdline()
 
 
-def ancestors(proc: Path, pid: str) -> Iterator[Process]:
-    """Yield the parents upwards; nothing where there is no /proc."""
-    for _ in range(64):
-        try:
-            status = (proc / pid / "status").read_text()
-            pid = re.search(r"^PPid:\s*(\d+)", status, re.MULTILINE)[1]  # type: ignore[index]
-            words = (proc / pid / "cmdline").read_bytes().decode(errors="replace").rstrip("\0").split("\0")
-        except (OSError, TypeError):
-            return
-        yield Process(int(pid), words)
-
-
-def age_s(proc: Path = PROC, pid: str = "self") -> float:
-    """Return how many seconds ago this process began, or its launcher on this machine; 0 where there is no /proc.
+def age_s() -> float:
+    """Return how many seconds ago this process began, or its launcher on this machine.
 
     `toolkit launch` does not count, nor does an agent that starts its ranks again: their age is that of all attempts.
     """
-    oldest = pid
+    oldest = psutil.Process()
     if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
-        for parent in ancestors(proc, pid):
-            if _program(parent.words) not in LAUNCHERS:
+        for parent, words in ancestors():
+            if _program(words) not in LAUNCHERS:
                 break
-            oldest = str(parent.pid)
-    try:
-        fields = (proc / oldest / "stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return 0.0
-    since_boot_s = int(fields[19]) / os.sysconf("SC_CLK_TCK")
+            oldest = parent
+    since_boot_s = oldest.create_time() - psutil.boot_time()  # no clock that may be set takes part
     return max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - since_boot_s)
 
 
-def _program(words: Sequence[str]) -> str:
+def _program(line: Sequence[str]) -> str:
     """Return the name of what a command line runs: a module, a script or a program."""
-    if not Path(words[0]).name.startswith("python"):
-        return Path(words[0]).name
-    for place, word in enumerate(words[1:], 1):
+    program, *words = [Path(word).name for word in line] or [""]
+    if not program.startswith("python"):
+        return program
+    for place, word in enumerate(words):
         if word == "-m":
             return "".join(words[place + 1 : place + 2])
         if not word.startswith("-"):
-            return Path(word).name
+            return word
     return ""
 
 
-def _working_folder(proc: Path, pid: int) -> Path:
-    try:
-        return (proc / str(pid) / "cwd").readlink()
-    except OSError:
-        return Path.cwd()
+def typed_command(argv: Sequence[str] | None = None) -> list[str]:
+    """Return the command that a person, or a script, started this process with, without secrets.
 
-
-def _nodes_started(chain: list[Process], ranks: Ranks) -> int:
-    """Return how many machines take part; 0 where it cannot be told."""
-    for process in chain:
-        for word in process.words:
-            if word.startswith("--world_info="):
-                world = json.loads(base64.urlsafe_b64decode(word.partition("=")[2]))
-                return len(world)
-    if ranks.local_world_size:
-        return max(1, ranks.world_size // ranks.local_world_size)
-    return 0
-
-
-def typed_command(argv: Sequence[str] | None = None, proc: Path = PROC, pid: str = "self") -> list[str]:
-    """Return the words of the command that a person, or a script, started this process with, without secrets.
-
-    `argv` None takes this process's own. Returns the outermost launcher's words where one is among this node's
+    `argv` None takes this process's own. Returns the outermost launcher's command where one is among this node's
     processes.
     """
     words: list[str] = []
-    for process in ancestors(proc, pid):
-        words = _launcher_words(process.words) or words
+    for _, line in ancestors():
+        words = _launcher_words(line) or words
     if not words:
         words = ["python", *strip_launcher_arguments(sys.argv if argv is None else argv)]
     return [_masked(word) for word in words]
@@ -268,6 +221,8 @@ _BACKENDS = {
     "mpich": ("mpirun", "apt install mpich"),
 }
 """Of DeepSpeed's --launcher: the program that it looks for (0.19.8), and where it comes from."""
+DEFAULT_PORT = "29500"
+"""DeepSpeed's own."""
 
 
 def options_without_ssh(hosts: Resources, options: Mapping[str, str]) -> list[str]:
@@ -292,15 +247,6 @@ def quoted_words(hosts: Resources, options: Mapping[str, str], words: Sequence[s
     return [re.sub(r"([\\$`])", r"\\\1", word) if " " in word else shlex.quote(word) for word in words]
 
 
-def ssh_variables(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Return what lets pdsh notice that a machine is gone: ssh alone waits for it for hours.
-
-    The environment's own arguments for ssh come first, as the first counts.
-    """
-    alive = "-o ServerAliveInterval=10 -o ServerAliveCountMax=3"
-    return {"PDSH_SSH_ARGS_APPEND": f"{environ.get('PDSH_SSH_ARGS_APPEND', '')} {alive}".strip()}
-
-
 def backend(hosts: Resources, options: Mapping[str, str]) -> str:
     """Return the --launcher through which DeepSpeed starts the ranks, "" where it starts them itself, on this node."""
     is_used = (len(hosts) > 1 or "--force_multi" in options) and "--no_ssh" not in options
@@ -310,7 +256,7 @@ def backend(hosts: Resources, options: Mapping[str, str]) -> str:
 def logs_in(hosts: Resources, options: Mapping[str, str]) -> bool:
     """Return whether ssh is needed. An mpirun starts ranks on its own machine without."""
     used = backend(hosts, options)
-    return bool(used) and not (used in mpi.LAUNCHERS and all(map(is_here, hosts)))
+    return bool(used) and not (used in MPI_LAUNCHERS and all(map(is_here, hosts)))
 
 
 def check_backend_program(hosts: Resources, options: Mapping[str, str]) -> None:
@@ -337,8 +283,38 @@ def check_backend_program(hosts: Resources, options: Mapping[str, str]) -> None:
             program=program,
             source=source,
         )
-    if used in mpi.LAUNCHERS:
-        mpi.check_program(used)
+    if used in MPI_LAUNCHERS:
+        check_mpirun(used)
+
+
+def check_mpirun(launcher: str) -> None:
+    """See that the `mpirun` that DeepSpeed will start is not the other one, which does not know the options."""
+    said = children.run(["mpirun", "--version"], capture_output=True, text=True, timeout=60).stdout
+    if re.search({"openmpi": "hydra", "mpich": "open mpi|openrte|prrte"}[launcher], said, re.IGNORECASE):
+        raise LaunchError(
+            "--launcher {launcher} starts the `mpirun` that is first on PATH, and that is another one: {found}. "
+            "Debian has both as mpirun.openmpi and mpirun.mpich:  update-alternatives --config mpirun",
+            launcher=launcher,
+            found=said.strip().partition("\n")[0].strip(),
+        )
+
+
+def mpi_launcher_args(hosts: Resources, options: Mapping[str, str], exported: Sequence[str]) -> list[str]:
+    """Return DeepSpeed's --launcher_args for Open MPI: the user's own, and what is missing there.
+
+    DeepSpeed 0.19.8 gives Open MPI's ranks no address to meet at, and by itself Open MPI holds each rank on one core,
+    its data loading and tokenizing too. `exported`: `-x NAME` for each variable that is passed on. (DeepSpeed's own
+    `-x NAME="…"` would write the quotes too, as no shell removes them.)
+    """
+    typed = options.get("--launcher_args", "")
+    first = "127.0.0.1" if all(map(is_here, hosts)) else next(iter(hosts))
+    ours = {
+        "bind-to|binding_policy|cpu-set": ["--bind-to", "none"],
+        "MASTER_ADDR": ["-x", f"MASTER_ADDR={options.get('--master_addr', first)}"],
+        "MASTER_PORT": ["-x", f"MASTER_PORT={options.get('--master_port', DEFAULT_PORT)}"],
+    }
+    missing = [word for theirs, words in ours.items() if not re.search(theirs, typed) for word in words]
+    return ["--launcher_args", f"{typed} {shlex.join([*missing, *exported])}".strip()]
 
 
 def check_binding(hosts: Resources, options: Mapping[str, str]) -> None:
@@ -381,7 +357,8 @@ def check_restarts(most: int, ranks: Ranks, words: Sequence[str], environ: Mappi
                 given=given,
             )
     elif most:
-        command = shlex.join(["toolkit", "launch", *launcher_options(), *words])
+        typed = next(filter(None, (launcher_options(line) for _, line in ancestors())), [])
+        command = shlex.join(["toolkit", "launch", *typed, *words])
         raise LaunchError(
             "run.max_restarts = {most}, but nobody here would start the run again ({launcher}). Type: {command}",
             most=most,

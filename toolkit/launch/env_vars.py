@@ -52,7 +52,8 @@ def apply_env(
     found = {name: environ.get(name) or sent.get(name, "") for name in LaunchConfig(env=dict(env)).forwarded}
     if missing := [name for name, value in found.items() if not value]:
         raise without_value(missing, _how_to_set(ranks, environ))
-    mask_values(found.values())
+    for value in found.values():
+        secrets.learn(value)
     wanted = {**found, **LaunchConfig(env=dict(env)).values}
     changed = {name for name, value in wanted.items() if environ.get(name) != value}
     environ.update(wanted)
@@ -63,17 +64,8 @@ def apply_env(
         replace_process(sys.executable, [sys.executable, *sys.orig_argv[1:]], {**kept, **wanted, _ANEW: "1"})
 
 
-def mask_values(values: Collection[str]) -> None:
-    """Let messages, logs and files of this process leave out the values of secrets."""
-    for value in values:
-        secrets.learn(value)
-
-
 def without_value(names: Collection[str], mend: str = "") -> LaunchError:
-    """Return the error about secrets that are not set on this machine.
-
-    `mend`: what to do; "" to set them here.
-    """
+    """Return the error about secrets that are not set on this machine; `mend`: what to do, "" to set them here."""
     return LaunchError(
         "launch.env: {names}: no value in the recipe, and none in the environment on {host}. {mend}",
         names=", ".join(names),
@@ -130,50 +122,40 @@ def variables_of_files(folder: Path, environ: Mapping[str, str] = os.environ) ->
     A file that somebody else could have written is an error (whoever clones a repository gets its files), and so is a
     line on which DeepSpeed 0.19.8 would fail.
     """
-    name = environ.get("DS_ENV_FILE", ".deepspeed_env")
-    found = {}
+    found: dict[Path, list[str]] = {}
     for place in dict.fromkeys((Path.home(), folder)):
-        file = place / name
-        if file.is_file():
-            _check_owner(file)
-            found[file] = _names_in(file)
+        file = place / environ.get("DS_ENV_FILE", ".deepspeed_env")
+        if not file.is_file():
+            continue
+        status, names = file.stat(), found.setdefault(file, [])
+        if status.st_uid not in (0, os.getuid()) or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+            raise LaunchError(
+                "{file} sets variables on all machines, and others than you can write it. Look at it, then:  chmod "
+                "go-w {file}  (and chown it, if it is not yours), or remove it.",
+                file=file,
+            )
+        # DeepSpeed cuts at newlines alone; `splitlines` at other characters too, so it would check other lines.
+        lines = file.read_text(encoding="utf-8", errors="replace").removesuffix("\n").split("\n")
+        for number, line in enumerate(lines if lines != [""] else [], start=1):
+            name, equals, value = line.partition("=")
+            if not equals or not name.isidentifier():
+                raise LaunchError(
+                    "{file}:{line}: DeepSpeed wants NAME=value in every line, without blank lines and comments.",
+                    file=file,
+                    line=number,
+                )
+            if _COMMAND.search(value):
+                raise LaunchError(
+                    "{file}:{line}: the shells of all machines would run a part of this value: DeepSpeed puts it "
+                    'between double quotes as it is. Write it without ", `, \\ and $(.',
+                    file=file,
+                    line=number,
+                )
+            names.append(name)
     return found
 
 
 def values_of_files(files: Iterable[Path]) -> dict[str, str]:
-    """Return what files of `passed_on` set, the last one winning."""
+    """Return what the files of `variables_of_files` set, the last one winning."""
     lines = [line for file in files for line in file.read_text(encoding="utf-8", errors="replace").splitlines()]
     return {name.strip(): value.strip() for name, _, value in (line.partition("=") for line in lines)}
-
-
-def _check_owner(file: Path) -> None:
-    status = file.stat()
-    if status.st_uid not in (0, os.getuid()) or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        raise LaunchError(
-            "{file} sets variables on all machines, and others than you can write it. Look at it, then:  chmod "
-            "go-w {file}  (and chown it, if it is not yours), or remove it.",
-            file=file,
-        )
-
-
-def _names_in(file: Path) -> list[str]:
-    names = []
-    # DeepSpeed cuts at newlines alone; `splitlines` at other characters too, which would be looked at as other lines.
-    lines = file.read_text(encoding="utf-8", errors="replace").removesuffix("\n").split("\n")
-    for number, line in enumerate(lines if lines != [""] else [], start=1):
-        name, equals, value = line.partition("=")
-        if not equals or not name.isidentifier():
-            raise LaunchError(
-                "{file}:{line}: DeepSpeed wants NAME=value in every line, without blank lines and comments.",
-                file=file,
-                line=number,
-            )
-        if _COMMAND.search(value):
-            raise LaunchError(
-                "{file}:{line}: the shells of all machines would run a part of this value: DeepSpeed puts it "
-                'between double quotes as it is. Write it without ", `, \\ and $(.',
-                file=file,
-                line=number,
-            )
-        names.append(name)
-    return names

@@ -1,17 +1,23 @@
-"""Who this process is, told by whichever launcher started it, and the variables that the process group needs."""
+"""Who this process is, by the variables of the launcher that started it, and the variables of the process group.
 
-import contextlib
+Of MPI only mpirun is used: it starts the ranks, and they meet as under any other launcher.
+"""
+
 import os
 import random
 import socket
 import sys
 from collections.abc import Mapping, MutableMapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
+
 from toolkit.config.schema import INTERFACES
 from toolkit.errors import LaunchError
-from toolkit.launch import mpi, rank_status
+from toolkit.launch import rank_status
+from toolkit.messages import tr
 
 # Launcher -> its variables for rank, local rank, world size, ranks on this machine. The first whose rank is set wins.
 VARIABLES = {
@@ -25,9 +31,11 @@ VARIABLES = {
     "mpich": ("PMI_RANK", "MPI_LOCALRANKID", "PMI_SIZE", "MPI_LOCALNRANKS"),
     "slurm": ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NTASKS", "SLURM_NTASKS_PER_NODE"),
 }
-PROCESS_GROUP_VARIABLES = (*VARIABLES["torch"], "MASTER_ADDR", "MASTER_PORT")
-
+MPI_LAUNCHERS = ("openmpi", "mpich")
+"""As DeepSpeed calls them."""
 _MOST_DIGITS = 9
+_FIRST_PORT, _PORTS = 10_000, 20_000
+"""Below those that the system gives to outgoing connections."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,8 +61,16 @@ def detect(environ: Mapping[str, str]) -> Ranks:
             continue
         if launcher == "slurm" and environ.get("SLURM_STEP_NUM_TASKS", "1") == "1":
             continue  # inside an allocation, such as in a batch script, but not started by srun for several tasks
-        if launcher == "torch" and (launcher := _torch_launcher(environ)) in VARIABLES:
-            local_world_size = VARIABLES[launcher][3]
+        if launcher == "torch":
+            # Between MPICH's mpirun and its ranks DeepSpeed sets RANK; for the others `apply` does.
+            set_by = (name for name in MPI_LAUNCHERS if environ.get(VARIABLES[name][0]) == environ["RANK"])
+            launcher = next(set_by, "environment")
+            if "TORCHELASTIC_RUN_ID" in environ:
+                launcher = "torchrun"
+            elif "CROSS_SIZE" in environ:
+                launcher = "deepspeed"
+            elif launcher in VARIABLES:
+                local_world_size = VARIABLES[launcher][3]
         found = Ranks(
             rank=_number(environ, rank),
             local_rank=_number(environ, local_rank, "0"),
@@ -73,15 +89,6 @@ def detect(environ: Mapping[str, str]) -> Ranks:
             )
         return found
     return Ranks(rank=0, local_rank=0, world_size=1, local_world_size=1, launcher="single")
-
-
-def _torch_launcher(environ: Mapping[str, str]) -> str:
-    if "TORCHELASTIC_RUN_ID" in environ:
-        return "torchrun"
-    if "CROSS_SIZE" in environ:
-        return "deepspeed"
-    # Between MPICH's mpirun and its ranks DeepSpeed sets RANK; for the others `apply` does.
-    return next((name for name in mpi.LAUNCHERS if environ.get(VARIABLES[name][0]) == environ["RANK"]), "environment")
 
 
 def _number(environ: Mapping[str, str], name: str, default: str | None = None) -> int:
@@ -118,7 +125,7 @@ def apply(ranks: Ranks, environ: MutableMapping[str, str]) -> None:
             environ["MASTER_PORT"] = str(free_port())
     elif ranks.launcher in VARIABLES and ranks.local_world_size == ranks.world_size:
         environ.setdefault("MASTER_ADDR", "127.0.0.1")
-        environ.setdefault("MASTER_PORT", str(mpi.meeting_port(VARIABLES[ranks.launcher][0])))
+        environ.setdefault("MASTER_PORT", str(meeting_port(VARIABLES[ranks.launcher][0])))
     elif "MASTER_ADDR" not in environ or "MASTER_PORT" not in environ:
         raise LaunchError(
             "{size} ranks need MASTER_ADDR (the first machine) and MASTER_PORT (a free port on it) in the "
@@ -145,16 +152,39 @@ def free_port() -> int:
     """
     ports = random.SystemRandom().sample(range(20_000, 32_768), 100)  # leaves the seeded generator alone
     for port in ports:
-        with socket.socket() as probe, contextlib.suppress(OSError):
+        with socket.socket() as probe, suppress(OSError):
             probe.bind(("127.0.0.1", port))
             return port
     raise LaunchError("no free port was found among {ports}.", ports=", ".join(map(str, ports[:3])) + " …")
 
 
-def without_ranks(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return an environment for a process that is no rank, and tells `toolkit launch` nothing."""
-    names = {rank_status.VARIABLE, *(name for names in VARIABLES.values() for name in names)}
-    return {name: value for name, value in environ.items() if name not in names}
+def meeting_port(rank_variable: str) -> int:
+    """Return a port that all ranks of this machine choose alike without a message: by the process that started them.
+
+    `rank_variable`: what mpirun sets for each rank and not for itself.
+    """
+    starter = os.getppid()
+    for parent in psutil.Process().parents():
+        starter = parent.pid
+        try:
+            if rank_variable not in parent.environ():
+                break
+        except psutil.Error:  # somebody else's: no rank of ours
+            break
+    return _FIRST_PORT + starter % _PORTS
+
+
+def without_ranks(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """Return an environment for a process of this package that is no rank, and reports nothing to `toolkit launch`."""
+    names = {
+        rank_status.VARIABLE,
+        "MASTER_ADDR",
+        "MASTER_PORT",
+        *(name for names in VARIABLES.values() for name in names),
+    }
+    here = str(Path(__file__).resolve().parents[2])  # run.py of a checkout serves from any working directory
+    path = os.pathsep.join([here, *filter(None, [environ.get("PYTHONPATH")])])
+    return {**{name: value for name, value in environ.items() if name not in names}, "PYTHONPATH": path}
 
 
 def strip_launcher_arguments(words: Sequence[str]) -> list[str]:
@@ -208,3 +238,27 @@ def check_port(environ: Mapping[str, str]) -> None:
         port=port,
         address=address,
     )
+
+
+def mpi_notes(launcher: str, local_world_size: int, environ: Mapping[str, str]) -> list[str]:
+    """Return what a user of Open MPI's mpirun should know; `toolkit launch` takes care of it."""
+    if launcher != "openmpi" or rank_status.read_status(environ):
+        return []
+    # It would be asked in vain for more time: Open MPI 4.1 waits its odls_base_sigkill_timeout out whatever happens.
+    said = [
+        tr(
+            "Note: Open MPI kills the ranks 1 s after a Ctrl-C or SIGTERM, too soon for most checkpoints. To save and "
+            "stop, send mpirun a SIGUSR1."
+        )
+    ]
+    allowed, cores = len(os.sched_getaffinity(0)), os.cpu_count() or 1
+    if "OMPI_MCA_hwloc_base_binding_policy" not in environ and allowed < cores // max(1, local_world_size):
+        said.append(
+            tr(
+                "Note: Open MPI lets this rank use {allowed} of {cores} cores, data loading and tokenising included. "
+                "`mpirun --bind-to none` lets it use all.",
+                allowed=allowed,
+                cores=cores,
+            )
+        )
+    return said

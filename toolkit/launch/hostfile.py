@@ -9,6 +9,7 @@ import os
 import re
 import socket
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -36,7 +37,7 @@ def read_hostfile(path: Path) -> dict[str, int]:
 
 
 def parse_hostfile(text: str, path: str) -> dict[str, int]:
-    """Parse `HOST slots=N` lines; blank lines and `#` comments are passed over, as DeepSpeed 0.19.8 does."""
+    """Parse `HOST slots=N` lines; blank lines and `#` comments are skipped, as by DeepSpeed 0.19.8."""
     hosts: dict[str, int] = {}
     if text.startswith("\ufeff"):
         raise LaunchError("{path}:1: begins with a byte-order mark: save it as plain UTF-8.", path=path)
@@ -46,43 +47,39 @@ def parse_hostfile(text: str, path: str) -> dict[str, int]:
                 "{path}:{line}: Windows line end: convert the file with `dos2unix {path}`.", path=path, line=number
             )
         content = line.partition("#")[0].strip()
-        if content:
-            host, slots = _host_and_slots(content, path, number)
-            if host in hosts:
-                raise LaunchError(
-                    "{path}:{line}: {host} is listed twice: give all its slots in one line.",
-                    path=path,
-                    line=number,
-                    host=host,
-                )
-            hosts[host] = slots
+        if not content:
+            continue
+        found = LINE.fullmatch(content)
+        if not found:
+            raise LaunchError(
+                "{path}:{line}: '{content}': write `HOST slots=N`, for example `node1 slots=8`.",
+                path=path,
+                line=number,
+                content=content,
+            )
+        host, slots = found["host"], found["slots"]
+        if not HOST.fullmatch(host):
+            raise LaunchError(
+                "{path}:{line}: '{host}' is no host name: letters, digits, '.', '_' and '-' only, and no '-' in front.",
+                path=path,
+                line=number,
+                host=host,
+            )
+        if not re.fullmatch(r"[1-9][0-9]*", slots):
+            raise LaunchError(
+                "{path}:{line}: slots={slots} is no positive whole number of GPUs.", path=path, line=number, slots=slots
+            )
+        if host in hosts:
+            raise LaunchError(
+                "{path}:{line}: {host} is listed twice: give all its slots in one line.",
+                path=path,
+                line=number,
+                host=host,
+            )
+        hosts[host] = int(slots)
     if not hosts:
         raise LaunchError("{path} lists no host: write lines like `node1 slots=8`.", path=path)
     return hosts
-
-
-def _host_and_slots(content: str, path: str, number: int) -> tuple[str, int]:
-    found = LINE.fullmatch(content)
-    if not found:
-        raise LaunchError(
-            "{path}:{line}: '{content}': write `HOST slots=N`, for example `node1 slots=8`.",
-            path=path,
-            line=number,
-            content=content,
-        )
-    host, slots = found["host"], found["slots"]
-    if not HOST.fullmatch(host):
-        raise LaunchError(
-            "{path}:{line}: '{host}' is no host name: letters, digits, '.', '_' and '-' only, and no '-' in front.",
-            path=path,
-            line=number,
-            host=host,
-        )
-    if not re.fullmatch(r"[1-9][0-9]*", slots):
-        raise LaunchError(
-            "{path}:{line}: slots={slots} is no positive whole number of GPUs.", path=path, line=number, slots=slots
-        )
-    return host, int(slots)
 
 
 Resources = dict[str, list[int]]
@@ -201,12 +198,8 @@ def rank_table(resources: Resources) -> list[tuple[str, str, str]]:
 
 def _as_ranges(numbers: list[int]) -> str:
     """Return ascending numbers as 0-3,5."""
-    stretches: list[list[int]] = []
-    for number in numbers:
-        if stretches and stretches[-1][-1] == number - 1:
-            stretches[-1].append(number)
-        else:
-            stretches.append([number])
+    groups = itertools.groupby(enumerate(numbers), lambda pair: pair[1] - pair[0])
+    stretches = [[number for _, number in group] for _, group in groups]
     return ",".join(str(s[0]) if len(s) == 1 else f"{s[0]}-{s[-1]}" for s in stretches)
 
 
@@ -215,15 +208,10 @@ def is_here(host: str) -> bool:
     if host in ("localhost", socket.gethostname()):
         return True
     mine = {one.address.partition("%")[0] for found in psutil.net_if_addrs().values() for one in found}
-    found = _addresses(host)
-    return bool(found & mine) or any(ipaddress.ip_address(one).is_loopback for one in found)
-
-
-def _addresses(host: str) -> set[str]:
-    try:
-        return {str(found[4][0]).partition("%")[0] for found in socket.getaddrinfo(host, None)}
-    except OSError:
-        return set()
+    theirs: set[str] = set()
+    with suppress(OSError):
+        theirs = {str(found[4][0]).partition("%")[0] for found in socket.getaddrinfo(host, None)}
+    return bool(theirs & mine) or any(ipaddress.ip_address(one).is_loopback for one in theirs)
 
 
 # A name with ranges: letters between brackets, and in them numbers or ranges of numbers, separated by commas.
@@ -236,27 +224,19 @@ def expand_nodes(nodes: str) -> list[str]:
 
     Leading zeros stay; several brackets in a name are multiplied, as `scontrol show hostnames` does.
     """
+    wrong = LaunchError("'{nodes}' is no list of nodes such as gpu[01-03,07],login1.", nodes=nodes)
     items = _ITEM.findall(nodes)
     if not items or ",".join(items) != nodes.strip():
-        raise _no_node_list(nodes)
-    return [host for item in items for host in _expand_item(item, nodes)]
-
-
-def _expand_item(item: str, nodes: str) -> list[str]:
-    parts = re.split(r"\[([^\[\]]*)\]", item)
-    choices = [_expand_ranges(part, nodes) if place % 2 else [part] for place, part in enumerate(parts)]
-    return ["".join(chosen) for chosen in itertools.product(*choices)]
-
-
-def _expand_ranges(ranges: str, nodes: str) -> list[str]:
-    found = []
-    for part in ranges.split(","):
-        match = _RANGE.fullmatch(part)
-        if not match or (match[2] and int(match[2]) < int(match[1])):
-            raise _no_node_list(nodes)
-        found += [f"{n:0{len(match[1])}}" for n in range(int(match[1]), int(match[2] or match[1]) + 1)]
-    return found
-
-
-def _no_node_list(nodes: str) -> LaunchError:
-    return LaunchError("'{nodes}' is no list of nodes such as gpu[01-03,07],login1.", nodes=nodes)
+        raise wrong
+    hosts: list[str] = []
+    for item in items:
+        choices: list[list[str]] = []
+        for place, part in enumerate(re.split(r"\[([^\[\]]*)\]", item)):
+            choices.append([] if place % 2 else [part])
+            for numbers in part.split(",") if place % 2 else ():
+                match = _RANGE.fullmatch(numbers)
+                if not match or (match[2] and int(match[2]) < int(match[1])):
+                    raise wrong
+                choices[-1] += [f"{n:0{len(match[1])}}" for n in range(int(match[1]), int(match[2] or match[1]) + 1)]
+        hosts += map("".join, itertools.product(*choices))
+    return hosts

@@ -16,14 +16,13 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from types import FrameType
-from typing import Any, NamedTuple
+from types import FrameType, SimpleNamespace
 
 import psutil
 
 from toolkit import children
 from toolkit.launch import rank_status
-from toolkit.launch.environment import PROCESS_GROUP_VARIABLES, VARIABLES, Ranks
+from toolkit.launch.environment import MPI_LAUNCHERS, VARIABLES, Ranks, without_ranks
 from toolkit.messages import tr
 
 FRONT_END, NODE_LAUNCHER = "deepspeed.launcher.runner", "deepspeed.launcher.launch"
@@ -42,6 +41,15 @@ _AGAIN_S = 1.0
 """Ranks that start while a signal is passed on get it a moment later."""
 _LOCAL_RANK_NAMES = {VARIABLES[launcher][1] for launcher in ("torch", "openmpi")}
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
+CHECK_EVERY_S = 1.0
+_WATCH = "orphan-watch"
+_PREFIXES = ("python", "pypy", *LAUNCHERS)
+"""How programs begin that start ranks. In a container one of them may be process 1, which otherwise is whoever takes
+over what has lost its parent."""
+_REAPERS = ("systemd", "containerd-shim", "conmon")
+"""Processes that take it over elsewhere, where they asked the kernel for it (PR_SET_CHILD_SUBREAPER)."""
+_MODULE_S = 24 * 3600
+"""Conversions of the largest checkpoints take hours."""
 
 
 class SignalRequests:
@@ -68,11 +76,11 @@ def run_launcher(
     look: Callable[[], None],
     patience_s: float,
 ) -> int:
-    """Run a launcher until nothing of it is left on this machine.
+    """Run a launcher until nothing of it is left on this machine; return its exit code, negative if a signal killed it.
 
-    Ranks are known by `environ`, which holds `report.variables`, where they are in a session of their own, else by
-    their arguments `words`. `requests` are passed on to all at once; `look` is called several times a second; what has
-    lost its launcher is killed after `patience_s`. Returns the exit code, negative if a signal killed it.
+    Ranks are known by `environ`, which holds `rank_status.status_variables`, where they are in a session of their own,
+    else by their arguments `words`. `requests` are passed on to all at once; `look` is called several times a second;
+    what has lost its launcher is killed after `patience_s`.
     """
     # A session of its own: Ctrl-C reaches the ranks through us alone, and they can be found without their launcher.
     process = children.start(command, env=environ, stdin=subprocess.DEVNULL, start_new_session=True)
@@ -82,24 +90,24 @@ def run_launcher(
         now = time.monotonic()
         if requests.is_new or (requests.last and now - passed > _AGAIN_S):
             ranks = _find_ranks(words, told)
-            for rank in ranks:
-                _send_signal(rank, requests.last)
+            _send_signal(ranks, requests.last)
             seen = seen or bool(ranks)
             if not ranks and (requests.is_new or not seen):  # still starting, or all of them are on other machines
                 _stop_launchers(process.pid)
             requests.is_new, passed = False, now
         if code is not None:
             ended = ended or now
-            for left in _session_processes(process.pid) + _find_ranks(words, told) if now - ended > patience_s else []:
-                _send_signal(left, signal.SIGKILL)
+            if now - ended > patience_s:
+                _send_signal(_session_processes(process.pid) + _find_ranks(words, told), signal.SIGKILL)
         look()
         time.sleep(_POLL_S)
     return code
 
 
-def _send_signal(process: psutil.Process, number: int) -> None:
-    with suppress(psutil.Error):
-        process.send_signal(number)
+def _send_signal(processes: Sequence[psutil.Process], number: int) -> None:
+    for process in processes:
+        with suppress(psutil.Error):
+            process.send_signal(number)
 
 
 def _session_processes(session: int) -> list[psutil.Process]:
@@ -125,8 +133,7 @@ def _stop_launchers(session: int) -> None:
                 mpiruns.append(process)
             elif {FRONT_END, NODE_LAUNCHER} & set(words):
                 launchers.append(process)
-    for process in mpiruns or launchers:
-        _send_signal(process, signal.SIGUSR1 if mpiruns else signal.SIGTERM)
+    _send_signal(mpiruns or launchers, signal.SIGUSR1 if mpiruns else signal.SIGTERM)
 
 
 def _find_ranks(words: Sequence[str], told: str) -> list[psutil.Process]:
@@ -144,15 +151,6 @@ def _find_ranks(words: Sequence[str], told: str) -> list[psutil.Process]:
     return [psutil.Process(pid) for pid, parent in found.items() if parent not in found and psutil.pid_exists(pid)]
 
 
-CHECK_EVERY_S = 1.0
-_WATCH = "orphan-watch"
-_PREFIXES = ("python", "pypy", *LAUNCHERS)
-"""How programs begin that start ranks. In a container one of them may be process 1, which otherwise is whoever takes
-over what has lost its parent."""
-_REAPERS = ("systemd", "containerd-shim", "conmon")
-"""Processes that take it over elsewhere, where they asked the kernel for it (PR_SET_CHILD_SUBREAPER)."""
-
-
 def exit_with_launcher(ranks: Ranks) -> str:
     """From now on this process gets a SIGTERM when its launcher ends, or what started that.
 
@@ -160,133 +158,69 @@ def exit_with_launcher(ranks: Ranks) -> str:
     already, and this process with it has to; else "".
     """
     is_watched = any(thread.name == _WATCH for thread in threading.enumerate())
-    if is_watched or ranks.launcher not in ("deepspeed", "torchrun", "openmpi", "mpich"):
+    if is_watched or ranks.launcher not in ("deepspeed", "torchrun", *MPI_LAUNCHERS):
         return ""
     children.end_with_parent()
-    parent = os.getppid()
-    if is_orphaned(os.getpid(), by_kind=True):
-        return _lost_text(ranks)
-    grandparent = 0
-    if ranks.launcher == "deepspeed" and NODE_LAUNCHER in _command_line(parent):
-        if is_orphaned(parent, by_kind=False):
-            return _lost_text(ranks)
-        grandparent = _stat(parent).parent
-    front_end = rank_status.front_end()
-    threading.Thread(target=_watch_parents, args=(parent, grandparent, front_end), name=_WATCH, daemon=True).start()
+    watched = [rank_status.front_end()]
+    with suppress(OSError, psutil.Error):
+        rank = psutil.Process()
+        if launcher := rank.parent():
+            watched.append(launcher.pid)
+        is_lost = is_orphaned(rank, by_kind=True)
+        if launcher and not is_lost and ranks.launcher == "deepspeed" and NODE_LAUNCHER in launcher.cmdline():
+            if starter := launcher.parent():
+                watched.append(starter.pid)
+            is_lost = is_orphaned(launcher, by_kind=False)
+        if is_lost:
+            return tr(
+                "rank {rank} ends: what started it ({launcher}) has been killed. Start the run again with the same "
+                "command.",
+                rank=ranks.rank,
+                launcher=ranks.launcher,
+            )
+    threading.Thread(target=_watch, args=(list(filter(None, watched)),), name=_WATCH, daemon=True).start()
     return ""
 
 
-def is_orphaned(pid: int, by_kind: bool) -> bool:
+def _watch(pids: Sequence[int]) -> None:
+    """Wait until one of these processes has ended; then end this one."""
+    with suppress(psutil.NoSuchProcess):
+        while all(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE for pid in pids):
+            time.sleep(CHECK_EVERY_S)
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def is_orphaned(process: psutil.Process, by_kind: bool) -> bool:
     """Return whether a process has lost the one that started it, and process 1, or a reaper, has taken it over.
 
     `by_kind`: what takes over tells, as no rank is started by anything but a launcher. Else sessions tell, as
     DeepSpeed's launcher may be a service, or what a container runs: then it leads its session, or is in that of its
     parent.
     """
-    parent = _stat(pid).parent
-    name = _process_name(parent)
-    if parent != 1 and not name.startswith(_REAPERS):
+    parent = process.parent()
+    if parent is None or (parent.pid != 1 and not parent.name().startswith(_REAPERS)):
         return False
-    words = _command_line(parent)
-    if not words or Path(words[0]).name.startswith(_PREFIXES) or name.startswith(_PREFIXES):
+    words = parent.cmdline()
+    if not words or any(name.startswith(_PREFIXES) for name in (parent.name(), Path(words[0]).name)):
         return False
-    session = _stat(pid).session
-    return by_kind or session not in (pid, _stat(parent).session)
-
-
-def _lost_text(ranks: Ranks) -> str:
-    return tr(
-        "rank {rank} ends: what started it ({launcher}) has been killed. Start the run again with the same command.",
-        rank=ranks.rank,
-        launcher=ranks.launcher,
-    )
+    return by_kind or os.getsid(process.pid) not in (process.pid, os.getsid(parent.pid))
 
 
 def tie_builds() -> None:
     """Let builds of DeepSpeed's ops end with this process: PyTorch starts ninja, and ninja ends its compilers."""
     from torch.utils import cpp_extension
 
-    vars(cpp_extension)["subprocess"] = _Tied()
-
-
-class _Tied:
-    """The module `subprocess`, whose `run` starts processes that end with this one."""
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(subprocess, name)
-
-    @staticmethod
-    def run(*arguments: Any, **options: Any) -> Any:
-        """Run a command."""
-        return children.run(*arguments, **options)
-
-
-def _watch_parents(parent: int, grandparent: int, front_end: int) -> None:
-    """Wait until one of them is gone; 0 for what there is not. The front end is `toolkit launch`."""
-    while (
-        os.getppid() == parent
-        and (grandparent <= 1 or _stat(parent).parent == grandparent)
-        and (not front_end or _stat(front_end).state not in ("", "Z"))
-    ):
-        time.sleep(CHECK_EVERY_S)
-    os.kill(os.getpid(), signal.SIGTERM)
-
-
-class _Stat(NamedTuple):
-    """What the system knows of a process; empty and 0 of one that is gone."""
-
-    state: str = ""
-    parent: int = 0
-    session: int = 0
-
-
-def _stat(pid: int) -> _Stat:
-    try:
-        # After the name, which stands in brackets and may hold anything: state, parent, group, session.
-        fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
-        return _Stat(fields[0], int(fields[1]), int(fields[3]))
-    except (OSError, ValueError, IndexError):
-        return _Stat()
-
-
-def _process_name(pid: int) -> str:
-    try:
-        return Path(f"/proc/{pid}/comm").read_text(encoding="utf-8", errors="replace").strip()
-    except OSError:
-        return ""
-
-
-def _command_line(pid: int) -> list[str]:
-    """Return a process's command line; [] where it is gone or another user's."""
-    try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").rstrip("\0").split("\0")
-    except OSError:
-        return []
-
-
-_MODULE_S = 24 * 3600
-"""Conversions of the largest checkpoints take hours."""
+    vars(cpp_extension)["subprocess"] = SimpleNamespace(**{**vars(subprocess), "run": children.run})
 
 
 def run_module(module: str, *words: str) -> str:
-    """Run a module of this package as a program and wait for it.
-
-    Returns "" if it succeeded, else the last line that it said.
-    """
+    """Run a module of this package as a program; return "" if it succeeded, else the last line that it printed."""
     command = [sys.executable, "-m", module, *words]
     try:
-        finished = children.run(command, capture_output=True, text=True, env=child_environment(), timeout=_MODULE_S)
+        finished = children.run(command, capture_output=True, text=True, env=without_ranks(), timeout=_MODULE_S)
     except subprocess.TimeoutExpired:
         return tr("no answer within {seconds} s", seconds=_MODULE_S)
     if not finished.returncode:
         return ""
     lines = [line for line in finished.stderr.splitlines() if line.strip()] or ["?"]
     return lines[-1]
-
-
-def child_environment() -> dict[str, str]:
-    """Return the environment of such a process, which is no rank."""
-    env = {name: value for name, value in os.environ.items() if name not in PROCESS_GROUP_VARIABLES}
-    here = str(Path(__file__).resolve().parents[2])  # run.py of a checkout serves from any working folder
-    env["PYTHONPATH"] = os.pathsep.join([here, *filter(None, [env.get("PYTHONPATH")])])
-    return env

@@ -1,9 +1,8 @@
-"""What ranks tell `toolkit launch` beside their launcher, which swallows it: exit code, run folder, first step.
+"""What ranks report to `toolkit launch` past their launcher, which drops it: exit code, run directory, first step.
 
-A file of JSON lines in `run.dir`, which all machines see. Its name is in a variable that begins with PYTHON, as
-DeepSpeed's launcher hands on to other machines nothing else of ours (deepspeed 0.19.8, runner.py, EXPORT_ENVS). To
-an mpirun it hands values with a space, and others, between quotes that nobody takes away (multinode_runner.py,
-add_export).
+A file of JSON lines in `run.dir`, which all nodes see. Its name is in a variable that begins with PYTHON, as
+DeepSpeed's launcher passes nothing else of ours to other nodes (deepspeed 0.19.8, runner.py, EXPORT_ENVS). To an mpirun
+it passes values with a space, and others, between quotes that no shell removes (multinode_runner.py, add_export).
 """
 
 import json
@@ -21,10 +20,7 @@ _FRONT_END = "PYTHON_TOOLKIT_LAUNCHED_BY"
 
 
 def create_status_file(folder: Path, restart: int) -> Path:
-    """Make the file for one start of the ranks, with who reads it.
-
-    `restart`: how often the run has been started again by now.
-    """
+    """Make the file for one start of the ranks, with who reads it; `restart`: how often they were started before."""
     handle, name = tempfile.mkstemp(prefix=".launch-", suffix=".jsonl", dir=folder)
     with os.fdopen(handle, "w", encoding="utf-8") as file:
         file.write(json.dumps({"host": socket.gethostname(), "pid": os.getpid(), "restart": restart}) + "\n")
@@ -44,11 +40,8 @@ def front_end(environ: Mapping[str, str] = os.environ) -> int:
 
 def report_status(environ: Mapping[str, str] = os.environ, **facts: Any) -> None:
     """Tell something; nothing happens where no `toolkit launch` listens."""
-    path = _file(environ)
-    if not path:
-        return
     with suppress(OSError):  # it is gone with its reader
-        handle = os.open(path, os.O_WRONLY | os.O_APPEND)
+        handle = os.open(_file(environ), os.O_WRONLY | os.O_APPEND)
         with os.fdopen(handle, "w", encoding="utf-8") as file:
             file.write(json.dumps(facts) + "\n")
 
@@ -57,10 +50,10 @@ def read_status(environ: Mapping[str, str] = os.environ) -> dict[str, Any]:
     """Return what has been told, {} where no `toolkit launch` listens. Of several words on a thing the first counts."""
     found: dict[str, Any] = {}
     with suppress(OSError, ValueError):
-        for line in Path(_file(environ) or os.devnull).read_text(encoding="utf-8").splitlines():
+        for line in Path(_file(environ)).read_text(encoding="utf-8").splitlines():
             found = {**json.loads(line), **found}
     return found
 
 
 def _file(environ: Mapping[str, str]) -> str:
-    return environ.get(VARIABLE, "").strip('"')
+    return environ.get(VARIABLE, "").strip('"') or os.devnull

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from toolkit import children
-from toolkit.launch.processes import child_environment
+from toolkit.launch.environment import without_ranks
 from toolkit.messages import current_language, tr
 from toolkit.secrets import hide_all
 from toolkit.track.backends import FAILED, FINISHED
@@ -61,7 +61,7 @@ class Trackers:
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,
                     stderr=log,
-                    env=child_environment(),
+                    env=without_ranks(),
                     start_new_session=True,
                 )
             for pipe in (self._process.stdin, self._process.stdout):

@@ -9,7 +9,7 @@ from toolkit.config.mesh import accumulation, mesh_of
 from toolkit.config.ops import check_compiler
 from toolkit.config.preflight import check_track_here
 from toolkit.config.schema import AUTO, ModelConfig, RunConfig
-from toolkit.launch import deepspeed, env_vars, environment, mpi
+from toolkit.launch import deepspeed, env_vars, environment
 from toolkit.messages import say, tr
 from toolkit.models.directory import runs_code
 from toolkit.problems import Problems
@@ -78,7 +78,7 @@ def greet(arguments: Arguments, ranks: environment.Ranks, model: str) -> None:
     cfg = arguments.loaded.cfg
     if line := files.notice(cfg.data):
         say(line)
-    for note in [*arguments.notes, *mpi.notes(ranks.launcher, ranks.local_world_size, os.environ)]:
+    for note in [*arguments.notes, *environment.mpi_notes(ranks.launcher, ranks.local_world_size, os.environ)]:
         say(note)
     is_found = cfg.batch.micro_per_gpu == AUTO
     say(
