@@ -24,11 +24,11 @@ COLUMNS, LINES = 120, 50
 CHATTER = """
 import os, sys
 from toolkit.train import loop
-begin = loop.run_loop
+begin = loop.TrainLoop
 def chatty(*arguments):
     os.write(1, b"said in C\\n")
     return begin(*arguments)
-loop.run_loop = chatty
+loop.TrainLoop = chatty
 from toolkit.cli import main
 sys.exit(main(["train", *sys.argv[1:]]))
 """

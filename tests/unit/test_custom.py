@@ -21,9 +21,10 @@ from toolkit.distributed.process_group import gather_metrics
 from toolkit.errors import CheckpointError, ConfigError, DataError
 from toolkit.export import checkpoint as export
 from toolkit.launch.environment import Ranks
-from toolkit.train import custom_data, custom_task, run_length
+from toolkit.train import custom_data, custom_task
 from toolkit.train.custom_data import CustomSpec, digest, is_map_style
 from toolkit.train.custom_task import _metrics, cast_inputs, evaluate, losses_of, on_device
+from toolkit.train.schedule import length_warnings
 
 ENGINE: Any = SimpleNamespace(device=torch.device("cpu"))
 
@@ -157,7 +158,7 @@ def test_a_run_that_cannot_learn_is_reported(dataset: Any, given: list[str], tol
     cfg = loaded(*given).cfg
     mine = custom_task.CustomTask(task(Endless() if dataset is iter else dataset))
     mine.begin(cfg, ranks)
-    found = run_length.warnings(cfg, mine.epoch, mine.total_steps, 2)
+    found = length_warnings(cfg, mine.epoch, mine.total_steps, 2)
     assert len(found) == len(told)
     assert all(text in line for text, line in zip(told, found, strict=True))
 

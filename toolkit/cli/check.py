@@ -20,7 +20,7 @@ from toolkit.messages import say, tr
 from toolkit.models.directory import read_config, trust_code
 from toolkit.plan.parameters import Shapes, Sizes, shapes_of_config, tensor_part, tuned
 from toolkit.problems import Problems
-from toolkit.train.run_length import FEWEST_STEPS, Epoch, warnings
+from toolkit.train.schedule import FEWEST_STEPS, Epoch, length_warnings
 
 
 def run(words: list[str]) -> int:
@@ -61,7 +61,7 @@ def _length(cfg: RunConfig, world_size: int) -> list[str]:
     size, steps = cfg.batch.global_size, cfg.train.max_steps
     found = None if steps else estimate(cfg.data, size * -(-FEWEST_STEPS // cfg.train.epochs))
     epoch = Epoch(samples=found[0], sequences=found[1], per_step=size) if found and found[1] else None
-    return warnings(with_micro_batch(cfg), epoch, epoch.steps * cfg.train.epochs if epoch else steps, world_size)
+    return length_warnings(with_micro_batch(cfg), epoch, epoch.steps * cfg.train.epochs if epoch else steps, world_size)
 
 
 def _shapes(arguments: Arguments, problems: Problems) -> tuple[Shapes, Sizes] | None:

@@ -1,7 +1,4 @@
-"""Steps whose numbers go wrong: noticed before the weights change, alike on all ranks, and named.
-
-What a step that went wrong was made of, in a file that `toolkit show` prints.
-"""
+"""Steps whose numbers go wrong: noticed before the weights change, alike on all ranks, and recorded with samples."""
 
 import json
 import math
@@ -61,12 +58,7 @@ class Anomaly:
 
 
 class StepGuard:
-    """Judges every step of an engine. All it goes by is the same on every rank.
-
-    Args:
-        engine: the engine.
-        config: how much is a spike, and how many skipped steps in a row are too many.
-    """
+    """Judges every step of an engine. All it goes by is the same on every rank."""
 
     def __init__(self, engine: DeepSpeedEngine, config: TrainConfig) -> None:
         self.engine, self.config = engine, config
@@ -74,24 +66,14 @@ class StepGuard:
         self.restart((), (), 0)
 
     def restart(self, losses: Sequence[float], grad_norms: Sequence[float], skips_in_a_row: int) -> None:
-        """Forget all but what is given; at the beginning, and after a checkpoint was loaded into the engine.
-
-        Args:
-            losses: of the last good steps.
-            grad_norms: of the last good steps.
-            skips_in_a_row: skipped steps just before.
-        """
+        """Take over what a run's state says, at the beginning and after a checkpoint was loaded into the engine."""
         self.losses, self.grad_norms = deque(losses, WINDOW), deque(grad_norms, WINDOW)
         self.skips_in_a_row, self._skipped = skips_in_a_row, self.engine.skipped_steps
         self.loss = math.nan
         self.trouble: Anomaly | None = None
 
     def see_loss(self, loss: float) -> None:
-        """Take note of a step's loss before its update.
-
-        Args:
-            loss: over the global batch, nats per token.
-        """
+        """Take note of a step's loss over the global batch (nats per token) before its update."""
         self.gate.begin()
         self.loss, self.trouble = loss, None
         if not math.isfinite(loss):
@@ -131,23 +113,16 @@ class StepGuard:
 
     @property
     def has_bad_loss(self) -> bool:
-        """Whether the loss of the step just done is no number."""
+        """Whether the loss of the step just done is NaN or Inf."""
         return self.trouble is not None and self.trouble.kind is AnomalyKind.loss
 
     @property
     def is_spoilt(self) -> bool:
-        """Whether the weights themselves seem to be of no use: not one sample, but one step after the other."""
+        """Whether the weights themselves seem to be ruined: not one sample is bad, but one step after the other."""
         return self.skips_in_a_row > 1 and self.has_bad_loss
 
     def check_end(self, eval_loss: float | None) -> None:
-        """See whether the run has ended with weights that are of no use.
-
-        Args:
-            eval_loss: of the last step; None without validation.
-
-        Raises:
-            Diverged: it has.
-        """
+        """Raise Diverged if the run has ended with ruined weights; `eval_loss` is None without validation."""
         if self.is_spoilt and (eval_loss is None or not math.isfinite(eval_loss)):
             raise Diverged(
                 "the last {count} steps had a loss that is no number: the weights are of no use. Lower optim.lr; "
@@ -156,11 +131,7 @@ class StepGuard:
             )
 
     def check_patience(self, step: int) -> None:
-        """See whether anything is still being learned: DeepSpeed alone would go on for ever and exit 0 (0.19.8).
-
-        Raises:
-            Diverged: too many steps in a row were skipped.
-        """
+        """Raise Diverged if too many steps in a row were skipped: DeepSpeed alone would never stop (0.19.8)."""
         if self.skips_in_a_row >= self.config.max_skipped_steps:
             raise Diverged(
                 "{count} steps in a row up to step {step} were skipped because gradients overflowed, or loss or "
@@ -195,7 +166,7 @@ def record_bad_step(
     """Write the samples of a step to logs/bad-step-N.jsonl, the worst micro-batch first. A collective.
 
     Args:
-        folder: the run folder.
+        folder: the run directory.
         step: the step.
         trouble: what is wrong with it.
         micro_losses: sums of the losses of this rank's micro-batches, [accumulation].
@@ -205,39 +176,36 @@ def record_bad_step(
     Returns:
         On every rank: a sentence that names step, rank and samples; the file.
     """
-    sums = micro_losses.tolist()
-    means = [loss / count if count else 0.0 for loss, count in zip(sums, micro_tokens, strict=True)]
-    losses = gather(means)
+    sums = zip(micro_losses.tolist(), micro_tokens, strict=True)
+    losses = gather([loss / count if count else 0.0 for loss, count in sums])
     file = unused_path(folder / "logs" / f"bad-step-{step}.jsonl")
-    return on_rank0(lambda: _write(file, step, trouble, losses, samples())), file
 
+    def write() -> str:
+        found = [
+            (losses[rank][place], {"step": step, "rank": rank, "micro_batch": place}, sample)
+            for rank, micro_batches in enumerate(samples())
+            for place, micro_batch in enumerate(micro_batches)
+            for sample in micro_batch
+        ]
+        found.sort(key=lambda one: one[0] if math.isfinite(one[0]) else math.inf, reverse=True)
+        reason = ""
+        try:
+            with file.open("w", encoding="utf-8") as handle:
+                handle.write(json.dumps({"step": step, "what": trouble.kind.value, "text": trouble.text()}) + "\n")
+                for loss, place, sample in found:
+                    row = {**place, "loss": loss if math.isfinite(loss) else str(loss), **sample}
+                    handle.write(json.dumps(row, ensure_ascii=False) + "\n")
+        except OSError as error:  # a full disk is reported by what has to be saved
+            file.unlink(missing_ok=True)
+            reason = f" ({error.strerror})"
+        first = found[0][1]
+        worst = [sample["where"] + reason for _, place, sample in found if place == first]
+        return tr(
+            "step {step}: {what}; {which} rank {rank}, micro-batch {micro_batch}: {samples}",
+            **first,
+            what=trouble.text(),
+            which=tr("it comes from") if trouble.kind is AnomalyKind.loss else tr("the highest loss is that of"),
+            samples=", ".join(worst[:_NAMED]) + (", …" if len(worst) > _NAMED else ""),
+        )
 
-def _write(file: Path, step: int, trouble: Anomaly, losses: list[list[float]], samples: Samples) -> str:
-    rows = [
-        {"step": step, "rank": rank, "micro_batch": place, "loss": _number(losses[rank][place]), **sample}
-        for rank, micro_batches in enumerate(samples)
-        for place, micro_batch in enumerate(micro_batches)
-        for sample in micro_batch
-    ]
-    rows.sort(key=lambda row: math.inf if isinstance(row["loss"], str) else row["loss"], reverse=True)
-    try:
-        with file.open("w", encoding="utf-8") as handle:
-            handle.write(json.dumps({"step": step, "what": trouble.kind.value, "text": trouble.text()}) + "\n")
-            handle.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
-    except OSError as error:  # a full disk is reported by what has to be saved
-        file.unlink(missing_ok=True)
-        rows = [{**row, "where": f"{row['where']} ({error.strerror})"} for row in rows]
-    worst = [row for row in rows if (row["rank"], row["micro_batch"]) == (rows[0]["rank"], rows[0]["micro_batch"])]
-    return tr(
-        "step {step}: {what}; {which} rank {rank}, micro-batch {micro_batch}: {samples}",
-        step=step,
-        what=trouble.text(),
-        which=tr("it comes from") if trouble.kind is AnomalyKind.loss else tr("the highest loss is that of"),
-        rank=rows[0]["rank"],
-        micro_batch=rows[0]["micro_batch"],
-        samples=", ".join(row["where"] for row in worst[:_NAMED]) + (", …" if len(worst) > _NAMED else ""),
-    )
-
-
-def _number(loss: float) -> float | str:
-    return loss if math.isfinite(loss) else str(loss)
+    return on_rank0(write), file

@@ -34,8 +34,7 @@ from toolkit.train.anomalies import Samples
 from toolkit.train.checkpointer import ModelFiles
 from toolkit.train.custom_data import CustomData, CustomSpec, Loss, MicroBatch, digest, open_dataset, validation_batches
 from toolkit.train.run_dir import RunSource, with_profile
-from toolkit.train.run_length import Epoch
-from toolkit.train.schedule import make_schedule
+from toolkit.train.schedule import Epoch, make_schedule
 from toolkit.train.task import SAMPLES, FitResult, RunContext, Task
 
 _NUMBER = "number of the sample"

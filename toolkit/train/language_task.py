@@ -77,8 +77,7 @@ from toolkit.train.language_data import (
     training_batches,
 )
 from toolkit.train.run_dir import RunSource, with_profile
-from toolkit.train.run_length import Epoch
-from toolkit.train.schedule import make_schedule
+from toolkit.train.schedule import Epoch, make_schedule
 from toolkit.train.task import FitResult, RunContext, Task
 from toolkit.train.tracking import log_answers
 

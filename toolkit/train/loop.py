@@ -1,11 +1,10 @@
-"""The loop: steps, and when to log, evaluate, save, go back and stop. What one step does stands in step.py."""
+"""The loop: steps, and when to log, evaluate, save, rewind and stop. What one step does is in step.py."""
 
 import math
 import socket
 import time
 from collections import Counter
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -34,13 +33,13 @@ from toolkit.train.task import FitResult, RunContext, StepResult, Task
 from toolkit.train.throughput import Baseline, Collectives, ThroughputMeter
 
 MOST_REWINDS = 3
-"""Times that a run goes back to one and the same checkpoint."""
+"""Times that a run rewinds to one and the same checkpoint."""
+_LOOK_EVERY_S = 1.0
+"""For the file `stop`, as the run directory may be on a file server."""
 
 
-def run_loop(
-    task: Task, run: RunContext, baseline: Baseline, progress: Progress, begin_report: Callable[[], object]
-) -> FitResult:
-    """Train. A collective; returns the same on every rank.
+class TrainLoop:
+    """Trains: `train` does all steps; the attributes are its state between two of them. Every method is a collective.
 
     Args:
         task: what is learned.
@@ -48,19 +47,7 @@ def run_loop(
         baseline: what speed and memory are compared with.
         progress: shows the user how far it is.
         begin_report: begins to make a report of the run, on rank 0 only; costs no time.
-
-    Raises:
-        Stopped: a signal came, or a file `stop`; a checkpoint was saved at the step boundary that all ranks agreed on.
-        Diverged: a step went wrong and the config says to stop, or there is no way around it, or too many steps in a
-            row were skipped.
-        CheckpointError: the last checkpoint cannot be saved.
-        RunFolderError: the run folder was removed; what could be saved is next to it.
     """
-    return _Loop(task, run, baseline, progress, begin_report).train()
-
-
-class _Loop:
-    """The loop's state between two steps."""
 
     def __init__(
         self, task: Task, run: RunContext, baseline: Baseline, progress: Progress, begin_report: Callable[[], object]
@@ -71,7 +58,7 @@ class _Loop:
         self.watchdog = run.watchdog
         self.copies = mesh_of(run.cfg, world_size()).copies
         self.slow_ranks = StragglerDetector(gather(socket.gethostname()))
-        self.stop_file = StopFile(run.folder)
+        self.stop_file, self.is_stop_file_found, self.next_look = run.folder / run_dir.STOP, False, 0.0
         self.collectives = Collectives()
         self.metrics = MetricsLog(run.folder / "metrics.jsonl", progress.say, run.trackers.row)
         start, newest = run.start, run.checkpointer.newest
@@ -82,7 +69,7 @@ class _Loop:
         self.begin_at(start, Position(start.epoch, start.row))
 
     def begin_at(self, state: RunState, place: Position) -> None:
-        """Go on after the step of a state, with the data at a place."""
+        """Continue after the step of a state, with the data from a place on."""
         self.step, self.place, self.began = state.step, place, place
         counted = state.trained_tokens, state.total_tokens
         self.meter = ThroughputMeter(self.engine, self.baseline, *counted, self.task.unit, self.collectives)
@@ -93,7 +80,16 @@ class _Loop:
         self.batches = self.task.batches(place, self.run.total_steps - state.step)
 
     def train(self) -> FitResult:
-        """Do all steps."""
+        """Do all steps; return the same on every rank.
+
+        Raises:
+            Stopped: a signal came, or a file `stop`; a checkpoint was saved at the step boundary that all ranks agreed
+                on.
+            Diverged: a step went wrong and the config says to stop, or there is no way around it, or too many steps in
+                a row were skipped.
+            CheckpointError: the last checkpoint cannot be saved.
+            RunFolderError: the run directory was removed; what could be saved is next to it.
+        """
         self.engine.train()
         # At step 0, or of a checkpoint that was saved by a run which was stopped before it could evaluate.
         if self._evaluates() and all(int(row["step"]) != self.step for row in self.result.evaluations):
@@ -125,7 +121,10 @@ class _Loop:
         self.watchdog.enter(DATA, self.step)
         window = list(islice(self.batches, run.accumulation))
         self.meter.data_wait_s += time.perf_counter() - asked
-        stops = bool(failure.received_signal()) or self.stop_file.is_there()
+        if rank() == 0 and not self.is_stop_file_found and time.monotonic() >= self.next_look:
+            self.next_look = time.monotonic() + _LOOK_EVERY_S
+            self.is_stop_file_found = self.stop_file.exists()
+        stops = bool(failure.received_signal()) or self.is_stop_file_found
         votes = (stops, self.checkpointer.is_proven(), folder_lock.is_lost())
         self.watchdog.enter(STEP, self.step, f"rows x tokens: {[task.shape(batch) for batch in window]}")
         begin_step(self.engine.module, self.step)
@@ -136,7 +135,7 @@ class _Loop:
         if result.votes[2]:
             raise self._lost()
         if result.votes[1] == world_size():
-            self._publish()
+            self._publish_in_step()
         trouble = self.guard.check()
         if not trouble and not self.guard.skips_in_a_row:
             self.checkpointer.see_good_step()
@@ -160,7 +159,18 @@ class _Loop:
             self.begin_report()
         self.meter.resume()
         if stops:
-            raise self._stopped()
+            by_file = ""
+            if self.is_stop_file_found:
+                self.stop_file.unlink(missing_ok=True)  # it has been obeyed, or the run could never be resumed
+                by_file = tr("the file 'stop'")
+            raise Stopped(
+                "stopped by {signal} after step {step} of {total}, as all ranks agreed. Saved: {checkpoint}. "
+                "There is no DONE marker: the run is unfinished. With a run.name the same command goes on with it.",
+                signal=by_file or failure.received_signal() or tr("a signal to another rank"),
+                step=step,
+                total=self.run.total_steps,
+                checkpoint=self.result.checkpoint,
+            )
 
     def _saves(self, stops: bool, last: bool) -> bool:
         """Whether a checkpoint is saved after this step; one that is due after a bad loss is postponed."""
@@ -175,27 +185,25 @@ class _Loop:
         """Save, if it is due, and publish what is written: at once where no step follows, else beside training."""
         self.watchdog.enter("checkpoint", self.step)
         if saves:
-            with self._phase(tr("Saving the checkpoint of step {step}", step=self.step)):
+            with phase(tr("Saving the checkpoint of step {step}", step=self.step), speaks=rank() == 0):
                 self.checkpointer.begin(self._state(), is_last=last)
-        if waits:
-            with self._phase(tr("Proving the checkpoint of step {step}", step=self.step)):
-                self._published()
-            if saves and self.checkpointer.failed:
-                raise self._unsaved()
-
-    def _unsaved(self) -> Diverged | CheckpointError:
-        if not self.checkpointer.ruin:
-            return CheckpointError(tr("the last checkpoint could not be saved; the reason is told above."))
-        return Diverged(
-            "after step {step} {reason}, and nothing is saved. Lower optim.lr, or use precision=bf16 or "
-            "precision=fp32. The last checkpoint is {checkpoint}.",
-            step=self.step,
-            reason=self.checkpointer.ruin,
-            checkpoint=self.checkpointer.good or self.result.checkpoint or tr("none"),
-        )
+        if not waits:
+            return
+        with phase(tr("Proving the checkpoint of step {step}", step=self.step), speaks=rank() == 0):
+            self._publish()
+        if saves and self.checkpointer.failed:
+            if not self.checkpointer.ruin:
+                raise CheckpointError(tr("the last checkpoint could not be saved; the reason is told above."))
+            raise Diverged(
+                "after step {step} {reason}, and nothing is saved. Lower optim.lr, or use precision=bf16 or "
+                "precision=fp32. The last checkpoint is {checkpoint}.",
+                step=self.step,
+                reason=self.checkpointer.ruin,
+                checkpoint=self.checkpointer.good or self.result.checkpoint or tr("none"),
+            )
 
     def _is_rewound(self, trouble: Anomaly, result: StepResult, lr: float) -> bool:
-        """Tell of a step that went wrong, and do as the config says; return whether the run went back."""
+        """Warn of a step that went wrong, and do as the config says; return whether the run was rewound."""
         self.result.bad_steps += 1
         what, file = anomalies.record_bad_step(
             self.run.folder,
@@ -228,7 +236,7 @@ class _Loop:
 
     def _rewind(self, what: str) -> None:
         self.watchdog.enter("rewind", self.step)
-        self._publish()
+        self._publish_in_step()
         good, checkpoint = self.checkpointer.good, self.result.checkpoint
         if checkpoint is not None and good is not None and good != checkpoint and self.rewound_to[checkpoint]:
             # No good step has followed it, and going back to it did not help: its weights may be the trouble.
@@ -314,20 +322,20 @@ class _Loop:
             metrics_bytes=metrics.stat().st_size if metrics.exists() else 0,
         )
 
-    def _publish(self) -> None:
-        """Publish the checkpoint that all ranks have proven."""
+    def _publish_in_step(self) -> None:
+        """Publish the checkpoint that all ranks have proven; the step's time does not include that."""
         self.watchdog.enter("checkpoint", self.step)
         self.meter.pause()
-        self._published()
+        self._publish()
         self.meter.resume()
 
-    def _published(self) -> None:
+    def _publish(self) -> None:
         self.checkpointer.finish()
         self.result.checkpoint = self.checkpointer.newest
         self.progress.note(checkpoint=self.result.checkpoint)
 
     def _lost(self) -> RunFolderError:
-        """Save what the run has learned next to its folder, which is gone; return the error that ends the run."""
+        """Save what the run has learned next to its directory, which is gone; return the error that ends the run."""
         checkpointer, folder = self.checkpointer, self.run.folder
         self.watchdog.enter("checkpoint", self.step)
         place = on_rank0(lambda: run_dir.rescue(folder))
@@ -345,47 +353,6 @@ class _Loop:
             checkpoint=checkpointer.newest,
         )
 
-    def _phase(self, title: str) -> AbstractContextManager[object]:
-        return phase(title, speaks=rank() == 0)
-
-    def _stopped(self) -> Stopped:
-        self.stop_file.remove()
-        by_file = tr("the file 'stop'") if self.stop_file.found else ""
-        return Stopped(
-            "stopped by {signal} after step {step} of {total}, as all ranks agreed. Saved: {checkpoint}. "
-            "There is no DONE marker: the run is unfinished. With a run.name the same command goes on with it.",
-            signal=by_file or failure.received_signal() or tr("a signal to another rank"),
-            step=self.step,
-            total=self.run.total_steps,
-            checkpoint=self.result.checkpoint,
-        )
-
 
 def _due(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
-
-
-class StopFile:
-    """A file `stop` in the run folder, by which a run is stopped by hand where no signal can be sent.
-
-    Args:
-        folder: the run folder.
-    """
-
-    EVERY_S = 1.0
-
-    def __init__(self, folder: Path) -> None:
-        self.path, self.next = folder / run_dir.STOP, 0.0
-        self.found = False
-
-    def is_there(self) -> bool:
-        """Whether rank 0 sees the file; asked at most once a second, as the folder may be far away."""
-        if rank() == 0 and not self.found and time.monotonic() >= self.next:
-            self.next = time.monotonic() + self.EVERY_S
-            self.found = self.path.exists()
-        return self.found
-
-    def remove(self) -> None:
-        """Remove the file once it has been obeyed, or the run could never go on."""
-        if self.found:
-            self.path.unlink(missing_ok=True)

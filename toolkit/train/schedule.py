@@ -1,29 +1,31 @@
-"""The learning rate over the steps, numerically equal to DeepSpeed's WarmupLR, WarmupDecayLR and WarmupCosineLR.
+"""The learning rate over the steps, and whether a run has enough of them to learn. Neither torch nor deepspeed.
 
-Equal on purpose, so that an exported JSON trains the same in plain DeepSpeed. The first update of a run changes the
-weights: a warm-up begins above 0 unless schedule.warmup_min_ratio is 0. With such a warm-up two schedulers of
-DeepSpeed 0.19.8 differ from ours: its cosine takes the first step at a rate of 0, and its linear one falls to the
-lowest rate of the warm-up, where ours falls to 0. What DeepSpeed has no schedule for (polynomial, inverse_sqrt, wsd)
-equals transformers' (5.23, optimization.py) with that first rate in the place of its 0.
+Numerically equal to DeepSpeed's WarmupLR, WarmupDecayLR and WarmupCosineLR on purpose, so that an exported JSON trains
+the same in plain DeepSpeed. The first update of a run changes the weights: a warm-up begins above 0 unless
+schedule.warmup_min_ratio is 0. With such a warm-up two schedulers of DeepSpeed 0.19.8 differ from ours: its cosine
+takes the first step at a rate of 0, and its linear one falls to the lowest rate of the warm-up, where ours falls to 0.
+What DeepSpeed has no schedule for (polynomial, inverse_sqrt, wsd) equals transformers' (5.23, optimization.py) with
+that first rate in the place of its 0.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any, Protocol
 
-from toolkit.config.schema import (
-    Decay,
-    RunConfig,
-    ScheduleConfig,
-    ScheduleName,
-    WarmupType,
-)
+from toolkit.config.mesh import mesh_of, micro_rows, with_micro_batch
+from toolkit.config.schema import Decay, Packing, RunConfig, ScheduleConfig, ScheduleName, WarmupType
 from toolkit.engine.ds_config import warmup_lowest, warmup_steps
 from toolkit.errors import ConfigError
+from toolkit.messages import tr
 
 _OF_DEEPSPEED = (ScheduleName.constant, ScheduleName.linear, ScheduleName.cosine)
 _TIMESCALE = 10_000
 """Of inverse_sqrt without warm-up, as in transformers."""
+FEWEST_STEPS = 50
+"""Optimizer steps below which fine-tuning changes a model little, whatever the learning rate."""
+_LOOKED_AT = 1000
+"""Steps whose learning rate is looked at: it is 0 at the beginning of a schedule, if anywhere before the end."""
 
 
 class HasGroups(Protocol):
@@ -33,18 +35,11 @@ class HasGroups(Protocol):
 
 
 def learning_rate(schedule: ScheduleConfig, peak: float, done: int, total_steps: int, warmup_steps: int) -> float:
-    """Return the learning rate of the next optimizer step.
+    """Return the learning rate of the next optimizer step; steps skipped for overflow do not count as `done`.
 
     DeepSpeed counts from -1: the first two steps of a warm-up are both taken at its lowest rate, and no warm-up is
-    shorter than 2 steps. Without warm-up DeepSpeed has no
-    such schedule; ours then starts at the peak and would reach the end of its curve after `total_steps`.
-
-    Args:
-        schedule: shape and ratios.
-        peak: the peak learning rate.
-        done: optimizer steps taken so far; steps skipped for overflow do not count.
-        total_steps: steps of the whole run.
-        warmup_steps: steps of warm-up, 0 for none.
+    shorter than 2 steps. Without warm-up DeepSpeed has no such schedule; ours then starts at the peak and would reach
+    the end of its curve after `total_steps`.
     """
     if schedule.name not in _OF_DEEPSPEED:
         return peak * _as_transformers(schedule, done, total_steps, warmup_steps)
@@ -120,15 +115,7 @@ class Schedule:
     def __init__(
         self, optimizer: HasGroups, schedule: ScheduleConfig, lr: float, total_steps: int, warmup_steps: int
     ) -> None:
-        """Set the first learning rate.
-
-        Args:
-            optimizer: its groups' "lr" is read, for groups that learn slower or faster than the peak, and written.
-            schedule: shape and ratios.
-            lr: the peak learning rate.
-            total_steps: optimizer steps of the whole run.
-            warmup_steps: from ds_config.warmup_steps.
-        """
+        """Set the first learning rate; groups whose "lr" is not the peak `lr` keep their ratio to it."""
         self.optimizer = optimizer
         self.done = 0
         self._shares = [group["lr"] / lr for group in optimizer.param_groups]
@@ -147,11 +134,11 @@ class Schedule:
         return [rate * share for share in self._shares]
 
     def get_last_lr(self) -> list[float]:
-        """Return what stands in the parameter groups: the rate of the next step."""
+        """Return what is in the parameter groups: the rate of the next step."""
         return [group["lr"] for group in self.optimizer.param_groups]
 
     def step(self) -> None:
-        """Go on by one optimizer step."""
+        """Advance by one optimizer step."""
         self.done += 1
         self.write()
 
@@ -186,3 +173,79 @@ def make_schedule(cfg: RunConfig, total_steps: int) -> Callable[[HasGroups], Sch
             steps=total_steps,
         )
     return lambda optimizer: Schedule(optimizer, cfg.schedule, cfg.optim.lr, total_steps, warmup)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Epoch:
+    """One pass over the training data."""
+
+    samples: int
+    sequences: int
+    """What samples are packed into, or samples; with `grouped` micro-batches."""
+    per_step: int
+    """Sequences per optimizer step."""
+
+    @property
+    def steps(self) -> int:
+        """Return the optimizer steps."""
+        return math.ceil(self.sequences / self.per_step)
+
+
+def length_warnings(cfg: RunConfig, epoch: Epoch | None, total_steps: int, world_size: int) -> list[str]:
+    """Return warnings about a run's length and learning rate; of an unknown length `epoch` is None, or steps are 0."""
+    lines = []
+    if epoch and 0 < total_steps < FEWEST_STEPS and not cfg.train.max_steps:
+        samples, sequences = f"{epoch.samples:,}", f"{epoch.sequences:,}"
+        data = (
+            tr("{samples} samples", samples=samples)
+            if epoch.samples == epoch.sequences
+            else tr("{samples} samples in {sequences} sequences", samples=samples, sequences=sequences)
+        )
+        ways = [tr("{override} ({steps} steps)", override=key, steps=n) for key, n in _longer(cfg, epoch, world_size)]
+        lines.append(
+            tr(
+                "WARNING: too few optimizer steps to learn much: {steps} ({data}, {per_step} per step, "
+                "train.epochs={epochs}); {fewest} or more are usual. Each of these makes the run longer: {ways}",
+                steps=total_steps,
+                data=data,
+                per_step=epoch.per_step,
+                epochs=cfg.train.epochs,
+                fewest=FEWEST_STEPS,
+                ways="; ".join(ways),
+            )
+        )
+    elif 0 < total_steps < FEWEST_STEPS:
+        lines.append(
+            tr("train.max_steps = {steps}: enough to try the recipe out, too few to learn.", steps=total_steps)
+        )
+    total = total_steps or _LOOKED_AT
+    warmup, looked_at = warmup_steps(cfg, total), range(min(total - 1, _LOOKED_AT))
+    if count := sum(learning_rate(cfg.schedule, 1.0, done, total, warmup) == 0 for done in looked_at):
+        lines.append(
+            tr(
+                "WARNING: schedule.warmup_min_ratio = {ratio} lets the learning rate begin at 0 (steps without a "
+                "change: {count}). Use schedule.warmup_min_ratio=-1, which begins at 1 / steps of the warm-up.",
+                ratio=cfg.schedule.warmup_min_ratio,
+                count=count,
+            )
+        )
+    return lines
+
+
+def _longer(cfg: RunConfig, epoch: Epoch, world_size: int) -> Iterator[tuple[str, int]]:
+    """Yield overrides, and the steps of the run with them."""
+    epochs, size = cfg.train.epochs, cfg.batch.global_size
+    if cfg.data.packing is not Packing.none and epoch.samples > epoch.sequences:
+        unpacked = math.ceil(epoch.samples / size)
+        enough = max(epochs, math.ceil(FEWEST_STEPS / unpacked))
+        more = f" train.epochs={enough}" if enough > epochs else ""
+        yield f"data.packing=none{more}", unpacked * enough
+    unit = micro_rows(with_micro_batch(cfg)) * mesh_of(cfg, world_size).data_ranks
+    scale = epoch.per_step / size  # sequences of a grouped plan are micro-batches
+    for smaller in range((size - 1) // unit * unit, 0, -unit):
+        steps = math.ceil(epoch.sequences / max(1.0, smaller * scale)) * epochs
+        if steps >= FEWEST_STEPS:
+            yield f"batch.global_size={smaller}", steps
+            break
+    enough = math.ceil(FEWEST_STEPS / epoch.steps)
+    yield f"train.epochs={enough}", epoch.steps * enough

@@ -7,16 +7,15 @@ Under ZeRO-3 ranks wait for one another in the forward passes too, which hides m
 neither slow data nor a slow host.
 """
 
-import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import median_low  # of two ranks, the one that is not slow
 from typing import Any
 
 import torch
 from deepspeed.accelerator import get_accelerator
 
-from toolkit.distributed.process_group import rank, sum_over_ranks, world_size
 from toolkit.messages import tr
 
 WINDOW = 20
@@ -26,7 +25,7 @@ IN_A_ROW = 3
 SLOWER = 1.2
 """A slow rank's own work to the median of the ranks."""
 LEAST_SHARE = 0.03
-"""Of a step's time by which its own work has to be longer: less is not worth telling."""
+"""Of a step's time by which its own work has to be longer: less is not worth a warning."""
 
 
 class Stopwatch:
@@ -34,9 +33,6 @@ class Stopwatch:
 
     The host only queues a GPU's work, so its own clock would show how fast it queues: on a GPU marks are events among
     the work itself.
-
-    Args:
-        device: whose work it is.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -87,7 +83,7 @@ class RankTimes:
                 "data_wait_rank": data_rank,
                 "slowest_rank": slowest,
                 "slowest_rank_s": self.own_s[slowest] / self.steps,
-                "median_rank_s": _median(self.own_s) / self.steps,
+                "median_rank_s": median_low(self.own_s) / self.steps,
                 "fastest_rank_s": min(self.own_s) / self.steps,
             }
         return row
@@ -95,33 +91,15 @@ class RankTimes:
     def __add__(self, other: "RankTimes") -> "RankTimes":
         """Return both together."""
 
-        def both(mine: Sequence[float], others: Sequence[float]) -> list[float]:
-            return [one + more for one, more in zip(mine, others, strict=True)]
+        def both(name: str) -> list[float]:
+            return [one + more for one, more in zip(getattr(self, name), getattr(other, name), strict=True)]
 
-        return RankTimes(
-            self.steps + other.steps,
-            self.seconds + other.seconds,
-            both(self.own_s, other.own_s),
-            both(self.data_wait_s, other.data_wait_s),
-            both(self.tokens, other.tokens),
-        )
-
-
-def exchange(mine: Sequence[float], device: torch.device) -> list[list[float]]:
-    """Return what all ranks have measured: of each value, that of each rank. A collective.
-
-    Args:
-        mine: this rank's values; as many on every rank.
-        device: where the backend needs its tensors.
-    """
-    values = torch.zeros(len(mine), world_size(), dtype=torch.float64)  # sums of tokens are too large for float32
-    values[:, rank()] = torch.tensor(mine, dtype=torch.float64)
-    found: list[list[float]] = sum_over_ranks(values.flatten(), device).view(len(mine), -1).tolist()
-    return found
+        per_rank = map(both, ("own_s", "data_wait_s", "tokens"))
+        return RankTimes(self.steps + other.steps, self.seconds + other.seconds, *per_rank)
 
 
 class StragglerDetector:
-    """Tells, once for each, of ranks that are slow for long.
+    """Reports, once for each, ranks that are slow for long.
 
     Args:
         hosts: of the ranks.
@@ -129,71 +107,58 @@ class StragglerDetector:
 
     def __init__(self, hosts: Sequence[str]) -> None:
         self.hosts = hosts
-        self._pace: RankTimes | None = None
-        self._suspect, self._times = -1, 0
-        self._told: set[int] = set()
+        self._times: RankTimes | None = None
+        self._suspect, self._in_a_row = -1, 0
+        self._reported: set[int] = set()
 
-    def see(self, pace: RankTimes) -> str:
-        """Take note of some steps; return what the user is to be told, "" if nothing.
-
-        Args:
-            pace: of the steps since the last call.
-        """
-        self._pace = pace = self._pace + pace if self._pace else pace
-        if pace.steps < WINDOW:
+    def see(self, times: RankTimes) -> str:
+        """Add the steps since the last call; return a warning for the user, "" if there is none."""
+        self._times = times = self._times + times if self._times else times
+        if times.steps < WINDOW:
             return ""
-        self._pace = None
-        suspect = _slow(pace)
-        self._times = self._times + 1 if suspect == self._suspect else 1
+        self._times = None
+        suspect = _slow_rank(times)
+        self._in_a_row = self._in_a_row + 1 if suspect == self._suspect else 1
         self._suspect = suspect
-        if suspect < 0 or self._times < IN_A_ROW or suspect in self._told:
+        if suspect < 0 or self._in_a_row < IN_A_ROW or suspect in self._reported:
             return ""
-        self._told.add(suspect)
-        return self._text(pace, suspect)
-
-    def _text(self, pace: RankTimes, slow: int) -> str:
-        own_s, median_s = pace.own_s[slow], _median(pace.own_s)
-        data_s = pace.data_wait_s[slow] - _median(pace.data_wait_s)
-        if data_s > (own_s - median_s) / 2:
+        self._reported.add(suspect)
+        own_s, median_s, host = times.own_s[suspect], median_low(times.own_s), self.hosts[suspect]
+        if times.data_wait_s[suspect] - median_low(times.data_wait_s) > (own_s - median_s) / 2:
             where = tr(
                 "Most of that it waits for its data: look at the disk or the network that {host} reads from; more "
                 "data.num_workers may hide it.",
-                host=self.hosts[slow],
+                host=host,
             )
         else:
             where = tr(
                 "It is not the data: look at what else runs on {host}, and at the clocks and the temperature of its "
                 "processors and GPUs (top, nvidia-smi).",
-                host=self.hosts[slow],
+                host=host,
             )
         return tr(
             "WARNING: all ranks wait for rank {rank} on {host}: its own work takes {own} s per step, {times} times "
             "that of the median rank ({median} s). {where}",
-            rank=slow,
-            host=self.hosts[slow],
-            own=f"{own_s / pace.steps:.3g}",
-            median=f"{median_s / pace.steps:.3g}",
+            rank=suspect,
+            host=host,
+            own=f"{own_s / times.steps:.3g}",
+            median=f"{median_s / times.steps:.3g}",
             times=f"{own_s / median_s:.1f}",
             where=where,
         )
 
 
-def _slow(pace: RankTimes) -> int:
+def _slow_rank(times: RankTimes) -> int:
     """Return the rank that is slow, -1 if none is.
 
-    A rank whose rows are longer than those of others takes longer, and is not slow: it has to be so per token as well.
+    A rank whose sequences are longer than those of others takes longer, and is not slow: it has to be so per token too.
     """
-    slowest = _slowest(pace.own_s)
-    waits = pace.own_s[slowest] - _median(pace.own_s)
-    per_token = [own_s / max(tokens, 1) for own_s, tokens in zip(pace.own_s, pace.tokens, strict=True)]
-    is_slow = all(values[slowest] > SLOWER * _median(values) for values in (pace.own_s, per_token))
-    return slowest if is_slow and waits > LEAST_SHARE * pace.seconds else -1
+    slowest = _slowest(times.own_s)
+    waits = times.own_s[slowest] - median_low(times.own_s)
+    per_token = [own_s / max(tokens, 1) for own_s, tokens in zip(times.own_s, times.tokens, strict=True)]
+    is_slow = all(values[slowest] > SLOWER * median_low(values) for values in (times.own_s, per_token))
+    return slowest if is_slow and waits > LEAST_SHARE * times.seconds else -1
 
 
 def _slowest(values: Sequence[float]) -> int:
     return max(range(len(values)), key=values.__getitem__)
-
-
-def _median(values: Sequence[float]) -> float:
-    """Return the lower one of two in the middle: of two ranks, the one that is not slow."""
-    return statistics.median_low(values)

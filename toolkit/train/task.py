@@ -21,7 +21,7 @@ from toolkit.track.trackers import Trackers
 from toolkit.train.anomalies import Samples, StepGuard
 from toolkit.train.checkpointer import Checkpointer, ModelFiles
 from toolkit.train.run_dir import RunSource
-from toolkit.train.run_length import Epoch
+from toolkit.train.schedule import Epoch
 
 TOKENS, SAMPLES = "tokens", "samples"
 

@@ -1,10 +1,7 @@
-"""How fast this machine multiplies matrices: what a step can be measured by where no datasheet is known, or true.
+"""Speed and memory between two log lines, and what they are compared with: the model's FLOPs, this machine, the plan.
 
-What DeepSpeed's log of collectives (`profile.comms`) counted, operation by operation.
-
-What a run's figures are measured by: the FLOPs that its model needs, what the machine can do, and the plan.
-
-Figures between two log lines.
+This machine is measured by a product of large matrices, as not every datasheet is known, or true. Collectives are what
+DeepSpeed's log of them (`profile.comms`) counted.
 """
 
 import json
@@ -13,7 +10,6 @@ import resource
 import statistics
 import time
 from collections import Counter
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,7 +19,8 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.comm.comm import comms_logger, timers
 
 from toolkit.config.schema import TuningConfig, TuningMethod
-from toolkit.distributed.process_group import full_shape, gather, world_size
+from toolkit.disk import write_atomically
+from toolkit.distributed.process_group import full_shape, gather, rank, sum_over_ranks, world_size
 from toolkit.engine.memory import is_out_of_memory
 from toolkit.messages import tr
 from toolkit.models.load import TORCH_DTYPES
@@ -31,7 +28,7 @@ from toolkit.models.pipeline import unwrap_model
 from toolkit.plan.machine import Gpu, find_gpu
 from toolkit.plan.parameters import Shapes
 from toolkit.plan.speed import Formula, Work, formula, is_countable
-from toolkit.train.stragglers import RankTimes, exchange
+from toolkit.train.stragglers import RankTimes
 from toolkit.train.task import SAMPLES, TOKENS, StepResult
 
 _GPU_SIZES = (8192, 4096, 2048)
@@ -44,26 +41,28 @@ _GPU_S, _CPU_S = 0.3, 0.1
 _AT_ONCE = 5
 
 
-def matmul_flops_per_s(device: torch.device, dtype: torch.dtype) -> float:
-    """Return the FLOP/s of large square matrix products, of the fastest few in a row. Takes less than a second.
+def median_of_ranks(device: torch.device, dtype: torch.dtype) -> float:
+    """Return the FLOP/s of large square matrix products of the median rank, 0 without memory for one. A collective.
 
-    Args:
-        device: where they are computed; a GPU needs 0.4 GiB of memory meanwhile, in fp32 0.8 GiB, a 16th of it at
-            least; 0 is returned where there is not even that.
-        dtype: of the matrices.
+    All ranks measure at once, each less than a second, and those without memory for a product do not count. A GPU needs
+    0.4 GiB meanwhile, in fp32 0.8 GiB, a 16th of it at least.
     """
+    mine = 0.0
     for size in _sizes(device, dtype):
         try:
-            return _measured(size, device, dtype)
+            mine = _measured(size, device, dtype)
+            break
         except RuntimeError as error:
             if not is_out_of_memory(error):
                 raise
         get_accelerator().empty_cache()
-    return 0.0
+    speeds = [speed for speed in gather(mine) if speed]
+    get_accelerator().empty_cache()
+    return float(statistics.median_low(speeds)) if speeds else 0.0
 
 
 def _sizes(device: torch.device, dtype: torch.dtype) -> tuple[int, ...]:
-    """Return what to try; on a GPU one after another where memory is too little, on a CPU what takes long enough."""
+    """Return what to try: on a GPU one after another where memory is too little, on a CPU what takes long enough."""
     if device.type != "cpu":
         return _GPU_SIZES
     for size in _CPU_SIZES:
@@ -95,16 +94,6 @@ def _measured(size: int, device: torch.device, dtype: torch.dtype) -> float:
     return 2.0 * size**3 / fastest
 
 
-def median_of_ranks(device: torch.device, dtype: torch.dtype) -> float:
-    """Return the same of the rank in the middle of those that have it; all measure at once. A collective."""
-    found = [speed for speed in gather(matmul_flops_per_s(device, dtype)) if speed]
-    get_accelerator().empty_cache()
-    return float(statistics.median_low(found)) if found else 0.0
-
-
-FILE = "collectives.json"
-
-
 class Collectives:
     """Adds up this rank's collectives.
 
@@ -118,13 +107,9 @@ class Collectives:
         self.seconds: Counter[str] = Counter()
 
     def take(self, counts: bool = True) -> float:
-        """Take what came since the last call out of DeepSpeed's log.
+        """Take what came since the last call out of DeepSpeed's log; return its seconds, 0 without `profile.comms`.
 
-        Args:
-            counts: whether it is added up; what happens beside training is not.
-
-        Returns:
-            Its seconds; 0 unless `profile.comms` times them.
+        It is added up if it `counts`: what happens beside training does not.
         """
         log = comms_logger.get_raw_data()
         comms_logger.reset_data()
@@ -137,22 +122,17 @@ class Collectives:
         return sum(spent.values())
 
     def write(self, folder: Path) -> None:
-        """Write the sums into a run folder, where the report finds them."""
+        """Write the sums into a run directory, where the report finds them."""
         rows = [
             {"operation": name, "calls": calls, "bytes": self.bytes[name], "seconds": round(self.seconds[name], 6)}
             for name, calls in sorted(self.calls.items())
         ]
-        temporary = folder / f".{FILE}.tmp"
-        temporary.write_text(json.dumps({"operations": rows}, indent=1) + "\n", encoding="utf-8")
-        temporary.replace(folder / FILE)
+        write_atomically(folder / "collectives.json", json.dumps({"operations": rows}, indent=1).encode() + b"\n")
 
     @property
     def is_on(self) -> bool:
         """Whether DeepSpeed counts anything."""
         return bool(comms_logger.enabled)
-
-
-_DTYPES = {torch_dtype: dtype.value for dtype, torch_dtype in TORCH_DTYPES.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,10 +157,7 @@ class Baseline:
     def speed(self, needed: Work, computed: Work, rank_seconds: float) -> dict[str, float]:
         """Return FLOP/s of a rank and what share they are of what is possible; {} where FLOPs are not known.
 
-        Args:
-            needed: tokens of all ranks without padding.
-            computed: the same with padding.
-            rank_seconds: seconds, times ranks.
+        `needed` are tokens of all ranks without padding, `computed` with it; `rank_seconds` are seconds times ranks.
         """
         if self.formula is None:
             return {}
@@ -194,7 +171,7 @@ class Baseline:
         return row
 
     def describe(self) -> str:
-        """Return a line that says what the shares are of."""
+        """Return a line on what the shares are of."""
         values = {"dtype": self.dtype, "measured": f"{self.matmul_flops / 1e12:.3g}" if self.matmul_flops else "?"}
         if not self.device:
             return tr("A matrix product ({dtype}) runs at {measured} TFLOP/s per rank.", **values)
@@ -218,33 +195,10 @@ def measure_baseline(
 ) -> Baseline:
     """Return what a run is measured by; multiplies matrices for less than a second. A collective.
 
-    Args:
-        engine: with the model that is trained.
-        tuning: how.
-        recomputes: whether activations are computed again.
-        planned_bytes: memory of a rank by the plan: of its GPU, on a processor of the process.
+    `planned_bytes` is the memory of a rank by the plan: of its GPU, on a processor of the process.
     """
     model, device = unwrap_model(engine.module), engine.device
-    dtype = next(one.dtype for one in model.parameters() if one.is_floating_point())
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
-    sizes = _attention_sizes(getattr(model, "config", None))
-    shapes, trained = _shapes(model)
-    known = sizes and is_countable(shapes)
-    prefix = tuning.num_tokens if tuning.method is TuningMethod.ptuning_v2 else 0
-    return Baseline(
-        formula=formula(shapes, sizes, trained, prefix) if known else None,
-        recomputes=recomputes,
-        dtype=_DTYPES[dtype],
-        matmul_flops=median_of_ranks(device, dtype),
-        device=name,
-        card=find_gpu(name),
-        planned_bytes=planned_bytes,
-    )
-
-
-def _shapes(model: torch.nn.Module) -> tuple[Shapes, set[str]]:
-    """Return the shapes of all parameters, as they are before they are partitioned or quantised, and who is trained."""
-    shapes: Shapes = {}
+    shapes: Shapes = {}  # of all parameters as they are before they are partitioned or quantised
     trained: set[str] = set()
     for name, parameter in model.named_parameters():
         owner = model.get_submodule(name.rpartition(".")[0])
@@ -254,17 +208,26 @@ def _shapes(model: torch.nn.Module) -> tuple[Shapes, set[str]]:
             shapes[name] = full_shape(name, parameter)
         if parameter.requires_grad:
             trained.add(name)
-    return shapes, trained
-
-
-def _attention_sizes(config: object) -> Mapping[str, int]:
-    """Return what attention's size depends on; {} for a model that does not say it as usual."""
+    config = getattr(model, "config", None)
     layers, heads, hidden = (
         getattr(config, name, 0) for name in ("num_hidden_layers", "num_attention_heads", "hidden_size")
     )
-    if not (layers and heads and hidden):
-        return {}
-    return {"layers": layers, "heads": heads, "head_size": getattr(config, "head_dim", None) or hidden // heads}
+    flops = None
+    if layers and heads and hidden and is_countable(shapes):  # of another model attention's size is not known
+        sizes = {"layers": layers, "heads": heads, "head_size": getattr(config, "head_dim", None) or hidden // heads}
+        prefix = tuning.num_tokens if tuning.method is TuningMethod.ptuning_v2 else 0
+        flops = formula(shapes, sizes, trained, prefix)
+    dtype = next(one.dtype for one in model.parameters() if one.is_floating_point())
+    device_name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+    return Baseline(
+        formula=flops,
+        recomputes=recomputes,
+        dtype=next(known.value for known, torch_dtype in TORCH_DTYPES.items() if torch_dtype == dtype),
+        matmul_flops=median_of_ranks(device, dtype),
+        device=device_name,
+        card=find_gpu(device_name),
+        planned_bytes=planned_bytes,
+    )
 
 
 _IN_SAMPLES = {"tokens_per_s": "samples_per_s", "rank_tokens_per_s": "rank_samples_per_s", "total_tokens": "samples"}
@@ -272,28 +235,27 @@ _OF_TOKENS = ("trained_tokens_per_s", "trained_tokens", "padding_fraction")
 
 
 class ThroughputMeter:
-    """Adds up steps."""
+    """Adds up steps.
+
+    Args:
+        engine: asked for its loss scale and skipped steps.
+        baseline: what speed and memory are compared with.
+        trained_tokens: those of the run so far.
+        total_tokens: those of the run so far.
+        unit: what is counted; with SAMPLES the rows name samples where they would name tokens.
+        collectives: those of the run so far.
+    """
 
     def __init__(
         self,
         engine: DeepSpeedEngine,
-        account: Baseline,
+        baseline: Baseline,
         trained_tokens: int = 0,
         total_tokens: int = 0,
         unit: str = TOKENS,
         collectives: Collectives | None = None,
     ) -> None:
-        """Start counting.
-
-        Args:
-            engine: asked for its loss scale and skipped steps.
-            account: what speed and memory are compared with.
-            trained_tokens: those of the run so far.
-            total_tokens: those of the run so far.
-            unit: what is counted; with SAMPLES the rows say samples where they would say tokens.
-            collectives: those of the run so far.
-        """
-        self.engine, self.account, self.unit = engine, account, unit
+        self.engine, self.baseline, self.unit = engine, baseline, unit
         self.collectives = collectives or Collectives()
         self.collectives.take(counts=False)  # what came before the first step
         self.trained_tokens_so_far, self.total_tokens_so_far = trained_tokens, total_tokens
@@ -338,28 +300,23 @@ class ThroughputMeter:
 
     def pace(self) -> RankTimes:
         """Return how fast each rank was since the last row. A collective."""
-        seconds = time.perf_counter() - self.started
+        seconds, device = time.perf_counter() - self.started, self.engine.device
         self.communication_s += self.collectives.take()
-        mine = [self.own_s, self.data_wait_s, self.rank_tokens, self.communication_s]
-        own_s, data_wait_s, tokens, self.communication_of, *self.peaks = exchange(
-            [*mine, *memory_peaks(self.engine.device)], self.engine.device
-        )
+        mine = [self.own_s, self.data_wait_s, self.rank_tokens, self.communication_s, *memory_peaks(device)]
+        values = torch.zeros(len(mine), world_size(), dtype=torch.float64)  # sums of tokens are too large for float32
+        values[:, rank()] = torch.tensor(mine, dtype=torch.float64)
+        of_ranks = sum_over_ranks(values.flatten(), device).view(len(mine), -1).tolist()
+        own_s, data_wait_s, tokens, self.communication_of, *self.peaks = of_ranks
         return RankTimes(self.steps, seconds, own_s, data_wait_s, tokens)
 
     def row(self, step: int, epoch: float, lr: float, pace: RankTimes) -> dict[str, float]:
-        """Return the row of metrics.jsonl and start anew.
+        """Return the row of metrics.jsonl after a step and reset the sums.
 
-        Args:
-            step: the last step counted.
-            epoch: passes over the data so far, with fraction.
-            lr: learning rate that this step used.
-            pace: of the ranks since the last row, of the call just before.
-
-        Returns:
-            `loss` is exact: sum of token losses / trained tokens over all ranks and all steps since the last row whose
-            loss is a number.
+        `loss` is exact: sum of token losses / trained tokens over all ranks and all steps since the last row whose loss
+        is a number. `epoch` has its fraction, `lr` is what this step used, `pace` that of the call just before.
         """
-        seconds, ranks, in_samples = pace.seconds, world_size(), self.unit == SAMPLES
+        seconds, ranks = pace.seconds, world_size()
+        host_bytes, device_bytes = (int(max(peaks)) for peaks in self.peaks)
         row = {
             "step": step,
             "epoch": round(epoch, 6),
@@ -378,13 +335,17 @@ class ThroughputMeter:
             "skipped_steps": self.engine.skipped_steps,
             "time": round(time.time(), 3),
             **pace.row(),
-            **self.account.speed(
+            **self.baseline.speed(
                 Work(self.total_tokens, self.pairs, self.trained_tokens),
                 Work(self.computed_tokens, self.pairs, self.trained_tokens),
                 seconds * ranks,
             ),
-            **self._memory(),
+            "host_memory_peak_bytes": host_bytes,
         }
+        if device_bytes:
+            row["device_memory_peak_bytes"] = device_bytes
+        if self.baseline.planned_bytes is not None:
+            row["planned_memory_bytes"] = self.baseline.planned_bytes
         if self.collectives.is_on:
             row["communication_fraction"] = min(self.communication_of) / seconds
         if self.router_losses:
@@ -392,15 +353,8 @@ class ThroughputMeter:
         if self.engine.fp16_enabled():
             row["loss_scale"] = float(self.engine.optimizer.loss_scale)
         self._reset()
-        return {_IN_SAMPLES.get(name, name): row[name] for name in row if name not in _OF_TOKENS} if in_samples else row
-
-    def _memory(self) -> dict[str, float]:
-        host, device = (max(peaks) for peaks in self.peaks)
-        row: dict[str, float] = {"host_memory_peak_bytes": int(host)}
-        if device:
-            row["device_memory_peak_bytes"] = int(device)
-        if self.account.planned_bytes is not None:
-            row["planned_memory_bytes"] = self.account.planned_bytes
+        if self.unit == SAMPLES:
+            return {_IN_SAMPLES.get(name, name): row[name] for name in row if name not in _OF_TOKENS}
         return row
 
     def pause(self) -> None:

@@ -33,14 +33,15 @@ from toolkit.messages import say, tr
 from toolkit.secrets import hide_all
 from toolkit.terminal import phase, set_display
 from toolkit.track.progress import Progress
-from toolkit.train import alike, folder_lock, run_dir, run_length, run_logs
+from toolkit.train import alike, folder_lock, run_dir, run_logs
 from toolkit.train.anomalies import StepGuard
 from toolkit.train.checkpointer import Checkpointer
 from toolkit.train.dry_run import dry_run
-from toolkit.train.loop import run_loop
+from toolkit.train.loop import TrainLoop
 from toolkit.train.resume import resume_from, starting_state
 from toolkit.train.run_dir import RunSource, choose_run_dir
 from toolkit.train.run_plan import RunPlan, choose_layout, plan_run
+from toolkit.train.schedule import length_warnings
 from toolkit.train.task import TOKENS, FitResult, RunContext, Task
 from toolkit.train.throughput import Baseline, measure_baseline
 from toolkit.train.tracking import PATIENCE_S, AutomaticReport, log_summary, trackers_of, tracking
@@ -104,7 +105,7 @@ class Trainer:
         cfg, built = self._settle(_with_optimizer(self.cfg, source), source)
         self.cfg, total_steps = cfg, task.total_steps
         if ranks.rank == 0:
-            for line in run_length.warnings(cfg, task.epoch, total_steps, ranks.world_size):
+            for line in length_warnings(cfg, task.epoch, total_steps, ranks.world_size):
                 say(line)
         ds = build_ds_config(cfg, ranks.world_size, total_steps)
         start = on_rank0(lambda: self._record_start(cfg, ds, source, hosts))
@@ -164,7 +165,7 @@ class Trainer:
         seconds = f"{time.monotonic() - self.started:.0f}"
         progress.say(tr("Ready after {seconds} s, counted from the start of the command.", seconds=seconds))
         begin_report = self.reporter.begin if self.reporter else lambda: None
-        return run_loop(self.task, run, baseline, progress, begin_report)
+        return TrainLoop(self.task, run, baseline, progress, begin_report).train()
 
     def finish(self, result: FitResult) -> None:
         """Answer, export, mark the run done and say what was achieved."""
