@@ -54,7 +54,7 @@ def make(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., tuple
         client, said = Memory(fault, redoes), []
         module = types.ModuleType("memory_for_tests")
         module.memory = lambda: client  # type: ignore[attr-defined]
-        monkeypatch.setitem(sys.modules, "toolkit.track.backends.memory_for_tests", module)
+        monkeypatch.setitem(sys.modules, "toolkit.track.memory_for_tests", module)
         run = TrackedRun(name="r", id="", folder=tmp_path, settings={}, hyperparameters={}, texts={}, step=step)
         return BackendQueue("memory", run, rows or [], lambda reply: said.append(reply.get("say", ""))), client, said
 

@@ -12,8 +12,7 @@ import pytest
 
 from tests import series
 from toolkit.track import queue
-from toolkit.track.backends import FINISHED, TrackedRun
-from toolkit.track.backends.csv import CsvFile
+from toolkit.track.backends import FINISHED, CsvFile, TrackedRun
 from toolkit.track.queue import BackendQueue
 
 

@@ -27,12 +27,12 @@ from toolkit.track.backends import ANSWERS, EVAL, FAILED, SAMPLES, TRAIN, Backen
 from toolkit.track.metrics import is_evaluation, metric_values
 
 BACKENDS = {
-    "tensorboard": ("tensorboard", "TensorboardEvents"),
-    "csv": ("csv", "CsvFile"),
-    "wandb": ("wandb", "WandbRun"),
-    "mlflow": ("mlflow", "MlflowRun"),
-    "swanlab": ("swanlab", "SwanlabRun"),
-    "trackio": ("trackio", "TrackioRun"),
+    "tensorboard": ("backends", "TensorboardEvents"),
+    "csv": ("backends", "CsvFile"),
+    "wandb": ("hosted", "WandbRun"),
+    "mlflow": ("hosted", "MlflowRun"),
+    "swanlab": ("hosted", "SwanlabRun"),
+    "trackio": ("hosted", "TrackioRun"),
 }
 MOST_WAITING = 10_000
 """Messages for a tracker that does not keep up; what comes beyond is left out."""
@@ -132,7 +132,7 @@ class BackendQueue:
     def _begin(self) -> Backend:
         module, kind = BACKENDS[self.name]
         with _IMPORTING:
-            backend: Backend = getattr(import_module(f"toolkit.track.backends.{module}"), kind)()
+            backend: Backend = getattr(import_module(f"toolkit.track.{module}"), kind)()
         backend.begin(self.run)
         self.record.has(backend.held())
         if backend.redoes:

@@ -1,0 +1,221 @@
+"""What a tracker is handed, whichever it is; and those that write files into the run directory: CSV, TensorBoard."""
+
+import csv
+import io
+import json
+import os
+import socket
+import sys
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from toolkit.track.metrics import append_rows, tracked_name
+
+FINISHED, STOPPED, FAILED = "finished", "stopped", "failed"
+TRAIN, EVAL, ANSWERS, SAMPLES = "train", "eval", "answers", "samples"
+"""Rows of steps and of evaluations, answers to validation samples, answers to `evaluate.prompts`."""
+
+Row = tuple[int, Mapping[str, float]]
+"""A step and its figures, under their names in metrics.jsonl."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrackedRun:
+    """What is to be known of a run before its first row. All texts are without secrets."""
+
+    name: str
+    """Of its directory."""
+    id: str
+    """Of this run and no other; the same when it is resumed."""
+    folder: Path
+    """The run directory."""
+    settings: Mapping[str, Any]
+    """The tracker's section of `track`."""
+    hyperparameters: Mapping[str, Any]
+    """Dotted key -> value: the config, the data, the code's commit, the versions."""
+    texts: Mapping[str, str]
+    """Name of a file -> its text."""
+    step: int
+    """The step after which this session begins."""
+
+
+class Backend:
+    """A tracker. Whatever it raises is reported once and ends nothing; it may take its time.
+
+    Its constructor imports its library.
+    """
+
+    redoes = False
+    """Whether rows after a step can be taken back, so that they are written again."""
+    most_rows = 1
+    """Rows that `write` takes in one go: all of them are written or, if it raises, none."""
+
+    def begin(self, run: TrackedRun) -> None:
+        """Begin the run, or resume it. Called again if it fails."""
+
+    def held(self) -> dict[str, int]:
+        """Return the last steps that the tracker itself reports to have: TRAIN -> step, EVAL -> step; {} if unknown."""
+        return {}
+
+    def take_back(self, step: int) -> None:
+        """Forget the rows after a step; only where `redoes`."""
+
+    def write(self, rows: Sequence[Row]) -> None:
+        """Write rows, no more than `most_rows`."""
+        for step, values in rows:
+            self.row(step, values)
+
+    def row(self, step: int, values: Mapping[str, float]) -> None:
+        """Write the figures of a step; for `write` where there is but one."""
+
+    def answers(self, step: int, name: str, answers: Sequence[Mapping[str, str]]) -> None:
+        """Write ANSWERS or SAMPLES: each has `prompt`, `answer`, and where there is one `reference`."""
+
+    def summary(self, step: int, values: Mapping[str, float]) -> None:
+        """Write figures of the whole run, at its last step: here like those of a step, as transformers does."""
+        self.write([(step, values)])
+
+    def end(self, status: str) -> None:
+        """End the session: FINISHED, STOPPED or FAILED; everything is to be on its way before it returns."""
+
+
+def as_markdown(answers: Sequence[Mapping[str, str]]) -> str:
+    """Return answers as a table."""
+    names = [name for name in ("prompt", "answer", "reference") if any(name in answer for answer in answers)]
+    lines = [names, ["---"] * len(names)]
+    for answer in answers:
+        lines.append([answer.get(name, "").replace("|", "\\|").replace("\n", "<br>") for name in names])
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+
+
+class CsvFile(Backend):
+    """metrics.csv: metrics.jsonl as a table, one column per metric.
+
+    It is rewritten with the first rows of a session, and when there is a new column; otherwise appended to.
+    """
+
+    redoes = True
+    most_rows = sys.maxsize
+
+    def begin(self, run: TrackedRun) -> None:
+        """Make the file, without rows; one of an earlier session stays until its rows are there again."""
+        self.path = run.folder / "metrics.csv"
+        self.columns = ["step"]
+        self.is_old = self.path.exists()
+        if not self.is_old:
+            self._write(self.columns, [])
+
+    def held(self) -> dict[str, int]:
+        """A resumed run has all its rows written again."""
+        return {TRAIN: -1, EVAL: -1}
+
+    def take_back(self, step: int) -> None:
+        """Drop the rows after a step."""
+        if not self.is_old:
+            self._write(self.columns, [row for row in self._read() if int(row["step"]) <= step])
+
+    def write(self, rows: Sequence[Row]) -> None:
+        """Append rows; an empty cell is a metric that a row does not have."""
+        cells = [
+            {"step": str(step)}
+            | {name: str(int(value) if value.is_integer() else value) for name, value in values.items()}
+            for step, values in rows
+        ]
+        columns = list(dict.fromkeys([*self.columns, *(name for row in cells for name in row)]))
+        is_there = self.path.exists() and not self.is_old
+        if is_there and columns == self.columns:
+            append_rows(self.path, _csv(columns, cells))
+            return
+        self._write(columns, [*(self._read() if is_there else []), *cells])
+        self.columns, self.is_old = columns, False  # not before: without room for it, it is tried again
+
+    def summary(self, step: int, values: Mapping[str, float]) -> None:
+        """Skip it: the table holds logged steps and evaluations only."""
+
+    def _read(self) -> list[dict[str, str]]:
+        with self.path.open(newline="", encoding="utf-8") as file:
+            return list(csv.DictReader(file))
+
+    def _write(self, columns: Sequence[str], rows: Iterable[Mapping[str, str]]) -> None:
+        temporary = self.path.with_suffix(".csv.tmp")
+        temporary.write_bytes(_csv(columns, [dict(zip(columns, columns, strict=True)), *rows]))
+        temporary.replace(self.path)
+
+
+def _csv(columns: Sequence[str], rows: Iterable[Mapping[str, str]]) -> bytes:
+    text = io.StringIO(newline="")
+    csv.DictWriter(text, columns).writerows(rows)
+    return text.getvalue().encode()
+
+
+class TensorboardEvents(Backend):
+    """A file of events per session. Readers skip what an earlier file holds after the step that one begins at.
+
+    TensorBoard's own EventFileWriter has a thread, which one error ends for good, and reports too late what was lost.
+    """
+
+    redoes = True
+    most_rows = 1000
+
+    def __init__(self) -> None:
+        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+        from tensorboard.plugins.hparams.summary_v2 import hparams_pb
+        from tensorboard.plugins.text.metadata import create_summary_metadata
+        from tensorboard.summary.writer.record_writer import RecordWriter
+        from tensorboard.util.tensor_util import make_tensor_proto
+
+        self.event, self.start, self.records = Event, SessionLog.START, RecordWriter
+        self.hparams, self.tensor = hparams_pb, make_tensor_proto
+        self.text_metadata = create_summary_metadata(display_name=None, description=None)
+
+    def begin(self, run: TrackedRun) -> None:
+        """Open a file; what older ones hold after the session's first step counts no more."""
+        chosen = run.settings["dir"]
+        folder = Path(chosen) / f"{run.name}-{run.id}" if chosen else run.folder / "tensorboard"
+        folder.mkdir(parents=True, exist_ok=True)
+        # Readers take the files in the order of their names.
+        self.file = folder / f"events.out.tfevents.{int(time.time()):010}.{socket.gethostname()}.{os.getpid()}.0"
+        hyperparameters = {
+            name: value if isinstance(value, (bool, int, float, str)) else json.dumps(value, ensure_ascii=False)
+            for name, value in run.hyperparameters.items()
+        }
+        as_it_is = {name: "\n".join(f"    {line}" for line in text.splitlines()) for name, text in run.texts.items()}
+        self._write(
+            {"file_version": "brain.Event:2"},
+            self._beginning(run.step),
+            {"step": run.step, "summary": self.hparams(hyperparameters, trial_id=run.id)},
+            *(self._text(run.step, name, text) for name, text in as_it_is.items()),
+        )
+
+    def take_back(self, step: int) -> None:
+        """Make readers skip what comes after a step so far."""
+        self._write(self._beginning(step))
+
+    def write(self, rows: Sequence[Row]) -> None:
+        """Write scalars, which TensorBoard keeps in fp32."""
+        for_step = [
+            (step, [{"tag": tracked_name(name), "simple_value": value} for name, value in values.items()])
+            for step, values in rows
+        ]
+        self._write(*({"step": step, "summary": {"value": scalars}} for step, scalars in for_step))
+
+    def answers(self, step: int, name: str, answers: Sequence[Mapping[str, str]]) -> None:
+        """Write a table."""
+        self._write(self._text(step, name, as_markdown(answers)))
+
+    def _beginning(self, step: int) -> dict[str, Any]:
+        return {"step": step + 1, "session_log": {"status": self.start}}
+
+    def _text(self, step: int, tag: str, text: str) -> dict[str, Any]:
+        value = {"tag": f"{tag}/text_summary", "metadata": self.text_metadata, "tensor": self.tensor(text)}
+        return {"step": step, "summary": {"value": [value]}}
+
+    def _write(self, *events: Mapping[str, Any]) -> None:
+        content, now = io.BytesIO(), time.time()
+        records = self.records(content)
+        for event in events:
+            records.write(self.event(wall_time=now, **event).SerializeToString())
+        append_rows(self.file, content.getvalue())
