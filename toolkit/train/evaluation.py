@@ -33,8 +33,15 @@ from toolkit.models.attention import check_isolation
 from toolkit.models.load import create_model
 from toolkit.models.pipeline import unwrap_model
 from toolkit.terminal import phase, text_table
-from toolkit.train import alike
-from toolkit.train.language_data import Batch, LanguageData, evaluation_batches, load_data, num_evaluation_batches
+from toolkit.train.language_data import (
+    Batch,
+    LanguageData,
+    check_same_data,
+    evaluation_batches,
+    load_data,
+    num_evaluation_batches,
+)
+from toolkit.train.resume import check_settings
 
 Say = Callable[[str], None]
 
@@ -261,9 +268,9 @@ def evaluate_model(cfg: RunConfig, ranks: Ranks, file: Path, adapter: str) -> No
         adapter: directory of an adapter for the model; "" none.
     """
     tell = say if ranks.rank == 0 else _silent
-    alike.check_settings(cfg)
+    check_settings(cfg)
     prepared = load_data(cfg, speaks=ranks.rank == 0)
-    alike.check_data(cfg, prepared)
+    check_same_data(cfg, prepared)
     questions = choose_prompts(cfg, prepared, tell)
     if prepared.validation is None:
         raise DataError(tr("the validation split is empty: there are too few rows."))

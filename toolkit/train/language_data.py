@@ -35,7 +35,7 @@ from toolkit.data.sources import read_conversations
 from toolkit.data.store import BAD_ROWS, Sample, TokenizedCache
 from toolkit.data.tokenize import FOLDERS, PrepareReport, build_caches
 from toolkit.disk import check_no_symlinks
-from toolkit.distributed.process_group import rank
+from toolkit.distributed.process_group import check_alike, rank
 from toolkit.errors import ConfigError, DataError
 from toolkit.launch.environment import Ranks
 from toolkit.messages import say, tr
@@ -547,6 +547,19 @@ def identity(prepared: LanguageData) -> dict[str, str]:
     """Return what is the same if a run learns from the same, in the same rows."""
     plan = prepared.train_plan.folder
     return {"store": prepared.train.fingerprint, "rows": plan.name if plan else prepared.packing.value}
+
+
+def check_same_data(cfg: RunConfig, prepared: LanguageData) -> None:
+    """Raise DataError on every rank where files of one name differ from node to node. A collective."""
+    plan = prepared.train_plan
+    order = plan.folder.name if plan.folder else prepared.packing.value
+    found = {
+        "data: training samples": f"{len(prepared.train):,} ({prepared.train.fingerprint[:12]})",
+        "data: training sequences": f"{len(plan):,} ({order[:12]})",
+    }
+    if (validation := prepared.validation) is not None:
+        found["data: validation samples"] = f"{len(validation):,} ({validation.fingerprint[:12]})"
+    check_alike(cfg.distributed, found, DataError)
 
 
 def data_card(prepared: LanguageData, epoch_rows: int) -> dict[str, Any]:

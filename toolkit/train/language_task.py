@@ -55,13 +55,13 @@ from toolkit.models.save import MODEL_DIR, describe
 from toolkit.models.sequence import check_sequence_parallel
 from toolkit.secrets import hide
 from toolkit.terminal import phase
-from toolkit.train import alike
 from toolkit.train.anomalies import Samples
 from toolkit.train.checkpointer import ModelFiles
 from toolkit.train.evaluation import Evaluation, choose_prompts
 from toolkit.train.language_data import (
     Batch,
     LanguageData,
+    check_same_data,
     data_card,
     epoch_rows,
     epoch_steps,
@@ -97,7 +97,7 @@ class LanguageTask(Task):
     def load_data(self, cfg: RunConfig, ranks: Ranks) -> None:
         """Open the tokenized caches, building them first if they are not there."""
         self.data = load_data(cfg, speaks=ranks.rank == 0)
-        alike.check_data(cfg, self.data)
+        check_same_data(cfg, self.data)
 
     def begin(self, cfg: RunConfig, ranks: Ranks) -> None:
         """Seed random generators, and choose what is asked at evaluations: before the model is loaded it may fail."""

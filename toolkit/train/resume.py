@@ -1,17 +1,24 @@
-"""Resuming: what may differ from the run that saved, and putting engine and random generators into its state."""
+"""What must be the same: on all ranks at the start, and in a resumed run as in the one that saved; and resuming it.
 
+What ranks compare has names that no language changes: ranks may speak different ones.
+"""
+
+import hashlib
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import toolkit
 from toolkit.checkpoint import convert, directory, engine_files, random_state
 from toolkit.checkpoint.directory import RunState
 from toolkit.config.load import to_dict
 from toolkit.config.rule_tables import OPTIMIZERS
 from toolkit.config.schema import Influence, RunConfig, influence_of
+from toolkit.distributed import process_group
 from toolkit.distributed.process_group import on_rank0
 from toolkit.errors import CheckpointError, ConfigError
 from toolkit.launch.environment import Ranks
@@ -19,7 +26,7 @@ from toolkit.messages import tr
 from toolkit.secrets import are_same, hide_all
 from toolkit.tables import leaves
 from toolkit.train.checkpointer import Checkpointer
-from toolkit.train.run_dir import RunSource, describe_environment
+from toolkit.train.run_dir import RunSource, describe_environment, versions
 from toolkit.train.task import RunContext
 
 
@@ -305,3 +312,88 @@ def _is_allowed(key: str, allowed: Sequence[str]) -> bool:
 def _shown(value: Any) -> str:
     text = str(value)
     return text if len(text) <= 80 else text[:77] + "..."
+
+
+MAY_DIFFER = (
+    "language",
+    "run.display",
+    "run.dir",
+    "run.name",
+    "prepare.dir",
+    "prepare.num_workers",
+    "data.num_workers",
+    "distributed.interface",
+)
+"""Keys that ranks may have different values of: rank 0 alone chooses the run directory, and the others say how a node
+shows things, or where it keeps and how it reads what is compared by its content."""
+_FOLDERS = {"model.path": "model.hub_id", "tuning.adapter": ""}
+"""Keys that name a directory, compared by its content; and the key that stands for its path, if any: the cache of
+Hugging Face may be elsewhere on another node."""
+_MODEL_FILES = (".json", ".safetensors", ".bin", ".model", ".py")
+_CODE_FILES = (".py", ".json", ".yaml")  # tables decide too: plan/gpus.yaml chooses layouts
+_PART = 1 << 16
+"""Bytes that are read at the beginning, in the middle and at the end of a model's file: all would take minutes."""
+
+
+def check_settings(cfg: RunConfig) -> None:
+    """Raise ConfigError on every rank where settings, code or model differ. Before data is prepared. A collective."""
+    if process_group.world_size() > 1:
+        process_group.check_alike(cfg.distributed, {**_settings(cfg), **_code()}, ConfigError)
+
+
+def _settings(cfg: RunConfig) -> dict[str, str]:
+    """Return the config by key, without secrets, and digests of the directories that it names."""
+    values = {key: value for key, value in _leaves(to_dict(cfg), "") if not _is_allowed(key, MAY_DIFFER)}
+    for key, path_key in _FOLDERS.items():
+        folder = Path(json.loads(values.get(key, '""')))
+        if folder.name and folder.is_dir():
+            files = sorted(file for file in folder.iterdir() if file.suffix in _MODEL_FILES and file.is_file())
+            values[f"{key}: files"] = _digest((file, _parts(file)) for file in files)
+            if json.loads(values.get(path_key, '""')):
+                del values[key]
+    return values
+
+
+def _leaves(value: Any, key: str) -> Iterator[tuple[str, str]]:
+    """Yield the dotted key of each plain value, also of those in lists, and the value as JSON."""
+    if isinstance(value, dict) and value:
+        for name, item in value.items():
+            yield from _leaves(item, f"{key}.{name}" if key else str(name))
+    elif isinstance(value, list) and any(isinstance(item, dict) for item in value):
+        for number, item in enumerate(value):
+            yield from _leaves(item, f"{key}[{number}]")
+    else:
+        yield key, json.dumps(value, ensure_ascii=False, sort_keys=True, default=str)
+
+
+def _code() -> dict[str, str]:
+    """Return versions, the device, and digests of the program and of this package."""
+    found = {f"version: {name}": version for name, version in versions().items()}
+    found["version: python"] = sys.version.split()[0]
+    files = sorted(file for file in Path(toolkit.__file__).parent.rglob("*.*") if file.suffix in _CODE_FILES)
+    found["code: toolkit"] = _digest((file, file.read_bytes()) for file in files)
+    program = Path(sys.argv[0])
+    if program.is_file():
+        found[f"code: {program.name}"] = _digest([(program, program.read_bytes())])
+    from deepspeed.accelerator import get_accelerator  # which device it takes is decided when it is first asked
+
+    found["device"] = str(get_accelerator().device_name())
+    return found
+
+
+def _parts(file: Path) -> bytes:
+    size = file.stat().st_size
+    parts = [str(size).encode()]
+    with file.open("rb") as handle:
+        for place in (0, size // 2, max(0, size - _PART)):
+            handle.seek(place)
+            parts.append(handle.read(_PART))
+    return b"".join(parts)
+
+
+def _digest(files: Iterable[tuple[Path, bytes]]) -> str:
+    digest = hashlib.sha256()
+    for file, content in files:
+        digest.update(f"{file.name} {len(content)} ".encode())
+        digest.update(content)
+    return digest.hexdigest()[:12]

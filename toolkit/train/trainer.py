@@ -33,12 +33,12 @@ from toolkit.messages import say, tr
 from toolkit.secrets import hide_all
 from toolkit.terminal import phase, set_display
 from toolkit.track.progress import Progress
-from toolkit.train import alike, folder_lock, run_dir, run_logs
+from toolkit.train import folder_lock, run_dir, run_logs
 from toolkit.train.anomalies import StepGuard
 from toolkit.train.checkpointer import Checkpointer
 from toolkit.train.dry_run import dry_run
 from toolkit.train.loop import TrainLoop
-from toolkit.train.resume import resume_from, starting_state
+from toolkit.train.resume import check_settings, resume_from, starting_state
 from toolkit.train.run_dir import RunSource, choose_run_dir
 from toolkit.train.run_plan import RunPlan, choose_layout, plan_run
 from toolkit.train.schedule import length_warnings
@@ -73,7 +73,7 @@ class Trainer:
         """Join the process group, train, leave; return the run directory."""
         failure.install_signals()
         set_display(self.cfg.run.display.value)
-        alike.check_settings(self.cfg)
+        check_settings(self.cfg)
         self.task.load_data(self.cfg, self.ranks)
         device = process_group.start(self.cfg.distributed)
         memory.set_limit(device, self.cfg.plan.max_gpu_gib)
