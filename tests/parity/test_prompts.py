@@ -11,8 +11,7 @@ from golden import GOLDEN, lines
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from toolkit.evaluate.answers import has_system_role
-from toolkit.evaluate.generate import AnswerStream, decode_answer
+from toolkit.evaluate.generate import AnswerStream, decode_answer, has_system_role
 from toolkit.models import load_chat_encoder
 from toolkit.models.chat_template import TemplateChatEncoder
 from toolkit.models.tokenizer import fit_tokenizer

@@ -72,7 +72,7 @@ def test_a_file_of_all_that_can_happen(tmp_path: Path, random_model: Path, capsy
     assert not list(tmp_path.glob("*.part*"))
     said = capsys.readouterr().out
     assert f"wrote {output}: 6 rows." in said
-    assert "3 of the 6 now asked have no answer: their lines hold the error." in said
+    assert "3 of 6 new rows have no answer: see their `error`." in said
 
     # A batch is as good as one after another, and neither order nor company changes an answer.
     ask(random_model, f"input={asked}", f"output={tmp_path}/one", "max_new_tokens=8", "batch_size=1", "system=general")
@@ -123,15 +123,15 @@ def test_what_was_stopped_goes_on(
     assert written == [4, 4] and not output.exists()
     assert whole.startswith(part.read_bytes().removesuffix(b'{"half a li'))
     assert part.read_bytes().endswith(b'{"half a li')
-    assert f"What is there so far is in {part}" in capsys.readouterr().out
+    assert f"The answers so far are in {part}" in capsys.readouterr().out
 
     monkeypatch.setattr(AnswerFile, "write", write_as_it_is)
     ask(random_model, *drawn, f"output={output}", "top_p=0.5", code=2)
-    assert f"{part} was begun with something else (top_p)" in capsys.readouterr().err
+    assert f"{part} was started with other settings (top_p)" in capsys.readouterr().err
     ask(random_model, *drawn[:-1], "seed=4", f"output={output}", code=2)
     assert "(seed)" in capsys.readouterr().err
     ask(random_model, *drawn, f"output={output}")
-    assert f"Going on after the 8 lines in {part}." in capsys.readouterr().out
+    assert f"Resuming after the 8 lines in {part}." in capsys.readouterr().out
     assert output.read_bytes() == whole
     assert not list(tmp_path.glob("*.part*"))
 

@@ -66,8 +66,7 @@ def _ask(given: dict[str, str], sampling: "Sampling", is_split: bool) -> None:
             raise ConfigError("{name} has an effect with input=FILE only. Remove it.", name=name)
     model, encoder = _load(given, is_split)
     from toolkit.distributed import process_group
-    from toolkit.evaluate.answers import with_system
-    from toolkit.evaluate.generate import decode_answer, generate
+    from toolkit.evaluate.generate import decode_answer, generate, with_system
 
     messages = with_system([{"role": "user", "content": given["prompt"]}], given.get("system", ""))
     [ids] = generate(model, encoder, [encoder.prompt(messages)], sampling, model.device)
@@ -94,7 +93,7 @@ def _ask_file(given: dict[str, str], sampling: "Sampling", is_split: bool) -> No
 
 
 def _load(given: dict[str, str], is_split: bool) -> "tuple[PreTrainedModel, AnyChatEncoder]":
-    from toolkit.evaluate.answers import check_system
+    from toolkit.evaluate.generate import check_system
     from toolkit.export.load import load_any
 
     path, family, adapter = (given.get(name, "") for name in MODEL)

@@ -1,9 +1,7 @@
-"""Answers to many questions, and where the questions come from.
+"""Questions from files and validation splits, and a model's answers to many of them.
 
-A question is a row of a data file (what stands before the last answer, and that answer to compare) or a sample of the
-tokenised validation split, as training sees it. They are asked in batches of like length, of which every rank takes its
-part, and answers come back in the order of the questions. A file of answers is written beside its place, is complete
-when it has its name, and is continued by the same command.
+Questions of similar length are asked together, each rank taking its share of the batches; answers come back in the
+order of the questions. A file of answers gets its name once it is complete; the same command resumes a partial one.
 """
 
 import contextlib
@@ -31,21 +29,20 @@ from toolkit.data.store import TokenizedCache
 from toolkit.disk import lock_or_warn, sha256
 from toolkit.distributed.process_group import barrier, gather, on_rank0, rank, world_size
 from toolkit.errors import CheckpointError, ConfigError, DataError, ModelError, RowError, Stopped
-from toolkit.evaluate.generate import Sampling, check_length, decode_answer, generate, until_stop
+from toolkit.evaluate.generate import Sampling, check_length, decode_answer, generate, until_stop, with_system
 from toolkit.messages import say, tr
 from toolkit.models.chat import AnyChatEncoder
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RowQuestion:
-    """One row."""
+    """One row of a data file."""
 
     where: str
     """file:line."""
     messages: list[Message] = field(default_factory=list)
-    """What the model is given; [] if the row cannot be used."""
+    """The model's input; [] if the row cannot be used."""
     tools: list[Any] | None = None
-    """What it may call."""
     reference: str | None = None
     """The row's own last answer; None if it has none."""
     error: str = ""
@@ -66,20 +63,15 @@ def question_source(path: str, row_format: RowFormat, columns: str) -> SourceCon
     return source
 
 
-def question_files(source: SourceConfig) -> list[Path]:
-    """Return the files that `read_questions` reads."""
+def read_questions(source: SourceConfig) -> Iterator[RowQuestion]:
+    """Yield every row of a source in order, unusable ones too; here a row needs no answer."""
     if source.format in (RowFormat.text, RowFormat.docstrings):
         raise DataError("format = {format} holds no questions.", format=source.format.value)
-    return files_of(source)
-
-
-def read_questions(source: SourceConfig) -> Iterator[RowQuestion]:
-    """Yield every row of a source in order, also those that cannot be used; here a row needs no answer."""
-    files = [DataFile(path, 0, source.format, dict(source.columns)) for path in question_files(source)]
+    files = [DataFile(path, 0, source.format, dict(source.columns)) for path in files_of(source)]
     for _, file, block in read_blocks(files, [0] * len(files), block_bytes(total_bytes(files))):
         if file.row_format is RowFormat.text:
             raise DataError("{path}: rows of plain text hold no questions.", path=file.path)
-        # Undecided where no row of the block can be parsed: each then says so itself.
+        # Undecided where no row of the block can be parsed: each then reports its own error.
         row_format = RowFormat.prompt_response if file.row_format is RowFormat.auto else file.row_format
         reader = RowReader(row_format, file.columns, answered=False)
         for offset, row in rows_of(block):
@@ -91,7 +83,6 @@ def read_questions(source: SourceConfig) -> Iterator[RowQuestion]:
 
 
 def _question(where: str, conversation: Conversation) -> RowQuestion:
-    """Return a row's question; a RowError if nothing is asked."""
     messages: list[Message] = [
         {key: value for key, value in message.items() if key != "loss"} for message in conversation.messages
     ]
@@ -114,7 +105,7 @@ class ValidationQuestion:
     answer: list[int]
     """Ids, without the token that ends it."""
     source: str
-    """Name of its source, as `toolkit show` has it."""
+    """Name of its source, as in `toolkit show`."""
     where: str
     """file:line of its row."""
 
@@ -122,19 +113,14 @@ class ValidationQuestion:
 def choose_questions(
     store: TokenizedCache, encoder: AnyChatEncoder, names: Sequence[str], max_samples: int
 ) -> tuple[list[ValidationQuestion], int]:
-    """Take samples evenly from all over a split; return the questions, and how many samples have no prompt.
+    """Return questions sampled evenly from a split, and how many samples have no prompt.
 
-    Args:
-        store: the split.
-        encoder: what tokenized it.
-        names: of the sources.
-        max_samples: how many samples to take; 0 takes all.
+    `encoder` tokenized the split, `names` are of its sources; `max_samples` 0 takes all.
     """
     count = min(max_samples or len(store), len(store))
-    chosen = [number * len(store) // count for number in range(count)]
     sources = store.sources()
     questions = []
-    for sample in chosen:
+    for sample in (number * len(store) // count for number in range(count)):
         ids, trained = store[sample]
         if parts := split_sample(ids.tolist(), trained.tolist(), encoder):
             questions.append(ValidationQuestion(*parts, names[sources[sample]], store.where(sample)))
@@ -144,15 +130,15 @@ def choose_questions(
 def split_sample(
     ids: Sequence[int], trained: Sequence[bool], encoder: AnyChatEncoder
 ) -> tuple[list[int], list[int]] | None:
-    """Return prompt and answer of a sample; None if nothing but special tokens comes before what is trained.
+    """Return prompt and answer of a sample; None if only special tokens precede what is trained.
 
-    The answer is the last stretch that is trained. Where a family trains more than answers (ChatGLM-6B's <sop>, tools'
+    The answer is the last trained stretch. Where a family trains more than answers (ChatGLM-6B's <sop>, tools'
     observations), it begins after the last token that makes the assistant speak.
     """
-    end = max((place for place, is_trained in enumerate(trained) if is_trained), default=-1) + 1
-    begin = next((place + 1 for place in range(end - 1, -1, -1) if not trained[place]), 0)
-    asked = {int(token) for token in encoder.answer_ids}
-    begin = next((place + 1 for place in range(end - 1, begin - 1, -1) if ids[place] in asked), begin)
+    end = max((index for index, is_trained in enumerate(trained) if is_trained), default=-1) + 1
+    begin = next((index + 1 for index in range(end - 1, -1, -1) if not trained[index]), 0)
+    starts = {int(token) for token in encoder.answer_ids}
+    begin = next((index + 1 for index in range(end - 1, begin - 1, -1) if ids[index] in starts), begin)
     prompt = list(ids[:begin])
     # The first token of a sample is never trained: alone it is the beginning of a text, or of a piece of one.
     if len(prompt) < 2 or set(prompt) <= set(encoder.tokenizer.all_special_ids):
@@ -161,12 +147,9 @@ def split_sample(
 
 
 class AnswerFile:
-    """JSON lines that go to OUTPUT.part until all are there; OUTPUT.part.json says which command writes them.
+    """JSON lines in OUTPUT.part until all are written; OUTPUT.part.json holds `settings`, all that answers depend on.
 
-    Args:
-        output: must not exist.
-        settings: all that decides about the answers; lines that were written with others are not continued.
-        window: lines that are written together; an incomplete window is written again.
+    Lines are written in windows of `window`; an incomplete one is written again. `output` must not exist.
     """
 
     def __init__(self, output: Path, settings: Mapping[str, Any], window: int) -> None:
@@ -174,20 +157,12 @@ class AnswerFile:
         self.part, self.record = (output.with_name(f"{output.name}{suffix}") for suffix in (".part", ".part.json"))
         if output.exists():
             raise ConfigError("{file} exists already: nothing was written. Name another file.", file=output)
-        try:
-            self.file = self.part.open("a+b")
-        except OSError as error:
-            raise self._failed(error) from error
-        try:
+        with self._writing(), contextlib.ExitStack() as stack:
+            self.file = stack.enter_context(self.part.open("a+b"))
             self.done = self._claim(json.loads(json.dumps(settings)), window)
-        except OSError as error:
-            self.file.close()
-            raise self._failed(error) from error
-        except ConfigError:
-            self.file.close()
-            raise
+            stack.pop_all()
         if self.done:
-            say("Going on after the {count} lines in {file}.", count=f"{self.done:,}", file=self.part)
+            say("Resuming after the {count} lines in {file}.", count=f"{self.done:,}", file=self.part)
 
     def __enter__(self) -> "AnswerFile":
         return self
@@ -199,66 +174,64 @@ class AnswerFile:
             if kind is None or not self.part.exists():
                 return
             if self.part.stat().st_size:
-                say("What is there so far is in {file}; the same command goes on from it.", file=self.part)
+                say("The answers so far are in {file}; the same command resumes.", file=self.part)
             else:
                 self.part.unlink()
                 self.record.unlink(missing_ok=True)
 
     def write(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Write a window of lines, and make sure that they are on the disk."""
-        try:
-            # A lone surrogate has no UTF-8.
-            lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+        """Write a window of lines, and flush them to the disk."""
+        # A lone surrogate has no UTF-8.
+        lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+        with self._writing():
             self.file.write(lines.encode("utf-8", "backslashreplace"))
             self.file.flush()
             os.fsync(self.file.fileno())
-        except OSError as error:
-            raise self._failed(error) from error
 
     def finish(self) -> None:
         """Give the file its name."""
-        try:
+        with self._writing():
             if self.output.exists():
                 raise ConfigError(
-                    "{file} was made by somebody else meanwhile; the answers are in {part}.",
+                    "{file} was created by another process meanwhile; the answers are in {part}.",
                     file=self.output,
                     part=self.part,
                 )
             self.part.rename(self.output)
             self.record.unlink()
-        except OSError as error:
-            raise self._failed(error) from error
 
     def _claim(self, settings: dict[str, Any], window: int) -> int:
-        """Lock the file, cut it after its last whole window, and return how many lines it holds."""
+        """Lock the file, cut it after its last complete window, and return how many lines it holds."""
         if not lock_or_warn(self.file, self.part, say):
             raise ConfigError("another process is writing {file}.", file=self.part)
         self.file.seek(0)
         count = sum(line.endswith(b"\n") for line in self.file) // window * window
         if count:
-            self._compare(settings)
+            try:
+                known = json.loads(self.record.read_text(encoding="utf-8"))
+                changed = sorted(name for name in known.keys() | settings if known.get(name) != settings.get(name))
+            except (FileNotFoundError, ValueError, AttributeError):
+                changed = [self.record.name]
+            if changed:
+                raise ConfigError(
+                    "{file} was started with other settings ({names}), so it cannot be resumed. Move it away, or name "
+                    "another output.",
+                    file=self.part,
+                    names=", ".join(changed),
+                )
         else:
             self.record.write_text(json.dumps(settings, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
         self.file.seek(0)
         self.file.truncate(sum(map(len, islice(self.file, count))))
         return count
 
-    def _compare(self, settings: dict[str, Any]) -> None:
+    @contextlib.contextmanager
+    def _writing(self) -> Iterator[None]:
         try:
-            known = json.loads(self.record.read_text(encoding="utf-8"))
-            changed = sorted(name for name in known.keys() | settings if known.get(name) != settings.get(name))
-        except (FileNotFoundError, ValueError, AttributeError):
-            changed = [self.record.name]
-        if changed:
-            raise ConfigError(
-                "{file} was begun with something else ({names}), so it cannot be continued. Move it away, or name "
-                "another output.",
-                file=self.part,
-                names=", ".join(changed),
-            )
-
-    def _failed(self, error: OSError) -> CheckpointError:
-        return CheckpointError("cannot write {file}: {reason}.", file=self.part, reason=error.strerror or error)
+            yield
+        except OSError as error:
+            reason = error.strerror or error
+            raise CheckpointError("cannot write {file}: {reason}.", file=self.part, reason=reason) from error
 
 
 @dataclass(kw_only=True, slots=True)
@@ -286,22 +259,18 @@ def generate_all(
     place: int | None = None,
     num_places: int | None = None,
 ) -> Answers:
-    """Answer every prompt once over all ranks. A collective.
+    """Answer every prompt once over all ranks. A collective; arguments as for `generate`, and these.
 
-    Prompts of like length share a batch. Which do, and what is drawn for them, is the same on any number of ranks.
+    Prompts of similar length share a batch. Which do, and what is sampled for them, does not depend on the number of
+    ranks. A batch that fails is counted, and the others continue; with `in_step` it ends the run, as the other ranks
+    are in the middle of theirs.
 
     Args:
-        model: see `generate`; so are `encoder`, `sampling`, `device`.
-        encoder: see there.
         prompts: the same on every rank; those too long for the model are dropped already.
-        sampling: see there.
         batch_size: prompts that a rank answers at once.
-        device: see there.
-        in_step: see `generate`. A batch that fails then ends the run, as the other ranks are in the middle of theirs;
-            otherwise it is counted, and the others continue.
         alive: called after each batch.
-        place: of this rank among those that take batches; None: each rank by itself.
-        num_places: how many there are; ranks of one place answer the same batches together.
+        place: this rank's index among those that take batches; None: each rank takes its own.
+        num_places: how many there are; ranks with the same index answer the same batches together.
     """
     place, at_once = rank() if place is None else place, num_places or world_size()
     order = sorted(range(len(prompts)), key=lambda number: (len(prompts[number]), number))
@@ -316,27 +285,26 @@ def generate_all(
         batch = batches[number] if has_one else order[:1]
         if has_one or in_step:
             try:
-                asked = [prompts[question] for question in batch]
-                own = replace(sampling, seed=sampling.seed + number)
-                found = generate(model, encoder, asked, own, device, in_step=in_step)
-                mine |= dict(zip(batch, found, strict=True)) if has_one else {}
+                seeded = replace(sampling, seed=sampling.seed + number)
+                answers = generate(model, encoder, [prompts[one] for one in batch], seeded, device, in_step=in_step)
+                mine |= dict(zip(batch, answers, strict=True)) if has_one else {}
             except Stopped:
                 raise
             except Exception as error:  # whatever it is, most likely a lack of memory: no reason to end a training run
                 if in_step:
                     raise
                 failures.add(f"{type(error).__name__}: {error}".splitlines()[0])
-        barrier()  # no rank gets so far behind that the others' next collective takes it for dead
+        barrier()  # no rank gets so far behind that the others' next collective times out
         alive()
-    answers = Answers(seconds=time.perf_counter() - started)
+    result = Answers(seconds=time.perf_counter() - started)
     for ids, reasons in gather((mine, failures)):
-        answers.ids |= ids
-        answers.failures += sorted(reasons - set(answers.failures))
-    return answers
+        result.ids |= ids
+        result.failures += sorted(reasons - set(result.failures))
+    return result
 
 
 BATCHES = 8
-"""In a window, whose questions are sorted by length and whose answers are given back together."""
+"""In a window, whose questions are sorted by length and whose answers are written together."""
 
 
 def answer_rows(
@@ -344,40 +312,48 @@ def answer_rows(
     encoder: AnyChatEncoder,
     questions: Iterable[RowQuestion],
     sampling: Sampling,
-    device: torch.device,
     *,
     batch_size: int,
-    system: str = "",
-    done: int = 0,
+    system: str,
+    done: int,
 ) -> Iterator[list[dict[str, Any]]]:
     """Yield a row for each question after asking the model, a window of `batch_size * BATCHES` at a time.
 
     Each has `messages` (`tools`), `answer`, `reference`, `prompt_tokens`, `tokens`, `finish` (stop, or length: cut at
-    max_new_tokens) and `where`; one that could not be asked has `error` instead of an answer. Batches draw from seeds
-    of their own, so that a question that comes several times gets several answers. The first `done` questions, complete
-    windows, are skipped: the others get the answers that they would have got.
+    max_new_tokens) and `where`; one that could not be asked has `error` instead of an answer. Batches have seeds of
+    their own, so that a repeated question gets different answers. The first `done` questions, complete windows, are
+    skipped: the others get the answers that they would have got.
     """
-    rows = islice(questions, done, None)
-    while window := list(islice(rows, batch_size * BATCHES)):
+    remaining = islice(questions, done, None)
+    while window := list(islice(remaining, batch_size * BATCHES)):
         results: list[dict[str, Any]] = []
         prompts: dict[int, list[int]] = {}
-        for place, question in enumerate(window):
+        for index, question in enumerate(window):
             messages = with_system(question.messages, system)
-            results.append(_known(question, messages))
+            row: dict[str, Any] = {"messages": messages} if question.messages else {}
+            row |= {"tools": question.tools} if question.tools else {}
+            row |= {"reference": question.reference} if question.reference is not None else {}
+            results.append(row | {"where": question.where})
             try:
-                prompts[place] = _prompt(model, encoder, question, messages, sampling.max_new_tokens)
+                if question.error:
+                    raise RowError(question.error)
+                prompt = encoder.prompt(messages, question.tools)
+                if not prompt:
+                    raise RowError(tr("the chat template makes nothing of the conversation"))
+                check_length(model, len(prompt), sampling.max_new_tokens)
+                prompts[index] = prompt
             except (RowError, ModelError) as error:
-                results[place]["error"] = str(error)
+                results[index]["error"] = str(error)
         # The longest first: what does not fit into memory fails at once.
-        order = sorted(prompts, key=lambda place: -len(prompts[place]))
+        order = sorted(prompts, key=lambda index: -len(prompts[index]))
         for begin in range(0, len(order), batch_size):
-            places = order[begin : begin + batch_size]
-            drawn = replace(sampling, seed=sampling.seed + done + begin)
-            found = generate(model, encoder, [prompts[place] for place in places], drawn, device)
-            for place, ids in zip(places, found, strict=True):
-                results[place] |= {
+            batch = order[begin : begin + batch_size]
+            seeded = replace(sampling, seed=sampling.seed + done + begin)
+            answers = generate(model, encoder, [prompts[index] for index in batch], seeded, model.device)
+            for index, ids in zip(batch, answers, strict=True):
+                results[index] |= {
                     "answer": decode_answer(encoder, ids),
-                    "prompt_tokens": len(prompts[place]),
+                    "prompt_tokens": len(prompts[index]),
                     "tokens": len(ids),
                     "finish": "stop" if len(ids) < sampling.max_new_tokens else "length",
                 }
@@ -396,111 +372,41 @@ def answer_source(
     models: Sequence[Path],
     settings: Mapping[str, Any],
 ) -> None:
-    """Ask a model every question of a source, and write a file of answers; continue one that was begun.
+    """Ask a model every question of a source, and write a file of answers (`AnswerFile`); resume a partial one.
 
-    Args:
-        source: the questions.
-        output: JSON lines; see `answer_rows` and `AnswerFile`.
-        load: returns the model; called once the questions could be read and the file be opened.
-        sampling: how to choose tokens.
-        batch_size: questions in a forward.
-        system: system message for questions without one.
-        models: directories whose weights decide about the answers.
-        settings: what else decides about them.
+    `load` is called once the questions are readable and the file is open. `system` is for questions without a system
+    message. Answers depend on the weights in the directories `models`, and on `settings`.
     """
     total = sum(1 for _ in read_questions(source))  # a broken file is reported before the model loads
-    inputs = {str(path): sha256(path) for path in question_files(source)}
     weights = {
         str(path): [path.stat().st_size, path.stat().st_mtime_ns]
         for folder in models
         for path in sorted(folder.rglob("*"))
         if path.suffix in (".safetensors", ".bin", ".pt") and path.is_file()
     }
+    inputs = {str(path): sha256(path) for path in files_of(source)}
     settings = {**settings, "input": inputs, "batch_size": batch_size, "weights": weights}
-    first = rank() == 0  # all ranks of engine=deepspeed compute the same; one writes
-    opened = AnswerFile(output, settings, batch_size * BATCHES) if first else contextlib.nullcontext()
+    # All ranks of engine=deepspeed compute the same; one writes.
+    opened = AnswerFile(output, settings, batch_size * BATCHES) if rank() == 0 else contextlib.nullcontext()
+    failed = cut = 0
     with opened as file:
         model, encoder = load()
         done = on_rank0(lambda: file.done if file else 0)
         questions = read_questions(source)
-        found = answer_rows(
-            model, encoder, questions, sampling, model.device, batch_size=batch_size, system=system, done=done
-        )
-        _write(found, file, total, done)
-
-
-def _write(found: Iterator[list[dict[str, Any]]], file: AnswerFile | None, total: int, done: int) -> None:
-    """Write answers as they come; ranks without a file only help to make them."""
-    failed = cut = 0
-    with tqdm(total=total, initial=done, unit="row", dynamic_ncols=True, disable=file is None) as bar:
-        for rows in found:
-            failed += sum("error" in row for row in rows)
-            cut += sum(row.get("finish") == "length" for row in rows)
-            if file:
-                file.write(rows)
-            bar.update(len(rows))
-    if not file:
-        return
-    file.finish()
+        windows = answer_rows(model, encoder, questions, sampling, batch_size=batch_size, system=system, done=done)
+        with tqdm(total=total, initial=done, unit="row", dynamic_ncols=True, disable=file is None) as bar:
+            for rows in windows:
+                failed += sum("error" in row for row in rows)
+                cut += sum(row.get("finish") == "length" for row in rows)
+                if file:
+                    file.write(rows)
+                bar.update(len(rows))
+        if not file:
+            return
+        file.finish()
     asked = f"{total - done:,}"
-    say("wrote {file}: {rows} rows.", file=file.output, rows=f"{total:,}")
+    say("wrote {file}: {rows} rows.", file=output, rows=f"{total:,}")
     if cut:
-        say("{cut} of the {rows} now asked were cut at max_new_tokens.", cut=f"{cut:,}", rows=asked)
+        say("{cut} of {rows} new rows were cut at max_new_tokens.", cut=f"{cut:,}", rows=asked)
     if failed:
-        say(
-            "{failed} of the {rows} now asked have no answer: their lines hold the error.",
-            failed=f"{failed:,}",
-            rows=asked,
-        )
-
-
-def with_system(messages: Sequence[Message], system: str) -> list[Message]:
-    """Return a conversation with a system message, if one is wanted and it has none."""
-    if not system or (messages and messages[0]["role"] == "system"):
-        return list(messages)
-    return [{"role": "system", "content": system}, *messages]
-
-
-def has_system_role(encoder: AnyChatEncoder) -> bool:
-    """Return whether a system message changes the prompt."""
-    asked = [{"role": "user", "content": "?"}]
-    try:
-        return encoder.prompt(with_system(asked, "!")) != encoder.prompt(asked)
-    except RowError:
-        return False
-
-
-def check_system(encoder: AnyChatEncoder, system: str) -> None:
-    """Reject a system message that the model would not see."""
-    if system and not has_system_role(encoder):
-        family = getattr(encoder.tokenizer, "family", None)
-        raise ConfigError(
-            "the chat format of {name} has no system message: the model would not see it. Leave it out, or put it "
-            "into the question.",
-            name=family.value if family else encoder.tokenizer.name_or_path,
-        )
-
-
-def _prompt(
-    model: PreTrainedModel,
-    encoder: AnyChatEncoder,
-    question: RowQuestion,
-    messages: Sequence[Message],
-    max_new_tokens: int,
-) -> list[int]:
-    if question.error:
-        raise RowError(question.error)
-    prompt = encoder.prompt(messages, question.tools)
-    if not prompt:
-        raise RowError(tr("the chat template makes nothing of the conversation"))
-    check_length(model, len(prompt), max_new_tokens)
-    return prompt
-
-
-def _known(question: RowQuestion, messages: list[Message]) -> dict[str, Any]:
-    known: dict[str, Any] = {"messages": messages} if question.messages else {}
-    if question.tools:
-        known["tools"] = question.tools
-    if question.reference is not None:
-        known["reference"] = question.reference
-    return known | {"where": question.where}
+        say("{failed} of {rows} new rows have no answer: see their `error`.", failed=f"{failed:,}", rows=asked)

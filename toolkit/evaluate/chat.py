@@ -10,8 +10,15 @@ from transformers import PreTrainedModel
 
 from toolkit.data.formats import Message
 from toolkit.errors import ConfigError, ModelError, RowError
-from toolkit.evaluate.answers import check_system, with_system
-from toolkit.evaluate.generate import AnswerStream, Sampling, check_length, decode_answer, generate
+from toolkit.evaluate.generate import (
+    AnswerStream,
+    Sampling,
+    check_length,
+    check_system,
+    decode_answer,
+    generate,
+    with_system,
+)
 from toolkit.messages import did_you_mean, joined, printable, tr
 from toolkit.models.chat import AnyChatEncoder
 

@@ -1,7 +1,6 @@
-"""Answers of a model: batched, padded on the left, with a cache of keys and values, greedy or sampled by a seed.
+"""Answers of a model: batched, padded on the left, with a KV cache, greedy or sampled by a seed; also streamed.
 
-They can be streamed: whole characters, no special tokens, and in the end exactly the text of the whole answer. Linear
-layers can be split over ranks by DeepSpeed's inference engine (tensor parallelism).
+Linear layers can be split over ranks by DeepSpeed's inference engine (tensor parallelism).
 """
 
 import contextlib
@@ -18,7 +17,8 @@ from transformers.generation.streamers import BaseStreamer
 
 from toolkit.config import mesh
 from toolkit.config.preflight import position_limit
-from toolkit.errors import ModelError
+from toolkit.data.formats import Message
+from toolkit.errors import ConfigError, ModelError, RowError
 from toolkit.messages import tr
 from toolkit.models.adapters import has_adapter
 from toolkit.models.chat import AnyChatEncoder
@@ -26,7 +26,7 @@ from toolkit.models.chat import AnyChatEncoder
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sampling:
-    """How the next token is chosen, and how many."""
+    """How the next token is chosen, and how many are."""
 
     max_new_tokens: int = 64
     """Longest answer in tokens, its end token included."""
@@ -50,11 +50,11 @@ def generate(
     in_step: bool = False,
     **options: Any,
 ) -> list[list[int]]:
-    """Return the new tokens of each prompt, up to the end token and without it.
+    """Return the new tokens of each prompt, up to the end token and without it; the prompts are one batch.
 
     Args:
-        model: the model, `engine.module` included; left in its mode. B prompts are one batch.
-        encoder: knows where answers end.
+        model: the model, `engine.module` included; left in its mode.
+        encoder: its `stop_ids` end an answer.
         prompts: ids of `encoder.prompt`, of any lengths; too long ones are a ModelError.
         sampling: how to choose tokens.
         device: where the model computes; under ZeRO-3 with offload its parameters are elsewhere.
@@ -64,17 +64,27 @@ def generate(
     """
     longest = max(map(len, prompts))
     check_length(model, longest, sampling.max_new_tokens)
-    pad = _pad_id(encoder)
+    tokenizer = encoder.tokenizer
+    pad = int(tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id)
     ids = torch.tensor([[pad] * (longest - len(prompt)) + list(prompt) for prompt in prompts], device=device)
     mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts], device=device)
+    drawn: dict[str, Any] = {}
+    if sampling.temperature > 0:  # with greedy decoding, transformers warns of them
+        drawn = {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k}
     was_training, own = model.training, model.generation_config
     model.eval()
-    # In its place, as transformers takes from it whatever a config that is handed over leaves out.
-    model.generation_config = _config(encoder, sampling)
-    devices = [device] if device.type == "cuda" else []
+    # In its place, as transformers takes from it whatever a config that is passed leaves out.
+    model.generation_config = GenerationConfig(
+        max_new_tokens=sampling.max_new_tokens,
+        do_sample=bool(drawn),
+        use_cache=True,
+        eos_token_id=encoder.stop_ids,
+        pad_token_id=pad,
+        **drawn,
+    )
     try:
-        eagerly = torch.compiler.set_stance("force_eager")  # each new token would be compiled anew
-        with torch.no_grad(), eagerly, torch.random.fork_rng(devices=devices):
+        eagerly = torch.compiler.set_stance("force_eager")  # each new token would be compiled again
+        with torch.no_grad(), eagerly, torch.random.fork_rng([device] if device.type == "cuda" else []):
             torch.manual_seed(sampling.seed)
             output = model.generate(input_ids=ids, attention_mask=mask, synced_gpus=in_step, **options)
     finally:
@@ -94,7 +104,7 @@ def answer(
 
 
 def decode_answer(encoder: AnyChatEncoder, ids: Sequence[int]) -> str:
-    """Return generated tokens as text, without special tokens and the blanks around it."""
+    """Return generated tokens as text, without special tokens and surrounding white space."""
     return str(encoder.tokenizer.decode(list(ids), skip_special_tokens=True)).strip()
 
 
@@ -117,28 +127,36 @@ def most_tokens(model: PreTrainedModel) -> float:
     return position_limit(model.config.to_dict()) or math.inf
 
 
-def _config(encoder: AnyChatEncoder, sampling: Sampling) -> GenerationConfig:
-    drawn: dict[str, Any] = {}
-    if sampling.temperature > 0:  # beside greedy ones, transformers warns of them
-        drawn = {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k}
-    return GenerationConfig(
-        max_new_tokens=sampling.max_new_tokens,
-        do_sample=bool(drawn),
-        use_cache=True,
-        eos_token_id=encoder.stop_ids,
-        pad_token_id=_pad_id(encoder),
-        **drawn,
-    )
-
-
-def _pad_id(encoder: AnyChatEncoder) -> int:
-    pad = encoder.tokenizer.pad_token_id
-    return int(encoder.tokenizer.eos_token_id if pad is None else pad)
-
-
 def until_stop(ids: list[int], stops: set[int]) -> list[int]:
     """Return the ids before the first that ends an answer."""
-    return ids[: next((place for place, token in enumerate(ids) if token in stops), len(ids))]
+    return ids[: next((index for index, token in enumerate(ids) if token in stops), len(ids))]
+
+
+def with_system(messages: Sequence[Message], system: str) -> list[Message]:
+    """Return a conversation with a system message, if one is wanted and it has none."""
+    if not system or (messages and messages[0]["role"] == "system"):
+        return list(messages)
+    return [{"role": "system", "content": system}, *messages]
+
+
+def has_system_role(encoder: AnyChatEncoder) -> bool:
+    """Return whether a system message changes the prompt."""
+    asked = [{"role": "user", "content": "?"}]
+    try:
+        return encoder.prompt(with_system(asked, "!")) != encoder.prompt(asked)
+    except RowError:
+        return False
+
+
+def check_system(encoder: AnyChatEncoder, system: str) -> None:
+    """Reject a system message that the model would not see."""
+    if system and not has_system_role(encoder):
+        family = getattr(encoder.tokenizer, "family", None)
+        raise ConfigError(
+            "the chat format of {name} has no system message: the model would not see it. Leave it out, or put it "
+            "into the question.",
+            name=family.value if family else encoder.tokenizer.name_or_path,
+        )
 
 
 FAMILIES = tuple(kind for kind in mesh.FAMILIES if kind != "chatglm")
@@ -185,10 +203,10 @@ def split_inference(model: PreTrainedModel) -> PreTrainedModel:
 
 
 class AnswerStream(BaseStreamer):
-    """For `generate(…, streamer=…)` with one prompt; `write` gets each piece of text, without the blanks around it.
+    """For `generate(…, streamer=…)` with one prompt: `write` gets whole characters, in the end the text of the answer.
 
-    All tokens are decoded again with each one: what a token stands for depends on those around it (bytes of a
-    character, sentencepiece's blank at a beginning), and decoding costs nothing next to the model.
+    All tokens are decoded again with each one, as their text depends on those around them (bytes of a character,
+    sentencepiece's blank at a beginning), and decoding costs nothing next to the model.
     """
 
     def __init__(self, encoder: AnyChatEncoder, write: Callable[[str], None]) -> None:

@@ -1,23 +1,146 @@
-"""Scores of answers against references: pure functions over texts. All but `length` (characters) are from 0 to 100.
+"""Figures of an evaluation: validation loss against n-gram baselines, and scores of answers against references.
 
-Then from answers to metrics and to the rows that are kept, and what is said of an evaluation.
+All scores but `length` (characters) are from 0 to 100.
 """
 
 import importlib
+import math
 import re
-from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, partial
+from itertools import islice
 from typing import Any
 
+import numpy as np
+import torch
+from deepspeed import DeepSpeedEngine
+from numpy.typing import NDArray
+from transformers import PreTrainedModel
+
 from toolkit.config.schema import EVAL_LOSS, Metric
+from toolkit.data.store import TokenizedCache
+from toolkit.distributed.process_group import sum_over_ranks
 from toolkit.errors import Stopped
 from toolkit.evaluate.answers import Answers, ValidationQuestion
 from toolkit.evaluate.generate import decode_answer
 from toolkit.messages import tr
 from toolkit.models.chat import AnyChatEncoder
+from toolkit.models.loss import token_losses
+from toolkit.models.pipeline import evaluate_window, is_pipeline
 from toolkit.secrets import hide
+
+
+def evaluate_loss(
+    model: DeepSpeedEngine | PreTrainedModel,
+    micro_batches: Iterable[dict[str, torch.Tensor]],
+    names: Sequence[str],
+    device: torch.device,
+    copies: int = 1,
+) -> dict[str, float]:
+    """Evaluate a model as it is. A collective.
+
+    Args:
+        model: the engine, or the model without one; left in its mode.
+        micro_batches: this rank's part of the split, CPU tensors `[B, S]`; as many on every rank, fillers included.
+            `sources` has the source number of each trained token.
+        names: of the sources, by number.
+        device: where the model computes.
+        copies: how many ranks have the same sequences.
+
+    Returns:
+        As in metrics.jsonl: `eval_loss` in nats per trained token, `eval_perplexity`, `eval_tokens`, the trained
+        tokens; if the split has several sources also `eval_loss/SOURCE`.
+    """
+    sums = torch.zeros(len(names), 2, dtype=torch.float64)
+    was_training = getattr(model, "module", model).training
+    model.eval()
+    for batch, by_position in _losses(model, micro_batches):
+        # A token's loss stands before it.
+        losses = by_position.flatten()[batch["places"] - 1]
+        for number in batch["sources"].unique().tolist():
+            mine = batch["sources"] == number
+            sums[number, 0] += losses[mine].sum(dtype=torch.float64)
+            sums[number, 1] += mine.sum()
+    model.train(was_training)
+    totals = sum_over_ranks(sums.flatten(), device).view(-1, 2) / copies
+    by_name: dict[str, torch.Tensor] = {}
+    for name, total in zip(names, totals, strict=True):
+        by_name[name] = by_name.get(name, 0) + total
+    total_loss, tokens = (float(value) for value in totals.sum(dim=0))
+    loss = total_loss / tokens
+    perplexity = math.exp(loss) if loss < 700 else math.inf  # beyond that it overflows
+    figures = {EVAL_LOSS: loss, "eval_perplexity": perplexity, "eval_tokens": int(tokens)}
+    parts = {name: float(total[0] / total[1]) for name, total in sorted(by_name.items()) if total[1]}
+    if len(parts) > 1:
+        figures |= {f"{EVAL_LOSS}/{name}": part for name, part in parts.items()}
+    return figures
+
+
+def _losses(
+    model: DeepSpeedEngine | PreTrainedModel, micro_batches: Iterable[dict[str, torch.Tensor]]
+) -> Iterator[tuple[dict[str, torch.Tensor], torch.Tensor]]:
+    """Yield micro-batches and the losses of their tokens `[B, S]`, on the CPU; a pipeline's on its last stage alone."""
+    if not is_pipeline(model):
+        for batch in micro_batches:
+            yield batch, token_losses(model, batch).cpu()
+        return
+    remaining = iter(micro_batches)
+    while window := list(islice(remaining, 2 * model.num_stages)):  # so many that most stages have something to do
+        found = evaluate_window(model, window, lambda stage, batch: token_losses(stage, batch).cpu())
+        yield from zip(window, found, strict=False)
+
+
+@dataclass(frozen=True, slots=True)
+class NgramBaselines:
+    """Mean validation losses in nats per trained token."""
+
+    unigram: float
+    bigram: float
+
+
+def ngram_baselines(
+    train: TokenizedCache, validation: TokenizedCache, vocab_size: int, samples: NDArray[Any] | None = None
+) -> NgramBaselines:
+    """Fit a unigram and a bigram model to the trained tokens of one split and measure them on the other's.
+
+    Unigram: counts plus one. Bigram: Witten-Bell, P(w|h) = (c(h,w) + t(h) P(w)) / (c(h) + t(h)) with t(h) the number
+    of different tokens seen after h and P the unigram; an h never seen leaves the unigram. The token before the first
+    trained one is its context. Memory and time grow with the number of trained tokens (1 million: about a second).
+
+    `samples` of the validation split are measured; None takes all.
+    """
+    before, token = _pairs(train)
+    probability = (np.bincount(token, minlength=vocab_size) + 1.0) / (len(token) + vocab_size)
+
+    bigrams, bigram_counts = np.unique(before * vocab_size + token, return_counts=True)
+    seen = np.bincount(before, minlength=vocab_size)
+    followers = np.bincount(bigrams // vocab_size, minlength=vocab_size)
+
+    before, token = _pairs(validation, samples)
+    code = before * vocab_size + token
+    index = np.minimum(np.searchsorted(bigrams, code), len(bigrams) - 1)
+    count = np.where(bigrams[index] == code, bigram_counts[index], 0)
+    total = np.maximum(seen[before] + followers[before], 1)
+    unseen_weight = np.where(seen[before] > 0, followers[before] / total, 1.0)
+    bigram_probability = count / total + unseen_weight * probability[token]
+    return NgramBaselines(
+        unigram=float(-np.log(probability[token]).mean()),
+        bigram=float(-np.log(bigram_probability).mean()),
+    )
+
+
+def _pairs(store: TokenizedCache, samples: NDArray[Any] | None = None) -> tuple[NDArray[Any], NDArray[Any]]:
+    """Return the token before each trained one of this split, and the trained one, int64 each."""
+    member = np.zeros(len(store.offsets) - 1, dtype=np.bool_)
+    member[store.members if samples is None else store.members[samples]] = True
+    end = int(store.offsets[-1])
+    positions = np.flatnonzero(store.read_trained(0, end))
+    positions = positions[member[np.searchsorted(store.offsets, positions, side="right") - 1]]
+    ids = store.read_ids(0, end)
+    return ids[positions - 1].astype(np.int64), ids[positions].astype(np.int64)
+
 
 _CHINESE = re.compile("[\u3400-\u9fff\uf900-\ufaff\U00020000-\U000323af]")
 _BLANKS = re.compile(r"\s+")
@@ -52,7 +175,7 @@ def _bleu(answers: Sequence[str], references: Sequence[str], tokenize: str) -> S
     from sacrebleu.metrics import BLEU
 
     corpus, single = BLEU(tokenize=tokenize), BLEU(tokenize=tokenize, effective_order=True)
-    each = [single.sentence_score(*pair).score for pair in _with_lists(answers, references)]
+    each = [single.sentence_score(text, [wanted]).score for text, wanted in zip(answers, references, strict=True)]
     return Scores(corpus.corpus_score(answers, [references]).score, each, str(corpus.get_signature()))
 
 
@@ -60,12 +183,8 @@ def _chrf(answers: Sequence[str], references: Sequence[str], tokenize: str) -> S
     from sacrebleu.metrics import CHRF
 
     chrf = CHRF()
-    each = [chrf.sentence_score(*pair).score for pair in _with_lists(answers, references)]
+    each = [chrf.sentence_score(text, [wanted]).score for text, wanted in zip(answers, references, strict=True)]
     return Scores(chrf.corpus_score(answers, [references]).score, each, str(chrf.get_signature()))
-
-
-def _with_lists(answers: Sequence[str], references: Sequence[str]) -> Iterable[tuple[str, list[str]]]:
-    return ((answer, [reference]) for answer, reference in zip(answers, references, strict=True))
 
 
 def _mean(one: Callable[[str, str], float], answers: Sequence[str], references: Sequence[str], tokenize: str) -> Scores:
@@ -95,23 +214,15 @@ def _common_subsequence(left: str, right: str) -> int:
 
     Hyyrö, Bit-Parallel LCS-length Computation Revisited, 2004.
     """
-    places: dict[str, int] = {}
-    for place, letter in enumerate(right):
-        places[letter] = places.get(letter, 0) | 1 << place
+    positions: dict[str, int] = {}
+    for index, letter in enumerate(right):
+        positions[letter] = positions.get(letter, 0) | 1 << index
     full = (1 << len(right)) - 1
     row = full
     for letter in left:
-        matches = row & places.get(letter, 0)
+        matches = row & positions.get(letter, 0)
         row = (row + matches | row - matches) & full
     return len(right) - row.bit_count()
-
-
-def _exact_match(answer: str, reference: str) -> float:
-    return 100.0 if answer.strip() == reference.strip() else 0.0
-
-
-def _length(answer: str, reference: str) -> float:
-    return float(len(answer))
 
 
 def _distinct(n: int, answers: Sequence[str], references: Sequence[str], tokenize: str) -> Scores:
@@ -156,17 +267,16 @@ def _chatglm_libraries() -> tuple[Any, Any]:
     return jieba, importlib.import_module("rouge_chinese").Rouge()
 
 
-_Score = Callable[[Sequence[str], Sequence[str], str], Scores]
-_METRICS: dict[Metric, _Score] = {
+_METRICS: dict[Metric, Callable[[Sequence[str], Sequence[str], str], Scores]] = {
     Metric.bleu: _bleu,
     Metric.chrf: _chrf,
     Metric.rouge_1: partial(_mean, partial(_rouge_n, 1)),
     Metric.rouge_2: partial(_mean, partial(_rouge_n, 2)),
     Metric.rouge_l: partial(_mean, _rouge_l),
-    Metric.exact_match: partial(_mean, _exact_match),
+    Metric.exact_match: partial(_mean, lambda answer, reference: 100.0 * (answer.strip() == reference.strip())),
     Metric.distinct_1: partial(_distinct, 1),
     Metric.distinct_2: partial(_distinct, 2),
-    Metric.length: partial(_mean, _length),
+    Metric.length: partial(_mean, lambda answer, reference: float(len(answer))),
     Metric.chatglm_bleu_4: partial(_mean, _chatglm_bleu_4),
     Metric.chatglm_rouge_1: partial(_mean, partial(_chatglm_rouge, "rouge-1")),
     Metric.chatglm_rouge_2: partial(_mean, partial(_chatglm_rouge, "rouge-2")),
@@ -199,47 +309,21 @@ def score_answers(
     texts = [decode_answer(encoder, answers.ids[number]) for number in numbers]
     references = [decode_answer(encoder, question.answer) for question in asked]
     tokens = [len(answers.ids[number]) for number in numbers]
-    results = Results(
-        values={"eval_answers": len(asked), "eval_tokens_per_s": sum(tokens) / answers.seconds},
-        tokenize=tokenization(references),
-    )
-    each = _score_all(results, metrics, asked, texts, references)
-    results.rows = [
-        {
-            "source": question.source,
-            "where": question.where,
-            "prompt": hide(str(encoder.tokenizer.decode(question.prompt))),
-            "output": hide(text),
-            "reference": hide(reference),
-            "output_tokens": count,
-            **{name: scores[place] for name, scores in each.items()},
-        }
-        for place, (question, text, reference, count) in enumerate(zip(asked, texts, references, tokens, strict=True))
-    ]
-    return results
-
-
-def _score_all(
-    results: Results,
-    metrics: Sequence[Metric],
-    asked: Sequence[ValidationQuestion],
-    texts: Sequence[str],
-    references: Sequence[str],
-) -> dict[str, list[float]]:
-    """Fill in the values, over all answers and by source, and return the scores of single answers."""
-    tokenize = results.tokenize
-    by_source: dict[str, list[int]] = {}
-    for place, question in enumerate(asked):
-        by_source.setdefault(question.source, []).append(place)
+    tokenize = tokenization(references)
+    values = {"eval_answers": len(asked), "eval_tokens_per_s": sum(tokens) / answers.seconds}
+    results = Results(values=values, tokenize=tokenize)
+    by_source: dict[str, list[int]] = defaultdict(list)
+    for index, question in enumerate(asked):
+        by_source[question.source].append(index)
     each = {}
     for metric in metrics:
         name = metric.value
         try:
             scores = score(metric, texts, references, tokenize)
             values = {f"eval_{name}": scores.value}
-            for source, places in sorted(by_source.items()) if len(by_source) > 1 else ():
-                of_source = score(metric, [texts[i] for i in places], [references[i] for i in places], tokenize)
-                values[f"eval_{name}/{source}"] = of_source.value
+            for source, mine in sorted(by_source.items()) if len(by_source) > 1 else ():
+                part = score(metric, [texts[index] for index in mine], [references[index] for index in mine], tokenize)
+                values[f"eval_{name}/{source}"] = part.value
         except Stopped:
             raise
         except Exception as error:  # a library's fault is no reason to lose the others, let alone a training run
@@ -249,7 +333,19 @@ def _score_all(
         each[name] = scores.each
         if scores.signature:
             results.signatures[name] = scores.signature
-    return each
+    results.rows = [
+        {
+            "source": question.source,
+            "where": question.where,
+            "prompt": hide(str(encoder.tokenizer.decode(question.prompt))),
+            "output": hide(text),
+            "reference": hide(reference),
+            "output_tokens": count,
+            **{name: scores[index] for name, scores in each.items()},
+        }
+        for index, (question, text, reference, count) in enumerate(zip(asked, texts, references, tokens, strict=True))
+    ]
+    return results
 
 
 SAMPLES = "eval_samples"

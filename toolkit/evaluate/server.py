@@ -1,12 +1,11 @@
-"""Servers of a model over HTTP: which program serves, and transformers' own with bounds on requests.
+"""Which program serves a model over HTTP, and transformers' own server with one model and bounds on requests.
 
 python -m toolkit.evaluate.server NAME serve DIRECTORY [--option-of-the-server …]
 
-runs transformers' server with one model under a short name; `toolkit serve` becomes this. transformers 5.23 takes the
-path of a local model for its name, and its GET /v1/models lists the Hugging Face cache (an error without one). It
-answers a request of another form with status 500 and a traceback, generates as many tokens as a request says while all
-others wait, reads bodies of any size, takes a chat template and all options of `generate` from a request, and loads or
-unloads whatever model directory a request names at /load_model and /reset.
+`toolkit serve` becomes this. transformers 5.23 takes the path of a local model for its name, and its GET /v1/models
+lists the Hugging Face cache (an error without one). It answers a malformed request with status 500 and a traceback,
+generates as many tokens as a request asks for while all others wait, reads bodies of any size, takes a chat template
+and all options of `generate` from a request, and loads any model directory that a request names at /load_model.
 """
 
 import importlib.util
@@ -28,12 +27,12 @@ from toolkit.models.directory import read_object
 
 _NEEDED = ("fastapi", "uvicorn", "openai", "pydantic")
 _RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-"""That vLLM has for adapters."""
+"""LoRA ranks that vLLM supports."""
 MOST_BYTES = 16 << 20
 """Of a request: several times what a context of a million tokens takes."""
-CLOSED = ("/load_model", "/reset", "/v1/audio/transcriptions")
-"""Paths that load another model than the one that is served, or unload that one."""
-RANGES: dict[str, tuple[type, float, float]] = {
+_CLOSED = ("/load_model", "/reset", "/v1/audio/transcriptions")
+"""Paths that load another model, or unload the served one."""
+_RANGES: dict[str, tuple[type, float, float]] = {
     "temperature": (float, 0, 2),
     "top_p": (float, 0, 1),
     "frequency_penalty": (float, -2, 2),
@@ -43,12 +42,12 @@ RANGES: dict[str, tuple[type, float, float]] = {
     "seed": (int, 0, 2**63 - 1),
 }
 """Field -> its type, and the least and greatest value; null counts as absent."""
-LEAST_TEMPERATURE = 0.01
+_LEAST_TEMPERATURE = 0.01
 """Below it, and above 0, logits divided by the temperature overflow."""
 _MOST_STOPS, _LONGEST_STOP = 4, 256
 """Strings that end an answer: each is compared with the whole vocabulary."""
-_OF_THE_REQUEST = (AttributeError, IndexError, KeyError, OverflowError, RecursionError, TypeError, ValueError)
-"""What transformers raises where a field has another type or value than it reads."""
+_REQUEST_ERRORS = (AttributeError, IndexError, KeyError, OverflowError, RecursionError, TypeError, ValueError)
+"""Raised by transformers where a field has an unexpected type or value."""
 
 Receive = Callable[[], Awaitable[dict[str, Any]]]
 Send = Callable[[dict[str, Any]], Awaitable[None]]
@@ -88,7 +87,7 @@ def adapter_options(adapter: Path, name: str, is_vllm: bool) -> list[str]:
 
 
 class Bounded:
-    """Wraps an ASGI application: only JSON objects of at most `MOST_BYTES`, and no `CLOSED` paths."""
+    """Wraps an ASGI application: only JSON objects of at most `MOST_BYTES`, and no `_CLOSED` paths."""
 
     def __init__(self, app: Callable[[Any, Receive, Send], Awaitable[None]]) -> None:
         self.app = app
@@ -97,7 +96,7 @@ class Bounded:
         """Answer a request, or hand it on once all of it is here."""
         if scope["type"] != "http":
             return await self.app(scope, receive, send)
-        if scope["path"].rstrip("/") in CLOSED:
+        if scope["path"].rstrip("/") in _CLOSED:
             return await _answer(send, 404, tr("{path} is not available: one model is served.", path=scope["path"]))
         body, is_whole = bytearray(), False
         while not is_whole:
@@ -126,11 +125,8 @@ async def _answer(send: Send, status: int, sentence: str) -> None:
 
 
 def problem(body: dict[str, Any], reserved: frozenset[str]) -> str:
-    """Return what is wrong with the fields of a request; "" if nothing is.
-
-    `chat_template_kwargs` must hold no `reserved` names: they are options of the tokenizer.
-    """
-    for name, (kind, least, greatest) in RANGES.items():
+    """Return what is wrong with the fields of a request, else ""; `reserved` may not be in `chat_template_kwargs`."""
+    for name, (kind, least, greatest) in _RANGES.items():
         value = body.get(name)
         is_kind = isinstance(value, (int, kind)) and not isinstance(value, bool)
         if value is not None and not (is_kind and least <= value <= greatest):
@@ -142,10 +138,11 @@ def problem(body: dict[str, Any], reserved: frozenset[str]) -> str:
                 greatest=greatest,
             )
     if body.get("generation_config") is not None:
-        return tr("generation_config is not accepted. Set {names} instead.", names=", ".join(RANGES))
+        return tr("generation_config is not accepted. Set {names} instead.", names=", ".join(_RANGES))
     stops = body.get("stop") or []
     stops = [stops] if isinstance(stops, str) else stops
-    if not isinstance(stops, list) or len(stops) > _MOST_STOPS or not all(_is_stop(stop) for stop in stops):
+    are_stops = isinstance(stops, list) and len(stops) <= _MOST_STOPS
+    if not are_stops or not all(isinstance(stop, str) and 0 < len(stop) <= _LONGEST_STOP for stop in stops):
         return tr(
             "stop must be a string, or at most {count} of them, of at most {length} characters each.",
             count=_MOST_STOPS,
@@ -158,17 +155,10 @@ def problem(body: dict[str, Any], reserved: frozenset[str]) -> str:
     return ""
 
 
-def _is_stop(stop: object) -> bool:
-    return isinstance(stop, str) and 0 < len(stop) <= _LONGEST_STOP
-
-
 def bound_tokens(model: Any, inputs: Any, generation: Any) -> str:
     """Let an answer end where the model's positions end; return what is wrong if the prompt fills them, else "".
 
-    Args:
-        model: what generates.
-        inputs: with `input_ids`, (1, length) or a list.
-        generation: transformers' GenerationConfig, changed in place.
+    `inputs` hold `input_ids`, `[1, S]` or a list; `generation`, transformers' GenerationConfig, is changed in place.
     """
     positions = position_limit(model.config.to_dict())
     ids = inputs["input_ids"]
@@ -181,8 +171,7 @@ def bound_tokens(model: Any, inputs: Any, generation: Any) -> str:
             length=length,
             positions=positions,
         )
-    room = positions - length
-    generation.max_new_tokens = min(generation.max_new_tokens or room, room)
+    generation.max_new_tokens = min(generation.max_new_tokens or positions, positions - length)
     return ""
 
 
@@ -209,7 +198,7 @@ def _bound_requests() -> None:
     reserved = frozenset(inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters)
     build = server.build_server
 
-    def refuse_if(sentence: str) -> None:
+    def reject_if(sentence: str) -> None:
         if sentence:
             raise HTTPException(status_code=400, detail=sentence)
 
@@ -217,49 +206,45 @@ def _bound_requests() -> None:
         handle = handler.handle_request
 
         async def handle_request(self: Any, body: dict[str, Any], request_id: str) -> Any:
-            refuse_if(problem(body, reserved))
+            reject_if(problem(body, reserved))
             if body.get("temperature"):
-                body["temperature"] = max(body["temperature"], LEAST_TEMPERATURE)
+                body["temperature"] = max(body["temperature"], _LEAST_TEMPERATURE)
             try:
                 return await handle(self, body, request_id)
-            except (*_OF_THE_REQUEST, TemplateError) as error:
+            except (*_REQUEST_ERRORS, TemplateError) as error:
                 reason = f"{type(error).__name__}: {error}".encode(errors="backslashreplace").decode()[:500]
                 sentence = tr("the request cannot be answered: {reason}", reason=reason)
                 raise HTTPException(status_code=400, detail=sentence) from error
 
         handler.handle_request = handle_request
 
-    def limit(manager: Any) -> None:
-        streaming, whole = manager.generate_streaming, manager.generate_non_streaming
+    def limit(manager: Any, name: str) -> None:
+        generate = getattr(manager, name)
 
-        def generate_streaming(
-            self: Any, model: Any, processor: Any, inputs: Any, gen_config: Any, **options: Any
-        ) -> Any:
-            refuse_if(bound_tokens(model, inputs, gen_config))
-            return streaming(self, model, processor, inputs, gen_config, **options)
+        def bounded(self: Any, model: Any, processor: Any, inputs: Any, gen_config: Any, **options: Any) -> Any:
+            reject_if(bound_tokens(model, inputs, gen_config))
+            return generate(self, model, processor, inputs, gen_config, **options)  # a coroutine, if not streaming
 
-        async def generate_non_streaming(
-            self: Any, model: Any, processor: Any, inputs: Any, gen_config: Any, **options: Any
-        ) -> Any:
-            refuse_if(bound_tokens(model, inputs, gen_config))
-            return await whole(self, model, processor, inputs, gen_config, **options)
+        setattr(manager, name, bounded)
 
-        manager.generate_streaming, manager.generate_non_streaming = generate_streaming, generate_non_streaming
-
-    guard(chat_completion.ChatCompletionHandler)
-    guard(completion.CompletionHandler)
-    guard(response.ResponseHandler)
-    guard(systemone.SystemOneHandler)
-    limit(utils.GenerateManager)
-    limit(utils.CBGenerateManager)
+    for handler in (
+        chat_completion.ChatCompletionHandler,
+        completion.CompletionHandler,
+        response.ResponseHandler,
+        systemone.SystemOneHandler,
+    ):
+        guard(handler)
+    for manager in (utils.GenerateManager, utils.CBGenerateManager):
+        limit(manager, "generate_streaming")
+        limit(manager, "generate_non_streaming")
     server.build_server = lambda *given, **named: Bounded(build(*given, **named))
 
 
 def _keep_text() -> None:
-    """Let control strings in messages stay text in this process, as in training (`toolkit.models.shield`).
+    """Keep control strings in messages text in this process, as in training (`toolkit.models.shield`).
 
-    transformers (5.23) can keep them so if it is asked to; without the names of the control tokens it would also take
-    `<think>` and `<tool_call>` in an earlier answer for text, as they stand in the template.
+    transformers (5.23) does so on request; without the names of the control tokens it would also take `<think>` and
+    `<tool_call>` in an earlier answer for text, as they are in the template.
     """
     from transformers import PreTrainedTokenizerBase
 
@@ -278,22 +263,19 @@ def _keep_text() -> None:
 
 
 def _serve_one(name: str, folder: str) -> None:
-    """Let the server list one model, and find it by its name as by its path."""
+    """Let the server list one model, and find it by its name and its path."""
     from transformers.cli.serving.model_manager import ModelManager
     from transformers.cli.serving.utils import BaseHandler
 
     listed = {"id": name, "object": "model", "created": int(time.time()), "owned_by": "toolkit"}
     by_path = BaseHandler._resolve_model
 
-    def models(cache_dir: str | None = None) -> list[dict[str, Any]]:
-        return [listed]
-
     def by_name(self: BaseHandler, body: dict[str, Any]) -> Any:
         if body.get("model") == name:
             body["model"] = folder
         return by_path(self, body)
 
-    ModelManager.get_gen_models = staticmethod(models)
+    ModelManager.get_gen_models = staticmethod(lambda cache_dir=None: [listed])
     BaseHandler._resolve_model = by_name
 
 

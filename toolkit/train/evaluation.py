@@ -24,8 +24,7 @@ from toolkit.engine.memory import is_out_of_memory
 from toolkit.errors import DataError, ModelError
 from toolkit.evaluate.answers import Answers, ValidationQuestion, choose_questions, generate_all
 from toolkit.evaluate.generate import Sampling, generate, most_tokens
-from toolkit.evaluate.loss import evaluate_loss
-from toolkit.evaluate.metrics import Results, score_answers
+from toolkit.evaluate.metrics import Results, evaluate_loss, score_answers
 from toolkit.launch.environment import Ranks
 from toolkit.messages import joined, say, tr
 from toolkit.models.adapters import base_of, load_adapter

@@ -26,7 +26,7 @@ from toolkit.engine.parameters import count_parameters, is_partitioned
 from toolkit.errors import CheckpointError, ConfigError, ProofDiffers
 from toolkit.evaluate.answers import ValidationQuestion
 from toolkit.evaluate.generate import answer, check_length
-from toolkit.evaluate.loss import ngram_baselines
+from toolkit.evaluate.metrics import ngram_baselines
 from toolkit.export.checkpoint import export_in_background
 from toolkit.export.huggingface import CARD_FILE, card, export_adapter, export_model, prove_adapter, write_folder
 from toolkit.export.verify import verify_logits
