@@ -1,17 +1,14 @@
 """A model out of a checkpoint, without the ranks that saved it: as an export, or to be run.
 
-Also models and adapters that were exported before, or come from elsewhere, in another form; and the weights of
-custom models as safetensors.
-
-As a program it exports (`python -m toolkit.export.checkpoint FROM TO`): writing weights holds Python's lock, which
-training beside it needs.
+Also conversions of other models and adapters, and the weights of custom models as safetensors. As a program it exports
+(`python -m toolkit.export.checkpoint FROM TO`): writing weights holds Python's lock, which training needs meanwhile.
 """
 
 import json
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
@@ -26,8 +23,8 @@ from toolkit.config.schema import Dtype, TuningMethod
 from toolkit.distributed.process_group import on_rank0
 from toolkit.engine.parameters import gathered_parameters
 from toolkit.errors import CheckpointError, ConfigError, NotExportable, ToolkitError
-from toolkit.export.huggingface import CARD_FILE as CARD
 from toolkit.export.huggingface import (
+    CARD_FILE,
     atomic_directory,
     cannot_write,
     card,
@@ -36,7 +33,7 @@ from toolkit.export.huggingface import (
     write_folder,
     write_original_prefix,
 )
-from toolkit.export.merge import TunedPart, loaded, merge_adapter, part_of_adapter, part_of_checkpoint
+from toolkit.export.merge import TunedPart, load_part, merge_adapter, part_of_adapter, part_of_checkpoint
 from toolkit.launch.processes import run_module
 from toolkit.messages import tr
 from toolkit.models import adapters, probe, weights
@@ -48,21 +45,16 @@ from toolkit.models.directory import read_object
 from toolkit.models.load import TORCH_DTYPES, empty, load_model
 from toolkit.models.save import MAX_SHARD_SIZE, MODEL_DIR, Format, describe
 
-
-@dataclass(frozen=True, slots=True)
-class Rebuilt:
-    """The model of a checkpoint, its architecture and its weights apart."""
-
-    model: PreTrainedModel
-    """Its architecture, with nothing in the parameters."""
-    state: dict[str, torch.Tensor]
-    """Its weights by name, tied ones once."""
+Rebuilt = tuple[PreTrainedModel, dict[str, torch.Tensor]]
+"""A model with empty parameters, and its weights by name, tied ones once."""
 
 
 def rebuild(
     checkpoint: Path, scratch: Path | None = None, part: TunedPart | None = None, dtype: torch.dtype | None = None
 ) -> Rebuilt:
-    """Return the whole model of a verified checkpoint.
+    """Return the whole model of a verified checkpoint, of which it may hold only a `part`.
+
+    NotExportable is raised if it was saved by an older version, or its weights are on an NVMe disk.
 
     Args:
         checkpoint: verified.
@@ -70,9 +62,6 @@ def rebuild(
             those of a base, in memory, and maps others from the checkpoint.
         part: what the checkpoint holds, if that is not the whole model.
         dtype: precision of the weights; None for that of the training.
-
-    Raises:
-        NotExportable: if it was saved by an older version, or its weights are on an NVMe disk.
     """
     described = checkpoint / MODEL_DIR
     if not described.is_dir():
@@ -88,17 +77,13 @@ def rebuild(
 
 
 def load_checkpoint(checkpoint: Path) -> PreTrainedModel:
-    """Return the model of a checkpoint on the CPU, with what was trained in it or added to it, in its precision.
-
-    Raises:
-        NotExportable: see `rebuild`.
-    """
+    """Return the model of a checkpoint on the CPU, in its precision; NotExportable as `rebuild` raises it."""
     part = part_of_checkpoint(checkpoint)
     if part is not None:
-        return loaded(part)
-    rebuilt = rebuild(checkpoint)
-    weights.assign(rebuilt.model, rebuilt.state)
-    return rebuilt.model
+        return load_part(part)
+    model, state = rebuild(checkpoint)
+    weights.assign(model, state)
+    return model
 
 
 def collect_files(
@@ -117,19 +102,19 @@ def collect_files(
     for name, value in values:
         if name in wanted or name not in tied:
             kept = value.to(dtype) if dtype is not None and value.is_floating_point() else value
-            state[name] = kept if scratch is None else _mapped(kept, scratch / f"{len(state)}.pt")
+            state[name] = kept if scratch is None else _map(kept, scratch / f"{len(state)}.pt")
             del kept
         del value
         weights.return_memory()
     if wrong := weights.differences(model, state):
         raise CheckpointError("{folder} does not hold its model: {reason}.", folder=source, reason="; ".join(wrong[:5]))
-    return Rebuilt(model, state)
+    return model, state
 
 
-def _mapped(value: torch.Tensor, file: Path) -> torch.Tensor:
+def _map(value: torch.Tensor, file: Path) -> torch.Tensor:
     """Put a value into a file and return it mapped from there."""
     try:
-        torch.save(value.clone(), file)  # the value alone, not all that lies in memory with it
+        torch.save(value.clone(), file)  # the value alone, not all of its storage
     except (OSError, RuntimeError) as error:  # torch.save reports a full disk as RuntimeError
         raise cannot_write(file.parent, error) from error
     mapped: torch.Tensor = torch.load(file, weights_only=True, mmap=True)
@@ -141,13 +126,12 @@ class ExportOptions:
     """How an export is written."""
 
     format: Format = "hf"
-    """See `toolkit.models.save.save_model`."""
+    """As `max_shard_size`: see `toolkit.models.save.save_model`."""
     merge: bool = False
     """Put an adapter into the weights of its base, instead of writing it alone."""
     dtype: str = ""
     """Precision of the weights, such as bfloat16; "" that of the training."""
     max_shard_size: str = MAX_SHARD_SIZE
-    """See `toolkit.models.save.save_model`."""
 
     @property
     def precision(self) -> torch.dtype | None:
@@ -158,15 +142,10 @@ class ExportOptions:
 def export_any(
     path: Path, folder: Path, wanted: ExportOptions, *, adapter: str = "", base: str = "", family: str = "auto"
 ) -> None:
-    """Write the model of a run, a checkpoint, an adapter or a model directory, or the adapter of it.
+    """Write the model, or the adapter, of a run (its newest complete checkpoint), a checkpoint, an adapter or a model.
 
-    Args:
-        path: a run's newest complete checkpoint is taken; an adapter; or a model, on which `adapter` was trained.
-        folder: must not exist.
-        wanted: how.
-        adapter: directory of an adapter; "" none.
-        base: where the base of an adapter or checkpoint is now; "" finds it.
-        family: see `load_chat_encoder`.
+    `folder` must not exist. `adapter` was trained on the model in `path`, "" none; `base` is where the base of an
+    adapter or checkpoint is now, "" finds it; `family` as for `load_chat_encoder`.
     """
     if adapter:
         export_adapter_folder(Path(adapter), folder, wanted, str(path), family)
@@ -193,13 +172,11 @@ def export_checkpoint(checkpoint: Path, folder: Path, wanted: ExportOptions | No
             )
         export_custom_checkpoint(checkpoint, folder)
         return
-    described, part = checkpoint / MODEL_DIR, part_of_checkpoint(checkpoint, base)
-    names = [PurePosixPath(name) for name in directory.read_manifest(checkpoint)["files"]]
-    mine = [name.relative_to(MODEL_DIR) for name in names if name.is_relative_to(MODEL_DIR)]
-    files = {name.as_posix(): (described / name).read_bytes() for name in mine}
-    state = directory.read_run_state(checkpoint)
+    part = part_of_checkpoint(checkpoint, base)
+    names = [name for name in directory.read_manifest(checkpoint)["files"] if name.startswith(f"{MODEL_DIR}/")]
+    files = {name.removeprefix(f"{MODEL_DIR}/"): (checkpoint / name).read_bytes() for name in names}
     is_adapter = part is not None and bool(part.settings) and not wanted.merge
-    files[CARD] = card(state, is_adapter)
+    files[CARD_FILE] = card(directory.read_run_state(checkpoint), is_adapter)
 
     def build(scratch: Path) -> Rebuilt:
         return rebuild(checkpoint, scratch, part, wanted.precision)
@@ -212,18 +189,13 @@ def export_part(
     folder: Path,
     wanted: ExportOptions,
     files: Mapping[str, bytes],
-    taken: probe.Probe | None,
+    probed: probe.Probe | None,
     build: Callable[[Path], Rebuilt],
 ) -> None:
-    """Write a model, or an adapter alone.
+    """Write the model that `build` makes, given an empty directory for its weights; or an adapter alone.
 
-    Args:
-        part: what was trained, if that is not the whole model.
-        folder: must not exist.
-        wanted: how.
-        files: of `toolkit.models.save.describe`, and the card.
-        taken: logits of a few ids.
-        build: makes the whole model, given an empty directory for its weights.
+    `part` is what was trained, if that is not the whole model; `files` are those of `toolkit.models.save.describe` and
+    the card.
     """
     is_adapter = part is not None and bool(part.settings)
     if wanted.merge and not is_adapter:
@@ -242,17 +214,15 @@ def export_part(
         if wanted.format == "official":
             write_original_prefix(part.values, part.settings, part.base, folder)
         else:
-            write_adapter(part.values, {**files, **part.describe()}, folder, taken)
+            write_adapter(part.values, {**files, **part.describe()}, folder, probed)
         return
     folder.parent.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(prefix=f".{folder.name}.", suffix=".tmp", dir=folder.parent) as scratch:
-        rebuilt = build(Path(scratch))
+        model, state = build(Path(scratch))
         own = {name: content for name, content in files.items() if name not in (BASE_FILE, ADAPTER_FILE)}
         if wanted.dtype:
             own["config.json"] = json.dumps(json.loads(own["config.json"]) | {"dtype": wanted.dtype}, indent=2).encode()
-        write_folder(
-            rebuilt.model, own, folder, wanted.format, taken, rebuilt.state, max_shard_size=wanted.max_shard_size
-        )
+        write_folder(model, own, folder, wanted.format, probed, state, wanted.max_shard_size)
 
 
 def _nothing_to_merge() -> ConfigError:
@@ -282,9 +252,9 @@ def convert_model(path: Path, folder: Path, wanted: ExportOptions, family: str =
         raise _nothing_to_merge()
     model = load_model(path, dtype=wanted.precision)
     before = probe.read(path)
-    ids = probe.spread_ids(model.config) if before is None else before.ids
-    files, taken = describe(model, _encoder(path, family)), probe.capture(model, ids)
-    write_folder(model, files, folder, wanted.format, taken, max_shard_size=wanted.max_shard_size)
+    probed = probe.capture(model, probe.spread_ids(model.config) if before is None else before.ids)
+    files = describe(model, _encoder(path, family))
+    write_folder(model, files, folder, wanted.format, probed, max_shard_size=wanted.max_shard_size)
 
 
 def export_adapter_folder(
@@ -297,10 +267,10 @@ def export_adapter_folder(
     model.to(precision)
     own_tokenizer = (path / "tokenizer_config.json").is_file()
     files = describe(model, _encoder(path if own_tokenizer else part.base, family))
-    if (path / CARD).is_file():
-        files[CARD] = (path / CARD).read_bytes()
+    if (path / CARD_FILE).is_file():
+        files[CARD_FILE] = (path / CARD_FILE).read_bytes()
         if wanted.merge:
-            files[CARD] = files[CARD].replace(b'library_name: "peft"', b'library_name: "transformers"', 1)
+            files[CARD_FILE] = files[CARD_FILE].replace(b'library_name: "peft"', b'library_name: "transformers"', 1)
 
     def build(scratch: Path) -> Rebuilt:
         return collect_files(*merge_adapter(part), path, precision, scratch)

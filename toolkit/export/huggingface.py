@@ -1,8 +1,7 @@
-"""A model or an adapter as a directory that other programs load, all checked before it gets its name.
+"""A model or an adapter as a directory that other programs load, checked before it gets its name.
 
-Beside weights, config and tokenizer lie manifest.json, with size and SHA-256 of every file, and a probe;
-`toolkit verify` reads both. The model card says what was trained, on what, how far, with what. Nothing in it is a claim
-of quality.
+With weights, config and tokenizer come a model card, a probe, and manifest.json with size and SHA-256 of every file;
+`toolkit verify` reads the last two.
 """
 
 import json
@@ -30,7 +29,6 @@ from toolkit.models import probe
 from toolkit.models.adapters import (
     CONFIG,
     WEIGHTS,
-    AdapterState,
     base_numbers,
     check_numbers,
     read_adapter_weights,
@@ -51,7 +49,7 @@ _PACKAGES = ("torch", "deepspeed", "transformers", "peft")
 
 
 def card(state: RunState, is_adapter: bool) -> bytes:
-    """Return the model card of a run, or of its adapter."""
+    """Return the model card of a run, or of its adapter: what was trained, on what, how far, with what versions."""
     config: Mapping[str, Any] = hide_all(state.config)
     model, tuning = config["model"], config["tuning"]
     base = model["name"] or model["path"] or "?"
@@ -109,9 +107,9 @@ def _losses(state: RunState) -> list[str]:
 
 def export_model(engine: DeepSpeedEngine, files: Mapping[str, bytes], probe_ids: torch.Tensor, folder: Path) -> None:
     """Write what was trained, in transformers' layout. A collective; rank 0 holds the whole model in host memory."""
-    taken, model = capture_probe(engine, probe_ids), unwrap_model(engine.module)
+    probed, model = capture_probe(engine, probe_ids), unwrap_model(engine.module)
     state = {name: value for name, value in gathered_parameters(engine.module) if value.numel()}
-    on_rank0(lambda: write_folder(model, files, folder, "hf", taken, state))
+    on_rank0(lambda: write_folder(model, files, folder, "hf", probed, state))
 
 
 def write_folder(
@@ -119,27 +117,39 @@ def write_folder(
     files: Mapping[str, bytes],
     folder: Path,
     format: Format,
-    taken: Probe | None,
+    probed: Probe | None,
     state: dict[str, torch.Tensor] | None = None,
     max_shard_size: str = MAX_SHARD_SIZE,
 ) -> None:
-    """Write a model directory atomically, and check what was written.
+    """Write a model directory atomically, and check every header: nothing missing or empty, every shape complete.
 
     Args:
         model: the model.
         files: of `toolkit.models.save.describe`. The official layout brings its own.
         folder: must not exist.
         format: see `save_model`.
-        taken: this model's logits of a few ids; None if not known.
+        probed: this model's logits of a few ids; None if not known.
         state: full parameters by name, if the model's own are partitioned or empty.
         max_shard_size: see `save_model`.
     """
     with atomic_directory(folder) as temporary:
         save_model(model, temporary, format, state=state, max_shard_size=max_shard_size)
-        write_files(files if format == "hf" else {}, temporary)
-        if taken is not None:
-            probe.write(taken, temporary)
-        _verify(model, temporary, format, state)
+        write_files(files if format == "hf" else {}, temporary, probed)
+        written = {name: info.shape for name, info in WeightFiles(temporary).items()}
+        if format == "official":
+            wrong = sorted(set(written) ^ set(model.origin.tensors))
+        else:
+            tied, held = tied_names(model), state if state is not None else model.state_dict()
+            held = {name: value for name, value in held.items() if name not in tied}
+            wrong = [name for name, shape in written.items() if name in held and tuple(held[name].shape) != shape]
+            # transformers may store parameters under other names (experts one by one), but never fewer numbers.
+            expected = sum(value.numel() for value in held.values())
+            found = sum(torch.Size(shape).numel() for shape in written.values())
+            if expected != found:
+                wrong += sorted(set(held) - set(written)) or [json.dumps({"expected": expected, "found": found})]
+        wrong += [name for name, shape in written.items() if 0 in shape]  # a known defect under ZeRO-3
+        if wrong or not written:
+            raise _not_as_trained(folder, wrong)
 
 
 @contextmanager
@@ -147,11 +157,16 @@ def atomic_directory(folder: Path) -> Iterator[Path]:
     """Yield a directory to write to; with a manifest, it then gets the name `folder`, which must not exist."""
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        # A name that nobody else has: whatever stands beside the folder is the user's.
+        # A unique name: other files next to the directory are the user's.
         with TemporaryDirectory(prefix=f".{folder.name}.", suffix=".tmp", dir=folder.parent) as parent:
             temporary = Path(parent) / folder.name
             yield temporary
-            _seal(temporary)
+            paths = sorted(path for path in temporary.rglob("*") if path.is_file())
+            for path in paths:
+                flush(path)
+            records = {path.relative_to(temporary).as_posix(): directory.record_file(path) for path in paths}
+            directory.write_manifest(temporary, records, {})
+            flush(temporary)
             for path in temporary.rglob("*"):
                 set_permissions(path)
             temporary.rename(folder)
@@ -181,64 +196,43 @@ def save_checked(state: Mapping[str, torch.Tensor], file: Path, folder: Path) ->
         raise _not_as_trained(folder, wrong)
 
 
-def write_files(files: Mapping[str, bytes], folder: Path) -> None:
-    """Write files by their path in a directory."""
+def write_files(files: Mapping[str, bytes], folder: Path, probed: Probe | None) -> None:
+    """Write files by their path in a directory, and the probe."""
     for name, content in files.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_bytes(content)
-
-
-def _seal(folder: Path) -> None:
-    """Flush all files to the disk and write their manifest."""
-    paths = sorted(path for path in folder.rglob("*") if path.is_file())
-    for path in paths:
-        flush(path)
-    directory.write_manifest(
-        folder, {path.relative_to(folder).as_posix(): directory.record_file(path) for path in paths}, {}
-    )
-    flush(folder)
-
-
-def _verify(model: PreTrainedModel, folder: Path, format: Format, state: dict[str, torch.Tensor] | None) -> None:
-    """Read back every header: nothing missing, nothing empty (a known defect under ZeRO-3), every shape complete."""
-    tied = tied_names(model)
-    held = state if state is not None else model.state_dict()
-    held = {name: value for name, value in held.items() if name not in tied}
-    written = {name: info.shape for name, info in WeightFiles(folder).items()}
-    if format == "official":
-        wrong = sorted(set(written) ^ set(model.origin.tensors))
-    else:
-        wrong = [name for name, shape in written.items() if name in held and tuple(held[name].shape) != shape]
-        # transformers may store parameters under other names (experts one by one), but never fewer numbers.
-        expected = sum(value.numel() for value in held.values())
-        found = sum(torch.Size(shape).numel() for shape in written.values())
-        if expected != found:
-            wrong += sorted(set(held) - set(written)) or [json.dumps({"expected": expected, "found": found})]
-    wrong += [name for name, shape in written.items() if 0 in shape]
-    if wrong or not written:
-        raise _not_as_trained(folder, wrong)
+    if probed is not None:
+        probe.write(probed, folder)
 
 
 def export_adapter(engine: DeepSpeedEngine, files: Mapping[str, bytes], probe_ids: torch.Tensor, folder: Path) -> None:
     """Write the adapter of a tuned model (`engine.module.tuned`), and nothing else. A collective."""
-    taken = probe.capture(engine.module, probe_ids, engine.device)
+    probed = probe.capture(engine.module, probe_ids, engine.device)
+    state = _adapter_state(engine)
+    on_rank0(lambda: write_adapter(state, files, folder, probed))
+
+
+def _adapter_state(engine: DeepSpeedEngine) -> dict[str, torch.Tensor]:
     names = stored_names(engine.module)
-    state = {names[name]: value for name, value in gathered_parameters(engine.module, names)}
-    on_rank0(lambda: write_adapter(state, files, folder, taken))
+    return {names[name]: value for name, value in gathered_parameters(engine.module, names)}
 
 
 def write_adapter(
-    state: dict[str, torch.Tensor], files: Mapping[str, bytes], folder: Path, taken: Probe | None
+    state: dict[str, torch.Tensor], files: Mapping[str, bytes], folder: Path, probed: Probe | None
 ) -> None:
     """Write an adapter's directory atomically and read it back; `state` is by stored name."""
     empty = [name for name, value in state.items() if not value.numel()]
     if empty or not state:
         raise _not_as_trained(folder, empty)
+    model_files = ("config.json", "generation_config.json")  # with one, or the origin, it would be taken for a model
+    own = {
+        name: content
+        for name, content in files.items()
+        if name not in model_files and not name.startswith(f"{ORIGIN_DIR}/")
+    }
     with atomic_directory(folder) as temporary:
         temporary.mkdir()
-        write_files({name: content for name, content in files.items() if not _is_of_models(name)}, temporary)
-        if taken is not None:
-            probe.write(taken, temporary)
+        write_files(own, temporary, probed)
         save_checked(state, temporary / WEIGHTS, folder)
 
 
@@ -248,24 +242,19 @@ def prove_adapter(engine: DeepSpeedEngine, folder: Path) -> None:
     No model is loaded, and the engine's is only read: the same numbers, settings and base bit for bit give the logits
     that the engine's model gave for the directory's probe. What is wrong is raised on every rank.
     """
-    model = engine.module
-    names = stored_names(model)
-    state = {names[name]: value for name, value in gathered_parameters(model, names)}
-    numbers = base_numbers(model)
-    on_rank0(lambda: _compare(folder, model.tuned, state, numbers))
+    state, numbers, tuned = _adapter_state(engine), base_numbers(engine.module), engine.module.tuned
 
+    def compare() -> None:
+        values, base = read_adapter_weights(folder), read_base(folder)
+        wrong = sorted({*values} ^ {*state})
+        wrong += [name for name, value in state.items() if name in values and not _is_same(value, values[name])]
+        wrong += [CONFIG] * (read_settings(folder) != tuned.settings) + [BASE_FILE] * (base != tuned.base)
+        if wrong or base is None:
+            raise _not_as_trained(folder, wrong)
+        for name, found in numbers.items():
+            check_numbers(base, name, found, base.path, folder)
 
-def _compare(
-    folder: Path, tuned: AdapterState, state: dict[str, torch.Tensor], numbers: dict[str, list[float]]
-) -> None:
-    values, base = read_adapter_weights(folder), read_base(folder)
-    wrong = sorted({*values} ^ {*state})
-    wrong += [name for name, value in state.items() if name in values and not _is_same(value, values[name])]
-    wrong += [CONFIG] * (read_settings(folder) != tuned.settings) + [BASE_FILE] * (base != tuned.base)
-    if wrong or base is None:
-        raise _not_as_trained(folder, wrong)
-    for name, found in numbers.items():
-        check_numbers(base, name, found, base.path, folder)
+    on_rank0(compare)
 
 
 def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
@@ -286,8 +275,3 @@ def write_original_prefix(
         own = {key: settings[key] for key in ("pre_seq_len", "prefix_projection")}
         config = json.dumps(read_object(base / "config.json") | own, indent=2, ensure_ascii=False)
         (temporary / "config.json").write_text(config + "\n", encoding="utf-8")
-
-
-def _is_of_models(name: str) -> bool:
-    """Whether a file makes a directory a model of its own."""
-    return name in ("config.json", "generation_config.json") or name.startswith(f"{ORIGIN_DIR}/")

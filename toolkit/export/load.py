@@ -1,9 +1,9 @@
-"""A model to be asked, from whatever a user has: a model folder, an export, a run, a checkpoint, base and adapter."""
+"""A model for generation, from a model directory, an export, a run, a checkpoint, or base and adapter."""
 
 import sys
 from contextlib import redirect_stdout
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import transformers
@@ -20,14 +20,11 @@ from toolkit.models.load import TORCH_DTYPES, create_model
 from toolkit.models.save import MODEL_DIR
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LoadedModel:
-    """A model with its tokenizer and chat format."""
+class LoadedModel(NamedTuple):
+    """A model in evaluation mode, on its device, with its tokenizer and chat format."""
 
     model: PreTrainedModel
-    """In evaluation mode, on its device."""
     encoder: AnyChatEncoder
-    """Its tokenizer and chat format."""
 
 
 def load_any(
@@ -44,8 +41,8 @@ def load_any(
         device: such as cuda:1; "" takes the GPU if there is one.
     """
     transformers.utils.logging.disable_progress_bar()
-    place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    precision = Dtype(dtype) if dtype != "auto" else Dtype.fp32 if place.type == "cpu" else Dtype.bf16
+    target = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    precision = Dtype(dtype) if dtype != "auto" else Dtype.fp32 if target.type == "cpu" else Dtype.bf16
     folder = _of_run(Path(path)) if path else Path(adapter)
     if not folder.is_dir():
         raise ModelError("there is no folder {folder}", folder=folder)
@@ -61,13 +58,20 @@ def load_any(
             note = tr("The base model is {base}, which {adapter} names.", base=folder, adapter=adapter)
             print(note, file=sys.stderr)  # noqa: T201  # stdout is for answers
     elif (folder / directory.MANIFEST).is_file() and (folder / MODEL_DIR).is_dir():
-        return _of_checkpoint(folder, family, precision, place)
+        with redirect_stdout(sys.stderr):  # DeepSpeed prints when it is imported; stdout is for answers
+            from toolkit.export.checkpoint import load_checkpoint
+
+        encoder = load_chat_encoder(folder / MODEL_DIR, family=family)
+        model = load_checkpoint(folder)
+        for parameter in model.parameters():  # not the rotary frequencies, which have to stay float32
+            parameter.data = parameter.data.to(TORCH_DTYPES[precision])
+        return LoadedModel(model.eval().to(target), encoder)
     own_tokenizer = bool(adapter) and (Path(adapter) / "tokenizer_config.json").is_file()
     encoder = load_chat_encoder(adapter if own_tokenizer else folder, family=family)
     model = create_model(ModelConfig(path=str(folder)), precision, encoder.tokenizer, seed=0)
     if adapter:
         load_adapter(model, Path(adapter), base_of(model, folder))
-    return LoadedModel(model=model.eval().to(place), encoder=encoder)
+    return LoadedModel(model.eval().to(target), encoder)
 
 
 def _of_run(path: Path) -> Path:
@@ -81,15 +85,3 @@ def _of_run(path: Path) -> Path:
     if newest is None:
         raise ConfigError("the run {folder} has neither export/ nor a checkpoint yet.", folder=path)
     return newest
-
-
-def _of_checkpoint(checkpoint: Path, family: str, precision: Dtype, place: torch.device) -> LoadedModel:
-    # What DeepSpeed has to say when it is imported goes to where messages go: stdout is for answers alone.
-    with redirect_stdout(sys.stderr):
-        from toolkit.export.checkpoint import load_checkpoint
-
-    encoder = load_chat_encoder(checkpoint / MODEL_DIR, family=family)
-    model = load_checkpoint(checkpoint)
-    for parameter in model.parameters():  # not the rotary frequencies, which have to stay float32
-        parameter.data = parameter.data.to(TORCH_DTYPES[precision])
-    return LoadedModel(model=model.eval().to(place), encoder=encoder)

@@ -30,9 +30,9 @@ class TunedPart:
     settings: dict[str, Any]
     """Content of adapter_config.json; {} where parameters of the model itself were trained."""
     known: BaseModel | None
-    """What tells the model; None where an adapter of other programs says nothing."""
+    """Identifies the model; None where an adapter of other programs says nothing."""
     base: Path
-    """Folder of the model."""
+    """Directory of the model."""
     values: dict[str, torch.Tensor]
     """By name: in the model, or of an adapter in its file."""
 
@@ -59,7 +59,8 @@ def part_of_checkpoint(checkpoint: Path, given: str = "") -> TunedPart | None:
     dtype = getattr(torch, read_object(described / "config.json")["dtype"])
     values = dict(iter_weights(checkpoint, dtype))
     if settings:
-        shell = _shell(described, settings, known)
+        shell = empty(described)
+        adapters.attach_adapter(shell, settings, known)
         stored = adapters.stored_names(shell)
         # Beside it stand buffers, and what is tied under its second name: DeepSpeed takes neither for frozen.
         frozen = {*shell.state_dict()} - {*stored}
@@ -73,12 +74,11 @@ def part_of_checkpoint(checkpoint: Path, given: str = "") -> TunedPart | None:
 def part_of_adapter(folder: Path, given: str = "") -> TunedPart:
     """Return an adapter; `given` "" finds the base."""
     base = adapters.base_of_adapter(folder, given)
-    return TunedPart(
-        folder, adapters.read_settings(folder), read_base(folder), base, adapters.read_adapter_weights(folder)
-    )
+    settings, values = adapters.read_settings(folder), adapters.read_adapter_weights(folder)
+    return TunedPart(folder, settings, read_base(folder), base, values)
 
 
-def loaded(part: TunedPart) -> PreTrainedModel:
+def load_part(part: TunedPart) -> PreTrainedModel:
     """Return the model with what was trained in it or added to it, on the CPU."""
     dtype = next(iter(part.values.values())).dtype
     model = load_model(part.base, dtype=dtype)
@@ -116,8 +116,7 @@ def _with_trained(
     layers: dict[str, tuple[Any, dict[str, torch.Tensor]]] = {}
     whole = dict(part.values)
     if part.settings:
-        shell = _shell(part.base, part.settings, part.known or BaseModel(str(part.base), {}))
-        layers, whole = _by_weight(shell, part)
+        layers, whole = _by_weight(part)
         if apart := sorted({*layers, *whole} & {*tied, *tied.values()}):
             raise ConfigError(
                 "{folder} changes {names} alone, which in the model is one with another weight (tie_word_embeddings): "
@@ -134,7 +133,7 @@ def _with_trained(
             layer, added = layers[name]
             try:
                 yield name, lora.merge_lora(layer, value, added)
-            except ValueError as error:  # peft looks for what is no number
+            except ValueError as error:  # peft looks for NaN
                 raise CheckpointError("{name} is no number: the run had diverged.", name=name) from error
         else:
             yield name, whole.get(name, value)
@@ -144,17 +143,12 @@ def _with_trained(
         )
 
 
-def _shell(folder: Path, settings: dict[str, Any], base: BaseModel) -> PreTrainedModel:
-    """Return a directory's model with an adapter, both with empty parameters."""
-    model = empty(folder)
-    adapters.attach_adapter(model, settings, base)
-    return model
-
-
 def _by_weight(
-    shell: PreTrainedModel, part: TunedPart
+    part: TunedPart,
 ) -> tuple[dict[str, tuple[Any, dict[str, torch.Tensor]]], dict[str, torch.Tensor]]:
     """Return LoRA's layers with their additions, and what replaces weights, by the name of the weight."""
+    shell = empty(part.base)
+    adapters.attach_adapter(shell, part.settings, part.known or BaseModel(str(part.base), {}))
     stored = adapters.stored_names(shell)
     values = {name: part.values[stored_name] for name, stored_name in stored.items() if stored_name in part.values}
     layers: dict[str, tuple[Any, dict[str, torch.Tensor]]] = {}

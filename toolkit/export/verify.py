@@ -6,7 +6,7 @@ from pathlib import Path
 
 from toolkit.errors import CheckpointError, NotExportable, ProofDiffers
 from toolkit.export.checkpoint import is_custom, load_checkpoint
-from toolkit.export.merge import loaded, part_of_adapter
+from toolkit.export.merge import load_part, part_of_adapter
 from toolkit.messages import tr
 from toolkit.models import probe
 from toolkit.models.adapters import CONFIG, is_original_prefix
@@ -30,40 +30,50 @@ def verify_logits(folder: Path) -> str:
     if is_custom(folder):
         return tr("no forward: {reason}", reason=tr("it holds a custom model, which its program alone can build"))
     saved = probe.read(folder)
-    if (folder / "config.json").is_file():
+    is_model = (folder / "config.json").is_file()
+    if is_model:
         model = streamed_model(folder)
     elif (folder / CONFIG).is_file():
-        model = loaded(part_of_adapter(folder))
+        model = load_part(part_of_adapter(folder))
     else:
         try:
             model = load_checkpoint(folder)
         except NotExportable as error:
             return tr("no forward: {reason}", reason=error)
-    if (folder / "config.json").is_file() and (saved is None or not saved.logits.isfinite().all()):
+    if is_model and (saved is None or not saved.logits.isfinite().all()):
         deque(stream(folder)[1], maxlen=0)  # no forward pass reads it
     if saved is None:
         return tr("it loads; there is no probe to compare its logits with")
     if not saved.logits.isfinite().all():
         return tr("it loads; its logits were no numbers when it was saved: the model had diverged")
-    is_model = (folder / "config.json").is_file()
     found = probe.capture(model, saved.ids)
     if is_model and not found.logits.isfinite().all():  # a layer that is used elsewhere too
         found = probe.capture(load_model(folder), saved.ids)
     difference = probe.difference_of(found, saved)
     tolerance, wrong = _bounds(folder if is_model else None, found, saved, difference)
-    _judge(difference, tolerance, wrong)
-    return tr(
-        "forward: the logits are those of the save (difference {difference} of their spread, tolerance {tolerance})",
-        difference=f"{difference:.1e}",
-        tolerance=f"{tolerance:.2g}",
+    if difference <= tolerance:
+        return tr(
+            "forward: the logits are those of the save (difference {difference} of their spread, tolerance "
+            "{tolerance})",
+            difference=f"{difference:.1e}",
+            tolerance=f"{tolerance:.2g}",
+        )
+    shown = {"difference": f"{difference:.2g}", "tolerance": f"{tolerance:.2g}"}
+    if difference <= wrong:
+        raise ProofDiffers(
+            "the logits differ from those of the save by {difference} of their spread (tolerance {tolerance})", **shown
+        )
+    raise CheckpointError(  # nan too
+        "other weights than were saved: the logits differ by {difference} of their spread (tolerance {tolerance})",
+        **shown,
     )
 
 
 def _bounds(folder: Path | None, found: probe.Probe, saved: probe.Probe, difference: float) -> tuple[float, float]:
     """Return what a difference may be, and from what on the weights are wrong; see `probe.WRONG`.
 
-    In half precision and TF32 a model of a folder runs a second time, to learn how it rounds. Not one with experts: the
-    rounding of a router's logits may send a token to another expert, here or there.
+    In half precision and TF32 a model of a directory runs a second time, to learn how it rounds. Not one with experts:
+    the rounding of a router's logits may send a token to another expert, here or there.
     """
     kind = probe.coarser(found, saved)
     bounds = probe.TOLERANCES.get(kind, 0.0), probe.WRONG.get(kind, 0.0)
@@ -74,23 +84,3 @@ def _bounds(folder: Path | None, found: probe.Probe, saved: probe.Probe, differe
     if not math.isfinite(rounding):
         return bounds
     return probe.TIMES_ROUNDING * rounding, probe.TIMES_WRONG * rounding
-
-
-def _judge(difference: float, tolerance: float, wrong: float) -> None:
-    """Raise what a difference beyond the tolerance means; see `verify_logits`."""
-    if difference <= tolerance:
-        return
-    shown = {"difference": f"{difference:.2g}", "tolerance": f"{tolerance:.2g}"}
-    if difference <= wrong:
-        raise ProofDiffers(
-            tr(
-                "the logits differ from those of the save by {difference} of their spread (tolerance {tolerance})",
-                **shown,
-            )
-        )
-    raise CheckpointError(  # nan too
-        tr(
-            "other weights than were saved: the logits differ by {difference} of their spread (tolerance {tolerance})",
-            **shown,
-        )
-    )
