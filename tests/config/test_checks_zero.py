@@ -10,6 +10,7 @@ import pytest
 from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.zenflow.zenflow_config import ZenFlowConfig
 
+from toolkit.checkpoint.directory import RunState
 from toolkit.config import preflight
 from toolkit.config.load import LoadedConfig, load
 from toolkit.config.rules import check_rules
@@ -21,7 +22,7 @@ from toolkit.plan.memory import plan_rank
 from toolkit.plan.outline import published_models
 from toolkit.plan.parameters import shapes_of_config, tuned
 from toolkit.plan.search import overrides, with_layout
-from toolkit.train.resume import _check_states
+from toolkit.train.resume import _check_layout
 
 ZENFLOW = "zero=stage2_zenflow train.rehearse=false train.on_bad_step=stop batch.global_size=8"
 WHY = " cannot be with the other settings; docs/zero.md says why. Add "
@@ -195,11 +196,16 @@ def test_zenflow_of_another_json(tmp_path: Path) -> None:
     ],
 )
 def test_no_checkpoint_leads_into_or_out_of_it(zero: dict[str, Any], key: str, side: int) -> None:
-    pair: list[dict[str, Any]] = [{"zenflow": {"enabled": False}}, {}]
-    _check_states(*pair)
-    pair[side] = zero
+    pair: list[dict[str, Any]] = [{"zenflow": {"enabled": False}, "stage": 2}, {"stage": 2}]
+
+    def check() -> None:
+        before, now = ({"zero": one} for one in pair)
+        _check_layout(RunState(world_size=2, config=before), now, 2)
+
+    check()
+    pair[side] |= zero
     with pytest.raises(CheckpointError, match=f"a run with {key} = true cannot go on from a checkpoint"):
-        _check_states(*pair)
+        check()
 
 
 def test_plan_counts_what_is_added() -> None:

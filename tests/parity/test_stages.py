@@ -130,9 +130,9 @@ def test_what_cannot_be_cut_is_refused() -> None:
 @pytest.mark.parametrize(("stages", "ranks", "zero"), [(1, 4, 1), (2, 8, 1), (2, 4, 0)])
 def test_a_checkpoint_goes_on_in_its_own_layout_only(stages: int, ranks: int, zero: int) -> None:
     from toolkit.checkpoint.directory import RunState
-    from toolkit.train.resume import _check_pipeline
+    from toolkit.train.resume import _check_layout
 
     state = RunState(world_size=4, config={"parallel": {"pipeline": 2}, "zero": {"stage": 1}})
-    _check_pipeline(state, state.config, 4)
+    _check_layout(state, state.config, 4)
     with pytest.raises(CheckpointError, match=r"saved by 4 ranks in 2 pipeline stages under ZeRO-1"):
-        _check_pipeline(state, {"parallel": {"pipeline": stages}, "zero": {"stage": zero}}, ranks)
+        _check_layout(state, {"parallel": {"pipeline": stages}, "zero": {"stage": zero}}, ranks)

@@ -1,7 +1,4 @@
-"""How the engine's own files are written and read: errors are kept for all ranks to see, and nothing in them is run.
-
-Copies of what is saved, in host memory, made beside training: until an update, weights stay as they are.
-"""
+"""How the engine's own files are written, from copies made next to training, and read: nothing in them is run."""
 
 import copy
 import os
@@ -77,20 +74,17 @@ class EngineFiles(CheckpointEngine):
         """Write one file, or note what will be in it; DeepSpeed puts its config into each."""
         if "ds_config" in state_dict:
             state_dict = {**state_dict, "ds_config": hide_all(state_dict["ds_config"])}
-        if self.asynchronous:
-            self.copied.clear()
-            buffers = {state_dict["module"][name].data_ptr() for name in state_dict.get("buffer_names", ())}
-            self.unwritten.append((self.copies.copy(state_dict, buffers), path))
-            if self.copies_at_once:
-                self.copies.complete()
-        else:
+        if not self.asynchronous:
             self._write(state_dict, path)
+            return
+        self.copied.clear()
+        buffers = {state_dict["module"][name].data_ptr() for name in state_dict.get("buffer_names", ())}
+        self.unwritten.append((self.copies.copy(state_dict, buffers), path))
+        if self.copies_at_once:
+            self.copies.complete()
 
     def write(self) -> None:
-        """Copy what was noted and write it. Runs beside training.
-
-        Raises what a copy has failed with.
-        """
+        """Copy what was noted, or raise why not, and write it. Runs next to training."""
         try:
             self.copies.complete()
         finally:
@@ -129,7 +123,7 @@ class EngineFiles(CheckpointEngine):
 
 
 def unreadable_error(path: str | Path, error: Exception) -> CheckpointError:
-    """Return what to say of a file that cannot be read."""
+    """Return the error of a file that cannot be read."""
     text = str(error)
     if "Unsupported global" in text or "WeightsUnpickler" in text or "weights_only" in text.lower():
         reason = next((line.strip() for line in text.splitlines() if "GLOBAL" in line or "global" in line), text)
@@ -209,7 +203,13 @@ class HostCopies:
                 return value.to("cpu", copy=True)
             key = (value.data_ptr(), value.dtype, value.shape, value.stride())
             if key not in self.waiting:
-                self.waiting[key] = value, self._buffer_like(value)
+                if self.used == len(self.buffers):
+                    self.buffers.append(torch.empty(0))
+                buffer = self.buffers[self.used]
+                if buffer.shape != value.shape or buffer.dtype != value.dtype:
+                    buffer = self.buffers[self.used] = torch.empty_like(value, device="cpu")
+                self.waiting[key] = value, buffer
+                self.used += 1
             return self.waiting[key][1]
         if isinstance(value, dict):
             return type(value)((name, self.copy(item, at_once)) for name, item in value.items())
@@ -223,11 +223,3 @@ class HostCopies:
             for source, target in self.waiting.values():
                 target.copy_(source)
         self.waiting = {}
-
-    def _buffer_like(self, value: torch.Tensor) -> torch.Tensor:
-        place, self.used = self.used, self.used + 1
-        if place == len(self.buffers):
-            self.buffers.append(torch.empty_like(value, device="cpu"))
-        elif self.buffers[place].shape != value.shape or self.buffers[place].dtype != value.dtype:
-            self.buffers[place] = torch.empty_like(value, device="cpu")
-        return self.buffers[place]

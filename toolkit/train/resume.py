@@ -31,12 +31,7 @@ from toolkit.train.task import RunContext
 
 
 def trim_metrics(folder: Path, length: int) -> None:
-    """Put aside the rows of steps that are done again. For rank 0 only.
-
-    Args:
-        folder: the run folder.
-        length: bytes of metrics.jsonl when the checkpoint was saved.
-    """
+    """Move rows beyond `length` bytes of metrics.jsonl, of steps that are done again, to a file. For rank 0 only."""
     path = folder / "metrics.jsonl"
     if not path.exists() or path.stat().st_size <= length:
         return
@@ -51,14 +46,7 @@ def starting_state(
 ) -> RunState:
     """Return where the run begins, with everything in it that stays the same; put aside what is done again.
 
-    For rank 0 only.
-
-    Args:
-        cfg: checked config.
-        data: what the run learns from; see `identity`.
-        ranks: who this process is.
-        source: run directory, and what the run resumes from.
-        say: tells the user.
+    For rank 0 only. `data` is the `identity` of what the run learns from.
 
     Raises:
         ConfigError: the run computes something else than the one that saved the checkpoint.
@@ -75,14 +63,17 @@ def starting_state(
         trim_metrics(source.folder, 0)
         return RunState(**same)
     state = directory.read_run_state(source.checkpoint)
-    _check_tensor(state, config["parallel"]["tensor"], ranks.world_size)
+    _check_layout(state, config, ranks.world_size)
+    if _is_converted(state, cfg.zero.stage, ranks) and not OPTIMIZERS[cfg.optim.name].is_adam:
+        raise CheckpointError(
+            "the checkpoint was saved by {before} ranks under ZeRO-{stage}, and DeepSpeed can bring Adam's states "
+            "alone to others, not those of optim.name = {name}. Start with {before} ranks and zero.stage={stage}.",
+            before=state.world_size,
+            stage=_stage(state.config),
+            name=cfg.optim.name.value,
+        )
     changed = check_changes(hide_all(state.config), config, state.data, data, cfg.checkpoint.allow_changes)
-    _check_stages(_stage(state), config["zero"]["stage"])
-    _check_optimizer(state, cfg, ranks)
-    _check_pipeline(state, config, ranks.world_size)
-    _check_states(state.config["zero"], config["zero"])
-    same_run = source.checkpoint.parent.parent == source.folder
-    if same_run:
+    if source.checkpoint.parent.parent == source.folder:
         trim_metrics(source.folder, state.metrics_bytes)
     say(tr("Going on after step {step} from {checkpoint}.", step=f"{state.step:,}", checkpoint=source.checkpoint))
     if changed:
@@ -90,97 +81,67 @@ def starting_state(
     return replace(state, **same)
 
 
-def _stage(state: RunState) -> int:
-    return int(state.config["zero"]["stage"])
+def _stage(config: Mapping[str, Any]) -> int:
+    return int(config["zero"]["stage"])
 
 
 def _is_converted(saved: RunState, stage: int, ranks: Ranks) -> bool:
-    """Whether a checkpoint goes on through DeepSpeed's universal form: other ranks, or another stage."""
-    return _stage(saved) != stage or (saved.world_size != ranks.world_size and stage != 0)
+    """Whether a checkpoint is resumed through DeepSpeed's universal form: other ranks, or another stage."""
+    return _stage(saved.config) != stage or (saved.world_size != ranks.world_size and stage != 0)
 
 
-def _check_optimizer(state: RunState, cfg: RunConfig, ranks: Ranks) -> None:
-    """Refuse other ranks, or another stage, for states that DeepSpeed's universal form does not hold."""
-    if _is_converted(state, cfg.zero.stage, ranks) and not OPTIMIZERS[cfg.optim.name].is_adam:
-        raise CheckpointError(
-            "the checkpoint was saved by {before} ranks under ZeRO-{stage}, and DeepSpeed can bring Adam's states "
-            "alone to others, not those of optim.name = {name}. Start with {before} ranks and zero.stage={stage}.",
-            before=state.world_size,
-            stage=_stage(state),
-            name=cfg.optim.name.value,
-        )
-
-
-def _check_stages(before: int, now: int) -> None:
-    """Refuse a ZeRO stage that the files of a checkpoint cannot be brought into."""
-    if before != now and not convert.can_convert(before, now):
-        raise CheckpointError(
-            "the checkpoint was saved under ZeRO-{before}, which cannot go on under ZeRO-{now}: only the stages 1 "
-            "and 2 can change into each other. Start with zero.stage={before}, with any number of ranks.",
-            before=before,
-            now=now,
-        )
-
-
-def _check_tensor(state: RunState, now: int, world_size: int) -> None:
-    """Refuse what the parts of layers in a checkpoint cannot be brought into."""
-    before = int(state.config.get("parallel", {}).get("tensor", 1))
-    if before != now or (now > 1 and state.world_size != world_size):
+def _check_layout(saved: RunState, config: Mapping[str, Any], world_size: int) -> None:
+    """Reject stages, ranks and offloads to which the files of a checkpoint cannot be converted."""
+    (stage, tensor, pipeline), (now_stage, now_tensor, now_pipeline) = (
+        (_stage(one), *(int(one.get("parallel", {}).get(kind, 1)) for kind in ("tensor", "pipeline")))
+        for one in (saved.config, config)
+    )
+    if tensor != now_tensor or (now_tensor > 1 and saved.world_size != world_size):
         raise CheckpointError(
             "the checkpoint was saved by {ranks} ranks with parallel.tensor = {before}, and cannot go on with "
             "{now_ranks} and {now}: the parts of layers stay on as many ranks. Start as before, or begin another "
             "training with its weights (toolkit export-model).",
-            ranks=state.world_size,
-            before=before,
+            ranks=saved.world_size,
+            before=tensor,
             now_ranks=world_size,
-            now=now,
+            now=now_tensor,
         )
-
-
-def _check_pipeline(state: RunState, config: dict[str, Any], world_size: int) -> None:
-    """Refuse a layout that the files of a pipeline cannot be brought into, or into a pipeline."""
-    before, now = (int(one.get("parallel", {}).get("pipeline", 1)) for one in (state.config, config))
-    is_same = state.world_size == world_size and _stage(state) == config["zero"]["stage"]
-    if before == now and (now == 1 or is_same):
-        return
-    raise CheckpointError(
-        "the checkpoint was saved by {ranks} ranks in {before} pipeline stages under ZeRO-{zero}, and a pipeline's "
-        "goes on in the same way only: parallel.pipeline={before} zero.stage={zero} on {ranks} ranks. To train the "
-        "weights in another way begin another run with model.path=RUN/export.",
-        ranks=state.world_size,
-        before=before,
-        zero=_stage(state),
-    )
-
-
-def _check_states(before: dict[str, Any], now: dict[str, Any]) -> None:
-    """Refuse what keeps optimizer states where DeepSpeed's checkpoints (0.19.8) do not look for them."""
-    for zero in (before, now):
-        for name, section in (("zenflow", "zenflow.enabled"), ("offload_optimizer", "offload_optimizer.super_offload")):
-            if zero.get(name, {}).get(section.partition(".")[2]):
+    is_same = (pipeline, stage, saved.world_size) == (now_pipeline, now_stage, world_size)
+    if max(pipeline, now_pipeline) > 1 and not is_same:
+        raise CheckpointError(
+            "the checkpoint was saved by {ranks} ranks in {before} pipeline stages under ZeRO-{zero}, and a "
+            "pipeline's goes on in the same way only: parallel.pipeline={before} zero.stage={zero} on {ranks} ranks. "
+            "To train the weights in another way begin another run with model.path=RUN/export.",
+            ranks=saved.world_size,
+            before=pipeline,
+            zero=stage,
+        )
+    if stage != now_stage and not convert.can_convert(stage, now_stage):
+        raise CheckpointError(
+            "the checkpoint was saved under ZeRO-{before}, which cannot go on under ZeRO-{now}: only the stages 1 "
+            "and 2 can change into each other. Start with zero.stage={before}, with any number of ranks.",
+            before=stage,
+            now=now_stage,
+        )
+    for zero in (saved.config["zero"], config["zero"]):
+        for section, key in (("zenflow", "enabled"), ("offload_optimizer", "super_offload")):
+            if zero.get(section, {}).get(key):  # DeepSpeed 0.19.8 keeps states where its checkpoints do not look
                 raise CheckpointError(
                     "a run with {key} = true cannot go on from a checkpoint, nor another from its own: DeepSpeed "
                     "does not save a part of its optimizer's states. Take the weights alone: toolkit export-model, "
                     "then model.path=EXPORT under another run.name.",
-                    key=f"zero.{section}",
+                    key=f"zero.{section}.{key}",
                 )
 
 
 def resume_from(checkpointer: Checkpointer, checkpoint: Path, state: RunState, ranks: Ranks, seed: int) -> None:
-    """Put engine and random generators into the state of a checkpoint. A collective.
-
-    Args:
-        checkpointer: of the run's engine.
-        checkpoint: verified.
-        state: of `starting_state`.
-        ranks: who this process is.
-        seed: `run.seed`.
+    """Put engine and random generators into the state of a checkpoint, which `starting_state` returned. A collective.
 
     Raises:
         CheckpointError: it cannot be read.
     """
     saved = directory.read_run_state(checkpoint)
-    if _is_converted(saved, _stage(state), ranks):
+    if _is_converted(saved, _stage(state.config), ranks):
         checkpointer.load_universal(checkpoint)
     else:
         checkpointer.load(checkpoint)
@@ -195,11 +156,7 @@ def resume_from(checkpointer: Checkpointer, checkpoint: Path, state: RunState, r
 
 
 def rewind_to(run: RunContext, checkpoint: Path) -> RunState:
-    """Put a running run into the state of an earlier checkpoint, its metrics since then aside. A collective.
-
-    Args:
-        run: the run.
-        checkpoint: that the run saved or began with.
+    """Put a running run into the state of a checkpoint that it saved or began with. A collective.
 
     Raises:
         CheckpointError: if it cannot be read.
@@ -232,6 +189,11 @@ def _is_trained(key: str) -> bool:
     return influence_of(key, RunConfig) is Influence.trained
 
 
+def _is_below(key: str, names: Sequence[str]) -> bool:
+    """Whether a key is one of the names, or in a section of such a name."""
+    return any(key == name or key.startswith(f"{name}.") for name in names)
+
+
 def check_changes(
     before: Mapping[str, Any],
     now: Mapping[str, Any],
@@ -239,77 +201,55 @@ def check_changes(
     data_now: Mapping[str, str],
     allowed: Sequence[str],
 ) -> list[str]:
-    """Return a line for each difference.
+    """Return a line for each difference between the configs, and the data's fingerprints, of a checkpoint and this run.
 
-    Args:
-        before: config of the checkpoint.
-        now: config of this run.
-        data_before: fingerprints of the checkpoint.
-        data_now: fingerprints of this run.
-        allowed: `checkpoint.allow_changes`: keys and sections that may change all the same; `data` for the data.
+    `allowed` are the keys and sections of `checkpoint.allow_changes`; `data` stands for the data.
 
     Raises:
         ConfigError: something differs that changes what is computed, and is not allowed; or what is trained.
     """
-    found = differences(before, now)
-    lines = [f"  {key}: {_shown(old)} -> {_shown(new)}" for key, old, new in found]
-    refused = [
-        (key, line)
-        for (key, _, _), line in zip(found, lines, strict=True)
-        if not is_allowed_change(key) and not _is_allowed(key, allowed) and not (key == "model.path" and _is_part(now))
+    found = [
+        (key, old, new, f"  {key}: {_shortened(old)} -> {_shortened(new)}")
+        for key, old, new in differences(before, now)
     ]
-    _check_kept_states(found, lines, before)
-    other = [line for (key, old, _), line in zip(found, lines, strict=True) if _is_trained(key) and old is not None]
-    if other:
+    adams, optimizer = {"adam", "adamw"}, before.get("optim", {}).get("name")  # these two have the same states
+    other_states = [
+        line
+        for key, old, new, line in found
+        if (key == "optim.name" and not {optimizer, new} <= adams)
+        or (key in ("optim.decay", "optim.layer_lr_decay") and old is not None)  # older configs know no groups
+    ]
+    if other_states:
+        raise ConfigError(
+            "the checkpoint holds the states of another optimizer, or of other parameter groups:\n{changes}\nUndo "
+            "this, or start anew under another run.name, from model.path=RUN/export.",
+            changes="\n".join(other_states),
+        )
+    if others := [line for key, old, _, line in found if _is_trained(key) and old is not None]:
         raise ConfigError(
             "the checkpoint belongs to a run that trains other parameters:\n{changes}\nUndo this, or start anew "
             "under another run.name; from an adapter: tuning.adapter=RUN/export.",
-            changes="\n".join(other),
+            changes="\n".join(others),
         )
+    lines = [(key, line) for key, _, _, line in found]
     for name, fingerprint in data_now.items():
         if data_before.get(name) != fingerprint:
-            line = tr("  the prepared data: {name} is another one", name=name)
-            lines.append(line)
-            if not _is_allowed("data", allowed):
-                refused.append(("data", line))
+            lines.append(("data", tr("  the prepared data: {name} is another one", name=name)))
+    # Where a part of the model is trained, base.json in the checkpoint tells whether the rest is the same.
+    is_part = now.get("tuning", {}).get("method", "full") != "full"
+    free = [*allowed, "model.path"] if is_part else allowed
+    refused = [(key, line) for key, line in lines if not is_allowed_change(key) and not _is_below(key, free)]
     if refused:
-        keys = list(dict.fromkeys(key for key, _ in refused))
         raise ConfigError(
             "the checkpoint belongs to a run that computes something else:\n{changes}\nUndo this, or allow it: "
             "checkpoint.allow_changes=[{keys}]; or start anew under another run.name.",
             changes="\n".join(dict.fromkeys(line for _, line in refused)),
-            keys=",".join(keys),
+            keys=",".join(dict.fromkeys(key for key, _ in refused)),
         )
-    return lines
+    return [line for _, line in lines]
 
 
-def _check_kept_states(found: Sequence[tuple[str, Any, Any]], lines: Sequence[str], before: Mapping[str, Any]) -> None:
-    """Refuse states that the optimizer cannot read; adam and adamw have the same, and older configs know no groups."""
-    adams, name = {"adam", "adamw"}, before.get("optim", {}).get("name")
-    other = [
-        line
-        for (key, old, now), line in zip(found, lines, strict=True)
-        if (key == "optim.name" and not {name, now} <= adams)
-        or (key in ("optim.decay", "optim.layer_lr_decay") and old is not None)
-    ]
-    if other:
-        raise ConfigError(
-            "the checkpoint holds the states of another optimizer, or of other parameter groups:\n{changes}\nUndo "
-            "this, or start anew under another run.name, from model.path=RUN/export.",
-            changes="\n".join(other),
-        )
-
-
-def _is_part(config: Mapping[str, Any]) -> bool:
-    """Whether a part of the model is trained: base.json in the checkpoint tells then whether the rest is the same."""
-    return bool(config.get("tuning", {}).get("method", "full") != "full")
-
-
-def _is_allowed(key: str, allowed: Sequence[str]) -> bool:
-    return any(key == name or key.startswith(f"{name}.") for name in allowed)
-
-
-def _shown(value: Any) -> str:
+def _shortened(value: Any) -> str:
     text = str(value)
     return text if len(text) <= 80 else text[:77] + "..."
 
@@ -343,7 +283,7 @@ def check_settings(cfg: RunConfig) -> None:
 
 def _settings(cfg: RunConfig) -> dict[str, str]:
     """Return the config by key, without secrets, and digests of the directories that it names."""
-    values = {key: value for key, value in _leaves(to_dict(cfg), "") if not _is_allowed(key, MAY_DIFFER)}
+    values = {key: value for key, value in _leaves(to_dict(cfg), "") if not _is_below(key, MAY_DIFFER)}
     for key, path_key in _FOLDERS.items():
         folder = Path(json.loads(values.get(key, '""')))
         if folder.name and folder.is_dir():
