@@ -6,6 +6,7 @@ checkpoint are quick. Here is also which checkpoints are published, outdated, re
 
 import json
 import os
+import re
 import shutil
 import zipfile
 from collections.abc import Callable, Collection, Mapping
@@ -23,6 +24,7 @@ LATEST, GOOD = "latest", "good"
 """Files that name a checkpoint: the newest, and the newest that a good step has followed."""
 _PREFIX = "step-"
 _WEIGHTS = "-weights"
+_NAME = re.compile(rf"{_PREFIX}(\d+)({_WEIGHTS})?")
 _TRASH = ".trash"
 
 
@@ -31,35 +33,29 @@ def checkpoint_name(step: int) -> str:
     return f"{_PREFIX}{step}"
 
 
-def step_of(folder: Path) -> int | None:
-    """Return the step of a published checkpoint's name, None for anything else."""
-    digits = folder.name.removeprefix(_PREFIX)
-    return int(digits) if folder.name.startswith(_PREFIX) and digits.isdecimal() else None
-
-
-def published_checkpoints(checkpoints: Path) -> list[Path]:
-    """Return the checkpoints that are there, newest step first. By step, never by time: clocks jump."""
-    if not checkpoints.is_dir():
-        return []
-    found = [(step, path) for path in checkpoints.iterdir() if (step := step_of(path)) is not None and path.is_dir()]
-    return [path for _, path in sorted(found, reverse=True)]
-
-
 def weights_of(checkpoint: Path) -> Path:
-    """Return the place of the weights that stay when a checkpoint goes: an export, nothing to go on from."""
+    """Return the path of the weights that stay when a checkpoint goes: an export, which cannot be resumed."""
     return checkpoint.with_name(checkpoint.name + _WEIGHTS)
 
 
+def step_of(folder: Path) -> int:
+    """Return the step of a published checkpoint's name, or of its weights', -1 for anything else."""
+    found = _NAME.fullmatch(folder.name)
+    return int(found[1]) if found else -1
+
+
+def published_checkpoints(checkpoints: Path, suffix: str = "") -> list[Path]:
+    """Return the checkpoints that are there, newest step first. By step, never by time: clocks jump."""
+    if not checkpoints.is_dir():
+        return []
+    names = {path: _NAME.fullmatch(path.name) for path in checkpoints.iterdir()}
+    found = [path for path, name in names.items() if name and (name[2] or "") == suffix and path.is_dir()]
+    return sorted(found, key=step_of, reverse=True)
+
+
 def weights_only(checkpoints: Path) -> list[Path]:
-    """Return those that are there, newest step first."""
-    found = [(step, path) for path in checkpoints.glob(f"{_PREFIX}*{_WEIGHTS}") if (step := step_of_any(path)) >= 0]
-    return [path for _, path in sorted(found, reverse=True)]
-
-
-def step_of_any(folder: Path) -> int:
-    """Return the step of a checkpoint or of its weights, -1 for anything else."""
-    step = step_of(folder.with_name(folder.name.removesuffix(_WEIGHTS)))
-    return -1 if step is None else step
+    """Return the weights that stayed of checkpoints, newest step first."""
+    return published_checkpoints(checkpoints, _WEIGHTS)
 
 
 def newest_complete(checkpoints: Path, say: Callable[[str], None]) -> Path | None:
@@ -126,16 +122,15 @@ def outdated_checkpoints(checkpoints: Path, keep: int, also: Collection[Path] = 
 def remove_old(
     checkpoints: Path, keep: int, also: Collection[Path] = (), most_bytes: float = 0, keep_weights: int = 0
 ) -> None:
-    """Remove all but the newest checkpoints.
+    """Remove all but the newest `keep` checkpoints (0: none) and others, `also`, that stay, such as the best.
 
-    `keep`: how many stay, 0 keeps all; `also`: others that stay, such as the best; `most_bytes`: room for all together,
-    weights alone included: the oldest go first, the newest and `also` never, 0 is no limit; `keep_weights`: how many
-    weights alone stay, 0 and -1 remove none.
+    `most_bytes`: room for all together, weights alone included: the oldest go first, the newest and `also` never, 0 is
+    no limit; `keep_weights`: how many weights alone stay, 0 and -1 remove none.
     """
     complete, light = published_checkpoints(checkpoints), weights_only(checkpoints)
     old = {*outdated_checkpoints(checkpoints, keep, also), *(light[keep_weights:] if keep_weights > 0 else ())}
     taken = 0
-    for folder in sorted([*complete, *light], key=step_of_any, reverse=True):
+    for folder in sorted([*complete, *light], key=step_of, reverse=True):
         size = _directory_bytes(folder) if most_bytes else 0
         has_no_room = most_bytes and taken + size > most_bytes and folder not in (*complete[:1], *also)
         if folder in old or has_no_room:
@@ -158,11 +153,9 @@ def discard_checkpoint(folder: Path) -> Path | None:
 
     Returns its new name, which `empty_trash` knows; None if it is not there any more.
     """
-    trash = unused_path(folder.with_name(folder.name + _TRASH))
-    try:
-        return folder.rename(trash)
-    except FileNotFoundError:
-        return None
+    with suppress(FileNotFoundError):
+        return folder.rename(unused_path(folder.with_name(folder.name + _TRASH)))
+    return None
 
 
 def remove_directory(folder: Path) -> None:
@@ -180,7 +173,7 @@ def empty_trash(checkpoints: Path) -> None:
 def move_aside_after(checkpoint: Path) -> None:
     """Rename what a run has saved after a checkpoint, from which it now goes another way."""
     for path in [*published_checkpoints(checkpoint.parent), *weights_only(checkpoint.parent)]:
-        if step_of_any(path) > step_of_any(checkpoint):
+        if step_of(path) > step_of(checkpoint):
             with suppress(FileNotFoundError):  # it was old enough to be removed meanwhile
                 path.rename(unused_path(path.with_name(path.name + ".replaced")))
 
@@ -239,7 +232,7 @@ def write_manifest(folder: Path, files: Mapping[str, FileRecord], facts: Mapping
     manifest = {
         "format": FORMAT,
         **facts,
-        "files": {name: {"size_bytes": files[name].size_bytes, "sha256": files[name].sha256} for name in sorted(files)},
+        "files": {name: asdict(files[name]) for name in sorted(files)},
     }
     path = folder / MANIFEST
     path.write_text(json.dumps(manifest, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
@@ -254,15 +247,13 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         PermissionError: this user may not read it, which says nothing about the checkpoint.
     """
     try:
-        found = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+        found: dict[str, Any] = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+        if not isinstance(found, dict) or not isinstance(found.get("files"), dict):
+            raise ValueError(tr("its manifest lists no files"))
     except PermissionError:
         raise
     except (OSError, ValueError) as error:
         raise CheckpointError("{folder} is no whole checkpoint: {reason}.", folder=folder, reason=_why(error)) from None
-    if not isinstance(found, dict) or not isinstance(found.get("files"), dict):
-        raise CheckpointError(
-            "{folder} is no whole checkpoint: {reason}.", folder=folder, reason=tr("its manifest lists no files")
-        )
     if found.get("format") != FORMAT:
         raise CheckpointError(
             "{folder} was written by another version of this toolkit (format {found}, here {known}).",
@@ -283,19 +274,8 @@ def manifest_problems(folder: Path) -> list[str]:
         files = read_manifest(folder)["files"]
     except CheckpointError as error:
         return [str(error)]
-    wrong = []
-    listed = []
-    for name, known in files.items():
-        if not _stays_inside(folder, name):
-            wrong.append(tr("{name}: this path leads out of the checkpoint", name=name))
-        elif not isinstance(known, dict):
-            wrong.append(tr("{name}: the manifest says nothing of it", name=name))
-        else:
-            listed.append((name, known))
-    workers = min(8, os.cpu_count() or 1)
-    with ThreadPoolExecutor(workers) as pool:  # hashing lets other threads run
-        found = pool.map(lambda one: _problem(folder, *one), listed)
-        wrong += [problem for problem in found if problem]
+    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:  # hashing lets other threads run
+        wrong = [problem for problem in pool.map(lambda one: _problem(folder, *one), files.items()) if problem]
     for path in folder.rglob("*"):
         name = path.relative_to(folder).as_posix()
         if (path.suffix in _LOADED or path.is_symlink()) and name != MANIFEST and name not in files:
@@ -303,14 +283,16 @@ def manifest_problems(folder: Path) -> list[str]:
     return wrong
 
 
-def _problem(folder: Path, name: str, known: Mapping[str, Any]) -> str:
-    path = folder / name
+def _problem(folder: Path, name: str, known: Any) -> str:
+    if not _stays_inside(folder, name):
+        return tr("{name}: this path leads out of the checkpoint", name=name)
+    if not isinstance(known, dict):
+        return tr("{name}: the manifest says nothing of it", name=name)
+    path, expected = folder / name, known.get("size_bytes")
     try:
         size = path.stat().st_size
-        if size != known.get("size_bytes"):
-            return tr(
-                "{name}: {size} bytes instead of {expected}", name=name, size=size, expected=known.get("size_bytes")
-            )
+        if size != expected:
+            return tr("{name}: {size} bytes instead of {expected}", name=name, size=size, expected=expected)
         if sha256(path) != known.get("sha256"):
             return tr("{name}: its content is not what was written", name=name)
     except PermissionError:
@@ -325,12 +307,7 @@ def _stays_inside(folder: Path, name: str) -> bool:
     path = PurePosixPath(name)
     if path.is_absolute() or ".." in path.parts or not path.parts or "\0" in name:
         return False
-    place = folder
-    for part in path.parts:
-        place = place / part
-        if place.is_symlink():
-            return False
-    return True
+    return not any((folder / part).is_symlink() for part in (path, *path.parents[:-1]))
 
 
 def _why(error: Exception) -> str:

@@ -44,13 +44,13 @@ def _found(path: Path) -> list[Path]:
     """Return what there is to verify, oldest first."""
     if not path.is_dir():
         return []
-    is_one = directory.step_of_any(path.absolute()) >= 0  # by its name, though it has lost its manifest
+    is_one = directory.step_of(path.absolute()) >= 0  # by its name, though it has lost its manifest
     if is_one or (path / directory.MANIFEST).exists() or (path / "config.json").exists():
         return [path]
     checkpoints = path / "checkpoints" if (path / "checkpoints").is_dir() else path
     both = [*directory.published_checkpoints(checkpoints), *directory.weights_only(checkpoints)]
     models = [path / name for name in ("base", "export", "merged", "official") if (path / name).is_dir()]
-    return [*sorted(both, key=directory.step_of_any), *models]
+    return [*sorted(both, key=directory.step_of), *models]
 
 
 def _is_whole(folder: Path, forward: bool) -> bool:

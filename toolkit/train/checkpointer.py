@@ -125,12 +125,10 @@ class Rotation:
     def _waiting(self, outdated: list[Path]) -> list[Path]:
         """Return which of the checkpoints that may go must stay until their weights are next to them, newest first."""
         there = directory.weights_only(self.folder)
-        steps = sorted({directory.step_of_any(path) for path in (*outdated, *there)}, reverse=True)
+        steps = sorted({directory.step_of(path) for path in (*outdated, *there)}, reverse=True)
         wanted = steps if self.config.keep_weights < 0 else steps[: self.config.keep_weights]
         return [
-            path
-            for path in outdated
-            if directory.step_of_any(path) in wanted and directory.weights_of(path) not in there
+            path for path in outdated if directory.step_of(path) in wanted and directory.weights_of(path) not in there
         ]
 
 

@@ -281,7 +281,7 @@ def check_repeated_death(folder: Path, step: int) -> None:
 def newest_step(folder: Path) -> int:
     """Return the step of a run's newest checkpoint, 0 if there is none; whether it is whole is not looked at."""
     found = directory.published_checkpoints(folder / "checkpoints")
-    return (directory.step_of(found[0]) or 0) if found else 0
+    return directory.step_of(found[0]) if found else 0
 
 
 def reached_step(folder: Path) -> int:
