@@ -14,15 +14,10 @@ if TYPE_CHECKING:
     from toolkit.models.save import save_model as save_model
     from toolkit.models.tokenizer import load_tokenizer as load_tokenizer
 
-_HOMES = {
-    "load_chat_encoder": "toolkit.models.chat",
-    "load_model": "toolkit.models.load",
-    "load_tokenizer": "toolkit.models.tokenizer",
-    "save_model": "toolkit.models.save",
-}
+_MODULES = {"load_chat_encoder": "chat", "load_model": "load", "load_tokenizer": "tokenizer", "save_model": "save"}
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
+    if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(_HOMES[name]), name)
+    return getattr(import_module(f"toolkit.models.{_MODULES[name]}"), name)

@@ -1,29 +1,25 @@
 """Adapters: from `tuning` to a model of which a part is trained, as directories, and the base model that they fit.
 
 `apply_tuning` is one function for every method; the loop knows none of them. A base model is recognised by a few of its
-numbers, taken from parameters under transformers' names, so that they are the same for an official folder and for one
-that was converted from it, and but for rounding in any precision.
+numbers, taken from parameters under transformers' names, so that they are the same for an official directory and for
+one that was converted from it, and but for rounding in any precision.
 
-Directories have peft's layout for LoRA and prompt tuning, the ChatGLM repositories' names for P-Tuning v2.
-
-`adapter_config.json` and `adapter_model.safetensors`, and beside them base.json, which tells the model they stand on.
-
-
-Regular expressions in adapter_config.json: peft (0.21) runs whatever is written there, and one may take years.
+Directories have peft's layout for LoRA and prompt tuning, the ChatGLM repositories' names for P-Tuning v2:
+`adapter_config.json` and `adapter_model.safetensors`, and next to them base.json, which identifies the base model.
 """
 
 import json
 import re
 import subprocess
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from peft import LoraConfig, PromptTuningConfig, get_peft_model_state_dict
+from peft import LoraConfig, PeftConfig, PromptTuningConfig, get_peft_model_state_dict
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from toolkit.children import run
@@ -33,8 +29,7 @@ from toolkit.errors import BaseMissing, ConfigError, ModelError
 from toolkit.messages import tr
 from toolkit.models import lora
 from toolkit.models.directory import check_sizes, read_object
-from toolkit.models.lora import freeze
-from toolkit.models.prompt_tuning import PREFIX, SoftPrompt, attach_prefix, attach_prompt, prefix_for
+from toolkit.models.prompt_tuning import PREFIX, SoftPrompt, attach_prefix, attach_prompt
 from toolkit.models.weights import full_params, read_tensors
 from toolkit.outside import json_object, reading
 from toolkit.plan.parameters import ALL_LINEAR
@@ -63,27 +58,19 @@ class BaseModel:
 
 
 def base_of(model: PreTrainedModel, path: Path) -> BaseModel:
-    """Return what tells a model again. A collective under ZeRO-3.
-
-    The model is as loaded, from `path`.
-    """
+    """Return what identifies a model, as loaded from `path`. A collective under ZeRO-3."""
     parameters = sorted(model.named_parameters(), key=lambda one: one[0])
-    chosen = _spread(parameters, _PARAMETERS)
+    indices = torch.linspace(0, len(parameters) - 1, min(_PARAMETERS, len(parameters))).round().long().tolist()
+    chosen = [parameters[index] for index in dict.fromkeys(indices)]  # from the first to the last
     return BaseModel(hide(str(path.absolute())), {name: fingerprint_of(parameter) for name, parameter in chosen})
-
-
-def _spread(values: Sequence[Any], count: int) -> list[Any]:
-    """Return some of a sequence, from the first to the last."""
-    places = torch.linspace(0, len(values) - 1, min(count, len(values))).round().long().tolist()
-    return [values[place] for place in dict.fromkeys(places)]
 
 
 def fingerprint_of(parameter: torch.Tensor) -> list[float]:
     """Return some of a parameter's numbers, from all over it."""
     with full_params([parameter]):
         flat = parameter.detach().flatten()
-        places = torch.linspace(0, flat.numel() - 1, _NUMBERS, dtype=torch.float64).long()
-        return [float(value) for value in flat[places.to(flat.device)].float()]
+        indices = torch.linspace(0, flat.numel() - 1, _NUMBERS, dtype=torch.float64).long()
+        return [float(value) for value in flat[indices.to(flat.device)].float()]
 
 
 def read_base(folder: Path) -> BaseModel | None:
@@ -96,7 +83,7 @@ def read_base(folder: Path) -> BaseModel | None:
 
 
 def check_base(known: BaseModel, found: BaseModel, folder: object) -> None:
-    """Refuse a model that is not the one that was trained on.
+    """Reject a model that is not the one that was trained on.
 
     `known`: what was trained on; `found`: what is to be used now; `folder`: what was trained, for the message.
     """
@@ -105,12 +92,12 @@ def check_base(known: BaseModel, found: BaseModel, folder: object) -> None:
 
 
 def check_numbers(known: BaseModel, name: str, found: list[float], path: object, folder: object) -> None:
-    """Refuse a model of which one parameter differs; see `check_base`.
-
-    `known`: what was trained on; `found`: of `numbers_of`.
-    """
+    """Reject a model of which one parameter differs; see `check_base`. `found`: its `fingerprint_of`."""
     numbers = known.numbers[name]
-    if len(found) != len(numbers) or not all(map(_close, numbers, found)):
+    if len(found) != len(numbers) or any(
+        not abs(one - other) <= _ROUNDING * max(abs(one), abs(other)) + 1e-6
+        for one, other in zip(numbers, found, strict=True)
+    ):
         raise ModelError(
             "{folder} was trained on another model than {path}: {name} differs. It was trained on {known}; set "
             "model.path to that model.",
@@ -121,12 +108,8 @@ def check_numbers(known: BaseModel, name: str, found: list[float], path: object,
         )
 
 
-def _close(one: float, other: float) -> bool:
-    return abs(one - other) <= _ROUNDING * max(abs(one), abs(other)) + 1e-6
-
-
 def find_base(folder: Path, given: str = "") -> Path:
-    """Return the folder of the model that something was trained on.
+    """Return the directory of the model that something was trained on.
 
     `folder` is an adapter or a checkpoint's description, with base.json. `given`: where the user says the base is; ""
     looks where it was, and in the run directory.
@@ -186,7 +169,7 @@ def trained_names(model: PreTrainedModel) -> list[str]:
 
 
 def base_numbers(model: PreTrainedModel) -> dict[str, list[float]]:
-    """Return the numbers of `Base`, of the base as it is in memory now. A collective under ZeRO-3.
+    """Return the numbers of `BaseModel`, of the base as it is in memory now. A collective under ZeRO-3.
 
     Without those of parameters that are quantised or divided by tensor parallelism: they are not the base's own.
     """
@@ -222,7 +205,7 @@ _OUTSIDE = (
 
 
 def is_adapter(path: Path) -> bool:
-    """Whether a path is an adapter's folder, or a P-Tuning v2 checkpoint of the ChatGLM repositories."""
+    """Whether a path is an adapter's directory, or a P-Tuning v2 checkpoint of the ChatGLM repositories."""
     return (path / CONFIG).is_file() or is_original_prefix(path)
 
 
@@ -252,11 +235,7 @@ def read_settings(folder: Path) -> dict[str, Any]:
 
 
 def base_of_adapter(folder: Path, given: str = "") -> Path:
-    """Return the folder of the model that an adapter was trained on; see `find_base`.
-
-    Raises:
-        BaseMissing: the model is nowhere.
-    """
+    """Return the directory of the model that an adapter was trained on; see `find_base`."""
     settings = read_settings(folder)
     if not given and read_base(folder) is None:  # peft's own file names the base too
         given = str(settings.get("base_model_name_or_path") or "")
@@ -279,28 +258,6 @@ def prefix_settings(num_tokens: int, projection: bool, base: str) -> dict[str, A
     }
 
 
-def prompt_settings(model: PreTrainedModel, num_tokens: int, base: str) -> dict[str, Any]:
-    """Return peft's adapter_config.json of a learned prompt."""
-    return as_json(
-        PromptTuningConfig(
-            task_type="CAUSAL_LM",
-            base_model_name_or_path=base,
-            num_virtual_tokens=num_tokens,
-            token_dim=model.config.hidden_size,
-            num_layers=model.config.num_hidden_layers,
-            num_attention_heads=model.config.num_attention_heads,
-            num_transformer_submodules=1,
-        )
-    )
-
-
-def as_json(config: Any) -> dict[str, Any]:
-    """Return a peft config as its adapter_config.json, for use."""
-    values = config.to_dict() | {"inference_mode": True}
-    plain: dict[str, Any] = json.loads(json.dumps(values, default=sorted))  # sets become lists
-    return plain
-
-
 def attach_adapter(
     model: PreTrainedModel,
     settings: dict[str, Any],
@@ -315,12 +272,10 @@ def attach_adapter(
     On the meta device the adapter is too. `ds_config` where parameters are partitioned.
     """
     method, settings = method_of(settings), settings | {"base_model_name_or_path": base.path}
-    place = torch.device("meta") if model.device.type == "meta" else nullcontext()
     model.requires_grad_(False)
-    with place:
+    with torch.device("meta") if model.device.type == "meta" else nullcontext():
         if method is TuningMethod.ptuning_v2:
-            encoder = prefix_for(model, settings["pre_seq_len"], settings["prefix_projection"], dropout)
-            attach_prefix(model, encoder.to(model.dtype))
+            attach_prefix(model, settings["pre_seq_len"], settings["prefix_projection"], dropout)
         elif method is TuningMethod.prompt:
             shape = settings["num_virtual_tokens"], settings["token_dim"]
             attach_prompt(model, SoftPrompt(torch.zeros(shape, dtype=model.dtype)))
@@ -344,10 +299,7 @@ def load_adapter(
     dropout: float = 0.0,
     ds_config: dict[str, Any] | None = None,
 ) -> None:
-    """Put a trained adapter into the model that it was trained on; see `attach`.
-
-    `ds_config` where the model's parameters are partitioned.
-    """
+    """Put a trained adapter into the model that it was trained on; see `attach_adapter`."""
     settings, known = read_settings(folder), read_base(folder)
     if known is not None:
         check_base(known, base, folder)
@@ -405,45 +357,50 @@ def apply_tuning(
             tr("ChatGLM-6B finds its positions from its tokens, among which a learned prompt has none: use ptuning_v2.")
         )
     if method is TuningMethod.qlora:
-        from toolkit.models.lora import quantize
-
-        quantize(model)
+        lora.quantize(model)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         if config.adapter:
-            _go_on_from(model, config, known, ds_config)
+            folder = Path(config.adapter)
+            found = method_of(read_settings(folder))
+            if found is not (TuningMethod.lora if method is TuningMethod.qlora else method):
+                raise ConfigError(
+                    "tuning.adapter = {folder} is an adapter of tuning={found}, not of tuning={wanted}.",
+                    folder=folder,
+                    found=found.value,
+                    wanted=method.value,
+                )
+            load_adapter(model, folder, known, dropout=config.dropout, ds_config=ds_config)
         elif method is TuningMethod.freeze:
-            freeze(model, config)
+            lora.freeze(model, config)
             model.tuned = AdapterState(method, {}, known)
         else:
-            settings = _settings(model, config, known.path)
+            settings = _new_settings(model, config, known.path)
             attach_adapter(model, settings, known, dropout=config.dropout, ds_config=ds_config)
             if method is TuningMethod.prompt:
                 model.soft_prompt.embedding.weight.data.copy_(_prompt_values(model, config, tokenizer))
 
 
-def _settings(model: PreTrainedModel, config: TuningConfig, base: str) -> dict[str, Any]:
-    """Return adapter_config.json of an adapter that is begun."""
+def _new_settings(model: PreTrainedModel, config: TuningConfig, base: str) -> dict[str, Any]:
+    """Return adapter_config.json of an adapter that training begins with."""
+    settings: PeftConfig
     if config.method is TuningMethod.ptuning_v2:
         return prefix_settings(config.num_tokens, config.projection, base)
     if config.method is TuningMethod.prompt:
-        return prompt_settings(model, config.num_tokens, base)
-    return as_json(lora.lora_config(model, config, base))
-
-
-def _go_on_from(
-    model: PreTrainedModel, config: TuningConfig, base: BaseModel, ds_config: dict[str, Any] | None
-) -> None:
-    folder = Path(config.adapter)
-    found = method_of(read_settings(folder))
-    if found is not (TuningMethod.lora if config.method is TuningMethod.qlora else config.method):
-        raise ConfigError(
-            "tuning.adapter = {folder} is an adapter of tuning={found}, not of tuning={wanted}.",
-            folder=folder,
-            found=found.value,
-            wanted=config.method.value,
+        settings = PromptTuningConfig(
+            task_type="CAUSAL_LM",
+            base_model_name_or_path=base,
+            num_virtual_tokens=config.num_tokens,
+            token_dim=model.config.hidden_size,
+            num_layers=model.config.num_hidden_layers,
+            num_attention_heads=model.config.num_attention_heads,
+            num_transformer_submodules=1,
         )
-    load_adapter(model, folder, base, dropout=config.dropout, ds_config=ds_config)
+    else:
+        settings = lora.lora_config(model, config, base)
+    values = settings.to_dict() | {"inference_mode": True}
+    plain: dict[str, Any] = json.loads(json.dumps(values, default=sorted))  # sets become lists
+    return plain
 
 
 def _prompt_values(model: PreTrainedModel, config: TuningConfig, tokenizer: PreTrainedTokenizerBase) -> torch.Tensor:
@@ -453,11 +410,11 @@ def _prompt_values(model: PreTrainedModel, config: TuningConfig, tokenizer: PreT
         ids = tokenizer(config.init_text, add_special_tokens=False)["input_ids"]
         if not ids:
             raise ConfigError("tuning.init_text = '{text}' holds no token.", text=config.init_text)
-        places = torch.tensor((ids * (number // len(ids) + 1))[:number])
+        chosen = torch.tensor((ids * (number // len(ids) + 1))[:number])
     else:
-        places = torch.randint(len(tokenizer), (number,))
+        chosen = torch.randint(len(tokenizer), (number,))
     with full_params([embedding.weight]):
-        return embedding.weight.detach()[places.to(embedding.weight.device)].cpu()
+        return embedding.weight.detach()[chosen.to(embedding.weight.device)].cpu()
 
 
 _MATCHING_S = 20.0
@@ -503,12 +460,11 @@ def with_names(settings: dict[str, Any], modules: Iterable[str]) -> dict[str, An
     adapter_config.json, `modules` the names of the model's. An expression that is damaged, takes too long, or matches
     nothing is an error.
     """
-    names: list[str] = []
+    names = [name for name in modules if name]
     for key in _EXPRESSIONS:
-        value = settings.get(key)
-        if isinstance(value, str) and value != ALL_LINEAR:
-            names = names or [name for name in modules if name]
-            settings = settings | {key: _matching(key, value, names)}
+        expression = settings.get(key)
+        if isinstance(expression, str) and expression != ALL_LINEAR:
+            settings = settings | {key: _matching(key, expression, names)}
     return settings
 
 

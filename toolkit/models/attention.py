@@ -1,8 +1,8 @@
-"""Attention over rows that hold several samples: none of them sees another.
+"""Attention over rows that hold several samples (packed sequences): no sample sees another.
 
 `varlen` is an attention implementation for transformers' models: it treats each sample of a packed row for itself, on
-GPUs with PyTorch's kernel for variable lengths, elsewhere one after another. `sdpa` and `eager` take a mask of blocks
-instead: right everywhere, but they compute all pairs of a row.
+GPUs with PyTorch's kernel for variable lengths, elsewhere one after another. `sdpa` and `eager` take a block-diagonal
+mask instead: right everywhere, but they compute all pairs of a row.
 """
 
 from collections.abc import Callable
@@ -32,7 +32,7 @@ token of another sample in one layer. Nothing smaller than rounding can be found
 
 
 def trains_on_gpu() -> bool:
-    """Whether the device of a run is an NVIDIA GPU, though there may be one beside it that is left alone."""
+    """Whether the device of a run is an NVIDIA GPU; a run on CPUs leaves a GPU that is there alone."""
     from deepspeed.accelerator import get_accelerator  # speaks on stdout where it has to find out, so not before
 
     return bool(get_accelerator().device_name() == "cuda")
@@ -79,7 +79,17 @@ def check_isolation(
     """
     batch = isolation_rows(vocab_size)
     first, second = 12, 20
-    logits = forward(batch) if forward is not None else _logits(engine, batch, device, name)
+    try:
+        logits = forward(batch) if forward is not None else evaluate_logits(engine, batch, device)
+    except (ValueError, TypeError, IndexError, RuntimeError) as error:
+        if forward is not None:
+            raise
+        raise ModelError(
+            "{name} cannot be trained on packed rows: it cannot do with what keeps their samples apart ({reason}). "
+            "Use data.packing=grouped.",
+            name=name,
+            reason=str(error).split("\n")[0],
+        ) from error
     after_other, after_third, alone = logits[0, first:], logits[1, first:], logits[2, :second]
     changes = torch.stack([(after_other - other).square().mean(-1).sqrt().max() for other in (after_third, alone)])
     change = float(changes.max() / after_other.std())
@@ -94,33 +104,20 @@ def check_isolation(
         )
 
 
-def _logits(engine: torch.nn.Module, batch: dict[str, torch.Tensor], device: torch.device, name: str) -> torch.Tensor:
+def evaluate_logits(engine: torch.nn.Module, batch: dict[str, torch.Tensor], device: torch.device) -> torch.Tensor:
+    """Return the logits of rows in evaluation mode, float32 [B, S, V]. A collective under ZeRO-3."""
     given = {key: tensor.to(device) for key, tensor in batch.items()}
     module = getattr(engine, "module", engine)
     was_training = module.training
     module.eval()
-    logits = _packed_logits(engine, given, name)
+    with torch.no_grad():
+        logits: torch.Tensor = engine(
+            input_ids=given["input_ids"],
+            position_ids=given["position_ids"],
+            use_cache=False,
+            **attention_arguments(module, given),
+        ).logits
     module.train(was_training)
-    return logits
-
-
-def _packed_logits(engine: torch.nn.Module, batch: dict[str, torch.Tensor], name: str) -> torch.Tensor:
-    module = getattr(engine, "module", engine)
-    try:
-        with torch.no_grad():
-            logits: torch.Tensor = engine(
-                input_ids=batch["input_ids"],
-                position_ids=batch["position_ids"],
-                use_cache=False,
-                **attention_arguments(module, batch),
-            ).logits
-    except (ValueError, TypeError, IndexError, RuntimeError) as error:
-        raise ModelError(
-            "{name} cannot be trained on packed rows: it cannot do with what keeps their samples apart ({reason}). "
-            "Use data.packing=grouped.",
-            name=name,
-            reason=str(error).split("\n")[0],
-        ) from error
     return logits.float()
 
 
@@ -151,18 +148,23 @@ def attention_arguments(module: Any, batch: dict[str, torch.Tensor]) -> dict[str
 
     The batch is packed if it holds `cu_seq_lens`, and has parts of rows if it holds `part`.
     """
-    segments = batch["segment_ids"]
-    if "part" in batch:
-        if module.config._attn_implementation != SEQUENCE:
-            raise RuntimeError("a model that does not attend over parts of rows got one")
-        return {**_unmasked(batch, segments.size(1)), "in_parts": True}
-    if "cu_seq_lens" not in batch:
+    segments, bounds, implementation = (
+        batch["segment_ids"],
+        batch.get("cu_seq_lens"),
+        module.config._attn_implementation,
+    )
+    if "part" in batch and implementation != SEQUENCE:
+        raise RuntimeError("a model that does not attend over parts of rows got one")
+    if "part" in batch or (bounds is not None and implementation == VARLEN):
+        # It knows by itself what a token sees. transformers passes masks of four dimensions on as they are; this one is
+        # never looked at.
+        mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=segments.device)
+        arguments = {"attention_mask": mask, **({"in_parts": True} if "part" in batch else {})}
+        return arguments if bounds is None else arguments | segment_arguments(bounds, segments.size(1))
+    if bounds is None:
         mask = segments > 0
         mask.is_right_padded = True  # type: ignore[attr-defined]
         return {"attention_mask": mask}
-    implementation = module.config._attn_implementation
-    if implementation == VARLEN:
-        return _unmasked(batch, segments.size(1))
     size = segments.size(1)
     causal = torch.ones(size, size, dtype=torch.bool, device=segments.device).tril()
     blocks = ((segments[:, :, None] == segments[:, None, :]) & causal)[:, None]  # [B, 1, S, S]
@@ -172,16 +174,9 @@ def attention_arguments(module: Any, batch: dict[str, torch.Tensor]) -> dict[str
     return {"attention_mask": blocks}
 
 
-def _unmasked(batch: dict[str, torch.Tensor], longest: int) -> dict[str, Any]:
-    """Return the arguments of attention that knows by itself what a token sees."""
-    # transformers passes masks of four dimensions on as they are; this one is never looked at.
-    arguments: dict[str, Any] = {
-        "attention_mask": torch.ones(1, 1, 1, 1, dtype=torch.bool, device=batch["segment_ids"].device)
-    }
-    if (bounds := batch.get("cu_seq_lens")) is not None:
-        arguments |= dict.fromkeys(("cu_seq_lens_q", "cu_seq_lens_k"), bounds)
-        arguments |= dict.fromkeys(("max_length_q", "max_length_k"), longest)
-    return arguments
+def segment_arguments(bounds: torch.Tensor, longest: int) -> dict[str, Any]:
+    """Return transformers' arguments for segments; see `attend_to_segments`."""
+    return {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, "max_length_q": longest, "max_length_k": longest}
 
 
 def varlen_attention(
@@ -196,20 +191,7 @@ def varlen_attention(
 ) -> tuple[torch.Tensor, None]:
     """Return attention within the segments of `cu_seq_lens_q`; without them (generation) that of `sdpa`.
 
-    B rows, H heads (key and value may have fewer), S tokens, D width of a head.
-
-    Args:
-        module: the attention module; unused.
-        query: [B, H, S, D].
-        key: [B, heads of keys, S, D].
-        value: as `key`.
-        attention_mask: used without segments only.
-        dropout: of the attention's weights.
-        scaling: of the scores; None is 1 / sqrt(D).
-        **options: `cu_seq_lens_q`, int32 [segments + 1] over the B x S tokens, and `max_length_q`.
-
-    Returns:
-        [B, S, H, D] and None.
+    Shapes are those of `attend_to_segments`, whose `bounds` and `longest` are `cu_seq_lens_q` and `max_length_q` here.
     """
     bounds = options.get("cu_seq_lens_q")
     if bounds is None:
@@ -226,64 +208,47 @@ def attend_to_segments(
     dropout: float = 0.0,
     scaling: float | None = None,
 ) -> torch.Tensor:
-    """Return causal attention within segments, [B, S, H, D]; arguments as those of `varlen_attention`.
+    """Return causal attention within segments, [B, S, H, D]: B rows, S tokens, H heads, D width of a head.
 
     Args:
         query: [B, H, S, D].
-        key: [B, heads of keys, S, D].
+        key: [B, heads of keys, S, D]; there may be fewer of these than H.
         value: as `key`.
         bounds: int32 [segments + 1] over the B x S tokens.
         longest: no segment has more tokens.
         dropout: of the attention's weights.
         scaling: of the scores; None is 1 / sqrt(D).
     """
-    rows, _, size, width = query.shape
-    flat = tuple(states.transpose(1, 2).reshape(rows * size, -1, width) for states in (query, key, value))
+    rows, heads, size, width = query.shape
+    groups = heads // key.size(1)
+    query, key, value = (one.transpose(1, 2).reshape(rows * size, -1, width) for one in (query, key, value))
     if query.is_cuda and not dropout and query.dtype in _KERNEL_DTYPES:
-        mixed = _kernel(flat, bounds, longest, scaling)
-    else:
-        mixed = _one_by_one(flat, bounds, dropout, scaling)
-    return mixed.view(rows, size, -1, width)
+        from torch.nn.attention.varlen import varlen_attn
 
-
-def _kernel(
-    states: tuple[torch.Tensor, ...], bounds: torch.Tensor, longest: int, scaling: float | None
-) -> torch.Tensor:
-    """Flash attention over segments; query, key and value, [tokens, heads, D] each."""
-    from torch.nn.attention.varlen import varlen_attn
-
-    query, key, value = states
-    mixed = varlen_attn(
-        query,
-        key,
-        value,
-        bounds,
-        bounds,
-        longest,
-        longest,
-        scale=scaling,
-        window_size=(-1, 0),  # causal
-        enable_gqa=key.size(1) != query.size(1),
-    )
-    assert isinstance(mixed, torch.Tensor)
-    return mixed
-
-
-def _one_by_one(
-    states: tuple[torch.Tensor, ...], bounds: torch.Tensor, dropout: float, scaling: float | None
-) -> torch.Tensor:
-    """The same without the kernel: a segment at a time."""
-    groups = states[0].size(1) // states[1].size(1)
+        mixed = varlen_attn(
+            query,
+            key,
+            value,
+            bounds,
+            bounds,
+            longest,
+            longest,
+            scale=scaling,
+            window_size=(-1, 0),  # causal
+            enable_gqa=groups != 1,
+        )
+        assert isinstance(mixed, torch.Tensor)
+        return mixed.view(rows, size, -1, width)
     parts = []
     for begin, end in pairwise(bounds.tolist()):
         if begin == end:  # all tokens of the segment were dropped
             continue
-        q, k, v = (state[begin:end].transpose(0, 1)[None] for state in states)
-        mixed = functional.scaled_dot_product_attention(
+        q, k, v = (one[begin:end].transpose(0, 1)[None] for one in (query, key, value))
+        part = functional.scaled_dot_product_attention(
             q, repeat_kv(k, groups), repeat_kv(v, groups), dropout_p=dropout, is_causal=True, scale=scaling
         )
-        parts.append(mixed[0].transpose(0, 1))
-    return torch.cat(parts)
+        parts.append(part[0].transpose(0, 1))
+    return torch.cat(parts).view(rows, size, -1, width)
 
 
 def training_mask(*arguments: Any, attention_mask: torch.Tensor | None = None, **options: Any) -> torch.Tensor | None:

@@ -1,10 +1,7 @@
 """What a model directory on disk holds, found out without torch and without running anything in it.
 
-Also which models can be trained on packed rows, known from their config before anything is loaded; and which Python
-files there are, and whether they may run.
-
-
-What files of a model may ask for: sizes that a model can have, and time that a chat template may take.
+Also which models can be trained on packed sequences, known from their config before anything is loaded; and which
+Python files there are, and whether they may run.
 """
 
 import fcntl
@@ -25,14 +22,14 @@ from toolkit.messages import tr
 from toolkit.models.chatglm.family import Architecture, architecture_of, check_supported
 from toolkit.outside import json_object, reading
 
-LFS_POINTER = b"version https://git-lfs"
+_trusted: set[str] = set()
+"""SHA-256 of the files that this process may run; by content, so that checkpoints and exports may have copies."""
 
 
 def read_config(path: str, *, with_weights: bool = True) -> dict[str, Any]:
-    """Return config.json of a folder that can be loaded without remote code: transformers' layout, or an official
-    ChatGLM folder, whose *.py files are ignored.
+    """Return config.json of a directory that can be loaded: in transformers' layout, or an official ChatGLM's.
 
-    `with_weights` False: the weights are elsewhere.
+    Python files of an official directory are ignored. `with_weights` False: the weights are elsewhere.
     """
     folder = Path(path)
     config_file = folder / "config.json"
@@ -41,11 +38,25 @@ def read_config(path: str, *, with_weights: bool = True) -> dict[str, Any]:
     config = read_object(config_file)
     check_sizes(config, config_file)
     architecture = architecture_of(config)
-    _refuse_outside(folder, config, is_run=architecture is None)
+    _check_code_is_inside(folder, config, is_run=architecture is None)
     if architecture is not None:
         check_supported(config, architecture, folder)
-    else:
-        _refuse_unknown(folder, config)
+    elif config.get("model_type") == "chatglm":
+        raise ModelError(
+            "{folder}/config.json has model_type chatglm, but the keys of no known ChatGLM: neither "
+            "position_encoding_2d (ChatGLM-6B) nor padded_vocab_size (ChatGLM2, ChatGLM3, glm-4-9b).",
+            folder=folder,
+        )
+    elif ("auto_map" in config or "_attn_implementation_internal" in config) and not is_trusted(folder):
+        raise ModelError(
+            "{folder}/config.json names Python code to run (auto_map), which is refused; there are {files}. Read "
+            "them, then train with model.trust_remote_code=true, or use a folder whose architecture is part of "
+            "transformers.",
+            folder=folder,
+            files=[str(file.relative_to(folder)) for file in code_files(folder)],
+        )
+    elif not isinstance(config.get("model_type"), str):
+        raise ModelError("{folder}/config.json has no model_type: it describes no model.", folder=folder)
     if with_weights:
         _check_weight_files(folder, architecture)
     return config
@@ -57,18 +68,18 @@ def read_object(file: Path) -> dict[str, Any]:
 
 
 def trust_code(path: str) -> None:
-    """Let the Python files of a folder run in this process, as they are now."""
+    """Let the Python files of a directory run in this process, as they are now."""
     if not runs_code(path):
         raise ModelError(
             "model.trust_remote_code = true has no effect: {folder} brings no code that would run (the official "
             "ChatGLM folders' is ignored). Remove it.",
             folder=path,
         )
-    trust(Path(path))
+    _trusted.update(map(_code_digest, code_files(Path(path))))
 
 
 def runs_code(path: str) -> bool:
-    """Return whether code of a folder would run if it were trusted; True for what is no model folder here (yet)."""
+    """Return whether code of a directory would run if it were trusted; True for what is no model directory (yet)."""
     file = Path(path) / "config.json"
     if not file.is_file():
         return True
@@ -76,20 +87,20 @@ def runs_code(path: str) -> bool:
     return architecture_of(config) is None and "auto_map" in config
 
 
-def _refuse_outside(folder: Path, config: dict[str, Any], *, is_run: bool) -> None:
-    """Refuse code that is in no file of the folder: nobody who read them has read it, and it is not hashed.
+def _check_code_is_inside(folder: Path, config: dict[str, Any], *, is_run: bool) -> None:
+    """Reject code that is in no file of the directory: nobody who read them has read it, and it is not hashed.
 
     transformers (5.23) takes SUB/MODULE.CLASS and OWNER/NAME--MODULE.CLASS for classes, and OWNER/NAME for attention
     and experts (`is_kernel`).
     """
     modules = {file.stem for file in code_files(folder) if file.parent == folder}
-    names: list[str] = []
-    for key, value in _pairs(config):
-        if key == "auto_map" and is_run:
-            own = r"(\w+)\.\w+"
-            names += [n for n in _strings(value) if not (found := re.fullmatch(own, n)) or found[1] not in modules]
-        elif "_implementation" in key:
-            names += [name for name in _strings(value) if "/" in name]
+    names = []
+    for keys, text in _texts(config):
+        if is_run and "auto_map" in keys:
+            found = re.fullmatch(r"(\w+)\.\w+", text)
+            names += [text] if found is None or found[1] not in modules else []
+        elif "/" in text and any("_implementation" in key for key in keys):
+            names.append(text)
     if names:
         raise ModelError(
             "{folder}/config.json names code outside of its Python files ({names}): refused, trusted or not.",
@@ -98,37 +109,16 @@ def _refuse_outside(folder: Path, config: dict[str, Any], *, is_run: bool) -> No
         )
 
 
-def _pairs(value: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the keys and values of an object, and of those in it."""
-    if isinstance(value, dict):
-        yield from value.items()
-    for inner in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
-        yield from _pairs(inner)
-
-
-def _strings(value: Any) -> list[str]:
-    if isinstance(value, (dict, list)):
-        return [text for inner in (value.values() if isinstance(value, dict) else value) for text in _strings(inner)]
-    return [value] if isinstance(value, str) else []
-
-
-def _refuse_unknown(folder: Path, config: dict[str, Any]) -> None:
-    if config.get("model_type") == "chatglm":
-        raise ModelError(
-            "{folder}/config.json has model_type chatglm, but the keys of no known ChatGLM: neither "
-            "position_encoding_2d (ChatGLM-6B) nor padded_vocab_size (ChatGLM2, ChatGLM3, glm-4-9b).",
-            folder=folder,
-        )
-    if ("auto_map" in config or "_attn_implementation_internal" in config) and not is_trusted(folder):
-        raise ModelError(
-            "{folder}/config.json names Python code to run (auto_map), which is refused; there are {files}. Read "
-            "them, then train with model.trust_remote_code=true, or use a folder whose architecture is part of "
-            "transformers.",
-            folder=folder,
-            files=[str(file.relative_to(folder)) for file in code_files(folder)],
-        )
-    if not isinstance(config.get("model_type"), str):
-        raise ModelError("{folder}/config.json has no model_type: it describes no model.", folder=folder)
+def _texts(value: Any, keys: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], str]]:
+    """Yield the strings in a JSON value, each after the keys that lead to it."""
+    if isinstance(value, str):
+        yield keys, value
+    elif isinstance(value, dict):
+        for key, inner in value.items():
+            yield from _texts(inner, (*keys, key))
+    elif isinstance(value, list):
+        for inner in value:
+            yield from _texts(inner, keys)
 
 
 def weight_files(folder: Path) -> list[Path]:
@@ -178,9 +168,15 @@ def _check_weight_files(folder: Path, architecture: Architecture | None) -> None
             folder=folder,
         )
     for file in files:
-        _refuse_pointer(file, folder)
+        size = file.stat().st_size
+        if is_lfs_pointer(file):
+            raise ModelError(
+                "{file} is a git-lfs pointer, not the weights: run `git lfs pull` in {folder}.",
+                file=file,
+                folder=folder,
+            )
         if file.suffix == ".safetensors":
-            _check_safetensors(file)
+            _check_safetensors(file, size)
         elif architecture is None:
             raise ModelError(
                 "{folder} has its weights in {file}, a pickle; of other models than ChatGLM only safetensors are "
@@ -189,37 +185,23 @@ def _check_weight_files(folder: Path, architecture: Architecture | None) -> None
                 folder=folder,
                 file=file.name,
             )
-        else:
-            _check_pickle(file)
+        # A torch file is a zip archive, with its table of contents at the end: half a download has none.
+        elif size == 0 or (_begins(file, b"PK\x03\x04") and not zipfile.is_zipfile(file)):
+            raise ModelError("{file} is cut short ({size} bytes): download it again.", file=file, size=size)
 
 
 def is_lfs_pointer(file: Path) -> bool:
     """Return whether a file is what git leaves in place of a large one that was not fetched."""
+    return _begins(file, b"version https://git-lfs")
+
+
+def _begins(file: Path, content: bytes) -> bool:
     with file.open("rb") as handle:
-        return handle.read(len(LFS_POINTER)) == LFS_POINTER
+        return handle.read(len(content)) == content
 
 
-def _refuse_pointer(file: Path, folder: Path) -> None:
-    if is_lfs_pointer(file):
-        raise ModelError(
-            "{file} is a git-lfs pointer, not the weights: run `git lfs pull` in {folder}.",
-            file=file,
-            folder=folder,
-        )
-
-
-def _check_pickle(file: Path) -> None:
-    """A torch file is a zip archive, whose table of contents stands at the end: half a download has none."""
-    with file.open("rb") as handle:
-        is_archive = handle.read(4) == b"PK\x03\x04"
-    size = file.stat().st_size
-    if size == 0 or (is_archive and not zipfile.is_zipfile(file)):
-        raise ModelError("{file} is cut short ({size} bytes): download it again.", file=file, size=size)
-
-
-def _check_safetensors(file: Path) -> None:
+def _check_safetensors(file: Path, size: int) -> None:
     """Read a safetensors file's header: half a download is reported at once, and so is a damaged one."""
-    size = file.stat().st_size
     with file.open("rb") as handle:
         header_bytes = int.from_bytes(handle.read(8), "little")
         if size < 8 or header_bytes > size - 8:
@@ -241,35 +223,28 @@ def _check_safetensors(file: Path) -> None:
         raise ModelError("{file} holds tensors without content: {names}. Export it again.", file=file, names=empty[:5])
 
 
-_WHOLE = "full_attention"
-
-
 def packing_unsupported(model: ModelConfig, max_length: int, tuning: TuningMethod = TuningMethod.full) -> str:
-    """Return why a model cannot be trained on packed rows, "" if nothing speaks against it.
+    """Return why a model cannot be trained on packed sequences, "" if nothing speaks against it.
 
     Whether samples really do not see each other is measured on the loaded model; see `attention.check_isolation`.
     """
     if tuning in (TuningMethod.ptuning_v2, TuningMethod.prompt):
         return tr("what tuning={method} learns stands before a row, not before each sample in it", method=tuning.value)
-    if model.init is Init.random:
-        return ""
-    return _unsupported(model, max_length)
+    return sequence_parallel_unsupported(model, max_length)
 
 
 def sequence_parallel_unsupported(model: ModelConfig, max_length: int) -> str:
-    """Return why rows of a model cannot be divided over ranks, "" if nothing in its config speaks against it.
+    """Return what in a model's config mixes tokens of a sequence in other ways than causal attention, "" if nothing.
 
-    What the loaded model says to it is seen by `toolkit.models.sequence`.
+    Such sequences can neither be packed nor divided over ranks. What the loaded model does is measured later; see
+    `toolkit.models.sequence`.
     """
-    return "" if model.init is Init.random else _unsupported(model, max_length)
-
-
-def _unsupported(model: ModelConfig, max_length: int) -> str:
-    """Return what in a model folder's config mixes the tokens of a row otherwise than by causal attention."""
+    if model.init is Init.random:
+        return ""
     config = read_config(model.path)
     if architecture_of(config) is Architecture.v1:
         return tr("ChatGLM-6B finds the positions of a whole row from its one <sop>")
-    layers = set(config.get("layer_types") or [_WHOLE])
+    layers = set(config.get("layer_types") or ["full_attention"])
     window = config.get("sliding_window")
     if window and config.get("use_sliding_window", True):
         if window >= max_length:
@@ -280,7 +255,7 @@ def _unsupported(model: ModelConfig, max_length: int) -> str:
                 window=window,
                 length=max_length,
             )
-    others = sorted(layers - {_WHOLE})
+    others = sorted(layers - {"full_attention"})
     return tr("it has layers that mix a whole row: {layers}", layers=", ".join(others)) if others else ""
 
 
@@ -312,7 +287,9 @@ def resolve_servable(path: Path) -> Path:
             "first: toolkit export-model model.path={folder} format=hf output=DIR",
             folder=folder,
         )
-    if not _has_template(folder):
+    settings = folder / "tokenizer_config.json"
+    in_settings = settings.is_file() and read_object(settings).get("chat_template")
+    if not in_settings and not (folder / "chat_template.jinja").is_file():
         raise ConfigError(
             "{folder} has no chat template (chat_template.jinja): a server could not chat.", folder=folder
         )
@@ -323,29 +300,13 @@ def resolve_servable(path: Path) -> Path:
     return folder
 
 
-def _has_template(folder: Path) -> bool:
-    config = folder / "tokenizer_config.json"
-    return (folder / "chat_template.jinja").is_file() or (
-        config.is_file() and bool(read_object(config).get("chat_template"))
-    )
-
-
-_trusted: set[str] = set()
-"""SHA-256 of the files that this process may run; by content, so that checkpoints and exports may have copies."""
-
-
 def code_files(folder: Path) -> list[Path]:
-    """Return the Python files of a folder and of those in it; any of them may run where its code is trusted."""
+    """Return the Python files of a directory and of those in it; any of them may run where its code is trusted."""
     return sorted(folder.rglob("*.py"))
 
 
-def trust(folder: Path) -> None:
-    """Let the Python files of a folder run in this process, as they are now."""
-    _trusted.update(map(_code_digest, code_files(folder)))
-
-
 def is_trusted(folder: Path) -> bool:
-    """Return whether there is code in a folder, and all of it may run."""
+    """Return whether there is code in a directory, and all of it may run."""
     files = code_files(folder)
     return bool(files) and all(_code_digest(file) in _trusted for file in files)
 
@@ -359,9 +320,9 @@ def alone() -> Iterator[None]:
     """Keep this machine's other processes out: transformers (5.23) copies code and imports it without a lock."""
     from transformers.utils.hub import HF_MODULES_CACHE
 
-    place = Path(HF_MODULES_CACHE)
-    place.mkdir(parents=True, exist_ok=True)
-    with (place / "toolkit.lock").open("a") as file:
+    cache = Path(HF_MODULES_CACHE)
+    cache.mkdir(parents=True, exist_ok=True)
+    with (cache / "toolkit.lock").open("a") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
 

@@ -2,12 +2,11 @@
 
 liger-kernel: Triton kernels for GPUs, written against its release 0.8.5.
 
-Tiled MLP: feed-forward layers take a row's tokens in pieces, so that no more than one piece's inner states are there.
-
-The tiled computation of ALST, Bekman et al. 2025, https://arxiv.org/abs/2506.13996, section 3.1. A feed-forward layer
-looks at one token alone, and its inner states are several times as wide as what goes in and comes out. Only what goes
-in is kept; backward each piece is computed again. DeepSpeed 0.19.8's TiledMLP does so too, but loses gradients of
-weights where the tokens cannot be divided by the pieces, or nothing before it has a gradient.
+Tiled MLP, of ALST (Bekman et al. 2025, https://arxiv.org/abs/2506.13996, section 3.1): feed-forward layers look at one
+token alone, and their inner states are several times as wide as what goes in and comes out. So they take a row's tokens
+in pieces; only what goes in is kept, and backward each piece is computed again. DeepSpeed 0.19.8's TiledMLP does so
+too, but loses gradients of weights where the tokens cannot be divided by the pieces, or nothing before it has a
+gradient.
 """
 
 from collections.abc import Callable
@@ -44,7 +43,13 @@ def apply_liger(model: Any, kernels: KernelsConfig) -> str:
         raise ConfigError("kernels.loss = liger: {reason}", reason=reason)
     if kernels.liger is When.never:
         return tr("kernels.liger is never")
-    reason = _why_no_kernels() or _why_not_this(model.config.model_type)
+    reason = _why_no_kernels()
+    if not reason:
+        from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
+
+        kind = model.config.model_type
+        if kind not in MODEL_TYPE_TO_APPLY_LIGER_FN:
+            reason = tr("liger-kernel does not know {kind} models", kind=kind)
     if reason and kernels.liger is When.always:
         raise ConfigError("kernels.liger = always: {reason}", reason=reason)
     if not reason:
@@ -61,12 +66,6 @@ def _why_no_kernels() -> str:
     if find_spec("liger_kernel") is None:
         return tr("the package liger-kernel is not installed (pip install liger-kernel)")
     return ""
-
-
-def _why_not_this(kind: str) -> str:
-    from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
-
-    return "" if kind in MODEL_TYPE_TO_APPLY_LIGER_FN else tr("liger-kernel does not know {kind} models", kind=kind)
 
 
 Forward = Callable[[torch.Tensor], torch.Tensor]

@@ -1,10 +1,4 @@
-"""Models from a directory, or with random weights as a config says; streamed, so that ranks need little memory.
-
-Which class a directory is loaded with, and what is refused before anything is read.
-
-
-A forward pass in the memory of one layer: weights are read from their files when they are used, and dropped.
-"""
+"""Models from a directory, or with random weights as a config says; streamed, so that ranks need little memory."""
 
 import re
 from collections.abc import Callable, Iterator
@@ -29,18 +23,10 @@ from toolkit.models.chatglm.tokenizers import GlmTokenizer
 from toolkit.models.directory import alone, code_files, is_trusted, read_config, read_object
 from toolkit.models.save import load_origin, save_origin
 from toolkit.models.sequence import split_sequences
-from toolkit.models.weights import (
-    Layout,
-    TransformersLayout,
-    WeightFiles,
-    empty_model,
-    predicting,
-    read_weights,
-    refuse_other_weights,
-    shapes_of,
-    tied_names,
-)
+from toolkit.models.weights import Layout, TransformersLayout, WeightFiles
 from toolkit.outside import reason_of
+
+TORCH_DTYPES = {Dtype.fp32: torch.float32, Dtype.bf16: torch.bfloat16, Dtype.fp16: torch.float16}
 
 
 def load_model(
@@ -50,10 +36,10 @@ def load_model(
     ds_config: dict[str, Any] | None = None,
     own: Callable[[PreTrainedModel], set[str]] | None = None,
 ) -> PreTrainedModel:
-    """Load a model from a local folder; nothing in it is executed, nothing is downloaded.
+    """Load a model from a local directory; nothing in it is executed, nothing is downloaded.
 
     Args:
-        path: an official ChatGLM folder (ChatGLM-6B, ChatGLM2-6B, ChatGLM3-6B, CodeGeeX2-6B, glm-4-9b), or any
+        path: an official ChatGLM directory (ChatGLM-6B, ChatGLM2-6B, ChatGLM3-6B, CodeGeeX2-6B, glm-4-9b), or any
             causal language model in transformers' layout.
         dtype: precision of the parameters, by name too ("bfloat16"); None or "auto" keeps what each tensor has in its
             file. Rotary frequencies are float32 in any case.
@@ -67,85 +53,85 @@ def load_model(
         `chatglm.modeling.ChatGLMForConditionalGeneration` for ChatGLM-6B, what transformers has for anything else.
 
     Raises:
-        ModelError: the folder cannot be loaded; the message says why.
+        ModelError: the directory cannot be loaded; the message says why.
     """
     folder = Path(path)
     if isinstance(dtype, str):
         dtype = None if dtype == "auto" else getattr(torch, dtype)
     config = read_config(str(folder))
-    architecture = architecture_of(config)
-    partitioned = ds_config is not None and ds_config["zero_optimization"]["stage"] == 3
-    if architecture is None:
-        return load_hf(folder, dtype, ds_config if partitioned else None, own)
-    model = _build_official(folder, config, architecture, ds_config if partitioned else None)
-    files, layout = _official_files(model, folder, config)
-    read_weights(model, files, layout, folder, dtype, own)
-    return model.eval()
+    partitioned = ds_config if ds_config is not None and ds_config["zero_optimization"]["stage"] == 3 else None
+    if architecture_of(config) is None and partitioned is None and own is None:
+        return _load_by_transformers(folder, dtype)
+    model = _build_empty(folder, config, dtype, partitioned)
+    weights.read_weights(model, *_stored(model, folder, config), dtype, own)
+    return model
 
 
 def stream(path: str | Path) -> tuple[PreTrainedModel, Iterator[tuple[str, torch.Tensor]]]:
-    """Return a folder's model with nothing in its parameters, and their values one after another."""
+    """Return a directory's model with empty parameters, and their values one after another."""
     model, files, layout = opened(path)
-    return model, weights.stream(model, files, layout, Path(path))
+    weights.check_weights_fit(model, files, layout)
+    shapes = weights.shapes_of(model)
+    return model, weights.stored_values(files, layout, shapes, shapes.keys())
 
 
 def opened(path: str | Path) -> tuple[PreTrainedModel, WeightFiles, Layout]:
-    """Return a folder's model with nothing in its parameters, its files, and how their tensors become parameters."""
+    """Return a directory's model with empty parameters, its files, and how their tensors become parameters."""
     folder = Path(path)
     config = read_config(str(folder))
-    architecture = architecture_of(config)
-    if architecture is None:
-        model = empty_hf(folder)
-        return model, WeightFiles(folder), TransformersLayout(model, shapes_of(model))
-    model = _build_official(folder, config, architecture, None)
-    return model.eval(), *_official_files(model, folder, config)
+    model = _build_empty(folder, config)
+    return model, *_stored(model, folder, config)
 
 
 def empty(path: str | Path) -> PreTrainedModel:
     """Build the model that a directory describes, with its parameters empty on the meta device; reads no weights."""
-    folder = Path(path)
-    config = read_config(str(folder), with_weights=False)
-    architecture = architecture_of(config)
-    if architecture is None:
-        return empty_hf(folder)
-    model = _build_official(folder, config, architecture, None)
-    load_origin(model, folder)
-    return model.eval()
+    return _build_empty(Path(path), read_config(str(path), with_weights=False))
 
 
-def _build_official(
+def _build_empty(
     folder: Path,
     config: dict[str, Any],
-    architecture: Architecture,
-    ds_config: dict[str, Any] | None,
+    dtype: torch.dtype | None = None,
+    ds_config: dict[str, Any] | None = None,
 ) -> PreTrainedModel:
-    generation_file = folder / "generation_config.json"
+    """Build the model of a checked config.json, with empty parameters; with `ds_config` partitioned over the ranks."""
+    architecture, generation_file = architecture_of(config), folder / "generation_config.json"
+    if architecture is None:
+        known, trusted = _known_config(folder), is_trusted(folder)
+        model = weights.empty_model(
+            lambda: transformers.AutoModelForCausalLM.from_config(known, dtype=dtype, trust_remote_code=trusted),
+            ds_config,
+        )
+        if generation_file.is_file():
+            model.generation_config = GenerationConfig.from_pretrained(folder, local_files_only=True)
+        return _finish(model, folder)
     generation = read_object(generation_file) if generation_file.is_file() else {}
     if architecture is Architecture.v1:
         # `_name_or_path` names a hub repository, which other libraries (peft 0.21) would ask for its config.
         foreign = ("auto_map", "architectures", "_name_or_path")
         wanted = {key: value for key, value in config.items() if key not in foreign}
         model_config: Any = ChatGLMConfig(**wanted)
-        model = empty_model(lambda: ChatGLMForConditionalGeneration(model_config), ds_config)
+        model = weights.empty_model(lambda: ChatGLMForConditionalGeneration(model_config), ds_config)
     else:
         model_config = glm_config(config, generation, divides_positions=divides_positions(config, folder))
-        model = empty_model(lambda: transformers.GlmForCausalLM(model_config), ds_config)
+        model = weights.empty_model(lambda: transformers.GlmForCausalLM(model_config), ds_config)
     model.generation_config = GenerationConfig(
         eos_token_id=model_config.eos_token_id,
         pad_token_id=config.get("pad_token_id", generation.get("pad_token_id", 0)),
     )
-    return model
+    load_origin(model, folder)
+    return model.eval()
 
 
-def _official_files(model: PreTrainedModel, folder: Path, config: dict[str, Any]) -> tuple[WeightFiles, Layout]:
-    """Return an official directory's files and their layout, and note on the model that it came from there."""
-    interleaved = architecture_of(config) is Architecture.glm and not config.get("multi_query_attention")
-    files, layout = WeightFiles(folder), official_layout(model.config, interleaved)
-    save_origin(model, folder, files, layout, interleaved)
+def _stored(model: PreTrainedModel, folder: Path, config: dict[str, Any]) -> tuple[WeightFiles, Layout]:
+    """Return a directory's weight files and their layout; note on a model in official layout where it came from."""
+    files, architecture = WeightFiles(folder), architecture_of(config)
+    if architecture is None:
+        return files, TransformersLayout(model)
+    interleaved = architecture is Architecture.glm and not config.get("multi_query_attention")
+    layout = official_layout(model.config, interleaved)
+    save_origin(model, files, layout, interleaved)
     return files, layout
-
-
-TORCH_DTYPES = {Dtype.fp32: torch.float32, Dtype.bf16: torch.bfloat16, Dtype.fp16: torch.float16}
 
 
 def create_model(
@@ -160,14 +146,17 @@ def create_model(
 ) -> PreTrainedModel:
     """Build the model that is trained.
 
-    `tokenizer` bounds the vocabulary; every rank of a random model gets the same weights, by `seed`. With `ds_config`
-    of stage 3 the parameters are partitioned as they are read, so that no rank ever holds the full model: needs a
-    process group. `packed`: rows will hold several samples; `parts`: ranks over which the tokens of each row are
-    divided; `own`: see `load_model`, a random model is built in full in any case.
+    `tokenizer` bounds the vocabulary; every rank of a random model gets the same weights, by `seed`. `packed`: the
+    sequences hold several samples; `parts`: ranks over which the tokens of each sequence are divided; `ds_config` and
+    `own`: see `load_model`, a random model is built in full in any case.
     """
     if config.init is Init.random:
         # Built whole even under stage 3: random models are small, and every stage then starts from the same bits.
-        model = _random_glm(config.shape, tokenizer, seed)
+        glm = random_config(config.shape, len(tokenizer), tokenizer.eos_token_id)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            model = transformers.GlmForCausalLM(glm)
+        model.generation_config.pad_token_id = tokenizer.pad_token_id
     else:
         model = load_model(config.path, dtype=TORCH_DTYPES[dtype], ds_config=ds_config, own=own)
     _check_vocabulary(model, tokenizer)
@@ -180,10 +169,7 @@ def create_model(
 
 
 def random_config(shape: ShapeConfig, vocab_size: int, eos_token_id: int | None = None) -> GlmConfig:
-    """Return the config of a random model.
-
-    The vocabulary is the tokenizer's; that of `model.shape` is only its upper bound.
-    """
+    """Return the config of a random model, with the tokenizer's vocabulary: `model.shape` has its upper bound only."""
     return GlmConfig(
         vocab_size=vocab_size,
         hidden_size=shape.hidden_size,
@@ -201,17 +187,8 @@ def random_config(shape: ShapeConfig, vocab_size: int, eos_token_id: int | None 
     )
 
 
-def _random_glm(shape: ShapeConfig, tokenizer: PreTrainedTokenizerBase, seed: int) -> PreTrainedModel:
-    glm = random_config(shape, len(tokenizer), tokenizer.eos_token_id)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        model = transformers.GlmForCausalLM(glm)
-    model.generation_config.pad_token_id = tokenizer.pad_token_id
-    return model
-
-
 def _check_vocabulary(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Refuse a tokenizer whose ids mean something else to the model."""
+    """Reject a tokenizer whose ids mean something else to the model."""
     if len(tokenizer) > model.config.vocab_size:
         raise ModelError(
             "the tokenizer has {tokens} tokens, the model only {rows}: they do not belong together "
@@ -220,7 +197,18 @@ def _check_vocabulary(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
             rows=model.config.vocab_size,
         )
     if isinstance(model, ChatGLMForConditionalGeneration):
-        _check_special_ids(model, tokenizer)
+        # A tokenizer of another revision would put <sop> where the model never looks.
+        for key, token in (("bos_token_id", "<sop>"), ("eos_token_id", "<eop>"), ("gmask_token_id", "[gMASK]")):
+            expected, found = getattr(model.config, key), tokenizer.convert_tokens_to_ids(token)
+            if found != expected:
+                raise ModelError(
+                    "the tokenizer's {token} is {found}, the model's {expected} ({key} in config.json): they are of "
+                    "different revisions. Download tokenizer and model from the same revision.",
+                    token=token,
+                    found=found,
+                    expected=expected,
+                    key=key,
+                )
     if isinstance(tokenizer, GlmTokenizer):
         ends = model.config.eos_token_id
         ends = ends if isinstance(ends, list) else [ends]
@@ -235,57 +223,7 @@ def _check_vocabulary(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
             )
 
 
-def _check_special_ids(model: ChatGLMForConditionalGeneration, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Refuse a ChatGLM-6B tokenizer of another revision, which would put <sop> where the model never looks."""
-    for key, token in (("bos_token_id", "<sop>"), ("eos_token_id", "<eop>"), ("gmask_token_id", "[gMASK]")):
-        expected, found = getattr(model.config, key), tokenizer.convert_tokens_to_ids(token)
-        if found != expected:
-            raise ModelError(
-                "the tokenizer's {token} is {found}, the model's {expected} ({key} in config.json): they are of "
-                "different revisions. Download tokenizer and model from the same revision.",
-                token=token,
-                found=found,
-                expected=expected,
-                key=key,
-            )
-
-
-def load_hf(
-    folder: Path,
-    dtype: torch.dtype | None,
-    ds_config: dict[str, Any] | None,
-    own: Callable[[PreTrainedModel], set[str]] | None = None,
-) -> PreTrainedModel:
-    """Load a folder that transformers knows; with `ds_config` partitioned over the ranks. See `load_model`."""
-    config = _known_config(folder)
-    if ds_config is None and own is None:
-        model = _load_full(folder, dtype)
-    else:
-        model = _empty_of_class(folder, config, dtype, ds_config)
-        layout = TransformersLayout(model, shapes_of(model))
-        read_weights(model, WeightFiles(folder), layout, folder, dtype, own)
-    return _finished(model, folder)
-
-
-def empty_hf(folder: Path) -> PreTrainedModel:
-    """Build what a folder's config says, with nothing in the parameters; see `toolkit.models.load.empty`."""
-    return _finished(_empty_of_class(folder, _known_config(folder), None, None), folder)
-
-
-def _empty_of_class(
-    folder: Path, config: Any, dtype: torch.dtype | None, ds_config: dict[str, Any] | None
-) -> PreTrainedModel:
-    trusted = is_trusted(folder)
-    model = empty_model(
-        lambda: transformers.AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=trusted),
-        ds_config,
-    )
-    if (folder / "generation_config.json").is_file():
-        model.generation_config = transformers.GenerationConfig.from_pretrained(folder, local_files_only=True)
-    return model
-
-
-def _finished(model: PreTrainedModel, folder: Path) -> PreTrainedModel:
+def _finish(model: PreTrainedModel, folder: Path) -> PreTrainedModel:
     # A padding id freezes its row of the embedding (torch.nn.Embedding's padding_idx), also where it is the end
     # token's, as in glm-4-9b-chat-hf. Padding itself is never attended to, so its row needs no such care.
     model.get_input_embeddings().padding_idx = None
@@ -327,7 +265,8 @@ def _not_loadable(folder: Path, error: Exception) -> ModelError:
     return ModelError("cannot load the model in {path}: {reason}", path=folder, reason=reason_of(error))
 
 
-def _load_full(folder: Path, dtype: torch.dtype | None) -> PreTrainedModel:
+def _load_by_transformers(folder: Path, dtype: torch.dtype | None) -> PreTrainedModel:
+    _known_config(folder)
     try:
         model, report = transformers.AutoModelForCausalLM.from_pretrained(
             folder,
@@ -342,31 +281,26 @@ def _load_full(folder: Path, dtype: torch.dtype | None) -> PreTrainedModel:
             raise
         raise _not_loadable(folder, error) from error
     # A head that is tied to the embedding is in no file, and rightly so.
-    tied = tied_names(model)
-    names = {
-        kind: sorted(map(str, report.get(kind) or ()))
-        for kind in ("missing_keys", "unexpected_keys", "mismatched_keys")
-    }
-    missing = [name for name in names["missing_keys"] if name not in tied]
-    unexpected = [name for name in names["unexpected_keys"] if not re.search(predicting(model.config), name)]
-    refuse_other_weights(folder, model, missing, unexpected, names["mismatched_keys"])
-    loaded: PreTrainedModel = model
-    return loaded
+    missing = {*map(str, report["missing_keys"])} - weights.tied_names(model)
+    predicting = re.compile(weights.predicting(model.config))
+    unexpected = [name for name in map(str, report["unexpected_keys"]) if not predicting.search(name)]
+    mismatched = sorted(map(str, report["mismatched_keys"]))
+    weights.refuse_other_weights(folder, model, sorted(missing), sorted(unexpected), mismatched)
+    return _finish(model, folder)
 
 
 def streamed_model(path: str | Path, dtype: torch.dtype | None = None) -> PreTrainedModel:
-    """Return a folder's model that reads a layer's weights when the layer is called, and drops them afterwards.
+    """Return a directory's model that reads a layer's weights when the layer is called, and drops them afterwards.
 
     For a few forward passes, since each reads all files. Parameters that are not there are NaN without memory of their
     own: a model that uses a layer's weights elsewhere gives NaN.
     """
     model, files, layout = opened(path)
-    weights.check_weights_fit(model, files, layout, Path(path))
+    weights.check_weights_fit(model, files, layout)
     shapes = weights.shapes_of(model)
-    kept = {name: files[name].dtype for name in files}
     dtypes = {
-        target: dtype if dtype and known.is_floating_point else known
-        for name, known in kept.items()
+        target: dtype if dtype and info.dtype.is_floating_point else info.dtype
+        for name, info in files.items()
         for target in layout.parameters(name)
     }
     tied = getattr(model, "all_tied_weights_keys", None) or {}
@@ -402,8 +336,7 @@ def _units(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Yield what is read at once, with its name: items of the outermost lists, embeddings and matrices next to them."""
     lists = [name for name, module in model.named_modules() if isinstance(module, nn.ModuleList)]
     for name, module in model.named_modules():
-        parent = name.rpartition(".")[0]
         inside = [one for one in lists if name.startswith(f"{one}.")]
-        is_layer = inside == [parent]
+        is_layer = inside == [name.rpartition(".")[0]]
         if is_layer or (not inside and isinstance(module, nn.Embedding | nn.Linear)):
             yield name, module

@@ -1,18 +1,14 @@
 """LoRA, QLoRA and training some layers: which parts of a model are trained, and how.
 
-LoRA comes through peft, put into the model in place: its class, and all that knows it, stays.
-
-Hu et al. 2021, https://arxiv.org/abs/2106.09685; rsLoRA: Kalajdzievski 2023, https://arxiv.org/abs/2312.03732; DoRA:
-Liu et al. 2024, https://arxiv.org/abs/2402.09353.
-
-QLoRA's frozen weights in 4 bits (NF4, double quantisation), through bitsandbytes.
-
+LoRA comes through peft, put into the model in place: its class, and all that knows it, stays. Hu et al. 2021,
+https://arxiv.org/abs/2106.09685; rsLoRA: Kalajdzievski 2023, https://arxiv.org/abs/2312.03732; DoRA: Liu et al. 2024,
+https://arxiv.org/abs/2402.09353. QLoRA's frozen weights have 4 bits (NF4, double quantisation), through bitsandbytes.
 Dettmers et al. 2023, https://arxiv.org/abs/2305.14314.
 """
 
 import inspect
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from functools import cache
 from typing import Any
 
@@ -56,7 +52,7 @@ def num_cached(kwargs: dict[str, Any]) -> int:
 
 
 def mask_and_positions(kwargs: dict[str, Any], ids: torch.Tensor, num_before: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the attention mask and the positions of a forward pass before which something learned stands.
+    """Return the attention mask and the positions of a forward pass that something learned precedes.
 
     `kwargs` are the pass's arguments; what they leave out is made as transformers makes it. `ids` are `[B, S]`, or
     embeddings `[B, S, H]`. The mask has ones for `num_before` learned tokens in front; positions do not count them.
@@ -83,7 +79,7 @@ def freeze(model: PreTrainedModel, config: TuningConfig) -> None:
         )
     names = [name for name, _ in model.named_parameters()]
     layers = decoder_layers_name(model)
-    last = tuple(f"{layers}.{place}." for place in range(number - config.last_layers, number))
+    last = tuple(f"{layers}.{index}." for index in range(number - config.last_layers, number))
     trained = {name for name in names if name.startswith(last)}
     for pattern in config.patterns:
         trained.update(check_matches("tuning.patterns", pattern, names))
@@ -96,6 +92,9 @@ ADAPTER = "default"
 
 def lora_config(model: PreTrainedModel, config: TuningConfig, base: str) -> LoraConfig:
     """Return peft's settings for a model."""
+    modules = {name for name, part in model.named_modules() if next(part.parameters(recurse=False), None) is not None}
+    for name in config.save_modules:
+        check_matches("tuning.save_modules", name, modules)
     return LoraConfig(
         task_type="CAUSAL_LM",
         base_model_name_or_path=base,
@@ -105,38 +104,25 @@ def lora_config(model: PreTrainedModel, config: TuningConfig, base: str) -> Lora
         use_rslora=config.rslora,
         use_dora=config.dora,
         target_modules=_targets(model, config.target_modules),
-        modules_to_save=_saved(model, config.save_modules) or None,
+        modules_to_save=config.save_modules or None,
     )
 
 
 def inject_lora(model: PreTrainedModel, config: LoraConfig, ds_config: dict[str, Any] | None) -> None:
     """Put untrained additions into a model; only they, and the modules saved whole, stay trainable."""
     precision = model.dtype
-    is_partitioned = any(hasattr(parameter, "ds_shape") for parameter in model.parameters())
-    with _partitioning_known(ds_config if is_partitioned else None):
+    with ExitStack() as stack:
+        if ds_config is not None and any(hasattr(parameter, "ds_shape") for parameter in model.parameters()):
+            from transformers.integrations.deepspeed import HfDeepSpeedConfig, unset_hf_deepspeed_config
+
+            # peft (0.21) gathers partitioned weights where it reads them, if transformers says that they are. A local
+            # name keeps the config, to which transformers has a weak reference.
+            _config = HfDeepSpeedConfig(ds_config)
+            stack.callback(unset_hf_deepspeed_config)
         inject_adapter_in_model(config, model, adapter_name=ADAPTER)
     for parameter in model.parameters():  # peft keeps additions to half-precision models in float32
         if parameter.requires_grad and not hasattr(parameter, "ds_shape"):
             parameter.data = parameter.data.to(precision)
-
-
-@contextmanager
-def _partitioning_known(ds_config: dict[str, Any] | None) -> Iterator[None]:
-    """Let peft gather partitioned weights where it reads them: it asks transformers whether they are (peft 0.21)."""
-    if ds_config is None:
-        yield
-        return
-    from transformers.integrations.deepspeed import (
-        HfDeepSpeedConfig,
-        unset_hf_deepspeed_config,
-    )
-
-    known = HfDeepSpeedConfig(ds_config)  # kept by a weak reference
-    try:
-        yield
-    finally:
-        unset_hf_deepspeed_config()
-        del known
 
 
 def _targets(model: PreTrainedModel, patterns: list[str]) -> list[str]:
@@ -152,13 +138,6 @@ def _targets(model: PreTrainedModel, patterns: list[str]) -> list[str]:
     if not any(sign in pattern for pattern in patterns for sign in "*?["):
         return patterns
     return sorted(select_names(fitting, patterns))
-
-
-def _saved(model: PreTrainedModel, names: list[str]) -> list[str]:
-    modules = {name for name, part in model.named_modules() if next(part.parameters(recurse=False), None) is not None}
-    for name in names:
-        check_matches("tuning.save_modules", name, modules)
-    return names
 
 
 def parameter_of(layer: Any) -> str:
@@ -189,11 +168,11 @@ def merge_lora(layer: Any, weight: torch.Tensor, trained: dict[str, torch.Tensor
 
 def _set_parameter(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
     owner, _, leaf = name.rpartition(".")
-    place = module.get_submodule(owner)
-    if isinstance(place, nn.ParameterDict):
-        place[leaf] = parameter
+    part = module.get_submodule(owner)
+    if isinstance(part, nn.ParameterDict):
+        part[leaf] = parameter
     else:
-        setattr(place, leaf, parameter)
+        setattr(part, leaf, parameter)
 
 
 def quantize(model: PreTrainedModel) -> None:

@@ -4,15 +4,13 @@ While a loss is computed, the model's output layer yields losses in place of log
 own forward pass, so whatever hangs on it (ZeRO-3 gathers its weight before and hands on the weight's gradient after)
 sees an ordinary pass.
 
-Cross entropy straight from hidden states, a chunk of tokens at a time. T tokens, H hidden width, V vocabulary.
-
-The gradients are made beside the loss, while a chunk's logits are there: nothing of the size [T, V] is ever held, and
-no logit is computed twice. Hsu et al. 2024 (Liger Kernel), https://arxiv.org/abs/2410.10989, section 3.2.
+Cross entropy comes straight from hidden states, of width H, a chunk of tokens at a time. The gradients are made next to
+the loss, while a chunk's logits are there: nothing of the size [T, V] is ever held, and no logit is computed twice. Hsu
+et al. 2024 (Liger Kernel), https://arxiv.org/abs/2410.10989, section 3.2.
 """
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
@@ -41,23 +39,20 @@ def token_loss_sum(engine: Any, batch: Batch) -> torch.Tensor:
         engine: the DeepSpeed engine, or a transformers model.
         batch: `input_ids`, `labels` (-100 where untrained), `position_ids`, `segment_ids`, each `[B, S]`; packed with
             `cu_seq_lens`, see `attention_arguments`. It is copied to where the engine computes, and the host does not
-            wait for the copy if the batch is in page-locked memory and holds `with_places` already.
+            wait for the copy if the batch is in page-locked memory and holds `with_label_positions` already.
 
     Returns:
         float32 scalar on the engine's device, of this rank alone; 0 (with a zero gradient) without trained tokens.
     """
-    given = _on_device(engine, batch)
-    return loss_head(engine).losses(engine, given).sum()
+    return loss_head(engine).losses(engine, _on_device(engine, batch)).sum()
 
 
 @torch.no_grad()
 def token_losses(engine: Any, batch: Batch) -> torch.Tensor:
-    """Return each trained token's cross entropy, at the position before it; 0 elsewhere. Arguments as above.
+    """Return each trained token's cross entropy, at the position before it, 0 elsewhere: float32 `[B, S]`.
 
-    A model that is compiled for training computes them as it is: compiling it once more would take minutes.
-
-    Returns:
-        float32 `[B, S]`, without gradients.
+    Arguments as above. A model that is compiled for training computes them as it is: compiling it once more would take
+    minutes.
     """
     given = _on_device(engine, batch)
     with torch.compiler.set_stance("force_eager"):
@@ -67,7 +62,7 @@ def token_losses(engine: Any, batch: Batch) -> torch.Tensor:
 
 
 def with_label_positions(batch: Batch) -> Batch:
-    """Return a batch with `places`, int64 [T]: where its trained tokens stand in the flattened rows; `targets`: these.
+    """Return a batch with `places`, int64 [T]: indices of its trained tokens in the flattened rows; `targets`: these.
 
     Their number is the shape of what is computed, so they are counted before the batch goes to a device. Of a part of
     rows (`toolkit.models.sequence.local_part`) the tokens count before which a token of this part stands.
@@ -110,48 +105,19 @@ class LossPath(Enum):
     """All logits."""
 
 
-@dataclass(frozen=True, slots=True)
-class LossRequest:
-    """What a model's output layer computes in one forward pass, in place of all logits."""
-
-    layer: nn.Linear
-    """The output layer: [V, H], [V]."""
-    forward: Callable[[torch.Tensor], torch.Tensor]
-    path: LossPath
-    """`losses` or `picked`."""
-    kernel: LossKernel
-    """Of `losses`."""
-    positions: torch.Tensor
-    """int64 [T], in the flattened rows: of the states that predict the targets."""
-    targets: torch.Tensor
-    length: int
-    """S."""
-
-    def answer(self, states: torch.Tensor) -> torch.Tensor:
-        """Return the losses [T, 1, 1] or their sum [1, 1, 1], or the logits [T, 1, V]; of states [B, S, H].
-
-        Nothing that cuts [B, S, V] by its second dimension, as tuning=prompt does, mistakes these for it.
-        """
-        # What is learned before the first token, as in tuning=prompt, is in front.
-        states = states[:, -self.length :].flatten(0, 1).index_select(0, self.positions)
-        if self.path is LossPath.picked:
-            return self.forward(states[:, None])
-        inputs = states, self.layer.weight, self.layer.bias, self.targets
-        if not torch.is_grad_enabled():
-            return chunked_losses(*inputs)[:, None, None]
-        loss_sum = liger_loss_sum if self.kernel is LossKernel.liger and len(states) else chunked_loss_sum
-        return loss_sum(*inputs)[None, None, None]
-
-
 class LossHead:
     """A model's output layer while a loss is computed; `model.loss_head`."""
 
     def __init__(self, kernel: LossKernel = LossKernel.auto) -> None:
         self.kernel = kernel
         self._path: LossPath | None = None
-        self._request: LossRequest | None = None
+        self._answer: Callable[[torch.Tensor], torch.Tensor] | None = None
         # One and the same function in all passes, which a compiled model calls but does not look into.
-        self._forward = torch.compiler.disable(self._answer)
+        self._forward = torch.compiler.disable(self._call)
+
+    def _call(self, states: torch.Tensor) -> torch.Tensor:
+        assert self._answer is not None
+        return self._answer(states)
 
     @property
     def name(self) -> str:
@@ -167,42 +133,50 @@ class LossHead:
     def losses(self, engine: Any, batch: Batch) -> torch.Tensor:
         """Run the model forward and return the losses of the trained tokens.
 
-        Args:
-            engine: the engine, or the model.
-            batch: on its device, with label positions.
-
-        Returns:
-            float32 [T]; where a gradient is wanted perhaps only their sum, [1].
+        `batch` is on its device, with label positions. float32 [T]; perhaps only their sum, [1], where a gradient is
+        wanted.
         """
         path, targets = self.path(engine), batch["targets"]
         if path is LossPath.all_logits:
-            logits = _logits(engine, batch).flatten(0, 1).index_select(0, batch["places"] - 1)
+            logits = logits_of(engine, batch).flatten(0, 1).index_select(0, batch["places"] - 1)
         else:
             with self._requested(engine, batch, path):
-                logits = _logits(engine, batch).flatten(0, 1)
+                logits = logits_of(engine, batch).flatten(0, 1)
             if path is LossPath.losses:
                 return logits.flatten()
         return functional.cross_entropy(logits.float(), targets, reduction="none")
 
     @contextmanager
     def _requested(self, engine: Any, batch: Batch, path: LossPath) -> Iterator[None]:
-        """Let the output layer answer a request in place of its own forward."""
-        layer = getattr(engine, "module", engine).get_output_embeddings()
-        instance_forward = layer.__dict__.get("forward")
-        positions, length = batch["places"] - 1, batch["input_ids"].size(1)
-        self._request = LossRequest(layer, layer.forward, path, self.kernel, positions, batch["targets"], length)
+        """Let the output layer compute losses, or logits of trained tokens, in place of its own forward pass."""
+        layer: Any = getattr(engine, "module", engine).get_output_embeddings()
+        own_forward, instance_forward = layer.forward, layer.__dict__.get("forward")
+        length, targets = batch["input_ids"].size(1), batch["targets"]
+
+        def answer(states: torch.Tensor) -> torch.Tensor:
+            """Return the losses [T, 1, 1] or their sum [1, 1, 1], or the logits [T, 1, V]; of states [B, S, H].
+
+            Nothing that cuts [B, S, V] by its second dimension, as tuning=prompt does, mistakes these for it.
+            """
+            # What is learned before the first token, as in tuning=prompt, is in front.
+            states = states[:, -length:].flatten(0, 1).index_select(0, batch["places"] - 1)
+            if path is LossPath.picked:
+                return own_forward(states[:, None])
+            inputs = states, layer.weight, layer.bias, targets
+            if not torch.is_grad_enabled():
+                return chunked_losses(*inputs)[:, None, None]
+            loss_sum = liger_loss_sum if self.kernel is LossKernel.liger and len(states) else chunked_loss_sum
+            return loss_sum(*inputs)[None, None, None]
+
+        self._answer = answer
         layer.forward = self._forward
         try:
             yield
         finally:
             del layer.forward
-            self._request = None
+            self._answer = None
             if instance_forward is not None:
                 layer.forward = instance_forward
-
-    def _answer(self, states: torch.Tensor) -> torch.Tensor:
-        assert self._request is not None
-        return self._request.answer(states)
 
     def _find_path(self, engine: Any) -> LossPath:
         """Find out, by one pass over a few tokens, what the model does with what its output layer returns."""
@@ -227,7 +201,7 @@ class LossHead:
         try:
             eagerly = torch.compiler.set_stance("force_eager")
             with torch.no_grad(), eagerly, self._requested(engine, batch, LossPath.picked):
-                logits = _logits(engine, batch)
+                logits = logits_of(engine, batch)
         finally:
             module.train(was_training)
             for hook in hooks:
@@ -257,7 +231,8 @@ def _probe_batch(module: Any, device: torch.device) -> Batch:
     return batch
 
 
-def _logits(engine: Any, batch: Batch) -> torch.Tensor:
+def logits_of(engine: Any, batch: Batch) -> torch.Tensor:
+    """Run an engine or a model on rows as `hidden_states` takes them and return the logits `[B, S, V]`."""
     logits: torch.Tensor = engine(**_arguments(getattr(engine, "module", engine), batch)).logits
     return logits
 
@@ -265,20 +240,13 @@ def _logits(engine: Any, batch: Batch) -> torch.Tensor:
 def hidden_states(model: Any, batch: Batch) -> torch.Tensor:
     """Run a transformers model without its output layer and return the hidden states `[B, S, H]`.
 
-    Args:
-        model: the model.
-        batch: as `token_loss_sum`; where a pipeline's stage goes on from another's it holds `inputs_embeds`
-            `[B, S, H]`. Without `segment_ids` the rows are whole, as those of a probe.
+    `batch` is as in `token_loss_sum`; where a pipeline's stage continues from another's it holds `inputs_embeds`
+    `[B, S, H]`. Without `segment_ids` the rows are whole, as those of a probe.
     """
     given = _on_device(model, batch) if "labels" in batch else batch
-    found = model.base_model(**_arguments(model, given))
-    states: torch.Tensor = found if isinstance(found, torch.Tensor) else found.last_hidden_state
+    output = model.base_model(**_arguments(model, given))
+    states: torch.Tensor = output if isinstance(output, torch.Tensor) else output.last_hidden_state
     return states
-
-
-def logits_of(model: Any, batch: Batch) -> torch.Tensor:
-    """Run a transformers model on rows as `hidden_states` takes them and return the logits `[B, S, V]`."""
-    return _logits(model, batch)
 
 
 def _arguments(module: Any, batch: Batch) -> dict[str, Any]:
@@ -310,16 +278,9 @@ _FP16_SCALE = 2.0**12
 def chunked_losses(
     hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, targets: torch.Tensor
 ) -> torch.Tensor:
-    """Return each token's cross entropy, without gradients.
+    """Return each token's cross entropy, float32 [T], without gradients.
 
-    Args:
-        hidden: [T, H].
-        weight: of the output layer, [V, H], of the same type.
-        bias: [V].
-        targets: [T].
-
-    Returns:
-        float32 [T].
+    Of hidden states [T, H] and the output layer's weight [V, H], of the same type, and bias [V]; targets [T].
     """
     pieces = zip(hidden.split(_rows(weight)), targets.split(_rows(weight)), strict=True)
     losses = [_log_probabilities(states, weight, bias).gather(1, wanted[:, None]) for states, wanted in pieces]
@@ -334,10 +295,7 @@ def chunked_loss_sum(
     Gradients are made and added up in float32 and not multiplied by the caller's until the backward pass, so neither
     a loss scale nor its absence makes them over- or underflow. Where the weight is trained, its gradient is held in
     float32 from the forward pass to the backward pass (V x H x 4 bytes, beside what is added to it once more as much);
-    of a frozen weight there is none.
-
-    Returns:
-        float32 scalar; 0, with zero gradients, of no tokens.
+    of a frozen weight there is none. Of no tokens the sum is 0, with zero gradients.
     """
     return _ChunkedLossSum.apply(hidden, weight, bias, targets)
 
@@ -367,7 +325,12 @@ class _ChunkedLossSum(torch.autograd.Function):
             if hidden_gradient is not None:
                 hidden_gradient[begin : begin + size] = _product(gradient, weight)
             if of_weight:
-                weight_gradient = _sum_with_product(weight_gradient, gradient.t(), states)
+                if weight_gradient is None:
+                    weight_gradient = _product(gradient.t(), states)
+                elif gradient.dtype is torch.float32:
+                    weight_gradient.addmm_(gradient.t(), states)
+                else:
+                    weight_gradient.add_(_product(gradient.t(), states))
         if of_weight and weight_gradient is None:
             weight_gradient = torch.zeros_like(weight, dtype=torch.float32)
         ctx.dtype, ctx.scale = hidden.dtype, scale
@@ -407,14 +370,6 @@ def _product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
         # the time of float32 factors on a processor that knows bfloat16.
         return (left @ right).float()
     return left.float() @ right.float()
-
-
-def _sum_with_product(total: torch.Tensor | None, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-    if total is None:
-        return _product(left, right)
-    if left.dtype is torch.float32:
-        return total.addmm_(left, right)
-    return total.add_(_product(left, right))
 
 
 def _scaled(gradient: torch.Tensor | None, factor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | None:

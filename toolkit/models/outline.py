@@ -1,4 +1,4 @@
-"""Print the outline of a model folder as JSON: `python -m toolkit.models.outline FOLDER`. No weights are read.
+"""Print the outline of a model directory as JSON: `python -m toolkit.models.outline DIR`. No weights are read.
 
 The model is built on the meta device, with two layers less once more, and run forward: what one layer keeps for the
 backward pass is the difference. Attention is taken to be a fused kernel, which keeps query, key, value and its result.

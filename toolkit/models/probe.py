@@ -75,7 +75,7 @@ def ids_of(samples: Sequence[Sequence[int]], config: PreTrainedConfig) -> torch.
 def spread_ids(config: PreTrainedConfig) -> torch.Tensor:
     """Return ids from all over the vocabulary, for a model of which nothing else is known, [R, L]."""
     return ids_of(
-        [[place * 7919 % config.vocab_size for place in range(row, row + LENGTH)] for row in range(ROWS)], config
+        [[index * 7919 % config.vocab_size for index in range(row, row + LENGTH)] for row in range(ROWS)], config
     )
 
 
@@ -116,11 +116,7 @@ def read(folder: Path) -> Probe | None:
 
 
 def compare(model: PreTrainedModel, probe: Probe) -> tuple[float, float]:
-    """Run a loaded model on the ids of a probe.
-
-    Returns:
-        The largest difference of a logit, see `difference_of`; and how large it may be.
-    """
+    """Run a loaded model on the ids of a probe; return the difference, see `difference_of`, and how large it may be."""
     found = capture(model, probe.ids)
     return difference_of(found, probe), TOLERANCES.get(coarser(found, probe), 0.0)
 

@@ -2,15 +2,15 @@
 
 NEFTune: noise on the embeddings of training rows (Jain et al., 2023, arXiv 2310.05914).
 
-Random layerwise token dropping: while training begins, middle layers compute some tokens of each row only.
-
-After random-LTD (Yao et al., 2022, arXiv 2211.11586): each middle layer draws the tokens that it computes anew, the
-others pass it by, the first and last layers compute all, and the number of tokens grows until all are computed.
-DeepSpeed (0.19.8) has it with its own data loader only. B rows, S tokens, K tokens that are kept, H hidden width.
+Random layerwise token dropping, after random-LTD (Yao et al., 2022, arXiv 2211.11586): while training begins, each
+middle layer draws the tokens of a row that it computes, and the others skip it. The first and last layers compute all,
+and the number of tokens grows until all are computed. DeepSpeed (0.19.8) has it with its own data loader only. B rows,
+S tokens, K tokens that are kept, H hidden width.
 """
 
 import hashlib
 import inspect
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from transformers.integrations.neftune import neftune_post_forward_hook
 from toolkit.config.schema import RandomLtdConfig
 from toolkit.errors import ModelError
 from toolkit.messages import tr
+from toolkit.models.attention import segment_arguments
 from toolkit.models.lora import arguments_by_name, decoder_layers
 
 
@@ -28,7 +29,7 @@ def add_neftune(model: PreTrainedModel, alpha: float) -> None:
     """Add uniform noise to what the input embedding gives in training mode; evaluation is left alone.
 
     transformers' own hook (5.23): of up to alpha / sqrt(S x H) for rows of S tokens, padding included, and hidden
-    width H. What is drawn follows from the rank's random state, as dropout does, so that a resumed run goes on alike.
+    width H. What is drawn follows from the rank's random state, as dropout does, so that a resumed run draws the same.
     """
     embedding = model.get_input_embeddings()
     embedding.neftune_noise_alpha = alpha
@@ -52,7 +53,14 @@ class TokenDropping:
         layers = list(decoder_layers(model))
         self.config, self.key = config, f"{seed} {data_rank}"
         self.middle = layers[config.first_layers : len(layers) - config.last_layers]
-        if reason := _why_not(model, self.middle):
+        reason = ""
+        if not self.middle:
+            reason = tr("no layer is left between train.random_ltd.first_layers and last_layers")
+        elif any("position_embeddings" not in inspect.signature(type(one).forward).parameters for one in self.middle):
+            reason = tr("its layers find positions in another way than transformers' rotary ones")
+        elif any("experts" in name.split(".") for name, _ in model.named_modules()):
+            reason = tr("its experts are balanced over all tokens of all layers")
+        if reason:
             raise ModelError("train.random_ltd cannot be used with this model: {reason}.", reason=reason)
         self.step, self.micro_batch = 0, 0
         self.positions: list[torch.Tensor] = []
@@ -60,8 +68,8 @@ class TokenDropping:
         self._full_states: dict[int, torch.Tensor] = {}
         model.register_forward_pre_hook(self._draw, with_kwargs=True)
         for number, layer in enumerate(self.middle):
-            layer.register_forward_pre_hook(_Picker(self, number).pick, with_kwargs=True)
-            layer.register_forward_hook(_Picker(self, number).put_back)
+            layer.register_forward_pre_hook(partial(self._pick, number), with_kwargs=True)
+            layer.register_forward_hook(partial(self._put_back, number))
 
     def share(self, step: int) -> float:
         """Return the share of a row's tokens that the middle layers compute in a step, from 1; 0 is before training."""
@@ -87,40 +95,32 @@ class TokenDropping:
         drawn = torch.rand(len(self.middle), rows, size, generator=generator).argsort(dim=-1)[..., :count]
         self.positions = list(drawn.sort(dim=-1).values.to(ids.device, non_blocking=True))
 
-
-class _Picker:
-    """The hooks of one layer."""
-
-    def __init__(self, dropping: TokenDropping, number: int) -> None:
-        self.dropping, self.number = dropping, number
-
-    def pick(
-        self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    def _pick(
+        self, number: int, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        """Hand the layer the tokens that it computes, with their positions and what they may see."""
-        if not self.dropping.positions:
+        """Hand a middle layer the tokens that it computes, with their positions and what they may see."""
+        if not self.positions:
             return None
-        kept, states = self.dropping.positions[self.number], args[0]
-        self.dropping._full_states[self.number] = states
+        kept, states = self.positions[number], args[0]
+        self._full_states[number] = states
         given = kwargs | {name: _picked(kwargs[name], kept) for name in _PER_TOKEN if kwargs.get(name) is not None}
         mask = kwargs.get("attention_mask")
         if mask is not None and mask.dim() == 4 and mask.size(-1) > 1:  # one of a single place is never looked at
             rows = mask.expand(len(kept), -1, -1, -1).take_along_dim(kept[:, None, :, None], 2)
             given["attention_mask"] = rows.take_along_dim(kept[:, None, None, :], 3)
         if kwargs.get("cu_seq_lens_q") is not None:
-            places = (kept + torch.arange(len(kept), device=kept.device)[:, None] * states.size(1)).flatten()
-            bounds = torch.searchsorted(places, kwargs["cu_seq_lens_q"].long()).int()
-            given |= {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds}
-            given |= {"max_length_q": kept.size(1), "max_length_k": kept.size(1)}
+            indices = (kept + torch.arange(len(kept), device=kept.device)[:, None] * states.size(1)).flatten()
+            bounds = torch.searchsorted(indices, kwargs["cu_seq_lens_q"].long()).int()
+            given |= segment_arguments(bounds, kept.size(1))
         return (_picked(states, kept), *args[1:]), given
 
-    def put_back(self, _: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        """Return all tokens: those of the layer, and the others as they came."""
-        if not self.dropping.positions:
+    def _put_back(self, number: int, _: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        """Return all tokens after a middle layer: those that it computed, and the others as they came."""
+        if not self.positions:
             return None
-        whole, kept = self.dropping._full_states.pop(self.number), self.dropping.positions[self.number]
+        full, kept = self._full_states.pop(number), self.positions[number]
         states = output[0] if isinstance(output, tuple) else output
-        merged = whole.scatter(1, kept[..., None].expand_as(states), states.to(whole.dtype))
+        merged = full.scatter(1, kept[..., None].expand_as(states), states.to(full.dtype))
         return (merged, *output[1:]) if isinstance(output, tuple) else merged
 
 
@@ -144,13 +144,3 @@ def _picked(values: Any, kept: torch.Tensor) -> Any:
     if values.dim() == 2:
         return values.expand(len(kept), -1).gather(1, kept)
     return values.expand(len(kept), -1, -1).gather(1, kept[..., None].expand(-1, -1, values.size(-1)))
-
-
-def _why_not(model: PreTrainedModel, middle: list[nn.Module]) -> str:
-    if not middle:
-        return tr("no layer is left between train.random_ltd.first_layers and last_layers")
-    if any("position_embeddings" not in inspect.signature(type(layer).forward).parameters for layer in middle):
-        return tr("its layers find positions in another way than transformers' rotary ones")
-    if any("experts" in name.split(".") for name, _ in model.named_modules()):
-        return tr("its experts are balanced over all tokens of all layers")
-    return ""

@@ -48,8 +48,7 @@ class RouterLoss:
     def collect(self) -> torch.Tensor:
         """Return the sum over micro-batches of the mean over layers, and take notice of nothing more.
 
-        Returns:
-            float32 scalar of this rank, without a gradient and without the coefficient.
+        float32 scalar of this rank, without a gradient and without the coefficient.
         """
         self._end()
         total, self._sum, self._is_token = self._sum, 0.0, None
@@ -72,7 +71,10 @@ class RouterLoss:
                 )
             )
         logits, weights, chosen, *others = output
-        value = balance(logits, chosen, _of_rows(self._is_token, logits.flatten(0, -2).size(0)))
+        # Learned tokens may stand in front of each row (tuning=prompt).
+        rows, size = self._is_token.shape
+        learned = logits.flatten(0, -2).size(0) // rows - size
+        value = balance(logits, chosen, nn.functional.pad(self._is_token, (learned, 0), value=True).flatten())
         self._values[number] = value.detach()  # twice the same where the layer is computed again
         if not value.requires_grad:
             return None
@@ -80,15 +82,12 @@ class RouterLoss:
 
 
 def balance(logits: torch.Tensor, chosen: torch.Tensor, is_token: torch.Tensor) -> torch.Tensor:
-    """Return the loss of one layer's router.
+    """Return the loss of one layer's router, float32 scalar, 0 of no tokens.
 
     Args:
         logits: [T, E].
         chosen: experts of each token, [T, K].
         is_token: False where padding stands, [T].
-
-    Returns:
-        float32 scalar, 0 of no tokens.
     """
     size, counts = logits.size(-1), is_token.float()
     total = counts.sum().clamp(min=1)
@@ -98,12 +97,6 @@ def balance(logits: torch.Tensor, chosen: torch.Tensor, is_token: torch.Tensor) 
         0, chosen.flatten(), counts.repeat_interleave(chosen.size(-1))
     )
     return size * torch.dot(often / total, counts @ probabilities / total)
-
-
-def _of_rows(is_token: torch.Tensor, num_tokens: int) -> torch.Tensor:
-    """Return which of a layer's tokens are some, where learned ones may stand in front of each row (tuning=prompt)."""
-    learned = num_tokens // is_token.size(0) - is_token.size(1)
-    return nn.functional.pad(is_token, (learned, 0), value=True).flatten()
 
 
 class _WithLoss(torch.autograd.Function):
@@ -133,11 +126,10 @@ def router_loss(model: PreTrainedModel, cfg: RunConfig) -> RouterLoss | None:
     coefficient = float(own or 0) if wanted < 0 else wanted
     if not routers or not coefficient:
         return None
-    parallel = cfg.parallel
     others = {
-        "parallel.tensor": parallel.tensor > 1,
-        "parallel.sequence": parallel.sequence > 1,
-        "parallel.pipeline": parallel.pipeline > 1,
+        "parallel.tensor": cfg.parallel.tensor > 1,
+        "parallel.sequence": cfg.parallel.sequence > 1,
+        "parallel.pipeline": cfg.parallel.pipeline > 1,
         "compile.enabled": cfg.compile.enabled,
     }
     if used := [key for key, is_used in others.items() if is_used]:

@@ -2,14 +2,14 @@
 
 Back in the official layout: the same files, names, precisions and bits that a model was loaded from.
 
-What that takes besides the weights (config.json, the other files, which tensor lies where) is the model's `Origin`. It
-travels in the folder `official/` of everything that is saved in transformers' layout.
+What that takes besides the weights (config.json, the other files, which tensor is in which) is the model's `Origin`. It
+travels in the directory `official/` of everything that is saved in transformers' layout.
 """
 
 import json
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 from toolkit.errors import CheckpointError, ModelError
 from toolkit.models.chat import AnyChatEncoder
 from toolkit.models.chatglm.glm import official_layout
-from toolkit.models.weights import Layout, WeightFiles, index_of, tied_names
+from toolkit.models.weights import Layout, WeightFiles, tied_names
 
 Format = Literal["hf", "official"]
 MAX_SHARD_SIZE = "5GB"
@@ -42,8 +42,8 @@ def save_model(
     """Save a model that is whole in this process.
 
     Args:
-        model: any transformers model; with format "official" one that came from an official ChatGLM folder.
-        path: a folder that does not exist yet.
+        model: any transformers model; with format "official" one that came from an official ChatGLM directory.
+        path: a directory that does not exist yet.
         format: "hf": safetensors and config that transformers loads (ChatGLM-6B, which transformers does not know:
             `load_model`); "official": the official files, each tensor in its own shard and precision, the other files
             copied.
@@ -51,14 +51,14 @@ def save_model(
         max_shard_size: largest safetensors file, such as 5GB; the official files have the official sizes.
 
     Raises:
-        ModelError: the folder exists, the format is unknown, or there is no official layout to go back to.
+        ModelError: the directory exists, the format is unknown, or there is no official layout to go back to.
         CheckpointError: a value has no room in its official precision.
     """
     folder = Path(path)
     if folder.exists():
         raise ModelError("{folder} exists already: nothing was written. Name another folder.", folder=folder)
     if format == "official":
-        write_official(model, folder, None if state is None else state.__getitem__)
+        _write_official(model, folder, state)
     elif format == "hf":
         tied = tied_names(model)
         _count_predicting_layers(model)
@@ -70,15 +70,19 @@ def save_model(
 
 
 def describe(model: PreTrainedModel, encoder: AnyChatEncoder | None) -> dict[str, bytes]:
-    """Return the files of a folder in transformers' layout that are no weights, by their path in it.
+    """Return the files of a directory in transformers' layout that are no weights, by their path in it.
 
     Config, generation config, tokenizer, and what it takes to go back to the official layout: with the weights all that
     an export needs. Some megabytes, mostly tokenizer.
     """
-    with TemporaryDirectory() as place:
-        folder = Path(place)
+    with TemporaryDirectory() as temporary:
+        folder = Path(temporary)
         if encoder is not None:
-            _add_stops(model, encoder.stop_ids)
+            # Programs that know nothing of the chat format stop where answers end, too (GLM-4#297: they never did).
+            known = model.generation_config.eos_token_id
+            known = [known] if isinstance(known, int) else list(known or [])
+            if added := [index for index in encoder.stop_ids if index not in known]:
+                model.generation_config.eos_token_id = known + added
             encoder.tokenizer.save_pretrained(folder)
         _count_predicting_layers(model)
         # As `save_pretrained` does before it writes them.
@@ -100,16 +104,8 @@ def describe(model: PreTrainedModel, encoder: AnyChatEncoder | None) -> dict[str
         return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-def _add_stops(model: PreTrainedModel, stop_ids: list[int]) -> None:
-    """Let programs that know nothing of the chat format stop where answers end (GLM-4#297: they never did)."""
-    known = model.generation_config.eos_token_id
-    known = [known] if isinstance(known, int) else list(known or [])
-    if not set(stop_ids) <= set(known):
-        model.generation_config.eos_token_id = [*known, *(index for index in stop_ids if index not in known)]
-
-
 def _count_predicting_layers(model: PreTrainedModel) -> None:
-    """Say in a model's config that it has no layers for predicting several tokens at once, if it has none.
+    """Set the number of layers for predicting several tokens at once to 0 in a model's config, if it has none.
 
     transformers (5.23) skips those of GLM-4.5, DeepSeek-V3 and others when it loads them, and would still write their
     number: vLLM and llama.cpp then look for weights that are not in the directory.
@@ -135,10 +131,10 @@ _WEIGHTS = re.compile(
 
 @dataclass(kw_only=True, slots=True)
 class Origin:
-    """The official folder that a model came from, without its weights."""
+    """The official directory that a model came from, without its weights."""
 
     folder: str
-    """Where its other files lie."""
+    """Where its other files are."""
     index: str
     """Name of its index file, "" without one."""
     tensors: dict[str, dict[str, str]]
@@ -149,22 +145,24 @@ class Origin:
     """See `GlmLayout`."""
 
 
-def save_origin(model: PreTrainedModel, folder: Path, files: WeightFiles, layout: Layout, interleaved: bool) -> None:
+def save_origin(model: PreTrainedModel, files: WeightFiles, layout: Layout, interleaved: bool) -> None:
     """Note on a model where it came from, so that it can go back.
 
-    ChatGLM-6B looks official in either layout: there the record of the folder that it first came from decides.
+    ChatGLM-6B looks official in either layout: there the origin that `load_origin` has read counts.
     """
-    if load_origin(model, folder):
+    if getattr(model, "origin", None) is not None:
         return
     computed = {}
     for name in files:
         if not layout.parameters(name):
             with files.open(name) as value:
                 computed[name] = value.double().flatten().tolist()
-    index = index_of(folder)
+    names = {info.file.name for info in files.values()}
+    is_safe = any(name.endswith(".safetensors") for name in names)
+    single = "model.safetensors" if is_safe else "pytorch_model.bin"
     model.origin = Origin(
-        folder=str(folder),
-        index=index.name if index else "",
+        folder=str(files.folder),
+        index="" if names == {single} else f"{single}.index.json",
         tensors={
             name: {"file": info.file.name, "dtype": str(info.dtype).removeprefix("torch.")}
             for name, info in files.items()
@@ -174,16 +172,16 @@ def save_origin(model: PreTrainedModel, folder: Path, files: WeightFiles, layout
     )
 
 
-def load_origin(model: PreTrainedModel, folder: Path) -> bool:
-    """Read the origin that was saved beside a model; return whether there is one."""
+def load_origin(model: PreTrainedModel, folder: Path) -> None:
+    """Read the origin that was saved beside a model, if there is one."""
     record = folder / ORIGIN_DIR / _RECORD
     if not record.is_file():
-        return False
+        return
     try:
         known = json.loads(record.read_text(encoding="utf-8"))
         origin = Origin(**known | {"folder": str(folder / ORIGIN_DIR)})
         for entry in origin.tensors.values():
-            # The record may come from elsewhere: its names must stay inside the folder that is written.
+            # The record may come from elsewhere: its names must stay inside the directory that is written.
             if Path(entry["file"]).name != entry["file"] or not isinstance(getattr(torch, entry["dtype"]), torch.dtype):
                 raise ValueError(f"{entry}")
     except (ValueError, TypeError, KeyError, AttributeError) as error:
@@ -195,7 +193,6 @@ def load_origin(model: PreTrainedModel, folder: Path) -> bool:
             folder=record.parent,
         ) from error
     model.origin = origin
-    return True
 
 
 def write_origin(model: PreTrainedModel, folder: Path) -> None:
@@ -210,14 +207,8 @@ def write_origin(model: PreTrainedModel, folder: Path) -> None:
     (target / _RECORD).write_text(json.dumps(record, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
 
 
-def write_official(model: PreTrainedModel, folder: Path, value_of: Callable[[str], torch.Tensor] | None = None) -> None:
-    """Write a model in the official layout it came from: each tensor in its shard, in its official precision.
-
-    `value_of` gives a parameter by name; None: the model's own.
-
-    Raises:
-        CheckpointError: a value has no room in the official precision.
-    """
+def _write_official(model: PreTrainedModel, folder: Path, state: dict[str, torch.Tensor] | None) -> None:
+    """Write a model in the official layout it came from: each tensor in its shard, in its official precision."""
     origin: Origin | None = getattr(model, "origin", None)
     if origin is None:
         raise ModelError(
@@ -225,13 +216,12 @@ def write_official(model: PreTrainedModel, folder: Path, value_of: Callable[[str
             "write it in. Use format=hf.",
             architecture=type(model).__name__,
         )
-    parameters = dict(model.named_parameters())
-    get = value_of or (lambda name: parameters[name].detach())
+    values = dict(model.named_parameters()) if state is None else state
     layout = official_layout(model.config, origin.interleaved)
     folder.mkdir(parents=True)
     for file in dict.fromkeys(entry["file"] for entry in origin.tensors.values()):
         tensors = {
-            name: _stored_tensor(name, entry["dtype"], origin, layout, get)
+            name: _stored_tensor(name, entry["dtype"], origin, layout, values)
             for name, entry in origin.tensors.items()
             if entry["file"] == file
         }
@@ -243,13 +233,13 @@ def write_official(model: PreTrainedModel, folder: Path, value_of: Callable[[str
 
 
 def _stored_tensor(
-    name: str, dtype: str, origin: Origin, layout: Layout, get: Callable[[str], torch.Tensor]
+    name: str, dtype: str, origin: Origin, layout: Layout, values: Mapping[str, torch.Tensor]
 ) -> torch.Tensor:
     precision: torch.dtype = getattr(torch, dtype)
     if name in origin.computed:
         return torch.tensor(origin.computed[name], dtype=torch.float64).to(precision)
     try:
-        value = layout.join(name, [get(parameter).cpu() for parameter in layout.parameters(name)])
+        value = layout.join(name, [values[parameter].detach().cpu() for parameter in layout.parameters(name)])
     except KeyError as error:
         raise ModelError(
             "the official layout needs {name}, which this model has not: its record is of another model.", name=name
@@ -268,10 +258,10 @@ def _stored_tensor(
 def _copy_other_files(origin: Origin, target: Path) -> None:
     """Copy all but weights: index, config, tokenizer, licence, and the *.py that other programs may want."""
     for file in sorted(Path(origin.folder).iterdir()):
-        is_left_out = (
+        is_skipped = (
             (_WEIGHTS.fullmatch(file.name) and file.name != origin.index)
             or file.name in (_RECORD, "manifest.json")  # of an export: of its own files
             or file.name.startswith(".")
         )
-        if file.is_file() and not is_left_out:
+        if file.is_file() and not is_skipped:
             shutil.copyfile(file, target / file.name)

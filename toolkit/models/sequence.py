@@ -24,7 +24,7 @@ from toolkit.messages import tr
 from toolkit.models.attention import (
     SEQUENCE,
     attend_to_segments,
-    attention_arguments,
+    evaluate_logits,
     isolation_rows,
     training_mask,
 )
@@ -38,12 +38,9 @@ _group: dist.ProcessGroup | None = None
 
 
 def split_sequences(model: PreTrainedModel, ranks: int) -> None:
-    """Let a model take parts of rows (`part_of`) beside whole ones. A collective.
-
-    `ranks`, P, are neighbours.
-    """
+    """Let a model take parts of rows (`local_part`) as well as whole ones. A collective of neighbours, P `ranks`."""
     global _group  # attention is called by transformers, with nothing of ours
-    config, name = model.config.get_text_config(), type(model).__name__
+    config = model.config.get_text_config()
     reason = ""
     if getattr(model, "builds_positions", False):
         reason = tr("it finds positions and mask of a whole row from its one <sop>")
@@ -57,7 +54,7 @@ def split_sequences(model: PreTrainedModel, ranks: int) -> None:
         raise ModelError(
             "parallel.sequence = {ranks} and {model} do not go together: {reason}.",
             ranks=ranks,
-            model=name,
+            model=type(model).__name__,
             reason=reason,
         )
     model.set_attn_implementation(SEQUENCE)
@@ -65,18 +62,13 @@ def split_sequences(model: PreTrainedModel, ranks: int) -> None:
 
 
 def local_part(batch: Batch, part: int, parts: int) -> Batch:
-    """Return one rank's part of each row.
+    """Return the part of each row of rank `part` of P `parts`; with one part the batch as it is.
 
     Labels are looked up before: the loss of a token stands at the one before it, which may be another rank's.
 
-    Args:
-        batch: whole rows, see `toolkit.data.loader.Batch`; S is a multiple of `parts`. `sources`, [T], is divided too.
-        part: which, from 0.
-        parts: P.
-
-    Returns:
-        `input_ids`, `position_ids`, `segment_ids` [B, S / P]; `places` and `targets` of the tokens whose loss is this
-        rank's; `cu_seq_lens` as it was; `part`, int64 [2]. With one part the batch as it is.
+    `batch` has whole rows, see `toolkit.data.loader.Batch`; S is a multiple of P. Of it remain `input_ids`,
+    `position_ids`, `segment_ids` [B, S / P]; `places`, `targets` and `sources` of the tokens whose loss is this rank's;
+    `cu_seq_lens` as it was; and `part`, int64 [2], is new.
     """
     if parts == 1:
         return batch
@@ -87,14 +79,14 @@ def local_part(batch: Batch, part: int, parts: int) -> Batch:
     before = given["places"] - 1
     column = before % size - begin
     mine = (column >= 0) & (column < length)
-    places = (before // size * length + column)[mine] + 1
-    cut = {
-        name: batch[name][:, begin : begin + length].contiguous()
-        for name in ("input_ids", "position_ids", "segment_ids")
+    names = ("input_ids", "position_ids", "segment_ids")
+    return {
+        **{name: batch[name][:, begin : begin + length].contiguous() for name in names},
+        **{name: given[name][mine] for name in ("targets", "sources") if name in given},
+        **{name: batch[name] for name in ("cu_seq_lens",) if name in batch},
+        "places": (before // size * length + column)[mine] + 1,
+        "part": torch.tensor([part, parts]),
     }
-    of_tokens = {name: given[name][mine] for name in ("targets", "sources") if name in given}
-    whole = {name: batch[name] for name in ("cu_seq_lens",) if name in batch}
-    return {**cut, **of_tokens, **whole, "places": places, "part": torch.tensor([part, parts])}
 
 
 def sequence_attention(
@@ -108,21 +100,10 @@ def sequence_attention(
     in_parts: bool = False,
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Return causal attention over whole rows, of which this rank has a part; without `in_parts` that of `sdpa`.
+    """Return causal attention over whole rows, of which this rank has a part, [B, S / P, H, D].
 
-    Args:
-        module: the attention module.
-        query: [B, H, S / P, D].
-        key: [B, heads of keys, S / P, D].
-        value: as `key`.
-        attention_mask: used without `in_parts` only.
-        dropout: of the attention's weights.
-        scaling: of the scores; None is 1 / sqrt(D).
-        in_parts: whether these are parts of rows.
-        **options: `cu_seq_lens_q`, int32 [segments + 1] over the B x S tokens, where rows are packed.
-
-    Returns:
-        [B, S / P, H, D] and None.
+    `query`: [B, H, S / P, D]; `key` and `value`: [B, heads of keys, S / P, D]. Without `in_parts` it is that of `sdpa`,
+    with `attention_mask`. `options` has `cu_seq_lens_q`, int32 [segments + 1] over the B x S tokens, of packed rows.
     """
     if not in_parts:
         return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **options)
@@ -132,7 +113,7 @@ def sequence_attention(
     copies = ranks // math.gcd(key.size(1), ranks)
     if copies > 1:
         key, value = (states.repeat_interleave(copies, dim=1) for states in (key, value))
-    query, key, value = (_exchange(states, 1, 2) for states in (query, key, value))  # [B, heads / P, S, D]
+    query, key, value = (_exchange(states) for states in (query, key, value))  # [B, heads / P, S, D]
     bounds = options.get("cu_seq_lens_q")
     if bounds is not None:
         mixed = attend_to_segments(query, key, value, bounds, query.size(2), dropout, scaling)
@@ -141,7 +122,7 @@ def sequence_attention(
         mixed = functional.scaled_dot_product_attention(
             query, key, value, dropout_p=dropout, is_causal=True, scale=scaling, enable_gqa=grouped
         ).transpose(1, 2)
-    return _exchange(mixed, 1, 2), None
+    return _exchange(mixed), None
 
 
 class _Exchange(torch.autograd.Function):
@@ -162,9 +143,9 @@ class _Exchange(torch.autograd.Function):
         return _Exchange.apply(gradients[0], joined, cut), None, None
 
 
-def _exchange(states: torch.Tensor, cut: int, joined: int) -> torch.Tensor:
-    """Give each rank a piece of one dimension, and join what comes along another."""
-    exchanged: torch.Tensor = _Exchange.apply(states, cut, joined)
+def _exchange(states: torch.Tensor) -> torch.Tensor:
+    """Give each rank a piece of the second dimension, and join what comes along the third."""
+    exchanged: torch.Tensor = _Exchange.apply(states, 1, 2)
     return exchanged
 
 
@@ -173,27 +154,13 @@ def check_sequence_parallel(
 ) -> None:
     """Make sure, on the model as it is, that parts of rows give the logits of whole ones. A collective."""
     assert _group is not None
-    module, part, parts = getattr(engine, "module", engine), dist.get_rank(_group), dist.get_world_size(_group)
+    part, parts = dist.get_rank(_group), dist.get_world_size(_group)
     batch = isolation_rows(vocab_size, parts)
     if not packed:
         batch = {"input_ids": batch["input_ids"], "segment_ids": torch.ones_like(batch["input_ids"])}
         batch["position_ids"] = torch.arange(batch["input_ids"].size(1)).expand_as(batch["input_ids"])
-    own = local_part({**batch, "labels": batch["input_ids"]}, part, parts)
-    was_training = module.training
-    module.eval()
-    found = []
-    with torch.no_grad():
-        for one in (batch, own):
-            given = {key: tensor.to(device) for key, tensor in one.items()}
-            arguments = attention_arguments(module, given)
-            positions = given["position_ids"]
-            found.append(
-                engine(
-                    input_ids=given["input_ids"], position_ids=positions, use_cache=False, **arguments
-                ).logits.float()
-            )
-    module.train(was_training)
-    whole, mine = found
+    whole = evaluate_logits(engine, batch, device)
+    mine = evaluate_logits(engine, local_part({**batch, "labels": batch["input_ids"]}, part, parts), device)
     length = mine.size(1)
     other = (mine - whole[:, part * length :][:, :length]).square().mean()
     # The mean, as single logits in bf16 differ by several per cent between kernels; of all ranks, to act alike.

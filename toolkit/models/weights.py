@@ -1,10 +1,7 @@
-"""How the tensors of a folder become the parameters of a model, and back.
+"""The weight files of a model directory, how their tensors become a model's parameters, and back.
 
-The weight files of a model directory, and weights into parameters, partitioned or not.
-
-Safetensors and pickled shards are read one tensor at a time, and nothing is executed.
-
-A file is opened for each tensor: pages that were read would count as this process's memory until it is closed.
+Safetensors and pickled shards are read one tensor at a time, and nothing is executed. A file is opened for each tensor:
+pages that were read would count as this process's memory until it is closed.
 
 transformers' own loading (5.23) holds the whole checkpoint on rank 0 under ZeRO-3 and needs accelerate; here no rank
 ever holds more than its part and one tensor.
@@ -18,6 +15,7 @@ import zipfile
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -66,7 +64,7 @@ class Layout:
         return parts[0]
 
     def index(self, name: str) -> Any:
-        """Return the index at which the parts stand in their parameters, `...` if they fill them."""
+        """Return the index of the parts in their parameters, `...` if they fill them."""
         return ...
 
     def stored_shape(self, name: str, shapes: Shapes) -> tuple[int, ...]:
@@ -87,17 +85,17 @@ def predicting(config: Any) -> str:
 class TransformersLayout(Layout):
     """The names and shapes in which transformers writes a model, which for some are not those of its parameters.
 
-    Some are called otherwise (GPT-NeoX's head), and the experts of a layer stand in one parameter but are stored one by
-    one. What becomes of which is read off transformers' own table (5.23, conversion_mapping.py).
+    Some have other names (GPT-NeoX's head), and the experts of a layer are one parameter but are stored one by one.
+    Which becomes what is read off transformers' own table (5.23, conversion_mapping.py).
     """
 
-    def __init__(self, model: PreTrainedModel, shapes: Shapes) -> None:
+    def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()
-        self._shapes, self._model = shapes, model
+        self._shapes, self._model = shapes_of(model), model
         table = get_model_conversion_mapping(model)
         self._renamings = [one for one in table if isinstance(one, WeightRenaming)]
         self._converters = [one for one in table if isinstance(one, WeightConverter)]
-        self._targets: dict[str, tuple[str, Any]] = {}
+        self._target = cache(self._find_target)
         # Layers for predicting several tokens at once (GLM-4.5, DeepSeek-V3), buffers of older versions.
         unread = {*(model._keys_to_ignore_on_load_unexpected or ()), r"rotary_emb\.inv_freq$", predicting(model.config)}
         self._unread = re.compile("|".join(f"(?:{one})" for one in unread))
@@ -113,18 +111,14 @@ class TransformersLayout(Layout):
 
     def stored_shape(self, name: str, shapes: Shapes) -> tuple[int, ...]:
         """Return the shape of one expert's matrix; see `Layout`."""
-        parameter, place = self._target(name)
-        if place is ...:
+        parameter, index = self._target(name)
+        if index is ...:
             return shapes[parameter]
         _, rows, columns = shapes[parameter]
-        return (rows if isinstance(place, int) else place[1].stop - place[1].start, columns)
+        return (rows if isinstance(index, int) else index[1].stop - index[1].start, columns)
 
-    def _target(self, name: str) -> tuple[str, Any]:
-        if name not in self._targets:
-            self._targets[name] = self._find(name)
-        return self._targets[name]
-
-    def _find(self, name: str) -> tuple[str, Any]:
+    def _find_target(self, name: str) -> tuple[str, Any]:
+        """Return the parameter that a stored tensor fills, and its index in it."""
         prefix = self._model.base_model_prefix
         parameter, pattern = rename_source_key(name, self._renamings, self._converters, prefix, self._shapes)
         if pattern is None or parameter not in self._shapes:
@@ -176,64 +170,49 @@ class TensorInfo:
         return self.dtype.itemsize * torch.Size(self.shape).numel()
 
 
-class WeightFiles(Mapping[str, TensorInfo]):
-    """All tensors of a folder by name, in file order.
-
-    The directory has passed `directory.read_config`.
-    """
+class WeightFiles(dict[str, TensorInfo]):
+    """All tensors of a directory, which has passed `directory.read_config`, by name, in file order."""
 
     def __init__(self, folder: Path) -> None:
-        self._tensors: dict[str, TensorInfo] = {}
+        super().__init__()
+        self.folder = folder
         self._legacy: tuple[Path, dict[str, torch.Tensor]] | None = None
         for file in weight_files(folder):
-            for name, info in self._describe(file):
-                self._tensors[name] = info
-
-    def __getitem__(self, name: str) -> TensorInfo:
-        return self._tensors[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._tensors)
-
-    def __len__(self) -> int:
-        return len(self._tensors)
+            self.update(self._describe(file))
 
     @contextmanager
     def open(self, name: str) -> Iterator[torch.Tensor]:
         """Give one tensor, in its own precision, mapped from its file where the format allows it."""
-        file = self._tensors[name].file
-        if file.suffix == ".safetensors":
-            with reading(file, ModelError, tr("Download it again.")):
-                opened = safe_open(file, framework="pt")
-            with opened as tensors:
-                with reading(file, ModelError, tr("Download it again.")):
-                    tensor = tensors.get_tensor(name)
-                yield tensor
-        else:
+        file = self[name].file
+        if file.suffix != ".safetensors":
             yield self._unpickle(file)[name]
+            return
+        with reading(file, ModelError, tr("Download it again.")):
+            opened = safe_open(file, framework="pt")
+            tensor = opened.get_tensor(name)
+        with opened:
+            yield tensor
 
-    def _describe(self, file: Path) -> Iterator[tuple[str, TensorInfo]]:
-        if file.suffix == ".safetensors":
-            with reading(file, ModelError, tr("Download it again.")), safe_open(file, framework="pt") as tensors:
-                parts = {name: tensors.get_slice(name) for name in tensors.keys()}  # noqa: SIM118 -- not a dict
-                found = {name: (tuple(part.get_shape()), str(part.get_dtype())) for name, part in parts.items()}
-            for name, (shape, dtype) in found.items():
-                if dtype not in _DTYPES:
-                    raise ModelError(
-                        "{file}: '{name}' is of type {dtype}, which cannot be trained. Use the model in bf16.",
-                        file=file,
-                        name=name,
-                        dtype=dtype,
-                    )
-                yield name, TensorInfo(file, shape, _DTYPES[dtype])
-        else:
-            for name, value in self._unpickle(file).items():
-                yield name, TensorInfo(file, tuple(value.shape), value.dtype)
+    def _describe(self, file: Path) -> dict[str, TensorInfo]:
+        if file.suffix != ".safetensors":
+            return {
+                name: TensorInfo(file, tuple(value.shape), value.dtype) for name, value in self._unpickle(file).items()
+            }
+        with reading(file, ModelError, tr("Download it again.")), safe_open(file, framework="pt") as tensors:
+            parts = {name: tensors.get_slice(name) for name in tensors.keys()}  # noqa: SIM118 -- not a dict
+            stored = {name: (tuple(part.get_shape()), str(part.get_dtype())) for name, part in parts.items()}
+        for name, (_, dtype) in stored.items():
+            if dtype not in _DTYPES:
+                raise ModelError(
+                    "{file}: '{name}' is of type {dtype}, which cannot be trained. Use the model in bf16.",
+                    file=file,
+                    name=name,
+                    dtype=dtype,
+                )
+        return {name: TensorInfo(file, shape, _DTYPES[dtype]) for name, (shape, dtype) in stored.items()}
 
     def _unpickle(self, file: Path) -> dict[str, torch.Tensor]:
-        """Return a pickled shard, mapped; one of torch's old format (before 1.6) is read whole and kept until the
-        next.
-        """
+        """Return a pickled shard, mapped; one in torch's format from before 1.6 is read whole, kept until the next."""
         if self._legacy is not None and self._legacy[0] == file:
             return self._legacy[1]
         self._legacy = None
@@ -259,37 +238,22 @@ def unpickle(file: Path, mapped: bool) -> dict[str, torch.Tensor]:
     """
     try:
         values = torch.load(file, map_location="cpu", weights_only=True, mmap=mapped)
-    except pickle.UnpicklingError as error:
-        raise ModelError(
-            "{file} is a pickle that wants to run code, which is refused: {reason}. Nothing was executed. Get the "
-            "weights from a source you trust, as safetensors if there are any.",
-            file=file,
-            reason=_reason(error),
-        ) from error
     except Exception as error:  # whatever a damaged archive makes torch raise
-        raise ModelError(
-            "{file} cannot be read ({reason}): download it again.", file=file, reason=_reason(error)
-        ) from error
+        # The first sentence of torch's long advice, which suggests the very thing that must not be done.
+        text = str(error).strip()
+        text = text[max(text.find("Unsupported"), 0) :]
+        reason = text.splitlines()[0].split(". ")[0].rstrip(".") if text else type(error).__name__
+        if isinstance(error, pickle.UnpicklingError):
+            raise ModelError(
+                "{file} is a pickle that wants to run code, which is refused: {reason}. Nothing was executed. Get the "
+                "weights from a source you trust, as safetensors if there are any.",
+                file=file,
+                reason=reason,
+            ) from error
+        raise ModelError("{file} cannot be read ({reason}): download it again.", file=file, reason=reason) from error
     if not isinstance(values, dict) or not all(isinstance(value, torch.Tensor) for value in values.values()):
         raise ModelError("{file} holds something else than named tensors.", file=file)
     return values
-
-
-def _reason(error: Exception) -> str:
-    """Return the first sentence of torch's long advice, which suggests the very thing that must not be done."""
-    text = str(error).strip()
-    unsupported = text.find("Unsupported")
-    line = text[unsupported:] if unsupported >= 0 else text
-    return line.splitlines()[0].split(". ")[0].rstrip(".") if line else type(error).__name__
-
-
-def index_of(folder: Path) -> Path | None:
-    """Return the index of the files that are read, None where one file holds everything."""
-    files = weight_files(folder)
-    if len(files) == 1 and files[0].name in ("model.safetensors", "pytorch_model.bin"):
-        return None
-    stem = "model.safetensors" if files[0].suffix == ".safetensors" else "pytorch_model.bin"
-    return folder / f"{stem}.index.json"
 
 
 def empty_model(build: Callable[[], PreTrainedModel], ds_config: dict[str, Any] | None) -> PreTrainedModel:
@@ -297,25 +261,17 @@ def empty_model(build: Callable[[], PreTrainedModel], ds_config: dict[str, Any] 
 
     With `ds_config` the parameters are partitioned over the ranks, in its precision; else they are on the meta device.
     """
-    place: AbstractContextManager[Any]
-    if ds_config is None:
-        place = torch.device("meta")
-    else:
+    device: AbstractContextManager[Any] = torch.device("meta")
+    if ds_config is not None:
         import deepspeed
 
         # Its argument dtype is not used: DeepSpeed 0.19.8 makes bfloat16 of any on CPU ranks.
-        place = deepspeed.zero.Init(config_dict_or_path=ds_config)
-    with no_init_weights(), place:
+        device = deepspeed.zero.Init(config_dict_or_path=ds_config)
+    with no_init_weights(), device:
         model = build()
     model.tie_weights()
-    _restore_rotary_frequencies(model)
-    return model
-
-
-def _restore_rotary_frequencies(model: PreTrainedModel) -> None:
-    """Compute the frequencies anew in float32: the meta device leaves them empty, and zero.Init casts whatever a
-    constructor makes; in half precision they are noise beyond a few hundred positions.
-    """
+    # Frequencies are computed again in float32: the meta device leaves them empty, and zero.Init casts whatever a
+    # constructor makes; in half precision they are noise beyond a few hundred positions.
     for module in model.modules():
         # Gemma 3 has those of each kind of layer, under names that end so.
         if any(name.endswith("inv_freq") for name, _ in module.named_buffers(recurse=False)):
@@ -323,13 +279,13 @@ def _restore_rotary_frequencies(model: PreTrainedModel) -> None:
             for name, buffer in fresh.named_buffers(recurse=False):
                 old = getattr(module, name).device
                 setattr(module, name, buffer if old.type == "meta" else buffer.to(old))
+    return model
 
 
 def read_weights(
     model: PreTrainedModel,
     files: WeightFiles,
     layout: Layout,
-    folder: Path,
     dtype: torch.dtype | None,
     own: Callable[[PreTrainedModel], set[str]] | None = None,
 ) -> None:
@@ -339,7 +295,7 @@ def read_weights(
     own. `own` returns the names of what is filled, where this process needs no more.
     """
     held = _stored_as(model)
-    check_weights_fit(model, files, layout, folder)
+    check_weights_fit(model, files, layout)
     is_partitioned = any(hasattr(value, "ds_shape") for value in held.values())
     is_rank0 = not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0
     groups = _by_target(files, layout, held if own is None else own(model))
@@ -351,12 +307,10 @@ def read_weights(
                 for name in names:
                     if is_rank0 or not partitioned:
                         with files.open(name) as value:
-                            parts = layout.split(name, value)
-                            if is_partitioned:
-                                for target, part in zip(targets, parts, strict=True):
+                            for target, part in zip(targets, layout.split(name, value), strict=True):
+                                if is_partitioned:
                                     held[target].data[layout.index(name)].copy_(part)
-                            else:
-                                for target, part in zip(targets, parts, strict=True):
+                                else:
                                     set_value(model, target, part.to(dtype or part.dtype, copy=True).contiguous())
                     advance(files[name].num_bytes)
             if partitioned:
@@ -365,21 +319,12 @@ def read_weights(
         model.tie_weights()
 
 
-def stream(
-    model: PreTrainedModel, files: WeightFiles, layout: Layout, folder: Path
-) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield name and value of each parameter and stored buffer of a folder, in its own precision, one after another."""
-    check_weights_fit(model, files, layout, folder)
-    shapes = shapes_of(model)
-    yield from stored_values(files, layout, shapes, shapes.keys())
-
-
 def stored_values(
     files: WeightFiles, layout: Layout, shapes: Shapes, wanted: Set[str]
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield name and value of some parameters and stored buffers, and of those that share a stored tensor with them.
 
-    `shapes` are those of all parameters and stored buffers, `wanted` their names.
+    Values are in the precision of their files. `shapes` are those of all parameters and stored buffers, `wanted` names.
     """
     for targets, names in _by_target(files, layout, shapes).items():
         if wanted.isdisjoint(targets):
@@ -398,7 +343,7 @@ def stored_values(
 
 
 def _by_target(files: WeightFiles, layout: Layout, held: Container[str]) -> dict[tuple[str, ...], list[str]]:
-    """Return the stored tensors of each set of parameters; tied copies and what is computed are left out."""
+    """Return the stored tensors of each set of parameters, without tied copies and what is computed."""
     groups: dict[tuple[str, ...], list[str]] = {}
     for name in files:
         groups.setdefault(tuple(target for target in layout.parameters(name) if target in held), []).append(name)
@@ -479,9 +424,10 @@ def set_value(model: PreTrainedModel, name: str, value: torch.Tensor) -> None:
     setattr(model.get_submodule(module), leaf, torch.nn.Parameter(value, requires_grad=value.is_floating_point()))
 
 
-def check_weights_fit(model: PreTrainedModel, files: WeightFiles, layout: Layout, folder: Path) -> None:
+def check_weights_fit(model: PreTrainedModel, files: WeightFiles, layout: Layout) -> None:
     """Reject anything but an exact match. Buffers and tied copies may be in the files; they are not read."""
     shapes = shapes_of(model)
+    sizes = {name: torch.Size(shape).numel() for name, shape in shapes.items()}
     extra = {name for name, _ in model.named_buffers(remove_duplicate=False)}
     extra |= {name for name, _ in model.named_parameters(remove_duplicate=False)}
     filled = dict.fromkeys(shapes, 0)
@@ -490,15 +436,14 @@ def check_weights_fit(model: PreTrainedModel, files: WeightFiles, layout: Layout
         targets = layout.parameters(name)
         if any(target not in shapes for target in targets):
             unexpected += [name] if any(target not in extra for target in targets) else []
-        elif targets and info.shape != layout.stored_shape(name, shapes):
-            mismatched.append(f"{name} {info.shape} instead of {layout.stored_shape(name, shapes)}")
-            filled |= {target: torch.Size(shapes[target]).numel() for target in targets}
+        elif targets and info.shape != (expected := layout.stored_shape(name, shapes)):
+            mismatched.append(f"{name} {info.shape} instead of {expected}")
+            filled |= {target: sizes[target] for target in targets}
         else:
             for target in targets:
-                whole = torch.Size(shapes[target]).numel()
-                filled[target] += whole if layout.index(name) is ... else torch.Size(info.shape).numel()
-    missing = [name for name, count in filled.items() if count < torch.Size(shapes[name]).numel()]
-    refuse_other_weights(folder, model, sorted(missing), sorted(unexpected), mismatched)
+                filled[target] += sizes[target] if layout.index(name) is ... else torch.Size(info.shape).numel()
+    missing = [name for name, count in filled.items() if count < sizes[name]]
+    refuse_other_weights(files.folder, model, sorted(missing), sorted(unexpected), mismatched)
 
 
 def refuse_other_weights(
@@ -508,20 +453,14 @@ def refuse_other_weights(
     unexpected: list[str],
     mismatched: list[str],
 ) -> None:
-    """Raise if files and architecture differ."""
-    if missing or unexpected or mismatched:
+    """Raise if files and architecture differ; the error names the first few of each, and how many there are."""
+    wrong = {"missing": missing, "unexpected": unexpected, "mismatched": mismatched}
+    if any(wrong.values()):
+        counts = {kind: f" … ({len(names)})" if len(names) > 5 else "" for kind, names in wrong.items()}
         raise ModelError(
             "the weights in {path} are not those of {architecture}: missing {missing}, unexpected {unexpected}, of "
             "another shape {mismatched}. Nothing was trained.",
             path=folder,
             architecture=type(model).__name__,
-            missing=_listed(missing),
-            unexpected=_listed(unexpected),
-            mismatched=_listed(mismatched),
+            **{kind: f"[{', '.join(names[:5])}{counts[kind]}]" for kind, names in wrong.items()},
         )
-
-
-def _listed(names: list[str]) -> str:
-    """Return the first few and how many there are."""
-    more = f" … ({len(names)})" if len(names) > 5 else ""
-    return "[" + ", ".join(names[:5]) + more + "]"
