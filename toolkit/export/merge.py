@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from toolkit.checkpoint.convert import iter_weights
 from toolkit.config.schema import TuningMethod
 from toolkit.errors import CheckpointError, ConfigError
-from toolkit.models import adapters, lora
+from toolkit.models import adapters, tuning
 from toolkit.models.adapters import BaseModel, base_of, check_base, check_numbers, find_base, fingerprint_of, read_base
 from toolkit.models.directory import read_object
 from toolkit.models.load import empty, load_model, stream
@@ -132,7 +132,7 @@ def _with_trained(
         if name in layers:
             layer, added = layers[name]
             try:
-                yield name, lora.merge_lora(layer, value, added)
+                yield name, tuning.merge_lora(layer, value, added)
             except ValueError as error:  # peft looks for NaN
                 raise CheckpointError("{name} is no number: the run had diverged.", name=name) from error
         else:
@@ -160,8 +160,8 @@ def _by_weight(
         if isinstance(module, LoraLayer):
             # Of experts in one tensor each parameter has a layer around the layer of the one before.
             added = {key: value for key, value in own.items() if not key.startswith("base_layer.")}
-            layers[f"{name.replace('.base_layer', '')}.{lora.parameter_of(module)}"] = (module, added)
+            layers[f"{name.replace('.base_layer', '')}.{tuning.parameter_of(module)}"] = (module, added)
         else:
-            prefix = f"modules_to_save.{lora.ADAPTER}."
+            prefix = f"modules_to_save.{tuning.ADAPTER}."
             whole |= {f"{name}.{key.removeprefix(prefix)}": value for key, value in own.items()}
     return layers, whole

@@ -27,9 +27,8 @@ from toolkit.config.schema import TuningConfig, TuningMethod
 from toolkit.distributed.process_group import is_tensor_part
 from toolkit.errors import BaseMissing, ConfigError, ModelError
 from toolkit.messages import tr
-from toolkit.models import lora
+from toolkit.models import tuning
 from toolkit.models.directory import check_sizes, read_object
-from toolkit.models.prompt_tuning import PREFIX, SoftPrompt, attach_prefix, attach_prompt
 from toolkit.models.weights import full_params, read_tensors
 from toolkit.outside import json_object, reading
 from toolkit.plan.parameters import ALL_LINEAR
@@ -83,10 +82,7 @@ def read_base(folder: Path) -> BaseModel | None:
 
 
 def check_base(known: BaseModel, found: BaseModel, folder: object) -> None:
-    """Reject a model that is not the one that was trained on.
-
-    `known`: what was trained on; `found`: what is to be used now; `folder`: what was trained, for the message.
-    """
+    """Reject a model, `found`, that is not `known`, the one that was trained on; `folder`: what was trained."""
     for name in known.numbers:
         check_numbers(known, name, found.numbers.get(name, []), found.path, folder)
 
@@ -113,9 +109,6 @@ def find_base(folder: Path, given: str = "") -> Path:
 
     `folder` is an adapter or a checkpoint's description, with base.json. `given`: where the user says the base is; ""
     looks where it was, and in the run directory.
-
-    Raises:
-        BaseMissing: it is nowhere.
     """
     known = read_base(folder)
     recorded = given or ("" if known is None else known.path)
@@ -173,8 +166,7 @@ def base_numbers(model: PreTrainedModel) -> dict[str, list[float]]:
 
     Without those of parameters that are quantised or divided by tensor parallelism: they are not the base's own.
     """
-    known = model.tuned.base.numbers
-    found = {}
+    known, found = model.tuned.base.numbers, {}
     for name, parameter in model.named_parameters():
         of_base = name.replace(".base_layer", "").replace(".original_module", "")
         is_its_own = parameter.is_floating_point() and not is_tensor_part(parameter)
@@ -193,15 +185,15 @@ def stored_names(model: PreTrainedModel) -> dict[str, str]:
     stand_ins = {name: torch.empty(0) for name in names}
     name_of = {id(value): name for name, value in stand_ins.items()}
     # Else it would ask a hub for the base's config.
-    found = get_peft_model_state_dict(model, stand_ins, lora.ADAPTER, save_embedding_layers=False)
+    found = get_peft_model_state_dict(model, stand_ins, tuning.ADAPTER, save_embedding_layers=False)
     return {name_of[id(value)]: _PEFT_MODEL + stored for stored, value in found.items()}
 
 
 # Of peft's settings: what names modules to import, or data and states to read while an adapter is put in (peft 0.21).
-_OUTSIDE = (
+_OUTSIDE = {
     *("auto_mapping", "megatron_config", "megatron_core", "runtime_config"),
     *("loftq_config", "eva_config", "corda_config", "lora_ga_config"),
-)
+}
 
 
 def is_adapter(path: Path) -> bool:
@@ -275,19 +267,16 @@ def attach_adapter(
     model.requires_grad_(False)
     with torch.device("meta") if model.device.type == "meta" else nullcontext():
         if method is TuningMethod.ptuning_v2:
-            attach_prefix(model, settings["pre_seq_len"], settings["prefix_projection"], dropout)
+            tuning.attach_prefix(model, settings["pre_seq_len"], settings["prefix_projection"], dropout)
         elif method is TuningMethod.prompt:
             shape = settings["num_virtual_tokens"], settings["token_dim"]
-            attach_prompt(model, SoftPrompt(torch.zeros(shape, dtype=model.dtype)))
+            tuning.attach_prompt(model, tuning.SoftPrompt(torch.zeros(shape, dtype=model.dtype)))
         else:
             # Another version of peft may have settings that this one does not know.
-            known = {
-                name: value
-                for name, value in settings.items()
-                if name in LoraConfig.__dataclass_fields__ and name not in _OUTSIDE
-            }
+            names = LoraConfig.__dataclass_fields__.keys() - _OUTSIDE
+            known = {name: value for name, value in settings.items() if name in names}
             known = with_names(known, [name for name, _ in model.named_modules()])
-            lora.inject_lora(model, LoraConfig(**known | {"inference_mode": False}), ds_config)
+            tuning.inject_lora(model, LoraConfig(**known | {"inference_mode": False}), ds_config)
     model.tuned = AdapterState(method, settings, base)
 
 
@@ -307,7 +296,7 @@ def load_adapter(
     with reading(folder / CONFIG, ModelError):
         attach_adapter(model, settings, base, dropout=dropout, ds_config=ds_config)
     if method_of(settings) is TuningMethod.ptuning_v2:  # ChatGLM-6B's own training saved lm_head too
-        values = {name: value for name, value in values.items() if name.startswith(PREFIX)}
+        values = {name: value for name, value in values.items() if name.startswith(tuning.PREFIX)}
     load_values(model, values, folder)
 
 
@@ -357,7 +346,7 @@ def apply_tuning(
             tr("ChatGLM-6B finds its positions from its tokens, among which a learned prompt has none: use ptuning_v2.")
         )
     if method is TuningMethod.qlora:
-        lora.quantize(model)
+        tuning.quantize(model)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         if config.adapter:
@@ -372,7 +361,7 @@ def apply_tuning(
                 )
             load_adapter(model, folder, known, dropout=config.dropout, ds_config=ds_config)
         elif method is TuningMethod.freeze:
-            lora.freeze(model, config)
+            tuning.freeze(model, config)
             model.tuned = AdapterState(method, {}, known)
         else:
             settings = _new_settings(model, config, known.path)
@@ -397,7 +386,7 @@ def _new_settings(model: PreTrainedModel, config: TuningConfig, base: str) -> di
             num_transformer_submodules=1,
         )
     else:
-        settings = lora.lora_config(model, config, base)
+        settings = tuning.lora_config(model, config, base)
     values = settings.to_dict() | {"inference_mode": True}
     plain: dict[str, Any] = json.loads(json.dumps(values, default=sorted))  # sets become lists
     return plain
@@ -456,9 +445,8 @@ def check_names(settings: dict[str, Any], file: Path) -> None:
 def with_names(settings: dict[str, Any], modules: Iterable[str]) -> dict[str, Any]:
     """Return an adapter's settings with the modules that its expressions match in their place.
 
-    They are matched in a process of their own, which is ended if it takes too long. `settings` are those of
-    adapter_config.json, `modules` the names of the model's. An expression that is damaged, takes too long, or matches
-    nothing is an error.
+    They are matched in a process of their own, which is ended if it takes too long. An expression that is damaged,
+    takes too long, or matches nothing of the model's `modules` is an error.
     """
     names = [name for name in modules if name]
     for key in _EXPRESSIONS:

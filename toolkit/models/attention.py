@@ -39,15 +39,12 @@ def trains_on_gpu() -> bool:
 
 
 def choose_attention(model: PreTrainedModel, attention: Attention, packed: bool, dtype: torch.dtype | None) -> None:
-    """Set how a model computes attention; see `model.attention` in the schema.
-
-    `packed`: whether rows hold several samples. PyTorch's kernel for variable lengths knows half precision (`dtype`)
-    only.
-    """
+    """Set how a model computes attention; see `model.attention` in the schema. `packed`: rows hold several samples."""
     name = attention.value
     if attention is Attention.auto:
         if not packed:
             return
+        # PyTorch's kernel for variable lengths knows half precision only.
         has_kernel = not trains_on_gpu() or dtype in _KERNEL_DTYPES
         name = VARLEN if has_kernel else Attention.sdpa.value
         # Where attention is more than PyTorch's function (Gemma 2 bends its scores, gpt-oss has sinks).
@@ -210,14 +207,9 @@ def attend_to_segments(
 ) -> torch.Tensor:
     """Return causal attention within segments, [B, S, H, D]: B rows, S tokens, H heads, D width of a head.
 
-    Args:
-        query: [B, H, S, D].
-        key: [B, heads of keys, S, D]; there may be fewer of these than H.
-        value: as `key`.
-        bounds: int32 [segments + 1] over the B x S tokens.
-        longest: no segment has more tokens.
-        dropout: of the attention's weights.
-        scaling: of the scores; None is 1 / sqrt(D).
+    `query`: [B, H, S, D]; `key` and `value`: [B, heads of keys, S, D], of which there may be fewer; `bounds`: int32
+    [segments + 1] over the B x S tokens; `longest`: no segment has more tokens; `dropout`: of the attention's weights;
+    `scaling`: of the scores, None is 1 / sqrt(D).
     """
     rows, heads, size, width = query.shape
     groups = heads // key.size(1)

@@ -260,12 +260,7 @@ def sequence_parallel_unsupported(model: ModelConfig, max_length: int) -> str:
 
 
 def resolve_servable(path: Path) -> Path:
-    """Return the directory that servers load for a path: a run's export, or a model in transformers' layout.
-
-    Raises:
-        ConfigError: if it is an adapter, in the official layout, or has no chat template.
-        ModelError: if it is no model directory, or one that no server knows.
-    """
+    """Return the directory that servers load for a path: a run's export, or a model in transformers' layout."""
     folder = (path if (path / "config.json").is_file() or not (path / "export").is_dir() else path / "export").resolve()
     if (folder / "adapter_config.json").is_file():
         raise ConfigError(

@@ -23,21 +23,10 @@ from toolkit.messages import tr
 from toolkit.models.attention import trains_on_gpu
 
 
-def liger_loss_sum(
-    hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, targets: torch.Tensor
-) -> torch.Tensor:
-    """Return what `chunked_loss_sum` returns, by liger's fused kernel; it makes the host wait for the device once."""
-    from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
-
-    kernel = LigerFusedLinearCrossEntropyLoss(reduction="sum", accum_dtype=torch.float32)
-    loss: torch.Tensor = kernel(weight, hidden, targets, bias)
-    return loss
-
-
 def apply_liger(model: Any, kernels: KernelsConfig) -> str:
-    """Replace a model's norms, feed-forward layers and rotary positions by liger's, as `kernels.liger` says.
+    """Replace a new model's norms, feed-forward layers and rotary positions by liger's, as `kernels.liger` says.
 
-    The model is as built. Returns why nothing was replaced; "" if it was.
+    Returns why nothing was replaced; "" if it was.
     """
     if kernels.loss is LossKernel.liger and (reason := _why_no_kernels()):
         raise ConfigError("kernels.loss = liger: {reason}", reason=reason)

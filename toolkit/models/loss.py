@@ -21,7 +21,6 @@ from torch.nn import functional
 from toolkit.config.schema import LossKernel
 from toolkit.models.attention import attention_arguments
 from toolkit.models.chatglm.modeling import check_rows
-from toolkit.models.kernels import liger_loss_sum
 
 UNTRAINED = -100
 CHUNK_BYTES = 128 * 2**20
@@ -162,11 +161,16 @@ class LossHead:
             states = states[:, -length:].flatten(0, 1).index_select(0, batch["places"] - 1)
             if path is LossPath.picked:
                 return own_forward(states[:, None])
-            inputs = states, layer.weight, layer.bias, targets
             if not torch.is_grad_enabled():
-                return chunked_losses(*inputs)[:, None, None]
-            loss_sum = liger_loss_sum if self.kernel is LossKernel.liger and len(states) else chunked_loss_sum
-            return loss_sum(*inputs)[None, None, None]
+                return chunked_losses(states, layer.weight, layer.bias, targets)[:, None, None]
+            if self.kernel is not LossKernel.liger or not len(states):
+                return chunked_loss_sum(states, layer.weight, layer.bias, targets)[None, None, None]
+            from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
+
+            # It makes the host wait for the device once.
+            kernel = LigerFusedLinearCrossEntropyLoss(reduction="sum", accum_dtype=torch.float32)
+            loss: torch.Tensor = kernel(layer.weight, states, targets, layer.bias)
+            return loss[None, None, None]
 
         self._answer = answer
         layer.forward = self._forward
@@ -217,15 +221,10 @@ def _probe_batch(module: Any, device: torch.device) -> Batch:
     """Return a row of eight tokens of which the last five are trained."""
     token = module.config.pad_token_id if _builds_positions(module) else 0
     ids = torch.full((1, 8), token, device=device)
-    places = torch.arange(3, 8, device=device)
-    batch = {
-        "input_ids": ids,
-        "labels": ids,
-        "position_ids": torch.arange(8, device=device)[None],
-        "segment_ids": torch.ones_like(ids),
-        "places": places,
-        "targets": ids.flatten()[places],
-    }
+    positions = torch.arange(8, device=device)[None]
+    labels = torch.where(positions < 3, UNTRAINED, ids)
+    batch = {"input_ids": ids, "labels": labels, "position_ids": positions, "segment_ids": torch.ones_like(ids)}
+    batch = with_label_positions(batch)
     if not getattr(module, "begins", True):  # the last stage of a pipeline
         batch["inputs_embeds"] = torch.zeros(1, 8, module.config.hidden_size, dtype=module.dtype, device=device)
     return batch

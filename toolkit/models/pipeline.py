@@ -5,8 +5,6 @@ sequence says who holds what: it is divided by parameters, names the files of a 
 computes with the model's own forward function, in which the layers of other stages hand on what they get, so that
 masks, positions and kinds of layers stay the model's own business. All that travels is one tensor, the hidden states
 [B, S, H]: the ranks of a pipeline read the same rows and have everything else themselves.
-
-Passes over a pipeline: every rank of it calls these with the same micro-batches.
 """
 
 import io
@@ -30,19 +28,15 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from toolkit.config.mesh import FAMILIES
 from toolkit.errors import ModelError
 from toolkit.models import probe
-from toolkit.models.loss import hidden_states, logits_of
+from toolkit.models.loss import Batch, hidden_states, logits_of
 from toolkit.models.weights import tied_names
 
-Batch = dict[str, torch.Tensor]
 Finish = Callable[[PreTrainedModel, Batch], torch.Tensor]
 
 
 def part_names(model: PreTrainedModel, num_stages: int) -> list[str]:
-    """Return the names of the modules that stages are made of, in the order in which they compute.
-
-    The model may be empty.
-    """
-    kind, ends = model.config.model_type, (model.get_input_embeddings(), model.get_output_embeddings())
+    """Return the names of the modules that stages of a (perhaps empty) model are made of, in the order of computing."""
+    kind, embedding = model.config.model_type, model.get_input_embeddings()
     layers = [name for name, part in model.named_modules() if isinstance(part, GradientCheckpointingLayer)]
     if kind not in FAMILIES:
         raise ModelError(
@@ -58,23 +52,20 @@ def part_names(model: PreTrainedModel, num_stages: int) -> list[str]:
             stages=num_stages,
             layers=len(layers),
         )
-    others = [
-        name
-        for name, part in model.base_model.named_children()
-        if part is not ends[0] and not isinstance(part, nn.ModuleList) and any(True for _ in part.parameters())
+    names = {part: name for name, part in model.named_modules()}
+    norms = [
+        names[part]
+        for part in model.base_model.children()
+        if part is not embedding and not isinstance(part, nn.ModuleList) and any(True for _ in part.parameters())
     ]
-    by_module = {part: name for name, part in model.named_modules()}
-    norms = [by_module[getattr(model.base_model, name)] for name in others]
-    return [by_module[ends[0]], *layers, *norms, by_module[ends[1]]]
+    return [names[embedding], *layers, *norms, names[model.get_output_embeddings()]]
 
 
 def own_parts(model: PreTrainedModel, num_stages: int, stage: int) -> list[str]:
-    """Return the names of the modules that a stage holds.
-
-    The model may be empty.
-    """
+    """Return the names of the modules that a stage holds. The model may be empty."""
     names = part_names(model, num_stages)
-    sizes = [_num_trained(model.get_submodule(name)) for name in names]
+    parts = [model.get_submodule(name) for name in names]
+    sizes = [sum(one.numel() for one in part.parameters() if one.requires_grad) for part in parts]
     bounds = partition_balanced(sizes, num_stages)  # as PipelineModule's partition_method="parameters" (0.19.8)
     return names[bounds[stage] : bounds[stage + 1]]
 
@@ -104,14 +95,24 @@ class PipelineStage(PipelineModule):
     """
 
     def __init__(self, model: PreTrainedModel, num_stages: int, dtype: torch.dtype) -> None:
-        names, full = part_names(model, num_stages), _skeleton(model, dtype)
+        with no_init_weights(), torch.device("meta"):
+            full = type(model)(model.config)  # the same model, as it will be trained, with empty parameters
+        full.tie_weights()
+        full.to(dtype)
+        full.generation_config = model.generation_config
+        if hasattr(model, "origin"):
+            full.origin = model.origin
+        names = part_names(model, num_stages)
+        parts = [model.get_submodule(name) for name in names]
+        specs: list[LayerSpec] = [LayerSpec(_Named, name, part) for name, part in zip(names, parts, strict=True)]
+        if tied_names(model) and getattr(parts[-1], "weight", None) is not None:
+            for index in (0, -1):  # a head that is the embedding stands in it twice, under the embedding's name
+                weight = f"{names[0]}.weight"
+                specs[index] = TiedLayerSpec("embedding", _Named, names[0], parts[index], tied_weight_attr=weight)
         with redirect_stdout(io.StringIO()):  # it prints the sequence, with all that the layers hold
-            super().__init__(
-                layers=_specs(model, names), num_stages=num_stages, partition_method="parameters", dynamic_shape=True
-            )
+            super().__init__(layers=specs, num_stages=num_stages, partition_method="parameters", dynamic_shape=True)
         self._layer_specs.clear()  # they keep the other stages' parts
-        own = names[self._local_start : self._local_stop]
-        keep_only(model, names, own)
+        keep_only(model, names, names[self._local_start : self._local_stop])
         model.to(next(self.parameters()).device)  # rotary frequencies, which no layer holds
         # Without this DeepSpeed leaves all stages but the first out of the gradient's norm (0.19.8, clip_grad_norm_).
         for parameter in self.parameters():
@@ -130,13 +131,9 @@ class PipelineStage(PipelineModule):
         return self
 
     def forward(self, received: torch.Tensor) -> Any:
-        """Compute this stage's part of the next micro-batch.
+        """Compute this stage's part of the next micro-batch: hidden states [B, S, H], or what `finish` makes of them.
 
-        Args:
-            received: hidden states [B, S, H] of the stage before; on the first stage token ids, which the batch has.
-
-        Returns:
-            Hidden states [B, S, H]; on the last stage what `finish` makes of them.
+        `received` are those of the stage before; on the first stage token ids, which the batch has too.
         """
         model, batch = self.__dict__["stage"], self.batches.popleft()
         if not self.begins:
@@ -185,11 +182,11 @@ class _Named(nn.Module):
     def __init__(self, name: str, part: nn.Module) -> None:
         super().__init__()
         *path, last = name.split(".")
-        place: nn.Module = self
+        owner: nn.Module = self
         for step in path:
-            place.add_module(step, nn.Module())
-            place = place.get_submodule(step)
-        place.add_module(last, part)
+            owner.add_module(step, nn.Module())
+            owner = owner.get_submodule(step)
+        owner.add_module(last, part)
 
 
 class _HandOn(nn.Module):
@@ -204,33 +201,6 @@ class _HandOn(nn.Module):
         return states
 
 
-def _specs(model: PreTrainedModel, names: list[str]) -> list[LayerSpec]:
-    """Return the sequence. A head that is the embedding stands in it twice, under the embedding's name."""
-    parts = [model.get_submodule(name) for name in names]
-    specs: list[LayerSpec] = [LayerSpec(_Named, name, part) for name, part in zip(names, parts, strict=True)]
-    if tied_names(model) and getattr(parts[-1], "weight", None) is not None:
-        for place in (0, -1):
-            weight = f"{names[0]}.weight"
-            specs[place] = TiedLayerSpec("embedding", _Named, names[0], parts[place], tied_weight_attr=weight)
-    return specs
-
-
-def _skeleton(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
-    """Return the same model, as it will be trained, with nothing in its parameters."""
-    with no_init_weights(), torch.device("meta"):
-        full = type(model)(model.config)
-    full.tie_weights()
-    full.to(dtype)
-    full.generation_config = model.generation_config
-    if hasattr(model, "origin"):
-        full.origin = model.origin
-    return full
-
-
-def _num_trained(part: nn.Module) -> int:
-    return sum(one.numel() for one in part.parameters() if one.requires_grad)
-
-
 def is_pipeline(engine: Any) -> bool:
     """Whether an engine's layers are divided into the stages of a pipeline."""
     return isinstance(engine, PipelineEngine)
@@ -241,11 +211,9 @@ def train_window(
 ) -> None:
     """Do one optimizer step, one micro-batch forward and one back in turn (1F1B). A collective.
 
-    Args:
-        engine: the engine, which divides gradients by its micro-batches and averages them over pipelines.
-        micro_batches: as many as the engine accumulates, `[B, S]`.
-        finish: on the last stage makes a scalar of the model and a micro-batch with `inputs_embeds`.
-        before_update: called on every rank when all gradients are there.
+    The engine divides gradients by its micro-batches, of which there are as many as it accumulates, and averages them
+    over pipelines. `finish` makes on the last stage a scalar of the model and a micro-batch with `inputs_embeds`;
+    `before_update` is called on every rank when all gradients are there.
     """
 
     def update(self: PipelineEngine, **options: Any) -> None:
@@ -253,8 +221,7 @@ def train_window(
         PipelineEngine._exec_optimizer_step(self, **options)
 
     engine._INSTRUCTION_MAP = {**PipelineEngine._INSTRUCTION_MAP, OptimizerStep: update}
-    _give(engine, micro_batches, finish)
-    engine.train_batch(_pairs(micro_batches))
+    engine.train_batch(_hand_over(engine, micro_batches, finish))
 
 
 @torch.no_grad()
@@ -270,30 +237,23 @@ def evaluate_window(engine: PipelineEngine, micro_batches: Sequence[Batch], fini
         found.append(finish(model, batch))
         return torch.zeros((), device=engine.device)
 
-    engine.total_loss = None  # a sum that it goes on with otherwise
-    _give(engine, micro_batches, keep)
-    engine.eval_batch(_pairs(micro_batches), reduce_output=None, bcast_loss=False, num_micro_batches=len(micro_batches))
+    engine.total_loss = None  # a sum that it would continue
+    pairs = _hand_over(engine, micro_batches, keep)
+    engine.eval_batch(pairs, reduce_output=None, bcast_loss=False, num_micro_batches=len(micro_batches))
     return found
 
 
 def forward_logits(engine: PipelineEngine, batch: Batch, pick: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-    """Run some rows forward, the same on every rank, and return what is picked of their logits. A collective.
+    """Run some rows forward, the same on every rank, and return what is picked of their logits, float32 on the CPU.
 
-    Args:
-        engine: the engine; left in its mode.
-        batch: `input_ids` `[B, S]`, and what else `toolkit.models.loss.hidden_states` takes.
-        pick: gets the logits `[B, S, V]`; what it returns travels to all ranks, so it should be small.
-
-    Returns:
-        float32 on the CPU.
+    A collective; the engine stays in its mode. `batch` is as in `toolkit.models.loss.hidden_states`; `pick` gets the
+    logits `[B, S, V]`, and what it returns travels to all ranks, so it should be small.
     """
     given = {name: tensor.to(engine.device) for name, tensor in batch.items()}
     was_training = engine.module.training
     picked = evaluate_window(engine, [given], lambda model, one: pick(logits_of(model, one)).float().cpu())
     engine.module.train(was_training)
-    found: list[Any] = [*picked, None][:1]
-    dist.broadcast_object_list(found, src=dist.get_world_size() - 1)
-    logits: torch.Tensor = found[0]
+    logits: torch.Tensor = broadcast_from_last(engine, lambda: picked[0])
     return logits
 
 
@@ -314,10 +274,7 @@ def broadcast_from_last(engine: DeepSpeedEngine, ask: Callable[[], Any]) -> Any:
     return found[0]
 
 
-def _give(engine: PipelineEngine, micro_batches: Sequence[Batch], finish: Finish) -> None:
+def _hand_over(engine: PipelineEngine, micro_batches: Sequence[Batch], finish: Finish) -> Any:
+    """Give the module its batches; yield input and labels, which the first and the last stage want to see."""
     engine.module.batches, engine.module.finish = deque(micro_batches), finish
-
-
-def _pairs(micro_batches: Sequence[Batch]) -> Any:
-    """Yield input and labels, which the first and the last stage want to see; the module has the batches itself."""
     return iter([(batch["input_ids"], batch["input_ids"]) for batch in micro_batches])

@@ -22,7 +22,7 @@ from toolkit.config.schema import RandomLtdConfig
 from toolkit.errors import ModelError
 from toolkit.messages import tr
 from toolkit.models.attention import segment_arguments
-from toolkit.models.lora import arguments_by_name, decoder_layers
+from toolkit.models.tuning import arguments_by_name, decoder_layers
 
 
 def add_neftune(model: PreTrainedModel, alpha: float) -> None:

@@ -84,10 +84,7 @@ class RouterLoss:
 def balance(logits: torch.Tensor, chosen: torch.Tensor, is_token: torch.Tensor) -> torch.Tensor:
     """Return the loss of one layer's router, float32 scalar, 0 of no tokens.
 
-    Args:
-        logits: [T, E].
-        chosen: experts of each token, [T, K].
-        is_token: False where padding stands, [T].
+    `logits`: [T, E]; `chosen`: experts of each token, [T, K]; `is_token`: False where padding stands, [T].
     """
     size, counts = logits.size(-1), is_token.float()
     total = counts.sum().clamp(min=1)

@@ -28,9 +28,8 @@ from toolkit.models.attention import (
     isolation_rows,
     training_mask,
 )
-from toolkit.models.loss import with_label_positions
+from toolkit.models.loss import Batch, with_label_positions
 
-Batch = dict[str, torch.Tensor]
 MOST_CHANGE = 0.1
 """Root mean square by which logits of parts may differ, of their spread: rounding in bf16 makes up to 0.02 over twelve
 layers, a wrong layout 0.6 and more."""
@@ -64,11 +63,10 @@ def split_sequences(model: PreTrainedModel, ranks: int) -> None:
 def local_part(batch: Batch, part: int, parts: int) -> Batch:
     """Return the part of each row of rank `part` of P `parts`; with one part the batch as it is.
 
-    Labels are looked up before: the loss of a token stands at the one before it, which may be another rank's.
-
-    `batch` has whole rows, see `toolkit.data.loader.Batch`; S is a multiple of P. Of it remain `input_ids`,
-    `position_ids`, `segment_ids` [B, S / P]; `places`, `targets` and `sources` of the tokens whose loss is this rank's;
-    `cu_seq_lens` as it was; and `part`, int64 [2], is new.
+    Labels are looked up before: the loss of a token stands at the one before it, which may be another rank's. Of whole
+    rows (`toolkit.data.loader.Batch`; S is a multiple of P) there remain `input_ids`, `position_ids`, `segment_ids`
+    [B, S / P]; `places`, `targets` and `sources` of the tokens whose loss is this rank's; and `cu_seq_lens`. `part`,
+    int64 [2], is new.
     """
     if parts == 1:
         return batch
@@ -152,7 +150,7 @@ def _exchange(states: torch.Tensor) -> torch.Tensor:
 def check_sequence_parallel(
     engine: torch.nn.Module, vocab_size: int, device: torch.device, name: str, packed: bool
 ) -> None:
-    """Make sure, on the model as it is, that parts of rows give the logits of whole ones. A collective."""
+    """Measure on the loaded model that parts of rows give the logits of whole ones, else raise. A collective."""
     assert _group is not None
     part, parts = dist.get_rank(_group), dist.get_world_size(_group)
     batch = isolation_rows(vocab_size, parts)
