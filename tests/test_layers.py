@@ -26,7 +26,6 @@ LAYERS = {
     "toolkit.report": 1,
     "toolkit.translate": 2,
     "toolkit.translate.key": 0,
-    "toolkit.engine.ds_import_sections": 1,
     "toolkit.engine.ds_config": 1,
     "toolkit.engine.ds_import": 1,
     "toolkit.engine.ds_keys": 1,

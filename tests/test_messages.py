@@ -31,13 +31,13 @@ def calls() -> Iterator[tuple[str, ast.Call]]:
                 isinstance(node, ast.Call)
                 and isinstance(node.func, ast.Name)
                 and (node.func.id == "tr" or (node.func.id in {"say", *ERRORS} and node.keywords))
-            ):
+            ) or (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "omit"):
                 yield f"{path.relative_to(ROOT)}:{node.lineno}", node
             elif (
                 isinstance(node, ast.Call)
                 and isinstance(node.func, ast.Attribute)
-                and (node.func.attr == "error" and node.keywords and len(node.args) == 2)
-            ):  # LoadedConfig.error(KEY, template, …)
+                and (node.func.attr in ("error", "note") and node.keywords and len(node.args) == 2)
+            ):  # LoadedConfig.error(KEY, template, …), and so the import of a DeepSpeed JSON
                 call = ast.Call(func=node.func, args=node.args[1:], keywords=node.keywords)
                 yield f"{path.relative_to(ROOT)}:{node.lineno}", call
 

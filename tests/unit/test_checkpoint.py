@@ -29,7 +29,7 @@ from toolkit.checkpoint.engine_files import EngineFiles
 from toolkit.cli import main
 from toolkit.config.load import to_dict
 from toolkit.config.schema import FREE, CheckpointConfig, Influence, RunConfig, influence_of
-from toolkit.engine import optimizer_states
+from toolkit.engine.parameters import are_finite
 from toolkit.errors import CheckpointError, ConfigError
 from toolkit.train import folder_lock, resume, run_dir
 from toolkit.train.checkpointer import Checkpointer, Rotation, _Pending
@@ -387,7 +387,7 @@ def test_states_that_are_no_numbers_are_neither_saved_nor_resumed(value: float, 
     ):
         saver.load(tmp_path / "step-2")
     saver.engine.basic_optimizer = optimizer_with(3e38)  # two of them have a sum that is none
-    assert optimizer_states.are_finite(saver.engine)
+    assert are_finite(saver.engine)
     saver.load(tmp_path / "step-2")
 
 

@@ -56,29 +56,22 @@ def initialize_engine(
     Under stage 3 the model is partitioned already. `make_schedule` gets the optimizer and returns its learning-rate
     schedule.
     """
-    computing = getattr(model, STAGE, model)
     if activation_checkpointing.enabled:
-        checkpoint_activations(computing, activation_checkpointing)
-    frequencies = rotary_frequencies(computing)
+        checkpoint_activations(getattr(model, STAGE, model), activation_checkpointing)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    has_zenflow = "zenflow" in ds_config["zero_optimization"]
-    if has_zenflow:
+    zero = ds_config["zero_optimization"]
+    if "zenflow" in zero:
         patch_zenflow(trained)
-    try:
-        engine, *_ = deepspeed.initialize(
-            model=model,
-            model_parameters=parameter_groups(model.named_parameters(), optim or OptimConfig()),
-            optimizer=client_optimizer(optim, "offload_optimizer" in ds_config["zero_optimization"]) if optim else None,
-            config=fit_reduce_bucket(ds_config, trained),
-            mpu=patch_tensor_groups(model, ds_config),
-            lr_scheduler=make_schedule,
-            dist_init_required=False,
-        )
-    except (AssertionError, ValueError, NotImplementedError) as error:
-        raise _refusal(error) from error
-    assert_frequencies_unchanged(getattr(engine.module, STAGE, engine.module), frequencies)
+    engine = _initialize(
+        model,
+        fit_reduce_bucket(ds_config, trained),
+        model_parameters=parameter_groups(model.named_parameters(), optim or OptimConfig()),
+        optimizer=client_optimizer(optim, "offload_optimizer" in zero) if optim else None,
+        mpu=patch_tensor_groups(model, ds_config),
+        lr_scheduler=make_schedule,
+    )
     scale_fp16_loss(engine)
-    if has_zenflow:
+    if "zenflow" in zero:
         follow_schedule_in_zenflow(engine)
     if compiling is not None and compiling.enabled:
         _compile(engine, compiling)
@@ -93,12 +86,18 @@ def initialize_untrained(model: PreTrainedModel, ds_config: dict[str, Any]) -> d
     values = {name: value for name, value in ds_config.items() if name not in ("optimizer", "scheduler")}
     zero = ds_config["zero_optimization"]
     values["zero_optimization"] = {name: value for name, value in zero.items() if name != "offload_optimizer"}
-    frequencies = rotary_frequencies(model)
+    return _initialize(model, values)
+
+
+def _initialize(
+    model: PreTrainedModel | PipelineModule, ds_config: dict[str, Any], **options: Any
+) -> deepspeed.DeepSpeedEngine:
+    frequencies = rotary_frequencies(getattr(model, STAGE, model))
     try:
-        engine, *_ = deepspeed.initialize(model=model, config=values, dist_init_required=False)
+        engine, *_ = deepspeed.initialize(model=model, config=ds_config, dist_init_required=False, **options)
     except (AssertionError, ValueError, NotImplementedError) as error:
         raise _refusal(error) from error
-    assert_frequencies_unchanged(engine.module, frequencies)
+    assert_frequencies_unchanged(getattr(engine.module, STAGE, engine.module), frequencies)
     return engine
 
 
@@ -139,32 +138,20 @@ def parameter_groups(named: Iterable[tuple[str, torch.nn.Parameter]], optim: Opt
     layers = 1 + max((layer_of(name) for name, _ in trained), default=-1)
     groups: dict[tuple[float, bool], list[torch.nn.Parameter]] = {}
     for name, parameter in trained:
+        layer, rate = layer_of(name), optim.lr
         is_matrix = len(getattr(parameter, "ds_shape", parameter.shape)) >= 2
-        decays = {
-            DecayOf.all: True,
-            DecayOf.matrices: is_matrix,
-            DecayOf.hidden: is_matrix and layer_of(name) >= 0,
-        }[optim.decay]
-        rate = optim.lr
-        if optim.adam_lr and not _is_muon(name, is_matrix):
+        decays = {DecayOf.all: True, DecayOf.matrices: is_matrix, DecayOf.hidden: is_matrix and layer >= 0}[optim.decay]
+        # What DeepSpeed's Muon orthogonalizes (0.19.8, deepspeed/__init__.py, set_optimizer_flags).
+        is_muon = is_matrix and not any(word in name.lower() for word in ("embed", "lm_head"))
+        if optim.adam_lr and not is_muon:
             rate = optim.adam_lr
-        rate *= optim.layer_lr_decay ** (layers + 1 - _depth(name, layers))
-        groups.setdefault((rate, decays), []).append(parameter)
+        # From the top: what is above the last layer 0, the last layer 1, embeddings `layers` + 1.
+        depth = layers - layer if layer >= 0 else layers + 1 if "embed" in name.lower() else 0
+        groups.setdefault((rate * optim.layer_lr_decay**depth, decays), []).append(parameter)
     return [
         {"params": groups[rate, decays], "lr": rate, "weight_decay": optim.weight_decay if decays else 0.0}
         for rate, decays in sorted(groups, reverse=True)
     ]
-
-
-def _depth(name: str, layers: int) -> int:
-    """Return 0 for embeddings, 1 for the first layer, and so on; what is above the last layer is one more."""
-    layer = layer_of(name)
-    return layer + 1 if layer >= 0 else 0 if "embed" in name.lower() else layers + 1
-
-
-def _is_muon(name: str, is_matrix: bool) -> bool:
-    """Whether DeepSpeed's Muon orthogonalises it (0.19.8, deepspeed/__init__.py, set_optimizer_flags)."""
-    return is_matrix and not any(word in name.lower() for word in ("embed", "lm_head"))
 
 
 def client_optimizer(optim: OptimConfig, is_offloaded: bool) -> Callable[[Any], torch.optim.Optimizer] | None:
@@ -195,15 +182,12 @@ class Lion(torch.optim.Optimizer):
         """Update every parameter that has a gradient."""
         for group in self.param_groups:
             for parameter in group["params"]:
-                if parameter.grad is not None:
-                    self._update(parameter, group)
-
-    def _update(self, parameter: torch.Tensor, group: dict[str, Any]) -> None:
-        state = self.state[parameter]
-        if not state:
-            state["exp_avg"] = torch.zeros_like(parameter)
-        momentum, gradient, (now, later) = state["exp_avg"], parameter.grad, group["betas"]
-        assert gradient is not None
-        update = momentum.lerp(gradient, 1 - now).sign_()
-        parameter.mul_(1 - group["lr"] * group["weight_decay"]).add_(update, alpha=-group["lr"])
-        momentum.lerp_(gradient, 1 - later)
+                if parameter.grad is None:
+                    continue
+                state, (now, later) = self.state[parameter], group["betas"]
+                if not state:
+                    state["exp_avg"] = torch.zeros_like(parameter)
+                momentum = state["exp_avg"]
+                update = momentum.lerp(parameter.grad, 1 - now).sign_()
+                parameter.mul_(1 - group["lr"] * group["weight_decay"]).add_(update, alpha=-group["lr"])
+                momentum.lerp_(parameter.grad, 1 - later)

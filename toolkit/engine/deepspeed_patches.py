@@ -142,7 +142,13 @@ def assert_frequencies_unchanged(model: torch.nn.Module, before: dict[str, torch
 
 
 class UpdateVeto:
-    """Stops updates of an engine's optimizer; a subclass for each family of optimizers, see `veto_updates`."""
+    """Asks before each update of an engine, when its gradient norm is known and the weights are untouched.
+
+    A veto takes DeepSpeed's own path of a step whose gradients overflowed, so that all its counts agree: the step is in
+    `skipped_steps`, the schedule does not advance, gradients are dropped (0.19.8). `may_update` gets the norm of the
+    whole gradient before clipping, the same on every rank, and must answer alike on all; it is called inside
+    `engine.step` unless DeepSpeed has found an overflow already.
+    """
 
     def __init__(self, engine: DeepSpeedEngine, may_update: Callable[[float], bool]) -> None:
         self.engine, self.optimizer, self.may_update = engine, engine.optimizer, may_update
@@ -153,17 +159,16 @@ class UpdateVeto:
         if hasattr(self.optimizer, "_update_scale"):  # a veto is no overflow: fp16's loss scale stays as it is
             update_scale = self.optimizer._update_scale
             self.optimizer._update_scale = lambda overflow=False: update_scale(overflow and not self.vetoed)
-        self.install()
-
-    def install(self) -> None:
-        """Wrap the methods of DeepSpeed in which the norm is computed and the weights are updated."""
-        raise NotImplementedError
+        if hasattr(self.optimizer, "averaged_gradients") and engine.zero_optimization_stage():
+            self._ask_in_zero(is_stage3=engine.zero_optimization_stage() == 3)
+        else:
+            self._ask_without_zero()
 
     def begin(self) -> None:
         """Start a step, of which nothing is known yet."""
         self.grad_norm, self.vetoed = math.inf, False
 
-    def judge(self, scaled_norm: Any) -> bool:
+    def _judge(self, scaled_norm: Any) -> bool:
         """Return whether the update must not happen."""
         scale = float(getattr(self.optimizer, "loss_scale", None) or 1.0)  # None: bf16 without ZeRO, FusedAdam (0.19.8)
         norm = float(scaled_norm) / scale
@@ -172,83 +177,63 @@ class UpdateVeto:
         self.vetoed = not self.may_update(self.grad_norm)
         return self.vetoed
 
-    def wrap(self, name: str, function: Callable[..., Any]) -> None:
+    def _wrap(self, name: str, function: Callable[..., Any]) -> None:
         """Replace a method of the optimizer by a function whose first argument is that method."""
         real = getattr(self.optimizer, name)
         setattr(self.optimizer, name, lambda *arguments, **options: function(real, *arguments, **options))
 
+    def _ask_in_zero(self, is_stage3: bool) -> None:
+        """In ZeRO DeepSpeed skips the update where the norm is infinite."""
+        norm_method = "_get_norm_groups" if is_stage3 else "scaled_global_norm"
+        compute_norm = getattr(self.optimizer, norm_method)
+        momentum_method = ""
+        if type(self.engine.basic_optimizer).__name__ == "MuonWithAuxAdam":
+            if is_stage3:
+                momentum_method = "_apply_muon_to_accumulated_grads"
+            elif self.optimizer.cpu_offload:
+                momentum_method = "_apply_muon_updates_cpu_offload"
 
-class _Zero12Veto(UpdateVeto):
-    """ZeRO 1 and 2: DeepSpeed skips the update where the norm is infinite."""
+        def is_vetoed(norm: Any) -> bool:
+            return self._judge(combine_grad_norm_groups(norm) if is_stage3 else norm)
 
-    norm_method = "scaled_global_norm"
-
-    def install(self) -> None:
-        self.wrap(self.norm_method, self.norm_or_infinity)
-
-    def norm_or_infinity(self, real: Callable[..., Any], *arguments: Any) -> Any:
-        result = real(*arguments)
-        return self.infinity() if self.judge(self.total(result)) else result
-
-    def total(self, result: Any) -> Any:
-        """Return the norm of the whole gradient from the result of `norm_method`."""
-        return result
-
-    def infinity(self) -> Any:
-        """Return a result of `norm_method` that is infinite."""
-        return torch.full((), math.inf)
-
-
-class _Zero3Veto(_Zero12Veto):
-    norm_method = "_get_norm_groups"
-
-    def total(self, result: list[Any]) -> Any:
-        return combine_grad_norm_groups(result)
-
-    def infinity(self) -> Any:
-        return [torch.full((), math.inf)]
-
-
-class _MuonOffloadVeto(_Zero12Veto):
-    """Muon advances its momentum before DeepSpeed computes the norm, which is then of updates: judge still earlier."""
-
-    update_method = "_apply_muon_updates_cpu_offload"
-
-    def install(self) -> None:
-        compute_norm = getattr(self.optimizer, self.norm_method)
+        def norm_or_infinity(real: Callable[..., Any], *arguments: Any) -> Any:
+            norm = None if momentum_method and self.vetoed else real(*arguments)
+            is_stopped = self.vetoed if momentum_method else is_vetoed(norm)
+            infinity = torch.full((), math.inf)
+            return norm if not is_stopped else [infinity] if is_stage3 else infinity
 
         def update_unless_vetoed(real: Callable[[], None]) -> None:
-            if not self.judge(self.total(compute_norm())):
+            if not is_vetoed(compute_norm()):
                 real()
 
-        self.wrap(self.update_method, update_unless_vetoed)
-        super().install()
+        if momentum_method:  # it comes before DeepSpeed computes the norm, which is then of updates
+            self._wrap(momentum_method, update_unless_vetoed)
+        self._wrap(norm_method, norm_or_infinity)
 
-    def norm_or_infinity(self, real: Callable[..., Any], *arguments: Any) -> Any:
-        return self.infinity() if self.vetoed else real(*arguments)
-
-
-class _MuonZero3Veto(_MuonOffloadVeto, _Zero3Veto):
-    update_method = "_apply_muon_to_accumulated_grads"
-
-
-class _PlainVeto(UpdateVeto):
-    """No ZeRO, or BF16_Optimizer (ZeRO 1 in bf16): DeepSpeed skips the update where a gradient is infinite."""
-
-    def install(self) -> None:
+    def _ask_without_zero(self) -> None:
+        """Without, or in BF16_Optimizer (ZeRO 1 in bf16), DeepSpeed skips the update where a gradient is infinite."""
         take_model_step = self.engine._take_model_step
-        self.engine._take_model_step = lambda lr_kwargs: self._take_model_step(take_model_step, lr_kwargs)
-        if not hasattr(self.optimizer, "overflow"):  # PyTorch's own or a fused one, in fp32
-            self.wrap("step", self._step_unless_vetoed)
 
-    def _take_model_step(self, real: Callable[[Any], None], lr_kwargs: Any) -> None:
-        gradients = self._gradients()
-        # In fp32: the squares of fp16 gradients that are in order would overflow.
-        norms = [torch.linalg.vector_norm(gradient, dtype=torch.float32) for gradient in gradients]
-        own = torch.stack(norms).norm() if norms else torch.zeros((), device=self.engine.device)
-        if self.judge(self._over_model(own)) and gradients:
-            gradients[0].view(-1)[0] = math.inf
-        real(lr_kwargs)
+        def judge_first(lr_kwargs: Any) -> None:
+            gradients = self._gradients()
+            # In fp32: the squares of fp16 gradients that are in order would overflow.
+            norms = [torch.linalg.vector_norm(gradient, dtype=torch.float32) for gradient in gradients]
+            norm = torch.stack(norms).norm() if norms else torch.zeros((), device=self.engine.device)
+            if self.engine.pipeline_parallelism or self.engine.autotp_size() > 1:
+                total = norm.square()  # over the ranks that share one model: stages, or ranks that split layers
+                torch.distributed.all_reduce(total, group=self.engine.mpu.get_model_parallel_group())
+                norm = total.sqrt()
+            if self._judge(norm) and gradients:
+                gradients[0].view(-1)[0] = math.inf
+            take_model_step(lr_kwargs)
+
+        def step_unless_vetoed(real: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+            self.optimizer.overflow = self.vetoed  # in fp32 DeepSpeed looks for no overflow, but reads this
+            return None if self.vetoed else real(*arguments, **options)
+
+        self.engine._take_model_step = judge_first
+        if not hasattr(self.optimizer, "overflow"):  # PyTorch's own or a fused one, in fp32
+            self._wrap("step", step_unless_vetoed)
 
     def _gradients(self) -> list[torch.Tensor]:
         """Return this rank's; of what several ranks of one model have whole, one rank alone has the gradient."""
@@ -258,39 +243,6 @@ class _PlainVeto(UpdateVeto):
         counts_replicated = self.engine.autotp_size() <= 1 or torch.distributed.get_rank(tensor_group()) == 0
         own = (p for p in self.engine.module.parameters() if not getattr(p, "ds_pipe_replicated", False))
         return [p.grad for p in own if p.grad is not None and (counts_replicated or is_tensor_part(p))]
-
-    def _over_model(self, norm: torch.Tensor) -> torch.Tensor:
-        """Return the norm of the gradients of all ranks that share one model: stages, or ranks that split layers."""
-        if not self.engine.pipeline_parallelism and self.engine.autotp_size() <= 1:
-            return norm
-        total = norm.square()
-        torch.distributed.all_reduce(total, group=self.engine.mpu.get_model_parallel_group())
-        return total.sqrt()
-
-    def _step_unless_vetoed(self, real: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-        """In fp32 DeepSpeed looks for no overflow, but heeds the attribute."""
-        self.optimizer.overflow = self.vetoed
-        return None if self.vetoed else real(*arguments, **options)
-
-
-def veto_updates(engine: DeepSpeedEngine, may_update: Callable[[float], bool]) -> UpdateVeto:
-    """Ask before each update of an engine, when its gradient norm is known and the weights are untouched.
-
-    A veto takes DeepSpeed's own path of a step whose gradients overflowed, so that all its counts agree: the step is in
-    `skipped_steps`, the schedule does not advance, gradients are dropped (0.19.8).
-
-    Args:
-        engine: the engine.
-        may_update: gets the norm of the whole gradient before clipping, the same on every rank; called inside
-            `engine.step` unless DeepSpeed has found an overflow already. Must answer alike on all ranks.
-    """
-    stage = engine.zero_optimization_stage() if hasattr(engine.optimizer, "averaged_gradients") else 0
-    is_muon = type(engine.basic_optimizer).__name__ == "MuonWithAuxAdam"
-    if not stage:
-        return _PlainVeto(engine, may_update)
-    if stage == 3:
-        return (_MuonZero3Veto if is_muon else _Zero3Veto)(engine, may_update)
-    return (_MuonOffloadVeto if is_muon and engine.optimizer.cpu_offload else _Zero12Veto)(engine, may_update)
 
 
 _STEP = ZenFlowSelectiveAdamW._step_with_offload

@@ -10,6 +10,7 @@ import math
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+from toolkit import messages
 from toolkit.config.mesh import accumulation, mesh_of, partition_config
 from toolkit.config.ops import with_optimizer
 from toolkit.config.rule_tables import (
@@ -127,6 +128,10 @@ class DsConfig:
         set_leaf(self.values, key, value)
         self.why[key] = why
 
+    def omit(self, template: str, /, **values: object) -> None:
+        """Add a sentence to `missing`."""
+        self.missing.append(messages.tr(template, **values))
+
 
 def read_key(cfg: RunConfig, key: str) -> Any:
     """Return the value of a dotted schema key, with enums as their plain strings."""
@@ -144,21 +149,35 @@ def build_ds_config(cfg: RunConfig, world_size: int, total_steps: int | None = N
     cfg, reason = with_optimizer(cfg)
     ds = DsConfig()
     _batch(ds, cfg, world_size)
-    _precision(ds, cfg)
+    ds.put("fp16.enabled", cfg.precision.dtype is Dtype.fp16, "precision.dtype")
+    ds.put("bf16.enabled", cfg.precision.dtype is Dtype.bf16, "precision.dtype")
+    if cfg.precision.dtype is Dtype.fp16:
+        _copy(ds, cfg, "fp16")
+    ds.put("data_types.grad_accum_dtype", *_accumulation_dtype(cfg))
     _zero(ds, cfg)
     optimizer_section(ds, cfg, reason)
     scheduler_section(ds, cfg, total_steps or cfg.train.max_steps or None)
     if cfg.train.activation_checkpointing.enabled:
-        _copy(ds, cfg, "activation_checkpointing")
         # 0 stands for DeepSpeed's null; it is read only with contiguous_memory_optimization.
-        _drop(ds, "activation_checkpointing.number_checkpoints", 0)
+        unset = () if cfg.train.activation_checkpointing.number_checkpoints else ("number_checkpoints",)
+        _copy(ds, cfg, "activation_checkpointing", *unset)
     if cfg.parallel.tensor > 1:
         _same(ds, cfg, "tensor_parallel.autotp_size")
         for name, value in partition_config().items():
             ds.put(f"tensor_parallel.partition_config.{name}", value, "= how parameters of these names are split")
     if cfg.compile.deepcompile:
         _same(ds, cfg, "compile.deepcompile")
-    _observers(ds, cfg)
+    if cfg.profile.flops.enabled:
+        _copy(ds, cfg, "flops_profiler", *(() if cfg.profile.flops.output_file else ("output_file",)))
+    if cfg.profile.comms.enabled:
+        _copy(ds, cfg, "comms_logger")
+    _same(ds, cfg, "wall_clock_breakdown", "memory_breakdown", "dump_state")
+    if trackers := cfg.track.enabled:
+        ds.omit(
+            "The trackers ({names}) are left out: they write through their own clients, not through DeepSpeed's "
+            "monitors, which stay off.",
+            names=", ".join(trackers),
+        )
     for key, value in leaves(cfg.ds_extra):
         ds.put(key, value, f"ds_extra.{key}")
     return ds
@@ -194,16 +213,6 @@ def _copy(ds: DsConfig, cfg: RunConfig, section: str, *without: str) -> None:
     _same(ds, cfg, *(f"{section}.{name}" for name in SECTIONS[section][1] if name not in without))
 
 
-def _drop(ds: DsConfig, key: str, unset: object) -> None:
-    """Take a key out again when its value is the schema's word for "not given"."""
-    *parents, name = key.split(".")
-    section = ds.values
-    for parent in parents:
-        section = section[parent]
-    if section[name] == unset:
-        del section[name], ds.why[key]
-
-
 def _batch(ds: DsConfig, cfg: RunConfig, world_size: int) -> None:
     times = accumulation(cfg, world_size)  # first: it tells of a micro-batch that is no number yet
     _same(ds, cfg, "train_batch_size", "train_micro_batch_size_per_gpu")
@@ -220,15 +229,6 @@ def _batch(ds: DsConfig, cfg: RunConfig, world_size: int) -> None:
     # Always written: what DeepSpeed does without it changed from no clipping to 1.0 in 2026.
     ds.put("gradient_clipping", float(cfg.train.gradient_clipping), "train.gradient_clipping")
     ds.put("steps_per_print", SILENT, f"= {SILENT}: DeepSpeed's own progress lines are off, see train.log_every")
-
-
-def _precision(ds: DsConfig, cfg: RunConfig) -> None:
-    dtype = cfg.precision.dtype
-    ds.put("fp16.enabled", dtype is Dtype.fp16, "precision.dtype")
-    ds.put("bf16.enabled", dtype is Dtype.bf16, "precision.dtype")
-    if dtype is Dtype.fp16:
-        _copy(ds, cfg, "fp16")
-    ds.put("data_types.grad_accum_dtype", *_accumulation_dtype(cfg))
 
 
 def _accumulation_dtype(cfg: RunConfig) -> tuple[str, str]:
@@ -256,14 +256,9 @@ def _zero(ds: DsConfig, cfg: RunConfig) -> None:
         ds.put("zero_optimization.reduce_scatter", False, "= false: Muon needs whole gradients")
     for name, offload in (("offload_optimizer", zero.offload_optimizer), ("offload_param", zero.offload_param)):
         if offload.device is not Device.none:
-            path = () if offload.device is Device.nvme else ("nvme_path",)
-            _copy(
-                ds,
-                cfg,
-                f"zero_optimization.{name}",
-                *path,
-                *(() if zero.offload_optimizer.super_offload else SUPER_OFFLOAD_KEYS),
-            )
+            unread: tuple[str, ...] = () if offload.device is Device.nvme else ("nvme_path",)
+            unread += () if zero.offload_optimizer.super_offload else SUPER_OFFLOAD_KEYS
+            _copy(ds, cfg, f"zero_optimization.{name}", *unread)
     if Device.nvme in (zero.offload_optimizer.device, zero.offload_param.device):
         _copy(ds, cfg, "aio")
     if zero.zenflow.enabled:
@@ -272,67 +267,41 @@ def _zero(ds: DsConfig, cfg: RunConfig) -> None:
         ds.put("zero_optimization.zenflow.select_strategy", "step", "zero.zenflow.enabled")
 
 
-def _observers(ds: DsConfig, cfg: RunConfig) -> None:
-    """Measuring tools; a section that is off is left out."""
-    for section in ("flops_profiler", "comms_logger"):
-        if read_key(cfg, f"{SECTIONS[section][0]}.enabled"):
-            _copy(ds, cfg, section)
-    if "flops_profiler" in ds.values:
-        _drop(ds, "flops_profiler.output_file", "")
-    _same(ds, cfg, "wall_clock_breakdown", "memory_breakdown", "dump_state")
-    if trackers := cfg.track.enabled:
-        ds.missing.append(
-            tr(
-                "The trackers ({names}) are left out: they write through their own clients, not through DeepSpeed's "
-                "monitors, which stay off.",
-                names=", ".join(trackers),
-            )
-        )
-
-
 def optimizer_section(ds: DsConfig, cfg: RunConfig, reason: str) -> None:
     """Name the optimizer and its settings, or say what a JSON cannot.
 
     `reason`: why `optim.torch` is true or false where it was auto, else "".
     """
-    optim, kind = cfg.optim, OPTIMIZERS[cfg.optim.name]
+    optim, kind, params = cfg.optim, OPTIMIZERS[cfg.optim.name], "optimizer.params."
     # torch's Adam, and what DeepSpeed makes by name, are on its list of tested ones, offloaded too.
     if cfg.zero.stage and (is_client(optim) or not kind.is_known):
         ds.put("zero_allow_untested_optimizer", True, "= true: DeepSpeed has not tested its ZeRO with optim.name")
     if is_client(optim) and cfg.zero.offload_optimizer.device is not Device.none:
         ds.put("zero_force_ds_cpu_optimizer", False, "= false: optim.name is offloaded, and not DeepSpeed's own")
     if is_grouped(optim):
-        ds.missing.append(
-            tr(
-                "Parameter groups (optim.decay, optim.layer_lr_decay, optim.adam_lr) are left out: a JSON has one rate "
-                "and one weight decay. Pass groups to deepspeed.initialize as model_parameters."
-            )
+        ds.omit(
+            "Parameter groups (optim.decay, optim.layer_lr_decay, optim.adam_lr) are left out: a JSON has one rate "
+            "and one weight decay. Pass groups to deepspeed.initialize as model_parameters."
         )
     if not kind.ds_type:
-        ds.missing.append(
-            tr(
-                "The optimizer is left out: DeepSpeed has no name for {name}. Pass one to deepspeed.initialize as "
-                "optimizer.",
-                name=optim.name.value,
-            )
+        ds.omit(
+            "The optimizer is left out: DeepSpeed has no name for {name}. Pass one to deepspeed.initialize as "
+            "optimizer.",
+            name=optim.name.value,
         )
         return
     ds.put("optimizer.type", kind.ds_type, "optim.name")
     for name in ("lr", *kind.reads, "weight_decay"):
         value = getattr(optim, name)
         if name != "adam_lr" or value:
-            _optimizer_param(ds, name, list(value) if isinstance(value, list) else value, f"optim.{name}")
+            ds.put(params + name, list(value) if isinstance(value, list) else value, f"optim.{name}")
     if kind.takes_adam and not cfg.zero.zenflow.enabled:  # which hands all to PyTorch's AdamW too
         if kind.is_adam:  # DeepSpeed reads type "Adam" as AdamW unless adam_w_mode is false
-            _optimizer_param(ds, "adam_w_mode", kind.ds_type == "AdamW", "optim.name")
+            ds.put(params + "adam_w_mode", kind.ds_type == "AdamW", "optim.name")
         why = tr("= optim.torch: auto, {reason}", reason=reason) if reason else "optim.torch"
-        _optimizer_param(ds, "torch_adam", optim.torch, why)
+        ds.put(params + "torch_adam", optim.torch, why)
         if kind.is_adam and optim.torch:  # else PyTorch takes one parameter after the other, ten times as slow on CPUs
-            _optimizer_param(ds, "fused", True, why)
-
-
-def _optimizer_param(ds: DsConfig, name: str, value: Any, why: str) -> None:
-    ds.put(f"optimizer.params.{name}", value, why)
+            ds.put(params + "fused", True, why)
 
 
 SCHEDULERS = {
@@ -360,33 +329,27 @@ def scheduler_section(ds: DsConfig, cfg: RunConfig, total_steps: int | None) -> 
     """Name DeepSpeed's scheduler that is equal to ours (train/schedule.py), or say what it does otherwise."""
     schedule = cfg.schedule
     if schedule.name not in SCHEDULERS:
-        ds.missing.append(
-            tr(
-                "The scheduler is left out: schedule.name = {name} has no equal in DeepSpeed. A plain "
-                "deepspeed.initialize keeps the learning rate constant.",
-                name=schedule.name.value,
-            )
+        ds.omit(
+            "The scheduler is left out: schedule.name = {name} has no equal in DeepSpeed. A plain "
+            "deepspeed.initialize keeps the learning rate constant.",
+            name=schedule.name.value,
         )
         return
     constant = schedule.name is ScheduleName.constant
     if total_steps is None and (not constant or schedule.warmup_ratio):
-        ds.missing.append(
-            tr(
-                "The scheduler is left out, because it depends on the number of steps, which comes from the data: "
-                "give train.max_steps, or total_steps=N to `toolkit export-config`, to have it in the file."
-            )
+        ds.omit(
+            "The scheduler is left out, because it depends on the number of steps, which comes from the data: "
+            "give train.max_steps, or total_steps=N to `toolkit export-config`, to have it in the file."
         )
         return
     steps = warmup_steps(cfg, total_steps or 0)
     if steps == 0:
         if not constant:  # Without warm-up a constant rate needs no scheduler.
-            ds.missing.append(
-                tr(
-                    "The scheduler is left out: schedule.name = {name} without warm-up has no equal in DeepSpeed, "
-                    "whose schedulers warm up for at least 2 steps. A plain deepspeed.initialize keeps the learning "
-                    "rate constant.",
-                    name=schedule.name.value,
-                )
+            ds.omit(
+                "The scheduler is left out: schedule.name = {name} without warm-up has no equal in DeepSpeed, "
+                "whose schedulers warm up for at least 2 steps. A plain deepspeed.initialize keeps the learning "
+                "rate constant.",
+                name=schedule.name.value,
             )
         return
     _named_scheduler(ds, cfg, steps, total_steps)
@@ -401,12 +364,10 @@ def _named_scheduler(ds: DsConfig, cfg: RunConfig, steps: int, total_steps: int 
     if schedule.name is ScheduleName.cosine:
         ds.put(params + "warmup_min_ratio", lowest, why)
         if lowest:
-            ds.missing.append(
-                tr(
-                    "DeepSpeed's WarmupCosineLR takes the first step at a learning rate of 0, whatever "
-                    "warmup_min_ratio is; in a run of the toolkit it is {rate}. All other steps are equal.",
-                    rate=f"{lowest * cfg.optim.lr:.3g}",
-                )
+            ds.omit(
+                "DeepSpeed's WarmupCosineLR takes the first step at a learning rate of 0, whatever "
+                "warmup_min_ratio is; in a run of the toolkit it is {rate}. All other steps are equal.",
+                rate=f"{lowest * cfg.optim.lr:.3g}",
             )
         ds.put(params + "cos_min_ratio", schedule.min_lr_ratio, "schedule.min_lr_ratio")
     else:
@@ -417,12 +378,10 @@ def _named_scheduler(ds: DsConfig, cfg: RunConfig, steps: int, total_steps: int 
         )
         ds.put(params + "warmup_max_lr", cfg.optim.lr, "optim.lr")
     if schedule.name is ScheduleName.linear and lowest:
-        ds.missing.append(
-            tr(
-                "DeepSpeed's WarmupDecayLR ends at the learning rate of its first step, {rate}; in a run of the "
-                "toolkit the learning rate falls to 0. The steps of the warm-up are equal.",
-                rate=f"{lowest * cfg.optim.lr:.3g}",
-            )
+        ds.omit(
+            "DeepSpeed's WarmupDecayLR ends at the learning rate of its first step, {rate}; in a run of the "
+            "toolkit the learning rate falls to 0. The steps of the warm-up are equal.",
+            rate=f"{lowest * cfg.optim.lr:.3g}",
         )
     ratio = f"= schedule.warmup_ratio {schedule.warmup_ratio} x {total_steps} steps, rounded up"
     ds.put(params + "warmup_num_steps", steps, ratio if schedule.warmup_ratio else "schedule.warmup_steps")

@@ -1,34 +1,26 @@
-"""Somebody's DeepSpeed JSON, taken instead of the recipe's DeepSpeed settings.
+"""A user's DeepSpeed JSON, which replaces the recipe's DeepSpeed settings.
 
 It is read strictly, with the line of each key. What DeepSpeed 0.19.8 ignores is taken out first, and its old names are
 replaced; a likely misspelling stays, so that it becomes an error. Each value is translated to the schema's key; what
-the schema does not own goes to ds_extra. At the end the JSON that the result makes is held against the file, so a
+the schema does not own goes to ds_extra. At the end the JSON that the result makes is compared with the file, so a
 setting is either kept, or a note says what became of it.
 """
 
 import difflib
 import json
+import math
 import re
+from dataclasses import dataclass, field
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
-from toolkit.config.load import JSON, LoadedConfig, replace
+from toolkit import messages
+from toolkit.config.load import JSON, TYPED, LoadedConfig, replace
 from toolkit.config.mesh import micro_rows, model_ranks, partition_config, with_micro_batch
-from toolkit.config.schema import AUTO, RunConfig
-from toolkit.engine.ds_config import OWNED, SAME, build_ds_config, read_key
-from toolkit.engine.ds_import_sections import (
-    SectionImport,
-    equal,
-    optimizer_defaults,
-    translate_activation_checkpointing,
-    translate_batch,
-    translate_monitors,
-    translate_optimizer,
-    translate_precision,
-    translate_scheduler,
-    translate_steps_per_print,
-    translate_zenflow,
-)
+from toolkit.config.rule_tables import OPTIMIZERS
+from toolkit.config.schema import AUTO, RunConfig, get_value
+from toolkit.engine.ds_config import OWNED, SAME, SCHEDULERS, build_ds_config, read_key
 from toolkit.engine.ds_keys import INSTEAD, KEYS, REMOVED, RENAMED, dotted_keys, name_problems
 from toolkit.errors import ConfigError
 from toolkit.messages import tr
@@ -36,9 +28,141 @@ from toolkit.outside import reason_of
 from toolkit.problems import raise_all
 from toolkit.tables import leaves, set_leaf
 
+BATCH, MICRO, STEPS = "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
 AUTOTP = "tensor_parallel.autotp_size"
-ELSEWHERE = ("train_batch_size", "train_micro_batch_size_per_gpu", AUTOTP)
-"""Keys that need more than a new name."""
+REMOVED_OPTIMIZERS = ("onebitadam", "zerooneadam", "onebitlamb")
+OPTIMIZER_DEFAULTS: dict[str, dict[str, Any]] = {
+    "adam": {"betas": [0.9, 0.999], "eps": 1e-8},
+    "lion": {"betas": [0.9, 0.99]},
+    "muon": {"betas": [0.9, 0.95], "eps": 1e-10, "momentum": 0.95},
+    "sgd": {"momentum": 0.0},
+    "adagrad": {"eps": 1e-10},
+    "adafactor": {},
+}
+"""What DeepSpeed's optimizers, or PyTorch's, take where the file is silent; the schema's defaults differ."""
+SCHEDULES = {scheduler: schedule.value for schedule, scheduler in SCHEDULERS.items()}
+WARMUP_DEFAULTS: dict[str, Any] = {
+    "warmup_num_steps": 1000,
+    "warmup_type": "log",
+    "warmup_min_lr": 0.0,
+    "warmup_min_ratio": 0.0,
+    "cos_min_ratio": 0.0001,
+}
+"""The same of DeepSpeed's schedulers."""
+_KNOWN = ("zero_optimization.cpu_offload_use_pin_memory", "scheduler.params.last_batch_iteration")
+"""Names that could be taken for misspellings, and that change nothing."""
+_LIKELY = 0.8
+"""How alike a name must be to a known one to be a misspelling of it."""
+_TOKEN = re.compile(r'"(?:\\.|[^"\\])*"|[{}\[\]:,]')
+
+
+@dataclass(kw_only=True, slots=True)
+class SectionImport:
+    """One file on its way into the schema: what it gives, what was taken from it, what there is to say."""
+
+    path: str
+    loaded: LoadedConfig
+    world_size: int | None
+    given: dict[str, Any]
+    """Dotted DeepSpeed key -> value, without nulls."""
+    where: dict[str, str]
+    strict: bool
+    """Whether what contradicts the recipe is an error."""
+    taken: dict[str, tuple[object, str]] = field(default_factory=dict)
+    """Schema key -> (value, position)."""
+    contradictions: list[str] = field(default_factory=list)
+    replaced: list[str] = field(default_factory=list)
+    """What of the recipe the file beats."""
+    notes: list[str] = field(default_factory=list)
+    noted: set[str] = field(default_factory=set)
+    """DeepSpeed keys that the result need not repeat, because a note explains them."""
+
+    def has(self, key: str) -> bool:
+        """Whether the file gives a value of its own, not "auto"."""
+        return key in self.given and self.given[key] != "auto"
+
+    def has_section(self, section: str) -> bool:
+        """Whether the file has a key or a section, even an empty one."""
+        return any(key == section or key.startswith(f"{section}.") for key in self.given)
+
+    def position(self, key: str) -> str:
+        """Return "file:line" of a DeepSpeed key, or the file."""
+        return self.where.get(key, self.path)
+
+    def origin(self, schema_key: str) -> str:
+        """Return where the recipe's value comes from."""
+        return self.loaded.where.get(schema_key, tr("schema default"))
+
+    def is_typed(self, schema_key: str) -> bool:
+        """Whether the command line sets a schema key."""
+        return self.loaded.layers.get(schema_key, 0) >= TYPED
+
+    def now(self, schema_key: str) -> Any:
+        """Return the value of a schema key as it will be."""
+        return self.taken[schema_key][0] if schema_key in self.taken else read_key(self.loaded.cfg, schema_key)
+
+    def error(self, key: str, message: str, /, **values: object) -> ConfigError:
+        """Return the error that points at a key of the file; with values, the message is a template."""
+        return ConfigError(self._at(key, message, values))
+
+    def note(self, key: str, message: str, /, **values: object) -> None:
+        """Tell the user something about a key, which the result then need not repeat."""
+        self.notes.append(self._at(key, message, values))
+        self.noted.add(key)
+
+    def _at(self, key: str, message: str, values: dict[str, object]) -> str:
+        return f"{self.position(key)}: {messages.tr(message, **values) if values else message}"
+
+    def take(self, schema_key: str, value: Any, key: str) -> None:
+        """Set a schema key from a DeepSpeed key: it beats the recipe, and loses to the command line."""
+        value = self._typed(schema_key, value, key)
+        mine = read_key(self.loaded.cfg, schema_key)
+        if schema_key in self.loaded.explicit and not equal(mine, value):
+            if self.strict:
+                self.contradictions.append(
+                    tr(
+                        "{place}: {key} gives {schema} = {theirs}, but {origin} says {mine}. "
+                        'Change one of them, or write "auto" in the JSON to take the recipe\'s.',
+                        place=self.position(key),
+                        key=key,
+                        schema=schema_key,
+                        theirs=value,
+                        origin=self.origin(schema_key),
+                        mine=mine,
+                    )
+                )
+            elif self.is_typed(schema_key):
+                self.note(
+                    key,
+                    "{key} = {theirs} gives way to {schema} = {mine} on the command line.",
+                    key=key,
+                    theirs=value,
+                    schema=schema_key,
+                    mine=mine,
+                )
+                return
+            else:
+                self.replaced.append(f"{schema_key} = {mine} ({self.origin(schema_key)}) -> {value}")
+        self.taken[schema_key] = (value, self.position(key))
+
+    def _typed(self, schema_key: str, value: Any, key: str) -> Any:
+        """Return the value as the schema's type; 1e9 is a whole number, "true" is no boolean."""
+        mine = get_value(self.loaded.cfg, schema_key)
+        kind: type = {"batch.micro_per_gpu": int, "optim.torch": bool}.get(schema_key, type(mine))
+        if kind is int and isinstance(value, float) and value.is_integer():
+            return int(value)
+        if kind is float and isinstance(value, int) and not isinstance(value, bool):
+            return float(value)
+        if isinstance(mine, Enum):
+            members = [member.value for member in type(mine)]
+            if value not in members:
+                names = ", ".join(members)
+                raise self.error(key, "{key} = {value} must be one of {names}.", key=key, value=value, names=names)
+        elif type(value) is not kind:
+            raise self.error(
+                key, "{key} = {value} must be of type {kind}.", key=key, value=repr(value), kind=kind.__name__
+            )
+        return value
 
 
 def import_json(
@@ -55,52 +179,53 @@ def import_json(
     )
     for key, sentence in ignored.items():
         task.note(key, sentence)
-    _defaults(task, values)
+    _defaults(task)
     for key in task.given:
-        if task.has(key) and key in SAME and key not in ELSEWHERE:
+        if task.has(key) and key in SAME and key not in (BATCH, MICRO, AUTOTP):  # these need more than a new name
             task.take(SAME[key], task.given[key], key)
-    _tensor(task)
-    translate_batch(task)
-    translate_precision(task)
-    translate_optimizer(task)
-    translate_scheduler(task)
-    translate_activation_checkpointing(task, values)
-    translate_zenflow(task, values)
-    translate_steps_per_print(task)
-    translate_monitors(task)
+    for translate in (_tensor, _batch, _precision, _optimizer, _scheduler, _switches, _monitors):
+        translate(task)
     if task.contradictions:
         raise ConfigError("\n".join(task.contradictions))
-    extra = _extra(task)
+    extra: dict[str, Any] = {}
+    foreign = {key: value for key, value in task.given.items() if key not in OWNED and key != "steps_per_print"}
+    for key, value in (dict(leaves(loaded.cfg.ds_extra)) | foreign).items():
+        if value == "auto":
+            task.note(key, '{key}: no setting of the recipe can replace "auto": left out.', key=key)
+        elif value != {}:
+            set_leaf(extra, key, value)
     if task.replaced:
         task.notes.append(tr("{path} takes the place of: {keys}.", path=path, keys=", ".join(task.replaced)))
     result = replace(loaded, task.taken | ({"ds_extra": (extra, path)} if extra else {}), JSON)
     return result, task.notes + _compare(task, result)
 
 
-def _defaults(task: SectionImport, values: dict[str, Any]) -> None:
+def _defaults(task: SectionImport) -> None:
     """Where the file is silent, DeepSpeed's own defaults hold, except for keys that the recipe sets explicitly."""
     plain, stage = RunConfig(), task.given.get("zero_optimization.stage", 0)
     silent = {key: read_key(plain, ours) for key, ours in SAME.items() if ours.startswith(("zero.", "precision."))}
     silent |= {"zero_optimization.stage": 0, "zero_optimization.overlap_comm": stage == 3}
-    if "optimizer" in values:
-        silent |= optimizer_defaults(task)
-    changed = []
-    for key, value in silent.items():
-        ours = SAME[key]
-        if key in task.given or ours in task.loaded.explicit or read_key(task.loaded.cfg, ours) == value:
-            continue
-        changed.append(f"{ours} = {value}")
-        task.taken[ours] = (value, task.path)
+    if task.has_section("optimizer"):
+        name = str(task.given.get("optimizer.type", "adam")).lower()
+        params = {**OPTIMIZER_DEFAULTS.get(name, OPTIMIZER_DEFAULTS["adam"]), "weight_decay": 0.0}
+        silent |= {f"optimizer.params.{key}": value for key, value in params.items()}
+    silent = {SAME[key]: value for key, value in silent.items() if key not in task.given}
+    changed = {
+        ours: value
+        for ours, value in silent.items()
+        if ours not in task.loaded.explicit and read_key(task.loaded.cfg, ours) != value
+    }
+    task.taken |= {ours: (value, task.path) for ours, value in changed.items()}
     if changed:
         task.notes.append(
             tr(
                 "{path}: what it does not name is as in DeepSpeed: {changed}.",
                 path=task.path,
-                changed=", ".join(changed),
+                changed=", ".join(f"{ours} = {value}" for ours, value in changed.items()),
             )
         )
     for key, schema_key in (("gradient_clipping", "train.gradient_clipping"), ("scheduler", "schedule.name")):
-        if key not in values:
+        if not task.has_section(key):
             task.notes.append(
                 tr(
                     "{path}: {key} is not given; used is {schema} = {value} ({origin}).",
@@ -113,41 +238,16 @@ def _defaults(task: SectionImport, values: dict[str, Any]) -> None:
             )
 
 
-def _tensor(task: SectionImport) -> None:
-    """Take the number of ranks that split layers; DeepSpeed's 0 is our 1."""
-    if task.has(AUTOTP):
-        task.take(SAME[AUTOTP], max(1, task.given[AUTOTP]), AUTOTP)
-    for name, ours in partition_config().items():
-        key = f"tensor_parallel.partition_config.{name}"
-        if task.has(key) and task.given[key] != ours:
-            raise task.fail(
-                key, tr("{key}: how parameters are split is fixed here, by their names. Leave it out.", key=key)
-            )
-
-
-def _extra(task: SectionImport) -> dict[str, Any]:
-    """Return the recipe's ds_extra with everything of the file that the schema does not own."""
-    merged: dict[str, Any] = {}
-    foreign = {key: value for key, value in task.given.items() if key not in OWNED and key != "steps_per_print"}
-    for key, value in (dict(leaves(task.loaded.cfg.ds_extra)) | foreign).items():
-        if value == "auto":
-            task.note(key, tr('{key}: no setting of the recipe can replace "auto": left out.', key=key), dropped=True)
-            continue
-        if value != {}:
-            set_leaf(merged, key, value)
-    return merged
-
-
 def _compare(task: SectionImport, result: LoadedConfig) -> list[str]:
-    """Hold the JSON that the result makes against the file; say what "auto" became and what falls away."""
+    """Compare the JSON that the result makes with the file; return what "auto" became and what has no effect."""
     cfg = with_micro_batch(result.cfg)
     ranks = task.world_size or max(1, cfg.batch.global_size // micro_rows(cfg)) * model_ranks(cfg)
     made = dict(leaves(build_ds_config(cfg, ranks).values))
     if cfg is not result.cfg:  # both are found by training
-        made |= dict.fromkeys(("train_micro_batch_size_per_gpu", "gradient_accumulation_steps"), AUTO)
+        made |= dict.fromkeys((MICRO, STEPS), AUTO)
     notes, idle = [], []
     for key, value in task.given.items():
-        if value == {} or key in task.noted or (key == "gradient_accumulation_steps" and task.world_size is None):
+        if value == {} or key in task.noted or (key == STEPS and task.world_size is None):
             continue
         schema_key = OWNED.get(key, f"ds_extra.{key}")
         if value == "auto":
@@ -174,7 +274,277 @@ def _compare(task: SectionImport, result: LoadedConfig) -> list[str]:
     return notes
 
 
-_TOKEN = re.compile(r'"(?:\\.|[^"\\])*"|[{}\[\]:,]')
+def equal(left: Any, right: Any) -> bool:
+    """Compare values of two JSONs; 1, 1.0 and a product of ratios that rounds to it are one number, true is none."""
+    if isinstance(left, list) and isinstance(right, list):
+        return len(left) == len(right) and all(equal(a, b) for a, b in zip(left, right, strict=True))
+    if isinstance(left, (int, float)) and isinstance(right, (int, float)) and bool not in (type(left), type(right)):
+        return abs(left - right) <= 1e-12 * max(abs(left), abs(right))
+    return bool(left == right)
+
+
+def _tensor(task: SectionImport) -> None:
+    """Take the number of ranks that split layers; DeepSpeed's 0 is our 1."""
+    if task.has(AUTOTP):
+        task.take(SAME[AUTOTP], max(1, task.given[AUTOTP]), AUTOTP)
+    for name, ours in partition_config().items():
+        key = f"tensor_parallel.partition_config.{name}"
+        if task.has(key) and task.given[key] != ours:
+            raise task.error(
+                key, "{key}: how parameters are split is fixed here, by their names. Leave it out.", key=key
+            )
+
+
+def _batch(task: SectionImport) -> None:
+    """Two of the three sizes determine the third, once the number of ranks is known."""
+    for key in (BATCH, MICRO, STEPS):
+        size = task.given.get(key, 1)
+        if size != "auto" and (type(size) not in (int, float) or size != int(size) or size < 1):
+            raise task.error(key, "{key} = {value} must be a whole number of at least 1.", key=key, value=repr(size))
+    if task.has(MICRO):
+        task.take("batch.micro_per_gpu", task.given[MICRO], MICRO)
+    if task.has(BATCH):
+        task.take("batch.global_size", task.given[BATCH], BATCH)
+    of_model = math.prod(task.now(f"parallel.{name}") for name in ("tensor", "sequence", "pipeline"))
+    shares = (task.world_size or 1) // max(1, of_model) or 1  # ranks whose rows differ
+    if not task.has(STEPS):
+        if not task.strict:
+            _fit_batch(task, shares)
+    elif task.world_size is not None:
+        _accumulate(task, task.given[STEPS], shares)
+    elif not (task.has(BATCH) and task.has(MICRO)):
+        task.note(
+            STEPS,
+            "{key} = {value} says nothing without the number of ranks: give world_size=N. Taken is "
+            "batch.global_size = {size}.",
+            key=STEPS,
+            value=task.given[STEPS],
+            size=task.now("batch.global_size"),
+        )
+        if task.strict:
+            raise ConfigError(task.notes[-1])
+
+
+def _fit_batch(task: SectionImport, shares: int) -> None:
+    """Where the file gives one of two sizes, let the recipe's other one fit to it."""
+    size, rows = task.now("batch.global_size"), task.now("batch.micro_per_gpu")
+    if rows == AUTO or size % (rows * shares) == 0:
+        return
+    if task.has(MICRO) and not task.has(BATCH) and not task.is_typed("batch.global_size"):
+        task.take("batch.global_size", rows * shares, MICRO)  # as DeepSpeed, which then accumulates nothing
+    elif task.has(BATCH) and not task.has(MICRO) and size % shares == 0 and not task.is_typed("batch.micro_per_gpu"):
+        task.take("batch.micro_per_gpu", math.gcd(size // shares, rows), BATCH)
+
+
+def _accumulate(task: SectionImport, times: int, shares: int) -> None:
+    """Take the size that the file leaves open from its accumulation, or compare its sizes with each other."""
+    if task.now("batch.micro_per_gpu") == AUTO:
+        raise task.error(
+            STEPS,
+            "{key} = {value} cannot be with batch.micro_per_gpu = auto, which decides about it. Leave it out.",
+            key=STEPS,
+            value=times,
+        )
+    if task.is_typed("batch.global_size") or (task.has(BATCH) and task.is_typed("batch.micro_per_gpu")):
+        task.note(STEPS, "{key} = {value} gives way to the batch sizes of the command line.", key=STEPS, value=times)
+        return
+    expected = times * shares * task.now("batch.micro_per_gpu")
+    is_free = "batch.micro_per_gpu" not in task.loaded.explicit or not task.strict
+    if not task.has(BATCH):
+        task.take("batch.global_size", int(expected), STEPS)
+    elif not task.has(MICRO) and is_free:
+        task.take("batch.micro_per_gpu", task.given[BATCH] // (times * shares) or 1, STEPS)
+        expected = times * shares * task.now("batch.micro_per_gpu")
+    if task.now("batch.global_size") != expected and not task.contradictions:
+        raise task.error(
+            BATCH,
+            "train_batch_size = {total} is not train_micro_batch_size_per_gpu {micro} x "
+            "gradient_accumulation_steps {steps} x {ranks} ranks = {expected}.",
+            total=task.now("batch.global_size"),
+            micro=task.now("batch.micro_per_gpu"),
+            steps=times,
+            ranks=shares,
+            expected=expected,
+        )
+
+
+def _precision(task: SectionImport) -> None:
+    """fp16 and bf16 sections become precision.dtype; neither of them means fp32."""
+    given = {f"{dtype}.enabled": task.given.get(f"{dtype}.enabled", False) for dtype in ("fp16", "bf16")}
+    enabled = [key for key, value in given.items() if value is True]
+    if len(enabled) > 1:
+        raise task.error("bf16.enabled", tr("fp16 and bf16 are both enabled. Keep one of them."))
+    for key, value in given.items():
+        if value not in (True, False, "auto"):
+            raise task.error(key, "{key} = {value} must be true or false.", key=key, value=repr(value))
+    if enabled:
+        task.take("precision.dtype", enabled[0].partition(".")[0], enabled[0])
+    elif "auto" not in given.values():
+        stated = [key for key in given if key in task.given]
+        if stated or "precision.dtype" not in task.loaded.explicit:
+            task.take("precision.dtype", "fp32", (stated or ["fp16.enabled"])[0])
+
+
+def _optimizer(task: SectionImport) -> None:
+    """DeepSpeed's type "Adam" is AdamW unless adam_w_mode is false; PyTorch's own is always its fused one here."""
+    key, mode, fused = "optimizer.type", "optimizer.params.adam_w_mode", "optimizer.params.fused"
+    if not task.has(key):
+        return
+    name = str(task.given[key]).lower()
+    if name in REMOVED_OPTIMIZERS:
+        raise task.error(key, "{value} was removed from DeepSpeed. Use AdamW or Adam.", value=task.given[key])
+    names = {kind.ds_type.lower(): (ours.value, kind.ds_type) for ours, kind in OPTIMIZERS.items() if kind.ds_type}
+    if name not in names:
+        known = ", ".join(shown for _, shown in names.values())
+        raise task.error(key, "{value} is not available. There are {names}.", value=task.given[key], names=known)
+    is_adamw = name == "adam" and task.given.get(mode) is not False
+    task.take("optim.name", "adamw" if is_adamw else names[name][0], key)
+    if is_adamw:
+        task.note(key, tr('"Adam" without "adam_w_mode": false means AdamW in DeepSpeed: optim.name = adamw.'))
+    if name == "adamw" and task.given.get(mode) is False:
+        task.note(mode, tr('"adam_w_mode": false has no effect with type AdamW.'))
+    if task.has(fused) and bool(task.given[fused]) != (task.now("optim.torch") is True):
+        task.note(fused, tr('"fused" follows "torch_adam": PyTorch\'s Adam is its fused one here.'))
+    if name != "muon":
+        return
+    # Muon's own rate beats lr, which is Adam's then; ZeRO-3 has no reduce-scatter for it.
+    own, adam, scatter = "optimizer.params.muon_lr", "optimizer.params.adam_lr", "zero_optimization.reduce_scatter"
+    if task.has(own):
+        others = task.given.get(adam, task.now("optim.lr"))
+        task.take("optim.lr", task.given[own], own)
+        if not equal(others, task.given[own]):
+            task.take("optim.adam_lr", others, adam)
+        task.noted |= {own, adam, "optimizer.params.lr"}
+    if task.given.get(scatter) is True and task.now("zero.stage") == 3:
+        task.note(scatter, tr("reduce_scatter is off: Muon needs whole gradients under ZeRO-3."))
+
+
+def _scheduler(task: SectionImport) -> None:
+    """The three warm-up schedulers have equals here; what they leave out is DeepSpeed's default, not ours."""
+    key, total_key = "scheduler.type", "scheduler.params.total_num_steps"
+    if not task.has(key):
+        return
+    name = str(task.given[key])
+    if name not in SCHEDULES:
+        known = ", ".join(SCHEDULES)
+        raise task.error(key, "scheduler {value} is not available. There are {names}.", value=name, names=known)
+    task.take("schedule.name", SCHEDULES[name], key)
+    is_cosine, rate = name == "WarmupCosineLR", task.now("optim.lr")
+    _peak(task, name, rate)
+    lowest, lowest_key = _parameter(task, "warmup_min_ratio" if is_cosine else "warmup_min_lr")
+    if lowest is not None:
+        task.take("schedule.warmup_min_ratio", float(lowest) if is_cosine else lowest / (rate or 1.0), lowest_key)
+    if lowest and name == "WarmupDecayLR":
+        task.note(
+            lowest_key,
+            "DeepSpeed's WarmupDecayLR falls to warmup_min_lr = {rate}; here the learning rate falls to 0.",
+            rate=lowest,
+        )
+    floor, floor_key = _parameter(task, "cos_min_ratio") if is_cosine else (None, "")
+    if floor is not None:
+        task.take("schedule.min_lr_ratio", floor, floor_key)
+    kind, kind_key = _parameter(task, "warmup_type")
+    if kind not in (None, "log", "linear"):  # deepspeed/runtime/lr_schedules.py warns, and takes log
+        task.note(kind_key, "DeepSpeed has no warmup_type {kind} and takes log.", kind=repr(kind))
+        kind = "log"
+    if kind is not None:
+        task.take("schedule.warmup_type", kind, kind_key)
+    steps, steps_key = _parameter(task, "warmup_num_steps")
+    total = task.given.get(total_key) or task.now("train.max_steps")
+    is_ratio = isinstance(total, int) and math.ceil(round(task.now("schedule.warmup_ratio") * total, 6)) == steps
+    if steps is not None and not is_ratio:  # the recipe's fraction may say the same in other words
+        task.take("schedule.warmup_steps", steps, steps_key)
+        task.take("schedule.warmup_ratio", 0.0, steps_key)
+    if task.has(total_key) and name != "WarmupLR":
+        task.take("train.max_steps", task.given[total_key], total_key)
+
+
+def _parameter(task: SectionImport, name: str) -> tuple[Any, str]:
+    """Return a scheduler parameter, or DeepSpeed's default for it, or None for "auto"; and the key to point at."""
+    key = f"scheduler.params.{name}"
+    value = task.given.get(key, WARMUP_DEFAULTS[name])
+    if value == "auto":
+        return None, key
+    if name != "warmup_type" and (isinstance(value, bool) or not isinstance(value, (int, float))):
+        raise task.error(key, "{key} = {value} must be a number.", key=key, value=repr(value))
+    return value, key
+
+
+def _peak(task: SectionImport, name: str, rate: float) -> None:
+    """A schedule that warms up to another rate than the optimizer's has no counterpart here."""
+    key = "scheduler.params.warmup_max_lr"
+    peak = task.given.get(key, 0.001 if name == "WarmupDecayLR" else rate)
+    if name == "WarmupCosineLR" or peak == "auto":
+        return
+    if task.has(key) and "optimizer.params.lr" not in task.given and not task.strict:
+        task.take("optim.lr", peak, key)
+    elif task.is_typed("optim.lr"):
+        task.noted.add(key)
+    elif not equal(peak, rate):
+        raise task.error(
+            key,
+            "{name} warms up to warmup_max_lr = {peak}, but the optimizer's lr is {rate}. Make them equal "
+            "(without warmup_max_lr, DeepSpeed's WarmupDecayLR takes 0.001).",
+            name=name,
+            peak=peak,
+            rate=rate,
+        )
+
+
+def _switches(task: SectionImport) -> None:
+    """Sections that are on where they are present, and keys that have no effect here."""
+    kept, zenflow = "activation_checkpointing", "zero_optimization.zenflow"
+    if task.has_section(kept):
+        task.take("train.activation_checkpointing.enabled", True, kept)
+    if task.given.get(f"{kept}.partition_activations") is True:
+        task.note(
+            f"{kept}.partition_activations", tr("partition_activations has no effect: there is no model parallelism.")
+        )
+    if task.given.get(f"{kept}.cpu_checkpointing") is True:
+        task.note(
+            f"{kept}.cpu_checkpointing",
+            tr("cpu_checkpointing moves the kept activations to host memory; on CPU ranks it has no effect."),
+        )
+    if task.has_section(zenflow):
+        task.take("zero.zenflow.enabled", True, zenflow)
+    strategy = f"{zenflow}.select_strategy"
+    if task.has(strategy) and task.given[strategy] != "step":
+        raise task.error(
+            strategy,
+            "{key} = {value} counts by a data loader that DeepSpeed does not have here. Write step, and steps as "
+            "select_interval.",
+            key=strategy,
+            value=task.given[strategy],
+        )
+    if "steps_per_print" in task.given:
+        task.note(
+            "steps_per_print", tr("steps_per_print has no effect; the progress lines are ours, see train.log_every.")
+        )
+
+
+def _monitors(task: SectionImport) -> None:
+    """DeepSpeed's monitors stay off: what they were asked to write our own trackers write, to the same places."""
+    names = {"wandb.project": "project", "wandb.group": "group", "wandb.team": "entity"}
+    for section, tracker in {"tensorboard": "tensorboard", "csv_monitor": "csv", "wandb": "wandb"}.items():
+        switch, output, job = (f"{section}.{name}" for name in ("enabled", "output_path", "job_name"))
+        task.noted |= {key for key in task.given if key.startswith(f"{section}.")}
+        if not task.has(switch) or task.given[switch] is False:
+            continue
+        task.take(f"track.{tracker}.enabled", task.given[switch], switch)
+        task.note(
+            switch,
+            "DeepSpeed's monitor stays off: track.{tracker} writes in its place (docs/tracking.md).",
+            tracker=tracker,
+        )
+        for key, name in names.items():
+            if key.startswith(f"{section}.") and task.has(key):
+                task.take(f"track.{tracker}.{name}", task.given[key], key)
+        if tracker == "tensorboard" and task.given.get(output):
+            folder = f"{task.given[output]}/{task.given.get(job, 'DeepSpeedJobName')}"
+            task.take("track.tensorboard.dir", folder, output)
+        elif tracker == "csv" and (output in task.given or job in task.given):
+            key = output if output in task.given else job
+            task.note(key, "{key} has no effect: metrics.csv is written into the run folder.", key=key)
 
 
 def read_json(path: str) -> tuple[dict[str, Any], dict[str, str], dict[str, str]]:
@@ -185,7 +555,7 @@ def read_json(path: str) -> tuple[dict[str, Any], dict[str, str], dict[str, str]
     """
     try:
         text = Path(path).read_text(encoding="utf-8-sig")
-        values = json.loads(text)
+        values = json.loads(text, object_pairs_hook=lambda pairs: {k: v for k, v in pairs if v is not None})
     except OSError as error:
         raise ConfigError(
             "deepspeed_json = {path} cannot be read: {reason}", path=path, reason=error.strerror or error
@@ -204,15 +574,14 @@ def read_json(path: str) -> tuple[dict[str, Any], dict[str, str], dict[str, str]
         raise ConfigError("{path} is not JSON: {reason}", path=path, reason=reason_of(error)) from error
     if not isinstance(values, dict):
         raise ConfigError("{path}: a DeepSpeed JSON must be an object, {{...}}.", path=path)
-    where = _lines_of_keys(text, path)
-    values, ignored = without_ignored(_without_nulls(values), where)
-    problems = name_problems(values)
-    raise_all(ConfigError(f"{where.get(key, path)}: {sentence}") for key, sentence in problems.items())
-    return values, where, ignored
+    where, notes = _lines_of_keys(text, path), dict[str, str]()
+    values = _without_ignored(values, KEYS, "", where, notes)
+    raise_all(ConfigError(f"{where.get(key, path)}: {sentence}") for key, sentence in name_problems(values).items())
+    return values, where, notes
 
 
 def _lines_of_keys(text: str, path: str) -> dict[str, str]:
-    """Return dotted key -> "file:line" of valid JSON, and refuse a key that stands twice in one object.
+    """Return dotted key -> "file:line" of valid JSON, and reject a key that stands twice in one object.
 
     The standard parser tells no positions and takes the last of two equal keys. Objects inside lists are not entered.
     """
@@ -241,69 +610,38 @@ def _lines_of_keys(text: str, path: str) -> dict[str, str]:
     return where
 
 
-def _without_nulls(section: dict[str, Any]) -> dict[str, Any]:
-    return {
-        name: _without_nulls(value) if isinstance(value, dict) else value
-        for name, value in section.items()
-        if value is not None
-    }
-
-
-_OFFLOADS = {
-    "zero_optimization.cpu_offload": "offload_optimizer",
-    "zero_optimization.cpu_offload_param": "offload_param",
-}
-"""Switches of old versions -> the section that took their place."""
-_KNOWN = ("zero_optimization.cpu_offload_use_pin_memory", "scheduler.params.last_batch_iteration")
-"""Names that could be taken for misspellings, and that change nothing."""
-_LIKELY = 0.8
-"""How alike a name must be to a known one to be a misspelling of it."""
-
-
-def without_ignored(values: dict[str, Any], where: dict[str, str]) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return a DeepSpeed JSON without what DeepSpeed ignores in it, and with today's names.
-
-    `where` (dotted key -> "file:line") receives the lines of renamed keys. Also returns dotted key -> what became of
-    it.
-    """
-    notes: dict[str, str] = {}
-    return _without_ignored_in(values, KEYS, "", where, notes), notes
-
-
-def _without_ignored_in(
+def _without_ignored(
     section: dict[str, Any], known: dict[str, Any], prefix: str, where: dict[str, str], notes: dict[str, str]
 ) -> dict[str, Any]:
+    """Return a section of a DeepSpeed JSON without what DeepSpeed ignores in it, and with today's names.
+
+    `where` (dotted key -> "file:line") receives the lines of renamed keys, `notes` (dotted key -> sentence) what became
+    of keys.
+    """
     kept: dict[str, Any] = {}
     is_disabled = bool(prefix) and section.get("enabled") is False
     for name, value in section.items():
         key = prefix + name
         if is_disabled and name != "enabled":
             notes[prefix.rstrip(".")] = tr("{key} is disabled: its other keys have no effect.", key=prefix.rstrip("."))
-        elif key in _OFFLOADS:
-            if value is True:
-                kept.setdefault(_OFFLOADS[key], {"device": "cpu"})
-            notes[key] = tr(
-                "{key} is an old name, read as {today}.",
-                key=key,
-                today=f"{prefix}{_OFFLOADS[key]}.device = {'cpu' if value is True else 'none'}",
-            )
-        elif key in RENAMED and " or " not in RENAMED[key]:
-            today = RENAMED[key]
-            notes[key] = tr("{key} is an old name, read as {today}.", key=key, today=today)
-            where.update(
-                {today + place.removeprefix(key): line for place, line in list(where.items()) if place.startswith(key)}
-            )
-            short = today.removeprefix(prefix)
-            kept.setdefault(
-                short,
-                value
-                if not isinstance(value, dict)
-                else _without_ignored_in(value, known[short], f"{today}.", where, notes),
-            )
+        elif " or " not in RENAMED.get(key, " or "):
+            today = shown = RENAMED[key]
+            short, new = today.removeprefix(prefix), value
+            for place, line in list(where.items()):
+                if place.startswith(key):
+                    where.setdefault(today + place.removeprefix(key), line)
+            if name.startswith("cpu_offload"):  # a switch, and a section today
+                new = {"device": "cpu"} if value is True else None
+                shown = f"{today}.device = {'cpu' if value is True else 'none'}"
+            elif isinstance(value, dict):
+                new = _without_ignored(value, known[short], f"{today}.", where, notes)
+            if new is not None:
+                kept.setdefault(short, new)
+            notes[key] = tr("{key} is an old name, read as {today}.", key=key, today=shown)
         elif key == "data_efficiency" and isinstance(value, dict) and value.get("enabled") is False:
             notes[key] = tr("DeepSpeed ignores {key}.", key=key)  # known to it, and not used here if it is on
         elif name in known and isinstance(value, dict) and known[name]:
-            kept[name] = _without_ignored_in(value, known[name], f"{key}.", where, notes)
+            kept[name] = _without_ignored(value, known[name], f"{key}.", where, notes)
         elif name in known or not _is_ignored(key, name, known):
             kept[name] = value
         elif key in INSTEAD:
@@ -314,7 +652,7 @@ def _without_ignored_in(
 
 
 def _is_ignored(key: str, name: str, known: dict[str, Any]) -> bool:
-    """Return whether an unknown name is no more than that: a comment, a removed feature, what others read."""
+    """Whether an unknown name is no more than that: a comment, a removed feature, what others read."""
     if key in REMOVED or key in _KNOWN or name.startswith(("_", "#", "//")) or name.lower().startswith("comment"):
         return True
     elsewhere = {other.rpartition(".")[2] for other in dotted_keys()}

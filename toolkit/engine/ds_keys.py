@@ -2,13 +2,14 @@
 
 import json
 from collections.abc import Iterator, Mapping
-from itertools import islice
+from itertools import accumulate, islice
 from pathlib import Path
 from typing import Any
 
 from toolkit.errors import ConfigError
 from toolkit.messages import nearest, tr
 from toolkit.problems import raise_all
+from toolkit.tables import leaves
 
 _TABLE = json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8"))
 KEYS: dict[str, Any] = _TABLE["keys"]
@@ -28,8 +29,6 @@ INSTEAD = {
 }
 # Without these DeepSpeed (0.19.8) does not look at a step's gradient norm, or goes on if it is not finite.
 NEEDED = ("zero_optimization.compute_grad_norm", "bf16.check_grad_overflow")
-
-
 MOST_PROBLEMS = 20
 """So many are named one by one."""
 
@@ -91,35 +90,17 @@ def _unknown(key: str, siblings: dict[str, Any], prefix: str) -> str:
 
 
 def check_extra(extra: dict[str, Any], owned: Mapping[str, str], where: Mapping[str, str] | None = None) -> None:
-    """Refuse unknown names in ds_extra, and keys that the schema owns.
+    """Reject unknown names in ds_extra, and keys that the schema owns.
 
     `owned`: dotted DeepSpeed key -> the schema's key for it; `where`: schema key -> the position that set it.
     """
-    problems = name_problems(extra) | _owned(extra, owned)
-    named = islice(problems.items(), MOST_PROBLEMS)
-    errors = [ConfigError(_place(key, where or {}) + f"ds_extra.{key}: {sentence}") for key, sentence in named]
-    if len(problems) > MOST_PROBLEMS:
-        errors.append(ConfigError("… and {count} more.", count=f"{len(problems) - MOST_PROBLEMS:,}"))
-    raise_all(errors)
-
-
-def _place(key: str, where: Mapping[str, str]) -> str:
-    """Return "file:line: " of a key of ds_extra, or of the first one below it that has a place."""
-    full = f"ds_extra.{key}"
-    for known, place in where.items():
-        if full == known or full.startswith(f"{known}.") or known.startswith(f"{full}."):
-            return tr("{place}: ", place=place)
-    return ""
-
-
-def _owned(section: dict[str, Any], owned: Mapping[str, str], prefix: str = "") -> dict[str, str]:
-    problems: dict[str, str] = {}
-    for name, value in section.items():
-        key = prefix + name
-        if key in owned:
-            problems[key] = tr("set {schema} instead; ds_extra is for keys that have no own place.", schema=owned[key])
-        elif isinstance(value, dict):
-            problems |= _owned(value, owned, f"{key}.")
+    problems = name_problems(extra)
+    for key, value in leaves(extra):
+        ours = next((name for name in accumulate(key.split("."), "{}.{}".format) if name in owned), "")
+        if ours:
+            problems[ours] = tr(
+                "set {schema} instead; ds_extra is for keys that have no own place.", schema=owned[ours]
+            )
         elif key in NEEDED and value is False:
             problems[key] = tr(
                 "cannot be false: every step is judged by the norm of its gradient before it changes the weights "
@@ -129,4 +110,13 @@ def _owned(section: dict[str, Any], owned: Mapping[str, str], prefix: str = "") 
             problems[key] = tr(
                 "needs a value; {value} would be read as something else by DeepSpeed.", value=repr(value)
             )
-    return problems
+    errors = []
+    for key, sentence in islice(problems.items(), MOST_PROBLEMS):
+        full, place = f"ds_extra.{key}", ""
+        for known, position in (where or {}).items():  # its own position, or the first one above or below it
+            if not place and (full == known or full.startswith(f"{known}.") or known.startswith(f"{full}.")):
+                place = tr("{place}: ", place=position)
+        errors.append(ConfigError(f"{place}{full}: {sentence}"))
+    if len(problems) > MOST_PROBLEMS:
+        errors.append(ConfigError("… and {count} more.", count=f"{len(problems) - MOST_PROBLEMS:,}"))
+    raise_all(errors)

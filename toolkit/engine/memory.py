@@ -3,7 +3,6 @@
 import gc
 import weakref
 from contextlib import suppress
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -19,9 +18,8 @@ _OUT_OF_MEMORY = ("DefaultCPUAllocator", "out of memory", "STATUS_ALLOC_FAILED")
 class LiveBytes(TorchDispatchMode):
     """Counts the bytes of the tensors that exist, as operations make them and as they are dropped.
 
-    What an operation allocates and frees inside itself is not seen. Threads other than the one that entered are not
-    either; on CPUs the backward pass runs in the same thread. An operation that goes beyond `limit_bytes` (0: no limit)
-    runs out of memory.
+    It does not see what an operation allocates and frees inside itself, nor other threads than the one that entered; on
+    CPUs the backward pass runs in the same thread. An operation beyond `limit_bytes` (0: no limit) runs out of memory.
     """
 
     def __init__(self, limit_bytes: int = 0) -> None:
@@ -40,13 +38,13 @@ class LiveBytes(TorchDispatchMode):
         size = storage.nbytes()
         known = self._sizes.get(key)
         if known is None:
-            self._references[key] = weakref.ref(storage, lambda _: self._gone(key))
+            self._references[key] = weakref.ref(storage, lambda _: self._forget(key))
         if known != size:
             self._sizes[key] = size
             self.now += size - (known or 0)
             self.peak = max(self.peak, self.now)
 
-    def _gone(self, key: int) -> None:
+    def _forget(self, key: int) -> None:
         self.now -= self._sizes.pop(key)
         del self._references[key]
 
@@ -82,11 +80,9 @@ class PeakMemory:
         self._before = 0  # what was before the context
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *raised: Any) -> None:
         if self._live is not None:
-            self._live.__exit__(kind, error, trace)
+            self._live.__exit__(*raised)
 
     def restart(self) -> int:
         """Return the bytes in use now, and begin anew to look for the peak."""
@@ -107,10 +103,7 @@ class PeakMemory:
 
 
 def limit_bytes(device: torch.device, max_gib: float) -> int:
-    """Return how many bytes this rank may use: what is asked for and what others leave; 0 where nothing limits a CPU.
-
-    `max_gib` is `plan.max_gpu_gib`.
-    """
+    """Return how many bytes this rank may use: `max_gib` and what others leave; 0 where nothing limits a CPU."""
     asked = int(max_gib * GIB)
     if device.type == "cpu":
         return asked

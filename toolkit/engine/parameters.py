@@ -1,4 +1,4 @@
-"""Full parameters and stored buffers from a partitioned model, one after another; and how many of them are trained."""
+"""What a partitioned model and its optimizer hold: full parameters, their number, the optimizer's states."""
 
 import math
 from collections import Counter
@@ -10,7 +10,7 @@ import torch
 from deepspeed.pipe import PipelineModule
 from transformers import PreTrainedModel
 
-from toolkit.distributed.process_group import full_shape, gather_parts, is_tensor_part
+from toolkit.distributed.process_group import full_shape, gather, gather_parts, is_tensor_part
 
 
 def is_partitioned(engine: deepspeed.DeepSpeedEngine) -> bool:
@@ -21,11 +21,10 @@ def is_partitioned(engine: deepspeed.DeepSpeedEngine) -> bool:
 def gathered_parameters(
     module: torch.nn.Module, only: Collection[str] | None = None
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the name and whole value, on rank 0's CPU, of all that a checkpoint must hold: parameters, stored buffers.
+    """Yield the name and full value, on rank 0's CPU, of all that a checkpoint must hold: parameters, stored buffers.
 
-    On other ranks the value is an empty tensor.
-
-    A collective where the model is divided: every rank must iterate to the end. One parameter is whole at a time.
+    On other ranks the value is an empty tensor. A collective where the model is divided: every rank must iterate to the
+    end. One parameter is full at a time.
     """
     if isinstance(module, PipelineModule):  # toolkit.models.pipeline.PipelineStage
         yield from module.gathered()
@@ -80,3 +79,44 @@ def count_parameters(model: PreTrainedModel) -> dict[str, Count]:
         total[group] += size
         trained[group] += size if parameter.requires_grad else 0
     return {group: Count(trained[group], total[group]) for group in total}
+
+
+def ruined_ranks(engine: deepspeed.DeepSpeedEngine) -> str:
+    """Return which ranks hold optimizer states that are NaN or Inf, "" if none does. A collective.
+
+    Inf in one of Adam's keeps its weight from ever changing again; NaN spoils it at the next step.
+    """
+    ruined = [str(number) for number, finite in enumerate(gather(are_finite(engine))) if not finite]
+    return "" if not ruined else f"rank {', '.join(ruined)}"
+
+
+def are_finite(engine: deepspeed.DeepSpeedEngine) -> bool:
+    """Whether no state that this rank holds has a NaN or an Inf. Reads them once: 0.1 s per GB in host memory.
+
+    States on NVMe are not read.
+    """
+    basic = engine.basic_optimizer
+    parts = filter(None, (basic, getattr(basic, "aux_optimizer", None)))  # Muon's second one, for what is no matrix
+    held = [state for part in parts for state in part.state.values() if isinstance(state, dict)]
+    tensors = [value for state in held for value in state.values() if isinstance(value, torch.Tensor)]
+    states = [tensor for tensor in tensors if tensor.is_floating_point() and tensor.numel()]
+    sums: dict[torch.device, list[torch.Tensor]] = {}
+    for state in states:
+        sums.setdefault(state.device, []).append(state.sum(dtype=torch.float32))
+    if all(bool(torch.stack(found).isfinite().all()) for found in sums.values()):
+        return True
+    return all(bool(state.isfinite().all()) for state in states)  # finite numbers may have a sum that is not
+
+
+def repair_counts(basic: torch.optim.Optimizer) -> None:
+    """Give each state the count of steps that its optimizer takes.
+
+    A tensor of its own for PyTorch's optimizers, a number for all others, whoever saved it: PyTorch's reject numbers,
+    and ZeRO-3's universal form (DeepSpeed 0.19.8) lets all sub-groups count in one tensor.
+    """
+    counting = getattr(basic, "aux_optimizer", None) or basic  # Muon's, for what is no matrix
+    is_torch = type(counting).__module__.startswith("torch.optim.")
+    for state in basic.state.values():
+        if "step" in state:
+            count = float(state["step"])
+            state["step"] = torch.tensor(count) if is_torch else int(count)

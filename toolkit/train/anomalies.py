@@ -16,7 +16,7 @@ from deepspeed import DeepSpeedEngine
 from toolkit.config.schema import TrainConfig
 from toolkit.disk import unused_path
 from toolkit.distributed.process_group import gather, on_rank0
-from toolkit.engine.deepspeed_patches import veto_updates
+from toolkit.engine.deepspeed_patches import UpdateVeto
 from toolkit.errors import Diverged
 from toolkit.messages import tr
 
@@ -62,7 +62,7 @@ class StepGuard:
 
     def __init__(self, engine: DeepSpeedEngine, config: TrainConfig) -> None:
         self.engine, self.config = engine, config
-        self.gate = veto_updates(engine, self._may_update)
+        self.gate = UpdateVeto(engine, self._may_update)
         self.restart((), (), 0)
 
     def restart(self, losses: Sequence[float], grad_norms: Sequence[float], skips_in_a_row: int) -> None:

@@ -34,8 +34,7 @@ from toolkit.checkpoint.directory import FileRecord, RunState
 from toolkit.config.schema import EVAL_LOSS, CheckpointConfig
 from toolkit.disk import flush
 from toolkit.distributed.process_group import barrier, gather, on_rank0, rank
-from toolkit.engine import optimizer_states
-from toolkit.engine.parameters import is_partitioned
+from toolkit.engine.parameters import is_partitioned, repair_counts, ruined_ranks
 from toolkit.errors import CheckpointError
 from toolkit.messages import tr
 from toolkit.models import probe
@@ -221,7 +220,7 @@ class Checkpointer:
         taken = self._probe() if runs_probe else None
         if has_probe and on_rank0(lambda: taken is not None and not bool(torch.isfinite(taken.logits).all())):
             self.ruin = tr("the weights give logits that are NaN or Inf, an update has ruined them")
-        elif ruined := optimizer_states.ruined_ranks(self.engine):
+        elif ruined := ruined_ranks(self.engine):
             self.ruin = tr("the optimizer's states hold NaN or Inf on {ranks}", ranks=ruined)
         if self.ruin:
             on_rank0(lambda: shutil.rmtree(temporary, ignore_errors=True))  # it is empty
@@ -313,8 +312,8 @@ class Checkpointer:
             # puts saved groups in the place of these, ZeRO-3's universal form the first saved one in that of all.
             group.update({name: value for name, value in settings.items() if name != "step"})
         self.engine.lr_scheduler.write()
-        optimizer_states.repair_counts(basic)
-        if ruined := optimizer_states.ruined_ranks(self.engine):
+        repair_counts(basic)
+        if ruined := ruined_ranks(self.engine):
             raise CheckpointError(
                 "the checkpoint {folder} cannot be resumed: the optimizer's states hold NaN or Inf on {ranks}. "
                 "Resume an earlier one (resume=PATH), or train its weights in another run (toolkit export-model).",
