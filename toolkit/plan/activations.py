@@ -16,8 +16,6 @@ from dataclasses import dataclass
 
 from toolkit.plan.parameters import Outline, layer_of
 
-_QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
-
 
 @dataclass(frozen=True, slots=True)
 class Rows:
@@ -32,9 +30,9 @@ class Rows:
     mask_bytes: int = 0
     """Of a number of the attention mask; 0 without a mask."""
     mask_per_layer: bool = False
-    """Whether each layer keeps the mask anew: PyTorch turns one of truth values into numbers at each call."""
+    """Whether each layer keeps the mask again: PyTorch converts a boolean one to numbers at each call."""
     varlen: bool = False
-    """Whether each sample of a packed row is attended to for itself."""
+    """Whether attention is computed for each sample of a packed sequence alone."""
     keeps_inputs: bool = False
     """Whether frozen linear layers keep their inputs too, as DeepSpeed's own linear function does under ZeRO-3."""
     on_cpu: bool = False
@@ -62,7 +60,16 @@ def saved_bytes(outline: Outline, rows: Rows, width: int, dropout: float = 0.0) 
     kept: Counter[str] = Counter()
     for layer in range(outline.sizes["layers"]):
         kept.update(layer_bytes(outline, rows, width, layer, dropout))
-    kept.update(_ends(outline, rows, width))
+    # Beside the layers: the mask that all share, cosines and sines, the ids, the last norm.
+    hidden, tokens, rotary = outline.sizes["hidden"], rows.tokens, outline.sizes["rotary"]
+    if outline.is_v1:
+        kept["norms"] += tokens * (width * hidden + 2 * _statistic(rows, width))
+    else:
+        trained = width * hidden if "model.norm.weight" in outline.trained else 0
+        kept["norms"] += tokens * (4 * hidden + 4 + trained)
+    kept["mask"] += 0 if rows.mask_per_layer else _mask(rows)
+    kept["attention"] += 2 * tokens * width * rotary if rotary == outline.sizes["head_size"] else 0
+    kept["attention"] += 8 * tokens if any("embed" in name for name in outline.trained) else 0
     return dict(kept)
 
 
@@ -73,6 +80,15 @@ def layer_bytes(outline: Outline, rows: Rows, width: int, layer: int, dropout: f
     return dict((_V1 if outline.is_v1 else _Dense)(outline, rows, width, layer, dropout).bytes)
 
 
+def _statistic(rows: Rows, width: int) -> int:
+    """Return the bytes of LayerNorm's mean of a token: on CPUs it has the states' precision."""
+    return width if rows.on_cpu else 4
+
+
+def _mask(rows: Rows) -> int:
+    return rows.rows * rows.length * (rows.length + rows.prefix) * rows.mask_bytes
+
+
 class _Layer:
     """Adds up what one layer keeps, operation by operation."""
 
@@ -80,9 +96,10 @@ class _Layer:
         self.outline, self.rows, self.width, self.dropout = outline, rows, width, dropout
         self.size = outline.sizes
         self.bytes: Counter[str] = Counter()
-        self.at = f"model.layers.{layer}."
+        self.at = f"{'transformer' if outline.is_v1 else 'model'}.layers.{layer}."
         # Whether the states that come in have a gradient: something before is trained.
-        self.has_gradient = any(layer_of(name) < layer and "norm" not in name for name in _before_end(outline))
+        before = (name for name in outline.trained if not name.startswith("lm_head") and "norm" not in name)
+        self.has_gradient = any(layer_of(name) < layer for name in before)
         self.run()
 
     def run(self) -> None:
@@ -98,29 +115,36 @@ class _Layer:
         """Linear layers that share one input, which something else may keep already."""
         added = [name for name in modules if self.at + name in self.outline.targets]
         drops, mask = self.dropout > 0, (self.width if self.rows.on_cpu else 1) if self.has_gradient else 0
-        needs = any(self.trains(name) for name in modules) or (added and not drops)
-        if not is_kept and (needs or (self.rows.keeps_inputs and self.has_gradient)):
+        trains = any(self.trains(name) for name in modules)
+        needs = trains or (added and not drops) or (self.rows.keeps_inputs and self.has_gradient)
+        if needs and not is_kept:
             self.keep(kind, self.width * width_in)
         for name in added:
             rank = self.outline.shapes[f"{self.at}{name}.lora_A.default.weight"][0]
             self.keep("lora", self.width * rank + ((self.width + mask) * width_in if drops else 0))
-        self.has_gradient = self.has_gradient or bool(added) or any(self.trains(name) for name in modules)
+        self.has_gradient = self.has_gradient or bool(added) or trains
 
-    def mlp_input(self, modules: tuple[str, ...]) -> None:
-        """A feed-forward layer in pieces, which are computed again."""
-        self.has_gradient |= any(self.trains(name) or self.at + name in self.outline.targets for name in modules)
-        if self.has_gradient:
-            self.keep("mlp", self.width * self.size["hidden"])
-
-    def attention(self, keys: int, values: int | None = None) -> None:
+    def attention(self, keys: int, values: int) -> None:
         """A fused kernel; `keys` and `values` per token."""
-        heads, rows = self.size["heads"], self.rows
-        wide = heads * self.size["head_size"]
-        values = keys if values is None else values
-        self.keep("attention", self.width * (2 * wide + keys + values) + 4 * heads)
+        rows, wide = self.rows, self.size["heads"] * self.size["head_size"]
+        self.keep("attention", self.width * (2 * wide + keys + values) + 4 * self.size["heads"])
         self.bytes["attention"] += rows.rows * rows.prefix * self.width * (keys + values)
         if rows.mask_per_layer:
             self.bytes["mask"] += _mask(rows)
+        self.has_gradient = True
+
+    def mlp(self, first: tuple[str, ...], last: str, inner_copies: int) -> None:
+        """A feed-forward layer, which keeps its inner states so many times; in pieces it is computed again."""
+        if self.rows.mlp_pieces > 1:
+            names = (*first, last)
+            self.has_gradient |= any(self.trains(name) or self.at + name in self.outline.targets for name in names)
+            if self.has_gradient:
+                self.keep("mlp", self.width * self.size["hidden"])
+            return
+        self.linear("mlp", first, self.size["hidden"])
+        if self.has_gradient:
+            self.keep("mlp", inner_copies * self.width * self.size["inner"])
+        self.linear("mlp", (last,), self.size["inner"])
 
 
 class _Dense(_Layer):
@@ -135,33 +159,26 @@ class _Dense(_Layer):
         self.has_gradient = self.has_gradient or trains
 
     def run(self) -> None:
-        size, width = self.size, self.width
-        wide = size["heads"] * size["head_size"]
+        size, rows = self.size, self.rows
+        wide, groups = size["heads"] * size["head_size"], size["keys"] // size["head_size"]
         self.norm("input_layernorm")
-        self.linear("attention", _QKV, size["hidden"])
+        self.linear("attention", ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), size["hidden"])
         if f"{self.at}self_attn.q_norm.weight" in self.outline.shapes:
             self.norm("self_attn.q_norm", wide, size["heads"])
-            self.norm("self_attn.k_norm", size["keys"], size["keys"] // size["head_size"])
+            self.norm("self_attn.k_norm", size["keys"], groups)
         partial = size["rotary"] < size["head_size"]
         if self.has_gradient and partial:  # cosines and sines, repeated in each layer
-            self.keep("attention", 2 * width * size["rotary"])
-        had = self.has_gradient or bool(self.rows.prefix)
+            self.keep("attention", 2 * self.width * size["rotary"])
+        had = self.has_gradient or bool(rows.prefix)
         if had:
-            copied = size["keys"] * self.rows.key_copies(size["keys"] // size["head_size"])
-            self.attention(copied if not (self.rows.mask_bytes or self.rows.prefix) else wide)
-            self.has_gradient = True
+            keys = wide if rows.mask_bytes or rows.prefix else size["keys"] * rows.key_copies(groups)
+            self.attention(keys, keys)
         # Heads that are put together of a turned and an unturned half leave attention in an order that is copied.
-        self.linear("attention", ("self_attn.o_proj",), wide, is_kept=had and (self.rows.varlen or not partial))
+        self.linear("attention", ("self_attn.o_proj",), wide, is_kept=had and (rows.varlen or not partial))
         if size["norms"] == 4:
             self.norm("post_self_attn_layernorm")
         self.norm("post_attention_layernorm")
-        if self.rows.mlp_pieces > 1:
-            self.mlp_input(("mlp.gate_up_proj", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"))
-        else:
-            self.linear("mlp", ("mlp.gate_up_proj", "mlp.gate_proj", "mlp.up_proj"), size["hidden"])
-            if self.has_gradient:
-                self.keep("mlp", 3 * width * size["inner"])
-            self.linear("mlp", ("mlp.down_proj",), size["inner"])
+        self.mlp(("mlp.gate_up_proj", "mlp.gate_proj", "mlp.up_proj"), "mlp.down_proj", 3)
         if size["norms"] == 4:
             self.norm("post_mlp_layernorm")
 
@@ -175,49 +192,13 @@ class _V1(_Layer):
             self.has_gradient = True
 
     def run(self) -> None:
-        self.at = self.at.replace("model.", "transformer.")
-        size, width, hidden = self.size, self.width, self.size["hidden"]
+        hidden = self.size["hidden"]
         self.norm("input_layernorm")
         self.linear("attention", ("attention.query_key_value",), hidden)
         had = self.has_gradient or bool(self.rows.prefix)
         if had:
             # The values stay where query, key and value were computed together; with a prefix they are copied.
             self.attention(hidden, hidden if self.rows.prefix else 3 * hidden)
-            self.has_gradient = True
         self.linear("attention", ("attention.dense",), hidden, is_kept=had)
         self.norm("post_attention_layernorm")
-        if self.rows.mlp_pieces > 1:
-            self.mlp_input(("mlp.dense_h_to_4h", "mlp.dense_4h_to_h"))
-            return
-        self.linear("mlp", ("mlp.dense_h_to_4h",), hidden)
-        if self.has_gradient:
-            self.keep("mlp", width * size["inner"])
-        self.linear("mlp", ("mlp.dense_4h_to_h",), size["inner"])
-
-
-def _ends(outline: Outline, rows: Rows, width: int) -> dict[str, int]:
-    """The mask that all layers share, the ids, the last norm."""
-    hidden, tokens = outline.sizes["hidden"], rows.tokens
-    is_v1 = outline.is_v1
-    last = "transformer.final_layernorm" if is_v1 else "model.norm"
-    norm = tokens * (width * hidden + 2 * _statistic(rows, width) if is_v1 else 4 * hidden + 4)
-    if not is_v1 and f"{last}.weight" in outline.trained:
-        norm += tokens * width * hidden
-    turned, size = outline.sizes["rotary"], outline.sizes["head_size"]
-    cosines = 2 * tokens * width * size if turned == size else 0
-    ids = 8 * tokens if any("embed" in name for name in outline.trained) else 0
-    return {"norms": norm, "mask": 0 if rows.mask_per_layer else _mask(rows), "attention": cosines + ids}
-
-
-def _statistic(rows: Rows, width: int) -> int:
-    """Return the bytes of LayerNorm's mean of a token: on CPUs it has the states' precision."""
-    return width if rows.on_cpu else 4
-
-
-def _mask(rows: Rows) -> int:
-    return rows.rows * rows.length * (rows.length + rows.prefix) * rows.mask_bytes
-
-
-def _before_end(outline: Outline) -> list[str]:
-    """Return the trained parameters but those of the output layer."""
-    return [name for name in outline.trained if not name.startswith("lm_head")]
+        self.mlp(("mlp.dense_h_to_4h",), "mlp.dense_4h_to_h", 1)

@@ -6,7 +6,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 from toolkit import children
@@ -24,10 +24,11 @@ _PATIENCE_S = 300
 _POLL_S = 0.1
 
 
-def file_of(cfg: RunConfig, machine: Machine, outline: Outline) -> Path:
+def _cache_of(cfg: RunConfig, machine: Machine, outline: Outline) -> Path:
     """Return where the rates of this host are kept: they depend on its processors, on the model and on its rows."""
+    gpu = machine.card.name if machine.card else ""
     inputs = [
-        "cpu" if machine.on_cpu else [machine.card.name if machine.card else "", machine.memory_bytes >> 30],
+        "cpu" if machine.on_cpu else [gpu, machine.memory_bytes >> 30],
         machine.ranks,
         outline.sizes,
         outline.vocabulary,
@@ -38,19 +39,27 @@ def file_of(cfg: RunConfig, machine: Machine, outline: Outline) -> Path:
 
 
 def rates_of(cfg: RunConfig, machine: Machine, outline: Outline) -> Rates:
-    """Return what has been measured on the machine at hand for this model, else what is assumed."""
-    file = file_of(cfg, machine, outline)
+    """Return what has been measured on this machine for this model, else what is assumed."""
+    file = _cache_of(cfg, machine, outline)
     if machine.nodes == 1 and file.is_file():
-        try:
+        with suppress(ValueError, TypeError, OSError):  # cut off, or of another version: as if it were not there
             return Rates(**json.loads(file.read_text(encoding="utf-8")))
-        except (ValueError, TypeError, OSError):  # cut off, or of another version: as if it were not there
-            pass
     return assumed(machine, cfg.precision.dtype.value)
 
 
 def calibrate(cfg: RunConfig, machine: Machine, outline: Outline) -> None:
     """Measure this machine's rates and keep them."""
-    _check_here(machine)
+    if machine.nodes > 1:
+        raise ConfigError(tr("calibrate=true measures one machine, this one: leave nodes= out."))
+    if not machine.on_cpu:
+        here = this_machine()
+        if not here or machine.ranks > here.ranks or abs(machine.memory_bytes / here.memory_bytes - 1) >= 0.1:
+            raise ConfigError(
+                "calibrate=true measures this machine, which is not {machine}: it has {here}. Leave gpus= out, or "
+                "write gpus=2xcpu.",
+                machine=machine.name,
+                here=here.name if here else tr("no NVIDIA GPU"),
+            )
     with tempfile.TemporaryDirectory() as folder:
         measured = _measure(cfg, machine, Path(folder))
     # All wait for the slowest: its rates are the machine's.
@@ -58,7 +67,7 @@ def calibrate(cfg: RunConfig, machine: Machine, outline: Outline) -> None:
         name: (max if name in ("micro_s", "latency_s") else min)(rates[name] for rates in measured)
         for name in measured[0]
     }
-    write_cache(file_of(cfg, machine, outline), slowest)
+    write_cache(_cache_of(cfg, machine, outline), slowest)
 
 
 def _measure(cfg: RunConfig, machine: Machine, folder: Path) -> list[dict[str, float]]:
@@ -80,7 +89,8 @@ def _measure(cfg: RunConfig, machine: Machine, folder: Path) -> list[dict[str, f
             ids = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
             out = stack.enter_context(log.open("wb"))
             program = children.start(command, env=environ | ids, stdin=subprocess.DEVNULL, stdout=out, stderr=out)
-            stack.callback(_end, program)
+            stack.callback(program.wait)
+            stack.callback(program.kill)
             programs.append(program)
         until = time.monotonic() + _PATIENCE_S
         while None in (codes := [program.poll() for program in programs]) and not any(codes):
@@ -93,26 +103,3 @@ def _measure(cfg: RunConfig, machine: Machine, folder: Path) -> list[dict[str, f
             reason = lines[-1] if lines else f"exit code {code}"
             raise ConfigError("calibrate=true: the machine could not be measured: {reason}", reason=reason)
     return [json.loads(answer.read_text(encoding="utf-8")) for answer in answers]
-
-
-def _end(program: "subprocess.Popen[bytes]") -> None:
-    program.kill()
-    program.wait()
-
-
-def _check_here(machine: Machine) -> None:
-    if machine.nodes > 1:
-        raise ConfigError(tr("calibrate=true measures one machine, this one: leave nodes= out."))
-    here = this_machine()
-    if machine.on_cpu:
-        return
-    is_alike = here is not None and (
-        machine.ranks <= here.ranks and abs(machine.memory_bytes / here.memory_bytes - 1) < 0.1
-    )
-    if not is_alike:
-        raise ConfigError(
-            "calibrate=true measures this machine, which is not {machine}: it has {here}. Leave gpus= out, or "
-            "write gpus=2xcpu.",
-            machine=machine.name,
-            here=here.name if here else tr("no NVIDIA GPU"),
-        )

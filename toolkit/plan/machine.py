@@ -11,7 +11,6 @@ from toolkit.errors import ConfigError
 from toolkit.tables import read_table
 
 GIB = 1 << 30
-_UNITS = {"": 1, "KB": 1 << 10, "MB": 1 << 20, "GB": GIB, "TB": 1 << 40}
 RESERVE = 0.05
 """Of a card's memory that fragments of what has been freed take."""
 CONTEXT_BYTES = GIB
@@ -79,9 +78,8 @@ class Machine:
     @property
     def name(self) -> str:
         """For people."""
-        gpu = "CPU" if self.on_cpu else self.card.name if self.card else ""
-        size = f"{self.memory_bytes / GIB:.0f} GiB"
-        return f"{self.nodes} x {self.ranks} x {gpu} {size}".replace("  ", " ")
+        gpu = "CPU " if self.on_cpu else f"{self.card.name} " if self.card else ""
+        return f"{self.nodes} x {self.ranks} x {gpu}{self.memory_bytes / GIB:.0f} GiB"
 
 
 def parse_bytes(text: str, key: str) -> int:
@@ -89,15 +87,11 @@ def parse_bytes(text: str, key: str) -> int:
     found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)i?B?", text, re.IGNORECASE)
     if not found:
         raise ConfigError("{key} = {value} is no size: write 80GB or 1TB.", key=key, value=text)
-    unit = found[2].upper()
-    return int(float(found[1]) * _UNITS[unit + "B" if unit else ""])
+    return int(float(found[1]) * 1024 ** " KMGT".index(found[2].upper() or " "))
 
 
 def parse_machine(gpus: str, nodes: int, host_memory: str) -> Machine:
-    """Return the machines that the words of the command describe.
-
-    `gpus`, of one node: 8x80GB, 8xA100-80GB, 4xH100, 2xcpu; `host_memory`, of one: such as 1TB, "" is not known.
-    """
+    """Return the machines of `gpus` per node (8x80GB, 8xA100-80GB, 4xH100, 2xcpu); a `host_memory` of "" is unknown."""
     host = parse_bytes(host_memory, "host_memory") if host_memory else 0
     found = re.fullmatch(r"(\d+)\s*[xX*×]\s*(.+)", gpus)
     if not found or not int(found[1]):
@@ -110,19 +104,19 @@ def parse_machine(gpus: str, nodes: int, host_memory: str) -> Machine:
         return Machine(ranks, host // ranks, None, nodes, host, on_cpu=True)
     if re.fullmatch(r"\d+(\.\d+)?\s*[KMGT]i?B?", what, re.IGNORECASE):
         return Machine(ranks, parse_bytes(what, "gpus"), None, nodes, host)
-    card = find_gpu(what)
-    if card is None:
-        known = ", ".join(similar_gpus(what))
-        raise ConfigError(
-            "gpus: no datasheet of '{card}' is known. Write its memory, 8x80GB, or one of: {known}.",
-            card=what,
-            known=known,
-        )
-    return Machine(ranks, card.memory_bytes, card, nodes, host)
+    if card := find_gpu(what):
+        return Machine(ranks, card.memory_bytes, card, nodes, host)
+    names = [gpu.name for gpu in known_gpus()]
+    similar = [name for name in names if _words(what) <= _words(name)]  # "A100" without its memory
+    raise ConfigError(
+        "gpus: no datasheet of '{card}' is known. Write its memory, 8x80GB, or one of: {known}.",
+        card=what,
+        known=", ".join(similar or names),
+    )
 
 
 def this_machine(nodes: int = 1) -> Machine | None:
-    """Return the machine at hand by what nvidia-smi says; None without an NVIDIA GPU."""
+    """Return this machine as nvidia-smi describes it; None without an NVIDIA GPU."""
     try:
         ran = children.run(
             ["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"],
@@ -173,12 +167,6 @@ def find_gpu(name: str) -> Gpu | None:
     if best and any(abs(size / best.memory_bytes - 1) > _SIZE_OFF for size in sizes):
         return None
     return best
-
-
-def similar_gpus(name: str) -> list[str]:
-    """Return the names of the GPUs that a name could mean, as "A100" without its memory; of all if there are none."""
-    names = [gpu.name for gpu in known_gpus()]
-    return [known for known in names if _words(name) <= _words(known)] or names
 
 
 def _words(name: str) -> set[str]:

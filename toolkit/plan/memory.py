@@ -26,6 +26,18 @@ _ALL_REDUCE = 500_000_000
 WIDTHS = {Dtype.fp32: 4, Dtype.bf16: 2, Dtype.fp16: 2}
 """Bytes of a weight."""
 
+PROCESS_BYTES = int(0.6 * GIB)
+"""Private memory of a rank with torch, DeepSpeed and transformers imported."""
+CUDA_BYTES = 2 * GIB
+"""What CUDA adds to it in host memory; by what others report, not measured here."""
+HEAP_SHARE = 0.5
+"""Of what comes and goes within a step, what the heap of a CPU rank keeps beyond it: glibc takes blocks of up to 32 MiB
+from one heap, whose holes fit no larger block. Measured: 0.45 on packed rows of 1,024 tokens, and nothing of it with
+MALLOC_MMAP_THRESHOLD_=262144."""
+_RESIDENT = ("weights", "second weights", "optimizer")
+WORKER_BYTES = int(0.3 * GIB)
+"""Of a data-loader process."""
+
 Parts = dict[str, int]
 """Bytes by kind: weights, gradients, optimizer, buckets, gathered, activations by kind, loss."""
 
@@ -51,11 +63,21 @@ class RankMemory:
         return max(self.device, key=self.peak)
 
 
-def plan_rank(outline: Outline, cfg: RunConfig, world_size: int, on_cpu: bool = False) -> RankMemory:
-    """Return the memory of one rank on the longest rows that the config allows.
+@dataclass(frozen=True, slots=True)
+class HostMemory:
+    """What one node holds; without the pages of the tokenized data, which give way to anything else."""
 
-    With `on_cpu` ranks run on processors, where a device's memory and the host's are one.
-    """
+    phases: dict[str, Parts]
+    """Bytes by kind in the phases load, step and export."""
+
+    @property
+    def peak(self) -> int:
+        """The most of them."""
+        return max(sum(parts.values()) for parts in self.phases.values())
+
+
+def plan_rank(outline: Outline, cfg: RunConfig, world_size: int, on_cpu: bool = False) -> RankMemory:
+    """Return the memory of one rank on the longest rows that the config allows; of CPU ranks the host's is in it."""
     if (stages := cfg.parallel.pipeline) == 1:
         return _Rank(tensor_part(outline, cfg.parallel.tensor), cfg, world_size, on_cpu).memory()
     # One micro-batch forward and one back in turn: the first stage waits longest for its first gradient.
@@ -87,50 +109,25 @@ def longest_rows(outline: Outline, cfg: RunConfig, on_cpu: bool = False) -> Rows
     )
 
 
-@dataclass(slots=True)
 class _Rank:
-    outline: Outline
-    cfg: RunConfig
-    world: int
-    on_cpu: bool
-    in_flight: int = 1
-    """Micro-batches whose activations are there at once."""
-    weight: int = field(init=False)
-    grad: int = field(init=False)
-    """Bytes of a number of an added-up gradient."""
-    all: int = field(init=False)
-    """P."""
-    trained: int = field(init=False)
-    """X."""
-    states: float = field(init=False)
-    """Bytes that the optimizer keeps per trained parameter, beside weights."""
-    rows: Rows = field(init=False)
+    """One rank, which has `outline` of the model; `in_flight`: micro-batches whose activations are there at once."""
 
-    def __post_init__(self) -> None:
-        dtype = self.cfg.precision.dtype
-        self.weight, self.states = WIDTHS[dtype], OPTIMIZERS[self.cfg.optim.name].state_bytes
-        self.grad = 2 if dtype is Dtype.fp16 else 4
-        self.all, self.trained = self.outline.num_parameters, self.outline.num_trained
-        self.rows = longest_rows(self.outline, self.cfg, self.on_cpu)
-
-    @property
-    def is_half(self) -> bool:
-        return self.weight == 2
-
-    @property
-    def offloads(self) -> bool:
-        return self.cfg.zero.offload_optimizer.device is not Device.none
-
-    @property
-    def largest(self) -> int:
-        return max((math.prod(self.outline.shapes[name]) for name in self.outline.trained), default=0)
-
-    @property
-    def bucket(self) -> int:
-        """Elements of the buffers into which gradients are gathered before they are reduced."""
-        zero = self.cfg.zero
+    def __init__(self, outline: Outline, cfg: RunConfig, world: int, on_cpu: bool, in_flight: int = 1) -> None:
+        self.outline, self.cfg, self.world, self.on_cpu, self.in_flight = outline, cfg, world, on_cpu, in_flight
+        self.all, self.trained = outline.num_parameters, outline.num_trained  # P, X
+        self.weight = WIDTHS[cfg.precision.dtype]
+        self.is_half = self.weight == 2
+        # Bytes of a number of an added-up gradient, and of the optimizer's states of a trained parameter.
+        self.grad = 2 if cfg.precision.dtype is Dtype.fp16 else 4
+        self.states = OPTIMIZERS[cfg.optim.name].state_bytes
+        self.largest = max((math.prod(outline.shapes[name]) for name in outline.trained), default=0)
+        self.largest_of_all = max(map(math.prod, outline.shapes.values()))
+        self.rows = longest_rows(outline, cfg, on_cpu)
+        zero = cfg.zero
+        self.offloads = zero.offload_optimizer.device is not Device.none
         copies = 2 if zero.overlap_comm and zero.stage in (1, 2) else 1
-        return 0 if zero.stage == 0 else min(zero.reduce_bucket_size, self.trained) * copies
+        # Elements of the buffers into which gradients are gathered before they are reduced.
+        self.bucket = 0 if zero.stage == 0 else min(zero.reduce_bucket_size, self.trained) * copies
 
     def part(self, elements: int) -> int:
         """Return a rank's share."""
@@ -139,30 +136,30 @@ class _Rank:
     def memory(self) -> RankMemory:
         stage = _STAGES[self.cfg.zero.stage](self)
         forward = self.forward(stage)
-        moments = [forward, forward | stage.first_gradient, stage.backward, stage.update]
-        steps = [Counter(stage.at_rest) + Counter(parts) for parts in moments]
-        step = max(steps, key=lambda parts: sum(parts.values()))
-        full = {"gathered": self.weight * self.largest_anywhere()} if self.cfg.zero.stage == 3 else {}
+        moments = [_sum(stage.at_rest, parts) for parts in (forward, forward | stage.first_gradient)]
+        moments += [_sum(stage.at_rest, parts) for parts in (stage.backward, stage.update)]
         device = {
-            "load": self.load(stage.load),
-            "step": dict(step),
-            "evaluation": dict(Counter(stage.at_rest) + Counter(self.evaluation())),
-            "save": dict(Counter(stage.at_rest) + Counter(self.gathered())),  # a checkpoint's probe is a forward pass
-            "export": dict(Counter(stage.at_rest) + Counter(full)),
+            "load": stage.load,
+            "step": max(moments, key=lambda parts: sum(parts.values())),
+            "evaluation": _sum(stage.at_rest, self.evaluation()),
+            "save": _sum(stage.at_rest, self.gathered()),  # a checkpoint's probe is a forward pass
+            "export": _sum(
+                stage.at_rest, {"gathered": self.weight * self.largest_of_all} if self.cfg.zero.stage == 3 else {}
+            ),
         }
         host = self.host()
-        if self.on_cpu:
-            first = int(host.get("optimizer", 0) * 4 / (4 + self.states))
-            loaded = host | {"optimizer": first} if "optimizer" in host else host
-            device = {
-                phase: dict(Counter(parts) + Counter(loaded if phase == "load" else host))
-                for phase, parts in device.items()
-            }
-            host = {}
-        return RankMemory(device=device, host=host)
-
-    def largest_anywhere(self) -> int:
-        return max(map(math.prod, self.outline.shapes.values()))
+        if not self.on_cpu:
+            return RankMemory(device=device, host=host)
+        # DeepSpeed copies the weights while those that are read, or made in float32, are still there.
+        if self.cfg.model.init is Init.random:
+            device["load"] = _sum(stage.load, {"weights": max(0, 4 * self.all - sum(stage.load.values()))})
+        else:
+            device["load"] = stage.load | {"read": self.weight * self.largest_of_all}  # the tensor that is copied
+        loaded = dict(host)
+        if "optimizer" in host:
+            loaded["optimizer"] = int(host["optimizer"] * 4 / (4 + self.states))
+        device = {phase: _sum(parts, loaded if phase == "load" else host) for phase, parts in device.items()}
+        return RankMemory(device=device, host={})
 
     def weights(self) -> int:
         """Bytes of all weights; QLoRA has those of the layers' matrices in 4 bits, and 1/64 byte of statistics."""
@@ -189,7 +186,7 @@ class _Rank:
         return parts | (stage.accumulated if accumulation(self.cfg, self.world) > 1 else {})
 
     def gathered(self, ahead: bool = True) -> Parts:
-        """Stage 3: the layers that are whole for the moment, and those on their way."""
+        """Stage 3: the layers that are gathered at the moment, and those on their way."""
         zero = self.cfg.zero
         if zero.stage != 3:
             return {}
@@ -209,21 +206,12 @@ class _Rank:
         inputs = self.weight * sizes["hidden"] * rows.tokens * sizes["layers"] * self.in_flight
         return {"layer inputs": inputs, **last, **computed}
 
-    @property
-    def is_loss_chunked(self) -> bool:
-        """Whether no more than a chunk of logits is there at once; see models/loss.py for where it cannot be."""
-        has_more = any("lm_head.lora_A" in name or "lm_head.modules_to_save" in name for name in self.outline.shapes)
-        return (
-            self.cfg.kernels.loss is not LossKernel.full
-            and not has_more
-            and not self.outline.sizes.get("logits_change")
-        )
-
     def loss(self, with_gradients: bool = True) -> int:
-        """The output layer's, whose logits are computed a chunk at a time."""
-        rows = self.rows
-        vocab, hidden = self.outline.vocabulary
-        if not self.is_loss_chunked:  # logits as they are, in float32, their probabilities, and gradients
+        """The output layer's; its logits are computed a chunk at a time, but for what models/loss.py names."""
+        rows, (vocab, hidden) = self.rows, self.outline.vocabulary
+        has_more = any("lm_head.lora_A" in name or "lm_head.modules_to_save" in name for name in self.outline.shapes)
+        if self.cfg.kernels.loss is LossKernel.full or has_more or self.outline.sizes.get("logits_change"):
+            # Logits as they are, in float32, their probabilities, and gradients.
             copies = 8 + (self.weight if self.is_half else 0) + (4 if with_gradients else 0)
             return rows.tokens * (vocab * copies + self.weight * hidden)
         chunk = min(rows.tokens * vocab * 4, CHUNK_BYTES)
@@ -248,22 +236,6 @@ class _Rank:
             parts = max(parts, answers, key=lambda found: sum(found.values()))
         return parts | self.gathered()
 
-    def load(self, parts: Parts) -> Parts:
-        """When DeepSpeed makes its own copies of the weights; on CPU ranks beside the weights as they are read."""
-        if self.on_cpu and self.cfg.model.init is Init.random:  # made in float32, in full
-            return parts | {"weights": parts["weights"] + max(0, 4 * self.all - sum(parts.values()))}
-        if self.on_cpu:
-            return parts | {"read": self.weight * self.largest_anywhere()}  # of the tensor that is copied from its file
-        return parts
-
-    def zenflow_host(self, part: int) -> int:
-        """Bytes of what ZenFlow adds on the host: states of chosen columns; a second gradient and old weights."""
-        zenflow = self.cfg.zero.zenflow
-        if not zenflow.enabled:
-            return 0
-        chosen = 2 * self.weight * int(self.trained * zenflow.topk_ratio) if zenflow.offload else 0
-        return chosen + (8 * part if zenflow.overlap_step else 0)
-
     def host(self) -> Parts:
         """What is offloaded."""
         zero, part = self.cfg.zero, self.part(self.trained)
@@ -275,7 +247,9 @@ class _Rank:
             parts["optimizer"] = 4 * tile * zero.offload_optimizer.buffer_count
         if self.offloads:
             parts["gradients"] = (4 + self.grad) * part if zero.stage == 3 else (4 + 2 * self.weight) * part
-            parts["zenflow"] = self.zenflow_host(part)
+            if zero.zenflow.enabled:  # states of chosen columns; a second gradient and old weights
+                chosen = 2 * self.weight * int(self.trained * zero.zenflow.topk_ratio) if zero.zenflow.offload else 0
+                parts["zenflow"] = chosen + (8 * part if zero.zenflow.overlap_step else 0)
             if zero.offload_optimizer.super_offload:  # the process's own copy of a tile's gradients
                 parts["gradients"] += 4 * min(part, zero.sub_group_size)
         if zero.offload_param.device is Device.cpu:
@@ -323,7 +297,7 @@ def _stage1(rank: _Rank) -> _Stage:
     own, bucket = weight * rank.part(trained), weight * rank.bucket
     at_rest = _at_rest_below_3(rank)
     return _Stage(
-        load=_load_flattened(rank, at_rest),
+        load=_before_states(rank, at_rest),
         at_rest=at_rest,
         accumulated={"gradients": weight * trained, "buckets": bucket},
         backward={"gradients": weight * trained, "buckets": bucket + own - rank.part(own)},
@@ -336,7 +310,7 @@ def _stage1_bf16(rank: _Rank) -> _Stage:
     own = {"gradients": rank.weight * rank.trained}
     at_rest = _at_rest_below_3(rank) | {"gradients": 4 * rank.trained}
     return _Stage(
-        load=_without_states(rank, at_rest),
+        load=_before_states(rank, at_rest, is_flattened=False),
         at_rest=at_rest,
         accumulated=own,
         backward=own | {"buckets": rank.weight * rank.trained},
@@ -359,7 +333,7 @@ def _stage2(rank: _Rank) -> _Stage:
     at_rest = _at_rest_below_3(rank)
     update = 4 * part + 4 * rank.largest // 2 if is_bf16 else (rank.grad + 4) * part
     return _Stage(
-        load=_load_flattened(rank, at_rest),
+        load=_before_states(rank, at_rest),
         at_rest=at_rest,
         accumulated={"gradients": gradients},
         first_gradient={"loss": weight * vocab * hidden if rank.outline.trains_head else 0, "buckets": bucket},
@@ -380,7 +354,7 @@ def _stage3(rank: _Rank) -> _Stage:
         at_rest["second weights"] = weight * -(-rank.all // zero.zero_hpz_partition_size)
     flush = weight * min(rank.trained, zero.reduce_bucket_size) + weight * rank.largest // 2
     return _Stage(
-        load=_without_states(rank, at_rest),
+        load=_before_states(rank, at_rest, is_flattened=False),
         at_rest=at_rest,
         backward={**rank.gathered(ahead=False), "buckets": flush},
         update={} if rank.offloads else {"gradients": 4 * min(part, zero.sub_group_size)},
@@ -401,89 +375,54 @@ def _at_rest_below_3(rank: _Rank) -> Parts:
     return parts
 
 
-def _without_states(rank: _Rank, at_rest: Parts) -> Parts:
-    """Return what is there before the states are."""
+def _before_states(rank: _Rank, at_rest: Parts, is_flattened: bool = True) -> Parts:
+    """Return what is there before the optimizer's states; a copy of weights to flatten is freed before them."""
     if rank.offloads:
         return at_rest
-    return at_rest | {"optimizer": at_rest["optimizer"] - int(rank.states * rank.part(rank.trained))}
+    optimizer = at_rest["optimizer"] - int(rank.states * rank.part(rank.trained))
+    copy = max(0, rank.weight * rank.trained - optimizer) if is_flattened else 0
+    return at_rest | {"optimizer": optimizer, "weights": at_rest["weights"] + copy}
 
 
-def _load_flattened(rank: _Rank, at_rest: Parts) -> Parts:
-    """Return the same where weights are flattened, and the copy is freed before the states are made."""
-    parts = _without_states(rank, at_rest)
-    if rank.offloads:
-        return parts
-    return parts | {"weights": parts["weights"] + max(0, rank.weight * rank.trained - parts["optimizer"])}
-
-
-PROCESS_BYTES = int(0.6 * GIB)
-"""Private memory of a rank with torch, DeepSpeed and transformers imported."""
-CUDA_BYTES = 2 * GIB
-"""What CUDA adds to it in host memory; by what others report, not measured here."""
-HEAP_SHARE = 0.5
-"""Of what comes and goes within a step, what the heap of a CPU rank keeps beyond it: glibc takes blocks of up to 32 MiB
-from one heap, whose holes fit no larger block. Measured: 0.45 on packed rows of 1,024 tokens, and nothing of it with
-MALLOC_MMAP_THRESHOLD_=262144."""
-_RESIDENT = ("weights", "second weights", "optimizer")
-WORKER_BYTES = int(0.3 * GIB)
-"""Of a data-loader process."""
-
-
-@dataclass(frozen=True, slots=True)
-class HostMemory:
-    """What one machine holds; without the pages of the tokenised data, which give way to anything else."""
-
-    phases: dict[str, Parts]
-    """Bytes by kind while weights load, while steps are done, and while is exported."""
-
-    @property
-    def peak(self) -> int:
-        """The most of them."""
-        return max(sum(parts.values()) for parts in self.phases.values())
+def _sum(first: Parts, second: Parts) -> Parts:
+    return dict(Counter(first) + Counter(second))
 
 
 def heap_bytes(memory: RankMemory) -> int:
-    """Return what the heap of a rank on processors keeps beyond its tensors."""
+    """Return what the heap of a CPU rank keeps beyond its tensors."""
     return int(HEAP_SHARE * sum(size for kind, size in memory.device["step"].items() if kind not in _RESIDENT))
 
 
 def process_bytes(memory: RankMemory) -> int:
-    """Return the memory of a rank on processors: the process, its tensors, and what the heap keeps."""
+    """Return the memory of a CPU rank: the process, its tensors, and what the heap keeps."""
     return PROCESS_BYTES + memory.peak(memory.worst) + heap_bytes(memory)
 
 
 def plan_host(outline: Outline, cfg: RunConfig, machine: Machine, memory: RankMemory) -> HostMemory:
-    """Return the memory of one machine."""
-    ranks = machine.ranks
+    """Return the memory of one node."""
+    ranks, width = machine.ranks, WIDTHS[cfg.precision.dtype]
     always: Parts = {"processes": ranks * (PROCESS_BYTES + (0 if machine.on_cpu else CUDA_BYTES))}
     if cfg.data.num_workers:
         always["loaders"] = ranks * cfg.data.num_workers * WORKER_BYTES
-    offloaded = {kind: ranks * size for kind, size in memory.host.items()}
-    steps = Counter(always) + Counter(offloaded)
+    steps = _sum(always, {kind: ranks * size for kind, size in memory.host.items()})
     if machine.on_cpu:
-        steps.update({"tensors": ranks * memory.peak("step"), "heap": ranks * heap_bytes(memory)})
+        steps |= {"tensors": ranks * memory.peak("step"), "heap": ranks * heap_bytes(memory)}
     if cfg.checkpoint.asynchronous:
         steps["copies"] = ranks * checkpoint_bytes(outline, cfg) // machine.world_size
-    loading = Counter(always) + Counter({"weights": ranks * _loaded(outline, cfg, machine.world_size)})
+    # What a rank has in host memory before it goes to its device.
+    weights = (4 if cfg.model.init is Init.random else width) * outline.num_parameters
+    if cfg.model.init is not Init.random and cfg.zero.stage == 3:
+        rows, columns = outline.vocabulary
+        weights = width * max(rows * columns, outline.num_parameters // machine.world_size)
+    loading = always | {"weights": ranks * weights}
     if machine.on_cpu:
         loading["read"] = ranks * memory.device["load"].get("read", 0)
-    exporting = Counter(steps)
+    exporting = dict(steps)
     if cfg.checkpoint.export:
         exporting["exported"] = export_bytes(outline, cfg)  # on the first rank
         if cfg.checkpoint.verify_export:  # an adapter, or a layer of a model at a time
-            layer = WIDTHS[cfg.precision.dtype] * outline.largest_layer()
-            exporting["read again"] = min(layer, exporting["exported"])
-    return HostMemory({"load": dict(loading), "step": dict(steps), "export": dict(exporting)})
-
-
-def _loaded(outline: Outline, cfg: RunConfig, world_size: int) -> int:
-    """Return the bytes of weights that a rank has in host memory before they go to its device."""
-    width = WIDTHS[cfg.precision.dtype]
-    if cfg.model.init is Init.random:
-        return 4 * outline.num_parameters
-    if cfg.zero.stage == 3:
-        return width * max(outline.vocabulary[0] * outline.vocabulary[1], outline.num_parameters // world_size)
-    return width * outline.num_parameters
+            exporting["read again"] = min(width * outline.largest_layer(), exporting["exported"])
+    return HostMemory({"load": loading, "step": steps, "export": exporting})
 
 
 def checkpoint_bytes(outline: Outline, cfg: RunConfig) -> int:

@@ -1,7 +1,4 @@
-"""The outline of the model that a config names: by formula, or measured once and remembered. No torch here.
-
-What has been measured once for all plans, in files beside the tokenised data. No torch.
-"""
+"""The outline of the model that a config names: by formula, or measured once and cached. No torch here."""
 
 import hashlib
 import json
@@ -32,18 +29,14 @@ def outline_of(cfg: RunConfig, say: Callable[[str], None], vocab_size: int = 0) 
     A model whose group has `model.published` needs no directory. `vocab_size`: of a random model's tokenizer; 0 takes
     the most that the recipe allows.
     """
-    found = cached_outline(cfg, vocab_size)
-    found = found or tuned(*_measured(cfg, config_of(cfg), say), cfg.tuning)
+    found = cached_outline(cfg, vocab_size) or tuned(*_measured(cfg, config_of(cfg), say), cfg.tuning)
     if not found.num_trained:
         raise ConfigError(tr("tuning: nothing of this model would be trained as far as its parameters' names tell."))
     return found
 
 
 def cached_outline(cfg: RunConfig, vocab_size: int = 0) -> Outline | None:
-    """Return the same without measuring; None for a model that no formula knows and that has not been measured.
-
-    Arguments as above.
-    """
+    """Return the same; None for a model that no formula knows and that has not been measured yet."""
     model = cfg.model
     if model.init is Init.random:
         return tuned(*shape_of_random(vocab_size or model.shape.vocab_size, model.shape), cfg.tuning)
@@ -79,12 +72,11 @@ def config_of(cfg: RunConfig) -> dict[str, Any]:
         )
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
-        if isinstance(config, dict):
-            return config
-        reason = "[]"
+        if not isinstance(config, dict):
+            raise ValueError("[]")
     except (ValueError, OSError) as error:
-        reason = str(error)
-    raise ConfigError("{file} is no model's config.json: {reason}", file=file, reason=reason)
+        raise ConfigError("{file} is no model's config.json: {reason}", file=file, reason=error) from None
+    return config
 
 
 def _file(cfg: RunConfig) -> Path | None:
@@ -103,11 +95,8 @@ def _measured(cfg: RunConfig, config: Mapping[str, Any], say: Callable[[str], No
     except subprocess.TimeoutExpired:
         reason = tr("no answer within {seconds} s", seconds=_MEASURE_S)
     if reason:
-        raise ConfigError(
-            "{file}: the model cannot be built to be measured: {reason}",
-            file=folder / "config.json",
-            reason=reason,
-        )
+        file = folder / "config.json"
+        raise ConfigError("{file}: the model cannot be built to be measured: {reason}", file=file, reason=reason)
     write_cache(kept, json.loads(ran.stdout.strip().splitlines()[-1]))
     return _read(kept)
 
@@ -128,7 +117,7 @@ def cache_file(cfg: RunConfig, kind: str, inputs: object) -> Path:
 
 
 def write_cache(file: Path, values: Any) -> None:
-    """Write values as JSON, so that a reader finds all of them or no file."""
+    """Write values as JSON, atomically."""
     file.parent.mkdir(parents=True, exist_ok=True)
     part = file.with_suffix(f".{os.getpid()}")
     part.write_text(json.dumps(values) + "\n", encoding="utf-8")

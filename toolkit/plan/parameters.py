@@ -1,17 +1,10 @@
-"""The parameters of a model by name and shape, and how many of them are trained, without loading anything. No torch.
+"""A model's parameters by name and shape: what tuning adds and trains, what a stage or a rank has of it. No torch.
 
 Known are ChatGLM-6B's own class and, of transformers, GLM, GLM-4, Llama, Mistral, Qwen2 and Qwen3; any other model is
 measured (see `outline`).
-
-Which parameters a way of tuning means, by their names alone. No torch.
-
-What the stages of a pipeline hold of a model. No torch.
-
-What one of the ranks that split a model's layers has of it. No torch.
 """
 
 import math
-import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -28,19 +21,17 @@ Shapes = dict[str, tuple[int, ...]]
 Sizes = dict[str, int]
 """layers, hidden, inner, heads, head_size, keys (width of all keys of a token), prefix (where P-Tuning's network
 begins), norms (in a layer), rotary (dimensions of a head that turn with the position)."""
-_OUTPUT = ("lm_head.weight", "lm_head.modules_to_save.default.weight")
+_HEAD = "lm_head.weight"
+_OUTPUT = (_HEAD, "lm_head.modules_to_save.default.weight")
 _DENSE = ("glm", "glm4", "llama", "mistral", "qwen2", "qwen3")
 
 
 def shapes_of_config(config: Mapping[str, Any]) -> tuple[Shapes, Sizes] | None:
-    """Return the parameters that a config.json describes, and its sizes; None for a model that is not known here.
-
-    It may be of an official ChatGLM directory, or in transformers' layout.
-    """
+    """Return parameters and sizes by a config.json, official ChatGLM or transformers; None for an unknown model."""
     if "inner_hidden_size" in config:
         return _v1(config)
     if "padded_vocab_size" in config:
-        heads = config["num_attention_heads"]
+        is_grouped = config.get("multi_query_attention")
         return _dense(
             {
                 "model_type": "glm",
@@ -48,10 +39,8 @@ def shapes_of_config(config: Mapping[str, Any]) -> tuple[Shapes, Sizes] | None:
                 "hidden_size": config["hidden_size"],
                 "intermediate_size": config["ffn_hidden_size"],
                 "num_hidden_layers": config["num_layers"],
-                "num_attention_heads": heads,
-                "num_key_value_heads": config["multi_query_group_num"]
-                if config.get("multi_query_attention")
-                else heads,
+                "num_attention_heads": config["num_attention_heads"],
+                "num_key_value_heads": config["multi_query_group_num" if is_grouped else "num_attention_heads"],
                 "head_dim": config["kv_channels"],
                 "attention_bias": bool(config.get("add_qkv_bias", False)),
             }
@@ -83,31 +72,27 @@ def _dense(config: Mapping[str, Any]) -> tuple[Shapes, Sizes]:
     size = config.get("head_dim") or hidden // heads
     is_glm = kind in ("glm", "glm4")
     bias = kind == "qwen2" or bool(config.get("attention_bias", False))
-    output_bias = bias and kind in ("llama", "qwen3")
     norms = ["input_layernorm", "post_attention_layernorm"]
     norms += ["post_self_attn_layernorm", "post_mlp_layernorm"] if kind == "glm4" else []
+    rows = {"q": heads * size, "k": groups * size, "v": groups * size}
+    layer: Shapes = {f"self_attn.{name}_proj.weight": (width, hidden) for name, width in rows.items()}
+    layer |= {f"self_attn.{name}_proj.bias": (width,) for name, width in rows.items() if bias}
+    layer["self_attn.o_proj.weight"] = (hidden, heads * size)
+    if bias and kind in ("llama", "qwen3"):
+        layer["self_attn.o_proj.bias"] = (hidden,)
+    if kind == "qwen3":
+        layer |= {"self_attn.q_norm.weight": (size,), "self_attn.k_norm.weight": (size,)}
+    into = {"gate_up": 2 * inner} if is_glm else {"gate": inner, "up": inner}
+    layer |= {f"mlp.{name}_proj.weight": (width, hidden) for name, width in into.items()}
+    layer["mlp.down_proj.weight"] = (hidden, inner)
+    if config.get("mlp_bias"):
+        layer |= {"mlp.gate_proj.bias": (inner,), "mlp.up_proj.bias": (inner,), "mlp.down_proj.bias": (hidden,)}
+    layer |= {f"{name}.weight": (hidden,) for name in norms}
     shapes: Shapes = {"model.embed_tokens.weight": (vocab, hidden)}
-    for layer in range(layers):
-        at = f"model.layers.{layer}."
-        for name, width in (("q", heads), ("k", groups), ("v", groups)):
-            shapes[f"{at}self_attn.{name}_proj.weight"] = (width * size, hidden)
-            if bias:
-                shapes[f"{at}self_attn.{name}_proj.bias"] = (width * size,)
-        shapes[f"{at}self_attn.o_proj.weight"] = (hidden, heads * size)
-        if output_bias:
-            shapes[f"{at}self_attn.o_proj.bias"] = (hidden,)
-        if kind == "qwen3":
-            shapes[f"{at}self_attn.q_norm.weight"] = shapes[f"{at}self_attn.k_norm.weight"] = (size,)
-        for name in ["gate_up"] if is_glm else ["gate", "up"]:
-            shapes[f"{at}mlp.{name}_proj.weight"] = ((2 if is_glm else 1) * inner, hidden)
-        shapes[f"{at}mlp.down_proj.weight"] = (hidden, inner)
-        if config.get("mlp_bias"):
-            shapes |= {f"{at}mlp.{name}_proj.bias": (inner,) for name in ("gate", "up")}
-            shapes[f"{at}mlp.down_proj.bias"] = (hidden,)
-        shapes |= {f"{at}{name}.weight": (hidden,) for name in norms}
+    shapes |= {f"model.layers.{number}.{name}": shape for number in range(layers) for name, shape in layer.items()}
     shapes["model.norm.weight"] = (hidden,)
     if not config.get("tie_word_embeddings"):
-        shapes["lm_head.weight"] = (vocab, hidden)
+        shapes[_HEAD] = (vocab, hidden)
     rope = config.get("rope_parameters") or {}
     rotary = rope.get("partial_rotary_factor", config.get("partial_rotary_factor", 0.5 if is_glm else 1.0))
     return shapes, {
@@ -125,21 +110,20 @@ def _dense(config: Mapping[str, Any]) -> tuple[Shapes, Sizes]:
 
 def _v1(config: Mapping[str, Any]) -> tuple[Shapes, Sizes]:
     hidden, inner, layers = config["hidden_size"], config["inner_hidden_size"], config["num_layers"]
+    norms = ("input_layernorm", "post_attention_layernorm")
+    matrices = {
+        "attention.query_key_value": (3 * hidden, hidden),
+        "attention.dense": (hidden, hidden),
+        "mlp.dense_h_to_4h": (inner, hidden),
+        "mlp.dense_4h_to_h": (hidden, inner),
+    }
+    layer: Shapes = {f"{name}.{end}": (hidden,) for name in norms for end in ("weight", "bias")}
+    layer |= {f"{name}.weight": shape for name, shape in matrices.items()}
+    layer |= {f"{name}.bias": shape[:1] for name, shape in matrices.items()}
     shapes: Shapes = {"transformer.word_embeddings.weight": (config["vocab_size"], hidden)}
-    for layer in range(layers):
-        at = f"transformer.layers.{layer}."
-        for name in ("input_layernorm", "post_attention_layernorm"):
-            shapes[f"{at}{name}.weight"] = shapes[f"{at}{name}.bias"] = (hidden,)
-        for name, out, width in (
-            ("attention.query_key_value", 3 * hidden, hidden),
-            ("attention.dense", hidden, hidden),
-            ("mlp.dense_h_to_4h", inner, hidden),
-            ("mlp.dense_4h_to_h", hidden, inner),
-        ):
-            shapes[f"{at}{name}.weight"], shapes[f"{at}{name}.bias"] = (out, width), (out,)
-    for end in ("weight", "bias"):
-        shapes[f"transformer.final_layernorm.{end}"] = (hidden,)
-    shapes["lm_head.weight"] = (config["vocab_size"], hidden)
+    shapes |= {f"transformer.layers.{n}.{name}": shape for n in range(layers) for name, shape in layer.items()}
+    shapes |= {f"transformer.final_layernorm.{end}": (hidden,) for end in ("weight", "bias")}
+    shapes[_HEAD] = (config["vocab_size"], hidden)
     heads = config["num_attention_heads"]
     return shapes, {
         "layers": layers,
@@ -168,7 +152,7 @@ class Outline:
 
     @property
     def is_v1(self) -> bool:
-        """Whether it is ChatGLM-6B's own class."""
+        """Whether the model is ChatGLM-6B's own class."""
         return any(name.startswith(("transformer.layers.", "transformer.final_layernorm.")) for name in self.shapes)
 
     @property
@@ -186,7 +170,7 @@ class Outline:
         return any(("embed" in name if tied else name in _OUTPUT) for name in self.trained)
 
     def largest_layer(self) -> int:
-        """Return the parameters of the largest layer; what belongs to none counts as one."""
+        """Return the number of parameters of the largest layer; what is in none counts as a layer."""
         layers: Counter[int] = Counter()
         for name, shape in self.shapes.items():
             layers[layer_of(name)] += math.prod(shape)
@@ -194,20 +178,17 @@ class Outline:
 
     @property
     def num_parameters(self) -> int:
-        """All of them."""
+        """Of the whole model."""
         return sum(map(math.prod, self.shapes.values()))
 
     @property
     def num_trained(self) -> int:
-        """The trained ones."""
+        """Those that are trained."""
         return sum(math.prod(self.shapes[name]) for name in self.trained)
 
 
 def tuned(shapes: Shapes, sizes: Sizes, tuning: TuningConfig) -> Outline:
-    """Return a model with what a way of tuning adds to it, and what of it is trained.
-
-    `tuning.adapter`, which decides for itself, is not looked at.
-    """
+    """Return a model with what a fine-tuning method adds to it, and what is trained; `tuning.adapter` is not read."""
     if tuning.method is TuningMethod.full:
         return Outline(shapes, frozenset(shapes), sizes)
     if tuning.method is TuningMethod.freeze:
@@ -270,45 +251,35 @@ _USUAL = (["q_proj", "k_proj", "v_proj"], ["query_key_value"], ["qkv_proj"], ["c
 """What query, key and value are called elsewhere."""
 
 
-def matches(name: str, pattern: str) -> bool:
-    """Whether a name, or its end from a dot on, is what a pattern (`*`, `?`) says."""
-    return fnmatchcase(name, pattern) or fnmatchcase(name, f"*.{pattern}")
-
-
 def select_names(names: Iterable[str], patterns: Collection[str]) -> list[str]:
-    """Return the names that match any of the patterns."""
-    return [name for name in names if any(matches(name, pattern) for pattern in patterns)]
+    """Return the names that match any of the patterns (`*`, `?`) as a whole or from a dot on."""
+    return [name for name in names if any(fnmatchcase(f".{name}", f"*.{pattern}") for pattern in patterns)]
 
 
 def default_targets(model_type: str, linear: Collection[str]) -> list[str]:
-    """Return what LoRA is added to where nothing is said: query, key and value, else every linear layer."""
-    known = _ATTENTION.get(model_type)
+    """Return LoRA's default `target_modules`: query, key and value, else every linear layer."""
     usual = (names for names in _USUAL if all(select_names(linear, [name]) for name in names))
-    return known or next(usual, [ALL_LINEAR])
+    return _ATTENTION.get(model_type) or next(usual, [ALL_LINEAR])
 
 
 def check_matches(key: str, pattern: str, names: Collection[str]) -> list[str]:
-    """Return the names that match a pattern."""
-    found = select_names(names, [pattern])
-    if not found:
-        ends = sorted({".".join(name.split(".")[-2:]) if "." in pattern else name.rpartition(".")[2] for name in names})
-        raise ConfigError(
-            joined(
-                tr("{key}: nothing in this model is called '{pattern}'.", key=key, pattern=pattern),
-                did_you_mean(pattern, ends),
-                tr("Known: {names}.", names=", ".join(ends)),
-            )
+    """Return the names that match a pattern; an error if there are none."""
+    if found := select_names(names, [pattern]):
+        return found
+    ends = sorted({".".join(name.split(".")[-2:]) if "." in pattern else name.rpartition(".")[2] for name in names})
+    raise ConfigError(
+        joined(
+            tr("{key}: nothing in this model is called '{pattern}'.", key=key, pattern=pattern),
+            did_you_mean(pattern, ends),
+            tr("Known: {names}.", names=", ".join(ends)),
         )
-    return found
-
-
-_HEAD = "lm_head.weight"
+    )
 
 
 def stage_outlines(outline: Outline, num_stages: int) -> list[Outline]:
-    """Return the parts of a model as models of their own, in the order in which they compute.
+    """Return the pipeline stages of a model as models, in the order in which they compute.
 
-    What a stage lacks stands in it with no rows: an embedding, as the states that come in have a gradient, and a head.
+    What a stage lacks is in it with no rows: an embedding, as the states that come in have a gradient, and a head.
     """
     layers, hidden = outline.sizes["layers"], outline.sizes["hidden"]
     before = {name: shape for name, shape in outline.shapes.items() if "embed" in name}
@@ -319,15 +290,15 @@ def stage_outlines(outline: Outline, num_stages: int) -> list[Outline]:
     bounds = balance_stages([sum(map(math.prod, part.values())) for part in parts], num_stages)
     found = []
     for first, end in pairwise(bounds):
-        own = [place for place in range(first, end) if 1 <= place <= layers]
+        own = [index for index in range(first, end) if 1 <= index <= layers]
+        start = own[0] - 1 if own else 0  # layers are counted from the stage's first
         shapes: Shapes = {} if first == 0 else {name: (0, hidden) for name in before}
         shapes |= {} if end == len(parts) else {_HEAD: (0, hidden)}
-        for place in range(first, end):
-            start = own[0] - 1 if own else 0
-            shapes |= {_renumbered(name, start): shape for name, shape in parts[place].items()}
-        found.append(
-            replace(outline, shapes=shapes, trained=frozenset(shapes), sizes=outline.sizes | {"layers": len(own)})
-        )
+        for name, shape in (pair for part in parts[first:end] for pair in part.items()):
+            number = layer_of(name)
+            shapes[name.replace(f".{number}.", f".{number - start}.", 1)] = shape
+        sizes = outline.sizes | {"layers": len(own)}
+        found.append(replace(outline, shapes=shapes, trained=frozenset(shapes), sizes=sizes))
     return found
 
 
@@ -354,13 +325,8 @@ def balance_stages(sizes: Sequence[int], num_parts: int) -> list[int]:
     return found[len(sizes)][2]
 
 
-def _renumbered(name: str, start: int) -> str:
-    """Return a parameter's name with its layer counted from a stage's first."""
-    return re.sub(r"(?<=\.)\d+(?=\.)", lambda number: str(int(number[0]) - start), name, count=1)
-
-
 def tensor_part(outline: Outline, size: int) -> Outline:
-    """Return a rank's part of a model."""
+    """Return a rank's part of a model under tensor parallelism."""
     if size == 1:
         return outline
     sizes = outline.sizes

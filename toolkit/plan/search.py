@@ -6,14 +6,7 @@ from dataclasses import dataclass
 from itertools import product
 
 from toolkit.config.mesh import micro_sizes
-from toolkit.config.rule_tables import (
-    INCOMPATIBLE,
-    INCOMPATIBLE_OF_MODELS,
-    OPTIMIZERS,
-    READ_WHEN,
-    REQUIRES,
-    expand,
-)
+from toolkit.config.rule_tables import INCOMPATIBLE, INCOMPATIBLE_OF_MODELS, OPTIMIZERS, READ_WHEN, REQUIRES, expand
 from toolkit.config.schema import Device, RunConfig, get_value
 from toolkit.messages import tr
 from toolkit.plan.machine import Machine
@@ -22,17 +15,30 @@ from toolkit.plan.parameters import Outline
 from toolkit.plan.speed import Rates, StepTime, step_time
 
 LAYOUTS = (
-    (0, Device.none, Device.none),
-    (1, Device.none, Device.none),
-    (2, Device.none, Device.none),
-    (3, Device.none, Device.none),
-    (1, Device.cpu, Device.none),
-    (2, Device.cpu, Device.none),
-    (3, Device.cpu, Device.none),
+    *((stage, Device.none, Device.none) for stage in (0, 1, 2, 3)),
+    *((stage, Device.cpu, Device.none) for stage in (1, 2, 3)),
     (3, Device.cpu, Device.cpu),
 )
-"""ZeRO stage, where the optimizer's states are, where the parameters are. NVMe is never chosen: it needs a folder."""
+"""ZeRO stage, where the optimizer's states are, where the parameters are. Never NVMe: it needs a directory."""
 MOST_MICRO = 64
+_BEYOND = (
+    "zero.zero_hpz_partition_size",
+    "zero.zero_quantized_weights",
+    "zero.zero_quantized_gradients",
+    "zero.offload_optimizer.super_offload",
+    "zero.zenflow.enabled",
+)
+"""What goes beyond ZeRO's stages: switched off where it does not go with a choice."""
+_CHOSEN = (
+    "zero.stage",
+    "zero.offload_optimizer.device",
+    "zero.offload_param.device",
+    *_BEYOND,
+    "zero.overlap_comm",
+    "optim.torch",
+    "train.activation_checkpointing.enabled",
+    "batch.micro_per_gpu",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,9 +87,11 @@ def layouts(outline: Outline, cfg: RunConfig, machine: Machine, rates: Rates) ->
 def _is_contradictory(cfg: RunConfig, keys: Collection[str] = ()) -> bool:
     """Whether config/rule_tables.py rejects a config; with `keys` whether it rejects these or they are not read."""
     broken = {rule.key for rule in (*INCOMPATIBLE, *INCOMPATIBLE_OF_MODELS) if rule.broken(cfg)}
-    for key, (is_on, needs) in REQUIRES.items():
-        if is_on(cfg) and not all(is_met(cfg) for is_met in needs.values()):
-            broken.add(key)
+    broken |= {
+        key
+        for key, (is_on, needs) in REQUIRES.items()
+        if is_on(cfg) and not all(is_met(cfg) for is_met in needs.values())
+    }
     if not keys:
         return bool(broken)
     unread = {key for row in READ_WHEN if not row.is_read(cfg) for key in expand(row.keys)}
@@ -114,41 +122,18 @@ def with_layout(
         other.zero.overlap_comm = False
     other.train.activation_checkpointing.enabled = recomputes
     other.batch.micro_per_gpu = micro
-    for key in _BEYOND:  # what goes beyond ZeRO's stages is switched off where it does not go with the choice
+    for key in _BEYOND:
         if get_value(other, key) and _is_contradictory(other, [key]):
             section, _, name = key.rpartition(".")
             setattr(get_value(other, section), name, get_value(RunConfig(), key))
     return other
 
 
-_BEYOND = (
-    "zero.zero_hpz_partition_size",
-    "zero.zero_quantized_weights",
-    "zero.zero_quantized_gradients",
-    "zero.offload_optimizer.super_offload",
-    "zero.zenflow.enabled",
-)
-
-
 def overrides(before: RunConfig, after: RunConfig) -> list[str]:
-    """Return the words that make one config the other."""
-    words = [f"zero.stage={after.zero.stage}"] if before.zero.stage != after.zero.stage else []
-    for name in ("offload_optimizer", "offload_param"):
-        device = getattr(after.zero, name).device
-        if getattr(before.zero, name).device is not device:
-            words.append(f"zero.{name}.device={device.value}")
-    words += [
-        f"{key}={str(get_value(after, key)).lower()}"
-        for key in _BEYOND
-        if get_value(before, key) != get_value(after, key)
-    ]
-    if before.zero.overlap_comm and not after.zero.overlap_comm:
-        words.append("zero.overlap_comm=false")
-    if before.optim.torch is True and after.optim.torch is False:
-        words.append("optim.torch=false")
-    enabled = after.train.activation_checkpointing.enabled
-    if before.train.activation_checkpointing.enabled != enabled:
-        words.append(f"train.activation_checkpointing.enabled={str(enabled).lower()}")
-    if before.batch.micro_per_gpu != after.batch.micro_per_gpu:
-        words.append(f"batch.micro_per_gpu={after.batch.micro_per_gpu}")
+    """Return the arguments that change one layout of a config to another."""
+    words = []
+    for key in _CHOSEN:
+        old, new = get_value(before, key), get_value(after, key)
+        if old != new:
+            words.append(f"{key}={new.value if isinstance(new, Device) else str(new).lower()}")
     return words

@@ -27,10 +27,9 @@ from dataclasses import dataclass
 from toolkit.config.mesh import accumulation
 from toolkit.config.rule_tables import OPTIMIZERS
 from toolkit.config.schema import Device, RunConfig
-from toolkit.plan.activations import Rows
 from toolkit.plan.machine import Machine
 from toolkit.plan.memory import WIDTHS, longest_rows
-from toolkit.plan.parameters import Outline, Shapes, exchanged_bytes, tensor_part
+from toolkit.plan.parameters import Outline, Shapes, exchanged_bytes, layer_of, tensor_part
 
 _UNKNOWN_FLOPS = 100e12
 _CPU_FLOPS = 20e9
@@ -62,10 +61,10 @@ class Rates:
 
 
 def assumed(machine: Machine, dtype: str) -> Rates:
-    """Return the rates that are assumed of a machine: half of a card's datasheet, 80 % of its memory and links.
+    """Return assumed rates: half of a datasheet's FLOP/s, 80 % of its memory's and links' bandwidth.
 
-    Between machines 25 GB/s (200 Gbit/s) per machine are assumed, shared by its GPUs; 5 ms for a micro-batch however
-    small, 50 microseconds for a collective however small.
+    Between nodes 25 GB/s (200 Gbit/s) per node, shared by its GPUs; at least 5 ms for a micro-batch and 50 microseconds
+    for a collective.
     """
     if machine.on_cpu:
         return Rates(_CPU_FLOPS, 1e9, 5e9, host=5e9, micro_s=0.02, latency_s=1e-3)
@@ -108,93 +107,61 @@ class StepTime:
 
 
 def step_time(outline: Outline, cfg: RunConfig, machine: Machine, rates: Rates) -> StepTime:
-    """Return an estimate for full rows, all of whose tokens are trained."""
-    rows, stages, tensor = longest_rows(outline, cfg), cfg.parallel.pipeline, cfg.parallel.tensor
-    weight = WIDTHS[cfg.precision.dtype]
-    times, world = (
-        accumulation(cfg, machine.world_size),
-        machine.world_size // (stages * tensor),
-    )  # with equal parameters
-    sent, collectives = exchanged_bytes(outline, tensor, rows.tokens * outline.sizes["hidden"] * weight)
-    outline = tensor_part(outline, tensor)
-    one = Work(rows.tokens, causal_pairs([rows.length] * rows.rows) // rows.parts, rows.tokens)
-    cost = formula(outline.shapes, outline.sizes, outline.trained, rows.prefix)
+    """Return an estimate for full rows, all of whose tokens are trained; ring algorithms are assumed."""
+    rows, size, zero = longest_rows(outline, cfg), outline.sizes, cfg.zero
+    weight, times = WIDTHS[cfg.precision.dtype], accumulation(cfg, machine.world_size)
+    stages, tensor = cfg.parallel.pipeline, cfg.parallel.tensor
+    world = machine.world_size // (stages * tensor)  # ranks with equal parameters
     recomputes = cfg.train.activation_checkpointing.enabled
-    flops = cost.hardware_flops(one) if recomputes else cost.model_flops(one)
-    is_known, is_split = is_countable(outline.shapes), cfg.zero.stage == 3
+    exchanged, exchanges = exchanged_bytes(outline, tensor, rows.tokens * size["hidden"] * weight)
+    outline = tensor_part(outline, tensor)
+    work = Work(rows.tokens, causal_pairs([rows.length] * rows.rows) // rows.parts, rows.tokens)
+    cost = formula(outline.shapes, outline.sizes, outline.trained, rows.prefix)
+    flops = cost.hardware_flops(work) if recomputes else cost.model_flops(work)
+    is_known = is_countable(outline.shapes)
+    # A pipeline's last stage begins when the first has done as many micro-batches as there are stages before it.
+    compute = (times + stages - 1) * ((flops / stages / rates.flops if is_known else 0) + rates.micro_s)
+
+    trained = weight * outline.num_trained * (world - 1) / world  # of gradients, and of updated weights
+    gathered = gathered_bytes(outline.num_parameters, outline.num_trained, weight, world)
+    sent = (2 * trained, 3 * trained, (times + 1) * trained, times * gathered)[zero.stage]
+    collectives = 0 if world == 1 else 3 * size["layers"] * times if zero.stage == 3 else 2 + times  # large buckets
+    if zero.stage == 3 and rates.gather:
+        communication = sent / stages / rates.gather
+    else:
+        communication = sent / stages / rates.link + collectives * rates.latency_s
+    communication += times * (exchanged / rates.link + exchanges * rates.latency_s)
+    if rows.parts > 1:  # queries, keys, values and results, forward, backward, and in what is computed again
+        keys = outline.sizes["keys"] * rows.key_copies(outline.sizes["keys"] // size["head_size"])
+        per_token = 2 * (outline.sizes["heads"] * size["head_size"] + keys) * weight * size["layers"]
+        once = rows.tokens * per_token * (rows.parts - 1) / rows.parts
+        communication += times * (3 if recomputes else 2) * once / rates.link
+    if zero.offload_param.device is not Device.none:  # a rank's part goes to its GPU, forward and backward
+        communication += times * 2 * weight * outline.num_parameters / world / rates.pcie
+
+    part = outline.num_trained // stages / (world if zero.stage else 1)
+    states = OPTIMIZERS[cfg.optim.name].state_bytes  # read and written, as are weights; gradients are read
+    moved = part * (4 + 8 + 2 * states + 2 * weight)
+    is_offloaded = zero.offload_optimizer.device is not Device.none
     return StepTime(
-        # A pipeline's last stage begins when the first has done as many micro-batches as there are stages before it.
-        compute=(times + stages - 1) * ((flops / stages / rates.flops if is_known else 0) + rates.micro_s),
-        communication=_sent(outline, cfg, world, times) / stages / ((is_split and rates.gather) or rates.link)
-        + times * (sent / rates.link + collectives * rates.latency_s)
-        + (0 if is_split and rates.gather else _collectives(outline, cfg, world, times) * rates.latency_s)
-        + times * _exchanged(outline, rows, weight, recomputes) / rates.link
-        + _fetched(outline, cfg, world, times) / rates.pcie,
-        update=_update(outline.num_trained // stages, cfg, world, weight, rates),
-        overlapped=not machine.on_cpu and (cfg.zero.stage == 3 or cfg.zero.overlap_comm),
+        compute=compute,
+        communication=communication,
+        update=moved / rates.host + 2 * part * weight / rates.pcie if is_offloaded else moved / rates.memory,
+        overlapped=not machine.on_cpu and (zero.stage == 3 or zero.overlap_comm),
         tokens=rows.tokens * times * world,
         is_known=is_known,
     )
 
 
-def _sent(outline: Outline, cfg: RunConfig, world: int, times: int) -> float:
-    """Return the bytes that a rank sends in a step, ring algorithms taken for granted."""
-    share, weight = (world - 1) / world, WIDTHS[cfg.precision.dtype]
-    trained = weight * outline.num_trained * share  # as many bytes of gradients as of updated weights
-    if cfg.zero.stage == 3:
-        return times * gathered_bytes(outline.num_parameters, outline.num_trained, weight, world)
-    if cfg.zero.stage == 2:
-        return times * trained + trained
-    return 2 * trained + (trained if cfg.zero.stage == 1 else 0)
-
-
-def _exchanged(outline: Outline, rows: Rows, weight: int, recomputes: bool) -> float:
-    """Return the bytes that a rank sends for a micro-batch whose rows are divided over ranks.
-
-    In each layer queries, keys, values and the result, forward and backward, and once more where layers are recomputed.
-    """
-    if rows.parts == 1:
-        return 0.0
-    size = outline.sizes
-    keys = size["keys"] * rows.key_copies(size["keys"] // size["head_size"])
-    per_token = 2 * (size["heads"] * size["head_size"] + keys) * weight * size["layers"]
-    return (3 if recomputes else 2) * rows.tokens * per_token * (rows.parts - 1) / rows.parts
-
-
 def gathered_bytes(parameters: int, trained: int, weight: int, world_size: int) -> float:
-    """Return the bytes that a rank sends for a micro-batch under ZeRO 3.
+    """Return the bytes that a rank sends for a micro-batch under ZeRO 3, of whose weights each has `weight` bytes.
 
-    Weights travel twice, for the forward and the backward pass, and gradients once, to their owners. `weight`: bytes of
-    one.
+    Weights travel twice, for the forward and the backward pass, and gradients once, to their owners.
     """
     return (2 * parameters + trained) * weight * (world_size - 1) / world_size
 
 
-def _fetched(outline: Outline, cfg: RunConfig, world: int, times: int) -> float:
-    """Return the bytes of offloaded weights that a rank brings to its GPU in a step: its part, forward and backward."""
-    if cfg.zero.offload_param.device is Device.none:
-        return 0.0
-    return times * 2 * WIDTHS[cfg.precision.dtype] * outline.num_parameters / world
-
-
-def _collectives(outline: Outline, cfg: RunConfig, world: int, times: int) -> int:
-    """Return how many a step needs, buckets taken for large."""
-    if world == 1:
-        return 0
-    return 3 * outline.sizes["layers"] * times if cfg.zero.stage == 3 else 2 + times
-
-
-def _update(trained: int, cfg: RunConfig, world: int, weight: int, rates: Rates) -> float:
-    part = trained / (world if cfg.zero.stage else 1)
-    states = OPTIMIZERS[cfg.optim.name].state_bytes  # read and written, as are weights; gradients are read
-    moved = part * (4 + 8 + 2 * states + 2 * weight)
-    if cfg.zero.offload_optimizer.device is Device.none:
-        return moved / rates.memory
-    return moved / rates.host + 2 * part * weight / rates.pcie
-
-
 _HEAD_NAMES = ("lm_head", "embed_out", "output_layer")
-_ADDED = ("prefix_encoder.", "soft_prompt.")
 _ORDER = (
     ("input_layernorm", "ln_1"),
     ("q_proj", "k_proj", "v_proj", "query_key_value", "qkv_proj", "c_attn", "Wqkv", "q_norm", "k_norm"),
@@ -275,9 +242,21 @@ def formula(
     layers = sizes["layers"]
     names = shapes if trained is None else trained
     first = min((_place_of(name, layers) for name in names), default=(layers + 1, 0))
-    inner, outer = _matrices(shapes)
-    matrices = [(2 * math.prod(shapes[name]), name in names, _place_of(name, layers)) for name in inner]
-    heads = [(2 * math.prod(shapes[name]), name in names, (layers, 1)) for name in outer]
+    # Tokens are multiplied with matrices; LoRA's `save_modules` has trained copies, which are computed with instead.
+    costs = {
+        name: 2 * math.prod(shape)
+        for name, shape in shapes.items()
+        if len(shape) == 2
+        and not name.startswith(("prefix_encoder.", "soft_prompt."))
+        and "original_module" not in name
+        and ".modules_to_save.default.".join(name.rsplit(".", 1)) not in shapes
+    }
+    outside = [name for name in costs if layer_of(name) < 0]
+    outer = [name for name in outside if any(part in name for part in _HEAD_NAMES)]
+    if not outer and outside:  # the embedding serves as both, the largest that there is
+        outer = [max(outside, key=costs.__getitem__)]
+    matrices = [(costs[name], name in names, _place_of(name, layers)) for name in costs if name not in outside]
+    heads = [(costs[name], name in names, (layers, 1)) for name in outer]
     pair = 4 * sizes["heads"] * sizes["head_size"]
     behind = sum((layer, _ATTENTION) > first for layer in range(layers))
     again = sum(layer >= first[0] for layer in range(layers))
@@ -302,37 +281,12 @@ def causal_pairs(lengths: Iterable[int]) -> int:
     return sum(length * (length + 1) // 2 for length in lengths)
 
 
-def _matrices(shapes: Shapes) -> tuple[list[str], list[str]]:
-    """Return the names of the parameters that tokens are multiplied with: in the layers, and of the output layer."""
-    flat = [
-        name
-        for name, shape in shapes.items()
-        if len(shape) == 2 and not name.startswith(_ADDED) and not _is_replaced(name, shapes)
-    ]
-    outside = [name for name in flat if _layer_number(name) is None]
-    heads = [name for name in outside if any(part in name for part in _HEAD_NAMES)]
-    if not heads and outside:  # the embedding serves as both, the largest that there is
-        heads = [max(outside, key=lambda name: math.prod(shapes[name]))]
-    return [name for name in flat if _layer_number(name) is not None], heads
-
-
-def _is_replaced(name: str, shapes: Shapes) -> bool:
-    """Whether a trained copy is computed with instead: LoRA's `save_modules`."""
-    owner, _, end = name.rpartition(".")
-    return "original_module" in name or f"{owner}.modules_to_save.default.{end}" in shapes
-
-
 def _place_of(name: str, layers: int) -> Place:
     if name.startswith("prefix_encoder."):  # keys and values of the first layer, as of all others
         return 0, _KEYS
-    layer = _layer_number(name)
-    if layer is not None:
+    if (layer := layer_of(name)) >= 0:
         order = next((number for number, parts in enumerate(_ORDER) if any(part in name for part in parts)), 0)
         return layer, 2 * order + ("lora_B" in name)
     if any(part in name for part in _HEAD_NAMES):
         return layers, 1
     return (layers, 0) if any(part in name for part in ("norm", "ln_f")) else (-1, 0)
-
-
-def _layer_number(name: str) -> int | None:
-    return next((int(part) for part in name.split(".") if part.isdecimal()), None)

@@ -1,6 +1,6 @@
 """A plan as lines of text and as JSON."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -8,7 +8,7 @@ from toolkit.config.mesh import accumulation
 from toolkit.config.schema import Init
 from toolkit.messages import tr
 from toolkit.plan.machine import GIB, Machine
-from toolkit.plan.memory import checkpoint_bytes, export_bytes, longest_rows, offloads_to_disk
+from toolkit.plan.memory import Parts, checkpoint_bytes, export_bytes, longest_rows, offloads_to_disk
 from toolkit.plan.parameters import Outline
 from toolkit.plan.search import Layout, cheapest, overrides
 from toolkit.plan.speed import Rates
@@ -52,9 +52,6 @@ def _table_words() -> dict[str, str]:
     }
 
 
-PHASES = ("load", "step", "evaluation", "save", "export")
-
-
 def gib(size: float) -> str:
     """Return bytes as GiB with as many digits as matter."""
     value = size / GIB
@@ -76,7 +73,7 @@ def plan_lines(outline: Outline, machine: Machine, rates: Rates, mine: Layout, f
     else:
         advice = tr("The cheapest that fits is the recipe as it is.")
     return [
-        head(outline, mine, machine, cfg.model.name or cfg.model.path),
+        _head(outline, mine, machine, cfg.model.name or cfg.model.path),
         "",
         tr(
             "The recipe as it is: {layout}, micro-batch {micro}. {fits}",
@@ -86,15 +83,20 @@ def plan_lines(outline: Outline, machine: Machine, rates: Rates, mine: Layout, f
         ),
         *memory_table(mine),
         "",
-        *host_table(mine),
-        disk_line(outline, mine),
-        time_line(mine, rates),
+        *_bytes_table(tr("GiB per machine"), mine.host.phases),
+        tr(
+            "Disk: {checkpoint} GiB per checkpoint, of which {count} are there at once; {export} GiB for export/.",
+            checkpoint=gib(checkpoint_bytes(outline, cfg)),
+            count=cfg.checkpoint.keep + 1 if cfg.checkpoint.keep else tr("all"),
+            export=gib(export_bytes(outline, cfg)),
+        ),
+        _time_line(mine, rates),
         "",
         tr(
             "Every way with the same global batch of {size} rows, each with its fastest micro-batch that fits:",
             size=cfg.batch.global_size,
         ),
-        *layout_table(found),
+        *_layout_table(found),
         "",
         advice,
         *(f"  {note}" for note in _unknown(mine, machine, rates)),
@@ -134,7 +136,7 @@ def plan_json(outline: Outline, machine: Machine, mine: Layout, found: Sequence[
     }
 
 
-def head(outline: Outline, layout: Layout, machine: Machine, name: str) -> str:
+def _head(outline: Outline, layout: Layout, machine: Machine, name: str) -> str:
     """Return what is trained, and on what."""
     cfg, rows = layout.cfg, longest_rows(outline, layout.cfg)
     return tr(
@@ -155,38 +157,22 @@ def head(outline: Outline, layout: Layout, machine: Machine, name: str) -> str:
 
 def memory_table(layout: Layout) -> list[str]:
     """Return the bytes of one rank by kind and phase, in GiB."""
-    device = layout.memory.device
-    kinds = [kind for kind in _table_words() if any(device[phase].get(kind) for phase in PHASES)]
-    rows = [[_table_words()[kind], *(gib(device[phase].get(kind, 0)) for phase in PHASES)] for kind in kinds]
-    rows.append([tr("together"), *(gib(layout.memory.peak(phase)) for phase in PHASES)])
-    lines = text_table([tr("GiB per rank"), *(_table_words()[phase] for phase in PHASES)], rows, indent="")
+    lines = _bytes_table(tr("GiB per rank"), layout.memory.device)
     if peaks := layout.memory.stages:
         known = ", ".join(gib(peak) for peak in peaks)
         lines.append(tr("The largest stage of the pipeline; all of them: {peaks} GiB.", peaks=known))
     return lines
 
 
-def host_table(layout: Layout) -> list[str]:
-    """Return the bytes of one machine's memory by kind and phase, in GiB."""
-    phases = layout.host.phases
-    kinds = [kind for kind in _table_words() if any(parts.get(kind) for parts in phases.values())]
-    rows = [[_table_words()[kind], *(gib(parts.get(kind, 0)) for parts in phases.values())] for kind in kinds]
+def _bytes_table(title: str, phases: Mapping[str, Parts]) -> list[str]:
+    words = _table_words()
+    kinds = [kind for kind in words if any(parts.get(kind) for parts in phases.values())]
+    rows = [[words[kind], *(gib(parts.get(kind, 0)) for parts in phases.values())] for kind in kinds]
     rows.append([tr("together"), *(gib(sum(parts.values())) for parts in phases.values())])
-    return text_table([tr("GiB per machine"), *(_table_words()[phase] for phase in phases)], rows, indent="")
+    return text_table([title, *(words[phase] for phase in phases)], rows, indent="")
 
 
-def disk_line(outline: Outline, layout: Layout) -> str:
-    """Return what is written."""
-    keep = layout.cfg.checkpoint.keep
-    return tr(
-        "Disk: {checkpoint} GiB per checkpoint, of which {count} are there at once; {export} GiB for export/.",
-        checkpoint=gib(checkpoint_bytes(outline, layout.cfg)),
-        count=keep + 1 if keep else tr("all"),
-        export=gib(export_bytes(outline, layout.cfg)),
-    )
-
-
-def time_line(layout: Layout, rates: Rates) -> str:
+def _time_line(layout: Layout, rates: Rates) -> str:
     """Return the estimate of a step's time with what it rests on."""
     time = layout.time
     if not time.is_known:
@@ -226,36 +212,27 @@ def layout_numbers(layout: Layout) -> dict[str, Any]:
     }
 
 
-def layout_table(found: Sequence[Layout]) -> list[str]:
-    """Return the best micro-batch of each way, and what it takes."""
-    rows = [
-        [
-            layout.name,
-            str(layout.cfg.batch.micro_per_gpu),
-            gib(layout.memory.peak(layout.memory.worst)),
-            _table_words()[layout.memory.worst],
-            gib(layout.host.peak),
-            f"{layout.time.seconds:.3g}" if layout.time.is_known else "?",
-            f"{layout.time.tokens_per_s:,.0f}" if layout.time.is_known else "?",
-            tr("yes") if layout.fits else tr("no"),
-        ]
-        for layout in best_of_each(found)
-    ]
-    heads = [tr("layout"), tr("micro-batch"), tr("GiB per rank"), tr("when"), tr("GiB per machine")]
-    return text_table([*heads, tr("s per step"), "tokens/s", tr("fits")], rows, indent="")
-
-
-def best_of_each(found: Sequence[Layout]) -> list[Layout]:
-    """Return of each way the fastest that fits, or the smallest where none does."""
+def _layout_table(found: Sequence[Layout]) -> list[str]:
+    """Return of each layout the fastest micro-batch that fits, or the smallest where none does."""
     groups: dict[str, list[Layout]] = {}
     for layout in found:
         groups.setdefault(layout.name, []).append(layout)
-    best = []
-    for layouts in groups.values():
+    rows = []
+    for name, layouts in groups.items():
         fitting = [layout for layout in layouts if layout.fits]
-        best.append(
-            min(fitting, key=lambda one: one.time.seconds)
-            if fitting
-            else min(layouts, key=lambda one: one.memory.peak(one.memory.worst))
+        best = min(fitting, key=lambda one: one.time.seconds, default=None)
+        best = best or min(layouts, key=lambda one: one.memory.peak(one.memory.worst))
+        rows.append(
+            [
+                name,
+                str(best.cfg.batch.micro_per_gpu),
+                gib(best.memory.peak(best.memory.worst)),
+                _table_words()[best.memory.worst],
+                gib(best.host.peak),
+                f"{best.time.seconds:.3g}" if best.time.is_known else "?",
+                f"{best.time.tokens_per_s:,.0f}" if best.time.is_known else "?",
+                tr("yes") if best.fits else tr("no"),
+            ]
         )
-    return best
+    heads = [tr("layout"), tr("micro-batch"), tr("GiB per rank"), tr("when"), tr("GiB per machine")]
+    return text_table([*heads, tr("s per step"), "tokens/s", tr("fits")], rows, indent="")
