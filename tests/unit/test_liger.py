@@ -10,8 +10,8 @@ from torch.nn import functional
 
 from toolkit.config.schema import KernelsConfig, LossKernel, When
 from toolkit.errors import ConfigError
-from toolkit.models import kernels
-from toolkit.models.kernels import apply_liger
+from toolkit.models import layers
+from toolkit.models.layers import apply_liger
 from toolkit.models.loss import LossHead, LossPath, loss_head, token_loss_sum
 
 
@@ -65,8 +65,8 @@ def package(monkeypatch: pytest.MonkeyPatch) -> None:
     modules["liger_kernel.transformers.monkey_patch"].MODEL_TYPE_TO_APPLY_LIGER_FN = {"llama": apply}
     for name, module in modules.items():
         monkeypatch.setitem(sys.modules, name, module)
-    monkeypatch.setattr(kernels, "find_spec", lambda name: object())
-    monkeypatch.setattr(kernels, "trains_on_gpu", lambda: True)
+    monkeypatch.setattr(layers, "find_spec", lambda name: object())
+    monkeypatch.setattr(layers, "trains_on_gpu", lambda: True)
 
 
 @pytest.mark.usefixtures("package")
@@ -92,7 +92,7 @@ def test_not_here() -> None:
 
 @pytest.mark.usefixtures("package")
 def test_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernels, "find_spec", lambda name: None)
+    monkeypatch.setattr(layers, "find_spec", lambda name: None)
     reason = r"the package liger-kernel is not installed \(pip install liger-kernel\)"
     with pytest.raises(ConfigError, match=rf"kernels\.loss = liger: {reason}"):
         apply_liger(Model(), KernelsConfig(loss=LossKernel.liger))

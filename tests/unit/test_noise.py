@@ -8,7 +8,7 @@ import transformers
 
 from tests.unit.test_attention import CONFIGS
 from toolkit.models.chatglm.modeling import ChatGLMConfig, ChatGLMForConditionalGeneration
-from toolkit.models.regularization import add_neftune
+from toolkit.models.layers import add_neftune
 
 ALPHA = 5.0
 

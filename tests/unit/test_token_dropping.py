@@ -15,7 +15,7 @@ from toolkit.data.loader import collate
 from toolkit.errors import ModelError
 from toolkit.models.attention import attention_arguments, choose_attention
 from toolkit.models.chatglm.modeling import ChatGLMConfig, ChatGLMForConditionalGeneration
-from toolkit.models.regularization import TokenDropping, begin_step, dropping_metrics
+from toolkit.models.layers import TokenDropping, begin_step, dropping_metrics
 
 FAMILIES = ["glm", "glm4", "llama", "qwen3"]
 WAYS = [(False, "sdpa"), (True, "sdpa"), (True, "eager"), (True, "varlen")]

@@ -258,10 +258,9 @@ def attach_adapter(
     dropout: float = 0.0,
     ds_config: dict[str, Any] | None = None,
 ) -> None:
-    """Put an untrained adapter into a model; only its parameters stay trainable.
+    """Put an untrained adapter into a model, on the meta device too; only its parameters stay trainable.
 
-    `settings` are those of adapter_config.json; `dropout` is of a prefix in training, as LoRA's is among the settings.
-    On the meta device the adapter is too. `ds_config` where parameters are partitioned.
+    `settings`: of adapter_config.json; `dropout`: of a prefix; `ds_config`: where parameters are partitioned.
     """
     method, settings = method_of(settings), settings | {"base_model_name_or_path": base.path}
     model.requires_grad_(False)

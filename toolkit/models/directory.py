@@ -75,7 +75,7 @@ def trust_code(path: str) -> None:
             "ChatGLM folders' is ignored). Remove it.",
             folder=path,
         )
-    _trusted.update(map(_code_digest, code_files(Path(path))))
+    _trusted.update(_code_digests(Path(path)))
 
 
 def runs_code(path: str) -> bool:
@@ -224,10 +224,7 @@ def _check_safetensors(file: Path, size: int) -> None:
 
 
 def packing_unsupported(model: ModelConfig, max_length: int, tuning: TuningMethod = TuningMethod.full) -> str:
-    """Return why a model cannot be trained on packed sequences, "" if nothing speaks against it.
-
-    Whether samples really do not see each other is measured on the loaded model; see `attention.check_isolation`.
-    """
+    """Return why a model cannot be trained on packed sequences, "" if nothing in its config speaks against it."""
     if tuning in (TuningMethod.ptuning_v2, TuningMethod.prompt):
         return tr("what tuning={method} learns stands before a row, not before each sample in it", method=tuning.value)
     return sequence_parallel_unsupported(model, max_length)
@@ -236,8 +233,7 @@ def packing_unsupported(model: ModelConfig, max_length: int, tuning: TuningMetho
 def sequence_parallel_unsupported(model: ModelConfig, max_length: int) -> str:
     """Return what in a model's config mixes tokens of a sequence in other ways than causal attention, "" if nothing.
 
-    Such sequences can neither be packed nor divided over ranks. What the loaded model does is measured later; see
-    `toolkit.models.sequence`.
+    Such sequences can neither be packed nor divided over ranks. The loaded model is measured later.
     """
     if model.init is Init.random:
         return ""
@@ -302,12 +298,12 @@ def code_files(folder: Path) -> list[Path]:
 
 def is_trusted(folder: Path) -> bool:
     """Return whether there is code in a directory, and all of it may run."""
-    files = code_files(folder)
-    return bool(files) and all(_code_digest(file) in _trusted for file in files)
+    digests = _code_digests(folder)
+    return bool(digests) and digests <= _trusted
 
 
-def _code_digest(file: Path) -> str:
-    return hashlib.sha256(file.read_bytes()).hexdigest()
+def _code_digests(folder: Path) -> set[str]:
+    return {hashlib.sha256(file.read_bytes()).hexdigest() for file in code_files(folder)}
 
 
 @contextmanager

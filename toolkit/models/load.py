@@ -144,11 +144,10 @@ def create_model(
     parts: int = 1,
     own: Callable[[PreTrainedModel], set[str]] | None = None,
 ) -> PreTrainedModel:
-    """Build the model that is trained.
+    """Build the model that is trained, with room for the vocabulary of `tokenizer`.
 
-    `tokenizer` bounds the vocabulary; every rank of a random model gets the same weights, by `seed`. `packed`: the
-    sequences hold several samples; `parts`: ranks over which the tokens of each sequence are divided; `ds_config` and
-    `own`: see `load_model`, a random model is built in full in any case.
+    `packed`: sequences hold several samples; `parts`: ranks over which each sequence's tokens are divided; `ds_config`,
+    `own`: see `load_model`. A random model has the same weights on every rank, by `seed`.
     """
     if config.init is Init.random:
         # Built whole even under stage 3: random models are small, and every stage then starts from the same bits.
@@ -318,25 +317,20 @@ def streamed_model(path: str | Path, dtype: torch.dtype | None = None) -> PreTra
         weights.return_memory()
 
     rest = {name: name for name in shapes}
-    for prefix, unit in _units(model):
-        stored = [f"{prefix}.{name}" for name in unit.state_dict(keep_vars=True)]
+    lists = [name for name, part in model.named_modules() if isinstance(part, nn.ModuleList)]
+    for prefix, part in model.named_modules():
+        # What is read at once: items of the outermost lists, embeddings and matrices next to them.
+        inside = [one for one in lists if prefix.startswith(f"{one}.")]
+        if inside != [prefix.rpartition(".")[0]] and (inside or not isinstance(part, nn.Embedding | nn.Linear)):
+            continue
+        stored = [f"{prefix}.{name}" for name in part.state_dict(keep_vars=True)]
         names = {name: tied.get(name, name) for name in stored if tied.get(name, name) in shapes}
         for name in names:
             rest.pop(name, None)
         if names:
             drop(names)
-            unit.register_forward_pre_hook(lambda *_, names=names: read(names))
-            unit.register_forward_hook(lambda *_, names=names: drop(names))
+            part.register_forward_pre_hook(lambda *_, names=names: read(names))
+            part.register_forward_hook(lambda *_, names=names: drop(names))
     read(rest)
     weights.compute_buffers(model)
     return model.eval()
-
-
-def _units(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield what is read at once, with its name: items of the outermost lists, embeddings and matrices next to them."""
-    lists = [name for name, module in model.named_modules() if isinstance(module, nn.ModuleList)]
-    for name, module in model.named_modules():
-        inside = [one for one in lists if name.startswith(f"{one}.")]
-        is_layer = inside == [name.rpartition(".")[0]]
-        if is_layer or (not inside and isinstance(module, nn.Embedding | nn.Linear)):
-            yield name, module

@@ -1,12 +1,18 @@
-"""The losses of one micro-batch's tokens, without the logits. B batch, S sequence, T trained tokens, V vocabulary.
+"""The losses of a micro-batch: of its tokens, without the logits, and of a mixture's routers.
 
-While a loss is computed, the model's output layer yields losses in place of logits. They are made inside that layer's
-own forward pass, so whatever hangs on it (ZeRO-3 gathers its weight before and hands on the weight's gradient after)
-sees an ordinary pass.
+B batch, S sequence, T trained tokens, H hidden width, V vocabulary. While a loss is computed, the model's output layer
+yields losses in place of logits. They are made inside that layer's own forward pass, so whatever hangs on it (ZeRO-3
+gathers its weight before and hands on the weight's gradient after) sees an ordinary pass. Cross entropy comes straight
+from hidden states, a chunk of tokens at a time, and the gradients are made next to the loss, while a chunk's logits are
+there: nothing of the size [T, V] is ever held, and no logit is computed twice. Hsu et al. 2024 (Liger Kernel),
+https://arxiv.org/abs/2410.10989, section 3.2.
 
-Cross entropy comes straight from hidden states, of width H, a chunk of tokens at a time. The gradients are made next to
-the loss, while a chunk's logits are there: nothing of the size [T, V] is ever held, and no logit is computed twice. Hsu
-et al. 2024 (Liger Kernel), https://arxiv.org/abs/2410.10989, section 3.2.
+The routers' loss keeps all experts of a mixture in use. For a layer and a micro-batch it is E x sum over E experts of
+f x P, where f is how often an expert is chosen per token and P its mean probability: the number of chosen experts where
+all are used alike, more where they are not (Fedus, Zoph, Shazeer 2021, Switch Transformers,
+https://arxiv.org/abs/2101.03961, equations 4 to 6). Padding is left out. What is added to the training loss is its mean
+over layers, micro-batches and data-parallel ranks, times the coefficient. transformers (5.23) puts all layers' f and P
+together before it multiplies them, by which one layer makes up for another.
 """
 
 from collections.abc import Callable, Iterator
@@ -17,8 +23,12 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn import functional
+from transformers import PreTrainedModel
+from transformers.utils.output_capturing import OutputRecorder
 
-from toolkit.config.schema import LossKernel
+from toolkit.config.schema import LossKernel, RunConfig
+from toolkit.errors import ConfigError
+from toolkit.messages import tr
 from toolkit.models.attention import attention_arguments
 from toolkit.models.chatglm.modeling import check_rows
 
@@ -82,15 +92,11 @@ def num_trained_tokens(batch: Batch) -> int:
 def _on_device(engine: Any, batch: Batch) -> Batch:
     module = getattr(engine, "module", engine)
     given = {name: tensor.to(engine.device, non_blocking=True) for name, tensor in with_label_positions(batch).items()}
-    if _builds_positions(module):  # checked here, as the model itself would make the host wait for the device
+    # ChatGLM-6B finds positions from <sop>: checked here, as the model itself would make the host wait for the device.
+    if getattr(module, "builds_positions", False):
         check_rows(batch["input_ids"], module.config)
         given["input_ids"].is_checked = True  # type: ignore[attr-defined]
     return given
-
-
-def _builds_positions(module: Any) -> bool:
-    """Whether it is ChatGLM-6B, whose two position channels come from where <sop> stands."""
-    return getattr(module, "builds_positions", False)
 
 
 class LossPath(Enum):
@@ -219,7 +225,7 @@ class LossHead:
 
 def _probe_batch(module: Any, device: torch.device) -> Batch:
     """Return a row of eight tokens of which the last five are trained."""
-    token = module.config.pad_token_id if _builds_positions(module) else 0
+    token = module.config.pad_token_id if getattr(module, "builds_positions", False) else 0
     ids = torch.full((1, 8), token, device=device)
     positions = torch.arange(8, device=device)[None]
     labels = torch.where(positions < 3, UNTRAINED, ids)
@@ -251,12 +257,13 @@ def hidden_states(model: Any, batch: Batch) -> torch.Tensor:
 def _arguments(module: Any, batch: Batch) -> dict[str, Any]:
     """Return what a model's forward takes of a batch that is on its device."""
     given: dict[str, Any] = {"use_cache": False}
+    builds_positions = getattr(module, "builds_positions", False)
     if "segment_ids" in batch:
         given |= attention_arguments(module, batch)
-        given["position_ids"] = None if _builds_positions(module) else batch["position_ids"]
+        given["position_ids"] = None if builds_positions else batch["position_ids"]
     if "inputs_embeds" in batch:
         given["inputs_embeds"] = batch["inputs_embeds"]
-    if "inputs_embeds" not in batch or _builds_positions(module):
+    if "inputs_embeds" not in batch or builds_positions:
         given["input_ids"] = batch["input_ids"]
     return given
 
@@ -373,3 +380,132 @@ def _product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
 
 def _scaled(gradient: torch.Tensor | None, factor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | None:
     return None if gradient is None else gradient.mul_(factor).to(dtype)
+
+
+class RouterLoss:
+    """The routers' loss of a model; `model.router_loss`, None where it has none.
+
+    Its gradient enters where the weights of the chosen experts leave the router, in the pass that gradients go back
+    through: also where layers are computed again, whose first pass leaves nothing to go back through, and whatever is
+    done with the logits of the model. Of tokens and E experts `routers` return logits [tokens, E], and of the K chosen
+    ones weights and numbers [tokens, K].
+    """
+
+    def __init__(self, coefficient: float, routers: list[nn.Module]) -> None:
+        self.coefficient, self.num_layers = coefficient, len(routers)
+        self._values: dict[int, torch.Tensor] = {}
+        self._sum: torch.Tensor | float = 0.0
+        self._is_token: torch.Tensor | None = None
+        self._factor = 0.0
+        for number, router in enumerate(routers):
+            router.register_forward_hook(lambda _, __, output, number=number: self._add(number, output))
+
+    def begin(self, segment_ids: torch.Tensor, device: torch.device, scale: float) -> None:
+        """Take notice of the next micro-batch's forward and backward pass.
+
+        `segment_ids`, [B, S], are 0 on padding; `scale` is of this micro-batch's loss, beside the coefficient.
+        """
+        self._end()
+        self._is_token = (segment_ids > 0).to(device, non_blocking=True)
+        self._factor = scale * self.coefficient / self.num_layers
+
+    def collect(self) -> torch.Tensor:
+        """Return the sum over micro-batches of the mean over layers, and take notice of nothing more.
+
+        float32 scalar of this rank, without a gradient and without the coefficient.
+        """
+        self._end()
+        total, self._sum, self._is_token = self._sum, 0.0, None
+        assert isinstance(total, torch.Tensor)
+        return total
+
+    def _end(self) -> None:
+        if self._values:
+            self._sum = self._sum + torch.stack(list(self._values.values())).mean()
+            self._values = {}
+
+    def _add(self, number: int, output: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...] | None:
+        if self._is_token is None:
+            return None
+        if not isinstance(output, tuple) or len(output) < 3:
+            raise ConfigError(
+                tr(
+                    "model.router_loss: the routers of this model give no more than their logits, so the loss cannot "
+                    "be counted. Set model.router_loss=0."
+                )
+            )
+        logits, weights, chosen, *others = output
+        # Learned tokens may stand in front of each row (tuning=prompt).
+        rows, size = self._is_token.shape
+        learned = logits.flatten(0, -2).size(0) // rows - size
+        value = balance(logits, chosen, nn.functional.pad(self._is_token, (learned, 0), value=True).flatten())
+        self._values[number] = value.detach()  # twice the same where the layer is computed again
+        if not value.requires_grad:
+            return None
+        return (logits, _WithLoss.apply(weights, value, self._factor), chosen, *others)
+
+
+def balance(logits: torch.Tensor, chosen: torch.Tensor, is_token: torch.Tensor) -> torch.Tensor:
+    """Return the loss of one layer's router, float32 scalar, 0 of no tokens.
+
+    `logits`: [tokens, E]; `chosen`: experts of each token, [tokens, K]; `is_token`: False where padding is, [tokens].
+    """
+    size, counts = logits.size(-1), is_token.float()
+    total = counts.sum().clamp(min=1)
+    probabilities = torch.softmax(logits.flatten(0, -2), dim=-1, dtype=torch.float32)
+    chosen = chosen.flatten(0, -2)
+    often = torch.zeros(size, device=logits.device).scatter_add_(
+        0, chosen.flatten(), counts.repeat_interleave(chosen.size(-1))
+    )
+    return size * torch.dot(often / total, counts @ probabilities / total)
+
+
+class _WithLoss(torch.autograd.Function):
+    """A tensor as it is, through which a loss gets a gradient that does not depend on the tensor's own."""
+
+    @staticmethod
+    def forward(ctx: Any, value: torch.Tensor, loss: torch.Tensor, factor: float) -> torch.Tensor:
+        ctx.factor = factor
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, *outer: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return outer[0], outer[0].new_full((), ctx.factor, dtype=torch.float32), None
+
+
+def router_loss(model: PreTrainedModel, cfg: RunConfig) -> RouterLoss | None:
+    """Return a model's loss of its routers as `model.router_loss` says; None where it is not wanted."""
+    wanted, own = cfg.model.router_loss, getattr(model.config, "router_aux_loss_coef", None)
+    routers: dict[nn.Module, None] = {}  # what transformers records as router_logits, the first of what they return
+    for part in model.modules() if own is not None else ():
+        recorders = getattr(part, "_can_record_outputs", None) if isinstance(part, PreTrainedModel) else None
+        recorder = (recorders or {}).get("router_logits")
+        if isinstance(recorder, OutputRecorder) and recorder.index == 0:
+            layer = f".{recorder.layer_name.strip('.')}." if recorder.layer_name else "."
+            for name, module in part.named_modules():
+                if isinstance(module, recorder.target_class) and layer in f".{name}.":
+                    routers[module] = None
+    if wanted > 0 and not routers:
+        raise ConfigError(
+            "model.router_loss = {value}, but {architecture} has no routers with such a loss (no "
+            "router_aux_loss_coef in its config). Leave it out.",
+            value=wanted,
+            architecture=type(model).__name__,
+        )
+    coefficient = float(own or 0) if wanted < 0 else wanted
+    if not routers or not coefficient:
+        return None
+    others = {
+        "parallel.tensor": cfg.parallel.tensor > 1,
+        "parallel.sequence": cfg.parallel.sequence > 1,
+        "parallel.pipeline": cfg.parallel.pipeline > 1,
+        "compile.enabled": cfg.compile.enabled,
+    }
+    if used := [key for key, is_used in others.items() if is_used]:
+        raise ConfigError(
+            "the loss of this model's routers ({value}, model.router_loss) does not go together with {key}. Leave "
+            "that out, or set model.router_loss=0.",
+            value=coefficient,
+            key=used[0],
+        )
+    return RouterLoss(coefficient, list(routers))

@@ -77,10 +77,7 @@ def stage_parameters(model: PreTrainedModel, num_stages: int, stage: int) -> set
 
 
 def keep_only(model: PreTrainedModel, names: list[str], own: list[str]) -> None:
-    """Let a model compute what some of its parts compute, from the hidden states that come before them.
-
-    `names` are those of all its parts, `own` of those that are kept; the others may be empty.
-    """
+    """Let a model compute what its parts `own`, of all `names`, compute from the hidden states before them."""
     for name in names:
         if name not in own:
             model.set_submodule(name, _HandOn(model.get_submodule(name)))

@@ -146,9 +146,6 @@ def other_precision(found: Probe, probe: Probe) -> torch.dtype | None:
 
 
 def rounding(found: Probe, again: Probe, probe: Probe) -> float:
-    """Return how much a model's logits are rounded in the coarser precision of `found` and `probe`.
-
-    `again` is `found` in `other_precision`.
-    """
+    """Return how much logits are rounded in the coarser precision of `found` and `probe`; `again`: in the other one."""
     ran = _STEPS[coarser(found, again)]
     return difference_of(again, found) * _STEPS[coarser(found, probe)] / ran

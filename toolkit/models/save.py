@@ -146,11 +146,8 @@ class Origin:
 
 
 def save_origin(model: PreTrainedModel, files: WeightFiles, layout: Layout, interleaved: bool) -> None:
-    """Note on a model where it came from, so that it can go back.
-
-    ChatGLM-6B looks official in either layout: there the origin that `load_origin` has read counts.
-    """
-    if getattr(model, "origin", None) is not None:
+    """Note on a model where it came from, so that it can go back, unless `load_origin` has."""
+    if getattr(model, "origin", None) is not None:  # ChatGLM-6B looks official in either layout
         return
     computed = {}
     for name in files:

@@ -111,7 +111,7 @@ def sequence_attention(
     copies = ranks // math.gcd(key.size(1), ranks)
     if copies > 1:
         key, value = (states.repeat_interleave(copies, dim=1) for states in (key, value))
-    query, key, value = (_exchange(states) for states in (query, key, value))  # [B, heads / P, S, D]
+    query, key, value = (_Exchange.apply(states, 1, 2) for states in (query, key, value))  # [B, heads / P, S, D]
     bounds = options.get("cu_seq_lens_q")
     if bounds is not None:
         mixed = attend_to_segments(query, key, value, bounds, query.size(2), dropout, scaling)
@@ -120,11 +120,11 @@ def sequence_attention(
         mixed = functional.scaled_dot_product_attention(
             query, key, value, dropout_p=dropout, is_causal=True, scale=scaling, enable_gqa=grouped
         ).transpose(1, 2)
-    return _exchange(mixed), None
+    return _Exchange.apply(mixed, 1, 2), None
 
 
 class _Exchange(torch.autograd.Function):
-    """All ranks of the group exchange pieces; backward they exchange the gradients the other way."""
+    """Give each rank a piece of dimension `cut`, and join what comes along `joined`; backward the other way."""
 
     @staticmethod
     def forward(ctx: Any, states: torch.Tensor, cut: int, joined: int) -> torch.Tensor:
@@ -139,12 +139,6 @@ class _Exchange(torch.autograd.Function):
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         cut, joined = ctx.dims
         return _Exchange.apply(gradients[0], joined, cut), None, None
-
-
-def _exchange(states: torch.Tensor) -> torch.Tensor:
-    """Give each rank a piece of the second dimension, and join what comes along the third."""
-    exchanged: torch.Tensor = _Exchange.apply(states, 1, 2)
-    return exchanged
 
 
 def check_sequence_parallel(

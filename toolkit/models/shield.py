@@ -27,10 +27,7 @@ _Value = TypeVar("_Value")
 
 
 class Shield:
-    """What keeps control strings in messages text.
-
-    `turn_marks`: added tokens by which the chat template begins and ends turns.
-    """
+    """What keeps control strings in messages text. `turn_marks`: added tokens that begin and end turns."""
 
     def __init__(self, tokenizer: "PreTrainedTokenizerBase", turn_marks: Iterable[str]) -> None:
         self._tokenizer = tokenizer

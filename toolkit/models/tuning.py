@@ -16,6 +16,7 @@ P learned tokens, L layers, H hidden width, W = 2 * L * width of one layer's key
 import inspect
 from collections.abc import Callable
 from contextlib import ExitStack
+from copy import deepcopy
 from functools import cache
 from typing import Any
 
@@ -28,6 +29,7 @@ from transformers.cache_utils import Cache, DynamicCache
 
 from toolkit.config.schema import TuningConfig
 from toolkit.errors import ConfigError
+from toolkit.models.weights import set_value
 from toolkit.plan.parameters import ALL_LINEAR, check_matches, default_targets, select_names
 
 
@@ -55,7 +57,7 @@ def _argument_names(forward: Callable[..., Any]) -> list[str]:
 
 
 def num_cached(kwargs: dict[str, Any]) -> int:
-    """Return how many places the cache of a forward pass holds already."""
+    """Return how many tokens the cache of a forward pass holds already."""
     cache = kwargs.get("past_key_values")
     return 0 if cache is None else int(cache.get_seq_length())
 
@@ -156,32 +158,16 @@ def parameter_of(layer: Any) -> str:
 
 
 def merge_lora(layer: Any, weight: torch.Tensor, trained: dict[str, torch.Tensor]) -> torch.Tensor:
-    """Return a layer's weight with its additions in it, computed in float32.
-
-    `trained`: the additions, by their names in the layer, which is on the meta device and stays there.
-    """
+    """Return a layer's weight with the `trained` additions, by their names in the layer, computed in float32."""
+    layer = deepcopy(layer)  # the layer itself stays on the meta device
     base, own = layer.get_base_layer(), parameter_of(layer)
-    empty = base.get_parameter(own)
-    setattr(base, own, nn.Parameter(weight.float(), requires_grad=False))
-    before = {name: layer.get_parameter(name) for name in trained}
+    set_value(base, own, weight.float())
     for name, value in trained.items():
-        _set_parameter(layer, name, nn.Parameter(value.float(), requires_grad=False))
-    layer.merge(safe_merge=True)
-    found = base.get_parameter(own).detach()
-    layer.merged_adapters.clear()
-    setattr(base, own, empty)
-    for name, parameter in before.items():
-        _set_parameter(layer, name, parameter)
-    return found
-
-
-def _set_parameter(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
-    owner, _, leaf = name.rpartition(".")
-    part = module.get_submodule(owner)
-    if isinstance(part, nn.ParameterDict):
-        part[leaf] = parameter
-    else:
-        setattr(part, leaf, parameter)
+        set_value(layer, name, value.float())
+    with torch.no_grad():
+        layer.merge(safe_merge=True)
+    merged: torch.Tensor = base.get_parameter(own).detach()
+    return merged
 
 
 def quantize(model: PreTrainedModel) -> None:
@@ -202,8 +188,7 @@ def quantize(model: PreTrainedModel) -> None:
                 quant_type="nf4",
             )
             small.load_state_dict(linear.state_dict())
-            owner, _, leaf = name.rpartition(".")
-            setattr(layer.get_submodule(owner), leaf, small.to(device))
+            layer.set_submodule(name, small.to(device))
     model.is_loaded_in_4bit = True  # asked for by peft 0.21
 
 

@@ -164,11 +164,6 @@ class TensorInfo:
     dtype: torch.dtype
     """Its own precision, which may differ from its neighbours'."""
 
-    @property
-    def num_bytes(self) -> int:
-        """Return its size in bytes."""
-        return self.dtype.itemsize * torch.Size(self.shape).numel()
-
 
 class WeightFiles(dict[str, TensorInfo]):
     """All tensors of a directory, which has passed `directory.read_config`, by name, in file order."""
@@ -299,8 +294,9 @@ def read_weights(
     is_partitioned = any(hasattr(value, "ds_shape") for value in held.values())
     is_rank0 = not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0
     groups = _by_target(files, layout, held if own is None else own(model))
-    num_bytes = sum(files[name].num_bytes for names in groups.values() for name in names)
-    with terminal.phase(tr("Loading weights"), num_bytes, terminal.BYTES, speaks=is_rank0) as advance:
+    num_bytes = {name: info.dtype.itemsize * torch.Size(info.shape).numel() for name, info in files.items()}
+    total = sum(num_bytes[name] for names in groups.values() for name in names)
+    with terminal.phase(tr("Loading weights"), total, terminal.BYTES, speaks=is_rank0) as advance:
         for targets, names in groups.items():
             partitioned = [held[target] for target in targets if hasattr(held[target], "ds_shape")]
             with full_params(partitioned, modifier_rank=0):  # what rank 0 writes is what all keep
@@ -312,7 +308,7 @@ def read_weights(
                                     held[target].data[layout.index(name)].copy_(part)
                                 else:
                                     set_value(model, target, part.to(dtype or part.dtype, copy=True).contiguous())
-                    advance(files[name].num_bytes)
+                    advance(num_bytes[name])
             if partitioned:
                 return_memory()
     if own is not None:  # a tied head has lost the parameter that was replaced
@@ -322,10 +318,7 @@ def read_weights(
 def stored_values(
     files: WeightFiles, layout: Layout, shapes: Shapes, wanted: Set[str]
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield name and value of some parameters and stored buffers, and of those that share a stored tensor with them.
-
-    Values are in the precision of their files. `shapes` are those of all parameters and stored buffers, `wanted` names.
-    """
+    """Yield `wanted` parameters and stored buffers by name, and those that share a stored tensor with them."""
     for targets, names in _by_target(files, layout, shapes).items():
         if wanted.isdisjoint(targets):
             continue
@@ -399,10 +392,7 @@ def _stored_as(model: PreTrainedModel) -> dict[str, torch.Tensor]:
 
 
 def full_params(parameters: Sequence[torch.Tensor], modifier_rank: int | None = None) -> AbstractContextManager[Any]:
-    """Make parameters whole that are partitioned; a collective if any is.
-
-    All ranks keep the changes of `modifier_rank`; None: the values are only read.
-    """
+    """Make partitioned parameters whole; all ranks keep the changes of `modifier_rank`. A collective if any is."""
     partitioned = [parameter for parameter in parameters if hasattr(parameter, "ds_shape")]
     if not partitioned:
         return nullcontext()
@@ -418,7 +408,7 @@ def return_memory() -> None:
         ctypes.CDLL(None).malloc_trim(0)
 
 
-def set_value(model: PreTrainedModel, name: str, value: torch.Tensor) -> None:
+def set_value(model: torch.nn.Module, name: str, value: torch.Tensor) -> None:
     """Put a value in an empty parameter's place."""
     module, _, leaf = name.rpartition(".")
     setattr(model.get_submodule(module), leaf, torch.nn.Parameter(value, requires_grad=value.is_floating_point()))

@@ -37,9 +37,17 @@ from toolkit.models.adapters import FILE as BASE_FILE
 from toolkit.models.adapters import RUN_BASE, apply_tuning, check_base, has_adapter, read_base
 from toolkit.models.attention import check_isolation
 from toolkit.models.directory import sequence_parallel_unsupported
-from toolkit.models.kernels import apply_liger, tile_mlp
+from toolkit.models.layers import TokenDropping, add_neftune, apply_liger, tile_mlp
 from toolkit.models.load import TORCH_DTYPES, create_model
-from toolkit.models.loss import LossHead, LossPath, loss_head, num_trained_tokens, token_loss_sum
+from toolkit.models.loss import (
+    LossHead,
+    LossPath,
+    RouterLoss,
+    loss_head,
+    num_trained_tokens,
+    router_loss,
+    token_loss_sum,
+)
 from toolkit.models.pipeline import (
     PipelineStage,
     broadcast_from_last,
@@ -49,8 +57,6 @@ from toolkit.models.pipeline import (
     stage_parameters,
     unwrap_model,
 )
-from toolkit.models.regularization import TokenDropping, add_neftune
-from toolkit.models.router_loss import RouterLoss, router_loss
 from toolkit.models.save import MODEL_DIR, describe
 from toolkit.models.sequence import check_sequence_parallel
 from toolkit.secrets import hide

@@ -20,7 +20,7 @@ from toolkit.distributed.watchdog import DATA, STEP
 from toolkit.errors import CheckpointError, Diverged, RunFolderError, Stopped
 from toolkit.evaluate.metrics import describe_evaluation
 from toolkit.messages import tr
-from toolkit.models.regularization import begin_step, dropping_metrics
+from toolkit.models.layers import begin_step, dropping_metrics
 from toolkit.terminal import phase
 from toolkit.track.metrics import MetricsLog
 from toolkit.track.progress import Progress

@@ -10,8 +10,8 @@ from transformers import PreTrainedModel
 
 from toolkit.distributed.process_group import sum_over_ranks
 from toolkit.errors import Diverged
+from toolkit.models.loss import RouterLoss
 from toolkit.models.pipeline import is_pipeline, train_window
-from toolkit.models.router_loss import RouterLoss
 from toolkit.train.anomalies import StepGuard
 from toolkit.train.stragglers import Stopwatch
 from toolkit.train.task import StepResult, Task

@@ -16,7 +16,7 @@ from toolkit.data.sampler import Position
 from toolkit.distributed.watchdog import Watchdog
 from toolkit.engine.ds_config import DsConfig
 from toolkit.launch.environment import Ranks
-from toolkit.models.router_loss import RouterLoss
+from toolkit.models.loss import RouterLoss
 from toolkit.track.trackers import Trackers
 from toolkit.train.anomalies import Samples, StepGuard
 from toolkit.train.checkpointer import Checkpointer, ModelFiles

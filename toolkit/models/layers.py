@@ -1,4 +1,12 @@
-"""Noise on embeddings (NEFTune), and layers that leave tokens out (random-LTD).
+"""What changes a model's layers while it is trained: Liger's kernels, tiled MLP, NEFTune, random token dropping.
+
+Liger: liger-kernel's Triton kernels for GPUs, written against its release 0.8.5.
+
+Tiled MLP, of ALST (Bekman et al. 2025, https://arxiv.org/abs/2506.13996, section 3.1): feed-forward layers look at one
+token alone, and their inner states are several times as wide as what goes in and comes out. So they take a row's tokens
+in pieces; only what goes in is kept, and backward each piece is computed again. DeepSpeed 0.19.8's TiledMLP does so
+too, but loses gradients of weights where the tokens cannot be divided by the pieces, or nothing before it has a
+gradient.
 
 NEFTune: noise on the embeddings of training rows (Jain et al., 2023, arXiv 2310.05914).
 
@@ -10,7 +18,9 @@ S tokens, K tokens that are kept, H hidden width.
 
 import hashlib
 import inspect
+from collections.abc import Callable
 from functools import partial
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -18,11 +28,100 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.integrations.neftune import neftune_post_forward_hook
 
-from toolkit.config.schema import RandomLtdConfig
-from toolkit.errors import ModelError
+from toolkit.config.schema import KernelsConfig, LossKernel, RandomLtdConfig, When
+from toolkit.errors import ConfigError, ModelError
 from toolkit.messages import tr
-from toolkit.models.attention import segment_arguments
+from toolkit.models.attention import segment_arguments, trains_on_gpu
 from toolkit.models.tuning import arguments_by_name, decoder_layers
+
+
+def apply_liger(model: Any, kernels: KernelsConfig) -> str:
+    """Replace a new model's norms, MLPs and rotary positions by liger's, as `kernels.liger` says; "" or why not."""
+    reason = ""
+    if not trains_on_gpu():
+        reason = tr("there is no GPU")
+    elif find_spec("liger_kernel") is None:
+        reason = tr("the package liger-kernel is not installed (pip install liger-kernel)")
+    if reason and kernels.loss is LossKernel.liger:
+        raise ConfigError("kernels.loss = liger: {reason}", reason=reason)
+    if kernels.liger is When.never:
+        return tr("kernels.liger is never")
+    if not reason:
+        from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
+
+        kind = model.config.model_type
+        if kind not in MODEL_TYPE_TO_APPLY_LIGER_FN:
+            reason = tr("liger-kernel does not know {kind} models", kind=kind)
+    if reason and kernels.liger is When.always:
+        raise ConfigError("kernels.liger = always: {reason}", reason=reason)
+    if not reason:
+        from liger_kernel.transformers import _apply_liger_kernel_to_instance
+
+        # Losses are ours to compute (kernels.loss): they are summed over the global batch.
+        _apply_liger_kernel_to_instance(model=model, cross_entropy=False, fused_linear_cross_entropy=False)
+    return reason
+
+
+Forward = Callable[[torch.Tensor], torch.Tensor]
+
+
+def tile_mlp(model: nn.Module, pieces: int) -> None:
+    """Let each decoder layer's feed-forward layer take its tokens in pieces. Layers of experts stay as they are.
+
+    `pieces` are as many on every rank, whatever the rows: ZeRO-3 gathers weights for each of them.
+    """
+    found = [part for name, part in model.named_modules() if name.endswith(".mlp") and not hasattr(part, "experts")]
+    if not found:
+        raise ConfigError(
+            "kernels.mlp_pieces = {pieces}: {model} has no feed-forward layers that could be divided. Set it to 1.",
+            pieces=pieces,
+            model=type(model).__name__,
+        )
+    for layer in found:
+        layer.forward = partial(_forward, layer, layer.forward, pieces)
+
+
+def _forward(layer: nn.Module, mlp_forward: Forward, pieces: int, states: torch.Tensor) -> torch.Tensor:
+    if not torch.is_grad_enabled():
+        return _in_pieces(mlp_forward, states, pieces)
+    trained = [parameter for parameter in layer.parameters() if parameter.requires_grad]
+    if trained and not states.requires_grad:  # or nothing would lead back to the weights
+        states = states.detach().requires_grad_()
+    tiled: torch.Tensor = _Tiled.apply(states, mlp_forward, pieces, trained)
+    return tiled
+
+
+def _in_pieces(mlp_forward: Forward, states: torch.Tensor, pieces: int) -> torch.Tensor:
+    """Return `mlp_forward` of the states [B, S, H], or [tokens, H], a piece of the tokens at a time."""
+    flat = states.flatten(0, -2)
+    return torch.cat([mlp_forward(piece) for piece in flat.tensor_split(pieces)]).view(states.shape)
+
+
+class _Tiled(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, states: torch.Tensor, mlp_forward: Forward, pieces: int, trained: list[nn.Parameter]
+    ) -> torch.Tensor:
+        ctx.save_for_backward(states)
+        ctx.given = mlp_forward, pieces, trained
+        return _in_pieces(mlp_forward, states, pieces)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        mlp_forward, pieces, trained = ctx.given
+        [states] = ctx.saved_tensors
+        flat, outer = states.detach().flatten(0, -2), gradients[0].flatten(0, -2)
+        found = []
+        cut = zip(flat.tensor_split(pieces), outer.tensor_split(pieces), strict=True)
+        for number, (piece, gradient) in enumerate(cut, start=1):
+            for parameter in trained:  # ZeRO hands a gradient on when the last piece is in it (deepspeed 0.19.8)
+                parameter.ds_grad_is_ready = number == pieces
+            piece = piece.clone().requires_grad_()
+            with torch.enable_grad():
+                output = mlp_forward(piece)
+            torch.autograd.backward(output, gradient)
+            found.append(piece.grad)
+        return torch.cat(found).view(states.shape), None, None, None
 
 
 def add_neftune(model: PreTrainedModel, alpha: float) -> None:
