@@ -7,7 +7,7 @@ they hold text, lest it vanish.
 import difflib
 import json
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -33,12 +33,8 @@ class Conversation:
 
     @property
     def is_text(self) -> bool:
-        """Return whether this is a plain text."""
+        """Whether this is a plain text."""
         return bool(self.messages) and self.messages[0]["role"] == TEXT
-
-    def with_messages(self, messages: Sequence[Message]) -> "Conversation":
-        """Return the same with other messages."""
-        return replace(self, messages=list(messages))
 
 
 def turns(messages: Sequence[Message]) -> tuple[list[Message], list[list[Message]]]:
@@ -59,65 +55,44 @@ def turns(messages: Sequence[Message]) -> tuple[list[Message], list[list[Message
 def mark_trained(conversation: Conversation, train_on: TrainOn, only_last: bool) -> Iterator[Conversation]:
     """Yield what is learned from a conversation, with `loss` set at its messages as `data.train_on` says.
 
-    Args:
-        only_last: the model's format can train a conversation's last message only: one conversation for each trained
-            answer is yielded, which ends with it.
+    `only_last`: the model's format can train a conversation's last message only: one conversation for each trained
+    answer is yielded, which ends with it.
     """
     if conversation.is_text:
         yield conversation
         return
-    messages = _without_tail(conversation.messages)
-    if train_on is TrainOn.auto and not any("loss" in message for message in messages):
-        yield conversation if len(messages) == len(conversation.messages) else conversation.with_messages(messages)
-        return
+    messages = conversation.messages
     answers = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
+    # Nothing is learned from what follows the last answer, such as a question that nobody answers.
+    messages = messages[: answers[-1] + 1] if answers else []
+    if train_on is TrainOn.auto and not any("loss" in message for message in messages):
+        yield conversation if len(messages) == len(conversation.messages) else replace(conversation, messages=messages)
+        return
     chosen: dict[int, bool] = {}
     if train_on is not TrainOn.auto:
         default = {TrainOn.all: answers, TrainOn.last: answers[-1:], TrainOn.marked: []}[train_on]
         chosen = {index: index in default for index in range(len(messages))}
     chosen.update({index: bool(message["loss"]) for index, message in enumerate(messages) if "loss" in message})
     if not only_last:
-        yield conversation.with_messages(
-            [
-                {**message, "loss": chosen[index]} if index in chosen else message
-                for index, message in enumerate(messages)
-            ]
-        )
+        marked: list[Message] = [
+            {**m, "loss": chosen[index]} if index in chosen else m for index, m in enumerate(messages)
+        ]
+        yield replace(conversation, messages=marked)
         return
     trained = [index for index in answers if chosen.get(index, train_on is TrainOn.auto and index == answers[-1])]
-    plain = [{name: value for name, value in message.items() if name != "loss"} for message in messages]
+    plain: list[Message] = [{name: value for name, value in message.items() if name != "loss"} for message in messages]
     for index in trained:
-        yield conversation.with_messages(plain[: index + 1])
+        yield replace(conversation, messages=plain[: index + 1])
 
 
-def _without_tail(messages: Sequence[Message]) -> list[Message]:
-    """Leave out what follows the last answer: nothing is learned from a question that nobody answers."""
-    end = len(messages)
-    while end and messages[end - 1]["role"] != "assistant":
-        end -= 1
-    return list(messages[:end])
-
-
-_ROLE_NAMES = {
-    "system": "system",
-    "developer": "system",
-    "user": "user",
-    "human": "user",
-    "assistant": "assistant",
-    "gpt": "assistant",
-    "chatgpt": "assistant",
-    "bing": "assistant",
-    "bard": "assistant",
-    "model": "assistant",
-    "function_call": "function_call",
-    "tool_call": "function_call",
-    "observation": "tool",
-    "function_response": "tool",
-    "tool_response": "tool",
-    "function": "tool",
-    "tool": "tool",
+_ROLES = {
+    "system": ("system", "developer"),
+    "user": ("user", "human"),
+    "assistant": ("assistant", "gpt", "chatgpt", "bing", "bard", "model"),
+    "function_call": ("function_call", "tool_call"),
+    "tool": ("observation", "function_response", "tool_response", "function", "tool"),
 }
-
+_ROLE_NAMES = {name: role for role, names in _ROLES.items() for name in names}
 _PAIR_FIELDS = {
     RowFormat.prompt_response: ("prompt", "response"),
     RowFormat.instruction: ("instruction", "output"),
@@ -128,9 +103,8 @@ _LIST_FIELDS = {RowFormat.sharegpt: "conversations", RowFormat.messages: "messag
 class RowReader:
     """Turns parsed rows of one source into conversations.
 
-    Args:
-        columns: the format's name -> the file's.
-        answered: refuse rows without an answer; False where they are questions for a model.
+    `columns`: the format's name -> the file's. `answered`: rows without an answer are errors; False where they are
+    questions for a model.
     """
 
     def __init__(self, row_format: RowFormat, columns: Mapping[str, str], answered: bool = True) -> None:
@@ -139,26 +113,16 @@ class RowReader:
         fields = {field for names in ROW_FIELDS.values() for field in names}
         self.renamed = {theirs: ours for ours, theirs in columns.items() if theirs != ours}
         self.names = {field: columns.get(field, field) for field in fields}
-        readers: dict[RowFormat, Callable[[Mapping[str, Any]], list[Message]]] = {
-            RowFormat.sharegpt: self._listed,
-            RowFormat.messages: self._listed,
-            RowFormat.text: self._plain,
-        }
-        self._read = readers.get(row_format, self._pair)
 
     def read(self, row: object) -> Conversation:
-        """Return the conversation of one parsed row.
-
-        Raises:
-            RowError: the row lacks something, or holds something of the wrong type.
-        """
+        """Return the conversation of one parsed row; a RowError if it lacks something or a value has a wrong type."""
         mapping = as_object(row)
         try:
-            messages = self._read(mapping)
+            if self.row_format is RowFormat.text:
+                return Conversation([_message(TEXT, _text(mapping, self.names["text"]))])
+            messages = self._listed(mapping) if self.row_format in _LIST_FIELDS else self._pair(mapping)
         except MissingKey as error:
             raise self._explained(error) from None
-        if self.row_format is RowFormat.text:
-            return Conversation(messages)
         system = mapping.get(self.names["system"])
         if system not in (None, ""):
             if messages[0]["role"] == "system":
@@ -170,12 +134,11 @@ class RowReader:
 
     def _explained(self, error: RowError) -> RowError:
         """Return an error that blames `columns` where these asked for a key that a row lacks."""
-        ours = self.renamed.get(error.key) if isinstance(error, MissingKey) else None
-        if not isinstance(error, MissingKey) or ours is None:
+        if not isinstance(error, MissingKey) or error.key not in self.renamed:
             return error
         return RowError(
             "`columns` reads {field} from '{key}', but the row has {keys}. Correct `columns`",
-            field=ours,
+            field=self.renamed[error.key],
             key=error.key,
             keys=_quoted(error.row),
         )
@@ -193,17 +156,13 @@ class RowReader:
         for question, answer in _history(row.get(key), key):
             messages += [_message("user", question), _message("assistant", answer)]
         more = self.names["input"]
-        if self.row_format is not RowFormat.instruction or row.get(more) in (None, ""):
-            question = _text(row, asked)
-        else:
-            question = _text(row, asked) + "\n" + _text(row, more)
+        question = _text(row, asked)
+        if self.row_format is RowFormat.instruction and row.get(more) not in (None, ""):
+            question += "\n" + _text(row, more)
         messages.append(_message("user", question))
         if self.answered or row.get(answered) not in (None, ""):
             messages.append(_message("assistant", _text(row, answered)))
         return messages
-
-    def _plain(self, row: Mapping[str, Any]) -> list[Message]:
-        return [_message(TEXT, _text(row, self.names["text"]))]
 
     def _listed(self, row: Mapping[str, Any]) -> list[Message]:
         """A list of messages, each with from and value, or role and content."""
@@ -244,10 +203,9 @@ class RowReader:
             return [{**_message("assistant", ""), "tool_calls": _calls(_parsed(item.get(said))), **extra}]
         if is_call:
             call = {"name": item.get("name"), "arguments": item["parameters"]}
-            observation = _as_text(item.get("observation"), "observation")
             return [
                 {**_message("assistant", ""), "tool_calls": _calls(call), **extra},
-                {**_message("tool", observation)},
+                _message("tool", _as_text(item.get("observation"))),
             ]
         message = {**_message(role, ""), **extra}
         if role == "assistant" and item.get("tool_calls"):
@@ -255,18 +213,14 @@ class RowReader:
             message["content"] = "" if item.get(said) in (None, "") else _content(item, said)
         else:
             # What a tool gives back may be an object, and may be nothing.
-            message["content"] = _as_text(item.get(said), said) if role == "tool" else _content(item, said)
+            message["content"] = _as_text(item.get(said)) if role == "tool" else _content(item, said)
         if role == "assistant" and isinstance(item.get("metadata"), str):
             message["metadata"] = item["metadata"]
         return [message]
 
 
 def detect_format(row: Mapping[str, object], columns: Mapping[str, str]) -> RowFormat:
-    """Return the format of a file from the keys of its first row.
-
-    Raises:
-        RowError: no known format has these keys.
-    """
+    """Return the format of a file from the keys of its first row; a RowError if no known format has these keys."""
 
     def there(field: str) -> bool:
         return columns.get(field, field) in row
@@ -295,11 +249,7 @@ def detect_format(row: Mapping[str, object], columns: Mapping[str, str]) -> RowF
 
 
 def parse_row(row: object) -> object:
-    """Return the value of a row, which may be a line of JSON still.
-
-    Raises:
-        RowError: it cannot be read.
-    """
+    """Return the value of a row, which may be a line of JSON still."""
     if isinstance(row, bytes):
         return parse_line(row)
     check_characters(row)
@@ -307,11 +257,7 @@ def parse_row(row: object) -> object:
 
 
 def as_object(row: object) -> dict[str, Any]:
-    """Return the row if it is a JSON object.
-
-    Raises:
-        RowError: it is something else.
-    """
+    """Return the row if it is a JSON object, else raise a RowError."""
     if isinstance(row, dict):
         if None in row:  # what csv.DictReader does with fields beyond the first line's
             raise RowError(tr("the row has more fields than the first line names. Correct or remove the row"))
@@ -398,7 +344,7 @@ def _content(item: Mapping[str, Any], key: str) -> str:
     return _text({key: "".join(_text(part, "text") for part in value)}, key)
 
 
-def _as_text(value: object, key: str) -> str:
+def _as_text(value: object) -> str:
     """Return a tool's result as text: as it is, or as JSON."""
     if value is None:
         return ""
@@ -437,15 +383,11 @@ class MissingKey(RowError):
 
 def _missing(row: Mapping[str, Any], key: str) -> Any:
     near = difflib.get_close_matches(key, [name for name in row if isinstance(name, str)], n=1)
+    text = tr("no key '{key}'; the row has {keys}. Add it or remove the row", key=key, keys=_quoted(row))
     if near:
         text = tr(
-            "no key '{key}'; the row has {keys}. Rename '{near}' to '{key}'",
-            key=key,
-            keys=_quoted(row),
-            near=near[0],
+            "no key '{key}'; the row has {keys}. Rename '{near}' to '{key}'", key=key, keys=_quoted(row), near=near[0]
         )
-    else:
-        text = tr("no key '{key}'; the row has {keys}. Add it or remove the row", key=key, keys=_quoted(row))
     raise MissingKey(text, row, key)
 
 
@@ -487,8 +429,7 @@ _READ = {
 def unread_keys(item: Mapping[str, object], role: str, speaker: str, said: str) -> Iterator[str]:
     """Yield the keys of a message that are skipped: metadata, and whatever holds no text of its own.
 
-    Raises:
-        RowError: another key holds text, a list or an object, such as `reasoning_content`.
+    A RowError if another key holds text, a list or an object, such as `reasoning_content`.
     """
     read = (speaker, said, *_READ.get(role, ("loss", "weight")))
     for key, value in item.items():

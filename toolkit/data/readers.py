@@ -16,9 +16,10 @@ import json
 import os
 import re
 import zlib
-from collections.abc import Callable, Collection, Generator, Iterator
+from collections.abc import Callable, Collection, Generator, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import IO, Any, NoReturn
 
@@ -37,26 +38,21 @@ _HALF = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
 def parse_line(line: bytes) -> object:
-    """Return the value of one line.
-
-    Raises:
-        RowError: it is too long, not UTF-8, not JSON, or names a key twice.
-    """
+    """Return the value of one line; a RowError if it is too long, not UTF-8, not JSON, or names a key twice."""
     _check_size(len(line))
     try:
         value = DECODER.decode(line.decode("utf-8"))
     except (ValueError, RecursionError) as error:
-        raise reason(error) from None
+        raise _json_error(error) from None
     if _HALF.search(line):
         check_characters(value)
     return value
 
 
 def check_characters(value: object) -> None:
-    r"""Refuse halves of characters (an escape such as \ud83d alone), which no tokenizer can encode, in texts and keys.
+    r"""Reject halves of characters (an escape such as \ud83d alone), which no tokenizer can encode, in texts and keys.
 
-    Raises:
-        RowError: there is one; or a byte that was not UTF-8, which Python calls by such a half; or the row is too long.
+    So is a byte that was not UTF-8, which Python represents by such a half, and a row that is too long.
     """
     try:
         _check_size(len(json.dumps(value, ensure_ascii=False, default=str).encode("utf-8")))
@@ -75,7 +71,7 @@ def check_characters(value: object) -> None:
             around=around,
         ) from None
     except RecursionError as error:
-        raise reason(error) from None
+        raise _json_error(error) from None
 
 
 def _check_size(size: int) -> None:
@@ -87,56 +83,34 @@ def _check_size(size: int) -> None:
         )
 
 
-def array_rows(file: IO[bytes]) -> Generator[tuple[int, object]]:
-    """Yield line number and value of each item of a JSON array, holding no more of it than an item and a megabyte.
-
-    Raises:
-        BrokenArray: what is broken cannot be stepped over.
-    """
-    return _ArrayReader(file).items()
-
-
-class BrokenArray(Exception):
-    """A JSON array that cannot be read on."""
-
-    def __init__(self, line: int, error: RowError) -> None:
-        super().__init__(str(error))
-        self.line, self.error = line, error
-
-
 class _ArrayReader:
-    """Keeps the part of the text that is not used yet, and where in the file it begins."""
+    """Yields line number and value of each item, holding no more than an item and a megabyte of the file."""
 
-    def __init__(self, file: IO[bytes]) -> None:
-        self.file = file
+    def __init__(self, file: IO[bytes], path: Path) -> None:
+        self.file, self.path = file, path
         self.decoder = codecs.getincrementaldecoder("utf-8")()
         self.text, self.at, self.at_end = "", 0, False
         self.line, self.column = 1, 0  # of text[0]
 
     def items(self) -> Generator[tuple[int, object]]:
-        """Yield line number and value of each item."""
         self._more()
         self.text = self.text.removeprefix("\ufeff")
-        self._skip("[")
-        first = True
-        while True:
-            if self._next() == "]" and first:
-                break
-            line = self._line_of(self.at)
-            yield line, self._value()
-            first = False
+        self._next()
+        self.at += 1  # the opening bracket
+        mark = self._next()
+        while mark != "]":
+            yield self._line_of(self.at), self._value()
             mark = self._next()
-            if mark == "]":
-                break
-            if mark != ",":
+            if mark == ",":
+                self.at += 1
+                self._next()
+            elif mark != "]":
                 self._stop(json.JSONDecodeError("Expecting ',' or ']'", self.text, self.at))
-            self.at += 1
         self.at += 1
         if self._next():
             self._stop(json.JSONDecodeError("Extra data", self.text, self.at))
 
     def _value(self) -> object:
-        """Return the value at the present position and step over it."""
         while True:
             try:
                 value, end = DECODER.raw_decode(self.text, self.at)
@@ -162,11 +136,6 @@ class _ArrayReader:
                 return self.text[self.at : self.at + 1]
             self._more()
 
-    def _skip(self, mark: str) -> None:
-        if self._next() != mark:
-            self._stop(json.JSONDecodeError(f"Expecting '{mark}'", self.text, self.at))
-        self.at += 1
-
     def _more(self) -> None:
         """Read on; what is used already is let go. Reads grow with what is kept, so that no item is tried too often."""
         used = self.text[: self.at]
@@ -188,20 +157,19 @@ class _ArrayReader:
         if isinstance(error, json.JSONDecodeError):
             line = self.line + error.lineno - 1
             error.colno += self.column if error.lineno == 1 else 0
-        raise BrokenArray(line or self._line_of(self.at), reason(error))
+        raise DataError(f"{self.path}:{line or self._line_of(self.at)}: {_json_error(error)}.")
 
 
 def _refuse_constant(name: str) -> NoReturn:
-    """Refuse NaN and Infinity, which Python's reader would take although JSON has no such numbers."""
+    """Reject NaN and Infinity, which Python's reader would take although JSON has no such numbers."""
     raise ValueError(tr("{name} is no JSON value", name=name))
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Refuse a key that stands twice: Python's reader would keep the last value and say nothing."""
+    """Reject a key that stands twice: Python's reader would keep the last value and say nothing."""
     whole = dict(pairs)
     if len(whole) != len(pairs):
-        keys = [key for key, _ in pairs]
-        twice = next(key for key in whole if keys.count(key) > 1)
+        twice = _first_repeated([key for key, _ in pairs])
         raise ValueError(tr("the key '{key}' stands there twice", key=twice))
     return whole
 
@@ -209,7 +177,11 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 DECODER = json.JSONDecoder(parse_constant=_refuse_constant, object_pairs_hook=_object)
 
 
-def reason(error: ValueError | RecursionError) -> RowError:
+def _first_repeated(names: Sequence[str]) -> str:
+    return next(name for name in names if names.count(name) > 1)
+
+
+def _json_error(error: ValueError | RecursionError) -> RowError:
     """Return why bytes could not be read as JSON; positions count from 1 within the line."""
     if isinstance(error, UnicodeDecodeError):
         content, start = error.object, error.start
@@ -239,31 +211,30 @@ _ROWS_OF_ANY_FILE = 1 << 20
 
 
 def table_rows(path: Path, columns: Collection[str]) -> Iterator[tuple[list[dict[str, Any]], int]]:
-    """Yield the rows of a file in batches, each with the bytes of the file that were read so far.
-
-    Raises:
-        Exception: whatever Arrow raises of a damaged file; the caller names it.
-    """
+    """Yield the rows of a Parquet or Arrow file in batches, each with the bytes of the file that were read so far."""
     import pyarrow
     import pyarrow.parquet
 
+    size, done = path.stat().st_size, 0
     if path.suffix.lower() == ".parquet":
-        size, done = path.stat().st_size, 0
         with pyarrow.parquet.ParquetFile(path) as file:
-            total = file.metadata.num_rows
+            total, names = file.metadata.num_rows, file.schema_arrow.names
             _check_count(total, size)
-            names = file.schema_arrow.names
-            chosen = [name for name in names if name in columns]
-            for batch in file.iter_batches(_TABLE_BATCH_ROWS, columns=chosen):
+            for batch in file.iter_batches(_TABLE_BATCH_ROWS, columns=[name for name in names if name in columns]):
                 done += batch.num_rows
                 for rows in _table_rows_of(batch, names):
                     yield rows, size * done // max(total, 1)
         return
     with pyarrow.memory_map(str(path)) as mapped:
-        done = 0
-        for batch in _arrow_batches(mapped):
+        try:
+            reader = pyarrow.ipc.open_file(mapped)
+            batches = map(reader.get_batch, range(reader.num_record_batches))
+        except pyarrow.ArrowInvalid:  # the other of Arrow's two forms, which `datasets` writes
+            mapped.seek(0)
+            batches = pyarrow.ipc.open_stream(mapped)
+        for batch in batches:
             done += batch.num_rows
-            _check_count(done, mapped.size())
+            _check_count(done, size)
             names = batch.schema.names
             chosen = batch.select([place for place, name in enumerate(names) if name in columns])
             for rows in _table_rows_of(chosen, names):
@@ -278,7 +249,7 @@ def _check_count(rows: int, size: int) -> None:
 def _table_rows_of(batch: Any, names: list[str]) -> Iterator[list[dict[str, Any]]]:
     """Yield a batch's rows, those of a few MiB at a time; columns that were not read are null."""
     if len(set(names)) != len(names):
-        raise ValueError(tr("two columns are called '{name}'", name=next(n for n in names if names.count(n) > 1)))
+        raise ValueError(tr("two columns are called '{name}'", name=_first_repeated(names)))
     batch.validate(full=True)
     decode = _json_decoder(batch.schema)
     others = dict.fromkeys(names)
@@ -303,20 +274,6 @@ def _json_decoder(schema: Any) -> Callable[[dict[str, Any]], dict[str, Any]]:
 
     features = datasets.Features.from_arrow_schema(pyarrow.schema(fields))
     return lambda row: {**row, **features.decode_example({name: row[name] for name in features})}
-
-
-def _arrow_batches(mapped: Any) -> Iterator[Any]:
-    """Yield the batches of an Arrow file in either of its two forms (`datasets` writes streams)."""
-    import pyarrow
-
-    try:
-        reader = pyarrow.ipc.open_file(mapped)
-    except pyarrow.ArrowInvalid:
-        mapped.seek(0)
-        yield from pyarrow.ipc.open_stream(mapped)
-        return
-    for number in range(reader.num_record_batches):
-        yield reader.get_batch(number)
 
 
 SUFFIXES = (".jsonl", ".json", ".ndjson", ".csv", ".tsv", *TABLE_SUFFIXES)
@@ -350,11 +307,7 @@ class Block:
 
 
 def files_of(source: SourceConfig) -> list[Path]:
-    """Return the files of a source with a path, in a fixed order.
-
-    Raises:
-        DataError: there is none, or one is empty.
-    """
+    """Return the files of a source with a path, in a fixed order; a DataError if there is none or one is empty."""
     path = Path(located(source.path))
     if path.is_dir():
         files = _saved_by_datasets(path, source.split) or _known_files(path)
@@ -396,23 +349,21 @@ def _known_files(folder: Path) -> list[Path]:
     seen: set[str] = set()
     for place, folders, names in os.walk(folder, onerror=stop, followlinks=True):
         real = os.path.realpath(place)
-        folders[:] = [] if real in seen else [name for name in folders if not name.startswith(".")]
-        found += [Path(place, name) for name in names if real not in seen and _is_data(name)]
+        if real in seen:
+            folders.clear()
+            continue
         seen.add(real)
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        found += [Path(place, name) for name in names if name[0] != "." and _bare(name).endswith(SUFFIXES)]
     for path in found:
         if not path.exists():
             raise DataError("Cannot read '{path}': {reason}.", path=path, reason=tr("the link leads nowhere"))
     return sorted(path for path in found if path.is_file())
 
 
-def _is_data(name: str) -> bool:
-    return not name.startswith(".") and _bare(name).endswith(SUFFIXES)
-
-
 def _bare(name: str) -> str:
     """Return a file's name in lower case, without the suffix of its compression."""
-    name = name.lower()
-    return name.removesuffix(".gz").removesuffix(".zst")
+    return name.lower().removesuffix(".gz").removesuffix(".zst")
 
 
 def _saved_by_datasets(folder: Path, split: str) -> list[Path]:
@@ -455,14 +406,10 @@ def block_bytes(total_bytes: int) -> int:
 
 
 def blocks(path: Path, least_bytes: int, columns: Collection[str] = ()) -> Iterator[Block]:
-    """Yield a file's rows, the same blocks whenever the content is the same.
+    """Yield a file's rows, the same blocks whenever the content is the same; a DataError where it cannot be read on.
 
-    Args:
-        columns: names that are read beside those of the formats; others of a Parquet or Arrow file are null in its
-            rows, as they may hold anything.
-
-    Raises:
-        DataError: the file cannot be read on.
+    `columns`: names that are read besides those of the formats; others of a Parquet or Arrow file are null in its rows,
+    as they may hold anything.
     """
     name = _bare(path.name)
     if name.endswith(TABLE_SUFFIXES):
@@ -472,30 +419,26 @@ def blocks(path: Path, least_bytes: int, columns: Collection[str] = ()) -> Itera
                 yield Block(first, list(enumerate(batch)), position)
                 first += len(batch)
         return
-    with opened(path) as (file, raw):
-        items = 0
-        try:
-            if name.endswith((".csv", ".tsv")):
-                rows = _csv_rows(file, path, "\t" if name.endswith(".tsv") else ",")
-            elif file.peek(4096)[:4096].removeprefix(BOM).lstrip()[:1] == b"[":
-                # Decided by content, not by name: JSONL in a .json file is common, and so is the opposite.
-                rows, items = array_rows(file), 1
-            else:
-                yield from _line_blocks(file, raw, path, least_bytes)
-                return
-            with closing(rows):  # before the file that it reads
-                yield from _row_blocks(rows, raw, items)
-        except BrokenArray as error:
-            raise DataError(f"{path}:{error.line}: {error.error}.") from None
+    with _opened(path) as (file, raw):
+        item = 0
+        if name.endswith((".csv", ".tsv")):
+            rows = _csv_rows(file, path, "\t" if name.endswith(".tsv") else ",")
+        elif file.peek(4096)[:4096].removeprefix(BOM).lstrip(b" \t\r\n")[:1] == b"[":
+            # Decided by content, not by name: JSONL in a .json file is common, and so is the opposite.
+            rows, item = _ArrayReader(file, path).items(), 1
+        else:
+            yield from _line_blocks(file, raw, path, least_bytes)
+            return
+        with closing(rows):  # before the file that it reads
+            while content := list(islice(rows, _ROWS_PER_BLOCK)):
+                first = content[0][0]
+                yield Block(first, [(number - first, value) for number, value in content], raw.tell(), item)
+                item += len(content) if item else 0
 
 
 @contextmanager
-def opened(path: Path) -> Iterator[tuple[io.BufferedReader, IO[bytes]]]:
-    """Open a data file, unpacked if it is compressed; the second file tells how much of it has been read.
-
-    Raises:
-        DataError: it cannot be read.
-    """
+def _opened(path: Path) -> Iterator[tuple[io.BufferedReader, IO[bytes]]]:
+    """Open a data file, unpacked if it is compressed; the second file tells how much of it has been read."""
     try:
         with open(path, "rb") as raw:
             magic = raw.read(4)
@@ -520,15 +463,9 @@ class _Unpacked(io.RawIOBase):
         self.left = max(_UNPACKED_OF_ANY_FILE_BYTES, _MOST_UNPACKED * path.stat().st_size)
 
     def readable(self) -> bool:
-        """Return True."""
         return True
 
     def readinto(self, buffer: Any) -> int:
-        """Read into a buffer.
-
-        Raises:
-            DataError: the file holds too much.
-        """
         count: int = self.stream.readinto(buffer)
         self.left -= count
         if self.left < 0:
@@ -543,8 +480,10 @@ class _Unpacked(io.RawIOBase):
 def _line_blocks(file: io.BufferedReader, raw: IO[bytes], path: Path, least_bytes: int) -> Iterator[Block]:
     """Cut between lines, at lines whose checksum says so: a row put in or taken out moves the cuts around it only."""
     lines: list[bytes] = []
-    size, first, number = 0, 1, 0
-    while line := file.readline(_LARGEST_LINE_BYTES):
+    size, first, number, at_end = 0, 1, 0, False
+    while not at_end:
+        line = file.readline(_LARGEST_LINE_BYTES)
+        at_end = not line
         number += 1
         if len(line) == _LARGEST_LINE_BYTES and not line.endswith(b"\n"):
             raise DataError(
@@ -560,32 +499,12 @@ def _line_blocks(file: io.BufferedReader, raw: IO[bytes], path: Path, least_byte
             number += len(line) - 1
         lines.append(line.removeprefix(BOM) if number == 1 else line)
         size += len(line)
-        if size >= 4 * least_bytes or (size >= least_bytes and not is_blank and zlib.crc32(line) % 256 == 0):
-            yield from _unless_blank(first, b"".join(lines), raw.tell())
+        is_cut = size >= 4 * least_bytes or (size >= least_bytes and not is_blank and zlib.crc32(line) % 256 == 0)
+        if is_cut or at_end:
+            content = b"".join(lines)
+            if content.strip():  # the lines of a blank block would be looked at one by one
+                yield Block(first, content, raw.tell())
             lines, size, first = [], 0, number + 1
-    yield from _unless_blank(first, b"".join(lines), raw.tell())
-
-
-def _unless_blank(first: int, content: bytes, position: int) -> Iterator[Block]:
-    """Yield a block that holds anything: its blank lines would be looked at one by one."""
-    if content.strip():
-        yield Block(first, content, position)
-
-
-def _row_blocks(rows: Iterator[tuple[int, Any]], raw: IO[bytes], item: int) -> Iterator[Block]:
-    """Put rows into blocks; `item` is the number of the first item, 0 if they are none."""
-    content: list[tuple[int, Any]] = []
-    first = 1
-    for number, value in rows:
-        if not content:
-            first = number
-        content.append((number - first, value))
-        if len(content) == _ROWS_PER_BLOCK:
-            yield Block(first, content, raw.tell(), item)
-            item += len(content) if item else 0
-            content = []
-    if content:
-        yield Block(first, content, raw.tell(), item)
 
 
 def _csv_rows(file: io.BufferedReader, path: Path, delimiter: str) -> Generator[tuple[int, Any]]:
@@ -604,7 +523,7 @@ def _csv_rows(file: io.BufferedReader, path: Path, delimiter: str) -> Generator[
     try:
         names = list(reader.fieldnames or ())
         if len(set(names)) != len(names):
-            twice = next(name for name in names if names.count(name) > 1)
+            twice = _first_repeated(names)
             raise DataError("{path}:1: two columns are called '{name}'. Rename one.", path=path, name=twice)
         line = read
         for row in reader:
@@ -628,11 +547,7 @@ def rows_of(block: Block) -> Iterator[tuple[int, bytes | Any]]:
 
 
 def first_row(block: Block) -> tuple[int, object]:
-    """Return the first row of a block that is an object, else the first that can be parsed, with its line.
-
-    Raises:
-        RowError: none can be parsed.
-    """
+    """Return the first row of a block that is an object, else the first that can be parsed, with its line."""
     failure: RowError | None = None
     other: tuple[int, object] | None = None
     for offset, row in rows_of(block):

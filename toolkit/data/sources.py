@@ -20,8 +20,8 @@ import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
-from typing import Any
 
 from toolkit.config.schema import DataConfig, RowFormat, SourceConfig
 from toolkit.data.formats import Conversation, RowReader, detect_format, parse_row
@@ -48,19 +48,15 @@ class DataFile:
 
 
 def locate_source(source: SourceConfig, number: int, cache_dir: Path, say: Callable[[str], None]) -> list[DataFile]:
-    """Return the files of a source, derived or downloaded first if need be.
-
-    Raises:
-        DataError: there is no such file or data set, or it is empty.
-    """
-    row_format, columns = source.format, dict(source.columns)
+    """Return the files of a source, derived or downloaded first if need be."""
+    row_format = source.format
     if row_format is RowFormat.docstrings:
         paths, row_format = [pairs_file(cache_dir, say)], RowFormat.prompt_response
     elif source.hub:
         paths = _from_hub(source)
     else:
         paths = files_of(source)
-    return [DataFile(path, number, row_format, columns) for path in paths]
+    return [DataFile(path, number, row_format, dict(source.columns)) for path in paths]
 
 
 def _from_hub(source: SourceConfig) -> list[Path]:
@@ -88,11 +84,7 @@ def _from_hub(source: SourceConfig) -> list[Path]:
 
 
 def locate_all(data: DataConfig, cache_dir: Path, say: Callable[[str], None]) -> list[DataFile]:
-    """Return the files of all sources, training first.
-
-    Raises:
-        DataError: see `locate`; also when there is no source.
-    """
+    """Return the files of all sources, training first; a DataError if there are no sources or files."""
     if not data.sources:
         raise DataError(tr("data.sources is empty: name at least one file under data.sources."))
     sources = [*data.sources, *data.validation]
@@ -100,11 +92,7 @@ def locate_all(data: DataConfig, cache_dir: Path, say: Callable[[str], None]) ->
 
 
 def local_files(data: DataConfig) -> list[DataFile]:
-    """Return the files of the sources that have a path; downloads and derives nothing.
-
-    Raises:
-        DataError: see `locate`.
-    """
+    """Return the files of the sources that have a path; downloads and derives nothing."""
     sources = [*data.sources, *data.validation]
     return [
         file
@@ -119,42 +107,33 @@ def read_blocks(
 ) -> Iterator[tuple[int, DataFile, Block]]:
     """Yield the blocks of several files, in order, each with its file's number; formats are found on the way.
 
-    Args:
-        limits: for each file how many rows, at most, it and the files before it of the same limit give together;
-            0 means all. Only used with `data.max_samples`.
-
-    Raises:
-        DataError: a file cannot be read, or belongs to no known format.
+    `limits`: for each file how many rows, at most, it and the files before it of the same limit give together; 0 means
+    all. Only used with `data.max_samples`.
     """
     taken = 0
     for number, file in enumerate(files):
         known: DataFile | None = None
         for block in blocks(file.path, least_bytes, file.columns.values()):
-            limit = limits[number]
-            if limit:
+            if limit := limits[number]:
                 if taken >= limit:
                     break
-                block = _first_rows(block, limit - taken)
-                taken += sum(1 for _ in rows_of(block))
+                rows = list(islice(rows_of(block), limit - taken))
+                taken += len(rows)
+                if isinstance(block.content, bytes):
+                    end = rows[-1][0] + 1 if rows else 0
+                    content = b"".join(line + b"\n" for line in block.content.split(b"\n")[:end])
+                    block = replace(block, content=content)
+                else:
+                    block = replace(block, content=rows)
             if known is None:
                 known = with_format(file, block)
             yield number, known or file, block
 
 
-def _first_rows(block: Block, count: int) -> Block:
-    """Return the block with its first so many rows only."""
-    rows = [row for _, row in zip(range(max(count, 0)), rows_of(block), strict=False)]
-    if isinstance(block.content, list):
-        return replace(block, content=rows)
-    end = rows[-1][0] + 1 if rows else 0
-    return replace(block, content=b"".join(line + b"\n" for line in block.content.split(b"\n")[:end]))
-
-
 def with_format(file: DataFile, block: Block) -> DataFile | None:
     """Return the file with the format that its first row shows; None if no row of the block can be parsed.
 
-    Raises:
-        DataError: the row belongs to no known format.
+    A DataError if the row belongs to no known format.
     """
     if file.row_format is not RowFormat.auto:
         return file
@@ -176,9 +155,6 @@ def read_conversations(data: DataConfig, cache_dir: Path, say: Callable[[str], N
     """Yield the conversations of the training sources; rows that cannot be used are passed over.
 
     For fitting a tokenizer: the cache's build reports such rows, or stops at them.
-
-    Raises:
-        DataError: a file cannot be read.
     """
     files = [file for file in locate_all(data, cache_dir, say) if file.source < len(data.sources)]
     for _, file, block in read_blocks(files, [data.max_samples] * len(files), block_bytes(total_bytes(files))):
@@ -201,71 +177,36 @@ def content_hash(path: Path, cache_dir: Path) -> str:
     """Return the SHA-256 of a file's bytes, remembered for as long as the file's size, times and inode stay the same.
 
     Like git, it does not trust the memory of a file that was changed within the clock's resolution of being read.
-
-    Raises:
-        DataError: the file cannot be read.
     """
     with reading(path, DataError):
         found = path.stat()
         stamp = [found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino, found.st_dev]
         name = hashlib.sha256(str(path.absolute()).encode(errors="surrogateescape")).hexdigest()[:32]
         kept = cache_dir / "hashes" / f"{name}.json"
-        remembered = _read_json(kept)
-        if remembered.get("stamp") == stamp:
-            return str(remembered["sha256"])
+        with suppress(OSError, ValueError, KeyError, TypeError):
+            remembered = json.loads(kept.read_text(encoding="utf-8"))
+            if remembered["stamp"] == stamp:
+                return str(remembered["sha256"])
         digest = sha256(path)
     if time.time() - max(found.st_mtime, found.st_ctime) > _SETTLED_S:
-        _write_json(kept, {"path": str(path), "stamp": stamp, "sha256": digest})
+        with suppress(OSError):  # a memory that cannot be kept is no error
+            kept.parent.mkdir(parents=True, exist_ok=True)
+            write_atomically(kept, json.dumps({"path": str(path), "stamp": stamp, "sha256": digest}).encode())
     return digest
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-        return value if isinstance(value, dict) else {}
-    except (OSError, ValueError):
-        return {}
-
-
-def _write_json(path: Path, value: dict[str, Any]) -> None:
-    """Write at once or not at all; a memory that cannot be kept is no error."""
-    with suppress(OSError):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(path, json.dumps(value).encode())
 
 
 CODE_VERSION = 1
 """Part of the file's name; raise it when the pairs change."""
 
-_SKIPPED_FOLDERS = {
-    "site-packages",
-    "dist-packages",
-    "test",
-    "tests",
-    "idlelib",
-    "lib2to3",
-    "__pycache__",
-    "ensurepip",
-}
+_SKIPPED_FOLDERS = ["site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "__pycache__", "ensurepip"]
 _MIN_ANSWER_CHARS = 20
 _MAX_ANSWER_CHARS = 480
 _PAIRS_FILE = "pairs.jsonl"
 
 _QUESTIONS = {
-    "module": [
-        "What is the module `{name}` for?",
-        "What does the Python module {name} offer?",
-    ],
-    "class": [
-        "What is the class `{name}` for?",
-        "When would I use {name}?",
-        "What is a {name}?",
-    ],
-    "function": [
-        "What does {name} do?",
-        "How do I call `{name}`?",
-        "Explain `{name}`.",
-    ],
+    "module": ("What is the module `{name}` for?", "What does the Python module {name} offer?"),
+    "class": ("What is the class `{name}` for?", "When would I use {name}?", "What is a {name}?"),
+    "function": ("What does {name} do?", "How do I call `{name}`?", "Explain `{name}`."),
 }
 
 
@@ -280,11 +221,7 @@ class _Object:
 
 
 def pairs_file(cache_dir: Path, say: Callable[[str], None]) -> Path:
-    """Return the JSONL file of the pairs (keys prompt, response), written at first use.
-
-    Raises:
-        DataError: the folder cannot be written, or this Python comes without the sources of its library.
-    """
+    """Return the JSONL file of the pairs (keys prompt, response), written at first use."""
     library = Path(sysconfig.get_paths()["stdlib"])
     # The version alone does not say it: distributions ship the library whole, in parts or patched.
     build_id = hashlib.sha256(f"{sys.version} {library}".encode()).hexdigest()[:8]
@@ -313,34 +250,23 @@ def derive_pairs(library: Path) -> Iterator[tuple[str, str]]:
     names: set[str] = set()
     for path in _module_sources(library):
         module = ".".join(path.relative_to(library).with_suffix("").parts).removesuffix(".__init__")
-        tree = _parsed_module(path)
-        if tree is None:
-            continue
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # about old escapes in the library's own files
+            try:
+                tree = ast.parse(path.read_bytes())
+            except (SyntaxError, ValueError, RecursionError, OSError):
+                continue  # fixtures in wrong encodings, and templates that are no Python
         for found in _documented(tree, module):
             description = _describe(found.docstring)
             if len(description) < _MIN_ANSWER_CHARS or description in seen or found.name in names:
                 continue
             seen.add(description)
             names.add(found.name)
-            yield _pair(found, description)
-
-
-def _parsed_module(path: Path) -> ast.Module | None:
-    """Return the syntax tree, None for fixtures in wrong encodings and templates that are no Python."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # about old escapes in the library's own files
-        try:
-            return ast.parse(path.read_bytes())
-        except (SyntaxError, ValueError, RecursionError, OSError):
-            return None
-
-
-def _pair(found: _Object, description: str) -> tuple[str, str]:
-    """Return question and answer, the form chosen by the name so that it is the same everywhere."""
-    forms = _QUESTIONS[found.kind]
-    form = forms[zlib.crc32(found.name.encode()) % len(forms)]
-    answer = f"{found.name}({found.parameters}): {description}" if "call" in form else description
-    return form.format(name=found.name), answer
+            # The form is chosen by the name, so that it is the same everywhere.
+            forms = _QUESTIONS[found.kind]
+            form = forms[zlib.crc32(found.name.encode()) % len(forms)]
+            answer = f"{found.name}({found.parameters}): {description}" if "call" in form else description
+            yield form.format(name=found.name), answer
 
 
 def _module_sources(library: Path) -> list[Path]:
@@ -370,20 +296,18 @@ def _members(parent: ast.Module | ast.ClassDef, prefix: str, in_class: bool) -> 
                 yield _Object(name, "class", "", docstring)
             yield from _members(node, name, in_class=True)
         elif docstring:
-            yield _Object(name, "function", _parameters(node, in_class), docstring)
+            for argument in ast.walk(node.args):
+                if isinstance(argument, ast.arg):
+                    argument.annotation = None
+            parameters = ast.unparse(node.args)
+            if in_class:
+                parameters = re.sub(r"^(self|cls)(, |$)", "", parameters)
+            yield _Object(name, "function", parameters, docstring)
 
 
 def _is_private(name: str) -> bool:
     """Whether a dotted name has a private last part; `__init__` and the like say too little on their own."""
     return name.rpartition(".")[2].startswith("_")
-
-
-def _parameters(node: ast.FunctionDef | ast.AsyncFunctionDef, in_class: bool) -> str:
-    """Return the parameters as they stand in the source, without annotations and `self`."""
-    for argument in ast.walk(node.args):
-        if isinstance(argument, ast.arg):
-            argument.annotation = None
-    return re.sub(r"^(self|cls)(, |$)", "", ast.unparse(node.args)) if in_class else ast.unparse(node.args)
 
 
 def _describe(docstring: str) -> str:
