@@ -13,6 +13,7 @@ import yaml
 from toolkit import errors
 from toolkit.cli import main
 from toolkit.config import rule_tables
+from toolkit.config.schema import all_keys
 from toolkit.messages import chinese, current_language, joined, placeholders, set_language, tr
 from toolkit.tables import read_table
 
@@ -21,6 +22,9 @@ CHINESE = chinese()["messages"]
 
 
 ERRORS = {name for name, kind in vars(errors).items() if isinstance(kind, type) and issubclass(kind, Exception)}
+
+
+FILLED = {"key", "value", *all_keys()}
 
 
 def calls() -> Iterator[tuple[str, ast.Call]]:
@@ -36,9 +40,14 @@ def calls() -> Iterator[tuple[str, ast.Call]]:
             elif (
                 isinstance(node, ast.Call)
                 and isinstance(node.func, ast.Attribute)
-                and (node.func.attr in ("error", "note") and node.keywords and len(node.args) == 2)
-            ):  # LoadedConfig.error(KEY, template, …), and so the import of a DeepSpeed JSON
-                call = ast.Call(func=node.func, args=node.args[1:], keywords=node.keywords)
+                and node.func.attr in ("error", "note")
+                and len(node.args) == 2
+                and (node.keywords or isinstance(node.args[1], ast.Constant))
+            ):  # LoadedConfig.error(KEY, template, …), which knows the values of all keys; or the import of a JSON
+                names = placeholders(ast.literal_eval(node.args[1])) - {keyword.arg for keyword in node.keywords}
+                known = names & FILLED if ast.unparse(node.func.value).endswith("loaded") else set()
+                keywords = [*node.keywords, *(ast.keyword(arg=name) for name in known)]
+                call = ast.Call(func=node.func, args=node.args[1:], keywords=keywords)
                 yield f"{path.relative_to(ROOT)}:{node.lineno}", call
 
 

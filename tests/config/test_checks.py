@@ -35,8 +35,8 @@ REFUSED = {
         "Start on a multiple of 2 ranks."
     ),
     "batch.global_size=24 parallel=tensor batch.world_sizes=[2,4]": (
-        "batch.world_sizes = [2, 4]: with parallel.tensor = 2 a run goes on on as many ranks as it was saved by only. "
-        "Take it out."
+        "batch.world_sizes = [2, 4]: with parallel.tensor = 2 a run can be resumed only on as many ranks as it was "
+        "saved on. Remove the key."
     ),
     "data.curriculum.steps=5 data.curriculum.start_length=2000": (
         "data.curriculum.start_length = 2000 must be less than data.max_length = 1024."
@@ -94,9 +94,6 @@ REFUSED = {
     "batch.micro_per_gpu=0": "batch.micro_per_gpu = 0 must be at least 1.",
     "batch.micro_per_gpu=auto batch.global_size=12": (
         "batch.global_size = 12 is not a multiple of batch.micro_per_gpu (1) x 8 ranks = 8. Use 8 or 16."
-    ),
-    "batch.micro_per_gpu=${track.wandb.project}": (
-        "batch.micro_per_gpu = deepspeed-finetuning-toolkit must be a whole number or auto."
     ),
     "optim.lr=0": "optim.lr = 0.0 must be above 0.",
     "optim.lr=nan": "optim.lr = nan must be above 0.",

@@ -10,8 +10,7 @@ import yaml
 from toolkit.arguments import parse
 from toolkit.cli.recipes import about
 from toolkit.config import files
-from toolkit.config.files import known_recipes, read
-from toolkit.config.hub import is_hub_name
+from toolkit.config.files import is_hub_name, known_recipes, read
 from toolkit.config.load import load
 from toolkit.config.rules import check_rules
 from toolkit.config.schema import Init, RowFormat, RunConfig

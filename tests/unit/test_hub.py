@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from toolkit.config.hub import is_hub_name
+from toolkit.config.files import is_hub_name
 from toolkit.config.load import load
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"

@@ -62,7 +62,8 @@ def test_an_installed_wheel_runs_away_from_the_checkout(wheel: Path, tmp_path: P
 
     code = (
         "import toolkit; from toolkit.config import files; "
-        "print(toolkit.__file__, files.conf_folder(), *files.recipe_folders(), files.example_folder(), sep='\\n')"
+        "examples = files.shipped_folder('examples/data', '_examples'); "
+        "print(toolkit.__file__, files.conf_folder(), *files.recipe_folders(), examples, sep='\\n')"
     )
     places = run(sys.executable, "-c", code).splitlines()
     assert len(places) == 4

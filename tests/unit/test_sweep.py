@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from toolkit.cli import _dispatch, sweep
-from toolkit.config import sweep as grammar
+from toolkit.config.load import grid, split_axes
 from toolkit.errors import ConfigError, DataError, LaunchError
 from toolkit.jobs import sweep as sweeps
 from toolkit.jobs.sweep import read_result
@@ -69,13 +69,13 @@ GRIDS: dict[str, tuple[list[str], list[list[str]]]] = {
 @pytest.mark.parametrize("name", GRIDS)
 def test_grammar(name: str) -> None:
     words, expected = GRIDS[name]
-    fixed, axes = grammar.read([*words, "train.epochs=2", "optim.betas=[0.9,0.95]"])
+    fixed, axes = split_axes([*words, "train.epochs=2", "optim.betas=[0.9,0.95]"])
     assert fixed == ["train.epochs=2", "optim.betas=[0.9,0.95]"]
-    assert [[word.partition("=")[2] for word in job] for job in grammar.grid(axes)] == expected
+    assert [[word.partition("=")[2] for word in job] for job in grid(axes)] == expected
 
 
 def test_intervals() -> None:
-    _, [plain, log, whole] = grammar.read(["a=interval(0,1)", "b=tag(log,interval(1e-5,1e-3))", "c=int(interval(1,8))"])
+    _, [plain, log, whole] = split_axes(["a=interval(0,1)", "b=tag(log,interval(1e-5,1e-3))", "c=int(interval(1,8))"])
     assert (plain.low, plain.high, plain.is_log, plain.is_whole) == (0, 1, False, False)
     assert (log.is_log, log.ends()) == (True, ["1e-05", "0.001"])
     assert (whole.is_whole, whole.ends()) == (True, ["1", "8"])
@@ -93,7 +93,7 @@ def test_intervals() -> None:
 )
 def test_bad_grammar(word: str, message: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        grammar.read([word])
+        split_axes([word])
     assert message in str(caught.value)
 
 

@@ -28,12 +28,9 @@ def run(words: list[str]) -> int:
     if total_steps and cfg.train.max_steps and total_steps != cfg.train.max_steps:
         raise arguments.loaded.error(
             "train.max_steps",
-            tr(
-                "train.max_steps = {steps} and total_steps={total} contradict each other: remove total_steps, or set "
-                "train.max_steps={total}.",
-                steps=cfg.train.max_steps,
-                total=total_steps,
-            ),
+            "train.max_steps = {value} and total_steps={total} contradict each other: remove total_steps, or set "
+            "train.max_steps={total}.",
+            total=total_steps,
         )
     total_steps = total_steps or cfg.train.max_steps or None
     ds = build_ds_config(cfg, world_size, total_steps)

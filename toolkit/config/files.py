@@ -43,19 +43,21 @@ class YamlDocument:
         return f"{self.shown}:{line}" if line else self.shown
 
 
+def shipped_folder(name: str, installed: str = "") -> Path:
+    """Return the directory conf, recipes or examples/data: that of the checkout, else the copy in the wheel."""
+    beside = PACKAGE.parent / name
+    is_checkout = (PACKAGE.parent / "run.py").is_file() and beside.is_dir()
+    return beside if is_checkout else PACKAGE / (installed or f"_{name}")
+
+
 def conf_folder() -> Path:
-    """Return the folder of the Hydra groups: conf/ beside the package, else the installed copy."""
-    return _beside_or_installed("conf")
-
-
-def example_folder() -> Path:
-    """Return the directory of the example conversations: examples/data/ beside the package, else the installed copy."""
-    return _beside_or_installed("examples/data", "_examples")
+    """Return the directory of the Hydra groups."""
+    return shipped_folder("conf")
 
 
 def recipe_folders() -> list[Path]:
     """Return where recipes are looked for, in order: beside run.py or installed, then the working folder's recipes/."""
-    return [folder for folder in (_beside_or_installed("recipes"), Path.cwd() / "recipes") if folder.is_dir()]
+    return [folder for folder in (shipped_folder("recipes"), Path.cwd() / "recipes") if folder.is_dir()]
 
 
 def known_recipes() -> dict[str, Path]:
@@ -90,12 +92,6 @@ def language_of(recipe: str) -> str:
     return ""
 
 
-def _beside_or_installed(name: str, installed: str = "") -> Path:
-    beside = PACKAGE.parent / name
-    is_checkout = (PACKAGE.parent / "run.py").is_file() and beside.is_dir()
-    return beside if is_checkout else PACKAGE / (installed or f"_{name}")
-
-
 def show(path: Path) -> str:
     """Return a path as messages name it: relative where it lies below the working folder or beside the package."""
     for base in (Path.cwd(), PACKAGE.parent):
@@ -126,9 +122,9 @@ def parse(text: str, shown: str) -> YamlDocument:
     """Parse YAML text; see `read`."""
     try:
         try:
-            node, values = _parsed(text, shown, _fast_loader())
+            values, lines = _parsed(text, shown, _fast_loader())
         except yaml.YAMLError:  # PyYAML's own parser says better what is wrong, and where
-            node, values = _parsed(text, shown, get_yaml_loader())
+            values, lines = _parsed(text, shown, get_yaml_loader())
     except yaml.MarkedYAMLError as error:
         line = error.problem_mark.line + 1 if error.problem_mark else 1
         raise ConfigError("{file}:{line}: {reason}", file=shown, line=line, reason=error.problem) from error
@@ -136,19 +132,23 @@ def parse(text: str, shown: str) -> YamlDocument:
         raise ConfigError("{file}: {reason}", file=shown, reason=error) from error
     if not isinstance(values, dict):
         raise ConfigError("{file} must hold `key: value` lines, not a list or a single value.", file=shown)
-    lines: dict[str, int] = {}
-    if node is not None:
-        _note_lines(node, "", lines)
     return YamlDocument(shown, values, lines)
 
 
-def _parsed(text: str, shown: str, loader_class: Any) -> tuple[yaml.Node | None, Any]:
-    """Return a text's nodes, and its content."""
-    _vet_events(text, shown, loader_class)
-    loader = loader_class(text)
+def _parsed(text: str, shown: str, loader_class: Any) -> tuple[Any, dict[str, int]]:
+    """Return a text's content, and the line of each key and list item."""
+    depth = 0
+    for event in yaml.parse(text, Loader=loader_class):
+        if isinstance(event, yaml.AliasEvent):
+            line = event.start_mark.line + 1 if event.start_mark else 1
+            raise ConfigError("{file}:{line}: YAML aliases (*name) are not allowed.", file=shown, line=line)
+        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+        if depth > DEEPEST_NESTING:
+            raise ConfigError("{file} nests deeper than {limit} levels.", file=shown, limit=DEEPEST_NESTING)
+    loader, lines = loader_class(text), dict[str, int]()
     node = loader.get_single_node()
-    _keep_as_typed(node)
-    return node, loader.construct_document(node) if node is not None else {}
+    _walk(node, "", lines)
+    return loader.construct_document(node) if node is not None else {}, lines
 
 
 @functools.cache
@@ -169,41 +169,21 @@ def _fast_loader() -> Any:
     return Fast
 
 
-def _keep_as_typed(node: yaml.Node | None, section: tuple[str, ...] = ("launch", "env")) -> None:
-    """Let the values of environment variables be texts: YAML makes false of `off`, and 10 of `012`."""
-    for key, value in node.value if isinstance(node, yaml.MappingNode) else ():
-        if section and key.value == section[0]:
-            _keep_as_typed(value, section[1:])
-        elif not section:
-            key.tag = _TEXT
-            if isinstance(value, yaml.ScalarNode) and value.tag != "tag:yaml.org,2002:null":
-                value.tag = _TEXT
-
-
-def _vet_events(text: str, shown: str, loader_class: Any) -> None:
-    depth = 0
-    for event in yaml.parse(text, Loader=loader_class):
-        if isinstance(event, yaml.AliasEvent):
-            line = event.start_mark.line + 1 if event.start_mark else 1
-            raise ConfigError("{file}:{line}: YAML aliases (*name) are not allowed.", file=shown, line=line)
-        if isinstance(event, yaml.CollectionStartEvent):
-            depth += 1
-        elif isinstance(event, yaml.CollectionEndEvent):
-            depth -= 1
-        if depth > DEEPEST_NESTING:
-            raise ConfigError("{file} nests deeper than {limit} levels.", file=shown, limit=DEEPEST_NESTING)
-
-
-def _note_lines(node: yaml.Node, path: str, lines: dict[str, int]) -> None:
+def _walk(node: yaml.Node | None, path: str, lines: dict[str, int]) -> None:
+    """Note where each key and item is; let environment variables be texts: YAML makes false of `off`, 10 of `012`."""
     if isinstance(node, yaml.MappingNode):
         for key, value in node.value:
+            if path == "launch.env":
+                key.tag = _TEXT
+                if isinstance(value, yaml.ScalarNode) and value.tag != "tag:yaml.org,2002:null":
+                    value.tag = _TEXT
             inner = f"{path}.{key.value}" if path else str(key.value)
             lines[inner] = key.start_mark.line + 1
-            _note_lines(value, inner, lines)
+            _walk(value, inner, lines)
     elif isinstance(node, yaml.SequenceNode):
         for index, item in enumerate(node.value):
             lines[f"{path}[{index}]"] = item.start_mark.line + 1
-            _note_lines(item, f"{path}[{index}]", lines)
+            _walk(item, f"{path}[{index}]", lines)
 
 
 SHIPPED = ("examples/data/chat_zh.jsonl", "examples/data/chat_en.jsonl")
@@ -218,8 +198,13 @@ OWN = "data=chat.jsonl"
 def located(path: str) -> str:
     """Return where a file is: the path as it is, or the shipped file that it names."""
     if path in _SHIPPED and not Path(path).exists():
-        return str(example_folder() / Path(path).name)
+        return str(shipped_folder("examples/data", "_examples") / Path(path).name)
     return path
+
+
+def is_hub_name(path: str) -> bool:
+    """Return whether a `model.path` names a repository on Hugging Face; a directory of that name comes first."""
+    return re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", path, re.ASCII) is not None and not Path(path).exists()
 
 
 def notice(data: DataConfig) -> str:

@@ -1,30 +1,24 @@
 """`model.path` as a name on Hugging Face (owner/name): the folder of its files in huggingface_hub's cache."""
 
 import os
-import re
 import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from toolkit.config.files import is_hub_name
 from toolkit.config.load import LoadedConfig, replace
 from toolkit.config.schema import Init, ModelConfig
 from toolkit.disk import try_lock
 from toolkit.messages import joined, tr
 
-_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*", re.ASCII)
 _FILES = ("*.json", "*.model", "*.txt", "*.jinja", "*.tiktoken", "*.py", "*.safetensors")
 _PICKLED = (*_FILES, "pytorch_model*.bin")
 """For what has no safetensors: the official ChatGLM repositories."""
 _NOT = ("*/*", "consolidated*")
 """Files in folders, and the weights a second time in their makers' own layout: nothing reads them."""
 _POLL_S = 0.2
-
-
-def is_hub_name(path: str) -> bool:
-    """Return whether a `model.path` names a repository on Hugging Face; a folder of that name comes first."""
-    return _NAME.fullmatch(path) is not None and not Path(path).exists()
 
 
 def resolve_model_path(loaded: LoadedConfig, say: Callable[[str], None], *, config_only: bool = False) -> LoadedConfig:
@@ -54,7 +48,7 @@ def resolve_model_path(loaded: LoadedConfig, say: Callable[[str], None], *, conf
             folder = _once_per_machine(name, revision, lambda is_first: _snapshot(name, revision, is_first, say))
     except Exception as error:
         reason = joined(_reason(name, revision, error), _other_ways(loaded.cfg.model))
-        raise loaded.error("model.path", reason) from error
+        raise loaded.about("model.path", reason) from error
     place = tr("{name} on Hugging Face", name=name)
     values = {"model.path": folder, "model.revision": "", "model.hub_id": name}
     return replace(loaded, {key: (value, place) for key, value in values.items()})

@@ -11,8 +11,11 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from itertools import accumulate
+from functools import partial
+from itertools import accumulate, product
+from math import inf
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from hydra import initialize_config_dir
@@ -20,19 +23,18 @@ from hydra.core.config_store import ConfigStore
 from hydra.core.default_element import ResultDefault
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override
+from hydra.core.override_parser.types import IntervalSweep, Override
 from hydra.errors import HydraException
 from hydra.types import RunMode
 from omegaconf import OmegaConf
 from omegaconf.errors import InterpolationResolutionError, OmegaConfBaseException
 
-from toolkit import messages
 from toolkit.config import files
 from toolkit.config.files import YamlDocument, known_recipes
-from toolkit.config.schema import RunConfig, TuningMethod
-from toolkit.config.validate import about, build, field_type, is_foreign, unknown_key, validate_tree
+from toolkit.config.schema import RunConfig, TuningMethod, as_text, get_value
+from toolkit.config.validate import TreeReader, about, field_type, is_foreign, unknown_key
 from toolkit.errors import ConfigError
-from toolkit.messages import did_you_mean, joined, tr
+from toolkit.messages import did_you_mean, filled, joined, tr
 from toolkit.problems import Problems
 from toolkit.secrets import hide_all
 from toolkit.tables import set_leaf
@@ -83,28 +85,23 @@ class LoadedConfig:
         place = self.where.get(key, "")
         return tr("{place}: ", place=place) if place else ""
 
-    def error(self, about_key: str, sentence: str, /, **values: object) -> ConfigError:
-        """Return the error about a key, with its place in front; with values, the sentence is a template."""
-        return about(about_key, self.position(about_key) + (messages.tr(sentence, **values) if values else sentence))
+    def error(self, about_key: str, template: str, /, **values: object) -> ConfigError:
+        """Return the error about a key, with its position in front; the template is filled in by `fill`."""
+        return self.about(about_key, self.fill(about_key, template, **values))
 
-    def place(self, path: str) -> str:
-        """Return where a key is set, or else the section or list that it is in; "" if neither is."""
-        while path and path not in self.where:
-            path = path[: max(path.rfind("."), path.rfind("["), 0)]
-        return self.where.get(path, "")
+    def about(self, key: str, sentence: str) -> ConfigError:
+        """Return the error about a key, with its position in front of a sentence that is filled in already."""
+        return about(self.position(key) + sentence, key)
 
-    def layer_of(self, key: str) -> int:
-        """Return the layer of a key's value; where nothing sets it, that of the choice of its group."""
-        parts = key.split(".")
-        return max(self.layers.get(".".join(parts[:count]), 0) for count in range(1, len(parts) + 1))
+    def fill(self, about_key: str, template: str, /, **values: object) -> str:
+        """Fill in a template: {key} is the key it is about, {value} its value, {zero.stage} that of another key."""
 
-    def note(self, key: str, place: str, layer: int) -> None:
-        """Note where the value of a key comes from; what no layer above conf/ sets was not chosen by anybody."""
-        self.where[key], self.layers[key] = place, layer
-        if layer:
-            self.explicit.add(key)
-        else:
-            self.explicit.discard(key)
+        def value_of(name: str) -> object:
+            if name in values or name == "key":
+                return values.get(name, about_key)
+            return as_typed(get_value(self.cfg, about_key if name == "value" else name), ", ")
+
+        return filled(template, value_of).rstrip()  # what comes last may be empty
 
 
 def group_choices(config_dir: str = "") -> dict[str, list[str]]:
@@ -129,27 +126,34 @@ def load(overrides: Sequence[str], *, config_dir: str = "", problems: Problems |
         raise ConfigError("--config-dir {folder} is not a folder.", folder=config_dir)
     groups = _groups(config_dir)
     parsed = [override for word in overrides if (override := found.attempt(_parse, word)) is not None]
-    if (chosen := found.attempt(_choose_recipe, parsed)) is None:
+    chosen = found.attempt(_choose_recipe, parsed)
+    if chosen is None:
         found.raise_all()
-        raise AssertionError("no recipe, and no error about it")
-    name, path, recipes = chosen
-    typed = _CommandLine()
+    assert chosen is not None
+    (name, path), typed = chosen, _CommandLine()
     for override in parsed:
         if override.key_or_group != "recipe":
             found.attempt(typed.take, override, groups, found)
     loaded, tree = LoadedConfig(cfg=RunConfig()), dict[str, Any]()
     try:
-        documents = _read_recipes(path, recipes, groups, found)
+        documents = _read_recipes(path, groups, found)
         order = _defaults_list(documents, typed.choices, config_dir)
         for document, package, layer in _layers(order, documents, groups, typed, loaded, found):
-            for key, place in document.leaves:
-                loaded.note(key, place, layer)
-            _merge(tree, _nested(package, document.values))
-        for key in typed.keys:
-            loaded.note(key, tr("command line"), TYPED)
+            keys = [key for key, _ in document.leaves]
+            loaded.where |= document.leaves
+            loaded.layers |= dict.fromkeys(keys, layer)
+            # What no layer above conf/ sets was not chosen by anybody.
+            loaded.explicit = loaded.explicit.union(keys) if layer else loaded.explicit.difference(keys)
+            _merge(tree, document.values, *filter(None, package.split(".")))
+        loaded.where |= dict.fromkeys(typed.keys, tr("command line"))
+        loaded.layers |= dict.fromkeys(typed.keys, TYPED)
+        loaded.explicit |= typed.keys
         for key, value in typed.values:
-            _merge(tree, _nested(key, value))
-        loaded.cfg = build(_resolved(tree), RunConfig, "", lambda path: loaded.place(path) or name)
+            *parents, last = key.split(".")
+            _merge(tree, {last: value}, *parents)
+        loaded.cfg = TreeReader(lambda path: _place(loaded, path) or name, found, is_resolved=True).read(
+            _resolved(tree), RunConfig
+        )
     except (HydraException, OmegaConfBaseException, RecursionError) as error:
         found.raise_all()  # what is wrong with a group's file ends Hydra too, with less to say about it
         reason = tr("cannot compose the config: {reason}", reason=" ".join(str(error).split()))
@@ -172,14 +176,16 @@ def replace(loaded: LoadedConfig, values: dict[str, tuple[object, str]], layer: 
     """
     tree, problems = to_plain(loaded.cfg), Problems()
     for key, (value, place) in values.items():
-        kind, value = field_type(key), to_plain(value)
+        kind, value, at = field_type(key), to_plain(value), partial(_always, place)
         if kind is None:
-            raise unknown_key(key, lambda _, place=place: place)  # type: ignore[misc]
-        list(validate_tree(value, kind, key, lambda _, place=place: place, problems))  # type: ignore[misc]
+            raise unknown_key(key, at)
+        TreeReader(at, problems).read(value, kind, key)
         set_leaf(tree, key, value)
     problems.raise_all()
+    cfg = TreeReader(str, problems, is_resolved=True).read(tree, RunConfig)
+    problems.raise_all()
     return LoadedConfig(
-        cfg=build(tree, RunConfig, "", str),
+        cfg=cfg,
         where=loaded.where | {key: place for key, (_, place) in values.items()},
         explicit=set(loaded.explicit),
         layers=loaded.layers | dict.fromkeys(values, layer),
@@ -204,6 +210,13 @@ def to_plain(value: Any) -> Any:
     if isinstance(value, list):
         return [to_plain(item) for item in value]
     return value.name if isinstance(value, Enum) else value
+
+
+def as_typed(value: object, comma: str = ",") -> str:
+    """Return a value as one types it on the command line."""
+    if isinstance(value, list):
+        return f"[{comma.join(as_typed(item) for item in value)}]"
+    return as_text(to_plain(value)) or '""'
 
 
 def escaped(value: Any) -> Any:
@@ -259,8 +272,8 @@ def quoted(word: str) -> str:
     )
 
 
-def _choose_recipe(parsed: list[Override]) -> tuple[str, Path, dict[str, Path]]:
-    """Return the recipe's name, its file, and all recipes by name."""
+def _choose_recipe(parsed: list[Override]) -> tuple[str, Path]:
+    """Return the recipe's name and its file."""
     recipes = known_recipes()
     chosen = [str(override.value()) for override in parsed if override.key_or_group == "recipe"]
     listing = tr("Known: {recipes}.", recipes=", ".join(sorted(recipes)))
@@ -271,7 +284,7 @@ def _choose_recipe(parsed: list[Override]) -> tuple[str, Path, dict[str, Path]]:
         path = Path(name)
         if not path.is_file():
             raise ConfigError(joined(tr("command line: there is no recipe file {path}.", path=name), listing))
-        return path.stem, path.resolve(), recipes
+        return path.stem, path.resolve()
     if name.endswith((".json", ".sh")) and Path(name).is_file():
         raise ConfigError(
             "command line: {path} is no recipe. A DeepSpeed JSON goes with a recipe: recipe=NAME "
@@ -280,44 +293,43 @@ def _choose_recipe(parsed: list[Override]) -> tuple[str, Path, dict[str, Path]]:
             path=name,
         )
     if name not in recipes:
-        raise ConfigError(
-            joined(tr("command line: unknown recipe '{name}'.", name=name), did_you_mean(name, recipes), listing)
-        )
-    return name, recipes[name], recipes
+        sentence = tr("command line: unknown recipe '{name}'.", name=name)
+        raise ConfigError(joined(sentence, did_you_mean(name, recipes), listing))
+    return name, recipes[name]
 
 
+@dataclass(slots=True)
 class _CommandLine:
     """What the command line chooses and sets."""
 
-    def __init__(self) -> None:
-        self.choices: dict[str, Any] = {}
-        """Group -> its choice, or several."""
-        self.values: list[tuple[str, Any]] = []
-        """Key or section, and its value."""
-        self.keys: set[str] = set()
-        """Keys that are set, those in sections too."""
+    choices: dict[str, Any] = field(default_factory=dict)
+    """Group -> its choice, or several."""
+    values: list[tuple[str, Any]] = field(default_factory=list)
+    """Key or section, and its value."""
+    keys: set[str] = field(default_factory=set)
+    """Keys that are set, those in sections too."""
 
     def take(self, override: Override, groups: Groups, problems: Problems) -> None:
         """Check one argument and note what it chooses or sets."""
         key, value = _written_out(override.key_or_group, override.value(), groups)
-        if key in groups and _is_choice(key, value):
-            _check_choice(key, value, groups)
+        place = tr("command line")
+        if _is_choice(key, value, groups, place):
             self.choices[key] = value
             return
-
-        def place(_: str) -> str:
-            return tr("command line")
-
-        kind = field_type(key)
+        kind, before = field_type(key), problems.count
         if kind is None or "_target_" in key.split("."):
-            raise unknown_key(key, place)
+            raise unknown_key(key, partial(_always, place))
         if key.startswith("launch.env.") and isinstance(value, (bool, int, float)):
             value = str(override.input_line).partition("=")[2].strip()  # as it was typed: 1e3, not 1000.0
-        before = problems.count
-        keys = {leaf for leaf, _ in validate_tree(value, kind, key, place, problems)}
+        reader = TreeReader(partial(_always, place), problems)
+        reader.read(value, kind, key)
         if problems.count == before:
             self.values.append((key, value))
-            self.keys |= keys
+            self.keys.update(reader.leaves)
+
+
+def _always(place: str, path: str) -> str:
+    return place
 
 
 def _written_out(key: str, value: Any, groups: Groups) -> tuple[str, Any]:
@@ -363,36 +375,40 @@ def _is_path(value: Any) -> bool:
     return isinstance(value, str) and "${" not in value and (bool(re.search(r"[./*]", value)) or os.path.exists(value))
 
 
-def _is_choice(group: str, value: Any) -> bool:
-    """Return whether a value names a file of a group, or several where that is possible."""
+def _is_choice(group: str, value: Any, groups: Groups, place: str) -> bool:
+    """Return whether a value names a file of a group, or several where that is possible.
+
+    Raises:
+        ConfigError: it is a name, but no file has it.
+    """
     names = value if isinstance(value, list) and group in _SEVERAL else [value]
-    return all(isinstance(name, str) for name in names)
-
-
-def _check_choice(group: str, chosen: Any, groups: Groups, place: str = "") -> None:
-    """Raise an error if a choice of a group does not exist."""
-    for name in chosen if isinstance(chosen, list) else [chosen]:
+    if group not in groups or not all(isinstance(name, str) for name in names):
+        return False
+    for name in names:
         if name not in groups[group]:
-            known = ", ".join(groups[group])
-            sentence = tr(
-                "{place}: unknown choice '{group}={name}'.", place=place or tr("command line"), group=group, name=name
-            )
-            raise about(
-                group, joined(sentence, did_you_mean(name, groups[group]), tr("Known: {choices}.", choices=known))
-            )
+            sentence = tr("{place}: unknown choice '{group}={name}'.", place=place, group=group, name=name)
+            known = tr("Known: {choices}.", choices=", ".join(groups[group]))
+            raise about(joined(sentence, did_you_mean(name, groups[group]), known), group)
+    return True
 
 
-def _read_recipes(
-    chosen: Path, recipes: dict[str, Path], groups: Groups, problems: Problems
-) -> dict[str, YamlDocument]:
+def _read_recipes(chosen: Path, groups: Groups, problems: Problems) -> dict[str, YamlDocument]:
     """Read the chosen recipe and those it builds on; wrong entries of their defaults lists are skipped."""
     documents: dict[str, YamlDocument] = {}
+    recipes, own = known_recipes(), {item.name for item in dataclasses.fields(RunConfig)} | {"defaults"}
     # Name, file, and the files that build on it: a recipe cannot build on itself.
     waiting: list[tuple[str, Path, tuple[Path, ...]]] = [(_CHOSEN, chosen, ())]
     while waiting:
         name, path, above = waiting.pop()
         document = documents[name] = files.read(path)
-        _check_ours(document)
+        others = [str(key) for key in document.values if key not in own and is_foreign(str(key))]
+        if len(others) >= 2 and 2 * len(others) > len(document.values):  # else its keys would be reported one by one
+            raise ConfigError(
+                "{file} is no recipe but another program's config ({keys}, …). Make a recipe of it:  toolkit "
+                "import-config {file} output=NAME.yaml",
+                file=document.shown,
+                keys=", ".join(others[:3]),
+            )
         _write_out(document.values)
         defaults = document.values.pop("defaults", [])
         if not isinstance(defaults, list):
@@ -410,44 +426,23 @@ def _read_recipes(
     return documents
 
 
-def _check_ours(document: YamlDocument) -> None:
-    """Reject another program's config, whose keys would be reported one by one, and say how to convert it."""
-    own = {item.name for item in dataclasses.fields(RunConfig)} | {"defaults"}
-    others = [str(key) for key in document.values if key not in own and is_foreign(str(key))]
-    if len(others) >= 2 and 2 * len(others) > len(document.values):
-        raise ConfigError(
-            "{file} is no recipe but another program's config ({keys}, …). Make a recipe of it:  toolkit "
-            "import-config {file} output=NAME.yaml",
-            file=document.shown,
-            keys=", ".join(others[:3]),
-        )
-
-
 def _check_default(item: Any, place: str, recipes: dict[str, Path], groups: Groups) -> str:
     """Check an item of a recipe's defaults list; return the name of the recipe that it builds on, or ""."""
-    if item == "_self_":
-        return ""
-    if isinstance(item, str):
+    if isinstance(item, str) and item != "_self_":
         if item not in recipes:
-            raise ConfigError(
-                joined(tr("{place}: unknown recipe '{name}'.", place=place, name=item), did_you_mean(item, recipes))
-            )
+            sentence = tr("{place}: unknown recipe '{name}'.", place=place, name=item)
+            raise ConfigError(joined(sentence, did_you_mean(item, recipes)))
         return item
-    if isinstance(item, dict) and len(item) == 1:
-        [(key, value)] = item.items()
-        group = str(key).removeprefix("override").strip().lstrip("/")
-        if str(key).startswith("override /") and group in groups and _is_choice(group, value):
-            _check_choice(group, value, groups, place)
-            return ""
-        if str(key).startswith("override /") and group not in groups:
-            raise ConfigError(
-                joined(
-                    tr("{place}: unknown group '{group}'.", place=place, group=group),
-                    did_you_mean(group, groups),
-                    tr("Known: {choices}.", choices=", ".join(groups)),
-                )
-            )
-    raise _wrong_default(item, place)
+    [(key, value)] = item.items() if isinstance(item, dict) and len(item) == 1 else [("", item)]
+    group = str(key).removeprefix("override").strip().lstrip("/")
+    is_override = str(key).startswith("override /")
+    if is_override and group not in groups:
+        sentence = tr("{place}: unknown group '{group}'.", place=place, group=group)
+        known = tr("Known: {choices}.", choices=", ".join(groups))
+        raise ConfigError(joined(sentence, did_you_mean(group, groups), known))
+    if item != "_self_" and not (is_override and _is_choice(group, value, groups, place)):
+        raise _wrong_default(item, place)
+    return ""
 
 
 def _wrong_default(item: Any, place: str) -> ConfigError:
@@ -534,28 +529,31 @@ def _check_document(document: YamlDocument, package: str, problems: Problems) ->
         position = document.place("hydra")
         problems.add(ConfigError("{place}: a 'hydra:' section is not allowed in a recipe.", place=position))
     if kind is None:  # a group of --config-dir whose name is no section, without `# @package _global_`
-        raise unknown_key(package, lambda _: document.shown)
+        raise unknown_key(package, partial(_always, document.shown))
     document.values.pop("defaults", None)  # of a group's file: Hydra has read it
-    leaves = validate_tree(document.values, kind, package, place, problems)
-    document.leaves.extend((path, place(path)) for path, _ in leaves)
+    reader = TreeReader(place, problems)
+    reader.read(document.values, kind, package)
+    document.leaves.extend((path, place(path)) for path in reader.leaves)
 
 
-def _merge(tree: dict[str, Any], values: dict[str, Any]) -> None:
-    """Put values into a tree: sections are joined, anything else takes the place of what was there."""
+def _place(loaded: LoadedConfig, path: str) -> str:
+    """Return where a key is set, or else the section or list that it is in; "" if neither is."""
+    while path and path not in loaded.where:
+        path = path[: max(path.rfind("."), path.rfind("["), 0)]
+    return loaded.where.get(path, "")
+
+
+def _merge(tree: dict[str, Any], values: dict[str, Any], *sections: str) -> None:
+    """Put values into a section of a tree: sections are joined, anything else takes the place of what was there."""
+    for name in sections:
+        if not isinstance(tree.get(name), dict):
+            tree[name] = {}
+        tree = tree[name]
     for key, value in values.items():
         if isinstance(value, dict):
-            if not isinstance(tree.get(key), dict):
-                tree[key] = {}
-            _merge(tree[key], value)
+            _merge(tree, value, key)
         else:
             tree[key] = value
-
-
-def _nested(key: str, value: Any) -> dict[str, Any]:
-    """Return a value below a dotted key, or at the top for "", as nested dictionaries."""
-    for name in reversed(key.split(".") if key else []):
-        value = {name: value}
-    return dict(value)
 
 
 def _resolved(tree: dict[str, Any]) -> dict[str, Any]:
@@ -574,3 +572,108 @@ def _follow_method(loaded: LoadedConfig) -> None:
         return
     loaded.cfg.optim.lr = LEARNING_RATES[method]
     loaded.where["optim.lr"] = tr("default of tuning.method = {method}", method=method.value)
+
+
+@dataclass(kw_only=True, slots=True)
+class Axis:
+    """One override that names several values."""
+
+    key: str
+    """Key or group, with the + of the word."""
+    values: list[str] = field(default_factory=list)
+    """Its values, as words have them; empty for an interval."""
+    low: float = 0.0
+    """interval: its lower end."""
+    high: float = 0.0
+    """interval: its upper end."""
+    is_log: bool = False
+    """interval: drawn by its logarithm: tag(log, interval(1e-5, 1e-3))."""
+    is_whole: bool = False
+    """interval: whole numbers only: int(interval(1, 8))."""
+
+    def typed(self, value: Any) -> str:
+        """Return one of its values as a word has it."""
+        return str(value) if self.values else str(round(value)) if self.is_whole else f"{value:.6g}"
+
+    def ends(self) -> list[str]:
+        """Return the first and the last value, as words have them."""
+        ends: list[Any] = [*self.values] or [self.low, self.high]
+        return [self.typed(ends[0]), self.typed(ends[-1])]
+
+    def __str__(self) -> str:
+        """Return it as a word of a command line."""
+        if self.values:
+            return f"{self.key}={','.join(self.values)}"
+        interval = f"interval({','.join(self.ends())})"
+        kind = f"int({interval})" if self.is_whole else interval
+        return f"{self.key}={f'tag(log,{kind})' if self.is_log else kind}"
+
+
+def split_axes(words: Sequence[str], config_dir: str = "") -> tuple[list[str], list[Axis]]:
+    """Return the overrides that name one value, as they are typed, and those that name several as axes, in order.
+
+    Several are named in Hydra's sweep grammar: comma lists, choice(), range(), glob() and interval().
+
+    Raises:
+        ConfigError: if a word is no override, or names its values in an order by chance.
+    """
+    choices = {"recipe": list(known_recipes()), **group_choices(config_dir)}
+    # What Hydra's parser asks for the choices of glob().
+    groups = SimpleNamespace(get_group_options=lambda group, **_: choices.get(group, []))
+    fixed: list[str] = []
+    axes: list[Axis] = []
+    for word in words:
+        try:
+            override = OverridesParser.create().parse_override(quoted(word))
+            override.config_loader = groups
+            if override.is_sweep_override():
+                axes.append(_axis(override, word))
+            else:
+                fixed.append(word)
+        except (HydraException, RecursionError) as error:
+            raise ConfigError(
+                "command line: cannot read '{word}': {reason}", word=word, reason=" ".join(str(error).split())
+            ) from error
+    if twice := {axis.key for axis in axes if [other.key for other in axes].count(axis.key) > 1}:
+        raise ConfigError("command line: {key} names several values twice.", key=", ".join(sorted(twice)))
+    return fixed, axes
+
+
+def grid(axes: Sequence[Axis]) -> list[list[str]]:
+    """Return the words of every combination, the last axis changing fastest.
+
+    Raises:
+        ConfigError: an interval, which has no end of values.
+    """
+    if endless := [axis.key for axis in axes if not axis.values]:
+        raise ConfigError(
+            "command line: {key}: an interval needs trials=N metric=NAME, which choose values in it; without "
+            "them list the values: {key}=A,B,C.",
+            key=endless[0],
+        )
+    return [list(words) for words in product(*([f"{axis.key}={value}" for value in axis.values] for axis in axes))]
+
+
+def _axis(override: Override, word: str) -> Axis:
+    key = override.get_key_element()
+    value = override.value()
+    if getattr(value, "shuffle", False):
+        raise ConfigError(
+            "command line: '{word}': the order would be another each time, and a sweep could not go on. Leave "
+            "shuffle() out.",
+            word=word,
+        )
+    if isinstance(value, IntervalSweep):
+        low, high = value.start, value.end
+        is_log = "log" in (value.tags or ())
+        if low is None or high is None or not -inf < low < high < inf or (is_log and low <= 0):
+            raise ConfigError(
+                "command line: '{word}': an interval goes from a number to a larger one, above 0 if it is drawn by "
+                "its logarithm.",
+                word=word,
+            )
+        return Axis(key=key, low=low, high=high, is_log=is_log, is_whole=isinstance(low, int))
+    values = list(override.sweep_string_iterator())
+    if not values:
+        raise ConfigError("command line: '{word}' names no value.", word=word)
+    return Axis(key=key, values=list(dict.fromkeys(values)))

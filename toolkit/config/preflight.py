@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from toolkit.config.files import located
-from toolkit.config.hub import is_hub_name
+from toolkit.config.files import is_hub_name, located
 from toolkit.config.load import LoadedConfig
 from toolkit.config.schema import (
     ROW_FIELDS,
@@ -28,6 +27,7 @@ from toolkit.config.schema import (
     TuningMethod,
     get_value,
 )
+from toolkit.config.validate import about
 from toolkit.errors import ConfigError
 from toolkit.messages import did_you_mean, joined, tr
 from toolkit.problems import raise_all
@@ -41,23 +41,14 @@ def _nvme_folders(loaded: LoadedConfig) -> Iterator[ConfigError]:
         key = f"{section}.nvme_path"
         path = str(get_value(loaded.cfg, key))
         if not path:
-            yield loaded.error(
-                f"{section}.device",
-                "{section}.device = nvme needs {key}=FOLDER on the NVMe disk.",
-                section=section,
-                key=key,
-            )
+            yield loaded.error(f"{section}.device", "{key} = nvme needs {path}=FOLDER on the NVMe disk.", path=key)
             continue
         try:
             with tempfile.TemporaryFile(dir=path):
                 pass
         except OSError as error:
             yield loaded.error(
-                key,
-                "{key} = {path} is not a folder that can be written to: {reason}.",
-                key=key,
-                path=path,
-                reason=error.strerror,
+                key, "{key} = {value} is not a folder that can be written to: {reason}.", reason=error.strerror
             )
 
 
@@ -68,67 +59,55 @@ def _model(loaded: LoadedConfig) -> Iterator[ConfigError]:
         if shape.hidden_size % shape.num_heads or shape.num_heads % shape.num_kv_heads:
             yield loaded.error(
                 "model.shape.num_heads",
-                "model.shape: hidden_size {hidden} must be a multiple of num_heads {heads}, and that of "
-                "num_kv_heads {kv_heads}.",
-                hidden=shape.hidden_size,
-                heads=shape.num_heads,
-                kv_heads=shape.num_kv_heads,
+                "model.shape: hidden_size {model.shape.hidden_size} must be a multiple of num_heads {value}, and that "
+                "of num_kv_heads {model.shape.num_kv_heads}.",
             )
         elif shape.hidden_size // shape.num_heads % 4:
             yield loaded.error(
                 "model.shape.num_heads",
-                "model.shape: hidden_size {hidden} / num_heads {heads} = {size} must be a multiple of 4, "
-                "because half of a head is rotated in pairs.",
-                hidden=shape.hidden_size,
-                heads=shape.num_heads,
+                "model.shape: hidden_size {model.shape.hidden_size} / num_heads {value} = {size} must be a multiple "
+                "of 4, because half of a head is rotated in pairs.",
                 size=shape.hidden_size // shape.num_heads,
             )
     elif not model.path:
-        sentence = tr("model.path is empty: set model.path=DIR to a folder with a model in transformers' layout.")
-        yield loaded.error("model.path", sentence)
+        yield loaded.error(
+            "model.path", "model.path is empty: set model.path=DIR to a folder with a model in transformers' layout."
+        )
     elif not Path(model.path).is_dir() and not is_hub_name(model.path):
-        sentence = tr("model.path = {path} is not a folder here.", path=model.path)
-        hint = tr("It must be the folder that holds config.json and the weights, or owner/name on Hugging Face.")
-        yield loaded.error("model.path", joined(sentence, hint))
+        yield loaded.error(
+            "model.path",
+            "model.path = {value} is not a folder here. It must be the folder that holds config.json and the weights, "
+            "or owner/name on Hugging Face.",
+        )
     for key in ("model.tokenizer", "model.chat_template"):
         path = str(get_value(loaded.cfg, key))
         if path and not Path(located(path)).exists():
-            yield loaded.error(key, "{key} = {path} does not exist.", key=key, path=path)
+            yield loaded.error(key, "{key} = {value} does not exist.")
 
 
 def _sources(loaded: LoadedConfig) -> Iterator[ConfigError]:
     data = loaded.cfg.data
     if not data.sources:
-        yield loaded.error(
-            "data.sources",
-            tr("data.sources is empty: add 'data.sources=[{{path: FILE.jsonl}}]', or data=examples to try."),
-        )
+        sentence = tr("data.sources is empty: add 'data.sources=[{{path: FILE.jsonl}}]', or data=examples to try.")
+        yield loaded.about("data.sources", sentence)
     for name, sources in (("data.sources", data.sources), ("data.validation", data.validation)):
         for index, source in enumerate(sources):
             for sentence in _wrong_source(source, f"{name}[{index}]"):
-                error = loaded.error(name, sentence)
-                error.keys = (f"{name}[{index}]",)
-                yield error
+                yield about(loaded.position(name) + sentence, f"{name}[{index}]")
 
 
 def _wrong_source(source: SourceConfig, place: str) -> Iterator[str]:
     """Yield what is wrong with a source."""
     if source.format is RowFormat.docstrings:
-        for key in ("path", "hub"):
-            if value := getattr(source, key):
-                yield tr(
-                    "{key} = {path} has no effect with format docstrings. Remove it.",
-                    key=f"{place}.{key}",
-                    path=value,
-                )
+        for key, path in ((f"{place}.path", source.path), (f"{place}.hub", source.hub)):
+            if path:
+                yield tr("{key} = {path} has no effect with format docstrings. Remove it.", key=key, path=path)
     elif bool(source.path) == bool(source.hub):
         yield tr("{place} needs one of path (a file, folder or pattern) and hub (a name on Hugging Face).", place=place)
     elif source.path and not Path(located(source.path)).exists() and not glob.glob(source.path, recursive=True):
+        key, folder = f"{place}.path", Path.cwd()
         yield tr(
-            "{key} = {path}: there is no such file (looked in {folder}).",
-            key=f"{place}.path",
-            path=source.path,
-            folder=Path.cwd(),
+            "{key} = {path}: there is no such file (looked in {folder}).", key=key, path=source.path, folder=folder
         )
     for key in ("subset", "revision"):
         if getattr(source, key) and not source.hub:
@@ -157,12 +136,7 @@ def _run_dir(loaded: LoadedConfig) -> Iterator[ConfigError]:
     while not existing.exists():
         existing = existing.parent
     if not existing.is_dir() or not os.access(existing, os.W_OK):
-        yield loaded.error(
-            "run.dir",
-            "run.dir = {dir}: {folder} cannot be written to.",
-            dir=loaded.cfg.run.dir,
-            folder=existing,
-        )
+        yield loaded.error("run.dir", "run.dir = {value}: {folder} cannot be written to.", folder=existing)
 
 
 def _resume(loaded: LoadedConfig) -> Iterator[ConfigError]:
@@ -273,31 +247,29 @@ def check_positions(loaded: LoadedConfig) -> None:
     learned = cfg.tuning.num_tokens if cfg.tuning.method is TuningMethod.prompt else 0
     if limit is None or cfg.data.max_length + learned <= limit:
         return
-    length = f"data.max_length = {cfg.data.max_length}"
-    if learned:
-        length = f"data.max_length + tuning.num_tokens = {cfg.data.max_length} + {learned}"
-    sentence = tr(
+    if cfg.model.init is Init.random:
+        remedy = tr("or raise model.shape.max_positions")
+    elif "position_encoding_2d" in config or "padded_vocab_size" in config:
+        remedy = tr(
+            "or train the variant for long texts, such as chatglm3-6b-32k, chatglm3-6b-128k or glm-4-9b-chat-1m"
+        )
+    elif config.get("model_type") in _LEARNED:
+        remedy = tr("or train a model with more positions: this one has learned an embedding for each")
+    else:
+        remedy = tr(
+            "train the variant of the model for long texts, or extend its positions by rope_scaling in its "
+            "config.json: {example}",
+            example=_EXAMPLE % limit,
+        )
+    of_prompt = f"data.max_length + tuning.num_tokens = {cfg.data.max_length} + {learned}"
+    raise loaded.error(
+        "data.max_length",
         "{length}: more than the {limit} positions that the model has. Set data.max_length={left} (longer samples: "
         "data.too_long), {remedy}.",
-        length=length,
+        length=of_prompt if learned else f"data.max_length = {cfg.data.max_length}",
         limit=limit,
         left=limit - learned,
-        remedy=_remedy(cfg.model.init, config, limit),
-    )
-    raise loaded.error("data.max_length", sentence)
-
-
-def _remedy(init: Init, config: Mapping[str, Any], limit: int) -> str:
-    if init is Init.random:
-        return tr("or raise model.shape.max_positions")
-    if "position_encoding_2d" in config or "padded_vocab_size" in config:
-        return tr("or train the variant for long texts, such as chatglm3-6b-32k, chatglm3-6b-128k or glm-4-9b-chat-1m")
-    if config.get("model_type") in _LEARNED:
-        return tr("or train a model with more positions: this one has learned an embedding for each")
-    return tr(
-        "train the variant of the model for long texts, or extend its positions by rope_scaling in its config.json: "
-        "{example}",
-        example=_EXAMPLE % limit,
+        remedy=remedy,
     )
 
 
@@ -327,10 +299,8 @@ def check_device(loaded: LoadedConfig) -> Iterator[ConfigError]:
     if loaded.cfg.precision.dtype is Dtype.fp16 and is_cpu() and not _has_fp16(Path("/proc/cpuinfo")):
         yield loaded.error(
             "precision.dtype",
-            tr(
-                "precision.dtype = fp16 needs a GPU: the ranks here run on CPUs that do not compute in fp16. Use "
-                "precision=bf16 or precision=fp32. To check a recipe for other machines, set DS_ACCELERATOR=cuda."
-            ),
+            "precision.dtype = fp16 needs a GPU: the ranks here run on CPUs that do not compute in fp16. Use "
+            "precision=bf16 or precision=fp32. To check a recipe for other machines, set DS_ACCELERATOR=cuda.",
         )
 
 
@@ -358,7 +328,7 @@ def check_track_here(loaded: LoadedConfig) -> None:
             package=PACKAGES[name],
         )
         for name in loaded.cfg.track.enabled
-        if name in PACKAGES and not _is_installed(name)
+        if name in PACKAGES and not getattr(importlib.util.find_spec(name), "origin", None)  # wandb leaves a directory
     )
 
 
@@ -368,21 +338,11 @@ def mlflow_folder(uri: str) -> Path | None:
     return Path(parts.path if parts.scheme == "file" else uri) if parts.scheme in ("", "file") else None
 
 
-def _is_installed(module: str) -> bool:
-    """Whether a module can be imported; a folder of its name, as wandb leaves one, is none."""
-    spec = importlib.util.find_spec(module)
-    return spec is not None and spec.origin is not None
-
-
 def check_tuning_here(loaded: LoadedConfig) -> Iterator[ConfigError]:
-    """Apply the rules about this machine."""
+    """Check the adapter's directory, and what QLoRA needs of this machine."""
     tuning = loaded.cfg.tuning
     if tuning.adapter and not Path(tuning.adapter).is_dir():
-        yield loaded.error(
-            "tuning.adapter",
-            "tuning.adapter = {path} is not a folder here.",
-            path=tuning.adapter,
-        )
+        yield loaded.error("tuning.adapter", "tuning.adapter = {value} is not a folder here.")
     if tuning.method is not TuningMethod.qlora:
         return
     missing = ""
@@ -401,26 +361,17 @@ def check_tuning_here(loaded: LoadedConfig) -> Iterator[ConfigError]:
 _GPU_ONLY = ("zero.zero_quantized_weights", "zero.zero_quantized_gradients", "zero.offload_optimizer.super_offload")
 
 
-def check_zero_here(loaded: LoadedConfig) -> Iterator[ConfigError]:
-    """Apply the rules about this machine."""
+def _check_devices(loaded: LoadedConfig) -> Iterator[ConfigError]:
+    """Check that what works on NVIDIA GPUs alone, or with a package of its own, has them here."""
     for key in _GPU_ONLY:
         if get_value(loaded.cfg, key) and shutil.which("nvidia-smi") is None:
-            yield loaded.error(
-                key, "{key} = true needs NVIDIA GPUs, and there are none here. Set it to false.", key=key
-            )
-
-
-def check_optim_here(loaded: LoadedConfig) -> Iterator[ConfigError]:
-    """Apply the rule about this machine."""
+            yield loaded.error(key, "{key} = true needs NVIDIA GPUs, and there are none here. Set it to false.")
     if loaded.cfg.optim.name is OptimizerName.adamw_8bit and importlib.util.find_spec("bitsandbytes") is None:
         yield loaded.error(
             "optim.name",
-            tr(
-                "optim.name = adamw_8bit needs the package bitsandbytes, which is not installed:  pip install "
-                "bitsandbytes"
-            ),
+            "optim.name = adamw_8bit needs the package bitsandbytes, which is not installed:  pip install bitsandbytes",
         )
 
 
-HERE = (check_optim_here, check_device, check_zero_here)
+HERE = (check_device, _check_devices)
 """Rules about this machine."""

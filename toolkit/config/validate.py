@@ -3,8 +3,7 @@
 import dataclasses
 import re
 import typing
-from collections.abc import Callable, Iterator
-from enum import Enum
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -21,9 +20,10 @@ from toolkit.translate.key import keys_of
 Place = Callable[[str], str]
 """From a dotted path to where it stands: "recipes/x.yaml:3" or "command line"."""
 
+_EITHER = (int | str, bool | str)
+"""A value, or the word for one that is found."""
 _NODES: dict[Any, Any] = {int: IntegerNode, float: FloatNode, bool: BooleanNode, str: StringNode}
-_NODES[int | str] = IntegerNode
-_NODES[bool | str] = BooleanNode
+_NODES |= zip(_EITHER, (IntegerNode, BooleanNode), strict=True)
 
 
 def field_type(path: str) -> Any:
@@ -41,109 +41,87 @@ def field_type(path: str) -> Any:
     return kind
 
 
-def validate_tree(value: Any, kind: Any, path: str, place: Place, problems: Problems) -> Iterator[tuple[str, Any]]:
-    """Check values against their type and yield each right leaf's path and value.
+class TreeReader:
+    """Reads a tree of values by the schema. Errors go to `problems`; wrong values are removed from their sections."""
 
-    Args:
-        value: what YAML or the command line gave; wrong values are removed from its sections.
-        kind: its type in the schema.
-        path: dotted key of `value`; "" for the whole config.
-        place: tells where a path stands.
-        problems: receives the errors: unknown keys and wrong types.
-    """
-    if isinstance(value, str):
-        refers = problems.attempt(_is_interpolation, value, path, place)
-        if refers is not False:
-            if refers:
-                yield path, value
-            return
-    if dataclasses.is_dataclass(kind):
-        yield from _check_section(value, typing.cast("type", kind), path, place, problems)
-        return
-    before = problems.count
-    if typing.get_origin(kind) is list:
-        if not isinstance(value, list):
-            problems.add_made(_wrong, path, value, tr("a list, for example [a, b]"), place)
-            return
-        for index, item in enumerate(value):
-            list(validate_tree(item, typing.get_args(kind)[0], f"{path}[{index}]", place, problems))
-    elif typing.get_origin(kind) is dict:
-        if not isinstance(value, dict):
-            problems.add(_wrong(path, value, tr("a section of keys"), place))
-            return
-        problems.attempt(_check_free, value, path, place)
-        if problems.count == before:
-            yield from ((f"{path}.{key}", inner) for key, inner in value.items())
-    elif kind is Any:
-        problems.attempt(_check_free, value, path, place)
-    else:
-        problems.attempt(_scalar, value, kind, path, place)
-    if problems.count == before:
-        yield path, value
+    def __init__(self, place: Place, problems: Problems, *, is_resolved: bool = False) -> None:
+        self.place, self.problems, self.is_resolved = place, problems, is_resolved
+        self.leaves: list[str] = []
+        """Dotted keys of the right values that were read; a list is one value."""
 
+    def read(self, value: Any, kind: Any, path: str = "") -> Any:
+        """Return a value in its type of the schema; a reference to another key stays a text until it is resolved."""
+        if dataclasses.is_dataclass(kind) and isinstance(value, dict):
+            return self._section(value, kind, path)
+        before = self.problems.count
+        made = self.problems.attempt(self._value, value, kind, path)
+        if self.problems.count == before:
+            is_free_section = typing.get_origin(kind) is dict and isinstance(value, dict)
+            self.leaves += [f"{path}.{key}" for key in value] if is_free_section else [path]
+        return made
 
-def build(value: Any, kind: Any, path: str, place: Place) -> Any:
-    """Return values that were checked, in the types of the schema; others may have taken the place of references.
+    def _section(self, value: dict[Any, Any], kind: Any, path: str) -> Any:
+        types, made = types_of(kind), dict[str, Any]()
+        for key, inner in list(value.items()):
+            below, before = f"{path}.{key}" if path else str(key), self.problems.count
+            if key in types:
+                made[key] = self.read(inner, types[key], below)
+            else:
+                self.problems.add_made(_names_code if key == "_target_" else unknown_key, below, self.place)
+            if isinstance(inner, dict) and dataclasses.is_dataclass(types.get(key)):
+                continue  # what is wrong below it has been removed there
+            if self.problems.count > before:
+                del value[key]
+                made.pop(key, None)
+        return kind(**made)
 
-    Raises:
-        ConfigError: if what a key refers to is of another type.
-    """
-    if dataclasses.is_dataclass(kind):
-        types, prefix = types_of(typing.cast("type", kind)), f"{path}." if path else ""
-        if not isinstance(value, dict):
-            raise _wrong(path, value, tr("a section of keys"), place)
-        if strange := [name for name in value if name not in types]:
-            raise unknown_key(f"{prefix}{strange[0]}", place)
-        made = {name: build(inner, types[name], prefix + name, place) for name, inner in value.items()}
-        return typing.cast("type", kind)(**made)
-    if typing.get_origin(kind) is list:
-        if not isinstance(value, list):
-            raise _wrong(path, value, tr("a list, for example [a, b]"), place)
-        return [build(item, typing.get_args(kind)[0], f"{path}[{index}]", place) for index, item in enumerate(value)]
-    if typing.get_origin(kind) is dict:
-        if not isinstance(value, dict):
-            raise _wrong(path, value, tr("a section of keys"), place)
-        return {name: build(inner, typing.get_args(kind)[1], f"{path}.{name}", place) for name, inner in value.items()}
-    if kind is Any or (kind in (int | str, bool | str) and isinstance(value, str)):
-        return value
-    return _scalar(value, kind, path, place)
+    def _value(self, value: Any, kind: Any, path: str) -> Any:
+        """Return a value that is no section."""
+        if isinstance(value, str) and not self.is_resolved and _is_interpolation(value, path, self.place):
+            return value
+        origin, inner = typing.get_origin(kind), typing.get_args(kind)
+        if origin is list:
+            if not isinstance(value, list):
+                raise _wrong(path, value, tr("a list, for example [a, b]"), self.place)
+            items = TreeReader(self.place, self.problems, is_resolved=self.is_resolved)
+            return [items.read(item, inner[0], f"{path}[{index}]") for index, item in enumerate(value)]
+        if (origin is dict and not isinstance(value, dict)) or dataclasses.is_dataclass(kind):
+            raise _wrong(path, value, tr("a section of keys"), self.place)
+        if not self.is_resolved and (origin is dict or kind is Any):
+            _check_free(value, path, self.place)
+        if origin is dict and inner[1] is not Any:
+            return {name: self._value(item, inner[1], f"{path}.{name}") for name, item in value.items()}
+        return value if origin is dict or kind is Any else _scalar(value, kind, path, self.place)
 
 
-def about(key: str, sentence: str) -> ConfigError:
-    """Return an error that knows which key it is about."""
+def about(sentence: str, *keys: str) -> ConfigError:
+    """Return an error that knows which keys it is about."""
     error = ConfigError(sentence)
-    error.keys = (key,)
+    error.keys = keys
     return error
 
 
 def unknown_key(path: str, place: Place) -> ConfigError:
     """Return the error for a key that the schema does not have, with ours for it, or the nearest one."""
     shown = re.sub(r"\[\d+\]", "", path)
+    prefix, _, name = path.rpartition(".")
     siblings = _members(shown.rpartition(".")[0])
-    # A name that is known elsewhere says what is meant; else the nearest one here.
-    theirs = our_keys(shown, lambda key: field_type(key) is not None)
-    meant = theirs or _nearest_key(path, shown, siblings)
+    # A name that is known elsewhere says what is meant; else the nearest one here, anywhere, or of the same name.
+    meant = _our_keys(shown)
+    if not meant and (close := nearest(name, siblings)):
+        meant = (f"{prefix}.{close}" if prefix else close,)
+    elif not meant:
+        leaf = {key.rpartition(".")[2]: key for key in reversed(all_keys())}
+        found = nearest(shown, (key for key in all_keys() if not shown.startswith(f"{key}."))) or leaf.get(name)
+        meant = (found,) if found else ()
     sentence = tr("{place}: unknown key '{key}'.", place=place(path), key=path)
     if meant:
         sentence = joined(sentence, tr("Did you mean '{name}'?", name="' / '".join(meant[:3])))
     elif siblings:
         sentence = joined(sentence, tr("Known here: {keys}.", keys=", ".join(siblings)))
-    error = ConfigError(sentence)
     # Errors of a section that was maybe meant are errors all the same: they name other keys.
     keys = (path, *(key for key in meant if not _members(key)))
-    error.keys = tuple(re.sub(r"\[\d+\].*", "", key) for key in keys)
-    return error
-
-
-def _nearest_key(path: str, shown: str, siblings: list[str]) -> tuple[str, ...]:
-    """Return the key that is most like an unknown one: at its level, anywhere, or of the same name elsewhere."""
-    prefix, _, name = path.rpartition(".")
-    close = nearest(name, siblings)
-    if close:
-        return (f"{prefix}.{close}" if prefix else close,)
-    leaf = {key.rpartition(".")[2]: key for key in reversed(all_keys())}
-    found = nearest(shown, (key for key in all_keys() if not shown.startswith(f"{key}."))) or leaf.get(name)
-    return (found,) if found else ()
+    return about(sentence, *(re.sub(r"\[\d+\].*", "", key) for key in keys))
 
 
 def _members(section: str) -> list[str]:
@@ -151,26 +129,6 @@ def _members(section: str) -> list[str]:
     if typing.get_origin(kind) is list:
         kind = typing.get_args(kind)[0]
     return list(types_of(typing.cast("type", kind))) if dataclasses.is_dataclass(kind) else []
-
-
-def _check_section(value: Any, kind: type, path: str, place: Place, problems: Problems) -> Iterator[tuple[str, Any]]:
-    if not isinstance(value, dict):
-        problems.add(_wrong(path, value, tr("a section of keys"), place))
-        return
-    types = types_of(kind)
-    for key, inner in list(value.items()):
-        below = f"{path}.{key}" if path else str(key)
-        before = problems.count
-        if key == "_target_":
-            problems.add_made(_names_code, below, place)
-        elif key not in types:
-            problems.add_made(unknown_key, below, place)
-        else:
-            yield from validate_tree(inner, types[key], below, place, problems)
-            if isinstance(inner, dict) and dataclasses.is_dataclass(types[key]):
-                continue  # what is wrong below it has been removed there
-        if problems.count > before:
-            del value[key]
 
 
 def _names_code(path: str, place: Place) -> ConfigError:
@@ -207,69 +165,55 @@ def _is_interpolation(value: str, path: str, place: Place) -> bool:
 
 def _scalar(value: Any, kind: Any, path: str, place: Place) -> Any:
     """Return a single value in its type."""
-    if isinstance(kind, type) and issubclass(kind, Enum):
+    if kind not in _NODES:  # one of several words
         if isinstance(value, str) and value in kind.__members__:
             return kind[value]
-        error = tr(
+        choices = ", ".join(kind.__members__)
+        sentence = tr(
             "{place}: '{key}' = {value} must be one of: {choices}.",
             place=place(path),
             key=path,
             value=value,
-            choices=", ".join(kind.__members__),
+            choices=choices,
         )
-        raise about(path, joined(error, did_you_mean(str(value), kind.__members__)))
-    if value is None or isinstance(value, (dict, list)):
-        raise _wrong(path, value, _described(kind), place)
-    if kind in (int | str, bool | str):  # a value, or the word for one that is found
-        if value == AUTO:
-            return value
-        if isinstance(value, str):
-            raise _wrong(path, value, _described(kind), place)
+        raise about(joined(sentence, did_you_mean(str(value), kind.__members__)), path)
+    if kind in _EITHER and value == AUTO:
+        return value
     try:
+        if value is None or isinstance(value, (dict, list)) or (kind in _EITHER and isinstance(value, str)):
+            raise ValidationError
         return _NODES[kind](value=value)._value()
     except ValidationError as error:
-        wanted = _described(kind)
+        words = (tr("a whole number"), tr("a number"), tr("true or false"), tr("a text"))
+        wanted = dict(zip(_NODES, (*words, tr("a whole number or auto"), tr("true, false or auto")), strict=True))[kind]
         if kind is int and isinstance(value, float) and value.is_integer():
             wanted += " " + tr("(write {number})", number=int(value))
         raise _wrong(path, value, wanted, place) from error
 
 
-def _described(kind: Any) -> str:
-    words = {int: tr("a whole number"), float: tr("a number"), bool: tr("true or false"), str: tr("a text")}
-    words[int | str] = tr("a whole number or auto")  # type: ignore[index]
-    words[bool | str] = tr("true, false or auto")  # type: ignore[index]
-    return words.get(kind) or ", ".join(kind.__members__)
-
-
 def _wrong(path: str, value: Any, wanted: str, place: Place) -> ConfigError:
     shown = "null" if value is None else value
     return about(
-        path,
         tr("{place}: '{key}' = {value} must be {wanted}.", place=place(path), key=path, value=shown, wanted=wanted),
+        path,
     )
 
 
 _PROGRAMS = ("chatglm", "hf", "factory")
 
 
-def other_names() -> dict[str, str]:
-    """Return what is not in the tables of `toolkit import-config`: another program's name -> our keys for it."""
-    found: dict[str, str] = read_table("config/other_names.yaml")
-    return found
-
-
 @cache
 def foreign_names() -> dict[str, tuple[str, ...]]:
-    """Return another program's name -> our keys for it."""
+    """Return another program's name -> our keys for it, from the tables of import-config and one of other names."""
     found = {name: key.to for program in _PROGRAMS for name, key in keys_of(program).items() if key.to}
-    return {name: tuple(keys.split(", ")) for name, keys in (found | other_names()).items()}
+    return {name: tuple(keys.split(", ")) for name, keys in (found | read_table("config/other_names.yaml")).items()}
 
 
-def our_keys(path: str, is_key: Callable[[str], bool]) -> tuple[str, ...]:
+def _our_keys(path: str) -> tuple[str, ...]:
     """Return our keys for another program's path: for the whole of it, within its section, or by its last part."""
-    section, _, rest = path.partition(".")
-    inside = tuple(f"{ours}.{rest}" for ours in foreign_names().get(section, ()) if rest and is_key(f"{ours}.{rest}"))
-    return foreign_names().get(path) or inside or foreign_names().get(path.rpartition(".")[2], ())
+    names, (section, _, rest) = foreign_names(), path.partition(".")
+    inside = tuple(key for ours in names.get(section, ()) if rest and field_type(key := f"{ours}.{rest}") is not None)
+    return names.get(path) or inside or names.get(path.rpartition(".")[2], ())
 
 
 def is_foreign(name: str) -> bool:

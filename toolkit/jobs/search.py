@@ -4,8 +4,8 @@ import math
 from typing import Any
 
 from toolkit.arguments import positive_int
+from toolkit.config.load import Axis
 from toolkit.config.schema import EVAL_LOSS, RunConfig
-from toolkit.config.sweep import Axis, written
 from toolkit.errors import ConfigError
 from toolkit.jobs import sweep as sweeping
 from toolkit.jobs.sweep import DONE, FAILED, STOPPED, SweepDir, SweepJob, SweepPlan
@@ -128,11 +128,7 @@ def _next(plan: SweepPlan, study: Any, most: int) -> tuple[int, list[str]] | Non
     if not begun and len(study.get_trials(deepcopy=False)) >= most:
         return None
     trial = begun[0] if begun else study.ask({axis.key: _distribution(axis) for axis in plan.axes})
-    words = []
-    for axis in plan.axes:
-        value = trial.params[axis.key]
-        words.append(f"{axis.key}={value if axis.values else written(value, axis.is_whole)}")
-    return trial.number, words
+    return trial.number, [f"{axis.key}={axis.typed(trial.params[axis.key])}" for axis in plan.axes]
 
 
 def _distribution(axis: Axis) -> Any:

@@ -18,8 +18,7 @@ from typing import IO
 
 from toolkit import children
 from toolkit.arguments import parse_checked, positive_int
-from toolkit.config import sweep as grammar
-from toolkit.config.load import to_dict, to_yaml
+from toolkit.config.load import Axis, grid, split_axes, to_dict, to_yaml
 from toolkit.config.schema import EVAL_LOSS, RunConfig
 from toolkit.disk import lock_or_warn
 from toolkit.errors import ConfigError, DataError, Diverged, LaunchError, Stopped
@@ -116,7 +115,7 @@ class SweepPlan:
     """The launcher's options by name."""
     fixed: list[str]
     """Overrides that all jobs share, and --config-dir."""
-    axes: list[grammar.Axis]
+    axes: list[Axis]
     """Overrides with several values."""
     own: dict[str, str]
     """The sweep's own arguments."""
@@ -171,7 +170,7 @@ def parse_sweep(words: Sequence[str], problems: Problems) -> SweepPlan:
             others += ["--config-dir", config_dir]
         else:
             overrides.append(word)
-    fixed, axes = grammar.read(overrides, config_dir)
+    fixed, axes = split_axes(overrides, config_dir)
     for word in [*fixed, *(f"{axis.key}=" for axis in axes)]:
         if word.lstrip("+").startswith("run.name="):
             problems.add(ConfigError(tr("the sweep names its runs itself; sweep=NAME names the sweep.")))
@@ -193,7 +192,7 @@ def run_grid(plan: SweepPlan, words: Sequence[str], problems: Problems) -> int:
     """Run every combination that is not done; return the exit code: 0 if all are. `words` are as typed."""
     if "metric" in plan.own:
         problems.add(ConfigError(tr("metric= has no effect without trials=N.")))
-    combinations = problems.attempt(grammar.grid, plan.axes) or []
+    combinations = problems.attempt(grid, plan.axes) or []
     most = problems.attempt(positive_int, plan.own, "max_jobs") or MOST_JOBS
     if (number := len(combinations)) > most:
         problems.add(ConfigError("these are {number} runs. Add max_jobs={number} if that is meant.", number=number))

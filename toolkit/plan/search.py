@@ -87,11 +87,7 @@ def layouts(outline: Outline, cfg: RunConfig, machine: Machine, rates: Rates) ->
 def _is_contradictory(cfg: RunConfig, keys: Collection[str] = ()) -> bool:
     """Whether config/rule_tables.py rejects a config; with `keys` whether it rejects these or they are not read."""
     broken = {rule.key for rule in (*INCOMPATIBLE, *INCOMPATIBLE_OF_MODELS) if rule.broken(cfg)}
-    broken |= {
-        key
-        for key, (is_on, needs) in REQUIRES.items()
-        if is_on(cfg) and not all(is_met(cfg) for is_met in needs.values())
-    }
+    broken |= {row.key for row in REQUIRES if row.is_on(cfg) and not all(met(cfg) for met in row.needs.values())}
     if not keys:
         return bool(broken)
     unread = {key for row in READ_WHEN if not row.is_read(cfg) for key in expand(row.keys)}

@@ -5,7 +5,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-from toolkit.config.hub import is_hub_name
+from toolkit.config.files import is_hub_name
 from toolkit.config.rule_tables import OPTIMIZERS
 from toolkit.config.schema import TRACKERS, OptimizerName
 from toolkit.errors import ConfigError
