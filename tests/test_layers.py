@@ -54,7 +54,7 @@ SAME_LAYER = {
 }
 STRANGERS = [("models", "data"), ("evaluate", "export")]
 TASKLESS = (
-    *("trainer", "loop", "step", "dry_run", "trial_step", "task", "checkpointer", "resume", "run_dir"),
+    *("trainer", "loop", "step", "dry_run", "task", "checkpointer", "resume", "run_dir"),
     *("run_plan", "anomalies", "throughput", "stragglers", "tracking"),
 )
 # distributed/file_lock.py and failure.py serve processes that have no torch yet; the rest of the layer needs it.

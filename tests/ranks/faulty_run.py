@@ -142,7 +142,7 @@ def turn_back_the_clock(loop: Any) -> None:
 def install() -> None:
     """Put the fault in its place."""
     from toolkit.checkpoint import directory, engine_files
-    from toolkit.train import checkpointer, loop, trial_step
+    from toolkit.train import checkpointer, dry_run, loop
 
     at, step = FAULT["at"], FAULT.get("step")
     count = 0
@@ -195,7 +195,7 @@ def install() -> None:
     elif at == "slow":
         slow_down(loop)
     elif at == "rehearsal":
-        before(trial_step, "train_step", nth)
+        before(dry_run, "train_step", nth)
     elif at == "rotate":
         before(directory, "remove_old", nth)
     else:

@@ -12,9 +12,16 @@ from toolkit.config.schema import CheckpointConfig, Packing
 from toolkit.data.packing import PackingPlan
 from toolkit.errors import CheckpointError, OutOfMemory
 from toolkit.models.chatglm.modeling import ChatGLMConfig, check_rows
-from toolkit.train.dry_run import _saves, _tried, check_room, try_checkpoint
+from toolkit.train.dry_run import (
+    _next,
+    _saves,
+    _tried,
+    check_room,
+    explain_out_of_memory,
+    remedies,
+    try_checkpoint,
+)
 from toolkit.train.language_data import longest_batch, repeated_batch
-from toolkit.train.trial_step import _next, explain_out_of_memory, remedies
 
 LENGTHS = [5, 30, 9, 17, 3, 30, 8, 11]
 

@@ -16,7 +16,7 @@ import pytest
 from toolkit import terminal
 from toolkit.messages import say, set_language
 from toolkit.track.progress import Progress
-from toolkit.train.run_logs import LastingStdout, pass_on_warnings
+from toolkit.train.startup import LastingStdout, pass_on_warnings
 
 COLUMNS, LINES = 100, 24
 ROW = {
@@ -205,7 +205,7 @@ def test_a_phase_that_fails_lets_the_error_through(screen: Terminal) -> None:
 
 
 def test_warnings_of_nccl_are_passed_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("toolkit.train.run_logs._LOOK_S", 0.01)
+    monkeypatch.setattr("toolkit.train.startup._LOOK_S", 0.01)
     log, out, ended = tmp_path / "rank_0.log", io.StringIO(), threading.Event()
     log.write_text("old: NCCL WARN was told\n")
     follower = threading.Thread(target=pass_on_warnings, args=(log, out, ended))

@@ -1,11 +1,11 @@
-"""What a program brings to train (its model, data sets and loss), and the micro-batches of its data."""
+"""What a program brings to train (its model, datasets and loss), and the micro-batches of its data."""
 
 import random
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from hashlib import blake2b
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -27,6 +27,7 @@ Metrics = Callable[[Any, Any], Mapping[str, torch.Tensor]]
 """Given the model and a batch, returns by name a value per sample, [n, ...]."""
 Score = Callable[[Mapping[str, torch.Tensor]], Mapping[str, float]]
 """Given the values of all samples, by name [N, ...] on the CPU, returns figures."""
+Collate = Callable[[list[Any]], Any]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,7 +40,7 @@ class CustomSpec:
     validation: Any = None
     metrics: Metrics | None = None
     score: Score | None = None
-    collate: Callable[[list[Any]], Any] = default_collate
+    collate: Collate = default_collate
     shards_itself: bool = False
 
     @property
@@ -50,14 +51,7 @@ class CustomSpec:
         return tr("a custom model") if name == "<lambda>" else name
 
     def build(self, seed: int) -> nn.Module:
-        """Return the model, the same on every rank; one that is there already is taken as rank 0 has it.
-
-        Args:
-            seed: of random weights, where a function makes the model.
-
-        Raises:
-            ConfigError: it is no module, or nothing in it is trained.
-        """
+        """Return the model: one that a function makes is the same on every rank, its random weights follow the seed."""
         model = self.model
         if not isinstance(model, nn.Module):
             random_state.seed_all(seed)
@@ -70,11 +64,7 @@ class CustomSpec:
 
 
 def is_map_style(dataset: Any) -> bool:
-    """Whether any sample of a data set can be read at once.
-
-    Raises:
-        DataError: it is no data set.
-    """
+    """Whether any sample of a dataset can be read by its number."""
     if isinstance(dataset, DataLoader):
         raise DataError(tr("give the data set, not a DataLoader: batches are made here."))
     if hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__") and not isinstance(dataset, IterableDataset):
@@ -86,14 +76,18 @@ def is_map_style(dataset: Any) -> bool:
     return False
 
 
+def open_dataset(spec: CustomSpec, cfg: RunConfig, ranks: Ranks) -> "CustomData":
+    """Return the training data of a program; see that it and the validation data are datasets that can be used."""
+    if spec.validation is not None and not is_map_style(spec.validation) and spec.shards_itself:
+        raise DataError(_shared_out())
+    return _MapSamples(spec, cfg, ranks) if is_map_style(spec.dataset) else _StreamSamples(spec, cfg, ranks)
+
+
 def digest(model: nn.Module) -> str:
     """Return what tells two models apart by the names and shapes of what a checkpoint holds."""
     shapes = {name: tuple(getattr(one, "ds_shape", one.shape)) for name, one in model.named_parameters()}
     shapes |= {name: tuple(one.shape) for name, one in model.named_buffers()}
     return blake2b(repr(sorted(shapes.items())).encode(), digest_size=8).hexdigest()
-
-
-Collate = Callable[[list[Any]], Any]
 
 
 class MicroBatch(NamedTuple):
@@ -105,44 +99,8 @@ class MicroBatch(NamedTuple):
     """Samples in it that count: 0 where it is there only for the ranks to compute in step."""
 
 
-class CustomData(Protocol):
-    """A training data set as the loop uses it."""
-
-    identity: dict[str, str]
-    """What is the same if a run learns from the same."""
-    described: str
-    """The data set, for the user."""
-    size: int
-    """Samples of a pass over all ranks; 0 of a stream whose length is not known."""
-    steps_per_epoch: int
-    """Optimizer steps of a pass; of a stream whose length nobody knows, of the run."""
-    total_steps: int
-    """Optimizer steps of the run."""
-
-    def batches_from(self, place: Position, num_steps: int) -> Iterator[MicroBatch]:
-        """Return this rank's micro-batches from a place on, for so many steps."""
-
-    def position_after(self, place: Position) -> Position:
-        """Return the place after the step that begins at a place."""
-
-    def samples_at(self, place: Position) -> list[list[list[str]]]:
-        """Return what the samples of a step are called: of each rank, of each micro-batch."""
-
-
-def open_dataset(spec: CustomSpec, cfg: RunConfig, ranks: Ranks) -> CustomData:
-    """Return the training data of a program.
-
-    Raises:
-        DataError: it is no data set, or empty, or nobody knows when an endless one ends; or the validation data is
-            none, or shared out by itself.
-    """
-    if spec.validation is not None and not is_map_style(spec.validation) and spec.shards_itself:
-        raise DataError(_shared_out())
-    return _MapSamples(spec, cfg, ranks) if is_map_style(spec.dataset) else _StreamSamples(spec, cfg, ranks)
-
-
 class _MapSamples:
-    """A map-style data set: each sample once per epoch over all ranks, in an order of `run.seed`."""
+    """A map-style dataset: each sample once per epoch over all ranks, in an order of `run.seed`."""
 
     def __init__(self, spec: CustomSpec, cfg: RunConfig, ranks: Ranks) -> None:
         self.spec, self.cfg, self.ranks, self.size = spec, cfg, ranks, len(spec.dataset)
@@ -159,7 +117,7 @@ class _MapSamples:
         seed, workers = self.cfg.run.seed, self.cfg.data.num_workers
         loader: DataLoader[Any] = DataLoader(
             _Rows(self.spec.dataset, self.spec.collate, seed),  # type: ignore[arg-type]
-            sampler=_Marked(self._sampler(self.ranks.rank, place, num_steps)),
+            sampler=_with_epochs(self._sampler(self.ranks.rank, place, num_steps)),  # type: ignore[arg-type]
             batch_size=None,  # a micro-batch is an item
             collate_fn=_as_it_is,  # type: ignore[arg-type]  # torch takes it for a list's
             num_workers=workers,
@@ -172,6 +130,7 @@ class _MapSamples:
         return next_position(place, self.size, self.cfg.batch.global_size)
 
     def samples_at(self, place: Position) -> list[list[list[str]]]:
+        """Return what the samples of a step are called: of each rank, of each micro-batch."""
         by_rank = [self._sampler(rank, place, 1) for rank in range(self.ranks.world_size)]
         return [[[tr("sample {row}", row=row) for row in rows] for rows in sampler] for sampler in by_rank]
 
@@ -192,18 +151,13 @@ def _as_it_is(item: MicroBatch) -> MicroBatch:
     return item
 
 
-class _Marked:
-    """A sampler's micro-batches, each with its epoch."""
-
-    def __init__(self, sampler: GlobalBatchSampler) -> None:
-        self.sampler = sampler
-
-    def __iter__(self) -> Iterator[tuple[int, list[int]]]:
-        place = self.sampler.start
-        for number, rows in enumerate(self.sampler, start=1):
-            yield place.epoch, rows
-            if number % self.sampler.accumulation == 0:
-                place = self.sampler.after(place)
+def _with_epochs(sampler: GlobalBatchSampler) -> Iterator[tuple[int, list[int]]]:
+    """Yield a sampler's micro-batches, each with its epoch."""
+    place = sampler.start
+    for number, rows in enumerate(sampler, start=1):
+        yield place.epoch, rows
+        if number % sampler.accumulation == 0:
+            place = sampler.after(place)
 
 
 class _Rows:
@@ -215,8 +169,8 @@ class _Rows:
     def __getitem__(self, wanted: tuple[int, list[int]]) -> MicroBatch:
         """Return a micro-batch; without samples one of the first, which does not count.
 
-        What is drawn for a sample (crops, flips, noise) depends on seed, epoch and its number alone: neither on ranks
-        nor on workers, nor on where a run was stopped. The training's own generators are left as they were.
+        What is drawn for a sample (crops, flips, noise) depends on seed, epoch and its number alone: not on ranks,
+        workers or where a run was stopped. The training's own generators are left as they were.
         """
         epoch, rows = wanted
         with _generators_kept():
@@ -255,10 +209,9 @@ def _seed(key: str) -> None:
 
 
 class _StreamSamples:
-    """An iterable data set as one endless stream, begun anew whenever it ends; every step is whole.
+    """An iterable dataset as one endless stream, begun again whenever it ends; every step is full.
 
-    Each rank reads all of it and takes every n-th sample; or, if the data set shards itself, each reads what is its own
-    and takes all of that.
+    Each rank reads all of it and takes every n-th sample; if the dataset shards itself, it takes all of its own part.
     """
 
     def __init__(self, spec: CustomSpec, cfg: RunConfig, ranks: Ranks) -> None:
@@ -266,10 +219,7 @@ class _StreamSamples:
         size, name = cfg.batch.global_size, type(spec.dataset).__name__
         known = self.size = len(spec.dataset) if hasattr(spec.dataset, "__len__") else 0
         if not (cfg.train.max_steps or known):
-            raise DataError(
-                "{kind} has no length: say how long to train, train.max_steps=1000.",
-                kind=name,
-            )
+            raise DataError("{kind} has no length: say how long to train, train.max_steps=1000.", kind=name)
         if cfg.data.num_workers:
             raise DataError(
                 "data.num_workers = {count}: an iterable data set is read by the training process. Set it to 0; to "
@@ -339,14 +289,16 @@ class _StreamSamples:
             number += 1
 
 
+CustomData = _MapSamples | _StreamSamples
+"""`size`: samples of a pass over all ranks, 0 if not known; `identity`: what is the same if a run learns from the same
+data; `described`: the data for the user."""
+
+
 def validation_batches(spec: CustomSpec, cfg: RunConfig, ranks: Ranks) -> Iterator[tuple[list[int], MicroBatch]]:
     """Yield this rank's micro-batches of the validation data, with the numbers of their samples.
 
-    Each sample comes once over all ranks, and as many micro-batches on every rank. An iterable data set is read whole
-    by every rank.
-
-    Raises:
-        DataError: on every rank: it is empty, or not the same everywhere.
+    Each sample comes once over all ranks, and as many micro-batches on every rank. Every rank reads all of an iterable
+    dataset.
     """
     size, rank, world = micro_rows(cfg), ranks.rank, ranks.world_size
     with _generators_kept():

@@ -1,4 +1,4 @@
-"""A user's own model, data set and loss: the sum of its samples' losses, exactly over the global batch."""
+"""Custom models, datasets and losses: the sum of the samples' losses, exactly over the global batch."""
 
 import json
 import sys
@@ -41,7 +41,7 @@ _NUMBER = "number of the sample"
 
 
 class CustomTask(Task):
-    """Trains what a program brings: its module, its data set, its loss. See `toolkit.custom.train`."""
+    """Trains what a program brings: its module, its dataset, its loss. See `toolkit.custom.train`."""
 
     unit = SAMPLES
     memory_sections = ("batch.", "zero")
@@ -58,20 +58,24 @@ class CustomTask(Task):
     # Data
 
     def begin(self, cfg: RunConfig, ranks: Ranks) -> None:
-        """Open the data set and make the model: both may want the process group."""
+        """Open the dataset and make the model: both may want the process group."""
         self.cfg, self.ranks = cfg, ranks
         self.data = open_dataset(self.spec, cfg, ranks)
         self.steps_per_epoch = self.data.steps_per_epoch
-        self.model = self.spec.build(cfg.run.seed)
+        model = self.model = self.spec.build(cfg.run.seed)
         random_state.seed_all(cfg.run.seed + ranks.rank)
-        self.card = _card(self.model)
+        stored, parameters = model.state_dict(keep_vars=True), dict(model.named_parameters())
+        self.card = {
+            "model": type(model).__name__,
+            "program": sys.argv[0],
+            "digest": digest(model),
+            "parameters": sum(one.numel() for one in parameters.values()),
+            "trained_parameters": sum(one.numel() for one in parameters.values() if one.requires_grad),
+            "names": [*parameters, *(name for name, _ in model.named_buffers() if name in stored)],
+        }
 
     def settle(self, cfg: RunConfig) -> None:
-        """See that all ranks train the same model on the same data: else they would wait for each other for ever.
-
-        Raises:
-            DataError: on every rank.
-        """
+        """Check that all ranks train the same model on the same data: else they would wait for each other for ever."""
         self.cfg = cfg
         mine = {
             **{f"data: {name}": str(value) for name, value in self.data.identity.items()},
@@ -90,7 +94,7 @@ class CustomTask(Task):
 
     @property
     def identity(self) -> dict[str, str]:
-        """Return the kind and size of the data set."""
+        """Return the kind and size of the dataset."""
         return self.data.identity
 
     @property
@@ -111,11 +115,11 @@ class CustomTask(Task):
 
     @property
     def data_summary(self) -> dict[str, Any]:
-        """Return model and data set."""
+        """Return model and dataset."""
         return {"model": self.card["model"], "parameters": self.card["parameters"], **self.data.identity}
 
     def data_card(self) -> dict[str, Any]:
-        """Return program, model and data set."""
+        """Return program, model and dataset."""
         return {"program": self.card["program"], "model": self.card["model"], **self.data.identity}
 
     def batches(self, position: Position, num_steps: int) -> Iterator[MicroBatch]:
@@ -137,11 +141,7 @@ class CustomTask(Task):
     # Model
 
     def check_checkpoint(self, checkpoint: Path) -> None:
-        """Reject a checkpoint of another model.
-
-        Raises:
-            ConfigError: if names or shapes of its parameters are others.
-        """
+        """Reject a checkpoint whose parameters have other names or shapes."""
         file = checkpoint / MODEL_DIR / CUSTOM_CARD
         saved = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {"model": "?", "digest": ""}
         if saved["digest"] != self.card["digest"]:
@@ -187,10 +187,6 @@ class CustomTask(Task):
         )
 
     # Dry run
-
-    def trial_title(self) -> str:
-        """Return what the step of a dry run does."""
-        return tr("forward, backward and update of the first batch")
 
     def longest_batch(self, position: Position) -> tuple[MicroBatch, str]:
         """Return the first micro-batch: which samples are the largest only the program knows."""
@@ -256,14 +252,9 @@ class CustomTask(Task):
 
 
 def losses_of(loss: Loss, engine: DeepSpeedEngine, micro: MicroBatch) -> torch.Tensor:
-    """Return the losses of a micro-batch's samples, [n].
-
-    Raises:
-        DataError: that is not what the program's function returns.
-    """
-    found = loss(engine, on_device(micro.batch, engine.device))
-    wanted = max(micro.size, 1)
-    shape = tuple(found.shape) if isinstance(found, torch.Tensor) else type(found).__name__
+    """Return the losses of a micro-batch's samples, [n]; a DataError if the program returns anything else."""
+    losses, wanted = loss(engine, on_device(micro.batch, engine.device)), max(micro.size, 1)
+    shape = tuple(losses.shape) if isinstance(losses, torch.Tensor) else type(losses).__name__
     if shape != (wanted,):
         raise DataError(
             "loss= must return one loss per sample, a tensor [{count}] for this batch, and returned {shape}. For "
@@ -272,7 +263,7 @@ def losses_of(loss: Loss, engine: DeepSpeedEngine, micro: MicroBatch) -> torch.T
             count=wanted,
             shape=shape,
         )
-    return found
+    return losses
 
 
 def on_device(batch: Any, device: torch.device) -> Any:
@@ -297,8 +288,7 @@ def _with_tensors(batch: Any, change: Callable[[torch.Tensor], torch.Tensor]) ->
 def share_buffers(model: nn.Module) -> None:
     """Give every rank rank 0's buffers, such as the statistics of batch norm. A collective.
 
-    As DistributedDataParallel does before each forward pass. Checkpoints and export hold rank 0's, so a run that goes
-    on has what the run had.
+    As DistributedDataParallel does before each forward pass; checkpoints and export hold rank 0's.
     """
     if world_size() == 1:
         return
@@ -313,9 +303,9 @@ def share_buffers(model: nn.Module) -> None:
 @contextmanager
 def _statistics_kept(model: nn.Module, is_filler: bool) -> Iterator[None]:
     """Let batch norm learn nothing from a sample that does not count."""
+    norms = [part for part in model.modules() if is_filler and isinstance(part, _BatchNorm) and part.training]
     # SyncBatchNorm talks to the other ranks, which are in training.
-    norms = [part for part in model.modules() if isinstance(part, _BatchNorm) and part.training]
-    norms = [part for part in norms if is_filler and not isinstance(part, nn.SyncBatchNorm)]
+    norms = [part for part in norms if not isinstance(part, nn.SyncBatchNorm)]
     for part in norms:
         part.eval()
     try:
@@ -351,20 +341,8 @@ def evaluate(
 ) -> dict[str, float]:
     """Return loss and metrics over the validation data, each sample once, the same on every rank. A collective.
 
-    Leaves no trace in the model or in random generators.
-
-    Args:
-        spec: with validation data.
-        cfg: checked config.
-        ranks: who this process is.
-        engine: the engine.
-        alive: called now and then.
-        most: so many micro-batches at most, to try it; None takes all. `score` is left out of a trial: of a few samples
-            there may be no such figure.
-
-    Raises:
-        DataError: the program's functions return something else than they should, or not what `evaluate.keep_best`
-            names.
+    Leaves no trace in the model or in random generators. With `most` it is a trial of so many micro-batches, without
+    `score`: of a few samples there may be no such figure.
     """
     sums: dict[str, float] = {EVAL_LOSS: 0.0, metrics.SAMPLES: 0.0}
     kept: list[dict[str, torch.Tensor]] = []
@@ -388,25 +366,23 @@ def evaluate(
     finally:
         engine.train(was_training)
         random_state.restore_state(generators)
-    total = sum_over_ranks(list(sums.values()), engine.device).tolist()
-    found = dict(zip(sums, total, strict=True))
-    count = found.pop(metrics.SAMPLES)
-    figures = {name: value / count for name, value in found.items()}
+    totals = dict(zip(sums, sum_over_ranks(list(sums.values()), engine.device).tolist(), strict=True))
+    count = totals.pop(metrics.SAMPLES)
+    figures = {name: value / count for name, value in totals.items()}
     if spec.score is not None and most is None:
-        figures |= _scored(spec.score, kept, engine.device)
-    if most is None:
-        _check_best(cfg.evaluate.keep_best, figures)
-    return {EVAL_LOSS: figures.pop(EVAL_LOSS), metrics.SAMPLES: count, **figures}
-
-
-def _check_best(name: str, figures: Mapping[str, float]) -> None:
-    """Refuse to choose checkpoints by a figure that is not there."""
-    if name and name not in figures:
+        own = {name: torch.cat([part[name] for part in kept]) for name in kept[0]}
+        together = gather_metrics(own, engine.device)
+        order = together.pop(_NUMBER).argsort()
+        scores = spec.score({name: values[order] for name, values in together.items()})
+        figures |= {f"eval_{name}": float(value) for name, value in scores.items()}
+    best = cfg.evaluate.keep_best
+    if most is None and best and best not in figures:
         raise DataError(
             "evaluate.keep_best = {name}, and the evaluation gives no such figure. Known: {known}.",
-            name=name,
+            name=best,
             known=", ".join(figures),
         )
+    return {EVAL_LOSS: figures.pop(EVAL_LOSS), metrics.SAMPLES: count, **figures}
 
 
 def _metrics(spec: CustomSpec, engine: DeepSpeedEngine, micro: MicroBatch) -> dict[str, torch.Tensor]:
@@ -431,23 +407,10 @@ def _metrics(spec: CustomSpec, engine: DeepSpeedEngine, micro: MicroBatch) -> di
     return {name: value[: micro.size] for name, value in values.items()}
 
 
-def _scored(
-    score: Callable[[Mapping[str, torch.Tensor]], Mapping[str, float]],
-    kept: list[dict[str, torch.Tensor]],
-    device: torch.device,
-) -> dict[str, float]:
-    """Put together what all ranks have kept, in the order of the samples, and return the figures of it."""
-    own = {name: torch.cat([part[name] for part in kept]) for name in kept[0]}
-    together = gather_metrics(own, device)
-    order = together.pop(_NUMBER).argsort()
-    return {f"eval_{name}": float(value) for name, value in score({n: v[order] for n, v in together.items()}).items()}
-
-
 def _verify_export(spec: CustomSpec, seed: int, folder: Path) -> None:
-    """Load the export into a new model, where the program can make one.
+    """Load the export into a new model, where the program can make one; a CheckpointError if that fails.
 
-    Raises:
-        CheckpointError: it does not fit, or the program's function fails: whatever it raises, other ranks wait for it.
+    Whatever the program's function raises: the other ranks wait for it.
     """
     if isinstance(spec.model, nn.Module):
         return
@@ -470,17 +433,3 @@ def _verify_export(spec: CustomSpec, seed: int, folder: Path) -> None:
 
 def _first_line(error: Exception) -> str:
     return f"{type(error).__name__}: {error}".splitlines()[0]
-
-
-def _card(model: nn.Module) -> dict[str, Any]:
-    """Return what a checkpoint and the report say of the model."""
-    stored = model.state_dict(keep_vars=True)
-    parameters = dict(model.named_parameters())
-    return {
-        "model": type(model).__name__,
-        "program": sys.argv[0],
-        "digest": digest(model),
-        "parameters": sum(one.numel() for one in parameters.values()),
-        "trained_parameters": sum(one.numel() for one in parameters.values() if one.requires_grad),
-        "names": [*parameters, *(name for name, _ in model.named_buffers() if name in stored)],
-    }

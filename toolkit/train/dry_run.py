@@ -1,90 +1,173 @@
-"""The startup dry run: the disk, the longest batch and an evaluation are tried before the first step."""
+"""The startup dry run: disk, longest batch and an evaluation are tried before the first step, and leave no trace.
+
+Its trial step also finds the micro-batch that fits, where `batch.micro_per_gpu` is `auto`.
+"""
 
 import os
 import shutil
+import socket
 import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory, TemporaryFile
+from typing import Any, NamedTuple
 
 import torch
+from deepspeed import DeepSpeedEngine
+from deepspeed.accelerator import get_accelerator
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
-from toolkit.checkpoint import directory
+from toolkit.checkpoint import directory, random_state
 from toolkit.checkpoint.engine_files import EngineFiles
+from toolkit.config.mesh import accumulation, micro_rows, micro_sizes
 from toolkit.config.preflight import mlflow_folder
-from toolkit.config.schema import CheckpointConfig, RunConfig, TrackConfig
+from toolkit.config.schema import CheckpointConfig, Device, RunConfig, TrackConfig, TuningMethod
 from toolkit.data.sampler import Position
 from toolkit.disk import flush
-from toolkit.distributed import process_group
-from toolkit.distributed.process_group import gather, on_rank0, rank
-from toolkit.engine.memory import PeakMemory, limit_bytes, shown
-from toolkit.errors import CheckpointError, TrackError
-from toolkit.messages import tr
+from toolkit.distributed.process_group import gather, on_rank0, rank, world_size
+from toolkit.engine.memory import PeakMemory, is_out_of_memory, limit_bytes, shown
+from toolkit.errors import CheckpointError, ConfigError, OutOfMemory, TrackError
+from toolkit.launch.environment import Ranks
+from toolkit.messages import say, tr
 from toolkit.models.adapters import has_adapter
-from toolkit.models.pipeline import unwrap_model
+from toolkit.models.pipeline import is_pipeline, unwrap_model
+from toolkit.train.anomalies import StepGuard
+from toolkit.train.run_dir import RunSource
 from toolkit.train.run_plan import RunPlan
+from toolkit.train.step import train_step
 from toolkit.train.task import RunContext, Task
-from toolkit.train.trial_step import explain_out_of_memory, restore_after, trial_step
+
+_TINY = {"rehearsal": torch.zeros(16)}
+_COUNTERS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
+_STATES = {"SGD": 1, "Lion": 1, "FusedLion": 1, "DeepSpeedCPULion": 1, "Adafactor": 0, "Adagrad": 0}
+"""Numbers per parameter that an optimizer makes at its first step; all others count as Adam."""
+_BEFORE_ALL = -2
+"""Number of a trial step: DeepSpeed's profiler and its own progress lines wait for theirs."""
+SHARE = 0.92
+"""Of the memory that a micro-batch may use: the rest is for fragmentation and communication."""
 
 
-def check_writable(track: TrackConfig, folder: Path) -> None:
-    """See whether metrics.jsonl can be written, and what trackers write into folders of the user's choice.
-
-    Of what lies elsewhere the trackers themselves tell, and end nothing. For rank 0 only.
-
-    Args:
-        track: the config.
-        folder: the run folder.
+def dry_run(task: Task, run: RunContext, plan: RunPlan | None) -> str:
+    """Try what the run will do, and leave everything as it was. A collective; returns a line about it.
 
     Raises:
-        TrackError: it cannot.
+        OutOfMemory: if the run does not fit.
+        CheckpointError: if checkpoints or export cannot be written, or have no room.
+        TrackError: if what is measured cannot be written.
+        ModelError: if the model cannot answer.
     """
-    _try("run.dir", folder)
-    metrics = folder / "metrics.jsonl"
-    if metrics.exists():
-        try:
-            open(metrics, "ab").close()
-        except OSError as error:
-            raise _refused("run.dir", metrics, error) from error
-    if track.tensorboard.enabled and track.tensorboard.dir:
-        _try("track.tensorboard.dir", Path(track.tensorboard.dir))
-    if track.mlflow.enabled:
-        uri = track.mlflow.uri or os.environ.get("MLFLOW_TRACKING_URI", "")
-        if uri and (place := mlflow_folder(uri)):
-            _try("track.mlflow.uri", place)
+    began, start, cfg, engine = time.monotonic(), run.start, run.cfg, run.engine
+    run.watchdog.enter("rehearsal", start.step)
+    saves = _saves(cfg.checkpoint, range(start.step + 1, run.total_steps + 1))
+    check_disk(run, saves)
+    limit = limit_bytes(engine.device, cfg.plan.max_gpu_gib)
+    with restore_after(engine), PeakMemory(engine.device, limit if engine.device.type == "cpu" else 0) as memory:
 
+        def explained(doing: str) -> AbstractContextManager[None]:
+            return explain_out_of_memory(cfg, run.ranks, doing, memory, limit, plan, task.memory_sections)
 
-def _try(key: str, folder: Path) -> None:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with TemporaryFile(dir=folder) as file:
-            file.write(b"x")
-            file.flush()
-    except OSError as error:
-        raise _refused(key, folder, error) from error
-
-
-def _refused(key: str, path: Path, error: OSError) -> TrackError:
-    return TrackError(
-        "{key}: cannot write to {folder}: {reason}. Choose another place.",
-        key=key,
-        folder=path,
-        reason=error.strerror or error,
+        batch, name = task.longest_batch(Position(start.epoch, start.row))
+        with explained(tr("forward, backward and update of {batch}", batch=name)):
+            measured = trial_step(engine, task, run.guard, batch, memory, run.accumulation)
+        with explained(tr("an evaluation")):
+            task.check_evaluation(run)
+        highest = memory.highest()
+    device_bytes = gather((highest, measured.before))
+    on_rank0(run.trackers.wait_begun)
+    run.watchdog.enter("", start.step)
+    peak, before = max(device_bytes)
+    return tr(
+        "Rehearsed in {seconds} s: {tried}. Memory: {peak} at most, on rank {rank} ({before} before the step{limit})"
+        "{planned}.",
+        seconds=f"{time.monotonic() - began:.1f}",
+        tried=f"{name}, {_tried(cfg, saves, task.has_validation)}",
+        peak=shown(peak),
+        rank=device_bytes.index((peak, before)),
+        before=shown(before),
+        limit=tr(", of {limit}", limit=shown(limit)) if limit else "",
+        planned=tr("; planned for the longest rows: {planned}", planned=shown(plan.tensor_bytes)) if plan else "",
     )
 
 
-_TINY = {"rehearsal": torch.zeros(16)}
+def _saves(config: CheckpointConfig, steps: range) -> int:
+    """Return how many checkpoints the steps will save."""
+    due = sum(1 for step in steps if config.every and step % config.every == 0)
+    is_last_due = bool(config.every) and steps.stop - 1 >= steps.start and (steps.stop - 1) % config.every == 0
+    return due + (config.at_end and not is_last_due)
+
+
+def _tried(cfg: RunConfig, saves: int, evaluates: bool) -> str:
+    """Return what the run will do besides the batch, and has been tried."""
+    words = [
+        tr("an update"),
+        tr("a save") if saves else "",
+        tr("an export") if cfg.checkpoint.export else "",
+        tr("an evaluation") if evaluates or cfg.evaluate.prompts else "",
+    ]
+    return ", ".join(filter(None, words))
+
+
+# The disk
+
+
+def check_disk(run: RunContext, saves: int) -> None:
+    """Check that all that the run writes can be written. A collective."""
+    cfg, folder, checkpoints, export = run.cfg, run.folder, run.checkpointer.folder, run.folder / "export"
+    on_rank0(lambda: check_writable(cfg.track, folder))
+    try_checkpoint(checkpoints)
+    export_bytes = 0
+    if cfg.checkpoint.export:
+        module = unwrap_model(run.engine.module)
+        is_adapter = has_adapter(module)
+        exported = [one for one in module.parameters() if one.requires_grad or not is_adapter]
+        export_bytes = sum(getattr(one, "ds_numel", one.numel()) * one.element_size() for one in exported)
+        on_rank0(lambda: try_export(export))
+    least_bytes = run.checkpointer.least_bytes
+    on_rank0(lambda: check_room(checkpoints, cfg.checkpoint, saves, least_bytes(), export_bytes))
+
+
+def check_writable(track: TrackConfig, folder: Path) -> None:
+    """Check that metrics.jsonl can be written, and what trackers write into directories of the user's choice.
+
+    Errors elsewhere are reported by the trackers themselves, and end nothing. For rank 0 only.
+    """
+
+    def write_into(place: Path) -> None:
+        place.mkdir(parents=True, exist_ok=True)
+        with TemporaryFile(dir=place) as file:
+            file.write(b"x")
+            file.flush()
+
+    def append_to(file: Path) -> None:
+        if file.exists():
+            open(file, "ab").close()
+
+    places = [("run.dir", folder, write_into), ("run.dir", folder / "metrics.jsonl", append_to)]
+    if track.tensorboard.enabled and track.tensorboard.dir:
+        places.append(("track.tensorboard.dir", Path(track.tensorboard.dir), write_into))
+    uri = track.mlflow.uri or os.environ.get("MLFLOW_TRACKING_URI", "")
+    if track.mlflow.enabled and uri and (place := mlflow_folder(uri)):
+        places.append(("track.mlflow.uri", place, write_into))
+    for key, path, write in places:
+        if reason := _reason(write, path):
+            raise TrackError(
+                "{key}: cannot write to {folder}: {reason}. Choose another place.", key=key, folder=path, reason=reason
+            )
+
+
+def _reason(write: Callable[..., object], *arguments: object) -> str:
+    """Return why something cannot be written, "" if it can."""
+    try:
+        write(*arguments)
+    except (OSError, SafetensorError) as error:
+        return getattr(error, "strerror", None) or str(error)
+    return ""
 
 
 def try_checkpoint(folder: Path) -> None:
-    """Write a small file into checkpoints/ as checkpoints are written, on every rank, and remove it. A collective.
-
-    Raises:
-        CheckpointError: some rank cannot.
-    """
+    """Write a small file into checkpoints/ as checkpoints are written, on every rank, and remove it. A collective."""
     was_there = on_rank0(lambda: folder.is_dir())
     reasons = gather(_reason(lambda: folder.mkdir(exist_ok=True)) if rank() == 0 else "")
     path = folder / f".rehearsal-rank-{rank():05d}.tmp"
@@ -114,21 +197,15 @@ def try_checkpoint(folder: Path) -> None:
 
 
 def try_export(folder: Path) -> None:
-    """Write a small model folder beside where the export will be, and remove it. For rank 0 only.
-
-    Raises:
-        CheckpointError: it cannot be written.
-    """
+    """Write a small model directory next to where the export will be, and remove it. For rank 0 only."""
 
     def write() -> None:
         with TemporaryDirectory(prefix=f".{folder.name}.", suffix=".tmp", dir=folder.parent) as parent:
-            for name in ("model.safetensors", "config.json"):
-                path = Path(parent) / name
-                if path.suffix == ".json":
-                    path.write_text("{}", encoding="utf-8")
-                else:
-                    save_file(_TINY, path)
-                flush(path)
+            config, weights = Path(parent) / "config.json", Path(parent) / "model.safetensors"
+            save_file(_TINY, weights)
+            config.write_text("{}", encoding="utf-8")
+            flush(weights)
+            flush(config)
 
     if reason := _reason(write):
         raise CheckpointError(
@@ -140,19 +217,11 @@ def try_export(folder: Path) -> None:
 
 
 def check_room(folder: Path, config: CheckpointConfig, saves: int, each_bytes: int, export_bytes: int) -> None:
-    """See whether the disk has room for all that will be on it at once. For rank 0 only.
+    """Check that the disk of checkpoints/ has room for all that will be on it at once. For rank 0 only.
 
-    Args:
-        folder: checkpoints/ of the run; need not exist.
-        config: how many are kept.
-        saves: checkpoints that are still to be saved.
-        each_bytes: that one takes at least.
-        export_bytes: of the export; 0 without one.
-
-    Raises:
-        CheckpointError: it has not.
+    `saves` checkpoints are still to come, of at least `each_bytes` each, and an export (0: none).
     """
-    # An older one goes only when its successor is whole.
+    # An older one goes only when its successor is complete.
     at_once = min(saves, config.keep + 1) if config.keep else saves
     count = max(at_once - len(directory.published_checkpoints(folder)), min(saves, 1))
     most = count * each_bytes
@@ -161,119 +230,285 @@ def check_room(folder: Path, config: CheckpointConfig, saves: int, each_bytes: i
     needed, free = most + export_bytes, shutil.disk_usage(folder if folder.is_dir() else folder.parent).free
     if needed <= free:
         return
+    free_gb, needed_gb, each_gb, export_gb = (f"{n / 1e9:,.3g}" for n in (free, needed, each_bytes, export_bytes))
     raise CheckpointError(
         "{folder} has {free} GB free, and this run needs {needed} GB at least: {count} checkpoints of {each} GB "
         "(checkpoint.keep = {keep}, and the next before an older one goes) and an export of {export} GB. Free "
         "some, lower checkpoint.keep, or set run.dir to another disk; train.rehearse=false leaves out this check.",
         folder=folder.parent,
-        free=_gb(free),
-        needed=_gb(needed),
+        free=free_gb,
+        needed=needed_gb,
         count=count,
-        each=_gb(each_bytes),
+        each=each_gb,
         keep=config.keep,
-        export=_gb(export_bytes),
+        export=export_gb,
     )
 
 
-def _gb(num_bytes: int) -> str:
-    return f"{num_bytes / 1e9:,.3g}"
+# The trial step
 
 
-def _reason(write: Callable[[], object]) -> str:
-    """Return why something cannot be written, "" if it can."""
+@contextmanager
+def restore_after(engine: DeepSpeedEngine) -> Iterator[None]:
+    """Restore the engine's counters, its loss scale, its module's buffers and the random generators; write no events.
+
+    Weights, optimizer and schedule are not touched by a step whose update is rejected.
+    """
+    buffers = [buffer.clone() for buffer in engine.module.buffers()]  # the statistics of batch norm
+    counters = {name: getattr(engine, name) for name in _COUNTERS}
+    scaler = _loss_scaler(engine)
+    scale = dict(vars(scaler)) if scaler is not None else {}
+    generators, is_monitored = random_state.capture(), engine.monitor.enabled
+    engine.monitor.enabled = False
     try:
-        write()
-    except (OSError, SafetensorError) as error:
-        return getattr(error, "strerror", None) or str(error)
-    return ""
+        yield
+    finally:
+        engine.monitor.enabled = is_monitored
+        random_state.restore_state(generators)
+        with torch.no_grad():
+            for buffer, value in zip(engine.module.buffers(), buffers, strict=True):
+                buffer.copy_(value)
+        if scaler is not None:
+            vars(scaler).update(scale)
+        for name, value in counters.items():
+            setattr(engine, name, value)
 
 
-def dry_run(task: Task, run: RunContext, plan: RunPlan | None) -> str:
-    """Try what the run will do, and leave everything as it was. A collective; returns what is said of it.
+def _loss_scaler(engine: DeepSpeedEngine) -> object | None:
+    """Return what holds fp16's loss scale: ZeRO's optimizers have one, DeepSpeed's without ZeRO another."""
+    optimizer = engine.optimizer
+    return getattr(optimizer, "loss_scaler", None) or getattr(optimizer, "loss_scale_config", None)
+
+
+class Measured(NamedTuple):
+    """Bytes of this rank's device."""
+
+    before: int
+    """In use before the step: weights, and what else stays."""
+    forward_backward: int
+    """Most in use while gradients were computed."""
+    update: int
+    """Most in use at the update; 0 where gradients overflowed and none was due."""
+
+
+def trial_step(
+    engine: DeepSpeedEngine, task: Task, guard: StepGuard, batch: Any, memory: PeakMemory, num_micro_batches: int
+) -> Measured:
+    """Do a step whose update is rejected. A collective; only within `restore_after` and an entered `memory`.
+
+    A micro-batch, of the same shape on every rank, comes twice: gradients of the first are there in the second, and
+    ZeRO-3 fetches ahead what it has seen before. The two are the last of a step's `num_micro_batches`; after 1 each is
+    a step. What does not fit raises torch.OutOfMemoryError, on CPUs also RuntimeError.
+    """
+    forward_backward = update = 0
+
+    def reject(grad_norm: float) -> bool:
+        """Take the memory of the update just before it, when all gradients are there."""
+        nonlocal forward_backward, update
+        forward_backward = max(memory.peak(), forward_backward)
+        memory.restart()
+        _take_update_memory(engine)
+        update = memory.peak()
+        memory.restart()
+        return False
+
+    scaler = _loss_scaler(engine)
+    for name, value in (("cur_scale", 1.0), ("raise_error_at_min_scale", False)):
+        if scaler is not None and name in vars(scaler):  # no gradient overflows for a scale that is still to be found
+            setattr(scaler, name, value)
+    if is_pipeline(engine):  # takes all micro-batches of a step, and holds several at once
+        windows = [[batch] * num_micro_batches]
+    else:
+        windows = [[batch, batch]] if num_micro_batches > 1 else [[batch], [batch]]
+    engine.train()
+    before = memory.restart()
+    judge, guard.gate.may_update = guard.gate.may_update, reject
+    try:
+        for window in windows:
+            engine.global_steps, engine.micro_steps = _BEFORE_ALL, num_micro_batches - len(window)
+            train_step(engine, task, window, world_size(), guard)
+    finally:
+        guard.gate.may_update = judge
+    return Measured(before, max(memory.peak(), forward_backward), update)
+
+
+def _take_update_memory(engine: DeepSpeedEngine) -> None:
+    """Take, for a moment, the memory that the update takes: an optimizer's states where they are not there yet, a copy.
+
+    The copy is of the largest group's gradients in fp32, or of what Adam computes from them (deepspeed 0.19.8: ZeRO-1
+    and 2 flatten a group, ZeRO-3 a tile; PyTorch's Adam needs as much for square roots).
+    """
+    optimizer = engine.basic_optimizer
+    states = _STATES.get(type(optimizer).__name__, 2)
+    tiles = getattr(engine.optimizer, "fp32_partitioned_groups_flat", None)  # ZeRO-3 hands over one after the other
+    groups = [[tile] for tile in tiles] if tiles else [group["params"] for group in optimizer.param_groups]
+    here = [[one for one in group if one.device == engine.device] for group in groups]
+    moments = [
+        torch.empty_like(one) for group in here for one in group for _ in range(states) if not optimizer.state.get(one)
+    ]
+    copies = max((sum(one.numel() for one in group) for group in here), default=0)
+    moments.append(torch.empty(copies, dtype=torch.float32, device=engine.device))
+
+
+@contextmanager
+def explain_out_of_memory(
+    cfg: RunConfig,
+    ranks: Ranks,
+    doing: str,
+    memory: PeakMemory,
+    limit: int,
+    plan: RunPlan | None,
+    sections: tuple[str, ...] = ("",),
+) -> Iterator[None]:
+    """Report what memory that runs out was wanted for, what was measured and planned, and what helps.
+
+    Only overrides in some `sections` of the config, where the others have no effect.
+    """
+    before = memory.restart()
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        lines = [
+            tr(
+                "out of memory before the first step, on rank {rank} ({host}): {doing}.",
+                rank=ranks.rank,
+                host=socket.gethostname(),
+                doing=doing,
+            ),
+            tr(
+                "  measured: {before} before it, {peak} at most until it failed, {limit} may be used.",
+                before=shown(before),
+                peak=shown(memory.highest()),
+                limit=shown(limit) if limit else "?",
+            ),
+            *([plan.lines()] if plan else []),
+            tr("  reason: {reason}", reason=(str(error) or type(error).__name__).splitlines()[0]),
+            tr("What helps, the cheapest first; each can be pasted behind the command:"),
+            *(f"  {word}" for word in remedies(cfg, ranks.world_size) if word.startswith(sections)),
+        ]
+        raise OutOfMemory("\n".join(lines)) from None
+
+
+def remedies(cfg: RunConfig, world_size: int) -> list[str]:
+    """Return overrides that take less memory than a config, the cheapest first."""
+    words = []
+    micro, zero = micro_rows(cfg), cfg.zero
+    smaller = [rows for rows in micro_sizes(cfg, world_size) if rows < micro]
+    if smaller:
+        words.append(f"batch.micro_per_gpu={smaller[-1]}")
+    if not cfg.train.activation_checkpointing.enabled:
+        words.append("train.activation_checkpointing.enabled=true")
+    if smaller[:-1]:
+        words.append("batch.micro_per_gpu=1")
+    highest = cfg.tuning.max_stage
+    if world_size > 1:
+        words += [f"zero=stage{stage}" for stage in range(max(zero.stage + 1, 2), highest + 1)]
+    if zero.offload_optimizer.device is Device.none:
+        words.append(f"zero=stage{max(zero.stage, 2)}_offload")
+    if zero.offload_param.device is Device.none and highest == 3:
+        words.append("zero=stage3_offload")
+    if cfg.tuning.method is TuningMethod.full:
+        words.append("tuning=lora")
+    return [*dict.fromkeys(words), f"data.max_length={cfg.data.max_length // 2}"]
+
+
+# batch.micro_per_gpu = auto
+
+
+def micro_batch_before(cfg: RunConfig, ranks: Ranks, origin: RunSource) -> int:
+    """Return the micro-batch that the run began with; 0 if it begins now, or so many ranks cannot have that one."""
+    if origin.checkpoint is None:
+        return 0
+    rows = int(directory.read_run_state(origin.checkpoint).config["batch"]["micro_per_gpu"])
+    return rows if rows in micro_sizes(cfg, ranks.world_size) else 0
+
+
+def search_micro_batch(
+    cfg: RunConfig, task: Task, ranks: Ranks, build: Callable[[], tuple[DeepSpeedEngine, StepGuard]]
+) -> tuple[int, tuple[DeepSpeedEngine, StepGuard]]:
+    """Return the most rows of a micro-batch that fit, on every rank, and the engine that found it. A collective.
+
+    One row cut to half its length, two such rows and a whole row take no more than a run needs at least, and tell what
+    grows with the rows and what does not. From there the rows at most double as long as twice as many should fit: what
+    is measured grows ever faster, if anything, so that where the last two lead to too much, it is too much.
 
     Args:
-        task: what is learned.
-        run: with its engine in the state in which it begins.
-        plan: what memory is expected to be; None if it is not known.
+        cfg: with micro-batches of one row.
+        task: settled with it.
+        ranks: who this process is.
+        build: returns the engine for such micro-batches, and its guard.
 
     Raises:
-        OutOfMemory: if the run does not fit.
-        CheckpointError: if checkpoints or export cannot be written, or have no room.
-        TrackError: if what is measured cannot be written.
-        ModelError: if the model cannot answer.
+        ConfigError: if nothing says how much memory there is.
+        OutOfMemory: if not even one row fits.
     """
-    began, start, cfg, engine = time.monotonic(), run.start, run.cfg, run.engine
-    run.watchdog.enter("rehearsal", start.step)
-    steps = range(start.step + 1, run.total_steps + 1)
-    check_disk(run, steps)
-    limit = limit_bytes(engine.device, cfg.plan.max_gpu_gib)
-    with restore_after(engine), PeakMemory(engine.device, limit if engine.device.type == "cpu" else 0) as memory:
+    device = torch.device(get_accelerator().current_device_name())
+    limit = limit_bytes(device, cfg.plan.max_gpu_gib)
+    if not limit:
+        raise ConfigError(
+            tr(
+                "batch.micro_per_gpu = auto fills the memory of a rank, and CPU ranks have none of their own. Give a "
+                "number, or a bound: plan.max_gpu_gib=4."
+            )
+        )
+    engine, guard = build()
+    times, sizes, room = accumulation(cfg, ranks.world_size), micro_sizes(cfg, ranks.world_size), SHARE * limit
+    doing, found = tr("looking for batch.micro_per_gpu with one row"), 1
 
-        def explained(doing: str) -> AbstractContextManager[None]:
-            return explain_out_of_memory(cfg, run.ranks, doing, memory, limit, plan, task.memory_sections)
+    def measure(rows: int, share: float = 1.0) -> Measured:
+        return trial_step(engine, task, guard, task.larger_batch(rows, share), memory, times)
 
-        with explained(task.trial_title()):
-            batch, name = task.longest_batch(Position(start.epoch, start.row))
-            measured = trial_step(engine, task, run.guard, batch, memory, run.accumulation)
-        with explained(tr("an evaluation")):
-            task.check_evaluation(run)
-        used = measured.before, memory.highest()
-    process_group.on_rank0(run.trackers.wait_begun)
-    run.watchdog.enter("", start.step)
-    tried = _tried(cfg, _saves(cfg.checkpoint, steps), task.has_validation)
-    return _summary(used, limit, f"{name}, {tried}", time.monotonic() - began, plan)
-
-
-def check_disk(run: RunContext, steps: range) -> None:
-    """See whether all that the run writes can be written."""
-    cfg, folder, checkpoints = run.cfg, run.folder, run.checkpointer.folder
-    process_group.on_rank0(lambda: check_writable(cfg.track, folder))
-    try_checkpoint(checkpoints)
-    export, each_bytes = folder / "export", run.checkpointer.least_bytes
-    export_bytes = _export_bytes(unwrap_model(run.engine.module)) if cfg.checkpoint.export else 0
-    saves = _saves(cfg.checkpoint, steps)
-    process_group.on_rank0(lambda: try_export(export) if cfg.checkpoint.export else None)
-    process_group.on_rank0(lambda: check_room(checkpoints, cfg.checkpoint, saves, each_bytes(), export_bytes))
-
-
-def _saves(config: CheckpointConfig, steps: range) -> int:
-    """Return how many checkpoints the steps will save."""
-    due = sum(1 for step in steps if config.every and step % config.every == 0)
-    is_last_due = bool(config.every) and steps.stop - 1 >= steps.start and (steps.stop - 1) % config.every == 0
-    return due + (config.at_end and not is_last_due)
-
-
-def _export_bytes(module: torch.nn.Module) -> int:
-    """Return the bytes of the weights that are exported: the model's, or what was trained beside it."""
-    is_adapter = has_adapter(module)
-    exported = [one for one in module.parameters() if one.requires_grad or not is_adapter]
-    return sum(getattr(one, "ds_numel", one.numel()) * one.element_size() for one in exported)
+    with PeakMemory(engine.device) as memory:
+        with explain_out_of_memory(cfg, ranks, doing, memory, limit, None), restore_after(engine):
+            if times > 1:
+                half, two_halves, one = measure(1, 0.5), measure(2, 0.5), measure(1)
+                before, last = (0, 2 * half.forward_backward - two_halves.forward_backward), (1, one.forward_backward)
+                while (rows := min(gather(_next(sizes, before, last, room)))) > last[0]:
+                    measured = measure(rows)
+                    if not all(gather(max(measured.forward_backward, measured.update) <= room)):
+                        break
+                    before, last = last, (rows, measured.forward_backward)
+                found = last[0]
+        used = memory.highest()
+    get_accelerator().empty_cache()
+    if ranks.rank == 0:
+        say(
+            tr(
+                "batch.micro_per_gpu = auto: {rows} rows at once on each rank, {times} times per step. Memory while it "
+                "was sought: {used} at most, of {limit}.",
+                rows=found,
+                times=times // found,
+                used=shown(used),
+                limit=shown(limit),
+            )
+        )
+    return found, (engine, guard)
 
 
-def _tried(cfg: RunConfig, saves: int, evaluates: bool) -> str:
-    """Return what the run will do next to the batch, and has been tried."""
-    words = [
-        tr("an update"),
-        tr("a save") if saves else "",
-        tr("an export") if cfg.checkpoint.export else "",
-        tr("an evaluation") if evaluates or cfg.evaluate.prompts else "",
-    ]
-    return ", ".join(filter(None, words))
+def _next(sizes: Sequence[int], before: tuple[int, int], last: tuple[int, int], room: float) -> int:
+    """Return the rows to be tried after the last, or the last itself if no larger size will fit into `room` bytes.
+
+    `sizes` are ascending; `before` and `last` are rows and the bytes that were measured with them.
+    """
+    rows, taken = last
+    per_row = (taken - before[1]) / (rows - before[0])
+    larger = [size for size in sizes if size > rows]
+    near = [size for size in larger if size <= 2 * rows] or larger[:1]
+    return max((size for size in near if taken + (size - rows) * per_row <= room), default=rows)
 
 
-def _summary(used: tuple[int, int], limit: int, tried: str, seconds: float, plan: RunPlan | None) -> str:
-    """Return a line about it: `used` are the bytes before the step and at most. A collective."""
-    device_bytes = process_group.gather(used)
-    peaks = [peak for _, peak in device_bytes]
-    most = peaks.index(max(peaks))
-    return tr(
-        "Rehearsed in {seconds} s: {tried}. Memory: {peak} at most, on rank {rank} ({before} before the step{limit})"
-        "{planned}.",
-        seconds=f"{seconds:.1f}",
-        tried=tried,
-        peak=shown(peaks[most]),
-        rank=most,
-        before=shown(device_bytes[most][0]),
-        limit=tr(", of {limit}", limit=shown(limit)) if limit else "",
-        planned=tr("; planned for the longest rows: {planned}", planned=shown(plan.tensor_bytes)) if plan else "",
-    )
+def set_micro_batch(engine: DeepSpeedEngine, cfg: RunConfig) -> None:
+    """Let an engine, before its first step, have the micro-batches of a config.
+
+    Its optimizers read the number of micro-batches in one place, where gradients are kept in host memory (deepspeed
+    0.19.8); its `config` is what checkpoints keep.
+    """
+    rows, times = micro_rows(cfg), accumulation(cfg, world_size())
+    engine.set_train_micro_batch_size(rows)
+    # Not by set_train_batch_size, which takes every rank for one with rows of its own.
+    engine._config.train_batch_size, engine._config.gradient_accumulation_steps = cfg.batch.global_size, times
+    engine.config |= {"train_micro_batch_size_per_gpu": rows, "gradient_accumulation_steps": times}
+    if hasattr(engine.optimizer, "gradient_accumulation_steps"):
+        engine.optimizer.gradient_accumulation_steps = times

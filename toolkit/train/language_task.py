@@ -257,10 +257,6 @@ class LanguageTask(Task):
 
     # Dry run
 
-    def trial_title(self) -> str:
-        """Return what the step of a dry run does."""
-        return tr("forward, backward and update of the longest batch")
-
     def longest_batch(self, position: Position) -> tuple[Batch, str]:
         """Return the longest rows of the training data."""
         batch = longest_batch(self.cfg, self.data, self.ranks.world_size)

@@ -1,6 +1,17 @@
-"""The start of a training process: a checked config, its environment, and what is said first. Without torch."""
+"""The start of a training process: a checked config, its environment, its first lines and its logs.
 
+Only `start_logs` imports torch.
+"""
+
+import io
+import logging
 import os
+import re
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import IO
 
 from toolkit.arguments import Arguments, parse, parse_checked
 from toolkit.config import files, ops
@@ -13,6 +24,10 @@ from toolkit.launch import deepspeed, env_vars, environment
 from toolkit.messages import say, tr
 from toolkit.models.directory import runs_code
 from toolkit.problems import Problems
+from toolkit.secrets import HidingFilter, hide
+
+_NCCL_WARNING = re.compile(r"NCCL (WARN|ERROR)")
+_LOOK_S = 1.0
 
 
 def warn_remote_code(model: ModelConfig) -> None:
@@ -30,21 +45,23 @@ def make_ready(words: list[str], custom: bool = False) -> tuple[Arguments, envir
     """Compose and check the config, and set this process's environment by it.
 
     Args:
-        words: command line without what launchers add.
-        custom: whether a program trains a model and a data set of its own.
+        words: overrides, without what launchers add.
+        custom: whether a program trains a custom model.
 
     Returns:
-        The config, and who this process is; None where the config alone was asked for, and has been printed.
+        The config, and who this process is; None if `--cfg` asked for the config alone, which has been printed.
 
     Raises:
-        ConfigError: anything wrong with the config.
-        LaunchError: the processes were not started as the config says.
+        ConfigError: if anything is wrong with the config.
+        LaunchError: if the processes were not started as the config says.
     """
     inherited = dict(os.environ)
     ranks = environment.detect(os.environ)
     environment.apply(ranks, os.environ)  # from here on an error knows which rank it speaks for
     if "--cfg" in words:
-        say(to_yaml(parse(_without_cfg(words), world_size=ranks.world_size).loaded.cfg).rstrip("\n"))
+        place = words.index("--cfg")
+        others = words[:place] + words[place + 2 :]
+        say(to_yaml(parse(others, world_size=ranks.world_size).loaded.cfg).rstrip("\n"))
         return None
     problems = Problems()
     arguments = parse_checked(words, world_size=ranks.world_size, custom=custom, problems=problems)
@@ -66,11 +83,6 @@ def set_environment(cfg: RunConfig, ranks: environment.Ranks, inherited: dict[st
         environment.set_interface(cfg.distributed.interface, os.environ)
     environment.check_port(os.environ)
     ops.check_build_locks(os.environ)
-
-
-def _without_cfg(words: list[str]) -> list[str]:
-    place = words.index("--cfg")
-    return words[:place] + words[place + 2 :]
 
 
 def greet(arguments: Arguments, ranks: environment.Ranks, model: str) -> None:
@@ -98,3 +110,94 @@ def greet(arguments: Arguments, ranks: environment.Ranks, model: str) -> None:
         )
     )
     warn_remote_code(cfg.model)
+
+
+def start_logs(file: Path, rank: int) -> None:
+    """Send what libraries log and print to this rank's file from here on.
+
+    Warnings of DeepSpeed and transformers stay on the terminal of rank 0, errors on those of all ranks, NCCL's warnings
+    too. What libraries print past `sys.stdout`, in C, goes to the file alone: it would tear the live view to pieces.
+    """
+    import transformers
+    from torch import distributed
+
+    file.parent.mkdir(exist_ok=True)
+    log = open(file, "a", encoding="utf-8", errors="backslashreplace")
+    sys.stdout.flush()
+    # The file takes the place of the stdout that C code writes to; Python's own stays what it was on rank 0.
+    if not rank and not isinstance(sys.stdout, LastingStdout):
+        terminal = os.fdopen(os.dup(1), "wb")
+        sys.stdout = LastingStdout(
+            terminal, encoding=sys.stdout.encoding, errors="backslashreplace", line_buffering=True
+        )
+    os.dup2(log.fileno(), 1)
+    handler = logging.StreamHandler(log)
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    handler.addFilter(HidingFilter())
+    for name in ("DeepSpeed", "transformers"):
+        logger = logging.getLogger(name)
+        for existing in logger.handlers:
+            existing.setLevel(logging.WARNING if rank == 0 else logging.ERROR)
+            existing.addFilter(HidingFilter())
+            if isinstance(existing, logging.StreamHandler) and not isinstance(existing, logging.FileHandler):
+                existing.setStream(_Stderr())
+        logger.addHandler(handler)
+        logger.setLevel(logging.INFO)
+    # Deprecations inside DeepSpeed and transformers are for developers: into the file, not between the progress lines.
+    logging.captureWarnings(True)
+    warnings = logging.getLogger("py.warnings")
+    warnings.addHandler(handler)
+    warnings.propagate = False
+    transformers.utils.logging.disable_progress_bar()
+    if distributed.is_initialized() and distributed.get_backend() == "nccl":
+        threading.Thread(target=pass_on_warnings, args=(file, _Stderr()), name="nccl", daemon=True).start()
+
+
+class LastingStdout(io.TextIOWrapper):
+    """A stdout that outlives its reader: who closes the terminal, or ends `tee`, must not keep a run from saving."""
+
+    def write(self, text: str) -> int:
+        """Write; into nothing from the first failure on."""
+        try:
+            return super().write(text)
+        except OSError:
+            self._lose()
+            return len(text)
+
+    def flush(self) -> None:
+        """Flush, likewise."""
+        try:
+            super().flush()
+        except OSError:
+            self._lose()
+
+    def _lose(self) -> None:
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, self.fileno())
+        os.close(nowhere)
+
+
+class _Stderr:
+    """What `sys.stderr` is at the moment: the live view takes its place while it is there."""
+
+    def write(self, text: str) -> None:
+        sys.stderr.write(text)
+
+    def flush(self) -> None:
+        sys.stderr.flush()
+
+
+def pass_on_warnings(file: Path, out: "IO[str] | _Stderr", ended: threading.Event | None = None) -> None:
+    """Copy the lines with NCCL's warnings from a log that grows, until `ended` is set."""
+    with open(file, encoding="utf-8", errors="replace") as lines:
+        lines.seek(0, os.SEEK_END)
+        rest = ""
+        while True:
+            *whole, rest = (rest + lines.read()).split("\n")
+            for line in whole:
+                if _NCCL_WARNING.search(line):
+                    out.write(hide(line) + "\n")
+                    out.flush()
+            if ended is not None and ended.is_set():
+                return
+            time.sleep(_LOOK_S)

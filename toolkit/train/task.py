@@ -225,10 +225,6 @@ class Task(ABC):
     # Dry run
 
     @abstractmethod
-    def trial_title(self) -> str:
-        """Return what the step of a dry run does, for the message about memory that does not suffice."""
-
-    @abstractmethod
     def longest_batch(self, position: Position) -> tuple[Any, str]:
         """Return the micro-batch that a dry run tries, and what it is called; a run would begin at the position."""
 

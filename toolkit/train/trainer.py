@@ -33,19 +33,19 @@ from toolkit.messages import say, tr
 from toolkit.secrets import hide_all
 from toolkit.terminal import phase, set_display
 from toolkit.track.progress import Progress
-from toolkit.train import folder_lock, run_dir, run_logs
+from toolkit.train import folder_lock, run_dir
 from toolkit.train.anomalies import StepGuard
 from toolkit.train.checkpointer import Checkpointer
-from toolkit.train.dry_run import dry_run
+from toolkit.train.dry_run import dry_run, micro_batch_before, search_micro_batch, set_micro_batch
 from toolkit.train.loop import TrainLoop
 from toolkit.train.resume import check_settings, resume_from, starting_state
 from toolkit.train.run_dir import RunSource, choose_run_dir
 from toolkit.train.run_plan import RunPlan, choose_layout, plan_run
 from toolkit.train.schedule import length_warnings
+from toolkit.train.startup import start_logs
 from toolkit.train.task import TOKENS, FitResult, RunContext, Task
 from toolkit.train.throughput import Baseline, measure_baseline
 from toolkit.train.tracking import PATIENCE_S, AutomaticReport, log_summary, trackers_of, tracking
-from toolkit.train.trial_step import micro_batch_before, search_micro_batch, set_micro_batch
 
 DATA_CARD = "data.json"
 """What the report reads of the data, in the run directory."""
@@ -205,7 +205,7 @@ class Trainer:
             rank_status.report_status(folder=str(folder))
         peers = _check_shared(folder)
         failure.watch_failures(folder, ranks.rank, peers)
-        run_logs.start_logs(folder / "logs" / f"rank_{ranks.rank}.log", ranks.rank)
+        start_logs(folder / "logs" / f"rank_{ranks.rank}.log", ranks.rank)
         return source, [peer.host for peer in peers]
 
     def _settle(self, cfg: RunConfig, source: RunSource) -> tuple[RunConfig, tuple[DeepSpeedEngine, StepGuard] | None]:
