@@ -8,7 +8,7 @@ import shutil
 import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory, TemporaryFile
 from typing import Any, NamedTuple
@@ -63,12 +63,14 @@ def dry_run(task: Task, run: RunContext, plan: RunPlan | None) -> str:
     saves = _saves(cfg.checkpoint, range(start.step + 1, run.total_steps + 1))
     check_disk(run, saves)
     limit = limit_bytes(engine.device, cfg.plan.max_gpu_gib)
-    with restore_after(engine), PeakMemory(engine.device, limit if engine.device.type == "cpu" else 0) as memory:
+    with ExitStack() as stack:
+        stack.enter_context(restore_after(engine))
+        batch, name = task.longest_batch(Position(start.epoch, start.row))
+        memory = stack.enter_context(PeakMemory(engine.device, limit if engine.device.type == "cpu" else 0))
 
         def explained(doing: str) -> AbstractContextManager[None]:
             return explain_out_of_memory(cfg, run.ranks, doing, memory, limit, plan, task.memory_sections)
 
-        batch, name = task.longest_batch(Position(start.epoch, start.row))
         with explained(tr("forward, backward and update of {batch}", batch=name)):
             measured = trial_step(engine, task, run.guard, batch, memory, run.accumulation)
         with explained(tr("an evaluation")):
