@@ -117,7 +117,7 @@ class _MapSamples:
         seed, workers = self.cfg.run.seed, self.cfg.data.num_workers
         loader: DataLoader[Any] = DataLoader(
             _Rows(self.spec.dataset, self.spec.collate, seed),  # type: ignore[arg-type]
-            sampler=_with_epochs(self._sampler(self.ranks.rank, place, num_steps)),  # type: ignore[arg-type]
+            sampler=_with_epochs(self._sampler(self.ranks.rank, place, num_steps)),
             batch_size=None,  # a micro-batch is an item
             collate_fn=_as_it_is,  # type: ignore[arg-type]  # torch takes it for a list's
             num_workers=workers,
