@@ -19,23 +19,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from deepspeed import DeepSpeedEngine
 from deepspeed.accelerator import get_accelerator
 from torch import distributed
 from torch.nn import functional
 from torch.optim.lr_scheduler import ConstantLR
 from transformers import AutoConfig, AutoModelForCausalLM, GlmForCausalLM
 
+from toolkit.config import schema
 from toolkit.config.load import load
-from toolkit.config.schema import (
-    ActivationCheckpointingConfig,
-    CompileConfig,
-    DistributedConfig,
-    Init,
-    ProfileConfig,
-    RunConfig,
-    ZeroConfig,
-)
+from toolkit.config.schema import Init, RunConfig
 from toolkit.distributed import process_group
 from toolkit.engine.build import initialize_engine
 from toolkit.engine.ds_config import build_ds_config
@@ -52,8 +44,8 @@ from toolkit.plan.parameters import Outline
 from toolkit.plan.speed import Rates, Work, causal_pairs, formula, gathered_bytes
 
 _REPEATS = 7
-_UPDATED = 4_000_000
-_SENT = 4_000_000
+_ELEMENTS = 4_000_000
+"""Weights that are updated, and numbers that are sent."""
 _TRIES = 3
 _NEVER = 1_000_000
 """Micro-batches of a step that never comes: the optimizer is measured by itself."""
@@ -65,19 +57,25 @@ def measure(cfg: RunConfig, local_rank: int, world_size: int, on_cpu: bool) -> R
     if not on_cpu:
         torch.cuda.set_device(device)
     whole = replace(cfg, tuning=type(cfg.tuning)())
+    width = WIDTHS[cfg.precision.dtype]
     outline = outline_of(whole, print)
     first_s, layer_s, first_flops, layer_flops = _layers(whole, outline, device)
     speed = layer_flops / layer_s
-    link = _link(device, world_size, _SENT)
+    link, latency_s = 1e12, 0.0
+    if world_size > 1:
+        sent, one = torch.ones(_ELEMENTS, device=device), torch.ones(1, device=device)
+        seconds = _seconds(lambda: distributed.all_reduce(sent), device)
+        link = 2 * (world_size - 1) / world_size * sent.nbytes / seconds
+        latency_s = _seconds(lambda: distributed.all_reduce(one), device)
     # Behind a GPU's computation it hides, so there the links' own speed is what counts.
     gather = _gather(whole, outline, layer_s, device, world_size) if on_cpu and world_size > 1 else 0.0
     return Rates(
         flops=speed,
         micro_s=max(0.0, first_s - first_flops / speed),
-        memory=_update(device, WIDTHS[cfg.precision.dtype]),
+        memory=_ELEMENTS * (16 + 12 + 2 * width) / _seconds(_optimizer(device).step, device),
         link=link,
         gather=min(gather, link),
-        latency_s=_latency(device, world_size),
+        latency_s=latency_s,
         is_measured=True,
     )
 
@@ -114,16 +112,16 @@ def _gather(cfg: RunConfig, outline: Outline, layer_s: float, device: torch.devi
     """
     split = replace(
         cfg,
-        zero=ZeroConfig(stage=3),
+        zero=schema.ZeroConfig(stage=3),
         optim=replace(cfg.optim, torch=True),  # DeepSpeed's own Adam would have to be compiled first
         batch=replace(cfg.batch, micro_per_gpu=1, global_size=_NEVER * world_size),
-        train=replace(cfg.train, activation_checkpointing=ActivationCheckpointingConfig()),
-        compile=CompileConfig(),
-        profile=ProfileConfig(),
+        train=replace(cfg.train, activation_checkpointing=schema.ActivationCheckpointingConfig()),
+        compile=schema.CompileConfig(),
+        profile=schema.ProfileConfig(),
         ds_extra={},
     )
     ds = build_ds_config(split, world_size).values
-    calls, sizes, linear = [], [], functional.linear
+    calls, engines, sizes, linear = [], [], [], functional.linear
     for layers in (1, 2):
         model = _in_precision(_model(cfg, layers), cfg, device)
         sizes.append(sum(one.numel() for one in model.parameters()))
@@ -131,18 +129,15 @@ def _gather(cfg: RunConfig, outline: Outline, layer_s: float, device: torch.devi
         schedule = partial(ConstantLR, factor=1)
         engine = initialize_engine(model, ds, split.train.activation_checkpointing, schedule, optim=split.optim)
         engine.train()
-        calls.append(partial(_pass_of_engine, engine, batch))
+        engines.append(engine)
+        calls.append(lambda engine=engine, batch=batch: engine.backward(token_loss_sum(engine, batch)))
     _, split_s = _seconds_and_more(calls, device)
-    for call in calls:
-        call.args[0].destroy()
+    for engine in engines:
+        engine.destroy()
     functional.linear = linear  # DeepSpeed's, which keeps more for the backward pass, would stay (0.19.8)
     layer = sizes[1] - sizes[0]
     sent = gathered_bytes(layer, layer, WIDTHS[cfg.precision.dtype], world_size)
     return sent / max(split_s - layer_s, 1e-6)
-
-
-def _pass_of_engine(engine: DeepSpeedEngine, batch: Batch) -> None:
-    engine.backward(token_loss_sum(engine, batch))
 
 
 def longest_batch(cfg: RunConfig, outline: Outline, model: torch.nn.Module) -> Batch:
@@ -213,33 +208,14 @@ def _once(call: Callable[[], object], device: torch.device) -> float:
     return time.perf_counter() - started
 
 
-def _update(device: torch.device, width: int) -> float:
-    weights = torch.nn.Parameter(torch.ones(_UPDATED, device=device))
+def _optimizer(device: torch.device) -> torch.optim.Optimizer:
+    weights = torch.nn.Parameter(torch.ones(_ELEMENTS, device=device))
     weights.grad = torch.ones_like(weights)
-    optimizer = torch.optim.AdamW([weights], fused=True)
-    return _UPDATED * (16 + 12 + 2 * width) / _seconds(optimizer.step, device)
-
-
-def _link(device: torch.device, world_size: int, elements: int) -> float:
-    if world_size == 1:
-        return 1e12
-    sent = torch.ones(elements, device=device)
-    seconds = _seconds(lambda: distributed.all_reduce(sent), device)
-    return 2 * (world_size - 1) / world_size * sent.nbytes / seconds
-
-
-def _latency(device: torch.device, world_size: int) -> float:
-    one = torch.ones(1, device=device)
-    return 0.0 if world_size == 1 else _seconds(lambda: distributed.all_reduce(one), device)
+    return torch.optim.AdamW([weights], fused=True)
 
 
 def main(config: str, answer: str) -> None:
-    """Measure as one rank, whose variables are set, together with the others.
-
-    Args:
-        config: file with the config whose model and rows are measured.
-        answer: file for this rank's rates, JSON.
-    """
+    """Measure a config's model and sequences as one of all ranks; write this rank's rates into a JSON file."""
     # DeepSpeed 0.19.8 calls collectives by names that torch 2.13 deprecates, and logs what it builds.
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
@@ -250,7 +226,7 @@ def main(config: str, answer: str) -> None:
     if on_cpu:
         torch.set_num_threads(1)
     try:
-        process_group.start(DistributedConfig())
+        process_group.start(schema.DistributedConfig())
         rates = measure(cfg, ranks.local_rank, ranks.world_size, on_cpu)
         process_group.stop()
     except (RuntimeError, ValueError, OSError, MemoryError) as error:
