@@ -13,7 +13,7 @@ toolkit sweep … 'optim.lr=tag(log,interval(1e-6,1e-4))' trials=20 metric=eval_
 that has finished is not run again, one that died goes on from its checkpoint, one that diverged stays as it is.
 """
 
-from toolkit.jobs.sweep import parse_sweep, run_grid
+from toolkit.jobs.sweep import parse_sweep, run_grid, run_trials
 from toolkit.launch import environment
 from toolkit.problems import Problems
 
@@ -23,8 +23,4 @@ def run(words: list[str]) -> int:
     environment.refuse_ranks()
     problems = Problems()
     plan = parse_sweep(words, problems)
-    if "trials" in plan.own:
-        from toolkit.jobs.search import run_trials
-
-        return run_trials(plan, words, problems)
-    return run_grid(plan, words, problems)
+    return (run_trials if "trials" in plan.own else run_grid)(plan, words, problems)

@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from itertools import product
 from pathlib import Path
 
 from toolkit.arguments import check_parsed, parse
@@ -21,7 +22,6 @@ from toolkit.plan.parameters import Outline
 from toolkit.problems import Problems
 
 _OWN = ("stages", "micro", "sweep")
-_STAGES = (0, 1, 2, 3)
 _MOST = 16
 """Of the micro-batches that are tried unasked."""
 _BRIEF = (
@@ -61,15 +61,10 @@ class AutotuneSearch:
     jobs: list[SweepJob] = field(default_factory=list)
     """What was tried."""
 
-    def micro_batches(self, stage: int) -> list[int]:
-        """Return those to try at a stage."""
-        return [micro for one, micro in self.configs if one == stage]
-
     def tokens_per_s(self, stage: int, micro: int) -> float:
         """Train a few steps, unless that was done before; return the speed of all ranks, 0 if that failed.
 
-        Raises:
-            Stopped: if a signal asked for that.
+        Raises Stopped if a signal asked for that.
         """
         words = _words(self.groups[stage], micro)
         job = self.sweep.add(sweeping.new_job(words, self.configs[stage, micro]))
@@ -115,12 +110,12 @@ def open_search(words: list[str]) -> Iterator[AutotuneSearch]:
     micro = problems.attempt(_numbers, given, "micro", powers, sizes) if sizes else None
     problems.raise_all()
     assert stages is not None and micro is not None
-    own = {
-        "sweep": given.get("sweep")
-        or f"autotune-{Path(cfg.recipe).stem}-{sweeping.digest(sorted([*launcher, *recipe]))}"
-    }
+    name = f"autotune-{Path(cfg.recipe).stem}-{sweeping.digest(sorted([*launcher, *recipe]))}"
+    own = {"sweep": given.get("sweep") or name}
     plan = SweepPlan(launcher=launcher, options=options, fixed=[*recipe, *_BRIEF], axes=[], own=own)
-    configs = _configs(plan, {stage: groups[stage] for stage in stages}, micro, world_size, _machine(hosts))
+    # The machine whose memory decides, if it is one of those that take part, and anybody knows its GPUs.
+    machine = this_machine(len(hosts)) if any(map(hostfile.is_here, hosts)) else None
+    configs = _configs(plan, {stage: groups[stage] for stage in stages}, micro, world_size, machine)
     if not configs:
         raise ConfigError(tr("nothing is left to try."))
     with sweeping.open_sweep(sweeping.sweep_dir(plan, cfg), sweeping.typed_command(words, "autotune")) as sweep:
@@ -150,11 +145,6 @@ def _hosts(options: dict[str, str]) -> hostfile.Resources:
     return hostfile.select_gpus({"localhost": get_accelerator().device_count()}, options)
 
 
-def _machine(hosts: hostfile.Resources) -> Machine | None:
-    """Return the machine whose memory decides; None where that is not this one, or where nobody knows its GPUs."""
-    return this_machine(len(hosts)) if any(hostfile.is_here(host) for host in hosts) else None
-
-
 def _groups(cfg: RunConfig) -> dict[int, str]:
     """Return the config group of each stage that offloads what the recipe offloads; an error if there are none."""
     zero = cfg.zero
@@ -169,7 +159,7 @@ def _groups(cfg: RunConfig) -> dict[int, str]:
         )
     if zero.offload_optimizer.device is Device.cpu:
         return {2: "stage2_offload", 3: "stage3_offload"}
-    return {stage: f"stage{stage}" for stage in _STAGES}
+    return {stage: f"stage{stage}" for stage in (0, 1, 2, 3)}
 
 
 def _unsuitable(recipe: Sequence[str], cfg: RunConfig) -> Iterator[ConfigError]:
@@ -194,26 +184,25 @@ def _configs(
     """Return what can be tried, and say of the rest why it cannot."""
     found: dict[tuple[int, int], RunConfig] = {}
     outline: Outline | None = None
-    for stage, group in groups.items():
-        for rows in micro:
-            words = _words(group, rows)
-            try:
-                cfg = plan.compose(words)
-            except ConfigError as error:
-                say("left out: {reason}", reason=error)
+    for (stage, group), rows in product(groups.items(), micro):
+        words = _words(group, rows)
+        try:
+            cfg = plan.compose(words)
+        except ConfigError as error:
+            say("left out: {reason}", reason=error)
+            continue
+        if machine is not None:
+            outline = outline or outline_of(cfg, say)  # the same at every stage
+            memory = plan_rank(outline, cfg, world_size)
+            if (needed := memory.peak(memory.worst)) > machine.usable_bytes:
+                reason = tr(
+                    "by plan a rank needs {needed} GiB of {there} GiB",
+                    needed=f"{needed / 2**30:.1f}",
+                    there=f"{machine.usable_bytes / 2**30:.1f}",
+                )
+                say(f"{' '.join(words)}  " + tr("left out: {reason}", reason=reason))
                 continue
-            if machine is not None:
-                outline = outline or outline_of(cfg, say)  # the same at every stage
-                memory = plan_rank(outline, cfg, world_size)
-                if (needed := memory.peak(memory.worst)) > machine.usable_bytes:
-                    reason = tr(
-                        "by plan a rank needs {needed} GiB of {there} GiB",
-                        needed=f"{needed / 2**30:.1f}",
-                        there=f"{machine.usable_bytes / 2**30:.1f}",
-                    )
-                    say(f"{' '.join(words)}  " + tr("left out: {reason}", reason=reason))
-                    continue
-            found[stage, rows] = cfg
+        found[stage, rows] = cfg
     return found
 
 

@@ -77,7 +77,7 @@ class _Tuner(Autotuner):
         prev_best_metric_val: float = 0,
     ) -> Any:
         """Try a stage, whatever became of those before."""
-        micro = self.search.micro_batches(tuning_space["zero_optimization"]["stage"])
+        micro = [rows for stage, rows in self.search.configs if stage == tuning_space["zero_optimization"]["stage"]]
         self.user_config[_MICRO] = micro
         self.user_config["gradient_accumulation_steps"] = self.search.rows // max(micro)
         return super().tune_space(tuning_space, 0, prev_best_mbs, prev_best_metric_val)

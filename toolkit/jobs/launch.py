@@ -11,7 +11,7 @@ from typing import Any
 
 from toolkit import secrets
 from toolkit.config.schema import RunConfig
-from toolkit.doctor.examine import Examination, plan_examination
+from toolkit.doctor.examine import plan_examination
 from toolkit.doctor.findings import ERROR, WARNING
 from toolkit.errors import CheckpointError, Diverged, LaunchError, Stopped, ToolkitError
 from toolkit.launch import deepspeed, env_vars, hostfile, processes, rank_status
@@ -45,12 +45,25 @@ def launch(typed: Sequence[str], options: Mapping[str, str], words: Sequence[str
             attempt.path.unlink(missing_ok=True)
         code = exit_code_of_run(status, child, asked=bool(requests.last))
         restart += 1
+        run = Path(status.get("folder", ""))
         if not should_restart(code, status, asked=bool(requests.last)) or restart > most:
-            if len(hosts) > 1:
-                _say_first_error(status)
+            if len(hosts) > 1 and "folder" in status and (run / "FAILED").is_file():
+                # That of the rank that failed first: what other nodes print comes in any order.
+                text = (run / "FAILED").read_text(encoding="utf-8", errors="replace").strip()
+                say("The first error:  {text}", text=text)
             return code
         died = status.get("died", time.time())
-        _say_restart(Path(status["folder"]), code, restart, most)
+        step = run_dir.newest_step(run)
+        run_dir.check_repeated_death(run, step)
+        say(
+            "The run died at step {step} (exit code {code}). Restart {restart} of {most}, from the checkpoint of step "
+            "{saved}.",
+            step=run_dir.reached_step(run),
+            code=code,
+            restart=restart,
+            most=most,
+            saved=step,
+        )
 
 
 def exit_code_of_run(status: Mapping[str, Any], child: int, asked: bool) -> int:
@@ -82,14 +95,6 @@ def should_restart(code: int, status: Mapping[str, Any], asked: bool) -> bool:
     return code in (1, HANG) and "folder" in status and not asked
 
 
-def program() -> list[str]:
-    """Return the words by which the launcher starts us: run.py of the checkout, or the installed package's command."""
-    if SCRIPT.is_file():
-        return [str(SCRIPT)]
-    # The launcher would put --local_rank between `toolkit` and `train`; the variable says the same.
-    return ["--module", "--no_local_rank", "toolkit", "train"]
-
-
 def _machines(options: Mapping[str, str], words: Sequence[str], cfg: RunConfig) -> hostfile.Resources:
     """Check the nodes of a hostfile, print which rank runs where, and return them; {} without one."""
     path = deepspeed.hostfile_of(options)
@@ -102,7 +107,16 @@ def _machines(options: Mapping[str, str], words: Sequence[str], cfg: RunConfig) 
     deepspeed.check_backend_program(hosts, options)
     deepspeed.check_binding(hosts, options)
     if deepspeed.logs_in(hosts, options) and "--no_ssh_check" not in options:
-        _examine(plan_examination(options, words, cfg, hosts))
+        machines = plan_examination(options, words, cfg, hosts)
+        machines.run(quick=True)
+        if wrong := machines.lines(ERROR):
+            raise LaunchError(
+                "this would break the run:\n{lines}\n`toolkit doctor` looks closer; --no_ssh_check launches all the "
+                "same.",
+                lines="\n".join(wrong),
+            )
+        for line in machines.lines(WARNING):
+            say("Note: {line}", line=line.strip())
     rows = hostfile.rank_table(hosts)
     widths = [max(len(row[column]) for row in rows) for column in range(3)]
     for row in rows:
@@ -113,18 +127,6 @@ def _machines(options: Mapping[str, str], words: Sequence[str], cfg: RunConfig) 
     for file, names in env_vars.variables_of_files(Path.cwd()).items() if len(hosts) > 1 else ():
         say("{file} sets on all machines: {names}", file=file, names=", ".join(names))
     return hosts
-
-
-def _examine(machines: Examination) -> None:
-    """Ask all nodes about themselves, and print what may hurt the run; an error is what would break it."""
-    machines.run(quick=True)
-    if wrong := machines.lines(ERROR):
-        raise LaunchError(
-            "this would break the run:\n{lines}\n`toolkit doctor` looks closer; --no_ssh_check launches all the same.",
-            lines="\n".join(wrong),
-        )
-    for line in machines.lines(WARNING):
-        say("Note: {line}", line=line.strip())
 
 
 def _command(
@@ -153,7 +155,10 @@ def _command(
     command = [sys.executable, "-m", processes.FRONT_END, *quiet]
     command += [*deepspeed.options_without_ssh(hosts, options), *typed]
     command += deepspeed.mpi_launcher_args(hosts, options, exported) if backend == "openmpi" else []
-    return [*command, *program(), *deepspeed.quoted_words(hosts, options, words)], environ
+    # Outside a checkout the installed package's command. The launcher would put --local_rank before `train`, as the
+    # variable does.
+    program = [str(SCRIPT)] if SCRIPT.is_file() else ["--module", "--no_local_rank", "toolkit", "train"]
+    return [*command, *program, *deepspeed.quoted_words(hosts, options, words)], environ
 
 
 class Attempt:
@@ -169,11 +174,11 @@ class Attempt:
     def final_status(self, patience_s: float) -> dict[str, Any]:
         """Return what the ranks have reported when their launcher has ended; other nodes get `patience_s` to do so."""
         until = time.monotonic() + patience_s
-        while "folder" in (status := rank_status.read_status(self.environ)) and "code" not in status:
-            if time.monotonic() >= until:
-                break
+        while True:
+            status = rank_status.read_status(self.environ)
+            if "folder" not in status or "code" in status or time.monotonic() >= until:
+                return status
             time.sleep(0.5)
-        return status
 
     def look(self) -> None:
         """Print once how long it took until a restarted run has done a new step."""
@@ -186,27 +191,3 @@ class Attempt:
                 step=step,
             )
             self.died = 0.0
-
-
-def _say_first_error(status: Mapping[str, Any]) -> None:
-    """Repeat the error of the rank that failed first: what other nodes print comes in any order."""
-    marker = Path(status.get("folder", "")) / "FAILED"
-    if "folder" in status and marker.is_file():
-        say("The first error:  {text}", text=marker.read_text(encoding="utf-8", errors="replace").strip())
-
-
-def _say_restart(folder: Path, code: int, restart: int, most: int) -> None:
-    """Print that a run is restarted, or raise if it would fail in the same place for ever."""
-    step = run_dir.newest_step(folder)
-    run_dir.check_repeated_death(folder, step)
-    say(
-        tr(
-            "The run died at step {step} (exit code {code}). Restart {restart} of {most}, from the checkpoint of step "
-            "{saved}.",
-            step=run_dir.reached_step(folder),
-            code=code,
-            restart=restart,
-            most=most,
-            saved=step,
-        )
-    )

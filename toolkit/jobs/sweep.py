@@ -1,9 +1,11 @@
-"""A sweep: runs of one recipe with other overrides, launched one after another; sweep.json lets the command resume."""
+"""A sweep: runs of one recipe with other overrides, launched one after another; sweep.json lets the command resume.
+
+Its combinations are a grid, or Optuna chooses each by the results of those before it.
+"""
 
 import hashlib
 import json
 import math
-import os
 import re
 import shlex
 import signal
@@ -14,17 +16,17 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import IO
+from typing import Any
 
 from toolkit import children
 from toolkit.arguments import parse_checked, positive_int
 from toolkit.config.load import Axis, grid, split_axes, to_dict, to_yaml
 from toolkit.config.schema import EVAL_LOSS, RunConfig
-from toolkit.disk import lock_or_warn
+from toolkit.disk import flush, lock_or_warn
 from toolkit.errors import ConfigError, DataError, Diverged, LaunchError, Stopped
 from toolkit.launch import deepspeed
 from toolkit.launch.processes import SignalRequests
-from toolkit.messages import say, tr
+from toolkit.messages import did_you_mean, joined, say, tr
 from toolkit.problems import Problems
 from toolkit.report.history import json_lines
 from toolkit.report.page import runs_of
@@ -32,6 +34,8 @@ from toolkit.secrets import MASK, hide, hide_all
 from toolkit.terminal import text_table
 
 FILE = "sweep.json"
+STUDY = "optuna.log"
+"""Optuna's journal: every trial, appended line by line."""
 LAUNCH = [sys.executable, "-m", "toolkit", "launch"]
 """What starts one run."""
 MOST_JOBS = 64
@@ -40,6 +44,8 @@ _OWN = ("sweep", "max_jobs", "trials", "metric")
 _POLL_S = 0.1
 _LONGEST_NAME, _LONGEST_VALUE = 60, 20
 _LOWER_IS_BETTER = ("loss", "perplexity")
+"""Ends of the names in metrics.jsonl whose smaller values are better."""
+_TIME = "%Y-%m-%dT%H:%M:%S%z"
 
 
 @dataclass(kw_only=True, slots=True)
@@ -76,10 +82,8 @@ class SweepDir:
         values = {"command": self.command, "jobs": [asdict(job) for job in self.jobs]}
         temporary = self.folder / f".{FILE}.tmp"
         try:
-            with open(temporary, "w", encoding="utf-8") as file:
-                file.write(json.dumps(hide_all(values), indent=1, ensure_ascii=False) + "\n")
-                file.flush()
-                os.fsync(file.fileno())
+            temporary.write_text(json.dumps(hide_all(values), indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+            flush(temporary)
             temporary.replace(self.folder / FILE)
         except OSError as error:
             reason = error.strerror or error
@@ -120,10 +124,6 @@ class SweepPlan:
     own: dict[str, str]
     """The sweep's own arguments."""
 
-    def words(self, job: Sequence[str]) -> list[str]:
-        """Return all overrides of a job."""
-        return [*self.fixed, *job]
-
     def compose(self, job: Sequence[str]) -> RunConfig:
         """Compose and check a job; the ConfigError names it."""
         problems = Problems()
@@ -150,7 +150,7 @@ class SweepPlan:
         problems = Problems()
         given = {"world_size": text} if (text := self.options.get("--num_gpus")) else {}
         world_size = problems.attempt(positive_int, given, "world_size")
-        words, here = [*self.words(job), "run.name=run"], deepspeed.hostfile_of(self.options) is None
+        words, here = [*self.fixed, *job, "run.name=run"], deepspeed.hostfile_of(self.options) is None
         cfg = parse_checked(words, world_size=world_size, files=here, problems=problems).loaded.cfg
         problems.raise_all()
         to_dict(cfg)  # learns the secrets in it
@@ -158,18 +158,19 @@ class SweepPlan:
 
 
 def parse_sweep(words: Sequence[str], problems: Problems) -> SweepPlan:
-    """Sort the words into launcher options, the sweep's own and overrides; `problems` receives what is wrong."""
+    """Sort the arguments into launcher options, the sweep's own and overrides; `problems` receives what is wrong."""
     launcher, options, rest = deepspeed.typed_options(words)
-    own = {name: value for name, equals, value in (word.partition("=") for word in rest) if equals and name in _OWN}
-    overrides, others, config_dir = [], [], ""
-    iterator = iter(word for word in rest if word.partition("=")[0] not in _OWN)
+    own, overrides, others, config_dir = dict[str, str](), [], [], ""
+    iterator = iter(rest)
     for word in iterator:
         name, equals, value = word.partition("=")
         if name in ("--config-dir", "-cd"):
             config_dir = value if equals else next(iterator, "")
             others += ["--config-dir", config_dir]
-        else:
+        elif name not in _OWN:
             overrides.append(word)
+        elif equals:
+            own[name] = value
     fixed, axes = split_axes(overrides, config_dir)
     for word in [*fixed, *(f"{axis.key}=" for axis in axes)]:
         if word.lstrip("+").startswith("run.name="):
@@ -177,14 +178,11 @@ def parse_sweep(words: Sequence[str], problems: Problems) -> SweepPlan:
     if any(axis.key.lstrip("+") == "run.dir" for axis in axes):
         problems.add(ConfigError(tr("run.dir is one folder for the whole sweep.")))
     if not axes:
-        problems.add(
-            ConfigError(
-                tr(
-                    "nothing is swept: give a key several values, such as optim.lr=1e-5,2e-5, or run it once with "
-                    "`toolkit launch`."
-                )
-            )
+        text = tr(
+            "nothing is swept: give a key several values, such as optim.lr=1e-5,2e-5, or run it once with "
+            "`toolkit launch`."
         )
+        problems.add(ConfigError(text))
     return SweepPlan(launcher=launcher, options=options, fixed=[*others, *fixed], axes=axes, own=own)
 
 
@@ -216,6 +214,140 @@ def run_grid(plan: SweepPlan, words: Sequence[str], problems: Problems) -> int:
         check_stopped(sweep, requests)
         end(sweep, is_done=all(job.state in (DONE, DIVERGED) for job in jobs))
         return 0 if all(job.state == DONE for job in jobs) else 1
+
+
+def run_trials(plan: SweepPlan, words: list[str], problems: Problems) -> int:
+    """Run trials until there are as many as asked for; return the exit code: 0 if one at least has finished."""
+    most = problems.attempt(positive_int, plan.own, "trials") or 1
+    try:
+        import optuna
+    except ImportError as error:
+        raise ConfigError(tr("trials=N needs Optuna: pip install 'optuna>=5'")) from error
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    first = _check_ends(plan, problems)
+    metric = _metric(plan, first)
+    with open_sweep(sweep_dir(plan, first), typed_command(words)) as sweep:
+        study = _open_study(plan, sweep, metric, first)
+        sweep.save()
+        say("{number} trials, in {folder}.", number=most, folder=sweep.folder)
+        requests = SignalRequests()
+        while not requests.last and (trial := _next_trial(plan, study, most)) is not None:
+            number, special = trial
+            try:
+                job = sweep.add(new_job(special, plan.compose(special), number))
+            except ConfigError as error:  # a combination that the checks reject has failed, and nothing is started
+                say(f"[{number + 1}/{most}] " + tr("left out: {reason}", reason=error))
+                job = SweepJob(name=f"trial-{number:03}", words=[hide(word) for word in special], trial=number)
+                job.state, job.exit_code = FAILED, ConfigError.exit_code
+                sweep.jobs = [*(other for other in sweep.jobs if other.name != job.name), job]
+                sweep.save()
+            else:
+                if job.state != DONE:
+                    say(f"[{number + 1}/{most}] {' '.join(job.words)}")
+                    launch(plan, sweep, job, special, requests)
+                if job.state == STOPPED:
+                    break  # by a signal, or its own file `stop`: it stays open, and resumes the next time
+            value = read_result(sweep.run_dir(job), metric).best
+            is_result = job.state == DONE and not math.isnan(value)
+            study.tell(number, value if is_result else None, None if is_result else optuna.trial.TrialState.FAIL)
+        show(sweep, sweep.jobs, metric)
+        is_found = bool(study.get_trials(deepcopy=False, states=(optuna.trial.TrialState.COMPLETE,)))
+        if is_found:
+            best = study.best_trial
+            say(
+                "Best: {metric} = {value}, trial-{trial}: {words}",
+                metric=metric,
+                value=f"{best.value:.4f}",
+                trial=f"{best.number:03}",
+                words=" ".join(word for job in sweep.jobs if job.trial == best.number for word in job.words),
+            )
+        check_stopped(sweep, requests)
+        is_stopped = any(job.state == STOPPED for job in sweep.jobs)
+        end(sweep, is_done=not is_stopped)
+        return 0 if is_found and not is_stopped else 1
+
+
+def _open_study(plan: SweepPlan, sweep: SweepDir, metric: str, first: RunConfig) -> Any:
+    """Return the study in a sweep's directory, or begin it; one of another metric, axes or config is an error."""
+    import optuna
+    from optuna.storages.journal import JournalFileBackend
+
+    study = optuna.create_study(
+        storage=optuna.storages.JournalStorage(JournalFileBackend(str(sweep.folder / STUDY))),
+        # The seed says where a search begins; what comes back decides how it continues.
+        sampler=optuna.samplers.TPESampler(seed=first.run.seed + len(sweep.jobs)),
+        study_name="sweep",
+        direction="minimize" if metric.endswith(_LOWER_IS_BETTER) else "maximize",
+        load_if_exists=True,
+    )
+    words = [hide(word) for word in sorted(map(str, plan.axes))]
+    now = {"metric": metric, "axes": words, "config": new_job([], first).config}
+    then = study.user_attrs.get("began with")
+    if then is None:
+        study.set_user_attr("began with", now)
+    elif (then["metric"], then["axes"]) != (metric, words):
+        raise ConfigError(
+            "{folder}: this search began with {then}, and that cannot become {now}. Type the metric and the values "
+            "that it began with, or choose another sweep=NAME.",
+            folder=sweep.folder,
+            then=" ".join([f"metric={then['metric']}", *then["axes"]]),
+            now=" ".join([f"metric={metric}", *words]),
+        )
+    elif then != now:
+        raise ConfigError(
+            "{folder}: this search began with other settings (the recipe or an override has changed since). Choose "
+            "another sweep=NAME.",
+            folder=sweep.folder,
+        )
+    return study
+
+
+def _check_ends(plan: SweepPlan, problems: Problems) -> RunConfig:
+    """Compose and check the ends of every axis, the others at their first values; return the first config."""
+    ends = {axis.key: axis.ends() for axis in plan.axes}
+    first = {key: low for key, (low, _) in ends.items()}
+    others = [{**first, key: high} for key, (_, high) in ends.items()]
+    jobs = [[f"{key}={value}" for key, value in job.items()] for job in (first, *others)]
+    found = plan.compose_all(jobs, problems)
+    problems.raise_all()
+    return found[0]
+
+
+def _metric(plan: SweepPlan, cfg: RunConfig) -> str:
+    """Return the name in metrics.jsonl that decides; an error if no run of this sweep writes it."""
+    known = ["loss"]
+    if cfg.data.validation or cfg.data.validation_fraction:
+        known += [EVAL_LOSS, "eval_perplexity", *(f"eval_{metric.value}" for metric in cfg.evaluate.metrics)]
+    metric = plan.own.get("metric", "")
+    if metric not in known:
+        text = tr("metric = {metric} is none of {known}.", metric=metric or '""', known=", ".join(known))
+        raise ConfigError(joined(text, did_you_mean(metric, known)))
+    return metric
+
+
+def _next_trial(plan: SweepPlan, study: Any, most: int) -> tuple[int, list[str]] | None:
+    """Return number and overrides of the trial that is open still, else of a new one; None after the last."""
+    from optuna import distributions, trial
+
+    begun = study.get_trials(deepcopy=False, states=(trial.TrialState.RUNNING,))
+    keys = {axis.key for axis in plan.axes}
+    for one in begun:
+        if keys - one.params.keys():  # this process died while they were drawn
+            study.tell(one.number, state=trial.TrialState.FAIL)
+    found = next((one for one in begun if keys <= one.params.keys()), None)
+    if found is None:
+        if len(study.get_trials(deepcopy=False)) >= most:
+            return None
+        drawn: dict[str, Any] = {}
+        for axis in plan.axes:
+            if axis.values:
+                drawn[axis.key] = distributions.CategoricalDistribution(axis.values)
+            elif axis.is_whole:
+                drawn[axis.key] = distributions.IntDistribution(int(axis.low), int(axis.high), log=axis.is_log)
+            else:
+                drawn[axis.key] = distributions.FloatDistribution(axis.low, axis.high, log=axis.is_log)
+        found = study.ask(drawn)
+    return found.number, [f"{axis.key}={axis.typed(found.params[axis.key])}" for axis in plan.axes]
 
 
 def sweep_dir(plan: SweepPlan, cfg: RunConfig) -> Path:
@@ -281,18 +413,16 @@ def open_sweep(folder: Path, command: str) -> Iterator[SweepDir]:
         reason = error.strerror or error
         raise LaunchError("cannot make the sweep's folder {folder}: {reason}.", folder=folder, reason=reason) from error
     with lock:
-        _lock(lock, folder)
+        try:
+            is_granted = lock_or_warn(lock, folder, say)
+        except OSError as error:
+            reason = error.strerror or error
+            raise LaunchError(
+                "cannot lock the sweep's folder {folder}: {reason}.", folder=folder, reason=reason
+            ) from error
+        if not is_granted:
+            raise LaunchError("another process is running the sweep in {folder}.", folder=folder)
         yield SweepDir(folder=folder, command=command, jobs=_read_jobs(folder))
-
-
-def _lock(lock: IO[str], folder: Path) -> None:
-    try:
-        is_granted = lock_or_warn(lock, folder, say)
-    except OSError as error:
-        reason = error.strerror or error
-        raise LaunchError("cannot lock the sweep's folder {folder}: {reason}.", folder=folder, reason=reason) from error
-    if not is_granted:
-        raise LaunchError("another process is running the sweep in {folder}.", folder=folder)
 
 
 def _read_jobs(folder: Path) -> list[SweepJob]:
@@ -320,8 +450,8 @@ def launch(plan: SweepPlan, sweep: SweepDir, job: SweepJob, special: Sequence[st
     folder = str(sweep.folder)
     if not re.fullmatch(r"[\w./+-]+", folder, re.ASCII):  # Hydra takes anything else in quotes only
         folder = "'" + folder.replace("\\", "\\\\").replace("'", "\\'") + "'"
-    command = [*LAUNCH, *plan.launcher, *plan.words(special), f"run.dir={folder}", f"run.name={job.name}"]
-    job.state, job.started, job.ended, job.exit_code = RUNNING, _now(), "", None
+    command = [*LAUNCH, *plan.launcher, *plan.fixed, *special, f"run.dir={folder}", f"run.name={job.name}"]
+    job.state, job.started, job.ended, job.exit_code = RUNNING, time.strftime(_TIME), "", None
     sweep.save()
     # A session of its own: Ctrl-C reaches it through us alone, once.
     process = children.start(command, start_new_session=True)
@@ -330,7 +460,7 @@ def launch(plan: SweepPlan, sweep: SweepDir, job: SweepJob, special: Sequence[st
             requests.is_new = False
             process.send_signal(requests.last)
         time.sleep(_POLL_S)
-    job.exit_code, job.ended = code, _now()
+    job.exit_code, job.ended = code, time.strftime(_TIME)
     if (sweep.run_dir(job) / "DONE").exists():
         job.state = DONE
     elif code == Stopped.exit_code or requests.last:
@@ -338,10 +468,6 @@ def launch(plan: SweepPlan, sweep: SweepDir, job: SweepJob, special: Sequence[st
     else:
         job.state = DIVERGED if code == Diverged.exit_code else FAILED
     sweep.save()
-
-
-def _now() -> str:
-    return time.strftime("%Y-%m-%dT%H:%M:%S%z")
 
 
 def check_stopped(sweep: SweepDir, requests: SignalRequests) -> None:
@@ -375,11 +501,6 @@ class JobResult:
     """Median over the steps."""
 
 
-def lower_is_better(metric: str) -> bool:
-    """Whether a smaller value of a name in metrics.jsonl is the better one."""
-    return metric.endswith(_LOWER_IS_BETTER)
-
-
 def read_result(folder: Path, metric: str = EVAL_LOSS) -> JobResult:
     """Read the numbers of a run directory, which need not exist, with the best value of a metric."""
     rows = []
@@ -389,7 +510,7 @@ def read_result(folder: Path, metric: str = EVAL_LOSS) -> JobResult:
         [float(row[name]) for row in rows if isinstance(row.get(name), (int, float))]
         for name in ("loss", "tokens_per_s", metric)
     )
-    best = (min if lower_is_better(metric) else max)(filter(math.isfinite, values), default=math.nan)
+    best = (min if metric.endswith(_LOWER_IS_BETTER) else max)(filter(math.isfinite, values), default=math.nan)
     return JobResult(losses[-1] if losses else math.nan, best, statistics.median(speeds) if speeds else math.nan)
 
 
@@ -399,12 +520,14 @@ def show(sweep: SweepDir, jobs: Sequence[SweepJob], metric: str = EVAL_LOSS) -> 
     rows, errors = [], []
     for job in jobs:
         result = read_result(sweep.run_dir(job), metric)
+        values = ((result.loss, ".4f"), (result.best, ".4f"), (result.tokens_per_s, ".0f"))
+        numbers = ["-" if math.isnan(value) else format(value, form) for value, form in values]
         code = "" if job.exit_code is None else str(job.exit_code)
-        speed = _number(result.tokens_per_s, ".0f")
-        numbers = (_number(result.loss, ".4f"), _number(result.best, ".4f"), speed)
         rows.append((" ".join(job.words) or job.name, state_name(job.state), code, *numbers, job.name))
-        if job.state in (FAILED, DIVERGED) and (reason := _first_error(sweep.run_dir(job))):
-            errors.append(f"  {job.name}: {reason}")
+        if job.state in (FAILED, DIVERGED):
+            with suppress(OSError):
+                text = (sweep.run_dir(job) / "FAILED").read_text(encoding="utf-8", errors="replace")
+                errors.append(f"  {job.name}: {' '.join(text.split())[:200]}")
     say("")
     for line in text_table((*heads, tr("tokens/s"), tr("folder")), rows):
         say(line)
@@ -423,15 +546,3 @@ def state_name(state: str) -> str:
         RUNNING: tr("running"),
     }
     return names.get(state, tr("waiting"))
-
-
-def _first_error(folder: Path) -> str:
-    """Return what the run's FAILED marker says, its first lines in one."""
-    with suppress(OSError):
-        text = (folder / "FAILED").read_text(encoding="utf-8", errors="replace")
-        return " ".join(text.split())[:200]
-    return ""
-
-
-def _number(value: float, form: str) -> str:
-    return "-" if math.isnan(value) else format(value, form)
