@@ -155,8 +155,8 @@ def _command(
     command = [sys.executable, "-m", processes.FRONT_END, *quiet]
     command += [*deepspeed.options_without_ssh(hosts, options), *typed]
     command += deepspeed.mpi_launcher_args(hosts, options, exported) if backend == "openmpi" else []
-    # Outside a checkout the installed package's command. The launcher would put --local_rank before `train`, as the
-    # variable does.
+    # Outside a checkout the installed package's command, without --local_rank, which would come before its `train`; the
+    # variable says the same.
     program = [str(SCRIPT)] if SCRIPT.is_file() else ["--module", "--no_local_rank", "toolkit", "train"]
     return [*command, *program, *deepspeed.quoted_words(hosts, options, words)], environ
 
