@@ -148,7 +148,7 @@ def test_what_deepspeed_and_an_export_get(runs: Path) -> None:
 
 def test_heads_that_cannot_be_divided(runs: Path) -> None:
     said = (runs.parent / "refused").read_text()
-    assert "ModelError: parallel.sequence = 2 and GlmForCausalLM do not go together" in said
+    assert "ModelError: parallel.sequence = 2 is incompatible with GlmForCausalLM" in said
     assert "its 1 attention heads cannot be divided by 2" in said
 
 

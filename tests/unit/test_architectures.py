@@ -61,7 +61,7 @@ def test_attention_that_is_more_than_pytorchs_is_written_out(name: str) -> None:
     model = transformers.AutoModelForCausalLM.from_config(CONFIGS[name]()).eval()
     choose_attention(model, Attention.auto, packed=True, dtype=torch.float32)
     assert model.config._attn_implementation == "eager"
-    with pytest.raises(ModelError, match=r"model.attention = varlen is nothing that a \w+ has \(its attention is more"):
+    with pytest.raises(ModelError, match=r"model.attention = varlen is not supported by \w+ \(its attention is more"):
         choose_attention(model, Attention.varlen, packed=True, dtype=torch.float32)
 
 

@@ -248,5 +248,5 @@ def test_unknown_attention() -> None:
         _supports_sdpa = False
 
     model = Alone(CONFIGS["glm"]())
-    with pytest.raises(ModelError, match=r"model\.attention = sdpa is nothing that a Alone has"):
+    with pytest.raises(ModelError, match=r"model\.attention = sdpa is not supported by Alone"):
         choose_attention(model, Attention.sdpa, False, None)

@@ -108,7 +108,7 @@ def test_refused_together_with(key: str) -> None:
     cfg = configured("model=hf")
     section, name = key.split(".")
     setattr(getattr(cfg, section), name, True if section == "compile" else 2)
-    with pytest.raises(ConfigError, match=rf"\(0.001, model.router_loss\) does not go together with {key}. Leave that"):
+    with pytest.raises(ConfigError, match=rf"\(0.001, model.router_loss\) is incompatible with {key}. Remove that"):
         router_loss(build("qwen3_moe"), cfg)
 
 

@@ -117,8 +117,8 @@ def find_base(folder: Path, given: str = "") -> Path:
         if (path / "config.json").is_file():
             return path
     raise BaseMissing(
-        "{folder} is to be added to a model that is not there: {path}. Say where it is: toolkit export-model PATH "
-        "base=DIR output=OUT writes an adapter that knows; toolkit generate, chat and eval take model.path=DIR "
+        "the base model of {folder} was not found: {path}. Name its directory: toolkit export-model PATH base=DIR "
+        "output=OUT writes an adapter that records it; toolkit generate, chat and eval take model.path=DIR "
         "adapter={folder}.",
         folder=folder,
         path=recorded or "?",

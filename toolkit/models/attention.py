@@ -55,7 +55,7 @@ def choose_attention(model: PreTrainedModel, attention: Attention, packed: bool,
         model.set_attn_implementation(name)
     except (ValueError, ImportError, KeyError) as error:
         raise ModelError(
-            "model.attention = {name} is nothing that a {model} has ({reason}). Leave it at auto.",
+            "model.attention = {name} is not supported by {model} ({reason}). Use auto.",
             name=name,
             model=type(model).__name__,
             reason=str(error).splitlines()[0],
@@ -82,8 +82,8 @@ def check_isolation(
         if forward is not None:
             raise
         raise ModelError(
-            "{name} cannot be trained on packed rows: it cannot do with what keeps their samples apart ({reason}). "
-            "Use data.packing=grouped.",
+            "{name} cannot be trained on packed rows: it rejects the arguments that keep their samples apart "
+            "({reason}). Use data.packing=grouped.",
             name=name,
             reason=str(error).split("\n")[0],
         ) from error
@@ -145,11 +145,8 @@ def attention_arguments(module: Any, batch: dict[str, torch.Tensor]) -> dict[str
 
     The batch is packed if it holds `cu_seq_lens`, and has parts of rows if it holds `part`.
     """
-    segments, bounds, implementation = (
-        batch["segment_ids"],
-        batch.get("cu_seq_lens"),
-        module.config._attn_implementation,
-    )
+    segments, bounds = batch["segment_ids"], batch.get("cu_seq_lens")
+    implementation = module.config._attn_implementation
     if "part" in batch and implementation != SEQUENCE:
         raise RuntimeError("a model that does not attend over parts of rows got one")
     if "part" in batch or (bounds is not None and implementation == VARLEN):

@@ -176,10 +176,6 @@ class TokenDropping:
             return 1.0
         return self.config.start_share + (1 - self.config.start_share) * (step - 1) / self.config.steps
 
-    def begin(self, step: int) -> None:
-        """Begin a step, from 1; forward passes in training mode are its micro-batches, one after another."""
-        self.step, self.micro_batch = step, 0
-
     def _draw(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Draw the tokens of a forward pass, before it."""
         self.positions, share = [], self.share(self.step)
@@ -224,10 +220,10 @@ class TokenDropping:
 
 
 def begin_step(model: nn.Module, step: int) -> None:
-    """Tell a model that drops tokens which step it is in, from 1."""
+    """Begin a step, from 1, of a model that may drop tokens; forward passes in training mode are its micro-batches."""
     dropping = getattr(model, "token_dropping", None)
     if dropping is not None:
-        dropping.begin(step)
+        dropping.step, dropping.micro_batch = step, 0
 
 
 def dropping_metrics(model: nn.Module) -> dict[str, float]:

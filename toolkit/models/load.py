@@ -62,25 +62,17 @@ def load_model(
     partitioned = ds_config if ds_config is not None and ds_config["zero_optimization"]["stage"] == 3 else None
     if architecture_of(config) is None and partitioned is None and own is None:
         return _load_by_transformers(folder, dtype)
-    model = _build_empty(folder, config, dtype, partitioned)
-    weights.read_weights(model, *_stored(model, folder, config), dtype, own)
+    model, files, layout = _open(folder, config, dtype, partitioned)
+    weights.read_weights(model, files, layout, dtype, own)
     return model
 
 
 def stream(path: str | Path) -> tuple[PreTrainedModel, Iterator[tuple[str, torch.Tensor]]]:
     """Return a directory's model with empty parameters, and their values one after another."""
-    model, files, layout = opened(path)
+    model, files, layout = _open(Path(path), read_config(str(path)))
     weights.check_weights_fit(model, files, layout)
     shapes = weights.shapes_of(model)
     return model, weights.stored_values(files, layout, shapes, shapes.keys())
-
-
-def opened(path: str | Path) -> tuple[PreTrainedModel, WeightFiles, Layout]:
-    """Return a directory's model with empty parameters, its files, and how their tensors become parameters."""
-    folder = Path(path)
-    config = read_config(str(folder))
-    model = _build_empty(folder, config)
-    return model, *_stored(model, folder, config)
 
 
 def empty(path: str | Path) -> PreTrainedModel:
@@ -123,15 +115,21 @@ def _build_empty(
     return model.eval()
 
 
-def _stored(model: PreTrainedModel, folder: Path, config: dict[str, Any]) -> tuple[WeightFiles, Layout]:
-    """Return a directory's weight files and their layout; note on a model in official layout where it came from."""
-    files, architecture = WeightFiles(folder), architecture_of(config)
+def _open(
+    folder: Path,
+    config: dict[str, Any],
+    dtype: torch.dtype | None = None,
+    ds_config: dict[str, Any] | None = None,
+) -> tuple[PreTrainedModel, WeightFiles, Layout]:
+    """Return a directory's model with empty parameters, its weight files, and how their tensors become parameters."""
+    model, files = _build_empty(folder, config, dtype, ds_config), WeightFiles(folder)
+    architecture = architecture_of(config)
     if architecture is None:
-        return files, TransformersLayout(model)
+        return model, files, TransformersLayout(model)
     interleaved = architecture is Architecture.glm and not config.get("multi_query_attention")
     layout = official_layout(model.config, interleaved)
     save_origin(model, files, layout, interleaved)
-    return files, layout
+    return model, files, layout
 
 
 def create_model(
@@ -190,8 +188,8 @@ def _check_vocabulary(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
     """Reject a tokenizer whose ids mean something else to the model."""
     if len(tokenizer) > model.config.vocab_size:
         raise ModelError(
-            "the tokenizer has {tokens} tokens, the model only {rows}: they do not belong together "
-            "(model.tokenizer, model.path).",
+            "the tokenizer has {tokens} tokens, the model only {rows}: they do not match (model.tokenizer, "
+            "model.path).",
             tokens=len(tokenizer),
             rows=model.config.vocab_size,
         )
@@ -215,7 +213,7 @@ def _check_vocabulary(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
         if not set(ends) & set(stops):
             raise ModelError(
                 "the model ends its answers with {ends} (eos_token_id in config.json), the tokenizer's format of "
-                "{family} with {stops}: they do not belong together (model.tokenizer, model.path).",
+                "{family} with {stops}: they do not match (model.tokenizer, model.path).",
                 ends=ends,
                 family=tokenizer.family.value,
                 stops=stops,
@@ -294,7 +292,7 @@ def streamed_model(path: str | Path, dtype: torch.dtype | None = None) -> PreTra
     For a few forward passes, since each reads all files. Parameters that are not there are NaN without memory of their
     own: a model that uses a layer's weights elsewhere gives NaN.
     """
-    model, files, layout = opened(path)
+    model, files, layout = _open(Path(path), read_config(str(path)))
     weights.check_weights_fit(model, files, layout)
     shapes = weights.shapes_of(model)
     dtypes = {

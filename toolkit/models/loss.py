@@ -503,8 +503,8 @@ def router_loss(model: PreTrainedModel, cfg: RunConfig) -> RouterLoss | None:
     }
     if used := [key for key, is_used in others.items() if is_used]:
         raise ConfigError(
-            "the loss of this model's routers ({value}, model.router_loss) does not go together with {key}. Leave "
-            "that out, or set model.router_loss=0.",
+            "the loss of this model's routers ({value}, model.router_loss) is incompatible with {key}. Remove that, or "
+            "set model.router_loss=0.",
             value=coefficient,
             key=used[0],
         )

@@ -40,7 +40,7 @@ def part_names(model: PreTrainedModel, num_stages: int) -> list[str]:
     layers = [name for name, part in model.named_modules() if isinstance(part, GradientCheckpointingLayer)]
     if kind not in FAMILIES:
         raise ModelError(
-            "parallel.pipeline = {stages} cannot be: models of the kind {kind} are not known to be a plain "
+            "parallel.pipeline = {stages} is not supported for model type {kind}, which is not known to be a plain "
             "sequence of layers. Known: {known}. Use zero=stage3 or parallel=tensor.",
             stages=num_stages,
             kind=kind,

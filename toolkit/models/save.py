@@ -239,13 +239,14 @@ def _stored_tensor(
         value = layout.join(name, [values[parameter].detach().cpu() for parameter in layout.parameters(name)])
     except KeyError as error:
         raise ModelError(
-            "the official layout needs {name}, which this model has not: its record is of another model.", name=name
+            "the official layout needs {name}, which this model does not have: its record is of another model.",
+            name=name,
         ) from error
     stored = value.to(precision).contiguous()
     if stored.isinf().sum() > value.isinf().sum():
         raise CheckpointError(
-            "{name} holds values that {dtype}, its precision in the official files, has no room for. Nothing was "
-            "lost: save with format=hf.",
+            "{name} holds values that overflow {dtype}, its precision in the official files. Nothing was lost: save "
+            "with format=hf.",
             name=name,
             dtype=dtype,
         )

@@ -51,7 +51,7 @@ def split_sequences(model: PreTrainedModel, ranks: int) -> None:
         )
     if reason:
         raise ModelError(
-            "parallel.sequence = {ranks} and {model} do not go together: {reason}.",
+            "parallel.sequence = {ranks} is incompatible with {model}: {reason}.",
             ranks=ranks,
             model=type(model).__name__,
             reason=reason,

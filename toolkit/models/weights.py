@@ -43,17 +43,11 @@ Shapes = dict[str, tuple[int, ...]]
 
 
 class Layout:
-    """How the tensors of one kind of directory fill a model's parameters: here each that of its own name.
-
-    `ignored`: ends of names that are computed instead of read.
-    """
-
-    def __init__(self, ignored: tuple[str, ...] = ()) -> None:
-        self._ignored = ignored
+    """How the tensors of one kind of directory fill a model's parameters: here each that of its own name."""
 
     def parameters(self, name: str) -> list[str]:
-        """Return the parameters that a stored tensor fills, [] if it is not read."""
-        return [] if self._ignored and name.endswith(self._ignored) else [name]
+        """Return the parameters that a stored tensor fills, [] if it is not read: rotary frequencies are computed."""
+        return [] if name.endswith(".rotary_emb.inv_freq") else [name]
 
     def split(self, name: str, value: torch.Tensor) -> list[torch.Tensor]:
         """Return a stored tensor's parts, in the order of `parameters`."""
@@ -69,7 +63,8 @@ class Layout:
 
     def stored_shape(self, name: str, shapes: Shapes) -> tuple[int, ...]:
         """Return the shape a tensor must have to fill parameters of these shapes."""
-        return shapes[name]
+        [parameter] = self.parameters(name)
+        return tuple(torch.empty(shapes[parameter], device="meta")[self.index(name)].shape)
 
 
 def predicting(config: Any) -> str:
@@ -90,7 +85,6 @@ class TransformersLayout(Layout):
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
-        super().__init__()
         self._shapes, self._model = shapes_of(model), model
         table = get_model_conversion_mapping(model)
         self._renamings = [one for one in table if isinstance(one, WeightRenaming)]
@@ -108,14 +102,6 @@ class TransformersLayout(Layout):
     def index(self, name: str) -> Any:
         """Return an expert's own part of the joint parameter; see `Layout`."""
         return self._target(name)[1]
-
-    def stored_shape(self, name: str, shapes: Shapes) -> tuple[int, ...]:
-        """Return the shape of one expert's matrix; see `Layout`."""
-        parameter, index = self._target(name)
-        if index is ...:
-            return shapes[parameter]
-        _, rows, columns = shapes[parameter]
-        return (rows if isinstance(index, int) else index[1].stop - index[1].start, columns)
 
     def _find_target(self, name: str) -> tuple[str, Any]:
         """Return the parameter that a stored tensor fills, and its index in it."""

@@ -127,6 +127,4 @@ class GlmLayout(Layout):
 
 def official_layout(config: Any, interleaved: bool) -> Layout:
     """Return the official layout of a ChatGLM; see `GlmLayout`."""
-    if config.model_type == "glm":
-        return GlmLayout(config, interleaved)
-    return Layout(ignored=(".rotary_emb.inv_freq",))
+    return GlmLayout(config, interleaved) if config.model_type == "glm" else Layout()
