@@ -67,7 +67,6 @@ def compare(cfg: RunConfig, prepared: LanguageData, ranks: Ranks, repeats: int, 
             folder / name,
             replace(cfg.checkpoint, asynchronous=name == "asynchronous", keep=1, keep_weights=0),
             described,
-            print,
         )
         for name in ("ours", "asynchronous")
     }

@@ -56,7 +56,7 @@ def compare(cfg: RunConfig, rows: int, folder: Path, say: Callable[[str], None])
         say(f"Making {rows:,} rows")
         few, many = (_config(cfg, rows_file(folder, count), work / str(count)) for count in (FEW, rows))
         # One tokenizer for both: fitted to the small one if the recipe's is fitted to its data.
-        tokenizer = build_encoder(few, lambda line: None).tokenizer
+        tokenizer = build_encoder(few).tokenizer
         few.model.tokenizer = many.model.tokenizer = cfg.model.tokenizer or str(tokenizer.name_or_path)
         result: dict[str, Any] = {"rows": rows, "vocab_size": len(tokenizer)}
         result.update(_tokenising(few, many, rows, say))
@@ -107,15 +107,15 @@ def _tokenising(few: RunConfig, many: RunConfig, rows: int, say: Callable[[str],
 
 def prepare_alone(cfg: RunConfig) -> dict[str, int]:
     """Tokenise the data set; return tokens and the store's bytes."""
-    report = load_data_with(cfg, build_encoder(cfg, lambda line: None), lambda line: None).report
+    report = load_data_with(cfg, build_encoder(cfg)).report
     size = sum(file.stat().st_size for file in Path(report.folder).iterdir())
     return {"tokens": report.tokens, "bytes": size}
 
 
 def library_alone(cfg: RunConfig, start: int, stop: int) -> dict[str, float]:
     """Return the seconds that the tokenizer's library takes for the texts of some rows, with and without offsets."""
-    encoder = build_encoder(cfg, lambda line: None)
-    conversations = read_conversations(cfg.data, Path(cfg.prepare.dir), lambda line: None)
+    encoder = build_encoder(cfg)
+    conversations = read_conversations(cfg.data, Path(cfg.prepare.dir))
     texts = chain.from_iterable(
         texts_of(encoder, one.messages, one.tools) for one in islice(conversations, start, stop)
     )
@@ -153,11 +153,11 @@ def _opening(cfg: RunConfig, rows: int, num_workers: int, say: Callable[[str], N
 
 def open_store(cfg: RunConfig) -> dict[str, float]:
     """Do what a rank does: find the store, read on from the middle of an epoch; return seconds and bytes."""
-    encoder = build_encoder(cfg, lambda line: None)
+    encoder = build_encoder(cfg)
     _quiet()
     gc.collect()
     started = time.monotonic()
-    prepared = load_data_with(cfg, encoder, lambda line: None)
+    prepared = load_data_with(cfg, encoder)
     opened = time.monotonic() - started
     assert not prepared.report.built
     steps = epoch_steps(cfg, prepared)
@@ -169,7 +169,7 @@ def open_store(cfg: RunConfig) -> dict[str, float]:
 
 def open_nothing(cfg: RunConfig) -> dict[str, float]:
     """Do the same with a loader of samples that are made when asked for."""
-    build_encoder(cfg, lambda line: None)
+    build_encoder(cfg)
     _quiet()
     gc.collect()
     started = time.monotonic()

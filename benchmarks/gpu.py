@@ -116,7 +116,7 @@ def ours(size: Size, words: Sequence[str]) -> dict[str, float]:
     engine.train()
     guard = StepGuard(engine, cfg.train)
     on_cpu = get_accelerator().device_name() == "cpu"
-    planned = plan_rank(outline_of(cfg, print), cfg, 1, on_cpu).peak("step")
+    planned = plan_rank(outline_of(cfg), cfg, 1, on_cpu).peak("step")
     account = measure_baseline(engine, cfg.tuning, cfg.train.activation_checkpointing.enabled, planned)
     batches = _batches(size)
     for place in range(WARM_UP + size.steps):

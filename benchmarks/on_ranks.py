@@ -77,11 +77,11 @@ def main() -> None:
     ranks = environment.detect(os.environ)
     arguments = parse_checked(words, world_size=ranks.world_size, names=names)
     environment.apply(ranks, os.environ)
-    cfg = resolve_model_path(arguments.loaded, lambda line: None).cfg
+    cfg = resolve_model_path(arguments.loaded).cfg
     from toolkit.distributed import process_group
     from toolkit.train.language_data import load_data
 
-    prepared = load_data(cfg, speaks=False)
+    prepared = load_data(cfg)
     process_group.start(cfg.distributed)
     found = measure(cfg, prepared, ranks, arguments.values, Path(file).parent)
     if ranks.rank == 0:

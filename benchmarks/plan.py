@@ -46,7 +46,7 @@ def compare(
         before = memory.restart()
         engine = build()
         measured["load"] = memory.peak() - before
-        outline = outline_of(cfg, print, engine.module.config.vocab_size)
+        outline = outline_of(cfg, engine.module.config.vocab_size)
         batch = longest_batch(cfg, outline, engine.module)
         guard, task = StepGuard(engine, cfg.train), LanguageTask()
 

@@ -60,7 +60,7 @@ class Sides:
 
     def _bare_words(self, cfg: RunConfig) -> list[str]:
         """Write what the bare script reads; return its command line."""
-        prepared = load_data(cfg, speaks=False)
+        prepared = load_data(cfg)
         self.folder.mkdir(parents=True, exist_ok=True)
         ds_file, rows_file = self.folder / "ds.json", self.folder / "rows.jsonl"
         ds = build_ds_config(cfg, self.ranks, _ENDLESS)

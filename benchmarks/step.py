@@ -102,7 +102,7 @@ def _ours(engine: deepspeed.DeepSpeedEngine, cfg: RunConfig, folder: Path) -> Ca
     """Our step with what the loop does around it: counting, and a log line every `train.log_every` steps."""
     meter = ThroughputMeter(engine, measure_baseline(engine, cfg.tuning, cfg.train.activation_checkpointing.enabled))
     guard = StepGuard(engine, cfg.train)
-    metrics, done = MetricsLog(folder / "metrics.jsonl", print), 0
+    metrics, done = MetricsLog(folder / "metrics.jsonl"), 0
 
     def block(windows: list[list[Batch]]) -> None:
         nonlocal done

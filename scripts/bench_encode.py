@@ -32,8 +32,7 @@ def main() -> None:
     if not isinstance(encoder, FamilyChatEncoder):
         sys.exit("only official ChatGLM tokenizers have a bare library to compare with")
     rows = [
-        [dict(message) for message in found.messages]
-        for found in read_conversations(cfg.data, Path(cfg.prepare.dir), print)
+        [dict(message) for message in found.messages] for found in read_conversations(cfg.data, Path(cfg.prepare.dir))
     ]
     conversations = list(islice(cycle(rows), positive_int(given, "rows") or 10000))
     result = compare(encoder, conversations, positive_int(given, "repeats") or 20)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from toolkit import secrets, terminal
-from toolkit.messages import set_language
+from toolkit.messages import console, set_language, set_main_rank
 
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -101,10 +101,19 @@ def own_process() -> Iterator[None]:
     display, is_session = terminal._display, terminal._is_session
     yield
     terminal._display, terminal._is_session = display, is_session
+    set_main_rank(True)
     os.environ.clear()
     os.environ.update(environment)
     secrets._learned.clear()
     secrets._learned.update(learned)
+
+
+@pytest.fixture
+def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What the toolkit tells its user in this process, line by line."""
+    lines: list[str] = []
+    monkeypatch.setattr(console, "write", lines.append)
+    return lines
 
 
 @pytest.fixture

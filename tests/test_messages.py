@@ -27,14 +27,27 @@ ERRORS = {name for name, kind in vars(errors).items() if isinstance(kind, type) 
 FILLED = {"key", "value", *all_keys()}
 
 
+def is_text(line: ast.expr) -> bool:
+    """Return whether a line is written out: without values it is looked up as it is."""
+    return isinstance(line, ast.Constant) and bool(line.value)
+
+
 def calls() -> Iterator[tuple[str, ast.Call]]:
-    """Yield each call of tr, and each of say or an error with values for a template, with the place where it stands."""
+    """Yield each call of tr, and of say, warn or an error with values for a template, with where it stands."""
     for path in sorted([*(ROOT / "toolkit").rglob("*.py"), *(ROOT / "benchmarks").glob("*.py")]):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if (
                 isinstance(node, ast.Call)
                 and isinstance(node.func, ast.Name)
-                and (node.func.id == "tr" or (node.func.id in {"say", *ERRORS} and node.keywords))
+                and (
+                    node.func.id == "tr"
+                    or (node.func.id in {"say", "warn", *ERRORS} and node.keywords)
+                    or (
+                        node.func.id in {"say", "warn"}
+                        and is_text(node.args[0])
+                        and path.is_relative_to(ROOT / "toolkit")
+                    )
+                )
             ) or (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "omit"):
                 yield f"{path.relative_to(ROOT)}:{node.lineno}", node
             elif (

@@ -8,13 +8,13 @@ import pwd
 import re
 import stat
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import IO
 
 from toolkit.errors import ToolkitError
-from toolkit.messages import tr
+from toolkit.messages import tr, warn
 
 _BLOCK_BYTES = 1 << 22
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
@@ -96,11 +96,11 @@ def try_lock(file: IO[str] | IO[bytes]) -> tuple[bool, bool]:
     return True, True
 
 
-def lock_or_warn(file: IO[str] | IO[bytes], path: Path, say: Callable[[str], None]) -> bool:
+def lock_or_warn(file: IO[str] | IO[bytes], path: Path) -> bool:
     """Return whether the lock on a file was granted; where the disk has none, warn about other users of `path`."""
     is_granted, means_anything = try_lock(file)
     if is_granted and not means_anything:
-        say(tr("WARNING: the disk of {path} has no locks: make sure that no other process uses it.", path=path))
+        warn("the disk of {path} has no locks: make sure that no other process uses it.", path=path)
     return is_granted
 
 

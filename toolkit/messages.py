@@ -5,6 +5,7 @@ The language is decided once: `set_language` (from the recipe's `language`), els
 
 import difflib
 import functools
+import logging
 import os
 import re
 import string
@@ -17,6 +18,7 @@ from toolkit.tables import read_table
 _CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 _FULL_WIDTH = ("。", "！", "？", "；", "：", "）")
 _language = ""
+_logger = logging.getLogger("toolkit")
 
 
 def set_language(language: str) -> None:
@@ -86,9 +88,52 @@ def printable(text: str) -> str:
 
 
 def say(line: str, /, **values: object) -> None:
-    """Write a line to the user at once, as stdout may be a pipe that somebody watches; with values, a template."""
-    sys.stdout.write((_fill(line, values) if values else line) + "\n")
+    """Tell the user, on the main rank alone: a template, filled in with `values`, or a line that is whole."""
+    _logger.info("%s", _fill(line, values) if values else translated(line))
+
+
+def warn(line: str, /, **values: object) -> None:
+    """Tell the user, as `say` does, of something that is wrong or may become so."""
+    _logger.warning("%s", _fill(line, values) if values else translated(line))
+
+
+def set_main_rank(is_main: bool) -> None:
+    """Choose whether this process tells its user anything: of the ranks of a run one does."""
+    _logger.setLevel(logging.INFO if is_main else logging.CRITICAL)
+
+
+def is_main_rank() -> bool:
+    """Return what `set_main_rank` chose; a process that is no rank is main."""
+    return _logger.isEnabledFor(logging.INFO)
+
+
+def write_to_stdout(line: str) -> None:
+    """Write a line at once, as stdout may be a pipe that somebody watches."""
+    sys.stdout.write(line + "\n")
     sys.stdout.flush()
+
+
+class _Console(logging.Handler):
+    """Where `say` and `warn` lead: to stdout, or to `write`, which a live view sets while it is there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.write: Callable[[str], None] = write_to_stdout
+        self.num_warnings = 0
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Write a line, a warning with its mark."""
+        line = record.getMessage()
+        if record.levelno >= logging.WARNING:
+            self.num_warnings += 1
+            line = tr("WARNING: {line}", line=line)
+        self.write(line)
+
+
+console = _Console()
+_logger.addHandler(console)
+_logger.setLevel(logging.INFO)
+_logger.propagate = False
 
 
 def placeholders(template: str) -> set[str]:

@@ -12,7 +12,8 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TextIO
 from unicodedata import east_asian_width
 
-from toolkit.messages import say, tr
+from toolkit import messages
+from toolkit.messages import say, tr, write_to_stdout
 
 if TYPE_CHECKING:
     from rich.live import Live
@@ -50,17 +51,22 @@ def _stream() -> TextIO:
     return sys.stdout if _is_session else sys.stderr
 
 
-def print_line(text: str) -> None:
-    """Write a line, above the live view if there is one; the terminal wraps it, so that it can be copied whole."""
-    live = _live
-    if live is not None:
-        from rich.text import Text
+def _write_above(line: str) -> None:
+    """Write a line above the live view; the terminal wraps it, so that it can be copied whole."""
+    from rich.text import Text
 
-        live.console.print(Text(text), soft_wrap=True)
-    elif _is_session:
-        say(text)
+    if _live is None:  # it has just ended, in another thread
+        write_to_stdout(line)
     else:
-        sys.stderr.write(text + "\n")
+        _live.console.print(Text(line), soft_wrap=True)
+
+
+def _tell(line: str) -> None:
+    """Write how far a phase is: to where messages go in a training session, else to stderr, beside answers."""
+    if _is_session or _live is not None:
+        say(line)
+    else:
+        sys.stderr.write(line + "\n")
         sys.stderr.flush()
 
 
@@ -108,19 +114,21 @@ def _follow() -> None:
             redirect_stderr=sys.stderr.isatty(),  # a file that gets stderr goes on getting it
         )
         _live.start()
+        messages.console.write = _write_above
     elif not _shown and _live is not None:
+        messages.console.write = write_to_stdout
         live, _live = _live, None
         live.stop()
 
 
 @contextmanager
-def phase(title: str, total: int = 0, unit: str = "", speaks: bool = True) -> Iterator[Callable[[int], None]]:
-    """Show how far something long has got.
+def phase(title: str, total: int = 0, unit: str = "") -> Iterator[Callable[[int], None]]:
+    """Show, on the main rank, how far something long has got.
 
-    `total`: how much there is, 0 if unknown; `unit`: of what, translated (`BYTES` is shown as such); `speaks` False
-    shows nothing. Yields what is called with how much more is done.
+    `total`: how much there is, 0 if unknown; `unit`: of what, translated (`BYTES` is shown as such). Yields what is
+    called with how much more is done.
     """
-    if not speaks:
+    if not messages.is_main_rank():
         yield lambda more: None
         return
     started = time.monotonic()
@@ -128,7 +136,7 @@ def phase(title: str, total: int = 0, unit: str = "", speaks: bool = True) -> It
         yield advance
     seconds = time.monotonic() - started
     if seconds >= WORTH_TELLING_S:
-        print_line(tr("{title}: done in {seconds} s.", title=title, seconds=f"{seconds:.0f}"))
+        _tell(tr("{title}: done in {seconds} s.", title=title, seconds=f"{seconds:.0f}"))
 
 
 @contextmanager
@@ -167,9 +175,9 @@ def _lines(title: str, total: int, unit: str) -> Iterator[Callable[[int], None]]
             seconds = f"{time.monotonic() - started:.0f}"
             if total:
                 share = f"{100 * done / total:.0f}"
-                print_line(tr("{title}: {share} % after {seconds} s.", title=title, share=share, seconds=seconds))
+                _tell(tr("{title}: {share} % after {seconds} s.", title=title, share=share, seconds=seconds))
             else:
-                print_line(tr("{title}: {seconds} s so far.", title=title, seconds=seconds))
+                _tell(tr("{title}: {seconds} s so far.", title=title, seconds=seconds))
 
     teller = threading.Thread(target=tell, name="progress", daemon=True)
     teller.start()

@@ -23,7 +23,7 @@ SAMPLES = [(block, line) for page in PAGES for block in blocks(page, "json") for
 def test_each_sample_is_read(block: object, line: str, tmp_path: Path) -> None:
     file = tmp_path / "chat.jsonl"
     file.write_text(line + "\n", encoding="utf-8")
-    (conversation,) = read_conversations(DataConfig(sources=[SourceConfig(path=str(file))]), tmp_path, print)
+    (conversation,) = read_conversations(DataConfig(sources=[SourceConfig(path=str(file))]), tmp_path)
     assert conversation.messages[-1]["role"] in ("assistant", "text")
     assert conversation.messages[-1]["content"].strip()
 
@@ -47,7 +47,7 @@ def test_a_table_is_read_by_the_names_of_its_columns(tmp_path: Path) -> None:
     columns = re.search(r"path: chat\.csv\n +columns: \{prompt: (\w+), response: (\w+)\}", ENGLISH.read_text("utf-8"))
     assert columns
     source = SourceConfig(path=str(file), columns={"prompt": columns[1], "response": columns[2]})
-    (conversation,) = read_conversations(DataConfig(sources=[source]), tmp_path, print)
+    (conversation,) = read_conversations(DataConfig(sources=[source]), tmp_path)
     assert [message["content"] for message in conversation.messages] == ["你好", "你好！\nHello"]
 
 

@@ -40,7 +40,7 @@ def main() -> None:
         loaded = load(overrides)
         check_rules(loaded, ranks.world_size)
         cfg = loaded.cfg
-        prepared = load_data(cfg, speaks=False)
+        prepared = load_data(cfg)
         device = device or process_group.start(cfg.distributed)
         ds = build_ds_config(cfg, ranks.world_size, 100)
         folder = Path(words[1]).parent / name

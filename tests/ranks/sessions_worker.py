@@ -129,7 +129,7 @@ def main() -> None:
         loaded = replace(composed(tuple(case["overrides"])), values)
         check_rules(loaded, ranks.world_size)
         task = LanguageTask()
-        task.data = load_data(loaded.cfg, speaks=False)
+        task.data = load_data(loaded.cfg)
         if index == 0:
             process_group.start(loaded.cfg.distributed)
         spoil = case.get("spoil", {"steps": {}, "note": os.devnull})

@@ -186,7 +186,7 @@ def plain_loop(
     from toolkit.train.language_data import load_data, rows_per_step
 
     cfg = load(overrides).cfg
-    prepared = load_data(cfg, speaks=False)
+    prepared = load_data(cfg)
     assert prepared.validation is not None
     model = create_model(cfg.model, cfg.precision.dtype, prepared.tokenizer, cfg.run.seed)
 

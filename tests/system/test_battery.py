@@ -105,7 +105,7 @@ def test_a_disk_that_stays_full_and_one_that_cannot_be_written(
     assert finished.code != 0
     assert "CheckpointError: the last checkpoint could not be saved" in finished.output, finished.output[-3000:]
     assert not (small_disk / "runs" / "run" / "DONE").exists()
-    newest = newest_complete(small_disk / "runs" / "run" / "checkpoints", print)
+    newest = newest_complete(small_disk / "runs" / "run" / "checkpoints")
     assert newest is not None and newest.name in ("step-4", "step-6")
     (small_disk / "ballast").unlink()
     subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)

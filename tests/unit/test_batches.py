@@ -80,9 +80,7 @@ def test_largest_ids_survive() -> None:
 def test_loader_gives_each_sample_once(
     store: TokenizedCache, tmp_path: Path, packing: Packing, num_workers: int
 ) -> None:
-    plan = plan_sequences(
-        store, packing, max_length=32, micro_per_gpu=2, seed=3, sources=[], cache_dir=tmp_path, say=pytest.fail
-    )
+    plan = plan_sequences(store, packing, max_length=32, micro_per_gpu=2, seed=3, sources=[], cache_dir=tmp_path)
     trained, seen = 0, 0
     for rank in range(2):
         sampler = GlobalBatchSampler(len(plan), 8, 2, rank, 2, "k", num_steps=-(-len(plan) // 8))

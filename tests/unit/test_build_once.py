@@ -5,6 +5,7 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -37,7 +38,7 @@ def slow_build(folder: Path) -> None:
 
 
 def build_in_process(target: Path, results: "multiprocessing.Queue[bool]") -> None:
-    results.put(build_once(target, slow_build, is_complete, lambda message: None))
+    results.put(build_once(target, slow_build, is_complete))
 
 
 def hang(target: Path) -> None:
@@ -45,7 +46,7 @@ def hang(target: Path) -> None:
         (folder / "part").write_text("x")
         time.sleep(60)
 
-    build_once(target, build, is_complete, lambda message: None)
+    build_once(target, build, is_complete)
 
 
 def wait_for(folder: Path, pattern: str) -> None:
@@ -55,10 +56,17 @@ def wait_for(folder: Path, pattern: str) -> None:
         time.sleep(0.02)
 
 
+@pytest.fixture(autouse=True)
+def told(said: list[str]) -> Iterator[list[str]]:
+    """Nothing is told where nobody waits; a test that waits clears it."""
+    yield said
+    assert said == []
+
+
 def test_builds_then_reuses(tmp_path: Path) -> None:
     target = tmp_path / "a" / "store"
-    assert build_once(target, quick_build, is_complete, pytest.fail)
-    assert not build_once(target, unwanted_build, is_complete, pytest.fail)
+    assert build_once(target, quick_build, is_complete)
+    assert not build_once(target, unwanted_build, is_complete)
     assert sorted(path.name for path in target.parent.iterdir()) == ["store", "store.lock"]
     assert (target / "sub" / "part").read_text() == "x"
     assert target.stat().st_mode & 0o777 == tmp_path.joinpath("a").stat().st_mode & 0o777
@@ -68,7 +76,7 @@ def test_unusable_folder_is_replaced(tmp_path: Path) -> None:
     target = tmp_path / "store"
     target.mkdir()
     (target / "half").write_text("x")
-    assert build_once(target, quick_build, is_complete, pytest.fail)
+    assert build_once(target, quick_build, is_complete)
     assert not (target / "half").exists()
 
 
@@ -78,7 +86,7 @@ def test_failed_build_leaves_nothing(tmp_path: Path) -> None:
         raise DataError("row 3")
 
     with pytest.raises(DataError, match="row 3"):
-        build_once(tmp_path / "store", fail, is_complete, pytest.fail)
+        build_once(tmp_path / "store", fail, is_complete)
     assert [path.name for path in tmp_path.iterdir()] == ["store.lock"]
 
 
@@ -102,28 +110,28 @@ def test_killed_builder_is_followed(tmp_path: Path) -> None:
     os.kill(builder.pid, signal.SIGKILL)
     builder.join(30)
     assert list(tmp_path.glob("store.tmp-*"))
-    assert build_once(target, quick_build, is_complete, pytest.fail)
+    assert build_once(target, quick_build, is_complete)
     assert not list(tmp_path.glob("store.tmp-*"))
 
 
-def test_waiting_names_the_builder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_waiting_names_the_builder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: list[str]) -> None:
     monkeypatch.setattr(module, "NOTICE_AFTER_S", 0.2)
     target = tmp_path / "store"
-    messages: list[str] = []
-    thread = threading.Thread(target=build_once, args=(target, slow_build, is_complete, pytest.fail))
+    thread = threading.Thread(target=build_once, args=(target, slow_build, is_complete))
     thread.start()
     wait_for(tmp_path, "store.tmp-*")
-    assert not build_once(target, unwanted_build, is_complete, messages.append)
+    assert not build_once(target, unwanted_build, is_complete)
     thread.join(30)
-    assert len(messages) == 1
-    assert messages[0].startswith(f"Waiting for process {os.getpid()} on ")
-    assert messages[0].endswith(f", which is preparing {target}.")
+    assert len(said) == 1
+    assert said[0].startswith(f"Waiting for process {os.getpid()} on ")
+    assert said[0].endswith(f", which is preparing {target}.")
+    said.clear()
 
 
 def test_folder_that_cannot_be_made(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
     with pytest.raises(DataError) as error:
-        build_once(tmp_path / "file" / "store", quick_build, is_complete, pytest.fail)
+        build_once(tmp_path / "file" / "store", quick_build, is_complete)
     assert str(error.value) == (
         f"Cannot write below '{tmp_path}/file': File exists. Choose another folder with prepare.dir=FOLDER."
     )
@@ -136,7 +144,7 @@ def test_full_disk(tmp_path: Path) -> None:
             file.write("x")
 
     with pytest.raises(DataError) as error:
-        build_once(tmp_path / "store", build, is_complete, pytest.fail)
+        build_once(tmp_path / "store", build, is_complete)
     assert str(error.value) == (
         f"No space left while writing below '{tmp_path}'. Free some, or choose another folder with prepare.dir=FOLDER."
     )

@@ -28,7 +28,7 @@ rank = int(os.environ["RANK"])
 @pytest.fixture
 def asked(tmp_path: Path) -> tuple[RunConfig, Machine, Outline]:
     cfg = load(["recipe=quickstart", "model=glm_tiny", f"prepare.dir={tmp_path}/cache"]).cfg
-    return cfg, parse_machine("2xcpu", 1, ""), outline_of(cfg, print)
+    return cfg, parse_machine("2xcpu", 1, ""), outline_of(cfg)
 
 
 def program(folder: Path, monkeypatch: pytest.MonkeyPatch, text: str) -> None:

@@ -39,7 +39,7 @@ def given(tmp_path: Path, packing: Packing) -> tuple[RunConfig, LanguageData]:
 
 def with_encoder(cfg: RunConfig) -> LanguageData:
     with mock.patch("toolkit.train.language_data.packing_unsupported", return_value=""):
-        return load_data_with(cfg, ByteEncoder(), lambda line: None)  # type: ignore[arg-type]
+        return load_data_with(cfg, ByteEncoder())  # type: ignore[arg-type]
 
 
 def steps_of(cfg: RunConfig, prepared: LanguageData, world_size: int, count: int) -> list[list[int]]:

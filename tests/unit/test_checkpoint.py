@@ -106,18 +106,17 @@ def test_a_broken_manifest_is_no_checkpoint(tmp_path: Path, text: str) -> None:
     assert manifest_problems(made) == [f"{made} is no whole checkpoint: No such file or directory."]
 
 
-def test_the_newest_whole_one_is_found(tmp_path: Path) -> None:
+def test_the_newest_whole_one_is_found(tmp_path: Path, said: list[str]) -> None:
     for step in (2, 10, 9):
         checkpoint(tmp_path, step)
     os.utime(tmp_path / "step-2", (2e9, 2e9))  # a clock that jumped
     (tmp_path / "step-11.tmp").mkdir()
     (tmp_path / "step-x").mkdir()
-    said: list[str] = []
-    assert directory.newest_complete(tmp_path, said.append) == tmp_path / "step-10"
+    assert directory.newest_complete(tmp_path) == tmp_path / "step-10"
     assert not said
     os.truncate(tmp_path / "step-10" / "model.pt", 50)
     (tmp_path / "step-9" / "manifest.json").unlink()
-    assert directory.newest_complete(tmp_path, said.append) == tmp_path / "step-2"
+    assert directory.newest_complete(tmp_path) == tmp_path / "step-2"
     assert [line.split(" is damaged")[0] for line in said] == [
         f"Warning: the checkpoint {tmp_path}/step-10",
         f"Warning: the checkpoint {tmp_path}/step-9",
@@ -125,12 +124,12 @@ def test_the_newest_whole_one_is_found(tmp_path: Path) -> None:
     assert {path.name for path in tmp_path.iterdir()} == {
         *("step-2", "step-9.damaged", "step-10.damaged", "step-11.tmp", "step-x")
     }
-    assert directory.newest_complete(tmp_path / "nowhere", said.append) is None
+    assert directory.newest_complete(tmp_path / "nowhere") is None
 
 
 @pytest.mark.parametrize("denied", ["manifest.json", "model.pt"])
 def test_a_checkpoint_that_may_not_be_read_is_not_put_aside(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, denied: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, denied: str, said: list[str]
 ) -> None:
     """Another user's checkpoint may be whole: to call it damaged, and rename it, would hide it from its owner."""
     made = checkpoint(tmp_path, 4)
@@ -143,9 +142,8 @@ def test_a_checkpoint_that_may_not_be_read_is_not_put_aside(
 
     monkeypatch.setattr(io, "open", closed)
     monkeypatch.setattr("builtins.open", closed)
-    said: list[str] = []
     with pytest.raises(PermissionError):
-        directory.newest_complete(tmp_path, said.append)
+        directory.newest_complete(tmp_path)
     assert made.is_dir() and not said
 
 
@@ -200,7 +198,7 @@ def test_weights_alone_are_no_checkpoints(tmp_path: Path) -> None:
         "step-2-weights",
         "step-1-weights",
     ]
-    assert directory.newest_complete(tmp_path, print) == tmp_path / "step-10"
+    assert directory.newest_complete(tmp_path) == tmp_path / "step-10"
     (tmp_path / ".step-4-weights.abc.tmp").mkdir()
     directory.discard_unfinished(tmp_path)
     directory.empty_trash(tmp_path)
@@ -228,22 +226,21 @@ def test_only_weights_stay_of_what_goes(keep: int, left: list[int], tmp_path: Pa
         made.append(source.name)
         target.mkdir()
 
-    rotation = Rotation(tmp_path, CheckpointConfig(keep=1, keep_weights=keep), export, print)
+    rotation = Rotation(tmp_path, CheckpointConfig(keep=1, keep_weights=keep), export)
     rotation.request([])
     assert not rotation.is_busy(30)
     assert made == [f"step-{step}" for step in (2, 3) if step in left]
     assert names(tmp_path) == sorted([*(f"step-{step}-weights" for step in left), "step-10"])
 
 
-def test_without_room_for_its_weights_a_checkpoint_stays(tmp_path: Path) -> None:
+def test_without_room_for_its_weights_a_checkpoint_stays(tmp_path: Path, said: list[str]) -> None:
     for step in (1, 2, 3):
         checkpoint(tmp_path, step)
-    said: list[str] = []
 
     def export(source: Path, target: Path) -> None:
         raise CheckpointError("No space left on device")
 
-    rotation = Rotation(tmp_path, CheckpointConfig(keep=1, keep_weights=1), export, said.append)
+    rotation = Rotation(tmp_path, CheckpointConfig(keep=1, keep_weights=1), export)
     rotation.request([])
     assert not rotation.is_busy(30)
     assert names(tmp_path) == ["step-2", "step-3"], "of the older one nothing is wanted"
@@ -253,14 +250,14 @@ def test_without_room_for_its_weights_a_checkpoint_stays(tmp_path: Path) -> None
     ]
 
 
-def saver_in(folder: Path, config: CheckpointConfig, said: list[str]) -> Checkpointer:
+def saver_in(folder: Path, config: CheckpointConfig) -> Checkpointer:
     """Return a saver without an engine."""
     saver = Checkpointer.__new__(Checkpointer)
-    saver.folder, saver.config, saver.keep_best, saver.say = folder, config, "", said.append
+    saver.folder, saver.config, saver.keep_best = folder, config, ""
     saver.newest = saver.good = saver._pending = saver._rated = None
     saver.failed, saver.ruin = False, ""
     saver._last_bytes, saver._probe_s, saver._probed_at, saver.patience_s = 1, 0.0, 0.0, 30.0
-    saver._rotation = Rotation(folder, config, lambda source, target: None, said.append)
+    saver._rotation = Rotation(folder, config, lambda source, target: None)
     return saver
 
 
@@ -276,9 +273,10 @@ def save(saver: Checkpointer, step: int) -> None:
     saver._pending = pending
 
 
-def test_a_save_never_waits_for_what_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_save_never_waits_for_what_is_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: list[str]
+) -> None:
     """And what is half removed when a process dies is no checkpoint: the next start removes the rest."""
-    said: list[str] = []
     begun, may_go_on, real = threading.Event(), threading.Event(), shutil.rmtree
 
     def slow(path: Path, *more: Any) -> None:
@@ -287,7 +285,7 @@ def test_a_save_never_waits_for_what_is_removed(tmp_path: Path, monkeypatch: pyt
         assert may_go_on.wait(60)
         real(path)
 
-    saver = saver_in(tmp_path, CheckpointConfig(keep=1), said)
+    saver = saver_in(tmp_path, CheckpointConfig(keep=1))
     for step in (1, 2):
         save(saver, step)
         saver.see_good_step()
@@ -300,9 +298,9 @@ def test_a_save_never_waits_for_what_is_removed(tmp_path: Path, monkeypatch: pyt
     assert saver._rotation.is_busy()
     assert [path.name for path in directory.published_checkpoints(tmp_path)] == ["step-3", "step-2"]
     assert (tmp_path / "step-1.trash").is_dir()
-    assert directory.newest_complete(tmp_path, said.append) == tmp_path / "step-3"
+    assert directory.newest_complete(tmp_path) == tmp_path / "step-3"
 
-    again = Rotation(tmp_path, CheckpointConfig(keep=1), lambda source, target: None, said.append)
+    again = Rotation(tmp_path, CheckpointConfig(keep=1), lambda source, target: None)
     monkeypatch.setattr(directory.shutil, "rmtree", real)
     again.request()
     assert not again.is_busy(30)
@@ -316,7 +314,7 @@ def test_a_save_never_waits_for_what_is_removed(tmp_path: Path, monkeypatch: pyt
 
 def test_a_checkpoint_goes_only_after_a_good_step_followed_a_newer_one(tmp_path: Path) -> None:
     """With keep=1 there are two until then; and an evaluation of its step says as much."""
-    saver = saver_in(tmp_path, CheckpointConfig(keep=1), [])
+    saver = saver_in(tmp_path, CheckpointConfig(keep=1))
 
     def kept() -> list[str]:
         assert not saver._rotation.is_busy(30)
@@ -342,10 +340,10 @@ def test_a_resumed_run_knows_the_checkpoint_that_a_good_step_followed(
     engine = mock.Mock(**{"module.parameters.return_value": []})
 
     def resumed() -> Path | None:
-        return Checkpointer(engine, tmp_path, CheckpointConfig(keep=1), mock.Mock(), print).good
+        return Checkpointer(engine, tmp_path, CheckpointConfig(keep=1), mock.Mock()).good
 
     assert resumed() is None
-    saver = saver_in(tmp_path, CheckpointConfig(keep=1), [])
+    saver = saver_in(tmp_path, CheckpointConfig(keep=1))
     for step in (1, 2):
         save(saver, step)
         if step == 1:
@@ -369,16 +367,17 @@ def optimizer_with(value: float) -> torch.optim.Optimizer:
 
 
 @pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
-def test_states_that_are_no_numbers_are_neither_saved_nor_resumed(value: float, tmp_path: Path) -> None:
-    said: list[str] = []
-    saver = saver_in(tmp_path, CheckpointConfig(), said)
+def test_states_that_are_no_numbers_are_neither_saved_nor_resumed(
+    value: float, tmp_path: Path, said: list[str]
+) -> None:
+    saver = saver_in(tmp_path, CheckpointConfig())
     saver.described = mock.Mock(probe_ids=None)
     saver._is_part = False
     saver.engine = mock.Mock(basic_optimizer=optimizer_with(value))
     saver.begin(RunState(step=3))
     assert saver.failed
     assert not list(tmp_path.iterdir())
-    assert said[0].startswith(
+    assert next(line for line in said if "step-3" in line).startswith(
         "WARNING: the checkpoint step-3 could not be saved: the optimizer's states hold NaN or Inf on rank 0. Earlier"
     )
     saver.engine.load_checkpoint.return_value = ("step-2", {})
@@ -391,9 +390,8 @@ def test_states_that_are_no_numbers_are_neither_saved_nor_resumed(value: float, 
     saver.load(tmp_path / "step-2")
 
 
-def test_a_save_of_ruined_weights_is_rejected(tmp_path: Path) -> None:
-    said: list[str] = []
-    saver = saver_in(tmp_path, CheckpointConfig(), said)
+def test_a_save_of_ruined_weights_is_rejected(tmp_path: Path, said: list[str]) -> None:
+    saver = saver_in(tmp_path, CheckpointConfig())
     saver.described = mock.Mock(probe_ids=torch.zeros(1, 2))
     saver.engine = mock.Mock()
     saver._probe = lambda: mock.Mock(logits=torch.tensor([1.0, math.nan]))  # type: ignore[method-assign]
@@ -623,7 +621,7 @@ def test_nothing_is_named_before_it_is_on_the_disk(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(os, "replace", named("name", real_replace))
     folder = tmp_path / "step-3.tmp"
     folder.mkdir()
-    saver = saver_in(tmp_path, CheckpointConfig(), [])
+    saver = saver_in(tmp_path, CheckpointConfig())
     pending = _Pending(3, folder, EngineFiles(), [])
     torch.save({"weights": torch.arange(10.0)}, folder / "model.pt")
     pending.files.written.append(folder / "model.pt")
@@ -718,7 +716,7 @@ def test_going_back_in_a_run_puts_aside_what_came_after(tmp_path: Path) -> None:
     """Rotation and the next start go by step: what another way has saved later must not count any more."""
     cfg = RunConfig()
     cfg.run.dir, cfg.run.name = str(tmp_path), "mine"
-    run_dir.choose_run_dir(cfg, print)
+    run_dir.choose_run_dir(cfg)
     folder_lock.release()
     run = tmp_path / "mine"
     for step in (2, 4, 6):
@@ -728,7 +726,7 @@ def test_going_back_in_a_run_puts_aside_what_came_after(tmp_path: Path) -> None:
     (run / "checkpoints" / "step-4.universal.lock").touch()
     (run / "FAILED").touch()
     cfg.resume = str(run / "checkpoints" / "step-2")
-    assert run_dir.choose_run_dir(cfg, print) == run_dir.RunSource(run, run / "checkpoints" / "step-2")
+    assert run_dir.choose_run_dir(cfg) == run_dir.RunSource(run, run / "checkpoints" / "step-2")
     folder_lock.release()
     directory.empty_trash(run / "checkpoints")
     assert sorted(path.name for path in (run / "checkpoints").iterdir()) == [
@@ -740,7 +738,7 @@ def test_going_back_in_a_run_puts_aside_what_came_after(tmp_path: Path) -> None:
     assert sorted(path.name for path in run.iterdir()) == ["checkpoints", "export.replaced", "logs", "run.lock"]
     assert (run / "logs" / "FAILED").exists()
     cfg.resume = "auto"
-    assert run_dir.choose_run_dir(cfg, print).checkpoint == run / "checkpoints" / "step-2"
+    assert run_dir.choose_run_dir(cfg).checkpoint == run / "checkpoints" / "step-2"
     folder_lock.release()
 
 
@@ -748,17 +746,17 @@ def test_a_run_that_begins_anew_has_a_base_of_its_own(tmp_path: Path) -> None:
     """The random model that a start left may be of another seed or shape; a checkpoint stands on it."""
     cfg = RunConfig()
     cfg.run.dir, cfg.run.name = str(tmp_path), "mine"
-    run_dir.choose_run_dir(cfg, print)
+    run_dir.choose_run_dir(cfg)
     folder_lock.release()
     run = tmp_path / "mine"
     for name in ("base", ".base.abc.tmp"):
         (run / name).mkdir()
-    run_dir.choose_run_dir(cfg, print)
+    run_dir.choose_run_dir(cfg)
     folder_lock.release()
     assert sorted(path.name for path in run.iterdir()) == ["base.replaced", "logs", "run.lock"]
     (run / "base").mkdir()
     checkpoint(run / "checkpoints", 2)
-    run_dir.choose_run_dir(cfg, print)
+    run_dir.choose_run_dir(cfg)
     folder_lock.release()
     assert (run / "base").is_dir()
 
@@ -768,7 +766,7 @@ def test_an_adapter_is_nothing_to_go_on_from(tmp_path: Path) -> None:
     (made / "adapter_config.json").touch()
     cfg = RunConfig(resume=str(made))
     with pytest.raises(ConfigError, match=rf"resume = {made} is a model or an adapter alone.*tuning\.adapter={made}"):
-        run_dir.choose_run_dir(cfg, print)
+        run_dir.choose_run_dir(cfg)
 
 
 def test_links_and_files_that_would_be_loaded_are_foreign(tmp_path: Path) -> None:

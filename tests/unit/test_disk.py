@@ -59,13 +59,13 @@ def test_a_run_folder_with_a_link(name: str, link_owner: int, tmp_path: Path) ->
     link(folder / name, treasure, link_owner)
     if is_foreign(link_owner):
         with pytest.raises(RunFolderError) as caught:
-            choose_run_dir(cfg, print)
+            choose_run_dir(cfg)
         assert str(caught.value).startswith(f"{folder / name} is a symbolic link that belongs to ")
         assert f" would change {treasure}. Remove it" in str(caught.value)
         assert treasure.is_dir() or treasure.read_text() == "mine"
         assert not (folder / "logs" / "starts.jsonl").exists()
     else:
-        assert choose_run_dir(cfg, print).folder == folder
+        assert choose_run_dir(cfg).folder == folder
 
 
 @pytest.mark.parametrize("name", ["runs", "runs/mine"])
@@ -74,10 +74,10 @@ def test_a_place_for_runs_that_is_a_link(name: str, link_owner: int, tmp_path: P
     link(tmp_path / name, tmp_path / "elsewhere", link_owner)
     if is_foreign(link_owner):
         with pytest.raises(RunFolderError, match="is a symbolic link that belongs to"):
-            choose_run_dir(config(tmp_path), print)
+            choose_run_dir(config(tmp_path))
         assert not list((tmp_path / "elsewhere").iterdir())
     elif name == "runs":
-        assert choose_run_dir(config(tmp_path), print).folder == tmp_path / "runs" / "mine"
+        assert choose_run_dir(config(tmp_path)).folder == tmp_path / "runs" / "mine"
 
 
 @pytest.mark.parametrize("name", ["cache", "cache/stores", "cache/stores/x.lock", "cache/bad_rows.jsonl"])
@@ -87,7 +87,7 @@ def test_prepared_data_behind_a_link(name: str, link_owner: int, tmp_path: Path)
     link(tmp_path / "cache" / "not-ours", tmp_path / "elsewhere", link_owner)
     if is_foreign(link_owner):
         with pytest.raises(DataError, match="is a symbolic link that belongs to"):
-            build_encoder(config(tmp_path), print)
+            build_encoder(config(tmp_path))
         assert name == "cache" or not list((tmp_path / "elsewhere").iterdir())
     else:
         check_no_symlinks(tmp_path / "cache", DataError)

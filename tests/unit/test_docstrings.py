@@ -67,18 +67,19 @@ def test_pairs_by_hand(library: Path) -> None:
     assert list(derive_pairs(library)) == list(derive_pairs(library))
 
 
-def test_pairs_of_the_running_python(tmp_path: Path) -> None:
+def test_pairs_of_the_running_python(tmp_path: Path, said: list[str]) -> None:
     modules = set(sys.modules)
-    path = pairs_file(tmp_path, pytest.fail)
+    path = pairs_file(tmp_path)
     assert not {"antigravity", "this"} & (set(sys.modules) - modules)
     rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
     assert len(rows) > 2000
     assert len({row["prompt"] for row in rows}) == len({row["response"] for row in rows}) == len(rows)
     assert all(len(row["response"]) < 1000 for row in rows)
     written = path.stat().st_mtime_ns
-    assert pairs_file(tmp_path, pytest.fail) == path
+    assert pairs_file(tmp_path) == path
     assert path.stat().st_mtime_ns == written
 
     data = DataConfig(sources=[SourceConfig(format=RowFormat.docstrings)])
-    read = list(read_conversations(data, tmp_path, pytest.fail))
+    read = list(read_conversations(data, tmp_path))
     assert [row.messages[0]["content"] for row in read] == [row["prompt"] for row in rows]
+    assert said == []

@@ -126,7 +126,7 @@ def test_duplicates_are_told_by_a_store_that_is_used_again_too(tmp_path: Path, l
     }[language]
     for _ in range(2):
         lines: list[str] = []
-        prepared = load_data_with(cfg, ByteEncoder(), lines.append)  # type: ignore[arg-type]
+        prepared = load_data_with(cfg, ByteEncoder())  # type: ignore[arg-type]
         assert [line for line in lines if line.startswith(tuple(expected))] == lines[-2:]
     assert prepared.report.duplicates()
 

@@ -37,14 +37,15 @@ import json, sys
 from toolkit.config.hub import resolve_model_path
 from toolkit.config.load import load
 from toolkit.errors import ConfigError
-from toolkit.messages import set_language
+from toolkit.messages import console, set_language
 
 set_language("en")
 for path, revision, config_only in json.loads(sys.argv[1]):
     loaded = load(["recipe=quickstart", "model=hf", f"model.path={path}", f"model.revision={revision}"])
     said = []
+    console.write = said.append
     try:
-        model = resolve_model_path(loaded, said.append, config_only=config_only).cfg.model
+        model = resolve_model_path(loaded, config_only=config_only).cfg.model
         print(json.dumps([model.path, model.revision, model.hub_id, said]))
     except ConfigError as error:
         print(json.dumps(str(error)))
@@ -196,4 +197,4 @@ def test_other_models_are_left_alone() -> None:
     from toolkit.config.hub import resolve_model_path
 
     loaded = load(["recipe=quickstart"])
-    assert resolve_model_path(loaded, print) is loaded
+    assert resolve_model_path(loaded) is loaded

@@ -56,7 +56,11 @@ def make(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., tuple
         module.memory = lambda: client  # type: ignore[attr-defined]
         monkeypatch.setitem(sys.modules, "toolkit.track.memory_for_tests", module)
         run = TrackedRun(name="r", id="", folder=tmp_path, settings={}, hyperparameters={}, texts={}, step=step)
-        return BackendQueue("memory", run, rows or [], lambda reply: said.append(reply.get("say", ""))), client, said
+        return (
+            BackendQueue("memory", run, rows or [], lambda reply: said.append(reply.get("warning", ""))),
+            client,
+            said,
+        )
 
     return started
 
@@ -92,7 +96,7 @@ def test_an_outage_is_told_once_and_nothing_is_missing(make: Any) -> None:
     assert [step for step, _ in client.rows] == [1, 2, 3]
     assert client.ended == FINISHED
     [line] = told(said)
-    assert line.startswith("WARNING: memory failed: ConnectionError: no route to host. It is tried again")
+    assert line.startswith("memory failed: ConnectionError: no route to host. It is tried again")
 
 
 def test_a_row_that_is_never_taken_costs_no_other(make: Any) -> None:
@@ -145,7 +149,7 @@ def test_one_that_hangs_is_left(make: Any, monkeypatch: pytest.MonkeyPatch) -> N
     end(lane, wait_s=0.2)
     assert time.monotonic() - began < 4
     assert not lane.is_done
-    assert [line.split(" ", 2)[2].split(" (")[0] for line in told(said)] == [
+    assert [line.split(" ", 1)[1].split(" (")[0] for line in told(said)] == [
         "has not answered for 0 s. Training does not wait for it.",
         "did not take everything in time",
     ]

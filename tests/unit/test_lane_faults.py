@@ -59,7 +59,7 @@ def test_tensorboard_outlives_a_disk_that_is_full_for_a_while(
             file.write(bytes(1024))
     for row in rows_to(300)[5:]:
         one.put("row", {"row": row})
-    until(lambda: any("No space left" in answer.get("say", "") for answer in said))
+    until(lambda: any("No space left" in answer.get("warning", "") for answer in said))
     taken = len(series.tensorboard(small_disk / "tensorboard")["train/loss"])
     assert recorded(small_disk, "tensorboard") <= taken < 300
     (small_disk / "ballast").unlink()
@@ -125,7 +125,7 @@ def test_a_session_that_is_too_short_leaves_the_table_and_counts_what_is_missing
     second.close(FINISHED)
     second.wait(time.monotonic())
     may_go_on.set()
-    assert "(messages left: 6)" in said[-1]["say"]
+    assert "(messages left: 6)" in said[-1]["warning"]
     assert (tmp_path / "metrics.csv").read_text() == table
 
 

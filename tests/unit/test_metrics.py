@@ -49,10 +49,9 @@ class Disk:
 
 
 @pytest.mark.fault("E1")
-def test_rows_wait_for_room_and_none_is_half_written(tmp_path: Path) -> None:
-    said: list[str] = []
+def test_rows_wait_for_room_and_none_is_half_written(tmp_path: Path, said: list[str]) -> None:
     disk = Disk(tmp_path / "metrics.jsonl")
-    log = MetricsLog(disk, said.append)  # type: ignore[arg-type]
+    log = MetricsLog(disk)  # type: ignore[arg-type]
     log.append({"step": 1, "loss": math.nan})
     disk.room = 7
     log.append({"step": 2, "loss": 1.0})

@@ -176,7 +176,7 @@ def test_the_plan_counts_states() -> None:
     peaks = {}
     for name in ("adamw", "lion", "adamw_8bit"):
         cfg = load(["recipe=zero1", "model=glm_tiny", f"optim={name}", "batch.global_size=2"]).cfg
-        outline = outline_of(cfg, print)
+        outline = outline_of(cfg)
         peaks[name] = plan_rank(outline, cfg, 2).device["step"]["optimizer"]
         assert peaks[name] == int((4 + OPTIMIZERS[cfg.optim.name].state_bytes) * -(-outline.num_trained // 2))
     assert peaks["adamw_8bit"] < peaks["lion"] < peaks["adamw"]

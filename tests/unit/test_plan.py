@@ -102,7 +102,6 @@ def planned(
         seed=seed,
         sources=sources,
         cache_dir=folder,
-        say=pytest.fail,
     )
 
 

@@ -138,7 +138,7 @@ def test_known_totals() -> None:
 def test_qlora_has_its_weights_in_four_bits() -> None:
     words = ["recipe=chatglm", "tuning=qlora", "model.path=/models/none", "zero=stage2"]
     cfg = load(words).cfg
-    outline = outline_of(cfg, print)
+    outline = outline_of(cfg)
     weights = plan_rank(outline, cfg, 8).device["save"]["weights"]
     assert 3.5 * GIB < weights < 4.2 * GIB  # 5.7 billion in layers at 0.52 bytes, two times 0.27 billion at 2
     stages = {layout.cfg.zero.stage for layout in layouts(outline, cfg, A100, assumed(A100, "bf16"))}
@@ -148,7 +148,7 @@ def test_qlora_has_its_weights_in_four_bits() -> None:
 def test_answers_count_where_they_are_asked_for() -> None:
     words = ["recipe=chatglm", "model.path=/models/none", "zero=stage2"]
     plain, asked = (load([*words, *more]).cfg for more in ([], ["evaluate.metrics=[bleu]", "evaluate.batch_size=64"]))
-    outline = outline_of(plain, print)
+    outline = outline_of(plain)
     before, after = (plan_rank(outline, cfg, 8).device["evaluation"] for cfg in (plain, asked))
     # 28 layers x 2 groups x 128 x (key and value) x 2 bytes, of 64 x (2,048 + 64) tokens
     assert after["cache"] == 28 * 2 * 128 * 2 * 2 * 64 * (2048 + 64)
@@ -159,7 +159,7 @@ def test_answers_count_where_they_are_asked_for() -> None:
 def test_every_layout_keeps_the_batch_and_can_be_typed(options: list[str], choices: int) -> None:
     words = ["recipe=chatglm", "model.path=/models/none", *options]
     before = load(words).cfg
-    outline = outline_of(before, print)
+    outline = outline_of(before)
     found = list(layouts(outline, before, A100, assumed(A100, "bf16")))
     assert len(found) == choices * 2 * len(micro_sizes(before, 8))
     for layout in found:
@@ -171,7 +171,7 @@ def test_every_layout_keeps_the_batch_and_can_be_typed(options: list[str], choic
 
 def test_the_cheapest_fits_and_nothing_faster_does() -> None:
     cfg = load(["recipe=chatglm"]).cfg
-    outline, rates = outline_of(cfg, print), assumed(A100, "bf16")
+    outline, rates = outline_of(cfg), assumed(A100, "bf16")
     found = list(layouts(outline, cfg, A100, rates))
     best = cheapest(found)
     assert best is not None
@@ -292,7 +292,7 @@ def test_bounds_and_cards_that_are_special(tmp_path: Path) -> None:
 def test_logits_count_where_the_loss_is_not_chunked() -> None:
     words = ["recipe=chatglm", "model.path=/models/none", "data.max_length=8192"]
     plain, full = (load([*words, *more]).cfg for more in ([], ["kernels.loss=full"]))
-    outline = outline_of(plain, print)
+    outline = outline_of(plain)
     before, after = (plan_rank(outline, cfg, 8).device["step"]["loss"] for cfg in (plain, full))
     assert after > 8192 * 65024 * 12 > before
 

@@ -304,14 +304,14 @@ def test_a_flipped_bit_is_found(tmp_path: Path) -> None:
         (folder / name).write_bytes(content)
 
 
-def test_what_changed_is_said(tmp_path: Path) -> None:
-    cfg, said = made(tmp_path, pairs(6)), list[str]()
-    first = build_caches(cfg, ByteEncoder(), said.append).train
+def test_what_changed_is_said(tmp_path: Path, said: list[str]) -> None:
+    cfg = made(tmp_path, pairs(6))
+    first = build_caches(cfg, ByteEncoder()).train
     assert said == []
     cfg.data.max_length = 9
-    build_caches(cfg, ByteEncoder(), said.append)
+    build_caches(cfg, ByteEncoder())
     write_rows(tmp_path / "d.jsonl", pairs(7))
-    second = build_caches(cfg, ByteEncoder(), said.append).train
+    second = build_caches(cfg, ByteEncoder()).train
     changes = [line.partition("this changed: ")[2] for line in said]
     assert changes == ["max_length 1024 -> 9.", "the content, format or columns of the data files."]
     assert first.fingerprint[:8] in said[0] and second.fingerprint != first.fingerprint
@@ -369,13 +369,12 @@ def test_manifest_says_what_the_store_is(tmp_path: Path) -> None:
     assert manifest["splits"]["validation"] == {"samples": 1, "tokens": 6, "trained_tokens": 4}
 
 
-def test_keys_of_messages_that_are_not_read_are_counted_and_text_is_an_error(tmp_path: Path) -> None:
+def test_keys_of_messages_that_are_not_read_are_counted_and_text_is_an_error(tmp_path: Path, said: list[str]) -> None:
     turns = [{"role": "user", "content": "q", "id": "a1"}, {"role": "assistant", "content": "a", "id": "a2"}]
     cfg = made(tmp_path, [{"messages": turns}] * 3)
     report = build_caches(cfg, ByteEncoder()).report
     assert report.message_keys == {"id": 6}
-    said: list[str] = []
-    _tell(report, said.append)
+    _tell(report)
     assert "Keys of messages that are not read: id (6)." in said
     turns[1]["reasoning_content"] = "because"
     cfg = made(tmp_path, [{"messages": turns}])

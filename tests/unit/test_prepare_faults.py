@@ -82,9 +82,8 @@ def expected(tmp_path: Path, cfg: RunConfig) -> list[tuple[list[int], list[bool]
     return content(build_caches(plain, ByteEncoder()).train)
 
 
-def test_processes_make_what_one_makes(tmp_path: Path, cfg: RunConfig) -> None:
-    said: list[str] = []
-    train, _, report = build_caches(cfg, ByteEncoder(), said.append)
+def test_processes_make_what_one_makes(tmp_path: Path, cfg: RunConfig, said: list[str]) -> None:
+    train, _, report = build_caches(cfg, ByteEncoder())
     assert report.rows_read == ROWS
     assert [train.where(index) for index in (0, 1, ROWS - 1)] == [f"{tmp_path}/d.jsonl:{n}" for n in (1, 2, ROWS)]
     assert content(train) == expected(tmp_path, cfg)
@@ -93,7 +92,7 @@ def test_processes_make_what_one_makes(tmp_path: Path, cfg: RunConfig) -> None:
 
 def run_prepare(cfg: RunConfig) -> None:
     tokenize_workers.LEAST_BYTES_FOR_PROCESSES = module.LEAST_BYTES_FOR_PROCESSES = 0
-    build_caches(cfg, SlowEncoder(), lambda line: None)
+    build_caches(cfg, SlowEncoder())
 
 
 @pytest.mark.fault("K1")
@@ -217,7 +216,7 @@ def test_file_that_changes_while_it_is_read(tmp_path: Path, cfg: RunConfig) -> N
 
 def test_parts_of_other_rules_are_never_used(tmp_path: Path) -> None:
     cfg = run_config(tmp_path, write_rows(tmp_path / "d.jsonl", pairs(3)))
-    files = module.locate_all(cfg.data, tmp_path, print)
+    files = module.locate_all(cfg.data, tmp_path)
     ((_, file, block),) = read_blocks(files, [0], block_bytes(1))
 
     def path(rules: Rules, columns: dict[str, str] | None = None, fingerprint: str = "bytes") -> Path:
@@ -300,7 +299,7 @@ def node(cfg: RunConfig, host: str, no_locks: bool, results: "multiprocessing.Qu
             raise OSError(errno.ENOLCK, "no locks")
 
         file_lock.fcntl.flock = refuse  # type: ignore[attr-defined]
-    train, _, report = build_caches(cfg, SlowEncoder(), lambda line: None)
+    train, _, report = build_caches(cfg, SlowEncoder())
     results.put((report.built, int(train.read_ids(0, int(train.offsets[-1])).astype(np.int64).sum())))
 
 
@@ -318,7 +317,9 @@ def test_two_machines_without_common_locks(cfg: RunConfig, no_locks: bool) -> No
 
 
 @pytest.mark.fault("H4")
-def test_a_lock_left_by_a_dead_machine_is_taken_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lock_left_by_a_dead_machine_is_taken_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: list[str]
+) -> None:
     from toolkit.distributed import file_lock
 
     monkeypatch.setattr(file_lock, "_SILENT_S", 0.5)
@@ -346,12 +347,11 @@ def test_a_lock_left_by_a_dead_machine_is_taken_over(tmp_path: Path, monkeypatch
                 file.truncate()
 
     monkeypatch.setattr(file_lock, "NOTICE_AFTER_S", 0.2)
-    said: list[str] = []
     lock.write_text(json.dumps({"pid": 1, "host": "busy", "token": "y", "beat": -1, "doing": ""}))
     beating = threading.Thread(target=beat)
     beating.start()
     threading.Timer(2.0, alive.set).start()
-    assert build_caches(cfg, ByteEncoder(), said.append).report.built
+    assert build_caches(cfg, ByteEncoder()).report.built
     assert time.monotonic() - started >= 2.0
     beating.join()
     assert said == [f"Waiting for process 1 on busy, which is preparing {folder}. Tokenising: 3 %"]

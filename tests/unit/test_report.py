@@ -310,12 +310,12 @@ def test_nothing_else_is_touched(quick: None, tmp_path: Path, capsys: pytest.Cap
     assert not (folder / "report.html").exists()
 
 
-def test_the_automatic_report_never_harms(tmp_path: Path) -> None:
-    folder, told, said = fake_run(tmp_path / "run", 3), tmp_path / "told", []
+def test_the_automatic_report_never_harms(tmp_path: Path, said: list[str]) -> None:
+    folder, told = fake_run(tmp_path / "run", 3), tmp_path / "told"
     told.touch()
     rank = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", VARIABLE: str(told)}
     environ = without_ranks({**os.environ, "LANG": "C.UTF-8", **rank})
-    reporter = AutomaticReport(folder, environ, said.append, patience_s=240)
+    reporter = AutomaticReport(folder, environ, patience_s=240)
     reporter.begin()
     reporter.begin()
     reporter.finish()
@@ -325,7 +325,7 @@ def test_the_automatic_report_never_harms(tmp_path: Path) -> None:
     assert said[1].startswith("WARNING: no report was made: ConfigError: ") and f"toolkit report {folder}" in said[1]
     assert (folder / "report.html").read_text() == "somebody's own"
     assert told.read_text() == "", "its exit code is not the run's"
-    slow = AutomaticReport(folder, os.environ, said.append, patience_s=0.05)
+    slow = AutomaticReport(folder, os.environ, patience_s=0.05)
     slow.finish()
     assert "it is not ready after 0.05 s" in said[2] and slow._process is not None and slow._process.poll() is not None
     shutil.rmtree(folder)

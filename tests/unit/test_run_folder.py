@@ -22,7 +22,7 @@ HOLD = """
 import sys, time
 from pathlib import Path
 from toolkit.train import folder_lock
-folder_lock.take(Path(sys.argv[1]), print)
+folder_lock.take(Path(sys.argv[1]))
 print("held", flush=True)
 sys.stdin.readline()
 print(folder_lock.is_lost(now=True), flush=True)
@@ -58,9 +58,9 @@ def test_a_start_that_died_early_is_in_nobodys_way(left: str, mode: str, tmp_pat
     cfg.resume = mode
     if (left, mode) == ("run.lock", "never"):
         with pytest.raises(RunFolderError, match="exists already and is not touched"):
-            run_dir.choose_run_dir(cfg, print)
+            run_dir.choose_run_dir(cfg)
         return
-    assert run_dir.choose_run_dir(cfg, print) == run_dir.RunSource(run, None)
+    assert run_dir.choose_run_dir(cfg) == run_dir.RunSource(run, None)
 
 
 @pytest.mark.parametrize("left", ["notes.txt", "logs/notes.txt"])
@@ -69,7 +69,7 @@ def test_a_folder_that_holds_something_is_not_touched(left: str, tmp_path: Path)
     file.parent.mkdir(parents=True)
     file.touch()
     with pytest.raises(RunFolderError, match="exists already and is not touched"):
-        run_dir.choose_run_dir(named(tmp_path), print)
+        run_dir.choose_run_dir(named(tmp_path))
 
 
 @pytest.mark.fault("X1")
@@ -98,26 +98,26 @@ def test_a_deleted_lock_lets_nobody_in(tmp_path: Path, monkeypatch: pytest.Monke
         assert holder.stdout.readline() == "held\n"
         (run / "run.lock").unlink()
         with pytest.raises(RunFolderError, match=rf"another process works in {run}: \?"):
-            folder_lock.take(run, print)
+            folder_lock.take(run)
         beating.start()
         while not (run / "logs" / heartbeat_file(0)).exists():
             time.sleep(0.01)
         with monkeypatch.context() as without:
             without.setattr(folder_lock, "_lock_directory", lambda folder: (True, None))
             with pytest.raises(RunFolderError, match=r'works in .*: \{"pid": 77, "host": "here"\}'):
-                folder_lock.take(run, print)
+                folder_lock.take(run)
         holder.stdin.write("\n")
         holder.stdin.flush()
         assert holder.stdout.readline() == "False\n"
         assert json.loads((run / "run.lock").read_text())["pid"] == holder.pid
         with pytest.raises(RunFolderError, match=rf'"pid": {holder.pid}'):
-            folder_lock.take(run, print)
+            folder_lock.take(run)
     finally:
         over.set()
         holder.kill()
         holder.communicate(timeout=30)
     beating.join()
-    folder_lock.take(run, print)  # signed by a process that is gone
+    folder_lock.take(run)  # signed by a process that is gone
 
 
 def test_a_folder_that_was_taken_away_is_noticed(tmp_path: Path) -> None:
@@ -125,7 +125,7 @@ def test_a_folder_that_was_taken_away_is_noticed(tmp_path: Path) -> None:
         run = tmp_path / name
         run.mkdir()
         (run / "config.yaml").touch()
-        folder_lock.take(run, print)
+        folder_lock.take(run)
         assert not folder_lock.is_lost(now=True)
         folder_lock.check(run)
         return run
@@ -149,14 +149,15 @@ def test_a_folder_that_was_taken_away_is_noticed(tmp_path: Path) -> None:
     assert folder_lock.is_lost(now=True)
 
 
-def test_a_stop_file_of_an_earlier_start_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stop_file_of_an_earlier_start_is_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: list[str]
+) -> None:
     cfg = named(tmp_path)
-    run_dir.choose_run_dir(cfg, print)
+    run_dir.choose_run_dir(cfg)
     folder_lock.release()
     stop = tmp_path / "mine" / "stop"
     stop.touch()
-    said: list[str] = []
-    run_dir.choose_run_dir(cfg, said.append)
+    run_dir.choose_run_dir(cfg)
     folder_lock.release()
     assert not stop.exists()
     assert f"Removed the file {stop}, which is older than this start. To stop this run, create it again." in said
@@ -164,7 +165,7 @@ def test_a_stop_file_of_an_earlier_start_is_removed(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(deepspeed, "restart_number", lambda: 1)
     monkeypatch.setattr(run_dir, "check_repeated_death", lambda folder, step: None)
     stop.touch()
-    run_dir.choose_run_dir(cfg, print)
+    run_dir.choose_run_dir(cfg)
     assert stop.exists()
 
 

@@ -72,7 +72,7 @@ def test_plan_divides_activations_and_counts_the_exchange() -> None:
     found = {}
     for parts in (1, 2, 4):
         cfg = load([*words, f"parallel.sequence={parts}", f"batch.micro_per_gpu={parts}"]).cfg
-        outline = outline_of(cfg, print, 4096)
+        outline = outline_of(cfg, 4096)
         rows = longest_rows(outline, cfg)
         time = step_time(outline, cfg, machine, rates)
         step = plan_rank(outline, cfg, 4, on_cpu=False).device["step"]

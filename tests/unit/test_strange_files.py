@@ -25,13 +25,13 @@ GOOD = {"prompt": "a", "response": "b"}
 def made(cfg: RunConfig, encoder: ByteEncoder | None = None) -> CachePair:
     """Prepare; rows that cannot be used are skipped."""
     cfg.data.on_bad_row, cfg.data.max_bad_fraction = OnBadRow.skip, 0.9
-    return build_caches(cfg, encoder or ByteEncoder(), lambda line: None)
+    return build_caches(cfg, encoder or ByteEncoder())
 
 
 def message(cfg: RunConfig) -> str:
     """Return what preparing says that does not succeed."""
     with pytest.raises(DataError) as error:
-        build_caches(cfg, ByteEncoder(), lambda line: None)
+        build_caches(cfg, ByteEncoder())
     return str(error.value)
 
 
@@ -215,7 +215,7 @@ def test_tools_without_a_place_are_counted(tmp_path: Path) -> None:
 
 def test_slices_of_a_split_are_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"`split` = train\[:10\] selects rows, which is not known here"):
-        locate_source(SourceConfig(hub="owner/name", split="train[:10]"), 0, tmp_path, print)
+        locate_source(SourceConfig(hub="owner/name", split="train[:10]"), 0, tmp_path)
 
 
 def test_a_small_weight_leaves_a_sample(tmp_path: Path) -> None:

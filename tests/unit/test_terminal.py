@@ -14,7 +14,7 @@ import pyte
 import pytest
 
 from toolkit import terminal
-from toolkit.messages import say, set_language
+from toolkit.messages import say, set_language, set_main_rank, warn
 from toolkit.track.progress import Progress
 from toolkit.train.startup import LastingStdout, pass_on_warnings
 
@@ -110,7 +110,7 @@ def test_the_view_of_a_run(screen: Terminal) -> None:
             progress.advance()
         progress.show(ROW)
         progress.note(evaluation={"step": 10, "eval_loss": 2.75}, checkpoint=Path("checkpoints/step-15"))
-        progress.say("WARNING: it is warm.")
+        warn("it is warm.")
         wait_for(lambda: "step-15" in screen.shows())
         shown = screen.shows()
         assert shown.splitlines()[0] == "WARNING: it is warm."  # above the view
@@ -144,14 +144,13 @@ def test_chinese_and_other_ranks(screen: Terminal) -> None:
         silent = Progress(100, shown=False)
         silent.start()
         silent.show(ROW)
-        silent.say("nothing")
         silent.close()
         assert screen.shows() == ""
         set_language("zh")
         progress = Progress(100, shown=True)
         progress.start()
         progress.show(ROW)
-        progress.say("警告：磁盘已满。")
+        warn("磁盘已满。")
         wait_for(lambda: "上方的警告1" in screen.shows().replace(" ", ""))
         assert "最近的检查点" in screen.shows().replace(" ", "")
         progress.close()
@@ -185,7 +184,8 @@ def test_phases_have_lines_elsewhere(capsys: pytest.CaptureFixture[str], monkeyp
         time.sleep(0.4)
     with terminal.phase("Building"):
         time.sleep(0.3)
-    with terminal.phase("Nothing", speaks=False) as advance:
+    set_main_rank(False)
+    with terminal.phase("Nothing") as advance:
         advance(1)
         time.sleep(0.5)
     lines = ("".join(said) + capsys.readouterr().out).splitlines()
@@ -241,7 +241,7 @@ def test_long_lines_can_be_copied_whole_and_stderr_stays_where_it_goes(
 ) -> None:
     command = "toolkit generate " + "x" * 2 * COLUMNS
     with redirect_stdout(screen), terminal.showing(lambda: "view"):
-        terminal.print_line(command)
+        say(command)
         sys.stderr.write("an error\n")
         wait_for(lambda: "view" in screen.shows())
     assert command in screen.shows().replace("\n", "")

@@ -75,7 +75,7 @@ def test_plan_keeps_what_goes_in() -> None:
     steps = {}
     for pieces in (1, 8):
         cfg = load(["recipe=quickstart", f"kernels.mlp_pieces={pieces}"]).cfg
-        steps[pieces] = plan_rank(outline_of(cfg, print, 4096), cfg, 1, on_cpu=False).device["step"]
+        steps[pieces] = plan_rank(outline_of(cfg, 4096), cfg, 1, on_cpu=False).device["step"]
     shape, tokens = cfg.model.shape, cfg.batch.micro_per_gpu * cfg.data.max_length
     assert steps[8]["mlp"] == 4 * tokens * shape.hidden_size * shape.num_layers < steps[1]["mlp"]
     assert steps[8]["backward"] < steps[1]["backward"]

@@ -14,6 +14,7 @@ import pytest
 from tests import series
 from toolkit.config.load import to_plain
 from toolkit.config.schema import TrackConfig
+from toolkit.messages import console, write_to_stdout
 from toolkit.track import trackers as tracking
 from toolkit.track.backends import ANSWERS, FINISHED, SAMPLES, STOPPED
 from toolkit.track.metrics import MetricsLog, hf_name, tracked_name
@@ -38,7 +39,7 @@ def settings(**changes: dict[str, Any]) -> dict[str, dict[str, Any]]:
 
 def steps_of(folder: Path, trackers: Trackers, first: int, last: int, shift: float) -> None:
     """Log steps as the loop does: each second one is evaluated, the fourth holds what is no number."""
-    log = MetricsLog(folder / "metrics.jsonl", trackers.say, trackers.row)
+    log = MetricsLog(folder / "metrics.jsonl", trackers.row)
     if not first:
         log.append({"step": 0, "eval_loss": 9.0})
     for step in range(first + 1, last + 1):
@@ -49,11 +50,11 @@ def steps_of(folder: Path, trackers: Trackers, first: int, last: int, shift: flo
             log.append({"step": step, "eval_loss": 7 - step / 10 + shift, "eval_loss/a (b)": 1.0})
 
 
-def begun(folder: Path, step: int, chosen: dict[str, dict[str, Any]], said: list[str]) -> Trackers:
+def begun(folder: Path, step: int, chosen: dict[str, dict[str, Any]]) -> Trackers:
     """Begin a session."""
     (folder / "logs").mkdir(parents=True, exist_ok=True)
     (folder / "config.yaml").write_text(f"optim:\n  lr: 0.1\n# {KEY}\n")
-    trackers = Trackers(said.append, patience_s=60)
+    trackers = Trackers(patience_s=60)
     hyperparameters = {"optim.lr": 0.1, "data.sources": ["a"], "commit": "abc", "launch.env.WANDB_API_KEY": KEY}
     trackers.begin(folder, chosen, hyperparameters, step)
     return trackers
@@ -75,12 +76,13 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
     """A run folder after two sessions: stopped two steps after its checkpoint, and gone on from there."""
     for name in PACKAGES:
         pytest.importorskip(name)
-    folder, said = tmp_path_factory.mktemp("runs") / "mine", []
+    folder, said = tmp_path_factory.mktemp("runs") / "mine", list[str]()
     variables = {"TRACKIO_DIR": f"{folder}/trackio", "WANDB_API_KEY": KEY, "SWANLAB_API_KEY": KEY, "HF_TOKEN": KEY}
     old = {name: os.environ.get(name) for name in variables}
     os.environ |= variables
+    console.write = said.append
     try:
-        trackers = begun(folder, 0, settings(), said)
+        trackers = begun(folder, 0, settings())
         steps_of(folder, trackers, 0, CHECKPOINT, 0.0)
         length = (folder / "metrics.jsonl").stat().st_size
         steps_of(folder, trackers, CHECKPOINT, STOPPED_AT, 0.0)
@@ -92,12 +94,13 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
         process.wait(60)
         # Rows that no tracker got any more: the machine died before the checkpoint of a later step was gone back to.
         trim_metrics(folder, length)
-        trackers = begun(folder, CHECKPOINT, settings(), said)
+        trackers = begun(folder, CHECKPOINT, settings())
         steps_of(folder, trackers, CHECKPOINT, LAST, 0.5)
         trackers.answers(LAST, SAMPLES, [{"prompt": "P", "answer": "A"}])
         trackers.summary(LAST, {"train_runtime": 3.0})
         trackers.end(FINISHED)
     finally:
+        console.write = write_to_stdout
         for name, value in old.items():
             os.environ.pop(name) if value is None else os.environ.update({name: value})
     return folder, said
@@ -191,14 +194,13 @@ def test_no_process_is_left(run: tuple[Path, list[str]]) -> None:
             continue
 
 
-def test_two_runs_of_one_name(tmp_path: Path) -> None:
+def test_two_runs_of_one_name(tmp_path: Path, said: list[str]) -> None:
     pytest.importorskip("trackio")
     os.environ["TRACKIO_DIR"] = str(tmp_path / "trackio")
     try:
         for place in ("a", "b"):
             folder = tmp_path / place / "same"
-            said: list[str] = []
-            trackers = begun(folder, 0, settings(trackio={}), said)
+            trackers = begun(folder, 0, settings(trackio={}))
             steps_of(folder, trackers, 0, 2, 0.0)
             trackers.end(FINISHED)
             assert said == []
@@ -219,7 +221,7 @@ def test_two_runs_of_one_name(tmp_path: Path) -> None:
 def test_two_runs_of_one_name_in_one_folder_of_events(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
     for place in ("a", "b"):
-        trackers = begun(tmp_path / place / "same", 0, settings(tensorboard={"dir": str(tmp_path / "events")}), [])
+        trackers = begun(tmp_path / place / "same", 0, settings(tensorboard={"dir": str(tmp_path / "events")}))
         steps_of(tmp_path / place / "same", trackers, 0, 2, 0.0)
         trackers.patience_s = 60
         trackers.end(FINISHED)
@@ -231,16 +233,15 @@ def test_two_runs_of_one_name_in_one_folder_of_events(tmp_path: Path) -> None:
 
 
 def test_a_tracker_without_login_is_told_and_waited_for_by_nobody(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: list[str]
 ) -> None:
     for name in ("wandb", "swanlab"):
         pytest.importorskip(name)
     for name in ("WANDB_API_KEY", "SWANLAB_API_KEY", "WANDB_MODE", "SWANLAB_MODE"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))
-    said: list[str] = []
     folder = tmp_path / "runs" / "mine"
-    trackers = begun(folder, 0, settings(wandb={"mode": "online"}, swanlab={"mode": "online"}), said)
+    trackers = begun(folder, 0, settings(wandb={"mode": "online"}, swanlab={"mode": "online"}))
     trackers.patience_s = 30
     trackers.wait_begun()
     assert sorted(line.split()[1] for line in said) == ["swanlab", "wandb"], said
@@ -257,9 +258,9 @@ def test_a_tracker_without_login_is_told_and_waited_for_by_nobody(
 
 
 @pytest.mark.parametrize("small_disk", ["16k"], indirect=True)
-def test_a_full_disk_leaves_no_half_row(small_disk: Path) -> None:
-    folder, said = small_disk / "mine", []
-    trackers = begun(folder, 0, settings(csv={}), said)
+def test_a_full_disk_leaves_no_half_row(small_disk: Path, said: list[str]) -> None:
+    folder = small_disk / "mine"
+    trackers = begun(folder, 0, settings(csv={}))
     trackers.wait_begun()
     for step in range(1, 2000):
         trackers.row({"step": step, "loss": 1.23456789})
@@ -272,9 +273,8 @@ def test_a_full_disk_leaves_no_half_row(small_disk: Path) -> None:
     assert "did not take everything in time" in said[1]
 
 
-def test_a_process_that_dies_is_told_once(tmp_path: Path) -> None:
-    said: list[str] = []
-    trackers = begun(tmp_path / "mine", 0, settings(csv={}), said)
+def test_a_process_that_dies_is_told_once(tmp_path: Path, said: list[str]) -> None:
+    trackers = begun(tmp_path / "mine", 0, settings(csv={}))
     trackers.wait_begun()
     assert trackers._process is not None
     trackers._process.kill()
@@ -287,10 +287,11 @@ def test_a_process_that_dies_is_told_once(tmp_path: Path) -> None:
     ]
 
 
-def test_a_process_that_stands_still_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_that_stands_still_is_not_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: list[str]
+) -> None:
     monkeypatch.setattr(tracking, "MOST_WAITING_BYTES", 100_000)
-    said: list[str] = []
-    trackers = begun(tmp_path / "mine", 0, settings(csv={}), said)
+    trackers = begun(tmp_path / "mine", 0, settings(csv={}))
     trackers.wait_begun()
     process = trackers._process
     assert process is not None
@@ -309,15 +310,14 @@ def test_a_process_that_stands_still_is_not_waited_for(tmp_path: Path, monkeypat
     assert said[1:] == ["WARNING: trackers: no answer. Training goes on; metrics.jsonl has everything."]
 
 
-def test_a_process_with_many_open_files(tmp_path: Path) -> None:
+def test_a_process_with_many_open_files(tmp_path: Path, said: list[str]) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard != resource.RLIM_INFINITY and hard < 2048:
         pytest.skip("1,024 files cannot be open here")
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 2048), hard))
-    said: list[str] = []
     many = [os.open(os.devnull, os.O_RDONLY) for _ in range(1024)]
     try:
-        trackers = begun(tmp_path / "mine", 0, settings(csv={}), said)
+        trackers = begun(tmp_path / "mine", 0, settings(csv={}))
         process = trackers._process
         assert process is not None and process.stdout is not None
         assert process.stdout.fileno() >= 1024

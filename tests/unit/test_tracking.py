@@ -77,4 +77,4 @@ def test_the_mean_loss_leaves_out_the_tokens_of_a_bad_row(tmp_path: Path) -> Non
 def test_trackers_are_waited_for_no_longer_than_other_ranks_wait(timeout_s: int, patience_s: float) -> None:
     cfg = RunConfig()
     cfg.distributed.timeout_s = timeout_s
-    assert trackers_of(cfg, print).patience_s == patience_s
+    assert trackers_of(cfg).patience_s == patience_s

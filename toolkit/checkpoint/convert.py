@@ -5,7 +5,7 @@ import io
 import os
 import shutil
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import redirect_stderr, redirect_stdout
 from functools import partial
 from pathlib import Path
@@ -18,7 +18,7 @@ from toolkit.distributed.file_lock import build_once
 from toolkit.distributed.process_group import join_parts
 from toolkit.errors import CheckpointError, NotExportable
 from toolkit.launch.processes import run_module
-from toolkit.messages import tr
+from toolkit.messages import say
 
 SUFFIX = ".universal"
 
@@ -32,7 +32,7 @@ def can_convert(stage_before: int, stage_now: int) -> bool:
     return {stage_before, stage_now} <= {1, 2} or stage_before == stage_now == 3
 
 
-def make_universal(checkpoint: Path, folder: Path, say: Callable[[str], None]) -> Path:
+def make_universal(checkpoint: Path, folder: Path) -> Path:
     """Return a checkpoint in its universal form, made now by whichever process is first; the others wait.
 
     No process waits in a collective, however long it takes. `folder` is where it is made, as the checkpoint may be on a
@@ -44,9 +44,8 @@ def make_universal(checkpoint: Path, folder: Path, say: Callable[[str], None]) -
     target = folder / (checkpoint.name + SUFFIX)
     build_once(
         target,
-        partial(_convert_in_process, checkpoint, say),
+        partial(_convert_in_process, checkpoint),
         lambda made: (made / "zero").is_dir(),
-        say,
         setting="run.dir",
     )
     return target
@@ -58,8 +57,8 @@ def remove_universal(universal: Path) -> None:
     universal.with_name(universal.name + ".lock").unlink(missing_ok=True)
 
 
-def _convert_in_process(checkpoint: Path, say: Callable[[str], None], target: Path) -> None:
-    say(tr("Converting {checkpoint} for other ranks or another ZeRO stage …", checkpoint=checkpoint))
+def _convert_in_process(checkpoint: Path, target: Path) -> None:
+    say("Converting {checkpoint} for other ranks or another ZeRO stage …", checkpoint=checkpoint)
     if reason := run_module("toolkit.checkpoint.convert", str(checkpoint), str(target)):
         raise CheckpointError("cannot convert {folder}: {reason}.", folder=checkpoint, reason=reason)
 

@@ -9,7 +9,7 @@ import os
 import re
 import shutil
 import zipfile
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
@@ -58,7 +58,7 @@ def weights_only(checkpoints: Path) -> list[Path]:
     return published_checkpoints(checkpoints, _WEIGHTS)
 
 
-def newest_complete(checkpoints: Path, say: Callable[[str], None]) -> Path | None:
+def newest_complete(checkpoints: Path) -> Path | None:
     """Return the newest checkpoint that is exactly what was written; every byte of it is read.
 
     A damaged one is left where it is, under another name, so that it cannot be taken for a whole one again. `say` gets
@@ -77,12 +77,10 @@ def newest_complete(checkpoints: Path, say: Callable[[str], None]) -> Path | Non
         except OSError:
             aside = folder
         say(
-            tr(
-                "Warning: the checkpoint {folder} is damaged and is passed over ({reason}). It is kept as {aside}.",
-                folder=folder,
-                reason="; ".join(wrong[:3]),
-                aside=aside.name,
-            )
+            "Warning: the checkpoint {folder} is damaged and is passed over ({reason}). It is kept as {aside}.",
+            folder=folder,
+            reason="; ".join(wrong[:3]),
+            aside=aside.name,
         )
     return None
 
@@ -384,7 +382,7 @@ def resolve_checkpoint(path: Path) -> Path | None:
         wrong = manifest_problems(folder)
         if not wrong:
             if not is_one:
-                say(tr("Taking {folder}.", folder=folder))
+                say("Taking {folder}.", folder=folder)
             return folder
         say(tr("{folder}: DAMAGED", folder=folder) + "".join(f"\n  {one}" for one in wrong[:3]))
     if found:

@@ -17,11 +17,11 @@ from toolkit.config.preflight import check_positions, check_track_here
 from toolkit.config.schema import AUTO, Init, RunConfig
 from toolkit.data.check import check_distinct, check_sources, estimate
 from toolkit.data.sources import local_files
-from toolkit.messages import say, tr
+from toolkit.messages import tr
 from toolkit.models.directory import read_config, trust_code
 from toolkit.plan.parameters import Shapes, Sizes, shapes_of_config, tensor_part, tuned
 from toolkit.problems import Problems
-from toolkit.train.schedule import FEWEST_STEPS, Epoch, length_warnings
+from toolkit.train.schedule import FEWEST_STEPS, Epoch, tell_length
 
 
 def run(words: list[str]) -> int:
@@ -49,20 +49,19 @@ def run(words: list[str]) -> int:
         _say_shapes(cfg, shapes)
     name = cfg.tuning.method.value
     print(tr("Learning rate: {rate:g} at its peak (tuning.method = {method}).", rate=cfg.optim.lr, method=name))
-    for line in _length(cfg, world_size or 1):
-        print(line)
+    _tell_length(cfg, world_size or 1)
     print(tr("{recipe}: config and files are in order.", recipe=cfg.recipe))
     if line := files.notice(cfg.data):
         print(line)
     return 0
 
 
-def _length(cfg: RunConfig, world_size: int) -> list[str]:
-    """Return what is to be said about the number of steps, as far as the files tell it."""
+def _tell_length(cfg: RunConfig, world_size: int) -> None:
+    """Tell what is wrong with the number of steps, as far as the files show it."""
     size, steps = cfg.batch.global_size, cfg.train.max_steps
     found = None if steps else estimate(cfg.data, size * -(-FEWEST_STEPS // cfg.train.epochs))
     epoch = Epoch(samples=found[0], sequences=found[1], per_step=size) if found and found[1] else None
-    return length_warnings(with_micro_batch(cfg), epoch, epoch.steps * cfg.train.epochs if epoch else steps, world_size)
+    tell_length(with_micro_batch(cfg), epoch, epoch.steps * cfg.train.epochs if epoch else steps, world_size)
 
 
 def _shapes(arguments: Arguments, problems: Problems) -> tuple[Shapes, Sizes] | None:
@@ -72,7 +71,7 @@ def _shapes(arguments: Arguments, problems: Problems) -> tuple[Shapes, Sizes] | 
         ToolkitError: it cannot be trained, or not as the config says.
     """
     has_weights = not is_hub_name(arguments.loaded.cfg.model.path)
-    loaded = resolve_model_path(arguments.loaded, say, config_only=True)
+    loaded = resolve_model_path(arguments.loaded, config_only=True)
     problems.attempt(check_positions, loaded)
     cfg = loaded.cfg
     if cfg.model.init is not Init.pretrained:

@@ -24,7 +24,7 @@ from toolkit.config.schema import ParallelConfig, RunConfig
 from toolkit.disk import unused_path
 from toolkit.errors import ConfigError
 from toolkit.launch import environment
-from toolkit.messages import say, tr
+from toolkit.messages import tr
 from toolkit.problems import Problems
 from toolkit.train.startup import set_environment, warn_remote_code
 
@@ -39,7 +39,7 @@ def run(words: list[str]) -> int:
     set_environment(cfg, ranks, inherited)
     if ranks.rank == 0:
         warn_remote_code(cfg.model)
-    cfg = with_micro_batch(resolve_model_path(arguments.loaded, say if ranks.rank == 0 else lambda line: None).cfg)
+    cfg = with_micro_batch(resolve_model_path(arguments.loaded).cfg)
     cfg = replace(cfg, parallel=ParallelConfig())  # each rank, or ZeRO-3, has a whole model
     from toolkit.train.evaluation import evaluate_model
 

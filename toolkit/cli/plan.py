@@ -37,9 +37,9 @@ def run(words: list[str]) -> int:
     loaded, given, machine = _checked(words)
     model = loaded.cfg.model
     if not model.published or model.path != model.hub_id:  # else the sizes are known without a network
-        loaded = resolve_model_path(loaded, say, config_only=True)
+        loaded = resolve_model_path(loaded, config_only=True)
     cfg = with_micro_batch(loaded.cfg)
-    outline = outline_of(cfg, say)
+    outline = outline_of(cfg)
     if given.get("calibrate") == "true":
         calibrate(cfg, machine, outline)
     rates = rates_of(cfg, machine, outline)

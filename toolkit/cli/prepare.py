@@ -17,7 +17,7 @@ from toolkit.messages import say
 def run(words: list[str]) -> int:
     """Prepare."""
     arguments = parse_checked(words)
-    loaded = resolve_model_path(arguments.loaded, say)
+    loaded = resolve_model_path(arguments.loaded)
     check_positions(loaded)
     cfg = loaded.cfg
     from toolkit.data.preview import padding_line
@@ -26,7 +26,7 @@ def run(words: list[str]) -> int:
     from toolkit.train.language_data import build_encoder, load_data
 
     if cfg.prepare.shard:
-        total, new = prepare_shard(cfg, build_encoder(cfg, say), say)
+        total, new = prepare_shard(cfg, build_encoder(cfg))
         say(
             "Part {shard} is done: {total} pieces, {new} of them made now. When all parts are, run the same command "
             "without prepare.shard to join them.",
@@ -35,7 +35,7 @@ def run(words: list[str]) -> int:
             new=f"{new:,}",
         )
         return 0
-    prepared = load_data(cfg, speaks=True)
+    prepared = load_data(cfg)
     folder = prepared.train.folder
     if not prepared.report.built and (damaged := damaged_files(folder)):
         raise DataError(

@@ -38,11 +38,11 @@ def run(words: list[str]) -> int:
     count = non_negative_int(arguments.values, "n", 5)
     split = one_of(arguments.values, "split", ("train", "validation"))
     color = one_of(arguments.values, "color", COLORS)
-    cfg = resolve_model_path(arguments.loaded, say).cfg
+    cfg = resolve_model_path(arguments.loaded).cfg
     from toolkit.data.preview import count_lines, sample_lines
     from toolkit.train.language_data import load_data
 
-    prepared = load_data(cfg, speaks=True)
+    prepared = load_data(cfg)
     cache, plan = prepared.train, prepared.train_plan
     if split == "validation":
         if prepared.validation is None or prepared.validation_plan is None:

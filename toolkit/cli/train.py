@@ -18,7 +18,7 @@ from toolkit.config.hub import resolve_model_path
 from toolkit.config.preflight import check_positions
 from toolkit.errors import ConfigError
 from toolkit.launch import deepspeed, environment
-from toolkit.messages import say, tr
+from toolkit.messages import tr
 from toolkit.train.startup import greet, make_ready
 
 
@@ -34,7 +34,7 @@ def run(words: list[str]) -> int:
         raise ConfigError(tr("prepare.shard is for `toolkit prepare` alone: training needs all parts. Remove it."))
     if ranks.rank == 0:
         greet(arguments, ranks, cfg.model.name or Path(cfg.model.path).name or "?")
-    loaded = resolve_model_path(arguments.loaded, say if ranks.local_rank == 0 else lambda line: None)
+    loaded = resolve_model_path(arguments.loaded)
     check_positions(loaded)
     # Only now is torch imported: whatever is wrong so far was told within seconds.
     from toolkit.train.language_task import LanguageTask

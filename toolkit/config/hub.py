@@ -11,7 +11,7 @@ from toolkit.config.files import is_hub_name
 from toolkit.config.load import LoadedConfig, replace
 from toolkit.config.schema import Init, ModelConfig
 from toolkit.disk import try_lock
-from toolkit.messages import joined, tr
+from toolkit.messages import joined, say, tr
 
 _FILES = ("*.json", "*.model", "*.txt", "*.jinja", "*.tiktoken", "*.py", "*.safetensors")
 _PICKLED = (*_FILES, "pytorch_model*.bin")
@@ -21,7 +21,7 @@ _NOT = ("*/*", "consolidated*")
 _POLL_S = 0.2
 
 
-def resolve_model_path(loaded: LoadedConfig, say: Callable[[str], None], *, config_only: bool = False) -> LoadedConfig:
+def resolve_model_path(loaded: LoadedConfig, *, config_only: bool = False) -> LoadedConfig:
     """Return a config whose `model.path` is a folder: that of a snapshot in the cache, downloaded if it is not there.
 
     One process of a machine downloads; the others wait and take what it got. HF_HOME, HF_HUB_OFFLINE, HF_TOKEN and
@@ -29,7 +29,6 @@ def resolve_model_path(loaded: LoadedConfig, say: Callable[[str], None], *, conf
 
     Args:
         loaded: the config; returned as it is where `model.path` is no such name.
-        say: told before a download.
         config_only: nothing but config.json is needed, and the Python files if it names any: taken from the cache, and
             only if it is not there asked for.
 
@@ -45,7 +44,7 @@ def resolve_model_path(loaded: LoadedConfig, say: Callable[[str], None], *, conf
         if config_only:
             folder = _config_folder(huggingface_hub, name, revision)
         else:
-            folder = _once_per_machine(name, revision, lambda is_first: _snapshot(name, revision, is_first, say))
+            folder = _once_per_machine(name, revision, lambda is_first: _snapshot(name, revision, is_first))
     except Exception as error:
         reason = joined(_reason(name, revision, error), _other_ways(loaded.cfg.model))
         raise loaded.about("model.path", reason) from error
@@ -65,18 +64,16 @@ def _config_folder(hub: Any, name: str, revision: str) -> str:
     return str(folder)
 
 
-def _snapshot(name: str, revision: str, is_first: bool, say: Callable[[str], None]) -> str:
+def _snapshot(name: str, revision: str, is_first: bool) -> str:
     from huggingface_hub import snapshot_download
     from huggingface_hub.constants import HF_HUB_CACHE, HF_HUB_OFFLINE
 
     is_local = HF_HUB_OFFLINE or not is_first
     if not is_local:
         say(
-            tr(
-                "Looking for {name} on Hugging Face; what is not in {cache} yet is downloaded.",
-                name=name,
-                cache=HF_HUB_CACHE,
-            )
+            "Looking for {name} on Hugging Face; what is not in {cache} yet is downloaded.",
+            name=name,
+            cache=HF_HUB_CACHE,
         )
     get = partial(snapshot_download, name, revision=revision or None, local_files_only=is_local, ignore_patterns=_NOT)
     folder = Path(get(allow_patterns=list(_FILES)))

@@ -82,7 +82,6 @@ def plan_sequences(
     sources: list[SourceConfig],
     most: int = 0,
     cache_dir: Path,
-    say: Callable[[str], None],
 ) -> PackingPlan:
     """Return the plan of a split, made now if nobody has.
 
@@ -122,7 +121,7 @@ def plan_sequences(
         _save(folder, samples, rows, bounds if by_source else [])
 
     target = cache_dir / "plans" / name
-    build_once(target, build, lambda folder: (folder / "plan.json").is_file(), say)
+    build_once(target, build, lambda folder: (folder / "plan.json").is_file())
     return load_plan(target)
 
 

@@ -18,7 +18,7 @@ from toolkit.data.sources import locate_all
 from toolkit.data.store import TokenizedCache
 from toolkit.data.tokenize import PrepareReport
 from toolkit.errors import DataError
-from toolkit.messages import printable, say, tr
+from toolkit.messages import printable, tr
 from toolkit.secrets import hide
 from toolkit.terminal import text_table
 
@@ -158,7 +158,7 @@ def sample_lines(
 ) -> list[str]:
     """Return the samples of some sequences of a split, the same ones for the same seed."""
     # The cache knows its data by content: the run that made it may have called the same files otherwise.
-    paths = [file.path for file in locate_all(cfg.data, Path(cfg.prepare.dir), say)]
+    paths = [file.path for file in locate_all(cfg.data, Path(cfg.prepare.dir))]
     chosen = Permutation(len(plan), f"show {cfg.run.seed}")(np.arange(min(count, len(plan))))
     lines = [legend(style), ""] if len(chosen) else []
     for row in sorted(chosen.tolist()):

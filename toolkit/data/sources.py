@@ -17,7 +17,7 @@ import sysconfig
 import time
 import warnings
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -47,11 +47,11 @@ class DataFile:
     columns: dict[str, str]
 
 
-def locate_source(source: SourceConfig, number: int, cache_dir: Path, say: Callable[[str], None]) -> list[DataFile]:
+def locate_source(source: SourceConfig, number: int, cache_dir: Path) -> list[DataFile]:
     """Return the files of a source, derived or downloaded first if need be."""
     row_format = source.format
     if row_format is RowFormat.docstrings:
-        paths, row_format = [pairs_file(cache_dir, say)], RowFormat.prompt_response
+        paths, row_format = [pairs_file(cache_dir)], RowFormat.prompt_response
     elif source.hub:
         paths = _from_hub(source)
     else:
@@ -83,22 +83,19 @@ def _from_hub(source: SourceConfig) -> list[Path]:
     return [Path(file["filename"]) for file in data.cache_files]
 
 
-def locate_all(data: DataConfig, cache_dir: Path, say: Callable[[str], None]) -> list[DataFile]:
+def locate_all(data: DataConfig, cache_dir: Path) -> list[DataFile]:
     """Return the files of all sources, training first; a DataError if there are no sources or files."""
     if not data.sources:
         raise DataError(tr("data.sources is empty: name at least one file under data.sources."))
     sources = [*data.sources, *data.validation]
-    return [file for number, source in enumerate(sources) for file in locate_source(source, number, cache_dir, say)]
+    return [file for number, source in enumerate(sources) for file in locate_source(source, number, cache_dir)]
 
 
 def local_files(data: DataConfig) -> list[DataFile]:
     """Return the files of the sources that have a path; downloads and derives nothing."""
     sources = [*data.sources, *data.validation]
     return [
-        file
-        for number, source in enumerate(sources)
-        if source.path
-        for file in locate_source(source, number, Path(), lambda line: None)
+        file for number, source in enumerate(sources) if source.path for file in locate_source(source, number, Path())
     ]
 
 
@@ -151,12 +148,12 @@ def with_format(file: DataFile, block: Block) -> DataFile | None:
     return replace(file, row_format=found)
 
 
-def read_conversations(data: DataConfig, cache_dir: Path, say: Callable[[str], None]) -> Iterator[Conversation]:
+def read_conversations(data: DataConfig, cache_dir: Path) -> Iterator[Conversation]:
     """Yield the conversations of the training sources; rows that cannot be used are passed over.
 
     For fitting a tokenizer: the cache's build reports such rows, or stops at them.
     """
-    files = [file for file in locate_all(data, cache_dir, say) if file.source < len(data.sources)]
+    files = [file for file in locate_all(data, cache_dir) if file.source < len(data.sources)]
     for _, file, block in read_blocks(files, [data.max_samples] * len(files), block_bytes(total_bytes(files))):
         if file.row_format is RowFormat.auto:
             continue
@@ -220,7 +217,7 @@ class _Object:
     docstring: str
 
 
-def pairs_file(cache_dir: Path, say: Callable[[str], None]) -> Path:
+def pairs_file(cache_dir: Path) -> Path:
     """Return the JSONL file of the pairs (keys prompt, response), written at first use."""
     library = Path(sysconfig.get_paths()["stdlib"])
     # The version alone does not say it: distributions ship the library whole, in parts or patched.
@@ -240,7 +237,7 @@ def pairs_file(cache_dir: Path, say: Callable[[str], None]) -> Path:
             for question, answer in pairs:
                 file.write(json.dumps({"prompt": question, "response": answer}, ensure_ascii=False) + "\n")
 
-    build_once(folder, build, lambda found: (found / _PAIRS_FILE).is_file(), say)
+    build_once(folder, build, lambda found: (found / _PAIRS_FILE).is_file())
     return folder / _PAIRS_FILE
 
 

@@ -8,10 +8,9 @@ all rows, with first examples.
 
 import hashlib
 import json
-import logging
 import shutil
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -44,7 +43,7 @@ from toolkit.data.tokenize_workers import (
 from toolkit.distributed.file_lock import build_once, explain_lock_error
 from toolkit.errors import DataError
 from toolkit.launch.deepspeed import age_s
-from toolkit.messages import tr
+from toolkit.messages import say, tr, warn
 from toolkit.secrets import hide
 
 
@@ -165,33 +164,26 @@ class PrepareReport:
             validation=f"{self.leaked:,}",
         )
 
-    def duplicate_lines(self) -> list[str]:
-        """Return the same with the first places, a line for each split; [] if there is none."""
-        lines = []
+    def tell_duplicates(self) -> None:
+        """Tell the user the same with the first places, a line for each split."""
         if self.repeated:
-            lines.append(
-                tr(
-                    "Duplicates: {count} training rows are equal to an earlier one and are trained again. First: "
-                    "{examples}",
-                    count=f"{self.repeated:,}",
-                    examples="; ".join(self.repeated_examples),
-                )
+            say(
+                "Duplicates: {count} training rows are equal to an earlier one and are trained again. First: "
+                "{examples}",
+                count=f"{self.repeated:,}",
+                examples="; ".join(self.repeated_examples),
             )
         if self.leaked:
-            lines.append(
-                tr(
-                    "WARNING: {count} validation rows are also training rows: the validation loss will be too low. "
-                    "Remove them from one of the two. First: {examples}",
-                    count=f"{self.leaked:,}",
-                    examples="; ".join(self.leaked_examples),
-                )
+            warn(
+                "{count} validation rows are also training rows: the validation loss will be too low. "
+                "Remove them from one of the two. First: {examples}",
+                count=f"{self.leaked:,}",
+                examples="; ".join(self.leaked_examples),
             )
-        return lines
 
 
 FOLDERS = ("stores", "parts", "plans", "tokenizers", "hashes", "docstrings", BAD_ROWS)
 """What `prepare.dir` holds; it may hold other things beside them."""
-_log = logging.getLogger(__name__).info
 _TOLERATED_BAD_ROWS = 10
 _OLD_PARTS_S = 7 * 24 * 3600
 _opened: set[Path] = set()
@@ -206,20 +198,20 @@ class CachePair(NamedTuple):
     report: PrepareReport
 
 
-def build_caches(cfg: RunConfig, encoder: ChatEncoder, say: Callable[[str], None] = _log) -> CachePair:
+def build_caches(cfg: RunConfig, encoder: ChatEncoder) -> CachePair:
     """Return the tokenised data, made now if no cache with the same fingerprint exists.
 
     Raises:
         DataError: a file or a row cannot be used, nothing is left to train on, or the cache cannot be written.
     """
     stores = Path(cfg.prepare.dir) / "stores"
-    files = locate_all(cfg.data, Path(cfg.prepare.dir), say)
+    files = locate_all(cfg.data, Path(cfg.prepare.dir))
     check_distinct(cfg.data, files)
     inputs = _inputs(cfg, encoder, files)
     check_distinct(cfg.data, files, [file[0] for file in inputs["files"]])
     fingerprint = hashlib.sha256(json.dumps(inputs, sort_keys=True).encode()).hexdigest()[:32]
     folder = stores / fingerprint
-    builder = _Builder(cfg, encoder, files, say)
+    builder = _Builder(cfg, encoder, files)
 
     def build(building: Path) -> None:
         if changes := cache_changes(stores, inputs):
@@ -228,7 +220,7 @@ def build_caches(cfg: RunConfig, encoder: ChatEncoder, say: Callable[[str], None
         if _inputs(cfg, encoder, files)["files"] != inputs["files"]:
             raise DataError(tr("A data file was changed while it was being tokenised. Start the same command again."))
 
-    built = build_once(folder, build, is_complete, say, builder.pace.status)
+    built = build_once(folder, build, is_complete, builder.pace.status)
     if built:
         builder.remove_parts()
     manifest = read_manifest(folder)
@@ -240,14 +232,14 @@ def build_caches(cfg: RunConfig, encoder: ChatEncoder, say: Callable[[str], None
     return CachePair(TokenizedCache(folder, "train"), validation, report)
 
 
-def prepare_shard(cfg: RunConfig, encoder: ChatEncoder, say: Callable[[str], None] = _log) -> tuple[int, int]:
+def prepare_shard(cfg: RunConfig, encoder: ChatEncoder) -> tuple[int, int]:
     """Make the parts of `prepare.shard`; return how many there are and how many were made now. `prepare` joins them.
 
     Raises:
         DataError: see `prepare`.
     """
     number, count = (int(text) for text in cfg.prepare.shard.split("/"))
-    builder = _Builder(cfg, encoder, locate_all(cfg.data, Path(cfg.prepare.dir), say), say)
+    builder = _Builder(cfg, encoder, locate_all(cfg.data, Path(cfg.prepare.dir)))
     try:
         return builder.make_shard(number - 1, count)
     except OSError as error:
@@ -277,9 +269,9 @@ def _inputs(cfg: RunConfig, encoder: ChatEncoder, files: list[DataFile]) -> dict
 class _Builder:
     """Fills one cache."""
 
-    def __init__(self, cfg: RunConfig, encoder: ChatEncoder, files: list[DataFile], say: Callable[[str], None]) -> None:
+    def __init__(self, cfg: RunConfig, encoder: ChatEncoder, files: list[DataFile]) -> None:
         self.data, self.seed = cfg.data, cfg.run.seed
-        self.encoder, self.files, self.say = encoder, files, say
+        self.encoder, self.files = encoder, files
         if len(files) > np.iinfo(np.uint16).max:
             raise DataError("{count} data files are more than 65,535. Join some.", count=f"{len(files):,}")
         self.bytes = total_bytes(files)
@@ -288,7 +280,7 @@ class _Builder:
             self.num_workers = 1
         self.parts = Path(cfg.prepare.dir) / "parts"
         self.rules = Rules(cfg.data.max_length, cfg.data.too_long, cfg.data.train_on)
-        self.pace = BuildProgress(self.bytes, say)
+        self.pace = BuildProgress(self.bytes)
         self.report = PrepareReport()
         self.used: list[Path] = []
         self.source_rows = [0] * (len(cfg.data.sources) + len(cfg.data.validation))

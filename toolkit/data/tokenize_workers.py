@@ -13,7 +13,7 @@ import time
 import zipfile
 from array import array
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass, field
@@ -31,7 +31,7 @@ from toolkit.data.formats import Conversation, RowReader, mark_trained, parse_ro
 from toolkit.data.readers import Block, rows_of
 from toolkit.data.sources import DataFile
 from toolkit.errors import DataError, RowError
-from toolkit.messages import current_language, set_language, tr
+from toolkit.messages import current_language, say, set_language, tr
 
 CODE_VERSION = 4
 """Part of a part's and of a cache's name; raise it when ids, masks or counts would come out differently."""
@@ -440,8 +440,8 @@ class BuildProgress:
 
     FIRST_S, EVERY_S = 5.0, 10.0
 
-    def __init__(self, total: int, say: Callable[[str], None]) -> None:
-        self.total, self.say = max(total, 1), say
+    def __init__(self, total: int) -> None:
+        self.total = max(total, 1)
         self.started = time.monotonic()
         self.next = self.started + self.FIRST_S
         self.new_tokens = self.new_bytes = 0
@@ -465,7 +465,7 @@ class BuildProgress:
         )
         if time.monotonic() >= self.next:
             self.next = time.monotonic() + self.EVERY_S
-            self.say(self.line)
+            say(self.line)
 
     def status(self) -> str:
         """Return the last line."""

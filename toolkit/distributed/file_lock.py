@@ -25,7 +25,7 @@ from typing import IO, Any
 
 from toolkit.disk import flush, set_permissions, try_lock
 from toolkit.errors import DataError
-from toolkit.messages import tr
+from toolkit.messages import say, tr
 
 NOTICE_AFTER_S = 5.0
 _POLL_S = 0.1
@@ -40,7 +40,6 @@ def build_once(
     target: Path,
     build: Callable[[Path], None],
     is_complete: Callable[[Path], bool],
-    say: Callable[[str], None],
     status: Callable[[], str] = str,
     setting: str = "prepare.dir",
 ) -> bool:
@@ -48,14 +47,14 @@ def build_once(
 
     The folder is built under a temporary name, flushed to disk and renamed: under its own name it is whole or absent.
     `build` fills an empty directory, which becomes `target`; `target` + .lock is locked. `is_complete` says whether one
-    that exists can be used, else it is replaced. `say` gets the message shown while waiting, with `status`: how far the
-    build is. `setting`: the key by which the user chooses another directory. Returns whether this process has built.
+    that exists can be used, else it is replaced. `status`: how far the build is, for those who
+    wait. `setting`: the key by which the user chooses another directory. Returns whether this process has built.
     """
     if is_complete(target):
         return False
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        with _locked(target.with_name(target.name + ".lock"), say, status):
+        with _locked(target.with_name(target.name + ".lock"), status):
             if is_complete(target):
                 return False
             _remove_leftovers(target)
@@ -93,11 +92,11 @@ def _remove_leftovers(target: Path) -> None:
 
 
 @contextmanager
-def _locked(path: Path, say: Callable[[str], None], status: Callable[[], str]) -> Iterator[None]:
+def _locked(path: Path, status: Callable[[], str]) -> Iterator[None]:
     """Hold the lock file; never deleted, as deleting it would let two processes in."""
     with open(path, "a+", encoding="utf-8") as file:
         signature = _Signature(path, status)
-        _wait(file, signature, say)
+        _wait(file, signature)
         try:
             with signature.beating():
                 yield
@@ -177,7 +176,7 @@ class _Signature:
             thread.join()
 
 
-def _wait(file: IO[str], signature: _Signature, say: Callable[[str], None]) -> None:
+def _wait(file: IO[str], signature: _Signature) -> None:
     """Return as the holder of the lock, signed."""
     started, told = time.monotonic(), False
     while True:
@@ -192,15 +191,14 @@ def _wait(file: IO[str], signature: _Signature, say: Callable[[str], None]) -> N
         if not told and time.monotonic() - started > NOTICE_AFTER_S:
             told = True
             found = signature.read()
-            say(
-                tr(
-                    "Waiting for process {pid} on {host}, which is preparing {folder}. {doing}",
-                    pid=found.get("pid", "?"),
-                    host=found.get("host", "?"),
-                    folder=file.name.removesuffix(".lock"),
-                    doing=found.get("doing", ""),
-                ).rstrip()
+            waiting = tr(
+                "Waiting for process {pid} on {host}, which is preparing {folder}. {doing}",
+                pid=found.get("pid", "?"),
+                host=found.get("host", "?"),
+                folder=file.name.removesuffix(".lock"),
+                doing=found.get("doing", ""),
             )
+            say(waiting.rstrip())
         time.sleep(_POLL_S)
 
 

@@ -202,7 +202,7 @@ class AnswerFile:
 
     def _claim(self, settings: dict[str, Any], window: int) -> int:
         """Lock the file, cut it after its last complete window, and return how many lines it holds."""
-        if not lock_or_warn(self.file, self.part, say):
+        if not lock_or_warn(self.file, self.part):
             raise ConfigError("another process is writing {file}.", file=self.part)
         self.file.seek(0)
         count = sum(line.endswith(b"\n") for line in self.file) // window * window

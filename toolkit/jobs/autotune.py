@@ -84,7 +84,7 @@ class AutotuneSearch:
         sweeping.show(self.sweep, self.jobs)
         best = max(self.jobs, key=self.measured, default=None)
         if best is None or not self.measured(best):
-            say(tr("None of them ran."))
+            say("None of them ran.")
             return 1
         say("The fastest: {words}", words=" ".join(best.words))
         return 0
@@ -192,7 +192,7 @@ def _configs(
             say("left out: {reason}", reason=error)
             continue
         if machine is not None:
-            outline = outline or outline_of(cfg, say)  # the same at every stage
+            outline = outline or outline_of(cfg)  # the same at every stage
             memory = plan_rank(outline, cfg, world_size)
             if (needed := memory.peak(memory.worst)) > machine.usable_bytes:
                 reason = tr(

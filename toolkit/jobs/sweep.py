@@ -414,7 +414,7 @@ def open_sweep(folder: Path, command: str) -> Iterator[SweepDir]:
         raise LaunchError("cannot make the sweep's folder {folder}: {reason}.", folder=folder, reason=reason) from error
     with lock:
         try:
-            is_granted = lock_or_warn(lock, folder, say)
+            is_granted = lock_or_warn(lock, folder)
         except OSError as error:
             reason = error.strerror or error
             raise LaunchError(

@@ -17,7 +17,7 @@ import psutil
 from toolkit.config.schema import INTERFACES
 from toolkit.errors import LaunchError
 from toolkit.launch import rank_status
-from toolkit.messages import tr
+from toolkit.messages import set_main_rank, tr
 
 # Launcher -> its variables for rank, local rank, world size, ranks on this machine. The first whose rank is set wins.
 VARIABLES = {
@@ -108,7 +108,10 @@ def refuse_ranks() -> None:
 
 
 def apply(ranks: Ranks, environ: MutableMapping[str, str]) -> None:
-    """Set what the process group reads: RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT; threads, PATH."""
+    """Set what the process group reads: RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT; threads, PATH.
+
+    From here on rank 0 alone tells its user anything.
+    """
     if ranks.launcher == "single" and environ.get("WORLD_SIZE", "") not in ("", "0", "1"):
         raise LaunchError(
             "WORLD_SIZE={size}, but RANK is not set: this process would train alone. Start the ranks with a "
@@ -116,6 +119,7 @@ def apply(ranks: Ranks, environ: MutableMapping[str, str]) -> None:
             "each, or unset WORLD_SIZE to train on one rank.",
             size=environ["WORLD_SIZE"],
         )
+    set_main_rank(ranks.rank == 0)
     environ["RANK"] = str(ranks.rank)
     environ["LOCAL_RANK"] = str(ranks.local_rank)
     environ["WORLD_SIZE"] = str(ranks.world_size)

@@ -1,7 +1,6 @@
 """Tokenizers: fit a small one to the data, or load one that lies in a folder."""
 
 import hashlib
-import logging
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -21,7 +20,6 @@ if TYPE_CHECKING:
 CODE_VERSION = 1
 """Part of a fitted tokenizer's fingerprint; raise it when fitting gives something else."""
 
-_log = logging.getLogger(__name__).info
 
 END, PAD = "<|endoftext|>", "<|pad|>"
 _ROLES = ["<|system|>", "<|user|>", "<|assistant|>", "<|observation|>"]
@@ -56,7 +54,6 @@ def fit_tokenizer(
     texts: Callable[[], Iterable[str]],
     vocab_size: int,
     folder: Path,
-    say: Callable[[str], None] = _log,
 ) -> "PreTrainedTokenizerFast":
     """Return a byte-level BPE tokenizer fitted to the texts, with GLM's special tokens and chat form.
 
@@ -78,7 +75,7 @@ def fit_tokenizer(
     def build(building: Path) -> None:
         _fit(texts(), vocab_size).save_pretrained(building)
 
-    build_once(target, build, lambda found: (found / "tokenizer.json").is_file(), say)
+    build_once(target, build, lambda found: (found / "tokenizer.json").is_file())
     from transformers import PreTrainedTokenizerFast
 
     tokenizer: PreTrainedTokenizerFast = PreTrainedTokenizerFast.from_pretrained(target, local_files_only=True)

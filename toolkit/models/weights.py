@@ -282,7 +282,7 @@ def read_weights(
     groups = _by_target(files, layout, held if own is None else own(model))
     num_bytes = {name: info.dtype.itemsize * torch.Size(info.shape).numel() for name, info in files.items()}
     total = sum(num_bytes[name] for names in groups.values() for name in names)
-    with terminal.phase(tr("Loading weights"), total, terminal.BYTES, speaks=is_rank0) as advance:
+    with terminal.phase(tr("Loading weights"), total, terminal.BYTES) as advance:
         for targets, names in groups.items():
             partitioned = [held[target] for target in targets if hasattr(held[target], "ds_shape")]
             with full_params(partitioned, modifier_rank=0):  # what rank 0 writes is what all keep

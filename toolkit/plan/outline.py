@@ -5,7 +5,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
@@ -15,7 +15,7 @@ from toolkit import children
 from toolkit.config.files import conf_folder, read
 from toolkit.config.schema import Init, RunConfig
 from toolkit.errors import ConfigError
-from toolkit.messages import tr
+from toolkit.messages import say, tr
 from toolkit.plan.parameters import Outline, Shapes, Sizes, shape_of_random, shapes_of_config, tuned
 
 _MEASURE_S = 300
@@ -23,13 +23,13 @@ _FORM = 1
 """Of what is remembered; another one is measured anew."""
 
 
-def outline_of(cfg: RunConfig, say: Callable[[str], None], vocab_size: int = 0) -> Outline:
+def outline_of(cfg: RunConfig, vocab_size: int = 0) -> Outline:
     """Return what is trained, and in what.
 
     A model whose group has `model.published` needs no directory. `vocab_size`: of a random model's tokenizer; 0 takes
     the most that the recipe allows.
     """
-    found = cached_outline(cfg, vocab_size) or tuned(*_measured(cfg, config_of(cfg), say), cfg.tuning)
+    found = cached_outline(cfg, vocab_size) or tuned(*_measured(cfg, config_of(cfg)), cfg.tuning)
     if not found.num_trained:
         raise ConfigError(tr("tuning: nothing of this model would be trained as far as its parameters' names tell."))
     return found
@@ -84,10 +84,10 @@ def _file(cfg: RunConfig) -> Path | None:
     return file if cfg.model.path and file.is_file() else None
 
 
-def _measured(cfg: RunConfig, config: Mapping[str, Any], say: Callable[[str], None]) -> tuple[Shapes, Sizes]:
+def _measured(cfg: RunConfig, config: Mapping[str, Any]) -> tuple[Shapes, Sizes]:
     """Build the model on the meta device, in a process of its own, once for each config.json."""
     kept, folder = _cache_of(cfg, config), Path(cfg.model.path).absolute()
-    say(tr("{kind} is not known by formula: its outline is measured, once.", kind=config.get("model_type")))
+    say("{kind} is not known by formula: its outline is measured, once.", kind=config.get("model_type"))
     command = [sys.executable, "-m", "toolkit.models.outline", str(folder)]
     try:  # without a standard input: nobody is to be asked whether code of the folder may run
         ran = children.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_MEASURE_S)

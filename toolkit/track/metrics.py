@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from toolkit.errors import CheckpointError
-from toolkit.messages import tr
+from toolkit.messages import warn
 
 
 def append_rows(file: Path, content: bytes) -> None:
@@ -68,10 +68,8 @@ class MetricsLog:
     A disk that is full is no reason to end a run: rows wait in memory until there is room.
     """
 
-    def __init__(
-        self, file: Path, say: Callable[[str], None], hand_on: Callable[[Mapping[str, object]], None] = lambda row: None
-    ) -> None:
-        self.file, self.say, self.hand_on = file, say, hand_on
+    def __init__(self, file: Path, hand_on: Callable[[Mapping[str, object]], None] = lambda row: None) -> None:
+        self.file, self.hand_on = file, hand_on
         self._waiting: list[str] = []
 
     def append(self, row: Mapping[str, object]) -> None:
@@ -90,12 +88,10 @@ class MetricsLog:
             self._write()
         except OSError as error:
             if not told:
-                self.say(
-                    tr(
-                        "WARNING: {file} cannot be written: {reason}. Training goes on; its rows wait in memory.",
-                        file=self.file,
-                        reason=error.strerror or error,
-                    )
+                warn(
+                    "{file} cannot be written: {reason}. Training goes on; its rows wait in memory.",
+                    file=self.file,
+                    reason=error.strerror or error,
                 )
         self.hand_on(row)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from toolkit import terminal
-from toolkit.messages import tr
+from toolkit.messages import console, say, tr
 from toolkit.plan.machine import GIB
 
 if TYPE_CHECKING:
@@ -127,9 +127,6 @@ class LiveView:
         return found
 
 
-_WARNING = ("WARNING:", "警告：")
-
-
 class Progress:
     """How far a run is. Ranks other than 0 show none (`shown=False`)."""
 
@@ -140,7 +137,7 @@ class Progress:
         self.shown, self.done = shown, done
         self.on_first_step: Callable[[], None] | None = on_first_step if shown else None
         self.view = LiveView(total_steps, done)
-        self.started = time.monotonic()
+        self.started, self.warnings_before = time.monotonic(), console.num_warnings
         self.is_live = shown and terminal.is_live()
         self._stack = ExitStack()
 
@@ -178,7 +175,7 @@ class Progress:
         step = int(row["step"])
         remaining_s = self._remaining_s(step)
         left = "?" if remaining_s is None else clock(remaining_s)
-        terminal.print_line(f"step {step}/{self.view.total_steps}  {figures}  ETA {left}")
+        say(f"step {step}/{self.view.total_steps}  {figures}  ETA {left}")
 
     def note(self, evaluation: dict[str, float] | None = None, checkpoint: Path | None = None) -> None:
         """Keep for the live view what is told in lines of its own."""
@@ -186,12 +183,6 @@ class Progress:
             self.view.evaluation = evaluation
         if checkpoint is not None:
             self.view.checkpoint = checkpoint.name
-
-    def say(self, line: str) -> None:
-        """Write a line; on a terminal above the live view."""
-        if self.shown:
-            self.view.warnings += line.startswith(_WARNING)
-            terminal.print_line(line)
 
     def close(self) -> None:
         """Take the live view away."""
@@ -202,6 +193,7 @@ class Progress:
         return (time.monotonic() - self.started) / done * (self.view.total_steps - step) if done > 0 else None
 
     def _render(self) -> object:
+        self.view.warnings = console.num_warnings - self.warnings_before
         self.view.elapsed_s = time.monotonic() - self.started
         self.view.remaining_s = self._remaining_s(self.view.step)
         return self.view.render()

@@ -58,7 +58,7 @@ class BackendQueue:
 
     Args:
         rows: what metrics.jsonl held when the session began.
-        reply: tells the parent: {"say": …} for the user, {"begun": name} when the tracker has answered.
+        reply: tells the parent: {"warning": …} for the user, {"begun": name} when the tracker has answered.
     """
 
     def __init__(
@@ -97,8 +97,7 @@ class BackendQueue:
             self._warn_once(
                 "end",
                 tr(
-                    "WARNING: {tracker} did not take everything in time (messages left: {count}). metrics.jsonl has it "
-                    "all.",
+                    "{tracker} did not take everything in time (messages left: {count}). metrics.jsonl has it all.",
                     tracker=self.name,
                     count=missing,
                 ),
@@ -215,7 +214,7 @@ class BackendQueue:
 
     def _slow_text(self) -> str:
         return tr(
-            "WARNING: {tracker} has not answered for {seconds} s. Training does not wait for it.",
+            "{tracker} has not answered for {seconds} s. Training does not wait for it.",
             tracker=self.name,
             seconds=f"{SLOW_S:.0f}",
         )
@@ -223,7 +222,7 @@ class BackendQueue:
     def _failed_text(self, error: Exception) -> str:
         reason = " ".join((str(error) or type(error).__name__).split()).rstrip(".")
         return tr(
-            "WARNING: {tracker} failed: {kind}: {reason}. It is tried again; training goes on, and metrics.jsonl has "
+            "{tracker} failed: {kind}: {reason}. It is tried again; training goes on, and metrics.jsonl has "
             "everything.",
             tracker=self.name,
             kind=type(error).__name__,
@@ -234,7 +233,7 @@ class BackendQueue:
         """Warn the user, once for each kind of trouble."""
         if what not in self._warned:
             self._warned.add(what)
-            self.reply({"say": sentence, "failed": self.name})
+            self.reply({"warning": sentence, "failed": self.name})
 
 
 class _Record:

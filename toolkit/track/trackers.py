@@ -7,14 +7,14 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from toolkit import children
 from toolkit.launch.environment import without_ranks
-from toolkit.messages import current_language, tr
+from toolkit.messages import current_language, tr, warn
 from toolkit.secrets import hide_all
 from toolkit.track.backends import FAILED, FINISHED
 from toolkit.track.queue import KILLED_PATIENCE_S
@@ -30,8 +30,8 @@ TEXTS = ("config.yaml", "ds_config.json", "environment.json")
 class Trackers:
     """Hands on what a run records. One without trackers does nothing, as on all ranks but the first."""
 
-    def __init__(self, say: Callable[[str], None], patience_s: float = 0.0) -> None:
-        self.say, self.patience_s = say, patience_s
+    def __init__(self, patience_s: float = 0.0) -> None:
+        self.patience_s = patience_s
         self._process: subprocess.Popen[bytes] | None = None
         self._waiting, self._heard = bytearray(), bytearray()
         self._silent: set[str] = set()
@@ -89,13 +89,10 @@ class Trackers:
         while self._silent and self._process is not None and time.monotonic() < until:
             self._exchange(wait_s=0.1)
         if self._silent and self._process is not None:
-            self.say(
-                tr(
-                    "WARNING: no answer from {trackers} for {seconds} s. Training begins; what there is to record "
-                    "waits.",
-                    trackers=", ".join(sorted(self._silent)),
-                    seconds=f"{self.patience_s:g}",
-                )
+            warn(
+                "no answer from {trackers} for {seconds} s. Training begins; what there is to record waits.",
+                trackers=", ".join(sorted(self._silent)),
+                seconds=f"{self.patience_s:g}",
             )
 
     def row(self, row: Mapping[str, object]) -> None:
@@ -144,7 +141,7 @@ class Trackers:
             self._waiting += line
         elif not self._is_full:
             self._is_full = True
-            self.say(tr("WARNING: the trackers take nothing any more. metrics.jsonl has it all."))
+            warn("the trackers take nothing any more. metrics.jsonl has it all.")
         self._exchange(wait_s=0.0)
 
     def _exchange(self, wait_s: float) -> None:
@@ -177,8 +174,8 @@ class Trackers:
         for line in lines:
             answer = json.loads(line)
             self._silent -= {answer.get("begun"), answer.get("failed")}
-            if "say" in answer:
-                self.say(answer["say"])
+            if "warning" in answer:
+                warn(answer["warning"])
 
     def _leave(self) -> None:
         if self._process is not None:
@@ -189,7 +186,7 @@ class Trackers:
 
     def _lost(self, reason: str) -> None:
         self._leave()
-        self.say(tr("WARNING: trackers: {reason}. Training goes on; metrics.jsonl has everything.", reason=reason))
+        warn("trackers: {reason}. Training goes on; metrics.jsonl has everything.", reason=reason)
 
 
 def _text(path: Path) -> str:

@@ -58,7 +58,7 @@ def measure(cfg: RunConfig, local_rank: int, world_size: int, on_cpu: bool) -> R
         torch.cuda.set_device(device)
     whole = replace(cfg, tuning=type(cfg.tuning)())
     width = WIDTHS[cfg.precision.dtype]
-    outline = outline_of(whole, print)
+    outline = outline_of(whole)
     first_s, layer_s, first_flops, layer_flops = _layers(whole, outline, device)
     speed = layer_flops / layer_s
     link, latency_s = 1e12, 0.0

@@ -36,7 +36,7 @@ from toolkit.disk import flush
 from toolkit.distributed.process_group import barrier, gather, on_rank0, rank
 from toolkit.engine.parameters import is_partitioned, repair_counts, ruined_ranks
 from toolkit.errors import CheckpointError
-from toolkit.messages import tr
+from toolkit.messages import say, tr, warn
 from toolkit.models import probe
 from toolkit.models.pipeline import capture_probe, is_pipeline, unwrap_model
 from toolkit.models.save import MODEL_DIR
@@ -51,7 +51,6 @@ class Rotation:
         folder: checkpoints/ of the run.
         config: how much is kept.
         export: makes an export of a checkpoint; raises CheckpointError.
-        say: tells the user.
     """
 
     def __init__(
@@ -59,9 +58,8 @@ class Rotation:
         folder: Path,
         config: CheckpointConfig,
         export: Callable[[Path, Path], None],
-        say: Callable[[str], None],
     ) -> None:
-        self.folder, self.config, self.export, self.say = folder, config, export, say
+        self.folder, self.config, self.export = folder, config, export
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
         self._is_due = False
@@ -99,7 +97,7 @@ class Rotation:
                     self._rotate(also)
             except Exception as error:  # whatever it is: the thread must be there for the next save
                 reason = error.strerror if isinstance(error, OSError) else None
-                self.say(tr("WARNING: older checkpoints could not be removed: {reason}.", reason=reason or error))
+                warn("older checkpoints could not be removed: {reason}.", reason=reason or error)
 
     def _rotate(self, also: Collection[Path]) -> None:
         keep, keep_weights = self.config.keep, self.config.keep_weights
@@ -109,13 +107,11 @@ class Rotation:
             try:
                 self.export(checkpoint, directory.weights_of(checkpoint))
             except (CheckpointError, OSError) as error:
-                self.say(
-                    tr(
-                        "WARNING: the weights of the checkpoint {name} could not be put aside: {reason}. It stays as "
-                        "it is, and it is tried again at the next save.",
-                        name=checkpoint.name,
-                        reason=error,
-                    )
+                warn(
+                    "the weights of the checkpoint {name} could not be put aside: {reason}. It stays as "
+                    "it is, and it is tried again at the next save.",
+                    name=checkpoint.name,
+                    reason=error,
                 )
                 continue
             directory.remove_directory(checkpoint)
@@ -163,7 +159,6 @@ class Checkpointer:
         folder: checkpoints/ of the run.
         config: how many are kept.
         described: what is written of the model.
-        say: tells the user; called on every rank.
         keep_best: what the best checkpoint is chosen by, see `evaluate.keep_best`; "" keeps none for that.
         patience_s: how long a save waits for room that checkpoints take which are being removed.
     """
@@ -174,11 +169,10 @@ class Checkpointer:
         folder: Path,
         config: CheckpointConfig,
         described: ModelFiles,
-        say: Callable[[str], None],
         keep_best: str = "",
         patience_s: float = 300.0,
     ) -> None:
-        self.engine, self.folder, self.config, self.described, self.say = engine, folder, config, described, say
+        self.engine, self.folder, self.config, self.described = engine, folder, config, described
         self.keep_best, self.patience_s = keep_best, patience_s
         self.files = engine_files.install_engine_files(engine, config.asynchronous)
         self.newest: Path | None = None
@@ -192,7 +186,7 @@ class Checkpointer:
         self._pending: _Pending | None = None
         is_whole = described.holds_frozen or all(parameter.requires_grad for parameter in engine.module.parameters())
         self._is_part = not is_whole
-        self._rotation = Rotation(folder, config, described.export, say)
+        self._rotation = Rotation(folder, config, described.export)
         if rank() == 0:
             self._rotation.request()  # what an earlier start has left
         self._rated: list[dict[str, float]] | None = None
@@ -286,7 +280,7 @@ class Checkpointer:
         Raises:
             CheckpointError: it cannot be read or converted.
         """
-        converted = convert.make_universal(checkpoint, self.folder, self.say)
+        converted = convert.make_universal(checkpoint, self.folder)
         config = self.engine._config
         config.load_universal_checkpoint = True
         try:
@@ -373,7 +367,7 @@ class Checkpointer:
     def end(self) -> None:
         """Wait until rank 0 has removed what is too much, however long that takes. A collective."""
         if rank() == 0 and self._rotation.is_busy():
-            self.say(tr("Removing old checkpoints."))
+            say("Removing old checkpoints.")
         while any(gather(rank() == 0 and self._rotation.is_busy(_SLICE_S))):
             pass
 
@@ -430,13 +424,11 @@ class Checkpointer:
     def _give_up(self, name: str, reason: str) -> None:
         """Go on without this checkpoint; the caller decides whether the run may."""
         self.failed = True
-        self.say(
-            tr(
-                "WARNING: the checkpoint {name} could not be saved: {reason}. Earlier ones are untouched, and training "
-                "goes on. It is tried again soon.",
-                name=name,
-                reason=reason,
-            )
+        warn(
+            "the checkpoint {name} could not be saved: {reason}. Earlier ones are untouched, and training "
+            "goes on. It is tried again soon.",
+            name=name,
+            reason=reason,
         )
 
 

@@ -162,7 +162,7 @@ class CustomTask(Task):
         if dtype is not torch.float32:
             cast_inputs(model, dtype)
         title = tr("Building the engine (the first time DeepSpeed compiles its ops: minutes)")
-        with phase(title, speaks=self.ranks.rank == 0):
+        with phase(title):
             values, recompute = with_profile(ds.values, source.folder), cfg.train.activation_checkpointing
             schedule = make_schedule(cfg, self.total_steps)
             return initialize_engine(model, values, recompute, schedule, cfg.compile, cfg.optim)
@@ -229,7 +229,7 @@ class CustomTask(Task):
         """Write the weights, and load them into a new model where the program can make one."""
         folder = run.folder / "export"
         share_buffers(run.engine.module)
-        with phase(tr("Exporting"), speaks=run.ranks.rank == 0):
+        with phase(tr("Exporting")):
             export_custom(run.engine, self.card, folder)
             if run.cfg.checkpoint.verify_export:
                 on_rank0(lambda: _verify_export(self.spec, run.cfg.run.seed, folder))

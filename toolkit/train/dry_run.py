@@ -477,14 +477,12 @@ def search_micro_batch(
     get_accelerator().empty_cache()
     if ranks.rank == 0:
         say(
-            tr(
-                "batch.micro_per_gpu = auto: {rows} rows at once on each rank, {times} times per step. Memory while it "
-                "was sought: {used} at most, of {limit}.",
-                rows=found,
-                times=times // found,
-                used=shown(used),
-                limit=shown(limit),
-            )
+            "batch.micro_per_gpu = auto: {rows} rows at once on each rank, {times} times per step. Memory while it "
+            "was sought: {used} at most, of {limit}.",
+            rows=found,
+            times=times // found,
+            used=shown(used),
+            limit=shown(limit),
         )
     return found, (engine, guard)
 

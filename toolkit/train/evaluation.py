@@ -26,7 +26,7 @@ from toolkit.evaluate.answers import Answers, ValidationQuestion, choose_questio
 from toolkit.evaluate.generate import Sampling, generate, most_tokens
 from toolkit.evaluate.metrics import Results, evaluate_loss, score_answers
 from toolkit.launch.environment import Ranks
-from toolkit.messages import joined, say, tr
+from toolkit.messages import joined, say, tr, warn
 from toolkit.models.adapters import base_of, load_adapter
 from toolkit.models.attention import check_isolation
 from toolkit.models.load import create_model
@@ -42,16 +42,13 @@ from toolkit.train.language_data import (
 )
 from toolkit.train.resume import check_settings
 
-Say = Callable[[str], None]
 
-
-def choose_prompts(cfg: RunConfig, prepared: LanguageData, say: Say) -> list[ValidationQuestion]:
+def choose_prompts(cfg: RunConfig, prepared: LanguageData) -> list[ValidationQuestion]:
     """Return the validation samples that the model is to answer; before it is loaded, as this may fail.
 
     Args:
         cfg: checked config.
         prepared: encoder and stores.
-        say: is told of samples that are left out.
 
     Raises:
         DataError: answers are wanted, or the best checkpoint, and there is nothing to evaluate.
@@ -78,12 +75,10 @@ def choose_prompts(cfg: RunConfig, prepared: LanguageData, say: Say) -> list[Val
         )
     if others:
         say(
-            tr(
-                "evaluate.metrics: {count} of {all} validation samples are plain texts or pieces without a question, "
-                "and are not answered.",
-                count=others,
-                all=others + len(questions),
-            )
+            "evaluate.metrics: {count} of {all} validation samples are plain texts or pieces without a question, "
+            "and are not answered.",
+            count=others,
+            all=others + len(questions),
         )
     return questions
 
@@ -106,8 +101,6 @@ class Evaluation:
     """Where it computes."""
     in_step: bool
     """Whether it is partitioned over the ranks."""
-    say: Say
-    """Tells the user; called on every rank."""
     adapter: str = ""
     """Folder of what was put on the model for this; a run's own is its own."""
 
@@ -131,7 +124,7 @@ class Evaluation:
             )
             if not fitting:
                 raise ModelError(joined(sentence, tr("Set it lower.")))
-            self.say(joined(sentence, tr("They are not answered.")))
+            say(joined(sentence, tr("They are not answered.")))
         self.questions = fitting
 
     def run(self, file: Path, alive: Callable[[], object] = lambda: None) -> dict[str, float]:
@@ -145,16 +138,15 @@ class Evaluation:
             The figures as they are written into metrics.jsonl, the same on every rank.
         """
         cfg, prepared = self.cfg, self.prepared
-        speaks = self.ranks.rank == 0
         count = num_evaluation_batches(cfg, prepared, self.ranks.world_size)
-        with phase(tr("Evaluating"), count, tr("batches"), speaks=speaks) as advance:
+        with phase(tr("Evaluating"), count, tr("batches")) as advance:
             batches = _watched(evaluation_batches(cfg, prepared, self.ranks), lambda: (alive(), advance(1)))
             figures = evaluate_loss(self.model, batches, prepared.source_names, self.device, self._layout.copies)
         if not self.questions:
             return figures
         at_once = cfg.evaluate.batch_size * self._layout.data_ranks
         count = -(-len(self.questions) // at_once)
-        with phase(tr("Answering"), count, tr("batches"), speaks=speaks) as advance:
+        with phase(tr("Answering"), count, tr("batches")) as advance:
             answers = generate_all(
                 self._module,
                 prepared.encoder,
@@ -214,23 +206,21 @@ class Evaluation:
         """Score and keep the answers; whatever goes wrong is told, and ends nothing."""
         missing = len(self.questions) - len(answers.ids)
         if missing:
-            self.say(
-                tr(
-                    "WARNING: {count} of {all} validation samples could not be answered: {reason}.",
-                    count=missing,
-                    all=len(self.questions),
-                    reason="; ".join(answers.failures),
-                )
+            warn(
+                "{count} of {all} validation samples could not be answered: {reason}.",
+                count=missing,
+                all=len(self.questions),
+                reason="; ".join(answers.failures),
             )
         if not answers.ids:
             return {}
         results = score_answers(self.questions, answers, self.cfg.evaluate.metrics, self.prepared.encoder)
         for name, reason in results.failures.items():
-            self.say(tr("WARNING: the metric {name} failed and is left out: {reason}.", name=name, reason=reason))
+            warn("the metric {name} failed and is left out: {reason}.", name=name, reason=reason)
         try:
             self._write(results, file, figures | results.values)
         except OSError as error:
-            self.say(tr("WARNING: {file} cannot be written: {reason}.", file=file, reason=error.strerror or str(error)))
+            warn("{file} cannot be written: {reason}.", file=file, reason=error.strerror or str(error))
         return results.values
 
     def _write(self, results: Results, file: Path, figures: dict[str, float]) -> None:
@@ -266,11 +256,10 @@ def evaluate_model(cfg: RunConfig, ranks: Ranks, file: Path, adapter: str) -> No
         file: gets a line for each answer; see `Evaluation.run`.
         adapter: directory of an adapter for the model; "" none.
     """
-    tell = say if ranks.rank == 0 else _silent
     check_settings(cfg)
-    prepared = load_data(cfg, speaks=ranks.rank == 0)
+    prepared = load_data(cfg)
     check_same_data(cfg, prepared)
-    questions = choose_prompts(cfg, prepared, tell)
+    questions = choose_prompts(cfg, prepared)
     if prepared.validation is None:
         raise DataError(tr("the validation split is empty: there are too few rows."))
     device = process_group.start(cfg.distributed)
@@ -285,21 +274,16 @@ def evaluate_model(cfg: RunConfig, ranks: Ranks, file: Path, adapter: str) -> No
         model=_load_model(cfg, prepared, ranks.world_size, device, adapter),
         device=device,
         in_step=cfg.zero.stage == 3,
-        say=tell,
         adapter=adapter,
     )
     evaluation.leave_out_too_long()
     figures = evaluation.run(file)
-    tell("\n".join(_lines(figures)))
+    say("\n".join(_lines(figures)))
     if not cfg.evaluate.metrics:
-        tell(tr("To see its answers too: evaluate.metrics=[bleu,chrf,rouge_l]"))
+        say("To see its answers too: evaluate.metrics=[bleu,chrf,rouge_l]")
     elif file.exists():
-        tell(tr("Each prompt, answer and score: {file}", file=file))
+        say("Each prompt, answer and score: {file}", file=file)
     process_group.stop()
-
-
-def _silent(line: str) -> None:
-    """Print nothing."""
 
 
 def _load_model(

@@ -9,7 +9,6 @@ import json
 import os
 import socket
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,14 +43,14 @@ class _Held:
 _held: list[_Held] = []
 
 
-def take(folder: Path, say: Callable[[str], None]) -> None:
+def take(folder: Path) -> None:
     """Keep all other processes out of a run folder.
 
     Raises:
         RunFolderError: another process works in it.
     """
     file = open(folder / LOCK, "a+", encoding="utf-8")
-    granted = lock_or_warn(file, folder, say)
+    granted = lock_or_warn(file, folder)
     is_free, directory = _lock_directory(folder) if granted else (False, None)
     file.seek(0)
     who = file.read().strip()

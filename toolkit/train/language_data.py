@@ -100,30 +100,39 @@ class LanguageData:
         return int(end if pad is None else pad)
 
 
-def load_data(cfg: RunConfig, speaks: bool) -> LanguageData:
+def load_data(cfg: RunConfig) -> LanguageData:
     """Open the tokenised stores, building them first if nobody has.
 
     Args:
         cfg: checked config.
-        speaks: whether this process tells what it does.
 
     Raises:
         ModelError: model or tokenizer folder unusable.
         DataError: data unusable.
     """
-    tell = say if speaks else _silent
-    return load_data_with(cfg, build_encoder(cfg, tell), tell)
+    data = load_data_with(cfg, build_encoder(cfg))
+    _tell(data.report)
+    if data.packing is not cfg.data.packing:
+        say(
+            "This model cannot be trained on packed rows: {reason}. Samples of like length share micro-batches instead "
+            "(data.packing=grouped).",
+            reason=packing_unsupported(cfg.model, cfg.data.max_length, cfg.tuning.method),
+        )
+    most, validation = cfg.evaluate.max_samples, data.validation
+    if validation is not None and 0 < most < len(validation):
+        say(
+            "Evaluations take {count} of {all} validation samples, the same ones each time (evaluate.max_samples; "
+            "0 takes all).",
+            count=f"{most:,}",
+            all=f"{len(validation):,}",
+        )
+    return data
 
 
-def _silent(line: str) -> None:
-    """Say nothing."""
-
-
-def load_data_with(cfg: RunConfig, encoder: AnyChatEncoder, say: Callable[[str], None]) -> LanguageData:
-    """Do the same with an encoder that is there already."""
-    train, validation, report = build_caches(cfg, encoder, say)
-    _tell(report, say)
-    packing = _packing(cfg, say)
+def load_data_with(cfg: RunConfig, encoder: AnyChatEncoder) -> LanguageData:
+    """Do the same with an encoder that is there already, and tell nothing."""
+    train, validation, report = build_caches(cfg, encoder)
+    packing = _packing(cfg)
 
     most = cfg.evaluate.max_samples
 
@@ -139,18 +148,8 @@ def load_data_with(cfg: RunConfig, encoder: AnyChatEncoder, say: Callable[[str],
             sources=sources,
             most=0 if store is train else most,
             cache_dir=Path(cfg.prepare.dir),
-            say=say,
         )
 
-    if validation is not None and 0 < most < len(validation):
-        say(
-            tr(
-                "Evaluations take {count} of {all} validation samples, the same ones each time (evaluate.max_samples; "
-                "0 takes all).",
-                count=f"{most:,}",
-                all=f"{len(validation):,}",
-            )
-        )
     return LanguageData(
         encoder=encoder,
         train=train,
@@ -162,7 +161,7 @@ def load_data_with(cfg: RunConfig, encoder: AnyChatEncoder, say: Callable[[str],
     )
 
 
-def build_encoder(cfg: RunConfig, say: Callable[[str], None]) -> AnyChatEncoder:
+def build_encoder(cfg: RunConfig) -> AnyChatEncoder:
     """Return what turns the recipe's conversations into ids.
 
     Raises:
@@ -174,57 +173,43 @@ def build_encoder(cfg: RunConfig, say: Callable[[str], None]) -> AnyChatEncoder:
         if cfg.model.trust_remote_code:
             trust_code(cfg.model.path)
         read_config(cfg.model.path)
-    return chat_encoder(_tokenizer(cfg, say), cfg.model.original_labels)
+    return chat_encoder(_tokenizer(cfg), cfg.model.original_labels)
 
 
-def _packing(cfg: RunConfig, say: Callable[[str], None]) -> Packing:
+def _packing(cfg: RunConfig) -> Packing:
     """Return how rows are made: as asked for, or grouped where the model cannot be trained on packed rows."""
-    if cfg.data.packing is not Packing.packed:
-        return cfg.data.packing
-    reason = packing_unsupported(cfg.model, cfg.data.max_length, cfg.tuning.method)
-    if not reason:
-        return Packing.packed
-    say(
-        tr(
-            "This model cannot be trained on packed rows: {reason}. Samples of like length share micro-batches instead "
-            "(data.packing=grouped).",
-            reason=reason,
-        )
-    )
-    return Packing.grouped
+    if cfg.data.packing is Packing.packed and packing_unsupported(cfg.model, cfg.data.max_length, cfg.tuning.method):
+        return Packing.grouped
+    return cfg.data.packing
 
 
-def _tokenizer(cfg: RunConfig, say: Callable[[str], None]) -> "PreTrainedTokenizerBase":
+def _tokenizer(cfg: RunConfig) -> "PreTrainedTokenizerBase":
     folder = cfg.model.tokenizer or cfg.model.path
     if folder:
         return load_tokenizer(folder, family=cfg.model.family, chat_template=cfg.model.chat_template)
     cache_dir = Path(cfg.prepare.dir)
 
     def texts() -> Iterator[str]:
-        for conversation in read_conversations(cfg.data, cache_dir, say):
+        for conversation in read_conversations(cfg.data, cache_dir):
             yield from (str(message["content"]) for message in conversation.messages)
 
-    return fit_tokenizer(texts, cfg.model.shape.vocab_size, cache_dir, say)
+    return fit_tokenizer(texts, cfg.model.shape.vocab_size, cache_dir)
 
 
-def _tell(report: PrepareReport, say: Callable[[str], None]) -> None:
+def _tell(report: PrepareReport) -> None:
     """Say where the rows went; a dropped row is never silent, whether the store is new or reused."""
     if report.is_new:
         say(
-            tr(
-                "Tokenised {rows} rows in {seconds} s.",
-                rows=f"{report.rows_read:,}",
-                seconds=f"{report.seconds:.1f}",
-            )
+            "Tokenised {rows} rows in {seconds} s.",
+            rows=f"{report.rows_read:,}",
+            seconds=f"{report.seconds:.1f}",
         )
     for reason, count in report.dropped.items():
         say(
-            tr(
-                "Left out {count} rows: {reason}. First: {examples}",
-                count=f"{count:,}",
-                reason=reason,
-                examples="; ".join(report.examples.get(reason, [])),
-            )
+            "Left out {count} rows: {reason}. First: {examples}",
+            count=f"{count:,}",
+            reason=reason,
+            examples="; ".join(report.examples.get(reason, [])),
         )
     for count, sentence in (
         (
@@ -254,8 +239,7 @@ def _tell(report: PrepareReport, say: Callable[[str], None]) -> None:
     ):
         if count:
             say(sentence)
-    for line in report.duplicate_lines():
-        say(line)
+    report.tell_duplicates()
 
 
 def rows_per_step(cfg: RunConfig, packing: Packing) -> tuple[int, int]:

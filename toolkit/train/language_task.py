@@ -31,7 +31,7 @@ from toolkit.export.checkpoint import export_in_background
 from toolkit.export.huggingface import CARD_FILE, card, export_adapter, export_model, prove_adapter, write_folder
 from toolkit.export.verify import verify_logits
 from toolkit.launch.environment import Ranks
-from toolkit.messages import say, tr
+from toolkit.messages import say, tr, warn
 from toolkit.models import probe
 from toolkit.models.adapters import FILE as BASE_FILE
 from toolkit.models.adapters import RUN_BASE, apply_tuning, check_base, has_adapter, read_base
@@ -102,21 +102,21 @@ class LanguageTask(Task):
 
     def load_data(self, cfg: RunConfig, ranks: Ranks) -> None:
         """Open the tokenized caches, building them first if they are not there."""
-        self.data = load_data(cfg, speaks=ranks.rank == 0)
+        self.data = load_data(cfg)
         check_same_data(cfg, self.data)
 
     def begin(self, cfg: RunConfig, ranks: Ranks) -> None:
         """Seed random generators, and choose what is asked at evaluations: before the model is loaded it may fail."""
         self.cfg, self.ranks = cfg, ranks
         random_state.seed_all(cfg.run.seed + mesh_of(cfg, ranks.world_size, ranks.rank).data_rank)
-        self.questions = choose_prompts(cfg, self.data, say if ranks.rank == 0 else lambda line: None)
+        self.questions = choose_prompts(cfg, self.data)
         self.vocab_size = len(self.data.tokenizer)
 
     def settle(self, cfg: RunConfig) -> None:
         """Take the settled config; sequences of a grouped plan are micro-batches, and are planned again."""
         planned = with_micro_batch(self.cfg).batch.micro_per_gpu
         if cfg.batch.micro_per_gpu != planned and self.data.packing is Packing.grouped:
-            self.data = load_data_with(cfg, self.data.encoder, lambda line: None)
+            self.data = load_data_with(cfg, self.data.encoder)
         self.cfg, self.steps_per_epoch = cfg, epoch_steps(cfg, self.data)
         self._next_position = next_position_of(cfg, self.data)
         self._order_metrics = order_metrics(cfg, self.data)
@@ -224,7 +224,6 @@ class LanguageTask(Task):
                 model=run.engine,
                 device=run.engine.device,
                 in_step=is_partitioned(run.engine),
-                say=run.checkpointer.say,
             )
             self.evaluation.leave_out_too_long()
 
@@ -334,12 +333,12 @@ class LanguageTask(Task):
         is_adapter = has_adapter(run.engine.module)
         files = {name: content for name, content in run.model_files.files.items() if is_adapter or name != BASE_FILE}
         files[CARD_FILE] = card(result.state, is_adapter)
-        folder, probe_ids, speaks = run.folder / "export", run.model_files.probe_ids, run.ranks.rank == 0
+        folder, probe_ids = run.folder / "export", run.model_files.probe_ids
         assert probe_ids is not None
-        with phase(tr("Exporting"), speaks=speaks):
+        with phase(tr("Exporting")):
             (export_adapter if is_adapter else export_model)(run.engine, files, probe_ids, folder)
         if run.cfg.checkpoint.verify_export:
-            with phase(tr("Comparing the export with the run"), speaks=speaks):
+            with phase(tr("Comparing the export with the run")):
                 if is_adapter:
                     prove_adapter(run.engine, folder)
                 else:
@@ -435,7 +434,7 @@ def build_engine(
     if cfg.train.random_ltd.steps:
         place = mesh_of(cfg, world_size(), rank())
         model.token_dropping = TokenDropping(model, cfg.train.random_ltd, cfg.run.seed, place.data_rank)
-    with phase(tr("Building the engine (the first time DeepSpeed compiles its ops: minutes)"), speaks=rank() == 0):
+    with phase(tr("Building the engine (the first time DeepSpeed compiles its ops: minutes)")):
         module = PipelineStage(model, stages, TORCH_DTYPES[cfg.precision.dtype]) if stages > 1 else model
         settings = with_profile(ds.values, source.folder)
         recompute = cfg.train.activation_checkpointing
@@ -452,12 +451,10 @@ def build_engine(
         say(in_use)
         if model.router_loss is not None:
             say(
-                tr(
-                    "Routers: the mean of {count} layers' load-balancing losses x {coefficient} is added to the loss "
-                    "(model.router_loss).",
-                    count=model.router_loss.num_layers,
-                    coefficient=model.router_loss.coefficient,
-                )
+                "Routers: the mean of {count} layers' load-balancing losses x {coefficient} is added to the loss "
+                "(model.router_loss).",
+                count=model.router_loss.num_layers,
+                coefficient=model.router_loss.coefficient,
             )
     return engine
 
@@ -526,13 +523,11 @@ def _verify_export(folder: Path) -> None:
     try:
         verify_logits(folder)
     except ProofDiffers as error:
-        say(
-            tr(
-                "WARNING: the export does not give the run's logits exactly: {reason}. It is kept in {folder}. Compare "
-                "its loss with the run's last validation loss before you use it: toolkit eval.",
-                reason=error,
-                folder=folder,
-            )
+        warn(
+            "the export does not give the run's logits exactly: {reason}. It is kept in {folder}. Compare "
+            "its loss with the run's last validation loss before you use it: toolkit eval.",
+            reason=error,
+            folder=folder,
         )
     except CheckpointError as error:
         aside = folder.rename(unused_path(folder.with_name("export.wrong")))

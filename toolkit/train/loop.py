@@ -19,7 +19,7 @@ from toolkit.distributed.process_group import gather, on_rank0, rank, world_size
 from toolkit.distributed.watchdog import DATA, STEP
 from toolkit.errors import CheckpointError, Diverged, RunFolderError, Stopped
 from toolkit.evaluate.metrics import describe_evaluation
-from toolkit.messages import tr
+from toolkit.messages import say, tr, warn
 from toolkit.models.layers import begin_step, dropping_metrics
 from toolkit.terminal import phase
 from toolkit.track.metrics import MetricsLog
@@ -60,7 +60,7 @@ class TrainLoop:
         self.slow_ranks = StragglerDetector(gather(socket.gethostname()))
         self.stop_file, self.is_stop_file_found, self.next_look = run.folder / run_dir.STOP, False, 0.0
         self.collectives = Collectives()
-        self.metrics = MetricsLog(run.folder / "metrics.jsonl", progress.say, run.trackers.row)
+        self.metrics = MetricsLog(run.folder / "metrics.jsonl", run.trackers.row)
         start, newest = run.start, run.checkpointer.newest
         self.result = FitResult(bad_steps=start.bad_steps, rewinds=start.rewinds, checkpoint=newest)
         self.rewound_to: Counter[Path] = Counter()
@@ -185,11 +185,11 @@ class TrainLoop:
         """Save, if it is due, and publish what is written: at once where no step follows, else beside training."""
         self.watchdog.enter("checkpoint", self.step)
         if saves:
-            with phase(tr("Saving the checkpoint of step {step}", step=self.step), speaks=rank() == 0):
+            with phase(tr("Saving the checkpoint of step {step}", step=self.step)):
                 self.checkpointer.begin(self._state(), is_last=last)
         if not waits:
             return
-        with phase(tr("Proving the checkpoint of step {step}", step=self.step), speaks=rank() == 0):
+        with phase(tr("Proving the checkpoint of step {step}", step=self.step)):
             self._publish()
         if saves and self.checkpointer.failed:
             if not self.checkpointer.ruin:
@@ -213,12 +213,10 @@ class TrainLoop:
             result.micro_tokens,
             lambda: self.task.samples_at(self.began),
         )
-        self.progress.say(
-            tr(
-                "WARNING: {what}. It did not change the weights. See the samples of this step:  toolkit show {file}",
-                what=what,
-                file=file,
-            )
+        warn(
+            "{what}. It did not change the weights. See the samples of this step:  toolkit show {file}",
+            what=what,
+            file=file,
         )
         policy = self.cfg.train.on_bad_step
         if policy is OnBadStep.skip:
@@ -257,12 +255,10 @@ class TrainLoop:
         self.result.rewinds += 1
         self.progress.back_to(state.step)
         self.run.trackers.back_to(state.step)
-        self.progress.say(
-            tr(
-                "Went back to step {step}; the data of the steps up to {bad} is passed over.",
-                step=state.step,
-                bad=self.step,
-            )
+        say(
+            "Went back to step {step}; the data of the steps up to {bad} is passed over.",
+            step=state.step,
+            bad=self.step,
         )
         self.begin_at(state, self.place)
 
@@ -279,7 +275,7 @@ class TrainLoop:
                 self.collectives.write(self.run.folder)
         self.progress.show(row)
         if slow := self.slow_ranks.see(pace):
-            self.progress.say(slow)
+            warn(slow)
         if math.isnan(self.result.first_loss):
             self.result.first_loss = row["loss"]
         self.result.last_loss = row["loss"]
@@ -300,7 +296,7 @@ class TrainLoop:
         if rank() == 0:
             self.metrics.append(row)
         for line in describe_evaluation(row):
-            self.progress.say(line)
+            say(line)
 
     def _state(self) -> RunState:
         metrics, result = self.metrics.file, self.result

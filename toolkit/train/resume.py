@@ -7,7 +7,7 @@ import hashlib
 import json
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from toolkit.distributed import process_group
 from toolkit.distributed.process_group import on_rank0
 from toolkit.errors import CheckpointError, ConfigError
 from toolkit.launch.environment import Ranks
-from toolkit.messages import tr
+from toolkit.messages import say, tr
 from toolkit.secrets import are_same, hide_all
 from toolkit.tables import leaves
 from toolkit.train.checkpointer import Checkpointer
@@ -41,9 +41,7 @@ def trim_metrics(folder: Path, length: int) -> None:
     os.truncate(path, length)
 
 
-def starting_state(
-    cfg: RunConfig, data: dict[str, str], ranks: Ranks, source: RunSource, say: Callable[[str], None]
-) -> RunState:
+def starting_state(cfg: RunConfig, data: dict[str, str], ranks: Ranks, source: RunSource) -> RunState:
     """Return where the run begins, with everything in it that stays the same; put aside what is done again.
 
     For rank 0 only. `data` is the `identity` of what the run learns from.
@@ -75,7 +73,7 @@ def starting_state(
     changed = check_changes(hide_all(state.config), config, state.data, data, cfg.checkpoint.allow_changes)
     if source.checkpoint.parent.parent == source.folder:
         trim_metrics(source.folder, state.metrics_bytes)
-    say(tr("Going on after step {step} from {checkpoint}.", step=f"{state.step:,}", checkpoint=source.checkpoint))
+    say("Going on after step {step} from {checkpoint}.", step=f"{state.step:,}", checkpoint=source.checkpoint)
     if changed:
         say(tr("Changed since then:") + "\n" + "\n".join(changed))
     return replace(state, **same)

@@ -8,7 +8,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib import metadata
@@ -24,7 +24,7 @@ from toolkit.errors import CheckpointError, ConfigError, RepeatedDeath, RunFolde
 from toolkit.launch import deepspeed, rank_status
 from toolkit.launch.deepspeed import typed_command
 from toolkit.launch.environment import detect
-from toolkit.messages import joined, tr
+from toolkit.messages import joined, say
 from toolkit.report.history import json_lines
 from toolkit.secrets import hide_all
 from toolkit.train import folder_lock
@@ -315,7 +315,7 @@ class RunSource:
     """Verified; None begins anew."""
 
 
-def choose_run_dir(cfg: RunConfig, say: Callable[[str], None]) -> RunSource:
+def choose_run_dir(cfg: RunConfig) -> RunSource:
     """Return where to work, with the folder made and locked. For rank 0 only.
 
     Raises:
@@ -327,10 +327,10 @@ def choose_run_dir(cfg: RunConfig, say: Callable[[str], None]) -> RunSource:
     named = Path(cfg.run.dir).absolute() / cfg.run.name if cfg.run.name else None
     checkpoint: Path | None
     if cfg.resume not in (NEVER, AUTO, MUST):
-        checkpoint = _checkpoint_at(Path(cfg.resume), say)
+        checkpoint = _checkpoint_at(Path(cfg.resume))
         if named is None or checkpoint.parent.parent != named:
-            return RunSource(_new(cfg, checkpoint, say), checkpoint)
-        _claim(named, say)
+            return RunSource(_new(cfg, checkpoint), checkpoint)
+        _claim(named)
         directory.discard_unfinished(checkpoint.parent)
         _put_aside(named, checkpoint)
         return RunSource(named, checkpoint)
@@ -340,11 +340,11 @@ def choose_run_dir(cfg: RunConfig, say: Callable[[str], None]) -> RunSource:
             raise CheckpointError(
                 "resume = must, but there is no run {folder}. Check run.name and run.dir.", folder=named or cfg.run.dir
             )
-        return RunSource(_new(cfg, None, say), None)
-    _claim(named, say)
+        return RunSource(_new(cfg, None), None)
+    _claim(named)
     checkpoints = named / "checkpoints"
     were_there = bool(directory.published_checkpoints(checkpoints))
-    checkpoint = directory.newest_complete(checkpoints, say)
+    checkpoint = directory.newest_complete(checkpoints)
     directory.discard_unfinished(checkpoints)
     if checkpoint is None and (were_there or cfg.resume == MUST):
         raise CheckpointError(
@@ -352,11 +352,11 @@ def choose_run_dir(cfg: RunConfig, say: Callable[[str], None]) -> RunSource:
         )
     _put_aside(named, checkpoint)
     if checkpoint is None:
-        say(tr("The run {folder} was stopped before its first checkpoint: it begins anew.", folder=named))
+        say("The run {folder} was stopped before its first checkpoint: it begins anew.", folder=named)
     return RunSource(named, checkpoint)
 
 
-def _checkpoint_at(path: Path, say: Callable[[str], None]) -> Path:
+def _checkpoint_at(path: Path) -> Path:
     """Return the checkpoint that a path means: itself, or the newest of a run."""
     path = path.absolute()
     if any((path / name).is_file() for name in ("config.json", "adapter_config.json")):
@@ -372,7 +372,7 @@ def _checkpoint_at(path: Path, say: Callable[[str], None]) -> Path:
                 "the checkpoint {folder} is damaged: {reason}.", folder=path, reason="; ".join(wrong[:3])
             )
         return path
-    found = directory.newest_complete(path / "checkpoints", say) if path.is_dir() else None
+    found = directory.newest_complete(path / "checkpoints") if path.is_dir() else None
     if found is None:
         raise ConfigError(
             "resume = {path} is not auto, must or never, nor a checkpoint or a run directory with one.", path=path
@@ -380,9 +380,9 @@ def _checkpoint_at(path: Path, say: Callable[[str], None]) -> Path:
     return found
 
 
-def _new(cfg: RunConfig, checkpoint: Path | None, say: Callable[[str], None]) -> Path:
+def _new(cfg: RunConfig, checkpoint: Path | None) -> Path:
     folder = create_run_dir(cfg)
-    folder_lock.take(folder, say)
+    folder_lock.take(folder)
     record_start(folder, _step(checkpoint))
     return folder
 
@@ -391,15 +391,15 @@ def _step(checkpoint: Path | None) -> int:
     return directory.read_run_state(checkpoint).step if checkpoint else 0
 
 
-def _claim(folder: Path, say: Callable[[str], None]) -> None:
+def _claim(folder: Path) -> None:
     """Keep an existing run folder to this process, unless the run has finished, or is not this user's to write to."""
     check_no_symlinks(folder, RunFolderError)
     if (folder / "DONE").exists():
         raise RunFolderError(
             "the run {folder} has finished already (DONE). For another one choose another run.name.", folder=folder
         )
-    folder_lock.take(folder, say)
-    remove_stale(folder, say)
+    folder_lock.take(folder)
+    remove_stale(folder)
 
 
 def _put_aside(folder: Path, checkpoint: Path | None) -> None:
@@ -426,7 +426,7 @@ def _put_aside(folder: Path, checkpoint: Path | None) -> None:
 STOP = "stop"
 
 
-def remove_stale(folder: Path, say: Callable[[str], None]) -> None:
+def remove_stale(folder: Path) -> None:
     """Remove a stop file that is older than this start; it was meant for an earlier one. For rank 0 only.
 
     A run that its launcher starts again after a failure obeys it: it was made since the command was typed.
@@ -435,8 +435,6 @@ def remove_stale(folder: Path, say: Callable[[str], None]) -> None:
     if path.exists() and not deepspeed.restart_number():
         path.unlink(missing_ok=True)
         say(
-            tr(
-                "Removed the file {file}, which is older than this start. To stop this run, create it again.",
-                file=path,
-            )
+            "Removed the file {file}, which is older than this start. To stop this run, create it again.",
+            file=path,
         )

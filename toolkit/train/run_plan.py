@@ -13,7 +13,7 @@ from toolkit.distributed.process_group import gather, on_rank0
 from toolkit.engine.memory import limit_bytes
 from toolkit.errors import OutOfMemory
 from toolkit.launch.environment import Ranks
-from toolkit.messages import say, tr
+from toolkit.messages import say, tr, warn
 from toolkit.plan import table as view
 from toolkit.plan.calibrate import rates_of
 from toolkit.plan.machine import Machine, find_gpu, own_memory
@@ -66,7 +66,7 @@ def plan_run(cfg: RunConfig, vocab_size: int, ranks: Ranks, device: torch.device
             found = RunPlan(evaluate_layout(outline, cfg, machine, rates_of(cfg, machine, outline)), machine.on_cpu)
             found.write(file)
         except Exception as error:  # whatever it is: it is there to be told, and training can begin without it
-            say(tr("WARNING: this run has no plan of its memory: {reason}", reason=repr(error)))
+            warn("this run has no plan of its memory: {reason}", reason=repr(error))
             return None
         return found
 
@@ -84,7 +84,7 @@ def choose_layout(cfg: RunConfig, vocab_size: int, ranks: Ranks, device: torch.d
     machine = _machine(cfg, ranks, device)
 
     def best() -> Layout | None:
-        outline = outline_of(cfg, say, vocab_size)
+        outline = outline_of(cfg, vocab_size)
         return cheapest(list(layouts(outline, cfg, machine, rates_of(cfg, machine, outline))))
 
     found = on_rank0(best)
@@ -96,7 +96,7 @@ def choose_layout(cfg: RunConfig, vocab_size: int, ranks: Ranks, device: torch.d
         )
     if ranks.rank == 0:
         words = " ".join(overrides(cfg, found.cfg)) or tr("the recipe as it is")
-        say(tr("plan.auto: {words}  ({layout})", words=words, layout=found.name))
+        say("plan.auto: {words}  ({layout})", words=words, layout=found.name)
     return found.cfg
 
 

@@ -17,7 +17,7 @@ from toolkit.config.mesh import mesh_of, micro_rows, with_micro_batch
 from toolkit.config.schema import Decay, Packing, RunConfig, ScheduleConfig, ScheduleName, WarmupType
 from toolkit.engine.ds_config import warmup_lowest, warmup_steps
 from toolkit.errors import ConfigError
-from toolkit.messages import tr
+from toolkit.messages import say, tr, warn
 
 _OF_DEEPSPEED = (ScheduleName.constant, ScheduleName.linear, ScheduleName.cosine)
 _TIMESCALE = 10_000
@@ -191,9 +191,8 @@ class Epoch:
         return math.ceil(self.sequences / self.per_step)
 
 
-def length_warnings(cfg: RunConfig, epoch: Epoch | None, total_steps: int, world_size: int) -> list[str]:
-    """Return warnings about a run's length and learning rate; of an unknown length `epoch` is None, or steps are 0."""
-    lines = []
+def tell_length(cfg: RunConfig, epoch: Epoch | None, total_steps: int, world_size: int) -> None:
+    """Warn of a run's length and learning rate; of an unknown length `epoch` is None, or steps are 0."""
     if epoch and 0 < total_steps < FEWEST_STEPS and not cfg.train.max_steps:
         samples, sequences = f"{epoch.samples:,}", f"{epoch.sequences:,}"
         data = (
@@ -202,34 +201,27 @@ def length_warnings(cfg: RunConfig, epoch: Epoch | None, total_steps: int, world
             else tr("{samples} samples in {sequences} sequences", samples=samples, sequences=sequences)
         )
         ways = [tr("{override} ({steps} steps)", override=key, steps=n) for key, n in _longer(cfg, epoch, world_size)]
-        lines.append(
-            tr(
-                "WARNING: too few optimizer steps to learn much: {steps} ({data}, {per_step} per step, "
-                "train.epochs={epochs}); {fewest} or more are usual. Each of these makes the run longer: {ways}",
-                steps=total_steps,
-                data=data,
-                per_step=epoch.per_step,
-                epochs=cfg.train.epochs,
-                fewest=FEWEST_STEPS,
-                ways="; ".join(ways),
-            )
+        warn(
+            "too few optimizer steps to learn much: {steps} ({data}, {per_step} per step, "
+            "train.epochs={epochs}); {fewest} or more are usual. Each of these makes the run longer: {ways}",
+            steps=total_steps,
+            data=data,
+            per_step=epoch.per_step,
+            epochs=cfg.train.epochs,
+            fewest=FEWEST_STEPS,
+            ways="; ".join(ways),
         )
     elif 0 < total_steps < FEWEST_STEPS:
-        lines.append(
-            tr("train.max_steps = {steps}: enough to try the recipe out, too few to learn.", steps=total_steps)
-        )
+        say("train.max_steps = {steps}: enough to try the recipe out, too few to learn.", steps=total_steps)
     total = total_steps or _LOOKED_AT
     warmup, looked_at = warmup_steps(cfg, total), range(min(total - 1, _LOOKED_AT))
     if count := sum(learning_rate(cfg.schedule, 1.0, done, total, warmup) == 0 for done in looked_at):
-        lines.append(
-            tr(
-                "WARNING: schedule.warmup_min_ratio = {ratio} lets the learning rate begin at 0 (steps without a "
-                "change: {count}). Use schedule.warmup_min_ratio=-1, which begins at 1 / steps of the warm-up.",
-                ratio=cfg.schedule.warmup_min_ratio,
-                count=count,
-            )
+        warn(
+            "schedule.warmup_min_ratio = {ratio} lets the learning rate begin at 0 (steps without a "
+            "change: {count}). Use schedule.warmup_min_ratio=-1, which begins at 1 / steps of the warm-up.",
+            ratio=cfg.schedule.warmup_min_ratio,
+            count=count,
         )
-    return lines
 
 
 def _longer(cfg: RunConfig, epoch: Epoch, world_size: int) -> Iterator[tuple[str, int]]:

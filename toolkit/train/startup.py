@@ -94,20 +94,18 @@ def greet(arguments: Arguments, ranks: environment.Ranks, model: str) -> None:
         say(note)
     is_found = cfg.batch.micro_per_gpu == AUTO
     say(
-        tr(
-            "{recipe}: {model}, ZeRO-{stage}, {dtype}, {world} ranks ({launcher}). Batch: "
-            "{micro} x {times} x {parts} = {size} rows per step (micro-batch x accumulation x data-parallel ranks).",
-            recipe=cfg.recipe,
-            model=model,
-            stage=cfg.zero.stage,
-            dtype=cfg.precision.dtype.value,
-            launcher=ranks.launcher,
-            micro=cfg.batch.micro_per_gpu,
-            times=AUTO if is_found else accumulation(cfg, ranks.world_size),
-            world=ranks.world_size,
-            parts=mesh_of(cfg, ranks.world_size).data_ranks,
-            size=cfg.batch.global_size,
-        )
+        "{recipe}: {model}, ZeRO-{stage}, {dtype}, {world} ranks ({launcher}). Batch: "
+        "{micro} x {times} x {parts} = {size} rows per step (micro-batch x accumulation x data-parallel ranks).",
+        recipe=cfg.recipe,
+        model=model,
+        stage=cfg.zero.stage,
+        dtype=cfg.precision.dtype.value,
+        launcher=ranks.launcher,
+        micro=cfg.batch.micro_per_gpu,
+        times=AUTO if is_found else accumulation(cfg, ranks.world_size),
+        world=ranks.world_size,
+        parts=mesh_of(cfg, ranks.world_size).data_ranks,
+        size=cfg.batch.global_size,
     )
     warn_remote_code(cfg.model)
 

@@ -137,7 +137,7 @@ class StragglerDetector:
                 host=host,
             )
         return tr(
-            "WARNING: all ranks wait for rank {rank} on {host}: its own work takes {own} s per step, {times} times "
+            "all ranks wait for rank {rank} on {host}: its own work takes {own} s per step, {times} times "
             "that of the median rank ({median} s). {where}",
             rank=suspect,
             host=host,

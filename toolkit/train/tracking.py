@@ -5,7 +5,7 @@ import math
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from toolkit import children
 from toolkit.config.load import to_dict, to_plain
 from toolkit.config.schema import RunConfig
 from toolkit.errors import Stopped
-from toolkit.messages import current_language, tr
+from toolkit.messages import current_language, say, tr, warn
 from toolkit.report.run import PAGE
 from toolkit.tables import leaves
 from toolkit.track.backends import ANSWERS, FAILED, FINISHED, SAMPLES, STOPPED
@@ -39,14 +39,11 @@ class AutomaticReport:
     Args:
         folder: the run folder.
         environ: of its process, which is no rank.
-        say: tells the user.
         patience_s: of the end.
     """
 
-    def __init__(
-        self, folder: Path, environ: Mapping[str, str], say: Callable[[str], None], patience_s: float = PATIENCE_S
-    ) -> None:
-        self.folder, self.environ, self.say, self.patience_s = folder, environ, say, patience_s
+    def __init__(self, folder: Path, environ: Mapping[str, str], patience_s: float = PATIENCE_S) -> None:
+        self.folder, self.environ, self.patience_s = folder, environ, patience_s
         self._process: subprocess.Popen[bytes] | None = None
 
     def begin(self) -> None:
@@ -69,14 +66,12 @@ class AutomaticReport:
         finally:
             self._end()
         if not reason:
-            self.say(tr("The report: {file}", file=self.folder / PAGE))
+            say("The report: {file}", file=self.folder / PAGE)
             return
-        self.say(
-            tr(
-                "WARNING: no report was made: {reason}. The run is whole; to make it:  toolkit report {folder}",
-                reason=reason.rstrip("."),
-                folder=self.folder,
-            )
+        warn(
+            "no report was made: {reason}. The run is whole; to make it:  toolkit report {folder}",
+            reason=reason.rstrip("."),
+            folder=self.folder,
         )
 
     def _start(self) -> subprocess.Popen[bytes]:
@@ -105,15 +100,14 @@ class AutomaticReport:
         return ""
 
 
-def trackers_of(cfg: RunConfig, say: Callable[[str], None]) -> Trackers:
+def trackers_of(cfg: RunConfig) -> Trackers:
     """Return the trackers of a run, which have not begun.
 
     Args:
         cfg: with `track.patience_s`. What is waited for them is no more than a quarter of `distributed.timeout_s`:
             meanwhile the other ranks wait in a collective, in the end for the report too, which may take half of it.
-        say: tells the user.
     """
-    return Trackers(say, min(cfg.track.patience_s, cfg.distributed.timeout_s / 4))
+    return Trackers(min(cfg.track.patience_s, cfg.distributed.timeout_s / 4))
 
 
 @contextmanager

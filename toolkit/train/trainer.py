@@ -41,7 +41,7 @@ from toolkit.train.loop import TrainLoop
 from toolkit.train.resume import check_settings, resume_from, starting_state
 from toolkit.train.run_dir import RunSource, choose_run_dir
 from toolkit.train.run_plan import RunPlan, choose_layout, plan_run
-from toolkit.train.schedule import length_warnings
+from toolkit.train.schedule import tell_length
 from toolkit.train.startup import start_logs
 from toolkit.train.task import TOKENS, FitResult, RunContext, Task
 from toolkit.train.throughput import Baseline, measure_baseline
@@ -104,9 +104,7 @@ class Trainer:
         source, hosts = self._open_run_dir()
         cfg, built = self._settle(_with_optimizer(self.cfg, source), source)
         self.cfg, total_steps = cfg, task.total_steps
-        if ranks.rank == 0:
-            for line in length_warnings(cfg, task.epoch, total_steps, ranks.world_size):
-                say(line)
+        tell_length(cfg, task.epoch, total_steps, ranks.world_size)
         ds = build_ds_config(cfg, ranks.world_size, total_steps)
         start = on_rank0(lambda: self._record_start(cfg, ds, source, hosts))
         if built is None:
@@ -123,7 +121,6 @@ class Trainer:
             source.folder / "checkpoints",
             cfg.checkpoint,
             files,
-            self.progress.say,
             cfg.evaluate.keep_best,
             cfg.distributed.timeout_s / 2,
         )
@@ -140,7 +137,7 @@ class Trainer:
             checkpointer=checkpointer,
             model_files=files,
             start=start,
-            trackers=trackers_of(cfg, self.progress.say),
+            trackers=trackers_of(cfg),
             watchdog=Watchdog(source.folder, ranks.rank, ranks.world_size, *limits),
             total_steps=total_steps,
             accumulation=accumulation(cfg, ranks.world_size),
@@ -155,15 +152,15 @@ class Trainer:
         """Try the run before its first step, then do all its steps."""
         run, progress, cfg = self.run, self.progress, self.cfg
         baseline = self._baseline()
-        progress.say(self.task.start_lines(run))
+        say(self.task.start_lines(run))
         if self.task.unit == TOKENS:
-            progress.say(baseline.describe())
+            say(baseline.describe())
         if cfg.train.rehearse and run.start.step < run.total_steps:
-            with phase(tr("Rehearsing"), speaks=self.ranks.rank == 0):
+            with phase(tr("Rehearsing")):
                 line = dry_run(self.task, run, self.plan)
-            progress.say(line)
+            say(line)
         seconds = f"{time.monotonic() - self.started:.0f}"
-        progress.say(tr("Ready after {seconds} s, counted from the start of the command.", seconds=seconds))
+        say("Ready after {seconds} s, counted from the start of the command.", seconds=seconds)
         begin_report = self.reporter.begin if self.reporter else lambda: None
         return TrainLoop(self.task, run, baseline, progress, begin_report).train()
 
@@ -199,7 +196,7 @@ class Trainer:
     def _open_run_dir(self) -> tuple[RunSource, list[str]]:
         """Choose the run directory, see that all ranks see it, and write logs into it; return the hosts too."""
         ranks = self.ranks
-        source = on_rank0(lambda: choose_run_dir(self.cfg, say))
+        source = on_rank0(lambda: choose_run_dir(self.cfg))
         folder = source.folder
         if ranks.rank and ranks.local_rank == 0:  # a `toolkit launch` of another node has no rank 0 to tell it
             rank_status.report_status(folder=str(folder))
@@ -235,7 +232,7 @@ class Trainer:
         task, folder = self.task, source.folder
         if source.checkpoint is not None:
             task.check_checkpoint(source.checkpoint)
-        start = starting_state(cfg, task.identity, self.ranks, source, say)
+        start = starting_state(cfg, task.identity, self.ranks, source)
         device = torch.cuda.get_device_name() if get_accelerator().device_name() == "cuda" else ""
         run_dir.write_settings(folder, to_yaml(cfg), ds.values, hosts, device)
         card = {"total_steps": task.total_steps, "steps_per_epoch": task.steps_per_epoch, **task.data_card()}
@@ -255,7 +252,7 @@ class Trainer:
         if not self.cfg.report.enabled:
             return None
         patience_s = min(PATIENCE_S, self.cfg.distributed.timeout_s / 2)  # the other ranks wait in a collective
-        return AutomaticReport(self.run.folder, environment.without_ranks(os.environ), say, patience_s)
+        return AutomaticReport(self.run.folder, environment.without_ranks(os.environ), patience_s)
 
     def _end_lines(self, result: FitResult, summary: Mapping[str, Any], samples: list[dict[str, str]]) -> list[str]:
         in_tokens = self.task.unit == TOKENS
@@ -303,7 +300,7 @@ def _with_optimizer(cfg: RunConfig, source: RunSource) -> RunConfig:
         reason = next(reason for torch, reason in found if torch == is_torch)
     if process_group.rank() == 0 and OPTIMIZERS[cfg.optim.name].takes_adam:
         whose = tr("PyTorch's own Adam") if is_torch else tr("DeepSpeed's Adam")
-        say(tr("optim.torch = auto: {whose} ({reason}).", whose=whose, reason=reason))
+        say("optim.torch = auto: {whose} ({reason}).", whose=whose, reason=reason)
     return replace(cfg, optim=replace(cfg.optim, torch=is_torch))
 
 
