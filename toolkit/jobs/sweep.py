@@ -29,7 +29,7 @@ from toolkit.launch.processes import SignalRequests
 from toolkit.messages import did_you_mean, joined, say, tr
 from toolkit.problems import Problems
 from toolkit.report.history import json_lines
-from toolkit.report.page import runs_of
+from toolkit.report.run import runs_of
 from toolkit.secrets import MASK, hide, hide_all
 from toolkit.terminal import text_table
 

@@ -1,7 +1,7 @@
 """The kinds of charts that a report has, as Altair definitions: the page draws them, and so do the PNG files."""
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -63,7 +63,7 @@ class Series:
     """Those that the legend leaves out, as what is written below the chart explains them."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Key:
     """An entry of a legend."""
 
@@ -106,11 +106,15 @@ def lines(records: Sequence[Record], axes: Axes, looks: Series, events: Sequence
     listed = [name for name in names if name not in (*looks.faint, *looks.unlisted)]
     color = _colored("s:N", {name: looks.colors[name] for name in names}, _legend(listed))
     shown = [record["y"] for record in records]
-    is_log = _is_log(shown) and not axes.from_zero
+    is_steep = bool(shown) and min(shown) > 0 and max(shown) > _SPREAD * statistics.median(shown)
+    is_log = is_steep and not axes.from_zero
     fitted = alt.Scale(type="log") if is_log else alt.Scale(zero=axes.from_zero, nice=True)
     x = _steps(axes.x)
     y = alt.Y("y:Q", title=axes.y, scale=fitted, axis=alt.Axis(format=axes.format) if axes.format else alt.Axis())
-    layers = [_band(base, x, color, axes.y)] if any("low" in record for record in records) else []
+    layers = []
+    if any("low" in record for record in records):  # between the extremes: as lines, so that a lone spike is seen
+        band = base.transform_filter("isValid(datum.low)").mark_rule(opacity=0.3, strokeWidth=1.5)
+        layers.append(band.encode(x=x, y=alt.Y("low:Q", title=axes.y), y2="high:Q", color=color))
     for name in names:
         one = base.transform_filter(alt.datum.s == name).encode(x=x, y=y, color=color)
         if name in looks.faint:
@@ -121,14 +125,13 @@ def lines(records: Sequence[Record], axes: Axes, looks: Series, events: Sequence
             layers.append(one.mark_line(strokeWidth=2, strokeDash=dash, point=dots))
     layers.append(_pointed_at(base, names, looks, axes, x, y, color))
     chart = alt.layer(*layers)
-    keys = [
-        Key(name=name, color=looks.colors[name], look="dashed" if name in looks.dashed else "full") for name in listed
-    ]
-    keys = keys if len(keys) > 1 else []
+    keys = []
+    if len(listed) > 1:
+        keys = [Key(name, looks.colors[name], "dashed" if name in looks.dashed else "full") for name in listed]
     if events:
         kinds = {event.kind: event.color for event in events}
-        keys += [Key(name=kind, color=kind_color, look="event") for kind, kind_color in kinds.items()]
-        chart = _with_events(chart, events, x, axes.x)
+        keys += [Key(kind, kind_color, "event") for kind, kind_color in kinds.items()]
+        chart = _with_events(chart, events, kinds, x, axes.x)
     return _chart(chart, keys)
 
 
@@ -144,23 +147,12 @@ def _colored(field: str, colors: dict[str, str], legend: alt.Legend | None) -> a
     return alt.Color(field, scale=alt.Scale(domain=list(colors), range=list(colors.values())), legend=legend)
 
 
-def _is_log(values: Sequence[float]) -> bool:
-    return bool(values) and min(values) > 0 and max(values) > _SPREAD * statistics.median(values)
-
-
 def _legend(names: Sequence[str]) -> alt.Legend | None:
     """Return a legend of names; of one alone there is none."""
     if len(names) < 2:
         return None
     columns = 2 if max(map(len, names)) > _LONG_NAME else 4
     return alt.Legend(title=None, orient="top", columns=columns, labelLimit=_LABEL_PIXELS, values=list(names))
-
-
-def _band(base: Any, x: alt.X, color: alt.Color, title: str) -> Any:
-    """Return the room between the extremes of rows that were put together; as lines, so that a lone spike is seen."""
-    there = base.transform_filter("isValid(datum.low)")
-    low = alt.Y("low:Q", title=title)
-    return there.mark_rule(opacity=0.3, strokeWidth=1.5).encode(x=x, y=low, y2="high:Q", color=color)
 
 
 def _pointed_at(
@@ -180,9 +172,8 @@ def _pointed_at(
     )
 
 
-def _with_events(chart: Any, events: Sequence[Event], x: alt.X, title: str) -> Any:
+def _with_events(chart: Any, events: Sequence[Event], kinds: dict[str, str], x: alt.X, title: str) -> Any:
     """Return a chart with upright lines for what happened, and a second legend for their kinds."""
-    kinds = {event.kind: event.color for event in events}
     values = [{"x": event.step, "kind": event.kind, "text": event.text} for event in events]
     legend = alt.Legend(title=None, orient="top", symbolType="stroke", symbolDash=[3, 3], labelLimit=_LABEL_PIXELS)
     rules = (
@@ -198,11 +189,7 @@ def _with_events(chart: Any, events: Sequence[Event], x: alt.X, title: str) -> A
 
 
 def stacked(records: Sequence[Record], axes: Axes, colors: dict[str, str]) -> Chart:
-    """Return a chart of parts over steps that add up.
-
-    Args:
-        colors: of the parts, the lowest first.
-    """
+    """Return a chart of parts over steps that add up; `colors` of the parts, the lowest first."""
     order = {name: place for place, name in enumerate(colors)}
     values = [{**record, "o": order[record["s"]]} for record in records]
     definition = (
@@ -220,15 +207,11 @@ def stacked(records: Sequence[Record], axes: Axes, colors: dict[str, str]) -> Ch
             ],
         )
     )
-    return _chart(definition, [Key(name=name, color=color) for name, color in colors.items()])
+    return _chart(definition, [Key(name, color) for name, color in colors.items()])
 
 
 def bars(records: Sequence[Record], axes: Axes, looks: Series) -> Chart:
-    """Return a chart with a bar for each name.
-
-    Args:
-        records: x is a name; s tells bars of one name apart.
-    """
+    """Return a chart with a bar for each name, which is a record's x; its s tells bars of one name apart."""
     names = list(looks.colors)
     order = list(dict.fromkeys(record["x"] for record in records))
     definition = (
@@ -252,17 +235,14 @@ def bars(records: Sequence[Record], axes: Axes, looks: Series) -> Chart:
             ],
         )
     )
-    return _chart(definition, [Key(name=name, color=looks.colors[name]) for name in names] if len(names) > 1 else [])
+    return _chart(definition, [Key(name, looks.colors[name]) for name in names] if len(names) > 1 else [])
 
 
-def histogram(records: Sequence[Record], axes: Axes, color: str) -> Chart:
-    """Return a chart of how often values are met.
-
-    Args:
-        records: low and high, the ends of each bin, and y, how often.
-    """
+def histogram(bins: Iterable[tuple[float, float, int, str]], axes: Axes, color: str) -> Chart:
+    """Return a chart of how often values are met: the low and the high end of each bin, how often, and its text."""
+    values = [{"low": low, "high": high, "y": count, "text": text} for low, high, count, text in bins]
     definition = (
-        alt.Chart(alt.InlineData(values=list(records)))
+        alt.Chart(alt.InlineData(values=values))
         .mark_bar(color=color, opacity=0.9, binSpacing=1)
         .encode(
             x=alt.X("low:Q", bin="binned", title=axes.x, axis=alt.Axis(format=axes.format or "~s")),

@@ -1,6 +1,7 @@
 """Which charts a report has, of one run or of several in one picture: the table FIGURES, and what draws its rows."""
 
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import Any
 
 from toolkit.config.schema import Metric
@@ -20,25 +21,26 @@ _Draw = Callable[[Sequence[Run]], list[Drawing]]
 
 def events_of(run: Run) -> list[Event]:
     """Return what happened in a run beside its steps, in their order."""
-    found = []
+    found: list[Event] = []
+
+    def tell(step: int, kind: str, text: str, color: str) -> None:
+        found.append(Event(step=step, kind=kind, text=text, color=color))
+
     for row in run.starts[1:]:
         step = row.get("from_step")
         if isinstance(step, int) and not isinstance(step, bool):
-            text = tr("started again after step {step}", step=step)
-            found.append(Event(step=step, kind=tr("restart"), text=text, color=GREY))
+            tell(step, tr("restart"), tr("started again after step {step}", step=step), GREY)
     bad = {step for name, step, _ in run.history.events if name == "bad_steps"}
     for name, step, count in run.history.events:
         if name == "rewinds":
-            found.append(Event(step=step, kind=tr("rewind"), text=tr("went back to a checkpoint"), color=PURPLE))
+            tell(step, tr("rewind"), tr("went back to a checkpoint"), PURPLE)
         elif name == "bad_steps":
             text = printable(run.bad_steps.get(step, "")) or tr("numbers went wrong: {count} steps", count=count)
-            found.append(Event(step=step, kind=tr("bad step"), text=text, color=RED))
+            tell(step, tr("bad step"), text, RED)
         elif name == "skipped_steps" and step not in bad:
-            text = tr("steps left out: {count}", count=count)
-            found.append(Event(step=step, kind=tr("skipped"), text=text, color=CYAN))
+            tell(step, tr("skipped"), tr("steps left out: {count}", count=count), CYAN)
         elif name not in COUNTERS:
-            text = tr("{figure} was no number", figure=name)
-            found.append(Event(step=step, kind=tr("no number"), text=text, color=RED))
+            tell(step, tr("no number"), tr("{figure} was no number", figure=name), RED)
     return sorted(found, key=lambda event: event.step)
 
 
@@ -71,8 +73,11 @@ def _smooth(points: Sequence[Record], series: str) -> list[Record]:
 
 
 def _validation(run: Run, figure: str, series: str) -> list[Record]:
-    rows = [row for row in run.history.evaluations if figure in row]
-    return [{"x": int(row["step"]), "y": charts.rounded(row[figure]), "s": series} for row in rows]
+    return [
+        {"x": int(row["step"]), "y": charts.rounded(row[figure]), "s": series}
+        for row in run.history.evaluations
+        if figure in row
+    ]
 
 
 def _colors(runs: Sequence[Run]) -> dict[str, str]:
@@ -109,8 +114,8 @@ def _loss(runs: Sequence[Run]) -> list[Drawing]:
     return [Drawing(name="loss", title=tr("Loss"), chart=chart, note=note, is_wide=True)]
 
 
-def _lines(name: str, metric: str, words: Callable[[], Sequence[str]], *, smooth: bool = False, **look: Any) -> _Draw:
-    """Return what draws a metric over the steps, a line for each run; the words are title, y axis and note."""
+def _lines(name: str, metric: str, *, smooth: bool = False, **look: Any) -> _Draw:
+    """Return what draws a metric over the steps, a line for each run."""
 
     def draw_lines(runs: Sequence[Run]) -> list[Drawing]:
         is_one = len(runs) == 1
@@ -126,7 +131,7 @@ def _lines(name: str, metric: str, words: Callable[[], Sequence[str]], *, smooth
                 records += smoothed or points
         if len({record["x"] for record in records}) < _LEAST_STEPS:
             return []
-        title, y, note = words()
+        title, y, note = _WORDS[metric]()
         axes = Axes(x=tr("step"), y=y, series=tr("values") if is_one else tr("run"), **look)
         return [Drawing(name=name, title=title, chart=charts.lines(records, axes, looks), note=note)]
 
@@ -136,35 +141,30 @@ def _lines(name: str, metric: str, words: Callable[[], Sequence[str]], *, smooth
 def _scores(runs: Sequence[Run]) -> list[Drawing]:
     """Return a chart of the answers' metrics, for several runs one of each metric."""
     left_out = ("eval_loss", "eval_perplexity", "eval_tokens", "eval_answers", "eval_tokens_per_s", "eval_samples")
-    found = {
-        name: None
-        for run in runs
-        for row in run.history.evaluations
-        for name in row
-        if name.startswith("eval_") and "/" not in name and name not in left_out
-    }
-    names = list(found)[: len(PALETTE)]
+    found = dict.fromkeys(name for run in runs for row in run.history.evaluations for name in row)
+    scores = [name for name in found if name.startswith("eval_") and "/" not in name and name not in left_out]
+    shown = {name: name.removeprefix("eval_") for name in scores[: len(PALETTE)]}
+
+    def draw_scores(records: list[Record], colors: dict[str, str], name: str, title: str, series: str) -> Drawing:
+        axes = Axes(x=tr("step"), y=tr("score"), series=series, from_zero=True)
+        chart = charts.lines(records, axes, Series(colors=colors, dotted=list(colors)))
+        return Drawing(name=name, title=title, chart=chart)
+
     if len(runs) == 1:
-        colors = {name.removeprefix("eval_"): PALETTE[place] for place, name in enumerate(names)}
-        records = [point for name in names for point in _validation(runs[0], name, name.removeprefix("eval_"))]
+        records = [point for name, short in shown.items() for point in _validation(runs[0], name, short)]
+        colors = dict(zip(shown.values(), PALETTE, strict=False))
         title = tr("Metrics") if is_own(runs[0]) else tr("Scores of the answers")
-        return [_score(records, colors, "answers", title, tr("metric"))] if records else []
+        return [draw_scores(records, colors, "answers", title, tr("metric"))] if records else []
     return [
-        _score(
+        draw_scores(
             [point for run in runs for point in _validation(run, name, run.name)],
             _colors(runs),
-            f"answers-{name.removeprefix('eval_')}",
-            tr("Answers: {metric}", metric=name.removeprefix("eval_")),
+            f"answers-{short}",
+            tr("Answers: {metric}", metric=short),
             tr("run"),
         )
-        for name in names
+        for name, short in shown.items()
     ]
-
-
-def _score(records: list[Record], colors: dict[str, str], name: str, title: str, series: str) -> Drawing:
-    axes = Axes(x=tr("step"), y=tr("score"), series=series, from_zero=True)
-    looks = Series(colors=colors, dotted=list(colors))
-    return Drawing(name=name, title=title, chart=charts.lines(records, axes, looks))
 
 
 def _parts(run: Run) -> list[Drawing]:
@@ -247,20 +247,16 @@ def _memory(runs: Sequence[Run]) -> list[Drawing]:
     return [Drawing(name="memory", title=tr("Memory of a rank, measured and planned"), chart=chart, note=note)]
 
 
-def _bin(low: float, high: float, count: int, text: str) -> Record:
-    return {"low": low, "high": high, "y": count, "text": text}
-
-
 def _padded(run: Run) -> list[Drawing]:
     found = run.history.padding
     if not found:
         return []
-    records = [
-        _bin(low / 100, (low + 5) / 100, sum(found[low + one] for one in range(5)), f"{low}–{low + 5} %")
+    bins = [
+        (low / 100, (low + 5) / 100, sum(found[low + one] for one in range(5)), f"{low}–{low + 5} %")
         for low in range(0, 100, 5)
     ]
     axes = Axes(x=tr("share of padding"), y=tr("log lines"), format=".0%")
-    chart = charts.histogram(records, axes, ORANGE)
+    chart = charts.histogram(bins, axes, ORANGE)
     return [Drawing(name="padding-histogram", title=tr("How much padding there is"), chart=chart)]
 
 
@@ -272,12 +268,10 @@ def _lengths(run: Run) -> list[Drawing]:
         return []
     if not all(isinstance(value, (int, float)) for value in (*edges, *counts)):
         return []
-    records = [
-        _bin(low, high, count, f"{low + 1:,}–{high:,}")
-        for low, high, count in zip(edges[:-1], edges[1:], counts, strict=True)
-    ]
+    ends = zip(pairwise(edges), counts, strict=True)
+    bins = [(low, high, count, f"{low + 1:,}–{high:,}") for (low, high), count in ends]
     axes = Axes(x=tr("tokens per sample"), y=tr("samples"))
-    chart = charts.histogram(records, axes, GREEN)
+    chart = charts.histogram(bins, axes, GREEN)
     return [Drawing(name="lengths", title=tr("Lengths of the training samples"), chart=chart)]
 
 
@@ -287,55 +281,47 @@ def _of_one(draw_run: Callable[[Run], list[Drawing]]) -> _Draw:
 
 
 _RATE: dict[str, Any] = {"format": "~s", "from_zero": True, "smooth": True}
-_TOKENS_PER_S = _lines(
-    "tokens",
-    "tokens_per_s",
-    lambda: (
+_WORDS: dict[str, Callable[[], Sequence[str]]] = {
+    "lr": lambda: (tr("Learning rate"), tr("learning rate"), ""),
+    "grad_norm": lambda: (tr("Gradient norm"), tr("norm"), tr("Before clipping.")),
+    "loss_scale": lambda: (tr("Loss scale"), tr("scale"), ""),
+    "tokens_per_s": lambda: (
         tr("Tokens per second"),
         tr("tokens per second"),
         tr("All ranks together, padding left out; evaluation and saving are not counted."),
     ),
-    **_RATE,
-)
-_SAMPLES_PER_S = _lines(
-    "tokens",
-    "samples_per_s",
-    lambda: (
+    "samples_per_s": lambda: (
         tr("Samples per second"),
         tr("samples per second"),
         tr("All ranks together; evaluation and saving are not counted."),
     ),
-    **_RATE,
-)
-_LEARNING_RATE = _lines(
-    "learning-rate", "lr", lambda: (tr("Learning rate"), tr("learning rate"), ""), format=".1e", from_zero=True
-)
-_GRADIENT_NORM = _lines(
-    "grad-norm", "grad_norm", lambda: (tr("Gradient norm"), tr("norm"), tr("Before clipping.")), smooth=True
-)
-_LOSS_SCALE = _lines("loss-scale", "loss_scale", lambda: (tr("Loss scale"), tr("scale"), ""), format="~s")
-_STEP_TIME = _lines(
-    "step-time", "step_s", lambda: (tr("Step time"), tr("seconds per step"), ""), from_zero=True, smooth=True
-)
-_PADDING = _lines(
-    "padding",
-    "padding_fraction",
-    lambda: (tr("Padding over the run"), tr("share of the tokens computed"), ""),
-    **_RATE | {"format": ".0%"},
-)
+    "step_s": lambda: (tr("Step time"), tr("seconds per step"), ""),
+    "padding_fraction": lambda: (tr("Padding over the run"), tr("share of the tokens computed"), ""),
+}
+"""Title, y axis and note of the charts of one metric."""
+
+
+def _throughput(runs: Sequence[Run]) -> list[Drawing]:
+    return _lines("tokens", "samples_per_s" if is_own(runs[0]) else "tokens_per_s", **_RATE)(runs)
+
+
+def _step_time(runs: Sequence[Run]) -> list[Drawing]:
+    return _lines("step-time", "step_s", from_zero=True, smooth=True)(runs) if len(runs) > 1 else []
+
+
 FIGURES: tuple[tuple[str, Sequence[str], _Draw], ...] = (
     ("learning", ["loss"], _loss),
-    ("learning", ["learning-rate"], _LEARNING_RATE),
-    ("learning", ["grad-norm"], _GRADIENT_NORM),
+    ("learning", ["learning-rate"], _lines("learning-rate", "lr", format=".1e", from_zero=True)),
+    ("learning", ["grad-norm"], _lines("grad-norm", "grad_norm", smooth=True)),
     ("learning", ["answers", *(f"answers-{metric.value}" for metric in Metric)], _scores),
-    ("learning", ["loss-scale"], _LOSS_SCALE),
-    ("speed", ["tokens"], lambda runs: (_SAMPLES_PER_S if is_own(runs[0]) else _TOKENS_PER_S)(runs)),
+    ("learning", ["loss-scale"], _lines("loss-scale", "loss_scale", format="~s")),
+    ("speed", ["tokens"], _throughput),
     ("speed", ["step-parts"], _of_one(_parts)),
     ("speed", ["ranks"], _of_one(_ranks)),
     ("speed", ["stragglers"], _of_one(_slowest)),
-    ("speed", ["step-time"], lambda runs: _STEP_TIME(runs) if len(runs) > 1 else []),
+    ("speed", ["step-time"], _step_time),
     ("memory", ["memory"], _memory),
-    ("data", ["padding"], _PADDING),
+    ("data", ["padding"], _lines("padding", "padding_fraction", **_RATE | {"format": ".0%"})),
     ("data", ["padding-histogram"], _of_one(_padded)),
     ("data", ["lengths"], _of_one(_lengths)),
 )

@@ -8,6 +8,7 @@ import json
 import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -51,13 +52,12 @@ class Curve:
     width: int = 1
     """Rows in a group; the last one may have fewer."""
     rows: int = 0
-    """Rows so far."""
     _groups: list[NDArray[np.float64]] = field(default_factory=list)
     _open: NDArray[np.float64] | None = None
     _in_open: int = 0
 
     def add(self, values: NDArray[np.float64]) -> None:
-        """Take rows, [rows, names]; what is no finite number is none."""
+        """Take rows, [rows, names]; only finite numbers count."""
         self.rows += len(values)
         while len(values):
             part, values = np.split(values, [min(self.width - self._in_open, len(values))])
@@ -99,12 +99,6 @@ class Curve:
 
 def _reduced(values: NDArray[np.float64]) -> NDArray[np.float64]:
     """Return count, sum, least, most and last of each column, [5, names]."""
-    if len(values) == 1:
-        there = np.isfinite(values[0])
-        one = values[0]
-        return np.stack(
-            [there, np.where(there, one, 0.0), np.where(there, one, np.inf), np.where(there, one, -np.inf), one]
-        )
     there = np.isfinite(values)
     last = values[len(values) - 1 - np.argmax(there[::-1], axis=0), np.arange(values.shape[1])]
     sums = np.where(there, values, 0.0).sum(axis=0)
@@ -113,15 +107,9 @@ def _reduced(values: NDArray[np.float64]) -> NDArray[np.float64]:
 
 
 def _joined(first: NDArray[np.float64], second: NDArray[np.float64]) -> NDArray[np.float64]:
-    return np.stack(
-        [
-            first[0] + second[0],
-            first[1] + second[1],
-            np.minimum(first[2], second[2]),
-            np.maximum(first[3], second[3]),
-            np.where(second[0] > 0, second[4], first[4]),
-        ]
-    )
+    least, most = np.minimum(first[2], second[2]), np.maximum(first[3], second[3])
+    last = np.where(second[0] > 0, second[4], first[4])
+    return np.stack([first[0] + second[0], first[1] + second[1], least, most, last])
 
 
 @dataclass(slots=True)
@@ -194,10 +182,10 @@ class History:
         try:
             values = np.array(rows, dtype=np.float64)
         except (ValueError, TypeError, OverflowError):
-            values = np.array([[_number_or_nan(value) for value in row] for row in rows], dtype=np.float64)
-        if not len(values):
-            return
-        values = values[np.isfinite(values[:, 0])]
+            numbers = [[_number(value) for value in row] for row in rows]
+            values = np.array(numbers, dtype=np.float64)  # None becomes nan
+        if len(values):
+            values = values[np.isfinite(values[:, 0])]
         self.unreadable += len(rows) - len(values)
         if not len(values):
             return
@@ -237,25 +225,14 @@ class History:
 
 def _number(value: object) -> float | None:
     """Return what is a finite number, as rows are written, else None."""
-    if not isinstance(value, (int, float)) or isinstance(value, bool):
-        return None
-    try:
-        return float(value) if math.isfinite(value) else None
-    except OverflowError:
-        return None
-
-
-def _number_or_nan(value: object) -> float:
-    number = _number(value)
-    return math.nan if number is None else number
+    with suppress(OverflowError):
+        if isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value):
+            return float(value)
+    return None
 
 
 def read_history(path: Path) -> History:
-    """Return what a metrics.jsonl tells; one that is not there tells nothing.
-
-    Raises:
-        OSError: it cannot be read.
-    """
+    """Return what a metrics.jsonl tells, nothing if it does not exist; an OSError if it cannot be read."""
     history = History()
     if path.exists():
         for row in json_lines(path):
@@ -276,12 +253,7 @@ def json_lines(path: Path) -> Iterator[dict[str, Any] | None]:
                     pass
                 yield None
             elif line.strip():
-                yield _object(line)
-
-
-def _object(line: bytes) -> dict[str, Any] | None:
-    try:
-        found = json.loads(line)
-    except (ValueError, RecursionError):
-        return None
-    return found if isinstance(found, dict) else None
+                found = None
+                with suppress(ValueError, RecursionError):
+                    found = json.loads(line)
+                yield found if isinstance(found, dict) else None

@@ -8,7 +8,7 @@ import hashlib
 import os
 import re
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib import resources
@@ -22,12 +22,12 @@ from markupsafe import Markup
 
 import toolkit
 from toolkit.disk import check_no_symlinks, write_atomically
-from toolkit.errors import ConfigError, RunFolderError, TrackError
+from toolkit.errors import ConfigError, TrackError
 from toolkit.messages import current_language, printable, set_language, tr
 from toolkit.report import charts, tables
 from toolkit.report.charts import Drawing
 from toolkit.report.figures import NAMES, draw
-from toolkit.report.run import PAGE, Run, Sample, distinct_names, read_run
+from toolkit.report.run import PAGE, Run, Sample, distinct_names, expand_sweeps, read_run
 from toolkit.report.tables import Table
 from toolkit.secrets import hide, hide_all
 
@@ -42,14 +42,12 @@ _CHINESE = re.compile(
 
 
 def has_chinese(folders: Iterable[str] = _FOLDERS) -> bool:
-    """Whether a font with Chinese letters is installed; told by the names of the files."""
-    for folder in folders:
-        root = Path(folder).expanduser()
-        if root.is_dir() and any(_CHINESE.search(path.name.lower()) for path in root.rglob("*.[ot]t[fc]")):
-            return True
-    return False
+    """Whether a font with Chinese letters is installed, by the names of the font files."""
+    fonts = (path for folder in folders for path in Path(folder).expanduser().rglob("*.[ot]t[fc]"))
+    return any(_CHINESE.search(path.name.lower()) for path in fonts)
 
 
+_MOST_QUESTIONS = 20
 GENERATOR = "deepspeed-finetuning-toolkit report"
 """What a page of ours says in its head: such a one may be replaced."""
 _PAGE_FONTS = "system-ui, -apple-system, Segoe UI, Roboto, sans-serif"
@@ -72,11 +70,6 @@ class Section:
     empty: str = ""
     """What is said where there is nothing yet."""
 
-    @property
-    def is_empty(self) -> bool:
-        """Whether there is nothing in it."""
-        return not (self.drawings or self.tables or self.samples or self.commands or self.empty)
-
 
 def render(runs: Sequence[Run], drawings: dict[str, list[Drawing]], images: str) -> str:
     """Return the page."""
@@ -93,7 +86,11 @@ def render(runs: Sequence[Run], drawings: dict[str, list[Drawing]], images: str)
         head=tables.head(one) if one else [run.name for run in runs],
         failure=one.failure[:4000] if one and not one.summary else "",
         tiles=tables.tiles(one) if one else [],
-        sections=[section for section in _sections(runs, drawings) if not section.is_empty],
+        sections=[
+            section
+            for section in _sections(runs, drawings)
+            if any((section.drawings, section.tables, section.samples, section.commands, section.empty))
+        ],
         words={
             "kind": tr("Training run") if one else tr("Comparison of training runs"),
             "noscript": tr("The charts need JavaScript; as pictures they are in {folder}.", folder=f"{images}/"),
@@ -110,7 +107,10 @@ def render(runs: Sequence[Run], drawings: dict[str, list[Drawing]], images: str)
             "failed": tr("This chart could not be drawn; the browser's console says why."),
         },
         # Only these two scripts run, whatever else should ever get into the page.
-        allowed=" ".join(f"'sha256-{_digest(text)}'" for text in (library, program)),
+        allowed=" ".join(
+            f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
+            for text in (library, program)
+        ),
         style=Markup(_file("report.css")),  # noqa: S704
         library=Markup(library),  # noqa: S704
         program=Markup(program),  # noqa: S704
@@ -153,10 +153,6 @@ def _file(name: str) -> str:
     return (resources.files("toolkit.report") / "page" / name).read_text(encoding="utf-8")
 
 
-def _digest(text: str) -> str:
-    return base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
-
-
 def _sections(runs: Sequence[Run], drawings: dict[str, list[Drawing]]) -> list[Section]:
     one = runs[0] if len(runs) == 1 else None
     changed = tables.settings(runs)
@@ -165,16 +161,13 @@ def _sections(runs: Sequence[Run], drawings: dict[str, list[Drawing]]) -> list[S
         shown = [table for table in given if table]
         return Section(id=name, title=title, drawings=drawings.get(name, ()), tables=shown, empty=empty)
 
-    def of_one(table: Callable[[Run], Table | None]) -> Table | None:
-        return table(one) if one else None
-
     no_step = "" if drawings.get("learning") else tr("No step has been logged yet.")
     no_change = "" if changed or one else tr("None: the settings are the same.")
     return [
         section("overview", tr("At a glance"), None if one else tables.overview(runs)),
-        section("learning", tr("Learning"), of_one(tables.events), empty=no_step),
-        section("speed", tr("Speed"), of_one(tables.collectives)),
-        section("memory", tr("Memory"), of_one(tables.plan)),
+        section("learning", tr("Learning"), tables.events(one) if one else None, empty=no_step),
+        section("speed", tr("Speed"), tables.collectives(one) if one else None),
+        section("memory", tr("Memory"), tables.plan(one) if one else None),
         _answers(runs),
         section("data", tr("Data"), *(tables.data_card(one) if one else ())),
         section("settings", tr("Settings") if one else tr("Settings that differ"), changed, empty=no_change),
@@ -185,32 +178,24 @@ def _sections(runs: Sequence[Run], drawings: dict[str, list[Drawing]]) -> list[S
 
 def _answers(runs: Sequence[Run]) -> Section:
     """Return what models said: of one run over time, of several what each said last."""
-    if len(runs) > 1:
-        return Section(id="answers", title=tr("Answers"), samples=_compared(runs))
-    found, run = runs[0].answers, runs[0]
-    samples = [_sample(one.where, one.prompt, _said_at(one, found.steps), one) for one in found.samples]
-    samples += [
-        _sample(tr("asked at the end"), str(row.get("prompt", "")), [_answer(tr("answer"), str(row.get("answer", "")))])
-        for row in run.samples[:_MOST_QUESTIONS]
-    ]
     note = ""
-    if found.evaluations > len(found.steps):
-        note = tr("{shown} of {count} evaluations are shown.", shown=len(found.steps), count=found.evaluations)
+    if len(runs) > 1:
+        # The question alone tells samples apart, as data may be copied.
+        asked: dict[tuple[str, str], tuple[Sample, list[dict[str, Any]]]] = {}
+        for run in runs:
+            for one in run.answers.samples:
+                _, said = asked.setdefault((one.prompt, one.reference), (one, []))
+                said += _said_at(one, [max(one.said)], f"{run.name} · ")
+        samples = [_sample(one.where, one.prompt, said, one) for one, said in asked.values() if len(said) > 1]
+    else:
+        found = runs[0].answers
+        samples = [_sample(one.where, one.prompt, _said_at(one, found.steps), one) for one in found.samples]
+        for row in runs[0].samples[:_MOST_QUESTIONS]:
+            said = [_answer(tr("answer"), str(row.get("answer", "")))]
+            samples.append(_sample(tr("asked at the end"), str(row.get("prompt", "")), said))
+        if found.evaluations > len(found.steps):
+            note = tr("{shown} of {count} evaluations are shown.", shown=len(found.steps), count=found.evaluations)
     return Section(id="answers", title=tr("Answers"), samples=samples, note=note)
-
-
-_MOST_QUESTIONS = 20
-
-
-def _compared(runs: Sequence[Run]) -> list[dict[str, Any]]:
-    """Return the samples that several runs answered; the question alone tells samples apart, as data may be copied."""
-    asked: dict[tuple[str, str], tuple[Sample, list[dict[str, Any]]]] = {}
-    for run in runs:
-        for sample in run.answers.samples:
-            key = sample.prompt, sample.reference
-            _, said = asked.get(key, (sample, []))
-            asked[key] = sample, [*said, *_said_at(sample, [max(sample.said)], f"{run.name} · ")]
-    return [_sample(one.where, one.prompt, said, one) for one, said in asked.values() if len(said) > 1]
 
 
 def _sample(where: str, prompt: str, said: list[dict[str, Any]], of: Sample | None = None) -> dict[str, Any]:
@@ -236,13 +221,13 @@ def _answer(
 
 
 def _again(runs: Sequence[Run]) -> Section:
-    named = len(runs) > 1
     found = [
-        (f"{run.name}: {label}" if named else label, command) for run in runs for label, command in tables.commands(run)
+        (f"{run.name}: {label}" if len(runs) > 1 else label, command)
+        for run in runs
+        for label, command in tables.commands(run)
     ]
-    commits = {str(run.environment.get("commit", "")) for run in runs}
     note = ""
-    if any(commit.endswith("+changes") for commit in commits):
+    if any(str(run.environment.get("commit", "")).endswith("+changes") for run in runs):
         note = tr("The toolkit had changes that are in no commit (+changes): the commit alone does not make it again.")
     return Section(id="again", title=tr("Do it again"), commands=found, note=note)
 
@@ -252,15 +237,7 @@ _HEAD_BYTES = 2048
 
 
 def make_report(paths: Sequence[Path], output: Path | None = None) -> tuple[Path, Path]:
-    """Make a report of one run, or of several compared; return the page and the directory of its pictures.
-
-    Of a sweep all runs with metrics are taken.
-
-    Raises:
-        RunFolderError: a folder is no run's, and no sweep's with metrics.
-        ConfigError: a run is named twice, or something else is where the report is to be.
-        TrackError: the report cannot be written.
-    """
+    """Report on one run, or compare several (of a sweep all); return the page and the directory of its pictures."""
     folders = expand_sweeps(paths)
     real = [path.resolve() for path in folders]
     if twice := [str(path) for path, one in zip(folders, real, strict=True) if real.count(one) > 1]:
@@ -284,10 +261,12 @@ def make_report(paths: Sequence[Path], output: Path | None = None) -> tuple[Path
 
 
 def _check_target(output: Path, images: Path) -> None:
-    """Refuse to write over what is no report."""
+    """Reject an output that would overwrite what is no report."""
     if output.suffix != ".html":
         raise ConfigError("output = {file} must end in .html.", file=output)
-    is_ours = _is_report(output)
+    is_ours = False
+    with suppress(OSError), output.open("rb") as file:
+        is_ours = GENERATOR.encode() in file.read(_HEAD_BYTES)
     if os.path.lexists(output) and not is_ours:
         raise ConfigError(
             "{file} is there already and is no report; it is not touched. Choose another output.", file=output
@@ -297,12 +276,6 @@ def _check_target(output: Path, images: Path) -> None:
             "{folder} is there already and is not of a report; it is not touched. Choose another output.", folder=images
         )
     check_no_symlinks(images, ConfigError)
-
-
-def _is_report(path: Path) -> bool:
-    with suppress(OSError), path.open("rb") as file:
-        return GENERATOR.encode() in file.read(_HEAD_BYTES)
-    return False
 
 
 def _write(runs: Sequence[Run], output: Path, images: Path) -> None:
@@ -322,31 +295,3 @@ def _write(runs: Sequence[Run], output: Path, images: Path) -> None:
         set_language(language)
     for name in {f"{name}.png" for name in NAMES} - names:  # of a report with other charts
         (images / name).unlink(missing_ok=True)
-
-
-_IS_SWEEP, _HAS_METRICS = "sweep.json", "metrics.jsonl"
-
-
-def is_sweep(folder: Path) -> bool:
-    """Whether a folder is a sweep's."""
-    return (folder / _IS_SWEEP).is_file()
-
-
-def runs_of(folder: Path) -> list[Path]:
-    """Return the folders of a sweep's runs that have metrics, by their names."""
-    return sorted(path.parent for path in folder.glob(f"*/{_HAS_METRICS}") if path.stat().st_size)
-
-
-def expand_sweeps(paths: Sequence[Path]) -> list[Path]:
-    """Return run folders, in the place of a sweep's folder those of its runs.
-
-    Raises:
-        RunFolderError: no run of a sweep has metrics yet.
-    """
-    found: list[Path] = []
-    for path in paths:
-        runs = runs_of(path) if is_sweep(path) else [path]
-        if not runs:
-            raise RunFolderError("{folder}: no run of this sweep has metrics yet.", folder=path)
-        found += runs
-    return found

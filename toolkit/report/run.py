@@ -7,6 +7,7 @@ import json
 import os
 import re
 import socket
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import islice
@@ -23,7 +24,6 @@ from toolkit.secrets import hide, hide_all
 SAMPLES, STEPS, LINES, LETTERS = 6, 5, 200, 600
 """Samples and evaluations shown at most; lines of a file that are looked at; letters of a text."""
 _TEXTS = ("where", "prompt", "reference", "output")
-_NO_SCORE = ("output_tokens",)
 
 PAGE = "report.html"
 """The report of a run, in its directory."""
@@ -44,7 +44,7 @@ class Sample:
 
 @dataclass(slots=True)
 class Answers:
-    """Those that are shown."""
+    """The answers that are shown."""
 
     steps: list[int] = field(default_factory=list)
     samples: list[Sample] = field(default_factory=list)
@@ -54,10 +54,8 @@ class Answers:
 
 def read_answers(folder: Path) -> Answers:
     """Return the answers of the first, the last and some evaluations between."""
-    files = {}
-    for path in folder.glob("step-*.jsonl"):
-        if found := re.fullmatch(r"step-(\d+)", path.stem):
-            files[int(found[1])] = path
+    matches = ((re.fullmatch(r"step-(\d+)", path.stem), path) for path in folder.glob("step-*.jsonl"))
+    files = {int(match[1]): path for match, path in matches if match}
     every = sorted(files)
     count = min(STEPS, len(every))
     steps = [every[round(place * (len(every) - 1) / max(count - 1, 1))] for place in range(count)]
@@ -76,25 +74,19 @@ def _answer_rows(path: Path) -> list[dict[str, Any]]:
     with suppress(OSError):
         for row in islice(json_lines(path), LINES):
             if row is not None and isinstance(row.get("output"), str):
+                scores = {name: value for name, value in row.items() if type(value) in (int, float)}
+                scores.pop("output_tokens", None)
                 texts = {name: str(row.get(name) or "")[: 4 * LETTERS] for name in _TEXTS}
-                found.append({**texts, "scores": _scores(row)})
+                found.append({**texts, "scores": scores})
     return found
-
-
-def _scores(row: dict[str, Any]) -> dict[str, float]:
-    kinds = ((name, value) for name, value in row.items() if name not in _NO_SCORE)
-    return {name: value for name, value in kinds if isinstance(value, (int, float)) and not isinstance(value, bool)}
 
 
 def _sample(by_step: dict[int, dict[str, Any]]) -> Sample:
     first = next(iter(by_step.values()))
-    return Sample(
-        where=_shown_text(first["where"]),
-        prompt=_shown_text(first["prompt"]),
-        reference=_shown_text(first["reference"]),
-        said={step: _shown_text(row["output"]) for step, row in by_step.items()},
-        scores={step: row["scores"] for step, row in by_step.items()},
-    )
+    said = {step: _shown_text(row["output"]) for step, row in by_step.items()}
+    scores = {step: row["scores"] for step, row in by_step.items()}
+    where, prompt, reference = (_shown_text(first[name]) for name in _TEXTS[:3])
+    return Sample(where, prompt, reference, said, scores)
 
 
 def _shown_text(text: str) -> str:
@@ -166,11 +158,7 @@ class Run:
 
 
 def read_run(path: Path) -> Run:
-    """Read a run folder.
-
-    Raises:
-        RunFolderError: it is no folder of a run, or cannot be read.
-    """
+    """Read a run directory; a RunFolderError if it is none, or cannot be read."""
     folder = path.absolute()
     if not any((folder / name).is_file() for name in _IS_RUN):
         raise RunFolderError(
@@ -224,16 +212,15 @@ def _text(path: Path) -> str:
 
 
 def _latest(folder: Path, name: str) -> dict[str, Any]:
-    """Return a file of the newest session; a run that was started again and died at once has put it aside."""
-    kept = sorted((folder / "logs").glob(f"{Path(name).stem}*{Path(name).suffix}"), key=_age)
-    return next((found for path in [folder / name, *kept] if (found := _mapping(path))), {})
+    """Return a file of the newest session; a run that was started again and died at once has moved it to logs/."""
+    kept = (folder / "logs").glob(f"{Path(name).stem}*{Path(name).suffix}")
+    return next((found for path in [folder / name, *sorted(kept, key=_age)] if (found := _mapping(path))), {})
 
 
 def _age(path: Path) -> float:
-    try:
+    with suppress(OSError):
         return -path.stat().st_mtime
-    except OSError:
-        return 0.0
+    return 0.0
 
 
 def _mapping(path: Path) -> dict[str, Any]:
@@ -246,13 +233,9 @@ def _mapping(path: Path) -> dict[str, Any]:
 
 
 def _lines(path: Path) -> list[dict[str, Any]]:
-    found = []
+    found: list[dict[str, Any]] = []
     with suppress(OSError):
-        for row in json_lines(path):
-            if row is not None:
-                found.append(row)
-            if len(found) == _MOST_LINES:
-                break
+        found.extend(islice((row for row in json_lines(path) if row is not None), _MOST_LINES))
     return list(hide_all(found))
 
 
@@ -279,8 +262,23 @@ def _is_worked_on(folder: Path) -> bool:
         return False
     try:
         os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except OSError:
-        return True
+    except OSError as error:
+        return not isinstance(error, ProcessLookupError)
     return True
+    return True
+
+
+def runs_of(folder: Path) -> list[Path]:
+    """Return the directories of a sweep's runs that have metrics, by their names."""
+    return sorted(path.parent for path in folder.glob("*/metrics.jsonl") if path.stat().st_size)
+
+
+def expand_sweeps(paths: Sequence[Path]) -> list[Path]:
+    """Return run directories, a sweep's replaced by those of its runs; a RunFolderError if none has metrics yet."""
+    found: list[Path] = []
+    for path in paths:
+        runs = runs_of(path) if (path / "sweep.json").is_file() else [path]
+        if not runs:
+            raise RunFolderError("{folder}: no run of this sweep has metrics yet.", folder=path)
+        found += runs
+    return found

@@ -5,6 +5,7 @@ Settings that differ: of a run from its recipe and from the defaults, and of sev
 
 import shlex
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any
@@ -143,20 +144,12 @@ def _memory(run: Run) -> Tile | None:
 def _time(run: Run) -> Tile | None:
     if not run.history.seconds:
         return None
-    began, ended = _begun(run), run.history.training.last("time")
-    detail = tr("in steps")
-    if began is not None and ended is not None and ended > began:
-        detail = tr("in steps; {time} from the start on", time=clock(ended - began))
+    detail, ended = tr("in steps"), run.history.training.last("time")
+    with suppress(ValueError, OverflowError, IndexError):
+        began = datetime.strptime(str(run.starts[0].get("time")), "%Y-%m-%dT%H:%M:%S%z").timestamp()
+        if ended is not None and ended > began:
+            detail = tr("in steps; {time} from the start on", time=clock(ended - began))
     return Tile(tr("Time"), clock(run.history.seconds), detail)
-
-
-def _begun(run: Run) -> float | None:
-    for row in run.starts[:1]:
-        try:
-            return datetime.strptime(str(row.get("time")), "%Y-%m-%dT%H:%M:%S%z").timestamp()
-        except (ValueError, OverflowError):
-            return None
-    return None
 
 
 def _trouble(run: Run) -> Tile:
@@ -185,21 +178,19 @@ def overview(runs: Sequence[Run]) -> Table:
     """Return the figures of several runs, a row for each."""
     rows = []
     for run in runs:
-        last = run.history.training.last("loss")
-        pace, (most, planned) = speed(run), peak(run)
-        memory = (
-            f"{most / GIB:.2f} / {planned / GIB:.2f}" if most and planned else f"{most / GIB:.2f}" if most else NONE
-        )
+        history, pace, (most, planned) = run.history, speed(run), peak(run)
+        last = history.training.last("loss")
+        sizes = [f"{size / GIB:.2f}" for size in (most, planned) if most and size]
         rows.append(
             [
                 run.name,
                 status(run)[1],
                 f"{run.step:,}" + (f" / {run.total_steps:,}" if run.total_steps else ""),
                 f"{last:.4f}" if last is not None else NONE,
-                f"{run.history.best[0]:.4f}" if run.history.best else NONE,
+                f"{history.best[0]:.4f}" if history.best else NONE,
                 f"{pace:,.0f}" if pace else NONE,
-                memory,
-                clock(run.history.seconds) if run.history.seconds else NONE,
+                " / ".join(sizes) or NONE,
+                clock(history.seconds) if history.seconds else NONE,
             ]
         )
     heads = (
@@ -230,17 +221,17 @@ def settings(runs: Sequence[Run]) -> Table | None:
     changed, has_recipe = differences_of_run(runs[0])
     if not changed:
         return None
-    recipe = tr("recipe {name}", name=runs[0].config.get("recipe", ""))
-    heads: Sequence[str] = (tr("setting"), tr("this run"), recipe, tr("default"))
-    note = tr("Marked: not what the recipe says, as it is installed here. All settings are in config.yaml.")
     if not has_recipe:
-        heads = (heads[0], heads[1], heads[3])
         note = tr(
             "The run's recipe is not installed here: compared with the defaults. All settings are in config.yaml."
         )
-    rows = [[one.key, *(one.values if has_recipe else (one.values[0], one.values[2]))] for one in changed]
-    marked = {place for place, one in enumerate(changed) if one.is_new} if has_recipe else set()
-    return Table(heads, rows, marked=marked, note=note)
+        rows = [[one.key, one.values[0], one.values[2]] for one in changed]
+        return Table((tr("setting"), tr("this run"), tr("default")), rows, note=note)
+    recipe = tr("recipe {name}", name=runs[0].config.get("recipe", ""))
+    note = tr("Marked: not what the recipe says, as it is installed here. All settings are in config.yaml.")
+    rows = [[one.key, *one.values] for one in changed]
+    marked = {place for place, one in enumerate(changed) if one.is_new}
+    return Table((tr("setting"), tr("this run"), recipe, tr("default")), rows, marked=marked, note=note)
 
 
 def plan(run: Run) -> Table | None:
@@ -277,21 +268,17 @@ def collectives(run: Run) -> Table | None:
 
 def data_card(run: Run) -> list[Table]:
     """Return what a run learns from."""
-    data, found = run.data, []
-    splits = data.get("splits")
-    counts = ("samples", "tokens", "trained_tokens", "shortest", "median", "longest")
+    splits, sources, dropped, duplicates = (
+        run.data.get(name) for name in ("splits", "sources", "dropped", "duplicates")
+    )
+    found = []
     if isinstance(splits, dict) and splits:
-        rows = [
-            [name, *(_count(split.get(key)) for key in counts)]
-            for name, split in splits.items()
-            if isinstance(split, dict)
-        ]
+        counts = ["samples", "tokens", "trained_tokens", "shortest", "median", "longest"]
+        named = [(name, split) for name, split in splits.items() if isinstance(split, dict)]
         heads = [tr("split"), tr("samples"), tr("tokens"), tr("trained"), tr("shortest"), tr("median"), tr("longest")]
-        dropped = data.get("dropped")
-        reasons = dropped if isinstance(dropped, dict) else {}
-        note = "; ".join(f"{reason}: {_count(count)}" for reason, count in reasons.items())
+        reasons = dropped.items() if isinstance(dropped, dict) else ()
+        note = "; ".join(f"{reason}: {_count(count)}" for reason, count in reasons)
         notes = [tr("Rows left out: {reasons}.", reasons=note or tr("none"))]
-        duplicates = data.get("duplicates")
         if isinstance(duplicates, dict):
             notes.append(
                 tr(
@@ -300,16 +287,15 @@ def data_card(run: Run) -> list[Table]:
                     validation=_count(duplicates.get("validation")),
                 )
             )
+        rows = [[name, *(_count(split.get(key)) for key in counts)] for name, split in named]
         found.append(Table(heads, rows, note=joined(*notes)))
-    sources = data.get("sources")
     if isinstance(sources, list) and sources:
-        keys = ("rows", "samples", "tokens", "trained_tokens")
-        rows = [
-            [str(one.get("name")), str(one.get("split")), *(_count(one.get(key)) for key in keys)]
-            for one in sources[:_MOST_ROWS]
-            if isinstance(one, dict)
-        ]
+        counts = ["rows", "samples", "tokens", "trained_tokens"]
+        listed = [one for one in sources[:_MOST_ROWS] if isinstance(one, dict)]
         heads = [tr("source"), tr("split"), tr("rows"), tr("samples"), tr("tokens"), tr("trained")]
+        rows = [
+            [str(one.get("name")), str(one.get("split")), *(_count(one.get(key)) for key in counts)] for one in listed
+        ]
         found.append(Table(heads, rows))
     return found
 
@@ -319,12 +305,10 @@ def _count(value: object) -> str:
 
 
 def environment(runs: Sequence[Run]) -> Table | None:
-    """Return versions and machines, a column for each run."""
-    kept: dict[str, list[str]] = {}
-    for place, run in enumerate(runs):
-        for name, value in _environment(run).items():
-            kept.setdefault(name, [NONE] * len(runs))[place] = value
-    rows = [[name, *values] for name, values in kept.items()]
+    """Return versions and nodes, a column for each run."""
+    columns = [_environment(run) for run in runs]
+    names = dict.fromkeys(name for column in columns for name in column)
+    rows = [[name, *(column.get(name, NONE) for column in columns)] for name in names]
     marked = {place for place, row in enumerate(rows) if len(set(row[1:])) > 1}
     heads = ("", *(run.name if len(runs) > 1 else tr("this run") for run in runs))
     return Table(heads, rows, marked=marked) if rows else None
@@ -333,10 +317,10 @@ def environment(runs: Sequence[Run]) -> Table | None:
 def _environment(run: Run) -> dict[str, str]:
     known = run.environment
     hosts, packages = known.get("hosts"), known.get("packages")
-    names = dict.fromkeys(map(str, hosts)) if isinstance(hosts, list) else {}
+    names = list(dict.fromkeys(map(str, hosts))) if isinstance(hosts, list) else []
     found = {
         tr("ranks"): known.get("world_size"),
-        tr("machines"): ", ".join(list(names)[:8]) + (" …" if len(names) > 8 else ""),
+        tr("machines"): ", ".join(names[:8]) + (" …" if len(names) > 8 else ""),
         "GPU": known.get("device"),
         tr("processors"): known.get("processors"),
         tr("system"): known.get("platform"),
@@ -348,31 +332,24 @@ def _environment(run: Run) -> dict[str, str]:
 
 
 def commands(run: Run) -> list[tuple[str, str]]:
-    """Return how a run was started, each time, and how to do it again: what it is, and the words to type."""
-    found, last = [], ""
+    """Return how a run was started, each time, and how to do it again: what it is, and the command."""
+    found: list[tuple[str, str]] = []
     for row in run.starts[-_MOST_ROWS:]:
         words = row.get("command")
-        if not isinstance(words, list) or not words:
-            continue
-        text = printable(shlex.join(map(str, words)))
-        if text == last:
-            continue
-        last = text
-        step = row.get("from_step")
-        found.append((tr("{time}, from step {step}", time=row.get("time", "?"), step=step), text))
+        text = printable(shlex.join(map(str, words))) if isinstance(words, list) else ""
+        if text and (not found or text != found[-1][1]):
+            found.append((tr("{time}, from step {step}", time=row.get("time", "?"), step=row.get("from_step")), text))
     if run.config:
-        again = [*_start(run), f"recipe={run.folder / 'config.yaml'}", "run.name=NAME"]
+        ranks, hosts = run.environment.get("world_size"), run.environment.get("hosts")
+        if isinstance(hosts, list) and len(set(map(str, hosts))) > 1 and not is_own(run):
+            start = ["toolkit", "launch", "hostfile=hostfile"]  # which names the nodes and their ranks
+        else:
+            is_launched = isinstance(ranks, int) and ranks > 1
+            start = ["deepspeed", "--num_gpus", str(ranks)] if is_launched else ["python"]
+            start.append(str(run.data.get("program") or "run.py"))
+        again = [*start, f"recipe={run.folder / 'config.yaml'}", "run.name=NAME"]
         found.append((tr("The same settings, whatever the recipe says by now"), printable(shlex.join(again))))
     return found
-
-
-def _start(run: Run) -> list[str]:
-    """Return the words that start as many ranks as a run had."""
-    ranks, hosts = run.environment.get("world_size"), run.environment.get("hosts")
-    if isinstance(hosts, list) and len(set(map(str, hosts))) > 1 and not is_own(run):
-        return ["toolkit", "launch", "hostfile=hostfile"]  # which names the machines and their ranks
-    start = ["deepspeed", "--num_gpus", str(ranks)] if isinstance(ranks, int) and ranks > 1 else ["python"]
-    return [*start, str(run.data.get("program") or "run.py")]
 
 
 def example_data(run: Run) -> str:
@@ -399,7 +376,6 @@ def head(run: Run) -> list[str]:
 
 _OWN = ("run.name", "run.dir", "recipe", "resume")
 """What differs between any two runs and says nothing of them."""
-_NO_VALUE = "—"
 
 
 @dataclass(frozen=True, slots=True)
@@ -416,17 +392,17 @@ class Changed:
 def differences_of_run(run: Run) -> tuple[list[Changed], bool]:
     """Return what a run sets otherwise than the defaults, with its recipe's values; and whether that was found."""
     ours, defaults = dict(leaves(run.config)), dict(leaves(to_dict(RunConfig())))
-    recipe = _recipe_settings(str(run.config.get("recipe", "")))
+    name, recipe = str(run.config.get("recipe", "")), None
+    if name in known_recipes():
+        with suppress(ToolkitError):
+            recipe = dict(leaves(to_dict(load([f"recipe={name}"]).cfg)))
     found = []
-    for key in dict.fromkeys([*ours, *(recipe or {})]):
-        value, default = ours.get(key), defaults.get(key)
+    for key, value in ours.items():
+        default = defaults.get(key)
         its = recipe.get(key) if recipe is not None else default
-        if key not in _OWN and key in ours and not (are_same(value, default) and are_same(value, its)):
-            found.append(
-                Changed(
-                    key, [_setting_text(value), _setting_text(its), _setting_text(default)], not are_same(value, its)
-                )
-            )
+        is_new = not are_same(value, its)
+        if key not in _OWN and (is_new or not are_same(value, default)):
+            found.append(Changed(key, [_setting_text(one) for one in (value, its, default)], is_new))
     return sorted(found, key=lambda one: not one.is_new), recipe is not None
 
 
@@ -441,20 +417,10 @@ def differences_between(runs: Sequence[Run]) -> list[Changed]:
     ]
 
 
-def _recipe_settings(name: str) -> dict[str, Any] | None:
-    """Return the settings of a recipe as it is here; None where there is none of this name, or it cannot be read."""
-    if name not in known_recipes():
-        return None
-    try:
-        return dict(leaves(to_dict(load([f"recipe={name}"]).cfg)))
-    except ToolkitError:
-        return None
-
-
 def _setting_text(value: object) -> str:
     """Return a value as YAML has it."""
     if value is None:
-        return _NO_VALUE
+        return NONE
     if isinstance(value, str):
         return value or '""'
     text = yaml.safe_dump(value, default_flow_style=True, allow_unicode=True, width=10**6, sort_keys=False)
