@@ -14,8 +14,7 @@ from toolkit import errors
 from toolkit.cli import main
 from toolkit.config import rule_tables
 from toolkit.config.schema import all_keys
-from toolkit.messages import chinese, current_language, joined, placeholders, set_language, tr
-from toolkit.tables import read_table
+from toolkit.messages import chinese, current_language, joined, placeholders, read_table, set_language, tr
 
 ROOT = Path(__file__).parents[1]
 CHINESE = chinese()["messages"]

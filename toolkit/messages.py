@@ -11,9 +11,10 @@ import re
 import string
 import sys
 from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
 
 from toolkit.secrets import hide
-from toolkit.tables import read_table
 
 _CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 _FULL_WIDTH = ("。", "！", "？", "；", "：", "）")
@@ -70,6 +71,14 @@ def joined(*sentences: str) -> str:
 def translated(english: str) -> str:
     """Return a text in the user's language as it is: one of a data file, or a template that is not filled in."""
     return chinese()["messages"].get(english, english) if current_language() == "zh" else english
+
+
+def read_table(path: str) -> Any:
+    """Return what a data file of the package holds; its path is relative to the package."""
+    import yaml
+
+    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # a tenth of the time where PyYAML has libyaml
+    return yaml.load((Path(__file__).parent / path).read_text(encoding="utf-8"), loader)  # noqa: S506
 
 
 @functools.cache

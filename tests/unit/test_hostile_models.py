@@ -12,14 +12,13 @@ import torch
 from toolkit.config.load import load
 from toolkit.engine.ds_config import build_ds_config
 from toolkit.engine.memory import PeakMemory
-from toolkit.errors import BaseMissing, ConfigError, ModelError, RowError
+from toolkit.errors import BaseMissing, ConfigError, ModelError, RowError, reading
 from toolkit.models import adapters, template_bounds
 from toolkit.models.adapters import BaseModel
 from toolkit.models.chat_template import TemplateChatEncoder, TooSlow, time_limit
 from toolkit.models.directory import read_config
 from toolkit.models.tokenizer import fit_tokenizer, load_tokenizer
 from toolkit.models.weights import WeightFiles, read_tensors
-from toolkit.outside import reading
 
 CONFIG: dict[str, Any] = {
     "model_type": "llama",

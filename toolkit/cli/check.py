@@ -17,10 +17,10 @@ from toolkit.config.preflight import check_positions, check_track_here
 from toolkit.config.schema import AUTO, Init, RunConfig
 from toolkit.data.check import check_distinct, check_sources, estimate
 from toolkit.data.sources import local_files
+from toolkit.errors import Problems
 from toolkit.messages import tr
 from toolkit.models.directory import read_config, trust_code
 from toolkit.plan.parameters import Shapes, Sizes, shapes_of_config, tensor_part, tuned
-from toolkit.problems import Problems
 from toolkit.train.schedule import FEWEST_STEPS, Epoch, tell_length
 
 

@@ -22,10 +22,9 @@ from toolkit.config.hub import resolve_model_path
 from toolkit.config.mesh import with_micro_batch
 from toolkit.config.schema import ParallelConfig, RunConfig
 from toolkit.disk import unused_path
-from toolkit.errors import ConfigError
+from toolkit.errors import ConfigError, Problems
 from toolkit.launch import environment
 from toolkit.messages import tr
-from toolkit.problems import Problems
 from toolkit.train.startup import set_environment, warn_remote_code
 
 

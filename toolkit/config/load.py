@@ -31,13 +31,11 @@ from omegaconf.errors import InterpolationResolutionError, OmegaConfBaseExceptio
 
 from toolkit.config import files
 from toolkit.config.files import YamlDocument, known_recipes
-from toolkit.config.schema import RunConfig, TuningMethod, as_text, get_value
+from toolkit.config.schema import RunConfig, TuningMethod, as_text, get_value, set_leaf
 from toolkit.config.validate import TreeReader, about, field_type, is_foreign, unknown_key
-from toolkit.errors import ConfigError
+from toolkit.errors import ConfigError, Problems
 from toolkit.messages import did_you_mean, filled, joined, tr
-from toolkit.problems import Problems
 from toolkit.secrets import hide_all
-from toolkit.tables import set_leaf
 
 JSON, TYPED = 500, 1000
 """Layers of a user's DeepSpeed JSON and of the command line; recipes count from 1."""

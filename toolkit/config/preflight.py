@@ -28,9 +28,8 @@ from toolkit.config.schema import (
     get_value,
 )
 from toolkit.config.validate import about
-from toolkit.errors import ConfigError
+from toolkit.errors import ConfigError, raise_all
 from toolkit.messages import did_you_mean, joined, tr
-from toolkit.problems import raise_all
 
 
 def _nvme_folders(loaded: LoadedConfig) -> Iterator[ConfigError]:

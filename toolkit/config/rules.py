@@ -23,9 +23,8 @@ from toolkit.config.schema import (
     bounds,
     get_value,
 )
-from toolkit.errors import ConfigError
+from toolkit.errors import ConfigError, Problems, raise_all
 from toolkit.messages import did_you_mean, tr
-from toolkit.problems import Problems, raise_all
 from toolkit.secrets import is_under_secret_name
 
 

@@ -1236,3 +1236,22 @@ def bounds() -> dict[str, tuple[BaseMetadata, ...]]:
                 if typing.get_origin(one) is Annotated:
                     found[prefix + name] = one.__metadata__
     return found
+
+
+def leaves(section: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
+    """Return (dotted key, value) of everything below `section` that is no non-empty dictionary."""
+    found: list[tuple[str, Any]] = []
+    for name, value in section.items():
+        if isinstance(value, Mapping) and value:
+            found += leaves(value, f"{prefix}{name}.")
+        else:
+            found.append((f"{prefix}{name}", value))
+    return found
+
+
+def set_leaf(section: dict[str, Any], key: str, value: Any) -> None:
+    """Set a dotted key in nested dictionaries; those on the way are made."""
+    *parents, name = key.split(".")
+    for parent in parents:
+        section = section.setdefault(parent, {})
+    section[name] = value

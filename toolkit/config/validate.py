@@ -11,10 +11,8 @@ from omegaconf.errors import ValidationError
 from omegaconf.nodes import BooleanNode, FloatNode, IntegerNode, StringNode
 
 from toolkit.config.schema import AUTO, RunConfig, all_keys, types_of
-from toolkit.errors import ConfigError
-from toolkit.messages import did_you_mean, joined, nearest, tr
-from toolkit.problems import Problems
-from toolkit.tables import read_table
+from toolkit.errors import ConfigError, Problems
+from toolkit.messages import did_you_mean, joined, nearest, read_table, tr
 from toolkit.translate.key import keys_of
 
 Place = Callable[[str], str]

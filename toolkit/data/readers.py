@@ -25,9 +25,8 @@ from typing import IO, Any, NoReturn
 
 from toolkit.config.files import located
 from toolkit.config.schema import ROW_FIELDS, SourceConfig
-from toolkit.errors import DataError, RowError
+from toolkit.errors import DataError, RowError, json_object, reading
 from toolkit.messages import tr
-from toolkit.outside import json_object, reading
 
 BOM = b"\xef\xbb\xbf"
 _CHUNK_BYTES = 1 << 20

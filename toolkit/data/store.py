@@ -24,9 +24,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from toolkit.data.tokenize_workers import Part
-from toolkit.errors import DataError
+from toolkit.errors import DataError, reading
 from toolkit.messages import tr
-from toolkit.outside import reading
 
 if TYPE_CHECKING:
     import datasets

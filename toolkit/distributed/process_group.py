@@ -32,10 +32,9 @@ from torch.distributed.rendezvous import register_rendezvous_handler, rendezvous
 from toolkit import errors
 from toolkit.config.mesh import Split, split_of, unsplit_shape
 from toolkit.config.schema import Backend, DistributedConfig
-from toolkit.errors import LaunchError
+from toolkit.errors import LaunchError, system_text
 from toolkit.launch import processes
 from toolkit.messages import tr
-from toolkit.outside import system_text
 from toolkit.secrets import are_same
 
 T = TypeVar("T")

@@ -15,8 +15,7 @@ from toolkit import messages
 from toolkit.doctor.facts import FORWARDED
 from toolkit.launch.env_vars import PACKED
 from toolkit.launch.hostfile import Resources
-from toolkit.messages import tr
-from toolkit.tables import read_table
+from toolkit.messages import read_table, tr
 
 ERROR, WARNING, NOTE = "error", "warning", "note"
 Facts = Mapping[str, Mapping[str, Any]]

@@ -38,10 +38,11 @@ from toolkit.config.schema import (
     ZenFlowConfig,
     ZeroConfig,
     get_value,
+    leaves,
+    set_leaf,
 )
 from toolkit.engine.ds_keys import check_extra
 from toolkit.messages import tr
-from toolkit.tables import leaves, set_leaf
 
 # DeepSpeed prints its own progress line every so many steps, and its default was 10 in older versions.
 SILENT = 2_000_000_000

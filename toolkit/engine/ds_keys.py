@@ -6,10 +6,9 @@ from itertools import accumulate, islice
 from pathlib import Path
 from typing import Any
 
-from toolkit.errors import ConfigError
+from toolkit.config.schema import leaves
+from toolkit.errors import ConfigError, raise_all
 from toolkit.messages import nearest, tr
-from toolkit.problems import raise_all
-from toolkit.tables import leaves
 
 _TABLE = json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8"))
 KEYS: dict[str, Any] = _TABLE["keys"]

@@ -9,7 +9,7 @@ from pathlib import Path
 from toolkit.arguments import check_parsed, parse
 from toolkit.config.mesh import micro_sizes, model_ranks
 from toolkit.config.schema import Device, RunConfig
-from toolkit.errors import ConfigError, LaunchError, Stopped
+from toolkit.errors import ConfigError, LaunchError, Problems, Stopped
 from toolkit.jobs import sweep as sweeping
 from toolkit.jobs.sweep import DONE, SweepDir, SweepJob, SweepPlan
 from toolkit.launch import deepspeed, hostfile
@@ -19,7 +19,6 @@ from toolkit.plan.machine import Machine, this_machine
 from toolkit.plan.memory import plan_rank
 from toolkit.plan.outline import outline_of
 from toolkit.plan.parameters import Outline
-from toolkit.problems import Problems
 
 _OWN = ("stages", "micro", "sweep")
 _MOST = 16

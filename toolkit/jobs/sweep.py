@@ -23,11 +23,10 @@ from toolkit.arguments import parse_checked, positive_int
 from toolkit.config.load import Axis, grid, split_axes, to_dict, to_yaml
 from toolkit.config.schema import EVAL_LOSS, RunConfig
 from toolkit.disk import flush, lock_or_warn
-from toolkit.errors import ConfigError, DataError, Diverged, LaunchError, Stopped
+from toolkit.errors import ConfigError, DataError, Diverged, LaunchError, Problems, Stopped
 from toolkit.launch import deepspeed
 from toolkit.launch.processes import SignalRequests
 from toolkit.messages import did_you_mean, joined, say, tr
-from toolkit.problems import Problems
 from toolkit.report.history import json_lines
 from toolkit.report.run import runs_of
 from toolkit.secrets import MASK, hide, hide_all

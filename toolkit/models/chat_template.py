@@ -13,10 +13,9 @@ from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from toolkit.errors import ModelError, RowError
+from toolkit.errors import ModelError, RowError, is_failure, reason_of
 from toolkit.messages import tr
 from toolkit.models.shield import Shield, any_of
-from toolkit.outside import is_failure, reason_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -17,10 +17,9 @@ from typing import Any
 from safetensors import safe_open
 
 from toolkit.config.schema import Init, ModelConfig, TuningMethod
-from toolkit.errors import ConfigError, ModelError
+from toolkit.errors import ConfigError, ModelError, json_object, reading
 from toolkit.messages import tr
 from toolkit.models.chatglm.family import Architecture, architecture_of, check_supported
-from toolkit.outside import json_object, reading
 
 _trusted: set[str] = set()
 """SHA-256 of the files that this process may run; by content, so that checkpoints and exports may have copies."""

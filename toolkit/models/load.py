@@ -13,7 +13,7 @@ from transformers import GenerationConfig, GlmConfig, PreTrainedModel, PreTraine
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
 from toolkit.config.schema import Dtype, Init, ModelConfig, ShapeConfig
-from toolkit.errors import ModelError
+from toolkit.errors import ModelError, reason_of
 from toolkit.models import weights
 from toolkit.models.attention import choose_attention
 from toolkit.models.chatglm.family import Architecture, architecture_of, divides_positions
@@ -24,7 +24,6 @@ from toolkit.models.directory import alone, code_files, is_trusted, read_config,
 from toolkit.models.save import load_origin, save_origin
 from toolkit.models.sequence import split_sequences
 from toolkit.models.weights import Layout, TransformersLayout, WeightFiles
-from toolkit.outside import reason_of
 
 TORCH_DTYPES = {Dtype.fp32: torch.float32, Dtype.bf16: torch.bfloat16, Dtype.fp16: torch.float16}
 

@@ -13,9 +13,8 @@ from safetensors import safe_open
 from safetensors.torch import save
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from toolkit.errors import CheckpointError
+from toolkit.errors import CheckpointError, reading
 from toolkit.models.chatglm.modeling import ChatGLMConfig
-from toolkit.outside import reading
 
 # In a folder of its own: vLLM and others take every *.safetensors beside config.json for weights.
 FILE = "probe/probe.safetensors"

@@ -8,11 +8,10 @@ from typing import TYPE_CHECKING
 from toolkit.config.files import located
 from toolkit.config.schema import Family
 from toolkit.distributed.file_lock import build_once
-from toolkit.errors import ModelError
+from toolkit.errors import ModelError, reading
 from toolkit.messages import tr
 from toolkit.models.chatglm.vocabulary import family_of, image_tokens, official_vocabulary, read_json
 from toolkit.models.directory import check_growth
-from toolkit.outside import reading
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast

@@ -34,10 +34,9 @@ from transformers.core_model_loading import (
 from transformers.initialization import no_init_weights
 
 from toolkit import terminal
-from toolkit.errors import ModelError
+from toolkit.errors import ModelError, reading
 from toolkit.messages import tr
 from toolkit.models.directory import weight_files
-from toolkit.outside import reading
 
 Shapes = dict[str, tuple[int, ...]]
 

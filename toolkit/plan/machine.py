@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from toolkit import children
 from toolkit.errors import ConfigError
-from toolkit.tables import read_table
+from toolkit.messages import read_table
 
 GIB = 1 << 30
 RESERVE = 0.05

@@ -20,10 +20,10 @@ from toolkit.config.mesh import accumulation, mesh_of
 from toolkit.config.ops import check_compiler
 from toolkit.config.preflight import check_track_here
 from toolkit.config.schema import AUTO, ModelConfig, RunConfig
+from toolkit.errors import Problems
 from toolkit.launch import deepspeed, env_vars, environment
 from toolkit.messages import say, tr
 from toolkit.models.directory import runs_code
-from toolkit.problems import Problems
 from toolkit.secrets import HidingFilter, hide
 
 _NCCL_WARNING = re.compile(r"NCCL (WARN|ERROR)")

@@ -4,8 +4,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from toolkit.messages import translated
-from toolkit.tables import read_table
+from toolkit.messages import read_table, translated
 
 
 @dataclass(frozen=True, slots=True)
