@@ -12,11 +12,11 @@ from toolkit.data.sampler import BEGINNING
 from toolkit.errors import ConfigError
 from toolkit.train.language_data import (
     LanguageData,
+    changing_order,
     epoch_rows,
     epoch_steps,
     load_data_with,
     next_position_of,
-    order_metrics,
     step_samples,
 )
 
@@ -59,13 +59,14 @@ def test_a_curriculum_of_any_rows(tmp_path: Path, packing: Packing) -> None:
     prepared = with_encoder(cfg)
     if packing is not Packing.packed:  # whose rows are made of other samples
         assert prepared.train_plan.folder == shuffled.train_plan.folder
-    per_epoch, figures = epoch_steps(cfg, prepared), order_metrics(cfg, prepared)
+    per_epoch, order = epoch_steps(cfg, prepared), changing_order(cfg, prepared)
+    assert order is not None
     steps = steps_of(cfg, prepared, 2, per_epoch)
     assert sorted(sample for step in steps for sample in step) == list(range(100))
     assert steps_of(cfg, prepared, 1, per_epoch) == steps_of(cfg, prepared, 4, per_epoch) == steps
     lengths = prepared.train.lengths()
     longest = [int(lengths[step].max()) for step in steps]
-    assert longest[0] <= figures(BEGINNING)["curriculum_length"] <= 32
+    assert longest[0] <= order.figures(BEGINNING)["curriculum_length"] <= 32
     assert longest[0] < longest[1] < longest[4] < max(longest)
     cfg.data.curriculum.steps = per_epoch + 1
     with pytest.raises(ConfigError) as caught:
@@ -86,13 +87,14 @@ def test_weights_that_change(tmp_path: Path, packing: Packing) -> None:
     assert {sample < 60 for row in range(bounds[1]) for sample in prepared.train_plan[row]} == {True}
     assert {sample < 60 for row in range(bounds[1], bounds[2]) for sample in prepared.train_plan[row]} == {False}
     assert epoch_rows(cfg, prepared) == bounds[2] == len(prepared.train_plan)
-    per_epoch, figures = epoch_steps(cfg, prepared), order_metrics(cfg, prepared)
+    per_epoch, order = epoch_steps(cfg, prepared), changing_order(cfg, prepared)
+    assert order is not None
     steps = steps_of(cfg, prepared, 2, per_epoch)
     assert steps_of(cfg, prepared, 1, per_epoch) == steps_of(cfg, prepared, 4, per_epoch) == steps
     halves = steps[: per_epoch // 2], steps[-(per_epoch // 2) :]
     before, after = (np.mean([sample < 60 for step in half for sample in step]) for half in halves)
     assert before > 0.6 > 0.5 > after
-    assert set(figures(BEGINNING)) == {f"mixture_share/{tmp_path}/{name}.jsonl" for name in "ab"}
+    assert set(order.figures(BEGINNING)) == {f"mixture_share/{tmp_path}/{name}.jsonl" for name in "ab"}
     # What a run goes on with is told by the plan's name.
     second.weights = [WeightPoint(at=0.5, weight=1)]
     other = with_encoder(cfg)

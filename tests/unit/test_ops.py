@@ -6,6 +6,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -115,8 +116,10 @@ def test_all_ranks_and_sessions_take_the_same(
     others: list[tuple[bool, str]], before: bool | None, expected: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(trainer.process_group, "gather", lambda value: others)
-    monkeypatch.setattr(trainer, "_optimizer_before", lambda origin: before)
-    cfg = trainer._with_optimizer(load(AUTO).cfg, RunSource(Path("run"), None))
+    state = SimpleNamespace(config={"optim": {"torch": before}})
+    monkeypatch.setattr(trainer.directory, "read_run_state", lambda checkpoint: state)
+    source = RunSource(Path("run"), None if before is None else Path("step-1"))
+    cfg = trainer._with_optimizer(load(AUTO).cfg, source)
     assert cfg.optim.torch is expected
 
 

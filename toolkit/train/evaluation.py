@@ -24,7 +24,7 @@ from toolkit.engine.memory import is_out_of_memory
 from toolkit.errors import DataError, ModelError
 from toolkit.evaluate.answers import Answers, ValidationQuestion, choose_questions, generate_all
 from toolkit.evaluate.generate import Sampling, generate, most_tokens
-from toolkit.evaluate.metrics import Results, evaluate_loss, score_answers
+from toolkit.evaluate.metrics import evaluate_loss, score_answers
 from toolkit.launch.environment import Ranks
 from toolkit.messages import joined, say, tr, warn
 from toolkit.models.adapters import base_of, load_adapter
@@ -88,21 +88,18 @@ class Evaluation:
     """Evaluates a model as often as wanted, each time in the same way."""
 
     cfg: RunConfig
-    """Checked config."""
     prepared: LanguageData
-    """Encoder and stores; the validation split is there."""
+    """The validation split is there."""
     ranks: Ranks
-    """Who this process is."""
     questions: list[ValidationQuestion]
-    """Of `questions_of`."""
+    """Of `choose_prompts`."""
     model: DeepSpeedEngine | PreTrainedModel
     """The engine, or where there is none the model."""
     device: torch.device
-    """Where it computes."""
     in_step: bool
-    """Whether it is partitioned over the ranks."""
+    """Whether the model is partitioned over the ranks."""
     adapter: str = ""
-    """Folder of what was put on the model for this; a run's own is its own."""
+    """Directory of an adapter that was loaded for this; "" in a run."""
 
     def leave_out_too_long(self) -> None:
         """Drop the questions whose answers could become longer than the model's positions, and say so.
@@ -128,14 +125,10 @@ class Evaluation:
         self.questions = fitting
 
     def run(self, file: Path, alive: Callable[[], object] = lambda: None) -> dict[str, float]:
-        """Evaluate. A collective, which leaves no trace in the model or in random generators.
+        """Evaluate; return the figures for metrics.jsonl, the same on every rank. A collective.
 
-        Args:
-            file: gets a line for each answer; beside it, as .json, comes what is true of all.
-            alive: called now and then.
-
-        Returns:
-            The figures as they are written into metrics.jsonl, the same on every rank.
+        Leaves no trace in the model or in random generators. Each answer is a line of `file`; next to it, as .json, is
+        what is true of all. `alive` is called now and then.
         """
         cfg, prepared = self.cfg, self.prepared
         count = num_evaluation_batches(cfg, prepared, self.ranks.world_size)
@@ -145,8 +138,7 @@ class Evaluation:
         if not self.questions:
             return figures
         at_once = cfg.evaluate.batch_size * self._layout.data_ranks
-        count = -(-len(self.questions) // at_once)
-        with phase(tr("Answering"), count, tr("batches")) as advance:
+        with phase(tr("Answering"), -(-len(self.questions) // at_once), tr("batches")) as advance:
             answers = generate_all(
                 self._module,
                 prepared.encoder,
@@ -162,11 +154,7 @@ class Evaluation:
         return figures | on_rank0(lambda: self._judge(answers, file, figures))
 
     def rehearse(self) -> None:
-        """Evaluate one batch, and begin an answer, so that what fails does so now. A collective without a trace.
-
-        Raises:
-            ModelError: the model cannot answer.
-        """
+        """Evaluate one batch, and begin an answer; a ModelError if the model cannot. A collective without a trace."""
         batches = islice(evaluation_batches(self.cfg, self.prepared, self.ranks), 1)
         evaluate_loss(self.model, batches, self.prepared.source_names, self.device, self._layout.copies)
         if not self.questions:
@@ -218,27 +206,24 @@ class Evaluation:
         for name, reason in results.failures.items():
             warn("the metric {name} failed and is left out: {reason}.", name=name, reason=reason)
         try:
-            self._write(results, file, figures | results.values)
+            file.parent.mkdir(parents=True, exist_ok=True)
+            lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in results.rows]
+            file.write_text("".join(lines), encoding="utf-8", errors="backslashreplace")
+            config = to_dict(self.cfg)
+            whole = {
+                "figures": figures | results.values,
+                "tokenization": results.tokenize,
+                "signatures": results.signatures,
+                "failures": results.failures,
+                "model": config["model"],
+                "adapter": self.adapter,
+                "evaluate": config["evaluate"],
+            }
+            text = json.dumps(whole, indent=2, ensure_ascii=False) + "\n"
+            file.with_suffix(".json").write_text(text, encoding="utf-8", errors="backslashreplace")
         except OSError as error:
             warn("{file} cannot be written: {reason}.", file=file, reason=error.strerror or str(error))
         return results.values
-
-    def _write(self, results: Results, file: Path, figures: dict[str, float]) -> None:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in results.rows]
-        file.write_text("".join(lines), encoding="utf-8", errors="backslashreplace")
-        config = to_dict(self.cfg)
-        whole = {
-            "figures": figures,
-            "tokenization": results.tokenize,
-            "signatures": results.signatures,
-            "failures": results.failures,
-            "model": config["model"],
-            "adapter": self.adapter,
-            "evaluate": config["evaluate"],
-        }
-        text = json.dumps(whole, indent=2, ensure_ascii=False) + "\n"
-        file.with_suffix(".json").write_text(text, encoding="utf-8", errors="backslashreplace")
 
 
 def _watched(batches: Iterator[Batch], alive: Callable[[], object]) -> Iterator[Batch]:
@@ -250,11 +235,8 @@ def _watched(batches: Iterator[Batch], alive: Callable[[], object]) -> Iterator[
 def evaluate_model(cfg: RunConfig, ranks: Ranks, file: Path, adapter: str) -> None:
     """Load a model, evaluate it and print the scores. A collective.
 
-    Args:
-        cfg: checked config, without tensor, sequence or pipeline parallelism.
-        ranks: who this process is.
-        file: gets a line for each answer; see `Evaluation.run`.
-        adapter: directory of an adapter for the model; "" none.
+    The config has no tensor, sequence or pipeline parallelism; `file` as in `Evaluation.run`; `adapter` is the
+    directory of an adapter for the model, "" for none.
     """
     check_settings(cfg)
     prepared = load_data(cfg)
@@ -310,12 +292,7 @@ def _lines(figures: dict[str, float]) -> list[str]:
     rows = []
     for name in figures:
         if "/" not in name:
-            cells = [figures.get(key) for key in (name, *(f"{name}/{source}" for source in sources))]
-            rows.append([name.removeprefix("eval_"), *(_shown(cell) for cell in cells)])
+            cells = [figures.get(key, "") for key in (name, *(f"{name}/{source}" for source in sources))]
+            shown = [f"{cell:,.4f}" if isinstance(cell, float) else f"{cell:,}" if cell != "" else "" for cell in cells]
+            rows.append([name.removeprefix("eval_"), *shown])
     return text_table(["", tr("all"), *sources], rows)
-
-
-def _shown(value: float | None) -> str:
-    if value is None:
-        return ""
-    return f"{value:,}" if isinstance(value, int) else f"{value:,.4f}"

@@ -84,6 +84,12 @@ class LanguageData:
         return lengths if offsets is None else np.maximum.reduceat(lengths, offsets[:-1])
 
     @property
+    def identity(self) -> dict[str, str]:
+        """Return what is the same if a run learns from the same samples in the same rows."""
+        plan = self.train_plan.folder
+        return {"store": self.train.fingerprint, "rows": plan.name if plan else self.packing.value}
+
+    @property
     def source_names(self) -> list[str]:
         """Return the names of all sources by their numbers, as `toolkit show` has them; several may be the same."""
         return [str(source["name"]) for source in self.report.sources]
@@ -256,11 +262,7 @@ def epoch_rows(cfg: RunConfig, prepared: LanguageData) -> int:
 
 
 def epoch_steps(cfg: RunConfig, prepared: LanguageData) -> int:
-    """Return the optimizer steps of one pass over the training data.
-
-    Raises:
-        ConfigError: a curriculum is to last longer than that.
-    """
+    """Return the optimizer steps of one pass over the training data; a ConfigError if a curriculum takes more."""
     steps = steps_per_epoch(epoch_rows(cfg, prepared), rows_per_step(cfg, prepared.packing)[0])
     if cfg.data.curriculum.steps > steps:
         raise ConfigError(
@@ -274,8 +276,7 @@ def epoch_steps(cfg: RunConfig, prepared: LanguageData) -> int:
 
 def changing_order(cfg: RunConfig, prepared: LanguageData) -> Order | None:
     """Return the order of the rows where it is more than shuffling: a curriculum, or weights that change."""
-    data, (global_size, _) = cfg.data, rows_per_step(cfg, prepared.packing)
-    key = _key(cfg, prepared)
+    data, (global_size, _), key = cfg.data, rows_per_step(cfg, prepared.packing), _key(cfg, prepared)
     if any(source.weights for source in data.sources):
         names = prepared.source_names[: len(data.sources)]
         plan, train = prepared.train_plan, cfg.train
@@ -287,15 +288,9 @@ def changing_order(cfg: RunConfig, prepared: LanguageData) -> Order | None:
 
 
 def next_position_of(cfg: RunConfig, prepared: LanguageData) -> Callable[[Position], Position]:
-    """Return what tells the place in the training data after the step that begins at a place."""
+    """Return a function: the position in the training data after the step that begins at a position."""
     num_rows, (global_size, _) = epoch_rows(cfg, prepared), rows_per_step(cfg, prepared.packing)
     return lambda place: next_position(place, num_rows, global_size)
-
-
-def order_metrics(cfg: RunConfig, prepared: LanguageData) -> Callable[[Position], dict[str, float]]:
-    """Return what tells, for metrics.jsonl, how the step that begins at a place takes its rows; {} if shuffled."""
-    order = changing_order(cfg, prepared)
-    return lambda place: order.figures(place) if order else {}
 
 
 def _key(cfg: RunConfig, prepared: LanguageData) -> str:
@@ -305,19 +300,10 @@ def _key(cfg: RunConfig, prepared: LanguageData) -> str:
 def training_batches(
     cfg: RunConfig, prepared: LanguageData, ranks: Ranks, total_steps: int, start: Position = BEGINNING
 ) -> Iterator[Batch]:
-    """Return the training micro-batches, accumulation x total_steps of them, as `train_step` likes them best.
-
-    Where the tokens of rows are divided over ranks, this rank's part of them.
+    """Return this rank's training micro-batches from a position on, accumulation x total_steps of them.
 
     A thread prepares those of the next step while this one is computed: it reads and lays out the samples (or takes
     them from `data.num_workers`), finds the trained tokens, and on GPUs copies all into page-locked memory.
-
-    Args:
-        cfg: checked config.
-        prepared: tokenizer, stores and plans.
-        ranks: who this process is.
-        total_steps: optimizer steps.
-        start: where in the data to begin.
     """
     place = mesh_of(cfg, ranks.world_size, ranks.rank)
     loader = build_loader(
@@ -336,11 +322,9 @@ def training_batches(
 
 
 def ahead(batches: Iterator[Batch], count: int) -> Iterator[Batch]:
-    """Yield batches in their order while a thread prepares the next ones. An error comes up where its batch would have.
+    """Yield batches in their order while a thread prepares up to `count` more. An error comes up where its batch would.
 
-    Args:
-        batches: used by the thread alone from now on.
-        count: so many at most are ready before they are asked for.
+    From now on the thread alone uses `batches`.
     """
     on_gpu = get_accelerator().device_name() == "cuda"  # a run on CPUs leaves a GPU that is there alone
 
@@ -363,14 +347,7 @@ def ahead(batches: Iterator[Batch], count: int) -> Iterator[Batch]:
 
 
 def step_samples(cfg: RunConfig, prepared: LanguageData, world_size: int, start: Position) -> list[list[list[int]]]:
-    """Return the samples of one step: of each rank, of each micro-batch, their numbers in the training split.
-
-    Args:
-        cfg: checked config.
-        prepared: stores and plans.
-        world_size: number of ranks.
-        start: the place at which the step begins.
-    """
+    """Return the samples of the step at a position: of each rank, of each micro-batch, their numbers in the split."""
     plan, order = prepared.train_plan, changing_order(cfg, prepared)
     places = [mesh_of(cfg, world_size, rank) for rank in range(world_size)]
     by_rank = [_sampler(cfg, prepared, place, start, 1, order) for place in places]
@@ -396,22 +373,16 @@ def _sampler(
 
 
 def num_evaluation_batches(cfg: RunConfig, prepared: LanguageData, world_size: int) -> int:
-    """Return how many validation micro-batches a rank has.
-
-    Args:
-        cfg: checked config.
-        prepared: stores and plans.
-        world_size: number of ranks.
-    """
+    """Return how many validation micro-batches a rank has."""
     assert prepared.validation_plan is not None
-    ranks = mesh_of(cfg, world_size).data_ranks
-    return math.ceil(len(prepared.validation_plan) / (rows_per_step(cfg, prepared.packing)[1] * ranks))
+    at_once = rows_per_step(cfg, prepared.packing)[1] * mesh_of(cfg, world_size).data_ranks
+    return math.ceil(len(prepared.validation_plan) / at_once)
 
 
 def evaluation_batches(cfg: RunConfig, prepared: LanguageData, ranks: Ranks) -> Iterator[Batch]:
     """Yield the validation micro-batches of this rank: each sample once over all ranks.
 
-    Beside what training has they hold `sources`, int64 [T]: of each trained token the number of its source.
+    In addition to training's they hold `sources`, int64 [T]: of each trained token the number of its source.
     """
     assert prepared.validation is not None and prepared.validation_plan is not None
     store, plan = prepared.validation, prepared.validation_plan
@@ -435,52 +406,38 @@ def evaluation_batches(cfg: RunConfig, prepared: LanguageData, ranks: Ranks) -> 
 def longest_batch(cfg: RunConfig, prepared: LanguageData, world_size: int) -> Batch:
     """Return the longest rows of the training data as one micro-batch, the same on every rank, or this rank's part.
 
-    Args:
-        cfg: checked config.
-        prepared: stores and plans.
-        world_size: number of ranks; in a small split micro-batches never get full.
+    In a small split micro-batches never get full.
     """
     num_rows, (per_step, micro) = len(prepared.train_plan), rows_per_step(cfg, prepared.packing)
     ranks = mesh_of(cfg, world_size).data_ranks
     per_rank = -(-min(per_step, num_rows) // ranks)
     times = per_step // (micro * ranks)
-    return _batch(cfg, prepared, [_samples(prepared, row) for row in _longest(prepared, -(-per_rank // times))])
+    return _batch(cfg, prepared, _longest(prepared, -(-per_rank // times)))
 
 
 def repeated_batch(cfg: RunConfig, prepared: LanguageData, times: int, share: float = 1.0) -> Batch:
     """Return the longest row of the plan several times over: what a larger micro-batch would be.
 
-    Args:
-        cfg: checked config.
-        prepared: stores, and plans for micro-batches of one row.
-        times: rows.
-        share: of each sample's tokens that is kept.
+    A share of each sample's tokens is kept.
     """
-    [row] = _longest(prepared, 1)
-    samples = _samples(prepared, row)
+    [samples] = _longest(prepared, 1)
     if share < 1:
         samples = [_cut(sample, share) for sample in samples]
     return _batch(cfg, prepared, [samples] * times)
 
 
-def _longest(prepared: LanguageData, count: int) -> NDArray[np.int64]:
-    """Return the rows of the plan that take the most memory, the largest first."""
+def _longest(prepared: LanguageData, count: int) -> list[list[Sample]]:
+    """Return the samples of the plan's rows that take the most memory, the largest row first."""
     plan, store = prepared.train_plan, prepared.train
-    if plan.offsets is None:
-        tokens = store.lengths(plan.members)
-    else:
-        begins, lengths = plan.offsets[:-1], store.lengths(plan.members)
-        if prepared.packing is Packing.packed:
-            tokens = np.add.reduceat(lengths, begins)
-        else:  # padded to the longest of a row; of as many tokens, longer samples take more for their attention
-            longest = -(-np.maximum.reduceat(lengths, begins) // PAD_MULTIPLE) * PAD_MULTIPLE
-            padded = np.diff(plan.offsets) * longest
-            return np.lexsort((-longest, -padded))[:count]
-    return np.argsort(-tokens, kind="stable")[:count]
-
-
-def _samples(prepared: LanguageData, row: int) -> list[Sample]:
-    return [prepared.train[sample] for sample in prepared.train_plan[row]]
+    lengths = store.lengths(plan.members)
+    if plan.offsets is not None and prepared.packing is Packing.packed:
+        lengths = np.add.reduceat(lengths, plan.offsets[:-1])
+    order = np.argsort(-lengths, kind="stable")
+    if plan.offsets is not None and prepared.packing is not Packing.packed:
+        # Padded to the longest of a row; of as many tokens, longer samples take more for their attention.
+        longest = -(-np.maximum.reduceat(lengths, plan.offsets[:-1]) // PAD_MULTIPLE) * PAD_MULTIPLE
+        order = np.lexsort((-longest, -np.diff(plan.offsets) * longest))
+    return [[store[sample] for sample in plan[row]] for row in order[:count]]
 
 
 def _cut(sample: Sample, share: float) -> Sample:
@@ -527,19 +484,12 @@ def _split(store: TokenizedCache) -> dict[str, Any]:
     }
 
 
-def identity(prepared: LanguageData) -> dict[str, str]:
-    """Return what is the same if a run learns from the same, in the same rows."""
-    plan = prepared.train_plan.folder
-    return {"store": prepared.train.fingerprint, "rows": plan.name if plan else prepared.packing.value}
-
-
 def check_same_data(cfg: RunConfig, prepared: LanguageData) -> None:
     """Raise DataError on every rank where files of one name differ from node to node. A collective."""
-    plan = prepared.train_plan
-    order = plan.folder.name if plan.folder else prepared.packing.value
+    identity = prepared.identity
     found = {
-        "data: training samples": f"{len(prepared.train):,} ({prepared.train.fingerprint[:12]})",
-        "data: training sequences": f"{len(plan):,} ({order[:12]})",
+        "data: training samples": f"{len(prepared.train):,} ({identity['store'][:12]})",
+        "data: training sequences": f"{len(prepared.train_plan):,} ({identity['rows'][:12]})",
     }
     if (validation := prepared.validation) is not None:
         found["data: validation samples"] = f"{len(validation):,} ({validation.fingerprint[:12]})"
@@ -547,12 +497,7 @@ def check_same_data(cfg: RunConfig, prepared: LanguageData) -> None:
 
 
 def data_card(prepared: LanguageData, epoch_rows: int) -> dict[str, Any]:
-    """Return what the report says of the data: counts, dropped rows, and a histogram of each split's lengths.
-
-    Args:
-        prepared: the stores.
-        epoch_rows: rows of a pass over the training data.
-    """
+    """Return what the report says of the data: counts, dropped rows, and a histogram of each split's lengths."""
     report = prepared.report
     splits = {"train": prepared.train, "validation": prepared.validation}
     return {

@@ -67,16 +67,15 @@ from toolkit.train.evaluation import Evaluation, choose_prompts
 from toolkit.train.language_data import (
     Batch,
     LanguageData,
+    changing_order,
     check_same_data,
     data_card,
     epoch_rows,
     epoch_steps,
-    identity,
     load_data,
     load_data_with,
     longest_batch,
     next_position_of,
-    order_metrics,
     repeated_batch,
     rows_per_step,
     step_samples,
@@ -119,12 +118,12 @@ class LanguageTask(Task):
             self.data = load_data_with(cfg, self.data.encoder)
         self.cfg, self.steps_per_epoch = cfg, epoch_steps(cfg, self.data)
         self._next_position = next_position_of(cfg, self.data)
-        self._order_metrics = order_metrics(cfg, self.data)
+        self._order = changing_order(cfg, self.data)
 
     @property
     def identity(self) -> dict[str, str]:
         """Return the fingerprints of tokenized cache and packing plan."""
-        return identity(self.data)
+        return self.data.identity
 
     @property
     def total_steps(self) -> int:
@@ -176,7 +175,7 @@ class LanguageTask(Task):
 
     def order_metrics(self, position: Position) -> dict[str, float]:
         """Return figures of a curriculum or of weights that change."""
-        return self._order_metrics(position)
+        return self._order.figures(position) if self._order else {}
 
     def samples_at(self, position: Position) -> Samples:
         """Return the samples of a step with their texts, trained tokens apart."""
@@ -194,12 +193,7 @@ class LanguageTask(Task):
     # Model
 
     def build(self, ds: DsConfig, source: RunSource) -> DeepSpeedEngine:
-        """Load the model, leave trainable what `tuning` says, and hand it to DeepSpeed. A collective.
-
-        Raises:
-            ModelError: if the model cannot be loaded, or is not the one that the checkpoint was trained on.
-            ConfigError: if `tuning` does not fit the model, or DeepSpeed rejects the combination.
-        """
+        """Load the model, leave trainable what `tuning` says, and hand it to DeepSpeed. A collective."""
         return build_engine(self.cfg, self.data, ds, self.total_steps, source)
 
     def model_files(self, engine: DeepSpeedEngine) -> ModelFiles:
@@ -232,9 +226,7 @@ class LanguageTask(Task):
         store, counts = self.data.train, count_parameters(unwrap_model(run.engine.module))
         trained, total = sum(one.trained for one in counts.values()), sum(one.total for one in counts.values())
         parts = [
-            f"{group} {one.trained:,} / {one.total:,}"
-            if one.trained not in (0, one.total)
-            else f"{group} {one.total:,}"
+            f"{group} {one.trained:,} / {one.total:,}" if one.trained < one.total else f"{group} {one.total:,}"
             for group, one in counts.items()
             if one.trained
         ]
@@ -302,8 +294,7 @@ class LanguageTask(Task):
 
     def router_loss(self, engine: DeepSpeedEngine) -> RouterLoss | None:
         """Return the load-balancing loss of a mixture of experts, where it is trained."""
-        found: RouterLoss | None = getattr(engine.module, "router_loss", None)
-        return found
+        return getattr(engine.module, "router_loss", None)
 
     def evaluate(self, run: RunContext, step: int, alive: Callable[[], None]) -> dict[str, float]:
         """Evaluate loss, answers and their scores; the answers are kept in evaluations/ and handed to trackers."""
@@ -406,16 +397,9 @@ def build_engine(
 ) -> DeepSpeedEngine:
     """Load the model, leave trainable what `tuning` says, and hand it to DeepSpeed. A collective.
 
-    Args:
-        cfg: checked config.
-        data: tokenizer and stores.
-        ds: the DeepSpeed dict.
-        total_steps: optimizer steps.
-        source: run directory, and what the run resumes from.
-
     Raises:
-        ModelError: the model cannot be loaded, or is not the one that the checkpoint was trained on.
-        ConfigError: `tuning` does not fit the model, or DeepSpeed rejects the combination.
+        ModelError: if the model cannot be loaded, or is not the one that the checkpoint was trained on.
+        ConfigError: if `tuning` does not fit the model, or DeepSpeed rejects the combination.
     """
     packed, parts, stages = data.packing is Packing.packed, cfg.parallel.sequence, cfg.parallel.pipeline
     use_tf32(cfg.precision)
@@ -443,7 +427,9 @@ def build_engine(
     gc.collect()
     of_model = engine, len(data.tokenizer), engine.device, cfg.model.name or cfg.model.path
     if packed:
-        check_isolation(*of_model, partial(forward_logits, engine, pick=_few) if is_pipeline(engine) else None)
+        # The logits of some of the vocabulary tell as much.
+        few = partial(forward_logits, engine, pick=lambda logits: logits[..., :1024])
+        check_isolation(*of_model, few if is_pipeline(engine) else None)
     if parts > 1:
         check_sequence_parallel(*of_model, packed)
     in_use = _in_use(engine, cfg, without_liger)
@@ -468,11 +454,6 @@ def _loaded(cfg: RunConfig, data: LanguageData, ds: DsConfig) -> PreTrainedModel
     stage = mesh_of(cfg, world_size(), rank()).stage
     own = partial(stage_parameters, num_stages=stages, stage=stage) if stages > 1 else None
     return create_model(cfg.model, dtype, data.tokenizer, cfg.run.seed, ds.values, packed, parts, own)
-
-
-def _few(logits: torch.Tensor) -> torch.Tensor:
-    """Return the logits of some of the vocabulary, which tell as much."""
-    return logits[..., :1024]
 
 
 def _in_use(engine: DeepSpeedEngine, cfg: RunConfig, without_liger: str) -> str:
@@ -514,11 +495,8 @@ def _base_folder(cfg: RunConfig, data: LanguageData, model: PreTrainedModel, fol
 def _verify_export(folder: Path) -> None:
     """Compare a model's export with the run.
 
-    A device that rounds otherwise than was measured is no reason to lose a run's model: the export stays. One of other
-    weights is put aside, so that nothing takes it for the run's model.
-
-    Raises:
-        CheckpointError: the weights are others than were trained.
+    If the device rounds otherwise than was measured, the export stays: that is no reason to lose a model. An export of
+    other weights than were trained is a CheckpointError, and renamed, so that nothing takes it for the run's model.
     """
     try:
         verify_logits(folder)

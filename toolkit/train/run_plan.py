@@ -28,9 +28,7 @@ class RunPlan:
     """What a run is expected to take."""
 
     layout: Layout
-    """Memory and time."""
     on_cpu: bool
-    """Whether ranks run on processors."""
 
     @property
     def tensor_bytes(self) -> int:
@@ -39,12 +37,8 @@ class RunPlan:
 
     @property
     def process_bytes(self) -> int:
-        """What metrics.jsonl compares with: the GPU's memory, on processors that of the process."""
+        """What metrics.jsonl compares with: the GPU's memory, on CPU ranks that of the process."""
         return process_bytes(self.layout.memory) if self.on_cpu else self.tensor_bytes
-
-    def write(self, file: Path) -> None:
-        """Write it down, in bytes and seconds."""
-        file.write_text(json.dumps(view.layout_numbers(self.layout), indent=2) + "\n", encoding="utf-8")
 
     def lines(self) -> str:
         """Return the plan of a rank's memory as a table."""
@@ -52,10 +46,7 @@ class RunPlan:
 
 
 def plan_run(cfg: RunConfig, vocab_size: int, ranks: Ranks, device: torch.device, file: Path) -> RunPlan | None:
-    """Write down and return the plan of a config on this machine; None for a model that nobody has planned yet.
-
-    A collective.
-    """
+    """Write down and return the plan of a config on this machine; None if the model has no outline. A collective."""
     machine = _machine(cfg, ranks, device)
 
     def plan() -> RunPlan | None:
@@ -64,7 +55,7 @@ def plan_run(cfg: RunConfig, vocab_size: int, ranks: Ranks, device: torch.device
             if outline is None:
                 return None
             found = RunPlan(evaluate_layout(outline, cfg, machine, rates_of(cfg, machine, outline)), machine.on_cpu)
-            found.write(file)
+            file.write_text(json.dumps(view.layout_numbers(found.layout), indent=2) + "\n", encoding="utf-8")
         except Exception as error:  # whatever it is: it is there to be told, and training can begin without it
             warn("this run has no plan of its memory: {reason}", reason=repr(error))
             return None
@@ -79,8 +70,8 @@ def choose_layout(cfg: RunConfig, vocab_size: int, ranks: Ranks, device: torch.d
     Raises:
         OutOfMemory: nothing fits.
     """
-    if origin.checkpoint is not None:
-        return on_rank0(lambda: _as_before(cfg, origin.checkpoint, ranks.world_size))
+    if (checkpoint := origin.checkpoint) is not None:
+        return on_rank0(lambda: _as_before(cfg, checkpoint, ranks.world_size))
     machine = _machine(cfg, ranks, device)
 
     def best() -> Layout | None:
@@ -100,8 +91,7 @@ def choose_layout(cfg: RunConfig, vocab_size: int, ranks: Ranks, device: torch.d
     return found.cfg
 
 
-def _as_before(cfg: RunConfig, checkpoint: Path | None, world_size: int) -> RunConfig:
-    assert checkpoint is not None
+def _as_before(cfg: RunConfig, checkpoint: Path, world_size: int) -> RunConfig:
     before = directory.read_run_state(checkpoint).config
     micro = before["batch"]["micro_per_gpu"]
     possible = micro_sizes(cfg, world_size)

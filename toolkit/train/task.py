@@ -93,19 +93,14 @@ class RunContext:
     """A run whose engine is built: what stays the same until its end."""
 
     cfg: RunConfig
-    """The settled config."""
+    """Settled: nothing in it is `auto` any more."""
     ranks: Ranks
-    """Who this process is."""
     folder: Path
     """The run directory."""
     ds: DsConfig
-    """What DeepSpeed receives."""
     engine: DeepSpeedEngine
-    """The engine."""
     guard: StepGuard
-    """Judges every step."""
     checkpointer: Checkpointer
-    """Saves checkpoints."""
     model_files: ModelFiles
     """What checkpoints and the export hold of the model next to its weights."""
     start: RunState

@@ -44,7 +44,7 @@ from toolkit.train.run_plan import RunPlan, choose_layout, plan_run
 from toolkit.train.schedule import tell_length
 from toolkit.train.startup import start_logs
 from toolkit.train.task import TOKENS, FitResult, RunContext, Task
-from toolkit.train.throughput import Baseline, measure_baseline
+from toolkit.train.throughput import measure_baseline
 from toolkit.train.tracking import PATIENCE_S, AutomaticReport, log_summary, trackers_of, tracking
 
 DATA_CARD = "data.json"
@@ -146,12 +146,18 @@ class Trainer:
         if task.vocab_size is not None:
             self.plan = plan_run(cfg, task.vocab_size, ranks, engine.device, source.folder / "plan.json")
         task.prepare_evaluation(self.run)
-        self.reporter = self._reporter() if ranks.rank == 0 else None
+        self.reporter: AutomaticReport | None = None
+        if cfg.report.enabled and ranks.rank == 0:
+            patience_s = min(PATIENCE_S, cfg.distributed.timeout_s / 2)  # the other ranks wait in a collective
+            self.reporter = AutomaticReport(source.folder, environment.without_ranks(os.environ), patience_s)
 
     def fit(self) -> FitResult:
         """Try the run before its first step, then do all its steps."""
         run, progress, cfg = self.run, self.progress, self.cfg
-        baseline = self._baseline()
+        planned_bytes = self.plan.process_bytes if self.plan else None
+        baseline = measure_baseline(run.engine, cfg.tuning, cfg.train.activation_checkpointing.enabled, planned_bytes)
+        if self.task.unit != TOKENS:  # FLOPs are known of language models alone
+            baseline = replace(baseline, formula=None)
         say(self.task.start_lines(run))
         if self.task.unit == TOKENS:
             say(baseline.describe())
@@ -241,19 +247,6 @@ class Trainer:
             (folder / DATA_CARD).write_text(text, encoding="utf-8", errors="backslashreplace")
         return start
 
-    def _baseline(self) -> Baseline:
-        """Measure what speed and memory are compared with; FLOPs are known of language models alone."""
-        recomputes = self.cfg.train.activation_checkpointing.enabled
-        planned_bytes = self.plan.process_bytes if self.plan else None
-        baseline = measure_baseline(self.run.engine, self.cfg.tuning, recomputes, planned_bytes)
-        return baseline if self.task.unit == TOKENS else replace(baseline, formula=None)
-
-    def _reporter(self) -> AutomaticReport | None:
-        if not self.cfg.report.enabled:
-            return None
-        patience_s = min(PATIENCE_S, self.cfg.distributed.timeout_s / 2)  # the other ranks wait in a collective
-        return AutomaticReport(self.run.folder, environment.without_ranks(os.environ), patience_s)
-
     def _end_lines(self, result: FitResult, summary: Mapping[str, Any], samples: list[dict[str, str]]) -> list[str]:
         in_tokens = self.task.unit == TOKENS
         first, last = (f"{loss:.{3 if in_tokens else 4}f}" for loss in (result.first_loss, result.last_loss))
@@ -292,7 +285,9 @@ def _with_optimizer(cfg: RunConfig, source: RunSource) -> RunConfig:
         return cfg
     mine, reason = ops.with_optimizer(cfg)
     found = process_group.gather((bool(mine.optim.torch), reason))
-    known = on_rank0(lambda: _optimizer_before(source))
+    checkpoint = source.checkpoint
+    before = on_rank0(lambda: directory.read_run_state(checkpoint).config.get("optim", {}) if checkpoint else {})
+    known = before.get("torch")  # what the run decided when it began; None in a new one
     is_torch = any(torch for torch, _ in found) or known is True  # a node without a compiler decides for all
     if is_torch and known is True and not any(torch for torch, _ in found):
         reason = tr("as before")
@@ -304,22 +299,10 @@ def _with_optimizer(cfg: RunConfig, source: RunSource) -> RunConfig:
     return replace(cfg, optim=replace(cfg.optim, torch=is_torch))
 
 
-def _optimizer_before(source: RunSource) -> bool | None:
-    """Return what the checkpoint's run decided; None without one."""
-    if source.checkpoint is None:
-        return None
-    known = directory.read_run_state(source.checkpoint).config.get("optim", {}).get("torch")
-    return known if isinstance(known, bool) else None
-
-
 def _check_shared(folder: Path) -> list[failure.Peer]:
-    """Reject a run directory that some rank does not see: its part of a checkpoint would be lost to the others.
+    """Return each rank's process; reject a run directory that some rank does not see.
 
-    Returns:
-        The process of each rank.
-
-    Raises:
-        RunFolderError: on every rank.
+    Its part of a checkpoint would be lost to the others.
     """
     found = process_group.gather((failure.me(), folder.is_dir()))
     blind = [peer.host for peer, sees in found if not sees]
