@@ -3,7 +3,7 @@
 python -m toolkit.track.queue RUN_FOLDER
 
 Reads messages from stdin, one JSON object per line, and answers on stdout with what is to be shown to the user. Each
-tracker has a thread and a queue of its own, which knows what it has, what it is sent, and what is said when it fails.
+tracker has a thread and a queue of its own, which knows what it has, what it is sent, and what is reported if it fails.
 The process ends when stdin does, whatever became of rank 0, and soon.
 """
 
@@ -19,7 +19,7 @@ from contextlib import suppress
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
-from typing import Any, TextIO, TypeVar, cast
+from typing import Any, TextIO, cast
 
 from toolkit.messages import set_language, tr
 from toolkit.secrets import hide
@@ -35,20 +35,19 @@ BACKENDS = {
     "trackio": ("hosted", "TrackioRun"),
 }
 MOST_WAITING = 10_000
-"""Messages for a tracker that does not keep up; what comes beyond is left out."""
+"""Messages for a tracker that does not keep up; what comes beyond is dropped."""
 PAUSES_S = (1.0, 10.0, 60.0, 300.0, 600.0)
-"""Between the attempts at one message; then it is left out. When the session ends there is one more attempt at each."""
+"""Between the attempts at one message; then it is dropped. When the session ends there is one more attempt at each."""
 BEGIN_AGAIN_S = 60.0
 """Between the attempts to begin."""
 LOOK_EVERY_S = 0.2
 """Whether the session has ended, when there is nothing else to do."""
 RECORD_EVERY_S = 1.0
-"""Between two times that the record is written."""
+"""Between two times that the record is written: for each row it would take longer than the row."""
 SLOW_S = 60.0
-"""An answer that takes longer is told."""
+"""An answer that takes longer is reported."""
 
 
-_T = TypeVar("_T")
 _IMPORTING = threading.Lock()
 """Large libraries that import one another from several threads may see half of one."""
 
@@ -61,11 +60,13 @@ class BackendQueue:
         reply: tells the parent: {"warning": …} for the user, {"begun": name} when the tracker has answered.
     """
 
+    backend: Backend
+
     def __init__(
         self, name: str, run: TrackedRun, rows: Sequence[Mapping[str, Any]], reply: Callable[[Mapping[str, Any]], None]
     ) -> None:
         self.name, self.rows, self.reply = name, rows, reply
-        self.record = _Record(run.folder / "trackers" / f"{name}.json", run.step)
+        self.record = _Record(run.folder / "trackers" / f"{name}.json")
         self.run = replace(run, id=self.record.id)
         self.messages: queue.Queue[tuple[str, dict[str, Any]]] = queue.Queue(MOST_WAITING)
         self.ending = threading.Event()
@@ -105,10 +106,15 @@ class BackendQueue:
 
     def _work(self) -> None:
         self._replaying = len(self._missing(self.rows))
-        backend = self._begin_with_retries()
-        if backend is None:
-            return
-        self._replay(backend)
+        while not self._attempt(self._begin):
+            if self.ending.wait(BEGIN_AGAIN_S):
+                return
+        rows = self._missing(self.rows)  # what an earlier session did not deliver any more
+        self._replaying = len(rows)
+        for first in range(0, len(rows), self.backend.most_rows):
+            some = rows[first : first + self.backend.most_rows]
+            self._deliver_rows(some)
+            self._replaying -= len(some)
         while True:
             try:
                 kind, message = self.messages.get(timeout=LOOK_EVERY_S)
@@ -117,37 +123,21 @@ class BackendQueue:
                 if self.ending.is_set():
                     break
                 continue
-            self._deliver(backend, kind, message)
+            self._deliver(kind, message)
             self.messages.task_done()
-        self.is_done = self._deliver_with_retries(lambda: backend.end(self._status))
+        self.is_done = self._deliver_with_retries(lambda: self.backend.end(self._status))
 
-    def _begin_with_retries(self) -> Backend | None:
-        """Begin, again and again, until it succeeds or the session ends."""
-        while not (began := self._attempt(self._begin)):
-            if self.ending.wait(BEGIN_AGAIN_S):
-                return None
-        return began[0]
-
-    def _begin(self) -> Backend:
+    def _begin(self) -> None:
         module, kind = BACKENDS[self.name]
         with _IMPORTING:
             backend: Backend = getattr(import_module(f"toolkit.track.{module}"), kind)()
         backend.begin(self.run)
-        self.record.has(backend.held())
+        self.record.steps |= backend.held()
         if backend.redoes:
             self.record.back_to(self.run.step)
         self.record.write()
+        self.backend = backend
         self.reply({"begun": self.name})
-        return backend
-
-    def _replay(self, backend: Backend) -> None:
-        """Deliver what an earlier session did not deliver any more."""
-        rows = self._missing(self.rows)
-        self._replaying = len(rows)
-        for first in range(0, len(rows), backend.most_rows):
-            some = rows[first : first + backend.most_rows]
-            self._deliver_rows(backend, some)
-            self._replaying -= len(some)
 
     def _missing(self, rows: Sequence[Mapping[str, Any]]) -> list[tuple[str, Row]]:
         """Return the rows that the tracker does not have from an earlier attempt at their steps, with TRAIN or EVAL."""
@@ -160,24 +150,24 @@ class BackendQueue:
                 found.append((part, (step, {name: value for name, value in row.items() if name != "step"})))
         return found
 
-    def _deliver(self, backend: Backend, kind: str, message: dict[str, Any]) -> None:
+    def _deliver(self, kind: str, message: dict[str, Any]) -> None:
         step = int(message.get("step", 0))
         if kind == "row":
-            self._deliver_rows(backend, self._missing([message["row"]]))
+            self._deliver_rows(self._missing([message["row"]]))
         elif kind == "back":
-            if backend.redoes and self._deliver_with_retries(lambda: backend.take_back(step)):
+            if self.backend.redoes and self._deliver_with_retries(lambda: self.backend.take_back(step)):
                 self.record.back_to(step)
         elif kind == "answers":
             name, answers = message["name"], message["answers"]
             if step > self.record.steps[name]:
-                self._deliver_with_retries(lambda: backend.answers(step, name, answers), {name: step})
+                self._deliver_with_retries(lambda: self.backend.answers(step, name, answers), {name: step})
         elif kind == "summary":
-            self._deliver_with_retries(lambda: backend.summary(step, message["values"]))
+            self._deliver_with_retries(lambda: self.backend.summary(step, message["values"]))
 
-    def _deliver_rows(self, backend: Backend, rows: Sequence[tuple[str, Row]]) -> None:
+    def _deliver_rows(self, rows: Sequence[tuple[str, Row]]) -> None:
         if rows:
             steps = {part: step for part, (step, _) in rows}
-            self._deliver_with_retries(lambda: backend.write([row for _, row in rows]), steps, len(rows))
+            self._deliver_with_retries(lambda: self.backend.write([row for _, row in rows]), steps, len(rows))
 
     def _deliver_with_retries(
         self, deliver: Callable[[], object], steps: Mapping[str, int] | None = None, count: int = 1
@@ -190,8 +180,8 @@ class BackendQueue:
             is_last = self.ending.is_set()
             if self._attempt(deliver):
                 if steps:
-                    self.record.has(steps)
-                    self.record.write_now_and_then()
+                    self.record.steps |= steps
+                    self.record.write(RECORD_EVERY_S)
                 return True
             if is_last:
                 break
@@ -199,35 +189,32 @@ class BackendQueue:
         self.dropped += count
         return False
 
-    def _attempt(self, call: Callable[[], _T]) -> tuple[_T] | None:
-        """Return what the call returns, in a tuple; None if it fails. Warn if it fails or takes long."""
-        timer = threading.Timer(SLOW_S, self._warn_once, ("slow", self._slow_text()))
-        timer.daemon = True
-        timer.start()
-        try:
-            return (call(),)
-        except Exception as error:  # whatever a library raises
-            self._warn_once("failed", self._failed_text(error))
-            return None
-        finally:
-            timer.cancel()
-
-    def _slow_text(self) -> str:
-        return tr(
+    def _attempt(self, call: Callable[[], object]) -> bool:
+        """Return whether a call succeeds. Warn if it fails or takes long."""
+        slow = tr(
             "{tracker} has not answered for {seconds} s. Training does not wait for it.",
             tracker=self.name,
             seconds=f"{SLOW_S:.0f}",
         )
-
-    def _failed_text(self, error: Exception) -> str:
-        reason = " ".join((str(error) or type(error).__name__).split()).rstrip(".")
-        return tr(
-            "{tracker} failed: {kind}: {reason}. It is tried again; training goes on, and metrics.jsonl has "
-            "everything.",
-            tracker=self.name,
-            kind=type(error).__name__,
-            reason=reason if len(reason) <= 300 else reason[:297] + "...",
-        )
+        timer = threading.Timer(SLOW_S, self._warn_once, ("slow", slow))
+        timer.daemon = True
+        timer.start()
+        try:
+            call()
+        except Exception as error:  # whatever a library raises
+            reason = " ".join((str(error) or type(error).__name__).split()).rstrip(".")
+            failed = tr(
+                "{tracker} failed: {kind}: {reason}. It is tried again; training goes on, and metrics.jsonl has "
+                "everything.",
+                tracker=self.name,
+                kind=type(error).__name__,
+                reason=reason if len(reason) <= 300 else reason[:297] + "...",
+            )
+            self._warn_once("failed", failed)
+            return False
+        finally:
+            timer.cancel()
+        return True
 
     def _warn_once(self, what: str, sentence: str) -> None:
         """Warn the user, once for each kind of trouble."""
@@ -239,35 +226,26 @@ class BackendQueue:
 class _Record:
     """RUN/trackers/NAME.json: the run's id there, and the last steps that it was handed."""
 
-    def __init__(self, path: Path, step: int) -> None:
+    def __init__(self, path: Path) -> None:
         self.path = path
         self._lock = threading.Lock()
         self._written: dict[str, Any] = {}
         self._written_at = 0.0
         self.id = os.urandom(4).hex()
         self.steps = dict.fromkeys((TRAIN, EVAL, ANSWERS, SAMPLES), -1)
-        try:
+        with suppress(OSError, ValueError, KeyError, TypeError):
             values = json.loads(path.read_text(encoding="utf-8"))
             self.id = str(values["id"])
             self.steps = {part: int(values[part]) for part in self.steps}
-        except (OSError, ValueError, KeyError, TypeError):
-            pass
-
-    def has(self, steps: Mapping[str, int]) -> None:
-        """Take note of the last steps."""
-        self.steps |= steps
 
     def back_to(self, step: int) -> None:
-        """The steps after this one are handed on again."""
+        """Note that the steps after this one are handed on again."""
         self.steps = {part: min(last, step) for part, last in self.steps.items()}
 
-    def write_now_and_then(self) -> None:
-        """Write it if that was a while ago: for each row it would take longer than the row."""
-        if time.monotonic() - self._written_at >= RECORD_EVERY_S:
-            self.write()
-
-    def write(self) -> None:
-        """Write what is new in it, whichever thread asks; a full disk is no reason to stop."""
+    def write(self, every_s: float = 0.0) -> None:
+        """Write what is new in it if that was so long ago, whichever thread asks; a full disk is no reason to stop."""
+        if time.monotonic() - self._written_at < every_s:
+            return
         with self._lock, suppress(OSError):
             values = {"id": self.id, **self.steps}
             self._written_at = time.monotonic()
@@ -284,27 +262,6 @@ KILLED_PATIENCE_S = 5.0
 """Time to end in when rank 0 is gone without a word: its run may be started again at once."""
 
 
-def main() -> None:
-    """Serve one session, to its end."""
-    folder = Path(sys.argv[1])
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)  # the end of stdin is the word that counts
-    os.nice(5)
-    queues = _serve(folder, _own_stdout())
-    with suppress(OSError):
-        sys.stderr.flush()
-    # Not sys.exit: a library may wait at exit for a server that does not answer.
-    os._exit(0 if all(one.is_done for one in queues) else 1)
-
-
-def _own_stdout() -> TextIO:
-    """Return a file for answers; whatever else is printed, by libraries and their processes, goes where stderr goes."""
-    replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)
-    sys.stdout = sys.stderr = cast("TextIO", _Hiding(sys.stderr))
-    return replies
-
-
 class _Hiding:
     """A stream that leaves out secrets."""
 
@@ -317,6 +274,21 @@ class _Hiding:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
+
+
+def main() -> None:
+    """Serve one session, to its end."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)  # the end of stdin is the word that counts
+    os.nice(5)
+    replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)  # whatever else is printed, by libraries and their processes, goes where stderr goes
+    sys.stdout = sys.stderr = cast("TextIO", _Hiding(sys.stderr))
+    queues = _serve(Path(sys.argv[1]), replies)
+    with suppress(OSError):
+        sys.stderr.flush()
+    # Not sys.exit: a library may wait at exit for a server that does not answer.
+    os._exit(0 if all(one.is_done for one in queues) else 1)
 
 
 def _serve(folder: Path, replies: TextIO) -> list[BackendQueue]:
@@ -336,7 +308,12 @@ def _serve(folder: Path, replies: TextIO) -> list[BackendQueue]:
             break
         kind = message.pop("kind")
         if kind == "begin":
-            queues = _begin(folder, message, reply)
+            set_language(message["language"])
+            rows = _rows_so_far(folder, message["metrics_bytes"])
+            same = {name: message[name] for name in ("hyperparameters", "texts", "step")}
+            for name, settings in message["trackers"].items():
+                run = TrackedRun(name=folder.name, id="", folder=folder, settings=settings, **same)
+                queues.append(BackendQueue(name, run, rows, reply))
         elif kind == "end":
             status, patience_s = message["status"], message["patience_s"]
             break
@@ -351,31 +328,11 @@ def _serve(folder: Path, replies: TextIO) -> list[BackendQueue]:
     return queues
 
 
-def _begin(folder: Path, message: dict[str, Any], reply: Callable[[Mapping[str, Any]], None]) -> list[BackendQueue]:
-    set_language(message["language"])
-    queues = []
-    rows = _rows_so_far(folder, message["metrics_bytes"])
-    for name, settings in message["trackers"].items():
-        run = TrackedRun(
-            name=folder.name,
-            id="",
-            folder=folder,
-            settings=settings,
-            hyperparameters=message["hyperparameters"],
-            texts=message["texts"],
-            step=message["step"],
-        )
-        queues.append(BackendQueue(name, run, rows, reply))
-    return queues
-
-
 def _rows_so_far(folder: Path, length: int) -> list[dict[str, Any]]:
     """Return the rows that metrics.jsonl had when the session began."""
-    try:
-        with open(folder / "metrics.jsonl", "rb") as file:
-            return [json.loads(line) for line in file.read(length).splitlines()]
-    except (OSError, ValueError):
-        return []
+    with suppress(OSError, ValueError), open(folder / "metrics.jsonl", "rb") as file:
+        return [json.loads(line) for line in file.read(length).splitlines()]
+    return []
 
 
 if __name__ == "__main__":
