@@ -112,7 +112,7 @@ def main() -> None:
     from toolkit.config import preflight
     from toolkit.distributed import failure, process_group
     from toolkit.errors import Diverged, ToolkitError
-    from toolkit.train import checkpointer, folder_lock
+    from toolkit.train import checkpointer, run_dir
     from toolkit.train.language_data import load_data
     from toolkit.train.language_task import LanguageTask
     from toolkit.train.trainer import Trainer
@@ -147,11 +147,11 @@ def main() -> None:
             if "refused" in case:
                 if ranks.rank == 0:
                     Path(case["refused"]).write_text(f"{type(error).__name__}: {error}")
-                folder_lock.release()
+                run_dir.release_run_dir()
                 continue
             if not isinstance(error, Diverged) or not spoil["steps"]:
                 raise
-            folder_lock.release()
+            run_dir.release_run_dir()
             if is_last:
                 with note.open("a", encoding="utf-8") as lines:
                     lines.write(f"Diverged: {error}\n")

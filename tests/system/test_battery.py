@@ -239,7 +239,7 @@ CHOOSE = """
 import sys, time
 from toolkit.config.load import load
 from toolkit.errors import RunFolderError
-from toolkit.train import folder_lock, run_dir
+from toolkit.train import run_dir
 folder, rounds = sys.argv[1], int(sys.argv[2])
 for number in range(rounds):
     cfg = load(["recipe=quickstart", f"run.dir={folder}", f"run.name=run{number}"]).cfg
@@ -251,7 +251,7 @@ for number in range(rounds):
     except RunFolderError as error:
         print("told", error, flush=True)
     sys.stdin.readline()
-    folder_lock.release()
+    run_dir.release_run_dir()
 """
 
 

@@ -31,7 +31,7 @@ from toolkit.config.load import to_dict
 from toolkit.config.schema import FREE, CheckpointConfig, Influence, RunConfig, influence_of
 from toolkit.engine.parameters import are_finite
 from toolkit.errors import CheckpointError, ConfigError
-from toolkit.train import folder_lock, resume, run_dir
+from toolkit.train import resume, run_dir
 from toolkit.train.checkpointer import Checkpointer, Rotation, _Pending
 
 
@@ -268,7 +268,7 @@ def save(saver: Checkpointer, step: int) -> None:
     folder.mkdir()
     pending = _Pending(step, folder, EngineFiles(), [])
     pending.mine.append(RunState(step=step).write(folder))
-    pending.start()
+    pending.thread.start()
     pending.wait()
     saver._pending = pending
 
@@ -688,7 +688,7 @@ def test_a_copy_that_fails_costs_the_checkpoint_and_keeps_no_update_waiting(
 
     monkeypatch.setattr("toolkit.checkpoint.engine_files.HostCopies.complete", fail)
     pending = _Pending(3, tmp_path, files, [])
-    pending.start()
+    pending.thread.start()
     files.wait_for_copies()
     pending.wait()
     assert pending.failure == "MemoryError: "
@@ -717,7 +717,7 @@ def test_going_back_in_a_run_puts_aside_what_came_after(tmp_path: Path) -> None:
     cfg = RunConfig()
     cfg.run.dir, cfg.run.name = str(tmp_path), "mine"
     run_dir.choose_run_dir(cfg)
-    folder_lock.release()
+    run_dir.release_run_dir()
     run = tmp_path / "mine"
     for step in (2, 4, 6):
         checkpoint(run / "checkpoints", step)
@@ -727,7 +727,7 @@ def test_going_back_in_a_run_puts_aside_what_came_after(tmp_path: Path) -> None:
     (run / "FAILED").touch()
     cfg.resume = str(run / "checkpoints" / "step-2")
     assert run_dir.choose_run_dir(cfg) == run_dir.RunSource(run, run / "checkpoints" / "step-2")
-    folder_lock.release()
+    run_dir.release_run_dir()
     directory.empty_trash(run / "checkpoints")
     assert sorted(path.name for path in (run / "checkpoints").iterdir()) == [
         "step-2",
@@ -739,7 +739,7 @@ def test_going_back_in_a_run_puts_aside_what_came_after(tmp_path: Path) -> None:
     assert (run / "logs" / "FAILED").exists()
     cfg.resume = "auto"
     assert run_dir.choose_run_dir(cfg).checkpoint == run / "checkpoints" / "step-2"
-    folder_lock.release()
+    run_dir.release_run_dir()
 
 
 def test_a_run_that_begins_anew_has_a_base_of_its_own(tmp_path: Path) -> None:
@@ -747,17 +747,17 @@ def test_a_run_that_begins_anew_has_a_base_of_its_own(tmp_path: Path) -> None:
     cfg = RunConfig()
     cfg.run.dir, cfg.run.name = str(tmp_path), "mine"
     run_dir.choose_run_dir(cfg)
-    folder_lock.release()
+    run_dir.release_run_dir()
     run = tmp_path / "mine"
     for name in ("base", ".base.abc.tmp"):
         (run / name).mkdir()
     run_dir.choose_run_dir(cfg)
-    folder_lock.release()
+    run_dir.release_run_dir()
     assert sorted(path.name for path in run.iterdir()) == ["base.replaced", "logs", "run.lock"]
     (run / "base").mkdir()
     checkpoint(run / "checkpoints", 2)
     run_dir.choose_run_dir(cfg)
-    folder_lock.release()
+    run_dir.release_run_dir()
     assert (run / "base").is_dir()
 
 

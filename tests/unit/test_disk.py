@@ -11,9 +11,8 @@ from toolkit.config.load import load
 from toolkit.config.schema import RunConfig
 from toolkit.disk import check_no_symlinks, set_permissions, umask
 from toolkit.errors import DataError, RunFolderError
-from toolkit.train.folder_lock import release
 from toolkit.train.language_data import build_encoder
-from toolkit.train.run_dir import choose_run_dir
+from toolkit.train.run_dir import choose_run_dir, release_run_dir
 
 SOMEBODY = 12345
 
@@ -27,7 +26,7 @@ def link_owner(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
         monkeypatch.setattr(os, "getuid", lambda: SOMEBODY)
         owner = mine
     yield owner
-    release()
+    release_run_dir()
 
 
 def is_foreign(owner: int) -> bool:

@@ -16,16 +16,16 @@ from toolkit.config.schema import RunConfig
 from toolkit.distributed.watchdog import heartbeat_file
 from toolkit.errors import CheckpointError, RunFolderError
 from toolkit.launch import deepspeed
-from toolkit.train import folder_lock, run_dir
+from toolkit.train import run_dir
 
 HOLD = """
 import sys, time
 from pathlib import Path
-from toolkit.train import folder_lock
-folder_lock.take(Path(sys.argv[1]))
+from toolkit.train import run_dir
+run_dir.lock_run_dir(Path(sys.argv[1]))
 print("held", flush=True)
 sys.stdin.readline()
-print(folder_lock.is_lost(now=True), flush=True)
+print(run_dir.is_lost(now=True), flush=True)
 sys.stdin.readline()
 """
 
@@ -34,7 +34,7 @@ sys.stdin.readline()
 def released() -> Iterator[None]:
     """Let go of what a test has locked."""
     yield
-    folder_lock.release()
+    run_dir.release_run_dir()
 
 
 def named(folder: Path) -> RunConfig:
@@ -75,7 +75,7 @@ def test_a_folder_that_holds_something_is_not_touched(left: str, tmp_path: Path)
 @pytest.mark.fault("X1")
 def test_a_deleted_lock_lets_nobody_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By the directory's lock; by heartbeats where directories cannot be locked; and the holder puts it back."""
-    monkeypatch.setattr(folder_lock, "_LOOK_S", 0.3)
+    monkeypatch.setattr(run_dir, "_COUNTING_S", 0.3)
     run = tmp_path / "mine"
     (run / "logs").mkdir(parents=True)
     (run / "config.yaml").touch()
@@ -98,26 +98,26 @@ def test_a_deleted_lock_lets_nobody_in(tmp_path: Path, monkeypatch: pytest.Monke
         assert holder.stdout.readline() == "held\n"
         (run / "run.lock").unlink()
         with pytest.raises(RunFolderError, match=rf"another process works in {run}: \?"):
-            folder_lock.take(run)
+            run_dir.lock_run_dir(run)
         beating.start()
         while not (run / "logs" / heartbeat_file(0)).exists():
             time.sleep(0.01)
         with monkeypatch.context() as without:
-            without.setattr(folder_lock, "_lock_directory", lambda folder: (True, None))
+            without.setattr(run_dir, "_lock_directory", lambda folder: (True, None))
             with pytest.raises(RunFolderError, match=r'works in .*: \{"pid": 77, "host": "here"\}'):
-                folder_lock.take(run)
+                run_dir.lock_run_dir(run)
         holder.stdin.write("\n")
         holder.stdin.flush()
         assert holder.stdout.readline() == "False\n"
         assert json.loads((run / "run.lock").read_text())["pid"] == holder.pid
         with pytest.raises(RunFolderError, match=rf'"pid": {holder.pid}'):
-            folder_lock.take(run)
+            run_dir.lock_run_dir(run)
     finally:
         over.set()
         holder.kill()
         holder.communicate(timeout=30)
     beating.join()
-    folder_lock.take(run)  # signed by a process that is gone
+    run_dir.lock_run_dir(run)  # signed by a process that is gone
 
 
 def test_a_folder_that_was_taken_away_is_noticed(tmp_path: Path) -> None:
@@ -125,28 +125,28 @@ def test_a_folder_that_was_taken_away_is_noticed(tmp_path: Path) -> None:
         run = tmp_path / name
         run.mkdir()
         (run / "config.yaml").touch()
-        folder_lock.take(run)
-        assert not folder_lock.is_lost(now=True)
-        folder_lock.check(run)
+        run_dir.lock_run_dir(run)
+        assert not run_dir.is_lost(now=True)
+        run_dir.check_not_lost(run)
         return run
 
     removed = lock("removed")
     shutil.rmtree(removed)
     with pytest.raises(RunFolderError, match=f"the run folder {removed} was removed, moved or replaced"):
-        folder_lock.check(removed)
-    folder_lock.release()
+        run_dir.check_not_lost(removed)
+    run_dir.release_run_dir()
 
     moved = lock("moved")
     moved.rename(tmp_path / "elsewhere")
     moved.mkdir()
     (moved / "run.lock").touch()
-    assert folder_lock.is_lost(now=True)
-    folder_lock.release()
+    assert run_dir.is_lost(now=True)
+    run_dir.release_run_dir()
 
     emptied = lock("emptied")
     for path in emptied.iterdir():
         path.unlink()
-    assert folder_lock.is_lost(now=True)
+    assert run_dir.is_lost(now=True)
 
 
 def test_a_stop_file_of_an_earlier_start_is_removed(
@@ -154,11 +154,11 @@ def test_a_stop_file_of_an_earlier_start_is_removed(
 ) -> None:
     cfg = named(tmp_path)
     run_dir.choose_run_dir(cfg)
-    folder_lock.release()
+    run_dir.release_run_dir()
     stop = tmp_path / "mine" / "stop"
     stop.touch()
     run_dir.choose_run_dir(cfg)
-    folder_lock.release()
+    run_dir.release_run_dir()
     assert not stop.exists()
     assert f"Removed the file {stop}, which is older than this start. To stop this run, create it again." in said
     # Of a run that its launcher starts again it is meant for this very command.

@@ -7,13 +7,11 @@ import shutil
 import sys
 from collections.abc import Iterator
 from contextlib import redirect_stderr, redirect_stdout
-from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from toolkit.checkpoint.engine_files import unreadable_error
+from toolkit.checkpoint.engine_files import read_file, unreadable_error
 from toolkit.distributed.file_lock import build_once
 from toolkit.distributed.process_group import join_parts
 from toolkit.errors import CheckpointError, NotExportable
@@ -41,52 +39,21 @@ def make_universal(checkpoint: Path, folder: Path) -> Path:
     Raises:
         CheckpointError: DeepSpeed cannot convert it.
     """
-    target = folder / (checkpoint.name + SUFFIX)
-    build_once(
-        target,
-        partial(_convert_in_process, checkpoint),
-        lambda made: (made / "zero").is_dir(),
-        setting="run.dir",
-    )
-    return target
+    made = folder / (checkpoint.name + SUFFIX)
+
+    def convert(target: Path) -> None:
+        say("Converting {checkpoint} for other ranks or another ZeRO stage …", checkpoint=checkpoint)
+        if reason := run_module("toolkit.checkpoint.convert", str(checkpoint), str(target)):
+            raise CheckpointError("cannot convert {folder}: {reason}.", folder=checkpoint, reason=reason)
+
+    build_once(made, convert, lambda target: (target / "zero").is_dir(), setting="run.dir")
+    return made
 
 
 def remove_universal(universal: Path) -> None:
-    """Remove what `make` made; the checkpoint itself stays."""
+    """Remove what `make_universal` made; the checkpoint itself stays."""
     shutil.rmtree(universal, ignore_errors=True)
     universal.with_name(universal.name + ".lock").unlink(missing_ok=True)
-
-
-def _convert_in_process(checkpoint: Path, target: Path) -> None:
-    say("Converting {checkpoint} for other ranks or another ZeRO stage …", checkpoint=checkpoint)
-    if reason := run_module("toolkit.checkpoint.convert", str(checkpoint), str(target)):
-        raise CheckpointError("cannot convert {folder}: {reason}.", folder=checkpoint, reason=reason)
-
-
-def main() -> None:
-    """Convert."""
-    from deepspeed.checkpoint import ds_to_universal
-
-    from toolkit.checkpoint import engine_files  # noqa: F401  lets its classes be read
-
-    os.environ["TORCH_FORCE_WEIGHTS_ONLY_LOAD"] = "1"
-
-    source, target = sys.argv[1:]
-    ds_to_universal.main(
-        argparse.Namespace(
-            input_folder=source,
-            output_folder=target,
-            num_extract_workers=2,
-            num_merge_workers=2,
-            keep_temp_folder=False,
-            strict=True,
-            inject_missing_state=True,
-        )
-    )
-
-
-if __name__ == "__main__":
-    main()
 
 
 _LAYERS = "layer_*-model_states.pt"
@@ -104,26 +71,18 @@ def iter_weights(checkpoint: Path, dtype: torch.dtype) -> Iterator[tuple[str, to
     """
     if layers := sorted(checkpoint.glob(_LAYERS)):
         for file in layers:
-            yield from _load(file).items()
+            yield from read_file(file, mmap=True).items()
     elif parts := sorted(checkpoint.glob(_PARTS)):
-        modules = [_load(part)["module"] for part in parts]
+        modules = [read_file(part, mmap=True)["module"] for part in parts]
         yield from ((name, join_parts(name, [module[name] for module in modules])) for name in modules[0])
     else:
         yield from _join_zero_parts(checkpoint, dtype)
 
 
-def _load(path: Path) -> dict[str, Any]:
-    try:
-        found: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except Exception as error:  # pickle and zip raise whatever they like on damaged files
-        raise unreadable_error(path, error) from None
-    return found
-
-
 def _join_zero_parts(checkpoint: Path, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
     from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
-    first = _load(checkpoint / _FIRST_PART)
+    first = read_file(checkpoint / _FIRST_PART, mmap=True)
     os.environ["TORCH_FORCE_WEIGHTS_ONLY_LOAD"] = "1"  # over DeepSpeed's own arguments, which allow anything
     place = checkpoint.resolve()
     try:
@@ -144,3 +103,26 @@ def _join_zero_parts(checkpoint: Path, dtype: torch.dtype) -> Iterator[tuple[str
             yield name, value
         else:
             yield name, value.contiguous().to(dtype)
+
+
+def main() -> None:
+    """Convert, in a process of its own."""
+    from deepspeed.checkpoint import ds_to_universal
+
+    os.environ["TORCH_FORCE_WEIGHTS_ONLY_LOAD"] = "1"
+    source, target = sys.argv[1:]
+    ds_to_universal.main(
+        argparse.Namespace(
+            input_folder=source,
+            output_folder=target,
+            num_extract_workers=2,
+            num_merge_workers=2,
+            keep_temp_folder=False,
+            strict=True,
+            inject_missing_state=True,
+        )
+    )
+
+
+if __name__ == "__main__":
+    main()

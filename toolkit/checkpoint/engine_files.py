@@ -109,10 +109,7 @@ class EngineFiles(CheckpointEngine):
 
     def load(self, path: str, map_location: Any = None) -> Any:
         """Read one file."""
-        try:
-            return torch.load(path, map_location=map_location, weights_only=True)
-        except Exception as error:  # pickle and zip raise whatever they like on damaged files
-            raise unreadable_error(path, error) from None
+        return read_file(path, map_location)
 
     def commit(self, info: CheckpointCommitInfo) -> bool:
         """Called by DeepSpeed after the last file."""
@@ -120,6 +117,14 @@ class EngineFiles(CheckpointEngine):
 
     def _fail(self, error: Exception) -> None:
         self.failure = self.failure or (getattr(error, "strerror", None) or str(error).splitlines()[0])
+
+
+def read_file(path: str | Path, map_location: Any = "cpu", mmap: bool | None = None) -> Any:
+    """Return what a file of the engine holds: tensors, plain values and known classes."""
+    try:
+        return torch.load(path, map_location=map_location, weights_only=True, mmap=mmap)
+    except Exception as error:  # pickle and zip raise whatever they like on damaged files
+        raise unreadable_error(path, error) from None
 
 
 def unreadable_error(path: str | Path, error: Exception) -> CheckpointError:

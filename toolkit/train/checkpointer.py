@@ -1,20 +1,17 @@
-"""Removes old checkpoints, and makes the weights that stay of them, next to training: a thread of rank 0.
-
-Deleting a checkpoint of 70 GB on a network disk takes minutes, and no step waits for it. What goes is renamed first:
-what is half deleted cannot be taken for a checkpoint, and the next start removes what a killed process has left.
-
-
-Saving a run while it trains: written at once, proven in the background, published when every rank has done its part.
+"""Saving a run while it trains: written at once, proven in the background, published when every rank has done its part.
 
 A save goes through three states. *Written*: every rank has handed its files to the system; training goes on. (With
 `checkpoint.asynchronous` it has noted what they will hold; its thread copies that, for which the next update waits, and
 writes them.) *Proven*: a thread of each rank has flushed its files to the disk, read them back and compared them with
 the checksums that were taken of them in memory. *Published*: at a step boundary at which all ranks have got so far,
-rank 0 writes the manifest, renames the folder and names it in `latest`. Killed before that, by whatever, the checkpoint
-before is untouched.
+rank 0 writes the manifest, renames the directory and names it in `latest`. Killed before that, by whatever, the
+checkpoint before is untouched.
 
-Beside the engine's files a checkpoint holds what the model is (config, tokenizer) and a probe, so that it can be turned
-into a model, and that be proven, without the run.
+Next to the engine's files a checkpoint holds what the model is (config, tokenizer) and a probe, so that it can be
+turned into a model, and that be proven, without the run. A thread of rank 0 removes old checkpoints, and makes the
+weights that stay of them: deleting 70 GB on a network disk takes minutes, and no step waits for it. What goes is
+renamed first: what is half deleted cannot be taken for a checkpoint, and the next start removes what a killed process
+has left.
 """
 
 import math
@@ -43,22 +40,13 @@ from toolkit.models.save import MODEL_DIR
 
 
 class Rotation:
-    """Keeps what the config says of the checkpoints of a run.
+    """Keeps as many checkpoints, and weights of older ones, as the config says.
 
-    A run that is stopped does not wait for it: what is not done then is done by the next start.
-
-    Args:
-        folder: checkpoints/ of the run.
-        config: how much is kept.
-        export: makes an export of a checkpoint; raises CheckpointError.
+    A run that is stopped does not wait for it: what is not done then is done by the next start. `export` makes an
+    export of a checkpoint, or raises CheckpointError.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        config: CheckpointConfig,
-        export: Callable[[Path, Path], None],
-    ) -> None:
+    def __init__(self, folder: Path, config: CheckpointConfig, export: Callable[[Path, Path], None]) -> None:
         self.folder, self.config, self.export = folder, config, export
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
@@ -68,8 +56,7 @@ class Rotation:
     def request(self, also: Collection[Path] | None = None) -> None:
         """Remove what is too much; returns at once. Of several requests the last one counts.
 
-        Args:
-            also: checkpoints that stay next to the newest ones; None removes only what was discarded already.
+        `also` stay next to the newest ones; None removes only what was discarded already.
         """
         with self._lock:
             self._is_due, self._also = True, self._also if also is None else also
@@ -101,7 +88,11 @@ class Rotation:
 
     def _rotate(self, also: Collection[Path]) -> None:
         keep, keep_weights = self.config.keep, self.config.keep_weights
-        waiting = self._waiting(directory.outdated_checkpoints(self.folder, keep, also))
+        outdated, light = directory.outdated_checkpoints(self.folder, keep, also), directory.weights_only(self.folder)
+        steps = sorted({directory.step_of(path) for path in (*outdated, *light)}, reverse=True)
+        wanted = {directory.checkpoint_name(step) for step in (steps if keep_weights < 0 else steps[:keep_weights])}
+        # These stay until their weights are next to them.
+        waiting = [path for path in outdated if path.name in wanted and directory.weights_of(path) not in light]
         directory.remove_old(self.folder, keep, [*also, *waiting], self.config.max_gib * 2**30, keep_weights)
         for checkpoint in reversed(waiting):  # the oldest first
             try:
@@ -117,15 +108,6 @@ class Rotation:
             directory.remove_directory(checkpoint)
             directory.remove_old(self.folder, 0, keep_weights=keep_weights)
 
-    def _waiting(self, outdated: list[Path]) -> list[Path]:
-        """Return which of the checkpoints that may go must stay until their weights are next to them, newest first."""
-        there = directory.weights_only(self.folder)
-        steps = sorted({directory.step_of(path) for path in (*outdated, *there)}, reverse=True)
-        wanted = steps if self.config.keep_weights < 0 else steps[: self.config.keep_weights]
-        return [
-            path for path in outdated if directory.step_of(path) in wanted and directory.weights_of(path) not in there
-        ]
-
 
 _ROOM = 1.1
 """Free space that a save wants, as a multiple of the last checkpoint's size."""
@@ -139,7 +121,7 @@ _FIRST_BYTES_PER_PARAMETER = 12
 
 @dataclass(frozen=True, slots=True)
 class ModelFiles:
-    """What a checkpoint holds of the model beside the engine's files."""
+    """What a checkpoint holds of the model next to the engine's files."""
 
     files: Mapping[str, bytes]
     """Of `toolkit.models.save.describe`; rank 0 alone has them."""
@@ -152,7 +134,7 @@ class ModelFiles:
 
 
 class Checkpointer:
-    """All checkpoints of one run. Every method but `is_proven` and `end` is a collective.
+    """All checkpoints of one run. Every method but `is_proven` is a collective.
 
     Args:
         engine: the engine.
@@ -184,8 +166,8 @@ class Checkpointer:
         self.good: Path | None = on_rank0(lambda: directory.known_good(folder))
         """The newest checkpoint that a good step has followed: it stays, whatever becomes of newer ones."""
         self._pending: _Pending | None = None
-        is_whole = described.holds_frozen or all(parameter.requires_grad for parameter in engine.module.parameters())
-        self._is_part = not is_whole
+        # What is frozen is not in a checkpoint.
+        self._is_part = not (described.holds_frozen or all(one.requires_grad for one in engine.module.parameters()))
         self._rotation = Rotation(folder, config, described.export)
         if rank() == 0:
             self._rotation.request()  # what an earlier start has left
@@ -197,9 +179,7 @@ class Checkpointer:
     def begin(self, state: RunState, is_last: bool = False) -> None:
         """Write a checkpoint; the one before is published first if it is not yet.
 
-        Args:
-            state: of the run.
-            is_last: whether no step follows that could show that its weights are good: a probe has to.
+        After the last (`is_last`) no step follows that could show that its weights are good: a probe has to.
         """
         self.finish()
         name = directory.checkpoint_name(state.step)
@@ -226,7 +206,9 @@ class Checkpointer:
                 str(self.folder), tag=temporary.name, save_latest=False, exclude_frozen_parameters=self._is_part
             )
         pending = _Pending(state.step, temporary, self.files, state.evaluations)
-        pending.is_good = (is_last and has_probe) or _is_evaluated(state)
+        last = state.evaluations[-1] if state.evaluations else {}
+        is_evaluated = last.get("step") == state.step and math.isfinite(last.get(EVAL_LOSS, math.nan))
+        pending.is_good = (is_last and has_probe) or is_evaluated
         try:
             if not self.files.failure:
                 path = temporary / random_state.file_name(rank())
@@ -235,10 +217,15 @@ class Checkpointer:
                 swapped = temporary / "offloaded_tensors" / f"rank{rank():02d}"
                 pending.mine += [path for path in swapped.rglob("*") if path.is_file()]
             if rank() == 0:
-                pending.mine += [state.write(temporary), *self._describe(temporary, taken)]
+                pending.mine += [state.write(temporary), *([probe.write(taken, temporary)] if taken else [])]
+                for file, content in self.described.files.items():
+                    path = temporary / MODEL_DIR / file
+                    path.parent.mkdir(parents=True, exist_ok=True)
+                    path.write_bytes(content)
+                    pending.mine.append(path)
         except (OSError, RuntimeError) as error:
             pending.failure = pending.failure or str(error)
-        pending.start()
+        pending.thread.start()
         self._pending = pending
 
     def _may_probe(self, is_last: bool = False) -> bool:
@@ -255,46 +242,31 @@ class Checkpointer:
         self._probe_s = self._probed_at - started
         return taken
 
-    def _describe(self, folder: Path, taken: probe.Probe | None) -> list[Path]:
-        """Write what the model is, and what it makes of a few ids; return the files."""
-        written = [probe.write(taken, folder)] if taken else []
-        for name, content in self.described.files.items():
-            path = folder / MODEL_DIR / name
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(content)
-            written.append(path)
-        return written
+    def load(self, checkpoint: Path, converts: bool = False) -> None:
+        """Put the engine into the state of a checkpoint.
 
-    def load(self, checkpoint: Path) -> None:
-        """Put the engine into the state of a checkpoint that was saved by as many ranks.
-
-        Raises:
-            CheckpointError: it cannot be read.
-        """
-        self._load(checkpoint)
-        self.newest = checkpoint
-
-    def load_universal(self, checkpoint: Path) -> None:
-        """The same for one that was saved by other ranks or under another ZeRO stage.
+        `converts`: it was saved by other ranks or under another ZeRO stage, so DeepSpeed's universal form of it is made
+        and loaded.
 
         Raises:
             CheckpointError: it cannot be read or converted.
         """
-        converted = convert.make_universal(checkpoint, self.folder)
-        config = self.engine._config
-        config.load_universal_checkpoint = True
-        try:
-            self._load(converted)
-        finally:
-            config.load_universal_checkpoint = False
-        barrier()
-        on_rank0(lambda: convert.remove_universal(converted))
+        if not converts:
+            self._load(checkpoint)
+        else:
+            converted, config = convert.make_universal(checkpoint, self.folder), self.engine._config
+            config.load_universal_checkpoint = True
+            try:
+                self._load(converted)
+            finally:
+                config.load_universal_checkpoint = False
+            barrier()
+            on_rank0(lambda: convert.remove_universal(converted))
         self.newest = checkpoint
 
     def _load(self, folder: Path) -> None:
         basic = self.engine.basic_optimizer
         own = [{name: value for name, value in group.items() if name != "params"} for group in basic.param_groups]
-        # What is frozen is not in it.
         found, _ = self.engine.load_checkpoint(
             str(folder.parent), tag=folder.name, load_module_strict=not self._is_part
         )
@@ -317,7 +289,7 @@ class Checkpointer:
 
     def is_proven(self) -> bool:
         """Whether this rank has done its part of a save that is not published yet. No collective."""
-        return self._pending is not None and self._pending.is_done()
+        return self._pending is not None and not self._pending.thread.is_alive()
 
     def finish(self) -> None:
         """Publish what was begun; waits until every rank has done its part."""
@@ -372,7 +344,7 @@ class Checkpointer:
             pass
 
     def least_bytes(self) -> int:
-        """Return how large a checkpoint will be at least."""
+        """Return how many bytes a checkpoint will have at least."""
         trained = [p for p in unwrap_model(self.engine.module).parameters() if p.requires_grad]
         return _FIRST_BYTES_PER_PARAMETER * sum(getattr(p, "ds_numel", p.numel()) for p in trained)
 
@@ -422,7 +394,7 @@ class Checkpointer:
         return [there[min(rated)[1]]] if rated else []
 
     def _give_up(self, name: str, reason: str) -> None:
-        """Go on without this checkpoint; the caller decides whether the run may."""
+        """Continue without this checkpoint; the caller decides whether the run may."""
         self.failed = True
         warn(
             "the checkpoint {name} could not be saved: {reason}. Earlier ones are untouched, and training "
@@ -430,12 +402,6 @@ class Checkpointer:
             name=name,
             reason=reason,
         )
-
-
-def _is_evaluated(state: RunState) -> bool:
-    """Whether the weights of a step have just been evaluated, and the loss was finite."""
-    last = state.evaluations[-1] if state.evaluations else {}
-    return last.get("step") == state.step and math.isfinite(last.get(EVAL_LOSS, math.nan))
 
 
 class _Pending:
@@ -448,24 +414,17 @@ class _Pending:
         self.evaluations = list(evaluations)
         """Those up to this step."""
         self.mine: list[Path] = []
-        """Files of this rank beside the engine's."""
+        """Files of this rank next to the engine's."""
         self.is_good = False
         """Whether a good step has followed, or an evaluation or a probe has shown as much."""
         self.failure = ""
         self.records: dict[str, FileRecord] = {}
-        self._thread = threading.Thread(target=self._prove, name="checkpoint", daemon=True)
-
-    def start(self) -> None:
-        """Prove the files beside training."""
-        self._thread.start()
-
-    def is_done(self) -> bool:
-        """Whether that has come to an end, good or bad."""
-        return not self._thread.is_alive()
+        self.thread = threading.Thread(target=self._prove, name="checkpoint", daemon=True)
+        """Proves the files next to training."""
 
     def wait(self) -> None:
-        """Wait for it."""
-        self._thread.join()
+        """Wait until this rank's part is proven, or has failed."""
+        self.thread.join()
 
     def _prove(self) -> None:
         try:

@@ -24,7 +24,7 @@ from toolkit.models.layers import begin_step, dropping_metrics
 from toolkit.terminal import phase
 from toolkit.track.metrics import MetricsLog
 from toolkit.track.progress import Progress
-from toolkit.train import anomalies, folder_lock, run_dir
+from toolkit.train import anomalies, run_dir
 from toolkit.train.anomalies import Anomaly
 from toolkit.train.resume import rewind_to
 from toolkit.train.step import train_step
@@ -100,7 +100,7 @@ class TrainLoop:
         failure.defer_signals()
         while self.step < self.run.total_steps:
             self._take_step()
-        if on_rank0(lambda: folder_lock.is_lost(now=True)):
+        if on_rank0(lambda: run_dir.is_lost(now=True)):
             raise self._lost()
         on_rank0(self.metrics.finish)
         evaluations = self.result.evaluations if self.task.has_validation else []
@@ -125,7 +125,7 @@ class TrainLoop:
             self.next_look = time.monotonic() + _LOOK_EVERY_S
             self.is_stop_file_found = self.stop_file.exists()
         stops = bool(failure.received_signal()) or self.is_stop_file_found
-        votes = (stops, self.checkpointer.is_proven(), folder_lock.is_lost())
+        votes = (stops, self.checkpointer.is_proven(), run_dir.is_lost())
         self.watchdog.enter(STEP, self.step, f"rows x tokens: {[task.shape(batch) for batch in window]}")
         begin_step(self.engine.module, self.step)
         result = train_step(self.engine, task, window, world_size(), self.guard, votes, self.copies)
@@ -339,7 +339,7 @@ class TrainLoop:
         checkpointer.folder = place / "checkpoints"
         checkpointer.begin(self._state())
         checkpointer.finish()
-        what = folder_lock.lost_text(folder)
+        what = run_dir.lost_text(folder)
         if checkpointer.failed:
             return RunFolderError(what)
         return RunFolderError(

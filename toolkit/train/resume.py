@@ -138,10 +138,7 @@ def resume_from(checkpointer: Checkpointer, checkpoint: Path, state: RunState, r
         CheckpointError: it cannot be read.
     """
     saved = directory.read_run_state(checkpoint)
-    if _is_converted(saved, _stage(state.config), ranks):
-        checkpointer.load_universal(checkpoint)
-    else:
-        checkpointer.load(checkpoint)
+    checkpointer.load(checkpoint, converts=_is_converted(saved, _stage(state.config), ranks))
     path = checkpoint / random_state.file_name(ranks.rank)
     if saved.world_size == ranks.world_size:
         try:

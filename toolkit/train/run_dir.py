@@ -1,5 +1,11 @@
-"""The run directory: chosen and claimed by rank 0, its settings, its starts (logs/starts.jsonl) and its end (DONE)."""
+"""The run directory: chosen, locked and resumed by rank 0; its settings, starts (logs/starts.jsonl) and end (DONE).
 
+One process works in it: `run.lock` is locked, and the directory itself, which nobody can delete by mistake. Some file
+servers lock files only. There a `run.lock` that was deleted is noticed by the heartbeats of the ranks that still work
+in the directory, and put back by the process that holds it.
+"""
+
+import fcntl
 import json
 import os
 import platform
@@ -13,22 +19,26 @@ from contextlib import suppress
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from toolkit import children
 from toolkit.checkpoint import directory
 from toolkit.config.schema import RunConfig
-from toolkit.disk import check_no_symlinks, unused_path
+from toolkit.disk import check_no_symlinks, lock_or_warn, try_lock, unused_path, write_atomically
 from toolkit.distributed import watchdog
 from toolkit.errors import CheckpointError, ConfigError, RepeatedDeath, RunFolderError
 from toolkit.launch import deepspeed, rank_status
 from toolkit.launch.deepspeed import typed_command
 from toolkit.launch.environment import detect
-from toolkit.messages import joined, say
+from toolkit.messages import joined, say, tr
 from toolkit.report.history import json_lines
 from toolkit.secrets import hide_all
-from toolkit.train import folder_lock
 
+NEVER, AUTO, MUST = "never", "auto", "must"
+STOP = "stop"
+"""A file by which a run is stopped where no signal can be sent."""
+STARTS = "starts.jsonl"
+LOCK = "run.lock"
 RECORDED_PACKAGES = (
     "torch",
     "deepspeed",
@@ -42,317 +52,55 @@ RECORDED_PACKAGES = (
 )
 
 
-def create_run_dir(cfg: RunConfig) -> Path:
-    """Make the run folder and return its absolute path. For rank 0 only.
-
-    Raises:
-        RunFolderError: the named folder exists and holds something, or the place is not writable, or not this user's to
-            write to.
-    """
-    check_no_symlinks(Path(cfg.run.dir).absolute(), RunFolderError, [cfg.run.name] if cfg.run.name else [])
-    parent = make_parent(cfg)
-    try:
-        if cfg.run.name:
-            folder = parent / cfg.run.name
-            folder.mkdir(exist_ok=_is_bare(folder))
-        else:
-            folder = _make_dated(parent, Path(cfg.recipe).stem or "run")
-        (folder / "logs").mkdir(exist_ok=True)
-    except FileExistsError as error:
-        raise RunFolderError(
-            "the run folder {folder} exists already and is not touched. Choose another run.name, or move it away.",
-            folder=error.filename,
-        ) from error
-    except OSError as error:
-        raise _refused(parent, error) from error
-    return folder
-
-
-def _is_bare(folder: Path) -> bool:
-    """Whether a folder holds nothing, or as much as a start leaves that died before it had locked it."""
-    return folder.is_dir() and all(
-        path.name == "logs" and path.is_dir() and not any(path.iterdir()) for path in folder.iterdir()
-    )
-
-
-def rescue(folder: Path) -> Path:
-    """Make a folder next to a run folder that was removed, for what can still be saved. For rank 0 only.
-
-    Raises:
-        RunFolderError: it cannot be made.
-    """
-    place = unused_path(folder.with_name(f"{folder.name}.rescued"))
-    try:
-        (place / "logs").mkdir(parents=True)
-    except OSError as error:
-        raise RunFolderError(joined(folder_lock.lost_text(folder), str(_refused(place.parent, error)))) from error
-    return place
-
-
-def make_parent(cfg: RunConfig) -> Path:
-    """Make the folder that holds the run folders and return its absolute path.
-
-    Raises:
-        RunFolderError: the place is not writable.
-    """
-    parent = Path(cfg.run.dir).absolute()
-    try:
-        parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise _refused(parent, error) from error
-    return parent
-
-
-def _refused(parent: Path, error: OSError) -> RunFolderError:
-    return RunFolderError(
-        "cannot make a run folder below {folder}: {reason}. Set run.dir to a folder that you may write to.",
-        folder=parent,
-        reason=error.strerror,
-    )
-
-
-def _make_dated(parent: Path, recipe: str) -> Path:
-    """Make RECIPE-DATE-TIME, with -2, -3, … when runs start in the same second."""
-    stamp = f"{recipe}-{time.strftime('%Y%m%d-%H%M%S')}"
-    for attempt in range(1, 1000):
-        folder = parent / (stamp if attempt == 1 else f"{stamp}-{attempt}")
-        try:
-            folder.mkdir()
-        except FileExistsError:
-            continue
-        return folder
-    raise FileExistsError(17, "File exists", str(parent / stamp))
-
-
-def write_settings(
-    folder: Path, config_yaml: str, ds_config: dict[str, object], hosts: Sequence[str], device: str
-) -> None:
-    """Write config.yaml, ds_config.json and environment.json, without secrets. For rank 0 only.
-
-    Args:
-        folder: the run folder.
-        config_yaml: the whole resolved config, of `to_yaml`.
-        ds_config: what `deepspeed.initialize` receives.
-        hosts: of the ranks.
-        device: what the driver calls rank 0's GPU; "" is a processor.
-
-    Raises:
-        CheckpointError: one cannot be written.
-    """
-    known = {**describe_environment(len(hosts)), "hosts": list(hosts), "device": device}
-    _write(folder / "config.yaml", config_yaml)
-    for name, values in (("ds_config", ds_config), ("environment", known)):
-        text = json.dumps(hide_all(values), indent=2) + "\n"
-        _write(folder / f"{name}.json", text)
-
-
-def describe_environment(world_size: int) -> dict[str, object]:
-    """Return versions, machine and commit; no environment variables, so no secrets."""
-    return {
-        "python": sys.version.split()[0],
-        "platform": f"{platform.system()} {platform.machine()}",
-        "processors": os.cpu_count(),
-        "world_size": world_size,
-        "packages": versions(),
-        "commit": commit(),
-        "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-    }
-
-
-def versions() -> dict[str, str]:
-    """Return the versions of the packages that decide what a run computes."""
-    found = {}
-    for name in RECORDED_PACKAGES:
-        try:
-            found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            found[name] = "not installed"
-    return found
-
-
-def commit() -> str:
-    """Return the commit of this toolkit's checkout, with "+changes" when files differ, or "" outside a checkout."""
-    git = shutil.which("git")
-    if not git:
-        return ""
-    here = Path(__file__).resolve().parents[2]
-    if not (here / "run.py").is_file():
-        return ""  # installed from a wheel: a repository around it would be somebody else's
-    head, changes = _git(git, here, "rev-parse", "HEAD"), _git(git, here, "status", "--porcelain", "-uno")
-    return head + ("+changes" if head and changes else "")
-
-
-def _git(git: str, folder: Path, *words: str) -> str:
-    command = [git, "-C", str(folder), *words]
-    try:
-        found = children.run(command, capture_output=True, text=True, timeout=10, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return ""
-    return found.stdout.strip()
-
-
-def mark_done(folder: Path, summary: dict[str, object]) -> None:
-    """Write the DONE marker, the only proof that a run has finished. For rank 0 only, last of all.
-
-    Raises:
-        CheckpointError: it cannot be written.
-    """
-    _write(folder / "DONE", json.dumps(summary, indent=2) + "\n")
-
-
-def _write(file: Path, text: str) -> None:
-    """Write a file at once or not at all; the system does not name the file when a disk is full."""
-    temporary = file.with_name(f"{file.name}.tmp")
-    try:
-        temporary.write_text(text, encoding="utf-8")
-        temporary.replace(file)
-    except OSError as error:
-        raise CheckpointError("cannot write {file}: {reason}.", file=file, reason=error.strerror or error) from error
-
-
-def with_profile(values: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Return DeepSpeed's JSON whose flops profiler writes into a run folder, where the config names no file."""
-    if "flops_profiler" not in values:
-        return values
-    return {**values, "flops_profiler": {"output_file": str(folder / "flops.txt"), **values["flops_profiler"]}}
-
-
-STARTS = "starts.jsonl"
-
-
-def record_start(folder: Path, step: int) -> None:
-    """Note that a run starts now. For rank 0 only, before anything in the folder is touched.
-
-    Args:
-        folder: the run folder.
-        step: of the checkpoint that it resumes from; 0 starts over.
-
-    Raises:
-        RepeatedDeath: see `check`.
-        OSError: it cannot be written.
-    """
-    restart = deepspeed.restart_number()
-    if restart:
-        check_repeated_death(folder, step)
-    logs = folder / "logs"
-    row = {
-        "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-        "from_step": step,
-        "restart": restart,
-        "by": "toolkit launch" if rank_status.read_status() else detect(os.environ).launcher,
-        "reached_step": reached_step(folder) if (logs / STARTS).exists() else 0,
-        "command": typed_command(),
-        "world_size": detect(os.environ).world_size,
-        "host": socket.gethostname(),
-        "commit": commit(),
-    }
-    logs.mkdir(exist_ok=True)
-    with open(logs / STARTS, "a", encoding="utf-8") as file:
-        file.write(json.dumps(row) + "\n")
-    for path in logs.glob(watchdog.heartbeat_file("*")):  # of the ranks that are gone
-        path.unlink(missing_ok=True)
-    rank_status.report_status(folder=str(folder))
-
-
-def check_repeated_death(folder: Path, step: int) -> None:
-    """Refuse to start a run again that died twice without a new checkpoint between the two deaths.
-
-    Args:
-        folder: the run folder.
-        step: of the checkpoint from which it would go on.
-
-    Raises:
-        RepeatedDeath: it did, and it would begin where it began the last time.
-    """
-    rows = _rows(folder / "logs" / STARTS)
-    if rows and rows[-1]["restart"] and step <= rows[-1]["from_step"]:
-        raise RepeatedDeath(
-            "the run {folder} died at step {before} and, started again, at step {now}, without a new checkpoint "
-            "in between (the last is of step {step}): another start would end there too. The messages above and "
-            "{logs} say why. Once that is mended the same command goes on.",
-            folder=folder,
-            before=rows[-1]["reached_step"],
-            now=reached_step(folder),
-            step=step,
-            logs=folder / "logs",
-        )
-
-
-def newest_step(folder: Path) -> int:
-    """Return the step of a run's newest checkpoint, 0 if there is none; whether it is whole is not looked at."""
-    found = directory.published_checkpoints(folder / "checkpoints")
-    return directory.step_of(found[0]) if found else 0
-
-
-def reached_step(folder: Path) -> int:
-    """Return the step in which a run ended, as far as it can be told from its rows and its ranks' heartbeats."""
-    logged = max((int(row["step"]) for row in _rows(folder / "metrics.jsonl")[-1:]), default=0)
-    beats = [row for path in (folder / "logs").glob(watchdog.heartbeat_file("*")) for row in _rows(path)]
-    seen = max((int(beat["step"]) for beat in beats), default=0)
-    in_step = (watchdog.STEP, watchdog.DATA)
-    if seen > logged or any(beat["step"] == logged > 0 and beat["phase"] not in in_step for beat in beats):
-        return seen
-    return logged + 1
-
-
-def _rows(path: Path) -> list[dict[str, Any]]:
-    """Return the objects of a file of JSON lines, [] if it is not there; a line that was cut off is none."""
-    with suppress(OSError):
-        return [row for row in json_lines(path) if row is not None]
-    return []
-
-
-NEVER, AUTO, MUST = "never", "auto", "must"
-
-
 @dataclass(frozen=True, slots=True)
 class RunSource:
-    """Where a run works and what it goes on from."""
+    """Where a run works and what it resumes from."""
 
     folder: Path
-    """The run folder."""
+    """The run directory."""
     checkpoint: Path | None
-    """Verified; None begins anew."""
+    """Verified; None starts over."""
 
 
 def choose_run_dir(cfg: RunConfig) -> RunSource:
-    """Return where to work, with the folder made and locked. For rank 0 only.
+    """Return where to work, with the directory made and locked. For rank 0 only.
 
     Raises:
         RunFolderError: if the run has finished, another process works in it, or it cannot be made.
         RepeatedDeath: it died twice in one place.
-        CheckpointError: there is nothing to go on from although there should be.
+        CheckpointError: there is nothing to resume although there should be.
         ConfigError: `resume` says something that cannot be.
     """
     named = Path(cfg.run.dir).absolute() / cfg.run.name if cfg.run.name else None
-    checkpoint: Path | None
-    if cfg.resume not in (NEVER, AUTO, MUST):
-        checkpoint = _checkpoint_at(Path(cfg.resume))
-        if named is None or checkpoint.parent.parent != named:
-            return RunSource(_new(cfg, checkpoint), checkpoint)
-        _claim(named)
-        directory.discard_unfinished(checkpoint.parent)
-        _put_aside(named, checkpoint)
-        return RunSource(named, checkpoint)
-    is_run = named is not None and any((named / name).exists() for name in (folder_lock.LOCK, "config.yaml"))
-    if named is None or not is_run or cfg.resume == NEVER:  # a directory that is no run is an error
+    checkpoint = None if cfg.resume in (NEVER, AUTO, MUST) else _checkpoint_at(Path(cfg.resume))
+    if checkpoint is not None:
+        resumes = checkpoint.parent.parent == named
+    else:  # a directory that is no run is an error
+        is_run = named is not None and any((named / name).exists() for name in (LOCK, "config.yaml"))
+        resumes = is_run and cfg.resume != NEVER
+    if named is None or not resumes:
         if cfg.resume == MUST:
             raise CheckpointError(
                 "resume = must, but there is no run {folder}. Check run.name and run.dir.", folder=named or cfg.run.dir
             )
-        return RunSource(_new(cfg, None), None)
+        folder = create_run_dir(cfg)
+        lock_run_dir(folder)
+        record_start(folder, directory.read_run_state(checkpoint).step if checkpoint else 0)
+        return RunSource(folder, checkpoint)
     _claim(named)
     checkpoints = named / "checkpoints"
-    were_there = bool(directory.published_checkpoints(checkpoints))
-    checkpoint = directory.newest_complete(checkpoints)
-    directory.discard_unfinished(checkpoints)
-    if checkpoint is None and (were_there or cfg.resume == MUST):
-        raise CheckpointError(
-            "{folder} holds no checkpoint that is whole. To begin anew, choose another run.name.", folder=checkpoints
-        )
-    _put_aside(named, checkpoint)
     if checkpoint is None:
-        say("The run {folder} was stopped before its first checkpoint: it begins anew.", folder=named)
+        were_there = bool(directory.published_checkpoints(checkpoints))
+        checkpoint = directory.newest_complete(checkpoints)
+        if checkpoint is None and (were_there or cfg.resume == MUST):
+            raise CheckpointError(
+                "{folder} holds no checkpoint that is whole. To begin anew, choose another run.name.",
+                folder=checkpoints,
+            )
+        if checkpoint is None:
+            say("The run {folder} was stopped before its first checkpoint: it begins anew.", folder=named)
+    directory.discard_unfinished(checkpoints)
+    _put_aside(named, checkpoint)
     return RunSource(named, checkpoint)
 
 
@@ -380,32 +128,25 @@ def _checkpoint_at(path: Path) -> Path:
     return found
 
 
-def _new(cfg: RunConfig, checkpoint: Path | None) -> Path:
-    folder = create_run_dir(cfg)
-    folder_lock.take(folder)
-    record_start(folder, _step(checkpoint))
-    return folder
-
-
-def _step(checkpoint: Path | None) -> int:
-    return directory.read_run_state(checkpoint).step if checkpoint else 0
-
-
 def _claim(folder: Path) -> None:
-    """Keep an existing run folder to this process, unless the run has finished, or is not this user's to write to."""
+    """Lock an existing run, unless it has finished; remove a `stop` that was meant for an earlier start of it."""
     check_no_symlinks(folder, RunFolderError)
     if (folder / "DONE").exists():
         raise RunFolderError(
             "the run {folder} has finished already (DONE). For another one choose another run.name.", folder=folder
         )
-    folder_lock.take(folder)
-    remove_stale(folder)
+    lock_run_dir(folder)
+    stop = folder / STOP
+    # A run that its launcher restarts after a failure obeys it: it was made since the command was typed.
+    if stop.exists() and not deepspeed.restart_number():
+        stop.unlink(missing_ok=True)
+        say("Removed the file {file}, which is older than this start. To stop this run, create it again.", file=stop)
 
 
 def _put_aside(folder: Path, checkpoint: Path | None) -> None:
-    """Make an existing run folder ready for going on: what would be overwritten is put aside."""
+    """Make an existing run directory ready to be resumed: what would be overwritten is renamed."""
     try:
-        record_start(folder, _step(checkpoint))
+        record_start(folder, directory.read_run_state(checkpoint).step if checkpoint else 0)
         for name in ("config.yaml", "ds_config.json", "environment.json", "FAILED"):
             if (folder / name).exists():
                 (folder / name).rename(unused_path(folder / "logs" / name))
@@ -423,18 +164,366 @@ def _put_aside(folder: Path, checkpoint: Path | None) -> None:
         ) from error
 
 
-STOP = "stop"
+def create_run_dir(cfg: RunConfig) -> Path:
+    """Make the run directory and return its absolute path. For rank 0 only.
 
-
-def remove_stale(folder: Path) -> None:
-    """Remove a stop file that is older than this start; it was meant for an earlier one. For rank 0 only.
-
-    A run that its launcher starts again after a failure obeys it: it was made since the command was typed.
+    Raises:
+        RunFolderError: the named directory exists and holds something, or the place is not writable, or not this
+            user's to write to.
     """
-    path = folder / STOP
-    if path.exists() and not deepspeed.restart_number():
+    check_no_symlinks(Path(cfg.run.dir).absolute(), RunFolderError, [cfg.run.name] if cfg.run.name else [])
+    parent = make_parent(cfg)
+    try:
+        if cfg.run.name:
+            folder = parent / cfg.run.name
+            # Empty logs/ are left by a start that died before it had locked the directory.
+            is_bare = folder.is_dir() and all(
+                path.name == "logs" and path.is_dir() and not any(path.iterdir()) for path in folder.iterdir()
+            )
+            folder.mkdir(exist_ok=is_bare)
+        else:
+            folder = _make_dated(parent, Path(cfg.recipe).stem or "run")
+        (folder / "logs").mkdir(exist_ok=True)
+    except FileExistsError as error:
+        raise RunFolderError(
+            "the run folder {folder} exists already and is not touched. Choose another run.name, or move it away.",
+            folder=error.filename,
+        ) from error
+    except OSError as error:
+        raise _not_made(parent, error) from error
+    return folder
+
+
+def make_parent(cfg: RunConfig) -> Path:
+    """Make the directory that holds the run directories and return its absolute path."""
+    parent = Path(cfg.run.dir).absolute()
+    try:
+        parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise _not_made(parent, error) from error
+    return parent
+
+
+def _not_made(parent: Path, error: OSError) -> RunFolderError:
+    return RunFolderError(
+        "cannot make a run folder below {folder}: {reason}. Set run.dir to a folder that you may write to.",
+        folder=parent,
+        reason=error.strerror,
+    )
+
+
+def _make_dated(parent: Path, recipe: str) -> Path:
+    """Make RECIPE-DATE-TIME, with -2, -3, … when runs start in the same second."""
+    stamp = f"{recipe}-{time.strftime('%Y%m%d-%H%M%S')}"
+    for attempt in range(1, 1000):
+        folder = parent / (stamp if attempt == 1 else f"{stamp}-{attempt}")
+        with suppress(FileExistsError):
+            folder.mkdir()
+            return folder
+    raise FileExistsError(17, "File exists", str(parent / stamp))
+
+
+def rescue(folder: Path) -> Path:
+    """Make a directory next to a run directory that was removed, for what can still be saved. For rank 0 only."""
+    place = unused_path(folder.with_name(f"{folder.name}.rescued"))
+    try:
+        (place / "logs").mkdir(parents=True)
+    except OSError as error:
+        raise RunFolderError(joined(lost_text(folder), str(_not_made(place.parent, error)))) from error
+    return place
+
+
+def write_settings(
+    folder: Path, config_yaml: str, ds_config: dict[str, object], hosts: Sequence[str], device: str
+) -> None:
+    """Write config.yaml, ds_config.json and environment.json, without secrets. For rank 0 only.
+
+    `hosts` are those of the ranks; `device` is what the driver calls rank 0's GPU, "" a processor.
+
+    Raises:
+        CheckpointError: one cannot be written.
+    """
+    known = {**describe_environment(len(hosts)), "hosts": list(hosts), "device": device}
+    _write(folder / "config.yaml", config_yaml)
+    for name, values in (("ds_config", ds_config), ("environment", known)):
+        _write(folder / f"{name}.json", json.dumps(hide_all(values), indent=2) + "\n")
+
+
+def describe_environment(world_size: int) -> dict[str, object]:
+    """Return versions, machine and commit; no environment variables, so no secrets."""
+    return {
+        "python": sys.version.split()[0],
+        "platform": f"{platform.system()} {platform.machine()}",
+        "processors": os.cpu_count(),
+        "world_size": world_size,
+        "packages": versions(),
+        "commit": commit(),
+        "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+    }
+
+
+def versions() -> dict[str, str]:
+    """Return the versions of the packages that decide what a run computes."""
+    found = dict.fromkeys(RECORDED_PACKAGES, "not installed")
+    for name in RECORDED_PACKAGES:
+        with suppress(metadata.PackageNotFoundError):
+            found[name] = metadata.version(name)
+    return found
+
+
+def commit() -> str:
+    """Return the commit of this toolkit's checkout, with "+changes" when files differ, or "" outside a checkout."""
+    git, here = shutil.which("git"), Path(__file__).resolve().parents[2]
+    if not git or not (here / "run.py").is_file():
+        return ""  # installed from a wheel: a repository around it would be somebody else's
+
+    def ask(*words: str) -> str:
+        try:
+            command = [git, "-C", str(here), *words]
+            found = children.run(command, capture_output=True, text=True, timeout=10, check=True)
+        except (OSError, subprocess.SubprocessError):
+            return ""
+        return found.stdout.strip()
+
+    head, changes = ask("rev-parse", "HEAD"), ask("status", "--porcelain", "-uno")
+    return head + ("+changes" if head and changes else "")
+
+
+def mark_done(folder: Path, summary: dict[str, object]) -> None:
+    """Write the DONE marker, the only proof that a run has finished. For rank 0 only, last of all."""
+    _write(folder / "DONE", json.dumps(summary, indent=2) + "\n")
+
+
+def _write(file: Path, text: str) -> None:
+    try:
+        write_atomically(file, text.encode())
+    except OSError as error:  # the system does not name the file when a disk is full
+        raise CheckpointError("cannot write {file}: {reason}.", file=file, reason=error.strerror or error) from error
+
+
+def with_profile(values: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """Return DeepSpeed's JSON whose flops profiler writes into a run directory, where the config names no file."""
+    if "flops_profiler" not in values:
+        return values
+    return {**values, "flops_profiler": {"output_file": str(folder / "flops.txt"), **values["flops_profiler"]}}
+
+
+def record_start(folder: Path, step: int) -> None:
+    """Note that a run starts now, from the checkpoint of a step, 0 without one. Before anything in it is touched.
+
+    Raises:
+        RepeatedDeath: see `check_repeated_death`.
+        OSError: it cannot be written.
+    """
+    restart = deepspeed.restart_number()
+    if restart:
+        check_repeated_death(folder, step)
+    logs = folder / "logs"
+    row = {
+        "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "from_step": step,
+        "restart": restart,
+        "by": "toolkit launch" if rank_status.read_status() else detect(os.environ).launcher,
+        "reached_step": reached_step(folder) if (logs / STARTS).exists() else 0,
+        "command": typed_command(),
+        "world_size": detect(os.environ).world_size,
+        "host": socket.gethostname(),
+        "commit": commit(),
+    }
+    logs.mkdir(exist_ok=True)
+    with open(logs / STARTS, "a", encoding="utf-8") as file:
+        file.write(json.dumps(row) + "\n")
+    for path in logs.glob(watchdog.heartbeat_file("*")):  # of the ranks that are gone
         path.unlink(missing_ok=True)
-        say(
-            "Removed the file {file}, which is older than this start. To stop this run, create it again.",
-            file=path,
+    rank_status.report_status(folder=str(folder))
+
+
+def check_repeated_death(folder: Path, step: int) -> None:
+    """Raise RepeatedDeath if a run died again and would be resumed from the step where it began the last time."""
+    rows = _rows(folder / "logs" / STARTS)
+    if rows and rows[-1]["restart"] and step <= rows[-1]["from_step"]:
+        raise RepeatedDeath(
+            "the run {folder} died at step {before} and, started again, at step {now}, without a new checkpoint "
+            "in between (the last is of step {step}): another start would end there too. The messages above and "
+            "{logs} say why. Once that is mended the same command goes on.",
+            folder=folder,
+            before=rows[-1]["reached_step"],
+            now=reached_step(folder),
+            step=step,
+            logs=folder / "logs",
         )
+
+
+def newest_step(folder: Path) -> int:
+    """Return the step of a run's newest checkpoint, 0 if there is none; whether it is whole is not looked at."""
+    found = directory.published_checkpoints(folder / "checkpoints")
+    return directory.step_of(found[0]) if found else 0
+
+
+def reached_step(folder: Path) -> int:
+    """Return the step in which a run ended, as far as its rows and its ranks' heartbeats show."""
+    logged = max((int(row["step"]) for row in _rows(folder / "metrics.jsonl")[-1:]), default=0)
+    beats = [row for path in (folder / "logs").glob(watchdog.heartbeat_file("*")) for row in _rows(path)]
+    seen = max((int(beat["step"]) for beat in beats), default=0)
+    in_step = (watchdog.STEP, watchdog.DATA)
+    if seen > logged or any(beat["step"] == logged > 0 and beat["phase"] not in in_step for beat in beats):
+        return seen
+    return logged + 1
+
+
+def _rows(path: Path) -> list[dict[str, Any]]:
+    """Return the objects of a file of JSON lines, [] if it is not there; a line that was cut off is none."""
+    with suppress(OSError):
+        return [row for row in json_lines(path) if row is not None]
+    return []
+
+
+_COUNTING_S = 3.0
+"""Ranks count once a second: whoever does not within this time is gone."""
+_LOOK_EVERY_S = 1.0
+
+
+@dataclass(slots=True)
+class _Lock:
+    """Kept for as long as this process lives: the system releases it with the process."""
+
+    folder: Path
+    status: os.stat_result
+    """Of the directory."""
+    files: list[IO[str]]
+    """`run.lock`; several if it was deleted and made again."""
+    descriptor: int | None
+    """Of the directory, None if its file system does not lock directories."""
+    looked: float = 0.0
+    is_lost: bool = False
+
+
+_lock: _Lock | None = None
+
+
+def lock_run_dir(folder: Path) -> None:
+    """Keep all other processes out of a run directory.
+
+    Raises:
+        RunFolderError: another process works in it.
+    """
+    global _lock
+    file = open(folder / LOCK, "a+", encoding="utf-8")
+    granted = lock_or_warn(file, folder)
+    is_free, descriptor = _lock_directory(folder) if granted else (False, None)
+    file.seek(0)
+    who = file.read().strip()
+    is_new = not who  # so no process has ever held it, or the one that was held has been deleted
+    who = who or _who_counts(folder)
+    if not is_free or (is_new and who):
+        file.close()
+        if descriptor is not None:
+            os.close(descriptor)
+        raise RunFolderError(
+            "another process works in {folder}: {who}. Wait for it, or stop it.", folder=folder, who=who or "?"
+        )
+    _sign(file)
+    _lock = _Lock(folder, folder.stat(), [file], descriptor)
+
+
+def release_run_dir() -> None:
+    """Release the lock, for a process that does several runs."""
+    global _lock
+    if _lock is None:
+        return
+    for file in _lock.files:
+        file.close()
+    if _lock.descriptor is not None:
+        os.close(_lock.descriptor)
+    _lock = None
+
+
+def is_lost(now: bool = False) -> bool:
+    """Whether the run directory was removed, moved or taken by another process since it was locked.
+
+    It may be on a file server, so it is looked at once a second at most, unless `now`.
+    """
+    if _lock is None:
+        return False
+    if not _lock.is_lost and (now or time.monotonic() >= _lock.looked + _LOOK_EVERY_S):
+        _lock.looked = time.monotonic()
+        _lock.is_lost = _look(_lock)
+    return _lock.is_lost
+
+
+def check_not_lost(folder: Path) -> None:
+    """Raise RunFolderError if a run directory is not the one that was locked any more. For rank 0 only."""
+    if is_lost(now=True):
+        raise RunFolderError(lost_text(folder))
+
+
+def lost_text(folder: Path) -> str:
+    """Return the message about a run directory that is lost."""
+    return tr(
+        "the run folder {folder} was removed, moved or replaced while the run was training: its metrics, logs and "
+        "checkpoints are not there any more.",
+        folder=folder,
+    )
+
+
+def _look(lock: _Lock) -> bool:
+    """Return whether a locked directory is lost; lock `run.lock` again if it alone was deleted."""
+    path = lock.folder / LOCK
+    try:
+        if not os.path.samestat(lock.folder.stat(), lock.status):
+            return True
+        if not path.exists() and not (lock.folder / "config.yaml").exists():
+            return True  # emptied: `rm -r` could not remove the directory because a rank wrote into it
+        if path.exists() and any(os.path.samestat(os.fstat(one.fileno()), path.stat()) for one in lock.files):
+            return False
+        file = open(path, "a+", encoding="utf-8")
+    except (FileNotFoundError, NotADirectoryError):
+        return True
+    except OSError:  # a file server that does not answer is no removed directory
+        return False
+    granted, _ = try_lock(file)
+    if not granted:
+        file.close()
+        return True
+    _sign(file)
+    lock.files.append(file)
+    return False
+
+
+def _sign(file: IO[str]) -> None:
+    """Write into run.lock which process holds it."""
+    me = {"pid": os.getpid(), "host": socket.gethostname(), "since": time.strftime("%Y-%m-%dT%H:%M:%S%z")}
+    file.truncate(0)
+    file.write(json.dumps(me))
+    file.flush()
+
+
+def _lock_directory(folder: Path) -> tuple[bool, int | None]:
+    """Return whether no other process holds the directory, and the descriptor that now does."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        os.close(descriptor)
+        return not isinstance(error, BlockingIOError), None  # NFS locks only what is open for writing
+    return True, descriptor
+
+
+def _who_counts(folder: Path) -> str:
+    """Return a rank whose heartbeat continues, "" if there is none; takes some seconds if there are heartbeats."""
+    before = _heartbeats(folder)
+    if not before:
+        return ""
+    time.sleep(_COUNTING_S)
+    alive = [
+        beat for name, beat in _heartbeats(folder).items() if beat.get("beats") != before.get(name, {}).get("beats")
+    ]
+    return json.dumps({name: alive[0].get(name) for name in ("pid", "host")}) if alive else ""
+
+
+def _heartbeats(folder: Path) -> dict[str, dict[str, Any]]:
+    found = {}
+    for path in sorted((folder / "logs").glob(watchdog.heartbeat_file("*"))):
+        with suppress(OSError, ValueError):
+            found[path.name] = json.loads(path.read_text(encoding="utf-8"))
+    return found

@@ -1,4 +1,4 @@
-"""What a run tells its trackers, and the report that it makes of itself in a process of its own."""
+"""What a run hands to its trackers, and the report that it makes of itself in a process of its own."""
 
 import json
 import math
@@ -33,12 +33,9 @@ _CODE = (
 
 
 class AutomaticReport:
-    """Makes RUN/report.html while a run goes on and at its end. For rank 0 only.
+    """Makes RUN/report.html during a run and at its end, which waits for it. For rank 0 only.
 
-    Args:
-        folder: the run folder.
-        environ: of its process, which is no rank.
-        patience_s: of the end.
+    `environ` is the environment of its process, which is no rank.
     """
 
     def __init__(self, folder: Path, environ: Mapping[str, str], patience_s: float = PATIENCE_S) -> None:
@@ -48,16 +45,19 @@ class AutomaticReport:
     def begin(self) -> None:
         """Begin to make it, unless the one before is not ready yet."""
         if self._process is None or self._process.poll() is not None:
-            with suppress(OSError):  # told at the end, if it is so then too
+            with suppress(OSError):  # reported at the end, if it is so then too
                 self._process = self._start()
 
     def finish(self) -> None:
         """Make it a last time, and say where it is; or that it could not be made, and how to make it."""
+        reason = ""
         try:
             self._end()
             self._process = self._start()
-            code = self._process.wait(self.patience_s)
-            reason = "" if code == 0 else self._last_line() or tr("exit code {code}", code=code)
+            if code := self._process.wait(self.patience_s):
+                text = (self.folder / "logs" / _LOG).read_text(encoding="utf-8", errors="replace")
+                lines = [line for line in text.splitlines() if line.strip()]
+                reason = lines[-1] if lines else tr("exit code {code}", code=code)
         except subprocess.TimeoutExpired:
             reason = tr("it is not ready after {seconds} s", seconds=f"{self.patience_s:g}")
         except OSError as error:
@@ -92,36 +92,33 @@ class AutomaticReport:
             self._process.kill()
             self._process.wait()
 
-    def _last_line(self) -> str:
-        with suppress(OSError):
-            text = (self.folder / "logs" / _LOG).read_text(encoding="utf-8", errors="replace")
-            return next((line for line in reversed(text.splitlines()) if line.strip()), "")
-        return ""
-
 
 def trackers_of(cfg: RunConfig) -> Trackers:
     """Return the trackers of a run, which have not begun.
 
-    Args:
-        cfg: with `track.patience_s`. What is waited for them is no more than a quarter of `distributed.timeout_s`:
-            meanwhile the other ranks wait in a collective, in the end for the report too, which may take half of it.
+    A run waits for them a quarter of `distributed.timeout_s` at most: meanwhile the other ranks wait in a collective,
+    in the end for the report too, which may take half of it.
     """
     return Trackers(min(cfg.track.patience_s, cfg.distributed.timeout_s / 4))
 
 
 @contextmanager
 def tracking(run: RunContext, data: Mapping[str, Any]) -> Iterator[None]:
-    """Begin the trackers, on the first rank, and tell them how the run ended.
+    """Begin the trackers, on the first rank, and tell them how the run ended. `data`: what it learns from, in numbers.
 
-    Args:
-        run: the run.
-        data: what it learns from, in numbers.
+    As hyperparameters they get what the run is made of, flat: its config, its data, the code's commit and the versions.
     """
     trackers = run.trackers
-    if run.ranks.rank == 0:
-        track = to_plain(run.cfg.track)
-        chosen = {name: track[name] for name in run.cfg.track.enabled}
-        trackers.begin(run.folder, chosen, hyperparameters(run, data) if chosen else {}, run.start.step)
+    if run.ranks.rank == 0 and run.cfg.track.enabled:
+        track, environment = to_plain(run.cfg.track), json.loads((run.folder / "environment.json").read_text("utf-8"))
+        hyperparameters = {
+            **dict(leaves(to_dict(run.cfg))),
+            **{f"data_summary.{key}": value for key, value in leaves(dict(data))},
+            **{f"environment.{key}": value for key, value in leaves(environment)},
+            "commit": environment["commit"],
+        }
+        settings = {name: track[name] for name in run.cfg.track.enabled}
+        trackers.begin(run.folder, settings, hyperparameters, run.start.step)
     try:
         yield
     except BaseException as error:
@@ -130,22 +127,11 @@ def tracking(run: RunContext, data: Mapping[str, Any]) -> Iterator[None]:
     trackers.end(FINISHED)
 
 
-def hyperparameters(run: RunContext, data: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what the run is made of, flat: its config, its data, the code's commit and the versions."""
-    environment = json.loads((run.folder / "environment.json").read_text(encoding="utf-8"))
-    return {
-        **dict(leaves(to_dict(run.cfg))),
-        **{f"data_summary.{key}": value for key, value in leaves(dict(data))},
-        **{f"environment.{key}": value for key, value in leaves(environment)},
-        "commit": environment["commit"],
-    }
-
-
 def log_answers(run: RunContext, step: int) -> None:
-    """Hand on what the model answered at an evaluation, of which each answer is a line of a file."""
+    """Hand on what the model answered at an evaluation: the lines of a file."""
     if not run.trackers.is_on:
         return
-    # The file may be cut off: a disk that is full has been told, and is no reason to end a run.
+    # The file may be cut off: a disk that is full has been reported, and is no reason to end a run.
     with (
         suppress(OSError, ValueError),
         (run.folder / "evaluations" / f"step-{step}.jsonl").open(encoding="utf-8") as lines,
@@ -154,13 +140,7 @@ def log_answers(run: RunContext, step: int) -> None:
 
 
 def log_summary(run: RunContext, result: FitResult, samples: list[dict[str, str]]) -> None:
-    """Hand on the last answers, and figures of the whole run as transformers has them.
-
-    Args:
-        run: that has done its last step.
-        result: of its steps.
-        samples: of samples.jsonl.
-    """
+    """Hand on the last answers (samples.jsonl), and figures of the whole run as transformers has them."""
     if not run.trackers.is_on:
         return
     seconds = max(result.steps_s, 1e-9)
@@ -175,7 +155,7 @@ def log_summary(run: RunContext, result: FitResult, samples: list[dict[str, str]
 
 
 def _mean_loss(run: RunContext) -> float:
-    """Return the mean over the trained tokens (or samples) of the run, by what metrics.jsonl says."""
+    """Return the mean over the trained tokens (or samples) of the run, from metrics.jsonl."""
     total = tokens = before = 0.0
     with suppress(OSError, ValueError, KeyError), (run.folder / "metrics.jsonl").open(encoding="utf-8") as lines:
         for line in lines:

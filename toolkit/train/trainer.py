@@ -33,7 +33,7 @@ from toolkit.messages import say, tr
 from toolkit.secrets import hide_all
 from toolkit.terminal import phase, set_display
 from toolkit.track.progress import Progress
-from toolkit.train import folder_lock, run_dir
+from toolkit.train import run_dir
 from toolkit.train.anomalies import StepGuard
 from toolkit.train.checkpointer import Checkpointer
 from toolkit.train.dry_run import dry_run, micro_batch_before, search_micro_batch, set_micro_batch
@@ -94,7 +94,7 @@ class Trainer:
                 run.watchdog.stop()
             self.finish(result)
             run.checkpointer.end()  # after DONE: no result waits for it
-        folder_lock.release()
+        run_dir.release_run_dir()
         return run.folder
 
     def build(self) -> None:
@@ -189,7 +189,7 @@ class Trainer:
         }
         log_summary(run, result, samples)
         process_group.barrier()
-        on_rank0(lambda: folder_lock.check(run.folder))
+        on_rank0(lambda: run_dir.check_not_lost(run.folder))
         if self.ranks.rank:
             return
         say("\n" + "\n".join(self._end_lines(result, summary, samples)))
