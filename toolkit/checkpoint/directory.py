@@ -5,6 +5,7 @@ checkpoint are quick. Here is also which checkpoints are published, outdated, re
 """
 
 import json
+import math
 import os
 import re
 import shutil
@@ -327,9 +328,9 @@ class RunState:
     """Tokens whose loss counted so far."""
     total_tokens: int = 0
     """Tokens so far, padding left out."""
-    first_loss: float | None = None
+    first_loss: float = math.nan
     """Training loss of the first step, nats per token."""
-    last_loss: float | None = None
+    last_loss: float = math.nan
     skips_in_a_row: int = 0
     """Steps skipped just before."""
     bad_steps: int = 0
@@ -359,8 +360,8 @@ def read_run_state(folder: Path) -> RunState:
     """Return the state in a checkpoint."""
     try:
         found = json.loads((folder / STATE).read_text(encoding="utf-8"))
-        return RunState(**found)
-    except (OSError, ValueError, TypeError) as error:
+        return RunState(**{name: value for name, value in found.items() if value is not None})
+    except (OSError, ValueError, TypeError, AttributeError) as error:
         raise CheckpointError(
             "{file} cannot be read: {reason}.", file=folder / STATE, reason=str(error).splitlines()[0]
         ) from None

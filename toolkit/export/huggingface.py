@@ -5,6 +5,7 @@ With weights, config and tokenizer come a model card, a probe, and manifest.json
 """
 
 import json
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -90,7 +91,7 @@ def card(state: RunState, is_adapter: bool) -> bytes:
 def _losses(state: RunState) -> list[str]:
     """Return a table of the evaluations, and the training loss at both ends; nats per trained token."""
     lines = []
-    if state.first_loss is not None and state.last_loss is not None:
+    if not math.isnan(state.first_loss):
         line = tr(
             "training: {first} -> {last} nats/token", first=f"{state.first_loss:.4f}", last=f"{state.last_loss:.4f}"
         )

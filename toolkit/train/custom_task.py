@@ -237,10 +237,10 @@ class CustomTask(Task):
     def summary(self, run: RunContext, result: FitResult) -> dict[str, Any]:
         """Return parameters, samples and the last figures."""
         summary = {name: self.card[name] for name in ("parameters", "trained_parameters")}
-        summary["samples"] = result.total_tokens
-        if result.evaluations:
-            summary["first_eval_loss"] = result.evaluations[0][EVAL_LOSS]
-            summary |= {f"last_{name}": value for name, value in result.evaluations[-1].items() if name != "step"}
+        summary["samples"] = result.state.total_tokens
+        if result.state.evaluations:
+            summary["first_eval_loss"] = result.state.evaluations[0][EVAL_LOSS]
+            summary |= {f"last_{name}": value for name, value in result.state.evaluations[-1].items() if name != "step"}
         return summary
 
     def next_steps(self, run: RunContext, samples: list[dict[str, str]]) -> list[str]:

@@ -341,12 +341,12 @@ class LanguageTask(Task):
         summary: dict[str, Any] = {
             "parameters": sum(one.total for one in counts),
             "trained_parameters": sum(one.trained for one in counts),
-            "trained_tokens": result.trained_tokens,
-            "total_tokens": result.total_tokens,
+            "trained_tokens": result.state.trained_tokens,
+            "total_tokens": result.state.total_tokens,
         }
-        if result.evaluations:
-            summary["first_eval_loss"] = result.evaluations[0]["eval_loss"]
-            summary["last_eval_loss"] = result.evaluations[-1]["eval_loss"]
+        if result.state.evaluations:
+            summary["first_eval_loss"] = result.state.evaluations[0]["eval_loss"]
+            summary["last_eval_loss"] = result.state.evaluations[-1]["eval_loss"]
         data = self.data
         if run.cfg.evaluate.ngram_baselines and data.validation is not None and run.ranks.rank == 0:
             # Of the samples that the loss is measured on, so that all figures are of the same tokens.
@@ -358,7 +358,7 @@ class LanguageTask(Task):
     def end_lines(self, result: FitResult, summary: Mapping[str, Any]) -> list[str]:
         """Return losses, answers, and what can be done with the model."""
         lines = []
-        if result.evaluations:
+        if result.state.evaluations:
             lines.append(
                 tr(
                     "Validation loss {first} -> {last} nats/token.",

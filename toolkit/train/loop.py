@@ -61,22 +61,20 @@ class TrainLoop:
         self.stop_file, self.is_stop_file_found, self.next_look = run.folder / run_dir.STOP, False, 0.0
         self.collectives = Collectives()
         self.metrics = MetricsLog(run.folder / "metrics.jsonl", run.trackers.row)
-        start, newest = run.start, run.checkpointer.newest
-        self.result = FitResult(bad_steps=start.bad_steps, rewinds=start.rewinds, checkpoint=newest)
+        self.checkpoint = run.checkpointer.newest
+        self.steps, self.steps_s = 0, 0.0
         self.rewound_to: Counter[Path] = Counter()
         self.postponed = False
         """Whether a checkpoint is due as soon as a step is good again."""
-        self.begin_at(start, Position(start.epoch, start.row))
+        self.begin_at(run.start, Position(run.start.epoch, run.start.row))
 
     def begin_at(self, state: RunState, place: Position) -> None:
         """Continue after the step of a state, with the data from a place on."""
+        self.state = replace(state, evaluations=list(state.evaluations))
         self.step, self.place, self.began = state.step, place, place
         counted = state.trained_tokens, state.total_tokens
         self.meter = ThroughputMeter(self.engine, self.baseline, *counted, self.task.unit, self.collectives)
         self.guard.restart(state.losses, state.grad_norms, state.skips_in_a_row)
-        self.result.evaluations = list(state.evaluations)
-        self.result.first_loss = math.nan if state.first_loss is None else state.first_loss
-        self.result.last_loss = math.nan if state.last_loss is None else state.last_loss
         self.batches = self.task.batches(place, self.run.total_steps - state.step)
 
     def train(self) -> FitResult:
@@ -92,7 +90,7 @@ class TrainLoop:
         """
         self.engine.train()
         # At step 0, or of a checkpoint that was saved by a run which was stopped before it could evaluate.
-        if self._evaluates() and all(int(row["step"]) != self.step for row in self.result.evaluations):
+        if self._evaluates() and all(int(row["step"]) != self.step for row in self.state.evaluations):
             self.meter.pause()
             self._evaluate()
             self.meter.resume()
@@ -103,15 +101,11 @@ class TrainLoop:
         if on_rank0(lambda: run_dir.is_lost(now=True)):
             raise self._lost()
         on_rank0(self.metrics.finish)
-        evaluations = self.result.evaluations if self.task.has_validation else []
+        evaluations = self.state.evaluations if self.task.has_validation else []
         self.guard.check_end(evaluations[-1]["eval_loss"] if evaluations else None)
         self.watchdog.enter("", self.step)
         failure.act_on_signals_at_once()
-        self.result.trained_tokens = self.meter.trained_tokens_so_far
-        self.result.total_tokens = self.meter.total_tokens_so_far
-        self.result.skipped_steps = self.engine.skipped_steps
-        self.result.state = self._state()
-        return self.result
+        return FitResult(self._state(), self.engine.skipped_steps, self.steps, self.steps_s)
 
     def _take_step(self) -> None:
         run, task = self.run, self.task
@@ -169,7 +163,7 @@ class TrainLoop:
                 signal=by_file or failure.received_signal() or tr("a signal to another rank"),
                 step=step,
                 total=self.run.total_steps,
-                checkpoint=self.result.checkpoint,
+                checkpoint=self.checkpoint,
             )
 
     def _saves(self, stops: bool, last: bool) -> bool:
@@ -199,12 +193,12 @@ class TrainLoop:
                 "precision=fp32. The last checkpoint is {checkpoint}.",
                 step=self.step,
                 reason=self.checkpointer.ruin,
-                checkpoint=self.checkpointer.good or self.result.checkpoint or tr("none"),
+                checkpoint=self.checkpointer.good or self.checkpoint or tr("none"),
             )
 
     def _is_rewound(self, trouble: Anomaly, result: StepResult, lr: float) -> bool:
         """Warn of a step that went wrong, and do as the config says; return whether the run was rewound."""
-        self.result.bad_steps += 1
+        self.state.bad_steps += 1
         what, file = anomalies.record_bad_step(
             self.run.folder,
             self.step,
@@ -227,7 +221,7 @@ class TrainLoop:
                 "{what}. train.on_bad_step=skip goes on without such steps, rewind goes back to the last "
                 "checkpoint and around them. The last checkpoint is {checkpoint}.",
                 what=what,
-                checkpoint=self.result.checkpoint or tr("none"),
+                checkpoint=self.checkpoint or tr("none"),
             )
         self._rewind(what)
         return True
@@ -235,7 +229,7 @@ class TrainLoop:
     def _rewind(self, what: str) -> None:
         self.watchdog.enter("rewind", self.step)
         self._publish_in_step()
-        good, checkpoint = self.checkpointer.good, self.result.checkpoint
+        good, checkpoint = self.checkpointer.good, self.checkpoint
         if checkpoint is not None and good is not None and good != checkpoint and self.rewound_to[checkpoint]:
             # No good step has followed it, and going back to it did not help: its weights may be the trouble.
             checkpoint = good
@@ -251,8 +245,8 @@ class TrainLoop:
                 count=MOST_REWINDS,
             )
         self.metrics.forget()
-        state = rewind_to(self.run, checkpoint)
-        self.result.rewinds += 1
+        bad_steps, rewinds = self.state.bad_steps, self.state.rewinds + 1
+        state = replace(rewind_to(self.run, checkpoint), bad_steps=bad_steps, rewinds=rewinds)
         self.progress.back_to(state.step)
         self.run.trackers.back_to(state.step)
         say(
@@ -264,10 +258,10 @@ class TrainLoop:
 
     def _log(self, lr: float) -> None:
         pace = self.meter.pace()
-        self.result.steps += pace.steps
-        self.result.steps_s += pace.seconds
+        self.steps += pace.steps
+        self.steps_s += pace.seconds
         row = self.meter.row(self.step, self.step / self.task.steps_per_epoch, lr, pace)
-        row |= {"bad_steps": self.result.bad_steps, "rewinds": self.result.rewinds}
+        row |= {"bad_steps": self.state.bad_steps, "rewinds": self.state.rewinds}
         row |= self.task.order_metrics(self.began) | dropping_metrics(self.engine.module)
         if rank() == 0:
             self.metrics.append(row)
@@ -276,9 +270,9 @@ class TrainLoop:
         self.progress.show(row)
         if slow := self.slow_ranks.see(pace):
             warn(slow)
-        if math.isnan(self.result.first_loss):
-            self.result.first_loss = row["loss"]
-        self.result.last_loss = row["loss"]
+        if math.isnan(self.state.first_loss):
+            self.state.first_loss = row["loss"]
+        self.state.last_loss = row["loss"]
 
     def _evaluates(self) -> bool:
         """Whether there is an evaluation at the present step."""
@@ -291,7 +285,7 @@ class TrainLoop:
         watchdog.enter("evaluation", step)
         figures = self.task.evaluate(self.run, step, lambda: watchdog.enter("evaluation", step))
         row: dict[str, float] = {"step": step, **figures}
-        self.result.evaluations.append(row)
+        self.state.evaluations.append(row)
         self.progress.note(evaluation=row)
         if rank() == 0:
             self.metrics.append(row)
@@ -299,22 +293,17 @@ class TrainLoop:
             say(line)
 
     def _state(self) -> RunState:
-        metrics, result = self.metrics.file, self.result
+        metrics = self.metrics.file
         return replace(
-            self.run.start,
+            self.state,
             step=self.step,
             epoch=self.place.epoch,
             row=self.place.row,
             trained_tokens=self.meter.trained_tokens_so_far,
             total_tokens=self.meter.total_tokens_so_far,
-            first_loss=result.first_loss,
-            last_loss=result.last_loss,
             skips_in_a_row=self.guard.skips_in_a_row,
-            bad_steps=result.bad_steps,
-            rewinds=result.rewinds,
             losses=list(self.guard.losses),
             grad_norms=list(self.guard.grad_norms),
-            evaluations=result.evaluations,
             metrics_bytes=metrics.stat().st_size if metrics.exists() else 0,
         )
 
@@ -327,8 +316,8 @@ class TrainLoop:
 
     def _publish(self) -> None:
         self.checkpointer.finish()
-        self.result.checkpoint = self.checkpointer.newest
-        self.progress.note(checkpoint=self.result.checkpoint)
+        self.checkpoint = self.checkpointer.newest
+        self.progress.note(checkpoint=self.checkpoint)
 
     def _lost(self) -> RunFolderError:
         """Save what the run has learned next to its directory, which is gone; return the error that ends the run."""

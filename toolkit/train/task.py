@@ -1,9 +1,8 @@
 """What a run learns: the task that Trainer, loop and step are handed, and what they hand each other."""
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -62,30 +61,14 @@ class StepResult:
 class FitResult:
     """What the loop achieved."""
 
-    first_loss: float = math.nan
-    """Training loss of the first step, nats per token."""
-    last_loss: float = math.nan
-    """Training loss since the last log line but one."""
-    evaluations: list[dict[str, float]] = field(default_factory=list)
-    """Each evaluation with its step."""
-    trained_tokens: int = 0
-    """Trained tokens in all."""
-    total_tokens: int = 0
-    """Tokens in all, without padding."""
-    skipped_steps: int = 0
-    """Steps without an update: gradients overflowed, or the step went wrong."""
-    bad_steps: int = 0
-    """Steps with NaN, Inf or spiking losses or gradients."""
-    rewinds: int = 0
-    """Times that the run went back to a checkpoint for them."""
-    steps: int = 0
-    """Steps that this process did, those done again after a rewind included."""
-    steps_s: float = 0.0
-    """Seconds that they took: without evaluation, saving and what comes before the first."""
-    checkpoint: Path | None = None
-    """The last checkpoint."""
-    state: RunState = field(default_factory=RunState)
+    state: RunState
     """Of the run's end."""
+    skipped_steps: int
+    """Steps without an update: gradients overflowed, or the step went wrong."""
+    steps: int
+    """Steps that this process did, those done again after a rewind included."""
+    steps_s: float
+    """Seconds that they took: without evaluation, saving and what comes before the first."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

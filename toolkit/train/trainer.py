@@ -179,10 +179,10 @@ class Trainer:
         summary = task.summary(run, result) | {
             "steps": run.total_steps,
             "skipped_steps": result.skipped_steps,
-            "bad_steps": result.bad_steps,
-            "rewinds": result.rewinds,
-            "first_loss": result.first_loss,
-            "last_loss": result.last_loss,
+            "bad_steps": result.state.bad_steps,
+            "rewinds": result.state.rewinds,
+            "first_loss": result.state.first_loss,
+            "last_loss": result.state.last_loss,
             "seconds": round(time.monotonic() - run.started, 1),
             "steps_done": result.steps,
             "steps_seconds": round(result.steps_s, 1),
@@ -249,7 +249,9 @@ class Trainer:
 
     def _end_lines(self, result: FitResult, summary: Mapping[str, Any], samples: list[dict[str, str]]) -> list[str]:
         in_tokens = self.task.unit == TOKENS
-        first, last = (f"{loss:.{3 if in_tokens else 4}f}" for loss in (result.first_loss, result.last_loss))
+        first, last = (
+            f"{loss:.{3 if in_tokens else 4}f}" for loss in (result.state.first_loss, result.state.last_loss)
+        )
         lines = [
             tr(
                 "Done: {steps} steps in {steps_s} s ({seconds} s in all, from the start of the command), training loss "
@@ -260,14 +262,14 @@ class Trainer:
                 losses=f"{first} -> {last}" + (" nats/token" if in_tokens else ""),
             )
         ]
-        if result.skipped_steps or result.rewinds:
+        if result.skipped_steps or result.state.rewinds:
             lines.append(
                 tr(
                     "{skipped} steps left out; {bad} went wrong (logs/bad-step-*.jsonl); "
                     "{rewinds} times back to a checkpoint.",
                     skipped=result.skipped_steps,
-                    bad=result.bad_steps,
-                    rewinds=result.rewinds,
+                    bad=result.state.bad_steps,
+                    rewinds=result.state.rewinds,
                 )
             )
         everything = tr(
