@@ -8,6 +8,7 @@ import json
 import math
 import os
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 
 from toolkit.errors import CheckpointError
@@ -22,8 +23,8 @@ def append_rows(file: Path, content: bytes) -> None:
     """
     with file.open("ab", buffering=0) as handle:
         before = os.fstat(handle.fileno()).st_size
+        written = 0
         try:
-            written = handle.write(content)
             while written < len(content):
                 written += handle.write(content[written:])
         except OSError:
@@ -55,10 +56,8 @@ def metric_values(row: Mapping[str, object]) -> dict[str, float]:
     """Return the numbers of a row; "nan" and "inf" are numbers that JSON does not have."""
     found = {}
     for name, value in row.items():
-        try:
+        with suppress(TypeError, ValueError):
             found[name] = float(value)  # type: ignore[arg-type]
-        except (TypeError, ValueError):
-            continue
     return found
 
 
@@ -76,18 +75,18 @@ class MetricsLog:
         """Append one row.
 
         Numbers that are not finite are written as strings ("nan", "inf"): JSON has no such numbers, and a row that a
-        strict reader refuses would hide just the step that matters.
+        strict reader rejects would hide just the step that matters.
         """
         clean = {
             key: str(value) if isinstance(value, float) and not math.isfinite(value) else value
             for key, value in row.items()
         }
-        told = bool(self._waiting)
+        is_warned = bool(self._waiting)
         self._waiting.append(json.dumps(clean, ensure_ascii=False) + "\n")
         try:
             self._write()
         except OSError as error:
-            if not told:
+            if not is_warned:
                 warn(
                     "{file} cannot be written: {reason}. Training goes on; its rows wait in memory.",
                     file=self.file,
@@ -100,11 +99,7 @@ class MetricsLog:
         self._waiting.clear()
 
     def finish(self) -> None:
-        """Write what still waits.
-
-        Raises:
-            CheckpointError: there is still no room.
-        """
+        """Write what still waits, or raise CheckpointError."""
         try:
             self._write()
         except OSError as error:
@@ -117,7 +112,6 @@ class MetricsLog:
 
     def _write(self) -> None:
         """Write all that waits, or nothing of it."""
-        if not self._waiting:
-            return
-        append_rows(self.file, "".join(self._waiting).encode())
-        self._waiting.clear()
+        if self._waiting:
+            append_rows(self.file, "".join(self._waiting).encode())
+            self._waiting.clear()

@@ -1,4 +1,4 @@
-"""The trackers as rank 0 sees them: what it says to them is never waited for. The work is done in sidecar.py."""
+"""The trackers as rank 0 sees them, which never waits for what it sends them. The work is done in queue.py."""
 
 import json
 import os
@@ -67,10 +67,11 @@ class Trackers:
             for pipe in (self._process.stdin, self._process.stdout):
                 assert pipe is not None
                 os.set_blocking(pipe.fileno(), False)
-            texts = {name: _text(folder / name) for name in TEXTS if (folder / name).exists()}
+            files = [folder / name for name in TEXTS if (folder / name).exists()]
+            texts = {file.name: file.read_text(encoding="utf-8", errors="replace") for file in files}
             length = metrics.stat().st_size if metrics.exists() else 0
         except OSError as error:
-            self._lost(error.strerror or str(error))
+            self._lose(error.strerror or str(error))
             return
         self._silent = set(trackers)
         self._send(
@@ -100,7 +101,7 @@ class Trackers:
         self._send("row", row=row)
 
     def back_to(self, step: int) -> None:
-        """The rows after a step are of no account: the run has gone back to it."""
+        """Drop the rows after a step: the run has gone back to it."""
         self._send("back", step=step)
 
     def answers(self, step: int, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
@@ -129,7 +130,7 @@ class Trackers:
         if is_finished and process.poll() is None:
             with suppress(OSError):
                 os.killpg(process.pid, signal.SIGKILL)
-            self._lost(tr("no answer"))
+            self._lose(tr("no answer"))
         self._exchange(wait_s=0.0)
         self._leave()
 
@@ -159,7 +160,7 @@ class Trackers:
         except OSError:
             if process.poll() is None:
                 process.kill()
-            self._lost(tr("the process has ended, see logs/trackers.log"))
+            self._lose(tr("the process has ended, see logs/trackers.log"))
             return
         answers = select.poll()  # select.select takes no file numbers from 1024 on
         answers.register(process.stdout, select.POLLIN)
@@ -168,7 +169,7 @@ class Trackers:
             while chunk := os.read(process.stdout.fileno(), 1 << 16):
                 self._heard += chunk
             if not self._is_ending:  # the end of its file
-                self._lost(tr("the process has ended, see logs/trackers.log"))
+                self._lose(tr("the process has ended, see logs/trackers.log"))
         *lines, rest = self._heard.split(b"\n")
         self._heard = bytearray(rest)
         for line in lines:
@@ -184,10 +185,6 @@ class Trackers:
                 pipe.close()
         self._process = None
 
-    def _lost(self, reason: str) -> None:
+    def _lose(self, reason: str) -> None:
         self._leave()
         warn("trackers: {reason}. Training goes on; metrics.jsonl has everything.", reason=reason)
-
-
-def _text(path: Path) -> str:
-    return path.read_text(encoding="utf-8", errors="replace")

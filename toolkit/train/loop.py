@@ -105,7 +105,8 @@ class TrainLoop:
         self.guard.check_end(evaluations[-1]["eval_loss"] if evaluations else None)
         self.watchdog.enter("", self.step)
         failure.act_on_signals_at_once()
-        return FitResult(self._state(), self.engine.skipped_steps, self.steps, self.steps_s)
+        skipped_steps = self.engine.skipped_steps
+        return FitResult(state=self._state(), skipped_steps=skipped_steps, steps=self.steps, steps_s=self.steps_s)
 
     def _take_step(self) -> None:
         run, task = self.run, self.task
