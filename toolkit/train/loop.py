@@ -61,7 +61,6 @@ class TrainLoop:
         self.stop_file, self.is_stop_file_found, self.next_look = run.folder / run_dir.STOP, False, 0.0
         self.collectives = Collectives()
         self.metrics = MetricsLog(run.folder / "metrics.jsonl", run.trackers.row)
-        self.checkpoint = run.checkpointer.newest
         self.steps, self.steps_s = 0, 0.0
         self.rewound_to: Counter[Path] = Counter()
         self.postponed = False
@@ -164,7 +163,7 @@ class TrainLoop:
                 signal=by_file or failure.received_signal() or tr("a signal to another rank"),
                 step=step,
                 total=self.run.total_steps,
-                checkpoint=self.checkpoint,
+                checkpoint=self.checkpointer.newest,
             )
 
     def _saves(self, stops: bool, last: bool) -> bool:
@@ -194,7 +193,7 @@ class TrainLoop:
                 "precision=fp32. The last checkpoint is {checkpoint}.",
                 step=self.step,
                 reason=self.checkpointer.ruin,
-                checkpoint=self.checkpointer.good or self.checkpoint or tr("none"),
+                checkpoint=self.checkpointer.good or self.checkpointer.newest or tr("none"),
             )
 
     def _is_rewound(self, trouble: Anomaly, result: StepResult, lr: float) -> bool:
@@ -222,7 +221,7 @@ class TrainLoop:
                 "{what}. train.on_bad_step=skip goes on without such steps, rewind goes back to the last "
                 "checkpoint and around them. The last checkpoint is {checkpoint}.",
                 what=what,
-                checkpoint=self.checkpoint or tr("none"),
+                checkpoint=self.checkpointer.newest or tr("none"),
             )
         self._rewind(what)
         return True
@@ -230,7 +229,7 @@ class TrainLoop:
     def _rewind(self, what: str) -> None:
         self.watchdog.enter("rewind", self.step)
         self._publish_in_step()
-        good, checkpoint = self.checkpointer.good, self.checkpoint
+        good, checkpoint = self.checkpointer.good, self.checkpointer.newest
         if checkpoint is not None and good is not None and good != checkpoint and self.rewound_to[checkpoint]:
             # No good step has followed it, and going back to it did not help: its weights may be the trouble.
             checkpoint = good
@@ -317,8 +316,7 @@ class TrainLoop:
 
     def _publish(self) -> None:
         self.checkpointer.finish()
-        self.checkpoint = self.checkpointer.newest
-        self.progress.note(checkpoint=self.checkpoint)
+        self.progress.note(checkpoint=self.checkpointer.newest)
 
     def _lost(self) -> RunFolderError:
         """Save what the run has learned next to its directory, which is gone; return the error that ends the run."""
