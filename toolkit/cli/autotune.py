@@ -12,15 +12,11 @@ The global batch stays the recipe's. Experiments are the runs of a sweep: the sa
 not done. What the config checks refuse, or this machine's GPUs have no memory for by plan, is told and left out.
 """
 
-from toolkit.jobs.autotune import open_search
+from toolkit.jobs.autotune import run_autotune
 from toolkit.launch import environment
 
 
 def run(words: list[str]) -> int:
     """Search."""
     environment.refuse_ranks()
-    with open_search(words) as search:
-        from toolkit.jobs.autotuner import tune
-
-        tune(search)
-        return search.show_best()
+    return run_autotune(words)

@@ -1,7 +1,6 @@
 """Searches for the ZeRO stage and micro-batch that train fastest; its experiments are the runs of a sweep."""
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import product
 from pathlib import Path
@@ -50,10 +49,8 @@ class AutotuneSearch:
     """How experiments are launched."""
     sweep: SweepDir
     """Where they are."""
-    groups: dict[int, str]
-    """ZeRO stage -> its config group."""
-    configs: dict[tuple[int, int], RunConfig]
-    """Stage and micro-batch -> the config of what is tried."""
+    configs: dict[tuple[int, int], tuple[list[str], RunConfig]]
+    """Stage and micro-batch -> overrides and config of what is tried."""
     rows: int
     """Of a rank in one optimizer step."""
     requests: SignalRequests = field(default_factory=SignalRequests)
@@ -65,8 +62,8 @@ class AutotuneSearch:
 
         Raises Stopped if a signal asked for that.
         """
-        words = _words(self.groups[stage], micro)
-        job = self.sweep.add(sweeping.new_job(words, self.configs[stage, micro]))
+        words, cfg = self.configs[stage, micro]
+        job = self.sweep.add(sweeping.new_job(words, cfg))
         self.jobs.append(job)
         if job.state != DONE:
             say(f"[{len(self.jobs)}/{len(self.configs)}] {' '.join(words)}")
@@ -78,20 +75,9 @@ class AutotuneSearch:
         """Return the tokens per second of a job, 0 if it is not done."""
         return sweeping.read_result(self.sweep.run_dir(job)).tokens_per_s if job.state == DONE else 0.0
 
-    def show_best(self) -> int:
-        """Print what was measured, and the overrides of the fastest; return the exit code."""
-        sweeping.show(self.sweep, self.jobs)
-        best = max(self.jobs, key=self.measured, default=None)
-        if best is None or not self.measured(best):
-            say("None of them ran.")
-            return 1
-        say("The fastest: {words}", words=" ".join(best.words))
-        return 0
 
-
-@contextmanager
-def open_search(words: list[str]) -> Iterator[AutotuneSearch]:
-    """Parse and check a command line, and open the sweep of its experiments; everything wrong is reported at once."""
+def run_autotune(words: list[str]) -> int:
+    """Search, and print what was measured and the overrides of the fastest; return the exit code."""
     launcher, options, rest = deepspeed.typed_options(words)
     problems = Problems()
     hosts = problems.attempt(_hosts, options) or {}
@@ -117,18 +103,23 @@ def open_search(words: list[str]) -> Iterator[AutotuneSearch]:
     configs = _configs(plan, {stage: groups[stage] for stage in stages}, micro, world_size, machine)
     if not configs:
         raise ConfigError(tr("nothing is left to try."))
+    from toolkit.jobs.autotuner import tune
+
     with sweeping.open_sweep(sweeping.sweep_dir(plan, cfg), sweeping.typed_command(words, "autotune")) as sweep:
-        search = AutotuneSearch(plan=plan, sweep=sweep, groups=groups, configs=configs, rows=max(sizes))
+        search = AutotuneSearch(plan=plan, sweep=sweep, configs=configs, rows=max(sizes))
         say("At most {number} experiments, in {folder}.", number=len(configs), folder=sweep.folder)
         try:
-            yield search
+            tune(search)
         except Stopped:
             sweeping.show(sweep, search.jobs)
             raise
-
-
-def _words(group: str, micro: int) -> list[str]:
-    return [f"zero={group}", f"batch.micro_per_gpu={micro}"]
+        sweeping.show(sweep, search.jobs)
+        best = max(search.jobs, key=search.measured, default=None)
+        if best is None or not search.measured(best):
+            say("None of them ran.")
+            return 1
+        say("The fastest: {words}", words=" ".join(best.words))
+        return 0
 
 
 def _hosts(options: dict[str, str]) -> hostfile.Resources:
@@ -179,12 +170,12 @@ def _unsuitable(recipe: Sequence[str], cfg: RunConfig) -> Iterator[ConfigError]:
 
 def _configs(
     plan: SweepPlan, groups: dict[int, str], micro: Sequence[int], world_size: int, machine: Machine | None
-) -> dict[tuple[int, int], RunConfig]:
+) -> dict[tuple[int, int], tuple[list[str], RunConfig]]:
     """Return what can be tried, and say of the rest why it cannot."""
-    found: dict[tuple[int, int], RunConfig] = {}
+    found = {}
     outline: Outline | None = None
     for (stage, group), rows in product(groups.items(), micro):
-        words = _words(group, rows)
+        words = [f"zero={group}", f"batch.micro_per_gpu={rows}"]
         try:
             cfg = plan.compose(words)
         except ConfigError as error:
@@ -201,7 +192,7 @@ def _configs(
                 )
                 say(f"{' '.join(words)}  " + tr("left out: {reason}", reason=reason))
                 continue
-        found[stage, rows] = cfg
+        found[stage, rows] = words, cfg
     return found
 
 

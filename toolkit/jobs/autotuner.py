@@ -62,7 +62,7 @@ class _Tuner(Autotuner):
         return _Runs(self.search, self.results_dir, self.exps_dir)
 
     def model_info_profile_run(self) -> dict[str, int]:
-        """Return nothing that could keep it from trying; what does not fit is left out already."""
+        """Return nothing that keeps it from trying; what does not fit is left out already."""
         return {"num_params": 0, "activation_mem_per_gpu": 1}
 
     def get_gpu_memory_info(self) -> int:

@@ -134,24 +134,20 @@ class SweepPlan:
         """Compose and check jobs; `problems` receives the errors, each of them once, with the first job's name."""
         configs, wrong = [], dict[str, list[str]]()
         for job in jobs:
-            name = hide(" ".join(job))
-            try:
-                configs.append(self._compose(job))
-            except ConfigError as error:
-                for one in error.parts or (error,):
-                    wrong.setdefault(str(one), []).append(name)
+            found = Problems()
+            configs.append(found.attempt(self._compose, job, found) or RunConfig())
+            for error in found.errors:
+                wrong.setdefault(str(error), []).append(hide(" ".join(job)))
         for sentence, names in wrong.items():
             of_all = len(names) == len(jobs) > 1 or not names[0]
             problems.add(ConfigError(sentence if of_all else f"{names[0]}: {sentence}"))
         return configs
 
-    def _compose(self, job: Sequence[str]) -> RunConfig:
-        problems = Problems()
+    def _compose(self, job: Sequence[str], problems: Problems) -> RunConfig:
         given = {"world_size": text} if (text := self.options.get("--num_gpus")) else {}
         world_size = problems.attempt(positive_int, given, "world_size")
         words, here = [*self.fixed, *job, "run.name=run"], deepspeed.hostfile_of(self.options) is None
         cfg = parse_checked(words, world_size=world_size, files=here, problems=problems).loaded.cfg
-        problems.raise_all()
         to_dict(cfg)  # learns the secrets in it
         return cfg
 
