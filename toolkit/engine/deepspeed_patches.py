@@ -84,12 +84,14 @@ def checkpoint_activations(model: PreTrainedModel, config: ActivationCheckpointi
             architecture=type(model).__name__,
         )
     layers = [part for part in model.modules() if isinstance(part, GradientCheckpointingLayer)]
-    reads_more = any(layer._can_checkpoint_with_cache for layer in layers)
-    function = _checkpoint_all if reads_more else _checkpoint
+    function = _checkpoint
+    if any(layer._can_checkpoint_with_cache for layer in layers):
+        # A layer reads more than its inputs that has a gradient: a learned prefix. Not for trained layers: their pieces
+        # under ZeRO-3 are gone when this function's gradients come (deepspeed 0.19.8).
+        function = deepspeed.checkpointing.non_reentrant_checkpoint
     model._set_gradient_checkpointing(enable=True, gradient_checkpointing_func=function)
     trained = (layer for layer in layers if any(parameter.requires_grad for parameter in layer.parameters()))
-    first = next(trained, None)
-    if first is not None:
+    if first := next(trained, None):
         first.register_forward_pre_hook(_want_gradient)
 
 
@@ -105,14 +107,6 @@ def _want_gradient(_: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> None
 def _checkpoint(function: Callable[..., Any], *inputs: Any) -> Any:
     """DeepSpeed's checkpoint during training; looked up late, so that tests can count its calls."""
     return deepspeed.checkpointing.checkpoint(function, *inputs)
-
-
-def _checkpoint_all(function: Callable[..., Any], *inputs: Any) -> Any:
-    """The same where a layer reads more than its inputs that has a gradient: a learned prefix.
-
-    Not for trained layers: their pieces under ZeRO-3 are gone when this function's gradients come (deepspeed 0.19.8).
-    """
-    return deepspeed.checkpointing.non_reentrant_checkpoint(function, *inputs)
 
 
 def fit_reduce_bucket(ds_config: dict[str, Any], trained: Sequence[torch.nn.Parameter]) -> dict[str, Any]:

@@ -27,6 +27,7 @@ from toolkit.messages import tr
 
 BATCH, MICRO, STEPS = "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
 AUTOTP = "tensor_parallel.autotp_size"
+"""0 is our 1."""
 REMOVED_OPTIMIZERS = ("onebitadam", "zerooneadam", "onebitlamb")
 OPTIMIZER_DEFAULTS: dict[str, dict[str, Any]] = {
     "adam": {"betas": [0.9, 0.999], "eps": 1e-8},
@@ -178,9 +179,15 @@ def import_json(
         task.note(key, sentence)
     _defaults(task)
     for key in task.given:
-        if task.has(key) and key in SAME and key not in (BATCH, MICRO, AUTOTP):  # these need more than a new name
-            task.take(SAME[key], task.given[key], key)
-    for translate in (_tensor, _batch, _precision, _optimizer, _scheduler, _switches, _monitors):
+        if task.has(key) and key in SAME and key not in (BATCH, MICRO):  # these need more than a new name
+            task.take(SAME[key], max(1, task.given[key]) if key == AUTOTP else task.given[key], key)
+    for name, ours in partition_config().items():
+        key = f"tensor_parallel.partition_config.{name}"
+        if task.has(key) and task.given[key] != ours:
+            raise task.error(
+                key, "{key}: how parameters are split is fixed here, by their names. Leave it out.", key=key
+            )
+    for translate in (_batch, _precision, _optimizer, _scheduler, _switches, _monitors):
         translate(task)
     if task.contradictions:
         raise ConfigError("\n".join(task.contradictions))
@@ -280,18 +287,6 @@ def equal(left: Any, right: Any) -> bool:
     return bool(left == right)
 
 
-def _tensor(task: SectionImport) -> None:
-    """Take the number of ranks that split layers; DeepSpeed's 0 is our 1."""
-    if task.has(AUTOTP):
-        task.take(SAME[AUTOTP], max(1, task.given[AUTOTP]), AUTOTP)
-    for name, ours in partition_config().items():
-        key = f"tensor_parallel.partition_config.{name}"
-        if task.has(key) and task.given[key] != ours:
-            raise task.error(
-                key, "{key}: how parameters are split is fixed here, by their names. Leave it out.", key=key
-            )
-
-
 def _batch(task: SectionImport) -> None:
     """Two of the three sizes determine the third, once the number of ranks is known."""
     for key in (BATCH, MICRO, STEPS):
@@ -304,10 +299,17 @@ def _batch(task: SectionImport) -> None:
         task.take("batch.global_size", task.given[BATCH], BATCH)
     of_model = math.prod(task.now(f"parallel.{name}") for name in ("tensor", "sequence", "pipeline"))
     shares = (task.world_size or 1) // max(1, of_model) or 1  # ranks whose rows differ
+    size, rows = task.now("batch.global_size"), task.now("batch.micro_per_gpu")
+    if not task.has(STEPS) and not task.strict and rows != AUTO and size % (rows * shares):
+        # Where the file gives one of two sizes, the recipe's other one has to fit to it.
+        is_free = {key: not task.has(key) and not task.is_typed(SAME[key]) for key in (BATCH, MICRO)}
+        if task.has(MICRO) and is_free[BATCH]:
+            task.take("batch.global_size", rows * shares, MICRO)  # as DeepSpeed, which then accumulates nothing
+        elif task.has(BATCH) and is_free[MICRO] and size % shares == 0:
+            task.take("batch.micro_per_gpu", math.gcd(size // shares, rows), BATCH)
     if not task.has(STEPS):
-        if not task.strict:
-            _fit_batch(task, shares)
-    elif task.world_size is not None:
+        return
+    if task.world_size is not None:
         _accumulate(task, task.given[STEPS], shares)
     elif not (task.has(BATCH) and task.has(MICRO)):
         task.note(
@@ -320,17 +322,6 @@ def _batch(task: SectionImport) -> None:
         )
         if task.strict:
             raise ConfigError(task.notes[-1])
-
-
-def _fit_batch(task: SectionImport, shares: int) -> None:
-    """Where the file gives one of two sizes, let the recipe's other one fit to it."""
-    size, rows = task.now("batch.global_size"), task.now("batch.micro_per_gpu")
-    if rows == AUTO or size % (rows * shares) == 0:
-        return
-    if task.has(MICRO) and not task.has(BATCH) and not task.is_typed("batch.global_size"):
-        task.take("batch.global_size", rows * shares, MICRO)  # as DeepSpeed, which then accumulates nothing
-    elif task.has(BATCH) and not task.has(MICRO) and size % shares == 0 and not task.is_typed("batch.micro_per_gpu"):
-        task.take("batch.micro_per_gpu", math.gcd(size // shares, rows), BATCH)
 
 
 def _accumulate(task: SectionImport, times: int, shares: int) -> None:
