@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from toolkit.cli import main
 from toolkit.errors import LaunchError
-from toolkit.launch import deepspeed, env_vars, hostfile
+from toolkit.launch import deepspeed, environment, hostfile
 from toolkit.launch.hostfile import check_visible_devices, is_here, rank_table, select_gpus
 
 HOSTS = {"node1": 4, "node2": 4, "gpu-3": 2}
@@ -127,30 +127,30 @@ def test_files_with_variables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     for folder in (home, here):
         folder.mkdir()
     monkeypatch.setenv("HOME", str(home))
-    assert env_vars.variables_of_files(here) == {}
+    assert environment.variables_of_files(here) == {}
     file = here / ".deepspeed_env"
     file.write_text("NCCL_DEBUG=INFO\nA=b=c\n")
     file.chmod(0o644)
-    assert env_vars.variables_of_files(here) == {file: ["NCCL_DEBUG", "A"]}
+    assert environment.variables_of_files(here) == {file: ["NCCL_DEBUG", "A"]}
     file.chmod(0o664)
     with pytest.raises(LaunchError, match="others than you can write it"):
-        env_vars.variables_of_files(here)
+        environment.variables_of_files(here)
     file.chmod(0o644)
     monkeypatch.setattr(os, "getuid", lambda: file.stat().st_uid + 1000)
     if file.stat().st_uid:
         with pytest.raises(LaunchError, match="others than you can write it"):
-            env_vars.variables_of_files(here)
+            environment.variables_of_files(here)
     monkeypatch.undo()
     monkeypatch.setenv("HOME", str(home))
     file.write_text("A=1\n\n# note\n")
     with pytest.raises(LaunchError, match=r"deepspeed_env:2: DeepSpeed wants NAME=value in every line"):
-        env_vars.variables_of_files(here)
+        environment.variables_of_files(here)
     file.write_text("LD_LIBRARY_PATH=/x y:$LD_LIBRARY_PATH:${B}\nA=it's; true & (b)\n")
-    assert env_vars.variables_of_files(here) == {file: ["LD_LIBRARY_PATH", "A"]}
+    assert environment.variables_of_files(here) == {file: ["LD_LIBRARY_PATH", "A"]}
     for value in ("$(touch x)", "`touch x`", 'a"; touch x; "', "a\\", "${A:-$(touch x)}", "a\x0bB=$(touch x)"):
         file.write_text(f"B=1\nA={value}\n")
         with pytest.raises(LaunchError, match=r"deepspeed_env:2: the shells of all machines would run"):
-            env_vars.variables_of_files(here)
+            environment.variables_of_files(here)
 
 
 def test_the_launchers_program_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,7 +26,7 @@ from toolkit import children
 from toolkit.config.schema import RunConfig
 from toolkit.doctor import facts, network
 from toolkit.errors import LaunchError, ToolkitError
-from toolkit.launch.env_vars import PACKED
+from toolkit.launch.environment import PACKED
 from toolkit.messages import set_language, tr
 
 MARK = "toolkit-doctor "

@@ -15,7 +15,7 @@ from toolkit.doctor.agents import Hosts, SshOptions
 from toolkit.doctor.facts import FORWARDED, MATTERING, hashed
 from toolkit.doctor.findings import ERROR, WARNING, Finding, finding
 from toolkit.errors import LaunchError
-from toolkit.launch import deepspeed, env_vars, environment, hostfile
+from toolkit.launch import deepspeed, environment, hostfile
 from toolkit.launch.hostfile import Resources
 from toolkit.messages import current_language, joined, tr
 
@@ -227,7 +227,7 @@ def plan_examination(
     """
     hosts = _hosts(options) if hosts is None else hosts
     through_ssh = deepspeed.logs_in(hosts, options)
-    files = env_vars.variables_of_files(Path.cwd()) if through_ssh else {}
+    files = environment.variables_of_files(Path.cwd()) if through_ssh else {}
     forwarded = {
         name: value for name, value in os.environ.items() if name.startswith(FORWARDED) and name != "PYTHONPATH"
     }
@@ -240,7 +240,7 @@ def plan_examination(
         words=words,
         cfg=cfg,
         ssh=SshOptions(through_ssh=through_ssh, arguments=_ssh_arguments(options), script=script),
-        environ={**forwarded, **env_vars.values_of_files(files)} if through_ssh else {},
+        environ={**forwarded, **environment.values_of_files(files)} if through_ssh else {},
         secrets=cfg.launch.forwarded if deepspeed.backend(hosts, options) == "pdsh" else (),
         master_addr=options.get("--master_addr", ""),
         master_port=int(port),

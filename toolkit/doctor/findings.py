@@ -13,7 +13,7 @@ from typing import Any
 
 from toolkit import messages
 from toolkit.doctor.facts import FORWARDED
-from toolkit.launch.env_vars import PACKED
+from toolkit.launch.environment import PACKED
 from toolkit.launch.hostfile import Resources
 from toolkit.messages import read_table, tr
 

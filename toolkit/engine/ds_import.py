@@ -100,7 +100,7 @@ class SectionImport:
         return self.taken[schema_key][0] if schema_key in self.taken else read_key(self.loaded.cfg, schema_key)
 
     def error(self, key: str, message: str, /, **values: object) -> ConfigError:
-        """Return the error that points at a key of the file; with values, the message is a template."""
+        """Return the error that points at a key of the file; the message is a template if it has values."""
         return ConfigError(self._at(key, message, values))
 
     def note(self, key: str, message: str, /, **values: object) -> None:
@@ -109,7 +109,7 @@ class SectionImport:
         self.noted.add(key)
 
     def _at(self, key: str, message: str, values: dict[str, object]) -> str:
-        return f"{self.position(key)}: {messages.tr(message, **values) if values else message}"
+        return f"{self.position(key)}: {messages.tr(message, **values) if values else messages.translated(message)}"
 
     def take(self, schema_key: str, value: Any, key: str) -> None:
         """Set a schema key from a DeepSpeed key: it beats the recipe, and loses to the command line."""
@@ -361,7 +361,7 @@ def _precision(task: SectionImport) -> None:
     given = {f"{dtype}.enabled": task.given.get(f"{dtype}.enabled", False) for dtype in ("fp16", "bf16")}
     enabled = [key for key, value in given.items() if value is True]
     if len(enabled) > 1:
-        raise task.error("bf16.enabled", tr("fp16 and bf16 are both enabled. Keep one of them."))
+        raise task.error("bf16.enabled", "fp16 and bf16 are both enabled. Keep one of them.")
     for key, value in given.items():
         if value not in (True, False, "auto"):
             raise task.error(key, "{key} = {value} must be true or false.", key=key, value=repr(value))
@@ -388,11 +388,11 @@ def _optimizer(task: SectionImport) -> None:
     is_adamw = name == "adam" and task.given.get(mode) is not False
     task.take("optim.name", "adamw" if is_adamw else names[name][0], key)
     if is_adamw:
-        task.note(key, tr('"Adam" without "adam_w_mode": false means AdamW in DeepSpeed: optim.name = adamw.'))
+        task.note(key, '"Adam" without "adam_w_mode": false means AdamW in DeepSpeed: optim.name = adamw.')
     if name == "adamw" and task.given.get(mode) is False:
-        task.note(mode, tr('"adam_w_mode": false has no effect with type AdamW.'))
+        task.note(mode, '"adam_w_mode": false has no effect with type AdamW.')
     if task.has(fused) and bool(task.given[fused]) != (task.now("optim.torch") is True):
-        task.note(fused, tr('"fused" follows "torch_adam": PyTorch\'s Adam is its fused one here.'))
+        task.note(fused, '"fused" follows "torch_adam": PyTorch\'s Adam is its fused one here.')
     if name != "muon":
         return
     # Muon's own rate beats lr, which is Adam's then; ZeRO-3 has no reduce-scatter for it.
@@ -404,7 +404,7 @@ def _optimizer(task: SectionImport) -> None:
             task.take("optim.adam_lr", others, adam)
         task.noted |= {own, adam, "optimizer.params.lr"}
     if task.given.get(scatter) is True and task.now("zero.stage") == 3:
-        task.note(scatter, tr("reduce_scatter is off: Muon needs whole gradients under ZeRO-3."))
+        task.note(scatter, "reduce_scatter is off: Muon needs whole gradients under ZeRO-3.")
 
 
 def _scheduler(task: SectionImport) -> None:
@@ -486,12 +486,12 @@ def _switches(task: SectionImport) -> None:
         task.take("train.activation_checkpointing.enabled", True, kept)
     if task.given.get(f"{kept}.partition_activations") is True:
         task.note(
-            f"{kept}.partition_activations", tr("partition_activations has no effect: there is no model parallelism.")
+            f"{kept}.partition_activations", "partition_activations has no effect: there is no model parallelism."
         )
     if task.given.get(f"{kept}.cpu_checkpointing") is True:
         task.note(
             f"{kept}.cpu_checkpointing",
-            tr("cpu_checkpointing moves the kept activations to host memory; on CPU ranks it has no effect."),
+            "cpu_checkpointing moves the kept activations to host memory; on CPU ranks it has no effect.",
         )
     if task.has_section(zenflow):
         task.take("zero.zenflow.enabled", True, zenflow)
@@ -505,9 +505,7 @@ def _switches(task: SectionImport) -> None:
             value=task.given[strategy],
         )
     if "steps_per_print" in task.given:
-        task.note(
-            "steps_per_print", tr("steps_per_print has no effect; the progress lines are ours, see train.log_every.")
-        )
+        task.note("steps_per_print", "steps_per_print has no effect; the progress lines are ours, see train.log_every.")
 
 
 def _monitors(task: SectionImport) -> None:

@@ -14,7 +14,7 @@ from toolkit.config.schema import RunConfig
 from toolkit.doctor.examine import plan_examination
 from toolkit.doctor.findings import ERROR, WARNING
 from toolkit.errors import CheckpointError, Diverged, LaunchError, Stopped, ToolkitError
-from toolkit.launch import deepspeed, env_vars, hostfile, processes, rank_status
+from toolkit.launch import deepspeed, environment, hostfile, processes, rank_status
 from toolkit.messages import say, tr
 from toolkit.train import run_dir
 
@@ -124,7 +124,7 @@ def _machines(options: Mapping[str, str], words: Sequence[str], cfg: RunConfig) 
         say(tr("{host}  GPUs {gpus}  ranks {ranks}", host=host, gpus=gpus, ranks=ranks).rstrip())
     if len({len(gpus) for gpus in hosts.values()}) > 1:
         say("Note: the machines take part with different numbers of GPUs.")
-    for file, names in env_vars.variables_of_files(Path.cwd()).items() if len(hosts) > 1 else ():
+    for file, names in environment.variables_of_files(Path.cwd()).items() if len(hosts) > 1 else ():
         say("{file} sets on all machines: {names}", file=file, names=", ".join(names))
     return hosts
 
@@ -141,15 +141,15 @@ def _command(
             launcher=options["--launcher"],
         )
     names = cfg.launch.forwarded
-    files = env_vars.variables_of_files(Path.cwd()) if backend and names else {}
+    files = environment.variables_of_files(Path.cwd()) if backend and names else {}
     here = [name for name in names if os.environ.get(name)]
     for name in here:
         secrets.learn(os.environ[name])
     if missing := sorted(set(names).difference(here, *files.values())):
-        raise env_vars.without_value(missing)
+        raise environment.without_value(missing)
     if env:
         say("Variables of the ranks: {names}", names=", ".join(env))
-    environ, exported = env_vars.for_launcher(here, backend, os.environ) if backend else (dict(os.environ), [])
+    environ, exported = environment.for_launcher(here, backend, os.environ) if backend else (dict(os.environ), [])
     # Unless asked, the launcher shall not write whole command lines, with what is in them, into logs.
     quiet = [] if {"--log_level", "-q", "--quiet"} & set(options) else ["--log_level", "critical"]
     command = [sys.executable, "-m", processes.FRONT_END, *quiet]

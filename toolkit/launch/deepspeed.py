@@ -23,8 +23,8 @@ import psutil
 
 from toolkit import children
 from toolkit.errors import LaunchError
-from toolkit.launch import env_vars, rank_status
-from toolkit.launch.environment import MPI_LAUNCHERS, Ranks, strip_launcher_arguments
+from toolkit.launch import rank_status
+from toolkit.launch.environment import MPI_LAUNCHERS, Ranks, strip_launcher_arguments, variables_of_files
 from toolkit.launch.hostfile import SELECTING, Resources, is_here, read_hostfile, select_gpus
 from toolkit.launch.processes import DEEPSPEED, LAUNCHERS, TYPED_LAUNCHERS
 from toolkit.messages import tr
@@ -80,7 +80,7 @@ def check_launcher(num_nodes: int, ranks: Ranks) -> None:
         check_machines(hosts, options)
         check_binding(hosts, options)
         if len(hosts) > 1:
-            env_vars.variables_of_files(folder)
+            variables_of_files(folder)
         return
 
 

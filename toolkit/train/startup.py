@@ -21,7 +21,7 @@ from toolkit.config.ops import check_compiler
 from toolkit.config.preflight import check_track_here
 from toolkit.config.schema import AUTO, ModelConfig, RunConfig
 from toolkit.errors import Problems
-from toolkit.launch import deepspeed, env_vars, environment
+from toolkit.launch import deepspeed, environment
 from toolkit.messages import say, tr
 from toolkit.models.directory import runs_code
 from toolkit.secrets import HidingFilter, hide
@@ -78,7 +78,7 @@ def make_ready(words: list[str], custom: bool = False) -> tuple[Arguments, envir
 
 def set_environment(cfg: RunConfig, ranks: environment.Ranks, inherited: dict[str, str]) -> None:
     """Set this process's variables by the config, and check that it can meet the other ranks."""
-    env_vars.apply_env(cfg.launch.env, ranks, os.environ, inherited)
+    environment.apply_env(cfg.launch.env, ranks, os.environ, inherited)
     if cfg.distributed.interface:
         environment.set_interface(cfg.distributed.interface, os.environ)
     environment.check_port(os.environ)
