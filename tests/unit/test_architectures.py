@@ -70,7 +70,7 @@ def test_packed_rows_that_a_model_cannot_take() -> None:
     config = transformers.BloomConfig(vocab_size=64, hidden_size=32, n_layer=1, n_head=2)
     model = transformers.AutoModelForCausalLM.from_config(config)
     choose_attention(model, Attention.auto, packed=True, dtype=torch.float32)
-    with pytest.raises(ModelError, match=r"packed rows: it cannot do with .* \(too many values.*data.packing=grouped"):
+    with pytest.raises(ModelError, match=r"packed rows: it rejects .* \(too many values.*data.packing=grouped"):
         check_isolation(model, 64, torch.device("cpu"), "bloom")
 
 

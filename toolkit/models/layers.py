@@ -82,19 +82,11 @@ def tile_mlp(model: nn.Module, pieces: int) -> None:
 
 
 def _forward(layer: nn.Module, mlp_forward: Forward, pieces: int, states: torch.Tensor) -> torch.Tensor:
-    if not torch.is_grad_enabled():
-        return _in_pieces(mlp_forward, states, pieces)
     trained = [parameter for parameter in layer.parameters() if parameter.requires_grad]
     if trained and not states.requires_grad:  # or nothing would lead back to the weights
         states = states.detach().requires_grad_()
     tiled: torch.Tensor = _Tiled.apply(states, mlp_forward, pieces, trained)
     return tiled
-
-
-def _in_pieces(mlp_forward: Forward, states: torch.Tensor, pieces: int) -> torch.Tensor:
-    """Return `mlp_forward` of the states [B, S, H], or [tokens, H], a piece of the tokens at a time."""
-    flat = states.flatten(0, -2)
-    return torch.cat([mlp_forward(piece) for piece in flat.tensor_split(pieces)]).view(states.shape)
 
 
 class _Tiled(torch.autograd.Function):
@@ -104,7 +96,8 @@ class _Tiled(torch.autograd.Function):
     ) -> torch.Tensor:
         ctx.save_for_backward(states)
         ctx.given = mlp_forward, pieces, trained
-        return _in_pieces(mlp_forward, states, pieces)
+        flat = states.flatten(0, -2)  # [tokens, H]
+        return torch.cat([mlp_forward(piece) for piece in flat.tensor_split(pieces)]).view(states.shape)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
@@ -143,9 +136,9 @@ _PER_TOKEN = ("position_ids", "position_embeddings")
 class TokenDropping:
     """What the middle layers of a model compute; `model.token_dropping`. Evaluation is left alone.
 
-    Nothing of it needs saving: what is drawn follows from seed, step, micro-batch and data rank. On another number of
-    ranks it is other tokens, as with dropout. Ranks with the same rows (`data_rank`) drop the same tokens. Models
-    without middle layers, or with layers that read more than can be picked per token, are an error.
+    Nothing of it needs saving: what is drawn follows from seed, step, micro-batch and `data_rank`, so ranks with the
+    same rows drop the same tokens. Models without middle layers, or with layers that read more than can be picked per
+    token, are an error.
     """
 
     def __init__(self, model: PreTrainedModel, config: RandomLtdConfig, seed: int, data_rank: int) -> None:

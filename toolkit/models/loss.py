@@ -44,14 +44,10 @@ def token_loss_sum(engine: Any, batch: Batch) -> torch.Tensor:
     The sum, because a mean of micro-batch means weighs tokens unequally (transformers#34191 and others); the caller
     divides by the number of trained tokens of the whole global batch.
 
-    Args:
-        engine: the DeepSpeed engine, or a transformers model.
-        batch: `input_ids`, `labels` (-100 where untrained), `position_ids`, `segment_ids`, each `[B, S]`; packed with
-            `cu_seq_lens`, see `attention_arguments`. It is copied to where the engine computes, and the host does not
-            wait for the copy if the batch is in page-locked memory and holds `with_label_positions` already.
-
-    Returns:
-        float32 scalar on the engine's device, of this rank alone; 0 (with a zero gradient) without trained tokens.
+    `engine` is a DeepSpeed engine or a model. `batch` has `input_ids`, `labels` (-100 where untrained), `position_ids`,
+    `segment_ids`, each `[B, S]`; packed with `cu_seq_lens`, see `attention_arguments`. It is copied to the engine's
+    device, and the host does not wait for that if it is in page-locked memory and has `with_label_positions`. Returns a
+    float32 scalar of this rank alone; 0 (with a zero gradient) without trained tokens.
     """
     return loss_head(engine).losses(engine, _on_device(engine, batch)).sum()
 
@@ -385,10 +381,9 @@ def _scaled(gradient: torch.Tensor | None, factor: torch.Tensor, dtype: torch.dt
 class RouterLoss:
     """The routers' loss of a model; `model.router_loss`, None where it has none.
 
-    Its gradient enters where the weights of the chosen experts leave the router, in the pass that gradients go back
-    through: also where layers are computed again, whose first pass leaves nothing to go back through, and whatever is
-    done with the logits of the model. Of tokens and E experts `routers` return logits [tokens, E], and of the K chosen
-    ones weights and numbers [tokens, K].
+    Its gradient enters where the weights of the chosen experts leave the router, so it also reaches layers that are
+    computed again, and does not depend on the model's logits. Of E experts `routers` return logits [tokens, E], and of
+    the K chosen ones weights and numbers [tokens, K].
     """
 
     def __init__(self, coefficient: float, routers: list[nn.Module]) -> None:
@@ -401,19 +396,13 @@ class RouterLoss:
             router.register_forward_hook(lambda _, __, output, number=number: self._add(number, output))
 
     def begin(self, segment_ids: torch.Tensor, device: torch.device, scale: float) -> None:
-        """Take notice of the next micro-batch's forward and backward pass.
-
-        `segment_ids`, [B, S], are 0 on padding; `scale` is of this micro-batch's loss, beside the coefficient.
-        """
+        """Observe the next micro-batch; `segment_ids`, [B, S], are 0 on padding, `scale` is that of its token loss."""
         self._end()
         self._is_token = (segment_ids > 0).to(device, non_blocking=True)
         self._factor = scale * self.coefficient / self.num_layers
 
     def collect(self) -> torch.Tensor:
-        """Return the sum over micro-batches of the mean over layers, and take notice of nothing more.
-
-        float32 scalar of this rank, without a gradient and without the coefficient.
-        """
+        """Return the rank's sum over micro-batches of the mean over layers, without coefficient, and stop observing."""
         self._end()
         total, self._sum, self._is_token = self._sum, 0.0, None
         assert isinstance(total, torch.Tensor)

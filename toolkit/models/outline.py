@@ -88,10 +88,7 @@ def _saved(folder: Path, layers: int, dtype: torch.dtype) -> int:
 
     real = functional.scaled_dot_product_attention
 
-    def fused(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
-        return _Fused.apply(query, key, value)
-
-    functional.scaled_dot_product_attention = fused
+    functional.scaled_dot_product_attention = lambda query, key, value, *_, **__: _Fused.apply(query, key, value)
     uses_groups, sdpa_attention.use_gqa_in_sdpa = sdpa_attention.use_gqa_in_sdpa, lambda *_: True
     try:
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):

@@ -87,8 +87,8 @@ def keep_only(model: PreTrainedModel, names: list[str], own: list[str]) -> None:
 class PipelineStage(PipelineModule):
     """One stage of a model, and what is known of the whole.
 
-    A pass over a micro-batch takes it from `batches`, in their order, and ends on the last stage with `finish`. The
-    model, of which this rank's part has its weights, is cut.
+    A pass takes a micro-batch from `batches`, in their order, and ends on the last stage with `finish`. `model`, of
+    which this rank's part has its weights, is cut.
     """
 
     def __init__(self, model: PreTrainedModel, num_stages: int, dtype: torch.dtype) -> None:
@@ -225,8 +225,7 @@ def train_window(
 def evaluate_window(engine: PipelineEngine, micro_batches: Sequence[Batch], finish: Finish) -> list[torch.Tensor]:
     """Run micro-batches forward in evaluation mode. A collective over all ranks, with as many on each.
 
-    Any number of micro-batches; leaves the engine in evaluation mode. Returns what `finish` made, on the last stage, of
-    the model and each micro-batch with `inputs_embeds`; [] on other stages.
+    Returns what `finish` made, on the last stage, of the model and each micro-batch with `inputs_embeds`; [] on others.
     """
     found: list[torch.Tensor] = []
 

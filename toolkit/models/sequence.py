@@ -21,13 +21,7 @@ from toolkit.config.schema import Attention
 from toolkit.distributed.process_group import sum_over_ranks
 from toolkit.errors import ModelError
 from toolkit.messages import tr
-from toolkit.models.attention import (
-    SEQUENCE,
-    attend_to_segments,
-    evaluate_logits,
-    isolation_rows,
-    training_mask,
-)
+from toolkit.models import attention
 from toolkit.models.loss import Batch, with_label_positions
 
 MOST_CHANGE = 0.1
@@ -56,7 +50,7 @@ def split_sequences(model: PreTrainedModel, ranks: int) -> None:
             model=type(model).__name__,
             reason=reason,
         )
-    model.set_attn_implementation(SEQUENCE)
+    model.set_attn_implementation(attention.SEQUENCE)
     _group, _ = dist.new_subgroups(ranks)
 
 
@@ -114,7 +108,7 @@ def sequence_attention(
     query, key, value = (_Exchange.apply(states, 1, 2) for states in (query, key, value))  # [B, heads / P, S, D]
     bounds = options.get("cu_seq_lens_q")
     if bounds is not None:
-        mixed = attend_to_segments(query, key, value, bounds, query.size(2), dropout, scaling)
+        mixed = attention.attend_to_segments(query, key, value, bounds, query.size(2), dropout, scaling)
     else:
         grouped = key.size(1) != query.size(1)
         mixed = functional.scaled_dot_product_attention(
@@ -147,12 +141,12 @@ def check_sequence_parallel(
     """Measure on the loaded model that parts of rows give the logits of whole ones, else raise. A collective."""
     assert _group is not None
     part, parts = dist.get_rank(_group), dist.get_world_size(_group)
-    batch = isolation_rows(vocab_size, parts)
+    batch = attention.isolation_rows(vocab_size, parts)
     if not packed:
         batch = {"input_ids": batch["input_ids"], "segment_ids": torch.ones_like(batch["input_ids"])}
         batch["position_ids"] = torch.arange(batch["input_ids"].size(1)).expand_as(batch["input_ids"])
-    whole = evaluate_logits(engine, batch, device)
-    mine = evaluate_logits(engine, local_part({**batch, "labels": batch["input_ids"]}, part, parts), device)
+    whole = attention.evaluate_logits(engine, batch, device)
+    mine = attention.evaluate_logits(engine, local_part({**batch, "labels": batch["input_ids"]}, part, parts), device)
     length = mine.size(1)
     other = (mine - whole[:, part * length :][:, :length]).square().mean()
     # The mean, as single logits in bf16 differ by several per cent between kernels; of all ranks, to act alike.
@@ -168,5 +162,5 @@ def check_sequence_parallel(
         )
 
 
-AttentionInterface.register(SEQUENCE, sequence_attention)
-AttentionMaskInterface.register(SEQUENCE, training_mask)
+AttentionInterface.register(attention.SEQUENCE, sequence_attention)
+AttentionMaskInterface.register(attention.SEQUENCE, attention.training_mask)

@@ -199,8 +199,7 @@ PREFIX = "transformer.prefix_encoder."
 class PrefixEncoder(nn.Module):
     """The prefix of one model, with the official sizes and names (`embedding`, `trans.0`, `trans.2`).
 
-    `num_tokens`: P; `projection`: whether an MLP stands between the embedding, else [P, W], and the keys; `dropout`: of
-    keys and values in training; the original's is 0.1.
+    `projection`: an MLP stands between the embedding, else [P, W], and the keys; `dropout`: of keys and values.
     """
 
     def __init__(self, config: Any, num_tokens: int, projection: bool, dropout: float) -> None:

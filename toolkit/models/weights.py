@@ -22,15 +22,8 @@ from typing import Any
 import torch
 from safetensors import safe_open
 from transformers import PreTrainedModel
+from transformers import core_model_loading as loading
 from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import (
-    Concatenate,
-    MergeModulelist,
-    WeightConverter,
-    WeightRenaming,
-    apply_renamings,
-    rename_source_key,
-)
 from transformers.initialization import no_init_weights
 
 from toolkit import terminal
@@ -86,8 +79,8 @@ class TransformersLayout(Layout):
     def __init__(self, model: PreTrainedModel) -> None:
         self._shapes, self._model = shapes_of(model), model
         table = get_model_conversion_mapping(model)
-        self._renamings = [one for one in table if isinstance(one, WeightRenaming)]
-        self._converters = [one for one in table if isinstance(one, WeightConverter)]
+        self._renamings = [one for one in table if isinstance(one, loading.WeightRenaming)]
+        self._converters = [one for one in table if isinstance(one, loading.WeightConverter)]
         self._target = cache(self._find_target)
         # Layers for predicting several tokens at once (GLM-4.5, DeepSeek-V3), buffers of older versions.
         unread = {*(model._keys_to_ignore_on_load_unexpected or ()), r"rotary_emb\.inv_freq$", predicting(model.config)}
@@ -105,15 +98,15 @@ class TransformersLayout(Layout):
     def _find_target(self, name: str) -> tuple[str, Any]:
         """Return the parameter that a stored tensor fills, and its index in it."""
         prefix = self._model.base_model_prefix
-        parameter, pattern = rename_source_key(name, self._renamings, self._converters, prefix, self._shapes)
+        parameter, pattern = loading.rename_source_key(name, self._renamings, self._converters, prefix, self._shapes)
         if pattern is None or parameter not in self._shapes:
             return parameter, ...
         converter = next(one for one in self._converters if pattern in one.source_patterns)
-        number = re.search(pattern.replace("*", r"(\d+)"), apply_renamings(name, self._renamings))
+        number = re.search(pattern.replace("*", r"(\d+)"), loading.apply_renamings(name, self._renamings))
         # One after another along the first dimension, perhaps gate and up beside each other along the second.
-        steps = [(type(one), getattr(one, "dim", None)) for one in converter.operations]
+        steps = [(type(one).__name__, getattr(one, "dim", None)) for one in converter.operations]
         parts = len(converter.source_patterns)
-        if number is None or steps != [(MergeModulelist, 0), (Concatenate, 1)][: 1 if parts == 1 else 2]:
+        if number is None or steps != [("MergeModulelist", 0), ("Concatenate", 1)][: 1 if parts == 1 else 2]:
             raise ModelError(
                 "{architecture} stores {name} in another form than it computes with, which cannot be read piece by "
                 "piece: zero.stage=3, verify and export need that. Use zero=stage2 with checkpoint.export=false.",
