@@ -386,7 +386,7 @@ def test_glm4_tools_are_told_in_the_words_of_the_official_template(tmp_path: Pat
     assert ids[: len(wanted) - 1] == wanted[:-1]
     assert ids.count(encoder.tokenizer.convert_tokens_to_ids("<|user|>")) == 1
     shutil.copyfile(GOLDEN / "tok_glm4" / "tokenizer.model", tmp_path / "tokenizer.model")
-    with pytest.raises(RowError, match="the tokenizer's folder has no chat template that says how glm-4 is told of"):
+    with pytest.raises(RowError, match="the tokenizer's directory has no chat template that describes tools to glm-4"):
         load_chat_encoder(tmp_path).prompt(messages, tools=tools)
 
 

@@ -13,9 +13,9 @@ from toolkit.config.load import load
 from toolkit.engine.ds_config import build_ds_config
 from toolkit.engine.memory import PeakMemory
 from toolkit.errors import BaseMissing, ConfigError, ModelError, RowError, reading
-from toolkit.models import adapters, template_bounds
+from toolkit.models import adapters
 from toolkit.models.adapters import BaseModel
-from toolkit.models.chat_template import TemplateChatEncoder, TooSlow, time_limit
+from toolkit.models.chat_template import TemplateChatEncoder, TooSlow, bound_templates, time_limit
 from toolkit.models.directory import read_config
 from toolkit.models.tokenizer import fit_tokenizer, load_tokenizer
 from toolkit.models.weights import WeightFiles, read_tensors
@@ -244,7 +244,7 @@ def test_templates_that_fill_the_memory(name: str, tokenizer_folder: Path, tmp_p
 def test_templates_within_the_bounds_are_rendered_as_before() -> None:
     from transformers.utils.chat_template_utils import render_jinja_template
 
-    template_bounds.install()
+    bound_templates()
     template = (
         "{{ '-' * 3 }}{{ [1] + [2] }}{{ 2 ** 5 }}{{ 7 % 4 }}{{ '%s|%d' % ('a', 3) }}{{ '{:>3}'.format(1) }}"
         "{{ 'a' ~ 1 ~ none }}{{ messages|tojson(indent=1) }}{{ ['a', 'b']|join(',') }}{{ 'a\nb'|indent(2) }}"

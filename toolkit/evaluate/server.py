@@ -17,11 +17,12 @@ import shutil
 import sys
 import time
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from toolkit.config.preflight import position_limit
-from toolkit.errors import ConfigError
+from toolkit.errors import ConfigError, ModelError
 from toolkit.messages import tr
 from toolkit.models.directory import read_object
 
@@ -179,10 +180,10 @@ def main(words: list[str]) -> None:
     """Serve; the words are the model's name and the arguments of transformers' command line."""
     from transformers.cli.transformers import app
 
-    from toolkit.models import template_bounds
+    from toolkit.models.chat_template import bound_templates
 
     _bound_requests()
-    template_bounds.install()
+    bound_templates()
     _keep_text()
     _serve_one(name=words[0], folder=words[2])
     app(words[1:])
@@ -248,14 +249,16 @@ def _keep_text() -> None:
     """
     from transformers import PreTrainedTokenizerBase
 
-    from toolkit.models.chat_template import turn_marks_of
+    from toolkit.models.chat_template import TemplateChatEncoder
 
     apply = PreTrainedTokenizerBase.apply_chat_template
 
     def with_text(self: Any, conversation: Any, **options: Any) -> Any:
         if options.get("tokenize", True) and not options.get("return_assistant_tokens_mask"):
             if self.chat_control_tokens is None:
-                self.chat_control_tokens = turn_marks_of(self)
+                self.chat_control_tokens = []
+                with suppress(ModelError):  # it has no usable template
+                    self.chat_control_tokens = sorted(TemplateChatEncoder(self).turn_marks)
             options["sanitize_control_tokens"] = True
         return apply(self, conversation, **options)
 

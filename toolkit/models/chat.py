@@ -1,4 +1,4 @@
-"""Which way of writing conversations belongs to a folder."""
+"""The chat format of a model directory: a ChatGLM's own, or that of a chat template."""
 
 import hashlib
 from collections.abc import Sequence
@@ -8,7 +8,7 @@ from typing import Any
 from toolkit.config.schema import Family
 from toolkit.errors import ModelError
 from toolkit.models.chat_template import Encoded, Message, TemplateChatEncoder
-from toolkit.models.chatglm.formats import Piece, format_of, with_tools
+from toolkit.models.chatglm.formats import FORMATS, with_tools
 from toolkit.models.chatglm.tokenizers import ChatGLMTokenizer, GlmTokenizer
 from toolkit.models.chatglm.vocabulary import no_cycles
 from toolkit.models.tokenizer import load_tokenizer
@@ -31,35 +31,31 @@ class FamilyChatEncoder:
                 folder=tokenizer.name_or_path,
             )
         self.tokenizer = tokenizer
-        self.format = format_of(tokenizer.family, tokenizer, original_labels)
+        self.format = FORMATS[tokenizer.family](tokenizer, original_labels)
         self.vocab_size = len(tokenizer)
-        self.only_last = self.format.only_last
-        self.drops_system = self.format.only_last
+        self.only_last = self.drops_system = self.format.only_last
         # ChatGLM-6B finds its positions from the <sop> of each sample.
         self.can_cut = tokenizer.family is not Family.chatglm
         digest = hashlib.sha256(f"{CODE_VERSION} {tokenizer.family.value} {len(tokenizer)} {original_labels}".encode())
         digest.update(tokenizer.vocabulary.read_bytes())
-        digest.update((tokenizer.own_template or "").encode())  # glm-4 is told of tools in its words
+        digest.update((tokenizer.own_template or "").encode())  # glm-4 describes tools in its words
         self.fingerprint = digest.hexdigest()
 
     def encode(self, messages: Sequence[Message], tools: Sequence[Any] | None = None) -> Encoded:
         """Return ids and mask of one conversation; see `toolkit.data.encode.ChatEncoder`."""
-        return self.format.encode([self.format.example(with_tools(messages, tools))])[0]
+        return self.encode_many([messages], [tools])[0]
 
     def encode_many(
         self, conversations: Sequence[Sequence[Message]], tools: Sequence[Sequence[Any] | None] | None = None
     ) -> list[Encoded]:
         """Return ids and mask of several conversations; see `toolkit.data.encode.ChatEncoder`."""
-        given = tools or [None] * len(conversations)
+        pairs = zip(conversations, tools or [None] * len(conversations), strict=True)
         with no_cycles():
-            return self.format.encode(
-                [self.format.example(with_tools(*one)) for one in zip(conversations, given, strict=True)]
-            )
+            return self.format.encode(self.format.example(with_tools(*pair)) for pair in pairs)
 
     def prompt(self, messages: Sequence[Message], tools: Sequence[Any] | None = None) -> list[int]:
         """Return the ids that generation starts from."""
-        pieces: list[Piece] = self.format.prompt(with_tools(messages, tools))
-        return self.format.encode([pieces])[0][0]
+        return self.format.encode([self.format.prompt(with_tools(messages, tools))])[0][0]
 
     @property
     def stop_ids(self) -> list[int]:
@@ -79,12 +75,12 @@ AnyChatEncoder = FamilyChatEncoder | TemplateChatEncoder
 def load_chat_encoder(
     path: str | Path, *, family: Family | str = Family.auto, chat_template: str = "", original_labels: bool = True
 ) -> AnyChatEncoder:
-    """Return a folder's way of turning conversations into ids and the mask of what is trained."""
+    """Return what turns conversations into ids and the mask of what is trained, for a model directory."""
     return chat_encoder(load_tokenizer(path, family=family, chat_template=chat_template), original_labels)
 
 
 def chat_encoder(tokenizer: Any, original_labels: bool = True) -> AnyChatEncoder:
-    """Return the way of a tokenizer that is loaded already; see `load_chat_encoder`."""
+    """Return the chat encoder of a loaded tokenizer; see `load_chat_encoder`."""
     if isinstance(tokenizer, GlmTokenizer | ChatGLMTokenizer) and tokenizer.has_own_template:
         return FamilyChatEncoder(tokenizer, original_labels)
     if not original_labels:

@@ -1,6 +1,9 @@
 """Conversations through a tokenizer's own chat template: for all models that have no format of their own here.
 
-The template makes a text with spans of characters, `SpanTokenizer` token ids with a mask of it.
+`TemplateChatEncoder` renders a text with spans of characters, of which `SpanTokenizer` makes token ids with a mask.
+A template comes with a model from outside: Jinja's sandbox (3.1.6) keeps it from the machine, and a time limit ends
+loops, but one operation such as `'x' * 10**9` is a single call that no limit of time can interrupt. So
+`BoundedEnvironment` computes the size of what multiplies, pads, joins or replaces before it is done.
 """
 
 import hashlib
@@ -8,10 +11,17 @@ import json
 import re
 import signal
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager, suppress
+from functools import wraps
 from types import FrameType
 from typing import TYPE_CHECKING, Any, TypeVar
+
+from jinja2 import Environment, TemplateError, nodes, utils
+from jinja2.compiler import CodeGenerator, Frame
+from jinja2.exceptions import SecurityError
+from jinja2.runtime import Context
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from toolkit.errors import ModelError, RowError, is_failure, reason_of
 from toolkit.messages import tr
@@ -27,10 +37,10 @@ Span = tuple[int, int]
 
 
 class SpanTokenizer:
-    """Tokenises whole texts and says which tokens belong to spans of them.
+    """Tokenizes texts and returns which tokens belong to spans of them.
 
-    `frame` is what always stands before an answer and after it, if known: where it begins with a special token, answers
-    are found among the ids themselves, several times as fast as by asking the tokenizer for each token's position.
+    `frame` is what always precedes and follows an answer, if known: where it begins with a special token, answers are
+    found among the ids themselves, several times as fast as by asking the tokenizer for each token's position.
     `shield` has covered the control strings in the messages' texts.
     """
 
@@ -38,7 +48,7 @@ class SpanTokenizer:
         self, tokenizer: "PreTrainedTokenizerBase", frame: tuple[str, str] | None, shield: Shield | None = None
     ) -> None:
         self.tokenizer, self.shield = tokenizer, shield or Shield(tokenizer, ())
-        # Looked up once: a tokenizer takes microseconds to say.
+        # Looked up once: each property of a tokenizer takes microseconds.
         self.end, self.end_id = str(tokenizer.eos_token), int(tokenizer.eos_token_id)
         self.asks, self.ending = frame or ("", "")
         self.ask_ids: list[int] = []
@@ -54,8 +64,8 @@ class SpanTokenizer:
     def encode_many(self, texts: Sequence[str], spans: Sequence[Sequence[Span]]) -> list[Encoded]:
         """Return ids of each text and for each id whether it belongs to a span, up to the end token there.
 
-        What a text holds after the end token of its last span (a newline, mostly) is left out: generation has stopped
-        by then, so the model never sees it there. A span at the end of a text that has no end token gets one.
+        What follows the end token of the last span (a newline, mostly) is dropped: generation has stopped by then. A
+        span at the end of a text that has no end token gets one.
         """
         if not self.tokenizer.is_fast:
             return [self._slow(text, marks) for text, marks in zip(texts, spans, strict=True)]
@@ -93,7 +103,7 @@ class SpanTokenizer:
         return backend
 
     def _is_framed(self, text: str, spans: Sequence[Span]) -> bool:
-        """Return whether each span stands where the frame says, or is the whole text."""
+        """Return whether each span is in the frame, or is the whole text."""
         if spans == [(0, len(text))]:
             return text.endswith(self.end)
         if not self.ask_ids:
@@ -106,10 +116,10 @@ class SpanTokenizer:
         return True
 
     def _between(self, ids: list[int], text: str, spans: Sequence[Span]) -> Encoded | None:
-        """Return ids and mask of a framed text; None if its tokens do not stand as its characters do.
+        """Return ids and mask of a framed text; None if its tokens do not match its characters.
 
-        As many tokens of the kind that precedes answers as there are such texts: then the n-th is the n-th. That the
-        ids after it are the frame's own means that none of them reaches into the answer.
+        There must be as many mark tokens as mark texts: then the n-th is the n-th. As the ids after it are the frame's
+        own, none of them reaches into the answer.
         """
         if spans == [(0, len(text))]:
             return ids, [True] * len(ids)
@@ -119,13 +129,13 @@ class SpanTokenizer:
         if ids.count(first) != text.count(self.mark):
             return None
         mask: list[bool] = []
-        place, seen = -1, 0
+        index, seen = -1, 0
         for begin, _ in spans:
             for _ in range(text.count(self.mark, seen, begin)):
-                place = ids.index(first, place + 1)
+                index = ids.index(first, index + 1)
             seen = begin
-            start = place + length
-            if ids[place:start] != self.ask_ids:
+            start = index + length
+            if ids[index:start] != self.ask_ids:
                 return None
             stop = ids.index(self.end_id, start) + 1
             mask += [False] * (start - len(mask))
@@ -135,7 +145,7 @@ class SpanTokenizer:
         return ids, mask + [False] * (len(ids) - len(mask))
 
     def _by_offsets(self, encoding: Any, text: str, spans: Sequence[Span]) -> Encoded:
-        """Return ids and mask by the places in the text that the tokenizer gives for each token."""
+        """Return ids and mask by the characters that the tokenizer returns for each token."""
         num_tokens = len(encoding)
         tokens = [
             (_token_at(encoding, begin), num_tokens if stop == len(text) else _token_at(encoding, stop))
@@ -144,7 +154,7 @@ class SpanTokenizer:
         return self._ended(encoding.ids, tokens)
 
     def _slow(self, text: str, spans: Sequence[Span]) -> Encoded:
-        """The same for a tokenizer that does not tell where its tokens stand: by what the texts' beginnings share."""
+        """The same for a tokenizer without offsets: by the ids that the text's beginnings share with it."""
 
         def tokens(part: str) -> list[int]:
             if self.shield.is_covered(text):
@@ -182,8 +192,8 @@ class SpanTokenizer:
 def _token_at(encoding: Any, position: int) -> int:
     """Return the first token that begins at or after a character; one that straddles it belongs to what precedes."""
     length = len(encoding)
-    for place in range(position, position + 8):  # characters that the tokenizer drops belong to no token
-        token = encoding.char_to_token(place)
+    for index in range(position, position + 8):  # characters that the tokenizer drops belong to no token
+        token = encoding.char_to_token(index)
         if token is not None:
             while token < length and encoding.token_to_chars(token)[0] < position:
                 token += 1
@@ -212,11 +222,10 @@ class TemplateChatEncoder:
 
     Control strings in messages and tools stay text: `toolkit.models.shield`.
 
-    Where answers stand in the text is found by comparison: what the template writes for the conversation up to an
-    answer, against what it writes with the answer. A template that marks answers itself ({% generation %}) says so; the
-    two must agree on a conversation to begin with. Some templates write earlier answers otherwise once another turn
-    follows (without their reasoning, for example): without marks, these train the last answer only. A template that
-    marks other tokens than it writes for answers is an error.
+    Answers are located by comparing the rendered conversation up to an answer with that including it. Where a template
+    marks answers itself ({% generation %}), the two must agree on a first conversation, else it is an error. Some
+    templates change earlier answers once another turn follows (they drop their reasoning, for example): without marks,
+    these train the last answer only.
     """
 
     drops_system = False
@@ -242,9 +251,9 @@ class TemplateChatEncoder:
         self.has_marks = "{% generation" in self.template or "{%- generation" in self.template
         self.only_last = False
         self.knows_probe = False
-        """Whether it writes an ordinary conversation as training needs it."""
+        """Whether it renders an ordinary conversation as training needs it."""
         self.frame: tuple[str, str] | None = None
-        """What the template writes between a question and an answer, and after it, where both are always the same."""
+        """What precedes and follows each answer, where both are always the same."""
         self._probe()
         self.turn_marks = self._turn_marks()
         self.shield = Shield(tokenizer, self.turn_marks)
@@ -259,9 +268,7 @@ class TemplateChatEncoder:
     ) -> list[Encoded]:
         """Return ids and mask of several conversations; see `toolkit.data.encode.ChatEncoder`.
 
-        Raises:
-            RowError: the template refuses one of them.
-            ModelError: the template gives the last question another form once its answer follows.
+        RowError: the template rejects one of them. ModelError: it changes the last question once its answer follows.
         """
         if not conversations:
             return []
@@ -270,12 +277,13 @@ class TemplateChatEncoder:
         for messages, given in zip(conversations, tools or [None] * len(conversations), strict=True):
             messages, given = self.shield.cover(messages), self.shield.cover(given)
             if messages[0]["role"] == "text":
-                texts.append(self._plain(str(messages[0]["content"])))
-                spans.append([(0, len(texts[-1]))])
-                continue
-            text, found = self._spans(messages, given)
+                begin = self.tokenizer.bos_token if getattr(self.tokenizer, "add_bos_token", False) else ""
+                text = f"{begin or ''}{messages[0]['content']}{self.tokenizer.eos_token}"
+                trained = [(0, len(text))]
+            else:
+                text, trained = self._spans(messages, given)
             texts.append(text)
-            spans.append(found)
+            spans.append(trained)
         try:
             return self.span_tokenizer.encode_many(texts, spans)
         except BaseException as error:
@@ -299,7 +307,7 @@ class TemplateChatEncoder:
         return []
 
     def _probe(self) -> None:
-        """Look at how the template writes answers."""
+        """Look at how the template renders answers; reject marks that are not what generation would write."""
         try:
             compared = self._compared(_PROBE, None)
         except RowError:  # it knows other conversations only; each is looked at by itself
@@ -307,17 +315,28 @@ class TemplateChatEncoder:
         if compared is None:
             self.only_last = not self.has_marks
             return
-        self.knows_probe, self.frame = True, self._find_frame(compared)
-        if self.has_marks:
-            self._check_marks(compared)
-
-    def _find_frame(self, compared: tuple[str, list[Span]]) -> tuple[str, str] | None:
+        self.knows_probe = True
         text, spans = compared
         asks = self.render(_PROBE[:3], None, True).removeprefix(self.render(_PROBE[:3], None, False))
-        answers = [text[begin:end] for begin, end in spans]
-        endings = {answer.removeprefix(m["content"]) for answer, m in zip(answers, _PROBE[1::2], strict=True)}
-        framed = all(answer.startswith(m["content"]) for answer, m in zip(answers, _PROBE[1::2], strict=True))
-        return (asks, endings.pop()) if framed and asks and len(endings) == 1 else None
+        answers = [(text[begin:end], m["content"]) for (begin, end), m in zip(spans, _PROBE[1::2], strict=True)]
+        endings = {answer.removeprefix(content) for answer, content in answers}
+        if asks and len(endings) == 1 and all(answer.startswith(content) for answer, content in answers):
+            self.frame = asks, endings.pop()
+        if not self.has_marks:
+            return
+        marked_text, marks = self._marked(_PROBE, None)
+        end = self.tokenizer.eos_token  # which may be unmarked
+        marked, written = (
+            [marked_text[begin:stop].split(end)[0].strip() for begin, stop in found] for found in (marks, spans)
+        )
+        if marked != written:
+            raise ModelError(
+                "The chat template of '{name}' marks {marked} as what the assistant says, but generation would "
+                "write {written}. Correct its {{% generation %}} marks, or give another: model.chat_template=FILE.",
+                name=self.tokenizer.name_or_path,
+                marked=marked,
+                written=written,
+            )
 
     def _turn_marks(self) -> set[str]:
         """Return the added tokens by which the template begins and ends turns, special or not.
@@ -343,13 +362,8 @@ class TemplateChatEncoder:
             marks.update([] if same is None else [result[same]])
         return marks
 
-    def _plain(self, text: str) -> str:
-        """Return a plain text between the tokens that begin and end one."""
-        begin = self.tokenizer.bos_token if getattr(self.tokenizer, "add_bos_token", False) else ""
-        return f"{begin or ''}{text}{self.tokenizer.eos_token}"
-
     def _spans(self, messages: Sequence[Message], tools: Sequence[Any] | None) -> tuple[str, list[Span]]:
-        """Return the text of a conversation and where its trained messages stand."""
+        """Return the text of a conversation and the spans of its trained messages."""
         trained = [bool(message.get("loss", message["role"] == "assistant")) for message in messages]
         if self.has_marks:
             answers = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
@@ -387,7 +401,7 @@ class TemplateChatEncoder:
     def _compared(
         self, messages: Sequence[Message], tools: Sequence[Any] | None, wanted: Iterable[int] | None = None
     ) -> tuple[str, list[Span]] | None:
-        """Return a conversation's text and where some messages stand in it, None if the template rewrites turns.
+        """Return a conversation's text and the spans of some messages, None if the template rewrites turns.
 
         `wanted` None: the assistant's messages.
         """
@@ -439,23 +453,6 @@ class TemplateChatEncoder:
         )
         return texts[0], [(int(begin), int(end)) for begin, end in marks[0]]
 
-    def _check_marks(self, compared: tuple[str, list[Span]]) -> None:
-        """Refuse a template whose marks are not what generation would write; the end token may be unmarked."""
-        text, marks = self._marked(_PROBE, None)
-        end = self.tokenizer.eos_token
-
-        def said(spans: list[Span]) -> list[str]:
-            return [text[begin:stop].split(end)[0].strip() for begin, stop in spans]
-
-        if said(marks) != said(compared[1]):
-            raise ModelError(
-                "The chat template of '{name}' marks {marked} as what the assistant says, but generation would "
-                "write {written}. Correct its {{% generation %}} marks, or give another: model.chat_template=FILE.",
-                name=self.tokenizer.name_or_path,
-                marked=said(marks),
-                written=said(compared[1]),
-            )
-
     def render(self, messages: Sequence[Message], tools: Sequence[Any] | None, add_generation_prompt: bool) -> str:
         """Return the template's text, through transformers' own sandbox.
 
@@ -479,28 +476,15 @@ class TemplateChatEncoder:
         return text
 
 
-def turn_marks_of(tokenizer: "PreTrainedTokenizerBase") -> list[str]:
-    """Return the added tokens by which a tokenizer's chat template begins and ends turns; none if it cannot be used."""
-    try:
-        return sorted(TemplateChatEncoder(tokenizer).turn_marks)
-    except ModelError:
-        return []
-
-
 _Rendering = TypeVar("_Rendering")
 
 
 def _rendered(render: Callable[[Sequence[Message]], _Rendering], messages: Sequence[Message]) -> _Rendering:
-    """Return what a template makes of messages. Some want the arguments of a call as text: then they get it.
+    """Return a template's rendering of messages; RowError if it rejects them, or fails.
 
-    Raises:
-        RowError: the template refuses them, or fails.
+    Some templates want the arguments of a call as text: then they get it.
     """
-    from jinja2 import TemplateError
-
-    from toolkit.models import template_bounds
-
-    template_bounds.install()
+    bound_templates()
     try:
         with time_limit(_RENDERING_S):
             try:
@@ -525,16 +509,11 @@ def _rendered(render: Callable[[Sequence[Message]], _Rendering], messages: Seque
 
 def _with_text_arguments(message: Message) -> Message:
     """Return a message whose calls have their arguments as JSON text, the form of OpenAI's API."""
-    calls = [
-        {
-            **call,
-            "function": {
-                **call["function"],
-                "arguments": json.dumps(call["function"]["arguments"], ensure_ascii=False),
-            },
-        }
-        for call in message.get("tool_calls") or []
-    ]
+    calls = []
+    for call in message.get("tool_calls") or []:
+        function = call["function"]
+        arguments = json.dumps(function["arguments"], ensure_ascii=False)
+        calls.append({**call, "function": {**function, "arguments": arguments}})
     return {**message, "tool_calls": calls} if calls else message
 
 
@@ -547,10 +526,7 @@ def _fingerprint(tokenizer: "PreTrainedTokenizerBase") -> str:
         type(tokenizer).__name__,
         vocabulary,
         json.dumps(tokenizer.chat_template),
-        json.dumps(
-            {name: str(token) for name, token in tokenizer.special_tokens_map.items()},
-            sort_keys=True,
-        ),
+        json.dumps({name: str(token) for name, token in tokenizer.special_tokens_map.items()}, sort_keys=True),
     ]
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
@@ -561,11 +537,7 @@ class TooSlow(Exception):
 
 @contextmanager
 def time_limit(seconds: float) -> Iterator[None]:
-    """Interrupt Python code that takes too long; only in a process's main thread, where signals are handled.
-
-    Raises:
-        TooSlow: it has taken longer.
-    """
+    """Raise TooSlow in Python code that takes too long; only in the main thread, where signals are handled."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -580,3 +552,165 @@ def time_limit(seconds: float) -> Iterator[None]:
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
+
+
+_LARGEST = 1 << 24
+"""Characters of a text, or items of a list: more than a context of several million tokens takes."""
+_MOST_BITS = 1 << 16
+"""Of a number. A larger one is named by its bits."""
+_WIDTH = re.compile(r"\d+")
+"""Of a field in a format, such as `%1000000000d`; other numbers there are few and small."""
+_SEQUENCES = (str, list, tuple, bytes)
+
+
+class BoundedEnvironment(ImmutableSandboxedEnvironment):
+    """Jinja's sandbox with bounds on sizes; each raises SecurityError."""
+
+    intercepted_binops = frozenset(("+", "*", "**", "%"))
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        known, self.filters = self.filters, _Filters()
+        self.filters.update({name: _bounded(name, one) for name, one in known.items()})
+        self.globals["lipsum"] = _bounded("lipsum", utils.generate_lorem_ipsum)
+
+    def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
+        """Compute an operator, if its result is not too large."""
+        if operator == "+" and isinstance(left, _SEQUENCES) and isinstance(right, _SEQUENCES):
+            _check(len(left) + len(right))
+        elif isinstance(left, int) and isinstance(right, int):
+            bits = left.bit_length() * abs(right) if operator == "**" else left.bit_length() + right.bit_length()
+            _check(bits, _MOST_BITS)
+        elif operator == "*":
+            pairs = ((left, right), (right, left))
+            _check(max((len(a) * b for a, b in pairs if isinstance(a, _SEQUENCES) and isinstance(b, int)), default=0))
+        elif operator == "%" and isinstance(left, str):
+            _check_call("%", (left, right), {})
+        return self.binop_table[operator](left, right)
+
+    def call(self, context: Context, function: Any, *args: Any, **options: Any) -> Any:
+        """Call a function or a method, if its result is not too large."""
+        owner = getattr(function, "__self__", None)
+        given = (owner, *args) if isinstance(owner, str) else args
+        _check_call(getattr(function, "__name__", ""), given, options)
+        return super().call(context, function, *args, **options)
+
+    def concat(self, parts: Iterable[str]) -> str:
+        """Join the texts of a template, a macro or `~`."""
+        texts, length = [], 0
+        for text in parts:
+            length += len(text)
+            _check(length)
+            texts.append(text)
+        return "".join(texts)
+
+
+class _Filters(dict[str, Callable[..., Any]]):
+    """Bounds replaced filters too: transformers has a `tojson` of its own (5.23)."""
+
+    def __setitem__(self, name: str, function: Callable[..., Any]) -> None:
+        super().__setitem__(name, _bounded(name, function))
+
+
+class _Generator(CodeGenerator):
+    """Compiles `~` to a call of `concat`."""
+
+    def visit_Concat(self, node: nodes.Concat, frame: Frame) -> None:  # noqa: N802
+        """Write `a ~ b`."""
+        self.write("environment.concat(map(str, (")
+        for part in node.nodes:
+            self.visit(part, frame)
+            self.write(", ")
+        self.write(")))")
+
+
+BoundedEnvironment.code_generator_class = _Generator
+
+
+def bound_templates() -> None:
+    """Let transformers render all chat templates of this process within the bounds."""
+    from transformers.utils import chat_template_utils
+
+    chat_template_utils.ImmutableSandboxedEnvironment = BoundedEnvironment
+
+
+def _bounded(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    kind = "%" if name == "format" else name  # the filter of that name, unlike the method
+
+    @wraps(function)  # with the marks by which Jinja hands the context to some
+    def within(*args: Any, **options: Any) -> Any:
+        _check_call(kind, args, options)
+        return function(*args, **options)
+
+    return within
+
+
+def _check_call(name: str, args: tuple[Any, ...], options: dict[str, Any]) -> None:
+    """Raise if a filter, or a method with what it is called on as first argument, would make something too large."""
+    values = [value for value in (*args, *options.values()) if not isinstance(value, (Context, Environment))]
+    _check(max((abs(value) for value in values if isinstance(value, int)), default=0))
+    if values and name in _SIZES:
+        _check(_SIZES[name](values))
+
+
+def _padded(values: list[Any]) -> int:
+    """Return how long a text is whose every line, or tab, may get a width, or a text, more."""
+    places = sum(values[0].count(sign) for sign in "\n\t") + 1 if isinstance(values[0], str) else 1
+    return _length(values[0]) + places * _longest(values[1:])
+
+
+def _replaced(values: list[Any]) -> int:
+    text, old, new = (str(value) for value in [*values, "", ""][:3])
+    return len(text) + text.count(old) * len(new)
+
+
+def _joined(values: list[Any]) -> int:
+    """Of a list and what separates its items, in either order: method and filter."""
+    items = next((value for value in values if isinstance(value, (list, tuple))), ())
+    separator = max((len(value) for value in values if isinstance(value, str)), default=0)
+    return sum(_length(item) + separator for item in items)
+
+
+def _formatted(values: list[Any], sign: str = "{") -> int:
+    text = str(values[0])
+    widths = sum(int(width[:20]) for width in _WIDTH.findall(text))
+    return len(text) + widths + text.count(sign) * _longest(values[1:])
+
+
+def _longest(values: Iterable[Any]) -> int:
+    """Return the largest width, or the length of the longest text, among values and what is in them."""
+    longest = 0
+    for value in values:
+        inner = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
+        longest = max(longest, abs(value) if isinstance(value, int) else _length(value), _longest(inner))
+    return longest
+
+
+def _length(value: Any) -> int:
+    return len(value) if isinstance(value, Sized) else 20
+
+
+_SIZES: dict[str, Callable[[list[Any]], int]] = {
+    **dict.fromkeys(("ljust", "rjust", "center", "zfill", "expandtabs", "indent"), _padded),
+    **dict.fromkeys(("format", "format_map"), _formatted),
+    "%": lambda values: _formatted(values, "%"),
+    "replace": _replaced,
+    "join": _joined,
+    "sum": lambda values: sum(map(_length, values[0])) if isinstance(values[0], (list, tuple)) else 0,
+    "translate": lambda values: _length(values[0]) * _longest(values[1:]),
+    "tojson": lambda values: 10**5 * _longest(values[1:]),
+    "wordwrap": lambda values: _length(values[0]) * (1 + _longest(v for v in values[1:] if isinstance(v, str))),
+    "lipsum": lambda values: 1000 * _longest(values),
+}
+"""Method or filter -> about how large its result will be, for those that can make much of little."""
+
+
+def _check(size: int, most: int = _LARGEST) -> None:
+    if size > most:
+        raise SecurityError(
+            tr(
+                "it makes a text, a list or a number of {size}, and {most} are the most that a template may make",
+                size=f"{size:.2g}" if size > 10**12 else f"{size:,}",
+                most=f"{most:,}",
+            )
+        )

@@ -1,4 +1,4 @@
-"""Tokenizers: fit a small one to the data, or load one that lies in a folder."""
+"""Tokenizers: train a small one on the data, or load one from a directory."""
 
 import hashlib
 from collections.abc import Callable, Iterable
@@ -21,8 +21,7 @@ CODE_VERSION = 1
 
 
 END, PAD = "<|endoftext|>", "<|pad|>"
-_ROLES = ["<|system|>", "<|user|>", "<|assistant|>", "<|observation|>"]
-SPECIAL_TOKENS = [END, PAD, "[gMASK]", "<sop>", *_ROLES]
+SPECIAL_TOKENS = [END, PAD, "[gMASK]", "<sop>", "<|system|>", "<|user|>", "<|assistant|>", "<|observation|>"]
 
 # GLM-4's form. An answer ends with the end token, also in earlier turns, so that all answers look alike. A call of a
 # tool is the assistant's: its name, then its arguments.
@@ -54,12 +53,10 @@ def fit_tokenizer(
     vocab_size: int,
     folder: Path,
 ) -> "PreTrainedTokenizerFast":
-    """Return a byte-level BPE tokenizer fitted to the texts, with GLM's special tokens and chat form.
+    """Return a byte-level BPE tokenizer trained on the texts, with GLM's special tokens and chat template.
 
-    Fitted once per content of the texts; later calls, and other processes, load what was written. `texts` gives the
-    texts again at each call: they are read once for their fingerprint, and once for fitting. `vocab_size` counts the
-    special tokens; short texts give fewer. `folder` is `prepare.dir`; the tokenizer is kept in tokenizers/FINGERPRINT
-    below it.
+    It is kept in `folder`/tokenizers/FINGERPRINT, from where later calls, and other processes, load it. `texts` is
+    called twice, for the fingerprint and for training. `vocab_size` counts the special tokens; short texts give fewer.
     """
     least = 256 + len(SPECIAL_TOKENS)
     if vocab_size < least:
@@ -69,7 +66,11 @@ def fit_tokenizer(
             size=vocab_size,
             least=least,
         )
-    target = folder / "tokenizers" / _fingerprint(texts(), vocab_size)
+    digest = hashlib.sha256(f"{CODE_VERSION} {vocab_size} {SPECIAL_TOKENS} {_CHAT_TEMPLATE}".encode())
+    for encoded in map(str.encode, texts()):
+        digest.update(len(encoded).to_bytes(8, "little"))
+        digest.update(encoded)
+    target = folder / "tokenizers" / digest.hexdigest()[:32]
 
     def build(building: Path) -> None:
         _fit(texts(), vocab_size).save_pretrained(building)
@@ -84,10 +85,10 @@ def fit_tokenizer(
 def load_tokenizer(
     path: str | Path, *, family: Family | str = Family.auto, chat_template: str = ""
 ) -> "PreTrainedTokenizerBase":
-    """Return the tokenizer in a local folder. Nothing is downloaded, and no code in the folder is executed.
+    """Return the tokenizer in a local directory. Nothing is downloaded, and no code in the directory is executed.
 
     `path` is an official ChatGLM directory, whose vocabulary file alone is read, or one in transformers' layout.
-    `family`: whose an official tokenizer is; auto finds it in the files. `chat_template`: a Jinja template to use
+    `family` is that of an official tokenizer; auto finds it in the files. `chat_template`: a Jinja template to use
     instead of the tokenizer's own; special tokens in the texts of an official tokenizer are parsed then, as with any
     other.
     """
@@ -124,18 +125,15 @@ def _load_official(vocabulary: Path, family: Family) -> "PreTrainedTokenizerBase
     from toolkit.models.chatglm.tokenizers import ChatGLMTokenizer, GlmTokenizer
 
     found = family_of(vocabulary)
-    shared = (Family.chatglm2, Family.chatglm3, Family.auto)
-    if family is Family.auto or (family in shared and found in shared):
-        known = found if family is Family.auto else family
-    elif family is found:
-        known = family
-    else:
+    shared = {Family.chatglm2, Family.chatglm3, Family.auto}
+    if family not in (Family.auto, found) and not {family, found} <= shared:
         raise ModelError(
             "model.family = {family}, but {file} is the vocabulary of {found}.",
             family=family.value,
             file=vocabulary,
             found=found.value,
         )
+    known = found if family is Family.auto else family
     if known is Family.chatglm:
         return ChatGLMTokenizer(vocabulary, image_tokens(vocabulary))
     # Undecided: ChatGLM3's special tokens are ChatGLM2's and four more.
@@ -145,7 +143,13 @@ def _load_official(vocabulary: Path, family: Family) -> "PreTrainedTokenizerBase
 
 
 def _load_other(path: Path) -> "PreTrainedTokenizerBase":
-    _refuse_own_code(path)
+    config = read_json(path / "tokenizer_config.json")
+    if "AutoTokenizer" in str(config.get("auto_map", "")) and not (path / "tokenizer.json").is_file():
+        raise ModelError(
+            "The tokenizer in '{folder}' needs Python code from that folder (auto_map), which is never executed. "
+            "Point model.tokenizer to one in transformers' own layout (tokenizer.json).",
+            folder=path,
+        )
     if not any((path / name).is_file() for name in _TOKENIZER_FILES):
         raise ModelError(
             "The folder '{folder}' holds no tokenizer (tokenizer.json or tokenizer.model). Point model.tokenizer "
@@ -163,24 +167,13 @@ def _load_other(path: Path) -> "PreTrainedTokenizerBase":
     return tokenizer
 
 
-def _refuse_own_code(folder: Path) -> None:
-    """Refuse folders whose tokenizer comes as code of its own, which is never executed."""
-    config = read_json(folder / "tokenizer_config.json")
-    if "AutoTokenizer" in str(config.get("auto_map", "")) and not (folder / "tokenizer.json").is_file():
-        raise ModelError(
-            "The tokenizer in '{folder}' needs Python code from that folder (auto_map), which is never executed. "
-            "Point model.tokenizer to one in transformers' own layout (tokenizer.json).",
-            folder=folder,
-        )
-
-
 def _read_template(path: str) -> str:
     with reading(path, ModelError, tr("Correct model.chat_template.")):
         return Path(located(path)).read_text(encoding="utf-8")
 
 
 def _fit(texts: Iterable[str], vocab_size: int) -> "PreTrainedTokenizerFast":
-    """Fit byte-level BPE, which needs no unknown token: any text can be written in bytes."""
+    """Train byte-level BPE, which needs no unknown token: any text can be written in bytes."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
@@ -202,13 +195,3 @@ def _fit(texts: Iterable[str], vocab_size: int) -> "PreTrainedTokenizerFast":
         chat_template=_CHAT_TEMPLATE,
         clean_up_tokenization_spaces=False,
     )
-
-
-def _fingerprint(texts: Iterable[str], vocab_size: int) -> str:
-    """Return a hash of the texts and of all that decides how they are fitted."""
-    digest = hashlib.sha256(f"{CODE_VERSION} {vocab_size} {SPECIAL_TOKENS} {_CHAT_TEMPLATE}".encode())
-    for text in texts:
-        encoded = text.encode()
-        digest.update(len(encoded).to_bytes(8, "little"))
-        digest.update(encoded)
-    return digest.hexdigest()[:32]

@@ -118,7 +118,7 @@ def read_text(file: Path) -> str:
 
 
 def check_supported(config: dict[str, Any], architecture: Architecture, folder: Path) -> None:
-    """Refuse by name what the architecture's code here cannot express."""
+    """Reject by name what the architecture's code here cannot express."""
     if config.get("quantization_bit"):
         raise ModelError(
             "{folder} holds quantised weights (quantization_bit = {bits} in config.json), which cannot be trained. "

@@ -1,13 +1,13 @@
-"""How each generation of ChatGLM writes a conversation, as ids and as what is trained; and the same as templates.
+"""How each generation of ChatGLM writes a conversation, as ids with a loss mask; and the same as chat templates.
 
-A conversation becomes a list of pieces: special tokens by id, and texts, each tokenised for itself. Messages have
+A conversation becomes a list of pieces: special tokens by id, and texts, each tokenized separately. Messages have
 `role` and `content`; assistant messages may have `metadata` (a tool's name) or `tool_calls`, system messages `tools`;
 `loss` at a message says whether it is trained. A message of the role `text` is a plain text, trained as a whole.
 """
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from toolkit.config.schema import Family
 from toolkit.errors import RowError
@@ -19,32 +19,14 @@ TEXT = "text"
 
 
 class Piece(NamedTuple):
-    """Special tokens or a text."""
+    """Ids of special tokens, or a text to be tokenized separately; and whether the loss covers it."""
 
     content: tuple[int, ...] | str
-    """Ids, or text to be tokenised for itself."""
     trained: bool = False
-    """Whether the loss covers it."""
-
-
-class Vocabulary(Protocol):
-    """What formats need of a tokenizer."""
-
-    def encode_texts(self, texts: list[str]) -> list[list[int]]:
-        """Return the ids of each text, no special tokens added or parsed."""
-        ...
-
-    def convert_tokens_to_ids(self, tokens: Any) -> Any:
-        """Return a token's id."""
-        ...
-
-    def describe_tools(self, tools: Sequence[Any]) -> str | None:
-        """Return what the system says of tools in the words of the tokenizer's own template; None if it has none."""
-        ...
 
 
 class Format:
-    """One family's way. Subclasses say how; here pieces become ids.
+    """One family's format over its tokenizer.
 
     `original` trains exactly what the original trains; else only what the assistant says and the token that ends it.
     """
@@ -56,25 +38,19 @@ class Format:
     only_last = False
     """Whether only the last answer of a conversation can be trained."""
 
-    def __init__(self, tokenizer: Vocabulary, original: bool = True) -> None:
+    def __init__(self, tokenizer: Any, original: bool = True) -> None:
         self.tokenizer, self.original = tokenizer, original
         self._known: dict[tuple[str, bool], Piece] = {}
         self.stop_ids: list[int] = [int(tokenizer.convert_tokens_to_ids(token)) for token in self.stops]
 
     def token(self, name: str, trained: bool = False) -> Piece:
-        """Return a special token."""
-        known = self._known.get((name, trained))
-        if known is None:
-            known = Piece((int(self.tokenizer.convert_tokens_to_ids(name)),), trained)
-            self._known[name, trained] = known
-        return known
-
-    def line_break(self, trained: bool) -> Piece:
-        """Return a line break that is tokenised for itself, once and for all."""
-        known = self._known.get(("\n", trained))
-        if known is None:
-            known = self._known["\n", trained] = Piece(tuple(self.tokenizer.encode_texts(["\n"])[0]), trained)
-        return known
+        """Return a special token, or a line break tokenized separately; each is looked up once."""
+        key = (name, trained)
+        if key not in self._known:
+            tokenizer = self.tokenizer
+            ids = tokenizer.encode_texts([name])[0] if name == "\n" else [int(tokenizer.convert_tokens_to_ids(name))]
+            self._known[key] = Piece(tuple(ids), trained)
+        return self._known[key]
 
     def prompt(self, messages: Sequence[Message]) -> list[Piece]:
         """Return what generation starts from: the conversation so far, and what makes the assistant speak."""
@@ -85,11 +61,11 @@ class Format:
         raise NotImplementedError
 
     def conversation(self, messages: Sequence[Message]) -> list[Piece]:
-        """Return a conversation without what would make the assistant speak; for training formats, the example."""
+        """Return a conversation without what would make the assistant speak."""
         return self.example(messages) if messages[-1]["role"] == "assistant" else self.prompt(messages)
 
     def encode(self, conversations: Iterable[list[Piece]]) -> list[tuple[list[int], list[bool]]]:
-        """Return ids and mask of each conversation; all texts are tokenised in one call."""
+        """Return ids and mask of each conversation; all texts are tokenized in one call."""
         listed = list(conversations)
         texts = [content for pieces in listed for content, _ in pieces if isinstance(content, str)]
         encoded = iter(self.tokenizer.encode_texts(texts))
@@ -117,86 +93,63 @@ class _Rounds(Format):
     """
 
     only_last = True
+    sop: str
+    """Name of the token after [gMASK]."""
 
-    def _text(self, messages: Sequence[Message]) -> str:
-        """Return the prompt for a conversation that ends with a question."""
-        if len(messages) == 1 and messages[0]["role"] == "user":
-            return self._join([], str(messages[0]["content"]))
+    def example(self, messages: Sequence[Message]) -> list[Piece]:
+        """Return the example; see `Format`."""
+        last = messages[-1]
+        if last.get("tool_calls"):
+            raise RowError(tr("this model's format knows no calls of tools"))
+        is_text = last["role"] == TEXT
+        beginning = [self.token("[gMASK]"), self.token(self.sop)] if is_text else self.prompt(messages[:-1])
+        return [*beginning, Piece(str(last["content"]), True), self.token(self.stops[0], True)]
+
+    def _rounds(self, messages: Sequence[Message]) -> tuple[list[tuple[str, str]], str]:
+        """Return the questions and answers of a conversation, and the question that it ends with."""
         turns = [message for message in messages if message["role"] != "system"]
         roles = ["tool" if message.get("tool_calls") else message["role"] for message in turns]
         if roles != ["user", "assistant"] * (len(turns) // 2) + ["user"]:
             raise RowError(
-                tr(
-                    "this model's format knows questions and answers in turn only, not {roles}",
-                    roles=", ".join(roles) or "none",
-                )
+                "this model's format knows questions and answers in turn only, not {roles}",
+                roles=", ".join(roles) or "none",
             )
         contents = [str(message["content"]) for message in turns]
-        return self._join(list(zip(contents[::2], contents[1::2], strict=False)), contents[-1])
-
-    def _join(self, history: list[tuple[str, str]], question: str) -> str:
-        raise NotImplementedError
-
-
-def _said(message: Message) -> str:
-    if message.get("tool_calls"):
-        raise RowError(tr("this model's format knows no calls of tools"))
-    return str(message["content"])
+        return list(zip(contents[::2], contents[1::2], strict=False)), contents[-1]
 
 
 class ChatGLMFormat(_Rounds):
     """ChatGLM-6B: `prompt [gMASK] <sop> answer <eop>`; <sop> is trained too, as in the original."""
 
-    stops = ("<eop>",)
-    asks = ("<sop>",)
+    sop, stops, asks = "<sop>", ("<eop>",), ("<sop>",)
 
     def prompt(self, messages: Sequence[Message]) -> list[Piece]:
         """Return the prompt; see `Format`."""
-        return [Piece(self._text(messages)), self.token("[gMASK]"), self.token("<sop>")]
+        history, text = self._rounds(messages)
+        if history:
+            rounds = [f"[Round {number}]\n问：{q}\n答：{a}\n" for number, (q, a) in enumerate(history)]
+            text = "".join(rounds) + f"[Round {len(history)}]\n问：{text}\n答："
+        return [Piece(text), self.token("[gMASK]"), self.token("<sop>")]
 
     def example(self, messages: Sequence[Message]) -> list[Piece]:
         """Return the example; see `Format`."""
-        answer = Piece(_said(messages[-1]), True)
-        if messages[-1]["role"] == TEXT:
-            return [self.token("[gMASK]"), self.token("<sop>"), answer, self.token("<eop>", True)]
-        question = Piece(self._text(messages[:-1]))
-        return [question, self.token("[gMASK]"), self.token("<sop>", self.original), answer, self.token("<eop>", True)]
-
-    def _join(self, history: list[tuple[str, str]], question: str) -> str:
-        if not history:
-            return question
-        rounds = [f"[Round {number}]\n问：{q}\n答：{a}\n" for number, (q, a) in enumerate(history)]
-        return "".join(rounds) + f"[Round {len(history)}]\n问：{question}\n答："
+        pieces = super().example(messages)
+        if messages[-1]["role"] != TEXT:
+            pieces[2] = self.token("<sop>", self.original)
+        return pieces
 
 
 class ChatGLM2Format(_Rounds):
     """ChatGLM2-6B: `[gMASK] sop prompt answer </s>`."""
 
-    stops = ("</s>",)
+    sop, stops = SOP, ("</s>",)
 
     def prompt(self, messages: Sequence[Message]) -> list[Piece]:
         """Return the prompt; see `Format`."""
-        return [self.token("[gMASK]"), self.token(SOP), Piece(self._text(messages))]
-
-    def example(self, messages: Sequence[Message]) -> list[Piece]:
-        """Return the example; see `Format`."""
-        answer = [Piece(_said(messages[-1]), True), self.token("</s>", True)]
-        if messages[-1]["role"] == TEXT:
-            return [self.token("[gMASK]"), self.token(SOP), *answer]
-        return [*self.prompt(messages[:-1]), *answer]
-
-    def _join(self, history: list[tuple[str, str]], question: str) -> str:
+        history, question = self._rounds(messages)
         rounds = [f"[Round {number}]\n\n问：{q}\n\n答：{a}\n\n" for number, (q, a) in enumerate(history, start=1)]
-        return "".join(rounds) + f"[Round {len(history) + 1}]\n\n问：{question}\n\n答："
-
-
-_ROLE_TOKENS = {
-    "system": "<|system|>",
-    "user": "<|user|>",
-    "assistant": "<|assistant|>",
-    "observation": "<|observation|>",
-    "tool": "<|observation|>",
-}
+        text = "".join(rounds) + f"[Round {len(history) + 1}]\n\n问：{question}\n\n答："
+        return [self.token("[gMASK]"), self.token(SOP), Piece(text)]
 
 
 class _Roles(Format):
@@ -206,7 +159,7 @@ class _Roles(Format):
     role's own token is not. So it is in the original; a tool's observations are trained, too.
     """
 
-    asks = (_ROLE_TOKENS["assistant"],)
+    asks = ("<|assistant|>",)
     sop: str
     """Name of the token after [gMASK]."""
     end: str
@@ -216,43 +169,34 @@ class _Roles(Format):
 
     def prompt(self, messages: Sequence[Message]) -> list[Piece]:
         """Return the prompt; see `Format`."""
-        return [*self._body(messages), self.token("<|assistant|>")]
+        return [*self.conversation(messages), self.token("<|assistant|>")]
 
     def example(self, messages: Sequence[Message]) -> list[Piece]:
         """Return the example; see `Format`."""
         if messages[0]["role"] == TEXT:
             beginning = [self.token("[gMASK]"), self.token(self.sop)]
             return [*beginning, Piece(str(messages[0]["content"]), True), self.token(self.text_end, True)]
-        return [*self._body(messages), self.token(self.end, bool(messages[-1].get("loss", True)))]
+        return [*self.conversation(messages), self.token(self.end, bool(messages[-1].get("loss", True)))]
 
     def conversation(self, messages: Sequence[Message]) -> list[Piece]:
         """Return the messages alone: what follows the last one depends on who speaks next."""
-        return self._body(messages)
-
-    def _body(self, messages: Sequence[Message]) -> list[Piece]:
         pieces = [self.token("[gMASK]"), self.token(self.sop)]
         after_trained = False
         for message in messages:
-            token = _ROLE_TOKENS.get(message["role"])
-            if token is None:
-                raise RowError(tr("this model's format knows no role '{role}'", role=message["role"]))
-            own = token == "<|assistant|>" or (token == "<|observation|>" and self.original)
-            trained = bool(message.get("loss", own))
-            for turn in self._all_turns(message, trained):
-                pieces.append(self.token(token, after_trained))
-                pieces += turn
+            role = "observation" if message["role"] == "tool" else message["role"]
+            if role not in ("system", "user", "assistant", "observation"):
+                raise RowError("this model's format knows no role '{role}'", role=role)
+            trained = bool(message.get("loss", role == "assistant" or (role == "observation" and self.original)))
+            calls = message.get("tool_calls") or []
+            turns = self._turns(message, trained) if message["content"] or not calls else []
+            for call in calls:  # each is a turn under the tool's name
+                function = call.get("function", call)
+                called = {"content": self._call(function["arguments"]), "metadata": function["name"]}
+                turns += self._turns(called, trained)
+            for turn in turns:
+                pieces += [self.token(f"<|{role}|>", after_trained), *turn]
                 after_trained = trained
         return pieces
-
-    def _all_turns(self, message: Message, trained: bool) -> list[list[Piece]]:
-        """Return the texts of each turn that a message becomes; each call of a tool is a turn under its name."""
-        calls = message.get("tool_calls") or []
-        turns = self._turns(message, trained) if message["content"] or not calls else []
-        for call in calls:
-            function = call.get("function", call)
-            called = {"content": self._call(function["arguments"]), "metadata": function["name"]}
-            turns += self._turns(called, trained)
-        return turns
 
     def _turns(self, message: Message, trained: bool) -> list[list[Piece]]:
         """Return the texts of each turn that a message without calls becomes; more than one if tools take their own."""
@@ -274,7 +218,7 @@ class ChatGLM3Format(_Roles):
         if message.get("tools"):
             content += "\n" + json.dumps(message["tools"], indent=4, ensure_ascii=False)
         metadata = message.get("metadata")
-        heading = Piece(f"{metadata}\n", trained) if metadata else self.line_break(trained)
+        heading = Piece(f"{metadata}\n", trained) if metadata else self.token("\n", trained)
         return [[heading, Piece(content, trained)]]
 
     def _call(self, arguments: Any) -> str:
@@ -299,8 +243,8 @@ class Glm4Format(_Roles):
             if described is None:
                 raise RowError(
                     tr(
-                        "the tokenizer's folder has no chat template that says how glm-4 is told of tools: write them "
-                        "out in the content of the system message, or add the official tokenizer_config.json"
+                        "the tokenizer's directory has no chat template that describes tools to glm-4: write them out "
+                        "in the content of the system message, or add the official tokenizer_config.json"
                     )
                 )
             turns.append([Piece(described, trained)])
@@ -309,7 +253,7 @@ class Glm4Format(_Roles):
         return turns
 
 
-_FORMATS: dict[Family, type[Format]] = {
+FORMATS: dict[Family, type[Format]] = {
     Family.chatglm: ChatGLMFormat,
     Family.chatglm2: ChatGLM2Format,
     Family.chatglm3: ChatGLM3Format,
@@ -317,13 +261,8 @@ _FORMATS: dict[Family, type[Format]] = {
 }
 
 
-def format_of(family: Family, tokenizer: Vocabulary, original: bool = True) -> Format:
-    """Return a family's format over a tokenizer; `original` as for `Format`."""
-    return _FORMATS[family](tokenizer, original)
-
-
 def with_tools(messages: Sequence[Message], tools: Sequence[Any] | None) -> Sequence[Message]:
-    """Put tools where the family's format has them: in the system message, which is added where there is none."""
+    """Put tools where the family's format has them: in the system message, which is added if there is none."""
     if not tools:
         return messages
     if messages and messages[0]["role"] == "system":

@@ -34,7 +34,10 @@ def glm_config(official: dict[str, Any], generation: dict[str, Any], *, divides_
 
     `official` has passed `family.check_supported`; `divides_positions`: see `family.divides_positions`.
     """
-    heads = official["num_attention_heads"]
+    heads, ratio = official["num_attention_heads"], official.get("rope_ratio", 1)
+    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": 10000.0 * ratio, "partial_rotary_factor": 0.5}
+    if divides_positions:
+        rope |= {"rope_type": "linear", "rope_theta": 10000.0, "factor": float(ratio)}
     config = GlmConfig(
         vocab_size=official["padded_vocab_size"],
         hidden_size=official["hidden_size"],
@@ -48,13 +51,13 @@ def glm_config(official: dict[str, Any], generation: dict[str, Any], *, divides_
         attention_bias=bool(official.get("add_qkv_bias", False)),
         rms_norm_eps=official["layernorm_epsilon"],
         max_position_embeddings=official["seq_length"],
-        rope_parameters=_rope_parameters(official.get("rope_ratio", 1), divides_positions),
+        rope_parameters=rope,
         tie_word_embeddings=False,
         # A padding id would freeze its row of the embedding (torch.nn.Embedding's padding_idx): for glm-4 that is the
         # end token's, which the original trains.
         pad_token_id=None,
         bos_token_id=None,
-        # Where nothing is said transformers would assume glm-4's; </s> has been 2 since ChatGLM2.
+        # Without one transformers would assume glm-4's; </s> has been 2 since ChatGLM2.
         eos_token_id=official.get("eos_token_id") or generation.get("eos_token_id") or 2,
         architectures=["GlmForCausalLM"],
     )
@@ -62,13 +65,6 @@ def glm_config(official: dict[str, Any], generation: dict[str, Any], *, divides_
     if isinstance(dtype, str):
         config.dtype = getattr(torch, dtype)
     return config
-
-
-def _rope_parameters(ratio: float, divides_positions: bool) -> dict[str, Any]:
-    shared = {"rope_theta": 10000.0, "partial_rotary_factor": 0.5}
-    if divides_positions:
-        return shared | {"rope_type": "linear", "factor": float(ratio)}
-    return shared | {"rope_type": "default", "rope_theta": 10000.0 * ratio}
 
 
 class GlmLayout(Layout):
@@ -82,9 +78,7 @@ class GlmLayout(Layout):
             count * config.head_dim
             for count in (config.num_attention_heads, config.num_key_value_heads, config.num_key_value_heads)
         ]
-        self._heads = config.num_attention_heads
-        self._head_dim = config.head_dim
-        self._interleaved = interleaved
+        self._heads, self._head_dim, self._interleaved = config.num_attention_heads, config.head_dim, interleaved
 
     def parameters(self, name: str) -> list[str]:
         """Return the parameters that an official tensor fills."""

@@ -3,14 +3,13 @@
 Modules carry the official names, so a state dict is in the official layout (except `*.rotary_emb.inv_freq`, which is
 computed). B batch, S sequence, H hidden, N heads, D head size.
 
-Positions and masks: a row is `context [gMASK] <sop> answer`: the context, all before the first <sop>, is seen by every
-token, what follows is causal. Position channel 0 counts the context and stays at the mask token's place afterwards;
-channel 1 is 0 in the context and counts 1, 2, 3 … from <sop> on. GLM, Du et al. 2022,
-https://arxiv.org/abs/2103.10360, section 2.
+A sequence is `context [gMASK] <sop> answer`: the context, all before the first <sop>, is seen by every token, what
+follows is causal. Position channel 0 counts the context and stays at the mask token's position afterwards; channel 1 is
+0 in the context and counts 1, 2, 3 … from <sop> on. GLM, Du et al. 2022, https://arxiv.org/abs/2103.10360, section 2.
 """
 
 from collections.abc import Callable
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -26,29 +25,13 @@ from toolkit.errors import ModelError
 _ROTARY_BASE = 10000.0
 
 
-class SpecialIds(Protocol):
-    """The special ids of a ChatGLM-6B config."""
-
-    bos_token_id: int
-    gmask_token_id: int
-    mask_token_id: int
-    pad_token_id: int
-
-
 def rotary_tables(position_ids: torch.Tensor, head_size: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return cosines and sines of both position channels.
+    """Return cosines and sines `[B, 1, S, D]` of position ids `[B, 2, S]`: D/2 columns for each of both channels.
 
-    The inverse frequencies are rounded to float16, as the original always does; the angles are then computed in
-    float32, whatever the model's precision (in half precision the original's own table is off by up to 2.0 beyond
-    position 1024). Nothing is kept as a buffer, so no cast of the module can reach it.
-
-    Args:
-        position_ids: `[B, 2, S]`.
-        head_size: D; each half of a head is rotated by one channel, in pairs (i, i + D/4).
-        dtype: of the result.
-
-    Returns:
-        Two tensors `[B, 1, S, D]`: the first D/2 columns belong to channel 0, the others to channel 1.
+    Each half of a head is rotated by one channel, in pairs (i, i + D/4). The inverse frequencies are rounded to
+    float16, as the original always does; the angles are then computed in float32, whatever the model's precision (in
+    half precision the original's own table is off by up to 2.0 beyond position 1024). Nothing is kept as a buffer, so
+    no cast of the module can reach it.
     """
     steps = torch.arange(0, head_size // 2, 2, dtype=torch.float32, device=position_ids.device) / (head_size // 2)
     frequencies = (1.0 / (_ROTARY_BASE**steps)).to(torch.float16).to(torch.float32)
@@ -64,7 +47,7 @@ def rotate(states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.
     return states * cos + torch.cat((-second, first, -fourth, third), dim=-1) * sin
 
 
-def check_rows(input_ids: torch.Tensor, config: SpecialIds) -> None:
+def check_rows(input_ids: torch.Tensor, config: "ChatGLMConfig") -> None:
     """Make sure that each row `[B, S]` holds <sop>, or nothing but padding: a rank may have no sample left."""
     has_sop = (input_ids == config.bos_token_id).any(dim=1)
     is_filler = (input_ids == config.pad_token_id).all(dim=1)
@@ -76,11 +59,10 @@ def check_rows(input_ids: torch.Tensor, config: SpecialIds) -> None:
         )
 
 
-def build_positions(input_ids: torch.Tensor, config: SpecialIds, padded: torch.Tensor | None) -> torch.Tensor:
-    """Return the position ids `[B, 2, S]` of whole rows.
+def build_positions(input_ids: torch.Tensor, config: "ChatGLMConfig", padded: torch.Tensor | None) -> torch.Tensor:
+    """Return the position ids `[B, 2, S]` of complete sequences `[B, S]`, each with <sop>.
 
-    `input_ids` are `[B, S]`, each row with <sop>; `padded` is True on padding, bool `[B, S]`: on the left it is not
-    counted.
+    `padded` is True on padding, bool `[B, S]`: on the left it is not counted.
     """
     start = first_index(input_ids, config.bos_token_id)[:, None]  # [B, 1]
     # [gMASK], else [MASK], else (where the original gives up) the context's end, where one would stand.
@@ -88,22 +70,21 @@ def build_positions(input_ids: torch.Tensor, config: SpecialIds, padded: torch.T
     for token in (config.mask_token_id, config.gmask_token_id):
         found = first_index(input_ids, token)[:, None]
         mask_at = torch.where(found < input_ids.size(1), found, mask_at)
-    place = torch.arange(input_ids.size(1), device=input_ids.device)[None]  # [1, S]
+    index = torch.arange(input_ids.size(1), device=input_ids.device)[None]  # [1, S]
     num_left = 0 if padded is None else padded.long().cumprod(dim=1).sum(dim=1, keepdim=True)
-    context = torch.where(place < start, place, mask_at) - num_left
-    block = place - start + 1
+    context = torch.where(index < start, index, mask_at) - num_left
+    block = index - start + 1
     return torch.stack((context.clamp(min=0), block.clamp(min=0)), dim=1)
 
 
-def build_mask(input_ids: torch.Tensor, config: SpecialIds, padded: torch.Tensor | None) -> torch.Tensor:
-    """Return the attention mask of whole rows, bool `[B, 1, S, S]`, True where attention is forbidden.
+def build_mask(input_ids: torch.Tensor, config: "ChatGLMConfig", padded: torch.Tensor | None) -> torch.Tensor:
+    """Return the attention mask of complete sequences `[B, S]`, bool `[B, 1, S, S]`, True where it is forbidden.
 
-    `input_ids` are `[B, S]`, each row with <sop>; `padded` is True on padding, bool `[B, S]`: neither seen nor seeing.
+    Each sequence has <sop>; `padded` is True on padding, bool `[B, S]`: neither seen nor seeing.
     """
-    size = input_ids.size(1)
-    place = torch.arange(size, device=input_ids.device)
-    is_context = place[None] < first_index(input_ids, config.bos_token_id)[:, None]  # [B, S]
-    masked = (place[None, :] > place[:, None])[None] & ~is_context[:, None, :]
+    index = torch.arange(input_ids.size(1), device=input_ids.device)
+    is_context = index[None] < first_index(input_ids, config.bos_token_id)[:, None]  # [B, S]
+    masked = (index[None, :] > index[:, None])[None] & ~is_context[:, None, :]
     if padded is not None:
         masked = masked | padded[:, None, :] | padded[:, :, None]
     return masked[:, None]
@@ -115,12 +96,6 @@ def first_index(input_ids: torch.Tensor, token: int) -> torch.Tensor:
     return torch.where(found.any(dim=1), found.int().argmax(dim=1), input_ids.size(1))
 
 
-def extend_positions(position_ids: torch.Tensor) -> torch.Tensor:
-    """Append the positions of one new token: channel 0 stays, channel 1 counts on."""
-    step = position_ids.new_tensor([0, 1])[None, :, None]
-    return torch.cat((position_ids, position_ids[..., -1:] + step), dim=-1)
-
-
 # The published weights were trained with sqrt(2 * 28); the original block never learns of another number of layers.
 _RESIDUAL_SCALE = (2 * 28) ** 0.5
 
@@ -128,19 +103,8 @@ _RESIDUAL_SCALE = (2 * 28) ** 0.5
 class ChatGLMConfig(PreTrainedConfig):
     """The keys of the official config.json.
 
-    Args:
-        hidden_size: H.
-        inner_hidden_size: width of the MLP.
-        num_layers: blocks.
-        num_attention_heads: N; H / N must be a multiple of 4.
-        vocab_size: rows of the embedding and of lm_head.
-        max_sequence_length: longest row that the published model has seen, in tokens.
-        layernorm_epsilon: of every LayerNorm.
-        position_encoding_2d: always true; marks the architecture.
-        mask_token_id: [MASK]; None: four below <sop>.
-        gmask_token_id: [gMASK]; None: three below <sop>.
-        use_cache: whether `forward` returns keys and values unless told otherwise.
-        **kwargs: what every transformers config takes, such as `bos_token_id` (<sop>) and `eos_token_id` (<eop>).
+    H / N must be a multiple of 4. `position_encoding_2d` is always true and marks the architecture. `bos_token_id` is
+    <sop>, `eos_token_id` <eop>; the published model has seen sequences of at most `max_sequence_length` tokens.
     """
 
     model_type = "chatglm"
@@ -206,7 +170,7 @@ class ChatGLMAttention(nn.Module):
         self.config = config
         self.layer = layer
         self.head_size = config.hidden_size // config.num_attention_heads
-        self.is_causal = False  # the mask says everything
+        self.is_causal = False  # the mask decides
         self.query_key_value = nn.Linear(config.hidden_size, 3 * config.hidden_size)
         self.dense = nn.Linear(config.hidden_size, config.hidden_size)
 
@@ -224,7 +188,7 @@ class ChatGLMAttention(nn.Module):
         query, key = rotate(query, *rotary), rotate(key, *rotary)
         if past_key_values is not None:
             key, value = past_key_values.update(key, value, self.layer)
-            free = key.size(2) - attention_mask.size(-1)  # places of a static cache that nothing stands in yet
+            free = key.size(2) - attention_mask.size(-1)  # slots of a static cache that are still empty
             attention_mask = functional.pad(attention_mask, (0, free), value=torch.finfo(attention_mask.dtype).min)
         # The original divides by sqrt(D) * (layer + 1) and multiplies the scores again: mathematically 1 / sqrt(D).
         attend: Callable[..., Any] = ALL_ATTENTION_FUNCTIONS.get_interface(
@@ -285,6 +249,7 @@ class ChatGLMPreTrainedModel(PreTrainedModel):
     config_class = ChatGLMConfig
     config: ChatGLMConfig
     base_model_prefix = "transformer"
+    _input_embed_layer = "word_embeddings"
     supports_gradient_checkpointing = True
     _no_split_modules: ClassVar = ["ChatGLMBlock"]
     _skip_keys_device_placement: ClassVar = ["past_key_values"]
@@ -302,14 +267,6 @@ class ChatGLMModel(ChatGLMPreTrainedModel):
         self.gradient_checkpointing = False
         self.post_init()
 
-    def get_input_embeddings(self) -> nn.Embedding:
-        """Return the embedding."""
-        return self.word_embeddings
-
-    def set_input_embeddings(self, value: nn.Embedding) -> None:
-        """Replace the embedding."""
-        self.word_embeddings = value
-
     def forward(
         self,
         input_ids: torch.Tensor | None,
@@ -326,7 +283,7 @@ class ChatGLMModel(ChatGLMPreTrainedModel):
             raise ValueError("with inputs_embeds, attention_mask [B, 1, S, S] and position_ids [B, 2, S] are needed")
         states = self.word_embeddings(input_ids) if inputs_embeds is None else inputs_embeds
         rotary = rotary_tables(position_ids, self.config.hidden_size // self.config.num_attention_heads, states.dtype)
-        # Keys that precede the mask are a P-Tuning prefix, which everyone sees.
+        # Keys that precede the mask are a P-Tuning prefix, which every token sees.
         past = 0 if past_key_values is None else past_key_values.get_seq_length()
         missing = int(past) + states.size(1) - attention_mask.size(-1)
         masked = functional.pad(attention_mask, (max(missing, 0), 0))
@@ -343,16 +300,16 @@ class ChatGLMModel(ChatGLMPreTrainedModel):
         attention_mask: torch.Tensor | None,
         position_ids: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Build what the caller left to the model; whole rows only, a prefix in the cache does not count."""
-        if attention_mask is not None and attention_mask.dim() == 2 and attention_mask.size(1) != input_ids.size(1):
-            raise ValueError(
-                "a 2-D attention mask must be as long as input_ids; with cached tokens give [B, 1, S, S + cached]"
-            )
-        if not getattr(input_ids, "is_checked", False):
-            check_rows(input_ids, self.config)
+        """Build what the caller left to the model; complete sequences only, a prefix in the cache does not count."""
         padded = None
         if attention_mask is not None and attention_mask.dim() == 2:
+            if attention_mask.size(1) != input_ids.size(1):
+                raise ValueError(
+                    "a 2-D attention mask must be as long as input_ids; with cached tokens give [B, 1, S, S + cached]"
+                )
             padded = attention_mask == 0
+        if not getattr(input_ids, "is_checked", False):
+            check_rows(input_ids, self.config)
         if attention_mask is None or padded is not None:
             attention_mask = build_mask(input_ids, self.config, padded)
         if position_ids is None:
@@ -372,10 +329,6 @@ class ChatGLMForConditionalGeneration(ChatGLMPreTrainedModel, GenerationMixin):
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
 
-    def get_output_embeddings(self) -> nn.Linear:
-        """Return the output layer."""
-        return self.lm_head
-
     def forward(
         self,
         input_ids: torch.Tensor | None = None,
@@ -388,7 +341,7 @@ class ChatGLMForConditionalGeneration(ChatGLMPreTrainedModel, GenerationMixin):
         logits_to_keep: int | torch.Tensor = 0,
         **_: Any,
     ) -> CausalLMOutputWithPast:
-        """Run the model.
+        """Run the model; a sequence without <sop> is a ModelError.
 
         Args:
             input_ids: `[B, S]`.
@@ -397,12 +350,9 @@ class ChatGLMForConditionalGeneration(ChatGLMPreTrainedModel, GenerationMixin):
             position_ids: `[B, 2, S]`, built by the model when None.
             past_key_values: keys and values of earlier tokens; whatever precedes the mask's columns is a prefix.
             inputs_embeds: `[B, S, H]` in place of ids.
-            labels: `[B, S]`, -100 where untrained, at their own token's place; gives `loss`, their mean.
-            use_cache: return the keys and values; by default as the config says.
-            logits_to_keep: compute logits of the last so many positions, or of these; 0: of all.
-
-        Raises:
-            ModelError: a row without <sop>.
+            labels: `[B, S]`, -100 where untrained, at their own token's position; gives `loss`, their mean.
+            use_cache: return the keys and values; by default as in the config.
+            logits_to_keep: compute logits of so many last positions, or of these; 0: of all.
         """
         use_cache = self.config.use_cache if use_cache is None else use_cache
         if use_cache and past_key_values is None and not (self.training and self.transformer.gradient_checkpointing):
@@ -472,15 +422,15 @@ class ChatGLMForConditionalGeneration(ChatGLMPreTrainedModel, GenerationMixin):
         model_kwargs = super()._update_model_kwargs_for_generation(
             outputs, model_kwargs, is_encoder_decoder, num_new_tokens
         )
-        cached = model_kwargs.get("use_cache", True)
+        step = positions.new_tensor([0, 1])[None, :, None]
         for _ in range(num_new_tokens):
+            positions = torch.cat((positions, positions[..., -1:] + step), dim=-1)
             if mask.dim() == 2:  # positions came from the caller: `prepare_inputs_for_generation` builds the mask
                 mask = functional.pad(mask, (0, 1), value=1)
-                positions = extend_positions(positions)
                 continue
             row = functional.pad(mask[:, :, -1:], (0, 1), value=False)
-            # Earlier tokens are cached: their rows of the mask are never needed again. They do not see the new one.
-            mask = row if cached else torch.cat((functional.pad(mask, (0, 1), value=True), row), dim=2)
-            positions = extend_positions(positions)
+            # Cached tokens' rows of the mask are never needed again. Earlier tokens do not see the new one.
+            earlier = [] if model_kwargs.get("use_cache", True) else [functional.pad(mask, (0, 1), value=True)]
+            mask = torch.cat([*earlier, row], dim=2)
         model_kwargs |= {"attention_mask": mask, "position_ids": positions}
         return model_kwargs

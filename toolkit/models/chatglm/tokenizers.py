@@ -1,7 +1,7 @@
 """The family's tokenizers, from the official vocabulary file alone.
 
-In memory, special tokens that stand in a text are text (`split_special_tokens`): what a user types can never end a turn
-or start another role's. `save_pretrained` writes a folder for programs without this package, which do parse them.
+In memory, special tokens in a text are text (`split_special_tokens`): what a user types can never end a turn or start
+another role's. `save_pretrained` writes a directory for programs without this package, which do parse them.
 """
 
 import json
@@ -13,15 +13,18 @@ from typing import Any, ClassVar
 from transformers import PreTrainedTokenizer, PreTrainedTokenizerFast
 
 from toolkit.config.schema import Family
-from toolkit.models.chatglm.formats import TEMPLATES, Format, format_of, with_tools
+from toolkit.errors import ModelError
+from toolkit.models.chatglm.formats import FORMATS, TEMPLATES, Format, with_tools
 from toolkit.models.chatglm.vocabulary import (
     EOP,
     SOP,
-    IceText,
+    load_pieces,
     no_cycles,
     read_json,
     sentencepiece_bpe,
+    spell,
     tiktoken_bpe,
+    unspell,
 )
 
 _OFFICIAL_NAMES = {"sop": SOP, "eop": EOP, "<bos>": "<s>", "<eos>": "</s>", "<pad>": "<unk>"}
@@ -33,7 +36,7 @@ _SETTINGS: dict[str, Any] = {
 
 
 class _Chats:
-    """Chats to ids without a detour over text, so that control strings in messages stay text."""
+    """Conversations to ids without rendering them as text, so that control strings in messages stay text."""
 
     family: Family
     has_chat_format: bool
@@ -41,7 +44,7 @@ class _Chats:
     own_template: str | None
 
     def describe_tools(self, tools: Sequence[Any]) -> str | None:
-        """Return what the system says of tools, where the official template has words for them."""
+        """Return the system message about tools, where the official template has words for them."""
         return None
 
     def encode_texts(self, texts: list[str]) -> list[list[int]]:
@@ -51,11 +54,11 @@ class _Chats:
     @property
     def format(self) -> Format:
         """Return the family's chat format over this tokenizer."""
-        return format_of(self.family, self)  # type: ignore[arg-type]
+        return FORMATS[self.family](self)
 
     @property
     def has_own_template(self) -> bool:
-        """Return whether nobody put another chat template in the place of the family's."""
+        """Return whether the chat template is still the family's."""
         return bool(self.chat_template == self.own_template)  # type: ignore[attr-defined]
 
     def apply_chat_template(self, conversation: Any, *args: Any, **options: Any) -> Any:
@@ -104,7 +107,7 @@ class GlmTokenizer(_Chats, PreTrainedTokenizerFast):
         self.has_chat_format = has_chat_format
         self.own_template = TEMPLATES[family] if has_chat_format else None
         if family is Family.glm4:
-            # The official one says the same, and knows the words for tools. ChatGLM3's would write `sop` as text.
+            # The official one writes the same, and describes tools. ChatGLM3's would write `sop` as text.
             official = read_json(vocab_file.parent / "tokenizer_config.json").get("chat_template")
             self.own_template = official if isinstance(official, str) else self.own_template
             backend = tiktoken_bpe(vocab_file)
@@ -177,14 +180,23 @@ def _unnamed(backend: Any, named: dict[str, str]) -> list[str]:
 
 
 class ChatGLMTokenizer(_Chats, PreTrainedTokenizer):
-    """ChatGLM-6B, through sentencepiece."""
+    """ChatGLM-6B's ice_text.model: sentencepiece with its own spelling of white space.
+
+    The fast Unigram of the tokenizers library differs on decomposed accents and on ties, so sentencepiece itself is
+    used. `offset`: ids before the first piece: 0, or 20,000 in the repository's first months (150,528 rows).
+    """
 
     vocab_files_names: ClassVar = {"vocab_file": "ice_text.model"}
     family = Family.chatglm
     has_chat_format = True
 
     def __init__(self, vocab_file: Path, offset: int = 0) -> None:
-        self.ice, self.vocabulary = IceText(vocab_file, offset), vocab_file
+        self.vocabulary, self.offset = vocab_file, offset
+        self.pieces: Any = load_pieces(vocab_file)
+        if self.pieces.piece_to_id("<sop>") == self.pieces.unk_id():
+            raise ModelError("{file} is not ChatGLM-6B's vocabulary: it has no <sop>.", file=vocab_file)
+        size = self.pieces.get_piece_size()
+        self.ids = {self.pieces.id_to_piece(index): index + offset for index in range(size)}
         self.own_template = TEMPLATES[Family.chatglm]
         super().__init__(
             bos_token="<sop>",
@@ -200,48 +212,47 @@ class ChatGLMTokenizer(_Chats, PreTrainedTokenizer):
         )
 
     def __reduce__(self) -> Any:
-        return type(self), (self.vocabulary, self.ice.offset)
+        return type(self), (self.vocabulary, self.offset)
 
     @property
     def vocab_size(self) -> int:
         """Return one more than the highest id."""
-        return int(self.ice.pieces.get_piece_size()) + self.ice.offset
+        return int(self.pieces.get_piece_size()) + self.offset
 
     def __len__(self) -> int:
         return self.vocab_size
 
     def get_vocab(self) -> dict[str, int]:
         """Return token -> id."""
-        return dict(self.ice.vocab)
+        return dict(self.ids)
 
     def encode_texts(self, texts: list[str]) -> list[list[int]]:
         """Return the ids of each text; see `_Chats`."""
-        return self.ice.encode(texts)
+        with no_cycles():
+            ids: list[list[int]] = self.pieces.encode([spell(text) for text in texts], num_threads=-1)
+            return [[index + self.offset for index in row] for row in ids] if self.offset else ids
 
     def build_inputs_with_special_tokens(
         self, token_ids_0: list[int], token_ids_1: list[int] | None = None
     ) -> list[int]:
         """Return `context [gMASK] <sop>`, and `answer <eop>` after it if a second text is given."""
-        gmask, sop, eop = (self.ice.vocab[token] for token in ("[gMASK]", "<sop>", "<eop>"))
-        ids = [*token_ids_0, gmask, sop]
-        return ids if token_ids_1 is None else [*ids, *token_ids_1, eop]
+        ids = [*token_ids_0, self.ids["[gMASK]"], self.ids["<sop>"]]
+        return ids if token_ids_1 is None else [*ids, *token_ids_1, self.ids["<eop>"]]
 
     def save_vocabulary(self, save_directory: str, filename_prefix: str | None = None) -> tuple[str]:
         """Copy ice_text.model."""
         prefix = f"{filename_prefix}-" if filename_prefix else ""
-        target = Path(save_directory) / f"{prefix}ice_text.model"
-        shutil.copyfile(self.vocabulary, target)
-        return (str(target),)
+        return (shutil.copyfile(self.vocabulary, f"{save_directory}/{prefix}ice_text.model"),)
 
     def save_pretrained(self, save_directory: Any, **options: Any) -> Any:
-        """Save in the official layout, the only one there is: no other program reads this vocabulary rightly."""
+        """Save in the official layout: no other program reads this vocabulary correctly."""
         folder = Path(save_directory)
         folder.mkdir(parents=True, exist_ok=True)
         files = self.save_vocabulary(str(folder))
         config = {
             "tokenizer_class": "ChatGLMTokenizer",
             "name_or_path": "chatglm-6b",
-            "num_image_tokens": self.ice.offset,
+            "num_image_tokens": self.offset,
             "chat_template": self.chat_template,
             **{name: str(token) for name, token in self.special_tokens_map.items() if isinstance(token, str)},
         }
@@ -251,13 +262,15 @@ class ChatGLMTokenizer(_Chats, PreTrainedTokenizer):
 
     def convert_tokens_to_string(self, tokens: Sequence[str]) -> str:
         """Return the text of tokens; padding is none."""
-        return self.ice.join([token for token in tokens if token != "<pad>"])
+        return unspell(self.pieces.decode_pieces([token for token in tokens if token != "<pad>"]))
 
     def _tokenize(self, text: str, **_: Any) -> list[str]:
-        return self.ice.tokens(text)
+        tokens: list[str] = self.pieces.encode(spell(text), out_type=str)
+        return tokens
 
     def _convert_token_to_id(self, token: str) -> int:
-        return self.ice.vocab.get(token, self.ice.offset)
+        return self.ids.get(token, self.offset)
 
     def _convert_id_to_token(self, index: int) -> str:
-        return self.ice.names.get(index, "<unk>")
+        inside = self.offset <= index < self.vocab_size
+        return str(self.pieces.id_to_piece(index - self.offset)) if inside else "<unk>"

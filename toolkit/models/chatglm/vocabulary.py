@@ -1,19 +1,15 @@
-"""Official ChatGLM vocabularies: whether a directory has one, whose, and as a tokenizer.
+"""Official ChatGLM vocabularies: whether a directory has one, whose it is, and as a tokenizer's backend.
 
-Files become backends of the tokenizers library, and ChatGLM-6B's through sentencepiece.
-
-Every recipe here gives the ids of the original on any text (tests compare with sentencepiece and tiktoken themselves).
+Each backend gives the ids of the original on any text (tests compare with sentencepiece and tiktoken themselves).
 Files are read as text; nothing is executed.
 """
 
 import base64
-import binascii
 import gc
 import json
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -37,17 +33,11 @@ _GLM4_SPECIALS = [
     *_ROLES,
     *("<|begin_of_image|>", "<|end_of_image|>", "<|begin_of_video|>", "<|end_of_video|>"),
 ]
-# The words that glm-4's official tokenizer splits into before it looks for pairs, as tiktoken's cl100k_base does.
+# How glm-4's official tokenizer splits a text before it looks for pairs, as tiktoken's cl100k_base does.
 _GLM4_WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
     r"|\s+(?!\S)|\s+"
 )
-
-
-def is_tiktoken(file: Path) -> bool:
-    """Return whether a vocabulary file is glm-4's (text, "base64 rank" per line) rather than sentencepiece's."""
-    with file.open("rb") as handle:
-        return re.match(rb"[A-Za-z0-9+/=]+ \d+\r?\n", handle.read(1024)) is not None
 
 
 def load_pieces(file: Path) -> "SentencePieceProcessor":
@@ -61,10 +51,7 @@ def load_pieces(file: Path) -> "SentencePieceProcessor":
 
 
 def sentencepiece_bpe(file: Path, roles: bool) -> "Tokenizer":
-    """Return ChatGLM2's and 3's tokenizer.
-
-    `roles`: with ChatGLM3's role tokens.
-    """
+    """Return ChatGLM2's and 3's tokenizer, the latter with role tokens."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, processors
 
     pieces = load_pieces(file)
@@ -95,8 +82,17 @@ def sentencepiece_bpe(file: Path, roles: bool) -> "Tokenizer":
 def tiktoken_bpe(file: Path) -> "Tokenizer":
     """Return glm-4's tokenizer from the official tokenizer.model."""
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, processors
+    from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-    ranks = _read_ranks(file)
+    letters: dict[int, str] = bytes_to_unicode()
+    ranks = {}
+    try:
+        for token, rank in (line.split() for line in file.read_bytes().splitlines() if line):
+            ranks["".join(letters[byte] for byte in base64.b64decode(token, validate=True))] = int(rank)
+        if sorted(ranks.values()) != list(range(len(ranks))):
+            raise ValueError("ranks are missing")
+    except ValueError as error:
+        raise _unreadable(file, error) from error
     specials = {token: len(ranks) + place for place, token in enumerate(_GLM4_SPECIALS)}
     backend = Tokenizer(models.BPE(vocab=ranks | specials, merges=_merges(ranks), fuse_unk=False, ignore_merges=True))
     backend.pre_tokenizer = pre_tokenizers.Sequence(
@@ -111,31 +107,6 @@ def tiktoken_bpe(file: Path) -> "Tokenizer":
         single="[gMASK] <sop> $A", special_tokens=[(token, specials[token]) for token in ("[gMASK]", "<sop>")]
     )
     return backend
-
-
-def _read_ranks(file: Path) -> dict[str, int]:
-    """Return token -> rank, tokens written in the 256 printable characters that stand for bytes."""
-    letters = _byte_letters()
-    ranks = {}
-    try:
-        for line in file.read_bytes().splitlines():
-            if line:
-                token, rank = line.split()
-                ranks["".join(letters[byte] for byte in base64.b64decode(token, validate=True))] = int(rank)
-    except (ValueError, binascii.Error) as error:
-        raise _unreadable(file, error) from error
-    if sorted(ranks.values()) != list(range(len(ranks))):
-        raise _unreadable(file, ValueError("ranks are missing"))
-    return ranks
-
-
-def _byte_letters() -> list[str]:
-    """Return the character that stands for each byte in byte-level BPE (GPT-2's table): itself where it is printable
-    Latin-1, else the next free one from U+0100.
-    """
-    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    shifted = iter(range(0x100, 0x200))
-    return [chr(byte if byte in printable else next(shifted)) for byte in range(256)]
 
 
 def _merges(ranks: dict[str, int]) -> list[tuple[str, str]]:
@@ -165,51 +136,9 @@ def _unreadable(file: Path, error: Exception) -> ModelError:
     )
 
 
-class IceText:
-    """ChatGLM-6B's vocabulary, ice_text.model: sentencepiece with its own spelling of white space.
-
-    The fast Unigram of the tokenizers library differs on decomposed accents and on ties, so sentencepiece itself is
-    used. `offset`: ids before the first piece: 0, or 20,000 in the repository's first months (150,528 rows).
-    """
-
-    def __init__(self, file: Path, offset: int = 0) -> None:
-        self.pieces: Any = load_pieces(file)
-        self.offset = offset
-        if self.pieces.piece_to_id("<sop>") == self.pieces.unk_id():
-            raise ModelError("{file} is not ChatGLM-6B's vocabulary: it has no <sop>.", file=file)
-
-    def encode(self, texts: list[str], num_threads: int = -1) -> list[list[int]]:
-        """Return the ids of each text; special tokens in it are text like any other."""
-        with no_cycles():
-            ids: list[list[int]] = self.pieces.encode([_spell(text) for text in texts], num_threads=num_threads)
-            if self.offset:
-                ids = [[index + self.offset for index in row] for row in ids]
-        return ids
-
-    def tokens(self, text: str) -> list[str]:
-        """Return the pieces of a text."""
-        tokens: list[str] = self.pieces.encode(_spell(text), out_type=str)
-        return tokens
-
-    def join(self, tokens: list[str]) -> str:
-        """Return the text of pieces."""
-        return _unspell(self.pieces.decode_pieces(tokens))
-
-    @cached_property
-    def vocab(self) -> dict[str, int]:
-        """Return piece -> id."""
-        size = self.pieces.get_piece_size()
-        return {self.pieces.id_to_piece(index): index + self.offset for index in range(size)}
-
-    @cached_property
-    def names(self) -> dict[int, str]:
-        """Return id -> piece."""
-        return {index: piece for piece, index in self.vocab.items()}
-
-
 @contextmanager
 def no_cycles() -> Iterator[None]:
-    """Make many lists without Python's search for cycles: there are none, and it takes up to a third of the time."""
+    """Switch Python's search for reference cycles off, which takes up to a third of the time of making many lists."""
     collects = gc.isenabled()
     gc.disable()
     try:
@@ -223,13 +152,15 @@ _BLANKS = re.compile(" {2,80}")
 _SPELLED = re.compile(r"<n>|<\|tab\|>|<\|blank_(\d+)\|>")
 
 
-def _spell(text: str) -> str:
+def spell(text: str) -> str:
     """Write white space as ChatGLM-6B's vocabulary names it; runs of more than 80 blanks in several names."""
     text = text.replace("\n", "<n>").replace("\t", "<|tab|>")
     return _BLANKS.sub(lambda run: f"<|blank_{len(run[0])}|>", text) if "  " in text else text
 
 
-def _unspell(text: str) -> str:
+def unspell(text: str) -> str:
+    """Undo `spell`."""
+
     def white_space(name: re.Match[str]) -> str:
         if name[1]:
             return " " * int(name[1]) if 2 <= int(name[1]) <= 80 else name[0]
@@ -239,17 +170,28 @@ def _unspell(text: str) -> str:
 
 
 def official_vocabulary(folder: Path) -> Path | None:
-    """Return the official vocabulary file that a folder's tokenizer is made from; None if it is another tokenizer.
+    """Return the official vocabulary file that a directory's tokenizer is made from; None if it is another tokenizer.
 
-    A model saved in transformers' layout keeps the files it came with in `official/`; those are preferred, because in
-    memory they give a tokenizer that never parses control strings.
+    A model saved in transformers' layout keeps its original files in `official/`; those are preferred, because their
+    tokenizer in memory never parses control strings.
     """
     if (folder / "official" / "layout.json").is_file():
         return official_vocabulary(folder / "official")
-    for name in ("ice_text.model", "tokenizer.model"):
-        if (folder / name).is_file() and (name == "ice_text.model" or _is_official(folder)):
-            return folder / name
-    if "chatglm" in _classes(folder) and not (folder / "tokenizer.json").is_file():
+    config = read_json(folder / "tokenizer_config.json")
+    is_named = "chatglm" in f"{config.get('auto_map', '')} {config.get('tokenizer_class', '')}".lower()
+    if (folder / "ice_text.model").is_file():
+        return folder / "ice_text.model"
+    if (folder / "tokenizer.model").is_file():
+        others = ("tokenizer_config.json", "tokenizer.json", "config.json")
+        if (
+            is_named
+            or (folder / TOKENIZER_CODE).is_file()
+            or architecture_of(read_json(folder / "config.json")) is not None
+            # Nothing but the vocabulary: other families' directories have at least a tokenizer_config.json.
+            or not any((folder / name).is_file() for name in others)
+        ):
+            return folder / "tokenizer.model"
+    if is_named and not (folder / "tokenizer.json").is_file():
         raise ModelError(
             "'{folder}' has an official ChatGLM tokenizer, but not its vocabulary (ice_text.model or "
             "tokenizer.model): download it again.",
@@ -258,31 +200,16 @@ def official_vocabulary(folder: Path) -> Path | None:
     return None
 
 
-def _is_official(folder: Path) -> bool:
-    if (folder / TOKENIZER_CODE).is_file() or "chatglm" in _classes(folder):
-        return True
-    if architecture_of(read_json(folder / "config.json")) is not None:
-        return True
-    # Nothing but the vocabulary: other families' folders have at least a tokenizer_config.json.
-    return not any((folder / name).is_file() for name in ("tokenizer_config.json", "tokenizer.json", "config.json"))
-
-
-def _classes(folder: Path) -> str:
-    config = read_json(folder / "tokenizer_config.json")
-    return f"{config.get('auto_map', '')} {config.get('tokenizer_class', '')}".lower()
-
-
 def family_of(vocabulary: Path) -> Family:
     """Return whose tokenizer an official vocabulary is; `auto` where ChatGLM2 and ChatGLM3 cannot be told apart.
 
-    Their vocabulary is the same file. What tells them apart are ChatGLM3's role tokens and their names in the files
-    beside it.
+    They share the file; ChatGLM3's role tokens and their names in the files next to it tell them apart.
     """
     if vocabulary.name == "ice_text.model":
         return Family.chatglm
-    if is_tiktoken(vocabulary):
-        return Family.glm4
-    return named_family(vocabulary.parent)
+    with vocabulary.open("rb") as file:  # glm-4's is text, "base64 rank" per line; the others' sentencepiece's
+        is_tiktoken = re.match(rb"[A-Za-z0-9+/=]+ \d+\r?\n", file.read(1024)) is not None
+    return Family.glm4 if is_tiktoken else named_family(vocabulary.parent)
 
 
 def image_tokens(vocabulary: Path) -> int:
