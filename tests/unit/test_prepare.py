@@ -339,7 +339,7 @@ def test_two_processes_at_once(tmp_path: Path) -> None:
     processes = [context.Process(target=prepare_in_process, args=(cfg, results)) for _ in range(2)]
     for process in processes:
         process.start()
-    answers_ = [results.get(timeout=30) for _ in processes]
+    answers_ = [results.get(timeout=200) for _ in processes]
     for process in processes:
         process.join(30)
     assert sorted(built for built, _, _ in answers_) == [False, True]
