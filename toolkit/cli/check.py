@@ -10,10 +10,9 @@ Every error is reported, not the first alone. Of each data file the first rows a
 from toolkit.arguments import Arguments, parse_checked
 from toolkit.config import files
 from toolkit.config.files import is_hub_name
-from toolkit.config.hub import resolve_model_path
 from toolkit.config.mesh import accumulation, mesh_of, with_micro_batch
 from toolkit.config.ops import check_compiler
-from toolkit.config.preflight import check_positions, check_track_here
+from toolkit.config.preflight import check_positions, check_track_here, resolve_model_path
 from toolkit.config.schema import AUTO, Init, RunConfig
 from toolkit.data.check import check_distinct, check_sources, estimate
 from toolkit.data.sources import local_files

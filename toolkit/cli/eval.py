@@ -18,8 +18,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from toolkit.arguments import Arguments, check_parsed, parse
-from toolkit.config.hub import resolve_model_path
 from toolkit.config.mesh import with_micro_batch
+from toolkit.config.preflight import resolve_model_path
 from toolkit.config.schema import ParallelConfig, RunConfig
 from toolkit.disk import unused_path
 from toolkit.errors import ConfigError, Problems

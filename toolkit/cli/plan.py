@@ -17,9 +17,9 @@ import json
 from dataclasses import replace
 
 from toolkit.arguments import check_output, check_parsed, one_of, parse, positive_int, write_output
-from toolkit.config.hub import resolve_model_path
 from toolkit.config.load import LoadedConfig
 from toolkit.config.mesh import with_micro_batch
+from toolkit.config.preflight import resolve_model_path
 from toolkit.config.schema import RunConfig
 from toolkit.errors import Problems
 from toolkit.messages import say

@@ -8,8 +8,7 @@ An interrupted run goes on where it stopped. Data that is prepared already is ve
 """
 
 from toolkit.arguments import parse_checked
-from toolkit.config.hub import resolve_model_path
-from toolkit.config.preflight import check_positions
+from toolkit.config.preflight import check_positions, resolve_model_path
 from toolkit.errors import DataError
 from toolkit.messages import say
 

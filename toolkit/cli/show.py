@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from toolkit.arguments import named_arguments, non_negative_int, one_of, parse_checked
-from toolkit.config.hub import resolve_model_path
+from toolkit.config.preflight import resolve_model_path
 from toolkit.errors import ConfigError
 from toolkit.messages import say, tr
 

@@ -14,8 +14,7 @@ Under several processes: deepspeed run.py …, torchrun … run.py …, mpirun �
 import time
 from pathlib import Path
 
-from toolkit.config.hub import resolve_model_path
-from toolkit.config.preflight import check_positions
+from toolkit.config.preflight import check_positions, resolve_model_path
 from toolkit.errors import ConfigError
 from toolkit.launch import deepspeed, environment
 from toolkit.messages import tr

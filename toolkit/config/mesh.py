@@ -72,7 +72,7 @@ def mesh_of(cfg: RunConfig, world_size: int, rank: int = 0) -> Mesh:
     Raises:
         ConfigError: if the ranks cannot be divided so.
     """
-    sizes = {"tensor": cfg.parallel.tensor, "sequence": cfg.parallel.sequence, "pipeline": cfg.parallel.pipeline}
+    sizes = {name: getattr(cfg.parallel, name) for name in ("tensor", "sequence", "pipeline")}
     mesh = Mesh(world_size=world_size, rank=rank, **sizes)
     if world_size % mesh.model_ranks:
         raise ConfigError(
@@ -116,21 +116,17 @@ def split_of(name: str) -> Split | None:
 
 
 def part_shape(name: str, shape: tuple[int, ...], size: int) -> tuple[int, ...]:
-    """Return the shape of a rank's part of a parameter."""
+    """Return the shape of a rank's part of a parameter that is split over `size` ranks."""
     split = split_of(name)
-    if split is None:
-        return shape
-    place = 1 if split is Split.columns else 0
-    return (*shape[:place], shape[place] // size, *shape[place + 1 :])
+    axis = {None: -1, Split.columns: 1}.get(split, 0)
+    return tuple(length // size if number == axis else length for number, length in enumerate(shape))
 
 
 def unsplit_shape(name: str, shape: tuple[int, ...], size: int) -> tuple[int, ...]:
     """Return the shape of a parameter of which each of `size` ranks has a part of this shape."""
     split = split_of(name)
-    if split is None:
-        return shape
-    place = 1 if split is Split.columns else 0
-    return (*shape[:place], shape[place] * size, *shape[place + 1 :])
+    axis = {None: -1, Split.columns: 1}.get(split, 0)
+    return tuple(length * size if number == axis else length for number, length in enumerate(shape))
 
 
 def partition_config() -> dict[str, Any]:
@@ -228,8 +224,11 @@ def accumulation(cfg: RunConfig, world_size: int, where: str = "") -> int:
     ranks = mesh_of(cfg, world_size).data_ranks
     unit = micro * ranks
     if size % unit:
-        sentence = (
-            tr(
+        sentence = tr(
+            "batch.global_size = {size} is not a multiple of batch.micro_per_gpu ({micro}).", size=size, micro=micro
+        )
+        if ranks > 1:
+            sentence = tr(
                 "batch.global_size = {size} is not a multiple of batch.micro_per_gpu ({micro}) x {ranks} ranks "
                 "= {unit}.",
                 size=size,
@@ -237,10 +236,5 @@ def accumulation(cfg: RunConfig, world_size: int, where: str = "") -> int:
                 ranks=ranks,
                 unit=unit,
             )
-            if ranks > 1
-            else tr(
-                "batch.global_size = {size} is not a multiple of batch.micro_per_gpu ({micro}).", size=size, micro=micro
-            )
-        )
         raise ConfigError(joined(where + sentence, nearest_multiples(size, unit)))
     return size // unit

@@ -42,22 +42,19 @@ def with_optimizer(cfg: RunConfig, environ: Mapping[str, str] = os.environ) -> t
     """Return a config whose `optim.torch` is true or false, and why auto is that here; "" where it was given."""
     if cfg.optim.torch != AUTO:
         return cfg, ""
-    is_torch, reason = _choice(cfg, environ)
-    return replace(cfg, optim=replace(cfg.optim, torch=is_torch)), reason
-
-
-def _choice(cfg: RunConfig, environ: Mapping[str, str]) -> tuple[bool, str]:
+    kind, is_torch = device(environ), False
     if cfg.optim.name not in _KINDS:
-        return False, tr("{name} is neither's", name=cfg.optim.name.value)
-    if cfg.zero.offload_optimizer.device is not Device.none:
-        return False, tr("the optimizer is offloaded")
-    kind = device(environ)
-    if kind == "cpu":
-        return True, tr("no GPU here")
-    op = _optimizer_op(cfg, kind)
-    if kind == "cuda" and not built([op], environ) and (tools := lacking([op], environ)):
-        return True, tr("{tools} not found here", tools=", ".join(tools))
-    return False, tr("there is a GPU and a compiler")
+        reason = tr("{name} is neither's", name=cfg.optim.name.value)
+    elif cfg.zero.offload_optimizer.device is not Device.none:
+        reason = tr("the optimizer is offloaded")
+    elif kind == "cpu":
+        is_torch, reason = True, tr("no GPU here")
+    else:
+        op = _optimizer_op(cfg, kind)
+        tools = lacking([op], environ) if kind == "cuda" and not built([op], environ) else []
+        reason = tr("{tools} not found here", tools=", ".join(tools)) if tools else tr("there is a GPU and a compiler")
+        is_torch = bool(tools)
+    return replace(cfg, optim=replace(cfg.optim, torch=is_torch)), reason
 
 
 def _optimizer_op(cfg: RunConfig, kind: str) -> str:
@@ -81,7 +78,10 @@ def needed(cfg: RunConfig, environ: Mapping[str, str] = os.environ) -> list[str]
 
 def built(names: Sequence[str], environ: Mapping[str, str] = os.environ) -> list[str]:
     """Return those that are compiled already, with DeepSpeed's installation or by an earlier run."""
-    shipped, folders = re.findall(r"'(\w+)': True", _installed()), roots(environ)
+    shipped, folders = set[str](), roots(environ)
+    with suppress(OSError, metadata.PackageNotFoundError):  # importing DeepSpeed, which knows it, takes seconds
+        file = metadata.distribution("deepspeed").locate_file("deepspeed/git_version_info_installed.py")
+        shipped.update(re.findall(r"'(\w+)': True", Path(str(file)).read_text(encoding="utf-8")))
     return [name for name in names if name in shipped or any((root / name / f"{name}.so").exists() for root in folders)]
 
 
@@ -90,14 +90,6 @@ def roots(environ: Mapping[str, str]) -> list[Path]:
     named = environ.get("TORCH_EXTENSIONS_DIR")
     cache = Path(environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     return [Path(named)] if named else sorted((cache / "torch_extensions").glob("py*"))
-
-
-def _installed() -> str:
-    """Return what DeepSpeed says of the ops that were built when it was installed; importing it takes seconds."""
-    with suppress(OSError, metadata.PackageNotFoundError):
-        file = metadata.distribution("deepspeed").locate_file("deepspeed/git_version_info_installed.py")
-        return Path(str(file)).read_text(encoding="utf-8")
-    return ""
 
 
 def lacking(names: Sequence[str], environ: Mapping[str, str] = os.environ) -> list[str]:

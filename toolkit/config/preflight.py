@@ -1,4 +1,7 @@
-"""Rules about files and folders that a config names, found out before anything is loaded."""
+"""Rules about what a config names outside of it: files, directories, packages, devices, and models on Hugging Face.
+
+All of it is found out before anything is loaded.
+"""
 
 import glob
 import importlib.util
@@ -9,13 +12,15 @@ import platform
 import re
 import shutil
 import tempfile
+import time
 from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 from toolkit.config.files import is_hub_name, located
-from toolkit.config.load import LoadedConfig
+from toolkit.config.load import LoadedConfig, replace
 from toolkit.config.schema import (
     ROW_FIELDS,
     Device,
@@ -28,8 +33,9 @@ from toolkit.config.schema import (
     get_value,
 )
 from toolkit.config.validate import about
+from toolkit.disk import try_lock
 from toolkit.errors import ConfigError, raise_all
-from toolkit.messages import did_you_mean, joined, tr
+from toolkit.messages import did_you_mean, joined, say, tr
 
 
 def _nvme_folders(loaded: LoadedConfig) -> Iterator[ConfigError]:
@@ -344,16 +350,12 @@ def check_tuning_here(loaded: LoadedConfig) -> Iterator[ConfigError]:
         yield loaded.error("tuning.adapter", "tuning.adapter = {value} is not a folder here.")
     if tuning.method is not TuningMethod.qlora:
         return
-    missing = ""
-    if importlib.util.find_spec("bitsandbytes") is None:
-        missing = tr("the package bitsandbytes (pip install bitsandbytes)")
-    elif shutil.which("nvidia-smi") is None:
-        missing = tr("an NVIDIA GPU")
-    if missing:
+    has_package = importlib.util.find_spec("bitsandbytes") is not None
+    if not has_package or shutil.which("nvidia-smi") is None:
         yield loaded.error(
             "tuning.method",
             "tuning.method = qlora needs {missing}, which is not here. Use tuning=lora.",
-            missing=missing,
+            missing=tr("an NVIDIA GPU") if has_package else tr("the package bitsandbytes (pip install bitsandbytes)"),
         )
 
 
@@ -374,3 +376,127 @@ def _check_devices(loaded: LoadedConfig) -> Iterator[ConfigError]:
 
 HERE = (check_device, _check_devices)
 """Rules about this machine."""
+
+
+_FILES = ("*.json", "*.model", "*.txt", "*.jinja", "*.tiktoken", "*.py", "*.safetensors")
+_NOT = ["*/*", "consolidated*"]
+"""Files in folders, and the weights a second time in their makers' own layout: nothing reads them."""
+_POLL_S = 0.2
+
+
+def resolve_model_path(loaded: LoadedConfig, *, config_only: bool = False) -> LoadedConfig:
+    """Return a config whose `model.path` is a directory: a snapshot in the cache, downloaded if it is not there.
+
+    One process of a machine downloads; the others wait and take what it got. HF_HOME, HF_HUB_OFFLINE, HF_TOKEN and
+    HF_ENDPOINT are huggingface_hub's own variables; with HF_HUB_OFFLINE=1 nothing but the cache is looked at. With
+    `config_only` config.json alone is needed, and the Python files if it names any: from the cache where it is there.
+
+    Raises:
+        ConfigError: there is no such model, it is not for everybody, or it is not in the cache and the network is away.
+    """
+    name, revision, model = loaded.cfg.model.path, loaded.cfg.model.revision, loaded.cfg.model
+    if model.init is Init.random or not is_hub_name(name):
+        return loaded
+    try:
+        folder = _config_folder(name, revision) if config_only else _once_per_machine(name, revision)
+    except Exception as error:
+        reason = _reason(name, revision, error)
+        if model.modelscope_id:
+            ways = tr(
+                "Or `modelscope download --model {name} --local_dir DIR`, then model.path=DIR. To try the recipe "
+                "without weights: model=glm_tiny.",
+                name=model.modelscope_id,
+            )
+            reason = joined(reason, ways)
+        raise loaded.about("model.path", reason) from error
+    place = tr("{name} on Hugging Face", name=name)
+    values = {"model.path": folder, "model.revision": "", "model.hub_id": name}
+    return replace(loaded, {key: (value, place) for key, value in values.items()})
+
+
+def _config_folder(name: str, revision: str) -> str:
+    import huggingface_hub as hub
+
+    file = hub.try_to_load_from_cache(name, "config.json", revision=revision or None)
+    if not isinstance(file, str):
+        file = hub.hf_hub_download(name, "config.json", revision=revision or None)
+    folder = Path(file).parent
+    if '"auto_map"' in Path(file).read_text(encoding="utf-8") and not any(folder.glob("*.py")):
+        wanted = ["config.json", "*.py"]
+        return str(hub.snapshot_download(name, revision=revision or None, allow_patterns=wanted, ignore_patterns=_NOT))
+    return str(folder)
+
+
+def _once_per_machine(name: str, revision: str) -> str:
+    """Take a snapshot in one process after another; of those that one launcher started the first alone downloads."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.constants import HF_HUB_CACHE, HF_HUB_OFFLINE
+
+    def snapshot(is_first: bool) -> str:
+        if is_first and not HF_HUB_OFFLINE:
+            say(
+                "Looking for {name} on Hugging Face; what is not in {cache} yet is downloaded.",
+                name=name,
+                cache=HF_HUB_CACHE,
+            )
+        is_local = HF_HUB_OFFLINE or not is_first
+        get = partial(snapshot_download, name, revision=revision or None, local_files_only=is_local)
+        folder = Path(get(allow_patterns=list(_FILES), ignore_patterns=_NOT))
+        if not any(folder.glob("*.safetensors")):  # the official ChatGLM repositories
+            get(allow_patterns=[*_FILES, "pytorch_model*.bin"], ignore_patterns=_NOT)
+        return str(folder)
+
+    if HF_HUB_OFFLINE or os.environ.get("WORLD_SIZE", "1") == "1":
+        return snapshot(True)
+    file = Path(HF_HUB_CACHE) / ".locks" / f"models--{name.replace('/', '--')}.toolkit"
+    launch = f"{os.getppid()} {os.environ.get('MASTER_PORT', '')} {revision}"
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with file.open("a+", encoding="utf-8") as lock:
+        while not try_lock(lock)[0]:
+            time.sleep(_POLL_S)
+        lock.seek(0)
+        folder = snapshot(lock.read() != launch)
+        lock.truncate(0)
+        lock.write(launch)
+    return folder
+
+
+def _reason(name: str, revision: str, error: Exception) -> str:
+    from huggingface_hub import errors
+    from huggingface_hub.constants import HF_HUB_CACHE
+
+    of_revision = tr("{name} at revision {revision}", name=name, revision=revision) if revision else name
+    if isinstance(error, errors.GatedRepoError):
+        return tr(
+            "model.path = {name}: its authors give it to whom they have agreed with only. Accept the terms at "
+            "https://huggingface.co/{name} and log in (`hf auth login`, or the variable HF_TOKEN).",
+            name=name,
+        )
+    if isinstance(error, errors.RevisionNotFoundError):
+        return tr(
+            "model.revision = {revision}: {name} has no such commit, branch or tag.", revision=revision, name=name
+        )
+    if isinstance(error, errors.RepositoryNotFoundError):
+        return tr(
+            "model.path = {name} is neither a folder here nor a model on Hugging Face (or a private one: log in with "
+            "`hf auth login`, or the variable HF_TOKEN).",
+            name=name,
+        )
+    if isinstance(error, errors.EntryNotFoundError) and not isinstance(error, errors.LocalEntryNotFoundError):
+        return tr("model.path = {name} holds no config.json: it is not a model of transformers.", name=of_revision)
+    first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    if isinstance(error, (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled)):
+        return tr(
+            "model.path = {name} is no folder here, and it is not in the cache of Hugging Face ({cache}), which cannot "
+            "be reached or may not be (HF_HUB_OFFLINE): {reason} Where there is a network: `hf download {repository}`, "
+            "then take the cache along (HF_HOME), or give the folder as model.path.",
+            name=of_revision,
+            cache=HF_HUB_CACHE,
+            repository=name,
+            reason=first,
+        )
+    return tr(
+        "model.path = {name} cannot be had from Hugging Face: {reason}",
+        name=of_revision,
+        reason=f"{type(error).__name__}: {first}",
+    )

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from functools import cache
 from itertools import pairwise
+from operator import attrgetter
 from typing import Annotated, Any
 
 from annotated_types import BaseMetadata, Ge, Gt, Le, Lt
@@ -34,11 +35,7 @@ class Influence(Enum):
     trained = "which parameters are trained: rejected, as a checkpoint holds those and no others"
 
 
-def _declares(influence: Influence) -> Mapping[str, Influence]:
-    return {"influence": influence}
-
-
-FREE, BY_CONTENT, TRAINED = map(_declares, (Influence.free, Influence.content, Influence.trained))
+FREE, BY_CONTENT, TRAINED = ({"influence": one} for one in (Influence.free, Influence.content, Influence.trained))
 """Metadata of fields."""
 
 
@@ -1186,23 +1183,21 @@ def influence_of(key: str, schema: type) -> Influence:
 
     A key that the schema does not know decides about what is computed.
     """
-    found, kind = Influence.result, typing.cast("Any", schema)
+    found: Influence = Influence.result
+    kind: Any = schema
     for part in key.split("."):
         if not dataclasses.is_dataclass(kind):
             break  # inside a list or a mapping
-        field = next((one for one in dataclasses.fields(kind) if one.name == part), None)
-        if field is None:
+        if part not in kind.__dataclass_fields__:
             return Influence.result
-        found = field.metadata.get("influence", found)
+        found = kind.__dataclass_fields__[part].metadata.get("influence", found)
         kind = types_of(typing.cast("type", kind))[part]
     return found
 
 
 def get_value(cfg: RunConfig, key: str) -> object:
     """Return the value of a dotted key."""
-    value: object = cfg
-    for part in key.split("."):
-        value = getattr(value, part)
+    value: object = attrgetter(key)(cfg)
     return value
 
 
@@ -1229,23 +1224,21 @@ def all_keys() -> tuple[str, ...]:
 @cache
 def bounds() -> dict[str, tuple[BaseMetadata, ...]]:
     """Return the bounds of the keys that are numbers, as their fields declare them."""
-    found: dict[str, tuple[BaseMetadata, ...]] = {}
-    for prefix, kind in sections():
-        for name, hint in typing.get_type_hints(kind, include_extras=True).items():
-            for one in (hint, *typing.get_args(hint)):  # a number, or a number | str
-                if typing.get_origin(one) is Annotated:
-                    found[prefix + name] = one.__metadata__
-    return found
+    return {
+        prefix + name: one.__metadata__
+        for prefix, kind in sections()
+        for name, hint in typing.get_type_hints(kind, include_extras=True).items()
+        for one in (hint, *typing.get_args(hint))  # a number, or a number | str
+        if typing.get_origin(one) is Annotated
+    }
 
 
 def leaves(section: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
     """Return (dotted key, value) of everything below `section` that is no non-empty dictionary."""
     found: list[tuple[str, Any]] = []
     for name, value in section.items():
-        if isinstance(value, Mapping) and value:
-            found += leaves(value, f"{prefix}{name}.")
-        else:
-            found.append((f"{prefix}{name}", value))
+        has_more = isinstance(value, Mapping) and value
+        found += leaves(value, f"{prefix}{name}.") if has_more else [(f"{prefix}{name}", value)]
     return found
 
 
