@@ -18,7 +18,7 @@ from pages import PAIRED, ROOT, chinese, commands
 from torch.distributed.run import get_args_parser
 
 from toolkit import arguments
-from toolkit.cli import COMMANDS, _dispatch
+from toolkit.cli import _dispatch, module_of
 from toolkit.cli import main as toolkit_main
 from toolkit.config import files
 from toolkit.config.load import load
@@ -107,8 +107,8 @@ def understand(line: str, monkeypatch: pytest.MonkeyPatch) -> None:
         return
     any_recipe = "chatglm_lora_adgen" if any(word.startswith("tuning.") for word in rest) else "zero1"
     rest = [f"recipe={any_recipe}" if word == "recipe=NAME" else word for word in rest]
-    module = import_module("benchmarks.run" if command == "bench" else COMMANDS[command])
-    import_module(COMMANDS["sweep"])  # what --multirun hands its words to
+    module = import_module("benchmarks.run" if command == "bench" else module_of(command))
+    import_module(module_of("sweep"))  # what --multirun hands its words to
 
     def parsed(words: Sequence[str], **how: Any) -> NoReturn:
         how = {name: value for name, value in how.items() if name in ("names", "flags")}

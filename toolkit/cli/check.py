@@ -7,9 +7,10 @@ toolkit check recipe=NAME [world_size=8] [key=value …]
 Every error is reported, not the first alone. Of each data file the first rows are read.
 """
 
-from toolkit.arguments import Arguments, parse_checked
+from toolkit.arguments import parse_checked
 from toolkit.config import files
 from toolkit.config.files import is_hub_name
+from toolkit.config.load import LoadedConfig
 from toolkit.config.mesh import accumulation, mesh_of, with_micro_batch
 from toolkit.config.ops import check_compiler
 from toolkit.config.preflight import check_positions, check_track_here, resolve_model_path
@@ -19,7 +20,7 @@ from toolkit.data.sources import local_files
 from toolkit.errors import Problems
 from toolkit.messages import tr
 from toolkit.models.directory import read_config, trust_code
-from toolkit.plan.parameters import Shapes, Sizes, shapes_of_config, tensor_part, tuned
+from toolkit.plan.parameters import Outline, shapes_of_config, tensor_part, tuned
 from toolkit.train.schedule import FEWEST_STEPS, Epoch, tell_length
 
 
@@ -35,7 +36,8 @@ def run(words: list[str]) -> int:
     if not any(key.startswith("data.") for key in known):
         problems.attempt(lambda: check_distinct(cfg.data, local_files(cfg.data)))
     problems.settle()
-    shapes = problems.attempt(_shapes, arguments, problems) if not known & {"model", "model.path"} else None
+    may_read = not known & {"model", "model.path"}
+    outlines = problems.attempt(_outlines, arguments.loaded, problems) if may_read else None
     problems.raise_all()
     for note in [*arguments.notes, *([unread] if unread else [])]:
         print(note)
@@ -44,8 +46,12 @@ def run(words: list[str]) -> int:
     if world_size and cfg.parallel.tensor > 1:
         groups, size = mesh_of(cfg, world_size).data_ranks, cfg.parallel.tensor
         print(tr("{groups} groups of {size} neighbouring ranks, which split the layers.", groups=groups, size=size))
-    if shapes and not cfg.tuning.adapter:
-        _say_shapes(cfg, shapes)
+    if outlines:
+        whole, mine = outlines
+        trained, total = f"{whole.num_trained:,}", f"{whole.num_parameters:,}"
+        print(tr("{trained} of {total} parameters are trained.", trained=trained, total=total))
+        if mine is not whole:
+            print(tr("{count} of all parameters are on each rank.", count=f"{mine.num_parameters:,}"))
     name = cfg.tuning.method.value
     print(tr("Learning rate: {rate:g} at its peak (tuning.method = {method}).", rate=cfg.optim.lr, method=name))
     _tell_length(cfg, world_size or 1)
@@ -63,14 +69,14 @@ def _tell_length(cfg: RunConfig, world_size: int) -> None:
     tell_length(with_micro_batch(cfg), epoch, epoch.steps * cfg.train.epochs if epoch else steps, world_size)
 
 
-def _shapes(arguments: Arguments, problems: Problems) -> tuple[Shapes, Sizes] | None:
-    """Read the model directory; return the shapes of its parameters, None where only training knows them.
+def _outlines(loaded: LoadedConfig, problems: Problems) -> tuple[Outline, Outline] | None:
+    """Read the model directory; return the outline of the model and of a rank's part, None where training finds it.
 
     Raises:
         ToolkitError: it cannot be trained, or not as the config says.
     """
-    has_weights = not is_hub_name(arguments.loaded.cfg.model.path)
-    loaded = resolve_model_path(arguments.loaded, config_only=True)
+    has_weights = not is_hub_name(loaded.cfg.model.path)
+    loaded = resolve_model_path(loaded, config_only=True)
     problems.attempt(check_positions, loaded)
     cfg = loaded.cfg
     if cfg.model.init is not Init.pretrained:
@@ -78,18 +84,10 @@ def _shapes(arguments: Arguments, problems: Problems) -> tuple[Shapes, Sizes] | 
     if cfg.model.trust_remote_code:
         trust_code(cfg.model.path)
     shapes = shapes_of_config(read_config(cfg.model.path, with_weights=has_weights))
-    if shapes and not cfg.tuning.adapter:
-        tensor_part(tuned(*shapes, cfg.tuning), cfg.parallel.tensor)  # refuses what cannot be split
-    return shapes
-
-
-def _say_shapes(cfg: RunConfig, shapes: tuple[Shapes, Sizes]) -> None:
+    if not shapes or cfg.tuning.adapter:
+        return None
     outline = tuned(*shapes, cfg.tuning)
-    trained, total = f"{outline.num_trained:,}", f"{outline.num_parameters:,}"
-    print(tr("{trained} of {total} parameters are trained.", trained=trained, total=total))
-    mine = tensor_part(outline, cfg.parallel.tensor)
-    if mine is not outline:
-        print(tr("{count} of all parameters are on each rank.", count=f"{mine.num_parameters:,}"))
+    return outline, tensor_part(outline, cfg.parallel.tensor)
 
 
 def _rows(cfg: RunConfig, world_size: int) -> str:

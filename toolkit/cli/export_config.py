@@ -39,22 +39,18 @@ def run(words: list[str]) -> int:
     for note in [*arguments.notes, *ds.missing]:
         sys.stderr.write(note + "\n")
     if output:
-        _write(Path(output), text)
+        file = Path(output)
+        try:
+            if file.exists() and file.read_text(encoding="utf-8") != text:
+                raise ConfigError(
+                    "{file} exists and says something else; it is not overwritten. Move it away first.", file=file
+                )
+            file.write_text(text, encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError("cannot write {file}: {reason}.", file=file, reason=error) from error
         print(tr("wrote {file} for {world_size} ranks.", file=output, world_size=world_size))
     if "--explain" in arguments.flags:
         print(explain(ds, arguments.loaded.where))
     elif not output:
         print(text, end="")
     return 0
-
-
-def _write(file: Path, text: str) -> None:
-    """Write without ever overwriting what is not the same already."""
-    try:
-        if file.exists() and file.read_text(encoding="utf-8") != text:
-            raise ConfigError(
-                "{file} exists and says something else; it is not overwritten. Move it away first.", file=file
-            )
-        file.write_text(text, encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError("cannot write {file}: {reason}.", file=file, reason=error) from error

@@ -50,7 +50,10 @@ def run(words: list[str]) -> int:
     if size and not re.fullmatch("[1-9][0-9]*[KMGT]B", size):
         raise ConfigError("max_shard_size = {size} is no size such as 500MB or 5GB.", size=size)
     path = Path(given["model.path"])
-    output = _output(path, given.get("output", ""), format, merge == "true")
+    if not given.get("output") and not (path / "config.yaml").is_file():  # no run directory
+        raise ConfigError("{name} is missing: {usage}", name="output", usage=_USAGE)
+    name = "official" if format == "official" else "merged" if merge == "true" else "export"
+    output = Path(given.get("output") or path / name)
     if output.exists():
         raise ConfigError("{folder} exists already: nothing was written. Name another folder.", folder=output)
     import transformers
@@ -65,24 +68,11 @@ def run(words: list[str]) -> int:
     export_any(path, output, options, **chosen)
     print(tr("wrote {folder}.", folder=output))
     if forward == "yes":
-        print("  " + _proven(output))
+        from toolkit.export.verify import verify_logits
+
+        try:
+            print("  " + verify_logits(output))
+        except ToolkitError:  # what is wrong does not stay
+            shutil.rmtree(output)
+            raise
     return 0
-
-
-def _output(path: Path, output: str, format: str, merge: bool) -> Path:
-    if output:
-        return Path(output)
-    if not (path / "config.yaml").is_file():
-        raise ConfigError("{name} is missing: {usage}", name="output", usage=_USAGE)
-    return path / ("official" if format == "official" else "merged" if merge else "export")
-
-
-def _proven(folder: Path) -> str:
-    """Load what was written and compare it with what it was written from; what is wrong does not stay."""
-    from toolkit.export.verify import verify_logits
-
-    try:
-        return verify_logits(folder)
-    except ToolkitError:
-        shutil.rmtree(folder)
-        raise

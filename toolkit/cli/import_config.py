@@ -63,7 +63,7 @@ def _header(given: ForeignConfig, converted: Converted, output: str) -> str:
         ),
         f"  deepspeed --num_gpus {ranks} run.py recipe={name}",
     ]
-    for title, found in ((_not_the_same(), converted.differs), (_without(), converted.lost)):
+    for title, found in _differences(converted):
         lines += [title, *(f"- {line}" for line in found)] if found else []
     wrapped = [
         part
@@ -73,33 +73,28 @@ def _header(given: ForeignConfig, converted: Converted, output: str) -> str:
     return "\n".join(f"# {line}" for line in wrapped)
 
 
-def _not_the_same() -> str:
-    return tr("Not quite the same here:")
-
-
-def _without() -> str:
-    return tr("Without counterpart, and training may differ for it:")
+def _differences(converted: Converted) -> tuple[tuple[str, list[str]], ...]:
+    """Return what is not the same here, by kind."""
+    return (
+        (tr("Not quite the same here:"), converted.differs),
+        (tr("Without counterpart, and training may differ for it:"), converted.lost),
+    )
 
 
 def _report(converted: Converted) -> str:
     """Return everything that there is to say, by kind."""
+    problems = Problems()
+    problems.apply((*FILES, check_tuning_here), converted.loaded)
+    # Their places are in a file that was removed again, or in a group.
+    missing = [re.sub(r"^\S*\.yaml:\d+: ", "", str(error)) for error in problems.errors]
     parts = (
-        (_not_the_same(), converted.differs),
-        (_without(), converted.lost),
+        *_differences(converted),
         (tr("Not needed here:"), converted.needless),
         (tr("Unknown, and left out:"), converted.unknown),
         (tr("DeepSpeed and data:"), converted.notes),
-        (tr("Not here yet, says `toolkit check`:"), _missing(converted)),
+        (tr("Not here yet, says `toolkit check`:"), missing),
     )
     lines = []
     for title, found in parts:
         lines += [title, *(f"  {line}" for line in found), ""] if found else []
     return hide(printable("\n".join(lines))) + ("\n" if lines else "")
-
-
-def _missing(converted: Converted) -> list[str]:
-    """Return what the recipe names that is not on this machine."""
-    problems = Problems()
-    problems.apply((*FILES, check_tuning_here), converted.loaded)
-    # Their places are in a file that was removed again, or in a group.
-    return [re.sub(r"^\S*\.yaml:\d+: ", "", str(error)) for error in problems.errors]

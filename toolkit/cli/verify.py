@@ -65,7 +65,14 @@ def _is_whole(folder: Path, forward: bool) -> bool:
         if is_model and not wrong:
             read_config(str(folder))
         if forward and not wrong:
-            note = _forward(folder)
+            import transformers
+
+            from toolkit.export.verify import verify_logits
+
+            transformers.utils.logging.disable_progress_bar()
+            note = verify_logits(folder)
+    except BaseMissing as error:
+        note = tr("no forward: {reason}", reason=error)
     except ToolkitError as error:
         wrong.append(str(error))
     if wrong:
@@ -89,15 +96,3 @@ def _is_whole(folder: Path, forward: bool) -> bool:
         )
     sys.stdout.write(line + (f"\n  {note}" if note else "") + "\n")
     return True
-
-
-def _forward(folder: Path) -> str:
-    import transformers
-
-    from toolkit.export.verify import verify_logits
-
-    transformers.utils.logging.disable_progress_bar()
-    try:
-        return verify_logits(folder)
-    except BaseMissing as error:
-        return tr("no forward: {reason}", reason=error)
