@@ -204,7 +204,7 @@ def test_no_checkpoint_leads_into_or_out_of_it(zero: dict[str, Any], key: str, s
 
     check()
     pair[side] |= zero
-    with pytest.raises(CheckpointError, match=f"a run with {key} = true cannot go on from a checkpoint"):
+    with pytest.raises(CheckpointError, match=f"a run with {key} = true cannot be resumed from a checkpoint"):
         check()
 
 

@@ -107,7 +107,7 @@ CASES: dict[str, tuple[Callable[[Path], list[str]], str]] = {
         words("zero=stage1", "zero.offload_param.device=cpu"),
         r"zero\.offload_param\.device = cpu needs zero\.stage = 3, but it is 1",
     ),
-    "run folder exists": (existing, r"runs/tiny exists already and is not touched"),
+    "run folder exists": (existing, r"runs/tiny already exists and is not touched"),
     "run.dir is a file": (read_only, r"run\.dir = .*file: .*cannot be written to"),
     "model path missing": (words("model=hf"), r"model\.path is empty"),
     "no weights for chatglm": (

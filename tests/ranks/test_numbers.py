@@ -113,9 +113,7 @@ def test_a_rewound_run_goes_around_the_data(name: str, folder: Path, rows_file: 
     # Back from 6 to 4, or from 14 to 12; or one save further if the last was not proven yet at the bad step.
     run_folder = folder / "runs" / name
     steps, bad = (STEPS, 14) if spike else (10, 6)
-    said = re.search(
-        rf"Went back to step (\d+); the data of the steps up to {bad} is passed over", output(folder, name)
-    )
+    said = re.search(rf"Rewound to step (\d+); the data of the steps up to {bad} is skipped", output(folder, name))
     assert said is not None
     back = int(said[1])
     assert back in (bad - 2, bad - 4)
@@ -138,7 +136,7 @@ def test_ruined_weights_displace_no_good_checkpoint(name: str, folder: Path) -> 
     refused = "WARNING: the checkpoint step-6 could not be saved: the weights give logits that are NaN or Inf"
     said, run_folder = output(folder, name), folder / "runs" / name
     assert (refused in said) is not unseen
-    back = re.findall(r"Went back to step (\d+)", said)
+    back = re.findall(r"Rewound to step (\d+)", said)
     assert back == (["6", "4"] if unseen else ["4"]), "first to the newest, then to the last that a good step followed"
     rows = [row for row in rows_of(run_folder) if "loss" in row]
     assert [row["step"] for row in rows] == list(range(1, 11))
@@ -180,7 +178,7 @@ def test_what_went_wrong_is_shown(folder: Path, rows_file: Path, capsys: pytest.
     ("name", "text"),
     [
         ("stop", "step 6: the gradient is not finite; the highest loss is that of rank "),
-        ("rewind-in-vain", "step-2 has been of no use 3 times"),
+        ("rewind-in-vain", "step-2 did not help (3 times)"),
         ("nowhere-to-go", "there is no checkpoint to go back to: set checkpoint.every."),
         ("too-many", "3 steps in a row up to step 5 were skipped"),
         ("fp16-at-the-end", "gradients overflow even at the smallest loss scale (1.0)"),

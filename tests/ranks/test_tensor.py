@@ -78,7 +78,7 @@ def test_the_same_samples_first_as_without(runs: Path) -> None:
 def test_it_goes_on_bit_for_bit(runs: Path) -> None:
     assert trained(runs / "again") == trained(runs / "split")
     refused = (runs.parent / "refused").read_text()
-    assert "saved by 2 ranks with parallel.tensor = 2, and cannot go on with 2 and 1" in refused
+    assert "saved by 2 ranks with parallel.tensor = 2, and cannot be resumed with 2 and 1" in refused
 
 
 @pytest.mark.parametrize("name", ["split", "frozen"])

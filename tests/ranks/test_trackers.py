@@ -53,7 +53,7 @@ def test_every_series_is_metrics_jsonl(tracked: tuple[Path, Finished], monkeypat
     folder, finished = tracked
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
     assert "WARNING: " not in finished.output
-    assert f"Going on after step {SAVED}" in finished.output
+    assert f"Resuming after step {SAVED}" in finished.output
     truth = series.metrics_jsonl(folder / "metrics.jsonl")
     assert [step for step, _ in truth["loss"]] == list(range(1, LAST + 1))
     assert [step for step, _ in truth["eval_loss"]] == list(range(0, LAST + 1, 2))

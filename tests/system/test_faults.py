@@ -59,7 +59,7 @@ def test_the_same_command_goes_on_to_the_same_end(
     assert [path.name for path in newest] == ["step-8", "step-6"]
     assert (folder / "checkpoints" / "latest").read_text() == "step-8\n"
     if fault["at"] != "step" or fault["step"] > 2:
-        assert "Going on after step " in finished.output
+        assert "Resuming after step " in finished.output
     if fault is not KILLS[0]:
         return
     again = run(forked(2, FAULTY, *command), cwd=tmp_path, FAULT="{}")
@@ -165,7 +165,9 @@ def test_a_run_whose_folder_is_removed_says_so_and_saves_what_it_has(rows_file: 
     finally:
         kill_session(process)
     assert process.returncode != 0
-    assert output.count(f"RunFolderError: the run folder {folder} was removed, moved or replaced") == 1, output[-3000:]
+    assert output.count(f"RunFolderError: the run directory {folder} was removed, moved or replaced") == 1, output[
+        -3000:
+    ]
     [saved] = published_checkpoints(tmp_path / "runs" / "run.rescued" / "checkpoints")
     assert f"is saved: resume={saved} continues from it" in output
     assert not manifest_problems(saved)
@@ -191,7 +193,7 @@ def test_a_damaged_checkpoint_is_passed_over(rows_file: Path, tmp_path: Path, st
     assert (
         f"{newest} is damaged and is passed over ({file.name}: its content is not what was written)" in finished.output
     )
-    assert f"Going on after step {before.name.removeprefix('step-')} from {before}" in finished.output
+    assert f"Resuming after step {before.name.removeprefix('step-')} from {before}" in finished.output
     assert losses(folder) == straight
     assert (folder / "checkpoints" / f"{newest.name}.damaged").is_dir()
 

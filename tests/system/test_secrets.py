@@ -55,7 +55,7 @@ def test_secrets_stay_where_they_are(rows_file: Path, tmp_path: Path) -> None:
             assert "): ***" in (folder / "FAILED").read_text()
         else:  # another token is no other run
             assert finished.code == 0, finished.output[-3000:]
-            assert "Going on after step " in finished.output
+            assert "Resuming after step " in finished.output
         return finished.output
 
     output = launched(ENVIRONMENT["HF_TOKEN"]) + launched("second-token-92653")

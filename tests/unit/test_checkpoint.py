@@ -103,7 +103,7 @@ def test_a_broken_manifest_is_no_checkpoint(tmp_path: Path, text: str) -> None:
     (made / "manifest.json").write_text(text)
     assert len(manifest_problems(made)) >= 1
     (made / "manifest.json").unlink()
-    assert manifest_problems(made) == [f"{made} is no whole checkpoint: No such file or directory."]
+    assert manifest_problems(made) == [f"{made} is not a complete checkpoint: No such file or directory."]
 
 
 def test_the_newest_whole_one_is_found(tmp_path: Path, said: list[str]) -> None:
@@ -245,8 +245,8 @@ def test_without_room_for_its_weights_a_checkpoint_stays(tmp_path: Path, said: l
     assert not rotation.is_busy(30)
     assert names(tmp_path) == ["step-2", "step-3"], "of the older one nothing is wanted"
     assert said == [
-        "WARNING: the weights of the checkpoint step-2 could not be put aside: No space left on device. It stays as it "
-        "is, and it is tried again at the next save."
+        "WARNING: the weights of the checkpoint step-2 could not be exported: No space left on device. The "
+        "checkpoint is kept, and the export is retried at the next save."
     ]
 
 
@@ -400,7 +400,7 @@ def test_a_save_of_ruined_weights_is_rejected(tmp_path: Path, said: list[str]) -
     assert not list(tmp_path.iterdir())
     assert said == [
         "WARNING: the checkpoint step-3 could not be saved: the weights give logits that are NaN or Inf, an update has "
-        "ruined them. Earlier ones are untouched, and training goes on. It is tried again soon."
+        "ruined them. Earlier ones are untouched, and training continues. It is retried soon."
     ]
 
 
@@ -516,7 +516,7 @@ def test_changes_that_change_the_mathematics_are_refused() -> None:
     assert str(error.value) == (
         "the checkpoint belongs to a run that computes something else:\n"
         "  run.seed: 1 -> 2\n  optim.lr: 0.1 -> 0.2\n  the prepared data: store is another one\n"
-        "Undo this, or allow it: checkpoint.allow_changes=[run.seed,optim.lr,data]; or start anew under another "
+        "Undo this, or allow it: checkpoint.allow_changes=[run.seed,optim.lr,data]; or start over under another "
         "run.name."
     )
     lines = resume.check_changes(CONFIG, now, {"store": "s"}, {"store": "t"}, ["run.seed", "optim", "data"])
@@ -537,7 +537,7 @@ def test_the_base_of_a_tuned_run_may_have_moved() -> None:
 def test_what_is_trained_never_changes() -> None:
     """A checkpoint holds the trained parameters alone. One of a version without a key says nothing about it."""
     before, now = ({**CONFIG, "tuning": {"method": "lora", "rank": rank}} for rank in (8, 4))
-    with pytest.raises(ConfigError, match=r"trains other parameters:\n  tuning.rank: 8 -> 4\nUndo this, or start anew"):
+    with pytest.raises(ConfigError, match=r"trains other parameters:\n  tuning.rank: 8 -> 4\nUndo this, or start over"):
         resume.check_changes(before, now, {}, {}, ["tuning"])
     older = {**CONFIG, "tuning": {"method": "lora"}}
     assert resume.check_changes(older, now, {}, {}, ["tuning"]) == ["  tuning.rank: None -> 4"]

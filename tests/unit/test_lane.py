@@ -96,7 +96,7 @@ def test_an_outage_is_told_once_and_nothing_is_missing(make: Any) -> None:
     assert [step for step, _ in client.rows] == [1, 2, 3]
     assert client.ended == FINISHED
     [line] = told(said)
-    assert line.startswith("memory failed: ConnectionError: no route to host. It is tried again")
+    assert line.startswith("memory failed: ConnectionError: no route to host. It is retried")
 
 
 def test_a_row_that_is_never_taken_costs_no_other(make: Any) -> None:

@@ -58,7 +58,7 @@ def test_rows_wait_for_room_and_none_is_half_written(tmp_path: Path, said: list[
     log.append({"step": 3, "loss": 1.0})
     assert disk.path.read_text() == '{"step": 1, "loss": "nan"}\n'
     assert len(said) == 1
-    assert "cannot be written: No space left on device. Training goes on" in said[0]
+    assert "cannot be written: No space left on device. Training continues" in said[0]
     with pytest.raises(CheckpointError, match="The last 2 rows are lost"):
         log.finish()
     disk.room = 10**6

@@ -322,7 +322,10 @@ def test_the_automatic_report_never_harms(tmp_path: Path, said: list[str]) -> No
     assert said == [f"The report: {folder}/report.html"]
     (folder / "report.html").write_text("somebody's own")
     reporter.finish()
-    assert said[1].startswith("WARNING: no report was made: ConfigError: ") and f"toolkit report {folder}" in said[1]
+    assert (
+        said[1].startswith("WARNING: the report could not be made: ConfigError: ")
+        and f"toolkit report {folder}" in said[1]
+    )
     assert (folder / "report.html").read_text() == "somebody's own"
     assert told.read_text() == "", "its exit code is not the run's"
     slow = AutomaticReport(folder, os.environ, patience_s=0.05)

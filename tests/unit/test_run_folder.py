@@ -57,7 +57,7 @@ def test_a_start_that_died_early_is_in_nobodys_way(left: str, mode: str, tmp_pat
     cfg = named(tmp_path)
     cfg.resume = mode
     if (left, mode) == ("run.lock", "never"):
-        with pytest.raises(RunFolderError, match="exists already and is not touched"):
+        with pytest.raises(RunFolderError, match="already exists and is not touched"):
             run_dir.choose_run_dir(cfg)
         return
     assert run_dir.choose_run_dir(cfg) == run_dir.RunSource(run, None)
@@ -68,7 +68,7 @@ def test_a_folder_that_holds_something_is_not_touched(left: str, tmp_path: Path)
     file = tmp_path / "mine" / left
     file.parent.mkdir(parents=True)
     file.touch()
-    with pytest.raises(RunFolderError, match="exists already and is not touched"):
+    with pytest.raises(RunFolderError, match="already exists and is not touched"):
         run_dir.choose_run_dir(named(tmp_path))
 
 
@@ -132,7 +132,7 @@ def test_a_folder_that_was_taken_away_is_noticed(tmp_path: Path) -> None:
 
     removed = lock("removed")
     shutil.rmtree(removed)
-    with pytest.raises(RunFolderError, match=f"the run folder {removed} was removed, moved or replaced"):
+    with pytest.raises(RunFolderError, match=f"the run directory {removed} was removed, moved or replaced"):
         run_dir.check_not_lost(removed)
     run_dir.release_run_dir()
 
@@ -175,7 +175,7 @@ def test_what_can_be_saved_of_a_removed_folder_goes_next_to_it(tmp_path: Path) -
     (tmp_path / "file").touch()
     if os.getuid():
         tmp_path.chmod(0o500)
-    with pytest.raises(RunFolderError, match=r"was removed, moved or replaced.*cannot make a run folder below"):
+    with pytest.raises(RunFolderError, match=r"was removed, moved or replaced.*cannot create a run directory in"):
         run_dir.rescue(tmp_path / "file" / "mine")
 
 

@@ -269,7 +269,7 @@ def test_a_full_disk_leaves_no_half_row(small_disk: Path, said: list[str]) -> No
     lines = (folder / "metrics.csv").read_text().splitlines()
     assert 100 < len(lines) < 1500
     assert all(line.endswith(",1.23456789") for line in lines[1:])
-    assert said[0].startswith("WARNING: csv failed: OSError: [Errno 28] No space left on device. It is tried again")
+    assert said[0].startswith("WARNING: csv failed: OSError: [Errno 28] No space left on device. It is retried")
     assert "did not take everything in time" in said[1]
 
 
@@ -282,7 +282,7 @@ def test_a_process_that_dies_is_told_once(tmp_path: Path, said: list[str]) -> No
     steps_of(tmp_path / "mine", trackers, 0, 4, 0.0)
     trackers.end(FINISHED)
     assert said == [
-        "WARNING: trackers: the process has ended, see logs/trackers.log. Training goes on; metrics.jsonl has "
+        "WARNING: trackers: the process has ended, see logs/trackers.log. Training continues; metrics.jsonl has "
         "everything."
     ]
 
@@ -307,7 +307,7 @@ def test_a_process_that_stands_still_is_not_waited_for(
     trackers.end(FINISHED)
     assert time.monotonic() - began < 6
     assert process.wait(10) == -signal.SIGKILL
-    assert said[1:] == ["WARNING: trackers: no answer. Training goes on; metrics.jsonl has everything."]
+    assert said[1:] == ["WARNING: trackers: no answer. Training continues; metrics.jsonl has everything."]
 
 
 def test_a_process_with_many_open_files(tmp_path: Path, said: list[str]) -> None:

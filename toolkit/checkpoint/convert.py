@@ -91,8 +91,8 @@ def _join_zero_parts(checkpoint: Path, dtype: torch.dtype) -> Iterator[tuple[str
     except Exception as error:  # as above; a sum that does not come out is a ValueError
         if (checkpoint / "offloaded_tensors").is_dir():
             raise NotExportable(
-                "the weights in {folder} lie in the files of an offload to NVMe, which only the run itself can "
-                "read. Go on with the run (resume={folder}) to its end: it writes export/.",
+                "the weights in {folder} are in the files of an NVMe offload, which only the run itself can read. "
+                "Resume the run (resume={folder}) and let it finish: it writes export/.",
                 folder=checkpoint,
             ) from error
         raise unreadable_error(checkpoint, error) from None

@@ -252,7 +252,9 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     except PermissionError:
         raise
     except (OSError, ValueError) as error:
-        raise CheckpointError("{folder} is no whole checkpoint: {reason}.", folder=folder, reason=_why(error)) from None
+        raise CheckpointError(
+            "{folder} is not a complete checkpoint: {reason}.", folder=folder, reason=_why(error)
+        ) from None
     if found.get("format") != FORMAT:
         raise CheckpointError(
             "{folder} was written by another version of this toolkit (format {found}, here {known}).",
@@ -387,5 +389,5 @@ def resolve_checkpoint(path: Path) -> Path | None:
             return folder
         say(tr("{folder}: DAMAGED", folder=folder) + "".join(f"\n  {one}" for one in wrong[:3]))
     if found:
-        raise CheckpointError("{folder} holds no checkpoint that is whole.", folder=path)
+        raise CheckpointError("{folder} holds no intact checkpoint.", folder=path)
     return None

@@ -88,7 +88,8 @@ class MetricsLog:
         except OSError as error:
             if not is_warned:
                 warn(
-                    "{file} cannot be written: {reason}. Training goes on; its rows wait in memory.",
+                    "{file} cannot be written: {reason}. Training continues; rows are kept in memory until there is "
+                    "room.",
                     file=self.file,
                     reason=error.strerror or error,
                 )

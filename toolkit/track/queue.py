@@ -204,7 +204,7 @@ class BackendQueue:
         except Exception as error:  # whatever a library raises
             reason = " ".join((str(error) or type(error).__name__).split()).rstrip(".")
             failed = tr(
-                "{tracker} failed: {kind}: {reason}. It is tried again; training goes on, and metrics.jsonl has "
+                "{tracker} failed: {kind}: {reason}. It is retried; training continues, and metrics.jsonl has "
                 "everything.",
                 tracker=self.name,
                 kind=type(error).__name__,

@@ -187,4 +187,4 @@ class Trackers:
 
     def _lose(self, reason: str) -> None:
         self._leave()
-        warn("trackers: {reason}. Training goes on; metrics.jsonl has everything.", reason=reason)
+        warn("trackers: {reason}. Training continues; metrics.jsonl has everything.", reason=reason)

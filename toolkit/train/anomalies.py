@@ -125,8 +125,8 @@ class StepGuard:
         """Raise Diverged if the run has ended with ruined weights; `eval_loss` is None without validation."""
         if self.is_spoilt and (eval_loss is None or not math.isfinite(eval_loss)):
             raise Diverged(
-                "the last {count} steps had a loss that is no number: the weights are of no use. Lower optim.lr; "
-                "the last checkpoints are older than that.",
+                "the loss of the last {count} steps was NaN or Inf: the weights are ruined. Lower optim.lr; the last "
+                "checkpoints are older than these steps.",
                 count=self.skips_in_a_row,
             )
 
@@ -134,9 +134,9 @@ class StepGuard:
         """Raise Diverged if too many steps in a row were skipped: DeepSpeed alone would never stop (0.19.8)."""
         if self.skips_in_a_row >= self.config.max_skipped_steps:
             raise Diverged(
-                "{count} steps in a row up to step {step} were skipped because gradients overflowed, or loss or "
-                "gradient was no number or a spike: nothing is being learned. Lower optim.lr, look at the samples "
-                "that were named, or use precision=bf16 or precision=fp32.",
+                "{count} steps in a row up to step {step} were skipped because gradients overflowed, or the loss or "
+                "gradient was NaN, Inf or a spike: nothing is being learned. Lower optim.lr, look at the samples that "
+                "were logged, or use precision=bf16 or precision=fp32.",
                 count=self.skips_in_a_row,
                 step=step,
             )

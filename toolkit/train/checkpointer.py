@@ -99,8 +99,8 @@ class Rotation:
                 self.export(checkpoint, directory.weights_of(checkpoint))
             except (CheckpointError, OSError) as error:
                 warn(
-                    "the weights of the checkpoint {name} could not be put aside: {reason}. It stays as "
-                    "it is, and it is tried again at the next save.",
+                    "the weights of the checkpoint {name} could not be exported: {reason}. The checkpoint is kept, and "
+                    "the export is retried at the next save.",
                     name=checkpoint.name,
                     reason=error,
                 )
@@ -397,8 +397,8 @@ class Checkpointer:
         """Continue without this checkpoint; the caller decides whether the run may."""
         self.failed = True
         warn(
-            "the checkpoint {name} could not be saved: {reason}. Earlier ones are untouched, and training "
-            "goes on. It is tried again soon.",
+            "the checkpoint {name} could not be saved: {reason}. Earlier ones are untouched, and training continues. "
+            "It is retried soon.",
             name=name,
             reason=reason,
         )

@@ -158,8 +158,8 @@ class TrainLoop:
                 self.stop_file.unlink(missing_ok=True)  # it has been obeyed, or the run could never be resumed
                 by_file = tr("the file 'stop'")
             raise Stopped(
-                "stopped by {signal} after step {step} of {total}, as all ranks agreed. Saved: {checkpoint}. "
-                "There is no DONE marker: the run is unfinished. With a run.name the same command goes on with it.",
+                "stopped by {signal} after step {step} of {total}, as all ranks agreed. Saved: {checkpoint}. There is "
+                "no DONE marker: the run is unfinished. With a run.name the same command resumes it.",
                 signal=by_file or failure.received_signal() or tr("a signal to another rank"),
                 step=step,
                 total=self.run.total_steps,
@@ -187,7 +187,7 @@ class TrainLoop:
             self._publish()
         if saves and self.checkpointer.failed:
             if not self.checkpointer.ruin:
-                raise CheckpointError(tr("the last checkpoint could not be saved; the reason is told above."))
+                raise CheckpointError(tr("the last checkpoint could not be saved; see the warning above."))
             raise Diverged(
                 "after step {step} {reason}, and nothing is saved. Lower optim.lr, or use precision=bf16 or "
                 "precision=fp32. The last checkpoint is {checkpoint}.",
@@ -218,8 +218,8 @@ class TrainLoop:
         self._log(lr)
         if policy is OnBadStep.stop:
             raise Diverged(
-                "{what}. train.on_bad_step=skip goes on without such steps, rewind goes back to the last "
-                "checkpoint and around them. The last checkpoint is {checkpoint}.",
+                "{what}. train.on_bad_step=skip continues without such steps, rewind resumes the last checkpoint and "
+                "skips their data. The last checkpoint is {checkpoint}.",
                 what=what,
                 checkpoint=self.checkpointer.newest or tr("none"),
             )
@@ -239,7 +239,7 @@ class TrainLoop:
         self.rewound_to[checkpoint] += 1
         if self.rewound_to[checkpoint] > MOST_REWINDS:
             raise Diverged(
-                "{what}; going back to {checkpoint} has been of no use {count} times.",
+                "{what}; rewinding to {checkpoint} did not help ({count} times).",
                 what=what,
                 checkpoint=checkpoint,
                 count=MOST_REWINDS,
@@ -250,7 +250,7 @@ class TrainLoop:
         self.progress.back_to(state.step)
         self.run.trackers.back_to(state.step)
         say(
-            "Went back to step {step}; the data of the steps up to {bad} is passed over.",
+            "Rewound to step {step}; the data of the steps up to {bad} is skipped.",
             step=state.step,
             bad=self.step,
         )

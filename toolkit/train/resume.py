@@ -72,7 +72,7 @@ def starting_state(cfg: RunConfig, data: dict[str, str], ranks: Ranks, source: R
     changed = check_changes(hide_all(state.config), config, state.data, data, cfg.checkpoint.allow_changes)
     if source.checkpoint.parent.parent == source.folder:
         trim_metrics(source.folder, state.metrics_bytes)
-    say("Going on after step {step} from {checkpoint}.", step=f"{state.step:,}", checkpoint=source.checkpoint)
+    say("Resuming after step {step} from {checkpoint}.", step=f"{state.step:,}", checkpoint=source.checkpoint)
     if changed:
         say(tr("Changed since then:") + "\n" + "\n".join(changed))
     return replace(state, **same)
@@ -95,9 +95,9 @@ def _check_layout(saved: RunState, config: Mapping[str, Any], world_size: int) -
     )
     if tensor != now_tensor or (now_tensor > 1 and saved.world_size != world_size):
         raise CheckpointError(
-            "the checkpoint was saved by {ranks} ranks with parallel.tensor = {before}, and cannot go on with "
-            "{now_ranks} and {now}: the parts of layers stay on as many ranks. Start as before, or begin another "
-            "training with its weights (toolkit export-model).",
+            "the checkpoint was saved by {ranks} ranks with parallel.tensor = {before}, and cannot be resumed with "
+            "{now_ranks} and {now}: the parts of layers stay on as many ranks. Start as before, or train its weights "
+            "in another run (toolkit export-model).",
             ranks=saved.world_size,
             before=tensor,
             now_ranks=world_size,
@@ -106,17 +106,17 @@ def _check_layout(saved: RunState, config: Mapping[str, Any], world_size: int) -
     is_same = (pipeline, stage, saved.world_size) == (now_pipeline, now_stage, world_size)
     if max(pipeline, now_pipeline) > 1 and not is_same:
         raise CheckpointError(
-            "the checkpoint was saved by {ranks} ranks in {before} pipeline stages under ZeRO-{zero}, and a "
-            "pipeline's goes on in the same way only: parallel.pipeline={before} zero.stage={zero} on {ranks} ranks. "
-            "To train the weights in another way begin another run with model.path=RUN/export.",
+            "the checkpoint was saved by {ranks} ranks in {before} pipeline stages under ZeRO-{zero}, and a pipeline "
+            "can only be resumed in the same layout: parallel.pipeline={before} zero.stage={zero} on {ranks} ranks. To "
+            "train the weights in another layout start another run with model.path=RUN/export.",
             ranks=saved.world_size,
             before=pipeline,
             zero=stage,
         )
     if stage != now_stage and not convert.can_convert(stage, now_stage):
         raise CheckpointError(
-            "the checkpoint was saved under ZeRO-{before}, which cannot go on under ZeRO-{now}: only the stages 1 "
-            "and 2 can change into each other. Start with zero.stage={before}, with any number of ranks.",
+            "the checkpoint was saved under ZeRO-{before} and cannot be resumed under ZeRO-{now}: only stages 1 and 2 "
+            "convert into each other. Start with zero.stage={before}, with any number of ranks.",
             before=stage,
             now=now_stage,
         )
@@ -124,9 +124,9 @@ def _check_layout(saved: RunState, config: Mapping[str, Any], world_size: int) -
         for section, key in (("zenflow", "enabled"), ("offload_optimizer", "super_offload")):
             if zero.get(section, {}).get(key):  # DeepSpeed 0.19.8 keeps states where its checkpoints do not look
                 raise CheckpointError(
-                    "a run with {key} = true cannot go on from a checkpoint, nor another from its own: DeepSpeed "
-                    "does not save a part of its optimizer's states. Take the weights alone: toolkit export-model, "
-                    "then model.path=EXPORT under another run.name.",
+                    "a run with {key} = true cannot be resumed from a checkpoint, nor can another run from its "
+                    "checkpoints: DeepSpeed does not save a part of its optimizer's states. Take the weights alone: "
+                    "toolkit export-model, then model.path=EXPORT under another run.name.",
                     key=f"zero.{section}.{key}",
                 )
 
@@ -216,13 +216,13 @@ def check_changes(
     if other_states:
         raise ConfigError(
             "the checkpoint holds the states of another optimizer, or of other parameter groups:\n{changes}\nUndo "
-            "this, or start anew under another run.name, from model.path=RUN/export.",
+            "this, or start over under another run.name, from model.path=RUN/export.",
             changes="\n".join(other_states),
         )
     if others := [line for key, old, _, line in found if _is_trained(key) and old is not None]:
         raise ConfigError(
-            "the checkpoint belongs to a run that trains other parameters:\n{changes}\nUndo this, or start anew "
-            "under another run.name; from an adapter: tuning.adapter=RUN/export.",
+            "the checkpoint belongs to a run that trains other parameters:\n{changes}\nUndo this, or start over under "
+            "another run.name; from an adapter: tuning.adapter=RUN/export.",
             changes="\n".join(others),
         )
     lines = [(key, line) for key, _, _, line in found]
@@ -236,7 +236,7 @@ def check_changes(
     if refused:
         raise ConfigError(
             "the checkpoint belongs to a run that computes something else:\n{changes}\nUndo this, or allow it: "
-            "checkpoint.allow_changes=[{keys}]; or start anew under another run.name.",
+            "checkpoint.allow_changes=[{keys}]; or start over under another run.name.",
             changes="\n".join(dict.fromkeys(line for _, line in refused)),
             keys=",".join(dict.fromkeys(key for key, _ in refused)),
         )

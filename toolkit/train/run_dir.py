@@ -94,11 +94,11 @@ def choose_run_dir(cfg: RunConfig) -> RunSource:
         checkpoint = directory.newest_complete(checkpoints)
         if checkpoint is None and (were_there or cfg.resume == MUST):
             raise CheckpointError(
-                "{folder} holds no checkpoint that is whole. To begin anew, choose another run.name.",
+                "{folder} holds no intact checkpoint. To start over, choose another run.name.",
                 folder=checkpoints,
             )
         if checkpoint is None:
-            say("The run {folder} was stopped before its first checkpoint: it begins anew.", folder=named)
+            say("The run {folder} was stopped before its first checkpoint: it starts over.", folder=named)
     directory.discard_unfinished(checkpoints)
     _put_aside(named, checkpoint)
     return RunSource(named, checkpoint)
@@ -160,7 +160,7 @@ def _put_aside(folder: Path, checkpoint: Path | None) -> None:
             (folder / "base").rename(unused_path(folder / "base.replaced"))
     except OSError as error:
         raise RunFolderError(
-            "cannot go on in {folder}: {reason}.", folder=folder, reason=error.strerror or error
+            "cannot resume in {folder}: {reason}.", folder=folder, reason=error.strerror or error
         ) from error
 
 
@@ -186,7 +186,7 @@ def create_run_dir(cfg: RunConfig) -> Path:
         (folder / "logs").mkdir(exist_ok=True)
     except FileExistsError as error:
         raise RunFolderError(
-            "the run folder {folder} exists already and is not touched. Choose another run.name, or move it away.",
+            "the run directory {folder} already exists and is not touched. Choose another run.name, or move it away.",
             folder=error.filename,
         ) from error
     except OSError as error:
@@ -206,7 +206,7 @@ def make_parent(cfg: RunConfig) -> Path:
 
 def _not_made(parent: Path, error: OSError) -> RunFolderError:
     return RunFolderError(
-        "cannot make a run folder below {folder}: {reason}. Set run.dir to a folder that you may write to.",
+        "cannot create a run directory in {folder}: {reason}. Set run.dir to a directory that you may write to.",
         folder=parent,
         reason=error.strerror,
     )
@@ -343,9 +343,9 @@ def check_repeated_death(folder: Path, step: int) -> None:
     rows = _rows(folder / "logs" / STARTS)
     if rows and rows[-1]["restart"] and step <= rows[-1]["from_step"]:
         raise RepeatedDeath(
-            "the run {folder} died at step {before} and, started again, at step {now}, without a new checkpoint "
-            "in between (the last is of step {step}): another start would end there too. The messages above and "
-            "{logs} say why. Once that is mended the same command goes on.",
+            "the run {folder} died at step {before} and, started again, at step {now}, without a new checkpoint in "
+            "between (the last is of step {step}): another start would end there too. The messages above and {logs} "
+            "say why. Once that is fixed, the same command resumes the run.",
             folder=folder,
             before=rows[-1]["reached_step"],
             now=reached_step(folder),
@@ -460,8 +460,8 @@ def check_not_lost(folder: Path) -> None:
 def lost_text(folder: Path) -> str:
     """Return the message about a run directory that is lost."""
     return tr(
-        "the run folder {folder} was removed, moved or replaced while the run was training: its metrics, logs and "
-        "checkpoints are not there any more.",
+        "the run directory {folder} was removed, moved or replaced while the run was training: its metrics, logs and "
+        "checkpoints are gone.",
         folder=folder,
     )
 

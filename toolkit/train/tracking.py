@@ -68,7 +68,8 @@ class AutomaticReport:
             say("The report: {file}", file=self.folder / PAGE)
             return
         warn(
-            "no report was made: {reason}. The run is whole; to make it:  toolkit report {folder}",
+            "the report could not be made: {reason}. The run itself is complete; to make the report:  toolkit report "
+            "{folder}",
             reason=reason.rstrip("."),
             folder=self.folder,
         )
