@@ -73,8 +73,22 @@ def initialize_engine(
     scale_fp16_loss(engine)
     if "zenflow" in zero:
         follow_schedule_in_zenflow(engine)
-    if compiling is not None and compiling.enabled:
-        _compile(engine, compiling)
+    if compiling is None or not compiling.enabled:
+        return engine
+    known = torch.compiler.list_backends(exclude_tags=())
+    if compiling.backend not in known:
+        raise ConfigError(
+            "compile.backend = {backend} is not installed. There are: {known}.",
+            backend=compiling.backend,
+            known=", ".join(known),
+        )
+    if compiling.deepcompile and not is_deepcompile_supported():
+        raise ConfigError(tr("compile.deepcompile = true needs NVIDIA GPUs, and there are none here. Set it to false."))
+    dynamic = {When.auto: None, When.always: True, When.never: False}[compiling.dynamic]
+    try:
+        engine.compile(compiling.backend, {"dynamic": dynamic, **({"mode": compiling.mode} if compiling.mode else {})})
+    except (AssertionError, ValueError, RuntimeError) as error:
+        raise _refusal(error) from error
     return engine
 
 
@@ -103,24 +117,6 @@ def _initialize(
 
 def _refusal(error: Exception) -> ConfigError:
     return ConfigError("DeepSpeed refuses this configuration: {reason}", reason=str(error) or type(error).__name__)
-
-
-def _compile(engine: deepspeed.DeepSpeedEngine, config: CompileConfig) -> None:
-    """Have the model compiled at its first forward pass."""
-    known = torch.compiler.list_backends(exclude_tags=())
-    if config.backend not in known:
-        raise ConfigError(
-            "compile.backend = {backend} is not installed. There are: {known}.",
-            backend=config.backend,
-            known=", ".join(known),
-        )
-    if config.deepcompile and not is_deepcompile_supported():
-        raise ConfigError(tr("compile.deepcompile = true needs NVIDIA GPUs, and there are none here. Set it to false."))
-    dynamic = {When.auto: None, When.always: True, When.never: False}[config.dynamic]
-    try:
-        engine.compile(config.backend, {"dynamic": dynamic, **({"mode": config.mode} if config.mode else {})})
-    except (AssertionError, ValueError, RuntimeError) as error:
-        raise _refusal(error) from error
 
 
 Groups = list[torch.nn.Parameter] | list[dict[str, Any]]

@@ -104,7 +104,7 @@ class SectionImport:
         return ConfigError(self._at(key, message, values))
 
     def note(self, key: str, message: str, /, **values: object) -> None:
-        """Tell the user something about a key, which the result then need not repeat."""
+        """Tell the user something about a key ("": the file), which the result then need not repeat."""
         self.notes.append(self._at(key, message, values))
         self.noted.add(key)
 
@@ -201,7 +201,8 @@ def import_json(
     if task.replaced:
         task.notes.append(tr("{path} takes the place of: {keys}.", path=path, keys=", ".join(task.replaced)))
     result = replace(loaded, task.taken | ({"ds_extra": (extra, path)} if extra else {}), JSON)
-    return result, task.notes + _compare(task, result)
+    _compare(task, result)
+    return result, task.notes
 
 
 def _defaults(task: SectionImport) -> None:
@@ -221,35 +222,31 @@ def _defaults(task: SectionImport) -> None:
     }
     task.taken |= {ours: (value, task.path) for ours, value in changed.items()}
     if changed:
-        task.notes.append(
-            tr(
-                "{path}: what it does not name is as in DeepSpeed: {changed}.",
-                path=task.path,
-                changed=", ".join(f"{ours} = {value}" for ours, value in changed.items()),
-            )
+        task.note(
+            "",
+            "what it does not name is as in DeepSpeed: {changed}.",
+            changed=", ".join(f"{ours} = {value}" for ours, value in changed.items()),
         )
     for key, schema_key in (("gradient_clipping", "train.gradient_clipping"), ("scheduler", "schedule.name")):
         if not task.has_section(key):
-            task.notes.append(
-                tr(
-                    "{path}: {key} is not given; used is {schema} = {value} ({origin}).",
-                    path=task.path,
-                    key=key,
-                    schema=schema_key,
-                    value=read_key(task.loaded.cfg, schema_key),
-                    origin=task.origin(schema_key),
-                )
+            task.note(
+                "",
+                "{key} is not given; used is {schema} = {value} ({origin}).",
+                key=key,
+                schema=schema_key,
+                value=read_key(task.loaded.cfg, schema_key),
+                origin=task.origin(schema_key),
             )
 
 
-def _compare(task: SectionImport, result: LoadedConfig) -> list[str]:
-    """Compare the JSON that the result makes with the file; return what "auto" became and what has no effect."""
+def _compare(task: SectionImport, result: LoadedConfig) -> None:
+    """Compare the JSON that the result makes with the file; note what "auto" became and what has no effect."""
     cfg = with_micro_batch(result.cfg)
     ranks = task.world_size or max(1, cfg.batch.global_size // micro_rows(cfg)) * model_ranks(cfg)
     made = dict(leaves(build_ds_config(cfg, ranks).values))
     if cfg is not result.cfg:  # both are found by training
         made |= dict.fromkeys((MICRO, STEPS), AUTO)
-    notes, idle = [], []
+    idle = []
     for key, value in task.given.items():
         if value == {} or key in task.noted or (key == STEPS and task.world_size is None):
             continue
@@ -258,24 +255,20 @@ def _compare(task: SectionImport, result: LoadedConfig) -> list[str]:
             shown = made.get(key, read_key(result.cfg, schema_key))
             if schema_key == "train.max_steps" and not shown:
                 shown = tr("as many as the data gives")
-            notes.append(
-                tr(
-                    "{place}: {key}: auto -> {value} ({schema}, {origin})",
-                    place=task.position(key),
-                    key=key,
-                    value=shown,
-                    schema=schema_key,
-                    origin=task.origin(schema_key),
-                )
+            task.note(
+                key,
+                "{key}: auto -> {value} ({schema}, {origin})",
+                key=key,
+                value=shown,
+                schema=schema_key,
+                origin=task.origin(schema_key),
             )
         elif key not in made and key in OWNED:
             idle.append(key)
         elif not equal(made.get(key), value):
             raise AssertionError(f"{task.position(key)}: {key} = {value!r} became {made.get(key)!r}")
     if idle:
-        keys = ", ".join(idle)
-        notes.append(tr("{path}: no effect beside the other settings: {keys}.", path=task.path, keys=keys))
-    return notes
+        task.note("", "no effect beside the other settings: {keys}.", keys=", ".join(idle))
 
 
 def equal(left: Any, right: Any) -> bool:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import psutil
 
-from toolkit.errors import LaunchError
+from toolkit.errors import LaunchError, RowError
 from toolkit.messages import did_you_mean, joined, tr
 
 HOST = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
@@ -42,44 +42,34 @@ def parse_hostfile(text: str, path: str) -> dict[str, int]:
     if text.startswith("\ufeff"):
         raise LaunchError("{path}:1: begins with a byte-order mark: save it as plain UTF-8.", path=path)
     for number, line in enumerate(text.split("\n"), start=1):
-        if line.endswith("\r"):
-            raise LaunchError(
-                "{path}:{line}: Windows line end: convert the file with `dos2unix {path}`.", path=path, line=number
-            )
-        content = line.partition("#")[0].strip()
-        if not content:
-            continue
-        found = LINE.fullmatch(content)
-        if not found:
-            raise LaunchError(
-                "{path}:{line}: '{content}': write `HOST slots=N`, for example `node1 slots=8`.",
-                path=path,
-                line=number,
-                content=content,
-            )
-        host, slots = found["host"], found["slots"]
-        if not HOST.fullmatch(host):
-            raise LaunchError(
-                "{path}:{line}: '{host}' is no host name: letters, digits, '.', '_' and '-' only, and no '-' in front.",
-                path=path,
-                line=number,
-                host=host,
-            )
-        if not re.fullmatch(r"[1-9][0-9]*", slots):
-            raise LaunchError(
-                "{path}:{line}: slots={slots} is no positive whole number of GPUs.", path=path, line=number, slots=slots
-            )
-        if host in hosts:
-            raise LaunchError(
-                "{path}:{line}: {host} is listed twice: give all its slots in one line.",
-                path=path,
-                line=number,
-                host=host,
-            )
-        hosts[host] = int(slots)
+        try:
+            _add_host(line, path, hosts)
+        except RowError as error:
+            raise LaunchError(f"{path}:{number}: {error}") from error
     if not hosts:
         raise LaunchError("{path} lists no host: write lines like `node1 slots=8`.", path=path)
     return hosts
+
+
+def _add_host(line: str, path: str, hosts: dict[str, int]) -> None:
+    if line.endswith("\r"):
+        raise RowError("Windows line end: convert the file with `dos2unix {path}`.", path=path)
+    content = line.partition("#")[0].strip()
+    if not content:
+        return
+    found = LINE.fullmatch(content)
+    if not found:
+        raise RowError("'{content}': write `HOST slots=N`, for example `node1 slots=8`.", content=content)
+    host, slots = found["host"], found["slots"]
+    if not HOST.fullmatch(host):
+        raise RowError(
+            "'{host}' is no host name: letters, digits, '.', '_' and '-' only, and no '-' in front.", host=host
+        )
+    if not re.fullmatch(r"[1-9][0-9]*", slots):
+        raise RowError("slots={slots} is no positive whole number of GPUs.", slots=slots)
+    if host in hosts:
+        raise RowError("{host} is listed twice: give all its slots in one line.", host=host)
+    hosts[host] = int(slots)
 
 
 Resources = dict[str, list[int]]
