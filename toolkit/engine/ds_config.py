@@ -8,6 +8,7 @@ Optimizer and learning-rate schedule have a function each.
 import json
 import math
 from dataclasses import dataclass, field, fields
+from itertools import accumulate
 from typing import Any
 
 from toolkit import messages
@@ -192,17 +193,12 @@ def explain(ds: DsConfig, where: dict[str, str]) -> str:
     rows = []
     for key, value in leaves(ds.values):
         why = ds.why[key]
-        rows.append((key, json.dumps(value), why if why.startswith("=") else f"{why}  ({_place(why, where)})"))
+        if not why.startswith("="):
+            above = [head for head in accumulate(why.split("."), "{}.{}".format) if head in where]
+            why += f"  ({where[above[-1]] if above else tr('schema default')})"
+        rows.append((key, json.dumps(value), why))
     widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
     return "\n".join(f"{key:<{widths[0]}}  {value:<{widths[1]}}  {why}" for key, value, why in rows)
-
-
-def _place(key: str, where: dict[str, str]) -> str:
-    while key:
-        if key in where:
-            return where[key]
-        key = key.rpartition(".")[0]
-    return tr("schema default")
 
 
 def _same(ds: DsConfig, cfg: RunConfig, *keys: str) -> None:

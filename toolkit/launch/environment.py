@@ -307,7 +307,17 @@ def apply_env(
     sent = json.loads(environ.pop(PACKED, "{}"))
     found = {name: environ.get(name) or sent.get(name, "") for name in LaunchConfig(env=dict(env)).forwarded}
     if missing := [name for name, value in found.items() if not value]:
-        raise without_value(missing, _how_to_set(ranks, environ))
+        mend = ""  # it is enough to set them, unless somebody else started this rank
+        if ranks.launcher == "deepspeed" and environ.get("CROSS_SIZE", "1") != "1":
+            mend = tr(
+                "`toolkit launch` sends it through ssh, if sshd_config there has the line `AcceptEnv LC_*`; "
+                "`deepspeed` alone does not. Or write NAME=value into ~/.deepspeed_env, which all machines are sent."
+            )
+        elif ranks.launcher == "openmpi":
+            mend = tr("Set it where you type the command, and add `-x NAME` to mpirun, or use `toolkit launch`.")
+        elif ranks.launcher in ("torchrun", "slurm"):
+            mend = tr("Set it on each machine where you type torchrun, or where you type srun or sbatch.")
+        raise without_value(missing, mend)
     for value in found.values():
         secrets.learn(value)
     wanted = {**found, **LaunchConfig(env=dict(env)).values}
@@ -328,20 +338,6 @@ def without_value(names: Collection[str], mend: str = "") -> LaunchError:
         host=socket.gethostname(),
         mend=mend or tr("Set it where you type the command:  export NAME=value"),
     )
-
-
-def _how_to_set(ranks: Ranks, environ: Mapping[str, str]) -> str:
-    """Return what to do about a missing secret where it is not enough to set it, by who started this rank."""
-    if ranks.launcher == "deepspeed" and environ.get("CROSS_SIZE", "1") != "1":
-        return tr(
-            "`toolkit launch` sends it through ssh, if sshd_config there has the line `AcceptEnv LC_*`; `deepspeed` "
-            "alone does not. Or write NAME=value into ~/.deepspeed_env, which all machines are sent."
-        )
-    if ranks.launcher == "openmpi":
-        return tr("Set it where you type the command, and add `-x NAME` to mpirun, or use `toolkit launch`.")
-    if ranks.launcher in ("torchrun", "slurm"):
-        return tr("Set it on each machine where you type torchrun, or where you type srun or sbatch.")
-    return ""
 
 
 def for_launcher(names: Sequence[str], launcher: str, environ: Mapping[str, str]) -> tuple[dict[str, str], list[str]]:
