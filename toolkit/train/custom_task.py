@@ -60,8 +60,11 @@ class CustomTask(Task):
     def begin(self, cfg: RunConfig, ranks: Ranks) -> None:
         """Open the dataset and make the model: both may want the process group."""
         self.cfg, self.ranks = cfg, ranks
-        self.data = open_dataset(self.spec, cfg, ranks)
-        self.steps_per_epoch = self.data.steps_per_epoch
+        data = self.data = open_dataset(self.spec, cfg, ranks)
+        self.steps_per_epoch, self.total_steps, self.identity = data.steps_per_epoch, data.total_steps, data.identity
+        size, per_step = data.size, cfg.batch.global_size
+        self.epoch = Epoch(samples=size, sequences=size, per_step=per_step) if size else None
+        self.has_validation = self.spec.validation is not None
         model = self.model = self.spec.build(cfg.run.seed)
         random_state.seed_all(cfg.run.seed + ranks.rank)
         stored, parameters = model.state_dict(keep_vars=True), dict(model.named_parameters())
@@ -92,28 +95,6 @@ class CustomTask(Task):
             )
             raise DataError(joined(str(error), advice)) from error
 
-    @property
-    def identity(self) -> dict[str, str]:
-        """Return the kind and size of the dataset."""
-        return self.data.identity
-
-    @property
-    def total_steps(self) -> int:
-        """Return the optimizer steps of the run."""
-        return self.data.total_steps
-
-    @property
-    def epoch(self) -> Epoch | None:
-        """Return the size of a pass; None of a stream whose length is not known."""
-        size = self.data.size
-        return Epoch(samples=size, sequences=size, per_step=self.cfg.batch.global_size) if size else None
-
-    @property
-    def has_validation(self) -> bool:
-        """Whether the program gives validation data."""
-        return self.spec.validation is not None
-
-    @property
     def data_summary(self) -> dict[str, Any]:
         """Return model and dataset."""
         return {"model": self.card["model"], "parameters": self.card["parameters"], **self.data.identity}

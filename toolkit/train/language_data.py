@@ -38,7 +38,7 @@ from toolkit.disk import check_no_symlinks
 from toolkit.distributed.process_group import check_alike, rank
 from toolkit.errors import ConfigError, DataError
 from toolkit.launch.environment import Ranks
-from toolkit.messages import say, tr
+from toolkit.messages import say
 from toolkit.models.chat import AnyChatEncoder, chat_encoder
 from toolkit.models.directory import packing_unsupported, read_config, trust_code
 from toolkit.models.loss import with_label_positions
@@ -56,32 +56,15 @@ class LanguageData:
     """What all ranks of a node read together."""
 
     encoder: AnyChatEncoder
-    """Turns conversations into ids."""
     train: TokenizedCache
-    """Tokenised training split."""
     validation: TokenizedCache | None
-    """Tokenised validation split."""
     packing: Packing
-    """How rows are made; not what the recipe says where the model cannot be trained on packed rows."""
+    """How sequences are made; not what the recipe says where the model cannot be trained on packed sequences."""
     train_plan: PackingPlan
-    """Rows of the training split."""
+    """Sequences of the training split, here called rows."""
     validation_plan: PackingPlan | None
-    """Rows of the validation split."""
     report: PrepareReport
-    """What became of the rows."""
-
-    @property
-    def train_lengths(self) -> Callable[[NDArray[np.int64]], NDArray[np.int64]] | None:
-        """Return what tells the tokens of some rows; None where rows are alike already."""
-        plan, store = self.train_plan, self.train
-        if self.packing is not Packing.none:
-            return None
-        return lambda rows: store.lengths(rows if plan.members is None else plan.members[rows])
-
-    def longest_samples(self) -> NDArray[np.int64]:
-        """Return the tokens of the longest sample of each row of the training plan, [rows]."""
-        lengths, offsets = self.train.lengths(self.train_plan.members), self.train_plan.offsets
-        return lengths if offsets is None else np.maximum.reduceat(lengths, offsets[:-1])
+    """What became of the rows of the sources."""
 
     @property
     def identity(self) -> dict[str, str]:
@@ -107,15 +90,7 @@ class LanguageData:
 
 
 def load_data(cfg: RunConfig) -> LanguageData:
-    """Open the tokenised stores, building them first if nobody has.
-
-    Args:
-        cfg: checked config.
-
-    Raises:
-        ModelError: model or tokenizer folder unusable.
-        DataError: data unusable.
-    """
+    """Open the tokenized caches, building them first if they are not there; print what became of the rows."""
     data = load_data_with(cfg, build_encoder(cfg))
     _tell(data.report)
     if data.packing is not cfg.data.packing:
@@ -138,9 +113,9 @@ def load_data(cfg: RunConfig) -> LanguageData:
 def load_data_with(cfg: RunConfig, encoder: AnyChatEncoder) -> LanguageData:
     """Do the same with an encoder that is there already, and tell nothing."""
     train, validation, report = build_caches(cfg, encoder)
-    packing = _packing(cfg)
-
-    most = cfg.evaluate.max_samples
+    packing, most = cfg.data.packing, cfg.evaluate.max_samples
+    if packing is Packing.packed and packing_unsupported(cfg.model, cfg.data.max_length, cfg.tuning.method):
+        packing = Packing.grouped
 
     def plan(store: TokenizedCache, sources: list[SourceConfig]) -> PackingPlan:
         return plan_sequences(
@@ -168,48 +143,29 @@ def load_data_with(cfg: RunConfig, encoder: AnyChatEncoder) -> LanguageData:
 
 
 def build_encoder(cfg: RunConfig) -> AnyChatEncoder:
-    """Return what turns the recipe's conversations into ids.
-
-    Raises:
-        ModelError: model or tokenizer folder unusable.
-        DataError: the folder for prepared data is not this user's to write to.
-    """
-    check_no_symlinks(Path(cfg.prepare.dir), DataError, FOLDERS)
-    if cfg.model.init is Init.pretrained:
-        if cfg.model.trust_remote_code:
-            trust_code(cfg.model.path)
-        read_config(cfg.model.path)
-    return chat_encoder(_tokenizer(cfg), cfg.model.original_labels)
-
-
-def _packing(cfg: RunConfig) -> Packing:
-    """Return how rows are made: as asked for, or grouped where the model cannot be trained on packed rows."""
-    if cfg.data.packing is Packing.packed and packing_unsupported(cfg.model, cfg.data.max_length, cfg.tuning.method):
-        return Packing.grouped
-    return cfg.data.packing
-
-
-def _tokenizer(cfg: RunConfig) -> "PreTrainedTokenizerBase":
-    folder = cfg.model.tokenizer or cfg.model.path
-    if folder:
-        return load_tokenizer(folder, family=cfg.model.family, chat_template=cfg.model.chat_template)
-    cache_dir = Path(cfg.prepare.dir)
+    """Return what turns the recipe's conversations into ids, with a tokenizer that is loaded or trained."""
+    cache_dir, model = Path(cfg.prepare.dir), cfg.model
+    check_no_symlinks(cache_dir, DataError, FOLDERS)
+    if model.init is Init.pretrained:
+        if model.trust_remote_code:
+            trust_code(model.path)
+        read_config(model.path)
 
     def texts() -> Iterator[str]:
         for conversation in read_conversations(cfg.data, cache_dir):
             yield from (str(message["content"]) for message in conversation.messages)
 
-    return fit_tokenizer(texts, cfg.model.shape.vocab_size, cache_dir)
+    if folder := model.tokenizer or model.path:
+        tokenizer = load_tokenizer(folder, family=model.family, chat_template=model.chat_template)
+    else:
+        tokenizer = fit_tokenizer(texts, model.shape.vocab_size, cache_dir)
+    return chat_encoder(tokenizer, model.original_labels)
 
 
 def _tell(report: PrepareReport) -> None:
     """Say where the rows went; a dropped row is never silent, whether the store is new or reused."""
     if report.is_new:
-        say(
-            "Tokenised {rows} rows in {seconds} s.",
-            rows=f"{report.rows_read:,}",
-            seconds=f"{report.seconds:.1f}",
-        )
+        say("Tokenised {rows} rows in {seconds} s.", rows=f"{report.rows_read:,}", seconds=f"{report.seconds:.1f}")
     for reason, count in report.dropped.items():
         say(
             "Left out {count} rows: {reason}. First: {examples}",
@@ -217,34 +173,22 @@ def _tell(report: PrepareReport) -> None:
             reason=reason,
             examples="; ".join(report.examples.get(reason, [])),
         )
-    for count, sentence in (
-        (
-            report.truncated,
-            tr("{count} samples lost their oldest turns to data.max_length.", count=f"{report.truncated:,}"),
-        ),
-        (report.split, tr("{count} conversations became several samples.", count=f"{report.split:,}")),
-        (
-            report.systems,
-            tr(
-                "{count} rows have a system message or tools, which this model's format has no place for: left out.",
-                count=f"{report.systems:,}",
-            ),
-        ),
-        (len(report.unused), tr("Columns that are not read: {names}.", names=", ".join(report.unused))),
-        (
-            len(report.message_keys),
-            tr(
-                "Keys of messages that are not read: {names}.",
-                names=", ".join(f"{key} ({count:,})" for key, count in report.message_keys.items()),
-            ),
-        ),
-        (
-            report.bad_rows,
-            tr("The rows that cannot be used are listed in {file}.", file=Path(report.folder) / BAD_ROWS),
-        ),
-    ):
-        if count:
-            say(sentence)
+    if report.truncated:
+        say("{count} samples lost their oldest turns to data.max_length.", count=f"{report.truncated:,}")
+    if report.split:
+        say("{count} conversations became several samples.", count=f"{report.split:,}")
+    if report.systems:
+        say(
+            "{count} rows have a system message or tools, which this model's format has no place for: left out.",
+            count=f"{report.systems:,}",
+        )
+    if report.unused:
+        say("Columns that are not read: {names}.", names=", ".join(report.unused))
+    if report.message_keys:
+        names = ", ".join(f"{key} ({count:,})" for key, count in report.message_keys.items())
+        say("Keys of messages that are not read: {names}.", names=names)
+    if report.bad_rows:
+        say("The rows that cannot be used are listed in {file}.", file=Path(report.folder) / BAD_ROWS)
     report.tell_duplicates()
 
 
@@ -283,8 +227,10 @@ def changing_order(cfg: RunConfig, prepared: LanguageData) -> Order | None:
         return ScheduledMixture(plan.bounds, data.sources, names, global_size, train.max_steps, train.epochs, key)
     if not data.curriculum.steps:
         return None
+    lengths, offsets = prepared.train.lengths(prepared.train_plan.members), prepared.train_plan.offsets
+    longest_samples = lengths if offsets is None else np.maximum.reduceat(lengths, offsets[:-1])  # [rows]
     limits = length_limits(data.curriculum, data.max_length)
-    return CurriculumOrder(prepared.longest_samples(), limits, global_size, data.max_length, key)
+    return CurriculumOrder(longest_samples, limits, global_size, data.max_length, key)
 
 
 def next_position_of(cfg: RunConfig, prepared: LanguageData) -> Callable[[Position], Position]:
@@ -358,8 +304,13 @@ def _sampler(
     cfg: RunConfig, prepared: LanguageData, place: Mesh, start: Position, num_steps: int, order: Order | None
 ) -> GlobalBatchSampler:
     global_size, micro = rows_per_step(cfg, prepared.packing)
+    store, plan = prepared.train, prepared.train_plan
+
+    def lengths(rows: NDArray[np.int64]) -> NDArray[np.int64]:
+        return store.lengths(rows if plan.members is None else plan.members[rows])
+
     return GlobalBatchSampler(
-        num_rows=order.num_rows if order else len(prepared.train_plan),
+        num_rows=order.num_rows if order else len(plan),
         global_size=global_size,
         micro_per_gpu=micro,
         rank=place.data_rank,
@@ -367,7 +318,7 @@ def _sampler(
         key=_key(cfg, prepared),
         start=start,
         num_steps=num_steps,
-        lengths=prepared.train_lengths,
+        lengths=lengths if prepared.packing is Packing.none else None,  # planned rows are alike already
         order=order,
     )
 
@@ -464,7 +415,7 @@ def _batch(cfg: RunConfig, prepared: LanguageData, rows: list[list[Sample]]) -> 
 _BINS = 40
 
 
-def _split(store: TokenizedCache) -> dict[str, Any]:
+def split_card(store: TokenizedCache) -> dict[str, Any]:
     """Return counts and a histogram of lengths; bin i holds lengths of more than edges[i], up to edges[i + 1]."""
     lengths = store.lengths()
     longest = int(lengths.max(initial=1))
@@ -494,20 +445,3 @@ def check_same_data(cfg: RunConfig, prepared: LanguageData) -> None:
     if (validation := prepared.validation) is not None:
         found["data: validation samples"] = f"{len(validation):,} ({validation.fingerprint[:12]})"
     check_alike(cfg.distributed, found, DataError)
-
-
-def data_card(prepared: LanguageData, epoch_rows: int) -> dict[str, Any]:
-    """Return what the report says of the data: counts, dropped rows, and a histogram of each split's lengths."""
-    report = prepared.report
-    splits = {"train": prepared.train, "validation": prepared.validation}
-    return {
-        "packing": prepared.packing.value,
-        "rows_per_epoch": epoch_rows,
-        "rows_read": report.rows_read,
-        "dropped": report.dropped,
-        "truncated": report.truncated,
-        "split": report.split,
-        "duplicates": {"training": report.repeated, "validation": report.leaked},
-        "sources": report.sources,
-        "splits": {name: _split(store) for name, store in splits.items() if store is not None},
-    }

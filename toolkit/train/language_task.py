@@ -16,7 +16,7 @@ from toolkit.checkpoint import random_state
 from toolkit.config.mesh import mesh_of, with_micro_batch
 from toolkit.config.schema import Init, Packing, RunConfig, TuningMethod
 from toolkit.data.preview import colored_spans
-from toolkit.data.sampler import Position
+from toolkit.data.sampler import Position, next_position
 from toolkit.data.store import TokenizedCache
 from toolkit.disk import unused_path
 from toolkit.distributed.process_group import on_rank0, rank, world_size
@@ -69,15 +69,14 @@ from toolkit.train.language_data import (
     LanguageData,
     changing_order,
     check_same_data,
-    data_card,
     epoch_rows,
     epoch_steps,
     load_data,
     load_data_with,
     longest_batch,
-    next_position_of,
     repeated_batch,
     rows_per_step,
+    split_card,
     step_samples,
     training_batches,
 )
@@ -93,6 +92,7 @@ class LanguageTask(Task):
     cfg: RunConfig
     ranks: Ranks
     data: LanguageData
+    epoch: Epoch
     questions: list[ValidationQuestion]
     """What the model is asked at each evaluation."""
     evaluation: Evaluation | None = None
@@ -116,36 +116,17 @@ class LanguageTask(Task):
         planned = with_micro_batch(self.cfg).batch.micro_per_gpu
         if cfg.batch.micro_per_gpu != planned and self.data.packing is Packing.grouped:
             self.data = load_data_with(cfg, self.data.encoder)
-        self.cfg, self.steps_per_epoch = cfg, epoch_steps(cfg, self.data)
-        self._next_position = next_position_of(cfg, self.data)
-        self._order = changing_order(cfg, self.data)
-
-    @property
-    def identity(self) -> dict[str, str]:
-        """Return the fingerprints of tokenized cache and packing plan."""
-        return self.data.identity
-
-    @property
-    def total_steps(self) -> int:
-        """Return the optimizer steps of the run."""
-        return self.cfg.train.max_steps or self.cfg.train.epochs * self.steps_per_epoch
-
-    @property
-    def epoch(self) -> Epoch:
-        """Return the size of a pass over the data."""
-        members = self.data.train_plan.members
-        return Epoch(
-            samples=len(self.data.train) if members is None else len(members),
-            sequences=epoch_rows(self.cfg, self.data),
-            per_step=rows_per_step(self.cfg, self.data.packing)[0],
+        data, members = self.data, self.data.train_plan.members
+        self.cfg, self.steps_per_epoch = cfg, epoch_steps(cfg, data)
+        self.total_steps = cfg.train.max_steps or cfg.train.epochs * self.steps_per_epoch
+        self.identity, self.has_validation = data.identity, data.validation is not None
+        self.epoch = Epoch(
+            samples=len(data.train) if members is None else len(members),
+            sequences=epoch_rows(cfg, data),
+            per_step=rows_per_step(cfg, data.packing)[0],
         )
+        self._order = changing_order(cfg, data)
 
-    @property
-    def has_validation(self) -> bool:
-        """Whether there is a validation split."""
-        return self.data.validation is not None
-
-    @property
     def data_summary(self) -> dict[str, Any]:
         """Return sources, packing and sizes of the splits."""
 
@@ -162,8 +143,20 @@ class LanguageTask(Task):
         }
 
     def data_card(self) -> dict[str, Any]:
-        """Return counts, dropped rows and histograms of lengths."""
-        return data_card(self.data, epoch_rows(self.cfg, self.data))
+        """Return counts, dropped rows, and a histogram of each split's lengths."""
+        data, report = self.data, self.data.report
+        splits = {"train": data.train, "validation": data.validation}
+        return {
+            "packing": data.packing.value,
+            "rows_per_epoch": self.epoch.sequences,
+            "rows_read": report.rows_read,
+            "dropped": report.dropped,
+            "truncated": report.truncated,
+            "split": report.split,
+            "duplicates": {"training": report.repeated, "validation": report.leaked},
+            "sources": report.sources,
+            "splits": {name: split_card(cache) for name, cache in splits.items() if cache is not None},
+        }
 
     def batches(self, position: Position, num_steps: int) -> Iterator[Batch]:
         """Return this rank's micro-batches."""
@@ -171,7 +164,7 @@ class LanguageTask(Task):
 
     def next_position(self, position: Position) -> Position:
         """Return the position after a step."""
-        return self._next_position(position)
+        return next_position(position, self.epoch.sequences, self.epoch.per_step)
 
     def order_metrics(self, position: Position) -> dict[str, float]:
         """Return figures of a curriculum or of weights that change."""

@@ -119,6 +119,14 @@ class Task(ABC):
     """Beginnings of the config's keys in which something that takes less memory can be set."""
     steps_per_epoch: int
     """Optimizer steps of a pass over the training data, once the config is settled; of an endless stream, the run's."""
+    total_steps: int
+    """Optimizer steps of the run, once the config is settled."""
+    epoch: Epoch | None
+    """Size of a pass over the data, once the config is settled; None if it is not known."""
+    identity: dict[str, str]
+    """What is the same if a run learns from the same data in the same sequences."""
+    has_validation: bool
+    """Whether there is something to evaluate on."""
     vocab_size: int | None = None
     """Tokens of the vocabulary, with which memory is planned; None: the model is not known to the plan."""
 
@@ -135,27 +143,6 @@ class Task(ABC):
     def settle(self, cfg: RunConfig) -> None:
         """Take the config whose layout and micro-batch are decided."""
 
-    @property
-    @abstractmethod
-    def identity(self) -> dict[str, str]:
-        """Return what is the same if a run learns from the same data in the same sequences."""
-
-    @property
-    @abstractmethod
-    def total_steps(self) -> int:
-        """Return the optimizer steps of the run."""
-
-    @property
-    @abstractmethod
-    def epoch(self) -> Epoch | None:
-        """Return the size of a pass over the data; None if it is not known."""
-
-    @property
-    @abstractmethod
-    def has_validation(self) -> bool:
-        """Whether there is something to evaluate on."""
-
-    @property
     @abstractmethod
     def data_summary(self) -> dict[str, Any]:
         """Return what is learned from, in numbers, for trackers."""

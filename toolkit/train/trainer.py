@@ -86,7 +86,7 @@ class Trainer:
         """Train from the run directory to its DONE marker, in a process group that is there, on data that is loaded."""
         self.build()
         run = self.run
-        with tracking(run, self.task.data_summary):
+        with tracking(run, self.task.data_summary()):
             try:
                 result = self.fit()
             finally:
@@ -206,7 +206,16 @@ class Trainer:
         folder = source.folder
         if ranks.rank and ranks.local_rank == 0:  # a `toolkit launch` of another node has no rank 0 to tell it
             rank_status.report_status(folder=str(folder))
-        peers = _check_shared(folder)
+        found = process_group.gather((failure.me(), folder.is_dir()))
+        blind = [peer.host for peer, sees in found if not sees]
+        if blind:  # its part of a checkpoint would be lost to the others
+            raise RunFolderError(
+                "the run folder {folder} is not there on {hosts}: checkpoints need a disk that all machines share. Set "
+                "run.dir to a folder on one.",
+                folder=folder,
+                hosts=", ".join(sorted(set(blind))),
+            )
+        peers = [peer for peer, _ in found]
         failure.watch_failures(folder, ranks.rank, peers)
         start_logs(folder / "logs" / f"rank_{ranks.rank}.log", ranks.rank)
         return source, [peer.host for peer in peers]
@@ -299,20 +308,3 @@ def _with_optimizer(cfg: RunConfig, source: RunSource) -> RunConfig:
         whose = tr("PyTorch's own Adam") if is_torch else tr("DeepSpeed's Adam")
         say("optim.torch = auto: {whose} ({reason}).", whose=whose, reason=reason)
     return replace(cfg, optim=replace(cfg.optim, torch=is_torch))
-
-
-def _check_shared(folder: Path) -> list[failure.Peer]:
-    """Return each rank's process; reject a run directory that some rank does not see.
-
-    Its part of a checkpoint would be lost to the others.
-    """
-    found = process_group.gather((failure.me(), folder.is_dir()))
-    blind = [peer.host for peer, sees in found if not sees]
-    if blind:
-        raise RunFolderError(
-            "the run folder {folder} is not there on {hosts}: checkpoints need a disk that all machines share. Set "
-            "run.dir to a folder on one.",
-            folder=folder,
-            hosts=", ".join(sorted(set(blind))),
-        )
-    return [peer for peer, _ in found]
