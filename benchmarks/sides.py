@@ -8,12 +8,12 @@ from typing import Any
 from benchmarks import bare
 from benchmarks.processes import Launch
 from toolkit.config.schema import Init, Packing, RunConfig, TuningMethod
-from toolkit.data.sampler import BEGINNING
+from toolkit.data.sampler import BEGINNING, next_position
 from toolkit.engine.ds_config import build_ds_config
 from toolkit.errors import ConfigError
 from toolkit.messages import tr
 from toolkit.models.load import TORCH_DTYPES, create_model
-from toolkit.train.language_data import LanguageData, load_data, next_position_of, step_samples
+from toolkit.train.language_data import LanguageData, epoch_rows, load_data, rows_per_step, step_samples
 
 QUIET = (
     *("evaluate.at_start=false", "checkpoint.export=false", "checkpoint.keep=0", "train.log_every=1"),
@@ -79,13 +79,13 @@ class Sides:
 def _rows(cfg: RunConfig, prepared: LanguageData, ranks: int) -> list[dict[str, Any]]:
     """Return the samples of the first steps in the order in which a plain sampler gives each rank those of its own."""
     ordered: list[int] = []
-    place, next_place = BEGINNING, next_position_of(cfg, prepared)
+    place, num_rows, (per_step, _) = BEGINNING, epoch_rows(cfg, prepared), rows_per_step(cfg, prepared.packing)
     for _ in range(_STEPS_OF_ROWS):
         by_rank = [
             [sample for batch in batches for sample in batch] for batches in step_samples(cfg, prepared, ranks, place)
         ]
         ordered += [sample for together in zip(*by_rank, strict=True) for sample in together]
-        place = next_place(place)
+        place = next_position(place, num_rows, per_step)
     rows = []
     for sample in ordered:
         ids, trained = prepared.train[sample]

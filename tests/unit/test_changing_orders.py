@@ -8,7 +8,7 @@ import pytest
 
 from tests.unit.data_tools import ByteEncoder, run_config, write_rows
 from toolkit.config.schema import Packing, RunConfig, WeightPoint
-from toolkit.data.sampler import BEGINNING
+from toolkit.data.sampler import BEGINNING, next_position
 from toolkit.errors import ConfigError
 from toolkit.train.language_data import (
     LanguageData,
@@ -16,7 +16,7 @@ from toolkit.train.language_data import (
     epoch_rows,
     epoch_steps,
     load_data_with,
-    next_position_of,
+    rows_per_step,
     step_samples,
 )
 
@@ -44,11 +44,11 @@ def with_encoder(cfg: RunConfig) -> LanguageData:
 
 def steps_of(cfg: RunConfig, prepared: LanguageData, world_size: int, count: int) -> list[list[int]]:
     """Return the samples of the first steps over all ranks."""
-    place, next_place, found = BEGINNING, next_position_of(cfg, prepared), []
+    place, found, num_rows = BEGINNING, [], epoch_rows(cfg, prepared)
     for _ in range(count):
         parts = step_samples(cfg, prepared, world_size, place)
         found.append(sorted(sample for rank in parts for batch in rank for sample in batch))
-        place = next_place(place)
+        place = next_position(place, num_rows, rows_per_step(cfg, prepared.packing)[0])
     return found
 
 

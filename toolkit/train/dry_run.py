@@ -50,14 +50,7 @@ SHARE = 0.92
 
 
 def dry_run(task: Task, run: RunContext, plan: RunPlan | None) -> str:
-    """Try what the run will do, and leave everything as it was. A collective; returns a line about it.
-
-    Raises:
-        OutOfMemory: if the run does not fit.
-        CheckpointError: if checkpoints or export cannot be written, or have no room.
-        TrackError: if what is measured cannot be written.
-        ModelError: if the model cannot answer.
-    """
+    """Try what the run will do, and leave everything as it was. A collective; returns a line about it."""
     began, start, cfg, engine = time.monotonic(), run.start, run.cfg, run.engine
     run.watchdog.enter("rehearsal", start.step)
     saves = _saves(cfg.checkpoint, range(start.step + 1, run.total_steps + 1))
@@ -436,15 +429,7 @@ def search_micro_batch(
     grows with the rows and what does not. From there the rows at most double as long as twice as many should fit: what
     is measured grows ever faster, if anything, so that where the last two lead to too much, it is too much.
 
-    Args:
-        cfg: with micro-batches of one row.
-        task: settled with it.
-        ranks: who this process is.
-        build: returns the engine for such micro-batches, and its guard.
-
-    Raises:
-        ConfigError: if nothing says how much memory there is.
-        OutOfMemory: if not even one row fits.
+    The task is settled with `cfg`, whose micro-batches have one row; `build` returns an engine for them, and its guard.
     """
     device = torch.device(get_accelerator().current_device_name())
     limit = limit_bytes(device, cfg.plan.max_gpu_gib)

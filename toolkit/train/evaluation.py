@@ -32,27 +32,13 @@ from toolkit.models.attention import check_isolation
 from toolkit.models.load import create_model
 from toolkit.models.pipeline import unwrap_model
 from toolkit.terminal import phase, text_table
-from toolkit.train.language_data import (
-    Batch,
-    LanguageData,
-    check_same_data,
-    evaluation_batches,
-    load_data,
-    num_evaluation_batches,
-)
+from toolkit.train import language_data
+from toolkit.train.language_data import LanguageData
 from toolkit.train.resume import check_settings
 
 
 def choose_prompts(cfg: RunConfig, prepared: LanguageData) -> list[ValidationQuestion]:
-    """Return the validation samples that the model is to answer; before it is loaded, as this may fail.
-
-    Args:
-        cfg: checked config.
-        prepared: encoder and stores.
-
-    Raises:
-        DataError: answers are wanted, or the best checkpoint, and there is nothing to evaluate.
-    """
+    """Return the validation samples that the model is to answer; before it is loaded, as a DataError may come up."""
     evaluate = cfg.evaluate
     if prepared.validation is None:
         if evaluate.metrics or evaluate.keep_best:
@@ -102,11 +88,7 @@ class Evaluation:
     """Directory of an adapter that was loaded for this; "" in a run."""
 
     def leave_out_too_long(self) -> None:
-        """Drop the questions whose answers could become longer than the model's positions, and say so.
-
-        Raises:
-            ModelError: that is so for all of them.
-        """
+        """Drop the questions whose answers could become longer than the model's positions; all: a ModelError."""
         most, new = most_tokens(self._module), self.cfg.evaluate.max_new_tokens
         fitting = [question for question in self.questions if len(question.prompt) + new <= most]
         dropped = len(self.questions) - len(fitting)
@@ -131,10 +113,16 @@ class Evaluation:
         what is true of all. `alive` is called now and then.
         """
         cfg, prepared = self.cfg, self.prepared
-        count = num_evaluation_batches(cfg, prepared, self.ranks.world_size)
+        count = language_data.num_evaluation_batches(cfg, prepared, self.ranks.world_size)
         with phase(tr("Evaluating"), count, tr("batches")) as advance:
-            batches = _watched(evaluation_batches(cfg, prepared, self.ranks), lambda: (alive(), advance(1)))
-            figures = evaluate_loss(self.model, batches, prepared.source_names, self.device, self._layout.copies)
+
+            def batches() -> Iterator[language_data.Batch]:
+                for batch in language_data.evaluation_batches(cfg, prepared, self.ranks):
+                    yield batch
+                    alive()
+                    advance(1)
+
+            figures = evaluate_loss(self.model, batches(), prepared.source_names, self.device, self._layout.copies)
         if not self.questions:
             return figures
         at_once = cfg.evaluate.batch_size * self._layout.data_ranks
@@ -155,7 +143,7 @@ class Evaluation:
 
     def rehearse(self) -> None:
         """Evaluate one batch, and begin an answer; a ModelError if the model cannot. A collective without a trace."""
-        batches = islice(evaluation_batches(self.cfg, self.prepared, self.ranks), 1)
+        batches = islice(language_data.evaluation_batches(self.cfg, self.prepared, self.ranks), 1)
         evaluate_loss(self.model, batches, self.prepared.source_names, self.device, self._layout.copies)
         if not self.questions:
             return
@@ -226,12 +214,6 @@ class Evaluation:
         return results.values
 
 
-def _watched(batches: Iterator[Batch], alive: Callable[[], object]) -> Iterator[Batch]:
-    for batch in batches:
-        yield batch
-        alive()
-
-
 def evaluate_model(cfg: RunConfig, ranks: Ranks, file: Path, adapter: str) -> None:
     """Load a model, evaluate it and print the scores. A collective.
 
@@ -239,8 +221,8 @@ def evaluate_model(cfg: RunConfig, ranks: Ranks, file: Path, adapter: str) -> No
     directory of an adapter for the model, "" for none.
     """
     check_settings(cfg)
-    prepared = load_data(cfg)
-    check_same_data(cfg, prepared)
+    prepared = language_data.load_data(cfg)
+    language_data.check_same_data(cfg, prepared)
     questions = choose_prompts(cfg, prepared)
     if prepared.validation is None:
         raise DataError(tr("the validation split is empty: there are too few rows."))

@@ -2,7 +2,7 @@
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -27,7 +27,6 @@ from toolkit.data.sampler import (
     ScheduledMixture,
     length_classes,
     length_limits,
-    next_position,
     sequential,
     steps_per_epoch,
 )
@@ -231,12 +230,6 @@ def changing_order(cfg: RunConfig, prepared: LanguageData) -> Order | None:
     longest_samples = lengths if offsets is None else np.maximum.reduceat(lengths, offsets[:-1])  # [rows]
     limits = length_limits(data.curriculum, data.max_length)
     return CurriculumOrder(longest_samples, limits, global_size, data.max_length, key)
-
-
-def next_position_of(cfg: RunConfig, prepared: LanguageData) -> Callable[[Position], Position]:
-    """Return a function: the position in the training data after the step that begins at a position."""
-    num_rows, (global_size, _) = epoch_rows(cfg, prepared), rows_per_step(cfg, prepared.packing)
-    return lambda place: next_position(place, num_rows, global_size)
 
 
 def _key(cfg: RunConfig, prepared: LanguageData) -> str:

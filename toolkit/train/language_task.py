@@ -32,7 +32,7 @@ from toolkit.export.huggingface import CARD_FILE, card, export_adapter, export_m
 from toolkit.export.verify import verify_logits
 from toolkit.launch.environment import Ranks
 from toolkit.messages import say, tr, warn
-from toolkit.models import probe
+from toolkit.models import pipeline, probe
 from toolkit.models.adapters import FILE as BASE_FILE
 from toolkit.models.adapters import RUN_BASE, apply_tuning, check_base, has_adapter, read_base
 from toolkit.models.attention import check_isolation
@@ -48,38 +48,15 @@ from toolkit.models.loss import (
     router_loss,
     token_loss_sum,
 )
-from toolkit.models.pipeline import (
-    PipelineStage,
-    broadcast_from_last,
-    forward_logits,
-    is_pipeline,
-    stage_model,
-    stage_parameters,
-    unwrap_model,
-)
 from toolkit.models.save import MODEL_DIR, describe
 from toolkit.models.sequence import check_sequence_parallel
 from toolkit.secrets import hide
 from toolkit.terminal import phase
+from toolkit.train import language_data
 from toolkit.train.anomalies import Samples
 from toolkit.train.checkpointer import ModelFiles
 from toolkit.train.evaluation import Evaluation, choose_prompts
-from toolkit.train.language_data import (
-    Batch,
-    LanguageData,
-    changing_order,
-    check_same_data,
-    epoch_rows,
-    epoch_steps,
-    load_data,
-    load_data_with,
-    longest_batch,
-    repeated_batch,
-    rows_per_step,
-    split_card,
-    step_samples,
-    training_batches,
-)
+from toolkit.train.language_data import Batch, LanguageData
 from toolkit.train.run_dir import RunSource, with_profile
 from toolkit.train.schedule import Epoch, make_schedule
 from toolkit.train.task import FitResult, RunContext, Task
@@ -101,8 +78,8 @@ class LanguageTask(Task):
 
     def load_data(self, cfg: RunConfig, ranks: Ranks) -> None:
         """Open the tokenized caches, building them first if they are not there."""
-        self.data = load_data(cfg)
-        check_same_data(cfg, self.data)
+        self.data = language_data.load_data(cfg)
+        language_data.check_same_data(cfg, self.data)
 
     def begin(self, cfg: RunConfig, ranks: Ranks) -> None:
         """Seed random generators, and choose what is asked at evaluations: before the model is loaded it may fail."""
@@ -115,17 +92,17 @@ class LanguageTask(Task):
         """Take the settled config; sequences of a grouped plan are micro-batches, and are planned again."""
         planned = with_micro_batch(self.cfg).batch.micro_per_gpu
         if cfg.batch.micro_per_gpu != planned and self.data.packing is Packing.grouped:
-            self.data = load_data_with(cfg, self.data.encoder)
+            self.data = language_data.load_data_with(cfg, self.data.encoder)
         data, members = self.data, self.data.train_plan.members
-        self.cfg, self.steps_per_epoch = cfg, epoch_steps(cfg, data)
+        self.cfg, self.steps_per_epoch = cfg, language_data.epoch_steps(cfg, data)
         self.total_steps = cfg.train.max_steps or cfg.train.epochs * self.steps_per_epoch
         self.identity, self.has_validation = data.identity, data.validation is not None
         self.epoch = Epoch(
             samples=len(data.train) if members is None else len(members),
-            sequences=epoch_rows(cfg, data),
-            per_step=rows_per_step(cfg, data.packing)[0],
+            sequences=language_data.epoch_rows(cfg, data),
+            per_step=language_data.rows_per_step(cfg, data.packing)[0],
         )
-        self._order = changing_order(cfg, data)
+        self._order = language_data.changing_order(cfg, data)
 
     def data_summary(self) -> dict[str, Any]:
         """Return sources, packing and sizes of the splits."""
@@ -155,12 +132,12 @@ class LanguageTask(Task):
             "split": report.split,
             "duplicates": {"training": report.repeated, "validation": report.leaked},
             "sources": report.sources,
-            "splits": {name: split_card(cache) for name, cache in splits.items() if cache is not None},
+            "splits": {name: language_data.split_card(cache) for name, cache in splits.items() if cache is not None},
         }
 
     def batches(self, position: Position, num_steps: int) -> Iterator[Batch]:
         """Return this rank's micro-batches."""
-        return training_batches(self.cfg, self.data, self.ranks, num_steps, position)
+        return language_data.training_batches(self.cfg, self.data, self.ranks, num_steps, position)
 
     def next_position(self, position: Position) -> Position:
         """Return the position after a step."""
@@ -180,7 +157,7 @@ class LanguageTask(Task):
             counts = {"tokens": len(ids), "trained_tokens": int(trained.sum())}
             return {"where": store.where(sample), **counts, "text": text}
 
-        by_rank = step_samples(self.cfg, self.data, self.ranks.world_size, position)
+        by_rank = language_data.step_samples(self.cfg, self.data, self.ranks.world_size, position)
         return [[[shown(sample) for sample in samples] for samples in micro_batches] for micro_batches in by_rank]
 
     # Model
@@ -192,7 +169,7 @@ class LanguageTask(Task):
     def model_files(self, engine: DeepSpeedEngine) -> ModelFiles:
         """Return config, tokenizer and what tuning added. Now, while the model's directory is there."""
         files: dict[str, bytes] = {}
-        model = unwrap_model(engine.module)
+        model = pipeline.unwrap_model(engine.module)
         on_rank0(lambda: files.update(describe(model, self.data.encoder)))
         if tuned := getattr(engine.module, "tuned", None):
             files |= tuned.describe()
@@ -216,7 +193,7 @@ class LanguageTask(Task):
 
     def start_lines(self, run: RunContext) -> str:
         """Return the sizes of model and data."""
-        store, counts = self.data.train, count_parameters(unwrap_model(run.engine.module))
+        store, counts = self.data.train, count_parameters(pipeline.unwrap_model(run.engine.module))
         trained, total = sum(one.trained for one in counts.values()), sum(one.total for one in counts.values())
         parts = [
             f"{group} {one.trained:,} / {one.total:,}" if one.trained < one.total else f"{group} {one.total:,}"
@@ -243,13 +220,13 @@ class LanguageTask(Task):
 
     def longest_batch(self, position: Position) -> tuple[Batch, str]:
         """Return the longest rows of the training data."""
-        batch = longest_batch(self.cfg, self.data, self.ranks.world_size)
+        batch = language_data.longest_batch(self.cfg, self.data, self.ranks.world_size)
         rows, tokens = self.shape(batch)
         return batch, tr("the longest batch ({rows} x {tokens} tokens)", rows=rows, tokens=tokens)
 
     def larger_batch(self, rows: int, share: float) -> Batch:
         """Return the longest row several times over."""
-        return repeated_batch(self.cfg, self.data, rows, share)
+        return language_data.repeated_batch(self.cfg, self.data, rows, share)
 
     def check_evaluation(self, run: RunContext) -> None:
         """Evaluate one batch, and begin an answer."""
@@ -330,7 +307,7 @@ class LanguageTask(Task):
 
     def summary(self, run: RunContext, result: FitResult) -> dict[str, Any]:
         """Return parameters, tokens, validation losses, and those of unigrams and bigrams."""
-        counts = count_parameters(unwrap_model(run.engine.module)).values()
+        counts = count_parameters(pipeline.unwrap_model(run.engine.module)).values()
         summary: dict[str, Any] = {
             "parameters": sum(one.total for one in counts),
             "trained_parameters": sum(one.trained for one in counts),
@@ -376,7 +353,7 @@ class LanguageTask(Task):
             return [tr("See the curve:  {command}", command=f"less {folder}/metrics.jsonl")]
         if has_adapter(run.engine.module):
             what = tr("The adapter: {folder}/export", folder=folder)
-        elif unwrap_model(run.engine.module).config.model_type == "chatglm":
+        elif pipeline.unwrap_model(run.engine.module).config.model_type == "chatglm":
             what = tr("The model: {folder}/export (transformers itself does not know ChatGLM-6B)", folder=folder)
         else:
             what = tr("The model, for any program that uses transformers: {folder}/export", folder=folder)
@@ -412,7 +389,7 @@ def build_engine(
         place = mesh_of(cfg, world_size(), rank())
         model.token_dropping = TokenDropping(model, cfg.train.random_ltd, cfg.run.seed, place.data_rank)
     with phase(tr("Building the engine (the first time DeepSpeed compiles its ops: minutes)")):
-        module = PipelineStage(model, stages, TORCH_DTYPES[cfg.precision.dtype]) if stages > 1 else model
+        module = pipeline.PipelineStage(model, stages, TORCH_DTYPES[cfg.precision.dtype]) if stages > 1 else model
         settings = with_profile(ds.values, source.folder)
         recompute = cfg.train.activation_checkpointing
         engine = initialize_engine(module, settings, recompute, make_schedule(cfg, total_steps), cfg.compile, cfg.optim)
@@ -421,8 +398,8 @@ def build_engine(
     of_model = engine, len(data.tokenizer), engine.device, cfg.model.name or cfg.model.path
     if packed:
         # The logits of some of the vocabulary tell as much.
-        few = partial(forward_logits, engine, pick=lambda logits: logits[..., :1024])
-        check_isolation(*of_model, few if is_pipeline(engine) else None)
+        few = partial(pipeline.forward_logits, engine, pick=lambda logits: logits[..., :1024])
+        check_isolation(*of_model, few if pipeline.is_pipeline(engine) else None)
     if parts > 1:
         check_sequence_parallel(*of_model, packed)
     in_use = _in_use(engine, cfg, without_liger)
@@ -445,19 +422,20 @@ def _loaded(cfg: RunConfig, data: LanguageData, ds: DsConfig) -> PreTrainedModel
         raise ConfigError("parallel.sequence = {ranks} cannot be: {reason}.", ranks=parts, reason=reason)
     stages, dtype = cfg.parallel.pipeline, cfg.precision.dtype
     stage = mesh_of(cfg, world_size(), rank()).stage
-    own = partial(stage_parameters, num_stages=stages, stage=stage) if stages > 1 else None
+    own = partial(pipeline.stage_parameters, num_stages=stages, stage=stage) if stages > 1 else None
     return create_model(cfg.model, dtype, data.tokenizer, cfg.run.seed, ds.values, packed, parts, own)
 
 
 def _in_use(engine: DeepSpeedEngine, cfg: RunConfig, without_liger: str) -> str:
     """Return a line about what computes this run. A collective."""
-    model = stage_model(engine.module)
+    model = pipeline.stage_model(engine.module)
     ways = {
         LossPath.losses: tr("fused with the output layer ({kernel})", kernel=model.loss_head.name),
         LossPath.picked: tr("from the logits of trained tokens"),
         LossPath.all_logits: tr("from all logits"),
     }
-    way = broadcast_from_last(engine, lambda: loss_head(model).path(model if is_pipeline(engine) else engine))
+    computes = model if pipeline.is_pipeline(engine) else engine
+    way = pipeline.broadcast_from_last(engine, lambda: loss_head(model).path(computes))
     optimizer = engine.basic_optimizer
     is_fused = isinstance(optimizer, torch.optim.Adam) and optimizer.defaults["fused"]
     backend = cfg.compile.backend + (" + DeepCompile" if cfg.compile.deepcompile else "")

@@ -65,11 +65,7 @@ def plan_run(cfg: RunConfig, vocab_size: int, ranks: Ranks, device: torch.device
 
 
 def choose_layout(cfg: RunConfig, vocab_size: int, ranks: Ranks, device: torch.device, origin: RunSource) -> RunConfig:
-    """Return the config with the layout that `plan.auto` chooses, or that the run began with. A collective.
-
-    Raises:
-        OutOfMemory: nothing fits.
-    """
+    """Return the config with the layout that `plan.auto` chooses, or that the run began with. A collective."""
     if (checkpoint := origin.checkpoint) is not None:
         return on_rank0(lambda: _as_before(cfg, checkpoint, ranks.world_size))
     machine = _machine(cfg, ranks, device)

@@ -42,18 +42,10 @@ def warn_remote_code(model: ModelConfig) -> None:
 
 
 def make_ready(words: list[str], custom: bool = False) -> tuple[Arguments, environment.Ranks] | None:
-    """Compose and check the config, and set this process's environment by it.
+    """Compose and check the config, set this process's environment by it, and return it with who this process is.
 
-    Args:
-        words: overrides, without what launchers add.
-        custom: whether a program trains a custom model.
-
-    Returns:
-        The config, and who this process is; None if `--cfg` asked for the config alone, which has been printed.
-
-    Raises:
-        ConfigError: if anything is wrong with the config.
-        LaunchError: if the processes were not started as the config says.
+    None if `--cfg` asked for the config alone, which has been printed. `words` are overrides without what launchers
+    add; `custom`: a program trains a custom model.
     """
     inherited = dict(os.environ)
     ranks = environment.detect(os.environ)

@@ -52,13 +52,9 @@ DATA_CARD = "data.json"
 
 
 class Trainer:
-    """Trains a task. Every method is a collective.
+    """Trains a task, which has no data yet. Every method is a collective; this process's environment is set.
 
-    Args:
-        task: what is learned; without its data.
-        cfg: checked config.
-        ranks: who this process is; the environment is set accordingly.
-        started: time.monotonic() when the command was started.
+    `started` is time.monotonic() when the command was started.
     """
 
     progress: Progress
