@@ -448,36 +448,32 @@ def with_names(settings: dict[str, Any], modules: Iterable[str]) -> dict[str, An
     """
     names = [name for name in modules if name]
     for key in _EXPRESSIONS:
-        expression = settings.get(key)
-        if isinstance(expression, str) and expression != ALL_LINEAR:
-            settings = settings | {key: _matching(key, expression, names)}
-    return settings
-
-
-def _matching(key: str, expression: str, names: list[str]) -> list[str]:
-    if len(expression) > _LONGEST:
-        reason = tr("it has more than {count} characters", count=f"{_LONGEST:,}")
-    else:
-        try:
-            ended = run(
-                [sys.executable, "-I", "-S", "-c", _MATCH],
-                input=json.dumps([expression, names]),
-                capture_output=True,
-                text=True,
-                timeout=_MATCHING_S,
-            )
-        except subprocess.TimeoutExpired:
-            reason = tr("matching it takes more than {seconds} s", seconds=f"{_MATCHING_S:g}")
+        expression, reason = settings.get(key), ""
+        if not isinstance(expression, str) or expression == ALL_LINEAR:
+            continue
+        if len(expression) > _LONGEST:
+            reason = tr("it has more than {count} characters", count=f"{_LONGEST:,}")
         else:
-            found: list[str] = json.loads(ended.stdout) if ended.returncode == 0 else []
-            if found or (not ended.returncode and key != "target_modules"):
-                return found
-            reason = ended.stderr.strip() or tr("it matches no module of the model")
-    raise ModelError(
-        "adapter_config.json: the expression {key} = {value} cannot be used: {reason}. Write a list of module "
-        "names, or of ends of names, such as {example}.",
-        key=key,
-        value=repr(expression)[:200],
-        reason=reason,
-        example='["q_proj", "v_proj"]',
-    )
+            try:
+                ended = run(
+                    [sys.executable, "-I", "-S", "-c", _MATCH],
+                    input=json.dumps([expression, names]),
+                    capture_output=True,
+                    text=True,
+                    timeout=_MATCHING_S,
+                )
+                settings = settings | {key: json.loads(ended.stdout) if ended.returncode == 0 else []}
+                if ended.returncode or (not settings[key] and key == "target_modules"):
+                    reason = ended.stderr.strip() or tr("it matches no module of the model")
+            except subprocess.TimeoutExpired:
+                reason = tr("matching it takes more than {seconds} s", seconds=f"{_MATCHING_S:g}")
+        if reason:
+            raise ModelError(
+                "adapter_config.json: the expression {key} = {value} cannot be used: {reason}. Write a list of module "
+                "names, or of ends of names, such as {example}.",
+                key=key,
+                value=repr(expression)[:200],
+                reason=reason,
+                example='["q_proj", "v_proj"]',
+            )
+    return settings

@@ -217,24 +217,20 @@ class PrefixEncoder(nn.Module):
         else:
             self.embedding = nn.Embedding(num_tokens, width)
 
-    def forward(self) -> torch.Tensor:
-        """Return keys and values of all layers, [2 * L, heads, P, head_size]."""
+    def states(self, batch_size: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Return each layer's keys, which are not rotated, and values, [B, heads, P, head_size] each."""
         indices = torch.arange(self.num_tokens, device=self.embedding.weight.device)
         states = self.embedding(indices)  # looked up, so that ZeRO-3 fetches it
         if self.trans is not None:
             states = self.trans(states)  # [P, W]
-        states = states.view(self.num_tokens, 2 * self.num_layers, self.num_heads, self.head_size)
-        return states.permute(1, 2, 0, 3)
-
-    def states(self, batch_size: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Return each layer's keys, which are not rotated, and values, [B, heads, P, head_size] each."""
-        states = self()[:, None].expand(-1, batch_size, -1, -1, -1)
+        states = states.view(self.num_tokens, 2 * self.num_layers, self.num_heads, self.head_size).permute(1, 2, 0, 3)
+        states = states[:, None].expand(-1, batch_size, -1, -1, -1)
         states = functional.dropout(states, self.dropout, self.training)  # of each row for itself, as the original's
         return [(states[2 * layer], states[2 * layer + 1]) for layer in range(self.num_layers)]
 
     def begin(
         self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    ) -> tuple[tuple[()], dict[str, Any]]:
         """Put the prefix in front of a forward pass, before it."""
         kwargs = arguments_by_name(model, args, kwargs)
         ids = kwargs["input_ids"] if kwargs.get("inputs_embeds") is None else kwargs["inputs_embeds"]
@@ -279,14 +275,9 @@ class SoftPrompt(nn.Module):
         self.is_due = False
         """Whether the tokens that are embedded next begin with places for the prompt."""
 
-    def forward(self, rows: int) -> torch.Tensor:
-        """Return the embeddings for so many rows, [rows, P, H]."""
-        indices = torch.arange(self.num_tokens, device=self.embedding.weight.device)
-        return self.embedding(indices).expand(rows, -1, -1)
-
     def make_room(
         self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    ) -> tuple[tuple[()], dict[str, Any]]:
         """Put places for the prompt in front of a forward pass's tokens, before it."""
         kwargs = arguments_by_name(model, args, kwargs)
         ids = kwargs["input_ids"]
@@ -305,7 +296,8 @@ class SoftPrompt(nn.Module):
         if not self.is_due:
             return embedded
         self.is_due = False
-        return torch.cat((self(len(embedded)).to(embedded.dtype), embedded[:, self.num_tokens :]), dim=1)
+        prompt = self.embedding(torch.arange(self.num_tokens, device=embedded.device)).to(embedded.dtype)  # [P, H]
+        return torch.cat((prompt.expand(len(embedded), -1, -1), embedded[:, self.num_tokens :]), dim=1)
 
     def drop_logits(self, _: nn.Module, __: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         """Drop the logits of the prompt, after the forward pass."""
