@@ -261,7 +261,7 @@ def test_a_copy_of_an_adapter_is_one_and_knows_where_its_base_is_now(
     assert "no forward" in capsys.readouterr().out
     copy = tmp_path / "copy"
     assert main(["export-model", str(adapter), f"output={copy}"]) == 2
-    assert "a model that is not there: /gone" in capsys.readouterr().err
+    assert "was not found: /gone" in capsys.readouterr().err
     assert main(["export-model", str(adapter), f"output={copy}", f"base={tmp_path}"]) == 2
     assert main(["export-model", str(adapter), f"output={copy}", f"base={GOLDEN / 'v3'}"]) == 2
     assert not copy.exists()

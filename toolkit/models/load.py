@@ -281,7 +281,8 @@ def _load_by_transformers(folder: Path, dtype: torch.dtype | None) -> PreTrained
     predicting = re.compile(weights.predicting(model.config))
     unexpected = [name for name in map(str, report["unexpected_keys"]) if not predicting.search(name)]
     mismatched = sorted(map(str, report["mismatched_keys"]))
-    weights.refuse_other_weights(folder, model, sorted(missing), sorted(unexpected), mismatched)
+    wrong = {"missing": sorted(missing), "unexpected": sorted(unexpected), "mismatched": mismatched}
+    weights.reject_differences(folder, model, wrong)
     return _finish(model, folder)
 
 

@@ -87,7 +87,6 @@ def _saved(folder: Path, layers: int, dtype: torch.dtype) -> int:
         return tensor
 
     real = functional.scaled_dot_product_attention
-
     functional.scaled_dot_product_attention = lambda query, key, value, *_, **__: _Fused.apply(query, key, value)
     uses_groups, sdpa_attention.use_gqa_in_sdpa = sdpa_attention.use_gqa_in_sdpa, lambda *_: True
     try:

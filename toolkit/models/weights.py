@@ -411,18 +411,12 @@ def check_weights_fit(model: PreTrainedModel, files: WeightFiles, layout: Layout
             for target in targets:
                 filled[target] += sizes[target] if layout.index(name) is ... else torch.Size(info.shape).numel()
     missing = [name for name, count in filled.items() if count < sizes[name]]
-    refuse_other_weights(files.folder, model, sorted(missing), sorted(unexpected), mismatched)
+    wrong = {"missing": sorted(missing), "unexpected": sorted(unexpected), "mismatched": mismatched}
+    reject_differences(files.folder, model, wrong)
 
 
-def refuse_other_weights(
-    folder: Path,
-    model: PreTrainedModel,
-    missing: list[str],
-    unexpected: list[str],
-    mismatched: list[str],
-) -> None:
-    """Raise if files and architecture differ; the error names the first few of each, and how many there are."""
-    wrong = {"missing": missing, "unexpected": unexpected, "mismatched": mismatched}
+def reject_differences(folder: Path, model: PreTrainedModel, wrong: dict[str, list[str]]) -> None:
+    """Raise if names are missing, unexpected or mismatched; the error has the first few of each, and their number."""
     if any(wrong.values()):
         counts = {kind: f" … ({len(names)})" if len(names) > 5 else "" for kind, names in wrong.items()}
         raise ModelError(
