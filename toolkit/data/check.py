@@ -7,11 +7,12 @@ import math
 import os
 import time
 from collections.abc import Collection, Hashable, Iterator, Sequence
+from itertools import islice
 from typing import Any
 
 from toolkit.config.schema import DataConfig, OnBadRow, Packing, RowFormat, SourceConfig
 from toolkit.data.formats import RowReader, parse_row
-from toolkit.data.readers import Block, blocks, files_of, rows_of
+from toolkit.data.readers import blocks, files_of, rows_of
 from toolkit.data.sources import DataFile, with_format
 from toolkit.errors import DataError, Problems, RowError, ToolkitError
 from toolkit.messages import did_you_mean, joined, tr
@@ -29,11 +30,8 @@ _MOST_S = 3.0
 def check_sources(data: DataConfig, known: Collection[str], problems: Problems) -> str:
     """Read the first rows of every file; datasets on Hugging Face and derived data are left to training.
 
-    Args:
-        known: places such as "data.sources[0]" that are known to be wrong already.
-
-    Returns:
-        A sentence where not all files were looked at, else "".
+    `known`: places such as "data.sources[0]" that are known to be wrong already. Returns a sentence where not all files
+    were looked at, else "".
     """
     until = time.monotonic() + _MOST_S
     looked = total = 0
@@ -62,7 +60,7 @@ def check_sources(data: DataConfig, known: Collection[str], problems: Problems) 
 def _check_file(file: DataFile, source: SourceConfig, place: str, on_bad_row: OnBadRow, problems: Problems) -> None:
     """Check the columns and the first rows of one file."""
     block = next(blocks(file.path, _BYTES, file.columns.values()), None)
-    rows = list(_first(block)) if block else []
+    rows = [(block.first + offset, row) for offset, row in islice(rows_of(block), _ROWS)] if block else []
     if block is None or not rows:
         raise DataError("{path} holds no row.", path=file.path)
     if wrong := _missing_column(source, [row for _, row in rows], place, str(file.path)):
@@ -87,12 +85,6 @@ def _check_file(file: DataFile, source: SourceConfig, place: str, on_bad_row: On
             rows=len(rows),
         )
         problems.add(DataError(sentence))
-
-
-def _first(block: Block) -> Iterator[tuple[int, Any]]:
-    """Yield the first rows of a block with their line numbers."""
-    for (offset, row), _ in zip(rows_of(block), range(_ROWS), strict=False):
-        yield block.first + offset, row
 
 
 def _missing_column(source: SourceConfig, rows: list[Any], place: str, path: str) -> str:
@@ -185,8 +177,10 @@ def estimate(data: DataConfig, most: int) -> tuple[int, int] | None:
         try:
             for path in files_of(source):
                 for block in blocks(path, _BYTES, source.columns.values()):
-                    count, length = _measure(block)
-                    rows, size = rows + weight * count, size + weight * length
+                    found = list(rows_of(block))
+                    content = block.content
+                    length = len(content) if isinstance(content, bytes) else sum(len(str(row)) for _, row in found)
+                    rows, size = rows + weight * len(found), size + weight * length
                     if _sequences(data, rows, size) > most or time.monotonic() > until:
                         return None
         except ToolkitError:
@@ -200,11 +194,3 @@ def _sequences(data: DataConfig, rows: float, size: float) -> int:
     if data.packing is Packing.none:
         return math.ceil(rows)
     return math.ceil(min(rows, size / _BYTES_PER_TOKEN / data.max_length))
-
-
-def _measure(block: Block) -> tuple[int, int]:
-    """Return the rows of a block and their bytes."""
-    found: list[tuple[int, Any]] = list(rows_of(block))
-    if isinstance(block.content, bytes):
-        return len(found), len(block.content)
-    return len(found), sum(len(str(row)) for _, row in found)

@@ -1,7 +1,7 @@
 """What the data side knows of a tokenizer and of a model's way of writing conversations, and of `data.max_length`."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any, NamedTuple, Protocol
 
 from toolkit.config.schema import TooLong
@@ -32,11 +32,7 @@ class ChatEncoder(Protocol):
     """Whether a piece from the middle of a sample's ids is a sample that the model can learn from."""
 
     def encode(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None = None) -> Encoded:
-        """Return ids and mask of one conversation whose last message is the assistant's.
-
-        Raises:
-            RowError: this conversation cannot be encoded.
-        """
+        """Return ids and mask of one conversation whose last message is the assistant's; or raise a RowError."""
         ...
 
     def encode_many(
@@ -70,8 +66,7 @@ class LengthRule:
     def fit(self, conversation: Conversation, encoded: Encoded) -> FittedConversation:
         """Return what of a conversation can be used. A sample without a trained token never is.
 
-        Raises:
-            RowError: what is left of the conversation cannot be encoded.
+        A RowError if what is left of the conversation cannot be encoded.
         """
         if len(encoded[0]) <= self.limit:
             return _fitted(encoded)
@@ -84,26 +79,38 @@ class LengthRule:
     def _truncate(self, conversation: Conversation, encoded: Encoded) -> FittedConversation:
         """Leave out the oldest turns; of a plain text the end, so that its beginning stays one."""
         if conversation.is_text:
-            return FittedConversation(
-                [_first_unmarked(encoded[0][: self.limit], encoded[1][: self.limit])], truncated=True
-            )
-        shorter = self._newest(conversation)
+            cut = _first_unmarked(encoded[0][: self.limit], encoded[1][: self.limit])
+            return FittedConversation([cut], truncated=True)
+        shorter = self._most_turns(conversation, *turns(conversation.messages), newest=True)[1]
         if shorter is None:
             reason = tr("newest turn alone longer than data.max_length = {limit}", limit=self.limit)
             return FittedConversation([], reason)
         return _fitted(shorter)._replace(truncated=True)
 
-    def _newest(self, conversation: Conversation) -> Encoded | None:
-        """Return as many of the newest turns as fit, after the system message; None if the newest does not."""
-        system, parts = turns(conversation.messages)
-        return _most(len(parts), lambda count: self._fits(conversation, system, parts[len(parts) - count :]))[1]
+    def _most_turns(
+        self, conversation: Conversation, system: list[Message], parts: list[list[Message]], newest: bool = False
+    ) -> tuple[int, Encoded | None]:
+        """Return how many of the first (or newest) turns fit after the system message, by bisection, and their ids.
+
+        0 and None if one alone is too long.
+        """
+        low, high, best = 0, len(parts), None
+        while low < high:
+            middle = (low + high + 1) // 2
+            chosen = parts[len(parts) - middle :] if newest else parts[:middle]
+            encoded = self.encoder.encode([*system, *chain.from_iterable(chosen)], conversation.tools)
+            if len(encoded[0]) <= self.limit:
+                low, best = middle, encoded
+            else:
+                high = middle - 1
+        return low, best
 
     def _split(self, conversation: Conversation, encoded: Encoded) -> FittedConversation:
         """Make several samples, so that each trained token is in exactly one of them."""
         if conversation.is_text:
             samples = list(self._windows(encoded))
         elif self.encoder.only_last:
-            newest = self._newest(conversation)
+            newest = self._most_turns(conversation, *turns(conversation.messages), newest=True)[1]
             samples = [newest] if newest else list(self._windows(encoded))
         else:
             samples = list(self._turn_windows(conversation))
@@ -116,25 +123,12 @@ class LengthRule:
         """Yield samples of whole turns, as many as fit; of a turn that is too long, windows of tokens."""
         system, rest = turns(conversation.messages)
         while rest:
-            fits = partial(self._first_fit, conversation, system, rest)
-            count, found = _most(len(rest), fits)
+            count, found = self._most_turns(conversation, system, rest)
             if found is None:
                 yield from self._windows(self.encoder.encode([*system, *rest[0]], conversation.tools))
             else:
                 yield found
             rest = rest[max(count, 1) :]
-
-    def _first_fit(
-        self, conversation: Conversation, system: Sequence[Message], parts: Sequence[Sequence[Message]], count: int
-    ) -> Encoded | None:
-        return self._fits(conversation, system, parts[:count])
-
-    def _fits(
-        self, conversation: Conversation, system: Sequence[Message], parts: Sequence[Sequence[Message]]
-    ) -> Encoded | None:
-        messages = [*system, *(message for part in parts for message in part)]
-        encoded = self.encoder.encode(messages, conversation.tools)
-        return encoded if len(encoded[0]) <= self.limit else None
 
     def _windows(self, encoded: Encoded) -> Iterator[Encoded]:
         """Yield pieces of the ids; each begins with the last token of the one before it, as context for the next."""
@@ -143,19 +137,6 @@ class LengthRule:
             return
         for start in range(0, len(ids) - 1, self.limit - 1):
             yield _first_unmarked(ids[start : start + self.limit], trained[start : start + self.limit])
-
-
-def _most(count: int, attempt: Callable[[int], Encoded | None]) -> tuple[int, Encoded | None]:
-    """Return the largest count for which an attempt succeeds, by bisection, and its result; 0 and None if 1 fails."""
-    low, high, best = 0, count, None
-    while low < high:
-        middle = (low + high + 1) // 2
-        found = attempt(middle)
-        if found is None:
-            high = middle - 1
-        else:
-            low, best = middle, found
-    return low, best
 
 
 def _fitted(encoded: Encoded) -> FittedConversation:

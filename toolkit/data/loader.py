@@ -24,15 +24,13 @@ UNTRAINED = -100
 def collate(rows: Sequence[Sequence[Sample]], pad_id: int, packed: bool = False, multiple: int = PAD_MULTIPLE) -> Batch:
     """Lay samples out side by side and pad on the right to the longest row, rounded up.
 
-    Args:
-        rows: samples of each row, ids and mask each; no rows give a filler of one that is wholly untrained, for ranks
-            that have nothing left but must take part in the step.
-        multiple: of how many tokens the rows' length is made a multiple.
+    `rows`: samples of each row, ids and mask each; no rows give a filler of one that is wholly untrained, for ranks
+    that have nothing left but must take part in the step: one sample, as attention over nothing would give NaN.
+    `multiple`: of how many tokens the rows' length is made a multiple.
 
-    Returns:
-        The batch. `labels` stand at their own token's position (not shifted): -100 where the loss does not cover it,
-        the first token of each sample always. `position_ids` begin anew with each sample. `segment_ids` number a row's
-        samples from 1; 0 is padding. A filler is one sample, as attention over nothing would give NaN.
+    `labels` stand at their own token's position (not shifted): -100 where the loss does not cover it, the first token
+    of each sample always. `position_ids` begin anew with each sample. `segment_ids` number a row's samples from 1; 0 is
+    padding.
     """
     longest = max((sum(len(ids) for ids, _ in row) for row in rows), default=1)
     size = (max(len(rows), 1), -(-longest // multiple) * multiple)
@@ -86,11 +84,7 @@ def build_loader(
     num_workers: int = 0,
     multiple: int = PAD_MULTIPLE,
 ) -> "DataLoader[Batch]":
-    """Return an iterable over one rank's micro-batches as tensors.
-
-    Args:
-        multiple: of so many tokens each row is a multiple.
-    """
+    """Return an iterable over one rank's micro-batches as tensors; `multiple`: of so many tokens each row is one."""
     # A generator of its own: DataLoader otherwise draws from torch's global one, and a loader more or less
     # (an evaluation, another number of epochs) would change the dropout of the training.
     generator = torch.Generator().manual_seed(seed)

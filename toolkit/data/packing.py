@@ -3,9 +3,8 @@
 import hashlib
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,10 +28,6 @@ _SLICE = 1 << 20
 def pad_multiple(parts: int) -> int:
     """Return what the length of rows is made a multiple of, so that they can be divided into equal parts."""
     return math.lcm(PAD_MULTIPLE, parts)
-
-
-Fill = Callable[[NDArray[np.int64]], NDArray[np.int64]]
-"""From the lengths of samples, [samples], to the row of each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,15 +80,10 @@ def plan_sequences(
 ) -> PackingPlan:
     """Return the plan of a split, made now if nobody has.
 
-    Args:
-        window: see `data.packing_window`.
-        classes: longest samples of some classes of length, ascending; packed rows hold samples of one class each.
-        seed: decides which samples meet, and which are taken of a source whose weight is no whole number.
-        sources: the training sources with their weights; [] takes each sample once.
-        most: without sources: see `evaluated_samples`.
-
-    Raises:
-        DataError: the plan cannot be written.
+    `window`: see `data.packing_window`. `classes`: the longest samples of some classes of length, ascending; packed
+    sequences hold samples of one class each. `seed` decides which samples meet, and which are taken of a source whose
+    weight is no whole number. `sources`: the training sources with their weights; [] takes each sample once. `most`:
+    without sources, see `evaluated_samples`.
     """
     by_source = any(source.weights for source in sources)  # a row of several could come when one of them may not
     weights = [1.0 if by_source else source.weight for source in sources]
@@ -116,22 +106,27 @@ def plan_sequences(
         samples = samples[Permutation(len(samples), f"plan {seed}")(np.arange(len(samples)))]
         lengths = cache.lengths(samples)
         kinds = cache.sources()[samples] if by_source else np.searchsorted(classes, lengths)
-        fill = _fill(packing, max_length, micro_per_gpu, window)
-        rows, bounds = one_per_sequence(lengths, kinds, len(sources) if by_source else len(classes) + 1, fill)
-        _save(folder, samples, rows, bounds if by_source else [])
+        rows, bounds = np.empty(len(lengths), np.int64), [0]
+        for kind in range(len(sources) if by_source else len(classes) + 1):
+            mine = np.flatnonzero(kinds == kind)
+            if packing is Packing.packed:
+                filled = pack(lengths[mine], max_length, window)
+            elif packing is Packing.grouped:
+                filled = group(lengths[mine], micro_per_gpu * max_length)
+            else:
+                filled = np.arange(len(mine))
+            rows[mine] = filled + bounds[-1]
+            bounds.append(bounds[-1] + int(filled.max(initial=-1)) + 1)
+        counts = np.bincount(rows)
+        np.save(folder / "members.npy", samples[np.argsort(rows, kind="stable")].astype(np.uint32))
+        if counts.max(initial=1) > 1:
+            np.save(folder / "offsets.npy", np.concatenate(([0], np.cumsum(counts))))
+        about = {"num_rows": len(counts), "bounds": bounds if by_source else []}
+        (folder / "plan.json").write_text(json.dumps(about), encoding="utf-8")
 
     target = cache_dir / "plans" / name
     build_once(target, build, lambda folder: (folder / "plan.json").is_file())
     return load_plan(target)
-
-
-def _fill(packing: Packing, max_length: int, micro_per_gpu: int, window: int) -> Fill:
-    fills: dict[Packing, Fill] = {
-        Packing.none: lambda lengths: np.arange(len(lengths)),
-        Packing.packed: partial(pack, capacity=max_length, window=window),
-        Packing.grouped: partial(group, budget=micro_per_gpu * max_length),
-    }
-    return fills[packing]
 
 
 def weighted_samples(cache: TokenizedCache, weights: list[float], seed: int) -> NDArray[np.int64]:
@@ -155,14 +150,8 @@ def weighted_samples(cache: TokenizedCache, weights: list[float], seed: int) -> 
 def evaluated_samples(cache: TokenizedCache, most: int) -> NDArray[np.int64]:
     """Return the samples of a split that its loss is measured on: the same ones each time, on any number of ranks.
 
-    Each source gives its share, drawn at random, and one sample at least; so there are more than `most` if there are
-    more sources than that.
-
-    Args:
-        most: how many; 0 takes all.
-
-    Returns:
-        Numbers of samples, ascending, [at most max(most, sources)].
+    Each source gives its share, drawn at random, and one sample at least; so there are more than `most` (0 takes all)
+    if there are more sources than that. Returns the numbers of samples, ascending, [at most max(most, sources)].
     """
     if not 0 < most < len(cache):
         return np.arange(len(cache))
@@ -181,31 +170,6 @@ def evaluated_samples(cache: TokenizedCache, most: int) -> NDArray[np.int64]:
     return np.sort(np.concatenate(chosen))
 
 
-def one_per_sequence(
-    lengths: NDArray[np.int64],
-    kinds: NDArray[np.int64],
-    num_kinds: int,
-    fill: Fill,
-) -> tuple[NDArray[np.int64], list[int]]:
-    """Fill rows with samples of one kind each, kind after kind.
-
-    Args:
-        lengths: tokens of each sample, [samples].
-        kinds: what kind each sample is, from 0, [samples].
-        fill: from lengths to the row of each.
-
-    Returns:
-        The row of each sample; the first row of each kind, and the end.
-    """
-    rows, bounds = np.empty(len(lengths), np.int64), [0]
-    for kind in range(num_kinds):
-        mine = np.flatnonzero(kinds == kind)
-        filled = fill(lengths[mine])
-        rows[mine] = filled + bounds[-1]
-        bounds.append(bounds[-1] + int(filled.max(initial=-1)) + 1)
-    return rows, bounds
-
-
 def pack(lengths: NDArray[np.int64], capacity: int, window: int = 0) -> NDArray[np.int64]:
     """Return the row of each sample by best-fit decreasing: the longest first, each into the fullest row that takes it.
 
@@ -213,55 +177,45 @@ def pack(lengths: NDArray[np.int64], capacity: int, window: int = 0) -> NDArray[
     hardly more than the fewest. Rows by the room that is left in them stand in stacks, and which stacks hold any is
     kept as the bits of one integer: the first that fits is found in the time of an addition.
 
-    Args:
-        lengths: tokens of each sample, none above the capacity, [samples].
-        capacity: tokens of a row.
-        window: samples that are packed together, in the order given; 0 means all.
+    `lengths`: tokens of each sample, none above the capacity of a row, [samples]. `window`: samples that are packed
+    together, in the order given; 0 means all.
     """
-    window = window or len(lengths)
+    if lengths.max(initial=0) > capacity:
+        raise ValueError(f"a sample of {lengths.max()} tokens does not fit into rows of {capacity}")
     rows = np.empty(len(lengths), np.int64)
     num_rows = 0
-    for start in range(0, len(lengths), window):
-        num_rows = _pack(lengths[start : start + window], capacity, rows[start : start + window], num_rows)
+    window = window or max(1, len(lengths))
+    for begin in range(0, len(lengths), window):
+        order = begin + np.argsort(-lengths[begin : begin + window], kind="stable")
+        stacks: list[list[int]] = [[] for _ in range(capacity + 1)]
+        rooms = 0
+        for start in range(0, len(order), _SLICE):
+            part = order[start : start + _SLICE]
+            placed = []
+            for length in lengths[part].tolist():
+                fitting = rooms >> length
+                if fitting:
+                    room = length + (fitting & -fitting).bit_length() - 1
+                    row = stacks[room].pop()
+                    if not stacks[room]:
+                        rooms ^= 1 << room
+                else:
+                    room, row = capacity, num_rows
+                    num_rows += 1
+                left = room - length
+                if left:
+                    stacks[left].append(row)
+                    rooms |= 1 << left
+                placed.append(row)
+            rows[part] = placed
     return rows
-
-
-def _pack(lengths: NDArray[np.int64], capacity: int, rows: NDArray[np.int64], num_rows: int) -> int:
-    """Fill `rows`, beginning with the row `num_rows`; return how many rows there are then."""
-    if len(lengths) and lengths.max() > capacity:
-        raise ValueError(f"a sample of {lengths.max()} tokens does not fit into rows of {capacity}")
-    order = np.argsort(-lengths, kind="stable")
-    stacks: list[list[int]] = [[] for _ in range(capacity + 1)]
-    rooms = 0
-    for start in range(0, len(order), _SLICE):
-        part = order[start : start + _SLICE]
-        placed = []
-        for length in lengths[part].tolist():
-            fitting = rooms >> length
-            if fitting:
-                room = length + (fitting & -fitting).bit_length() - 1
-                stack = stacks[room]
-                row = stack.pop()
-                if not stack:
-                    rooms ^= 1 << room
-            else:
-                room, row = capacity, num_rows
-                num_rows += 1
-            left = room - length
-            if left:
-                stacks[left].append(row)
-                rooms |= 1 << left
-            placed.append(row)
-        rows[part] = placed
-    return num_rows
 
 
 def group(lengths: NDArray[np.int64], budget: int) -> NDArray[np.int64]:
     """Return the micro-batch of each sample: samples of like length, as many as fit in when padded to the longest.
 
-    Args:
-        lengths: tokens of each sample, [samples].
-        budget: most tokens of a micro-batch, padding included; a longer sample is alone.
+    `lengths`: tokens of each sample, [samples]. `budget`: most tokens of a micro-batch, padding included; a longer
+    sample is alone.
     """
     order = np.argsort(-lengths, kind="stable")
     groups = np.empty(len(lengths), np.int64)
@@ -272,15 +226,6 @@ def group(lengths: NDArray[np.int64], budget: int) -> NDArray[np.int64]:
         groups[order[start:end]] = number
         start, number = end, number + 1
     return groups
-
-
-def _save(folder: Path, samples: NDArray[np.int64], rows: NDArray[np.int64], bounds: list[int]) -> None:
-    counts = np.bincount(rows)
-    np.save(folder / "members.npy", samples[np.argsort(rows, kind="stable")].astype(np.uint32))
-    if counts.max(initial=1) > 1:
-        np.save(folder / "offsets.npy", np.concatenate(([0], np.cumsum(counts))))
-    about = {"num_rows": len(counts), "bounds": bounds}
-    (folder / "plan.json").write_text(json.dumps(about), encoding="utf-8")
 
 
 def load_plan(folder: Path) -> PackingPlan:

@@ -80,12 +80,6 @@ def marked(text: Iterable[tuple[str, str]], style: Style) -> str:
     return "".join(f"{marks[kind][0]}{part}{marks[kind][1]}" for kind, part in text)
 
 
-def padding_text(count: int, style: Style) -> str:
-    """Return a stretch of padding."""
-    begin, end = style.padding
-    return f"{begin}{tr('padding x {count}', count=count)}{end}" if count else ""
-
-
 def histogram(lengths: NDArray[np.int64], longest: int, bins: int = 10) -> list[str]:
     """Return lines with how many samples have how many tokens."""
     edges = np.unique(np.linspace(0, longest, bins + 1).round().astype(np.int64))
@@ -178,7 +172,9 @@ def sample_lines(
                 marked(colored_spans(tokenizer, ids.tolist(), trained.tolist()), style),
             ]
         if packing is Packing.packed:
-            lines.append(padding_text(cfg.data.max_length - filled, style))
+            begin, end = style.padding
+            empty = cfg.data.max_length - filled
+            lines.append(f"{begin}{tr('padding x {count}', count=empty)}{end}" if empty else "")
         lines.append("")
     return lines
 

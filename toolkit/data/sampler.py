@@ -103,13 +103,10 @@ class GlobalBatchSampler:
 
     Any place is reached at once: the order is computed for a step's rows only, nothing is kept and nothing skipped.
 
-    Args:
-        global_size: rows per step over all ranks.
-        micro_per_gpu: most rows in one micro-batch.
-        key: decides the order of every epoch: seed and fingerprint of the data.
-        lengths: tokens of some rows. If given, a step's rows are dealt out by length, so that those of a micro-batch
-            are alike: the same step for the model, as its loss is a sum over all its tokens, with less padding.
-        order: decides the rows of each step in the place of `key` and `shuffle`.
+    `global_size`: rows per step over all ranks; `micro_per_gpu`: most rows in one micro-batch; `key` decides the order
+    of every epoch (seed and fingerprint of the data), or `order` does in the place of `key` and `shuffle`. `lengths`
+    gives the tokens of some rows: a step's rows are then dealt out by length, so that those of a micro-batch are alike.
+    It is the same step for the model, as its loss is a sum over all its tokens, with less padding.
     """
 
     def __init__(
@@ -166,8 +163,7 @@ class GlobalBatchSampler:
 def sequential(num_rows: int, micro_per_gpu: int, rank: int, world_size: int) -> list[list[int]]:
     """Return one rank's micro-batches for an evaluation: each row once over all ranks, in their order.
 
-    Returns:
-        As many micro-batches on every rank; [] where a rank has run out of rows.
+    As many micro-batches on every rank; [] where a rank has run out of rows.
     """
     mine = list(range(rank, num_rows, world_size))
     most = -(-num_rows // world_size)
@@ -205,9 +201,8 @@ class CurriculumOrder:
     Each row comes once per epoch: while the curriculum lasts, a step draws from the rows that are within its limit and
     have not come yet. Where these are too few, the next longer ones fill it up. All later epochs are shuffled.
 
-    Args:
-        lengths: the longest sample of each row, tokens [rows].
-        limits: of the first steps, see `length_limits`; no more than an epoch has.
+    `lengths`: the longest sample of each row, tokens [rows]. `limits`: of the first steps, see `length_limits`; no more
+    than an epoch has.
     """
 
     def __init__(
@@ -248,10 +243,8 @@ class CurriculumOrder:
 def _drawn(candidates: NDArray[np.int64], within: NDArray[np.int64], ends: NDArray[np.int64]) -> NDArray[np.int64]:
     """Return all candidates, for each step the smallest that may be drawn and are left, and the others ascending.
 
-    Args:
-        candidates: distinct numbers below their count, in the order in which they may be drawn.
-        within: how many of them may be drawn at each step.
-        ends: how many have been drawn after each step.
+    `candidates`: distinct numbers below their count, in the order in which they may be drawn; `within`: how many of
+    them may be drawn at each step; `ends`: how many have been drawn after each step.
     """
     order: list[int] = []
     pool: list[int] = []
@@ -274,10 +267,8 @@ class ScheduledMixture:
     has its share up to a row. Each source is gone through in an order of its own, again and again: none of its rows
     comes twice before all have come.
 
-    Args:
-        bounds: the first row of each source, and the end.
-        max_steps: optimizer steps of the run; 0: `epochs` epochs.
-        epochs: passes; an epoch has as many rows as the mean weights give.
+    `bounds`: the first row of each source, and the end. `max_steps`: optimizer steps of the run; 0: `epochs` epochs, of
+    which each has as many rows as the mean weights give.
     """
 
     def __init__(
@@ -328,22 +319,20 @@ class ScheduledMixture:
         return place.epoch * self.steps_per_epoch + place.row // self.global_size
 
     def _taken_before(self, step: int) -> list[int]:
-        """Return the rows of each source that come before a step."""
-        while len(self._taken) <= step:
-            self._take(len(self._taken) - 1)
-        return self._taken[step]
+        """Return the rows of each source that come before a step.
 
-    def _take(self, step: int) -> None:
-        """Decide on a step: each source gets what it is owed, in whole rows, and those owed most the rest."""
-        row = step % self.steps_per_epoch * self.global_size
-        count = min(self.global_size, self.num_rows - row)
-        owed = [old + count * share for old, share in zip(self._owed, self.shares(step), strict=True)]
-        given = [max(0, math.floor(due) - len(owed)) for due in owed]  # never more than `count` together
-        for _ in range(count - sum(given)):
-            most = max(range(len(owed)), key=lambda number: owed[number] - given[number])
-            given[most] += 1
-        self._owed = [due - got for due, got in zip(owed, given, strict=True)]
-        self._taken.append([old + got for old, got in zip(self._taken[-1], given, strict=True)])
+        In a step each source gets what it is owed, in whole rows, and those owed most the rest.
+        """
+        for number in range(len(self._taken) - 1, step):
+            row = number % self.steps_per_epoch * self.global_size
+            count = min(self.global_size, self.num_rows - row)
+            owed = [old + count * share for old, share in zip(self._owed, self.shares(number), strict=True)]
+            given = [max(0, math.floor(due) - len(owed)) for due in owed]  # never more than `count` together
+            for _ in range(count - sum(given)):
+                given[int(np.argmax(np.subtract(owed, given)))] += 1
+            self._owed = [due - got for due, got in zip(owed, given, strict=True)]
+            self._taken.append([old + got for old, got in zip(self._taken[-1], given, strict=True)])
+        return self._taken[step]
 
     def _of(self, number: int, begin: int, end: int) -> NDArray[np.int64]:
         """Return some of the rows of a source, counted over all its passes."""

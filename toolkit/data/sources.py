@@ -206,16 +206,6 @@ _QUESTIONS = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class _Object:
-    """Something with a docstring: its dotted name, module/class/function, its parameters as written, its docstring."""
-
-    name: str
-    kind: str
-    parameters: str
-    docstring: str
-
-
 def pairs_file(cache_dir: Path) -> Path:
     """Return the JSONL file of the pairs (keys prompt, response), written at first use."""
     library = Path(sysconfig.get_paths()["stdlib"])
@@ -252,17 +242,16 @@ def derive_pairs(library: Path) -> Iterator[tuple[str, str]]:
                 tree = ast.parse(path.read_bytes())
             except (SyntaxError, ValueError, RecursionError, OSError):
                 continue  # fixtures in wrong encodings, and templates that are no Python
-        for found in _documented(tree, module):
-            description = _describe(found.docstring)
-            if len(description) < _MIN_ANSWER_CHARS or description in seen or found.name in names:
+        for name, kind, parameters, docstring in _documented(tree, module):
+            description = _describe(docstring)
+            if len(description) < _MIN_ANSWER_CHARS or description in seen or name in names:
                 continue
             seen.add(description)
-            names.add(found.name)
+            names.add(name)
             # The form is chosen by the name, so that it is the same everywhere.
-            forms = _QUESTIONS[found.kind]
-            form = forms[zlib.crc32(found.name.encode()) % len(forms)]
-            answer = f"{found.name}({found.parameters}): {description}" if "call" in form else description
-            yield form.format(name=found.name), answer
+            forms = _QUESTIONS[kind]
+            form = forms[zlib.crc32(name.encode()) % len(forms)]
+            yield form.format(name=name), f"{name}({parameters}): {description}" if "call" in form else description
 
 
 def _module_sources(library: Path) -> list[Path]:
@@ -275,35 +264,31 @@ def _module_sources(library: Path) -> list[Path]:
     return sorted(files, key=lambda path: path.relative_to(library).as_posix())
 
 
-def _documented(tree: ast.Module, module: str) -> Iterator[_Object]:
-    """Yield what has a docstring: the module, then public functions, classes and methods in the file's order."""
-    if not _is_private(module) and (docstring := ast.get_docstring(tree)):
-        yield _Object(module, "module", "", docstring)
-    yield from _members(tree, module, in_class=False)
+def _documented(node: ast.AST, name: str, in_class: bool = False) -> Iterator[tuple[str, str, str, str]]:
+    """Yield name, kind, parameters and docstring of a module, then its public functions, classes and methods.
 
-
-def _members(parent: ast.Module | ast.ClassDef, prefix: str, in_class: bool) -> Iterator[_Object]:
-    for node in parent.body:
-        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) or _is_private(node.name):
-            continue
-        name, docstring = f"{prefix}.{node.name}", ast.get_docstring(node)
-        if isinstance(node, ast.ClassDef):
-            if docstring:
-                yield _Object(name, "class", "", docstring)
-            yield from _members(node, name, in_class=True)
-        elif docstring:
+    A name with a private last part, `__init__` and the like say too little on their own.
+    """
+    if not isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+        return
+    docstring = "" if name.rpartition(".")[2].startswith("_") else ast.get_docstring(node)
+    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+        if docstring:
             for argument in ast.walk(node.args):
                 if isinstance(argument, ast.arg):
                     argument.annotation = None
             parameters = ast.unparse(node.args)
             if in_class:
                 parameters = re.sub(r"^(self|cls)(, |$)", "", parameters)
-            yield _Object(name, "function", parameters, docstring)
-
-
-def _is_private(name: str) -> bool:
-    """Whether a dotted name has a private last part; `__init__` and the like say too little on their own."""
-    return name.rpartition(".")[2].startswith("_")
+            yield name, "function", parameters, docstring
+        return
+    is_class = isinstance(node, ast.ClassDef)
+    if docstring:
+        yield name, "class" if is_class else "module", "", docstring
+    for child in node.body:
+        child_name = getattr(child, "name", "_")
+        if not child_name.startswith("_"):
+            yield from _documented(child, f"{name}.{child_name}", is_class)
 
 
 def _describe(docstring: str) -> str:

@@ -17,7 +17,6 @@ import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import IO, TYPE_CHECKING, Any
 
 import numpy as np
@@ -86,11 +85,7 @@ class TokenizedCache:
         return self.read_ids(begin, end), self.read_trained(begin, end)
 
     def read_ids(self, begin: int, end: int) -> NDArray[Any]:
-        """Return the tokens at some places of all splits, [end - begin].
-
-        Raises:
-            DataError: the file cannot be read.
-        """
+        """Return the tokens at some places of all splits, [end - begin]."""
         size = self.dtype.itemsize
         return np.frombuffer(self._read(self._ids, IDS, begin * size, end * size), self.dtype)
 
@@ -98,9 +93,6 @@ class TokenizedCache:
         """Return whether the loss covers each of the tokens at some places of all splits, [end - begin].
 
         Kept eight to a byte (np.packbits). Never true for the first of a sample.
-
-        Raises:
-            DataError: the file cannot be read.
         """
         first = begin // 8
         bits = np.unpackbits(np.frombuffer(self._read(self._trained, TRAINED, first, -(-end // 8)), np.uint8))
@@ -158,7 +150,7 @@ class TokenizedCache:
 
 
 class CacheWriter:
-    """Joins parts in an empty folder. Use as a context manager, then `finish`."""
+    """Joins parts in an empty folder: `append` each, `finish` once, `close` in any case."""
 
     def __init__(self, folder: Path, dtype: np.dtype[Any]) -> None:
         self.folder, self.dtype = folder, dtype
@@ -168,18 +160,6 @@ class CacheWriter:
         self._checksums: dict[str, int] = {IDS: 0, TRAINED: 0}
         self._rest = np.empty(0, np.bool_)  # of the mask, less than a byte
         self._out: dict[str, IO[bytes]] = {name: open(folder / name, "wb") for name in (IDS, TRAINED)}
-
-    def __enter__(self) -> "CacheWriter":
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        for file in self._out.values():
-            file.close()
 
     def append(self, part: Part, file: int, first_line: int) -> None:
         """Add the samples of a part."""
@@ -211,8 +191,7 @@ class CacheWriter:
     def finish(self, splits: dict[str, NDArray[np.int64]], manifest: dict[str, Any]) -> None:
         """Write the index files and, last, the manifest."""
         self._write(TRAINED, np.packbits(self._rest))
-        for file in self._out.values():
-            file.close()
+        self.close()
         index = self.index()
         offsets = np.concatenate(([0], np.cumsum(index.lengths, dtype=np.int64)))
         arrays = {OFFSETS: offsets, FILES: index.files, LINES: index.lines}
@@ -241,6 +220,11 @@ class CacheWriter:
         # A file's name need not be UTF-8; such bytes become escapes, which JSON reads back.
         text = json.dumps(whole, indent=2, ensure_ascii=False)
         (self.folder / MANIFEST).write_text(text, encoding="utf-8", errors="backslashreplace")
+
+    def close(self) -> None:
+        """Close the files."""
+        for file in self._out.values():
+            file.close()
 
     def _write(self, name: str, values: NDArray[Any]) -> None:
         content = values.tobytes()

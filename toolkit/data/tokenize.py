@@ -10,8 +10,8 @@ import hashlib
 import json
 import shutil
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import closing, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -60,22 +60,16 @@ def cache_changes(stores: Path, inputs: dict[str, Any]) -> str:
     if nearest is None or nearest[0] > len(inputs) // 3:
         return ""
     known = read_manifest(stores / nearest[2])["inputs"]
-    words = [
-        f"{name} {known.get(name)} -> {inputs[name]}" if name not in ("files", "encoder") else _named_change(name)
-        for name in nearest[3]
-    ]
+    named = {
+        "files": tr("the content, format or columns of the data files"),
+        "encoder": tr("the tokenizer or its chat template"),
+    }
+    words = [named.get(name, f"{name} {known.get(name)} -> {inputs[name]}") for name in nearest[3]]
     return tr(
         "Tokenizing again: since the cache {name} was built, this changed: {changes}.",
         name=nearest[2][:8],
         changes="; ".join(words),
     )
-
-
-def _named_change(name: str) -> str:
-    return {
-        "files": tr("the content, format or columns of the data files"),
-        "encoder": tr("the tokenizer or its chat template"),
-    }[name]
 
 
 @dataclass(slots=True)
@@ -127,33 +121,6 @@ class PrepareReport:
     folder: str = ""
     """The cache."""
 
-    def count_equal(
-        self, index: CacheIndex, first: NDArray[np.int64], training: NDArray[np.int64], paths: Sequence[Path]
-    ) -> None:
-        """Count the rows that are there twice.
-
-        Args:
-            index: of the cache, training files before validation files.
-            first: of each used row the first one that is equal, see `first_equal`.
-        """
-        rows = index.used_rows()
-        is_training = np.zeros(len(first), dtype=np.bool_)
-        is_training[rows[training]] = True
-        sample_of = np.flatnonzero(np.diff(rows, prepend=-1))
-
-        def where(row: int) -> str:
-            sample = sample_of[row]
-            return f"{paths[index.files[sample]]}:{index.lines[sample]}"
-
-        def examples(found: NDArray[np.int64]) -> list[str]:
-            return [f"{where(row)} = {where(first[row])}" for row in found[:EXAMPLES]]
-
-        # Training files are read first, so the first of equal rows is a training row if any of them is.
-        repeated = np.flatnonzero(is_training & (first != np.arange(len(first))))
-        leaked = np.flatnonzero(~is_training & is_training[first])
-        self.repeated, self.repeated_examples = len(repeated), examples(repeated)
-        self.leaked, self.leaked_examples = len(leaked), examples(leaked)
-
     def duplicates(self) -> str:
         """Return how many rows are there twice, in one sentence; "" if none is."""
         if not self.repeated and not self.leaked:
@@ -201,8 +168,7 @@ class CachePair(NamedTuple):
 def build_caches(cfg: RunConfig, encoder: ChatEncoder) -> CachePair:
     """Return the tokenised data, made now if no cache with the same fingerprint exists.
 
-    Raises:
-        DataError: a file or a row cannot be used, nothing is left to train on, or the cache cannot be written.
+    A DataError if a file or a row cannot be used, nothing is left to train on, or the cache cannot be written.
     """
     stores = Path(cfg.prepare.dir) / "stores"
     files = locate_all(cfg.data, Path(cfg.prepare.dir))
@@ -220,7 +186,7 @@ def build_caches(cfg: RunConfig, encoder: ChatEncoder) -> CachePair:
         if _inputs(cfg, encoder, files)["files"] != inputs["files"]:
             raise DataError(tr("A data file was changed while it was being tokenised. Start the same command again."))
 
-    built = build_once(folder, build, is_complete, builder.pace.status)
+    built = build_once(folder, build, is_complete, lambda: builder.pace.line)
     if built:
         builder.remove_parts()
     manifest = read_manifest(folder)
@@ -233,11 +199,7 @@ def build_caches(cfg: RunConfig, encoder: ChatEncoder) -> CachePair:
 
 
 def prepare_shard(cfg: RunConfig, encoder: ChatEncoder) -> tuple[int, int]:
-    """Make the parts of `prepare.shard`; return how many there are and how many were made now. `prepare` joins them.
-
-    Raises:
-        DataError: see `prepare`.
-    """
+    """Make the parts of `prepare.shard`; return how many there are and how many were made now. `prepare` joins them."""
     number, count = (int(text) for text in cfg.prepare.shard.split("/"))
     builder = _Builder(cfg, encoder, locate_all(cfg.data, Path(cfg.prepare.dir)))
     try:
@@ -287,18 +249,34 @@ class _Builder:
         self.bad_rows_file = Path(cfg.prepare.dir) / BAD_ROWS
 
     def build(self, folder: Path, manifest: dict[str, Any]) -> None:
-        """Write the cache into an empty folder."""
-        started = time.monotonic()
-        with CacheWriter(folder, id_dtype(self.encoder.vocab_size)) as writer:
-            self._join(writer, folder / BAD_ROWS)
+        """Write the cache into an empty folder: parts are appended, in order, while later ones are being made."""
+        started, report, bad_rows_file = time.monotonic(), self.report, folder / BAD_ROWS
+        before = new_bytes = new_tokens = position = file_number = 0
+        with closing(CacheWriter(folder, id_dtype(self.encoder.vocab_size))) as writer:
+            for made in make_parts(self._blocks(), self.encoder, self.rules, self.parts, self.num_workers):
+                while file_number < made.file_number:
+                    before += self.files[file_number].path.stat().st_size
+                    file_number, position = file_number + 1, 0
+                part = self._read(made)
+                self._check(made, part)
+                self._count_part(made, part, bad_rows_file)
+                writer.append(part, made.file_number, made.block.first)
+                self.used.append(made.path)
+                new_bytes += made.is_new * (made.block.position - position)
+                new_tokens += made.is_new * len(part.ids)
+                report.parts_kept += not made.is_new
+                position = made.block.position
+                self.pace.update(before + position, report.rows_read, new_bytes, new_tokens)
+                self._check_limit(before + position, bad_rows_file)
+            self._check_limit(self.bytes, bad_rows_file)
             index = writer.index()
             first = first_equal(index.hashes)
             splits = self._splits(index, first)
             self._count(index, splits)
-            self.report.count_equal(index, first, splits["train"], [file.path for file in self.files])
-            self.report.seconds = time.monotonic() - started
+            self._count_equal(index, first, splits["train"])
+            report.seconds = time.monotonic() - started
             files = [{"path": str(file.path), "source": file.source} for file in self.files]
-            writer.finish(splits, {**manifest, "files": files, "report": asdict(self.report)})
+            writer.finish(splits, {**manifest, "files": files, "report": asdict(report)})
 
     def make_shard(self, number: int, count: int) -> tuple[int, int]:
         """Make every count-th part, beginning with `number`; return how many there are and how many were new."""
@@ -319,30 +297,9 @@ class _Builder:
                     path.unlink()
 
     def _blocks(self) -> Iterator[tuple[int, DataFile, Block]]:
-        data = self.data
-        limits = [data.max_samples if file.source < len(data.sources) else 0 for file in self.files]
+        training = len(self.data.sources)
+        limits = [self.data.max_samples if file.source < training else 0 for file in self.files]
         return read_blocks(self.files, limits, block_bytes(self.bytes))
-
-    def _join(self, writer: CacheWriter, bad_rows_file: Path) -> None:
-        """Append all parts, in order, while later ones are being made."""
-        before = new_bytes = new_tokens = position = 0
-        file_number = 0
-        for made in make_parts(self._blocks(), self.encoder, self.rules, self.parts, self.num_workers):
-            while file_number < made.file_number:
-                before += self.files[file_number].path.stat().st_size
-                file_number, position = file_number + 1, 0
-            part = self._read(made)
-            self._check(made, part)
-            self._count_part(made, part, bad_rows_file)
-            writer.append(part, made.file_number, made.block.first)
-            self.used.append(made.path)
-            new_bytes += made.is_new * (made.block.position - position)
-            new_tokens += made.is_new * len(part.ids)
-            self.report.parts_kept += not made.is_new
-            position = made.block.position
-            self.pace.update(before + position, self.report.rows_read, new_bytes, new_tokens)
-            self._check_limit(before + position, bad_rows_file)
-        self._check_limit(self.bytes, bad_rows_file)
 
     def _read(self, made: BuiltPart) -> Part:
         part = read_part(made.path)
@@ -434,11 +391,20 @@ class _Builder:
         for file in self.files:
             if not self.source_rows[file.source] and not self.data.max_samples:
                 raise DataError("{path} holds no row.", path=file.path)
-        of_file = np.array([file.source < num_training for file in self.files])
-        is_training = of_file[index.files]
-        self._check_not_empty(int(is_training.sum()), "data.sources")
+        is_training = np.array([file.source < num_training for file in self.files])[index.files]
+        for key, samples in (("data.sources", is_training), ("data.validation", ~is_training)):
+            if not samples.any() and (key == "data.sources" or self.data.validation):
+                reasons = "".join(
+                    f"\n  {count} x {reason} ({', '.join(self.report.examples[reason])})"
+                    for reason, count in self.report.dropped.items()
+                )
+                raise DataError(
+                    "No trained tokens: none of the {count} rows of {key} can be used.{reasons}",
+                    count=self.report.rows_read,
+                    key=key,
+                    reasons=reasons,
+                )
         if self.data.validation:
-            self._check_not_empty(int((~is_training).sum()), "data.validation")
             return {"train": np.flatnonzero(is_training), "validation": np.flatnonzero(~is_training)}
         rows = index.used_rows()
         distinct = np.flatnonzero(first == np.arange(len(first)))
@@ -454,8 +420,7 @@ class _Builder:
         report.train_samples, report.validation_samples = len(train), len(splits["validation"])
         report.tokens, report.trained_tokens = int(index.lengths[train].sum()), int(index.trained[train].sum())
         sources = [*self.data.sources, *self.data.validation]
-        of_file = np.array([file.source for file in self.files])
-        of_sample = of_file[index.files]
+        of_sample = np.array([file.source for file in self.files])[index.files]
         for number, source in enumerate(sources):
             mine = of_sample == number
             report.sources.append(
@@ -469,20 +434,22 @@ class _Builder:
                 }
             )
 
-    def _check_not_empty(self, usable: int, key: str) -> None:
-        """Refuse data of which nothing is left."""
-        if usable:
-            return
-        reasons = "".join(
-            f"\n  {count} x {reason} ({', '.join(self.report.examples[reason])})"
-            for reason, count in self.report.dropped.items()
-        )
-        raise DataError(
-            "No trained tokens: none of the {count} rows of {key} can be used.{reasons}",
-            count=self.report.rows_read,
-            key=key,
-            reasons=reasons,
-        )
+    def _count_equal(self, index: CacheIndex, first: NDArray[np.int64], training: NDArray[np.int64]) -> None:
+        """Count the rows that are there twice; `first` is of each used row the first one that is equal."""
+        rows = index.used_rows()
+        is_training = np.zeros(len(first), dtype=np.bool_)
+        is_training[rows[training]] = True
+        samples = np.flatnonzero(np.diff(rows, prepend=-1)).tolist()
+
+        def examples(found: NDArray[np.int64]) -> list[str]:
+            pairs = [(samples[row], samples[first[row]]) for row in found[:EXAMPLES]]
+            return [" = ".join(f"{self.files[index.files[n]].path}:{index.lines[n]}" for n in pair) for pair in pairs]
+
+        # Training files are read first, so the first of equal rows is a training row if any of them is.
+        repeated = np.flatnonzero(is_training & (first != np.arange(len(first))))
+        leaked = np.flatnonzero(~is_training & is_training[first])
+        self.report.repeated, self.report.repeated_examples = len(repeated), examples(repeated)
+        self.report.leaked, self.report.leaked_examples = len(leaked), examples(leaked)
 
 
 def _place(made: BuiltPart, row: RowPosition) -> str:
@@ -506,8 +473,7 @@ def first_equal(hashes: NDArray[np.uint64]) -> NDArray[np.int64]:
 def split_rows(num_rows: int, fraction: float, seed: int) -> dict[str, NDArray[np.int64]]:
     """Return the rows of both splits, ascending: a function of its arguments only.
 
-    Args:
-        fraction: share of the validation split; it gets at least one row if this is above 0 and there are two.
+    `fraction`: share of the validation split; it gets at least one row if this is above 0 and there are two.
     """
     count = min(max(1, round(num_rows * fraction)), num_rows - 1) if fraction > 0 else 0
     chosen = np.zeros(num_rows, dtype=np.bool_)

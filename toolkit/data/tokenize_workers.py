@@ -14,7 +14,7 @@ import zipfile
 from array import array
 from collections import deque
 from collections.abc import Iterable, Iterator
-from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures import Future
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass, field
 from itertools import islice, pairwise
@@ -103,7 +103,8 @@ class PartCounts:
     def refuse(self, row: RowPosition, reason: RowError, value: object) -> None:
         """Count a row that cannot be used; once, however many samples it would have given."""
         if not self.bad or self.bad[-1][0] != row:
-            self.bad.append((row, str(reason), _excerpt(value)))
+            text = value[: 4 * _EXCERPT_CHARS].decode("utf-8", "replace") if isinstance(value, bytes) else repr(value)
+            self.bad.append((row, str(reason), text.strip()[:_EXCERPT_CHARS]))
 
 
 @dataclass(slots=True)
@@ -142,16 +143,13 @@ class PartBuilder:
         return self.folder / f"{digest.hexdigest()[:40]}.npz"
 
     def make(self, block: Block, row_format: RowFormat, columns: dict[str, str]) -> tuple[Path, bool]:
-        """Make a part unless an undamaged one is there; return where it is and whether it was made.
-
-        Raises:
-            OSError: it cannot be written.
-        """
+        """Make a part unless an undamaged one is there; return where it is and whether it was made."""
         path = self.path(block, row_format, columns)
         if read_part(path) is not None:
             return path, False
-        part = self._encode(block, RowReader(_definite(row_format), columns))
-        write_part(path, part)
+        # A block of which no row can be parsed has no format; all its rows are rejected before one is needed.
+        row_format = RowFormat.prompt_response if row_format is RowFormat.auto else row_format
+        write_part(path, self._encode(block, RowReader(row_format, columns)))
         return path, True
 
     def _encode(self, block: Block, reader: RowReader) -> Part:
@@ -177,7 +175,7 @@ class PartBuilder:
     ) -> Iterator[tuple[RowPosition, Encoded]]:
         """Yield the samples of some rows, each with its row."""
         counts.rows += len(batch)
-        read: list[tuple[RowPosition, Conversation]] = []
+        read: list[_ReadRow] = []
         for row, value in batch:
             try:
                 parsed = parse_row(value)
@@ -192,14 +190,25 @@ class PartBuilder:
                 counts.systems += 1
             if not found:
                 counts.drop(tr("no token the loss covers"), row)
-            read += [(row, conversation) for conversation in found]
-        values = dict(batch)
+            read += [_ReadRow(row, value, conversation) for conversation in found]
         for some in _by_size(read):
-            for row, conversation, encoded in self._encoded(some, values, counts):
-                yield from self._fitted(row, conversation, encoded, counts, values)
+            for (row, value, conversation), encoded in self._encoded(some, counts):
+                if self.rules.too_long is TooLong.error and len(encoded[0]) > self.rules.max_length:
+                    counts.too_long = counts.too_long or [(row, len(encoded[0]))]
+                    continue
+                try:
+                    fitted = self.length_rule.fit(conversation, encoded)
+                except RowError as error:
+                    counts.refuse(row, error, value)
+                    continue
+                if fitted.left_out:
+                    counts.drop(fitted.left_out, row)
+                counts.truncated += fitted.truncated
+                counts.split += fitted.split
+                yield from ((row, sample) for sample in fitted.samples)
 
     def _marked(self, whole: Conversation) -> list[Conversation]:
-        """Return what is learned from a row; see `conversation.marked`."""
+        """Return what is learned from a row; see `formats.mark_trained`."""
         if len(whole.messages) > _MOST_MESSAGES:
             raise RowError(
                 "a conversation of {count} messages; at most {most} can be used. Split it over several rows",
@@ -216,45 +225,29 @@ class PartBuilder:
             )
         return found
 
-    def _encoded(
-        self, read: list[tuple[RowPosition, Conversation]], values: dict[RowPosition, Any], counts: PartCounts
-    ) -> Iterator[tuple[RowPosition, Conversation, Encoded]]:
+    def _encoded(self, read: list["_ReadRow"], counts: PartCounts) -> Iterator[tuple["_ReadRow", Encoded]]:
         """Encode a batch at once; if a row of it cannot be encoded, one by one to find which."""
+        conversations = [one.conversation for one in read]
         try:
-            encoded: Iterable[Encoded] = self.encoder.encode_many(
-                [conversation.messages for _, conversation in read], [conversation.tools for _, conversation in read]
-            )
-            yield from ((row, conversation, one) for (row, conversation), one in zip(read, encoded, strict=True))
+            encoded = self.encoder.encode_many([c.messages for c in conversations], [c.tools for c in conversations])
+            yield from zip(read, encoded, strict=True)
             return
         except RowError:
             pass
-        for row, conversation in read:
+        for one in read:
             try:
-                yield row, conversation, self.encoder.encode(conversation.messages, conversation.tools)
+                yield one, self.encoder.encode(one.conversation.messages, one.conversation.tools)
             except RowError as error:
-                counts.refuse(row, error, values[row])
+                counts.refuse(one.row, error, one.value)
 
-    def _fitted(
-        self,
-        row: RowPosition,
-        conversation: Conversation,
-        encoded: Encoded,
-        counts: PartCounts,
-        values: dict[RowPosition, Any],
-    ) -> Iterator[tuple[RowPosition, Encoded]]:
-        if self.rules.too_long is TooLong.error and len(encoded[0]) > self.rules.max_length:
-            counts.too_long = counts.too_long or [(row, len(encoded[0]))]
-            return
-        try:
-            fitted = self.length_rule.fit(conversation, encoded)
-        except RowError as error:
-            counts.refuse(row, error, values[row])
-            return
-        if fitted.left_out:
-            counts.drop(fitted.left_out, row)
-        counts.truncated += fitted.truncated
-        counts.split += fitted.split
-        yield from ((row, sample) for sample in fitted.samples)
+
+class _ReadRow(NamedTuple):
+    """What is learned from a row, or a part of that."""
+
+    row: RowPosition
+    value: object
+    """The row as it is in the file."""
+    conversation: Conversation
 
 
 def row_hashes(
@@ -277,13 +270,13 @@ def row_hashes(
     return np.frombuffer(found, np.uint64)
 
 
-def _by_size(read: list[tuple[RowPosition, Conversation]]) -> Iterator[list[tuple[RowPosition, Conversation]]]:
+def _by_size(read: list[_ReadRow]) -> Iterator[list[_ReadRow]]:
     """Yield the conversations of a batch in groups of a bounded size, in their order."""
-    group: list[tuple[RowPosition, Conversation]] = []
+    group: list[_ReadRow] = []
     size = 0
-    for item in read:
-        size += _chars(item[1])
-        group.append(item)
+    for one in read:
+        size += _chars(one.conversation)
+        group.append(one)
         if size >= _BATCH_CHARS:
             yield group
             group, size = [], 0
@@ -306,8 +299,9 @@ def write_part(path: Path, part: Part) -> None:
     try:
         with open(building, "wb") as file:
             arrays = {name: getattr(part, name) for name in ("ids", "lengths", "lines", "rows", "hashes")}
-            counts = np.frombuffer(_to_json(part.counts), np.uint8)
-            np.savez(file, trained=np.packbits(part.trained), account=counts, **arrays)
+            counts = {name: value for name, value in asdict(part.counts).items() if name != "_last"}
+            account = np.frombuffer(json.dumps(counts).encode(), np.uint8)
+            np.savez(file, trained=np.packbits(part.trained), account=account, **arrays)
         os.replace(building, path)
     finally:
         building.unlink(missing_ok=True)
@@ -325,10 +319,6 @@ def read_part(path: Path) -> Part | None:
     return part if int(part.lengths.sum()) == len(part.ids) else None
 
 
-def _to_json(counts: PartCounts) -> bytes:
-    return json.dumps({name: value for name, value in asdict(counts).items() if name != "_last"}).encode()
-
-
 def _from_json(text: bytes) -> PartCounts:
     found = json.loads(text)
     found["bad"] = [(RowPosition(*row), reason, excerpt) for row, reason, excerpt in found["bad"]]
@@ -337,16 +327,6 @@ def _from_json(text: bytes) -> PartCounts:
         reason: [RowPosition(*row) for row in rows] for reason, rows in found["dropped_rows"].items()
     }
     return PartCounts(**found)
-
-
-def _definite(row_format: RowFormat) -> RowFormat:
-    """A block of which no row can be parsed has no format; all its rows are refused before one is needed."""
-    return RowFormat.prompt_response if row_format is RowFormat.auto else row_format
-
-
-def _excerpt(value: object) -> str:
-    text = value[: 4 * _EXCERPT_CHARS].decode("utf-8", "replace") if isinstance(value, bytes) else repr(value)
-    return text.strip()[:_EXCERPT_CHARS]
 
 
 LEAST_BYTES_FOR_PROCESSES = 8 << 20
@@ -370,12 +350,7 @@ class BuiltPart(NamedTuple):
 def make_parts(
     blocks: Iterable[tuple[int, DataFile, Block]], encoder: ChatEncoder, rules: Rules, folder: Path, num_workers: int
 ) -> Iterator[BuiltPart]:
-    """Yield the parts of blocks in their order.
-
-    Raises:
-        DataError: a process was killed.
-        OSError: a part cannot be written.
-    """
+    """Yield the parts of blocks in their order; a DataError if a process was killed."""
     folder.mkdir(parents=True, exist_ok=True)
     if num_workers == 1:
         maker = PartBuilder(encoder, rules, folder)
@@ -384,8 +359,19 @@ def make_parts(
             yield BuiltPart(number, file, block, path, is_new)
         return
     executor = children.workers(num_workers, _start, encoder, rules, folder, current_language())
+    waiting: deque[tuple[int, DataFile, Block, Future[tuple[Path, bool]]]] = deque()
+
+    def oldest() -> BuiltPart:
+        number, file, block, future = waiting.popleft()
+        return BuiltPart(number, file, block, *future.result())
+
     try:
-        yield from _in_order(executor, blocks, num_workers * _AHEAD)
+        for number, file, block in blocks:
+            waiting.append((number, file, block, executor.submit(_make, block, file.row_format, file.columns)))
+            if len(waiting) >= num_workers * _AHEAD:
+                yield oldest()
+        while waiting:
+            yield oldest()
     except BrokenProcessPool:
         raise DataError(
             "A tokenising process was killed, most likely by the system for lack of memory (see `dmesg`). What was "
@@ -394,24 +380,6 @@ def make_parts(
         ) from None
     finally:
         executor.shutdown(cancel_futures=True)
-
-
-def _in_order(
-    executor: ProcessPoolExecutor, blocks: Iterable[tuple[int, DataFile, Block]], most: int
-) -> Iterator[BuiltPart]:
-    waiting: deque[tuple[int, DataFile, Block, Future[tuple[Path, bool]]]] = deque()
-
-    def oldest() -> BuiltPart:
-        number, file, block, future = waiting.popleft()
-        return BuiltPart(number, file, block, *future.result())
-
-    for number, file, block in blocks:
-        future = executor.submit(_make, block, file.row_format, file.columns)
-        waiting.append((number, file, block, future))
-        if len(waiting) >= most:
-            yield oldest()
-    while waiting:
-        yield oldest()
 
 
 _maker: PartBuilder | None = None
@@ -444,16 +412,11 @@ class BuildProgress:
         self.total = max(total, 1)
         self.started = time.monotonic()
         self.next = self.started + self.FIRST_S
-        self.new_tokens = self.new_bytes = 0
         self.line = ""
+        """The last line."""
 
     def update(self, done: int, rows: int, new_bytes: int, new_tokens: int) -> None:
-        """Tell where the work is.
-
-        Args:
-            new_bytes: bytes of them that were worked on now; the time left is reckoned from these.
-        """
-        self.new_bytes, self.new_tokens = new_bytes, new_tokens
+        """Tell where the work is; the time left is reckoned from `new_bytes`, those that were worked on now."""
         seconds = max(time.monotonic() - self.started, 1e-6)
         left = (self.total - done) / (new_bytes / seconds) if new_bytes else 0
         self.line = tr(
@@ -466,7 +429,3 @@ class BuildProgress:
         if time.monotonic() >= self.next:
             self.next = time.monotonic() + self.EVERY_S
             say(self.line)
-
-    def status(self) -> str:
-        """Return the last line."""
-        return self.line

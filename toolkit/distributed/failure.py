@@ -11,9 +11,6 @@ ranks of other machines are looked for by their notes, which stand still.
 Signals (SIGINT, SIGTERM, Slurm's SIGUSR1, the SIGHUP of a closed terminal) are noted at once and acted on by all ranks
 at the next step boundary: launchers signal ranks one by one, DeepSpeed's up to 30 s apart, so a rank must never act on
 one alone; its peers would wait for it in a collective. The flag rides on the sum that each step needs anyway.
-
-
-From an exception to one message and an exit code.
 """
 
 import errno
@@ -72,21 +69,15 @@ def watch_failures(folder: Path, rank: int = 0, everybody: "Sequence[Peer]" = ()
     threading.Thread(target=_wait_for_marker, name="failure-watch", daemon=True).start()
 
 
-def is_watching() -> bool:
-    """Return whether `watch` has been called: from then on the marker decides who speaks."""
-    return _marker is not None
-
-
 def another_has_failed() -> bool:
     """Return whether another rank has put its error into the marker."""
     return _marker is not None and not _is_mine and _marker.exists()
 
 
 def announce_failure(rank: int, text: str, code: int, of_peer: bool = False) -> bool:
-    """Claim the failure.
+    """Claim the failure; return whether this rank was the first, and so has to report it.
 
-    `text` and the exit code `code` go into the marker; `of_peer`: the text names another rank. Returns whether this
-    rank was the first, and so has to report it.
+    `text` and the exit code `code` go into the marker; `of_peer`: the text names another rank.
     """
     global _is_mine
     try:
@@ -102,20 +93,6 @@ def announce_failure(rank: int, text: str, code: int, of_peer: bool = False) -> 
             me = f"rank {rank} on {socket.gethostname()} (pid {os.getpid()})"
             file.write(f"{text}\nnoticed by {me}\n" if of_peer else f"{me}, exit code {code}\n{text}\n")
     return True
-
-
-def has_reported_peer() -> bool:
-    """Return whether this process has told already that another rank was killed: nothing else is to be told."""
-    return _reported_peer.is_set()
-
-
-def was_killed() -> bool:
-    """Look whether another rank was killed, which breaks this one's collectives; if so tell it, and return True."""
-    if _peers is None or _reported_peer.wait(_PEER_S) or another_has_failed():
-        return has_reported_peer()
-    if text := _peers.silent():
-        _report_peer(_peers, text)
-    return has_reported_peer()
 
 
 def end_watch() -> None:
@@ -142,7 +119,7 @@ def _wait_for_marker() -> None:
             if text and not _over.is_set() and not another_has_failed():
                 _report_peer(_peers, text)
             _peers.note()
-        if another_has_failed() or has_reported_peer():
+        if another_has_failed() or _reported_peer.is_set():
             time.sleep(GRACE_S)  # let this rank's own unwinding finish if it can
             if not _over.is_set():
                 terminal.show_cursor()
@@ -264,7 +241,7 @@ class Peers:
                 host=peer.host,
                 pid=peer.pid,
                 number=number,
-                name=_signal_name(number),
+                name=next((known.name for known in signal.Signals if known == number), "?"),
             )
         lines = [text]
         if "rss" in known:
@@ -335,13 +312,6 @@ def kernel_line(pid: int, log: str = "/dev/kmsg") -> str:
     return found
 
 
-def _signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return "?"
-
-
 _CAUGHT = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 _received = ""
 _deferred = False
@@ -353,12 +323,6 @@ def install_signals() -> None:
     for number in _CAUGHT:
         if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:  # as nohup has it
             signal.signal(number, _handle)
-
-
-def exit_silently() -> None:
-    """From now on they end this process without a word: it is only waiting for whether it has to speak."""
-    for number in _CAUGHT:
-        signal.signal(number, signal.SIG_DFL)
 
 
 def defer_signals() -> None:
@@ -409,45 +373,39 @@ def run_guarded(function: Callable[[], int]) -> int:
     """Run a command; report whatever it raises, once over all ranks, and return the exit code."""
     _prepare_process()
     if lost := _lost():
-        _say(lost, trace="")
+        _say(lost)
         return 1
     try:
-        code = _deferring(function)
+        try:
+            code = function()
+        except BaseException:
+            # A signal must not keep the failure from being told: launchers end the ranks that are left at once.
+            defer_signals()
+            raise
         sys.stdout.flush()  # here, where a full disk behind it can still be told
         end_watch()  # the exit status does not tell other ranks: its launcher may have taken it already
         return code
     except ToolkitError as error:
         code = error.exit_code
-        _report(f"{_kind(error)}: {error}", trace="", code=code, agreed=isinstance(error, Stopped))
+        _report(f"{type(error).__name__}: {error}", code, agreed=isinstance(error, Stopped))
     except KeyboardInterrupt:
         code = 130
-        _report(tr("interrupted."), trace="", code=code, agreed=False)
+        _report(tr("interrupted."), code)
     except BaseException as error:  # the last resort: whatever it is, it is reported once, with its traceback
-        if isinstance(error, OSError) and (told := _of_the_machine(error)) is not None:
+        told = _of_the_machine(error) if isinstance(error, OSError) else None
+        if told is not None:
+            code = _MACHINE if told else _READER_GONE
             if told:
-                _report(told, trace="", code=_MACHINE, agreed=False)
-            return _leave(_MACHINE if told else _READER_GONE)
-        if not is_failure(error):
+                _report(told, code)
+        elif is_failure(error):
+            code = 1
+            where = tr("rank {rank} on {host}", rank=os.environ.get("RANK", "0"), host=socket.gethostname())
+            _report(f"{type(error).__name__} ({where}): {error}", code, trace=traceback.format_exc())
+        else:
             raise
-        where = tr(
-            "rank {rank} on {host}",
-            rank=os.environ.get("RANK", "0"),
-            host=socket.gethostname(),
-        )
-        code = 1
-        _report(
-            f"{type(error).__name__} ({where}): {error}",
-            trace=traceback.format_exc(),
-            code=code,
-            agreed=False,
-        )
-    return _leave(code)
-
-
-def _leave(code: int) -> int:
-    """End the process if others train with it: they may be gone, and leaving the group in order would wait for them."""
     end_watch()
     if _number("WORLD_SIZE", 1) > 1 and "torch" in sys.modules:
+        # The other ranks may be gone, and leaving the process group in order would wait for them.
         for stream in (sys.stdout, sys.stderr):
             with suppress(OSError):
                 stream.flush()
@@ -517,15 +475,13 @@ def _free_mib(place: str) -> float:
 
 
 def end_with_launcher() -> None:
-    """End with the launcher from now on, in a program that imports for seconds before it calls `guarded`.
+    """End with the launcher from now on, in a program that imports for seconds before it calls `run_guarded`.
 
-    Processes that multiprocessing starts read the program too, but the rank ends them.
-
-    Raises:
-        SystemExit: the launcher has ended already.
+    Raises SystemExit if the launcher has ended already. Processes that multiprocessing starts read the program too, but
+    the rank ends them.
     """
     if multiprocessing.parent_process() is None and (lost := _lost()):
-        _say(lost, trace="")
+        _say(lost)
         raise SystemExit(1)
 
 
@@ -536,34 +492,15 @@ def _lost() -> str:
     return ""
 
 
-def _deferring(function: Callable[[], int]) -> int:
-    """Run a command. Once it has failed a signal only raises the flag: it must not keep the failure from being told.
-
-    That is soon: launchers end the ranks that are left as soon as one has failed, and often they have too.
-    """
-    try:
-        return function()
-    except BaseException:
-        defer_signals()
-        raise
-
-
-def _kind(error: ToolkitError) -> str:
-    return type(error).__name__
-
-
-def _report(message: str, trace: str, code: int, agreed: bool) -> None:
+def _report(message: str, code: int, trace: str = "", agreed: bool = False) -> None:
     """Say it, unless another rank has said it already.
 
-    Args:
-        message: one message.
-        trace: the traceback of what is not the user's mistake, else "".
-        code: exit code of this process.
-        agreed: every rank knows the same (a stop by signal): rank 0 speaks, and nothing has failed.
+    `trace`: the traceback of what is not the user's mistake, else "". `agreed`: every rank knows the same (a stop by
+    signal), so that rank 0 speaks, and nothing has failed.
     """
     message, trace = hide(message), hide(trace)
     rank = _number("RANK", 0)
-    if has_reported_peer():
+    if _reported_peer.is_set():
         return
     if agreed:
         # A launcher signals the ranks that are left when one has failed: that one has the last word.
@@ -573,18 +510,22 @@ def _report(message: str, trace: str, code: int, agreed: bool) -> None:
             if rank == 0:
                 _say(message, trace)
         return
-    if trace and was_killed():
+    is_unexplained = bool(trace) and not _reported_peer.wait(_PEER_S if _peers else 0.0) and not another_has_failed()
+    if is_unexplained and _peers and (text := _peers.silent()):
+        _report_peer(_peers, text)  # a rank that was killed breaks the collectives of the others
+    if trace and _reported_peer.is_set():
         return
     if not announce_failure(rank, message + ("\n" + trace if trace else ""), code):
         return
-    if not is_watching() and _number("LOCAL_RANK", 0) != 0:
-        exit_silently()
+    if _marker is None and _number("LOCAL_RANK", 0) != 0:
+        for number in _CAUGHT:  # end without a word: it is only waiting for whether it has to speak
+            signal.signal(number, signal.SIG_DFL)
         time.sleep(OTHER_RANKS_WAIT_S)
         message = f"[rank {rank}] {message}"
     _say(message, trace)
 
 
-def _say(message: str, trace: str) -> None:
+def _say(message: str, trace: str = "") -> None:
     with suppress(OSError):  # a terminal that is gone must not keep this process from ending
         sys.stdout.flush()
     with suppress(OSError):

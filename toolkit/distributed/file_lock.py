@@ -57,7 +57,11 @@ def build_once(
         with _locked(target.with_name(target.name + ".lock"), status):
             if is_complete(target):
                 return False
-            _remove_leftovers(target)
+            # Only the holder of the lock may remove what killed builders left, and an unusable target.
+            for leftover in target.parent.glob(target.name + ".tmp-*"):
+                shutil.rmtree(leftover)
+            if target.exists():
+                shutil.rmtree(target)
             _build_and_rename(target, build, is_complete)
             return True
     except OSError as error:
@@ -83,24 +87,20 @@ def _build_and_rename(target: Path, build: Callable[[Path], None], is_complete: 
         shutil.rmtree(building, ignore_errors=True)
 
 
-def _remove_leftovers(target: Path) -> None:
-    """Remove what killed builders left (only the holder of the lock may call this) and an unusable `target`."""
-    for leftover in target.parent.glob(target.name + ".tmp-*"):
-        shutil.rmtree(leftover)
-    if target.exists():
-        shutil.rmtree(target)
-
-
 @contextmanager
 def _locked(path: Path, status: Callable[[], str]) -> Iterator[None]:
     """Hold the lock file; never deleted, as deleting it would let two processes in."""
+    stop = threading.Event()
     with open(path, "a+", encoding="utf-8") as file:
         signature = _Signature(path, status)
         _wait(file, signature)
+        thread = threading.Thread(target=signature.beat, args=(stop,), daemon=True)
+        thread.start()
         try:
-            with signature.beating():
-                yield
+            yield
         finally:
+            stop.set()
+            thread.join()
             file.truncate(0)
 
 
@@ -134,10 +134,6 @@ class _Signature:
             return {"beat": uuid.uuid4().hex}
         return value if isinstance(value, dict) else {}
 
-    def is_mine(self) -> bool:
-        """Whether nobody has signed since."""
-        return self.read().get("token", self.me["token"]) == self.me["token"]
-
     def another_lives(self, trusted: bool) -> bool:
         """Whether the signature found is of a process that still beats.
 
@@ -158,22 +154,10 @@ class _Signature:
                 return True
         return False
 
-    @contextmanager
-    def beating(self) -> Iterator[None]:
+    def beat(self, stop: threading.Event) -> None:
         """Sign every few seconds."""
-        stop = threading.Event()
-
-        def beat() -> None:
-            while not stop.wait(_BEAT_S):
-                self.write()
-
-        thread = threading.Thread(target=beat, daemon=True)
-        thread.start()
-        try:
-            yield
-        finally:
-            stop.set()
-            thread.join()
+        while not stop.wait(_BEAT_S):
+            self.write()
 
 
 def _wait(file: IO[str], signature: _Signature) -> None:
@@ -184,10 +168,11 @@ def _wait(file: IO[str], signature: _Signature) -> None:
         if granted and not signature.another_lives(trusted):
             signature.write()
             time.sleep(_CLAIM_S)
-            if signature.is_mine():
+            if signature.read().get("token", signature.me["token"]) == signature.me["token"]:  # nobody has signed since
                 return
         if granted:
-            _unlock(file)
+            with suppress(OSError):
+                fcntl.flock(file, fcntl.LOCK_UN)
         if not told and time.monotonic() - started > NOTICE_AFTER_S:
             told = True
             found = signature.read()
@@ -200,11 +185,6 @@ def _wait(file: IO[str], signature: _Signature) -> None:
             )
             say(waiting.rstrip())
         time.sleep(_POLL_S)
-
-
-def _unlock(file: IO[str]) -> None:
-    with suppress(OSError):
-        fcntl.flock(file, fcntl.LOCK_UN)
 
 
 def explain_lock_error(error: OSError, folder: Path, setting: str = "prepare.dir") -> DataError:

@@ -19,7 +19,6 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
-from functools import cache
 from itertools import count
 from pathlib import Path
 from typing import Any, TypeVar
@@ -51,29 +50,23 @@ def check_alike(config: DistributedConfig, mine: Mapping[str, str], error: type[
     """
     if world_size() == 1:
         return
-    store, rank, size = _meet_or_explain(config)
+    try:
+        store, rank, size = meet(timedelta(seconds=config.timeout_s))
+    except (RuntimeError, ValueError) as problem:
+        raise _not_together(config, problem) from problem
     told = differences(store, rank, size, f"alike/{next(_comparisons)}", mine, timedelta(seconds=config.timeout_s))
     if told:
         raise error(told)
 
 
-def _meet_or_explain(config: DistributedConfig) -> tuple[Store, int, int]:
-    try:
-        return meet(timedelta(seconds=config.timeout_s))
-    except (RuntimeError, ValueError) as error:
-        raise _not_together(config, error) from error
-
-
-def _not_together(config: DistributedConfig, error: Exception) -> errors.LaunchError:
-    return errors.LaunchError(
-        tr(
-            "the ranks did not come together (backend {backend}, {address}:{port}): {reason}. Check that the "
-            "address is reachable from every machine and the port is free, and distributed.backend.",
-            backend=config.backend.value,
-            address=os.environ.get("MASTER_ADDR", "?"),
-            port=os.environ.get("MASTER_PORT", "?"),
-            reason=str(error).splitlines()[0],
-        )
+def _not_together(config: DistributedConfig, error: Exception) -> LaunchError:
+    return LaunchError(
+        "the ranks did not come together (backend {backend}, {address}:{port}): {reason}. Check that the "
+        "address is reachable from every machine and the port is free, and distributed.backend.",
+        backend=config.backend.value,
+        address=os.environ.get("MASTER_ADDR", "?"),
+        port=os.environ.get("MASTER_PORT", "?"),
+        reason=str(error).splitlines()[0],
     )
 
 
@@ -201,7 +194,27 @@ def meet(timeout: timedelta) -> tuple[Store, int, int]:
     """
     global _met
     if _met is None:
-        _met = _without_blocking_signals(timeout)
+        found: list[tuple[Store, int, int]] = []
+        problems: list[Exception] = []
+
+        def wait() -> None:
+            try:
+                store, rank, size = next(rendezvous("env://", timeout=timeout))
+                is_kept = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+                if is_kept and os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0":
+                    store = PrefixStore(agree_on_store(store, rank, size, timeout), store)
+                found.append((store, rank, size))
+            except Exception as error:  # handed on to the thread that waits
+                problems.append(error)
+
+        # While C++ waits, the main thread would run no Python, and with it no handler of a SIGTERM.
+        thread = threading.Thread(target=wait, name="meeting", daemon=True)
+        thread.start()
+        while thread.is_alive():
+            thread.join(_POLL_S)
+        if problems:
+            raise problems[0]
+        _met = found[0]
     return _met
 
 
@@ -210,14 +223,7 @@ def init_method(timeout: timedelta) -> str | None:
     if os.environ.get("WORLD_SIZE", "1") == "1":
         return None
     meet(timeout)
-    _register()
     return f"{_SCHEME}://"
-
-
-@cache
-def _register() -> None:
-    """Once in a process, which may start and stop several groups: torch rejects a second handler of a scheme."""
-    register_rendezvous_handler(_SCHEME, _yield_met)
 
 
 def leave() -> None:
@@ -230,32 +236,7 @@ def _yield_met(url: str, timeout: timedelta, **unused: Any) -> Iterator[tuple[St
     yield meet(timeout)
 
 
-def _without_blocking_signals(timeout: timedelta) -> tuple[Store, int, int]:
-    """Meet in a thread: while C++ waits, the main thread runs no Python, and with it no handler of a SIGTERM."""
-    found: list[tuple[Store, int, int]] = []
-    errors: list[Exception] = []
-
-    def wait() -> None:
-        try:
-            found.append(_first_meeting(timeout))
-        except Exception as error:  # handed on to the thread that waits
-            errors.append(error)
-
-    thread = threading.Thread(target=wait, name="meeting", daemon=True)
-    thread.start()
-    while thread.is_alive():
-        thread.join(_POLL_S)
-    if errors:
-        raise errors[0]
-    return found[0]
-
-
-def _first_meeting(timeout: timedelta) -> tuple[Store, int, int]:
-    store, rank, size = next(rendezvous("env://", timeout=timeout))
-    kept = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    if kept and os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0":
-        store = PrefixStore(agree_on_store(store, rank, size, timeout), store)
-    return store, rank, size
+register_rendezvous_handler(_SCHEME, _yield_met)
 
 
 def agree_on_store(store: Store, rank: int, size: int, timeout: timedelta) -> str:
@@ -300,7 +281,9 @@ def differences(store: Store, rank: int, size: int, key: str, mine: Mapping[str,
     if rank:
         _wait_for_keys(store, {0: f"{key}/first"}, until)
         first = json.loads(store.get(f"{key}/first"))
-        found = _compare_settings(first["values"], mine)
+        names = dict.fromkeys([*first["values"], *mine])
+        pairs = {name: (first["values"].get(name), mine.get(name)) for name in names}
+        found = {name: pair for name, pair in pairs.items() if None in pair or not are_same(*pair)}
         store.set(f"{key}/{rank}", json.dumps({"host": socket.gethostname(), "differ": found}))
         _wait_for_keys(store, {0: f"{key}/verdict"}, until)
         told = str(store.get(f"{key}/verdict").decode())
@@ -334,13 +317,6 @@ def _wait_for_keys(store: Store, keys: Mapping[int, str], until: float) -> None:
             time.sleep(_POLL_S)
 
 
-def _compare_settings(first: Mapping[str, str], mine: Mapping[str, str]) -> dict[str, tuple[str | None, str | None]]:
-    """Return rank 0's value and this rank's where they differ; None where there is none."""
-    names = [*first, *(name for name in mine if name not in first)]
-    pairs = {name: (first.get(name), mine.get(name)) for name in names}
-    return {name: pair for name, pair in pairs.items() if None in pair or not are_same(*pair)}
-
-
 def _differences_text(host: str, answers: Mapping[int, dict[str, dict[str, tuple[str | None, str | None]]]]) -> str:
     """Return one message about all differences: of each thing, the first rank that has another value."""
     found: dict[str, list[int]] = {}
@@ -360,10 +336,10 @@ def _differences_text(host: str, answers: Mapping[int, dict[str, dict[str, tuple
             other_host=answers[ranks[0]]["host"],
         )
         lines.append(line + (tr(" and {count} more ranks", count=len(ranks) - 1) if len(ranks) > 1 else ""))
-    if len(found) > _MOST:
-        lines.append(tr("  and {count} more", count=len(found) - _MOST))
     if not lines:
         return ""
+    if len(found) > _MOST:
+        lines.append(tr("  and {count} more", count=len(found) - _MOST))
     return tr(
         "the ranks do not have the same settings, data or code:\n{lines}\nStart every rank with the same command, "
         "on the same data, code and package versions.",

@@ -145,17 +145,12 @@ class Watchdog:
     def _beat(self) -> bool:
         """Count, and return whether that could be written."""
         self.beats += 1
-        me = {
-            "pid": os.getpid(),
-            "host": socket.gethostname(),
-            "machine": _NODE,
-            "beats": self.beats,
-            "phase": self.phase,
-        }
+        me: dict[str, Any] = {"pid": os.getpid(), "host": socket.gethostname(), "machine": _NODE}
+        me |= {"beats": self.beats, "phase": self.phase, "step": self.step}
         path = self._path(self.rank)
         new = path.with_name(f".{path.name}.{threading.current_thread().name}")
         try:
-            new.write_text(json.dumps({**me, "step": self.step}), encoding="utf-8")
+            new.write_text(json.dumps(me), encoding="utf-8")
             os.replace(new, path)  # ranks beat and read in lockstep: a file cut off for writing is often seen
         except OSError:  # a full disk is no hang
             return False
@@ -184,33 +179,32 @@ class Watchdog:
             return
         self._write_stacks(waited)
         times = {"step": self.step, "seconds": f"{waited:.0f}", "limit": f"{limit:.0f}"}
-        text = self._data_text(times) if phase == DATA else self._hang_text(phase, silent, after, times)
+        files = self.folder / "hang-rank-*.txt"
+        if phase == DATA:
+            text = tr(
+                "rank {rank} on {host} has been waiting for data for {seconds} s (step {step}; limit {limit} s, half "
+                "of distributed.timeout_s). Check the disk or network that {host} reads from. Python's stacks: "
+                "{files}.",
+                rank=self.rank,
+                host=socket.gethostname(),
+                files=files,
+                **times,
+            )
+        else:
+            newest = max((one.get("step", 0) for one in after.values()), default=0)
+            behind = [rank for rank, one in after.items() if one.get("step", 0) < newest]
+            text = tr(
+                "{phase} {step} has taken {seconds} s (limit {limit} s). {who} Python's stacks of all ranks that can "
+                "still write them: {files}.",
+                phase=phase,
+                who=self._accuse(silent, behind, after),
+                files=files,
+                **times,
+            )
         here = [after[rank] for rank in silent if after.get(rank, {}).get("machine") == _NODE]
         if self._over.is_set():  # writing takes time too
             return
         self._tell(text, [int(one["pid"]) for one in here])
-
-    def _data_text(self, times: dict[str, Any]) -> str:
-        return tr(
-            "rank {rank} on {host} has been waiting for data for {seconds} s (step {step}; limit {limit} s, half of "
-            "distributed.timeout_s). Check the disk or network that {host} reads from. Python's stacks: {files}.",
-            rank=self.rank,
-            host=socket.gethostname(),
-            files=self.folder / "hang-rank-*.txt",
-            **times,
-        )
-
-    def _hang_text(self, phase: str, silent: list[int], ranks: dict[int, dict[str, Any]], times: dict[str, Any]) -> str:
-        newest = max((one.get("step", 0) for one in ranks.values()), default=0)
-        behind = [rank for rank, one in ranks.items() if one.get("step", 0) < newest]
-        return tr(
-            "{phase} {step} has taken {seconds} s (limit {limit} s). {who} Python's stacks of all ranks that can still "
-            "write them: {files}.",
-            phase=phase,
-            who=self._accuse(silent, behind, ranks),
-            files=self.folder / "hang-rank-*.txt",
-            **times,
-        )
 
     def _tell(self, text: str, stopped: Iterable[int]) -> None:
         """Say it if no other rank has, and end."""
