@@ -1,8 +1,7 @@
 """Samples and counts as text for a terminal: what is trained, what is context, what is padding."""
 
 import json
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -25,34 +24,31 @@ from toolkit.terminal import text_table
 _BAR = 40
 
 
-@dataclass(frozen=True, slots=True)
-class Style:
-    """How stretches of tokens are told apart: by colour, or by brackets where there is none."""
+Style = Mapping[str, tuple[str, str]]
+"""What is put before and after a stretch of tokens of each kind: colours, or brackets where there are none."""
+COLOURS: Style = {
+    "trained": ("\x1b[1;32m", "\x1b[0m"),
+    "context": ("", ""),
+    "special": ("\x1b[36m", "\x1b[0m"),
+    "padding": ("\x1b[90m", "\x1b[0m"),
+}
+BRACKETS: Style = {"trained": ("⟦", "⟧"), "context": ("", ""), "special": ("", ""), "padding": ("", "")}
 
-    trained: tuple[str, str]
-    special: tuple[str, str]
-    padding: tuple[str, str]
-    context: tuple[str, str]
 
-
-COLOURS = Style(
-    trained=("\x1b[1;32m", "\x1b[0m"),
-    special=("\x1b[36m", "\x1b[0m"),
-    padding=("\x1b[90m", "\x1b[0m"),
-    context=("", ""),
-)
-BRACKETS = Style(trained=("⟦", "⟧"), special=("", ""), padding=("", ""), context=("", ""))
+def _in_style(kind: str, text: str, style: Style) -> str:
+    begin, end = style[kind]
+    return f"{begin}{text}{end}"
 
 
 def legend(style: Style) -> str:
     """Return what the colours mean."""
-    words = (
-        (style.trained, tr("trained")),
-        (style.context, tr("context")),
-        (style.special, tr("special token")),
-        (style.padding, tr("padding")),
-    )
-    return " · ".join(f"{begin}{word}{end}" for (begin, end), word in words)
+    words = {
+        "trained": tr("trained"),
+        "context": tr("context"),
+        "special": tr("special token"),
+        "padding": tr("padding"),
+    }
+    return " · ".join(_in_style(kind, word, style) for kind, word in words.items())
 
 
 def colored_spans(tokenizer: Any, ids: Sequence[int], trained: Sequence[bool]) -> list[tuple[str, str]]:
@@ -76,8 +72,7 @@ def colored_spans(tokenizer: Any, ids: Sequence[int], trained: Sequence[bool]) -
 
 def marked(text: Iterable[tuple[str, str]], style: Style) -> str:
     """Return the stretches of a sample with their kinds shown."""
-    marks = {kind: getattr(style, kind) for kind in ("trained", "special", "context")}
-    return "".join(f"{marks[kind][0]}{part}{marks[kind][1]}" for kind, part in text)
+    return "".join(_in_style(kind, part, style) for kind, part in text)
 
 
 def histogram(lengths: NDArray[np.int64], longest: int, bins: int = 10) -> list[str]:
@@ -172,9 +167,8 @@ def sample_lines(
                 marked(colored_spans(tokenizer, ids.tolist(), trained.tolist()), style),
             ]
         if packing is Packing.packed:
-            begin, end = style.padding
             empty = cfg.data.max_length - filled
-            lines.append(f"{begin}{tr('padding x {count}', count=empty)}{end}" if empty else "")
+            lines.append(_in_style("padding", tr("padding x {count}", count=empty), style) if empty else "")
         lines.append("")
     return lines
 

@@ -333,7 +333,7 @@ class _Builder:
 
     def _count_part(self, made: BuiltPart, part: Part, bad_rows_file: Path) -> None:
         """Add a part's counts to the report."""
-        report, counts, path = self.report, part.counts, made.file.path
+        report, counts, examples = self.report, part.counts, self.report.examples
         report.rows_read += counts.rows
         self.source_rows[made.file.source] += counts.rows
         report.truncated += counts.truncated
@@ -344,24 +344,22 @@ class _Builder:
             report.message_keys[key] = report.message_keys.get(key, 0) + count
         for reason, count in counts.dropped.items():
             report.dropped[reason] = report.dropped.get(reason, 0) + count
-            self._examples(reason, [_place(made, row) for row in counts.dropped_rows[reason]])
+            examples.setdefault(reason, []).extend(_place(made, row) for row in counts.dropped_rows[reason])
         if counts.bad:
             reason = tr("cannot be used")
             report.bad_rows += len(counts.bad)
             report.dropped[reason] = report.bad_rows
-            self._examples(reason, [f"{_place(made, row)}: {why}." for row, why, _ in counts.bad])
+            examples.setdefault(reason, []).extend(f"{_place(made, row)}: {why}." for row, why, _ in counts.bad)
             # A file's name need not be UTF-8; such bytes become escapes, which JSON reads back.
             with open(bad_rows_file, "a", encoding="utf-8", errors="backslashreplace") as file:
                 for row, why, excerpt in counts.bad:
-                    place = {"file": str(path), "line": made.block.first + row.offset}
+                    place = {"file": str(made.file.path), "line": made.block.first + row.offset}
                     if made.block.first_item:
                         place["item"] = made.block.first_item + row.ordinal
                     line = {**place, "reason": why, "excerpt": excerpt}
                     file.write(json.dumps(line, ensure_ascii=False) + "\n")
-
-    def _examples(self, reason: str, places: list[str]) -> None:
-        examples = self.report.examples.setdefault(reason, [])
-        examples.extend(places[: EXAMPLES - len(examples)])
+        for places in examples.values():
+            del places[EXAMPLES:]
 
     def _check_limit(self, done: int, bad_rows_file: Path) -> None:
         """Stop when so many rows are bad that skipping them would hide a mistake in the data."""

@@ -133,10 +133,7 @@ def world_size() -> int:
 
 
 def sum_over_ranks(values: list[float] | torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Return the sum over all ranks.
-
-    `values` are one-dimensional, of the same length on every rank. Returns float64 on `device`, the same on every rank.
-    """
+    """Return the sum of one-dimensional values over all ranks, float64 on `device`, the same on every rank."""
     total = torch.as_tensor(values, dtype=torch.float64).clone()
     if total.device != device:  # from page-locked memory, so that the host does not wait for the device
         total = (total.pin_memory() if device.type == "cuda" else total).to(device, non_blocking=True)
@@ -189,8 +186,7 @@ _met: tuple[Store, int, int] | None = None
 def meet(timeout: timedelta) -> tuple[Store, int, int]:
     """Return the store of all ranks, this rank and their number; the first call waits until all of them have come.
 
-    Expects RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT in the environment. Raises RuntimeError if they have not come
-    within `timeout`.
+    A RuntimeError if they have not come within `timeout`. Expects the launcher's variables, as `start` does.
     """
     global _met
     if _met is None:
@@ -242,9 +238,8 @@ register_rendezvous_handler(_SCHEME, _yield_met)
 def agree_on_store(store: Store, rank: int, size: int, timeout: timedelta) -> str:
     """Return a name that all ranks of this start have, and none of an earlier one had.
 
-    Each rank leaves a name of its own, and rank 0 answers to every name that it finds. Some of them may be left from
-    ranks that are gone; no answer to them reaches anybody. The store has whatever earlier starts left there. Raises
-    RuntimeError if ranks do not come within `timeout`.
+    Each rank leaves a name of its own, and rank 0 answers to every name that it finds, also to those that earlier
+    starts left in the store, which no rank reads. A RuntimeError if ranks do not come within `timeout`.
     """
     mine = uuid.uuid4().hex
     if rank:
