@@ -80,10 +80,9 @@ def plan_sequences(
 ) -> PackingPlan:
     """Return the plan of a split, made now if nobody has.
 
-    `window`: see `data.packing_window`. `classes`: the longest samples of some classes of length, ascending; packed
-    sequences hold samples of one class each. `seed` decides which samples meet, and which are taken of a source whose
-    weight is no whole number. `sources`: the training sources with their weights; [] takes each sample once. `most`:
-    without sources, see `evaluated_samples`.
+    `window`: see `data.packing_window`. `classes`: the longest samples of some classes of length, ascending; a packed
+    sequence holds samples of one class. `seed` decides which samples meet, and which are taken of a source whose weight
+    is no whole number. `sources`: the training sources; [] takes each sample once, or `evaluated_samples`.
     """
     by_source = any(source.weights for source in sources)  # a row of several could come when one of them may not
     weights = [1.0 if by_source else source.weight for source in sources]
@@ -98,7 +97,7 @@ def plan_sequences(
     if by_source or classes:
         points = [[source.weight, *((point.at, point.weight) for point in source.weights)] for source in sources]
         key.append({"weights": points if by_source else [], "classes": classes})
-    name = hashlib.sha256(json.dumps(key).encode()).hexdigest()[:32]
+    target = cache_dir / "plans" / hashlib.sha256(json.dumps(key).encode()).hexdigest()[:32]
 
     def build(folder: Path) -> None:
         samples = evaluated_samples(cache, most) if is_capped else weighted_samples(cache, weights, seed)
@@ -121,10 +120,9 @@ def plan_sequences(
         np.save(folder / "members.npy", samples[np.argsort(rows, kind="stable")].astype(np.uint32))
         if counts.max(initial=1) > 1:
             np.save(folder / "offsets.npy", np.concatenate(([0], np.cumsum(counts))))
-        about = {"num_rows": len(counts), "bounds": bounds if by_source else []}
-        (folder / "plan.json").write_text(json.dumps(about), encoding="utf-8")
+        plan = {"num_rows": len(counts), "bounds": bounds if by_source else []}
+        (folder / "plan.json").write_text(json.dumps(plan), encoding="utf-8")
 
-    target = cache_dir / "plans" / name
     build_once(target, build, lambda folder: (folder / "plan.json").is_file())
     return load_plan(target)
 
