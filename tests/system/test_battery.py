@@ -218,7 +218,7 @@ def test_signals(name: str, whom: str, rows_file: Path, tmp_path: Path, record_p
         victims = {"launcher": [launcher], "front end": [process.pid], "rank 0": ranks[:1], "rank 1": ranks[1:]}
         for pid in victims.get(whom, [process.pid, launcher, *ranks]):
             os.kill(pid, signal.Signals[name])
-        record_property("seconds until all are gone", round(gone(f"run.dir={tmp_path}/runs", 45), 1))
+        record_property("seconds until all are gone", round(gone(f"run.dir={tmp_path}/runs", 150), 1))
     finally:
         kill_session(process)
         process.communicate(timeout=30)
@@ -297,7 +297,7 @@ SOAK_STEPS = 1500
 
 
 @pytest.mark.fault("G1")
-@pytest.mark.timeout(1500)
+@pytest.mark.timeout(3600)
 def test_a_run_that_is_hit_again_and_again(rows_file: Path, tmp_path: Path, record_property: Any) -> None:
     """Ranks, both ranks or the launcher killed, or a rank stopped, some seconds after each start, until the end."""
     words = ["train.log_every=1", f"train.max_steps={SOAK_STEPS}", "checkpoint.every=20", "distributed.hang_after_s=10"]
@@ -318,7 +318,7 @@ def test_a_run_that_is_hit_again_and_again(rows_file: Path, tmp_path: Path, reco
     seen: set[int] = set()
     try:
         while process.poll() is None:
-            assert time.monotonic() - began < 900
+            assert time.monotonic() - began < 2400
             ranks = [rank for rank in pids(folder) if rank not in seen]
             if len(ranks) < 2:
                 time.sleep(0.2)

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from toolkit.config.schema import RunConfig
+from toolkit.disk import try_lock
 from toolkit.distributed.watchdog import heartbeat_file
 from toolkit.errors import CheckpointError, RunFolderError
 from toolkit.launch import deepspeed
@@ -185,3 +186,17 @@ def test_a_full_disk_names_the_file(small_disk: Path) -> None:
         run_dir.write_settings(small_disk, "x" * 100_000, {}, ["host"], "")
     with pytest.raises(CheckpointError, match=f"cannot write {small_disk}/DONE: "):
         run_dir.mark_done(small_disk, {"x": "y" * 100_000})
+
+
+@pytest.mark.fault("X1")
+def test_a_second_start_does_not_look_like_a_thief(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While it watches whether ranks live, the process that holds the directory can lock a deleted run.lock again."""
+
+    def counts(folder: Path) -> str:
+        with open(folder / run_dir.LOCK, "a+") as again:
+            assert try_lock(again) == (True, True)
+        return "rank 0"
+
+    monkeypatch.setattr(run_dir, "_who_counts", counts)
+    with pytest.raises(RunFolderError, match=r"another process works in .*: rank 0"):
+        run_dir.lock_run_dir(tmp_path)

@@ -409,16 +409,14 @@ def lock_run_dir(folder: Path) -> None:
     """
     global _lock
     file = open(folder / LOCK, "a+", encoding="utf-8")
-    granted = lock_or_warn(file, folder)
-    is_free, descriptor = _lock_directory(folder) if granted else (False, None)
     file.seek(0)
     who = file.read().strip()
-    is_new = not who  # so no process has ever held it, or the one that was held has been deleted
-    who = who or _who_counts(folder)
-    if not is_free or (is_new and who):
+    # Without a signature no process has ever held the file, or the one that was held has been deleted. Ranks are then
+    # watched before it is locked: its holder, who locks it again, would take a lock for the loss of its directory.
+    is_held = not who and bool(who := _who_counts(folder))
+    is_free, descriptor = (False, None) if is_held or not lock_or_warn(file, folder) else _lock_directory(folder)
+    if not is_free:
         file.close()
-        if descriptor is not None:
-            os.close(descriptor)
         raise RunFolderError(
             "another process works in {folder}: {who}. Wait for it, or stop it.", folder=folder, who=who or "?"
         )
