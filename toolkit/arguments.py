@@ -43,17 +43,31 @@ def parse(
 ) -> Arguments:
     """Compose the config, translate a DeepSpeed JSON if one is given, choose the language.
 
-    Args:
-        words: command line after the command's name.
-        world_size: number of ranks; None if unknown. The command's own argument `world_size=N` wins.
-        names: names of the command's own `name=value` arguments.
-        flags: the command's own `--flags`.
-        problems: receives wrong keys and values, and what is wrong with the JSON; None raises them as a ConfigError.
+    `words` follow the command's name; `names` and `flags` are the command's own `name=value` and `--flag` arguments, of
+    which `world_size=N` beats `world_size`. Without `problems` wrong keys and values, and what is wrong with the JSON,
+    are raised as a ConfigError.
     """
     errors = Problems() if problems is None else problems
     typed = [word.partition("=")[2] for word in words if word in ("language=zh", "language=en")]
     set_language("".join(typed[-1:]))  # errors of the config itself are in the chosen language too
-    values, given_flags, config_dir, overrides = _sort(words, names, flags)
+    values, given_flags = dict[str, str](), set[str]()
+    config_dir, overrides = "", list[str]()
+    rest = iter(words)
+    for word in rest:
+        name, equals, value = word.partition("=")
+        if word in flags:
+            given_flags.add(word)
+        elif name in ("--config-dir", "-cd"):
+            config_dir = value if equals else next(rest, "")
+        elif equals and name in names:
+            values[name] = value
+        elif not equals and (name.endswith((".yaml", ".yml")) or name in known_recipes()):
+            overrides.append(f"recipe={name}")
+        elif word.startswith("-"):
+            known = ", ".join([*flags, "--config-dir DIR"])
+            raise ConfigError("unknown option {word}. Known here: {known}.", word=word, known=known)
+        else:
+            overrides.append(word)
     recipes = [word.partition("=")[2].strip("'\"") for word in overrides if word.startswith("recipe=")]
     if recipes and not typed:
         set_language(language_of(recipes[-1]))
@@ -102,43 +116,12 @@ def check_parsed(
         problems.attempt(build_ds_config, cfg, world_size or model_ranks(cfg), cfg.train.max_steps or None)
 
 
-def _sort(
-    words: Sequence[str], names: Sequence[str], flags: Sequence[str]
-) -> tuple[dict[str, str], set[str], str, list[str]]:
-    """Split words into the command's own values, its flags, --config-dir and Hydra overrides."""
-    values: dict[str, str] = {}
-    given_flags: set[str] = set()
-    config_dir, overrides = "", []
-    rest = iter(words)
-    for word in rest:
-        name, equals, value = word.partition("=")
-        if word in flags:
-            given_flags.add(word)
-        elif name in ("--config-dir", "-cd"):
-            config_dir = value if equals else next(rest, "")
-        elif equals and name in names:
-            values[name] = value
-        elif not equals and (name.endswith((".yaml", ".yml")) or name in known_recipes()):
-            overrides.append(f"recipe={name}")
-        elif word.startswith("-"):
-            known = ", ".join([*flags, "--config-dir DIR"])
-            raise ConfigError("unknown option {word}. Known here: {known}.", word=word, known=known)
-        else:
-            overrides.append(word)
-    return values, given_flags, config_dir, overrides
-
-
 def named_arguments(
     words: Sequence[str], *, required: Sequence[str], optional: Sequence[str], usage: str, bare: str = ""
 ) -> dict[str, str]:
     """Return the `name=value` arguments of a command that takes no recipe.
 
-    Args:
-        words: command line after the command's name.
-        required: names that must be given.
-        optional: names that may be given.
-        usage: an example, shown if one is missing.
-        bare: the name of an argument whose value may stand alone, such as a path; "" for none.
+    `usage` is an example, shown if a required one is missing; the value of `bare`, such as a path, may stand alone.
     """
     given: dict[str, str] = {}
     known = [*required, *optional]

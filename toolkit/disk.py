@@ -4,16 +4,15 @@ import errno
 import fcntl
 import hashlib
 import os
-import pwd
 import re
 import stat
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import IO
 
-from toolkit.errors import ToolkitError
+from toolkit.errors import ToolkitError, user_name
 from toolkit.messages import tr, warn
 
 _BLOCK_BYTES = 1 << 22
@@ -110,38 +109,22 @@ def check_no_symlinks(folder: Path, error: type[ToolkitError], names: Sequence[s
     This user and root are trusted. Looked at are the folder, what it holds, and what its folders hold. `folder` need
     not exist. `names`: what in it is ours; None is all. The error, of the kind `error`, names the link and its owner.
     """
-    for path in _places(folder, names):
-        try:
+
+    def check(path: Path) -> None:
+        with suppress(OSError):
             found = path.lstat()
-        except OSError:
-            continue
-        if stat.S_ISLNK(found.st_mode) and found.st_uid not in (0, os.getuid()):
-            raise error(
-                tr(
+            if stat.S_ISLNK(found.st_mode) and found.st_uid not in (0, os.getuid()):
+                sentence = tr(
                     "{path} is a symbolic link that belongs to {owner}, and writing through it would change {target}. "
                     "Remove it, or choose another folder.",
                     path=path,
-                    owner=_user(found.st_uid),
+                    owner=user_name(found.st_uid),
                     target=path.resolve(),
                 )
-            )
+                raise error(sentence)
 
-
-def _places(folder: Path, names: Sequence[str] | None) -> Iterator[Path]:
-    """Yield a folder before what is in it, so that no link is followed that has not been looked at."""
-    yield folder
-    for path in _entries(folder) if names is None else [folder / name for name in names]:
-        yield path
-        yield from _entries(path)
-
-
-def _entries(folder: Path) -> list[Path]:
-    with suppress(OSError):
-        return sorted(folder.iterdir())
-    return []
-
-
-def _user(number: int) -> str:
-    with suppress(KeyError):
-        return pwd.getpwuid(number).pw_name
-    return f"user {number}"
+    check(folder)  # before what is in it, so that no link is followed that has not been looked at
+    for path in sorted(folder.glob("*")) if names is None else [folder / name for name in names]:
+        check(path)
+        for inner in sorted(path.glob("*")):
+            check(inner)

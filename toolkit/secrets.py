@@ -97,12 +97,11 @@ def _learn(value: Any) -> None:
 
 def are_same(left: Any, right: Any) -> bool:
     """Whether two values, of which either may have its secrets hidden, can be the same."""
-    return left == right or any(_fits(*pair) for pair in ((str(left), str(right)), (str(right), str(left))))
-
-
-def _fits(hidden: str, text: str) -> bool:
-    pattern = re.escape(hidden).replace(re.escape(MASK), ".+")
-    return MASK in hidden and re.fullmatch(pattern, text, re.DOTALL) is not None
+    for hidden, text in ((str(left), str(right)), (str(right), str(left))):
+        pattern = re.escape(hidden).replace(re.escape(MASK), ".+")
+        if MASK in hidden and re.fullmatch(pattern, text, re.DOTALL):
+            return True
+    return bool(left == right)
 
 
 def _secrets() -> list[str]:

@@ -83,6 +83,12 @@ class LoadedConfig:
         place = self.where.get(key, "")
         return tr("{place}: ", place=place) if place else ""
 
+    def place(self, path: str) -> str:
+        """Return where a key is set, or else the section or list that it is in; "" if neither is."""
+        while path and path not in self.where:
+            path = path[: max(path.rfind("."), path.rfind("["), 0)]
+        return self.where.get(path, "")
+
     def error(self, about_key: str, template: str, /, **values: object) -> ConfigError:
         """Return the error about a key, with its position in front; the template is filled in by `fill`."""
         return self.about(about_key, self.fill(about_key, template, **values))
@@ -108,12 +114,10 @@ def group_choices(config_dir: str = "") -> dict[str, list[str]]:
 
 
 def load(overrides: Sequence[str], *, config_dir: str = "", problems: Problems | None = None) -> LoadedConfig:
-    """Compose a config.
+    """Compose a config of overrides in Hydra's grammar: recipe=NAME|PATH, zero=stage3, zero.stage=3, +known.key=value.
 
-    Args:
-        overrides: arguments in Hydra's grammar: recipe=NAME|PATH, zero=stage3, zero.stage=3, +known.key=value.
-        config_dir: a further directory of groups, next to conf/; "" none.
-        problems: receives wrong keys and values, which are left out of the config; None raises them.
+    `config_dir` is a further directory of groups, next to conf/. `problems` receives wrong keys and values, which are
+    left out of the config.
 
     Raises:
         ConfigError: what keeps a config from being composed; without `problems` anything wrong with recipe, group
@@ -149,9 +153,11 @@ def load(overrides: Sequence[str], *, config_dir: str = "", problems: Problems |
         for key, value in typed.values:
             *parents, last = key.split(".")
             _merge(tree, {last: value}, *parents)
-        loaded.cfg = TreeReader(lambda path: _place(loaded, path) or name, found, is_resolved=True).read(
-            _resolved(tree), RunConfig
-        )
+        if "${" in repr(tree):  # texts take the place of their references to other keys, such as ${run.name}
+            whole = to_plain(RunConfig())
+            _merge(whole, tree)
+            tree = dict(OmegaConf.to_container(OmegaConf.create(whole), resolve=True))  # type: ignore[arg-type]
+        loaded.cfg = TreeReader(lambda path: loaded.place(path) or name, found, is_resolved=True).read(tree, RunConfig)
     except (HydraException, OmegaConfBaseException, RecursionError) as error:
         found.raise_all()  # what is wrong with a group's file ends Hydra too, with less to say about it
         reason = tr("cannot compose the config: {reason}", reason=" ".join(str(error).split()))
@@ -160,7 +166,10 @@ def load(overrides: Sequence[str], *, config_dir: str = "", problems: Problems |
         raise ConfigError(reason) from error
     if problems is None:
         found.raise_all()
-    _follow_method(loaded)
+    method = loaded.cfg.tuning.method
+    if "optim.lr" not in loaded.where and loaded.cfg.optim.lr != LEARNING_RATES[method]:
+        loaded.cfg.optim.lr = LEARNING_RATES[method]
+        loaded.where["optim.lr"] = tr("default of tuning.method = {method}", method=method.value)
     # A resolved config (runs/NAME/config.yaml) keeps the name of the recipe that it was made from.
     loaded.cfg.recipe = loaded.cfg.recipe or name
     return loaded
@@ -455,12 +464,8 @@ def _defaults_list(
     """Return Hydra's list of the files that a config consists of, in their order."""
     store = ConfigStore.instance()
     for name, document in documents.items():
-        store.store(
-            group="recipe",
-            name=name,
-            node={"defaults": document.defaults} if document.defaults else {},
-            package="_global_",
-        )
+        node = {"defaults": document.defaults} if document.defaults else {}
+        store.store(group="recipe", name=name, node=node, package="_global_")
     words = [f"recipe={_CHOSEN}"]
     for group, value in choices.items():
         # Hydra wants the + for a group that conf/config.yaml does not list, and only for that.
@@ -534,13 +539,6 @@ def _check_document(document: YamlDocument, package: str, problems: Problems) ->
     document.leaves.extend((path, place(path)) for path in reader.leaves)
 
 
-def _place(loaded: LoadedConfig, path: str) -> str:
-    """Return where a key is set, or else the section or list that it is in; "" if neither is."""
-    while path and path not in loaded.where:
-        path = path[: max(path.rfind("."), path.rfind("["), 0)]
-    return loaded.where.get(path, "")
-
-
 def _merge(tree: dict[str, Any], values: dict[str, Any], *sections: str) -> None:
     """Put values into a section of a tree: sections are joined, anything else takes the place of what was there."""
     for name in sections:
@@ -552,24 +550,6 @@ def _merge(tree: dict[str, Any], values: dict[str, Any], *sections: str) -> None
             _merge(tree, value, key)
         else:
             tree[key] = value
-
-
-def _resolved(tree: dict[str, Any]) -> dict[str, Any]:
-    """Return a tree in which texts have taken the place of their references to other keys, such as ${run.name}."""
-    if "${" not in repr(tree):
-        return tree
-    whole = to_plain(RunConfig())
-    _merge(whole, tree)
-    return dict(OmegaConf.to_container(OmegaConf.create(whole), resolve=True))  # type: ignore[arg-type]
-
-
-def _follow_method(loaded: LoadedConfig) -> None:
-    """Set `optim.lr` by `tuning.method` where nothing names it."""
-    method = loaded.cfg.tuning.method
-    if "optim.lr" in loaded.where or loaded.cfg.optim.lr == LEARNING_RATES[method]:
-        return
-    loaded.cfg.optim.lr = LEARNING_RATES[method]
-    loaded.where["optim.lr"] = tr("default of tuning.method = {method}", method=method.value)
 
 
 @dataclass(kw_only=True, slots=True)

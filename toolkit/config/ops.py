@@ -168,15 +168,11 @@ def stale_build_locks(environ: Mapping[str, str], proc: Path = Path("/proc")) ->
                 age_s = time.time() - max(path.stat().st_mtime for path in (lock, *lock.parent.iterdir()))
             except OSError:  # there is none, or it has just been released
                 continue
-            if age_s > YOUNG_S and not _is_being_built(lock.parent, proc):
+            if age_s <= YOUNG_S:
+                continue
+            builds = set[Path]()
+            for process in proc.glob("[0-9]*"):
+                with suppress(OSError):  # gone, or somebody else's
+                    builds.add((process / "cwd").readlink())
+            if lock.parent.resolve() not in builds:
                 yield lock, age_s
-
-
-def _is_being_built(folder: Path, proc: Path) -> bool:
-    for process in proc.glob("[0-9]*"):
-        try:
-            if (process / "cwd").readlink() == folder.resolve():
-                return True
-        except OSError:  # gone, or somebody else's
-            continue
-    return False

@@ -209,25 +209,21 @@ def position_limit(config: Mapping[str, Any]) -> int | None:
     own = next((found for key in _KEYS if (found := _number(config, key))), None)
     if own is None or config.get("alibi"):
         return None
-    return max([own, *_scaled(config, own)])
+    limits = [own]
+    for given in (config.get("rope_scaling"), config.get("rope_parameters")):
+        # Some models have a scaling for each kind of layer.
+        for scaling in [given, *given.values()] if isinstance(given, Mapping) else []:
+            if isinstance(scaling, Mapping):
+                kind, factor = scaling.get("rope_type") or scaling.get("type"), scaling.get("factor")
+                is_counted = kind == "linear" and config.get("model_type") in _IS_COUNTED
+                if kind in _SCALES and isinstance(factor, (int, float)) and 0 < factor < 2**20 and not is_counted:
+                    limits.append(int((_number(scaling, "original_max_position_embeddings") or own) * factor))
+    return max(limits)
 
 
 def _number(config: Mapping[str, Any], key: str) -> int | None:
     value = config.get(key)
     return value if isinstance(value, int) and not isinstance(value, bool) and 0 < value < 2**63 else None
-
-
-def _scaled(config: Mapping[str, Any], own: int) -> Iterator[int]:
-    """Yield the positions of each scaling in a config; some models have one for each kind of layer."""
-    for key in ("rope_scaling", "rope_parameters"):
-        given = config.get(key)
-        for scaling in [given, *given.values()] if isinstance(given, Mapping) else []:
-            if not isinstance(scaling, Mapping):
-                continue
-            kind, factor = scaling.get("rope_type") or scaling.get("type"), scaling.get("factor")
-            is_counted = kind == "linear" and config.get("model_type") in _IS_COUNTED
-            if kind in _SCALES and isinstance(factor, (int, float)) and 0 < factor < 2**20 and not is_counted:
-                yield int((_number(scaling, "original_max_position_embeddings") or own) * factor)
 
 
 def check_positions(loaded: LoadedConfig) -> None:
@@ -298,17 +294,6 @@ def _has_fp16(cpuinfo: Path) -> bool:
     return bool(re.search(r"\b(avx512_fp16|avx_ne_convert)\b", cpuinfo.read_text(errors="replace")))
 
 
-def check_device(loaded: LoadedConfig) -> Iterator[ConfigError]:
-    """Check that the ranks' device computes in the precision of the run."""
-    # DeepSpeed 0.19.8, runtime/engine.py: "Type fp16 is not supported on your device" once the model is built.
-    if loaded.cfg.precision.dtype is Dtype.fp16 and is_cpu() and not _has_fp16(Path("/proc/cpuinfo")):
-        yield loaded.error(
-            "precision.dtype",
-            "precision.dtype = fp16 needs a GPU: the ranks here run on CPUs that do not compute in fp16. Use "
-            "precision=bf16 or precision=fp32. To check a recipe for other machines, set DS_ACCELERATOR=cuda.",
-        )
-
-
 PACKAGES = {
     "tensorboard": "tensorboard",
     "wandb": "wandb",
@@ -362,8 +347,15 @@ def check_tuning_here(loaded: LoadedConfig) -> Iterator[ConfigError]:
 _GPU_ONLY = ("zero.zero_quantized_weights", "zero.zero_quantized_gradients", "zero.offload_optimizer.super_offload")
 
 
-def _check_devices(loaded: LoadedConfig) -> Iterator[ConfigError]:
-    """Check that what works on NVIDIA GPUs alone, or with a package of its own, has them here."""
+def _devices(loaded: LoadedConfig) -> Iterator[ConfigError]:
+    """Check that the ranks' device computes in the precision of the run, and what works on NVIDIA GPUs alone."""
+    # DeepSpeed 0.19.8, runtime/engine.py: "Type fp16 is not supported on your device" once the model is built.
+    if loaded.cfg.precision.dtype is Dtype.fp16 and is_cpu() and not _has_fp16(Path("/proc/cpuinfo")):
+        yield loaded.error(
+            "precision.dtype",
+            "precision.dtype = fp16 needs a GPU: the ranks here run on CPUs that do not compute in fp16. Use "
+            "precision=bf16 or precision=fp32. To check a recipe for other machines, set DS_ACCELERATOR=cuda.",
+        )
     for key in _GPU_ONLY:
         if get_value(loaded.cfg, key) and shutil.which("nvidia-smi") is None:
             yield loaded.error(key, "{key} = true needs NVIDIA GPUs, and there are none here. Set it to false.")
@@ -374,7 +366,7 @@ def _check_devices(loaded: LoadedConfig) -> Iterator[ConfigError]:
         )
 
 
-HERE = (check_device, _check_devices)
+HERE = (_devices,)
 """Rules about this machine."""
 
 
