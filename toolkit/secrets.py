@@ -62,25 +62,19 @@ def is_under_secret_name(name: str, value: str) -> bool:
 
 def _hidden(value: Any, secrets: list[str]) -> Any:
     if isinstance(value, str):
-        without_users = _URL.sub(rf"\1\2{MASK}@", _masked(value, secrets))
-        return _PARAMETER.sub(rf"\1{MASK}", without_users)
+        spans = [found.span() for found in _FORMS.finditer(value)]
+        spans += [found.span() for secret in secrets for found in re.finditer(re.escape(secret), value)]
+        shown, end = "", 0
+        for begin, last in sorted(spans):
+            if begin >= end:  # where two overlap all of both is hidden, or a rest would be seen
+                shown += value[end:begin] + MASK
+            end = max(end, last)
+        return _PARAMETER.sub(rf"\1{MASK}", _URL.sub(rf"\1\2{MASK}@", shown + value[end:]))
     if isinstance(value, dict):
         return {_hidden(name, secrets): _hidden(item, secrets) for name, item in value.items()}
     if isinstance(value, (list, tuple)):
         return type(value)(_hidden(item, secrets) for item in value)
     return value
-
-
-def _masked(text: str, secrets: list[str]) -> str:
-    """Mask what is known and what has a secret's form; where the two overlap all of both, or a rest would be seen."""
-    spans = [found.span() for found in _FORMS.finditer(text)]
-    spans += [found.span() for secret in secrets for found in re.finditer(re.escape(secret), text)]
-    shown, end = [], 0
-    for begin, last in sorted(spans):
-        if begin >= end:
-            shown += [text[end:begin], MASK]
-        end = max(end, last)
-    return "".join([*shown, text[end:]])
 
 
 def _learn(value: Any) -> None:

@@ -53,15 +53,14 @@ def run(words: list[str]) -> int:
     cfg = parse(overrides).loaded.cfg if overrides else RunConfig()
     found = plan_examination(options, overrides, cfg)
     found.limit_s = float(positive_int(own, "timeout_s") or found.limit_s)
-    quick = own.get("quick") == "true"
-    found.run(quick)
-    _tell(found, quick, time.monotonic() - started)
+    found.run(own.get("quick") == "true")
+    _tell(found, time.monotonic() - started)
     return ConfigError.exit_code if found.has_errors() else 0
 
 
-def _tell(found: Examination, quick: bool, seconds: float) -> None:
+def _tell(found: Examination, seconds: float) -> None:
     """Print a table, and below it what is wrong, the worst first."""
-    checks = [check for check in CHECKS if check in _looked_at(found, quick)]
+    checks = [check for check in CHECKS if check in _looked_at(found)]
     width = max(map(len, checks))
     for check in checks:
         levels = {one.level for one in found.findings if one.check == check}
@@ -82,7 +81,7 @@ def _tell(found: Examination, quick: bool, seconds: float) -> None:
     sys.stdout.flush()
 
 
-def _looked_at(found: Examination, quick: bool) -> set[str]:
+def _looked_at(found: Examination) -> set[str]:
     """Return the checks that were made, so that no check is called good that nobody made."""
     checks = {one.check for one in found.findings} | set(found.summaries)
     if found.ssh.through_ssh:

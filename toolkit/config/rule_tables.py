@@ -264,11 +264,6 @@ READ_WHEN: tuple[ReadWhen, ...] = (
 )
 
 
-def _is_part(shard: str) -> bool:
-    found = re.fullmatch(r"(\d+)/(\d+)", shard)
-    return found is not None and 0 < int(found[1]) <= int(found[2])
-
-
 RANGES: tuple[Rule, ...] = (
     *_rules(
         {
@@ -295,7 +290,10 @@ RANGES: tuple[Rule, ...] = (
     ),
     Rule(
         "prepare.shard",
-        lambda c: c.prepare.shard and not _is_part(c.prepare.shard),
+        lambda c: (
+            c.prepare.shard
+            and not ((part := re.fullmatch(r"(\d+)/(\d+)", c.prepare.shard)) and 0 < int(part[1]) <= int(part[2]))
+        ),
         "prepare.shard = {value} must be i/n, such as 1/4 to 4/4 for four machines.",
     ),
 )

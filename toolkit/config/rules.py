@@ -36,18 +36,11 @@ def check_rules(
     custom: bool = False,
     problems: Problems | None = None,
 ) -> None:
-    """Apply every rule.
+    """Apply every rule; errors are added to `problems`, or without it raised as one ConfigError. `loaded` gets notices.
 
-    Args:
-        loaded: the config and where its values come from; receives notices.
-        world_size: number of ranks; None leaves out the rules that need it.
-        files: whether files, directories and devices that the config names must exist here; False for a config that is
-            only exported for another machine.
-        custom: whether a program trains a custom model and dataset with it.
-        problems: errors found before, and where those found here are added; None raises them.
-
-    Raises:
-        ConfigError: every rule that does not hold, in one message.
+    Without `world_size` the rules that need it are left out. `files`: whether files, directories and devices that the
+    config names must exist here; not those of a config that is only exported for another machine. `custom`: whether a
+    program trains a custom model and dataset with it.
     """
     found = Problems() if problems is None else problems
     found.settle()
