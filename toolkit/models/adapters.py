@@ -151,8 +151,7 @@ class AdapterState:
 
 def has_adapter(model: PreTrainedModel) -> bool:
     """Whether what is trained of a model is an adapter, and no part of its own parameters."""
-    tuned: AdapterState | None = getattr(model, "tuned", None)
-    return tuned is not None and bool(tuned.settings)
+    return bool(getattr(getattr(model, "tuned", None), "settings", None))
 
 
 def trained_names(model: PreTrainedModel) -> list[str]:

@@ -14,10 +14,8 @@ P learned tokens, L layers, H hidden width, W = 2 * L * width of one layer's key
 """
 
 import inspect
-from collections.abc import Callable
 from contextlib import ExitStack
 from copy import deepcopy
-from functools import cache
 from typing import Any
 
 import torch
@@ -48,12 +46,10 @@ def decoder_layers_name(model: PreTrainedModel) -> str:
 
 def arguments_by_name(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
     """Return all arguments of a forward pass by name."""
-    return dict(zip(_argument_names(type(model).forward), args, strict=False)) | kwargs
-
-
-@cache
-def _argument_names(forward: Callable[..., Any]) -> list[str]:
-    return list(inspect.signature(forward).parameters)[1:]
+    if args:
+        names = [*inspect.signature(type(model).forward).parameters][1:]
+        kwargs = dict(zip(names, args, strict=False)) | kwargs
+    return dict(kwargs)
 
 
 def num_cached(kwargs: dict[str, Any]) -> int:
