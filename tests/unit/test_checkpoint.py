@@ -118,8 +118,8 @@ def test_the_newest_whole_one_is_found(tmp_path: Path, said: list[str]) -> None:
     (tmp_path / "step-9" / "manifest.json").unlink()
     assert directory.newest_complete(tmp_path) == tmp_path / "step-2"
     assert [line.split(" is damaged")[0] for line in said] == [
-        f"Warning: the checkpoint {tmp_path}/step-10",
-        f"Warning: the checkpoint {tmp_path}/step-9",
+        f"WARNING: the checkpoint {tmp_path}/step-10",
+        f"WARNING: the checkpoint {tmp_path}/step-9",
     ]
     assert {path.name for path in tmp_path.iterdir()} == {
         *("step-2", "step-9.damaged", "step-10.damaged", "step-11.tmp", "step-x")

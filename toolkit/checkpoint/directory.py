@@ -19,7 +19,7 @@ from typing import Any
 
 from toolkit.disk import flush, sha256, unused_path
 from toolkit.errors import CheckpointError
-from toolkit.messages import say, tr
+from toolkit.messages import say, tr, warn
 
 LATEST, GOOD = "latest", "good"
 """Files that name a checkpoint: the newest, and the newest that a good step has followed."""
@@ -62,8 +62,7 @@ def weights_only(checkpoints: Path) -> list[Path]:
 def newest_complete(checkpoints: Path) -> Path | None:
     """Return the newest checkpoint that is exactly what was written; every byte of it is read.
 
-    A damaged one is left where it is, under another name, so that it cannot be taken for a whole one again. `say` gets
-    a sentence about each that is skipped.
+    A damaged one is renamed, so that it cannot be taken for an intact one again, and the user is warned of it.
 
     Raises:
         PermissionError: this user may not read the newest one.
@@ -77,8 +76,8 @@ def newest_complete(checkpoints: Path) -> Path | None:
             folder.rename(aside)
         except OSError:
             aside = folder
-        say(
-            "Warning: the checkpoint {folder} is damaged and is passed over ({reason}). It is kept as {aside}.",
+        warn(
+            "the checkpoint {folder} is damaged and skipped ({reason}). It is kept as {aside}.",
             folder=folder,
             reason="; ".join(wrong[:3]),
             aside=aside.name,
@@ -210,11 +209,7 @@ def record_file(path: Path) -> FileRecord:
 
 
 def verify_files(path: Path) -> None:
-    """Compare what is on the disk with the checksums that torch.save took of it in memory.
-
-    Raises:
-        OSError: they differ.
-    """
+    """Raise OSError unless what is on the disk has the checksums that torch.save took of it in memory."""
     if path.suffix != ".pt":
         return
     try:
@@ -359,7 +354,7 @@ class RunState:
 
 
 def read_run_state(folder: Path) -> RunState:
-    """Return the state in a checkpoint."""
+    """Return the state in a checkpoint, or raise CheckpointError."""
     try:
         found = json.loads((folder / STATE).read_text(encoding="utf-8"))
         return RunState(**{name: value for name, value in found.items() if value is not None})

@@ -47,14 +47,7 @@ def _speed_and_memory(row: dict[str, float]) -> list[str]:
 
 
 class Progress:
-    """How far a run is. Ranks other than 0 show none (`shown=False`).
-
-    Args:
-        total_steps: optimizer steps of the run.
-        shown: whether anything is shown.
-        done: steps before this session.
-        on_first_step: called after the session's first step.
-    """
+    """How far a run is, after the steps `done` before this session. Ranks other than 0 show none (`shown=False`)."""
 
     def __init__(
         self, total_steps: int, shown: bool, done: int = 0, on_first_step: Callable[[], None] = lambda: None

@@ -165,16 +165,9 @@ def record_bad_step(
 ) -> tuple[str, Path]:
     """Write the samples of a step to logs/bad-step-N.jsonl, the worst micro-batch first. A collective.
 
-    Args:
-        folder: the run directory.
-        step: the step.
-        trouble: what is wrong with it.
-        micro_losses: sums of the losses of this rank's micro-batches, [accumulation].
-        micro_tokens: trained tokens of this rank's micro-batches.
-        samples: called on rank 0 only.
-
-    Returns:
-        On every rank: a sentence that names step, rank and samples; the file.
+    Of this rank's micro-batches are `micro_losses`, the sums of their losses, [accumulation], and `micro_tokens`, their
+    trained tokens; `samples` is called on rank 0 only. Returns, on every rank, a sentence that names step, rank and
+    samples, and the file.
     """
     sums = zip(micro_losses.tolist(), micro_tokens, strict=True)
     losses = gather([loss / count if count else 0.0 for loss, count in sums])

@@ -134,15 +134,10 @@ class ModelFiles:
 
 
 class Checkpointer:
-    """All checkpoints of one run. Every method but `is_proven` is a collective.
+    """All checkpoints of one run, in `folder`. Every method but `is_proven` is a collective.
 
-    Args:
-        engine: the engine.
-        folder: checkpoints/ of the run.
-        config: how many are kept.
-        described: what is written of the model.
-        keep_best: what the best checkpoint is chosen by, see `evaluate.keep_best`; "" keeps none for that.
-        patience_s: how long a save waits for room that checkpoints take which are being removed.
+    `keep_best` is the metric of `evaluate.keep_best`, "" keeps none for that; `patience_s` is how long a save waits for
+    the room of checkpoints that are being removed.
     """
 
     def __init__(

@@ -41,12 +41,7 @@ _LOOK_EVERY_S = 1.0
 class TrainLoop:
     """Trains: `train` does all steps; the attributes are its state between two of them. Every method is a collective.
 
-    Args:
-        task: what is learned.
-        run: the run, its engine in the state in which it begins.
-        baseline: what speed and memory are compared with.
-        progress: shows the user how far it is.
-        begin_report: begins to make a report of the run, on rank 0 only; costs no time.
+    The engine of `run` is in the state in which it begins. `begin_report` is called on rank 0 only and costs no time.
     """
 
     def __init__(
@@ -80,10 +75,8 @@ class TrainLoop:
         """Do all steps; return the same on every rank.
 
         Raises:
-            Stopped: a signal came, or a file `stop`; a checkpoint was saved at the step boundary that all ranks agreed
-                on.
-            Diverged: a step went wrong and the config says to stop, or there is no way around it, or too many steps in
-                a row were skipped.
+            Stopped: a signal came, or a file `stop`; all ranks saved a checkpoint at the same step.
+            Diverged: a step went wrong and the config says to stop, or too many steps in a row were skipped.
             CheckpointError: the last checkpoint cannot be saved.
             RunFolderError: the run directory was removed; what could be saved is next to it.
         """

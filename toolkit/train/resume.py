@@ -132,11 +132,7 @@ def _check_layout(saved: RunState, config: Mapping[str, Any], world_size: int) -
 
 
 def resume_from(checkpointer: Checkpointer, checkpoint: Path, state: RunState, ranks: Ranks, seed: int) -> None:
-    """Put engine and random generators into the state of a checkpoint, which `starting_state` returned. A collective.
-
-    Raises:
-        CheckpointError: it cannot be read.
-    """
+    """Put engine and random generators into the state of a checkpoint, of `starting_state`. A collective."""
     saved = directory.read_run_state(checkpoint)
     checkpointer.load(checkpoint, converts=_is_converted(saved, _stage(state.config), ranks))
     path = checkpoint / random_state.file_name(ranks.rank)
@@ -150,11 +146,7 @@ def resume_from(checkpointer: Checkpointer, checkpoint: Path, state: RunState, r
 
 
 def rewind_to(run: RunContext, checkpoint: Path) -> RunState:
-    """Put a running run into the state of a checkpoint that it saved or began with. A collective.
-
-    Raises:
-        CheckpointError: if it cannot be read.
-    """
+    """Put a running run into the state of a checkpoint that it saved or began with. A collective."""
     state = replace(directory.read_run_state(checkpoint), config=run.start.config)
     is_own = checkpoint.parent.parent == run.folder
     on_rank0(lambda: trim_metrics(run.folder, state.metrics_bytes if is_own else 0))

@@ -165,12 +165,7 @@ def _put_aside(folder: Path, checkpoint: Path | None) -> None:
 
 
 def create_run_dir(cfg: RunConfig) -> Path:
-    """Make the run directory and return its absolute path. For rank 0 only.
-
-    Raises:
-        RunFolderError: the named directory exists and holds something, or the place is not writable, or not this
-            user's to write to.
-    """
+    """Make the run directory, which must hold nothing yet, and return its absolute path. For rank 0 only."""
     check_no_symlinks(Path(cfg.run.dir).absolute(), RunFolderError, [cfg.run.name] if cfg.run.name else [])
     parent = make_parent(cfg)
     try:
@@ -239,9 +234,6 @@ def write_settings(
     """Write config.yaml, ds_config.json and environment.json, without secrets. For rank 0 only.
 
     `hosts` are those of the ranks; `device` is what the driver calls rank 0's GPU, "" a processor.
-
-    Raises:
-        CheckpointError: one cannot be written.
     """
     known = {**describe_environment(len(hosts)), "hosts": list(hosts), "device": device}
     _write(folder / "config.yaml", config_yaml)
@@ -309,12 +301,7 @@ def with_profile(values: dict[str, Any], folder: Path) -> dict[str, Any]:
 
 
 def record_start(folder: Path, step: int) -> None:
-    """Note that a run starts now, from the checkpoint of a step, 0 without one. Before anything in it is touched.
-
-    Raises:
-        RepeatedDeath: see `check_repeated_death`.
-        OSError: it cannot be written.
-    """
+    """Note that a run starts now, from the checkpoint of a step, 0 without one. Before anything in it is touched."""
     restart = deepspeed.restart_number()
     if restart:
         check_repeated_death(folder, step)
@@ -402,11 +389,7 @@ _lock: _Lock | None = None
 
 
 def lock_run_dir(folder: Path) -> None:
-    """Keep all other processes out of a run directory.
-
-    Raises:
-        RunFolderError: another process works in it.
-    """
+    """Keep all other processes out of a run directory, or raise RunFolderError if one works in it."""
     global _lock
     file = open(folder / LOCK, "a+", encoding="utf-8")
     file.seek(0)

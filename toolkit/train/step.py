@@ -37,8 +37,7 @@ def train_step(
     Args:
         engine: the DeepSpeed engine.
         task: what is summed and counted.
-        micro_batches: this rank's accumulation window on the CPU; as many on every rank, and the same on all stages of
-            a pipeline.
+        micro_batches: this rank's accumulation window on the CPU; the same on all stages of a pipeline.
         world_size: number of ranks.
         guard: judges loss and gradient before the weights change.
         votes: this rank's answers to questions on which all must act alike; they ride on a sum.

@@ -99,11 +99,7 @@ class RankTimes:
 
 
 class StragglerDetector:
-    """Reports, once for each, ranks that are slow for long.
-
-    Args:
-        hosts: of the ranks.
-    """
+    """Reports, once for each, ranks that are slow for long. `hosts` are those of the ranks."""
 
     def __init__(self, hosts: Sequence[str]) -> None:
         self.hosts = hosts

@@ -235,15 +235,9 @@ _OF_TOKENS = ("trained_tokens_per_s", "trained_tokens", "padding_fraction")
 
 
 class ThroughputMeter:
-    """Adds up steps.
+    """Adds up steps. Tokens and collectives given are those of the run so far.
 
-    Args:
-        engine: asked for its loss scale and skipped steps.
-        baseline: what speed and memory are compared with.
-        trained_tokens: those of the run so far.
-        total_tokens: those of the run so far.
-        unit: what is counted; with SAMPLES the rows name samples where they would name tokens.
-        collectives: those of the run so far.
+    With SAMPLES as `unit` the rows name samples where they would name tokens.
     """
 
     def __init__(
