@@ -190,9 +190,7 @@ def test_a_damaged_checkpoint_is_passed_over(rows_file: Path, tmp_path: Path, st
     file.write_bytes(content)
     finished = run(forked(2, FAULTY, *command), cwd=tmp_path, FAULT="{}")
     assert finished.code == 0, finished.output[-3000:]
-    assert (
-        f"{newest} is damaged and skipped ({file.name}: its content is not what was written)" in finished.output
-    )
+    assert f"{newest} is damaged and skipped ({file.name}: its content is not what was written)" in finished.output
     assert f"Resuming after step {before.name.removeprefix('step-')} from {before}" in finished.output
     assert losses(folder) == straight
     assert (folder / "checkpoints" / f"{newest.name}.damaged").is_dir()

@@ -21,15 +21,6 @@ from toolkit.messages import say
 SUFFIX = ".universal"
 
 
-def can_convert(stage_before: int, stage_now: int) -> bool:
-    """Whether the universal form leads from one ZeRO stage to another.
-
-    Stage 0 has none, and stage 3 reads another one than 1 and 2 write (deepspeed 0.19.8, measured: KeyError in
-    load_hp_checkpoint_state_from_checkpoint_dir_stage3).
-    """
-    return {stage_before, stage_now} <= {1, 2} or stage_before == stage_now == 3
-
-
 def make_universal(checkpoint: Path, folder: Path) -> Path:
     """Return a checkpoint in its universal form, made now by whichever process is first; the others wait.
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import toolkit
-from toolkit.checkpoint import convert, directory, engine_files, random_state
+from toolkit.checkpoint import directory, engine_files, random_state
 from toolkit.checkpoint.directory import RunState
 from toolkit.config.load import to_dict
 from toolkit.config.rule_tables import OPTIMIZERS
@@ -113,7 +113,9 @@ def _check_layout(saved: RunState, config: Mapping[str, Any], world_size: int) -
             before=pipeline,
             zero=stage,
         )
-    if stage != now_stage and not convert.can_convert(stage, now_stage):
+    # The universal form leads from stage to stage: 0 has none, and 3 reads another one than 1 and 2 write (deepspeed
+    # 0.19.8, measured: KeyError in load_hp_checkpoint_state_from_checkpoint_dir_stage3).
+    if stage != now_stage and not {stage, now_stage} <= {1, 2}:
         raise CheckpointError(
             "the checkpoint was saved under ZeRO-{before} and cannot be resumed under ZeRO-{now}: only stages 1 and 2 "
             "convert into each other. Start with zero.stage={before}, with any number of ranks.",

@@ -404,6 +404,7 @@ def lock_run_dir(folder: Path) -> None:
             "another process works in {folder}: {who}. Wait for it, or stop it.", folder=folder, who=who or "?"
         )
     _sign(file)
+    release_run_dir()
     _lock = _Lock(folder, folder.stat(), [file], descriptor)
 
 
