@@ -460,15 +460,14 @@ def search_micro_batch(
                 found = last[0]
         used = memory.highest()
     get_accelerator().empty_cache()
-    if ranks.rank == 0:
-        say(
-            "batch.micro_per_gpu = auto: {rows} rows at once on each rank, {times} times per step. Memory while it "
-            "was sought: {used} at most, of {limit}.",
-            rows=found,
-            times=times // found,
-            used=shown(used),
-            limit=shown(limit),
-        )
+    say(
+        "batch.micro_per_gpu = auto: {rows} rows at once on each rank, {times} times per step. Memory while it "
+        "was sought: {used} at most, of {limit}.",
+        rows=found,
+        times=times // found,
+        used=shown(used),
+        limit=shown(limit),
+    )
     return found, (engine, guard)
 
 

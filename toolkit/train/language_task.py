@@ -292,9 +292,13 @@ class LanguageTask(Task):
     def export(self, run: RunContext, result: FitResult) -> None:
         """Write export/ and prove it: it holds what was trained, and gives the logits that the run gives."""
         is_adapter = has_adapter(run.engine.module)
-        files = {name: content for name, content in run.model_files.files.items() if is_adapter or name != BASE_FILE}
+        files = {
+            name: content
+            for name, content in run.checkpointer.described.files.items()
+            if is_adapter or name != BASE_FILE
+        }
         files[CARD_FILE] = card(result.state, is_adapter)
-        folder, probe_ids = run.folder / "export", run.model_files.probe_ids
+        folder, probe_ids = run.folder / "export", run.checkpointer.described.probe_ids
         assert probe_ids is not None
         with phase(tr("Exporting")):
             (export_adapter if is_adapter else export_model)(run.engine, files, probe_ids, folder)
@@ -325,23 +329,20 @@ class LanguageTask(Task):
             summary |= {"unigram_loss": counted.unigram, "bigram_loss": counted.bigram}
         return summary
 
-    def end_lines(self, result: FitResult, summary: Mapping[str, Any]) -> list[str]:
-        """Return losses, answers, and what can be done with the model."""
+    def end_lines(self, summary: Mapping[str, Any]) -> list[str]:
+        """Return the validation losses, and those of unigrams and bigrams."""
+        losses = {name: f"{loss:.3f}" for name, loss in summary.items() if name.endswith("_loss")}
         lines = []
-        if result.state.evaluations:
-            lines.append(
-                tr(
-                    "Validation loss {first} -> {last} nats/token.",
-                    first=f"{summary['first_eval_loss']:.3f}",
-                    last=f"{summary['last_eval_loss']:.3f}",
-                )
-            )
-        if "unigram_loss" in summary:
+        if "last_eval_loss" in losses:
+            first, last = losses["first_eval_loss"], losses["last_eval_loss"]
+            lines.append(tr("Validation loss {first} -> {last} nats/token.", first=first, last=last))
+        if "unigram_loss" in losses:
+            unigram, bigram = losses["unigram_loss"], losses["bigram_loss"]
             lines.append(
                 tr(
                     "For comparison, on the same tokens: unigram {unigram}, bigram {bigram}.",
-                    unigram=f"{summary['unigram_loss']:.3f}",
-                    bigram=f"{summary['bigram_loss']:.3f}",
+                    unigram=unigram,
+                    bigram=bigram,
                 )
             )
         return lines
@@ -372,8 +373,12 @@ def build_engine(
         ConfigError: if `tuning` does not fit the model, or DeepSpeed rejects the combination.
     """
     packed, parts, stages = data.packing is Packing.packed, cfg.parallel.sequence, cfg.parallel.pipeline
+    if parts > 1 and (reason := sequence_parallel_unsupported(cfg.model, cfg.data.max_length)):
+        raise ConfigError("parallel.sequence = {ranks} cannot be: {reason}.", ranks=parts, reason=reason)
     use_tf32(cfg.precision)
-    model = _loaded(cfg, data, ds)
+    dtype, mesh = cfg.precision.dtype, mesh_of(cfg, world_size(), rank())
+    own = partial(pipeline.stage_parameters, num_stages=stages, stage=mesh.stage) if stages > 1 else None
+    model = create_model(cfg.model, dtype, data.tokenizer, cfg.run.seed, ds.values, packed, parts, own)
     without_liger = apply_liger(model, cfg.kernels)
     model.loss_head, model.router_loss = LossHead(cfg.kernels.loss), router_loss(model, cfg)
     if cfg.tuning.method is not TuningMethod.full:
@@ -386,10 +391,9 @@ def build_engine(
     if cfg.train.neftune_alpha:
         add_neftune(model, cfg.train.neftune_alpha)
     if cfg.train.random_ltd.steps:
-        place = mesh_of(cfg, world_size(), rank())
-        model.token_dropping = TokenDropping(model, cfg.train.random_ltd, cfg.run.seed, place.data_rank)
+        model.token_dropping = TokenDropping(model, cfg.train.random_ltd, cfg.run.seed, mesh.data_rank)
     with phase(tr("Building the engine (the first time DeepSpeed compiles its ops: minutes)")):
-        module = pipeline.PipelineStage(model, stages, TORCH_DTYPES[cfg.precision.dtype]) if stages > 1 else model
+        module = pipeline.PipelineStage(model, stages, TORCH_DTYPES[dtype]) if stages > 1 else model
         settings = with_profile(ds.values, source.folder)
         recompute = cfg.train.activation_checkpointing
         engine = initialize_engine(module, settings, recompute, make_schedule(cfg, total_steps), cfg.compile, cfg.optim)
@@ -402,28 +406,15 @@ def build_engine(
         check_isolation(*of_model, few if pipeline.is_pipeline(engine) else None)
     if parts > 1:
         check_sequence_parallel(*of_model, packed)
-    in_use = _in_use(engine, cfg, without_liger)
-    if rank() == 0:
-        say(in_use)
-        if model.router_loss is not None:
-            say(
-                "Routers: the mean of {count} layers' load-balancing losses x {coefficient} is added to the loss "
-                "(model.router_loss).",
-                count=model.router_loss.num_layers,
-                coefficient=model.router_loss.coefficient,
-            )
+    say(_in_use(engine, cfg, without_liger))
+    if model.router_loss is not None:
+        say(
+            "Routers: the mean of {count} layers' load-balancing losses x {coefficient} is added to the loss "
+            "(model.router_loss).",
+            count=model.router_loss.num_layers,
+            coefficient=model.router_loss.coefficient,
+        )
     return engine
-
-
-def _loaded(cfg: RunConfig, data: LanguageData, ds: DsConfig) -> PreTrainedModel:
-    """Return the model that is trained; with pipeline stages with the weights of this rank's stage alone."""
-    packed, parts = data.packing is Packing.packed, cfg.parallel.sequence
-    if parts > 1 and (reason := sequence_parallel_unsupported(cfg.model, cfg.data.max_length)):
-        raise ConfigError("parallel.sequence = {ranks} cannot be: {reason}.", ranks=parts, reason=reason)
-    stages, dtype = cfg.parallel.pipeline, cfg.precision.dtype
-    stage = mesh_of(cfg, world_size(), rank()).stage
-    own = partial(pipeline.stage_parameters, num_stages=stages, stage=stage) if stages > 1 else None
-    return create_model(cfg.model, dtype, data.tokenizer, cfg.run.seed, ds.values, packed, parts, own)
 
 
 def _in_use(engine: DeepSpeedEngine, cfg: RunConfig, without_liger: str) -> str:

@@ -81,9 +81,8 @@ def choose_layout(cfg: RunConfig, vocab_size: int, ranks: Ranks, device: torch.d
             machine=machine.name,
             usable=view.gib(machine.usable_bytes),
         )
-    if ranks.rank == 0:
-        words = " ".join(overrides(cfg, found.cfg)) or tr("the recipe as it is")
-        say("plan.auto: {words}  ({layout})", words=words, layout=found.name)
+    words = " ".join(overrides(cfg, found.cfg)) or tr("the recipe as it is")
+    say("plan.auto: {words}  ({layout})", words=words, layout=found.name)
     return found.cfg
 
 

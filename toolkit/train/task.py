@@ -84,8 +84,6 @@ class RunContext:
     engine: DeepSpeedEngine
     guard: StepGuard
     checkpointer: Checkpointer
-    model_files: ModelFiles
-    """What checkpoints and the export hold of the model next to its weights."""
     start: RunState
     """Where the run begins, and what is the same in all its checkpoints."""
     trackers: Trackers
@@ -241,7 +239,7 @@ class Task(ABC):
     def summary(self, run: RunContext, result: FitResult) -> dict[str, Any]:
         """Return what DONE says next to steps, losses and seconds: parameters, tokens, evaluations."""
 
-    def end_lines(self, result: FitResult, summary: Mapping[str, Any]) -> list[str]:
+    def end_lines(self, summary: Mapping[str, Any]) -> list[str]:
         """Return what is printed of what was learned. For rank 0 only."""
         return []
 

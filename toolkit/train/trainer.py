@@ -111,12 +111,11 @@ class Trainer:
             engine.lr_scheduler.set_length(total_steps, warmup_steps(cfg, total_steps))
         status = partial(rank_status.report_status, first_step=start.step + 1)
         self.progress = Progress(total_steps, ranks.rank == 0, start.step, on_first_step=status)
-        files = task.model_files(engine)
         checkpointer = Checkpointer(
             engine,
             source.folder / "checkpoints",
             cfg.checkpoint,
-            files,
+            task.model_files(engine),
             cfg.evaluate.keep_best,
             cfg.distributed.timeout_s / 2,
         )
@@ -131,7 +130,6 @@ class Trainer:
             engine=engine,
             guard=guard,
             checkpointer=checkpointer,
-            model_files=files,
             start=start,
             trackers=trackers_of(cfg),
             watchdog=Watchdog(source.folder, ranks.rank, ranks.world_size, *limits),
@@ -283,7 +281,7 @@ class Trainer:
         )
         answers = [tr("  Q: {prompt}\n  A: {answer}", **sample) for sample in samples]
         next_steps = self.task.next_steps(self.run, samples)
-        return [*lines, *self.task.end_lines(result, summary), *answers, everything, *next_steps]
+        return [*lines, *self.task.end_lines(summary), *answers, everything, *next_steps]
 
 
 def _with_optimizer(cfg: RunConfig, source: RunSource) -> RunConfig:
@@ -300,7 +298,7 @@ def _with_optimizer(cfg: RunConfig, source: RunSource) -> RunConfig:
         reason = tr("as before")
     else:
         reason = next(reason for torch, reason in found if torch == is_torch)
-    if process_group.rank() == 0 and OPTIMIZERS[cfg.optim.name].takes_adam:
+    if OPTIMIZERS[cfg.optim.name].takes_adam:
         whose = tr("PyTorch's own Adam") if is_torch else tr("DeepSpeed's Adam")
         say("optim.torch = auto: {whose} ({reason}).", whose=whose, reason=reason)
     return replace(cfg, optim=replace(cfg.optim, torch=is_torch))
