@@ -93,10 +93,7 @@ def initialize_engine(
 
 
 def initialize_untrained(model: PreTrainedModel, ds_config: dict[str, Any]) -> deepspeed.DeepSpeedEngine:
-    """Build an engine that only runs a partitioned model forward: without an optimizer, and what belongs to one.
-
-    The model is partitioned already.
-    """
+    """Build an engine that only runs a model, partitioned already, forward: without what belongs to an optimizer."""
     values = {name: value for name, value in ds_config.items() if name not in ("optimizer", "scheduler")}
     zero = ds_config["zero_optimization"]
     values["zero_optimization"] = {name: value for name, value in zero.items() if name != "offload_optimizer"}

@@ -186,10 +186,7 @@ def build_ds_config(cfg: RunConfig, world_size: int, total_steps: int | None = N
 
 
 def explain(ds: DsConfig, where: dict[str, str]) -> str:
-    """Return a table: each DeepSpeed key, its value, the schema key or formula and the place that set it.
-
-    `where`: schema key -> "file:line" or "command line", from config.load.
-    """
+    """Return a table: each DeepSpeed key, its value, the schema key or formula, and `where` that was set."""
     rows = []
     for key, value in leaves(ds.values):
         why = ds.why[key]

@@ -59,10 +59,7 @@ class LiveBytes(TorchDispatchMode):
 
 
 class PeakMemory:
-    """A context in which this rank's memory is watched.
-
-    CPU ranks alone have `limit_bytes` (0: none) and can leave out what exists already (`only_new`).
-    """
+    """A context that watches this rank's memory; CPUs have `limit_bytes` (0: none) and may leave out old tensors."""
 
     def __init__(self, device: torch.device, limit_bytes: int = 0, only_new: bool = False) -> None:
         self.device, self._only_new = device, only_new

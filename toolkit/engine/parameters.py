@@ -91,10 +91,7 @@ def ruined_ranks(engine: deepspeed.DeepSpeedEngine) -> str:
 
 
 def are_finite(engine: deepspeed.DeepSpeedEngine) -> bool:
-    """Whether no state that this rank holds has a NaN or an Inf. Reads them once: 0.1 s per GB in host memory.
-
-    States on NVMe are not read.
-    """
+    """Whether no state that this rank holds outside NVMe has a NaN or an Inf; reads 1 GB of host memory in 0.1 s."""
     basic = engine.basic_optimizer
     parts = filter(None, (basic, getattr(basic, "aux_optimizer", None)))  # Muon's second one, for what is no matrix
     held = [state for part in parts for state in part.state.values() if isinstance(state, dict)]

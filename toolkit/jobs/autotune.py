@@ -58,10 +58,7 @@ class AutotuneSearch:
     """What was tried."""
 
     def tokens_per_s(self, stage: int, micro: int) -> float:
-        """Train a few steps, unless that was done before; return the speed of all ranks, 0 if that failed.
-
-        Raises Stopped if a signal asked for that.
-        """
+        """Train a few steps unless done before; return all ranks' speed, 0 if it failed. Raises Stopped on a signal."""
         words, cfg = self.configs[stage, micro]
         job = self.sweep.add(sweeping.new_job(words, cfg))
         self.jobs.append(job)

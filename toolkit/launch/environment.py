@@ -301,8 +301,7 @@ def apply_env(
 ) -> None:
     """Set the variables of this rank; start this process anew where some of them are read at its start only.
 
-    `inherited` is the environment that this process was started with; `replace_process` keeps the process id
-    (os.execve).
+    `inherited` is the environment that this process was started with; `replace_process` keeps the process id.
     """
     sent = json.loads(environ.pop(PACKED, "{}"))
     found = {name: environ.get(name) or sent.get(name, "") for name in LaunchConfig(env=dict(env)).forwarded}
