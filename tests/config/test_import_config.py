@@ -30,7 +30,7 @@ from toolkit.config.schema import (
 from toolkit.config.validate import field_type
 from toolkit.errors import ConfigError
 from toolkit.messages import read_table
-from toolkit.translate.key import keys_of, sentence
+from toolkit.translate.draft import keys_of, sentence
 
 ROOT = Path(__file__).parents[2]
 

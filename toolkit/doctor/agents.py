@@ -46,14 +46,15 @@ class Agent:
         set_language(language)
         os.environ.update(environ)
         takes = {"takes_secrets": os.environ.pop(PACKED, None) is not None}
-        if not words:
-            return {**facts.of_machine(os.environ), **takes}
-        try:
-            cfg = self.compose(words)
-        except ToolkitError as error:
-            return {**facts.of_machine(os.environ), **takes, "wrong": str(error)}
-        os.environ.update(cfg.launch.values)
-        return {**facts.of_machine(os.environ), **takes, **facts.of_recipe(cfg, os.environ)}
+        of_recipe: dict[str, Any] = {}
+        if words:
+            try:
+                cfg = self.compose(words)
+                os.environ.update(cfg.launch.values)
+                of_recipe = facts.of_recipe(cfg, os.environ)
+            except ToolkitError as error:
+                of_recipe = {"wrong": str(error)}
+        return {**facts.of_machine(os.environ), **takes, **of_recipe}
 
     def clock(self) -> dict[str, Any]:
         """Return this machine's time."""
@@ -97,7 +98,8 @@ class Agent:
                 rank = children.start(
                     command, env={**os.environ, **environ}, stdout=out, stderr=out, stdin=subprocess.DEVNULL
                 )
-                stack.callback(_end_program, rank)
+                stack.callback(rank.wait)
+                stack.callback(rank.kill)
                 ranks.append((rank, answer, log))
             return {"ranks": [_told(*rank, until, seconds) for rank in ranks]}
 
@@ -120,11 +122,6 @@ def _told(rank: "subprocess.Popen[bytes]", answer: Path, log: Path, until: float
         return {"error": tr("no answer in {seconds} s", seconds=f"{seconds:.0f}")}
     lines = [line.strip() for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
     return {"error": lines[-1] if lines else tr("ended with code {code}", code=rank.returncode)}
-
-
-def _end_program(rank: "subprocess.Popen[bytes]") -> None:
-    rank.kill()
-    rank.wait()
 
 
 def serve(compose: Callable[[Sequence[str]], RunConfig]) -> None:
@@ -160,10 +157,9 @@ class SshOptions:
 
 
 class Host:
-    """One machine."""
+    """One node."""
 
     def __init__(self, name: str, ssh: SshOptions) -> None:
-        self.name = name
         command = [sys.executable, *_AGENT]
         if ssh.through_ssh:
             # As DeepSpeed's launcher starts ranks (0.19.8, PDSHRunner): the same folder, first on the path of the same
@@ -206,21 +202,12 @@ class Host:
                     return dict(json.loads(line.partition(MARK)[2]))
                 continue
             if self.process.poll() is not None and self.answers.empty():
-                return {"error": self._last_words()}
+                time.sleep(0.1)  # for the thread that reads what it said last
+                if self.process.returncode == NO_FOLDER:
+                    return {"error": tr("there is no folder {folder}", folder=os.getcwd())}
+                said = [line.strip() for line in self.complaints if line.strip()]
+                return {"error": said[-1] if said else tr("ended with code {code}", code=self.process.returncode)}
         return {"error": tr("no answer in {seconds} s", seconds=f"{limit_s:.0f}"), "late": True}
-
-    def _last_words(self) -> str:
-        time.sleep(0.1)  # for the thread that reads them
-        if self.process.returncode == NO_FOLDER:
-            return tr("there is no folder {folder}", folder=os.getcwd())
-        said = [line.strip() for line in self.complaints if line.strip()]
-        return said[-1] if said else tr("ended with code {code}", code=self.process.returncode)
-
-    def close(self) -> None:
-        """Let the agent end: its input does."""
-        with suppress(OSError):
-            assert self.process.stdin
-            self.process.stdin.close()
 
     def kill(self, until: float) -> None:
         """End what is still there at a time of time.monotonic()."""
@@ -234,11 +221,7 @@ class Host:
 
 
 class Hosts:
-    """All machines.
-
-    Raises:
-        LaunchError: there is no ssh here, or too few files may be open.
-    """
+    """All nodes; a LaunchError if there is no ssh here, or too few files may be open."""
 
     def __init__(self, names: Sequence[str], ssh: SshOptions) -> None:
         self.hosts: dict[str, Host] = {}
@@ -269,8 +252,10 @@ class Hosts:
 
     def close(self) -> None:
         """Let all agents end, and end those that do not."""
-        for host in self.hosts.values():
-            host.close()
+        for host in self.hosts.values():  # an agent ends with its input
+            with suppress(OSError):
+                assert host.process.stdin
+                host.process.stdin.close()
         until = time.monotonic() + 2
         for host in self.hosts.values():
             host.kill(until)

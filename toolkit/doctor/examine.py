@@ -24,20 +24,17 @@ _COLLECTIVE_S, _ENDING_S = 60.0, 10.0
 
 @dataclass(kw_only=True)
 class Examination:
-    """One look at the machines of a run; `run` fills it.
-
-    Args:
-        words: recipe and overrides; [] looks at the machines alone.
-        master_addr: where ranks meet; "" takes the first machine's first address, as DeepSpeed does.
-    """
+    """One look at the nodes of a run; `run` fills it."""
 
     resources: Resources
     words: Sequence[str]
+    """Recipe and overrides; [] looks at the nodes alone."""
     cfg: RunConfig
     ssh: SshOptions
     environ: Mapping[str, str] = field(default_factory=dict)
     secrets: Sequence[str] = ()
     master_addr: str = ""
+    """Where ranks meet; "" takes the first node's first address, as DeepSpeed does."""
     master_port: int = int(deepspeed.DEFAULT_PORT)
     limit_s: float = 30.0
     findings: list[Finding] = field(default_factory=list)
@@ -92,18 +89,16 @@ class Examination:
         if self.ssh.through_ssh and self.facts:
             self.findings += findings.secrets(self.facts, self.secrets)
             self.summaries["environment"] = tr("handed on: {names}", names=", ".join(sorted(handed_on)) or "-")
-            asked = {host: self._offset(hosts, host) for host in self.facts}
-            self.findings += findings.clocks(asked)
-        self._summarise()
-
-    def _offset(self, hosts: Hosts, host: str) -> float:
-        before = time.time()
-        answer = hosts.hosts[host].ask("clock", self.limit_s)
-        return float(answer.get("time", before)) - (before + time.time()) / 2
+            offsets = {}
+            for host in self.facts:
+                before = time.time()
+                answer = hosts.hosts[host].ask("clock", self.limit_s)
+                offsets[host] = float(answer.get("time", before)) - (before + time.time()) / 2
+            self.findings += findings.clocks(offsets)
+        if self.facts:
+            self._summarise()
 
     def _summarise(self) -> None:
-        if not self.facts:
-            return
         one = next(iter(self.facts.values()))
         cards = [card["name"] for card in one["gpus"]["cards"]]
         disks = [disks for one in self.facts.values() for disks in one.get("disks", {}).items()]
@@ -157,14 +152,12 @@ class Examination:
             Finding("network", ERROR, f"{a}: {one['error']}") for a, one in answers.items() if "error" in one
         ]
         self.findings += findings.connections(results, self.master_port)
-        self._folders({host: one["shared"] for host, one in answers.items() if host != first and "shared" in one})
+        for key, folder in folders.items():
+            shared = {host: one["shared"].get(key, True) for host, one in answers.items() if "shared" in one}
+            if apart := [host for host, is_shared in shared.items() if host != first and not is_shared]:
+                self.findings.append(finding(f"{key} not shared", dir=folder, hosts=", ".join(apart)))
         if not self.has_errors("network"):
             self._measure(hosts, names, peers, chosen)
-
-    def _folders(self, shared: Mapping[str, Mapping[str, bool]]) -> None:
-        for key, folder in (("run.dir", self.cfg.run.dir), ("prepare.dir", self.cfg.prepare.dir)):
-            if apart := [host for host, seen in shared.items() if not seen.get(key, True)]:
-                self.findings.append(finding(f"{key} not shared", dir=folder, hosts=", ".join(apart)))
 
     def _measure(self, hosts: Hosts, names: list[str], peers: Mapping[str, Any], chosen: Mapping[str, Any]) -> None:
         """Let each machine receive from the one before it, then from the one after it: two rounds, however many."""
@@ -184,47 +177,34 @@ class Examination:
         return self.master_addr or (first["first"] if self.ssh.through_ssh else "127.0.0.1")
 
     def _all_reduce(self, hosts: Hosts) -> None:
-        used = {host: gpus for host, gpus in self.resources.items() if host in self.facts}
-        size = sum(len(gpus) for gpus in used.values())
-        requests: dict[str, dict[str, Any]] = {}
-        where: dict[int, str] = {}
+        where = [(host, gpus, local) for host, gpus in self.resources.items() for local in range(len(gpus))]
+        where = [place for place in where if place[0] in self.facts]
         limit_s = max(_COLLECTIVE_S, 2 * self.limit_s)
         port = self.master_port if self.ssh.through_ssh else environment.free_port()
-        for host, gpus in used.items():
-            environments = []
-            for local in range(len(gpus)):
-                environ = {"RANK": str(len(where)), "LOCAL_RANK": str(local), "WORLD_SIZE": str(size)}
-                environ |= {"MASTER_ADDR": self._master(), "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
-                if self.backend == "nccl":
-                    environ |= {"CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus))}
-                if interface := self.cfg.distributed.interface:
-                    environ |= dict.fromkeys(INTERFACES, interface)
-                where[len(where)] = host
-                environments.append(environ)
-            requests[host] = {"environments": environments, "backend": self.backend, "seconds": limit_s}
-        ranks: dict[int, dict[str, Any]] = {}
+        shared = {"WORLD_SIZE": str(len(where)), "MASTER_ADDR": self._master(), "MASTER_PORT": str(port)}
+        if interface := self.cfg.distributed.interface:
+            shared |= dict.fromkeys(INTERFACES, interface)
+        requests: dict[str, dict[str, Any]] = {}
+        for rank, (host, gpus, local) in enumerate(where):
+            environ = {**shared, "RANK": str(rank), "LOCAL_RANK": str(local), "OMP_NUM_THREADS": "1"}
+            if self.backend == "nccl":
+                environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, gpus))
+            request = requests.setdefault(host, {"environments": [], "backend": self.backend, "seconds": limit_s})
+            request["environments"].append(environ)
         answers = hosts.ask("collective", limit_s + _ENDING_S, requests)
-        for host, request in requests.items():
-            told = answers[host].get(
-                "ranks", [{"error": answers[host].get("error", "?")}] * len(request["environments"])
-            )
-            for environ, one in zip(request["environments"], told, strict=True):
-                ranks[int(environ["RANK"])] = one
-        found, self.summaries["all-reduce"] = findings.collective(ranks, where)
+        ranks: dict[int, dict[str, Any]] = {}
+        for rank, (host, _, local) in enumerate(where):
+            told = answers[host].get("ranks")
+            ranks[rank] = told[local] if told else {"error": answers[host].get("error", "?")}
+        of_ranks = {rank: host for rank, (host, *_) in enumerate(where)}
+        found, self.summaries["all-reduce"] = findings.collective(ranks, of_ranks)
         self.findings += found
 
 
 def plan_examination(
     options: Mapping[str, str], words: Sequence[str], cfg: RunConfig, hosts: Resources | None = None
 ) -> Examination:
-    """Return what is to be examined.
-
-    Args:
-        options: of `deepspeed`.
-        words: recipe and overrides; [] for the machines alone.
-        cfg: what they mean.
-        hosts: those that take part; None reads them from the options.
-    """
+    """Return what is to be examined: `options` of `deepspeed`, `words` [] for the nodes alone, `hosts` None for all."""
     hosts = _hosts(options) if hosts is None else hosts
     through_ssh = deepspeed.logs_in(hosts, options)
     files = environment.variables_of_files(Path.cwd()) if through_ssh else {}

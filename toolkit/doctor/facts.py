@@ -33,11 +33,7 @@ _DISK_BLOCKS = 64
 
 
 def disk_speed(folder: Path) -> dict[str, float | str]:
-    """Write and read 256 MiB in a folder, around the page cache where the file system allows that.
-
-    Returns:
-        `write_mb_s` and `read_mb_s` in 10^6 bytes per second, or `error`.
-    """
+    """Write and read 256 MiB, around the page cache where that is possible: `write_mb_s`, `read_mb_s`, or `error`."""
     block = mmap.mmap(-1, _DISK_BLOCK)  # direct access needs memory that begins with a page
     block.write(os.urandom(_DISK_BLOCK))
     try:
@@ -81,6 +77,11 @@ MATTERING = (
     *("WANDB_", "XDG_CACHE_HOME", "http_proxy", "https_proxy"),
 )
 """Beginnings of the variables by which runs differ."""
+_LIMITS = {
+    "open files": resource.RLIMIT_NOFILE,
+    "locked memory": resource.RLIMIT_MEMLOCK,
+    "processes": resource.RLIMIT_NPROC,
+}
 ROOT = Path(__file__).parents[2]
 _COMMAND_S = 20.0
 _BLOCK, _BLOCKS, _BLOCKS_OF_ALL = 1 << 16, 16, 4096
@@ -99,7 +100,7 @@ def of_machine(environ: Mapping[str, str]) -> dict[str, Any]:
         "cores": len(os.sched_getaffinity(0)),
         "memory": psutil.virtual_memory().available,
         "network": _network(environ),
-        "limits": _limits(),
+        "limits": {name: resource.getrlimit(limit)[0] for name, limit in _LIMITS.items()},
         "locks": [str(path) for path, _ in ops.stale_build_locks(environ)],
         "environment": {name: hashed(value) for name, value in environ.items() if name.startswith(MATTERING)},
     }
@@ -107,12 +108,10 @@ def of_machine(environ: Mapping[str, str]) -> dict[str, Any]:
 
 def of_recipe(cfg: RunConfig, environ: Mapping[str, str]) -> dict[str, Any]:
     """Return what depends on a recipe."""
-    nvme = {
-        getattr(cfg.zero, section).nvme_path
-        for section in ("offload_optimizer", "offload_param")
-        if getattr(cfg.zero, section).device is Device.nvme
-    }
+    offloading = (cfg.zero.offload_optimizer, cfg.zero.offload_param)
+    nvme = {section.nvme_path for section in offloading if section.device is Device.nvme}
     shm = {"/dev/shm": "shm"}  # noqa: S108 -- DataLoader workers, NCCL and DeepSpeed share memory through it
+    needed = ops.needed(cfg, environ)
     folders = {cfg.run.dir: "run.dir", cfg.prepare.dir: "prepare.dir", **shm, **dict.fromkeys(nvme, "nvme")}
     return {
         "recipe": {key: str(value) for key, value in leaves(to_dict(cfg))},
@@ -120,7 +119,7 @@ def of_recipe(cfg: RunConfig, environ: Mapping[str, str]) -> dict[str, Any]:
         "stores": sorted(path.parent.name for path in Path(cfg.prepare.dir).glob("stores/*/manifest.json")),
         "disks": {name: _disk(Path(folder)) for folder, name in folders.items()},
         "nvme": {folder: disk_speed(Path(folder)) for folder in nvme},
-        "ops": _ops(cfg, environ),
+        "ops": {"needed": needed, "built": ops.built(needed, environ), "lacking": ops.lacking(needed, environ)},
     }
 
 
@@ -170,16 +169,11 @@ def _gpus() -> dict[str, Any]:
         (_run("nvidia-smi", "--query-compute-apps=gpu_uuid", "--format=csv,noheader") or "").split() if found else []
     )
     rows = [[cell.strip() for cell in line.split(",")] for line in found.splitlines()]
-    cards = [
-        {"index": row[0], "name": row[2], "mib": _mib(row[4]), "free_mib": _mib(row[5]), "used_by": using.count(row[1])}
-        for row in rows
-        if len(row) == len(fields.split(","))
-    ]
+    cards = []
+    for index, uuid, name, _, *sizes in (row for row in rows if len(row) == len(fields.split(","))):
+        mib, free_mib = (int(size) if size.isdecimal() else 0 for size in sizes)
+        cards.append({"index": index, "name": name, "mib": mib, "free_mib": free_mib, "used_by": using.count(uuid)})
     return {"driver": rows[0][3] if cards else "", "cards": cards, "late": False}
-
-
-def _mib(text: str) -> int:
-    return int(text) if text.isdecimal() else 0
 
 
 def _network(environ: Mapping[str, str]) -> dict[str, Any]:
@@ -204,25 +198,20 @@ def _network(environ: Mapping[str, str]) -> dict[str, Any]:
     }
 
 
-def _limits() -> dict[str, int]:
-    names = {"open files": "RLIMIT_NOFILE", "locked memory": "RLIMIT_MEMLOCK", "processes": "RLIMIT_NPROC"}
-    return {name: resource.getrlimit(getattr(resource, limit))[0] for name, limit in names.items()}
-
-
 def _files(cfg: RunConfig) -> dict[str, Any]:
     """Return of each file or folder that the recipe reads what it holds, or why it cannot be read."""
     from toolkit.data.readers import files_of
 
     found = {}
     if cfg.model.init is Init.pretrained:
-        found["model.path"] = _fingerprint(cfg.model.path, partial(_shown, Path(cfg.model.path)))
+        found["model.path"] = _fingerprint(cfg.model.path, partial(_visible, Path(cfg.model.path)))
     for number, source in enumerate([*cfg.data.sources, *cfg.data.validation]):
         if source.path:
             found[f"data {number}"] = _fingerprint(source.path, partial(files_of, source))
     return found
 
 
-def _shown(folder: Path) -> list[Path]:
+def _visible(folder: Path) -> list[Path]:
     """Return all that is in a folder but what is hidden: notes of downloads and repositories differ everywhere."""
     found = [(path, path.relative_to(folder).parts) for path in folder.rglob("*")]
     return [path for path, parts in found if not any(part[0] == "." or part == "__pycache__" for part in parts)]
@@ -251,12 +240,11 @@ def _fingerprint(path: str, files: Callable[[], Iterable[Path]]) -> dict[str, An
 
 def _disk(folder: Path) -> dict[str, Any]:
     """Return free bytes of where a folder is or would be made, and whether it may be written to, found by writing."""
-    existing = nearest(folder)
+    existing, error = nearest(folder), ""
     try:
         with tempfile.TemporaryFile(dir=existing) as file:
             file.write(b"x" * 4096)
             file.flush()
-        error = ""
     except OSError as caught:
         error = caught.strerror or str(caught)
     return {"path": str(folder.absolute()), "free": shutil.disk_usage(existing).free, "error": error}
@@ -264,13 +252,4 @@ def _disk(folder: Path) -> dict[str, Any]:
 
 def nearest(folder: Path) -> Path:
     """Return the folder, or the nearest above it that exists."""
-    folder = folder.absolute()
-    while not folder.exists():
-        folder = folder.parent
-    return folder
-
-
-def _ops(cfg: RunConfig, environ: Mapping[str, str]) -> dict[str, Any]:
-    """Return the ops that DeepSpeed would build for this recipe, which are built, and what building lacks here."""
-    needed = ops.needed(cfg, environ)
-    return {"needed": needed, "built": ops.built(needed, environ), "lacking": ops.lacking(needed, environ)}
+    return next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())

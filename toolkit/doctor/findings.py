@@ -1,14 +1,13 @@
-"""From the facts of all nodes to what would break or slow down a run. Asks no node.
+"""From the facts of all nodes, and what they measured between them, to what would break or slow down a run.
 
-Also what nodes found out about each other: connections, packets, speeds, the all-reduce. What can be found, and what to
-do about it, is in findings.yaml.
+Asks no node. What can be found, and what to do about it, is in findings.yaml.
 """
 
 import statistics
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 from toolkit import messages
@@ -37,9 +36,7 @@ class Finding:
     """What, where, and what to do."""
 
 
-@cache
-def _table() -> dict[str, tuple[str, str, str]]:
-    return {name: tuple(row) for name, row in read_table("doctor/findings.yaml").items()}
+_table = cache(partial(read_table, "doctor/findings.yaml"))
 
 
 def finding(name: str, /, *, level: str = "", **values: object) -> Finding:
@@ -66,19 +63,11 @@ def findings(facts: Facts, resources: Resources, here: Mapping[str, str]) -> lis
         here: variables of this shell by which runs differ, as hashes, without those that the launcher or the recipe
             hands on; {} where ranks are started from this shell itself.
     """
-    rules: Sequence[Iterable[Finding]] = [
-        _code(facts),
-        _recipe(facts),
-        _versions(facts),
-        _gpus(facts, resources),
-        _ops(facts),
-        _files(facts),
-        _stores(facts),
-        _disks(facts),
-        _limits(facts),
-        _environment(facts, here),
-    ]
-    return [found for rule in rules for found in rule]
+    gpus, variables = partial(_gpus, resources=resources), partial(_environment, here=here)
+    rules: Sequence[Callable[[Facts], Iterable[Finding]]] = (
+        *(_code, _recipe, _versions, gpus, _ops, _files, _disks, _limits, variables),
+    )
+    return [found for rule in rules for found in rule(facts)]
 
 
 def _differing(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str]:
@@ -105,33 +94,25 @@ def _recipe(facts: Facts) -> Iterable[Finding]:
 
 
 def _versions(facts: Facts) -> Iterable[Finding]:
-    names = {"python", "nccl", "driver", *(name for one in facts.values() for name in one["packages"])}
-    for name in sorted(names):
-        found = {host: _version(one, name) for host, one in facts.items()}
+    versions = {
+        host: {**one["packages"], "python": one["python"], "nccl": one["nccl"], "driver": str(one["gpus"]["driver"])}
+        for host, one in facts.items()
+    }
+    for name in sorted({name for named in versions.values() for name in named}):
+        found = {host: str(named.get(name, "")) for host, named in versions.items()}
         usual, others = outliers(found)
         for host, version in others.items():
+            # All 3.11 understand each other.
+            is_other_python = name == "python" and version.split(".")[:2] != found[usual].split(".")[:2]
             yield finding(
                 "other version",
-                level=ERROR if _breaks(name, version, found[usual]) else WARNING,
+                level=ERROR if name in _BREAKING or is_other_python else WARNING,
                 host=host,
                 name=name,
                 version=version or tr("not at all"),
                 usual=usual,
                 expected=found[usual] or tr("not at all"),
             )
-
-
-def _breaks(name: str, version: str, other: str) -> bool:
-    """Whether ranks of these versions cannot be expected to understand each other; of Python all 3.11 do."""
-    if name == "python":
-        return version.split(".")[:2] != other.split(".")[:2]
-    return name in _BREAKING
-
-
-def _version(one: Mapping[str, Any], name: str) -> str:
-    if name == "driver":
-        return str(one["gpus"]["driver"])
-    return str(one[name] if name in ("python", "nccl") else one["packages"].get(name, ""))
 
 
 def _gpus(facts: Facts, resources: Resources) -> Iterable[Finding]:
@@ -182,13 +163,9 @@ def _files(facts: Facts) -> Iterable[Finding]:
         usual, others = outliers({host: file["hash"] for host, file in found.items() if "hash" in file})
         for host in others:
             yield finding("other file", host=host, label=label, path=found[host]["path"], usual=usual)
-
-
-def _stores(facts: Facts) -> Iterable[Finding]:
-    """A tokenized cache's name is a fingerprint of all that it is made of: equal names, equal contents."""
-    found = {host: set(one.get("stores", [])) for host, one in facts.items()}
-    everywhere = set[str]().union(*found.values())
-    if lacking := [host for host, names in found.items() if names < everywhere]:
+    # A tokenized cache's name is a fingerprint of all that it is made of: equal names, equal contents.
+    caches = {host: set(one.get("stores", [])) for host, one in facts.items()}
+    if lacking := [host for host, names in caches.items() if names < set[str]().union(*caches.values())]:
         yield finding("data to prepare", hosts=_few(lacking))
 
 
@@ -222,22 +199,20 @@ def _limits(facts: Facts) -> Iterable[Finding]:
 
 
 def _environment(facts: Facts, here: Mapping[str, str]) -> Iterable[Finding]:
-    lost: dict[str, list[str]] = {}
-    for host, one in facts.items():
-        for name, value in here.items():
-            if not name.startswith(FORWARDED) and one["environment"].get(name) != value:
-                lost.setdefault(name, []).append(host)
-    if lost:
-        names = _few([f"{name} ({_few(hosts)})" for name, hosts in sorted(lost.items())], 12)
-        yield finding("variables not forwarded", names=names)
+    lost = {
+        name: [host for host, one in facts.items() if one["environment"].get(name) != value]
+        for name, value in sorted(here.items())
+        if not name.startswith(FORWARDED)
+    }
+    if listed := [f"{name} ({_few(hosts)})" for name, hosts in lost.items() if hosts]:
+        yield finding("variables not forwarded", names=_few(listed, 12))
 
 
 def secrets(facts: Facts, names: Sequence[str]) -> list[Finding]:
     """Judge whether the secrets of launch.env would arrive."""
-    deaf = [host for host, one in facts.items() if names and not one["takes_secrets"]]
-    if not deaf:
-        return []
-    return [finding("secrets not accepted", hosts=_few(deaf), variable=PACKED, names=", ".join(names))]
+    if hosts := [host for host, one in facts.items() if names and not one["takes_secrets"]]:
+        return [finding("secrets not accepted", hosts=_few(hosts), variable=PACKED, names=", ".join(names))]
+    return []
 
 
 def clocks(offsets: Mapping[str, float]) -> list[Finding]:
@@ -264,7 +239,7 @@ Pairs = Mapping[tuple[str, str], Any]
 def interfaces(
     chosen: Mapping[str, tuple[str, Mapping[str, Any]]], facts: Facts, interface: str, backend: str
 ) -> list[Finding]:
-    """Judge the network card that each machine would use."""
+    """Judge the network card that each node would use."""
     found = []
     for host, (name, card) in chosen.items():
         own = facts[host]["network"]["own_name"]
@@ -286,11 +261,7 @@ def interfaces(
 
 
 def connections(results: Pairs, port: int) -> list[Finding]:
-    """Judge connections.
-
-    Args:
-        results: (from, to) -> `error`, `meet`, `mtu` of `network.reach`.
-    """
+    """Judge connections: (from, to) -> `error`, `meet` and `mtu` of `network.can_connect`."""
     broken = [f"{a} -> {b}: {one['error']}" for (a, b), one in results.items() if one["error"]]
     closed = [f"{a} -> {b}: {one['meet']}" for (a, b), one in results.items() if one["meet"] and not one["error"]]
     lost = [f"{a} -> {b}" for (a, b), one in results.items() if one["mtu"] is False]
@@ -302,31 +273,22 @@ def connections(results: Pairs, port: int) -> list[Finding]:
 
 
 def speeds(rates: Pairs) -> list[Finding]:
-    """Judge how fast nodes send to each other, and say which node it is where the links tell.
-
-    Args:
-        rates: (sender, receiver) -> 10^6 bytes per second, or an error.
-    """
+    """Judge (sender, receiver) -> 10^6 bytes per second or an error, and name the slow node where the links tell."""
     broken = [f"{a} -> {b}: {rate}" for (a, b), rate in rates.items() if isinstance(rate, str)]
     numbers = {pair: rate for pair, rate in rates.items() if not isinstance(rate, str)}
     usual = statistics.median(numbers.values()) if numbers else 0.0
     slow = {pair: rate for pair, rate in numbers.items() if rate < max(SLOW_MB_S, usual / 8)}
     found = [finding("transfer broken", lines=_lines(broken))] if broken else []
     if slow:
+        # The node whose links are all slow, and no others; of two nodes neither can be told.
+        hosts, blame = set.intersection(*map(set, slow)), ""
+        if len(hosts) == 1 and all(pair in slow for pair in numbers if hosts & {*pair}):
+            blame = tr(" All links of {host} are slow, no others.", host=hosts.pop())
         level = ERROR if min(slow.values()) < SLOW_MB_S else WARNING
         lines = _lines([f"{a} -> {b}: {rate:.2f} MB/s" for (a, b), rate in slow.items()])
-        best, blame = f"{max(numbers.values()):.0f}", _blame(slow, numbers)
+        best = f"{max(numbers.values()):.0f}"
         found.append(finding("slow links", level=level, best=best, blame=blame, lines=lines))
     return found
-
-
-def _blame(slow: Pairs, all_links: Pairs) -> str:
-    """Name the machine whose links are slow, all of them and no others; of two machines neither can be told."""
-    hosts = set.intersection(*(set(pair) for pair in slow))
-    for host in hosts if len(hosts) == 1 else ():
-        if all(pair in slow for pair in all_links if host in pair):
-            return tr(" All links of {host} are slow, no others.", host=host)
-    return ""
 
 
 def collective(ranks: Mapping[int, Mapping[str, Any]], hosts: Mapping[int, str]) -> tuple[list[Finding], str]:

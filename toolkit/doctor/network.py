@@ -20,13 +20,10 @@ _BRIDGES = ("lo", "docker", "virbr")
 
 
 class Listener:
-    """Answers other machines until it is closed: as many bytes as they ask for, and datagrams as they came.
+    """Answers other nodes until it is closed: as many bytes as they ask for, and datagrams as they came.
 
-    Args:
-        port: where the ranks are to meet, on the first machine; 0 elsewhere.
-
-    Raises:
-        OSError: the address is not this machine's, or the port is taken.
+    `port`: where the ranks are to meet, on the first node; 0 elsewhere. An OSError if the address is not this node's,
+    or the port is taken.
     """
 
     def __init__(self, address: str, port: int = 0) -> None:
@@ -56,14 +53,13 @@ class Listener:
 
     def _accept(self, server: socket.socket) -> None:
         while not self._stop.is_set():
-            with contextlib.suppress(TimeoutError):
-                try:
-                    connection, _ = server.accept()
-                except TimeoutError:
-                    continue
-                except OSError:
-                    return
-                threading.Thread(target=_serve, args=(connection,), daemon=True).start()
+            try:
+                connection, _ = server.accept()
+            except TimeoutError:
+                continue
+            except OSError:
+                return
+            threading.Thread(target=_serve, args=(connection,), daemon=True).start()
 
     def _echo(self, udp: socket.socket) -> None:
         while not self._stop.is_set():
@@ -102,14 +98,10 @@ def _receive(connection: socket.socket, count: int) -> bytes:
 
 
 def can_connect(address: str, mtu: int, peers: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Try every other machine, at once.
+    """Try all `peers` at once: host -> `address`, `tcp` and `udp` port, and of the first [address, port] to `meet`.
 
-    Args:
-        peers: host -> its `address`, `tcp` and `udp` ports, and for the first `meet`, the [address, port] of the ranks.
-
-    Returns:
-        Host -> `error` of the connection, `meet` error of the meeting place, "" where it works, and `mtu` whether a
-        packet of full size came back; None where it could not be tried.
+    Return of each host the `error` of the connection, the `meet` error of the meeting place, "" where it works, and
+    `mtu`, whether a packet of full size came back; None where it could not be tried.
     """
     with ThreadPoolExecutor(max_workers=64) as pool:
         found = {host: pool.submit(_try, address, mtu, peer) for host, peer in peers.items()}
@@ -141,47 +133,40 @@ def _full_size(address: str, mtu: int, peer: Mapping[str, Any]) -> bool | None:
         udp.bind((address, 0))
         udp.setsockopt(socket.IPPROTO_IP, _IP_MTU_DISCOVER, _IP_PMTUDISC_PROBE)
         udp.settimeout(LIMIT_S / 6)
-        if not _comes_back(udp, 64, peer):
-            return None
-        return _comes_back(udp, min(mtu, 65535) - _IP_AND_UDP_HEADERS, peer)
 
+        def comes_back(size: int) -> bool:
+            for _ in range(3):
+                with contextlib.suppress(OSError):
+                    udp.sendto(bytes(size), (peer["address"], peer["udp"]))
+                    if len(udp.recv(1 << 16)) == size:
+                        return True
+            return False
 
-def _comes_back(udp: socket.socket, size: int, peer: Mapping[str, Any]) -> bool:
-    for _ in range(3):
-        with contextlib.suppress(OSError):
-            udp.sendto(bytes(size), (peer["address"], peer["udp"]))
-            if len(udp.recv(1 << 16)) == size:
-                return True
-    return False
+        return comes_back(min(mtu, 65535) - _IP_AND_UDP_HEADERS) if comes_back(64) else None
 
 
 def speed(address: str, peer: Mapping[str, Any]) -> float | str:
-    """Return how fast a machine sends to this one in 10^6 bytes per second, or the error."""
+    """Return how fast a node sends to this one in 10^6 bytes per second, or the error."""
     try:
         with socket.create_connection(
             (peer["address"], peer["tcp"]), timeout=LIMIT_S, source_address=(address, 0)
         ) as connection:
             connection.settimeout(10 * LIMIT_S)
-            size = _FIRST
+            into, size = bytearray(1 << 20), _FIRST
             while True:
-                seconds = _ask(connection, size)
+                started, left = time.perf_counter(), size
+                connection.sendall(_SIZE.pack(size))
+                while left:
+                    got = connection.recv_into(into, min(left, len(into)))
+                    if not got:
+                        raise ConnectionResetError("the connection broke off")
+                    left -= got
+                seconds = time.perf_counter() - started
                 if seconds > _ENOUGH_S or size >= _MOST:
                     return size / 1e6 / seconds
                 size *= 4
     except OSError as error:
         return error.strerror or str(error)
-
-
-def _ask(connection: socket.socket, size: int) -> float:
-    started = time.perf_counter()
-    connection.sendall(_SIZE.pack(size))
-    into, left = bytearray(1 << 20), size
-    while left:
-        got = connection.recv_into(into, min(left, len(into)))
-        if not got:
-            raise ConnectionResetError("the connection broke off")
-        left -= got
-    return time.perf_counter() - started
 
 
 def chosen(network: Mapping[str, Any], interface: str, backend: str) -> tuple[str, dict[str, Any]]:

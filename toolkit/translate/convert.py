@@ -18,13 +18,13 @@ from toolkit.config.load import LoadedConfig, escaped, load, replace, to_plain
 from toolkit.config.mesh import with_micro_batch
 from toolkit.config.rules import check_rules
 from toolkit.config.schema import Device, OptimizerName, RunConfig, ScheduleName, SourceConfig, TuningMethod
+from toolkit.config.validate import field_type
 from toolkit.engine.ds_config import build_ds_config
 from toolkit.engine.ds_import import import_json
 from toolkit.errors import ConfigError
 from toolkit.messages import did_you_mean, joined, tr
 from toolkit.secrets import hide_all
-from toolkit.translate.draft import ForeignConfig, RecipeDraft, copy_plain
-from toolkit.translate.key import sentence
+from toolkit.translate.draft import ForeignConfig, RecipeDraft, sentence, typed
 from toolkit.translate.programs import translate_chatglm, translate_factory
 from toolkit.translate.read import CHATGLM_NAME, FACTORY_NAME
 from toolkit.translate.trainer import translate_evaluation, translate_model, translate_trainer
@@ -65,13 +65,12 @@ class Converted:
 
 
 def convert(given: ForeignConfig, deepspeed_json: str) -> Converted:
-    """Translate a config into a recipe that composes and passes every check that needs no file.
-
-    Raises:
-        ConfigError: it contradicts itself, has no counterpart, or cannot be.
-    """
+    """Translate a config into a recipe that composes and passes every check that needs no file."""
     draft = RecipeDraft(given=given)
-    copy_plain(given, draft)
+    for name, key in given.keys.items():  # those with one counterpart of the same meaning
+        value = given.get(name)
+        if key.to and not key.made and value is not None:  # the program's default counts where it differs
+            draft.put(key.to, typed(value, field_type(key.to), f"{given.place(name)}: {name}"), name)
     translate_trainer(given, draft)
     if given.program == FACTORY_NAME:
         translate_factory(given, draft)
@@ -93,7 +92,10 @@ def _finish(given: ForeignConfig, draft: RecipeDraft, deepspeed_json: str, folde
     """Compose, import the JSON, write the recipe, read it again, check it."""
     assert given.world_size is not None  # the batch was computed with it
     base = _compose(folder, draft.groups)
-    values = {key: (value, _place(given, source)) for key, (value, source) in draft.values.items()}
+    values = {}
+    for key, (value, source) in draft.values.items():
+        first = source.split(", ")[0]
+        values[key] = value, f"{given.place(first)} ({first})" if first else given.shown
     loaded = replace(base, values, layer=1)  # as a recipe's
     # A default of the other program is nobody's choice: a JSON may say something else.
     loaded.explicit = {key for key, (_, source) in draft.values.items() if source}
@@ -128,12 +130,6 @@ def _compose(folder: Path, groups: dict[str, str]) -> LoadedConfig:
     path = folder / "groups.yaml"
     path.write_text(recipe_text(None, None, groups, {}), encoding="utf-8")
     return load([f"recipe={path}"])
-
-
-def _place(given: ForeignConfig, source: str) -> str:
-    """Return where the first of the keys that a value comes from stands."""
-    first = source.split(", ")[0]
-    return f"{given.place(first)} ({first})" if first else given.shown
 
 
 def _named_json(given: ForeignConfig, folder: Path, notes: list[str]) -> str:
@@ -205,25 +201,20 @@ _INDENT = "  "
 
 def chosen_groups(cfg: RunConfig) -> dict[str, str]:
     """Return the groups, other than those that are taken anyway, whose files say what a config says."""
-    found = {}
-    if cfg.tuning.method is not TuningMethod.full:
-        found["tuning"] = cfg.tuning.method.value
-    if cfg.optim.name is not OptimizerName.adamw:
-        found["optim"] = cfg.optim.name.value
-    if cfg.schedule.name is not ScheduleName.cosine:
-        found["schedule"] = cfg.schedule.name.value
-    if cfg.precision.dtype.value != "bf16":
-        found["precision"] = cfg.precision.dtype.value
-    zero, stage = cfg.zero, cfg.zero.stage
-    optimizer, param = zero.offload_optimizer.device, zero.offload_param.device
+    stage, optimizer = cfg.zero.stage, cfg.zero.offload_optimizer.device
     kind = ""
-    if stage == 3 and optimizer is param and optimizer is not Device.none:
+    if stage == 3 and optimizer is cfg.zero.offload_param.device and optimizer is not Device.none:
         kind = "_nvme" if optimizer is Device.nvme else "_offload"
     elif stage == 2 and optimizer is Device.cpu:
         kind = "_offload"
-    if (stage, kind) != (2, ""):
-        found["zero"] = f"stage{stage}{kind}"
-    return found
+    groups = {
+        "tuning": (cfg.tuning.method.value, TuningMethod.full.value),
+        "optim": (cfg.optim.name.value, OptimizerName.adamw.value),
+        "schedule": (cfg.schedule.name.value, ScheduleName.cosine.value),
+        "precision": (cfg.precision.dtype.value, "bf16"),
+        "zero": (f"stage{stage}{kind}", "stage2"),
+    }
+    return {name: chosen for name, (chosen, usual) in groups.items() if chosen != usual}
 
 
 def recipe_text(
@@ -262,14 +253,10 @@ def _lines(tree: Mapping[str, Any], path: str, indent: str, origins: Mapping[str
         elif isinstance(value, list) and value and isinstance(value[0], SourceConfig):
             yield f"{indent}{name}:{comment}"
             for source in value:
-                yield f"{indent}{_INDENT}- {_inline(plain_source(source))}"
+                fields = {field: to_plain(of_it) for field, of_it in _differing(source, SourceConfig()).items()}
+                yield f"{indent}{_INDENT}- {_inline(fields)}"
         else:
             yield f"{indent}{name}: {_inline(to_plain(value))}{comment}"
-
-
-def plain_source(source: SourceConfig) -> dict[str, Any]:
-    """Return what a source says beside the defaults."""
-    return {name: to_plain(value) for name, value in _differing(source, SourceConfig()).items()}
 
 
 def _inline(value: Any) -> str:

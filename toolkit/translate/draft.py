@@ -1,13 +1,47 @@
-"""What a file of another program says, and the settings of ours that come of it."""
+"""What a config of another program says, and the settings of ours that come of it.
+
+What becomes of each key is in keys.yaml: for translating configs, and for the tables of the docs.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
-from toolkit.config.validate import field_type
 from toolkit.errors import ConfigError
-from toolkit.translate.key import Key
+from toolkit.messages import read_table, translated
+
+
+@dataclass(frozen=True, slots=True)
+class Key:
+    """One key of another program."""
+
+    default: Any = None
+    """What it means there when it is not given; a config that says the same needs no word."""
+    to: str = ""
+    """Our keys, joined by ", "; "" where there is none."""
+    says: str = ""
+    """Name of the sentence about it in keys.yaml: what differs here, or why there is no such key."""
+    made: bool = False
+    """Its value is computed together with others, not copied."""
+    is_harmless: bool = False
+    """Leaving it out changes nothing that is trained, so it is not counted as lost."""
+
+
+_table = cache(partial(read_table, "translate/keys.yaml"))
+
+
+@cache
+def keys_of(program: str) -> dict[str, Key]:
+    """Return a program's keys by name."""
+    own = {name: Key(**row) for name, row in _table()[program].items()}
+    return own if program == "trainer" else keys_of("trainer") | own
+
+
+def sentence(name: str) -> str:
+    """Return a sentence by its name in the tables, in the user's language; "" for none."""
+    return translated(_table()["sentences"][name]) if name else ""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -44,28 +78,19 @@ class ForeignConfig:
         return f"{self.shown}:{line}" if line else self.shown
 
     def number(self, name: str, kind: type = float) -> Any:
-        """Return a key's value as a number.
-
-        Raises:
-            ConfigError: it is none.
-        """
+        """Return a key's value as a number; an error if it is none."""
         return typed(self.get(name), kind, f"{self.place(name)}: {name}")
 
     def flag(self, name: str) -> bool:
-        """Return a key's value as true or false, false for null.
-
-        Raises:
-            ConfigError: it is neither.
-        """
+        """Return a key's value as true or false, false for null; an error if it is neither."""
         value = self.get(name)
         return value is not None and bool(typed(value, bool, f"{self.place(name)}: {name}"))
 
     def names(self, name: str) -> list[str]:
         """Return a key's value, a list or a text with commas, as a list."""
         value = self.get(name)
-        if value is None:
-            return []
-        return [str(item).strip() for item in (value if isinstance(value, list) else str(value).split(","))]
+        listed = value if isinstance(value, list) else [] if value is None else str(value).split(",")
+        return [str(item).strip() for item in listed]
 
 
 @dataclass(kw_only=True, slots=True)
@@ -88,39 +113,18 @@ class RecipeDraft:
 
 
 def typed(value: Any, kind: Any, place: str) -> Any:
-    """Return a value of a file or a command line as a type of the schema.
-
-    Raises:
-        ConfigError: it cannot be read as that.
-    """
+    """Return a value of a file or a command line as a type of the schema; an error if it cannot be read as that."""
     wrong = ConfigError(
         "{place} = {value} must be of type {kind}.", place=place, value=value, kind=getattr(kind, "__name__", kind)
     )
     try:
         if kind is bool:
             return {"true": True, "false": False, "1": True, "0": False}[str(value).lower()]
-        if kind is int:
+        if kind in (int, float):
             number = float(value)
-            if isinstance(value, bool) or not number.is_integer():
+            if isinstance(value, bool) or (kind is int and not number.is_integer()):
                 raise wrong
-            return int(number)
-        if kind is float:
-            if isinstance(value, bool):
-                raise wrong
-            return float(value)
+            return kind(number)
     except (KeyError, ValueError, TypeError, OverflowError) as error:
         raise wrong from error
     return str(value) if kind is str else value
-
-
-def copy_plain(given: ForeignConfig, draft: RecipeDraft) -> None:
-    """Copy every key that has one counterpart of the same meaning; the program's default counts where it differs.
-
-    Raises:
-        ConfigError: a value of the wrong type.
-    """
-    for name, key in given.keys.items():
-        if not key.to or key.made or given.get(name) is None:
-            continue
-        value = typed(given.get(name), field_type(key.to), f"{given.place(name)}: {name}")
-        draft.put(key.to, value, name)

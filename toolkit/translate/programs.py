@@ -1,7 +1,6 @@
-"""Programs: LLaMA-Factory's configs and data sets, fine-tuning commands of the ChatGLM-6B and ChatGLM2-6B repositories.
+"""What LLaMA-Factory's configs and commands of the ChatGLM repositories say beside the Trainer's arguments.
 
-What they say of method and data stands beside the Trainer's arguments. LLaMA-Factory's data sets are names, looked up
-in dataset_info.json, and become sources.
+LLaMA-Factory's datasets are names, looked up in dataset_info.json, and become sources.
 """
 
 import json
@@ -26,11 +25,7 @@ _MEDIA = ("images", "videos", "audios")
 
 
 def sources_of(given: ForeignConfig, name: str, stage: str, draft: RecipeDraft) -> list[dict[str, Any]]:
-    """Return the items of `data.sources` for a list of data sets.
-
-    Raises:
-        ConfigError: dataset_info.json cannot be read, or does not name a data set.
-    """
+    """Return the items of `data.sources` for a list of datasets."""
     sets = given.names(name)
     folder = str(given.get("dataset_dir"))
     if not sets:
@@ -49,34 +44,21 @@ def sources_of(given: ForeignConfig, name: str, stage: str, draft: RecipeDraft) 
             )
         )
         return []
-    info = _read_info(base / INFO)
+    try:
+        info = json.loads((base / INFO).read_text(encoding="utf-8-sig"))
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise ConfigError("cannot read {file}: {reason}", file=base / INFO, reason=error) from error
+    if not isinstance(info, dict) or not all(isinstance(entry, dict) for entry in info.values()):
+        raise ConfigError("{file} must be an object of objects, {{name: {{…}}}}.", file=base / INFO)
     found = []
     for item in sets:
         if item not in info:
-            raise ConfigError(
-                joined(
-                    tr(
-                        "{place}: {file} has no data set '{name}'.",
-                        place=given.place(name),
-                        file=base / INFO,
-                        name=item,
-                    ),
-                    did_you_mean(item, info),
-                )
-            )
+            place, file = given.place(name), base / INFO
+            unknown = tr("{place}: {file} has no data set '{name}'.", place=place, file=file, name=item)
+            raise ConfigError(joined(unknown, did_you_mean(item, info)))
         if source := _source(item, info[item], base, stage, draft):
             found.append(source)
     return found
-
-
-def _read_info(path: Path) -> dict[str, Any]:
-    try:
-        info = json.loads(path.read_text(encoding="utf-8-sig"))
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise ConfigError("cannot read {file}: {reason}", file=path, reason=error) from error
-    if not isinstance(info, dict) or not all(isinstance(entry, dict) for entry in info.values()):
-        raise ConfigError("{file} must be an object of objects, {{name: {{…}}}}.", file=path)
-    return info
 
 
 def _source(name: str, entry: dict[str, Any], base: Path, stage: str, draft: RecipeDraft) -> dict[str, Any]:
@@ -96,14 +78,11 @@ def _source(name: str, entry: dict[str, Any], base: Path, stage: str, draft: Rec
         draft.notes.append(
             tr("the data set {name}: num_samples has no counterpart; weight below 1 takes a part.", name=name)
         )
-    return _where(entry, base) | _format(name, entry, columns, stage, draft)
-
-
-def _where(entry: dict[str, Any], base: Path) -> dict[str, Any]:
-    if not entry.get("hf_hub_url"):
-        return {"path": str(base / str(entry["file_name"]))}
     names = {"hub": "hf_hub_url", "subset": "subset", "revision": "revision", "split": "split"}
-    return {ours: str(entry[theirs]) for ours, theirs in names.items() if entry.get(theirs)}
+    source = {ours: str(entry[theirs]) for ours, theirs in names.items() if entry.get(theirs)}
+    if not entry.get("hf_hub_url"):
+        source = {"path": str(base / str(entry["file_name"]))}
+    return source | _format(name, entry, columns, stage, draft)
 
 
 def _format(
@@ -147,11 +126,7 @@ PREFIX_DROPOUT = 0.1
 
 
 def translate_chatglm(given: ForeignConfig, draft: RecipeDraft) -> None:
-    """Compute what main.py makes of its arguments.
-
-    Raises:
-        ConfigError: it does not train, or its data are not named.
-    """
+    """Compute what main.py makes of its arguments."""
     if not given.flag("do_train"):
         raise ConfigError(
             "{file}: without --do_train this command trains nothing. `toolkit generate` and `toolkit eval` answer "
@@ -159,23 +134,19 @@ def translate_chatglm(given: ForeignConfig, draft: RecipeDraft) -> None:
             file=given.shown,
         )
     translate_model(given, draft)
-    _chatglm_tuning(given, draft)
-    _chatglm_data(given, draft)
-    # main.py does so whatever it is told.
-    draft.put("train.activation_checkpointing.enabled", True)
-
-
-def _chatglm_tuning(given: ForeignConfig, draft: RecipeDraft) -> None:
     if given.has("pre_seq_len") or given.has("ptuning_checkpoint"):
         draft.put("tuning.method", "ptuning_v2", "pre_seq_len")
         draft.put("tuning.dropout", PREFIX_DROPOUT)
         draft.put("precision.dtype", "fp16")  # model.half()
-        if given.has("ptuning_checkpoint"):
-            draft.put("tuning.adapter", str(given.get("ptuning_checkpoint")), "ptuning_checkpoint")
-            return
+    if given.has("ptuning_checkpoint"):
+        draft.put("tuning.adapter", str(given.get("ptuning_checkpoint")), "ptuning_checkpoint")
+    elif given.has("pre_seq_len"):
         draft.put("tuning.num_tokens", given.number("pre_seq_len", int), "pre_seq_len")
         if given.flag("prefix_projection"):
             draft.put("tuning.projection", True, "prefix_projection")
+    _chatglm_data(given, draft)
+    # main.py does so whatever it is told.
+    draft.put("train.activation_checkpointing.enabled", True)
 
 
 def _chatglm_data(given: ForeignConfig, draft: RecipeDraft) -> None:
@@ -212,11 +183,7 @@ GLM_NAMES = {
 
 
 def translate_factory(given: ForeignConfig, draft: RecipeDraft) -> None:
-    """Compute what LLaMA-Factory makes of its arguments.
-
-    Raises:
-        ConfigError: a stage or a method that is not here.
-    """
+    """Compute what LLaMA-Factory makes of its arguments."""
     stage = str(given.get("stage"))
     if stage not in ("sft", "pt"):
         raise ConfigError(
@@ -253,10 +220,11 @@ def _method(given: ForeignConfig, draft: RecipeDraft) -> None:
     bits = given.get("quantization_bit")
     if method == "lora":
         quantized = bits is not None and given.number("quantization_bit", int) == 4
-        if bits is not None and not quantized:
+        draft.put("tuning.method", method, "finetuning_type")
+        if quantized:
+            draft.put("tuning.method", "qlora", "finetuning_type", "quantization_bit")
+        elif bits is not None:
             draft.lost["quantization_bit"] = tr("4 bits are there (tuning=qlora), {bits} are not", bits=bits)
-        named = ["finetuning_type", *(["quantization_bit"] if quantized else [])]
-        draft.put("tuning.method", "qlora" if quantized else "lora", *named)
         _lora(given, draft)
     elif method == "freeze":
         draft.put("tuning.method", "freeze", "finetuning_type")

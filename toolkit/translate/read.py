@@ -14,8 +14,7 @@ from typing import Any
 from toolkit.config import files
 from toolkit.errors import ConfigError
 from toolkit.messages import did_you_mean, joined, tr
-from toolkit.translate.draft import ForeignConfig
-from toolkit.translate.key import Key, keys_of
+from toolkit.translate.draft import ForeignConfig, Key, keys_of
 
 _QUOTED, _UNKNOWN = "\ue000", "\ue001"
 """Stand for a dollar sign that means itself, and for what only a shell could say."""
@@ -43,11 +42,7 @@ class Command:
 
 
 def read_command(text: str, shown: str) -> Command:
-    """Read the one training command of a script.
-
-    Raises:
-        ConfigError: there is none, or more than one; or a part of it would have to be executed.
-    """
+    """Read the one training command of a script, which a shell would not have to execute a part of."""
     variables: dict[str, str] = {}
     commands = []
     for number, line in _logical_lines(text):
@@ -177,18 +172,10 @@ def read_all(paths: list[str], world_size: int | None) -> tuple[ForeignConfig, s
     """Return a config, and the path of the DeepSpeed JSON that is given with it ("" without one).
 
     Without `world_size` the number of ranks is what the command says.
-
-    Raises:
-        ConfigError: a file that cannot be read or is of no known kind; two configs, or none.
     """
-    configs: list[ForeignConfig] = []
-    jsons: list[str] = []
-    for path in paths:
-        found = _read(Path(path))
-        if found is None:
-            jsons.append(path)
-        else:
-            configs.append(found)
+    read = [(path, _read(Path(path))) for path in paths]
+    configs = [config for _, config in read if config]
+    jsons = [path for path, config in read if not config]
     if not configs:
         raise ConfigError(
             "{files}: this is a DeepSpeed JSON alone. Give deepspeed_json=FILE to any recipe, or the training "
@@ -211,7 +198,12 @@ def _read(path: Path) -> ForeignConfig | None:
             file=path,
             known=", ".join(_SUFFIXES),
         )
-    text = _text(path)
+    try:
+        if path.stat().st_size > files.LARGEST_FILE_BYTES:
+            raise ConfigError("{file} is larger than {limit} bytes.", file=path, limit=files.LARGEST_FILE_BYTES)
+        text = path.read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError("cannot read {file}: {reason}", file=path, reason=error) from error
     lines: dict[str, int] = {}
     world_size = None
     if path.suffix.lower() in (".sh", ".bash"):
@@ -228,24 +220,21 @@ def _read(path: Path) -> ForeignConfig | None:
     if not values:
         raise ConfigError("{file} is empty: there is nothing to take over.", file=path)
     program = _program(values, path)
+    keys = PROGRAMS[program]
+    known: dict[str, Any] = {}
+    for name, value in ((str(name), value) for name, value in values.items() if value is not None):
+        bare = name.removeprefix("no_")
+        is_off = bare != name and name not in keys and bare in keys  # --no_NAME is NAME = false
+        known[bare if is_off else name] = False if is_off else value
     return ForeignConfig(
         program=program,
-        keys=PROGRAMS[program],
+        keys=keys,
         shown=str(path),
         folder=path.parent,
-        values={str(name): value for name, value in _positive(values, PROGRAMS[program]).items() if value is not None},
+        values=known,
         lines=lines,
         world_size=world_size,
     )
-
-
-def _text(path: Path) -> str:
-    try:
-        if path.stat().st_size > files.LARGEST_FILE_BYTES:
-            raise ConfigError("{file} is larger than {limit} bytes.", file=path, limit=files.LARGEST_FILE_BYTES)
-        return path.read_text(encoding="utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError("cannot read {file}: {reason}", file=path, reason=error) from error
 
 
 def _json(text: str, path: Path) -> dict[str, Any]:
@@ -262,16 +251,6 @@ def _json(text: str, path: Path) -> dict[str, Any]:
     if not isinstance(values, dict):
         raise ConfigError("{file} must hold an object, {{...}}.", file=path)
     return values
-
-
-def _positive(values: dict[str, Any], keys: dict[str, Key]) -> dict[str, Any]:
-    """Return the arguments with --no_NAME read as NAME = false."""
-    found: dict[str, Any] = {}
-    for name, value in values.items():
-        bare = str(name).removeprefix("no_")
-        off = bare != name and str(name) not in keys and bare in keys
-        found[bare if off else name] = False if off else value
-    return found
 
 
 def _program(values: dict[str, Any], path: Path) -> str:

@@ -27,104 +27,6 @@ _LR_END = 1e-7
 """Where transformers' polynomial schedule ends (5.23, get_polynomial_decay_schedule_with_warmup)."""
 
 
-def translate_schedule(given: ForeignConfig, draft: RecipeDraft) -> None:
-    """Compute the schedule.
-
-    Raises:
-        ConfigError: a value that cannot be.
-    """
-    name = str(given.get("lr_scheduler_type")).lower()
-    if name in SCHEDULES:
-        draft.put("schedule.name", SCHEDULES[name], "lr_scheduler_type")
-    else:
-        draft.lost["lr_scheduler_type"] = joined(
-            tr("there are {names}; the recipe takes cosine", names=", ".join(SCHEDULES)), did_you_mean(name, SCHEDULES)
-        )
-    warms_up = _warmup(given, draft, name)
-    readers = {
-        "cosine_with_min_lr": _floor,
-        "polynomial": _polynomial,
-        "inverse_sqrt": _inverse_sqrt,
-        "warmup_stable_decay": _stable,
-    }
-    if name in readers:
-        readers[name](given, draft)
-    if not warms_up:
-        draft.values.pop("schedule.warmup_min_ratio", None)
-
-
-def _warmup(given: ForeignConfig, draft: RecipeDraft, name: str) -> bool:
-    """Take over the warm-up; return whether there is one."""
-    steps, ratio = given.number("warmup_steps"), 0.0
-    if given.has("warmup_ratio") and not steps:
-        ratio = given.number("warmup_ratio")
-    key = "warmup_steps" if steps else "warmup_ratio"
-    if not (steps or ratio):
-        return False
-    if name == "constant":
-        draft.lost[key] = tr("lr_scheduler_type = constant does not read it; constant_with_warmup does")
-        return False
-    if steps >= 1:
-        draft.put("schedule.warmup_steps", int(steps), key)
-    else:
-        draft.put("schedule.warmup_ratio", steps or ratio, key)
-    return True
-
-
-def _arguments(given: ForeignConfig) -> tuple[dict[str, Any], str]:
-    """Return lr_scheduler_kwargs, and how messages name them."""
-    place = f"{given.place('lr_scheduler_kwargs')}: lr_scheduler_kwargs"
-    values: Any = given.get("lr_scheduler_kwargs") or {}
-    if isinstance(values, str):
-        try:
-            values = json.loads(values)
-        except json.JSONDecodeError as error:
-            raise ConfigError("{place} is no JSON object: {reason}", place=place, reason=error.msg) from error
-    return (values if isinstance(values, dict) else {}), place
-
-
-def _floor(given: ForeignConfig, draft: RecipeDraft) -> None:
-    """Where a cosine ends: a rate, or a fraction of the peak."""
-    values, place = _arguments(given)
-    if ("min_lr" in values) == ("min_lr_rate" in values):
-        raise ConfigError("{place}: cosine_with_min_lr needs one of min_lr and min_lr_rate.", place=place)
-    [name] = {"min_lr", "min_lr_rate"} & values.keys()
-    floor = typed(values[name], float, f"{place}.{name}")
-    rate = floor if name == "min_lr_rate" else floor / given.number("learning_rate")
-    draft.put("schedule.min_lr_ratio", rate, "lr_scheduler_kwargs")
-
-
-def _polynomial(given: ForeignConfig, draft: RecipeDraft) -> None:
-    values, place = _arguments(given)
-    end = typed(values.get("lr_end", _LR_END), float, f"{place}.lr_end")
-    draft.put("schedule.min_lr_ratio", end / given.number("learning_rate"), "lr_scheduler_kwargs")
-    draft.put("schedule.power", typed(values.get("power", 1.0), float, f"{place}.power"), "lr_scheduler_kwargs")
-
-
-def _inverse_sqrt(given: ForeignConfig, draft: RecipeDraft) -> None:
-    values, place = _arguments(given)
-    if values.get("timescale"):
-        steps = typed(values["timescale"], int, f"{place}.timescale")
-        draft.put("schedule.timescale", steps, "lr_scheduler_kwargs")
-
-
-def _stable(given: ForeignConfig, draft: RecipeDraft) -> None:
-    """Warm-up, stable, decay; its warm-up begins where its decay ends."""
-    values, place = _arguments(given)
-    if "num_decay_steps" not in values:
-        raise ConfigError("{place}: warmup_stable_decay needs num_decay_steps.", place=place)
-    steps = typed(values["num_decay_steps"], int, f"{place}.num_decay_steps")
-    draft.put("schedule.decay_steps", steps, "lr_scheduler_kwargs")
-    decay, warmup = str(values.get("decay_type", "cosine")), str(values.get("warmup_type", "linear"))
-    if decay in _DECAYS and warmup == "linear" and values.get("num_cycles", 0.5) == 0.5:
-        draft.put("schedule.decay_type", _DECAYS[decay], "lr_scheduler_kwargs")
-    else:
-        draft.lost["lr_scheduler_kwargs"] = tr("a linear warm-up, and a decay that is linear, cosine or 1-sqrt")
-    floor = typed(values.get("min_lr_ratio", 0.0), float, f"{place}.min_lr_ratio")
-    draft.put("schedule.min_lr_ratio", floor, "lr_scheduler_kwargs")
-    draft.put("schedule.warmup_min_ratio", floor, "lr_scheduler_kwargs")
-
-
 ADAMW = ("adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw_apex_fused", "adamw_torch_xla", "adamw_torch_npu_fused")
 OPTIMIZERS_THERE = {
     "adafactor": "adafactor",
@@ -150,18 +52,78 @@ OWNERS = ("thudm", "zai-org", "zhipuai")
 
 
 def translate_trainer(given: ForeignConfig, draft: RecipeDraft) -> None:
-    """Compute what the Trainer's arguments say together.
-
-    Raises:
-        ConfigError: a value that cannot be, or the number of ranks is missing.
-    """
+    """Compute what the Trainer's arguments say together."""
     _batch(given, draft)
     _length(given, draft)
-    translate_schedule(given, draft)
+    _schedule(given, draft)
     _optimizer(given, draft)
-    _precision(given, draft)
     _compute(given, draft)
     _logging(given, draft)
+
+
+def _schedule(given: ForeignConfig, draft: RecipeDraft) -> None:
+    name = str(given.get("lr_scheduler_type")).lower()
+    if name in SCHEDULES:
+        draft.put("schedule.name", SCHEDULES[name], "lr_scheduler_type")
+    else:
+        draft.lost["lr_scheduler_type"] = joined(
+            tr("there are {names}; the recipe takes cosine", names=", ".join(SCHEDULES)), did_you_mean(name, SCHEDULES)
+        )
+    if name in ("cosine_with_min_lr", "polynomial", "inverse_sqrt", "warmup_stable_decay"):
+        _schedule_arguments(given, draft, name)
+    steps = given.number("warmup_steps")
+    ratio = given.number("warmup_ratio") if given.has("warmup_ratio") and not steps else 0.0
+    key = "warmup_steps" if steps else "warmup_ratio"
+    if (steps or ratio) and name == "constant":
+        draft.lost[key] = tr("lr_scheduler_type = constant does not read it; constant_with_warmup does")
+    elif steps >= 1:
+        draft.put("schedule.warmup_steps", int(steps), key)
+    elif steps or ratio:
+        draft.put("schedule.warmup_ratio", steps or ratio, key)
+    if name == "constant" or not (steps or ratio):
+        draft.values.pop("schedule.warmup_min_ratio", None)
+
+
+def _schedule_arguments(given: ForeignConfig, draft: RecipeDraft, name: str) -> None:
+    """Take over lr_scheduler_kwargs."""
+    place = f"{given.place('lr_scheduler_kwargs')}: lr_scheduler_kwargs"
+    values: Any = given.get("lr_scheduler_kwargs") or {}
+    if isinstance(values, str):
+        try:
+            values = json.loads(values)
+        except json.JSONDecodeError as error:
+            raise ConfigError("{place} is no JSON object: {reason}", place=place, reason=error.msg) from error
+    values = values if isinstance(values, dict) else {}
+
+    def put(ours: str, theirs: str, kind: type, default: Any = None, divide_by: float = 1.0) -> None:
+        value = typed(values.get(theirs, default), kind, f"{place}.{theirs}")
+        draft.put(f"schedule.{ours}", value / divide_by if divide_by != 1 else value, "lr_scheduler_kwargs")
+
+    peak = given.number("learning_rate")
+    if name == "cosine_with_min_lr":  # where it ends: a rate, or a fraction of the peak
+        if ("min_lr" in values) == ("min_lr_rate" in values):
+            raise ConfigError("{place}: cosine_with_min_lr needs one of min_lr and min_lr_rate.", place=place)
+        if "min_lr" in values:
+            put("min_lr_ratio", "min_lr", float, divide_by=peak)
+        else:
+            put("min_lr_ratio", "min_lr_rate", float)
+    elif name == "polynomial":
+        put("min_lr_ratio", "lr_end", float, _LR_END, divide_by=peak)
+        put("power", "power", float, 1.0)
+    elif name == "inverse_sqrt":
+        if values.get("timescale"):
+            put("timescale", "timescale", int)
+    else:  # warm-up, stable, decay: its warm-up begins where its decay ends
+        if "num_decay_steps" not in values:
+            raise ConfigError("{place}: warmup_stable_decay needs num_decay_steps.", place=place)
+        put("decay_steps", "num_decay_steps", int)
+        decay, warmup = str(values.get("decay_type", "cosine")), str(values.get("warmup_type", "linear"))
+        if decay in _DECAYS and warmup == "linear" and values.get("num_cycles", 0.5) == 0.5:
+            draft.put("schedule.decay_type", _DECAYS[decay], "lr_scheduler_kwargs")
+        else:
+            draft.lost["lr_scheduler_kwargs"] = tr("a linear warm-up, and a decay that is linear, cosine or 1-sqrt")
+        put("min_lr_ratio", "min_lr_ratio", float, 0.0)
+        put("warmup_min_ratio", "min_lr_ratio", float, 0.0)
 
 
 def translate_model(given: ForeignConfig, draft: RecipeDraft) -> None:
@@ -269,7 +231,7 @@ def _optimizer(given: ForeignConfig, draft: RecipeDraft) -> None:
     draft.put("optim.betas", [given.number("adam_beta1"), given.number("adam_beta2")], "adam_beta1", "adam_beta2")
 
 
-def _precision(given: ForeignConfig, draft: RecipeDraft) -> None:
+def _compute(given: ForeignConfig, draft: RecipeDraft) -> None:
     fp16, bf16 = given.flag("fp16"), given.flag("bf16")
     if fp16 and bf16:
         raise ConfigError("{place}: fp16 and bf16 are both true. Keep one of them.", place=given.place("bf16"))
@@ -277,9 +239,6 @@ def _precision(given: ForeignConfig, draft: RecipeDraft) -> None:
         draft.put("precision.dtype", "fp16" if fp16 else "bf16", "fp16" if fp16 else "bf16")
     else:
         draft.put("precision.dtype", "fp32", "fp16", "bf16")
-
-
-def _compute(given: ForeignConfig, draft: RecipeDraft) -> None:
     recompute = [name for name in ("activation_checkpointing", "gradient_checkpointing") if given.flag(name)]
     if recompute:
         draft.put("train.activation_checkpointing.enabled", True, recompute[0])
