@@ -45,7 +45,7 @@ LAYERS = {
     "toolkit.__main__": 8,
 }
 SAME_LAYER = {
-    ("toolkit.plan.calibrate", "toolkit.launch.environment"),  # a free port for its ranks
+    ("toolkit.plan.speed", "toolkit.launch.environment"),  # a free port for its ranks
     ("toolkit.arguments", "toolkit.engine.ds_config"),  # arguments make a DeepSpeed JSON, or are made of one
     ("toolkit.arguments", "toolkit.engine.ds_import"),
     ("toolkit.arguments", "toolkit.engine.ds_keys"),

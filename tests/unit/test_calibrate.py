@@ -12,11 +12,10 @@ import pytest
 from toolkit.config.load import load
 from toolkit.config.schema import RunConfig
 from toolkit.errors import ConfigError
-from toolkit.plan.calibrate import calibrate, rates_of
 from toolkit.plan.machine import Machine, parse_machine
 from toolkit.plan.outline import outline_of
 from toolkit.plan.parameters import Outline
-from toolkit.plan.speed import Rates
+from toolkit.plan.speed import Rates, calibrate, rates_of
 
 BEGIN = f"""#!{sys.executable}
 import json, os, sys, time

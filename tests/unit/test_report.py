@@ -18,7 +18,6 @@ from toolkit.config.schema import Metric
 from toolkit.launch.deepspeed import typed_command
 from toolkit.launch.environment import without_ranks
 from toolkit.launch.rank_status import VARIABLE
-from toolkit.report import history as history_module
 from toolkit.report import page as page_module
 from toolkit.report import run as run_module
 from toolkit.report import tables
@@ -121,7 +120,7 @@ def test_a_file_cut_anywhere_is_read(tmp_path: Path) -> None:
     file = tmp_path / "metrics.jsonl"
     for end in range(len(whole) - 600, len(whole), 7):
         file.write_bytes(whole[:end])
-        found = history_module.read_history(file)
+        found = run_module.read_history(file)
         complete = whole[:end].count(b"\n") + (whole[:end].endswith(b"}"))
         assert found.training.rows == complete and found.unreadable == (1 if whole[:end].split(b"\n")[-1] else 0) - (
             whole[:end].endswith(b"}")
@@ -135,8 +134,8 @@ def test_what_is_no_number_is_an_event(tmp_path: Path) -> None:
     found += [{"step": "x"}, {"eval_loss": 3.0}, {"step": 5, "eval_loss": "nan"}]
     lines(tmp_path / "metrics.jsonl", [*found, [1], 7])
     with (tmp_path / "metrics.jsonl").open("ab") as file:
-        file.write(b"\xff\xfe not text\n" + b"[" * 100_000 + b"\n" + b" " * history_module.LONGEST_LINE + b"{}\n")
-    history = history_module.read_history(tmp_path / "metrics.jsonl")
+        file.write(b"\xff\xfe not text\n" + b"[" * 100_000 + b"\n" + b" " * run_module.LONGEST_LINE + b"{}\n")
+    history = run_module.read_history(tmp_path / "metrics.jsonl")
     assert [(step, name) for name, step, _ in history.events] == [
         *((2, "grad_norm"), (2, "loss"), (3, "bad_steps"), (3, "skipped_steps")),
         *((5, "eval_loss"), (5, "rewinds")),
@@ -159,13 +158,13 @@ def test_many_rows_become_few_points_and_spikes_stay(tmp_path: Path) -> None:
             out.write((line % step).replace('"loss": 2.0', '"loss": 77.0' if step == 12_345 else '"loss": 2.0') + "\n")
             if step % 10 == 0:
                 out.write(f'{{"step": {step}, "eval_loss": {5 if step != 20_000 else 1}}}\n')
-    history = history_module.read_history(file)
+    history = run_module.read_history(file)
     found = history.training.series("loss")
-    assert history_module.LIMIT <= len(found) < 2 * history_module.LIMIT and history.training.width == 64
+    assert run_module.LIMIT <= len(found) < 2 * run_module.LIMIT and history.training.width == 64
     assert [step for step, point in found if point.most == 77] == [next(step for step, _ in found if step >= 12_345)]
     assert sum(point.mean * 64 for _, point in found[:-1]) == pytest.approx(2 * 64 * (len(found) - 1) + 75)
     assert found[-1][0] == 30_000 and history.seconds == pytest.approx(15_000)
-    assert history.best == (1, 20_000) and len(history.evaluations) < 2 * history_module.LIMIT
+    assert history.best == (1, 20_000) and len(history.evaluations) < 2 * run_module.LIMIT
     assert history.evaluations[-1]["step"] == 30_000
 
 

@@ -24,10 +24,10 @@ from toolkit.config.schema import RunConfig
 from toolkit.errors import Problems
 from toolkit.messages import say
 from toolkit.plan import table
-from toolkit.plan.calibrate import calibrate, rates_of
 from toolkit.plan.machine import GIB, Machine, parse_bytes, parse_machine, this_machine
 from toolkit.plan.outline import outline_of
 from toolkit.plan.search import evaluate_layout, layouts
+from toolkit.plan.speed import calibrate, rates_of
 
 _USUAL = "8x80GB"
 

@@ -27,8 +27,7 @@ from toolkit.errors import ConfigError, DataError, Diverged, LaunchError, Proble
 from toolkit.launch import deepspeed
 from toolkit.launch.processes import SignalRequests
 from toolkit.messages import did_you_mean, joined, say, tr
-from toolkit.report.history import json_lines
-from toolkit.report.run import runs_of
+from toolkit.report.run import json_lines, runs_of
 from toolkit.secrets import MASK, hide, hide_all
 from toolkit.terminal import text_table
 

@@ -1,7 +1,7 @@
 """How long a step takes, estimated from FLOPs and bytes. No torch.
 
 What is not measured is assumed, and the assumptions are shown beside the estimate. A calibration (`calibrate=true`)
-measures on the machine at hand what is assumed here.
+measures it on this machine by a program per rank; its rates are kept next to the tokenized data.
 
 FLOPs come from the shapes of a model's parameters. Counted are matrix products, 2 FLOPs for each multiplication and
 addition, and nothing else: of a dense decoder they are nearly everything. What is counted is what the result needs,
@@ -20,15 +20,29 @@ whoever computes more:
 Not counted: DoRA's norms, P-Tuning's projection, the tokens of a soft prompt. Mixtures of experts are not known.
 """
 
+import json
 import math
+import os
+import subprocess
+import sys
+import tempfile
+import time
 from collections.abc import Collection, Iterable, Mapping
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
+from pathlib import Path
 
+from toolkit import children
+from toolkit.config.load import to_yaml
 from toolkit.config.mesh import accumulation
 from toolkit.config.rule_tables import OPTIMIZERS
 from toolkit.config.schema import Device, RunConfig
-from toolkit.plan.machine import Machine
+from toolkit.errors import ConfigError
+from toolkit.launch.environment import free_port
+from toolkit.messages import tr
+from toolkit.plan.machine import Machine, this_machine
 from toolkit.plan.memory import WIDTHS, longest_rows
+from toolkit.plan.outline import cache_file, write_cache
 from toolkit.plan.parameters import Outline, Shapes, exchanged_bytes, layer_of, tensor_part
 
 _UNKNOWN_FLOPS = 100e12
@@ -290,3 +304,88 @@ def _place_of(name: str, layers: int) -> Place:
     if any(part in name for part in _HEAD_NAMES):
         return layers, 1
     return (layers, 0) if any(part in name for part in ("norm", "ln_f")) else (-1, 0)
+
+
+_PATIENCE_S = 300
+_POLL_S = 0.1
+
+
+def _cache_of(cfg: RunConfig, machine: Machine, outline: Outline) -> Path:
+    """Return where the rates of this host are kept: they depend on its processors, on the model and on its rows."""
+    gpu = machine.card.name if machine.card else ""
+    inputs = [
+        "cpu" if machine.on_cpu else [gpu, machine.memory_bytes >> 30],
+        machine.ranks,
+        outline.sizes,
+        outline.vocabulary,
+        cfg.precision.dtype.value,
+        cfg.data.max_length,
+    ]
+    return cache_file(cfg, f"rates-{os.uname().nodename}", inputs)
+
+
+def rates_of(cfg: RunConfig, machine: Machine, outline: Outline) -> Rates:
+    """Return what has been measured on this machine for this model, else what is assumed."""
+    file = _cache_of(cfg, machine, outline)
+    if machine.nodes == 1 and file.is_file():
+        with suppress(ValueError, TypeError, OSError):  # cut off, or of another version: as if it were not there
+            return Rates(**json.loads(file.read_text(encoding="utf-8")))
+    return assumed(machine, cfg.precision.dtype.value)
+
+
+def calibrate(cfg: RunConfig, machine: Machine, outline: Outline) -> None:
+    """Measure this machine's rates and keep them."""
+    if machine.nodes > 1:
+        raise ConfigError(tr("calibrate=true measures one machine, this one: leave nodes= out."))
+    if not machine.on_cpu:
+        here = this_machine()
+        if not here or machine.ranks > here.ranks or abs(machine.memory_bytes / here.memory_bytes - 1) >= 0.1:
+            raise ConfigError(
+                "calibrate=true measures this machine, which is not {machine}: it has {here}. Leave gpus= out, or "
+                "write gpus=2xcpu.",
+                machine=machine.name,
+                here=here.name if here else tr("no NVIDIA GPU"),
+            )
+    with tempfile.TemporaryDirectory() as folder:
+        measured = _measure(cfg, machine, Path(folder))
+    # All wait for the slowest: its rates are the machine's.
+    slowest = {
+        name: (max if name in ("micro_s", "latency_s") else min)(rates[name] for rates in measured)
+        for name in measured[0]
+    }
+    write_cache(_cache_of(cfg, machine, outline), slowest)
+
+
+def _measure(cfg: RunConfig, machine: Machine, folder: Path) -> list[dict[str, float]]:
+    """Run `toolkit.train.calibration` on every rank at the same time; return the rates that each has measured."""
+    config = folder / "config.yaml"
+    config.write_text(to_yaml(cfg), encoding="utf-8")
+    environ = os.environ | {
+        "WORLD_SIZE": str(machine.ranks),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+        "DS_ACCELERATOR": "cpu" if machine.on_cpu else "cuda",
+    }
+    answers = [folder / f"rank_{rank}.json" for rank in range(machine.ranks)]
+    logs = [answer.with_suffix(".log") for answer in answers]
+    with ExitStack() as stack:
+        programs = []
+        for rank, (answer, log) in enumerate(zip(answers, logs, strict=True)):
+            command = [sys.executable, "-m", "toolkit.train.calibration", str(config), str(answer)]
+            ids = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+            out = stack.enter_context(log.open("wb"))
+            program = children.start(command, env=environ | ids, stdin=subprocess.DEVNULL, stdout=out, stderr=out)
+            stack.callback(program.wait)
+            stack.callback(program.kill)
+            programs.append(program)
+        until = time.monotonic() + _PATIENCE_S
+        while None in (codes := [program.poll() for program in programs]) and not any(codes):
+            if time.monotonic() > until:
+                raise ConfigError("calibrate=true: no answer within {seconds} s.", seconds=_PATIENCE_S)
+            time.sleep(_POLL_S)
+    for log, code in zip(logs, codes, strict=True):
+        if code:
+            lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+            reason = lines[-1] if lines else f"exit code {code}"
+            raise ConfigError("calibrate=true: the machine could not be measured: {reason}", reason=reason)
+    return [json.loads(answer.read_text(encoding="utf-8")) for answer in answers]

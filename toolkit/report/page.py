@@ -24,9 +24,8 @@ import toolkit
 from toolkit.disk import check_no_symlinks, write_atomically
 from toolkit.errors import ConfigError, TrackError
 from toolkit.messages import current_language, printable, set_language, tr
-from toolkit.report import charts, tables
-from toolkit.report.charts import Drawing
-from toolkit.report.figures import NAMES, draw
+from toolkit.report import figures, tables
+from toolkit.report.figures import NAMES, Drawing, draw
 from toolkit.report.run import PAGE, Run, Sample, distinct_names, expand_sweeps, read_run
 from toolkit.report.tables import Table
 from toolkit.secrets import hide, hide_all
@@ -103,7 +102,7 @@ def render(runs: Sequence[Run], drawings: dict[str, list[Drawing]], images: str)
         },
         charts={
             "specs": {drawing.name: _without_legends(hide_all(_spec(drawing))) for drawing in drawn},
-            "config": charts.config("currentColor", _PAGE_FONTS),
+            "config": figures.config("currentColor", _PAGE_FONTS),
             "failed": tr("This chart could not be drawn; the browser's console says why."),
         },
         # Only these two scripts run, whatever else should ever get into the page.
@@ -143,7 +142,7 @@ def png(drawing: Drawing) -> bytes:
         "title": drawing.title,
         "width": _PNG_WIDTH,
         "height": _PNG_HEIGHT,
-        "config": {**charts.config(_INK, PNG_FONTS), "background": "#ffffff", "padding": 16},
+        "config": {**figures.config(_INK, PNG_FONTS), "background": "#ffffff", "padding": 16},
     }
     image: bytes = vl_convert.vegalite_to_png(found, vl_version=_VEGA_LITE, scale=_PNG_SCALE, allowed_base_urls=[])
     return image

@@ -1,6 +1,6 @@
 """Measure in a few seconds what `toolkit plan` otherwise assumes of this machine.
 
-A program, `python -m toolkit.train.calibration CONFIG ANSWER`: `plan/calibrate.py` starts it on every rank, with the
+A program, `python -m toolkit.train.calibration CONFIG ANSWER`: `plan/speed.py` starts it on every rank, with the
 variables of that rank set, and all measure at the same time, as they would train. One layer of the model, with its real
 sizes and rows, is what two layers take beyond one.
 """

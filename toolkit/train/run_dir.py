@@ -31,7 +31,7 @@ from toolkit.launch import deepspeed, rank_status
 from toolkit.launch.deepspeed import typed_command
 from toolkit.launch.environment import detect
 from toolkit.messages import joined, say, tr
-from toolkit.report.history import json_lines
+from toolkit.report.run import json_lines
 from toolkit.secrets import hide_all
 
 NEVER, AUTO, MUST = "never", "auto", "must"

@@ -15,11 +15,11 @@ from toolkit.errors import OutOfMemory
 from toolkit.launch.environment import Ranks
 from toolkit.messages import say, tr, warn
 from toolkit.plan import table as view
-from toolkit.plan.calibrate import rates_of
 from toolkit.plan.machine import Machine, find_gpu, own_memory
 from toolkit.plan.memory import process_bytes
 from toolkit.plan.outline import cached_outline, outline_of
 from toolkit.plan.search import Layout, cheapest, evaluate_layout, layouts, overrides, with_layout
+from toolkit.plan.speed import rates_of
 from toolkit.train.run_dir import RunSource
 
 

@@ -25,9 +25,14 @@ from toolkit.errors import ConfigError
 from toolkit.messages import did_you_mean, joined, tr
 from toolkit.secrets import hide_all
 from toolkit.translate.draft import ForeignConfig, RecipeDraft, sentence, typed
-from toolkit.translate.programs import translate_chatglm, translate_factory
+from toolkit.translate.programs import (
+    translate_chatglm,
+    translate_evaluation,
+    translate_factory,
+    translate_model,
+    translate_trainer,
+)
 from toolkit.translate.read import CHATGLM_NAME, FACTORY_NAME
-from toolkit.translate.trainer import translate_evaluation, translate_model, translate_trainer
 
 _LIMITS = frozenset(
     (

@@ -7,9 +7,8 @@ executed and the environment is not read: what only a shell could say is an erro
 import json
 import re
 import shlex
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from toolkit.config import files
 from toolkit.errors import ConfigError
@@ -27,13 +26,10 @@ _RANKS = ("--num_gpus", "--num_accelerators", "--nproc_per_node", "--num_process
 _NODES = ("--num_nodes", "--nnodes", "--num_machines")
 
 
-@dataclass(kw_only=True, slots=True)
-class Command:
+class Command(NamedTuple):
     """One training command."""
 
-    program: str
-    """The script that is started."""
-    values: dict[str, Any] = field(default_factory=dict)
+    values: dict[str, Any]
     """Argument -> value; True for one without, a list for several."""
     line: int
     """Where it begins."""
@@ -139,7 +135,7 @@ def _command(words: list[str], place: int, line: int, variables: dict[str, str],
         elif name:
             known = values[name]
             values[name] = word if known is True else [*(known if isinstance(known, list) else [known]), word]
-    return Command(program=words[place], values=values, line=line, world_size=_world_size(words[:place], variables))
+    return Command(values, line, _world_size(words[:place], variables))
 
 
 def _world_size(launcher: list[str], variables: dict[str, str]) -> int | None:
