@@ -92,7 +92,7 @@ def test_each_finding_of_the_doctor_is_in_its_table_and_filled() -> None:
 
 def test_the_chinese_catalogue_is_complete_and_has_nothing_else() -> None:
     templates = {str(call.args[0].value) for _, call in calls()}  # type: ignore[attr-defined]
-    templates |= set(read_table("translate/keys.yaml")["sentences"].values())
+    templates |= {*read_table("translate/keys.yaml")["sentences"].values(), *read_table("plan/kinds.yaml").values()}
     templates |= {text for _, _, text in read_table("doctor/findings.yaml").values()}
     templates |= set(filter(None, rule_tables.sentences()))
     assert templates - set(CHINESE) == set(), "without Chinese"

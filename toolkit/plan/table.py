@@ -2,11 +2,12 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from functools import cache, partial
 from typing import Any
 
 from toolkit.config.mesh import accumulation
 from toolkit.config.schema import Init
-from toolkit.messages import tr
+from toolkit.messages import read_table, tr, translated
 from toolkit.plan.machine import GIB, Machine
 from toolkit.plan.memory import Parts, checkpoint_bytes, export_bytes, longest_rows, offloads_to_disk
 from toolkit.plan.parameters import Outline
@@ -14,42 +15,12 @@ from toolkit.plan.search import Layout, cheapest, overrides
 from toolkit.plan.speed import Rates
 from toolkit.terminal import text_table
 
+_kinds = cache(partial(read_table, "plan/kinds.yaml"))
+
 
 def _table_words() -> dict[str, str]:
     """Return what phases and kinds of memory are called in the user's language."""
-    return {
-        "load": tr("loading"),
-        "step": tr("step"),
-        "evaluation": tr("evaluation"),
-        "save": tr("save"),
-        "export": tr("export"),
-        "weights": tr("weights"),
-        "optimizer": tr("optimizer states"),
-        "gradients": tr("gradients"),
-        "buckets": tr("communication buffers"),
-        "gathered": tr("gathered layers"),
-        "second weights": tr("second copy of the weights (ZeRO++)"),
-        "zenflow": tr("columns that ZenFlow updates at once"),
-        "layers": tr("activations: layers"),
-        "norms": tr("activations: norms"),
-        "attention": tr("activations: attention"),
-        "mlp": tr("activations: MLP"),
-        "lora": tr("activations: LoRA"),
-        "mask": tr("activations: mask"),
-        "layer inputs": tr("activations: inputs of layers"),
-        "backward": tr("activations: their gradients"),
-        "activations": tr("activations"),
-        "loss": tr("logits and loss"),
-        "cache": tr("keys and values of answers"),
-        "processes": tr("processes"),
-        "loaders": tr("data loaders"),
-        "tensors": tr("tensors of the ranks"),
-        "read": tr("tensor that is being read"),
-        "copies": tr("copies of checkpoints"),
-        "heap": tr("kept by the heap"),
-        "exported": tr("copy of what is exported"),
-        "read again": tr("export read again"),
-    }
+    return {kind: translated(text) for kind, text in _kinds().items()}
 
 
 def gib(size: float) -> str:

@@ -39,6 +39,12 @@ def keys_of(program: str) -> dict[str, Key]:
     return own if program == "trainer" else keys_of("trainer") | own
 
 
+def names_of(what: str) -> dict[str, Any]:
+    """Return a table of names of values: the other program's -> ours."""
+    found: dict[str, Any] = _table()["names"][what]
+    return found
+
+
 def sentence(name: str) -> str:
     """Return a sentence by its name in the tables, in the user's language; "" for none."""
     return translated(_table()["sentences"][name]) if name else ""

@@ -14,44 +14,12 @@ from toolkit.config.rule_tables import OPTIMIZERS
 from toolkit.config.schema import TRACKERS, OptimizerName
 from toolkit.errors import ConfigError
 from toolkit.messages import did_you_mean, joined, tr
-from toolkit.translate.draft import ForeignConfig, RecipeDraft, typed
+from toolkit.translate.draft import ForeignConfig, RecipeDraft, names_of, typed
 
-SCHEDULES = {
-    "linear": "linear",
-    "cosine": "cosine",
-    "constant": "constant",
-    "constant_with_warmup": "constant",
-    "cosine_with_min_lr": "cosine",
-    "polynomial": "polynomial",
-    "inverse_sqrt": "inverse_sqrt",
-    "warmup_stable_decay": "wsd",
-}
-_DECAYS = {"linear": "linear", "cosine": "cosine", "1-sqrt": "sqrt"}
 _LR_END = 1e-7
 """Where transformers' polynomial schedule ends (5.23, get_polynomial_decay_schedule_with_warmup)."""
 
 
-ADAMW = ("adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw_apex_fused", "adamw_torch_xla", "adamw_torch_npu_fused")
-OPTIMIZERS_THERE = {
-    "adafactor": "adafactor",
-    "sgd": "sgd",
-    "adagrad": "adagrad",
-    "adamw_bnb_8bit": "adamw_8bit",
-    "adamw_8bit": "adamw_8bit",
-    "paged_adamw_8bit": "adamw_8bit",
-    "lion_32bit": "lion",
-    "paged_lion_32bit": "lion",
-    "lion_8bit": "lion",
-    "paged_lion_8bit": "lion",
-}
-"""The Trainer's name -> ours; paged ones differ in where states lie, and Lion has its state in float32 here."""
-MODELS = {
-    "chatglm-6b": "chatglm_6b",
-    "chatglm2-6b": "chatglm2_6b",
-    "chatglm3-6b": "chatglm3_6b",
-    "glm-4-9b-chat": "glm4_9b",
-}
-"""Last part of a model's path or name -> the group model."""
 OWNERS = ("thudm", "zai-org", "zhipuai")
 
 
@@ -67,11 +35,12 @@ def translate_trainer(given: ForeignConfig, draft: RecipeDraft) -> None:
 
 def _schedule(given: ForeignConfig, draft: RecipeDraft) -> None:
     name = str(given.get("lr_scheduler_type")).lower()
-    if name in SCHEDULES:
-        draft.put("schedule.name", SCHEDULES[name], "lr_scheduler_type")
+    schedules = names_of("schedules")
+    if name in schedules:
+        draft.put("schedule.name", schedules[name], "lr_scheduler_type")
     else:
         draft.lost["lr_scheduler_type"] = joined(
-            tr("there are {names}; the recipe takes cosine", names=", ".join(SCHEDULES)), did_you_mean(name, SCHEDULES)
+            tr("there are {names}; the recipe takes cosine", names=", ".join(schedules)), did_you_mean(name, schedules)
         )
     if name in ("cosine_with_min_lr", "polynomial", "inverse_sqrt", "warmup_stable_decay"):
         _schedule_arguments(given, draft, name)
@@ -122,8 +91,9 @@ def _schedule_arguments(given: ForeignConfig, draft: RecipeDraft, name: str) -> 
             raise ConfigError("{place}: warmup_stable_decay needs num_decay_steps.", place=place)
         put("decay_steps", "num_decay_steps", int)
         decay, warmup = str(values.get("decay_type", "cosine")), str(values.get("warmup_type", "linear"))
-        if decay in _DECAYS and warmup == "linear" and values.get("num_cycles", 0.5) == 0.5:
-            draft.put("schedule.decay_type", _DECAYS[decay], "lr_scheduler_kwargs")
+        decays = names_of("decays")
+        if decay in decays and warmup == "linear" and values.get("num_cycles", 0.5) == 0.5:
+            draft.put("schedule.decay_type", decays[decay], "lr_scheduler_kwargs")
         else:
             draft.lost["lr_scheduler_kwargs"] = tr("a linear warm-up, and a decay that is linear, cosine or 1-sqrt")
         put("min_lr_ratio", "min_lr_ratio", float, 0.0)
@@ -137,7 +107,7 @@ def translate_model(given: ForeignConfig, draft: RecipeDraft) -> None:
         return
     text = str(path).rstrip("/")
     owner, _, name = text.lower().rpartition("/")
-    group = MODELS.get(name)
+    group = names_of("models").get(name)
     if group:
         draft.groups["model"] = group
     revision = given.get("model_revision") if given.has("model_revision") else "main"
@@ -206,10 +176,10 @@ def _length(given: ForeignConfig, draft: RecipeDraft) -> None:
 
 
 def _optimizer(given: ForeignConfig, draft: RecipeDraft) -> None:
-    name, kind = str(given.get("optim")).lower(), OptimizerName.adamw
-    if name in OPTIMIZERS_THERE:
-        kind = OptimizerName(OPTIMIZERS_THERE[name])
-    elif name not in ADAMW:
+    name = str(given.get("optim")).lower()
+    found = next((ours for ours, theirs in names_of("optimizers").items() if name in theirs), "")
+    kind = OptimizerName(found or "adamw")
+    if not found:
         draft.lost["optim"] = tr(
             "there are {names}; the recipe takes AdamW instead of {name}",
             names=", ".join(one.value for one in OptimizerName),
@@ -298,14 +268,6 @@ def _trackers(given: ForeignConfig, draft: RecipeDraft) -> None:
 
 
 INFO = "dataset_info.json"
-_ROLES = {
-    "user_tag": ("human", "user"),
-    "assistant_tag": ("gpt", "assistant"),
-    "observation_tag": ("observation", "tool"),
-    "function_tag": ("function_call", "tool_call"),
-    "system_tag": ("system",),
-}
-"""The names of speakers that our formats read, by LLaMA-Factory's word for them."""
 _MEDIA = ("images", "videos", "audios")
 
 
@@ -379,7 +341,7 @@ def _format(
     shared = {"system": columns.get("system"), "tools": columns.get("tools")}
     if entry.get("formatting", "alpaca") in ("sharegpt", "openai"):
         tags: dict[str, Any] = entry.get("tags") or {}
-        for tag, known in _ROLES.items():
+        for tag, known in names_of("roles").items():
             if tags.get(tag, known[0]) not in known:
                 draft.notes.append(
                     tr(
@@ -458,15 +420,6 @@ def _chatglm_data(given: ForeignConfig, draft: RecipeDraft) -> None:
     draft.put("data.max_length", length, "max_source_length", "max_target_length")
 
 
-GLM_NAMES = {
-    "query_key_value": ("q_proj", "k_proj", "v_proj"),
-    "dense": ("o_proj",),
-    "dense_h_to_4h": ("gate_up_proj",),
-    "dense_4h_to_h": ("down_proj",),
-}
-"""Linear layers of ChatGLM2 and later: the official code's names and transformers'."""
-
-
 def translate_factory(given: ForeignConfig, draft: RecipeDraft) -> None:
     """Compute what LLaMA-Factory makes of its arguments."""
     stage = str(given.get("stage"))
@@ -543,7 +496,7 @@ def _lora(given: ForeignConfig, draft: RecipeDraft) -> None:
     if targets == ["all"]:
         targets = ["all-linear"]
     elif draft.groups.get("model", "chatglm_6b") != "chatglm_6b":
-        targets = [name for target in targets for name in GLM_NAMES.get(target, (target,))]
+        targets = [name for target in targets for name in names_of("layers").get(target, [target])]
     draft.put("tuning.target_modules", targets, "lora_target")
     if given.has("additional_target"):
         draft.put("tuning.save_modules", given.names("additional_target"), "additional_target")
