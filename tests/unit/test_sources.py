@@ -444,7 +444,8 @@ def test_long_array_is_read_piece_by_piece(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(readers, "_CHUNK_BYTES", 7)
     rows = [{"prompt": f"é{'x' * (number % 90)}", "response": "\\u4f60 你好 \\n"} for number in range(200)]
     for indent in (None, 2):
-        path = written(tmp_path, json.dumps(rows, indent=indent, ensure_ascii=indent is None).encode(), "d.json")
+        text = json.dumps(rows, indent=indent, ensure_ascii=indent is None)
+        path = written(tmp_path, f" \t{text}\n".encode(), "d.json")
         found = read(path)
         assert [messages for messages, _ in found] == [
             [user(row["prompt"]), assistant(row["response"])] for row in rows

@@ -60,7 +60,6 @@ class TokenizedCache:
         self.fingerprint: str = manifest["fingerprint"]
         """Name of the cache; changes with everything in it."""
         self.dtype = np.dtype(manifest["dtype"])
-        """Of the ids."""
         self._ids, self._trained = _opened(self, folder / IDS), _opened(self, folder / TRAINED)
         self.offsets: NDArray[np.int64] = _loaded(folder / OFFSETS)
         """Where each sample of all splits begins in `ids`, and the end, [samples + 1]."""
@@ -71,7 +70,6 @@ class TokenizedCache:
         self.members: NDArray[np.uint32] = _loaded(folder / f"{split}.npy")
         """Which samples belong to this split, ascending, [len(self)]."""
         self.num_tokens: int = manifest["splits"][split]["tokens"]
-        """Tokens of this split."""
         self.num_trained_tokens: int = manifest["splits"][split]["trained_tokens"]
         """Tokens of this split that the loss covers."""
 

@@ -93,7 +93,6 @@ class PrepareReport:
     systems: int = 0
     """Rows whose system message was left out because the model's format has no place for it."""
     unused: list[str] = field(default_factory=list)
-    """Columns that were not read."""
     message_keys: dict[str, int] = field(default_factory=dict)
     """Keys of messages that were not read, and in how many messages."""
     repeated: int = 0
@@ -103,9 +102,7 @@ class PrepareReport:
     leaked: int = 0
     """Validation rows that give the same samples as a training row."""
     leaked_examples: list[str] = field(default_factory=list)
-    """The first few, "file:line = file:line"."""
     tokens: int = 0
-    """Tokens in the training split."""
     trained_tokens: int = 0
     """Tokens in the training split that the loss covers."""
     sources: list[dict[str, Any]] = field(default_factory=list)
@@ -119,7 +116,6 @@ class PrepareReport:
     is_new: bool = False
     """Whether the cache was built since this process began, by whichever rank."""
     folder: str = ""
-    """The cache."""
 
     def duplicates(self) -> str:
         """Return how many rows are there twice, in one sentence; "" if none is."""

@@ -340,11 +340,8 @@ class BuiltPart(NamedTuple):
     file_number: int
     file: DataFile
     block: Block
-    """What the part is made of."""
     path: Path
-    """The part."""
     is_new: bool
-    """Whether it had to be made now."""
 
 
 def make_parts(
@@ -413,7 +410,6 @@ class BuildProgress:
         self.started = time.monotonic()
         self.next = self.started + self.FIRST_S
         self.line = ""
-        """The last line."""
 
     def update(self, done: int, rows: int, new_bytes: int, new_tokens: int) -> None:
         """Tell where the work is; the time left is reckoned from `new_bytes`, those that were worked on now."""

@@ -241,28 +241,24 @@ class Peers:
                 host=peer.host,
                 pid=peer.pid,
                 number=number,
-                name=next((known.name for known in signal.Signals if known == number), "?"),
+                name=next((one.name for one in signal.Signals if one == number), "?"),
             )
-        lines = [text]
+        memory = reason = ""
         if "rss" in known:
-            lines.append(
-                tr(
-                    "It used {used} GiB of memory {seconds} s before.",
-                    used=f"{known['rss'] / _GIB:.2f}",
-                    seconds=f"{max(0.0, time.time() - known['time']):.0f}",
-                )
+            memory = tr(
+                "It used {used} GiB of memory {seconds} s before.",
+                used=f"{known['rss'] / _GIB:.2f}",
+                seconds=f"{max(0.0, time.time() - known['time']):.0f}",
             )
         kernel = kernel_line(peer.pid)
         if kernel or out_of_memory_kills() > self._kills:
-            lines.append(
-                tr(
-                    "The system ran out of memory and ended it. Use less: a smaller batch.micro_per_gpu, no or less "
-                    "offloading, fewer ranks on this node; `toolkit plan` counts host memory."
-                )
+            reason = tr(
+                "The system ran out of memory and ended it. Use less: a smaller batch.micro_per_gpu, no or less "
+                "offloading, fewer ranks on this node; `toolkit plan` counts host memory."
             )
         elif status is None or os.WTERMSIG(status) == signal.SIGKILL:
-            lines.append(tr("If nobody did that, memory may have run out: see dmesg, or ask the scheduler."))
-        return joined(*lines, kernel)
+            reason = tr("If nobody did that, memory may have run out: see dmesg, or ask the scheduler.")
+        return joined(text, memory, reason, kernel)
 
     def _path(self, rank: int) -> Path:
         return self.folder / f"rank-{rank}.json"
