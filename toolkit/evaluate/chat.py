@@ -26,14 +26,10 @@ COMMANDS = ("/reset", "/undo", "/system", "/help", "/exit")
 
 
 class ChatSession:
-    """One conversation.
+    """One conversation with a model in evaluation mode.
 
-    Args:
-        model: in evaluation mode, on its device.
-        encoder: its tokenizer and chat format.
-        sampling: how it answers.
-        is_terminal: a person types: mistakes are reported and the conversation continues; else they end the command.
-        help_text: what /help prints.
+    With `is_terminal` mistakes are reported and the conversation continues; else they end the command. `help_text` is
+    what /help prints.
     """
 
     def __init__(
@@ -96,13 +92,11 @@ class ChatSession:
             self.history.clear()
             _tell(tr("Everything that was said is forgotten."))
         elif command == "/undo":
-            forgotten = self.history[-2:]
+            if self.history:
+                _tell(tr("Forgotten: {question}", question=self.history[-2]["content"][:60]))
+            else:
+                _tell(tr("Nothing has been said yet."))
             del self.history[-2:]
-            _tell(
-                tr("Forgotten: {question}", question=forgotten[0]["content"][:60])
-                if forgotten
-                else tr("Nothing has been said yet.")
-            )
         elif command == "/system":
             self.set_system(text.strip())
             _tell(tr("System message: {text}", text=self.system or "-"))
@@ -135,26 +129,21 @@ class ChatSession:
 
     def _prompt(self, question: str) -> list[int]:
         """Return the prompt, after dropping the oldest turns that have no room; an error if none of them is left."""
-        left_out = 0
+        dropped = 0
         while True:
-            messages = [*self.history[left_out:], {"role": "user", "content": question}]
+            messages = [*self.history[dropped:], {"role": "user", "content": question}]
             prompt = self.encoder.prompt(with_system(messages, self.system))
             try:
                 check_length(self.model, len(prompt), self.sampling.max_new_tokens)
+                break
             except ModelError:
-                if left_out == len(self.history):
+                if dropped == len(self.history):
                     raise
-                left_out += 2
-                continue
-            if left_out:
-                del self.history[:left_out]
-                _tell(
-                    tr(
-                        "The conversation has no room any more: the oldest {count} questions were left out.",
-                        count=left_out // 2,
-                    )
-                )
-            return prompt
+                dropped += 2
+        if dropped:
+            del self.history[:dropped]
+            _tell(tr("The context window is full: the oldest {count} questions were dropped.", count=dropped // 2))
+        return prompt
 
 
 def _show(text: str) -> None:

@@ -69,30 +69,22 @@ class SpanTokenizer:
         """
         if not self.tokenizer.is_fast:
             return [self._slow(text, marks) for text, marks in zip(texts, spans, strict=True)]
-        covered = [index for index, text in enumerate(texts) if self.shield.is_covered(text)]
-        if not covered:
-            return self._encode_fast(self._backend(), texts, spans)
-        clean = sorted({*range(len(texts))} - {*covered})
         found: dict[int, Encoded] = {}
-        for backend, chosen in ((self._backend(), clean), (self.shield.backend, covered)):
-            encoded = self._encode_fast(backend, [texts[i] for i in chosen], [spans[i] for i in chosen])
-            found |= dict(zip(chosen, encoded, strict=True))
-        return [found[index] for index in range(len(texts))]
-
-    def _encode_fast(self, backend: Any, texts: Sequence[str], spans: Sequence[Sequence[Span]]) -> list[Encoded]:
-        found: dict[int, Encoded] = {}
-        likely = [index for index, text in enumerate(texts) if self._is_framed(text, spans[index])]
-        for index, one in zip(
-            likely, backend.encode_batch_fast([texts[i] for i in likely], add_special_tokens=False), strict=True
-        ):
-            encoded = self._between(one.ids, texts[index], spans[index])
-            if encoded:
-                found[index] = encoded
-        others = [index for index in range(len(texts)) if index not in found]
-        for index, one in zip(
-            others, backend.encode_batch([texts[i] for i in others], add_special_tokens=False), strict=True
-        ):
-            found[index] = self._by_offsets(one, texts[index], spans[index])
+        is_covered = [self.shield.is_covered(text) for text in texts]
+        for side in (False, True):
+            chosen = [index for index, covered in enumerate(is_covered) if covered is side]
+            if not chosen:
+                continue
+            backend = self.shield.backend if side else self._backend()
+            framed = [index for index in chosen if self._is_framed(texts[index], spans[index])]
+            batch = backend.encode_batch_fast([texts[index] for index in framed], add_special_tokens=False)
+            for index, encoding in zip(framed, batch, strict=True):
+                if encoded := self._between(encoding.ids, texts[index], spans[index]):
+                    found[index] = encoded
+            others = [index for index in chosen if index not in found]
+            batch = backend.encode_batch([texts[index] for index in others], add_special_tokens=False)
+            for index, encoding in zip(others, batch, strict=True):
+                found[index] = self._by_offsets(encoding, texts[index], spans[index])
         return [found[index] for index in range(len(texts))]
 
     def _backend(self) -> Any:

@@ -80,11 +80,6 @@ class Format:
             result.append((ids, mask))
         return result
 
-    def render(self, conversations: Iterable[Sequence[Message]], add_generation_prompt: bool) -> list[list[int]]:
-        """Return the ids of each conversation, for `apply_chat_template`."""
-        pieces = self.prompt if add_generation_prompt else self.conversation
-        return [ids for ids, _ in self.encode(pieces(messages) for messages in conversations)]
-
 
 class _Rounds(Format):
     """ChatGLM-6B and ChatGLM2-6B: numbered rounds of question and answer as one text, no system message.

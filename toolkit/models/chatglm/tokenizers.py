@@ -83,9 +83,11 @@ class _Chats:
                 conversation, *args, **options, tokenizer_kwargs=tokenizer_options
             )
         is_batch = bool(conversation) and not isinstance(conversation[0], dict)
-        prompt, tools = options.get("add_generation_prompt", False), options.get("tools")
-        chats = [with_tools(chat, tools) for chat in (conversation if is_batch else [conversation])]
-        ids = self.format.render(chats, prompt)
+        form = self.format
+        pieces = form.prompt if options.get("add_generation_prompt") else form.conversation
+        chats = conversation if is_batch else [conversation]
+        encoded = form.encode(pieces(with_tools(chat, options.get("tools"))) for chat in chats)
+        ids = [one for one, _ in encoded]
         tensors = options.get("return_tensors")
         out = self.pad(  # type: ignore[attr-defined]
             {"input_ids": ids if is_batch or tensors else ids[0]},
@@ -146,12 +148,10 @@ class GlmTokenizer(_Chats, PreTrainedTokenizerFast):
 
     def convert_tokens_to_ids(self, tokens: Any) -> Any:
         """Return the ids of tokens; ChatGLM2's and 3's special tokens by their original names too (`sop`, `<eos>`)."""
+        names = {} if self.family is Family.glm4 else _OFFICIAL_NAMES
         if isinstance(tokens, str):
-            return super().convert_tokens_to_ids(self._official(tokens))
-        return super().convert_tokens_to_ids([self._official(token) for token in tokens])
-
-    def _official(self, token: str) -> str:
-        return token if self.family is Family.glm4 else _OFFICIAL_NAMES.get(token, token)
+            return super().convert_tokens_to_ids(names.get(tokens, tokens))
+        return super().convert_tokens_to_ids([names.get(token, token) for token in tokens])
 
     def save_pretrained(self, save_directory: Any, **options: Any) -> Any:
         """Save for programs without this package: tokenizer.json and tokenizer_config.json with a chat template."""
