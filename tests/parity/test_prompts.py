@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from toolkit.evaluate.generate import AnswerStream, decode_answer, has_system_role
 from toolkit.models import load_chat_encoder
+from toolkit.models.chat import fit_tokenizer
 from toolkit.models.chat_template import TemplateChatEncoder
-from toolkit.models.tokenizer import fit_tokenizer
 
 FAMILIES = ["v1", "v2", "v3", "glm4", "quickstart"]
 HEARS = {"v1": False, "v2": False, "v3": True, "glm4": True, "quickstart": True}

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from transformers import GlmConfig, GlmForCausalLM
 
-from toolkit.models.tokenizer import END, fit_tokenizer
+from toolkit.models.chat import END, fit_tokenizer
 
 SAYS = "你吗文福说马 and so on."
 """No token of it comes twice: each says which is next."""

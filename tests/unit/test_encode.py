@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from tests.unit.data_tools import trained_stretches
 from toolkit.errors import ModelError, RowError
+from toolkit.models.chat import END, PAD, SPECIAL_TOKENS, _read_template, fit_tokenizer, load_tokenizer
 from toolkit.models.chat_template import SpanTokenizer, TemplateChatEncoder
-from toolkit.models.tokenizer import END, PAD, SPECIAL_TOKENS, _read_template, fit_tokenizer, load_tokenizer
 
 TEXTS = ["hello world, 你好世界", "the quick brown fox", "hello fox"] * 20
 CHATML = (

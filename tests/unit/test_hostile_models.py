@@ -15,9 +15,9 @@ from toolkit.engine.memory import PeakMemory
 from toolkit.errors import BaseMissing, ConfigError, ModelError, RowError, reading
 from toolkit.models import adapters
 from toolkit.models.adapters import BaseModel
+from toolkit.models.chat import fit_tokenizer, load_tokenizer
 from toolkit.models.chat_template import TemplateChatEncoder, TooSlow, bound_templates, time_limit
 from toolkit.models.directory import read_config
-from toolkit.models.tokenizer import fit_tokenizer, load_tokenizer
 from toolkit.models.weights import WeightFiles, read_tensors
 
 CONFIG: dict[str, Any] = {

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from toolkit.models.chat import load_chat_encoder as load_chat_encoder
+    from toolkit.models.chat import load_tokenizer as load_tokenizer
     from toolkit.models.load import load_model as load_model
     from toolkit.models.save import save_model as save_model
-    from toolkit.models.tokenizer import load_tokenizer as load_tokenizer
 
-_MODULES = {"load_chat_encoder": "chat", "load_model": "load", "load_tokenizer": "tokenizer", "save_model": "save"}
+_MODULES = {"load_chat_encoder": "chat", "load_model": "load", "load_tokenizer": "chat", "save_model": "save"}
 
 
 def __getattr__(name: str) -> Any:

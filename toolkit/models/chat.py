@@ -1,17 +1,194 @@
-"""The chat format of a model directory: a ChatGLM's own, or that of a chat template."""
+"""Tokenizers and chat encoders: trained on the data, or loaded from a model directory."""
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+from toolkit.config.files import located
 from toolkit.config.schema import Family
-from toolkit.errors import ModelError
+from toolkit.distributed.file_lock import build_once
+from toolkit.errors import ModelError, reading
+from toolkit.messages import tr
 from toolkit.models.chat_template import Encoded, Message, TemplateChatEncoder
 from toolkit.models.chatglm.formats import FORMATS, with_tools
 from toolkit.models.chatglm.tokenizers import ChatGLMTokenizer, GlmTokenizer
-from toolkit.models.chatglm.vocabulary import no_cycles
-from toolkit.models.tokenizer import load_tokenizer
+from toolkit.models.chatglm.vocabulary import family_of, image_tokens, no_cycles, official_vocabulary, read_json
+from toolkit.models.directory import check_growth
+
+FIT_VERSION = 1
+"""Part of a fitted tokenizer's fingerprint; raise it when fitting gives something else."""
+
+END, PAD = "<|endoftext|>", "<|pad|>"
+SPECIAL_TOKENS = [END, PAD, "[gMASK]", "<sop>", "<|system|>", "<|user|>", "<|assistant|>", "<|observation|>"]
+
+# GLM-4's form. An answer ends with the end token, also in earlier turns, so that all answers look alike. A call of a
+# tool is the assistant's: its name, then its arguments.
+_CHAT_TEMPLATE = (
+    "{{ '[gMASK]<sop>' }}"
+    "{% if tools %}{{ '<|system|>\\n' + tools | tojson }}{% endif %}"
+    "{% for message in messages %}"
+    "{{ '<|' + ('observation' if message['role'] == 'tool' else message['role']) + '|>' }}"
+    "{% for call in message['tool_calls'] or [] %}"
+    "{{ '\\n' + call['function']['name'] + '\\n' + call['function']['arguments'] | tojson }}"
+    "{% else %}{{ '\\n' + message['content'] }}{% endfor %}"
+    "{% if message['role'] == 'assistant' %}{{ '<|endoftext|>' }}{% endif %}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>\\n' }}{% endif %}"
+)
+
+_TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "vocab.json",
+    "vocab.txt",
+    "spiece.model",
+    "tekken.json",
+)
+
+
+def fit_tokenizer(
+    texts: Callable[[], Iterable[str]],
+    vocab_size: int,
+    folder: Path,
+) -> PreTrainedTokenizerFast:
+    """Return a byte-level BPE tokenizer trained on the texts, with GLM's special tokens and chat template.
+
+    It is kept in `folder`/tokenizers/FINGERPRINT, from where later calls, and other processes, load it. `texts` is
+    called twice, for the fingerprint and for training. `vocab_size` counts the special tokens; short texts give fewer.
+    """
+    least = 256 + len(SPECIAL_TOKENS)
+    if vocab_size < least:
+        raise ModelError(
+            "model.shape.vocab_size = {size} is too small for a fitted tokenizer: all bytes and the special tokens "
+            "need {least}.",
+            size=vocab_size,
+            least=least,
+        )
+    digest = hashlib.sha256(f"{FIT_VERSION} {vocab_size} {SPECIAL_TOKENS} {_CHAT_TEMPLATE}".encode())
+    for encoded in map(str.encode, texts()):
+        digest.update(len(encoded).to_bytes(8, "little"))
+        digest.update(encoded)
+    target = folder / "tokenizers" / digest.hexdigest()[:32]
+
+    def build(building: Path) -> None:
+        _fit(texts(), vocab_size).save_pretrained(building)
+
+    build_once(target, build, lambda found: (found / "tokenizer.json").is_file())
+    tokenizer: PreTrainedTokenizerFast = PreTrainedTokenizerFast.from_pretrained(target, local_files_only=True)
+    return tokenizer
+
+
+def load_tokenizer(
+    path: str | Path, *, family: Family | str = Family.auto, chat_template: str = ""
+) -> PreTrainedTokenizerBase:
+    """Return the tokenizer in a local directory. Nothing is downloaded, and no code in the directory is executed.
+
+    `path` is an official ChatGLM directory, whose vocabulary file alone is read, or one in transformers' layout.
+    `family` is that of an official tokenizer; auto finds it in the files. `chat_template`: a Jinja template to use
+    instead of the tokenizer's own; special tokens in the texts of an official tokenizer are parsed then, as with any
+    other.
+    """
+    families = [known.value for known in Family]
+    if family not in families:
+        raise ModelError("unknown model.family '{family}'. Known: {known}.", family=family, known=", ".join(families))
+    folder, family = Path(path), Family(family)
+    if not str(path) or not folder.is_dir():
+        raise ModelError(
+            "There is no tokenizer folder '{folder}'. Point model.tokenizer to a local folder with the tokenizer's "
+            "files.",
+            folder=path,
+        )
+    vocabulary = official_vocabulary(folder)
+    if vocabulary is None and family is not Family.auto:
+        raise ModelError(
+            "model.family = {family} has no effect: the tokenizer in '{folder}' is not an official ChatGLM one. "
+            "Remove it.",
+            family=family.value,
+            folder=folder,
+        )
+    if vocabulary is None:
+        tokenizer = _load_other(folder)
+    else:
+        with reading(vocabulary, ModelError, tr("Download it again.")):
+            tokenizer = _load_official(vocabulary, family)
+    if chat_template:
+        tokenizer.chat_template = _read_template(chat_template)
+        tokenizer.split_special_tokens = False
+    return tokenizer
+
+
+def _load_official(vocabulary: Path, family: Family) -> PreTrainedTokenizerBase:
+    found = family_of(vocabulary)
+    shared = {Family.chatglm2, Family.chatglm3, Family.auto}
+    if family not in (Family.auto, found) and not {family, found} <= shared:
+        raise ModelError(
+            "model.family = {family}, but {file} is the vocabulary of {found}.",
+            family=family.value,
+            file=vocabulary,
+            found=found.value,
+        )
+    known = found if family is Family.auto else family
+    if known is Family.chatglm:
+        return ChatGLMTokenizer(vocabulary, image_tokens(vocabulary))
+    # Undecided: ChatGLM3's special tokens are ChatGLM2's and four more.
+    return GlmTokenizer(
+        Family.chatglm3 if known is Family.auto else known, vocabulary, has_chat_format=known is not Family.auto
+    )
+
+
+def _load_other(path: Path) -> PreTrainedTokenizerBase:
+    config = read_json(path / "tokenizer_config.json")
+    if "AutoTokenizer" in str(config.get("auto_map", "")) and not (path / "tokenizer.json").is_file():
+        raise ModelError(
+            "The tokenizer in '{folder}' needs Python code from that folder (auto_map), which is never executed. "
+            "Point model.tokenizer to one in transformers' own layout (tokenizer.json).",
+            folder=path,
+        )
+    if not any((path / name).is_file() for name in _TOKENIZER_FILES):
+        raise ModelError(
+            "The folder '{folder}' holds no tokenizer (tokenizer.json or tokenizer.model). Point model.tokenizer "
+            "to a folder that does.",
+            folder=path,
+        )
+    if (path / "tokenizer.json").is_file():
+        check_growth(path / "tokenizer.json")
+    with reading(path, ModelError, tr("Point model.tokenizer to another folder, or fetch the files again.")):
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+            path, trust_remote_code=False, local_files_only=True
+        )
+    return tokenizer
+
+
+def _read_template(path: str) -> str:
+    with reading(path, ModelError, tr("Correct model.chat_template.")):
+        return Path(located(path)).read_text(encoding="utf-8")
+
+
+def _fit(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
+    """Train byte-level BPE, which needs no unknown token: any text can be written in bytes."""
+    backend = Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=SPECIAL_TOKENS,
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    backend.train_from_iterator(texts, trainer)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        eos_token=END,
+        pad_token=PAD,
+        additional_special_tokens=[token for token in SPECIAL_TOKENS if token not in (END, PAD)],
+        chat_template=_CHAT_TEMPLATE,
+        clean_up_tokenization_spaces=False,
+    )
+
 
 CODE_VERSION = 3
 """Part of the fingerprint; raise it when ids or masks change."""

@@ -38,11 +38,10 @@ from toolkit.distributed.process_group import check_alike, rank
 from toolkit.errors import ConfigError, DataError
 from toolkit.launch.environment import Ranks
 from toolkit.messages import say
-from toolkit.models.chat import AnyChatEncoder, chat_encoder
+from toolkit.models.chat import AnyChatEncoder, chat_encoder, fit_tokenizer, load_tokenizer
 from toolkit.models.directory import packing_unsupported, read_config, trust_code
 from toolkit.models.loss import with_label_positions
 from toolkit.models.sequence import local_part
-from toolkit.models.tokenizer import fit_tokenizer, load_tokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
